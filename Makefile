@@ -118,9 +118,9 @@ wheel: $(STAMP)
 	@ls -l dist
 
 bench: $(STAMP)
-	$(RUN) deepep_moe.bench
-	$(RUN) deepep_moe.bench gate
-	$(RUN) deepep_moe.bench deepspeed --device cpu
+	$(SCRIPT) benchmarks/run.py
+	$(SCRIPT) benchmarks/run.py gate
+	$(SCRIPT) benchmarks/run.py deepspeed --device cpu
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info deepep_moe/*.so

@@ -1,11 +1,15 @@
 """Shared fixtures. GPU tests run where the devices are and are skipped, saying so, where they are not."""
 
+import sys
 from collections import defaultdict
+from pathlib import Path
 
 import emulated_gpu
 import preload
 import pytest
 import torch
+
+sys.path.append(str(Path(__file__).parents[1]))  # benchmarks; at the end, so that the package that is installed stays first
 
 
 def pytest_addoption(parser):

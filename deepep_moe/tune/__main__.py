@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from deepep_moe import config
-from deepep_moe.bench.common.ranks import add_ranks_and_tokens, resolve_ranks, start
-from deepep_moe.bench.common.records import write_json
 from deepep_moe.errors import EPError
 from deepep_moe.testing.launch import RankFailedError
 from deepep_moe.topology.option import add_bind, bind_this_rank
 from deepep_moe.tune.rank import Outcome, tune
+from deepep_moe.tune.ranks import add_ranks_and_tokens, resolve_ranks, start
+from deepep_moe.tune.records import write_json
 from deepep_moe.tuning import Files, write
 from deepep_moe.tuning.profiles import parse
 

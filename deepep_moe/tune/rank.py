@@ -11,16 +11,15 @@ import torch.distributed as dist
 
 import deepep_moe
 from deepep_moe import Buffer, config
-from deepep_moe.bench.common.ranks import Rank
-from deepep_moe.bench.common.records import commit, record
-from deepep_moe.bench.common.timing import Mark, slowest
-from deepep_moe.bench.common.verify import compare as compare_bits
-from deepep_moe.bench.common.workload import Operation
-from deepep_moe.bench.exchange.operations import operations
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
 from deepep_moe.group.rendezvous import check_same, gather_objects
 from deepep_moe.tune.intervals import Verdict
+from deepep_moe.tune.operations import compare_bits, operations
+from deepep_moe.tune.ranks import Rank
+from deepep_moe.tune.records import command_line, commit, record
 from deepep_moe.tune.search import SEARCH_SHARE, Meter, compare, search
+from deepep_moe.tune.timing import Mark, slowest
+from deepep_moe.tune.workload import Operation
 from deepep_moe.tuning import Machine, Profile, Shape, Values
 
 LEAST_GAIN = 0.005
@@ -124,8 +123,7 @@ class TuneRank(Rank):
         defaults, bests = zip(*verdict.pairs, strict=True)
         found = {"gain": verdict.gain, "gain_interval": [verdict.low, verdict.high], "tuned": asdict(best)}
         made = record("dispatch + combine tuned", settings, bests, 0, baseline="default settings", baseline_times=defaults, **found)
-        command = made["command"].replace("deepep_moe.bench", "deepep_moe.tune", 1)
-        return made | {"hardware": str(machine), "bytes_moved": None, "gbps": None, "command": command}
+        return made | {"hardware": str(machine), "bytes_moved": None, "gbps": None, "command": command_line("-m deepep_moe.tune")}
 
 
 def tune(rank: int, num_ranks: int, options: argparse.Namespace, device_idx: int | None = None) -> Outcome:

@@ -12,8 +12,8 @@ from ranks import Rank, block
 
 import deepep_moe
 from deepep_moe import config, topology
-from deepep_moe.bench.common.records import commit, cpu_name
 from deepep_moe.errors import EPError
+from deepep_moe.tune.records import commit, cpu_name
 
 VARIABLES = re.compile(r"^(NCCL|NVSHMEM|GLOO|UCX|FI|DEEPEP_MOE|CUDA_VISIBLE|CUDA_MPS|TORCH_NCCL)")
 _DOCTOR_S = 120.0

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import report
+from page import Page, Picture, Table
 from report import Result
-
-from deepep_moe.bench.page.page import Page, Picture, Table
 
 _COLUMNS = ["run", "backend", "steps", "last loss", "tokens/s", "step, ms", "exchange, ms"]
 _COLUMNS += ["busiest expert", "nodes", "busiest node", "nodes per token", "seconds"]

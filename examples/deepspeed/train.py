@@ -26,8 +26,8 @@ import parts
 import report
 import timeline
 
-from deepep_moe.bench.common.records import cpu_name
 from deepep_moe.topology.option import add_bind
+from deepep_moe.tune.records import cpu_name
 
 # Bits of sums over rows differ where DeepSpeed pads, and routing amplifies a last bit: README.md says how far curves part.
 _TOLERANCE = 0.03

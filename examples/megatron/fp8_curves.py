@@ -21,7 +21,7 @@ import train
 import worker
 
 import deepep_moe
-from deepep_moe.bench.common.records import commit, cpu_name
+from deepep_moe.tune.records import commit, cpu_name
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 import worker
 
-from deepep_moe.bench.common.records import cpu_name
 from deepep_moe.topology.option import add_bind
+from deepep_moe.tune.records import cpu_name
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 

@@ -23,15 +23,15 @@ from model import HEAD_SIZE, Decoder, Sizes
 from tqdm import trange
 
 from deepep_moe import LowLatencyBuffer
-from deepep_moe.bench.common.records import cpu_name
-from deepep_moe.bench.page.page import Page, Picture, Table
 from deepep_moe.nn import Span, Timeline, overlapped
 from deepep_moe.testing import run_ranks
 from deepep_moe.topology.option import add_bind
+from deepep_moe.tune.records import cpu_name
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 
 import launch
+from page import Page, Picture, Table
 
 CPU = Sizes(num_layers=3, hidden=512, intermediate=256, num_experts=16, num_topk=4, num_tokens=64, context=256)
 GPU = Sizes(num_layers=4, hidden=7168, intermediate=1024, num_experts=32, num_topk=8, num_tokens=64, context=1024)

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepep_moe.bench.layers import fp8, fp8_layers, megatron_steps
-from deepep_moe.bench.layers.graphs import Graphed
+from benchmarks.layers import fp8, fp8_layers, megatron_steps
+from benchmarks.layers.graphs import Graphed
 from deepep_moe.testing import run_ranks
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from bench_cases import RECORD_FIELDS
 
-from deepep_moe.bench.host import command, drop_in, measure
+from benchmarks.host import command, drop_in, measure
 
 OPS = [
     "host layer forward", "host layer forward alone", "host layer backward", "host layer backward alone", "host dispatch",

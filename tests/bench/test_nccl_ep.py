@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepep_moe.bench.common import workload
-from deepep_moe.bench.exchange import nccl_ep
+from benchmarks.exchange import nccl_ep
 from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.testing import run_ranks
+from deepep_moe.tune import workload
 
 SHAPE = workload.Shape(num_ranks=2, hidden=144, num_experts=4, num_topk=2, expert_alignment=4)
 NUM_TOKENS = 5

@@ -187,22 +187,26 @@ for module, *arguments in map(str.split, sys.argv[1:]):
     print("==", " ".join([module, *arguments]))
     sys.argv = [module, *arguments, "--help"]
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if module.endswith(".py"):
+            runpy.run_path(module, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         assert not end.code, end.code
 """
 WITHOUT_HELP = {"deepep_moe.compat.run", "deepep_moe.topology.bound"}  # all that follows is another program's
-SUBCOMMANDS = {"deepep_moe.bench", "deepep_moe.topology"}
+SUBCOMMANDS = {"benchmarks/run.py", "deepep_moe.topology"}
 
 
 def commands() -> dict[str, set[str]]:
     """Return the modules that the texts start, with subcommand, and the options that they give them."""
     found: dict[str, set[str]] = {}
-    for module, rest in re.findall(r"(?:python|torchrun[^`\n]*?) -m (deepep_moe[\w.]*\w)([^`\n]*)", "\n".join(TEXTS.values())):
+    pattern = r"(?:python|torchrun[^`\n]*?) (?:-m )?(deepep_moe[\w.]*\w|benchmarks/run\.py)([^`\n]*)"
+    for module, rest in re.findall(pattern, "\n".join(TEXTS.values())):
         words = rest.split("#")[0].split()
         name = f"{module} {words[0]}" if module in SUBCOMMANDS and words and re.fullmatch(r"[a-z][\w-]+", words[0]) else module
-        if name == "deepep_moe.bench" and words[:1] != ["--help"]:
-            name = f"deepep_moe.bench {'link' if 'nvlink' in words else 'exchange'}"  # what runs without a subcommand
+        if name == "benchmarks/run.py" and words[:1] != ["--help"]:
+            name = f"benchmarks/run.py {'link' if 'nvlink' in words else 'exchange'}"  # what runs without a name
         script = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
         found.setdefault(name, set()).update(re.findall(r"--[a-z][\w-]+", " ".join(words[:script])))
     return found
@@ -210,7 +214,7 @@ def commands() -> dict[str, set[str]]:
 
 def test_modules_and_their_options_exist():
     named = commands()
-    assert named.keys() >= {"deepep_moe.doctor", "deepep_moe.tune", "deepep_moe.integrations.deepspeed", "deepep_moe.bench low-latency"}
+    assert named.keys() >= {"deepep_moe.doctor", "deepep_moe.tune", "deepep_moe.integrations.deepspeed", "benchmarks/run.py low-latency"}
     named = {name: options for name, options in named.items() if name not in WITHOUT_HELP}
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}
     result = subprocess.run([sys.executable, "-c", HELP, *sorted(named)], capture_output=True, text=True, cwd=ROOT, env=environment)

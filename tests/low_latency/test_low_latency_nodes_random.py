@@ -12,10 +12,10 @@ import torch
 from exchange_cases import device_of
 from random_routings import ROUNDS
 
+from benchmarks.low_latency.operations import expected_combine, expected_dispatch, expert_rows, received
 from deepep_moe import LowLatencyBuffer
-from deepep_moe.bench.common.workload import Shape, make_inputs
-from deepep_moe.bench.low_latency.operations import expected_combine, expected_dispatch, expert_rows, received
 from deepep_moe.testing import run_ranks
+from deepep_moe.tune.workload import Shape, make_inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

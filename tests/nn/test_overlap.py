@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from example_page import Picture, read
 from exchange_cases import assert_same, device_of
 from low_latency_cases import BLOCK, Case, make_buffer
 
 from deepep_moe import LowLatencyBuffer
-from deepep_moe.bench.page.page import Picture, read
 from deepep_moe.errors import EPPeerError
 from deepep_moe.nn import Timeline, overlapped, routed_experts
 from deepep_moe.testing import run_ranks

@@ -19,7 +19,6 @@ from bench_cases import RECORD_FIELDS
 
 import deepep_moe
 from deepep_moe import config, torch_module
-from deepep_moe.bench.common import records as records_module
 from deepep_moe.errors import (
     BackendUnavailableError,
     BufferDestroyedError,
@@ -31,6 +30,7 @@ from deepep_moe.errors import (
 )
 from deepep_moe.exchange.growing import OutgrownError
 from deepep_moe.testing import RankFailedError, run_ranks
+from deepep_moe.tune import records as records_module
 
 ROOT = Path(__file__).parents[2]
 
@@ -251,7 +251,7 @@ def test_errors_reach_other_processes(error, sent):
 )
 def test_benchmarks_write_records(arguments, tmp_path):
     file = tmp_path / "records.json"
-    command = [sys.executable, "-m", "deepep_moe.bench", *arguments, "--json", str(file)]
+    command = [sys.executable, "benchmarks/run.py", *arguments, "--json", str(file)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     records = json.loads(file.read_text())
@@ -260,7 +260,7 @@ def test_benchmarks_write_records(arguments, tmp_path):
         assert set(record) >= RECORD_FIELDS
         assert record["us_p10"] <= record["us_median"] <= record["us_p90"]
         assert record["ratio"] == pytest.approx(record["rival_us"] / record["us_median"])
-        assert record["command"].startswith("python -m deepep_moe.bench")
+        assert record["command"].startswith("python benchmarks/run.py")
         assert record["versions"]["commit"] == records_module.commit()
 
 

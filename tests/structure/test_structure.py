@@ -13,7 +13,7 @@ from deepep_moe import nvshmem_module
 ROOT = Path(__file__).parents[2]
 # A room may import itself and those after it, but not the one beside it.
 PYTHON_ROOMS = [
-    ("examples",), ("deepep_moe.tune",), ("deepep_moe.bench", "deepep_moe.build", "deepep_moe.doctor", "deepep_moe.launch"),
+    ("examples", "benchmarks"), ("deepep_moe.tune",), ("deepep_moe.build", "deepep_moe.doctor", "deepep_moe.launch"),
     ("deepep_moe.integrations", "deepep_moe.compat"), ("deepep_moe.nn",), ("deepep_moe.exchange", "deepep_moe.low_latency"),
     ("deepep_moe.ops",), ("deepep_moe.group", "deepep_moe.topology", "deepep_moe.tuning"),
 ]  # fmt: skip
@@ -57,10 +57,10 @@ def place_of(module: str) -> tuple[int, str] | None:
 
 
 def python_modules():
-    folders = (("deepep_moe", "deepep_moe"), ("integrations", "deepep_moe.integrations"), ("examples", "examples"))
-    for folder, package in folders:
+    folders = {"deepep_moe": "deepep_moe", "integrations": "deepep_moe.integrations", "examples": "examples", "benchmarks": "benchmarks"}
+    for folder, package in folders.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
-            if folder == "deepep_moe" and "integrations" in path.parts:
+            if (folder == "deepep_moe" and "integrations" in path.parts) or path.parent.name == "plots":
                 continue
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
             yield path, ".".join([package, *parts]).removesuffix(".__init__")
@@ -87,10 +87,10 @@ def test_python_arrows(path, module):
             assert points_down, f"{module} imports {imported}: the arrow points the wrong way"
         if is_foundation and imported.startswith("deepep_moe."):
             assert imported.split(".")[1] in FOUNDATION, f"{module} is part of the foundation and imports {imported}"
-        if module.startswith("examples"):
+        if module.startswith(("examples", "benchmarks")):
             continue
         if imported.startswith(APART):
-            assert module.startswith((*APART, "deepep_moe.bench", "deepep_moe.doctor", "deepep_moe.tune")), f"{module} imports {imported}"
+            assert module.startswith((*APART, "deepep_moe.doctor", "deepep_moe.tune")), f"{module} imports {imported}"
         foreign = {"megatron", "deepspeed", "transformer_engine", "apex", "nvidia"}
         if imported.split(".")[0] in foreign:
             assert module.startswith("deepep_moe.integrations"), f"{module} imports {imported}; frameworks live in integrations"

@@ -13,6 +13,6 @@ RECORD_FIELDS = {
 
 
 def bench(*arguments: str, launcher: tuple[str, ...] = (), command="link", backend="shm") -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", *launcher, "deepep_moe.bench", command, "--backend", backend, *arguments]
+    command = [sys.executable, *launcher, "benchmarks/run.py", command, "--backend", backend, *arguments]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)

@@ -1,13 +1,15 @@
 """Programs with the option `--bind` bind each of their ranks once, and each rank says so in one line."""
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from deepep_moe.bench import __main__ as bench
+from benchmarks import run as bench
 from deepep_moe.testing import run_ranks
 from deepep_moe.topology import place, read
 from deepep_moe.topology.sysfs import format_cpulist
@@ -47,17 +49,18 @@ def test_ranks_of_this_host():
 @pytest.mark.slow
 def test_benchmark():
     sizes = ("--num-tokens", "8", "--hidden", "128", "--num-experts", "4", "--num-topk", "2", "--repeats", "1")
-    assert lines_of(run("-m", "deepep_moe.bench", "exchange", "--bind", *sizes).stderr) == expected(0, 1)
+    assert lines_of(run("benchmarks/run.py", "exchange", "--bind", *sizes).stderr) == expected(0, 1)
 
 
 def test_benchmark_of_one_process_and_of_a_launcher(monkeypatch):
     bound = []
     monkeypatch.setattr(bench, "bind_this_rank", lambda: bound.append(True))
+    quiet = SimpleNamespace(__doc__="", add_arguments=lambda parser: None, main=lambda options: None)
+    monkeypatch.setattr(importlib, "import_module", lambda name: quiet)
     for command, rank, count in (("gate", None, 1), ("exchange", None, 0), ("exchange", "1", 1), ("model", "1", 0)):
         monkeypatch.delenv("RANK", raising=False)
         if rank:
             monkeypatch.setenv("RANK", rank)
-        monkeypatch.setattr(bench.COMMANDS[command], "main", lambda options: None)
         bound.clear()
         bench.main([command, *([] if command == "model" else ["--bind"])])
         assert len(bound) == count, (command, rank)

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deepep_moe.bench.common import timing
 from deepep_moe.tune import __main__ as command
+from deepep_moe.tune import timing
 from deepep_moe.tune.intervals import CONFIDENCE, LOOKS, judge, median_interval
 from deepep_moe.tune.search import Meter, axes, compare, search
 from deepep_moe.tuning import Files, Machine, Profile, Shape, Values, load, write

@@ -11,7 +11,7 @@ import pytest
 import torch
 from deepspeed_cases import repeats_bits
 
-from deepep_moe.bench.layers import deepspeed as bench
+from benchmarks.layers import deepspeed as bench
 from deepep_moe.testing import RankFailedError, run_ranks
 
 pytest.importorskip("deepspeed")
@@ -24,7 +24,7 @@ PARTS = ("forward", "backward", "forward+backward")
 def options_of(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
-    options = parser.parse_args(arguments, argparse.Namespace(bind=False))  # as `python -m deepep_moe.bench` adds it
+    options = parser.parse_args(arguments, argparse.Namespace(bind=False))  # as `python benchmarks/run.py` adds it
     bench.resolve(options)
     return options
 
@@ -32,7 +32,7 @@ def options_of(*arguments: str) -> argparse.Namespace:
 def run_tiny(tmp_path: Path, *more: str) -> tuple[str, list[dict]]:
     """What the command with tiny sizes prints, and its records."""
     arguments = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-W", "ignore", "-m", "deepep_moe.bench", "deepspeed", "--device", "cpu", *arguments, *more]
+    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "run.py"), "deepspeed", "--device", "cpu", *arguments, *more]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
         [*command, "--json", str(tmp_path / "records.json")], capture_output=True, text=True, env=environment, timeout=800
@@ -52,7 +52,7 @@ def run_tiny(tmp_path: Path, *more: str) -> tuple[str, list[dict]]:
 @pytest.mark.slow
 def test_records(tmp_path):
     printed, records = run_tiny(tmp_path)
-    assert "exchange, exact" in printed and "layer, deepspeed" in printed
+    assert "deepspeed exchange exact" in printed and "deepspeed layer" in printed
     assert [r["op"] for r in records] == [
         f"deepspeed {what} {mode} top-2 {dtype} {part}"
         for dtype in ("fp32", "bf16")
@@ -73,7 +73,7 @@ def test_records(tmp_path):
 def test_records_of_autoep(tmp_path):
     pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="AutoEP came with DeepSpeed 0.19.2")
     printed, records = run_tiny(tmp_path, "--autoep", "--dtype", "fp32")
-    assert "autoep, exact" in printed and "AutoEP, ffn 16" in printed
+    assert "deepspeed autoep exact" in printed and "AutoEP, ffn 16" in printed
     assert [r["op"] for r in records] == [f"deepspeed autoep {mode} top-2 fp32 {part}" for mode in ("exact", "fast") for part in PARTS]
     for r in records:
         assert set(r["differences"]) == {"output", "input", "router", "experts"}
@@ -121,7 +121,7 @@ def test_disagreement_fails(value, monkeypatch, capsys):
     options.json = None
     with pytest.raises(SystemExit, match=r"top-2 bf16, exchange, fast: output differs by .*, more than rounding \(6.0e-02\)"):
         bench.main(options)
-    assert "exchange, fast" in capsys.readouterr().out
+    assert "deepspeed exchange fast" in capsys.readouterr().out
 
 
 def test_what_was_measured_is_kept(monkeypatch, capsys, tmp_path):
@@ -141,7 +141,7 @@ def test_what_was_measured_is_kept(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit, match="top-2 fp32: rank 1 failed: no result within 1800 s"):
         bench.main(options)
     assert [(shape, num_records) for shape, num_records, _ in kept] == [("top-1 fp32", 0), ("top-2 fp32", 6), ("top-4 fp32", 6)]
-    assert "exchange, fast" in kept[1][2] and "top-1 of 16 experts" in kept[1][2]
+    assert "deepspeed exchange fast" in kept[1][2] and "top-1 of 16 experts" in kept[1][2]
     assert len(json.loads(path.read_text())) == 12
 
 

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from example_page import read
 
-from deepep_moe.bench.page.page import read
 from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("deepspeed")

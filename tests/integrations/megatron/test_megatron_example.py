@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from example_page import read
 
-from deepep_moe.bench.page.page import read
 from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")

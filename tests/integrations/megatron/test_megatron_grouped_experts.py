@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron_cases import HIDDEN, assert_same, build_layer, expert_biases, forward_backward, layer_config, model_parallel
 
-from deepep_moe.bench.layers.megatron_steps import by_expert
+from benchmarks.layers.megatron_steps import by_expert
 from deepep_moe.integrations.megatron import disable, enable
 from deepep_moe.integrations.megatron.plugin import selection
 from deepep_moe.testing.launch import run_ranks

@@ -8,7 +8,7 @@ from left_graphs import assert_leaves_no_graph
 from megatron_cases import HIDDEN, assert_same, build_layer, forward_backward, layer_config, model_parallel
 from test_megatron_overlap import NO_DROPOUT, batches, build_model, interleaved, needs_schedule, one_after_another
 
-from deepep_moe.bench.layers.megatron_steps import by_expert
+from benchmarks.layers.megatron_steps import by_expert
 from deepep_moe.integrations.megatron.plugin import selection
 from deepep_moe.testing.launch import run_ranks
 

@@ -1,0 +1,74 @@
+"""The options and the table that benchmarks share, and what they say of other libraries and of failures."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", "--output", type=Path, help="file to write the records to")
+
+
+def show_table(columns: dict[str, Callable[[Any], str]], rows: Sequence[Any]) -> None:
+    """Print a line for each of `rows` under the titles of `columns`, which say what stands there. The first column lies at the left."""
+    lines = [list(columns), *([say(row) for say in columns.values()] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    for first, *others in lines:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        print("  ".join(cells).rstrip(), flush=True)
+
+
+def number(name: str, digits: int = 1, scale: float = 1.0, unit: str = "") -> Callable[[Record], str]:
+    """Return what a column says of a record: its field `name`, or "-" where that is None or missing."""
+    return lambda record: "-" if record.get(name) is None else f"{record[name] * scale:.{digits}f}{unit}"
+
+
+def spread_of(record: Record) -> str:
+    return f"{record['us_p10']:.1f}-{record['us_p90']:.1f}"
+
+
+def sms_of(record: Record) -> str:
+    """Return "-" for the buffer's own choice."""
+    return str({None: "-", 0: "copy"}.get(record["num_sms"], record["num_sms"]))
+
+
+def with_version(made: Record, name: str, version: str | None) -> Record:
+    """Return a record with the version of the library `name` among its versions, if there is one."""
+    return made if version is None else made | {"versions": made["versions"] | {name: version}}
+
+
+def show_head(records: Sequence[Record]) -> None:
+    """Print what all records share: hardware and shape, the rate of the link, and the versions of other libraries."""
+    first = records[0]
+    shape = f"hidden {first['hidden']}, top-{first['num_topk']} of {first['num_experts']} experts, backend {first['backend']}"
+    print(f"{records[-1]['hardware']}; {shape}")
+    links = {r["num_ranks"]: r["link_gbps"] for r in records if r["link_gbps"] is not None}
+    print("link, every rank copying to its neighbour: " + (", ".join(f"EP{n} {gbps:.0f} GB/s" for n, gbps in links.items()) or "none"))
+    versions = {r["backend"]: r["versions"][r["backend"]] for r in records if r["backend"] in r["versions"]}
+    if versions:
+        print("other libraries: " + ", ".join(f"{name} is {version}" for name, version in versions.items()))
+
+
+def exit_with_failures(reports: Sequence[Any]) -> None:
+    """Exit with the `failures` of all reports, if there are any."""
+    failures = [failure for report in reports for failure in report.failures]
+    if failures:
+        sys.exit("not timed, because it failed or its results are wrong:\n" + "\n".join(failures))
+
+
+def show_layers(records: Sequence[Record]) -> None:
+    """Print the table of records of whole layers, and how far results are from those of the baselines."""
+    columns = {
+        "measured": lambda r: r["op"], "us": number("us_median", 0), "p10-p90": spread_of, "host us": number("host_us", 0),
+        "kernels us": number("kernel_us", 0), "peak GB": number("peak_bytes", 2, 1e-9), "baseline us": number("rival_us", 0),
+        "its host": number("rival_host_us", 0), "its kernels": number("rival_kernel_us", 0), "speed-up": number("ratio", 2, unit="x"),
+        "baseline": lambda r: r["rival"],
+    }  # fmt: skip
+    show_table(columns, [{"kernel_us": r.get("us_kernels"), "rival_kernel_us": r.get("rival_us_kernels")} | r for r in records])
+    print("largest differences, relative to the largest entry:")
+    for r in {(r["op"].rpartition(" ")[0], r["rival"]): r for r in records if r["differences"]}.values():
+        print(f"  {r['op']}, {r['rival']}: " + ", ".join(f"{kind} {value:.1e}" for kind, value in r["differences"].items()))

@@ -1,0 +1,190 @@
+"""Baselines of `dispatch` and `combine`: all-to-alls of rows."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.common.verify import close_to, expected_combine, expected_dispatch
+from deepep_moe.tune.operations import compare_bits
+from deepep_moe.tune.workload import Inputs, Shape, gather_counts
+
+
+class AllToAllRows:
+    """Sends every (token, expert) row by `all_to_all_single`, as dispatchers without de-duplication do (Megatron-Core's `alltoall`).
+
+    For the rank layout it sends every (token, rank) row. It permutes the rows by expert, exchanges counts and rows, and sorts the rows
+    that arrive by expert. Combine does the reverse and sums the rows in their own dtype. It has less to do than ours, as it applies no
+    weights: Megatron-Core's experts do.
+    """
+
+    name = "all-to-all of rows (gloo)"
+
+    def __init__(self, num_experts: int, layout: str):
+        self.num_ranks, self.num_experts, self.layout = dist.get_world_size(), num_experts, layout
+
+    def _order(self, topk_idx: Tensor) -> Tensor:
+        """Set the token of each row, by target. Return the rows for each target, [num_ranks, num_local_experts] or [num_ranks, 1]."""
+        if self.layout == "rank":
+            goes = torch.zeros(self.num_ranks, len(topk_idx), dtype=torch.bool)
+            goes.scatter_(0, topk_idx.t() // (self.num_experts // self.num_ranks), True)
+            self.tokens = goes.nonzero(as_tuple=True)[1]
+            return goes.sum(1, keepdim=True)
+        flat = topk_idx.flatten()
+        self.tokens = flat.argsort(stable=True) // topk_idx.shape[1]
+        return flat.bincount(minlength=self.num_experts).view(self.num_ranks, -1)
+
+    def dispatch(self, x: Tensor, topk_idx: Tensor, _topk_weights: Tensor) -> Tensor:
+        """Return the rows that arrive, [num_rows, hidden], grouped by local expert or by source."""
+        counts = self._order(topk_idx)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts)
+        self.sent, self.received = counts.sum(1).tolist(), arriving.sum(1).tolist()
+        rows = x.new_empty(sum(self.received), x.shape[1])
+        dist.all_to_all_single(rows, x[self.tokens], self.received, self.sent)
+        if self.layout == "rank":
+            return rows
+        experts = torch.arange(counts.shape[1]).repeat(self.num_ranks).repeat_interleave(arriving.flatten())
+        self.by_expert = experts.argsort(stable=True)
+        return rows[self.by_expert]
+
+    def combine(self, rows: Tensor, num_tokens: int) -> Tensor:
+        """Return the sum of each token's rows, [num_tokens, hidden]."""
+        unsorted = rows
+        if self.layout == "expert":
+            unsorted = torch.empty_like(rows)
+            unsorted[self.by_expert] = rows
+        returned = rows.new_empty(len(self.tokens), rows.shape[1])
+        dist.all_to_all_single(returned, unsorted, self.sent, self.received)
+        return rows.new_zeros(num_tokens, rows.shape[1]).index_add_(0, self.tokens, returned)
+
+
+def words(*columns: Tensor) -> Tensor:
+    """Put `columns`, each [num_rows, ...], side by side as words of 8 bytes, which every device permutes at the speed of its memory."""
+    rows = torch.cat([column.contiguous().view(torch.uint8) for column in columns], dim=1)
+    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8)).view(torch.int64)
+
+
+class PlannedRows:
+    """An all-to-all of rows with all counts known beforehand, so that no counts are exchanged and no host waits. For any device.
+
+    The whole calls include the permutes that a training step needs. `exchange` and `exchange_back` are the rows alone, as if the permutes
+    cost nothing. Weights and choices do not travel.
+    """
+
+    tokens: Tensor
+    """[num_sent] int64: the token of each row that is sent, by target."""
+
+    def __init__(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: "dist.ProcessGroup | None"):
+        """Take rows [num_tokens, num_words] int64, and how many rows go to and come from each rank."""
+        self.rows, self.sent, self.received, self.group = rows, sent, received, group
+        self.sort()
+        self.sending, self.arrived = rows.index_select(0, self.tokens), self._empty(sum(received))
+
+    def sort(self) -> None:
+        """Decide where every row goes, and set `tokens`."""
+        raise NotImplementedError
+
+    def exchange(self) -> None:
+        """Send the rows alone."""
+        dist.all_to_all_single(self.arrived, self.sending, self.received, self.sent, group=self.group)
+
+    def exchange_back(self) -> None:
+        dist.all_to_all_single(self.sending, self.arrived, self.sent, self.received, group=self.group)
+
+    def cached_dispatch(self) -> Tensor:
+        """Permute by target and exchange. Return [num_rows, num_words], by source."""
+        arrived = self._empty(sum(self.received))
+        dist.all_to_all_single(arrived, self.rows.index_select(0, self.tokens), self.received, self.sent, group=self.group)
+        return arrived
+
+    def dispatch(self) -> Tensor:
+        """Do the same after the sort that a new routing needs."""
+        self.sort()
+        return self.cached_dispatch()
+
+    def _return(self, rows: Tensor) -> Tensor:
+        """Send `rows` back as they arrived. Return [num_sent, hidden] bf16."""
+        returned = self._empty(sum(self.sent))
+        dist.all_to_all_single(returned, rows, self.sent, self.received, group=self.group)
+        return returned.view(torch.bfloat16)
+
+    def _empty(self, num_rows: int) -> Tensor:
+        return self.rows.new_empty(num_rows, self.rows.shape[1])
+
+
+class PlannedByRank(PlannedRows):
+    """Sends a row for every (token, rank), as the rank layout has them. Combine sums the rows of a token."""
+
+    name, layout = "all-to-all of (token, rank) rows", "rank"
+
+    def __init__(self, rows: Tensor, inputs: Inputs, shape: Shape, group: "dist.ProcessGroup | None"):
+        """Collective."""
+        rank, self.num_ranks = dist.get_rank(), shape.num_ranks
+        self.target = inputs.topk_idx.t() // shape.num_local_experts
+        from_to = gather_counts(self._goes().sum(1).cpu())
+        super().__init__(rows, from_to[rank].tolist(), from_to[:, rank].tolist(), group)
+        by_token = self._goes().t()
+        self.lanes = self.tokens.argsort(stable=True)
+        self.offsets = by_token.sum(1).cumsum(0) - by_token.sum(1)
+
+    def _goes(self) -> Tensor:
+        """Return which tokens go to which rank, [num_ranks, num_tokens] bool."""
+        goes = torch.zeros(self.num_ranks, self.target.shape[1], dtype=torch.bool, device=self.target.device)
+        return goes.scatter_(0, self.target, True)
+
+    def sort(self) -> None:
+        self.tokens = self._goes().nonzero_static(size=sum(self.sent))[:, 1]
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """Exchange and sum over each token's rows. Return [num_tokens, hidden] bf16."""
+        return torch.nn.functional.embedding_bag(self.lanes, self._return(rows), self.offsets, mode="sum")
+
+
+class PlannedByExpert(PlannedRows):
+    """Sends a row for every (token, expert). Combine returns their weighted sum."""
+
+    name, layout = "all-to-all of rows", "expert"
+
+    def __init__(self, rows: Tensor, inputs: Inputs, shape: Shape, group: "dist.ProcessGroup | None"):
+        """Collective."""
+        self.flat, self.num_topk = inputs.topk_idx.flatten(), inputs.topk_idx.shape[1]
+        self.weights = inputs.topk_weights.to(torch.bfloat16)[:, None, :]
+        counts = self.flat.bincount(minlength=shape.num_experts).cpu().view(shape.num_ranks, -1)
+        from_to = gather_counts(counts)  # [num_ranks, num_ranks, num_local_experts]
+        arriving = from_to[:, dist.get_rank()]
+        super().__init__(rows, counts.sum(1).tolist(), arriving.sum(1).tolist(), group)
+        experts = torch.arange(shape.num_local_experts).repeat(shape.num_ranks).repeat_interleave(arriving.flatten())
+        by_expert = experts.argsort(stable=True)
+        self.by_expert, self.from_expert = by_expert.to(rows.device), by_expert.argsort().to(rows.device)
+        self.from_order = self.order.argsort()
+
+    def sort(self) -> None:
+        self.order = self.flat.argsort(stable=True)
+        self.tokens = self.order // self.num_topk
+
+    def cached_dispatch(self) -> Tensor:
+        """Permute by expert, exchange, and sort by local expert. Return [num_rows, num_words]."""
+        return super().cached_dispatch().index_select(0, self.by_expert)
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """Unsort, exchange, unpermute, and sum over top-k with weights. Return [num_tokens, hidden] bf16."""
+        lanes = self._return(rows.index_select(0, self.from_expert)).index_select(0, self.from_order)
+        return torch.bmm(self.weights, lanes.view(-1, self.num_topk, lanes.shape[1])).squeeze(1)
+
+
+PLANNED: dict[str, type[PlannedByExpert] | type[PlannedByRank]] = {p.layout: p for p in (PlannedByExpert, PlannedByRank)}
+"""The baseline of each layout."""
+
+
+def verify_baseline(baseline: PlannedByExpert | PlannedByRank, inputs: Sequence[Inputs], shape: Shape, rank: int) -> Tensor:
+    """Check that the baseline does the same work with bf16 rows, and return what its dispatch returns. Collective; raises EPError."""
+    rows = baseline.dispatch()
+    combined = baseline.combine(rows)  # before the checks, which may raise on one rank alone
+    unpadded = dataclasses.replace(shape, expert_alignment=1)
+    expected = expected_dispatch(inputs, unpadded, rank, baseline.layout, is_fp8=False)["recv_x"]
+    compare_bits("the all-to-all's dispatch", rows, words(expected))
+    close_to("the all-to-all's combine", combined, expected_combine(inputs[rank], shape, baseline.layout))
+    return rows

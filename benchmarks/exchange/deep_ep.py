@@ -1,0 +1,122 @@
+"""DeepEP's first generation, `deep_ep.Buffer`: `--peer deep_ep`, or `drop_in` on deepep_moe. It has the helpers of `deep_ep_v2` too."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.common.verify import close_to, expected_combine
+from benchmarks.exchange.peers import load_package, version_of
+from deepep_moe.errors import EPError
+from deepep_moe.tune.workload import SCALE_BLOCK, Inputs, Operation, Shape, gather_counts, tokens_per_rank
+
+_NUM_SMS = 24  # as in DeepEP's own benchmark
+BF16, FP8 = "bfloat16", "float8_e4m3fn"
+
+
+class DeepEP:
+    """Runs `deep_ep.Buffer` within one host, one row per (token, rank). A dispatch has its layout kernel in it; a cached one has not."""
+
+    name = "deep_ep"
+
+    def __init__(self, shape: Shape, group: "dist.ProcessGroup", num_max_tokens: int):
+        """Collective. The size of its memory does not depend on `num_max_tokens`."""
+        self.shape, self.module = shape, load_package(self.name)
+        self.version = version_of(self.module)
+        self.module.Buffer.set_num_sms(_NUM_SMS)
+        self.configs = [getattr(self.module.Buffer, f"get_{op}_config")(shape.num_ranks) for op in ("dispatch", "combine")]
+        size = max(config.get_nvl_buffer_size_hint(2 * shape.hidden, shape.num_ranks) for config in self.configs)
+        self.buffer = self.module.Buffer(group, size, 0, explicitly_destroy=True)
+
+    def destroy(self) -> None:
+        """Free the memory. Collective."""
+        self.buffer.destroy()
+
+    def _dispatch(self, x: Any, topk_idx: Tensor, topk_weights: Tensor) -> tuple[Any, ...]:
+        per_rank, _, per_expert, is_token_in_rank, _ = self.buffer.get_dispatch_layout(topk_idx, self.shape.num_experts)
+        return self.buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=is_token_in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            config=self.configs[0],
+        )
+
+    def operations(self, inputs: Inputs) -> list[Operation]:
+        """Return its calls, after a check that they do the same work. Collective; raises EPError."""
+        arguments = inputs.topk_idx.to(topk_dtype(self.module)), inputs.topk_weights
+        calls = {("dispatch", dtype): partial(self._dispatch, x, *arguments) for dtype, x in rows_of(inputs).items()}
+        received = {dtype: calls["dispatch", dtype]() for dtype in (BF16, FP8)}
+        rows, handle = received[BF16][0], received[BF16][4]
+        calls["combine", BF16] = partial(self.buffer.combine, rows, handle, config=self.configs[1])
+        calls["cached dispatch", BF16] = partial(self.buffer.dispatch, inputs.x, handle=handle, config=self.configs[0])
+        again = calls["cached dispatch", BF16]()[0]
+        self._check(
+            inputs, {"dispatch": (rows, handle), "cached dispatch": (again, handle), "fp8 dispatch": (received[FP8][0], received[FP8][4])}
+        )
+        return [Operation(op, t, "rank", row_bytes(self.shape, t), call, _NUM_SMS, self.name) for (op, t), call in calls.items()]
+
+    def _check(self, inputs: Inputs, received: dict[str, tuple[Any, Any]]) -> None:
+        """Raise EPError unless the rows of each dispatch are as many as they must be and combine to the right sums. Collective."""
+        sums = {
+            what: self.buffer.combine(dequantized(rows), handle, config=self.configs[1])[0] for what, (rows, handle) in received.items()
+        }
+        num_rows = num_rows_received(inputs, self.shape)
+        for what, (rows, _) in received.items():
+            check_num_rows(what, rows, num_rows)
+            sent = dequantized_inputs(inputs) if what.startswith("fp8") else inputs
+            close_to(f"the combine of its {what}", sums[what], expected_combine(sent, self.shape, "rank"))
+
+
+class DropIn(DeepEP):
+    """DeepEP's interface on deepep_moe, as programs written for DeepEP call it: what the interface costs."""
+
+    name = "drop_in"
+
+
+# ---- for both generations ----
+
+
+def topk_dtype(module: Any) -> torch.dtype:
+    return getattr(module, "topk_idx_t", torch.int64)
+
+
+def rows_of(inputs: Inputs) -> dict[str, Any]:
+    """Return what a dispatch takes, by dtype: rows, or a pair of fp8 rows and scales."""
+    return {BF16: inputs.x, FP8: (inputs.x_fp8, inputs.x_scales)}
+
+
+def row_bytes(shape: Shape, dtype: str) -> int:
+    """Return the bytes of a row that travel, scales included."""
+    return 2 * shape.hidden if dtype == BF16 else shape.hidden + 4 * shape.num_scales
+
+
+def dequantized(rows: Any) -> Tensor:
+    """Return rows [..., hidden] in bf16, of what a dispatch returns or takes."""
+    if not isinstance(rows, (tuple, list)):
+        return rows
+    y, scales = rows
+    columns = scales.repeat_interleave(SCALE_BLOCK, dim=-1)[..., : y.shape[-1]]
+    return (y.float() * columns).bfloat16()
+
+
+def dequantized_inputs(inputs: Inputs) -> Inputs:
+    """Return inputs whose rows in bf16 are what those in fp8 stand for."""
+    return dataclasses.replace(inputs, x=dequantized((inputs.x_fp8, inputs.x_scales)))
+
+
+def num_rows_received(inputs: Inputs, shape: Shape) -> int:
+    """Return the number of (token, rank) rows that this rank receives. Collective."""
+    return int(gather_counts(tokens_per_rank(inputs.topk_idx, shape))[:, dist.get_rank()].sum())
+
+
+def check_num_rows(what: str, rows: Any, expected: int) -> None:
+    """Raise EPError unless a dispatch has returned `expected` rows."""
+    found = len(rows[0] if isinstance(rows, (tuple, list)) else rows)
+    if found != expected:
+        raise EPError(f"its {what} returned {found} rows, and not {expected}")

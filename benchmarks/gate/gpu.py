@@ -1,0 +1,97 @@
+"""Time the gate on a GPU: its kernels alone, and its calls with the host's part."""
+
+import functools
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._functorch.config as autograd_config
+from torch import Tensor
+
+from benchmarks.common.timing import kernel_us, wall_us
+from benchmarks.gate import baselines
+from benchmarks.gate.baselines import Gate, Shape
+from deepep_moe.errors import BackendUnavailableError
+from deepep_moe.tune.records import record
+
+TOKENS, EXPERTS, GROUPS = (128, 512, 2048, 4096, 8192, 32768), (64, 256, 512), ((1, 1), (8, 4))
+
+
+def sweep(num_topk: int) -> Iterator[Shape]:
+    """Yield the shapes of the full benchmark."""
+    for num_tokens in TOKENS:
+        for num_experts in EXPERTS:
+            for num_groups, topk_groups in GROUPS:
+                yield Shape(num_tokens, num_experts, num_topk, num_groups, topk_groups)
+
+
+def called_us(call: Callable[[], Any], repeats: int) -> float:
+    """Return the median wall time in microseconds from an idle device until the result is there."""
+
+    def run() -> None:
+        call()
+        torch.cuda.synchronize()
+
+    return statistics.median(wall_us(run, repeats, before=torch.cuda.synchronize))
+
+
+def _backward(gate: Gate, logits: Tensor, bias: Tensor) -> Callable[[], Any]:
+    leaf = logits.detach().requires_grad_()
+    weights = gate(leaf, bias)[0]
+    grad = torch.randn_like(weights)
+    return lambda: torch.autograd.grad(weights, leaf, grad, retain_graph=True)
+
+
+def calls(gate: Gate, logits: Tensor, bias: Tensor, dense: bool) -> dict[str, Callable[[], Any]]:
+    """Return the calls that are timed, by the name of the operation."""
+    suffix = " dense" if dense else ""
+    return {f"gate{suffix}": lambda: gate(logits, bias), f"gate_backward{suffix}": _backward(gate, logits, bias)}
+
+
+def _bytes(op: str, logits: Tensor, num_topk: int) -> int:
+    """Return the bytes of each input and output, counted once."""
+    lanes, pair = len(logits) * num_topk * (8 + 4), logits.numel() * (4 + 1)
+    if op.startswith("gate_backward"):
+        return logits.nbytes + lanes  # it reads only the logits of the lanes
+    return logits.nbytes + lanes + (pair if op.endswith("dense") else 0)
+
+
+def run(shape: Shape, dtype: torch.dtype, repeats: int, device: torch.device) -> list[dict[str, Any]]:
+    """Return one record for each operation and baseline: kernel times, and `us_called`, `rival_us_called` with the host's part.
+
+    Operations: gate, gate_backward; "dense" with the pair of weights and map of all experts instead of lanes alone.
+    """
+    autograd_config.donated_buffer = False  # backwards are run again and again
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(shape.num_tokens, shape.num_experts, generator=generator).to(device, dtype)
+    bias = (torch.randn(shape.num_experts, generator=generator) * 0.1).to(device)
+    settings = {"backend": "cuda", "num_ranks": 1, "dtype": str(dtype).removeprefix("torch."), **shape._asdict()}
+    extra = {"num_groups": shape.num_groups, "topk_groups": shape.topk_groups, "hardware": torch.cuda.get_device_name(device)}
+    records = []
+    for dense in (False, True):
+        times = _times(baselines.ours(shape, dense), logits, bias, dense, repeats)
+        for baseline, make in baselines.BASELINES.items():
+            try:
+                gate = make(shape, dense)
+            except BackendUnavailableError as error:
+                _print_once(f"not measured: {baseline} ({error})")
+                continue
+            baseline_times = _times(gate, logits, bias, dense, repeats)
+            for op, (kernel, called) in times.items():
+                called_too = {"us_called": called, "rival_us_called": baseline_times[op][1]}
+                moved = _bytes(op, logits, shape.num_topk)
+                records.append(
+                    record(op, settings, kernel, moved, baseline=baseline, baseline_times=baseline_times[op][0], **called_too, **extra)
+                )
+    return records
+
+
+@functools.cache
+def _print_once(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _times(gate: Gate, logits: Tensor, bias: Tensor, dense: bool, repeats: int) -> dict[str, tuple[list[float], float]]:
+    return {op: (kernel_us(call, repeats), called_us(call, repeats)) for op, call in calls(gate, logits, bias, dense).items()}

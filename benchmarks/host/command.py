@@ -1,0 +1,61 @@
+"""Benchmark of the host's time in calls on one GPU: dispatch and combine with their backward, calls without gradient, grouped experts, the
+gate, low-latency calls. Beside each stands the time of the smallest PyTorch operator on this host; beside the gate Transformer Engine's
+router, beside DeepEP's calls on this library its own."""
+
+import argparse
+from typing import Any
+
+import torch
+
+from benchmarks.common.report import number, show_table, spread_of
+from benchmarks.gate import baselines
+from benchmarks.host import drop_in, measure
+from deepep_moe.errors import BackendUnavailableError
+from deepep_moe.tune.records import record, write_json
+
+SMALLEST = "PyTorch operator (add of one element)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for name, default in [("num-tokens", 128), ("hidden", 7168), ("num-experts", 32), ("num-topk", 8), ("repeats", 100)]:
+        parser.add_argument(f"--{name}", type=int, default=default)
+
+
+def main(options: argparse.Namespace) -> None:
+    """Print one line per record and write all records to `--json`."""
+    if not torch.cuda.is_available():
+        raise SystemExit("the host's time is that of calls on a GPU, which PyTorch does not see here")
+    shape = measure.Shape(*(getattr(options, name) for name in measure.Shape._fields))
+    records = run(shape, options.repeats)
+    columns = {"call": lambda r: r["op"], "us": number("us_median"), "p10-p90": spread_of, "baseline us": number("rival_us")}
+    show_table(columns | {"baseline": lambda r: r["rival"]}, records)
+    print(f"{records[0]['num_tokens']} tokens; {records[0]['hardware']}")
+    write_json(options.json, records)
+
+
+def run(shape: measure.Shape, repeats: int) -> list[dict[str, Any]]:
+    """One record for each operation and baseline. Times are the host's, per call; no bytes are counted."""
+    settings = {"backend": "nvlink", "num_ranks": 1, "dtype": "bfloat16", "layout": "expert", **shape._asdict()}
+    hardware = torch.cuda.get_device_name()
+    smallest = measure.empty_operator_us(repeats)
+    records = [
+        record(op, settings, times, 0, baseline=SMALLEST, baseline_times=smallest, hardware=hardware)
+        for op, times in measure.all_us(shape, repeats).items()
+    ]
+    gate_shape = baselines.Shape(shape.num_tokens, shape.num_experts, shape.num_topk, 1, 1)
+    for dense, op in ((False, "host gate"), (True, "host gate dense")):
+        try:
+            router = baselines.transformer_engine(gate_shape, dense)
+        except BackendUnavailableError as error:
+            print(f"not measured: Transformer Engine's router ({error})")
+            break
+        theirs = measure.gate_us(router, shape, repeats)
+        ours = measure.gate_us(measure.own_gate(shape, dense), shape, repeats)
+        records.append(record(op, settings, ours, 0, baseline="Transformer Engine", baseline_times=theirs, hardware=hardware))
+    for op, (theirs, ours) in drop_in.times(shape, repeats).items():
+        records.append(
+            record(
+                op, settings | {"layout": drop_in.layout_of(op)}, theirs, 0, baseline=drop_in.NATIVE, baseline_times=ours, hardware=hardware
+            )
+        )
+    return records

@@ -1,0 +1,308 @@
+"""Benchmark of a MoE layer with fp8 experts, router to combine, forward and backward, against bf16 and TransformerEngine.
+
+Ours is `deepep_moe.nn.MoELayer` with `GroupedExperts`, sync-free, in bf16, and in fp8 in three ways: weights quantized in each forward;
+over the micro-batches of an optimizer step, of which the first quantizes and the others use its copies (`is_first_microbatch`); with
+copies that are there. On GPUs ours runs from CUDA graphs too: a replay makes the passes of an optimizer step's micro-batches. Weights are
+quantized in the graph: see `graphs`. Where Megatron-Core and TransformerEngine are installed, its MoELayer runs too: dispatcher `alltoall`,
+fused permutes and router, TEGroupedMLP, in bf16 and with the blockwise fp8 recipe. It is not captured, as `alltoall` waits for its counts.
+All take turns in one run, with random routers.
+
+Times are of one forward and backward of the slowest rank: wall time of a chain of them, the host's part, and the sum over kernels. The
+host's part of a graph is the launch of its replay. Gradients are dropped after each pass, so none are accumulated. Copies and graphs must
+not change a bit, or the exit code is 1.
+"""
+
+import argparse
+import contextlib
+import gc
+import importlib.util
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common.report import show_layers
+from benchmarks.layers import fp8_layers, megatron_steps
+from benchmarks.layers.fp8_layers import BF16, BF16_GRAPH, EACH, GRAPHS, KEPT, OURS, SHARED, Layer, Wire, graph_of
+from benchmarks.layers.graphs import Graphed
+from benchmarks.layers.megatron_steps import StepTimes
+from benchmarks.layers.passes import chain, describe, difference
+from deepep_moe.testing import run_ranks
+from deepep_moe.tune.records import record, write_json
+
+_WARMUP = 2
+_MIN_CHAIN = 4  # passes between two looks at the clock
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--backend", help="of deepep_moe.Buffer; default nvlink on GPUs, auto on the CPU")
+    parser.add_argument("--num-ranks", type=int, default=1, help="expert-parallel size; ranks share the GPUs there are")
+    defaults = [("num-tokens", 4096), ("hidden", 7168), ("ffn-hidden", 2048), ("num-topk", 8), ("num-experts", 32)]
+    for name, default in (*defaults, ("micro-batches", 4), ("repeats", 20)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--kernels", type=int, default=12, help="how many kernels of each layer to print; the records have all")
+
+
+@dataclass
+class Measured:
+    """The measurements of one rank."""
+
+    backend: str
+    hardware: str
+    versions: str
+    rivals: str
+    wire: Wire
+    differences: dict[str, dict[str, float]]
+    """Relative distances (L2) from ours in bf16, by layer and kind of result."""
+    num_different: int
+    """Results that copies of weights have changed."""
+    times: dict[str, list[StepTimes]] = field(default_factory=dict)
+    kernels: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Microseconds a pass by layer and kernel."""
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    """What a chain of passes takes beyond the layer's parameters, by layer."""
+    kept_bytes: int = 0
+    not_captured: dict[str, str] = field(default_factory=dict)
+    """Why there is no CUDA graph, by the name that the layer would have."""
+    num_different_from_eager: int = 0
+    """Results that a CUDA graph has changed."""
+
+
+# ---- measurement ----
+
+
+@contextlib.contextmanager
+def _parallel(options: argparse.Namespace, num_ranks: int) -> Iterator[tuple[torch.device, str]]:
+    """Yield the device, and why there are no layers of Megatron-Core, or ""."""
+    why = _why_no_rivals(options, num_ranks)
+    if not why:
+        from deepep_moe.integrations.megatron.harness.ranks import model_parallel
+
+        with model_parallel(options.device, ep=num_ranks, seed=1) as device:
+            yield device, ""
+    elif options.device == "cuda":
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+        yield torch.device("cuda", torch.cuda.current_device()), why
+    else:
+        yield torch.device("cpu"), why
+
+
+def _why_no_rivals(options: argparse.Namespace, num_ranks: int) -> str:
+    if options.device == "cpu":
+        return "TransformerEngine needs a GPU"
+    if num_ranks > torch.cuda.device_count():
+        return "NCCL needs a GPU for each rank"
+    if importlib.util.find_spec("megatron") is None:
+        return "Megatron-Core is not installed"
+    return "" if megatron_steps.has_te() else "TransformerEngine is not installed"
+
+
+def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
+    """Do the work of one rank: build layers, compare results, and time them in turns."""
+    with _parallel(options, num_ranks) as (device, why):
+        ours, wire = fp8_layers.make_layers(options, rank, num_ranks, device)
+        theirs: dict[str, Layer] = {}
+        rivals = megatron_steps.rivals()
+        if why:
+            rivals = why
+        else:
+            theirs, how = fp8_layers.make_rivals(options, rank, num_ranks, device)
+            rivals = f"{rivals}, {how}"
+        differences, num_different = _compare(ours)
+        package = "torch" if why else "megatron-core"
+        measured = Measured(ours[BF16].backend, *describe(package, device, num_ranks), rivals, wire, differences, num_different)
+        for name, layer in (ours | theirs).items():
+            measured.peak_bytes[name] = _peak_bytes(layer, device, _chain_of(options))
+        measured.kept_bytes = ours[KEPT].kept_bytes()
+        steps: dict[str, Layer | Graphed] = {**ours, **_add_graphs(measured, ours, device, options.micro_batches), **theirs}
+        gc.collect()
+        gc.freeze()  # collections stay short
+        for turn in range(_WARMUP + options.repeats):
+            for name, step in steps.items():
+                times = megatron_steps.time_step(step, device, num_passes=_chain_of(options))
+                if turn >= _WARMUP:
+                    measured.times.setdefault(name, []).append(times)
+        for name, step in steps.items() if device.type == "cuda" else ():
+            measured.kernels[name] = megatron_steps.kernel_times(step, _chain_of(options))
+        return measured
+
+
+def _chain_of(options: argparse.Namespace) -> int:
+    """Return the passes between two looks at the clock, the same for all layers: whole optimizer steps."""
+    return options.micro_batches * -(-_MIN_CHAIN // options.micro_batches)
+
+
+def _add_graphs(measured: Measured, layers: dict[str, Layer], device: torch.device, num_micro_batches: int) -> dict[str, Graphed]:
+    """Return our layers that run from CUDA graphs. Collective. Compare each with the eager layer, and say why others have no graph."""
+    graphs = {}
+    for name in OURS:
+        graph, why = _capture(layers[name], device, num_micro_batches)
+        if graph is None:
+            measured.not_captured[graph_of(name)] = why
+            continue
+        eager, found = layers[name].results(), graph.results()
+        measured.num_different_from_eager += sum(not torch.equal(value, eager[kind]) for kind, value in found.items())
+        measured.peak_bytes[graph_of(name)] = graph.peak_bytes
+        graphs[graph_of(name)] = graph
+        layers[name].release()
+    return graphs
+
+
+def _capture(layer: Layer, device: torch.device, num_micro_batches: int) -> tuple[Graphed | None, str]:
+    """Return the graph of a layer, or None and why there is none: on one rank, or on all. Collective."""
+    graph, why = None, layer.why_no_graph or ("" if device.type == "cuda" else "CUDA graphs need a GPU")
+    if not why:
+        try:
+            graph = Graphed(layer, num_micro_batches)
+        except Exception as error:  # whatever PyTorch, the driver or a kernel raises
+            # The end of a capture that has failed may raise by itself.
+            why = "; before that: ".join(f"{type(each).__name__}: {str(each)[:200]}" for each in (error, error.__context__) if each)
+    reasons: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(reasons, why)
+    first = next((f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason), "")
+    return (None, why or first) if first else (graph, "")
+
+
+def _compare(layers: dict[str, Layer]) -> tuple[dict[str, dict[str, float]], int]:
+    exact, each = layers[BF16].results(), layers[EACH].results()
+    found = {EACH: {name: _distance(value, exact[name]) for name, value in each.items()}}
+    found[EACH]["largest output"] = difference(each["output"].float(), exact["output"].float())
+    num_different = 0
+    for _ in range(3):  # the first one quantizes
+        shared = layers[SHARED].results()
+        num_different += sum(not torch.equal(value, shared[name]) for name, value in each.items())
+    return found, num_different
+
+
+def _distance(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((torch.dist(ours.float(), exact.float()) / exact.float().norm()).item())
+
+
+def _peak_bytes(layer: Layer, device: torch.device, num_passes: int) -> int:
+    if device.type != "cuda":
+        return 0
+    layer.clear()
+    layer.release()
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    chain(layer, num_passes)
+    torch.cuda.synchronize()
+    layer.clear()
+    return torch.cuda.max_memory_allocated() - before
+
+
+# ---- report ----
+
+
+def _slowest(ranks: list[Measured], name: str) -> list[StepTimes]:
+    return [max(turn, key=lambda times: times.wall) for turn in zip(*(rank.times[name] for rank in ranks), strict=True)]
+
+
+def _kernel_us(ranks: list[Measured], name: str) -> float | None:
+    return max(sum(rank.kernels[name].values()) for rank in ranks) if ranks[0].kernels else None
+
+
+def records_of(ranks: list[Measured], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a record of each layer of ours in fp8, and of each from a CUDA graph, against each baseline.
+
+    Baselines are ours in bf16, eager and from a CUDA graph, and TransformerEngine's. Records compare wall times; host and kernel times
+    stand beside.
+    """
+    names = list(ranks[0].times)
+    mine = [name for name in names if name in (*OURS, *GRAPHS)]
+    baselines = [name for name in names if name in (BF16, BF16_GRAPH) or name not in mine]
+    return [_record(ranks, options, name, baseline) for name in mine if name != BF16 for baseline in baselines if baseline != name]
+
+
+def _record(ranks: list[Measured], options: argparse.Namespace, name: str, baseline: str) -> dict[str, Any]:
+    first, mine, theirs = ranks[0], _slowest(ranks, name), _slowest(ranks, baseline)
+    settings = vars(options) | {"backend": first.backend, "num_ranks": len(ranks), "layout": "expert"}
+    is_fp8 = name != BF16_GRAPH
+    dtype, row_bytes = ("float8_e4m3fn", first.wire.fp8_bytes) if is_fp8 else ("bfloat16", first.wire.bf16_bytes)
+    keeps = name in (SHARED, KEPT, graph_of(SHARED))
+    extra = {
+        "hardware": first.hardware, "rival_versions": f"{first.versions}; {first.rivals}", "ffn_hidden": options.ffn_hidden,
+        "micro_batches": options.micro_batches if name in (SHARED, graph_of(SHARED)) else None,
+        "graph_passes": options.micro_batches if name in GRAPHS else None,
+        "rival_graph_passes": options.micro_batches if baseline in GRAPHS else None, "not_captured": first.not_captured,
+        "host_us": _median(mine, "host"), "rival_host_us": _median(theirs, "host"),
+        "kernel_us": _kernel_us(ranks, name), "rival_kernel_us": _kernel_us(ranks, baseline),
+        "peak_bytes": max(rank.peak_bytes[name] for rank in ranks),
+        "rival_peak_bytes": max(rank.peak_bytes[baseline] for rank in ranks), "kept_bytes": first.kept_bytes if keeps else 0,
+        "wire": first.wire.of_record(), "differences": first.differences[EACH] if is_fp8 else None,
+        "kernels": {kernel: round(us, 1) for kernel, us in first.kernels.get(name, {}).items()},
+    }  # fmt: skip
+    num_bytes = first.wire.num_rows * (row_bytes + first.wire.bf16_bytes) * 2
+    return record(
+        f"fp8 layer {name}", settings | {"dtype": dtype}, [times.wall for times in mine], num_bytes, baseline=baseline,
+        baseline_times=[times.wall for times in theirs], **extra,
+    )  # fmt: skip
+
+
+def _median(times: list[StepTimes], name: str) -> float:
+    return statistics.median(getattr(each, name) for each in times)
+
+
+def show(ranks: list[Measured], records: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    first = ranks[0]
+    print(f"{first.hardware}; {first.versions}; {first.rivals}")
+    print(
+        f"MoELayer, EP {len(ranks)}, {options.num_tokens} tokens x {options.hidden} a rank, top-{options.num_topk} of "
+        f"{options.num_experts} experts, ffn {options.ffn_hidden}; deepep_moe backend {first.backend}"
+    )
+    show_layers(records)
+    for name, why in first.not_captured.items():
+        print(f"{name}: not captured: {why}")
+    if graphs := [name for name in first.times if name in GRAPHS]:
+        print(f"CUDA graphs of {options.micro_batches} forwards and backwards, a replay's times divided by them: {'; '.join(graphs)}")
+    print(
+        f"wire, bytes of a row: dispatch and combine's gradient {first.wire.fp8_bytes} in fp8, {first.wire.bf16_bytes} in bf16 = "
+        f"{first.wire.ratio:.4f}x; kept copies {first.kept_bytes / 1e9:.2f} GB"
+    )
+    for name, of_layer in first.kernels.items():
+        print(f"kernels of {name}, us a pass, the longest {options.kernels}:")
+        for kernel, us in sorted(of_layer.items(), key=lambda item: -item[1])[: options.kernels]:
+            print(f"  {us:9.1f}  {kernel[:120]}")
+
+
+def resolve(options: argparse.Namespace) -> None:
+    """Fill in the defaults that depend on the machine. Raises ValueError for options that do not fit."""
+    options.backend = options.backend or ("nvlink" if options.device == "cuda" else "auto")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a GPU, and this machine has none; give --device cpu")
+    if options.num_ranks < 1 or options.num_experts % options.num_ranks or not 0 < options.num_topk <= options.num_experts:
+        raise ValueError(
+            f"--num-experts {options.num_experts} must be a multiple of --num-ranks {options.num_ranks}, which is positive, and --num-topk "
+            f"{options.num_topk} 1 to the experts"
+        )
+    if min(options.repeats, options.micro_batches, options.num_tokens) < 1:
+        raise ValueError("--repeats, --micro-batches and --num-tokens must be at least 1")
+
+
+def main(options: argparse.Namespace) -> None:
+    """Print tables and write the records to `--json`. Exit with 1 if copies of weights, or graphs, change results."""
+    try:
+        resolve(options)
+    except ValueError as error:
+        sys.exit(str(error))
+    ranks = run_ranks(measure, options.num_ranks, options, timeout_s=900, bind=options.bind)
+    records = records_of(ranks, options)
+    show(ranks, records, options)
+    write_json(options.json, records)
+    wrong = [
+        f"{max(counts)} results differ between {what}"
+        for what, counts in (
+            ("forwards that quantize and those that share copies", [rank.num_different for rank in ranks]),
+            ("passes and their CUDA graphs", [rank.num_different_from_eager for rank in ranks]),
+        )
+        if any(counts)
+    ]
+    if wrong:
+        sys.exit("; ".join(wrong))

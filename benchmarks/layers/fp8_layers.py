@@ -1,0 +1,188 @@
+"""The layers that the benchmark of fp8 experts compares: ours in bf16 and fp8, and Megatron-Core's with TransformerEngine."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.layers.passes import Pass, draw_inputs
+from deepep_moe.exchange.routing import is_token_in_rank
+from deepep_moe.nn import GroupedExperts, MoELayer, Router
+from deepep_moe.ops import QuantizedRows
+from deepep_moe.ops.fp8_products import GROUP_ALIGNMENT
+
+BF16, EACH, SHARED, KEPT = "bf16", "fp8", "fp8, micro-batches", "fp8, copies kept"
+TE_BF16, TE_EACH, TE_SHARED = "alltoall, TE bf16", "alltoall, TE fp8", "alltoall, TE fp8, micro-batches"
+TE_PADDED = "alltoall, TE fp8, router pads"
+
+
+def graph_of(name: str) -> str:
+    """Return the name of a layer that runs from a CUDA graph."""
+    return f"{name}, CUDA graph"
+
+
+BF16_GRAPH = graph_of(BF16)
+OURS = BF16, EACH, SHARED, KEPT
+GRAPHS = tuple(map(graph_of, OURS))
+
+
+class Layer(Pass):
+    """A pass that knows which micro-batch it is."""
+
+    def __init__(
+        self,
+        run: Callable[[bool | None], Tensor],
+        cotangent: Tensor,
+        leaves: dict[str, Tensor],
+        *,
+        backend: str,
+        which: Callable[[int], bool | None] = lambda number: None,
+        release: Callable[[], None] = lambda: None,
+        kept_bytes: Callable[[], int] = lambda: 0,
+        why_no_graph: str = "",
+    ):
+        super().__init__(self._next, cotangent, leaves)
+        self.why_no_graph = why_no_graph
+        self._run, self._which, self._number = run, which, 0
+        self.backend, self._release, self.kept_bytes = backend, release, kept_bytes
+
+    def _next(self) -> Tensor:
+        number, self._number = self._number, self._number + 1
+        return self._run(self._which(number))
+
+    def release(self) -> None:
+        """Drop copies of weights, and begin with a first micro-batch."""
+        self._number = 0
+        self._release()
+
+
+class Wire(NamedTuple):
+    """What a dispatch, or the dispatch of combine's gradient, sends from one rank."""
+
+    num_rows: int
+    """A row for each token and rank that it goes to, the own rank too."""
+    fp8_bytes: int
+    """Of a row: values and scales."""
+    bf16_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        return self.fp8_bytes / self.bf16_bytes
+
+    def of_record(self) -> dict[str, Any]:
+        names = {"fp8": self.fp8_bytes, "bf16": self.bf16_bytes}
+        sums = {dtype: size * self.num_rows for dtype, size in names.items()}
+        return {"rows": self.num_rows, "row_bytes": names, "dispatch_bytes": sums, "combine_gradient_bytes": sums, "ratio": self.ratio}
+
+
+def _inputs(options: argparse.Namespace, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    x, cotangent = draw_inputs(rank, (options.num_tokens, options.hidden), device, torch.bfloat16)
+    return x, cotangent * 1e-3
+
+
+def make_layers(options: argparse.Namespace, rank: int, num_ranks: int, device: torch.device) -> tuple[dict[str, Layer], Wire]:
+    """Return our layers by name, which share router, experts and buffer, and what they send."""
+    num_local_experts = options.num_experts // num_ranks
+    torch.manual_seed(1)
+    router = Router(options.hidden, options.num_experts, options.num_topk, device=device)
+    torch.manual_seed(2 + rank)
+    sizes = num_local_experts, options.hidden, options.ffn_hidden
+    experts = GroupedExperts(*sizes, zero_tail=False, device=device, dtype=torch.bfloat16)
+    most = num_ranks * options.num_tokens * min(options.num_topk, num_local_experts)
+    num_rows = (-(-most // GROUP_ALIGNMENT) + num_local_experts) * GROUP_ALIGNMENT
+    how: dict[str, Any] = {"expert_alignment": GROUP_ALIGNMENT, "num_recv_rows": num_rows}
+    exact = MoELayer(router, experts, num_max_tokens_per_rank=options.num_tokens, backend=options.backend, **how)
+    fp8 = MoELayer(router, experts, buffer=exact.buffer, fp8=True, **how)
+    x, cotangent = _inputs(options, rank, device)
+    leaves = {"input": x} | dict(fp8.named_parameters())
+    kept = experts.kept_weights
+
+    def layer(module: MoELayer, which: Callable[[int], bool | None] = lambda number: None, why_no_graph: str = "") -> Layer:
+        return Layer(
+            lambda is_first: module(x, is_first_microbatch=is_first), cotangent, leaves, backend=module.buffer.backend, which=which,
+            release=experts.release_fp8_weights, kept_bytes=lambda: kept.num_bytes, why_no_graph=why_no_graph,
+        )  # fmt: skip
+
+    count = options.micro_batches
+    why_not = f'copies made outside of a graph serve no forward inside; "{graph_of(SHARED)}" makes its own'
+    layers = {
+        BF16: layer(exact),
+        EACH: layer(fp8),
+        SHARED: layer(fp8, lambda number: number % count == 0),
+        KEPT: layer(fp8, lambda number: not kept.num_bytes, why_not),
+    }
+    return layers, _wire(fp8, x, num_ranks, num_local_experts)
+
+
+@torch.no_grad()
+def _wire(layer: MoELayer, x: Tensor, num_ranks: int, num_local_experts: int) -> Wire:
+    """Take the bytes of rows from what dispatches deliver."""
+    topk_idx, topk_weights, _ = layer.router(x)
+    num_rows = int(is_token_in_rank(topk_idx, num_ranks, num_local_experts).sum())
+    how: dict[str, Any] = {"expert_alignment": layer.expert_alignment, "num_recv_rows": layer.num_recv_rows}
+    rows, quantized = (layer.buffer.dispatch(x, topk_idx, topk_weights, fp8=fp8, **how).recv_x for fp8 in (False, layer.fp8))
+    assert isinstance(quantized, QuantizedRows)
+    fp8_bytes = sum(part.shape[1] * part.element_size() for part in (quantized.values, quantized.scales))
+    return Wire(num_rows, fp8_bytes, rows.shape[1] * rows.element_size())
+
+
+# ---- Megatron-Core with TransformerEngine ----
+
+
+def make_rivals(options: argparse.Namespace, rank: int, num_ranks: int, device: torch.device) -> tuple[dict[str, Layer], str]:
+    """Return Megatron-Core's layers with the dispatcher `alltoall`, and what is to be said of them.
+
+    Their activation is fused by `torch.compile`. Where that fails, it is not fused. Layers that do not run at all are left out. The one
+    whose router pads may fail by itself, which says nothing of the others.
+    """
+    torch.compiler.set_stance("default")
+    layers, failures = _running(_make_rivals(options, rank, num_ranks, device, fuses=True))
+    how = "SwiGLU fused"
+    if failures.keys() - {TE_PADDED}:
+        torch.compiler.set_stance("force_eager")
+        layers, others = _running(_make_rivals(options, rank, num_ranks, device, fuses=False))
+        failures, how = failures | {f"{name}, not fused": why for name, why in others.items()}, "SwiGLU not fused"
+    return layers, "; ".join([how, *(f"{name} failed with {why}" for name, why in failures.items())])
+
+
+def _running(layers: dict[str, Layer]) -> tuple[dict[str, Layer], dict[str, str]]:
+    """Return the layers that run, and why others do not."""
+    found, failures = {}, {}
+    for name, layer in layers.items():
+        try:
+            layer.results()
+            found[name] = layer
+        except Exception as error:  # whatever another library raises
+            failures[name] = f"{type(error).__name__}: {str(error)[:200]}"
+            layer.clear()
+    return found, failures
+
+
+def _make_rivals(options: argparse.Namespace, rank: int, num_ranks: int, device: torch.device, *, fuses: bool) -> dict[str, Layer]:
+    """Those in fp8 share one layer, but for the one whose router pads."""
+    from deepep_moe.integrations.megatron.harness import layers as harness
+
+    sizes = {name: getattr(options, name) for name in ("hidden", "ffn_hidden", "num_experts", "num_topk")}
+    x, cotangent = _inputs(options, rank, device)
+    x = x.detach().unsqueeze(1).requires_grad_()
+    exact, fp8, padded = (
+        harness.te_fp8_layer(fp8=fp8, router_pads=pads, fuses=fuses, seed=1, ep=num_ranks, dtype=torch.bfloat16, **sizes)
+        for fp8, pads in ((False, False), (True, False), (True, True))
+    )
+    count = options.micro_batches
+
+    def layer(module: Any, which: Callable[[int], bool | None]) -> Layer:
+        leaves = {"input": x} | dict(module.named_parameters())
+        return Layer(
+            lambda is_first: harness.run_te_layer(module, x, is_first), cotangent.unsqueeze(1), leaves, backend="alltoall",
+            which=which, release=lambda: harness.release_te_copies(module),
+        )  # fmt: skip
+
+    return {
+        TE_BF16: layer(exact, lambda number: None),
+        TE_EACH: layer(fp8, lambda number: True),
+        TE_SHARED: layer(fp8, lambda number: number % count == 0),
+        TE_PADDED: layer(padded, lambda number: True),
+    }

@@ -1,0 +1,156 @@
+"""A MoELayer as a training step has it: wall time of a forward and backward, the host's part of it, and the kernels' part.
+
+The layers are ours with grouped experts, sync-free and (on GPUs) from a CUDA graph too, and where TransformerEngine is installed its
+grouped experts behind `alltoall` and `allgather`, with its fused router and permutes, and behind ours. "grouped products alone" makes the
+six products of the experts, with known counts, and nothing else: the least that any layer with these experts takes.
+"""
+
+import importlib
+import time
+from functools import partial
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.layers.graphs import Graphed
+from benchmarks.layers.passes import Pass, Step, chain
+
+GROUPED, GRAPH, PRODUCTS = "deepep_moe, grouped", "deepep_moe, grouped, CUDA graph", "grouped products alone"
+TE_OURS, TE_ALLTOALL, TE_ALLGATHER = "deepep_moe, TE experts", "alltoall, TE experts and router", "allgather, TE experts and router"
+_CHAIN = 5  # passes between two looks at the clock
+
+
+class StepTimes(NamedTuple):
+    """Microseconds of one forward and backward."""
+
+    wall: float
+    """A chain of them divided by its length, the device idle before and after."""
+    host: float
+    """Until the host has enqueued them."""
+    kernels: float | None
+    """The sum of the times of all kernels, by PyTorch's profiler; None on CPUs."""
+
+
+def has_te() -> bool:
+    return _te_version() is not None
+
+
+def _te_version() -> str | None:
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except ImportError:
+        return None
+    return metadata.version("transformer_engine_torch")
+
+
+def rivals() -> str:
+    """Say which experts there are to compare with."""
+    version = _te_version()
+    return "TransformerEngine is not installed" if version is None else f"TransformerEngine {version}"
+
+
+def by_expert(results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Give gradients of stacked experts, and of TransformerEngine's, the names that a SequentialMLP gives them."""
+    named: dict[str, Tensor] = {}
+    for name, value in results.items():
+        first, _, last = name.partition("experts.linear_")
+        layer, _, kind = last.partition(".")
+        if first or not last:
+            named[name] = value
+        elif kind in ("weight", "bias"):
+            named |= {f"experts.local_experts.{index}.linear_{layer}.{kind}": of_expert for index, of_expert in enumerate(value)}
+        else:
+            named[f"experts.local_experts.{kind.removeprefix('weight')}.linear_{layer}.weight"] = value
+    return named
+
+
+class Products:
+    """The six grouped products of SwiGLU experts with known counts."""
+
+    num_passes = 1
+
+    def __init__(self, experts: Any, counts: Tensor, num_rows: int):
+        from deepep_moe.ops import grouped_products
+
+        self._ops = grouped_products
+        self._w1, self._w2 = experts.linear_fc1.weight.detach(), experts.linear_fc2.weight.detach()
+        self._x = self._w1.new_ones(num_rows, self._w1.shape[2])
+        self._inner, self._middle = self._w1.new_ones(num_rows, self._w1.shape[1]), self._w1.new_ones(num_rows, self._w2.shape[2])
+        self._groups = grouped_products.Groups(counts, len(self._w1), self._x)
+
+    def forward(self) -> None:
+        self._ops.multiply(self._x, self._w1, self._groups)
+        self._ops.multiply(self._middle, self._w2, self._groups)
+
+    def backward(self) -> None:
+        self._ops.multiply_back(self._x, self._w2, self._groups)
+        self._ops.weight_gradients(self._x, self._middle, self._groups)
+        self._ops.multiply_back(self._inner, self._w1, self._groups)
+        self._ops.weight_gradients(self._inner, self._x, self._groups)
+
+    def clear(self) -> None:
+        """Do nothing, as no gradients are kept."""
+
+
+def make_steps(like: Any, x: Tensor, cotangent: Tensor, *, seed: int, **sizes: Any) -> dict[str, Any]:
+    """Return the passes by name. Layers have the weights of the layer `like`, whose experts are a SequentialMLP.
+
+    Each has an input and weights of its own. What other passes of the default stream share cannot be captured into a CUDA graph.
+    """
+    from deepep_moe.integrations.megatron.harness import layers as harness
+
+    layers = {GROUPED: harness.grouped_layer(like, seed=seed, **sizes)}
+    if x.is_cuda and has_te():
+        dispatchers = {TE_ALLTOALL: "alltoall", TE_ALLGATHER: "allgather", TE_OURS: "deepep_moe"}
+        layers |= {name: harness.te_layer(of, like, seed=seed, **sizes) for name, of in dispatchers.items()}
+    steps: dict[str, Any] = {}
+    for name, layer in layers.items():
+        own = x.detach().clone().requires_grad_()
+        steps[name] = Pass(partial(_run, layer, own), cotangent, {"input": own} | dict(layer.named_parameters()))
+    counts: list[Tensor] = []
+    hook = layers[GROUPED].experts.register_forward_pre_hook(lambda module, arguments: counts.append(arguments[1].clone()))
+    with torch.no_grad():
+        layers[GROUPED](x)
+    hook.remove()
+    steps[PRODUCTS] = Products(layers[GROUPED].experts, counts[0], int(counts[0].sum()))
+    return steps
+
+
+def _run(layer: Any, x: Tensor) -> Tensor:
+    return layer(x)[0]
+
+
+def add_graph(steps: dict[str, Any]) -> None:
+    """Add the pass from a CUDA graph, on GPUs."""
+    if torch.cuda.is_available():
+        steps[GRAPH] = Graphed(steps[GROUPED])
+
+
+def time_step(step: Step, device: torch.device, *, with_kernels: bool = False, num_passes: int = _CHAIN) -> StepTimes:
+    """Time a chain of passes. Collective. `num_passes` is a multiple of `step.num_passes`."""
+    _synchronize(device)
+    begin = time.perf_counter()
+    chain(step, num_passes)
+    enqueued = time.perf_counter()
+    _synchronize(device, meets=False)
+    wall = time.perf_counter()
+    kernels = sum(kernel_times(step, num_passes).values()) if with_kernels and device.type == "cuda" else None
+    return StepTimes((wall - begin) * 1e6 / num_passes, (enqueued - begin) * 1e6 / num_passes, kernels)
+
+
+def _synchronize(device: torch.device, meets: bool = True) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if meets:
+        dist.barrier()
+
+
+def kernel_times(step: Step, num_passes: int = _CHAIN) -> dict[str, float]:
+    """Return the microseconds that the kernels of each name take in one of a chain of passes."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        chain(step, num_passes)
+        torch.cuda.synchronize()
+    return {event.key: event.self_device_time_total / num_passes for event in profile.key_averages() if event.self_device_time_total > 0}

@@ -1,0 +1,136 @@
+"""Passes of a layer, their times and their differences, for the benchmarks of layers."""
+
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from deepep_moe.tune.records import cpu_name, nccl_version
+from deepep_moe.tune.timing import Mark, Timer
+
+PARTS = ("forward", "backward", "forward+backward")
+_FIRST_SEED = 1000  # of inputs, far from those of layers: rows that repeat a router's weights get probabilities of 1 and 0
+
+
+def draw_inputs(rank: int, size: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return x, which requires a gradient, and the output's gradient, both of `size`."""
+    generator = torch.Generator().manual_seed(_FIRST_SEED + rank)
+    x, cotangent = (torch.randn(size, generator=generator).to(device, dtype) for _ in range(2))
+    return x.requires_grad_(), cotangent
+
+
+class Step(Protocol):
+    """What is repeated and timed."""
+
+    num_passes: int
+    """The passes that a forward and a backward make: one, but for those from a CUDA graph."""
+
+    def clear(self) -> None: ...
+
+    def forward(self) -> None: ...
+
+    def backward(self) -> None: ...
+
+
+def chain(step: Step, num_passes: int) -> None:
+    """Make `num_passes` passes one after another, a multiple of `step.num_passes`. Each drops what the one before has left."""
+    for _ in range(num_passes // step.num_passes):
+        step.clear()
+        step.forward()
+        step.backward()
+
+
+class Pass:
+    """A forward and a backward that can be repeated. `leaves` are the tensors whose gradients are compared."""
+
+    num_passes = 1
+
+    def __init__(self, forward: Callable[[], Tensor], cotangent: Tensor, leaves: dict[str, Tensor]):
+        self._forward, self._cotangent, self._leaves = forward, cotangent, leaves
+        self._output: Tensor | None = None
+
+    def forward(self) -> None:
+        self._output = self._forward()
+
+    def backward(self) -> None:
+        assert self._output is not None
+        self._output.backward(self._cotangent)
+
+    def clear(self) -> None:
+        """Drop the output and the gradients of the last run."""
+        self._output = None
+        for leaf in self._leaves.values():
+            leaf.grad = None
+
+    def release(self) -> None:
+        """Do nothing, as nothing is kept from one pass to the next."""
+
+    def results(self) -> dict[str, Tensor]:
+        """Run once, and return the output and all gradients."""
+        chain(self, 1)
+        results = self.last_results()
+        self.clear()
+        return results | {name: torch.zeros_like(leaf) for name, leaf in self._leaves.items() if name not in results}
+
+    def last_results(self) -> dict[str, Tensor]:
+        """Return the output of the last run, and the gradients that it has made."""
+        assert self._output is not None
+        gradients = {name: leaf.grad for name, leaf in self._leaves.items() if leaf.grad is not None}
+        return {"output": self._output.detach()} | gradients
+
+
+def difference(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest distance, relative to the largest expected entry. It is NaN if either tensor has one."""
+    scale = expected.abs().max().clamp(min=torch.finfo(torch.float32).tiny) if expected.numel() else torch.ones(())
+    return float(((actual - expected).abs().max() / scale).item()) if expected.numel() else 0.0
+
+
+def times_of(timed: Any, timer: Timer) -> list[float]:
+    """Time one forward and one backward of a pass, in microseconds: forward, backward, both. Collective."""
+
+    def run(mark: Mark) -> None:
+        timed.forward()
+        mark()
+        timed.backward()
+        mark()
+
+    timed.clear()
+    forward, both = timer.marks_once(run)
+    timed.clear()
+    return [forward, both - forward, both]
+
+
+class Timed(Protocol):
+    """The times of one rank."""
+
+    times: dict[tuple[str, str], list[list[float]]]
+    """Times by what is timed and who does it: an entry per turn, as `times_of` returns it."""
+
+
+def slowest(ranks: Sequence[Timed]) -> dict[tuple[str, str], dict[str, list[float]]]:
+    """Return the maximum over ranks in every turn, by what is timed and who does it, then by part."""
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for key in ranks[0].times:
+        turns = [list(map(max, zip(*turn, strict=True))) for turn in zip(*(rank.times[key] for rank in ranks), strict=True)]
+        found[key] = {part: [turn[i] for turn in turns] for i, part in enumerate(PARTS)}
+    return found
+
+
+def describe(package: str, device: torch.device, num_ranks: int) -> tuple[str, str]:
+    """Return the hardware, and the versions of `package` and of what it runs on."""
+    versions = f"{package} {metadata.version(package)}, torch {torch.__version__}"
+    if device.type == "cpu":
+        return cpu_name(), versions
+    gpus = f"{num_ranks} x {torch.cuda.get_device_name(device)}; {cpu_name()}"
+    return gpus, f"{versions}, CUDA {torch.version.cuda}, NCCL {nccl_version()}"
+
+
+def check_ranks(device: str, num_ranks: int) -> None:
+    """Raise ValueError if GPUs are asked for and there are too few."""
+    if device == "cuda" and not 0 < num_ranks <= torch.cuda.device_count():
+        raise ValueError(
+            f"--device cuda needs a GPU for each of {max(1, num_ranks)} ranks, this machine has {torch.cuda.device_count()}; "
+            "give --num-ranks, or --device cpu"
+        )

@@ -1,0 +1,183 @@
+"""The calls of a `LowLatencyBuffer` that are timed, and what they must return."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.common.verify import lanes_of_rank
+from deepep_moe import LowLatencyBuffer, LowLatencyOutput, reference
+from deepep_moe.tune.operations import compare_bits
+from deepep_moe.tune.workload import SCALE_BLOCK, Inputs, Shape
+
+Hook = Callable[[], None]
+_REFERENCE_TOKENS = 8  # most tokens for which the reference, loops in Python, is fast enough
+
+
+@dataclass(frozen=True)
+class LowLatencyOperation:
+    """One call, whole and in halves, and what its record says of it."""
+
+    op: str  # "dispatch" or "combine"
+    dtype: str  # dtype of the rows that a dispatch returns or a combine takes
+    wire: str  # "bf16" or "fp8", in which the rows travel
+    row_bytes: int  # bytes of a row that travel, scales included
+    call: Callable[[], Any]
+    send: Callable[[], tuple[Any, Hook]] | None
+    """None where the call has no halves."""
+    check: Callable[[Any], None]
+    """It raises EPError unless a result is right: ours to the bit, another library's within its rounding."""
+    layout: str = "expert"
+    backend: str | None = None  # the name of another library; None stands for that of the buffer
+
+    @property
+    def name(self) -> str:
+        return " ".join([*([self.backend] if self.backend else []), self.op, self.wire])
+
+
+def operations(buffer: LowLatencyBuffer, shape: Shape, everyone: Sequence[Inputs], rank: int) -> list[LowLatencyOperation]:
+    """Return dispatch and combine, each with bf16 and fp8 rows on the wire. Collective, as combine needs the results of a dispatch."""
+    if len(everyone[0].x) <= _REFERENCE_TOKENS and shape.ranks_per_node in (None, shape.num_ranks):
+        confirm(everyone, shape, rank)
+    mine, made = everyone[rank], []
+    arguments = (mine.x, mine.topk_idx, mine.topk_weights)
+    out = buffer.dispatch(*arguments)
+    rows = expert_rows(out, shape, rank, buffer.combine_input())
+    for wire in ("fp8", "bf16"):
+        dispatch = partial(buffer.dispatch, *arguments, fp8=wire == "fp8")
+        check = partial(_check_dispatch, expected_dispatch(everyone, shape, rank, wire))
+        dtype = "float8_e4m3fn" if wire == "fp8" else "bfloat16"
+        bytes_each = _row_bytes(shape, wire)
+        made.append(LowLatencyOperation("dispatch", dtype, wire, bytes_each, dispatch, partial(_send_dispatch, dispatch), check))
+    for wire in ("bf16", "fp8"):
+        combine = partial(buffer.combine, rows, out.handle, wire="fp8" if wire == "fp8" else None)
+        check = partial(compare_bits, "combined_x", expected=expected_combine(mine, shape, wire, rank), source="the reference")
+        made.append(
+            LowLatencyOperation("combine", "bfloat16", wire, _row_bytes(shape, wire), combine, partial(combine, return_hook=True), check)
+        )
+    return made
+
+
+def verify(operation: LowLatencyOperation) -> bool:
+    """Make the call, whole and in halves, and check both results. Return True or raise EPError. Collective."""
+    results = [operation.call()]
+    if operation.send is not None:
+        in_halves, hook = operation.send()
+        hook()
+        results.append(in_halves)
+    for result in results:
+        operation.check(result)  # last, as it may raise on one rank alone
+    return True
+
+
+def _row_bytes(shape: Shape, wire: str) -> int:
+    return 2 * shape.hidden if wire == "bf16" else shape.hidden + 4 * shape.num_scales
+
+
+def _send_dispatch(dispatch: Callable[..., LowLatencyOutput]) -> tuple[LowLatencyOutput, Hook]:
+    out = dispatch(return_hook=True)
+    assert out.hook is not None
+    return out, out.hook
+
+
+def received(out: LowLatencyOutput) -> Tensor:
+    """Return which rows have arrived, [num_local_experts, capacity] bool."""
+    capacity = torch.arange(out.recv_x.shape[1], device=out.recv_x.device)
+    return capacity < out.num_recv_tokens_per_expert[:, None]
+
+
+def factors_of(shape: Shape, device: torch.device) -> Tensor:
+    """Return the factor by which each expert multiplies, [num_experts] fp32. They differ, so that a misplaced row shows."""
+    return (1 + torch.arange(shape.num_experts) / shape.num_experts).to(device)  # on the CPU, as a GPU rounds the quotients differently
+
+
+def expert_rows(out: LowLatencyOutput, shape: Shape, rank: int, rows: Tensor) -> Tensor:
+    """Fill `rows` [num_local_experts, capacity, hidden] bf16 with the experts' outputs for a dispatch, and with NaN where no row came."""
+    first = rank * shape.num_local_experts
+    factors = factors_of(shape, rows.device)[first : first + shape.num_local_experts]
+    rows.fill_(float("nan"))
+    there = received(out)
+    rows[there] = (out.recv_x[there].float() * factors.repeat_interleave(there.sum(1))[:, None]).to(rows.dtype)
+    return rows
+
+
+# ---- what must come out ----
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bits of `reference.quant.quantize_fp8`, on any device, for `hidden` that is a multiple of 128."""
+    blocks = x.float().unflatten(1, (-1, SCALE_BLOCK))
+    largest = blocks.abs().amax(2, keepdim=True).clamp_min(1e-4)
+    limit = torch.full_like(largest, 448.0)  # a tensor, as GPUs divide by a number by multiplying with its inverse, which rounds twice
+    y = (blocks * (limit / largest)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return y.flatten(1), (largest / limit)[:, :, 0]
+
+
+def _travelled(rows: Tensor, wire: str) -> Tensor:
+    """Return sums [num_rows, hidden] fp32 as they are after they have travelled."""
+    if wire == "bf16":
+        return rows.bfloat16().float()
+    y, scales = quantize(rows)
+    return y.float() * scales.repeat_interleave(SCALE_BLOCK, dim=1)
+
+
+def expected_dispatch(everyone: Sequence[Inputs], shape: Shape, rank: int, wire: str) -> dict[str, Tensor]:
+    """Return what `rank` receives: the rows of its experts, one expert after the other, their scales in fp8, and counts."""
+    tokens, _, experts = lanes_of_rank(torch.cat([i.topk_idx for i in everyone]), shape, rank)
+    x = torch.cat([i.x for i in everyone])
+    counts = experts.bincount(minlength=shape.num_local_experts).int()
+    if wire == "bf16":
+        return {"num_recv_tokens_per_expert": counts, "recv_x": x[tokens]}
+    y, scales = quantize(x)
+    rows = y.view(torch.uint8)[tokens].view(y.dtype)
+    return {"num_recv_tokens_per_expert": counts, "recv_x": rows, "recv_x_scales": scales[tokens]}
+
+
+def _check_dispatch(expected: dict[str, Tensor], out: LowLatencyOutput) -> None:
+    compare_bits("num_recv_tokens_per_expert", out.num_recv_tokens_per_expert, expected["num_recv_tokens_per_expert"], "the reference")
+    there = received(out)
+    rows = out.recv_x.view(torch.uint8)[there].view(out.recv_x.dtype)
+    compare_bits("recv_x", rows, expected["recv_x"], "the reference")
+    if out.recv_x_scales is not None:
+        compare_bits("recv_x_scales", out.recv_x_scales[there], expected["recv_x_scales"], "the reference")
+
+
+def expected_combine(mine: Inputs, shape: Shape, wire: str, own: int = 0) -> Tensor:
+    """Return the combined_x of rank `own`, which has `mine`, [num_tokens, hidden] bf16: experts multiply their rows by their factor."""
+    x, ranks = mine.x.float(), mine.topk_idx // shape.num_local_experts
+    factors = factors_of(shape, x.device)[mine.topk_idx]
+    total, of_node = torch.zeros_like(x), torch.zeros_like(x)
+    per_node = shape.ranks_per_node or shape.num_ranks
+    for rank in range(shape.num_ranks):
+        row = torch.zeros_like(x)
+        for lane in range(shape.num_topk):
+            y = (x * factors[:, lane, None]).to(mine.x.dtype).float()
+            row = row + torch.where(ranks[:, lane, None] == rank, mine.topk_weights[:, lane, None] * y, 0.0)
+        of_node = of_node + _travelled(row, wire)
+        if (rank + 1) % per_node == 0:  # a sum that crosses travels again
+            crosses = rank // per_node != own // per_node
+            total = total + (_travelled(of_node, wire) if crosses else of_node)
+            of_node = torch.zeros_like(x)
+    return total.to(mine.x.dtype)
+
+
+def confirm(everyone: Sequence[Inputs], shape: Shape, rank: int) -> None:
+    """Raise EPError unless `expected_dispatch` and `expected_combine` equal `deepep_moe.reference.low_latency` for `rank`."""
+    device = everyone[0].x.device
+    x, idx, weights = ([getattr(i, name).cpu() for i in everyone] for name in ("x", "topk_idx", "topk_weights"))
+    factors = factors_of(shape, torch.device("cpu")).view(shape.num_ranks, -1)
+    for wire in ("bf16", "fp8"):
+        theirs = reference.low_latency.dispatch(x, idx, weights, shape.num_experts, fp8=wire == "fp8")
+        found = expected_dispatch(everyone, shape, rank, wire)
+        for name in ("recv_x", "recv_x_scales"):
+            if name in found:
+                compare_bits(f"the expected {name}", found[name], getattr(theirs[rank], name).to(device), "the reference")
+    there = reference.low_latency.dispatch(x, idx, weights, shape.num_experts)
+    counts = [torch.tensor(r.num_recv_tokens_per_expert) for r in there]
+    rows = [(r.recv_x.float() * f.repeat_interleave(n)[:, None]).bfloat16() for r, f, n in zip(there, factors, counts, strict=True)]
+    for wire in ("bf16", "fp8"):
+        combined = reference.low_latency.combine(rows, there, [len(rows_of) for rows_of in x], fp8=wire == "fp8")[rank]
+        compare_bits("the expected combined_x", expected_combine(everyone[rank], shape, wire), combined.to(device), "the reference")

@@ -1,0 +1,172 @@
+"""Other libraries beside `LowLatencyBuffer` in the same run: `--peer NAME`."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.common.verify import close_to
+from benchmarks.exchange.deep_ep import FP8, dequantized, row_bytes, topk_dtype
+from benchmarks.exchange.deep_ep_v2 import DeepEPV2
+from benchmarks.exchange.peers import load_package, version_of
+from benchmarks.low_latency.operations import Hook, LowLatencyOperation, expected_combine, expected_dispatch, factors_of
+from deepep_moe.errors import EPError
+from deepep_moe.tune.workload import Inputs, Shape
+
+_MULTIPLE = 4  # V1 wants a number of rows that its bulk copies can address
+_MOST_OFF = 0.02  # of sums of fp8 rows, which libraries round differently
+
+
+class SmallBatches(Protocol):
+    """Another library, for batches of all sizes of a run."""
+
+    name: str
+    version: str
+    workspace_bytes: int | None
+
+    def operations(self, everyone: Sequence[Inputs], rank: int) -> list[LowLatencyOperation]:
+        """Return its calls at the size of `everyone`, the inputs of all ranks. Collective."""
+
+    def destroy(self) -> None:
+        """Free its memory. Collective."""
+
+
+class DeepEPLowLatency:
+    """Runs `deep_ep.Buffer` in its low-latency mode, which needs NVSHMEM. Its dispatch quantizes the rows, its combine weights them.
+
+    It sends a row for every (token, expert). Records count the bytes of one for every (token, rank), which are those that must move.
+    """
+
+    name = "deep_ep"
+
+    def __init__(self, shape: Shape, group: "dist.ProcessGroup", num_max_tokens: int):
+        """Collective. NVSHMEM starts once in a process, so one buffer serves batches of up to `num_max_tokens` tokens a rank."""
+        self.shape, self.module = shape, load_package(self.name)
+        self.version = version_of(self.module)
+        sizes = _rounded(num_max_tokens), shape.hidden, shape.num_ranks, shape.num_experts
+        self.workspace_bytes: int | None = self.module.Buffer.get_low_latency_rdma_size_hint(*sizes)
+        self.buffer = self.module.Buffer(
+            group,
+            0,
+            self.workspace_bytes,
+            low_latency_mode=True,
+            num_qps_per_rank=shape.num_local_experts,
+            allow_nvlink_for_low_latency_mode=True,
+            explicitly_destroy=True,
+        )
+
+    def destroy(self) -> None:
+        """Free the memory. Collective."""
+        self.buffer.destroy()
+
+    def operations(self, everyone: Sequence[Inputs], rank: int) -> list[LowLatencyOperation]:
+        """Return dispatch in fp8 and bf16, and combine. Collective: combine takes the rows of a dispatch, multiplied as our experts do."""
+        mine, most = everyone[rank], _rounded(len(everyone[rank].x))
+        self.buffer.clean_low_latency_buffer(most, self.shape.hidden, self.shape.num_experts)  # places of flags depend on the size
+        dist.barrier()
+        idx, made = mine.topk_idx.to(topk_dtype(self.module)), []
+        for wire in ("fp8", "bf16"):
+            dispatch = partial(self.buffer.low_latency_dispatch, mine.x, idx, most, self.shape.num_experts, use_fp8=wire == "fp8")
+            check = partial(_check_dispatch, expected_dispatch(everyone, self.shape, rank, wire))
+            made.append(self._operation("dispatch", wire, dispatch, check))
+        rows, counts, handle, *_ = dispatch()
+        outputs = _expert_rows(rows, counts, self.shape, rank)
+        combine = partial(self.buffer.low_latency_combine, outputs, idx, mine.topk_weights, handle)
+        expected = expected_combine(mine, self.shape, "bf16", rank)
+        made.append(self._operation("combine", "bf16", combine, lambda out: close_to("its combined_x", out[0], expected)))
+        return made
+
+    def _operation(self, op: str, wire: str, call: Callable[..., Any], check: Callable[[Any], None]) -> LowLatencyOperation:
+        dtype = "bfloat16" if wire == "bf16" else FP8
+        send = partial(_in_halves, call)
+        return LowLatencyOperation(op, dtype, wire, row_bytes(self.shape, dtype), call, send, check, backend=self.name)
+
+
+def _rounded(num_tokens: int) -> int:
+    return -(-num_tokens // _MULTIPLE) * _MULTIPLE
+
+
+def _in_halves(call: Callable[..., Any]) -> tuple[Any, Hook]:
+    *result, hook = call(return_recv_hook=True)
+    return result, hook
+
+
+def _expert_rows(rows: Tensor, counts: Tensor, shape: Shape, rank: int) -> Tensor:
+    """Return the outputs of experts for rows [num_local_experts, capacity, hidden] bf16, and NaN where no row came."""
+    first = rank * shape.num_local_experts
+    factors = factors_of(shape, rows.device)[first : first + shape.num_local_experts]
+    there = torch.arange(rows.shape[1], device=rows.device) < counts[:, None]
+    return torch.where(there[:, :, None], (rows.float() * factors[:, None, None]).bfloat16(), float("nan")).contiguous()
+
+
+def _check_dispatch(expected: dict[str, Tensor], result: Any) -> None:
+    """Raise EPError unless each expert got as many rows as it must, and their sum is right: a library may order them as it likes."""
+    rows, counts = result[0], result[1]
+    wanted = expected["num_recv_tokens_per_expert"]
+    if counts.tolist() != wanted.tolist():
+        raise EPError(f"its dispatch brought experts {counts.tolist()} rows, and not {wanted.tolist()}")
+    rows = dequantized(rows)
+    there = torch.arange(rows.shape[1], device=rows.device) < counts[:, None]
+    found = torch.where(there[:, :, None], rows.float(), 0.0).sum(1)
+    right = dequantized((expected["recv_x"], expected["recv_x_scales"]) if "recv_x_scales" in expected else expected["recv_x"])
+    experts = torch.arange(len(wanted), device=rows.device).repeat_interleave(wanted)
+    sums = torch.zeros_like(found).index_add_(0, experts, right.float())
+    off = float((found - sums).norm() / sums.norm().clamp_min(1e-6))
+    if not off <= _MOST_OFF:
+        raise EPError(f"the sums of the rows that its dispatch brought to experts are off by {off:.1%}")
+
+
+class DeepEPV2SmallBatches:
+    """Runs `deep_ep.ElasticBuffer` in its compact layout, without waiting for counts on the host. It takes fp8 rows that are quantized
+    before the call, and its combine weights no row, so it has less to do than ours. Its calls have no halves.
+    """
+
+    name = DeepEPV2.name
+
+    def __init__(self, shape: Shape, group: "dist.ProcessGroup", num_max_tokens: int):
+        """Collective, as are the buffers for the sizes, which are made when their size is measured."""
+        self.shape, self.group = shape, group
+        self.version = version_of(load_package(self.name))
+        self.workspace_bytes: int | None = None
+        self.sized: DeepEPV2 | None = None
+
+    def destroy(self) -> None:
+        """Free the memory. Collective."""
+        if self.sized is not None:
+            self.sized.destroy()
+            self.sized = None
+
+    def operations(self, everyone: Sequence[Inputs], rank: int) -> list[LowLatencyOperation]:
+        """Return dispatch in both dtypes and combine. Collective; raises EPError unless their results are right."""
+        mine = everyone[rank]
+        self.destroy()
+        self.sized = sized = DeepEPV2(self.shape, self.group, len(mine.x))
+        expected = sized.expected_combine(mine, "rank")
+        operations, check_all = sized.of_layout(mine, "rank", do_cpu_sync=False)
+        check_all()
+        made = []
+        for o in operations:
+            if o.op in ("dispatch", "combine"):
+                wire = "fp8" if o.dtype == FP8 else "bf16"
+                check = partial(close_to, "its combined_x", expected=expected) if o.op == "combine" else _unchecked
+                what = o.op, o.dtype, wire, o.row_bytes
+                made.append(LowLatencyOperation(*what, partial(_first, o.call), None, check, layout="rank", backend=self.name))
+        return made
+
+
+def _first(call: Callable[[], Any]) -> Any:
+    return call()[0]
+
+
+def _unchecked(_result: Any) -> None:
+    """Accept a dispatch, which `of_layout` has checked through a combine."""
+
+
+PEERS: dict[str, Callable[[Shape, "dist.ProcessGroup", int], SmallBatches]] = {
+    "deep_ep": DeepEPLowLatency,
+    "deep_ep_v2": DeepEPV2SmallBatches,
+}
+"""The names that `--peer` takes."""

@@ -1,0 +1,69 @@
+"""usage: python benchmarks/run.py [NAME] ...
+
+exchange     dispatch and combine on the CPU
+link         dispatch and combine on GPUs
+low-latency  dispatch and combine of small batches
+overlap      dispatch and combine beside GEMMs
+gate         the gate
+host         the time of the host in calls on a GPU
+model        dispatch and combine over nodes, simulated
+megatron     a layer of Megatron-Core
+deepspeed    a layer of DeepSpeed
+fp8          a layer with fp8 experts, against bf16 and TransformerEngine
+
+NAME --help lists the options of one. All but `model` take `--bind`.
+Without a name, `--backend nvlink` means link, and everything else exchange.
+"""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # at the end, so that a package that is installed stays first
+
+from benchmarks.common.report import add_json
+from deepep_moe import config
+from deepep_moe.topology.option import add_bind, bind_this_rank
+
+MODULES = {
+    "exchange": "exchange.cpu", "link": "exchange.nvlink", "low-latency": "low_latency.command", "overlap": "overlap.command",
+    "gate": "gate.command", "host": "host.command", "model": "model", "megatron": "layers.megatron",
+    "deepspeed": "layers.deepspeed", "fp8": "layers.fp8",
+}  # fmt: skip
+
+_UNBOUND = ("model",)  # it runs nothing on ranks
+_ONE_PROCESS = ("gate", "host")  # the others start ranks of their own, or are ranks of a launcher
+
+
+def with_name(arguments: list[str]) -> list[str]:
+    """Return the arguments with the name of the benchmark in front, where it was left out."""
+    if arguments and arguments[0] in MODULES:
+        return arguments
+    backend = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    backend.add_argument("--backend")
+    return ["link" if backend.parse_known_args(arguments)[0].backend == "nvlink" else "exchange", *arguments]
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return
+    name, *rest = with_name(arguments)
+    module = importlib.import_module(f"benchmarks.{MODULES[name]}")
+    parser = argparse.ArgumentParser(
+        f"python benchmarks/run.py {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    module.add_arguments(parser)
+    add_json(parser)
+    parser.set_defaults(bind=False)
+    if name not in _UNBOUND:
+        add_bind(parser)
+    options = parser.parse_args(rest)
+    if options.bind and (name in _ONE_PROCESS or config.launched_rank() is not None):
+        bind_this_rank()
+    module.main(options)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,1 +1,0 @@
-"""Benchmarks: `python -m deepep_moe.bench --help`."""

@@ -1,1 +1,0 @@
-"""One HTML page of a run, and of two runs side by side."""
