@@ -70,12 +70,6 @@ struct LowLatencyRailHandle {
         : in_ranks(LowLatencyHandleLayout(c).total_bytes), total_bytes(in_ranks + round_up(4 * num_nodes * c.num_max_tokens, 16)) {}
 };
 
-// What a benchmark's network puts in a kernel's place: a row, or behind those of all tokens the message.
-struct LowLatencyPost {
-    unsigned long long flag;  // of the call
-    int64_t from, bytes;
-};
-
 // Ranks have their numbers in the group everywhere: rank `index` of node `node` is node * ranks_per_node + index.
 struct LowLatencyRailContext {
     LowLatencyContext context;  // `workspaces` of the ranks of other nodes are null
@@ -83,7 +77,6 @@ struct LowLatencyRailContext {
     std::byte* bases[kLowLatencyMaxHostRanks];  // symmetric memory of the ranks of this node, by index, mapped here
     int num_nodes, ranks_per_node, node, index;
     int pes[kMaxGpuNodes];  // NVSHMEM's numbers of the ranks of the rail, by node
-    LowLatencyPost* posts;  // [kTurns][num_nodes][num_max_tokens + 1] of this GPU, or nullptr: kernels put
 };
 
 template <class Params>
@@ -94,12 +87,6 @@ struct LowLatencyRailLaunch {
 };
 using LowLatencyRailDispatch = LowLatencyRailLaunch<LowLatencyDispatchParams>;
 using LowLatencyRailCombine = LowLatencyRailLaunch<LowLatencyCombineParams>;
-struct LowLatencyDeliverParams {
-    const std::byte* call;  // u64
-    int64_t row_bytes;
-    float ns_per_row;
-};
-using LowLatencyRailDeliver = LowLatencyRailLaunch<LowLatencyDeliverParams>;
 using LowLatencyRailControl = LowLatencyRailLaunch<LowLatencyControlParams>;  // one block
 
 // What the module that links NVSHMEM, which puts, hands to the one that does not. Functions return nullptr, or why a kernel could not be
@@ -110,10 +97,8 @@ struct LowLatencyRailShim {
     const char* (*weigh)(const LowLatencyRailCombine&, void* stream) noexcept;
     const char* (*sum)(const LowLatencyRailCombine&, void* stream) noexcept;
     const char* (*control)(const LowLatencyRailControl&, void* stream) noexcept;
-    const char* (*deliver)(const LowLatencyRailDeliver&, void* stream) noexcept;
 };
 constexpr const char* kLowLatencyRailShimName = "deepep_moe.LowLatencyRailShim";
-constexpr int64_t kLowLatencyRailShimBytes = sizeof(LowLatencyRailDispatch) + sizeof(LowLatencyRailCombine) +
-                                             sizeof(LowLatencyRailControl) + sizeof(LowLatencyRailDeliver) + sizeof(LowLatencyPost);
+constexpr int64_t kLowLatencyRailShimBytes = sizeof(LowLatencyRailDispatch) + sizeof(LowLatencyRailCombine) + sizeof(LowLatencyRailControl);
 
 }  // namespace deepep_moe

@@ -97,7 +97,6 @@ struct RailMoveParams {
     unsigned long long timeout_ns;  // for a chunk
     bool is_combine;                // sums leave from the outbox, as they are made, and as many rows come as tokens went
     int num_blocks, num_tiles;      // the latter: parts that a row's sum is made of
-    float ns_per_chunk;             // a put leaves no sooner than a network of that rate has taken it and those before; 0: at once
     int64_t row_bytes, tail_bytes;
     const std::byte* x;         // of a dispatch: [num_tokens, row_bytes]
     const std::byte* x_scales;  // [num_tokens, tail_bytes], or nullptr

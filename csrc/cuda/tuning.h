@@ -22,7 +22,6 @@ struct GpuTuning {
     int num_sms_of_sums = 1;       // of a combine that sums rows for several peers
     int max_sms = 0;               // that a call takes, those that send among them; 0: all
     int num_rail_sms = 4;          // that send to other nodes, and look for what comes from there
-    double rail_gbps = 0;          // that these send at most, as a slower network would; 0: what the network takes
 };
 
 namespace tuning {

@@ -9,7 +9,6 @@ const char* launch_rail_send(const LowLatencyRailDispatch& launch, void* stream)
 const char* launch_rail_weigh(const LowLatencyRailCombine& launch, void* stream) noexcept;
 const char* launch_rail_sum(const LowLatencyRailCombine& launch, void* stream) noexcept;
 const char* launch_rail_control(const LowLatencyRailControl& launch, void* stream) noexcept;
-const char* launch_rail_deliver(const LowLatencyRailDeliver& launch, void* stream) noexcept;
 
 const LowLatencyRailShim& low_latency_rail_shim();
 

@@ -102,8 +102,7 @@ __global__ void __launch_bounds__(kThreads, 1) rail_control(const __grid_constan
     }
 }
 
-constexpr LowLatencyRailShim kShim{kLowLatencyRailShimBytes, &launch_rail_send,    &launch_rail_weigh,
-                                   &launch_rail_sum,         &launch_rail_control, &launch_rail_deliver};
+constexpr LowLatencyRailShim kShim{kLowLatencyRailShimBytes, &launch_rail_send, &launch_rail_weigh, &launch_rail_sum, &launch_rail_control};
 
 }  // namespace
 

@@ -21,7 +21,7 @@ struct RailPuts : RailCall {
     // All threads of a block, which have written it: enters the call in a node, with so much of a message. Not where its rank is masked.
     __device__ void put_message(int node, int64_t bytes, unsigned long long flag) const {
         __syncthreads();
-        if (threadIdx.x / 32 == 0 && !sees_lost(node)) put(message_of(node, bytes), node, flag, r.layout.num_tokens);
+        if (threadIdx.x / 32 == 0 && !sees_lost(node)) put(message_of(node, bytes), node, flag);
         __syncthreads();
     }
     // All threads of a block, which have written them behind the message: ahead of the call's entry in a node.
@@ -29,28 +29,13 @@ struct RailPuts : RailCall {
         __syncthreads();
         const int64_t at = r.layout.weights;
         if (threadIdx.x / 32 == 0 && !sees_lost(node))
-            put_now({r.layout.out_of(call, node) + at, r.layout.in_of(call, r.node) + at, round_up(bytes, 16),
-                     r.layout.weighed_of(call, r.node)},
-                    node, flag);
+            put({r.layout.out_of(call, node) + at, r.layout.in_of(call, r.node) + at, round_up(bytes, 16),
+                 r.layout.weighed_of(call, r.node)},
+                node, flag);
     }
     // One warp, of a block that has written the row, as row_for says for some node, and met since.
     __device__ void put_row(int node, int token, const std::byte* row, int64_t row_bytes, unsigned long long flag) const {
-        put(row_of(node, token, row - own(), row_bytes), node, flag, token);
-    }
-
-    // All threads of a block: puts what was posted in place of a put, if it was in this call. nth: the token, or num_tokens for the
-    // message.
-    __device__ void deliver(int node, int64_t nth, int64_t row_bytes) const {
-        const LowLatencyPost post = *post_of(node, nth);
-        if (post.flag >> kWhatBits != call) return;
-        const Put what =
-            nth == r.layout.num_tokens ? message_of(node, post.bytes) : row_of(node, static_cast<int>(nth), post.from, row_bytes);
-        auto* const word = reinterpret_cast<uint64_t*>(own() + what.word);
-        if (what.bytes != 0)
-            nvshmemx_putmem_signal_nbi_block(own() + what.to, own() + what.from, what.bytes, word, post.flag, NVSHMEM_SIGNAL_SET,
-                                             r.pes[node]);
-        else if (threadIdx.x == 0)
-            nvshmemx_signal_op(word, post.flag, NVSHMEM_SIGNAL_SET, r.pes[node]);
+        put(row_of(node, token, row - own(), row_bytes), node, flag);
     }
 
     // One thread: what ranks of a rail tell each other when one of them comes back.
@@ -98,16 +83,8 @@ private:
         return {from, r.layout.inbox + r.layout.box_of(call, node, r.node) + token * row_bytes, row_bytes,
                 r.layout.arrived_of(call, r.node, token)};
     }
-    __device__ LowLatencyPost* post_of(int node, int64_t nth) const {
-        return r.posts + r.layout.nth(call, node) * (r.layout.num_tokens + 1) + nth;
-    }
-    // One warp. Of no bytes only the word goes. nth: as of `deliver`. Its fence is for all that the block had written before it met.
-    __device__ void put(const Put& what, int node, unsigned long long flag, int64_t nth) const {
-        if (r.posts == nullptr) return put_now(what, node, flag);
-        fence_system();
-        if (threadIdx.x % 32 == 0) *post_of(node, nth) = {flag, what.from, what.bytes};
-    }
-    __device__ void put_now(const Put& what, int node, unsigned long long flag) const {
+    // One warp. Without bytes only the word goes. Its fence is for all that the block had written before it met.
+    __device__ void put(const Put& what, int node, unsigned long long flag) const {
         fence_system();
         auto* const word = reinterpret_cast<uint64_t*>(own() + what.word);
         if (what.bytes != 0) {

@@ -224,7 +224,7 @@ struct Mover {
     const GpuWorkspaceConfig& config;
     const GpuSlotLayout slot;
     const int node_tokens, lane;
-    const unsigned long long sequence, started;
+    const unsigned long long sequence;
 
     __device__ explicit Mover(const RailMoveParams& p)
         : p(p),
@@ -234,8 +234,7 @@ struct Mover {
           slot(p.row_bytes, p.tail_bytes),
           node_tokens(config.node_tokens()),
           lane(threadIdx.x % 32),
-          sequence(r.state->sequence),
-          started(p.ns_per_chunk > 0 ? now_ns() : 0) {}
+          sequence(r.state->sequence) {}
 
     __device__ int num_out(int node) const { return p.is_combine ? p.in_counts[node] : r.out_counts[node]; }
     // Of a dispatch: what the sender has said, as a handle that has failed here may not know it.
@@ -253,13 +252,12 @@ struct Mover {
         const auto node_at = [&](int turn) { return Source{(config.node + turn) % config.num_nodes, 0}; };
         const auto num_chunks = [&](const Source& to) { return divide_up(num_out(to.node), kRailSlots); };
         while (true) {
-            const int nth = tasks.take();
-            const SourceTask chunk(nth, 1, config.num_nodes, node_at, num_chunks);
-            if (!chunk.is_there || !send_chunk(chunk.source.node, chunk.number, nth)) return;
+            const SourceTask chunk(tasks.take(), 1, config.num_nodes, node_at, num_chunks);
+            if (!chunk.is_there || !send_chunk(chunk.source.node, chunk.number)) return;
         }
     }
 
-    __device__ bool send_chunk(int node, int chunk, int nth) const {
+    __device__ bool send_chunk(int node, int chunk) const {
         const int first = chunk * kRailSlots, num_rows = min(kRailSlots, num_out(node) - first);
         std::byte* from = r.base + r.layout.outbox + box_of(config.node, node) + first * slot.bytes;
         if (p.is_combine) {
@@ -268,19 +266,12 @@ struct Mover {
         } else {
             for (int i = 0; i < num_rows; ++i) pack(r.tokens[node * node_tokens + first + i], from + i * slot.bytes);
         }
-        pace(nth);
         fence_system();
         __syncwarp();
         std::byte* to = r.base + r.layout.inbox + box_of(node, config.node) + first * slot.bytes;
         auto* word = reinterpret_cast<uint64_t*>(r.base + r.layout.arrived_of(config.node, chunk));
         nvshmemx_putmem_signal_nbi_warp(to, from, num_rows * slot.bytes, word, sequence, NVSHMEM_SIGNAL_SET, r.pes[node]);
         return true;
-    }
-
-    // Until a network of the rate asked for has taken the chunks before, and this one.
-    __device__ void pace(int nth) const {
-        const auto taken = static_cast<unsigned long long>((nth + 1) * p.ns_per_chunk);
-        while (p.ns_per_chunk > 0 && now_ns() < started + taken) pause_ns(kPauseNs);
     }
 
     // A row of x and its scales, a warp's work.

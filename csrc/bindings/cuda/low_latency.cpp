@@ -32,7 +32,6 @@ void bind_gpu_low_latency(py::module_& m) {
                                  addresses, pes);
             },
             py::arg("shim"), py::arg("addresses"), py::arg("pes"))
-        .def("play_network", &NvlinkLowLatency::play_network, py::arg("gbps"), Released())
         .def("leak", [](const py::object& self) { self.inc_ref(); })
         .def("disconnect", &NvlinkLowLatency::disconnect)
         .def("refuse", &NvlinkLowLatency::refuse, py::arg("reason"), py::arg("stream"), Released())

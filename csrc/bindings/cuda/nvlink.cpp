@@ -28,8 +28,7 @@ void bind_tuning(py::module_& m) {
         .def_readwrite("num_sms", &GpuTuning::num_sms)
         .def_readwrite("num_sms_of_sums", &GpuTuning::num_sms_of_sums)
         .def_readwrite("max_sms", &GpuTuning::max_sms)
-        .def_readwrite("num_rail_sms", &GpuTuning::num_rail_sms)
-        .def_readwrite("rail_gbps", &GpuTuning::rail_gbps);
+        .def_readwrite("num_rail_sms", &GpuTuning::num_rail_sms);
     m.def(
         "gpu_fit_tuning",
         [](int num_multiprocessors, int capability_major, std::optional<double> link_gbps) {

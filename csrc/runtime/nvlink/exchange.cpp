@@ -369,10 +369,9 @@ void NvlinkExchange::finish(const GpuCombineParams& call, cudaStream_t stream) {
     join_rail(stream);
 }
 
-void NvlinkExchange::move_on_rail(int64_t row_bytes) { rail_->move(context(), num_tiles(row_bytes), tuning, num_rail_sms()); }
+void NvlinkExchange::move_on_rail(int64_t row_bytes) { rail_->move(context(), num_tiles(row_bytes), num_rail_sms()); }
 
-// Those that a combine leaves to the rail: its blocks wait for what the rail brings.
-// Those beside the rail's.
+// SMs for the exchange within the node: all except those of the rail's kernels, for which a combine's blocks wait.
 int NvlinkExchange::num_sms_of_call() const {
     const int all = num_multiprocessors_ - num_rail_sms();
     return tuning.max_sms > 0 ? std::clamp(tuning.max_sms - num_rail_sms(), 2, all) : all;

@@ -97,12 +97,6 @@ void NvlinkLowLatency::attach_rail(const LowLatencyRailShim& shim, const std::ve
     rail_ = std::make_unique<LowLatencyRail>(config_, shim, bases, pes, rank_);
 }
 
-void NvlinkLowLatency::play_network(double gbps) {
-    const DeviceGuard guard(device_);
-    if (!rail_) throw std::invalid_argument("ranks of one node have no network");
-    rail_->play_network(gbps);
-}
-
 int64_t NvlinkLowLatency::handle_bytes() const {
     if (num_nodes() > 1) return LowLatencyRailHandle(config_, num_nodes()).total_bytes;
     return LowLatencyHandleLayout(config_).total_bytes;

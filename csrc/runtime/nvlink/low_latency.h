@@ -32,9 +32,8 @@ public:
     void disconnect() { memory_.disconnect(); }             // where some rank could not connect
     // As LowLatencyRail has it.
     void attach_rail(const LowLatencyRailShim& shim, const std::vector<uintptr_t>& bases, const std::vector<int>& pes);
-    // For benchmarks: blocks of a kernel at most, all of which must be on the GPU at once, and LowLatencyRail::play_network.
+    // Blocks of a kernel at most; all must be on the GPU at once. `.ci/sanitize` takes fewer.
     int num_blocks;
-    void play_network(double gbps);
 
     // All enqueue work and return. Work on another stream than the last call's waits for that call.
     void dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream);

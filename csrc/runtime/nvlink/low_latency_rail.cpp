@@ -39,35 +39,6 @@ LowLatencyRail::LowLatencyRail(const LowLatencyConfig& config, const LowLatencyR
     std::copy(pes.begin(), pes.end(), made_.pes);
 }
 
-LowLatencyRail::~LowLatencyRail() {
-    if (network_ == nullptr) return;
-    cudaStreamDestroy(network_), cudaEventDestroy(posted_);
-    cudaFree(made_.posts);
-}
-
-void LowLatencyRail::play_network(double gbps) {
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    network_gbps_ = gbps;
-    if (network_ == nullptr) check_cuda(cudaStreamCreateWithFlags(&network_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-    if (posted_ == nullptr) check_cuda(cudaEventCreateWithFlags(&posted_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-    check_cuda(cudaFree(std::exchange(made_.posts, nullptr)), "cudaFree");
-    if (gbps == 0) return;
-    void* posts = nullptr;
-    const int64_t bytes = static_cast<int64_t>(sizeof(LowLatencyPost)) * kTurns * made_.num_nodes * (config_.num_max_tokens + 1);
-    check_cuda(cudaMalloc(&posts, bytes), "cannot allocate what is posted");
-    check_cuda(cudaMemset(posts, 0, bytes), "cudaMemset");
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    made_.posts = static_cast<LowLatencyPost*>(posts);
-}
-
-void LowLatencyRail::deliver(const LowLatencyContext& context, const std::byte* call, int64_t row_bytes, void* stream) {
-    if (made_.posts == nullptr) return;
-    constexpr int kBlocks = 4;  // 4 SMs copy faster than a card
-    check_cuda(cudaEventRecord(posted_, static_cast<cudaStream_t>(stream)), "cudaEventRecord");
-    check_cuda(cudaStreamWaitEvent(network_, posted_, 0), "cudaStreamWaitEvent");
-    check_launch(shim_.deliver({of(context), {call, row_bytes, static_cast<float>(row_bytes / network_gbps_)}, kBlocks}, network_));
-}
-
 LowLatencyRailContext LowLatencyRail::of(const LowLatencyContext& context) const {
     LowLatencyRailContext rail = made_;
     rail.context = context;
@@ -79,7 +50,6 @@ void LowLatencyRail::send_dispatch(const LowLatencyContext& context, LowLatencyD
     const int num_tasks = made_.num_nodes - 1 + made_.ranks_per_node + params.num_tokens;
     check_launch(shim_.send({of(context), params, std::min(num_tasks, num_blocks)}, stream));
     to_relay_.push_back({params, capture_of(static_cast<cudaStream_t>(stream))});
-    deliver(context, params.handle, bytes_of_row(config_, params.what), stream);
 }
 
 void LowLatencyRail::relay(const LowLatencyContext& context, const std::byte* but, int num_blocks, void* stream) {
@@ -113,7 +83,6 @@ void LowLatencyRail::send_combine(const LowLatencyContext& context, LowLatencyCo
     launch_low_latency_combine({pushes, params, true, false, num_blocks, false}, stream);
     const int64_t num_tasks = (made_.num_nodes - 1) * (1 + config_.num_max_tokens);
     check_launch(shim_.sum({of(context), params, static_cast<int>(std::min<int64_t>(num_tasks, num_blocks))}, stream));
-    deliver(context, params.call, bytes_of_row(config_, params.what), stream);
 }
 
 void LowLatencyRail::receive_combine(const LowLatencyContext& context, const LowLatencyCombineParams& params, int num_blocks,

@@ -17,7 +17,6 @@ public:
     // std::invalid_argument where the shim is of another build.
     LowLatencyRail(const LowLatencyConfig& config, const LowLatencyRailShim& shim, const std::vector<uintptr_t>& bases,
                    const std::vector<int>& pes, int rank);
-    ~LowLatencyRail();
     LowLatencyRail(const LowLatencyRail&) = delete;
 
     // Halves of a call; num_blocks: of a kernel, at most.
@@ -32,12 +31,7 @@ public:
     // outside of it waits for its hook.
     void relay(const LowLatencyContext& context, const std::byte* but, int num_blocks, void* stream);
 
-    // For benchmarks with virtual nodes: kernels post what they would put, and others beside them put it as a network of `gbps` would.
-    // 0: the network itself.
-    void play_network(double gbps);
-
 private:
-    void deliver(const LowLatencyContext& context, const std::byte* call, int64_t row_bytes, void* stream);
     LowLatencyRailContext of(const LowLatencyContext& context) const;
 
     const LowLatencyConfig config_;
@@ -48,9 +42,6 @@ private:
         unsigned long long capture;  // of a CUDA graph that it is part of, or 0
     };
     std::vector<Sent> to_relay_;
-    double network_gbps_ = 0;
-    cudaStream_t network_ = nullptr;
-    cudaEvent_t posted_ = nullptr;
 };
 
 }  // namespace deepep_moe

@@ -103,7 +103,7 @@ void Rail::fork(cudaStream_t stream) {
     check_cuda(cudaStreamWaitEvent(stream_, forked_, 0), "cudaStreamWaitEvent");
 }
 
-void Rail::move(const GpuContext& context, int num_tiles, const GpuTuning& tuning, int num_blocks) {
+void Rail::move(const GpuContext& context, int num_tiles, int num_blocks) {
     const RailCall& call = call_;
     RailMoveParams params{};
     params.rail = made_;
@@ -112,8 +112,6 @@ void Rail::move(const GpuContext& context, int num_tiles, const GpuTuning& tunin
     params.is_combine = call.is_combine;
     params.num_blocks = num_blocks;  // a warp of them looks for what arrives
     params.num_tiles = num_tiles;
-    const int64_t chunk_bytes = kRailSlots * GpuSlotLayout(call.row_bytes, call.tail_bytes).bytes;
-    params.ns_per_chunk = tuning.rail_gbps > 0 ? static_cast<float>(chunk_bytes / tuning.rail_gbps) : 0.0f;
     params.row_bytes = call.row_bytes;
     params.tail_bytes = call.tail_bytes;
     params.x = call.x;

@@ -23,7 +23,7 @@ public:
     void meet(const GpuContext& context, const GpuStamp& stamp, const RailCall& call, const int32_t* handle_counts, cudaStream_t stream);
     // Rows cross, beside `stream`, behind what is on it by the last `fork`; `join` lets a stream wait for them.
     void fork(cudaStream_t stream);
-    void move(const GpuContext& context, int num_tiles, const GpuTuning& tuning, int num_blocks);
+    void move(const GpuContext& context, int num_tiles, int num_blocks);
     void join(cudaStream_t stream);
     bool is_moving() const { return is_moving_; }  // `join` is to come
     bool is_done() const;
