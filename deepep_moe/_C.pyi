@@ -384,9 +384,19 @@ class NvlinkExchange:
     def check(self) -> None: ...
     def check_untold(self) -> None: ...
 
-# gate (csrc/cpu/gate.h)
+# routing as maps and lanes (csrc/common/dense_routing.h)
 
-class GateOptions:
+def lanes_of_map(routing_map: Tensor, values: Tensor | None, topk_idx: Tensor, topk_values: Tensor | None) -> None: ...
+def dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, values: Tensor) -> None: ...
+def gpu_lanes_of_map(routing_map: Tensor, values: Tensor | None, topk_idx: Tensor, topk_values: Tensor | None, stream: int) -> None: ...
+def gpu_dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, values: Tensor, stream: int) -> None: ...
+def count_lanes(topk_idx: Tensor, counts: Tensor, is_token_in_rank: Tensor) -> None: ...
+def gpu_count_lanes(topk_idx: Tensor, counts: Tensor, is_token_in_rank: Tensor, stream: int) -> None: ...
+
+# the gate on a GPU (csrc/common/gate.h), only where the build found nvcc
+MAX_GPU_GATE_EXPERTS: int
+
+class GpuGateOptions:
     def __init__(
         self,
         *,
@@ -401,42 +411,11 @@ class GateOptions:
         routed_scaling_factor: float,
         dtype: DType,
         index64: bool,
-        num_threads: int,
         check_finite: bool = True,
     ) -> None: ...
 
-def lanes_of_map(routing_map: Tensor, values: Tensor | None, topk_idx: Tensor, topk_values: Tensor | None) -> None: ...
-def dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, values: Tensor) -> None: ...
-def gpu_lanes_of_map(routing_map: Tensor, values: Tensor | None, topk_idx: Tensor, topk_values: Tensor | None, stream: int) -> None: ...
-def gpu_dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, values: Tensor, stream: int) -> None: ...
-def count_lanes(topk_idx: Tensor, counts: Tensor, is_token_in_rank: Tensor) -> None: ...
-def gpu_count_lanes(topk_idx: Tensor, counts: Tensor, is_token_in_rank: Tensor, stream: int) -> None: ...
-def gate_forward(
-    options: GateOptions,
-    *,
-    logits: Tensor,
-    expert_bias: Tensor | None,
-    mask: Tensor | None,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    num_tokens_per_expert: Tensor,
-    shares: Tensor | None,
-) -> None: ...
-def gate_backward(
-    options: GateOptions,
-    *,
-    logits: Tensor,
-    topk_idx: Tensor,
-    grad_topk_weights: Tensor | None,
-    grad_shares: Tensor | None,
-    grad_logits: Tensor,
-) -> None: ...
-
-# the gate on a GPU (csrc/common/gate.h), only where the build found nvcc
-MAX_GPU_GATE_EXPERTS: int
-
 def gpu_gate_forward(
-    options: GateOptions,
+    options: GpuGateOptions,
     *,
     logits: Tensor,
     expert_bias: Tensor | None,
@@ -454,7 +433,7 @@ def gpu_gate_forward(
     stream: int,
 ) -> None: ...
 def gpu_gate_backward(
-    options: GateOptions,
+    options: GpuGateOptions,
     *,
     logits: Tensor,
     topk_idx: Tensor,
