@@ -102,7 +102,9 @@ LOW_LATENCY_MAX_LOCAL_EXPERTS: int
 LOW_LATENCY_MAX_HOST_RANKS: int
 LOW_LATENCY_MAX_RANKS: int
 
-def low_latency_handle_offsets(*, num_ranks: int, num_experts: int, num_topk: int, hidden: int, num_max_tokens: int) -> tuple[int, int]: ...
+def low_latency_handle_offsets(
+    *, num_ranks: int, num_experts: int, num_topk: int, hidden: int, num_max_tokens: int
+) -> tuple[int, int, int]: ...
 def low_latency_gpu_workspace_bytes(*, num_ranks: int, num_experts: int, num_topk: int, hidden: int, num_max_tokens: int) -> int: ...
 
 class ShmLowLatency:
@@ -120,37 +122,38 @@ class ShmLowLatency:
     ) -> None: ...
     workspace_bytes: int
     handle_bytes: int
+    slot_bytes: int
+    slots: int
     path: str
     masks: int
     num_calls: int
     is_broken_off: bool
     def connect(self, paths: list[str], pids: list[int]) -> None: ...
     def seal(self) -> None: ...
+    def area(self, owner: int, source: int, number: int) -> memoryview: ...
     def dispatch(
         self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor | None,
-        state: Tensor,
-        recv_x: Tensor,
-        recv_x_scales: Tensor | None,
-        num_recv_tokens_per_expert: Tensor,
-        statistics: Tensor,
+        rows: Any,
         dtype: DType,
+        fp8: bool,
         is_rounded: bool,
+        has_weights: bool,
+        value: int,
+        number: int,
+        wait_ns: Tensor,
         sends: bool,
         receives: bool,
     ) -> None: ...
     def combine(
         self,
-        x: Tensor,
-        state: Tensor,
-        topk_weights: Tensor | None,
-        number: Tensor,
-        combined_x: Tensor,
-        statistics: Tensor,
+        rows: Any,
         dtype: DType,
         fp8: bool,
+        is_rounded: bool,
+        has_weights: bool,
+        value: int,
+        number: int,
+        wait_ns: Tensor,
         sends: bool,
         receives: bool,
     ) -> None: ...
