@@ -133,15 +133,15 @@ class DispatchRows:
         for source, area in areas.items():
             tokens, lanes = is_here[source].nonzero(as_tuple=True)
             slots = area.slots if arrived >> source & 1 else torch.zeros_like(area.slots)
-            self._place(slots[tokens], local[source, tokens, lanes], places[source, tokens, lanes])
+            self._place(slots, tokens, local[source, tokens, lanes], places[source, tokens, lanes])
         state.num_tokens.copy_(torch.tensor(values, dtype=torch.int32, device=_CPU))
 
-    def _place(self, rows: Tensor, experts: Tensor, places: Tensor) -> None:
-        row_bytes = self._recv_x.shape[2] * self._recv_x.element_size()
-        self._recv_x.view(torch.uint8)[experts, places] = rows[:, :row_bytes]
+    def _place(self, slots: Tensor, tokens: Tensor, experts: Tensor, places: Tensor) -> None:
+        row_bytes = self._recv_x.shape[2] * self._recv_x.element_size()  # a multiple of 16; few large elements are copied faster
+        self._recv_x.view(torch.int64)[experts, places] = slots[:, :row_bytes].view(torch.int64)[tokens]
         if self._recv_x_scales is not None:
-            words = rows[:, row_bytes : row_bytes + 4 * self._recv_x_scales.shape[2]].contiguous().view(torch.int32)
-            self._recv_x_scales.view(torch.int32)[experts, places] = words
+            words = slots[:, row_bytes : row_bytes + 4 * self._recv_x_scales.shape[2]].view(torch.int32)
+            self._recv_x_scales.view(torch.int32)[experts, places] = words[tokens]
 
 
 class CombineRows:
@@ -194,18 +194,15 @@ class CombineRows:
         masks, total = self._state.rank_masks[: len(out)], torch.zeros(out.shape, device=_CPU)
         for rank in members(arrived):
             tokens = (masks >> rank & 1).nonzero()[:, 0]
-            slots = self._areas.of(s.rank, rank, number).slots[tokens]
-            total[tokens] += self._values(slots)
+            total[tokens] += self._values(self._areas.of(s.rank, rank, number).slots, tokens)
         out.copy_(total)
 
-    def _values(self, slots: Tensor) -> Tensor:
+    def _values(self, slots: Tensor, tokens: Tensor) -> Tensor:
         hidden = self._s.hidden
         if not self._fp8:
-            return slots[:, : hidden * self._x.element_size()].contiguous().view(self._x.dtype).float()
-        num_scales = hidden // _C.SCALE_BLOCK
-        return dequantize_fp8(
-            slots[:, :hidden].contiguous().view(FP8), slots[:, hidden : hidden + 4 * num_scales].contiguous().view(torch.float32)
-        )
+            return slots[:, : hidden * self._x.element_size()].view(self._x.dtype)[tokens].float()
+        y, scales = slots[:, :hidden], slots[:, hidden : hidden + hidden // _C.SCALE_BLOCK * 4]
+        return dequantize_fp8(y[tokens].view(FP8), scales.view(torch.float32)[tokens])
 
 
 def members(ranks: int) -> Iterator[int]:
