@@ -58,12 +58,12 @@ class ShmLowLatencyBackend(LowLatencyBackend):
         with unwatched(), torch.inference_mode():
             if call.operation == "dispatch":
                 x, _, topk_weights, state, _, recv_x_scales, _, statistics, dtype, is_rounded = arguments
-                rows = DispatchRows(self._areas, *arguments[:8], is_rounded)
+                rows = DispatchRows(self._areas, *arguments[:8], is_rounded=is_rounded)
                 what = dtype, recv_x_scales is not None, is_rounded, topk_weights is not None, len(x)
                 number = state[:8].view(torch.int64)
             else:
                 _, state, topk_weights, number, _, statistics, dtype, fp8 = arguments
-                rows = CombineRows(self._areas, *arguments[:5], fp8)
+                rows = CombineRows(self._areas, *arguments[:5], fp8=fp8)
                 last_bits = int(state[:8].view(torch.int64)) & 0xFFFF  # of the number of its dispatch
                 what = dtype, fp8, False, topk_weights is not None, last_bits
             wait_ns = statistics[s.num_local_experts : s.num_local_experts + s.num_ranks]
