@@ -1,7 +1,6 @@
 """Backend `shm` of low latency: processes of one host, CPU tensors. Calls are those of csrc/runtime/shm, their rows `shm_rows`."""
 
 import os
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,16 +53,15 @@ class ShmLowLatencyBackend(LowLatencyBackend):
     def _move(self, call: Call, sends: bool, receives: bool) -> None:
         s = self.settings
         rows: DispatchRows | CombineRows
-        arguments: Any = call.arguments
         with unwatched(), torch.inference_mode():
             if call.operation == "dispatch":
-                x, _, topk_weights, state, _, recv_x_scales, _, statistics, dtype, is_rounded = arguments
-                rows = DispatchRows(self._areas, *arguments[:8], is_rounded=is_rounded)
+                x, topk_idx, topk_weights, state, recv_x, recv_x_scales, counts, statistics, dtype, is_rounded = call.arguments
+                rows = DispatchRows(self._areas, x, topk_idx, topk_weights, state, recv_x, recv_x_scales, counts, statistics, is_rounded)
                 what = dtype, recv_x_scales is not None, is_rounded, topk_weights is not None, len(x)
                 number = state[:8].view(torch.int64)
             else:
-                _, state, topk_weights, number, _, statistics, dtype, fp8 = arguments
-                rows = CombineRows(self._areas, *arguments[:5], fp8=fp8)
+                x, state, topk_weights, number, combined_x, statistics, dtype, fp8 = call.arguments
+                rows = CombineRows(self._areas, x, state, topk_weights, number, combined_x, fp8)
                 last_bits = int(state[:8].view(torch.int64)) & 0xFFFF  # of the number of its dispatch
                 what = dtype, fp8, False, topk_weights is not None, last_bits
             wait_ns = statistics[s.num_local_experts : s.num_local_experts + s.num_ranks]
