@@ -102,7 +102,9 @@ LOW_LATENCY_MAX_LOCAL_EXPERTS: int
 LOW_LATENCY_MAX_HOST_RANKS: int
 LOW_LATENCY_MAX_RANKS: int
 
-def low_latency_handle_offsets(*, num_ranks: int, num_experts: int, num_topk: int, hidden: int, num_max_tokens: int) -> tuple[int, int]: ...
+def low_latency_handle_offsets(
+    *, num_ranks: int, num_experts: int, num_topk: int, hidden: int, num_max_tokens: int
+) -> tuple[int, int, int]: ...
 def low_latency_gpu_workspace_bytes(*, num_ranks: int, num_experts: int, num_topk: int, hidden: int, num_max_tokens: int) -> int: ...
 
 class ShmLowLatency:
@@ -120,37 +122,38 @@ class ShmLowLatency:
     ) -> None: ...
     workspace_bytes: int
     handle_bytes: int
+    slot_bytes: int
+    slots: int
     path: str
     masks: int
     num_calls: int
     is_broken_off: bool
     def connect(self, paths: list[str], pids: list[int]) -> None: ...
     def seal(self) -> None: ...
+    def area(self, owner: int, source: int, number: int) -> memoryview: ...
     def dispatch(
         self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor | None,
-        state: Tensor,
-        recv_x: Tensor,
-        recv_x_scales: Tensor | None,
-        num_recv_tokens_per_expert: Tensor,
-        statistics: Tensor,
+        rows: Any,
         dtype: DType,
+        fp8: bool,
         is_rounded: bool,
+        has_weights: bool,
+        value: int,
+        number: int,
+        wait_ns: Tensor,
         sends: bool,
         receives: bool,
     ) -> None: ...
     def combine(
         self,
-        x: Tensor,
-        state: Tensor,
-        topk_weights: Tensor | None,
-        number: Tensor,
-        combined_x: Tensor,
-        statistics: Tensor,
+        rows: Any,
         dtype: DType,
         fp8: bool,
+        is_rounded: bool,
+        has_weights: bool,
+        value: int,
+        number: int,
+        wait_ns: Tensor,
         sends: bool,
         receives: bool,
     ) -> None: ...
@@ -382,9 +385,19 @@ class NvlinkExchange:
     def check(self) -> None: ...
     def check_untold(self) -> None: ...
 
-# gate (csrc/cpu/gate.h)
+# routing as maps and lanes (csrc/common/dense_routing.h)
 
-class GateOptions:
+def lanes_of_map(routing_map: Tensor, values: Tensor | None, topk_idx: Tensor, topk_values: Tensor | None) -> None: ...
+def dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, values: Tensor) -> None: ...
+def gpu_lanes_of_map(routing_map: Tensor, values: Tensor | None, topk_idx: Tensor, topk_values: Tensor | None, stream: int) -> None: ...
+def gpu_dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, values: Tensor, stream: int) -> None: ...
+def count_lanes(topk_idx: Tensor, counts: Tensor, is_token_in_rank: Tensor) -> None: ...
+def gpu_count_lanes(topk_idx: Tensor, counts: Tensor, is_token_in_rank: Tensor, stream: int) -> None: ...
+
+# the gate on a GPU (csrc/common/gate.h), only where the build found nvcc
+MAX_GPU_GATE_EXPERTS: int
+
+class GpuGateOptions:
     def __init__(
         self,
         *,
@@ -399,42 +412,11 @@ class GateOptions:
         routed_scaling_factor: float,
         dtype: DType,
         index64: bool,
-        num_threads: int,
         check_finite: bool = True,
     ) -> None: ...
 
-def lanes_of_map(routing_map: Tensor, values: Tensor | None, topk_idx: Tensor, topk_values: Tensor | None) -> None: ...
-def dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, values: Tensor) -> None: ...
-def gpu_lanes_of_map(routing_map: Tensor, values: Tensor | None, topk_idx: Tensor, topk_values: Tensor | None, stream: int) -> None: ...
-def gpu_dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, values: Tensor, stream: int) -> None: ...
-def count_lanes(topk_idx: Tensor, counts: Tensor, is_token_in_rank: Tensor) -> None: ...
-def gpu_count_lanes(topk_idx: Tensor, counts: Tensor, is_token_in_rank: Tensor, stream: int) -> None: ...
-def gate_forward(
-    options: GateOptions,
-    *,
-    logits: Tensor,
-    expert_bias: Tensor | None,
-    mask: Tensor | None,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    num_tokens_per_expert: Tensor,
-    shares: Tensor | None,
-) -> None: ...
-def gate_backward(
-    options: GateOptions,
-    *,
-    logits: Tensor,
-    topk_idx: Tensor,
-    grad_topk_weights: Tensor | None,
-    grad_shares: Tensor | None,
-    grad_logits: Tensor,
-) -> None: ...
-
-# the gate on a GPU (csrc/common/gate.h), only where the build found nvcc
-MAX_GPU_GATE_EXPERTS: int
-
 def gpu_gate_forward(
-    options: GateOptions,
+    options: GpuGateOptions,
     *,
     logits: Tensor,
     expert_bias: Tensor | None,
@@ -452,7 +434,7 @@ def gpu_gate_forward(
     stream: int,
 ) -> None: ...
 def gpu_gate_backward(
-    options: GateOptions,
+    options: GpuGateOptions,
     *,
     logits: Tensor,
     topk_idx: Tensor,

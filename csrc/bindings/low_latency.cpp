@@ -1,7 +1,8 @@
-// Bindings of low-latency calls: the communicator of processes.
-#include "bindings/low_latency.h"
-
+// Bindings of low-latency calls: the communicator of processes, whose rows Python moves.
 #include <limits>
+#include <stdexcept>
+
+#include "bindings/tensor.h"
 
 #include "cuda/low_latency.h"
 #include "runtime/shm/low_latency.h"
@@ -18,6 +19,50 @@ std::unique_ptr<ShmLowLatency> make(int num_ranks, int rank, int num_experts, in
     return made;
 }
 
+// Rows that an object of Python moves. Its ValueError is told to the peers; another error is for the caller to tell.
+class PythonRows final : public LowLatencyRows {
+public:
+    explicit PythonRows(py::handle rows) : rows_(rows) {}
+
+    void write(uint64_t number, RankSet ranks) override { call("write", number, ranks); }
+    void write_weighted(uint64_t number, RankSet ranks) override { call("write_weighted", number, ranks); }
+    void read(uint64_t number, RankSet entered, RankSet arrived, const std::vector<int>& values) override {
+        call("read", number, entered, arrived, values);
+    }
+    bool is_interrupted() const override { return is_interrupted_; }
+
+private:
+    template <class... Args>
+    void call(const char* method, const Args&... args) {
+        const py::gil_scoped_acquire gil;
+        try {
+            rows_.attr(method)(args...);
+        } catch (py::error_already_set& error) {
+            if (error.matches(PyExc_ValueError)) throw std::invalid_argument(py::str(error.value()));
+            is_interrupted_ = true;
+            throw;
+        }
+    }
+
+    const py::handle rows_;
+    bool is_interrupted_ = false;
+};
+
+template <LowLatencyOperation operation>
+void run(ShmLowLatency& self, py::handle rows, DType dtype, bool fp8, bool is_rounded, bool has_weights, int value, uint64_t number,
+         const TensorArg& wait_ns, bool sends, bool receives) {
+    PythonRows moved(rows);
+    const LowLatencyWhat what{operation, dtype, fp8, is_rounded, has_weights, false};
+    const py::gil_scoped_release released;
+    self.run({what, value, number, wait_ns.as<int64_t*>(), moved}, sends, receives);
+}
+
+template <LowLatencyOperation operation, class Class>
+void bind_call(Class& shm, const char* name) {
+    shm.def(name, &run<operation>, py::arg("rows"), py::arg("dtype"), py::arg("fp8"), py::arg("is_rounded"), py::arg("has_weights"),
+            py::arg("value"), py::arg("number"), py::arg("wait_ns"), py::arg("sends"), py::arg("receives"));
+}
+
 }  // namespace
 
 void bind_low_latency(py::module_& m) {
@@ -30,7 +75,7 @@ void bind_low_latency(py::module_& m) {
         "low_latency_handle_offsets",
         [](int num_ranks, int num_experts, int num_topk, int hidden, int64_t num_max_tokens) {
             const LowLatencyHandleLayout layout({num_ranks, num_experts, num_topk, hidden, num_max_tokens});
-            return py::make_tuple(layout.num_tokens, layout.rows);
+            return py::make_tuple(layout.num_tokens, layout.rank_masks, layout.rows);
         },
         py::kw_only(), py::arg("num_ranks"), py::arg("num_experts"), py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"));
     m.def(
@@ -40,11 +85,20 @@ void bind_low_latency(py::module_& m) {
         },
         py::kw_only(), py::arg("num_ranks"), py::arg("num_experts"), py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"));
     py::class_<ShmLowLatency> shm(m, "ShmLowLatency");
-    bind_low_latency_calls<ShmLowLatency>(shm);
+    bind_call<LowLatencyOperation::kDispatch>(shm, "dispatch");
+    bind_call<LowLatencyOperation::kCombine>(shm, "combine");
     shm.def(py::init(&make), py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("num_experts"), py::arg("num_topk"),
             py::arg("hidden"), py::arg("num_max_tokens"), py::arg("timeout_s"), py::arg("mask_stalled"))
         .def_property_readonly("workspace_bytes", &ShmLowLatency::workspace_bytes)
         .def_property_readonly("handle_bytes", &ShmLowLatency::handle_bytes)
+        .def_property_readonly("slot_bytes", [](const ShmLowLatency& self) { return self.layout().slot_bytes; })
+        .def_property_readonly("slots", [](const ShmLowLatency& self) { return self.layout().slots; })
+        .def(
+            "area",
+            [](const ShmLowLatency& self, int owner, int source, uint64_t number) {
+                return py::memoryview::from_memory(self.area(owner, source, number), self.layout().area_bytes);
+            },
+            py::arg("owner"), py::arg("source"), py::arg("number"))
         .def_property_readonly("num_calls", &ShmLowLatency::num_calls)
         .def_property_readonly("is_broken_off", &ShmLowLatency::is_broken_off)
         .def_property_readonly("path", &ShmLowLatency::path)

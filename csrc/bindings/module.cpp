@@ -14,7 +14,6 @@ void bind_gpu_gate(py::module_&) {}
 void bind_gpu_low_latency(py::module_&) {}
 #endif
 void bind_dense_routing(py::module_& m);
-void bind_gate(py::module_& m);
 void bind_low_latency(py::module_& m);
 
 PYBIND11_MODULE(_C, m) {
@@ -29,7 +28,6 @@ PYBIND11_MODULE(_C, m) {
     bind_low_latency(m);
     bind_gpu(m);
     bind_dense_routing(m);
-    bind_gate(m);
     bind_gpu_gate(m);
     bind_gpu_low_latency(m);
 }

@@ -4,14 +4,11 @@
 // DEEPEP_MOE_CLONES: compile the function for several x86-64 levels and pick one when the library is loaded (GCC's target_clones;
 // needs the C library's ifunc, which asks before the thread sanitizer has begun). Floating-point contraction is off in the build, so every
 // clone computes the same bits.
-// DEEPEP_MOE_VECTOR_BYTES: a good size for the compiler's vector types there.
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12 && \
     !defined(__SANITIZE_THREAD__)
 #define DEEPEP_MOE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#define DEEPEP_MOE_VECTOR_BYTES 32
 #else
 #define DEEPEP_MOE_CLONES
-#define DEEPEP_MOE_VECTOR_BYTES 16
 #endif
 
 // DEEPEP_MOE_INLINE: a helper of such a function; only what is inlined into a clone is compiled for the clone's level.

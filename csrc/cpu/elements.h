@@ -47,26 +47,4 @@ struct Float16 {
     }
 };
 
-// e4m3: no infinities, one NaN of each sign.
-struct Float8 {
-    using Storage = uint8_t;
-    static DEEPEP_MOE_INLINE float load(uint8_t x) {
-        const uint32_t magnitude = (x & 0x7fu) << 20, sign = (x & 0x80u) << 24;
-        const float subnormal = std::bit_cast<float>(magnitude + (121u << 23)) - 0x1p-6f;
-        uint32_t bits = magnitude < (8u << 20) ? std::bit_cast<uint32_t>(subnormal) : magnitude + (120u << 23);
-        bits = (x & 0x7fu) == 0x7fu ? 0x7fc00000u : bits;
-        return std::bit_cast<float>(bits | sign);
-    }
-    // For magnitudes up to 448, and NaN.
-    static DEEPEP_MOE_INLINE uint8_t store(float x) {
-        const uint32_t bits = std::bit_cast<uint32_t>(x), sign = (bits >> 24) & 0x80u, magnitude = bits & 0x7fffffffu;
-        const uint32_t normal = (magnitude + 0x7ffffu + ((magnitude >> 20) & 1u) - (120u << 23)) >> 20;
-        // The last place of 2^14 is the step of the subnormals, 2^-9.
-        const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0x1p14f) - 0x46800000u;
-        uint32_t byte = magnitude < 0x3c800000u ? subnormal : normal;
-        byte = magnitude > 0x7f800000u ? 0x7fu : byte;
-        return static_cast<uint8_t>(byte | sign);
-    }
-};
-
 }  // namespace deepep_moe

@@ -1,4 +1,4 @@
-"""Backend `shm` of low latency: processes of one host, CPU tensors (csrc/cpu/low_latency.cpp)."""
+"""Backend `shm` of low latency: processes of one host, CPU tensors. Calls are those of csrc/runtime/shm, their rows `shm_rows`."""
 
 import os
 
@@ -9,7 +9,9 @@ from deepep_moe import _C
 from deepep_moe.event import Event
 from deepep_moe.group.settings import Settings
 from deepep_moe.host_pool import HostPool
+from deepep_moe.library import unwatched
 from deepep_moe.low_latency.base import Call, LowLatencyBackend, native_settings
+from deepep_moe.low_latency.shm_rows import Areas, CombineRows, DispatchRows
 from deepep_moe.worker import Worker
 
 
@@ -22,6 +24,7 @@ class ShmLowLatencyBackend(LowLatencyBackend):
 
     def __init__(self, settings: Settings, mask_stalled: bool):
         super().__init__(settings, _C.ShmLowLatency(**native_settings(settings, mask_stalled)))
+        self._areas = Areas(self._native, settings)
         self._worker: Worker | None = None
         self._pool = HostPool()
 
@@ -48,7 +51,21 @@ class ShmLowLatencyBackend(LowLatencyBackend):
         return Event(self._worker.submit(self._move, call, False, True))
 
     def _move(self, call: Call, sends: bool, receives: bool) -> None:
-        self._call(call, sends, receives)
+        s = self.settings
+        rows: DispatchRows | CombineRows
+        with unwatched(), torch.inference_mode():
+            if call.operation == "dispatch":
+                x, topk_idx, topk_weights, state, recv_x, recv_x_scales, counts, statistics, dtype, is_rounded = call.arguments
+                rows = DispatchRows(self._areas, x, topk_idx, topk_weights, state, recv_x, recv_x_scales, counts, statistics, is_rounded)
+                what = dtype, recv_x_scales is not None, is_rounded, topk_weights is not None, len(x)
+                number = state[:8].view(torch.int64)
+            else:
+                x, state, topk_weights, number, combined_x, statistics, dtype, fp8 = call.arguments
+                rows = CombineRows(self._areas, x, state, topk_weights, number, combined_x, fp8)
+                last_bits = int(state[:8].view(torch.int64)) & 0xFFFF  # of the number of its dispatch
+                what = dtype, fp8, False, topk_weights is not None, last_bits
+            wait_ns = statistics[s.num_local_experts : s.num_local_experts + s.num_ranks]
+            self._call(Call(call.operation, (rows, *what, 0 if sends else int(number), wait_ns)), sends, receives)
 
     def num_calls(self) -> int:
         return self._native.num_calls
@@ -73,4 +90,5 @@ class ShmLowLatencyBackend(LowLatencyBackend):
     def destroy(self) -> None:
         if self._worker is not None and os.getpid() == self.process_id:
             self._worker.finish()
+        self._areas.close()
         super().destroy()

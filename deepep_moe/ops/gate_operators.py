@@ -1,18 +1,17 @@
 """The gate as PyTorch operators, with gradients and fake implementations; `deepep_moe.ops.gate` checks what comes here."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepep_moe import _C, config, torch_module
+from deepep_moe import _C, reference, torch_module
 from deepep_moe.device import DTYPES, current_stream, device_index, is_gpu, on_device, readable
 from deepep_moe.library import call, define, register
 from deepep_moe.ops.dense import shares_of, to_dense
+from deepep_moe.ops.gate_gradient import grad_logits
 
-_EPSILON = 1e-20  # kWeightEpsilon of csrc/common/gate.h
 _SETTINGS = (
     "Tensor logits, Tensor? expert_bias, Tensor? mask, int num_topk, int num_groups, int topk_groups, int group_score_topk, "
     "str score_function, bool normalize, float routed_scaling_factor, bool check_finite, ScalarType index_dtype"
@@ -22,11 +21,11 @@ _next_counts: dict[tuple[Any, ...], Tensor] = {}
 
 
 @functools.lru_cache(maxsize=64)
-def _options(num_tokens: int, num_experts: int, settings: tuple[Any, ...], dtype: torch.dtype, num_threads: int = 1) -> _C.GateOptions:
+def _options(num_tokens: int, num_experts: int, settings: tuple[Any, ...], dtype: torch.dtype) -> "_C.GpuGateOptions":
     num_topk, num_groups, topk_groups, group_score_topk, score_function, normalize, routed_scaling_factor, check_finite, index_dtype = (
         settings
     )
-    return _C.GateOptions(
+    return _C.GpuGateOptions(
         num_tokens=num_tokens,
         num_experts=num_experts,
         num_topk=num_topk,
@@ -38,7 +37,6 @@ def _options(num_tokens: int, num_experts: int, settings: tuple[Any, ...], dtype
         routed_scaling_factor=routed_scaling_factor,
         dtype=DTYPES[dtype],
         index64=index_dtype == torch.int64,
-        num_threads=num_threads,
         check_finite=check_finite,
     )
 
@@ -63,7 +61,7 @@ def _gate(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *sett
     if is_gpu(logits.device):
         topk_idx, topk_weights, counts, *_ = _launch(logits, expert_bias, mask, settings, False, 0, None)
         return topk_idx, topk_weights, counts
-    return _gate_cpu(logits, expert_bias, mask, settings, None)
+    return _gate_cpu(logits, expert_bias, mask, settings)
 
 
 def _gate_full(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
@@ -72,11 +70,13 @@ def _gate_full(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, 
     logits, expert_bias, mask = _readable(logits, expert_bias, mask)  # type: ignore[assignment]
     shares = _dense_shape(logits, has_shares, torch.float32)
     arguments = (logits, expert_bias, mask, tuple(settings))
-    wanted = shares if has_shares else None
     if is_gpu(logits.device):
+        wanted = shares if has_shares else None
         topk_idx, topk_weights, counts, probs, routing_map, in_rank = _launch(*arguments, dense, num_ranks, wanted)
         return topk_idx, topk_weights, counts, probs, routing_map, in_rank, shares
-    topk_idx, topk_weights, counts = _gate_cpu(*arguments, wanted)
+    topk_idx, topk_weights, counts = _gate_cpu(*arguments)
+    if has_shares:
+        shares = reference.gate_shares(logits, score_function=settings[4], mask=mask)
     probs, routing_map = to_dense(topk_idx, topk_weights, logits.shape[1]) if dense else _dense_shapes(logits, dense)
     in_rank = routing_map.new_empty(logits.shape[0], 0)
     if num_ranks:
@@ -93,16 +93,39 @@ def _dense_shapes(logits: Tensor, dense: bool) -> tuple[Tensor, Tensor]:
     return _dense_shape(logits, dense, torch.float32), _dense_shape(logits, dense, torch.bool)
 
 
-def _gate_cpu(
-    logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, settings: tuple[Any, ...], shares: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    topk_idx, topk_weights = _empty_outputs(logits, settings[0], settings[-1])
-    num_tokens_per_expert = logits.new_empty(logits.shape[1], dtype=torch.int32)
-    _C.gate_forward(
-        _options(*logits.shape, settings, logits.dtype, config.num_threads()), logits=logits, expert_bias=expert_bias, mask=mask,
-        topk_idx=topk_idx, topk_weights=topk_weights, num_tokens_per_expert=num_tokens_per_expert, shares=shares,
+def _gate_cpu(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, settings: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the definition of the gate, after a look for numbers that are not finite."""
+    num_topk, num_groups, topk_groups, group_score_topk, score_function, normalize, routed_scaling_factor, check_finite, index_dtype = (
+        settings
+    )
+    _check_bias(expert_bias)
+    if check_finite:
+        _check_logits(logits, mask)
+    topk_idx, topk_weights, num_tokens_per_expert = reference.gate(
+        logits, num_topk, num_groups=num_groups, topk_groups=topk_groups, group_score_topk=group_score_topk,
+        score_function=score_function, expert_bias=expert_bias, normalize=normalize, routed_scaling_factor=routed_scaling_factor, mask=mask,
+        index_dtype=index_dtype,
     )  # fmt: skip
-    return topk_idx, topk_weights, num_tokens_per_expert
+    return topk_idx.contiguous(), topk_weights.contiguous(), num_tokens_per_expert
+
+
+def _check_bias(expert_bias: Tensor | None) -> None:
+    if expert_bias is None or (is_finite := expert_bias.isfinite()).all():
+        return
+    expert = int(is_finite.logical_not().nonzero()[0])
+    raise ValueError(f"expert_bias has {expert_bias[expert].item()} for expert {expert}; it must be finite")
+
+
+def _check_logits(logits: Tensor, mask: Tensor | None) -> None:
+    is_bad = logits.isfinite().logical_not_()
+    if mask is not None:
+        is_bad.masked_fill_(mask[:, None], False)
+    if is_bad.any():
+        token, expert = is_bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"logits has {logits[token, expert].item()} for token {token}, expert {expert}; it must be finite: look for an overflow "
+            "before the router, or mask the token"
+        )
 
 
 def _launch(
@@ -167,10 +190,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(
     ctx: Any, grad_topk_idx: Any, grad_topk_weights: Tensor | None, grad_counts: Any, grad_probs: Tensor | None = None, *grads: Any
 ) -> tuple[Tensor | None, ...]:
-    grad_shares, grad_logits = grads[-1] if grads else None, None
+    grad_shares, of_logits = grads[-1] if grads else None, None
     if not (grad_topk_weights is None and grad_probs is None and grad_shares is None):
-        grad_logits = _grad_logits(grad_topk_weights, grad_probs, grad_shares, *ctx.saved_tensors, *ctx.weights)
-    return grad_logits, *[None] * (ctx.num_inputs - 1)
+        of_logits = _grad_logits(grad_topk_weights, grad_probs, grad_shares, *ctx.saved_tensors, *ctx.weights)
+    return of_logits, *[None] * (ctx.num_inputs - 1)
 
 
 def _grad_logits(
@@ -178,44 +201,7 @@ def _grad_logits(
 ) -> Tensor:
     arguments = (grad_topk_weights, grad_probs, grad_shares, logits, topk_idx)
     is_to_be_differentiated = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    grad_logits: Tensor = (
-        _differentiable_gate_backward(*arguments, *weights) if is_to_be_differentiated else call("gate_backward", arguments, *weights)
-    )
-    return grad_logits
-
-
-def _differentiable_gate_backward(
-    grad_topk_weights: Tensor | None, grad_probs: Tensor | None, grad_shares: Tensor | None, logits: Tensor, topk_idx: Tensor,
-    score_function: str, normalize: bool, routed_scaling_factor: float,
-) -> Tensor:  # fmt: skip
-    """As `gate_backward`, to be differentiated once more: in double precision, without the roundings between."""
-    wide, is_chosen = logits.double(), topk_idx >= 0
-    idx = topk_idx.long().clamp(min=0)
-    after_choice = score_function == "softmax_topk"
-    scores = wide if after_choice else _SCORES[score_function](wide)
-    total = wide.new_zeros(())
-    if grad_topk_weights is not None or grad_probs is not None:
-        lanes = scores.gather(1, idx)
-        if after_choice:
-            weights = lanes.masked_fill(~is_chosen, -torch.inf).where(is_chosen.any(1, keepdim=True), 0.0).softmax(1)
-        else:
-            lanes = lanes * is_chosen
-            weights = lanes / (lanes.sum(1, keepdim=True) + _EPSILON) if normalize else lanes
-        for grad in (grad_topk_weights, None if grad_probs is None else grad_probs.gather(1, idx)):
-            if grad is not None:
-                total = total + (weights * is_chosen * grad.double()).sum() * routed_scaling_factor
-    if grad_shares is not None:
-        is_softmax = score_function in ("softmax", "softmax_topk")
-        shares = wide.softmax(1) if is_softmax else scores / (scores.sum(1, keepdim=True) + _EPSILON)
-        total = total + (shares * is_chosen.any(1, keepdim=True) * grad_shares.double()).sum()
-    return torch.autograd.grad(total, logits, create_graph=True)[0]
-
-
-_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
-    "sigmoid": torch.sigmoid,
-    "sqrtsoftplus": lambda x: torch.logaddexp(x, torch.zeros_like(x)).sqrt(),
-    "softmax": lambda x: x.softmax(1),
-}
+    return grad_logits(*arguments, *weights) if is_to_be_differentiated else call("gate_backward", arguments, *weights)
 
 
 def _gate_backward(
@@ -223,24 +209,17 @@ def _gate_backward(
 ) -> Tensor:
     grad_topk_weights, grad_probs, grad_shares = _readable(grad_topk_weights, grad_probs, grad_shares)
     logits, topk_idx = _readable(logits, topk_idx)  # type: ignore[assignment]
-    grad_logits = torch.empty_like(logits)
+    if not is_gpu(logits.device):
+        return grad_logits(grad_topk_weights, grad_probs, grad_shares, logits, topk_idx, *weights)
+    out = torch.empty_like(logits)
     settings = (topk_idx.shape[1], 1, 1, 1, *weights, True, topk_idx.dtype)
-    if is_gpu(logits.device):
-        with on_device(logits):
-            _C.gpu_gate_backward(
-                _options(*logits.shape, settings, logits.dtype), logits=logits, topk_idx=topk_idx, grad_topk_weights=grad_topk_weights,
-                grad_probs=grad_probs, grad_shares=grad_shares, grad_logits=grad_logits, device=device_index(logits.device),
-                stream=current_stream(logits.device),
-            )  # fmt: skip
-        return grad_logits
-    if grad_probs is not None:
-        lanes = grad_probs.gather(1, topk_idx.long().clamp(min=0))  # the kernel skips lanes without an expert
-        grad_topk_weights = lanes if grad_topk_weights is None else grad_topk_weights + lanes
-    _C.gate_backward(
-        _options(*logits.shape, settings, logits.dtype, config.num_threads()), logits=logits, topk_idx=topk_idx,
-        grad_topk_weights=grad_topk_weights, grad_shares=grad_shares, grad_logits=grad_logits,
-    )  # fmt: skip
-    return grad_logits
+    with on_device(logits):
+        _C.gpu_gate_backward(
+            _options(*logits.shape, settings, logits.dtype), logits=logits, topk_idx=topk_idx, grad_topk_weights=grad_topk_weights,
+            grad_probs=grad_probs, grad_shares=grad_shares, grad_logits=out, device=device_index(logits.device),
+            stream=current_stream(logits.device),
+        )  # fmt: skip
+    return out
 
 
 def _gate_backward_fake(

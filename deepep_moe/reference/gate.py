@@ -29,11 +29,12 @@ def gate(
     scores = _scores(logits, score_function)
 
     selection = scores.detach() if expert_bias is None else scores.detach() + expert_bias
-    order = selection.sort(dim=1, descending=True, stable=True).indices
     if topk_groups < num_groups:
-        is_allowed = _in_best_groups(selection, num_groups, topk_groups, group_score_topk).gather(1, order)
-        order = order.gather(1, is_allowed.int().sort(dim=1, descending=True, stable=True).indices)
-    topk_idx = order[:, :num_topk]
+        allowed = _experts_of_best_groups(selection, num_groups, topk_groups, group_score_topk)
+        order = selection.gather(1, allowed).sort(dim=1, descending=True, stable=True).indices
+        topk_idx = allowed.gather(1, order[:, :num_topk])
+    else:
+        topk_idx = selection.sort(dim=1, descending=True, stable=True).indices[:, :num_topk]
 
     topk_weights = _weights(scores.gather(1, topk_idx).double(), score_function, normalize) * routed_scaling_factor
     topk_weights = topk_weights.float()
@@ -69,14 +70,14 @@ def _scores(logits: Tensor, score_function: str) -> Tensor:
             return logits.float()
 
 
-def _in_best_groups(selection: Tensor, num_groups: int, topk_groups: int, group_score_topk: int) -> Tensor:
-    """[num_tokens, num_experts] bool: is the expert in one of the token's `topk_groups` best groups?"""
+def _experts_of_best_groups(selection: Tensor, num_groups: int, topk_groups: int, group_score_topk: int) -> Tensor:
+    """Return the experts of each token's `topk_groups` best groups, by index: [num_tokens, topk_groups * group_size] int64."""
     num_tokens, num_experts = selection.shape
-    best = selection.view(num_tokens, num_groups, num_experts // num_groups).sort(dim=2, descending=True).values[:, :, :group_score_topk]
-    group_scores = _sum_in_order(best)
-    chosen = group_scores.sort(dim=1, descending=True, stable=True).indices[:, :topk_groups]
-    in_chosen = torch.zeros(num_tokens, num_groups, dtype=torch.bool).scatter(1, chosen, True)
-    return in_chosen.repeat_interleave(num_experts // num_groups, dim=1)
+    group_size = num_experts // num_groups
+    best = selection.view(num_tokens, num_groups, group_size).topk(group_score_topk, dim=2).values
+    groups = _sum_in_order(best).sort(dim=1, descending=True, stable=True).indices[:, :topk_groups].sort(dim=1).values
+    experts = groups[:, :, None] * group_size + torch.arange(group_size, device=selection.device)
+    return experts.view(num_tokens, topk_groups * group_size)
 
 
 def _weights(chosen: Tensor, score_function: str, normalize: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the gate refuses, in Python and in its native functions."""
+"""What the gate refuses, in Python and in its native functions on a GPU."""
 
 import math
 from unittest import mock
@@ -7,73 +7,9 @@ import numpy as np
 import pytest
 import torch
 from exchange_cases import device_of
-from gate_cases import DTYPES, assert_close, assert_equal, assert_nearby, run
+from gate_cases import DTYPES, assert_close, run
 
 from deepep_moe import _C, ops, reference
-
-# ---- the native functions by themselves
-
-
-def native_options(**changes):
-    options = {
-        "num_tokens": 100,
-        "num_experts": 12,
-        "num_topk": 3,
-        "num_groups": 4,
-        "topk_groups": 2,
-        "group_score_topk": 2,
-        "score_function": "sigmoid",
-        "normalize": True,
-        "routed_scaling_factor": 1.0,
-        "dtype": _C.DType.float32,
-        "index64": False,
-        "num_threads": 2,
-    }
-    return _C.GateOptions(**{**options, **changes})
-
-
-def test_native_functions_write_every_element_and_nothing_else():
-    logits = torch.randn(100, 12, generator=torch.Generator().manual_seed(4))
-    idx, weights = torch.full((102, 3), -77, dtype=torch.int32), torch.full((102, 3), math.nan)
-    counts = torch.full((14,), -77, dtype=torch.int32)
-    shares, grad_logits = torch.full((102, 12), math.nan), torch.full((102, 12), math.nan)
-    _C.gate_forward(
-        native_options(),
-        logits=logits,
-        expert_bias=None,
-        mask=None,
-        topk_idx=idx[1:],
-        topk_weights=weights[1:],
-        num_tokens_per_expert=counts[1:],
-        shares=shares[1:],
-    )
-    expected = reference.gate(logits, 3, num_groups=4, topk_groups=2, index_dtype=torch.int32)
-    assert_equal((idx[1:-1], weights[1:-1], counts[1:-1]), expected)
-    assert_nearby("shares", shares[1:-1], reference.gate_shares(logits))
-    grad = torch.ones(100, 12)
-    for of_weights, of_shares in ((True, False), (False, True), (True, True)):
-        grad_logits[1:-1] = math.nan
-        _C.gate_backward(
-            native_options(),
-            logits=logits,
-            topk_idx=idx[1:],
-            grad_topk_weights=grad if of_weights else None,
-            grad_shares=grad if of_shares else None,
-            grad_logits=grad_logits[1:],
-        )
-        assert not grad_logits[1:-1].isnan().any()
-    assert (idx[[0, -1]] == -77).all() and (counts[[0, -1]] == -77).all()
-    assert weights[[0, -1]].isnan().all() and shares[[0, -1]].isnan().all() and grad_logits[[0, -1]].isnan().all()
-
-
-@pytest.mark.parametrize("changes", [{"num_topk": 33}, {"num_topk": 0}, {"num_groups": 5}, {"num_groups": 0}, {"group_score_topk": 4}])
-def test_native_functions_refuse_what_would_leave_memory(changes):
-    with pytest.raises(ValueError, match="gate options out of bounds: num_tokens 100, num_experts 12"):
-        _C.gate_backward(native_options(**changes), logits=None, topk_idx=None, grad_topk_weights=None, grad_shares=None, grad_logits=None)
-
-
-# ---- errors
-
 
 LOGITS = torch.zeros(4, 12)
 
@@ -230,6 +166,23 @@ def test_gpu_takes_sums_with_the_bias_that_are_infinite():
     options = {"score_function": "softmax_topk", "expert_bias": bias}
     assert_close(run(device_of("nvlink", 0), logits, 2, **options), reference.gate(logits, 2, **options))
     ops.check_gate()
+
+
+def native_options(**changes):
+    options = {
+        "num_tokens": 100,
+        "num_experts": 12,
+        "num_topk": 3,
+        "num_groups": 4,
+        "topk_groups": 2,
+        "group_score_topk": 2,
+        "score_function": "sigmoid",
+        "normalize": True,
+        "routed_scaling_factor": 1.0,
+        "dtype": _C.DType.float32,
+        "index64": False,
+    }
+    return _C.GpuGateOptions(**{**options, **changes})
 
 
 @pytest.mark.gpu

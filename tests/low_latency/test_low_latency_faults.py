@@ -6,6 +6,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from low_latency_faults import CASE, IDX, X, check_usable, make, on_every_backen
 
 from deepep_moe import LowLatencyBuffer
 from deepep_moe.errors import BufferDestroyedError, EPError, EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.low_latency import shm_rows
 from deepep_moe.testing import run_ranks
 
 # ---- ranks that do different things ----
@@ -226,6 +228,70 @@ def fails_on_the_thread(rank, _, call):
 @pytest.mark.parametrize("call", ("dispatch", "combine"))
 def test_failure_on_the_thread(call):
     run_ranks(fails_on_the_thread, 2, call)
+
+
+# ---- interrupts while rows are moved ----
+
+
+def interrupted(rank, _, operation, half):
+    """What a signal's handler raises while rank 1 writes is told in the same call, while it reads in the next."""
+    buffer, x, idx = make("shm", rank)
+    kind, error = shm_rows.DispatchRows if operation == "dispatch" else shm_rows.CombineRows, KeyboardInterrupt("while it moves")
+
+    def moves(*_):
+        raise error
+
+    for _ in range(3):
+        out = buffer.dispatch(x, idx)
+        weights = torch.ones(4, 2) if half == "write_weighted" else None
+
+        def call(out=out, weights=weights):
+            return buffer.dispatch(x, idx) if operation == "dispatch" else buffer.combine(out.recv_x, out.handle, topk_weights=weights)
+
+        with mock.patch.object(kind, half, moves) if rank == 1 else nullcontext():
+            if rank == 1:
+                with pytest.raises(KeyboardInterrupt, match="while it moves"):
+                    call()
+            elif half != "read":
+                with pytest.raises(EPPeerError, match="rank 1 did not make its call: KeyboardInterrupt: while it moves"):
+                    call()
+            else:
+                call()
+        if half == "read" and rank == 0:
+            with pytest.raises(EPPeerError, match="rank 1 did not make its call: KeyboardInterrupt: while it moves"):
+                call()
+        check_usable(buffer, x, idx)
+
+
+@pytest.mark.parametrize(
+    ("operation", "half"),
+    [("dispatch", "write"), ("dispatch", "read"), ("combine", "write"), ("combine", "write_weighted"), ("combine", "read")],
+)
+def test_interrupt_while_rows_are_moved(operation, half):
+    run_ranks(interrupted, 2, operation, half)
+
+
+def destroyed_with_an_error_kept(rank, _):
+    """The peers learn at once of a buffer that is destroyed, though an error of its call is kept, with what it refers to."""
+    buffer, x, idx = make("shm", rank, timeout_s=300)
+    with mock.patch.object(shm_rows.DispatchRows, "read", side_effect=RuntimeError("kept")), pytest.raises(RuntimeError) as kept:
+        buffer.dispatch(x, idx)
+    dist.barrier()
+    if rank == 1:
+        buffer.destroy()
+    dist.barrier()
+    began = time.monotonic()
+    if rank == 0:
+        with pytest.raises(EPPeerError, match="rank 1 destroyed its buffer|rank 1 did not make its call"):
+            for _ in range(2):
+                buffer.dispatch(x, idx)
+        assert time.monotonic() - began < 60
+    dist.barrier()
+    assert kept.value is not None
+
+
+def test_destroyed_with_an_error_kept():
+    run_ranks(destroyed_with_an_error_kept, 2)
 
 
 # ---- graphs ----

@@ -283,12 +283,12 @@ def test_return_that_nobody_waits_for():
 
 
 def layout(case):
-    """Offsets of csrc/common/low_latency.h."""
-    ranks, tokens = case.num_ranks, case.num_ranks * case.max_tokens
+    """Offsets of csrc/common/low_latency.h and csrc/runtime/shm/low_latency.h."""
+    ranks = case.num_ranks
     turns = -(-(16 * ranks + 4 * 240 * ranks) // 128) * 128
-    lanes = -(-(8 * ranks + 8 * case.num_experts) // 128) * 128
-    arrived = -(-(lanes + 8 * tokens * case.num_topk) // 128) * 128
-    turn_bytes = arrived + tokens * (128 + -(-4 * case.hidden // 128) * 128)
+    arrived = -(-(8 * ranks + 8 * case.num_experts) // 128) * 128
+    area_bytes = -(-8 * case.max_tokens * case.num_topk // 128) * 128 + case.max_tokens * -(-4 * case.hidden // 128) * 128
+    turn_bytes = arrived + -(-8 * ranks // 128) * 128 + ranks * area_bytes
     return turns, arrived, turn_bytes, turns + 4 * turn_bytes
 
 
@@ -306,17 +306,17 @@ def test_workspace_formula_on_gpus():
         assert make_buffer(case, "nvlink", 0).workspace_bytes == 1024 + 4 * turn
 
 
-def lose_row(case, paths, call, owner, source, token):
-    """The flag of a row, back to nothing."""
+def lose_rows(case, paths, call, owner, source):
+    """The flag of a rank's rows, back to nothing."""
     turns, arrived, turn_bytes, total = layout(case)
     with open(paths[owner], "r+b") as file, mmap.mmap(file.fileno(), total) as memory:
-        at = turns + call % 4 * turn_bytes + arrived + 128 * (source * case.max_tokens + token)
+        at = turns + call % 4 * turn_bytes + arrived + 8 * source
         assert int.from_bytes(memory[at : at + 8], "little") >> 24 == call
         memory[at : at + 8] = bytes(8)
 
 
 class Lossy:
-    """Three ranks; a row of rank 1 to rank 0 gets lost. Case: every token goes to every rank."""
+    """Three ranks; the rows of rank 1 to rank 0 get lost. Case: every token goes to every rank."""
 
     def __init__(self, rank, mask_stalled):
         ShmLowLatencyBackend.seal = lambda self: None
@@ -327,10 +327,10 @@ class Lossy:
         dist.all_gather_object(self.paths, self.buffer._backend.address()[0])
 
     def start(self, call, start):
-        """`start()` on all ranks; rank 0 only once rank 1 has sent and a row is lost."""
+        """`start()` on all ranks; rank 0 only once rank 1 has sent and its rows are lost."""
         mine = start() if self.rank == 1 else None
         if self.rank == 1:
-            lose_row(self.case, self.paths, call, 0, 1, 2)
+            lose_rows(self.case, self.paths, call, 0, 1)
         dist.barrier()
         return mine or start()
 
@@ -345,9 +345,9 @@ def loses_rows(rank, _, mask_stalled):
     else:
         hook()
     if rank == 0 and mask_stalled:
-        x = case.inputs(1)[0].clone()
-        x[2] = 0
-        assert_same("rows of rank 1", out.recv_x[0, 4:8], x)
+        assert_same("rows of rank 1", out.recv_x[0, 4:8], torch.zeros(4, case.hidden))
+        for other in (0, 2):
+            assert_same(f"rows of rank {other}", out.recv_x[0, 4 * other : 4 * other + 4], case.inputs(other)[0])
         assert test.buffer.masked_ranks == [1] and out.num_recv_tokens_per_expert.tolist() == [12]
     dist.barrier()
     if not mask_stalled:
@@ -355,7 +355,7 @@ def loses_rows(rank, _, mask_stalled):
 
 
 @pytest.mark.parametrize("mask_stalled", (False, True))
-def test_lost_row_of_a_dispatch(mask_stalled):
+def test_lost_rows_of_a_dispatch(mask_stalled):
     run_ranks(loses_rows, 3, mask_stalled)
 
 
@@ -369,17 +369,14 @@ def loses_sums(rank, _, mask_stalled):
     else:
         hook()
         x = test.case.inputs(rank)[0]
-        shares = torch.full((4, 1), 3.0)
-        if rank == 0:
-            shares[2] = 2  # without that of rank 1, whose other rows are there
-        torch.testing.assert_close(y, x * shares)
+        torch.testing.assert_close(y, x * (2.0 if rank == 0 else 3.0))  # for rank 0 without that of rank 1
     dist.barrier()
     if not mask_stalled:
         run_case(test.buffer, test.case, rank, "shm")
 
 
 @pytest.mark.parametrize("mask_stalled", (False, True))
-def test_lost_row_of_a_combine(mask_stalled):
+def test_lost_rows_of_a_combine(mask_stalled):
     run_ranks(loses_sums, 3, mask_stalled)
 
 

@@ -90,7 +90,9 @@ def test_python_arrows(path, module):
         if module.startswith(("examples", "benchmarks")):
             continue
         if imported.startswith(APART):
-            assert module.startswith((*APART, "deepep_moe.doctor", "deepep_moe.tune")), f"{module} imports {imported}"
+            computes_by_reference = module == "deepep_moe.ops.gate_operators"
+            may_compare = module.startswith((*APART, "deepep_moe.doctor", "deepep_moe.tune"))
+            assert computes_by_reference or may_compare, f"{module} imports {imported}"
         foreign = {"megatron", "deepspeed", "transformer_engine", "apex", "nvidia"}
         if imported.split(".")[0] in foreign:
             assert module.startswith("deepep_moe.integrations"), f"{module} imports {imported}; frameworks live in integrations"

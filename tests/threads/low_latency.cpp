@@ -1,10 +1,9 @@
 // Low-latency calls over shared memory: one thread of a rank sends while another one receives the call before. Refusals, masks.
 #include <algorithm>
 #include <functional>
-#include <limits>
+#include <map>
 
 #include "common/errors.h"
-#include "common/low_latency_call.h"
 #include "ranks.h"
 #include "runtime/shm/low_latency.h"
 
@@ -17,81 +16,119 @@ constexpr double kTimeoutS = 300;
 class Batch {
 public:
     // weighs_late: its weights are given to combine, not to dispatch.
-    Batch(ShmLowLatency& exchange, const Tokens& tokens, int rank, std::vector<int64_t>& statistics, bool weighs_late)
+    Batch(ShmLowLatency& exchange, const Tokens& tokens, int rank, std::vector<int64_t>& wait_ns, bool weighs_late)
         : exchange_(exchange),
           weighs_late_(weighs_late),
           tokens_(tokens),
           rank_(rank),
-          statistics_(statistics),
-          experts_(tokens.experts(rank)),
+          wait_ns_(wait_ns),
           weights_(tokens.weights(rank)),
-          handle_(exchange.handle_bytes() / sizeof(int64_t)),
-          number_(1),
-          recv_x_(2 * capacity() * tokens.hidden),
-          num_received_(2) {}
+          received_(tokens.num_ranks) {}
 
     void send_dispatch(int number) {
         step_ = number;
         x_ = tokens_.rows(number, rank_);
-        std::fill(recv_x_.begin(), recv_x_.end(), -1.0f);
-        exchange_.dispatch(dispatch(), true, false);
+        run(LowLatencyOperation::kDispatch, true);
     }
     void receive_dispatch(RankSet alive) {
-        exchange_.dispatch(dispatch(), false, true);
-        for (int expert = 0; expert < 2; ++expert) {
-            auto wanted = tokens_.received(rank_, expert);
-            std::erase_if(wanted, [&](const auto& pair) { return !contains(alive, pair.first); });
-            require(num_received_[expert] == static_cast<int>(wanted.size()), "rows of an expert");
-            for (size_t row = 0; row < wanted.size(); ++row) {
-                const float value = tokens_.value(step_, wanted[row].first, wanted[row].second);
-                tokens_.check_row(&recv_x_[(expert * capacity() + row) * tokens_.hidden], value, value + 0.5f, "received row");
+        run(LowLatencyOperation::kDispatch, false);
+        for (int source = 0; source < tokens_.num_ranks; ++source) {
+            const int num_tokens = contains(alive, source) ? tokens_.count(source) : 0;
+            require(received_[source].size() == static_cast<size_t>(num_tokens) * tokens_.hidden, "rows of a rank");
+            for (int token = 0; token < num_tokens; ++token) {
+                const float value = tokens_.value(step_, source, token);
+                tokens_.check_row(&received_[source][token * tokens_.hidden], value, value + 0.5f, "received row");
             }
         }
     }
-    void send_combine() {
-        for (float& value : recv_x_) value *= static_cast<float>(rank_ + 1);
-        combined_.assign(x_.size(), -1);
-        exchange_.combine(combine(), true, false);
-    }
+    void send_combine() { run(LowLatencyOperation::kCombine, true); }
     void receive_combine(RankSet alive) {
-        exchange_.combine(combine(), false, true);
+        run(LowLatencyOperation::kCombine, false);
         for (int token = 0; token < tokens_.count(rank_); ++token) {
             float factor = 0;
             for (int to = 0; to < tokens_.num_ranks; ++to)
-                if (tokens_.goes(rank_, token, to) && contains(alive, to)) factor += static_cast<float>(to + 1) * tokens_.weight(token, to);
+                if (contains(alive, to)) factor += static_cast<float>(to + 1) * tokens_.weight(token, to);
             const float value = tokens_.value(step_, rank_, token);
             tokens_.check_row(&combined_[token * tokens_.hidden], factor * value, factor * (value + 0.5f), "combined row");
         }
     }
 
 private:
-    int64_t capacity() const { return static_cast<int64_t>(tokens_.num_ranks) * tokens_.most; }
-    int64_t num_tokens() const { return tokens_.count(rank_); }
-    TensorArg handle() const { return tensor(handle_, {static_cast<int64_t>(handle_.size())}); }
-    TensorArg weights() const { return tensor(weights_, {num_tokens(), tokens_.num_ranks}); }
-    TensorArg statistics() const { return tensor(statistics_, {static_cast<int64_t>(statistics_.size())}); }
+    // Every token goes to every rank, which multiplies it by its number and its weight.
+    class Rows final : public LowLatencyRows {
+    public:
+        Rows(Batch& batch, LowLatencyOperation operation) : b_(batch), is_dispatch_(operation == LowLatencyOperation::kDispatch) {}
 
-    LowLatencyDispatchParams dispatch() const {
-        return low_latency_dispatch_of(tensor(x_, {num_tokens(), tokens_.hidden}), tensor(experts_, {num_tokens(), tokens_.num_ranks}),
-                                       weighs_late_ ? TensorArg{} : weights(), handle(), tensor(recv_x_, {2, capacity(), tokens_.hidden}),
-                                       {}, tensor(num_received_, {2}), statistics(), DType::kFloat32, false);
+        void write(uint64_t number, RankSet ranks) override {
+            b_.number_ = number;
+            visit(ranks, [&](int to) {
+                if (is_dispatch_ != b_.weighs_late_) std::copy(b_.weights_.begin(), b_.weights_.end(), weights(to, b_.rank_));
+                if (is_dispatch_) std::copy(b_.x_.begin(), b_.x_.end(), slots(to, b_.rank_));
+            });
+            if (!is_dispatch_ && !b_.weighs_late_) write_weighted(number, ranks);
+        }
+        void write_weighted(uint64_t, RankSet ranks) override {
+            visit(ranks, [&](int to) {
+                if (b_.weighs_late_) b_.keep_weights(to, weights(b_.rank_, to));
+                const auto& rows = b_.received_[to];
+                for (size_t i = 0; i < rows.size(); ++i)
+                    slots(to, b_.rank_)[i] = rows[i] * static_cast<float>(b_.rank_ + 1) * b_.kept_weights_[to][i / b_.tokens_.hidden];
+            });
+        }
+        void read(uint64_t, RankSet entered, RankSet arrived, const std::vector<int>& values) override {
+            require(entered == arrived, "all rows of those that have entered");
+            b_.combined_.assign(b_.x_.size(), 0);
+            if (is_dispatch_) b_.received_.assign(b_.tokens_.num_ranks, {});
+            visit(entered, [&](int source) {
+                const float* const rows = slots(b_.rank_, source);
+                if (is_dispatch_) {
+                    b_.received_[source].assign(rows, rows + values[source] * b_.tokens_.hidden);
+                    if (!b_.weighs_late_) b_.keep_weights(source, weights(b_.rank_, source));
+                } else {
+                    for (size_t i = 0; i < b_.combined_.size(); ++i) b_.combined_[i] += rows[i];
+                }
+            });
+        }
+        bool is_interrupted() const override { return false; }
+
+    private:
+        template <class Visit>
+        void visit(RankSet ranks, const Visit& visit_rank) const {
+            for (int rank = 0; rank < b_.tokens_.num_ranks; ++rank)
+                if (contains(ranks, rank)) visit_rank(rank);
+        }
+        std::byte* area(int owner, int source) const { return b_.exchange_.area(owner, source, b_.number_); }
+        float* weights(int owner, int source) const {
+            return reinterpret_cast<float*>(area(owner, source)) + b_.tokens_.most * b_.tokens_.num_ranks;
+        }
+        float* slots(int owner, int source) const { return reinterpret_cast<float*>(area(owner, source) + b_.exchange_.layout().slots); }
+
+        Batch& b_;
+        const bool is_dispatch_;
+    };
+
+    void run(LowLatencyOperation operation, bool sends) {
+        Rows rows(*this, operation);
+        const bool is_dispatch = operation == LowLatencyOperation::kDispatch;
+        const LowLatencyWhat what{operation, DType::kFloat32, false, false, is_dispatch != weighs_late_, false};
+        exchange_.run({what, is_dispatch ? tokens_.count(rank_) : 0, number_, wait_ns_.data(), rows}, sends, !sends);
     }
-    LowLatencyCombineParams combine() const {
-        return low_latency_combine_of(tensor(recv_x_, {2, capacity(), tokens_.hidden}), handle(), weighs_late_ ? weights() : TensorArg{},
-                                      tensor(number_, {1}), tensor(combined_, {num_tokens(), tokens_.hidden}), statistics(),
-                                      DType::kFloat32, false);
+    // The weights of the tokens of `source` for this rank.
+    void keep_weights(int source, const float* all) {
+        kept_weights_[source].resize(tokens_.count(source));
+        for (int token = 0; token < tokens_.count(source); ++token) kept_weights_[source][token] = all[token * tokens_.num_ranks + rank_];
     }
 
     ShmLowLatency& exchange_;
     const bool weighs_late_;
     const Tokens tokens_;
     const int rank_;
-    const std::vector<int64_t>& statistics_;
-    const std::vector<int64_t> experts_;
+    std::vector<int64_t>& wait_ns_;
     const std::vector<float> weights_;
-    const std::vector<int64_t> handle_, number_;
-    std::vector<float> x_, recv_x_, combined_;
-    const std::vector<int32_t> num_received_;
+    std::vector<float> x_, combined_;
+    std::vector<std::vector<float>> received_;        // rows of each rank
+    std::map<int, std::vector<float>> kept_weights_;  // of its tokens
+    uint64_t number_ = 0;                             // of the call
     int step_ = 0;
 };
 
@@ -99,9 +136,9 @@ class Rank {
 public:
     Rank(Team& team, const Tokens& tokens, int rank)
         : exchange_({team.num_ranks, 2 * team.num_ranks, team.num_ranks, tokens.hidden, tokens.most}, rank, kTimeoutS, false),
-          statistics_(2 + team.num_ranks + 1),
-          first_(exchange_, tokens, rank, statistics_, false),
-          second_(exchange_, tokens, rank, statistics_, true) {
+          wait_ns_(team.num_ranks),
+          first_(exchange_, tokens, rank, wait_ns_, false),
+          second_(exchange_, tokens, rank, wait_ns_, true) {
         team.connect(exchange_, rank);
     }
 
@@ -124,7 +161,7 @@ private:
     }
 
     ShmLowLatency exchange_;
-    std::vector<int64_t> statistics_;
+    std::vector<int64_t> wait_ns_;
     Batch first_, second_;
 };
 

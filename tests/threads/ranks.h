@@ -122,6 +122,5 @@ struct Tokens {
 
 void run_exchange();
 void run_low_latency();
-void run_gate();
 
 }  // namespace deepep_moe

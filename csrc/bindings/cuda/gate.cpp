@@ -4,6 +4,7 @@
 #include <atomic>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "bindings/tensor.h"
 #include "cuda/launch.h"
@@ -13,6 +14,34 @@
 using namespace deepep_moe;
 
 namespace {
+
+ScoreFunction parse_score_function(std::string_view name) {
+    if (name == "sigmoid") return ScoreFunction::kSigmoid;
+    if (name == "sqrtsoftplus") return ScoreFunction::kSqrtSoftplus;
+    if (name == "softmax") return ScoreFunction::kSoftmax;
+    if (name == "softmax_topk") return ScoreFunction::kSoftmaxTopk;
+    throw std::invalid_argument("score_function is '" + std::string(name) + "'; it must be sigmoid, sqrtsoftplus, softmax or softmax_topk");
+}
+
+GateOptions make_options(int64_t num_tokens, int num_experts, int num_topk, int num_groups, int topk_groups, int group_score_topk,
+                         std::string_view score_function, bool normalize, double routed_scaling_factor, DType dtype, bool index64,
+                         bool check_finite) {
+    return {
+        .num_tokens = num_tokens,
+        .num_experts = num_experts,
+        .num_topk = num_topk,
+        .num_groups = num_groups,
+        .topk_groups = topk_groups,
+        .group_score_topk = group_score_topk,
+        .score_function = parse_score_function(score_function),
+        .normalize = normalize,
+        .routed_scaling_factor = routed_scaling_factor,
+        .dtype = dtype,
+        .index64 = index64,
+        .num_threads = 1,
+        .check_finite = check_finite,
+    };
+}
 
 void* as_pointer(uintptr_t stream) { return reinterpret_cast<void*>(stream); }
 
@@ -176,6 +205,10 @@ void bind_top2(py::module_& m) {
 
 void bind_gpu_gate(py::module_& m) {
     m.attr("MAX_GPU_GATE_EXPERTS") = kMaxGateExperts;
+    py::class_<GateOptions>(m, "GpuGateOptions", "Sizes and settings of the gate; csrc/common/gate.h explains them.")
+        .def(py::init(&make_options), py::kw_only(), py::arg("num_tokens"), py::arg("num_experts"), py::arg("num_topk"),
+             py::arg("num_groups"), py::arg("topk_groups"), py::arg("group_score_topk"), py::arg("score_function"), py::arg("normalize"),
+             py::arg("routed_scaling_factor"), py::arg("dtype"), py::arg("index64"), py::arg("check_finite") = true);
     m.def("gpu_gate_forward", &forward, py::arg("options"), py::kw_only(), py::arg("logits"), py::arg("expert_bias"), py::arg("mask"),
           py::arg("topk_idx"), py::arg("topk_weights"), py::arg("counts"), py::arg("next_counts"), py::arg("probs"), py::arg("routing_map"),
           py::arg("num_ranks"), py::arg("is_token_in_rank"), py::arg("shares"), py::arg("device"), py::arg("stream"));

@@ -95,7 +95,7 @@ __device__ inline float warp_max(float x) { return from_ordered(__reduce_max_syn
 constexpr double kExpBound = 708.0;
 
 // exp(x) for |x| <= kExpBound: exp(x) = 2^n exp(r), x = n ln2 + r, |r| <= ln2 / 2, with ln2 in two parts and the Taylor series of degree
-// 13, as csrc/cpu/math.h has it.
+// 13.
 __device__ __forceinline__ double exp_of(double x) {
     constexpr double kLog2E = 1.4426950408889634, kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770002e-10;
     constexpr double kRound = 0x1.8p52;  // adding it leaves the nearest integer in the low bits

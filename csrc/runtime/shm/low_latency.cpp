@@ -18,13 +18,10 @@ std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
 uint64_t number_of(uint64_t flag) { return flag >> kWhatBits; }
 LowLatencyWhat what_of(uint64_t flag) { return LowLatencyWhat::unpacked(LowLatencyWhat::packed_in(flag)); }
 
-uint64_t& number_in(const LowLatencyDispatchParams& params) { return *reinterpret_cast<uint64_t*>(params.handle); }
-uint64_t& number_in(const LowLatencyCombineParams& params) { return *reinterpret_cast<uint64_t*>(params.call); }
-
 }  // namespace
 
 // The waits of one call.
-class ShmLowLatency::Waits final : public PeerMonitor, public LowLatencyWaits {
+class ShmLowLatency::Waits final : public PeerMonitor {
 public:
     Waits(ShmLowLatency& owner, uint64_t number) : owner_(owner), number_(number) {}
 
@@ -34,7 +31,8 @@ public:
     RankSet wait_entered(Heard heard);
     template <class Heard>
     RankSet wait_entered(int64_t* wait_ns, Heard heard);  // [num_ranks], to which it adds how long each rank was waited for
-    bool wait(std::atomic_ref<uint64_t> flag, uint64_t wanted, int peer, const char* phase) override;
+    // Until `flag`, which rank `peer` sets, is `wanted`: true. False where the peer is masked. Throws where it is given up.
+    bool wait(std::atomic_ref<uint64_t> flag, uint64_t wanted, int peer, const char* phase);
     void wait_resumed(int peer);
 
     int num_ranks() const override { return owner_.config_.num_ranks; }
@@ -218,14 +216,12 @@ uint64_t ShmLowLatency::begin() {
 }
 
 void ShmLowLatency::publish_refusal(uint64_t number, RankSet ranks, const std::string& text) {
-    const LowLatencyCall refused = call(number, ranks);
     LowLatencyWhat what{};
     what.is_refused = true;
-    for (int peer = 0; peer < config_.num_ranks; ++peer) {
-        if (!contains(refused.ranks, peer)) continue;
+    visit(ranks, [&](int peer) {
         copy_text(reason(peer, rank_, number), kMaxReasonBytes, text);
-        refused.turn(peer).entered(rank_).store(what.flag(number, 0), std::memory_order_release);
-    }
+        turn(peer, number).entered(rank_).store(what.flag(number, 0), std::memory_order_release);
+    });
     set_fate(number, Fate::kFailed);
 }
 
@@ -237,41 +233,42 @@ void ShmLowLatency::refuse(const std::string& text) {
     publish_refusal(number, ranks_in(number), text);
 }
 
-template <class Params>
-void ShmLowLatency::send_call(const Params& params, uint64_t& number) {
+void ShmLowLatency::send(ShmLowLatencyCall& call) {
     const std::lock_guard lock(sending_);
-    number = begin();
+    call.number = begin();
+    const RankSet ranks = ranks_in(call.number);
+    Waits waits(*this, call.number);
     RankSet served = 0;
     try {
-        send_half(call(number, ranks_in(number)), params, served);
+        send_rows(call, ranks, waits, served);
     } catch (const std::exception& error) {
-        if (!is_broken_off()) publish_refusal(number, ranks_in(number) & ~served, told(error));
-        throw;
-    }
-}
-
-void ShmLowLatency::send_half(const LowLatencyCall& call, const LowLatencyDispatchParams& params, RankSet&) {
-    send(call, params);  // nothing is sent where it throws
-}
-
-void ShmLowLatency::send_half(const LowLatencyCall& call, const LowLatencyCombineParams& params, RankSet& served) {
-    enter(call, params);
-    if (!params.what.has_weights) return send_sums(call, params, call.ranks);
-    const auto word_of = [&](int rank) { return turn(call.number).entered(rank).load(std::memory_order_acquire); };
-    // A rank's sums go out once its weights are here, whoever else is late. One that does something else learns so when it receives.
-    Waits waits(*this, call.number);
-    try {
-        waits.wait_entered(LowLatencyStatistics(config_, params.statistics).wait_ns, [&](int rank) {
-            if (word_of(rank) != word_of(rank_)) return;
-            const RankSet to = RankSet{1} << rank;
-            send_sums(call, params, to);
-            served |= to;
-        });
-    } catch (...) {
-        if (waits.is_interrupted()) unserved_ = ranks_in(call.number) & ~served;  // its caller knows why
+        const RankSet unserved = ranks_in(call.number) & ~served;
+        if (waits.is_interrupted() || call.rows.is_interrupted())
+            unserved_ = unserved;  // the caller knows why
+        else
+            publish_refusal(call.number, unserved, told(error));
         set_fate(call.number, Fate::kFailed);
         throw;
     }
+}
+
+// `served`: the ranks that have all of the call, also where it throws.
+void ShmLowLatency::send_rows(const ShmLowLatencyCall& call, RankSet ranks, Waits& waits, RankSet& served) {
+    const uint64_t flag = call.flag(call.number);
+    const auto arrive = [&](int rank) {
+        turn(rank, call.number).arrived(rank_).store(call.arrived(call.number), std::memory_order_release);
+        served |= RankSet{1} << rank;
+    };
+    call.rows.write(call.number, ranks);
+    visit(ranks, [&](int rank) { turn(rank, call.number).entered(rank_).store(flag, std::memory_order_release); });
+    if (call.what.operation == LowLatencyOperation::kDispatch || !call.what.has_weights) return visit(ranks, arrive);
+    // A rank's sums go out once its weights are here, whoever else is late. One that does something else learns so when it receives.
+    waits.wait_entered(call.wait_ns, [&](int rank) {
+        const auto word_of = [&](int peer) { return turn(call.number).entered(peer).load(std::memory_order_acquire); };
+        if (word_of(rank) != word_of(rank_)) return;
+        call.rows.write_weighted(call.number, RankSet{1} << rank);
+        arrive(rank);
+    });
 }
 
 void ShmLowLatency::check_entries(uint64_t number, RankSet ranks, const LowLatencyWhat& own) const {
@@ -295,37 +292,32 @@ void ShmLowLatency::check_entries(uint64_t number, RankSet ranks, const LowLaten
         throw MismatchError(start + describe_combine(dispatch_of(rank_)) + others_along);
 }
 
-template <class Params>
-void ShmLowLatency::receive_call(const Params& params, uint64_t number) {
-    Waits waits(*this, number);
+void ShmLowLatency::receive(const ShmLowLatencyCall& call) {
+    Waits waits(*this, call.number);
+    const char* const phase = call.what.operation == LowLatencyOperation::kDispatch ? "dispatch rows" : "combine rows";
     Fate fate = Fate::kFailed;
     try {
-        const RankSet entered = waits.wait_entered(LowLatencyStatistics(config_, params.statistics).wait_ns, [](int) {});
+        const RankSet entered = waits.wait_entered(call.wait_ns, [](int) {});
         fate = Fate::kHeard;
-        check_entries(number, entered, params.what);
-        receive(call(number, entered), params, waits);
+        check_entries(call.number, entered, call.what);
+        RankSet arrived = 0;
+        std::vector<int> values(config_.num_ranks);
+        visit(entered, [&](int source) {
+            values[source] = LowLatencyWhat::value_in(turn(call.number).entered(source).load(std::memory_order_relaxed));
+            if (waits.wait(turn(call.number).arrived(source), call.arrived(call.number), source, phase)) arrived |= RankSet{1} << source;
+        });
+        call.rows.read(call.number, entered, arrived, values);
     } catch (...) {
-        set_fate(number, fate);
+        set_fate(call.number, fate);
         throw;
     }
-    set_fate(number, fate);
+    set_fate(call.number, fate);
 }
 
-template <class Params>
-void ShmLowLatency::run(Params params, uint64_t& number, bool sends, bool receives) {
+void ShmLowLatency::run(ShmLowLatencyCall call, bool sends, bool receives) {
     peers_.check_owner();
-    if (sends) send_call(params, number);
-    if (receives) receive_call(params, number);
-}
-
-void ShmLowLatency::dispatch(LowLatencyDispatchParams params, bool sends, bool receives) {
-    params.what.operation = LowLatencyOperation::kDispatch;
-    run(params, number_in(params), sends, receives);
-}
-
-void ShmLowLatency::combine(LowLatencyCombineParams params, bool sends, bool receives) {
-    params.what.operation = LowLatencyOperation::kCombine;
-    run(params, number_in(params), sends, receives);
+    if (sends) send(call);
+    if (receives) receive(call);
 }
 
 // ---- ranks that are gone ----
@@ -334,8 +326,7 @@ void ShmLowLatency::combine(LowLatencyCombineParams params, bool sends, bool rec
 void ShmLowLatency::forget_flags(int source) {
     for (uint64_t index = 0; index < kTurns; ++index) {
         turn(index).entered(source).store(0, std::memory_order_relaxed);
-        for (int64_t token = 0; token < config_.num_max_tokens; ++token)
-            turn(index).arrived(source, token).store(0, std::memory_order_relaxed);
+        turn(index).arrived(source).store(0, std::memory_order_relaxed);
     }
 }
 

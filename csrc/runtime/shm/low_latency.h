@@ -1,5 +1,7 @@
 // The ranks of one host and their low-latency calls: numbers, waits, masks. Protocol: common/low_latency.h.
 //
+// The rows themselves are moved by `LowLatencyRows`: what a rank writes into the turns of the others, and reads from its own.
+//
 // One thread sends while others receive. What has become of a call decides when the call after next may be sent: its turn may be
 // overwritten only once all ranks are known to have entered this one, which a call that was received tells, and one that failed or was
 // refused does not.
@@ -7,16 +9,82 @@
 
 #include <array>
 #include <atomic>
+#include <cstddef>
 #include <functional>
 #include <mutex>
 #include <string>
 #include <vector>
 
 #include "common/errors.h"
-#include "cpu/low_latency.h"
+#include "common/low_latency.h"
 #include "runtime/shm/peers.h"
 
 namespace deepep_moe {
+
+// Rows of a turn: arrived u64[num_ranks] | areas [num_ranks] of area_bytes, each: experts i32[num_max_tokens][num_topk] |
+// weights f32[num_max_tokens][num_topk] | slots [num_max_tokens] of slot_bytes.
+struct HostLowLatencyLayout : LowLatencyLayout {
+    int64_t slot_bytes, slots, area_bytes;  // slots: in an area
+    int64_t arrived, areas;                 // in a turn
+
+    explicit HostLowLatencyLayout(const LowLatencyConfig& c)
+        : LowLatencyLayout(c, round_up(8 * c.num_ranks, 128) + c.num_ranks * bytes_of_area(c)),
+          slot_bytes(bytes_of_slot(c)),
+          slots(bytes_of_lanes(c)),
+          area_bytes(bytes_of_area(c)),
+          arrived(rows),
+          areas(rows + round_up(8 * c.num_ranks, 128)) {}
+
+private:
+    static int64_t bytes_of_lanes(const LowLatencyConfig& c) { return round_up(8 * c.num_max_tokens * c.num_topk, 128); }
+    static int64_t bytes_of_slot(const LowLatencyConfig& c) { return round_up(4 * static_cast<int64_t>(c.hidden), 128); }
+    static int64_t bytes_of_area(const LowLatencyConfig& c) { return bytes_of_lanes(c) + c.num_max_tokens * bytes_of_slot(c); }
+};
+
+// A set of ranks, bit r for rank r.
+using RankSet = uint32_t;
+constexpr bool contains(RankSet ranks, int rank) { return ranks >> rank & 1; }
+
+inline std::atomic_ref<uint64_t> shared_word(std::byte* address) { return std::atomic_ref(*reinterpret_cast<uint64_t*>(address)); }
+
+// What one call finds in one rank's workspace; the words of `source` are written by that rank.
+class LowLatencyTurn {
+public:
+    LowLatencyTurn(const HostLowLatencyLayout& layout, std::byte* workspace, uint64_t number)
+        : layout_(layout), base_(workspace + layout.turns + static_cast<int64_t>(number % kTurns) * layout.turn_bytes) {}
+
+    std::atomic_ref<uint64_t> entered(int source) const { return shared_word(base_ + layout_.entered + 8 * source); }
+    std::atomic_ref<uint64_t> arrived(int source) const { return shared_word(base_ + layout_.arrived + 8 * source); }  // its rows
+
+private:
+    const HostLowLatencyLayout& layout_;
+    std::byte* base_;
+};
+
+// Moves the rows of one call, in this rank's areas of the others' turns and in its own turn.
+class LowLatencyRows {
+public:
+    virtual ~LowLatencyRows() = default;
+    // What `ranks` are to find once this rank has entered the call. Throws std::invalid_argument for bad arguments.
+    virtual void write(uint64_t number, RankSet ranks) = 0;
+    // The rows of a combine with weights of its own, for ranks whose weights are here.
+    virtual void write_weighted(uint64_t number, RankSet ranks) = 0;
+    // values: of the ranks' flags. Those that have entered and not `arrived` were masked meanwhile: their rows do not come.
+    virtual void read(uint64_t number, RankSet entered, RankSet arrived, const std::vector<int>& values) = 0;
+    virtual bool is_interrupted() const = 0;  // by an error that the peers cannot be told here
+};
+
+// One call of one rank.
+struct ShmLowLatencyCall {
+    LowLatencyWhat what;
+    int value;         // of its flag
+    uint64_t number;   // for the half that receives alone
+    int64_t* wait_ns;  // [num_ranks], to which waits are added
+    LowLatencyRows& rows;
+
+    uint64_t flag(uint64_t of) const { return what.flag(of, value); }
+    uint64_t arrived(uint64_t of) const { return what.flag(of, 1); }
+};
 
 class ShmLowLatency {
 public:
@@ -33,9 +101,14 @@ public:
     void connect(const std::vector<std::string>& paths, const std::vector<int>& pids);
     void seal() { peers_.seal(); }
 
-    // Each half, or both. Throws std::invalid_argument for a bad routing, which the peers are told.
-    void dispatch(LowLatencyDispatchParams params, bool sends, bool receives);
-    void combine(LowLatencyCombineParams params, bool sends, bool receives);
+    // Each half, or both. Throws std::invalid_argument for bad arguments, which the peers are told.
+    void run(ShmLowLatencyCall call, bool sends, bool receives);
+    const HostLowLatencyLayout& layout() const { return layout_; }
+    // Where `source` writes for call `number` in the memory of `owner`.
+    std::byte* area(int owner, int source, uint64_t number) const {
+        const int64_t turn = layout_.turns + static_cast<int64_t>(number % kTurns) * layout_.turn_bytes;
+        return workspaces_[owner] + turn + layout_.areas + source * layout_.area_bytes;
+    }
     // Takes part in a call whose arguments were refused, so that the peers learn why instead of waiting.
     void refuse(const std::string& reason);
 
@@ -50,15 +123,9 @@ private:
     enum class Fate : uint64_t { kOpen, kFailed, kHeard };  // kFailed: or refused; kHeard: all ranks have entered the call
     class Waits;
 
-    template <class Params>
-    void run(Params params, uint64_t& number, bool sends, bool receives);
-    template <class Params>
-    void send_call(const Params& params, uint64_t& number);
-    template <class Params>
-    void receive_call(const Params& params, uint64_t number);
-    // Return the ranks that are through with this half, also where it throws.
-    void send_half(const LowLatencyCall& call, const LowLatencyDispatchParams& params, RankSet& served);
-    void send_half(const LowLatencyCall& call, const LowLatencyCombineParams& params, RankSet& served);
+    void send(ShmLowLatencyCall& call);
+    void send_rows(const ShmLowLatencyCall& call, RankSet ranks, Waits& waits, RankSet& served);
+    void receive(const ShmLowLatencyCall& call);
     uint64_t begin();
     void publish_refusal(uint64_t number, RankSet ranks, const std::string& reason);
     void check_entries(uint64_t number, RankSet ranks, const LowLatencyWhat& own) const;
@@ -69,8 +136,13 @@ private:
         return !contains(masks(), rank) && number >= first_calls_[rank].load(std::memory_order_acquire);
     }
     RankSet ranks_in(uint64_t number) const;
-    LowLatencyCall call(uint64_t number, RankSet ranks) const { return {config_, layout_, workspaces_.data(), rank_, number, ranks}; }
-    LowLatencyTurn turn(uint64_t number) const { return {config_, layout_, workspaces_[rank_], number}; }
+    LowLatencyTurn turn(uint64_t number) const { return turn(rank_, number); }
+    LowLatencyTurn turn(int owner, uint64_t number) const { return {layout_, workspaces_[owner], number}; }
+    template <class Visit>
+    void visit(RankSet ranks, const Visit& visit_rank) const {
+        for (int rank = 0; rank < config_.num_ranks; ++rank)
+            if (contains(ranks, rank)) visit_rank(rank);
+    }
     std::atomic_ref<uint64_t> resumed(int owner, int source) const { return shared_word(workspaces_[owner] + layout_.resumed_of(source)); }
     std::atomic_ref<uint64_t> left(int owner, int source) const { return shared_word(workspaces_[owner] + layout_.left_of(source)); }
     char* reason(int owner, int source, uint64_t number) const {

@@ -206,8 +206,8 @@ def says_what_it_refuses(rank, num_ranks, name):
 
     switches, reason = REFUSED[name]
     device.GPU = "cpu" if name != "small groups" else device.GPU
-    if name == "no kernels" and hasattr(_C, "gpu_gate_forward"):
-        del _C.gpu_gate_forward
+    if name == "no kernels":
+        vars(_C).pop("gpu_gate_forward", None)
     else:
         _C.gpu_gate_forward, _C.MAX_GPU_GATE_EXPERTS = None, 1024
     vars(_C).pop("gpu_lanes_of_map", None)  # tensors are the CPU's after all

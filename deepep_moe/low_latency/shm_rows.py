@@ -1,0 +1,238 @@
+"""The rows of low-latency calls on CPUs: what a rank writes for its peers, and what it makes of what they have written.
+
+The results are those of `deepep_moe.reference.low_latency`. Native code tells when something may be written and read, and waits.
+"""
+
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepep_moe import _C
+from deepep_moe.group.settings import Settings
+from deepep_moe.ops import ue8m0
+from deepep_moe.ops.quant import FP8, dequantize_fp8, quantize_fp8
+
+_CPU = torch.device("cpu")  # whatever the caller's default device is
+
+
+class Area(NamedTuple):
+    """What one rank has in the memory of another for one call."""
+
+    experts: Tensor
+    """[num_max_tokens, num_topk] int32, -1 for no expert."""
+    weights: Tensor
+    """[num_max_tokens, num_topk] fp32."""
+    slots: Tensor
+    """[num_max_tokens, slot_bytes] uint8: the rows."""
+
+
+class Areas:
+    """The memory of all ranks that their peers write to, until it is closed."""
+
+    def __init__(self, native: Any, settings: Settings):
+        self.settings = settings
+        self.counting = threading.Lock()
+        """Held while rows are counted: two threads may receive."""
+        self._native = native
+
+    def close(self) -> None:
+        """Let go of the memory, whatever still refers to this: peers learn that a buffer was destroyed once it is freed."""
+        self._native = None
+
+    def of(self, owner: int, source: int, number: int) -> Area:
+        """Return what `source` writes for call `number` into the memory of `owner`."""
+        s, native = self.settings, self._native
+        memory = torch.frombuffer(native.area(owner, source, number), dtype=torch.uint8)
+        num_bytes = 4 * s.num_max_tokens_per_rank * s.num_topk
+        shape = (s.num_max_tokens_per_rank, s.num_topk)
+        experts = memory[:num_bytes].view(torch.int32).view(shape)
+        weights = memory[num_bytes : 2 * num_bytes].view(torch.float32).view(shape)
+        return Area(experts, weights, memory[native.slots :].view(s.num_max_tokens_per_rank, native.slot_bytes))
+
+
+class State:
+    """The memory of a handle, past PyTorch's count of its changes. LowLatencyHandleLayout says what lies where."""
+
+    def __init__(self, state: Tensor, s: Settings):
+        first_count, first_mask, first_row = _C.low_latency_handle_offsets(
+            num_ranks=s.num_ranks, num_experts=s.num_experts, num_topk=s.num_topk, hidden=s.hidden,
+            num_max_tokens=s.num_max_tokens_per_rank,
+        )  # fmt: skip
+        memory = state.data
+        num_tokens, num_lanes = s.num_max_tokens_per_rank, s.num_ranks * s.num_max_tokens_per_rank * s.num_topk
+        rows = memory[first_row : first_row + 8 * num_lanes]
+        shape = (s.num_ranks, num_tokens, s.num_topk, 2)
+        self.number = memory[:8].view(torch.int64)
+        self.num_tokens = memory[first_count : first_count + 4 * s.num_ranks].view(torch.int32)
+        self.rank_masks = memory[first_mask : first_mask + 4 * num_tokens].view(torch.int32)
+        self.rows = rows.view(torch.int32).view(shape)[..., 0]
+        self.weights = rows.view(torch.float32).view(shape)[..., 1]
+
+
+class DispatchRows:
+    """The rows of one dispatch of this rank."""
+
+    def __init__(
+        self, areas: Areas, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, state: Tensor, recv_x: Tensor,
+        recv_x_scales: Tensor | None, counts: Tensor, statistics: Tensor, is_rounded: bool,
+    ):  # fmt: skip
+        self._areas, self._s = areas, areas.settings
+        self._x, self._topk_idx, self._topk_weights, self._is_rounded = x, topk_idx, topk_weights, is_rounded
+        self._state = State(state, self._s)
+        self._recv_x, self._recv_x_scales, self._counts, self._statistics = recv_x, recv_x_scales, counts, statistics
+
+    def write(self, number: int, ranks: int) -> None:
+        s, state = self._s, self._state
+        check_routing(self._topk_idx, s.num_experts)
+        state.number.fill_(number)
+        state.num_tokens.fill_(-1)
+        num_tokens, rows = len(self._x), self._rows_on_their_way()
+        rank_of_lane = torch.where(self._topk_idx >= 0, self._topk_idx // s.num_local_experts, -1)
+        state.rank_masks[:num_tokens] = 0
+        for rank in range(s.num_ranks):
+            goes = rank_of_lane == rank
+            if ranks >> rank & 1:
+                state.rank_masks[:num_tokens] |= goes.any(1).int() << rank
+            else:
+                self._statistics[-1] += goes.sum()
+        for rank in members(ranks):
+            area = self._areas.of(rank, s.rank, number)
+            area.experts[:num_tokens] = self._topk_idx
+            area.weights[:num_tokens] = 1.0 if self._topk_weights is None else self._topk_weights
+            area.slots[:num_tokens, : rows.shape[1]] = rows
+
+    def _rows_on_their_way(self) -> Tensor:
+        """Return [num_tokens, row_bytes] uint8: elements, then for fp8 words of scales."""
+        if self._recv_x_scales is None:
+            return self._x.view(torch.uint8)
+        y, scales = quantize_low_latency(self._x, self._is_rounded)
+        words = ue8m0.pack(scales) if self._is_rounded else scales
+        return torch.cat((y.view(torch.uint8), words.view(torch.uint8)), 1)
+
+    def read(self, number: int, entered: int, arrived: int, values: list[int]) -> None:
+        s, state = self._s, self._state
+        num_local, capacity = s.num_local_experts, s.num_ranks * s.num_max_tokens_per_rank
+        areas = {source: self._areas.of(s.rank, source, number) for source in members(entered)}
+        local = torch.full(state.rows.shape, -1, dtype=torch.int64, device=_CPU)
+        for source, area in areas.items():
+            local[source, : values[source]] = area.experts[: values[source]].long() - s.rank * num_local
+            state.weights[source, : values[source]] = area.weights[: values[source]]
+        is_here = (local >= 0) & (local < num_local)
+        local = torch.where(is_here, local, num_local)
+        # Rows of an expert lie by source, those of a source by token.
+        chosen = torch.zeros((capacity, num_local + 1), dtype=torch.int64, device=_CPU).scatter_(1, local.view(capacity, -1), 1)
+        places = (chosen.cumsum(0) - 1).gather(1, local.view(capacity, -1)).view(local.shape)
+        state.rows.copy_(torch.where(is_here, local * capacity + places, -1))
+        num_rows = chosen[:, :num_local].sum(0)
+        self._counts.copy_(num_rows)
+        with self._areas.counting:
+            self._statistics[:num_local] += num_rows
+        for source, area in areas.items():
+            tokens, lanes = is_here[source].nonzero(as_tuple=True)
+            slots = area.slots if arrived >> source & 1 else torch.zeros_like(area.slots)
+            self._place(slots, tokens, local[source, tokens, lanes], places[source, tokens, lanes])
+        state.num_tokens.copy_(torch.tensor(values, dtype=torch.int32, device=_CPU))
+
+    def _place(self, slots: Tensor, tokens: Tensor, experts: Tensor, places: Tensor) -> None:
+        row_bytes = self._recv_x.shape[2] * self._recv_x.element_size()  # a multiple of 16; few large elements are copied faster
+        self._recv_x.view(torch.int64)[experts, places] = slots[:, :row_bytes].view(torch.int64)[tokens]
+        if self._recv_x_scales is not None:
+            words = slots[:, row_bytes : row_bytes + 4 * self._recv_x_scales.shape[2]].view(torch.int32)
+            self._recv_x_scales.view(torch.int32)[experts, places] = words[tokens]
+
+
+class CombineRows:
+    """The rows of one combine of this rank."""
+
+    def __init__(self, areas: Areas, x: Tensor, state: Tensor, topk_weights: Tensor | None, number: Tensor, combined_x: Tensor, fp8: bool):
+        self._areas, self._s, self._fp8 = areas, areas.settings, fp8
+        self._x, self._topk_weights, self._number, self._combined_x = x, topk_weights, number, combined_x
+        self._state = State(state, self._s)
+
+    def write(self, number: int, ranks: int) -> None:
+        self._check_state()
+        self._number.fill_(number)
+        if self._topk_weights is None:
+            return self._write_sums(number, ranks)
+        for rank in members(ranks):
+            self._areas.of(rank, self._s.rank, number).weights[: len(self._topk_weights)] = self._topk_weights
+
+    def write_weighted(self, number: int, ranks: int) -> None:
+        self._write_sums(number, ranks)
+
+    def _check_state(self) -> None:
+        """PyTorch does not count every change of the handle's memory."""
+        s, state = self._s, self._state
+        if (state.num_tokens < 0).any():
+            raise ValueError("handle is of a dispatch that was not received; call its hook, or wait for its event, before combine")
+        is_token = torch.arange(s.num_max_tokens_per_rank, device=_CPU) < state.num_tokens[:, None]
+        most_rows = s.num_experts * s.num_max_tokens_per_rank
+        is_out = (state.num_tokens > s.num_max_tokens_per_rank).any() or (state.rows.amax(2) >= most_rows)[is_token].any()
+        if is_out or (state.rank_masks[: len(self._combined_x)] >> s.num_ranks != 0).any():
+            raise ValueError("the state of this handle was changed after its dispatch; dispatch again")
+
+    def _write_sums(self, number: int, ranks: int) -> None:
+        s, x = self._s, self._x.view(-1, self._s.hidden)
+        for rank in members(ranks):
+            num_tokens = int(self._state.num_tokens[rank])
+            weights = self._state.weights[rank] if self._topk_weights is None else self._areas.of(s.rank, rank, number).weights
+            rows = self._state.rows[rank, :num_tokens].long()
+            sums = torch.zeros((num_tokens, s.hidden), device=_CPU)
+            for lane in range(s.num_topk):
+                here = (rows[:, lane] >= 0).nonzero()[:, 0]
+                sums[here] += weights[here, lane, None] * x[rows[here, lane]].float()
+            sent = (
+                torch.cat([part.view(torch.uint8) for part in quantize_fp8(sums)], 1) if self._fp8 else sums.to(x.dtype).view(torch.uint8)
+            )
+            self._areas.of(rank, s.rank, number).slots[:num_tokens, : sent.shape[1]] = sent
+
+    def read(self, number: int, entered: int, arrived: int, values: list[int]) -> None:
+        s, out = self._s, self._combined_x
+        masks, total = self._state.rank_masks[: len(out)], torch.zeros(out.shape, device=_CPU)
+        for rank in members(arrived):
+            tokens = (masks >> rank & 1).nonzero()[:, 0]
+            total[tokens] += self._values(self._areas.of(s.rank, rank, number).slots, tokens)
+        out.copy_(total)
+
+    def _values(self, slots: Tensor, tokens: Tensor) -> Tensor:
+        hidden = self._s.hidden
+        if not self._fp8:
+            return slots[:, : hidden * self._x.element_size()].view(self._x.dtype)[tokens].float()
+        y, scales = slots[:, :hidden], slots[:, hidden : hidden + hidden // _C.SCALE_BLOCK * 4]
+        return dequantize_fp8(y[tokens].view(FP8), scales.view(torch.float32)[tokens])
+
+
+def members(ranks: int) -> Iterator[int]:
+    """Yield the ranks whose bits are set."""
+    return (rank for rank in range(ranks.bit_length()) if ranks >> rank & 1)
+
+
+def quantize_low_latency(x: Tensor, is_rounded: bool) -> tuple[Tensor, Tensor]:
+    """Return `x` as fp8 and its scales, rounded up to powers of two if so: then a block is divided by its scale."""
+    y, scales = quantize_fp8(x)
+    if not is_rounded:
+        return y, scales
+    mantissas, exponents = scales.frexp()
+    powers = torch.ldexp(torch.ones_like(scales), exponents - (mantissas == 0.5).int())
+    scales = torch.where(scales.isfinite(), powers, torch.inf)
+    y = (x.float() / scales.repeat_interleave(_C.SCALE_BLOCK, dim=1)).clamp(-448, 448)
+    return y.to(FP8), scales
+
+
+def check_routing(topk_idx: Tensor, num_experts: int) -> None:
+    """Raise ValueError for the first token with an expert that does not exist, or the same one twice."""
+    ordered = topk_idx.sort(1).values
+    is_twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if not (is_twice.any() or (topk_idx < -1).any() or (topk_idx >= num_experts).any()):
+        return
+    for token, lanes in enumerate(topk_idx.tolist()):
+        for lane, expert in enumerate(lanes):
+            if not -1 <= expert < num_experts:
+                raise ValueError(f"topk_idx[{token}, {lane}] is {expert}; it must be -1 (no expert) or 0 to {num_experts - 1}")
+            if expert >= 0 and (first := lanes.index(expert)) < lane:
+                raise ValueError(
+                    f"topk_idx[{token}] names expert {expert} twice, in lanes {first} and {lane}; a token may choose an expert once"
+                )
