@@ -41,6 +41,7 @@ def _worker(
             bind_this_rank()
         timeout = datetime.timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timeout)
+        dist.barrier()  # else a rank that ends at once closes connections that others still make
         result = fn(rank, num_ranks, *args)
         connection.send((True, result))
     except BaseException:  # the parent re-raises it, whatever it was
