@@ -26,7 +26,8 @@ class Ran:
 
     def why(self) -> str:
         """Return what it said last, in one line."""
-        lines = [line.strip() for line in (self.errors.strip() or self.output).splitlines() if line.strip()]
+        lines = [line.strip() for line in (self.errors.strip() or self.output).splitlines()]
+        lines = [line for line in lines if line and not line.startswith("{")]  # which is a fact
         return lines[-1] if lines else f"it ended with code {self.code} and said nothing"
 
 
@@ -36,8 +37,10 @@ def run(command: list[str], timeout_s: float) -> Ran:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout_s)
     except OSError as error:
         return Ran(None, errors=f"{command[0]} does not start: {error.strerror}")
-    except subprocess.TimeoutExpired:
-        return Ran(None, errors=f"no end within {timeout_s:g} s: the machine is busy, or it hangs")
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout or b""  # bytes, whatever `text` says
+        said = output if isinstance(output, str) else output.decode(errors="replace")
+        return Ran(None, said, f"no end within {timeout_s:g} s: the machine is busy, or it hangs")
     return Ran(done.returncode, done.stdout, done.stderr)
 
 
@@ -90,12 +93,12 @@ class Environment:
         return topology.read(self.root)
 
     def lacks(self, need: str) -> str:
-        """Return why there is no `need` ("torch" or "features" of the facts, "GPUs", "NICs") to look at, "" where there is."""
+        """Return why there is no `need` ("torch", "cuda" or "features" of the facts, "GPUs", "NICs") to look at, "" where there is."""
         if need == "GPUs":
             return "" if self.gpus else "CUDA sees no GPU"
         if need == "NICs":
             return "" if self.machine.nics else "no RDMA device in /sys/class/infiniband; only GPUs of several hosts need one"
-        return "" if need in self.facts else "not looked at, as PyTorch or deepep_moe does not import"
+        return "" if need in self.facts else "not looked at, because a check above found a fault"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ _LEAST_CAPABILITY = [8, 0]  # docs/install.md
 @check("GPUs", "torch")
 def gpus(env: Environment) -> tuple[str, ...]:
     """PyTorch sees GPUs, and all are new enough. Its message says it where the driver is missing or too old."""
+    if "cuda" not in env.facts:
+        return FAULT, f"looking at them ended or held up the process: {env.facts['error']}", "see whether nvidia-smi works"
     cards, visible, error = len(env.machine.gpus), env.variables.get("CUDA_VISIBLE_DEVICES"), env.facts["cuda"]["error"]
     if not env.gpus and not cards:
         return ABSENT, error or "there is none"

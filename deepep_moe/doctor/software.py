@@ -46,7 +46,7 @@ def torch(env: Environment) -> tuple[str, ...]:
     return OK, f"{version}, {f'CUDA {cuda}' if cuda else 'without CUDA'}"
 
 
-@check("deepep_moe", "torch")
+@check("deepep_moe", "cuda")
 def library(env: Environment) -> tuple[str, ...]:
     """The library imports, and its module that links PyTorch is there and of this PyTorch."""
     features = env.facts.get("features")

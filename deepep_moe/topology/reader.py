@@ -39,7 +39,11 @@ def allowed_cpus_of(process: int | str, root: str | Path = "/") -> tuple[int, ..
 def _cpu(tree: Tree) -> Cpu:
     lines = re.findall(r"^(vendor_id|cpu family|model)\s*: (\S+)$", tree.text("proc/cpuinfo"), flags=re.MULTILINE)
     facts = dict(reversed(lines))  # of the first processor
-    return Cpu(platform.machine(), facts.get("vendor_id", ""), int(facts.get("cpu family", 0)), int(facts.get("model", 0)))
+    return Cpu(platform.machine(), facts.get("vendor_id", ""), _number(facts.get("cpu family")), _number(facts.get("model")))
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text and text.isdecimal() else 0  # POWER's model is a name
 
 
 def _nodes(tree: Tree) -> tuple[NumaNode, ...]:
@@ -97,12 +101,12 @@ def _nics(tree: Tree, nodes: tuple[NumaNode, ...]) -> tuple[Nic, ...]:
         link = f"{_INFINIBAND}/{name}"
         driver = tree.root / link / "device/driver"
         device = _device(tree, f"{link}/device", name, nodes)
-        ports = tuple(_port(tree, f"{link}/ports/{number}", int(number)) for number in tree.names(f"{link}/ports"))
-        nics.append(Nic(name, driver.resolve().name if driver.exists() else "", device, ports))
+        ports = tuple(_port(tree, f"{link}/ports/{number}", int(number)) for number in tree.names(f"{link}/ports") if number.isdecimal())
+        nics.append(Nic(name, driver.resolve().name if os.path.exists(driver) else "", device, ports))
     return tuple(sorted(nics, key=lambda nic: nic.pci.bus_id))
 
 
 def _port(tree: Tree, folder: str, number: int) -> Port:
-    rate = re.match(r"[\d.]+(?= Gb/sec)", tree.text(f"{folder}/rate"))
+    rate = re.match(r"\d+(\.\d+)?(?= Gb/sec)", tree.text(f"{folder}/rate"))
     state = tree.text(f"{folder}/state").rpartition(":")[2].strip()  # such as "4: ACTIVE"
     return Port(number, state, tree.text(f"{folder}/link_layer"), float(rate[0]) if rate else 0.0)

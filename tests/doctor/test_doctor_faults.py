@@ -2,12 +2,13 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 from doctor_machine import Machine
 
 from deepep_moe.doctor import software
-from deepep_moe.doctor.base import ABSENT, FAULT, OK, WARNING, Ran
+from deepep_moe.doctor.base import ABSENT, FAULT, OK, WARNING, Ran, run
 from deepep_moe.doctor.page import TESTS, as_text, backends, examine, exit_code
 
 HEALTHY = {"shm": "", "nvlink": "", "nvshmem": "", "collective": ""}
@@ -115,6 +116,24 @@ def test_pytorch_that_does_not_import(machine):
     facts = {"torch": machine.torch, "cuda": machine.cuda, "features": machine.features}
     machine.ran["facts.py"] = Ran(-11, json.dumps(facts))
     assert only(machine, "NVSHMEM", FAULT)[0].text.startswith("loading it ended the process")
+
+
+@pytest.mark.parametrize(
+    ("code", "errors", "words"),
+    [(None, "no end within 120 s", "no end within 120 s"), (-11, "", "ended with code -11")],
+    ids=("hang", "crash"),
+)
+def test_cuda_that_ends_or_hangs_the_process(code, errors, words, machine):
+    machine.ran["facts.py"] = Ran(code, json.dumps({"torch": machine.torch}) + "\n", errors)
+    found, serves = only(machine, "GPUs", FAULT)
+    assert words in found.text and "nvidia-smi" in found.advice and "{" not in found.text
+    assert serves["nvlink"] and serves["nvshmem"]
+    assert finding(machine, "deepep_moe").text.startswith("not looked at")
+
+
+def test_program_that_hangs_leaves_what_it_said():
+    said = run([sys.executable, "-c", "import time; print('first', flush=True); time.sleep(60)"], 5)
+    assert said.code is None and said.output == "first\n" and "no end within 5 s" in said.why()
 
 
 def test_gpus_that_pytorch_does_not_see(machine):

@@ -31,6 +31,17 @@ def test_links_in_a_circle(azure):
     assert [own.node for own in place(found, 8)] == [None, 0, 0, 0, 1, 1, 1, 1], "the driver's folder still has the first GPU"
 
 
+def test_numbers_that_are_none(azure):
+    """POWER names its model, and a driver may have other files beside its ports."""
+    (azure / "proc/cpuinfo").write_text("model\t\t: 8335-GTW\n")
+    ports = azure / "sys/class/infiniband/mlx5_0/ports"
+    (ports / "1/rate").write_text("1.2.3 Gb/sec\n")
+    (ports / "README").mkdir()
+    found = read(azure)
+    nic = next(nic for nic in found.nics if nic.name == "mlx5_0")
+    assert found.cpu.model == 0 and [(port.number, port.rate_gbps) for port in nic.ports] == [(1, 0.0)]
+
+
 def test_offline_cpus_and_holes(tmp_path):
     """SMT is off, CPU 3 is offline, node 1 was unplugged, and node 3 has memory only."""
     tree = machine_trees.MachineTree(tmp_path, machine_trees.AMD, "0-7")
