@@ -1,6 +1,5 @@
 """Every picture is shown, charts are drawn from the records, and tables of peers repeat what was measured."""
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -97,19 +96,6 @@ def test_tables_of_other_libraries_repeat_the_records(page):
             record = figures.record_of(operation, library)
             assert cell == ("none" if record is None else f"{record['us_median']:.0f} us"), (operation, library)
             assert record is None or (record["num_tokens"], record["num_ranks"]) == (int(num_tokens), 2)
-
-
-def test_table_of_the_drop_in_repeats_its_record():
-    records = json.loads((ROOT / "benchmarks" / "results" / "h100-peers-drop-in-2026-11-26.json").read_text())
-    rows = re.findall(
-        r"^\| (dispatch|combine), (on a busy|from an idle) stream \| (.+) \|$", PAGES[ROOT / "docs" / "benchmarks.md"], re.MULTILINE
-    )
-    assert len(rows) == 3
-    for op, which, cells in rows:
-        for cell, prefix in zip(cells.split(" | "), ("", "drop_in ", "drop_in_v2 ", "deep_ep "), strict=True):
-            kind = {"name": f"{prefix}{op} bf16 rank", "num_tokens": 4096} | ({} if prefix else {"num_sms": None})
-            (record,) = [record for record in records if {field: record[field] for field in kind} == kind]
-            assert cell == f"{record['us_median' if which == 'on a busy' else 'call_us']:.0f} us", (op, which, prefix)
 
 
 # ---- versions ----
