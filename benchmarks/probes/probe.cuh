@@ -15,5 +15,3 @@
             std::exit(1);                                                                        \
         }                                                                                        \
     } while (0)
-
-__device__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
