@@ -20,6 +20,7 @@ import argparse
 import dataclasses
 import functools
 import statistics
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -332,6 +333,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> None:
     given = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(Machine)}
+    sizes = {"num_tokens": options.num_tokens, "num_nodes": min(options.num_nodes), "num_sms": options.num_sms // 2}
+    if wrong := [name for name, value in (given | sizes).items() if value is not None and value <= 0]:
+        sys.exit(f"--{wrong[0].replace('_', '-')} is too small; sizes and rates are positive, and --num-sms is at least 2")
     machine = dataclasses.replace(MACHINES[options.machine], **{name: value for name, value in given.items() if value is not None})
     parts = small_records(machine, options.num_nodes) if options.low_latency else records(machine, options)
     made = []

@@ -49,6 +49,8 @@ def main(arguments: list[str]) -> None:
     if arguments[:1] in (["-h"], ["--help"]):
         print(__doc__)
         return
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in MODULES:
+        sys.exit(f"{arguments[0]!r} is no benchmark; choose from {', '.join(MODULES)}")
     name, *rest = with_name(arguments)
     module = importlib.import_module(f"benchmarks.{MODULES[name]}")
     parser = argparse.ArgumentParser(

@@ -4,7 +4,6 @@ One process, one GPU, a group of one rank: what the host does is the same with p
 its counts waits for the device too, so few tokens are dispatched.
 """
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -147,7 +146,3 @@ def all_us(shape: Shape, repeats: int) -> dict[str, list[float]]:
     for dense in (False, True):
         times["host gate dense" if dense else "host gate"] = gate_us(own_gate(shape, dense), shape, repeats)
     return times | {"host low-latency": low_latency_us(shape, repeats)}
-
-
-def medians(times: dict[str, list[float]]) -> dict[str, float]:
-    return {op: statistics.median(values) for op, values in times.items()}

@@ -107,7 +107,7 @@ def command_line(program: str) -> str:
 
 def _without_files(arguments: list[str]) -> list[str]:
     """Return the arguments that repeat a measurement, without the files that results went to."""
-    names = ("--json", "--plot", "--output")
+    names = ("--json", "--output")
     kept = [argument for before, argument in zip(["", *arguments], arguments, strict=False) if before not in names]
     return [argument for argument in kept if argument.split("=")[0] not in names]
 
