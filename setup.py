@@ -66,7 +66,10 @@ NAMED_ARCHITECTURES = {  # as PyTorch names them in TORCH_CUDA_ARCH_LIST
 LEAST_GCC = 11
 MODULES = os.environ.get("DEEPEP_MOE_MODULES", "_C,_torch,_nvshmem").split(",")
 BUILD_FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE")  # what a build needs beside csrc
-NUM_JOBS = int(os.environ.get("DEEPEP_MOE_BUILD_JOBS") or len(os.sched_getaffinity(0)))
+BUILD_JOBS = os.environ.get("DEEPEP_MOE_BUILD_JOBS") or str(len(os.sched_getaffinity(0)))
+if not BUILD_JOBS.isdecimal() or int(BUILD_JOBS) < 1:
+    raise SystemExit(f"DEEPEP_MOE_BUILD_JOBS is {BUILD_JOBS!r}; it must be a whole number of at least 1")
+NUM_JOBS = int(BUILD_JOBS)
 COMPILERS = threading.Semaphore(NUM_JOBS)  # the compilers that may still be started
 
 
@@ -369,7 +372,7 @@ def architectures(nvcc: str) -> dict[tuple[int, str], bool]:
         )
     variable = next((name for name in ARCHITECTURE_VARIABLES if os.environ.get(name)), "")
     chosen: dict[tuple[int, str], bool] = {}
-    for name in architecture_names(os.environ[variable] if variable else DEFAULT_ARCHITECTURES):
+    for name in architecture_names(os.environ[variable] if variable else DEFAULT_ARCHITECTURES, known):
         number, suffix, wants_ptx = parse_architecture(name)
         if variable == "TORCH_CUDA_ARCH_LIST" and 0 < number < LEAST_ARCHITECTURE:
             print(f"deepep_moe: {variable} names {name}, and deepep_moe has kernels for 8.0 and newer only")
@@ -383,11 +386,17 @@ def architectures(nvcc: str) -> dict[tuple[int, str], bool]:
     return dict(sorted(chosen.items()))
 
 
-def architecture_names(text: str) -> list[str]:
-    """Return the names in `text`, which semicolons, commas or spaces separate; `native` becomes the GPUs of this machine."""
+def architecture_names(text: str, known: list[int]) -> list[str]:
+    """Return the names in `text`, which semicolons, commas or spaces separate. `native` becomes the GPUs of this machine, and a name of
+    PyTorch's those of its GPUs that nvcc knows."""
     names: list[str] = []
     for word in re.split(r"[;,\s]+", text.strip("; ,")):
-        names += native_architectures() if word == "native" else NAMED_ARCHITECTURES.get(word.lower(), word).split(";")
+        if word == "native":
+            names += native_architectures()
+        elif several := NAMED_ARCHITECTURES.get(word.lower()):
+            names += [name for name in several.split(";") if parse_architecture(name)[0] in known]
+        else:
+            names.append(word)
     return names
 
 

@@ -38,8 +38,8 @@ __device__ __noinline__ void catch_up(const GpuContext& c, unsigned long long ca
     __syncthreads();
 }
 
-// The call whose stamp says why `peer` is not in call `sequence`, of which it sent a refusal, or of a later call: it waits for nobody where
-// the host refuses calls, this one too, or where its kernels have failed, maybe after it had entered this one.
+// Returns the call whose stamp says why `peer` is not in call `sequence`. `word` is its refusal of this call or of a later one: a rank that
+// refuses waits for nobody, so it may be ahead. If it has refused this call too, the stamp of this call says why.
 __device__ __noinline__ long long refused_call(const GpuContext& c, unsigned long long sequence, unsigned long long word, int peer) {
     const bool has_refused_this = Workspace(c, c.rank).stamp(sequence, peer)->what == 0;
     return static_cast<long long>(has_refused_this ? sequence : word >> kValueBits);
@@ -89,7 +89,7 @@ struct Plan : TokenCounts {
 
     __device__ void refuse(const Workspace& theirs) const {
         GpuStamp& stamp = *theirs.stamp(sequence, c.rank);
-        if (!is_refusal()) stamp.reason[0] = '\0', stamp.why = own_failure(c);
+        if (!is_refusal()) stamp.what = 0, stamp.reason[0] = '\0', stamp.why = own_failure(c);
         store_release(theirs.entered(sequence, c.rank), sequence << kValueBits);
     }
 

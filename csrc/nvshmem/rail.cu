@@ -164,7 +164,7 @@ struct Meeting {
         if (threadIdx.x == 0) {
             const unsigned long long seen = p.stamp.what == 0 || gave_up(c) ? 0 : wait_for_entry(sequence);
             met = seen == (sequence << kValueBits | digest(p.stamp.what));
-            const bool refuses = (seen & kRefused) == 0;  // this call, or a later one where that rank has failed
+            const bool refuses = (seen & kRefused) == 0;  // That rank refuses this call, or a later one if it has failed.
             if (seen != 0 && !met)
                 report(c, refuses ? kPeerRefused : kMismatch, rail_peer(node), GpuPhase::kNone,
                        static_cast<long long>(refuses ? seen >> kValueBits : sequence), 0);

@@ -190,6 +190,29 @@ def test_calls_after_a_failure(num_layers):
     run_ranks(calls_after_a_failure, 2, num_layers)
 
 
+def calls_after_a_refusal(rank, num_ranks):
+    """Rank 1 refuses a call, and both refuse the next twelve, each because of the other. Both errors name rank 1."""
+    buffer, x, idx = make_buffer(rank)
+    communicator = buffer.calls.backend._exchange
+    buffer.calls.backend._exchange = Unchecked(communicator)
+    if rank == 1:
+        buffer.refuse(ValueError("no rows"))
+    else:
+        buffer.dispatch(x, idx, num_recv_rows=64)
+    for _ in range(6):
+        out = buffer.dispatch(x, idx, num_recv_rows=64)
+        buffer.combine(out.recv_x, out.handle)
+    torch.cuda.synchronize()
+    buffer.calls.backend._exchange = communicator
+    with pytest.raises(EPPeerError, match="rank 1 did not make its call"):
+        buffer.check()
+    dist.barrier()
+
+
+def test_calls_after_a_refusal():
+    run_ranks(calls_after_a_refusal, 2)
+
+
 def exceeded_bound(rank, num_ranks):
     buffer, x, idx = make_buffer(rank)
     with pytest.raises(EPCapacityError, match="rank 0 would receive 7 rows, more than its num_recv_rows of 3"):

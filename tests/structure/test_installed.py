@@ -90,6 +90,7 @@ def test_gpus_of_a_build_that_names_none(flags):
         ("10.0+PTX", ["100,code=[sm_100,compute_100]"]),
         ("sm_100a;120f", ["100a,code=[sm_100a]", "120f,code=[sm_120f]"]),
         ("Ampere", ["80,code=[sm_80]", "86,code=[sm_86,compute_86]"]),
+        ("Blackwell", ["100,code=[sm_100]", "120,code=[sm_120]"]),  # 10.3 and 12.1 are newer than this nvcc
     ],
 )
 def test_gpus_that_are_named(flags, given, expected):

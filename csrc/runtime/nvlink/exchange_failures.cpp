@@ -131,11 +131,11 @@ GpuStamp NvlinkExchange::stamp_of(int peer, long long call) const {
     };
     const GpuStamp stamp = read(static_cast<unsigned long long>(call));
     if (!may_be_overwritten(peer, call)) return stamp;
-    // A rank whose kernels have failed refuses all calls that are enqueued, and each of its stamps says why.
+    // A rank without room refuses all calls that are enqueued, and each of its stamps says why. It found that with the counts of all ranks,
+    // so it was in no later call. Other failures may be of a later one.
     if (const auto entry = last_entry_of(peer); entry % (1u << kValueBits) == 0) {
-        GpuStamp last = read(entry >> kValueBits);
-        last.what = 0;
-        if (last.reason[0] == '\0' && last.why.kind != kNoFailure) return last;
+        const GpuStamp last = read(entry >> kValueBits);
+        if (last.reason[0] == '\0' && last.why.kind == kExceededBound) return last;
     }
     const std::string name = "rank " + std::to_string(numbers_.of(peer));
     GpuStamp lost{};

@@ -15,12 +15,6 @@ void check_launch(const char* error) {
     if (error != nullptr) throw std::runtime_error(error);
 }
 
-// Of a row as it crosses: in fp8 its scales lie behind it.
-int64_t bytes_of_row(const LowLatencyConfig& c, LowLatencyWhat what) {
-    if (what.fp8) return round_up(c.hidden + 4 * (c.hidden / kScaleBlock), 16);
-    return c.hidden * (what.dtype == DType::kFloat32 ? 4 : 2);
-}
-
 }  // namespace
 
 LowLatencyRail::LowLatencyRail(const LowLatencyConfig& config, const LowLatencyRailShim& shim, const std::vector<uintptr_t>& bases,
