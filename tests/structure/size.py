@@ -10,10 +10,10 @@ ROOT = Path(__file__).parents[2]
 SOURCES = (".py", ".pyi", ".cpp", ".h", ".cu", ".cuh")
 LIMITS = {
     "lines of deepep_moe, csrc and integrations": 43_700,
-    "lines of benchmarks": 5_900,
-    "lines of tests": 37_400,
-    "words of docs and README": 54_500,
-    "lines of JSON in benchmarks": 2_700,
+    "lines of benchmarks": 5_850,
+    "lines of tests": 37_500,
+    "words of docs and README": 52_300,
+    "lines of JSON in benchmarks": 2_000,
 }
 
 
