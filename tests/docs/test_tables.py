@@ -117,6 +117,18 @@ def test_layer_with_fp8_experts():
     assert f"in each forward it is {each_of_both[0]:.1f}" in text and f"{each_of_both[1]:.1f}" == f"{each_of_both[0]:.1f}"
 
 
+def test_fast_mode_of_deepspeed():
+    """Its columns stand in the rows of exact mode, whose comments name the record."""
+    page = (DOCS / "benchmarks.md").read_text()
+    rows = re.findall(r"^\|.+\| (\S+) ms \| (\S+)x \| <!-- (\S+-ep2-\S+) (deepspeed .+) / deepspeed -->$", page, re.MULTILINE)
+    rows = [row for row in rows if " exact " in row[3]]
+    assert len(rows) == 6
+    for ms, ratio, file, op in rows:
+        records = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
+        record = only(records, op=op.replace(" exact ", " fast "), rival="deepspeed")
+        assert (ms, ratio) == (f"{record['us_median'] / 1e3:.1f}", f"{record['ratio']:.1f}"), op
+
+
 def figures_of(file):
     """Microseconds by (backend, operation, wire, half)."""
     return {(r["backend"], r["op"], r["wire"], r["half"]): f"{r['us_median']:.1f}" for r in records_of(file)}
