@@ -12,7 +12,7 @@ LIMITS = {
     "lines of deepep_moe, csrc and integrations": 43_700,
     "lines of benchmarks": 5_850,
     "lines of tests": 37_500,
-    "words of docs and README": 52_300,
+    "words of docs and README": 50_000,
     "lines of JSON in benchmarks": 2_000,
 }
 
