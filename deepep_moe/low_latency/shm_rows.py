@@ -13,7 +13,7 @@ from torch import Tensor
 from deepep_moe import _C
 from deepep_moe.group.settings import Settings
 from deepep_moe.ops import ue8m0
-from deepep_moe.ops.quant import FP8, dequantize_fp8, quantize_fp8
+from deepep_moe.ops.quant import FP8, dequantize_fp8, next_powers_of_two, quantize_fp8
 
 _CPU = torch.device("cpu")  # whatever the caller's default device is
 
@@ -180,7 +180,7 @@ class CombineRows:
             num_tokens = int(self._state.num_tokens[rank])
             weights = self._state.weights[rank] if self._topk_weights is None else self._areas.of(s.rank, rank, number).weights
             rows = self._state.rows[rank, :num_tokens].long()
-            sums = torch.zeros((num_tokens, s.hidden), device=_CPU)
+            sums = torch.zeros((num_tokens, s.hidden), dtype=torch.float32, device=_CPU)
             for lane in range(s.num_topk):
                 here = (rows[:, lane] >= 0).nonzero()[:, 0]
                 sums[here] += weights[here, lane, None] * x[rows[here, lane]].float()
@@ -191,7 +191,8 @@ class CombineRows:
 
     def read(self, number: int, entered: int, arrived: int, values: list[int]) -> None:
         s, out = self._s, self._combined_x
-        masks, total = self._state.rank_masks[: len(out)], torch.zeros(out.shape, device=_CPU)
+        masks = self._state.rank_masks[: len(out)]
+        total = torch.zeros(out.shape, dtype=torch.float32, device=_CPU)
         for rank in members(arrived):
             tokens = (masks >> rank & 1).nonzero()[:, 0]
             total[tokens] += self._values(self._areas.of(s.rank, rank, number).slots, tokens)
@@ -215,9 +216,7 @@ def quantize_low_latency(x: Tensor, is_rounded: bool) -> tuple[Tensor, Tensor]:
     y, scales = quantize_fp8(x)
     if not is_rounded:
         return y, scales
-    mantissas, exponents = scales.frexp()
-    powers = torch.ldexp(torch.ones_like(scales), exponents - (mantissas == 0.5).int())
-    scales = torch.where(scales.isfinite(), powers, torch.inf)
+    scales = next_powers_of_two(scales)
     y = (x.float() / scales.repeat_interleave(_C.SCALE_BLOCK, dim=1)).clamp(-448, 448)
     return y.to(FP8), scales
 
