@@ -239,6 +239,7 @@ def interrupted(rank, _, operation, half):
     kind, error = shm_rows.DispatchRows if operation == "dispatch" else shm_rows.CombineRows, KeyboardInterrupt("while it moves")
 
     def moves(*_):
+        time.sleep(0.2)  # the peer waits for the rows by now
         raise error
 
     for _ in range(3):

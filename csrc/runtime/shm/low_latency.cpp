@@ -31,7 +31,7 @@ public:
     RankSet wait_entered(Heard heard);
     template <class Heard>
     RankSet wait_entered(int64_t* wait_ns, Heard heard);  // [num_ranks], to which it adds how long each rank was waited for
-    // Until `flag`, which rank `peer` sets, is `wanted`: true. False where the peer is masked. Throws where it is given up.
+    // Until `flag`, which rank `peer` sets, is `wanted`: true. False where the peer is masked. Throws where it is given up or refuses.
     bool wait(std::atomic_ref<uint64_t> flag, uint64_t wanted, int peer, const char* phase);
     void wait_resumed(int peer);
 
@@ -131,9 +131,11 @@ RankSet ShmLowLatency::Waits::wait_entered(int64_t* wait_ns, Heard heard) {
 bool ShmLowLatency::Waits::wait(std::atomic_ref<uint64_t> flag, uint64_t wanted, int peer, const char* phase) {
     if (flag.load(std::memory_order_acquire) == wanted) return true;
     Waiter waiter(*this);
+    const auto entered = owner_.turn(number_).entered(peer);
     const auto report = [&](auto&& tell) { tell(lack(peer, phase, number_of(flag.load(std::memory_order_acquire)))); };
     while (flag.load(std::memory_order_acquire) != wanted) {
         if (!owner_.takes_part(peer, number_)) return false;
+        owner_.check_refusal(peer, entered.load(std::memory_order_acquire));  // it may have been interrupted since it entered
         idle(waiter, RankSet{1} << peer, report);
     }
     return true;
@@ -271,25 +273,30 @@ void ShmLowLatency::send_rows(const ShmLowLatencyCall& call, RankSet ranks, Wait
     });
 }
 
+// Throws where `peer` has refused the call of its word of entry.
+void ShmLowLatency::check_refusal(int peer, uint64_t entered) const {
+    if (!what_of(entered).is_refused) return;
+    const char* text = reason(rank_, peer, number_of(entered));
+    throw PeerError(rank_name(peer) + " did not make its call: " + std::string(text, strnlen(text, kMaxReasonBytes)), peer);
+}
+
 void ShmLowLatency::check_entries(uint64_t number, RankSet ranks, const LowLatencyWhat& own) const {
     std::string others, others_along;
-    const auto dispatch_of = [&](int rank) {
-        return LowLatencyWhat::dispatch_near(number, LowLatencyWhat::value_in(turn(number).entered(rank).load(std::memory_order_acquire)));
-    };
+    const auto dispatch_of = [&](uint64_t entered) { return LowLatencyWhat::dispatch_near(number, LowLatencyWhat::value_in(entered)); };
+    const uint64_t own_entered = turn(number).entered(rank_).load(std::memory_order_acquire);
     for (int peer = 0; peer < config_.num_ranks; ++peer) {
         if (!contains(ranks, peer)) continue;
-        const LowLatencyWhat what = what_of(turn(number).entered(peer).load(std::memory_order_acquire));
-        if (what.is_refused) {
-            const char* text = reason(rank_, peer, number);
-            throw PeerError(rank_name(peer) + " did not make its call: " + std::string(text, strnlen(text, kMaxReasonBytes)), peer);
-        }
+        const uint64_t entered = turn(number).entered(peer).load(std::memory_order_acquire);  // once, as a refusal may replace it
+        check_refusal(peer, entered);
+        const LowLatencyWhat what = what_of(entered);
         if (what.packed() != own.packed()) others += "; " + rank_name(peer) + ": " + describe(what);
-        if (dispatch_of(peer) != dispatch_of(rank_)) others_along += "; " + rank_name(peer) + ": " + describe_combine(dispatch_of(peer));
+        if (dispatch_of(entered) != dispatch_of(own_entered))
+            others_along += "; " + rank_name(peer) + ": " + describe_combine(dispatch_of(entered));
     }
     const std::string start = "ranks make different calls: " + rank_name(rank_) + ": ";
     if (!others.empty()) throw MismatchError(start + describe(own) + others);
     if (own.operation == LowLatencyOperation::kCombine && !others_along.empty())
-        throw MismatchError(start + describe_combine(dispatch_of(rank_)) + others_along);
+        throw MismatchError(start + describe_combine(dispatch_of(own_entered)) + others_along);
 }
 
 void ShmLowLatency::receive(const ShmLowLatencyCall& call) {

@@ -128,6 +128,7 @@ private:
     void receive(const ShmLowLatencyCall& call);
     uint64_t begin();
     void publish_refusal(uint64_t number, RankSet ranks, const std::string& reason);
+    void check_refusal(int peer, uint64_t entered) const;
     void check_entries(uint64_t number, RankSet ranks, const LowLatencyWhat& own) const;
 
     Fate fate(uint64_t number) const;
