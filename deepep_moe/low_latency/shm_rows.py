@@ -4,7 +4,8 @@ The results are those of `deepep_moe.reference.low_latency`. Native code tells w
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.group.settings import Settings
+from deepep_moe.library import unwatched
 from deepep_moe.ops import ue8m0
 from deepep_moe.ops.quant import FP8, dequantize_fp8, next_powers_of_two, quantize_fp8
 
@@ -72,8 +74,22 @@ class State:
         self.weights = rows.view(torch.float32).view(shape)[..., 1]
 
 
+def _unwatched(move: Callable[..., None]) -> Callable[..., None]:
+    """Let nobody see what `move` does, which native code calls in the middle of a call."""
+
+    @wraps(move)
+    def move_unwatched(*args: Any) -> None:
+        with unwatched(), torch.inference_mode():
+            move(*args)
+
+    return move_unwatched
+
+
 class DispatchRows:
     """The rows of one dispatch of this rank."""
+
+    number = 0
+    """The number of the call, once it is sent."""
 
     def __init__(
         self, areas: Areas, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, state: Tensor, recv_x: Tensor,
@@ -84,7 +100,9 @@ class DispatchRows:
         self._state = State(state, self._s)
         self._recv_x, self._recv_x_scales, self._counts, self._statistics = recv_x, recv_x_scales, counts, statistics
 
+    @_unwatched
     def write(self, number: int, ranks: int) -> None:
+        self.number = number
         s, state = self._s, self._state
         check_routing(self._topk_idx, s.num_experts)
         state.number.fill_(number)
@@ -112,6 +130,7 @@ class DispatchRows:
         words = ue8m0.pack(scales) if self._is_rounded else scales
         return torch.cat((y.view(torch.uint8), words.view(torch.uint8)), 1)
 
+    @_unwatched
     def read(self, number: int, entered: int, arrived: int, values: list[int]) -> None:
         s, state = self._s, self._state
         num_local, capacity = s.num_local_experts, s.num_ranks * s.num_max_tokens_per_rank
@@ -147,19 +166,24 @@ class DispatchRows:
 class CombineRows:
     """The rows of one combine of this rank."""
 
-    def __init__(self, areas: Areas, x: Tensor, state: Tensor, topk_weights: Tensor | None, number: Tensor, combined_x: Tensor, fp8: bool):
+    number = 0
+    """The number of the call, once it is sent."""
+
+    def __init__(self, areas: Areas, x: Tensor, state: Tensor, topk_weights: Tensor | None, combined_x: Tensor, fp8: bool):
         self._areas, self._s, self._fp8 = areas, areas.settings, fp8
-        self._x, self._topk_weights, self._number, self._combined_x = x, topk_weights, number, combined_x
+        self._x, self._topk_weights, self._combined_x = x, topk_weights, combined_x
         self._state = State(state, self._s)
 
+    @_unwatched
     def write(self, number: int, ranks: int) -> None:
+        self.number = number
         self._check_state()
-        self._number.fill_(number)
         if self._topk_weights is None:
             return self._write_sums(number, ranks)
         for rank in members(ranks):
             self._areas.of(rank, self._s.rank, number).weights[: len(self._topk_weights)] = self._topk_weights
 
+    @_unwatched
     def write_weighted(self, number: int, ranks: int) -> None:
         self._write_sums(number, ranks)
 
@@ -189,6 +213,7 @@ class CombineRows:
             )
             self._areas.of(rank, s.rank, number).slots[:num_tokens, : sent.shape[1]] = sent
 
+    @_unwatched
     def read(self, number: int, entered: int, arrived: int, values: list[int]) -> None:
         s, out = self._s, self._combined_x
         masks = self._state.rank_masks[: len(out)]

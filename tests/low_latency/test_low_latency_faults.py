@@ -132,9 +132,10 @@ def fails_before_its_number(rank, _, backend):
     check_usable(buffer, x, idx)
 
 
-@on_every_backend
-def test_failure_before_the_number(backend):
-    run_ranks(fails_before_its_number, 2, backend)
+@pytest.mark.gpu
+def test_failure_before_the_number():
+    """On CPUs such a failure is told as one of the arguments: `interrupted_around_native_code`."""
+    run_ranks(fails_before_its_number, 2, "nvlink")
 
 
 def along_failed_dispatch(rank, _, learns_first):
@@ -270,6 +271,34 @@ def interrupted(rank, _, operation, half):
 )
 def test_interrupt_while_rows_are_moved(operation, half):
     run_ranks(interrupted, 2, operation, half)
+
+
+def interrupted_around_native_code(rank, _):
+    """All that may fail comes before a call has its number, so its peers are told; to receive it, nothing is made any more."""
+    buffer, x, idx = make("shm", rank, timeout_s=300)
+    out, error = buffer.dispatch(x, idx), KeyboardInterrupt("while it prepares")
+    calls = partial(buffer.dispatch, x, idx), partial(buffer.combine, torch.ones(2, 16, 128), out.handle)
+    fails = mock.patch.object(shm_rows.State, "__init__", side_effect=error)
+    for call in calls:
+        for how in ({}, {"return_hook": True}, {"async_op": True}):
+            began = time.monotonic()
+            if rank == 1:
+                with fails, pytest.raises(KeyboardInterrupt):
+                    call(**how)
+            else:
+                with pytest.raises(EPPeerError, match="rank 1 did not make its call: KeyboardInterrupt: while it prepares"):
+                    call(**how)
+                    buffer.finish_calls()
+            assert time.monotonic() - began < 60
+            check_usable(buffer, x, idx)
+        call(return_hook=True)
+        with fails:
+            buffer.finish_calls()
+        check_usable(buffer, x, idx)
+
+
+def test_interrupt_around_native_code():
+    run_ranks(interrupted_around_native_code, 2)
 
 
 def destroyed_with_an_error_kept(rank, _):

@@ -245,13 +245,19 @@ void ShmLowLatency::send(ShmLowLatencyCall& call) {
         send_rows(call, ranks, waits, served);
     } catch (const std::exception& error) {
         const RankSet unserved = ranks_in(call.number) & ~served;
-        if (waits.is_interrupted() || call.rows.is_interrupted())
+        if (note_interrupt(call, waits))
             unserved_ = unserved;  // the caller knows why
         else
             publish_refusal(call.number, unserved, told(error));
         set_fate(call.number, Fate::kFailed);
         throw;
     }
+}
+
+bool ShmLowLatency::note_interrupt(const ShmLowLatencyCall& call, const Waits& waits) {
+    if (!waits.is_interrupted() && !call.rows.is_interrupted()) return false;
+    interrupted_[call.number % kTurns] = call.number;
+    return true;
 }
 
 // `served`: the ranks that have all of the call, also where it throws.
@@ -315,6 +321,7 @@ void ShmLowLatency::receive(const ShmLowLatencyCall& call) {
         });
         call.rows.read(call.number, entered, arrived, values);
     } catch (...) {
+        note_interrupt(call, waits);
         set_fate(call.number, fate);
         throw;
     }
@@ -369,6 +376,7 @@ void ShmLowLatency::rejoin() {
     for (auto& call : first_calls_) call = num_sent_ + 1;  // those before are over, also for one that still waits in one
     masks_ = 0;
     for (auto& fate : fates_) fate = 0;
+    for (auto& call : interrupted_) call = 0;
 }
 
 }  // namespace deepep_moe

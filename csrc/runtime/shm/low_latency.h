@@ -92,8 +92,9 @@ public:
     ~ShmLowLatency();
 
     uint64_t num_calls() const { return num_sent_; }  // sent or refused so far
-    // The latest call was interrupted before all ranks had its rows; `refuse` tells these ranks, instead of taking part in another call.
-    bool is_broken_off() const { return unserved_ != 0; }
+    // One of the last calls was interrupted by `poll` or its rows. Where ranks lack the rows of the latest call, `refuse` tells these
+    // ranks, instead of taking part in another call.
+    bool is_interrupted(uint64_t number) const { return interrupted_[number % kTurns] == number; }
     int64_t workspace_bytes() const { return layout_.total_bytes; }
     int64_t handle_bytes() const { return LowLatencyHandleLayout(config_).total_bytes; }
     std::string path() const { return peers_.path(); }
@@ -126,6 +127,7 @@ private:
     void send(ShmLowLatencyCall& call);
     void send_rows(const ShmLowLatencyCall& call, RankSet ranks, Waits& waits, RankSet& served);
     void receive(const ShmLowLatencyCall& call);
+    bool note_interrupt(const ShmLowLatencyCall& call, const Waits& waits);
     uint64_t begin();
     void publish_refusal(uint64_t number, RankSet ranks, const std::string& reason);
     void check_refusal(int peer, uint64_t entered) const;
@@ -162,8 +164,9 @@ private:
 
     std::mutex sending_;  // and all that counts calls
     std::atomic<uint64_t> num_sent_ = 0;
-    std::atomic<RankSet> unserved_ = 0;                  // ranks that are still to learn why the latest call was broken off
-    std::array<std::atomic<uint64_t>, kTurns> fates_{};  // number << 2 | Fate, by turn
+    std::atomic<RankSet> unserved_ = 0;                        // ranks that are still to learn why the latest call was broken off
+    std::array<std::atomic<uint64_t>, kTurns> fates_{};        // number << 2 | Fate, by turn
+    std::array<std::atomic<uint64_t>, kTurns> interrupted_{};  // numbers of calls, by turn
     std::atomic<RankSet> masks_ = 0;
     std::array<std::atomic<uint64_t>, kLowLatencyMaxHostRanks> first_calls_{};  // in which the rank takes part, after it was masked
 };
