@@ -19,7 +19,8 @@ std::unique_ptr<ShmLowLatency> make(int num_ranks, int rank, int num_experts, in
     return made;
 }
 
-// Rows that an object of Python moves. Its ValueError is told to the peers; another error is for the caller to tell.
+// Rows that an object of Python moves. Its `argument_error` is told to the peers; another error, of whatever class, is for the caller to
+// tell.
 class PythonRows final : public LowLatencyRows {
 public:
     explicit PythonRows(py::handle rows) : rows_(rows) {}
@@ -38,9 +39,9 @@ private:
         try {
             rows_.attr(method)(args...);
         } catch (py::error_already_set& error) {
-            if (error.matches(PyExc_ValueError)) throw std::invalid_argument(py::str(error.value()));
-            is_interrupted_ = true;
-            throw;
+            is_interrupted_ = !error.matches(rows_.attr("argument_error"));
+            if (is_interrupted_) throw;
+            throw std::invalid_argument(py::str(error.value()));
         }
     }
 

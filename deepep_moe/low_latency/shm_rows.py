@@ -20,6 +20,10 @@ from deepep_moe.ops.quant import FP8, dequantize_fp8, next_powers_of_two, quanti
 _CPU = torch.device("cpu")  # whatever the caller's default device is
 
 
+class ArgumentError(ValueError):
+    """Bad values of an argument. The caller gets a ValueError, and native code tells the peers."""
+
+
 class Area(NamedTuple):
     """What one rank has in the memory of another for one call."""
 
@@ -88,6 +92,7 @@ def _unwatched(move: Callable[..., None]) -> Callable[..., None]:
 class DispatchRows:
     """The rows of one dispatch of this rank."""
 
+    argument_error = ArgumentError
     number = 0
     """The number of the call, once it is sent."""
 
@@ -166,6 +171,7 @@ class DispatchRows:
 class CombineRows:
     """The rows of one combine of this rank."""
 
+    argument_error = ArgumentError
     number = 0
     """The number of the call, once it is sent."""
 
@@ -191,12 +197,12 @@ class CombineRows:
         """PyTorch does not count every change of the handle's memory."""
         s, state = self._s, self._state
         if (state.num_tokens < 0).any():
-            raise ValueError("handle is of a dispatch that was not received; call its hook, or wait for its event, before combine")
+            raise ArgumentError("handle is of a dispatch that was not received; call its hook, or wait for its event, before combine")
         is_token = torch.arange(s.num_max_tokens_per_rank, device=_CPU) < state.num_tokens[:, None]
         most_rows = s.num_experts * s.num_max_tokens_per_rank
         is_out = (state.num_tokens > s.num_max_tokens_per_rank).any() or (state.rows.amax(2) >= most_rows)[is_token].any()
         if is_out or (state.rank_masks[: len(self._combined_x)] >> s.num_ranks != 0).any():
-            raise ValueError("the state of this handle was changed after its dispatch; dispatch again")
+            raise ArgumentError("the state of this handle was changed after its dispatch; dispatch again")
 
     def _write_sums(self, number: int, ranks: int) -> None:
         s, x = self._s, self._x.view(-1, self._s.hidden)
@@ -247,7 +253,7 @@ def quantize_low_latency(x: Tensor, is_rounded: bool) -> tuple[Tensor, Tensor]:
 
 
 def check_routing(topk_idx: Tensor, num_experts: int) -> None:
-    """Raise ValueError for the first token with an expert that does not exist, or the same one twice."""
+    """Raise ArgumentError for the first token with an expert that does not exist, or the same one twice."""
     ordered = topk_idx.sort(1).values
     is_twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     if not (is_twice.any() or (topk_idx < -1).any() or (topk_idx >= num_experts).any()):
@@ -255,8 +261,8 @@ def check_routing(topk_idx: Tensor, num_experts: int) -> None:
     for token, lanes in enumerate(topk_idx.tolist()):
         for lane, expert in enumerate(lanes):
             if not -1 <= expert < num_experts:
-                raise ValueError(f"topk_idx[{token}, {lane}] is {expert}; it must be -1 (no expert) or 0 to {num_experts - 1}")
+                raise ArgumentError(f"topk_idx[{token}, {lane}] is {expert}; it must be -1 (no expert) or 0 to {num_experts - 1}")
             if expert >= 0 and (first := lanes.index(expert)) < lane:
-                raise ValueError(
+                raise ArgumentError(
                     f"topk_idx[{token}] names expert {expert} twice, in lanes {first} and {lane}; a token may choose an expert once"
                 )

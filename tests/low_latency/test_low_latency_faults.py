@@ -234,33 +234,34 @@ def test_failure_on_the_thread(call):
 # ---- interrupts while rows are moved ----
 
 
+class Stop(ValueError):
+    """A handler's own error, which is no wrong argument."""
+
+
 def interrupted(rank, _, operation, half):
-    """What a signal's handler raises while rank 1 writes is told in the same call, while it reads in the next."""
+    """What a signal's handler raises, of any class, is told in the same call while rank 1 writes, and in the next while it reads."""
     buffer, x, idx = make("shm", rank)
-    kind, error = shm_rows.DispatchRows if operation == "dispatch" else shm_rows.CombineRows, KeyboardInterrupt("while it moves")
-
-    def moves(*_):
-        time.sleep(0.2)  # the peer waits for the rows by now
-        raise error
-
-    for _ in range(3):
-        out = buffer.dispatch(x, idx)
+    kind = shm_rows.DispatchRows if operation == "dispatch" else shm_rows.CombineRows
+    for kind_of_error in (KeyboardInterrupt, Stop, EPError):
+        error, out = kind_of_error("while it moves"), buffer.dispatch(x, idx)
         weights = torch.ones(4, 2) if half == "write_weighted" else None
+        told = partial(pytest.raises, EPPeerError, match=f"rank 1 did not make its call: {kind_of_error.__name__}: while it moves")
+
+        def moves(*_, error=error):
+            time.sleep(0.2)  # the peer waits for the rows by now
+            raise error
 
         def call(out=out, weights=weights):
             return buffer.dispatch(x, idx) if operation == "dispatch" else buffer.combine(out.recv_x, out.handle, topk_weights=weights)
 
-        with mock.patch.object(kind, half, moves) if rank == 1 else nullcontext():
-            if rank == 1:
-                with pytest.raises(KeyboardInterrupt, match="while it moves"):
-                    call()
-            elif half != "read":
-                with pytest.raises(EPPeerError, match="rank 1 did not make its call: KeyboardInterrupt: while it moves"):
-                    call()
-            else:
+        if rank == 1:
+            with mock.patch.object(kind, half, moves), pytest.raises(kind_of_error) as raised:
                 call()
-        if half == "read" and rank == 0:
-            with pytest.raises(EPPeerError, match="rank 1 did not make its call: KeyboardInterrupt: while it moves"):
+            assert raised.value is error
+        else:
+            if half == "read":
+                call()
+            with told():
                 call()
         check_usable(buffer, x, idx)
 
