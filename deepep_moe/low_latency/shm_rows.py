@@ -40,8 +40,8 @@ class Areas:
 
     def __init__(self, native: Any, settings: Settings):
         self.settings = settings
-        self.counting = threading.Lock()
-        """Held while rows are counted: two threads may receive."""
+        self.counting = threading.RLock()
+        """Held while rows are counted: two threads may receive, and so may a signal's handler of one that does."""
         self._native = native
 
     def close(self) -> None:

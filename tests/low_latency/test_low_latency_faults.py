@@ -274,6 +274,36 @@ def test_interrupt_while_rows_are_moved(operation, half):
     run_ranks(interrupted, 2, operation, half)
 
 
+def calls_from_a_handler(rank, _):
+    """A signal's handler may run while Python writes rows. It may not use the buffer, and the call that it interrupts goes on."""
+    buffer, x, idx = make("shm", rank)
+    calls = (
+        partial(buffer.dispatch, x, idx), partial(buffer.dispatch, x, idx, return_hook=True), partial(buffer.dispatch, x, idx + 9),
+        partial(buffer.refuse, ValueError("of a handler")), partial(buffer.mask_rank, 1 - rank), buffer.rejoin,
+    )  # fmt: skip
+    own, refused = shm_rows.check_routing, []
+
+    def handle(*_):
+        for call in calls:
+            with pytest.raises(EPError, match="a signal's handler calls the buffer whose call it interrupts"):
+                call()
+            refused.append(call)
+
+    def interrupts(*arguments):
+        signal.raise_signal(signal.SIGALRM)
+        own(*arguments)
+
+    signal.signal(signal.SIGALRM, handle)
+    with mock.patch.object(shm_rows, "check_routing", interrupts) if rank == 0 else nullcontext():
+        check_usable(buffer, x, idx)
+    assert len(refused) == (len(calls) if rank == 0 else 0)
+    check_usable(buffer, x, idx)
+
+
+def test_calls_from_a_handler():
+    run_ranks(calls_from_a_handler, 2)
+
+
 def interrupted_around_native_code(rank, _):
     """All that may fail comes before a call has its number, so its peers are told; to receive it, nothing is made any more."""
     buffer, x, idx = make("shm", rank, timeout_s=300)

@@ -13,12 +13,32 @@ namespace {
 
 constexpr uint64_t kMagic = 0x64656570'4c4c0001;  // plus the rank, in the word of its own `resumed` that no peer writes
 constexpr const char* kEntry = "entry into the call";
+constexpr const char* kFromHandler = "a signal's handler calls the buffer whose call it interrupts; make the call once that one is over";
 
 std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
 uint64_t number_of(uint64_t flag) { return flag >> kWhatBits; }
 LowLatencyWhat what_of(uint64_t flag) { return LowLatencyWhat::unpacked(LowLatencyWhat::packed_in(flag)); }
 
 }  // namespace
+
+// Holds `sending_`. Rows may be moved by code of Python, and so run a signal's handler, which may call the same buffer.
+class ShmLowLatency::Sending {
+public:
+    explicit Sending(ShmLowLatency& owner) : owner_(owner) {
+        if (owner.sender_ == std::this_thread::get_id()) throw ThreadsError(kFromHandler);
+        owner.sending_.lock();
+        owner.sender_ = std::this_thread::get_id();
+    }
+    ~Sending() {
+        owner_.sender_ = std::thread::id();
+        owner_.sending_.unlock();
+    }
+    Sending(const Sending&) = delete;
+    Sending& operator=(const Sending&) = delete;
+
+private:
+    ShmLowLatency& owner_;
+};
 
 // The waits of one call.
 class ShmLowLatency::Waits final : public PeerMonitor {
@@ -229,14 +249,14 @@ void ShmLowLatency::publish_refusal(uint64_t number, RankSet ranks, const std::s
 
 void ShmLowLatency::refuse(const std::string& text) {
     peers_.check_owner();
-    const std::lock_guard lock(sending_);
+    const Sending sending(*this);
     if (const RankSet unserved = unserved_.exchange(0)) return publish_refusal(num_sent_, unserved, text);
     const uint64_t number = begin();
     publish_refusal(number, ranks_in(number), text);
 }
 
 void ShmLowLatency::send(ShmLowLatencyCall& call) {
-    const std::lock_guard lock(sending_);
+    const Sending sending(*this);
     call.number = begin();
     const RankSet ranks = ranks_in(call.number);
     Waits waits(*this, call.number);
@@ -346,7 +366,7 @@ void ShmLowLatency::forget_flags(int source) {
 
 void ShmLowLatency::mask(int rank, bool masked) {
     peers_.check_owner();
-    const std::lock_guard lock(sending_);
+    const Sending sending(*this);
     const RankSet bit = RankSet{1} << rank;
     if (masked) {
         masks_ |= bit;
@@ -361,7 +381,7 @@ void ShmLowLatency::mask(int rank, bool masked) {
 
 void ShmLowLatency::rejoin() {
     peers_.check_owner();
-    const std::lock_guard lock(sending_);
+    const Sending sending(*this);
     std::array<uint64_t, kLowLatencyMaxHostRanks> told{};
     for (int peer = 0; peer < config_.num_ranks; ++peer)
         if (peer != rank_) Waits(*this, num_sent_).wait_resumed(peer);

@@ -13,6 +13,7 @@
 #include <functional>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "common/errors.h"
@@ -122,6 +123,7 @@ public:
 
 private:
     enum class Fate : uint64_t { kOpen, kFailed, kHeard };  // kFailed: or refused; kHeard: all ranks have entered the call
+    class Sending;
     class Waits;
 
     void send(ShmLowLatencyCall& call);
@@ -162,7 +164,8 @@ private:
     std::array<std::byte*, kLowLatencyMaxHostRanks> workspaces_{};
     std::function<void()> poll_;
 
-    std::mutex sending_;  // and all that counts calls
+    std::mutex sending_;                     // and all that counts calls
+    std::atomic<std::thread::id> sender_{};  // that holds it
     std::atomic<uint64_t> num_sent_ = 0;
     std::atomic<RankSet> unserved_ = 0;                        // ranks that are still to learn why the latest call was broken off
     std::array<std::atomic<uint64_t>, kTurns> fates_{};        // number << 2 | Fate, by turn
