@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
+from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.group.settings import Settings
 from deepep_moe.library import unwatched
+from deepep_moe.low_latency.base import DESTROYED
 from deepep_moe.ops import ue8m0
 from deepep_moe.ops.quant import FP8, dequantize_fp8, next_powers_of_two, quantize_fp8
 
@@ -42,21 +44,26 @@ class Areas:
         self.settings = settings
         self.counting = threading.RLock()
         """Held while rows are counted: two threads may receive, and so may a signal's handler of one that does."""
-        self._native = native
+        self._slots, self._slot_bytes = native.slots, native.slot_bytes
+        self._area: Callable[[int, int, int], memoryview] = native.area
 
     def close(self) -> None:
         """Let go of the memory, whatever still refers to this: peers learn that a buffer was destroyed once it is freed."""
-        self._native = None
+        self._area = _destroyed_area
 
     def of(self, owner: int, source: int, number: int) -> Area:
         """Return what `source` writes for call `number` into the memory of `owner`."""
-        s, native = self.settings, self._native
-        memory = torch.frombuffer(native.area(owner, source, number), dtype=torch.uint8)
+        s = self.settings
+        memory = torch.frombuffer(self._area(owner, source, number), dtype=torch.uint8)
         num_bytes = 4 * s.num_max_tokens_per_rank * s.num_topk
         shape = (s.num_max_tokens_per_rank, s.num_topk)
         experts = memory[:num_bytes].view(torch.int32).view(shape)
         weights = memory[num_bytes : 2 * num_bytes].view(torch.float32).view(shape)
-        return Area(experts, weights, memory[native.slots :].view(s.num_max_tokens_per_rank, native.slot_bytes))
+        return Area(experts, weights, memory[self._slots :].view(s.num_max_tokens_per_rank, self._slot_bytes))
+
+
+def _destroyed_area(*_: int) -> memoryview:
+    raise BufferDestroyedError(DESTROYED)
 
 
 class State:

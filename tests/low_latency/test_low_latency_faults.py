@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -332,10 +333,10 @@ def test_interrupt_around_native_code():
     run_ranks(interrupted_around_native_code, 2)
 
 
-def destroyed_with_an_error_kept(rank, _):
+def destroyed_with_an_error_kept(rank, _, where):
     """The peers learn at once of a buffer that is destroyed, though an error of its call is kept, with what it refers to."""
     buffer, x, idx = make("shm", rank, timeout_s=300)
-    with mock.patch.object(shm_rows.DispatchRows, "read", side_effect=RuntimeError("kept")), pytest.raises(RuntimeError) as kept:
+    with mock.patch(where, side_effect=RuntimeError("kept")), pytest.raises(RuntimeError) as kept:
         buffer.dispatch(x, idx)
     dist.barrier()
     if rank == 1:
@@ -351,8 +352,9 @@ def destroyed_with_an_error_kept(rank, _):
     assert kept.value is not None
 
 
-def test_destroyed_with_an_error_kept():
-    run_ranks(destroyed_with_an_error_kept, 2)
+@pytest.mark.parametrize("where", ("deepep_moe.low_latency.shm_rows.DispatchRows.read", "torch.frombuffer"))
+def test_destroyed_with_an_error_kept(where):
+    run_ranks(destroyed_with_an_error_kept, 2, where)
 
 
 # ---- graphs ----
@@ -427,6 +429,43 @@ def leaves_early(rank, _, backend):
 @on_every_backend
 def test_peer_that_destroyed_its_buffer(backend):
     run_ranks(leaves_early, 2, backend)
+
+
+def destroyed_beside_a_call(rank, _, return_hook):
+    buffer, x, idx = make("shm", rank)
+    if rank == 1:
+        wait_for("destroyed")
+        buffer.dispatch(x, idx)  # the peer had sent its rows before
+        return
+    sent, errors = threading.Event(), []
+    own = shm_rows.DispatchRows.write
+
+    def write(*arguments):
+        own(*arguments)
+        sent.set()
+
+    def call():
+        try:
+            out = buffer.dispatch(x, idx, return_hook=return_hook)
+            if return_hook:
+                out.hook()
+        except BaseException as error:
+            errors.append(error)
+
+    with mock.patch.object(shm_rows.DispatchRows, "write", write):
+        thread = threading.Thread(target=call)
+        thread.start()
+        sent.wait()
+        time.sleep(0.2)  # it waits for the peer by now
+        buffer.destroy()
+        tell("destroyed")
+        thread.join()
+    assert isinstance(errors[0], BufferDestroyedError) and "this LowLatencyBuffer was destroyed" in str(errors[0]), errors
+
+
+@pytest.mark.parametrize("return_hook", (False, True))
+def test_destroy_beside_a_call(return_hook):
+    run_ranks(destroyed_beside_a_call, 2, return_hook)
 
 
 def forks(rank, _):
