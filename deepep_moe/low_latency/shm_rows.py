@@ -27,7 +27,7 @@ class ArgumentError(ValueError):
 
 
 class Area(NamedTuple):
-    """What one rank has in the memory of another for one call."""
+    """One rank's part of the memory of another, for one call."""
 
     experts: Tensor
     """[num_max_tokens, num_topk] int32, -1 for no expert."""
@@ -67,7 +67,7 @@ def _destroyed_area(*_: int) -> memoryview:
 
 
 class State:
-    """The memory of a handle, past PyTorch's count of its changes. LowLatencyHandleLayout says what lies where."""
+    """Views of a handle's memory, which LowLatencyHandleLayout describes. PyTorch does not count changes made through them."""
 
     def __init__(self, state: Tensor, s: Settings):
         first_count, first_mask, first_row = _C.low_latency_handle_offsets(

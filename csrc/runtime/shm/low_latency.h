@@ -48,7 +48,7 @@ constexpr bool contains(RankSet ranks, int rank) { return ranks >> rank & 1; }
 
 inline std::atomic_ref<uint64_t> shared_word(std::byte* address) { return std::atomic_ref(*reinterpret_cast<uint64_t*>(address)); }
 
-// What one call finds in one rank's workspace; the words of `source` are written by that rank.
+// One call's turn of one rank's workspace. Rank `source` writes the words of `source`.
 class LowLatencyTurn {
 public:
     LowLatencyTurn(const HostLowLatencyLayout& layout, std::byte* workspace, uint64_t number)
@@ -66,11 +66,12 @@ private:
 class LowLatencyRows {
 public:
     virtual ~LowLatencyRows() = default;
-    // What `ranks` are to find once this rank has entered the call. Throws std::invalid_argument for bad arguments.
+    // Writes what `ranks` find once this rank has entered the call. Throws std::invalid_argument for bad arguments.
     virtual void write(uint64_t number, RankSet ranks) = 0;
-    // The rows of a combine with weights of its own, for ranks whose weights are here.
+    // Writes the rows of a combine with weights of its own, for ranks whose weights are here.
     virtual void write_weighted(uint64_t number, RankSet ranks) = 0;
-    // values: of the ranks' flags. Those that have entered and not `arrived` were masked meanwhile: their rows do not come.
+    // Reads the rows. `values` are those of the ranks' flags. The rows of ranks that have entered and not `arrived` do not come: these
+    // ranks were masked meanwhile.
     virtual void read(uint64_t number, RankSet entered, RankSet arrived, const std::vector<int>& values) = 0;
     virtual bool is_interrupted() const = 0;  // by an error that the peers cannot be told here
 };
@@ -106,7 +107,7 @@ public:
     // Each half, or both. Throws std::invalid_argument for bad arguments, which the peers are told.
     void run(ShmLowLatencyCall call, bool sends, bool receives);
     const HostLowLatencyLayout& layout() const { return layout_; }
-    // Where `source` writes for call `number` in the memory of `owner`.
+    // Returns where `source` writes for call `number` in the memory of `owner`.
     std::byte* area(int owner, int source, uint64_t number) const {
         const int64_t turn = layout_.turns + static_cast<int64_t>(number % kTurns) * layout_.turn_bytes;
         return workspaces_[owner] + turn + layout_.areas + source * layout_.area_bytes;
