@@ -127,7 +127,7 @@ class ShmLowLatency:
     path: str
     masks: int
     num_calls: int
-    is_broken_off: bool
+    def is_interrupted(self, number: int) -> bool: ...
     def connect(self, paths: list[str], pids: list[int]) -> None: ...
     def seal(self) -> None: ...
     def area(self, owner: int, source: int, number: int) -> memoryview: ...
@@ -139,7 +139,6 @@ class ShmLowLatency:
         is_rounded: bool,
         has_weights: bool,
         value: int,
-        number: int,
         wait_ns: Tensor,
         sends: bool,
         receives: bool,
@@ -152,7 +151,6 @@ class ShmLowLatency:
         is_rounded: bool,
         has_weights: bool,
         value: int,
-        number: int,
         wait_ns: Tensor,
         sends: bool,
         receives: bool,

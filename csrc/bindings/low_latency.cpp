@@ -19,7 +19,8 @@ std::unique_ptr<ShmLowLatency> make(int num_ranks, int rank, int num_experts, in
     return made;
 }
 
-// Rows that an object of Python moves. Its ValueError is told to the peers; another error is for the caller to tell.
+// Rows that an object of Python moves. Its `argument_error` is told to the peers; another error, of whatever class, is for the caller to
+// tell.
 class PythonRows final : public LowLatencyRows {
 public:
     explicit PythonRows(py::handle rows) : rows_(rows) {}
@@ -38,9 +39,9 @@ private:
         try {
             rows_.attr(method)(args...);
         } catch (py::error_already_set& error) {
-            if (error.matches(PyExc_ValueError)) throw std::invalid_argument(py::str(error.value()));
-            is_interrupted_ = true;
-            throw;
+            is_interrupted_ = !error.matches(rows_.attr("argument_error"));
+            if (is_interrupted_) throw;
+            throw std::invalid_argument(py::str(error.value()));
         }
     }
 
@@ -49,9 +50,10 @@ private:
 };
 
 template <LowLatencyOperation operation>
-void run(ShmLowLatency& self, py::handle rows, DType dtype, bool fp8, bool is_rounded, bool has_weights, int value, uint64_t number,
+void run(ShmLowLatency& self, py::handle rows, DType dtype, bool fp8, bool is_rounded, bool has_weights, int value,
          const TensorArg& wait_ns, bool sends, bool receives) {
     PythonRows moved(rows);
+    const uint64_t number = sends ? 0 : py::cast<uint64_t>(rows.attr("number"));
     const LowLatencyWhat what{operation, dtype, fp8, is_rounded, has_weights, false};
     const py::gil_scoped_release released;
     self.run({what, value, number, wait_ns.as<int64_t*>(), moved}, sends, receives);
@@ -60,7 +62,7 @@ void run(ShmLowLatency& self, py::handle rows, DType dtype, bool fp8, bool is_ro
 template <LowLatencyOperation operation, class Class>
 void bind_call(Class& shm, const char* name) {
     shm.def(name, &run<operation>, py::arg("rows"), py::arg("dtype"), py::arg("fp8"), py::arg("is_rounded"), py::arg("has_weights"),
-            py::arg("value"), py::arg("number"), py::arg("wait_ns"), py::arg("sends"), py::arg("receives"));
+            py::arg("value"), py::arg("wait_ns"), py::arg("sends"), py::arg("receives"));
 }
 
 }  // namespace
@@ -100,7 +102,7 @@ void bind_low_latency(py::module_& m) {
             },
             py::arg("owner"), py::arg("source"), py::arg("number"))
         .def_property_readonly("num_calls", &ShmLowLatency::num_calls)
-        .def_property_readonly("is_broken_off", &ShmLowLatency::is_broken_off)
+        .def("is_interrupted", &ShmLowLatency::is_interrupted, py::arg("number"))
         .def_property_readonly("path", &ShmLowLatency::path)
         .def_property_readonly("masks", &ShmLowLatency::masks)
         .def("connect", &ShmLowLatency::connect, py::arg("paths"), py::arg("pids"))

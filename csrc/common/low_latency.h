@@ -7,7 +7,7 @@
 // Row `source` of every array is written by rank `source` only, or for one of another node by the rank of its rail here. A rank's calls,
 // dispatches and combines alike, have numbers 1, 2, ... in the order in which they send, the same on every rank; call n uses turn n %
 // kTurns. Flags hold the number of their call, what the rank does in it, and a value, so nothing is cleared between calls: `entered` the
-// rank's number of tokens, in a combine the last bits of the number of its dispatch, each of `counts` its tokens for an expert.
+// rank's number of tokens, in a combine the last bits of the number of its dispatch, each of `counts`, on GPUs, its tokens for an expert.
 //
 // At most kMaxInFlight calls are sent and not yet received: a rank that sends call n has received n - 2, for which all had sent n - 2, for
 // which all had received n - 4. So turns never meet, without any word from a receiver.

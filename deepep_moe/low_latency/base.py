@@ -31,8 +31,6 @@ class LowLatencyBackend:
 
     name: str
     device: torch.device
-    can_be_interrupted = False
-    """A signal's handler may raise in the middle of a call."""
 
     def __init__(self, settings: Settings, native: Any):
         self.settings = settings
@@ -84,8 +82,9 @@ class LowLatencyBackend:
         """Tell the peers, who are or will be in the same call, why this rank refuses its arguments."""
         raise NotImplementedError
 
-    def is_broken_off(self) -> bool:
-        """Return whether the latest call was interrupted before all peers had its rows; then `refuse` is about that call."""
+    def is_untold(self, error: BaseException, num_calls: int) -> bool:
+        """Return whether the peers are still to learn, by `refuse`, of an error that a call has raised, or its half that sends. `num_calls`
+        is the number of calls before this one."""
         return False
 
     def masks(self) -> int:

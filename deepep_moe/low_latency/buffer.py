@@ -383,6 +383,7 @@ class LowLatencyBuffer(Sizes):
 
     def _run(self, call: Call, async_op: bool, return_hook: bool) -> Event | None:
         backend = self._alive()
+        num_calls = backend.num_calls()
         failure, self._earlier_failure = self._earlier_failure, None
         event = None
         try:
@@ -393,8 +394,7 @@ class LowLatencyBuffer(Sizes):
             else:
                 backend.run(call)
         except BaseException as error:
-            is_untold = backend.can_be_interrupted and not isinstance(error, (EPError, ValueError))
-            if is_untold and (backend.is_broken_off() or not (async_op or return_hook)):
+            if backend.is_untold(error, num_calls):
                 self._refuse(error)  # this call where peers lack its rows, else the next
             if failure is not None:
                 raise error from failure

@@ -4,22 +4,30 @@ The results are those of `deepep_moe.reference.low_latency`. Native code tells w
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deepep_moe import _C
+from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.group.settings import Settings
+from deepep_moe.library import unwatched
+from deepep_moe.low_latency.base import DESTROYED
 from deepep_moe.ops import ue8m0
-from deepep_moe.ops.quant import FP8, dequantize_fp8, quantize_fp8
+from deepep_moe.ops.quant import FP8, dequantize_fp8, next_powers_of_two, quantize_fp8
 
 _CPU = torch.device("cpu")  # whatever the caller's default device is
 
 
+class ArgumentError(ValueError):
+    """Bad values of an argument. The caller gets a ValueError, and native code tells the peers."""
+
+
 class Area(NamedTuple):
-    """What one rank has in the memory of another for one call."""
+    """One rank's part of the memory of another, for one call."""
 
     experts: Tensor
     """[num_max_tokens, num_topk] int32, -1 for no expert."""
@@ -34,27 +42,32 @@ class Areas:
 
     def __init__(self, native: Any, settings: Settings):
         self.settings = settings
-        self.counting = threading.Lock()
-        """Held while rows are counted: two threads may receive."""
-        self._native = native
+        self.counting = threading.RLock()
+        """Held while rows are counted: two threads may receive, and so may a signal's handler of one that does."""
+        self._slots, self._slot_bytes = native.slots, native.slot_bytes
+        self._area: Callable[[int, int, int], memoryview] = native.area
 
     def close(self) -> None:
         """Let go of the memory, whatever still refers to this: peers learn that a buffer was destroyed once it is freed."""
-        self._native = None
+        self._area = _destroyed_area
 
     def of(self, owner: int, source: int, number: int) -> Area:
         """Return what `source` writes for call `number` into the memory of `owner`."""
-        s, native = self.settings, self._native
-        memory = torch.frombuffer(native.area(owner, source, number), dtype=torch.uint8)
+        s = self.settings
+        memory = torch.frombuffer(self._area(owner, source, number), dtype=torch.uint8)
         num_bytes = 4 * s.num_max_tokens_per_rank * s.num_topk
         shape = (s.num_max_tokens_per_rank, s.num_topk)
         experts = memory[:num_bytes].view(torch.int32).view(shape)
         weights = memory[num_bytes : 2 * num_bytes].view(torch.float32).view(shape)
-        return Area(experts, weights, memory[native.slots :].view(s.num_max_tokens_per_rank, native.slot_bytes))
+        return Area(experts, weights, memory[self._slots :].view(s.num_max_tokens_per_rank, self._slot_bytes))
+
+
+def _destroyed_area(*_: int) -> memoryview:
+    raise BufferDestroyedError(DESTROYED)
 
 
 class State:
-    """The memory of a handle, past PyTorch's count of its changes. LowLatencyHandleLayout says what lies where."""
+    """Views of a handle's memory, which LowLatencyHandleLayout describes. PyTorch does not count changes made through them."""
 
     def __init__(self, state: Tensor, s: Settings):
         first_count, first_mask, first_row = _C.low_latency_handle_offsets(
@@ -72,8 +85,23 @@ class State:
         self.weights = rows.view(torch.float32).view(shape)[..., 1]
 
 
+def _unwatched(move: Callable[..., None]) -> Callable[..., None]:
+    """Let nobody see what `move` does, which native code calls in the middle of a call."""
+
+    @wraps(move)
+    def move_unwatched(*args: Any) -> None:
+        with unwatched(), torch.inference_mode():
+            move(*args)
+
+    return move_unwatched
+
+
 class DispatchRows:
     """The rows of one dispatch of this rank."""
+
+    argument_error = ArgumentError
+    number = 0
+    """The number of the call, once it is sent."""
 
     def __init__(
         self, areas: Areas, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, state: Tensor, recv_x: Tensor,
@@ -84,7 +112,9 @@ class DispatchRows:
         self._state = State(state, self._s)
         self._recv_x, self._recv_x_scales, self._counts, self._statistics = recv_x, recv_x_scales, counts, statistics
 
+    @_unwatched
     def write(self, number: int, ranks: int) -> None:
+        self.number = number
         s, state = self._s, self._state
         check_routing(self._topk_idx, s.num_experts)
         state.number.fill_(number)
@@ -112,6 +142,7 @@ class DispatchRows:
         words = ue8m0.pack(scales) if self._is_rounded else scales
         return torch.cat((y.view(torch.uint8), words.view(torch.uint8)), 1)
 
+    @_unwatched
     def read(self, number: int, entered: int, arrived: int, values: list[int]) -> None:
         s, state = self._s, self._state
         num_local, capacity = s.num_local_experts, s.num_ranks * s.num_max_tokens_per_rank
@@ -147,19 +178,25 @@ class DispatchRows:
 class CombineRows:
     """The rows of one combine of this rank."""
 
-    def __init__(self, areas: Areas, x: Tensor, state: Tensor, topk_weights: Tensor | None, number: Tensor, combined_x: Tensor, fp8: bool):
+    argument_error = ArgumentError
+    number = 0
+    """The number of the call, once it is sent."""
+
+    def __init__(self, areas: Areas, x: Tensor, state: Tensor, topk_weights: Tensor | None, combined_x: Tensor, fp8: bool):
         self._areas, self._s, self._fp8 = areas, areas.settings, fp8
-        self._x, self._topk_weights, self._number, self._combined_x = x, topk_weights, number, combined_x
+        self._x, self._topk_weights, self._combined_x = x, topk_weights, combined_x
         self._state = State(state, self._s)
 
+    @_unwatched
     def write(self, number: int, ranks: int) -> None:
+        self.number = number
         self._check_state()
-        self._number.fill_(number)
         if self._topk_weights is None:
             return self._write_sums(number, ranks)
         for rank in members(ranks):
             self._areas.of(rank, self._s.rank, number).weights[: len(self._topk_weights)] = self._topk_weights
 
+    @_unwatched
     def write_weighted(self, number: int, ranks: int) -> None:
         self._write_sums(number, ranks)
 
@@ -167,12 +204,12 @@ class CombineRows:
         """PyTorch does not count every change of the handle's memory."""
         s, state = self._s, self._state
         if (state.num_tokens < 0).any():
-            raise ValueError("handle is of a dispatch that was not received; call its hook, or wait for its event, before combine")
+            raise ArgumentError("handle is of a dispatch that was not received; call its hook, or wait for its event, before combine")
         is_token = torch.arange(s.num_max_tokens_per_rank, device=_CPU) < state.num_tokens[:, None]
         most_rows = s.num_experts * s.num_max_tokens_per_rank
         is_out = (state.num_tokens > s.num_max_tokens_per_rank).any() or (state.rows.amax(2) >= most_rows)[is_token].any()
         if is_out or (state.rank_masks[: len(self._combined_x)] >> s.num_ranks != 0).any():
-            raise ValueError("the state of this handle was changed after its dispatch; dispatch again")
+            raise ArgumentError("the state of this handle was changed after its dispatch; dispatch again")
 
     def _write_sums(self, number: int, ranks: int) -> None:
         s, x = self._s, self._x.view(-1, self._s.hidden)
@@ -180,7 +217,7 @@ class CombineRows:
             num_tokens = int(self._state.num_tokens[rank])
             weights = self._state.weights[rank] if self._topk_weights is None else self._areas.of(s.rank, rank, number).weights
             rows = self._state.rows[rank, :num_tokens].long()
-            sums = torch.zeros((num_tokens, s.hidden), device=_CPU)
+            sums = torch.zeros((num_tokens, s.hidden), dtype=torch.float32, device=_CPU)
             for lane in range(s.num_topk):
                 here = (rows[:, lane] >= 0).nonzero()[:, 0]
                 sums[here] += weights[here, lane, None] * x[rows[here, lane]].float()
@@ -189,9 +226,11 @@ class CombineRows:
             )
             self._areas.of(rank, s.rank, number).slots[:num_tokens, : sent.shape[1]] = sent
 
+    @_unwatched
     def read(self, number: int, entered: int, arrived: int, values: list[int]) -> None:
         s, out = self._s, self._combined_x
-        masks, total = self._state.rank_masks[: len(out)], torch.zeros(out.shape, device=_CPU)
+        masks = self._state.rank_masks[: len(out)]
+        total = torch.zeros(out.shape, dtype=torch.float32, device=_CPU)
         for rank in members(arrived):
             tokens = (masks >> rank & 1).nonzero()[:, 0]
             total[tokens] += self._values(self._areas.of(s.rank, rank, number).slots, tokens)
@@ -215,15 +254,13 @@ def quantize_low_latency(x: Tensor, is_rounded: bool) -> tuple[Tensor, Tensor]:
     y, scales = quantize_fp8(x)
     if not is_rounded:
         return y, scales
-    mantissas, exponents = scales.frexp()
-    powers = torch.ldexp(torch.ones_like(scales), exponents - (mantissas == 0.5).int())
-    scales = torch.where(scales.isfinite(), powers, torch.inf)
+    scales = next_powers_of_two(scales)
     y = (x.float() / scales.repeat_interleave(_C.SCALE_BLOCK, dim=1)).clamp(-448, 448)
     return y.to(FP8), scales
 
 
 def check_routing(topk_idx: Tensor, num_experts: int) -> None:
-    """Raise ValueError for the first token with an expert that does not exist, or the same one twice."""
+    """Raise ArgumentError for the first token with an expert that does not exist, or the same one twice."""
     ordered = topk_idx.sort(1).values
     is_twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     if not (is_twice.any() or (topk_idx < -1).any() or (topk_idx >= num_experts).any()):
@@ -231,8 +268,8 @@ def check_routing(topk_idx: Tensor, num_experts: int) -> None:
     for token, lanes in enumerate(topk_idx.tolist()):
         for lane, expert in enumerate(lanes):
             if not -1 <= expert < num_experts:
-                raise ValueError(f"topk_idx[{token}, {lane}] is {expert}; it must be -1 (no expert) or 0 to {num_experts - 1}")
+                raise ArgumentError(f"topk_idx[{token}, {lane}] is {expert}; it must be -1 (no expert) or 0 to {num_experts - 1}")
             if expert >= 0 and (first := lanes.index(expert)) < lane:
-                raise ValueError(
+                raise ArgumentError(
                     f"topk_idx[{token}] names expert {expert} twice, in lanes {first} and {lane}; a token may choose an expert once"
                 )

@@ -95,7 +95,7 @@ def sequence_aux_loss(shares: Tensor, topk_idx: Tensor, num_tokens_per_sequence:
     # Only integers are scattered: whatever the order of their additions, the sum is the same.
     counts = place.new_zeros(num_sequences * num_experts).scatter_add(0, place.flatten(), is_chosen.flatten().to(place.dtype))
     lengths = place.new_zeros(num_sequences).scatter_add(0, sequence, is_chosen.any(dim=1).to(place.dtype)).clamp(min=1)
-    factors = counts.view(num_sequences, num_experts) / lengths[:, None].square() * (num_experts / num_topk)
+    factors = counts.view(num_sequences, num_experts).float() / lengths[:, None].square().float() * (num_experts / num_topk)
     return coefficient / max(num_sequences, 1) * (shares * factors[sequence]).sum()
 
 
@@ -138,7 +138,7 @@ def global_aux_loss(
     counts = num_tokens_per_expert.to(torch.int64, copy=True)
     if group is not None:
         dist.all_reduce(counts, group=group)
-    fractions = counts / counts.sum().clamp(min=1)
+    fractions = counts.float() / counts.sum().clamp(min=1).float()
     num_tokens = (topk_idx >= 0).any(dim=1).sum().clamp(min=1)
     return coefficient * num_experts * (fractions * shares.sum(dim=0)).sum() / num_tokens
 

@@ -137,7 +137,11 @@ def _with_operators(x: Tensor, power_of_two: bool) -> _Quantized:
 
 
 def _power_of_two_scales(largest: Tensor) -> Tensor:
-    """Return the next powers of two of largest / 448, as rounded_exponent of csrc/common/types.h does; infinity for what is not finite."""
-    scales = largest.clamp(min=_LEAST_TRAINED) / torch.full_like(largest, _LARGEST)
+    """Return the next powers of two of largest / 448."""
+    return next_powers_of_two(largest.clamp(min=_LEAST_TRAINED) / torch.full_like(largest, _LARGEST))
+
+
+def next_powers_of_two(scales: Tensor) -> Tensor:
+    """Round positive fp32 up to powers of two, as rounded_exponent of csrc/common/types.h does; infinity for what is not finite."""
     exponents = (scales.view(torch.int32).long() + ((1 << _FRACTION_BITS) - 1)) >> _FRACTION_BITS
     return (exponents.clamp(max=255).int() << _FRACTION_BITS).view(torch.float32)

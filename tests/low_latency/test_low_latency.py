@@ -1,5 +1,6 @@
 """Low-latency dispatch and combine against the reference, bit for bit."""
 
+import contextlib
 import itertools
 import random
 import time
@@ -115,6 +116,33 @@ def test_fp8(hidden, backend):
     ]
     cases.append(Case([5, 6, 7], hidden=hidden, wire="fp8", with_weights=False))
     run_ranks(check_cases, 3, backend, cases)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def under_default_dtypes(rank, _, backend):
+    for case in (Case([24, 6]), Case([24, 6], fp8=True, scale_format="ue8m0", wire="fp8", combine_weights=True)):
+        expected, buffer = Expected(case), make_buffer(case, backend, rank)
+        x, idx, weights = on_device(backend, rank, *case.inputs(rank))
+        early, late = (None, weights) if case.combine_weights else (weights, None)
+        for dtype in (torch.bfloat16, torch.float16, torch.float64):
+            with default_dtype(dtype):
+                out = buffer.dispatch(x, idx, early, fp8=case.fp8, scale_format=case.scale_format)
+            rows = combine_rows(case, rank, out, expected)
+            with default_dtype(dtype):
+                y = buffer.combine(rows, out.handle, topk_weights=late, wire=case.wire)
+            check_dispatch(case, rank, out, expected)
+            assert_same(f"combined_x under {dtype}", y, expected.combined[rank])
+
+
+def test_default_dtype(backend):
+    """Sums are fp32, whatever PyTorch makes where nobody says."""
+    run_ranks(under_default_dtypes, 2, backend)
 
 
 def hard_to_quantize(rank, _, backend):

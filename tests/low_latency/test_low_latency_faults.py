@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -132,9 +133,10 @@ def fails_before_its_number(rank, _, backend):
     check_usable(buffer, x, idx)
 
 
-@on_every_backend
-def test_failure_before_the_number(backend):
-    run_ranks(fails_before_its_number, 2, backend)
+@pytest.mark.gpu
+def test_failure_before_the_number():
+    """On CPUs such a failure is told as one of the arguments: `interrupted_around_native_code`."""
+    run_ranks(fails_before_its_number, 2, "nvlink")
 
 
 def along_failed_dispatch(rank, _, learns_first):
@@ -233,32 +235,34 @@ def test_failure_on_the_thread(call):
 # ---- interrupts while rows are moved ----
 
 
+class Stop(ValueError):
+    """A handler's own error, which is no wrong argument."""
+
+
 def interrupted(rank, _, operation, half):
-    """What a signal's handler raises while rank 1 writes is told in the same call, while it reads in the next."""
+    """What a signal's handler raises, of any class, is told in the same call while rank 1 writes, and in the next while it reads."""
     buffer, x, idx = make("shm", rank)
-    kind, error = shm_rows.DispatchRows if operation == "dispatch" else shm_rows.CombineRows, KeyboardInterrupt("while it moves")
-
-    def moves(*_):
-        raise error
-
-    for _ in range(3):
-        out = buffer.dispatch(x, idx)
+    kind = shm_rows.DispatchRows if operation == "dispatch" else shm_rows.CombineRows
+    for kind_of_error in (KeyboardInterrupt, Stop, EPError):
+        error, out = kind_of_error("while it moves"), buffer.dispatch(x, idx)
         weights = torch.ones(4, 2) if half == "write_weighted" else None
+        told = partial(pytest.raises, EPPeerError, match=f"rank 1 did not make its call: {kind_of_error.__name__}: while it moves")
+
+        def moves(*_, error=error):
+            time.sleep(0.2)  # the peer waits for the rows by now
+            raise error
 
         def call(out=out, weights=weights):
             return buffer.dispatch(x, idx) if operation == "dispatch" else buffer.combine(out.recv_x, out.handle, topk_weights=weights)
 
-        with mock.patch.object(kind, half, moves) if rank == 1 else nullcontext():
-            if rank == 1:
-                with pytest.raises(KeyboardInterrupt, match="while it moves"):
-                    call()
-            elif half != "read":
-                with pytest.raises(EPPeerError, match="rank 1 did not make its call: KeyboardInterrupt: while it moves"):
-                    call()
-            else:
+        if rank == 1:
+            with mock.patch.object(kind, half, moves), pytest.raises(kind_of_error) as raised:
                 call()
-        if half == "read" and rank == 0:
-            with pytest.raises(EPPeerError, match="rank 1 did not make its call: KeyboardInterrupt: while it moves"):
+            assert raised.value is error
+        else:
+            if half == "read":
+                call()
+            with told():
                 call()
         check_usable(buffer, x, idx)
 
@@ -271,10 +275,68 @@ def test_interrupt_while_rows_are_moved(operation, half):
     run_ranks(interrupted, 2, operation, half)
 
 
-def destroyed_with_an_error_kept(rank, _):
+def calls_from_a_handler(rank, _):
+    """A signal's handler may run while Python writes rows. It may not use the buffer, and the call that it interrupts goes on."""
+    buffer, x, idx = make("shm", rank)
+    calls = (
+        partial(buffer.dispatch, x, idx), partial(buffer.dispatch, x, idx, return_hook=True), partial(buffer.dispatch, x, idx + 9),
+        partial(buffer.refuse, ValueError("of a handler")), partial(buffer.mask_rank, 1 - rank), buffer.rejoin,
+    )  # fmt: skip
+    own, refused = shm_rows.check_routing, []
+
+    def handle(*_):
+        for call in calls:
+            with pytest.raises(EPError, match="a signal's handler calls the buffer whose call it interrupts"):
+                call()
+            refused.append(call)
+
+    def interrupts(*arguments):
+        signal.raise_signal(signal.SIGALRM)
+        own(*arguments)
+
+    signal.signal(signal.SIGALRM, handle)
+    with mock.patch.object(shm_rows, "check_routing", interrupts) if rank == 0 else nullcontext():
+        check_usable(buffer, x, idx)
+    assert len(refused) == (len(calls) if rank == 0 else 0)
+    check_usable(buffer, x, idx)
+
+
+def test_calls_from_a_handler():
+    run_ranks(calls_from_a_handler, 2)
+
+
+def interrupted_around_native_code(rank, _):
+    """All that may fail comes before a call has its number, so its peers are told; to receive it, nothing is made any more."""
+    buffer, x, idx = make("shm", rank, timeout_s=300)
+    out, error = buffer.dispatch(x, idx), KeyboardInterrupt("while it prepares")
+    calls = partial(buffer.dispatch, x, idx), partial(buffer.combine, torch.ones(2, 16, 128), out.handle)
+    fails = mock.patch.object(shm_rows.State, "__init__", side_effect=error)
+    for call in calls:
+        for how in ({}, {"return_hook": True}, {"async_op": True}):
+            began = time.monotonic()
+            if rank == 1:
+                with fails, pytest.raises(KeyboardInterrupt):
+                    call(**how)
+            else:
+                with pytest.raises(EPPeerError, match="rank 1 did not make its call: KeyboardInterrupt: while it prepares"):
+                    call(**how)
+                    buffer.finish_calls()
+            assert time.monotonic() - began < 60
+            check_usable(buffer, x, idx)
+        call(return_hook=True)
+        with fails:
+            buffer.finish_calls()
+        check_usable(buffer, x, idx)
+
+
+def test_interrupt_around_native_code():
+    run_ranks(interrupted_around_native_code, 2)
+
+
+def destroyed_with_an_error_kept(rank, _, where):
     """The peers learn at once of a buffer that is destroyed, though an error of its call is kept, with what it refers to."""
     buffer, x, idx = make("shm", rank, timeout_s=300)
-    with mock.patch.object(shm_rows.DispatchRows, "read", side_effect=RuntimeError("kept")), pytest.raises(RuntimeError) as kept:
+    with mock.patch(where, side_effect=RuntimeError("kept")), pytest.raises(RuntimeError) as kept:
         buffer.dispatch(x, idx)
     dist.barrier()
     if rank == 1:
@@ -290,8 +352,9 @@ def destroyed_with_an_error_kept(rank, _):
     assert kept.value is not None
 
 
-def test_destroyed_with_an_error_kept():
-    run_ranks(destroyed_with_an_error_kept, 2)
+@pytest.mark.parametrize("where", ("deepep_moe.low_latency.shm_rows.DispatchRows.read", "torch.frombuffer"))
+def test_destroyed_with_an_error_kept(where):
+    run_ranks(destroyed_with_an_error_kept, 2, where)
 
 
 # ---- graphs ----
@@ -366,6 +429,43 @@ def leaves_early(rank, _, backend):
 @on_every_backend
 def test_peer_that_destroyed_its_buffer(backend):
     run_ranks(leaves_early, 2, backend)
+
+
+def destroyed_beside_a_call(rank, _, return_hook):
+    buffer, x, idx = make("shm", rank)
+    if rank == 1:
+        wait_for("destroyed")
+        buffer.dispatch(x, idx)  # the peer had sent its rows before
+        return
+    sent, errors = threading.Event(), []
+    own = shm_rows.DispatchRows.write
+
+    def write(*arguments):
+        own(*arguments)
+        sent.set()
+
+    def call():
+        try:
+            out = buffer.dispatch(x, idx, return_hook=return_hook)
+            if return_hook:
+                out.hook()
+        except BaseException as error:
+            errors.append(error)
+
+    with mock.patch.object(shm_rows.DispatchRows, "write", write):
+        thread = threading.Thread(target=call)
+        thread.start()
+        sent.wait()
+        time.sleep(0.2)  # it waits for the peer by now
+        buffer.destroy()
+        tell("destroyed")
+        thread.join()
+    assert isinstance(errors[0], BufferDestroyedError) and "this LowLatencyBuffer was destroyed" in str(errors[0]), errors
+
+
+@pytest.mark.parametrize("return_hook", (False, True))
+def test_destroy_beside_a_call(return_hook):
+    run_ranks(destroyed_beside_a_call, 2, return_hook)
 
 
 def forks(rank, _):

@@ -222,6 +222,25 @@ def test_aux_losses_equal_the_formulas_and_ignore_masked_tokens(device, score_fu
         assert grad[4].tolist() == [0.0] * 6
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float64), ids=str)
+def test_aux_losses_under_a_default_dtype(dtype):
+    """Fractions of choices are fp32, whatever PyTorch makes of a quotient of integers."""
+    shares, topk_idx = torch.rand(3, 4), torch.tensor([[0, 1], [0, 3], [1, 0]])
+
+    def losses():
+        counts = torch.tensor([3, 2, 0, 1])
+        return [ops.sequence_aux_loss(shares, topk_idx, 3, coefficient=1.0), ops.global_aux_loss(shares, topk_idx, counts, coefficient=1.0)]
+
+    expected = losses()
+    torch.set_default_dtype(dtype)
+    try:
+        found = losses()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for loss, wanted in zip(found, expected, strict=True):
+        assert loss.dtype == torch.float32 and torch.equal(loss, wanted)
+
+
 def test_aux_losses_without_tokens():
     shares, topk_idx = torch.zeros(0, 4, requires_grad=True), torch.zeros(0, 2, dtype=torch.int32)
     for num_tokens in (3, [], [0, 0]):

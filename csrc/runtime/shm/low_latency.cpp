@@ -13,12 +13,32 @@ namespace {
 
 constexpr uint64_t kMagic = 0x64656570'4c4c0001;  // plus the rank, in the word of its own `resumed` that no peer writes
 constexpr const char* kEntry = "entry into the call";
+constexpr const char* kFromHandler = "a signal's handler calls the buffer whose call it interrupts; make the call once that one is over";
 
 std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
 uint64_t number_of(uint64_t flag) { return flag >> kWhatBits; }
 LowLatencyWhat what_of(uint64_t flag) { return LowLatencyWhat::unpacked(LowLatencyWhat::packed_in(flag)); }
 
 }  // namespace
+
+// Holds `sending_`. Rows may be moved by code of Python, and so run a signal's handler, which may call the same buffer.
+class ShmLowLatency::Sending {
+public:
+    explicit Sending(ShmLowLatency& owner) : owner_(owner) {
+        if (owner.sender_ == std::this_thread::get_id()) throw ThreadsError(kFromHandler);
+        owner.sending_.lock();
+        owner.sender_ = std::this_thread::get_id();
+    }
+    ~Sending() {
+        owner_.sender_ = std::thread::id();
+        owner_.sending_.unlock();
+    }
+    Sending(const Sending&) = delete;
+    Sending& operator=(const Sending&) = delete;
+
+private:
+    ShmLowLatency& owner_;
+};
 
 // The waits of one call.
 class ShmLowLatency::Waits final : public PeerMonitor {
@@ -31,7 +51,7 @@ public:
     RankSet wait_entered(Heard heard);
     template <class Heard>
     RankSet wait_entered(int64_t* wait_ns, Heard heard);  // [num_ranks], to which it adds how long each rank was waited for
-    // Until `flag`, which rank `peer` sets, is `wanted`: true. False where the peer is masked. Throws where it is given up.
+    // Until `flag`, which rank `peer` sets, is `wanted`: true. False where the peer is masked. Throws where it is given up or refuses.
     bool wait(std::atomic_ref<uint64_t> flag, uint64_t wanted, int peer, const char* phase);
     void wait_resumed(int peer);
 
@@ -131,9 +151,11 @@ RankSet ShmLowLatency::Waits::wait_entered(int64_t* wait_ns, Heard heard) {
 bool ShmLowLatency::Waits::wait(std::atomic_ref<uint64_t> flag, uint64_t wanted, int peer, const char* phase) {
     if (flag.load(std::memory_order_acquire) == wanted) return true;
     Waiter waiter(*this);
+    const auto entered = owner_.turn(number_).entered(peer);
     const auto report = [&](auto&& tell) { tell(lack(peer, phase, number_of(flag.load(std::memory_order_acquire)))); };
     while (flag.load(std::memory_order_acquire) != wanted) {
         if (!owner_.takes_part(peer, number_)) return false;
+        owner_.check_refusal(peer, entered.load(std::memory_order_acquire));  // it may have been interrupted since it entered
         idle(waiter, RankSet{1} << peer, report);
     }
     return true;
@@ -227,14 +249,14 @@ void ShmLowLatency::publish_refusal(uint64_t number, RankSet ranks, const std::s
 
 void ShmLowLatency::refuse(const std::string& text) {
     peers_.check_owner();
-    const std::lock_guard lock(sending_);
+    const Sending sending(*this);
     if (const RankSet unserved = unserved_.exchange(0)) return publish_refusal(num_sent_, unserved, text);
     const uint64_t number = begin();
     publish_refusal(number, ranks_in(number), text);
 }
 
 void ShmLowLatency::send(ShmLowLatencyCall& call) {
-    const std::lock_guard lock(sending_);
+    const Sending sending(*this);
     call.number = begin();
     const RankSet ranks = ranks_in(call.number);
     Waits waits(*this, call.number);
@@ -243,13 +265,19 @@ void ShmLowLatency::send(ShmLowLatencyCall& call) {
         send_rows(call, ranks, waits, served);
     } catch (const std::exception& error) {
         const RankSet unserved = ranks_in(call.number) & ~served;
-        if (waits.is_interrupted() || call.rows.is_interrupted())
+        if (note_interrupt(call, waits))
             unserved_ = unserved;  // the caller knows why
         else
             publish_refusal(call.number, unserved, told(error));
         set_fate(call.number, Fate::kFailed);
         throw;
     }
+}
+
+bool ShmLowLatency::note_interrupt(const ShmLowLatencyCall& call, const Waits& waits) {
+    if (!waits.is_interrupted() && !call.rows.is_interrupted()) return false;
+    interrupted_[call.number % kTurns] = call.number;
+    return true;
 }
 
 // `served`: the ranks that have all of the call, also where it throws.
@@ -271,25 +299,30 @@ void ShmLowLatency::send_rows(const ShmLowLatencyCall& call, RankSet ranks, Wait
     });
 }
 
+// Throws where `peer` has refused the call of its word of entry.
+void ShmLowLatency::check_refusal(int peer, uint64_t entered) const {
+    if (!what_of(entered).is_refused) return;
+    const char* text = reason(rank_, peer, number_of(entered));
+    throw PeerError(rank_name(peer) + " did not make its call: " + std::string(text, strnlen(text, kMaxReasonBytes)), peer);
+}
+
 void ShmLowLatency::check_entries(uint64_t number, RankSet ranks, const LowLatencyWhat& own) const {
     std::string others, others_along;
-    const auto dispatch_of = [&](int rank) {
-        return LowLatencyWhat::dispatch_near(number, LowLatencyWhat::value_in(turn(number).entered(rank).load(std::memory_order_acquire)));
-    };
+    const auto dispatch_of = [&](uint64_t entered) { return LowLatencyWhat::dispatch_near(number, LowLatencyWhat::value_in(entered)); };
+    const uint64_t own_entered = turn(number).entered(rank_).load(std::memory_order_acquire);
     for (int peer = 0; peer < config_.num_ranks; ++peer) {
         if (!contains(ranks, peer)) continue;
-        const LowLatencyWhat what = what_of(turn(number).entered(peer).load(std::memory_order_acquire));
-        if (what.is_refused) {
-            const char* text = reason(rank_, peer, number);
-            throw PeerError(rank_name(peer) + " did not make its call: " + std::string(text, strnlen(text, kMaxReasonBytes)), peer);
-        }
+        const uint64_t entered = turn(number).entered(peer).load(std::memory_order_acquire);  // once, as a refusal may replace it
+        check_refusal(peer, entered);
+        const LowLatencyWhat what = what_of(entered);
         if (what.packed() != own.packed()) others += "; " + rank_name(peer) + ": " + describe(what);
-        if (dispatch_of(peer) != dispatch_of(rank_)) others_along += "; " + rank_name(peer) + ": " + describe_combine(dispatch_of(peer));
+        if (dispatch_of(entered) != dispatch_of(own_entered))
+            others_along += "; " + rank_name(peer) + ": " + describe_combine(dispatch_of(entered));
     }
     const std::string start = "ranks make different calls: " + rank_name(rank_) + ": ";
     if (!others.empty()) throw MismatchError(start + describe(own) + others);
     if (own.operation == LowLatencyOperation::kCombine && !others_along.empty())
-        throw MismatchError(start + describe_combine(dispatch_of(rank_)) + others_along);
+        throw MismatchError(start + describe_combine(dispatch_of(own_entered)) + others_along);
 }
 
 void ShmLowLatency::receive(const ShmLowLatencyCall& call) {
@@ -308,6 +341,7 @@ void ShmLowLatency::receive(const ShmLowLatencyCall& call) {
         });
         call.rows.read(call.number, entered, arrived, values);
     } catch (...) {
+        note_interrupt(call, waits);
         set_fate(call.number, fate);
         throw;
     }
@@ -332,7 +366,7 @@ void ShmLowLatency::forget_flags(int source) {
 
 void ShmLowLatency::mask(int rank, bool masked) {
     peers_.check_owner();
-    const std::lock_guard lock(sending_);
+    const Sending sending(*this);
     const RankSet bit = RankSet{1} << rank;
     if (masked) {
         masks_ |= bit;
@@ -347,7 +381,7 @@ void ShmLowLatency::mask(int rank, bool masked) {
 
 void ShmLowLatency::rejoin() {
     peers_.check_owner();
-    const std::lock_guard lock(sending_);
+    const Sending sending(*this);
     std::array<uint64_t, kLowLatencyMaxHostRanks> told{};
     for (int peer = 0; peer < config_.num_ranks; ++peer)
         if (peer != rank_) Waits(*this, num_sent_).wait_resumed(peer);
@@ -362,6 +396,7 @@ void ShmLowLatency::rejoin() {
     for (auto& call : first_calls_) call = num_sent_ + 1;  // those before are over, also for one that still waits in one
     masks_ = 0;
     for (auto& fate : fates_) fate = 0;
+    for (auto& call : interrupted_) call = 0;
 }
 
 }  // namespace deepep_moe

@@ -13,6 +13,7 @@
 #include <functional>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "common/errors.h"
@@ -47,7 +48,7 @@ constexpr bool contains(RankSet ranks, int rank) { return ranks >> rank & 1; }
 
 inline std::atomic_ref<uint64_t> shared_word(std::byte* address) { return std::atomic_ref(*reinterpret_cast<uint64_t*>(address)); }
 
-// What one call finds in one rank's workspace; the words of `source` are written by that rank.
+// One call's turn of one rank's workspace. Rank `source` writes the words of `source`.
 class LowLatencyTurn {
 public:
     LowLatencyTurn(const HostLowLatencyLayout& layout, std::byte* workspace, uint64_t number)
@@ -65,11 +66,12 @@ private:
 class LowLatencyRows {
 public:
     virtual ~LowLatencyRows() = default;
-    // What `ranks` are to find once this rank has entered the call. Throws std::invalid_argument for bad arguments.
+    // Writes what `ranks` find once this rank has entered the call. Throws std::invalid_argument for bad arguments.
     virtual void write(uint64_t number, RankSet ranks) = 0;
-    // The rows of a combine with weights of its own, for ranks whose weights are here.
+    // Writes the rows of a combine with weights of its own, for ranks whose weights are here.
     virtual void write_weighted(uint64_t number, RankSet ranks) = 0;
-    // values: of the ranks' flags. Those that have entered and not `arrived` were masked meanwhile: their rows do not come.
+    // Reads the rows. `values` are those of the ranks' flags. The rows of ranks that have entered and not `arrived` do not come: these
+    // ranks were masked meanwhile.
     virtual void read(uint64_t number, RankSet entered, RankSet arrived, const std::vector<int>& values) = 0;
     virtual bool is_interrupted() const = 0;  // by an error that the peers cannot be told here
 };
@@ -92,8 +94,9 @@ public:
     ~ShmLowLatency();
 
     uint64_t num_calls() const { return num_sent_; }  // sent or refused so far
-    // The latest call was interrupted before all ranks had its rows; `refuse` tells these ranks, instead of taking part in another call.
-    bool is_broken_off() const { return unserved_ != 0; }
+    // One of the last calls was interrupted by `poll` or its rows. Where ranks lack the rows of the latest call, `refuse` tells these
+    // ranks, instead of taking part in another call.
+    bool is_interrupted(uint64_t number) const { return interrupted_[number % kTurns] == number; }
     int64_t workspace_bytes() const { return layout_.total_bytes; }
     int64_t handle_bytes() const { return LowLatencyHandleLayout(config_).total_bytes; }
     std::string path() const { return peers_.path(); }
@@ -104,7 +107,7 @@ public:
     // Each half, or both. Throws std::invalid_argument for bad arguments, which the peers are told.
     void run(ShmLowLatencyCall call, bool sends, bool receives);
     const HostLowLatencyLayout& layout() const { return layout_; }
-    // Where `source` writes for call `number` in the memory of `owner`.
+    // Returns where `source` writes for call `number` in the memory of `owner`.
     std::byte* area(int owner, int source, uint64_t number) const {
         const int64_t turn = layout_.turns + static_cast<int64_t>(number % kTurns) * layout_.turn_bytes;
         return workspaces_[owner] + turn + layout_.areas + source * layout_.area_bytes;
@@ -121,13 +124,16 @@ public:
 
 private:
     enum class Fate : uint64_t { kOpen, kFailed, kHeard };  // kFailed: or refused; kHeard: all ranks have entered the call
+    class Sending;
     class Waits;
 
     void send(ShmLowLatencyCall& call);
     void send_rows(const ShmLowLatencyCall& call, RankSet ranks, Waits& waits, RankSet& served);
     void receive(const ShmLowLatencyCall& call);
+    bool note_interrupt(const ShmLowLatencyCall& call, const Waits& waits);
     uint64_t begin();
     void publish_refusal(uint64_t number, RankSet ranks, const std::string& reason);
+    void check_refusal(int peer, uint64_t entered) const;
     void check_entries(uint64_t number, RankSet ranks, const LowLatencyWhat& own) const;
 
     Fate fate(uint64_t number) const;
@@ -159,10 +165,12 @@ private:
     std::array<std::byte*, kLowLatencyMaxHostRanks> workspaces_{};
     std::function<void()> poll_;
 
-    std::mutex sending_;  // and all that counts calls
+    std::mutex sending_;                     // and all that counts calls
+    std::atomic<std::thread::id> sender_{};  // that holds it
     std::atomic<uint64_t> num_sent_ = 0;
-    std::atomic<RankSet> unserved_ = 0;                  // ranks that are still to learn why the latest call was broken off
-    std::array<std::atomic<uint64_t>, kTurns> fates_{};  // number << 2 | Fate, by turn
+    std::atomic<RankSet> unserved_ = 0;                        // ranks that are still to learn why the latest call was broken off
+    std::array<std::atomic<uint64_t>, kTurns> fates_{};        // number << 2 | Fate, by turn
+    std::array<std::atomic<uint64_t>, kTurns> interrupted_{};  // numbers of calls, by turn
     std::atomic<RankSet> masks_ = 0;
     std::array<std::atomic<uint64_t>, kLowLatencyMaxHostRanks> first_calls_{};  // in which the rank takes part, after it was masked
 };
