@@ -52,9 +52,18 @@ def nics(root: Path = Path("/")) -> str:
     return "; ".join(told) or "none"
 
 
+def driver(root: Path = Path("/")) -> str:
+    """Return what the driver of NVIDIA's GPUs says of its version."""
+    try:
+        return (root / "proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return "none"
+
+
 def of_this_host() -> dict[str, str]:
     """Return the facts of this host, in the order in which they are told."""
-    facts = {"commit": commit() or "none", "features": str(deepep_moe.features()), "kernel": platform.release(), "CPU": cpu_name()}
+    facts = {"commit": commit() or "none", "features": str(deepep_moe.features()), "Python": platform.python_version()}
+    facts |= {"kernel": platform.release(), "NVIDIA driver": driver(), "CPU": cpu_name()}
     try:
         facts |= checks()
     except RuntimeError as error:  # what the other hosts say is still told

@@ -81,7 +81,7 @@ def test_records(tmp_path):
 @pytest.mark.slow
 def test_torchrun(tmp_path):
     output = tmp_path / "records.json"
-    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     sizes = ("--num-tokens", "3", "--hidden", "128", "--num-experts", "4", "--num-topk", "2", "--iterations", "2")
     result = bench(*sizes, "--json", str(output), launcher=launcher, command="low-latency")
     assert result.returncode == 0, result.stderr

@@ -87,7 +87,7 @@ def test_training_falls_below_unigram_entropy_and_equals_alltoall(tmp_path):
 @pytest.mark.slow
 def test_fp8_experts_learn_as_those_in_bf16(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-W", "ignore", str(EXAMPLE / "train.py"), "--steps", "60", "--lr", "1e-3", "--dtype", "bf16"]
+    command = [sys.executable, "-W", "ignore", str(EXAMPLE / "train.py"), "--steps", "120", "--lr", "1e-3", "--dtype", "bf16"]
     curves = []
     for name, options in (("bf16", []), ("fp8", ["--fp8-experts"])):
         how = ["--grouped-experts", "--expert-width", "128", *options, "--out", str(tmp_path / name)]
@@ -97,8 +97,10 @@ def test_fp8_experts_learn_as_those_in_bf16(tmp_path):
         curves.append(torch.tensor([json.loads(line)["loss"] for line in lines]))
     assert curves[0][-1] < 0.7 * curves[0][0] and not torch.equal(*curves)
     exact, ours = (curve.view(-1, 10).mean(1) for curve in curves)
-    # Later curves part by chance too, sooner or later as a processor rounds (docs/design/fp8_training.md#losses).
-    torch.testing.assert_close(ours, exact, rtol=0.005, atol=0)
+    torch.testing.assert_close(ours[:6], exact[:6], rtol=0.005, atol=0)
+    # Then curves part by chance too, sooner or later as a processor rounds: as far as a learning rate a millionth larger moves a loss
+    # (docs/design/fp8_training.md#losses).
+    torch.testing.assert_close(ours, exact, rtol=0.026, atol=0)
 
 
 @pytest.mark.slow
