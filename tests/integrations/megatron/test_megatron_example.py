@@ -86,42 +86,23 @@ def test_training_falls_below_unigram_entropy_and_equals_alltoall(tmp_path):
 
 @pytest.mark.slow
 def test_fp8_experts_learn_as_those_in_bf16(tmp_path):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-W", "ignore", str(EXAMPLE / "train.py"), "--steps", "120", "--lr", "1e-3", "--dtype", "bf16"]
-    curves = []
-    for name, options in (("bf16", []), ("fp8", ["--fp8-experts"])):
-        how = ["--grouped-experts", "--expert-width", "128", *options, "--out", str(tmp_path / name)]
-        done = subprocess.run([*command, *how], capture_output=True, text=True, env=environment, timeout=800)
-        assert done.returncode == 0, done.stdout + done.stderr
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        curves.append(torch.tensor([json.loads(line)["loss"] for line in lines]))
-    assert curves[0][-1] < 0.7 * curves[0][0] and not torch.equal(*curves)
-    exact, ours = (curve.view(-1, 10).mean(1) for curve in curves)
-    torch.testing.assert_close(ours[:6], exact[:6], rtol=0.005, atol=0)
-    # Then curves part by chance too, sooner or later as a processor rounds: as far as a learning rate a millionth larger moves a loss
-    # (docs/design/fp8_training.md#losses).
-    torch.testing.assert_close(ours, exact, rtol=0.026, atol=0)
-
-
-@pytest.mark.slow
-def test_curves_of_fp8_and_bf16(tmp_path):
     """Micro-batches of a step share the copies of the weights. A tolerance of zero is not met."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-W", "ignore", str(EXAMPLE / "fp8_curves.py"), "--steps", "8", "--window", "4", "--seeds", "1", "2"]
-    for tolerance, code in ((0.01, 0), (0.0, 1)):
-        how = ["--num-ranks", "1", "--micro-batches", "2", "--nudged", "--tolerance", str(tolerance)]
-        how += ["--json", str(tmp_path / "curves.json")]
+    command = [sys.executable, "-W", "ignore", str(EXAMPLE / "fp8_curves.py"), "--nudged", "--json", str(tmp_path / "curves.json")]
+    command += ["--num-ranks", "1", "--micro-batches", "2"]
+    for seeds, steps, window, tolerance, code in (((1,), 30, 10, 0.005, 0), ((1, 2), 2, 1, 0.0, 1)):
+        how = ["--seeds", *map(str, seeds), "--steps", str(steps), "--window", str(window), "--tolerance", str(tolerance)]
         done = subprocess.run([*command, *how], capture_output=True, text=True, env=environment, timeout=800)
         assert done.returncode == code, done.stdout + done.stderr
         assert ("curves are near" in done.stdout) == (code == 0)
-        command[-2:] = ["1"]
+        record = json.loads((tmp_path / "curves.json").read_text())
+        assert [(run["seed"], run["experts"], len(run["losses"])) for run in record["runs"]] == [
+            (seed, experts, steps) for seed in seeds for experts in ("bf16", "fp8", "bf16, nudged")
+        ]
+        exact, ours, _ = (run["losses"] for run in record["runs"][:3])
+        assert exact != ours and record["micro_batches"] == 2 and record["is_near"] == (code == 0)
         if code == 0:
-            record = json.loads((tmp_path / "curves.json").read_text())
-            assert [(run["seed"], run["experts"], len(run["losses"])) for run in record["runs"]] == [
-                (seed, experts, 8) for seed in (1, 2) for experts in ("bf16", "fp8", "bf16, nudged")
-            ]
-            assert all(0 < abs(each["nudged_at_end"]) < 0.01 for each in record["compared"])
-            assert record["is_near"] and record["micro_batches"] == 2 and record["runs"][0]["losses"] != record["runs"][1]["losses"]
+            assert exact[-1] < 0.85 * exact[0] and 0 < abs(record["compared"][0]["nudged_at_end"]) < 0.01
 
 
 def test_what_two_curves_say():
@@ -171,7 +152,7 @@ def _curves_worker(rank: int, num_ranks: int, runs: list[dict]) -> list[list[flo
     (worker,) = _import_example("worker")
     losses = []
     for changes in runs:
-        settings = worker.Settings(steps=300, gate=False, num_sequences=2, seq_length=32, micro_batches=2, progress=False, **changes)
+        settings = worker.Settings(steps=150, gate=False, num_sequences=2, seq_length=32, micro_batches=2, progress=False, **changes)
         result = worker.train(rank, num_ranks, settings)
         losses.append(result.losses if result else [])
     return losses
@@ -186,7 +167,7 @@ OURS = {"dispatcher": "deepep_moe", "grouped_experts": True, "sync_free": True}
     [(False, {"interleave": True}), (True, {"shared_overlap": True, "recompute": True})],
     ids=("1F1B", "shared experts beside the calls, recomputed"),
 )
-def test_losses_of_300_steps_with_every_option(shared, options):
+def test_losses_with_every_option(shared, options):
     """Every bit is that of alltoall. Shared experts beside the calls change the order in which Megatron-Core adds gradients, so they are
     compared with alltoall that has them there too."""
     if options.get("interleave") and not importlib.util.find_spec("megatron.core.models.common.model_chunk_schedule_plan"):
