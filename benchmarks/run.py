@@ -20,7 +20,9 @@ import importlib
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # at the end, so that a package that is installed stays first
+# Behind all other folders, so that a package that is installed stays first.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "common"))
 
 from benchmarks.common.report import add_json
 from deepep_moe import config

@@ -9,7 +9,8 @@ import preload
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[1]))  # benchmarks; at the end, so that the package that is installed stays first
+ROOT = Path(__file__).parents[1]
+sys.path += [str(ROOT), str(ROOT / "examples" / "common")]  # benchmarks, and what examples share; an installed package stays first
 
 
 def pytest_addoption(parser):

@@ -140,7 +140,7 @@ def link_bytes(topk_idx: Tensor, num_local_experts: int, row_bytes: int) -> dict
 
 def measure(rank: int, num_ranks: int, options: argparse.Namespace, shape: Shape) -> Measured:
     """Do the work of one rank for one shape: build layers, compare results, and time them in turns."""
-    from deepep_moe.integrations.deepspeed.harness.ranks import engine_ready
+    from deepspeed_ranks import engine_ready
 
     with engine_ready(options.device) as device:
         return _measure(shape, rank, num_ranks, options, device)
@@ -178,7 +178,7 @@ Passes = dict[str, dict[str, LayerPass]]
 
 def _native_passes(x: Tensor, cotangent: Tensor, options: argparse.Namespace, settings: dict[str, Any]) -> tuple[Passes, Tensor]:
     """Return the passes of DeepSpeed's own layers, and the experts of tokens, [num_tokens, num_topk]."""
-    from deepep_moe.integrations.deepspeed.harness.layers import experts_of, feed_forward, into_one_memory, sharing_layers
+    from benchmarks.layers.deepspeed_layers import experts_of, feed_forward, into_one_memory, sharing_layers
 
     settings["capacity_factor"] = options.capacity_factor
     layers = {
@@ -196,7 +196,7 @@ def _native_passes(x: Tensor, cotangent: Tensor, options: argparse.Namespace, se
 
 def _autoep_passes(x: Tensor, cotangent: Tensor, options: argparse.Namespace, settings: dict[str, Any]) -> tuple[Passes, Tensor]:
     """Return the passes of AutoEP's layers, and the experts of tokens, [num_tokens, num_topk]."""
-    from deepep_moe.integrations.deepspeed.harness.layers import autoep_experts_of, autoep_layers
+    from benchmarks.layers.deepspeed_layers import autoep_experts_of, autoep_layers
 
     layers = autoep_layers(ffn_hidden=options.ffn_hidden, **settings)
     passes: Passes = {"autoep": {kind: AutoEPPass(layer, x, cotangent) for kind, layer in layers.items()}}

@@ -81,7 +81,7 @@ def _parallel(options: argparse.Namespace, num_ranks: int) -> Iterator[tuple[tor
     """Yield the device, and why there are no layers of Megatron-Core, or ""."""
     why = _why_no_rivals(options, num_ranks)
     if not why:
-        from deepep_moe.integrations.megatron.harness.ranks import model_parallel
+        from megatron_ranks import model_parallel
 
         with model_parallel(options.device, ep=num_ranks, seed=1) as device:
             yield device, ""

@@ -162,13 +162,13 @@ def _running(layers: dict[str, Layer]) -> tuple[dict[str, Layer], dict[str, str]
 
 def _make_rivals(options: argparse.Namespace, rank: int, num_ranks: int, device: torch.device, *, fuses: bool) -> dict[str, Layer]:
     """Those in fp8 share one layer, but for the one whose router pads."""
-    from deepep_moe.integrations.megatron.harness import layers as harness
+    from benchmarks.layers import megatron_layers
 
     sizes = {name: getattr(options, name) for name in ("hidden", "ffn_hidden", "num_experts", "num_topk")}
     x, cotangent = _inputs(options, rank, device)
     x = x.detach().unsqueeze(1).requires_grad_()
     exact, fp8, padded = (
-        harness.te_fp8_layer(fp8=fp8, router_pads=pads, fuses=fuses, seed=1, ep=num_ranks, dtype=torch.bfloat16, **sizes)
+        megatron_layers.te_fp8_layer(fp8=fp8, router_pads=pads, fuses=fuses, seed=1, ep=num_ranks, dtype=torch.bfloat16, **sizes)
         for fp8, pads in ((False, False), (True, False), (True, True))
     )
     count = options.micro_batches
@@ -176,8 +176,8 @@ def _make_rivals(options: argparse.Namespace, rank: int, num_ranks: int, device:
     def layer(module: Any, which: Callable[[int], bool | None]) -> Layer:
         leaves = {"input": x} | dict(module.named_parameters())
         return Layer(
-            lambda is_first: harness.run_te_layer(module, x, is_first), cotangent.unsqueeze(1), leaves, backend="alltoall",
-            which=which, release=lambda: harness.release_te_copies(module),
+            lambda is_first: megatron_layers.run_te_layer(module, x, is_first), cotangent.unsqueeze(1), leaves, backend="alltoall",
+            which=which, release=lambda: megatron_layers.release_te_copies(module),
         )  # fmt: skip
 
     return {

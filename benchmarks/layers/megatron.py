@@ -89,7 +89,7 @@ def _gather(rows: Tensor, idx: Tensor) -> Tensor:
 
 def make_passes(layers: dict[str, Any], x: Tensor, cotangent: Tensor, num_ranks: int) -> dict[str, dict[str, Any]]:
     """Return the passes by what is timed and by dispatcher."""
-    from deepep_moe.integrations.megatron.harness.layers import echo_experts, exchange
+    from benchmarks.layers.megatron_layers import echo_experts, exchange
 
     with torch.no_grad():
         probs, routing_map = layers[OURS].router(x)
@@ -162,8 +162,9 @@ class Measured:
 
 def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
     """Do the work of one rank: build layers, compare results, and time them in turns."""
-    from deepep_moe.integrations.megatron.harness.layers import permutes_are_fused, sharing_layers
-    from deepep_moe.integrations.megatron.harness.ranks import model_parallel
+    from megatron_ranks import model_parallel
+
+    from benchmarks.layers.megatron_layers import permutes_are_fused, sharing_layers
 
     bound = {"num_max_tokens_per_rank": options.num_tokens, "backend": options.backend}
     with model_parallel(options.device, ep=num_ranks, seed=1, options=bound) as device:

@@ -100,12 +100,12 @@ def make_steps(like: Any, x: Tensor, cotangent: Tensor, *, seed: int, **sizes: A
 
     Each has an input and weights of its own. What other passes of the default stream share cannot be captured into a CUDA graph.
     """
-    from deepep_moe.integrations.megatron.harness import layers as harness
+    from benchmarks.layers import megatron_layers
 
-    layers = {GROUPED: harness.grouped_layer(like, seed=seed, **sizes)}
+    layers = {GROUPED: megatron_layers.grouped_layer(like, seed=seed, **sizes)}
     if x.is_cuda and has_te():
         dispatchers = {TE_ALLTOALL: "alltoall", TE_ALLGATHER: "allgather", TE_OURS: "deepep_moe"}
-        layers |= {name: harness.te_layer(of, like, seed=seed, **sizes) for name, of in dispatchers.items()}
+        layers |= {name: megatron_layers.te_layer(of, like, seed=seed, **sizes) for name, of in dispatchers.items()}
     steps: dict[str, Any] = {}
     for name, layer in layers.items():
         own = x.detach().clone().requires_grad_()

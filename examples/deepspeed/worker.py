@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 
 import data
 import timeline
+from deepspeed_ranks import engine_ready
 from launch import Turn
 from parts import Run, parts_of
 
@@ -163,7 +164,6 @@ def train(rank: int, num_ranks: int, settings: Settings, turn: Turn | None = Non
     """One rank of one run (a gloo process group is there), which makes its steps in its `turn`; rank 0 returns what it measured."""
     turn = turn or Turn()
     from deepep_moe.integrations.common.registry import all_buffers
-    from deepep_moe.integrations.deepspeed.harness.ranks import engine_ready
 
     with engine_ready(settings.device) as device:
         engine = build_engine(settings)
@@ -177,7 +177,6 @@ def train(rank: int, num_ranks: int, settings: Settings, turn: Turn | None = Non
 
 def evaluate(rank: int, num_ranks: int, settings: Settings) -> float:
     """The loss of the checkpoint in `settings.checkpoint` on text of its own, through the dispatcher of `settings`."""
-    from deepep_moe.integrations.deepspeed.harness.ranks import engine_ready
 
     with engine_ready(settings.device) as device:
         engine = build_engine(settings)

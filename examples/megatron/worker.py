@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 import data
 import timeline
 from launch import Turn
+from megatron_ranks import model_parallel
 from parts import Run, parts_of
 
 
@@ -284,8 +285,6 @@ def train(rank: int, num_ranks: int, settings: Settings, turn: Turn | None = Non
         from deepep_moe.compat import deep_ep
 
         deep_ep.install()  # before Megatron-Core looks for it
-    from deepep_moe.integrations.megatron.harness.ranks import model_parallel
-
     # Megatron-Core's remarks on missing GPU packages and on its own deprecations are not about this run.
     for module in ("megatron", "torch"):
         warnings.filterwarnings("ignore", module=module)

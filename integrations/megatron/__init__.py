@@ -4,7 +4,7 @@ From code: `enable()` before the model is built, and `moe_token_dispatcher_type=
 config. Without editing a script: `python -m deepep_moe.integrations.megatron pretrain_gpt.py ...` with
 `--moe-flex-dispatcher-backend deepep_moe` among its arguments. `enable()` says what to give 0.13 to 0.15.
 
-`harness.cpu` lets Megatron-Core run without a GPU. Importing this package does not import Megatron-Core.
+Importing this package does not import Megatron-Core.
 """
 
 from deepep_moe.integrations.megatron.plugin import disable, enable, grow_recv_capacity, recover, take_metrics

@@ -120,8 +120,7 @@ class Gated(nn.Module):
 
 def _deepspeed_worker(rank: int, num_ranks: int, blocks: list[str]) -> None:
     from deepspeed.moe.layer import MoE
-
-    from deepep_moe.integrations.deepspeed.harness.ranks import engine_ready
+    from deepspeed_ranks import engine_ready
 
     with engine_ready():
         first, swap, group, loss = blocks

@@ -7,11 +7,10 @@ optimizer.
 import os
 import sys
 
+import megatron_ranks as ranks
 import torch
 import torch.distributed as dist
 from megatron_cases import HIDDEN, assert_same, build_layer, forward_backward, layer_config
-
-from deepep_moe.integrations.megatron.harness import ranks
 
 CAPACITY = {
     "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True, "moe_router_group_topk": None,

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed_ranks import engine_ready as engine_ready
 from packaging.version import Version
 from torch import nn
 
 from deepep_moe.integrations.deepspeed import replace_moe_layers
-from deepep_moe.integrations.deepspeed.harness.ranks import engine_ready as engine_ready
 
 HIDDEN = 32
 STEPS = 10

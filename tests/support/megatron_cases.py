@@ -52,7 +52,7 @@ def expert_biases() -> dict[str, Any]:
 @contextlib.contextmanager
 def model_parallel(device_type: str = "cpu", *, ep: int = 1, tp: int = 1, etp: int = 1, **options: Any) -> Iterator[dict[str, int]]:
     """Megatron-Core with these groups and deepep_moe enabled; yields the sizes as config fields. Undoes everything."""
-    from deepep_moe.integrations.megatron.harness import ranks
+    import megatron_ranks as ranks
 
     sizes = {"tensor_model_parallel_size": tp, "expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
     with ranks.model_parallel(device_type, ep=ep, tp=tp, etp=etp, seed=7, options=options):
@@ -61,7 +61,7 @@ def model_parallel(device_type: str = "cpu", *, ep: int = 1, tp: int = 1, etp: i
 
 def build_layer(config: Any) -> torch.nn.Module:
     """A MoELayer of plain PyTorch modules, weights drawn from the same random states every time."""
-    from deepep_moe.integrations.megatron.harness.layers import build_moe_layer
+    from benchmarks.layers.megatron_layers import build_moe_layer
 
     return build_moe_layer(config, seed=7)
 

@@ -135,7 +135,7 @@ def on_cpus() -> Iterator[None]:
 @contextlib.contextmanager
 def training(setting: Setting, *, seed: int = 7) -> Iterator[Training]:
     """Groups, a model of two MoE layers with weights from `seed`, DDP and an optimizer."""
-    from deepep_moe.integrations.megatron.harness import ranks
+    import megatron_ranks as ranks
 
     options = EXPERTS[setting.experts]
     with ranks.model_parallel("cpu", ep=setting.ep, seed=seed, options=options), on_cpus():

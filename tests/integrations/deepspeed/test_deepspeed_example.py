@@ -24,7 +24,7 @@ STEPS = 10
 
 
 def _tutorial_worker(rank: int, num_ranks: int, script: str) -> tuple[str, float]:
-    from deepep_moe.integrations.deepspeed.harness.ranks import engine_ready
+    from deepspeed_ranks import engine_ready
 
     with engine_ready():
         names: dict = {}

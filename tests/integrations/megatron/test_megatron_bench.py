@@ -60,9 +60,10 @@ def test_records(tmp_path):
 
 def same_steps(rank: int, num_ranks: int) -> None:
     """Grouped experts have the weights of the layer that they are compared with, and gradients of the same names."""
+    from megatron_ranks import model_parallel
+
+    from benchmarks.layers.megatron_layers import sharing_layers
     from benchmarks.layers.passes import Pass
-    from deepep_moe.integrations.megatron.harness.layers import sharing_layers
-    from deepep_moe.integrations.megatron.harness.ranks import model_parallel
 
     sizes = {"ep": num_ranks, "dtype": torch.float32, "hidden": 32, "ffn_hidden": 16, "num_topk": 3, "num_experts": 4}
     with model_parallel("cpu", ep=num_ranks, seed=1, options={}):

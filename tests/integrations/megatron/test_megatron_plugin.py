@@ -307,8 +307,7 @@ def test_cpu_layer_puts_everything_back():
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    from deepep_moe.integrations.megatron.harness.cpu import disable_cpu, enable_cpu
+    from megatron_cpu import disable_cpu, enable_cpu
 
     owners = (torch.cuda, torch.cuda.nvtx, CudaRNGStatesTracker, LocalSpecProvider, WrappedTorchNorm)
     if torch.cuda.is_available():

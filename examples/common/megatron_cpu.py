@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron_without_te import patch_modules
 
-from deepep_moe.integrations.megatron.harness.without_te import patch_modules
 from deepep_moe.integrations.megatron.patches import Patches
 
 _log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ def enable_cpu() -> None:
         patches.restore()
         raise
     _active = patches
-    _log.info("Megatron-Core runs on CPU tensors in this process (deepep_moe.integrations.megatron.harness.cpu)")
+    _log.info("Megatron-Core runs on CPU tensors in this process (megatron_cpu)")
 
 
 def disable_cpu() -> None:

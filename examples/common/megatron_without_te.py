@@ -1,7 +1,7 @@
 """Run Megatron-Core without TransformerEngine, on any device: `enable_without_te()` and `disable_without_te()`.
 
-Megatron-Core's own local layers lack two modules that a DeepSeek-V3 needs. This layer adds them in plain PyTorch (`torch_modules`). The
-CPU layer (`cpu`) includes it. It is active between the two calls and puts back every symbol that it replaced.
+Megatron-Core's own local layers lack two modules that a DeepSeek-V3 needs. This layer adds those of `megatron_torch_modules`. The CPU
+layer (`megatron_cpu`) includes it. It is active between the two calls and puts back every symbol that it replaced.
 """
 
 from deepep_moe.integrations.megatron.patches import Patches
@@ -15,7 +15,7 @@ def patch_modules(patches: Patches) -> None:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     # This import is here, as this module must load without Megatron-Core.
-    from deepep_moe.integrations.megatron.harness.torch_modules import TorchAttention, torch_norm
+    from megatron_torch_modules import TorchAttention, torch_norm
 
     # The local attention has one head size for keys and values, but multi-head latent attention has two.
     patches.set(LocalSpecProvider, "core_attention", lambda provider: TorchAttention)
