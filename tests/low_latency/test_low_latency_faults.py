@@ -547,10 +547,3 @@ def dies(rank, _, backend, operation, mode):
 )
 def test_peer_that_dies(operation, mode, backend):
     run_ranks(dies, 3, backend, operation, mode, expected_dead=[1])
-
-
-def test_forgotten_process_group(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    message = "one of WORLD_SIZE=2, but torch.distributed is not initialized; call .*init_process_group before creating a LowLatencyBuffer"
-    with pytest.raises(ValueError, match=message):
-        LowLatencyBuffer(None, 8, 16, 4, 2)

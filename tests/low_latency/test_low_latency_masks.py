@@ -8,6 +8,7 @@ import signal
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import emulated_gpu
 import pytest
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from events import tell, wait_for
 from exchange_cases import assert_same, on_device
 from low_latency_cases import Case, Expected, check_dispatch, combine_rows, finish, make_buffer, run_case, start_combine, start_dispatch
-from low_latency_faults import on_every_backend
+from low_latency_faults import combined_without, on_every_backend
 
 from deepep_moe.errors import EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.low_latency.shm import ShmLowLatencyBackend
@@ -127,29 +128,11 @@ def test_rank_that_is_gone(how, backend):
     run_ranks(is_gone, 3, backend, how, expected_dead=[MASKED] if how == "killed" else [])
 
 
-def left_out(rank, buffer, out, rows, expected):
-    """A combine in which the masked rank is left out: of the others' shares, in rank order, each rounded once to bf16."""
-    y, wait = start_combine(buffer, WEIGHED, rows, out.handle)
-    wait()
-    total = torch.zeros(y.shape)
-    for peer, there in enumerate(expected.received):
-        for slot, (source, token) in enumerate(there.tokens):
-            if peer != MASKED and source == rank:
-                lanes = sorted(there.row_of_lane[slot].items())
-                weights = WEIGHED.inputs(rank)[2][token]
-                share = torch.zeros(WEIGHED.hidden)
-                for lane, row in lanes:
-                    share = share + weights[lane] * expected.outputs[peer][row].float()
-                total[token] += share.bfloat16().float()
-    assert_same("combined_x", y, total.bfloat16())
-
-
 def stalls_in_a_combine(rank, _, backend, how):
     """A rank that has received a dispatch does not make the combine; the others mask it within the call, and go on."""
-    expected = Expected(WEIGHED)
     buffer = make_buffer(WEIGHED, backend, rank, timeout_s=DEADLINE_S if how == "late" else 300, mask_stalled=True)
     out, _ = start_dispatch(buffer, WEIGHED, rank, backend)
-    rows = combine_rows(WEIGHED, rank, out, expected)
+    rows = combine_rows(WEIGHED, rank, out, Expected(WEIGHED))
     finish(buffer)
     dist.barrier()
     if rank == MASKED:
@@ -159,7 +142,9 @@ def stalls_in_a_combine(rank, _, backend, how):
             os.kill(os.getpid(), signal.SIGKILL)
         return
     began = time.monotonic()
-    left_out(rank, buffer, out, rows, expected)
+    y, wait = start_combine(buffer, WEIGHED, rows, out.handle)
+    wait()
+    assert_same("combined_x", y, combined_without(WEIGHED, MASKED)[rank])
     assert buffer.masked_ranks == [MASKED] and time.monotonic() - began < 60
     run_case(buffer, replace(WITHOUT, combine_weights=True), rank, backend)
     tell(f"rank {rank} is through")
@@ -336,49 +321,36 @@ def lose_rows(case, paths, call, owner, source):
         memory[at : at + 8] = bytes(8)
 
 
-class Lossy:
-    """Three ranks; the rows of rank 1 to rank 0 get lost. Case: every token goes to every rank."""
-
-    def __init__(self, rank, mask_stalled):
-        ShmLowLatencyBackend.seal = lambda self: None
-        self.case = Case([4, 4, 4], max_tokens=4, num_experts=3, masked=0.0, dtype=torch.float32, with_weights=False)
-        self.rank = rank
-        self.buffer = make_buffer(self.case, "shm", rank, timeout_s=2.0, mask_stalled=mask_stalled)
-        self.paths = [None] * 3
-        dist.all_gather_object(self.paths, self.buffer._backend.address()[0])
-
-    def start(self, call, start):
-        """`start()` on all ranks; rank 0 only once rank 1 has sent and its rows are lost."""
-        mine = start() if self.rank == 1 else None
-        if self.rank == 1:
-            lose_rows(self.case, self.paths, call, 0, 1)
-        dist.barrier()
-        return mine or start()
-
-
 def loses(rank, _, operation, mask_stalled):
-    test = Lossy(rank, mask_stalled)
-    case, buffer = replace(test.case, mode="hook"), test.buffer
+    """The rows of rank 1 to rank 0 get lost, of a call that rank 0 makes only then. Every token goes to every rank."""
+    ShmLowLatencyBackend.seal = lambda self: None
+    case = Case([4, 4, 4], max_tokens=4, num_experts=3, masked=0.0, dtype=torch.float32, with_weights=False, mode="hook")
+    buffer, paths = make_buffer(case, "shm", rank, timeout_s=2.0, mask_stalled=mask_stalled), [None] * 3
+    dist.all_gather_object(paths, buffer._backend.address()[0])
     if operation == "dispatch":
-        call = 1
-        out, hook = test.start(call, lambda: start_dispatch(buffer, case, rank, "shm"))
+        call, start = 1, partial(start_dispatch, buffer, case, rank, "shm")
     else:
-        call = 2
-        out, _ = start_dispatch(buffer, test.case, rank, "shm")
-        y, hook = test.start(call, lambda: buffer.combine(out.recv_x, out.handle, return_hook=True))
+        out, _ = start_dispatch(buffer, replace(case, mode="now"), rank, "shm")
+        call, start = 2, partial(buffer.combine, out.recv_x, out.handle, return_hook=True)
+    if rank == 1:
+        result, hook = start()
+        lose_rows(case, paths, call, 0, 1)
+    dist.barrier()
+    if rank != 1:
+        result, hook = start()
     told = f"rank 1 did not deliver, nothing came for 2 s; phase '{operation} rows', expected {call}, seen 0"
     with pytest.raises(EPTimeoutError, match=told) if rank == 0 and not mask_stalled else nullcontext():
         hook()
     if operation == "dispatch" and rank == 0 and mask_stalled:
-        assert_same("rows of rank 1", out.recv_x[0, 4:8], torch.zeros(4, case.hidden))
+        assert_same("rows of rank 1", result.recv_x[0, 4:8], torch.zeros(4, case.hidden))
         for other in (0, 2):
-            assert_same(f"rows of rank {other}", out.recv_x[0, 4 * other : 4 * other + 4], case.inputs(other)[0])
-        assert buffer.masked_ranks == [1] and out.num_recv_tokens_per_expert.tolist() == [12]
+            assert_same(f"rows of rank {other}", result.recv_x[0, 4 * other : 4 * other + 4], case.inputs(other)[0])
+        assert buffer.masked_ranks == [1] and result.num_recv_tokens_per_expert.tolist() == [12]
     if operation == "combine" and (rank != 0 or mask_stalled):
-        torch.testing.assert_close(y, case.inputs(rank)[0] * (2.0 if rank == 0 else 3.0))  # for rank 0 without that of rank 1
+        torch.testing.assert_close(result, case.inputs(rank)[0] * (2.0 if rank == 0 else 3.0))  # for rank 0 without that of rank 1
     dist.barrier()
     if not mask_stalled:
-        run_case(buffer, test.case, rank, "shm")  # usable afterwards
+        run_case(buffer, replace(case, mode="now"), rank, "shm")  # usable afterwards
 
 
 @pytest.mark.parametrize("mask_stalled", (False, True))
