@@ -29,6 +29,7 @@ from low_latency_faults import BACKENDS, on_every_backend
 from deepep_moe import LowLatencyBuffer, ops, reference
 from deepep_moe.testing import run_ranks
 
+ALL_BACKENDS = (*BACKENDS, pytest.param("nvshmem", marks=pytest.mark.gpu))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -62,7 +63,7 @@ def two_ranks_by_hand(rank, _, backend):
     assert buffer.combine(out.recv_x, out.handle)[:, 0].tolist() == [[14.0, 14.0], [42.0, 56.0]][rank]
 
 
-@pytest.mark.parametrize("backend", (*BACKENDS, pytest.param("nvshmem", marks=pytest.mark.gpu)))
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_by_hand(backend):
     """Between two nodes of one rank, too."""
     run_ranks(two_ranks_by_hand, 2, backend)
@@ -305,11 +306,12 @@ def test_overlapping_calls(backend):
 
 
 def many_calls(rank, num_ranks, backend):
-    """Ranks that are late in turn, through all turns several times, in all modes."""
+    """Ranks that are late in turn, through all turns several times, in all modes. Those of nvshmem are of two nodes."""
     draw = random.Random(rank)
     cases = [
-        Case([draw_tokens % 25 for draw_tokens in (seed * 7, seed * 5 + 3, seed * 3 + 8)], fp8=seed % 3 == 0, wire=(None, "fp8")[seed % 2],
-             mode=("now", "hook", "async")[seed % 3], seed=seed, num_topk=4, combine_weights=seed % 4 > 1)
+        Case([draw_tokens % 25 for draw_tokens in (seed * 7, seed * 5 + 3, seed * 3 + 8, seed * 6 + 2)][:num_ranks], fp8=seed % 3 == 0,
+             wire=(None, "fp8")[seed % 2], mode=("now", "hook", "async")[seed % 3], seed=seed, num_topk=4, combine_weights=seed % 4 > 1,
+             ranks_per_node=2 if backend == "nvshmem" else None)
         for seed in range(12)
     ]  # fmt: skip
     buffer = make_buffer(cases[0], backend, rank)
@@ -318,9 +320,9 @@ def many_calls(rank, num_ranks, backend):
         run_case(buffer, case, rank, backend)
 
 
-@on_every_backend
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_many_calls(backend):
-    run_ranks(many_calls, 3, backend)
+    run_ranks(many_calls, 4 if backend == "nvshmem" else 3, backend)
 
 
 def other_ways(rank, _, backend):

@@ -378,23 +378,6 @@ def test_use_after_destroy(backend):
     run_ranks(after_destroy, 2, backend)
 
 
-def leaves_early(rank, _, backend):
-    buffer, x, idx = make(backend, rank, timeout_s=300)
-    buffer.dispatch(x, idx)
-    if rank == 1:
-        return buffer.destroy()
-    began = time.monotonic()
-    with pytest.raises(EPPeerError, match="rank 1 destroyed its buffer, or its process is ending: .*every rank must make the same calls"):
-        buffer.dispatch(x, idx)
-        finish(buffer)
-    assert time.monotonic() - began < 60
-
-
-@on_every_backend
-def test_peer_that_destroyed_its_buffer(backend):
-    run_ranks(leaves_early, 2, backend)
-
-
 def destroyed_beside_a_call(rank, _, return_hook):
     buffer, x, idx = make("shm", rank)
     if rank == 1:
@@ -452,52 +435,39 @@ def test_use_in_a_forked_process():
 # ---- ranks that are late or gone ----
 
 
-def late(rank, _, backend):
-    case = Case([4, 4, 4], max_tokens=8, num_experts=6, num_topk=2)
-    buffer = make_buffer(case, backend, rank, timeout_s=4.0)
-    run_case(buffer, case, rank, backend)
-    if rank == 2:
-        wait_for("rank 0 knows", "rank 1 knows")
-        start_dispatch(buffer, case, rank, backend)
-    else:
-        with pytest.raises(EPTimeoutError, match="rank 2 did not deliver.*phase 'entry into the call', expected 3, seen") as info:
-            start_dispatch(buffer, case, rank, backend)
-            finish(buffer)
-        error = info.value
-        assert (error.rank, error.phase, error.expected) == (2, "entry into the call", 3) and 0 <= error.seen < 3
-        tell(f"rank {rank} knows")
-    dist.barrier()
-    run_case(buffer, case, rank, backend)  # the late one has made the same calls, so all go on
-
-
-def late_with_weights(rank, _, backend):
-    """Who gave up on a late rank has no weights of it, and has summed nothing for it: the late one hears so at once."""
+def late(rank, _, backend, operation):
+    """A late dispatch finds the rows of those who gave up, so all go on. A late combine with weights finds that the others have no weights
+    of it, and have summed nothing for it: it hears so at once."""
     buffer = make_buffer(WEIGHED, backend, rank, timeout_s=4.0)
     out, _ = start_dispatch(buffer, WEIGHED, rank, backend)
     rows = combine_rows(WEIGHED, rank, out, Expected(WEIGHED))
     finish(buffer)
     dist.barrier()
+    if operation == "dispatch":
+        call = partial(start_dispatch, buffer, WEIGHED, rank, backend)
+    else:
+        call = partial(start_combine, buffer, WEIGHED, rows, out.handle)
     if rank == 2:
         wait_for("rank 0 knows", "rank 1 knows")
-        began = time.monotonic()
-        with pytest.raises(EPPeerError, match="rank [01] did not make its call: .*rank 2 did not deliver"):
-            start_combine(buffer, WEIGHED, rows, out.handle)
+        hears, began = partial(pytest.raises, EPPeerError, match="rank [01] did not make its call: .*rank 2 did not"), time.monotonic()
+        with hears() if operation == "combine" else nullcontext():
+            call()
             finish(buffer)
         assert time.monotonic() - began < 3.0
     else:
         with pytest.raises(EPTimeoutError, match="rank 2 did not deliver.*phase 'entry into the call', expected 2, seen") as info:
-            start_combine(buffer, WEIGHED, rows, out.handle)
+            call()
             finish(buffer)
-        assert (info.value.rank, info.value.expected) == (2, 2)
+        assert (info.value.rank, info.value.phase, info.value.expected) == (2, "entry into the call", 2) and 0 <= info.value.seen < 2
         tell(f"rank {rank} knows")
     dist.barrier()
     run_case(buffer, WEIGHED, rank, backend)
 
 
 @on_every_backend
-@pytest.mark.parametrize("function", (late, late_with_weights))
-def test_late_peer(function, backend):
-    run_ranks(function, 3, backend)
+@pytest.mark.parametrize("operation", ("dispatch", "combine"))
+def test_late_peer(operation, backend):
+    run_ranks(late, 3, backend, operation)
 
 
 def overtakes(rank, _):
