@@ -81,10 +81,15 @@ class Wanted:
         return reference.combine(outputs or self.outputs, self.received, self.case.num_tokens, None, biases)[self.rank]
 
     def biases(self, device: torch.device) -> Any:
-        """What callers may give as a bias: nothing, a tensor, or two. Beside each, their sum."""
+        """What callers may give as a bias: nothing, a tensor, also one with a gradient, or two. Beside each, their sum."""
         bias = self.case.bias(self.rank).to(self.outputs[self.rank].dtype)
         on_device = bias.to(device)
-        return (None, None), (on_device, bias), ((on_device, on_device.flip(0)), bias + bias.flip(0))
+        return (
+            (None, None),
+            (on_device.clone().requires_grad_(), bias),
+            ((None, on_device), bias),
+            ((on_device, on_device.flip(0)), bias + bias.flip(0)),
+        )
 
 
 def check_start(name: str, ours: torch.Tensor, want: torch.Tensor, rest: float = 0) -> None:
