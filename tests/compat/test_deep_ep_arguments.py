@@ -58,11 +58,7 @@ def test_events():
         assert inside is event
     assert EventOverlap().event is None and EventOverlap().current_stream_wait() is None
     assert EventOverlap(EventHandle(), (torch.ones(1),)).extra_tensors is not None
-
-
-def test_events_of_version_2():
     calls = []
-    event = EventOverlap(EventHandle())
     event.register_hook_after_wait(lambda: calls.append("hook"))
     with pytest.raises(ValueError, match="has a hook already"):
         event.register_hook_after_wait(print)

@@ -130,8 +130,15 @@ def test_by_hand(backend):
     run_ranks(by_hand, 2, backend)
 
 
+def in_all_formats(case, number=0):
+    """Cases and options of calls, in all ways to call."""
+    for nth, options in enumerate(FORMATS):
+        mode = ("now", "hook", "async")[(number + nth) % 3]
+        yield replace(case, fp8=options is not None, mode=mode, seed=number + nth), dict(options or {}, zero_copy=nth % 2 == 0)
+
+
 def check_cases(rank, _, backend, cases):
-    buffer = make_buffer(backend, rank)
+    buffer = make_buffer(backend, rank, ranks_per_node=cases[0][0].ranks_per_node)
     for case, options in cases:
         buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
         run_case(buffer, case, rank, **options)
@@ -142,28 +149,18 @@ def check_cases(rank, _, backend, cases):
 @pytest.mark.parametrize("num_ranks", (1, 2, 4))
 def test_equals_reference(num_ranks, backend):
     """Hidden sizes and numbers of experts a token as V1 takes them, in all formats and ways to call, through one buffer."""
-    modes, cases = ("now", "hook", "async"), []
+    cases = []
     for number, (hidden, num_topk) in enumerate(((2048, 1), (2560, 2), (4096, 8), (5120, 16), (7168, 3))):
-        tokens = [5, 0, 3, 8][:num_ranks]
-        case = Case(tokens, max_tokens=8, hidden=hidden, num_topk=num_topk, num_experts=24, combine_weights=True, seed=number)
-        for nth, options in enumerate(FORMATS):
-            formatted = replace(case, fp8=options is not None, mode=modes[(number + nth) % 3])
-            cases.append((formatted, dict(options or {}, zero_copy=nth % 2 == 0)))
+        case = Case([5, 0, 3, 8][:num_ranks], max_tokens=8, hidden=hidden, num_topk=num_topk, combine_weights=True)
+        cases += in_all_formats(case, number)
     run_ranks(check_cases, num_ranks, backend, cases)
-
-
-def over_nodes(rank, _, case):
-    buffer = make_buffer("nvshmem", rank, ranks_per_node=case.ranks_per_node)
-    for nth, options in enumerate(FORMATS):
-        formatted = replace(case, fp8=options is not None, mode=("now", "hook", "async")[nth % 3], seed=nth)
-        run_case(buffer, formatted, rank, **(options or {}), zero_copy=nth % 2 == 0)
-    buffer.destroy()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("per_node", (1, 2))
 def test_equals_reference_over_nodes(per_node):
-    run_ranks(over_nodes, 4, Case([5, 0, 3, 8], max_tokens=8, hidden=256, num_topk=5, ranks_per_node=per_node, combine_weights=True))
+    case = Case([5, 0, 3, 8], max_tokens=8, hidden=256, num_topk=5, ranks_per_node=per_node, combine_weights=True)
+    run_ranks(check_cases, 4, "nvshmem", [*in_all_formats(case)])
 
 
 def two_batches(rank, _, backend):
@@ -239,7 +236,7 @@ def test_sizes_of_steps(hinted, backend):
     run_ranks(sizes_of_steps, 3, backend, hinted)
 
 
-def numbers_of_any_kind(rank, _):
+def sizes_of_any_kind(rank, _):
     buffer = make_buffer("shm", rank)
     x, idx, _ = inputs(buffer, SMALL, rank)
     for most in (8, np.int64(8), torch.tensor(8), np.int32(8)):
@@ -249,40 +246,28 @@ def numbers_of_any_kind(rank, _):
     for most in (8.0, True, 0, -1, 1 << 16, len(x) - 1):
         with pytest.raises(TypeError if type(most) in (float, bool) else ValueError, match="num_max_dispatch_tokens_per_rank"):
             buffer.low_latency_dispatch(x, idx, most, SMALL.num_experts)
-    run_case(buffer, SMALL, rank)
-
-
-def test_numbers_of_any_kind():
-    run_ranks(numbers_of_any_kind, 3)
-
-
-def heard_in_the_next_size(rank, _):
-    """A rank refuses its call of one size. Its peers are in a call of another one."""
-    buffer = make_buffer("shm", rank)
     run_case(buffer, replace(SMALL, max_tokens=16), rank)
-    bad = dict(use_nvfp4=True) if rank == 1 else {}
-    began = time.monotonic()
-    with pytest.raises(NotImplementedError if rank == 1 else EPPeerError, match="use_nvfp4 is not served"):
+    bad, began = {"use_nvfp4": True} if rank == 1 else {}, time.monotonic()
+    with pytest.raises(NotImplementedError if rank == 1 else EPPeerError, match="use_nvfp4 is not served"):  # in calls of different sizes
         dispatch(buffer, replace(SMALL, max_tokens=8 + (rank == 1)), rank, **bad)
     assert time.monotonic() - began < 30
     run_case(buffer, SMALL, rank)
 
 
-def test_heard_in_the_next_size():
-    run_ranks(heard_in_the_next_size, 3)
+def test_sizes_of_any_kind():
+    run_ranks(sizes_of_any_kind, 3)
 
 
 def too_small_on_a_rank(rank, _):
-    """Rank 0 has room for one row of its expert, and two come."""
+    """Rank 0 has room for two rows of its expert, and three come."""
     buffer = make_buffer("shm", rank)
-    x, idx = torch.ones(2, 8, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
+    idx = torch.zeros(3, 1, dtype=torch.int64)
+    x = torch.ones(3, 8, dtype=torch.bfloat16)
     buffer.low_latency_dispatch(x, idx, 4, 2, use_fp8=False)
-    x, idx = (x[:0], idx[:0]) if rank == 0 else (x, idx)
     if rank == 0:
         with pytest.raises(EPMismatchError, match="receives 3 rows and has room for 2; .* num_max_dispatch_tokens_per_rank"):
-            buffer.low_latency_dispatch(x, idx, 1, 2, use_fp8=False)
+            buffer.low_latency_dispatch(x[:0], idx[:0], 1, 2, use_fp8=False)
     else:
-        x, idx = torch.ones(3, 8, dtype=torch.bfloat16), torch.zeros(3, 1, dtype=torch.int64)
         buffer.low_latency_dispatch(x, idx, 3, 2, use_fp8=False)
     dist.barrier()
 
@@ -353,6 +338,15 @@ def status(buffer):
 
 
 def masks(rank, _, backend):
+    first = make_buffer(backend, rank, enable_shrink=True)  # whose masks are set before its first call
+    for other in (0, 2) if rank == MASKED else (MASKED,):
+        first.low_latency_update_mask_buffer(other, True)
+    assert status(first) == ([1, 0, 1] if rank == MASKED else [0, 1, 0])
+    if rank == MASKED:  # it takes part in making the buffer
+        dispatch(first, SMALL, rank)
+        assert status(first) == [1, 0, 1]
+    else:
+        run_case(first, replace(SMALL, without=MASKED), rank)
     buffer = make_buffer(backend, rank, enable_shrink=True)
     assert status(buffer) == [0, 0, 0]
     run_case(buffer, SMALL, rank)
@@ -372,24 +366,6 @@ def masks(rank, _, backend):
 @on_every_backend
 def test_masks(backend):
     run_ranks(masks, 3, backend)
-
-
-def masked_first(rank, _, backend):
-    """A mask that is set before the first call is in force in it."""
-    buffer = make_buffer(backend, rank, enable_shrink=True)
-    for other in (0, 2) if rank == MASKED else (MASKED,):
-        buffer.low_latency_update_mask_buffer(other, True)
-    if rank == MASKED:  # it takes part in making the buffer
-        dispatch(buffer, SMALL, rank)
-        assert status(buffer) == [1, 0, 1]
-    else:
-        assert status(buffer) == [0, 1, 0]
-        run_case(buffer, replace(SMALL, without=MASKED), rank)
-
-
-@on_every_backend
-def test_mask_before_the_first_call(backend):
-    run_ranks(masked_first, 3, backend)
 
 
 def dies(rank, _, backend):
