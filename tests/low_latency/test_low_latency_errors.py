@@ -109,35 +109,18 @@ def test_bad_arguments_of_combine(backend):
     run_ranks(bad_combines, 2, backend)
 
 
-def changed_handle(handle, change):
-    """Return what a caller may pass for the handle, changed in one way."""
-    match change:
-        case "in place":
-            handle.state.fill_(7)
-        case "a view in place":
-            handle.state[16:].view(torch.int32)[:4].zero_()
-        case "in inference mode":
-            with torch.inference_mode():
-                handle.state.zero_()
-        case "freed":
-            handle.state.untyped_storage().resize_(0)
-        case "cut":
-            handle.state.untyped_storage().resize_(handle.state.numel() - 1)
-        case "field":
-            object.__setattr__(handle, "num_tokens", 10**6)
-        case "copy of other state":
-            return dataclasses.replace(handle, state=handle.state[:64])
-        case "copy of other tokens":
-            return dataclasses.replace(handle, num_tokens=10**6)
-        case "made by hand":
-            return LowLatencyHandle(handle.buffer_id, handle.num_tokens, handle.state)
-    return handle
-
-
-CHANGES = (
-    "in place", "a view in place", "in inference mode", "freed", "cut", "field", "copy of other state", "copy of other tokens",
-    "made by hand",
-)  # fmt: skip
+# What a caller may do to a handle, or pass for it.
+CHANGES = {
+    "in place": lambda handle: handle.state.fill_(7),
+    "a view in place": lambda handle: handle.state[16:].view(torch.int32)[:4].zero_(),
+    "in inference mode": torch.inference_mode()(lambda handle: handle.state.zero_()),
+    "freed": lambda handle: handle.state.untyped_storage().resize_(0),
+    "cut": lambda handle: handle.state.untyped_storage().resize_(handle.state.numel() - 1),
+    "field": lambda handle: object.__setattr__(handle, "num_tokens", 10**6),
+    "copy of other state": lambda handle: dataclasses.replace(handle, state=handle.state[:64]),
+    "copy of other tokens": lambda handle: dataclasses.replace(handle, num_tokens=10**6),
+    "made by hand": lambda handle: LowLatencyHandle(handle.buffer_id, handle.num_tokens, handle.state),
+}
 
 
 def changed_handles(rank, _, backend):
@@ -145,10 +128,11 @@ def changed_handles(rank, _, backend):
     for change, in_inference_mode in itertools.product(CHANGES, (False, True)):
         with torch.inference_mode(in_inference_mode):
             out = buffer.dispatch(x, idx)
-        handle = changed_handle(out.handle, change) if rank == 0 else out.handle
+        handle = CHANGES[change](out.handle) if rank == 0 else None
         with raises_on(0, rank, ValueError, "handle is not as its dispatch made it"):
-            buffer.combine(out.recv_x, handle)
+            buffer.combine(out.recv_x, handle if isinstance(handle, LowLatencyHandle) else out.handle)
             finish(buffer)
+            raise AssertionError(f"{change}, in_inference_mode={in_inference_mode}: nothing was raised")
         check_usable(buffer, x, idx)
 
 

@@ -24,7 +24,7 @@ from low_latency_cases import (
 )
 from low_latency_faults import combined_without
 
-from deepep_moe import LowLatencyBuffer, nn, reference
+from deepep_moe import LowLatencyBuffer, reference
 from deepep_moe.errors import BackendUnavailableError, EPTimeoutError
 from deepep_moe.testing import run_ranks
 
@@ -151,32 +151,6 @@ def combines_before_hook(rank, _):
 
 def test_combine_is_sent_before_a_hook_or_behind_it():
     run_ranks(combines_before_hook, 4)
-
-
-def layers(buffer, case, rank, num_layers):
-    """A micro-batch whose experts double what they receive; a generator for `overlapped`."""
-    x, idx, weights = (tensor.to(device_of("nvshmem", rank)) for tensor in case.inputs(rank))
-    for _ in range(num_layers):
-        x = yield from nn.routed_experts(buffer, lambda rows, counts: rows * 2, x, idx, weights)
-    return x
-
-
-def takes_turns(rank, _):
-    """Two micro-batches that take turns have the bits of each alone."""
-    cases = [case_of("2x2", mode="hook", seed=seed) for seed in range(2)]
-    buffer = make_buffer(cases[0], "nvshmem", rank)
-    alone = [nn.overlapped(layers(buffer, case, rank, 3))[0] for case in cases]
-    together = nn.overlapped(*(layers(buffer, case, rank, 3) for case in cases))
-    for ours, theirs in zip(together, alone, strict=True):
-        assert_same("output", ours, theirs)
-    for case, told in zip(cases, (nn.overlapped(layers(buffer, case, rank, 1))[0] for case in cases), strict=True):
-        expected = Expected(case)
-        expected.outputs = [there.recv_x * 2 for there in expected.received]
-        assert_same("output of one layer", told, expected.combine()[rank])
-
-
-def test_overlapped():
-    run_ranks(takes_turns, 4)
 
 
 def in_graph(rank, _, split):
