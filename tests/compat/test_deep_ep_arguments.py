@@ -123,34 +123,33 @@ def test_packed_scales(num_scales):
 
 
 def version_1_calls(buffer, number):
-    out = buffer.get_dispatch_layout(IDX, number(4))
     routing = {"topk_idx": IDX, "topk_weights": torch.ones(2, 2), "num_tokens_per_expert": COUNTS}
     config = Config(number(24), number(8), number(256))
+    assert len(buffer.get_dispatch_layout(IDX, number(4))) == 5
     rows, *_, counts, handle, _ = buffer.dispatch(X, **routing, expert_alignment=number(8), config=config)
     assert counts == [8] * 4 and type(counts[0]) is int
     assert buffer.dispatch(X, **routing, num_worst_tokens=number(16))[0].shape == (16, 64)
     buffer.combine(rows, handle, config=config)
-    hints = (
-        config.get_nvl_buffer_size_hint(number(128), number(2)), config.get_rdma_buffer_size_hint(number(128), number(16)),
-        Buffer.get_low_latency_rdma_size_hint(number(8), number(64), number(1), number(4)),
-    )  # fmt: skip
-    assert all(type(hint) is int for hint in hints) and len(out) == 5
+    for hint, sizes in (
+        (config.get_nvl_buffer_size_hint, (128, 2)),
+        (config.get_rdma_buffer_size_hint, (128, 16)),
+        (Buffer.get_low_latency_rdma_size_hint, (8, 64, 1, 4)),
+    ):
+        assert type(hint(*map(number, sizes))) is int
     Buffer.set_num_sms(number(20))
 
 
 def version_2_calls(buffer, number):
-    rows, _, _, handle, _ = buffer.dispatch(
-        X, IDX, torch.ones(2, 2), num_experts=number(4), num_max_tokens_per_rank=number(8), expert_alignment=number(4), num_sms=number(4),
-        do_expand=True, do_cpu_sync=False,
-    )  # fmt: skip
+    sizes = {"num_experts": 4, "num_max_tokens_per_rank": 8, "expert_alignment": 4, "num_sms": 4}
+    sizes = {name: number(size) for name, size in sizes.items()}
+    rows, _, _, handle, _ = buffer.dispatch(X, IDX, torch.ones(2, 2), do_expand=True, do_cpu_sync=False, **sizes)
     assert len(rows) == 28 and handle.num_recv_tokens == 8 and type(handle.num_experts) is int
     buffer.combine(rows, handle, num_sms=number(4))
 
 
 def hybrid_calls(buffer, number):
-    rows, *_, handle = buffer.dispatch_with_permute(
-        hidden=X, topk_idx=IDX, num_of_experts=number(4), num_permuted_tokens=number(8), pad_multiple=number(2)
-    )
+    sizes = {"num_of_experts": number(4), "num_permuted_tokens": number(8), "pad_multiple": number(2)}
+    rows, *_, handle = buffer.dispatch_with_permute(hidden=X, topk_idx=IDX, **sizes)
     assert len(rows) == 8
     buffer.combine_with_unpermute(hidden=rows, handle=handle, pad_multiple=number(2))
 
