@@ -2,21 +2,25 @@
 
 import re
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_cases import make_buffer
+from deep_ep_cases import on_every_backend
 from exchange_cases import device_of
 
 from deepep_moe.compat.deep_ep import Buffer, Config, ElasticBuffer, EPBuffer, EventHandle, EventOverlap, HybridEPBuffer
-from deepep_moe.compat.deep_ep.arguments import one_bias, senders_of
+from deepep_moe.compat.deep_ep.arguments import senders_of
 from deepep_moe.compat.deep_ep.runtime import Runtime
 from deepep_moe.errors import BufferDestroyedError, EPPeerError
 from deepep_moe.ops import ue8m0
 from deepep_moe.testing import run_ranks
+
+FP8, X, COUNTS = torch.float8_e4m3fn, torch.zeros(2, 64, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
+IDX = torch.tensor([[0, 3], [2, 1]])
 
 
 @pytest.fixture
@@ -54,11 +58,7 @@ def test_events():
         assert inside is event
     assert EventOverlap().event is None and EventOverlap().current_stream_wait() is None
     assert EventOverlap(EventHandle(), (torch.ones(1),)).extra_tensors is not None
-
-
-def test_events_of_version_2():
     calls = []
-    event = EventOverlap(EventHandle())
     event.register_hook_after_wait(lambda: calls.append("hook"))
     with pytest.raises(ValueError, match="has a hook already"):
         event.register_hook_after_wait(print)
@@ -122,45 +122,34 @@ def test_packed_scales(num_scales):
     assert torch.equal(ue8m0.pack(scales), words)
 
 
-def test_what_is_refused(group):
-    with pytest.raises(NotImplementedError, match=r"deep_ep\.Buffer's comm"):
-        Buffer(None, comm=object())
-    with pytest.raises(ValueError, match="group is None"):
-        Buffer(None)
-    for name in ("internode_dispatch", "internode_combine"):
-        with pytest.raises(NotImplementedError, match=f"deep_ep.Buffer.{name} is not served"):
-            getattr(Buffer(group), name)()
-
-
 def version_1_calls(buffer, number):
-    out = buffer.get_dispatch_layout(IDX, number(4))
     routing = {"topk_idx": IDX, "topk_weights": torch.ones(2, 2), "num_tokens_per_expert": COUNTS}
     config = Config(number(24), number(8), number(256))
+    assert len(buffer.get_dispatch_layout(IDX, number(4))) == 5
     rows, *_, counts, handle, _ = buffer.dispatch(X, **routing, expert_alignment=number(8), config=config)
     assert counts == [8] * 4 and type(counts[0]) is int
     assert buffer.dispatch(X, **routing, num_worst_tokens=number(16))[0].shape == (16, 64)
     buffer.combine(rows, handle, config=config)
-    hints = (
-        config.get_nvl_buffer_size_hint(number(128), number(2)), config.get_rdma_buffer_size_hint(number(128), number(16)),
-        Buffer.get_low_latency_rdma_size_hint(number(8), number(64), number(1), number(4)),
-    )  # fmt: skip
-    assert all(type(hint) is int for hint in hints) and len(out) == 5
+    for hint, sizes in (
+        (config.get_nvl_buffer_size_hint, (128, 2)),
+        (config.get_rdma_buffer_size_hint, (128, 16)),
+        (Buffer.get_low_latency_rdma_size_hint, (8, 64, 1, 4)),
+    ):
+        assert type(hint(*map(number, sizes))) is int
     Buffer.set_num_sms(number(20))
 
 
 def version_2_calls(buffer, number):
-    rows, _, _, handle, _ = buffer.dispatch(
-        X, IDX, torch.ones(2, 2), num_experts=number(4), num_max_tokens_per_rank=number(8), expert_alignment=number(4), num_sms=number(4),
-        do_expand=True, do_cpu_sync=False,
-    )  # fmt: skip
+    sizes = {"num_experts": 4, "num_max_tokens_per_rank": 8, "expert_alignment": 4, "num_sms": 4}
+    sizes = {name: number(size) for name, size in sizes.items()}
+    rows, _, _, handle, _ = buffer.dispatch(X, IDX, torch.ones(2, 2), do_expand=True, do_cpu_sync=False, **sizes)
     assert len(rows) == 28 and handle.num_recv_tokens == 8 and type(handle.num_experts) is int
     buffer.combine(rows, handle, num_sms=number(4))
 
 
 def hybrid_calls(buffer, number):
-    rows, *_, handle = buffer.dispatch_with_permute(
-        hidden=X, topk_idx=IDX, num_of_experts=number(4), num_permuted_tokens=number(8), pad_multiple=number(2)
-    )
+    sizes = {"num_of_experts": number(4), "num_permuted_tokens": number(8), "pad_multiple": number(2)}
+    rows, *_, handle = buffer.dispatch_with_permute(hidden=X, topk_idx=IDX, **sizes)
     assert len(rows) == 8
     buffer.combine_with_unpermute(hidden=rows, handle=handle, pad_multiple=number(2))
 
@@ -182,48 +171,40 @@ def test_numbers_of_any_kind(group, kind, number):
 
 def after_destroy(rank, _, name):
     """The rank that has destroyed its buffer learns so at once, and makes no other. Its peer hears that it is gone."""
-    construct, call = KINDS[name]
+    construct, _ = KINDS[name]
     buffer = construct(dist.group.WORLD, int)
-    x, idx = torch.zeros(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 3], [2, 1]])
+
+    def dispatch(columns=64):
+        routing = {"num_tokens_per_expert": COUNTS} if name == "V1" else {"num_experts": 4}
+        return buffer.dispatch(X[:, :columns].contiguous(), topk_idx=IDX, **routing)
 
     def low_latency():
-        return buffer.low_latency_dispatch(x, idx, 8, 4, use_fp8=False)
+        return buffer.low_latency_dispatch(X, IDX, 8, 4, use_fp8=False)
 
-    def version_1(columns=64):
-        return buffer.dispatch(x[:, :columns].contiguous(), topk_idx=idx, num_tokens_per_expert=COUNTS)
-
-    def version_2(columns=64):
-        return buffer.dispatch(x[:, :columns].contiguous(), idx, num_experts=4)
-
-    call, also = {"V1": (version_1, low_latency), "V2": (version_2, None), "V2_5": (version_2, None)}[name]
-    handle = call()[4 if name == "V1" else 3]
-    if also is not None:
-        handles = handle, also()[2]
+    handle = dispatch()[4 if name == "V1" else 3]
+    calls, more = [dispatch, partial(dispatch, 32)], [lambda: buffer.combine(X, handle)]
+    if name == "V1":
+        small = low_latency()[2]
+        calls.insert(1, low_latency)
+        more += [
+            lambda: buffer.get_dispatch_layout(IDX, 4), lambda: buffer.get_local_buffer_tensor(torch.int8), buffer.low_latency_rejoin,
+            lambda: buffer.low_latency_combine(X, IDX, torch.ones(2, 2), small), lambda: buffer.dispatch(None, handle),
+            lambda: buffer.get_next_low_latency_combine_buffer(small), lambda: buffer.low_latency_update_mask_buffer(1, True),
+            lambda: buffer.low_latency_query_mask_buffer(COUNTS[:2]),
+        ]  # fmt: skip
+    else:
+        more += [buffer.barrier, lambda: buffer.dispatch(None)]
     dist.barrier()
     if rank == 0:
         buffer.destroy()
         buffer.destroy()
-        more = [lambda: buffer.combine(x, handle), lambda: call(32)]
-        if name == "V1":
-            more += [
-                low_latency, lambda: buffer.get_dispatch_layout(idx, 4), lambda: buffer.get_local_buffer_tensor(torch.int8),
-                lambda: buffer.low_latency_combine(x, idx, torch.ones(2, 2), handles[1]),
-                lambda: buffer.get_next_low_latency_combine_buffer(handles[1]), lambda: buffer.low_latency_update_mask_buffer(1, True),
-                lambda: buffer.low_latency_query_mask_buffer(COUNTS[:2]), lambda: buffer.dispatch(None, handle), buffer.low_latency_rejoin,
-            ]  # fmt: skip
-        else:
-            more += [buffer.barrier, lambda: buffer.dispatch(None)]
-        for later in (call, *more):
-            with pytest.raises(BufferDestroyedError, match="destroyed"):
-                later()
-        dist.barrier()
-        return
     dist.barrier()
     began = time.monotonic()
-    for later in (call, *([also] if also else []), lambda: call(32)):
-        with pytest.raises(EPPeerError, match="rank 0"):
-            later()
+    for call in (*calls, *more) if rank == 0 else calls:
+        with pytest.raises(BufferDestroyedError if rank == 0 else EPPeerError, match="destroyed" if rank == 0 else "rank 0"):
+            call()
     assert time.monotonic() - began < 30
+    dist.barrier()
 
 
 @pytest.mark.parametrize("name", ("V1", "V2", "V2_5"))
@@ -251,76 +232,47 @@ def test_outside_of_the_group():
     run_ranks(outside_of_the_group, 2)
 
 
-@pytest.mark.parametrize("rank", (-1, 1, 0))
-def test_masks_of_ranks_that_do_not_exist(group, rank):
-    with pytest.raises(ValueError, match=f"rank_to_mask is {rank}; it must be one of 0 to 0, and not this rank, 0"):
-        Buffer(group, low_latency_mode=True).low_latency_update_mask_buffer(rank, True)
-
-
-FP8, X, COUNTS = torch.float8_e4m3fn, torch.zeros(2, 64, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
-IDX = torch.tensor([[0, 3], [2, 1]])
+ROUTING = {"topk_idx": IDX, "num_tokens_per_expert": COUNTS}
 BAD_DISPATCHES = [
     ({"topk_idx": IDX}, ValueError, "num_tokens_per_expert is missing"),
     ({"num_tokens_per_expert": COUNTS}, ValueError, "topk_idx and is_token_in_rank are missing"),
-    ({"topk_idx": IDX[0], "num_tokens_per_expert": COUNTS}, ValueError, r"topk_idx has shape \[2\]; it must be \[num_tok"),
-    ({"topk_idx": IDX, "num_tokens_per_expert": 4}, ValueError, "num_tokens_per_expert is 4; it must be a tensor"),
-    ({"is_token_in_rank": IDX, "num_tokens_per_expert": COUNTS}, ValueError, "is_token_in_rank has .* dtype torch.int64; it must be"),
-    ({"handle": (X,)}, TypeError, "handle is a tuple; it must be the object that dispatch returned"),
-    ({"topk_idx": IDX, "num_tokens_per_expert": COUNTS, "previous_event": 1}, TypeError, "previous_event is a int; it must be"),
+    (ROUTING | {"topk_idx": IDX[0]}, ValueError, r"topk_idx has shape \[2\]; it must be \[num_tok"),
+    (ROUTING | {"num_tokens_per_expert": 4}, ValueError, "num_tokens_per_expert is 4; it must be a tensor"),
+    ({"is_token_in_rank": IDX, "num_tokens_per_expert": COUNTS}, ValueError, "is_token_in_rank has .* dtype torch.int64"),
+    ({"handle": (X,)}, TypeError, "handle is a tuple"),
+    (ROUTING | {"previous_event": 1}, TypeError, "previous_event is a int"),
     ({"x": [1, 2, 3], "topk_idx": IDX}, TypeError, "x holds a list; it must be a torch.Tensor, or a pair"),
-    ({"x": X[:, ::2], "topk_idx": IDX, "num_tokens_per_expert": COUNTS}, ValueError, "is not contiguous; pass x.contiguous"),
-    ({"x": (X.to(FP8), IDX[:, :1]), "topk_idx": IDX, "num_tokens_per_expert": COUNTS}, TypeError, "x_scales has dtype"),
-    ({"x": (X.to(FP8), IDX.int()), "topk_idx": IDX}, ValueError, r"x_scales of int32 has shape \[2, 2\]; it must"),
-    ({"topk_idx": IDX + 2, "num_tokens_per_expert": COUNTS}, ValueError, r"topk_idx\[0, 1\] is 5; it must be -1 \(no expert\) or 0 to 3"),
-    ({"topk_idx": IDX, "num_tokens_per_expert": COUNTS, "config": 24}, TypeError, "config is a int; it must be a deep_ep.Config"),
-    ({"topk_idx": IDX, "num_tokens_per_expert": COUNTS, "expert_alignment": 0}, ValueError, "expert_alignment is 0"),
-]  # fmt: skip
+    (ROUTING | {"x": X[:, ::2]}, ValueError, "is not contiguous"),
+    (ROUTING | {"x": (X.to(FP8), IDX[:, :1])}, TypeError, "x_scales has dtype"),
+    ({"x": (X.to(FP8), IDX.int()), "topk_idx": IDX}, ValueError, r"x_scales of int32 has shape \[2, 2\]"),
+    (ROUTING | {"topk_idx": IDX + 2}, ValueError, r"topk_idx\[0, 1\] is 5; it must be -1 \(no expert\) or 0 to 3"),
+    (ROUTING | {"config": 24}, TypeError, "config is a int"),
+    (ROUTING | {"expert_alignment": 0}, ValueError, "expert_alignment is 0"),
+]
 
 
-@pytest.mark.parametrize(("arguments", "error", "message"), BAD_DISPATCHES, ids=[message for *_, message in BAD_DISPATCHES])
-def test_bad_dispatch(group, arguments, error, message):
-    with pytest.raises(error, match=message):
-        Buffer(group).dispatch(**({"x": X} | arguments))
+def test_bad_dispatch(group):
+    for arguments, error, message in BAD_DISPATCHES:
+        with pytest.raises(error, match=message):
+            Buffer(group).dispatch(**({"x": X} | arguments))
 
 
-@pytest.mark.parametrize("backend", ("shm", pytest.param("nvlink", marks=pytest.mark.gpu)))
+def test_what_is_refused(group):
+    buffer = Buffer(group, low_latency_mode=True)
+    for error, message, call in (
+        (NotImplementedError, r"deep_ep\.Buffer's comm", lambda: Buffer(None, comm=object())),
+        (NotImplementedError, "deep_ep.Buffer.internode_dispatch is not served", buffer.internode_dispatch),
+        (NotImplementedError, "deep_ep.Buffer.internode_combine is not served", buffer.internode_combine),
+        *((ValueError, f"rank_to_mask is {bad}", partial(buffer.low_latency_update_mask_buffer, bad, True)) for bad in (-1, 1, 0)),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+@on_every_backend
 def test_bad_layout(group, backend):
     device = device_of(backend, 0)
     with pytest.raises(ValueError, match="num_experts is 0; it must be a multiple of the group's 1 ranks"):
         Buffer(group).get_dispatch_layout(IDX.to(device), 0)
-    with pytest.raises(ValueError, match=re.escape("topk_idx has shape [4]")):
+    with pytest.raises(ValueError, match=r"topk_idx has shape \[4\]"):
         Buffer(group).get_dispatch_layout(COUNTS.to(device), 4)
-
-
-def test_bias():
-    bias = torch.ones(2, 3)
-    assert one_bias(None) is None and one_bias((None, None)) is None and one_bias((None, bias)) is bias
-    assert torch.equal(one_bias((bias, bias)), 2 * bias) and not one_bias(bias.clone().requires_grad_()).requires_grad
-    with pytest.raises(ValueError, match="bias has 3 tensors"):
-        one_bias((bias, bias, bias))
-
-
-def refuses_on_one_rank(rank, _, backend):
-    """A bad argument of one rank is an error on both, and they stay in step."""
-    buffer, device = make_buffer(backend, rank)
-    x, idx, counts = X.to(device), IDX.to(device), COUNTS.to(device)
-    recv_x, *_, handle, _ = buffer.dispatch(x, topk_idx=idx, num_tokens_per_expert=counts)
-    with pytest.raises(ValueError if rank == 1 else EPPeerError, match="topk_idx and handle were both given" if rank == 1 else "rank 1"):
-        buffer.dispatch(x, handle, topk_idx=idx if rank == 1 else None)
-        buffer.combine(recv_x, handle)  # where a GPU says it only now
-        torch.cuda.synchronize()
-        handle.buffer.check()
-    with pytest.raises(ValueError if rank == 1 else EPPeerError, match="bias has 3 tensors" if rank == 1 else "rank 1"):
-        buffer.combine(recv_x, handle, bias=(None,) * 3 if rank == 1 else None)
-        torch.cuda.synchronize()
-        handle.buffer.check()
-    lanes = torch.zeros(len(recv_x), 3 if rank == 1 else 2, device=device)
-    with pytest.raises(ValueError if rank == 1 else EPPeerError, match="topk_weight_grads has shape" if rank == 1 else "rank 1"):
-        buffer.combine(recv_x, handle, lanes)
-        torch.cuda.synchronize()
-        handle.buffer.check()
-
-
-@pytest.mark.parametrize("backend", ("shm",))
-def test_refused_on_one_rank(backend):
-    run_ranks(refuses_on_one_rank, 2, backend)

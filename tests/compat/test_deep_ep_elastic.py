@@ -3,29 +3,22 @@
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_elastic_cases import Wanted, check_start, padded
-from exchange_cases import Case, assert_same, device_of, on_device, poison_outputs
+from deep_ep_cases import SIZES, Wanted, check_start, in_both_dtypes, in_both_modes, make, on_every_backend, padded, with_numbers_of_ranks
+from exchange_cases import Case, assert_same, on_device
 
 from deepep_moe.compat import deep_ep
 from deepep_moe.compat.deep_ep import comm
 from deepep_moe.testing import RankFailedError, run_ranks
 
-BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
 VERSIONS = ("ElasticBuffer", "EPBuffer")
-SIZES = {"hidden": 256, "dtype": torch.bfloat16, "pattern": "masked"}
-
-
-def make(version, backend, rank, **sizes):
-    poison_outputs()
-    device = device_of(backend, rank)
-    return getattr(deep_ep, version)(dist.group.WORLD, explicitly_destroy=True, **sizes), device
+in_both_layouts = pytest.mark.parametrize("layout", ("rank", "expert"), ids=("compact", "expanded"))
 
 
 # ---- small enough to check by hand ----
 
 
 def by_hand(rank, _, version, backend):
-    buffer, _ = make(version, backend, rank, num_max_tokens_per_rank=2)
+    buffer, _ = make(version, backend, rank, explicitly_destroy=True, num_max_tokens_per_rank=2)
     x = torch.full((2, 8), float(rank + 1)) * torch.tensor([[1.0], [10.0]])  # rank 0: 1, 10; rank 1: 2, 20
     topk_idx = torch.tensor([[[0, 2], [3, -1]], [[2, 3], [1, 0]]])[rank]  # rank 0 holds experts 0 and 1, rank 1 holds 2 and 3
     topk_weights = torch.tensor([[[0.5, 0.25], [1.0, 9.0]], [[2.0, 3.0], [4.0, 5.0]]])[rank]
@@ -60,7 +53,7 @@ def by_hand(rank, _, version, backend):
     buffer.destroy()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 @pytest.mark.parametrize("version", VERSIONS)
 def test_two_ranks_by_hand(version, backend):
     run_ranks(by_hand, 2, version, backend)
@@ -70,44 +63,36 @@ def test_two_ranks_by_hand(version, backend):
 
 
 def scenario(rank, num_ranks, backend, case, fp8, is_async, knows_counts):
-    buffer, device = make("ElasticBuffer", backend, rank)
+    buffer, device = make("ElasticBuffer", backend, rank, explicitly_destroy=True)
     want = Wanted(case, rank, case.layout, fp8)
-    most = max(case.num_tokens) + 1
-    x = want.x.to(device) if want.scales is None else (want.x.to(device), want.scales.to(device))
-    expands = case.layout == "expert"
-    how = {"async_with_compute_stream": is_async, "do_expand": expands}
+    most, x, routing = max(case.num_tokens) + 1, want.given(device), want.routing(device)
 
     def dispatch(**more):
         previous = {"previous_event": buffer.capture(), "previous_event_before_epilogue": deep_ep.EventOverlap()} if is_async else {}
-        *results, event = buffer.dispatch(x, **how, **previous, **more)
+        *results, event = buffer.dispatch(x, async_with_compute_stream=is_async, do_expand=case.layout == "expert", **previous, **more)
         assert (event.event is not None) == is_async
         event.current_stream_wait()
         return results
 
-    topk_idx, topk_weights = want.topk_idx.to(device), want.topk_weights.to(device)
     sizes = {"num_experts": case.num_experts, "num_max_tokens_per_rank": most, "expert_alignment": case.expert_alignment}
-    fresh = dispatch(topk_idx=topk_idx, topk_weights=topk_weights, do_cpu_sync=knows_counts, **sizes)
+    fresh = dispatch(**routing, do_cpu_sync=knows_counts, **sizes)
     handle = fresh[3]
     check_received(want, fresh, knows_counts, most)
-    again = dispatch(topk_weights=topk_weights, handle=handle, use_tma_aligned_col_major_sf=True)
+    again = dispatch(topk_weights=routing["topk_weights"], handle=handle, use_tma_aligned_col_major_sf=True)
     check_received(want, again, knows_counts, most)
     assert again[3] is handle and (not fp8 or again[0][1].stride(0) == 1)
     bare = dispatch(handle=handle)
     assert bare[2] is None
 
     check_handle(want, handle, most)
-    rows, lanes = want.outputs[rank], want.lanes(0.5)
-    num_rows = len(bare[0] if want.scales is None else bare[0][0])
-    bias = case.bias(rank).to(rows.dtype)
-    for given, added in ((None, None), (bias, bias), ((bias, bias.flip(0)), bias + bias.flip(0))):
-        on = None if given is None else given.to(device) if isinstance(given, torch.Tensor) else tuple(part.to(device) for part in given)
-        y, back, event = buffer.combine(
-            padded(rows, num_rows).to(device), handle, padded(lanes[0], num_rows).to(device), on, async_with_compute_stream=is_async
-        )
+    num_rows, (lanes, lanes_back) = len(bare[0][0] if fp8 else bare[0]), want.lanes(0.5)
+    rows, lanes = (padded(values, num_rows).to(device) for values in (want.outputs[rank], lanes))
+    for bias, added in want.biases(device):
+        y, back, event = buffer.combine(rows, handle, lanes, bias, async_with_compute_stream=is_async)
         event.current_stream_wait()
         assert_same("combined_x", y, want.combined(added))
-        assert_same("combined weights", back, lanes[1])
-    y, back, _ = buffer.combine(padded(rows, num_rows).to(device), handle)
+        assert_same("combined weights", back, lanes_back)
+    y, back, _ = buffer.combine(rows, handle)
     assert_same("combined_x", y, want.combined())
     assert back is None
     buffer.destroy()
@@ -156,24 +141,24 @@ def check_handle(want, handle, most):
 
 
 @pytest.mark.parametrize("knows_counts", (True, False), ids=("", "no sync"))
-@pytest.mark.parametrize("is_async", (False, True), ids=("sync", "async"))
-@pytest.mark.parametrize("fp8", (False, True), ids=("bf16", "fp8"))
-@pytest.mark.parametrize("layout", ("rank", "expert"), ids=("compact", "expanded"))
-@pytest.mark.parametrize("backend", BACKENDS)
+@in_both_modes
+@in_both_dtypes
+@in_both_layouts
+@on_every_backend
 def test_scenarios(backend, layout, fp8, is_async, knows_counts):
     run_ranks(scenario, 3, backend, Case([13, 0, 30], layout=layout, expert_alignment=8, **SIZES), fp8, is_async, knows_counts)
 
 
-@pytest.mark.parametrize("num_tokens", ([7], [0, 0], [5, 11, 2, 8]), ids=str)
-@pytest.mark.parametrize("layout", ("rank", "expert"), ids=("compact", "expanded"))
-@pytest.mark.parametrize("backend", BACKENDS)
+@with_numbers_of_ranks
+@in_both_layouts
+@on_every_backend
 def test_numbers_of_ranks(backend, layout, num_tokens):
     run_ranks(scenario, len(num_tokens), backend, Case(num_tokens, layout=layout, **SIZES), False, False, True)
 
 
 def outgrown(rank, _, backend):
     """Without a bound at construction a rank may have ever more tokens, and an older handle stays good."""
-    buffer, device = make("ElasticBuffer", backend, rank, num_max_tokens_per_rank=4)
+    buffer, device = make("ElasticBuffer", backend, rank, explicitly_destroy=True, num_max_tokens_per_rank=4)
     held = []
     for num_tokens in (3, 5, 700):
         want = Wanted(Case([0, num_tokens], layout="expert", **SIZES), rank, "expert")
@@ -184,15 +169,15 @@ def outgrown(rank, _, backend):
         assert_same("combined_x", buffer.combine(want.outputs[rank].to(device), handle)[0], want.combined())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 def test_more_tokens_than_before(backend):
     run_ranks(outgrown, 2, backend)
 
 
 def deferred(rank, _, backend, is_async):
-    buffer, device = make("EPBuffer", backend, rank)
+    buffer, device = make("EPBuffer", backend, rank, explicitly_destroy=True)
     want = Wanted(Case([13, 30], layout="expert", **SIZES), rank, "expert", fp8=True)
-    x, topk_idx, topk_weights = (want.x.to(device), want.scales.to(device)), want.topk_idx.to(device), want.topk_weights.to(device)
+    x, topk_idx, topk_weights = want.given(device), *want.routing(device).values()
     how = {"async_with_compute_stream": is_async, "defer_epilogue": True, "do_expand": True}
     event = buffer.dispatch(x, topk_idx, topk_weights, num_experts=12, use_tma_aligned_col_major_sf=True, **how)
     results = event.current_stream_wait()
@@ -211,8 +196,8 @@ def deferred(rank, _, backend, is_async):
         assert_same("weights", weights, None if lanes is None else back)
 
 
-@pytest.mark.parametrize("is_async", (False, True), ids=("sync", "async"))
-@pytest.mark.parametrize("backend", BACKENDS)
+@in_both_modes
+@on_every_backend
 def test_deferred_epilogue(backend, is_async):
     run_ranks(deferred, 2, backend, is_async)
 
@@ -248,57 +233,43 @@ def refusals(rank, _):
     group = dist.group.WORLD
     buffer, newer = deep_ep.ElasticBuffer(group), deep_ep.EPBuffer(group)
     x, topk_idx = torch.ones(2, 8), torch.tensor([[0, 1], [1, 0]])
-    with pytest.raises(ValueError, match="topk_idx and num_experts are needed without a handle"):
-        buffer.dispatch(x, topk_idx)
-    with pytest.raises(ValueError, match="do_cpu_sync is False and num_max_tokens_per_rank is 0"):
-        buffer.dispatch(x, topk_idx, num_experts=2, do_cpu_sync=False)
-    with pytest.raises(ValueError, match=r"do_handle_copy is True; .* pass topk_idx.clone\(\) instead"):
-        newer.dispatch(x, topk_idx, num_experts=2, do_handle_copy=True)
     handle = buffer.dispatch(x, topk_idx, num_experts=2, do_expand=True)[3]
     assert handle.topk_idx is not topk_idx
     assert buffer.dispatch(x, topk_idx, num_experts=2, do_handle_copy=False)[3].topk_idx is topk_idx
-    with pytest.raises(ValueError, match="do_expand is False, and the handle's dispatch had True"):
-        buffer.dispatch(x, handle=handle)
-    with pytest.raises(ValueError, match="topk_idx and handle were both given"):
-        buffer.dispatch(x, topk_idx, handle=handle, do_expand=True)
-    with pytest.raises(TypeError, match="handle is a tuple"):
-        buffer.dispatch(x, handle=(1, 2))
-    with pytest.raises(ValueError, match=r"bias has 1 tensors"):
-        buffer.combine(torch.ones(4, 8), handle, bias=(torch.ones(2, 8),))
+    for error, message, call in (
+        (NotImplementedError, "num_cpu_bytes=4096", lambda: deep_ep.ElasticBuffer(group, 8192, 4096)),
+        (NotImplementedError, "lb_allocation_plan", lambda: deep_ep.EPBuffer(group, lb_allocation_plan_or_num_bytes=4096)),
+        (ValueError, "topk_idx and num_experts are needed without a handle", lambda: buffer.dispatch(x, topk_idx)),
+        (ValueError, "do_cpu_sync is False", lambda: buffer.dispatch(x, topk_idx, num_experts=2, do_cpu_sync=False)),
+        (ValueError, r"pass topk_idx.clone\(\)", lambda: newer.dispatch(x, topk_idx, num_experts=2, do_handle_copy=True)),
+        (ValueError, "do_expand is False, and the handle's dispatch had True", lambda: buffer.dispatch(x, handle=handle)),
+        (ValueError, "topk_idx and handle were both given", lambda: buffer.dispatch(x, topk_idx, handle=handle, do_expand=True)),
+        (TypeError, "handle is a tuple", lambda: buffer.dispatch(x, handle=(1, 2))),
+        (ValueError, "bias has 1 tensors", lambda: buffer.combine(torch.ones(4, 8), handle, bias=(torch.ones(2, 8),))),
+    ):
+        with pytest.raises(error, match=message):
+            call()
 
 
 def test_refusals():
     run_ranks(refusals, 1)
 
 
-NOT_SERVED = (
-    *((deep_ep.ElasticBuffer, name) for name in ("engram_write", "engram_fetch", "pp_set_config", "pp_send", "pp_recv", "all_gather")),
-    *((deep_ep.ElasticBuffer, name) for name in ("create_agrs_session", "agrs_new_session", "agrs_set_config", "get_pp_buffer_size_hint")),
-    *((deep_ep.EPBuffer, name) for name in ("lb_prefetch_weights", "lb_reduce_grads")),
-)
+NOT_SERVED = {
+    "ElasticBuffer": "engram_write engram_fetch pp_set_config pp_send pp_recv get_pp_buffer_size_hint all_gather create_agrs_session "
+    "agrs_new_session agrs_set_config",
+    "EPBuffer": "lb_prefetch_weights lb_reduce_grads",
+}
 
 
-@pytest.mark.parametrize(("kind", "name"), NOT_SERVED, ids=lambda value: getattr(value, "__name__", value))
-def test_not_served(kind, name):
-    with pytest.raises(NotImplementedError, match=f"^deep_ep.{kind.__name__}.{name} is not served: .* use DeepEP itself for it"):
-        getattr(kind, name)(1, some="thing")
-
-
-@pytest.mark.parametrize("name", ("EngramBuffer", "PPBuffer", "BucketBuffer", "BufferAllocator"))
-def test_buffers_not_served(name):
-    with pytest.raises(NotImplementedError, match=f"^deep_ep.{name} is not served"):
-        getattr(deep_ep, name)("group", 1)
-
-
-def sizes_not_served(rank, _):
-    with pytest.raises(NotImplementedError, match=r"deep_ep.ElasticBuffer\(num_cpu_bytes=4096\) is not served"):
-        deep_ep.ElasticBuffer(dist.group.WORLD, 8192, 4096)
-    with pytest.raises(NotImplementedError, match=r"deep_ep.EPBuffer\(lb_allocation_plan_or_num_bytes=...\) is not served"):
-        deep_ep.EPBuffer(dist.group.WORLD, lb_allocation_plan_or_num_bytes=4096)
-
-
-def test_sizes_not_served():
-    run_ranks(sizes_not_served, 1)
+def test_not_served():
+    for kind, names in NOT_SERVED.items():
+        for name in names.split():
+            with pytest.raises(NotImplementedError, match=f"^deep_ep.{kind}.{name} is not served: .* use DeepEP itself for it"):
+                getattr(getattr(deep_ep, kind), name)(1, some="thing")
+    for name in ("EngramBuffer", "PPBuffer", "BucketBuffer", "BufferAllocator"):
+        with pytest.raises(NotImplementedError, match=f"^deep_ep.{name} is not served"):
+            getattr(deep_ep, name)("group", 1)
 
 
 def wrong_routing(rank, _):

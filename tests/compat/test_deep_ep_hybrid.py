@@ -5,21 +5,19 @@ import inspect
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_elastic_cases import Wanted, check_start, padded
-from exchange_cases import Case, assert_same, device_of, on_device, poison_outputs
+from deep_ep_cases import SIZES, Wanted, check_start, in_both_dtypes, on_every_backend, padded, with_numbers_of_ranks
+from deep_ep_cases import make as make_kind
+from exchange_cases import Case, assert_same, on_device
 
 from deepep_moe.compat import deep_ep
 from deepep_moe.compat.deep_ep.hybrid_ep_buffer import HybridEPBuffer, indices_to_map
 from deepep_moe.testing import RankFailedError, run_ranks
 
-BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
-SIZES = {"hidden": 256, "dtype": torch.bfloat16, "pattern": "masked"}
+with_or_without_bound = pytest.mark.parametrize("bound", (False, True), ids=("", "bound"))
 
 
 def make(backend, rank, hidden=256, num_local_experts=4, most=40, **settings):
-    poison_outputs()
-    device = device_of(backend, rank)
-    return HybridEPBuffer(dist.group.WORLD, hidden, most, num_local_experts, **settings), device
+    return make_kind("HybridEPBuffer", backend, rank, hidden, most, num_local_experts, **settings)
 
 
 # ---- small enough to check by hand ----
@@ -36,11 +34,15 @@ def test_indices_to_map():
         indices_to_map(topk_idx, None, 4, 3)
 
 
+def make_by_hand(backend, rank):
+    """Rank 0 has tokens 1 and 10 and experts 0 and 1, rank 1 has tokens 2 and 20 and experts 2 and 3."""
+    buffer, device = make(backend, rank, hidden=8, num_local_experts=2, most=2)
+    return buffer, (torch.full((2, 8), float(rank + 1)) * torch.tensor([[1.0], [10.0]])).to(device)
+
+
 def by_hand(rank, _, backend):
-    buffer, _ = make(backend, rank, hidden=8, num_local_experts=2, most=2)
-    x = torch.full((2, 8), float(rank + 1)) * torch.tensor([[1.0], [10.0]])  # rank 0: 1, 10; rank 1: 2, 20
-    probs = torch.tensor([[[0.5, 0, 0.25, 0], [0, 0, 0, 1.0]], [[0, 0, 2.0, 3.0], [4.0, 5.0, 0, 0]]])[rank]
-    x, probs = on_device(backend, rank, x, probs)
+    buffer, x = make_by_hand(backend, rank)
+    probs = torch.tensor([[[0.5, 0, 0.25, 0], [0, 0, 0, 1.0]], [[0, 0, 2.0, 3.0], [4.0, 5.0, 0, 0]]])[rank].to(x.device)
 
     rows, row_probs, scales, counts, handle = buffer.dispatch_with_permute(hidden=x, routing_map=probs > 0, probs=probs, pad_multiple=2)
     assert rows[:, 0].tolist() == [[1.0, 20.0, 20.0, 0.0], [1.0, 2.0, 10.0, 2.0]][rank]
@@ -63,17 +65,15 @@ def by_hand(rank, _, backend):
     assert back.tolist() == probs.tolist()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 def test_two_ranks_by_hand(backend):
     run_ranks(by_hand, 2, backend)
 
 
 def dropped_by_hand(rank, _, backend):
     """Rank 0 has room for three rows, rank 1 for one: what lies behind is dropped, at its source, and every rank knows."""
-    buffer, _ = make(backend, rank, hidden=8, num_local_experts=2, most=2)
-    x = torch.full((2, 8), float(rank + 1)) * torch.tensor([[1.0], [10.0]])
-    topk_idx = torch.tensor([[[0, 1], [0, 2]], [[0, 3], [1, 2]]])[rank]
-    x, topk_idx = on_device(backend, rank, x, topk_idx)
+    buffer, x = make_by_hand(backend, rank)
+    topk_idx = torch.tensor([[[0, 1], [0, 2]], [[0, 3], [1, 2]]])[rank].to(x.device)
     weights = topk_idx + 1.0
     rows, row_probs, _, counts, handle = buffer.dispatch_with_permute(
         hidden=x, topk_idx=topk_idx, topk_weights=weights, num_of_experts=4, num_permuted_tokens=(3, 1)[rank], non_blocking=True
@@ -87,17 +87,16 @@ def dropped_by_hand(rank, _, backend):
     assert back.tolist() == [[[1.0, 0, 0, 0], [1.0, 0, 3.0, 0]], [[1.0, 0, 0, 0], [0, 0, 0, 0]]][rank]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 def test_dropped_by_hand(backend):
     run_ranks(dropped_by_hand, 2, backend)
 
 
 def ignored_by_hand(rank, _, backend):
     """An index that is no expert counts as none, with a bound on the rows and without one."""
-    buffer, _ = make(backend, rank, hidden=8, num_local_experts=2, most=2)
-    x = torch.full((2, 8), float(rank + 1)) * torch.tensor([[1.0], [10.0]])
+    buffer, x = make_by_hand(backend, rank)
     topk_idx = torch.tensor([[[0, 4], [99, 2]], [[-1, 3], [-7, 2]]])[rank]
-    x, topk_idx, weights = on_device(backend, rank, x, topk_idx, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    topk_idx, weights = on_device(backend, rank, topk_idx, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     for index_dtype, bound in ((torch.int64, None), (torch.int32, None), (torch.int64, 4), (torch.int32, torch.tensor(4))):
         rows, probs, _, counts, handle = buffer.dispatch_with_permute(
             hidden=x, topk_idx=topk_idx.to(index_dtype), topk_weights=weights, num_of_experts=4, num_permuted_tokens=bound
@@ -113,7 +112,7 @@ def ignored_by_hand(rank, _, backend):
     assert rows[:, 0].tolist() == [[1.0], [10.0, 2.0, 20.0]][rank]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 def test_ignored_by_hand(backend):
     run_ranks(ignored_by_hand, 2, backend)
 
@@ -121,16 +120,16 @@ def test_ignored_by_hand(backend):
 # ---- against the reference ----
 
 
-def sorted_lanes(case, rank):
-    """A routing as a map has it: a token's experts ascend, then come lanes without one."""
-    topk_idx = case.routing(rank)
-    return torch.where(topk_idx < 0, case.num_experts, topk_idx).sort(1).values
+def routings(case):
+    """Of all ranks, as maps have them: a token's experts ascend, then come lanes without one."""
+    idxs = [case.routing(rank) for rank in range(case.num_ranks)]
+    ascending = [torch.where(idx < 0, case.num_experts, idx).sort(1).values for idx in idxs]
+    return [torch.where(idx == case.num_experts, -1, idx) for idx in ascending]
 
 
 def scenario(rank, num_ranks, backend, case, fp8, by_map, bound):
     buffer, device = make(backend, rank, num_local_experts=case.num_experts // num_ranks)
-    idxs = [sorted_lanes(case, r) for r in range(num_ranks)]
-    idxs = [torch.where(idx == case.num_experts, -1, idx) for idx in idxs]
+    idxs = routings(case)
     want = Wanted(case, rank, "expert", fp8, idxs)
     topk_idx, topk_weights = idxs[rank].to(device), want.topk_weights.to(device)
     routing = {"topk_idx": topk_idx, "topk_weights": topk_weights, "num_of_experts": case.num_experts}
@@ -150,14 +149,13 @@ def scenario(rank, num_ranks, backend, case, fp8, by_map, bound):
         rows, row_probs, scales, counts, handle = results
         assert rows.dtype == hidden["hidden"].dtype and len(rows) == num_rows
         check_start("rows", rows.view(want.mine.recv_x.dtype), want.mine.recv_x)
-        if with_probs:
-            check_start("probs", row_probs, want.mine.recv_topk_weights)
-        else:
-            assert row_probs is None
-        if fp8:
-            check_start("scales", scales, want.mine.recv_x_scales)
-        else:
-            assert scales is None
+        for name, ours, told, is_there in (
+            ("probs", row_probs, want.mine.recv_topk_weights, with_probs),
+            ("scales", scales, want.mine.recv_x_scales, fp8),
+        ):
+            assert (ours is not None) == is_there, name
+            if is_there:
+                check_start(name, ours, told)
         assert counts.dtype == torch.int64 and counts.tolist() == want.num_rows_per_expert
         assert handle[-1].tolist() == 0
         return handle
@@ -171,29 +169,28 @@ def scenario(rank, num_ranks, backend, case, fp8, by_map, bound):
     local = [(idxs[source][token][:, None] == experts).any(0).tolist() for source, token in want.mine.tokens]
     assert handle[4].tolist() == local
 
-    rows, (values, back) = want.outputs[rank], want.lanes(0.5)
-    y, dense = buffer.combine_with_unpermute(
-        hidden=padded(rows, num_rows).to(device), probs=padded(values, num_rows).to(device), handle=handle, fuse_unpermute_combine=True
-    )
+    values, back = want.lanes(0.5)
+    rows, values = (padded(each, num_rows).to(device) for each in (want.outputs[rank], values))
+    y, dense = buffer.combine_with_unpermute(hidden=rows, probs=values, handle=handle, fuse_unpermute_combine=True)
     assert_same("sums", y, want.combined())
     assert_same("probs", dense, indices_to_map(idxs[rank], back, case.num_tokens[rank], case.num_experts)[1])
-    y, dense = buffer.combine_with_unpermute(hidden=padded(rows, num_rows).to(device), handle=handle)
+    y, dense = buffer.combine_with_unpermute(hidden=rows, handle=handle)
     assert_same("sums", y, want.combined())
     assert dense is None
     dist.barrier()  # a rank without tokens waits for nothing, and what it sends would end with it
 
 
-@pytest.mark.parametrize("bound", (False, True), ids=("", "bound"))
+@with_or_without_bound
 @pytest.mark.parametrize("by_map", (False, True), ids=("indices", "map"))
-@pytest.mark.parametrize("fp8", (False, True), ids=("bf16", "fp8"))
-@pytest.mark.parametrize("backend", BACKENDS)
+@in_both_dtypes
+@on_every_backend
 def test_scenarios(backend, fp8, by_map, bound):
     run_ranks(scenario, 3, backend, Case([13, 0, 30], expert_alignment=8, **SIZES), fp8, by_map, bound)
 
 
-@pytest.mark.parametrize("num_tokens", ([7], [0, 0], [5, 11, 2, 8]), ids=str)
-@pytest.mark.parametrize("bound", (False, True), ids=("", "bound"))
-@pytest.mark.parametrize("backend", BACKENDS)
+@with_numbers_of_ranks
+@with_or_without_bound
+@on_every_backend
 def test_numbers_of_ranks(backend, bound, num_tokens):
     run_ranks(scenario, len(num_tokens), backend, Case(num_tokens, **SIZES), False, True, bound)
 
@@ -202,16 +199,14 @@ def by_rank(rank, num_ranks, backend, fp8):
     case = Case([13, 0, 30], **SIZES)
     buffer, device = make(backend, rank)
     want = Wanted(case, rank, "rank", fp8)
-    topk_idx, topk_weights = want.topk_idx.to(device), want.topk_weights.to(device)
-    x = want.x.to(device)
-    routing = {"topk_idx": topk_idx, "topk_weights": topk_weights, "num_of_experts": 12}
-    rows, probs, scales, handle = buffer.dispatch(x, None if want.scales is None else want.scales.to(device), **routing)
+    hidden = want.x.to(device), None if want.scales is None else want.scales.to(device)
+    rows, probs, scales, handle = buffer.dispatch(*hidden, **want.routing(device), num_of_experts=12)
     assert_same("rows", rows, want.mine.recv_x)
     assert_same("scales", scales, want.mine.recv_x_scales)
     shifted = torch.where(want.mine.recv_topk_idx < 0, -1, want.mine.recv_topk_idx + 4 * rank)
     dense = indices_to_map(shifted, want.mine.recv_topk_weights, len(shifted), 12)[1]
     assert_same("probs", probs, dense)
-    again, no_probs, _, same = buffer.dispatch(x, None if want.scales is None else want.scales.to(device), handle=handle)
+    again, no_probs, _, same = buffer.dispatch(*hidden, handle=handle)
     assert_same("rows", again, want.mine.recv_x)
     assert no_probs is None and same is handle
     y, back = buffer.combine(want.outputs[rank].to(device), probs, handle)
@@ -220,8 +215,8 @@ def by_rank(rank, num_ranks, backend, fp8):
     dist.barrier()
 
 
-@pytest.mark.parametrize("fp8", (False, True), ids=("bf16", "fp8"))
-@pytest.mark.parametrize("backend", BACKENDS)
+@in_both_dtypes
+@on_every_backend
 def test_without_permutation(backend, fp8):
     run_ranks(by_rank, 3, backend, fp8)
 
@@ -247,8 +242,7 @@ def first_lanes(idxs, num_experts, bounds, alignment):
 
 def dropped(rank, num_ranks, backend, case, bounds):
     buffer, device = make(backend, rank)
-    idxs = [sorted_lanes(case, r) for r in range(num_ranks)]
-    idxs = [torch.where(idx == case.num_experts, -1, idx) for idx in idxs]
+    idxs = routings(case)
     left = first_lanes(idxs, case.num_experts, bounds, case.expert_alignment)
     has_dropped = any((idx != rest).any() for idx, rest in zip(idxs, left, strict=True))
     want = Wanted(case, rank, "expert", topk_idx=left)
@@ -268,7 +262,7 @@ def dropped(rank, num_ranks, backend, case, bounds):
 
 @pytest.mark.parametrize("bounds", ([40, 40, 40], [0, 8, 200], [200, 200, 200], [24, 0, 0]), ids=str)
 @pytest.mark.parametrize("alignment", (1, 8))
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 def test_rows_behind_the_bound_are_dropped(backend, alignment, bounds):
     run_ranks(dropped, 3, backend, Case([13, 20, 30], expert_alignment=alignment, hidden=64, dtype=torch.bfloat16), bounds)
 
@@ -296,7 +290,7 @@ def wider(rank, _, backend):
         assert_same("sums", buffer.combine_with_unpermute(hidden=want.outputs[rank].to(device), handle=handle)[0], want.combined())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 def test_wider_tokens_than_before(backend):
     run_ranks(wider, 2, backend)
 
@@ -316,20 +310,21 @@ def wider_with_bound(rank, _, backend):
         assert buffer.combine_with_unpermute(hidden=rows, probs=row_probs, handle=handle)[1].tolist() == left
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 def test_wider_tokens_with_a_bound(backend):
     run_ranks(wider_with_bound, 2, backend)
 
 
 def questions(rank, num_ranks):
-    buffer, _ = make(
-        "shm", rank, hidden=64, num_local_experts=4, most=100, use_fp8=False, num_sms_dispatch_api=24, load_cached_kernels=True
-    )
+    buffer, _ = make("shm", rank, hidden=64, most=100, use_fp8=False, num_sms_dispatch_api=24, load_cached_kernels=True)
+
+    def sizes(config):
+        return config.hidden_dim, config.max_num_of_tokens_per_rank, config.num_of_experts_per_rank
+
     config = buffer.configurer.buffer_config
-    assert (config.hidden_dim, config.max_num_of_tokens_per_rank, config.num_of_experts_per_rank) == (64, 100, 4)
+    assert sizes(config) == (64, 100, 4)
     changed = buffer.update_template_config(hidden_dim=128, num_of_tokens_per_rank=200, num_of_stages_dispatch_api=5)
-    assert (changed.hidden_dim, changed.max_num_of_tokens_per_rank, changed.num_of_experts_per_rank) == (128, 200, 4)
-    assert changed.num_of_stages_dispatch_api == 5 and config.max_num_of_tokens_per_rank == 200 and config.hidden_dim == 64
+    assert sizes(changed) == (128, 200, 4) and changed.num_of_stages_dispatch_api == 5 and sizes(config) == (64, 200, 4)
     assert (buffer.num_of_nodes, buffer.num_of_hybrid_ep_ranks_per_nvlink_domain, buffer.rank, buffer.group_size) == (1, num_ranks, rank, 2)
     buffer.empty_jit_cache()
     dist.barrier()  # which no call has been: a rank that ends early takes the connections of the others with it
@@ -351,15 +346,15 @@ def test_signatures():
 def refusals(rank, _):
     buffer, _ = make("shm", rank, hidden=64, num_local_experts=2)
     x, topk_idx = torch.ones(2, 64), torch.tensor([[0, 1], [1, 0]])
-    with pytest.raises(ValueError, match="routing_map and topk_idx are missing"):
-        buffer.dispatch_with_permute(hidden=x)
-    with pytest.raises(ValueError, match="non_blocking is True and num_permuted_tokens is None"):
-        buffer.dispatch_with_permute(hidden=x, topk_idx=topk_idx, non_blocking=True)
     rows, *_, handle = buffer.dispatch_with_permute(hidden=x, topk_idx=topk_idx)
-    with pytest.raises(TypeError, match="handle is a NoneType"):
-        buffer.combine_with_unpermute(hidden=rows)
-    with pytest.raises(ValueError, match=r"x has shape \[3, 64\]; it must be \[4, 64\]"):
-        buffer.combine_with_unpermute(hidden=rows[:3], handle=handle)
+    for error, message, call, arguments in (
+        (ValueError, "routing_map and topk_idx are missing", buffer.dispatch_with_permute, {"hidden": x}),
+        (ValueError, "non_blocking is True", buffer.dispatch_with_permute, {"hidden": x, "topk_idx": topk_idx, "non_blocking": True}),
+        (TypeError, "handle is a NoneType", buffer.combine_with_unpermute, {"hidden": rows}),
+        (ValueError, r"x has shape \[3, 64\]", buffer.combine_with_unpermute, {"hidden": rows[:3], "handle": handle}),
+    ):
+        with pytest.raises(error, match=message):
+            call(**arguments)
 
 
 def test_refusals():

@@ -5,16 +5,19 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_cases import ALIGNMENT, Expected, given, make_buffer
-from exchange_cases import Case, assert_same, poison_outputs
+from deep_ep_cases import SIZES, Wanted, in_both_dtypes, in_both_modes, make, on_every_backend, padded, with_numbers_of_ranks
+from exchange_cases import Case, assert_same
 
 from deepep_moe import reference
 from deepep_moe.compat.deep_ep import Buffer, Config
 from deepep_moe.ops import ue8m0
 from deepep_moe.testing import run_ranks
 
-BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
-SIZES = {"hidden": 256, "dtype": torch.bfloat16, "pattern": "masked"}
+ALIGNMENT = 4
+
+
+def make_buffer(backend, rank, **settings):
+    return make("Buffer", backend, rank, 1 << 20, 0, explicitly_destroy=True, **settings)
 
 
 def check_layout(buffer, want, device):
@@ -29,13 +32,12 @@ def check_layout(buffer, want, device):
 
 
 def scenario(rank, num_ranks, backend, case, fp8, with_topk, is_async, with_previous):
-    poison_outputs()
     buffer, device = make_buffer(backend, rank)
-    want = Expected(case, rank, fp8)
-    mine, x = want.mine, given(want.x, device)
+    want = Wanted(case, rank, "rank", fp8)
+    mine, x = want.mine, want.given(device)
     routing = check_layout(buffer, want, device)
     if with_topk:
-        routing |= {"topk_idx": want.topk_idx.to(device), "topk_weights": want.topk_weights.to(device)}
+        routing |= want.routing(device)
     how = {
         "async_finish": is_async,
         "allocate_on_comm_stream": is_async and with_previous,
@@ -52,7 +54,7 @@ def scenario(rank, num_ranks, backend, case, fp8, with_topk, is_async, with_prev
 
     recv_x, recv_idx, recv_weights, counts, handle = dispatch(**routing)
     want.check_rows(recv_x)
-    assert counts == want.counts
+    assert counts == want.num_rows_per_expert
     assert_same("recv_topk_idx", recv_idx, mine.recv_topk_idx if with_topk else None)
     assert_same("recv_topk_weights", recv_weights, mine.recv_topk_weights if with_topk else None)
     check_handle(handle, want)
@@ -88,25 +90,18 @@ def check_handle(handle, want):
 
 def check_combines(buffer, want, device, handle, with_topk, is_async, with_previous, num_rows=None):
     """Rows come back summed, and weights of a token the sum over all its ranks, also in lanes whose expert another rank has."""
-    case, rank = want.case, want.rank
-    outputs = [case.expert_outputs(r, len(received.recv_x)) for r, received in enumerate(want.received)]
+    case, rank, outputs = want.case, want.rank, want.outputs
     weights = [torch.rand(len(out), case.num_topk, generator=torch.Generator().manual_seed(r)) for r, out in enumerate(outputs)]
-    bias = case.bias(rank)
-    for biases, added in ((None, None), (bias, bias), ((bias, bias.flip(0)), bias + bias.flip(0))):
-        y, lanes = outputs[rank], weights[rank]
-        if num_rows is not None:
-            y, lanes = (torch.nn.functional.pad(tensor, (0, 0, 0, num_rows - len(tensor))) for tensor in (y, lanes))
-        on_device = biases.to(device) if isinstance(biases, torch.Tensor) else biases and tuple(part.to(device) for part in biases)
+    num_rows = len(outputs[rank]) if num_rows is None else num_rows
+    y, lanes = (padded(tensor, num_rows).to(device) for tensor in (outputs[rank], weights[rank]))
+    for bias, added in want.biases(device):
+        previous = Buffer.capture() if with_previous else None
         combined, back, event = buffer.combine(
-            y.to(device), handle, lanes.to(device) if with_topk else None, on_device, async_finish=is_async,
-            previous_event=Buffer.capture() if with_previous else None,
-        )  # fmt: skip
+            y, handle, lanes if with_topk else None, bias, async_finish=is_async, previous_event=previous
+        )
         event.current_stream_wait()
-        assert_same("combined_x", combined, want.combined(outputs, added))
-        if not with_topk:
-            assert back is None
-            continue
-        assert_same("combined weights", back, sums_of_lanes(want, weights))
+        assert_same("combined_x", combined, want.combined(added))
+        assert_same("combined weights", back, sums_of_lanes(want, weights) if with_topk else None)
     dist.barrier()  # a rank without tokens waits for nothing, and what it sends would end with it
 
 
@@ -122,51 +117,48 @@ def sums_of_lanes(want, weights):
 
 
 @pytest.mark.parametrize("with_previous", (False, True), ids=("", "previous"))
-@pytest.mark.parametrize("is_async", (False, True), ids=("sync", "async"))
+@in_both_modes
 @pytest.mark.parametrize("with_topk", (True, False), ids=("topk", "ranks alone"))
-@pytest.mark.parametrize("fp8", (False, True), ids=("bf16", "fp8"))
-@pytest.mark.parametrize("backend", BACKENDS)
+@in_both_dtypes
+@on_every_backend
 def test_scenarios(backend, fp8, with_topk, is_async, with_previous):
-    run_ranks(scenario, 3, backend, Case([13, 0, 30], **SIZES), fp8, with_topk, is_async, with_previous)
+    run_ranks(scenario, 3, backend, Case([13, 0, 30], expert_alignment=ALIGNMENT, **SIZES), fp8, with_topk, is_async, with_previous)
 
 
-@pytest.mark.parametrize("num_tokens", ([7], [0, 0], [5, 11, 2, 8]), ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
+@with_numbers_of_ranks
+@on_every_backend
 def test_numbers_of_ranks(backend, num_tokens):
-    run_ranks(scenario, len(num_tokens), backend, Case(num_tokens, **SIZES), False, True, True, True)
+    run_ranks(scenario, len(num_tokens), backend, Case(num_tokens, expert_alignment=ALIGNMENT, **SIZES), False, True, True, True)
 
 
 @pytest.mark.parametrize("pattern", ("one_expert", "one_rank", "nobody"))
 def test_uneven_routings(pattern):
-    run_ranks(scenario, 2, "shm", Case([20, 3], **(SIZES | {"pattern": pattern})), False, True, False, False)
+    run_ranks(scenario, 2, "shm", Case([20, 3], expert_alignment=ALIGNMENT, **(SIZES | {"pattern": pattern})), False, True, False, False)
 
 
-def plain_dispatch(buffer, want, device, **more):
+def plain_dispatch(buffer, want, device):
     *_, per_expert, in_rank, _ = buffer.get_dispatch_layout(want.topk_idx.to(device), want.case.num_experts)
-    routing = {"topk_idx": want.topk_idx.to(device), "topk_weights": want.topk_weights.to(device)}
-    return buffer.dispatch(given(want.x, device), num_tokens_per_expert=per_expert, is_token_in_rank=in_rank, **routing, **more)
+    return buffer.dispatch(want.given(device), num_tokens_per_expert=per_expert, is_token_in_rank=in_rank, **want.routing(device))
 
 
 def packed(rank, _, backend):
     """Scales as four exponents to an int32, which come as they were sent, beside the rows of fp32 scales."""
     buffer, device = make_buffer(backend, rank)
-    want = Expected(Case([13, 0, 30], **(SIZES | {"hidden": 640})), rank, fp8=True)
-    rows, _ = want.x
-    exponents = torch.randint(0, 255, (len(rows), 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
+    want = Wanted(Case([13, 0, 30], **(SIZES | {"hidden": 640})), rank, fp8=True)
+    exponents = torch.randint(0, 255, (len(want.x), 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
     exponents[:, 5:] = 0  # of a word whose columns do not exist
-    scales = exponents.view(torch.int32)
-    want.x = rows, ue8m0.unpack(scales, 5)
+    want.scales = ue8m0.unpack(exponents.view(torch.int32), 5)
     told = plain_dispatch(buffer, want, device)
-    want.x = rows, scales
+    want.scales = exponents.view(torch.int32)
     (recv_x, recv_scales), *_, handle, _ = plain_dispatch(buffer, want, device)
     assert recv_scales.dtype == torch.int32 and recv_scales.shape == (len(recv_x), 2)
     assert_same("scales", ue8m0.unpack(recv_scales, 5), told[0][1])
     assert_same("rows", recv_x, told[0][0])
-    again = buffer.dispatch(given(want.x, device), handle)[0]
+    again = buffer.dispatch(want.given(device), handle)[0]
     assert_same("scales", again[1], recv_scales)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 def test_packed_scales(backend):
     run_ranks(packed, 3, backend)
 
@@ -177,44 +169,32 @@ def grows(rank, num_ranks, backend):
     cases = [Case([4, 9], **SIZES), Case([4, 300], **SIZES), Case([5, 5], **(SIZES | {"hidden": 128})), Case([4, 9], **SIZES)]
     made = []
     for case in cases:
-        want = Expected(case, rank)
+        want = Wanted(case, rank)
         recv_x, *_, handle, _ = plain_dispatch(buffer, want, device)
         want.check_rows(recv_x)
         made.append((want, handle, recv_x))
     assert (made[0][1].buffer is made[1][1].buffer) == (device.type == "cpu" and backend == "shm")
     for want, handle, recv_x in made:  # all alive
         combined, _, _ = buffer.combine(recv_x, handle)
-        assert_same("combined_x", combined, want.combined([received.recv_x for received in want.received]))
-        want.check_rows(buffer.dispatch(given(want.x, device), handle=handle)[0])
+        assert_same("combined_x", combined, want.combined(outputs=[received.recv_x for received in want.received]))
+        want.check_rows(buffer.dispatch(want.given(device), handle=handle)[0])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 def test_grows(backend):
     run_ranks(grows, 2, backend)
 
 
-def bounded(rank, num_ranks, backend):
-    buffer, device = make_buffer(backend, rank, num_max_tokens_per_rank=16)
-    want = Expected(Case([4, 9], **SIZES), rank)
-    recv_x, *_, handle, _ = plain_dispatch(buffer, want, device)
-    want.check_rows(recv_x)
-    assert handle.buffer.num_max_tokens_per_rank == 16
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_chosen_bound(backend):
-    run_ranks(bounded, 2, backend)
-
-
 def of_nodes(rank, num_ranks, backend):
-    """Two nodes of two ranks. Whole numbers as weights, as the sum over nodes has another order."""
-    buffer, device = make_buffer(backend, rank, ranks_per_node=2)
-    want = Expected(Case([13, 0, 30, 6], **SIZES), rank)
+    """Two nodes of two ranks, with a chosen bound. Whole numbers as weights, as the sum over nodes has another order."""
+    buffer, device = make_buffer(backend, rank, ranks_per_node=2, num_max_tokens_per_rank=40)
+    want = Wanted(Case([13, 0, 30, 6], **SIZES), rank)
     _, per_node, *_ = buffer.get_dispatch_layout(want.topk_idx.to(device), want.case.num_experts)
     assert per_node.tolist() == want.in_rank(rank).view(-1, 2, 2).any(2).sum(0).tolist()
     recv_x, *_, handle, _ = plain_dispatch(buffer, want, device)
     want.check_rows(recv_x)
-    assert handle.buffer.backend == backend and len(handle) == 10 and handle[-4].tolist()[-1] == len(recv_x)
+    assert (handle.buffer.backend, handle.buffer.num_max_tokens_per_rank) == (backend, 40)
+    assert len(handle) == 10 and handle[-4].tolist()[-1] == len(recv_x)
     shapes = [(len(received.recv_x), want.case.num_topk) for received in want.received]
     weights = [torch.randint(9, shape, generator=torch.Generator().manual_seed(r)).float() for r, shape in enumerate(shapes)]
     combined, back, _ = buffer.combine(recv_x, handle, weights[rank].to(device))

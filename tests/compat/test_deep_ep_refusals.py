@@ -1,6 +1,7 @@
-"""Wrong arguments of one rank, in calls that say for which buffer they are, or that make a larger one: the peers learn them at once."""
+"""Wrong arguments of one rank: the peers learn them at once, where there is no buffer yet, and in calls that say for which one they are."""
 
 import gc
+import itertools
 import time
 import weakref
 from functools import partial
@@ -8,10 +9,11 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from deep_ep_cases import on_every_backend
+from exchange_cases import device_of, in_environment
 
-from deepep_moe import LowLatencyBuffer
 from deepep_moe.compat.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
-from deepep_moe.errors import EPPeerError
+from deepep_moe.errors import EPPeerError, EPTimeoutError
 from deepep_moe.exchange import growing
 from deepep_moe.testing import run_ranks
 
@@ -22,7 +24,8 @@ IDX = torch.tensor([[0], [2]])
 def fails_on_rank_1(rank, call, error, message):
     """`call` raises `error` on rank 1, and soon an EPPeerError with its message on the others."""
     began = time.monotonic()
-    with pytest.raises(error if rank == 1 else EPPeerError, match=message):
+    told = message if rank == 1 else f"rank 1 did not make its call: {error.__name__}: .*{message}"
+    with pytest.raises(error if rank == 1 else EPPeerError, match=told):
         call()
     assert time.monotonic() - began < SOON_S
 
@@ -31,22 +34,87 @@ def rows(hidden, wrong=False):
     return torch.ones(2, hidden, dtype=torch.bfloat16)[0 if wrong else slice(None)]
 
 
-def along_an_older_handle(rank, num_ranks):
+# ---- before there is a buffer, and then in it ----
+
+
+def refused_first(rank, _, backend):
+    device, group = device_of(backend, rank), dist.group.WORLD
+    idx, counts = torch.tensor([[0, 3], [2, 1]], device=device), torch.zeros(4, dtype=torch.int32, device=device)
+    x, weights, chosen = rows(128).to(device), torch.ones(2, 2, device=device), idx.new_ones(2, 4, dtype=torch.bool)
+    version_1 = {"x": x, "topk_idx": idx, "topk_weights": weights, "num_tokens_per_expert": counts}
+    version_2 = {"x": x, "topk_idx": idx, "topk_weights": weights, "num_experts": 4}
+    with_masks = Buffer(group, low_latency_mode=True)
+
+    def low_latency(**options):
+        native = with_masks.low_latency_dispatch(x, idx, 2, 4, **options)[2].buffer
+        if native.backend == "nvlink":  # which says it later
+            torch.cuda.synchronize()
+            native.check()
+
+    hybrid = HybridEPBuffer(group, 128, 2, 2).dispatch_with_permute
+    for call, right, wrong, error, message in (
+        (Buffer(group).dispatch, version_1, {"num_tokens_per_expert": None}, ValueError, "num_tokens_per_expert is missing"),
+        (Buffer(group).dispatch, version_1, {"x": x[0]}, ValueError, r"x has shape \[128\]"),
+        (ElasticBuffer(group).dispatch, version_2, {"num_experts": None}, ValueError, "topk_idx and num_experts are needed"),
+        (hybrid, {"hidden": x, "routing_map": chosen}, {"routing_map": chosen[:1]}, ValueError, r"routing_map has shape \[1, 4\]"),
+        (low_latency, {}, {"use_nvfp4": True}, NotImplementedError, "use_nvfp4 is not served"),
+    ):
+        for _ in range(2):
+            fails_on_rank_1(rank, partial(call, **(right | (wrong if rank == 1 else {}))), error, message)
+            dist.barrier()
+            call(**right)
+
+
+@on_every_backend
+def test_refused_first(backend):
+    run_ranks(refused_first, 2, backend)
+
+
+def new_sizes(rank, _):
+    """A rank that is masked and does not come is named when sizes are new."""
+    buffer, x, idx = Buffer(dist.group.WORLD, low_latency_mode=True, enable_shrink=True), rows(128), torch.tensor([[0, 3], [2, 1]])
+    buffer.low_latency_dispatch(x, idx, 2, 4)
+    dist.barrier()
+    if rank == 1:
+        return
+    buffer.low_latency_update_mask_buffer(1, True)
+    buffer.low_latency_dispatch(x, idx, 2, 4)
+    with pytest.raises(EPTimeoutError, match=r"'num_max_dispatch_tokens_per_rank': 3, .* are new, .* ranks \[1\] are masked"):
+        buffer.low_latency_dispatch(x, idx, 3, 4)
+
+
+def test_new_sizes_without_a_rank():
+    run_ranks(in_environment, 2, {"DEEPEP_MOE_TIMEOUT_S": "5"}, new_sizes)
+
+
+# ---- in calls of another buffer than the last one ----
+
+
+def along_a_handle(rank, num_ranks):
+    """Also of an older buffer than the last one. All go on in every buffer."""
     buffer = Buffer(dist.group.WORLD)
 
     def first(hidden):
         per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(IDX, 4)
         routing = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
-        return buffer.dispatch(rows(hidden), **routing, topk_idx=IDX, topk_weights=torch.ones(2, 1))[4]
+        return buffer.dispatch(rows(hidden), **routing, topk_idx=IDX, topk_weights=torch.ones(2, 1))
 
-    handles = {hidden: first(hidden) for hidden in (64, 128)}
-    fails_on_rank_1(rank, lambda: buffer.dispatch(rows(64, rank == 1), handle=handles[64]), ValueError, "x has shape")
-    for hidden, handle in handles.items():
-        buffer.dispatch(rows(hidden), handle=handle)
+    (*_, older, _), (recv_x, *_, handle, _) = first(64), first(128)
+    is_wrong = rank == 1
+    lanes = torch.zeros(len(recv_x), 2 if is_wrong else 1)
+    for call, message in (
+        (lambda: buffer.dispatch(rows(64, is_wrong), handle=older), "x has shape"),
+        (lambda: buffer.dispatch(rows(128), handle, topk_idx=IDX if is_wrong else None), "topk_idx and handle were both given"),
+        (lambda: buffer.combine(recv_x, handle, bias=(None,) * 3 if is_wrong else None), "bias has 3 tensors"),
+        (lambda: buffer.combine(recv_x, handle, lanes), "topk_weight_grads has shape"),
+    ):
+        fails_on_rank_1(rank, call, ValueError, message)
+        buffer.dispatch(rows(64), handle=older)
+        buffer.dispatch(rows(128), handle=handle)
 
 
-def test_along_an_older_handle():
-    run_ranks(along_an_older_handle, 2)
+def test_along_a_handle():
+    run_ranks(along_a_handle, 2)
 
 
 def into_a_larger_buffer(rank, num_ranks):
@@ -104,7 +172,12 @@ def test_too_many_experts_of_a_token():
     run_ranks(too_many_experts_of_a_token, 2)
 
 
-def with_a_bound(rank, num_ranks, by_map, first):
+def with_a_bound(rank, num_ranks):
+    for by_map, first in itertools.product((False, True), (False, True)):
+        wrong_with_a_bound(rank, by_map, first)
+
+
+def wrong_with_a_bound(rank, by_map, first):
     """Wrong arguments of a dispatch with `num_permuted_tokens`, whose peers meet in an all-reduce first."""
     buffer = HybridEPBuffer(dist.group.WORLD, hidden_dim=64, max_num_of_tokens_per_rank=16, num_local_experts=2)
     idx, weights = torch.tensor([[0], [2]]), torch.ones(2, 1)
@@ -149,27 +222,8 @@ def with_a_bound(rank, num_ranks, by_map, first):
     dispatch()
 
 
-@pytest.mark.parametrize("first", (False, True), ids=("later", "first"))
-@pytest.mark.parametrize("by_map", (False, True), ids=("by_indices", "by_map"))
-def test_with_a_bound(by_map, first):
-    run_ranks(with_a_bound, 2, by_map, first)
-
-
-def words_without_encoding(rank, num_ranks):
-    buffer = LowLatencyBuffer(None, 8, 128, 4, 1, backend="shm")
-    x = torch.ones(2, 128, dtype=torch.bfloat16)
-
-    def call():
-        if rank == 1:
-            raise buffer.refuse(ValueError("no file '\udc80'"))
-        buffer.dispatch(x, IDX)
-
-    fails_on_rank_1(rank, call, ValueError, "no file '")
-    dist.barrier()
-
-
-def test_words_without_encoding():
-    run_ranks(words_without_encoding, 2)
+def test_with_a_bound():
+    run_ranks(with_a_bound, 2)
 
 
 def drop(rank, num_ranks):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from deep_ep_cases import Expected, given
+from deep_ep_cases import Wanted
 from exchange_cases import Case, assert_same
 
 from deepep_moe.compat.deep_ep import Buffer, EventHandle, EventOverlap
@@ -114,23 +114,17 @@ def test_other_stream_on_a_gpu(tmp_path):
     """Calls on the communication stream while the caller's computes: the same bits, and an event that is CUDA's."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        buffer, want = Buffer(torch.distributed.group.WORLD), Expected(Case([64], hidden=1024, dtype=torch.bfloat16), 0)
+        buffer, want = Buffer(torch.distributed.group.WORLD), Wanted(Case([64], hidden=1024, dtype=torch.bfloat16), 0)
         device = torch.device("cuda", torch.cuda.current_device())
-        x, idx, weights = given(want.x, device), want.topk_idx.to(device), want.topk_weights.to(device)
+        x, routing = want.given(device), want.routing(device)
         for _ in range(3):
             busy = torch.randn(2048, 2048, device=device)
             for _ in range(10):
                 busy = busy @ busy / 64
             how = {"async_finish": True, "allocate_on_comm_stream": True}
-            *_, per_expert, in_rank, event = buffer.get_dispatch_layout(idx, 12, previous_event=Buffer.capture(), **how)
+            *_, per_expert, in_rank, event = buffer.get_dispatch_layout(routing["topk_idx"], 12, previous_event=Buffer.capture(), **how)
             recv_x, _, recv_weights, _, handle, event = buffer.dispatch(
-                x,
-                num_tokens_per_expert=per_expert,
-                is_token_in_rank=in_rank,
-                topk_idx=idx,
-                topk_weights=weights,
-                previous_event=event,
-                **how,
+                x, num_tokens_per_expert=per_expert, is_token_in_rank=in_rank, previous_event=event, **routing, **how
             )
             assert isinstance(event.event.recorded, torch.cuda.Event)
             event.current_stream_wait()
@@ -138,6 +132,6 @@ def test_other_stream_on_a_gpu(tmp_path):
             combined, back, event = buffer.combine(doubled, handle, recv_weights, previous_event=Buffer.capture(), **how)
             event.current_stream_wait()
             assert_same("combined weights", back, want.topk_weights)
-            assert_same("combined_x", combined, want.combined([want.mine.recv_x * 2]))
+            assert_same("combined_x", combined, want.combined(outputs=[want.mine.recv_x * 2]))
     finally:
         torch.distributed.destroy_process_group()

@@ -4,6 +4,8 @@ import contextlib
 import itertools
 import random
 import time
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -22,17 +24,13 @@ from low_latency_cases import (
     start_dispatch,
     unpack_scales,
 )
+from low_latency_faults import BACKENDS, on_every_backend
 
 from deepep_moe import LowLatencyBuffer, ops, reference
 from deepep_moe.testing import run_ranks
 
-BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
-
-
+ALL_BACKENDS = (*BACKENDS, pytest.param("nvshmem", marks=pytest.mark.gpu))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
 
 # ---- small enough to check by hand ----
@@ -41,26 +39,37 @@ pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 def two_ranks_by_hand(rank, _, backend):
     """Rank 0 holds experts 0 and 1, rank 1 holds 2 and 3. Row r of expert e is received as value x, and goes back as 10 * x."""
     device_of(backend, rank)
-    buffer = LowLatencyBuffer(None, 2, 8, 4, 2, backend=backend, timeout_s=60)
+    buffer = LowLatencyBuffer(None, 2, 8, 4, 2, backend=backend, timeout_s=60, ranks_per_node=1 if backend == "nvshmem" else None)
     x = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])[rank].expand(2, 8).contiguous()
     idx = torch.tensor([[[0, 2], [3, -1]], [[2, 3], [0, 1]]])[rank]
     weights = torch.tensor([[[0.5, 0.25], [2.0, 9.0]], [[1.0, 1.0], [3.0, 0.0]]])[rank]
     x, idx, weights = on_device(backend, rank, x, idx, weights)
+    told = [[[7.5] * 8, [40.0] * 8], [[60.0] * 8, [120.0] * 8]][rank]
     out = buffer.dispatch(x, idx, weights)
     counts = out.num_recv_tokens_per_expert.tolist()
     assert counts == [[2, 1], [2, 2]][rank]
     rows = [out.recv_x[expert, :count, 0].tolist() for expert, count in enumerate(counts)]
     assert rows == [[[1.0, 4.0], [4.0]], [[1.0, 3.0], [2.0, 3.0]]][rank]
-    y = buffer.combine(out.recv_x * 10, out.handle)
-    assert y.tolist() == [[[7.5] * 8, [40.0] * 8], [[60.0] * 8, [120.0] * 8]][rank]
+    assert buffer.combine(out.recv_x * 10, out.handle).tolist() == told
     y = buffer.combine(out.recv_x, buffer.dispatch(x, idx).handle)  # a plain sum
     assert y[:, 0].tolist() == [[2.0, 2.0], [6.0, 8.0]][rank]
+    for given in (None, torch.full_like(weights, 7)):  # weights of the dispatch do not count beside those of the combine
+        out = buffer.dispatch(x, idx, given)
+        into = torch.full_like(x, torch.nan)
+        assert buffer.combine(out.recv_x * 10, out.handle, topk_weights=weights, out=into) is into
+        assert into.tolist() == told
+        y = buffer.combine(out.recv_x, out.handle, topk_weights=2 * weights)  # along the same handle
+        assert y[:, 0].tolist() == [[1.5, 8.0], [12.0, 24.0]][rank]
+    assert buffer.combine(out.recv_x, out.handle)[:, 0].tolist() == [[14.0, 14.0], [42.0, 56.0]][rank]
 
 
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_by_hand(backend):
+    """Between two nodes of one rank, too."""
     run_ranks(two_ranks_by_hand, 2, backend)
 
 
+@on_every_backend
 def test_one_rank_without_group(backend):
     device_of(backend, 0)
     buffer = LowLatencyBuffer(None, 3, 16, 2, 1, backend=backend)
@@ -73,6 +82,7 @@ def test_one_rank_without_group(backend):
     assert torch.equal(y[[0, 2]], x[[0, 2]]) and not y[1].any()
 
 
+@on_every_backend
 @pytest.mark.parametrize("num_ranks", (1, 2, 3, 4, 8))
 def test_equals_reference(num_ranks, backend):
     tokens = [24, 0, 7, 13, 1, 24, 3, 9][:num_ranks]
@@ -81,31 +91,41 @@ def test_equals_reference(num_ranks, backend):
         for (dtype, hidden) in zip(DTYPES, (72, 136, 4), strict=True)
         for with_weights, index_dtype in ((True, torch.int64), (False, torch.int32))
     ]
+    settings = ((torch.bfloat16, None, 72, "now"), (torch.float16, "fp8", 256, "async"), (torch.float32, None, 4, "hook"))
+    cases += [
+        Case(tokens, dtype=dtype, wire=wire, hidden=hidden, mode=mode, seed=num_ranks, combine_weights=True)
+        for dtype, wire, hidden, mode in settings
+    ]
     run_ranks(check_cases, num_ranks, backend, cases)
 
 
+@on_every_backend
 def test_extreme_routings(backend):
-    cases = [
+    """Ranks without tokens, tokens without experts, heads of one to three lines, rows that a block of a GPU takes in several goes, room for
+    many more tokens than come."""
+    routings = [
         Case([24, 5, 24], num_topk=32, num_experts=48, masked=0.0, hidden=8),
         Case([24, 24, 24], num_topk=1, num_experts=3, masked=0.0, hidden=8),
         Case([6, 7, 8], masked=1.0),
         Case([0, 0, 0]),
-        Case([1, 0, 1], max_tokens=1, num_experts=300, num_topk=20, hidden=2048),
     ]
+    of_dispatch = [
+        Case([1, 0, 1], max_tokens=1, num_experts=300, num_topk=20, hidden=2048),
+        Case([3, 5, 0], hidden=16384),
+        Case([3, 5, 0], hidden=16384, dtype=torch.float32, fp8=True, scale_format="ue8m0", wire="fp8"),
+        Case([2, 0, 0], max_tokens=300, hidden=8),
+        Case([1, 290, 0], max_tokens=300, hidden=128, fp8=True),
+    ]
+    of_combine = [
+        Case([9, 24, 3], num_topk=16, num_experts=48, hidden=8),
+        Case([3, 5, 0], hidden=16384),
+        Case([1, 0, 290], max_tokens=300, num_experts=300, num_topk=20, hidden=128),
+    ]
+    cases = routings + of_dispatch + [replace(case, combine_weights=True) for case in routings + of_combine]
     run_ranks(check_cases, 3, backend, cases)
 
 
-def test_long_rows_and_few_tokens(backend):
-    """Rows that a block of a GPU takes in several goes, and room for many more tokens than come."""
-    cases = [
-        Case([3, 5], hidden=16384),
-        Case([3, 5], hidden=16384, dtype=torch.float32, fp8=True, scale_format="ue8m0", wire="fp8"),
-        Case([2, 0], max_tokens=300, hidden=8),
-        Case([1, 290], max_tokens=300, hidden=128, fp8=True),
-    ]
-    run_ranks(check_cases, 2, backend, cases)
-
-
+@on_every_backend
 @pytest.mark.parametrize("hidden", (128, 640))
 def test_fp8(hidden, backend):
     """Rows quantized on the way; sums quantized on the way back. 640: the last word of packed scales is not full."""
@@ -140,6 +160,7 @@ def under_default_dtypes(rank, _, backend):
             assert_same(f"combined_x under {dtype}", y, expected.combined[rank])
 
 
+@on_every_backend
 def test_default_dtype(backend):
     """Sums are fp32, whatever PyTorch makes where nobody says."""
     run_ranks(under_default_dtypes, 2, backend)
@@ -168,6 +189,7 @@ def hard_to_quantize(rank, _, backend):
     assert_same("exponents", rounded.recv_x_scales[0], scales.view(torch.int32) >> 23)
 
 
+@on_every_backend
 def test_rows_that_are_hard_to_quantize(backend):
     run_ranks(hard_to_quantize, 1, backend)
 
@@ -200,6 +222,7 @@ def not_finite(rank, _, backend):
         assert not (y[1, 1, 5] * scales[1, 1]).isfinite()
 
 
+@on_every_backend
 def test_what_is_not_finite_stays_in_its_block(backend):
     run_ranks(not_finite, 1, backend)
 
@@ -215,6 +238,7 @@ def within_bound(rank, num_ranks, backend):
     assert ((wire - exact).abs() <= bound).all() and (wire != exact).any()
 
 
+@on_every_backend
 def test_error_of_the_fp8_wire(backend):
     run_ranks(within_bound, 2, backend)
 
@@ -222,31 +246,41 @@ def test_error_of_the_fp8_wire(backend):
 # ---- ways to call ----
 
 
-def two_in_flight(rank, _, backend):
-    cases = [Case([9, 24, 0], mode="hook", seed=seed) for seed in range(4)]
+def two_in_flight(rank, _, backend, cases):
+    """Calls of either kind, received in either order, which is not the same one on all ranks. A third one has to wait."""
     buffer = make_buffer(cases[0], backend, rank)
     expected = [Expected(case) for case in cases]
-    for order in ((0, 1), (1, 0)):
-        started = [start_dispatch(buffer, case, rank, backend) for case in cases[:2]]
-        refusal = "the call before last was not received yet; call its hook"
-        with pytest.raises(ValueError, match=refusal):
-            start_dispatch(buffer, cases[2], rank, backend)
+    refuses = partial(pytest.raises, ValueError, match="the call before last was not received yet; call its hook")
+    for begin in (0, 1, rank % 2):
+        started = [start_dispatch(buffer, case, rank, backend) for case in cases]
+        with refuses():
+            start_dispatch(buffer, cases[0], rank, backend)
+        order = (begin, 1 - begin)
         for index in order:
             out, hook = started[index]
             hook()
             check_dispatch(cases[index], rank, out, expected[index])
-            if index == 1 and order[0] == 1:
-                with pytest.raises(ValueError, match=refusal):
+            if index == 1 and begin == 1:
+                with refuses():
                     buffer.combine(out.recv_x, out.handle)
         rows = [combine_rows(cases[index], rank, started[index][0], expected[index]) for index in range(2)]
+        time.sleep(0.05 * rank)
         back = [start_combine(buffer, cases[index], rows[index], started[index][0].handle) for index in range(2)]
         for index in order:
             back[index][1]()
             assert_same("combined_x", back[index][0], expected[index].combined[rank])
 
 
-def test_two_calls_in_flight(backend):
-    run_ranks(two_in_flight, 3, backend)
+OVER_NODES = [pytest.param("nvshmem", *split, marks=pytest.mark.gpu) for split in ((4, 2), (8, 4))]
+
+
+@pytest.mark.parametrize(
+    "backend, num_ranks, per_node", [("shm", 3, None), pytest.param("nvlink", 3, None, marks=pytest.mark.gpu), *OVER_NODES]
+)
+def test_two_calls_in_flight(backend, num_ranks, per_node):
+    tokens = [9, 24, 0, 17, 1, 21, 5, 12][:num_ranks]
+    cases = [Case(tokens, num_topk=5, mode="hook", seed=seed, combine_weights=seed == 1, ranks_per_node=per_node) for seed in range(2)]
+    run_ranks(two_in_flight, num_ranks, backend, cases)
 
 
 def overlapping(rank, _, backend):
@@ -266,17 +300,19 @@ def overlapping(rank, _, backend):
     last[1]()
 
 
+@on_every_backend
 def test_overlapping_calls(backend):
     run_ranks(overlapping, 2, backend)
 
 
 def many_calls(rank, num_ranks, backend):
-    """Ranks that are late in turn, through all turns several times, in all modes."""
+    """Ranks that are late in turn, through all turns several times, in all modes. Those of nvshmem are of two nodes."""
     draw = random.Random(rank)
     cases = [
-        Case([draw_tokens % 25 for draw_tokens in (seed * 7, seed * 5 + 3, seed * 3 + 8)], fp8=seed % 3 == 0, wire=(None, "fp8")[seed % 2],
-             mode=("now", "hook", "async")[seed % 3], seed=seed, num_topk=4)
-        for seed in range(9)
+        Case([draw_tokens % 25 for draw_tokens in (seed * 7, seed * 5 + 3, seed * 3 + 8, seed * 6 + 2)][:num_ranks], fp8=seed % 3 == 0,
+             wire=(None, "fp8")[seed % 2], mode=("now", "hook", "async")[seed % 3], seed=seed, num_topk=4, combine_weights=seed % 4 > 1,
+             ranks_per_node=2 if backend == "nvshmem" else None)
+        for seed in range(12)
     ]  # fmt: skip
     buffer = make_buffer(cases[0], backend, rank)
     for case in cases:
@@ -284,8 +320,9 @@ def many_calls(rank, num_ranks, backend):
         run_case(buffer, case, rank, backend)
 
 
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_many_calls(backend):
-    run_ranks(many_calls, 3, backend)
+    run_ranks(many_calls, 4 if backend == "nvshmem" else 3, backend)
 
 
 def other_ways(rank, _, backend):
@@ -306,27 +343,40 @@ def other_ways(rank, _, backend):
     assert torch.allclose(doubled, 2 * given.float(), rtol=0.02, atol=0.1)
 
 
+@on_every_backend
 def test_out_and_combine_input_and_one_handle(backend):
     run_ranks(other_ways, 2, backend)
 
 
-def counting(rank, _, backend):
-    case = Case([24, 6, 9])
-    buffer = make_buffer(case, backend, rank)
-    told = torch.tensor(Expected(case).received[rank].num_recv_tokens_per_expert)
+def late_rank(rank, buffer, start):
+    """The result of a call to which rank 2 comes late: the statistics of the others say so."""
     dist.barrier()
-    for calls in (1, 2):
-        time.sleep(0.8 if rank == 2 else 0)
-        start_dispatch(buffer, case, rank, backend)
+    before = buffer.statistics().wait_ns.cpu().clone()
+    time.sleep(0.8 if rank == 2 else 0)
+    result, wait = start()
+    wait()
+    waited = buffer.statistics().wait_ns.cpu() - before
+    assert waited.shape == (3,) and (rank == 2 or (waited[2] > 4e8 and waited[rank] < waited[2] / 2)), waited
+    return result
+
+
+def counting(rank, _, backend):
+    case = Case([24, 6, 9], combine_weights=True)
+    buffer, expected = make_buffer(case, backend, rank), Expected(case)
+    told = torch.tensor(expected.received[rank].num_recv_tokens_per_expert)
+    for calls, mode in ((1, "now"), (2, "hook")):
+        case = replace(case, mode=mode)
+        out = late_rank(rank, buffer, partial(start_dispatch, buffer, case, rank, backend))
+        rows = combine_rows(case, rank, out, expected)
+        y = late_rank(rank, buffer, partial(start_combine, buffer, case, rows, out.handle))
+        assert_same("combined_x", y, expected.combined[rank])
         seen = buffer.statistics()
-        assert torch.equal(seen.num_tokens_per_expert.cpu(), told * calls)
-    assert seen.wait_ns.shape == (3,) and seen.num_dropped.item() == 0
-    if rank != 2:
-        assert seen.wait_ns[2] > 4e8 and seen.wait_ns[rank] < seen.wait_ns[2] / 2
+        assert torch.equal(seen.num_tokens_per_expert.cpu(), told * calls) and seen.num_dropped.item() == 0
     buffer.reset_statistics()
     assert not buffer.statistics().num_tokens_per_expert.any() and not buffer.statistics().wait_ns.any()
 
 
+@on_every_backend
 def test_statistics(backend):
     run_ranks(counting, 3, backend)
 
@@ -343,5 +393,69 @@ def made_in_inference_mode(rank, _, backend):
     assert not buffer.statistics().num_dropped.any()
 
 
+@on_every_backend
 def test_a_buffer_outlives_the_inference_mode_it_was_made_in(backend):
     run_ranks(made_in_inference_mode, 1, backend)
+
+
+# ---- graphs ----
+
+
+def captured_across_streams(rank, _):
+    """A capture that begins while an event was not waited for; a graph whose second half is on another stream."""
+    case = Case([24, 6])
+    expected, buffer = Expected(case), make_buffer(case, "nvlink", rank)
+    x, idx, weights = (tensor.cuda() for tensor in case.inputs(rank))
+    before, wait = start_dispatch(buffer, replace(case, mode="async"), rank, "nvlink")
+    torch.cuda.synchronize()
+    rows = combine_rows(case, rank, before, expected)
+    graphs, side = [torch.cuda.CUDAGraph() for _ in range(2)], torch.cuda.Stream()
+    with torch.cuda.graph(graphs[0]):
+        out = buffer.dispatch(x, idx, weights)
+    wait()
+    graphs[0].replay()
+    check_dispatch(case, rank, out, expected)
+    with torch.cuda.graph(graphs[1]):
+        out = buffer.dispatch(x, idx, weights, return_hook=True)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            out.hook()
+        torch.cuda.current_stream().wait_stream(side)
+        y = buffer.combine(rows, out.handle)
+    for _ in range(5):
+        y.fill_(float("nan"))
+        graphs[1].replay()
+        check_dispatch(case, rank, out, expected)
+        assert_same("combined_x", y, expected.combined[rank])
+
+
+@pytest.mark.gpu
+def test_cuda_graph_across_streams():
+    run_ranks(captured_across_streams, 2)
+
+
+def captured_weights(rank, _):
+    """Each replay reads the weights that lie there then."""
+    case = Case([24, 6], combine_weights=True)
+    buffer = make_buffer(case, "nvlink", rank)
+    x, idx, weights = (tensor.cuda() for tensor in case.inputs(rank))
+    out = buffer.dispatch(x, idx)
+    rows = torch.where(out.recv_x.isnan(), 0, out.recv_x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = buffer.dispatch(x, idx)
+        y, hook = buffer.combine(rows, out.handle, topk_weights=weights, return_hook=True)
+        hook()
+    for _ in range(5):
+        weights.copy_(torch.rand(weights.shape, generator=torch.Generator().manual_seed(rank)))
+        y.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        told = buffer.combine(rows, buffer.dispatch(x, idx, weights).handle)
+        assert_same("combined_x", y, told)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_of_weights():
+    run_ranks(captured_weights, 2)

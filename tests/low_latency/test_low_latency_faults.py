@@ -7,14 +7,15 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from events import tell, wait_for
-from exchange_cases import assert_same, on_device
-from low_latency_cases import Case, Expected, check_dispatch, combine_rows, finish, make_buffer, run_case, start_dispatch
+from exchange_cases import on_device
+from low_latency_cases import Case, Expected, combine_rows, finish, make_buffer, run_case, start_combine, start_dispatch
 from low_latency_faults import CASE, IDX, X, check_usable, make, on_every_backend
 
 from deepep_moe import LowLatencyBuffer
@@ -22,25 +23,39 @@ from deepep_moe.errors import BufferDestroyedError, EPError, EPMismatchError, EP
 from deepep_moe.low_latency import shm_rows
 from deepep_moe.testing import run_ranks
 
+WEIGHED = Case([6, 8, 7], max_tokens=8, num_experts=9, num_topk=4, masked=0.0, combine_weights=True)
+
 # ---- ranks that do different things ----
 
 
 def different_calls(rank, _, backend):
     buffer, x, idx = make(backend, rank)
-    out = buffer.dispatch(x, idx)
-    me, you = f"rank {rank}", f"rank {1 - rank}"
-    texts = ("dispatch of float32", "dispatch of float32, sent as fp8")
-    with pytest.raises(EPMismatchError, match=f"ranks make different calls: {me}: {texts[rank]}; {you}: {texts[1 - rank]}$"):
-        buffer.dispatch(x, idx, fp8=rank == 1)
-        finish(buffer)
-    texts = ("dispatch of bfloat16, with topk_weights", "combine of float32, sent as fp8")
-    with pytest.raises(EPMismatchError, match=f"ranks make different calls: {me}: {texts[rank]}; {you}: {texts[1 - rank]}$"):
+    weights = torch.ones(4, 2, device=x.device)
+    outputs = [buffer.dispatch(x, idx) for _ in range(2)]
+    y, handle = outputs[0].recv_x, outputs[0].handle
+    one_is_weighed = "combine of float32, with topk_weights", "combine of float32"
+    handles = [f"combine with the handle of call {call}" for call in (1, 2)]
+
+    def mixes():
         if rank == 0:
-            buffer.dispatch(x.bfloat16(), idx, torch.ones(4, 2, device=x.device))
+            buffer.dispatch(x.bfloat16(), idx, weights)
         else:
-            buffer.combine(out.recv_x, out.handle, wire="fp8")
-        finish(buffer)
-    check_usable(buffer, x, idx)
+            buffer.combine(y, handle, wire="fp8")
+
+    for texts, call in (
+        (("dispatch of float32", "dispatch of float32, sent as fp8"), lambda: buffer.dispatch(x, idx, fp8=rank == 1)),
+        (("dispatch of bfloat16, with topk_weights", "combine of float32, sent as fp8"), mixes),
+        (one_is_weighed, lambda: buffer.combine(y, handle, topk_weights=weights if rank == 0 else None)),
+        (one_is_weighed[::-1], lambda: buffer.combine(y, handle, topk_weights=weights if rank == 1 else None)),
+        (handles, lambda: buffer.combine(y, outputs[rank].handle)),
+        (handles, lambda: buffer.combine(y, outputs[rank].handle, topk_weights=weights)),
+    ):
+        me, you = (f"rank {who}: {texts[who]}" for who in (rank, 1 - rank))
+        with pytest.raises(EPMismatchError, match=f"ranks make different calls: {me}; {you}$"):
+            call()
+            finish(buffer)
+        check_usable(buffer, x, idx)
+    assert torch.isfinite(buffer.combine(y, handle)).all()
 
 
 @on_every_backend
@@ -48,32 +63,21 @@ def test_different_calls(backend):
     run_ranks(different_calls, 2, backend)
 
 
-def different_dispatches(rank, _, backend):
-    buffer, x, idx = make(backend, rank)
-    outputs = [buffer.dispatch(x, idx) for _ in range(2)]
-    check_usable(buffer, x, idx)
-    me, you = (f"rank {who}: combine with the handle of call {who + 1}" for who in (rank, 1 - rank))
-    with pytest.raises(EPMismatchError, match=f"ranks make different calls: {me}; {you}$"):
-        buffer.combine(outputs[rank].recv_x, outputs[rank].handle)
-        finish(buffer)
-    assert torch.isfinite(buffer.combine(outputs[0].recv_x, outputs[0].handle)).all()
-    check_usable(buffer, x, idx)
-
-
-@on_every_backend
-def test_handles_of_different_dispatches(backend):
-    run_ranks(different_dispatches, 2, backend)
-
-
 def refusing_on_and_on(rank, _, backend):
     """Who refuses call after call does not get ahead of those who are still in the first, and all stay in step."""
     buffer, x, idx = make(backend, rank)
-    for _ in range(7):
-        time.sleep(0.05 if rank == 1 else 0)
-        with pytest.raises(ValueError if rank == 0 else EPPeerError, match="scale_format is 'e8'"):
-            buffer.dispatch(x, idx, scale_format="e8" if rank == 0 else "fp32")
-            finish(buffer)
-    check_usable(buffer, x, idx)
+    out, weights = buffer.dispatch(x, idx), torch.ones(4, 2, device=x.device)
+    for name, bad, good, call in (
+        ("scale_format", "e8", "fp32", partial(buffer.dispatch, x, idx)),
+        ("wire", "fp4", None, partial(buffer.combine, out.recv_x, out.handle)),
+        ("wire", "fp4", None, partial(buffer.combine, out.recv_x, out.handle, topk_weights=weights)),
+    ):
+        for _ in range(7):
+            time.sleep(0.05 if rank == 1 else 0)
+            with pytest.raises(ValueError if rank == 0 else EPPeerError, match=f"{name} is '{bad}'"):
+                call(**{name: bad if rank == 0 else good})
+                finish(buffer)
+        check_usable(buffer, x, idx)
 
 
 @on_every_backend
@@ -142,18 +146,17 @@ def test_failure_before_the_number():
 def along_failed_dispatch(rank, _, learns_first):
     """On a GPU a dispatch gives a handle before it has failed; what was not received has no place, so nothing goes along it."""
     buffer, x, idx = make("nvlink", rank)
-    learns = partial(pytest.raises, ValueError if rank == 1 else EPPeerError)
-    for _ in range(2):
+    learns = partial(pytest.raises, ValueError if rank == 1 else EPPeerError, match=r"topk_idx\[[12], [01]\] is 4; it must be -1")
+    for weights in (None, torch.ones(4, 2, device=x.device)):
         out = buffer.dispatch(x, idx + 1 if rank == 1 else idx)
         torch.cuda.synchronize()
         dist.barrier()
-        why = r"topk_idx\[[12], [01]\] is 4; it must be -1"
         if learns_first:
-            with learns(match=why):
+            with learns():
                 buffer.check()
-            dist.barrier()  # before a peer can refuse the next call
-        with nullcontext() if learns_first else learns(match=why):
-            buffer.combine(out.recv_x, out.handle)
+            dist.barrier()  # before a peer can refuse the next call, whose reason may lie where the first did
+        with nullcontext() if learns_first else learns():
+            buffer.combine(out.recv_x, out.handle, topk_weights=weights)
         torch.cuda.synchronize()
         dist.barrier()
         if learns_first:
@@ -210,26 +213,26 @@ def test_combine_before_the_hook(backend):
     run_ranks(unreceived_handle, 2, backend)
 
 
-def fails_on_the_thread(rank, _, call):
+def fails_on_the_thread(rank, _):
     """An asynchronous failure that nobody waited for is raised by the next call, once."""
     case = replace(CASE, mode="async")
     buffer = make_buffer(case, "shm", rank)
-    out = buffer.dispatch(X, IDX, async_op=True, fp8=rank == 1)
-    while not out.event.is_over():
-        time.sleep(0.01)
-    with pytest.raises(EPError, match="an earlier asynchronous call of this buffer failed: EPMismatchError: ranks make different calls"):
-        if call == "dispatch":
-            buffer.dispatch(X, IDX)
-        else:
-            buffer.combine(torch.zeros(2, 16, 128), out.handle)
-    with pytest.raises(EPMismatchError):
-        out.event.wait()
-    run_case(buffer, case, rank, "shm")
+    for is_dispatch in (True, False):
+        out = buffer.dispatch(X, IDX, async_op=True, fp8=rank == 1)
+        while not out.event.is_over():
+            time.sleep(0.01)
+        with pytest.raises(EPError, match="an earlier asynchronous call of this buffer failed: EPMismatchError"):
+            if is_dispatch:
+                buffer.dispatch(X, IDX)
+            else:
+                buffer.combine(torch.zeros(2, 16, 128), out.handle)
+        with pytest.raises(EPMismatchError):
+            out.event.wait()
+        run_case(buffer, case, rank, "shm")
 
 
-@pytest.mark.parametrize("call", ("dispatch", "combine"))
-def test_failure_on_the_thread(call):
-    run_ranks(fails_on_the_thread, 2, call)
+def test_failure_on_the_thread():
+    run_ranks(fails_on_the_thread, 2)
 
 
 # ---- interrupts while rows are moved ----
@@ -239,11 +242,12 @@ class Stop(ValueError):
     """A handler's own error, which is no wrong argument."""
 
 
-def interrupted(rank, _, operation, half):
+def interrupted(rank, _):
     """What a signal's handler raises, of any class, is told in the same call while rank 1 writes, and in the next while it reads."""
     buffer, x, idx = make("shm", rank)
-    kind = shm_rows.DispatchRows if operation == "dispatch" else shm_rows.CombineRows
-    for kind_of_error in (KeyboardInterrupt, Stop, EPError):
+    halves = [("dispatch", "write"), ("dispatch", "read"), ("combine", "write"), ("combine", "write_weighted"), ("combine", "read")]
+    for (operation, half), kind_of_error in product(halves, (KeyboardInterrupt, Stop, EPError)):
+        kind = shm_rows.DispatchRows if operation == "dispatch" else shm_rows.CombineRows
         error, out = kind_of_error("while it moves"), buffer.dispatch(x, idx)
         weights = torch.ones(4, 2) if half == "write_weighted" else None
         told = partial(pytest.raises, EPPeerError, match=f"rank 1 did not make its call: {kind_of_error.__name__}: while it moves")
@@ -252,13 +256,13 @@ def interrupted(rank, _, operation, half):
             time.sleep(0.2)  # the peer waits for the rows by now
             raise error
 
-        def call(out=out, weights=weights):
+        def call(operation=operation, out=out, weights=weights):
             return buffer.dispatch(x, idx) if operation == "dispatch" else buffer.combine(out.recv_x, out.handle, topk_weights=weights)
 
         if rank == 1:
             with mock.patch.object(kind, half, moves), pytest.raises(kind_of_error) as raised:
                 call()
-            assert raised.value is error
+            assert raised.value is error, (operation, half)
         else:
             if half == "read":
                 call()
@@ -267,12 +271,8 @@ def interrupted(rank, _, operation, half):
         check_usable(buffer, x, idx)
 
 
-@pytest.mark.parametrize(
-    ("operation", "half"),
-    [("dispatch", "write"), ("dispatch", "read"), ("combine", "write"), ("combine", "write_weighted"), ("combine", "read")],
-)
-def test_interrupt_while_rows_are_moved(operation, half):
-    run_ranks(interrupted, 2, operation, half)
+def test_interrupt_while_rows_are_moved():
+    run_ranks(interrupted, 2)
 
 
 def calls_from_a_handler(rank, _):
@@ -357,42 +357,6 @@ def test_destroyed_with_an_error_kept(where):
     run_ranks(destroyed_with_an_error_kept, 2, where)
 
 
-# ---- graphs ----
-
-
-def captured(rank, _):
-    """A capture that begins while an event was not waited for; a graph whose second half is on another stream."""
-    case = Case([24, 6])
-    expected, buffer = Expected(case), make_buffer(case, "nvlink", rank)
-    x, idx, weights = (tensor.cuda() for tensor in case.inputs(rank))
-    before, wait = start_dispatch(buffer, replace(case, mode="async"), rank, "nvlink")
-    torch.cuda.synchronize()
-    rows = combine_rows(case, rank, before, expected)
-    graphs, side = [torch.cuda.CUDAGraph() for _ in range(2)], torch.cuda.Stream()
-    with torch.cuda.graph(graphs[0]):
-        out = buffer.dispatch(x, idx, weights)
-    wait()
-    graphs[0].replay()
-    check_dispatch(case, rank, out, expected)
-    with torch.cuda.graph(graphs[1]):
-        out = buffer.dispatch(x, idx, weights, return_hook=True)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            out.hook()
-        torch.cuda.current_stream().wait_stream(side)
-        y = buffer.combine(rows, out.handle)
-    for _ in range(5):
-        y.fill_(float("nan"))
-        graphs[1].replay()
-        check_dispatch(case, rank, out, expected)
-        assert_same("combined_x", y, expected.combined[rank])
-
-
-@pytest.mark.gpu
-def test_cuda_graph_across_streams():
-    run_ranks(captured, 2)
-
-
 # ---- after the end ----
 
 
@@ -412,23 +376,6 @@ def after_destroy(rank, _, backend):
 @on_every_backend
 def test_use_after_destroy(backend):
     run_ranks(after_destroy, 2, backend)
-
-
-def leaves_early(rank, _, backend):
-    buffer, x, idx = make(backend, rank, timeout_s=300)
-    buffer.dispatch(x, idx)
-    if rank == 1:
-        return buffer.destroy()
-    began = time.monotonic()
-    with pytest.raises(EPPeerError, match="rank 1 destroyed its buffer, or its process is ending: .*every rank must make the same calls"):
-        buffer.dispatch(x, idx)
-        finish(buffer)
-    assert time.monotonic() - began < 60
-
-
-@on_every_backend
-def test_peer_that_destroyed_its_buffer(backend):
-    run_ranks(leaves_early, 2, backend)
 
 
 def destroyed_beside_a_call(rank, _, return_hook):
@@ -488,30 +435,39 @@ def test_use_in_a_forked_process():
 # ---- ranks that are late or gone ----
 
 
-def check_timeout(call, rank, phase, expected):
-    with pytest.raises(EPTimeoutError, match=f"rank {rank} did not deliver.*phase '{phase}', expected {expected}, seen") as info:
-        call()
-    error = info.value
-    assert (error.rank, error.phase, error.expected) == (rank, phase, expected) and 0 <= error.seen < expected
-
-
-def late(rank, _, backend):
-    case = Case([4, 4, 4], max_tokens=8, num_experts=6, num_topk=2)
-    buffer = make_buffer(case, backend, rank, timeout_s=4.0)
-    run_case(buffer, case, rank, backend)
+def late(rank, _, backend, operation):
+    """A late dispatch finds the rows of those who gave up, so all go on. A late combine with weights finds that the others have no weights
+    of it, and have summed nothing for it: it hears so at once."""
+    buffer = make_buffer(WEIGHED, backend, rank, timeout_s=4.0)
+    out, _ = start_dispatch(buffer, WEIGHED, rank, backend)
+    rows = combine_rows(WEIGHED, rank, out, Expected(WEIGHED))
+    finish(buffer)
+    dist.barrier()
+    if operation == "dispatch":
+        call = partial(start_dispatch, buffer, WEIGHED, rank, backend)
+    else:
+        call = partial(start_combine, buffer, WEIGHED, rows, out.handle)
     if rank == 2:
         wait_for("rank 0 knows", "rank 1 knows")
-        start_dispatch(buffer, case, rank, backend)
+        hears, began = partial(pytest.raises, EPPeerError, match="rank [01] did not make its call: .*rank 2 did not"), time.monotonic()
+        with hears() if operation == "combine" else nullcontext():
+            call()
+            finish(buffer)
+        assert time.monotonic() - began < 3.0
     else:
-        check_timeout(lambda: (start_dispatch(buffer, case, rank, backend), finish(buffer)), 2, "entry into the call", 3)
+        with pytest.raises(EPTimeoutError, match="rank 2 did not deliver.*phase 'entry into the call', expected 2, seen") as info:
+            call()
+            finish(buffer)
+        assert (info.value.rank, info.value.phase, info.value.expected) == (2, "entry into the call", 2) and 0 <= info.value.seen < 2
         tell(f"rank {rank} knows")
     dist.barrier()
-    run_case(buffer, case, rank, backend)  # the late one has made the same calls, so all go on
+    run_case(buffer, WEIGHED, rank, backend)
 
 
 @on_every_backend
-def test_late_peer(backend):
-    run_ranks(late, 3, backend)
+@pytest.mark.parametrize("operation", ("dispatch", "combine"))
+def test_late_peer(operation, backend):
+    run_ranks(late, 3, backend, operation)
 
 
 def overtakes(rank, _):
@@ -535,28 +491,29 @@ def test_peer_that_gave_up_and_went_on():
     run_ranks(overtakes, 2)
 
 
-def dies(rank, _, backend, asynchronous):
-    case = Case([4, 4, 4], max_tokens=8, num_experts=6, num_topk=2, mode="async" if asynchronous else "now")
-    buffer = make_buffer(case, backend, rank, timeout_s=300)
-    run_case(buffer, case, rank, backend)
+def dies(rank, _, backend, operation, mode):
+    buffer = make_buffer(WEIGHED, backend, rank, timeout_s=300)
+    out, _ = start_dispatch(buffer, WEIGHED, rank, backend)
+    rows = combine_rows(WEIGHED, rank, out, Expected(WEIGHED))
+    finish(buffer)
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    with pytest.raises(EPTimeoutError, match="rank 1 did not deliver, its process [0-9]+ is gone; phase 'entry into the call'") as info:
-        start_dispatch(buffer, case, rank, backend)[1]()
+    case, began = replace(WEIGHED, mode=mode), time.monotonic()
+    # In a combine with weights the other survivor, which has seen it first, may say so.
+    errors = EPTimeoutError if operation == "dispatch" else (EPTimeoutError, EPPeerError)
+    with pytest.raises(errors, match="rank 1 did not deliver, its process [0-9]+ is gone; phase 'entry into the call'") as info:
+        if operation == "dispatch":
+            start_dispatch(buffer, case, rank, backend)[1]()
+        else:
+            start_combine(buffer, case, rows, out.handle)[1]()
         finish(buffer)
-    assert info.value.rank == 1 and time.monotonic() - began < 60
+    assert info.value.rank == (1 if isinstance(info.value, EPTimeoutError) else 2 - rank) and time.monotonic() - began < 60
 
 
 @on_every_backend
-@pytest.mark.parametrize("asynchronous", (False, True))
-def test_peer_that_dies(asynchronous, backend):
-    run_ranks(dies, 3, backend, asynchronous, expected_dead=[1])
-
-
-def test_forgotten_process_group(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    message = "one of WORLD_SIZE=2, but torch.distributed is not initialized; call .*init_process_group before creating a LowLatencyBuffer"
-    with pytest.raises(ValueError, match=message):
-        LowLatencyBuffer(None, 8, 16, 4, 2)
+@pytest.mark.parametrize(
+    "operation, mode", [("dispatch", "now"), ("dispatch", "async"), ("combine", "now"), ("combine", "hook"), ("combine", "async")]
+)
+def test_peer_that_dies(operation, mode, backend):
+    run_ranks(dies, 3, backend, operation, mode, expected_dead=[1])

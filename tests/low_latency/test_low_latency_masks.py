@@ -1,29 +1,33 @@
 """Low-latency calls that go on without a rank, and its return."""
 
+import itertools
 import logging
 import mmap
 import os
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import emulated_gpu
 import pytest
 import torch
 import torch.distributed as dist
+from events import tell, wait_for
 from exchange_cases import assert_same, on_device
-from low_latency_cases import Case, Expected, check_dispatch, finish, make_buffer, run_case, start_dispatch
+from low_latency_cases import Case, Expected, check_dispatch, combine_rows, finish, make_buffer, run_case, start_combine, start_dispatch
+from low_latency_faults import combined_without, on_every_backend
 
 from deepep_moe.errors import EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.low_latency.shm import ShmLowLatencyBackend
 from deepep_moe.testing import run_ranks
 
-BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
-on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
 CASE = Case([6, 8, 7], max_tokens=8, num_experts=9, num_topk=4, masked=0.0)
 MASKED = 1
 DEADLINE_S = 4.0  # what a rank that stalls misses, and the others must not, on a busy machine
 WITHOUT = replace(CASE, without=MASKED)
+WEIGHED = replace(CASE, combine_weights=True)
 
 
 def lost_pairs(rank):
@@ -40,6 +44,11 @@ def come_back(buffer, rank):
     assert buffer.masked_ranks == []
 
 
+def check_all(buffer, rank, backend):
+    for seed in range(3):
+        run_case(buffer, replace(CASE, seed=seed, combine_weights=seed == 1), rank, backend)
+
+
 def masked_by_hand(rank, _, backend):
     buffer = make_buffer(CASE, backend, rank)
     run_case(buffer, CASE, rank, backend)
@@ -47,28 +56,16 @@ def masked_by_hand(rank, _, backend):
         if rank != MASKED:
             buffer.mask_rank(MASKED)
             assert buffer.masked_ranks == [MASKED]
-            for mode in ("now", "hook", "async"):
-                run_case(buffer, replace(WITHOUT, mode=mode), rank, backend)
-            assert buffer.statistics().num_dropped.item() == 3 * times * lost_pairs(rank)
+            for mode, combine_weights in itertools.product(("now", "hook", "async"), (False, True)):
+                run_case(buffer, replace(WITHOUT, mode=mode, combine_weights=combine_weights), rank, backend)
+            assert buffer.statistics().num_dropped.item() == 6 * times * lost_pairs(rank)
         come_back(buffer, rank)
-        for seed in range(3):
-            run_case(buffer, replace(CASE, seed=seed), rank, backend)
+        check_all(buffer, rank, backend)
 
 
 @on_every_backend
 def test_masked_by_hand(backend):
     run_ranks(masked_by_hand, 3, backend)
-
-
-def bad_ranks(rank, _):
-    buffer = make_buffer(CASE, "shm", rank)
-    for bad in (rank, 3, -1, True, "1"):
-        with pytest.raises(ValueError, match=f"rank is {bad!r}; it must be one of 0 to 2, and not this rank, {rank}"):
-            buffer.mask_rank(bad)
-
-
-def test_ranks_that_cannot_be_masked():
-    run_ranks(bad_ranks, 3)
 
 
 class Heard(logging.Handler):
@@ -100,8 +97,7 @@ def stalls(rank, _, backend):
         assert buffer.statistics().wait_ns[MASKED].item() - waited < 1e9, "who is masked is not waited for"
         assert len(heard.messages) <= 2
     come_back(buffer, rank)
-    for seed in range(3):
-        run_case(buffer, replace(CASE, seed=seed), rank, backend)
+    check_all(buffer, rank, backend)
 
 
 @on_every_backend
@@ -129,46 +125,63 @@ def test_rank_that_is_gone(how, backend):
     run_ranks(is_gone, 3, backend, how, expected_dead=[MASKED] if how == "killed" else [])
 
 
-def returns_too_early(rank, _, backend):
-    """The masked rank has sent a call that the others take it back for: only what it sends after its return counts."""
-    buffer = make_buffer(CASE, backend, rank)
-    run_case(buffer, CASE, rank, backend)
-    if rank == MASKED:
-        start_dispatch(buffer, replace(CASE, mode="hook", seed=5), rank, backend)
-        if backend == "nvlink":
-            torch.cuda.synchronize()
+def stalls_in_a_combine(rank, _, backend, how):
+    """A rank that has received a dispatch does not make the combine; the others mask it within the call, and go on."""
+    buffer = make_buffer(WEIGHED, backend, rank, timeout_s=DEADLINE_S if how == "late" else 300, mask_stalled=True)
+    out, _ = start_dispatch(buffer, WEIGHED, rank, backend)
+    rows = combine_rows(WEIGHED, rank, out, Expected(WEIGHED))
+    finish(buffer)
     dist.barrier()
-    if rank != MASKED:
-        buffer.mask_rank(MASKED)
-    come_back(buffer, rank)
-    time.sleep(0.5 if rank == MASKED else 0)
-    run_case(buffer, CASE, rank, backend)
+    if rank == MASKED:
+        if how == "late":
+            wait_for("rank 0 is through", "rank 2 is through")
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return
+    began = time.monotonic()
+    y, wait = start_combine(buffer, WEIGHED, rows, out.handle)
+    wait()
+    assert_same("combined_x", y, combined_without(WEIGHED, MASKED)[rank])
+    assert buffer.masked_ranks == [MASKED] and time.monotonic() - began < 60
+    run_case(buffer, replace(WITHOUT, combine_weights=True), rank, backend)
+    tell(f"rank {rank} is through")
 
 
 @on_every_backend
-def test_return_to_a_call_already_sent(backend):
-    run_ranks(returns_too_early, 3, backend)
+@pytest.mark.parametrize("how", ("late", "dead"))
+def test_rank_that_stalls_in_a_combine(how, backend):
+    run_ranks(stalls_in_a_combine, 3, backend, how, expected_dead=[MASKED] if how == "dead" else [])
 
 
-def sends_something_else(rank, _, backend):
-    """What a masked rank has sent in the call that the others make is nobody's error."""
+def sends_first(rank, backend, case):
+    """A buffer in which the masked rank has sent a call that the others have not begun."""
     buffer = make_buffer(CASE, backend, rank)
     run_case(buffer, CASE, rank, backend)
     if rank == MASKED:
-        start_dispatch(buffer, replace(CASE, mode="hook", fp8=True), rank, backend)
+        start_dispatch(buffer, replace(case, mode="hook"), rank, backend)
         if backend == "nvlink":
             torch.cuda.synchronize()
     dist.barrier()
     if rank != MASKED:
         buffer.mask_rank(MASKED)
+    return buffer
+
+
+def sends_and_returns(rank, _, backend):
+    buffer = sends_first(rank, backend, replace(CASE, seed=5))
+    come_back(buffer, rank)  # for the call that it has sent: only what it sends after its return counts
+    time.sleep(0.5 if rank == MASKED else 0)
+    run_case(buffer, CASE, rank, backend)
+    buffer = sends_first(rank, backend, replace(CASE, fp8=True))
+    if rank != MASKED:  # what a masked rank sends in their call is nobody's error
         run_case(buffer, WITHOUT, rank, backend)
         assert buffer.masked_ranks == [MASKED]
     dist.barrier()
 
 
 @on_every_backend
-def test_masked_rank_that_sends_something_else(backend):
-    run_ranks(sends_something_else, 3, backend)
+def test_calls_that_the_masked_rank_has_sent(backend):
+    run_ranks(sends_and_returns, 3, backend)
 
 
 def errors_mask_nobody(rank, _, backend):
@@ -214,8 +227,7 @@ def fails_alone(rank, _, backend):
                 buffer.dispatch(x, idx, weights, scale_format="fp32" if rank else "e8")
                 finish(buffer)
         come_back(buffer, rank)
-        for seed in range(3):
-            run_case(buffer, replace(CASE, seed=seed), rank, backend)
+        check_all(buffer, rank, backend)
 
 
 @on_every_backend
@@ -235,8 +247,7 @@ def back_between_halves(rank, _, backend):
     if hook is not None:
         hook()
         check_dispatch(WITHOUT, rank, out, Expected(WITHOUT))
-    for seed in range(3):
-        run_case(buffer, replace(CASE, seed=seed), rank, backend)
+    check_all(buffer, rank, backend)
 
 
 @on_every_backend
@@ -244,11 +255,17 @@ def test_return_between_two_halves(backend):
     run_ranks(back_between_halves, 3, backend)
 
 
-def disagree(rank, _):
-    """Rank 0 takes rank 1 back one call before rank 2 does."""
-    buffer = make_buffer(CASE, "shm", rank, timeout_s=3)
+def returns_in_vain(rank, _):
+    """Nobody takes the rank back. Then rank 0 does, one call before rank 2."""
+    buffer = make_buffer(CASE, "shm", rank, timeout_s=2)
     if rank == MASKED:
-        with pytest.raises(EPMismatchError, match="take rank 1 back between different calls: rank 0 at call 1, rank 2 at call 2"):
+        with pytest.raises(EPTimeoutError, match="rank 0 did not deliver, nothing came for 2 s; phase 'return to the calls'"):
+            buffer.rejoin()
+    dist.barrier()
+    run_case(buffer, CASE, rank, "shm")
+    dist.barrier()
+    if rank == MASKED:
+        with pytest.raises(EPMismatchError, match="take rank 1 back between different calls: rank 0 at call 3, rank 2 at call 4"):
             buffer.rejoin()
         return dist.barrier()
     buffer.mask_rank(MASKED)
@@ -262,21 +279,8 @@ def disagree(rank, _):
     dist.barrier()
 
 
-def test_return_between_different_calls():
-    run_ranks(disagree, 3)
-
-
-def nobody_calls_back(rank, _):
-    buffer = make_buffer(CASE, "shm", rank, timeout_s=2)
-    if rank == MASKED:
-        with pytest.raises(EPTimeoutError, match="rank 0 did not deliver, nothing came for 2 s; phase 'return to the calls'"):
-            buffer.rejoin()
-    dist.barrier()
-    run_case(buffer, CASE, rank, "shm")
-
-
-def test_return_that_nobody_waits_for():
-    run_ranks(nobody_calls_back, 3)
+def test_returns_that_fail():
+    run_ranks(returns_in_vain, 3)
 
 
 # ---- rows that do not come, though their rank has entered the call ----
@@ -292,18 +296,17 @@ def layout(case):
     return turns, arrived, turn_bytes, turns + 4 * turn_bytes
 
 
-def test_workspace_formula():
+@on_every_backend
+def test_workspace_formula(backend):
     """docs/design/low_latency.md has it."""
-    for case in (Case([1], hidden=24, num_experts=1, num_topk=1), Case([1], hidden=7168, num_experts=256, num_topk=8, max_tokens=128)):
-        assert make_buffer(case, "shm", 0).workspace_bytes == layout(case)[-1]
-
-
-@pytest.mark.gpu
-def test_workspace_formula_on_gpus():
-    for case in (Case([1], hidden=24, num_experts=1, num_topk=1), Case([1], hidden=7168, num_experts=256, num_topk=16, max_tokens=128)):
+    for case in (
+        Case([1], hidden=24, num_experts=1, num_topk=1),
+        *(Case([1], hidden=7168, num_experts=256, num_topk=num_topk, max_tokens=128) for num_topk in (8, 16)),
+    ):
         slot = 128 * -(-case.num_topk // 15) + 128 * -(-case.hidden // 28)
         turn = -(-(8 + 8 * case.num_experts) // 128) * 128 + case.max_tokens * slot
-        assert make_buffer(case, "nvlink", 0).workspace_bytes == 1024 + 4 * turn
+        told = layout(case)[-1] if backend == "shm" else 1024 + 4 * turn
+        assert make_buffer(case, backend, 0).workspace_bytes == told
 
 
 def lose_rows(case, paths, call, owner, source):
@@ -315,69 +318,42 @@ def lose_rows(case, paths, call, owner, source):
         memory[at : at + 8] = bytes(8)
 
 
-class Lossy:
-    """Three ranks; the rows of rank 1 to rank 0 get lost. Case: every token goes to every rank."""
-
-    def __init__(self, rank, mask_stalled):
-        ShmLowLatencyBackend.seal = lambda self: None
-        self.case = Case([4, 4, 4], max_tokens=4, num_experts=3, masked=0.0, dtype=torch.float32, with_weights=False)
-        self.rank = rank
-        self.buffer = make_buffer(self.case, "shm", rank, timeout_s=2.0, mask_stalled=mask_stalled)
-        self.paths = [None] * 3
-        dist.all_gather_object(self.paths, self.buffer._backend.address()[0])
-
-    def start(self, call, start):
-        """`start()` on all ranks; rank 0 only once rank 1 has sent and its rows are lost."""
-        mine = start() if self.rank == 1 else None
-        if self.rank == 1:
-            lose_rows(self.case, self.paths, call, 0, 1)
-        dist.barrier()
-        return mine or start()
-
-
-def loses_rows(rank, _, mask_stalled):
-    test = Lossy(rank, mask_stalled)
-    case = replace(test.case, mode="hook")
-    out, hook = test.start(1, lambda: start_dispatch(test.buffer, case, rank, "shm"))
-    if rank == 0 and not mask_stalled:
-        with pytest.raises(EPTimeoutError, match="rank 1 did not deliver, nothing came for 2 s; phase 'dispatch rows', expected 1, seen 0"):
-            hook()
+def loses(rank, _, operation, mask_stalled):
+    """The rows of rank 1 to rank 0 get lost, of a call that rank 0 makes only then. Every token goes to every rank."""
+    ShmLowLatencyBackend.seal = lambda self: None
+    case = Case([4, 4, 4], max_tokens=4, num_experts=3, masked=0.0, dtype=torch.float32, with_weights=False, mode="hook")
+    buffer, paths = make_buffer(case, "shm", rank, timeout_s=2.0, mask_stalled=mask_stalled), [None] * 3
+    dist.all_gather_object(paths, buffer._backend.address()[0])
+    if operation == "dispatch":
+        call, start = 1, partial(start_dispatch, buffer, case, rank, "shm")
     else:
+        out, _ = start_dispatch(buffer, replace(case, mode="now"), rank, "shm")
+        call, start = 2, partial(buffer.combine, out.recv_x, out.handle, return_hook=True)
+    if rank == 1:
+        result, hook = start()
+        lose_rows(case, paths, call, 0, 1)
+    dist.barrier()
+    if rank != 1:
+        result, hook = start()
+    told = f"rank 1 did not deliver, nothing came for 2 s; phase '{operation} rows', expected {call}, seen 0"
+    with pytest.raises(EPTimeoutError, match=told) if rank == 0 and not mask_stalled else nullcontext():
         hook()
-    if rank == 0 and mask_stalled:
-        assert_same("rows of rank 1", out.recv_x[0, 4:8], torch.zeros(4, case.hidden))
+    if operation == "dispatch" and rank == 0 and mask_stalled:
+        assert_same("rows of rank 1", result.recv_x[0, 4:8], torch.zeros(4, case.hidden))
         for other in (0, 2):
-            assert_same(f"rows of rank {other}", out.recv_x[0, 4 * other : 4 * other + 4], case.inputs(other)[0])
-        assert test.buffer.masked_ranks == [1] and out.num_recv_tokens_per_expert.tolist() == [12]
+            assert_same(f"rows of rank {other}", result.recv_x[0, 4 * other : 4 * other + 4], case.inputs(other)[0])
+        assert buffer.masked_ranks == [1] and result.num_recv_tokens_per_expert.tolist() == [12]
+    if operation == "combine" and (rank != 0 or mask_stalled):
+        torch.testing.assert_close(result, case.inputs(rank)[0] * (2.0 if rank == 0 else 3.0))  # for rank 0 without that of rank 1
     dist.barrier()
     if not mask_stalled:
-        run_case(test.buffer, test.case, rank, "shm")  # usable afterwards
+        run_case(buffer, replace(case, mode="now"), rank, "shm")  # usable afterwards
 
 
 @pytest.mark.parametrize("mask_stalled", (False, True))
-def test_lost_rows_of_a_dispatch(mask_stalled):
-    run_ranks(loses_rows, 3, mask_stalled)
-
-
-def loses_sums(rank, _, mask_stalled):
-    test = Lossy(rank, mask_stalled)
-    out, _ = start_dispatch(test.buffer, test.case, rank, "shm")
-    y, hook = test.start(2, lambda: test.buffer.combine(out.recv_x, out.handle, return_hook=True))
-    if rank == 0 and not mask_stalled:
-        with pytest.raises(EPTimeoutError, match="rank 1 did not deliver, nothing came for 2 s; phase 'combine rows', expected 2, seen 0"):
-            hook()
-    else:
-        hook()
-        x = test.case.inputs(rank)[0]
-        torch.testing.assert_close(y, x * (2.0 if rank == 0 else 3.0))  # for rank 0 without that of rank 1
-    dist.barrier()
-    if not mask_stalled:
-        run_case(test.buffer, test.case, rank, "shm")
-
-
-@pytest.mark.parametrize("mask_stalled", (False, True))
-def test_lost_rows_of_a_combine(mask_stalled):
-    run_ranks(loses_sums, 3, mask_stalled)
+@pytest.mark.parametrize("operation", ("dispatch", "combine"))
+def test_lost_rows(operation, mask_stalled):
+    run_ranks(loses, 3, operation, mask_stalled)
 
 
 def lose_counts(buffer, case, call, source):

@@ -22,8 +22,9 @@ from low_latency_cases import (
     start_combine,
     start_dispatch,
 )
+from low_latency_faults import combined_without
 
-from deepep_moe import LowLatencyBuffer, nn, reference
+from deepep_moe import LowLatencyBuffer, reference
 from deepep_moe.errors import BackendUnavailableError, EPTimeoutError
 from deepep_moe.testing import run_ranks
 
@@ -48,28 +49,12 @@ def check_cases(rank, _, cases):
     buffer.destroy()
 
 
+def check_all_cases(rank, num_ranks, lists):
+    for cases in lists:
+        check_cases(rank, num_ranks, cases)
+
+
 # ---- as the reference ----
-
-
-def weighed_by_hand(rank, _):
-    """Two nodes of one rank: rank 0 holds experts 0 and 1, rank 1 holds 2 and 3; every expert returns 10 * x."""
-    device = device_of("nvshmem", rank)
-    buffer = LowLatencyBuffer(None, 2, 8, 4, 2, backend="nvshmem", ranks_per_node=1, timeout_s=60)
-    x = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])[rank].expand(2, 8).contiguous().to(device)
-    idx = torch.tensor([[[0, 2], [3, -1]], [[2, 3], [0, 1]]])[rank].to(device)
-    weights = torch.tensor([[[0.5, 0.25], [2.0, 9.0]], [[1.0, 1.0], [3.0, 0.0]]])[rank].to(device)
-    for given in (None, torch.full_like(weights, 7)):  # weights of the dispatch do not count
-        out = buffer.dispatch(x, idx, given)
-        into = torch.full_like(x, torch.nan)
-        assert buffer.combine(out.recv_x * 10, out.handle, topk_weights=weights, out=into) is into
-        assert into.tolist() == [[[7.5] * 8, [40.0] * 8], [[60.0] * 8, [120.0] * 8]][rank]
-        again = buffer.combine(out.recv_x, out.handle, topk_weights=2 * weights)  # along the same handle
-        assert again[:, 0].tolist() == [[1.5, 8.0], [12.0, 24.0]][rank]
-    assert buffer.combine(out.recv_x, out.handle)[:, 0].tolist() == [[14.0, 14.0], [42.0, 56.0]][rank]
-
-
-def test_weights_at_combine_by_hand():
-    run_ranks(weighed_by_hand, 2)
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -91,21 +76,21 @@ def test_equals_reference(split):
 
 
 def test_extreme_routings():
+    """Also rows that a block takes in several goes."""
     cases = [
         [case_of("2x2", [24, 5, 24, 1], num_topk=32, num_experts=48, masked=0.0, hidden=8)],
         [case_of("2x2", [24, 24, 24, 24], num_topk=1, num_experts=4, masked=0.0, hidden=8)],
         [case_of("2x2", [24, 5, 0, 1], num_topk=32, num_experts=48, hidden=8, combine_weights=True)],
         [case_of("2x2", [6, 7, 8, 9], masked=1.0), case_of("2x2", [0, 0, 0, 0]), case_of("2x2", [0, 24, 0, 0])],
         [case_of("2x2", [1, 0, 1, 1], max_tokens=1, num_experts=1024, num_topk=20, hidden=2048)],
+        [case_of("2x2", [3, 5, 0, 2], hidden=16384), case_of("2x2", [3, 5, 0, 2], hidden=16384, fp8=True)],
+        [case_of("2x2", [3, 5, 0, 2], hidden=16384, wire="fp8", dtype=dtype) for dtype in DTYPES],
     ]
-    for one in cases:
-        run_ranks(check_cases, one[0].num_ranks, one)
+    run_ranks(check_all_cases, 4, cases)
 
 
-def test_long_rows_and_many_tokens():
-    """Rows that a block takes in several goes, and tokens of which a block looks at a part at a time."""
-    run_ranks(check_cases, 4, [case_of("2x2", [3, 5, 0, 2], hidden=16384), case_of("2x2", [3, 5, 0, 2], hidden=16384, fp8=True)])
-    run_ranks(check_cases, 4, [case_of("2x2", [3, 5, 0, 2], hidden=16384, wire="fp8", dtype=dtype) for dtype in DTYPES])
+def test_many_tokens():
+    """Tokens of which a block looks at a part at a time."""
     many = case_of("2x1", [600, 1], max_tokens=600, hidden=8)
     network = {NETWORK: "depth=2048"}  # 600 tokens are 600 puts, which a busy network has all at once
     run_ranks(in_environment, 2, network, check_cases, [many, replace(many, combine_weights=True)])
@@ -144,32 +129,6 @@ def test_fp8_wire_by_hand():
 # ---- hooks ----
 
 
-def two_in_flight(rank, _, split):
-    """Hooks in either order, and not in the same one on all ranks."""
-    cases = [case_of(split, mode="hook", seed=seed, combine_weights=seed == 1) for seed in range(2)]
-    buffer = make_buffer(cases[0], "nvshmem", rank)
-    expected = [Expected(case) for case in cases]
-    for begin in (0, 1, rank % 2):
-        started = [start_dispatch(buffer, case, rank, "nvshmem") for case in cases]
-        with pytest.raises(ValueError, match="the call before last was not received yet"):
-            start_dispatch(buffer, cases[0], rank, "nvshmem")
-        order = (begin, 1 - begin)
-        for index in order:
-            out, hook = started[index]
-            hook()
-            check_dispatch(cases[index], rank, out, expected[index])
-        rows = [combine_rows(cases[index], rank, started[index][0], expected[index]) for index in range(2)]
-        back = [start_combine(buffer, cases[index], rows[index], started[index][0].handle) for index in range(2)]
-        for index in order:
-            back[index][1]()
-            assert_same("combined_x", back[index][0], expected[index].combined[rank])
-
-
-@pytest.mark.parametrize("split", ("2x2", "2x4"))
-def test_two_calls_in_flight(split):
-    run_ranks(two_in_flight, SPLITS[split][0], split)
-
-
 def combines_before_hook(rank, _):
     """Some ranks send a combine while others already wait for the rows of a later dispatch."""
     first, second = (case_of("2x2", mode="hook", seed=seed) for seed in range(2))
@@ -192,32 +151,6 @@ def combines_before_hook(rank, _):
 
 def test_combine_is_sent_before_a_hook_or_behind_it():
     run_ranks(combines_before_hook, 4)
-
-
-def layers(buffer, case, rank, num_layers):
-    """A micro-batch whose experts double what they receive; a generator for `overlapped`."""
-    x, idx, weights = (tensor.to(device_of("nvshmem", rank)) for tensor in case.inputs(rank))
-    for _ in range(num_layers):
-        x = yield from nn.routed_experts(buffer, lambda rows, counts: rows * 2, x, idx, weights)
-    return x
-
-
-def takes_turns(rank, _):
-    """Two micro-batches that take turns have the bits of each alone."""
-    cases = [case_of("2x2", mode="hook", seed=seed) for seed in range(2)]
-    buffer = make_buffer(cases[0], "nvshmem", rank)
-    alone = [nn.overlapped(layers(buffer, case, rank, 3))[0] for case in cases]
-    together = nn.overlapped(*(layers(buffer, case, rank, 3) for case in cases))
-    for ours, theirs in zip(together, alone, strict=True):
-        assert_same("output", ours, theirs)
-    for case, told in zip(cases, (nn.overlapped(layers(buffer, case, rank, 1))[0] for case in cases), strict=True):
-        expected = Expected(case)
-        expected.outputs = [there.recv_x * 2 for there in expected.received]
-        assert_same("output of one layer", told, expected.combine()[rank])
-
-
-def test_overlapped():
-    run_ranks(takes_turns, 4)
 
 
 def in_graph(rank, _, split):
@@ -278,9 +211,8 @@ def expected_bytes(num_ranks, ranks_per_node, num_experts, tokens, hidden, num_t
 
 def check_bytes(rank, _, split):
     case = case_of(split)
-    buffer = make_buffer(case, "nvshmem", rank)
     sizes = case.num_ranks, case.ranks_per_node, case.num_experts, case.max_tokens, case.hidden, case.num_topk
-    assert buffer.workspace_bytes == expected_bytes(*sizes)
+    assert make_buffer(case, "nvshmem", rank).workspace_bytes == expected_bytes(*sizes)
 
 
 @pytest.mark.parametrize("split", ("2x1", "3x2"))
@@ -338,21 +270,6 @@ def come_back(buffer, rank, masked):
     else:
         buffer.mask_rank(masked, False)
     assert buffer.masked_ranks == []
-
-
-def combined_without(case, masked):
-    """Of all ranks: what a combine gives along a dispatch that the masked rank was in. Its sums are lost, and for the ranks of its rail
-    those of its node."""
-    expected, weights, per_node = Expected(case), [], case.ranks_per_node
-    node, index = divmod(masked, per_node)
-    for rank in range(case.num_ranks):
-        _, idx, given = case.inputs(rank)
-        to = idx // (case.num_experts // case.num_ranks)
-        by_it = rank // per_node != node and rank % per_node == index
-        weights.append(torch.where((to == masked) | (by_it & (to // per_node == node)), 0, given))
-    return reference.low_latency.combine(
-        expected.outputs, expected.received, case.num_tokens, topk_weights=weights, ranks_per_node=per_node
-    )
 
 
 def taken_back(rank, _, split, masked):
@@ -437,38 +354,19 @@ def test_rank_that_does_not_come_back_in_time():
     run_ranks(does_not_come_back, 4)
 
 
-def stalls(rank, _, split, masked):
-    """A rank that sends nothing more: who waits for it masks it, and what came by it, and goes on."""
-    case = case_of(split, [6, 8, 7, 5, 9, 3, 4, 2], masked=0.0, num_topk=6)
-    buffer = make_buffer(case, "nvshmem", rank, timeout_s=6, mask_stalled=True)
-    run_case(buffer, case, rank, "nvshmem")
-    dist.barrier()
-    if rank != masked:
-        for seed in range(3):
-            run_case(buffer, replace(case, seed=seed, without=masked), rank, "nvshmem")
-        assert masked in buffer.masked_ranks
-    dist.barrier()
-    buffer.destroy()
-
-
-@pytest.mark.slow
-def test_rank_that_stalls():
-    run_ranks(stalls, 2, "2x1", 1)
-
-
 # ---- what is refused ----
 
 
 def other_refusals(rank, _):
-    case = case_of("2x2")
     device_of("nvshmem", rank)
-    with pytest.raises(BackendUnavailableError, match=r"it serves one node, and ranks_per_node is 2 for 4 ranks; 'nvshmem' serves several"):
-        LowLatencyBuffer(None, 8, 128, 24, 3, backend="nvlink", ranks_per_node=2)
-    with pytest.raises(BackendUnavailableError, match=r"it serves several nodes, and all 4 ranks are one"):
-        LowLatencyBuffer(None, 8, 128, 24, 3, backend="nvshmem", ranks_per_node=4)
-    buffer = make_buffer(case, "nvshmem", rank)
-    for seed in range(3):  # and it goes on
-        run_case(buffer, replace(case, seed=seed), rank, "nvshmem")
+    for backend, per_node, message in (
+        ("nvlink", 2, "it serves one node, and ranks_per_node is 2 for 4 ranks; 'nvshmem' serves several"),
+        ("nvshmem", 4, "it serves several nodes, and all 4 ranks are one"),
+    ):
+        with pytest.raises(BackendUnavailableError, match=message):
+            LowLatencyBuffer(None, 8, 128, 24, 3, backend=backend, ranks_per_node=per_node)
+    case = case_of("2x2")
+    run_case(make_buffer(case, "nvshmem", rank), case, rank, "nvshmem")  # and it goes on
 
 
 def test_what_is_not_served():

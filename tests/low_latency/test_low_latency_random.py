@@ -6,14 +6,11 @@ import torch
 pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from low_latency_cases import (
-    Case,
-    check_cases,
-)
+from low_latency_cases import Case, check_cases
+from low_latency_faults import on_every_backend
 
 from deepep_moe.testing import run_ranks
 
-BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -39,7 +36,7 @@ def draw_cases(draw, num_ranks):
     return cases
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_shapes(backend, data):

@@ -1,32 +1,55 @@
-"""What tests of the DeepEP interface share: one routing of all ranks with what the reference makes of it. Runs in workers."""
+"""What tests of the DeepEP interfaces share: one routing of all ranks with what the reference makes of it. Runs in workers."""
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import Case, assert_same, device_of
+from exchange_cases import Case, assert_same, device_of, poison_outputs
 
 from deepep_moe import ops, reference
-from deepep_moe.compat.deep_ep import Buffer
+from deepep_moe.compat import deep_ep
 
-ALIGNMENT = 4
+SIZES = {"hidden": 256, "dtype": torch.bfloat16, "pattern": "masked"}
+on_every_backend = pytest.mark.parametrize("backend", ("shm", pytest.param("nvlink", marks=pytest.mark.gpu)))
+with_numbers_of_ranks = pytest.mark.parametrize("num_tokens", ([7], [0, 0], [5, 11, 2, 8]), ids=str)
+in_both_dtypes = pytest.mark.parametrize("fp8", (False, True), ids=("bf16", "fp8"))
+in_both_modes = pytest.mark.parametrize("is_async", (False, True), ids=("sync", "async"))
 
 
-class Expected:
-    """The results of a case on this rank, from those of all ranks."""
+def make(kind: str, backend: str, rank: int, *sizes: Any, **settings: Any) -> tuple[Any, torch.device]:
+    """A buffer of a class of deep_ep's, and where its tensors lie."""
+    poison_outputs()
+    device = device_of(backend, rank)
+    return getattr(deep_ep, kind)(dist.group.WORLD, *sizes, **settings), device
 
-    def __init__(self, case: Case, rank: int, fp8: bool = False):
+
+class Wanted:
+    """The results of a case on this rank, from the inputs of all ranks; `topk_idx` replaces the case's routing."""
+
+    def __init__(self, case: Case, rank: int, layout: str = "rank", fp8: bool = False, topk_idx: list[torch.Tensor] | None = None):
         inputs = [case.inputs(r) for r in range(case.num_ranks)]
         xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
-        how: dict[str, Any] = {"layout": "rank", "expert_alignment": ALIGNMENT}
-        self.case, self.rank, self.idxs = case, rank, idxs
+        self.case, self.rank = case, rank
+        self.idxs = idxs if topk_idx is None else topk_idx
         self.x, self.topk_idx, self.topk_weights = inputs[rank]
+        self.scales = None
         scales = None
         if fp8:
             xs, scales = (list(column) for column in zip(*map(ops.quantize_fp8, xs), strict=True))
-            self.x = xs[rank], scales[rank]
-        self.received = reference.dispatch(xs, idxs, weights, case.num_experts, x_scales=scales, **how)
+            self.x, self.scales = xs[rank], scales[rank]
+        how: dict[str, Any] = {"layout": layout, "expert_alignment": case.expert_alignment}
+        self.received = reference.dispatch(xs, self.idxs, weights, case.num_experts, x_scales=scales, **how)
         self.mine = self.received[rank]
+        dtype = torch.bfloat16 if fp8 else case.dtype
+        self.outputs = [case.expert_outputs(r, len(there.recv_x)).to(dtype) for r, there in enumerate(self.received)]
+
+    def given(self, device: torch.device) -> Any:
+        """x, or a pair whose scales lie in column order, as DeepEP's callers keep them."""
+        return self.x.to(device) if self.scales is None else (self.x.to(device), self.scales.to(device).T.contiguous().T)
+
+    def routing(self, device: torch.device) -> dict[str, torch.Tensor]:
+        return {"topk_idx": self.topk_idx.to(device), "topk_weights": self.topk_weights.to(device)}
 
     def in_rank(self, rank: int) -> torch.Tensor:
         """[num_tokens, num_ranks] bool, of a rank's tokens."""
@@ -35,31 +58,46 @@ class Expected:
         return (owners[:, :, None] == torch.arange(self.case.num_ranks)).any(1)
 
     @property
-    def counts(self) -> list[int]:
-        return [-(-count // ALIGNMENT) * ALIGNMENT for count in self.mine.num_recv_tokens_per_expert]
+    def num_rows_per_expert(self) -> list[int]:
+        alignment = self.case.expert_alignment
+        return [-(-count // alignment) * alignment for count in self.mine.num_recv_tokens_per_expert]
+
+    def lanes(self, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Numbers that lie as recv_topk_weights does, and what a combine brings back of them."""
+        values = [there.recv_topk_weights * scale for there in self.received]
+        return values[self.rank], reference.combine_lane_values(values, self.received, self.idxs)[self.rank]
 
     def check_rows(self, recv_x: Any) -> None:
         """Rows beyond those of the reference are room."""
-        if not isinstance(self.x, tuple):
-            return assert_same("recv_x", recv_x[: len(self.mine.recv_x)], self.mine.recv_x)
-        for part, want in zip(recv_x, (self.mine.recv_x, self.mine.recv_x_scales), strict=True):
-            assert_same("recv_x", part[: len(want)], want)
+        parts = recv_x if isinstance(recv_x, tuple) else (recv_x, None)
+        for part, want in zip(parts, (self.mine.recv_x, self.mine.recv_x_scales), strict=True):
+            assert_same("recv_x", None if part is None else part[: len(self.mine.recv_x)], want)
 
-    def combined(self, outputs: list[torch.Tensor], bias: torch.Tensor | None = None) -> torch.Tensor:
-        biases = None if bias is None else [bias if r == self.rank else torch.zeros_like(x) for r, x in enumerate(self.all_rows(bias))]
-        return reference.combine(outputs, self.received, self.case.num_tokens, None, biases)[self.rank]
+    def combined(self, bias: torch.Tensor | None = None, outputs: list[torch.Tensor] | None = None) -> torch.Tensor:
+        biases = None
+        if bias is not None:
+            biases = [torch.zeros(n, self.case.hidden, dtype=bias.dtype) for n in self.case.num_tokens]
+            biases[self.rank] = bias
+        return reference.combine(outputs or self.outputs, self.received, self.case.num_tokens, None, biases)[self.rank]
 
-    def all_rows(self, like: torch.Tensor) -> list[torch.Tensor]:
-        return [torch.zeros(count, self.case.hidden, dtype=like.dtype) for count in self.case.num_tokens]
+    def biases(self, device: torch.device) -> Any:
+        """What callers may give as a bias: nothing, a tensor, also one with a gradient, or two. Beside each, their sum."""
+        bias = self.case.bias(self.rank).to(self.outputs[self.rank].dtype)
+        on_device = bias.to(device)
+        return (
+            (None, None),
+            (on_device.clone().requires_grad_(), bias),
+            ((None, on_device), bias),
+            ((on_device, on_device.flip(0)), bias + bias.flip(0)),
+        )
 
 
-def given(value: Any, device: torch.device) -> Any:
-    """A tensor on `device`, or a pair whose scales lie in column order, as DeepEP's callers keep them."""
-    if isinstance(value, tuple):
-        return value[0].to(device), value[1].to(device).T.contiguous().T
-    return value.to(device)
+def check_start(name: str, ours: torch.Tensor, want: torch.Tensor, rest: float = 0) -> None:
+    """The first rows are `want`, all others hold `rest`."""
+    assert_same(name, ours[: len(want)], want)
+    assert (ours[len(want) :].float() == rest).all(), f"{name}: rows behind the last group"
 
 
-def make_buffer(backend: str, rank: int, **settings: Any) -> tuple[Buffer, torch.device]:
-    device = device_of(backend, rank)
-    return Buffer(dist.group.WORLD, 1 << 20, 0, explicitly_destroy=True, **settings), device
+def padded(rows: torch.Tensor, num_rows: int, rest: float = float("nan")) -> torch.Tensor:
+    """`rows` and then NaN, which no call may read."""
+    return torch.cat([rows, rows.new_full((num_rows - len(rows), *rows.shape[1:]), rest)])

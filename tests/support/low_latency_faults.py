@@ -3,7 +3,9 @@
 import pytest
 import torch
 from exchange_cases import on_device
-from low_latency_cases import Case, finish, make_buffer
+from low_latency_cases import Case, Expected, finish, make_buffer
+
+from deepep_moe import reference
 
 BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -21,3 +23,18 @@ def check_usable(buffer, x, idx):
     y = buffer.combine(out.recv_x, out.handle)
     finish(buffer)
     assert torch.allclose(y, x * (idx >= 0).sum(1, keepdim=True)), "usable afterwards"
+
+
+def combined_without(case, masked):
+    """Of all ranks: what a combine gives along a dispatch that the masked rank was in. Its sums are lost, and for the ranks of its rail
+    those of its node."""
+    expected, weights, per_node = Expected(case), [], case.ranks_per_node or case.num_ranks
+    node, index = divmod(masked, per_node)
+    for rank in range(case.num_ranks):
+        _, idx, given = case.inputs(rank)
+        to = idx // (case.num_experts // case.num_ranks)
+        by_it = rank // per_node != node and rank % per_node == index
+        weights.append(torch.where((to == masked) | (by_it & (to // per_node == node)), 0, given))
+    return reference.low_latency.combine(
+        expected.outputs, expected.received, case.num_tokens, topk_weights=weights, ranks_per_node=case.ranks_per_node
+    )
