@@ -108,12 +108,6 @@ def _measured(value: float, *times: list[float]) -> bench.Measured:
     return bench.Measured("shm", "here", "these", {"exact": 640, "fast": 320}, differences, turns)
 
 
-def test_the_slowest_rank_counts():
-    ranks = [_measured(0.0, [1.0, 5.0, 6.0], [3.0, 1.0, 4.0]), _measured(0.0, [2.0, 2.0, 4.0], [2.0, 2.0, 4.0])]
-    found = bench.slowest(ranks)["exchange", "exact"]
-    assert found == {"forward": [2.0, 3.0], "backward": [5.0, 2.0], "forward+backward": [6.0, 4.0]}
-
-
 @pytest.mark.parametrize("value", [0.5, float("nan")])
 def test_disagreement_fails(value, monkeypatch, capsys):
     monkeypatch.setattr(bench, "run_ranks", lambda *_, **__: [_measured(0.0, [1.0] * 3), _measured(value, [1.0] * 3)])
