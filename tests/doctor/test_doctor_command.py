@@ -16,7 +16,7 @@ from doctor_machine import Machine
 
 from deepep_moe.doctor import facts
 from deepep_moe.doctor.base import ABSENT, FAULT, OK, Environment, Ran, check, run
-from deepep_moe.doctor.page import as_text, examine, exchange_over_shm
+from deepep_moe.doctor.page import examine, exchange_over_shm
 from deepep_moe.errors import BackendUnavailableError
 
 ROOT = Path(__file__).parents[2]
@@ -67,12 +67,9 @@ def test_import_that_ends_the_process(tmp_path):
     assert findings["deepspeed"]["text"].endswith("it ended with code -11 and said nothing")
 
 
-def test_text_and_arguments(tmp_path):
+def test_arguments(tmp_path):
     done = subprocess.run([sys.executable, "-m", "deepep_moe.doctor", "--tset"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2 and "unrecognized arguments: --tset" in done.stderr
-    text = as_text(examine(Machine(tmp_path).environment))
-    assert "backend nvlink      can serve here" in text and text.endswith("faults: 0, warnings: 0")
-    assert max(map(len, text.splitlines())) <= 140
 
 
 def test_check_that_fails_is_a_finding(tmp_path):
@@ -86,8 +83,8 @@ def test_check_that_fails_is_a_finding(tmp_path):
 
 def test_program_that_does_not_start_or_end():
     assert run(["/no/such/program"], 5) == Ran(None, errors="/no/such/program does not start: No such file or directory")
-    ran = run([sys.executable, "-c", "import time; time.sleep(60)"], 0.5)
-    assert ran == Ran(None, errors="no end within 0.5 s: the machine is busy, or it hangs")
+    said = run([sys.executable, "-c", "import time; print('first', flush=True); time.sleep(60)"], 5)
+    assert said.code is None and said.output == "first\n" and "no end within 5 s" in said.why()
 
 
 def test_facts_of_gpus(monkeypatch):

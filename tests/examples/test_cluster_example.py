@@ -1,6 +1,8 @@
 """The scripts for clusters, on virtual nodes: started as users start them, and what they say when something is wrong."""
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import platform
@@ -59,27 +61,19 @@ def test_correctness(backend):
 def test_bandwidth():
     sizes = ("--num-tokens", "64", "--hidden", "256", "--iterations", "2", "--topk-groups", "1")
     lines = run_script("bandwidth", *COMMON, "--backend", "collective", *sizes)
-    assert lines[2:4] == [
-        "2 x 2 ranks (virtual nodes) on cpu, backend collective",
-        "64 tokens a rank, hidden 256, top-8 of 256 experts, 1.00 nodes per token",
-    ]
-    assert re.fullmatch(r"plain copy to the next node, all ranks at once: [\d.]+ GB/s a rank", lines[5])
+    assert lines[3] == "64 tokens a rank, hidden 256, top-8 of 256 experts, 1.00 nodes per token"
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[9:12]]
     assert [name for name, *_ in cells] == ["dispatch fp8", "dispatch bf16", "combine bf16"] and all(float(us) > 0 for _, us, *_ in cells)
     assert float(cells[0][2]) <= float(cells[1][2]) == float(cells[2][2]) <= 64 * 512 / 1e6
 
 
-def start_node(node: int, arguments: tuple[str, ...], variables: dict[str, str]) -> subprocess.Popen:
-    command = [str(CLUSTER / "run.sh"), *arguments]
-    where = variables | {"NPROC": "2", "NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=where)
-
-
 @pytest.mark.slow
 def test_a_launcher_on_each_of_two_nodes():
     """Both are this host, so its ranks are two nodes only because --ranks-per-node says so."""
-    variables = environment()
-    nodes = [start_node(node, ("environment", *COMMON, "--backend", "collective"), variables) for node in (0, 1)]
+    command = [str(CLUSTER / "run.sh"), "environment", *COMMON, "--backend", "collective"]
+    variables = environment(NPROC="2", NNODES="2", MASTER_ADDR="127.0.0.1")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    nodes = [subprocess.Popen(command, env=variables | {"NODE_RANK": str(node)}, **pipes) for node in (0, 1)]
     outputs = [node.communicate(timeout=300)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
     lines = block_of(outputs[0])
@@ -122,9 +116,6 @@ def modules(*names: str) -> list:
 
 
 def one_bit_off(rank: int, num_ranks: int) -> tuple[bool, str]:
-    import contextlib
-    import io
-
     correctness, ranks = modules("correctness", "ranks")
     combine = Buffer.combine
 
@@ -153,12 +144,12 @@ def test_refusals(monkeypatch, capsys):
     main, ranks = modules("main", "ranks")
     with pytest.raises(SystemExit):
         main.arguments(["bandwidth", "--iterations", "0"])
-    assert "--iterations must be positive, got 0" in capsys.readouterr().err
+    assert "--iterations must be positive" in capsys.readouterr().err
     options = main.arguments(["correctness", "--device", "cpu"])
     assert (options.num_tokens, options.backend, options.ranks_per_node) == (16, "auto", None)
     assert main.arguments(["bandwidth", "--device", "cuda"]).num_tokens == 4096
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ValueError, match="no launcher started this process; run it by examples/cluster/run.sh"), ranks.joined(options):
+    with pytest.raises(ValueError, match="no launcher started this process"), ranks.joined(options):
         pass
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_RANK", "3")
@@ -182,23 +173,19 @@ def test_nics(tmp_path):
 
 def test_doctor_of_each_host(monkeypatch):
     (environment_module,) = modules("environment")
-    findings = [
-        {"check": "PyTorch", "state": "ok", "text": "2.13.0", "advice": ""},
-        {"check": "MPS", "state": "not here", "text": "not started", "advice": ""},
-    ]
+    findings = [("PyTorch", "ok", "2.13.0"), ("MPS", "not here", "not started")]
+    findings = [{"check": check, "state": state, "text": text, "advice": ""} for check, state, text in findings]
     page = {"backends": {"shm": "", "nvlink": "GPUs", "collective": ""}, "faults": 1, "findings": findings}
     done = subprocess.CompletedProcess([], 1, json.dumps(page), "")
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
     assert environment_module.checks() == {"backends": "shm, collective", "PyTorch": "2.13.0", "MPS": "not here: not started"}
     done.returncode, done.stderr = 2, "usage: ...\nunknown option\n"
-    with pytest.raises(RuntimeError, match=r"-m deepep_moe.doctor --json ended with code 2: unknown option; run it by hand on this host"):
+    with pytest.raises(RuntimeError, match=r"ended with code 2: unknown option"):
         environment_module.checks()
 
 
 def test_hosts_that_differ():
     (environment_module,) = modules("environment")
     lines = environment_module.told([[0, 1], [2, 3]], [{"torch": "2.11", "CPU": "a"}, {"torch": "2.11", "CPU": "b", "NICs": "x"}])
-    assert lines == [
-        "host 0: ranks 0 to 1", "host 1: ranks 2 to 3", "", "| | |", "|---|---|", "| torch | 2.11 |", "| CPU, host 0 | a |",
-        "| CPU, host 1 | b |", "| NICs, host 0 | not there |", "| NICs, host 1 | x |",
-    ]  # fmt: skip
+    assert lines[:2] == ["host 0: ranks 0 to 1", "host 1: ranks 2 to 3"] and {"| torch | 2.11 |", "| CPU, host 1 | b |"} <= set(lines)
+    assert {"| NICs, host 0 | not there |", "| NICs, host 1 | x |"} <= set(lines)

@@ -11,17 +11,10 @@ import pytest
 import torch
 
 pytest.importorskip("matplotlib")
+import launch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-
-
-def launch_module():
-    sys.path.insert(0, str(EXAMPLES / "common"))
-    try:
-        return __import__("launch")
-    finally:
-        sys.path.remove(str(EXAMPLES / "common"))
 
 
 def train(framework: str, *options: str) -> str:
@@ -63,24 +56,23 @@ def test_deepspeed(tmp_path):
 
 
 def test_ranks(monkeypatch, capsys):
-    launch, parser = launch_module(), argparse.ArgumentParser()
+    def settled(**arguments) -> int | str:
+        """The number of ranks, or what is said where it is refused."""
+        given = argparse.Namespace(**arguments)
+        try:
+            launch.settle_ranks(argparse.ArgumentParser(), given)
+        except SystemExit:
+            return capsys.readouterr().err
+        return given.num_ranks
+
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    for device, expected in (("cpu", 2), ("cuda", 3)):
-        arguments = argparse.Namespace(num_ranks=None, device=device)
-        launch.settle_ranks(parser, arguments)
-        assert arguments.num_ranks == expected and launch.is_reporting() and not launch.is_launched()
-    with pytest.raises(SystemExit):
-        launch.settle_ranks(parser, argparse.Namespace(num_ranks=4, device="cuda"))
-    assert "a GPU for each of 4 ranks, this machine has 3; give --num-ranks, or --device cpu" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        launch.settle_ranks(parser, argparse.Namespace(num_ranks=4, device="cuda", shares_gpus=False))
-    assert "this machine has 3; give --num-ranks, --share-gpus, or --device cpu" in capsys.readouterr().err
+    assert settled(num_ranks=None, device="cpu") == 2 and settled(num_ranks=None, device="cuda") == 3
+    assert launch.is_reporting() and not launch.is_launched()
+    assert "this machine has 3; give --num-ranks, or --device cpu" in settled(num_ranks=4, device="cuda")
+    assert "give --num-ranks, --share-gpus, or --device cpu" in settled(num_ranks=4, device="cuda", shares_gpus=False)
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("WORLD_SIZE", "16")
-    arguments = argparse.Namespace(num_ranks=None, device="cuda")
-    launch.settle_ranks(parser, arguments)
-    assert arguments.num_ranks == 16 and launch.is_launched() and not launch.is_reporting(), "15 of them may be on other hosts"
-    with pytest.raises(SystemExit):
-        launch.settle_ranks(parser, argparse.Namespace(num_ranks=4, device="cpu"))
-    assert "--num-ranks 4 under a launcher that started 16 ranks; leave it out" in capsys.readouterr().err
+    assert settled(num_ranks=None, device="cuda") == 16, "15 of them may be on other hosts"
+    assert launch.is_launched() and not launch.is_reporting()
+    assert "--num-ranks 4 under a launcher that started 16 ranks" in settled(num_ranks=4, device="cpu")

@@ -37,7 +37,7 @@ def test_over_nodes_that_share_a_gpu():
     run_ranks(decodes, 4)
 
 
-def takes(rank, _, num_gpus, options):
+def takes(num_gpus, options):
     """What the example makes of its options on a machine of so many GPUs, or what it says where it refuses them."""
     torch.cuda.device_count = lambda: num_gpus
     os.environ.pop("RANK", None)
@@ -52,9 +52,8 @@ def takes(rank, _, num_gpus, options):
     return arguments.num_ranks, arguments.ranks_per_node, arguments.shares_gpus
 
 
-@pytest.mark.parametrize(
-    "num_gpus, options, expected",
-    [
+def check_options(rank, num_ranks):
+    for num_gpus, options, expected in (
         (1, "--num-ranks 4 --ranks-per-node 2 --share-gpus", (4, 2, True)),
         (1, "--num-ranks 4 --ranks-per-node 2", "this machine has 1; give --num-ranks, --share-gpus, or --device cpu"),
         (0, "--num-ranks 4 --share-gpus", "a GPU for each of 4 ranks, this machine has 0"),
@@ -62,26 +61,30 @@ def takes(rank, _, num_gpus, options):
         (1, "--num-ranks 4 --ranks-per-node 3 --share-gpus", "--ranks-per-node 3 must divide --num-ranks 4"),
         (1, "--share-gpus --device cpu", "--share-gpus with --device cpu; give --device cuda"),
         (0, "--device cpu", (2, None, False)),
-        (4, "RANK=1 --num-ranks 4", "run it with plain python, it starts its ranks itself"),
-    ],
-)
-def test_options(num_gpus, options, expected):
-    (taken,) = run_ranks(takes, 1, num_gpus, options)
-    assert expected in taken if isinstance(expected, str) else taken == expected
+        (4, "RANK=1 --num-ranks 4", "run it with plain python"),
+    ):
+        taken = takes(num_gpus, options)
+        assert expected in taken if isinstance(expected, str) else taken == expected, f"{options}: {taken}"
 
 
-def says(rank, _, options):
+def test_options():
+    run_ranks(check_options, 1)
+
+
+def check_words(rank, num_ranks):
     decode = example()
     torch.cuda.device_count, torch.cuda.get_device_name = lambda: 2, lambda: "a GPU"
     os.environ.pop("RANK", None)
-    arguments, sizes = decode.arguments_of(["--device", "cuda", "--num-ranks", "2", *options.split()])
-    return decode.told_of(arguments, {"one after the other": (0.004, []), "overlapped": (0.002, [])}), decode.about(arguments, sizes)
+    for options, told_of_times, is_as_fast, about_ranks in (
+        ([], "equal to the bit.", True, ("2", "no")),
+        (["--share-gpus", "--ranks-per-node", "1"], "Ranks shared GPUs, so times say nothing.", False, ("1", "yes")),
+    ):
+        arguments, sizes = decode.arguments_of(["--device", "cuda", "--num-ranks", "2", *options])
+        told = decode.told_of(arguments, {"one after the other": (0.004, []), "overlapped": (0.002, [])})
+        assert ("2.00x as fast" in told) is is_as_fast and told.endswith(told_of_times)
+        about = decode.about(arguments, sizes)
+        assert (about["ranks_per_node"], about["share_gpus"]) == about_ranks
 
 
 def test_ranks_that_share_gpus_report_no_speed():
-    ((told, about),) = run_ranks(says, 1, "")
-    assert "2.00x as fast" in told and told.endswith("equal to the bit.")
-    assert (about["ranks_per_node"], about["share_gpus"]) == ("2", "no")
-    ((told, about),) = run_ranks(says, 1, "--share-gpus --ranks-per-node 1")
-    assert "as fast" not in told and told.endswith("Ranks shared GPUs, so times say nothing.")
-    assert (about["ranks_per_node"], about["share_gpus"]) == ("1", "yes")
+    run_ranks(check_words, 1)

@@ -7,13 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from parts import parts_of, told
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-@pytest.fixture(autouse=True)
-def _common(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES / "common")
 
 
 class FusedAdam:
@@ -21,8 +17,6 @@ class FusedAdam:
 
 
 def test_parts_are_read_off_the_objects():
-    from parts import parts_of, told
-
     model = torch.nn.Sequential(torch.nn.RMSNorm(4), torch.nn.Linear(4, 4), torch.nn.RMSNorm(4), torch.nn.LayerNorm(4))
     norms = "torch.nn.modules.normalization.LayerNorm, torch.nn.modules.normalization.RMSNorm"
     found = parts_of(model, torch.optim.AdamW(model.parameters(), fused=True))
@@ -47,4 +41,4 @@ def test_fused_adam_of_deepspeed(monkeypatch, capsys):
         assert adam["type"] == "AdamW" and adam["params"]["torch_adam"] is not fused
     with pytest.raises(SystemExit):
         train.main(["--fused-adam"])
-    assert "--fused-adam needs --device cuda, as DeepSpeed's FusedAdam runs on GPUs only; leave it out" in capsys.readouterr().err
+    assert "--fused-adam needs --device cuda" in capsys.readouterr().err

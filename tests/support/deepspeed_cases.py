@@ -1,8 +1,11 @@
-"""What the DeepSpeed tests share: layers, a model, ten steps of an engine, and the comparison of two runs. Runs in workers."""
+"""What the DeepSpeed tests share: ranks, layers, a model, ten steps of an engine, and the comparison of two runs."""
 
 import contextlib
+import functools
+import inspect
 import logging
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +14,38 @@ from deepspeed_ranks import engine_ready as engine_ready
 from packaging.version import Version
 from torch import nn
 
-from deepep_moe.integrations.deepspeed import replace_moe_layers
+from deepep_moe.integrations.deepspeed import ExpertWeights, replace_moe_layers
+from deepep_moe.testing.launch import run_ranks
 
 HIDDEN = 32
 STEPS = 10
 
 
+def on_deepspeed_ranks(num_ranks: int = 2) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function of `rank`, which each rank runs where DeepSpeed is ready. Its other arguments are those of the test;
+    `device`, "cpu" or "cuda" there, is the rank's own device here."""
+
+    def make(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            run_ranks(_run_body, num_ranks, body.__module__, body.__name__, arguments)
+
+        parameters = [each for name, each in inspect.signature(body).parameters.items() if name != "rank"]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return test
+
+    return make
+
+
+def _run_body(rank: int, num_ranks: int, module: str, name: str, arguments: dict[str, Any]) -> None:
+    __import__(module)
+    with engine_ready(arguments.get("device", "cpu")) as device:
+        body = getattr(sys.modules[module], name).__wrapped__
+        body(rank=rank, **(arguments | ({"device": device} if "device" in arguments else {})))
+
+
 def repeats_bits() -> bool:
     """Whether the installed DeepSpeed weighs rows as exact mode does: 0.19.4 and newer. Before, a matrix product does."""
-    import inspect
-
     from deepspeed.moe.sharded_moe import TopKGate
 
     return "sparse_routes" in inspect.signature(TopKGate.forward).parameters
@@ -44,11 +69,27 @@ class Expert(nn.Module):
         return self.down(nn.functional.gelu(self.up(x)))
 
 
-def make_moe(num_experts: int = 8, *, k: int = 2, ep: int = 2, expert: nn.Module | None = None, **options: Any) -> nn.Module:
-    """A `deepspeed.moe.layer.MoE`, its weights drawn from PyTorch's state."""
+def sequential(activation: nn.Module | None = None, *, bias: bool = True) -> nn.Sequential:
+    """An expert of a class that grouped products know."""
+    return nn.Sequential(nn.Linear(HIDDEN, 48, bias=bias), activation or nn.GELU(), nn.Linear(48, HIDDEN, bias=bias))
+
+
+def read_expert(expert: Expert) -> ExpertWeights:
+    """As a user's function tells grouped products of a class that they do not know."""
+    return ExpertWeights(expert.up.weight, expert.up.bias, expert.down.weight, expert.down.bias, nn.functional.gelu)
+
+
+def make_moe(
+    num_experts: int = 8, *, k: int = 2, ep: int = 2, expert: nn.Module | None = None, with_groups: bool = True, **options: Any
+) -> nn.Module:
+    """A `deepspeed.moe.layer.MoE`, its weights drawn from PyTorch's state. with_groups: its process groups
+    are made too, as an engine makes them."""
     from deepspeed.moe.layer import MoE
 
-    return MoE(HIDDEN, expert or Expert(), num_experts=num_experts, ep_size=ep, k=k, **options)
+    layer = MoE(HIDDEN, expert or Expert(), num_experts=num_experts, ep_size=ep, k=k, **options)
+    if with_groups:
+        layer.set_deepspeed_parallelism()
+    return layer
 
 
 def run_layer(
@@ -67,10 +108,10 @@ def run_layer(
 
 
 def num_swapped(model: nn.Module) -> int:
-    """Its layers whose rows deepep_moe moves."""
+    """Its layers whose rows deepep_moe moves, but for those of fp8, which the tests of fp8 look at."""
     from deepep_moe.integrations.deepspeed.native.layer import PackedMOELayer
 
-    return sum(isinstance(module, PackedMOELayer) for module in model.modules())
+    return sum(isinstance(module, PackedMOELayer) and not module.is_fp8 for module in model.modules())
 
 
 @contextlib.contextmanager
@@ -117,11 +158,11 @@ def serves(case: Case) -> bool:
 
 
 class Model(nn.Module):
-    """Two MoE layers between dense ones; returns the loss of predicting `target`."""
+    """MoE layers between dense ones; returns the loss of predicting `target`."""
 
-    def __init__(self, layers: list[nn.Module]):
+    def __init__(self, layers: list[nn.Module], hidden: int = HIDDEN):
         super().__init__()
-        self.input, self.output = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.input, self.output = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
         self.layers = nn.ModuleList(layers)
 
     def predict(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,7 +181,7 @@ class Model(nn.Module):
 def make_model(case: Case) -> Model:
     torch.manual_seed(7)
     options = {"drop_tokens": case.drop_tokens, "use_residual": case.use_residual, "noisy_gate_policy": case.noisy_gate_policy}
-    return Model([make_moe(4, k=case.k, ep=case.ep, **options) for _ in range(2)])
+    return Model([make_moe(4, k=case.k, ep=case.ep, with_groups=False, **options) for _ in range(2)])
 
 
 def ds_config(case: Case) -> dict[str, Any]:
@@ -190,7 +231,8 @@ def run_steps(engine: Any, rank: int, steps: range | int = STEPS, num_tokens: in
         for step in steps:
             for micro in range(engine.gradient_accumulation_steps()):
                 generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
-                x, target = (torch.randn(2, num_tokens, HIDDEN, generator=generator).to(engine.device, dtype) for _ in range(2))
+                shape = (2, num_tokens, engine.module.input.in_features)
+                x, target = (torch.randn(shape, generator=generator).to(engine.device, dtype) for _ in range(2))
                 torch.manual_seed(step)
                 loss = engine(x, target)
                 engine.backward(loss)

@@ -47,9 +47,17 @@ def test_ranks_of_this_host():
 
 
 @pytest.mark.slow
-def test_benchmark():
-    sizes = ("--num-tokens", "8", "--hidden", "128", "--num-experts", "4", "--num-topk", "2", "--repeats", "1")
-    assert lines_of(run("benchmarks/run.py", "exchange", "--bind", *sizes).stderr) == expected(0, 1)
+@pytest.mark.parametrize(
+    "command",
+    [
+        "benchmarks/run.py exchange --num-tokens 8 --hidden 128 --num-experts 4 --num-topk 2 --repeats 1",
+        "examples/overlap/decode.py --num-layers 1 --hidden 64 --num-tokens 4 --context 4 --repeats 1 --out OUT",
+    ],
+)
+def test_programs(command, tmp_path):
+    if "overlap" in command:
+        pytest.importorskip("matplotlib")
+    assert lines_of(run(*command.replace("OUT", str(tmp_path)).split(), "--bind").stderr) == expected(0, 1)
 
 
 def test_benchmark_of_one_process_and_of_a_launcher(monkeypatch):
@@ -73,11 +81,3 @@ def test_launcher_of_megatron(tmp_path):
     launcher = ("-m", "deepep_moe.integrations.megatron", "--bind", str(tmp_path / "script.py"), "--bind")
     done = run(*launcher, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
     assert done.stdout.strip().endswith(f"['--bind'] {list(OWN[1])}") and lines_of(done.stderr) == expected(1)
-
-
-@pytest.mark.slow
-def test_overlap_example(tmp_path):
-    pytest.importorskip("matplotlib")
-    sizes = ("--num-layers", "1", "--hidden", "64", "--num-tokens", "4", "--context", "4", "--repeats", "1")
-    done = run("examples/overlap/decode.py", "--bind", "--out", str(tmp_path), *sizes)
-    assert lines_of(done.stderr) == expected(0, 1)

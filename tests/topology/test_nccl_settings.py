@@ -8,17 +8,8 @@ import pytest
 
 from deepep_moe import launch
 from deepep_moe.errors import EPError
-from deepep_moe.topology import bind, binding, nccl, read
+from deepep_moe.topology import bind, nccl, read
 from deepep_moe.topology.__main__ import main
-
-NAMES = ("NCCL_TOPO_FILE", "NCCL_CONF_FILE", "NCCL_IB_HCA", "CUDA_VISIBLE_DEVICES", *nccl.SETTINGS)
-
-
-@pytest.fixture(autouse=True)
-def no_variables(monkeypatch):
-    for name in (*NAMES, "DEEPEP_MOE_BOUND", *binding._NVSHMEM):
-        monkeypatch.setenv(name, "")  # so that its value of now is there again after the test
-        monkeypatch.delenv(name)
 
 
 def nesting(element):
@@ -62,23 +53,6 @@ def test_one_switch_for_two_pairs(tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("path", "found"),
-    [
-        (("pci0000:15",), ()),
-        (("pci0000:15", "root port"), ()),
-        (("pci0000:15", "root port", "up", "down"), ("up",)),
-        (("pci0000:15", "root port", "up", "down", "up2", "down2"), ("up", "up2")),
-    ],
-)
-def test_switches(path, found):
-    assert nccl.switches(path) == found
-
-
-def test_masks():
-    assert nccl.cpu_mask(()) == "00000000" and nccl.cpu_mask((0, 31)) == "80000001" and nccl.cpu_mask((0, 32)) == "00000001,00000001"
-
-
 def test_device_of_unknown_node_is_left_out(tmp_path):
     machine_trees.azure_h100(tmp_path)
     (tmp_path / "sys/bus/pci/devices/0001:00:00.0/numa_node").write_text("-1")
@@ -95,7 +69,7 @@ def test_node_of_memory_only(tmp_path):
 @pytest.mark.parametrize("name", ["without_sysfs", "small_vm"])
 def test_nothing_to_tell(name, tmp_path):
     getattr(machine_trees, name)(tmp_path)
-    with pytest.raises(EPError, match="no GPU and no NIC with a known NUMA node is found, .*; leave NCCL_TOPO_FILE unset"):
+    with pytest.raises(EPError, match="no GPU and no NIC with a known NUMA node is found"):
         nccl.topology_xml(read(tmp_path))
     with pytest.raises(SystemExit, match="cannot write .*topo.xml: no GPU and no NIC"):
         main(["--root", str(tmp_path), "nccl", "--write", str(tmp_path / "topo.xml")])
@@ -132,19 +106,15 @@ def test_launcher_sets_what_nobody_set(tmp_path, capsys, monkeypatch):
     told = "NCCL settings: NCCL_IGNORE_CPU_AFFINITY=1 NCCL_P2P_NET_CHUNKSIZE=524288 NCCL_IB_QPS_PER_CONNECTION=4\n"
     ran = []
     monkeypatch.setattr(launch.run, "run", ran.append)
-    launch.main(["a.py"])
-    assert capsys.readouterr().err == ""  # never without the option
-    launch.main(["--nccl-settings", "a.py"])
-    assert capsys.readouterr().err == told and len(ran) == 2
-    launch.main(["--nccl-settings", "a.py"])
-    assert capsys.readouterr().err == "NCCL settings: all are set already\n"
+    for options, expected in (([], ""), (["--nccl-settings"], told), (["--nccl-settings"], "NCCL settings: all are set already\n")):
+        launch.main([*options, "a.py"])
+        assert capsys.readouterr().err == expected
+    assert len(ran) == 3
 
 
-def test_binding_leaves_what_the_file_sets(tmp_path, monkeypatch):
+def test_binding_leaves_what_the_file_sets(tmp_path, bound_to):
     machine_trees.azure_h100(tmp_path)
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc/nccl.conf").write_text("NCCL_IB_HCA=mlx5\n")
-    monkeypatch.setattr(binding, "set_affinity", lambda cpus: "")
-    monkeypatch.setattr(binding, "prefer_memory", lambda node: "")
     found = bind(0, 8, root=tmp_path)
     assert f"NCCL_IB_HCA is set in {tmp_path}/etc/nccl.conf" in found.left and "NCCL_IB_HCA" not in " ".join(found.done)

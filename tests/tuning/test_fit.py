@@ -17,15 +17,17 @@ def fit(num_sms: int, capability: int = 9, link_gbps: float | None = None) -> tu
     return found.num_sms, found.num_sms_of_sums
 
 
-def test_measured_machines_keep_what_was_measured():
-    """H100 and H200 have 132 SMs (benchmarks/results/h200-nvlink-2026-11-26.json)."""
-    assert fit(132) == (12, 14)
-
-
-def test_faster_link_takes_more():
-    """B200: twice the link, so twice the bytes on their way."""
-    assert fit(148, capability=10) == fit(148, link_gbps=714) == (23, 27)
-    assert fit(132, link_gbps=178.5) == (6, 7)
+@pytest.mark.parametrize(
+    ("num_sms", "how", "expected"),
+    [
+        (132, {}, (12, 14)),  # H100 and H200, as measured: benchmarks/results/h200-nvlink-2026-11-26.json
+        (148, {"capability": 10}, (23, 27)), (148, {"link_gbps": 714}, (23, 27)),  # B200: twice the link, so twice the bytes on their way
+        (132, {"link_gbps": 178.5}, (6, 7)),
+        (108, {"capability": 8}, (12, 14)), (108, {"capability": 12}, (12, 14)),  # the link is not known: as measured
+    ],
+)  # fmt: skip
+def test_link(num_sms, how, expected):
+    assert fit(num_sms, **how) == expected
 
 
 @pytest.mark.parametrize(("num_sms", "expected"), [(66, 12), (33, 8), (12, 3), (4, 1), (3, 1), (1, 1)])
@@ -34,10 +36,8 @@ def test_small_share_of_a_gpu(num_sms, expected):
     assert fit(num_sms)[0] == expected
 
 
-@pytest.mark.parametrize("capability", (8, 12))
-def test_unknown_link(capability):
-    """What was not measured keeps the number that was."""
-    assert fit(108, capability=capability) == (12, 14)
+@pytest.mark.parametrize("capability", (8, 9, 12))
+def test_bulk_copies(capability):
     assert _C.gpu_fit_tuning(num_multiprocessors=108, capability_major=capability).uses_bulk_copies == (capability >= 9)
 
 
@@ -58,15 +58,12 @@ def test_table_of_the_sweep():
         assert [f"{found[num_sms]:.0f}" for num_sms in (4, 8, 12, 16, 24, 32)] == cells.split(" | ")
 
 
-@pytest.mark.parametrize(
-    ("machine", "found"),
-    [
-        ("H100, H200: 132 SMs", fit(132)),
-        ("B200: 148 SMs; not measured", fit(148, capability=10)),
-        ("half of an H100 (66 SMs, MPS)", fit(66)),
-        ("a quarter of an H100 (33 SMs, MPS)", fit(33)),
-        ("GPUs before sm_90 (no bulk copies), and others whose link is not known", fit(108, capability=8)),
-    ],
-)
-def test_table_of_machines(machine, found):
-    assert f"| {machine} | {found[0]} | {found[1]} |" in PAGE
+def test_table_of_machines():
+    for machine, (num_sms, num_sms_of_sums) in {
+        "H100, H200: 132 SMs": fit(132),
+        "B200: 148 SMs; not measured": fit(148, capability=10),
+        "half of an H100 (66 SMs, MPS)": fit(66),
+        "a quarter of an H100 (33 SMs, MPS)": fit(33),
+        "GPUs before sm_90 (no bulk copies), and others whose link is not known": fit(108, capability=8),
+    }.items():
+        assert f"| {machine} | {num_sms} | {num_sms_of_sums} |" in PAGE

@@ -1,5 +1,6 @@
 """The profile that a buffer of GPUs takes: agreed on by all ranks, overridden by arguments, without effect on results."""
 
+import itertools
 import logging
 import os
 from dataclasses import asdict, replace
@@ -141,23 +142,23 @@ def test_unlike_gpus(tmp_path):
     run_ranks(unlike_gpus, 2, tmp_path)
 
 
-def same_bits(rank, num_ranks, folder, case):
+def same_bits(rank, num_ranks, folder):
     """`check_case` compares with the reference, with and without a profile."""
     prepare(rank, folder)
-    profile_module._warned.clear()
     set_files(None, folder / "given.json")
     heard: list[Values] = []
     use = profile_module.NvlinkBackend.use
     profile_module.NvlinkBackend.use = lambda self, values: (heard.append(values), use(self, values))[1]
-    check_case(rank, num_ranks, case)
-    assert heard == [VALUES]
+    how = {"dtype": torch.bfloat16, "with_bias": True, "backends": ("nvlink",)}
+    for layout, mode in itertools.product(("expert", "rank"), ("now", "hook")):
+        profile_module._warned.clear()
+        check_case(rank, num_ranks, Case([140, 37, 200], layout=layout, mode=mode, **how))
+        assert heard == [VALUES], (layout, mode)
+        heard.clear()
 
 
-@pytest.mark.parametrize("layout", ("expert", "rank"))
-@pytest.mark.parametrize("mode", ("now", "hook"))
-def test_same_bits(layout, mode, tmp_path):
-    case = Case([140, 37, 200], layout=layout, mode=mode, dtype=torch.bfloat16, with_bias=True, backends=("nvlink",))
-    run_ranks(same_bits, 3, tmp_path, case)
+def test_same_bits(tmp_path):
+    run_ranks(same_bits, 3, tmp_path)
 
 
 def settings_between_calls(rank, num_ranks, layout):

@@ -59,18 +59,15 @@ def tuned(rank: int, num_ranks: int, given: argparse.Namespace) -> tuple[Outcome
     return tune(rank, num_ranks, given), len(buffers)
 
 
-@pytest.mark.parametrize(("num_ranks", "dtype"), [(2, "bf16"), (3, "fp8")])
-def test_finds_and_writes_what_a_buffer_loads(num_ranks, dtype, tmp_path):
-    given = options(num_ranks, dtype=dtype, hidden=128)
-    outcomes = run_ranks(tuned, num_ranks, given)
-    (outcome, num_buffers), *others = outcomes
+def test_finds_and_writes_what_a_buffer_loads(tmp_path):
+    (outcome, num_buffers), *others = run_ranks(tuned, 3, options(3, dtype="fp8", hidden=128))
     assert num_buffers == 1 and all(other.profile == outcome.profile for other, _ in others)
     profile = outcome.profile
     assert profile is not None and outcome.text.startswith("faster: num_sms 2, ") and "interval" in outcome.text
-    assert profile.shape == Shape(32, 128, 2) and profile.machine.num_ranks == num_ranks and 0.5 < profile.gain < 1
-    assert profile.values.num_sms == 2 and f"dispatch in {dtype} and combine in bf16, 24 tokens" in profile.source
+    assert profile.shape == Shape(32, 128, 2) and profile.machine.num_ranks == 3 and 0.5 < profile.gain < 1
+    assert profile.values.num_sms == 2 and "dispatch in fp8 and combine in bf16, 24 tokens" in profile.source
     write(profile, tmp_path / "profiles.json")
-    assert run_ranks(loads, num_ranks, tmp_path / "profiles.json") == [profile.values] * num_ranks
+    assert run_ranks(loads, 3, tmp_path / "profiles.json") == [profile.values] * 3
 
 
 def loads(rank: int, num_ranks: int, file: Path) -> Values | None:
@@ -125,18 +122,37 @@ def test_no_time_for_anything():
         assert outcome[0] == Outcome(rank_module.NOTHING_IN_TIME, None) and "give a longer --time-limit" in outcome[0].text
 
 
-def unlike_gpus(rank: int, num_ranks: int, given: argparse.Namespace) -> str:
+def refused(rank: int, num_ranks: int, given: argparse.Namespace, change) -> tuple[type, str]:
+    device_of("nvlink", rank)
+    change(rank)
+    with pytest.raises(EPError) as error:
+        tuned(rank, num_ranks, given)
+    return type(error.value), str(error.value)
+
+
+def unlike_gpus(rank: int) -> None:
     machine = NvlinkBackend.machine
     if rank == 1:
         NvlinkBackend.machine = property(lambda self: replace(machine.fget(self), num_sms=1))
-    with pytest.raises(EPMismatchError) as error:
-        tuned(rank, num_ranks, given)
-    return str(error.value)
 
 
-def test_unlike_gpus():
-    for told in run_ranks(unlike_gpus, 2, options(2)):
-        assert told.startswith("ranks disagree on the GPU (rank 0: '") and " with 1 SMs, 2 ranks" in told and "equal GPUs" in told
+def other_bits(rank: int) -> None:
+    """A setting with other results, which there must not be."""
+    use, combine, in_use = NvlinkBackend.use, Buffer.combine, []
+    NvlinkBackend.use = lambda self, values: (in_use.append(values), use(self, values))[1]
+    Buffer.combine = lambda self, *args, **kwargs: combine(self, *args, **kwargs) + (in_use[-1].num_sms if in_use else 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (unlike_gpus, EPMismatchError, ("ranks disagree on the GPU (rank 0: '", " with 1 SMs, 2 ranks")),
+        (other_bits, EPError, ("combined_x with num_sms 2, ", "differs from that with the default settings in 24 of 24 rows")),
+    ],
+)
+def test_what_ends_the_run(change, error, words):
+    for kind, told in run_ranks(refused, 2, options(2), change):
+        assert kind is error and all(word in told for word in words), told
 
 
 def within_a_limit(rank: int, num_ranks: int, given: argparse.Namespace) -> tuple[Outcome, float]:
@@ -155,22 +171,6 @@ def test_time_limit():
     assert len(elapsed) == 1 and elapsed.pop() < 8 + 20  # a sample of a busy machine may take seconds
     assert len({outcome.profile for outcome, _ in outcomes}) == 1
     assert all((outcome.profile is None) == ("faster: " not in outcome.text) for outcome, _ in outcomes)
-
-
-def wrong_results(rank: int, num_ranks: int, given: argparse.Namespace) -> str:
-    """A setting with other results, which there must not be, ends the run."""
-    device_of("nvlink", rank)
-    use, combine, in_use = NvlinkBackend.use, Buffer.combine, []
-    NvlinkBackend.use = lambda self, values: (in_use.append(values), use(self, values))[1]
-    Buffer.combine = lambda self, *args, **kwargs: combine(self, *args, **kwargs) + (in_use[-1].num_sms if in_use else 0)
-    with pytest.raises(EPError) as error:
-        tuned(rank, num_ranks, given)
-    return str(error.value)
-
-
-def test_other_bits_end_the_run():
-    for told in run_ranks(wrong_results, 2, options(2)):
-        assert told.startswith("combined_x with num_sms 2, ") and "differs from that with the default settings in 24 of 24 rows" in told
 
 
 def slowest_counts(rank: int, num_ranks: int, given: argparse.Namespace) -> list[float]:

@@ -148,97 +148,79 @@ def test_how_ranks_line_up(monkeypatch, meets_on_host, expected):
 # ---- command line ----
 
 
-def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-m", "deepep_moe.tune", *arguments], capture_output=True, text=True)
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A folder on a machine of 4 GPUs, where nobody has launched ranks."""
+    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.mark.parametrize("arguments", ([], ["--backend", "shm"]))
 def test_nothing_to_tune(arguments):
     """Without a GPU the backend is shm."""
-    done = run(*arguments)
+    done = subprocess.run([sys.executable, "-m", "deepep_moe.tune", *arguments], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == command.NOTHING_TO_TUNE + "\n", done.stderr
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("num_gpus", "arguments", "message"),
     [
-        (["--tokens", "8", "16"], "--tokens 8 16 are 2 sizes; run the tuner once for each"),
-        (["--num-ranks", "3"], "--num-ranks 3 must be at least 2 and divide --num-experts 256"),
-        (["--num-ranks", "1"], "--num-ranks 1 must be at least 2"),
-        (["--hidden", "0"], "--hidden 0 must be above 0"),
-        (["--time-limit", "nan"], "--time-limit nan must be above 0"),
-        (["--num-ranks", "2"], "2 ranks share 1 GPUs, so no link is measured"),
+        (1, ["--tokens", "8", "16"], "--tokens 8 16 are 2 sizes; run the tuner once for each"),
+        (1, ["--num-ranks", "3"], "--num-ranks 3 must be at least 2 and divide --num-experts 256"),
+        (1, ["--num-ranks", "1"], "--num-ranks 1 must be at least 2"),
+        (1, ["--hidden", "0"], "--hidden 0 must be above 0"),
+        (1, ["--time-limit", "nan"], "--time-limit nan must be above 0"),
+        (1, ["--num-ranks", "2"], "2 ranks share 1 GPUs, so no link is measured"),
+        (0, ["--output", "profiles.json"], "needs a GPU for each of 2 ranks, this machine has 0"),
+        (2, ["--output", "damaged.json"], "a profile cannot be added to damaged.json: its format is None"),
+        (2, ["--output", "damaged.json/profiles.json"], "a profile cannot be added to damaged.json/profiles.json: "),
     ],
 )
-def test_bad_arguments(arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 1)
+def test_bad_arguments(num_gpus, arguments, message, capsys, monkeypatch, machine):
+    """They are known before the run."""
+    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: num_gpus)
+    (machine / "damaged.json").write_text("{}")
     with pytest.raises(SystemExit) as end:
         command.main(["--backend", "nvlink", *arguments])
     assert end.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_no_gpu(capsys):
-    with pytest.raises(SystemExit) as end:
-        command.main(["--backend", "nvlink", "--output", "profiles.json"])
-    assert end.value.code == 2 and "needs a GPU for each of 2 ranks, this machine has 0" in capsys.readouterr().err
+PROFILE = Profile(MACHINE, Shape(4096, 7168, 8), DEFAULT, 0.04, "a test")
 
 
-def test_damaged_target(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 2)
-    file = tmp_path / "profiles.json"
-    file.write_text("{}")
-    with pytest.raises(SystemExit) as end:
-        command.main(["--output", str(file)])
-    assert end.value.code == 2 and f"a profile cannot be added to {file}: its format is None" in capsys.readouterr().err
+def test_outcomes_are_written(machine, capsys, monkeypatch):
+    """Each EP size has its own; where nothing is faster, nothing is written."""
+    outcomes = [command.Outcome("nothing is faster", None), command.Outcome("faster: all", PROFILE)]
+    monkeypatch.setattr(command, "start", lambda measure, options: outcomes)
+    assert command.main([]) == 0
+    file = machine / "cache" / "deepep_moe" / "profiles.json"
+    assert [found.profile for found in load(Files(file, None)).found] == [PROFILE]
+    assert capsys.readouterr().out.splitlines() == [
+        "EP2: nothing is faster", "EP4: faster: all", f"EP4: wrote a profile for {MACHINE}, {PROFILE.shape} to {file}",
+    ]  # fmt: skip
 
 
-def test_target_that_cannot_be_written(tmp_path, capsys, monkeypatch):
-    """It is known before the run."""
-    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 2)
-    (tmp_path / "taken").write_text("")
-    file = tmp_path / "taken" / "profiles.json"
-    with pytest.raises(SystemExit) as end:
-        command.main(["--output", str(file)])
-    assert end.value.code == 2 and f"a profile cannot be added to {file}: " in capsys.readouterr().err
-
-
-def test_target_that_is_damaged_meanwhile(tmp_path, capsys, monkeypatch):
-    file = tmp_path / "profiles.json"
+def test_target_that_is_damaged_meanwhile(machine, capsys, monkeypatch):
+    file = machine / "profiles.json"
 
     def start(measure, options):
         file.write_text("{}")
-        return [command.Outcome("faster: all", Profile(MACHINE, Shape(4096, 7168, 8), DEFAULT, 0.04, "a test"))]
+        return [command.Outcome("faster: all", PROFILE)]
 
-    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(command, "start", start)
-    monkeypatch.delenv("RANK", raising=False)
     assert command.main(["--num-ranks", "2", "--output", str(file)]) == 1
     assert "its format is None" in capsys.readouterr().err and file.read_text() == "{}"
 
 
-def test_outcomes_are_written(tmp_path, capsys, monkeypatch):
-    """Each EP size has its own; where nothing is faster, nothing is written."""
-    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 4)
-    profile = Profile(MACHINE, Shape(4096, 7168, 8), DEFAULT, 0.04, "a test")
-    outcomes = [command.Outcome("nothing is faster", None), command.Outcome("faster: all", profile)]
-    monkeypatch.setattr(command, "start", lambda measure, options: outcomes)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("RANK", raising=False)
-    assert command.main([]) == 0
-    file = tmp_path / "deepep_moe" / "profiles.json"
-    assert [found.profile for found in load(Files(file, None)).found] == [profile]
-    assert capsys.readouterr().out.splitlines() == [
-        "EP2: nothing is faster", "EP4: faster: all", f"EP4: wrote a profile for {MACHINE}, {profile.shape} to {file}",
-    ]  # fmt: skip
-
-
-def test_failed_rank(capsys, monkeypatch, tmp_path):
+def test_failed_rank(machine, capsys, monkeypatch):
     def fail(measure, options):
         raise command.RankFailedError(1, "no such luck")
 
-    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(command, "start", fail)
-    file = tmp_path / "profiles.json"
+    file = machine / "profiles.json"
     assert command.main(["--output", str(file)]) == 1 and "rank 1 failed: no such luck" in capsys.readouterr().err
     assert not file.exists()
-    write(Profile(MACHINE, Shape(1, 1, 1), DEFAULT, 0.5, ""), file)  # the same path is writable
+    write(PROFILE, file)  # the same path is writable

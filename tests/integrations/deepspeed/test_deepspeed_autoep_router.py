@@ -1,16 +1,15 @@
 """AutoEP's router and the bias that balances its experts."""
 
-import contextlib
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from autoep_cases import Case, autoep_layers, build_engine, counted, ds_config, make_model, tokens
-from deepspeed_cases import assert_equal, engine_ready, logged
+from deepspeed_cases import assert_equal, logged, on_deepspeed_ranks
 
 from deepep_moe.integrations.deepspeed import initialize, replace_moe_layers, restore_moe_layers
 from deepep_moe.integrations.deepspeed.options import Options
-from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="AutoEP came with DeepSpeed 0.19.2")
 pytest.importorskip("transformers.models.deepseek_v3", reason="AutoEP serves transformers' models")
@@ -115,30 +114,26 @@ def test_skipped_steps_and_evaluations_do_not_count():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "dtype", "message"),
     [
-        ({"top_k": 40, "num_experts": 64}, "num_topk is 40; it must be 1 to 32 for 64 experts"),
-        ({"num_expert_groups": 4, "num_limited_groups": 2, "group_score_func": "mean"}, "groups scored by 'mean', limited to 2"),
-        ({"score_func": "tanh"}, "does not know AutoEP's score function 'tanh'"),
+        ({"top_k": 40, "num_experts": 64}, torch.float32, "num_topk is 40; it must be 1 to 32"),
+        (
+            {"num_expert_groups": 4, "num_limited_groups": 2, "group_score_func": "mean"},
+            torch.float32,
+            "groups scored by 'mean', limited to 2",
+        ),
+        ({"score_func": "tanh"}, torch.float32, "score function 'tanh'"),
+        ({}, torch.float64, "logits has dtype torch.float64"),
     ],
 )
-def test_router_says_why_autoep_chooses(changes, message):
-    router = _make_router(**changes)
+def test_router_says_why_autoep_chooses(changes, dtype, message):
+    router = _make_router(**changes).to(dtype)
     swap_router(router, Options())
-    with logged() as messages, counted() as calls, pytest.raises(NotImplementedError) if "top_k" not in changes else torch.no_grad():
-        router(torch.randn(5, 16))
+    refused = pytest.raises(NotImplementedError) if changes and "top_k" not in changes else torch.no_grad()  # AutoEP does not know it too
+    with logged() as messages, counted() as calls, refused:
+        router(torch.randn(5, 16, dtype=dtype))
     assert calls["AutoEP's choice"] == 1 and len(messages) == 1
     assert messages[0].startswith("AutoEP's own router chooses, without the gate of deepep_moe: ") and message in messages[0]
-
-
-def test_router_in_double_is_autoeps():
-    router, x = _make_router().double(), torch.randn(5, 16, dtype=torch.float64)
-    expected = _route(router, x, None)
-    swap_router(router, Options())
-    with logged() as messages:
-        got = _route(router, x, None)
-    assert_equal(got, expected, "in double")
-    assert len(messages) == 1 and "logits has dtype torch.float64; it must be float32, bfloat16 or float16" in messages[0]
 
 
 # ---- the bias ----
@@ -186,69 +181,50 @@ def _make_balancing(case):
     return initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
-def _balance_worker(rank: int, num_ranks: int, folder: str) -> None:
-    with engine_ready():
-        for case in (Case("deepseek_v3", zero=1, dtype="bf16"), Case("deepseek_v2")):
-            tag = case.family
-            lacks = [getattr(layer.router, BIAS, None) is None for layer in autoep_layers(build_engine(case, False))]
-            assert all(lacks) or case.family != "deepseek_v2"
-            log_once.cache_clear()
-            with logged() as messages:
-                engine = _make_balancing(case)
-            assert sum("are given an e_score_correction_bias" in line for line in messages) == (any(lacks) and rank == 0), messages
-            with _update_calls() as calls:
-                loads = []
-                for _ in range(8):
-                    loads.append(_optimizer_step(engine, rank))
-                    engine.eval()
-                    with torch.no_grad():
-                        engine(input_ids=tokens(rank, 99))  # counts for nothing
-                    engine.train()
-            assert calls == [(2, autoep_layers(engine)[0].num_experts)] * 8, "all layers in one call, once per optimizer step"
-            assert min(loads[2:]) < 0.9 * loads[0], f"{tag}: load of the fullest expert {loads}"
-
-            engine.save_checkpoint(folder, tag=tag)
-            resumed = _make_balancing(case)
-            resumed.load_checkpoint(folder, tag=tag)
-            assert_equal(_copies(_biases(resumed)), _copies(_biases(engine)), "of the checkpoint")
-            assert _optimizer_step(resumed, rank, 50) == _optimizer_step(engine, rank, 50)
-            assert_equal(_copies(_biases(resumed)), _copies(_biases(engine)), "a step later")
-
-            routers = [layer.router.bfloat16() for layer in autoep_layers(resumed)]
-            with pytest.raises(
-                TypeError, match="has become bfloat16, in which steps of 0.02 are lost: the model was cast after replace_moe"
-            ):
-                autoep_bias.move_biases(routers, None)
-            replace_moe_layers(resumed, expert_bias_update_rate=RATE)
-            assert all(bias.dtype == torch.float32 for bias in _biases(resumed))
-
-            kept = _copies(_biases(engine))
-            assert restore_moe_layers(engine) == 2
-            for step in range(2):
-                _forward_backward(engine, rank, step)
-                engine.step()
-            assert_equal(_copies(_biases(engine)), kept, "moves no more")
-            assert not [name for name in engine.module.state_dict() if "deepep" in name]
-
-
-@contextlib.contextmanager
-def _update_calls():
-    """Shapes of the stacked biases that are moved meanwhile."""
-    shapes, own = [], autoep_bias.update_expert_bias
-
-    def update(bias, *arguments):
-        shapes.append(tuple(bias.shape))
-        own(bias, *arguments)
-
-    autoep_bias.update_expert_bias = update
-    yield shapes
-    autoep_bias.update_expert_bias = own
-
-
 @pytest.mark.slow
-def test_bias_balances_and_is_in_checkpoints(tmp_path):
+@on_deepspeed_ranks()
+def test_bias_balances_and_is_in_checkpoints(rank, tmp_path):
     """DeepSeek-V3's routers have a bias, DeepSeek-V2's are given one."""
-    run_ranks(_balance_worker, 2, str(tmp_path))
+    for case in (Case("deepseek_v3", zero=1, dtype="bf16"), Case("deepseek_v2")):
+        tag = case.family
+        lacks = [getattr(layer.router, BIAS, None) is None for layer in autoep_layers(build_engine(case, False))]
+        assert all(lacks) or case.family != "deepseek_v2"
+        log_once.cache_clear()
+        with logged() as messages:
+            engine = _make_balancing(case)
+        assert sum("are given an e_score_correction_bias" in line for line in messages) == (any(lacks) and rank == 0), messages
+        with mock.patch.object(autoep_bias, "update_expert_bias", wraps=autoep_bias.update_expert_bias) as update:
+            loads = []
+            for _ in range(8):
+                loads.append(_optimizer_step(engine, rank))
+                engine.eval()
+                with torch.no_grad():
+                    engine(input_ids=tokens(rank, 99))  # counts for nothing
+                engine.train()
+        shapes = [tuple(call.args[0].shape) for call in update.call_args_list]
+        assert shapes == [(2, autoep_layers(engine)[0].num_experts)] * 8, "all layers in one call, once per optimizer step"
+        assert min(loads[2:]) < 0.9 * loads[0], f"{tag}: load of the fullest expert {loads}"
+
+        engine.save_checkpoint(tmp_path, tag=tag)
+        resumed = _make_balancing(case)
+        resumed.load_checkpoint(tmp_path, tag=tag)
+        assert_equal(_copies(_biases(resumed)), _copies(_biases(engine)), "of the checkpoint")
+        assert _optimizer_step(resumed, rank, 50) == _optimizer_step(engine, rank, 50)
+        assert_equal(_copies(_biases(resumed)), _copies(_biases(engine)), "a step later")
+
+        routers = [layer.router.bfloat16() for layer in autoep_layers(resumed)]
+        with pytest.raises(TypeError, match="has become bfloat16, in which steps of 0.02 are lost"):
+            autoep_bias.move_biases(routers, None)
+        replace_moe_layers(resumed, expert_bias_update_rate=RATE)
+        assert all(bias.dtype == torch.float32 for bias in _biases(resumed))
+
+        kept = _copies(_biases(engine))
+        assert restore_moe_layers(engine) == 2
+        for step in range(2):
+            _forward_backward(engine, rank, step)
+            engine.step()
+        assert_equal(_copies(_biases(engine)), kept, "moves no more")
+        assert not [name for name in engine.module.state_dict() if "deepep" in name]
 
 
 class Residual(torch.nn.Module):
@@ -267,27 +243,22 @@ class Residual(torch.nn.Module):
         return x + self.mlp(x)
 
 
-def _pipeline_worker(rank: int, num_ranks: int) -> None:
+@pytest.mark.slow
+@on_deepspeed_ranks()
+def test_bias_moves_with_a_pipeline(rank):
     import deepspeed
     from deepspeed.pipe import PipelineModule
 
-    with engine_ready():
-        layers = [torch.nn.Linear(32, 32), Residual(), torch.nn.Linear(32, 32), Residual()]
-        model = PipelineModule(layers, num_stages=1, loss_fn=torch.nn.MSELoss(), partition_method="uniform")
-        section = {"preset_model": "mixtral", "moe_layer_pattern": r"\d+\.mlp", "top_k": 2}
-        config = ds_config(Case(zero=1)) | {"gradient_accumulation_steps": 2}
-        config["expert_parallel"] |= section
-        engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-        assert replace_moe_layers(engine, expert_bias_update_rate=0.01) == 2
-        for step in range(3):
-            batch = torch.randn(2, 2, 2, 20, 32, generator=torch.Generator().manual_seed(10 * step + rank))
-            engine.train_batch(iter([(x, y) for x, y in batch]))
-            routers = [layer.router for layer in autoep_layers(engine)]
-            moved = torch.stack([router.e_score_correction_bias for router in routers]) * 100
-            assert torch.equal(moved.round(), moved.round().clamp(-step - 1, step + 1)) and (moved - moved.round()).abs().max() < 1e-4
-            assert moved.abs().sum() > 0 and all(router.deepep_moe_counts is None for router in routers)
-
-
-@pytest.mark.slow
-def test_bias_moves_with_a_pipeline():
-    run_ranks(_pipeline_worker, 2)
+    layers = [torch.nn.Linear(32, 32), Residual(), torch.nn.Linear(32, 32), Residual()]
+    model = PipelineModule(layers, num_stages=1, loss_fn=torch.nn.MSELoss(), partition_method="uniform")
+    config = ds_config(Case(zero=1)) | {"gradient_accumulation_steps": 2}
+    config["expert_parallel"] |= {"preset_model": "mixtral", "moe_layer_pattern": r"\d+\.mlp", "top_k": 2}
+    engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    assert replace_moe_layers(engine, expert_bias_update_rate=0.01) == 2
+    for step in range(3):
+        batch = torch.randn(2, 2, 2, 20, 32, generator=torch.Generator().manual_seed(10 * step + rank))
+        engine.train_batch(iter([(x, y) for x, y in batch]))
+        routers = [layer.router for layer in autoep_layers(engine)]
+        moved = torch.stack([router.e_score_correction_bias for router in routers]) * 100
+        assert torch.equal(moved.round(), moved.round().clamp(-step - 1, step + 1)) and (moved - moved.round()).abs().max() < 1e-4
+        assert moved.abs().sum() > 0 and all(router.deepep_moe_counts is None for router in routers)

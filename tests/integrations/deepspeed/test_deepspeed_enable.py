@@ -1,17 +1,16 @@
 """`enable`, and the launcher: plain `deepspeed.initialize` honours the section of ds_config."""
 
-import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from deepspeed_cases import Case, ds_config, engine_ready, logged, make_model, run_steps
+from deepspeed_cases import Case, ds_config, logged, make_model, on_deepspeed_ranks, run_steps
 
 from deepep_moe.integrations.deepspeed import disable, enable, initialize
 from deepep_moe.integrations.deepspeed.options import Options
-from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("deepspeed")
 ROOT = Path(__file__).parents[3]
@@ -30,41 +29,35 @@ def _name(engine) -> str:
     return type(engine.module.layers[0].deepspeed_moe).__name__
 
 
-def _enable_worker(rank: int, num_ranks: int) -> None:
+@on_deepspeed_ranks()
+def test_enable_and_disable(rank):
     import deepspeed
 
     own, case = deepspeed.initialize, Case(zero=2)
     asked = ds_config(case) | {"deepep_moe": {"enabled": True, "exact": False}}
-    swapped = ["2 MoE layers dispatch through deepep_moe (fast mode)"] * (rank == 0)
-    with engine_ready():
-        assert _name(_build(case, asked)[0]) == "MOELayer", "DeepSpeed alone ignores the key"
-        enable()
-        enable()
-        assert deepspeed.initialize.__wrapped__ is own and deepspeed.initialize.__doc__ == own.__doc__
-        for how in (None, initialize):
-            engine, messages = _build(case, asked, how)
-            assert messages == swapped, "once, whichever of the two functions is called"
-            assert engine.module.layers[1].deepspeed_moe.deepep_moe_plan.options == Options(exact=False)
-        run_steps(engine, rank, 1)
-        assert _name(_build(case, asked | {"deepep_moe": {"enabled": False}})[0]) == "MOELayer"
-        with pytest.raises(ValueError, match="unknown keys"):
-            deepspeed.initialize(model=None, config=asked | {"deepep_moe": {"on": True}})
+    assert _name(_build(case, asked)[0]) == "MOELayer", "DeepSpeed alone ignores the key"
+    enable()
+    enable()
+    assert deepspeed.initialize.__wrapped__ is own and deepspeed.initialize.__doc__ == own.__doc__
+    for how in (None, initialize):
+        engine, messages = _build(case, asked, how)
+        assert messages == ["2 MoE layers dispatch through deepep_moe (fast mode)"] * (rank == 0), "once, whichever of both is called"
+        assert engine.module.layers[1].deepspeed_moe.deepep_moe_plan.options == Options(exact=False)
+    run_steps(engine, rank, 1)
+    assert _name(_build(case, asked | {"deepep_moe": {"enabled": False}})[0]) == "MOELayer"
+    with pytest.raises(ValueError, match="unknown keys"):
+        deepspeed.initialize(model=None, config=asked | {"deepep_moe": {"on": True}})
 
-        kept = deepspeed.initialize
-        disable()
-        disable()
-        assert deepspeed.initialize is own
-        assert _name(_build(case, asked, kept)[0]) == "MOELayer", "what somebody kept of ours is DeepSpeed's own again"
+    kept = deepspeed.initialize
+    disable()
+    disable()
+    assert deepspeed.initialize is own
+    assert _name(_build(case, asked, kept)[0]) == "MOELayer", "what somebody kept of ours is DeepSpeed's own again"
 
-        enable()
-        theirs = deepspeed.initialize = lambda **arguments: kept(**arguments)
-        disable()
-        assert deepspeed.initialize is theirs, "of somebody else"
-        deepspeed.initialize = own
-
-
-def test_enable_and_disable():
-    run_ranks(_enable_worker, 2)
+    enable()
+    theirs = deepspeed.initialize = lambda **arguments: kept(**arguments)
+    disable()
+    assert deepspeed.initialize is theirs, "of somebody else"
 
 
 SCRIPT = """
@@ -75,68 +68,45 @@ print(WORD, sys.argv[1:], __name__, os.path.basename(sys.argv[0]), hasattr(deeps
 """
 
 
-def _launch(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, "-W", "ignore", "-m", "deepep_moe.integrations.deepspeed", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=120)
-
-
-@pytest.mark.parametrize("before", ([], ["--local_rank=1"]), ids=["torchrun", "deepspeed"])
-def test_launcher_enables(tmp_path, before):
+def test_launcher_enables(tmp_path):
+    """Under DeepSpeed's launcher, which adds an option for the script."""
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "train.py").write_text(SCRIPT)
     (tmp_path / "scripts" / "helper.py").write_text("WORD = 'found'")
-    done = _launch(*before, "scripts/train.py", "--bind", "-x", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().splitlines()[-1] == f"found {[*before, '--bind', '-x']} __main__ train.py True"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "DS_ACCELERATOR": "cpu"}
+    launcher = [sys.executable, "-W", "ignore", "-m", "deepep_moe.integrations.deepspeed"]
+    for arguments, code, told in (
+        (["--local_rank=1", "scripts/train.py", "--bind", "-x"], 0, "found ['--local_rank=1', '--bind', '-x'] __main__ train.py True"),
+        (["nowhere.py"], 2, "no such script: 'nowhere.py'"),
+    ):
+        done = subprocess.run([*launcher, *arguments], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+        assert done.returncode == code and told in done.stdout + done.stderr
 
 
-def test_launcher_of_deepspeed_says_how_to_use_it(tmp_path):
-    usage = _launch("--help", folder=tmp_path)
-    assert usage.returncode == 0 and '"deepep_moe": {"enabled": true}' in usage.stdout
-    missing = _launch("nowhere.py", folder=tmp_path)
-    assert missing.returncode == 2 and "no such script: 'nowhere.py'" in missing.stderr
-
-
-TRAIN = """
-import argparse, json, logging
-import deepspeed, torch
-from deepspeed.moe.layer import MoE
-
-logging.basicConfig(level=logging.INFO)
+BEFORE = """
+import deepspeed
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-parser = argparse.ArgumentParser()
-parser.add_argument("--config")
-config = json.load(open(parser.parse_args().config))
-
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.moe = MoE(32, torch.nn.Linear(32, 32), num_experts=4, ep_size=2, k=2)
-
-    def forward(self, x):
-        return self.moe(x)[0].square().mean()
-
-
 deepspeed.init_distributed(dist_backend="gloo")
-model = Model()
-engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-loss = engine(torch.randn(2, 16, 32))
-engine.backward(loss)
-engine.step()
+"""
+AFTER = """
 print("trained with", type(engine.module.moe.deepspeed_moe).__name__)
 torch.distributed.destroy_process_group()
 """
 
 
 def test_a_script_trains_without_a_line_of_ours(tmp_path):
-    (tmp_path / "train.py").write_text(TRAIN)
-    (tmp_path / "ds.json").write_text(json.dumps(ds_config(Case(zero=2)) | {"deepep_moe": {"enabled": True}}))
+    """The tutorial's first script, with DeepSpeed's own `initialize`."""
+    script = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "deepspeed.md").read_text(), re.DOTALL)[0]
+    ours = "from deepep_moe.integrations.deepspeed import initialize"
+    assert ours in script
+    (tmp_path / "train.py").write_text(BEFORE + script.replace(ours, "initialize = deepspeed.initialize") + AFTER)
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "LOCAL_SIZE": "2"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--redirects", "1"]
-    command = [*torchrun, "--log-dir", str(tmp_path), "-m", "deepep_moe.integrations.deepspeed", "train.py", "--config", "ds.json"]
+    command = [*torchrun, "--log-dir", str(tmp_path), "-m", "deepep_moe.integrations.deepspeed", "train.py"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment | {"OMP_NUM_THREADS": "1"}, timeout=300)
     assert done.returncode == 0, done.stderr
     outputs = sorted(tmp_path.glob("*/attempt_0/*/stdout.log"))
-    assert len(outputs) == 2 and all("trained with PackedMOELayer" in output.read_text() for output in outputs)
+    assert len(outputs) == 2
+    for output in outputs:
+        (loss,) = re.findall(r"^loss ([\d.]+)$", output.read_text(), re.MULTILINE)
+        assert "trained with PackedMOELayer" in output.read_text() and float(loss) < 1.1

@@ -3,18 +3,14 @@
 import json
 import math
 import os
-import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from example_page import read
-
-from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("matplotlib")
@@ -23,46 +19,14 @@ ROOT = Path(__file__).parents[3]
 STEPS = 10
 
 
-def _tutorial_worker(rank: int, num_ranks: int, script: str) -> tuple[str, float]:
-    from deepspeed_ranks import engine_ready
-
-    with engine_ready():
-        names: dict = {}
-        exec(compile(script, "docs/deepspeed.md", "exec"), names)
-        return type(names["engine"].module.moe.deepspeed_moe).__name__, names["loss"].item()
-
-
-def test_the_tutorials_first_script_trains():
-    script = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "deepspeed.md").read_text(), re.DOTALL)[0]
-    for layer, loss in run_ranks(_tutorial_worker, 2, script):
-        assert layer == "PackedMOELayer" and loss < 1.1, (layer, loss)
-
-
-@pytest.mark.parametrize("most", (1.5, 40.0))
-def test_colours_of_loads_say_where_they_end(most, tmp_path):
-    """One expert of one step has `most` times an even share: where that is off the scale of colours, the scale ends in an arrow."""
-    import matplotlib.pyplot as plt
-
-    load = np.full((60, 1, 50), 100.0)
-    load[30, 0, 7] = 100 * most
-    names = runpy.run_path(str(ROOT / "examples" / "common" / "report.py"))
-    names["plot_expert_load"](SimpleNamespace(load=load), tmp_path / "expert_load.png")
-    scale = plt.gcf().axes[-1]._colorbar
-    assert scale.extend == ("max" if most > scale.vmax else "neither") and (most > scale.vmax) == (most == 40)
-
-
-@pytest.mark.parametrize(
-    ("losses", "told"),
-    [
-        ((1.0, 2.0, 3.0), "all steps are equal to the bit"),
-        ((1.0, 2.0, 3.5), "the first 2 steps are equal to the bit, the largest difference is 5.0e-01"),
-        ((1.0, 1.5, 3.0), "the first step is equal to the bit, the largest difference is 5.0e-01"),
-        ((0.5, 2.0, 3.0), "no step is equal to the bit, the largest difference is 5.0e-01"),
-    ],
-)
-def test_agreement_in_words(losses, told):
+def test_agreement_in_words():
     agreement = runpy.run_path(str(ROOT / "examples" / "common" / "report.py"))["agreement"]
-    assert agreement([SimpleNamespace(losses=[1.0, 2.0, 3.0]), SimpleNamespace(losses=list(losses))]) == told
+    for losses, told in (
+        ([1.0, 2.0, 3.0], "all steps are equal to the bit"),
+        ([1.0, 2.0, 3.5], "the first 2 steps are equal to the bit, the largest difference is 5.0e-01"),
+        ([0.5, 2.0, 3.0], "no step is equal to the bit, the largest difference is 5.0e-01"),
+    ):
+        assert agreement([SimpleNamespace(losses=[1.0, 2.0, 3.0]), SimpleNamespace(losses=losses)]) == told
 
 
 @pytest.mark.slow

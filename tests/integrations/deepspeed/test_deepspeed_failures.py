@@ -7,20 +7,18 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_cases import HIDDEN, engine_ready, make_moe
+from deepspeed_cases import HIDDEN, Expert, make_moe, on_deepspeed_ranks, read_expert
 from events import tell, wait_for
-from torch import nn
 
 from deepep_moe.errors import EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.exchange import growing
 from deepep_moe.integrations.common import registry
 from deepep_moe.integrations.deepspeed import buffers, replace_moe_layers
-from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("deepspeed")
 
 
-# ---- in the gate, in an expert ----
+# ---- in the gate, in an expert, in the function that reads its weights ----
 
 
 failing: set[str] = set()
@@ -31,48 +29,48 @@ def fail_in(place: str) -> None:
         raise ArithmeticError(f"no {place} on rank {dist.get_rank()}")
 
 
-class Expert(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
+class FailingExpert(Expert):
     def forward(self, x):
         fail_in("expert")
-        return x * self.weight
+        return super().forward(x)
 
 
-def _failing_worker(rank: int, num_ranks: int, device_type: str) -> None:
-    with engine_ready(device_type) as device:
-        for exact in (True, False):
-            layer = make_moe(k=2, expert=Expert()).to(device)
-            layer.set_deepspeed_parallelism()
-            layer.deepspeed_moe.gate.register_forward_pre_hook(lambda *_: fail_in("gate"))
-            replace_moe_layers(layer, exact=exact)
-            x = torch.randn(20, HIDDEN, device=device)
-            for place in ("gate", "expert", "gate"):
-                failing.update({place} if rank == 1 else ())
-                told = "rank 1 did not make its call: ArithmeticError: "
-                began = time.monotonic()
-                with pytest.raises(ArithmeticError if rank == 1 else EPPeerError, match=f"{told if rank == 0 else ''}no {place} on rank 1"):
-                    layer(x)
-                    if device.type == "cuda":  # whose host does not wait for a combine
-                        torch.cuda.synchronize()
-                        registry.all_buffers()[0].check()
-                assert time.monotonic() - began < 60, "far from the deadline of 300 s"
-                failing.clear()
-                assert layer(x)[0].isfinite().all(), "all go on"
+def read(expert):
+    fail_in("weights")
+    return read_expert(expert)
 
 
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
-def test_peers_learn_what_failed(device):
+@on_deepspeed_ranks()
+def test_peers_learn_what_failed(rank, device):
     """In the first forward too, and nobody restores the layers or leaves."""
-    run_ranks(_failing_worker, 2, device)
+    for exact, grouped, places in (
+        (True, False, ("gate", "expert", "gate")), (False, False, ("gate", "expert", "gate")), (True, read, ("weights",)),
+        (False, read, ("weights",)),
+    ):  # fmt: skip
+        layer = make_moe(k=2, expert=FailingExpert()).to(device)
+        layer.deepspeed_moe.gate.register_forward_pre_hook(lambda *_: fail_in("gate"))
+        replace_moe_layers(layer, exact=exact, grouped_experts=grouped)
+        x = torch.randn(20, HIDDEN, device=device)
+        for place in places:
+            failing.update({place} if rank == 1 else ())
+            told = "rank 1 did not make its call: ArithmeticError: "
+            began = time.monotonic()
+            with pytest.raises(ArithmeticError if rank == 1 else EPPeerError, match=f"{told if rank == 0 else ''}no {place} on rank 1"):
+                layer(x)
+                if device.type == "cuda":  # whose host does not wait for a combine
+                    torch.cuda.synchronize()
+                    registry.all_buffers()[0].check()
+            assert time.monotonic() - began < 60, "far from the deadline of 300 s"
+            failing.clear()
+            assert layer(x)[0].isfinite().all(), "all go on"
 
 
 # ---- while buffers grow ----
 
 
-def _refusing_worker(rank: int, num_ranks: int) -> None:
+@on_deepspeed_ranks()
+def test_no_room_where_a_peer_refuses_for_a_reason_of_its_own(rank):
     """Rank 0 has more tokens than there is room for in a forward that rank 1 refuses, and then makes another or leaves."""
     os.environ["DEEPEP_MOE_TIMEOUT_S"] = "2"
     growing._is_bounded = lambda device: True
@@ -88,64 +86,46 @@ def _refusing_worker(rank: int, num_ranks: int) -> None:
 
     assert dispatch(0, send_nothing)[1].shape == (0, HIDDEN)
     if rank == 0:
-        with pytest.raises(
-            EPMismatchError, match=r"ranks make different calls: rank 0: dispatch.*layout rank.*rank 1: dispatch.*layout expert"
-        ):
+        with pytest.raises(EPMismatchError, match=r"rank 0: dispatch.*layout rank.*rank 1: dispatch.*layout expert"):
             dispatch(1000, send_nothing)
         late = "rank 0 in call 5: rank 1 did not deliver, nothing came for 2 s; phase 'entry into the call', expected 5, seen 4"
         with pytest.raises(EPTimeoutError, match=late):
             dispatch(1000, send_nothing)
     else:
-        with pytest.raises(ValueError, match="for a reason of its own"):
-            dispatch(0, refuse)
-        with pytest.raises(EPMismatchError, match="ranks make different calls"):
-            dispatch(0, send_nothing)
-        with pytest.raises(ValueError, match="for a reason of its own"):
-            dispatch(0, refuse)
+        for send, error, message in (
+            (refuse, ValueError, "for a reason of its own"),
+            (send_nothing, EPMismatchError, "ranks make different calls"),
+            (refuse, ValueError, "for a reason of its own"),
+        ):
+            with pytest.raises(error, match=message):
+                dispatch(0, send)
     dist.barrier()
-
-
-def test_no_room_where_a_peer_refuses_for_a_reason_of_its_own():
-    run_ranks(_refusing_worker, 2)
 
 
 # ---- swapped differently ----
 
 
-def _options_worker(rank: int, num_ranks: int) -> None:
-    with engine_ready():
-        for options, told in (
-            ({"exact": rank == 0}, "exact (rank 0: True, rank 1: False)"),
-            ({"num_max_tokens_per_rank": (None, 64)[rank]}, "num_max_tokens_per_rank (rank 0: None, rank 1: 64)"),
-            ({"backend": ("auto", "collective")[rank]}, "backend (rank 0: 'auto', rank 1: 'collective')"),
-        ):
-            layer = make_moe()
-            layer.set_deepspeed_parallelism()
-            replace_moe_layers(layer, **options)
-            advice = "; swap MoE layers with the same options on every rank"
-            with pytest.raises(EPMismatchError, match=re.escape(f"ranks disagree on {told}{advice}")):
-                layer(torch.randn(20, HIDDEN))
-
-
-def test_ranks_with_other_options():
-    run_ranks(_options_worker, 2)
-
-
-def _one_rank_worker(rank: int, num_ranks: int) -> None:
-    os.environ["DEEPEP_MOE_TIMEOUT_S"] = "2"
-    with engine_ready():
+@on_deepspeed_ranks()
+def test_ranks_with_other_options(rank):
+    for options, told in (
+        ({"exact": rank == 0}, "exact (rank 0: True, rank 1: False)"),
+        ({"num_max_tokens_per_rank": (None, 64)[rank]}, "num_max_tokens_per_rank (rank 0: None, rank 1: 64)"),
+        ({"backend": ("auto", "collective")[rank]}, "backend (rank 0: 'auto', rank 1: 'collective')"),
+    ):
         layer = make_moe()
-        layer.set_deepspeed_parallelism()
-        if rank == 1:  # DeepSpeed's own forward would wait for the others in its first all-to-all
-            return wait_for("rank 0 knows")
-        replace_moe_layers(layer)
-        with pytest.raises(
-            EPTimeoutError, match="rank 1 did not deliver within 2 s.*; swap MoE layers on every rank, before the same"
-        ) as info:
+        replace_moe_layers(layer, **options)
+        with pytest.raises(EPMismatchError, match=re.escape(f"{told}; swap MoE layers with the same options on every rank")):
             layer(torch.randn(20, HIDDEN))
-        assert info.value.rank == 1
-        tell("rank 0 knows")
 
 
-def test_swap_on_one_rank_only():
-    run_ranks(_one_rank_worker, 2)
+@on_deepspeed_ranks()
+def test_swap_on_one_rank_only(rank):
+    os.environ["DEEPEP_MOE_TIMEOUT_S"] = "2"
+    layer = make_moe()
+    if rank == 1:  # DeepSpeed's own forward would wait for the others in its first all-to-all
+        return wait_for("rank 0 knows")
+    replace_moe_layers(layer)
+    with pytest.raises(EPTimeoutError, match="rank 1 did not deliver within 2 s.*; swap MoE layers on every rank") as info:
+        layer(torch.randn(20, HIDDEN))
+    assert info.value.rank == 1
+    tell("rank 0 knows")

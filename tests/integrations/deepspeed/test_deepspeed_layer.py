@@ -4,24 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from deepspeed_cases import (
-    HIDDEN,
-    Expert,
-    assert_equal,
-    dispatches,
-    engine_ready,
-    logged,
-    make_moe,
-    most_experts,
-    run_layer,
-)
+from deepspeed_cases import HIDDEN, assert_equal, dispatches, logged, make_moe, most_experts, on_deepspeed_ranks, run_layer
 from left_graphs import assert_leaves_no_graph
 from torch import nn
 
 from deepep_moe.integrations.common import warn_once
 from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.deepspeed import buffers, replace_moe_layers, restore_moe_layers
-from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("deepspeed")
 
@@ -34,9 +23,7 @@ def test_missing_autograd_functions_are_said(monkeypatch):
     with logged() as lines:
         for _ in range(2):
             buffers._construct(None, 16, buffers.Options(), 2, 2, 8)
-    assert [line for line in lines if "few experts per token" in line] == [
-        "MoE layers with few experts per token are slower than they could be: deepep_moe._torch is not built for this test"
-    ]
+    assert sum("deepep_moe._torch is not built for this test" in line for line in lines) == 1
 
 
 class Times(nn.Module):
@@ -51,10 +38,9 @@ class Times(nn.Module):
         return x * self.factor
 
 
-def times_layer(rank: int, num_ranks: int, **options):
+def times_layer(rank: int, **options):
     """Expert e of 4 multiplies by e + 1; a token goes where its first four columns are largest."""
-    layer = make_moe(4, ep=num_ranks, expert=Times(), **options)
-    layer.set_deepspeed_parallelism()
+    layer = make_moe(4, expert=Times(), **options)
     with torch.no_grad():
         layer.deepspeed_moe.gate.wg.weight.copy_(100 * torch.eye(4, HIDDEN))
         for i, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
@@ -63,203 +49,138 @@ def times_layer(rank: int, num_ranks: int, **options):
     return layer
 
 
-def _by_hand_worker(rank: int, num_ranks: int) -> None:
-    with engine_ready():
-        layer = times_layer(rank, num_ranks, k=1, use_rts=False)
-        # Rank 0 has fewer tokens than the least capacity, 4, which DeepSpeed refuses; rank 1 has none.
-        chosen = [[3, 0, 3], []][rank]
-        x = torch.zeros(len(chosen), HIDDEN)
-        x[range(len(chosen)), chosen] = 2.0  # softmax is 1 to the bit: exp(-200) is 0 in fp32
-        x.requires_grad_()
-        y, l_aux, counts = layer(x)
-        assert torch.equal(y, x.detach() * torch.tensor(chosen).add(1).view(-1, 1)), f"rank {rank}: {y}"
-        assert counts.tolist() == [[1, 0, 0, 2], [0, 0, 0, 0]][rank]
-        # Of 3 tokens a third goes to expert 0 and two thirds to 3, in probabilities and in counts: 4 * (1/9 + 4/9).
-        torch.testing.assert_close(l_aux, torch.tensor([20 / 9, 0.0][rank]))
-        (y.sum() + l_aux).backward()
-        assert torch.equal(x.grad, torch.tensor(chosen).add(1.0).view(-1, 1).expand(len(chosen), HIDDEN))
-        factors = [expert.factor.grad.item() for expert in layer.deepspeed_moe.experts.deepspeed_experts]
-        assert factors == [[2.0, 0.0], [0.0, 4.0]][rank], "the sum of the rows of its tokens; 0 without any, not None"
-        assert layer.deepspeed_moe.gate.wg.weight.grad.shape == (4, HIDDEN)
-        assert layer.deepspeed_moe.gate.min_capacity == 4 and layer.deepspeed_moe.gate.ep_group is not None, "as they were"
+@on_deepspeed_ranks()
+def test_by_hand(rank):
+    layer = times_layer(rank, k=1, use_rts=False)
+    # Rank 0 has fewer tokens than the least capacity, 4, which DeepSpeed refuses; rank 1 has none.
+    chosen = [[3, 0, 3], []][rank]
+    x = torch.zeros(len(chosen), HIDDEN)
+    x[range(len(chosen)), chosen] = 2.0  # softmax is 1 to the bit: exp(-200) is 0 in fp32
+    x.requires_grad_()
+    y, l_aux, counts = layer(x)
+    assert torch.equal(y, x.detach() * torch.tensor(chosen).add(1).view(-1, 1)), f"rank {rank}: {y}"
+    assert counts.tolist() == [[1, 0, 0, 2], [0, 0, 0, 0]][rank]
+    # Of 3 tokens a third goes to expert 0 and two thirds to 3, in probabilities and in counts: 4 * (1/9 + 4/9).
+    torch.testing.assert_close(l_aux, torch.tensor([20 / 9, 0.0][rank]))
+    (y.sum() + l_aux).backward()
+    assert torch.equal(x.grad, torch.tensor(chosen).add(1.0).view(-1, 1).expand(len(chosen), HIDDEN))
+    factors = [expert.factor.grad.item() for expert in layer.deepspeed_moe.experts.deepspeed_experts]
+    assert factors == [[2.0, 0.0], [0.0, 4.0]][rank], "the sum of the rows of its tokens; 0 without any, not None"
+    assert layer.deepspeed_moe.gate.wg.weight.grad.shape == (4, HIDDEN)
+    assert layer.deepspeed_moe.gate.min_capacity == 4 and layer.deepspeed_moe.gate.ep_group is not None, "as they were"
 
 
-def test_by_hand():
-    run_ranks(_by_hand_worker, 2)
-
-
-def _nodes_worker(rank: int, num_ranks: int) -> None:
+@on_deepspeed_ranks()
+def test_nodes_of_tokens(rank):
     """Two experts a rank, and a rank is a node. Tokens choose by hand, as two entries of a row say which two experts are the best."""
-    with engine_ready():
-        layer = times_layer(rank, num_ranks, k=2, use_rts=False, top2_2nd_expert_sampling=False, capacity_factor=4.0)
-        replace_moe_layers(layer, ranks_per_node=1)
-        moe = layer.deepspeed_moe
-        with pytest.raises(ValueError, match="this layer has not run through deepep_moe yet; call it first"):
-            moe.nodes_per_token(2)
-        x = torch.zeros(3, HIDDEN)
-        for token, (best, second) in enumerate(((0, 1), (3, 0), (2, 3))):
-            x[token, best], x[token, second] = 0.02, 0.01
-        layer(x)
-        assert moe.nodes_per_token(2).tolist() == [1, 2, 1] and moe.nodes_per_token(4).tolist() == [2, 2, 2]
-        assert moe.nodes_per_token(1).tolist() == [1, 1, 1] and all_buffers()[0].ranks_per_node == 1
+    layer = times_layer(rank, k=2, use_rts=False, top2_2nd_expert_sampling=False, capacity_factor=4.0)
+    replace_moe_layers(layer, ranks_per_node=1)
+    moe = layer.deepspeed_moe
+    with pytest.raises(ValueError, match="call it first"):
+        moe.nodes_per_token(2)
+    x = torch.zeros(3, HIDDEN)
+    for token, (best, second) in enumerate(((0, 1), (3, 0), (2, 3))):
+        x[token, best], x[token, second] = 0.02, 0.01
+    layer(x)
+    assert moe.nodes_per_token(2).tolist() == [1, 2, 1] and moe.nodes_per_token(4).tolist() == [2, 2, 2]
+    assert moe.nodes_per_token(1).tolist() == [1, 1, 1] and all_buffers()[0].ranks_per_node == 1
 
 
-def _overflow_worker(rank: int, num_ranks: int) -> None:
+@on_deepspeed_ranks()
+def test_overflows_in_fp16_go_through(rank):
     """Logits of a token are NaN, or all -inf, for which top-2 chooses one expert twice. Only its output is not finite."""
-    with engine_ready():
-        for k, exact in ((1, True), (2, True), (2, False), (3, False)):
-            layer = times_layer(rank, num_ranks, k=k, use_rts=False, top2_2nd_expert_sampling=False, drop_tokens=False)
-            replace_moe_layers(layer.half(), exact=exact)
-            layer.deepspeed_moe.gate.wg.float().weight.data.add_(0.1)  # the sum of -inf and zeros would be NaN
-            x = torch.rand(5, HIDDEN).half() / 100
-            x[1], x[3] = torch.nan, -torch.inf
-            usual = torch.tensor([True, False, True, False, True])
-            y = layer(x.requires_grad_())[0]
-            assert torch.equal(y.isfinite().all(1), usual), (k, exact)
-            y.float().sum().backward()
-            assert not layer.deepspeed_moe.gate.wg.weight.grad.isfinite().all()
+    for k, exact in ((1, True), (2, True), (2, False), (3, False)):
+        layer = times_layer(rank, k=k, use_rts=False, top2_2nd_expert_sampling=False, drop_tokens=False)
+        replace_moe_layers(layer.half(), exact=exact)
+        layer.deepspeed_moe.gate.wg.float().weight.data.add_(0.1)  # the sum of -inf and zeros would be NaN
+        x = torch.rand(5, HIDDEN).half() / 100
+        x[1], x[3] = torch.nan, -torch.inf
+        y = layer(x.requires_grad_())[0]
+        assert y.isfinite().all(1).tolist() == [True, False, True, False, True], (k, exact)
+        y.float().sum().backward()
+        assert not layer.deepspeed_moe.gate.wg.weight.grad.isfinite().all()
 
 
-def test_overflows_in_fp16_go_through():
-    run_ranks(_overflow_worker, 2)
-
-
-def leaves_no_graph(rank, num_ranks, exact):
-    with engine_ready():
-        layer = make_moe(4, ep=num_ranks)
-        layer.set_deepspeed_parallelism()
+@on_deepspeed_ranks(1)
+def test_a_step_leaves_no_graph(rank):
+    layer = make_moe(4, ep=1)
+    x = torch.randn(6, HIDDEN, requires_grad=True)
+    for exact in (True, False):
         replace_moe_layers(layer, exact=exact)
-        x = torch.randn(6, HIDDEN, requires_grad=True)
         assert_leaves_no_graph(lambda: layer(x)[0].sum().backward())
 
 
-@pytest.mark.parametrize("exact", (True, False))
-def test_a_step_leaves_no_graph(exact):
-    run_ranks(leaves_no_graph, 1, exact)
-
-
-def test_nodes_of_tokens():
-    run_ranks(_nodes_worker, 2)
-
-
-def _nowhere_worker(rank: int, num_ranks: int) -> None:
-    with engine_ready():
-        layer = times_layer(rank, num_ranks, k=2)
-        for exact in (True, False):
-            replace_moe_layers(layer, exact=exact)
-            x = torch.empty(0, 5, HIDDEN, requires_grad=True)
-            y, l_aux, _ = layer(x)
-            assert y.shape == (0, 5, HIDDEN) and l_aux == 0
-            (y.sum() + l_aux).backward()
-            for name, parameter in layer.named_parameters():
-                assert torch.equal(parameter.grad, torch.zeros_like(parameter)), f"rank {rank}, exact {exact}: {name}"
-
-
-def test_no_rank_has_tokens():
-    run_ranks(_nowhere_worker, 2)
-
-
-def _autocast_worker(rank: int, num_ranks: int) -> list[torch.dtype]:
-    with engine_ready():
-        layer = make_moe(4, k=2)
-        layer.set_deepspeed_parallelism()
-        dtypes = []
-        for exact in (True, False):
-            replace_moe_layers(layer, exact=exact)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                y, l_aux, _ = layer(torch.randn((20, 0)[rank], HIDDEN))
-            (y.float().sum() + l_aux).backward()
-            dtypes.append(l_aux.dtype)
-        return dtypes
-
-
-def test_a_rank_without_tokens_under_autocast():
-    assert run_ranks(_autocast_worker, 2) == [[torch.float32] * 2] * 2
-
-
-def _many_experts_worker(rank: int, num_ranks: int) -> list[str]:
-    with engine_ready(), logged() as messages:
-        layers = nn.ModuleList([make_moe(64, k=2), make_moe(64, k=4)])
-        layers[1].deepspeed_moe.gate.k = 33
-        for layer in layers:
-            layer.set_deepspeed_parallelism()
-        replace_moe_layers(layers, exact=False)
-        with dispatches(1):
-            for layer in layers:
-                layer(torch.randn(20, HIDDEN))
-    return [line for line in messages if "own MoE forward" in line]
-
-
-@pytest.mark.skipif(most_experts() == 2, reason="DeepSpeed before 0.15 has no k above 2")
-def test_a_layer_of_too_many_experts_leaves_the_others_alone():
-    said, _ = run_ranks(_many_experts_worker, 2)
-    assert said == [
-        "DeepSpeed's own MoE forward runs, without deepep_moe: top-33 is more than the 32 experts of a token that fast mode serves here; "
-        "use exact=True"
-    ]
+@on_deepspeed_ranks()
+def test_ranks_without_tokens(rank):
+    """All of them; then one of them, under autocast."""
+    layer = times_layer(rank, k=2)
+    for exact in (True, False):
+        replace_moe_layers(layer, exact=exact)
+        layer.zero_grad()
+        x = torch.empty(0, 5, HIDDEN, requires_grad=True)
+        y, l_aux, _ = layer(x)
+        assert y.shape == (0, 5, HIDDEN) and l_aux == 0
+        (y.sum() + l_aux).backward()
+        for name, parameter in layer.named_parameters():
+            assert torch.equal(parameter.grad, torch.zeros_like(parameter)), f"rank {rank}, exact {exact}: {name}"
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y, l_aux, _ = layer(torch.randn((20, 0)[rank], HIDDEN))
+        (y.float().sum() + l_aux).backward()
+        assert l_aux.dtype == torch.float32
 
 
 # ---- where DeepSpeed's forward runs ----
 
 
-def _stock_worker(rank: int, num_ranks: int) -> tuple[list[str], list[str]]:
+@pytest.mark.skipif(most_experts() == 2, reason="DeepSpeed before 0.15 has no k above 2")
+@on_deepspeed_ranks()
+def test_a_layer_of_too_many_experts_leaves_the_others_alone(rank):
+    layers = nn.ModuleList([make_moe(64, k=2), make_moe(64, k=4)])
+    layers[1].deepspeed_moe.gate.k = 33
+    replace_moe_layers(layers, exact=False)
+    with dispatches(1), logged() as lines:
+        for layer in layers:
+            layer(torch.randn(20, HIDDEN))
+    assert sum("own MoE forward" in line and "top-33" in line and "exact=True" in line for line in lines) == (rank == 0)
+
+
+@on_deepspeed_ranks()
+def test_where_deepspeeds_forward_runs_one_line_says_why(rank):
     from deepspeed.utils import groups
 
+    from deepep_moe.integrations.deepspeed.native.layer import why_stock
+
     x, cotangent = torch.randn(20, HIDDEN), torch.randn(20, HIDDEN)
-    with engine_ready(), logged() as messages:
-        layer = make_moe(k=2, ep=num_ranks, expert=Expert())
-        layer.set_deepspeed_parallelism()
-        fp64 = [layer.double()]
-        want = run_layer(fp64[0], x.double(), cotangent.double())
-        replace_moe_layers(layer)
+    layer = make_moe(k=2)
+    moe = layer.deepspeed_moe
+    layer.double()
+    want = run_layer(layer, x.double(), cotangent.double())
+    replace_moe_layers(layer)
+    with logged() as lines:
         for _ in range(2):
             assert_equal(run_layer(layer, x.double(), cotangent.double(), num_forwards=0), want, "fp64")
         layer.float()
-
-        own = make_moe(k=1, ep=1)  # whose groups nobody made
+        own = make_moe(k=1, ep=1, with_groups=False)
         replace_moe_layers(own)
         own(x)
+    said = [line for line in lines if line.startswith("DeepSpeed's own MoE forward runs")]
+    assert len(said) == 2 * (rank == 0) and all(map(str.__contains__, said, ("torch.float64", "no expert-parallel group")))
 
-        class Parallel:
-            def get_tensor_model_parallel_world_size(self):
-                return 2
-
-        from deepep_moe.integrations.deepspeed.native.layer import why_stock
-
-        moe = layer.deepspeed_moe
-        assert why_stock(moe, x) is None
-        reasons: list[str] = []
-        groups.mpu = Parallel()
-        reasons.append(str(why_stock(moe, x)))
-        groups.mpu = None
-        moe.use_tutel = True
-        reasons.append(str(why_stock(moe, x)))
-        moe.use_tutel = False
-        moe.experts.__class__ = type("OwnExperts", (type(moe.experts),), {})
-        reasons.append(str(why_stock(moe, x)))
-        moe.experts.__class__ = type(moe.experts).__base__
-        replace_moe_layers(layer, exact=False)
-        moe.gate.k = 9
-        reasons.append(str(why_stock(moe, x)))
-        reasons.append(str(why_stock(moe, x[:, :30])))
-        assert not all_buffers(), "nothing was exchanged"
-    return [line for line in messages if line.startswith("DeepSpeed's own")], reasons
+    assert why_stock(moe, x) is None
+    groups.mpu = SimpleNamespace(get_tensor_model_parallel_world_size=lambda: 2)
+    assert "tensor parallel over 2 ranks" in why_stock(moe, x)
+    groups.mpu = None
+    moe.use_tutel = True
+    assert "use_tutel=True" in why_stock(moe, x)
+    moe.use_tutel = False
+    moe.experts.__class__ = type("OwnExperts", (type(moe.experts),), {})
+    assert "experts are OwnExperts" in why_stock(moe, x)
+    moe.experts.__class__ = type(moe.experts).__base__
+    assert "the hidden size is 30; in torch.float32 it must be a multiple of 4" in why_stock(moe, x[:, :30])
+    assert not all_buffers(), "nothing was exchanged"
 
 
-def test_where_deepspeeds_forward_runs_one_line_says_why():
-    (said, reasons), (elsewhere, _) = run_ranks(_stock_worker, 2)
-    assert said == [
-        "DeepSpeed's own MoE forward runs, without deepep_moe: rows are torch.float64, not torch.float32, torch.bfloat16 or torch.float16",
-        "DeepSpeed's own MoE forward runs, without deepep_moe: the layer has no expert-parallel group; deepspeed.initialize makes one",
-    ]
-    assert reasons == [
-        "the model is tensor parallel over 2 ranks (mpu), which share their tokens",
-        "the layer was made with use_tutel=True; leave it out",
-        "experts are OwnExperts, not deepspeed.moe.experts.Experts",
-        "top-9 is more than the 8 experts of a token that fast mode serves here; use exact=True",
-        "the hidden size is 30; in torch.float32 it must be a multiple of 4",
-    ]
-    assert elsewhere == [], "rank 0 speaks"
+# ---- experts ----
 
 
 class Turned(nn.Module):
@@ -273,31 +194,25 @@ class Turned(nn.Module):
         return (x.transpose(2, 3).contiguous() * self.factor).transpose(2, 3), None
 
 
-def _kinds_worker(rank: int, num_ranks: int) -> None:
+@on_deepspeed_ranks()
+def test_experts_of_all_kinds(rank):
     """Two local experts of every kind; then one of them frozen, then that in both places."""
-    generator = torch.Generator().manual_seed(rank)
-    x, cotangent = (torch.randn(40, HIDDEN, generator=generator) for _ in range(2))
-    with engine_ready():
-        for expert in (nn.Identity(), Turned()):
-            torch.manual_seed(1)
-            layer = make_moe(4, k=2, ep=num_ranks, expert=expert)
-            layer.set_deepspeed_parallelism()
-            experts = layer.deepspeed_moe.experts.deepspeed_experts
-            for change in (list, lambda modules: modules[0].requires_grad_(False), lambda modules: modules.__setitem__(1, modules[0])):
-                change(experts)
-                restore_moe_layers(layer)
-                want = run_layer(layer, x, cotangent)
-                for exact in (True, False):
-                    replace_moe_layers(layer, exact=exact)
-                    got = run_layer(layer, x, cotangent)
-                    assert_equal(got, want, f"{expert}, exact {exact}, rank {rank}", tolerance=1e-5)
-                    torch.manual_seed(0)
-                    with torch.no_grad():
-                        assert torch.equal(layer(x)[0], got["output"])
-
-
-def test_experts_of_all_kinds():
-    run_ranks(_kinds_worker, 2)
+    x, cotangent = torch.randn(2, 40, HIDDEN, generator=torch.Generator().manual_seed(rank))
+    for expert in (nn.Identity(), Turned()):
+        torch.manual_seed(1)
+        layer = make_moe(4, k=2, expert=expert)
+        experts = layer.deepspeed_moe.experts.deepspeed_experts
+        for change in (list, lambda modules: modules[0].requires_grad_(False), lambda modules: modules.__setitem__(1, modules[0])):
+            change(experts)
+            restore_moe_layers(layer)
+            want = run_layer(layer, x, cotangent)
+            for exact in (True, False):
+                replace_moe_layers(layer, exact=exact)
+                got = run_layer(layer, x, cotangent)
+                assert_equal(got, want, f"{expert}, exact {exact}, rank {rank}", tolerance=1e-5)
+                torch.manual_seed(0)
+                with torch.no_grad():
+                    assert torch.equal(layer(x)[0], got["output"])
 
 
 class Proud(nn.Module):
@@ -311,101 +226,57 @@ class Proud(nn.Module):
         return x if x.numel() == 0 else (x * self.factor / x.detach().abs().max().clamp(min=1) + self.bias).reshape(-1, HIDDEN)
 
 
-def _rows_worker(rank: int, num_ranks: int) -> None:
+@on_deepspeed_ranks()
+def test_experts_without_rows_see_a_row_of_zeros(rank):
     """All tokens go to one expert; then through a buffer that has room for a layer with more experts."""
-    with engine_ready():
-        layer, wider = make_moe(2, k=1, expert=Proud(), drop_tokens=False), make_moe(8, k=1)
-        for each in (layer, wider):
-            each.set_deepspeed_parallelism()
-        with torch.no_grad():
-            layer.deepspeed_moe.gate.wg.weight.zero_()[1] = 1
-        x, cotangent = torch.ones(2, 20, HIDDEN)
-        want = run_layer(layer, x, cotangent)
-        for exact in (True, False):
-            assert replace_moe_layers(nn.ModuleList([layer, wider]), exact=exact) == 2
-            assert_equal(run_layer(layer, x, cotangent), want, f"exact {exact}, rank {rank}", tolerance=1e-6)
-            assert bool(layer.deepspeed_moe.experts.deepspeed_experts[0].bias.grad.any()) == (rank == 1), "gradients of zeros, not none"
+    layer, wider = make_moe(2, k=1, expert=Proud(), drop_tokens=False), make_moe(8, k=1)
+    with torch.no_grad():
+        layer.deepspeed_moe.gate.wg.weight.zero_()[1] = 1
+    x, cotangent = torch.ones(2, 20, HIDDEN)
+    want = run_layer(layer, x, cotangent)
+    for exact in (True, False):
+        assert replace_moe_layers(nn.ModuleList([layer, wider]), exact=exact) == 2
+        assert_equal(run_layer(layer, x, cotangent), want, f"exact {exact}, rank {rank}", tolerance=1e-6)
+        assert bool(layer.deepspeed_moe.experts.deepspeed_experts[0].bias.grad.any()) == (rank == 1), "gradients of zeros, not none"
 
 
-def test_experts_without_rows_see_a_row_of_zeros():
-    run_ranks(_rows_worker, 2)
-
-
-def _replaced_worker(rank: int, num_ranks: int) -> None:
+@on_deepspeed_ranks()
+def test_what_is_around_the_experts(rank):
     """What somebody put around the experts together is not lost, or it is said."""
     from deepspeed.moe.experts import Experts
 
     own = Experts.forward
     x = torch.randn(20, HIDDEN)
-    with engine_ready():
-        layer = make_moe(4, k=1, capacity_factor=4.0)
-        layer.set_deepspeed_parallelism()
-        experts = layer.deepspeed_moe.experts
-        for change, undo in (
-            (lambda: setattr(experts, "forward", lambda *args: own(experts, *args) * 3), lambda: delattr(experts, "forward")),
-            (lambda: setattr(Experts, "forward", lambda *args: own(*args) * 3), lambda: setattr(Experts, "forward", own)),
-        ):
-            replace_moe_layers(layer)
-            plain = layer(x)[0]
-            warn_once.log_once.cache_clear()
-            change()
-            with logged() as lines:
-                changed = layer(x)[0]
-            undo()
-            torch.testing.assert_close(changed, 3 * plain)
-            reason = "the forward of the Experts module was replaced; replace the forwards of single experts"
-            assert lines == [f"DeepSpeed's own MoE forward runs, without deepep_moe: {reason}"] * (rank == 0)
-        hook = experts.register_forward_hook(lambda *_: None) if rank == 1 else None
-        with logged() as lines:
-            for _ in range(2):
-                assert torch.equal(layer(x)[0], plain)
-        line = "hooks on the Experts of a MoE layer do not run, as each expert is called by itself; put them on those"
-        assert lines == [line] * (hook is not None)
-        assert torch.equal(layer.deepspeed_moe(x, used_token=torch.zeros(20, dtype=torch.int64)), torch.zeros(20, HIDDEN))
-
-
-def test_what_is_around_the_experts():
-    run_ranks(_replaced_worker, 2)
-
-
-def _timed_worker(rank: int, num_ranks: int) -> None:
-    with engine_ready():
-        layer = make_moe(k=2, ep=num_ranks)
-        layer.set_deepspeed_parallelism()
+    layer = make_moe(4, k=1, capacity_factor=4.0)
+    experts = layer.deepspeed_moe.experts
+    for change, undo in (
+        (lambda: setattr(experts, "forward", lambda *args: own(experts, *args) * 3), lambda: delattr(experts, "forward")),
+        (lambda: setattr(Experts, "forward", lambda *args: own(*args) * 3), lambda: setattr(Experts, "forward", own)),
+    ):
         replace_moe_layers(layer)
-        moe = layer.deepspeed_moe
-        moe(torch.randn(20, HIDDEN))  # used_token may be left out
-        assert (moe.time_moe, moe.time_falltoall, moe.time_salltoall) == (0.0, 0.0, 0.0)
-        moe.wall_clock_breakdown = True
-        layer(torch.randn(20, HIDDEN))
-        assert moe.time_moe > moe.time_falltoall > 0 and moe.time_salltoall > 0, "milliseconds, for the engine's report"
+        plain = layer(x)[0]
+        warn_once.log_once.cache_clear()
+        change()
+        with logged() as lines:
+            changed = layer(x)[0]
+        undo()
+        torch.testing.assert_close(changed, 3 * plain)
+        assert len(lines) == (rank == 0) and all("the forward of the Experts module was replaced" in line for line in lines)
+    hook = experts.register_forward_hook(lambda *_: None) if rank == 1 else None
+    with logged() as lines:
+        for _ in range(2):
+            assert torch.equal(layer(x)[0], plain)
+    assert len(lines) == (hook is not None) and all("hooks on the Experts of a MoE layer do not run" in line for line in lines)
+    assert torch.equal(layer.deepspeed_moe(x, used_token=torch.zeros(20, dtype=torch.int64)), torch.zeros(20, HIDDEN))
 
 
-def test_wall_clock_breakdown():
-    run_ranks(_timed_worker, 2)
-
-
-def _built_worker(rank: int, num_ranks: int) -> None:
-    """The class may stand where MoE builds its layers: how upstream's own tests are run with it."""
-    import deepspeed.moe.layer as module
-
-    from deepep_moe.integrations.deepspeed.native.layer import PackedMOELayer
-
-    # Many rows an expert: for a single one a matrix product may take another way, and round other bits.
-    generator = torch.Generator().manual_seed(rank)
-    x, cotangent = (torch.randn(120, HIDDEN, generator=generator) for _ in range(2))
-    with engine_ready():
-        passes = []
-        for kind in (module.MOELayer, PackedMOELayer):
-            module.MOELayer = kind
-            torch.manual_seed(3)
-            layer = make_moe(k=2, ep=num_ranks)
-            layer.set_deepspeed_parallelism()
-            assert type(layer.deepspeed_moe) is kind
-            passes.append(run_layer(layer, x, cotangent))
-        assert_equal(*passes, f"rank {rank}")
-        assert len(all_buffers()) == 1
-
-
-def test_layers_built_swapped():
-    run_ranks(_built_worker, 2)
+@on_deepspeed_ranks()
+def test_wall_clock_breakdown(rank):
+    layer = make_moe(k=2)
+    replace_moe_layers(layer)
+    moe = layer.deepspeed_moe
+    moe(torch.randn(20, HIDDEN))  # used_token may be left out
+    assert (moe.time_moe, moe.time_falltoall, moe.time_salltoall) == (0.0, 0.0, 0.0)
+    moe.wall_clock_breakdown = True
+    layer(torch.randn(20, HIDDEN))
+    assert moe.time_moe > moe.time_falltoall > 0 and moe.time_salltoall > 0, "milliseconds, for the engine's report"

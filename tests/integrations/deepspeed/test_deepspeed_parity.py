@@ -1,8 +1,6 @@
 """Swapped layers against DeepSpeed's own: losses, every gradient, ten optimizer steps."""
 
-import inspect
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -10,13 +8,12 @@ from deepspeed_cases import (
     HIDDEN,
     STEPS,
     Case,
-    Expert,
     Model,
     assert_equal,
     build_engine,
-    engine_ready,
     make_moe,
     most_experts,
+    on_deepspeed_ranks,
     run_layer,
     run_steps,
     serves,
@@ -24,9 +21,8 @@ from deepspeed_cases import (
 from torch import nn
 
 from deepep_moe import torch_module
-from deepep_moe.integrations.common.registry import all_buffers
+from deepep_moe.integrations.common.registry import all_buffers, destroy_all
 from deepep_moe.integrations.deepspeed import replace_moe_layers, restore_moe_layers
-from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("deepspeed")
 
@@ -60,54 +56,53 @@ FOUR_RANKS = [
 ]
 
 
-def _steps_worker(rank: int, num_ranks: int, cases: list[Case], device_type: str = "cpu") -> dict[str, float]:
+def _run_cases(rank: int, cases: list[Case], num_tokens: int) -> None:
     from deepspeed.accelerator import get_accelerator
 
-    worst = {}
-    with engine_ready(device_type):
-        get_accelerator().is_fp16_supported = lambda: True  # PyTorch computes in it on CPUs too
-        for case in filter(serves, cases):
-            runs = [run_steps(build_engine(case, ours), rank, num_tokens=128 // num_ranks) for ours in (True, False)]
-            assert len(runs[0]["losses"]) == STEPS * case.accumulation and runs[0]["losses"].std() > 0
-            worst[str(case)] = assert_equal(*runs, f"{case}, rank {rank}", tolerance=case.tolerance, rounding=STEPS_APART)
-    return worst
+    get_accelerator().is_fp16_supported = lambda: True  # PyTorch computes in it on CPUs too
+    for case in filter(serves, cases):
+        runs = [run_steps(build_engine(case, ours), rank, num_tokens=num_tokens) for ours in (True, False)]
+        assert len(runs[0]["losses"]) == STEPS * case.accumulation and runs[0]["losses"].std() > 0
+        assert_equal(*runs, f"{case}, rank {rank}", tolerance=case.tolerance, rounding=STEPS_APART)
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "cases"), [(2, TWO_RANKS), pytest.param(4, FOUR_RANKS, marks=pytest.mark.slow)], ids=["2 ranks", "4 ranks"]
-)
-def test_ten_steps_equal_deepspeed(num_ranks, cases):
-    for name, value in run_ranks(_steps_worker, num_ranks, cases)[0].items():
-        print(f"{value:.1e} {name}")
+@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
+@on_deepspeed_ranks()
+def test_ten_steps_equal_deepspeed(rank, device):
+    cases = TWO_RANKS
+    if device.type == "cuda":
+        cases = [replace(case, tolerance=max(case.tolerance, ON_GPUS)) for case in TWO_RANKS if case.noisy_gate_policy is None]
+    _run_cases(rank, cases, 64)
 
 
-def _passes_worker(rank: int, num_ranks: int) -> None:
+@pytest.mark.slow
+@on_deepspeed_ranks(4)
+def test_ten_steps_equal_deepspeed_on_four_ranks(rank):
+    _run_cases(rank, FOUR_RANKS, 32)
+
+
+@on_deepspeed_ranks()
+def test_passes_repeat_the_bits(rank):
+    """Outputs, losses, counts, every gradient, exact mode: gates of all kinds, masked tokens, nearly everything dropped, evaluation."""
     generator = torch.Generator().manual_seed(rank)
     x, cotangent = (torch.randn(3, 40, HIDDEN, generator=generator) for _ in range(2))
     used = torch.rand(120, generator=generator) < 0.7
-    with engine_ready():
-        for k, options, extra in (
-            (1, {}, ()),
-            (1, {}, (used,)),
-            (1, {"use_rts": False, "noisy_gate_policy": "Jitter"}, ()),
-            (2, {"capacity_factor": 0.3}, ()),
-            (2, {"top2_2nd_expert_sampling": False, "drop_tokens": False}, ()),
-        ):
-            torch.manual_seed(1)
-            layer = make_moe(k=k, ep=num_ranks, **options)
-            layer.set_deepspeed_parallelism()
-            for training in (True, False):
-                layer.train(training)
-                passes = []
-                for swapped in (False, True):
-                    (replace_moe_layers if swapped else restore_moe_layers)(layer)
-                    passes.append(run_layer(layer, x, cotangent, *extra))
-                assert_equal(*passes, f"k {k}, {options}, training {training}, rank {rank}")
-
-
-def test_passes_repeat_the_bits():
-    """Outputs, losses, counts, every gradient, exact mode: gates of all kinds, masked tokens, nearly everything dropped, evaluation."""
-    run_ranks(_passes_worker, 2)
+    for k, options, extra in (
+        (1, {}, ()),
+        (1, {}, (used,)),
+        (1, {"use_rts": False, "noisy_gate_policy": "Jitter"}, ()),
+        (2, {"capacity_factor": 0.3}, ()),
+        (2, {"top2_2nd_expert_sampling": False, "drop_tokens": False}, ()),
+    ):
+        torch.manual_seed(1)
+        layer = make_moe(k=k, **options)
+        for training in (True, False):
+            layer.train(training)
+            passes = []
+            for change in (restore_moe_layers, replace_moe_layers):
+                change(layer)
+                passes.append(run_layer(layer, x, cotangent, *extra))
+            assert_equal(*passes, f"k {k}, {options}, training {training}, rank {rank}")
 
 
 class Doubling(nn.Module):
@@ -121,142 +116,82 @@ class Doubling(nn.Module):
         return torch.tanh(x * self.scale), None
 
 
-def _bf16_worker(rank: int, num_ranks: int) -> None:
-    generator = torch.Generator().manual_seed(rank)
-    x, cotangent = (torch.randn(300, HIDDEN, generator=generator).bfloat16() for _ in range(2))
-    with engine_ready():
-        for k in (k for k in (1, 2, 4) if k <= most_experts()):
-            layer = make_moe(k=k, ep=num_ranks, expert=Doubling()).bfloat16()
-            layer.set_deepspeed_parallelism()
-            passes = [run_layer(layer, x, cotangent)]
-            replace_moe_layers(layer)
-            passes.append(run_layer(layer, x, cotangent))
-            same = ("output", "l_aux", "counts", "deepspeed_moe.gate.wg.weight") + (("input gradient",) if k < 4 else ())
-            assert_equal(*({name: run[name] for name in same} for run in passes), f"bf16, k {k}, rank {rank}", rounding=2e-2)
-            assert_equal(*passes, f"bf16, k {k}, rank {rank}", tolerance=2e-2)
+@on_deepspeed_ranks()
+def test_bf16_rows_are_weighed_like_deepspeed_does(rank):
+    x, cotangent = torch.randn(2, 300, HIDDEN, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    for k in (k for k in (1, 2, 4) if k <= most_experts()):
+        layer = make_moe(k=k, expert=Doubling()).bfloat16()
+        passes = [run_layer(layer, x, cotangent)]
+        replace_moe_layers(layer)
+        passes.append(run_layer(layer, x, cotangent))
+        same = ("output", "l_aux", "counts", "deepspeed_moe.gate.wg.weight") + (("input gradient",) if k < 4 else ())
+        assert_equal(*({name: run[name] for name in same} for run in passes), f"bf16, k {k}, rank {rank}", rounding=2e-2)
+        assert_equal(*passes, f"bf16, k {k}, rank {rank}", tolerance=2e-2)
 
 
-def test_bf16_rows_are_weighed_like_deepspeed_does():
-    run_ranks(_bf16_worker, 2)
-
-
-def _sizes_worker(rank: int, num_ranks: int) -> None:
+@on_deepspeed_ranks()
+def test_layers_of_several_sizes_share_buffers(rank):
     """Layers of other expert counts, top-k and group sizes in one model share what they can."""
-    generator = torch.Generator().manual_seed(rank)
-    x, cotangent = (torch.randn(2, 30, HIDDEN, generator=generator) for _ in range(2))
-    with engine_ready():
-        torch.manual_seed(1)
-        k = min(3, most_experts())
-        layers = nn.ModuleList([make_moe(8, k=2), make_moe(4, k=1), make_moe(12, k=k), make_moe(4, k=1, ep=1)])
-        for layer in layers:
-            layer.set_deepspeed_parallelism()
-        want = [run_layer(layer, x, cotangent) for layer in layers]
-        for exact in (True, False):
-            assert replace_moe_layers(layers, exact=exact) == 4
-            for i, layer in enumerate(layers):
-                assert_equal(run_layer(layer, x, cotangent), want[i], f"layer {i}, exact {exact}, rank {rank}", tolerance=2e-6)
-        assert len(all_buffers()) == 2, "a buffer per group, those of the other mode are gone"
-        assert restore_moe_layers(layers) == 4 and not all_buffers()
-
-
-def test_layers_of_several_sizes_share_buffers():
-    run_ranks(_sizes_worker, 2)
-
-
-def _groups_worker(rank: int, num_ranks: int) -> None:
-    """Layers of two group sizes in one engine: ZeRO has groups of its own for the experts of each."""
-    case = Case(zero=2, k=2)
-    runs = []
-    with engine_ready():
-        for ours in (True, False):
-            torch.manual_seed(7)
-            model = Model([make_moe(4, k=2, ep=2), make_moe(8, k=1, ep=4)])
-            engine = build_engine(case, ours, model=model)
-            names = {group["name"] for group in engine.optimizer.optimizer.param_groups}
-            assert {"ep_size_2", "ep_size_4"} <= names, names
-            runs.append(run_steps(engine, rank, 4, num_tokens=32))
-            assert len(all_buffers()) == 2 * ours, "a buffer for each group"
-            restore_moe_layers(engine)
-    assert_equal(*runs, f"two group sizes, rank {rank}", rounding=STEPS_APART)
+    x, cotangent = torch.randn(2, 2, 30, HIDDEN, generator=torch.Generator().manual_seed(rank))
+    torch.manual_seed(1)
+    k = min(3, most_experts())
+    layers = nn.ModuleList([make_moe(8, k=2), make_moe(4, k=1), make_moe(12, k=k), make_moe(4, k=1, ep=1)])
+    want = [run_layer(layer, x, cotangent) for layer in layers]
+    for exact in (True, False):
+        assert replace_moe_layers(layers, exact=exact) == 4
+        for i, layer in enumerate(layers):
+            assert_equal(run_layer(layer, x, cotangent), want[i], f"layer {i}, exact {exact}, rank {rank}", tolerance=2e-6)
+    assert len(all_buffers()) == 2, "a buffer per group, those of the other mode are gone"
+    assert restore_moe_layers(layers) == 4 and not all_buffers()
 
 
 @pytest.mark.slow
-def test_groups_of_several_sizes():
-    run_ranks(_groups_worker, 4)
+@on_deepspeed_ranks(4)
+def test_groups_of_several_sizes(rank):
+    """Layers of two group sizes in one engine: ZeRO has groups of its own for the experts of each."""
+    case = Case(zero=2, k=2)
+    runs = []
+    for ours in (True, False):
+        torch.manual_seed(7)
+        model = Model([make_moe(4, k=2, ep=2, with_groups=False), make_moe(8, k=1, ep=4, with_groups=False)])
+        engine = build_engine(case, ours, model=model)
+        names = {group["name"] for group in engine.optimizer.optimizer.param_groups}
+        assert {"ep_size_2", "ep_size_4"} <= names, names
+        runs.append(run_steps(engine, rank, 4, num_tokens=32))
+        assert len(all_buffers()) == 2 * ours, "a buffer for each group"
+        restore_moe_layers(engine)
+    assert_equal(*runs, f"two group sizes, rank {rank}", rounding=STEPS_APART)
 
 
-@pytest.mark.multi_gpu(2)
-def test_ten_steps_equal_deepspeed_on_gpus():
-    cases = [replace(case, tolerance=max(case.tolerance, ON_GPUS)) for case in TWO_RANKS if case.noisy_gate_policy is None]
-    run_ranks(_steps_worker, 2, cases, "cuda")
-
-
-def _without_autograd_functions_worker(rank: int, num_ranks: int) -> None:
-    from deepep_moe.integrations.common.registry import destroy_all
-
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.multi_gpu(2))])
+@on_deepspeed_ranks()
+def test_ten_steps_without_autograd_functions(rank, device):
+    """Who makes the calls, C++ or Python, does not show in a single bit."""
     module = torch_module.MODULE
     assert module is not None, torch_module.WHY_NOT
-    with engine_ready("cuda"):
-        for case in (Case(zero=2, k=2, use_residual=True), Case(zero=1, k=2, exact=False, drop_tokens=False), Case(zero=0, k=4)):
-            runs = []
-            for torch_module.MODULE in (module, None):
-                runs.append(run_steps(build_engine(case, True), rank, num_tokens=64))
-                destroy_all()
-            for name, want in runs[1].items():
-                assert torch.equal(runs[0][name], want), f"{case}, rank {rank}: {name}"
-
-
-@pytest.mark.multi_gpu(2)
-def test_ten_steps_without_autograd_functions():
-    """Who makes the calls, C++ or Python, does not show in a single bit."""
-    run_ranks(_without_autograd_functions_worker, 2)
-
-
-def _recomputed_worker(rank: int, num_ranks: int) -> None:
-    import deepspeed
-    from torch.utils.checkpoint import checkpoint
-
-    generator = torch.Generator().manual_seed(rank)
-    x, cotangent = (torch.randn(60, HIDDEN, generator=generator) for _ in range(2))
-    with engine_ready():
-        layer = make_moe(k=2, expert=Expert(bias=True))
-        layer.set_deepspeed_parallelism()
-        replace_moe_layers(layer)
-        want = run_layer(layer, x, cotangent)
-        forward = layer.forward
-        deepspeed.checkpointing.configure(None)
-        ways = [partial(checkpoint, forward, use_reentrant=reentrant) for reentrant in (False, True)]
-        if "Stream(" not in inspect.getsource(deepspeed.checkpointing):  # as in older versions, which need a GPU's
-            ways.append(partial(deepspeed.checkpointing.checkpoint, forward))
-        for again in ways:
-            layer.forward = again
-            assert_equal(run_layer(layer, x, cotangent, num_forwards=2), want, f"{again}, rank {rank}")
-
-
-def test_recomputed_layers_repeat_the_bits():
-    run_ranks(_recomputed_worker, 2)
-
-
-def _autocast_worker(rank: int, num_ranks: int, device_type: str) -> None:
-    """Gates then have weights in bf16, in which DeepSpeed weighs. With k = 2 the gate's gradient, a difference of sums much larger than it,
-    is off by more than its size in DeepSpeed too, against the same pass in fp32."""
-    generator = torch.Generator().manual_seed(rank)
-    with engine_ready(device_type) as device:
-        x, cotangent = (torch.randn(80, HIDDEN, generator=generator).to(device) for _ in range(2))
-        for k in (1, 2):
-            layer = make_moe(k=k).to(device)
-            layer.set_deepspeed_parallelism()
-            with torch.autocast(device.type, torch.bfloat16):
-                want = run_layer(layer, x, cotangent)
-                for exact in (True, False):
-                    replace_moe_layers(layer, exact=exact)
-                    got = run_layer(layer, x, cotangent)
-                    if k == 2:
-                        got["deepspeed_moe.gate.wg.weight"] = want["deepspeed_moe.gate.wg.weight"]
-                    assert_equal(got, want, f"k {k}, exact {exact}, rank {rank}", tolerance=5e-2)
-                restore_moe_layers(layer)
+    for case in (Case(zero=2, k=2, use_residual=True), Case(zero=1, k=2, exact=False, drop_tokens=False), Case(zero=0, k=4)):
+        runs = []
+        for torch_module.MODULE in (module, None):
+            runs.append(run_steps(build_engine(case, True), rank, num_tokens=64))
+            destroy_all()
+        for name, want in runs[1].items():
+            assert torch.equal(runs[0][name], want), f"{case}, rank {rank}: {name}"
 
 
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
-def test_autocast(device):
-    run_ranks(_autocast_worker, 2, device)
+@on_deepspeed_ranks()
+def test_autocast(rank, device):
+    """Gates then have weights in bf16, in which DeepSpeed weighs. With k = 2 the gate's gradient, a difference of sums much larger than it,
+    is off by more than its size in DeepSpeed too, against the same pass in fp32."""
+    x, cotangent = torch.randn(2, 80, HIDDEN, generator=torch.Generator().manual_seed(rank)).to(device)
+    for k in (1, 2):
+        layer = make_moe(k=k).to(device)
+        with torch.autocast(device.type, torch.bfloat16):
+            want = run_layer(layer, x, cotangent)
+            for exact in (True, False):
+                replace_moe_layers(layer, exact=exact)
+                got = run_layer(layer, x, cotangent)
+                if k == 2:
+                    got["deepspeed_moe.gate.wg.weight"] = want["deepspeed_moe.gate.wg.weight"]
+                assert_equal(got, want, f"k {k}, exact {exact}, rank {rank}", tolerance=5e-2)
+            restore_moe_layers(layer)

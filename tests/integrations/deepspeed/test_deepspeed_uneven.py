@@ -3,16 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_cases import (
-    HIDDEN,
-    Case,
-    Expert,
-    assert_equal,
-    build_engine,
-    engine_ready,
-    logged,
-    make_moe,
-)
+from deepspeed_cases import HIDDEN, Case, Expert, assert_equal, build_engine, engine_ready, logged, make_moe, on_deepspeed_ranks
 from torch import nn
 
 from deepep_moe.errors import EPPeerError
@@ -28,25 +19,26 @@ from deepep_moe.integrations.deepspeed.native.routing import route
 # ---- other numbers of tokens on every rank ----
 
 
-def _uneven_worker(rank: int, num_ranks: int, ours: bool) -> list[list[float]]:
-    with engine_ready():
-        return [_train_uneven(rank, num_ranks, build_engine(Case(zero=2, k=2, exact=exact), ours)) for exact in (True, False)]
+@on_deepspeed_ranks()
+def test_uneven_tokens_train(rank):
+    exact, fast = (_train_uneven(rank, build_engine(Case(zero=2, k=2, exact=exact), True)) for exact in (True, False))
+    assert exact[-1] < 0.9 * exact[0], exact
+    assert fast == pytest.approx(exact, rel=1e-4)
 
 
-def _train_uneven(rank: int, num_ranks: int, engine) -> list[float]:
+def _train_uneven(rank: int, engine) -> list[float]:
     losses = []
     for step in range(6):
         num_tokens = (17 * rank + 23 * step) % 40 if (rank + step) % 3 else 0
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        x = torch.randn(1, num_tokens, HIDDEN, generator=generator)
+        x = torch.randn(1, num_tokens, HIDDEN, generator=torch.Generator().manual_seed(100 * step + rank))
         # The mean over the tokens of all ranks: engines average over ranks.
         total = torch.tensor(num_tokens)
         dist.all_reduce(total)
         y, l_aux = engine.module.predict(x)
-        loss = (y - 0.5 * x).square().sum() * num_ranks / (HIDDEN * total) + 0.01 * l_aux
+        loss = (y - 0.5 * x).square().sum() * 2 / (HIDDEN * total) + 0.01 * l_aux
         engine.backward(loss)
         engine.step()
-        mean = loss.detach() / num_ranks
+        mean = loss.detach() / 2
         dist.all_reduce(mean)
         losses.append(mean.item())
     for name, parameter in engine.module.named_parameters():
@@ -57,7 +49,6 @@ def _train_uneven(rank: int, num_ranks: int, engine) -> list[float]:
 def _pass_worker(rank: int, num_ranks: int, ours: bool) -> int:
     with engine_ready():
         layer = make_moe(4, k=2)
-        layer.set_deepspeed_parallelism()
         if ours:
             replace_moe_layers(layer)
         return len(layer(torch.randn(40 + 24 * rank, HIDDEN))[0])
@@ -85,8 +76,8 @@ def _dense(layer: nn.Module, experts: list[nn.Module], x: torch.Tensor, cotangen
     return {"output": y.detach(), "input gradient": x.grad}
 
 
-def _all_experts(layer: nn.Module, num_ranks: int) -> list[nn.Module]:
-    states: list = [None] * num_ranks
+def _all_experts(layer: nn.Module) -> list[nn.Module]:
+    states: list = [None] * 2
     dist.all_gather_object(states, [expert.state_dict() for expert in layer.deepspeed_moe.experts.deepspeed_experts])
     experts = [Expert() for _ in range(4)]
     for expert, state in zip(experts, [state for of_rank in states for state in of_rank], strict=True):
@@ -94,107 +85,89 @@ def _all_experts(layer: nn.Module, num_ranks: int) -> list[nn.Module]:
     return experts
 
 
-def _dense_worker(rank: int, num_ranks: int, exact: bool) -> None:
-    with engine_ready():
-        torch.manual_seed(3)
-        layer = make_moe(4, k=2, drop_tokens=False)
-        layer.set_deepspeed_parallelism()
-        torch.manual_seed(rank)
-        local = layer.deepspeed_moe.experts.deepspeed_experts
-        for parameter in local.parameters():
-            nn.init.normal_(parameter, std=0.2)
-        experts = _all_experts(layer, num_ranks)
-        replace_moe_layers(layer, exact=exact)
-        for num_tokens in ((5, 9), (11, 0), (0, 7), (1, 6), (1, 1)):
-            layer.zero_grad()
-            x, cotangent = torch.randn(2, num_tokens[rank], HIDDEN, generator=torch.Generator().manual_seed(rank))
-            x.requires_grad_(len(x) > 0)  # where there are no tokens, nobody may have asked for their gradient
-            torch.manual_seed(5)
-            y = layer(x)[0]
-            (y * cotangent).sum().backward()
-            found = {"output": y.detach()} | ({"input gradient": x.grad} if len(x) else {})
-            for module in (*experts, layer.deepspeed_moe.gate):
-                found |= {"gate": module.wg.weight.grad.clone()} if hasattr(module, "wg") else {}
-                module.zero_grad()
-            expected = _dense(layer, experts, x.detach(), cotangent)
-            expected |= {"gate": layer.deepspeed_moe.gate.wg.weight.grad if len(x) else torch.zeros(4, HIDDEN)}
-            for index, expert in enumerate(experts):
-                for name, parameter in expert.named_parameters():
-                    grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                    dist.all_reduce(grad)
-                    if index // 2 == rank:
-                        expected[f"expert {index} {name}"] = grad
-                        found[f"expert {index} {name}"] = dict(local[index % 2].named_parameters())[name].grad
-            found.setdefault("input gradient", torch.zeros(0, HIDDEN))
-            assert_equal(found, expected, f"{num_tokens}, exact {exact}, rank {rank}", tolerance=1e-5)
-
-
 @pytest.mark.parametrize("exact", (True, False))
-def test_uneven_tokens_equal_a_dense_layer(exact):
+@on_deepspeed_ranks()
+def test_uneven_tokens_equal_a_dense_layer(rank, exact):
     """Outputs and every gradient, against each expert applied to the tokens that chose it; a rank without tokens too."""
-    run_ranks(_dense_worker, 2, exact)
+    torch.manual_seed(3)
+    layer = make_moe(4, k=2, drop_tokens=False)
+    torch.manual_seed(rank)
+    local = layer.deepspeed_moe.experts.deepspeed_experts
+    for parameter in local.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    experts = _all_experts(layer)
+    replace_moe_layers(layer, exact=exact)
+    for num_tokens in ((5, 9), (11, 0), (0, 7), (1, 6), (1, 1)):
+        layer.zero_grad()
+        x, cotangent = torch.randn(2, num_tokens[rank], HIDDEN, generator=torch.Generator().manual_seed(rank))
+        x.requires_grad_(len(x) > 0)  # where there are no tokens, nobody may have asked for their gradient
+        torch.manual_seed(5)
+        y = layer(x)[0]
+        (y * cotangent).sum().backward()
+        found = {"output": y.detach()} | ({"input gradient": x.grad} if len(x) else {})
+        for module in (*experts, layer.deepspeed_moe.gate):
+            found |= {"gate": module.wg.weight.grad.clone()} if hasattr(module, "wg") else {}
+            module.zero_grad()
+        expected = _dense(layer, experts, x.detach(), cotangent)
+        expected |= {"gate": layer.deepspeed_moe.gate.wg.weight.grad if len(x) else torch.zeros(4, HIDDEN)}
+        for index, expert in enumerate(experts):
+            for name, parameter in expert.named_parameters():
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(grad)
+                if index // 2 == rank:
+                    expected[f"expert {index} {name}"] = grad
+                    found[f"expert {index} {name}"] = dict(local[index % 2].named_parameters())[name].grad
+        found.setdefault("input gradient", torch.zeros(0, HIDDEN))
+        assert_equal(found, expected, f"{num_tokens}, exact {exact}, rank {rank}", tolerance=1e-5)
 
 
-def test_uneven_tokens_train():
-    exact, fast = run_ranks(_uneven_worker, 2, True)[0]
-    assert exact[-1] < 0.9 * exact[0], exact
-    assert fast == pytest.approx(exact, rel=1e-4)
+# ---- room ----
 
 
-def _bound_worker(rank: int, num_ranks: int) -> None:
+@on_deepspeed_ranks()
+def test_more_tokens_than_the_bound(rank):
     """A chosen bound holds on CPUs too, where none is needed."""
-    with engine_ready():
-        layer = make_moe(4, k=2)
-        layer.set_deepspeed_parallelism()
-        for exact in (True, False):
-            replace_moe_layers(layer, exact=exact, num_max_tokens_per_rank=16)
-            layer(torch.randn(16, HIDDEN))
-            message = "a rank dispatches 17 tokens, but its buffer has room for 16; set num_max_tokens_per_rank, an argument of replace_"
-            with pytest.raises(EPPeerError if rank else ValueError, match=message):
-                layer(torch.randn(16 if rank else 17, HIDDEN))
-            layer(torch.randn(16, HIDDEN))
-
-
-def test_more_tokens_than_the_bound():
-    run_ranks(_bound_worker, 2)
-
-
-def _growing_worker(rank: int, num_ranks: int, device_type: str) -> None:
-    """Without a bound room grows with the first forward that needs more, while backwards of earlier ones are to come."""
-    growing._is_bounded = lambda device: True
-    with engine_ready(device_type) as device:
-        layer = make_moe(4, k=2, drop_tokens=False).to(device)
-        layer.set_deepspeed_parallelism()
-        runs, room = [], []
-        for ours in (False, True):
-            layer.zero_grad()
-            with logged() as messages:
-                if ours:
-                    replace_moe_layers(layer)
-                outputs = []
-                for num_tokens in ((100, 120), (100, 120), (30, 129), (140, 500), (100, 120)):
-                    if not ours:
-                        num_tokens = (max(num_tokens),) * num_ranks  # DeepSpeed wants as many on all ranks
-                    x = torch.randn(500, HIDDEN, generator=torch.Generator().manual_seed(rank)).to(device)[: num_tokens[rank]]
-                    torch.manual_seed(0)
-                    outputs.append(layer(x)[0][: min(30, len(x))])
-                    room.extend([all_buffers()[0].num_max_tokens_per_rank] if ours else [])
-            torch.cat(outputs).sum().backward()
-            runs.append(torch.cat(outputs).detach())
-            assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in layer.parameters())
-        assert room == [2 * bound for bound in (128, 128, 256, 512, 256 * 2)], room
-        assert_equal({"outputs": runs[1]}, {"outputs": runs[0]}, f"rank {rank}", tolerance=1e-5)
-        grown = [line.split(",")[0] for line in messages if "make room" in line]
-        assert grown == [f"a buffer makes room for {bound} tokens of a rank" for bound in (256, 512)] * (rank == 0), messages
-        assert restore_moe_layers(layer) == 1 and not all_buffers()
+    layer = make_moe(4, k=2)
+    for exact in (True, False):
+        replace_moe_layers(layer, exact=exact, num_max_tokens_per_rank=16)
+        layer(torch.randn(16, HIDDEN))
+        with pytest.raises(EPPeerError if rank else ValueError, match="17 tokens, .* room for 16; set num_max_tokens_per_rank"):
+            layer(torch.randn(16 if rank else 17, HIDDEN))
+        layer(torch.randn(16, HIDDEN))
 
 
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
-def test_room_grows_with_the_tokens(device):
-    run_ranks(_growing_worker, 2, device)
+@on_deepspeed_ranks()
+def test_room_grows_with_the_tokens(rank, device):
+    """Without a bound room grows with the first forward that needs more, while backwards of earlier ones are to come."""
+    growing._is_bounded = lambda device: True
+    layer = make_moe(4, k=2, drop_tokens=False).to(device)
+    runs, room = [], []
+    for ours in (False, True):
+        layer.zero_grad()
+        with logged() as messages:
+            if ours:
+                replace_moe_layers(layer)
+            outputs = []
+            for num_tokens in ((100, 120), (100, 120), (30, 129), (140, 500), (100, 120)):
+                if not ours:
+                    num_tokens = (max(num_tokens),) * 2  # DeepSpeed wants as many on all ranks
+                x = torch.randn(500, HIDDEN, generator=torch.Generator().manual_seed(rank)).to(device)[: num_tokens[rank]]
+                torch.manual_seed(0)
+                outputs.append(layer(x)[0][: min(30, len(x))])
+                room.extend([all_buffers()[0].num_max_tokens_per_rank] if ours else [])
+        torch.cat(outputs).sum().backward()
+        runs.append(torch.cat(outputs).detach())
+        assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in layer.parameters())
+    assert room == [2 * bound for bound in (128, 128, 256, 512, 256 * 2)], room
+    assert_equal({"outputs": runs[1]}, {"outputs": runs[0]}, f"rank {rank}", tolerance=1e-5)
+    grown = [line.split(",")[0] for line in messages if "make room" in line]
+    assert grown == [f"a buffer makes room for {bound} tokens of a rank" for bound in (256, 512)] * (rank == 0), messages
+    assert restore_moe_layers(layer) == 1 and not all_buffers()
 
 
-def _growing_in_double_worker(rank: int, num_ranks: int) -> None:
+@on_deepspeed_ranks()
+def test_room_grows_whatever_the_default_dtype_is(rank):
     growing._is_bounded = lambda device: True
     torch.set_default_dtype(torch.float64)
     grown = growing.GrowingBuffer(
@@ -205,7 +178,3 @@ def _growing_in_double_worker(rank: int, num_ranks: int) -> None:
     buffer, out = grown.dispatch(len(x), lambda buffer: buffer.dispatch(x, topk_idx))
     assert buffer.num_max_tokens_per_rank == 256 and torch.equal(buffer.combine(out.recv_x, out.handle), x)
     grown.destroy()
-
-
-def test_room_grows_whatever_the_default_dtype_is():
-    run_ranks(_growing_in_double_worker, 2)
