@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.common.peers import load_package, version_of
 from benchmarks.common.verify import close_to, expected_combine
-from benchmarks.exchange.peers import load_package, version_of
 from deepep_moe.errors import EPError
 from deepep_moe.tune.workload import SCALE_BLOCK, Inputs, Operation, Shape, gather_counts, tokens_per_rank
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.common.peers import load_package, version_of
 from benchmarks.common.verify import close_to, expected_combine
 from benchmarks.exchange.deep_ep import (
     BF16,
@@ -21,7 +22,6 @@ from benchmarks.exchange.deep_ep import (
     rows_of,
     topk_dtype,
 )
-from benchmarks.exchange.peers import load_package, version_of
 from deepep_moe.tune.workload import Inputs, Operation, Shape
 
 

@@ -48,8 +48,8 @@ def test_ranks_of_this_host():
 
 @pytest.mark.slow
 def test_benchmark():
-    sizes = ("--num-tokens", "8", "--hidden", "128", "--num-experts", "4", "--num-topk", "2", "--repeats", "1")
-    assert lines_of(run("benchmarks/run.py", "exchange", "--bind", *sizes).stderr) == expected(0, 1)
+    sizes = ("--num-tokens", "8", "--hidden", "128", "--num-experts", "4", "--num-topk", "2", "--iterations", "1")
+    assert lines_of(run("benchmarks/run.py", "link", "--backend", "shm", "--bind", *sizes).stderr) == expected(0, 1)
 
 
 def test_benchmark_of_one_process_and_of_a_launcher(monkeypatch):
@@ -57,7 +57,7 @@ def test_benchmark_of_one_process_and_of_a_launcher(monkeypatch):
     monkeypatch.setattr(bench, "bind_this_rank", lambda: bound.append(True))
     quiet = SimpleNamespace(__doc__="", add_arguments=lambda parser: None, main=lambda options: None)
     monkeypatch.setattr(importlib, "import_module", lambda name: quiet)
-    for command, rank, count in (("gate", None, 1), ("exchange", None, 0), ("exchange", "1", 1), ("model", "1", 0)):
+    for command, rank, count in (("gate", None, 1), ("link", None, 0), ("link", "1", 1), ("model", "1", 0)):
         monkeypatch.delenv("RANK", raising=False)
         if rank:
             monkeypatch.setenv("RANK", rank)
