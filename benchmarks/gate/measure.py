@@ -82,7 +82,7 @@ def run(shape: Shape, dtype: torch.dtype, repeats: int, device: torch.device) ->
     logits = torch.randn(shape.num_tokens, shape.num_experts, generator=generator).to(device, dtype)
     bias = (torch.randn(shape.num_experts, generator=generator) * 0.1).to(device)
     settings = {"backend": device.type, "num_ranks": 1, "dtype": str(dtype).removeprefix("torch."), **shape._asdict()}
-    extra = {"num_groups": shape.num_groups, "topk_groups": shape.topk_groups}
+    extra: dict[str, Any] = {"num_groups": shape.num_groups, "topk_groups": shape.topk_groups}
     extra |= {"hardware": torch.cuda.get_device_name(device)} if on_gpu else {"num_threads": config.num_threads()}
     time = times_on_gpu if on_gpu else times_on_cpu
     records = []

@@ -20,7 +20,6 @@ from deepep_moe import LowLatencyBuffer
 from deepep_moe.errors import EPError
 from deepep_moe.testing import run_ranks
 from deepep_moe.tune import workload
-from deepep_moe.tune.timing import Timer
 
 TINY = [
     "--num-tokens", "9", "3", "--hidden", "256", "--num-experts", "8", "--num-topk", "3", "--iterations", "4",
@@ -37,7 +36,7 @@ FIELDS = RECORD_FIELDS | {
 
 
 def check_record(r: dict, half: str) -> None:
-    assert set(r) >= FIELDS and (r["half"], r["num_ranks"], r["num_sms"], r["iterations"]) == (half, 2, None, 4)
+    assert set(r) >= FIELDS and r["us_event"] is None and (r["half"], r["num_ranks"], r["num_sms"], r["iterations"]) == (half, 2, None, 4)
     assert 0 < r["us_p10"] <= r["us_median"] <= r["us_p90"] <= r["us_p99"] and r["workspace_bytes"] > 0
     assert r["bytes_moved"] % (512 if r["wire"] == "bf16" else 256 + 8) == 0 and (r["bytes_moved"] == 0) == (half == "receive")
     assert r["gbps"] == pytest.approx(r["bytes_moved"] / r["us_median"] / 1e3)
@@ -146,16 +145,6 @@ def batches_of_made_up_calls(rank, num_ranks):
 
 def test_batches():
     run_ranks(batches_of_made_up_calls, 2)
-
-
-def halves_on_the_cpu(rank, num_ranks):
-    batches = low_latency_timing.Batches(Timer(torch.device("cpu")))
-    assert batches.event_us() is None
-    return [len(times.us) for times in batches.halves(lambda: (None, lambda: None), 3)]
-
-
-def test_halves_on_the_cpu():
-    assert run_ranks(halves_on_the_cpu, 2) == [[3, 3]] * 2
 
 
 # ---- it measures nothing that is wrong ----
