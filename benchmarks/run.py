@@ -1,7 +1,6 @@
 """usage: python benchmarks/run.py [NAME] ...
 
-exchange     dispatch and combine on the CPU
-link         dispatch and combine on GPUs
+link         dispatch and combine, on GPUs, or with --backend shm on the CPU
 low-latency  dispatch and combine of small batches
 overlap      dispatch and combine beside GEMMs
 gate         the gate
@@ -12,7 +11,7 @@ deepspeed    a layer of DeepSpeed
 fp8          a layer with fp8 experts, against bf16 and TransformerEngine
 
 NAME --help lists the options of one. All but `model` take `--bind`.
-Without a name, `--backend nvlink` means link, and everything else exchange.
+Without a name it is link.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from deepep_moe import config
 from deepep_moe.topology.option import add_bind, bind_this_rank
 
 MODULES = {
-    "exchange": "exchange.cpu", "link": "exchange.nvlink", "low-latency": "low_latency.command", "overlap": "overlap.command",
+    "link": "exchange.link", "low-latency": "low_latency.command", "overlap": "exchange.overlap",
     "gate": "gate.command", "host": "host.command", "model": "model", "megatron": "layers.megatron",
     "deepspeed": "layers.deepspeed", "fp8": "layers.fp8",
 }  # fmt: skip
@@ -38,22 +37,13 @@ _UNBOUND = ("model",)  # it runs nothing on ranks
 _ONE_PROCESS = ("gate", "host")  # the others start ranks of their own, or are ranks of a launcher
 
 
-def with_name(arguments: list[str]) -> list[str]:
-    """Return the arguments with the name of the benchmark in front, where it was left out."""
-    if arguments and arguments[0] in MODULES:
-        return arguments
-    backend = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    backend.add_argument("--backend")
-    return ["link" if backend.parse_known_args(arguments)[0].backend == "nvlink" else "exchange", *arguments]
-
-
 def main(arguments: list[str]) -> None:
     if arguments[:1] in (["-h"], ["--help"]):
         print(__doc__)
         return
     if arguments and not arguments[0].startswith("-") and arguments[0] not in MODULES:
         sys.exit(f"{arguments[0]!r} is no benchmark; choose from {', '.join(MODULES)}")
-    name, *rest = with_name(arguments)
+    name, *rest = arguments if arguments and arguments[0] in MODULES else ["link", *arguments]
     module = importlib.import_module(f"benchmarks.{MODULES[name]}")
     parser = argparse.ArgumentParser(
         f"python benchmarks/run.py {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

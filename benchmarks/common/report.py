@@ -1,7 +1,6 @@
 """The options and the table that benchmarks share, and what they say of other libraries and of failures."""
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,11 +35,6 @@ def sms_of(record: Record) -> str:
     return str({None: "-", 0: "copy"}.get(record["num_sms"], record["num_sms"]))
 
 
-def with_version(made: Record, name: str, version: str | None) -> Record:
-    """Return a record with the version of the library `name` among its versions, if there is one."""
-    return made if version is None else made | {"versions": made["versions"] | {name: version}}
-
-
 def show_head(records: Sequence[Record]) -> None:
     """Print what all records share: hardware and shape, the rate of the link, and the versions of other libraries."""
     first = records[0]
@@ -51,13 +45,6 @@ def show_head(records: Sequence[Record]) -> None:
     versions = {r["backend"]: r["versions"][r["backend"]] for r in records if r["backend"] in r["versions"]}
     if versions:
         print("other libraries: " + ", ".join(f"{name} is {version}" for name, version in versions.items()))
-
-
-def exit_with_failures(reports: Sequence[Any]) -> None:
-    """Exit with the `failures` of all reports, if there are any."""
-    failures = [failure for report in reports for failure in report.failures]
-    if failures:
-        sys.exit("not timed, because it failed or its results are wrong:\n" + "\n".join(failures))
 
 
 def show_layers(records: Sequence[Record]) -> None:

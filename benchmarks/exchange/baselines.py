@@ -12,55 +12,6 @@ from deepep_moe.tune.operations import compare_bits
 from deepep_moe.tune.workload import Inputs, Shape, gather_counts
 
 
-class AllToAllRows:
-    """Sends every (token, expert) row by `all_to_all_single`, as dispatchers without de-duplication do (Megatron-Core's `alltoall`).
-
-    For the rank layout it sends every (token, rank) row. It permutes the rows by expert, exchanges counts and rows, and sorts the rows
-    that arrive by expert. Combine does the reverse and sums the rows in their own dtype. It has less to do than ours, as it applies no
-    weights: Megatron-Core's experts do.
-    """
-
-    name = "all-to-all of rows (gloo)"
-
-    def __init__(self, num_experts: int, layout: str):
-        self.num_ranks, self.num_experts, self.layout = dist.get_world_size(), num_experts, layout
-
-    def _order(self, topk_idx: Tensor) -> Tensor:
-        """Set the token of each row, by target. Return the rows for each target, [num_ranks, num_local_experts] or [num_ranks, 1]."""
-        if self.layout == "rank":
-            goes = torch.zeros(self.num_ranks, len(topk_idx), dtype=torch.bool)
-            goes.scatter_(0, topk_idx.t() // (self.num_experts // self.num_ranks), True)
-            self.tokens = goes.nonzero(as_tuple=True)[1]
-            return goes.sum(1, keepdim=True)
-        flat = topk_idx.flatten()
-        self.tokens = flat.argsort(stable=True) // topk_idx.shape[1]
-        return flat.bincount(minlength=self.num_experts).view(self.num_ranks, -1)
-
-    def dispatch(self, x: Tensor, topk_idx: Tensor, _topk_weights: Tensor) -> Tensor:
-        """Return the rows that arrive, [num_rows, hidden], grouped by local expert or by source."""
-        counts = self._order(topk_idx)
-        arriving = torch.empty_like(counts)
-        dist.all_to_all_single(arriving, counts)
-        self.sent, self.received = counts.sum(1).tolist(), arriving.sum(1).tolist()
-        rows = x.new_empty(sum(self.received), x.shape[1])
-        dist.all_to_all_single(rows, x[self.tokens], self.received, self.sent)
-        if self.layout == "rank":
-            return rows
-        experts = torch.arange(counts.shape[1]).repeat(self.num_ranks).repeat_interleave(arriving.flatten())
-        self.by_expert = experts.argsort(stable=True)
-        return rows[self.by_expert]
-
-    def combine(self, rows: Tensor, num_tokens: int) -> Tensor:
-        """Return the sum of each token's rows, [num_tokens, hidden]."""
-        unsorted = rows
-        if self.layout == "expert":
-            unsorted = torch.empty_like(rows)
-            unsorted[self.by_expert] = rows
-        returned = rows.new_empty(len(self.tokens), rows.shape[1])
-        dist.all_to_all_single(returned, unsorted, self.sent, self.received)
-        return rows.new_zeros(num_tokens, rows.shape[1]).index_add_(0, self.tokens, returned)
-
-
 def words(*columns: Tensor) -> Tensor:
     """Put `columns`, each [num_rows, ...], side by side as words of 8 bytes, which every device permutes at the speed of its memory."""
     rows = torch.cat([column.contiguous().view(torch.uint8) for column in columns], dim=1)

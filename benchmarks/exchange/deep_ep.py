@@ -1,6 +1,7 @@
-"""DeepEP's first generation, `deep_ep.Buffer`: `--peer deep_ep`, or `drop_in` on deepep_moe. It has the helpers of `deep_ep_v2` too."""
+"""DeepEP's two generations, `deep_ep.Buffer` and `deep_ep.ElasticBuffer`: `--peer deep_ep`, `deep_ep_v2`, or `drop_in` on deepep_moe."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -8,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.common.peers import load_package, version_of
 from benchmarks.common.verify import close_to, expected_combine
-from benchmarks.exchange.peers import load_package, version_of
 from deepep_moe.errors import EPError
 from deepep_moe.tune.workload import SCALE_BLOCK, Inputs, Operation, Shape, gather_counts, tokens_per_rank
 
@@ -77,6 +78,82 @@ class DropIn(DeepEP):
     """DeepEP's interface on deepep_moe, as programs written for DeepEP call it: what the interface costs."""
 
     name = "drop_in"
+
+
+class DeepEPV2:
+    """Runs `deep_ep.ElasticBuffer` within one host, with its own choice of SMs.
+
+    Layout `rank` is its compact one, a row per (token, rank). Layout `expert` is its expanded one, rows grouped and padded by expert; it
+    leaves the padding as it is. Its combine applies no weights in either layout, so it has less to do than ours of the expert layout.
+    """
+
+    name = "deep_ep_v2"
+
+    def __init__(self, shape: Shape, group: "dist.ProcessGroup", num_max_tokens: int):
+        """Collective. The buffer's size is that for rows in bf16, which rows in fp8 fit in."""
+        self.shape, self.module = shape, load_package(self.name)
+        self.version = version_of(self.module)
+        sizes = {"num_max_tokens_per_rank": num_max_tokens, "hidden": shape.hidden, "num_topk": shape.num_topk}
+        self.buffer = self.module.ElasticBuffer(group, **sizes, use_fp8_dispatch=False, explicitly_destroy=True)
+
+    def destroy(self) -> None:
+        """Free the memory. Collective."""
+        self.buffer.destroy()
+
+    def operations(self, inputs: Inputs) -> list[Operation]:
+        """Return its calls, after a check that they do the same work. Collective; raises EPError."""
+        made = [self.of_layout(inputs, layout) for layout in ("rank", "expert")]
+        for _, check in made:
+            check()  # last, as it may raise on one rank alone
+        return [operation for operations, _ in made for operation in operations]
+
+    def of_layout(self, inputs: Inputs, layout: str, *, do_cpu_sync: bool | None = None) -> tuple[list[Operation], Callable[[], None]]:
+        """Return the calls of one layout, and a check of their results that raises EPError. Collective; the check is not.
+
+        If `do_cpu_sync` is False, the host waits for no counts; None is the library's default.
+        """
+        is_expert = layout == "expert"
+        how: dict[str, Any] = {"num_experts": self.shape.num_experts, "do_expand": is_expert, "do_cpu_sync": do_cpu_sync}
+        how["expert_alignment"] = self.shape.expert_alignment if is_expert else 1
+        arguments = inputs.topk_idx.to(topk_dtype(self.module)), inputs.topk_weights
+        calls: dict[tuple[str, str], Callable[[], Any]] = {
+            ("dispatch", dtype): partial(self.buffer.dispatch, x, *arguments, **how) for dtype, x in rows_of(inputs).items()
+        }
+        received = {dtype: calls["dispatch", dtype]() for dtype in (BF16, FP8)}
+        rows, handle = received[BF16][0], received[BF16][3]
+        calls["combine", BF16] = partial(self.buffer.combine, rows, handle)
+        again = {"handle": handle, "do_expand": is_expert, "num_experts": self.shape.num_experts}  # asked for, though the handle has it
+        cached = partial(self.buffer.dispatch, inputs.x, topk_weights=inputs.topk_weights, **again)
+        calls["cached dispatch", BF16] = cached
+        sent = {"dispatch": (rows, handle), "cached dispatch": (cached()[0], handle), "fp8 dispatch": (received[FP8][0], received[FP8][3])}
+        check = self._checks(inputs, layout, sent, is_exact=not is_expert and do_cpu_sync is not False)
+        num_sms = getattr(handle, "num_sms", None)
+        return [Operation(op, t, layout, row_bytes(self.shape, t), call, num_sms, self.name) for (op, t), call in calls.items()], check
+
+    def _checks(self, inputs: Inputs, layout: str, received: dict[str, tuple[Any, Any]], *, is_exact: bool) -> Callable[[], None]:
+        """Combine the rows that each dispatch received. Return a check of the sums, and if `is_exact` of the number of rows. Collective."""
+        sums = {what: self.buffer.combine(dequantized(rows), handle)[0] for what, (rows, handle) in received.items()}
+        num_rows = num_rows_received(inputs, self.shape)
+
+        def check() -> None:
+            for what, (rows, _) in received.items():
+                if is_exact:
+                    check_num_rows(what, rows, num_rows)
+                sent = dequantized_inputs(inputs) if what.startswith("fp8") else inputs
+                close_to(f"the combine of its {what}, layout {layout},", sums[what], self.expected_combine(sent, layout))
+
+        return check
+
+    def expected_combine(self, inputs: Inputs, layout: str) -> Tensor:
+        """Return the sums of a combine, which weights no row."""
+        unweighted = dataclasses.replace(inputs, topk_weights=torch.ones_like(inputs.topk_weights))
+        return expected_combine(unweighted, self.shape, layout)
+
+
+class DropInV2(DeepEPV2):
+    """DeepEP's interface on deepep_moe, as programs written for DeepEP call it: what the interface costs."""
+
+    name = "drop_in_v2"
 
 
 # ---- for both generations ----

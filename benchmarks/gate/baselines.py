@@ -113,3 +113,4 @@ BASELINES: dict[str, Callable[[Shape, bool], Gate]] = {
     "Megatron-Core": megatron,
     "Transformer Engine": transformer_engine,
 }
+ON_CPU = {"torch operators": operators}

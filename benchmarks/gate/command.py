@@ -2,13 +2,11 @@
 Megatron-Core and Transformer Engine where they are installed."""
 
 import argparse
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from benchmarks.common.report import number, show_table, spread_of
-from benchmarks.gate import cpu, gpu
+from benchmarks.gate import measure
 from benchmarks.gate.baselines import Shape
 from deepep_moe.tune.records import write_json
 
@@ -19,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
-    parser.add_argument("--sweep", action="store_true", help="on a GPU: 128 to 32768 tokens, 64 to 512 experts, with and without groups")
+    parser.add_argument("--sweep", action="store_true", help="128 to 32768 tokens, 64 to 512 experts, with and without groups")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
 
 
@@ -27,8 +25,10 @@ def main(options: argparse.Namespace) -> None:
     """Print a line for each record and write all records to `--json`."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("the gate's kernels need a GPU, which PyTorch does not see here; use --device cpu")
-    run_all = _run_on_gpu if options.device == "cuda" else _run_on_cpu
-    records = list(run_all(options))
+    device = torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
+    one = Shape(*(getattr(options, name) for name in Shape._fields))
+    shapes = measure.sweep(options.num_topk) if options.sweep else [one]
+    records = [made for shape in shapes for made in measure.run(shape, getattr(torch, options.dtype), options.repeats, device)]
     show_table(_COLUMNS, records)
     print(records[0]["hardware"])
     write_json(options.json, records)
@@ -41,15 +41,3 @@ _COLUMNS = {
     "speed-up": number("ratio", unit="x"), "as called us": number("us_called"), "baseline called": number("rival_us_called"),
     "baseline": lambda r: r["rival"],
 }  # fmt: skip
-
-
-def _run_on_cpu(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    names = ("num_tokens", "num_experts", "num_topk", "num_groups", "topk_groups", "repeats")
-    yield from cpu.run(**{name: getattr(options, name) for name in names}, dtype=getattr(torch, options.dtype))
-
-
-def _run_on_gpu(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    device = torch.device("cuda", torch.cuda.current_device())
-    one = Shape(*(getattr(options, name) for name in Shape._fields))
-    for shape in gpu.sweep(options.num_topk) if options.sweep else [one]:
-        yield from gpu.run(shape, getattr(torch, options.dtype), options.repeats, device)

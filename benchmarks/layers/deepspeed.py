@@ -13,10 +13,8 @@ makes of a Mixtral's; it needs transformers.
 """
 
 import argparse
-import gc
 import importlib.util
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,12 +23,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.common.report import show_layers
+from benchmarks.layers import harness
 from benchmarks.layers.deepspeed_passes import AutoEPPass, CommunicationPass, LayerPass
-from benchmarks.layers.passes import PARTS, check_ranks, describe, difference, draw_inputs, slowest, times_of
+from benchmarks.layers.passes import PARTS, describe, differences, draw_inputs, slowest
 from deepep_moe import torch_module
 from deepep_moe.testing import RankFailedError, run_ranks
-from deepep_moe.tune.records import DTYPES, record, write_json
-from deepep_moe.tune.timing import Timer
+from deepep_moe.tune.records import DTYPES, write_json
 
 DEEPSPEED = "deepspeed"
 LIMIT_S = 1800
@@ -38,41 +36,17 @@ LIMIT_S = 1800
 _WARMUP = 3
 _PROFILED = 5  # runs that are profiled
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {
-        "backend": "auto",
-        "hidden": 1024,
-        "ffn_hidden": 512,
-        "num_experts": 16,
-        "num_topk": [2],
-        "dtype": ["fp32", "bf16"],
-        "num_layers": 1,
-    },
-    "cuda": {
-        "backend": "nvlink",
-        "hidden": 4096,
-        "ffn_hidden": 2048,
-        "num_experts": 64,
-        "num_topk": [2, 8],
-        "dtype": ["bf16"],
-        "num_layers": 4,
-    },
+    "cpu": {"hidden": 1024, "ffn_hidden": 512, "num_experts": 16, "num_topk": [2], "dtype": ["fp32", "bf16"], "num_layers": 1},
+    "cuda": {"hidden": 4096, "ffn_hidden": 2048, "num_experts": 64, "num_topk": [2, 8], "dtype": ["bf16"], "num_layers": 4},
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there are GPUs")
-    parser.add_argument("--backend", help="of deepep_moe.Buffer; default nvlink on GPUs, auto on the CPU")
-    parser.add_argument("--num-ranks", type=int, help="expert-parallel size; default all GPUs, on the CPU 2")
-    for name in ("hidden", "ffn-hidden", "num-experts"):
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--num-tokens", type=int, default=4096)
+    sizes = {"num_tokens": 4096, "hidden": None, "ffn_hidden": None, "num_experts": None, "num_layers": None, "repeats": 20}
+    harness.add_arguments(parser, None, "all GPUs, on the CPU 2", **sizes)
     parser.add_argument("--num-topk", type=int, nargs="+")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), nargs="+")
     parser.add_argument("--capacity-factor", type=float, default=1.25, help="of DeepSpeed's gates: what exceeds it is dropped")
-    parser.add_argument(
-        "--num-layers", type=int, help="timed in one forward and one backward, all with the same input; default 1, on GPUs 4"
-    )
-    parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--autoep", action="store_true", help="a layer that AutoEP makes, with three matrices an expert and no capacity")
 
 
@@ -104,26 +78,10 @@ class Measured:
     """On GPUs, the time of the kernels of a forward and a backward, without the time between them, by the same keys."""
 
 
-def kind_of(name: str) -> str:
-    """Return the kind of a result: "deepspeed_moe.experts.deepspeed_experts.3.up.weight" -> "experts"."""
-    return name.removeprefix("deepspeed_moe.").split(".")[0]
-
-
-def modes_of(kinds: Iterable[str]) -> list[str]:
-    """Return those that are ours."""
-    return [kind for kind in kinds if kind != DEEPSPEED]
-
-
 def compare(passes: dict[str, LayerPass]) -> dict[str, dict[str, float]]:
     """Return the largest difference from DeepSpeed's results, by mode, then by kind of result."""
     expected = passes[DEEPSPEED].results()
-    found: dict[str, dict[str, float]] = {}
-    for mode in modes_of(passes):
-        kinds = found.setdefault(mode, {})
-        for name, value in passes[mode].results().items():
-            distance = difference(value.float(), expected[name].float())
-            kinds[kind_of(name)] = max(kinds.get(kind_of(name), 0.0), distance) if distance == distance else distance
-    return found
+    return {mode: differences(timed.results(), expected) for mode, timed in passes.items() if mode != DEEPSPEED}
 
 
 def link_bytes(topk_idx: Tensor, num_local_experts: int, row_bytes: int) -> dict[str, int]:
@@ -157,16 +115,20 @@ def _measure(shape: Shape, rank: int, num_ranks: int, options: argparse.Namespac
     torch.manual_seed(1)
     make = _autoep_passes if options.autoep else _native_passes
     passes, topk_idx = make(x, cotangent, options, settings)
-    differences = {what: compare(of_one) for what, of_one in passes.items()}
-    for kinds in differences.get("exchange", {}).values():
+    found = {what: compare(of_one) for what, of_one in passes.items()}
+    for kinds in found.get("exchange", {}).values():
         del kinds["gate"]  # as all experts are the same, its gradient is only rounding
     sent = link_bytes(topk_idx, options.num_experts // num_ranks, options.hidden * x.element_size())
     hardware, versions = describe("deepspeed", device, num_ranks)
     if device.type == "cuda" and torch_module.MODULE is None:
         versions += ", deepep_moe without its autograd functions in C++"
-    measured = Measured(all_buffers()[0].backend, hardware, versions, sent, differences)
-    _time(passes, measured, options, device)
+    measured = Measured(all_buffers()[0].backend, hardware, versions, sent, found)
+    for timed in (timed for of_one in passes.values() for timed in of_one.values()):
+        timed.num_layers = options.num_layers
+    measured.times = harness.times_in_turns(passes, device, _WARMUP, options.repeats, options.num_layers)
     if device.type == "cuda":
+        torch.cuda.synchronize()
+        dist.barrier()
         measured.kernel_us = {(what, kind): _kernel_us(timed) for what, of_one in passes.items() for kind, timed in of_one.items()}
     destroy_all()
     return measured
@@ -201,22 +163,6 @@ def _autoep_passes(x: Tensor, cotangent: Tensor, options: argparse.Namespace, se
     layers = autoep_layers(ffn_hidden=options.ffn_hidden, **settings)
     passes: Passes = {"autoep": {kind: AutoEPPass(layer, x, cotangent) for kind, layer in layers.items()}}
     return passes, autoep_experts_of(layers[DEEPSPEED], x.detach().unsqueeze(0))
-
-
-def _time(passes: Passes, measured: Measured, options: argparse.Namespace, device: torch.device) -> None:
-    timer = Timer(device)
-    gc.collect()
-    gc.freeze()  # collections stay short
-    for turn in range(_WARMUP + options.repeats):
-        for what, of_one in passes.items():
-            for kind, timed in of_one.items():
-                timed.num_layers = options.num_layers
-                times = [time / options.num_layers for time in times_of(timed, timer)]
-                if turn >= _WARMUP:
-                    measured.times.setdefault((what, kind), []).append(times)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        dist.barrier()
 
 
 def _kernel_us(timed: LayerPass) -> float:
@@ -266,58 +212,39 @@ def disagreements(ranks: list[Measured], shape: Shape) -> list[str]:
 
 def records_of(ranks: list[Measured], shape: Shape, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a record per thing timed, mode and part."""
-    first, times = ranks[0], slowest(ranks)
-    dtype = str(DTYPES[shape.dtype]).removeprefix("torch.")
-    settings = vars(options) | {"backend": first.backend, "num_ranks": len(ranks), "layout": "expert"}
-    settings |= {"num_topk": shape.num_topk, "dtype": dtype}
-    records = []
-    for what, modes in first.differences.items():
-        for mode in modes:
-            for part in PARTS:
-                num_bytes = max(rank.link_bytes[mode] for rank in ranks) * (4 if part == PARTS[2] else 2)
-                extra = {
-                    "hardware": first.hardware,
-                    "rival_versions": first.versions,
-                    "capacity_factor": None if options.autoep else options.capacity_factor,
-                    "num_layers": options.num_layers,
-                    "ffn_hidden": options.ffn_hidden if what in ("layer", "autoep") else None,
-                    "differences": modes[mode],
-                }
-                op = f"deepspeed {what} {mode} {shape} {part}"
-                if part == PARTS[2] and first.kernel_us:
-                    extra["us_kernels"], extra["rival_us_kernels"] = (fewest_kernel_us(ranks, what, kind) for kind in (mode, DEEPSPEED))
-                ours, theirs = times[what, mode][part], times[what, DEEPSPEED][part]
-                records.append(record(op, settings, ours, num_bytes, baseline=DEEPSPEED, baseline_times=theirs, **extra))
+    first, times, records = ranks[0], slowest(ranks), []
+    of_shape = argparse.Namespace(**vars(options) | {"num_topk": shape.num_topk})
+    for what, mode, part in [(what, mode, part) for what, modes in first.differences.items() for mode in modes for part in PARTS]:
+        extra: dict[str, Any] = {"capacity_factor": None if options.autoep else options.capacity_factor, "num_layers": options.num_layers}
+        extra |= {"ffn_hidden": options.ffn_hidden if what in ("layer", "autoep") else None, "differences": first.differences[what][mode]}
+        if part == PARTS[2] and first.kernel_us:
+            extra["us_kernels"], extra["rival_us_kernels"] = (fewest_kernel_us(ranks, what, kind) for kind in (mode, DEEPSPEED))
+        num_bytes = max(rank.link_bytes[mode] for rank in ranks) * (4 if part == PARTS[2] else 2)
+        made = harness.record(
+            f"deepspeed {what} {mode} {shape} {part}", of_shape, first, len(ranks), str(DTYPES[shape.dtype]).removeprefix("torch."),
+            times[what, mode][part], num_bytes, DEEPSPEED, times[what, DEEPSPEED][part], **extra,
+        )  # fmt: skip
+        records.append(made)
     return records
 
 
 def show(ranks: list[Measured], records: list[dict[str, Any]], shape: Shape, options: argparse.Namespace) -> None:
+    of_shape = argparse.Namespace(**vars(options) | {"num_topk": shape.num_topk})
     capacity = "AutoEP" if options.autoep else f"capacity factor {options.capacity_factor:g}"
-    print(
-        f"\nMoE, EP {len(ranks)}, {options.num_tokens} tokens x {options.hidden} {shape.dtype} a rank, top-{shape.num_topk} of "
-        f"{options.num_experts} experts, {capacity}, ffn {options.ffn_hidden}, layers at a time: {options.num_layers}; deepep_moe backend "
-        f"{ranks[0].backend}"
-    )
+    more = f", {shape.dtype}, {capacity}, layers at a time: {options.num_layers}"
+    print(f"\nMoE, {harness.shape_of(of_shape, len(ranks), ranks[0].backend, more)}")
     show_layers(records)
 
 
 def resolve(options: argparse.Namespace) -> None:
     """Fill in the defaults that depend on the machine. Raises ValueError for options that do not fit."""
-    num_gpus = torch.cuda.device_count()
-    options.device = options.device or ("cuda" if num_gpus else "cpu")
-    options.num_ranks = options.num_ranks or (num_gpus if options.device == "cuda" else 2)
+    options.device = options.device or ("cuda" if torch.cuda.device_count() else "cpu")
     for name, value in _DEFAULTS[options.device].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    check_ranks(options.device, options.num_ranks)
+    harness.resolve(options)
     if options.autoep:
         _check_autoep(options.num_ranks)
-    fits = all(0 < num_topk <= options.num_experts for num_topk in options.num_topk)
-    if options.num_experts % options.num_ranks or not fits or min(options.repeats, options.num_layers) < 1:
-        raise ValueError(
-            f"--num-experts {options.num_experts} must be a multiple of --num-ranks {options.num_ranks}, each of --num-topk "
-            f"{options.num_topk} 1 to the experts, --repeats {options.repeats} and --num-layers {options.num_layers} at least 1"
-        )
 
 
 def _check_autoep(num_ranks: int) -> None:

@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import gc
 import importlib.util
-import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,26 +25,22 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common.report import show_layers
-from benchmarks.layers import fp8_layers, megatron_steps
+from benchmarks.layers import fp8_layers, harness, megatron_steps
 from benchmarks.layers.fp8_layers import BF16, BF16_GRAPH, EACH, GRAPHS, KEPT, OURS, SHARED, Layer, Wire, graph_of
 from benchmarks.layers.graphs import Graphed
-from benchmarks.layers.megatron_steps import StepTimes
-from benchmarks.layers.passes import chain, describe, difference
+from benchmarks.layers.passes import StepTimes, chain, describe, difference, slowest_steps
 from deepep_moe.testing import run_ranks
-from deepep_moe.tune.records import record, write_json
+from deepep_moe.tune.records import write_json
 
 _WARMUP = 2
 _MIN_CHAIN = 4  # passes between two looks at the clock
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--backend", help="of deepep_moe.Buffer; default nvlink on GPUs, auto on the CPU")
-    parser.add_argument("--num-ranks", type=int, default=1, help="expert-parallel size; ranks share the GPUs there are")
-    defaults = [("num-tokens", 4096), ("hidden", 7168), ("ffn-hidden", 2048), ("num-topk", 8), ("num-experts", 32)]
-    for name, default in (*defaults, ("micro-batches", 4), ("repeats", 20)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    sizes = {"num_tokens": 4096, "hidden": 7168, "ffn_hidden": 2048, "num_topk": 8, "num_experts": 32, "micro_batches": 4, "repeats": 20}
+    harness.add_arguments(parser, "cuda", "1; ranks share the GPUs there are", **sizes)
     parser.add_argument("--kernels", type=int, default=12, help="how many kernels of each layer to print; the records have all")
+    parser.set_defaults(num_ranks=1)
 
 
 @dataclass
@@ -201,10 +196,6 @@ def _peak_bytes(layer: Layer, device: torch.device, num_passes: int) -> int:
 # ---- report ----
 
 
-def _slowest(ranks: list[Measured], name: str) -> list[StepTimes]:
-    return [max(turn, key=lambda times: times.wall) for turn in zip(*(rank.times[name] for rank in ranks), strict=True)]
-
-
 def _kernel_us(ranks: list[Measured], name: str) -> float | None:
     return max(sum(rank.kernels[name].values()) for rank in ranks) if ranks[0].kernels else None
 
@@ -222,17 +213,15 @@ def records_of(ranks: list[Measured], options: argparse.Namespace) -> list[dict[
 
 
 def _record(ranks: list[Measured], options: argparse.Namespace, name: str, baseline: str) -> dict[str, Any]:
-    first, mine, theirs = ranks[0], _slowest(ranks, name), _slowest(ranks, baseline)
-    settings = vars(options) | {"backend": first.backend, "num_ranks": len(ranks), "layout": "expert"}
+    first, (mine, theirs) = ranks[0], (slowest_steps([rank.times[each] for rank in ranks]) for each in (name, baseline))
     is_fp8 = name != BF16_GRAPH
     dtype, row_bytes = ("float8_e4m3fn", first.wire.fp8_bytes) if is_fp8 else ("bfloat16", first.wire.bf16_bytes)
     keeps = name in (SHARED, KEPT, graph_of(SHARED))
     extra = {
-        "hardware": first.hardware, "rival_versions": f"{first.versions}; {first.rivals}", "ffn_hidden": options.ffn_hidden,
+        "rival_versions": f"{first.versions}; {first.rivals}", "ffn_hidden": options.ffn_hidden,
         "micro_batches": options.micro_batches if name in (SHARED, graph_of(SHARED)) else None,
         "graph_passes": options.micro_batches if name in GRAPHS else None,
         "rival_graph_passes": options.micro_batches if baseline in GRAPHS else None, "not_captured": first.not_captured,
-        "host_us": _median(mine, "host"), "rival_host_us": _median(theirs, "host"),
         "kernel_us": _kernel_us(ranks, name), "rival_kernel_us": _kernel_us(ranks, baseline),
         "peak_bytes": max(rank.peak_bytes[name] for rank in ranks),
         "rival_peak_bytes": max(rank.peak_bytes[baseline] for rank in ranks), "kept_bytes": first.kept_bytes if keeps else 0,
@@ -240,23 +229,13 @@ def _record(ranks: list[Measured], options: argparse.Namespace, name: str, basel
         "kernels": {kernel: round(us, 1) for kernel, us in first.kernels.get(name, {}).items()},
     }  # fmt: skip
     num_bytes = first.wire.num_rows * (row_bytes + first.wire.bf16_bytes) * 2
-    return record(
-        f"fp8 layer {name}", settings | {"dtype": dtype}, [times.wall for times in mine], num_bytes, baseline=baseline,
-        baseline_times=[times.wall for times in theirs], **extra,
-    )  # fmt: skip
-
-
-def _median(times: list[StepTimes], name: str) -> float:
-    return statistics.median(getattr(each, name) for each in times)
+    return harness.record(f"fp8 layer {name}", options, first, len(ranks), dtype, mine, num_bytes, baseline, theirs, **extra)
 
 
 def show(ranks: list[Measured], records: list[dict[str, Any]], options: argparse.Namespace) -> None:
     first = ranks[0]
     print(f"{first.hardware}; {first.versions}; {first.rivals}")
-    print(
-        f"MoELayer, EP {len(ranks)}, {options.num_tokens} tokens x {options.hidden} a rank, top-{options.num_topk} of "
-        f"{options.num_experts} experts, ffn {options.ffn_hidden}; deepep_moe backend {first.backend}"
-    )
+    print(f"MoELayer, {harness.shape_of(options, len(ranks), first.backend)}")
     show_layers(records)
     for name, why in first.not_captured.items():
         print(f"{name}: not captured: {why}")
@@ -272,24 +251,10 @@ def show(ranks: list[Measured], records: list[dict[str, Any]], options: argparse
             print(f"  {us:9.1f}  {kernel[:120]}")
 
 
-def resolve(options: argparse.Namespace) -> None:
-    """Fill in the defaults that depend on the machine. Raises ValueError for options that do not fit."""
-    options.backend = options.backend or ("nvlink" if options.device == "cuda" else "auto")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda needs a GPU, and this machine has none; give --device cpu")
-    if options.num_ranks < 1 or options.num_experts % options.num_ranks or not 0 < options.num_topk <= options.num_experts:
-        raise ValueError(
-            f"--num-experts {options.num_experts} must be a multiple of --num-ranks {options.num_ranks}, which is positive, and --num-topk "
-            f"{options.num_topk} 1 to the experts"
-        )
-    if min(options.repeats, options.micro_batches, options.num_tokens) < 1:
-        raise ValueError("--repeats, --micro-batches and --num-tokens must be at least 1")
-
-
 def main(options: argparse.Namespace) -> None:
     """Print tables and write the records to `--json`. Exit with 1 if copies of weights, or graphs, change results."""
     try:
-        resolve(options)
+        harness.resolve(options, shares_gpus=True)
     except ValueError as error:
         sys.exit(str(error))
     ranks = run_ranks(measure, options.num_ranks, options, timeout_s=900, bind=options.bind)

@@ -10,8 +10,6 @@ beforehand. Results of all dispatchers are compared first. Times are of the slow
 """
 
 import argparse
-import gc
-import statistics
 import sys
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,12 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common.report import show_layers
-from benchmarks.layers import megatron_steps
-from benchmarks.layers.megatron_steps import GROUPED, StepTimes
-from benchmarks.layers.passes import PARTS, Pass, check_ranks, describe, difference, draw_inputs, slowest, times_of
+from benchmarks.layers import harness, megatron_steps
+from benchmarks.layers.megatron_steps import GROUPED
+from benchmarks.layers.passes import PARTS, Pass, StepTimes, describe, differences, draw_inputs, slowest, slowest_steps
+from benchmarks.layers.passes import difference as difference
+from benchmarks.layers.passes import kind_of as kind_of
 from deepep_moe.testing import run_ranks
-from deepep_moe.tune.records import DTYPES, record, write_json
-from deepep_moe.tune.timing import Timer
+from deepep_moe.tune.records import DTYPES, write_json
 
 OURS, ALONE, GATHERS = "deepep_moe", "rows alone", "rows, gathers"
 DISPATCHERS = (OURS, "alltoall", "allgather")
@@ -35,13 +34,12 @@ _WARMUP = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--backend", help="of deepep_moe.Buffer; default nvlink on GPUs, auto on the CPU")
-    parser.add_argument("--num-ranks", type=int, help="expert-parallel size; default all GPUs, on the CPU 2")
-    defaults = [("num-tokens", 4096), ("hidden", 4096), ("ffn-hidden", 2048), ("num-topk", 8), ("num-experts", 64), ("repeats", 20)]
-    for name, default in defaults:
-        parser.add_argument(f"--{name}", type=int, default=default)
+    sizes = {"num_tokens": 4096, "hidden": 4096, "ffn_hidden": 2048, "num_topk": 8, "num_experts": 64, "repeats": 20}
+    harness.add_arguments(parser, "cuda", "all GPUs, on the CPU 2", **sizes)
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+
+
+resolve = harness.resolve
 
 
 # ---- what is timed ----
@@ -120,22 +118,13 @@ def link_bytes(routing_map: Tensor, row_bytes: int, num_ranks: int) -> int:
 # ---- comparison ----
 
 
-def kind_of(name: str) -> str:
-    """Return the first part of a name: "experts.local_experts.3.linear_fc1.weight" -> "experts"."""
-    return name.split(".")[0]
-
-
 def compare(passes: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Return the largest difference from ours, by baseline, then by kind of result."""
-    ours = passes[OURS].results()
-    found: dict[str, dict[str, float]] = {}
-    for baseline, rival in passes.items():
-        if baseline == OURS or not isinstance(rival, Pass):
-            continue
-        kinds = found.setdefault(baseline, {})
-        for name, expected in megatron_steps.by_expert(rival.results()).items():
-            value = difference(ours[name].float(), expected.float())
-            kinds[kind_of(name)] = max(kinds.get(kind_of(name), 0.0), value) if value == value else value
+    ours, found = passes[OURS].results(), {}
+    for name, rival in passes.items():
+        if name != OURS and isinstance(rival, Pass):
+            theirs = megatron_steps.by_expert(rival.results())
+            found[name] = differences({kind: ours[kind] for kind in theirs}, theirs)
     return found
 
 
@@ -173,21 +162,13 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
         x, cotangent = draw_inputs(rank, (options.num_tokens, 1, options.hidden), device, DTYPES[options.dtype])
         passes = make_passes(layers, x, cotangent, num_ranks)
         steps = megatron_steps.make_steps(layers[OURS], x, cotangent, seed=1, ep=num_ranks, dtype=DTYPES[options.dtype], **sizes)
-        differences = {what: compare(of_one) for what, of_one in passes.items()}
-        differences["step"] = compare({OURS: passes["layer"][OURS], **steps})
+        found = {what: compare(of_one) for what, of_one in passes.items()}
+        found["step"] = compare({OURS: passes["layer"][OURS], **steps})
         with torch.no_grad():
             sent = link_bytes(layers[OURS].router(x)[1], options.hidden * x.element_size(), num_ranks)
         backend = layers[OURS].token_dispatcher.buffer.backend
-        measured = Measured(backend, *describe("megatron-core", device, num_ranks), permutes_are_fused(), sent, differences)
-        timer = Timer(device)
-        gc.collect()
-        gc.freeze()  # collections stay short
-        for turn in range(_WARMUP + options.repeats):
-            for what, of_one in passes.items():
-                for name, timed in of_one.items():
-                    times = times_of(timed, timer)
-                    if turn >= _WARMUP:
-                        measured.times.setdefault((what, name), []).append(times)
+        measured = Measured(backend, *describe("megatron-core", device, num_ranks), permutes_are_fused(), sent, found)
+        measured.times = harness.times_in_turns(passes, device, _WARMUP, options.repeats)
         measured.steps = _time_steps(
             {OURS: passes["layer"][OURS], "alltoall": passes["layer"]["alltoall"], **steps}, device, options.repeats
         )
@@ -229,82 +210,40 @@ def worst(ranks: list[Measured]) -> dict[str, dict[str, dict[str, float]]]:
 
 def records_of(ranks: list[Measured], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a record per thing timed, part and baseline."""
-    first, times, differences = ranks[0], slowest(ranks), worst(ranks)
-    dtype = str(DTYPES[options.dtype]).removeprefix("torch.")
-    settings = vars(options) | {"backend": first.backend, "num_ranks": len(ranks), "dtype": dtype, "layout": "expert"}
-    records = []
-    for what, baseline in times:
-        for part in PARTS if baseline != OURS else ():
-            num_bytes = max(rank.link_bytes for rank in ranks) * (4 if part == PARTS[2] else 2)
-            extra = {
-                "hardware": first.hardware,
-                "rival_versions": first.versions,
-                "rival_permutes_are_fused": first.permutes_are_fused,
-                "ffn_hidden": options.ffn_hidden if what == "layer" else None,
-                "differences": differences[what].get(baseline),
-            }
-            op = f"megatron {what} {part}"
-            records.append(
-                record(
-                    op, settings, times[what, OURS][part], num_bytes, baseline=baseline, baseline_times=times[what, baseline][part], **extra
-                )
-            )
-    return records
+    first, times, found = ranks[0], slowest(ranks), worst(ranks)
+    dtype, sent = str(DTYPES[options.dtype]).removeprefix("torch."), max(rank.link_bytes for rank in ranks)
+    return [
+        harness.record(
+            f"megatron {what} {part}", options, first, len(ranks), dtype, times[what, OURS][part], sent * (4 if part == PARTS[2] else 2),
+            baseline, times[what, baseline][part], rival_permutes_are_fused=first.permutes_are_fused,
+            ffn_hidden=options.ffn_hidden if what == "layer" else None, differences=found[what].get(baseline),
+        )
+        for what, baseline in times if baseline != OURS for part in PARTS
+    ]  # fmt: skip
 
 
 def step_records(ranks: list[Measured], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a record of the layer with grouped experts for each who makes the same step: by wall time, host and kernel times beside."""
-    first, steps = ranks[0], slowest_steps(ranks)
-    dtype = str(DTYPES[options.dtype]).removeprefix("torch.")
-    settings = vars(options) | {"backend": first.backend, "num_ranks": len(ranks), "dtype": dtype, "layout": "expert"}
-    ours = steps.get(GROUPED, [])
+    first, steps = ranks[0], {name: slowest_steps([rank.steps[name] for rank in ranks]) for name in ranks[0].steps}
+    dtype, sent = str(DTYPES[options.dtype]).removeprefix("torch."), max(rank.link_bytes for rank in ranks)
     return [
-        record(
-            "megatron step forward+backward", settings, [times.wall for times in ours], max(rank.link_bytes for rank in ranks) * 4,
-            baseline=name, baseline_times=[times.wall for times in theirs], hardware=first.hardware,
+        harness.record(
+            "megatron step forward+backward", options, first, len(ranks), dtype, steps[GROUPED], sent * 4, name, theirs,
             rival_versions=f"{first.versions}; {megatron_steps.rivals()}", ffn_hidden=options.ffn_hidden,
-            host_us=_median(ours, "host"), rival_host_us=_median(theirs, "host"), kernel_us=ours[-1].kernels,
-            rival_kernel_us=theirs[-1].kernels, differences=worst(ranks)["step"].get(name),
+            kernel_us=steps[GROUPED][-1].kernels, rival_kernel_us=theirs[-1].kernels, differences=worst(ranks)["step"].get(name),
         )
         for name, theirs in steps.items() if name != GROUPED
     ]  # fmt: skip
 
 
-def slowest_steps(ranks: list[Measured]) -> dict[str, list[StepTimes]]:
-    """Return the slowest rank of every turn, by wall time."""
-    return {
-        name: [max(turn, key=lambda times: times.wall) for turn in zip(*(rank.steps[name] for rank in ranks), strict=True)]
-        for name in ranks[0].steps
-    }
-
-
-def _median(steps: list[StepTimes], name: str) -> float:
-    return statistics.median(getattr(times, name) for times in steps)
-
-
 def show(ranks: list[Measured], records: list[dict[str, Any]], options: argparse.Namespace) -> None:
     first = ranks[0]
     print(f"{first.hardware}; {first.versions}; {megatron_steps.rivals()}")
-    print(
-        f"MoELayer, EP {len(ranks)}, {options.num_tokens} tokens x {options.hidden} {options.dtype} a rank, top-{options.num_topk} of "
-        f"{options.num_experts} experts, ffn {options.ffn_hidden}; deepep_moe backend {first.backend}; "
-        f"Megatron-Core's permutes are {'fused' if first.permutes_are_fused else 'not fused, as TransformerEngine is missing'}"
-    )
+    permutes = "fused" if first.permutes_are_fused else "not fused, as TransformerEngine is missing"
+    shape = harness.shape_of(options, len(ranks), first.backend, f", {options.dtype}")
+    print(f"MoELayer, {shape}; Megatron-Core's permutes are {permutes}")
     show_layers(records)
     print(f"{tolerance(options):.1e} is what rounding explains")
-
-
-def resolve(options: argparse.Namespace) -> None:
-    """Fill in the defaults that depend on the machine. Raises ValueError for options that do not fit."""
-    on_gpu = options.device == "cuda"
-    options.num_ranks = options.num_ranks or (torch.cuda.device_count() if on_gpu else 2)
-    options.backend = options.backend or ("nvlink" if on_gpu else "auto")
-    check_ranks(options.device, options.num_ranks)
-    if options.num_experts % options.num_ranks or not 0 < options.num_topk <= options.num_experts or options.repeats < 1:
-        raise ValueError(
-            f"--num-experts {options.num_experts} must be a multiple of --num-ranks {options.num_ranks}, --num-topk {options.num_topk} "
-            f"1 to the experts, --repeats {options.repeats} at least 1"
-        )
 
 
 def main(options: argparse.Namespace) -> None:

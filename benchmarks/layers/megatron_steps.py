@@ -9,29 +9,18 @@ import importlib
 import time
 from functools import partial
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.layers.graphs import Graphed
-from benchmarks.layers.passes import Pass, Step, chain
+from benchmarks.layers.passes import Pass, Step, StepTimes, chain
 
 GROUPED, GRAPH, PRODUCTS = "deepep_moe, grouped", "deepep_moe, grouped, CUDA graph", "grouped products alone"
 TE_OURS, TE_ALLTOALL, TE_ALLGATHER = "deepep_moe, TE experts", "alltoall, TE experts and router", "allgather, TE experts and router"
 _CHAIN = 5  # passes between two looks at the clock
-
-
-class StepTimes(NamedTuple):
-    """Microseconds of one forward and backward."""
-
-    wall: float
-    """A chain of them divided by its length, the device idle before and after."""
-    host: float
-    """Until the host has enqueued them."""
-    kernels: float | None
-    """The sum of the times of all kernels, by PyTorch's profiler; None on CPUs."""
 
 
 def has_te() -> bool:

@@ -1,8 +1,8 @@
-"""Passes of a layer, their times and their differences, for the benchmarks of layers."""
+"""Passes of a layer, their times and their differences."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -87,6 +87,20 @@ def difference(actual: Tensor, expected: Tensor) -> float:
     return float(((actual - expected).abs().max() / scale).item()) if expected.numel() else 0.0
 
 
+def kind_of(name: str) -> str:
+    """Return the kind of a result: "deepspeed_moe.experts.deepspeed_experts.3.up.weight" -> "experts"."""
+    return name.removeprefix("deepspeed_moe.").split(".")[0]
+
+
+def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the largest difference by kind of result. NaN counts as the largest."""
+    kinds: dict[str, float] = {}
+    for name, value in found.items():
+        distance = difference(value.float(), expected[name].float())
+        kinds[kind_of(name)] = max(kinds.get(kind_of(name), 0.0), distance) if distance == distance else distance
+    return kinds
+
+
 def times_of(timed: Any, timer: Timer) -> list[float]:
     """Time one forward and one backward of a pass, in microseconds: forward, backward, both. Collective."""
 
@@ -127,10 +141,17 @@ def describe(package: str, device: torch.device, num_ranks: int) -> tuple[str, s
     return gpus, f"{versions}, CUDA {torch.version.cuda}, NCCL {nccl_version()}"
 
 
-def check_ranks(device: str, num_ranks: int) -> None:
-    """Raise ValueError if GPUs are asked for and there are too few."""
-    if device == "cuda" and not 0 < num_ranks <= torch.cuda.device_count():
-        raise ValueError(
-            f"--device cuda needs a GPU for each of {max(1, num_ranks)} ranks, this machine has {torch.cuda.device_count()}; "
-            "give --num-ranks, or --device cpu"
-        )
+class StepTimes(NamedTuple):
+    """Microseconds of one forward and backward."""
+
+    wall: float
+    """A chain of them divided by its length, the device idle before and after."""
+    host: float
+    """Until the host has enqueued them."""
+    kernels: float | None
+    """The sum of the times of all kernels, by PyTorch's profiler; None on CPUs."""
+
+
+def slowest_steps(ranks: Sequence[list[StepTimes]]) -> list[StepTimes]:
+    """Return the slowest rank of every turn, by wall time."""
+    return [max(turn, key=lambda times: times.wall) for turn in zip(*ranks, strict=True)]

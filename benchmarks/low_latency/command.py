@@ -8,17 +8,12 @@ library. Times are of the rank with the largest median.
 """
 
 import argparse
-import sys
 
-from benchmarks.common.report import exit_with_failures
-from benchmarks.exchange.peers import add_peer, check_peers
-from benchmarks.low_latency.measure import Report, measure
+from benchmarks.common.peers import add_peer
+from benchmarks.common.ranks import add_sizes, resolve_sizes, run
+from benchmarks.common.report import Record, number, show_head, show_table, spread_of
+from benchmarks.low_latency.measure import measure
 from benchmarks.low_latency.peers import PEERS
-from benchmarks.low_latency.report import records_of, show
-from deepep_moe import config
-from deepep_moe.errors import EPError
-from deepep_moe.tune.ranks import add_ranks_and_tokens, resolve_ranks, start
-from deepep_moe.tune.records import write_json
 
 TOKENS = {"cuda": (1, 8, 32, 128, 256, 512), "cpu": (1, 8, 32, 128)}
 QUICK_TOKENS = (8, 128)
@@ -30,14 +25,10 @@ _QUICK_SHARE = 10  # `--quick` makes one of so many iterations
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", choices=("nvlink", "shm"), default="nvlink")
-    add_ranks_and_tokens(parser, f"{' '.join(map(str, TOKENS['cuda']))}, up to 128 with shm")
-    parser.add_argument("--hidden", type=int, help=f"a multiple of 128; default {HIDDEN['cuda']}, with shm {HIDDEN['cpu']}")
-    for name, default in (("num-experts", 256), ("num-topk", 8)):
-        parser.add_argument(f"--{name}", type=int, default=default)
     many, few = ITERATIONS["cuda"]
-    helped = f"default {many} at {MANY_ITERATIONS_TOKENS} tokens, {few} elsewhere, {ITERATIONS['cpu'][0]} with shm"
-    parser.add_argument("--iterations", type=int, help=helped)
+    default_iterations = f"{many} at {MANY_ITERATIONS_TOKENS} tokens, {few} elsewhere, {ITERATIONS['cpu'][0]} with shm"
+    add_sizes(parser, ("nvlink", "shm"), f"{' '.join(map(str, TOKENS['cuda']))}, up to 128 with shm", default_iterations)
+    parser.add_argument("--hidden", type=int, help=f"a multiple of 128; default {HIDDEN['cuda']}, with shm {HIDDEN['cpu']}")
     parser.add_argument("--quick", action="store_true", help=f"{' and '.join(map(str, QUICK_TOKENS))} tokens, a tenth of the iterations")
     add_peer(parser, tuple(PEERS))
     parser.set_defaults(expert_alignment=1)
@@ -47,20 +38,10 @@ def resolve(options: argparse.Namespace) -> None:
     """Fill in the defaults that depend on the machine. Raises EPError for what cannot run, ValueError for values that do not fit."""
     options.on_gpu = options.backend == "nvlink"
     device = "cuda" if options.on_gpu else "cpu"
-    resolve_ranks(options)
     options.hidden = HIDDEN[device] if options.hidden is None else options.hidden
-    options.num_tokens = sorted(set(options.num_tokens or (QUICK_TOKENS if options.quick else TOKENS[device])))
-    for n in options.num_ranks:
-        if n < 1 or options.num_experts % n:
-            raise ValueError(f"--num-experts {options.num_experts} must be a multiple of --num-ranks {n}")
+    resolve_sizes(options, QUICK_TOKENS if options.quick else TOKENS[device], 32)
     if options.hidden < 1 or options.hidden % 128:
         raise ValueError(f"--hidden {options.hidden} must be a multiple of 128: rows in fp8 have a scale for 128 columns")
-    if not 1 <= options.num_topk <= min(options.num_experts, 32):
-        raise ValueError(f"--num-topk {options.num_topk} must be 1 to 32, and at most --num-experts {options.num_experts}")
-    if options.peer and not options.on_gpu:
-        raise ValueError(f"--peer {options.peer[0]} needs GPUs; give --backend nvlink")
-    if min(options.num_tokens) < 1 or (options.iterations is not None and options.iterations < 1):
-        raise ValueError("--num-tokens and --iterations must be at least 1")
     options.iterations_of = {num_tokens: _iterations(options, num_tokens, device) for num_tokens in options.num_tokens}
 
 
@@ -71,22 +52,26 @@ def _iterations(options: argparse.Namespace, num_tokens: int, device: str) -> in
     return default // _QUICK_SHARE if options.quick else default
 
 
-def run(options: argparse.Namespace) -> list[Report]:
-    """Return one report per number of ranks."""
-    check_peers(options.peer)
-    resolve(options)
-    return start(measure, options)
+_COLUMNS = {
+    "operation": lambda r: r["name"].removeprefix("low-latency ") + ("" if r["is_host_ahead"] else "*"),
+    "EP": number("num_ranks", 0), "tokens": number("num_tokens", 0), "part": lambda r: "graph" if r["graph"] else r["half"],
+    "us": number("us_median"), "p10-p90": spread_of, "p99": number("us_p99"), "of 20": number("us_graph_of_20"),
+    "MB": number("bytes_moved", 3, 1e-6), "GB/s": number("gbps"), "% link": number("percent_of_link", 0),
+    "baseline us": number("rival_us"), "speed-up": number("ratio", 2, unit="x"), "Buffer us": number("buffer_us"),
+}  # fmt: skip
+
+
+def show(records: list[Record]) -> None:
+    show_head(records)
+    for num_ranks, us in {r["num_ranks"]: r["us_event"] for r in records if r["us_event"] is not None}.items():
+        print(f"EP{num_ranks}: {us:.2f} us from event to event, part of every time but `of 20`")
+    print("graph: one call a CUDA graph; both: eager; send, receive: its halves, with the rows already there. of 20: mean of 20 calls in")
+    print("one graph. MB: over the link, of the rank that sends most. baseline: all-to-all of all (token, expert) rows with its")
+    print("permutes, in a graph where ours is. Neither it nor Buffer has a combine in fp8: theirs is in bf16 there too.")
+    if not all(r["is_host_ahead"] for r in records):
+        print("*: the host was not always ahead of the device")
+    show_table(_COLUMNS, records)
 
 
 def main(options: argparse.Namespace) -> None:
-    try:
-        reports = run(options)
-    except (EPError, ValueError) as error:
-        sys.exit(str(error))
-    if config.launched_rank():
-        return  # rank 0 reports
-    records = records_of(reports, options)
-    write_json(options.json, records)
-    if records:
-        show(reports, records)
-    exit_with_failures(reports)
+    run(measure, resolve, show, options)

@@ -1,26 +1,26 @@
 """The work of one rank: check and then time every operation and its baselines."""
 
 import argparse
-import gc
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from benchmarks.common.peers import foreign
+from benchmarks.common.ranks import BenchRank, Report
+from benchmarks.common.report import Record
 from benchmarks.common.verify import verify
 from benchmarks.exchange.baselines import PlannedByExpert, verify_baseline, words
-from benchmarks.exchange.link_rate import link_gbps
-from benchmarks.exchange.peers import foreign
 from benchmarks.low_latency import operations as low_latency_operations
 from benchmarks.low_latency.batches import GRAPH_CALLS, Batches, Times
 from benchmarks.low_latency.operations import LowLatencyOperation
 from benchmarks.low_latency.peers import PEERS, SmallBatches
 from deepep_moe import LowLatencyBuffer
 from deepep_moe.tune.operations import operations
-from deepep_moe.tune.ranks import TIMEOUT_S, Rank
+from deepep_moe.tune.ranks import TIMEOUT_S
 from deepep_moe.tune.workload import Inputs, gather_counts, link_rows, tokens_per_rank
 
 _LINK_ITERATIONS = 10
@@ -39,91 +39,43 @@ class Baseline:
     graph: Times | None
 
 
-@dataclass(frozen=True)
-class Measurement:
-    op: str
-    name: str
-    dtype: str
-    wire: str
-    num_tokens: int
-    link_bytes: int
-    """Bytes of rows and scales over the link, of the rank that sends most."""
-    workspace_bytes: int | None
-    eager: Times
-    graph: Times | None
-    """None on the CPU."""
-    graph_of_20_us: float | None
-    """Mean time of a call in a graph of 20 calls, which has no events in it."""
-    send: Times | None
-    receive: Times | None
-    """Both None where the call has no halves."""
-    baseline: Baseline | None
-    buffer_us: list[float] | None
-    """Times of each call of the same operation of `Buffer`, in the expert layout, of the slowest rank."""
-    layout: str = "expert"
-    backend: str | None = None
-    """The name of another library, and its version. None stands for the buffer's backend."""
-    version: str | None = None
-
-
-@dataclass
-class Report:
-    num_ranks: int
-    hardware: str
-    transport: str
-    """The library that moves the rows of the baseline."""
-    link_gbps: float | None
-    num_sms: int | None
-    """All SMs of the GPU, as a call occupies them. None on the CPU."""
-    event_us: float | None
-    measurements: list[Measurement] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    """Operations that raised or had wrong results, and so are not timed."""
-
-
-class LowLatencyRank(Rank):
+class LowLatencyRank(BenchRank):
     """One rank of one run. Every method is collective."""
 
-    def measure_all(self) -> Report:
-        gc.collect()
-        gc.freeze()  # collections stay short
+    def run(self) -> Report:
         self.batches = Batches(self.timer)
-        rate, num_sms = link_gbps(self.timer, _LINK_ITERATIONS), None
-        if self.timer.is_gpu:
-            num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        transport = "NCCL" if self.timer.is_gpu else "gloo"
-        report = Report(self.shape.num_ranks, self.hardware(), transport, rate, num_sms, self.batches.event_us(), failures=self.failures)
+        self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count if self.timer.is_gpu else None
+        self.event_us = self.batches.event_us()
         peers = self._make_peers()
         for num_tokens in self.options.num_tokens:
-            report.measurements += self._measure_size(num_tokens, peers)
+            self.report.records += self._measure_size(num_tokens, peers)
         self.timer.synchronize()
         for peer in peers:
             self.agreed(f"the end of {peer.name}", partial(foreign, peer.destroy))
-        return report
+        return self.report
 
-    def _measure_size(self, num_tokens: int, peers: list[SmallBatches]) -> list[Measurement]:
+    def _measure_size(self, num_tokens: int, peers: list[SmallBatches]) -> list[Record]:
         """Time every operation that is right, at one size."""
-        everyone, what = self.everyones_inputs(num_tokens), f"{num_tokens} tokens"
+        everyone, what, found = self.everyones_inputs(num_tokens), f"{num_tokens} tokens", list[Record]()
         baselines = self._time_all_to_all(everyone)
         buffers = self._time_buffer(everyone)
         self._free()
         o = self.options
         buffer = LowLatencyBuffer(None, num_tokens, o.hidden, o.num_experts, o.num_topk, backend=o.backend, timeout_s=TIMEOUT_S)
         self.say(f"{what}, workspace {buffer.workspace_bytes / 2**20:.1f} MiB per rank")
-        found = []
         make = partial(low_latency_operations.operations, buffer, self.shape, everyone, self.rank)
         for operation in self.agreed(f"every operation, {what}", make) or []:
             name = f"{operation.name}, {what}"
             if self.agreed(name, partial(self._checked, buffer, partial(low_latency_operations.verify, operation))):
                 baseline, other = baselines.get((operation.op, operation.dtype)), buffers.get((operation.op, operation.dtype))
                 time = partial(self._time_call, operation, everyone[self.rank], buffer.workspace_bytes, baseline, other)
-                found.append(self.agreed(name, partial(self._checked, buffer, time)))
+                found += self.agreed(name, partial(self._checked, buffer, time)) or []
         self.timer.synchronize()
         buffer.destroy()
         for peer in peers:
             found += self._time_peer(peer, everyone, baselines)
         self._free()
-        return [measurement for measurement in found if measurement is not None]
+        return found
 
     # ---- other libraries ----
 
@@ -134,11 +86,9 @@ class LowLatencyRank(Rank):
             made.append(self.agreed(name, partial(foreign, partial(PEERS[name], self.shape, group, most))))
         return [peer for peer in made if peer is not None]
 
-    def _time_peer(
-        self, peer: SmallBatches, everyone: list[Inputs], baselines: dict[tuple[str, str], Baseline]
-    ) -> list[Measurement | None]:
+    def _time_peer(self, peer: SmallBatches, everyone: list[Inputs], baselines: dict[tuple[str, str], Baseline]) -> list[Record]:
         """Time every operation of another library that is right, at one size."""
-        what, found = f"{len(everyone[0].x)} tokens", []
+        what, found = f"{len(everyone[0].x)} tokens", list[Record]()
         self.say(f"{what}, {peer.name} {peer.version}")
         make = partial(foreign, partial(peer.operations, everyone, self.rank))
         for o in self.agreed(f"{peer.name}, {what}", make) or []:
@@ -146,7 +96,7 @@ class LowLatencyRank(Rank):
             if self.agreed(name, partial(foreign, partial(low_latency_operations.verify, o))):
                 baseline = baselines.get((o.op, o.dtype)) if o.layout == "expert" else None
                 time = partial(self._time_call, o, everyone[self.rank], peer.workspace_bytes, baseline, None, peer.version)
-                found.append(self.agreed(name, partial(foreign, time)))
+                found += self.agreed(name, partial(foreign, time)) or []
         self.timer.synchronize()
         return found
 
@@ -170,22 +120,37 @@ class LowLatencyRank(Rank):
         baseline: Baseline | None,
         buffer_us: list[float] | None,
         version: str | None = None,
-    ) -> Measurement:
+    ) -> list[Record]:
         num_tokens = len(mine.x)
         iterations = self.options.iterations_of[num_tokens]
         rows = link_rows(gather_counts(tokens_per_rank(mine.topk_idx, self.shape)))[o.op]
         eager = self.batches.times(o.call, iterations)
-        send, receive = (None, None) if o.send is None else self.batches.halves(o.send, min(iterations, _MOST_HALVES))
-        graph, of_20_us = self._graphs_of(o, iterations) if self.timer.is_gpu else (None, None)
-        what = (o.op, o.name, o.dtype, o.wire, num_tokens, rows * o.row_bytes, workspace_bytes)
-        return Measurement(*what, eager, graph, of_20_us, send, receive, baseline, buffer_us, o.layout, o.backend, version)
+        halves = None if o.send is None else self.batches.halves(o.send, min(iterations, _MOST_HALVES))
+        graph = self._graphs_of(o, iterations) if self.timer.is_gpu else None
+        record = partial(self._record, o, num_tokens, rows * o.row_bytes, workspace_bytes, version)
+        return records_of(record, eager, halves, graph, baseline, statistics.median(buffer_us) if buffer_us else None)
 
-    def _graphs_of(self, o: LowLatencyOperation, iterations: int) -> tuple[Times | None, float | None]:
+    def _record(
+        self, o: LowLatencyOperation, num_tokens: int, link_bytes: int, workspace_bytes: int | None, version: str | None, half: str,
+        times: Times, baseline: Times | None = None, buffer_us: float | None = None, *, graph: bool = False,
+    ) -> Record:  # fmt: skip
+        in_bf16 = ", in bf16" if (o.op, o.wire) == ("combine", "fp8") else ""  # the all-to-all has no combine in fp8
+        sent_bytes = 0 if half == "receive" else link_bytes  # its rows have arrived before
+        return self.record(
+            o.op, num_tokens, o.dtype, o.layout, times.us, sent_bytes, backend=o.backend, version=version,
+            baseline=None if baseline is None else f"all-to-all of rows ({self.transport}) with permutes{in_bf16}",
+            baseline_times=[] if baseline is None else baseline.us, name=f"low-latency {o.name}", wire=o.wire, half=half, graph=graph,
+            us_p99=sorted(times.us)[len(times.us) * 99 // 100], us_event=self.event_us, us_host=times.host_us,
+            is_host_ahead=times.is_ahead, num_sms=None if o.backend else self.num_sms, buffer_us=buffer_us,
+            buffer_ratio=None if buffer_us is None else buffer_us / statistics.median(times.us), workspace_bytes=workspace_bytes,
+        )  # fmt: skip
+
+    def _graphs_of(self, o: LowLatencyOperation, iterations: int) -> tuple[Times, float] | None:
         """Time graphs of a call. A call of another library that cannot be captured is timed eagerly, and that it cannot is reported."""
         time = partial(self._time_graphs, o, iterations)
         if o.backend is None:
             return time()
-        return self.agreed(f"{o.name} in a graph", partial(foreign, time)) or (None, None)
+        return self.agreed(f"{o.name} in a graph", partial(foreign, time))
 
     def _time_graphs(self, o: LowLatencyOperation, iterations: int) -> tuple[Times, float]:
         """Time a graph of one call, whose last result is checked too, and return the mean of a call in a graph of many."""
@@ -235,7 +200,23 @@ class LowLatencyRank(Rank):
         return made
 
 
+def records_of(
+    record: Callable[..., Record], eager: Times, halves: tuple[Times, Times] | None, graph: tuple[Times, float] | None,
+    baseline: Baseline | None, buffer_us: float | None,
+) -> list[Record]:  # fmt: skip
+    """Return a record of the call as a graph, if there is one, of the eager call, and of each half that it has.
+
+    `graph` has the times of a graph of one call, and the mean of a call in a graph of many.
+    """
+    eager_baseline, graph_baseline = (None, None) if baseline is None else (baseline.eager, baseline.graph)
+    made = [record("both", eager, eager_baseline, buffer_us)]
+    if graph is not None:
+        of_graph = record("both", graph[0], graph_baseline or eager_baseline, buffer_us, graph=True)
+        made.insert(0, of_graph | {"rival_graph": graph_baseline is not None, "us_graph_of_20": graph[1]})
+    return made + [record(half, times) for half, times in zip(("send", "receive"), halves or (), strict=False)]
+
+
 @torch.no_grad()
 def measure(rank: int, num_ranks: int, options: argparse.Namespace, device_idx: int | None = None) -> Report:
     """Run one rank, in a process whose default group moves CPU tensors. `device_idx` is its GPU, by default the rank."""
-    return LowLatencyRank(rank, num_ranks, rank if device_idx is None else device_idx, options).measure_all()
+    return LowLatencyRank(rank, num_ranks, rank if device_idx is None else device_idx, options, _LINK_ITERATIONS).run()

@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.common.peers import load_package, version_of
 from benchmarks.common.verify import close_to
-from benchmarks.exchange.deep_ep import FP8, dequantized, row_bytes, topk_dtype
-from benchmarks.exchange.deep_ep_v2 import DeepEPV2
-from benchmarks.exchange.peers import load_package, version_of
+from benchmarks.exchange.deep_ep import FP8, DeepEPV2, dequantized, row_bytes, topk_dtype
 from benchmarks.low_latency.operations import Hook, LowLatencyOperation, expected_combine, expected_dispatch, factors_of
 from deepep_moe.errors import EPError
 from deepep_moe.tune.workload import Inputs, Shape

@@ -7,11 +7,21 @@
 // of it is of an earlier round than its last one, which would have been taken for a flag. Within a GPU, and from each GPU to the next one.
 // A third case must find torn lines, or the readers see nothing: there the last part is stored first. A line per case, and JSON with --json
 // FILE.
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
-#include <vector>
 
 #include "cuda/device/ptx.cuh"
-#include "probe.cuh"
+
+#define CHECK(call)                                                                              \
+    do {                                                                                         \
+        cudaError_t status_ = (call);                                                            \
+        if (status_ != cudaSuccess) {                                                            \
+            std::fprintf(stderr, "%s:%d %s\n", __FILE__, __LINE__, cudaGetErrorString(status_)); \
+            std::exit(1);                                                                        \
+        }                                                                                        \
+    } while (0)
 
 using deepep_moe::load_part;
 using deepep_moe::store_part;

@@ -1,49 +1,29 @@
-"""The benchmarks of the link and of overlap: their records, byte counts, figures, checks and refusals, on the CPU."""
+"""The benchmarks of exchanges and of the gate: their records, byte counts, figures, checks, options and refusals, on the CPU."""
 
 import argparse
 import importlib.util
 import json
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from bench_cases import RECORD_FIELDS, bench
+from bench_cases import RECORD_FIELDS, TORCHRUN, bench, options_of
 
-from benchmarks.common import verify
-from benchmarks.exchange import cpu as exchange
-from benchmarks.exchange import measure
-from benchmarks.exchange import nvlink as link
+from benchmarks.common import ranks, verify
+from benchmarks.exchange import beside_gemms, link, measure, overlap
+from benchmarks.exchange.beside_gemms import BesideGemms, Schedule, figures_of
 from benchmarks.gate import baselines as gate_baselines
-from benchmarks.gate import gpu as gate_gpu
-from benchmarks.overlap import command as overlap
-from benchmarks.overlap import measure as overlap_measure
-from benchmarks.overlap import report as overlap_report
-from benchmarks.overlap.measure import BesideGemms, Overlap, Schedule
-from benchmarks.run import with_name
+from benchmarks.gate import measure as gate
+from benchmarks.low_latency import command as low_latency
+from benchmarks.run import main
 from deepep_moe import Buffer
 from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.testing import run_ranks
 from deepep_moe.tune import operations, timing, workload
 
-ROOT = Path(__file__).parents[2]
 TINY = [
-    "--num-tokens",
-    "8",
-    "3",
-    "--hidden",
-    "144",
-    "--num-experts",
-    "8",
-    "--num-topk",
-    "3",
-    "--expert-alignment",
-    "4",
-    "--iterations",
-    "2",
-]
+    "--num-tokens", "8", "3", "--hidden", "144", "--num-experts", "8", "--num-topk", "3", "--expert-alignment", "4", "--iterations", "2",
+]  # fmt: skip
 SHAPE = workload.Shape(num_ranks=2, hidden=144, num_experts=4, num_topk=2, expert_alignment=4)
 OPERATIONS = {
     "dispatch bf16 rank", "dispatch fp8 rank", "combine bf16 rank", "dispatch bf16 expert", "dispatch fp8 expert", "combine bf16 expert",
@@ -51,18 +31,7 @@ OPERATIONS = {
 }  # fmt: skip
 
 
-def options_of(*arguments: str, command=link) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    options = parser.parse_args(arguments)
-    link.resolve(options)
-    return options
-
-
 # ---- what it reports ----
-
-
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 @pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["alone", "torchrun"])
@@ -143,51 +112,55 @@ def test_overlap_records(tmp_path):
         assert r["exchange_hidden"] == (None if hidden > 1.1 else pytest.approx(min(hidden, 1.0)))
 
 
-def made_up(**changes) -> Overlap:
-    """Alone, the start takes 50 and the hook 550; behind the GEMMs, which take 840 instead of 800, the hook takes 70."""
-    exchange = Schedule(("start", "hook"), [[50.0, 600.0], [49.0, 590.0], [51.0, 610.0]], [[50.0, 550.0], [49.0, 541.0], [51.0, 559.0]])
-    gemms = Schedule(("GEMMs",), [[800.0], [790.0], [805.0]], [[800.0], [790.0], [805.0]])
-    both = Schedule(("start", "GEMMs", "hook"), [[50.0, 890.0, 960.0]] * 3, [[50.0, 840.0, 70.0]] * 3)
-    facts = dict(num_sms=0, backend="nvlink", exchange=exchange, gemms=gemms, both=both)
-    sizes = dict(num_tokens=4096, gemm=(64, 32, 16), num_gemms=12, link_bytes=144_000_000, workspace_bytes=7)
-    return Overlap("combine", **(facts | sizes | changes))
+EXCHANGE = Schedule(("start", "hook"), [[50.0, 600.0], [49.0, 590.0], [51.0, 610.0]], [[50.0, 550.0], [49.0, 541.0], [51.0, 559.0]])
+GEMMS = Schedule(("GEMMs",), [[800.0], [790.0], [805.0]], [[800.0], [790.0], [805.0]])
 
 
-def test_overlap_figures():
-    assert made_up().gemm_speed == pytest.approx(800 / 840)
-    assert made_up().hidden == pytest.approx((600 + 800 - 960) / 600)
-    slow = Schedule(("start", "GEMMs", "hook"), [[50.0, 890.0, 1600.0]], [[50.0, 840.0, 710.0]])
-    assert made_up(both=slow).hidden == pytest.approx(-1 / 3)
-    just = Schedule(("start", "GEMMs", "hook"), [[50.0, 740.0, 790.0]], [[50.0, 690.0, 50.0]])
-    assert made_up(both=just).hidden == 1.0, "10 us less than the GEMMs alone, which is noise"
+def with_gemms(start: float, gemms: float, hook: float) -> Schedule:
+    return Schedule(("start", "GEMMs", "hook"), [[start, start + gemms, start + gemms + hook]] * 3, [[start, gemms, hook]] * 3)
 
 
-def test_overlap_that_cannot_be_told(capsys):
-    """Other work has slowed the GEMMs alone: an exchange cannot be hidden by more than all of it."""
-    quick = Schedule(("start", "GEMMs", "hook"), [[5.0, 100.0, 110.0]], [[5.0, 95.0, 10.0]])
-    made = measure.Report(4, "4 x imagined", "NCCL", None, overlaps=[made_up(both=quick)])
-    assert made.overlaps[0].hidden is None
-    records = overlap_report.records_of([made], options_of("--backend", "shm", command=overlap))
-    assert records[0]["exchange_hidden"] is None
-    overlap_report.show(records)
-    printed = capsys.readouterr().out
-    assert printed.splitlines()[-1].split()[-1] == "?" and "?: the GEMMs took longer alone than beside the exchange" in printed
+BOTH = with_gemms(50.0, 840.0, 70.0)
+"""Alone, the start takes 50 and the hook 550; behind the GEMMs, which take 840 instead of 800, the hook takes 70."""
+
+
+@pytest.mark.parametrize(
+    ("both", "hidden"),
+    [
+        (BOTH, (600 + 800 - 960) / 600),
+        (with_gemms(50.0, 840.0, 710.0), -1 / 3),
+        (with_gemms(50.0, 690.0, 50.0), 1.0),  # 10 us less than the GEMMs alone, which is noise
+        (with_gemms(5.0, 95.0, 10.0), None),  # other work has slowed the GEMMs alone: no more than all of an exchange can be hidden
+    ],
+)
+def test_overlap_figures(both, hidden):
+    figures = figures_of(EXCHANGE, GEMMS, both)
+    assert figures["exchange_hidden"] == (None if hidden is None else pytest.approx(hidden))
+    assert figures["gemm_speed"] == pytest.approx(800 / both.lengths[0][1])
+    assert (figures["start_us"], figures["gemms_us"], figures["hook_us"]) == tuple(both.lengths[0])
+    assert (figures["exchange_hook_us"], figures["exchange_hook_us_p10"], figures["exchange_hook_us_p90"]) == (550, 541, 559)
+    assert (figures["exchange_us"], figures["alone_gemms_us"]) == (600, 800)
+
+
+def overlap_record(rank: int, num_ranks: int, num_sms: int | None, both: Schedule) -> dict:
+    made = measure.ExchangeRank(rank, num_ranks, 0, options_of(overlap, "--backend", "shm", "--num-ranks", "1"), 1)
+    made.link_gbps = 400.0
+    inputs = workload.make_inputs(made.shape, 3, 0, torch.device("cpu"))
+    beside = SimpleNamespace(inputs=inputs, num_gemms=12, buffer=SimpleNamespace(workspace_bytes=7))
+    return made._overlap_record("combine", num_sms, beside, (EXCHANGE, GEMMS, both))
 
 
 def test_overlap_record_of_made_up_times(capsys):
-    made = measure.Report(4, "4 x imagined", "NCCL", 400.0, overlaps=[made_up(), made_up(num_sms=None)])
-    copied, sent = overlap_report.records_of([made], options_of("--backend", "shm", command=overlap))
-    assert (copied["op"], copied["num_ranks"], copied["num_sms"], sent["num_sms"]) == ("combine+gemm", 4, 0, None)
+    copied, unknown = (run_ranks(overlap_record, 1, *case)[0] for case in ((0, BOTH), (None, with_gemms(5.0, 95.0, 10.0))))
+    assert (copied["op"], copied["num_ranks"], copied["num_sms"], unknown["num_sms"]) == ("combine+gemm", 1, 0, None)
     assert (copied["us_median"], copied["rival_us"], copied["ratio"]) == (960, 1400, pytest.approx(1400 / 960))
-    assert copied["link_gbps"] == 400
-    assert (copied["start_us"], copied["gemms_us"], copied["hook_us"]) == (50, 840, 70)
-    assert (copied["exchange_hook_us"], copied["exchange_hook_us_p10"], copied["exchange_hook_us_p90"]) == (550, 541, 559)
-    overlap_report.show([copied, sent])
+    assert copied["link_gbps"] == 400 and copied["gemm"] == list(link.GEMM)
+    link.show([copied, unknown])
     printed = capsys.readouterr().out.splitlines()
-    name = ["combine+gemm", "bf16", "expert", "4", "4096"]
     figures = ["12", "960.0", "960.0-960.0", "50.0", "840.0", "70.0", "600.0", "800.0", "0.95", "73%"]
-    assert printed[-2].split() == [*name, "copy", *figures] and printed[-1].split() == [*name, "-", *figures]
-    assert "link, every rank copying to its neighbour: EP4 400 GB/s" in printed
+    assert printed[-2].split() == ["combine+gemm", "bf16", "expert", "1", "3", "copy", *figures] and printed[-1].split()[-1] == "?"
+    assert "link, every rank copying to its neighbour: EP1 400 GB/s" in printed
+    assert any(line.startswith("?: the GEMMs took longer alone than beside the exchange") for line in printed)
 
 
 def slowest_schedule(rank, num_ranks):
@@ -219,7 +192,7 @@ def verifies_hooks(rank, num_ranks):
     everyone = [workload.make_inputs(SHAPE, 5, source, device) for source in range(num_ranks)]
     buffer = Buffer(None, 8, SHAPE.hidden, SHAPE.num_experts, SHAPE.num_topk, backend="shm")
     right, wrong = (BesideGemms(timing.Timer(device), b, SHAPE, everyone, rank, options) for b in (buffer, WrongCounts(buffer)))
-    assert all(right.verify(op, None) for op in overlap_measure.OPS) and wrong.verify("combine", None)
+    assert all(right.verify(op, None) for op in beside_gemms.OPS) and wrong.verify("combine", None)
     with pytest.raises(EPError, match="num_recv_tokens_per_expert through the hook differs from the plain call's in 2 of 2 rows"):
         wrong.verify("dispatch", None)
 
@@ -291,13 +264,13 @@ def fails_in_fp8(rank, num_ranks, options):
 
 
 def test_wrong_operations_are_not_timed():
-    for result in run_ranks(fails_in_fp8, 2, options_of("--backend", "shm", *TINY)):
-        assert {m.name for m in result.measurements} == {name for name in OPERATIONS if "fp8" not in name}
+    for result in run_ranks(fails_in_fp8, 2, options_of(link, "--backend", "shm", *TINY)):
+        assert {r["name"] for r in result.records} == {name for name in OPERATIONS if "fp8" not in name}
         assert len(result.failures) == 4  # two layouts, two sizes
         assert result.failures[0] == "EP2: dispatch fp8 rank, 3 tokens, num_sms None: rank 1: EPError: no such luck"
 
 
-# ---- options and refusals ----
+# ---- the gate ----
 
 
 def test_gate_and_its_baselines_agree():
@@ -313,15 +286,13 @@ def test_gate_and_its_baselines_agree():
             assert torch.equal(theirs.sort(1).values, chosen.sort(1).values), name
 
 
-def test_gate_records_on_a_gpu(monkeypatch, capsys):
+def test_gate_records(monkeypatch, capsys):
     def missing(shape, dense):
         return gate_baselines._foreign("deepep_moe.no_such_module", "route", shape, dense)
 
-    monkeypatch.setattr(gate_gpu, "kernel_us", lambda call, repeats: [4.0 if call() is not None else 0.0] * repeats)
-    monkeypatch.setattr(gate_gpu, "called_us", lambda call, repeats: 20.0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(gate_baselines, "BASELINES", {"torch operators": gate_baselines.operators, "Missing": missing})
-    records = gate_gpu.run(gate_baselines.Shape(9, 16, 4, 4, 2), torch.float32, 2, torch.device("cpu"))
+    monkeypatch.setattr(gate, "times_on_cpu", lambda call, repeats: ([4.0 if call() is not None else 0.0] * repeats, 20.0))
+    monkeypatch.setattr(gate_baselines, "ON_CPU", {"torch operators": gate_baselines.operators, "Missing": missing})
+    records = gate.run(gate_baselines.Shape(9, 16, 4, 4, 2), torch.float32, 2, torch.device("cpu"))
     said = "not measured: Missing (ModuleNotFoundError: No module named 'deepep_moe.no_such_module')\n"
     assert capsys.readouterr().err == said, "once"
     assert [r["op"] for r in records] == ["gate", "gate_backward", "gate dense", "gate_backward dense"]
@@ -330,79 +301,86 @@ def test_gate_records_on_a_gpu(monkeypatch, capsys):
     for r in records:
         assert set(r) >= RECORD_FIELDS
         assert (r["us_median"], r["rival_us"], r["us_called"], r["num_tokens"], r["num_experts"]) == (4.0, 4.0, 20.0, 9, 16)
-        assert (r["hardware"], r["rival"], r["ratio"], r["num_groups"]) == ("a GPU", "torch operators", 1.0, 4)
-    assert len(list(gate_gpu.sweep(8))) == 36
+        assert (r["backend"], r["rival"], r["ratio"], r["num_groups"]) == ("cpu", "torch operators", 1.0, 4)
+    assert len(list(gate.sweep(8))) == 36
 
 
 @pytest.mark.gpu
 def test_gate_is_timed_on_a_gpu():
-    records = gate_gpu.run(gate_baselines.Shape(64, 16, 4, 4, 2), torch.float32, 2, torch.device("cuda", 0))
+    records = gate.run(gate_baselines.Shape(64, 16, 4, 4, 2), torch.float32, 2, torch.device("cuda", 0))
     assert all(0 < r["us_median"] < 1e6 and 0 < r["us_called"] < 1e6 for r in records)
 
 
-def test_commands():
-    assert with_name([]) == ["exchange"] and with_name(["gate"]) == ["gate"]
-    assert with_name(["--backend", "shm"])[0] == "exchange" and with_name(["--backend=nvlink", "--sweep"])[0] == "link"
-    assert with_name(["overlap", "--backend", "nvlink"])[0] == "overlap"
+# ---- options and refusals ----
+
+
+def test_commands(monkeypatch, capsys):
+    main(["--help"])
+    assert "low-latency  dispatch and combine of small batches" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="'exchanges' is no benchmark; choose from link, low-latency, overlap"):
+        main(["exchanges"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for arguments in ([], ["--sweep"], ["overlap"]):
+        with pytest.raises(
+            SystemExit, match="'nvlink' needs a GPU for each of 2 ranks, this machine has 0; give --num-ranks, or --backend shm"
+        ):
+            main(arguments)
 
 
 def test_plan(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    options = options_of("--sweep")
+    options = options_of(link, "--sweep")
     assert options.num_ranks == [2, 4] and options.num_tokens == [128, 512, 2048, 4096, 8192, 32768]
     assert options.num_sms_of[4096] == [None, 4, 8, 12, 16, 24, 32, 0] and options.num_sms_of[128] == [None]
-    assert options.overlap_tokens == [4096] and options_of("--quick").overlap_tokens == [4096]
-    assert options_of("--backend", "shm").overlap_tokens == []
-    options = options_of(command=overlap)
+    assert options.overlap_tokens == [4096] and options_of(link, "--quick").overlap_tokens == [4096]
+    assert options_of(link, "--backend", "shm").overlap_tokens == []
+    options = options_of(overlap)
     assert options.num_ranks == [2, 4] and options.overlap_tokens == [4096] and options.num_tokens == [] and options.gemm == link.GEMM
-    options = options_of("--num-sms", "8", "16", "--num-tokens", "64", "--num-ranks", "4")
+    options = options_of(link, "--num-sms", "8", "16", "--num-tokens", "64", "--num-ranks", "4")
     assert options.num_sms_of == {64: [8, 16]} and options.num_ranks == [4]
-    with pytest.raises(ValueError, match="--num-experts 10 must be a multiple of --num-ranks 4"):
-        options_of("--num-experts", "10")
+    options = options_of(low_latency)
+    assert options.num_ranks == [2, 4] and options.num_tokens == [1, 8, 32, 128, 256, 512] and options.hidden == 7168 and options.on_gpu
+    assert options.iterations_of == {1: 1000, 8: 1000, 32: 1000, 128: 10_000, 256: 1000, 512: 1000}
+    assert options_of(low_latency, "--quick").iterations_of == {8: 100, 128: 1000}
+    options = options_of(low_latency, "--backend", "shm", "--iterations", "7")
+    assert options.num_ranks == [2] and options.iterations_of == {1: 7, 8: 7, 32: 7, 128: 7} and options.hidden == 1024
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(BackendUnavailableError, match="'nvlink' needs a GPU for each of 2 ranks, this machine has 1; give --num-ranks"):
-        options_of()
+    for command in (link, low_latency):
+        with pytest.raises(BackendUnavailableError, match="needs a GPU for each of 2 ranks, this machine has 1"):
+            options_of(command)
 
 
 def test_launched(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ValueError, match=r"--num-ranks \[2\] under a launcher that started 3 ranks; leave --num-ranks out"):
-        options_of("--backend", "shm", "--num-ranks", "2", "--num-experts", "9")
-    assert options_of("--backend", "shm", "--num-experts", "9").num_ranks == [3]
+        options_of(link, "--backend", "shm", "--num-ranks", "2", "--num-experts", "9")
+    assert options_of(link, "--backend", "shm", "--num-experts", "9").num_ranks == [3]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deep_ep") is not None, reason="deep_ep is installed")
-def test_missing_peer():
-    result = bench(*TINY, "--peer", "deep_ep")
-    assert result.returncode == 1
-    assert result.stderr.startswith(
-        "--peer deep_ep: the package deep_ep is not importable here (No module named 'deep_ep'); install a wheel of DeepEP"
-    )
+@pytest.mark.parametrize(
+    ("commands", "arguments", "told"),
+    [
+        ((link, low_latency), "--num-experts 9", "--num-experts 9 must be a multiple of --num-ranks 2"),
+        ((link, low_latency), "--num-ranks 0", "--num-experts 256 must be a multiple of --num-ranks 0"),
+        ((link, low_latency), "--num-tokens 0 4", "--num-tokens and --iterations must be at least 1"),
+        ((link, low_latency), "--iterations 0", "--num-tokens and --iterations must be at least 1"),
+        ((link, low_latency), "--peer deep_ep", "--peer deep_ep needs GPUs"),
+        ((link,), "--num-topk 257", "--num-topk 257"),
+        ((low_latency,), "--num-topk 33", "--num-topk 33 must be 1 to 32"),
+        ((low_latency,), "--hidden 200", "--hidden 200 must be a multiple of 128"),
+        ((link, overlap), "--gemm 1 0 1", "--gemm 1 0 1"),
+    ],
+)
+def test_refusals(commands, arguments, told):
+    for command in commands:
+        with pytest.raises(ValueError, match=f"^{told}"):
+            options_of(command, "--backend", "shm", *arguments.split())
 
 
-@pytest.mark.parametrize("given", (("--num-ranks", "0"), ("--num-tokens", "0"), ("--num-experts", "9"), ("--num-topk", "65")))
-def test_exchange_refuses_sizes_that_make_no_sense(given):
-    result = subprocess.run([sys.executable, "benchmarks/run.py", *given], capture_output=True, text=True, cwd=ROOT)
-    assert result.returncode == 1 and "must be at least 1, --num-experts" in result.stderr and "Traceback" not in result.stderr
-
-
-def test_exchanges_are_verified_before_they_are_timed():
-    """Two tokens of 3 and 5, each to an expert of either rank, which both ranks' rows come back from as they are."""
-    options = argparse.Namespace(num_experts=4, num_ranks=2, num_topk=2, layout="expert")
-    x, idx, weights = torch.tensor([[3.0], [5.0]]), torch.tensor([[0, 2], [3, 1]]), torch.tensor([[0.5, 1.0], [2.0, 1.0]])
-
-    def pairs(rows=2 * [3.0, 5.0], ours=(4.5, 15.0), theirs=(6.0, 10.0)):
-        made = {"ours": (2 * [3.0, 5.0], ours), "all-to-all": (rows, theirs)}
-        tensors = {name: [torch.tensor(values)[:, None] for values in pair] for name, pair in made.items()}
-        return {name: (lambda rows=rows: rows, lambda sums=sums: sums) for name, (rows, sums) in tensors.items()}
-
-    assert exchange._verify(pairs(), options, (x, idx, weights)) == 2 * 4 + 4 * 4
-    with pytest.raises(EPError, match="all-to-all dispatched other rows than ours"):
-        exchange._verify(pairs(rows=[3.0, 5.0, 5.0, 3.0]), options, (x, idx, weights))
-    with pytest.raises(EPError, match="ours combined to other sums"):
-        exchange._verify(pairs(ours=(6.0, 10.0)), options, (x, idx, weights))
-    options.layout = "rank"
-    assert exchange._verify(pairs(ours=(6.0, 10.0)), options, (x, idx, weights)) == 24
-    with pytest.raises(EPError, match="all-to-all combined to other sums"):
-        exchange._verify(pairs(ours=(6.0, 10.0), theirs=(3.0, 10.0)), options, (x, idx, weights))
+def test_failures_are_told(monkeypatch, capsys):
+    report = ranks.Report([], ["EP2: combine fp8, 3 tokens: rank 1: no"])
+    monkeypatch.setattr(ranks, "start", lambda measure, options: [report])
+    with pytest.raises(SystemExit, match="not timed, because it failed or its results are wrong:\nEP2: combine fp8, 3 tokens: rank 1: no"):
+        main(["low-latency", "--backend", "shm"])
+    assert capsys.readouterr().out == ""

@@ -10,11 +10,16 @@ from bench_cases import RECORD_FIELDS, bench
 from benchmarks.layers import fp8, fp8_layers
 from benchmarks.layers.fp8 import Measured
 from benchmarks.layers.fp8_layers import BF16, BF16_GRAPH, EACH, GRAPHS, KEPT, SHARED, Wire, graph_of
-from benchmarks.layers.megatron_steps import StepTimes
-from benchmarks.layers.passes import draw_inputs
+from benchmarks.layers.passes import StepTimes, draw_inputs
 from deepep_moe.testing import run_ranks
 
 SIZES = ["--num-tokens", "48", "--hidden", "128", "--ffn-hidden", "128", "--num-topk", "2", "--num-experts", "4", "--repeats", "1"]
+
+
+def options_of(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    fp8.add_arguments(parser)
+    return parser.parse_args(arguments, argparse.Namespace(bind=False, json=None))
 
 
 def test_bytes_by_hand():
@@ -54,52 +59,41 @@ def measured(names):
     )  # fmt: skip
 
 
-def test_table_and_records_with_rivals(capsys):
+def test_table_and_records(capsys):
+    """Ours in fp8, and each graph, is compared with ours in bf16, eager and graphed, and with each layer of TransformerEngine."""
     options = argparse.Namespace(num_tokens=1, hidden=128, num_topk=1, num_experts=1, ffn_hidden=128, micro_batches=4, kernels=1)
-    ranks = [measured((BF16, EACH, SHARED, KEPT, fp8_layers.TE_BF16, fp8_layers.TE_EACH))]
-    records = fp8.records_of(ranks, options)
-    fp8.show(ranks, records, options)
-    shown = capsys.readouterr().out
-    assert "a_kernel" in shown and "another" not in shown and "0.5000x" in shown
-    assert "0.50x" in shown and "3.00x" in shown, "200 us against 100 of bf16 and 600 of TransformerEngine"
-    assert [each["rival"] for each in records[:3]] == [BF16, fp8_layers.TE_BF16, fp8_layers.TE_EACH] and len(records) == 9
-    assert records[2]["ratio"] == 3.0 and records[2]["kernel_us"] == 10.0
-
-
-def test_table_and_records_with_graphs(capsys):
-    """A graph is compared with ours in bf16, eager and graphed, and with each layer of TransformerEngine."""
-    options = argparse.Namespace(num_tokens=1, hidden=128, num_topk=1, num_experts=1, ffn_hidden=128, micro_batches=4, kernels=0)
     captured = BF16_GRAPH, graph_of(EACH), graph_of(SHARED)
     theirs = fp8_layers.TE_BF16, fp8_layers.TE_EACH, fp8_layers.TE_SHARED, fp8_layers.TE_PADDED
     first = measured((BF16, EACH, SHARED, KEPT, *captured, *theirs))  # 100 us, 200 us, ..., 1100 us
     first.not_captured[graph_of(KEPT)] = "no kernel"
     records = fp8.records_of([first], options)
     fp8.show([first], records, options)
-    lines = capsys.readouterr().out.splitlines()
+    shown = capsys.readouterr().out
+    assert "a_kernel" in shown and "another" not in shown and "0.5000x" in shown
+    lines = shown.splitlines()
     rows = [line for line in lines if line.startswith(f"fp8 layer {BF16_GRAPH}  ")]
-    assert [row.split()[-1 - len(BF16.split())] for row in rows[:1]] == ["0.20x"]
+    assert rows[0].split()[-1 - len(BF16.split())] == "0.20x"
     assert f"{graph_of(KEPT)}: not captured: no kernel" in lines
     assert any(line.startswith("CUDA graphs of 4 forwards and backwards") for line in lines)
-    assert len(records) == 6 * 6 - 1 and {each["op"].removeprefix("fp8 layer ") for each in records} == {EACH, SHARED, KEPT, *captured}
     found = {(each["op"].removeprefix("fp8 layer "), each["rival"]): each for each in records}
-    of_graph, of_bf16 = found[graph_of(SHARED), BF16_GRAPH], found[BF16_GRAPH, BF16]
+    assert len(records) == len(found) == 6 * 6 - 1 and {name for name, _ in found} == {EACH, SHARED, KEPT, *captured}
+    of_graph, of_bf16, eager = found[graph_of(SHARED), BF16_GRAPH], found[BF16_GRAPH, BF16], found[SHARED, fp8_layers.TE_SHARED]
     assert (of_graph["ratio"], of_graph["host_us"], of_graph["kernel_us"]) == (pytest.approx(5 / 7), 50.0, 10.0)
     assert of_graph["micro_batches"] == of_graph["graph_passes"] == of_graph["rival_graph_passes"] == 4 and of_graph["kept_bytes"] == 5
     assert of_bf16["dtype"] == "bfloat16" and of_bf16["differences"] is None and of_bf16["bytes_moved"] == 1 * (2 + 2) * 2
     assert of_bf16["graph_passes"] == 4 and of_bf16["rival_graph_passes"] is None and of_bf16["kept_bytes"] == 0
     assert of_bf16["not_captured"] == {graph_of(KEPT): "no kernel"}
-    assert found[SHARED, fp8_layers.TE_SHARED]["graph_passes"] is None
+    assert eager["graph_passes"] is None and eager["ratio"] == pytest.approx(10 / 3)
 
 
 def test_graphs_that_change_results(monkeypatch, tmp_path):
     first = measured((BF16, EACH, SHARED, KEPT))
     first.num_different_from_eager = 2
     monkeypatch.setattr(fp8, "run_ranks", lambda *_, **__: [first])
-    options = ["--device", "cpu", "--kernels", "0"]
-    parser = argparse.ArgumentParser()
-    fp8.add_arguments(parser)
+    options = options_of("--device", "cpu", "--kernels", "0")
+    options.json = tmp_path / "fp8.json"
     with pytest.raises(SystemExit, match="^2 results differ between passes and their CUDA graphs$"):
-        fp8.main(parser.parse_args(options, argparse.Namespace(bind=False, json=tmp_path / "fp8.json")))
+        fp8.main(options)
     assert json.loads((tmp_path / "fp8.json").read_text())
 
 
@@ -154,20 +148,6 @@ def test_graphs_are_compared_with_eager_passes():
     assert run_ranks(graphs_of_which_one_is_wrong, 1) == [expected]
 
 
-def test_rivals_that_fail_are_left_out():
-    x, weight = torch.ones(2, 3), torch.ones(3, requires_grad=True)
-
-    def fails(is_first):
-        raise RuntimeError("no such kernel")
-
-    layers = {
-        name: fp8_layers.Layer(run, torch.ones(2, 3), {"weight": weight}, backend="alltoall")
-        for name, run in (("one", lambda is_first: x * weight), ("two", fails))
-    }
-    found, failures = fp8_layers._running(layers)
-    assert list(found) == ["one"] and failures == {"two": "RuntimeError: no such kernel"}
-
-
 @pytest.mark.parametrize(
     "fails, fused, told",
     (
@@ -196,7 +176,7 @@ def test_rivals_are_fused_where_they_can_be(fails, fused, told, monkeypatch):
     monkeypatch.setattr(torch.compiler, "set_stance", lambda stance: None)
     found, how = fp8_layers.make_rivals(None, 0, 1, torch.device("cpu"))
     assert tries == fused and how == told
-    assert len(found) == (2 if fails == (fp8_layers.TE_PADDED,) else 3)
+    assert len(found) == (2 if fails == (fp8_layers.TE_PADDED,) else 3), "a layer that fails is left out"
 
 
 def test_micro_batches_by_hand():
@@ -215,17 +195,19 @@ def test_micro_batches_by_hand():
     assert seen == [True, False, False, True, True]
 
 
-def test_refusals():
-    for arguments, message in (
-        (["--num-experts", "3", "--num-ranks", "2"], "--num-experts 3 must be a multiple of --num-ranks 2"),
-        (["--num-topk", "5"], "--num-topk 5 1 to the experts"),
-        (["--micro-batches", "0"], "--repeats, --micro-batches and --num-tokens must be at least 1"),
-        (["--device", "cuda"], "--device cuda needs a GPU, and this machine has none; give --device cpu"),
-    ):
-        if "cuda" in arguments and torch.cuda.is_available():
-            continue
-        done = bench("--device", "cpu", *SIZES, *arguments, command="fp8")
-        assert done.returncode == 1 and message in done.stderr, done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    (
+        ("--num-experts 3 --num-ranks 2", "--num-experts 3 must be a multiple of --num-ranks 2"),
+        ("--num-topk 33", r"each of --num-topk \[33\] 1 to the experts"),
+        ("--micro-batches 0", "--micro-batches 0 must be at least 1"),
+        ("--device cuda", "--device cuda needs a GPU for each of 1 ranks, this machine has 0"),
+    ),
+)
+def test_refusals(arguments, told, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit, match=told):
+        fp8.main(options_of("--device", "cpu", *arguments.split()))
 
 
 def test_inputs_are_no_routers_weights():

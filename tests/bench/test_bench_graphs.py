@@ -127,11 +127,6 @@ def graphs_of_layers(rank, num_ranks):
     assert any("quantize_weights" in kernel for kernel in kernels), "copies are made in the graph"
 
 
-@pytest.mark.gpu
-def test_layers_in_a_cuda_graph():
-    run_ranks(graphs_of_layers, 1)
-
-
-@pytest.mark.multi_gpu(2)
-def test_layers_of_two_ranks_in_a_cuda_graph():
-    run_ranks(graphs_of_layers, 2)
+@pytest.mark.parametrize("num_ranks", (pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.multi_gpu(2))))
+def test_layers_in_a_cuda_graph(num_ranks):
+    run_ranks(graphs_of_layers, num_ranks)

@@ -1,28 +1,29 @@
 """The benchmark of low-latency calls: its records, batches, checks and refusals, on the CPU."""
 
-import argparse
 import json
 import statistics
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from bench_cases import RECORD_FIELDS, bench
+from bench_cases import RECORD_FIELDS, bench, options_of
 
 from benchmarks.low_latency import batches as low_latency_timing
 from benchmarks.low_latency import command as low_latency
 from benchmarks.low_latency import measure as low_latency_measure
 from benchmarks.low_latency import operations as low_latency_operations
-from benchmarks.low_latency import report as low_latency_report
 from benchmarks.low_latency.batches import Times
-from benchmarks.low_latency.measure import Baseline, Measurement, Report
+from benchmarks.low_latency.measure import Baseline, LowLatencyRank, records_of
+from benchmarks.low_latency.operations import LowLatencyOperation
 from deepep_moe import LowLatencyBuffer
-from deepep_moe.errors import BackendUnavailableError, EPError
+from deepep_moe.errors import EPError
 from deepep_moe.testing import run_ranks
 from deepep_moe.tune import workload
-from deepep_moe.tune.timing import Timer
 
-TINY = ["--num-tokens", "9", "3", "--hidden", "256", "--num-experts", "8", "--num-topk", "3", "--iterations", "4"]
+TINY = [
+    "--num-tokens", "9", "3", "--hidden", "256", "--num-experts", "8", "--num-topk", "3", "--iterations", "4",
+]  # fmt: skip
 SHAPE = workload.Shape(num_ranks=2, hidden=256, num_experts=8, num_topk=3, expert_alignment=1)
 NAMES = {"dispatch fp8", "dispatch bf16", "combine bf16", "combine fp8"}
 FIELDS = RECORD_FIELDS | {
@@ -31,19 +32,11 @@ FIELDS = RECORD_FIELDS | {
 }  # fmt: skip
 
 
-def options_of(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    low_latency.add_arguments(parser)
-    options = parser.parse_args(arguments)
-    low_latency.resolve(options)
-    return options
-
-
 # ---- what it reports ----
 
 
 def check_record(r: dict, half: str) -> None:
-    assert set(r) >= FIELDS and (r["half"], r["num_ranks"], r["num_sms"], r["iterations"]) == (half, 2, None, 4)
+    assert set(r) >= FIELDS and r["us_event"] is None and (r["half"], r["num_ranks"], r["num_sms"], r["iterations"]) == (half, 2, None, 4)
     assert 0 < r["us_p10"] <= r["us_median"] <= r["us_p90"] <= r["us_p99"] and r["workspace_bytes"] > 0
     assert r["bytes_moved"] % (512 if r["wire"] == "bf16" else 256 + 8) == 0 and (r["bytes_moved"] == 0) == (half == "receive")
     assert r["gbps"] == pytest.approx(r["bytes_moved"] / r["us_median"] / 1e3)
@@ -78,43 +71,32 @@ def test_records(tmp_path):
     ]
 
 
-@pytest.mark.slow
-def test_torchrun(tmp_path):
-    output = tmp_path / "records.json"
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    sizes = ("--num-tokens", "3", "--hidden", "128", "--num-experts", "4", "--num-topk", "2", "--iterations", "2")
-    result = bench(*sizes, "--json", str(output), launcher=launcher, command="low-latency")
-    assert result.returncode == 0, result.stderr
-    assert len(json.loads(output.read_text())) == 4 * 3
-
-
-def made_up(num_tokens: int, graph_us: float) -> Measurement:
-    baseline, many = Baseline(Times([400.0], 300.0), Times([50.0], 5.0)), [graph_us + i / 100 for i in range(100)]
-    facts = ("combine", "combine fp8", "bfloat16", "fp8", num_tokens, 1_000_000, 7)
+def records_of_a_gpu(rank: int, num_ranks: int) -> list[dict]:
+    """The records of made-up times of a combine in fp8 with 8 tokens a rank."""
+    made = LowLatencyRank(rank, num_ranks, 0, options_of(low_latency, "--backend", "shm", "--num-ranks", "1"), 1)
+    made.link_gbps, made.num_sms, made.event_us, made.transport = 400.0, 132, 1.25, "NCCL"
+    combine = LowLatencyOperation("combine", "bfloat16", "fp8", 0, lambda: None, None, lambda result: None)
+    record = partial(made._record, combine, 8, 1_000_000, 7, None)
+    baseline, many = Baseline(Times([400.0], 300.0), Times([50.0], 5.0)), [10.0 + i / 100 for i in range(100)]
     halves = Times([6.0], 40.0), Times([3.0], 40.0)
-    return Measurement(*facts, Times([11.0], 45.0, is_ahead=False), Times(many, 4.0), 9.0, *halves, baseline, [80.0])
+    return records_of(record, Times([11.0], 45.0, is_ahead=False), halves, (Times(many, 4.0), 9.0), baseline, 80.0)
 
 
 def test_records_of_a_gpu(capsys):
-    report = Report(4, "4 x imagined", "NCCL", 400.0, 132, 1.25, [made_up(8, 10.0), made_up(16, 12.0)])
-    records = low_latency_report.records_of([report], options_of("--backend", "shm", "--num-ranks", "4"))
-    assert [(r["num_tokens"], r["graph"], r["half"]) for r in records[:4]] == [
-        (8, True, "both"), (8, False, "both"), (8, False, "send"), (8, False, "receive"),
-    ]  # fmt: skip
-    graph, eager, send, receive = records[:4]
+    records = graph, eager, send, receive = run_ranks(records_of_a_gpu, 1)[0]
+    assert [(r["graph"], r["half"]) for r in records] == [(True, "both"), (False, "both"), (False, "send"), (False, "receive")]
     assert (graph["us_median"], graph["us_p99"], graph["us_graph_of_20"]) == (pytest.approx(10.495), pytest.approx(10.99), 9.0)
     assert (graph["num_sms"], graph["us_event"], graph["rival_us"], graph["rival_graph"]) == (132, 1.25, 50.0, True)
     assert graph["gbps"] == pytest.approx(1e3 / 10.495) and graph["percent_of_link"] == pytest.approx(1e3 / 10.495 / 4)
     assert (eager["rival_us"], eager["us_host"], eager["is_host_ahead"], eager["buffer_us"]) == (400.0, 45.0, False, 80.0)
     assert (send["us_median"], receive["us_median"], receive["bytes_moved"]) == (6.0, 3.0, 0)
-    low_latency_report.show([report], records)
+    low_latency.show(records)
     printed = capsys.readouterr().out.splitlines()
-    assert "EP4: 1.25 us from event to event, part of every time but `of 20`" in printed
-    assert "link, every rank copying to its neighbour: EP4 400 GB/s" in printed
+    assert "EP1: 1.25 us from event to event, part of every time but `of 20`" in printed
     figures = ["10.5", "10.1-10.9", "11.0", "9.0", "1.000", "95.3", "24", "50.0", "4.76x", "80.0"]
     (graph_line,) = (line.split() for line in printed if line.split()[3:5] == ["8", "graph"])
-    assert graph_line == ["combine", "fp8", "4", "8", "graph", *figures]
-    assert any(line.split()[:5] == ["combine", "fp8*", "4", "8", "both"] for line in printed)
+    assert graph_line == ["combine", "fp8", "1", "8", "graph", *figures]
+    assert any(line.split()[:5] == ["combine", "fp8*", "1", "8", "both"] for line in printed)
 
 
 # ---- how it measures ----
@@ -165,16 +147,6 @@ def test_batches():
     run_ranks(batches_of_made_up_calls, 2)
 
 
-def halves_on_the_cpu(rank, num_ranks):
-    batches = low_latency_timing.Batches(Timer(torch.device("cpu")))
-    assert batches.event_us() is None
-    return [len(times.us) for times in batches.halves(lambda: (None, lambda: None), 3)]
-
-
-def test_halves_on_the_cpu():
-    assert run_ranks(halves_on_the_cpu, 2) == [[3, 3]] * 2
-
-
 # ---- it measures nothing that is wrong ----
 
 
@@ -223,50 +195,12 @@ def combines_wrong_in_fp8(rank, num_ranks, options):
 
 
 def test_wrong_operations_are_not_timed():
-    for report in run_ranks(combines_wrong_in_fp8, 2, options_of("--backend", "shm", *TINY)):
-        assert {(m.name, m.num_tokens) for m in report.measurements} == {(name, n) for name in NAMES - {"combine fp8"} for n in (3, 9)}
+    for report in run_ranks(combines_wrong_in_fp8, 2, options_of(low_latency, "--backend", "shm", *TINY)):
+        right = {(f"low-latency {name}", n) for name in NAMES - {"combine fp8"} for n in (3, 9)}
+        assert {(r["name"], r["num_tokens"]) for r in report.records} == right
         assert report.failures == [
             f"EP2: combine fp8, {n} tokens: rank 1: EPError: combined_x differs from the reference in 1 of {n} rows" for n in (3, 9)
         ]
-
-
-def test_failures_are_told(monkeypatch, capsys):
-    report = Report(2, "imagined", "gloo", None, None, None, [], ["EP2: combine fp8, 3 tokens: rank 1: no"])
-    monkeypatch.setattr(low_latency, "run", lambda options: [report])
-    with pytest.raises(SystemExit, match="not timed, because it failed or its results are wrong:\nEP2: combine fp8, 3 tokens: rank 1: no"):
-        low_latency.main(argparse.Namespace(json=None))
-    assert capsys.readouterr().out == ""
-
-
-# ---- options and refusals ----
-
-
-def test_plan(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    options = options_of()
-    assert options.num_ranks == [2, 4] and options.num_tokens == [1, 8, 32, 128, 256, 512] and options.hidden == 7168 and options.on_gpu
-    assert options.iterations_of == {1: 1000, 8: 1000, 32: 1000, 128: 10_000, 256: 1000, 512: 1000}
-    assert options_of("--quick").iterations_of == {8: 100, 128: 1000}
-    options = options_of("--backend", "shm", "--iterations", "7")
-    assert options.num_ranks == [2] and options.iterations_of == {1: 7, 8: 7, 32: 7, 128: 7} and options.hidden == 1024
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(BackendUnavailableError, match="'nvlink' needs a GPU for each of 2 ranks, this machine has 1; give --num-ranks, or"):
-        options_of()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--num-experts", "9"), "--num-experts 9 must be a multiple of --num-ranks 2"),
-        (("--hidden", "200"), "--hidden 200 must be a multiple of 128: rows in fp8 have a scale for 128 columns"),
-        (("--num-topk", "33"), "--num-topk 33 must be 1 to 32, and at most --num-experts 256"),
-        (("--num-tokens", "0", "4"), "--num-tokens and --iterations must be at least 1"),
-        (("--iterations", "0"), "--num-tokens and --iterations must be at least 1"),
-    ],
-)
-def test_refusals(arguments, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        options_of("--backend", "shm", *arguments)
 
 
 @pytest.mark.multi_gpu(2)

@@ -8,14 +8,14 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from bench_cases import options_of
 
 import deepep_moe
-from benchmarks.exchange import measure, nvlink, peers
-from benchmarks.exchange import report as exchange_report
+from benchmarks.common import peers
+from benchmarks.exchange import link, measure
 from benchmarks.low_latency import command as low_latency
 from benchmarks.low_latency import measure as low_latency_measure
 from benchmarks.low_latency import peers as small_peers
-from benchmarks.low_latency import report as low_latency_report
 from deepep_moe.compat import deep_ep
 from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.testing import run_ranks
@@ -29,22 +29,17 @@ SMALL_V1 = {f"deep_ep {o}" for o in ("dispatch fp8", "dispatch bf16", "combine b
 SMALL_V2 = {name.replace("deep_ep", "deep_ep_v2") for name in SMALL_V1}
 
 
-def options_of(command: ModuleType, *arguments: str, peer: tuple[str, ...] = ()) -> argparse.Namespace:
-    """The options of a run on the CPU, where the command itself refuses peers."""
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    options = parser.parse_args([*SIZES, *arguments])
-    command.resolve(options)
-    options.peer = list(peer)
-    return options
-
-
 def exchange_options(*peer: str) -> argparse.Namespace:
-    return options_of(nvlink, "--num-tokens", "9", "--hidden", "256", "--expert-alignment", "4", peer=peer)
+    """The options of a run on the CPU, where the command itself refuses peers."""
+    return with_peers(options_of(link, *SIZES, "--num-tokens", "9", "--hidden", "256", "--expert-alignment", "4"), peer)
 
 
 def small_options(*peer: str) -> argparse.Namespace:
-    return options_of(low_latency, "--num-tokens", "9", "3", "--hidden", "256", peer=peer)
+    return with_peers(options_of(low_latency, *SIZES, "--num-tokens", "9", "3", "--hidden", "256"), peer)
+
+
+def with_peers(options: argparse.Namespace, names: tuple[str, ...]) -> argparse.Namespace:
+    return argparse.Namespace(**vars(options) | {"peer": list(names)})
 
 
 def stand_in(rank: int, num_ranks: int, fault: str, run, options: argparse.Namespace):
@@ -57,10 +52,16 @@ def stand_in(rank: int, num_ranks: int, fault: str, run, options: argparse.Names
     return run(rank, num_ranks, options)
 
 
+def names_of(records: list[dict], *, of_peers: bool = False) -> list[str]:
+    """What is in records, or what is of other libraries in them: whole calls only, where there are halves."""
+    whole = [r for r in records if r.get("half", "both") == "both" and (r["backend"] != "shm" or not of_peers)]
+    return [r["name"].removeprefix("low-latency ") for r in whole]
+
+
 def measured(run, options: argparse.Namespace, fault: str = ""):
-    """The report of rank 0, which must have the measurements and failures of rank 1."""
+    """The report of rank 0, which must have the records and failures of rank 1."""
     first, second = run_ranks(stand_in, 2, fault, run, options)
-    assert [m.name for m in first.measurements] == [m.name for m in second.measurements] and first.failures == second.failures
+    assert names_of(first.records) == names_of(second.records) and first.failures == second.failures
     return first
 
 
@@ -121,9 +122,8 @@ def test_records(capsys):
     options = exchange_options("deep_ep", "deep_ep_v2")
     report = measured(measure.measure, options)
     assert report.failures == []
-    theirs = [m for m in report.measurements if m.version is not None]
-    assert {m.name for m in theirs} == V1 | V2 and len(report.measurements) == len(theirs) + 7
-    records = exchange_report.records_of([report], options)
+    records = report.records
+    assert set(names_of(records, of_peers=True)) == V1 | V2 and len(records) == len(V1 | V2) + 7
     for r in (r for r in records if r["name"] in V1 | V2):
         assert r["backend"] in ("deep_ep", "deep_ep_v2") and r["versions"][r["backend"]] == VERSION
         assert f"{r['backend']} {r['op']}" in r["name"] and r["us_median"] > 0 and r["rival_us"] > 0
@@ -132,7 +132,7 @@ def test_records(capsys):
     same = [r for r in records if r["backend"] != "shm" and (r["op"], r["dtype"], r["layout"]) in ours]
     assert len(same) == 3 + 7 and all(r["bytes_moved"] == ours[r["op"], r["dtype"], r["layout"]] for r in same)
     assert all("deep_ep" not in r["versions"] for r in records if r["backend"] == "shm")
-    exchange_report.show(records)
+    link.show(records)
     printed = capsys.readouterr().out
     assert f"other libraries: deep_ep is {VERSION}, deep_ep_v2 is {VERSION}" in printed
     assert re.search(r"deep_ep_v2 cached dispatch bf16 expert +2 +9 ", printed)
@@ -149,14 +149,14 @@ def test_records(capsys):
 )
 def test_what_fails_is_not_timed(fault, timed, failure):
     report = measured(measure.measure, exchange_options("deep_ep", "deep_ep_v2"), fault)
-    assert {m.name for m in report.measurements if m.version is not None} == timed
+    assert set(names_of(report.records, of_peers=True)) == timed
     assert len(report.failures) == 1 and report.failures[0].startswith(f"EP2: {failure}")
 
 
 @pytest.mark.parametrize(("name", "fault"), [("deep_ep", "V1 rows"), ("deep_ep_v2", "V2 rows")])
 def test_wrong_rows_of_fp8_are_found(name, fault):
     report = measured(measure.measure, exchange_options(name), fault)
-    assert all(m.version is None for m in report.measurements)
+    assert not names_of(report.records, of_peers=True)
     # The rank whose dispatch is wrong may have its own sums right, so any rank may tell.
     assert "EPError: the combine of its fp8 dispatch" in report.failures[0] and "is off by" in report.failures[0]
 
@@ -187,8 +187,7 @@ def test_the_drop_in_needs_no_other_package():
     peers.check_peers(["drop_in", "drop_in_v2"])
     first, _ = run_ranks(plain, 2, exchange_options("drop_in", "drop_in_v2"))
     assert first.failures == []
-    timed = {m.name for m in first.measurements if m.backend != "shm"}
-    assert timed == {name.replace("deep_ep", "drop_in") for name in V1 | V2}
+    assert set(names_of(first.records, of_peers=True)) == {name.replace("deep_ep", "drop_in") for name in V1 | V2}
 
 
 # ---- small batches ----
@@ -198,16 +197,16 @@ def test_small_batches(capsys):
     options = small_options("deep_ep", "deep_ep_v2")
     report = measured(low_latency_measure.measure, options)
     assert report.failures == []
-    theirs = [m for m in report.measurements if m.backend is not None]
-    assert {(m.name, m.num_tokens) for m in theirs} == {(name, n) for name in SMALL_V1 | SMALL_V2 for n in (3, 9)}
-    records = low_latency_report.records_of([report], options)
+    records = report.records
+    theirs = {(r["name"], r["num_tokens"]) for r in records if r["backend"] != "shm"}
+    assert theirs == {(f"low-latency {name}", n) for name in SMALL_V1 | SMALL_V2 for n in (3, 9)}
     for r in (r for r in records if r["backend"] != "shm"):
         assert r["versions"][r["backend"]] == VERSION and r["name"].startswith(f"low-latency {r['backend']} {r['op']}")
         assert r["num_sms"] is None and r["layout"] == ("expert" if r["backend"] == "deep_ep" else "rank")
         assert (r["rival_us"] is not None) == (r["layout"] == "expert" and r["half"] == "both")
     halves = {(r["backend"], r["half"]) for r in records}
     assert halves >= {("deep_ep", "send"), ("deep_ep", "receive"), ("deep_ep_v2", "both")} and ("deep_ep_v2", "send") not in halves
-    low_latency_report.show([report], records)
+    low_latency.show(records)
     printed = capsys.readouterr().out.splitlines()
     assert f"other libraries: deep_ep is {VERSION}, deep_ep_v2 is {VERSION}" in printed
     (line,) = (line.split() for line in printed if re.match(r"deep_ep_v2 combine bf16 +\d+ +9 +both ", line))
@@ -228,7 +227,7 @@ def test_small_batches(capsys):
 )
 def test_what_fails_in_small_batches_is_not_timed(fault, left, failure):
     report = measured(low_latency_measure.measure, small_options("deep_ep", "deep_ep_v2"), fault)
-    assert {m.name for m in report.measurements if m.backend is not None} == left
+    assert set(names_of(report.records, of_peers=True)) == left
     assert report.failures[0].startswith(f"EP2: {failure}")
 
 
@@ -253,21 +252,11 @@ def test_another_librarys_errors_are_told():
 
 def test_peers_may_be_given_several_times():
     parser = argparse.ArgumentParser()
-    nvlink.add_arguments(parser)
-    assert parser.parse_args(["--peer", "deep_ep", "--peer", "nccl_ep", "--peer", "deep_ep_v2"]).peer == [
-        "deep_ep",
-        "nccl_ep",
-        "deep_ep_v2",
-    ]
-    assert set(small_peers.PEERS) == {"deep_ep", "deep_ep_v2"} and set(peers.PEERS) == {
-        *("deep_ep", "deep_ep_v2", "nccl_ep", "drop_in", "drop_in_v2")
-    }
-
-
-@pytest.mark.parametrize("command", [nvlink, low_latency])
-def test_peers_need_gpus(command):
-    with pytest.raises(ValueError, match="--peer deep_ep needs GPUs; give --backend nvlink"):
-        options_of(command, "--peer", "deep_ep")
+    link.add_arguments(parser)
+    given = ["--peer", "deep_ep", "--peer", "nccl_ep", "--peer", "deep_ep_v2"]
+    assert parser.parse_args(given).peer == given[1::2]
+    assert set(small_peers.PEERS) == {"deep_ep", "deep_ep_v2"}
+    assert set(peers.PEERS) == {"deep_ep", "deep_ep_v2", "nccl_ep", "drop_in", "drop_in_v2"}
 
 
 def test_the_package_is_looked_for_first(monkeypatch):

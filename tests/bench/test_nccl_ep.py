@@ -155,38 +155,33 @@ def test_too_many_tokens():
 # ---- what is missing ----
 
 
+def old_nccl():
+    raise RuntimeError("NCCL EP requires NCCL >= 2.30.4 at runtime; found 2.28.9")
+
+
 def test_missing_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(BackendUnavailableError, match=r"--peer nccl_ep: NCCL EP cannot be used here \(.*\); install transformer_engine"):
         nccl_ep.load()
 
 
-def test_old_nccl(monkeypatch):
-    def require():
-        raise RuntimeError("NCCL EP requires NCCL >= 2.30.4 at runtime; found 2.28.9")
-
-    install(FakeEP(), lambda name, module: monkeypatch.setitem(sys.modules, name, module), require)
-    with pytest.raises(BackendUnavailableError, match=r"found 2\.28\.9\); .* nvidia-nccl-cu13 2\.32\.3"):
-        nccl_ep.load()
+def refused_group(*_):
+    raise RuntimeError("NCCL error: invalid usage")
 
 
-def test_compiled_without_nccl_ep(monkeypatch):
+@pytest.mark.parametrize(
+    ("changes", "require", "told"),
+    [
+        ({}, old_nccl, r"found 2\.28\.9\); .* nvidia-nccl-cu13 2\.32\.3"),
+        ({"tex": SimpleNamespace()}, lambda: None, "compiled without NVTE_WITH_NCCL_EP=1"),
+        ({"ep_bootstrap": refused_group}, lambda: None, r"\(NCCL error: invalid usage\); install .* nvidia-nccl-cu13 2\.32\.3"),
+    ],
+)
+def test_what_is_too_old_or_refused(changes, require, told, monkeypatch):
     fake = FakeEP()
-    fake.tex = SimpleNamespace()
-    install(fake, lambda name, module: monkeypatch.setitem(sys.modules, name, module))
-    monkeypatch.setattr(nccl_ep, "nccl_version", lambda: "2.32.3")
-    with pytest.raises(BackendUnavailableError, match="compiled without NVTE_WITH_NCCL_EP=1"):
-        nccl_ep.load()
-
-
-def test_refused_group(monkeypatch):
-    def bootstrap(*_):
-        raise RuntimeError("NCCL error: invalid usage")
-
-    fake = FakeEP()
-    fake.ep_bootstrap = bootstrap
-    install(fake, lambda name, module: monkeypatch.setitem(sys.modules, name, module))
+    vars(fake).update(changes)
+    install(fake, lambda name, module: monkeypatch.setitem(sys.modules, name, module), require)
     monkeypatch.setattr(nccl_ep, "nccl_version", lambda: "2.30.7")
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
-    with pytest.raises(BackendUnavailableError, match=r"\(NCCL error: invalid usage\); install .* nvidia-nccl-cu13 2\.32\.3"):
+    with pytest.raises(BackendUnavailableError, match=told):
         nccl_ep.NcclEP(SHAPE, None, 64)

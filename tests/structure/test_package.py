@@ -243,11 +243,10 @@ def test_errors_reach_other_processes(error, sent):
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param(["--num-tokens", "64", "--hidden", "32", "--repeats", "2"], marks=pytest.mark.slow),
-        ["exchange", "--num-tokens", "64", "--hidden", "32", "--repeats", "2", "--layout", "rank", "--dtype", "fp32"],
+        ["--backend", "shm", "--num-tokens", "64", "--hidden", "32", "--iterations", "2"],
         ["gate", "--num-tokens", "64", "--repeats", "2"],
     ],
-    ids=["default", "rank layout", "gate"],
+    ids=["default", "gate"],
 )
 def test_benchmarks_write_records(arguments, tmp_path):
     file = tmp_path / "records.json"

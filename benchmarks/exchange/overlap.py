@@ -9,12 +9,12 @@ run dry by then, the GEMMs include the launch of the first one.
 
 import argparse
 
-from benchmarks.exchange import nvlink
+from benchmarks.exchange import link
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    nvlink.add_shape_arguments(parser, ("nvlink", "shm"), " ".join(map(str, nvlink.OVERLAP_TOKENS["cuda"])))
+    link.add_shape_arguments(parser, ("nvlink", "shm"), link.OVERLAP_TOKENS["cuda"])
     parser.set_defaults(is_overlap=True, num_sms=None, sweep=False, quick=False, peer=[])
 
 
-main = nvlink.main
+resolve, main = link.resolve, link.main

@@ -12,8 +12,9 @@ import torch
 from benchmarks.common.verify import verify
 from deepep_moe import Buffer
 from deepep_moe.tune.operations import compare_bits
+from deepep_moe.tune.records import spread
 from deepep_moe.tune.timing import Mark, Timer, slowest
-from deepep_moe.tune.workload import Inputs, Operation, Shape, gather_counts, link_rows, tokens_per_rank
+from deepep_moe.tune.workload import Inputs, Operation, Shape
 
 OPS = ("dispatch", "combine")
 NUM_SMS = {"nvlink": (0, None)}  # other backends have no SMs
@@ -40,40 +41,25 @@ class Schedule:
         return [lengths[self.phases.index(phase)] for lengths in self.lengths]
 
 
-@dataclass
-class Overlap:
-    """One exchange, alone and with GEMMs between its halves. Figures are computed from medians."""
+def figures_of(exchange: Schedule, gemms: Schedule, both: Schedule) -> dict[str, Any]:
+    """Return what a record says of an exchange alone, of the GEMMs alone, and of both, from medians.
 
-    op: str
-    num_tokens: int
-    num_sms: int | None
-    backend: str
-    gemm: tuple[int, int, int]
-    """Rows, columns and depth of a GEMM."""
-    num_gemms: int
-    link_bytes: int
-    """Bytes over the link of the rank that sends most."""
-    workspace_bytes: int
-    exchange: Schedule
-    gemms: Schedule
-    both: Schedule
-
-    @property
-    def name(self) -> str:
-        return f"{self.op}+gemm bf16 expert"
-
-    @property
-    def gemm_speed(self) -> float:
-        """Return the speed of the GEMMs beside the exchange, where 1 is their speed alone."""
-        return statistics.median(self.gemms.total) / statistics.median(self.both.length("GEMMs"))
-
-    @property
-    def hidden(self) -> float | None:
-        """Return the part of the exchange that costs no time beside the GEMMs, at most 1, or None where that cannot be said: both took
-        less time than the GEMMs alone, by more than noise."""
-        exchange, gemms, both = (statistics.median(schedule.total) for schedule in (self.exchange, self.gemms, self.both))
-        part = (exchange + gemms - both) / exchange
-        return None if part > _MOST_HIDDEN else min(part, 1.0)
+    `gemm_speed` is the speed of the GEMMs beside the exchange, where 1 is their speed alone. `exchange_hidden` is the part of the exchange
+    that costs no time beside the GEMMs, at most 1, or None where that cannot be said: both took less time than the GEMMs alone, by more
+    than noise.
+    """
+    exchange_us, gemms_us, both_us = (statistics.median(schedule.total) for schedule in (exchange, gemms, both))
+    part = (exchange_us + gemms_us - both_us) / exchange_us
+    figures = {
+        "gemm_speed": gemms_us / statistics.median(both.length("GEMMs")),
+        "exchange_hidden": None if part > _MOST_HIDDEN else min(part, 1.0),
+        "exchange_us": exchange_us,
+    }
+    for prefix, schedule in {"": both, "exchange_": exchange, "alone_": gemms}.items():
+        for phase in schedule.phases:
+            name = f"{prefix}{phase.lower()}_us"
+            figures[name], figures[f"{name}_p10"], figures[f"{name}_p90"] = spread(schedule.length(phase))
+    return figures
 
 
 def _unmarked() -> None:
@@ -88,8 +74,7 @@ class BesideGemms:
         self.timer, self.buffer, self.shape, self.everyone, self.rank = timer, buffer, shape, everyone, rank
         self.iterations: int = options.iterations
         self.inputs = everyone[rank]
-        self.link_rows = link_rows(gather_counts(tokens_per_rank(self.inputs.topk_idx, shape)))
-        rows, columns, depth = self.gemm = tuple(options.gemm)
+        rows, columns, depth = options.gemm
         random = partial(torch.randn, dtype=torch.bfloat16, device=timer.device)
         self.operands = [(random(rows, depth), random(depth, columns)) for _ in range(_NUM_OPERANDS)]
         self.product = random(rows, columns)
@@ -107,15 +92,13 @@ class BesideGemms:
             compare_bits(f"{name} through the hook", getattr(split, name), getattr(plain, name), "the plain call's")
         return True
 
-    def measure(self, op: str, num_sms: int | None) -> Overlap:
+    def measure(self, op: str, num_sms: int | None) -> tuple[Schedule, Schedule, Schedule]:
+        """Return the times of the exchange alone, of the GEMMs alone, and of both."""
         exchange = self._schedule(("start", "hook"), partial(self._exchange, op, num_sms, 0))
         self.num_gemms = self.num_gemms or self._enough_gemms(exchange.length("hook"))
         gemms = self._schedule(("GEMMs",), partial(self._compute, self.num_gemms))
         both = self._schedule(("start", "GEMMs", "hook"), partial(self._exchange, op, num_sms, self.num_gemms))
-        return Overlap(
-            op, len(self.inputs.x), num_sms, self.buffer.backend, self.gemm, self.num_gemms, self.link_rows[op] * 2 * self.shape.hidden,
-            self.buffer.workspace_bytes, exchange, gemms, both,
-        )  # fmt: skip
+        return exchange, gemms, both
 
     # ---- what is measured ----
 

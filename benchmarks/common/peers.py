@@ -30,10 +30,10 @@ class Peer(Protocol):
 _HERE = "benchmarks.exchange"
 _CLASSES = {
     "deep_ep": ("deep_ep", "DeepEP"),
-    "deep_ep_v2": ("deep_ep_v2", "DeepEPV2"),
+    "deep_ep_v2": ("deep_ep", "DeepEPV2"),
     "nccl_ep": ("nccl_ep", "NcclEP"),
     "drop_in": ("deep_ep", "DropIn"),
-    "drop_in_v2": ("deep_ep_v2", "DropInV2"),
+    "drop_in_v2": ("deep_ep", "DropInV2"),
 }
 """The module of each peer, which is imported when the peer is asked for, and its class: `(shape, group, num_max_tokens)`."""
 _DROP_IN = "deepep_moe.compat.deep_ep"

@@ -1,0 +1,100 @@
+"""What the benchmarks of exchanges share: their options, their ranks, which return records, and the end of a run."""
+
+import argparse
+import gc
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.common.link_rate import link_gbps
+from benchmarks.common.peers import check_peers
+from benchmarks.common.report import Record
+from deepep_moe import config
+from deepep_moe.errors import EPError
+from deepep_moe.tune.ranks import Rank, add_ranks_and_tokens, resolve_ranks, start
+from deepep_moe.tune.records import record, write_json
+
+
+@dataclass
+class Report:
+    """What the ranks of one EP size have found."""
+
+    records: list[Record] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    """Operations that raised or had wrong results, and so are not timed."""
+
+
+class BenchRank(Rank):
+    """One rank of one run. Every method is collective."""
+
+    def __init__(self, rank: int, num_ranks: int, device_idx: int, options: argparse.Namespace, link_iterations: int):
+        super().__init__(rank, num_ranks, device_idx, options)
+        gc.collect()
+        gc.freeze()  # collections stay short
+        self.transport = "NCCL" if options.on_gpu else "gloo"
+        """The library that moves the rows of the baselines."""
+        self.link_gbps = link_gbps(self.timer, link_iterations)
+        self.report = Report(failures=self.failures)
+
+    def record(
+        self, op: str, num_tokens: int, dtype: str, layout: str, times: Sequence[float], link_bytes: int, *,
+        baseline: str | None, baseline_times: Sequence[float], backend: str | None = None, version: str | None = None, **extra: Any,
+    ) -> Record:  # fmt: skip
+        """Return the record of one operation. `backend` and `version` are those of another library, `link_bytes` are of the rank that sends
+        most."""
+        names = ("hidden", "num_topk", "num_experts")
+        settings = {"num_ranks": self.shape.num_ranks, "num_tokens": num_tokens, "dtype": dtype, "layout": layout}
+        settings |= {name: getattr(self.options, name) for name in names} | {"backend": backend or self.options.backend}
+        percent = None if self.link_gbps is None else 100 * link_bytes / statistics.median(times) / 1e3 / self.link_gbps
+        link = {"link_gbps": self.link_gbps, "percent_of_link": percent, "iterations": len(times), "hardware": self.hardware()}
+        made = record(op, settings, times, link_bytes, baseline=baseline, baseline_times=baseline_times, **link, **extra)
+        return made if version is None else made | {"versions": made["versions"] | {settings["backend"]: version}}
+
+
+def add_sizes(parser: argparse.ArgumentParser, backends: tuple[str, ...], default_tokens: str, default_iterations: str) -> None:
+    """Add the options that the benchmarks share. The first of `backends` is the default."""
+    parser.add_argument("--backend", choices=backends, default=backends[0])
+    add_ranks_and_tokens(parser, default_tokens)
+    for name, default in (("num-experts", 256), ("num-topk", 8)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--iterations", type=int, help=f"default {default_iterations}")
+
+
+def resolve_sizes(options: argparse.Namespace, default_tokens: Sequence[int], most_topk: int) -> None:
+    """Fill in ranks and tokens. Needs `options.on_gpu`. Raises EPError for what cannot run, ValueError for values that do not fit."""
+    resolve_ranks(options)
+    options.num_tokens = sorted(set(options.num_tokens or default_tokens))
+    for n in options.num_ranks:
+        if n < 1 or options.num_experts % n:
+            raise ValueError(f"--num-experts {options.num_experts} must be a multiple of --num-ranks {n}")
+    if not 1 <= options.num_topk <= min(options.num_experts, most_topk):
+        raise ValueError(f"--num-topk {options.num_topk} must be 1 to {most_topk}, and at most --num-experts {options.num_experts}")
+    if min(options.num_tokens) < 1 or (options.iterations is not None and options.iterations < 1):
+        raise ValueError("--num-tokens and --iterations must be at least 1")
+    if options.peer and not options.on_gpu:
+        raise ValueError(f"--peer {options.peer[0]} needs GPUs; give --backend nvlink")
+
+
+def run(
+    measure: Callable[..., Report],
+    resolve: Callable[[argparse.Namespace], None],
+    show: Callable[[list[Record]], None],
+    options: argparse.Namespace,
+) -> None:
+    """Run `measure` on the ranks of each EP size, write the records to `--json`, and show them. Exit with what failed."""
+    try:
+        check_peers(options.peer)
+        resolve(options)
+        reports = start(measure, options)
+    except (EPError, ValueError) as error:
+        sys.exit(str(error))
+    if config.launched_rank():
+        return  # rank 0 reports
+    records = [made for report in reports for made in report.records]
+    write_json(options.json, records)
+    if records:
+        show(records)
+    if failures := [failure for report in reports for failure in report.failures]:
+        sys.exit("not timed, because it failed or its results are wrong:\n" + "\n".join(failures))

@@ -1,0 +1,90 @@
+"""What the benchmarks of layers share: options, times in turns, and records."""
+
+import argparse
+import gc
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.common.report import Record
+from benchmarks.layers.passes import StepTimes, times_of
+from deepep_moe.tune import records
+from deepep_moe.tune.timing import Timer
+
+
+def add_arguments(parser: argparse.ArgumentParser, device: str | None, num_ranks: str, **sizes: int | None) -> None:
+    """Add the options that the benchmarks share. `sizes` are defaults; None depends on the device. `num_ranks` says the default."""
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default=device, help="default: cuda" if device else "default: cuda where there are GPUs"
+    )
+    parser.add_argument("--backend", help="of deepep_moe.Buffer; default nvlink on GPUs, auto on the CPU")
+    parser.add_argument("--num-ranks", type=int, help=f"expert-parallel size; default {num_ranks}")
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+
+
+def resolve(options: argparse.Namespace, *, shares_gpus: bool = False) -> None:
+    """Fill in the ranks and the backend. Raises ValueError for options that do not fit."""
+    on_gpu, num_gpus = options.device == "cuda", torch.cuda.device_count()
+    if options.num_ranks is None:
+        options.num_ranks = num_gpus if on_gpu else 2
+    options.backend = options.backend or ("nvlink" if on_gpu else "auto")
+    needed = min(1, options.num_ranks) if shares_gpus else options.num_ranks
+    if on_gpu and not 0 < needed <= num_gpus:
+        raise ValueError(
+            f"--device cuda needs a GPU for each of {max(1, needed)} ranks, this machine has {num_gpus}; give --num-ranks, or --device cpu"
+        )
+    for name in ("num_ranks", "num_tokens", "repeats", "num_layers", "micro_batches"):
+        if getattr(options, name, 1) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
+    topks = options.num_topk if isinstance(options.num_topk, list) else [options.num_topk]
+    if options.num_experts % options.num_ranks or not all(0 < num_topk <= options.num_experts for num_topk in topks):
+        raise ValueError(
+            f"--num-experts {options.num_experts} must be a multiple of --num-ranks {options.num_ranks}, each of --num-topk {topks} 1 to "
+            "the experts"
+        )
+
+
+def times_in_turns(
+    passes: dict[str, dict[str, Any]], device: torch.device, warmup: int, repeats: int, num_layers: int = 1
+) -> dict[tuple[str, str], list[list[float]]]:
+    """Time passes of `num_layers` layers in turns. Return the times of a layer by what is timed and who does it. Collective."""
+    timer, found = Timer(device), dict[tuple[str, str], list[list[float]]]()
+    gc.collect()
+    gc.freeze()  # collections stay short
+    for turn in range(warmup + repeats):
+        for what, of_one in passes.items():
+            for name, timed in of_one.items():
+                times = [time / num_layers for time in times_of(timed, timer)]
+                if turn >= warmup:
+                    found.setdefault((what, name), []).append(times)
+    return found
+
+
+def record(
+    op: str, options: argparse.Namespace, first: Any, num_ranks: int, dtype: str, times: Sequence[float] | Sequence[StepTimes],
+    num_bytes: int, baseline: str, baseline_times: Sequence[float] | Sequence[StepTimes], **extra: Any,
+) -> Record:  # fmt: skip
+    """Return the record of a layer. `first` has the measurements of rank 0. Steps are compared by wall time, host times stand beside."""
+    settings = vars(options) | {"backend": first.backend, "num_ranks": num_ranks, "dtype": dtype, "layout": "expert"}
+    wall, host = zip(*(_wall_and_host(each) for each in (times, baseline_times)), strict=True)
+    if host[0] is not None:
+        extra = {"host_us": host[0], "rival_host_us": host[1]} | extra
+    extra = {"hardware": first.hardware, "rival_versions": first.versions} | extra
+    return records.record(op, settings, wall[0], num_bytes, baseline=baseline, baseline_times=wall[1], **extra)
+
+
+def _wall_and_host(times: Sequence[Any]) -> tuple[list[float], float | None]:
+    if not isinstance(times[0], StepTimes):
+        return list(times), None
+    return [each.wall for each in times], statistics.median(each.host for each in times)
+
+
+def shape_of(options: argparse.Namespace, num_ranks: int, backend: str, more: str = "") -> str:
+    """Say the sizes of a layer."""
+    return (
+        f"EP {num_ranks}, {options.num_tokens} tokens x {options.hidden} a rank, top-{options.num_topk} of {options.num_experts} experts, "
+        f"ffn {options.ffn_hidden}{more}; deepep_moe backend {backend}"
+    )

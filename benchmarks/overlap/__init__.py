@@ -1,1 +1,0 @@
-"""Exchanges in two halves with GEMMs between them."""
