@@ -118,7 +118,7 @@ wheel: $(STAMP)
 	@ls -l dist
 
 bench: $(STAMP)
-	$(SCRIPT) benchmarks/run.py link --backend shm --num-tokens 4096 --hidden 2048 --num-experts 64
+	$(SCRIPT) benchmarks/run.py exchange --backend shm --num-tokens 4096 --hidden 2048 --num-experts 64
 	$(SCRIPT) benchmarks/run.py gate
 	$(SCRIPT) benchmarks/run.py deepspeed --device cpu
 

@@ -1,6 +1,6 @@
 """usage: python benchmarks/run.py [NAME] ...
 
-link         dispatch and combine, on GPUs, or with --backend shm on the CPU
+exchange     dispatch and combine, on GPUs, or with --backend shm on the CPU
 low-latency  dispatch and combine of small batches
 overlap      dispatch and combine beside GEMMs
 gate         the gate
@@ -11,7 +11,7 @@ deepspeed    a layer of DeepSpeed
 fp8          a layer with fp8 experts, against bf16 and TransformerEngine
 
 NAME --help lists the options of one. All but `model` take `--bind`.
-Without a name it is link.
+Without a name it is exchange.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from deepep_moe import config
 from deepep_moe.topology.option import add_bind, bind_this_rank
 
 MODULES = {
-    "link": "exchange.link", "low-latency": "low_latency.command", "overlap": "exchange.overlap",
+    "exchange": "exchange.command", "low-latency": "low_latency.command", "overlap": "exchange.overlap",
     "gate": "gate.command", "host": "host.command", "model": "model", "megatron": "layers.megatron",
     "deepspeed": "layers.deepspeed", "fp8": "layers.fp8",
 }  # fmt: skip
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> None:
         return
     if arguments and not arguments[0].startswith("-") and arguments[0] not in MODULES:
         sys.exit(f"{arguments[0]!r} is no benchmark; choose from {', '.join(MODULES)}")
-    name, *rest = arguments if arguments and arguments[0] in MODULES else ["link", *arguments]
+    name, *rest = arguments if arguments and arguments[0] in MODULES else ["exchange", *arguments]
     module = importlib.import_module(f"benchmarks.{MODULES[name]}")
     parser = argparse.ArgumentParser(
         f"python benchmarks/run.py {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,4 +1,4 @@
-"""How much of an exchange hides behind GEMMs: `python benchmarks/run.py overlap --backend nvlink`. The command `link` measures it too.
+"""How much of an exchange hides behind GEMMs: `python benchmarks/run.py overlap --backend nvlink`. The command `exchange` measures it too.
 
 An exchange is made in two halves (`return_hook=True`), with equal GEMMs between them that last about 1.5 times as long as its second half
 alone. The exchange alone and the GEMMs alone are timed beside it. One run uses copy engines (num_sms=0), which leave every SM to the GEMMs
@@ -9,12 +9,12 @@ run dry by then, the GEMMs include the launch of the first one.
 
 import argparse
 
-from benchmarks.exchange import link
+from benchmarks.exchange import command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    link.add_shape_arguments(parser, ("nvlink", "shm"), link.OVERLAP_TOKENS["cuda"])
+    command.add_shape_arguments(parser, ("nvlink", "shm"), command.OVERLAP_TOKENS["cuda"])
     parser.set_defaults(is_overlap=True, num_sms=None, sweep=False, quick=False, peer=[])
 
 
-resolve, main = link.resolve, link.main
+resolve, main = command.resolve, command.main

@@ -10,7 +10,8 @@ import torch
 from bench_cases import RECORD_FIELDS, TORCHRUN, bench, options_of
 
 from benchmarks.common import ranks, verify
-from benchmarks.exchange import beside_gemms, link, measure, overlap
+from benchmarks.exchange import beside_gemms, measure, overlap
+from benchmarks.exchange import command as exchange
 from benchmarks.exchange.beside_gemms import BesideGemms, Schedule, figures_of
 from benchmarks.gate import baselines as gate_baselines
 from benchmarks.gate import measure as gate
@@ -154,8 +155,8 @@ def test_overlap_record_of_made_up_times(capsys):
     copied, unknown = (run_ranks(overlap_record, 1, *case)[0] for case in ((0, BOTH), (None, with_gemms(5.0, 95.0, 10.0))))
     assert (copied["op"], copied["num_ranks"], copied["num_sms"], unknown["num_sms"]) == ("combine+gemm", 1, 0, None)
     assert (copied["us_median"], copied["rival_us"], copied["ratio"]) == (960, 1400, pytest.approx(1400 / 960))
-    assert copied["link_gbps"] == 400 and copied["gemm"] == list(link.GEMM)
-    link.show([copied, unknown])
+    assert copied["link_gbps"] == 400 and copied["gemm"] == list(exchange.GEMM)
+    exchange.show([copied, unknown])
     printed = capsys.readouterr().out.splitlines()
     figures = ["12", "960.0", "960.0-960.0", "50.0", "840.0", "70.0", "600.0", "800.0", "0.95", "73%"]
     assert printed[-2].split() == ["combine+gemm", "bf16", "expert", "1", "3", "copy", *figures] and printed[-1].split()[-1] == "?"
@@ -264,7 +265,7 @@ def fails_in_fp8(rank, num_ranks, options):
 
 
 def test_wrong_operations_are_not_timed():
-    for result in run_ranks(fails_in_fp8, 2, options_of(link, "--backend", "shm", *TINY)):
+    for result in run_ranks(fails_in_fp8, 2, options_of(exchange, "--backend", "shm", *TINY)):
         assert {r["name"] for r in result.records} == {name for name in OPERATIONS if "fp8" not in name}
         assert len(result.failures) == 4  # two layouts, two sizes
         assert result.failures[0] == "EP2: dispatch fp8 rank, 3 tokens, num_sms None: rank 1: EPError: no such luck"
@@ -317,7 +318,7 @@ def test_gate_is_timed_on_a_gpu():
 def test_commands(monkeypatch, capsys):
     main(["--help"])
     assert "low-latency  dispatch and combine of small batches" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="'exchanges' is no benchmark; choose from link, low-latency, overlap"):
+    with pytest.raises(SystemExit, match="'exchanges' is no benchmark; choose from exchange, low-latency, overlap"):
         main(["exchanges"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for arguments in ([], ["--sweep"], ["overlap"]):
@@ -329,14 +330,14 @@ def test_commands(monkeypatch, capsys):
 
 def test_plan(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    options = options_of(link, "--sweep")
+    options = options_of(exchange, "--sweep")
     assert options.num_ranks == [2, 4] and options.num_tokens == [128, 512, 2048, 4096, 8192, 32768]
     assert options.num_sms_of[4096] == [None, 4, 8, 12, 16, 24, 32, 0] and options.num_sms_of[128] == [None]
-    assert options.overlap_tokens == [4096] and options_of(link, "--quick").overlap_tokens == [4096]
-    assert options_of(link, "--backend", "shm").overlap_tokens == []
+    assert options.overlap_tokens == [4096] and options_of(exchange, "--quick").overlap_tokens == [4096]
+    assert options_of(exchange, "--backend", "shm").overlap_tokens == []
     options = options_of(overlap)
-    assert options.num_ranks == [2, 4] and options.overlap_tokens == [4096] and options.num_tokens == [] and options.gemm == link.GEMM
-    options = options_of(link, "--num-sms", "8", "16", "--num-tokens", "64", "--num-ranks", "4")
+    assert options.num_ranks == [2, 4] and options.overlap_tokens == [4096] and options.num_tokens == [] and options.gemm == exchange.GEMM
+    options = options_of(exchange, "--num-sms", "8", "16", "--num-tokens", "64", "--num-ranks", "4")
     assert options.num_sms_of == {64: [8, 16]} and options.num_ranks == [4]
     options = options_of(low_latency)
     assert options.num_ranks == [2, 4] and options.num_tokens == [1, 8, 32, 128, 256, 512] and options.hidden == 7168 and options.on_gpu
@@ -345,7 +346,7 @@ def test_plan(monkeypatch):
     options = options_of(low_latency, "--backend", "shm", "--iterations", "7")
     assert options.num_ranks == [2] and options.iterations_of == {1: 7, 8: 7, 32: 7, 128: 7} and options.hidden == 1024
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for command in (link, low_latency):
+    for command in (exchange, low_latency):
         with pytest.raises(BackendUnavailableError, match="needs a GPU for each of 2 ranks, this machine has 1"):
             options_of(command)
 
@@ -354,22 +355,22 @@ def test_launched(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ValueError, match=r"--num-ranks \[2\] under a launcher that started 3 ranks; leave --num-ranks out"):
-        options_of(link, "--backend", "shm", "--num-ranks", "2", "--num-experts", "9")
-    assert options_of(link, "--backend", "shm", "--num-experts", "9").num_ranks == [3]
+        options_of(exchange, "--backend", "shm", "--num-ranks", "2", "--num-experts", "9")
+    assert options_of(exchange, "--backend", "shm", "--num-experts", "9").num_ranks == [3]
 
 
 @pytest.mark.parametrize(
     ("commands", "arguments", "told"),
     [
-        ((link, low_latency), "--num-experts 9", "--num-experts 9 must be a multiple of --num-ranks 2"),
-        ((link, low_latency), "--num-ranks 0", "--num-experts 256 must be a multiple of --num-ranks 0"),
-        ((link, low_latency), "--num-tokens 0 4", "--num-tokens and --iterations must be at least 1"),
-        ((link, low_latency), "--iterations 0", "--num-tokens and --iterations must be at least 1"),
-        ((link, low_latency), "--peer deep_ep", "--peer deep_ep needs GPUs"),
-        ((link,), "--num-topk 257", "--num-topk 257"),
+        ((exchange, low_latency), "--num-experts 9", "--num-experts 9 must be a multiple of --num-ranks 2"),
+        ((exchange, low_latency), "--num-ranks 0", "--num-experts 256 must be a multiple of --num-ranks 0"),
+        ((exchange, low_latency), "--num-tokens 0 4", "--num-tokens and --iterations must be at least 1"),
+        ((exchange, low_latency), "--iterations 0", "--num-tokens and --iterations must be at least 1"),
+        ((exchange, low_latency), "--peer deep_ep", "--peer deep_ep needs GPUs"),
+        ((exchange,), "--num-topk 257", "--num-topk 257"),
         ((low_latency,), "--num-topk 33", "--num-topk 33 must be 1 to 32"),
         ((low_latency,), "--hidden 200", "--hidden 200 must be a multiple of 128"),
-        ((link, overlap), "--gemm 1 0 1", "--gemm 1 0 1"),
+        ((exchange, overlap), "--gemm 1 0 1", "--gemm 1 0 1"),
     ],
 )
 def test_refusals(commands, arguments, told):

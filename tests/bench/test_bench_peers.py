@@ -12,7 +12,8 @@ from bench_cases import options_of
 
 import deepep_moe
 from benchmarks.common import peers
-from benchmarks.exchange import link, measure
+from benchmarks.exchange import command as exchange
+from benchmarks.exchange import measure
 from benchmarks.low_latency import command as low_latency
 from benchmarks.low_latency import measure as low_latency_measure
 from benchmarks.low_latency import peers as small_peers
@@ -31,7 +32,7 @@ SMALL_V2 = {name.replace("deep_ep", "deep_ep_v2") for name in SMALL_V1}
 
 def exchange_options(*peer: str) -> argparse.Namespace:
     """The options of a run on the CPU, where the command itself refuses peers."""
-    return with_peers(options_of(link, *SIZES, "--num-tokens", "9", "--hidden", "256", "--expert-alignment", "4"), peer)
+    return with_peers(options_of(exchange, *SIZES, "--num-tokens", "9", "--hidden", "256", "--expert-alignment", "4"), peer)
 
 
 def small_options(*peer: str) -> argparse.Namespace:
@@ -132,7 +133,7 @@ def test_records(capsys):
     same = [r for r in records if r["backend"] != "shm" and (r["op"], r["dtype"], r["layout"]) in ours]
     assert len(same) == 3 + 7 and all(r["bytes_moved"] == ours[r["op"], r["dtype"], r["layout"]] for r in same)
     assert all("deep_ep" not in r["versions"] for r in records if r["backend"] == "shm")
-    link.show(records)
+    exchange.show(records)
     printed = capsys.readouterr().out
     assert f"other libraries: deep_ep is {VERSION}, deep_ep_v2 is {VERSION}" in printed
     assert re.search(r"deep_ep_v2 cached dispatch bf16 expert +2 +9 ", printed)
@@ -252,7 +253,7 @@ def test_another_librarys_errors_are_told():
 
 def test_peers_may_be_given_several_times():
     parser = argparse.ArgumentParser()
-    link.add_arguments(parser)
+    exchange.add_arguments(parser)
     given = ["--peer", "deep_ep", "--peer", "nccl_ep", "--peer", "deep_ep_v2"]
     assert parser.parse_args(given).peer == given[1::2]
     assert set(small_peers.PEERS) == {"deep_ep", "deep_ep_v2"}

@@ -205,7 +205,7 @@ def commands() -> dict[str, set[str]]:
         words = rest.split("#")[0].split()
         name = f"{module} {words[0]}" if module in SUBCOMMANDS and words and re.fullmatch(r"[a-z][\w-]+", words[0]) else module
         if name == "benchmarks/run.py" and words[:1] != ["--help"]:
-            name = "benchmarks/run.py link"  # what runs without a name
+            name = "benchmarks/run.py exchange"  # what runs without a name
         script = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
         found.setdefault(name, set()).update(re.findall(r"--[a-z][\w-]+", " ".join(words[:script])))
     return found

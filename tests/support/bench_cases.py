@@ -25,7 +25,7 @@ def options_of(command, *arguments: str) -> argparse.Namespace:
     return options
 
 
-def bench(*arguments: str, launcher: tuple[str, ...] = (), command="link", backend="shm") -> subprocess.CompletedProcess:
+def bench(*arguments: str, launcher: tuple[str, ...] = (), command="exchange", backend="shm") -> subprocess.CompletedProcess:
     command = [sys.executable, *launcher, "benchmarks/run.py", command, "--backend", backend, *arguments]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)

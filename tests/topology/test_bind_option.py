@@ -50,7 +50,7 @@ def test_ranks_of_this_host():
 @pytest.mark.parametrize(
     "command",
     [
-        "benchmarks/run.py link --backend shm --num-tokens 8 --hidden 128 --num-experts 4 --num-topk 2 --iterations 1",
+        "benchmarks/run.py exchange --backend shm --num-tokens 8 --hidden 128 --num-experts 4 --num-topk 2 --iterations 1",
         "examples/overlap/decode.py --num-layers 1 --hidden 64 --num-tokens 4 --context 4 --repeats 1 --out OUT",
     ],
 )
@@ -65,7 +65,7 @@ def test_benchmark_of_one_process_and_of_a_launcher(monkeypatch):
     monkeypatch.setattr(bench, "bind_this_rank", lambda: bound.append(True))
     quiet = SimpleNamespace(__doc__="", add_arguments=lambda parser: None, main=lambda options: None)
     monkeypatch.setattr(importlib, "import_module", lambda name: quiet)
-    for command, rank, count in (("gate", None, 1), ("link", None, 0), ("link", "1", 1), ("model", "1", 0)):
+    for command, rank, count in (("gate", None, 1), ("exchange", None, 0), ("exchange", "1", 1), ("model", "1", 0)):
         monkeypatch.delenv("RANK", raising=False)
         if rank:
             monkeypatch.setenv("RANK", rank)

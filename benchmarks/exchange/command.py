@@ -1,4 +1,4 @@
-"""Benchmark of dispatch and combine on one host: `python benchmarks/run.py link`.
+"""Benchmark of dispatch and combine on one host: `python benchmarks/run.py exchange`.
 
 Starts its own ranks, one per GPU, or uses those that torchrun started; `--backend shm` and `collective` need no GPU. Results are checked,
 then timed. The same run times an all-to-all of every (token, expert) row, over NCCL or on the CPU over gloo, with and without the permutes
@@ -27,7 +27,7 @@ _NUM_SMS_HELP = f"SMs of every call, 0 for the copy engine; default the buffer's
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser, backends: tuple[str, ...], default_tokens: tuple[int, ...]) -> None:
-    """Add the options that `link` and `overlap` share."""
+    """Add the options that `exchange` and `overlap` share."""
     add_sizes(parser, backends, " ".join(map(str, default_tokens)), "30")
     for name, default in (("hidden", 7168), ("expert-alignment", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
