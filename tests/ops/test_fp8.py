@@ -210,9 +210,7 @@ def test_bad_shapes(rows, counts, width, bias, message):
     w1, w2 = torch.ones(2, 2 * width, HIDDEN), torch.ones(2, HIDDEN, width)
     b1 = torch.ones(2, 2 * width).bfloat16() if bias else None
     with pytest.raises(ValueError, match=message):
-        ops.grouped_mlp(
-            QuantizedRows.of(randn(rows, HIDDEN)), counts, torch.ones(2, 2 * width, HIDDEN), torch.ones(2, HIDDEN, width), b1=b1
-        )
+        ops.grouped_mlp(QuantizedRows.of(randn(rows, HIDDEN)), counts, w1, w2, b1=b1)
 
 
 def test_other_operations_say_what_to_do():

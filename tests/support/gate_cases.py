@@ -7,8 +7,6 @@ import torch
 from deepep_moe import ops
 
 SCORE_FUNCTIONS = ("sigmoid", "sqrtsoftplus", "softmax", "softmax_topk")
-
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
