@@ -8,7 +8,7 @@ import torch
 from deepep_moe import ops, reference
 from deepep_moe.errors import BackendUnavailableError
 from deepep_moe.ops import QuantizedRows, fp8_products, quantize_fp8, quantize_fp8_weights
-from deepep_moe.ops.fp8_products import grouped_fp8_product, grouped_fp8_weight_gradient, rescale_transpose
+from deepep_moe.ops.fp8_products import rescale_transpose
 from deepep_moe.ops.quant import dequantize_fp8
 
 HIDDEN, WIDTH = 256, 128
@@ -100,7 +100,7 @@ def test_rescale_is_exact_down_to_the_least_value_and_then_rounds(shift, expecte
     assert_equal("values", y_t, want)
 
 
-def test_rescale_keeps_padding_zero_and_equals_reference():
+def test_rescale_of_padding_and_of_what_is_far_apart():
     x = randn(256, HIDDEN) * torch.logspace(-3, 2, 256)[:, None].bfloat16()
     y, scales = quantize_fp8(x, power_of_two=True)
     y.view(torch.uint8)[100:] = 0
@@ -110,24 +110,7 @@ def test_rescale_keeps_padding_zero_and_equals_reference():
     assert_equal("values", dequantize_fp8(y_t, scales_t.t()).t(), reference.fp8.rescale(y, scales))
 
 
-# ---- products ----
-
-
-def test_products_equal_those_of_what_the_operands_stand_for():
-    counts, n = [128, 0, 256], 384
-    offsets = torch.tensor(counts).cumsum(0, dtype=torch.int32)
-    x, w = quantize_fp8(randn(512, HIDDEN), power_of_two=True), quantize_fp8_weights(randn(3, n, HIDDEN, seed=1))
-    dy = quantize_fp8(randn(512, n, seed=2), power_of_two=True)
-    for part in (*x, *dy):
-        part.view(torch.uint8)[384:] = 0xFF  # NaN: rows of no expert
-    y = grouped_fp8_product(*x, *w, offsets)
-    out = torch.full((3, n, HIDDEN), NAN)
-    assert grouped_fp8_weight_gradient(*rescale_transpose(*dy), *rescale_transpose(*x), offsets, out) is out
-    for expert, rows in enumerate((slice(0, 128), slice(128, 128), slice(128, 384))):
-        matrix = reference.fp8.dequantize_blocks(w[0][expert], w[1][expert], 128).double()
-        torch.testing.assert_close(y[rows].double(), dequantize_fp8(x[0][rows], x[1][rows]).double() @ matrix.t(), rtol=2**-8, atol=1e-3)
-        left, right = (reference.fp8.rescale(part[0][rows], part[1][rows]).double() for part in (dy, x))
-        torch.testing.assert_close(out[expert].double(), left.t() @ right, rtol=1e-4, atol=1e-3)
+# ---- experts ----
 
 
 @pytest.mark.parametrize("recompute", (False, True))

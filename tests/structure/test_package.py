@@ -197,9 +197,10 @@ def test_launcher_reports_failures():
 
 
 ERRORS = [
-    errors.EPTimeoutError("late", rank=3, phase="entry", expected=2, seen=1), errors.EPCapacityError("small", rank=1), errors.EPMismatchError("other"),
-    errors.EPPeerError("rank 2 did not make its call: ValueError: no", rank=2), errors.EPError("no"), errors.BackendUnavailableError("not here"),
-    errors.BufferDestroyedError("gone"), RankFailedError(1, "no such luck"), OutgrownError("many"),
+    errors.EPTimeoutError("late", rank=3, phase="entry", expected=2, seen=1), errors.EPCapacityError("small", rank=1),
+    errors.EPMismatchError("other"), errors.EPPeerError("rank 2 did not make its call: ValueError: no", rank=2), errors.EPError("no"),
+    errors.BackendUnavailableError("not here"), errors.BufferDestroyedError("gone"), RankFailedError(1, "no such luck"),
+    OutgrownError("many"),
 ]  # fmt: skip
 
 
