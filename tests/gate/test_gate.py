@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gate_cases import DTYPES, SCORE_FUNCTIONS, assert_close, assert_equal, assert_nearby, run
+from gate_cases import DTYPES, SCORE_FUNCTIONS, assert_close, assert_equal, check, run
 
 from deepep_moe import ops, reference
 
@@ -127,10 +127,8 @@ def test_logits_that_are_not_finite(device, score_function, groups, dtype):
         output = run(device, logits, 3, function=ops.gate_full, dense=True, shares=True, check_finite=False, **options)
         expected = reference.gate(logits, 3, **options)
         assert torch.equal(output.topk_idx, expected[0]) and torch.equal(output.num_tokens_per_expert, expected[2])
-        for got, want in (
-            (output.topk_weights, expected[1]),
-            (output.shares, reference.gate_shares(logits, score_function=score_function)),
-        ):
+        shares = reference.gate_shares(logits, score_function=score_function)
+        for got, want in ((output.topk_weights, expected[1]), (output.shares, shares)):
             torch.testing.assert_close(got, want, rtol=3e-7, atol=0, equal_nan=True)
         assert (output.routing_map.sum(1) == 3).all()
         (grad,) = torch.autograd.grad(output.topk_weights.sum() + output.shares.square().sum(), logits)
@@ -142,10 +140,7 @@ def test_logits_that_are_not_finite(device, score_function, groups, dtype):
 @pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
 def test_logits_far_out(device, score_function):
     logits = torch.tensor([[3e38, -3e38, 800.0, -800.0, 90.0, -90.0, 17.4, -100.0]])
-    options = {"score_function": score_function, "normalize": False}
-    output = run(device, logits, 8, function=ops.gate_full, shares=True, **options)
-    assert_close(output[:3], reference.gate(logits, 8, **options))
-    assert_nearby("shares", output.shares, reference.gate_shares(logits, score_function=score_function))
+    check(device, logits, 8, score_function=score_function, normalize=False)
 
 
 @pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
@@ -172,7 +167,7 @@ def test_strided_arguments(device):
     generator = torch.Generator().manual_seed(3)
     logits, bias = torch.randn(12, 40, generator=generator).t(), torch.randn(24, generator=generator)[::2]
     mask = torch.zeros(80, dtype=torch.bool)[::2]
-    assert_close(run(device, logits, 3, expert_bias=bias, mask=mask), reference.gate(logits, 3, expert_bias=bias, mask=mask))
+    check(device, logits, 3, expert_bias=bias, mask=mask)
 
 
 @pytest.mark.parametrize("num_experts", [1, 60, 257, 512, 1024])
@@ -180,11 +175,8 @@ def test_strided_arguments(device):
 def test_numbers_of_experts(device, num_experts, dtype):
     """On a GPU: more than one quad a lane, quads that are not aligned, lanes without experts."""
     logits = torch.randn(5, num_experts + 1, generator=torch.Generator().manual_seed(12)).to(dtype)[:, 1:]
-    num_topk = min(9, num_experts)
     for score_function in ("sigmoid", "softmax_topk"):
-        output = run(device, logits, num_topk, function=ops.gate_full, shares=True, score_function=score_function)
-        assert_close(output[:3], reference.gate(logits, num_topk, score_function=score_function))
-        assert_nearby("shares", output.shares, reference.gate_shares(logits, score_function=score_function))
+        check(device, logits, min(9, num_experts), score_function=score_function)
 
 
 @pytest.mark.parametrize("is_rounded", [False, True])
@@ -198,11 +190,7 @@ def test_shapes_of_models(device, num_experts, num_topk, num_groups, topk_groups
     if is_rounded:  # many ties
         logits, bias = logits.round(), (bias * 8).round() / 8
     for options in ({}, {"expert_bias": bias}, {"expert_bias": bias, "score_function": "sqrtsoftplus", "group_score_topk": 3}):
-        options = {"num_groups": num_groups, "topk_groups": topk_groups, "routed_scaling_factor": 2.5, **options}
-        output = run(device, logits, num_topk, function=ops.gate_full, shares=True, **options)
-        assert_close(output[:3], reference.gate(logits, num_topk, **options))
-        shares = reference.gate_shares(logits, score_function=options.get("score_function", "sigmoid"))
-        assert_nearby("shares", output.shares, shares)
+        check(device, logits, num_topk, num_groups=num_groups, topk_groups=topk_groups, routed_scaling_factor=2.5, **options)
 
 
 @pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)

@@ -341,7 +341,7 @@ def test_makes_only_the_gradients_that_are_wanted(frozen, device, made):
     leaves, grad = make_on(device, [2, 3], 1)
     everything = run_on(leaves, grad, [2, 3])
     del everything[frozen]
-    assert_equal(run_on(leaves, grad, [2, 3], frozen=frozen), everything)
+    assert_equal(run_on(leaves, grad, [2, 3], frozen=(frozen,)), everything)
     assert None not in made
 
 

@@ -13,19 +13,21 @@ ALIGNMENT = 4
 
 
 class Expected:
-    """The results of a case on this rank, from those of all ranks."""
+    """The results of a case on this rank, from those of all ranks; `topk_idx` replaces the case's routing."""
 
-    def __init__(self, case: Case, rank: int, fp8: bool = False):
+    def __init__(
+        self, case: Case, rank: int, fp8: bool = False, layout: str = "rank", alignment: int = ALIGNMENT, topk_idx: Any = None
+    ) -> None:
         inputs = [case.inputs(r) for r in range(case.num_ranks)]
         xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
-        how: dict[str, Any] = {"layout": "rank", "expert_alignment": ALIGNMENT}
-        self.case, self.rank, self.idxs = case, rank, idxs
+        self.case, self.rank, self.alignment, self.idxs = case, rank, alignment, idxs if topk_idx is None else topk_idx
         self.x, self.topk_idx, self.topk_weights = inputs[rank]
         scales = None
         if fp8:
             xs, scales = (list(column) for column in zip(*map(ops.quantize_fp8, xs), strict=True))
             self.x = xs[rank], scales[rank]
-        self.received = reference.dispatch(xs, idxs, weights, case.num_experts, x_scales=scales, **how)
+        how: dict[str, Any] = {"layout": layout, "expert_alignment": alignment}
+        self.received = reference.dispatch(xs, self.idxs, weights, case.num_experts, x_scales=scales, **how)
         self.mine = self.received[rank]
 
     def in_rank(self, rank: int) -> torch.Tensor:
@@ -36,7 +38,7 @@ class Expected:
 
     @property
     def counts(self) -> list[int]:
-        return [-(-count // ALIGNMENT) * ALIGNMENT for count in self.mine.num_recv_tokens_per_expert]
+        return [-(-count // self.alignment) * self.alignment for count in self.mine.num_recv_tokens_per_expert]
 
     def check_rows(self, recv_x: Any) -> None:
         """Rows beyond those of the reference are room."""
@@ -46,11 +48,11 @@ class Expected:
             assert_same("recv_x", part[: len(want)], want)
 
     def combined(self, outputs: list[torch.Tensor], bias: torch.Tensor | None = None) -> torch.Tensor:
-        biases = None if bias is None else [bias if r == self.rank else torch.zeros_like(x) for r, x in enumerate(self.all_rows(bias))]
+        biases = None
+        if bias is not None:
+            biases = [torch.zeros(n, self.case.hidden, dtype=bias.dtype) for n in self.case.num_tokens]
+            biases[self.rank] = bias
         return reference.combine(outputs, self.received, self.case.num_tokens, None, biases)[self.rank]
-
-    def all_rows(self, like: torch.Tensor) -> list[torch.Tensor]:
-        return [torch.zeros(count, self.case.hidden, dtype=like.dtype) for count in self.case.num_tokens]
 
 
 def given(value: Any, device: torch.device) -> Any:
