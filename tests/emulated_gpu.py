@@ -123,14 +123,14 @@ def build(with_torch: bool = True) -> Path:
     if with_torch:
         modules["_torch"] = functions, torch_libraries()
     for name, (parts, libraries) in modules.items():
-        link(package / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}", parts, "-shared", libraries=libraries)
+        link_objects(package / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}", parts, "-shared", libraries=libraries)
     return site
 
 
 def build_device(package: Path) -> tuple[str, ...]:
     """The device in a folder, for all modules of a process; what links it."""
     objects = compile_objects((ROOT / "tests" / "emulation").glob("*.cpp"))
-    link(package / DEVICE, objects, "-shared", f"-Wl,-soname,{DEVICE}")
+    link_objects(package / DEVICE, objects, "-shared", f"-Wl,-soname,{DEVICE}")
     return f"-L{package}", f"-l:{DEVICE}"
 
 
@@ -139,7 +139,7 @@ def build_program(source: Path) -> Path:
     package = SITE / "deepep_moe"
     package.mkdir(parents=True, exist_ok=True)
     device = build_device(package)
-    return link(SITE.parent / source.stem, compile_objects([source]), libraries=(*device, f"-Wl,-rpath,{package}"))
+    return link_objects(SITE.parent / source.stem, compile_objects([source]), libraries=(*device, f"-Wl,-rpath,{package}"))
 
 
 def torch_libraries() -> list[str]:
@@ -148,7 +148,7 @@ def torch_libraries() -> list[str]:
     return [*(f"-L{path}" for path in library_paths()), "-lc10", "-ltorch_cpu", "-ltorch_python"]
 
 
-def link(target: Path, objects: list[Path], *how: str, libraries: Iterable[str] = ()) -> Path:
+def link_objects(target: Path, objects: list[Path], *how: str, libraries: Iterable[str] = ()) -> Path:
     if not target.exists() or target.stat().st_mtime < max(path.stat().st_mtime for path in objects):
         subprocess.run(["g++", "-pthread", *how, *SANITIZE, *map(str, objects), *libraries, "-o", str(target)], check=True)
     return target

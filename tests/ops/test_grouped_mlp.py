@@ -54,7 +54,7 @@ def make(counts, tail, dtype=torch.bfloat16, *, gated=True, bias=False, probs=Tr
 
 def run(function, leaves, grad, counts, *, frozen=(), **options):
     """The output, and the gradients of all but the frozen leaves."""
-    leaves = {name: leaf.clone().requires_grad_(name not in frozen) for name, leaf in leaves.items()}
+    leaves = {name: leaf.detach().clone().requires_grad_(name not in frozen) for name, leaf in leaves.items()}
     y = function(counts=counts, **leaves, **options)
     y.backward(grad)
     return {"y": y.detach()} | {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
