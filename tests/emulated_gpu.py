@@ -118,18 +118,18 @@ def build(with_torch: bool = True) -> Path:
     if not (package / "integrations").is_symlink():
         (package / "integrations").symlink_to(ROOT / "integrations")
     on_device = (*build_device(package), "-Wl,-rpath,$ORIGIN")
-    link_module(package, "_C", objects, *on_device)
-    if internode:
-        link_module(package, "_nvshmem", internode, *on_device)
+    modules = {"_C": (objects, on_device)} | ({"_nvshmem": (internode, on_device)} if internode else {})
     if with_torch:
-        link_module(package, "_torch", functions, *torch_libraries())
+        modules["_torch"] = functions, torch_libraries()
+    for name, (parts, libraries) in modules.items():
+        link_objects(package / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}", parts, "-shared", libraries=libraries)
     return site
 
 
 def build_device(package: Path) -> tuple[str, ...]:
     """The device in a folder, for all modules of a process; what links it."""
     objects = compile_objects((ROOT / "tests" / "emulation").glob("*.cpp"))
-    link_library(package / DEVICE, objects, f"-Wl,-soname,{DEVICE}")
+    link_objects(package / DEVICE, objects, "-shared", f"-Wl,-soname,{DEVICE}")
     return f"-L{package}", f"-l:{DEVICE}"
 
 
@@ -138,11 +138,7 @@ def build_program(source: Path) -> Path:
     package = SITE / "deepep_moe"
     package.mkdir(parents=True, exist_ok=True)
     device = build_device(package)
-    program = SITE.parent / source.stem
-    objects = compile_objects([source])
-    if not program.exists() or program.stat().st_mtime < max(path.stat().st_mtime for path in objects):
-        subprocess.run(["g++", "-pthread", *SANITIZE, *map(str, objects), *device, f"-Wl,-rpath,{package}", "-o", str(program)], check=True)
-    return program
+    return link_objects(SITE.parent / source.stem, compile_objects([source]), libraries=(*device, f"-Wl,-rpath,{package}"))
 
 
 def torch_libraries() -> list[str]:
@@ -151,13 +147,10 @@ def torch_libraries() -> list[str]:
     return [*(f"-L{path}" for path in library_paths()), "-lc10", "-ltorch_cpu", "-ltorch_python"]
 
 
-def link_module(package: Path, name: str, objects: list[Path], *libraries: str) -> None:
-    link_library(package / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}", objects, *libraries)
-
-
-def link_library(module: Path, objects: list[Path], *libraries: str) -> None:
-    if not module.exists() or module.stat().st_mtime < max(path.stat().st_mtime for path in objects):
-        subprocess.run(["g++", "-shared", "-pthread", *SANITIZE, *map(str, objects), *libraries, "-o", str(module)], check=True)
+def link_objects(target: Path, objects: list[Path], *how: str, libraries: Iterable[str] = ()) -> Path:
+    if not target.exists() or target.stat().st_mtime < max(path.stat().st_mtime for path in objects):
+        subprocess.run(["g++", "-pthread", *how, *SANITIZE, *map(str, objects), *libraries, "-o", str(target)], check=True)
+    return target
 
 
 def run(*arguments: str, with_torch: bool = True) -> subprocess.CompletedProcess[str]:

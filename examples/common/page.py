@@ -1,14 +1,11 @@
-"""A self-contained HTML page of a run: what it showed, tables, pictures. It loads nothing, and holds its own data."""
+"""A self-contained HTML page of a run: what it showed, tables, pictures. It loads nothing, and holds its figures as JSON too."""
 
 import base64
 import dataclasses
 import html
 import json
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from deepep_moe.errors import EPError
 
 Cell = str | float | None
 _STYLE = """
@@ -58,22 +55,10 @@ class Page:
     pictures: list[Picture] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
-        data = json.dumps(dataclasses.asdict(self)).replace("<", "\\u003c")  # no text in it ends the script
+        told = dataclasses.asdict(dataclasses.replace(self, pictures=[]))  # which the page shows from its own bytes
+        data = json.dumps(told).replace("<", "\\u003c")  # no text in it ends the script
         body = f"{_head(self.title, self.told)}{_body(self)}\n<script type='application/json' id='page'>{data}</script>"
         _write(path, self.title, body)
-
-
-def read(path: Path) -> Page:
-    """Return the page that `write` has left at `path`. Raises EPError for another file."""
-    try:
-        found = re.search(r"<script type='application/json' id='page'>(.*?)</script>", path.read_text(), flags=re.DOTALL)
-    except (OSError, UnicodeDecodeError) as error:
-        raise EPError(f"{path} cannot be read ({error}); give the report.html of an example") from error
-    if found is None:
-        raise EPError(f"{path} is no page of a run; give the report.html of an example")
-    data = json.loads(found[1])
-    tables = [Table(**table) for table in data.pop("tables")]
-    return Page(**data | {"tables": tables, "pictures": [Picture(**picture) for picture in data["pictures"]]})
 
 
 def _write(path: Path, title: str, body: str) -> None:

@@ -60,29 +60,24 @@ DEVICES = ("cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.multi
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_readme_script_runs(device, tmp_path):
-    """On CPUs with another group and without `.cuda()`, as there is nothing to move to."""
-    script = BLOCKS["README.md", 0]
+def test_scripts_of_readme_and_guide_run(device, tmp_path):
+    """The README's on CPUs with another group and without `.cuda()`, as there is nothing to move to."""
+    readme, backend = BLOCKS["README.md", 0], "nvlink" if device == "cuda" else "shm"
     if device == "cpu":
         changes = (('"nccl"', '"gloo"'), (".cuda()", ""), ('torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\n', ""))
         for before, after in changes:
-            assert before in script
-            script = script.replace(before, after)
-    outputs = run_under_torchrun(script, tmp_path, device)
-    backend, num_rows = "nvlink" if device == "cuda" else "shm", []
-    for rank, output in enumerate(outputs):
-        line = re.fullmatch(rf"rank {rank}: {backend}, (\d+) rows received, \[512, 256\] came back\n", output)
-        assert line, output
-        num_rows.append(int(line[1]))
-    assert sum(num_rows) == 2 * 512 * 4
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_guide_script_runs(device, tmp_path):
-    backend = "nvlink" if device == "cuda" else "shm"
-    for rank, output in enumerate(run_under_torchrun(BLOCKS["docs/guide.md", 0], tmp_path, device)):
-        line = re.fullmatch(rf"rank {rank}: {backend}, (\d+) rows, gradient of x (\d+\.\d+)\n", output)
-        assert line and int(line[1]) > 0 and float(line[2]) > 0, output
+            assert before in readme
+            readme = readme.replace(before, after)
+    printed = {readme: r"(\d+) rows received, \[512, 256\] came back", BLOCKS["docs/guide.md", 0]: r"(\d+) rows, gradient of x (\d+\.\d+)"}
+    lines = []
+    for number, (script, told) in enumerate(printed.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        outputs = run_under_torchrun(script, folder, device)
+        lines.append([re.fullmatch(rf"rank {rank}: {backend}, {told}\n", output) for rank, output in enumerate(outputs)])
+        assert all(lines[-1]), outputs
+    assert sum(int(line[1]) for line in lines[0]) == 2 * 512 * 4
+    assert all(int(line[1]) > 0 and float(line[2]) > 0 for line in lines[1])
 
 
 def test_steps_print_what_the_page_says(tmp_path):

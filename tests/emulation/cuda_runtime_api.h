@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -57,6 +58,7 @@ const uint64_t* exchange(uint64_t value);  // [32] of all lanes of the warp, unt
 void* shared_memory(size_t& bytes);        // of the block
 void launch(int blocks, int threads, size_t shared_bytes, const std::function<void()>& body);
 void enqueue(cudaStream_t stream, std::function<void()> work);
+void make_uninitialized(void* at, size_t bytes);  // fills its beginning
 
 template <class T>
 T shuffle(T value, int lane) {
@@ -65,6 +67,13 @@ T shuffle(T value, int lane) {
     std::memcpy(&bits, &value, sizeof(T));
     std::memcpy(&value, &exchange(bits)[lane & 31], sizeof(T));
     return value;
+}
+template <class Combine>
+unsigned reduce(uint64_t value, const Combine& combine) {
+    const uint64_t* const all = exchange(value);
+    unsigned result = static_cast<unsigned>(all[0]);
+    for (int i = 1; i < 32; ++i) result = combine(result, static_cast<unsigned>(all[i]));
+    return result;
 }
 
 }  // namespace emulation
@@ -91,25 +100,15 @@ template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
     return emulation::shuffle(value, static_cast<int>(threadIdx.x % 32) ^ mask);
 }
-inline unsigned __ballot_sync(unsigned, int predicate) {
-    const uint64_t* all = emulation::exchange(predicate != 0);
-    unsigned bits = 0;
-    for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(all[i]) << i;
-    return bits;
-}
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
-    const uint64_t* all = emulation::exchange(value);
-    return static_cast<unsigned>(*std::max_element(all, all + 32));
+    return emulation::reduce(value, [](unsigned a, unsigned b) { return max(a, b); });
 }
 inline unsigned __reduce_min_sync(unsigned, unsigned value) {
-    const uint64_t* all = emulation::exchange(value);
-    return static_cast<unsigned>(*std::min_element(all, all + 32));
+    return emulation::reduce(value, [](unsigned a, unsigned b) { return min(a, b); });
 }
-inline unsigned __reduce_or_sync(unsigned, unsigned value) {
-    const uint64_t* all = emulation::exchange(value);
-    unsigned bits = 0;
-    for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(all[i]);
-    return bits;
+inline unsigned __reduce_or_sync(unsigned, unsigned value) { return emulation::reduce(value, std::bit_or<>()); }
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+    return __reduce_or_sync(mask, static_cast<unsigned>(predicate != 0) << threadIdx.x % 32);
 }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == 0xffffffffu; }
@@ -149,26 +148,10 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selected) {
     for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> 8 * (selected >> 4 * i & 7) & 0xff) << 8 * i;
     return result;
 }
-inline float __uint_as_float(unsigned bits) {
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-inline double __longlong_as_double(long long bits) {
-    double value;
-    std::memcpy(&value, &bits, 8);
-    return value;
-}
-inline long long __double_as_longlong(double value) {
-    long long bits;
-    std::memcpy(&bits, &value, 8);
-    return bits;
-}
-inline unsigned __float_as_uint(float value) {
-    unsigned bits;
-    std::memcpy(&bits, &value, 4);
-    return bits;
-}
+inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
+inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
+inline double __longlong_as_double(long long bits) { return std::bit_cast<double>(bits); }
+inline long long __double_as_longlong(double value) { return std::bit_cast<long long>(value); }
 
 // ---- runtime ----
 
@@ -222,7 +205,6 @@ inline const char* cudaGetErrorString(cudaError_t error) {
     return error == cudaSuccess ? "no error" : error == cudaErrorNotReady ? "not ready" : "invalid value";
 }
 inline cudaError_t cudaMemGetInfo(size_t* free, size_t* total) { return *free = *total = size_t{1} << 40, cudaSuccess; }
-inline cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline cudaError_t cudaMemset(void* at, int value, size_t bytes) { return std::memset(at, value, bytes), cudaSuccess; }

@@ -178,11 +178,6 @@ int Block::next_runnable() {
         if (++index == num_warps) index = 0, end_round();
         if (warps[index].runnable != 0) return index * 32 + __builtin_ctz(warps[index].runnable);
     }
-    for (size_t i = 0; i < warps.size(); ++i)
-        std::fprintf(stderr, "emulated GPU: warp %zu: %d lanes in a vote, live %08x, runnable %08x\n", i, warps[i].arrived, warps[i].live,
-                     warps[i].runnable);
-    std::fprintf(stderr, "emulated GPU: block %u, thread %d, %d threads live, %d at the barrier\n", place.block.x, current, live,
-                 at_barrier);
     die("all threads of a block wait for each other");
 }
 

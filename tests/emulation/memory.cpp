@@ -34,11 +34,13 @@ cudaError_t map(void** pointer, int file, size_t bytes) {
 
 }  // namespace
 
+void emulation::make_uninitialized(void* at, size_t bytes) { std::memset(at, 0xcd, std::min(bytes, size_t{1} << 24)); }
+
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
     const int file = memfd_create(("emulated-gpu-" + std::to_string(getpid())).c_str(), MFD_CLOEXEC);
     if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0 || map(pointer, file, bytes) != cudaSuccess)
         return cudaErrorInvalidValue;
-    std::memset(*pointer, 0xcd, std::min(bytes, size_t{1} << 24));
+    emulation::make_uninitialized(*pointer, bytes);
     return cudaSuccess;
 }
 

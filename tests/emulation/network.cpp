@@ -1,11 +1,10 @@
 #include "network.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <string_view>
+#include <sstream>
 
 namespace emulation::network {
 namespace {
@@ -14,39 +13,24 @@ constexpr int kPieceStep = 16, kMostSteps = 4;  // of a piece, in bytes
 constexpr int kMostPieces = 64;                 // that move before another put has its turn
 constexpr int kRarely = 8;                      // one put in so many is slow, or stalls its PE
 
-struct Option {
-    const char* name;
-    int64_t Options::* member;
-};
-constexpr Option kOptions[] = {{"seed", &Options::seed},
-                               {"delay_us", &Options::delay_us},
-                               {"stall_us", &Options::stall_us},
-                               {"lose", &Options::lose},
-                               {"lose_after", &Options::lose_after},
-                               {"lose_for", &Options::lose_for},
-                               {"hold_after", &Options::hold_after},
-                               {"depth", &Options::depth},
-                               {"flush", &Options::flush},
-                               {"heap_mib", &Options::heap_mib},
-                               {"fail_init", &Options::fail_init},
-                               {"minor", &Options::minor}};
+constexpr std::pair<const char*, int64_t Options::*> kOptions[] = {
+    {"seed", &Options::seed},   {"delay_us", &Options::delay_us},     {"stall_us", &Options::stall_us},
+    {"lose", &Options::lose},   {"lose_after", &Options::lose_after}, {"hold_after", &Options::hold_after},
+    {"depth", &Options::depth}, {"flush", &Options::flush},           {"fail_init", &Options::fail_init}};
 
 Options read_options() {
     Options options;
     const char* const given = std::getenv("DEEPEP_MOE_EMULATED_NETWORK");
-    std::string_view rest = given != nullptr ? given : "";
-    while (!rest.empty()) {
-        const std::string_view item = rest.substr(0, rest.find(','));
-        rest.remove_prefix(std::min(rest.size(), item.size() + 1));
-        const size_t equals = std::min(item.find('='), item.size());
-        const std::string_view name = item.substr(0, equals), digits = item.substr(std::min(item.size(), equals + 1));
-        const auto option = std::find_if(std::begin(kOptions), std::end(kOptions), [&](const Option& o) { return o.name == name; });
-        const bool is_known = option != std::end(kOptions);
-        int64_t value = 0;
-        const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
-        if (!is_known || error != std::errc() || end != digits.data() + digits.size() || value < 0)
-            fault("DEEPEP_MOE_EMULATED_NETWORK has '" + std::string(item) + "'; give NAME=NUMBER of the names in network.h");
-        options.*option->member = value;
+    std::stringstream rest(given != nullptr ? given : "");
+    for (std::string item; std::getline(rest, item, ',');) {
+        const size_t equals = item.find('=');
+        const auto option =
+            std::find_if(std::begin(kOptions), std::end(kOptions), [&](const auto& o) { return o.first == item.substr(0, equals); });
+        char* end = nullptr;
+        const int64_t value = equals == std::string::npos ? -1 : std::strtoll(item.c_str() + equals + 1, &end, 10);
+        if (option == std::end(kOptions) || value < 0 || *end != 0)
+            fault("DEEPEP_MOE_EMULATED_NETWORK has '" + item + "'; give NAME=NUMBER of the names in network.h");
+        options.*option->second = value;
     }
     return options;
 }
@@ -75,18 +59,8 @@ Network::Network(int pe, int num_pes, Words& words)
       num_pes_(num_pes),
       words_(words),
       heaps_(reinterpret_cast<std::byte*>(&words) + kWordsBytes),
-      heap_bytes_(static_cast<size_t>(options().heap_mib) << 20),
       random_(static_cast<uint64_t>(options().seed) * kMaxPes + static_cast<uint64_t>(pe)) {
-    thread_ = std::thread([this] { work(); });
-}
-
-Network::~Network() {
-    {
-        const std::lock_guard lock(mutex_);
-        is_stopped_ = true;
-        changed_.notify_all();
-    }
-    thread_.join();
+    std::thread([this] { work(); }).detach();
 }
 
 std::chrono::microseconds Network::up_to(int64_t us) {
@@ -96,8 +70,7 @@ std::chrono::microseconds Network::up_to(int64_t us) {
 bool Network::is_lost(int pe) {
     const Options& o = options();
     if (o.lose != pe_ && o.lose != pe) return false;
-    const int64_t number = num_exposed_++;
-    return number >= o.lose_after && number - o.lose_after < o.lose_for;
+    return num_exposed_++ >= o.lose_after;
 }
 
 void Network::post(Put put) {
@@ -191,7 +164,7 @@ bool Network::announce(const Put& put) {
 
 void Network::work() {
     std::unique_lock lock(mutex_);
-    while (!is_stopped_) {
+    while (true) {
         Clock::time_point wake;
         Put* const put = next(wake);
         if (put == nullptr && wake == Clock::time_point::max()) {

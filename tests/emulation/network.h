@@ -18,6 +18,7 @@
 namespace emulation::network {
 
 constexpr int kMaxPes = 64;
+constexpr size_t kHeapBytes = size_t{1} << 30;  // of each PE
 
 // DEEPEP_MOE_EMULATED_NETWORK="seed=3,stall_us=200"; an unknown name is a fault. The same for all PEs, but for `seed`.
 struct Options {
@@ -25,14 +26,11 @@ struct Options {
     int64_t delay_us = 50;           // a put starts up to so much later than it could, one in 8 up to 8 times that
     int64_t stall_us = 0;            // a put in 8 stops all that goes to its PE for up to so long
     int64_t lose = -1;               // a PE that is dead: what is put from or to it is lost,
-    int64_t lose_after = 0;          // each process, after so many that arrive,
-    int64_t lose_for = INT64_MAX;    // loses so many
+    int64_t lose_after = 0;          // by each process, after so many that arrive
     int64_t hold_after = INT64_MAX;  // each process, after so many puts, keeps those that follow in flight
     int64_t depth = 256;             // puts in flight from one PE to another
     int64_t flush = 0;               // 1: payload shows once the receiver has called nvshmem_uint64_test and found what it asked for
-    int64_t heap_mib = 1024;         // of each PE
     int64_t fail_init = 0;           // 1: nvshmemx_hostlib_init_attr fails
-    int64_t minor = 4;               // version 3.minor.5 of the library
 };
 const Options& options();
 
@@ -65,10 +63,10 @@ struct Put {
     std::chrono::steady_clock::time_point due;
 };
 
+// Never destroyed: its thread moves puts until the process ends.
 class Network {
 public:
     Network(int pe, int num_pes, Words& words);
-    ~Network();
     void post(Put put);
     void wait_until_idle();
     void check_freed(size_t begin, size_t end);  // a fault where a put in flight touches it
@@ -85,13 +83,12 @@ private:
     bool announce(const Put& put);  // unless the receiver has too much that does not show yet
     bool is_lost(int pe);
     std::chrono::microseconds up_to(int64_t us);
-    std::byte* at(int pe, size_t offset) const { return heaps_ + static_cast<size_t>(pe) * heap_bytes_ + offset; }
+    std::byte* at(int pe, size_t offset) const { return heaps_ + static_cast<size_t>(pe) * kHeapBytes + offset; }
     std::byte* landing(int pe, size_t offset) const { return at(pe + (options().flush != 0 ? num_pes_ : 0), offset); }
 
     const int pe_, num_pes_;
     Words& words_;
     std::byte* const heaps_;
-    const size_t heap_bytes_;
     std::mutex mutex_, showing_;
     std::condition_variable changed_;
     std::mt19937_64 random_;
@@ -99,9 +96,7 @@ private:
     Clock::time_point stalled_[kMaxPes] = {};
     int64_t num_exposed_ = 0;  // puts from or to the PE that is to die
     int64_t num_posted_ = 0;
-    bool is_stopped_ = false;
     std::atomic<uint64_t> num_bytes_[kMaxPes] = {}, num_puts_[kMaxPes] = {};
-    std::thread thread_;
 };
 
 }  // namespace emulation::network

@@ -15,7 +15,7 @@
 namespace emulation::network {
 namespace {
 
-constexpr size_t kGap = 64, kAlignment = 16;  // between blocks; of those that ask for none
+constexpr size_t kGap = 64;  // between blocks
 constexpr std::chrono::microseconds kNap(50);
 constexpr std::chrono::seconds kPatience(60);
 constexpr int kRoundsToLook = 1000;  // of a wait, before it asks whether the others are still there
@@ -26,15 +26,15 @@ struct Meeting {
 };
 
 struct World {
-    int pe = -1, num_pes = 0, num_inits = 0;
-    Words* words = nullptr;
-    std::unique_ptr<Network> network;
+    int pe = -1, num_pes = 0;
+    Words* words = nullptr;  // once it is initialised
+    Network* network = nullptr;
     std::mutex mutex;                 // of the blocks, which kernels look at
     std::map<size_t, size_t> blocks;  // of the heap: offset, bytes
 
-    size_t heap_bytes() const { return static_cast<size_t>(options().heap_mib) << 20; }
-    size_t bytes() const { return kWordsBytes + static_cast<size_t>(num_pes) * heap_bytes() * (options().flush != 0 ? 2 : 1); }
-    std::byte* heap() const { return reinterpret_cast<std::byte*>(words) + kWordsBytes + static_cast<size_t>(pe) * heap_bytes(); }
+    size_t bytes() const { return kWordsBytes + static_cast<size_t>(num_pes) * kHeapBytes * (options().flush != 0 ? 2 : 1); }
+    std::byte* heap_of(int of) const { return reinterpret_cast<std::byte*>(words) + kWordsBytes + static_cast<size_t>(of) * kHeapBytes; }
+    std::byte* heap() const { return heap_of(pe); }
 };
 
 // Never destroyed: kernels may run while the process ends.
@@ -44,7 +44,7 @@ World& world() {
 }
 
 World& initialized(const char* call) {
-    if (world().num_inits == 0) fault(std::string(call) + " before the library is initialised");
+    if (world().words == nullptr) fault(std::string(call) + " before the library is initialised");
     return world();
 }
 
@@ -76,27 +76,6 @@ void agree(World& w, const char* call, uint64_t argument) {
             fault(std::string(call) + " of " + std::to_string(argument) + " here and of " + std::to_string(other) + " on PE " +
                   std::to_string(pe) + "; all PEs must make the same calls");
     wait_for_all(w, call);
-}
-
-// ---- the heap ----
-
-void* allocate(const char* call, size_t alignment, size_t bytes, int filling) {
-    World& w = initialized(call);
-    if (alignment == 0 || (alignment & (alignment - 1)) != 0)
-        fault(std::string(call) + " with an alignment of " + std::to_string(alignment) + "; give a power of two");
-    agree(w, call, bytes);
-    const auto begin_after = [&](size_t end) { return (end + kGap + alignment - 1) / alignment * alignment; };
-    size_t begin = begin_after(0);
-    {
-        const std::lock_guard lock(w.mutex);
-        for (const auto& [offset, size] : w.blocks)
-            if (begin < offset + size + kGap && offset < begin + bytes + kGap) begin = begin_after(offset + size);
-        if (bytes == 0 || begin + bytes > w.heap_bytes()) return nullptr;
-        w.blocks[begin] = bytes;
-    }
-    std::memset(w.heap() + begin, filling, filling == 0 ? bytes : std::min(bytes, size_t{1} << 24));
-    wait_for_all(w, call);
-    return w.heap() + begin;
 }
 
 // ---- what kernels ask for ----
@@ -152,7 +131,7 @@ void check_lanes_agree(const void* to, const void* from, size_t bytes, const uin
 
 int fail(const std::string& why) {
     std::fprintf(stderr, "emulated NVSHMEM: %s\n", why.c_str());
-    return NVSHMEMX_ERROR_INTERNAL;
+    return 1;
 }
 
 int join(World& w, const nvshmemx_uniqueid_args_t& given) {
@@ -166,17 +145,18 @@ int join(World& w, const nvshmemx_uniqueid_args_t& given) {
     void* const mapped = mmap(nullptr, w.bytes(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
     close(file);
     if (mapped == MAP_FAILED) return fail("cannot map " + std::to_string(w.bytes()) + " bytes");
-    w.words = static_cast<Words*>(mapped);
-    if (int nobody = 0; !w.words->process[w.pe].compare_exchange_strong(nobody, getpid()))
+    auto* const words = static_cast<Words*>(mapped);
+    if (int nobody = 0; !words->process[w.pe].compare_exchange_strong(nobody, getpid()))
         return fail("process " + std::to_string(nobody) + " is PE " + std::to_string(w.pe) + " as well");
     const auto deadline = std::chrono::steady_clock::now() + kPatience;
     for (int pe = 0; pe < w.num_pes; ++pe)
-        while (w.words->process[pe] == 0) {
+        while (words->process[pe] == 0) {
             if (std::chrono::steady_clock::now() > deadline) return fail("PE " + std::to_string(pe) + " did not come within 60 s");
             std::this_thread::sleep_for(kNap);
         }
-    w.network = std::make_unique<Network>(w.pe, w.num_pes, *w.words);
-    return NVSHMEMX_SUCCESS;
+    w.network = new Network(w.pe, w.num_pes, *words);
+    w.words = words;
+    return 0;
 }
 
 }  // namespace
@@ -194,63 +174,61 @@ int nvshmemx_get_uniqueid(nvshmemx_uniqueid_t* id) {
     const Meeting meeting{getpid(), memfd_create("emulated-nvshmem", MFD_CLOEXEC)};
     *id = NVSHMEMX_UNIQUEID_INITIALIZER;
     std::memcpy(id->internal, &meeting, sizeof(meeting));
-    return meeting.file >= 0 ? NVSHMEMX_SUCCESS : NVSHMEMX_ERROR_INTERNAL;
+    return meeting.file >= 0 ? 0 : 1;
 }
 
 int nvshmemx_set_attr_uniqueid_args(int rank, int num_ranks, const nvshmemx_uniqueid_t* id, nvshmemx_init_attr_t* attributes) {
-    if (rank < 0 || rank >= num_ranks || num_ranks > kMaxPes || id == nullptr || attributes == nullptr) return NVSHMEMX_ERROR_INVALID_VALUE;
+    if (rank < 0 || rank >= num_ranks || num_ranks > kMaxPes || id == nullptr || attributes == nullptr) return 1;
     attributes->args.uid_args = NVSHMEMX_UNIQUEID_ARGS_INITIALIZER;
     attributes->args.uid_args.id = const_cast<nvshmemx_uniqueid_t*>(id);
     attributes->args.uid_args.myrank = rank;
     attributes->args.uid_args.nranks = num_ranks;
-    return NVSHMEMX_SUCCESS;
+    return 0;
 }
 
-// A second call counts, and its unique id counts for nothing.
+// Later calls change nothing.
 int nvshmemx_hostlib_init_attr(unsigned flags, nvshmemx_init_attr_t* attributes) {
-    World& w = world();
-    if (options().fail_init != 0) return NVSHMEMX_ERROR_INTERNAL;
-    if (w.num_inits == 0) {
-        if (flags != NVSHMEMX_INIT_WITH_UNIQUEID || attributes == nullptr || attributes->args.uid_args.id == nullptr)
-            return NVSHMEMX_ERROR_INVALID_VALUE;
-        if (const int status = join(w, attributes->args.uid_args); status != NVSHMEMX_SUCCESS) return status;
-    }
-    ++w.num_inits;
-    return NVSHMEMX_SUCCESS;
+    if (options().fail_init != 0) return 1;
+    if (world().words != nullptr) return 0;
+    if (flags != NVSHMEMX_INIT_WITH_UNIQUEID || attributes == nullptr || attributes->args.uid_args.id == nullptr) return 1;
+    return join(world(), attributes->args.uid_args);
 }
 
 int nvshmemx_init_attr(unsigned flags, nvshmemx_init_attr_t* attributes) {
     const int status = nvshmemx_hostlib_init_attr(flags, attributes);
-    if (status != NVSHMEMX_SUCCESS) std::exit(-1);
+    if (status != 0) std::exit(-1);
     return status;
 }
 
-int nvshmemx_init_status() { return world().num_inits > 0 ? NVSHMEM_STATUS_IS_INITIALIZED : NVSHMEM_STATUS_NOT_INITIALIZED; }
-
-void nvshmemx_hostlib_finalize() {
-    World& w = initialized("nvshmem_finalize");
-    if (--w.num_inits > 0) return;
-    w.network->wait_until_idle();
-    wait_for_all(w, "nvshmem_finalize");
-    w.network.reset();
-    munmap(w.words, w.bytes());
-    w.blocks.clear();
-}
-
-void nvshmem_finalize() { nvshmemx_hostlib_finalize(); }
+int nvshmemx_init_status() { return world().words != nullptr ? NVSHMEM_STATUS_IS_INITIALIZED : NVSHMEM_STATUS_NOT_INITIALIZED; }
 
 void nvshmemx_vendor_get_version_info(int* major, int* minor, int* patch) {
     *major = NVSHMEM_VENDOR_MAJOR_VERSION;
-    *minor = static_cast<int>(options().minor);
+    *minor = NVSHMEM_VENDOR_MINOR_VERSION;
     *patch = NVSHMEM_VENDOR_PATCH_VERSION;
 }
 
 int nvshmem_my_pe() { return initialized("nvshmem_my_pe").pe; }
 int nvshmem_n_pes() { return initialized("nvshmem_n_pes").num_pes; }
 
-void* nvshmem_malloc(size_t bytes) { return allocate("nvshmem_malloc", kAlignment, bytes, 0xcd); }
-void* nvshmem_calloc(size_t count, size_t bytes) { return allocate("nvshmem_calloc", kAlignment, count * bytes, 0); }
-void* nvshmem_align(size_t alignment, size_t bytes) { return allocate("nvshmem_align", alignment, bytes, 0xcd); }
+void* nvshmem_align(size_t alignment, size_t bytes) {
+    World& w = initialized("nvshmem_align");
+    if (alignment == 0 || (alignment & (alignment - 1)) != 0)
+        fault("nvshmem_align with an alignment of " + std::to_string(alignment) + "; give a power of two");
+    agree(w, "nvshmem_align", bytes);
+    const auto begin_after = [&](size_t end) { return (end + kGap + alignment - 1) / alignment * alignment; };
+    size_t begin = begin_after(0);
+    {
+        const std::lock_guard lock(w.mutex);
+        for (const auto& [offset, size] : w.blocks)
+            if (begin < offset + size + kGap && offset < begin + bytes + kGap) begin = begin_after(offset + size);
+        if (bytes == 0 || begin + bytes > kHeapBytes) return nullptr;
+        w.blocks[begin] = bytes;
+    }
+    emulation::make_uninitialized(w.heap() + begin, bytes);
+    wait_for_all(w, "nvshmem_align");
+    return w.heap() + begin;
+}
 
 void nvshmem_free(void* pointer) {
     World& w = initialized("nvshmem_free");
@@ -267,12 +245,10 @@ void nvshmem_free(void* pointer) {
     w.blocks.erase(offset);
 }
 
-// Every PE is reached by loads, unless P2P is off, as in the library; what is stored so is not checked.
+// Every PE is reached by loads; what is stored so is not checked.
 void* nvshmem_ptr(const void* pointer, int pe) {
     World& w = initialized("nvshmem_ptr");
-    if (pe != w.pe && std::getenv("NVSHMEM_DISABLE_P2P") != nullptr) return nullptr;
-    const std::ptrdiff_t offset = static_cast<const std::byte*>(pointer) - w.heap();
-    return reinterpret_cast<std::byte*>(w.words) + kWordsBytes + static_cast<size_t>(pe) * w.heap_bytes() + offset;
+    return w.heap_of(pe) + (static_cast<const std::byte*>(pointer) - w.heap());
 }
 
 void nvshmem_barrier_all() {
@@ -310,10 +286,8 @@ void nvshmemx_signal_op(uint64_t* signal, uint64_t value, int signal_op, int pe)
 int nvshmem_uint64_test(uint64_t* word, int comparison, uint64_t value) {
     World& w = initialized("nvshmem_uint64_test");
     emulation::yield();
-    const uint64_t seen = __atomic_load_n(word, __ATOMIC_ACQUIRE);
-    const bool results[] = {seen == value, seen != value, seen > value, seen <= value, seen < value, seen >= value};
-    if (comparison < NVSHMEM_CMP_EQ || comparison > NVSHMEM_CMP_GE)
-        fault("nvshmem_uint64_test with comparison " + std::to_string(comparison));
-    if (results[comparison] && options().flush != 0) w.network->show_arrivals();
-    return results[comparison];
+    if (comparison != NVSHMEM_CMP_GE) fault("nvshmem_uint64_test with comparison " + std::to_string(comparison) + ", which nobody needs");
+    const bool is_there = __atomic_load_n(word, __ATOMIC_ACQUIRE) >= value;
+    if (is_there && options().flush != 0) w.network->show_arrivals();
+    return is_there;
 }

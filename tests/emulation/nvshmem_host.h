@@ -2,7 +2,6 @@
 // what the network does. PEs are processes of this host.
 #pragma once
 
-#include <climits>
 #include <cstddef>
 #include <cstdint>
 
@@ -11,33 +10,9 @@
 #define NVSHMEM_VENDOR_PATCH_VERSION 5
 
 enum { NVSHMEMX_INIT_WITH_UNIQUEID = 1 << 3 };
-enum nvshmemx_status {
-    NVSHMEMX_SUCCESS = 0,
-    NVSHMEMX_ERROR_INVALID_VALUE,
-    NVSHMEMX_ERROR_OUT_OF_MEMORY,
-    NVSHMEMX_ERROR_NOT_SUPPORTED,
-    NVSHMEMX_ERROR_SYMMETRY,
-    NVSHMEMX_ERROR_GPU_NOT_SELECTED,
-    NVSHMEMX_ERROR_COLLECTIVE_LAUNCH_FAILED,
-    NVSHMEMX_ERROR_INTERNAL,
-};
-typedef enum {
-    NVSHMEM_STATUS_NOT_INITIALIZED = 0,
-    NVSHMEM_STATUS_IS_BOOTSTRAPPED,
-    NVSHMEM_STATUS_IS_INITIALIZED,
-    NVSHMEM_STATUS_LIMITED_MPG,
-    NVSHMEM_STATUS_FULL_MPG,
-    NVSHMEM_STATUS_INVALID = INT_MAX,
-} nvshmemx_init_status_t;
-typedef enum nvshmemi_cmp_type {
-    NVSHMEM_CMP_EQ = 0,
-    NVSHMEM_CMP_NE,
-    NVSHMEM_CMP_GT,
-    NVSHMEM_CMP_LE,
-    NVSHMEM_CMP_LT,
-    NVSHMEM_CMP_GE,
-} nvshmemx_cmp_type_t;
-typedef enum { NVSHMEM_SIGNAL_SET = 9, NVSHMEM_SIGNAL_ADD = 10 } nvshmemx_signal_op_t;
+enum { NVSHMEM_STATUS_NOT_INITIALIZED = 0, NVSHMEM_STATUS_IS_INITIALIZED = 2, NVSHMEM_STATUS_FULL_MPG = 4 };
+enum { NVSHMEM_CMP_GE = 5 };
+enum { NVSHMEM_SIGNAL_SET = 9, NVSHMEM_SIGNAL_ADD = 10 };
 
 struct nvshmemx_uniqueid_t {
     int version;
@@ -72,14 +47,10 @@ int nvshmemx_set_attr_uniqueid_args(int rank, int num_ranks, const nvshmemx_uniq
 int nvshmemx_hostlib_init_attr(unsigned flags, nvshmemx_init_attr_t* attributes);
 int nvshmemx_init_attr(unsigned flags, nvshmemx_init_attr_t* attributes);  // ends the process where it fails
 int nvshmemx_init_status();
-void nvshmemx_hostlib_finalize();
-void nvshmem_finalize();
 void nvshmemx_vendor_get_version_info(int* major, int* minor, int* patch);
 
 int nvshmem_my_pe();
 int nvshmem_n_pes();
-void* nvshmem_malloc(size_t bytes);
-void* nvshmem_calloc(size_t count, size_t bytes);
 void* nvshmem_align(size_t alignment, size_t bytes);
 void nvshmem_free(void* pointer);
 void* nvshmem_ptr(const void* pointer, int pe);

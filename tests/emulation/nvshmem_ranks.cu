@@ -38,6 +38,12 @@ bool arrives(const uint64_t* word, uint64_t value, unsigned long long patience_n
     return true;
 }
 
+uint64_t* zeros(int count) {
+    void* const words = nvshmem_align(16, count * 8);
+    cudaMemset(words, 0, count * 8);
+    return static_cast<uint64_t*>(words);
+}
+
 // A warp for each peer.
 void send(const Params& p) {
     const int peer = (nvshmem_my_pe() + 1 + static_cast<int>(threadIdx.x) / 32) % nvshmem_n_pes();
@@ -82,9 +88,10 @@ void exchange(const std::string& scenario) {
     Params p{};
     const size_t box_bytes = static_cast<size_t>(num_pes) * kChunks * kChunkBytes;
     p.inbox = static_cast<char*>(nvshmem_align(128, box_bytes));
-    p.outbox = static_cast<char*>(nvshmem_malloc(box_bytes));
-    p.words = static_cast<uint64_t*>(nvshmem_calloc(num_pes * kChunks, 8));
-    p.acks = static_cast<uint64_t*>(nvshmem_calloc(num_pes, 8));
+    p.outbox = static_cast<char*>(nvshmem_align(128, box_bytes));
+    p.words = zeros(num_pes * kChunks);
+    p.acks = zeros(num_pes);
+    nvshmem_barrier_all();
     uint64_t report[2] = {};
     p.report = report;
     p.patience_ns = scenario == "lost" ? kImpatienceNs : kPatienceNs;
@@ -147,9 +154,9 @@ void put_wrongly(const WrongParams& p) {
 void go_wrong(const std::string& what) {
     WrongParams p{};
     const bool is_unequal = what == "unequal" && nvshmem_my_pe() == 1;
-    p.to = static_cast<char*>(nvshmem_malloc(kChunkBytes + (is_unequal ? 1 : 0)));
-    p.from = static_cast<char*>(nvshmem_malloc(kChunkBytes));
-    p.words = static_cast<uint64_t*>(nvshmem_calloc(64, 8));
+    p.to = static_cast<char*>(nvshmem_align(16, kChunkBytes + (is_unequal ? 1 : 0)));
+    p.from = static_cast<char*>(nvshmem_align(16, kChunkBytes));
+    p.words = zeros(64);
     void* outside = nullptr;
     cudaMalloc(&outside, 4096);
     p.outside = static_cast<char*>(outside);
@@ -169,10 +176,10 @@ void run(const std::string& scenario, nvshmemx_uniqueid_t id, int pe, int num_pe
     nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
     int major = 0, minor = 0, patch = 0;
     nvshmemx_vendor_get_version_info(&major, &minor, &patch);
-    const bool is_set = nvshmemx_set_attr_uniqueid_args(pe, num_pes, &id, &attributes) == NVSHMEMX_SUCCESS;
-    if (!is_set || major != 3 || patch != 5 || nvshmemx_init_status() != NVSHMEM_STATUS_NOT_INITIALIZED) std::abort();
-    if (nvshmemx_hostlib_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes) != NVSHMEMX_SUCCESS) {
-        std::printf("PE %d: not initialised, library 3.%d\n", pe, minor);
+    const bool is_set = nvshmemx_set_attr_uniqueid_args(pe, num_pes, &id, &attributes) == 0;
+    if (!is_set || major != 3 || minor != 4 || patch != 5 || nvshmemx_init_status() != NVSHMEM_STATUS_NOT_INITIALIZED) std::abort();
+    if (nvshmemx_hostlib_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes) != 0) {
+        std::printf("PE %d: not initialised\n", pe);
         return;
     }
     nvshmemx_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes);
@@ -181,14 +188,11 @@ void run(const std::string& scenario, nvshmemx_uniqueid_t id, int pe, int num_pe
         go_wrong(scenario.substr(6));
     else
         exchange(scenario);
-    nvshmem_finalize();
-    nvshmemx_hostlib_finalize();
-    if (nvshmemx_init_status() != NVSHMEM_STATUS_NOT_INITIALIZED) std::abort();
 }
 
 int run_all(const std::string& scenario, int num_pes) {
     nvshmemx_uniqueid_t id = NVSHMEMX_UNIQUEID_INITIALIZER;
-    if (nvshmemx_get_uniqueid(&id) != NVSHMEMX_SUCCESS) return 2;
+    if (nvshmemx_get_uniqueid(&id) != 0) return 2;
     pid_t children[kMaxPes];
     for (int pe = 0; pe < num_pes; ++pe) {
         children[pe] = fork();

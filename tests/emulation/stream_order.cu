@@ -65,28 +65,21 @@ void kernels_wait_for_later_ones() {
     check(f.words[3] == 1 && cudaStreamQuery(f.first) == cudaSuccess, "all has been done once the device is synchronised");
 }
 
-void parameters_are_copied() {
-    Fixture f;
-    start({f.words, 1, f.words + 1, 1}, f.first);
-    WaitParams p{f.words + 1, 1, f.words + 2, 5};
-    start(p, f.first);
-    Word value = 7;
-    cudaMemcpyAsync(f.words + 3, &value, 8, cudaMemcpyHostToDevice, f.first);
-    p.then = value = 6;
-    store_release(f.words, 1);
-    cudaStreamSynchronize(f.first);
-    check(f.words[2] == 5 && f.words[3] == 7, "parameters and the host's memory are read at the call");
-}
-
-void copies_are_in_order() {
+void work_is_in_order() {
     Fixture f;
     start({f.words, 1, f.words + 1, 5}, f.first);
     cudaMemcpyAsync(f.words + 2, f.words + 1, 8, cudaMemcpyDeviceToDevice, f.first);
     cudaMemsetAsync(f.words + 1, 0, 8, f.first);
+    WaitParams p{f.words + 1, 0, f.words + 3, 6};
+    start(p, f.first);
+    Word value = 7;
+    cudaMemcpyAsync(f.words + 4, &value, 8, cudaMemcpyHostToDevice, f.first);
+    p.then = value = 8;
     check(f.words[2] == 0, "a copy waits for the kernel before it");
     store_release(f.words, 1);
     cudaDeviceSynchronize();
     check(f.words[2] == 5 && f.words[1] == 0, "copies are made in order");
+    check(f.words[3] == 6 && f.words[4] == 7, "parameters and the host's memory are read at the call");
 }
 
 void events_order_streams() {
@@ -129,8 +122,7 @@ void a_destroyed_stream_ends_its_work() {
 int main() {
     for (int round = 0; round < 20; ++round) {
         deepep_moe::kernels_wait_for_later_ones();
-        deepep_moe::parameters_are_copied();
-        deepep_moe::copies_are_in_order();
+        deepep_moe::work_is_in_order();
         deepep_moe::events_order_streams();
         deepep_moe::a_destroyed_stream_ends_its_work();
     }

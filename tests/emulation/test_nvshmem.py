@@ -31,7 +31,7 @@ WRONG = {
     "add": "a put to PE . with signal operation 10; only NVSHMEM_SIGNAL_SET keeps its meaning when puts overtake",
     "itself": "a put to PE ., which is the sender itself",
     "nobody": "a put to PE 2; there are 2",
-    "unequal": "nvshmem_malloc of 300. here and of 300. on PE .; all PEs must make the same calls",
+    "unequal": "nvshmem_align of 300. here and of 300. on PE .; all PEs must make the same calls",
     "gone": "nvshmem_barrier_all waits for PE 1, whose process is gone",
 }
 
@@ -47,30 +47,22 @@ def ranks():
     return run
 
 
-def check_all_arrive(result: subprocess.CompletedProcess[str], num_pes: int) -> None:
-    assert result.returncode == 0 and not result.stderr, result
-    assert sorted(result.stdout.splitlines()) == [f"PE {pe}: {ALL_ARRIVE}" for pe in range(num_pes)]
-
-
 def test_streams_and_events():
     program = emulated_gpu.build_program(FOLDER / "stream_order.cu")
     result = subprocess.run([program], capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout, result.stderr) == (0, "all as promised\n", "")
 
 
-@pytest.mark.parametrize("network", ("", "stall_us=5000", "flush=1", "delay_us=0"))
-@pytest.mark.parametrize("num_pes", (2, 4))
-def test_chunks_arrive_whole(ranks, num_pes, network):
-    for seed in range(5):
-        check_all_arrive(ranks("exchange", num_pes, f"seed={seed},{network}"), num_pes)
+NETWORKS = ("delay_us=500", "stall_us=5000", "flush=1,stall_us=1000", "delay_us=0", "flush=1")
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("num_seeds", (5, pytest.param(100, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("num_pes", (2, 3, 4, 8))
-def test_chunks_arrive_whole_for_many_seeds(ranks, num_pes):
-    for seed in range(100):
-        network = ("delay_us=500", "stall_us=5000", "flush=1,stall_us=1000", "delay_us=0")[seed % 4]
-        check_all_arrive(ranks("exchange", num_pes, f"seed={seed},{network}"), num_pes)
+def test_chunks_arrive_whole(ranks, num_pes, num_seeds):
+    for seed in range(num_seeds):
+        result = ranks("exchange", num_pes, f"seed={seed},{NETWORKS[seed % 5]}")
+        assert result.returncode == 0 and not result.stderr, (seed, result)
+        assert sorted(result.stdout.splitlines()) == [f"PE {pe}: {ALL_ARRIVE}" for pe in range(num_pes)], seed
 
 
 @pytest.mark.parametrize(("scenario", "network"), (("reuse", "delay_us=2000"), ("early", "delay_us=2000"), ("unflushed", "flush=1")))
@@ -93,8 +85,7 @@ def test_wrong_puts_end_the_process(ranks, what):
     assert "nobody minds" not in result.stdout
 
 
-def test_nothing_is_wrong_with_the_rest(ranks):
-    """The program of the test before ends well where it puts nothing."""
+def test_program_that_puts_nothing_ends_well(ranks):
     result = ranks("wrong nothing", 2, LATE)
     assert result.returncode == 0 and result.stdout.count("nobody minds") == 2, result
 
@@ -110,17 +101,12 @@ def test_a_lost_rank(ranks):
     assert result.stdout.count("right, stopped in round 1, 0 messages") == 2, result
 
 
-def test_a_rank_that_is_lost_for_a_while(ranks):
-    result = ranks("lost", 2, "lose=1,lose_after=2,lose_for=1")
-    assert result.returncode == 0 and result.stdout.count("right, stopped in round 1, 4 messages") == 2, result
+def test_failed_start(ranks):
+    result = ranks("exchange", 2, "fail_init=1")
+    assert result.returncode == 0 and result.stdout.count("not initialised") == 2, result
 
 
-def test_failed_start_and_other_version(ranks):
-    result = ranks("exchange", 2, "fail_init=1,minor=5")
-    assert result.returncode == 0 and result.stdout.count("not initialised, library 3.5") == 2, result
-
-
-@pytest.mark.parametrize("network", ("speed=1", "seed", "seed=", "seed=-1", "seed=1x", "seed= 1", "seed=1,,depth=2", "stall_us=1e3"))
+@pytest.mark.parametrize("network", ("speed=1", "seed", "seed=-1", "seed=1,,depth=2", "stall_us=1e3"))
 def test_unknown_options(ranks, network):
     result = ranks("exchange", 2, network)
     assert result.returncode == 1 and f"emulated NVSHMEM: rank -1: {NETWORK} has '" in result.stderr, result

@@ -17,65 +17,52 @@ LOGITS = torch.zeros(4, 12)
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"num_topk": 13}, ValueError, "num_topk is 13; it must be 1 to 12 for 12 experts"),
-        ({"num_topk": 0}, ValueError, "num_topk is 0; it must be 1 to 12 for 12 experts"),
-        ({"logits": torch.zeros(4, 64), "num_topk": 33}, ValueError, "num_topk is 33; it must be 1 to 32 for 64 experts"),
-        ({"num_groups": 5}, ValueError, "num_groups is 5; it must divide the 12 experts"),
-        ({"num_groups": 4, "topk_groups": 5}, ValueError, "topk_groups is 5; it must be 1 to num_groups, 4"),
-        ({"num_groups": 12}, ValueError, "topk_groups is 1; its groups of 1 experts must hold at least num_topk, 2"),
-        ({"num_groups": 4, "group_score_topk": 4}, ValueError, "group_score_topk is 4; it must be 1 to the 3 experts of a group"),
-        (
-            {"score_function": "tanh"},
-            ValueError,
-            r"score_function is 'tanh'; it must be one of \['sigmoid', 'sqrtsoftplus', 'softmax', 'softmax_topk'\]",
-        ),
-        ({"routed_scaling_factor": math.nan}, ValueError, "routed_scaling_factor is nan; it must be finite"),
-        ({"num_topk": 2.0}, TypeError, "num_topk is 2.0; it must be an int"),
-        ({"num_topk": True}, TypeError, "num_topk is True; it must be an int"),
-        ({"num_groups": None}, TypeError, "num_groups is None; it must be an int"),
-        ({"topk_groups": "1"}, TypeError, "topk_groups is '1'; it must be an int"),
-        ({"group_score_topk": torch.tensor(2.0)}, TypeError, r"group_score_topk is tensor\(2.\); it must be an int"),
-        ({"routed_scaling_factor": None}, TypeError, "routed_scaling_factor is None; it must be a float"),
-        ({"routed_scaling_factor": torch.tensor(2.5)}, TypeError, r"routed_scaling_factor is tensor\(2.5000\); it must be a float"),
-        ({"normalize": "no"}, TypeError, "normalize is 'no'; it must be a bool"),
-        ({"normalize": None}, TypeError, "normalize is None; it must be a bool"),
-        ({"check_finite": 0}, TypeError, "check_finite is 0; it must be a bool"),
-        (
-            {"check_finite": False, "expert_bias": torch.full((12,), math.inf)},
-            ValueError,
-            "expert_bias has inf for expert 0; it must be finite",
-        ),
+        ({"num_topk": 13}, ValueError, "num_topk is 13; it must be 1 to 12"),
+        ({"logits": torch.zeros(4, 64), "num_topk": 33}, ValueError, "num_topk is 33; it must be 1 to 32"),
+        ({"num_groups": 5}, ValueError, "num_groups is 5"),
+        ({"num_groups": 4, "topk_groups": 5}, ValueError, "topk_groups is 5"),
+        ({"num_groups": 12}, ValueError, "topk_groups is 1; its groups of 1 experts"),
+        ({"num_groups": 4, "group_score_topk": 4}, ValueError, "group_score_topk is 4"),
+        ({"score_function": "tanh"}, ValueError, "score_function is 'tanh'"),
+        ({"routed_scaling_factor": math.nan}, ValueError, "routed_scaling_factor is nan"),
+        ({"num_topk": 2.0}, TypeError, "num_topk is 2.0"),
+        ({"num_topk": True}, TypeError, "num_topk is True"),
+        ({"group_score_topk": torch.tensor(2.0)}, TypeError, "group_score_topk is tensor"),
+        ({"routed_scaling_factor": torch.tensor(2.5)}, TypeError, "routed_scaling_factor is tensor"),
+        ({"normalize": "no"}, TypeError, "normalize is 'no'"),
+        ({"check_finite": 0}, TypeError, "check_finite is 0"),
+        ({"check_finite": False, "expert_bias": torch.full((12,), math.inf)}, ValueError, "expert_bias has inf for expert 0"),
+        ({"expert_bias": torch.full((12,), math.inf)}, ValueError, "expert_bias has inf for expert 0"),
         ({"logits": LOGITS.numpy()}, TypeError, "logits must be a torch.Tensor, not ndarray"),
-        ({"expert_bias": [0.0] * 12}, TypeError, "expert_bias must be a torch.Tensor, not list"),
-        ({"mask": True}, TypeError, "mask must be a torch.Tensor, not bool"),
-        ({"logits": torch.zeros(12)}, ValueError, r"logits has shape \[12\]; it must be \[num_tokens, num_experts\]"),
-        ({"logits": LOGITS.double()}, TypeError, r"logits has dtype torch.float64; it must be float32, bfloat16 or float16: pass"),
-        ({"index_dtype": torch.int16}, TypeError, "index_dtype is torch.int16; it must be torch.int64 or torch.int32"),
-        ({"expert_bias": torch.zeros(11)}, ValueError, r"expert_bias has shape \[11\]; it must be \[12\] to match logits"),
-        ({"expert_bias": torch.zeros(12).bfloat16()}, TypeError, "expert_bias has dtype torch.bfloat16; it must be torch.float32"),
-        ({"expert_bias": torch.full((12,), math.inf)}, ValueError, "expert_bias has inf for expert 0; it must be finite"),
-        ({"mask": torch.zeros(4)}, TypeError, "mask has dtype torch.float32; it must be torch.bool"),
-        ({"logits": LOGITS.to("meta")}, ValueError, "logits is on meta; it must be on the CPU or a CUDA device"),
-        (
-            {"mask": torch.zeros(4, dtype=torch.bool, device="meta")},
-            ValueError,
-            r"mask is on meta; it must be on cpu, like logits: pass mask.to\(logits.device\)",
-        ),
+        ({"expert_bias": [0.0] * 12}, TypeError, "expert_bias must be a torch.Tensor"),
+        ({"mask": True}, TypeError, "mask must be a torch.Tensor"),
+        ({"logits": torch.zeros(12)}, ValueError, r"logits has shape \[12\]"),
+        ({"logits": LOGITS.double()}, TypeError, "logits has dtype torch.float64"),
+        ({"index_dtype": torch.int16}, TypeError, "index_dtype is torch.int16"),
+        ({"expert_bias": torch.zeros(11)}, ValueError, r"expert_bias has shape \[11\]"),
+        ({"expert_bias": torch.zeros(12).bfloat16()}, TypeError, "expert_bias has dtype torch.bfloat16"),
+        ({"mask": torch.zeros(4)}, TypeError, "mask has dtype torch.float32"),
+        ({"logits": LOGITS.to("meta")}, ValueError, "logits is on meta"),
+        ({"mask": torch.zeros(4, dtype=torch.bool, device="meta")}, ValueError, "mask is on meta; it must be on cpu"),
+        ({"num_ranks": 5}, ValueError, "num_ranks is 5; it must divide the 12 experts"),
+        ({"num_ranks": None}, TypeError, "num_ranks is None"),
+        ({"dense": None}, TypeError, "dense is None"),
+        ({"shares": 1}, TypeError, "shares is 1"),
+        ({"num_ranks": 2, "groups": 3}, TypeError, "gate_full has no argument groups"),
     ],
 )
 def test_wrong_arguments(changes, error, message):
+    function = ops.gate_full if {"num_ranks", "dense", "shares"} & changes.keys() else ops.gate
     with pytest.raises(error, match=message):
-        ops.gate(**{"logits": LOGITS, "num_topk": 2, **changes})
+        function(**{"logits": LOGITS, "num_topk": 2, **changes})
 
 
 def test_numbers_of_numpy_and_an_integer_factor():
-    numbers = dict(num_topk=np.int64(2), num_groups=np.int32(4), topk_groups=np.int64(2), group_score_topk=np.int64(1))
+    numbers = {"num_topk": 2, "num_groups": 4, "topk_groups": 2, "group_score_topk": 1}
     logits = torch.randn(4, 12, generator=torch.Generator().manual_seed(0))
-    for factor in (2, np.float32(2)):
-        taken = ops.gate(logits, **numbers, routed_scaling_factor=factor)
-        plain = {name: int(number) for name, number in numbers.items()}
-        for ours, theirs in zip(taken, ops.gate(logits, **plain, routed_scaling_factor=2.0), strict=True):
-            assert torch.equal(ours, theirs)
+    for kind, factor in ((np.int64, 2), (np.int32, np.float32(2))):
+        taken = ops.gate(logits, **{name: kind(number) for name, number in numbers.items()}, routed_scaling_factor=factor)
+        assert all(map(torch.equal, taken, ops.gate(logits, **numbers, routed_scaling_factor=2.0)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -83,24 +70,8 @@ def test_numbers_of_numpy_and_an_integer_factor():
 def test_non_finite_logits_are_named(value, dtype):
     logits = torch.zeros(300, 20, dtype=dtype)
     logits[211, 17] = logits[250, 3] = value
-    with pytest.raises(ValueError, match=rf"logits has -?{abs(value)} for token 211, expert 17; it must be finite"):
+    with pytest.raises(ValueError, match=rf"logits has -?{abs(value)} for token 211, expert 17"):
         ops.gate(logits, 2)
-
-
-@pytest.mark.parametrize("num_ranks", [5, -1])
-def test_wrong_number_of_ranks(num_ranks):
-    with pytest.raises(ValueError, match=f"num_ranks is {num_ranks}; it must divide the 12 experts"):
-        ops.gate_full(LOGITS, 2, num_ranks=num_ranks)
-    for options, message in (
-        (dict(num_ranks=None), "num_ranks is None; it must be an int"),
-        (dict(dense=None), "dense is None; it must be a bool"),
-        (dict(shares=1), "shares is 1; it must be a bool"),
-        (dict(num_groups=None), "num_groups is None; it must be an int"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            ops.gate_full(LOGITS, 2, **options)
-    with pytest.raises(TypeError, match="gate_full has no argument groups"):
-        ops.gate_full(LOGITS, 2, groups=3)
 
 
 @pytest.mark.gpu
@@ -155,7 +126,7 @@ def test_gpu_names_a_bias_that_is_not_finite():
 
 @pytest.mark.gpu
 def test_gpu_refuses_too_many_experts():
-    with pytest.raises(ValueError, match="logits has 1025 experts; on a GPU it must have at most 1024: pass logits.cpu()"):
+    with pytest.raises(ValueError, match="logits has 1025 experts"):
         ops.gate(torch.zeros(2, 1025, device=device_of("nvlink", 0)), 2)
 
 
@@ -168,28 +139,15 @@ def test_gpu_takes_sums_with_the_bias_that_are_infinite():
     ops.check_gate()
 
 
-def native_options(**changes):
-    options = {
-        "num_tokens": 100,
-        "num_experts": 12,
-        "num_topk": 3,
-        "num_groups": 4,
-        "topk_groups": 2,
-        "group_score_topk": 2,
-        "score_function": "sigmoid",
-        "normalize": True,
-        "routed_scaling_factor": 1.0,
-        "dtype": _C.DType.float32,
-        "index64": False,
-    }
-    return _C.GpuGateOptions(**{**options, **changes})
-
-
 @pytest.mark.gpu
-def test_gpu_refuses_options_that_would_leave_memory():
+@pytest.mark.parametrize("change", [{"num_experts": 1040}, {"num_topk": 33}], ids=str)
+def test_gpu_refuses_options_that_would_leave_memory(change):
     device_of("nvlink", 0)
+    options = {
+        "num_tokens": 100, "num_experts": 12, "num_topk": 3, "num_groups": 4, "topk_groups": 2, "group_score_topk": 2,
+        "score_function": "sigmoid", "normalize": True, "routed_scaling_factor": 1.0, "dtype": _C.DType.float32, "index64": False,
+    }  # fmt: skip
     nothing = dict.fromkeys(("logits", "topk_idx", "grad_topk_weights", "grad_probs", "grad_shares", "grad_logits"))
-    with pytest.raises(ValueError, match="gate options out of bounds: num_experts 1040, at most 1024 on a GPU"):
-        _C.gpu_gate_backward(native_options(num_experts=1040), **nothing, device=0, stream=0)
-    with pytest.raises(ValueError, match="gate options out of bounds: num_tokens 100, num_experts 12, num_topk 33"):
-        _C.gpu_gate_backward(native_options(num_topk=33), **nothing, device=0, stream=0)
+    ((name, value),) = change.items()
+    with pytest.raises(ValueError, match=f"gate options out of bounds: .*{name} {value}"):
+        _C.gpu_gate_backward(_C.GpuGateOptions(**options | change), **nothing, device=0, stream=0)

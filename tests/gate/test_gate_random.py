@@ -13,12 +13,7 @@ from deepep_moe import ops, reference
 
 # Examples of random tests. The emulated GPU takes milliseconds for a token.
 FEW = 60 if emulated_gpu.is_chosen() else 150
-
-
 MANY_TOKENS = 40 if emulated_gpu.is_chosen() else 150
-
-
-# ---- the definition, bit for bit
 
 
 @st.composite
@@ -48,59 +43,39 @@ def cases(draw):
     }
 
 
-@given(case=cases())
-@settings(deadline=None, max_examples=FEW)
-def test_equals_reference(device, case):
-    logits, options = case
-    assert_close(run(device, logits, **options), reference.gate(logits, **options))
-
-
-@given(case=cases())
-@settings(deadline=None, max_examples=FEW // 2)
-def test_gradient_matches_reference(device, case):
-    logits, options = case
-    ours, expected = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    output, wanted = run(device, ours, **options), reference.gate(expected, **options)[1]
-    grad = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(0))
-    output.topk_weights.backward(grad)
-    wanted.backward(grad)
-    assert ours.grad.dtype == logits.dtype
-    atol, rtol = (1e-6, 1e-5) if logits.dtype == torch.float32 else (1e-3, 1e-2)
-    torch.testing.assert_close(ours.grad, expected.grad, atol=atol, rtol=rtol)
-
-
 @given(case=cases(), of_others=st.booleans())
 @settings(deadline=None, max_examples=FEW // 2)
-def test_gradient_of_shares_matches_reference(device, case, of_others):
-    """By itself, and added to those through the weights and the dense pair."""
+def test_gradients_match_reference(device, case, of_others):
+    """Of weights and of shares by themselves, and all added to those through the dense pair."""
     logits, options = case
     # The sum of the reference's gradients is to be rounded once, as ours is.
-    ours, expected = logits.clone().requires_grad_(), logits.float().requires_grad_()
-    output = run(device, ours, function=ops.gate_full, dense=True, shares=True, **options)
+    leaf, expected = logits.clone().requires_grad_(), logits.float().requires_grad_()
     topk_idx, topk_weights, _ = reference.gate(expected, **options)
     shares = reference.gate_shares(expected, score_function=options["score_function"], mask=options["mask"])
+    probs = ops.to_dense(topk_idx, topk_weights, logits.shape[1])[0]
     generator = torch.Generator().manual_seed(0)
-    grad, dense, lanes = (torch.randn(of.shape, generator=generator) for of in (shares, shares, topk_weights))
-
-    def loss(shares, probs, weights):
-        of_shares = (shares * grad).sum()
-        return of_shares + (probs * dense).sum() + (weights * lanes).sum() if of_others else of_shares
-
-    loss(output.shares, output.probs, output.topk_weights).backward()
-    loss(shares, ops.to_dense(topk_idx, topk_weights, logits.shape[1])[0], topk_weights).backward()
-    assert ours.grad.dtype == logits.dtype
-    atol, rtol = (2e-6, 1e-5) if logits.dtype == torch.float32 else (1e-3, 1e-2)
-    torch.testing.assert_close(ours.grad.float(), expected.grad, atol=atol, rtol=rtol)
+    lanes, *wide = (torch.randn(of.shape, generator=generator) for of in (topk_weights, shares, shares))
+    full = run(device, leaf, function=ops.gate_full, dense=True, shares=True, **options)
+    cases = [(1e-6, [run(device, leaf, **options).topk_weights], [topk_weights], [lanes]), (2e-6, [full.shares], [shares], wide[:1])]
+    if of_others:
+        cases.append((2e-6, [full.topk_weights, full.shares, full.probs], [topk_weights, shares, probs], [lanes, *wide]))
+    for least, results, wanted, cotangents in cases:
+        atol, rtol = (least, 1e-5) if logits.dtype == torch.float32 else (1e-3, 1e-2)
+        (ours,) = torch.autograd.grad(results, leaf, cotangents, retain_graph=True)
+        (theirs,) = torch.autograd.grad(wanted, expected, cotangents, retain_graph=True)
+        assert ours.dtype == logits.dtype
+        torch.testing.assert_close(ours.float(), theirs, atol=atol, rtol=rtol)
 
 
 @given(case=cases(), dense=st.booleans(), with_ranks=st.booleans(), with_shares=st.booleans())
-@settings(deadline=None, max_examples=FEW // 2)
-def test_full_gate_equals_reference(device, case, dense, with_ranks, with_shares):
+@settings(deadline=None, max_examples=FEW)
+def test_equals_reference(device, case, dense, with_ranks, with_shares):
     logits, options = case
     num_ranks = options["num_groups"] if with_ranks else 0
     output = run(device, logits, function=ops.gate_full, dense=dense, num_ranks=num_ranks, shares=with_shares, **options)
     expected = reference.gate(logits, **options)
     assert_close(output[:3], expected)
+    assert_close(run(device, logits, **options), expected)
     probs, routing_map = ops.to_dense(output.topk_idx, output.topk_weights, logits.shape[1]) if dense else (None, None)
     per_rank, _, in_rank = reference.layout(expected[0], num_ranks, logits.shape[1]) if with_ranks else (None, None, None)
     for got, want in zip(output[3:-1], (probs, routing_map, per_rank, in_rank), strict=True):

@@ -8,7 +8,7 @@ import torch
 from deepep_moe import ops, reference
 from deepep_moe.errors import BackendUnavailableError
 from deepep_moe.ops import QuantizedRows, fp8_products, quantize_fp8, quantize_fp8_weights
-from deepep_moe.ops.fp8_products import grouped_fp8_product, grouped_fp8_weight_gradient, rescale_transpose
+from deepep_moe.ops.fp8_products import rescale_transpose
 from deepep_moe.ops.quant import dequantize_fp8
 
 HIDDEN, WIDTH = 256, 128
@@ -100,7 +100,7 @@ def test_rescale_is_exact_down_to_the_least_value_and_then_rounds(shift, expecte
     assert_equal("values", y_t, want)
 
 
-def test_rescale_keeps_padding_zero_and_equals_reference():
+def test_rescale_of_padding_and_of_what_is_far_apart():
     x = randn(256, HIDDEN) * torch.logspace(-3, 2, 256)[:, None].bfloat16()
     y, scales = quantize_fp8(x, power_of_two=True)
     y.view(torch.uint8)[100:] = 0
@@ -110,24 +110,7 @@ def test_rescale_keeps_padding_zero_and_equals_reference():
     assert_equal("values", dequantize_fp8(y_t, scales_t.t()).t(), reference.fp8.rescale(y, scales))
 
 
-# ---- products ----
-
-
-def test_products_equal_those_of_what_the_operands_stand_for():
-    counts, n = [128, 0, 256], 384
-    offsets = torch.tensor(counts).cumsum(0, dtype=torch.int32)
-    x, w = quantize_fp8(randn(512, HIDDEN), power_of_two=True), quantize_fp8_weights(randn(3, n, HIDDEN, seed=1))
-    dy = quantize_fp8(randn(512, n, seed=2), power_of_two=True)
-    for part in (*x, *dy):
-        part.view(torch.uint8)[384:] = 0xFF  # NaN: rows of no expert
-    y = grouped_fp8_product(*x, *w, offsets)
-    out = torch.full((3, n, HIDDEN), NAN)
-    assert grouped_fp8_weight_gradient(*rescale_transpose(*dy), *rescale_transpose(*x), offsets, out) is out
-    for expert, rows in enumerate((slice(0, 128), slice(128, 128), slice(128, 384))):
-        matrix = reference.fp8.dequantize_blocks(w[0][expert], w[1][expert], 128).double()
-        torch.testing.assert_close(y[rows].double(), dequantize_fp8(x[0][rows], x[1][rows]).double() @ matrix.t(), rtol=2**-8, atol=1e-3)
-        left, right = (reference.fp8.rescale(part[0][rows], part[1][rows]).double() for part in (dy, x))
-        torch.testing.assert_close(out[expert].double(), left.t() @ right, rtol=1e-4, atol=1e-3)
+# ---- experts ----
 
 
 @pytest.mark.parametrize("recompute", (False, True))
@@ -154,33 +137,32 @@ def test_mlp_equals_reference(dtype, quantized_grad, recompute):
     assert not y[total:].any() and not rows.grad[total:].any() and not leaves[2].grad[total:].any()
 
 
+def run_mlp(rows, counts, grad, **options):
+    leaves = [randn(2, 2 * WIDTH, HIDDEN, seed=3) * 0.06, randn(2, HIDDEN, WIDTH, seed=4) * 0.09]
+    rows, leaves = rows.requires_grad_(), [leaf.requires_grad_() for leaf in leaves]
+    y = ops.grouped_mlp(rows, counts, *leaves, **options)
+    y.backward(grad)
+    return y.detach(), rows.grad, *(leaf.grad for leaf in leaves)
+
+
 def test_mlp_is_near_that_of_bf16():
-    counts, x, grad = [256, 128], randn(384, HIDDEN), randn(384, HIDDEN, seed=2)
-    weights = randn(2, 2 * WIDTH, HIDDEN, seed=3) * 0.06, randn(2, HIDDEN, WIDTH, seed=4) * 0.09
-    results = []
-    for rows in (x.clone(), QuantizedRows.of(x)):
-        leaves = [leaf.clone().requires_grad_() for leaf in weights]
-        y = ops.grouped_mlp(rows.requires_grad_(), counts, *leaves)
-        y.backward(grad)
-        results.append((y.detach(), rows.grad, *(leaf.grad for leaf in leaves)))
+    x, grad = randn(384, HIDDEN), randn(384, HIDDEN, seed=2)
+    results = [run_mlp(rows, [256, 128], grad) for rows in (x.clone(), QuantizedRows.of(x))]
     for name, exact, ours in zip(("y", "x", "w1", "w2"), *results, strict=True):
         error = (ours.float() - exact.float()).norm() / exact.float().norm()
         assert 0.01 < error < 0.1, f"{name}: {error}"
 
 
 def test_another_activation_than_swiglu():
-    """The same function, given as one: the same bits in its own products, as it runs in PyTorch's operators either way."""
-    counts, x, grad = [128, 128], randn(256, HIDDEN), randn(256, HIDDEN, seed=2)
-    w1, w2 = randn(2, 2 * WIDTH, HIDDEN, seed=3) * 0.06, randn(2, HIDDEN, WIDTH, seed=4) * 0.09
-    results = []
-    for activation in ("swiglu", lambda inner: torch.nn.functional.silu(inner[:, :WIDTH]) * inner[:, WIDTH:]):
-        for recompute in (False, True):
-            rows, leaves = QuantizedRows.of(x).requires_grad_(), [leaf.clone().requires_grad_() for leaf in (w1, w2)]
-            y = ops.grouped_mlp(rows, counts, *leaves, activation=activation, recompute_activation=recompute)
-            y.backward(grad)
-            results.append((y.detach(), rows.grad, *(leaf.grad for leaf in leaves)))
-    for other in results[1:]:
-        for ours, theirs in zip(other, results[0], strict=True):
+    """The same function, given as one, kept and computed again."""
+    x, grad = randn(256, HIDDEN), randn(256, HIDDEN, seed=2)
+    first, *others = (
+        run_mlp(QuantizedRows.of(x), [128, 128], grad, activation=activation, recompute_activation=recompute)
+        for activation in ("swiglu", lambda inner: torch.nn.functional.silu(inner[:, :WIDTH]) * inner[:, WIDTH:])
+        for recompute in (False, True)
+    )
+    for other in others:
+        for ours, theirs in zip(other, first, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=float(theirs.abs().max()) * 2**-7)
 
 
@@ -201,28 +183,28 @@ def test_delayed_gradients_and_no_rows():
 @pytest.mark.parametrize(
     ("rows", "counts", "width", "bias", "message"),
     (
-        (256, [128, 100], 128, False, r"counts is \[128, 100\]; fp8 experts need multiples of 128: dispatch with expert_alignment=128"),
-        (200, [128, 0], 128, False, r"the number of rows is 200, but fp8 experts need a multiple of 128; pass 256"),
-        (256, [128, 128], 192, False, r"the columns of w2 is 192, but fp8 experts need multiples of 128"),
-        (256, [128, 128], 128, True, r"b1 or b2 is given, but fp8 experts have no biases"),
+        (256, [128, 100], 128, False, r"counts is \[128, 100\]; .*expert_alignment=128"),
+        (200, [128, 0], 128, False, "the number of rows is 200"),
+        (256, [128, 128], 192, False, "the columns of w2 is 192"),
+        (256, [128, 128], 128, True, "b1 or b2 is given"),
     ),
 )
 def test_bad_shapes(rows, counts, width, bias, message):
     w1, w2 = torch.ones(2, 2 * width, HIDDEN), torch.ones(2, HIDDEN, width)
-    b1 = torch.ones(2, 2 * width) if bias else None
+    b1 = torch.ones(2, 2 * width).bfloat16() if bias else None
     with pytest.raises(ValueError, match=message):
-        ops.grouped_mlp(QuantizedRows.of(randn(rows, HIDDEN)), counts, w1, w2, b1=None if b1 is None else b1.bfloat16())
+        ops.grouped_mlp(QuantizedRows.of(randn(rows, HIDDEN)), counts, w1, w2, b1=b1)
 
 
 def test_other_operations_say_what_to_do():
     rows = QuantizedRows.of(randn(2, 128))
     assert repr(rows) == "QuantizedRows([2, 128] on cpu)" and rows.dtype == torch.bfloat16
     assert rows.detach().values is rows.values and rows.view(-1, 128).scales is rows.scales
-    broken = torch.tensor([[1.0], [float("nan")]]).expand(2, 128).contiguous()
+    broken = torch.tensor([[1.0], [NAN]]).expand(2, 128).contiguous()
     assert QuantizedRows.of(broken).isnan().tolist() == [[False] * 128, [True] * 128], "torch.autograd.detect_anomaly asks"
-    with pytest.raises(NotImplementedError, match=r"was called with fp8 rows, which only grouped_mlp takes"):
+    with pytest.raises(NotImplementedError, match="which only grouped_mlp takes"):
         _ = rows + 1
-    with pytest.raises(ValueError, match=r"values is bfloat16 \[2, 128\]; it must be float8_e4m3fn"):
+    with pytest.raises(ValueError, match=r"values is bfloat16 \[2, 128\]"):
         QuantizedRows(randn(2, 128), rows.scales)
     with pytest.raises(ValueError, match=r"scales is float32 \[2, 1\] for values \[2, 256\]"):
         QuantizedRows(torch.zeros(2, 256).to(torch.float8_e4m3fn), rows.scales)
@@ -230,43 +212,26 @@ def test_other_operations_say_what_to_do():
         quantize_fp8_weights(torch.zeros(1, 128, 100))
 
 
-# ---- where there are no products ----
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """A GPU that could make products, to take away from."""
-    device = torch.device("cuda", 0)
-    fp8_products.why_no_products.cache_clear()
+@pytest.mark.parametrize(
+    ("place", "name", "value", "message"),
+    (
+        (torch.cuda, "get_device_capability", lambda device: (8, 0), "NVIDIA A100 has no fp8 products"),
+        (fp8_products.importlib.util, "find_spec", lambda name: None, "Triton is not installed"),
+        (fp8_products, "_C", SimpleNamespace(), "deepep_moe was built without nvcc"),
+    ),
+)
+def test_where_there_are_no_products(place, name, value, message, monkeypatch):
+    """Of a GPU that could make products, one thing is taken away."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     monkeypatch.setattr(fp8_products.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(fp8_products, "_C", SimpleNamespace(gpu_fp8_product=None))
-    fp8_products.check_products(device)
     fp8_products.why_no_products.cache_clear()
-    yield device
+    fp8_products.check_products(torch.device("cuda", 0))
+    monkeypatch.setattr(place, name, value)
     fp8_products.why_no_products.cache_clear()
-
-
-def refused(device):
-    with pytest.raises(BackendUnavailableError) as caught:
-        fp8_products.check_products(device)
-    return str(caught.value).removeprefix("fp8 experts cannot run: ")
-
-
-def test_gpu_of_another_capability(gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert refused(gpu) == "NVIDIA A100 has no fp8 products; take a Hopper GPU (capability 9.0), or leave out fp8"
-
-
-def test_no_triton(gpu, monkeypatch):
-    monkeypatch.setattr(fp8_products.importlib.util, "find_spec", lambda name: None)
-    assert refused(gpu) == "Triton is not installed, in which some fp8 kernels are written; pip install triton"
-
-
-def test_build_without_nvcc(gpu, monkeypatch):
-    monkeypatch.setattr(fp8_products, "_C", SimpleNamespace())
-    assert refused(gpu) == (
-        "deepep_moe was built without nvcc, so it has no fp8 products; install the CUDA toolkit 12 or newer, then pip install "
-        "--force-reinstall --no-deps --no-build-isolation deepep_moe"
-    )
+    try:
+        with pytest.raises(BackendUnavailableError, match=f"fp8 experts cannot run: {message}"):
+            fp8_products.check_products(torch.device("cuda", 0))
+    finally:
+        fp8_products.why_no_products.cache_clear()

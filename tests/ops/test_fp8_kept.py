@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-import re
 
 import pytest
 import torch
@@ -61,17 +60,11 @@ def test_copies_by_hand():
     assert second.plain[0].shape == second.transposed[0].shape == (2, HIDDEN, WIDTH)
     # Two bytes for each of 98304 parameters, and twice a scale of four bytes for each of their 6 blocks.
     assert kept.num_bytes == 2 * 3 * 2 * 128 * 128 + 2 * 4 * 6
-    assert kept.take(False, w1, w2)[0].plain[0] is first.plain[0]
-
-
-def test_first_quantizes_and_others_use_it():
-    kept, (w1, w2) = KeptWeights(), weights(1.0)
-    one = kept.take(True, w1, w2)
     w1.data.mul_(2)  # which nobody sees
-    assert kept.take(False, w1, w2)[0].plain[0] is one[0].plain[0]
-    two = kept.take(True, w1, w2)
-    assert two[0].plain[1].unique() == 2 * one[0].plain[1].unique() and kept.take(None, w1, w2) is None
-    assert kept.take(False, w1, w2)[0].plain[0] is two[0].plain[0]
+    assert kept.take(False, w1, w2)[0].plain[0] is first.plain[0]
+    again = kept.take(True, w1, w2)[0]
+    assert again.plain[1].unique() == 2 * first.plain[1].unique() and kept.take(None, w1, w2) is None
+    assert kept.take(False, w1, w2)[0].plain[0] is again.plain[0]
 
 
 def test_copies_are_those_of_quantize_fp8_weights():
@@ -132,10 +125,9 @@ def test_backwards_after_the_next_step_began():
 def test_without_gradients_first():
     """A forward for evaluation makes what a training forward then needs."""
     module = experts()
-    with torch.no_grad():
-        module(QuantizedRows.of(randn(256, HIDDEN, seed=5)), COUNTS, is_first_microbatch=True)
-    with torch.inference_mode():
-        module(QuantizedRows.of(randn(256, HIDDEN, seed=5)), COUNTS, is_first_microbatch=True)
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            module(QuantizedRows.of(randn(256, HIDDEN, seed=5)), COUNTS, is_first_microbatch=True)
     assert_equal(run(module, False), run(experts()), "after evaluation")
 
 
@@ -173,10 +165,10 @@ def other_memory(module):
 @pytest.mark.parametrize(
     ("change", "message"),
     (
-        (GroupedExperts.release_fp8_weights, "but no fp8 copies of the weights are kept; pass True in the first forward after each"),
-        (GroupedExperts.float, "the fp8 copies are of w1 bfloat16 [2, 256, 128] on cpu, which now is float32 [2, 256, 128] on cpu; pass"),
-        (other_shape, "the fp8 copies are of w1 bfloat16 [2, 256, 128] on cpu, which now is bfloat16 [2, 256, 256] on cpu; pass True"),
-        (other_memory, "w2 lies in other memory than when its fp8 copies were made; pass True in the first forward"),
+        (GroupedExperts.release_fp8_weights, "no fp8 copies of the weights are kept"),
+        (GroupedExperts.float, r"w1 bfloat16 .*, which now is float32"),
+        (other_shape, r"w1 .* \[2, 256, 128\] on cpu, which now is .* \[2, 256, 256\]"),
+        (other_memory, "w2 lies in other memory"),
     ),
 )
 def test_other_weights_are_refused(change, message):
@@ -185,7 +177,7 @@ def test_other_weights_are_refused(change, message):
     change(module)
     kept = module.kept_weights
     assert not kept.has(module.up, module.down)
-    with pytest.raises(ValueError, match=re.escape("is_first_microbatch is False, but " + message.removeprefix("but "))):
+    with pytest.raises(ValueError, match=f"is_first_microbatch is False, but .*{message}"):
         kept.take(False, module.up, module.down)
     assert kept.take(True, module.up, module.down) and kept.has(module.up, module.down)
 
@@ -194,7 +186,7 @@ def test_bad_arguments():
     module, rows = experts(), QuantizedRows.of(randn(256, HIDDEN, seed=1))
     with pytest.raises(TypeError, match="is_first_microbatch is 1"):
         module(rows, COUNTS, is_first_microbatch=1)
-    with pytest.raises(ValueError, match=r"is_first_microbatch is True, but nothing keeps copies"):
+    with pytest.raises(ValueError, match="is_first_microbatch is True"):
         ops.grouped_mlp(rows, COUNTS, *weights(), is_first_microbatch=True)
     plain = module(rows.dequantized(), COUNTS, is_first_microbatch=False)
     assert torch.equal(plain, module(rows.dequantized(), COUNTS)), "without fp8 rows nothing is kept"
@@ -248,6 +240,6 @@ def test_steps_of_one_graph():
             graph.replay()
             for y in captured:
                 assert torch.equal(y, plain(rows, counts)), f"times {factor}"
-        with pytest.raises(ValueError, match="the fp8 copies were made inside of a CUDA graph's capture, and this forward is outside"):
+        with pytest.raises(ValueError, match="inside of a CUDA graph's capture"):
             module(rows, counts, is_first_microbatch=False)
         assert torch.equal(module(rows, counts, is_first_microbatch=True), plain(rows, counts))

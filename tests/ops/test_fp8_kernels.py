@@ -1,4 +1,4 @@
-"""The fp8 kernels of GPUs against fp32 products of the dequantized operands. What is not to be read holds NaN."""
+"""fp8 products and the kernels of GPUs for them against fp32 products of the dequantized operands. What is not to be read holds NaN."""
 
 import itertools
 
@@ -7,9 +7,8 @@ import torch
 from exchange_cases import device_of
 from torch.nn.functional import silu
 
-from deepep_moe.ops import fp8_kernels
+from deepep_moe.ops import fp8_kernels, fp8_products
 
-pytestmark = pytest.mark.gpu
 E4M3 = torch.float8_e4m3fn
 NAN = float("nan")
 BLOCK = 128
@@ -22,6 +21,17 @@ def device():
     return device_of("nvlink", 0)
 
 
+@pytest.fixture(params=[pytest.param(fp8_products, id="cpu"), pytest.param(fp8_kernels, id="cuda", marks=pytest.mark.gpu)])
+def ops(request):
+    """The operators of CPUs, or the kernels."""
+    return request.param
+
+
+def placed(ops, *tensors):
+    """Where `ops` run."""
+    return [tensor.to(device_of("nvlink" if ops is fp8_kernels else "shm", 0)) for tensor in tensors]
+
+
 def operand(generator, *shape):
     return (50 * torch.randn(shape, generator=generator)).to(E4M3)
 
@@ -30,7 +40,7 @@ def scales(generator, *shape):
     return torch.exp2(torch.randint(-8, -2, shape, generator=generator).float())
 
 
-def ends_of(counts, device):
+def ends_of(counts, device="cpu"):
     return torch.tensor(counts).cumsum(0).to(device, torch.int32)
 
 
@@ -68,64 +78,62 @@ def gradient_case(counts, n, k, num_rows):
     return (dy, dy_scales, x, x_scales), torch.stack([dy @ x for dy, x in pairs]), magnitudes
 
 
-def assert_close(ours, expected, magnitudes):
+def assert_close(ours, expected, magnitudes, ops=fp8_kernels):
     """The error is at most 2^-11 of the sum of magnitudes, and a rounding to the dtype.
 
     For 32 products Hopper's tensor cores shift them, and the sum so far, to the largest exponent among them, and drop what is below 2^-13
     of it. 33 terms in each of the 4 steps of a block lose half of that on average. The largest exponent is about 1/16 of the sum of
-    magnitudes in random operands: 132 / 2 * 2^-13 / 16 is 2^-11. The largest error that an H100 has made here is half of that.
+    magnitudes in random operands: 132 / 2 * 2^-13 / 16 is 2^-11. The largest error that an H100 has made here is half of that. CPUs add in
+    fp32.
     """
-    bound = 2**-11 * magnitudes + torch.finfo(ours.dtype).eps * expected.abs()
+    bound = (2**-11 if ops is fp8_kernels else 2**-20) * magnitudes + torch.finfo(ours.dtype).eps * expected.abs()
     error = (ours.cpu().float() - expected).abs()
     assert (error <= bound).all(), f"error {error.max()}, {(error / bound.clamp(min=1e-30)).max()} of the bound"
 
 
-def check_product(product, counts, n, k, num_rows, device):
+def check_product(ops, counts, n, k, num_rows):
     operands, expected, magnitudes = product_case(counts, n, k, num_rows)
-    y = product(*(one.to(device) for one in operands), ends_of(counts, device))
+    y = ops.grouped_fp8_product(*placed(ops, *operands, ends_of(counts)))
     assert y.dtype == torch.bfloat16 and y.shape == (num_rows, n)
-    assert_close(y[: sum(counts)], expected, magnitudes)
-
-
-def check_gradient(gradient, counts, n, k, dtype, device):
-    operands, expected, magnitudes = gradient_case(counts, n, k, sum(counts) + BLOCK)
-    out = torch.full((len(counts), n, k), NAN, dtype=dtype, device=device)
-    assert gradient(*(one.to(device) for one in operands), ends_of(counts, device), out) is out
-    assert_close(out, expected, magnitudes)
+    assert_close(y[: sum(counts)], expected, magnitudes, ops)
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_product(device, counts, n, k):
-    check_product(fp8_kernels.grouped_fp8_product, counts, n, k, sum(counts) + 72, device)
+def test_product(ops, counts, n, k):
+    check_product(ops, counts, n, k, sum(counts) + 72)
 
 
-def test_product_of_groups_that_end_anywhere(device):
+def test_product_of_groups_that_end_anywhere(ops):
     """Rows of the next group are in the tile that a group ends in."""
-    check_product(fp8_kernels.grouped_fp8_product, [5, 0, 130, 1], 128, 256, 136, device)
+    check_product(ops, [5, 0, 130, 1], 128, 256, 136)
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_weight_gradient(device, counts, n, k, dtype):
-    check_gradient(fp8_kernels.grouped_fp8_weight_gradient, counts, n, k, dtype, device)
+def test_weight_gradient(ops, counts, n, k, dtype):
+    operands, expected, magnitudes = gradient_case(counts, n, k, sum(counts) + BLOCK)
+    *here, out = placed(ops, *operands, ends_of(counts), torch.full((len(counts), n, k), NAN, dtype=dtype))
+    assert ops.grouped_fp8_weight_gradient(*here, out) is out
+    assert_close(out, expected, magnitudes, ops)
 
 
-def test_refused_gradients(device):
+@pytest.mark.gpu
+def test_refused_gradients():
     operands, *_ = gradient_case([128], 128, 128, 128)
-    here, ends = [one.to(device) for one in operands], ends_of([128], device)
     for out in (torch.empty(1, 128, 128, dtype=torch.float16), torch.empty(1, 128, 128).transpose(1, 2)):
         with pytest.raises(ValueError, match="pass contiguous float32 or bfloat16"):
-            fp8_kernels.grouped_fp8_weight_gradient(*here, ends, out.to(device))
+            fp8_kernels.grouped_fp8_weight_gradient(*placed(fp8_kernels, *operands, ends_of([128]), out))
 
 
 @pytest.mark.parametrize("shape", ((128, 128), (512, 384)), ids=str)
-def test_rescale_transpose_in_triton(device, shape):
+@pytest.mark.parametrize("ops", [pytest.param(fp8_products, id="cpu"), pytest.param(fp8_kernels, id="in_triton", marks=pytest.mark.gpu)])
+def test_rescale_transpose(ops, shape):
     generator = torch.Generator().manual_seed(1)
     x, of_x = operand(generator, *shape), scales(generator, shape[0], shape[1] // BLOCK)
     x[3], of_x[3] = 0, 0  # a row of padding
-    x_t, x_t_scales = fp8_kernels.rescale_transpose(x.to(device), of_x.to(device))
+    x_t, x_t_scales = ops.rescale_transpose(*placed(ops, x, of_x))
     blocks, of_blocks = x.float().unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)), of_x.unflatten(0, (-1, BLOCK))
     largest = of_blocks.amax(1, keepdim=True)
     expected = (blocks * (of_blocks / largest).unsqueeze(-1)).to(E4M3).view(shape).t()
@@ -133,6 +141,7 @@ def test_rescale_transpose_in_triton(device, shape):
     assert torch.equal(x_t_scales.cpu(), largest.squeeze(1).repeat_interleave(BLOCK, 1))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("with_probs", (True, False))
 def test_swiglu_that_quantizes_in_triton(device, with_probs):
     """Each operation is rounded to bf16. exp differs in last bits, so an element may be the next of bf16 before it is quantized."""
@@ -161,6 +170,7 @@ def test_swiglu_that_quantizes_in_triton(device, with_probs):
         assert (grad_probs.cpu()[filled:] == 0).all()
 
 
+@pytest.mark.gpu
 def test_products_in_a_cuda_graph(device):
     """A graph takes other groups at its next replay."""
     counts, others = [128, 256, 128], [384, 0, 128]

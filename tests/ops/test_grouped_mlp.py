@@ -1,16 +1,21 @@
-"""Grouped experts against their definition, a loop over the experts. Tails hold NaN."""
+"""Grouped experts against their definition, a loop over the experts, and those made in C++ against Python's. Tails hold NaN."""
+
+import importlib
 
 import hypothesis.strategies as st
 import pytest
 import torch
+from exchange_cases import device_of
 from hypothesis import given, settings
 from torch.nn.functional import gelu
 
-from deepep_moe import ops, reference
+from deepep_moe import ops, reference, torch_module
 from deepep_moe.ops import grouped_products
 
+module = importlib.import_module("deepep_moe.ops.grouped_mlp")  # whose function has the same name
 IN, MIDDLE, OUT = 16, 8, 24
 NAN = float("nan")
+by_activation = pytest.mark.parametrize("activation", ("swiglu", gelu), ids=("swiglu", "gelu"))
 
 
 def test_small_enough_to_check_by_hand():
@@ -32,7 +37,7 @@ def test_swiglu_by_hand():
     assert y.item() == 0.0 and w1.grad.flatten().tolist() == [6.0, 0.0]
 
 
-def make(counts, tail, dtype, *, gated=True, bias=False, probs=True, seed=0):
+def make(counts, tail, dtype=torch.bfloat16, *, gated=True, bias=False, probs=True, seed=0):
     """Return leaves by name, and the gradient of the output. Tails are NaN."""
     generator = torch.Generator().manual_seed(seed)
     num_rows, num_experts = sum(counts) + tail, len(counts)
@@ -47,12 +52,12 @@ def make(counts, tail, dtype, *, gated=True, bias=False, probs=True, seed=0):
     return leaves, grad
 
 
-def run(function, leaves, grad, counts, **options):
-    leaves = {name: leaf.clone().requires_grad_() for name, leaf in leaves.items()}
-    names = {name: leaf for name, leaf in leaves.items() if name not in ("x", "w1", "w2")}
-    y = function(leaves["x"], counts, leaves["w1"], leaves["w2"], **names, **options)
+def run(function, leaves, grad, counts, *, frozen=(), **options):
+    """The output, and the gradients of all but the frozen leaves."""
+    leaves = {name: leaf.detach().clone().requires_grad_(name not in frozen) for name, leaf in leaves.items()}
+    y = function(counts=counts, **leaves, **options)
     y.backward(grad)
-    return {"y": y.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
+    return {"y": y.detach()} | {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
 def expected_of(leaves, grad, counts, **options):
@@ -66,14 +71,15 @@ def expected_of(leaves, grad, counts, **options):
 
 
 def assert_equal(actual, expected):
+    assert actual.keys() == expected.keys()
     for name, want in expected.items():
-        assert actual[name].dtype == want.dtype, name
+        assert actual[name].dtype == want.dtype and not want.isnan().any(), name
         assert torch.equal(actual[name], want), f"{name} differs by {(actual[name] - want).abs().max()}"
 
 
 CASES = {
     "even": ([3, 3], 0),
-    "an expert without rows": ([2, 0, 3], 0),
+    "an expert without rows": ([2, 0, 3], 2),
     "all rows to one": ([0, 7, 0], 0),
     "no rows": ([0, 0], 0),
     "a tail": ([2, 1, 0], 4),
@@ -81,7 +87,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("activation", ("swiglu", gelu), ids=("swiglu", "gelu"))
+@by_activation
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_bits_of_the_definition(case, dtype, activation):
@@ -91,36 +97,38 @@ def test_bits_of_the_definition(case, dtype, activation):
     assert_equal(actual, expected_of(leaves, grad, counts, activation=activation))
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 9), min_size=1, max_size=6), tail=st.integers(0, 5), seed=st.integers(0, 99),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)), probs=st.booleans(), gated=st.booleans(), bias=st.booleans(),
+)  # fmt: skip
+def test_random_groups(counts, tail, seed, dtype, probs, gated, bias):
+    """Sums of a bias's gradient are added in another order, so results are equal within rounding only."""
+    activation = "swiglu" if gated else gelu
+    leaves, grad = make(counts, tail, dtype, gated=gated, bias=bias, probs=probs, seed=seed)
+    actual = run(ops.grouped_mlp, leaves, grad, counts, activation=activation)
+    for name, want in expected_of(leaves, grad, counts, activation=activation).items():
+        torch.testing.assert_close(actual[name], want, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps, msg=name)
+
+
 @pytest.mark.parametrize(
     "form", (list, torch.tensor, lambda counts: torch.tensor(counts, dtype=torch.int32)), ids=("list", "int64", "int32")
 )
 def test_forms_of_counts(form):
-    leaves, grad = make([2, 3], 1, torch.bfloat16)
+    leaves, grad = make([2, 3], 1)
     assert_equal(run(ops.grouped_mlp, leaves, grad, form([2, 3])), expected_of(leaves, grad, [2, 3]))
 
 
-@pytest.mark.parametrize("probs", (True, False), ids=("probs", "no probs"))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_biases(dtype, probs):
-    """Sums of a bias's gradient are added in another order, so they are equal within rounding only."""
-    counts = [3, 0, 4]
-    leaves, grad = make(counts, 2, dtype, bias=True, probs=probs)
-    actual, expected = run(ops.grouped_mlp, leaves, grad, counts), expected_of(leaves, grad, counts)
-    for name, want in expected.items():
-        torch.testing.assert_close(actual[name], want, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
-
-
-class OnDevice:
+@pytest.fixture
+def on_device(monkeypatch):
     """Makes counts on the CPU look as if they were on a GPU: a tensor that the host does not read."""
 
-    def __init__(self, monkeypatch):
-        monkeypatch.setattr(grouped_products, "is_gpu", lambda device: False)
-        monkeypatch.setattr(grouped_products.Groups, "__init__", self.init)
-
-    @staticmethod
     def init(groups, counts, num_experts, rows):
         groups.num_rows, groups._device, groups._counts = len(rows), rows.device, torch.as_tensor(counts)
         groups._sizes = [0] * num_experts if len(rows) == 0 else None
+
+    monkeypatch.setattr(grouped_products, "is_gpu", lambda device: False)
+    monkeypatch.setattr(grouped_products.Groups, "__init__", init)
 
 
 def refuse(*_):
@@ -130,88 +138,60 @@ def refuse(*_):
 @pytest.mark.skipif(not grouped_products._runs_on_cpus(), reason="this PyTorch has no grouped products for CPUs")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("bias", (False, True), ids=("", "bias"))
-def test_counts_that_the_host_does_not_read(case, bias, monkeypatch):
-    (counts, tail), _ = CASES[case], OnDevice(monkeypatch)
-    monkeypatch.setattr(torch.Tensor, "tolist", refuse)
-    monkeypatch.setattr(torch.Tensor, "item", refuse)
-    leaves, grad = make(counts, tail, torch.bfloat16, bias=bias)
-    actual = run(ops.grouped_mlp, leaves, grad, counts)
-    monkeypatch.undo()
+def test_counts_that_the_host_does_not_read(case, bias, on_device, monkeypatch):
+    counts, tail = CASES[case]
+    leaves, grad = make(counts, tail, bias=bias)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "tolist", refuse)
+        patch.setattr(torch.Tensor, "item", refuse)
+        actual = run(ops.grouped_mlp, leaves, grad, counts)
     for name, want in expected_of(leaves, grad, counts).items():
         torch.testing.assert_close(actual[name], want, rtol=0.03, atol=0.03)
         assert bias or torch.equal(actual[name], want)
 
 
-def test_excessive_counts_on_the_device_read_no_rows_that_do_not_exist(monkeypatch):
-    leaves, grad = make([2, 3], 0, torch.bfloat16)
-    OnDevice(monkeypatch)
-    actual = run(ops.grouped_mlp, leaves, grad, [2, 300])
-    assert_equal(actual, expected_of(leaves, grad, [2, 3]))
+def test_excessive_counts_on_the_device_read_no_rows_that_do_not_exist(on_device):
+    leaves, grad = make([2, 3], 0)
+    assert_equal(run(ops.grouped_mlp, leaves, grad, [2, 300]), expected_of(leaves, grad, [2, 3]))
 
 
 @pytest.mark.parametrize("zero_tail", (True, False))
-def test_tail_that_need_not_be_zero(zero_tail, monkeypatch):
+def test_tail_that_need_not_be_zero(zero_tail, on_device):
     """Weights and probs have the same gradients either way, and so have the rows."""
-    counts = [2, 3]
-    leaves, grad = make(counts, 3, torch.bfloat16)
-    OnDevice(monkeypatch)
-    actual, expected = run(ops.grouped_mlp, leaves, grad, counts, zero_tail=zero_tail), expected_of(leaves, grad, counts)
+    leaves, grad = make([2, 3], 3)
+    actual, expected = run(ops.grouped_mlp, leaves, grad, [2, 3], zero_tail=zero_tail), expected_of(leaves, grad, [2, 3])
     for name in ("y", "x"):
         actual[name], expected[name] = (results[name][: None if zero_tail else 5] for results in (actual, expected))
     assert_equal(actual, expected)
 
 
-@pytest.mark.parametrize("activation", ("swiglu", gelu), ids=("swiglu", "gelu"))
-def test_recomputation_gives_the_same_bits(activation):
-    counts = [2, 0, 3]
-    leaves, grad = make(counts, 1, torch.bfloat16, gated=activation == "swiglu")
-    kept, again = (run(ops.grouped_mlp, leaves, grad, counts, activation=activation, recompute_activation=how) for how in (False, True))
-    assert_equal(again, kept)
-
-
-@pytest.mark.parametrize("recompute", (False, True))
-def test_what_is_kept_for_the_backward(recompute):
-    """The rows, the first product, and the activation unless it is computed again."""
-    leaves, _ = make([2, 0, 3], 1, torch.bfloat16, probs=False)
-    rows = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: rows.append(tensor.shape) or tensor, lambda tensor: tensor):
-        ops.grouped_mlp(counts=[2, 0, 3], recompute_activation=recompute, **{k: v.requires_grad_() for k, v in leaves.items()})
-    assert [shape for shape in rows if len(shape) == 2] == [(6, IN), (6, 2 * MIDDLE), (6, MIDDLE)][: 2 if recompute else 3]
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    counts=st.lists(st.integers(0, 9), min_size=1, max_size=6), tail=st.integers(0, 5), seed=st.integers(0, 99),
-    dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)), probs=st.booleans(), gated=st.booleans(),
-)  # fmt: skip
-def test_random_groups(counts, tail, seed, dtype, probs, gated):
-    activation = "swiglu" if gated else gelu
-    leaves, grad = make(counts, tail, dtype, gated=gated, probs=probs, seed=seed)
-    actual = run(ops.grouped_mlp, leaves, grad, counts, activation=activation)
-    for name, want in expected_of(leaves, grad, counts, activation=activation).items():
-        torch.testing.assert_close(actual[name], want, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps, msg=name)
+@by_activation
+def test_recomputation_keeps_less_and_gives_the_same_bits(activation):
+    """Kept are the rows, the first product, and the activation unless it is computed again."""
+    results, counts, gated = [], [2, 0, 3], activation == "swiglu"
+    leaves, grad = make(counts, 1, gated=gated, probs=False)
+    for recompute in (False, True):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor, kept=kept: kept.append(tensor.shape) or tensor, lambda tensor: tensor):
+            results.append(run(ops.grouped_mlp, leaves, grad, counts, activation=activation, recompute_activation=recompute))
+        wanted = [(6, IN), (6, MIDDLE * (1 + gated)), (6, MIDDLE)]
+        assert not gated or [shape for shape in kept if len(shape) == 2] == wanted[: 3 - recompute]
+    assert_equal(*results)
 
 
 def test_expert_by_expert_gives_the_same_bits(monkeypatch):
-    leaves, grad = make([2, 0, 3], 1, torch.bfloat16)
+    leaves, grad = make([2, 0, 3], 1)
     grouped = run(ops.grouped_mlp, leaves, grad, [2, 0, 3])
     monkeypatch.setattr(grouped_products, "_grouped_mm", lambda: None)
     assert_equal(run(ops.grouped_mlp, leaves, grad, [2, 0, 3]), grouped)
 
 
-def test_only_what_needs_gradients_gets_them():
-    leaves, grad = make([2, 3], 0, torch.float32)
-    leaves["w1"].requires_grad_()
-    ops.grouped_mlp(leaves["x"], [2, 3], leaves["w1"], leaves["w2"], probs=leaves["probs"]).backward(grad)
-    assert torch.equal(leaves["w1"].grad, expected_of({n: t.detach() for n, t in leaves.items()}, grad, [2, 3])["w1"])
-    assert all(leaf.grad is None for name, leaf in leaves.items() if name != "w1")
-
-
 def test_strided_gradients_and_rows():
-    leaves, grad = make([2, 3], 0, torch.bfloat16)
-    expected = expected_of(leaves, grad, [2, 3])
-    leaves["x"] = leaves["x"].repeat_interleave(2, dim=1)[:, ::2]
-    assert_equal(run(ops.grouped_mlp, leaves, grad.t().contiguous().t(), [2, 3]), expected)
+    def strided(x, **others):
+        return ops.grouped_mlp(x=x.repeat_interleave(2, dim=1)[:, ::2], **others)
+
+    leaves, grad = make([2, 3], 0)
+    assert_equal(run(strided, leaves, grad.t().contiguous().t(), [2, 3]), expected_of(leaves, grad, [2, 3]))
 
 
 @pytest.mark.parametrize("gap", (0, 1, 8))
@@ -222,9 +202,9 @@ def test_weights_with_memory_between_the_experts(gap):
     def apart(weight):
         return torch.nn.functional.pad(weight.flatten(1), (0, gap), value=NAN)[:, : weight[0].numel()].view(weight.shape)
 
-    def spread_out(x, counts, w1, w2, **others):
+    def spread_out(w1, w2, **others):
         assert apart(w1).stride(0) == w1[0].numel() + gap and apart(w1).is_contiguous() == (gap == 0)
-        return ops.grouped_mlp(x, counts, apart(w1), apart(w2), **others)
+        return ops.grouped_mlp(w1=apart(w1), w2=apart(w2), **others)
 
     for dtype in (torch.float32, torch.bfloat16):
         leaves, grad = make(counts, 1, dtype, bias=True)
@@ -249,19 +229,19 @@ def test_clear_tail():
 
 
 REFUSED = {
-    "x has shape [4]; it must have 2 dimensions": {"x": torch.ones(4)},
-    "x, w1 and w2 have shapes [4, 3], [2, 6, 2] and [2, 2, 3]; they must be": {"x": torch.ones(4, 3)},
+    "x has shape [4]": {"x": torch.ones(4)},
+    "x, w1 and w2 have shapes [4, 3], [2, 6, 2] and [2, 2, 3]": {"x": torch.ones(4, 3)},
     "w2 has shape [2, 2, 4], but the activation of 6 columns has 3": {"w2": torch.ones(2, 2, 4)},
-    "w1 has dtype torch.float16 and x torch.float32": {"w1": torch.ones(2, 6, 2, dtype=torch.float16)},
-    "w1 with strides [12, 1, 6] is not contiguous; pass w1.contiguous()": {"w1": torch.ones(2, 2, 6).transpose(1, 2)},
-    "w1 with strides [0, 2, 1] is not contiguous; pass w1.contiguous()": {"w1": torch.ones(1, 6, 2).expand(2, 6, 2)},
-    "probs has shape [3]; it must be [4]": {"probs": torch.ones(3)},
-    "b2 has shape [2, 3]; it must be [2, 2]": {"b2": torch.ones(2, 3)},
-    "counts has shape [3]; it must be [2]": {"counts": [1, 1, 1]},
-    "counts is [5, 1] with sum 6; entries must be at least 0, and their sum at most the 4 rows of x": {"counts": [5, 1]},
+    "w1 has dtype torch.float16": {"w1": torch.ones(2, 6, 2, dtype=torch.float16)},
+    "w1 with strides [12, 1, 6] is not contiguous": {"w1": torch.ones(2, 2, 6).transpose(1, 2)},
+    "w1 with strides [0, 2, 1] is not contiguous": {"w1": torch.ones(1, 6, 2).expand(2, 6, 2)},
+    "probs has shape [3]": {"probs": torch.ones(3)},
+    "b2 has shape [2, 3]": {"b2": torch.ones(2, 3)},
+    "counts has shape [3]": {"counts": [1, 1, 1]},
+    "counts is [5, 1] with sum 6": {"counts": [5, 1]},
     "counts is [-1, 1] with sum 0": {"counts": torch.tensor([-1, 1])},
-    "counts has dtype float32; it must be int64 or int32": {"counts": torch.ones(2)},
-    "activation is 'relu'; it must be 'swiglu' or a function": {"activation": "relu"},
+    "counts has dtype float32": {"counts": torch.ones(2)},
+    "activation is 'relu'": {"activation": "relu"},
     "w2 must be a torch.Tensor, not list": {"w2": [1]},
 }
 
@@ -274,22 +254,171 @@ def test_refusals(message):
     assert message in str(raised.value)
 
 
-def test_reasons_to_go_expert_by_expert(monkeypatch):
-    rows = torch.ones(4, 16, dtype=torch.bfloat16)
+def test_a_gpu_says_once_why_it_goes_expert_by_expert(monkeypatch, caplog):
+    rows, why_not = torch.ones(4, 16, dtype=torch.bfloat16), grouped_products.why_not_grouped
     monkeypatch.setattr(grouped_products, "_runs_on_cpus", lambda: True)
-    assert grouped_products.why_not_grouped(rows, 8) is None
-    assert "x has dtype float32; grouped products need bfloat16" in grouped_products.why_not_grouped(rows.float(), 8)
-    assert "12 rows and 16 columns; grouped products need multiples of 8" in grouped_products.why_not_grouped(rows, 12)
+    assert why_not(rows, 8) is None and "12 rows and 16 columns" in why_not(rows, 12)
     monkeypatch.setattr(grouped_products, "_runs_on_cpus", lambda: False)
-    assert "has grouped products for GPUs only; install PyTorch 2.10 or newer" in grouped_products.why_not_grouped(rows, 8)
+    assert "install PyTorch 2.10" in why_not(rows, 8)
     monkeypatch.setattr(grouped_products, "_grouped_mm", lambda: None)
-    assert "has no torch.nn.functional.grouped_mm; install PyTorch 2.10 or newer" in grouped_products.why_not_grouped(rows, 8)
-
-
-def test_a_gpu_says_once_that_it_goes_expert_by_expert(monkeypatch, caplog):
+    assert "no torch.nn.functional.grouped_mm" in why_not(rows, 8)
+    monkeypatch.undo()
     monkeypatch.setattr(grouped_products, "is_gpu", lambda device: True)
     grouped_products._warn.cache_clear()
     for _ in range(2):
-        assert not grouped_products._is_grouped(torch.ones(4, 16), 8)
+        assert not grouped_products._is_grouped(rows.float(), 8)
     (record,) = caplog.records
     assert record.message.startswith("products of experts run one expert after another") and "x has dtype float32" in record.message
+
+
+def test_only_what_needs_gradients_gets_them():
+    leaves, grad = make([2, 3], 0, torch.float32)
+    got, want = run(ops.grouped_mlp, leaves, grad, [2, 3], frozen=("x", "w2", "probs")), expected_of(leaves, grad, [2, 3])
+    assert_equal(got, {name: want[name] for name in ("y", "w1")})
+
+
+# ---- made in C++ ----
+
+
+is_native = [pytest.mark.gpu, pytest.mark.skipif(torch_module.MODULE is None, reason="deepep_moe._torch is not built")]
+
+
+@pytest.fixture(params=[pytest.param("cuda", marks=is_native)])
+def device(monkeypatch):
+    device = device_of("nvlink", 0)
+    if device.type == "cpu":  # emulated
+        monkeypatch.setattr(grouped_products, "has_kernels", lambda _: True)
+        monkeypatch.setattr(module, "has_kernels", lambda _: True)
+    return device
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """What C++ has made of each call: a tensor, or None where it declined."""
+    found = []
+
+    class Module:
+        @staticmethod
+        def grouped_swiglu(*arguments):
+            found.append(torch_module.MODULE.grouped_swiglu(*arguments))
+            return found[-1]
+
+    monkeypatch.setattr(module, "torch_module", type("Modules", (), {"MODULE": Module}))
+    return found
+
+
+def make_on(device, counts, tail=0, **options):
+    leaves, grad = make(counts, tail, **options)
+    return {name: leaf.to(device) for name, leaf in leaves.items()}, grad.to(device)
+
+
+def run_on(leaves, grad, counts, **options):
+    """Output and gradients; without the tails of rows, which hold anything."""
+    results = run(ops.grouped_mlp, leaves, grad, torch.tensor(counts, device=grad.device), zero_tail=False, **options)
+    return {name: value[: sum(counts)] if name in ("y", "x") else value for name, value in results.items()}
+
+
+def output_of(leaves, **changes):
+    given = {"counts": torch.tensor([2, 3], device=leaves["x"].device)} | leaves | changes
+    return ops.grouped_mlp(**given, zero_tail=False)
+
+
+@pytest.mark.parametrize("recompute", (False, True), ids=("kept", "recomputed"))
+@pytest.mark.parametrize("probs", (True, False), ids=("probs", "no probs"))
+@pytest.mark.parametrize("case", ("even", "an expert without rows", "a tail", "a tail alone"))
+def test_has_the_bits_of_python(case, probs, recompute, device, made, monkeypatch):
+    counts, tail = CASES[case]
+    leaves, grad = make_on(device, counts, tail, probs=probs)
+    actual = run_on(leaves, grad, counts, recompute_activation=recompute)
+    assert len(made) == 1 and made[0] is not None and set(actual) == {"y", *leaves}
+    monkeypatch.setattr(module, "_IS_BUILT", False)
+    assert_equal(actual, run_on(leaves, grad, counts, recompute_activation=recompute))
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("frozen", ("x", "w1", "w2"))
+def test_makes_only_the_gradients_that_are_wanted(frozen, device, made):
+    leaves, grad = make_on(device, [2, 3], 1)
+    everything = run_on(leaves, grad, [2, 3])
+    del everything[frozen]
+    assert_equal(run_on(leaves, grad, [2, 3], frozen=(frozen,)), everything)
+    assert None not in made
+
+
+def test_gradient_of_any_strides(device, made):
+    """One row of the gradient lies beside another's, or begins at an odd address."""
+    leaves, grad = make_on(device, [2, 3])
+    expected = run_on(leaves, grad, [2, 3])
+    wide = torch.full((5, 2 * OUT), NAN, device=device, dtype=torch.bfloat16)
+    shifted = torch.full((5 * OUT + 1,), NAN, device=device, dtype=torch.bfloat16)
+    for view in (wide[:, ::2], shifted[1:].view(5, OUT)):
+        view.copy_(grad)
+        assert_equal(run_on(leaves, view, [2, 3]), expected)
+    assert None not in made
+
+
+def test_counts_beyond_the_rows_read_none_that_do_not_exist(device, made):
+    leaves, grad = make_on(device, [2, 3])
+    assert_equal(run_on(leaves, grad, [2, 300]), run_on(leaves, grad, [2, 3]))
+    assert None not in made
+
+
+def test_without_gradients(device, made):
+    leaves, grad = make_on(device, [2, 3], 1)
+    with torch.no_grad():
+        y = output_of({name: leaf.requires_grad_() for name, leaf in leaves.items()})
+    assert torch.equal(y[:5], run_on(leaves, grad, [2, 3])["y"]) and not y.requires_grad and None not in made
+
+
+def test_differentiable_once(device, made):
+    leaves, grad = make_on(device, [2, 3], probs=False)
+    expected = run_on(leaves, grad, [2, 3])["x"]
+    y = output_of({name: leaf.requires_grad_() for name, leaf in leaves.items()})
+    (grad_x,) = torch.autograd.grad(y, leaves["x"], grad, create_graph=True)
+    assert torch.equal(grad_x, expected)
+    with pytest.raises(RuntimeError, match="grouped_mlp can be differentiated once"):
+        grad_x.sum().backward()
+
+
+def test_weights_changed_before_the_backward_are_noticed(device, made):
+    leaves, grad = make_on(device, [2, 3])
+    y = output_of({name: leaf.requires_grad_() for name, leaf in leaves.items()})
+    with torch.no_grad():
+        leaves["w2"].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(grad)
+
+
+def test_what_is_left_to_python(device):
+    leaves, _ = make_on(device, [2, 3])
+    leaves["counts"] = torch.tensor([2, 3], device=device)
+    x, w1, w2, probs, counts = (leaves[name] for name in ("x", "w1", "w2", "probs", "counts"))
+
+    def is_declined(changes):
+        arguments = ((leaves | changes)[name] for name in ("x", "counts", "w1", "w2", "probs"))
+        return torch_module.MODULE.grouped_swiglu(*arguments, False) is None
+
+    assert not is_declined({})
+    wrong = {
+        "fp32 rows": {"x": x.float()},
+        "no rows": {"x": x[:0], "probs": probs[:0]},
+        "rows apart": {"x": torch.cat([x, x], 1)[:, :IN]},
+        "another width": {"x": x[:, : IN // 2].contiguous()},
+        "a weight of another shape": {"w1": w1[:, :MIDDLE].contiguous()},
+        "matrices apart": {"w2": torch.cat([w2, w2], 2)[..., :MIDDLE]},
+        "fp64 probs": {"probs": probs.double()},
+        "probs of other rows": {"probs": probs[:4]},
+        "counts of other experts": {"counts": torch.tensor([2, 3, 0], device=device)},
+        "floating-point counts": {"counts": counts.float()},
+        "odd columns": {"w2": w2[:, :, :4].contiguous(), "w1": w1[:, :8].contiguous()},
+    }
+    assert [name for name, changes in wrong.items() if not is_declined(changes)] == []
+    with torch.autocast(device.type, torch.bfloat16):
+        assert is_declined({})
+
+
+def test_errors_are_those_of_python(device, made):
+    leaves, _ = make_on(device, [2, 3])
+    with pytest.raises(ValueError, match=r"counts has shape \[3\]"):
+        output_of(leaves, counts=torch.tensor([2, 3, 0], device=device))
+    assert made == [None]

@@ -2,17 +2,11 @@
 
 import pytest
 import torch
-from exchange_cases import device_of
 
 from deepep_moe.ops import lanes, quantize_fp8
 from deepep_moe.ops.lanes import LanesOfMap, count_lanes, dense_of_lanes, lanes_of_map, topk_from_map, weights_at
 
 SIZES = [(0, 4, 2), (5, 1, 1), (7, 13, 3), (33, 64, 8), (4, 20, 20), (3, 8, 0), (9, 256, 32), (2, 1000, 8)]
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    return device_of("nvlink", 0) if request.param == "cuda" else torch.device("cpu")
 
 
 def routing(device, num_tokens, num_experts, most, seed=0):
@@ -33,13 +27,16 @@ def test_by_hand(device):
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_equals_operators(sizes, device):
+def test_equals_operators(sizes, device, monkeypatch):
     num_tokens, num_experts, num_topk = sizes
     routing_map, values = routing(device, num_tokens, num_experts, num_topk)
     topk_idx, weights = lanes_of_map(routing_map, values, num_topk)
     assert topk_idx.dtype == torch.int64 and weights.dtype == torch.float32
     assert torch.equal(topk_idx, topk_from_map(routing_map, num_topk)) and torch.equal(weights, weights_at(values, topk_idx))
     assert torch.equal(lanes_of_map(routing_map, None, num_topk)[0], topk_idx)
+    assert torch.equal(dense_of_lanes(topk_idx, weights, num_experts), torch.where(routing_map, values, 0.0))
+    monkeypatch.setattr(lanes, "_is_served", lambda tensor: False)  # as in a build without kernels
+    assert all(map(torch.equal, lanes_of_map(routing_map, values, num_topk), (topk_idx, weights)))
     assert torch.equal(dense_of_lanes(topk_idx, weights, num_experts), torch.where(routing_map, values, 0.0))
 
 
@@ -61,43 +58,29 @@ def test_counts_equal_operators(sizes, is_int64, device, monkeypatch):
     drawn = torch.randint(-2, num_experts + 2, (num_tokens, num_topk), generator=torch.Generator().manual_seed(1))
     topk_idx = (drawn if is_int64 else drawn.int()).to(device)
     found = count_lanes(topk_idx.T.contiguous().T, num_experts, num_ranks)
-    with monkeypatch.context() as patch:
-        patch.setattr(lanes, "_is_served", lambda tensor: False)
-        expected = count_lanes(topk_idx, num_experts, num_ranks)
-    assert all(map(torch.equal, found, expected))
+    monkeypatch.setattr(lanes, "_is_served", lambda tensor: False)
+    assert all(map(torch.equal, found, count_lanes(topk_idx, num_experts, num_ranks)))
 
 
 def test_strides_and_dtypes(device):
+    """Of what is given, and PyTorch's default, which no result has."""
     routing_map, values = routing(device, 12, 16, 4)
-    want = lanes_of_map(routing_map, values.bfloat16().float(), 4)
-    got = lanes_of_map(routing_map.T.contiguous().T, values.bfloat16().T.contiguous().T, 4)
-    assert all(map(torch.equal, got, want))
-    dense = dense_of_lanes(want[0].T.contiguous().T, want[1].T.contiguous().T, 16)
-    assert torch.equal(dense, dense_of_lanes(*want, 16))
-
-
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float64), ids=str)
-def test_default_dtype(device, dtype):
-    """Results are fp32, whatever PyTorch makes where nobody says."""
-    routing_map, values = routing(device, 12, 16, 4)
-    want = lanes_of_map(routing_map, values, 4)
+    values = values.bfloat16()
+    want = lanes_of_map(routing_map, values.float(), 4)
     dense = dense_of_lanes(*want, 16)
-    torch.set_default_dtype(dtype)
-    try:
-        got = lanes_of_map(routing_map, values, 4)
-        again = dense_of_lanes(*got, 16)
-        scales = quantize_fp8(torch.ones(2, 256, dtype=torch.float32, device=device))[1]
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert all(map(torch.equal, got, want)) and torch.equal(again, dense)
-    assert scales.dtype == torch.float32 and scales.tolist() == [[pytest.approx(1 / 448)] * 2] * 2
-
-
-def test_numbers_for_bools(device):
-    routing_map, values = routing(device, 12, 16, 4)
-    want = lanes_of_map(routing_map, values, 4)
-    for dtype in (torch.int32, torch.float32):
-        assert all(map(torch.equal, lanes_of_map(routing_map.to(dtype), values, 4), want))
+    for given in (torch.bool, torch.int32, torch.float32):
+        assert all(map(torch.equal, lanes_of_map(routing_map.to(given).T.contiguous().T, values.T.contiguous().T, 4), want))
+    assert torch.equal(dense_of_lanes(*(lanes.T.contiguous().T for lanes in want), 16), dense)
+    for default in (torch.bfloat16, torch.float64):
+        torch.set_default_dtype(default)
+        try:
+            got = lanes_of_map(routing_map, values, 4)
+            again = dense_of_lanes(*got, 16)
+            scales = quantize_fp8(torch.ones(2, 256, dtype=torch.float32, device=device))[1]
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert all(map(torch.equal, got, want)) and torch.equal(again, dense)
+        assert scales.dtype == torch.float32 and scales.tolist() == [[pytest.approx(1 / 448)] * 2] * 2
 
 
 def test_too_many_experts(device):
@@ -122,15 +105,3 @@ def test_gradients(device, dtype):
     weights.backward(grad)
     expected.backward(grad)
     assert ours.grad.dtype == dtype and torch.equal(ours.grad[is_sent], theirs.grad[is_sent]) and not topk_idx.requires_grad
-
-
-def test_built_without_kernels(monkeypatch):
-    """PyTorch's operators return the same."""
-    routing_map, values = routing(torch.device("cpu"), 33, 64, 9)
-    want = lanes_of_map(routing_map, values, 8)
-    dense = dense_of_lanes(*want, 64)
-    monkeypatch.setattr("deepep_moe.ops.lanes._is_served", lambda *_: False)
-    got = lanes_of_map(routing_map, values, 8)
-    is_sent = want[0][:, 0] < 64
-    assert torch.equal(got[0], want[0]) and torch.equal(got[1][is_sent], want[1][is_sent]) and not is_sent.all()
-    assert torch.equal(dense_of_lanes(*want, 64), dense)

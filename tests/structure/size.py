@@ -1,6 +1,6 @@
 """Print how large the repository is: `python tests/structure/size.py`.
 
-`test_size.py` fails where a number is more than 3% above its limit. Whoever needs more room raises the limit here, so growth is a decision.
+`test_structure.py` fails where a number is more than 3% above its limit. Whoever needs more room raises the limit here: growth is decided.
 """
 
 from collections.abc import Callable, Iterable

@@ -31,21 +31,13 @@ def tool(folder: Path, name: str, says: str) -> Path:
     return path
 
 
-def test_python_too_old():
+def test_what_setup_refuses(tmp_path):
     told = setup_says("sys.version_info = (3, 10, 4, 'final', 0)")
-    assert told == f"deepep_moe needs Python 3.11 or newer, and {sys.executable} is 3.10.4; use another: python3.11 -m pip install ."
-
-
-def test_no_compiler_and_an_old_one(tmp_path):
-    told = setup_says(CXX="no-such-g++")
-    assert told == "deepep_moe needs a C++20 compiler and found no 'no-such-g++': install gcc 11 or newer (apt install g++), or set CXX"
+    assert told.startswith(f"deepep_moe needs Python 3.11 or newer, and {sys.executable} is 3.10.4; ")
+    assert "found no 'no-such-g++': install gcc 11" in setup_says(CXX="no-such-g++")
     compiler = tool(tmp_path, "g++-9", "9.4.0")
-    assert setup_says(CXX=str(compiler)) == f"deepep_moe needs gcc 11 or newer, and {compiler} is 9.4.0: install g++-11, or set CXX"
-
-
-def test_modules_that_are_none():
-    told = setup_says(DEEPEP_MOE_MODULES="_C,_triton")
-    assert told == "DEEPEP_MOE_MODULES names _triton; it takes some of _C, _torch, _nvshmem, separated by commas"
+    assert f"needs gcc 11 or newer, and {compiler} is 9.4.0" in setup_says(CXX=str(compiler))
+    assert "DEEPEP_MOE_MODULES names _triton; it takes some of _C, _torch" in setup_says(DEEPEP_MOE_MODULES="_C,_triton")
 
 
 @pytest.fixture
@@ -68,11 +60,8 @@ def flags(monkeypatch, tmp_path):
 
 def test_nvcc_too_old(flags, tmp_path):
     """It knows no GPU but those of 8.0, as that of CUDA 11 does."""
-    with pytest.raises(SystemExit) as error:
+    with pytest.raises(SystemExit, match=f"needs CUDA 12 or newer, and {tmp_path / 'nvcc'} knows"):
         flags("80")
-    nvcc = tmp_path / "nvcc"
-    told = f"deepep_moe needs CUDA 12 or newer, and {nvcc} knows ['compute_80']: set CUDA_HOME, or build with DEEPEP_MOE_CUDA=0"
-    assert str(error.value) == told
 
 
 def test_gpus_of_a_build_that_names_none(flags):
@@ -108,12 +97,10 @@ def test_gpus_of_this_machine(flags, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("given", ["9.9", "sm_", "hooper", "8.0a", "9.0f", "7.5", "8.0;9.0+SASS"])
-def test_gpus_that_nvcc_does_not_know(flags, given, tmp_path):
+def test_gpus_that_nvcc_does_not_know(flags, given):
     with pytest.raises(SystemExit) as error:
         flags(DEEPEP_MOE_ARCHITECTURES=given)
-    assert f"{given.split(';')[-1]} of DEEPEP_MOE_ARCHITECTURES: {tmp_path / 'nvcc'} knows 8.0, 8.6, 8.9, 9.0, 10.0, 12.0" in str(
-        error.value
-    )
+    assert f"{given.split(';')[-1]} of DEEPEP_MOE_ARCHITECTURES: " in str(error.value) and "knows 8.0, 8.6, 8.9, 9.0" in str(error.value)
 
 
 def test_older_gpus_of_pytorch_are_left_out(flags):
@@ -122,40 +109,37 @@ def test_older_gpus_of_pytorch_are_left_out(flags):
         flags(TORCH_CUDA_ARCH_LIST="Volta;7.5")
 
 
-def with_torch(monkeypatch, version: str) -> str:
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__=version))
-    return installed.check_torch()
-
-
 def test_torch_outside_the_range(monkeypatch):
-    assert with_torch(monkeypatch, "2.6.0") == with_torch(monkeypatch, "2.15.1+cu130") == ""
-    advice = f"{sys.executable} -m pip install 'torch>=2.6,<2.16'"
-    told = "deepep_moe is made for PyTorch 2.6 to 2.15, and"
-    assert with_torch(monkeypatch, "2.16.0a0+git1") == f"{told} 2.16.0a0+git1 is installed; where something fails, {advice}"
-    with pytest.raises(ImportError) as error:
-        with_torch(monkeypatch, "2.5.1+cu121")
-    assert str(error.value) == f"{told} 2.5.1+cu121 is installed; {advice}"
+    def check(version: str) -> str:
+        monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__=version))
+        return installed.check_torch()
 
-
-def test_no_torch(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(
-        ModuleNotFoundError, match="^deepep_moe needs PyTorch, which .* does not have; .* -m pip install 'torch>=2.6,<2.16'$"
-    ):
-        installed.check_torch()
-
-
-def test_range_is_that_of_the_package():
+    assert check("2.6.0") == check("2.15.1+cu130") == ""
+    assert "PyTorch 2.6 to 2.15, and 2.16.0a0+git1 is installed" in check("2.16.0a0+git1")
+    with pytest.raises(ImportError, match=r"and 2\.5\.1\+cu121 is installed; .*pip install 'torch>=2\.6,<2\.16'"):
+        check("2.5.1+cu121")
     assert f'"{installed.wanted_torch()}"' in (ROOT / "pyproject.toml").read_text()
 
 
+def test_no_torch(monkeypatch):
+    """What PyTorch itself misses is told as PyTorch tells it."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ModuleNotFoundError, match="^deepep_moe needs PyTorch, .* -m pip install 'torch>=2.6,<2.16'$"):
+        installed.check_torch()
+
+    def without_filelock(name: str) -> ModuleType:
+        raise ModuleNotFoundError("No module named 'filelock'", name="filelock")
+
+    monkeypatch.setattr(installed.importlib, "import_module", without_filelock)
+    with pytest.raises(ModuleNotFoundError, match="^No module named 'filelock'$"):
+        installed.check_torch()
+
+
 def test_module_of_another_python(tmp_path):
-    (tmp_path / "_C.cpython-39-x86_64-linux-gnu.so").touch()
-    (tmp_path / "_C.cpython-310-x86_64-linux-gnu.so").touch()
-    this = f"{sys.version_info.major}.{sys.version_info.minor}"
-    told = f"deepep_moe in {tmp_path} was built for Python 3.9, 3.10, and this is Python {this}; install it with {sys.executable} -m pip"
-    assert installed.why_not_built(tmp_path) == told
-    assert installed.why_not_built(tmp_path / "elsewhere").startswith(f"{tmp_path / 'elsewhere'} holds the sources, where deepep_moe._C is")
+    for python in ("39", "310"):
+        (tmp_path / f"_C.cpython-{python}-x86_64-linux-gnu.so").touch()
+    assert f"deepep_moe in {tmp_path} was built for Python 3.9, 3.10, and this is Python 3.1" in installed.why_not_built(tmp_path)
+    assert installed.why_not_built(tmp_path / "elsewhere").startswith(f"{tmp_path / 'elsewhere'} holds the sources")
 
 
 def test_sources_that_hide_what_was_installed(tmp_path):
@@ -166,7 +150,7 @@ def test_sources_that_hide_what_was_installed(tmp_path):
         (package / path.name).write_text(path.read_text())
     hidden = "sys.meta_path[:] = [finder for finder in sys.meta_path if 'editable' not in finder.__module__]"  # where it was installed
     done = subprocess.run([sys.executable, "-c", f"import sys; {hidden}; import deepep_moe"], capture_output=True, text=True, cwd=tmp_path)
-    assert done.stderr.splitlines()[-1].startswith(f"ModuleNotFoundError: {package} holds the sources, where deepep_moe._C is not built: ")
+    assert done.stderr.splitlines()[-1].startswith(f"ModuleNotFoundError: {package} holds the sources")
 
 
 def test_two_copies_on_the_path(monkeypatch, tmp_path):
@@ -176,21 +160,10 @@ def test_two_copies_on_the_path(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     assert installed.other_copies() == "", "a folder of this name alone is none"
     (other / "_C.pyi").touch()
-    told = f"{PACKAGE} is imported, and sys.path has another deepep_moe in {other}; remove one (pip uninstall deepep-moe)"
-    assert installed.other_copies() == told
+    told = f"{PACKAGE} is imported, and sys.path has another deepep_moe in {other}"
+    assert told in installed.other_copies()
     code = f"import sys; sys.path.append({str(tmp_path)!r}); import deepep_moe"
     assert told in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
-
-
-def test_a_module_that_torch_needs_is_not_called_torch(monkeypatch):
-    """What PyTorch itself misses is told as PyTorch tells it."""
-
-    def without_numpy(name: str) -> ModuleType:
-        raise ModuleNotFoundError("No module named 'filelock'", name="filelock")
-
-    monkeypatch.setattr(installed.importlib, "import_module", without_numpy)
-    with pytest.raises(ModuleNotFoundError, match="^No module named 'filelock'$"):
-        installed.check_torch()
 
 
 # ---- messages ----
@@ -206,7 +179,7 @@ def test_one_switch_for_messages(level, shown):
 
 def test_a_level_that_is_none(monkeypatch):
     monkeypatch.setenv("DEEPEP_MOE_LOG", "loud")
-    with pytest.raises(ValueError, match="^environment variable DEEPEP_MOE_LOG='loud' is no level; unset it or give one of debug, info, "):
+    with pytest.raises(ValueError, match="^environment variable DEEPEP_MOE_LOG='loud' is no level"):
         deepep_moe.config.log_level()
     monkeypatch.delenv("DEEPEP_MOE_LOG")
     assert deepep_moe.config.log_level() is None
@@ -215,24 +188,20 @@ def test_a_level_that_is_none(monkeypatch):
 # ---- modules on demand ----
 
 
-def built_with(monkeypatch, tmp_path, capsys, code: int, says: str, *arguments: str) -> tuple[int, str]:
-    """What `python -m deepep_moe.build` does where pip says this and makes no wheel."""
-    (tmp_path / "sources").mkdir(exist_ok=True)
+@pytest.mark.parametrize(("code", "named", "failed"), [(0, ["_torch"], "_torch"), (1, [], "_nvshmem")])
+def test_modules_that_cannot_be_built(monkeypatch, tmp_path, capsys, code, named, failed):
+    """pip says why and makes no wheel, or fails."""
+    says = "deepep_moe: PyTorch or nvcc not found, building without deepep_moe._torch" if code == 0 else "no network"
+    output = f"Building\n  {says}\nmore\n" if code == 0 else f"{says}\n"
+    (tmp_path / "sources").mkdir()
     (tmp_path / "sources" / "setup.py").touch()
     monkeypatch.setattr(build, "PACKAGE", tmp_path)
     monkeypatch.setattr(
-        build.subprocess, "run", lambda command, **how: SimpleNamespace(returncode=code, stdout="" if "-P" in command else says)
+        build.subprocess, "run", lambda command, **how: SimpleNamespace(returncode=code, stdout="" if "-P" in command else output)
     )
-    return build.main(list(arguments)), capsys.readouterr().out
-
-
-def test_modules_that_cannot_be_built(monkeypatch, tmp_path, capsys):
-    says = "Building\n  deepep_moe: PyTorch or nvcc not found, building without deepep_moe._torch\nmore\n"
-    code, told = built_with(monkeypatch, tmp_path, capsys, 0, says, "_torch")
-    assert code == 1 and "_torch: not built, see above" in told and "more" not in told
-    assert "\ndeepep_moe: PyTorch or nvcc not found, building without deepep_moe._torch\n" in told
-    code, told = built_with(monkeypatch, tmp_path, capsys, 1, "no network\n")
-    assert code == 1 and "\nno network\n" in told and "_nvshmem: not built" in told
+    assert build.main(named) == 1
+    told = capsys.readouterr().out
+    assert f"{failed}: not built, see above" in told and f"\n{says}\n" in told and "more" not in told
 
 
 def test_clones_and_wrong_names_are_refused(monkeypatch, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""The rooms of the project and which way their arrows point; docs/design has the picture."""
+"""The rooms of the project, which way their arrows point, and how large they are; docs/design has the picture."""
 
 import ast
 import re
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import rooms
+from size import LIMITS, sizes
 
 from deepep_moe import nvshmem_module
 
@@ -19,21 +21,9 @@ PYTHON_ROOMS = [
 ]  # fmt: skip
 # Every room may import these, and they import nothing but each other.
 FOUNDATION = {
-    "_C",
-    "arguments",
-    "config",
-    "device",
-    "errors",
-    "event",
-    "features",
-    "host_pool",
-    "installed",
-    "library",
-    "logs",
-    "nvshmem_module",
-    "torch_module",
-    "worker",
-}
+    "_C", "arguments", "config", "device", "errors", "event", "features", "host_pool", "installed", "library", "logs", "nvshmem_module",
+    "torch_module", "worker",
+}  # fmt: skip
 APART = ("deepep_moe.reference", "deepep_moe.testing")
 CPP_ROOMS = {  # what each may include
     "common": {"common"},
@@ -44,6 +34,21 @@ CPP_ROOMS = {  # what each may include
     "torch": {"common", "cuda", "runtime", "torch"},
     "nvshmem": {"common", "cuda", "nvshmem"},
 }
+
+
+ROOM = 1.03  # over the limits of sizes
+
+
+def test_page_lists_every_folder_and_file():
+    told = rooms.rows(rooms.PAGE.read_text())
+    assert {folder: files for folder, (_, files) in told.items()} == rooms.rooms(), "run python tests/structure/rooms.py"
+    assert not [folder for folder, (holds, _) in told.items() if not holds.strip()], "say what they hold"
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_size_is_within_its_limit(name):
+    size = sizes()[name]
+    assert size <= ROOM * LIMITS[name], f"{name}: {size}; delete some, or raise the limit in tests/structure/size.py"
 
 
 def is_in(module: str, room: str) -> bool:

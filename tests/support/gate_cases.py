@@ -4,11 +4,9 @@ from unittest import mock
 
 import torch
 
-from deepep_moe import ops
+from deepep_moe import ops, reference
 
 SCORE_FUNCTIONS = ("sigmoid", "sqrtsoftplus", "softmax", "softmax_topk")
-
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -46,3 +44,11 @@ def assert_nearby(name, got, want):
     """Within a unit in the last place."""
     nearby = (got == want) | (got == want.nextafter(torch.tensor(torch.inf))) | (got == want.nextafter(torch.tensor(-torch.inf)))
     assert nearby.all(), f"{name}: {got[~nearby]} is not {want[~nearby]}"
+
+
+def check(device, logits, num_topk, **options):
+    """What the gate returns, shares too, equals what the reference does."""
+    output = run(device, logits, num_topk, function=ops.gate_full, shares=True, **options)
+    assert_close(output[:3], reference.gate(logits, num_topk, **options))
+    of_shares = {name: value for name, value in options.items() if name in ("score_function", "mask")}
+    assert_nearby("shares", output.shares, reference.gate_shares(logits, **of_shares))

@@ -106,16 +106,9 @@ def make_buffer(case: Case, backend: str, rank: int, **options) -> LowLatencyBuf
     poison_outputs()
     if dist.is_initialized():
         dist.barrier()
-    buffer = LowLatencyBuffer(
-        None,
-        case.max_tokens,
-        case.hidden,
-        case.num_experts,
-        case.num_topk,
-        backend=backend,
-        ranks_per_node=case.ranks_per_node,
-        **({"timeout_s": 60} | options),
-    )
+    sizes = (case.max_tokens, case.hidden, case.num_experts, case.num_topk)
+    options = {"timeout_s": 60, "ranks_per_node": case.ranks_per_node} | options
+    buffer = LowLatencyBuffer(None, *sizes, backend=backend, **options)
     assert buffer.backend == backend and buffer.capacity == case.num_ranks * case.max_tokens
     return buffer
 

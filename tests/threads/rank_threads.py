@@ -10,18 +10,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from emulated_gpu import ROOT, SANITIZE, SITE, compile_objects
+from emulated_gpu import ROOT, SITE, compile_objects, link_objects
 
 FOLDERS = ("common", "cpu", "runtime", "runtime/shm")
 
 
 def build() -> Path:
     sources = [path for folder in FOLDERS for path in (ROOT / "csrc" / folder).glob("*.cpp") if path.name != "segment.cpp"]
-    objects = compile_objects([*sources, *Path(__file__).parent.glob("*.cpp")])
-    program = SITE.parent / "threads"
-    if not program.exists() or program.stat().st_mtime < max(path.stat().st_mtime for path in objects):
-        subprocess.run(["g++", "-pthread", *SANITIZE, *map(str, objects), "-o", str(program)], check=True)
-    return program
+    return link_objects(SITE.parent / "threads", compile_objects([*sources, *Path(__file__).parent.glob("*.cpp")]))
 
 
 def run() -> subprocess.CompletedProcess[str]:

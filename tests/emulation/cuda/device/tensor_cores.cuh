@@ -89,13 +89,8 @@ void fewer_registers() {}
 inline const float* e4m3_values() {
     static const auto values = [] {
         std::array<float, 256> made;
-        for (int i = 0; i < 256; ++i) {
-            const int exponent = i >> 3 & 15, mantissa = i & 7;
-            const float magnitude = (i & 127) == 127 ? NAN
-                                    : exponent == 0  ? std::ldexp(static_cast<float>(mantissa), -9)
-                                                     : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
-            made[static_cast<size_t>(i)] = i < 128 ? magnitude : -magnitude;
-        }
+        for (int i = 0; i < 256; ++i)
+            made[static_cast<size_t>(i)] = __half2float(__nv_cvt_fp8_to_halfraw(static_cast<uint8_t>(i), __NV_E4M3));
         return made;
     }();
     return values.data();
