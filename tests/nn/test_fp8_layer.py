@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import assert_same, device_of
+from on_ranks import on_ranks
 
 from deepep_moe.errors import EPPeerError
 from deepep_moe.nn import GroupedExperts, MoELayer, Router, SwiGLU
@@ -39,7 +40,9 @@ def run(layer, x, *, recompute=False, **which):
     return {"y": y.detach(), "x": x.grad} | {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
 
 
-def layers(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(2)
+def test_layers(rank, num_ranks, backend):
     device = device_of(backend, rank)
     make = {"backend": backend, "device": device}
     x, bound = tokens(rank, device), 128 * (num_ranks * NUM_TOKENS * NUM_TOPK // 128 + NUM_EXPERTS)
@@ -62,7 +65,9 @@ def layers(rank, num_ranks, backend):
             assert_same(f"{what}: {name}", again[name], values)
 
 
-def micro_batches(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(2)
+def test_micro_batches(rank, num_ranks, backend):
     """Forwards that share copies of the weights have the results of those that quantize, over steps of an optimizer."""
     device = device_of(backend, rank)
     make = {"backend": backend, "device": device}
@@ -84,18 +89,10 @@ def micro_batches(rank, num_ranks, backend):
         layer(x, is_first_microbatch=False)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_micro_batches(backend):
-    run_ranks(micro_batches, 2, backend)
-
-
-def bad_micro_batch(rank, num_ranks):
+@on_ranks(1)
+def test_bad_micro_batch(rank, num_ranks):
     with pytest.raises(TypeError, match="is_first_microbatch is 'first'; it must be True, False or None"):
         make_layer(rank, num_ranks, fp8=True)(tokens(rank), is_first_microbatch="first")
-
-
-def test_bad_micro_batch():
-    run_ranks(bad_micro_batch, 1)
 
 
 def loaded(source, target):
@@ -105,21 +102,13 @@ def loaded(source, target):
     return target
 
 
-def compiled(rank, num_ranks):
+@on_ranks(2)
+def test_compiled(rank, num_ranks):
     """The graph breaks at the exchange and the experts, with the same results."""
     x, layer = tokens(rank), make_layer(rank, num_ranks, fp8=True)
     expected, got = run(layer, x), run(torch.compile(layer, backend="eager"), x)
     for name, values in got.items():
         assert_same(name, values, expected[name.removeprefix("_orig_mod.")])
-
-
-def test_compiled():
-    run_ranks(compiled, 2)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_layers(backend):
-    run_ranks(layers, 2, backend)
 
 
 # ---- training ----
@@ -193,7 +182,8 @@ def test_bad_experts():
         MoELayer(router, GroupedExperts(NUM_EXPERTS, HIDDEN, WIDTH), fp8="yes")
 
 
-def refusals(rank, num_ranks):
+@on_ranks(2)
+def test_refusals_before_anything_is_sent(rank, num_ranks):
     layer, x = make_layer(rank, num_ranks, fp8=True), tokens(rank)
     expected = layer(x)
     stock, why = fp8_products.why_no_products, "GPU 7 has no fp8 products; they need a Hopper GPU"
@@ -210,7 +200,3 @@ def refusals(rank, num_ranks):
         assert (type(caught.value) is EPPeerError) == (rank == 1)
         fp8_products.why_no_products = stock
     assert_same("after refusals", layer(x), expected)
-
-
-def test_refusals_before_anything_is_sent():
-    run_ranks(refusals, 2)

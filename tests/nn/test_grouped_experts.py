@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import nn
 
 from deepep_moe.nn import GroupedExperts, LocalExperts, MoELayer, Router, SwiGLU
-from deepep_moe.testing import run_ranks
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS = 16, 24, 4
 
@@ -71,7 +71,9 @@ def test_biases_and_another_activation():
         torch.testing.assert_close(getattr(grouped, name).grad, expected, msg=name)
 
 
-def layer_on_ranks(rank, num_ranks):
+@pytest.mark.parametrize("num_ranks", (1, 2))
+@on_ranks()
+def test_in_a_layer(rank, num_ranks):
     modules = swiglus(NUM_EXPERTS)[rank * NUM_EXPERTS // num_ranks : (rank + 1) * NUM_EXPERTS // num_ranks]
     torch.manual_seed(0)
     router = Router(HIDDEN, NUM_EXPERTS, 2)
@@ -85,11 +87,6 @@ def layer_on_ranks(rank, num_ranks):
         results.append((y.detach(), rows.grad, layer.router.weight.grad, sum(p.grad.square().sum() for p in layer.expert_parameters())))
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected)
-
-
-@pytest.mark.parametrize("num_ranks", (1, 2))
-def test_in_a_layer(num_ranks):
-    run_ranks(layer_on_ranks, num_ranks)
 
 
 def test_initialization_is_that_of_linear():
@@ -114,10 +111,7 @@ def test_refusals(message):
     assert message in str(raised.value)
 
 
-def wrong_number(rank, num_ranks):
+@on_ranks(1)
+def test_a_layer_refuses_another_number_of_experts(rank, num_ranks):
     with pytest.raises(ValueError, match="3 experts were given; this rank of 1 holds 4 of 4"):
         MoELayer(Router(HIDDEN, NUM_EXPERTS, 2), GroupedExperts(3, HIDDEN, INTERMEDIATE), num_max_tokens_per_rank=8)
-
-
-def test_a_layer_refuses_another_number_of_experts():
-    run_ranks(wrong_number, 1)

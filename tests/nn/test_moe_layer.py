@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from left_graphs import assert_leaves_no_graph
+from on_ranks import on_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from deepep_moe import Buffer
@@ -36,7 +37,10 @@ def by_loops(router, experts, shared, x, mask=None):
     return (torch.stack(routed) + shared(rows)).view(x.shape)
 
 
-def layer_on_ranks(rank, num_ranks, backend):
+@pytest.mark.parametrize("num_ranks", (1, 2, 4))
+@pytest.mark.parametrize("backend", ("shm", "collective"))
+@on_ranks()
+def test_layer_equals_loops(rank, num_ranks, backend):
     router, experts, shared = make_parts()
     local = experts[rank * NUM_EXPERTS // num_ranks : (rank + 1) * NUM_EXPERTS // num_ranks]
     layer = MoELayer(router, local, shared, num_max_tokens_per_rank=64, backend=backend, expert_alignment=4)
@@ -70,12 +74,6 @@ def layer_on_ranks(rank, num_ranks, backend):
     torch.testing.assert_close(router_grad, router.weight.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_ranks", (1, 2, 4))
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-def test_layer_equals_loops(num_ranks, backend):
-    run_ranks(layer_on_ranks, num_ranks, backend)
-
-
 def test_grouped_module_as_experts():
     """Any module that takes rows and their counts."""
 
@@ -92,7 +90,9 @@ def test_grouped_module_as_experts():
     assert list(layer.expert_parameters()) == []
 
 
-def bounded(rank, num_ranks):
+@pytest.mark.parametrize("num_ranks", (1, 2))
+@on_ranks()
+def test_bound_on_rows(rank, num_ranks):
     """Room for every routing gives the same bits; too little room is an error on all ranks, after which the layer goes on."""
     router, _, shared = make_parts()
     experts = GroupedExperts(NUM_EXPERTS // num_ranks, HIDDEN, 24)
@@ -116,11 +116,6 @@ def bounded(rank, num_ranks):
         layer(x)
     layer.num_recv_rows = most
     assert torch.equal(layer(x), results[0][0])
-
-
-@pytest.mark.parametrize("num_ranks", (1, 2))
-def test_bound_on_rows(num_ranks):
-    run_ranks(bounded, num_ranks)
 
 
 def test_layers_share_a_buffer():
@@ -193,7 +188,8 @@ def test_outputs_of_another_shape_or_dtype():
     assert MoELayer(router, half, same)(x).dtype == torch.bfloat16, "the dtype is that of the experts' outputs"
 
 
-def failing_layer(rank, num_ranks):
+@on_ranks(2)
+def test_peers_learn_what_failed(rank, num_ranks):
     """What fails on rank 1 is an error of both, and nobody waits; then all go on."""
     router, experts, shared = make_parts()
     layer = MoELayer(router, experts[2 * rank : 2 * rank + 2], shared, num_max_tokens_per_rank=8)
@@ -223,10 +219,6 @@ def failing_layer(rank, num_ranks):
         assert layer(x).isfinite().all()
 
 
-def test_peers_learn_what_failed():
-    run_ranks(failing_layer, 2)
-
-
 def test_copies_share_the_buffer_and_nobody_saves_it():
     router, experts, shared = make_parts()
     layer = MoELayer(router, experts, shared, num_max_tokens_per_rank=8)
@@ -237,7 +229,8 @@ def test_copies_share_the_buffer_and_nobody_saves_it():
         pickle.dumps(layer)
 
 
-def in_ddp(rank, num_ranks):
+@on_ranks(2)
+def test_distributed_data_parallel(rank, num_ranks):
     """By the recipe of `expert_parameters`: routers alike, experts not, gradients those of one model that sees all tokens."""
     router, experts, shared = make_parts()
     model = MoELayer(router, experts[2 * rank : 2 * rank + 2], shared, num_max_tokens_per_rank=8)
@@ -260,11 +253,8 @@ def in_ddp(rank, num_ranks):
         torch.testing.assert_close(parameter.grad / num_ranks, grad)
 
 
-def test_distributed_data_parallel():
-    run_ranks(in_ddp, 2)
-
-
-def counting_in_ddp(rank, num_ranks):
+@on_ranks(2)
+def test_counts_of_ranks_stay_their_own_in_ddp(rank, num_ranks):
     """Every rank keeps its own counts, over forwards without an update."""
     model = MoELayer(Router(HIDDEN, NUM_EXPERTS, NUM_TOPK, expert_bias=True), torch.nn.Sequential(*make_parts()[1][:2]))
     names = [name for name, _ in (*model.experts.named_parameters("experts"), *model.named_buffers()) if "bias" not in name]
@@ -273,10 +263,6 @@ def counting_in_ddp(rank, num_ranks):
     for _ in range(3):
         wrapped(x).sum().backward()
     assert model.router.num_tokens_per_expert.sum() == 3 * NUM_TOPK * len(x)
-
-
-def test_counts_of_ranks_stay_their_own_in_ddp():
-    run_ranks(counting_in_ddp, 2)
 
 
 def test_experts_without_rows_have_gradients():

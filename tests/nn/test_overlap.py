@@ -9,6 +9,7 @@ import torch
 from example_page import Picture, read
 from exchange_cases import assert_same, device_of
 from low_latency_cases import BLOCK, Case, make_buffer
+from on_ranks import on_ranks
 
 from deepep_moe import LowLatencyBuffer
 from deepep_moe.errors import EPPeerError
@@ -159,7 +160,8 @@ def test_what_cannot_take_turns():
         overlapped(routed_experts(buffer, lambda recv_x, counts: recv_x, x, idx, shared_expert=lambda rows: None))
 
 
-def wrong_width(rank, _):
+@on_ranks(2)
+def test_buffer_for_another_width(rank, _):
     """The second micro-batch of rank 0 does not fit the buffer."""
     buffer = LowLatencyBuffer(None, 4, 16, 2, 1, timeout_s=60)
     x, idx = torch.ones(4, 16), torch.tensor([[0], [1], [0], [1]])
@@ -167,10 +169,6 @@ def wrong_width(rank, _):
     message = r"x has shape \[4, 32\]; it must be \[4, 16\]"
     with pytest.raises(EPPeerError if rank else ValueError, match=message):
         overlapped(*(routed_experts(buffer, lambda recv_x, counts: recv_x, rows, idx) for rows in (x, second)))
-
-
-def test_buffer_for_another_width():
-    run_ranks(wrong_width, 2)
 
 
 # ---- the timeline ----

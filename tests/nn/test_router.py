@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import device_of
+from on_ranks import on_ranks
 
 from deepep_moe import _C, device, ops, reference
 from deepep_moe.nn import Router
-from deepep_moe.testing.launch import run_ranks
 
 
 def make_router(**options):
@@ -264,7 +264,8 @@ def test_aux_losses_compile():
     torch.testing.assert_close(compiled, losses(shares, topk_idx))
 
 
-def global_loss_on_ranks(rank, num_ranks):
+@on_ranks(2)
+def test_global_aux_loss_on_two_ranks(rank, num_ranks):
     """The mean over the ranks of losses and of gradients is what one rank makes of all tokens."""
     logits = torch.randn(num_ranks, 10, 6, generator=torch.Generator().manual_seed(2))
     losses, grads = [], []
@@ -277,10 +278,6 @@ def global_loss_on_ranks(rank, num_ranks):
     dist.all_reduce(mean)
     torch.testing.assert_close(mean, losses[1])
     torch.testing.assert_close(grads[0] / num_ranks, grads[1].view(num_ranks, 10, 6)[rank])
-
-
-def test_global_aux_loss_on_two_ranks():
-    run_ranks(global_loss_on_ranks, 2)
 
 
 def test_aux_loss_errors():

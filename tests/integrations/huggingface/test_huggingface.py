@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_cases import build, example
+from on_ranks import on_ranks
 from torch import nn
 
 from deepep_moe.errors import EPMismatchError, EPPeerError
@@ -177,7 +178,8 @@ def test_a_module_in_two_places_stays_one():
     torch.testing.assert_close(model(input_ids=tokens).logits, want)
 
 
-def refuse_together(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_ranks_refuse_together(rank: int, num_ranks: int) -> None:
     def is_stock(model: nn.Module) -> bool:
         return not any(isinstance(module, SpreadExperts) for module in model.modules())
 
@@ -209,10 +211,6 @@ def refuse_together(rank: int, num_ranks: int) -> None:
     with pytest.raises(error, match=why):
         model(input_ids=torch.ones(1, 16 + rank, dtype=torch.int64))
     assert model(input_ids=torch.ones(1, 16, dtype=torch.int64)).logits.isfinite().all()
-
-
-def test_ranks_refuse_together():
-    run_ranks(refuse_together, 2)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from huggingface_cases import build
+from on_ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,7 +34,9 @@ def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-def trained_in_ddp(rank: int, num_ranks: int, max_norm: float) -> None:
+@pytest.mark.parametrize("max_norm", (0.01, 1e9))
+@on_ranks(2)
+def test_training_in_ddp(rank: int, num_ranks: int, max_norm: float) -> None:
     results = []
     for is_spread in (False, True):
         model, norms = build("stand-in"), []
@@ -54,11 +57,6 @@ def trained_in_ddp(rank: int, num_ranks: int, max_norm: float) -> None:
         torch.testing.assert_close(spread[name], parameter, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("max_norm", (0.01, 1e9))
-def test_training_in_ddp(max_norm):
-    run_ranks(trained_in_ddp, 2, max_norm)
-
-
 class Around(nn.Module):
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -68,7 +66,8 @@ class Around(nn.Module):
         return self.model(input_ids=tokens).logits
 
 
-def refused_by_ddp(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_ddp_around_another_module(rank: int, num_ranks: int) -> None:
     model, tokens = build("stand-in"), tokens_of(rank, 0)
     spread_experts(model, num_max_tokens_per_rank=64)
     with pytest.raises(ValueError, match=r"experts of rank 0 .*mark_experts\(model\) on the Around"):
@@ -77,10 +76,6 @@ def refused_by_ddp(rank: int, num_ranks: int) -> None:
     assert torch.equal(copied(input_ids=tokens).logits, model(input_ids=tokens).logits), "a refused call leaves the layers in step"
     DistributedDataParallel(copied)(input_ids=tokens).logits.sum().backward()
     torch.nn.utils.clip_grad_norm_(copied.parameters(), 1.0)
-
-
-def test_ddp_around_another_module():
-    run_ranks(refused_by_ddp, 2)
 
 
 def saving(rank: int, num_ranks: int, folder: str) -> None:

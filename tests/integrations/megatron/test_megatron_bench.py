@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from on_ranks import on_ranks
 
 from benchmarks.layers import megatron, megatron_steps
-from deepep_moe.testing import run_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -58,7 +58,8 @@ def test_records(tmp_path):
             assert differences is None if r["rival"].startswith("rows") else set(differences) == kinds[what]
 
 
-def same_steps(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_steps_have_the_same_weights(rank: int, num_ranks: int) -> None:
     """Grouped experts have the weights of the layer that they are compared with, and gradients of the same names."""
     from benchmarks.layers.passes import Pass
     from deepep_moe.integrations.megatron.harness.layers import sharing_layers
@@ -80,10 +81,6 @@ def same_steps(rank: int, num_ranks: int) -> None:
         assert 0 < times.host <= times.wall and times.kernels is None
 
 
-def test_steps_have_the_same_weights():
-    run_ranks(same_steps, 2)
-
-
 def test_names_of_experts():
     weights = torch.arange(4.0).view(2, 2)
     named = {"experts.linear_fc1.weight": weights, "experts.linear_fc2.weight0": weights[0], "experts.linear_fc2.weight11": weights[1]}
@@ -95,7 +92,8 @@ def test_names_of_experts():
     assert torch.equal(found["experts.local_experts.1.linear_fc1.weight"], weights[1])
 
 
-def rows_return(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_rows_of_the_rival_return(rank: int, num_ranks: int) -> None:
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(5 + rank, 1, 8, generator=generator)
     routing_map = torch.rand(5 + rank, 6, generator=generator).argsort(1) < 3
@@ -104,10 +102,6 @@ def rows_return(rank: int, num_ranks: int) -> None:
     rank_of_expert = torch.arange(6) // (6 // num_ranks)
     assert rows.sent == [int(routing_map[:, rank_of_expert == r].sum()) for r in range(num_ranks)]
     torch.testing.assert_close(rows.output, 3 * x[:, 0])
-
-
-def test_rows_of_the_rival_return():
-    run_ranks(rows_return, 2)
 
 
 def test_differences():

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from megatron_cases import HIDDEN, build_layer, layer_config, model_parallel
+from on_ranks import on_ranks
 
 from deepep_moe.errors import EPPeerError
 from deepep_moe.integrations.megatron import disable, enable
@@ -62,7 +63,8 @@ def test_peers_learn_what_failed(device, num_forwards):
     run_ranks(_failing_worker, 2, device, num_forwards)
 
 
-def _recomputation_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_peers_learn_of_a_failing_recomputation(rank: int, num_ranks: int) -> None:
     """The experts of rank 1 fail when they run for the second time."""
     with model_parallel(ep=num_ranks) as sizes:
         layer, calls = our_layer(sizes, recompute_granularity="selective", recompute_modules=["moe"]), []
@@ -84,10 +86,6 @@ def _recomputation_worker(rank: int, num_ranks: int) -> None:
             assert time.monotonic() - began < 60, "far from the deadline of 300 s"
 
 
-def test_peers_learn_of_a_failing_recomputation():
-    run_ranks(_recomputation_worker, 2)
-
-
 def _unfinished_logits_worker(rank: int, num_ranks: int) -> None:
     with model_parallel(ep=num_ranks) as sizes:
         layer = our_layer(sizes)
@@ -107,7 +105,8 @@ def test_logits_that_are_not_finite_name_the_switch():
 # ---- what Megatron-Core does with the layers ----
 
 
-def _two_micro_batches_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_local_graphs_may_overwrite_the_choice(rank: int, num_ranks: int) -> None:
     """A layer whose later parts run outside of its local graphs keeps the choice of the first micro batch, and writes the second one's
     into that tensor."""
     with model_parallel(ep=num_ranks) as sizes:
@@ -123,11 +122,9 @@ def _two_micro_batches_worker(rank: int, num_ranks: int) -> None:
             output.sum().backward()
 
 
-def test_local_graphs_may_overwrite_the_choice():
-    run_ranks(_two_micro_batches_worker, 2)
-
-
-def _inference_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_inference_mode(rank: int, num_ranks: int) -> None:
+    """In which tensors count no changes."""
     with model_parallel(ep=num_ranks) as sizes:
         ours, stock = our_layer(sizes).eval(), build_layer(layer_config(**sizes, moe_token_dispatcher_type="alltoall")).eval()
         x = torch.randn(5, 2, HIDDEN)
@@ -137,12 +134,8 @@ def _inference_worker(rank: int, num_ranks: int) -> None:
         assert x.grad.isfinite().all()
 
 
-def test_inference_mode():
-    """In which tensors count no changes."""
-    run_ranks(_inference_worker, 2)
-
-
-def _padding_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_padding_that_is_switched_on_later_is_refused(rank: int, num_ranks: int) -> None:
     with model_parallel(ep=num_ranks) as sizes:
         layer = our_layer(sizes)
         layer.config.moe_pad_expert_input_to_capacity = True  # as the inference engine does while it decodes
@@ -150,11 +143,8 @@ def _padding_worker(rank: int, num_ranks: int) -> None:
             layer(torch.randn(4, 1, HIDDEN))
 
 
-def test_padding_that_is_switched_on_later_is_refused():
-    run_ranks(_padding_worker, 2)
-
-
-def _alignment_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_alignment_is_that_of_the_recipe(rank: int, num_ranks: int) -> None:
     with model_parallel(expert_alignment=16):
         config = layer_config(**selection(), moe_shared_expert_intermediate_size=None)  # which 0.14 and 0.15 ask for TransformerEngine
         padding = "moe_router_padding_for_quantization"
@@ -164,10 +154,6 @@ def _alignment_worker(rank: int, num_ranks: int) -> None:
         config.fp8_recipe = "mxfp8"
         with pytest.raises(ValueError, match=r"expert_alignment is 16, .*; call enable\(expert_alignment=32\)"):
             build_layer(config)
-
-
-def test_alignment_is_that_of_the_recipe():
-    run_ranks(_alignment_worker, 1)
 
 
 # ---- code of others ----
@@ -215,7 +201,8 @@ def test_replaced_functions_are_not_bypassed():
     run_ranks(_replaced_worker, 2)
 
 
-def _hooked_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_hooks_on_probs_run(rank: int, num_ranks: int) -> None:
     with model_parallel(ep=num_ranks) as sizes:
         layer, seen = our_layer(sizes, moe_router_load_balancing_type="none"), []
         route = layer.router.routing
@@ -229,10 +216,6 @@ def _hooked_worker(rank: int, num_ranks: int) -> None:
         layer(torch.randn(4, 1, HIDDEN))[0].sum().backward()
         assert len(seen) == 1 and seen[0].any(), "the gradient went past the hook"
         assert not layer.router.weight.grad.any(), "what the hook returned was not used"
-
-
-def test_hooks_on_probs_run():
-    run_ranks(_hooked_worker, 2)
 
 
 def test_subclasses_of_the_flex_dispatcher_are_themselves():
@@ -264,7 +247,9 @@ def test_enable_that_fails_leaves_nothing(monkeypatch):
 # ---- num_sms ----
 
 
-def _num_sms_worker(rank: int, num_ranks: int) -> None:
+@pytest.mark.gpu
+@on_ranks(1)
+def test_num_sms(rank: int, num_ranks: int) -> None:
     with model_parallel("cuda", ep=num_ranks, num_sms=6) as sizes:
         layer = our_layer(sizes)
         layer(torch.randn(4, 1, HIDDEN, device="cuda"))
@@ -272,11 +257,6 @@ def _num_sms_worker(rank: int, num_ranks: int) -> None:
         layer.config.moe_flex_dispatcher_num_sms = 4
         layer(torch.randn(4, 1, HIDDEN, device="cuda"))
         assert layer.token_dispatcher.buffer.calls.own_mode.num_sms == 4
-
-
-@pytest.mark.gpu
-def test_num_sms():
-    run_ranks(_num_sms_worker, 1)
 
 
 def test_num_sms_is_checked():

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_cases import build_layer, expert_biases, forward_backward, layer_config, model_parallel
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import BackendUnavailableError, EPPeerError
@@ -13,7 +14,6 @@ from deepep_moe.integrations.megatron import disable, enable
 from deepep_moe.integrations.megatron.options import Options
 from deepep_moe.integrations.megatron.plugin import selection
 from deepep_moe.ops import QuantizedRows, fp8_products
-from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -53,7 +53,9 @@ def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor],
     assert not different, f"{name}: {different}"
 
 
-def compare(rank: int, num_ranks: int) -> None:
+@pytest.mark.parametrize("num_ranks", (1, 2))
+@on_ranks(timeout_s=300)
+def test_layer(rank: int, num_ranks: int) -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     fields = set(TransformerConfig.__dataclass_fields__)
@@ -77,12 +79,8 @@ def compare(rank: int, num_ranks: int) -> None:
         assert error > 0.005 or "experts.linear" not in name, f"{name}: {error}"
 
 
-@pytest.mark.parametrize("num_ranks", (1, 2))
-def test_layer(num_ranks):
-    run_ranks(compare, num_ranks, timeout_s=300)
-
-
-def experts_get_fp8_rows(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_experts_get_fp8_rows(rank: int, num_ranks: int) -> None:
     """Nothing between dispatch and products makes other rows of them; weights and their names are those without fp8."""
     with model_parallel(ep=num_ranks, grouped_experts=True) as sizes:
         names = build_layer(config_of(sizes, {})).state_dict().keys()
@@ -103,11 +101,8 @@ def experts_get_fp8_rows(rank: int, num_ranks: int) -> None:
         assert not any(count % 128 for count in seen[1].tolist())
 
 
-def test_experts_get_fp8_rows():
-    run_ranks(experts_get_fp8_rows, 2)
-
-
-def checkpoint(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_checkpoint(rank: int, num_ranks: int) -> None:
     """A state dict of a layer in bf16 is one of a layer in fp8, and steps of an optimizer between two forwards count."""
     with model_parallel(ep=num_ranks, grouped_experts=True) as sizes:
         state = build_layer(config_of(sizes, {})).state_dict()
@@ -126,10 +121,6 @@ def checkpoint(rank: int, num_ranks: int) -> None:
         assert not torch.equal(forward_backward(layers[0], x, grad)["output"], results[0]["output"])
 
 
-def test_checkpoint():
-    run_ranks(checkpoint, 2)
-
-
 # ---- micro-batches of a step ----
 
 
@@ -141,7 +132,8 @@ def counting(calls: list[int]) -> None:
         place.quantize_fp8_weights_both = lambda w, stock=stock: calls.append(1) or stock(w)
 
 
-def micro_batches(rank: int, num_ranks: int) -> None:
+@on_ranks(2, timeout_s=300)
+def test_micro_batches(rank: int, num_ranks: int) -> None:
     """By Megatron-Core's signal, all forwards of a step use the copies of the first, with the same results."""
     from megatron.core.transformer.module import MegatronModule
 
@@ -172,10 +164,6 @@ def micro_batches(rank: int, num_ranks: int) -> None:
         forward_backward(layer, x, grad)
         assert not layer.experts.kept_weights.num_bytes
     assert MegatronModule.set_is_first_microbatch is stock
-
-
-def test_micro_batches():
-    run_ranks(micro_batches, 2, timeout_s=300)
 
 
 def let_optimizer_run_on_cpu() -> None:
@@ -219,7 +207,8 @@ def distributed_steps(sizes: dict, rank: int, shares_copies: bool) -> tuple[list
     return seen, len(calls)
 
 
-def distributed_optimizer(rank: int, num_ranks: int) -> None:
+@on_ranks(2, timeout_s=300)
+def test_distributed_optimizer(rank: int, num_ranks: int) -> None:
     """Each rank steps a part of the weights and gets the others' into the same memory: copies of the last step are not used again."""
     let_optimizer_run_on_cpu()
     with model_parallel(ep=1, grouped_experts=True, fp8=True) as sizes:
@@ -227,10 +216,6 @@ def distributed_optimizer(rank: int, num_ranks: int) -> None:
         ours, num_shared = distributed_steps(sizes, rank, shares_copies=True)
         assert all(torch.equal(*pair) for pair in zip(ours, want, strict=True))
         assert (num_calls, num_shared) == (10, 6)
-
-
-def test_distributed_optimizer():
-    run_ranks(distributed_optimizer, 2, timeout_s=300)
 
 
 # ---- refusals ----
@@ -256,7 +241,8 @@ REFUSED: dict[str, tuple[dict, str]] = {
 }
 
 
-def refusals(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_refusals(rank: int, num_ranks: int) -> None:
     with model_parallel(ep=num_ranks, grouped_experts=True, fp8=True) as sizes:
         for changes, message in (*REFUSED.values(), (expert_biases(), "add_bias_linear is True, which grouped experts do not support")):
             if changes:
@@ -270,11 +256,8 @@ def refusals(rank: int, num_ranks: int) -> None:
         build_layer(config_of(sizes, RECIPE))
 
 
-def test_refusals():
-    run_ranks(refusals, 1)
-
-
-def gpu_without_products(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_gpu_without_products(rank: int, num_ranks: int) -> None:
     """Rank 0 refuses before it sends, and tells rank 1, which waits in its dispatch. Where all refuse, nobody waits."""
     stock, send, why = fp8_products.why_no_products, Buffer.dispatch, "GPU 7 has no fp8 products; they need a Hopper GPU"
     sent: list[int] = []
@@ -295,11 +278,8 @@ def gpu_without_products(rank: int, num_ranks: int) -> None:
         assert_equal(forward_backward(layer, *inputs(rank)), expected, "after refusals")
 
 
-def test_gpu_without_products():
-    run_ranks(gpu_without_products, 2)
-
-
-def other_experts(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_other_experts(rank: int, num_ranks: int) -> None:
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     with model_parallel(ep=num_ranks, grouped_experts=True, fp8=True) as sizes:
@@ -308,10 +288,6 @@ def other_experts(rank: int, num_ranks: int) -> None:
         with pytest.raises(ValueError, match="fp8 is asked for, but Module takes no fp8 rows"):
             layer.token_dispatcher.join(layer)
     assert dist.is_initialized() and SequentialMLP.__init__.__qualname__.startswith("SequentialMLP")
-
-
-def test_other_experts():
-    run_ranks(other_experts, 1)
 
 
 def test_enable_says_what_it_has():

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from megatron_cases import HIDDEN, NUM_EXPERTS, assert_same, build_layer, forward_backward, layer_config, model_parallel
+from on_ranks import on_ranks
 
 from deepep_moe.integrations.megatron import gating, plugin
 from deepep_moe.integrations.megatron.gating import choice_for
@@ -170,7 +171,8 @@ def test_router_replay():
     run_ranks(replayed, 1)
 
 
-def said_why(rank, num_ranks):
+@on_ranks(1)
+def test_says_why_it_does_not_serve(rank, num_ranks):
     lines = log_lines()
     with model_parallel() as sizes:
         x = torch.randn(5, 1, HIDDEN)
@@ -188,10 +190,6 @@ def said_why(rank, num_ranks):
         assert choice_for(changed) is None
 
 
-def test_says_why_it_does_not_serve():
-    run_ranks(said_why, 1)
-
-
 MANY = {"num_moe_experts": 1032, "moe_router_enable_expert_bias": False, "moe_ffn_hidden_size": 4}
 REFUSED = {
     "no kernels": ({}, "this build has no CUDA kernels"),
@@ -200,7 +198,9 @@ REFUSED = {
 }
 
 
-def says_what_it_refuses(rank, num_ranks, name):
+@pytest.mark.parametrize("name", REFUSED)
+@on_ranks(1)
+def test_says_what_the_gate_refuses(rank, num_ranks, name):
     """Tensors on the CPU stand for those of a GPU, which the gate of a build without nvcc does not serve, nor with many experts."""
     from deepep_moe import _C, device
 
@@ -223,12 +223,8 @@ def says_what_it_refuses(rank, num_ranks, name):
     assert len(said) == 1 and said[0].startswith("Megatron-Core's own routing is used") and reason in said[0], lines
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_says_what_the_gate_refuses(name):
-    run_ranks(says_what_it_refuses, 1, name)
-
-
-def says_in_a_later_stage(rank, num_ranks):
+@on_ranks(4)
+def test_every_stage_says_why(rank, num_ranks):
     """Where the first stage of a pipeline has no MoE layer, the first rank of the one that has says it."""
     from megatron.core import parallel_state
 
@@ -244,11 +240,8 @@ def says_in_a_later_stage(rank, num_ranks):
     assert ("a layer falls back" in lines) == (rank == num_ranks // 2)
 
 
-def test_every_stage_says_why():
-    run_ranks(says_in_a_later_stage, 4)
-
-
-def attached_losses(rank, num_ranks):
+@on_ranks(1)
+def test_attached_losses(rank, num_ranks):
     """A loss that is attached to the probs leaves the choice with them, to the bit; each loss has its gradient once, whichever is read."""
     from megatron.core.transformer.moe import moe_utils
 
@@ -271,10 +264,6 @@ def attached_losses(rank, num_ranks):
             reads = *reads, reads[0].sum() + reads[1].sum()
             alone = [torch.autograd.grad(0 * read.sum(), layer.router.weight, retain_graph=True)[0] for read in reads]
             assert alone[0].abs().sum() > 0 and torch.equal(alone[0], alone[1]) and torch.equal(alone[0], alone[2]), name
-
-
-def test_attached_losses():
-    run_ranks(attached_losses, 1)
 
 
 # ---- overflow in fp16 ----

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_cases import HIDDEN, assert_same, build_layer, forward_backward, layer_config, model_parallel
+from on_ranks import on_ranks
 
 from deepep_moe.integrations.common.process_groups import default_group
 from deepep_moe.integrations.megatron.plugin import selection
@@ -25,7 +26,8 @@ ROOT = Path(__file__).parents[3]
 ON_GPUS = pytest.mark.parametrize("num_ranks", (pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.multi_gpu(2))))
 
 
-def regrouped(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_default_group_is_replaced(rank: int, num_ranks: int) -> None:
     before = dist.group.WORLD
     with default_group("gloo"):
         assert (dist.get_rank(), dist.get_world_size()) == (rank, num_ranks) and dist.group.WORLD is not before
@@ -33,10 +35,6 @@ def regrouped(rank: int, num_ranks: int) -> None:
         dist.all_gather(gathered, torch.full((1,), float(rank)))
         assert torch.cat(gathered).tolist() == list(range(num_ranks))
     assert not dist.is_initialized()
-
-
-def test_default_group_is_replaced():
-    run_ranks(regrouped, 2)
 
 
 def parity(rank: int, num_ranks: int, backend: str) -> str:
@@ -51,7 +49,9 @@ def parity(rank: int, num_ranks: int, backend: str) -> str:
         return ours.token_dispatcher.buffer.backend
 
 
-def _recomputed(rank: int, num_ranks: int) -> None:
+@ON_GPUS
+@on_ranks()
+def test_recomputed_layer(rank: int, num_ranks: int) -> None:
     """A layer under recompute repeats its dispatch along the handle, to the bit, and counts no rows again."""
     from test_megatron_recompute import RECOMPUTED, watch
 
@@ -65,11 +65,6 @@ def _recomputed(rank: int, num_ranks: int) -> None:
             assert_same(forward_backward(recomputed, *inputs), expected, f"rank {rank}", tolerance=0.0)
             assert [handle is None for handle in handles] == [True, False]
             del plain.token_dispatcher.buffer.dispatch
-
-
-@ON_GPUS
-def test_recomputed_layer(num_ranks):
-    run_ranks(_recomputed, num_ranks)
 
 
 def _step(model: torch.nn.Module, data_iterator: list[Any], **_: Any) -> dict[str, torch.Tensor]:

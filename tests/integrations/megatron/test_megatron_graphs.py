@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_cases import HIDDEN, build_layer, layer_config, model_parallel
+from on_ranks import on_ranks
 
 from deepep_moe.integrations.megatron import disable, enable
 from deepep_moe.integrations.megatron.cuda_graphs import check_graphs, graphed_parts, holds_calls
@@ -115,7 +116,8 @@ def test_the_part_moe():
         disable()
 
 
-def _capture_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_a_first_forward_in_a_capture(rank: int, num_ranks: int) -> None:
     with model_parallel(ep=1, **SYNC_FREE) as sizes, pytest.MonkeyPatch.context() as monkeypatch:
         layer = build_layer(layer_config(**sizes, **selection()))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -124,14 +126,11 @@ def _capture_worker(rank: int, num_ranks: int) -> None:
             layer(torch.randn(3, 1, HIDDEN))
 
 
-def test_a_first_forward_in_a_capture():
-    run_ranks(_capture_worker, 1)
-
-
 # ---- replays ----
 
 
-def _full_iteration_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_a_full_iteration_ends_with_a_look_at_what_gpus_report(rank: int, num_ranks: int) -> None:
     """A replay runs no line of Python, so its end looks at what the GPU reports."""
     full_cuda_graph = pytest.importorskip("megatron.core.full_cuda_graph")
     stock = full_cuda_graph.FullCudaGraphWrapper.__call__
@@ -145,10 +144,6 @@ def _full_iteration_worker(rank: int, num_ranks: int) -> None:
             wrapper = object.__new__(full_cuda_graph.FullCudaGraphWrapper)
             assert wrapper(model=layer) == "losses" and asked == [True]
     assert full_cuda_graph.FullCudaGraphWrapper.__call__ is stock
-
-
-def test_a_full_iteration_ends_with_a_look_at_what_gpus_report():
-    run_ranks(_full_iteration_worker, 1)
 
 
 # ---- layers whose router is a graph ----

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_cases import build_layer, expert_biases, layer_config, model_parallel
+from on_ranks import on_ranks
 
 from deepep_moe.integrations.megatron.plugin import selection
 from deepep_moe.testing.launch import run_ranks
@@ -40,7 +41,8 @@ def assert_equal_states(actual: dict[str, Any], expected: dict[str, Any]) -> Non
 # ---- plain state dicts ----
 
 
-def _state_dicts(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_state_dicts(rank: int, num_ranks: int) -> None:
     with model_parallel(ep=num_ranks, grouped_experts=True) as sizes:
         for source_is_grouped, target_is_grouped in WAYS:
             for assign in (False, True):
@@ -56,11 +58,8 @@ def _state_dicts(rank: int, num_ranks: int) -> None:
                 assert any(name.startswith("local_experts") for name in kept) is not target_is_grouped
 
 
-def test_state_dicts():
-    run_ranks(_state_dicts, 1)
-
-
-def _misfits(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_what_does_not_fit_is_named_as_by_megatron(rank: int, num_ranks: int) -> None:
     with model_parallel(ep=1, grouped_experts=True) as sizes:
         ours = layer(sizes, grouped=True)
         state = ours.state_dict()
@@ -74,10 +73,6 @@ def _misfits(rank: int, num_ranks: int) -> None:
         with pytest.raises(RuntimeError, match='Unexpected key.*"experts.local_experts.8.linear_fc1.weight"'):
             ours.load_state_dict(ours.state_dict() | {"experts.local_experts.8.linear_fc1.weight": torch.zeros(1)})
         assert [name for name, _ in ours.experts.named_parameters()] == ["linear_fc1.weight", "linear_fc2.weight"]
-
-
-def test_what_does_not_fit_is_named_as_by_megatron():
-    run_ranks(_misfits, 1)
 
 
 # ---- sharded checkpoints ----
@@ -104,7 +99,8 @@ def metadata(**switches: bool) -> dict[str, Any]:
     return {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True), **switches}
 
 
-def _entries(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_pieces_of_sharded_checkpoints(rank: int, num_ranks: int) -> None:
     with model_parallel(ep=num_ranks, grouped_experts=True) as sizes:
         for changes in ({}, expert_biases(), {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu}):
             ours, theirs = (layer(sizes, grouped=grouped, **changes) for grouped in (True, False))
@@ -112,10 +108,6 @@ def _entries(rank: int, num_ranks: int) -> None:
                 for place in (("", ()), ("decoder.layers.0.mlp.experts.", ((0, 1, 3),))):
                     entries = [module.experts.sharded_state_dict(*place, metadata(**switches)) for module in (ours, theirs)]
                     assert sharded_tensors(entries[0]) == sharded_tensors(entries[1])
-
-
-def test_pieces_of_sharded_checkpoints():
-    run_ranks(_entries, 2)
 
 
 def _round_trips(rank: int, num_ranks: int, folder: str) -> None:
@@ -160,15 +152,12 @@ def optimizer_pieces(experts: torch.nn.Module, seed: int) -> tuple[dict[str, Any
     return state, optimizer
 
 
-def _optimizer(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_states_of_the_optimizer(rank: int, num_ranks: int) -> None:
     with model_parallel(ep=num_ranks, grouped_experts=True) as sizes:
         ours, theirs = (layer(sizes, grouped=grouped, **expert_biases()).experts for grouped in (True, False))
         pieces = [sharded_tensors(optimizer_pieces(experts, rank)[0]["state"]) for experts in (ours, theirs)]
         assert len(pieces[0]) > 0 and pieces[0] == pieces[1]
-
-
-def test_states_of_the_optimizer():
-    run_ranks(_optimizer, 2)
 
 
 def test_a_flattened_range_is_refused():

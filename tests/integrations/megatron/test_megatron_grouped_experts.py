@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_cases import HIDDEN, assert_same, build_layer, expert_biases, forward_backward, layer_config, model_parallel
+from on_ranks import on_ranks
 
 from benchmarks.layers.megatron_steps import by_expert
 from deepep_moe.integrations.megatron import disable, enable
@@ -93,7 +94,8 @@ def test_two_ranks():
     run_ranks(_compare, 2, ("SwiGLU", "biases", "GELU without a gate, biases", "bf16"))
 
 
-def _attributes(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_parameters_have_the_attributes_of_expert_parallelism(rank: int, num_ranks: int) -> None:
     with model_parallel(ep=num_ranks, grouped_experts=True) as sizes:
         ours, theirs = pair(sizes, expert_biases())
         shapes = {name: list(parameter.shape) for name, parameter in ours.experts.named_parameters() if "weight" in name}
@@ -105,11 +107,8 @@ def _attributes(rank: int, num_ranks: int) -> None:
             assert marks == expected and parameter.allreduce == (num_ranks == 1), name
 
 
-def test_parameters_have_the_attributes_of_expert_parallelism():
-    run_ranks(_attributes, 2)
-
-
-def _only_ours(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_other_configurations_keep_their_experts(rank: int, num_ranks: int) -> None:
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     stock = SequentialMLP.__init__
@@ -121,14 +120,11 @@ def _only_ours(rank: int, num_ranks: int) -> None:
         assert type(build_layer(layer_config(**sizes, moe_token_dispatcher_type="allgather")).experts) is SequentialMLP
 
 
-def test_other_configurations_keep_their_experts():
-    run_ranks(_only_ours, 1)
-
-
 # ---- the interface of experts ----
 
 
-def _tail(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_rows_behind_the_counts(rank: int, num_ranks: int) -> None:
     """Rows behind the counts are NaN; results are those without them. Only the gradient of probs, which others add up, is zero there."""
     with model_parallel(ep=1, grouped_experts=True) as sizes:
         for changes in ({}, CASES["probs on the input"]):
@@ -153,11 +149,8 @@ def _prefixed(results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"experts.{name}" if "linear" in name else name: value for name, value in results.items()}
 
 
-def test_rows_behind_the_counts():
-    run_ranks(_tail, 1)
-
-
-def _no_rows(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_no_rows_give_zero_gradients(rank: int, num_ranks: int) -> None:
     with model_parallel(ep=1, grouped_experts=True) as sizes:
         experts = pair(sizes, {})[0].experts
         for counts in (torch.zeros(8, dtype=torch.int64), [0] * 8):
@@ -167,11 +160,8 @@ def _no_rows(rank: int, num_ranks: int) -> None:
             assert output.shape == (0, HIDDEN) and all(p.grad is not None and not p.grad.any() for p in experts.parameters())
 
 
-def test_no_rows_give_zero_gradients():
-    run_ranks(_no_rows, 1)
-
-
-def _calls(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_modules_that_own_parameters_are_called(rank: int, num_ranks: int) -> None:
     """Frameworks hang on calls of the modules that own parameters: here a hook brings the weights, as Megatron's DDP does."""
     with model_parallel(ep=1, grouped_experts=True) as sizes:
         for name in ("SwiGLU", "recomputed layer"):
@@ -196,10 +186,6 @@ def _bring(weight: torch.Tensor) -> Any:
     return hook
 
 
-def test_modules_that_own_parameters_are_called():
-    run_ranks(_calls, 1)
-
-
 # ---- what is refused ----
 
 REFUSED = {
@@ -212,7 +198,8 @@ REFUSED = {
 }
 
 
-def _refusals(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_settings_that_are_not_honoured(rank: int, num_ranks: int) -> None:
     from deepep_moe.integrations.megatron.grouped_experts import GroupedMLP
 
     with model_parallel(ep=1, grouped_experts=True) as sizes:
@@ -223,10 +210,6 @@ def _refusals(rank: int, num_ranks: int) -> None:
             with pytest.raises(ValueError) as raised:
                 GroupedMLP(8, config, None)
             assert message in str(raised.value)
-
-
-def test_settings_that_are_not_honoured():
-    run_ranks(_refusals, 1)
 
 
 def test_the_option_is_checked():

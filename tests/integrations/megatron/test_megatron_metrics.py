@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_cases import HIDDEN, NUM_EXPERTS, build_layer, layer_config, model_parallel
+from on_ranks import on_ranks
 
 from deepep_moe.errors import EPCapacityError
 from deepep_moe.integrations.megatron import recover, take_metrics
 from deepep_moe.integrations.megatron.metrics import LayerReport
 from deepep_moe.integrations.megatron.plugin import selection
-from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -41,7 +41,8 @@ class Writer:
         self.scalars[name] = (float(value), iteration)
 
 
-def _counts_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_rows_of_each_expert(rank: int, num_ranks: int) -> None:
     with model_parallel(ep=num_ranks, metrics=True) as sizes:
         first, third = layer_of(sizes), layer_of(sizes, 3)
         one_sided(first, 0)
@@ -60,11 +61,9 @@ def _counts_worker(rank: int, num_ranks: int) -> None:
         assert take_metrics() == []
 
 
-def test_rows_of_each_expert():
-    run_ranks(_counts_worker, 2)
-
-
-def _nodes_worker(rank: int, num_ranks: int, num_nodes: int) -> None:
+@pytest.mark.parametrize("num_nodes", [1, 2, 4])
+@on_ranks(4)
+def test_nodes_per_token(rank: int, num_ranks: int, num_nodes: int) -> None:
     """Two experts a rank: experts 0 to 3 are on ranks 0 and 1, experts 1 to 4 on ranks 0 to 2."""
     with model_parallel(ep=num_ranks, metrics=True, ranks_per_node=num_ranks // num_nodes) as sizes:
         layer = layer_of(sizes)
@@ -76,12 +75,8 @@ def _nodes_worker(rank: int, num_ranks: int, num_nodes: int) -> None:
         assert report.nodes_per_token == {1: 1.0, 2: (6 * 1 + 2 * 2) / 8, 4: (6 * 2 + 2 * 3) / 8}[num_nodes]
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2, 4])
-def test_nodes_per_token(num_nodes):
-    run_ranks(_nodes_worker, 4, num_nodes)
-
-
-def _groups_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_groups_map_to_nodes(rank: int, num_ranks: int) -> None:
     """A group for each node: a token that chooses one group goes to one node, and with two groups to two."""
     with model_parallel(ep=num_ranks, metrics=True, ranks_per_node=1) as sizes:
         found = []
@@ -94,11 +89,8 @@ def _groups_worker(rank: int, num_ranks: int) -> None:
         assert found[0] == 1.0 < found[1] <= 2.0, found
 
 
-def test_groups_map_to_nodes():
-    run_ranks(_groups_worker, 4)
-
-
-def _time_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_time_of_the_exchange(rank: int, num_ranks: int) -> None:
     """The mean over ranks and forwards of what dispatch and combine take."""
     with model_parallel(ep=num_ranks, metrics=True) as sizes:
         layer = layer_of(sizes)
@@ -118,11 +110,8 @@ def _time_worker(rank: int, num_ranks: int) -> None:
         assert 1000 <= report.exchange_ms < 1900, report
 
 
-def test_time_of_the_exchange():
-    run_ranks(_time_worker, 2)
-
-
-def _recomputed_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_recomputed_rows_count_once(rank: int, num_ranks: int) -> None:
     with model_parallel(ep=num_ranks, metrics=True, expert_alignment=16) as sizes:
         layer = layer_of(sizes, recompute_granularity="selective", recompute_modules=["moe"])
         one_sided(layer, 4)
@@ -131,16 +120,13 @@ def _recomputed_worker(rank: int, num_ranks: int) -> None:
         assert report.rows_per_expert == [0] * 4 + [16] * 4  # padded, and counted once
 
 
-def test_recomputed_rows_count_once():
-    run_ranks(_recomputed_worker, 2)
-
-
 def rows() -> list[tuple[int, int, int]]:
     """(model, layer, rows of all experts) of each report."""
     return [(report.model, report.layer, sum(report.rows_per_expert)) for report in take_metrics()]
 
 
-def _models_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_only_training_counts_and_each_model_apart(rank: int, num_ranks: int) -> None:
     """An actor and a critic, which has fewer experts, train; a reference and evaluations do not. 3 tokens of a rank go to 4 experts."""
     with model_parallel(ep=num_ranks, metrics=True) as sizes:
         x, each = torch.randn(3, 1, HIDDEN, requires_grad=True), 3 * TOPK * num_ranks
@@ -172,11 +158,8 @@ def _models_worker(rank: int, num_ranks: int) -> None:
         assert rows() == [(2, 2, each)]
 
 
-def test_only_training_counts_and_each_model_apart():
-    run_ranks(_models_worker, 2)
-
-
-def _over_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_calls_over_capacity(rank: int, num_ranks: int) -> None:
     options = {"grouped_experts": True, "sync_free": True, "recv_capacity_factor": 1.0, "num_max_tokens_per_rank": 4}
     with model_parallel(ep=num_ranks, metrics=True, **options) as sizes:
         layer = layer_of(sizes)
@@ -188,11 +171,8 @@ def _over_worker(rank: int, num_ranks: int) -> None:
         assert report == LayerReport(1, [0] * NUM_EXPERTS, report.exchange_ms, num_ranks)
 
 
-def test_calls_over_capacity():
-    run_ranks(_over_worker, 2)
-
-
-def _writer_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_report_of_megatron_core(rank: int, num_ranks: int) -> None:
     """Megatron-LM calls the report on all ranks; the last one has a writer."""
     with model_parallel(ep=num_ranks, metrics=True) as sizes:
         layer = layer_of(sizes, 2)
@@ -213,10 +193,6 @@ def _writer_worker(rank: int, num_ranks: int) -> None:
             assert set(ours) == {f"deepep_moe/layer_2/{name}" for name in SCALARS}
             assert ours["deepep_moe/layer_2/busiest_expert"] == (2.0, 7) and ours["deepep_moe/layer_2/nodes_per_token"] == (1.0, 7)
             assert ours["deepep_moe/layer_2/exchange_ms"][0] > 0
-
-
-def test_report_of_megatron_core():
-    run_ranks(_writer_worker, 2)
 
 
 def test_metrics_need_the_option():

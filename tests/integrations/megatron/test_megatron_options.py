@@ -6,6 +6,7 @@ import pytest
 import torch
 from left_graphs import assert_leaves_no_graph
 from megatron_cases import HIDDEN, assert_same, build_layer, forward_backward, layer_config, model_parallel
+from on_ranks import on_ranks
 from test_megatron_overlap import NO_DROPOUT, batches, build_model, interleaved, needs_schedule, one_after_another
 
 from benchmarks.layers.megatron_steps import by_expert
@@ -47,20 +48,20 @@ def test_all_options_together(device):
     assert_same(every, plain, "all options", tolerance=2e-2)
 
 
-def _left(rank: int, num_ranks: int, device: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", ({}, SYNC_FREE, SYNC_FREE | {"recv_capacity_factor": 1.5}), ids=("plain", "sync_free", "bounded"))
+@on_ranks(1)
+def test_a_step_leaves_no_graph(rank: int, num_ranks: int, device: str, options: dict[str, Any]) -> None:
     with model_parallel(device, ep=num_ranks, **options) as sizes:
         layer = layer_of(sizes)
         x, cotangent = inputs(device, rank)
         assert_leaves_no_graph(lambda: layer(x)[0].backward(cotangent))
 
 
+@needs_schedule
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("options", ({}, SYNC_FREE, SYNC_FREE | {"recv_capacity_factor": 1.5}), ids=("plain", "sync_free", "bounded"))
-def test_a_step_leaves_no_graph(device, options):
-    run_ranks(_left, 1, device, options)
-
-
-def _schedule(rank: int, num_ranks: int, device: str) -> None:
+@on_ranks(1)
+def test_schedule_with_grouped_experts(rank: int, num_ranks: int, device: str) -> None:
     with model_parallel(device, ep=num_ranks, **SYNC_FREE) as sizes:
         config = layer_config(**sizes, num_layers=2, **NO_DROPOUT, **selection())
         data = [{name: None if value is None else value.to(device) for name, value in batch.items()} for batch in batches(rank)]
@@ -69,16 +70,12 @@ def _schedule(rank: int, num_ranks: int, device: str) -> None:
         )
 
 
-@needs_schedule
-@pytest.mark.parametrize("device", DEVICES)
-def test_schedule_with_grouped_experts(device):
-    run_ranks(_schedule, 1, device)
-
-
 # ---- GPUs only ----
 
 
-def _no_waits(rank: int, num_ranks: int) -> None:
+@pytest.mark.gpu
+@on_ranks(1)
+def test_the_host_waits_for_nothing(rank: int, num_ranks: int) -> None:
     with model_parallel("cuda", ep=num_ranks, **SYNC_FREE) as sizes:
         layer = layer_of(sizes, moe_shared_expert_overlap=True)
         x, cotangent = inputs("cuda", rank)
@@ -96,11 +93,8 @@ def _no_waits(rank: int, num_ranks: int) -> None:
 
 
 @pytest.mark.gpu
-def test_the_host_waits_for_nothing():
-    run_ranks(_no_waits, 1)
-
-
-def _graph(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_layer_in_a_cuda_graph(rank: int, num_ranks: int) -> None:
     """Router, dispatch, experts, shared expert and combine, forward and backward, in one graph; replays repeat the eager bits."""
     with model_parallel("cuda", ep=num_ranks, **SYNC_FREE) as sizes:
         layer = layer_of(sizes, moe_router_enable_expert_bias=False)
@@ -133,8 +127,3 @@ def _graph(rank: int, num_ranks: int) -> None:
             for name, value in expected.items():
                 assert torch.equal(torch.zeros_like(value) if got[name] is None else got[name], value), name
         layer.token_dispatcher.buffer.check()
-
-
-@pytest.mark.gpu
-def test_layer_in_a_cuda_graph():
-    run_ranks(_graph, 1)

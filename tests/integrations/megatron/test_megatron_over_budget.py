@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_cases import HIDDEN, build_layer, layer_config, model_parallel
+from on_ranks import on_ranks
 
 from deepep_moe.errors import EPCapacityError, EPPeerError
 from deepep_moe.integrations.megatron import disable, enable, grow_recv_capacity, recover
 from deepep_moe.integrations.megatron.plugin import selection
-from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -120,7 +120,8 @@ def _train(rank: int, options: dict[str, Any]) -> tuple[list[list[torch.Tensor]]
     return results, num_again
 
 
-def _agreement_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_two_groups_agree_to_run_a_step_again(rank: int, num_ranks: int) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         stub_finalize(monkeypatch)
         want, none = _train(rank, {"grouped_experts": True})
@@ -130,11 +131,8 @@ def _agreement_worker(rank: int, num_ranks: int) -> None:
         assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True)), f"rank {rank}, step {step}"
 
 
-def test_two_groups_agree_to_run_a_step_again():
-    run_ranks(_agreement_worker, 4)
-
-
-def _replay_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_a_replay_ends_with_the_agreement(rank: int, num_ranks: int) -> None:
     """A step from a graph of the whole iteration runs no `finalize_model_grads` in Python: its end agrees all the same."""
     full_cuda_graph = pytest.importorskip("megatron.core.full_cuda_graph")
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -153,11 +151,8 @@ def _replay_worker(rank: int, num_ranks: int) -> None:
                 wrapper(model=[model])
 
 
-def test_a_replay_ends_with_the_agreement():
-    run_ranks(_replay_worker, 4)
-
-
-def _eval_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_without_an_end_of_the_step_the_dispatch_raises(rank: int, num_ranks: int) -> None:
     """A forward that no step ends raises at once, on the ranks of its group."""
     with model_parallel(ep=2, **SYNC_FREE, recv_capacity_factor=1.0) as sizes:
         model = make_model(sizes).eval()
@@ -171,11 +166,8 @@ def _eval_worker(rank: int, num_ranks: int) -> None:
             model.train()(inputs(rank, 0)[0].abs())
 
 
-def test_without_an_end_of_the_step_the_dispatch_raises():
-    run_ranks(_eval_worker, 4)
-
-
-def _growth_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_groups_grow_and_refuse_on_their_own(rank: int, num_ranks: int) -> None:
     """One group outgrows its buffer, or refuses a forward, while the other one steps on. Then all ranks sum gradients."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         stub_finalize(monkeypatch)
@@ -197,10 +189,6 @@ def _growth_worker(rank: int, num_ranks: int) -> None:
                 model(inputs(rank, 0)[0])
             recover()
             assert one_step(model, rank, 1).isfinite()
-
-
-def test_groups_grow_and_refuse_on_their_own():
-    run_ranks(_growth_worker, 4)
 
 
 # ---- Megatron-Core's own protocol, as 0.19 speaks it ----
@@ -263,7 +251,8 @@ def _runner_train(rank: int, factor: float | None) -> tuple[list[list[torch.Tens
     return results, num_runs, seen
 
 
-def _runner_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_a_runner_of_megatron_loses_nothing(rank: int, num_ranks: int) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         stub_finalize(monkeypatch)
         runner_module(monkeypatch)
@@ -278,11 +267,8 @@ def _runner_worker(rank: int, num_ranks: int) -> None:
         assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True)), f"rank {rank}, step {step}"
 
 
-def test_a_runner_of_megatron_loses_nothing():
-    run_ranks(_runner_worker, 4)
-
-
-def _dense_stage_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_a_stage_without_layers_knows_of_the_runner(rank: int, num_ranks: int) -> None:
     """A pipeline stage without MoE layers knows of the runner too, and waits for no agreement that other stages do not make."""
     from deepep_moe.integrations.megatron import buffers
 
@@ -302,11 +288,8 @@ def _dense_stage_worker(rank: int, num_ranks: int) -> None:
             assert agreed == [True]
 
 
-def test_a_stage_without_layers_knows_of_the_runner():
-    run_ranks(_dense_stage_worker, 2)
-
-
-def _answers_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_what_a_layer_answers(rank: int, num_ranks: int) -> None:
     """Without a runner a layer has nothing to say, and errors say it instead."""
     with model_parallel(ep=1, **SYNC_FREE) as sizes:
         dispatcher = make_model(sizes, moe_expert_rank_capacity_factor=1.0).layer.token_dispatcher
@@ -317,10 +300,6 @@ def _answers_worker(rank: int, num_ranks: int) -> None:
         unbounded = make_model(sizes).layer.token_dispatcher
         unbounded.follow_runner()
         assert not hasattr(unbounded._comm_manager, Runner.FIELD)
-
-
-def test_what_a_layer_answers():
-    run_ranks(_answers_worker, 1)
 
 
 def test_the_runner_is_put_back():

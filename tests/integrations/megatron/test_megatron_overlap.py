@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_cases import HIDDEN, assert_same, build_layer, forward_backward, layer_config, model_parallel
+from on_ranks import on_ranks
 
 from deepep_moe.errors import EPPeerError
 from deepep_moe.integrations.megatron.plugin import selection
@@ -114,7 +115,10 @@ def let_local_linears_delay() -> None:
         linear.backward_dw = lambda self: None
 
 
-def _delayed_worker(rank: int, num_ranks: int, ddp: str) -> None:
+@needs_schedule
+@pytest.mark.parametrize("ddp", ("without DDP", "DDP", "DDP that does not know of the delay"))
+@on_ranks(2)
+def test_delayed_gradients_of_grouped_experts(rank: int, num_ranks: int, ddp: str) -> None:
     """Gradients of experts' weights are made after the dispatch of the other batch, and go where DDP wants them."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
@@ -140,17 +144,13 @@ def _delayed_worker(rank: int, num_ranks: int, ddp: str) -> None:
 
 
 @needs_schedule
-@pytest.mark.parametrize("ddp", ("without DDP", "DDP", "DDP that does not know of the delay"))
-def test_delayed_gradients_of_grouped_experts(ddp):
-    run_ranks(_delayed_worker, 2, ddp)
-
-
-@needs_schedule
 def test_schedule_without_shared_experts():
     run_ranks(_schedule_worker, 2, "shm", {}, {"moe_shared_expert_intermediate_size": None})
 
 
-def _kept_worker(rank: int, num_ranks: int) -> None:
+@needs_schedule
+@on_ranks(2)
+def test_schedule_frees_what_nobody_keeps(rank: int, num_ranks: int) -> None:
     """What a node may free: rows only where the experts keep others, and never what somebody else keeps."""
     with model_parallel(ep=num_ranks) as sizes:
         config = schedule_config(sizes)
@@ -163,11 +163,6 @@ def _kept_worker(rank: int, num_ranks: int) -> None:
         theirs = build_model(schedule_config(sizes, moe_token_dispatcher_type="alltoall"))
         plan = theirs.build_schedule_plan(**batches(rank)[0]).get_layer(0)
         assert plan.moe_dispatch.free_input and plan.mlp.free_input
-
-
-@needs_schedule
-def test_schedule_frees_what_nobody_keeps():
-    run_ranks(_kept_worker, 2)
 
 
 class Fault(torch.autograd.Function):
@@ -200,7 +195,10 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _faults_worker(rank: int, num_ranks: int, where: str) -> None:
+@needs_schedule
+@pytest.mark.parametrize("where", FAULTS)
+@on_ranks(2)
+def test_peers_learn_of_faults_in_the_schedule(rank: int, num_ranks: int, where: str) -> None:
     with model_parallel(ep=num_ranks) as sizes:
         config = schedule_config(sizes)
         if where == "gradients of weights":
@@ -219,12 +217,6 @@ def _faults_worker(rank: int, num_ranks: int, where: str) -> None:
             assert "RuntimeError: a fault in the " in str(raised.value)
 
 
-@needs_schedule
-@pytest.mark.parametrize("where", FAULTS)
-def test_peers_learn_of_faults_in_the_schedule(where):
-    run_ranks(_faults_worker, 2, where)
-
-
 # ---- shared experts ----
 
 SHARED: list[tuple[str, dict, dict]] = [
@@ -236,7 +228,8 @@ SHARED: list[tuple[str, dict, dict]] = [
 ]
 
 
-def _shared_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_shared_experts_beside_the_calls_change_nothing(rank: int, num_ranks: int) -> None:
     for name, groups, changes in SHARED:
         if any(not hasattr(layer_config(), field) for field in changes):  # older versions
             continue
@@ -250,10 +243,6 @@ def _shared_worker(rank: int, num_ranks: int) -> None:
             x, cotangent = (torch.randn(6, 2, HIDDEN, generator=generator) for _ in range(2))
             passes = [forward_backward(layer, x, cotangent) for layer in (beside, plain)]
             assert_same(*passes, f"{name}, rank {rank}")
-
-
-def test_shared_experts_beside_the_calls_change_nothing():
-    run_ranks(_shared_worker, 2)
 
 
 def _order_worker(rank: int, num_ranks: int) -> list[str]:
@@ -310,7 +299,8 @@ def test_the_gate_of_shared_experts_is_gathered():
     run_ranks(_gate_worker, 1)
 
 
-def _failed_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_shared_experts_after_a_failure(rank: int, num_ranks: int) -> None:
     """After a forward that failed between the parts, the next one is right."""
     with model_parallel(ep=num_ranks) as sizes:
         layer = build_layer(layer_config(**sizes, **selection(), moe_shared_expert_overlap=True))
@@ -326,10 +316,6 @@ def _failed_worker(rank: int, num_ranks: int) -> None:
         assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-def test_shared_experts_after_a_failure():
-    run_ranks(_failed_worker, 2)
-
-
 EXCLUDED: list[tuple[str, dict]] = [
     ("moe_shared_expert_overlap is True and overlap_moe_expert_parallel_comm True", {"overlap_moe_expert_parallel_comm": True}),
     ("moe_shared_expert_overlap is True and moe_latent_size 16", {"moe_latent_size": 16}),
@@ -340,7 +326,8 @@ EXCLUDED: list[tuple[str, dict]] = [
 ]
 
 
-def _excluded_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_what_excludes_shared_experts_beside_the_calls(rank: int, num_ranks: int) -> None:
     from deepep_moe.integrations.megatron.shared_experts import check_shared_overlap
 
     with model_parallel(ep=num_ranks) as sizes:
@@ -353,10 +340,6 @@ def _excluded_worker(rank: int, num_ranks: int) -> None:
             if "moe_latent_size" not in changes:  # which needs TransformerEngine first
                 with pytest.raises(ValueError, match=message):
                     build_layer(config)
-
-
-def test_what_excludes_shared_experts_beside_the_calls():
-    run_ranks(_excluded_worker, 1)
 
 
 def test_other_dispatchers_refuse_the_switch_as_before():

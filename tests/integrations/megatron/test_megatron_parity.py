@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_cases import HIDDEN, assert_same, build_layer, forward_backward, layer_config, model_parallel
+from on_ranks import on_ranks
 
 from deepep_moe.integrations.megatron.plugin import selection
 from deepep_moe.testing.launch import run_ranks
@@ -101,7 +102,8 @@ def test_outputs_and_gradients_equal_alltoall():
     print({name: max(result[name] for result in results) for name in results[0]})
 
 
-def _steps_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_ten_optimizer_steps_equal_alltoall(rank: int, num_ranks: int) -> None:
     with model_parallel(ep=num_ranks) as sizes:
         ours, theirs = _pair(sizes, {})
         optimizers = [torch.optim.SGD(layer.parameters(), lr=0.02, momentum=0.9) for layer in (ours, theirs)]
@@ -125,7 +127,3 @@ def _mean_dense_gradients(layer: torch.nn.Module) -> None:
         if not name.startswith("experts."):
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
-
-
-def test_ten_optimizer_steps_equal_alltoall():
-    run_ranks(_steps_worker, 2)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_cases import HIDDEN, build_layer, layer_config, model_parallel
+from on_ranks import on_ranks
 
 from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.exchange import growing
@@ -116,7 +117,8 @@ def _refused(match: str, error: type[Exception] = ValueError, **changes) -> None
         build_layer(config)
 
 
-def _one_rank_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_refusals_and_other_configurations(rank: int, num_ranks: int) -> None:
     from megatron.core.transformer.moe import token_dispatcher
 
     with model_parallel():
@@ -170,10 +172,6 @@ def _groups() -> object:
     if hasattr(moe_utils, "get_default_pg_collection"):
         return moe_utils.get_default_pg_collection()
     return moe_utils.get_default_model_comm_pgs()
-
-
-def test_refusals_and_other_configurations():
-    run_ranks(_one_rank_worker, 1)
 
 
 def _bound_worker(rank: int, num_ranks: int, chosen: int | None) -> str:
@@ -327,7 +325,8 @@ def test_cpu_layer_puts_everything_back():
 # ---- groups that are made again ----
 
 
-def made_again(rank, num_ranks):
+@on_ranks(2)
+def test_buffers_go_with_their_groups(rank, num_ranks):
     """Buffers of forgotten and of destroyed groups go, those of other groups stay, and a layer of a forgotten group goes on."""
     from megatron.core import parallel_state
 
@@ -354,7 +353,3 @@ def made_again(rank, num_ranks):
         del group
         gc.collect()
         assert reference() is None
-
-
-def test_buffers_go_with_their_groups():
-    run_ranks(made_again, 2)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from megatron_cases import HIDDEN, assert_same, build_layer, forward_backward, layer_config, model_parallel
+from on_ranks import on_ranks
 
 from deepep_moe.integrations.megatron import disable, enable, recompute
 from deepep_moe.integrations.megatron.plugin import selection
-from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -51,7 +51,8 @@ CASES: list[tuple[str, dict, dict]] = [
 ]
 
 
-def _same_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_recomputed_layers_repeat_their_handles(rank: int, num_ranks: int) -> None:
     for name, groups, changes in CASES:
         with model_parallel(**groups) as sizes:
             recomputed, plain = layers_of(sizes, **changes)
@@ -63,11 +64,8 @@ def _same_worker(rank: int, num_ranks: int) -> None:
             assert_same(*passes, f"{name}, rank {rank}")
 
 
-def test_recomputed_layers_repeat_their_handles():
-    run_ranks(_same_worker, 2)
-
-
-def _full_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_recomputed_transformer_layers(rank: int, num_ranks: int) -> None:
     """Whole transformer layers, two of them in one checkpoint: their dispatches come again in order."""
     from test_megatron_overlap import NO_DROPOUT, batches, build_model, one_after_another
 
@@ -84,11 +82,8 @@ def _full_worker(rank: int, num_ranks: int) -> None:
         assert_same(got, want, f"rank {rank}")
 
 
-def test_recomputed_transformer_layers():
-    run_ranks(_full_worker, 2)
-
-
-def _order_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_any_order_of_backward(rank: int, num_ranks: int) -> None:
     """Two batches, the backward of which runs in the order of autograd's choice, and twice."""
     with model_parallel(ep=num_ranks) as sizes:
         results = []
@@ -102,11 +97,8 @@ def _order_worker(rank: int, num_ranks: int) -> None:
         assert_same(*results, f"rank {rank}")
 
 
-def test_any_order_of_backward():
-    run_ranks(_order_worker, 2)
-
-
-def _other_choice_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_a_second_run_goes_where_the_first_went(rank: int, num_ranks: int) -> None:
     """A second run that would choose other experts goes where the first one went."""
     with model_parallel(ep=num_ranks) as sizes:
         recomputed, plain = layers_of(sizes, moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0)
@@ -122,11 +114,8 @@ def _other_choice_worker(rank: int, num_ranks: int) -> None:
         assert torch.isfinite(x.grad).all() and x.grad.any()
 
 
-def test_a_second_run_goes_where_the_first_went():
-    run_ranks(_other_choice_worker, 2)
-
-
-def _memory_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_handles_go_with_the_backward(rank: int, num_ranks: int) -> None:
     with model_parallel(ep=num_ranks) as sizes:
         layer, _ = layers_of(sizes)
         layer(inputs(rank)[0])
@@ -149,10 +138,6 @@ def _memory_worker(rank: int, num_ranks: int) -> None:
             layer(inputs(rank)[0])
         gc.collect()
         assert made[-1]() is None and recompute._runs.stack == []
-
-
-def test_handles_go_with_the_backward():
-    run_ranks(_memory_worker, 2)
 
 
 def test_disable_puts_checkpoints_back():

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_cases import HIDDEN, NUM_EXPERTS, build_layer, forward_backward, layer_config, model_parallel
+from on_ranks import on_ranks
 
 from deepep_moe.errors import EPCapacityError
 from deepep_moe.integrations.megatron import disable, enable, grow_recv_capacity, recover
 from deepep_moe.integrations.megatron.plugin import selection
-from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -48,7 +48,8 @@ CASES: list[tuple[str, dict, dict]] = [
 ]
 
 
-def _same_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_results_repeat_the_bits(rank: int, num_ranks: int) -> None:
     for name, groups, changes in CASES:
         results = []
         for how in (SYNC_FREE, {"grouped_experts": True}):
@@ -62,11 +63,8 @@ def _same_worker(rank: int, num_ranks: int) -> None:
                 assert torch.equal(ours[key], value), f"{name}, rank {rank}: {key}"
 
 
-def test_results_repeat_the_bits():
-    run_ranks(_same_worker, 2)
-
-
-def _rows_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_room_for_rows(rank: int, num_ranks: int) -> None:
     """12 tokens of each rank, top-4 of 8 experts: room for every routing, or for a factor of the even share of 48 rows."""
     local = NUM_EXPERTS // num_ranks
     for alignment, factor, num_rows in (
@@ -83,10 +81,6 @@ def _rows_worker(rank: int, num_ranks: int) -> None:
             layer(inputs(rank, 12)[0])
             layer(inputs(rank, 7)[0])
             assert seen == [(num_rows, HIDDEN)] * 2, (alignment, factor)
-
-
-def test_room_for_rows():
-    run_ranks(_rows_worker, 2)
 
 
 # ---- more rows than there is room for ----
@@ -129,18 +123,16 @@ def _train(rank: int, num_ranks: int, options: dict[str, Any]) -> tuple[list[tor
     return losses, num_again
 
 
-def _again_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_a_step_that_is_run_again_loses_nothing(rank: int, num_ranks: int) -> None:
     want, none = _train(rank, num_ranks, {"grouped_experts": True})
     losses, num_again = _train(rank, num_ranks, SYNC_FREE | {"recv_capacity_factor": 1.3})
     assert (none, num_again) == (0, 1)  # 2.6 times the even share are room for all
     assert all(torch.equal(loss, wanted) for loss, wanted in zip(losses, want, strict=True))
 
 
-def test_a_step_that_is_run_again_loses_nothing():
-    run_ranks(_again_worker, 2)
-
-
-def _config_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_factor_of_the_config(rank: int, num_ranks: int) -> None:
     """Megatron-Core's own factor (0.19), which its config would refuse for a backend that it does not know."""
     with model_parallel(ep=num_ranks, grouped_experts=True, num_max_tokens_per_rank=12) as sizes:
         config = layer_config(**sizes, **selection())
@@ -159,10 +151,6 @@ def _config_worker(rank: int, num_ranks: int) -> None:
             build_layer(config)
 
 
-def test_factor_of_the_config():
-    run_ranks(_config_worker, 2)
-
-
 def test_config_takes_the_factor():
     config = layer_config()
     if not hasattr(config, "moe_expert_rank_capacity_factor"):
@@ -174,7 +162,8 @@ def test_config_takes_the_factor():
         disable()
 
 
-def _end_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_a_step_ends_with_a_look_at_what_gpus_report(rank: int, num_ranks: int) -> None:
     """Before gradients are summed, the step learns what a GPU has reported. Without a factor there is nothing to learn."""
     from megatron.core import distributed
 
@@ -189,23 +178,16 @@ def _end_worker(rank: int, num_ranks: int) -> None:
             assert asked == [True] * is_asked
 
 
-def test_a_step_ends_with_a_look_at_what_gpus_report():
-    run_ranks(_end_worker, 1)
-
-
 # ---- what is refused ----
 
 
-def _experts_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_experts_that_wait_for_counts(rank: int, num_ranks: int) -> None:
     with (
         model_parallel(ep=1, sync_free=True) as sizes,
         pytest.raises(ValueError, match=r"SequentialMLP reads its counts on the host; call enable\(grouped_experts=True\)"),
     ):
         layer_of(sizes)
-
-
-def test_experts_that_wait_for_counts():
-    run_ranks(_experts_worker, 1)
 
 
 @pytest.mark.parametrize(
