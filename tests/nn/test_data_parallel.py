@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from deepep_moe.nn import GroupedExperts, LocalExperts, MoELayer, Router, SwiGLU, mark_experts
-from deepep_moe.testing import run_ranks
 
 HIDDEN, NUM_EXPERTS = 16, 4
 
@@ -35,7 +35,9 @@ def rows_of(rank: int, step: int) -> torch.Tensor:
     return torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def train(rank: int, num_ranks: int, is_grouped: bool) -> None:
+@pytest.mark.parametrize("is_grouped", (True, False))
+@on_ranks(2)
+def test_ddp_trains_as_one_model(rank: int, num_ranks: int, is_grouped: bool) -> None:
     """A marked model in DDP trains as one with all experts on each rank does, whose gradients DDP averages."""
     alone = [dist.new_group([other]) for other in range(num_ranks)][rank]
     one, many = make_model(alone), make_model(is_grouped=is_grouped, expert_bias=True)
@@ -53,15 +55,11 @@ def train(rank: int, num_ranks: int, is_grouped: bool) -> None:
     torch.testing.assert_close(torch.stack(norms[3:]), torch.stack(norms[:3]))
     x = rows_of(rank, 99)
     torch.testing.assert_close(many(x), one(x))
-    assert many[1].router.num_tokens_per_expert.sum() > 0
+    assert many[1].router.num_tokens_per_expert.sum() == 7 * 5 * 2, "every rank counts its own tokens"
 
 
-@pytest.mark.parametrize("is_grouped", (True, False))
-def test_ddp_trains_as_one_model(is_grouped):
-    run_ranks(train, 2, is_grouped)
-
-
-def wrap_wrongly(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_wrappers_that_mix_experts_are_refused(rank: int, num_ranks: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
@@ -87,11 +85,8 @@ def wrap_wrongly(rank: int, num_ranks: int) -> None:
     torch.testing.assert_close(inner(x), want)
 
 
-def test_wrappers_that_mix_experts_are_refused():
-    run_ranks(wrap_wrongly, 2)
-
-
-def decide(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_ranks_decide_alike(rank: int, num_ranks: int) -> None:
     """Norms by hand: each rank has gradients 3 in one replicated number and 4 * (rank + 1) in one expert's number."""
     model = make_model()
     layer = model[1]
@@ -124,10 +119,6 @@ def decide(rank: int, num_ranks: int) -> None:
         scaler.update()
         assert torch.equal(model[0].bias, before) is not is_finite, "all ranks skip the step, or none"
         assert scaler.get_scale() == 2.0
-
-
-def test_ranks_decide_alike():
-    run_ranks(decide, 2)
 
 
 def test_mark_experts_refuses_what_is_no_module():

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import nn
 
 from deepep_moe.nn import GroupedExperts, LocalExperts, MoELayer, Router, SwiGLU
-from deepep_moe.testing import run_ranks
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS = 16, 24, 4
 
@@ -47,31 +47,28 @@ def test_by_hand():
     torch.testing.assert_close(y, torch.tensor([[0.0], [4.3863511]]))
 
 
-def test_like_local_experts():
-    modules = swiglus(3)
-    grouped, local = grouped_of(modules), LocalExperts(copy.deepcopy(modules))
-    x = torch.randn(9, HIDDEN)
+@pytest.mark.parametrize("gated", (True, False), ids=("SwiGLU", "ReLU with biases"))
+def test_like_local_experts(gated):
+    torch.manual_seed(1)
+    if gated:
+        modules = swiglus(3)
+        grouped, places = grouped_of(modules), (("up", "gate_up.weight"), ("down", "down.weight"))
+    else:
+        grouped = GroupedExperts(3, HIDDEN, INTERMEDIATE, gated=False, activation=nn.functional.relu, bias=True)
+        modules = [plain_of(grouped, index) for index in range(3)]
+        places = (("up", "0.weight"), ("up_bias", "0.bias"), ("down", "2.weight"), ("down_bias", "2.bias"))
+    local, x = LocalExperts(copy.deepcopy(modules)), torch.randn(9, HIDDEN)
     for experts in (grouped, local):
         experts(x, [4, 0, 5]).square().sum().backward()
     torch.testing.assert_close(grouped(x, [4, 0, 5]), local(x, [4, 0, 5]))
-    torch.testing.assert_close(grouped.up.grad, torch.stack([module.gate_up.weight.grad for module in local.experts]))
-    torch.testing.assert_close(grouped.down.grad, torch.stack([module.down.weight.grad for module in local.experts]))
-
-
-def test_biases_and_another_activation():
-    torch.manual_seed(1)
-    grouped = GroupedExperts(2, HIDDEN, INTERMEDIATE, gated=False, activation=nn.functional.relu, bias=True)
-    local = LocalExperts([plain_of(grouped, index) for index in range(2)])
-    x = torch.randn(7, HIDDEN)
-    for experts in (grouped, local):
-        experts(x, [3, 4]).square().sum().backward()
-    torch.testing.assert_close(grouped(x, [3, 4]), local(x, [3, 4]))
-    for name, number, kind in (("up", 0, "weight"), ("up_bias", 0, "bias"), ("down", 2, "weight"), ("down_bias", 2, "bias")):
-        expected = torch.stack([getattr(expert[number], kind).grad for expert in local.experts])
+    for name, place in places:
+        expected = torch.stack([expert.get_parameter(place).grad for expert in local.experts])
         torch.testing.assert_close(getattr(grouped, name).grad, expected, msg=name)
 
 
-def layer_on_ranks(rank, num_ranks):
+@pytest.mark.parametrize("num_ranks", (1, 2))
+@on_ranks()
+def test_in_a_layer(rank, num_ranks):
     modules = swiglus(NUM_EXPERTS)[rank * NUM_EXPERTS // num_ranks : (rank + 1) * NUM_EXPERTS // num_ranks]
     torch.manual_seed(0)
     router = Router(HIDDEN, NUM_EXPERTS, 2)
@@ -85,11 +82,6 @@ def layer_on_ranks(rank, num_ranks):
         results.append((y.detach(), rows.grad, layer.router.weight.grad, sum(p.grad.square().sum() for p in layer.expert_parameters())))
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected)
-
-
-@pytest.mark.parametrize("num_ranks", (1, 2))
-def test_in_a_layer(num_ranks):
-    run_ranks(layer_on_ranks, num_ranks)
 
 
 def test_initialization_is_that_of_linear():
@@ -112,12 +104,3 @@ def test_refusals(message):
     with pytest.raises((TypeError, ValueError)) as raised:
         GroupedExperts(**({"num_local_experts": 2, "hidden": 4, "intermediate": 4} | REFUSED[message]))
     assert message in str(raised.value)
-
-
-def wrong_number(rank, num_ranks):
-    with pytest.raises(ValueError, match="3 experts were given; this rank of 1 holds 4 of 4"):
-        MoELayer(Router(HIDDEN, NUM_EXPERTS, 2), GroupedExperts(3, HIDDEN, INTERMEDIATE), num_max_tokens_per_rank=8)
-
-
-def test_a_layer_refuses_another_number_of_experts():
-    run_ranks(wrong_number, 1)

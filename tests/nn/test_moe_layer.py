@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from left_graphs import assert_leaves_no_graph
-from torch.nn.parallel import DistributedDataParallel
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import EPCapacityError, EPPeerError
 from deepep_moe.nn import GroupedExperts, LocalExperts, MoELayer, Router, SwiGLU
-from deepep_moe.testing import run_ranks
 
 HIDDEN, NUM_EXPERTS, NUM_TOPK = 16, 4, 2
 
@@ -36,44 +35,42 @@ def by_loops(router, experts, shared, x, mask=None):
     return (torch.stack(routed) + shared(rows)).view(x.shape)
 
 
-def layer_on_ranks(rank, num_ranks, backend):
+def tokens(rank):
+    """Rows of a rank, and a mask of one of them."""
+    x = torch.randn(2, 5 + rank, HIDDEN, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+    return x, torch.arange(len(x) * x.shape[1]) == 3
+
+
+@pytest.mark.parametrize("num_ranks", (1, 2, 4))
+@pytest.mark.parametrize("backend", ("shm", "collective"))
+@on_ranks()
+def test_layer_equals_loops(rank, num_ranks, backend):
     router, experts, shared = make_parts()
     local = experts[rank * NUM_EXPERTS // num_ranks : (rank + 1) * NUM_EXPERTS // num_ranks]
     layer = MoELayer(router, local, shared, num_max_tokens_per_rank=64, backend=backend, expert_alignment=4)
-    x = torch.randn(2, 5 + rank, HIDDEN, generator=torch.Generator().manual_seed(rank), requires_grad=True)
-    mask = torch.zeros(x.shape[0] * x.shape[1], dtype=torch.bool)
-    mask[3] = True
+    x, mask = tokens(rank)
     y = layer(x, mask)
     y.square().sum().backward()
     own_grads = [p.grad.clone() for p in layer.expert_parameters()]
     router_grad = router.weight.grad.clone()
     dist.all_reduce(router_grad)
-    x_grad = x.grad.clone()
 
     expected_grads = [torch.zeros_like(p) for p in layer.expert_parameters()]
     router.zero_grad()
     for other in range(num_ranks):
-        xo = torch.randn(2, 5 + other, HIDDEN, generator=torch.Generator().manual_seed(other), requires_grad=True)
-        masko = torch.zeros(xo.shape[0] * xo.shape[1], dtype=torch.bool)
-        masko[3] = True
+        x_of_other, mask = tokens(other)
         for parameter in layer.expert_parameters():
             parameter.grad = None
-        expected = by_loops(router, experts, shared, xo, masko)
+        expected = by_loops(router, experts, shared, x_of_other, mask)
         expected.square().sum().backward()
         for total, parameter in zip(expected_grads, layer.expert_parameters(), strict=True):
             total += 0 if parameter.grad is None else parameter.grad
         if other == rank:
             torch.testing.assert_close(y, expected)
-            torch.testing.assert_close(x_grad, xo.grad)
+            torch.testing.assert_close(x.grad, x_of_other.grad)
     for ours, expected in zip(own_grads, expected_grads, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(router_grad, router.weight.grad, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("num_ranks", (1, 2, 4))
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-def test_layer_equals_loops(num_ranks, backend):
-    run_ranks(layer_on_ranks, num_ranks, backend)
 
 
 def test_grouped_module_as_experts():
@@ -92,7 +89,9 @@ def test_grouped_module_as_experts():
     assert list(layer.expert_parameters()) == []
 
 
-def bounded(rank, num_ranks):
+@pytest.mark.parametrize("num_ranks", (1, 2))
+@on_ranks()
+def test_bound_on_rows(rank, num_ranks):
     """Room for every routing gives the same bits; too little room is an error on all ranks, after which the layer goes on."""
     router, _, shared = make_parts()
     experts = GroupedExperts(NUM_EXPERTS // num_ranks, HIDDEN, 24)
@@ -118,11 +117,6 @@ def bounded(rank, num_ranks):
     assert torch.equal(layer(x), results[0][0])
 
 
-@pytest.mark.parametrize("num_ranks", (1, 2))
-def test_bound_on_rows(num_ranks):
-    run_ranks(bounded, num_ranks)
-
-
 def test_layers_share_a_buffer():
     router, experts, shared = make_parts()
     buffer = Buffer(None, 8, HIDDEN, NUM_EXPERTS, NUM_TOPK)
@@ -141,25 +135,6 @@ def test_compile_layer_fullgraph():
     torch.testing.assert_close(traced, layer(x))
 
 
-def test_misfits():
-    router, experts, _ = make_parts()
-    with pytest.raises(ValueError, match=r"x has shape \[8, 32\]; its last dimension must be hidden, 16"):
-        MoELayer(router, experts)(torch.randn(8, 32))
-    transposed = torch.randn(HIDDEN, 8).t()
-    torch.testing.assert_close(MoELayer(router, experts)(transposed), MoELayer(router, experts)(transposed.contiguous()))
-    with pytest.raises(ValueError, match="num_recv_rows is given, but experts are called one by one, .*; pass GroupedExperts"):
-        MoELayer(router, experts, num_recv_rows=8)
-    with pytest.raises(ValueError, match="3 experts were given; this rank of 1 holds 4 of 4"):
-        MoELayer(router, experts[:3])
-    with pytest.raises(
-        ValueError, match=r"the buffer was made for hidden, num_experts, num_topk = \(16, 4, 1\), the router has \(16, 4, 2\)"
-    ):
-        MoELayer(router, experts, buffer=Buffer(None, 8, HIDDEN, NUM_EXPERTS, 1))
-    buffer = Buffer(None, 8, HIDDEN, NUM_EXPERTS, NUM_TOPK)
-    with pytest.raises(ValueError, match="a buffer was given, which has its own num_max_tokens_per_rank, backend; leave them out"):
-        MoELayer(router, experts, buffer=buffer, num_max_tokens_per_rank=9, backend="shm")
-
-
 class Returns(torch.nn.Module):
     def __init__(self, change):
         super().__init__()
@@ -169,31 +144,45 @@ class Returns(torch.nn.Module):
         return self.change(x)
 
 
-NO_RETURN = Returns(lambda rows: None)
+SAME, NO_RETURN, WIDE = Returns(lambda rows: rows), Returns(lambda rows: None), Returns(lambda rows: torch.cat((rows, rows), 1))
 
 
-def test_outputs_of_another_shape_or_dtype():
-    router, _, _ = make_parts()
-    x, same = torch.randn(8, HIDDEN), Returns(lambda rows: rows)
-    wide = Returns(lambda rows: torch.cat((rows, rows), 1))
-    with pytest.raises(
-        ValueError, match=r"the experts returned shape \[16, 32\] for rows of shape \[16, 16\]; the shapes must be the same"
-    ):
-        MoELayer(router, wide)(x)
-    with pytest.raises(ValueError, match=r"the shared expert returned shape \[8, 32\] for rows of shape \[8, 16\]"):
-        MoELayer(router, same, wide)(x)
-    with pytest.raises(TypeError, match="the output of the shared expert must be a torch.Tensor, not NoneType"):
-        MoELayer(router, same, NO_RETURN)(x)
-    with pytest.raises(TypeError, match="the output of the experts must be a torch.Tensor, not NoneType"):
-        MoELayer(router, NO_RETURN)(x)
-    with pytest.raises(TypeError, match="the output of local expert 1 must be a torch.Tensor, not tuple"):
-        MoELayer(router, [same, Returns(lambda rows: (rows, None)), same, same])(x)
+def buffer_for(num_topk):
+    return Buffer(None, 8, HIDDEN, NUM_EXPERTS, num_topk)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda router, x: MoELayer(router, SAME)(x[:, :8]), ValueError, r"x has shape \[8, 8\]; its last dimension must be hidden, 16"),
+        (lambda router, x: MoELayer(router, [SAME] * 4, num_recv_rows=8), ValueError, "num_recv_rows is given, .*; pass GroupedExperts"),
+        (lambda router, x: MoELayer(router, [SAME] * 3), ValueError, "3 experts were given; this rank of 1 holds 4 of 4"),
+        (lambda router, x: MoELayer(router, GroupedExperts(3, HIDDEN, 8)), ValueError, "3 experts were given; this rank of 1 holds 4 of 4"),
+        (lambda router, x: MoELayer(router, SAME, buffer=buffer_for(1)), ValueError, r"made for .* \(16, 4, 1\), the router has"),
+        (lambda router, x: MoELayer(router, SAME, buffer=buffer_for(2), backend="shm"), ValueError, "has its own backend; leave it out"),
+        (lambda router, x: MoELayer(router, WIDE)(x), ValueError, r"the experts returned shape \[16, 32\] for rows of shape \[16, 16\]"),
+        (lambda router, x: MoELayer(router, SAME, WIDE)(x), ValueError, r"the shared expert returned shape \[8, 32\] for rows"),
+        (lambda router, x: MoELayer(router, SAME, NO_RETURN)(x), TypeError, "the shared expert must be a torch.Tensor, not NoneType"),
+        (lambda router, x: MoELayer(router, NO_RETURN)(x), TypeError, "the experts must be a torch.Tensor, not NoneType"),
+        (lambda router, x: MoELayer(router, [SAME, NO_RETURN, SAME, SAME])(x), TypeError, "local expert 1 must be a torch.Tensor"),
+    ],
+)  # fmt: skip
+def test_misfits(call, error, message):
+    with pytest.raises(error, match=message):
+        call(make_parts()[0], torch.randn(8, HIDDEN))
+
+
+def test_other_strides_and_dtypes():
+    router, experts, _ = make_parts()
+    transposed, x = torch.randn(HIDDEN, 8).t(), torch.randn(8, HIDDEN)
+    torch.testing.assert_close(MoELayer(router, experts)(transposed), MoELayer(router, experts)(transposed.contiguous()))
     strided, half = Returns(lambda rows: rows.t().contiguous().t()), Returns(lambda rows: rows.bfloat16())
-    assert torch.equal(MoELayer(router, strided, strided)(x), MoELayer(router, same, same)(x))
-    assert MoELayer(router, half, same)(x).dtype == torch.bfloat16, "the dtype is that of the experts' outputs"
+    assert torch.equal(MoELayer(router, strided, strided)(x), MoELayer(router, SAME, SAME)(x))
+    assert MoELayer(router, half, SAME)(x).dtype == torch.bfloat16, "the dtype is that of the experts' outputs"
 
 
-def failing_layer(rank, num_ranks):
+@on_ranks(2)
+def test_peers_learn_what_failed(rank, num_ranks):
     """What fails on rank 1 is an error of both, and nobody waits; then all go on."""
     router, experts, shared = make_parts()
     layer = MoELayer(router, experts[2 * rank : 2 * rank + 2], shared, num_max_tokens_per_rank=8)
@@ -223,10 +212,6 @@ def failing_layer(rank, num_ranks):
         assert layer(x).isfinite().all()
 
 
-def test_peers_learn_what_failed():
-    run_ranks(failing_layer, 2)
-
-
 def test_copies_share_the_buffer_and_nobody_saves_it():
     router, experts, shared = make_parts()
     layer = MoELayer(router, experts, shared, num_max_tokens_per_rank=8)
@@ -235,48 +220,6 @@ def test_copies_share_the_buffer_and_nobody_saves_it():
     assert torch.equal(copied(x), layer(x))
     with pytest.raises(TypeError, match="a Buffer is memory of running processes and cannot be saved; save the state_dict"):
         pickle.dumps(layer)
-
-
-def in_ddp(rank, num_ranks):
-    """By the recipe of `expert_parameters`: routers alike, experts not, gradients those of one model that sees all tokens."""
-    router, experts, shared = make_parts()
-    model = MoELayer(router, experts[2 * rank : 2 * rank + 2], shared, num_max_tokens_per_rank=8)
-    before = [p.detach().clone() for p in model.expert_parameters()]
-    own = {id(p) for m in model.modules() if isinstance(m, MoELayer) for p in m.expert_parameters()}
-    names = [name for name, p in model.named_parameters() if id(p) in own]
-    names += [name for name, _ in model.named_buffers() if name.endswith("num_tokens_per_expert")]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    wrapped = DistributedDataParallel(model)
-    for kept, parameter in zip(before, model.expert_parameters(), strict=True):
-        assert torch.equal(kept, parameter), "an expert became that of another rank"
-    x = torch.randn(num_ranks, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
-    wrapped(x[rank]).square().mean().backward()
-
-    router, experts, shared = make_parts()
-    by_loops(router, experts, shared, x.flatten(0, 1)).square().mean().backward()
-    torch.testing.assert_close(model.router.weight.grad, router.weight.grad)
-    expected = [p.grad for expert in experts[2 * rank : 2 * rank + 2] for p in expert.parameters()]
-    for parameter, grad in zip(model.expert_parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad / num_ranks, grad)
-
-
-def test_distributed_data_parallel():
-    run_ranks(in_ddp, 2)
-
-
-def counting_in_ddp(rank, num_ranks):
-    """Every rank keeps its own counts, over forwards without an update."""
-    model = MoELayer(Router(HIDDEN, NUM_EXPERTS, NUM_TOPK, expert_bias=True), torch.nn.Sequential(*make_parts()[1][:2]))
-    names = [name for name, _ in (*model.experts.named_parameters("experts"), *model.named_buffers()) if "bias" not in name]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    wrapped, x = DistributedDataParallel(model), torch.randn(3 + rank, HIDDEN)
-    for _ in range(3):
-        wrapped(x).sum().backward()
-    assert model.router.num_tokens_per_expert.sum() == 3 * NUM_TOPK * len(x)
-
-
-def test_counts_of_ranks_stay_their_own_in_ddp():
-    run_ranks(counting_in_ddp, 2)
 
 
 def test_experts_without_rows_have_gradients():
@@ -295,13 +238,8 @@ def test_a_step_leaves_no_graph(fp8):
     assert_leaves_no_graph(lambda: layer(x).sum().backward())
 
 
-def test_example_learns():
+@on_ranks(2)
+def test_example_learns(rank, num_ranks):
     example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_moe.py"))
-    assert Path(example["__file__"]).read_text().count("\n") < 60
-    losses = run_ranks(train_example, 2)[0]
-    assert losses[-1] < 0.5 * losses[0]
-
-
-def train_example(rank, num_ranks):
-    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_moe.py"))
-    return example["train"](rank, num_ranks, 120)
+    losses = example["train"](rank, num_ranks, 120)
+    assert rank > 0 or losses[-1] < 0.5 * losses[0]

@@ -9,11 +9,11 @@ import torch
 from example_page import Picture, read
 from exchange_cases import assert_same, device_of
 from low_latency_cases import BLOCK, Case, make_buffer
+from on_ranks import on_ranks
 
 from deepep_moe import LowLatencyBuffer
 from deepep_moe.errors import EPPeerError
 from deepep_moe.nn import Timeline, overlapped, routed_experts
-from deepep_moe.testing import run_ranks
 
 BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
 NUM_LAYERS = 3
@@ -52,22 +52,19 @@ def by_turns(buffer, batch, rank, backend, num_tokens, fp8, wire):
     return x
 
 
-def check_equal(rank, num_ranks, backend, num_tokens, fp8, wire):
-    """`num_tokens` [2][num_ranks], of each micro-batch."""
+@pytest.mark.parametrize("options", (dict(fp8=False, wire=None), FP8), ids=("bf16", "fp8"))
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(3)
+def test_equals_one_after_the_other(rank, num_ranks, backend, options):
+    num_tokens = [[24, 0, 7], [5, 0, 24]]  # of each micro-batch
     buffer = make_buffer(Case([0] * num_ranks), backend, rank)
-    arguments = [(buffer, batch, rank, backend, num_tokens[batch], fp8, wire) for batch in range(2)]
+    arguments = [(buffer, batch, rank, backend, num_tokens[batch], *options.values()) for batch in range(2)]
     expected = [one_by_one(*mine) for mine in arguments]
     for _ in range(2):
         ours = overlapped(*(by_turns(*mine) for mine in arguments))
         for batch in range(2):
             assert_same(f"batch {batch}", ours[batch], expected[batch])
     assert_same("alone", overlapped(by_turns(*arguments[1]))[0], expected[1])
-
-
-@pytest.mark.parametrize("options", (dict(fp8=False, wire=None), FP8), ids=("bf16", "fp8"))
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_equals_one_after_the_other(backend, options):
-    run_ranks(check_equal, 3, backend, [[24, 0, 7], [5, 0, 24]], *options.values())
 
 
 # ---- the order of calls ----
@@ -159,7 +156,8 @@ def test_what_cannot_take_turns():
         overlapped(routed_experts(buffer, lambda recv_x, counts: recv_x, x, idx, shared_expert=lambda rows: None))
 
 
-def wrong_width(rank, _):
+@on_ranks(2)
+def test_buffer_for_another_width(rank, _):
     """The second micro-batch of rank 0 does not fit the buffer."""
     buffer = LowLatencyBuffer(None, 4, 16, 2, 1, timeout_s=60)
     x, idx = torch.ones(4, 16), torch.tensor([[0], [1], [0], [1]])
@@ -167,10 +165,6 @@ def wrong_width(rank, _):
     message = r"x has shape \[4, 32\]; it must be \[4, 16\]"
     with pytest.raises(EPPeerError if rank else ValueError, match=message):
         overlapped(*(routed_experts(buffer, lambda recv_x, counts: recv_x, rows, idx) for rows in (x, second)))
-
-
-def test_buffer_for_another_width():
-    run_ranks(wrong_width, 2)
 
 
 # ---- the timeline ----
@@ -220,7 +214,6 @@ def test_example(tmp_path):
     assert all(row[2] == pytest.approx(2e3 / row[1]) for row in ways.rows), "a token of each rank"
     (picture,) = page.pictures
     assert picture == Picture.of_file("What rank 0 did when", tmp_path / "timeline.png") and png.startswith(b"\x89PNG")
-    result = subprocess.run([*command, "--num-experts", "3"], capture_output=True, text=True)
-    assert result.returncode == 2 and "--num-experts a multiple of --num-ranks 2" in result.stderr
-    result = subprocess.run([*command, "--num-topk", "5"], capture_output=True, text=True)
-    assert result.returncode == 2 and "--num-topk 5 must be at most --num-experts 4" in result.stderr
+    for wrong, told in ((("--num-experts", "3"), "a multiple of --num-ranks 2"), (("--num-topk", "5"), "must be at most --num-experts 4")):
+        result = subprocess.run([*command, *wrong], capture_output=True, text=True)
+        assert result.returncode == 2 and told in result.stderr

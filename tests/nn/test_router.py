@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import device_of
+from on_ranks import on_ranks
 
 from deepep_moe import _C, device, ops, reference
 from deepep_moe.nn import Router
-from deepep_moe.testing.launch import run_ranks
 
 
 def make_router(**options):
@@ -26,16 +26,6 @@ def test_router_is_linear_then_gate():
     torch.testing.assert_close(output.topk_weights, expected.topk_weights)
     (output.topk_weights * torch.randn(6, 2)).sum().backward()
     assert router.weight.grad.abs().sum() > 0
-
-
-def test_groups_of_a_router_are_nodes():
-    """A group for each of 4 nodes: a token goes to as many nodes as it may choose groups, whatever its experts."""
-    torch.manual_seed(0)
-    x = torch.randn(200, 16)
-    for topk_groups in (1, 2):
-        router = Router(16, 32, 4, num_groups=4, topk_groups=topk_groups)
-        assert ops.nodes_per_token(router(x).topk_idx, 32, 4).max() == topk_groups
-    assert ops.nodes_per_token(Router(16, 32, 4)(x).topk_idx, 32, 4).max() > 2
 
 
 def test_router_computes_in_fp32_whatever_its_input_and_autocast():
@@ -78,37 +68,65 @@ def test_router_compiles():
     assert router.num_tokens_per_expert.sum() == 2 * 5 * 2
 
 
-def test_router_errors():
-    with pytest.raises(ValueError, match="num_groups is 3; it must divide the 8 experts"):
-        Router(16, 8, 2, num_groups=3)
-    for options, message in (
-        (dict(num_groups=None), "num_groups is None; it must be an int"),
-        (dict(routed_scaling_factor=None), "routed_scaling_factor is None; it must be a float"),
-        (dict(normalize="no"), "normalize is 'no'; it must be a bool"),
-        (dict(expert_bias=torch.zeros(8)), "expert_bias is tensor.*; it must be a bool"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            Router(16, 8, 2, **options)
-    for sizes, message in (((16, 8, 2.0), "num_topk is 2.0"), ((16.0, 8, 2), "hidden is 16.0"), ((16, None, 2), "num_experts is None")):
-        with pytest.raises(TypeError, match=f"{message}; it must be an int"):
-            Router(*sizes)
-    with pytest.raises(ValueError, match="no expert_bias to update; make it with Router"):
-        make_router().update_expert_bias(0.1)
+ROUTER = {"hidden": 16, "num_experts": 8, "num_topk": 2}
 
 
-def test_update_expert_bias_by_hand():
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_groups": 3}, ValueError, "num_groups is 3; it must divide the 8 experts"),
+        ({"num_groups": None}, TypeError, "num_groups is None; it must be an int"),
+        ({"routed_scaling_factor": None}, TypeError, "routed_scaling_factor is None; it must be a float"),
+        ({"normalize": "no"}, TypeError, "normalize is 'no'; it must be a bool"),
+        ({"expert_bias": torch.zeros(8)}, TypeError, "expert_bias is tensor.*; it must be a bool"),
+        ({"num_topk": 2.0}, TypeError, "num_topk is 2.0; it must be an int"),
+        ({"hidden": 16.0}, TypeError, "hidden is 16.0"),
+        ({"num_experts": None}, TypeError, "num_experts is None"),
+    ],
+)
+def test_router_errors(options, error, message):
+    with pytest.raises(error, match=message):
+        Router(**(ROUTER | options))
+
+
+# ---- the update of the bias ----
+
+
+@pytest.mark.parametrize("has_kernels", (True, False))
+def test_update_expert_bias_by_hand(has_kernels, monkeypatch):
+    """On the CPU, and as on a GPU with a build without nvcc."""
+    if not has_kernels:
+        monkeypatch.setattr(device, "GPU", "cpu")
+        monkeypatch.delattr(_C, "gpu_update_expert_bias", raising=False)
     bias, counts = torch.zeros(4), torch.tensor([1, 3, 2, 2], dtype=torch.int32)
     ops.update_expert_bias(bias, counts, 0.25)
     assert bias.tolist() == [0.25, -0.25, 0.0, 0.0]
-    with pytest.raises(ValueError, match=r"has shape \[3\]; it must be that of expert_bias, \[4\]"):
-        ops.update_expert_bias(bias, counts[:3], 0.25)
 
 
-def test_update_expert_bias_without_kernels(monkeypatch):
-    """On a GPU, with a build without nvcc."""
-    monkeypatch.setattr(device, "GPU", "cpu")
-    monkeypatch.delattr(_C, "gpu_update_expert_bias", raising=False)
-    test_update_expert_bias_by_hand()
+@on_ranks(2)
+def test_update_expert_bias_sums_over_the_group(rank, num_ranks):
+    bias, counts = torch.zeros(3), torch.tensor([[5, 1, 3], [1, 3, 2]])[rank]
+    ops.update_expert_bias(bias, counts, 1.0, dist.group.WORLD)
+    assert bias.tolist() == [-1.0, 1.0, 0.0] and counts.tolist() == [[5, 1, 3], [1, 3, 2]][rank]
+
+
+ZEROS = torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    ("bias", "counts", "error", "message"),
+    [
+        (None, None, ValueError, "no expert_bias to update; make it with Router"),
+        (ZEROS, ZEROS[:3].int(), ValueError, r"has shape \[3\]; it must be that of expert_bias, \[4\]"),
+        (ZEROS.half(), ZEROS.int(), TypeError, "expert_bias has dtype torch.float16; it must be torch.float32"),
+        (ZEROS, ZEROS, TypeError, "num_tokens_per_expert has dtype torch.float32; it must be torch.int64 or torch.int32"),
+        (torch.zeros(2, 4).t(), torch.zeros(4, 2).int(), ValueError, r"expert_bias has shape \[4, 2\]; it must be contiguous"),
+        (ZEROS, ZEROS.int().to("meta"), ValueError, "num_tokens_per_expert is on meta; it must be on cpu, like expert_bias"),
+    ],
+)
+def test_update_expert_bias_errors(bias, counts, error, message):
+    with pytest.raises(error, match=message):
+        make_router().update_expert_bias(0.1) if bias is None else ops.update_expert_bias(bias, counts, 0.1)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -129,37 +147,7 @@ def test_update_expert_bias_of_all_layers(device, dtype):
     assert torch.equal(one_by_one, ours)
 
 
-@pytest.mark.parametrize(
-    ("bias", "counts", "error", "message"),
-    [
-        (torch.zeros(4).half(), torch.zeros(4).int(), TypeError, "expert_bias has dtype torch.float16; it must be torch.float32"),
-        (torch.zeros(4), torch.zeros(4), TypeError, "num_tokens_per_expert has dtype torch.float32; it must be torch.int64 or torch.int32"),
-        (torch.zeros(2, 4).t(), torch.zeros(4, 2).int(), ValueError, r"expert_bias has shape \[4, 2\]; it must be contiguous"),
-        (
-            torch.zeros(4),
-            torch.zeros(4, device="meta").int(),
-            ValueError,
-            "num_tokens_per_expert is on meta; it must be on cpu, like expert_bias",
-        ),
-    ],
-)
-def test_update_expert_bias_errors(bias, counts, error, message):
-    with pytest.raises(error, match=message):
-        ops.update_expert_bias(bias, counts, 0.1)
-
-
-def test_update_expert_bias_sums_over_the_group(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        bias, counts = torch.zeros(2), torch.tensor([5, 1], dtype=torch.int32)
-        ops.update_expert_bias(bias, counts, 1.0, dist.group.WORLD)
-        assert bias.tolist() == [-1.0, 1.0]
-        assert counts.tolist() == [5, 1]
-    finally:
-        dist.destroy_process_group()
-
-
-# ---- auxiliary losses
+# ---- auxiliary losses ----
 
 
 def test_sequence_aux_loss_by_hand():
@@ -186,12 +174,6 @@ def test_global_aux_loss_by_hand():
     assert counts.tolist() == [2, 6]
 
 
-def test_aux_losses_of_balanced_choices_are_the_coefficient():
-    shares, topk_idx = torch.full((4, 4), 0.25), torch.tensor([[0, 1], [2, 3], [1, 2], [3, 0]])
-    assert ops.sequence_aux_loss(shares, topk_idx, 4, coefficient=0.5).item() == pytest.approx(0.5)
-    assert ops.global_aux_loss(shares, topk_idx, torch.full((4,), 2), coefficient=0.5).item() == pytest.approx(0.5)
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("score_function", ["sigmoid", "sqrtsoftplus", "softmax"])
 def test_aux_losses_equal_the_formulas_and_ignore_masked_tokens(device, score_function):
@@ -207,13 +189,11 @@ def test_aux_losses_equal_the_formulas_and_ignore_masked_tokens(device, score_fu
         return sum(6 / (2 * len(tokens)) * chosen[expert] * shares[list(tokens), expert].mean() for expert in range(6))
 
     all_tokens = (*range(4), *range(5, 12))
+    given = output.shares, output.topk_idx
     losses = (
-        (
-            ops.sequence_aux_loss(output.shares, output.topk_idx, [5, 7], coefficient=3.0),
-            3 * (loss_of(range(4)) + loss_of(range(5, 12))) / 2,
-        ),
-        (ops.sequence_aux_loss(output.shares, output.topk_idx, 12, coefficient=1.0), loss_of(all_tokens)),
-        (ops.global_aux_loss(output.shares, output.topk_idx, output.num_tokens_per_expert, coefficient=1.0), loss_of(all_tokens)),
+        (ops.sequence_aux_loss(*given, [5, 7], coefficient=3.0), 3 * (loss_of(range(4)) + loss_of(range(5, 12))) / 2),
+        (ops.sequence_aux_loss(*given, 12, coefficient=1.0), loss_of(all_tokens)),
+        (ops.global_aux_loss(*given, output.num_tokens_per_expert, coefficient=1.0), loss_of(all_tokens)),
     )
     for ours, theirs in losses:
         torch.testing.assert_close(ours.cpu(), theirs)
@@ -226,19 +206,26 @@ def test_aux_losses_equal_the_formulas_and_ignore_masked_tokens(device, score_fu
 def test_aux_losses_under_a_default_dtype(dtype):
     """Fractions of choices are fp32, whatever PyTorch makes of a quotient of integers."""
     shares, topk_idx = torch.rand(3, 4), torch.tensor([[0, 1], [0, 3], [1, 0]])
-
-    def losses():
-        counts = torch.tensor([3, 2, 0, 1])
-        return [ops.sequence_aux_loss(shares, topk_idx, 3, coefficient=1.0), ops.global_aux_loss(shares, topk_idx, counts, coefficient=1.0)]
-
-    expected = losses()
+    expected = all_losses(shares, topk_idx)
     torch.set_default_dtype(dtype)
     try:
-        found = losses()
+        found = all_losses(shares, topk_idx)
     finally:
         torch.set_default_dtype(torch.float32)
-    for loss, wanted in zip(found, expected, strict=True):
-        assert loss.dtype == torch.float32 and torch.equal(loss, wanted)
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
+
+
+def all_losses(shares, topk_idx):
+    """Of one sequence, of two, and of all tokens."""
+    counts = (topk_idx.flatten() == torch.arange(4).unsqueeze(1)).sum(1)
+    sequences = [ops.sequence_aux_loss(shares, topk_idx, lengths, coefficient=1.0) for lengths in (len(shares), [1, len(shares) - 1])]
+    return torch.stack([*sequences, ops.global_aux_loss(shares, topk_idx, counts, coefficient=1.0)])
+
+
+def test_aux_losses_compile():
+    shares, topk_idx = torch.rand(6, 4, requires_grad=True), torch.tensor([[0, 1]] * 6)
+    compiled = torch.compile(all_losses, fullgraph=True, backend="aot_eager")(shares, topk_idx)
+    torch.testing.assert_close(compiled, all_losses(shares, topk_idx))
 
 
 def test_aux_losses_without_tokens():
@@ -250,21 +237,8 @@ def test_aux_losses_without_tokens():
     assert loss.item() == 0 and shares.grad.shape == (0, 4)
 
 
-def test_aux_losses_compile():
-    shares, topk_idx = torch.rand(6, 4, requires_grad=True), torch.tensor([[0, 1]] * 6)
-
-    def losses(shares, topk_idx):
-        counts = torch.tensor([6, 6, 0, 0])
-        whole = ops.sequence_aux_loss(shares, topk_idx, 3, coefficient=1.0) + ops.sequence_aux_loss(
-            shares, topk_idx, [2, 4], coefficient=1.0
-        )
-        return whole + ops.global_aux_loss(shares, topk_idx, counts, coefficient=1.0)
-
-    compiled = torch.compile(losses, fullgraph=True, backend="aot_eager")(shares, topk_idx)
-    torch.testing.assert_close(compiled, losses(shares, topk_idx))
-
-
-def global_loss_on_ranks(rank, num_ranks):
+@on_ranks(2)
+def test_global_aux_loss_on_two_ranks(rank, num_ranks):
     """The mean over the ranks of losses and of gradients is what one rank makes of all tokens."""
     logits = torch.randn(num_ranks, 10, 6, generator=torch.Generator().manual_seed(2))
     losses, grads = [], []
@@ -279,29 +253,28 @@ def global_loss_on_ranks(rank, num_ranks):
     torch.testing.assert_close(grads[0] / num_ranks, grads[1].view(num_ranks, 10, 6)[rank])
 
 
-def test_global_aux_loss_on_two_ranks():
-    run_ranks(global_loss_on_ranks, 2)
+SHARES = torch.zeros(4, 4)
 
 
-def test_aux_loss_errors():
-    shares, topk_idx, counts = torch.zeros(4, 4), torch.zeros(4, 1, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
-    with pytest.raises(ValueError, match="num_tokens_per_sequence is 3; it must divide the 4 tokens"):
-        ops.sequence_aux_loss(shares, topk_idx, 3, coefficient=1.0)
-    with pytest.raises(ValueError, match="num_tokens_per_sequence has a sum of 5; it must be the 4 tokens"):
-        ops.sequence_aux_loss(shares, topk_idx, [2, 3], coefficient=1.0)
-    message = r"shapes \[3, 4\] and \[4, 1\]; they must be \[num_tokens, num_experts\] and \[num_tokens, num_topk\], as gate_full"
-    with pytest.raises(ValueError, match=message):
-        ops.sequence_aux_loss(shares[:3], topk_idx, 2, coefficient=1.0)
-    with pytest.raises(ValueError, match=message):
-        ops.global_aux_loss(shares[:3], topk_idx, counts, coefficient=1.0)
-    with pytest.raises(ValueError, match=r"num_tokens_per_expert has shape \[3\]; it must be \[4\], as shares have it"):
-        ops.global_aux_loss(shares, topk_idx, counts[:3], coefficient=1.0)
+def sequence(shares=SHARES, lengths=2):
+    return ops.sequence_aux_loss(shares, torch.zeros(4, 1, dtype=torch.int64), lengths, coefficient=1.0)
 
 
-def test_losses_say_where_shares_come_from():
-    logits = torch.zeros(2, 4)
-    output = ops.gate_full(logits, 2)
-    with pytest.raises(TypeError, match=r"shares is None; it must be a tensor, which gate_full\(..., shares=True\) gives"):
-        ops.sequence_aux_loss(output.shares, output.topk_idx, 2, coefficient=1.0)
-    with pytest.raises(TypeError, match=r"shares is None; it must be a tensor, which gate_full\(..., shares=True\) gives"):
-        ops.global_aux_loss(output.shares, output.topk_idx, output.num_tokens_per_expert, coefficient=1.0)
+def whole(shares=SHARES, num_counts=4):
+    counts = torch.zeros(num_counts, dtype=torch.int32)
+    return ops.global_aux_loss(shares, torch.zeros(4, 1, dtype=torch.int64), counts, coefficient=1.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "arguments", "error", "message"),
+    [
+        (sequence, {"lengths": 3}, ValueError, "num_tokens_per_sequence is 3; it must divide the 4 tokens"),
+        (sequence, {"lengths": [2, 3]}, ValueError, "num_tokens_per_sequence has a sum of 5; it must be the 4 tokens"),
+        *((loss, {"shares": torch.zeros(3, 4)}, ValueError, r"shapes \[3, 4\] and \[4, 1\]") for loss in (sequence, whole)),
+        (whole, {"num_counts": 3}, ValueError, r"num_tokens_per_expert has shape \[3\]; it must be \[4\], as shares have it"),
+        *((loss, {"shares": None}, TypeError, r"shares is None; .* gate_full\(..., shares=True\)") for loss in (sequence, whole)),
+    ],
+)
+def test_aux_loss_errors(loss, arguments, error, message):
+    with pytest.raises(error, match=message):
+        loss(**arguments)

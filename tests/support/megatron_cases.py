@@ -1,13 +1,25 @@
 """What the Megatron-Core tests share: process groups, configs, one MoE layer, and the comparison of two dispatchers. Runs in workers."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
+from on_ranks import on_ranks
+
+from deepep_moe.integrations.megatron import disable, enable
+from deepep_moe.integrations.megatron.plugin import selection
 
 HIDDEN = 32
 NUM_EXPERTS = 8
+BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "moe_router_dtype": "fp32"}
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+SYNC_FREE = {"grouped_experts": True, "sync_free": True}
+# Rank r is on GPU r.
+ON_GPUS = pytest.mark.parametrize("num_ranks", (pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.multi_gpu(2))))
 
 
 def layer_config(**switches: Any) -> Any:
@@ -59,11 +71,50 @@ def model_parallel(device_type: str = "cpu", *, ep: int = 1, tp: int = 1, etp: i
         yield sizes | {"sequence_parallel": tp > 1}
 
 
+@contextlib.contextmanager
+def enabled(**options: Any) -> Iterator[None]:
+    """`enable()` with these options, until the end."""
+    enable(**options)
+    try:
+        yield
+    finally:
+        disable()
+
+
+def on_megatron(number: int | None = None, device_type: str = "cpu", **options: Any) -> Callable[[Callable[..., None]], Any]:
+    """Make a test of a function of (rank, num_ranks, sizes, ...) as `on_ranks` does, which runs in `model_parallel` of all ranks."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def in_groups(rank: int, num_ranks: int, **parameters: Any) -> None:
+            with model_parallel(device_type, **({"ep": num_ranks} | options)) as sizes:
+                body(rank, num_ranks, sizes, **parameters)
+
+        rank, num_ranks, _, *others = inspect.signature(body).parameters.values()
+        in_groups.__signature__ = inspect.Signature([rank, num_ranks, *others])
+        return on_ranks(number)(in_groups)
+
+    return decorate
+
+
 def build_layer(config: Any) -> torch.nn.Module:
     """A MoELayer of plain PyTorch modules, weights drawn from the same random states every time."""
     from benchmarks.layers.megatron_layers import build_moe_layer
 
     return build_moe_layer(config, seed=7)
+
+
+def layer_of(sizes: dict[str, int], dispatcher: str = "deepep_moe", late: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """A layer with our dispatcher, or another one of `selection`. `late` changes its config past the config's own checks."""
+    config = layer_config(**sizes, **(selection(dispatcher) | changes))
+    vars(config).update(late or {})
+    return build_layer(config)
+
+
+def draw(seed: int, num_rows: int, batch: int = 1, hidden: int = HIDDEN) -> list[torch.Tensor]:
+    """An input and a gradient of the output."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(num_rows, batch, hidden, generator=generator) for _ in range(2)]
 
 
 def gradients(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -82,6 +133,13 @@ def forward_backward(layer: torch.nn.Module, hidden_states: torch.Tensor, cotang
     assert bias is None
     output.backward(cotangent)
     return {"output": output.detach().clone(), "input gradient": x.grad} | gradients(layer)
+
+
+def assert_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], context: str) -> None:
+    """All entries equal to the bit."""
+    assert actual.keys() == expected.keys(), context
+    different = [name for name, want in expected.items() if not torch.equal(actual[name], want)]
+    assert not different, f"{context}: {different}"
 
 
 def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], context: str, *, tolerance: float = 2e-6) -> float:

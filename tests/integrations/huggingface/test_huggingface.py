@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_cases import build, example
+from on_ranks import on_ranks
 from torch import nn
 
 from deepep_moe.errors import EPMismatchError, EPPeerError
@@ -53,25 +54,42 @@ def test_parity_of_transformers():
     assert run_ranks(parity_worker, 2, tuple(blocks)) == [expected] * 2
 
 
-def with_experts(**changes) -> nn.Module:
-    model = example("model").build(stand_in=True)
-    for name, value in changes.items():
-        setattr(model.layers[1].experts, name, value)
-    return model
+# What changes the model or the experts of its second block.
+REFUSED = [
+    (lambda model, _: setattr(model, "config", SimpleNamespace()), r"no config\.num_experts_per_tok; pass num_topk"),
+    (lambda model, _: model.to("meta"), r"layers\.0\.experts has weights on the device meta"),
+    (
+        lambda _, experts: setattr(experts, "gate_up_proj_bias", nn.Parameter(torch.zeros(8, 64))),
+        r"layers\.1\.experts has gate_up_proj_bias",
+    ),
+    (lambda _, experts: setattr(experts, "act_fn", nn.GELU()), r"layers\.1\.experts has the activation GELU"),
+    (lambda _, experts: setattr(experts, "scale", nn.Parameter(torch.ones(8))), "has scale, which would be lost"),
+    (lambda _, experts: experts.register_forward_hook(print), "experts or its weights have hooks, which would be lost"),
+    (lambda _, experts: experts.down_proj.data.zero_(), "has zeros or numbers that are not finite for weights"),
+    (lambda model, experts: setattr(model.layers[0], "same", experts.down_proj), "down_proj is also a parameter of another module"),
+    (
+        lambda model, experts: setattr(model.layers[1], "experts", nn.ModuleDict({"base_layer": experts})),
+        r"layers\.1\.experts is a ModuleDict around experts.*merge_and_unload",
+    ),
+]
 
 
-def test_models_that_are_refused():
-    with pytest.raises(ValueError, match=r"layers\.1\.experts has gate_up_proj_bias; only experts without biases can be spread"):
-        spread_experts(with_experts(gate_up_proj_bias=nn.Parameter(torch.zeros(8, 64))))
-    with pytest.raises(ValueError, match=r"layers\.1\.experts has the activation GELU.*; only experts with SiLU can be spread"):
-        spread_experts(with_experts(act_fn=nn.GELU()))
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_models_that_are_refused(change, message):
+    model = build("stand-in")
+    change(model, model.layers[1].experts)
+    with pytest.raises(ValueError, match=message):
+        spread_experts(model)
+    assert is_stock(model), "a model that is refused stays as it is"
+
+
+def test_a_model_without_experts():
     with pytest.raises(ValueError, match="Linear has no module `experts` with gate_up_proj"):
         spread_experts(nn.Linear(2, 2), num_topk=2)
-    model = with_experts()
-    model.config = SimpleNamespace()
-    with pytest.raises(ValueError, match=r"no config\.num_experts_per_tok; pass num_topk"):
-        spread_experts(model)
-    assert not any(isinstance(module, SpreadExperts) for module in model.modules()), "a model that is refused stays as it is"
+
+
+def is_stock(model: nn.Module) -> bool:
+    return not any(isinstance(module, SpreadExperts) for module in model.modules())
 
 
 def example_worker(rank: int, num_ranks: int, folder: str):
@@ -87,49 +105,34 @@ def test_example(tmp_path):
     assert [line["loss"] for line in lines] == losses and lines[0]["deepep_moe/layer_1/rows"] == 2 * 4 * 32 * 2
 
 
-def limited(self, x):
-    return self.plain(x).clamp(-100, 100)
+OTHERS = {
+    "plain": lambda experts, plain, x: plain(x),
+    "limited": lambda experts, plain, x: plain(x).clamp(-100, 100),
+    "scaled": lambda experts, plain, x: 1.5 * plain(x),
+    "of other rows": lambda experts, plain, x: plain(x) - plain(x).mean(0),
+    "with dropout": lambda experts, plain, x: nn.functional.dropout(plain(x), 0.1, experts.training),
+    "without the gradient of rows": lambda experts, plain, x: plain(x.detach()),
+}
 
 
-def scaled(self, x):
-    return 1.5 * self.plain(x)
-
-
-def of_other_rows(self, x):
-    return self.plain(x) - self.plain(x).mean(0)
-
-
-def with_dropout(self, x):
-    return nn.functional.dropout(self.plain(x), 0.1, self.training)
-
-
-def without_gradient_of_rows(self, x):
-    return self.plain(x.detach())
-
-
-def plain(self, x):
-    return self.plain(x)
-
-
-def other_experts(function) -> nn.Module:
-    """A model whose second block has experts that apply `function` to the output of the plain ones."""
-    model = example("model").build(stand_in=True)
+def other_experts(name: str) -> nn.Module:
+    """A model whose second block has experts that do something else than the plain ones."""
+    model = build("stand-in")
     experts = model.layers[1].experts
     plain_class = type(experts)
 
     class Experts(plain_class):
         def forward(self, hidden_states, top_k_index, top_k_weights):
-            self.__dict__["plain"] = lambda x: plain_class.forward(self, x, top_k_index, top_k_weights)
-            return function(self, hidden_states)
+            return OTHERS[name](self, lambda x: plain_class.forward(self, x, top_k_index, top_k_weights), hidden_states)
 
     experts.__class__ = Experts
     return model
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("function", (limited, scaled, of_other_rows, with_dropout, without_gradient_of_rows))
-def test_experts_with_other_arithmetic(function, dtype):
-    model = other_experts(function).to(dtype).eval()
+@pytest.mark.parametrize("name", [name for name in OTHERS if name != "plain"])
+def test_experts_with_other_arithmetic(name, dtype):
+    model = other_experts(name).to(dtype).eval()
     state, random_state = {name: id(tensor) for name, tensor in model.named_parameters()}, torch.get_rng_state()
     with pytest.raises(ValueError, match=r"layers\.1\.experts .*(something else|cannot be called)"):
         spread_experts(model)
@@ -139,36 +142,11 @@ def test_experts_with_other_arithmetic(function, dtype):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_experts_that_compute_the_same(dtype):
-    assert spread_experts(other_experts(plain).to(dtype)) == ["layers.0.experts", "layers.1.experts"]
-
-
-def test_what_would_be_lost_is_refused():
-    model = with_experts(scale=nn.Parameter(torch.ones(8)))
-    with pytest.raises(ValueError, match=r"layers\.1\.experts has scale, which would be lost"):
-        spread_experts(model)
-    model = with_experts()
-    model.layers[1].experts.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"layers\.1\.experts or its weights have hooks, which would be lost"):
-        spread_experts(model)
-    with torch.no_grad():
-        model = with_experts()
-        model.layers[1].experts.down_proj.zero_()
-    with pytest.raises(ValueError, match=r"layers\.1\.experts has zeros or numbers that are not finite for weights"):
-        spread_experts(model)
-    with pytest.raises(ValueError, match=r"layers\.0\.experts has weights on the device meta"):
-        spread_experts(with_experts().to("meta"))
-    model = with_experts()
-    model.layers[1].experts.down_proj = model.layers[0].experts.down_proj
-    with pytest.raises(ValueError, match=r"down_proj is also a parameter of another module"):
-        spread_experts(model)
-    model = with_experts()
-    model.layers[0].experts = nn.ModuleDict({"base_layer": model.layers[0].experts})
-    with pytest.raises(ValueError, match=r"layers\.0\.experts is a ModuleDict around experts.*merge_and_unload"):
-        spread_experts(model)
+    assert spread_experts(other_experts("plain").to(dtype)) == ["layers.0.experts", "layers.1.experts"]
 
 
 def test_a_module_in_two_places_stays_one():
-    model = with_experts()
+    model = build("stand-in")
     model.layers[1].experts = model.layers[0].experts
     tokens = torch.randint(0, 64, (2, 5))
     want = model(input_ids=tokens).logits
@@ -177,11 +155,9 @@ def test_a_module_in_two_places_stays_one():
     torch.testing.assert_close(model(input_ids=tokens).logits, want)
 
 
-def refuse_together(rank: int, num_ranks: int) -> None:
-    def is_stock(model: nn.Module) -> bool:
-        return not any(isinstance(module, SpreadExperts) for module in model.modules())
-
-    model = other_experts(limited if rank == 1 else plain)
+@on_ranks(2)
+def test_ranks_refuse_together(rank: int, num_ranks: int) -> None:
+    model = other_experts("limited" if rank == 1 else "plain")
     error, why = (ValueError, "something else") if rank == 1 else (EPPeerError, "rank 1 did not make its call: ValueError")
     with pytest.raises(error, match=why):
         spread_experts(model)
@@ -209,10 +185,6 @@ def refuse_together(rank: int, num_ranks: int) -> None:
     with pytest.raises(error, match=why):
         model(input_ids=torch.ones(1, 16 + rank, dtype=torch.int64))
     assert model(input_ids=torch.ones(1, 16, dtype=torch.int64)).logits.isfinite().all()
-
-
-def test_ranks_refuse_together():
-    run_ranks(refuse_together, 2)
 
 
 @pytest.mark.slow

@@ -2,16 +2,17 @@
 
 import copy
 import os
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from huggingface_cases import build
+from on_ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from deepep_moe.integrations.huggingface import expert_parameters, spread_experts
-from deepep_moe.testing import run_ranks
 
 
 def tokens_of(rank: int, step: int) -> torch.Tensor:
@@ -33,7 +34,9 @@ def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-def trained_in_ddp(rank: int, num_ranks: int, max_norm: float) -> None:
+@pytest.mark.parametrize("max_norm", (0.01, 1e9))
+@on_ranks(2)
+def test_training_in_ddp(rank: int, num_ranks: int, max_norm: float) -> None:
     results = []
     for is_spread in (False, True):
         model, norms = build("stand-in"), []
@@ -54,11 +57,6 @@ def trained_in_ddp(rank: int, num_ranks: int, max_norm: float) -> None:
         torch.testing.assert_close(spread[name], parameter, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("max_norm", (0.01, 1e9))
-def test_training_in_ddp(max_norm):
-    run_ranks(trained_in_ddp, 2, max_norm)
-
-
 class Around(nn.Module):
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -68,7 +66,8 @@ class Around(nn.Module):
         return self.model(input_ids=tokens).logits
 
 
-def refused_by_ddp(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_ddp_around_another_module(rank: int, num_ranks: int) -> None:
     model, tokens = build("stand-in"), tokens_of(rank, 0)
     spread_experts(model, num_max_tokens_per_rank=64)
     with pytest.raises(ValueError, match=r"experts of rank 0 .*mark_experts\(model\) on the Around"):
@@ -79,11 +78,8 @@ def refused_by_ddp(rank: int, num_ranks: int) -> None:
     torch.nn.utils.clip_grad_norm_(copied.parameters(), 1.0)
 
 
-def test_ddp_around_another_module():
-    run_ranks(refused_by_ddp, 2)
-
-
-def saving(rank: int, num_ranks: int, folder: str) -> None:
+@on_ranks(2)
+def test_saving(rank: int, num_ranks: int, tmp_path: Path) -> None:
     """A rank keeps a file of its own; a library that takes it for the model is refused on all ranks."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -93,35 +89,32 @@ def saving(rank: int, num_ranks: int, folder: str) -> None:
     with torch.no_grad():
         for parameter in expert_parameters(model):
             parameter.mul_(2)
-    torch.save(model.state_dict(), f"{folder}/{rank}.pt")
-    other.load_state_dict(torch.load(f"{folder}/{rank}.pt"))
+    torch.save(model.state_dict(), f"{tmp_path}/{rank}.pt")
+    other.load_state_dict(torch.load(f"{tmp_path}/{rank}.pt"))
     tokens = tokens_of(rank, 0)
     assert torch.equal(other(input_ids=tokens).logits, model(input_ids=tokens).logits)
     with pytest.raises(ValueError, match="experts of one rank.*before spread_experts"):
         get_model_state_dict(model)
 
 
-def test_saving(tmp_path):
-    run_ranks(saving, 2, str(tmp_path))
-
-
-def save_pretrained(rank: int, num_ranks: int, folder: str) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_save_pretrained(rank: int, num_ranks: int, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5")
     model = build("qwen3")
     stock = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     spread_experts(model, num_max_tokens_per_rank=64)
     for given in ({}, {"state_dict": model.state_dict()}):
         with pytest.raises(ValueError, match="save_pretrained would save the experts of one rank"):
-            model.save_pretrained(folder, **given)
-    model.save_pretrained(folder, is_main_process=rank == 0, state_dict=stock)
+            model.save_pretrained(str(tmp_path), **given)
+    model.save_pretrained(str(tmp_path), is_main_process=rank == 0, state_dict=stock)
 
 
 @pytest.mark.slow
-def test_save_pretrained(tmp_path):
-    pytest.importorskip("transformers", minversion="5")
-    run_ranks(save_pretrained, 2, str(tmp_path))
-
-
-def in_trainer(rank: int, num_ranks: int, folder: str) -> None:
+@on_ranks(2)
+def test_trainer_and_accelerate(rank: int, num_ranks: int, tmp_path: Path) -> None:
+    """Needs accelerate, which the extra `dev` installs."""
+    pytest.importorskip("accelerate")
     from accelerate import Accelerator
     from transformers import Trainer, TrainingArguments
 
@@ -129,8 +122,8 @@ def in_trainer(rank: int, num_ranks: int, folder: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29678")
     data = [{"input_ids": tokens_of(index, 7)[0], "labels": tokens_of(index, 7)[0]} for index in range(12)]
     arguments = TrainingArguments(
-        folder, per_device_train_batch_size=2, max_steps=3, learning_rate=0.5, optim="sgd", max_grad_norm=0.5, report_to=[], use_cpu=True,
-        ddp_backend="gloo", save_strategy="no", disable_tqdm=True,
+        str(tmp_path), per_device_train_batch_size=2, max_steps=3, learning_rate=0.5, optim="sgd", max_grad_norm=0.5, report_to=[],
+        use_cpu=True, ddp_backend="gloo", save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     states = []
     for is_spread in (False, True):
@@ -143,22 +136,18 @@ def in_trainer(rank: int, num_ranks: int, folder: str) -> None:
     for name, parameter in states[0].items():
         torch.testing.assert_close(states[1][name], parameter, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="save_model would save the experts of one rank"):
-        trainer.save_model(folder)
+        trainer.save_model(str(tmp_path))
     accelerator = Accelerator()
-    for save in (accelerator.get_state_dict, lambda model: accelerator.save_model(model, folder)):
+    for save in (accelerator.get_state_dict, lambda model: accelerator.save_model(model, str(tmp_path))):
         with pytest.raises(ValueError, match="get_state_dict would save the experts of one rank"):
             save(model)
 
 
 @pytest.mark.slow
-def test_trainer_and_accelerate(tmp_path):
-    """Needs accelerate, which the extra `dev` installs."""
-    pytest.importorskip("accelerate")
-    run_ranks(in_trainer, 2, str(tmp_path))
-
-
-def in_deepspeed(rank: int, num_ranks: int, stage: int) -> None:
-    import deepspeed
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@on_ranks(2)
+def test_deepspeed_is_refused(rank: int, num_ranks: int, stage: int) -> None:
+    deepspeed = pytest.importorskip("deepspeed")
     from deepspeed.accelerator import set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
@@ -171,10 +160,3 @@ def in_deepspeed(rank: int, num_ranks: int, stage: int) -> None:
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     with pytest.raises(ValueError, match=r"DeepSpeed has no process group for experts that deepep_moe has spread"):
         deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
-def test_deepspeed_is_refused(stage):
-    pytest.importorskip("deepspeed")
-    run_ranks(in_deepspeed, 2, stage)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from on_ranks import on_ranks
 
 from benchmarks.layers import megatron, megatron_steps
-from deepep_moe.testing import run_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -58,7 +58,8 @@ def test_records(tmp_path):
             assert differences is None if r["rival"].startswith("rows") else set(differences) == kinds[what]
 
 
-def same_steps(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_steps_have_the_same_weights(rank: int, num_ranks: int) -> None:
     """Grouped experts have the weights of the layer that they are compared with, and gradients of the same names."""
     from megatron_ranks import model_parallel
 
@@ -81,22 +82,8 @@ def same_steps(rank: int, num_ranks: int) -> None:
         assert 0 < times.host <= times.wall and times.kernels is None
 
 
-def test_steps_have_the_same_weights():
-    run_ranks(same_steps, 2)
-
-
-def test_names_of_experts():
-    weights = torch.arange(4.0).view(2, 2)
-    named = {"experts.linear_fc1.weight": weights, "experts.linear_fc2.weight0": weights[0], "experts.linear_fc2.weight11": weights[1]}
-    found = megatron_steps.by_expert({"output": weights, "router.weight": weights, **named})
-    assert list(found) == [
-        "output", "router.weight", "experts.local_experts.0.linear_fc1.weight", "experts.local_experts.1.linear_fc1.weight",
-        "experts.local_experts.0.linear_fc2.weight", "experts.local_experts.11.linear_fc2.weight",
-    ]  # fmt: skip
-    assert torch.equal(found["experts.local_experts.1.linear_fc1.weight"], weights[1])
-
-
-def rows_return(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_rows_of_the_rival_return(rank: int, num_ranks: int) -> None:
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(5 + rank, 1, 8, generator=generator)
     routing_map = torch.rand(5 + rank, 6, generator=generator).argsort(1) < 3
@@ -107,17 +94,13 @@ def rows_return(rank: int, num_ranks: int) -> None:
     torch.testing.assert_close(rows.output, 3 * x[:, 0])
 
 
-def test_rows_of_the_rival_return():
-    run_ranks(rows_return, 2)
-
-
-def test_differences():
-    expected = torch.tensor([[2.0, -4.0], [0.0, 1.0]])
-    assert megatron.difference(expected, expected) == 0
-    assert megatron.difference(expected + torch.tensor([[0.0, 0.0], [1.0, 0.0]]), expected) == 0.25
-    assert megatron.difference(torch.full((2, 2), torch.nan), expected) != 0
-    assert megatron.difference(torch.zeros(0, 2), torch.zeros(0, 2)) == 0
-    assert megatron.kind_of("experts.local_experts.3.linear_fc1.weight") == "experts"
+def test_names_of_experts():
+    weights = torch.arange(4.0).view(2, 2)
+    named = {"experts.linear_fc1.weight": weights, "experts.linear_fc2.weight0": weights[0], "experts.linear_fc2.weight11": weights[1]}
+    found = megatron_steps.by_expert({"router.weight": weights, **named})
+    places = ("0.linear_fc1", "1.linear_fc1", "0.linear_fc2", "11.linear_fc2")
+    assert list(found) == ["router.weight", *(f"experts.local_experts.{place}.weight" for place in places)]
+    assert torch.equal(found["experts.local_experts.1.linear_fc1.weight"], weights[1])
 
 
 def _measured(difference: float, *times: list[float]) -> megatron.Measured:
@@ -127,22 +110,26 @@ def _measured(difference: float, *times: list[float]) -> megatron.Measured:
     return megatron.Measured("shm", "here", "these", False, 640, differences, turns, steps)
 
 
-def test_the_slowest_rank_counts():
-    ranks = [_measured(0.0, [1.0, 5.0, 6.0], [3.0, 1.0, 4.0]), _measured(0.0, [2.0, 2.0, 4.0], [2.0, 2.0, 4.0])]
-    assert megatron.slowest(ranks)["exchange", "alltoall"] == {
-        "forward": [2.0, 3.0], "backward": [5.0, 2.0], "forward+backward": [6.0, 4.0]
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("difference", [0.5, float("nan")])
-def test_disagreement_fails(difference, monkeypatch, capsys):
-    ranks = [_measured(0.0, [1.0, 1.0, 2.0]), _measured(difference, [1.0, 1.0, 2.0])]
+def test_disagreement_fails(difference, monkeypatch):
+    """And the slowest rank counts."""
+    ranks = [_measured(0.0, [1.0, 5.0, 6.0], [3.0, 1.0, 4.0]), _measured(difference, [2.0, 2.0, 4.0], [2.0, 2.0, 4.0])]
+    slowest = {"forward": [2.0, 3.0], "backward": [5.0, 2.0], "forward+backward": [6.0, 4.0]}
+    assert megatron.slowest(ranks)["exchange", "alltoall"] == slowest
     monkeypatch.setattr(megatron, "run_ranks", lambda *_, **__: ranks)
     options = options_of("--device", "cpu")
     options.json = None
-    with pytest.raises(SystemExit, match=r"dispatchers disagree by more than rounding \(3.1e-02\): exchange, alltoall: output differs"):
+    with pytest.raises(SystemExit, match="dispatchers disagree by more than rounding .* alltoall: output differs"):
         megatron.main(options)
-    assert "megatron exchange" in capsys.readouterr().out
+
+
+def test_differences():
+    expected = torch.tensor([[2.0, -4.0], [0.0, 1.0]])
+    assert megatron.difference(expected, expected) == 0
+    assert megatron.difference(expected + torch.tensor([[0.0, 0.0], [1.0, 0.0]]), expected) == 0.25
+    assert megatron.difference(torch.full((2, 2), torch.nan), expected) != 0
+    assert megatron.difference(torch.zeros(0, 2), torch.zeros(0, 2)) == 0
+    assert megatron.kind_of("experts.local_experts.3.linear_fc1.weight") == "experts"
 
 
 def test_options_that_do_not_fit(monkeypatch):

@@ -5,129 +5,108 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_cases import build_layer, expert_biases, forward_backward, layer_config, model_parallel
+from megatron_cases import BF16, RECOMPUTED, assert_bits, draw, forward_backward, layer_of, model_parallel, on_megatron
+from megatron_training import on_cpus
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import BackendUnavailableError, EPPeerError
-from deepep_moe.integrations.megatron import disable, enable
-from deepep_moe.integrations.megatron.options import Options
-from deepep_moe.integrations.megatron.plugin import selection
 from deepep_moe.ops import QuantizedRows, fp8_products
-from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")
 
 HIDDEN, WIDTH = 128, 128
-BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "moe_router_dtype": "fp32", "hidden_size": HIDDEN, "moe_ffn_hidden_size": WIDTH}
-BF16["moe_shared_expert_intermediate_size"] = None  # which Megatron-Core does not build beside fp8 without TransformerEngine
+FP8 = {"grouped_experts": True, "fp8": True}
+SIZES = {"hidden_size": HIDDEN, "moe_ffn_hidden_size": WIDTH}
+SIZES["moe_shared_expert_intermediate_size"] = None  # which Megatron-Core does not build beside fp8 without TransformerEngine
 RECIPE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
 CASES: dict[str, dict] = {
     "recipe": RECIPE,
     "padding of the recipe": {**RECIPE, "moe_router_padding_for_quantization": True},
-    "recomputed layer": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "recomputed layer": RECOMPUTED,
     "recomputed activation": {"recompute_granularity": "selective", "recompute_modules": ["moe_act"], "moe_grouped_gemm": True},
 }
 
 
-def config_of(sizes: dict, changes: dict) -> Any:
-    """Fields of fp8 are set afterwards: without TransformerEngine Megatron-Core builds no such config."""
-    later = {name: value for name, value in changes.items() if "fp8" in name or "quantization" in name or name.startswith("first_last")}
-    config = layer_config(**sizes, **selection(), **(BF16 | {name: value for name, value in changes.items() if name not in later}))
-    vars(config).update(later)
-    return config
-
-
 def inputs(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    x, grad = (torch.randn(24 + rank, 2, HIDDEN, generator=generator).bfloat16() for _ in range(2))
-    return x, grad * 1e-6
+    x, grad = draw(rank, 24 + rank, 2, hidden=HIDDEN)
+    return x.bfloat16(), grad.bfloat16() * 1e-6
+
+
+def fp8_layer(sizes: dict, changes: dict | None = None) -> Any:
+    """Fields of fp8 are set late: without TransformerEngine Megatron-Core builds no such config."""
+    changes = changes or {}
+    late = {name: value for name, value in changes.items() if "fp8" in name or "quantization" in name}
+    return layer_of(sizes, late=late, **(BF16 | SIZES | {name: value for name, value in changes.items() if name not in late}))
 
 
 def result(sizes: dict, rank: int, changes: dict) -> dict[str, torch.Tensor]:
-    return forward_backward(build_layer(config_of(sizes, changes)), *inputs(rank))
+    return forward_backward(fp8_layer(sizes, changes), *inputs(rank))
 
 
-def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], name: str) -> None:
-    assert ours.keys() == theirs.keys()
-    different = [key for key in ours if not torch.equal(ours[key], theirs[key])]
-    assert not different, f"{name}: {different}"
-
-
-def compare(rank: int, num_ranks: int) -> None:
+@pytest.mark.parametrize("num_ranks", (1, 2))
+@on_ranks(timeout_s=300)
+def test_layer(rank: int, num_ranks: int) -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     fields = set(TransformerConfig.__dataclass_fields__)
     with model_parallel(ep=num_ranks, grouped_experts=True) as sizes:
         exact = result(sizes, rank, {})
-    with model_parallel(ep=num_ranks, grouped_experts=True, fp8=True) as sizes:
+    with model_parallel(ep=num_ranks, **FP8) as sizes:
         ours = result(sizes, rank, {})
         for name, changes in CASES.items():
             if set(changes) <= fields:
-                assert_equal(result(sizes, rank, changes), ours, name)
+                assert_bits(result(sizes, rank, changes), ours, name)
         shared = result(sizes, rank, {"moe_shared_expert_intermediate_size": 40})
         assert any("shared" in key and value.any() for key, value in shared.items())
         experts = [key for key in ours if ".linear_fc" in key]
-        assert_equal({key: shared[key] for key in experts}, {key: ours[key] for key in experts}, "beside shared experts")
+        assert_bits({key: shared[key] for key in experts}, {key: ours[key] for key in experts}, "beside shared experts")
     for options in ({"sync_free": True}, {"sync_free": True, "recv_capacity_factor": 3.7, "expert_alignment": 256}):
-        with model_parallel(ep=num_ranks, grouped_experts=True, fp8=True, **options) as sizes:
-            assert_equal(result(sizes, rank, {}), ours, str(options))
+        with model_parallel(ep=num_ranks, **FP8, **options) as sizes:
+            assert_bits(result(sizes, rank, {}), ours, str(options))
     for name, want in exact.items():
         error = float((ours[name].float() - want.float()).norm() / want.float().norm())
         assert error < 0.12, f"{name}: {error}"
         assert error > 0.005 or "experts.linear" not in name, f"{name}: {error}"
 
 
-@pytest.mark.parametrize("num_ranks", (1, 2))
-def test_layer(num_ranks):
-    run_ranks(compare, num_ranks, timeout_s=300)
+@on_megatron(2, **FP8)
+def test_experts_get_fp8_rows(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+    """Nothing between dispatch and products makes other rows of them."""
+    layer = fp8_layer(sizes, RECIPE)
+    seen: list[Any] = []
+    layer.experts.register_forward_pre_hook(lambda _, arguments: seen.extend(arguments[:2]))
+
+    def watch(_: Any, __: Any, outputs: Any) -> None:
+        outputs[0].register_hook(lambda grad: seen.append(type(grad)))
+
+    layer.experts.register_forward_hook(watch)
+    x, grad = inputs(rank)
+    layer(x.requires_grad_())[0].backward(grad)
+    rows, counts, of_gradient = seen
+    assert type(rows) is of_gradient is QuantizedRows
+    assert not any(count % 128 for count in counts.tolist())
 
 
-def experts_get_fp8_rows(rank: int, num_ranks: int) -> None:
-    """Nothing between dispatch and products makes other rows of them; weights and their names are those without fp8."""
-    with model_parallel(ep=num_ranks, grouped_experts=True) as sizes:
-        names = build_layer(config_of(sizes, {})).state_dict().keys()
-    with model_parallel(ep=num_ranks, grouped_experts=True, fp8=True) as sizes:
-        layer = build_layer(config_of(sizes, RECIPE))
-        assert layer.state_dict().keys() == names
-        seen: list[Any] = []
-        layer.experts.register_forward_pre_hook(lambda _, arguments: seen.extend(arguments[:2]))
-        gradients: list[Any] = []
-
-        def watch(_: Any, __: Any, outputs: Any) -> None:
-            outputs[0].register_hook(lambda grad: gradients.append(type(grad)))
-
-        layer.experts.register_forward_hook(watch)
-        x, grad = inputs(rank)
-        layer(x.requires_grad_())[0].backward(grad)
-        assert type(seen[0]) is QuantizedRows and gradients == [QuantizedRows]
-        assert not any(count % 128 for count in seen[1].tolist())
-
-
-def test_experts_get_fp8_rows():
-    run_ranks(experts_get_fp8_rows, 2)
-
-
-def checkpoint(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_checkpoint(rank: int, num_ranks: int) -> None:
     """A state dict of a layer in bf16 is one of a layer in fp8, and steps of an optimizer between two forwards count."""
     with model_parallel(ep=num_ranks, grouped_experts=True) as sizes:
-        state = build_layer(config_of(sizes, {})).state_dict()
-    with model_parallel(ep=num_ranks, grouped_experts=True, fp8=True) as sizes:
-        layers = [build_layer(config_of(sizes, {})) for _ in range(2)]
+        state = fp8_layer(sizes).state_dict()
+    with model_parallel(ep=num_ranks, **FP8) as sizes:
+        layers = [fp8_layer(sizes) for _ in range(2)]
         with torch.no_grad():
             for parameter in layers[1].experts.parameters():
                 parameter.zero_()
+        assert layers[1].state_dict().keys() == state.keys()
         layers[1].load_state_dict(state)
         x, grad = inputs(rank)
         for _ in range(2):
             results = [forward_backward(layer, x, grad * 1e6) for layer in layers]
-            assert_equal(*results, "after loading")
+            assert_bits(*results, "after loading")
             for layer in layers:
                 torch.optim.SGD(layer.parameters(), lr=0.5).step()
         assert not torch.equal(forward_backward(layers[0], x, grad)["output"], results[0]["output"])
-
-
-def test_checkpoint():
-    run_ranks(checkpoint, 2)
 
 
 # ---- micro-batches of a step ----
@@ -141,15 +120,16 @@ def counting(calls: list[int]) -> None:
         place.quantize_fp8_weights_both = lambda w, stock=stock: calls.append(1) or stock(w)
 
 
-def micro_batches(rank: int, num_ranks: int) -> None:
+@on_ranks(2, timeout_s=300)
+def test_micro_batches(rank: int, num_ranks: int) -> None:
     """By Megatron-Core's signal, all forwards of a step use the copies of the first, with the same results."""
     from megatron.core.transformer.module import MegatronModule
 
     stock, calls = MegatronModule.set_is_first_microbatch, []
     counting(calls)
-    with model_parallel(ep=num_ranks, grouped_experts=True, fp8=True) as sizes:
+    with model_parallel(ep=num_ranks, **FP8) as sizes:
         for changes in ({}, RECIPE, CASES["recomputed layer"]):
-            layer, other = (build_layer(config_of(sizes, changes)) for _ in range(2))
+            layer, other = (fp8_layer(sizes, changes) for _ in range(2))
             for step in range(2):
                 layer.set_is_first_microbatch()
                 for batch in range(3):
@@ -157,32 +137,21 @@ def micro_batches(rank: int, num_ranks: int) -> None:
                     calls.clear()
                     ours = forward_backward(layer, x, grad * 1e6)
                     assert len(calls) == (0 if batch else 2), f"{changes}: step {step}, batch {batch}: {len(calls)}"
-                    assert_equal(ours, forward_backward(other, x, grad * 1e6), f"{changes}: step {step}, batch {batch}")
+                    assert_bits(ours, forward_backward(other, x, grad * 1e6), f"{changes}: step {step}, batch {batch}")
                 for each in (layer, other):
                     torch.optim.SGD(each.parameters(), lr=0.5).step()
             assert layer.state_dict().keys() == other.state_dict().keys()
             # A forward after a step of which nobody told it.
-            assert_equal(forward_backward(layer, x, grad), forward_backward(other, x, grad), f"{changes}: after a step")
+            assert_bits(forward_backward(layer, x, grad), forward_backward(other, x, grad), f"{changes}: after a step")
             assert layer.experts.kept_weights.num_bytes and not other.experts.kept_weights.num_bytes
             layer.experts.release_fp8_weights()
             assert not layer.experts.kept_weights.num_bytes
-            assert_equal(forward_backward(layer, x, grad), forward_backward(other, x, grad), f"{changes}: after a release")
-        layer = build_layer(config_of(sizes, {"disable_parameter_transpose_cache": True}))
+            assert_bits(forward_backward(layer, x, grad), forward_backward(other, x, grad), f"{changes}: after a release")
+        layer = fp8_layer(sizes, {"disable_parameter_transpose_cache": True})
         layer.set_is_first_microbatch()
         forward_backward(layer, x, grad)
         assert not layer.experts.kept_weights.num_bytes
     assert MegatronModule.set_is_first_microbatch is stock
-
-
-def test_micro_batches():
-    run_ranks(micro_batches, 2, timeout_s=300)
-
-
-def let_optimizer_run_on_cpu() -> None:
-    """Megatron-Core's distributed optimizer asks parameters whether their type is one of the GPU's, and makes a scale there."""
-    type_of, tensor = torch.Tensor.type, torch.tensor
-    torch.Tensor.type = lambda self, *args: type_of(self, *args) if args else type_of(self).replace("torch.", "torch.cuda.")
-    torch.tensor = lambda *args, **how: tensor(*args, **(how | ({"device": "cpu"} if how.get("device") == "cuda" else {})))
 
 
 def distributed_steps(sizes: dict, rank: int, shares_copies: bool) -> tuple[list[torch.Tensor], int]:
@@ -192,10 +161,9 @@ def distributed_steps(sizes: dict, rank: int, shares_copies: bool) -> tuple[list
 
     calls: list[int] = []
     counting(calls)
-    config = config_of(sizes, {})
-    layer = build_layer(config)
+    layer = fp8_layer(sizes)
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False)
-    model = DistributedDataParallel(config, ddp_config, layer)
+    model = DistributedDataParallel(layer.config, ddp_config, layer)
     how = {"bf16": True, "params_dtype": torch.bfloat16, "use_distributed_optimizer": True, "clip_grad": 0.0, "weight_decay": 0.1}
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=0.02, **how), [model])
     optimizer.get_grad_norm = lambda: 0.0  # a figure to report, made by a kernel
@@ -219,105 +187,38 @@ def distributed_steps(sizes: dict, rank: int, shares_copies: bool) -> tuple[list
     return seen, len(calls)
 
 
-def distributed_optimizer(rank: int, num_ranks: int) -> None:
+@on_megatron(2, ep=1, **FP8)
+def test_distributed_optimizer(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """Each rank steps a part of the weights and gets the others' into the same memory: copies of the last step are not used again."""
-    let_optimizer_run_on_cpu()
-    with model_parallel(ep=1, grouped_experts=True, fp8=True) as sizes:
+    with on_cpus():
         want, num_calls = distributed_steps(sizes, rank, shares_copies=False)
         ours, num_shared = distributed_steps(sizes, rank, shares_copies=True)
-        assert all(torch.equal(*pair) for pair in zip(ours, want, strict=True))
-        assert (num_calls, num_shared) == (10, 6)
-
-
-def test_distributed_optimizer():
-    run_ranks(distributed_optimizer, 2, timeout_s=300)
+    assert all(torch.equal(*pair) for pair in zip(ours, want, strict=True))
+    assert (num_calls, num_shared) == (10, 6)
 
 
 # ---- refusals ----
 
 
-def test_options():
-    assert Options(grouped_experts=True, fp8=True).expert_alignment == 128
-    with pytest.raises(ValueError, match="fp8 is True without grouped_experts"):
-        Options(fp8=True)
-    with pytest.raises(ValueError, match="expert_alignment is 16, but fp8 experts need a multiple of 128; pass 128"):
-        Options(grouped_experts=True, fp8=True, expert_alignment=16)
-    with pytest.raises(ValueError, match="fp8 is 'e4m3'; it must be True or False"):
-        Options(fp8="e4m3")
-
-
-REFUSED: dict[str, tuple[dict, str]] = {
-    "recipe": ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, "fp8_recipe is 'mxfp8', but deepep_moe's experts have scales of blocks"),
-    "fp32": ({"bf16": False, "params_dtype": torch.float32}, "params_dtype is torch.float32, but fp8 experts take bf16 rows"),
-    "hidden": ({"hidden_size": 192}, "hidden_size is 192, but fp8 experts need multiples of 128"),
-    "width": ({"moe_ffn_hidden_size": 100}, "moe_ffn_hidden_size is 100, but fp8 experts need multiples of 128"),
-    "fp8 parameters": ({**RECIPE, "fp8_param": True}, "fp8_param is True, which grouped experts do not support"),
-    "bf16 layers": ({**RECIPE, "first_last_layers_bf16": True}, "first_last_layers_bf16 is True, but fp8 of enable"),
-}
-
-
-def refusals(rank: int, num_ranks: int) -> None:
-    with model_parallel(ep=num_ranks, grouped_experts=True, fp8=True) as sizes:
-        for changes, message in (*REFUSED.values(), (expert_biases(), "add_bias_linear is True, which grouped experts do not support")):
-            if changes:
-                with pytest.raises(ValueError, match=message):
-                    build_layer(config_of(sizes, changes))
-        config = config_of(sizes, {})
-        config.overlap_moe_expert_parallel_comm = True
-        with pytest.raises(ValueError, match="overlap_moe_expert_parallel_comm is True, whose schedule frees rows"):
-            build_layer(config)
-    with model_parallel(ep=num_ranks, grouped_experts=True) as sizes, pytest.raises(ValueError, match="fp8 is 'e4m3', which grouped"):
-        build_layer(config_of(sizes, RECIPE))
-
-
-def test_refusals():
-    run_ranks(refusals, 1)
-
-
-def gpu_without_products(rank: int, num_ranks: int) -> None:
+@on_megatron(2, **FP8)
+def test_gpu_without_products(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """Rank 0 refuses before it sends, and tells rank 1, which waits in its dispatch. Where all refuse, nobody waits."""
     stock, send, why = fp8_products.why_no_products, Buffer.dispatch, "GPU 7 has no fp8 products; they need a Hopper GPU"
     sent: list[int] = []
     Buffer.dispatch = lambda *args, **kwargs: sent.append(1) or send(*args, **kwargs)
-    with model_parallel(ep=num_ranks, grouped_experts=True, fp8=True) as sizes:
-        layer = build_layer(config_of(sizes, {}))
-        expected = forward_backward(layer, *inputs(rank))
-        assert sent
-        for refusing in ((0,), (0, 1)):
-            sent.clear()
-            fp8_products.why_no_products = (lambda device: why) if rank in refusing else stock
-            with pytest.raises(Exception, match=f"fp8 experts cannot run: {why}") as caught:
-                layer(inputs(rank)[0])
-            assert type(caught.value) is (BackendUnavailableError if rank in refusing else EPPeerError)
-            assert bool(sent) == (rank not in refusing)
-            fp8_products.why_no_products = stock
-            dist.barrier()
-        assert_equal(forward_backward(layer, *inputs(rank)), expected, "after refusals")
-
-
-def test_gpu_without_products():
-    run_ranks(gpu_without_products, 2)
-
-
-def other_experts(rank: int, num_ranks: int) -> None:
-    from megatron.core.transformer.moe.experts import SequentialMLP
-
-    with model_parallel(ep=num_ranks, grouped_experts=True, fp8=True) as sizes:
-        layer = build_layer(config_of(sizes, {}))
-        layer.experts = torch.nn.Module()
-        with pytest.raises(ValueError, match="fp8 is asked for, but Module takes no fp8 rows"):
-            layer.token_dispatcher.join(layer)
-    assert dist.is_initialized() and SequentialMLP.__init__.__qualname__.startswith("SequentialMLP")
-
-
-def test_other_experts():
-    run_ranks(other_experts, 1)
-
-
-def test_enable_says_what_it_has():
-    enable(grouped_experts=True, fp8=True)
-    try:
-        with pytest.raises(ValueError, match="fp8=True"):
-            enable(grouped_experts=True)
-    finally:
-        disable()
+    layer = fp8_layer(sizes)
+    expected = forward_backward(layer, *inputs(rank))
+    assert sent
+    for refusing in ((0,), (0, 1)):
+        sent.clear()
+        fp8_products.why_no_products = (lambda device: why) if rank in refusing else stock
+        with pytest.raises(Exception, match=f"fp8 experts cannot run: {why}") as caught:
+            layer(inputs(rank)[0])
+        assert type(caught.value) is (BackendUnavailableError if rank in refusing else EPPeerError)
+        assert bool(sent) == (rank not in refusing)
+        fp8_products.why_no_products = stock
+        dist.barrier()
+    assert_bits(forward_backward(layer, *inputs(rank)), expected, "after refusals")
+    layer.experts = torch.nn.Module()
+    with pytest.raises(ValueError, match="fp8 is asked for, but Module takes no fp8 rows"):
+        layer.token_dispatcher.join(layer)

@@ -5,17 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_cases import HIDDEN, build_layer, layer_config, model_parallel
+from megatron_cases import HIDDEN, SYNC_FREE, build_layer, draw, enabled, forward_backward, layer_config, layer_of, model_parallel
+from on_ranks import on_ranks
 
-from deepep_moe.integrations.megatron import disable, enable
 from deepep_moe.integrations.megatron.cuda_graphs import check_graphs, graphed_parts, holds_calls
 from deepep_moe.integrations.megatron.options import Options
 from deepep_moe.integrations.megatron.plugin import selection
-from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")
-
-SYNC_FREE = {"grouped_experts": True, "sync_free": True}
 
 
 def needs_parts() -> None:
@@ -66,15 +63,17 @@ def test_calls_that_cannot_be_captured(options, others, is_sync_free, message):
     check_graphs(config, Options(**options), is_sync_free)
 
 
-def _construction_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_layers_are_refused_when_they_are_built(rank: int, num_ranks: int) -> None:
+    needs_parts()
     with model_parallel(ep=1, grouped_experts=True) as sizes:
         for scope in ("full", "full_iteration"):
             config = layer_config(**sizes, **selection(), cuda_graph_impl="local", cuda_graph_scope=scope)
             with pytest.raises(ValueError, match=r"cuda_graph_impl is '.*so a CUDA graph would hold the dispatch"):
                 build_layer(config)
-        build_layer(layer_config(**sizes, **selection(), cuda_graph_impl="local", cuda_graph_scope="attn,moe_router"))
+        layer_of(sizes, cuda_graph_impl="local", cuda_graph_scope="attn,moe_router")
     with model_parallel(ep=1, **SYNC_FREE) as sizes:
-        layer = build_layer(layer_config(**sizes, **selection(), cuda_graph_impl="local", cuda_graph_scope="full"))
+        layer = layer_of(sizes, cuda_graph_impl="local", cuda_graph_scope="full")
         asked: list[bool] = []
         layer(torch.randn(3, 1, HIDDEN))
         layer.token_dispatcher.buffer.check = lambda: asked.append(True)
@@ -85,23 +84,13 @@ def _construction_worker(rank: int, num_ranks: int) -> None:
         assert asked == [True], "failures in replays are seen at the end of the step, also with room for every routing"
 
 
-def test_layers_are_refused_when_they_are_built():
-    needs_parts()
-    run_ranks(_construction_worker, 1)
-
-
 def test_the_part_moe():
     """Megatron-Core allows it with padding to a capacity. A dispatch whose host waits for nothing can be captured without."""
     needs_parts()
     given = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn,moe"}
-    enable(grouped_experts=True)
-    try:
-        with pytest.raises(AssertionError, match="drop-padding"):
-            layer_config(**selection(), **given)
-    finally:
-        disable()
-    enable(**SYNC_FREE)
-    try:
+    with enabled(grouped_experts=True), pytest.raises(AssertionError, match="drop-padding"):
+        layer_config(**selection(), **given)
+    with enabled(**SYNC_FREE):
         assert graphed_parts(layer_config(**selection(), **given)) == ("transformer_engine", {"attn", "moe"})
         alone = layer_config(**selection(), **given | {"cuda_graph_scope": ["moe"]})
         assert graphed_parts(alone)[1] == {"moe"}
@@ -111,34 +100,30 @@ def test_the_part_moe():
             layer_config(**selection(), **given | {"cuda_graph_scope": "moe,moe_router"})
         with pytest.raises(AssertionError, match="drop-padding"):
             layer_config(moe_token_dispatcher_type="alltoall", **given)
-    finally:
-        disable()
 
 
-def _capture_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_a_first_forward_in_a_capture(rank: int, num_ranks: int) -> None:
     with model_parallel(ep=1, **SYNC_FREE) as sizes, pytest.MonkeyPatch.context() as monkeypatch:
-        layer = build_layer(layer_config(**sizes, **selection()))
+        layer = layer_of(sizes)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with pytest.raises(ValueError, match="the first forward of a MoE layer is captured.*cuda_graph_warmup_steps of 1 or more"):
             layer(torch.randn(3, 1, HIDDEN))
 
 
-def test_a_first_forward_in_a_capture():
-    run_ranks(_capture_worker, 1)
-
-
 # ---- replays ----
 
 
-def _full_iteration_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_a_full_iteration_ends_with_a_look_at_what_gpus_report(rank: int, num_ranks: int) -> None:
     """A replay runs no line of Python, so its end looks at what the GPU reports."""
     full_cuda_graph = pytest.importorskip("megatron.core.full_cuda_graph")
     stock = full_cuda_graph.FullCudaGraphWrapper.__call__
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(full_cuda_graph.FullCudaGraphWrapper, "__call__", lambda self, **kwargs: "losses")
         with model_parallel(ep=1, **SYNC_FREE) as sizes:
-            layer = build_layer(layer_config(**sizes, **selection()))
+            layer = layer_of(sizes)
             layer(torch.randn(3, 1, HIDDEN))
             asked: list[bool] = []
             layer.token_dispatcher.buffer.check = lambda: asked.append(True)
@@ -147,34 +132,19 @@ def _full_iteration_worker(rank: int, num_ranks: int) -> None:
     assert full_cuda_graph.FullCudaGraphWrapper.__call__ is stock
 
 
-def test_a_full_iteration_ends_with_a_look_at_what_gpus_report():
-    run_ranks(_full_iteration_worker, 1)
-
-
 # ---- layers whose router is a graph ----
 
 
-def _batch(seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(6, 2, HIDDEN, generator=generator) for _ in range(2)]
-
-
 def _plain(layer: Any) -> list[list[torch.Tensor]]:
-    results = []
-    for seed in range(2):
-        x, cotangent = _batch(seed)
-        x.requires_grad_()
-        output = layer(x)[0]
-        output.backward(cotangent)
-        results.append([output.detach(), x.grad])
-    return results
+    passes = [forward_backward(layer, *draw(seed, 6, 2)) for seed in range(2)]
+    return [[one["output"], one["input gradient"]] for one in passes]
 
 
 def _local(layer: Any) -> list[list[torch.Tensor]]:
     """Two micro batches as MoETransformerLayer runs them: the tensors of its graphs are the same for both, whose backwards come later."""
     runs, kept = [], {}
     for seed in range(2):
-        x, cotangent = _batch(seed)
+        x, cotangent = draw(seed, 6, 2)
         x.requires_grad_()
         layer.fwd_execution_map = "route"
         hidden, probs, shared = layer(x, intermediate_tensors=())
@@ -197,7 +167,7 @@ def _te(layer: Any, monkeypatch: pytest.MonkeyPatch, with_preprocess: bool) -> l
 
     results = []
     for seed in range(2):
-        x, cotangent = _batch(seed)
+        x, cotangent = draw(seed, 6, 2)
         x.requires_grad_()
         with monkeypatch.context() as capturing:
             capturing.setattr(moe_utils, "is_graph_capturing", lambda: True)
@@ -216,10 +186,13 @@ def _te(layer: Any, monkeypatch: pytest.MonkeyPatch, with_preprocess: bool) -> l
     return results
 
 
-def _router_worker(rank: int, num_ranks: int, overlap: bool) -> None:
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "shared experts beside the calls"])
+@on_ranks(2)
+def test_layers_with_a_graph_of_the_router(rank: int, num_ranks: int, overlap: bool) -> None:
+    needs_parts()
     with model_parallel(ep=num_ranks, grouped_experts=True) as sizes, pytest.MonkeyPatch.context() as monkeypatch:
         changes = {"moe_shared_expert_overlap": overlap}
-        want = _plain(build_layer(layer_config(**sizes, **selection(), **changes)))
+        want = _plain(layer_of(sizes, **changes))
         local = layer_config(**sizes, **selection(), **changes, cuda_graph_impl="local", cuda_graph_scope="moe_router")
         results = {"local": _local(build_layer(local))}
         for scope in ("moe_router", "moe_router,moe_preprocess"):
@@ -231,9 +204,3 @@ def _router_worker(rank: int, num_ranks: int, overlap: bool) -> None:
                 assert name == "moe_router" or torch.equal(ours[0], theirs[0]), f"{name}, micro batch {seed}"
                 for actual, expected in zip(ours, theirs, strict=True):
                     torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6)
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "shared experts beside the calls"])
-def test_layers_with_a_graph_of_the_router(overlap):
-    needs_parts()
-    run_ranks(_router_worker, 2, overlap)

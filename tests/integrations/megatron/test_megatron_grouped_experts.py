@@ -1,15 +1,27 @@
-"""Grouped experts against SequentialMLP: weights, outputs, gradients, and a data-parallel optimizer step."""
+"""Grouped experts against SequentialMLP: weights, outputs, gradients, and checkpoints, which load into either."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from megatron_cases import HIDDEN, assert_same, build_layer, expert_biases, forward_backward, layer_config, model_parallel
+import torch.distributed as dist
+from megatron_cases import (
+    BF16,
+    HIDDEN,
+    RECOMPUTED,
+    assert_same,
+    draw,
+    expert_biases,
+    forward_backward,
+    layer_config,
+    layer_of,
+    model_parallel,
+    on_megatron,
+)
+from on_ranks import on_ranks
 
 from benchmarks.layers.megatron_steps import by_expert
-from deepep_moe.integrations.megatron import disable, enable
-from deepep_moe.integrations.megatron.plugin import selection
-from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -20,8 +32,8 @@ def pair(sizes: dict, changes: dict) -> tuple[Any, Any]:
 
     from deepep_moe.integrations.megatron.grouped_experts import GroupedMLP
 
-    ours, theirs = (build_layer(layer_config(**sizes, **selection(), **changes)) for _ in range(2))
-    theirs.experts = build_layer(layer_config(**sizes, moe_token_dispatcher_type="alltoall", **changes)).experts
+    ours, theirs = (layer_of(sizes, **changes) for _ in range(2))
+    theirs.experts = layer_of(sizes, "alltoall", **changes).experts
     assert (type(ours.experts), type(theirs.experts)) == (GroupedMLP, SequentialMLP)
     return ours, theirs
 
@@ -30,15 +42,8 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-ONE_EXPERT = {
-    "moe_router_topk": 1,
-    "moe_router_num_groups": None,
-    "moe_router_group_topk": None,
-    "moe_router_score_function": "softmax",
-    "moe_router_enable_expert_bias": False,
-    "moe_router_pre_softmax": True,
-    "moe_router_topk_scaling_factor": None,
-}
+ONE_EXPERT = {"moe_router_topk": 1, "moe_router_num_groups": None, "moe_router_group_topk": None, "moe_router_topk_scaling_factor": None}
+ONE_EXPERT |= {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False, "moe_router_pre_softmax": True}
 CASES: dict[str, dict] = {
     "SwiGLU": {},
     "biases": {},
@@ -46,189 +51,244 @@ CASES: dict[str, dict] = {
     "clamp and offset": {"activation_func": quick_gelu, "activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0},
     "probs on the input": {"moe_apply_probs_on_input": True, **ONE_EXPERT},
     "recomputed activation": {"recompute_granularity": "selective", "recompute_modules": ["moe_act"], "moe_grouped_gemm": True},
-    "recomputed layer": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "recomputed layer": RECOMPUTED,
     "same size as a dense layer": {"moe_ffn_hidden_size": 64},
-    "bf16": {"bf16": True, "params_dtype": torch.bfloat16, "moe_router_dtype": "fp32"},
+    "bf16": BF16,
     "fp64 router": {"moe_router_dtype": "fp64"},
 }
 
 
-def _known(changes: dict) -> bool:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    return set(changes) <= set(TransformerConfig.__dataclass_fields__)
-
-
-def _compare(rank: int, num_ranks: int, names: tuple[str, ...]) -> None:
-    with model_parallel(ep=num_ranks, grouped_experts=True) as sizes:
-        for name in names:
-            changes = CASES[name] | (expert_biases() if "biases" in name else {})
-            if not _known(changes):  # older versions
-                continue
-            ours, theirs = pair(sizes, changes)
-            assert_same_weights(ours.experts, theirs.experts)
-            for layer in (ours, theirs):
-                if getattr(layer.router, "bias", None) is not None:  # not initialized in 0.15
-                    torch.nn.init.ones_(layer.router.bias)
-            generator = torch.Generator().manual_seed(rank)
-            x, grad = (torch.randn(5, 2, HIDDEN, generator=generator).to(ours.config.params_dtype) for _ in range(2))
-            passes = [by_expert(forward_backward(layer, x, grad)) for layer in (ours, theirs)]
-            assert passes[0].keys() == passes[1].keys()
-            assert_same(*passes, f"{name}, rank {rank}", tolerance=0.02 if "bf16" in changes else 2e-6)
+@pytest.mark.parametrize("num_ranks", (1, 2))
+@on_megatron(grouped_experts=True)
+def test_equals_sequential_experts(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+    """Without biases on one rank, where SequentialMLP itself fails with them."""
+    on_one = [name for name in CASES if "biases" not in name]
+    for name in on_one if num_ranks == 1 else ("SwiGLU", "biases", "GELU without a gate, biases", "bf16"):
+        changes = CASES[name] | (expert_biases() if "biases" in name else {})
+        if not all(hasattr(layer_config(), field) for field in changes):  # older versions
+            continue
+        ours, theirs = pair(sizes, changes)
+        assert_equal_states(ours.experts.state_dict(), theirs.experts.state_dict())
+        for layer in (ours, theirs):
+            if getattr(layer.router, "bias", None) is not None:  # not initialized in 0.15
+                torch.nn.init.ones_(layer.router.bias)
+        inputs = [tensor.to(ours.config.params_dtype) for tensor in draw(rank, 5, 2)]
+        passes = [by_expert(forward_backward(layer, *inputs)) for layer in (ours, theirs)]
+        assert passes[0].keys() == passes[1].keys()
+        assert_same(*passes, f"{name}, rank {rank}", tolerance=0.02 if "bf16" in changes else 2e-6)
 
 
-def assert_same_weights(ours: Any, theirs: Any) -> None:
-    ours, theirs = ours.state_dict(), theirs.state_dict()
-    assert list(ours) == list(theirs)
-    for name, value in theirs.items():
-        assert value is ours[name] is None or torch.equal(ours[name], value), name
+@on_megatron(2, grouped_experts=True)
+def test_parameters_have_the_attributes_of_expert_parallelism(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+    ours, theirs = pair(sizes, expert_biases())
+    shapes = {name: list(parameter.shape) for name, parameter in ours.experts.named_parameters() if "weight" in name}
+    assert shapes == {"linear_fc1.weight": [4, 96, 32], "linear_fc2.weight": [4, 32, 48]}
+    for name, parameter in ours.experts.named_parameters():
+        of_expert = vars(theirs.experts.local_experts[3].get_parameter(name))
+        expected = of_expert | ({"partition_dim": of_expert["partition_dim"] + 1} if of_expert.get("partition_dim", -1) >= 0 else {})
+        marks = {key: value for key, value in vars(parameter).items() if key != "deepep_moe_stack"}
+        assert marks == expected and parameter.allreduce == (num_ranks == 1), name
 
 
-def test_one_rank():
-    """Without biases, with which SequentialMLP itself fails on one rank."""
-    run_ranks(_compare, 1, tuple(name for name in CASES if "biases" not in name))
-
-
-def test_two_ranks():
-    run_ranks(_compare, 2, ("SwiGLU", "biases", "GELU without a gate, biases", "bf16"))
-
-
-def _attributes(rank: int, num_ranks: int) -> None:
-    with model_parallel(ep=num_ranks, grouped_experts=True) as sizes:
-        ours, theirs = pair(sizes, expert_biases())
-        shapes = {name: list(parameter.shape) for name, parameter in ours.experts.named_parameters() if "weight" in name}
-        assert shapes == {"linear_fc1.weight": [4, 96, 32], "linear_fc2.weight": [4, 32, 48]}
-        for name, parameter in ours.experts.named_parameters():
-            of_expert = vars(theirs.experts.local_experts[3].get_parameter(name))
-            expected = of_expert | ({"partition_dim": of_expert["partition_dim"] + 1} if of_expert.get("partition_dim", -1) >= 0 else {})
-            marks = {key: value for key, value in vars(parameter).items() if key != "deepep_moe_stack"}
-            assert marks == expected and parameter.allreduce == (num_ranks == 1), name
-
-
-def test_parameters_have_the_attributes_of_expert_parallelism():
-    run_ranks(_attributes, 2)
-
-
-def _only_ours(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_other_configurations_keep_their_experts(rank: int, num_ranks: int) -> None:
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     stock = SequentialMLP.__init__
     with model_parallel(ep=1, grouped_experts=True) as sizes:
-        other = build_layer(layer_config(**sizes, moe_token_dispatcher_type="alltoall"))
-        assert type(other.experts) is SequentialMLP
-        disable()
-        assert SequentialMLP.__init__ is stock
-        assert type(build_layer(layer_config(**sizes, moe_token_dispatcher_type="allgather")).experts) is SequentialMLP
-
-
-def test_other_configurations_keep_their_experts():
-    run_ranks(_only_ours, 1)
+        assert type(layer_of(sizes, "alltoall").experts) is type(layer_of(sizes, "allgather").experts) is SequentialMLP
+    assert SequentialMLP.__init__ is stock
 
 
 # ---- the interface of experts ----
 
 
-def _tail(rank: int, num_ranks: int) -> None:
+@on_megatron(1, grouped_experts=True)
+def test_rows_behind_the_counts(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """Rows behind the counts are NaN; results are those without them. Only the gradient of probs, which others add up, is zero there."""
-    with model_parallel(ep=1, grouped_experts=True) as sizes:
-        for changes in ({}, CASES["probs on the input"]):
-            ours, theirs = pair(sizes, changes)
-            counts = torch.tensor([0, 3, 0, 0, 2, 1, 0, 0])
-            results = []
-            for experts, num_rows in ((ours.experts, 9), (theirs.experts, 6)):
-                generator = torch.Generator().manual_seed(1)
-                rows, probs, grad = torch.randn(9, HIDDEN, generator=generator), torch.rand(9, generator=generator), torch.ones(9, HIDDEN)
-                for values in (rows, probs, grad):
-                    values[6:] = torch.nan
-                leaves = [values[:num_rows].requires_grad_() for values in (rows, probs)]
-                output, bias = experts(leaves[0], counts, leaves[1])
-                output.backward(grad[:num_rows])
-                assert bias is None and not leaves[1].grad[6:].any()
-                parts = {"output": output[:6], "rows": leaves[0].grad[:6], "probs": leaves[1].grad[:6]}
-                results.append(parts | {name: p.grad for name, p in experts.named_parameters() if p.grad is not None})
-            assert_same(*({n.removeprefix("experts."): t for n, t in by_expert(_prefixed(r)).items()} for r in results), "tail")
-
-
-def _prefixed(results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {f"experts.{name}" if "linear" in name else name: value for name, value in results.items()}
-
-
-def test_rows_behind_the_counts():
-    run_ranks(_tail, 1)
-
-
-def _no_rows(rank: int, num_ranks: int) -> None:
-    with model_parallel(ep=1, grouped_experts=True) as sizes:
-        experts = pair(sizes, {})[0].experts
-        for counts in (torch.zeros(8, dtype=torch.int64), [0] * 8):
-            rows = torch.empty(0, HIDDEN, requires_grad=True)
-            output, _ = experts(rows, counts, torch.empty(0))
-            output.sum().backward()
-            assert output.shape == (0, HIDDEN) and all(p.grad is not None and not p.grad.any() for p in experts.parameters())
-
-
-def test_no_rows_give_zero_gradients():
-    run_ranks(_no_rows, 1)
-
-
-def _calls(rank: int, num_ranks: int) -> None:
-    """Frameworks hang on calls of the modules that own parameters: here a hook brings the weights, as Megatron's DDP does."""
-    with model_parallel(ep=1, grouped_experts=True) as sizes:
-        for name in ("SwiGLU", "recomputed layer"):
-            ours, _ = pair(sizes, CASES[name])
+    for changes in ({}, CASES["probs on the input"]):
+        ours, theirs = pair(sizes, changes)
+        counts = torch.tensor([0, 3, 0, 0, 2, 1, 0, 0])
+        results = []
+        for experts, num_rows in ((ours.experts, 9), (theirs.experts, 6)):
             generator = torch.Generator().manual_seed(1)
-            x, grad = (torch.randn(5, 2, HIDDEN, generator=generator) for _ in range(2))
-            want = forward_backward(ours, x, grad)
-            for linear in (ours.experts.linear_fc1, ours.experts.linear_fc2):
-                weight = linear.weight.detach().clone()
-                linear.weight.data.fill_(torch.nan)
-                linear.register_forward_pre_hook(_bring(weight))
-            assert_same(forward_backward(ours, x, grad), want, name)
-            assert [name for name, _ in ours.experts.named_modules()] == ["", "linear_fc1", "linear_fc2"]
-            ours.experts.state_dict()
-            assert "local_experts" not in dict(ours.experts.named_children())
+            rows, probs, grad = torch.randn(9, HIDDEN, generator=generator), torch.rand(9, generator=generator), torch.ones(9, HIDDEN)
+            for values in (rows, probs, grad):
+                values[6:] = torch.nan
+            leaves = [values[:num_rows].requires_grad_() for values in (rows, probs)]
+            output, bias = experts(leaves[0], counts, leaves[1])
+            output.backward(grad[:num_rows])
+            assert bias is None and not leaves[1].grad[6:].any()
+            parts = {"output": output[:6], "rows": leaves[0].grad[:6], "probs": leaves[1].grad[:6]}
+            results.append(by_expert(parts | {f"experts.{name}": p.grad for name, p in experts.named_parameters() if p.grad is not None}))
+        assert_same(*results, "tail")
 
 
-def _bring(weight: torch.Tensor) -> Any:
-    def hook(module: Any, args: Any) -> None:
-        module.weight.data.copy_(weight)
-
-    return hook
-
-
-def test_modules_that_own_parameters_are_called():
-    run_ranks(_calls, 1)
-
-
-# ---- what is refused ----
-
-REFUSED = {
-    "gradient_accumulation_fusion is True, which grouped experts do not support; set it to False": {"gradient_accumulation_fusion": True},
-    "activation_func_fp8_input_store is True": {"activation_func_fp8_input_store": True},
-    "use_te_activation_func is True": {"use_te_activation_func": True},
-    "fp8 is 'hybrid', which grouped experts do not support; leave it out, or leave out grouped_experts": {"fp8": "hybrid"},
-    "expert_tensor_parallel_size is 2, but grouped experts are not split": {"expert_tensor_parallel_size": 2},
-    "moe_apply_probs_on_input is True with moe_router_topk=4; it needs moe_router_topk=1": {"moe_apply_probs_on_input": True},
-}
+@on_megatron(1, grouped_experts=True)
+def test_no_rows_give_zero_gradients(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+    experts = pair(sizes, {})[0].experts
+    for counts in (torch.zeros(8, dtype=torch.int64), [0] * 8):
+        rows = torch.empty(0, HIDDEN, requires_grad=True)
+        output, _ = experts(rows, counts, torch.empty(0))
+        output.sum().backward()
+        assert output.shape == (0, HIDDEN) and all(p.grad is not None and not p.grad.any() for p in experts.parameters())
 
 
-def _refusals(rank: int, num_ranks: int) -> None:
-    from deepep_moe.integrations.megatron.grouped_experts import GroupedMLP
+@on_megatron(1, grouped_experts=True)
+def test_modules_that_own_parameters_are_called(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+    """Frameworks hang on calls of the modules that own parameters: here a hook brings the weights, as Megatron's DDP does."""
+    for name in ("SwiGLU", "recomputed layer"):
+        ours, _ = pair(sizes, CASES[name])
+        x, grad = draw(1, 5, 2)
+        want = forward_backward(ours, x, grad)
+        for linear in (ours.experts.linear_fc1, ours.experts.linear_fc2):
+            weight = linear.weight.detach().clone()
+            linear.weight.data.fill_(torch.nan)
+            linear.register_forward_pre_hook(lambda module, _, weight=weight: setattr(module.weight, "data", weight))
+        assert_same(forward_backward(ours, x, grad), want, name)
+        assert [name for name, _ in ours.experts.named_modules()] == ["", "linear_fc1", "linear_fc2"]
+        ours.experts.state_dict()
+        assert "local_experts" not in dict(ours.experts.named_children())
 
-    with model_parallel(ep=1, grouped_experts=True) as sizes:
-        for message, changes in REFUSED.items():
-            config = layer_config(**sizes)
-            for name, value in changes.items():  # set afterwards, as Megatron-Core refuses some of these without a GPU
-                setattr(config, name, value)
-            with pytest.raises(ValueError) as raised:
-                GroupedMLP(8, config, None)
-            assert message in str(raised.value)
+
+# ---- checkpoints of grouped experts and of SequentialMLP, which are the same and load into either ----
+
+WAYS = ((True, False), (False, True), (True, True))  # whether the experts that save are grouped, and those that load
 
 
-def test_settings_that_are_not_honoured():
-    run_ranks(_refusals, 1)
+def layer(sizes: dict, *, grouped: bool, **changes: Any) -> Any:
+    """A layer whose experts are grouped, with our dispatcher, or not, with alltoall's."""
+    built = layer_of(sizes, "deepep_moe" if grouped else "alltoall", **changes)
+    assert (type(built.experts).__name__ == "GroupedMLP") is grouped
+    return built
 
 
-def test_the_option_is_checked():
-    with pytest.raises(ValueError, match="grouped_experts is 1; it must be True or False"):
-        enable(grouped_experts=1)
+def change(module: torch.nn.Module, seed: int) -> None:
+    with torch.no_grad():
+        for values in module.state_dict().values():
+            if values is not None:
+                values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(seed)))
+                seed += 1
+
+
+def assert_equal_states(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert list(actual) == list(expected)
+    for name, value in expected.items():
+        assert value is None or torch.equal(actual[name], value), name
+
+
+@on_megatron(1, grouped_experts=True)
+def test_state_dicts(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+    for source_is_grouped, target_is_grouped in WAYS:
+        for assign in (False, True):
+            source, target = (layer(sizes, grouped=grouped, **expert_biases()) for grouped in (source_is_grouped, target_is_grouped))
+            change(source, seed=rank)
+            saved = {name: value if value is None else value.clone() for name, value in source.state_dict().items()}
+            assert "experts.local_experts.7.linear_fc2.weight" in saved
+            result = target.load_state_dict(saved, assign=assign)
+            assert not result.missing_keys and not result.unexpected_keys
+            assert_equal_states(target.state_dict(), saved)
+            kept = [name for name, _ in target.experts.named_parameters()]
+            assert ("linear_fc1.weight" in kept) is target_is_grouped
+            assert any(name.startswith("local_experts") for name in kept) is not target_is_grouped
+
+
+@on_megatron(1, grouped_experts=True)
+def test_what_does_not_fit_is_named_as_by_megatron(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+    ours = layer(sizes, grouped=True)
+    state = ours.state_dict()
+    missing = "experts.local_experts.3.linear_fc1.weight"
+    del state[missing]
+    with pytest.raises(RuntimeError, match=f'Missing key.*"{missing}"'):
+        ours.load_state_dict(state)
+    state[missing] = torch.zeros(1, 1)
+    with pytest.raises(RuntimeError, match=f"size mismatch for {missing}"):
+        ours.load_state_dict(state)
+    with pytest.raises(RuntimeError, match='Unexpected key.*"experts.local_experts.8.linear_fc1.weight"'):
+        ours.load_state_dict(ours.state_dict() | {"experts.local_experts.8.linear_fc1.weight": torch.zeros(1)})
+    assert [name for name, _ in ours.experts.named_parameters()] == ["linear_fc1.weight", "linear_fc2.weight"]
+
+
+def sharded_tensors(entries: Any) -> list[tuple]:
+    """What identifies each saved piece, and its values."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    apply_factories(entries)
+    found = [(v.key, *_place(v)) if isinstance(v, ShardedTensor) else (v.unique_key,) for v in nested_values(entries)]
+    return sorted(found, key=repr)
+
+
+def _place(value: Any) -> tuple:
+    places = value.local_shape, value.global_shape, value.global_offset, value.axis_fragmentations, value.replica_id
+    return *places, value.prepend_axis_num, value.dtype, value.data.sum().item()
+
+
+def metadata(**switches: bool) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    return {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True), **switches}
+
+
+@on_megatron(2, grouped_experts=True)
+def test_pieces_of_sharded_checkpoints(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+    for changes in ({}, expert_biases(), {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu}):
+        ours, theirs = (layer(sizes, grouped=grouped, **changes) for grouped in (True, False))
+        for switches in ({}, {"singleton_local_shards": True}):
+            for place in (("", ()), ("decoder.layers.0.mlp.experts.", ((0, 1, 3),))):
+                entries = [module.experts.sharded_state_dict(*place, metadata(**switches)) for module in (ours, theirs)]
+                assert sharded_tensors(entries[0]) == sharded_tensors(entries[1])
+
+
+@on_megatron(2, grouped_experts=True)
+def test_sharded_checkpoints(rank: int, num_ranks: int, sizes: dict[str, int], tmp_path: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    for number, (source_is_grouped, target_is_grouped) in enumerate(WAYS):
+        both = (source_is_grouped, target_is_grouped)
+        source, target = (layer(sizes, grouped=grouped, **expert_biases()).experts for grouped in both)
+        change(source, seed=100 * rank)
+        path = tmp_path / str(number)
+        if rank == 0:
+            path.mkdir()
+        dist.barrier()
+        dist_checkpointing.save(source.sharded_state_dict("e.", (), metadata()), str(path))
+        loaded = dist_checkpointing.load(target.sharded_state_dict("e.", (), metadata()), str(path))
+        result = target.load_state_dict({name.removeprefix("e."): value for name, value in loaded.items()})
+        assert not result.missing_keys and not result.unexpected_keys
+        assert_equal_states(target.state_dict(), source.state_dict())
+
+
+def optimizer_pieces(experts: torch.nn.Module, seed: int) -> tuple[dict[str, Any], torch.optim.Optimizer]:
+    """Sharded states of an Adam that has made a step."""
+    from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
+
+    parameters = list(experts.parameters())
+    optimizer = torch.optim.Adam(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 1.0 + seed)
+    optimizer.step()
+    state = optimizer.state_dict()
+    by_id = get_param_id_to_sharded_param_map(experts.sharded_state_dict("", (), metadata()), parameters)
+    assert sorted(by_id) == list(range(len(parameters)))
+    optim_state_to_sharding_state(state, by_id, exclude_keys=("step",))
+    return state, optimizer
+
+
+@on_megatron(2, grouped_experts=True)
+def test_states_of_the_optimizer(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+    ours, theirs = (layer(sizes, grouped=grouped, **expert_biases()).experts for grouped in (True, False))
+    pieces = [sharded_tensors(optimizer_pieces(experts, rank)[0]["state"]) for experts in (ours, theirs)]
+    assert len(pieces[0]) > 0 and pieces[0] == pieces[1]
+
+
+def test_a_flattened_range_is_refused():
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    from deepep_moe.integrations.megatron.stacked_checkpoint import stack_sharded
+
+    stacked = torch.zeros(2, 3)
+    entries = [ShardedTensor.from_rank_offsets("w", one, (0, index, 2), prepend_axis_num=1) for index, one in enumerate(stacked)]
+    factory = stack_sharded(entries, stacked, "w")
+    with pytest.raises(ValueError, match="the optimizer saves a flattened range .* 'dp_reshardable' or 'fully_reshardable'"):
+        factory.build_fn("optimizer.w", stacked, 0, slice(0, 1))

@@ -1,28 +1,26 @@
 """What layers report: rows of each expert, time of the exchange, calls over capacity; also through Megatron-Core's own report."""
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_cases import HIDDEN, NUM_EXPERTS, build_layer, layer_config, model_parallel
+from megatron_cases import HIDDEN, NUM_EXPERTS, RECOMPUTED, SYNC_FREE, layer_of, model_parallel, on_megatron
+from on_ranks import on_ranks
 
 from deepep_moe.errors import EPCapacityError
 from deepep_moe.integrations.megatron import recover, take_metrics
 from deepep_moe.integrations.megatron.metrics import LayerReport
-from deepep_moe.integrations.megatron.plugin import selection
-from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")
 
 TOPK = 4
-SCALARS = ("busiest_expert", "exchange_ms", "over_capacity", "nodes_per_token")
 
 
-def layer_of(sizes: dict[str, int], number: int = 1, **changes: Any) -> Any:
-    config = layer_config(**sizes, **selection(), moe_router_num_groups=None, moe_router_group_topk=None, num_layers=3, **changes)
-    layer = build_layer(config)
+def numbered(sizes: dict[str, int], number: int = 1, **changes: Any) -> Any:
+    layer = layer_of(sizes, **({"moe_router_num_groups": None, "moe_router_group_topk": None, "num_layers": 3} | changes))
     layer.set_layer_number(number)
     return layer
 
@@ -33,106 +31,66 @@ def one_sided(layer: Any, first: int) -> None:
     layer.router.expert_bias[first : first + TOPK] = 100.0
 
 
-class Writer:
-    def __init__(self) -> None:
-        self.scalars: dict[str, tuple[float, int]] = {}
-
-    def add_scalar(self, name: str, value: Any, iteration: int) -> None:
-        self.scalars[name] = (float(value), iteration)
-
-
-def _counts_worker(rank: int, num_ranks: int) -> None:
-    with model_parallel(ep=num_ranks, metrics=True) as sizes:
-        first, third = layer_of(sizes), layer_of(sizes, 3)
-        one_sided(first, 0)
-        one_sided(third, 4)
-        for num_tokens in (3, 5 + rank):
-            first(torch.randn(num_tokens, 1, HIDDEN))
-        third(torch.randn(2, 1, HIDDEN))
-        began = time.perf_counter()
-        reports = take_metrics()
-        assert time.perf_counter() - began < 5
-        tokens = num_ranks * 8 + sum(range(num_ranks))
-        assert [report.layer for report in reports] == [1, 3]
-        assert [report.rows_per_expert for report in reports] == [[tokens] * 4 + [0] * 4, [0] * 4 + [2 * num_ranks] * 4]
-        assert [report.busiest for report in reports] == [2.0, 2.0]
-        assert all(report.num_over_capacity == 0 and 0 < report.exchange_ms < 1000 for report in reports)
-        assert take_metrics() == []
+@on_megatron(2, metrics=True)
+def test_rows_of_each_expert(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+    first, third = numbered(sizes), numbered(sizes, 3)
+    one_sided(first, 0)
+    one_sided(third, 4)
+    for num_tokens in (3, 5 + rank):
+        first(torch.randn(num_tokens, 1, HIDDEN))
+    third(torch.randn(2, 1, HIDDEN))
+    began = time.perf_counter()
+    reports = take_metrics()
+    assert time.perf_counter() - began < 5
+    tokens = num_ranks * 8 + sum(range(num_ranks))
+    assert [report.layer for report in reports] == [1, 3]
+    assert [report.rows_per_expert for report in reports] == [[tokens] * 4 + [0] * 4, [0] * 4 + [2 * num_ranks] * 4]
+    assert [report.busiest for report in reports] == [2.0, 2.0]
+    assert all(report.num_over_capacity == 0 and 0 < report.exchange_ms < 1000 for report in reports)
+    assert take_metrics() == []
 
 
-def test_rows_of_each_expert():
-    run_ranks(_counts_worker, 2)
-
-
-def _nodes_worker(rank: int, num_ranks: int, num_nodes: int) -> None:
+@on_ranks(4)
+def test_nodes_per_token(rank: int, num_ranks: int) -> None:
     """Two experts a rank: experts 0 to 3 are on ranks 0 and 1, experts 1 to 4 on ranks 0 to 2."""
-    with model_parallel(ep=num_ranks, metrics=True, ranks_per_node=num_ranks // num_nodes) as sizes:
-        layer = layer_of(sizes)
-        for first, num_tokens in ((0, 6), (1, 2)):
-            one_sided(layer, first)
-            layer(torch.randn(num_tokens, 1, HIDDEN))
-        assert layer.token_dispatcher.buffer.ranks_per_node == num_ranks // num_nodes
-        (report,) = take_metrics()
-        assert report.nodes_per_token == {1: 1.0, 2: (6 * 1 + 2 * 2) / 8, 4: (6 * 2 + 2 * 3) / 8}[num_nodes]
+    for ranks_per_node, expected in ((4, 1.0), (2, (6 * 1 + 2 * 2) / 8), (1, (6 * 2 + 2 * 3) / 8)):
+        with model_parallel(ep=num_ranks, metrics=True, ranks_per_node=ranks_per_node) as sizes:
+            layer = numbered(sizes)
+            for first, num_tokens in ((0, 6), (1, 2)):
+                one_sided(layer, first)
+                layer(torch.randn(num_tokens, 1, HIDDEN))
+            assert layer.token_dispatcher.buffer.ranks_per_node == ranks_per_node
+            (report,) = take_metrics()
+            assert report.nodes_per_token == expected, ranks_per_node
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2, 4])
-def test_nodes_per_token(num_nodes):
-    run_ranks(_nodes_worker, 4, num_nodes)
-
-
-def _groups_worker(rank: int, num_ranks: int) -> None:
-    """A group for each node: a token that chooses one group goes to one node, and with two groups to two."""
-    with model_parallel(ep=num_ranks, metrics=True, ranks_per_node=1) as sizes:
-        found = []
-        for topk_groups in (1, 2):
-            changes = {"moe_router_num_groups": num_ranks, "moe_router_group_topk": topk_groups, "moe_router_topk": 2}
-            layer = build_layer(layer_config(**sizes, **selection(), num_layers=3, **changes))
-            layer.set_layer_number(1)
-            layer(torch.randn(64, 1, HIDDEN))
-            found.append(take_metrics()[0].nodes_per_token)
-        assert found[0] == 1.0 < found[1] <= 2.0, found
-
-
-def test_groups_map_to_nodes():
-    run_ranks(_groups_worker, 4)
-
-
-def _time_worker(rank: int, num_ranks: int) -> None:
+@on_megatron(2, metrics=True)
+def test_time_of_the_exchange(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """The mean over ranks and forwards of what dispatch and combine take."""
-    with model_parallel(ep=num_ranks, metrics=True) as sizes:
-        layer = layer_of(sizes)
+    layer = numbered(sizes)
+    layer(torch.randn(3, 1, HIDDEN))
+    take_metrics()
+    stock = layer.token_dispatcher.buffer.combine
+
+    def combine(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(1.0)
+        return stock(*args, **kwargs)
+
+    layer.token_dispatcher.buffer.combine = combine
+    for _ in range(2):
+        dist.barrier()
         layer(torch.randn(3, 1, HIDDEN))
-        take_metrics()
-        stock = layer.token_dispatcher.buffer.combine
-
-        def combine(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(1.0)
-            return stock(*args, **kwargs)
-
-        layer.token_dispatcher.buffer.combine = combine
-        for _ in range(2):
-            dist.barrier()
-            layer(torch.randn(3, 1, HIDDEN))
-        (report,) = take_metrics()
-        assert 1000 <= report.exchange_ms < 1900, report
+    (report,) = take_metrics()
+    assert 1000 <= report.exchange_ms < 1900, report
 
 
-def test_time_of_the_exchange():
-    run_ranks(_time_worker, 2)
-
-
-def _recomputed_worker(rank: int, num_ranks: int) -> None:
-    with model_parallel(ep=num_ranks, metrics=True, expert_alignment=16) as sizes:
-        layer = layer_of(sizes, recompute_granularity="selective", recompute_modules=["moe"])
-        one_sided(layer, 4)
-        layer(torch.randn(3, 1, HIDDEN, requires_grad=True))[0].sum().backward()
-        (report,) = take_metrics()
-        assert report.rows_per_expert == [0] * 4 + [16] * 4  # padded, and counted once
-
-
-def test_recomputed_rows_count_once():
-    run_ranks(_recomputed_worker, 2)
+@on_megatron(2, metrics=True, expert_alignment=16)
+def test_recomputed_rows_count_once(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+    layer = numbered(sizes, **RECOMPUTED)
+    one_sided(layer, 4)
+    layer(torch.randn(3, 1, HIDDEN, requires_grad=True))[0].sum().backward()
+    (report,) = take_metrics()
+    assert report.rows_per_expert == [0] * 4 + [16] * 4  # padded, and counted once
 
 
 def rows() -> list[tuple[int, int, int]]:
@@ -140,85 +98,68 @@ def rows() -> list[tuple[int, int, int]]:
     return [(report.model, report.layer, sum(report.rows_per_expert)) for report in take_metrics()]
 
 
-def _models_worker(rank: int, num_ranks: int) -> None:
+@on_megatron(2, metrics=True)
+def test_only_training_counts_and_each_model_apart(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """An actor and a critic, which has fewer experts, train; a reference and evaluations do not. 3 tokens of a rank go to 4 experts."""
-    with model_parallel(ep=num_ranks, metrics=True) as sizes:
-        x, each = torch.randn(3, 1, HIDDEN, requires_grad=True), 3 * TOPK * num_ranks
-        actor, reference = layer_of(sizes, 2), layer_of(sizes, 2)
-        few = {"num_moe_experts": 4, "moe_router_load_balancing_type": "none"}
-        critic = layer_of(sizes, 7, **few, recompute_granularity="selective", recompute_modules=["moe"])  # more than num_layers
-        second_critic = layer_of(sizes, 2)
+    x, each = torch.randn(3, 1, HIDDEN, requires_grad=True), 3 * TOPK * num_ranks
+    actor, reference = numbered(sizes, 2), numbered(sizes, 2)
+    few = {"num_moe_experts": 4, "moe_router_load_balancing_type": "none"}
+    critic = numbered(sizes, 7, **few, **RECOMPUTED)  # more than num_layers
+    second_critic = numbered(sizes, 2)
 
-        def not_training() -> None:
-            with torch.no_grad():
-                for layer in (reference, actor, critic):
-                    layer(x)
-            actor.eval()(x)
-            actor.train()
+    def not_training() -> None:
+        with torch.no_grad():
+            for layer in (reference, actor, critic):
+                layer(x)
+        actor.eval()(x)
+        actor.train()
 
-        not_training()
-        assert rows() == []
-        actor(x)[0].sum().backward()
-        not_training()
-        assert rows() == [(1, 2, each)]
-        for layer in (actor, critic, second_critic):
-            layer(x)[0].sum().backward()
-        not_training()
-        reports = take_metrics()
-        assert [(report.model, report.layer, len(report.rows_per_expert)) for report in reports] == [(1, 2, 8), (1, 7, 4), (2, 2, 8)]
-        assert all(sum(report.rows_per_expert) == each and report.exchange_ms > 0 for report in reports)
-        assert reports[1].busiest == 1.0, "all tokens go to all of its experts"
-        second_critic(x)[0].sum().backward()
-        assert rows() == [(2, 2, each)]
-
-
-def test_only_training_counts_and_each_model_apart():
-    run_ranks(_models_worker, 2)
+    not_training()
+    assert rows() == []
+    actor(x)[0].sum().backward()
+    not_training()
+    assert rows() == [(1, 2, each)]
+    for layer in (actor, critic, second_critic):
+        layer(x)[0].sum().backward()
+    not_training()
+    reports = take_metrics()
+    assert [(report.model, report.layer, len(report.rows_per_expert)) for report in reports] == [(1, 2, 8), (1, 7, 4), (2, 2, 8)]
+    assert all(sum(report.rows_per_expert) == each and report.exchange_ms > 0 for report in reports)
+    assert reports[1].busiest == 1.0, "all tokens go to all of its experts"
+    second_critic(x)[0].sum().backward()
+    assert rows() == [(2, 2, each)]
 
 
-def _over_worker(rank: int, num_ranks: int) -> None:
-    options = {"grouped_experts": True, "sync_free": True, "recv_capacity_factor": 1.0, "num_max_tokens_per_rank": 4}
-    with model_parallel(ep=num_ranks, metrics=True, **options) as sizes:
-        layer = layer_of(sizes)
-        one_sided(layer, 0)
-        with pytest.raises(EPCapacityError):
-            layer(torch.randn(4, 1, HIDDEN))
-        recover()
-        (report,) = take_metrics()
-        assert report == LayerReport(1, [0] * NUM_EXPERTS, report.exchange_ms, num_ranks)
+@on_megatron(2, metrics=True, **SYNC_FREE, recv_capacity_factor=1.0, num_max_tokens_per_rank=4)
+def test_calls_over_capacity(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+    layer = numbered(sizes)
+    one_sided(layer, 0)
+    with pytest.raises(EPCapacityError):
+        layer(torch.randn(4, 1, HIDDEN))
+    recover()
+    (report,) = take_metrics()
+    assert report == LayerReport(1, [0] * NUM_EXPERTS, report.exchange_ms, num_ranks)
 
 
-def test_calls_over_capacity():
-    run_ranks(_over_worker, 2)
-
-
-def _writer_worker(rank: int, num_ranks: int) -> None:
+@on_megatron(2, metrics=True)
+def test_report_of_megatron_core(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """Megatron-LM calls the report on all ranks; the last one has a writer."""
-    with model_parallel(ep=num_ranks, metrics=True) as sizes:
-        layer = layer_of(sizes, 2)
-        one_sided(layer, 2)
-        layer(torch.randn(3, 1, HIDDEN))
-        writer = Writer() if rank == num_ranks - 1 else None
-        how = {"force_initialize": True, "track_names": [], "num_layers": 3}
-        try:
-            from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-        except ImportError:
-            from megatron.core.transformer.moe import moe_utils
+    layer = numbered(sizes, 2)
+    one_sided(layer, 2)
+    layer(torch.randn(3, 1, HIDDEN))
+    scalars: dict[str, tuple[float, int]] = {}
+    add_scalar = lambda name, value, iteration: scalars.update({name: (float(value), iteration)})  # noqa: E731
+    writer = SimpleNamespace(add_scalar=add_scalar) if rank == num_ranks - 1 else None
+    how = {"force_initialize": True, "track_names": [], "num_layers": 3}
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:
+        from megatron.core.transformer.moe import moe_utils
 
-            moe_utils.track_moe_metrics(1.0, 7, writer, **how)
-        else:
-            get_moe_metrics_tracker().report(1.0, 7, writer, **how)
-        if writer is not None:
-            ours = {name: value for name, value in writer.scalars.items() if name.startswith("deepep_moe/")}
-            assert set(ours) == {f"deepep_moe/layer_2/{name}" for name in SCALARS}
-            assert ours["deepep_moe/layer_2/busiest_expert"] == (2.0, 7) and ours["deepep_moe/layer_2/nodes_per_token"] == (1.0, 7)
-            assert ours["deepep_moe/layer_2/exchange_ms"][0] > 0
-
-
-def test_report_of_megatron_core():
-    run_ranks(_writer_worker, 2)
-
-
-def test_metrics_need_the_option():
-    with pytest.raises(ValueError, match=r"no metrics are gathered; call enable\(metrics=True\)"):
-        take_metrics()
+        moe_utils.track_moe_metrics(1.0, 7, writer, **how)
+    else:
+        get_moe_metrics_tracker().report(1.0, 7, writer, **how)
+    if writer is not None:
+        ours = {name.removeprefix("deepep_moe/layer_2/"): value for name, value in scalars.items() if name.startswith("deepep_moe/")}
+        assert set(ours) == {"busiest_expert", "exchange_ms", "over_capacity", "nodes_per_token"}
+        assert ours["busiest_expert"] == (2.0, 7) and ours["nodes_per_token"] == (1.0, 7) and ours["exchange_ms"][0] > 0

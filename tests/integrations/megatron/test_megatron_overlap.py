@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_cases import HIDDEN, assert_same, build_layer, forward_backward, layer_config, model_parallel
+from megatron_cases import RECOMPUTED, assert_bits, assert_same, draw, forward_backward, layer_config, layer_of, model_parallel, on_megatron
+from on_ranks import on_ranks
 
 from deepep_moe.errors import EPPeerError
 from deepep_moe.integrations.megatron.plugin import selection
-from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -65,13 +65,12 @@ def interleaved(model: Any, batches: list[dict[str, Any]]) -> dict[str, torch.Te
     set_streams()
     losses: list[torch.Tensor] = []
     earlier = None
-    for batch in [*batches, None]:
-        plan = model.build_schedule_plan(**batch) if batch is not None else None
+    for batch in batches:
+        plan = model.build_schedule_plan(**batch)
         gradient = torch.ones_like(losses[-1]) if earlier is not None else None
-        loss = TransformerModelChunkSchedulePlan.run(plan, earlier, b_grad=gradient)
-        if plan is not None:
-            losses.append(loss)
+        losses.append(TransformerModelChunkSchedulePlan.run(plan, earlier, b_grad=gradient))
         earlier = plan
+    TransformerModelChunkSchedulePlan.run(None, earlier, b_grad=torch.ones_like(losses[-1]))
     return {"losses": torch.stack(losses).detach()} | {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -82,28 +81,31 @@ def assert_repeated(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor],
     if hasattr(TransformerLayerSchedulePlan, "post_attn"):
         assert_same(got, want, context)
     else:
-        assert all(torch.equal(got[name], value) for name, value in want.items()), context
+        assert_bits(got, want, context)
 
 
 def schedule_config(sizes: dict[str, int], **changes: Any) -> Any:
     return layer_config(**sizes, **({"num_layers": 2, **NO_DROPOUT, **selection()} | changes))
 
 
-def _schedule_worker(rank: int, num_ranks: int, backend: str, options: dict[str, Any], changes: dict[str, Any]) -> None:
-    with model_parallel(ep=num_ranks, backend=backend, **options) as sizes:
-        config = schedule_config(sizes, **changes)
-        want = one_after_another(build_model(config), batches(rank))
-        for is_set in (False, True):
-            config.overlap_moe_expert_parallel_comm = is_set  # late: the config's own check demands 16-bit parameters
-            assert_repeated(interleaved(build_model(config), batches(rank)), want, f"rank {rank}")
+# Options of enable(), and changes of the config.
+SCHEDULED: list[tuple[dict, dict]] = [
+    *(({"backend": backend, "grouped_experts": grouped}, {}) for backend in ("shm", "collective") for grouped in (False, True)),
+    ({}, {"moe_shared_expert_intermediate_size": None}),
+]
 
 
 @needs_schedule
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-@pytest.mark.parametrize("options", ({}, {"grouped_experts": True}), ids=("sequential", "grouped"))
-def test_schedule_repeats_the_bits(backend, options):
+@on_ranks(2)
+def test_schedule_repeats_the_bits(rank: int, num_ranks: int) -> None:
     """It frees the inputs of parts that have run, whether or not the config says that it will."""
-    run_ranks(_schedule_worker, 2, backend, options, {})
+    for options, changes in SCHEDULED:
+        with model_parallel(ep=num_ranks, **options) as sizes:
+            config = schedule_config(sizes, **changes)
+            want = one_after_another(build_model(config), batches(rank))
+            for is_set in (False, True):
+                config.overlap_moe_expert_parallel_comm = is_set  # late: the config's own check demands 16-bit parameters
+                assert_repeated(interleaved(build_model(config), batches(rank)), want, f"{options}, {changes}, rank {rank}")
 
 
 def let_local_linears_delay() -> None:
@@ -114,15 +116,17 @@ def let_local_linears_delay() -> None:
         linear.backward_dw = lambda self: None
 
 
-def _delayed_worker(rank: int, num_ranks: int, ddp: str) -> None:
+@needs_schedule
+@on_megatron(2, grouped_experts=True)
+def test_delayed_gradients_of_grouped_experts(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """Gradients of experts' weights are made after the dispatch of the other batch, and go where DDP wants them."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     let_local_linears_delay()
-    with model_parallel(ep=num_ranks, grouped_experts=True) as sizes:
-        config = schedule_config(sizes)
-        want = one_after_another(build_model(config), batches(rank))
-        config.delay_wgrad_compute = config.overlap_moe_expert_parallel_comm = True
+    config = schedule_config(sizes)
+    want = one_after_another(build_model(config), batches(rank))
+    config.delay_wgrad_compute = config.overlap_moe_expert_parallel_comm = True
+    for ddp in ("without DDP", "DDP", "DDP that does not know of the delay"):
         model = build_model(config)
         if ddp != "without DDP":
             knows = {"delay_wgrad_compute": True} if ddp == "DDP" else {}
@@ -131,43 +135,28 @@ def _delayed_worker(rank: int, num_ranks: int, ddp: str) -> None:
         made: list[str] = []
         experts = model.decoder.layers[0].mlp.experts
         stock = experts.linear_fc1.add_gradient
-        experts.linear_fc1.add_gradient = lambda grad: (made.append("w1"), stock(grad))
+        experts.linear_fc1.add_gradient = lambda grad, made=made, stock=stock: (made.append("w1"), stock(grad))
         got = interleaved(model, batches(rank))
         assert made == ["w1"] * NUM_BATCHES and not experts._due
         for name, parameter in model.named_parameters():
             got[name] = parameter.grad if ddp == "without DDP" else parameter.main_grad
-        assert_repeated(got, want, f"rank {rank}")
+        assert_repeated(got, want, f"{ddp}, rank {rank}")
 
 
 @needs_schedule
-@pytest.mark.parametrize("ddp", ("without DDP", "DDP", "DDP that does not know of the delay"))
-def test_delayed_gradients_of_grouped_experts(ddp):
-    run_ranks(_delayed_worker, 2, ddp)
-
-
-@needs_schedule
-def test_schedule_without_shared_experts():
-    run_ranks(_schedule_worker, 2, "shm", {}, {"moe_shared_expert_intermediate_size": None})
-
-
-def _kept_worker(rank: int, num_ranks: int) -> None:
+@on_megatron(2)
+def test_schedule_frees_what_nobody_keeps(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """What a node may free: rows only where the experts keep others, and never what somebody else keeps."""
-    with model_parallel(ep=num_ranks) as sizes:
-        config = schedule_config(sizes)
-        for fp8, frees in ((None, False), ("hybrid", True)):
-            model = build_model(config)
-            for layer in model.decoder.layers:
-                layer.config.fp8 = fp8
-            plan = model.build_schedule_plan(**batches(rank)[0]).get_layer(0)
-            assert (plan.moe_dispatch.free_input, plan.mlp.free_input, plan.moe_combine.free_input) == (False, frees, True)
-        theirs = build_model(schedule_config(sizes, moe_token_dispatcher_type="alltoall"))
-        plan = theirs.build_schedule_plan(**batches(rank)[0]).get_layer(0)
-        assert plan.moe_dispatch.free_input and plan.mlp.free_input
-
-
-@needs_schedule
-def test_schedule_frees_what_nobody_keeps():
-    run_ranks(_kept_worker, 2)
+    config = schedule_config(sizes)
+    for fp8, frees in ((None, False), ("hybrid", True)):
+        model = build_model(config)
+        for layer in model.decoder.layers:
+            layer.config.fp8 = fp8
+        plan = model.build_schedule_plan(**batches(rank)[0]).get_layer(0)
+        assert (plan.moe_dispatch.free_input, plan.mlp.free_input, plan.moe_combine.free_input) == (False, frees, True)
+    theirs = build_model(schedule_config(sizes, moe_token_dispatcher_type="alltoall"))
+    plan = theirs.build_schedule_plan(**batches(rank)[0]).get_layer(0)
+    assert plan.moe_dispatch.free_input and plan.mlp.free_input
 
 
 class Fault(torch.autograd.Function):
@@ -200,29 +189,25 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _faults_worker(rank: int, num_ranks: int, where: str) -> None:
-    with model_parallel(ep=num_ranks) as sizes:
-        config = schedule_config(sizes)
-        if where == "gradients of weights":
-            config.delay_wgrad_compute = True
-            let_local_linears_delay()
-        model = build_model(config)
-        if rank == 1:
-            FAULTS[where](model.decoder.layers[0])
-        is_backward = where.endswith("backward")
-        with pytest.raises(RuntimeError) as raised:
-            interleaved(model, batches(rank))
-        if rank == 1:
-            assert str(raised.value) == f"a fault in the {'backward' if is_backward else 'forward'}"
-        else:
-            assert isinstance(raised.value, EPPeerError) and raised.value.rank == 1
-            assert "RuntimeError: a fault in the " in str(raised.value)
-
-
 @needs_schedule
 @pytest.mark.parametrize("where", FAULTS)
-def test_peers_learn_of_faults_in_the_schedule(where):
-    run_ranks(_faults_worker, 2, where)
+@on_megatron(2)
+def test_peers_learn_of_faults_in_the_schedule(rank: int, num_ranks: int, sizes: dict[str, int], where: str) -> None:
+    config = schedule_config(sizes)
+    if where == "gradients of weights":
+        config.delay_wgrad_compute = True
+        let_local_linears_delay()
+    model = build_model(config)
+    if rank == 1:
+        FAULTS[where](model.decoder.layers[0])
+    is_backward = where.endswith("backward")
+    with pytest.raises(RuntimeError) as raised:
+        interleaved(model, batches(rank))
+    if rank == 1:
+        assert str(raised.value) == f"a fault in the {'backward' if is_backward else 'forward'}"
+    else:
+        assert isinstance(raised.value, EPPeerError) and raised.value.rank == 1
+        assert "RuntimeError: a fault in the " in str(raised.value)
 
 
 # ---- shared experts ----
@@ -232,141 +217,74 @@ SHARED: list[tuple[str, dict, dict]] = [
     ("TP 2, EP 2", {"tp": 2, "ep": 2}, {}),
     ("grouped experts", {"ep": 2, "grouped_experts": True}, {}),
     ("gate of the shared expert", {"ep": 2}, {"moe_shared_expert_gate": True}),
-    ("recomputed", {"ep": 2}, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
+    ("recomputed", {"ep": 2}, RECOMPUTED),
 ]
+BESIDE = {"moe_shared_expert_overlap": True}
 
 
-def _shared_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_shared_experts_beside_the_calls_change_nothing(rank: int, num_ranks: int) -> None:
     for name, groups, changes in SHARED:
         if any(not hasattr(layer_config(), field) for field in changes):  # older versions
             continue
         with model_parallel(**groups) as sizes:
-            plain, beside = (
-                build_layer(layer_config(**sizes, **changes, **selection(), moe_shared_expert_overlap=overlaps))
-                for overlaps in (False, True)
-            )
+            beside, plain = layer_of(sizes, **changes, **BESIDE), layer_of(sizes, **changes)
             assert beside.config.moe_shared_expert_overlap and beside.shared_expert_overlap
-            generator = torch.Generator().manual_seed(rank)
-            x, cotangent = (torch.randn(6, 2, HIDDEN, generator=generator) for _ in range(2))
-            passes = [forward_backward(layer, x, cotangent) for layer in (beside, plain)]
+            passes = [forward_backward(layer, *draw(rank, 6, 2)) for layer in (beside, plain)]
             assert_same(*passes, f"{name}, rank {rank}")
 
 
-def test_shared_experts_beside_the_calls_change_nothing():
-    run_ranks(_shared_worker, 2)
-
-
-def _order_worker(rank: int, num_ranks: int) -> list[str]:
-    """The order of the parts and of the calls, in each version of Megatron-Core its own."""
-    with model_parallel(ep=num_ranks) as sizes:
-        layer = build_layer(layer_config(**sizes, **selection(), moe_shared_expert_overlap=True))
-        layer(torch.randn(6, 2, HIDDEN))
-        seen: list[str] = []
-
-        def watch(owner: Any, name: str) -> None:
-            stock = getattr(owner, name)
-
-            def watched(*args: Any, **kwargs: Any) -> Any:
-                seen.append(name)
-                return stock(*args, **kwargs)
-
-            setattr(owner, name, watched)
-
-        for name in ("pre_forward_comm", "linear_fc1_forward_and_act", "linear_fc2_forward", "post_forward_comm", "get_output"):
-            watch(layer.shared_experts, name)
-        for name in ("dispatch", "combine"):
-            watch(layer.token_dispatcher.buffer, name)
-        layer(torch.randn(6, 2, HIDDEN))
-        return seen
-
-
-def test_order_of_the_parts():
+@on_megatron(2)
+def test_order_of_the_parts(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+    """In each version of Megatron-Core its own."""
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
     first = ["pre_forward_comm", "dispatch"]
     if hasattr(SharedExpertMLP, "wait_current_stream"):
         first.reverse()
     rest = ["linear_fc1_forward_and_act", "combine", "linear_fc2_forward", "post_forward_comm", "get_output"]
-    assert run_ranks(_order_worker, 2) == [first + rest] * 2
+    layer, (x, _) = layer_of(sizes, **BESIDE), draw(rank, 6, 2)
+    layer(x)
+    seen: list[str] = []
+
+    def watch(owner: Any, name: str) -> None:
+        stock = getattr(owner, name)
+        setattr(owner, name, lambda *args, **kwargs: seen.append(name) or stock(*args, **kwargs))
+
+    for name in first + rest:
+        watch(layer.token_dispatcher.buffer if name in ("dispatch", "combine") else layer.shared_experts, name)
+    layer(x)
+    assert seen == first + rest
 
 
-def _gate_worker(rank: int, num_ranks: int) -> None:
+@on_megatron(1)
+def test_the_gate_of_shared_experts_is_gathered(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """Megatron's DDP gathers a parameter before the module that owns it is called. Here nobody calls the shared experts."""
-    with model_parallel(ep=1) as sizes:
-        config = layer_config(**sizes, **selection(), moe_shared_expert_overlap=True, moe_shared_expert_gate=True)
-        layer = build_layer(config)
-        shared, x = layer.shared_experts, torch.ones(6, 2, HIDDEN)
-        layer(x)
-        weight, stale = shared.gate_weight.detach().clone(), torch.full_like(shared.gate_weight, torch.nan)
-        want = layer(x)[0]
-        shared.gate_weight.data = stale
-        shared.register_forward_pre_hook(lambda module, args: setattr(module.gate_weight, "data", weight))
-        assert torch.equal(layer(x)[0], want)
-
-
-def test_the_gate_of_shared_experts_is_gathered():
     if not hasattr(layer_config(), "moe_shared_expert_gate"):
         pytest.skip("this megatron-core has no such gate")
-    run_ranks(_gate_worker, 1)
+    layer, x = layer_of(sizes, **BESIDE, moe_shared_expert_gate=True), draw(0, 6, 2)[0]
+    shared, want = layer.shared_experts, layer(x)[0]
+    weight = shared.gate_weight.detach().clone()
+    shared.gate_weight.data = torch.full_like(weight, torch.nan)
+    shared.register_forward_pre_hook(lambda module, args: setattr(module.gate_weight, "data", weight))
+    assert torch.equal(layer(x)[0], want)
 
 
-def _failed_worker(rank: int, num_ranks: int) -> None:
+@on_megatron(2)
+def test_shared_experts_after_a_failure(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """After a forward that failed between the parts, the next one is right."""
-    with model_parallel(ep=num_ranks) as sizes:
-        layer = build_layer(layer_config(**sizes, **selection(), moe_shared_expert_overlap=True))
-        generator = torch.Generator().manual_seed(rank)
-        x, cotangent = (torch.randn(6, 2, HIDDEN, generator=generator) for _ in range(2))
-        want = forward_backward(layer, x, cotangent)
-        hook = layer.experts.register_forward_pre_hook(_fail) if rank == 1 else None
-        with pytest.raises(RuntimeError, match="a fault in the forward"):
-            layer(x)
-        if hook is not None:
-            hook.remove()
-        got = forward_backward(layer, x, cotangent)
-        assert all(torch.equal(got[name], want[name]) for name in want)
+    layer, (x, cotangent) = layer_of(sizes, **BESIDE), draw(rank, 6, 2)
+    want = forward_backward(layer, x, cotangent)
+    hook = layer.experts.register_forward_pre_hook(_fail) if rank == 1 else None
+    with pytest.raises(RuntimeError, match="a fault in the forward"):
+        layer(x)
+    if hook is not None:
+        hook.remove()
+    assert_bits(forward_backward(layer, x, cotangent), want, f"rank {rank}")
 
 
-def test_shared_experts_after_a_failure():
-    run_ranks(_failed_worker, 2)
-
-
-EXCLUDED: list[tuple[str, dict]] = [
-    ("moe_shared_expert_overlap is True and overlap_moe_expert_parallel_comm True", {"overlap_moe_expert_parallel_comm": True}),
-    ("moe_shared_expert_overlap is True and moe_latent_size 16", {"moe_latent_size": 16}),
-    (
-        "moe_shared_expert_overlap is True and recompute_modules has 'shared_experts'",
-        {"recompute_granularity": "selective", "recompute_modules": ["shared_experts"]},
-    ),
-]
-
-
-def _excluded_worker(rank: int, num_ranks: int) -> None:
-    from deepep_moe.integrations.megatron.shared_experts import check_shared_overlap
-
-    with model_parallel(ep=num_ranks) as sizes:
-        for message, changes in EXCLUDED:
-            config = layer_config(**sizes, **selection(), moe_shared_expert_overlap=True)
-            for name, value in changes.items():  # late, past Megatron-Core's own checks
-                setattr(config, name, value)
-            with pytest.raises(ValueError, match=message):
-                check_shared_overlap(config)
-            if "moe_latent_size" not in changes:  # which needs TransformerEngine first
-                with pytest.raises(ValueError, match=message):
-                    build_layer(config)
-
-
-def test_what_excludes_shared_experts_beside_the_calls():
-    run_ranks(_excluded_worker, 1)
-
-
-def test_other_dispatchers_refuse_the_switch_as_before():
-    from deepep_moe.integrations.megatron import disable, enable
-
-    enable()
-    try:
-        with pytest.raises(ValueError, match="moe_shared_expert_overlap only works with"):
-            layer_config(moe_token_dispatcher_type="allgather", moe_shared_expert_overlap=True)
-        config = layer_config(**selection(), moe_shared_expert_overlap=True)
-        assert config.moe_shared_expert_overlap
-    finally:
-        disable()
+@on_megatron(1)
+def test_other_dispatchers_refuse_the_switch_as_before(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="moe_shared_expert_overlap only works with"):
+        layer_config(moe_token_dispatcher_type="allgather", **BESIDE)
+    assert layer_config(**selection(), **BESIDE).moe_shared_expert_overlap

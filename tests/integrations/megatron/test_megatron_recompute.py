@@ -6,26 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_cases import HIDDEN, assert_same, build_layer, forward_backward, layer_config, model_parallel
+from megatron_cases import ON_GPUS, RECOMPUTED, assert_same, draw, enabled, forward_backward, layer_of, model_parallel, on_megatron
+from on_ranks import on_ranks
+from test_megatron_overlap import batches, build_model, one_after_another, schedule_config
 
-from deepep_moe.integrations.megatron import disable, enable, recompute
-from deepep_moe.integrations.megatron.plugin import selection
-from deepep_moe.testing.launch import run_ranks
+from deepep_moe.integrations.megatron import recompute
 
 pytest.importorskip("megatron.core")
-
-RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-
-
-def inputs(rank: int, seed: int = 0, num_tokens: int = 12) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(10 * seed + rank)
-    return [torch.randn(num_tokens, 1, HIDDEN, generator=generator) for _ in range(2)]
 
 
 def layers_of(sizes: dict[str, int], **changes: Any) -> tuple[Any, Any]:
     """A recomputed layer and a plain one with the same weights."""
-    recomputed = build_layer(layer_config(**sizes, **selection(), **(RECOMPUTED | changes)))
-    return recomputed, build_layer(layer_config(**sizes, **selection(), **changes))
+    return layer_of(sizes, **(RECOMPUTED | changes)), layer_of(sizes, **changes)
 
 
 def watch(buffer: Any) -> list[Any]:
@@ -51,115 +43,104 @@ CASES: list[tuple[str, dict, dict]] = [
 ]
 
 
-def _same_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_recomputed_layers_repeat_their_handles(rank: int, num_ranks: int) -> None:
     for name, groups, changes in CASES:
         with model_parallel(**groups) as sizes:
             recomputed, plain = layers_of(sizes, **changes)
-            plain(inputs(rank)[0])  # which makes the buffer
+            plain(draw(rank, 12)[0])  # which makes the buffer
             handles = watch(plain.token_dispatcher.buffer)
-            passes = [forward_backward(recomputed, *inputs(rank))]
+            passes = [forward_backward(recomputed, *draw(rank, 12))]
             assert [handle is None for handle in handles] == [True, False], name
-            passes.append(forward_backward(plain, *inputs(rank)))
+            passes.append(forward_backward(plain, *draw(rank, 12)))
             assert_same(*passes, f"{name}, rank {rank}")
 
 
-def test_recomputed_layers_repeat_their_handles():
-    run_ranks(_same_worker, 2)
+@ON_GPUS
+@on_ranks()
+def test_recomputed_layer_on_gpus(rank: int, num_ranks: int) -> None:
+    """Equal to the bit, for several inputs."""
+    with model_parallel("cuda", ep=num_ranks, backend="nvlink") as sizes:
+        recomputed, plain = layers_of(sizes)
+        for seed in range(3):
+            given = [tensor.cuda() for tensor in draw(10 * seed + rank, 12)]
+            expected = forward_backward(plain, *given)
+            handles = watch(plain.token_dispatcher.buffer)
+            assert_same(forward_backward(recomputed, *given), expected, f"rank {rank}", tolerance=0.0)
+            assert [handle is None for handle in handles] == [True, False]
+            del plain.token_dispatcher.buffer.dispatch
 
 
-def _full_worker(rank: int, num_ranks: int) -> None:
+@on_megatron(2)
+def test_recomputed_transformer_layers(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """Whole transformer layers, two of them in one checkpoint: their dispatches come again in order."""
-    from test_megatron_overlap import NO_DROPOUT, batches, build_model, one_after_another
-
     whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
-    with model_parallel(ep=num_ranks) as sizes:
-        recomputed, plain = (
-            build_model(layer_config(**sizes, num_layers=2, **NO_DROPOUT, **selection(), **changes)) for changes in (whole, {})
-        )
-        want = one_after_another(plain, batches(rank))
-        buffer = plain.decoder.layers[0].mlp.token_dispatcher.buffer
-        handles = watch(buffer)
-        got = one_after_another(recomputed, batches(rank))
-        assert [handle is None for handle in handles] == [True, True, False, False] * len(batches(rank))
-        assert_same(got, want, f"rank {rank}")
+    recomputed, plain = (build_model(schedule_config(sizes, **changes)) for changes in (whole, {}))
+    want = one_after_another(plain, batches(rank))
+    handles = watch(plain.decoder.layers[0].mlp.token_dispatcher.buffer)
+    got = one_after_another(recomputed, batches(rank))
+    assert [handle is None for handle in handles] == [True, True, False, False] * len(batches(rank))
+    assert_same(got, want, f"rank {rank}")
 
 
-def test_recomputed_transformer_layers():
-    run_ranks(_full_worker, 2)
-
-
-def _order_worker(rank: int, num_ranks: int) -> None:
+@on_megatron(2)
+def test_any_order_of_backward(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """Two batches, the backward of which runs in the order of autograd's choice, and twice."""
-    with model_parallel(ep=num_ranks) as sizes:
-        results = []
-        for layer in layers_of(sizes):
-            x, y = (inputs(rank, seed)[0].requires_grad_() for seed in (1, 2))
-            cotangents = [inputs(rank, seed)[1] for seed in (1, 2)]
-            outputs = [layer(x)[0], layer(y)[0]]
-            for _ in range(2):
-                torch.autograd.backward(outputs[::-1], cotangents[::-1], retain_graph=True)
-            results.append({"x": x.grad, "y": y.grad, "weights": layer.router.weight.grad})
-        assert_same(*results, f"rank {rank}")
+    results = []
+    for layer in layers_of(sizes):
+        x, y = (draw(10 * seed + rank, 12)[0].requires_grad_() for seed in (1, 2))
+        cotangents = [draw(10 * seed + rank, 12)[1] for seed in (1, 2)]
+        outputs = [layer(x)[0], layer(y)[0]]
+        for _ in range(2):
+            torch.autograd.backward(outputs[::-1], cotangents[::-1], retain_graph=True)
+        results.append({"x": x.grad, "y": y.grad, "weights": layer.router.weight.grad})
+    assert_same(*results, f"rank {rank}")
 
 
-def test_any_order_of_backward():
-    run_ranks(_order_worker, 2)
+@on_megatron(2)
+def test_a_second_run_goes_where_the_first_went(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+    recomputed, plain = layers_of(sizes, moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0)
+    plain(draw(rank, 12)[0])
+    handles = watch(plain.token_dispatcher.buffer)
+    counts: list[list[int]] = []
+    recomputed.experts.register_forward_pre_hook(lambda module, arguments: counts.append(arguments[1].tolist()))
+    x = draw(rank, 12)[0].requires_grad_()
+    output, _ = recomputed(x)
+    recomputed.router.expert_bias.copy_(torch.linspace(-9, 9, len(recomputed.router.expert_bias)))
+    output.backward(draw(rank, 12)[1])
+    assert counts[0] == counts[1] and handles[1] is not None
+    assert torch.isfinite(x.grad).all() and x.grad.any()
 
 
-def _other_choice_worker(rank: int, num_ranks: int) -> None:
-    """A second run that would choose other experts goes where the first one went."""
-    with model_parallel(ep=num_ranks) as sizes:
-        recomputed, plain = layers_of(sizes, moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0)
-        plain(inputs(rank)[0])
-        handles = watch(plain.token_dispatcher.buffer)
-        counts: list[list[int]] = []
-        recomputed.experts.register_forward_pre_hook(lambda module, arguments: counts.append(arguments[1].tolist()))
-        x = inputs(rank)[0].requires_grad_()
-        output, _ = recomputed(x)
-        recomputed.router.expert_bias.copy_(torch.linspace(-9, 9, len(recomputed.router.expert_bias)))
-        output.backward(inputs(rank)[1])
-        assert counts[0] == counts[1] and handles[1] is not None
-        assert torch.isfinite(x.grad).all() and x.grad.any()
+@on_megatron(2)
+def test_handles_go_with_the_backward(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+    layer, _ = layers_of(sizes)
+    layer(draw(rank, 12)[0])
+    made: list[Any] = []
+    stock = layer.token_dispatcher.buffer.dispatch
 
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        out = stock(*args, **kwargs)
+        made.append(weakref.ref(out.handle))
+        return out
 
-def test_a_second_run_goes_where_the_first_went():
-    run_ranks(_other_choice_worker, 2)
-
-
-def _memory_worker(rank: int, num_ranks: int) -> None:
-    with model_parallel(ep=num_ranks) as sizes:
-        layer, _ = layers_of(sizes)
-        layer(inputs(rank)[0])
-        made: list[Any] = []
-        stock = layer.token_dispatcher.buffer.dispatch
-
-        def dispatch(*args: Any, **kwargs: Any) -> Any:
-            out = stock(*args, **kwargs)
-            made.append(weakref.ref(out.handle))
-            return out
-
-        layer.token_dispatcher.buffer.dispatch = dispatch
-        output, _ = layer(inputs(rank)[0].requires_grad_())
-        assert made[0]() is not None
-        output.backward(inputs(rank)[1])
-        del output
-        gc.collect()
-        assert [reference() for reference in made] == [None, None]
-        with torch.no_grad():
-            layer(inputs(rank)[0])
-        gc.collect()
-        assert made[-1]() is None and recompute._runs.stack == []
-
-
-def test_handles_go_with_the_backward():
-    run_ranks(_memory_worker, 2)
+    layer.token_dispatcher.buffer.dispatch = dispatch
+    output, _ = layer(draw(rank, 12)[0].requires_grad_())
+    assert made[0]() is not None
+    output.backward(draw(rank, 12)[1])
+    del output
+    gc.collect()
+    assert [reference() for reference in made] == [None, None]
+    with torch.no_grad():
+        layer(draw(rank, 12)[0])
+    gc.collect()
+    assert made[-1]() is None and recompute._runs.stack == []
 
 
 def test_disable_puts_checkpoints_back():
     from megatron.core.tensor_parallel.random import CheckpointFunction
 
     before = CheckpointFunction.forward, CheckpointFunction.backward
-    enable()
-    assert CheckpointFunction.forward is not before[0]
-    disable()
+    with enabled():
+        assert CheckpointFunction.forward is not before[0]
     assert (CheckpointFunction.forward, CheckpointFunction.backward) == before

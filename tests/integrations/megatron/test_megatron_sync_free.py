@@ -1,30 +1,25 @@
-"""`enable(sync_free=True)`: rows get room before anybody knows how many come. Results stay as they are, and no row is lost."""
+"""`enable(sync_free=True)`: rows get room before anybody knows how many come. Results stay, no row is lost, and all ranks agree."""
 
+import importlib
+import sys
+import types
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_cases import HIDDEN, NUM_EXPERTS, build_layer, forward_backward, layer_config, model_parallel
+from megatron_cases import HIDDEN, RECOMPUTED, SYNC_FREE, assert_bits, draw, forward_backward, layer_of, model_parallel, on_megatron
+from on_ranks import on_ranks
 
-from deepep_moe.errors import EPCapacityError
-from deepep_moe.integrations.megatron import disable, enable, grow_recv_capacity, recover
-from deepep_moe.integrations.megatron.plugin import selection
-from deepep_moe.testing.launch import run_ranks
+from deepep_moe.errors import EPCapacityError, EPPeerError
+from deepep_moe.integrations.megatron import grow_recv_capacity, recover
 
 pytest.importorskip("megatron.core")
 
-TOPK = 4
-SYNC_FREE = {"grouped_experts": True, "sync_free": True}
-
-
-def inputs(rank: int, num_tokens: int, seed: int = 0) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(10 * seed + rank)
-    return [torch.randn(num_tokens, 1, HIDDEN, generator=generator) for _ in range(2)]
-
-
-def layer_of(sizes: dict[str, int], **changes: Any) -> Any:
-    return build_layer(layer_config(**sizes, **selection(), **changes))
+TOPK, NUM_TOKENS = 4, 12
+PAGED_STASH = "megatron.core.transformer.moe.paged_stash"
+BOUNDED = SYNC_FREE | {"num_max_tokens_per_rank": NUM_TOKENS}
+NO_GROUPS = {"moe_router_num_groups": None, "moe_router_group_topk": None}
 
 
 def rows_for_experts(layer: Any) -> list[torch.Size]:
@@ -43,32 +38,28 @@ CASES: list[tuple[str, dict, dict]] = [
     ("TP 2", {"tp": 2, "ep": 2}, {}),
     ("padded rows", {"ep": 2, "expert_alignment": 16}, {}),
     ("fp64 router", {"ep": 2}, {"moe_router_dtype": "fp64"}),
-    ("recomputed", {"ep": 2}, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
+    ("recomputed", {"ep": 2}, RECOMPUTED),
     ("shared experts beside the calls", {"ep": 2}, {"moe_shared_expert_overlap": True}),
 ]
 
 
-def _same_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_results_repeat_the_bits(rank: int, num_ranks: int) -> None:
     for name, groups, changes in CASES:
         results = []
         for how in (SYNC_FREE, {"grouped_experts": True}):
             with model_parallel(**groups, **how) as sizes:
                 layer = layer_of(sizes, **changes)
-                results.append(
-                    [forward_backward(layer, *inputs(rank, num_tokens)) for num_tokens in (12, 1 if "tp" in groups else 1 + 9 * rank)]
-                )
+                counts = (12, 1 if "tp" in groups else 1 + 9 * rank)
+                results.append([forward_backward(layer, *draw(rank, num_tokens)) for num_tokens in counts])
         for ours, theirs in zip(*results, strict=True):
-            for key, value in theirs.items():
-                assert torch.equal(ours[key], value), f"{name}, rank {rank}: {key}"
+            assert_bits(ours, theirs, f"{name}, rank {rank}")
 
 
-def test_results_repeat_the_bits():
-    run_ranks(_same_worker, 2)
-
-
-def _rows_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_room_for_rows(rank: int, num_ranks: int) -> None:
     """12 tokens of each rank, top-4 of 8 experts: room for every routing, or for a factor of the even share of 48 rows."""
-    local = NUM_EXPERTS // num_ranks
+    local = 8 // num_ranks
     for alignment, factor, num_rows in (
         (1, None, num_ranks * 12 * min(TOPK, local)),
         (16, None, (num_ranks * 12 * min(TOPK, local) + 15 * local + 15) // 16 * 16),
@@ -80,34 +71,23 @@ def _rows_worker(rank: int, num_ranks: int) -> None:
         with model_parallel(ep=num_ranks, **options) as sizes:
             layer = layer_of(sizes)
             seen = rows_for_experts(layer)
-            layer(inputs(rank, 12)[0])
-            layer(inputs(rank, 7)[0])
+            layer(draw(rank, 12)[0])
+            layer(draw(rank, 7)[0])
             assert seen == [(num_rows, HIDDEN)] * 2, (alignment, factor)
-
-
-def test_room_for_rows():
-    run_ranks(_rows_worker, 2)
 
 
 # ---- more rows than there is room for ----
 
 
-def overfull(layer: Any, expert: int = 0) -> None:
-    """Let every token go to the experts from `expert` on."""
-    layer.router.expert_bias[expert : expert + TOPK] = 100.0
-
-
 def _train(rank: int, num_ranks: int, options: dict[str, Any]) -> tuple[list[torch.Tensor], int]:
-    """Losses of six steps, the routing of which changes between even and one-sided, and how often a step was run again."""
+    """Losses of six steps, whose routing changes between even and one-sided, and how often a step was run again."""
     losses, num_again = [], 0
     with model_parallel(ep=num_ranks, num_max_tokens_per_rank=12, **options) as sizes:
-        layer = layer_of(sizes, moe_router_num_groups=None, moe_router_group_topk=None)
+        layer = layer_of(sizes, **NO_GROUPS)
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.05)
         for step in range(6):
-            layer.router.expert_bias.zero_()
-            if step % 2 == 1:
-                overfull(layer)
-            x, target = inputs(rank, 12, seed=step)
+            layer.router.expert_bias[:TOPK] = 100.0 * (step % 2)  # to which every token goes
+            x, target = draw(10 * step + rank, 12)
             while True:
                 optimizer.zero_grad()
                 try:
@@ -129,59 +109,39 @@ def _train(rank: int, num_ranks: int, options: dict[str, Any]) -> tuple[list[tor
     return losses, num_again
 
 
-def _again_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(2)
+def test_a_step_that_is_run_again_loses_nothing(rank: int, num_ranks: int) -> None:
     want, none = _train(rank, num_ranks, {"grouped_experts": True})
     losses, num_again = _train(rank, num_ranks, SYNC_FREE | {"recv_capacity_factor": 1.3})
     assert (none, num_again) == (0, 1)  # 2.6 times the even share are room for all
     assert all(torch.equal(loss, wanted) for loss, wanted in zip(losses, want, strict=True))
 
 
-def test_a_step_that_is_run_again_loses_nothing():
-    run_ranks(_again_worker, 2)
-
-
-def _config_worker(rank: int, num_ranks: int) -> None:
+@on_megatron(2, grouped_experts=True, num_max_tokens_per_rank=12)
+def test_factor_of_the_config(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """Megatron-Core's own factor (0.19), which its config would refuse for a backend that it does not know."""
-    with model_parallel(ep=num_ranks, grouped_experts=True, num_max_tokens_per_rank=12) as sizes:
-        config = layer_config(**sizes, **selection())
-        config.moe_expert_rank_capacity_factor = 1.0  # in older versions not a field
-        layer = build_layer(config)
-        seen = rows_for_experts(layer)
-        overfull(layer)
-        with pytest.raises(EPCapacityError, match="rank 0 would receive"):
-            layer(inputs(rank, 12)[0])
-        recover()
-        layer.router.expert_bias.zero_()
-        layer(inputs(rank, 1)[0])
-        assert seen == [(48, HIDDEN)]
-        config.moe_expert_rank_capacity_factor = 0
-        with pytest.raises(ValueError, match="moe_expert_rank_capacity_factor is 0; it must be a positive number"):
-            build_layer(config)
+    layer = layer_of(sizes, late={"moe_expert_rank_capacity_factor": 1.0})  # in older versions not a field
+    seen = rows_for_experts(layer)
+    layer.router.expert_bias[:TOPK] = 100.0
+    with pytest.raises(EPCapacityError, match="rank 0 would receive"):
+        layer(draw(rank, 12)[0])
+    recover()
+    layer.router.expert_bias.zero_()
+    layer(draw(rank, 1)[0])
+    assert seen == [(48, HIDDEN)]
+    if "moe_expert_rank_capacity_factor" in type(layer.config).__dataclass_fields__:
+        layer_of(sizes, moe_expert_rank_capacity_factor=2.0)
 
 
-def test_factor_of_the_config():
-    run_ranks(_config_worker, 2)
-
-
-def test_config_takes_the_factor():
-    config = layer_config()
-    if not hasattr(config, "moe_expert_rank_capacity_factor"):
-        pytest.skip("megatron-core before 0.19 has no such field")
-    enable()
-    try:
-        assert layer_config(**selection(), moe_expert_rank_capacity_factor=2.0).moe_expert_rank_capacity_factor == 2.0
-    finally:
-        disable()
-
-
-def _end_worker(rank: int, num_ranks: int) -> None:
+@on_ranks(1)
+def test_a_step_ends_with_a_look_at_what_gpus_report(rank: int, num_ranks: int) -> None:
     """Before gradients are summed, the step learns what a GPU has reported. Without a factor there is nothing to learn."""
     from megatron.core import distributed
 
     for factor, is_asked in ((None, False), (1.0, True)):
         with model_parallel(ep=1, **SYNC_FREE, recv_capacity_factor=factor) as sizes:
             layer = layer_of(sizes)
-            layer(inputs(rank, 4)[0])
+            layer(draw(rank, 4)[0])
             asked: list[bool] = []
             layer.token_dispatcher.buffer.check = lambda: asked.append(True)  # noqa: B023
             with pytest.raises(IndexError):  # of no model, after the look
@@ -189,42 +149,247 @@ def _end_worker(rank: int, num_ranks: int) -> None:
             assert asked == [True] * is_asked
 
 
-def test_a_step_ends_with_a_look_at_what_gpus_report():
-    run_ranks(_end_worker, 1)
+# ---- more ranks step than one expert-parallel group: all agree at the end of a step ----
 
 
-# ---- what is refused ----
+class Model(torch.nn.Module):
+    """A chunk of a model: one MoE layer, and gradients that are summed over the ranks that have the same weights."""
+
+    def __init__(self, layer: Any):
+        super().__init__()
+        self.config, self.layer = layer.config, layer
+        self.even_weight = self.layer.router.weight.detach().clone()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0]
+
+    def finish_grad_sync(self) -> None:
+        """As Megatron-Core's DDP without overlap: sums of gradients, in which all ranks have to take part."""
+        from megatron.core import parallel_state
+
+        for name, parameter in self.layer.named_parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            group = parallel_state.get_expert_data_parallel_group() if name.startswith("experts.") else None
+            dist.all_reduce(parameter.grad, group=group)
 
 
-def _experts_worker(rank: int, num_ranks: int) -> None:
-    with (
-        model_parallel(ep=1, sync_free=True) as sizes,
-        pytest.raises(ValueError, match=r"SequentialMLP reads its counts on the host; call enable\(grouped_experts=True\)"),
-    ):
-        layer_of(sizes)
+def make_model(sizes: dict[str, Any], **changes: Any) -> Model:
+    from megatron.core import distributed
+
+    late = {"finalize_model_grads_func": distributed.finalize_model_grads} | changes
+    return Model(layer_of(sizes, late=late, **NO_GROUPS, moe_router_enable_expert_bias=False))
 
 
-def test_experts_that_wait_for_counts():
-    run_ranks(_experts_worker, 1)
+def route(model: Model, is_even: bool) -> None:
+    """Let tokens of this rank go where the router says, or nearly all of them to the first experts."""
+    one_sided = torch.where(torch.arange(8) < TOPK, 50.0, -50.0).unsqueeze(1)
+    with torch.no_grad():
+        model.layer.router.weight.copy_(model.even_weight if is_even else model.even_weight.abs() * one_sided)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"sync_free": 1}, ValueError, "sync_free is 1; it must be True or False"),
-        ({"recv_capacity_factor": 2.0}, ValueError, "recv_capacity_factor is given without sync_free; pass sync_free=True"),
-        ({"sync_free": True, "recv_capacity_factor": "2"}, TypeError, "recv_capacity_factor is '2'; it must be a number"),
-        ({"sync_free": True, "recv_capacity_factor": True}, TypeError, "recv_capacity_factor is True; it must be a number"),
-        ({"sync_free": True, "recv_capacity_factor": 0.0}, ValueError, "recv_capacity_factor is 0.0; it must be a positive number"),
-        ({"sync_free": True, "recv_capacity_factor": float("nan")}, ValueError, "recv_capacity_factor is nan; it must be a positive"),
-    ],
-)
-def test_options_are_checked(options, error, message):
-    with pytest.raises(error, match=message):
-        enable(**options)
+def one_step(model: Model, rank: int, step: int) -> list[torch.Tensor]:
+    """Forward and backward, with absolute inputs so that `route` decides, and the end of the step as Megatron-Core's schedules make it.
+    Returns the loss and the gradients."""
+    x, target = draw(100 * step + rank, NUM_TOKENS)
+    model.zero_grad(set_to_none=True)
+    loss = (model(x.abs()) - target).square().mean()
+    loss.backward()
+    model.config.finalize_model_grads_func([model], None)
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.layer.parameters() if parameter.grad is not None)]
 
 
-def test_growth_is_checked():
-    grow_recv_capacity(2.0)  # nothing is enabled
-    with pytest.raises(ValueError, match="times is -1; it must be a positive number"):
-        grow_recv_capacity(-1)
+def stub_finalize() -> None:
+    """finalize_model_grads of Megatron-Core, to which only the sums matter here, in this rank from now on."""
+    from megatron.core import distributed
+
+    distributed.finalize_model_grads = lambda model, num_tokens=None: [chunk.finish_grad_sync() for chunk in model]
+
+
+def _train_groups(rank: int, options: dict[str, Any]) -> tuple[list[list[torch.Tensor]], int]:
+    """Three steps. In the second one the tokens of ranks 0 and 1, which are one of the two groups, all go to rank 0."""
+    results, num_again = [], 0
+    with model_parallel(ep=2, **options) as sizes:
+        model = make_model(sizes)
+        for step in range(3):
+            route(model, is_even=step != 1 or rank >= 2)
+            while True:
+                try:
+                    results.append(one_step(model, rank, step))
+                    break
+                except EPCapacityError as error:
+                    assert error.rank == 0 and "MoE layers of rank 0 received more rows than they have room for" in str(error)
+                    assert any("grow_recv_capacity" in note for note in error.__notes__)
+                    num_again += 1
+                    recover()
+                    grow_recv_capacity()
+    return results, num_again
+
+
+@on_ranks(4)
+def test_two_groups_agree_to_run_a_step_again(rank: int, num_ranks: int) -> None:
+    stub_finalize()
+    want, none = _train_groups(rank, {"grouped_experts": True})
+    results, num_again = _train_groups(rank, BOUNDED | {"recv_capacity_factor": 1.5})
+    assert (none, num_again) == (0, 1), "all four ranks run the step again, once"
+    assert_same_steps(results, want)
+
+
+def assert_same_steps(results: list[list[torch.Tensor]], want: list[list[torch.Tensor]]) -> None:
+    for step, (ours, theirs) in enumerate(zip(results, want, strict=True)):
+        assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True)), f"rank {dist.get_rank()}, step {step}"
+
+
+@on_ranks(4)
+def test_a_replay_ends_with_the_agreement(rank: int, num_ranks: int) -> None:
+    """A step from a graph of the whole iteration runs no `finalize_model_grads` in Python: its end agrees all the same."""
+    full_cuda_graph = pytest.importorskip("megatron.core.full_cuda_graph")
+    stub_finalize()
+    full_cuda_graph.FullCudaGraphWrapper.__call__ = lambda self, model: model[0](draw(100 + rank, NUM_TOKENS)[0].abs()).sum().backward()
+    with model_parallel(ep=2, **BOUNDED, recv_capacity_factor=1.5) as sizes:
+        model, wrapper = make_model(sizes), object.__new__(full_cuda_graph.FullCudaGraphWrapper)
+        route(model, is_even=True)
+        wrapper(model=[model])
+        route(model, is_even=rank >= 2)
+        with pytest.raises(EPCapacityError, match="MoE layers of rank 0 received more rows than they have room for"):
+            wrapper(model=[model])
+
+
+@on_megatron(4, ep=2, **BOUNDED, recv_capacity_factor=1.0)
+def test_without_an_end_of_the_step_the_dispatch_raises(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+    """A forward that no step ends raises at once, on the ranks of its group."""
+    model = make_model(sizes).eval()
+    route(model, is_even=False)
+    with torch.no_grad(), pytest.raises(EPCapacityError, match="would receive"):
+        model(draw(rank, NUM_TOKENS)[0].abs())
+    recover()
+    model.config.finalize_model_grads_func = None  # as in a loop of the user's own
+    with pytest.raises(EPCapacityError, match="would receive"):
+        model.train()(draw(rank, NUM_TOKENS)[0].abs())
+
+
+@on_ranks(4)
+def test_groups_grow_and_refuse_on_their_own(rank: int, num_ranks: int) -> None:
+    """One group outgrows its buffer, or refuses a forward, while the other one steps on. Then all ranks sum gradients."""
+    stub_finalize()
+    with model_parallel(ep=2, **SYNC_FREE) as sizes:
+        model = make_model(sizes)
+        one_step(model, rank, 0)
+        first = model.layer.token_dispatcher.buffer
+        model.zero_grad(set_to_none=True)
+        model(draw(100 + rank, 200 if rank == 3 else 5)[0]).sum().backward()
+        model.config.finalize_model_grads_func([model], None)
+        assert (model.layer.token_dispatcher.buffer is first) == (rank < 2), "only the group of rank 3 has a larger buffer"
+    with model_parallel(ep=2, **BOUNDED) as sizes:
+        model = make_model(sizes)
+        if rank < 2:
+            with pytest.raises(ValueError if rank == 1 else EPPeerError, match="a rank dispatches 13 tokens"):
+                model(draw(rank, 13 if rank == 1 else 3)[0])
+        else:
+            model(draw(rank, NUM_TOKENS)[0])
+        recover()
+        assert one_step(model, rank, 1)[0].isfinite()
+
+
+# ---- Megatron-Core's own protocol, as 0.19 speaks it ----
+
+
+class Runner:
+    """The calls that Megatron-Core 0.19's PagedStashRunner makes of a layer's dispatcher, in its order, around a step."""
+
+    def __init__(self, model: list[Model]):
+        self.moe_layers = [chunk.layer for chunk in model]
+        self.num_runs = 0
+
+    def __call__(self, step: Any) -> Any:
+        while True:
+            self.num_runs += 1
+            result = step()
+            over = torch.zeros(1, dtype=torch.bool)
+            for layer in self.moe_layers:
+                noted = layer.token_dispatcher.check_over_budget()
+                if noted is not None:
+                    over |= noted.view(-1)[0]
+            total = over.to(torch.int32)
+            dist.all_reduce(total)
+            bounded = [layer.token_dispatcher for layer in self.moe_layers if hasattr(layer.token_dispatcher._comm_manager, self.FIELD)]
+            for dispatcher in bounded:
+                setattr(dispatcher._comm_manager, self.FIELD, None if total.item() else getattr(dispatcher.config, self.FIELD))
+                if total.item():
+                    dispatcher.reset_over_budget()
+            if not total.item():
+                return result
+
+    FIELD = "moe_expert_rank_capacity_factor"
+
+
+def runner_module() -> Any:
+    """The module where Megatron-Core has its runner, with `Runner` there, in this rank from now on."""
+    try:
+        module = importlib.import_module(PAGED_STASH)
+    except ImportError:  # before 0.19, or without Triton
+        module = sys.modules[PAGED_STASH] = types.ModuleType(PAGED_STASH)
+    module.PagedStashRunner = type("PagedStashRunner", (Runner,), {"__init__": Runner.__init__})
+    return module
+
+
+def _runner_train(rank: int, factor: float | None) -> tuple[list[list[torch.Tensor]], list[int], list[torch.Size]]:
+    results, num_runs, seen = [], [], []
+    with model_parallel(ep=2, grouped_experts=True, num_max_tokens_per_rank=NUM_TOKENS) as sizes:
+        model = make_model(sizes, **({} if factor is None else {Runner.FIELD: factor}))
+        model.layer.experts.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0].shape))
+        runner = sys.modules[PAGED_STASH].PagedStashRunner([model])
+        for step in range(3):
+            route(model, is_even=step != 1 or rank >= 2)
+            runner.num_runs = 0
+            results.append(runner(lambda: one_step(model, rank, step)))  # noqa: B023
+            num_runs.append(runner.num_runs)
+    return results, num_runs, seen
+
+
+@on_ranks(4)
+def test_a_runner_of_megatron_loses_nothing(rank: int, num_ranks: int) -> None:
+    stub_finalize()
+    runner_module()
+    want, once, _ = _runner_train(rank, None)
+    results, num_runs, seen = _runner_train(rank, 1.5)
+    assert once == [1, 1, 1] and num_runs == [1, 2, 1], "all ranks run the second step again, and no other"
+    bound, every_routing = int(1.5 * NUM_TOKENS * TOPK), 2 * NUM_TOKENS * TOPK
+    assert [len(shape) for shape in seen] == [2] * 4
+    again = [every_routing if rank < 2 else bound, every_routing]  # CPUs repeat a dispatch at once
+    assert [shape[0] for shape in seen] == [bound, *again, bound]
+    assert_same_steps(results, want)
+
+
+@on_ranks(2)
+def test_a_stage_without_layers_knows_of_the_runner(rank: int, num_ranks: int) -> None:
+    """A pipeline stage without MoE layers knows of the runner too, and waits for no agreement that other stages do not make."""
+    from deepep_moe.integrations.megatron import buffers
+
+    stub_finalize()
+    module, agreed = runner_module(), []
+    buffers.agree = lambda *_: agreed.append(True)
+    with model_parallel(ep=1, **BOUNDED, recv_capacity_factor=1.5) as sizes:
+        assert module.PagedStashRunner.__init__ is not Runner.__init__
+        chunk = make_model(sizes)
+        end = chunk.config.finalize_model_grads_func
+        dense = types.SimpleNamespace(config=chunk.config, finish_grad_sync=bool)
+        end([dense], None)
+        assert agreed == [True]
+        module.PagedStashRunner([])
+        end([dense], None)
+        assert agreed == [True]
+    assert module.PagedStashRunner.__init__ is Runner.__init__, "put back"
+
+
+@on_megatron(1, **BOUNDED)
+def test_what_a_layer_answers(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+    """Without a runner a layer has nothing to say, and errors say it instead."""
+    dispatcher = make_model(sizes, moe_expert_rank_capacity_factor=1.0).layer.token_dispatcher
+    assert dispatcher.check_over_budget() is None and not hasattr(dispatcher._comm_manager, Runner.FIELD)
+    dispatcher.follow_runner()
+    assert dispatcher._comm_manager.moe_expert_rank_capacity_factor == 1.0 and dispatcher.check_over_budget() is None
+    dispatcher.reset_over_budget()
+    unbounded = make_model(sizes).layer.token_dispatcher
+    unbounded.follow_runner()
+    assert not hasattr(unbounded._comm_manager, Runner.FIELD)
