@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from exchange_cases import Case, assert_same, device_of, on_device, poison_outputs
+from on_ranks import on_ranks
 from torch.utils.checkpoint import checkpoint
 
 from deepep_moe import Buffer, reference
@@ -14,7 +15,11 @@ from deepep_moe.testing import run_ranks
 LAYOUTS = ("expert", "rank")
 
 
-def gradients(rank, num_ranks, backend, layout, dtype):
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
+@on_ranks(3)
+def test_gradients_equal_reference(rank, num_ranks, backend, layout, dtype):
     """Every gradient has an exact definition in terms of the reference's dispatch and combine."""
     device_of(backend, rank)
     poison_outputs()
@@ -55,14 +60,9 @@ def gradients(rank, num_ranks, backend, layout, dtype):
     assert_same("rows.grad, unweighted", rows.grad, sent)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
-def test_gradients_equal_reference(backend, layout, dtype):
-    run_ranks(gradients, 3, backend, layout, dtype)
-
-
-def checkpointed_gradients(rank, num_ranks, backend):
+@on_ranks(2)
+def test_checkpointing(rank, backend):
     device_of(backend, rank)
     case = Case([9, 4])
     x, idx, weight = on_device(backend, rank, *case.inputs(rank))
@@ -83,12 +83,8 @@ def checkpointed_gradients(rank, num_ranks, backend):
         assert_same(name, here, there)
 
 
-@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
-def test_checkpointing(backend):
-    run_ranks(checkpointed_gradients, 2, backend)
-
-
-def transformed(rank, num_ranks):
+@on_ranks(2)
+def test_transforms_are_refused(rank):
     buffer, x, idx = Buffer(None, 4, 16, 4, 2, timeout_s=60), torch.randn(4, 16), torch.tensor([[0, 2], [1, 3], [3, 0], [2, -1]])
     if rank == 0:
         with pytest.raises(TypeError, match=r"cannot be transformed by torch.func .*; use torch.autograd.grad or backward"):
@@ -99,11 +95,11 @@ def transformed(rank, num_ranks):
     assert len(buffer.dispatch(x, idx).recv_x) == (6, 8)[rank]
 
 
-def test_transforms_are_refused():
-    run_ranks(transformed, 2)
-
-
-def asynchronous_gradients(rank, num_ranks, backend, mode, num_sms):
+@pytest.mark.parametrize("num_sms", (None, 0))
+@pytest.mark.parametrize("mode", ("async_op", "return_hook"))
+@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
+@on_ranks(2)
+def test_asynchronous_calls_have_gradients(rank, backend, mode, num_sms):
     device = device_of(backend, rank)
     case = Case([9, 4])
     inputs = on_device(backend, rank, *case.inputs(rank))
@@ -126,14 +122,9 @@ def asynchronous_gradients(rank, num_ranks, backend, mode, num_sms):
         assert_same("with " + mode, ours, plain)
 
 
-@pytest.mark.parametrize("num_sms", (None, 0))
-@pytest.mark.parametrize("mode", ("async_op", "return_hook"))
-@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
-def test_asynchronous_calls_have_gradients(backend, mode, num_sms):
-    run_ranks(asynchronous_gradients, 2, backend, mode, num_sms)
-
-
-def second_order(rank, num_ranks, layout):
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(2)
+def test_second_order(rank, layout):
     """The backward operators are differentiable themselves."""
     case = Case([5, 4], layout=layout)
     x, idx, weights = case.inputs(rank)
@@ -144,11 +135,6 @@ def second_order(rank, num_ranks, layout):
     grad.sum().backward()
     copies = (idx >= 0).sum(1) if layout == "expert" else buffer.layout(idx).is_token_in_rank.sum(1)
     torch.testing.assert_close(x.grad, 6 * x.detach() * copies[:, None])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_second_order(layout):
-    run_ranks(second_order, 2, layout)
 
 
 def compiled(rank, num_ranks, backend, compiler, layout):

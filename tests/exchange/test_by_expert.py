@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from by_expert_cases import doubled, equal, folded, ignored, in_one_tensor, in_parts, shifted, strided, tagged, unlike, watched
 from exchange_cases import Case, InPython, assert_same, device_of, on_device, poison_outputs
+from on_ranks import on_ranks
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -81,15 +82,12 @@ def weighed_at_the_source(rank, num_ranks, backend, dtype, num_topk, expert, num
         torch.testing.assert_close([grad_x, *grads], found[0][1:], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
-def all_weighed_at_the_source(rank, num_ranks, backend, expert):
-    for dtype, num_topk in itertools.product((torch.float32, torch.bfloat16), (1, 2, 5)):
-        weighed_at_the_source(rank, num_ranks, backend, dtype, num_topk, expert)
-
-
 @pytest.mark.parametrize("expert", (doubled, strided, unlike, tagged), ids=lambda expert: expert.__name__)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_weighed_at_the_source(backend, expert):
-    run_ranks(all_weighed_at_the_source, 3, backend, expert)
+@on_ranks(3)
+def test_rows_weighed_at_the_source(rank, num_ranks, backend, expert):
+    for dtype, num_topk in itertools.product((torch.float32, torch.bfloat16), (1, 2, 5)):
+        weighed_at_the_source(rank, num_ranks, backend, dtype, num_topk, expert)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -99,7 +97,9 @@ def test_more_experts_than_kernels_take(backend, num_topk, num_experts):
     run_ranks(weighed_at_the_source, 3, backend, torch.float32, num_topk, doubled, num_experts)
 
 
-def of_weights_alone(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(2)
+def test_gradients_that_no_call_takes_as_they_are(rank, backend):
     """Gradients as autograd may have them: of one entry for all, and between the boundaries of rows."""
     device_of(backend, rank)
     case = Case([5, 6], num_topk=2, num_experts=4, dtype=torch.float32)
@@ -117,11 +117,8 @@ def of_weights_alone(rank, num_ranks, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_that_no_call_takes_as_they_are(backend):
-    run_ranks(of_weights_alone, 2, backend)
-
-
-def refused(rank, num_ranks, backend):
+@on_ranks(2)
+def test_what_cannot_be_combined(rank, backend):
     """What cannot be combined is refused on rank 1; rank 0 learns of it instead of waiting."""
     device_of(backend, rank)
     case = Case([4, 4], num_topk=2, num_experts=4)
@@ -151,11 +148,8 @@ def refused(rank, num_ranks, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_cannot_be_combined(backend):
-    run_ranks(refused, 2, backend)
-
-
-def narrow(rank, num_ranks, backend):
+@on_ranks(2)
+def test_rows_that_experts_make_too_narrow(rank, backend):
     """Rows that are whole pieces until the experts make them half as wide, as under autocast."""
     device_of(backend, rank)
     case = Case([4, 4], hidden=12, num_topk=2, num_experts=4, dtype=torch.float32)
@@ -167,11 +161,8 @@ def narrow(rank, num_ranks, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_that_experts_make_too_narrow(backend):
-    run_ranks(narrow, 2, backend)
-
-
-def bad_routing(rank, num_ranks, backend):
+@on_ranks(2)
+def test_a_bad_routing(rank, backend):
     """Rank 1's kernels find an expert that is none. The buffer is as good as before, for the call after."""
     device_of(backend, rank)
     case = Case([4, 4], num_topk=2, num_experts=4)
@@ -188,12 +179,9 @@ def bad_routing(rank, num_ranks, backend):
     assert_same("combined_x", in_parts(buffer, x, idx, weights, scale, doubled), in_one_tensor(buffer, x, idx, weights, scale, doubled))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_bad_routing(backend):
-    run_ranks(bad_routing, 2, backend)
-
-
-def without_memory(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", NVLINK)
+@on_ranks(2)
+def test_a_rank_without_memory(rank, backend):
     """What fails before a rank has entered its call, its peers learn."""
     device_of(backend, rank)
     case = Case([4, 4], num_topk=2, num_experts=4)
@@ -211,12 +199,9 @@ def fails(*_, **__):
     raise torch.OutOfMemoryError("nothing is left")
 
 
-@pytest.mark.parametrize("backend", NVLINK)
-def test_a_rank_without_memory(backend):
-    run_ranks(without_memory, 2, backend)
-
-
-def gone(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(2)
+def test_a_buffer_that_is_gone(rank, backend):
     """A backward whose buffer is no more."""
     device_of(backend, rank)
     case = Case([4, 4], num_topk=2, num_experts=4)
@@ -234,12 +219,10 @@ def gone(rank, num_ranks, backend):
         dist.barrier()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_buffer_that_is_gone(backend):
-    run_ranks(gone, 2, backend)
-
-
-def by_copies(rank, num_ranks, backend):
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", NVLINK)
+@on_ranks(2)
+def test_calls_by_copy_engines(rank, backend):
     """The calls of a buffer whose rows copy engines send have the bits of those whose rows SMs send."""
     device_of(backend, rank)
     case = Case([5, 6], num_topk=2, num_experts=4, dtype=torch.float32)
@@ -254,12 +237,8 @@ def by_copies(rank, num_ranks, backend):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", NVLINK)
-def test_calls_by_copy_engines(backend):
-    run_ranks(by_copies, 2, backend)
-
-
-def shares_too_much(rank, num_ranks):
+@on_ranks(2)
+def test_tokens_of_several_experts_share_no_rows(rank):
     device_of("nvlink", rank)
     case = Case([8, 8], num_topk=2, num_experts=4)
     x, idx, _ = on_device("nvlink", rank, *case.inputs(rank))
@@ -270,12 +249,9 @@ def shares_too_much(rank, num_ranks):
         dispatch_by_expert(buffer, x[:4].contiguous(), idx, None, source_weights=torch.ones(2, 4, device=x.device))
 
 
-@pytest.mark.gpu
-def test_tokens_of_several_experts_share_no_rows():
-    run_ranks(shares_too_much, 2)
-
-
-def twice(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", ("shm", *NVLINK))
+@on_ranks(2)
+def test_gradients_of_gradients(rank, backend):
     """A gradient of a gradient: rows are joined then, and equal those of the calls that know one tensor only."""
     device_of(backend, rank)
     case = Case([5, 6], num_topk=2, num_experts=4, dtype=torch.float32)
@@ -330,7 +306,9 @@ class Wrapped(torch.Tensor):
         return function(*tree_map_only(cls, lambda wrapped: wrapped.inner, args), **(kwargs or {}))
 
 
-def unusual(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", NVLINK)
+@on_ranks(2)
+def test_what_calls_in_cpp_decline(rank, backend):
     """What calls in C++ decline, or must not take for it."""
     device_of(backend, rank)
     case = Case([5, 6], num_topk=1, num_experts=4, dtype=torch.float32)
@@ -358,11 +336,6 @@ def unusual(rank, num_ranks, backend):
     assert combined_x.grad_fn.name() == plain.grad_fn.name()
 
 
-@pytest.mark.parametrize("backend", NVLINK)
-def test_what_calls_in_cpp_decline(backend):
-    run_ranks(unusual, 2, backend)
-
-
 def top_1(backend, rank, **options):
     """A buffer of two ranks, and this one's x and topk_idx."""
     device_of(backend, rank)
@@ -371,7 +344,9 @@ def top_1(backend, rank, **options):
     return Buffer(None, 6, case.hidden, 4, 1, backend=backend, **options), x, idx
 
 
-def other_layouts(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(2)
+def test_rows_of_the_rank_layout(rank, backend):
     """A handle whose rows are not by expert: its rows are joined, and weighed by no one."""
     buffer, x, idx = top_1(backend, rank)
     out = buffer.dispatch(x, idx, layout="rank")
@@ -379,12 +354,9 @@ def other_layouts(rank, num_ranks, backend):
     assert_same("combined_x", combine_by_expert(buffer, parts, None, out.handle), torch.where(idx < 0, torch.zeros_like(x), x))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_of_the_rank_layout(backend):
-    run_ranks(other_layouts, 2, backend)
-
-
-def bad_num_sms(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", NVLINK)
+@on_ranks(2)
+def test_multiprocessors_that_are_not_there(rank, backend):
     """A number for one rank's GPU only: its first call says so, to its peers too."""
     buffer, x, idx = top_1(backend, rank, num_sms=100000 if rank == 1 else 4)
     message = "num_sms is 100000; this GPU has"
@@ -393,11 +365,8 @@ def bad_num_sms(rank, num_ranks, backend):
 
 
 @pytest.mark.parametrize("backend", NVLINK)
-def test_multiprocessors_that_are_not_there(backend):
-    run_ranks(bad_num_sms, 2, backend)
-
-
-def kept_by_a_traceback(rank, num_ranks, backend):
+@on_ranks(2)
+def test_memory_of_a_destroyed_buffer(rank, backend):
     """A destroyed buffer's memory goes, whoever keeps an error of its calls."""
     buffer, x, idx = top_1(backend, rank)
     with pytest.raises((ValueError, EPPeerError)) as kept:
@@ -408,21 +377,14 @@ def kept_by_a_traceback(rank, num_ranks, backend):
     assert kept.value is not None
 
 
-@pytest.mark.parametrize("backend", NVLINK)
-def test_memory_of_a_destroyed_buffer(backend):
-    run_ranks(kept_by_a_traceback, 2, backend)
-
-
 def squared(rows, scale):
     return rows * rows * scale
 
 
-@pytest.mark.parametrize("backend", ("shm", *NVLINK))
-def test_gradients_of_gradients(backend):
-    run_ranks(twice, 2, backend)
-
-
-def recomputed(rank, num_ranks, backend, use_reentrant):
+@pytest.mark.parametrize("use_reentrant", (False, True))
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(2)
+def test_activation_checkpointing(rank, backend, use_reentrant):
     """Under activation checkpointing a forward is made once more, its dispatch and combine too."""
     device_of(backend, rank)
     case = Case([6, 9], num_topk=2, num_experts=4, dtype=torch.bfloat16)
@@ -437,9 +399,3 @@ def recomputed(rank, num_ranks, backend, use_reentrant):
         found.append([combined_x, *(leaf.grad for leaf in leaves)])
     for name, value, expected in zip(("combined_x", "x.grad", "topk_weights.grad"), found[1], found[0], strict=True):
         assert_same(name, value, expected)
-
-
-@pytest.mark.parametrize("use_reentrant", (False, True))
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_activation_checkpointing(backend, use_reentrant):
-    run_ranks(recomputed, 2, backend, use_reentrant)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from error_cases import BACKENDS, HIDDEN, IDX, WEIGHTS, X, good_inputs, make_buffer
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer, LowLatencyBuffer
 from deepep_moe.errors import (
@@ -96,7 +97,8 @@ def test_bad_arguments_of_dispatch(backend):
     run_ranks(bad_dispatch, 2, backend, list(BAD_DISPATCHES))
 
 
-def bad_layout(rank, num_ranks):
+@on_ranks(1)
+def test_bad_arguments_of_layout(rank):
     buffer = make_buffer()
     for topk_idx, error, message in (
         (IDX.tolist(), TypeError, "topk_idx must be a torch.Tensor, not list"),
@@ -109,11 +111,9 @@ def bad_layout(rank, num_ranks):
             buffer.layout(topk_idx)
 
 
-def test_bad_arguments_of_layout():
-    run_ranks(bad_layout, 1)
-
-
-def bad_combine(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(2)
+def test_bad_arguments_of_combine(rank, backend):
     buffer = make_buffer(backend)
     out = buffer.dispatch(X, IDX, WEIGHTS)
     rows = len(out.recv_x)
@@ -131,11 +131,6 @@ def bad_combine(rank, num_ranks, backend):
         with pytest.raises(error if rank == 1 else EPPeerError, match=message if rank == 1 else "rank 1 did not make its call"):
             buffer.combine(**(dict(x=out.recv_x, handle=out.handle) | (changes if rank == 1 else {})))
     assert torch.isfinite(buffer.combine(out.recv_x, out.handle)).all(), "usable afterwards"
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_bad_arguments_of_combine(backend):
-    run_ranks(bad_combine, 2, backend)
 
 
 def changed_handle(handle, change):
@@ -157,7 +152,10 @@ def changed_handle(handle, change):
     return handle
 
 
-def changed_handles(rank, num_ranks, backend, in_inference_mode):
+@pytest.mark.parametrize("in_inference_mode", (False, True))
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(2)
+def test_changed_handles(rank, backend, in_inference_mode):
     buffer = make_buffer(backend)
     for change in ("in place", "in inference mode", "freed", "field", "copy", "nothing"):
         for is_combine in (False, True):
@@ -172,13 +170,9 @@ def changed_handles(rank, num_ranks, backend, in_inference_mode):
     assert torch.allclose(buffer.combine(out.recv_x, out.handle), X * (IDX >= 0).sum(1, keepdim=True))
 
 
-@pytest.mark.parametrize("in_inference_mode", (False, True))
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_changed_handles(backend, in_inference_mode):
-    run_ranks(changed_handles, 2, backend, in_inference_mode)
-
-
-def changed_results(rank, num_ranks, backend):
+@on_ranks(2)
+def test_changed_results(rank, backend):
     """Callers change what they were given, and go on with the handle."""
     buffer = make_buffer(backend)
     x, idx, weights = X.clone(), IDX.clone(), WEIGHTS.clone()
@@ -196,11 +190,8 @@ def changed_results(rank, num_ranks, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_changed_results(backend):
-    run_ranks(changed_results, 2, backend)
-
-
-def freed_inputs(rank, num_ranks, backend):
+@on_ranks(2)
+def test_freed_inputs(rank, backend):
     buffer = make_buffer(backend)
     out = buffer.dispatch(X, IDX, WEIGHTS)
     for name in ("x", "topk_idx", "topk_weights"):
@@ -217,11 +208,6 @@ def freed_inputs(rank, num_ranks, backend):
         message = f"{name} has shape .* its storage was freed or cut"
         with pytest.raises(*((ValueError,) if rank == 1 else (EPPeerError,)), match=message):
             buffer.combine(handle=out.handle, **inputs)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_freed_inputs(backend):
-    run_ranks(freed_inputs, 2, backend)
 
 
 @pytest.mark.parametrize("number", (np.int64, np.int32, np.uint8, torch.tensor))
@@ -242,7 +228,9 @@ def test_whole_numbers(number):
             buffer.dispatch(X, IDX, num_recv_rows=bad)
 
 
-def fails_asynchronously(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(2)
+def test_errors_of_asynchronous_calls(rank, backend):
     """After an asynchronous call that raised, synchronous calls are synchronous; a refused call leaves the one in flight alone."""
     buffer = make_buffer(backend)
     good = buffer.dispatch(X, IDX)
@@ -262,11 +250,6 @@ def fails_asynchronously(rank, num_ranks, backend):
     assert torch.equal(buffer.combine(good.recv_x, good.handle), expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_errors_of_asynchronous_calls(backend):
-    run_ranks(fails_asynchronously, 2, backend)
-
-
 def test_a_group_is_a_group():
     with pytest.raises(TypeError, match="group is 'gloo'; it must be a torch.distributed.ProcessGroup or None"):
         Buffer("gloo", 4, 64, 4, 2)
@@ -281,7 +264,9 @@ def test_launched_without_process_group(monkeypatch):
 # ---- ranks that do not agree ----
 
 
-def different_calls(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(2)
+def test_ranks_in_different_calls(rank, backend):
     buffer = make_buffer(backend)
     handle = buffer.dispatch(X, IDX, WEIGHTS).handle
     with pytest.raises(EPMismatchError, match="rank 1: .*layout rank") as info:
@@ -298,11 +283,8 @@ def different_calls(rank, num_ranks, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ranks_in_different_calls(backend):
-    run_ranks(different_calls, 2, backend)
-
-
-def different_handles(rank, num_ranks, backend):
+@on_ranks(2)
+def test_ranks_with_different_handles(rank, backend):
     buffer = make_buffer(backend)
     first, second = buffer.dispatch(X, IDX), buffer.dispatch(X, IDX)
     out = (first, second)[rank]
@@ -317,12 +299,10 @@ def different_handles(rank, num_ranks, backend):
     buffer.combine(second.recv_x, second.handle)
 
 
+@pytest.mark.parametrize("layout", ("expert", "rank"))
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ranks_with_different_handles(backend):
-    run_ranks(different_handles, 2, backend)
-
-
-def too_many_rows(rank, num_ranks, backend, layout):
+@on_ranks(2)
+def test_exceeded_bound(rank, backend, layout):
     buffer = make_buffer(backend)
     with pytest.raises(EPCapacityError, match="rank 1 would receive [0-9]+ rows, more than its num_recv_rows of 3") as info:
         buffer.dispatch(X, IDX, layout=layout, num_recv_rows=(50, 3)[rank])
@@ -330,13 +310,8 @@ def too_many_rows(rank, num_ranks, backend, layout):
     buffer.dispatch(X, IDX, layout=layout, num_recv_rows=50)
 
 
-@pytest.mark.parametrize("layout", ("expert", "rank"))
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_exceeded_bound(backend, layout):
-    run_ranks(too_many_rows, 2, backend, layout)
-
-
-def different_settings(rank, num_ranks):
+@on_ranks(3)
+def test_settings_are_compared_at_construction(rank):
     base = dict(num_max_tokens_per_rank=8, hidden=16, num_experts=6, num_topk=2, backend="auto")
     for name, value in [("hidden", 32), ("num_experts", 12), ("num_topk", 3), ("num_max_tokens_per_rank", 9), ("backend", "collective")]:
         with pytest.raises(EPMismatchError, match=f"ranks disagree on {name} .*rank 1: {base[name]!r}, rank 2: {value!r}"):
@@ -349,10 +324,6 @@ def different_settings(rank, num_ranks):
     os.environ.update({"DEEPEP_MOE_TIMEOUT_S": "soon"} if rank == 0 else {})
     with pytest.raises(ValueError if rank == 0 else EPPeerError, match="DEEPEP_MOE_TIMEOUT_S='soon' is not a number"):
         Buffer(None, **base)
-
-
-def test_settings_are_compared_at_construction():
-    run_ranks(different_settings, 3)
 
 
 @pytest.mark.parametrize(
@@ -401,7 +372,8 @@ def test_backend_that_cannot_serve(backend, reason):
         make_buffer(backend)
 
 
-def hides_its_memory(rank, num_ranks):
+@on_ranks(2)
+def test_shared_memory_that_cannot_be_opened(rank):
     """Another container or user: the path of rank 1's shared memory leads nowhere on rank 0."""
     from deepep_moe.exchange.backends.shm import ShmBackend
 
@@ -412,10 +384,6 @@ def hides_its_memory(rank, num_ranks):
     ):
         make_buffer("shm")
     assert make_buffer("auto").backend == "collective"
-
-
-def test_shared_memory_that_cannot_be_opened():
-    run_ranks(hides_its_memory, 2)
 
 
 def test_device_of_another_backend():
@@ -438,17 +406,14 @@ def test_use_after_destroy():
     assert "destroyed" in repr(buffer)
 
 
-def lets_the_group_go(rank, _):
+@on_ranks(2)
+def test_destroyed_buffer_lets_its_group_go(rank):
     group = dist.new_group()
     buffer = Buffer(group, 8, HIDDEN, 4, 2)
     buffer.dispatch(X, IDX)
     buffer.destroy()
     dist.destroy_process_group(group)
     assert group not in gc.get_referents(buffer), "it would end with the interpreter, and its threads may abort the process then"
-
-
-def test_destroyed_buffer_lets_its_group_go():
-    run_ranks(lets_the_group_go, 2)
 
 
 def test_use_in_a_forked_process():
@@ -464,7 +429,8 @@ def test_use_in_a_forked_process():
     buffer.dispatch(X, IDX)
 
 
-def refuses_in_a_child(rank, num_ranks):
+@on_ranks(2)
+def test_refusal_in_a_forked_process(rank):
     """A forked process that refuses a call leaves its owner's connections alone."""
     buffer = make_buffer("collective")
     buffer.dispatch(X, IDX)
@@ -475,7 +441,3 @@ def refuses_in_a_child(rank, num_ranks):
     if child is not None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     buffer.combine(buffer.dispatch(X, IDX).recv_x, buffer.dispatch(X, IDX).handle)
-
-
-def test_refusal_in_a_forked_process():
-    run_ranks(refuses_in_a_child, 2)

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from exchange_cases import Case, assert_same, check_case, device_of, on_device, poison_outputs
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer, reference
 from deepep_moe.testing import run_ranks
@@ -40,7 +41,9 @@ def test_one_rank_by_hand(backend):
     assert y.tolist() == [(2 * x[0] + 1).tolist(), (x[1] + 1).tolist(), [1.0] * 4]
 
 
-def two_ranks_by_hand(rank, _, backend):
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(2)
+def test_two_ranks_by_hand(rank, backend):
     device_of(backend, rank)
     poison_outputs()
     x = torch.full((2, 4), float(rank + 1)) * torch.tensor([[1.0], [10.0]])  # rank 0: 1, 10; rank 1: 2, 20
@@ -58,11 +61,6 @@ def two_ranks_by_hand(rank, _, backend):
     assert counts.num_tokens_per_rank.tolist() == [[1, 2], [1, 1]][rank]
     assert counts.num_tokens_per_expert.tolist() == [[1, 0, 1, 1], [1, 1, 1, 1]][rank]
     assert counts.is_token_in_rank.tolist() == [[[True, True], [False, True]], [[False, True], [True, False]]][rank]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_two_ranks_by_hand(backend):
-    run_ranks(two_ranks_by_hand, 2, backend)
 
 
 # ---- against the reference ----
@@ -105,7 +103,10 @@ def test_start_methods(start_method):
 # ---- rings that wrap, several threads ----
 
 
-def large_case(rank, num_ranks, layout, num_threads):
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_threads", (1, 3))
+@on_ranks(3)
+def test_rings_wrap(rank, num_ranks, layout, num_threads):
     """More rows than a ring holds, several channels: against collective, which the small cases tie to the reference."""
     os.environ["DEEPEP_MOE_NUM_THREADS"] = str(num_threads)
     case = Case([900 + 100 * r for r in range(num_ranks)], hidden=2048, num_experts=15, num_topk=6, dtype=torch.bfloat16, layout=layout)
@@ -121,13 +122,9 @@ def large_case(rank, num_ranks, layout, num_threads):
         assert_same("result", ours, other)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("num_threads", (1, 3))
-def test_rings_wrap(layout, num_threads):
-    run_ranks(large_case, 3, layout, num_threads)
-
-
-def repeated(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(2)
+def test_every_run_repeats(rank, backend):
     device_of(backend, rank)
     case = Case([300, 200], hidden=512, num_topk=4, dtype=torch.bfloat16)
     x, idx, weights = on_device(backend, rank, *case.inputs(rank))
@@ -141,15 +138,13 @@ def repeated(rank, num_ranks, backend):
             assert_same("repetition", ours, before)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_run_repeats(backend):
-    run_ranks(repeated, 2, backend)
-
-
 # ---- handles, buffers, bounds, fp8, asynchronous calls ----
 
 
-def reuse_handle(rank, num_ranks, backend, layout):
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(2)
+def test_handle_is_reusable(rank, num_ranks, backend, layout):
     device_of(backend, rank)
     poison_outputs()
     case = Case([6, 9], layout=layout, expert_alignment=4)
@@ -170,13 +165,8 @@ def reuse_handle(rank, num_ranks, backend, layout):
             assert_same("combined_x", buffer.combine(out.recv_x, handle), combined[rank])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_handle_is_reusable(backend, layout):
-    run_ranks(reuse_handle, 2, backend, layout)
-
-
-def several_buffers(rank, num_ranks):
+@on_ranks(2)
+def test_several_buffers_alive(rank, num_ranks):
     small, large = Case([4, 7], hidden=16, num_experts=4, num_topk=2), Case([50, 20], hidden=128, num_experts=8, num_topk=3)
     buffers = [Buffer(None, 50, case.hidden, case.num_experts, case.num_topk) for case in (small, large)]
     outs = [buffer.dispatch(*case.inputs(rank)) for buffer, case in zip(buffers, (small, large), strict=True)]
@@ -188,11 +178,10 @@ def several_buffers(rank, num_ranks):
         assert_same("combined_x", buffer.combine(out.recv_x, out.handle), combined[rank])
 
 
-def test_several_buffers_alive():
-    run_ranks(several_buffers, 2)
-
-
-def bounded(rank, num_ranks, backend, layout):
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(2)
+def test_bound_on_rows(rank, backend, layout):
     device_of(backend, rank)
     poison_outputs()
     case = Case([6, 9], layout=layout)
@@ -210,13 +199,11 @@ def bounded(rank, num_ranks, backend, layout):
     assert_same("combined_x", buffer.combine(bound.recv_x, bound.handle), buffer.combine(free.recv_x, free.handle))
 
 
+@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float8_e5m2), ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_bound_on_rows(backend, layout):
-    run_ranks(bounded, 2, backend, layout)
-
-
-def fp8_rows(rank, num_ranks, backend, layout, dtype):
+@on_ranks(2)
+def test_fp8_rows_with_scales(rank, num_ranks, backend, layout, dtype):
     device_of(backend, rank)
     case = Case([6, 9], hidden=144, layout=layout)
     inputs = [case.inputs(r) for r in range(num_ranks)]
@@ -234,14 +221,9 @@ def fp8_rows(rank, num_ranks, backend, layout, dtype):
     assert_same("recv_topk_weights", out.recv_topk_weights, expected.recv_topk_weights)
 
 
-@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float8_e5m2), ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_fp8_rows_with_scales(backend, layout, dtype):
-    run_ranks(fp8_rows, 2, backend, layout, dtype)
-
-
-def asynchronous(rank, num_ranks, backend):
+@on_ranks(2)
+def test_asynchronous_calls(rank, backend):
     device_of(backend, rank)
     case = Case([600, 400], hidden=256)
     x, idx, weights = on_device(backend, rank, *case.inputs(rank))
@@ -264,11 +246,6 @@ def asynchronous(rank, num_ranks, backend):
     assert_same("combined_x", again, expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_asynchronous_calls(backend):
-    run_ranks(asynchronous, 2, backend)
-
-
 # ---- every value of the 16-bit formats ----
 
 
@@ -285,7 +262,10 @@ def test_rounding_of_every_value(dtype):
         assert_same(f"weight {weight}", y + 0.0, (torch.zeros(()) + weight * x.float()).to(dtype) + 0.0)
 
 
-def lane_by_lane(rank, num_ranks, backend, index_dtype):
+@pytest.mark.parametrize("index_dtype", (torch.int32, torch.int64), ids=str)
+@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
+@on_ranks(2)
+def test_routing_that_lies_lane_by_lane(rank, backend, index_dtype):
     """topk_idx and topk_weights that lie lane by lane, as gates have them that fill lanes one after another."""
     device_of(backend, rank)
     poison_outputs()
@@ -304,9 +284,3 @@ def lane_by_lane(rank, num_ranks, backend, index_dtype):
         assert_same("recv_topk_weights", again.recv_topk_weights, expected.recv_topk_weights)
         y = expected.recv_x * 2
         assert_same("combined_x", buffer.combine(y, found.handle), buffer.combine(y, expected.handle))
-
-
-@pytest.mark.parametrize("index_dtype", (torch.int32, torch.int64), ids=str)
-@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
-def test_routing_that_lies_lane_by_lane(backend, index_dtype):
-    run_ranks(lane_by_lane, 2, backend, index_dtype)

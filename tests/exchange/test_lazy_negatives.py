@@ -5,12 +5,12 @@ import pytest
 import torch
 from error_cases import HIDDEN, IDX, WEIGHTS, X, make_buffer
 from exchange_cases import device_of
+from on_ranks import on_ranks
 
 from deepep_moe import LowLatencyBuffer, ops
 from deepep_moe.errors import EPPeerError
 from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert
 from deepep_moe.ops.lanes import LanesOfMap
-from deepep_moe.testing import run_ranks
 
 
 def negative(tensor):
@@ -27,7 +27,9 @@ def imaginary(tensor):
     return made
 
 
-def refused_exchange(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", ("shm", "collective"))
+@on_ranks(2)
+def test_exchange(rank, backend):
     buffer = make_buffer(backend)
     out = buffer.dispatch(X, IDX, WEIGHTS)
     y, weights, bias = out.recv_x, out.recv_topk_weights, torch.ones(4, HIDDEN)
@@ -46,12 +48,8 @@ def refused_exchange(rank, num_ranks, backend):
     assert torch.equal(buffer.dispatch(negative(X).resolve_neg(), IDX).recv_x, out.recv_x)
 
 
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-def test_exchange(backend):
-    run_ranks(refused_exchange, 2, backend)
-
-
-def refused_in_low_latency(rank, num_ranks):
+@on_ranks(2)
+def test_low_latency(rank):
     buffer = LowLatencyBuffer(None, 8, HIDDEN, 4, 2, timeout_s=60)
     out = buffer.dispatch(X, IDX)
     y = out.recv_x.nan_to_num()
@@ -64,10 +62,6 @@ def refused_in_low_latency(rank, num_ranks):
             call(negative if rank == 1 else torch.clone)
         counts = buffer.dispatch(X, IDX).num_recv_tokens_per_expert
         assert torch.equal(counts, out.num_recv_tokens_per_expert), "all are in step"
-
-
-def test_low_latency():
-    run_ranks(refused_in_low_latency, 2)
 
 
 def test_gate():
@@ -126,7 +120,9 @@ def gradients_of_layers(buffer, x, idx, weights, grad):
     return found
 
 
-def read_gradients(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
+@on_ranks(2)
+def test_gradients_of_the_exchange(rank, backend):
     device = device_of(backend, rank)
     buffer, inputs = make_buffer(backend), [tensor.to(device) for tensor in (X, IDX, WEIGHTS)]
     for name, (lazy, plain) in PAIRS.items():
@@ -134,11 +130,6 @@ def read_gradients(rank, num_ranks, backend):
             made = gradients_of_layers(buffer, *inputs, plain if is_one_rank and rank == 0 else lazy)
             expected = gradients_of_layers(buffer, *inputs, plain)
             assert all(map(torch.equal, made, expected)), name
-
-
-@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
-def test_gradients_of_the_exchange(backend):
-    run_ranks(read_gradients, 2, backend)
 
 
 def test_gradients_of_operations():
@@ -159,7 +150,10 @@ def test_gradients_of_operations():
         assert torch.equal(made.float(), expected.float())
 
 
-def refused_on_a_gpu(rank, num_ranks):
+@pytest.mark.gpu
+@on_ranks(1)
+def test_on_a_gpu(rank):
+    """Calls in C++ leave them to Python, which refuses them."""
     device = device_of("nvlink", rank)
     x, idx, weights, logits = X.to(device), IDX.to(device), WEIGHTS.to(device), torch.randn(5, 8).to(device)
     buffer = make_buffer("nvlink")
@@ -168,9 +162,3 @@ def refused_on_a_gpu(rank, num_ranks):
             buffer.dispatch(*arguments)
     with pytest.raises(ValueError, match="logits is a lazy negative"):
         ops.gate(negative(logits), 2)
-
-
-@pytest.mark.gpu
-def test_on_a_gpu():
-    """Calls in C++ leave them to Python, which refuses them."""
-    run_ranks(refused_on_a_gpu, 1)

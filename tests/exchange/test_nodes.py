@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from exchange_cases import Case, assert_same, check_case, poison_outputs
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer, reference
 from deepep_moe.errors import EPMismatchError, EPPeerError
@@ -65,7 +66,9 @@ def test_many_ranks(split, pattern):
         run_ranks(check_case, num_ranks, case)
 
 
-def gradients(rank: int, num_ranks: int, backend: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(4)
+def test_gradients(rank: int, num_ranks, backend: str):
     """The gradient of a dispatch is a combine, and so node by node; that of a combine copies rows, which no nodes change."""
     poison_outputs()
     case = Case([6, 3, 11, 8], num_topk=4, dtype=torch.bfloat16, ranks_per_node=2)
@@ -83,11 +86,6 @@ def gradients(rank: int, num_ranks: int, backend: str) -> None:
     rows = row_grads[rank].clone().requires_grad_()
     buffer.combine(rows, out.handle).backward(xs[rank])
     assert_same("rows.grad", rows.grad, received[rank].recv_x)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients(backend):
-    run_ranks(gradients, 4, backend)
 
 
 # ---- which ranks are a node ----
@@ -122,11 +120,6 @@ def test_hosts_that_are_no_nodes(hosts, told):
     )
 
 
-def refused(rank: int, _: int, given: list[Any], error: type[Exception], told: str) -> None:
-    with pytest.raises(error if rank == 1 or error is EPMismatchError else EPPeerError, match=re.escape(told)):
-        Buffer(None, 1, 8, 4, 1, timeout_s=60, ranks_per_node=given[rank])
-
-
 @pytest.mark.parametrize(
     ("given", "error", "told"),
     [
@@ -138,14 +131,17 @@ def refused(rank: int, _: int, given: list[Any], error: type[Exception], told: s
         ([2, 1], EPMismatchError, "ranks disagree on ranks_per_node (rank 0: 2, rank 1: 1)"),
     ],
 )
-def test_bad_nodes(given, error, told):
-    run_ranks(refused, 2, given, error, told)
+@on_ranks(2)
+def test_bad_nodes(rank: int, given: list[Any], error: type[Exception], told: str):
+    with pytest.raises(error if rank == 1 or error is EPMismatchError else EPPeerError, match=re.escape(told)):
+        Buffer(None, 1, 8, 4, 1, timeout_s=60, ranks_per_node=given[rank])
 
 
 # ---- what crosses ----
 
 
-def crossing(rank: int, num_ranks: int) -> None:
+@on_ranks(4)
+def test_one_row_crosses_for_each_token_and_node(rank: int, num_ranks):
     """One row for each (token, other node) leaves a source in a dispatch and comes back in a combine, however many experts it has there."""
     case = Case([5, 0, 17, 9], num_topk=4, ranks_per_node=2)
     idxs = [case.routing(r) for r in range(num_ranks)]
@@ -167,7 +163,3 @@ def crossing(rank: int, num_ranks: int) -> None:
 
     other = 1 - rank // 2
     assert crossed == [goes(rank, other), 0, 0, goes(2 * other + rank % 2, rank // 2)]
-
-
-def test_one_row_crosses_for_each_token_and_node():
-    run_ranks(crossing, 4)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from exchange_cases import Case, assert_same, check_case, device_of, in_environment, poison_outputs
 from nvlink_cases import make_buffer
+from on_ranks import on_ranks
 
 from deepep_moe import _C, Buffer, reference
 from deepep_moe.testing import run_ranks
@@ -59,7 +60,10 @@ def test_few_blocks_of_a_plan():
     run_ranks(in_environment, case.num_ranks, a_block_each, check_case, case)
 
 
-def guessed_rows(rank, num_ranks, layout, mode):
+@pytest.mark.parametrize("mode", ("now", "async"))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(2)
+def test_guessed_rows(rank, num_ranks, layout, mode):
     """Token t of every rank chooses experts t and t + 1 of 4. The rows allocated are guessed where the last two calls received about as
     many, a sixteenth more than the last: enough, or not."""
     poison_outputs()
@@ -88,12 +92,6 @@ def guessed_rows(rank, num_ranks, layout, mode):
         assert_same("combined_x", y, reference.combine([r.recv_x for r in received], received, [num_tokens] * num_ranks, None, None)[rank])
 
 
-@pytest.mark.parametrize("mode", ("now", "async"))
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_guessed_rows(layout, mode):
-    run_ranks(guessed_rows, 2, layout, mode)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 def test_loads_and_stores(dtype, layout):
@@ -108,7 +106,8 @@ def test_any_number_of_ranks(num_ranks):
     run_ranks(check_case, num_ranks, Case([20 + rank for rank in range(num_ranks)], num_experts=num_experts, backends=("nvlink",)))
 
 
-def changing_num_sms(rank, num_ranks):
+@on_ranks(2)
+def test_num_sms_may_change(rank):
     device = device_of("nvlink", rank)
     buffer = Buffer(None, 64, 128, 8, 2, backend="nvlink", num_sms=5, timeout_s=60)
     x = torch.randn(50, 128, device=device)
@@ -125,10 +124,6 @@ def changing_num_sms(rank, num_ranks):
         buffer.dispatch(x, idx, num_sms=0, num_recv_rows=500)
 
 
-def test_num_sms_may_change():
-    run_ranks(changing_num_sms, 2)
-
-
 @pytest.mark.parametrize("num_ranks", range(1, 9))
 @pytest.mark.parametrize("hidden", (1024, 7168))
 def test_workspace_is_bounded(hidden, num_ranks):
@@ -137,7 +132,9 @@ def test_workspace_is_bounded(hidden, num_ranks):
     assert _C.gpu_workspace_bytes(num_ranks=num_ranks, **sizes) <= 2 * num_ranks * 4096 * 4 * hidden
 
 
-def scales_of_whole_pieces(rank, num_ranks, bulk_copies):
+@pytest.mark.parametrize("bulk_copies", (True, False))
+@on_ranks(2)
+def test_scales_of_whole_pieces(rank, num_ranks, bulk_copies):
     """Rows whose scales are as long as the instructions of sm_90 copy at once."""
     device = device_of("nvlink", rank)
     poison_outputs()
@@ -151,12 +148,8 @@ def scales_of_whole_pieces(rank, num_ranks, bulk_copies):
     assert_same("recv_x_scales", out.recv_x_scales, expected.recv_x_scales)
 
 
-@pytest.mark.parametrize("bulk_copies", (True, False))
-def test_scales_of_whole_pieces(bulk_copies):
-    run_ranks(scales_of_whole_pieces, 2, bulk_copies)
-
-
-def under_another_default_device(rank, num_ranks):
+@on_ranks(2)
+def test_default_device(rank):
     buffer, x, idx = make_buffer(rank)
     expected = buffer.dispatch(x, idx)
     with torch.device("meta"):
@@ -164,7 +157,3 @@ def under_another_default_device(rank, num_ranks):
         bounded = buffer.dispatch(x, idx, num_recv_rows=len(out.recv_x))
     for other in (out, bounded):
         assert torch.equal(other.recv_x, expected.recv_x) and other.handle.call.device.type == "cpu"
-
-
-def test_default_device():
-    run_ranks(under_another_default_device, 2)

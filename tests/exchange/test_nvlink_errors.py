@@ -10,17 +10,18 @@ import torch.distributed as dist
 from events import tell, wait_for
 from exchange_cases import assert_same, device_of
 from nvlink_cases import Unchecked, make_buffer
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer, ops
 from deepep_moe.errors import EPCapacityError, EPMismatchError, EPPeerError, EPTimeoutError
-from deepep_moe.testing import run_ranks
 
 pytestmark = pytest.mark.gpu
 DEADLINE_S = 4.0  # what a rank that is late misses, and the others must not, on a busy machine
 LAYOUTS = ("expert", "rank")
 
 
-def bad_arguments(rank, num_ranks):
+@on_ranks(2)
+def test_bad_arguments(rank):
     buffer, x, idx = make_buffer(rank)
     on_cpu = [] if emulated_gpu.is_chosen() else [(dict(x=x.cpu()), ValueError, "x is on cpu; backend 'nvlink' moves tensors on cuda")]
     for changes, error, message in [
@@ -39,11 +40,8 @@ def bad_arguments(rank, num_ranks):
         assert torch.isfinite(buffer.combine(out.recv_x, out.handle)).all(), "usable afterwards"
 
 
-def test_bad_arguments():
-    run_ranks(bad_arguments, 2)
-
-
-def different_calls(rank, num_ranks):
+@on_ranks(2)
+def test_ranks_in_different_calls(rank):
     buffer, x, idx = make_buffer(rank)
     first, second = buffer.dispatch(x, idx), buffer.dispatch(x, idx)
     me = f"rank {rank}"
@@ -57,11 +55,9 @@ def different_calls(rank, num_ranks):
     assert torch.isfinite(buffer.combine(second.recv_x, second.handle)).all(), "usable afterwards"
 
 
-def test_ranks_in_different_calls():
-    run_ranks(different_calls, 2)
-
-
-def late_peer(rank, num_ranks, num_experts):
+@pytest.mark.parametrize("num_experts", (4, 512))  # words of counts for a few threads, for all of a block
+@on_ranks(2)
+def test_late_peer(rank, num_experts):
     buffer, x, idx = make_buffer(rank, timeout_s=DEADLINE_S, num_experts=num_experts)
     buffer.dispatch(x, idx)
     if rank == 1:
@@ -73,12 +69,9 @@ def late_peer(rank, num_ranks, num_experts):
     tell("rank 0 knows")
 
 
-@pytest.mark.parametrize("num_experts", (4, 512))  # words of counts for a few threads, for all of a block
-def test_late_peer(num_experts):
-    run_ranks(late_peer, 2, num_experts)
-
-
-def reads_late(rank, num_ranks, num_sms):
+@pytest.mark.parametrize("num_sms", (4, 0))
+@on_ranks(2)
+def test_rows_that_are_read_late_are_not_overwritten(rank, num_sms):
     """Rank 1 receives the rows of a dispatch when rank 0 has given up waiting for it in the next call."""
     buffer, x, idx = make_buffer(rank, timeout_s=DEADLINE_S)
     first = buffer.dispatch(x, idx)
@@ -97,12 +90,8 @@ def reads_late(rank, num_ranks, num_sms):
     dist.barrier()  # its workspace stays until the other has read
 
 
-@pytest.mark.parametrize("num_sms", (4, 0))
-def test_rows_that_are_read_late_are_not_overwritten(num_sms):
-    run_ranks(reads_late, 2, num_sms)
-
-
-def hook_after_next_call(rank, num_ranks):
+@on_ranks(2)
+def test_hook_after_next_call_on_other_stream(rank):
     """The buffer's next call receives the rows, on a stream that is busy; whoever calls the hook then waits for that stream."""
     buffer, x, idx = make_buffer(rank)
     good = buffer.dispatch(x, idx)
@@ -117,11 +106,8 @@ def hook_after_next_call(rank, num_ranks):
     assert_same("recv_x", out.recv_x.clone(), good.recv_x)
 
 
-def test_hook_after_next_call_on_other_stream():
-    run_ranks(hook_after_next_call, 2)
-
-
-def interrupted(rank, num_ranks):
+@on_ranks(2)
+def test_rows_of_an_interrupted_call(rank):
     """Rank 0 is interrupted while it waits, its rows are on their way, and their memory is used for something else at once."""
     device = device_of("nvlink", rank)
     buffer = Buffer(None, 8192, 512, 4, 2, backend="nvlink", timeout_s=60)
@@ -143,11 +129,8 @@ def interrupted(rank, num_ranks):
     dist.barrier()
 
 
-def test_rows_of_an_interrupted_call():
-    run_ranks(interrupted, 2)
-
-
-def refusing_on_and_on(rank, num_ranks):
+@on_ranks(4)
+def test_refusals_of_later_calls(rank, num_ranks):
     """Rank 1 refuses call after call while the others wait for rank 0: none of its refusals may count as tokens."""
     buffer, x, idx = make_buffer(rank, timeout_s=60.0, num_experts=256)
     buffer.dispatch(x, idx)
@@ -164,11 +147,9 @@ def refusing_on_and_on(rank, num_ranks):
     dist.barrier()
 
 
-def test_refusals_of_later_calls():
-    run_ranks(refusing_on_and_on, 4)
-
-
-def calls_after_a_failure(rank, num_ranks, num_layers):
+@pytest.mark.parametrize("num_layers", [2, 6])  # 4 calls, and 12, which are more than a rank keeps the reasons of
+@on_ranks(2)
+def test_calls_after_a_failure(rank, num_layers):
     """Rank 1 has too little room, and nobody looks before the last call: a rank that has failed may overtake its peer."""
     buffer, x, idx = make_buffer(rank)
     communicator = buffer.calls.backend._exchange
@@ -185,12 +166,8 @@ def calls_after_a_failure(rank, num_ranks, num_layers):
         assert info.value.rank == 1
 
 
-@pytest.mark.parametrize("num_layers", [2, 6])  # 4 calls, and 12, which are more than a rank keeps the reasons of
-def test_calls_after_a_failure(num_layers):
-    run_ranks(calls_after_a_failure, 2, num_layers)
-
-
-def calls_after_a_refusal(rank, num_ranks):
+@on_ranks(2)
+def test_calls_after_a_refusal(rank):
     """Rank 1 refuses a call, and both refuse the next twelve, each because of the other. Both errors name rank 1."""
     buffer, x, idx = make_buffer(rank)
     communicator = buffer.calls.backend._exchange
@@ -209,11 +186,8 @@ def calls_after_a_refusal(rank, num_ranks):
     dist.barrier()
 
 
-def test_calls_after_a_refusal():
-    run_ranks(calls_after_a_refusal, 2)
-
-
-def exceeded_bound(rank, num_ranks):
+@on_ranks(1)
+def test_exceeded_bound(rank):
     buffer, x, idx = make_buffer(rank)
     with pytest.raises(EPCapacityError, match="rank 0 would receive 7 rows, more than its num_recv_rows of 3"):
         buffer.dispatch(x, idx, num_recv_rows=3)  # the host waits for nothing, so it learns it later
@@ -223,7 +197,8 @@ def exceeded_bound(rank, num_ranks):
     buffer.dispatch(x, idx)
 
 
-def non_finite_gate(rank, num_ranks):
+@on_ranks(1)
+def test_check_looks_at_the_gate_too(rank):
     buffer, x, idx = make_buffer(rank)
     logits = torch.zeros(len(x), 4, device=x.device)
     logits[2, 3] = float("nan")
@@ -235,15 +210,9 @@ def non_finite_gate(rank, num_ranks):
     buffer.dispatch(x, idx)
 
 
-def test_check_looks_at_the_gate_too():
-    run_ranks(non_finite_gate, 1)
-
-
-def test_exceeded_bound():
-    run_ranks(exceeded_bound, 1)
-
-
-def allowed_excess(rank, num_ranks, from_python):
+@pytest.mark.parametrize("from_python", [False, True], ids=["", "in Python"])
+@on_ranks(2)
+def test_allowed_excess(rank, from_python):
     """In the second pass rank 0 has room for 3 rows. It goes on with those, on both ranks, and so does a third pass, which is whole."""
     buffer, x, idx = make_buffer(rank)
     if from_python:
@@ -263,8 +232,3 @@ def allowed_excess(rank, num_ranks, from_python):
             assert_same("combined_x", combined.detach(), 2 * x.detach() * num_experts)
             assert_same("gradient of x", x.grad, 2 * num_experts.expand_as(x))
     buffer.check()
-
-
-@pytest.mark.parametrize("from_python", [False, True], ids=["", "in Python"])
-def test_allowed_excess(from_python):
-    run_ranks(allowed_excess, 2, from_python)

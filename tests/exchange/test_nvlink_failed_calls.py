@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 from exchange_cases import assert_same
 from nvlink_cases import Unchecked, make_buffer
+from on_ranks import on_ranks
 
 from deepep_moe.errors import BufferDestroyedError, EPPeerError, EPTimeoutError
-from deepep_moe.testing import run_ranks
 
 pytestmark = pytest.mark.gpu
 
 
-def refuses_once(rank, num_ranks):
+@on_ranks(2)
+def test_errors_that_are_learned_later(rank):
     """Calls that wait for nothing learn of a refusal later. Who does makes the call all the same, so that it is nobody else's error."""
     buffer, x, idx = make_buffer(rank)
     out = buffer.dispatch(x, idx)
@@ -39,17 +40,16 @@ def refuses_once(rank, num_ranks):
         assert_same("combined_x", buffer.combine(out.recv_x, out.handle), expected)
 
 
-def test_errors_that_are_learned_later():
-    run_ranks(refuses_once, 2)
-
-
 WHY = r"topk_idx\[\d, \d\] is 4; it must be -1"
 
 
 FAILED = "the dispatch of this handle has failed, so nothing goes along it"
 
 
-def along_failed_dispatch(rank, num_ranks, call, how):
+@pytest.mark.parametrize("how", ("by the call", "before", "nobody"))
+@pytest.mark.parametrize("call", ("combine", "dispatch"))
+@on_ranks(2)
+def test_along_failed_dispatch(rank, call, how):
     """A dispatch without waits on the host gives a handle before it has failed. Nothing goes along it, and its counts are zeros: whether
     the call learns of the failure, somebody else has before, or nobody."""
     buffer, x, idx = make_buffer(rank, timeout_s=60)
@@ -85,13 +85,8 @@ def along_failed_dispatch(rank, num_ranks, call, how):
         dist.barrier()
 
 
-@pytest.mark.parametrize("how", ("by the call", "before", "nobody"))
-@pytest.mark.parametrize("call", ("combine", "dispatch"))
-def test_along_failed_dispatch(call, how):
-    run_ranks(along_failed_dispatch, 2, call, how)
-
-
-def one_failed_handle(rank, num_ranks):
+@on_ranks(2)
+def test_one_failed_handle(rank):
     """Rows that did not come to one rank have no places there: it makes no call along their handle, and says so."""
     buffer, x, idx = make_buffer(rank, timeout_s=60)
     out = buffer.dispatch(x, idx, num_recv_rows=64)
@@ -109,10 +104,6 @@ def one_failed_handle(rank, num_ranks):
     dist.barrier()
 
 
-def test_one_failed_handle():
-    run_ranks(one_failed_handle, 2)
-
-
 class SendsNothing(Unchecked):
     """A communicator that enters dispatches, and that is all."""
 
@@ -122,7 +113,8 @@ class SendsNothing(Unchecked):
         return 64
 
 
-def rows_that_do_not_come(rank, num_ranks):
+@on_ranks(2)
+def test_handle_of_rows_that_do_not_come(rank):
     buffer, x, idx = make_buffer(rank, timeout_s=4)
     if rank == 1:
         buffer.calls._native = None  # whose calls do not go through Python
@@ -136,11 +128,8 @@ def rows_that_do_not_come(rank, num_ranks):
     dist.barrier()
 
 
-def test_handle_of_rows_that_do_not_come():
-    run_ranks(rows_that_do_not_come, 2)
-
-
-def runs_out_of_memory(rank, num_ranks):
+@on_ranks(2)
+def test_out_of_memory_for_the_rows(rank):
     """Once rows are on their way, a rank that has no memory to receive them says so in the next call, and its own still arrive."""
 
     def fail(*_):
@@ -166,11 +155,8 @@ def runs_out_of_memory(rank, num_ranks):
     assert_same("combined_x", buffer.combine(out.recv_x, out.handle), x * (idx >= 0).sum(1, keepdim=True))
 
 
-def test_out_of_memory_for_the_rows():
-    run_ranks(runs_out_of_memory, 2)
-
-
-def checks_between_halves(rank, num_ranks):
+@on_ranks(2)
+def test_check_between_two_halves(rank):
     """Once its failure is raised, the second half of a call has nothing to wait for."""
     buffer, x, idx = make_buffer(rank, timeout_s=300)
     out = buffer.dispatch(x, idx)
@@ -196,11 +182,8 @@ def checks_between_halves(rank, num_ranks):
         assert_same("combined_x", buffer.combine(out.recv_x, out.handle), expected)
 
 
-def test_check_between_two_halves():
-    run_ranks(checks_between_halves, 2)
-
-
-def hook_after_destroy(rank, num_ranks):
+@on_ranks(2)
+def test_hook_after_destroy(rank):
     buffer, x, idx = make_buffer(rank)
     out = buffer.dispatch(x, idx)
     hook = buffer.combine(out.recv_x, out.handle, return_hook=True)[1]
@@ -209,7 +192,3 @@ def hook_after_destroy(rank, num_ranks):
     buffer.destroy()
     with pytest.raises(BufferDestroyedError, match="destroyed before this call's hook"):
         hook()
-
-
-def test_hook_after_destroy():
-    run_ranks(hook_after_destroy, 2)

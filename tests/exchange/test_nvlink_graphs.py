@@ -7,6 +7,7 @@ import pytest
 import torch
 from exchange_cases import assert_same, device_of
 from nvlink_cases import make_buffer
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import EPCapacityError
@@ -62,7 +63,8 @@ def test_cuda_graph(layout):
     run_ranks(captured, 2, layout)
 
 
-def captured_without_room(rank, num_ranks):
+@on_ranks(2)
+def test_cuda_graph_without_room(rank):
     """A replay in which rank 1 has too little room: nobody looks before `check`, which raises on all ranks. Later replays are right."""
     buffer, x, idx = make_buffer(rank)  # of whose routing rank 1 receives 8 rows
 
@@ -92,11 +94,8 @@ def captured_without_room(rank, num_ranks):
         assert_same("combined_x", combined_x, expected)
 
 
-def test_cuda_graph_without_room():
-    run_ranks(captured_without_room, 2)
-
-
-def waits_in_a_capture(rank, num_ranks):
+@on_ranks(2)
+def test_what_waits_is_no_part_of_a_cuda_graph(rank):
     buffer, x, idx = make_buffer(rank)
     rows = buffer.dispatch(x, idx).recv_x
     torch.cuda.synchronize()
@@ -111,11 +110,8 @@ def waits_in_a_capture(rank, num_ranks):
     assert_same("combined_x", buffer.combine(rows, out.handle, num_sms=0), buffer.combine(rows, out.handle))
 
 
-def test_what_waits_is_no_part_of_a_cuda_graph():
-    run_ranks(waits_in_a_capture, 2)
-
-
-def captured_between_calls(rank, num_ranks):
+@on_ranks(1)
+def test_cuda_graph_between_calls(rank):
     """A call follows the buffer's last one on another stream, also when a graph was captured on a third in between."""
     buffer, x, idx = make_buffer(rank)
     streams, pool = [torch.cuda.Stream() for _ in range(3)], torch.cuda.graph_pool_handle()
@@ -152,11 +148,8 @@ def captured_between_calls(rank, num_ranks):
     before.reset()
 
 
-def test_cuda_graph_between_calls():
-    run_ranks(captured_between_calls, 1)
-
-
-def given_up_capture(rank, num_ranks):
+@on_ranks(2)
+def test_cuda_graph_given_up_on_one_rank(rank):
     """Calls that are captured on one rank only are not counted: calls made later find their handles again."""
     buffer, x, idx = make_buffer(rank)
     out = buffer.dispatch(x, idx, num_recv_rows=64)
@@ -171,7 +164,3 @@ def given_up_capture(rank, num_ranks):
     for _ in range(2):
         out = buffer.dispatch(x, idx)
         assert_same("combined_x", buffer.combine(out.recv_x, out.handle), expected)
-
-
-def test_cuda_graph_given_up_on_one_rank():
-    run_ranks(given_up_capture, 2)

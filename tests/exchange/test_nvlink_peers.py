@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from exchange_cases import assert_same, device_of
 from nvlink_cases import make_buffer
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import EPPeerError, EPTimeoutError
@@ -37,7 +38,8 @@ def memory_used(device):
     return sum(int(end, 16) - int(begin, 16) for begin, end in (fields[0].split("-") for fields in maps))
 
 
-def one_rank_cannot_map(rank, num_ranks):
+@on_ranks(2)
+def test_a_rank_that_cannot_map_its_peers(rank):
     """All ranks unmap what they have mapped, and only then free their own: nothing is kept, and nobody writes to what is not there."""
     device = device_of("nvlink", rank)
     make_buffer(rank)[0].destroy()  # what the device needs besides
@@ -59,11 +61,8 @@ def one_rank_cannot_map(rank, num_ranks):
     assert buffer.dispatch(x, idx).recv_x.isfinite().all()
 
 
-def test_a_rank_that_cannot_map_its_peers():
-    run_ranks(one_rank_cannot_map, 2)
-
-
-def memory_that_a_peer_may_write_to(rank, num_ranks):
+@on_ranks(2)
+def test_memory_stays_until_all_have_left(rank):
     device = device_of("nvlink", rank)
     make_buffer(rank)[0].destroy()  # what the device needs besides
     used = []
@@ -89,11 +88,8 @@ def memory_that_a_peer_may_write_to(rank, num_ranks):
     assert used[3] - used[0] < ROOM / 2, "both have left, and another buffer was made since"
 
 
-def test_memory_stays_until_all_have_left():
-    run_ranks(memory_that_a_peer_may_write_to, 2)
-
-
-def memory_beside_dead_peer(rank, num_ranks):
+@on_ranks(2, expected_dead=[1])
+def test_memory_goes_beside_dead_peer(rank):
     device = device_of("nvlink", rank)
     used = memory_used(device)
     dist.barrier()
@@ -107,10 +103,6 @@ def memory_beside_dead_peer(rank, num_ranks):
     while memory_used(device) - used > ROOM / 2:
         assert time.monotonic() < deadline, "rank 1 is gone"
         time.sleep(0.1)
-
-
-def test_memory_goes_beside_dead_peer():
-    run_ranks(memory_beside_dead_peer, 2, expected_dead=[1])
 
 
 def leave(buffer, how):

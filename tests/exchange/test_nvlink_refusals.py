@@ -8,17 +8,19 @@ import torch.distributed as dist
 from events import tell, wait_for
 from exchange_cases import assert_same
 from nvlink_cases import make_buffer
+from on_ranks import on_ranks
 
 from deepep_moe.device import call_stream
 from deepep_moe.errors import EPPeerError, EPTimeoutError
-from deepep_moe.testing import run_ranks
 
 pytestmark = pytest.mark.gpu
 SOON_S = 20.0  # far from the deadline of 60 s
 DEADLINE_S = 4.0
 
 
-def refuses_alone(rank, num_ranks):
+@pytest.mark.parametrize("num_ranks", (2, 3))
+@on_ranks()
+def test_refusals_wait_for_nobody(rank, num_ranks):
     """Rank 0 is done with its wrong calls before any peer has made one. They learn the reason of each. Its
     next call is seven calls ahead of theirs."""
     buffer, x, idx = make_buffer(rank, num_experts=12)
@@ -44,12 +46,8 @@ def refuses_alone(rank, num_ranks):
     dist.barrier()
 
 
-@pytest.mark.parametrize("num_ranks", (2, 3))
-def test_refusals_wait_for_nobody(num_ranks):
-    run_ranks(refuses_alone, num_ranks)
-
-
-def refuses_too_often(rank, num_ranks):
+@on_ranks(2)
+def test_reason_that_is_overwritten(rank):
     """Rank 0 refuses more calls than ranks keep reasons of. Rank 1 looks at the first one once that is overwritten."""
     buffer, x, idx = make_buffer(rank)
     out = buffer.dispatch(x, idx)
@@ -67,11 +65,8 @@ def refuses_too_often(rank, num_ranks):
     assert (info.value.rank, info.value.cause) == (0, "")
 
 
-def test_reason_that_is_overwritten():
-    run_ranks(refuses_too_often, 2)
-
-
-def times_out(rank, num_ranks):
+@on_ranks(2)
+def test_one_deadline_for_a_late_peer(rank):
     """A call that nobody waits for times out. The next one raises that, and does not wait for another deadline."""
     buffer, x, idx = make_buffer(rank, timeout_s=DEADLINE_S)
     out = buffer.dispatch(x, idx)
@@ -97,10 +92,6 @@ def times_out(rank, num_ranks):
     dist.barrier()
 
 
-def test_one_deadline_for_a_late_peer():
-    run_ranks(times_out, 2)
-
-
 # ---- streams of others ----
 
 
@@ -111,7 +102,8 @@ def new_stream():
     return torch.cuda.ExternalStream(address.item()), address.item()
 
 
-def loses_its_stream(rank, num_ranks):
+@on_ranks(1)
+def test_call_on_other_stream_that_is_destroyed(rank):
     """The stream of a call is destroyed after the call. The next one still waits for it."""
     buffer, x, idx = make_buffer(rank)
     first = buffer.dispatch(x, idx)
@@ -130,11 +122,9 @@ def loses_its_stream(rank, num_ranks):
         assert call_stream(x.device) == torch.cuda.current_stream().cuda_stream
 
 
-def test_call_on_other_stream_that_is_destroyed():
-    run_ranks(loses_its_stream, 1)
-
-
-def fails_beside_work(rank, num_ranks, is_beside):
+@pytest.mark.parametrize("is_beside", (True, False))
+@on_ranks(1)
+def test_failure_beside_work_on_other_stream(rank, is_beside):
     """Somebody else's kernel runs for many seconds, beside the failed call or behind it: the error does not wait for it."""
     buffer, x, idx = make_buffer(rank)
     buffer.dispatch(x, idx)
@@ -160,8 +150,3 @@ def fails_beside_work(rank, num_ranks, is_beside):
     buffer.check()
     torch.cuda.synchronize()
     buffer.dispatch(x, idx)
-
-
-@pytest.mark.parametrize("is_beside", (True, False))
-def test_failure_beside_work_on_other_stream(is_beside):
-    run_ranks(fails_beside_work, 1, is_beside)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import NETWORK, Case, assert_same, check_case, device_of, in_environment, poison_outputs
+from on_ranks import on_ranks
 from random_routings import ROUNDS, stress
 
 from deepep_moe import Buffer, ops, reference
@@ -111,7 +112,8 @@ def test_networks(seed):
 # ---- what else a call can do ----
 
 
-def gradients(rank, num_ranks):
+@on_ranks(4)
+def test_gradients(rank):
     poison_outputs()
     device = device_of("nvshmem", rank)
     case = case_of("2x2", [6, 3, 11, 8])
@@ -131,11 +133,8 @@ def gradients(rank, num_ranks):
     buffer.destroy()
 
 
-def test_gradients():
-    run_ranks(gradients, 4)
-
-
-def fp8_rows(rank, num_ranks):
+@on_ranks(4)
+def test_fp8_rows(rank):
     poison_outputs()
     device = device_of("nvshmem", rank)
     case = case_of("2x2", [6, 3, 0, 40], hidden=256)
@@ -152,11 +151,8 @@ def fp8_rows(rank, num_ranks):
     buffer.destroy()
 
 
-def test_fp8_rows():
-    run_ranks(fp8_rows, 4)
-
-
-def bounded(rank, num_ranks):
+@on_ranks(4)
+def test_bounded(rank):
     """With `num_recv_rows` the host waits for nothing, and rows behind the last are zero."""
     poison_outputs()
     device = device_of("nvshmem", rank)
@@ -171,11 +167,9 @@ def bounded(rank, num_ranks):
     buffer.destroy()
 
 
-def test_bounded():
-    run_ranks(bounded, 4)
-
-
-def in_graph(rank, num_ranks, layout):
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(4)
+def test_cuda_graph(rank, layout):
     """A dispatch and a combine captured once and replayed with other rows and routings."""
     poison_outputs()
     device = device_of("nvshmem", rank)
@@ -207,15 +201,12 @@ def in_graph(rank, num_ranks, layout):
     buffer.destroy()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_cuda_graph(layout):
-    run_ranks(in_graph, 4, layout)
-
-
 # ---- what crosses ----
 
 
-def crossing(rank, num_ranks):
+@pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="counts what the emulated network carries")
+@on_ranks(4)
+def test_one_row_crosses_for_each_token_and_node(rank, num_ranks):
     """Bytes that this rank puts into the network, and what one row for each (token, other node) would be, of a dispatch and a combine."""
     device = device_of("nvshmem", rank)
     case = case_of("2x2", [16, 3, 0, 40], hidden=1024)
@@ -242,8 +233,3 @@ def crossing(rank, num_ranks):
     sent, returned = goes(rank, 1 - node) * row, goes(pe, node) * row
     assert sent <= middle - begin < sent + message and returned <= end - middle < returned + message, (begin, middle, end, sent, returned)
     buffer.destroy()
-
-
-@pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="counts what the emulated network carries")
-def test_one_row_crosses_for_each_token_and_node():
-    run_ranks(crossing, 4)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from events import tell, wait_for
 from exchange_cases import device_of
 from fault_cases import NUM_TOKENS, SOON_S, fault, inputs, look, make, make_call, make_step, outcome
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer, nvshmem_module
 from deepep_moe.errors import BackendUnavailableError, EPMismatchError, EPPeerError, EPTimeoutError
@@ -64,7 +65,9 @@ def assert_refused(call, part, culprit, reason, cause):
 # ---- refusals ----
 
 
-def bad_routing(rank, num_ranks, culprit):
+@pytest.mark.parametrize("culprit", CULPRITS)
+@on_ranks(4)
+def test_bad_routing(rank, culprit):
     buffer, part = buffer_of(), part_of(rank, culprit)
     x, good = inputs(buffer, 1)
     for step, (at, value, reason) in enumerate(
@@ -85,11 +88,8 @@ def bad_routing(rank, num_ranks, culprit):
 
 
 @pytest.mark.parametrize("culprit", CULPRITS)
-def test_bad_routing(culprit):
-    run_ranks(bad_routing, 4, culprit)
-
-
-def refused_arguments(rank, num_ranks, culprit):
+@on_ranks(4)
+def test_refused_arguments(rank, culprit):
     """A call that the host refuses: a dispatch, whose peers learn of it at once, and calls along a handle, whose hosts wait for nothing."""
     buffer, part = buffer_of(), part_of(rank, culprit)
     x, idx = inputs(buffer, 1)
@@ -125,11 +125,8 @@ def refused_arguments(rank, num_ranks, culprit):
 
 
 @pytest.mark.parametrize("culprit", CULPRITS)
-def test_refused_arguments(culprit):
-    run_ranks(refused_arguments, 4, culprit)
-
-
-def different_calls(rank, num_ranks, culprit):
+@on_ranks(4)
+def test_different_calls(rank, culprit):
     """The culprit combines while the others dispatch, or asks for another layout."""
     buffer, part = buffer_of(), part_of(rank, culprit)
     x, idx = inputs(buffer, 1)
@@ -152,11 +149,6 @@ def different_calls(rank, num_ranks, culprit):
     buffer.destroy()
 
 
-@pytest.mark.parametrize("culprit", CULPRITS)
-def test_different_calls(culprit):
-    run_ranks(different_calls, 4, culprit)
-
-
 # ---- failures before, after and between calls ----
 
 
@@ -173,7 +165,9 @@ class FailsInBackward(torch.autograd.Function):
         return grad, None
 
 
-def injected(rank, num_ranks, culprit):
+@pytest.mark.parametrize("culprit", CULPRITS)
+@on_ranks(4)
+def test_injected_failures(rank, culprit):
     """Memory, interrupts, an expert, a gradient: peers hear in the call that the culprit does not make, or in the next one."""
     buffer, part = buffer_of(), part_of(rank, culprit)
     handle = buffer.dispatch(*inputs(buffer, 0)).handle
@@ -216,11 +210,6 @@ def injected(rank, num_ranks, culprit):
         assert_refused(lambda: (y.sum().backward(), look(buffer)), part, culprit, reason, "RuntimeError")
     back_in_step(buffer)
     buffer.destroy()
-
-
-@pytest.mark.parametrize("culprit", CULPRITS)
-def test_injected_failures(culprit):
-    run_ranks(injected, 4, culprit)
 
 
 # ---- deadlines ----

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from events import tell, wait_for
 from exchange_cases import NETWORK, device_of
 from fault_cases import NUM_TOKENS, SOON_S, inputs, look, make, make_step, outcome
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import EPPeerError
@@ -66,7 +67,8 @@ def test_what_was_put_arrives(how):
 # ---- a network that does not deliver ----
 
 
-def gives_up(rank, num_ranks):
+@on_ranks(2)
+def test_what_does_not_arrive(rank):
     """What rank 0 puts is under way for longer than its deadline. It says so, and neither its other buffer nor its end hangs."""
     os.environ[NETWORK] = "hold_after=12"  # a message and a chunk of rows in each of six calls
     first, second = buffer_of_two_nodes(60.0), buffer_of_two_nodes(3.0)
@@ -85,14 +87,12 @@ def gives_up(rank, num_ranks):
     wait_for("rank 0 has given up")
 
 
-def test_what_does_not_arrive():
-    run_ranks(gives_up, 2)
-
-
 # ---- a call that has failed ----
 
 
-def refused_dispatches(rank, num_ranks, along_handle):
+@pytest.mark.parametrize("along_handle", (False, True))
+@on_ranks(4)
+def test_rows_of_a_refused_dispatch(rank, num_ranks, along_handle):
     """Ranks off the culprit's rail meet, so their rows cross, while they learn in their nodes that the call has failed. The next call
     writes to the same places."""
     os.environ[NETWORK] = "delay_us=100000"
@@ -111,8 +111,3 @@ def refused_dispatches(rank, num_ranks, along_handle):
 def dispatch_and_look(buffer, x, to):
     buffer.dispatch(x, to) if isinstance(to, torch.Tensor) else buffer.dispatch(x, handle=to)
     look(buffer)
-
-
-@pytest.mark.parametrize("along_handle", (False, True))
-def test_rows_of_a_refused_dispatch(along_handle):
-    run_ranks(refused_dispatches, 4, along_handle)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from error_cases import BACKENDS, HIDDEN, IDX, X, make_buffer
 from events import tell, wait_for
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import (
@@ -21,7 +22,8 @@ from deepep_moe.testing import run_ranks
 DEADLINE_S = 3.0  # what must pass in tests of ranks that are late, and what the others must keep on a busy machine
 
 
-def absent_at_construction(rank, num_ranks):
+@on_ranks(2)
+def test_peer_that_never_constructs(rank):
     if rank == 1:
         return wait_for("rank 0 knows")
     with pytest.raises(EPTimeoutError, match="rank 1 did not deliver within 1 s; phase 'construction of a Buffer'") as info:
@@ -30,11 +32,8 @@ def absent_at_construction(rank, num_ranks):
     tell("rank 0 knows")
 
 
-def test_peer_that_never_constructs():
-    run_ranks(absent_at_construction, 2)
-
-
-def fails_before_entry(rank, num_ranks):
+@on_ranks(2)
+def test_failure_before_entry(rank):
     """A rank that cannot even allocate its results tells the peers, and the ranks stay in step."""
     buffer = make_buffer()
     out = buffer.dispatch(X, IDX)
@@ -52,11 +51,8 @@ def fails_before_entry(rank, num_ranks):
     assert torch.isfinite(buffer.combine(out.recv_x, out.handle)).all()
 
 
-def test_failure_before_entry():
-    run_ranks(fails_before_entry, 2)
-
-
-def fails_on_the_thread(rank, num_ranks):
+@on_ranks(2)
+def test_failure_on_the_thread(rank):
     """An asynchronous failure that nobody waited for is raised by the next call; the handle leads nowhere."""
     buffer = make_buffer(timeout_s=DEADLINE_S)
     buffer.dispatch(X, IDX)
@@ -73,11 +69,8 @@ def fails_on_the_thread(rank, num_ranks):
     tell("rank 0 knows")
 
 
-def test_failure_on_the_thread():
-    run_ranks(fails_on_the_thread, 2)
-
-
-def changed_handle(rank, num_ranks):
+@on_ranks(1)
+def test_changed_handle(rank):
     buffer = make_buffer(timeout_s=1.0)
     handle = buffer.dispatch(X, IDX).handle
     handle.topk_idx.fill_(-1)
@@ -90,11 +83,8 @@ def changed_handle(rank, num_ranks):
         buffer.dispatch(X, handle=unseen)
 
 
-def test_changed_handle():
-    run_ranks(changed_handle, 1)
-
-
-def interrupted(rank, num_ranks):
+@on_ranks(2)
+def test_interrupt(rank):
     buffer = make_buffer(timeout_s=300.0)
     if rank == 1:
         return dist.barrier()  # does not enter the call
@@ -110,11 +100,8 @@ def interrupted(rank, num_ranks):
     dist.barrier()
 
 
-def test_interrupt():
-    run_ranks(interrupted, 2)
-
-
-def leaves_early(rank, num_ranks):
+@on_ranks(2)
+def test_peer_that_destroyed_its_buffer(rank):
     buffer = make_buffer()
     buffer.dispatch(X, IDX)
     if rank == 1:
@@ -122,10 +109,6 @@ def leaves_early(rank, num_ranks):
     else:
         with pytest.raises(EPPeerError, match="rank 1 destroyed its buffer"):
             buffer.dispatch(X, IDX)
-
-
-def test_peer_that_destroyed_its_buffer():
-    run_ranks(leaves_early, 2)
 
 
 # ---- peers that die or stall ----
@@ -193,7 +176,8 @@ def test_peer_that_stalls_collective():
     run_ranks(stalls, 3, "collective", "before a call")
 
 
-def stops_in_the_middle(rank, num_ranks):
+@on_ranks(3)
+def test_peer_that_stops_in_the_middle(rank):
     """Rank 2 stops with its rings half full; rank 1 finds out first and tells rank 0, who waits for rank 1 as well."""
     hidden, num_tokens, own = 4096, 2000, os.getpid()
     buffer = Buffer(None, num_tokens, hidden, 6, 6, timeout_s=DEADLINE_S)
@@ -215,10 +199,6 @@ def stops_in_the_middle(rank, num_ranks):
         assert info.value.rank == 2, str(info.value)
     tell(f"rank {rank} knows")
     wait_for("rank 2 knows")
-
-
-def test_peer_that_stops_in_the_middle():
-    run_ranks(stops_in_the_middle, 3)
 
 
 # ---- memory ----

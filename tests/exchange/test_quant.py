@@ -3,12 +3,12 @@
 import pytest
 import torch
 from exchange_cases import assert_same, device_of
+from on_ranks import on_ranks
 
 from deepep_moe import _C, Buffer, reference
 from deepep_moe.device import DTYPE_NAMES
 from deepep_moe.errors import EPMismatchError, EPPeerError
 from deepep_moe.ops import quantize_fp8, quantize_fp8_weights
-from deepep_moe.testing import run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -118,7 +118,9 @@ def test_rows_that_begin_at_any_address():
         assert_same("y and scales", ours, theirs)
 
 
-def quantized_dispatch(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
+@on_ranks(2)
+def test_dispatch_quantizes(rank, backend):
     device = device_of(backend, rank)
     buffer = Buffer(None, 40, 256, 8, 2, backend=backend, timeout_s=60)
     generator = torch.Generator().manual_seed(rank)
@@ -137,8 +139,3 @@ def quantized_dispatch(rank, num_ranks, backend):
         buffer.dispatch(y if rank == 0 else y.float().to(torch.float8_e5m2), idx, x_scales=scales)
     with pytest.raises(ValueError if rank == 0 else EPPeerError, match="fp8=True has no gradient and x requires one"):
         buffer.dispatch(x.float().requires_grad_() if rank == 0 else x.float(), idx, fp8=True)
-
-
-@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
-def test_dispatch_quantizes(backend):
-    run_ranks(quantized_dispatch, 2, backend)

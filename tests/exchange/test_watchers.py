@@ -11,6 +11,7 @@ import torch.autograd.forward_ad as forward_ad
 from error_cases import HIDDEN, IDX, NUM_EXPERTS, WEIGHTS, X, make_buffer
 from exchange_cases import device_of
 from fault_cases import outcome
+from on_ranks import on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -22,7 +23,6 @@ from deepep_moe.errors import EPPeerError
 from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert
 from deepep_moe.exchange.lanes import combine_with_lanes
 from deepep_moe.ops.lanes import LanesOfMap
-from deepep_moe.testing import run_ranks
 
 LOGITS = torch.randn(4, NUM_EXPERTS, generator=torch.Generator().manual_seed(0))
 
@@ -64,7 +64,9 @@ def exchange_calls(buffer, x, idx, weights):
     ]
 
 
-def tangents(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", ("shm", "collective"))
+@on_ranks(2)
+def test_tangents(rank, backend):
     device = device_of(backend, rank)
     x, idx, weights = (tensor.to(device) for tensor in (X, IDX, WEIGHTS))
     buffer = make_buffer(backend)
@@ -79,12 +81,9 @@ def tangents(rank, num_ranks, backend):
     assert torch.equal(buffer.dispatch(x, idx).recv_x, received)
 
 
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-def test_tangents(backend):
-    run_ranks(tangents, 2, backend)
-
-
-def tangents_on_a_gpu(rank, num_ranks):
+@pytest.mark.gpu
+@on_ranks(1)
+def test_tangents_on_a_gpu(rank):
     """Calls in C++ leave them to Python, which refuses them."""
     device = device_of("nvlink", rank)
     x, idx, weights, logits = (tensor.to(device) for tensor in (X, IDX, WEIGHTS, LOGITS))
@@ -102,12 +101,8 @@ def tangents_on_a_gpu(rank, num_ranks):
     assert {"deepep_moe.gate.default", "deepep_moe.dispatch.default"} <= set(seen.names)
 
 
-@pytest.mark.gpu
-def test_tangents_on_a_gpu():
-    run_ranks(tangents_on_a_gpu, 1)
-
-
-def tangents_in_low_latency(rank, num_ranks):
+@on_ranks(2)
+def test_tangents_in_low_latency(rank):
     buffer = LowLatencyBuffer(None, 8, HIDDEN, NUM_EXPERTS, 2, timeout_s=60)
     out = buffer.dispatch(X, IDX, WEIGHTS)
     rows = out.recv_x.nan_to_num()
@@ -123,10 +118,6 @@ def tangents_in_low_latency(rank, num_ranks):
                 lambda is_culprit, call=call, tensor=tensor: call(dual(tensor) if is_culprit else tensor),
             )  # fmt: skip
     assert torch.equal(buffer.dispatch(X, IDX).num_recv_tokens_per_expert, out.num_recv_tokens_per_expert)
-
-
-def test_tangents_in_low_latency():
-    run_ranks(tangents_in_low_latency, 2)
 
 
 def test_tangents_of_operations():
@@ -171,7 +162,9 @@ def test_transforms_of_the_gate():
         torch.autograd.functional.jacobian(lambda logits: ops.gate(logits, 2).topk_weights, LOGITS, vectorize=True)
 
 
-def transformed(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", ("shm", "collective"))
+@on_ranks(2)
+def test_transforms_of_the_exchange(rank, backend):
     buffer, text = make_buffer(backend), "cannot be transformed by torch.func"
 
     def loss(x):
@@ -192,11 +185,6 @@ def transformed(rank, num_ranks, backend):
         lambda is_culprit: torch.autograd.grad(rows, x, batch if is_culprit else batch[0], is_grads_batched=is_culprit, retain_graph=True),
     )  # fmt: skip
     assert torch.autograd.grad(rows.sum(), x)[0].shape == X.shape
-
-
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-def test_transforms_of_the_exchange(backend):
-    run_ranks(transformed, 2, backend)
 
 
 # ---- modes and tracers ----
@@ -227,7 +215,9 @@ def layer(buffer, x, weights):
     return buffer.combine(out.recv_x * 2, out.handle, out.recv_topk_weights)
 
 
-def watched(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", ("shm", "collective"))
+@on_ranks(2)
+def test_modes(rank, backend):
     """One rank watches. It has the same sums, and sees operators, not what is in them."""
     buffer = make_buffer(backend)
     expected = layer(buffer, X, WEIGHTS)
@@ -244,11 +234,6 @@ def watched(rank, num_ranks, backend):
             names = [name for name in mode.names if "deepep_moe" in name]
             assert names == [f"deepep_moe.{name}.default" for name in ("dispatch", "combine", "gate", "layout")], mode.names
             assert not [name for name in mode.names if "zeros" in name or "empty" in name], mode.names
-
-
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-def test_modes(backend):
-    run_ranks(watched, 2, backend)
 
 
 @pytest.mark.parametrize("pre_dispatch", (False, True))
@@ -280,7 +265,9 @@ def test_torch_jit_trace():
     assert torch.equal(gate(-LOGITS), ops.gate(-LOGITS, 2).topk_idx)
 
 
-def dry_run(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", ("shm", "collective"))
+@on_ranks(2)
+def test_dry_runs_make_no_call(rank, num_ranks, backend):
     """Memory estimators run a layer for its shapes, on one rank. Where nothing depends on data they have them, and no peer hears of it."""
     buffer = make_buffer(backend)
     before = buffer.num_calls
@@ -297,11 +284,6 @@ def dry_run(rank, num_ranks, backend):
             assert "DynamicOutputShape" in type(error).__name__, repr(error)
     assert buffer.num_calls == before
     layer(buffer, X, WEIGHTS)
-
-
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-def test_dry_runs_make_no_call(backend):
-    run_ranks(dry_run, 2, backend)
 
 
 @pytest.mark.parametrize("is_captured", (False, True), ids=["default", "captured"])
@@ -373,7 +355,9 @@ class Ends(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def ended_early(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", ("shm", "collective"))
+@on_ranks(2)
+def test_what_ends_a_recomputation(rank, backend):
     """Whatever ends a recomputation is no failure while the backward goes on, and is one where the backward ends too."""
     buffer = make_buffer(backend)
 
@@ -406,11 +390,6 @@ def ended_early(rank, num_ranks, backend):
     layer(buffer, X, WEIGHTS)
 
 
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-def test_what_ends_a_recomputation(backend):
-    run_ranks(ended_early, 2, backend)
-
-
 SAVED = {torch.ops.deepep_moe.dispatch.default, torch.ops.deepep_moe.combine.default}
 
 
@@ -418,7 +397,9 @@ def save_exchange(_context, operator, *_, **__):
     return CheckpointPolicy.MUST_SAVE if operator in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def selective(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", ("shm", "collective"))
+@on_ranks(2)
+def test_selective_checkpointing(rank, backend):
     """The recomputation makes no second exchange. One rank keeps something behind the combine, so its recomputation ends later."""
     buffer = make_buffer(backend)
 
@@ -443,11 +424,8 @@ def selective(rank, num_ranks, backend):
 
 
 @pytest.mark.parametrize("backend", ("shm", "collective"))
-def test_selective_checkpointing(backend):
-    run_ranks(selective, 2, backend)
-
-
-def nested(rank, num_ranks, backend):
+@on_ranks(2)
+def test_nested_checkpoints(rank, backend):
     buffer = make_buffer(backend)
     run = partial(checkpoint, use_reentrant=False)
     results = []
@@ -455,11 +433,6 @@ def nested(rank, num_ranks, backend):
         x = X.clone().requires_grad_()
         results.append(torch.autograd.grad(call(x).square().sum(), x)[0])
     assert torch.equal(*results)
-
-
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-def test_nested_checkpoints(backend):
-    run_ranks(nested, 2, backend)
 
 
 # ---- gradients of gradients ----

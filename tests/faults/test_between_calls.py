@@ -7,6 +7,7 @@ import pytest
 import torch
 from exchange_cases import device_of
 from fault_cases import SOON_S, outcome
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import BufferDestroyedError, EPPeerError
@@ -103,7 +104,10 @@ def test_layer(num_ranks, backend):
     run_ranks(fails, num_ranks, backend)
 
 
-def fails_on_gpus(rank, num_ranks):
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_ranks", (2, 3))
+@on_ranks()
+def test_layer_on_gpus(rank, num_ranks):
     """A peer has made calls that the culprit has not by the time that it learns it: where it next looks."""
     model, x, experts, buffer = make_model(rank, num_ranks, "nvlink")
     expert = experts[1]
@@ -126,13 +130,8 @@ def fails_on_gpus(rank, num_ranks):
         step()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_ranks", (2, 3))
-def test_layer_on_gpus(num_ranks):
-    run_ranks(fails_on_gpus, num_ranks)
-
-
-def other_ends(rank, num_ranks):
+@on_ranks(1)
+def test_ends_that_are_no_failures(rank, num_ranks):
     """The end of a generator, and of a recomputation, are no failures."""
     from deepep_moe.exchange.failures import notify_peers_on_failure
 
@@ -142,11 +141,9 @@ def other_ends(rank, num_ranks):
     assert buffer.num_calls == 0
 
 
-def test_ends_that_are_no_failures():
-    run_ranks(other_ends, 1)
-
-
-def recovers(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
+@on_ranks(2)
+def test_recovery(rank, num_ranks, backend):
     """Ranks that have made different numbers of calls are in step again."""
     model, x, experts, buffer = make_model(rank, num_ranks, backend)
     expert = experts[0]
@@ -168,8 +165,3 @@ def recovers(rank, num_ranks, backend):
     buffer.calls.destroy()
     with pytest.raises(BufferDestroyedError):
         buffer.recover()
-
-
-@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
-def test_recovery(backend):
-    run_ranks(recovers, 2, backend)

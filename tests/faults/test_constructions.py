@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from events import tell, wait_for
 from fault_cases import SOON_S, make, make_step, outcome
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer, LowLatencyBuffer, ops
 from deepep_moe.errors import EPMismatchError, EPTimeoutError
@@ -17,7 +18,8 @@ from deepep_moe.low_latency.shm import ShmLowLatencyBackend
 from deepep_moe.testing import run_ranks
 
 
-def different(rank, num_ranks):
+@on_ranks(2)
+def test_different_constructions(rank, num_ranks):
     kinds = r"ranks disagree on kind of buffer \(rank 0: 'Buffer', rank 1: 'LowLatencyBuffer'\); create the same kind on every rank"
     for backend in ("auto", "shm"):
         with pytest.raises(EPMismatchError, match=kinds):
@@ -25,10 +27,6 @@ def different(rank, num_ranks):
     with pytest.raises(EPMismatchError, match=r"ranks disagree on mask_stalled \(rank 0: False, rank 1: True\)"):
         LowLatencyBuffer(None, 8, 16, 4, 2, mask_stalled=rank == 1)
     make_step(make("shm", num_ranks), 1)
-
-
-def test_different_constructions():
-    run_ranks(different, 2)
 
 
 # ---- a rank that gives up the construction, while another one waits for it ----

@@ -6,10 +6,10 @@ import contextlib
 import pytest
 import torch
 from fault_cases import inputs, make, make_step
+from on_ranks import on_ranks
 
 from deepep_moe import ops
 from deepep_moe.nn import MoELayer, Router
-from deepep_moe.testing import run_ranks
 
 
 @contextlib.contextmanager
@@ -57,7 +57,9 @@ def results(buffer, x, idx, weights, more):
     return found
 
 
-def calls(rank, num_ranks, kind):
+@on_each_kind
+@on_ranks(2)
+def test_calls(rank, num_ranks, kind):
     buffer = make(kind, num_ranks, hidden=128)
     x, idx = inputs(buffer, 1)
     weights = (torch.arange(idx.numel(), dtype=torch.float32) + rank).view(idx.shape)
@@ -71,11 +73,8 @@ def calls(rank, num_ranks, kind):
 
 
 @on_each_kind
-def test_calls(kind):
-    run_ranks(calls, 2, kind)
-
-
-def constructions(rank, num_ranks, kind):
+@on_ranks(2)
+def test_constructions(rank, num_ranks, kind):
     for step, how in enumerate(HOW):
         with default_device(how):
             buffer = make(kind, num_ranks)
@@ -83,12 +82,8 @@ def constructions(rank, num_ranks, kind):
         buffer.destroy()
 
 
-@on_each_kind
-def test_constructions(kind):
-    run_ranks(constructions, 2, kind)
-
-
-def gates(rank, num_ranks):
+@on_ranks(1)
+def test_gate(rank):
     logits = torch.randn(16, 8, generator=torch.Generator().manual_seed(3))
 
     def results():
@@ -105,10 +100,6 @@ def gates(rank, num_ranks):
             assert torch.equal(value, wanted)
 
 
-def test_gate():
-    run_ranks(gates, 1)
-
-
 def layer_of(num_ranks, backend):
     torch.manual_seed(5)
     router = Router(16, 2 * num_ranks, 2)
@@ -116,7 +107,9 @@ def layer_of(num_ranks, backend):
     return MoELayer(router, experts, shared, num_max_tokens_per_rank=8, backend=backend)
 
 
-def layers(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", ("shm", pytest.param("collective", marks=pytest.mark.slow)))
+@on_ranks(2)
+def test_layers(rank, num_ranks, backend):
     """Made without memory, then given some: as torchtitan and FSDP make models."""
     plain = layer_of(num_ranks, backend)
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
@@ -129,8 +122,3 @@ def layers(rank, num_ranks, backend):
             found = layer(x)
             found.sum().backward()
         assert torch.equal(found, expected) and all(p.grad is not None for p in layer.experts.parameters())
-
-
-@pytest.mark.parametrize("backend", ("shm", pytest.param("collective", marks=pytest.mark.slow)))
-def test_layers(backend):
-    run_ranks(layers, 2, backend)

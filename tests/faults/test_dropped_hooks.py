@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from events import tell, wait_for
 from fault_cases import NUM_TOKENS, SOON_S, inputs, make, make_step, outcome, values
+from on_ranks import on_ranks
 
 from deepep_moe.errors import BufferDestroyedError, EPTimeoutError
-from deepep_moe.testing import run_ranks
 
 KINDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
 OPERATIONS = ("dispatch", "dispatch along a handle", "fp8 dispatch along a handle", "combine")
@@ -67,7 +67,10 @@ def drop(buffer, operation, handle, step, is_by_error):
         return references
 
 
-def dropped(rank, num_ranks, kind, is_by_error):
+@on_every_backend
+@pytest.mark.parametrize("is_by_error", (False, True))
+@on_ranks(2)
+def test_next_call_finishes_it(rank, num_ranks, kind, is_by_error):
     """One rank drops the result of a call. Its peers have their rows all the same, and the next calls are right. Over shared memory it does
     so before a peer has entered the call, so its thread has sent nothing yet."""
     buffer = make(kind, num_ranks)
@@ -92,12 +95,6 @@ def dropped(rank, num_ranks, kind, is_by_error):
             assert all((tensor == 123).all() for tensor in written), f"{operation}: memory of others was written"
 
 
-@on_every_backend
-@pytest.mark.parametrize("is_by_error", (False, True))
-def test_next_call_finishes_it(kind, is_by_error):
-    run_ranks(dropped, 2, kind, is_by_error)
-
-
 def soon(condition):
     began = time.monotonic()
     while not condition():
@@ -105,7 +102,9 @@ def soon(condition):
         time.sleep(0.01)
 
 
-def drops_everything(rank, num_ranks, kind):
+@on_every_backend
+@on_ranks(2)
+def test_dropping_the_buffer_too(rank, num_ranks, kind):
     for step, operation in enumerate(OPERATIONS, 1):
         buffer = make(kind, num_ranks)
         handle = buffer.dispatch(*inputs(buffer, 0)).handle
@@ -121,11 +120,9 @@ def drops_everything(rank, num_ranks, kind):
 
 
 @on_every_backend
-def test_dropping_the_buffer_too(kind):
-    run_ranks(drops_everything, 2, kind)
-
-
-def destroys(rank, num_ranks, kind, calls_hook):
+@pytest.mark.parametrize("calls_hook", (True, False))
+@on_ranks(2)
+def test_destroyed_with_a_call_in_flight(rank, num_ranks, kind, calls_hook):
     for step, operation in enumerate(OPERATIONS, 1):
         buffer = make(kind, num_ranks)
         handle = buffer.dispatch(*inputs(buffer, 0)).handle
@@ -149,13 +146,9 @@ def destroys(rank, num_ranks, kind, calls_hook):
         dist.barrier()
 
 
-@on_every_backend
-@pytest.mark.parametrize("calls_hook", (True, False))
-def test_destroyed_with_a_call_in_flight(kind, calls_hook):
-    run_ranks(destroys, 2, kind, calls_hook)
-
-
-def loses_low_latency_hooks(rank, num_ranks, kind):
+@pytest.mark.parametrize("kind", ("low latency", pytest.param("low latency nvlink", marks=pytest.mark.gpu)))
+@on_ranks(2)
+def test_lost_low_latency_hooks(rank, num_ranks, kind):
     """A LowLatencyBuffer finishes no call by itself: it says what to do, and `finish_calls` mends it, also with a second lost hook."""
     buffer = make(kind, num_ranks)
     make_step(buffer, 0)
@@ -181,12 +174,8 @@ def loses_low_latency_hooks(rank, num_ranks, kind):
         buffer.finish_calls()
 
 
-@pytest.mark.parametrize("kind", ("low latency", pytest.param("low latency nvlink", marks=pytest.mark.gpu)))
-def test_lost_low_latency_hooks(kind):
-    run_ranks(loses_low_latency_hooks, 2, kind)
-
-
-def finishes_in_vain(rank, num_ranks):
+@on_ranks(2)
+def test_lost_hook_of_a_peer_that_does_not_come(rank, num_ranks):
     """What receiving raises, `finish_calls` raises."""
     buffer = make("low latency", num_ranks, timeout_s=3.0)
     make_step(buffer, 0)
@@ -198,11 +187,8 @@ def finishes_in_vain(rank, num_ranks):
     wait_for("rank 0 has its error")
 
 
-def test_lost_hook_of_a_peer_that_does_not_come():
-    run_ranks(finishes_in_vain, 2)
-
-
-def destroys_alone(rank, num_ranks):
+@on_ranks(2)
+def test_destroyed_before_a_peer_comes(rank, num_ranks):
     """`destroy` waits for the call on the buffer's thread, up to the deadline."""
     buffer = make("shm", num_ranks, timeout_s=4.0)
     handle = buffer.dispatch(*inputs(buffer, 0)).handle
@@ -217,7 +203,3 @@ def destroys_alone(rank, num_ranks):
     with pytest.raises(EPTimeoutError, match="rank 1 did not deliver, nothing came for 4 s; phase 'entry into the call'"):
         out.hook()
     tell("destroyed")
-
-
-def test_destroyed_before_a_peer_comes():
-    run_ranks(destroys_alone, 2)

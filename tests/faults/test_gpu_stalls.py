@@ -16,10 +16,10 @@ import pytest
 import torch.distributed as dist
 from events import tell, wait_for
 from fault_cases import ON_GPUS, SOON_S, at_random, inputs, look, make, make_step, outcome
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutError
-from deepep_moe.testing import run_ranks
 
 pytestmark = pytest.mark.gpu
 DEADLINE_S = 6.0  # far from what a step takes on a busy machine
@@ -47,7 +47,10 @@ def combine(buffer, out):
     look(buffer)
 
 
-def stalls(rank, num_ranks, kind, operation):
+@pytest.mark.parametrize("operation", ("dispatch", "combine"))
+@pytest.mark.parametrize("kind", ON_GPUS)
+@on_ranks(3)
+def test_stall(rank, num_ranks, kind, operation):
     """The last rank comes once all others have given up on it."""
     buffer, late = make(kind, num_ranks, DEADLINE_S), num_ranks - 1
     make_step(buffer, 0)
@@ -70,12 +73,6 @@ def stalls(rank, num_ranks, kind, operation):
     for step in range(2, 5):  # of the same numbers on all ranks
         make_step(buffer, step)
     dist.barrier()
-
-
-@pytest.mark.parametrize("operation", ("dispatch", "combine"))
-@pytest.mark.parametrize("kind", ON_GPUS)
-def test_stall(kind, operation):
-    run_ranks(stalls, 3, kind, operation)
 
 
 def stopped(rank, num_ranks, kind, seed):
@@ -137,7 +134,9 @@ def test_killed_process(number):
     at_random(killed, 2 + number // 2 % 2, ON_GPUS[number % 2], is_killed=True)
 
 
-def waits_for_a_survivor(rank, num_ranks, kind):
+@pytest.mark.parametrize("kind", ON_GPUS)
+@on_ranks(3, expected_dead=[2])
+def test_survivor_that_waits_for_another(rank, num_ranks, kind):
     """Rank 1 finds rank 2 dead, late. Rank 0 has waited for both meanwhile, and blames the dead one."""
     buffer = make(kind, num_ranks)
     make_step(buffer, 0)
@@ -151,8 +150,3 @@ def waits_for_a_survivor(rank, num_ranks, kind):
     assert isinstance(error, EPTimeoutError) and error.rank == 2 and elapsed_s < SOON_S, repr(error)
     assert "is gone; phase 'entry into the call'" in str(error), error
     wait_for(f"rank {1 - rank} knows")
-
-
-@pytest.mark.parametrize("kind", ON_GPUS)
-def test_survivor_that_waits_for_another(kind):
-    run_ranks(waits_for_a_survivor, 3, kind, expected_dead=[2])

@@ -7,9 +7,9 @@ import pytest
 import torch
 from events import tell, wait_for
 from fault_cases import ERRORS, MOMENTS, SOON_S, alarm, fault, inputs, make, make_call, make_step, moments, outcome, routing
+from on_ranks import on_ranks
 
 from deepep_moe.errors import EPPeerError
-from deepep_moe.testing import run_ranks
 
 SIZES = [*((kind, num_ranks) for kind in ("shm", "collective") for num_ranks in (2, 3, 5)), ("two hops", 4), ("two hops", 6)]
 FAST = (("shm", 3), ("collective", 3), ("two hops", 4))
@@ -35,7 +35,9 @@ def check_told(buffer, culprit, error, found, elapsed_s, what):
     assert in_next_call is (is_over or (buffer.backend != "shm" and is_entered)), what
 
 
-def fails(rank, num_ranks, kind):
+@on_gpus_too
+@on_ranks()
+def test_faults(rank, num_ranks, kind):
     buffer = make(kind, num_ranks)
     handle = buffer.dispatch(*inputs(buffer, 0)).handle
 
@@ -57,12 +59,9 @@ def fails(rank, num_ranks, kind):
             make_step(buffer, step)
 
 
-@on_gpus_too
-def test_faults(kind, num_ranks):
-    run_ranks(fails, num_ranks, kind)
-
-
-def fails_beside(rank, num_ranks, kind):
+@on_all_sizes
+@on_ranks()
+def test_faults_of_asynchronous_calls(rank, num_ranks, kind):
     """Asynchronous calls: the event raises."""
     buffer = make(kind, num_ranks)
     handle = buffer.dispatch(*inputs(buffer, 0)).handle
@@ -82,15 +81,12 @@ def fails_beside(rank, num_ranks, kind):
         make_step(buffer, step)
 
 
-@on_all_sizes
-def test_faults_of_asynchronous_calls(kind, num_ranks):
-    run_ranks(fails_beside, num_ranks, kind)
-
-
 # ---- interrupts ----
 
 
-def interrupted_in_entry(rank, num_ranks, kind):
+@on_all_sizes
+@on_ranks()
+def test_interrupts_in_entry(rank, num_ranks, kind):
     """A signal's handler raises while this rank waits for peers to enter. A process group lets it raise once they have."""
     buffer = make(kind, num_ranks)
     handle = buffer.dispatch(*inputs(buffer, 0)).handle
@@ -107,12 +103,12 @@ def interrupted_in_entry(rank, num_ranks, kind):
         make_step(buffer, step)
 
 
-@on_all_sizes
-def test_interrupts_in_entry(kind, num_ranks):
-    run_ranks(interrupted_in_entry, num_ranks, kind)
-
-
-def interrupted_between_chunks(rank, num_ranks, kind_of_error):
+@pytest.mark.parametrize(
+    "kind_of_error", (KeyboardInterrupt, *(pytest.param(e, marks=pytest.mark.slow) for e in (MemoryError, RuntimeError)))
+)
+@pytest.mark.parametrize("num_ranks", (3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))))
+@on_ranks()
+def test_interrupts_between_chunks(rank, num_ranks, kind_of_error):
     """The rings are full: the last rank does not drain them before the culprit has left."""
     hidden, num_tokens, late = 4096, 500, num_ranks - 1
     buffer = make("shm", num_ranks, hidden=hidden, num_tokens=num_tokens)
@@ -130,11 +126,3 @@ def interrupted_between_chunks(rank, num_ranks, kind_of_error):
     sources = out.recv_x.view(2, num_ranks, -1, hidden)  # by local expert, then source
     assert (sources == torch.arange(num_ranks).view(1, -1, 1, 1)).all()
     assert (buffer.combine(torch.ones_like(out.recv_x), out.handle) == num_ranks).all()
-
-
-@pytest.mark.parametrize(
-    "kind_of_error", (KeyboardInterrupt, *(pytest.param(e, marks=pytest.mark.slow) for e in (MemoryError, RuntimeError)))
-)
-@pytest.mark.parametrize("num_ranks", (3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))))
-def test_interrupts_between_chunks(num_ranks, kind_of_error):
-    run_ranks(interrupted_between_chunks, num_ranks, kind_of_error)

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 from events import tell, wait_for
 from fault_cases import SOON_S, at_random, inputs, make, make_step, outcome, values
+from on_ranks import on_ranks
 
 from deepep_moe import _C
 from deepep_moe.errors import EPPeerError, EPTimeoutError
@@ -55,7 +56,9 @@ def killed(rank, num_ranks, kind, seed):
     return True
 
 
-def waits_for_a_survivor(rank, num_ranks, kind):
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(3, expected_dead=[2])
+def test_survivor_that_waits_for_another(rank, num_ranks, kind):
     """Rank 1 finds rank 2 dead and makes no call. Rank 0 waits for rank 1 first."""
     buffer = make(kind, num_ranks)
     make_step(buffer, 0)
@@ -69,11 +72,6 @@ def waits_for_a_survivor(rank, num_ranks, kind):
     assert elapsed_s < SOON_S
     tell(f"rank {rank} knows")
     wait_for(f"rank {1 - rank} knows")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_survivor_that_waits_for_another(kind):
-    run_ranks(waits_for_a_survivor, 3, kind, expected_dead=[2])
 
 
 @pytest.mark.parametrize("number", (0, 1, 2, *(pytest.param(number, marks=pytest.mark.slow) for number in range(3, 23))))

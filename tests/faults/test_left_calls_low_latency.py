@@ -4,9 +4,9 @@ import contextlib
 
 from events import tell, wait_for
 from fault_cases import ERRORS, SOON_S, alarm, inputs, make, make_step, once, outcome
+from on_ranks import on_ranks
 
 from deepep_moe.errors import EPPeerError
-from deepep_moe.testing import run_ranks
 
 
 def calls_of(buffer, handle):
@@ -24,7 +24,8 @@ def check_told(rank, culprit, error, found, elapsed_s, what):
     assert found.cause == type(error).__name__, what
 
 
-def fails(rank, num_ranks):
+@on_ranks(3)
+def test_faults_before_entry(rank, num_ranks):
     buffer = make("low latency", num_ranks)
     calls = calls_of(buffer, buffer.dispatch(*inputs(buffer, 0)).handle)
     for step, (operation, call) in enumerate(calls.items()):
@@ -38,11 +39,8 @@ def fails(rank, num_ranks):
             make_step(buffer, step)
 
 
-def test_faults_before_entry():
-    run_ranks(fails, 3)
-
-
-def interrupted(rank, num_ranks):
+@on_ranks(3)
+def test_interrupts(rank, num_ranks):
     buffer = make("low latency", num_ranks)
     calls = calls_of(buffer, buffer.dispatch(*inputs(buffer, 0)).handle)
     for step, (operation, call) in enumerate(calls.items()):
@@ -61,11 +59,8 @@ def interrupted(rank, num_ranks):
             make_step(buffer, step)
 
 
-def test_interrupts():
-    run_ranks(interrupted, 3)
-
-
-def interrupted_before_sums(rank, num_ranks):
+@on_ranks(3)
+def test_interrupts_of_a_combine_with_weights(rank, num_ranks):
     """A combine with weights of its own waits for the peers before it sends, so they have no rows, and learn it in this call."""
     buffer = make("low latency", num_ranks)
     x, idx = inputs(buffer, 0)
@@ -87,7 +82,3 @@ def interrupted_before_sums(rank, num_ranks):
                 tell(f"left {step} {return_hook}")
             check_told(rank, culprit, error, *found, what)
             make_step(buffer, step)
-
-
-def test_interrupts_of_a_combine_with_weights():
-    run_ranks(interrupted_before_sums, 3)

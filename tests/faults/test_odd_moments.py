@@ -11,6 +11,7 @@ import pytest
 import torch
 from events import tell, wait_for
 from fault_cases import SOON_S, at_random, inputs, make, make_step, once, outcome
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer, config
 from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutError
@@ -38,7 +39,9 @@ class WordlessError(Exception):
         raise RuntimeError("no words")
 
 
-def odd_words(rank, num_ranks, kind):
+@pytest.mark.parametrize("kind", ("shm", "collective", "low latency"))
+@on_ranks(2)
+def test_odd_words(rank, num_ranks, kind):
     buffer = make(kind, num_ranks)
     x, idx = inputs(buffer, 0)
     told = {
@@ -59,15 +62,12 @@ def odd_words(rank, num_ranks, kind):
         make_step(buffer, step)
 
 
-@pytest.mark.parametrize("kind", ("shm", "collective", "low latency"))
-def test_odd_words(kind):
-    run_ranks(odd_words, 2, kind)
-
-
 # ---- on the way to a call ----
 
 
-def fails_to_quantize(rank, num_ranks, kind):
+@on_cpu_buffers
+@on_ranks(2)
+def test_failed_quantization(rank, num_ranks, kind):
     """What is no wrong argument is told too: PyTorch on a CPU raises RuntimeError where memory is lacking."""
     buffer, own = make(kind, num_ranks), of_buffers.quantize_fp8
     x, idx = inputs(buffer, 0)
@@ -81,12 +81,8 @@ def fails_to_quantize(rank, num_ranks, kind):
         make_step(buffer, step)
 
 
-@on_cpu_buffers
-def test_failed_quantization(kind):
-    run_ranks(fails_to_quantize, 2, kind)
-
-
-def waits_for_earlier_call(rank, num_ranks):
+@on_ranks(2)
+def test_interrupted_wait_for_an_earlier_call(rank, num_ranks):
     """The interrupt comes while a call waits for the asynchronous one before it."""
     buffer, error = make("shm", num_ranks), KeyboardInterrupt("of the wait")
     x, idx = inputs(buffer, 0)
@@ -106,11 +102,8 @@ def fail(error):
     raise error
 
 
-def test_interrupted_wait_for_an_earlier_call():
-    run_ranks(waits_for_earlier_call, 2)
-
-
-def lacks_a_thread(rank, num_ranks):
+@on_ranks(2)
+def test_no_thread_for_an_asynchronous_call(rank, num_ranks):
     class NoThreads:
         def __init__(self):
             raise error
@@ -133,10 +126,6 @@ def lacks_a_thread(rank, num_ranks):
         buffer.recover()
         make_step(buffer, step)
         buffer.calls._worker = None  # the next asynchronous call starts another one
-
-
-def test_no_thread_for_an_asynchronous_call():
-    run_ranks(lacks_a_thread, 2)
 
 
 def interrupted_at_random(rank, num_ranks, kind, seed):
@@ -179,7 +168,8 @@ def test_interrupts_at_random(kind):
 # ---- two buffers, two callers ----
 
 
-def calls_in_another_order(rank, num_ranks):
+@on_ranks(2)
+def test_buffers_of_a_group_in_another_order(rank, num_ranks):
     """Rows of one buffer do not arrive in the other."""
     buffers = [make("collective", num_ranks) for _ in range(2)]
     x, idx = inputs(buffers[0], 0)
@@ -193,10 +183,6 @@ def calls_in_another_order(rank, num_ranks):
     call = partial(buffers[0].dispatch, x, idx) if rank else partial(smaller.dispatch, x, idx[:, :1] // 2)
     error, _ = outcome(call)
     assert isinstance(error, EPTimeoutError) and error.rank == 1 - rank, repr(error)
-
-
-def test_buffers_of_a_group_in_another_order():
-    run_ranks(calls_in_another_order, 2)
 
 
 def calls_from_a_handler(rank, num_ranks, kind):
@@ -226,7 +212,9 @@ def test_call_from_a_handler():
     run_ranks(calls_from_a_handler, 2, "shm")
 
 
-def calls_from_threads(rank, num_ranks, kind):
+@on_cpu_buffers
+@on_ranks(2)
+def test_calls_from_threads(rank, num_ranks, kind):
     buffer = make(kind, num_ranks)
     x, idx = inputs(buffer, 0)
     if rank:
@@ -244,15 +232,11 @@ def calls_from_threads(rank, num_ranks, kind):
     make_step(buffer, 1)
 
 
-@on_cpu_buffers
-def test_calls_from_threads(kind):
-    run_ranks(calls_from_threads, 2, kind)
-
-
 # ---- recovery, construction, deadline ----
 
 
-def interrupted_recovery(rank, num_ranks):
+@on_ranks(2)
+def test_interrupted_recovery(rank, num_ranks):
     """Peers that are in the recovery are told, and all ranks blame the interrupted one. A second recovery meets none of the first one's
     messages. (The wait of a process group lets the handler raise once it has ended.)"""
     buffer = make("shm", num_ranks)
@@ -267,10 +251,6 @@ def interrupted_recovery(rank, num_ranks):
     error, elapsed_s = outcome(buffer.recover)
     assert isinstance(error, EPTimeoutError) and error.rank == 0 and elapsed_s < SOON_S, repr(error)
     make_step(buffer, 1)
-
-
-def test_interrupted_recovery():
-    run_ranks(interrupted_recovery, 2)
 
 
 def fails_to_introduce_itself(rank, num_ranks, error, told):
@@ -331,11 +311,8 @@ def test_peer_that_comes_at_the_deadline():
 
 
 @pytest.mark.parametrize("kind", ("shm", "collective", "low latency"))
-def test_handles_stay_in_their_process(kind):
-    run_ranks(pickles_a_handle, 1, kind)
-
-
-def pickles_a_handle(rank, num_ranks, kind):
+@on_ranks(1)
+def test_handles_stay_in_their_process(rank, num_ranks, kind):
     buffer = make(kind, num_ranks)
     handle = buffer.dispatch(torch.ones(4, 16), torch.tensor([[0], [1], [0], [1]])).handle
     with pytest.raises(TypeError, match="Handle says where the rows of this process are and cannot be saved or sent"):

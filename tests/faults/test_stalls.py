@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from events import event, tell, wait_for
 from fault_cases import SOON_S, at_random, make, make_step, outcome
+from on_ranks import on_ranks
 
 from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.testing import run_ranks
@@ -48,7 +49,8 @@ def test_stalls(kind, num_ranks, num_deadlines):
     run_ranks(stalls, num_ranks, kind, 2.0, num_deadlines)
 
 
-def stalls_in_group(rank, num_ranks):
+@on_ranks(3)
+def test_stall_in_process_group(rank, num_ranks):
     """A process group cannot be used after a deadline. The late rank learns it too, and the ranks make a new group."""
     deadline_s, late = 1.0, num_ranks - 1
     buffer, spare = make("collective", num_ranks, deadline_s), dist.new_group(backend="gloo")
@@ -68,11 +70,9 @@ def stalls_in_group(rank, num_ranks):
     make_step(make("collective", num_ranks, group=spare), 2)
 
 
-def test_stall_in_process_group():
-    run_ranks(stalls_in_group, 3)
-
-
-def stalls_before_rows(rank, num_ranks):
+@pytest.mark.parametrize("num_ranks", (2, 3))
+@on_ranks()
+def test_stall_before_rows_in_process_group(rank, num_ranks):
     """The last rank enters the call and is late with its rows. Of several peers torch.distributed does not say which one."""
     deadline_s, late = 1.0, num_ranks - 1
     buffer = make("collective", num_ranks, deadline_s)
@@ -90,12 +90,9 @@ def stalls_before_rows(rank, num_ranks):
     wait_for(*others, f"rank {late} has its error")
 
 
-@pytest.mark.parametrize("num_ranks", (2, 3))
-def test_stall_before_rows_in_process_group(num_ranks):
-    run_ranks(stalls_before_rows, num_ranks)
-
-
-def held_up(rank, num_ranks, kind):
+@pytest.mark.parametrize("kind", ("shm", pytest.param("low latency", marks=pytest.mark.slow)))
+@on_ranks(3)
+def test_held_up_by_itself(rank, num_ranks, kind):
     """A signal's handler outlasts the deadline of a wait. What the others sent meanwhile was in time."""
     deadline_s, is_late = 4.0, rank == 0
     buffer = make(kind, num_ranks, deadline_s)
@@ -109,11 +106,6 @@ def held_up(rank, num_ranks, kind):
     began = time.monotonic()
     make_step(buffer, 1)
     assert not is_late or time.monotonic() - began > 1.3 * deadline_s
-
-
-@pytest.mark.parametrize("kind", ("shm", pytest.param("low latency", marks=pytest.mark.slow)))
-def test_held_up_by_itself(kind):
-    run_ranks(held_up, 3, kind)
 
 
 def stopped(rank, num_ranks, kind, seed):

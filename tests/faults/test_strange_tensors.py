@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from fault_cases import SOON_S, inputs, make, make_step, outcome
+from on_ranks import on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, init_device_mesh
 
 from deepep_moe.errors import EPPeerError
-from deepep_moe.testing import run_ranks
 
 
 class Wrapper(torch.Tensor):
@@ -54,7 +54,9 @@ STRANGE = {  # and what is said of it
 FOR_LOW_LATENCY = "x is a Wrapper, which wraps other tensors; it must be a plain torch.Tensor"
 
 
-def strange(rank, num_ranks, kind):
+@pytest.mark.parametrize("kind", ("shm", pytest.param("collective", marks=pytest.mark.slow), "low latency"))
+@on_ranks(2)
+def test_strange_tensors(rank, num_ranks, kind):
     buffer, culprit = make(kind, num_ranks), num_ranks - 1
     x, idx = inputs(buffer, 0)
     out = buffer.dispatch(x, idx)
@@ -72,8 +74,3 @@ def strange(rank, num_ranks, kind):
                 error
             )
         make_step(buffer, number)
-
-
-@pytest.mark.parametrize("kind", ("shm", pytest.param("collective", marks=pytest.mark.slow), "low latency"))
-def test_strange_tensors(kind):
-    run_ranks(strange, 2, kind)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nvshmem_fake import FakeNvshmem, join
+from on_ranks import on_ranks
 
 from deepep_moe import nvshmem_module
 from deepep_moe.errors import BackendUnavailableError
@@ -108,18 +109,17 @@ def test_world_of_pytorch_is_used():
     assert run_ranks(uses_world_of_job, 2) == [((1, 0), {}, ["attach"])] * 2
 
 
-def asks_for_part_of_job(rank, num_ranks):
+@on_ranks(4)
+def test_world_that_may_be_another_ones(rank):
+    """Two PEs of two, as they should be, but of worlds that this module has not made: nothing shows that it is one."""
     pair = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [2, 3])][rank // 2]
     with pytest.raises(BackendUnavailableError, match=r"not for exactly the 2 ranks .*PE 0 of 2, rank 1: PE 1 of 2; ranks of the job: 4"):
         join(rank % 2, 2, FakeNvshmem(status=2, pe=rank % 2, num_pes=2), group=pair)
 
 
-def test_world_that_may_be_another_ones():
-    """Two PEs of two, as they should be, but of worlds that this module has not made: nothing shows that it is one."""
-    run_ranks(asks_for_part_of_job, 4)
-
-
-def makes_two_worlds(rank, num_ranks):
+@on_ranks(4)
+def test_worlds_of_parts_of_a_job(rank):
+    """Each pair has its world; a pair of processes of both has PEs of the right numbers, and no world."""
     groups = {ranks: dist.new_group(list(ranks), backend="gloo") for ranks in ((0, 1), (2, 3), (0, 3), (1, 2))}
     module, own = FakeNvshmem(), (0, 1) if rank < 2 else (2, 3)
     for _ in range(2):  # the second time it is there
@@ -127,11 +127,6 @@ def makes_two_worlds(rank, num_ranks):
     across = (0, 3) if rank in (0, 3) else (1, 2)
     with pytest.raises(BackendUnavailableError, match=r"initialized already, and not for exactly .*rank 0: PE \d of 2, rank 1: PE \d of 2"):
         join(across.index(rank), 2, module, group=groups[across])
-
-
-def test_worlds_of_parts_of_a_job():
-    """Each pair has its world; a pair of processes of both has PEs of the right numbers, and no world."""
-    run_ranks(makes_two_worlds, 4)
 
 
 def fails_to_start(rank, num_ranks, changes, timeout_s):
@@ -165,7 +160,8 @@ def test_failed_initialization(changes, message, timeout_s):
 # ---- the symmetric heap ----
 
 
-def allocates(rank, num_ranks):
+@on_ranks(2)
+def test_symmetric_memory(rank, num_ranks):
     module = FakeNvshmem(heap_bytes=1000)
     world = join(rank, num_ranks, module)
     with pytest.raises(BackendUnavailableError, match=r"different sizes of symmetric memory, in bytes \(rank 0: 100, rank 1: 101\)"):
@@ -190,10 +186,6 @@ def allocates(rank, num_ranks):
     module.heap_bytes = 2000
     last = join(rank, num_ranks, module).allocate(10)  # of another buffer
     assert last in module.sizes and second not in module.sizes and third not in module.sizes
-
-
-def test_symmetric_memory():
-    run_ranks(allocates, 2)
 
 
 def checks_links(rank, num_ranks):
@@ -265,7 +257,9 @@ def test_real_module_is_apart():
     assert needed <= {"libnvshmem_host.so.3", "libstdc++.so.6", "libgcc_s.so.1", "libc.so.6", "libm.so.6", "ld-linux-x86-64.so.2"}, needed
 
 
-def calls_too_early(rank, num_ranks):
+@needs_module
+@on_ranks(1)
+def test_real_calls_too_early(rank):
     """NVSHMEM itself ends the process for each of these."""
     module = real_module()
     assert module.version_built()[:2] == module.version_found()[:2] and module.status() == 0
@@ -279,11 +273,6 @@ def calls_too_early(rank, num_ranks):
     with pytest.raises(ValueError, match="rank is 2 of 2; it must be less"):
         module.bootstrap(bytes(128), 2, 2)
     assert module.status() == 0
-
-
-@needs_module
-def test_real_calls_too_early():
-    run_ranks(calls_too_early, 1)
 
 
 def joins_without_gpu(rank, num_ranks):
@@ -332,7 +321,11 @@ def test_real_bootstrap():
         assert status == 1 or re.match(r"nvshmemx_hostlib_init_attr returned \d+; set NVSHMEM_DEBUG=INFO", error)
 
 
-def checks_real_links(rank, num_ranks):
+@needs_module
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_ranks", (2, pytest.param(4, marks=pytest.mark.slow)))
+@on_ranks(timeout_s=300, start_method="spawn")
+def test_real_world(rank, num_ranks):
     device = rank % torch.cuda.device_count()
     torch.cuda.set_device(device)
     settings = Settings(num_ranks, rank, 8, 16, 4, 2, 120.0)
@@ -344,10 +337,3 @@ def checks_real_links(rank, num_ranks):
     assert again.pe_of == world.pe_of and again.variables == {} and world.variables["NVSHMEM_REMOTE_TRANSPORT"] == "none"
     with pytest.raises(BackendUnavailableError, match=r"on ranks? 0.*: NVSHMEM's symmetric heap has no \d+ bytes left"):
         world.allocate(1 << 50)
-
-
-@needs_module
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_ranks", (2, pytest.param(4, marks=pytest.mark.slow)))
-def test_real_world(num_ranks):
-    run_ranks(checks_real_links, num_ranks, timeout_s=300, start_method="spawn")

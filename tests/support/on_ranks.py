@@ -1,0 +1,42 @@
+"""Tests whose body runs on several ranks."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from deepep_moe import Buffer
+from deepep_moe.testing import run_ranks
+
+
+def on_ranks(num_ranks: int | None = None, **options: Any) -> Callable[..., Any]:
+    """Make a test of a function that every rank runs. It takes `rank` and, where it names it, `num_ranks`, beside what pytest gives it.
+    Without `num_ranks` pytest gives that too. `options` are those of `run_ranks`."""
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
+        parameters = inspect.signature(body).parameters
+        of_pytest = [name for name in parameters if name not in (("rank", "num_ranks") if num_ranks else ("rank",))]
+        sent = [name for name in of_pytest if name != "num_ranks"]
+
+        @functools.wraps(body)
+        def test(*of_rank: Any, **given: Any) -> None:
+            if of_rank:
+                of_ranks = dict(zip(("rank", "num_ranks", *sent), of_rank, strict=True))
+                body(**{name: of_ranks[name] for name in parameters})
+            else:
+                run_ranks(test, num_ranks or given["num_ranks"], *(given[name] for name in sent), **options)
+
+        test.__signature__ = inspect.Signature([parameters[name].replace(default=inspect.Parameter.empty) for name in of_pytest])
+        return test
+
+    return decorate
+
+
+def opened(case: Any, backend: str, rank: int, **options: Any) -> tuple[Any, ...]:
+    """A buffer for an exchange_cases.Case, and this rank's x, topk_idx and topk_weights where the backend wants them."""
+    from exchange_cases import device_of, on_device
+
+    device_of(backend, rank)
+    sizes = max(case.num_tokens), case.hidden, case.num_experts, case.num_topk
+    settings = {"timeout_s": 60, "ranks_per_node": case.ranks_per_node} | options
+    return Buffer(None, *sizes, backend=backend, **settings), *on_device(backend, rank, *case.inputs(rank))
