@@ -1,11 +1,15 @@
 """Tests whose body runs on several ranks."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
+
 from deepep_moe import Buffer
+from deepep_moe.errors import EPPeerError
 from deepep_moe.testing import run_ranks
 
 
@@ -40,3 +44,16 @@ def opened(case: Any, backend: str, rank: int, **options: Any) -> tuple[Any, ...
     sizes = max(case.num_tokens), case.hidden, case.num_experts, case.num_topk
     settings = {"timeout_s": 60, "ranks_per_node": case.ranks_per_node} | options
     return Buffer(None, *sizes, backend=backend, **settings), *on_device(backend, rank, *case.inputs(rank))
+
+
+@contextlib.contextmanager
+def refused(rank: int, culprit: int, error: type[BaseException] | tuple[type[BaseException], ...], message: str) -> Iterator[None]:
+    """The culprit's call raises `error`. Its peers' calls raise EPPeerError, which names the culprit and the error."""
+    if rank == culprit:
+        with pytest.raises(error, match=message):
+            yield
+        return
+    with pytest.raises(EPPeerError, match=f"rank {culprit} did not make its call: .*{message}") as info:
+        yield
+    names = [kind.__name__ for kind in (error if isinstance(error, tuple) else (error,))]
+    assert info.value.rank == culprit and info.value.cause in names, repr(info.value)
