@@ -1,39 +1,36 @@
 """Gradients of dispatch and combine against the reference, and the operators under torch.compile."""
 
+import itertools
 from functools import partial
 
 import pytest
 import torch
-from exchange_cases import Case, assert_same, device_of, on_device, poison_outputs
-from on_ranks import on_ranks
+from exchange_cases import Case, assert_same, on_device
+from on_ranks import inputs_of, on_ranks, opened
 from torch.utils.checkpoint import checkpoint
 
 from deepep_moe import Buffer, reference
-from deepep_moe.errors import EPPeerError
 from deepep_moe.testing import run_ranks
 
 LAYOUTS = ("expert", "rank")
+BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
+@pytest.mark.parametrize("backend", BACKENDS)
 @on_ranks(3)
 def test_gradients_equal_reference(rank, num_ranks, backend, layout, dtype):
     """Every gradient has an exact definition in terms of the reference's dispatch and combine."""
-    device_of(backend, rank)
-    poison_outputs()
     num_topk = 3 if dtype == torch.float32 else 4  # four fp32 are whole pieces of 16 bytes
     case = Case([7, 0, 12], num_topk=num_topk, dtype=dtype, layout=layout, pattern="masked", expert_alignment=2)
-    inputs = [case.inputs(r) for r in range(num_ranks)]
-    xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
+    xs, idxs, weights = inputs_of(case)
     received = reference.dispatch(xs, idxs, weights, case.num_experts, layout=layout, expert_alignment=2)
 
     def draw(shape, r, offset):
         return torch.randn(shape, generator=torch.Generator().manual_seed(100 * offset + r))
 
-    buffer = Buffer(None, 12, case.hidden, case.num_experts, case.num_topk, backend=backend)
-    x, idx, weight = on_device(backend, rank, xs[rank].clone(), idxs[rank], weights[rank].clone())
+    buffer, x, idx, weight = opened(case, backend, rank)
     x.requires_grad_()
     weight.requires_grad_()
     out = buffer.dispatch(x, idx, weight, layout=layout, expert_alignment=2)
@@ -60,13 +57,10 @@ def test_gradients_equal_reference(rank, num_ranks, backend, layout, dtype):
     assert_same("rows.grad, unweighted", rows.grad, sent)
 
 
-@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
+@pytest.mark.parametrize("backend", BACKENDS)
 @on_ranks(2)
 def test_checkpointing(rank, backend):
-    device_of(backend, rank)
-    case = Case([9, 4])
-    x, idx, weight = on_device(backend, rank, *case.inputs(rank))
-    buffer = Buffer(None, 9, case.hidden, case.num_experts, case.num_topk, backend=backend, timeout_s=60)
+    buffer, x, idx, weight = opened(Case([9, 4]), backend, rank)
 
     def layer(x, weight):
         out = buffer.dispatch(x, idx, weight)
@@ -83,27 +77,11 @@ def test_checkpointing(rank, backend):
         assert_same(name, here, there)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @on_ranks(2)
-def test_transforms_are_refused(rank):
-    buffer, x, idx = Buffer(None, 4, 16, 4, 2, timeout_s=60), torch.randn(4, 16), torch.tensor([[0, 2], [1, 3], [3, 0], [2, -1]])
-    if rank == 0:
-        with pytest.raises(TypeError, match=r"cannot be transformed by torch.func .*; use torch.autograd.grad or backward"):
-            torch.func.grad(lambda x: buffer.dispatch(x, idx).recv_x.sum())(x)
-    else:
-        with pytest.raises(EPPeerError, match=r"rank 0 .*cannot be transformed by torch.func"):
-            buffer.dispatch(x, idx)
-    assert len(buffer.dispatch(x, idx).recv_x) == (6, 8)[rank]
-
-
-@pytest.mark.parametrize("num_sms", (None, 0))
-@pytest.mark.parametrize("mode", ("async_op", "return_hook"))
-@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
-@on_ranks(2)
-def test_asynchronous_calls_have_gradients(rank, backend, mode, num_sms):
-    device = device_of(backend, rank)
-    case = Case([9, 4])
-    inputs = on_device(backend, rank, *case.inputs(rank))
-    buffer = Buffer(None, 9, case.hidden, case.num_experts, case.num_topk, backend=backend, timeout_s=60)
+def test_asynchronous_calls_have_gradients(rank, backend):
+    buffer, *inputs = opened(Case([9, 4]), backend, rank)
+    columns = torch.arange(buffer.hidden, device=inputs[0].device)
 
     def step(**how):
         x, idx, weight = (tensor.clone() for tensor in inputs)
@@ -115,20 +93,19 @@ def test_asynchronous_calls_have_gradients(rank, backend, mode, num_sms):
         y = buffer.combine(out.recv_x * 1.5, out.handle, out.recv_topk_weights, **how)
         if how:
             y, done = y
-            done() if mode == "return_hook" else done.wait()
-        return y.detach(), *torch.autograd.grad((y * torch.arange(case.hidden, device=device)).sum(), (x, weight))
+            done() if "return_hook" in how else done.wait()
+        return y.detach(), *torch.autograd.grad((y * columns).sum(), (x, weight))
 
-    for ours, plain in zip(step(**{mode: True, "num_sms": num_sms}), step(), strict=True):
-        assert_same("with " + mode, ours, plain)
+    for mode, num_sms in itertools.product(("async_op", "return_hook"), (None, 0)):
+        for ours, plain in zip(step(**{mode: True, "num_sms": num_sms}), step(), strict=True):
+            assert_same(f"with {mode}, num_sms {num_sms}", ours, plain)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(2)
 def test_second_order(rank, layout):
     """The backward operators are differentiable themselves."""
-    case = Case([5, 4], layout=layout)
-    x, idx, weights = case.inputs(rank)
-    buffer = Buffer(None, 5, case.hidden, case.num_experts, case.num_topk)
+    buffer, x, idx, weights = opened(Case([5, 4]), "shm", rank)
     x.requires_grad_()
     out = buffer.dispatch(x, idx, weights, layout=layout)
     (grad,) = torch.autograd.grad(out.recv_x.pow(3).sum(), x, create_graph=True)

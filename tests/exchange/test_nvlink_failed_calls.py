@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import assert_same
-from nvlink_cases import Unchecked, make_buffer
-from on_ranks import on_ranks
+from nvlink_cases import Unchecked, make_buffer, unchecked
+from on_ranks import on_ranks, refused
 
-from deepep_moe.errors import BufferDestroyedError, EPPeerError, EPTimeoutError
+from deepep_moe.errors import EPPeerError, EPTimeoutError
 
 pytestmark = pytest.mark.gpu
 
@@ -40,24 +40,20 @@ def test_errors_that_are_learned_later(rank):
         assert_same("combined_x", buffer.combine(out.recv_x, out.handle), expected)
 
 
-WHY = r"topk_idx\[\d, \d\] is 4; it must be -1"
-
-
+WHY = r"topk_idx\[\d, \d\] is 4"
 FAILED = "the dispatch of this handle has failed, so nothing goes along it"
 
 
 @pytest.mark.parametrize("how", ("by the call", "before", "nobody"))
-@pytest.mark.parametrize("call", ("combine", "dispatch"))
 @on_ranks(2)
-def test_along_failed_dispatch(rank, call, how):
+def test_along_failed_dispatch(rank, how):
     """A dispatch without waits on the host gives a handle before it has failed. Nothing goes along it, and its counts are zeros: whether
     the call learns of the failure, somebody else has before, or nobody."""
     buffer, x, idx = make_buffer(rank, timeout_s=60)
     good = buffer.dispatch(x, idx)
     expected = buffer.combine(good.recv_x, good.handle)
-    communicator = buffer.calls.backend._exchange
     learns = partial(pytest.raises, ValueError if rank == 1 else EPPeerError)
-    for _ in range(2):
+    for call in ("combine", "dispatch") * 2:
         out = buffer.dispatch(x, idx + 1 if rank == 1 else idx, num_recv_rows=64)
         torch.cuda.synchronize()
         dist.barrier()
@@ -65,16 +61,13 @@ def test_along_failed_dispatch(rank, call, how):
         if how == "before":
             with learns(match=WHY):
                 buffer.check()
-        if how == "nobody":
-            buffer.calls.backend._exchange = Unchecked(communicator)
-        with learns(match=WHY) if how == "by the call" else nullcontext():
+        with unchecked(buffer) if how == "nobody" else learns(match=WHY) if how == "by the call" else nullcontext():
             if call == "combine":
                 buffer.combine(torch.ones_like(out.recv_x), out.handle)
             else:
                 buffer.dispatch(x, handle=out.handle)
         torch.cuda.synchronize()
         dist.barrier()
-        buffer.calls.backend._exchange = communicator
         if how != "by the call":
             with pytest.raises(ValueError, match=FAILED) if how == "before" else learns(match=WHY):
                 buffer.check()
@@ -97,9 +90,7 @@ def test_one_failed_handle(rank):
     buffer.combine(out.recv_x, out.handle)
     torch.cuda.synchronize()
     dist.barrier()
-    with pytest.raises(
-        ValueError if rank == 0 else EPPeerError, match=FAILED if rank == 0 else f"rank 0 did not make its call: .*{FAILED}"
-    ):
+    with refused(rank, 0, ValueError, FAILED):
         buffer.check()
     dist.barrier()
 
@@ -180,15 +171,3 @@ def test_check_between_two_halves(rank):
             assert time.monotonic() - began < 60
         dist.barrier()
         assert_same("combined_x", buffer.combine(out.recv_x, out.handle), expected)
-
-
-@on_ranks(2)
-def test_hook_after_destroy(rank):
-    buffer, x, idx = make_buffer(rank)
-    out = buffer.dispatch(x, idx)
-    hook = buffer.combine(out.recv_x, out.handle, return_hook=True)[1]
-    torch.cuda.synchronize()
-    dist.barrier()
-    buffer.destroy()
-    with pytest.raises(BufferDestroyedError, match="destroyed before this call's hook"):
-        hook()

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import assert_same, device_of
+from fault_cases import once
 from nvlink_cases import make_buffer
 from on_ranks import on_ranks
 
@@ -47,11 +48,7 @@ def test_a_rank_that_cannot_map_its_peers(rank):
     before = memory_used(device)
     connect = NvlinkBackend.connect
     if rank == 1:
-
-        def fail(backend, addresses):
-            raise OSError("no way to rank 0")
-
-        NvlinkBackend.connect = fail
+        NvlinkBackend.connect = once(connect, OSError("no way to rank 0"))
     with pytest.raises(RuntimeError, match="on rank 1: no way to rank 0"):
         large_buffer()
     NvlinkBackend.connect = connect

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+from exchange_cases import Case, check_case, device_of, on_device, poison_outputs
 
 from deepep_moe import Buffer
 from deepep_moe.errors import EPPeerError
@@ -36,14 +38,18 @@ def on_ranks(num_ranks: int | None = None, **options: Any) -> Callable[..., Any]
     return decorate
 
 
-def opened(case: Any, backend: str, rank: int, **options: Any) -> tuple[Any, ...]:
-    """A buffer for an exchange_cases.Case, and this rank's x, topk_idx and topk_weights where the backend wants them."""
-    from exchange_cases import device_of, on_device
-
+def opened(case: Case, backend: str, rank: int, **options: Any) -> tuple[Any, ...]:
+    """A buffer for a case, and this rank's x, topk_idx and topk_weights where the backend wants them."""
     device_of(backend, rank)
+    poison_outputs()
     sizes = max(case.num_tokens), case.hidden, case.num_experts, case.num_topk
     settings = {"timeout_s": 60, "ranks_per_node": case.ranks_per_node} | options
     return Buffer(None, *sizes, backend=backend, **settings), *on_device(backend, rank, *case.inputs(rank))
+
+
+def inputs_of(case: Case) -> list[list[torch.Tensor]]:
+    """Rows, routings and weights of a case, each by rank."""
+    return [list(column) for column in zip(*(case.inputs(rank) for rank in range(case.num_ranks)), strict=True)]
 
 
 @contextlib.contextmanager
@@ -57,3 +63,17 @@ def refused(rank: int, culprit: int, error: type[BaseException] | tuple[type[Bas
         yield
     names = [kind.__name__ for kind in (error if isinstance(error, tuple) else (error,))]
     assert info.value.rank == culprit and info.value.cause in names, repr(info.value)
+
+
+def check_cases(cases: list[Case], **options: Any) -> None:
+    """Check several cases, which have as many ranks, in the same processes."""
+    run_ranks(_check_each, cases[0].num_ranks, cases, **options)
+
+
+def _check_each(rank: int, num_ranks: int, cases: list[Case]) -> None:
+    for case in cases:
+        try:
+            check_case(rank, num_ranks, case)
+        except Exception as error:
+            error.add_note(f"in {case}")
+            raise
