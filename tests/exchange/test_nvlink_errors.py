@@ -58,7 +58,7 @@ def test_ranks_in_different_calls(rank):
 
 @on_ranks(2)
 def test_late_peer(rank):
-    """There are words of counts for all threads of a block. tests/faults/test_gpu_stalls.py has few of them."""
+    """There are words of counts for all threads of a block. tests/faults/test_stalls.py has few of them."""
     buffer, x, idx = make_buffer(rank, timeout_s=DEADLINE_S, num_experts=512)
     buffer.dispatch(x, idx)
     if rank == 1:

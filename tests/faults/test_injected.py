@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -10,13 +11,13 @@ from fault_cases import ERRORS, MOMENTS, SOON_S, alarm, fault, inputs, make, mak
 from on_ranks import on_ranks
 
 from deepep_moe.errors import EPPeerError
+from deepep_moe.testing import run_ranks
 
 SIZES = [*((kind, num_ranks) for kind in ("shm", "collective") for num_ranks in (2, 3, 5)), ("two hops", 4), ("two hops", 6)]
 FAST = (("shm", 3), ("collective", 3), ("two hops", 4))
 CPUS = [pytest.param(*size, marks=() if size in FAST else pytest.mark.slow) for size in SIZES]
 GPUS = [pytest.param("nvlink", num_ranks, marks=pytest.mark.gpu) for num_ranks in (2, 3)]
 on_all_sizes = pytest.mark.parametrize(("kind", "num_ranks"), CPUS)
-on_gpus_too = pytest.mark.parametrize(("kind", "num_ranks"), [*CPUS, *GPUS])
 
 
 def check_told(buffer, culprit, error, found, elapsed_s, what):
@@ -35,50 +36,35 @@ def check_told(buffer, culprit, error, found, elapsed_s, what):
     assert in_next_call is (is_over or (buffer.backend != "shm" and is_entered)), what
 
 
-@on_gpus_too
-@on_ranks()
-def test_faults(rank, num_ranks, kind):
+def fails(rank, num_ranks, kind, is_async):
     buffer = make(kind, num_ranks)
     handle = buffer.dispatch(*inputs(buffer, 0)).handle
 
     def call(operation):
-        make_call(buffer, operation, handle)
+        made = make_call(buffer, operation, handle, async_op=is_async)
+        if is_async:  # the event raises
+            (made[1] if operation == "combine" else made.event).wait()
         if kind == "nvlink":  # the host of a peer waits for nothing in a call along a handle
             torch.cuda.synchronize()
             buffer.check()
 
     for step, (operation, moment) in enumerate(moments(kind)):
-        for kind_of_error in ERRORS:
+        for kind_of_error in (ERRORS[step % 2 * 2],) if is_async else ERRORS:  # an interrupt is for the main thread
             culprit, error = (step + len(kind_of_error.__name__)) % num_ranks, kind_of_error(f"fault {step}")
-            if rank == culprit:
-                with fault(buffer, moment, error):
-                    found = outcome(lambda operation=operation: call(operation))
-            else:
-                found = outcome(lambda operation=operation: call(operation))
+            with fault(buffer, moment, error) if rank == culprit else contextlib.nullcontext():
+                found = outcome(partial(call, operation))
             check_told(buffer, culprit, error, *found, (operation, moment, kind_of_error))
             make_step(buffer, step)
 
 
+@pytest.mark.parametrize(("kind", "num_ranks"), [*CPUS, *GPUS])
+def test_faults(kind, num_ranks):
+    run_ranks(fails, num_ranks, kind, False)
+
+
 @on_all_sizes
-@on_ranks()
-def test_faults_of_asynchronous_calls(rank, num_ranks, kind):
-    """Asynchronous calls: the event raises."""
-    buffer = make(kind, num_ranks)
-    handle = buffer.dispatch(*inputs(buffer, 0)).handle
-
-    def call(operation):
-        made = make_call(buffer, operation, handle, async_op=True)
-        (made[1] if operation == "combine" else made.event).wait()
-
-    for step, (operation, moment) in enumerate(moments(kind)):
-        culprit, error = step % num_ranks, ERRORS[step % 2 * 2](f"fault {step}")  # an interrupt is for the main thread
-        if rank == culprit:
-            with fault(buffer, moment, error):
-                found = outcome(lambda operation=operation: call(operation))
-        else:
-            found = outcome(lambda operation=operation: call(operation))
-        check_told(buffer, culprit, error, *found, (operation, moment, "asynchronous"))
-        make_step(buffer, step)
+def test_faults_of_asynchronous_calls(kind, num_ranks):
+    run_ranks(fails, num_ranks, kind, True)
 
 
 # ---- interrupts ----
@@ -92,13 +78,12 @@ def test_interrupts_in_entry(rank, num_ranks, kind):
     handle = buffer.dispatch(*inputs(buffer, 0)).handle
     for step, operation in enumerate(MOMENTS):
         culprit, error = step % num_ranks, ERRORS[step](f"fault {step}")
-        if rank == culprit:
-            with alarm(0.1, error):
-                found = outcome(lambda operation=operation: make_call(buffer, operation, handle))
-            tell(f"left {step}")
-        else:
+        if rank != culprit:
             wait_for(f"left {step}") if kind == "shm" else time.sleep(0.3)
-            found = outcome(lambda operation=operation: make_call(buffer, operation, handle))
+        with alarm(0.1, error) if rank == culprit else contextlib.nullcontext():
+            found = outcome(partial(make_call, buffer, operation, handle))
+        if rank == culprit:
+            tell(f"left {step}")
         check_told(buffer, culprit, error, *found, (operation, "in entry"))
         make_step(buffer, step)
 

@@ -18,7 +18,6 @@ from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutEr
 from deepep_moe.exchange import buffer as of_buffers
 from deepep_moe.exchange import calls as of_calls
 from deepep_moe.group import rendezvous
-from deepep_moe.testing import run_ranks
 
 on_cpu_buffers = pytest.mark.parametrize("kind", ("shm", "collective"))
 
@@ -31,7 +30,7 @@ def check_outcome(rank, error, found, elapsed_s, reason):
         assert isinstance(found, EPPeerError) and found.rank == 0 and reason in str(found) and elapsed_s < SOON_S, repr(found)
 
 
-# ---- words ----
+# ---- words, and what fails on the way to a call ----
 
 
 class WordlessError(Exception):
@@ -39,45 +38,30 @@ class WordlessError(Exception):
         raise RuntimeError("no words")
 
 
+TOLD = {  # what is no wrong argument is told too: PyTorch on a CPU raises RuntimeError where memory is lacking
+    WordlessError(): "WordlessError: (its text cannot be had: RuntimeError)",
+    ValueError("a path \udcff"): r"ValueError: a path \udcff",
+    ValueError("é" * 2000): "ValueError: ééé",
+    ValueError(): "ValueError: ",
+    RuntimeError("while it quantizes"): "RuntimeError: while it quantizes",
+    MemoryError("while it quantizes"): "MemoryError: while it quantizes",
+    KeyboardInterrupt("while it quantizes"): "KeyboardInterrupt: while it quantizes",
+}
+
+
 @pytest.mark.parametrize("kind", ("shm", "collective", "low latency"))
 @on_ranks(2)
-def test_odd_words(rank, num_ranks, kind):
+def test_failures_before_a_call(rank, num_ranks, kind):
     buffer = make(kind, num_ranks)
     x, idx = inputs(buffer, 0)
-    told = {
-        WordlessError(): "WordlessError: (its text cannot be had: RuntimeError)",
-        ValueError("a path \udcff"): r"ValueError: a path \udcff",
-        ValueError("é" * 2000): "ValueError: ééé",
-        ValueError(): "ValueError: ",
-    }
-    for step, (error, reason) in enumerate(told.items()):
-        name = "quantize_fp8" if isinstance(buffer, Buffer) else "_receive_buffers"
-        owner = of_buffers if isinstance(buffer, Buffer) else buffer
-        own = getattr(owner, name)
+    owner, name = (of_buffers, "quantize_fp8") if isinstance(buffer, Buffer) else (buffer, "_receive_buffers")
+    own = getattr(owner, name)
+    for step, (error, reason) in enumerate(TOLD.items()):
         if rank == 0:
             setattr(owner, name, once(own, error))
         found = outcome(partial(buffer.dispatch, x, idx, fp8=isinstance(buffer, Buffer)))
         setattr(owner, name, own)
         check_outcome(rank, error, *found, reason)
-        make_step(buffer, step)
-
-
-# ---- on the way to a call ----
-
-
-@on_cpu_buffers
-@on_ranks(2)
-def test_failed_quantization(rank, num_ranks, kind):
-    """What is no wrong argument is told too: PyTorch on a CPU raises RuntimeError where memory is lacking."""
-    buffer, own = make(kind, num_ranks), of_buffers.quantize_fp8
-    x, idx = inputs(buffer, 0)
-    for step, kind_of_error in enumerate((RuntimeError, MemoryError, KeyboardInterrupt)):
-        error = kind_of_error("while it quantizes")
-        if rank == 0:
-            of_buffers.quantize_fp8 = once(own, error)
-        found = outcome(partial(buffer.dispatch, x, idx, fp8=True))
-        of_buffers.quantize_fp8 = own
-        check_outcome(rank, error, *found, f"{kind_of_error.__name__}: while it quantizes")
         make_step(buffer, step)
 
 
@@ -185,51 +169,34 @@ def test_buffers_of_a_group_in_another_order(rank, num_ranks):
     assert isinstance(error, EPTimeoutError) and error.rank == 1 - rank, repr(error)
 
 
-def calls_from_a_handler(rank, num_ranks, kind):
-    """A handler that calls the buffer whose call it interrupts; so would a second thread."""
-    buffer, found = make(kind, num_ranks), []
-    x, idx = inputs(buffer, 0)
-    out = buffer.dispatch(x, idx)
-    if rank:
-        wait_for("refused")
-        buffer.combine(out.recv_x, out.handle)
-    else:
-
-        def refuse(*_):
-            found.append(outcome(partial(buffer.combine, out.recv_x, out.handle))[0])
-            tell("refused")
-
-        signal.signal(signal.SIGALRM, refuse)
-        timer = threading.Timer(0.3, partial(signal.raise_signal, signal.SIGALRM))
-        timer.start()
-        buffer.combine(out.recv_x, out.handle)
-        timer.join()
-        assert isinstance(found[0], EPError) and "two threads are in calls of one buffer" in str(found[0]), found
-    make_step(buffer, 1)
-
-
-def test_call_from_a_handler():
-    run_ranks(calls_from_a_handler, 2, "shm")
-
-
-@on_cpu_buffers
+@pytest.mark.parametrize(("kind", "is_handler"), [("shm", True), ("shm", False), ("collective", False)])
 @on_ranks(2)
-def test_calls_from_threads(rank, num_ranks, kind):
-    buffer = make(kind, num_ranks)
+def test_calls_from_threads_and_handlers(rank, num_ranks, kind, is_handler):
+    """A second thread calls the buffer that is in a call, or a handler does, which interrupts its call. That is refused."""
+    buffer, found = make(kind, num_ranks), []
     x, idx = inputs(buffer, 0)
     if rank:
         wait_for("refused")
         buffer.dispatch(x, idx)
     else:
-        thread = threading.Thread(target=buffer.dispatch, args=(x, idx))
+
+        def call(*_):
+            found.append(outcome(partial(buffer.dispatch, x + 1, idx))[0])
+            tell("refused")
+
+        signal.signal(signal.SIGALRM, call)
+        thread = threading.Timer(0.3, partial(signal.raise_signal, signal.SIGALRM) if is_handler else partial(call_beside, buffer, call))
         thread.start()
-        while not buffer.calls._calling.locked():
-            time.sleep(0.001)
-        error, _ = outcome(partial(buffer.dispatch, x + 1, idx))
-        assert isinstance(error, EPError) and "two threads are in calls of one buffer" in str(error), repr(error)
-        tell("refused")
+        buffer.dispatch(x, idx)
         thread.join()
+        assert isinstance(found[0], EPError) and "two threads are in calls of one buffer" in str(found[0]), found
     make_step(buffer, 1)
+
+
+def call_beside(buffer, call):
+    while not buffer.calls._calling.locked():
+        time.sleep(0.001)
+    call()
 
 
 # ---- recovery, construction, deadline ----
@@ -253,8 +220,11 @@ def test_interrupted_recovery(rank, num_ranks):
     make_step(buffer, 1)
 
 
-def fails_to_introduce_itself(rank, num_ranks, error, told):
+@pytest.mark.parametrize("told", (EPPeerError, EPTimeoutError))
+@on_ranks(2)
+def test_construction_without_files(rank, num_ranks, told):
     """Nothing is left to open a file with, say: no argument is wrong."""
+    error = OSError(24, "Too many open files")
     if rank == 0:
         owner, name = (config, "num_threads") if told is EPPeerError else (rendezvous, "host_id")
         setattr(owner, name, once(getattr(owner, name), error))
@@ -267,15 +237,11 @@ def fails_to_introduce_itself(rank, num_ranks, error, told):
         make_step(make("shm", num_ranks), 1)
 
 
-@pytest.mark.parametrize("told", (EPPeerError, EPTimeoutError))
-def test_construction_without_files(told):
-    run_ranks(fails_to_introduce_itself, 2, OSError(24, "Too many open files"), told)
-
-
-def comes_at_the_deadline(rank, num_ranks, kind):
+@on_ranks(2)
+def test_peer_that_comes_at_the_deadline(rank, num_ranks):
     """The peer comes between a wait's last look at the data and the question who is missing."""
     deadline_s, looks, is_held = 1.0, [], False
-    buffer = make(kind, num_ranks, deadline_s if rank == 0 else 300.0)
+    buffer = make("shm", num_ranks, deadline_s if rank == 0 else 300.0)
     x, idx = inputs(buffer, 0)
     if rank:
         wait_for("overdue")
@@ -304,10 +270,6 @@ def comes_at_the_deadline(rank, num_ranks, kind):
     error, _ = outcome(partial(buffer.dispatch, x, idx))
     signal.setitimer(signal.ITIMER_REAL, 0)
     assert error is None and len(looks) == 2, repr(error)
-
-
-def test_peer_that_comes_at_the_deadline():
-    run_ranks(comes_at_the_deadline, 2, "shm")
 
 
 @pytest.mark.parametrize("kind", ("shm", "collective", "low latency"))
