@@ -16,10 +16,7 @@ LAYOUTS = ("expert", "rank")
 BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(3)
+@on_ranks(3, backend=BACKENDS, layout=LAYOUTS, dtype=(torch.float32, torch.bfloat16))
 def test_gradients_equal_reference(rank, num_ranks, backend, layout, dtype):
     """Every gradient has an exact definition in terms of the reference's dispatch and combine."""
     num_topk = 3 if dtype == torch.float32 else 4  # four fp32 are whole pieces of 16 bytes
@@ -57,8 +54,7 @@ def test_gradients_equal_reference(rank, num_ranks, backend, layout, dtype):
     assert_same("rows.grad, unweighted", rows.grad, sent)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_checkpointing(rank, backend):
     buffer, x, idx, weight = opened(Case([9, 4]), backend, rank)
 
@@ -77,8 +73,7 @@ def test_checkpointing(rank, backend):
         assert_same(name, here, there)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_asynchronous_calls_have_gradients(rank, backend):
     buffer, *inputs = opened(Case([9, 4]), backend, rank)
     columns = torch.arange(buffer.hidden, device=inputs[0].device)
@@ -101,8 +96,7 @@ def test_asynchronous_calls_have_gradients(rank, backend):
             assert_same(f"with {mode}, num_sms {num_sms}", ours, plain)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(2)
+@on_ranks(2, layout=LAYOUTS)
 def test_second_order(rank, layout):
     """The backward operators are differentiable themselves."""
     buffer, x, idx, weights = opened(Case([5, 4]), "shm", rank)

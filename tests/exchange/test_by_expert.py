@@ -83,8 +83,7 @@ def weighed_at_the_source(rank, num_ranks, backend, dtype, num_topk, expert, num
 
 
 @pytest.mark.parametrize("expert", (doubled, strided, unlike, tagged), ids=lambda expert: expert.__name__)
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(3)
+@on_ranks(3, backend=BACKENDS)
 def test_rows_weighed_at_the_source(rank, num_ranks, backend, expert):
     for dtype, num_topk in itertools.product((torch.float32, torch.bfloat16), (1, 2, 5)):
         weighed_at_the_source(rank, num_ranks, backend, dtype, num_topk, expert)
@@ -97,8 +96,7 @@ def test_more_experts_than_kernels_take(backend, num_topk, num_experts):
     run_ranks(weighed_at_the_source, 3, backend, torch.float32, num_topk, doubled, num_experts)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_gradients_that_no_call_takes_as_they_are(rank, backend):
     """Gradients as autograd may have them: of one entry for all, and between the boundaries of rows."""
     buffer, x, idx, weights = opened(Case([5, 6], num_topk=2, num_experts=4), backend, rank)
@@ -113,8 +111,7 @@ def test_gradients_that_no_call_takes_as_they_are(rank, backend):
     assert_same("x.grad", leaves[0].grad, (idx >= 0).sum(1, keepdim=True).expand_as(x).float())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_what_cannot_be_combined(rank, backend):
     """What cannot be combined is refused on rank 1; rank 0 learns of it instead of waiting."""
     buffer, x, idx, _ = opened(Case([4, 4], num_topk=2, num_experts=4), backend, rank)
@@ -141,8 +138,7 @@ def test_what_cannot_be_combined(rank, backend):
         dist.barrier()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_rows_that_experts_make_too_narrow(rank, backend):
     """Rows that are whole pieces until the experts make them half as wide, as under autocast."""
     buffer, x, idx, _ = opened(Case([4, 4], hidden=12, num_topk=2, num_experts=4), backend, rank)
@@ -151,8 +147,7 @@ def test_rows_that_experts_make_too_narrow(rank, backend):
         combine_by_expert(buffer, [part.bfloat16() for part in parts], None, handle)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_a_bad_routing(rank, backend):
     """Rank 1's kernels find an expert that is none. The buffer is as good as before, for the call after."""
     buffer, x, idx, weights = opened(Case([4, 4], num_topk=2, num_experts=4), backend, rank)
@@ -165,8 +160,7 @@ def test_a_bad_routing(rank, backend):
     assert_same("combined_x", in_parts(buffer, x, idx, weights, scale, doubled), in_one_tensor(buffer, x, idx, weights, scale, doubled))
 
 
-@pytest.mark.parametrize("backend", NVLINK)
-@on_ranks(2)
+@on_ranks(2, backend=NVLINK)
 def test_a_rank_without_memory(rank, backend):
     """What fails before a rank has entered its call, its peers learn."""
     buffer, x, idx, weights = opened(Case([4, 4], num_topk=2, num_experts=4), backend, rank)
@@ -181,8 +175,7 @@ def fails(*_, **__):
     raise torch.OutOfMemoryError("nothing is left")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_a_buffer_that_is_gone(rank, backend):
     """A backward whose buffer is no more."""
     for is_destroyed, message in ((True, "this buffer was destroyed"), (False, "buffer . is gone")):
@@ -199,8 +192,7 @@ def test_a_buffer_that_is_gone(rank, backend):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", NVLINK)
-@on_ranks(2)
+@on_ranks(2, backend=NVLINK)
 def test_calls_by_copy_engines(rank, backend):
     """The calls of a buffer whose rows copy engines send have the bits of those whose rows SMs send."""
     made = []
@@ -220,8 +212,7 @@ def test_tokens_of_several_experts_share_no_rows(rank):
         dispatch_by_expert(buffer, x[:4].contiguous(), idx, None, source_weights=torch.ones(2, 4, device=x.device))
 
 
-@pytest.mark.parametrize("backend", ("shm", *NVLINK))
-@on_ranks(2)
+@on_ranks(2, backend=("shm", *NVLINK))
 def test_gradients_of_gradients(rank, backend):
     """A gradient of a gradient: rows are joined then, and equal those of the calls that know one tensor only."""
     buffer, x, idx, _ = opened(Case([5, 6], num_topk=2, num_experts=4), backend, rank)
@@ -271,8 +262,7 @@ class Wrapped(torch.Tensor):
         return function(*tree_map_only(cls, lambda wrapped: wrapped.inner, args), **(kwargs or {}))
 
 
-@pytest.mark.parametrize("backend", NVLINK)
-@on_ranks(2)
+@on_ranks(2, backend=NVLINK)
 def test_what_calls_in_cpp_decline(rank, backend):
     """What calls in C++ decline, or must not take for it."""
     buffer, x, idx, weights = opened(Case([5, 6], num_topk=1, num_experts=4), backend, rank)
@@ -303,8 +293,7 @@ def top_1(backend, rank, **options):
     return opened(Case([5, 6], num_topk=1, num_experts=4), backend, rank, **options)[:3]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_rows_of_the_rank_layout(rank, backend):
     """A handle whose rows are not by expert: its rows are joined, and weighed by no one."""
     buffer, x, idx = top_1(backend, rank)
@@ -313,8 +302,7 @@ def test_rows_of_the_rank_layout(rank, backend):
     assert_same("combined_x", combine_by_expert(buffer, parts, None, out.handle), torch.where(idx < 0, torch.zeros_like(x), x))
 
 
-@pytest.mark.parametrize("backend", NVLINK)
-@on_ranks(2)
+@on_ranks(2, backend=NVLINK)
 def test_multiprocessors_that_are_not_there(rank, backend):
     """A number for one rank's GPU only: its first call says so, to its peers too."""
     buffer, x, idx = top_1(backend, rank, num_sms=100000 if rank == 1 else 4)
@@ -322,8 +310,7 @@ def test_multiprocessors_that_are_not_there(rank, backend):
         dispatch_by_expert(buffer, x, idx, None)
 
 
-@pytest.mark.parametrize("backend", NVLINK)
-@on_ranks(2)
+@on_ranks(2, backend=NVLINK)
 def test_memory_of_a_destroyed_buffer(rank, backend):
     """A destroyed buffer's memory goes, whoever keeps an error of its calls."""
     buffer, x, idx = top_1(backend, rank)
@@ -339,9 +326,7 @@ def squared(rows, scale):
     return rows * rows * scale
 
 
-@pytest.mark.parametrize("use_reentrant", (False, True))
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS, use_reentrant=(False, True))
 def test_activation_checkpointing(rank, backend, use_reentrant):
     """Under activation checkpointing a forward is made once more, its dispatch and combine too."""
     buffer, x, idx, weights = opened(Case([6, 9], num_topk=2, num_experts=4, dtype=torch.bfloat16), backend, rank)

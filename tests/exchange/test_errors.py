@@ -58,8 +58,7 @@ BAD_DISPATCHES = [  # changes of the arguments, the error, a piece of its messag
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_bad_arguments_of_dispatch(rank, backend):
     buffer, other = make_buffer(backend), make_buffer(backend)
     handles = {"own": buffer.dispatch(X, IDX).handle, "other": other.dispatch(X, IDX).handle}
@@ -87,8 +86,7 @@ def test_bad_arguments_of_layout():
             buffer.layout(topk_idx)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_bad_arguments_of_combine(rank, backend):
     buffer = make_buffer(backend)
     out = buffer.dispatch(X, IDX, WEIGHTS)
@@ -127,9 +125,7 @@ def changed_handle(handle, change):
     return handle
 
 
-@pytest.mark.parametrize("in_inference_mode", (False, True))
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS, in_inference_mode=(False, True))
 def test_changed_handles(rank, backend, in_inference_mode):
     buffer = make_buffer(backend)
     for change in ("in place", "in inference mode", "freed", "field", "copy", "nothing"):
@@ -143,8 +139,7 @@ def test_changed_handles(rank, backend, in_inference_mode):
     assert torch.allclose(buffer.combine(out.recv_x, out.handle), X * (IDX >= 0).sum(1, keepdim=True))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_changed_results(rank, backend):
     """Callers change what they were given, and go on with the handle."""
     buffer = make_buffer(backend)
@@ -162,8 +157,7 @@ def test_changed_results(rank, backend):
     assert torch.equal(again.recv_x, out.recv_x) and again.recv_topk_weights.count_nonzero() > 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_freed_inputs(rank, backend):
     buffer = make_buffer(backend)
     out = buffer.dispatch(X, IDX, WEIGHTS)
@@ -197,8 +191,7 @@ def test_whole_numbers(number):
             buffer.dispatch(X, IDX, num_recv_rows=bad)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_errors_of_asynchronous_calls(rank, backend):
     """After an asynchronous call that raised, synchronous calls are synchronous; a refused call leaves the one in flight alone."""
     buffer = make_buffer(backend)
@@ -228,8 +221,7 @@ def test_launched_without_process_group(monkeypatch):
 # ---- ranks that do not agree ----
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_ranks_in_different_calls(rank, backend):
     buffer = make_buffer(backend)
     handle = buffer.dispatch(X, IDX, WEIGHTS).handle
@@ -245,8 +237,7 @@ def test_ranks_in_different_calls(rank, backend):
     buffer.dispatch(X, IDX)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_ranks_with_different_handles(rank, backend):
     buffer = make_buffer(backend)
     outs = buffer.dispatch(X, IDX), buffer.dispatch(X, IDX)
@@ -258,9 +249,7 @@ def test_ranks_with_different_handles(rank, backend):
     buffer.combine(outs[1].recv_x, outs[1].handle)
 
 
-@pytest.mark.parametrize("layout", ("expert", "rank"))
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS, layout=("expert", "rank"))
 def test_exceeded_bound(rank, backend, layout):
     buffer = make_buffer(backend)
     with pytest.raises(EPCapacityError, match="rank 1 would receive [0-9]+ rows, more than its num_recv_rows of 3") as info:

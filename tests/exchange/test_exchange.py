@@ -37,8 +37,7 @@ def test_one_rank_by_hand(backend):
     assert y.tolist() == [(2 * x[0] + 1).tolist(), (x[1] + 1).tolist(), [1.0] * 4]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_two_ranks_by_hand(rank, backend):
     device_of(backend, rank)
     poison_outputs()
@@ -99,9 +98,7 @@ def test_start_methods(start_method):
 # ---- rings that wrap, several threads ----
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("num_threads", (1, 3))
-@on_ranks(3)
+@on_ranks(3, num_threads=(1, 3), layout=LAYOUTS)
 def test_rings_wrap(rank, num_ranks, layout, num_threads):
     """More rows than a ring holds, several channels: against collective, which the small cases tie to the reference."""
     os.environ["DEEPEP_MOE_NUM_THREADS"] = str(num_threads)
@@ -118,8 +115,7 @@ def test_rings_wrap(rank, num_ranks, layout, num_threads):
         assert_same("result", ours, other)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_every_run_repeats(rank, backend):
     buffer, x, idx, weights = opened(Case([300, 200], hidden=512, num_topk=4, dtype=torch.bfloat16), backend, rank)
     first = None
@@ -134,9 +130,7 @@ def test_every_run_repeats(rank, backend):
 # ---- handles, buffers, bounds, fp8, asynchronous calls ----
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS, layout=LAYOUTS)
 def test_handle_is_reusable(rank, backend, layout):
     case = Case([6, 9], layout=layout, expert_alignment=4)
     buffer, x, idx, _ = opened(case, backend, rank)
@@ -167,9 +161,7 @@ def test_several_buffers_alive(rank):
         assert_same("combined_x", buffer.combine(out.recv_x, out.handle), combined[rank])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS, layout=LAYOUTS)
 def test_bound_on_rows(rank, backend, layout):
     case = Case([6, 9], layout=layout)
     buffer, x, idx, weights = opened(case, backend, rank)
@@ -185,10 +177,7 @@ def test_bound_on_rows(rank, backend, layout):
     assert_same("combined_x", buffer.combine(bound.recv_x, bound.handle), buffer.combine(free.recv_x, free.handle))
 
 
-@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float8_e5m2), ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS, layout=LAYOUTS, dtype=(torch.float8_e4m3fn, torch.float8_e5m2))
 def test_fp8_rows_with_scales(rank, backend, layout, dtype):
     case = Case([6, 9], hidden=144, layout=layout, dtype=dtype)
     scales = [torch.rand(n, 2, generator=torch.Generator().manual_seed(n)) for n in case.num_tokens]
@@ -201,8 +190,7 @@ def test_fp8_rows_with_scales(rank, backend, layout, dtype):
     assert_same("recv_topk_weights", out.recv_topk_weights, expected.recv_topk_weights)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_asynchronous_calls(rank, backend):
     buffer, x, idx, weights = opened(Case([600, 400], hidden=256), backend, rank)
     plain = buffer.dispatch(x, idx, weights)
@@ -239,9 +227,7 @@ def test_rounding_of_every_value(dtype):
         assert_same(f"weight {weight}", y + 0.0, (torch.zeros(()) + weight * x.float()).to(dtype) + 0.0)
 
 
-@pytest.mark.parametrize("index_dtype", (torch.int32, torch.int64), ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS, index_dtype=(torch.int32, torch.int64))
 def test_routing_that_lies_lane_by_lane(rank, backend, index_dtype):
     """topk_idx and topk_weights that lie lane by lane, as gates have them that fill lanes one after another."""
     buffer, x, idx, weights = opened(Case([5, 9], index_dtype=index_dtype, pattern="masked"), backend, rank)

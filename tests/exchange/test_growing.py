@@ -24,8 +24,7 @@ def send(buffer):
     return buffer.dispatch(*inputs(buffer, 0))
 
 
-@pytest.mark.parametrize("backend", ["shm", "collective"])
-@on_ranks(2)
+@on_ranks(2, backend=["shm", "collective"])
 def test_a_peer_with_more_tokens(rank, backend):
     growing = make(backend)
     first = growing.buffer
@@ -33,8 +32,7 @@ def test_a_peer_with_more_tokens(rank, backend):
     assert buffer is growing.buffer is not first and growing.num_max_tokens == 128 and len(out.recv_x) == 8
 
 
-@pytest.mark.parametrize("backend", ["shm", "collective"])
-@on_ranks(2)
+@on_ranks(2, backend=["shm", "collective"])
 def test_a_peer_that_fails_otherwise(rank, backend):
     """A peer's error that tells of an earlier lack of room is not one."""
     growing = make(backend, timeout_s=10.0)

@@ -2,7 +2,6 @@
 
 import gc
 
-import pytest
 import torch
 from error_cases import IDX, WEIGHTS, X, make_buffer
 from on_ranks import on_ranks
@@ -72,8 +71,7 @@ def test_pool_keeps_what_was_in_use():
     assert not pool._storages
 
 
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-@on_ranks(2)
+@on_ranks(2, backend=("shm", "collective"))
 def test_results_can_be_freed(rank, backend):
     buffer = make_buffer(backend)
     for layout in ("expert", "rank", "expert"):

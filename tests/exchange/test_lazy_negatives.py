@@ -49,8 +49,7 @@ def gradients_of_layers(buffer, x, idx, weights, grad):
     return found
 
 
-@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
-@on_ranks(2)
+@on_ranks(2, backend=("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
 def test_gradients_of_the_exchange(rank, backend):
     device = device_of(backend, rank)
     buffer, inputs = make_buffer(backend), [tensor.to(device) for tensor in (X, IDX, WEIGHTS)]

@@ -61,8 +61,7 @@ def test_many_ranks(split, pattern):
     check_cases([Case(num_tokens, dtype=dtype, seed=n, with_bias=bool(n % 2), with_weights=n < 2, **how) for n, dtype in enumerate(dtypes)])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(4)
+@on_ranks(4, backend=BACKENDS)
 def test_gradients(rank: int, num_ranks, backend: str):
     """The gradient of a dispatch is a combine, and so node by node; that of a combine copies rows, which no nodes change."""
     case = Case([6, 3, 11, 8], num_topk=4, dtype=torch.bfloat16, ranks_per_node=2)

@@ -40,9 +40,7 @@ def test_few_blocks_of_a_plan():
     run_ranks(in_environment, case.num_ranks, a_block_each, check_case, case)
 
 
-@pytest.mark.parametrize("mode", ("now", "async"))
-@pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(2)
+@on_ranks(2, layout=LAYOUTS, mode=("now", "async"))
 def test_guessed_rows(rank, num_ranks, layout, mode):
     """Token t of every rank chooses experts t and t + 1 of 4. The rows allocated are guessed where the last two calls received about as
     many, a sixteenth more than the last: enough, or not."""

@@ -70,8 +70,7 @@ def test_late_peer(rank):
     tell("rank 0 knows")
 
 
-@pytest.mark.parametrize("num_sms", (4, 0))
-@on_ranks(2)
+@on_ranks(2, num_sms=(4, 0))
 def test_rows_that_are_read_late_are_not_overwritten(rank, num_sms):
     """Rank 1 receives the rows of a dispatch when rank 0 has given up waiting for it in the next call."""
     buffer, x, idx = make_buffer(rank, timeout_s=DEADLINE_S)
@@ -147,8 +146,7 @@ def test_refusals_of_later_calls(rank, num_ranks):
     dist.barrier()
 
 
-@pytest.mark.parametrize("num_layers", [2, 6])  # 4 calls, and 12, which are more than a rank keeps the reasons of
-@on_ranks(2)
+@on_ranks(2, num_layers=[2, 6])
 def test_calls_after_a_failure(rank, num_layers):
     """Rank 1 has too little room, and nobody looks before the last call: a rank that has failed may overtake its peer."""
     buffer, x, idx = make_buffer(rank)
@@ -222,8 +220,7 @@ def test_allowed_excess(rank, from_python):
 # ---- refusals ----
 
 
-@pytest.mark.parametrize("num_ranks", (2, 3))
-@on_ranks()
+@on_ranks((2, 3))
 def test_refusals_wait_for_nobody(rank, num_ranks):
     """Rank 0 is done with its wrong calls before a peer has made one. They learn each reason. Its next call is seven calls ahead."""
     buffer, x, idx = make_buffer(rank, num_experts=12)
@@ -325,8 +322,7 @@ def test_call_on_other_stream_that_is_destroyed(rank):
         assert call_stream(x.device) == torch.cuda.current_stream().cuda_stream
 
 
-@pytest.mark.parametrize("is_beside", (True, False))
-@on_ranks(1)
+@on_ranks(1, is_beside=(True, False))
 def test_failure_beside_work_on_other_stream(rank, is_beside):
     """Somebody else's kernel runs for many seconds, beside the failed call or behind it: the error does not wait for it."""
     buffer, x, idx = make_buffer(rank)

@@ -44,8 +44,7 @@ WHY = r"topk_idx\[\d, \d\] is 4"
 FAILED = "the dispatch of this handle has failed, so nothing goes along it"
 
 
-@pytest.mark.parametrize("how", ("by the call", "before", "nobody"))
-@on_ranks(2)
+@on_ranks(2, how=("by the call", "before", "nobody"))
 def test_along_failed_dispatch(rank, how):
     """A dispatch without waits on the host gives a handle before it has failed. Nothing goes along it, and its counts are zeros: whether
     the call learns of the failure, somebody else has before, or nobody."""

@@ -151,8 +151,7 @@ def test_bounded(rank):
     buffer.destroy()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(4)
+@on_ranks(4, layout=LAYOUTS)
 def test_cuda_graph(rank, layout):
     """A dispatch and a combine captured once and replayed with other rows and routings."""
     poison_outputs()

@@ -67,8 +67,7 @@ def assert_refused(call, part, culprit, reason, cause):
 # ---- refusals ----
 
 
-@pytest.mark.parametrize("culprit", CULPRITS)
-@on_ranks(4)
+@on_ranks(4, culprit=CULPRITS)
 def test_bad_routing(rank, culprit):
     buffer, part = buffer_of(), part_of(rank, culprit)
     x, good = inputs(buffer, 1)
@@ -89,8 +88,7 @@ def test_bad_routing(rank, culprit):
     buffer.destroy()
 
 
-@pytest.mark.parametrize("culprit", CULPRITS)
-@on_ranks(4)
+@on_ranks(4, culprit=CULPRITS)
 def test_refused_arguments(rank, culprit):
     """A call that the host refuses: a dispatch, whose peers learn of it at once, and calls along a handle, whose hosts wait for nothing."""
     buffer, part = buffer_of(), part_of(rank, culprit)
@@ -118,8 +116,7 @@ def test_refused_arguments(rank, culprit):
     buffer.destroy()
 
 
-@pytest.mark.parametrize("culprit", CULPRITS)
-@on_ranks(4)
+@on_ranks(4, culprit=CULPRITS)
 def test_different_calls(rank, culprit):
     """The culprit combines while the others dispatch, or asks for another layout."""
     buffer, part = buffer_of(), part_of(rank, culprit)
@@ -159,8 +156,7 @@ class FailsInBackward(torch.autograd.Function):
         return grad, None
 
 
-@pytest.mark.parametrize("culprit", CULPRITS)
-@on_ranks(4)
+@on_ranks(4, culprit=CULPRITS)
 def test_injected_failures(rank, culprit):
     """Memory, interrupts, an expert, a gradient: peers hear in the call that the culprit does not make, or in the next one."""
     buffer, part = buffer_of(), part_of(rank, culprit)
@@ -453,8 +449,7 @@ def test_what_does_not_arrive(rank):
 
 
 @emulated_only
-@pytest.mark.parametrize("along_handle", (False, True))
-@on_ranks(4)
+@on_ranks(4, along_handle=(False, True))
 def test_rows_of_a_refused_dispatch(rank, num_ranks, along_handle):
     """Ranks off the culprit's rail meet, so their rows cross, while they learn in their nodes that the call has failed. The next call
     writes to the same places."""

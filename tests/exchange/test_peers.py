@@ -68,8 +68,7 @@ def check_timeout(culprit, call):
 EVERYWHERE = torch.tensor([[0, 2], [4, 1], [3, 5], [2, -1]])  # every one of three ranks gets tokens
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(3, expected_dead=[1])
+@on_ranks(3, backend=BACKENDS, expected_dead=[1])
 def test_peer_that_dies_between_the_halves(rank, backend):
     buffer = make_buffer(backend, timeout_s=300, num_experts=6)
     buffer.dispatch(X, EVERYWHERE)

@@ -113,8 +113,7 @@ def test_rows_that_begin_at_any_address():
         assert_same("y and scales", ours, theirs)
 
 
-@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
-@on_ranks(2)
+@on_ranks(2, backend=("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
 def test_dispatch_quantizes(rank, backend):
     device = device_of(backend, rank)
     buffer = Buffer(None, 40, 256, 8, 2, backend=backend, timeout_s=60)

@@ -74,8 +74,7 @@ def refuse_strange(rank, culprit, calls, kind):
 
 
 @strange_kinds
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-@on_ranks(2)
+@on_ranks(2, backend=("shm", "collective"))
 def test_strange_tensors(rank, backend, kind):
     buffer = make_buffer(backend)
     calls = exchange_calls(buffer, X, IDX, WEIGHTS)
@@ -163,8 +162,7 @@ def test_transforms_of_the_gate():
         torch.autograd.functional.jacobian(lambda logits: ops.gate(logits, 2).topk_weights, LOGITS, vectorize=True)
 
 
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-@on_ranks(2)
+@on_ranks(2, backend=("shm", "collective"))
 def test_transforms_of_the_exchange(rank, backend):
     buffer, text = make_buffer(backend), "cannot be transformed by torch.func"
 
@@ -210,8 +208,7 @@ def layer(buffer, x, weights):
     return buffer.combine(out.recv_x * 2, out.handle, out.recv_topk_weights)
 
 
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-@on_ranks(2)
+@on_ranks(2, backend=("shm", "collective"))
 def test_modes(rank, backend):
     """One rank watches. It has the same sums, and sees operators, not what is in them."""
     buffer = make_buffer(backend)
@@ -260,8 +257,7 @@ def test_torch_jit_trace():
     assert torch.equal(gate(-LOGITS), ops.gate(-LOGITS, 2).topk_idx)
 
 
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-@on_ranks(2)
+@on_ranks(2, backend=("shm", "collective"))
 def test_dry_runs_make_no_call(rank, num_ranks, backend):
     """Memory estimators run a layer for its shapes, on one rank. Where nothing depends on data they have them, and no peer hears of it."""
     buffer = make_buffer(backend)
@@ -350,8 +346,7 @@ class Ends(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-@on_ranks(2)
+@on_ranks(2, backend=("shm", "collective"))
 def test_what_ends_a_recomputation(rank, backend):
     """Whatever ends a recomputation is no failure while the backward goes on, and is one where the backward ends too."""
     buffer = make_buffer(backend)
@@ -392,8 +387,7 @@ def save_exchange(_context, operator, *_, **__):
     return CheckpointPolicy.MUST_SAVE if operator in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-@on_ranks(2)
+@on_ranks(2, backend=("shm", "collective"))
 def test_selective_checkpointing(rank, backend):
     """The recomputation makes no second exchange. One rank keeps something behind the combine, so its recomputation ends later."""
     buffer = make_buffer(backend)
@@ -418,8 +412,7 @@ def test_selective_checkpointing(rank, backend):
         assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-@on_ranks(2)
+@on_ranks(2, backend=("shm", "collective"))
 def test_nested_checkpoints(rank, backend):
     buffer = make_buffer(backend)
     run = partial(checkpoint, use_reentrant=False)

@@ -105,8 +105,7 @@ def test_layer(num_ranks, backend):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_ranks", (2, 3))
-@on_ranks()
+@on_ranks((2, 3))
 def test_layer_on_gpus(rank, num_ranks):
     """A peer has made calls that the culprit has not by the time that it learns it: where it next looks."""
     model, x, experts, buffer = make_model(rank, num_ranks, "nvlink")
@@ -141,8 +140,7 @@ def test_ends_that_are_no_failures(rank, num_ranks):
     assert buffer.num_calls == 0
 
 
-@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
-@on_ranks(2)
+@on_ranks(2, backend=("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
 def test_recovery(rank, num_ranks, backend):
     """Ranks that have made different numbers of calls are in step again."""
     model, x, experts, buffer = make_model(rank, num_ranks, backend)

@@ -59,8 +59,7 @@ def test_destroyed(rank, num_ranks, kind):
         make_step(make(kind, num_ranks), 3)
 
 
-@pytest.mark.parametrize("kind", ("shm", "low latency", *GPUS))
-@on_ranks(2)
+@on_ranks(2, kind=("shm", "low latency", *GPUS))
 def test_different_buffers(rank, num_ranks, kind):
     """Each rank is in another buffer: it waits for its peer there."""
     buffers = [make(kind, num_ranks, 3.0) for _ in range(num_ranks)]
@@ -77,8 +76,7 @@ def test_different_buffers(rank, num_ranks, kind):
     dist.barrier()
 
 
-@pytest.mark.parametrize("kind", ("low latency", GPUS[1]))
-@on_ranks(2)
+@on_ranks(2, kind=("low latency", GPUS[1]))
 def test_refusals_of_low_latency(rank, num_ranks, kind):
     """Whatever call a rank of a low-latency buffer refuses, and whatever its peer makes: the peer hears of it in that call."""
     buffer = make(kind, num_ranks)
@@ -114,7 +112,7 @@ def test_refusals_of_low_latency(rank, num_ranks, kind):
     ("kind", "num_ranks", "layout", "by_native"),
     (("nvlink", 2, "rank", False), ("nvlink", 3, "expert", True), ("nvshmem", 4, "expert", False)),
 )
-@on_ranks()
+@on_ranks(())
 def test_too_small_a_bound_on_gpus(rank, num_ranks, kind, layout, by_native):
     """A rank has room for one row less than it would receive, and its host waits for nothing. All ranks raise EPCapacityError: in its node
     without a further call, in other nodes in the next one. Nobody sums what the failed dispatch has left, whoever has looked before."""

@@ -106,8 +106,7 @@ def layer_of(num_ranks, backend):
     return MoELayer(router, experts, shared, num_max_tokens_per_rank=8, backend=backend)
 
 
-@pytest.mark.parametrize("backend", ("shm", pytest.param("collective", marks=pytest.mark.slow)))
-@on_ranks(2)
+@on_ranks(2, backend=("shm", pytest.param("collective", marks=pytest.mark.slow)))
 def test_layers(rank, num_ranks, backend):
     """Made without memory, then given some: as torchtitan and FSDP make models."""
     plain = layer_of(num_ranks, backend)

@@ -68,8 +68,7 @@ def drop(buffer, operation, handle, step, is_by_error):
 
 
 @on_every_backend
-@pytest.mark.parametrize("is_by_error", (False, True))
-@on_ranks(2)
+@on_ranks(2, is_by_error=(False, True))
 def test_next_call_finishes_it(rank, num_ranks, kind, is_by_error):
     """One rank drops the result of a call. Its peers have their rows all the same, and the next calls are right. Over shared memory it does
     so before a peer has entered the call, so its thread has sent nothing yet."""
@@ -120,8 +119,7 @@ def test_dropping_the_buffer_too(rank, num_ranks, kind):
 
 
 @on_every_backend
-@pytest.mark.parametrize("calls_hook", (True, False))
-@on_ranks(2)
+@on_ranks(2, calls_hook=(True, False))
 def test_destroyed_with_a_call_in_flight(rank, num_ranks, kind, calls_hook):
     for step, operation in enumerate(OPERATIONS, 1):
         buffer = make(kind, num_ranks)
@@ -146,8 +144,7 @@ def test_destroyed_with_a_call_in_flight(rank, num_ranks, kind, calls_hook):
         dist.barrier()
 
 
-@pytest.mark.parametrize("kind", ("low latency", pytest.param("low latency nvlink", marks=pytest.mark.gpu)))
-@on_ranks(2)
+@on_ranks(2, kind=("low latency", pytest.param("low latency nvlink", marks=pytest.mark.gpu)))
 def test_lost_low_latency_hooks(rank, num_ranks, kind):
     """A LowLatencyBuffer finishes no call by itself: it says what to do, and `finish_calls` mends it, also with a second lost hook."""
     buffer = make(kind, num_ranks)

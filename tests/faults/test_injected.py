@@ -71,7 +71,7 @@ def test_faults_of_asynchronous_calls(kind, num_ranks):
 
 
 @on_all_sizes
-@on_ranks()
+@on_ranks(())
 def test_interrupts_in_entry(rank, num_ranks, kind):
     """A signal's handler raises while this rank waits for peers to enter. A process group lets it raise once they have."""
     buffer = make(kind, num_ranks)
@@ -91,8 +91,7 @@ def test_interrupts_in_entry(rank, num_ranks, kind):
 @pytest.mark.parametrize(
     "kind_of_error", (KeyboardInterrupt, *(pytest.param(e, marks=pytest.mark.slow) for e in (MemoryError, RuntimeError)))
 )
-@pytest.mark.parametrize("num_ranks", (3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))))
-@on_ranks()
+@on_ranks((3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))))
 def test_interrupts_between_chunks(rank, num_ranks, kind_of_error):
     """The rings are full: the last rank does not drain them before the culprit has left."""
     hidden, num_tokens, late = 4096, 500, num_ranks - 1

@@ -59,8 +59,7 @@ def killed(rank, num_ranks, kind, seed):
         after = held()
 
 
-@pytest.mark.parametrize("kind", (*KINDS, *(pytest.param(kind, marks=pytest.mark.gpu) for kind in ON_GPUS)))
-@on_ranks(3, expected_dead=[2])
+@on_ranks(3, kind=(*KINDS, *(pytest.param(kind, marks=pytest.mark.gpu) for kind in ON_GPUS)), expected_dead=[2])
 def test_survivor_that_waits_for_another(rank, num_ranks, kind):
     """Rank 1 finds rank 2 dead, late. Rank 0 has waited for rank 1 meanwhile, and blames the dead one."""
     buffer = make(kind, num_ranks)
@@ -94,9 +93,7 @@ def test_killed_process_on_gpus(number):
 LEFT = []  # what a rank that ends still has
 
 
-@pytest.mark.parametrize("peer_comes", (False, True))
-@pytest.mark.parametrize("kind", ("shm", "low latency"))
-@on_ranks(2)
+@on_ranks(2, kind=("shm", "low latency"), peer_comes=(False, True))
 def test_end_beside_a_call(rank, num_ranks, kind, peer_comes):
     """The process does not wait for a peer that is busy with something else. One that makes the call gets the rows of the process."""
     buffer = make(kind, num_ranks)

@@ -49,8 +49,7 @@ TOLD = {  # what is no wrong argument is told too: PyTorch on a CPU raises Runti
 }
 
 
-@pytest.mark.parametrize("kind", ("shm", "collective", "low latency"))
-@on_ranks(2)
+@on_ranks(2, kind=("shm", "collective", "low latency"))
 def test_failures_before_a_call(rank, num_ranks, kind):
     buffer = make(kind, num_ranks)
     x, idx = inputs(buffer, 0)
@@ -220,8 +219,7 @@ def test_interrupted_recovery(rank, num_ranks):
     make_step(buffer, 1)
 
 
-@pytest.mark.parametrize("told", (EPPeerError, EPTimeoutError))
-@on_ranks(2)
+@on_ranks(2, told=(EPPeerError, EPTimeoutError))
 def test_construction_without_files(rank, num_ranks, told):
     """Nothing is left to open a file with, say: no argument is wrong."""
     error = OSError(24, "Too many open files")
@@ -272,8 +270,7 @@ def test_peer_that_comes_at_the_deadline(rank, num_ranks):
     assert error is None and len(looks) == 2, repr(error)
 
 
-@pytest.mark.parametrize("kind", ("shm", "collective", "low latency"))
-@on_ranks(1)
+@on_ranks(1, kind=("shm", "collective", "low latency"))
 def test_handles_stay_in_their_process(rank, num_ranks, kind):
     buffer = make(kind, num_ranks)
     handle = buffer.dispatch(torch.ones(4, 16), torch.tensor([[0], [1], [0], [1]])).handle

@@ -54,8 +54,7 @@ SLOW = [pytest.param(number, *rest, marks=pytest.mark.slow) for number in (2, 3,
 
 
 @pytest.mark.parametrize(("num_ranks", "deadline_s", "num_deadlines"), [(3, 1.0, 1.7), *SLOW])
-@pytest.mark.parametrize("kind", ("shm", "low latency"))
-@on_ranks()
+@on_ranks((), kind=("shm", "low latency"))
 def test_stall(rank, num_ranks, kind, deadline_s, num_deadlines):
     buffer, late = make(kind, num_ranks, deadline_s), num_ranks - 1
     make_step(buffer, 0)
@@ -69,9 +68,8 @@ def test_stall(rank, num_ranks, kind, deadline_s, num_deadlines):
         make_step(buffer, step)
 
 
-@pytest.mark.parametrize("operation", ("dispatch", "combine"))
 @on_gpus
-@on_ranks(3)
+@on_ranks(3, operation=("dispatch", "combine"))
 def test_stall_on_gpus(rank, num_ranks, kind, operation):
     """The last rank comes once all others have given up on it."""
     buffer, late = make(kind, num_ranks, GPU_DEADLINE_S), num_ranks - 1
@@ -113,8 +111,7 @@ def test_stall_in_process_group(rank, num_ranks):
     make_step(make("collective", num_ranks, group=spare), 2)
 
 
-@pytest.mark.parametrize("num_ranks", (2, 3))
-@on_ranks()
+@on_ranks((2, 3))
 def test_stall_before_rows_in_process_group(rank, num_ranks):
     """The last rank enters the call and is late with its rows. Of several peers torch.distributed does not say which one."""
     late = num_ranks - 1
@@ -133,8 +130,7 @@ def test_stall_before_rows_in_process_group(rank, num_ranks):
     wait_for(*others, f"rank {late} has its error")
 
 
-@pytest.mark.parametrize("kind", ("shm", pytest.param("low latency", marks=pytest.mark.slow)))
-@on_ranks(3)
+@on_ranks(3, kind=("shm", pytest.param("low latency", marks=pytest.mark.slow)))
 def test_held_up_by_itself(rank, num_ranks, kind):
     """A signal's handler outlasts the deadline of a wait. What the others sent meanwhile was in time."""
     deadline_s, is_late = 4.0, rank == 0

@@ -54,8 +54,7 @@ STRANGE = {  # and what is said of it
 FOR_LOW_LATENCY = "x is a Wrapper, which wraps other tensors; it must be a plain torch.Tensor"
 
 
-@pytest.mark.parametrize("kind", ("shm", pytest.param("collective", marks=pytest.mark.slow), "low latency"))
-@on_ranks(2)
+@on_ranks(2, kind=("shm", pytest.param("collective", marks=pytest.mark.slow), "low latency"))
 def test_strange_tensors(rank, num_ranks, kind):
     buffer, culprit = make(kind, num_ranks), num_ranks - 1
     x, idx = inputs(buffer, 0)

@@ -289,8 +289,7 @@ def test_real_bootstrap(rank, num_ranks):
 
 @needs_module
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_ranks", (2, pytest.param(4, marks=pytest.mark.slow)))
-@on_ranks(timeout_s=300, start_method="spawn")
+@on_ranks((2, pytest.param(4, marks=pytest.mark.slow)), timeout_s=300, start_method="spawn")
 def test_real_world(rank, num_ranks):
     device = rank % torch.cuda.device_count()
     torch.cuda.set_device(device)

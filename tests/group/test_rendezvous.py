@@ -66,8 +66,7 @@ def test_message_runs_no_code(tmp_path):
     assert not bomb.exists()
 
 
-@pytest.mark.parametrize("data", (b"5", b"[null, 5]", b'[null, ["/proc/1/fd/3", "5"]]', b'[null, {"bytes": "0g"}]', b"[null, null]"))
-@on_ranks(2)
+@on_ranks(2, data=(b"5", b"[null, 5]", b'[null, ["/proc/1/fd/3", "5"]]', b'[null, {"bytes": "0g"}]', b"[null, null]"))
 def test_strange_address(rank, data):
     """Rank 1 introduces itself as it must, and then says strange things of its memory."""
     if rank == 1:

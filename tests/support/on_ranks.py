@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,13 +15,17 @@ from deepep_moe.errors import EPPeerError
 from deepep_moe.testing import run_ranks
 
 
-def on_ranks(num_ranks: int | None = None, **options: Any) -> Callable[..., Any]:
+def on_ranks(num_ranks: int | Sequence[Any], **given: Any) -> Callable[..., Any]:
     """Make a test of a function that every rank runs. It takes `rank` and, where it names it, `num_ranks`, beside what pytest gives it.
-    Without `num_ranks` pytest gives that too. `options` are those of `run_ranks`."""
+    Keywords that name its parameters say which values they have, as `pytest.mark.parametrize` does; the others are options of `run_ranks`.
+    Several numbers of ranks, or none if another mark gives them, are values of the parameter `num_ranks`."""
 
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
         parameters = inspect.signature(body).parameters
-        of_pytest = [name for name in parameters if name not in (("rank", "num_ranks") if num_ranks else ("rank",))]
+        values = {name: given[name] for name in given if name in parameters}
+        options = {name: given[name] for name in given if name not in parameters}
+        is_fixed = isinstance(num_ranks, int)
+        of_pytest = [name for name in parameters if name not in (("rank", "num_ranks") if is_fixed else ("rank",))]
         sent = [name for name in of_pytest if name != "num_ranks"]
 
         @functools.wraps(body)
@@ -30,12 +34,20 @@ def on_ranks(num_ranks: int | None = None, **options: Any) -> Callable[..., Any]
                 of_ranks = dict(zip(("rank", "num_ranks", *sent), of_rank, strict=True))
                 body(**{name: of_ranks[name] for name in parameters})
             else:
-                run_ranks(test, num_ranks or given["num_ranks"], *(given[name] for name in sent), **options)
+                run_ranks(test, num_ranks if is_fixed else given["num_ranks"], *(given[name] for name in sent), **options)
 
-        test.__signature__ = inspect.Signature([parameters[name].replace(default=inspect.Parameter.empty) for name in of_pytest])
+        test.__signature__ = inspect.Signature([parameters[name] for name in of_pytest])
+        if not is_fixed and num_ranks:
+            test = pytest.mark.parametrize("num_ranks", num_ranks)(test)
+        for name in values:
+            test = pytest.mark.parametrize(name, values[name], ids=_id)(test)
         return test
 
     return decorate
+
+
+def _id(value: Any) -> str | None:
+    return str(value) if isinstance(value, torch.dtype) else None
 
 
 def opened(case: Case, backend: str, rank: int, **options: Any) -> tuple[Any, ...]:
