@@ -40,7 +40,6 @@ STRANGE = {  # how one is made of a plain tensor, and how it is refused
     "negative": (negative, ValueError, r"is a lazy negative .*resolve_neg\(\)"),
     "imaginary": (imaginary, ValueError, r"is a lazy negative .*resolve_neg\(\)"),
 }
-strange_kinds = pytest.mark.parametrize("kind", STRANGE)
 
 
 def exchange_calls(buffer, x, idx, weights):
@@ -73,8 +72,7 @@ def refuse_strange(rank, culprit, calls, kind):
                 call(make_strange(tensor) if rank == culprit else tensor)
 
 
-@strange_kinds
-@on_ranks(2, backend=("shm", "collective"))
+@on_ranks(2, backend=("shm", "collective"), kind=STRANGE)
 def test_strange_tensors(rank, backend, kind):
     buffer = make_buffer(backend)
     calls = exchange_calls(buffer, X, IDX, WEIGHTS)
@@ -86,8 +84,7 @@ def test_strange_tensors(rank, backend, kind):
 
 
 @pytest.mark.gpu
-@strange_kinds
-@on_ranks(1)
+@on_ranks(1, kind=STRANGE)
 def test_strange_tensors_on_a_gpu(rank, kind):
     """Calls in C++ leave them to Python, which refuses them."""
     x, idx, weights, logits = on_device("nvlink", rank, X, IDX, WEIGHTS, LOGITS)
@@ -101,8 +98,7 @@ def test_strange_tensors_on_a_gpu(rank, kind):
     assert {"deepep_moe.gate.default", "deepep_moe.dispatch.default"} <= set(seen.names)
 
 
-@strange_kinds
-@on_ranks(2)
+@on_ranks(2, kind=STRANGE)
 def test_strange_tensors_in_low_latency(rank, kind):
     buffer = LowLatencyBuffer(None, 8, HIDDEN, NUM_EXPERTS, 2, timeout_s=60)
     out = buffer.dispatch(X, IDX, WEIGHTS)
@@ -117,7 +113,7 @@ def test_strange_tensors_in_low_latency(rank, kind):
     assert torch.equal(buffer.dispatch(X, IDX).num_recv_tokens_per_expert, out.num_recv_tokens_per_expert), "all are in step"
 
 
-@strange_kinds
+@pytest.mark.parametrize("kind", STRANGE)
 def test_strange_tensors_of_operations(kind):
     calls = [
         (LOGITS, lambda logits: ops.gate(logits, 2)),
@@ -183,21 +179,21 @@ def test_transforms_of_the_exchange(rank, backend):
 # ---- modes and tracers ----
 
 
-class Watch(TorchDispatchMode):
+class Named:
+    """The operators that a mode has seen."""
+
     def __init__(self):
         super().__init__()
         self.names = []
 
+
+class Watch(Named, TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
-class WatchFunctions(TorchFunctionMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
+class WatchFunctions(Named, TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         self.names.append(f"{func}.default")
         return func(*args, **(kwargs or {}))
@@ -323,18 +319,18 @@ class EndsEarly(BaseException):
 
 
 class Recomputed(torch.autograd.Function):
-    """Runs `function` again in the backward, until `after` calls of the buffer, and hands gradients on."""
+    """Runs `function` again in the backward, which goes on or ends where that ends early, and hands gradients on."""
 
     @staticmethod
-    def forward(ctx, x, function):
-        ctx.function = function
+    def forward(ctx, x, function, goes_on):
+        ctx.function, ctx.goes_on = function, goes_on
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        with contextlib.suppress(EndsEarly):
+        with contextlib.suppress(EndsEarly) if ctx.goes_on else contextlib.nullcontext():
             ctx.function()
-        return grad, None
+        return grad, None, None
 
 
 class Ends(TorchDispatchMode):
@@ -358,21 +354,10 @@ def test_what_ends_a_recomputation(rank, backend):
     x = X.clone().requires_grad_()
     y = layer(buffer, x, WEIGHTS)
     before = buffer.num_calls
-    (Recomputed.apply(y, repeat) if rank == 1 else y).sum().backward()
+    (Recomputed.apply(y, repeat, True) if rank == 1 else y).sum().backward()
     assert buffer.num_calls == before + 2
-
-    def fail():
-        with Ends():
-            buffer.dispatch(X, IDX)
-
-    class Fails(Recomputed):
-        @staticmethod
-        def backward(ctx, grad):
-            ctx.function()
-            return grad, None
-
     y = layer(buffer, X.clone().requires_grad_(), WEIGHTS)
-    error, _ = outcome(lambda: (Fails.apply(y, fail) if rank == 1 else y).sum().backward())
+    error, _ = outcome(lambda: (Recomputed.apply(y, repeat, False) if rank == 1 else y).sum().backward())
     if rank == 1:
         assert type(error) is EndsEarly
     else:

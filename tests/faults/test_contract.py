@@ -13,11 +13,10 @@ from deepep_moe import Buffer
 from deepep_moe.errors import EPCapacityError, EPMismatchError, EPPeerError, EPTimeoutError
 
 GPUS = [pytest.param(kind, marks=pytest.mark.gpu) for kind in ("nvlink", "low latency nvlink")]
-on_each_kind = pytest.mark.parametrize("kind", ("shm", "collective", "low latency", *GPUS))
+KINDS = ("shm", "collective", "low latency", *GPUS)
 
 
-@on_each_kind
-@on_ranks(2)
+@on_ranks(2, kind=KINDS)
 def test_wrong_argument(rank, num_ranks, kind):
     buffer = make(kind, num_ranks)
     x, idx = inputs(buffer, 0)
@@ -29,8 +28,7 @@ def test_wrong_argument(rank, num_ranks, kind):
         make_step(buffer, step)
 
 
-@on_each_kind
-@on_ranks(2)
+@on_ranks(2, kind=KINDS)
 def test_different_calls(rank, num_ranks, kind):
     buffer = make(kind, num_ranks)
     x, idx = inputs(buffer, 0)
@@ -41,8 +39,7 @@ def test_different_calls(rank, num_ranks, kind):
     make_step(buffer, 1)
 
 
-@on_each_kind
-@on_ranks(2)
+@on_ranks(2, kind=KINDS)
 def test_destroyed(rank, num_ranks, kind):
     """A process group does not tell that a peer has destroyed its buffer, as long as its process lives."""
     deadline_s = 1.0 if kind == "collective" else 300.0

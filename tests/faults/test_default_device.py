@@ -22,7 +22,7 @@ def default_device(how):
 
 
 HOW = ("set_default_device", "context")
-on_each_kind = pytest.mark.parametrize("kind", ("shm", pytest.param("collective", marks=pytest.mark.slow), "low latency"))
+KINDS = ("shm", pytest.param("collective", marks=pytest.mark.slow), "low latency")
 
 
 def results(buffer, x, idx, weights):
@@ -57,8 +57,7 @@ def results(buffer, x, idx, weights):
     return found
 
 
-@on_each_kind
-@on_ranks(2)
+@on_ranks(2, kind=KINDS)
 def test_calls(rank, num_ranks, kind):
     buffer = make(kind, num_ranks, hidden=128)
     x, idx = inputs(buffer, 1)
@@ -72,8 +71,7 @@ def test_calls(rank, num_ranks, kind):
     make_step(buffer, 2)
 
 
-@on_each_kind
-@on_ranks(2)
+@on_ranks(2, kind=KINDS)
 def test_constructions(rank, num_ranks, kind):
     for step, how in enumerate(HOW):
         with default_device(how):

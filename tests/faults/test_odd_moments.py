@@ -19,8 +19,6 @@ from deepep_moe.exchange import buffer as of_buffers
 from deepep_moe.exchange import calls as of_calls
 from deepep_moe.group import rendezvous
 
-on_cpu_buffers = pytest.mark.parametrize("kind", ("shm", "collective"))
-
 
 def check_outcome(rank, error, found, elapsed_s, reason):
     """Rank 0 raises its own error, and the peers learn it at once."""
