@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from exchange_cases import Case, assert_same, on_device
-from on_ranks import inputs_of, on_ranks, opened
+from on_ranks import assert_all_same, inputs_of, on_ranks, opened
 from torch.utils.checkpoint import checkpoint
 
 from deepep_moe import Buffer, reference
@@ -69,8 +69,7 @@ def test_checkpointing(rank, backend):
 
     expected = step(layer)
     actual = step(partial(checkpoint, layer, use_reentrant=False))
-    for name, there, here in zip(("y", "x.grad", "weight.grad"), expected, actual, strict=True):
-        assert_same(name, here, there)
+    assert_all_same("y, x.grad, weight.grad", actual, expected)
 
 
 @on_ranks(2, backend=BACKENDS)
@@ -92,8 +91,7 @@ def test_asynchronous_calls_have_gradients(rank, backend):
         return y.detach(), *torch.autograd.grad((y * columns).sum(), (x, weight))
 
     for mode, num_sms in itertools.product(("async_op", "return_hook"), (None, 0)):
-        for ours, plain in zip(step(**{mode: True, "num_sms": num_sms}), step(), strict=True):
-            assert_same(f"with {mode}, num_sms {num_sms}", ours, plain)
+        assert_all_same(f"with {mode}, num_sms {num_sms}", step(**{mode: True, "num_sms": num_sms}), step())
 
 
 @on_ranks(2, layout=LAYOUTS)
@@ -128,8 +126,7 @@ def compiled(rank, num_ranks, backend, compiler, layout):
         y = call(*leaves)
         y.square().sum().backward()
         results.append([y.detach(), *(leaf.grad for leaf in leaves)])
-    for eager, traced in zip(*results, strict=True):
-        torch.testing.assert_close(traced, eager, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

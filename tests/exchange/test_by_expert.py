@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from by_expert_cases import doubled, equal, folded, ignored, in_one_tensor, in_parts, shifted, strided, tagged, unlike, watched
 from exchange_cases import Case, InPython, assert_same, device_of, on_device, poison_outputs
-from on_ranks import on_ranks, opened, refused
+from on_ranks import assert_all_same, on_ranks, opened, refused
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -200,8 +200,7 @@ def test_calls_by_copy_engines(rank, backend):
         buffer, x, idx, weights = opened(Case([5, 6], num_topk=2, num_experts=4), backend, rank, num_sms=num_sms)
         parts, recv_weights, handle = dispatch_by_expert(buffer, x, idx, weights)
         made.append((*parts, combine_by_expert(buffer, parts, recv_weights, handle)))
-    for plain, copied in zip(*made, strict=True):
-        assert_same("rows", copied, plain)
+    assert_all_same("rows", *made)
 
 
 @pytest.mark.gpu
@@ -236,8 +235,7 @@ def in_place(rank, num_ranks):
         combined_x = in_parts(buffer, leaves[0], idx, leaves[1], leaves[2], expert)
         combined_x.backward(x)
         found.append([combined_x, *(leaf.grad for leaf in leaves)])
-    for name, value, expected in zip(("combined_x", "x.grad", "topk_weights.grad", "scale.grad"), found[1], found[0], strict=True):
-        assert_same(name, value, expected)
+    assert_all_same("combined_x, x.grad, topk_weights.grad, scale.grad", *found)
 
 
 @pytest.mark.gpu
@@ -280,8 +278,7 @@ def test_what_calls_in_cpp_decline(rank, backend):
         return combined_x, [leaf.grad for leaf in leaves]
 
     plain, expected = run()
-    for name, got, grad in zip(("x.grad", "topk_weights.grad"), run(Wrapped)[1], expected, strict=True):
-        assert_same(name, got, grad)
+    assert_all_same("x.grad, topk_weights.grad", run(Wrapped)[1], expected)
     torch.vmap(torch.sin)(torch.ones(2, 2))  # which leaves something in this thread, as torch.compile does
     combined_x, _ = run()
     assert_same("combined_x", combined_x, plain)
@@ -337,5 +334,4 @@ def test_activation_checkpointing(rank, backend, use_reentrant):
         combined_x = call(buffer, leaves[0], idx, leaves[1], scale, doubled)
         combined_x.backward(x)
         found.append([combined_x, *(leaf.grad for leaf in leaves)])
-    for name, value, expected in zip(("combined_x", "x.grad", "topk_weights.grad"), found[1], found[0], strict=True):
-        assert_same(name, value, expected)
+    assert_all_same("combined_x, x.grad, topk_weights.grad", *found)

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from exchange_cases import Case, assert_same, device_of, on_device, poison_outputs
-from on_ranks import check_cases, inputs_of, on_ranks, opened
+from on_ranks import assert_all_same, assert_fields_same, check_cases, inputs_of, on_ranks, opened
 
 from deepep_moe import Buffer, reference
 
@@ -111,8 +111,7 @@ def test_rings_wrap(rank, num_ranks, layout, num_threads):
         row_weights = out.recv_topk_weights if layout == "expert" else None
         results.append((out.recv_x.clone(), out.recv_topk_weights, buffer.combine(out.recv_x, out.handle, row_weights)))
         assert backend == "collective" or buffer.num_channels == num_threads
-    for ours, other in zip(*results, strict=True):
-        assert_same("result", ours, other)
+    assert_all_same("result", *results)
 
 
 @on_ranks(2, backend=BACKENDS)
@@ -123,8 +122,7 @@ def test_every_run_repeats(rank, backend):
         out = buffer.dispatch(x, idx, weights)
         result = (out.recv_x, out.recv_topk_weights, buffer.combine(out.recv_x, out.handle, out.recv_topk_weights))
         first = first or [tensor.clone() for tensor in result]
-        for ours, before in zip(result, first, strict=True):
-            assert_same("repetition", ours, before)
+        assert_all_same("repetition", result, first)
 
 
 # ---- handles, buffers, bounds, fp8, asynchronous calls ----
@@ -141,9 +139,7 @@ def test_handle_is_reusable(rank, backend, layout):
         expected = reference.dispatch(xs, inputs_of(case)[1], weights, case.num_experts, layout=layout, expert_alignment=4)
         x, weight = on_device(backend, rank, xs[rank], weights[rank])
         out = buffer.dispatch(x, topk_weights=weight, handle=handle)
-        assert_same("recv_x", out.recv_x, expected[rank].recv_x)
-        assert_same("recv_topk_weights", out.recv_topk_weights, expected[rank].recv_topk_weights)
-        assert_same("recv_topk_idx", out.recv_topk_idx, expected[rank].recv_topk_idx)
+        assert_fields_same(out, expected[rank], "recv_x", "recv_topk_weights", "recv_topk_idx")
         combined = reference.combine([e.recv_x for e in expected], expected, case.num_tokens)
         for _ in range(2):
             assert_same("combined_x", buffer.combine(out.recv_x, handle), combined[rank])
@@ -185,9 +181,7 @@ def test_fp8_rows_with_scales(rank, backend, layout, dtype):
     buffer, x, idx, weights = opened(case, backend, rank)
     (x_scales,) = on_device(backend, rank, scales[rank])
     out = buffer.dispatch(x, idx, weights, x_scales=x_scales, layout=layout, expert_alignment=2)
-    assert_same("recv_x", out.recv_x, expected.recv_x)
-    assert_same("recv_x_scales", out.recv_x_scales, expected.recv_x_scales)
-    assert_same("recv_topk_weights", out.recv_topk_weights, expected.recv_topk_weights)
+    assert_fields_same(out, expected, "recv_x", "recv_x_scales", "recv_topk_weights")
 
 
 @on_ranks(2, backend=BACKENDS)

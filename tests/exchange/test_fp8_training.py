@@ -6,6 +6,7 @@ import emulated_gpu
 import pytest
 import torch
 from exchange_cases import assert_same, device_of
+from on_ranks import assert_all_same
 
 from deepep_moe import Buffer, ops
 from deepep_moe.errors import EPPeerError
@@ -129,8 +130,7 @@ def whole_layers(rank, num_ranks, backend):
         if name == "bounded":
             assert len(out.recv_x) == bound
     for name in ("bounded", "async", "hook"):
-        for ours, theirs in zip(results[name], results["fp8"], strict=True):
-            assert_same(name, ours, theirs)
+        assert_all_same(name, results[name], results["fp8"])
     for ours, theirs in zip(results["fp8"], results.get("bf16", ()), strict="bf16" in results):
         error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
         assert 0.005 < error < 0.15, error
@@ -153,8 +153,7 @@ def recomputed(rank, num_ranks, backend):
         result = call(*leaves)
         result.float().square().sum().backward()
         grads.append([leaf.grad for leaf in leaves])
-    for ours, theirs in zip(*grads, strict=True):
-        assert_same("gradients", ours, theirs)
+    assert_all_same("gradients", *grads)
     first = buffer.dispatch(x, idx, weights, expert_alignment=128, fp8="blockwise")
     again = buffer.dispatch(x, None, weights, handle=first.handle, fp8="blockwise")
     assert_same("values along the handle", again.recv_x.values, first.recv_x.values)

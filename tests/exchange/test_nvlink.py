@@ -6,7 +6,7 @@ import pytest
 import torch
 from exchange_cases import Case, assert_same, check_case, device_of, in_environment, poison_outputs
 from nvlink_cases import make_buffer
-from on_ranks import check_cases, inputs_of, on_ranks, opened
+from on_ranks import assert_fields_same, check_cases, inputs_of, on_ranks, opened
 
 from deepep_moe import _C, Buffer, reference
 from deepep_moe.testing import run_ranks
@@ -62,9 +62,7 @@ def test_guessed_rows(rank, num_ranks, layout, mode):
             out.event.wait()
         rows.append(len(out.recv_x))
         assert not out.recv_x._is_view()  # those may not be changed in place where there are gradients
-        assert_same("recv_x", out.recv_x, expected.recv_x)
-        assert_same("recv_topk_weights", out.recv_topk_weights, expected.recv_topk_weights)
-        assert_same("recv_topk_idx", out.recv_topk_idx, expected.recv_topk_idx)
+        assert_fields_same(out, expected, "recv_x", "recv_topk_weights", "recv_topk_idx")
         assert out.recv_x.untyped_storage().nbytes() == max(room, rows[-1]) * 16 * 4
         y = buffer.combine(out.recv_x, out.handle)
         assert_same("combined_x", y, reference.combine([r.recv_x for r in received], received, [num_tokens] * num_ranks, None, None)[rank])

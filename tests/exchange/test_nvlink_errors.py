@@ -146,7 +146,7 @@ def test_refusals_of_later_calls(rank, num_ranks):
     dist.barrier()
 
 
-@on_ranks(2, num_layers=[2, 6])
+@on_ranks(2, num_layers=(2, 6))  # 4 calls, and 12, which are more than a rank keeps the reasons of
 def test_calls_after_a_failure(rank, num_layers):
     """Rank 1 has too little room, and nobody looks before the last call: a rank that has failed may overtake its peer."""
     buffer, x, idx = make_buffer(rank)

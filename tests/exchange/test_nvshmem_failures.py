@@ -214,8 +214,11 @@ def back_in_step(buffer):
         make_step(buffer, step)
 
 
-def late(rank, num_ranks, culprit, operation):
+@pytest.mark.parametrize("operation", ("dispatch", pytest.param("combine", marks=pytest.mark.slow)))
+@on_ranks(4)
+def test_late_rank(rank, operation):
     """The culprit comes once all others have given up on it."""
+    culprit = {"dispatch": 3, "combine": 0}[operation]
     buffer, part = buffer_of(DEADLINE_S), part_of(rank, culprit)
     x, idx = inputs(buffer, 1)
     out = buffer.dispatch(x, idx)
@@ -249,14 +252,11 @@ def late(rank, num_ranks, culprit, operation):
     buffer.destroy()
 
 
-@pytest.mark.parametrize("operation", ("dispatch", pytest.param("combine", marks=pytest.mark.slow)))
-def test_late_rank(operation):
-    run_ranks(late, 4, {"dispatch": 3, "combine": 0}[operation], operation)
-
-
-def lost(rank, num_ranks, culprit, num_arriving):
-    """Of what the culprit sends over the network or is sent, `num_arriving` puts a process arrive: nothing, or entries without their
-    rows."""
+@emulated_only
+@on_ranks(4, num_arriving=(0, 1))
+def test_network_that_loses(rank, num_ranks, num_arriving):
+    """Of what the culprit sends over the network or is sent, `num_arriving` puts a process arrive: nothing, or entries without rows."""
+    culprit = 2 - num_arriving
     os.environ[NETWORK] = f"lose={culprit},lose_after={num_arriving}"
     buffer, part = make("nvshmem", 4, DEADLINE_S), part_of(rank, culprit)
     assert buffer.calls.backend.rail._world.pe_of == (0, 1, 2, 3), "the option names a PE"
@@ -281,12 +281,6 @@ def lost(rank, num_ranks, culprit, num_arriving):
         told = f"rank {rank ^ 1} did not make its call: EPTimeoutError: rank {rank ^ 1}: rank {rank ^ 3} did not deliver within the"
         assert told in str(error) and error.cause == "EPTimeoutError", error
     buffer.destroy()
-
-
-@emulated_only
-@pytest.mark.parametrize("num_arriving", (0, 1))
-def test_network_that_loses(num_arriving):
-    run_ranks(lost, 4, 2 - num_arriving, num_arriving)
 
 
 # ---- a process that ends ----

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from exchange_cases import assert_same, device_of
-from on_ranks import on_ranks, refused
+from on_ranks import assert_all_same, assert_fields_same, on_ranks, refused
 
 from deepep_moe import _C, Buffer, reference
 from deepep_moe.device import DTYPE_NAMES
@@ -30,8 +30,7 @@ def test_by_hand():
 def test_equals_reference(dtype):
     for shape, scale in itertools.product(((1, 8), (5, 128), (3, 200), (7, 392)), (1.0, 1e-6, 1e4)):
         x = (torch.randn(shape, generator=torch.Generator().manual_seed(2)) * scale).to(dtype)
-        for ours, theirs in zip(quantize_fp8(x), reference.quantize_fp8(x), strict=True):
-            assert_same(f"{shape}, scale {scale}", ours, theirs)
+        assert_all_same(f"{shape}, scale {scale}", quantize_fp8(x), reference.quantize_fp8(x))
 
 
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
@@ -79,8 +78,7 @@ def test_kernel_equals_operators(dtype, power_of_two):
         on_device, y = x.to(device), torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=device)
         scales = torch.empty(33, 9, device=device)
         _C.gpu_quantize(on_device, y, scales, power_of_two, *how_of(dtype))
-        for ours, theirs in zip((y, scales), quantize_fp8(x, power_of_two=power_of_two), strict=True):
-            assert_same(f"scale {scale}", ours, theirs)
+        assert_all_same(f"scale {scale}", (y, scales), quantize_fp8(x, power_of_two=power_of_two))
 
 
 @pytest.mark.gpu
@@ -109,8 +107,7 @@ def test_rows_that_begin_at_any_address():
     flat = torch.randn(1 + 5 * 136, generator=torch.Generator().manual_seed(2)).bfloat16()
     x = flat.to(device)[1:].view(5, 136)
     assert x.is_contiguous() and (x.data_ptr() % 16 or x.device.type == "cpu")
-    for ours, theirs in zip(quantize_fp8(x), reference.quantize_fp8(flat[1:].view(5, 136)), strict=True):
-        assert_same("y and scales", ours, theirs)
+    assert_all_same("y and scales", quantize_fp8(x), reference.quantize_fp8(flat[1:].view(5, 136)))
 
 
 @on_ranks(2, backend=("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
@@ -123,8 +120,7 @@ def test_dispatch_quantizes(rank, backend):
     y, scales = quantize_fp8(x)
     for layout in ("expert", "rank"):
         ours, theirs = buffer.dispatch(x, idx, layout=layout, fp8=True), buffer.dispatch(y, idx, x_scales=scales, layout=layout)
-        assert_same("recv_x", ours.recv_x, theirs.recv_x)
-        assert_same("recv_x_scales", ours.recv_x_scales, theirs.recv_x_scales)
+        assert_fields_same(ours, theirs, "recv_x", "recv_x_scales")
     with refused(rank, 0, ValueError, "fp8 and x_scales were both given"):
         buffer.dispatch(y, idx, x_scales=scales, fp8=rank == 0)
     with refused(rank, 0, TypeError, "x must be a torch.Tensor, not list"):

@@ -3,12 +3,12 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from exchange_cases import Case, check_case, device_of, on_device, poison_outputs
+from exchange_cases import Case, assert_same, check_case, device_of, on_device, poison_outputs
 
 from deepep_moe import Buffer
 from deepep_moe.errors import EPPeerError
@@ -89,3 +89,15 @@ def _check_each(rank: int, num_ranks: int, cases: list[Case]) -> None:
         except Exception as error:
             error.add_note(f"in {case}")
             raise
+
+
+def assert_all_same(name: str, ours: Iterable[Any], theirs: Iterable[Any]) -> None:
+    """Equal bits of tensors, one by one."""
+    for number, pair in enumerate(zip(ours, theirs, strict=True)):
+        assert_same(f"{name}, tensor {number}", *pair)
+
+
+def assert_fields_same(ours: Any, theirs: Any, *names: str) -> None:
+    """Equal bits of tensors that have the same name in both."""
+    for name in names:
+        assert_same(name, getattr(ours, name), getattr(theirs, name))
