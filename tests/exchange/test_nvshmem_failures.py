@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from events import tell, wait_for
 from exchange_cases import NETWORK, device_of
-from fault_cases import NUM_TOKENS, SOON_S, fault, inputs, look, make, make_call, make_step, outcome
+from fault_cases import NUM_TOKENS, SOON_S, FailsInBackward, fault, inputs, look, make, make_call, make_step, outcome
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer, nvshmem_module
@@ -54,14 +54,16 @@ def raised(call, error_type, *words):
     return error
 
 
-def assert_refused(call, part, culprit, reason, cause):
-    """A peer's error of a call that the culprit did not make for `reason`."""
-    if part == "far":  # its rail met; the rank between has only the culprit's word
+def check_refusal(call, part, culprit, kind, reason):
+    """The culprit's call raises an error of this kind; its peers' calls raise that it has not made it."""
+    if part == "culprit":
+        raised(call, kind, reason)
+    elif part == "far":  # its rail met; the rank between has only the culprit's word
         error = raised(call, EPPeerError, f"rank {culprit ^ 2} did not make its call: EPPeerError: rank {culprit} did not make its call")
         assert (error.rank, error.cause) == (culprit ^ 2, "EPPeerError")
     else:
-        error = raised(call, EPPeerError, f"rank {culprit} did not make its call: ", reason)
-        assert (error.rank, error.cause) == (culprit, cause)
+        error = raised(call, EPPeerError, f"rank {culprit} did not make its call: ", f"{kind.__name__}: {reason}")
+        assert (error.rank, error.cause) == (culprit, kind.__name__)
 
 
 # ---- refusals ----
@@ -81,9 +83,7 @@ def test_bad_routing(rank, culprit):
         idx = good.clone()
         if part == "culprit":
             idx[at] = value
-            raised(partial(buffer.dispatch, x, idx), ValueError, reason)
-        else:
-            assert_refused(partial(buffer.dispatch, x, idx), part, culprit, f"ValueError: {reason}", "ValueError")
+        check_refusal(partial(buffer.dispatch, x, idx), part, culprit, ValueError, reason)
         make_step(buffer, 1 + step)
     buffer.destroy()
 
@@ -106,10 +106,7 @@ def test_refused_arguments(rank, culprit):
         lambda: (buffer.dispatch(wide(x), idx, num_recv_rows=16), look(buffer)),
     ]
     for step, call in enumerate([*calls, *calls[:1] * 3]):  # the last ones in a row, and nobody makes a call in between
-        if part == "culprit":
-            raised(call, TypeError, "x has dtype float64")
-        else:
-            assert_refused(call, part, culprit, "TypeError: x has dtype float64", "TypeError")
+        check_refusal(call, part, culprit, TypeError, "x has dtype float64")
         if step < len(calls):
             make_step(buffer, step + 1)
     make_step(buffer, 9)
@@ -143,19 +140,6 @@ def test_different_calls(rank, culprit):
 # ---- failures before, after and between calls ----
 
 
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, error):
-        ctx.error = error
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.error is not None:
-            raise ctx.error
-        return grad, None
-
-
 @on_ranks(4, culprit=CULPRITS)
 def test_injected_failures(rank, culprit):
     """Memory, interrupts, an expert, a gradient: peers hear in the call that the culprit does not make, or in the next one."""
@@ -182,22 +166,22 @@ def test_injected_failures(rank, culprit):
             if moment == "after rows":
                 call()
                 call = partial(make_step, buffer, step)
-            assert_refused(call, part, culprit, f"{kind.__name__}: fault", kind.__name__)
+            check_refusal(call, part, culprit, kind, "fault")
         make_step(buffer, step)
     if part == "culprit":
         notify_peers(buffer, RuntimeError("of an expert"))
     else:
-        assert_refused(partial(make_step, buffer, 4), part, culprit, "RuntimeError: of an expert", "RuntimeError")
+        check_refusal(partial(make_step, buffer, 4), part, culprit, RuntimeError, "of an expert")
     make_step(buffer, 4)
     x, idx = inputs(buffer, 5)
     error = RuntimeError("of a gradient")
     out = buffer.dispatch(x.requires_grad_(), idx)
-    y = buffer.combine(FailsInBackward.apply(out.recv_x, error if part == "culprit" else None), out.handle)
+    y = buffer.combine(FailsInBackward.apply(out.recv_x, error) if part == "culprit" else out.recv_x, out.handle)
     if part == "culprit":
         assert outcome(y.sum().backward)[0] is error
     else:
-        reason = "RuntimeError: its backward pass failed; see its output for the error"
-        assert_refused(lambda: (y.sum().backward(), look(buffer)), part, culprit, reason, "RuntimeError")
+        reason = "its backward pass failed; see its output for the error"
+        check_refusal(lambda: (y.sum().backward(), look(buffer)), part, culprit, RuntimeError, reason)
     back_in_step(buffer)
     buffer.destroy()
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from exchange_cases import device_of
-from fault_cases import SOON_S, outcome
+from fault_cases import SOON_S, FailsInBackward, outcome
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer
@@ -18,19 +18,6 @@ from deepep_moe.testing import run_ranks
 HIDDEN = 16
 
 
-class Raises(torch.autograd.Function):
-    """Its backward fails."""
-
-    @staticmethod
-    def forward(ctx, x, error):
-        ctx.error = error
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ctx.error
-
-
 class Expert(torch.nn.Linear):
     fails, in_backward = None, None
 
@@ -38,7 +25,7 @@ class Expert(torch.nn.Linear):
         if self.fails is not None:
             raise self.fails
         y = super().forward(x)
-        return y if self.in_backward is None else Raises.apply(y, self.in_backward)
+        return y if self.in_backward is None else FailsInBackward.apply(y, self.in_backward)
 
 
 def fail(error, *_):

@@ -118,6 +118,17 @@ def signal_later(seed: int, within_s: float, number: int, stopped_s: float = 0.0
 # ---- faults ----
 
 
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, error: BaseException) -> torch.Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise ctx.error
+
+
 class Interposed:
     """A native exchange whose methods raise before or after they run."""
 
