@@ -17,7 +17,6 @@ from on_ranks import on_ranks
 from deepep_moe import Buffer
 from deepep_moe.errors import EPPeerError, EPTimeoutError
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
-from deepep_moe.testing import run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -108,7 +107,12 @@ def leave(buffer, how):
     buffer.destroy()
 
 
-def without_peer(rank, num_ranks, how, call):
+def who_dies(how, *_):
+    return [1] if how == "killed" else []
+
+
+@on_ranks(3, how=("killed", "destroyed"), call=("dispatch", "combine"), expected_dead=who_dies)
+def test_peer_that_is_gone(rank, how, call):
     """Rank 1 has left: the others notice it long before the deadline, in each call."""
     buffer, x, idx = make_buffer(rank, timeout_s=300.0, num_experts=6)
     out = buffer.dispatch(x, idx)
@@ -135,13 +139,8 @@ def without_peer(rank, num_ranks, how, call):
     assert time.monotonic() - began < 60
 
 
-@pytest.mark.parametrize("call", ("dispatch", "combine"))
-@pytest.mark.parametrize("how", ("killed", "destroyed"))
-def test_peer_that_is_gone(how, call):
-    run_ranks(without_peer, 3, how, call, expected_dead=[1] if how == "killed" else [])
-
-
-def last_call_of_peer(rank, num_ranks, how):
+@on_ranks(2, how=("killed", "destroyed"), expected_dead=who_dies)
+def test_last_call_of_peer_that_is_gone(rank, how):
     """Rank 1 is gone, but not before it has made a call: rank 0 receives that."""
     buffer, x, idx = make_buffer(rank)
     expected = buffer.dispatch(x, idx)
@@ -156,8 +155,3 @@ def last_call_of_peer(rank, num_ranks, how):
     again.hook()
     assert_same("recv_x", again.recv_x, expected.recv_x)
     buffer.check()
-
-
-@pytest.mark.parametrize("how", ("killed", "destroyed"))
-def test_last_call_of_peer_that_is_gone(how):
-    run_ranks(last_call_of_peer, 2, how, expected_dead=[1] if how == "killed" else [])

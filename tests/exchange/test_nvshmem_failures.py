@@ -270,7 +270,8 @@ def test_network_that_loses(rank, num_ranks, num_arriving):
 # ---- a process that ends ----
 
 
-def killed(rank, num_ranks, culprit):
+@on_ranks(4, culprit=CULPRITS, expected_dead=lambda culprit: [culprit])
+def test_killed_rank(rank, num_ranks, culprit):
     """The culprit's process ends between two calls. The survivors go on with a group and a buffer of their own."""
     buffer, part = buffer_of(DEADLINE_S), part_of(rank, culprit)
     if part == "culprit":
@@ -294,11 +295,6 @@ def killed(rank, num_ranks, culprit):
         other.destroy()
     tell(f"rank {rank} is done")
     wait_for(*(f"rank {peer} is done" for peer in survivors))
-
-
-@pytest.mark.parametrize("culprit", CULPRITS)
-def test_killed_rank(culprit):
-    run_ranks(killed, 4, culprit, expected_dead=[culprit])
 
 
 # ---- what cannot serve ----
@@ -379,7 +375,9 @@ def buffer_of_two_nodes(timeout_s):
     return buffer
 
 
-def ends(rank, num_ranks, how):
+@emulated_only
+@on_ranks(2, how=("destroyed", "kept", "dropped", "forked"), expected_dead=lambda how: [] if how == "forked" else [0])
+def test_what_was_put_arrives(rank, how):
     """The process of rank 0 ends right after its last call, which is a refusal, as that waits for nobody. Its reason is under way."""
     os.environ[NETWORK] = "delay_us=500000"
     buffer = buffer_of_two_nodes(30.0)
@@ -400,12 +398,6 @@ def ends(rank, num_ranks, how):
     assert isinstance(error, EPPeerError) and "rank 0 did not make its call: ValueError: the last call" in str(error), repr(error)
     assert elapsed_s < SOON_S, elapsed_s
     buffer.destroy()
-
-
-@emulated_only
-@pytest.mark.parametrize("how", ("destroyed", "kept", "dropped", "forked"))
-def test_what_was_put_arrives(how):
-    run_ranks(ends, 2, how, expected_dead=[] if how == "forked" else [0])
 
 
 @emulated_only

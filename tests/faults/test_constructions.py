@@ -15,7 +15,6 @@ from deepep_moe.errors import EPMismatchError, EPTimeoutError
 from deepep_moe.exchange.backends.shm import ShmBackend
 from deepep_moe.group.rendezvous import Exchange
 from deepep_moe.low_latency.shm import ShmLowLatencyBackend
-from deepep_moe.testing import run_ranks
 
 
 @on_ranks(2)
@@ -31,8 +30,10 @@ def test_different_constructions(rank, num_ranks):
 # ---- a rank that gives up the construction, while another one waits for it ----
 
 
-def gives_up_on_a_stalled_rank(rank, kind):
+@on_ranks(3, kind=(Buffer, LowLatencyBuffer))
+def test_rank_that_gives_up(rank, kind):
     """Rank 1 introduces itself to rank 2 only. So rank 0 waits for rank 1, and rank 2, one message further, for rank 0."""
+    dist.barrier()
     if rank == 1:
         post = Exchange._post
 
@@ -61,8 +62,18 @@ def gives_up_on_a_stalled_rank(rank, kind):
     tell(f"rank {rank} knows")
 
 
-def leaves_while_it_maps(rank, kind, leave):
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def end(*_):
+    os._exit(0)
+
+
+@on_ranks(3, leave=(interrupt, end), kind=(Buffer, LowLatencyBuffer), expected_dead=lambda kind, leave: [1] if leave is end else [])
+def test_rank_that_leaves(rank, kind, leave):
     """Rank 1 leaves without an answer, by an interrupt or by the end of its process, while its peers wait for what it has to say."""
+    dist.barrier()
     if rank == 1:
         (ShmBackend, ShmLowLatencyBackend)[kind is LowLatencyBuffer].connect = leave
     found, elapsed_s = outcome(lambda: kind(None, 8, 16, 6, 2, timeout_s=25.0))
@@ -73,30 +84,6 @@ def leaves_while_it_maps(rank, kind, leave):
         assert leave is end or found.phase == "mapping of workspaces", repr(found)
     tell(f"rank {rank} knows")
     wait_for("rank 0 knows", "rank 2 knows")
-
-
-def interrupt(*_):
-    raise KeyboardInterrupt
-
-
-def end(*_):
-    os._exit(0)
-
-
-def in_three_ranks(rank, _, function, kind, *args):
-    dist.barrier()
-    function(rank, kind, *args)
-
-
-@pytest.mark.parametrize("kind", (Buffer, LowLatencyBuffer))
-def test_rank_that_gives_up(kind):
-    run_ranks(in_three_ranks, 3, gives_up_on_a_stalled_rank, kind)
-
-
-@pytest.mark.parametrize("kind", (Buffer, LowLatencyBuffer))
-@pytest.mark.parametrize("leave", (interrupt, end))
-def test_rank_that_leaves(leave, kind):
-    run_ranks(in_three_ranks, 3, leaves_while_it_maps, kind, leave, expected_dead=[1] if leave is end else [])
 
 
 def test_options_of_low_latency():

@@ -17,12 +17,15 @@ from deepep_moe.testing import run_ranks
 
 def on_ranks(num_ranks: int | Sequence[Any], **given: Any) -> Callable[..., Any]:
     """Make a test of a function that every rank runs. It takes `rank` and, where it names it, `num_ranks`, beside what pytest gives it.
-    Keywords that name its parameters say which values they have, as `pytest.mark.parametrize` does; the others are options of `run_ranks`.
-    Several numbers of ranks, or none if another mark gives them, are values of the parameter `num_ranks`."""
+
+    Keywords that name its parameters say which values they have, as `pytest.mark.parametrize` does. The others are options of `run_ranks`,
+    or functions of the values that are sent to the ranks. Several numbers of ranks, or none if another mark gives them, are values of
+    `num_ranks`.
+    """
 
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
         parameters = inspect.signature(body).parameters
-        values = {name: given[name] for name in given if name in parameters}
+        marks = {name: given[name] for name in given if name in parameters}
         options = {name: given[name] for name in given if name not in parameters}
         is_fixed = isinstance(num_ranks, int)
         of_pytest = [name for name in parameters if name not in (("rank", "num_ranks") if is_fixed else ("rank",))]
@@ -34,13 +37,15 @@ def on_ranks(num_ranks: int | Sequence[Any], **given: Any) -> Callable[..., Any]
                 of_ranks = dict(zip(("rank", "num_ranks", *sent), of_rank, strict=True))
                 body(**{name: of_ranks[name] for name in parameters})
             else:
-                run_ranks(test, num_ranks if is_fixed else given["num_ranks"], *(given[name] for name in sent), **options)
+                values = [given[name] for name in sent]
+                chosen = {name: option(*values) if callable(option) else option for name, option in options.items()}
+                run_ranks(test, num_ranks if is_fixed else given["num_ranks"], *values, **chosen)
 
         test.__signature__ = inspect.Signature([parameters[name] for name in of_pytest])
         if not is_fixed and num_ranks:
             test = pytest.mark.parametrize("num_ranks", num_ranks)(test)
-        for name in values:
-            test = pytest.mark.parametrize(name, values[name], ids=_id)(test)
+        for name in marks:
+            test = pytest.mark.parametrize(name, marks[name], ids=_id)(test)
         return test
 
     return decorate
