@@ -21,6 +21,8 @@ def pytest_addoption(parser):
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
     if begins := tuple(config.option.select):
+        if unknown := [name for name in begins if not any(item.nodeid.startswith(name) for item in items)]:
+            raise pytest.UsageError(f"--select={unknown[0]} selects no test")
         config.hook.pytest_deselected(items=[item for item in items if not item.nodeid.startswith(begins)])
         items[:] = [item for item in items if item.nodeid.startswith(begins)]
     if config.option.cases:

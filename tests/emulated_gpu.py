@@ -31,13 +31,13 @@ SUITES = {
 # Some tests of each kind, which `make test` runs; the suites go without them where it has.
 SLICE = (
     "tests/exchange/test_exchange.py::test_two_ranks_by_hand", "tests/exchange/test_exchange.py::test_fp8_rows_with_scales",
-    "tests/exchange/test_nvlink.py::test_equals_reference[[5, 0, 17]", "tests/exchange/test_nvlink.py::test_loads_and_stores",
+    "tests/exchange/test_exchange.py::test_equals_reference[[5, 0, 17]-nvlink", "tests/exchange/test_nvlink.py::test_loads_and_stores",
     "tests/exchange/test_nvlink.py::test_ways_to_send[0-now", "tests/exchange/test_nvlink.py::test_ways_to_send[7-hook",
     "tests/exchange/test_nvlink_errors.py::test_bad_arguments",
     "tests/faults/test_contract.py::test_too_small_a_bound_on_gpus[nvlink-2",
     "tests/exchange/test_nvlink_failed_calls.py::test_one_failed_handle", "tests/exchange/test_nvlink_peers.py::test_peer_that_is_gone",
     "tests/exchange/test_autograd.py::test_gradients_equal_reference", "tests/exchange/test_quant.py",
-    "tests/exchange/test_nvshmem_exchange.py::test_equals_reference", "tests/exchange/test_nvshmem_exchange.py::test_gradients",
+    "tests/exchange/test_nvshmem_exchange.py::test_equals_reference", "tests/exchange/test_nodes.py::test_gradients",
     "tests/exchange/test_nvshmem_exchange.py::test_one_row_crosses",
     "tests/exchange/test_fp8_training.py::test_rows_and_gradients[nvlink-2",
     "tests/exchange/test_by_expert.py::test_outputs_that_cannot_be_read_where_they_are[nvlink-strided]",
@@ -51,7 +51,7 @@ SLICE = (
 )  # fmt: skip
 # What calls from C++ make, made from Python, as it is for a PyTorch that the module `deepep_moe._torch` was not built for.
 IN_PYTHON = (
-    "tests/exchange/test_exchange.py::test_two_ranks_by_hand", "tests/exchange/test_nvlink.py::test_equals_reference[[5, 0, 17]",
+    "tests/exchange/test_exchange.py::test_two_ranks_by_hand", "tests/exchange/test_exchange.py::test_equals_reference[[5, 0, 17]-nvlink",
     "tests/exchange/test_autograd.py::test_gradients_equal_reference", "tests/low_latency/test_low_latency.py::test_by_hand[nvlink",
     "tests/low_latency/test_low_latency.py::test_fp8[640", "tests/gate/test_gate.py",
     "tests/exchange/test_fp8_training.py::test_rows_and_gradients[nvlink-2",

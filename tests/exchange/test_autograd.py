@@ -1,34 +1,33 @@
 """Gradients of dispatch and combine against the reference, and the operators under torch.compile."""
 
+import itertools
 from functools import partial
 
 import pytest
 import torch
-from exchange_cases import Case, assert_same, device_of, on_device, poison_outputs
+from exchange_cases import Case, assert_same, on_device
+from on_ranks import assert_all_same, inputs_of, on_ranks, opened
 from torch.utils.checkpoint import checkpoint
 
 from deepep_moe import Buffer, reference
-from deepep_moe.errors import EPPeerError
 from deepep_moe.testing import run_ranks
 
 LAYOUTS = ("expert", "rank")
+BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
 
 
-def gradients(rank, num_ranks, backend, layout, dtype):
+@on_ranks(3, backend=BACKENDS, layout=LAYOUTS, dtype=(torch.float32, torch.bfloat16))
+def test_gradients_equal_reference(rank, num_ranks, backend, layout, dtype):
     """Every gradient has an exact definition in terms of the reference's dispatch and combine."""
-    device_of(backend, rank)
-    poison_outputs()
     num_topk = 3 if dtype == torch.float32 else 4  # four fp32 are whole pieces of 16 bytes
     case = Case([7, 0, 12], num_topk=num_topk, dtype=dtype, layout=layout, pattern="masked", expert_alignment=2)
-    inputs = [case.inputs(r) for r in range(num_ranks)]
-    xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
+    xs, idxs, weights = inputs_of(case)
     received = reference.dispatch(xs, idxs, weights, case.num_experts, layout=layout, expert_alignment=2)
 
     def draw(shape, r, offset):
         return torch.randn(shape, generator=torch.Generator().manual_seed(100 * offset + r))
 
-    buffer = Buffer(None, 12, case.hidden, case.num_experts, case.num_topk, backend=backend)
-    x, idx, weight = on_device(backend, rank, xs[rank].clone(), idxs[rank], weights[rank].clone())
+    buffer, x, idx, weight = opened(case, backend, rank)
     x.requires_grad_()
     weight.requires_grad_()
     out = buffer.dispatch(x, idx, weight, layout=layout, expert_alignment=2)
@@ -55,18 +54,9 @@ def gradients(rank, num_ranks, backend, layout, dtype):
     assert_same("rows.grad, unweighted", rows.grad, sent)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
-def test_gradients_equal_reference(backend, layout, dtype):
-    run_ranks(gradients, 3, backend, layout, dtype)
-
-
-def checkpointed_gradients(rank, num_ranks, backend):
-    device_of(backend, rank)
-    case = Case([9, 4])
-    x, idx, weight = on_device(backend, rank, *case.inputs(rank))
-    buffer = Buffer(None, 9, case.hidden, case.num_experts, case.num_topk, backend=backend, timeout_s=60)
+@on_ranks(2, backend=BACKENDS)
+def test_checkpointing(rank, backend):
+    buffer, x, idx, weight = opened(Case([9, 4]), backend, rank)
 
     def layer(x, weight):
         out = buffer.dispatch(x, idx, weight)
@@ -79,35 +69,13 @@ def checkpointed_gradients(rank, num_ranks, backend):
 
     expected = step(layer)
     actual = step(partial(checkpoint, layer, use_reentrant=False))
-    for name, there, here in zip(("y", "x.grad", "weight.grad"), expected, actual, strict=True):
-        assert_same(name, here, there)
+    assert_all_same("y, x.grad, weight.grad", actual, expected)
 
 
-@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
-def test_checkpointing(backend):
-    run_ranks(checkpointed_gradients, 2, backend)
-
-
-def transformed(rank, num_ranks):
-    buffer, x, idx = Buffer(None, 4, 16, 4, 2, timeout_s=60), torch.randn(4, 16), torch.tensor([[0, 2], [1, 3], [3, 0], [2, -1]])
-    if rank == 0:
-        with pytest.raises(TypeError, match=r"cannot be transformed by torch.func .*; use torch.autograd.grad or backward"):
-            torch.func.grad(lambda x: buffer.dispatch(x, idx).recv_x.sum())(x)
-    else:
-        with pytest.raises(EPPeerError, match=r"rank 0 .*cannot be transformed by torch.func"):
-            buffer.dispatch(x, idx)
-    assert len(buffer.dispatch(x, idx).recv_x) == (6, 8)[rank]
-
-
-def test_transforms_are_refused():
-    run_ranks(transformed, 2)
-
-
-def asynchronous_gradients(rank, num_ranks, backend, mode, num_sms):
-    device = device_of(backend, rank)
-    case = Case([9, 4])
-    inputs = on_device(backend, rank, *case.inputs(rank))
-    buffer = Buffer(None, 9, case.hidden, case.num_experts, case.num_topk, backend=backend, timeout_s=60)
+@on_ranks(2, backend=BACKENDS)
+def test_asynchronous_calls_have_gradients(rank, backend):
+    buffer, *inputs = opened(Case([9, 4]), backend, rank)
+    columns = torch.arange(buffer.hidden, device=inputs[0].device)
 
     def step(**how):
         x, idx, weight = (tensor.clone() for tensor in inputs)
@@ -119,36 +87,23 @@ def asynchronous_gradients(rank, num_ranks, backend, mode, num_sms):
         y = buffer.combine(out.recv_x * 1.5, out.handle, out.recv_topk_weights, **how)
         if how:
             y, done = y
-            done() if mode == "return_hook" else done.wait()
-        return y.detach(), *torch.autograd.grad((y * torch.arange(case.hidden, device=device)).sum(), (x, weight))
+            done() if "return_hook" in how else done.wait()
+        return y.detach(), *torch.autograd.grad((y * columns).sum(), (x, weight))
 
-    for ours, plain in zip(step(**{mode: True, "num_sms": num_sms}), step(), strict=True):
-        assert_same("with " + mode, ours, plain)
-
-
-@pytest.mark.parametrize("num_sms", (None, 0))
-@pytest.mark.parametrize("mode", ("async_op", "return_hook"))
-@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
-def test_asynchronous_calls_have_gradients(backend, mode, num_sms):
-    run_ranks(asynchronous_gradients, 2, backend, mode, num_sms)
+    for mode, num_sms in itertools.product(("async_op", "return_hook"), (None, 0)):
+        assert_all_same(f"with {mode}, num_sms {num_sms}", step(**{mode: True, "num_sms": num_sms}), step())
 
 
-def second_order(rank, num_ranks, layout):
+@on_ranks(2, layout=LAYOUTS)
+def test_second_order(rank, layout):
     """The backward operators are differentiable themselves."""
-    case = Case([5, 4], layout=layout)
-    x, idx, weights = case.inputs(rank)
-    buffer = Buffer(None, 5, case.hidden, case.num_experts, case.num_topk)
+    buffer, x, idx, weights = opened(Case([5, 4]), "shm", rank)
     x.requires_grad_()
     out = buffer.dispatch(x, idx, weights, layout=layout)
     (grad,) = torch.autograd.grad(out.recv_x.pow(3).sum(), x, create_graph=True)
     grad.sum().backward()
     copies = (idx >= 0).sum(1) if layout == "expert" else buffer.layout(idx).is_token_in_rank.sum(1)
     torch.testing.assert_close(x.grad, 6 * x.detach() * copies[:, None])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_second_order(layout):
-    run_ranks(second_order, 2, layout)
 
 
 def compiled(rank, num_ranks, backend, compiler, layout):
@@ -171,8 +126,7 @@ def compiled(rank, num_ranks, backend, compiler, layout):
         y = call(*leaves)
         y.square().sum().backward()
         results.append([y.detach(), *(leaf.grad for leaf in leaves)])
-    for eager, traced in zip(*results, strict=True):
-        torch.testing.assert_close(traced, eager, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from by_expert_cases import doubled, equal, folded, ignored, in_one_tensor, in_parts, shifted, strided, tagged, unlike, watched
 from exchange_cases import Case, InPython, assert_same, device_of, on_device, poison_outputs
+from on_ranks import assert_all_same, on_ranks, opened, refused
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -81,15 +82,11 @@ def weighed_at_the_source(rank, num_ranks, backend, dtype, num_topk, expert, num
         torch.testing.assert_close([grad_x, *grads], found[0][1:], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
-def all_weighed_at_the_source(rank, num_ranks, backend, expert):
+@pytest.mark.parametrize("expert", (doubled, strided, unlike, tagged), ids=lambda expert: expert.__name__)
+@on_ranks(3, backend=BACKENDS)
+def test_rows_weighed_at_the_source(rank, num_ranks, backend, expert):
     for dtype, num_topk in itertools.product((torch.float32, torch.bfloat16), (1, 2, 5)):
         weighed_at_the_source(rank, num_ranks, backend, dtype, num_topk, expert)
-
-
-@pytest.mark.parametrize("expert", (doubled, strided, unlike, tagged), ids=lambda expert: expert.__name__)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_weighed_at_the_source(backend, expert):
-    run_ranks(all_weighed_at_the_source, 3, backend, expert)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -99,13 +96,11 @@ def test_more_experts_than_kernels_take(backend, num_topk, num_experts):
     run_ranks(weighed_at_the_source, 3, backend, torch.float32, num_topk, doubled, num_experts)
 
 
-def of_weights_alone(rank, num_ranks, backend):
+@on_ranks(2, backend=BACKENDS)
+def test_gradients_that_no_call_takes_as_they_are(rank, backend):
     """Gradients as autograd may have them: of one entry for all, and between the boundaries of rows."""
-    device_of(backend, rank)
-    case = Case([5, 6], num_topk=2, num_experts=4, dtype=torch.float32)
-    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
+    buffer, x, idx, weights = opened(Case([5, 6], num_topk=2, num_experts=4), backend, rank)
     leaves = [tensor.clone().requires_grad_() for tensor in (x, weights)]
-    buffer = Buffer(None, 6, case.hidden, 4, 2, backend=backend)
     parts, recv_weights, handle = dispatch_by_expert(buffer, leaves[0], idx, leaves[1])
     recv_weights.sum().backward()
     assert_same("x.grad", leaves[0].grad, torch.zeros_like(x))
@@ -116,27 +111,20 @@ def of_weights_alone(rank, num_ranks, backend):
     assert_same("x.grad", leaves[0].grad, (idx >= 0).sum(1, keepdim=True).expand_as(x).float())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_that_no_call_takes_as_they_are(backend):
-    run_ranks(of_weights_alone, 2, backend)
-
-
-def refused(rank, num_ranks, backend):
+@on_ranks(2, backend=BACKENDS)
+def test_what_cannot_be_combined(rank, backend):
     """What cannot be combined is refused on rank 1; rank 0 learns of it instead of waiting."""
-    device_of(backend, rank)
-    case = Case([4, 4], num_topk=2, num_experts=4)
-    x, idx, _ = on_device(backend, rank, *case.inputs(rank))
-    buffer = Buffer(None, 4, case.hidden, 4, 2, backend=backend)
+    buffer, x, idx, _ = opened(Case([4, 4], num_topk=2, num_experts=4), backend, rank)
     parts, _, handle = dispatch_by_expert(buffer, x, idx, None)
-    one_more, one_fewer = torch.cat([parts[0], parts[0].new_zeros(1, case.hidden)]), parts[1][1:]
-    rows = rf"as many rows and columns as it was given, here {len(parts[0])} and {case.hidden}"
+    one_more, one_fewer = torch.cat([parts[0], parts[0].new_zeros(1, buffer.hidden)]), parts[1][1:]
+    shape = rf"the rows of local expert 0 have shape .* here {len(parts[0])} and {buffer.hidden}"
     wrong = (
-        ([one_more, parts[1]], ValueError, rf"the rows of local expert 0 have shape .* {rows}"),
-        ([one_more, one_fewer], ValueError, rf"the rows of local expert 0 have shape .* {rows}"),
+        ([one_more, parts[1]], ValueError, shape),
+        ([one_more, one_fewer], ValueError, shape),
+        ([parts[0][:, 1:], parts[1]], ValueError, shape),
         ([parts[0], None], TypeError, "the rows of local expert 1 must be a torch.Tensor, not NoneType"),
         ([None, parts[1]], TypeError, "the rows of local expert 0 must be a torch.Tensor, not NoneType"),
-        ([parts[0][:, 1:], parts[1]], ValueError, rf"the rows of local expert 0 have shape .* {rows}"),
-        ([parts[0]], ValueError, "there are rows of 1 experts, and 2 local experts; give each one's"),
+        ([parts[0]], ValueError, "there are rows of 1 experts, and 2 local experts"),
     )
     learns = pytest.raises(EPPeerError, match="rank 1 did not make its call")
     for given, error, message in wrong:
@@ -150,60 +138,36 @@ def refused(rank, num_ranks, backend):
         dist.barrier()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_cannot_be_combined(backend):
-    run_ranks(refused, 2, backend)
-
-
-def narrow(rank, num_ranks, backend):
+@on_ranks(2, backend=BACKENDS)
+def test_rows_that_experts_make_too_narrow(rank, backend):
     """Rows that are whole pieces until the experts make them half as wide, as under autocast."""
-    device_of(backend, rank)
-    case = Case([4, 4], hidden=12, num_topk=2, num_experts=4, dtype=torch.float32)
-    x, idx, _ = on_device(backend, rank, *case.inputs(rank))
-    buffer = Buffer(None, 4, 12, 4, 2, backend=backend)
+    buffer, x, idx, _ = opened(Case([4, 4], hidden=12, num_topk=2, num_experts=4), backend, rank)
     parts, _, handle = dispatch_by_expert(buffer, x, idx, None)
-    with pytest.raises(ValueError, match="a row of x, 12 columns of bfloat16, has 24 bytes; it must be a multiple of 16"):
+    with pytest.raises(ValueError, match="a row of x, 12 columns of bfloat16, has 24 bytes"):
         combine_by_expert(buffer, [part.bfloat16() for part in parts], None, handle)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_that_experts_make_too_narrow(backend):
-    run_ranks(narrow, 2, backend)
-
-
-def bad_routing(rank, num_ranks, backend):
+@on_ranks(2, backend=BACKENDS)
+def test_a_bad_routing(rank, backend):
     """Rank 1's kernels find an expert that is none. The buffer is as good as before, for the call after."""
-    device_of(backend, rank)
-    case = Case([4, 4], num_topk=2, num_experts=4)
-    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
-    buffer = Buffer(None, 4, case.hidden, 4, 2, backend=backend)
+    buffer, x, idx, weights = opened(Case([4, 4], num_topk=2, num_experts=4), backend, rank)
     wrong = idx.clone()
     wrong[2, 1] = 4
-    expected = ValueError if rank == 1 else EPPeerError
-    message = r"topk_idx\[2, 1\] is 4; it must be -1 \(no expert\) or 0 to 3"
-    with pytest.raises(expected, match=message if rank == 1 else f"rank 1 did not make its call: .*{message}"):
+    with refused(rank, 1, ValueError, r"topk_idx\[2, 1\] is 4"):
         dispatch_by_expert(buffer, x, wrong if rank == 1 else idx, weights)
     dist.barrier()
     scale = torch.tensor([0.5, 2.0], device=x.device)
     assert_same("combined_x", in_parts(buffer, x, idx, weights, scale, doubled), in_one_tensor(buffer, x, idx, weights, scale, doubled))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_bad_routing(backend):
-    run_ranks(bad_routing, 2, backend)
-
-
-def without_memory(rank, num_ranks, backend):
+@on_ranks(2, backend=NVLINK)
+def test_a_rank_without_memory(rank, backend):
     """What fails before a rank has entered its call, its peers learn."""
-    device_of(backend, rank)
-    case = Case([4, 4], num_topk=2, num_experts=4)
-    x, idx, weights = on_device("nvlink", rank, *case.inputs(rank))
-    buffer = Buffer(None, 4, case.hidden, 4, 2, backend="nvlink")
+    buffer, x, idx, weights = opened(Case([4, 4], num_topk=2, num_experts=4), backend, rank)
     if rank == 1:
         buffer.calls.backend.handle_shape = fails  # in the place of the first allocation
         buffer.calls._native = buffer.calls.backend.native_calls(buffer.calls.number, buffer.calls.own_mode)
-    told = "rank 1 did not make its call: OutOfMemoryError: " if rank == 0 else ""
-    with pytest.raises(EPPeerError if rank == 0 else torch.OutOfMemoryError, match=told + "nothing is left"):
+    with refused(rank, 1, torch.OutOfMemoryError, "nothing is left"):
         dispatch_by_expert(buffer, x, idx, weights)
 
 
@@ -211,20 +175,13 @@ def fails(*_, **__):
     raise torch.OutOfMemoryError("nothing is left")
 
 
-@pytest.mark.parametrize("backend", NVLINK)
-def test_a_rank_without_memory(backend):
-    run_ranks(without_memory, 2, backend)
-
-
-def gone(rank, num_ranks, backend):
+@on_ranks(2, backend=BACKENDS)
+def test_a_buffer_that_is_gone(rank, backend):
     """A backward whose buffer is no more."""
-    device_of(backend, rank)
-    case = Case([4, 4], num_topk=2, num_experts=4)
-    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
-    leaf, scale = x.clone().requires_grad_(), torch.tensor([0.5, 2.0], device=x.device)
-    for is_destroyed, message in ((True, "this buffer was destroyed; create a new Buffer"), (False, "buffer . is gone; keep the Buffer")):
-        buffer = Buffer(None, 4, case.hidden, 4, 2, backend=backend)
-        combined_x = in_parts(buffer, leaf, idx, weights, scale, doubled)
+    for is_destroyed, message in ((True, "this buffer was destroyed"), (False, "buffer . is gone")):
+        buffer, x, idx, weights = opened(Case([4, 4], num_topk=2, num_experts=4), backend, rank)
+        scale = torch.tensor([0.5, 2.0], device=x.device)
+        combined_x = in_parts(buffer, x.requires_grad_(), idx, weights, scale, doubled)
         if is_destroyed:
             buffer.destroy()
         else:
@@ -234,53 +191,30 @@ def gone(rank, num_ranks, backend):
         dist.barrier()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_buffer_that_is_gone(backend):
-    run_ranks(gone, 2, backend)
-
-
-def by_copies(rank, num_ranks, backend):
+@pytest.mark.gpu
+@on_ranks(2, backend=NVLINK)
+def test_calls_by_copy_engines(rank, backend):
     """The calls of a buffer whose rows copy engines send have the bits of those whose rows SMs send."""
-    device_of(backend, rank)
-    case = Case([5, 6], num_topk=2, num_experts=4, dtype=torch.float32)
-    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
     made = []
     for num_sms in (None, 0):
-        buffer = Buffer(None, 6, case.hidden, 4, 2, backend=backend, num_sms=num_sms)
+        buffer, x, idx, weights = opened(Case([5, 6], num_topk=2, num_experts=4), backend, rank, num_sms=num_sms)
         parts, recv_weights, handle = dispatch_by_expert(buffer, x, idx, weights)
         made.append((*parts, combine_by_expert(buffer, parts, recv_weights, handle)))
-    for plain, copied in zip(*made, strict=True):
-        assert_same("rows", copied, plain)
+    assert_all_same("rows", *made)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", NVLINK)
-def test_calls_by_copy_engines(backend):
-    run_ranks(by_copies, 2, backend)
-
-
-def shares_too_much(rank, num_ranks):
-    device_of("nvlink", rank)
-    case = Case([8, 8], num_topk=2, num_experts=4)
-    x, idx, _ = on_device("nvlink", rank, *case.inputs(rank))
-    buffer = Buffer(None, 8, case.hidden, 4, 2, backend="nvlink")
-    with pytest.raises(
-        ValueError, match="2 tokens share a row, of 8 in a buffer for top-2; at most 32 may, .* where a token has one expert"
-    ):
+@on_ranks(2)
+def test_tokens_of_several_experts_share_no_rows(rank):
+    buffer, x, idx, _ = opened(Case([8, 8], num_topk=2, num_experts=4), "nvlink", rank)
+    with pytest.raises(ValueError, match="2 tokens share a row, of 8 in a buffer for top-2"):
         dispatch_by_expert(buffer, x[:4].contiguous(), idx, None, source_weights=torch.ones(2, 4, device=x.device))
 
 
-@pytest.mark.gpu
-def test_tokens_of_several_experts_share_no_rows():
-    run_ranks(shares_too_much, 2)
-
-
-def twice(rank, num_ranks, backend):
+@on_ranks(2, backend=("shm", *NVLINK))
+def test_gradients_of_gradients(rank, backend):
     """A gradient of a gradient: rows are joined then, and equal those of the calls that know one tensor only."""
-    device_of(backend, rank)
-    case = Case([5, 6], num_topk=2, num_experts=4, dtype=torch.float32)
-    x, idx, _ = on_device(backend, rank, *case.inputs(rank))
-    buffer = Buffer(None, 6, case.hidden, 4, 2, backend=backend)
+    buffer, x, idx, _ = opened(Case([5, 6], num_topk=2, num_experts=4), backend, rank)
     scale = torch.arange(1.0, 3.0, device=x.device)
     found = []
     for way in (in_one_tensor, in_parts):
@@ -293,10 +227,7 @@ def twice(rank, num_ranks, backend):
 
 def in_place(rank, num_ranks):
     """Experts that write into their rows: in C++ each expert's are a tensor of their own for autograd, though they lie in one."""
-    device_of("nvlink", rank)
-    case = Case([5, 6], num_topk=2, num_experts=4, dtype=torch.float32)
-    x, idx, weights = on_device("nvlink", rank, *case.inputs(rank))
-    buffer = Buffer(None, 6, case.hidden, 4, 2, backend="nvlink")
+    buffer, x, idx, weights = opened(Case([5, 6], num_topk=2, num_experts=4), "nvlink", rank)
     scale = torch.arange(1.0, 3.0, device=x.device)
     found = []
     for expert in (doubled, torch.Tensor.mul_):
@@ -304,8 +235,7 @@ def in_place(rank, num_ranks):
         combined_x = in_parts(buffer, leaves[0], idx, leaves[1], leaves[2], expert)
         combined_x.backward(x)
         found.append([combined_x, *(leaf.grad for leaf in leaves)])
-    for name, value, expected in zip(("combined_x", "x.grad", "topk_weights.grad", "scale.grad"), found[1], found[0], strict=True):
-        assert_same(name, value, expected)
+    assert_all_same("combined_x, x.grad, topk_weights.grad, scale.grad", *found)
 
 
 @pytest.mark.gpu
@@ -330,12 +260,10 @@ class Wrapped(torch.Tensor):
         return function(*tree_map_only(cls, lambda wrapped: wrapped.inner, args), **(kwargs or {}))
 
 
-def unusual(rank, num_ranks, backend):
+@on_ranks(2, backend=NVLINK)
+def test_what_calls_in_cpp_decline(rank, backend):
     """What calls in C++ decline, or must not take for it."""
-    device_of(backend, rank)
-    case = Case([5, 6], num_topk=1, num_experts=4, dtype=torch.float32)
-    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
-    buffer = Buffer(None, 6, case.hidden, 4, 1, backend=backend)
+    buffer, x, idx, weights = opened(Case([5, 6], num_topk=1, num_experts=4), backend, rank)
     scale = torch.tensor([0.5, 2.0], device=x.device)
 
     def run(hook=None):
@@ -350,28 +278,20 @@ def unusual(rank, num_ranks, backend):
         return combined_x, [leaf.grad for leaf in leaves]
 
     plain, expected = run()
-    for name, got, grad in zip(("x.grad", "topk_weights.grad"), run(Wrapped)[1], expected, strict=True):
-        assert_same(name, got, grad)
+    assert_all_same("x.grad, topk_weights.grad", run(Wrapped)[1], expected)
     torch.vmap(torch.sin)(torch.ones(2, 2))  # which leaves something in this thread, as torch.compile does
     combined_x, _ = run()
     assert_same("combined_x", combined_x, plain)
     assert combined_x.grad_fn.name() == plain.grad_fn.name()
 
 
-@pytest.mark.parametrize("backend", NVLINK)
-def test_what_calls_in_cpp_decline(backend):
-    run_ranks(unusual, 2, backend)
-
-
 def top_1(backend, rank, **options):
     """A buffer of two ranks, and this one's x and topk_idx."""
-    device_of(backend, rank)
-    case = Case([5, 6], num_topk=1, num_experts=4, dtype=torch.float32)
-    x, idx, _ = on_device(backend, rank, *case.inputs(rank))
-    return Buffer(None, 6, case.hidden, 4, 1, backend=backend, **options), x, idx
+    return opened(Case([5, 6], num_topk=1, num_experts=4), backend, rank, **options)[:3]
 
 
-def other_layouts(rank, num_ranks, backend):
+@on_ranks(2, backend=BACKENDS)
+def test_rows_of_the_rank_layout(rank, backend):
     """A handle whose rows are not by expert: its rows are joined, and weighed by no one."""
     buffer, x, idx = top_1(backend, rank)
     out = buffer.dispatch(x, idx, layout="rank")
@@ -379,25 +299,16 @@ def other_layouts(rank, num_ranks, backend):
     assert_same("combined_x", combine_by_expert(buffer, parts, None, out.handle), torch.where(idx < 0, torch.zeros_like(x), x))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_of_the_rank_layout(backend):
-    run_ranks(other_layouts, 2, backend)
-
-
-def bad_num_sms(rank, num_ranks, backend):
+@on_ranks(2, backend=NVLINK)
+def test_multiprocessors_that_are_not_there(rank, backend):
     """A number for one rank's GPU only: its first call says so, to its peers too."""
     buffer, x, idx = top_1(backend, rank, num_sms=100000 if rank == 1 else 4)
-    message = "num_sms is 100000; this GPU has"
-    with pytest.raises(ValueError, match=message) if rank == 1 else pytest.raises(EPPeerError, match=message):
+    with pytest.raises(ValueError if rank == 1 else EPPeerError, match="num_sms is 100000; this GPU has"):
         dispatch_by_expert(buffer, x, idx, None)
 
 
-@pytest.mark.parametrize("backend", NVLINK)
-def test_multiprocessors_that_are_not_there(backend):
-    run_ranks(bad_num_sms, 2, backend)
-
-
-def kept_by_a_traceback(rank, num_ranks, backend):
+@on_ranks(2, backend=NVLINK)
+def test_memory_of_a_destroyed_buffer(rank, backend):
     """A destroyed buffer's memory goes, whoever keeps an error of its calls."""
     buffer, x, idx = top_1(backend, rank)
     with pytest.raises((ValueError, EPPeerError)) as kept:
@@ -408,26 +319,14 @@ def kept_by_a_traceback(rank, num_ranks, backend):
     assert kept.value is not None
 
 
-@pytest.mark.parametrize("backend", NVLINK)
-def test_memory_of_a_destroyed_buffer(backend):
-    run_ranks(kept_by_a_traceback, 2, backend)
-
-
 def squared(rows, scale):
     return rows * rows * scale
 
 
-@pytest.mark.parametrize("backend", ("shm", *NVLINK))
-def test_gradients_of_gradients(backend):
-    run_ranks(twice, 2, backend)
-
-
-def recomputed(rank, num_ranks, backend, use_reentrant):
+@on_ranks(2, backend=BACKENDS, use_reentrant=(False, True))
+def test_activation_checkpointing(rank, backend, use_reentrant):
     """Under activation checkpointing a forward is made once more, its dispatch and combine too."""
-    device_of(backend, rank)
-    case = Case([6, 9], num_topk=2, num_experts=4, dtype=torch.bfloat16)
-    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
-    buffer = Buffer(None, 9, case.hidden, 4, 2, backend=backend)
+    buffer, x, idx, weights = opened(Case([6, 9], num_topk=2, num_experts=4, dtype=torch.bfloat16), backend, rank)
     scale = torch.tensor([0.5, 2.0], device=x.device)
     found = []
     for call in (in_parts, partial(checkpoint, in_parts, use_reentrant=use_reentrant)):
@@ -435,11 +334,4 @@ def recomputed(rank, num_ranks, backend, use_reentrant):
         combined_x = call(buffer, leaves[0], idx, leaves[1], scale, doubled)
         combined_x.backward(x)
         found.append([combined_x, *(leaf.grad for leaf in leaves)])
-    for name, value, expected in zip(("combined_x", "x.grad", "topk_weights.grad"), found[1], found[0], strict=True):
-        assert_same(name, value, expected)
-
-
-@pytest.mark.parametrize("use_reentrant", (False, True))
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_activation_checkpointing(backend, use_reentrant):
-    run_ranks(recomputed, 2, backend, use_reentrant)
+    assert_all_same("combined_x, x.grad, topk_weights.grad", *found)

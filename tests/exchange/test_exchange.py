@@ -1,20 +1,17 @@
-"""Dispatch and combine against the reference, bit for bit, on every CPU backend."""
+"""Dispatch and combine against the reference, bit for bit; several ranks share a GPU where there are fewer."""
 
+import itertools
 import os
 
 import pytest
 import torch
-from exchange_cases import Case, assert_same, check_case, device_of, on_device, poison_outputs
+from exchange_cases import Case, assert_same, device_of, on_device, poison_outputs
+from on_ranks import assert_all_same, assert_fields_same, check_cases, inputs_of, on_ranks, opened
 
 from deepep_moe import Buffer, reference
-from deepep_moe.testing import run_ranks
 
 LAYOUTS = ("expert", "rank")
-
-
 BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
-
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -40,7 +37,8 @@ def test_one_rank_by_hand(backend):
     assert y.tolist() == [(2 * x[0] + 1).tolist(), (x[1] + 1).tolist(), [1.0] * 4]
 
 
-def two_ranks_by_hand(rank, _, backend):
+@on_ranks(2, backend=BACKENDS)
+def test_two_ranks_by_hand(rank, backend):
     device_of(backend, rank)
     poison_outputs()
     x = torch.full((2, 4), float(rank + 1)) * torch.tensor([[1.0], [10.0]])  # rank 0: 1, 10; rank 1: 2, 20
@@ -60,52 +58,48 @@ def two_ranks_by_hand(rank, _, backend):
     assert counts.is_token_in_rank.tolist() == [[[True, True], [False, True]], [[False, True], [True, False]]][rank]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_two_ranks_by_hand(backend):
-    run_ranks(two_ranks_by_hand, 2, backend)
-
-
 # ---- against the reference ----
 
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_tokens", ([13], [9, 21], [5, 0, 17], [30, 1, 8, 0]), ids=str)
-def test_equals_reference(num_tokens, dtype, layout):
-    case = Case(num_tokens, dtype=dtype, layout=layout, expert_alignment=4, with_bias=True)
-    run_ranks(check_case, case.num_ranks, case)
+on_cpus_and_gpus = pytest.mark.parametrize(
+    "backends", [pytest.param(("shm", "collective"), id="cpu"), pytest.param(("nvlink",), id="nvlink", marks=pytest.mark.gpu)]
+)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("pattern", ("one_expert", "one_rank", "skewed", "masked", "nobody"))
-def test_uneven_routings(pattern, layout):
-    case = Case([40, 3, 0], pattern=pattern, layout=layout, dtype=torch.bfloat16, index_dtype=torch.int32)
-    run_ranks(check_case, case.num_ranks, case)
+@on_cpus_and_gpus
+@pytest.mark.parametrize("num_tokens", ([13], [9, 21], [5, 0, 17], [300, 1, 130, 0]), ids=str)
+def test_equals_reference(num_tokens, backends):
+    how = {"expert_alignment": 4, "with_bias": True, "backends": backends}
+    check_cases([Case(num_tokens, dtype=dtype, layout=layout, **how) for dtype, layout in itertools.product(DTYPES, LAYOUTS)])
 
 
-@pytest.mark.parametrize("hidden", (8, 72, 2880, 7168))
-def test_hidden_sizes(hidden):
-    run_ranks(check_case, 2, Case([33, 20], hidden=hidden, dtype=torch.bfloat16))
+@on_cpus_and_gpus
+def test_uneven_routings(backends):
+    how = {"dtype": torch.bfloat16, "index_dtype": torch.int32, "backends": backends}
+    settings = itertools.product(("one_expert", "one_rank", "skewed", "masked", "nobody"), LAYOUTS)
+    check_cases([Case([140, 3, 0], pattern=pattern, layout=layout, **how) for pattern, layout in settings] + [Case([0, 0, 0], **how)])
 
 
-@pytest.mark.parametrize("num_ranks", (5, 6, 8))
-def test_more_ranks_than_cores(num_ranks):
-    run_ranks(check_case, num_ranks, Case([7] * num_ranks, num_experts=num_ranks * 2, num_topk=5))
+@on_cpus_and_gpus
+def test_hidden_sizes(backends):
+    check_cases([Case([33, 20], hidden=hidden, dtype=torch.bfloat16, backends=backends) for hidden in (8, 72, 2880, 7168)])
 
 
-def test_no_tokens_anywhere():
-    run_ranks(check_case, 2, Case([0, 0]))
+@on_cpus_and_gpus
+@pytest.mark.parametrize("num_ranks", (5, 6, 7, 8))
+def test_more_ranks_than_cores(num_ranks, backends):
+    check_cases([Case([20 + rank for rank in range(num_ranks)], num_experts=num_ranks * 3, num_topk=5, backends=backends)])
 
 
 @pytest.mark.parametrize("start_method", ("fork", "spawn"))
 def test_start_methods(start_method):
-    run_ranks(check_case, 2, Case([11, 6]), start_method=start_method)
+    check_cases([Case([11, 6])], start_method=start_method)
 
 
 # ---- rings that wrap, several threads ----
 
 
-def large_case(rank, num_ranks, layout, num_threads):
+@on_ranks(3, num_threads=(1, 3), layout=LAYOUTS)
+def test_rings_wrap(rank, num_ranks, layout, num_threads):
     """More rows than a ring holds, several channels: against collective, which the small cases tie to the reference."""
     os.environ["DEEPEP_MOE_NUM_THREADS"] = str(num_threads)
     case = Case([900 + 100 * r for r in range(num_ranks)], hidden=2048, num_experts=15, num_topk=6, dtype=torch.bfloat16, layout=layout)
@@ -117,87 +111,56 @@ def large_case(rank, num_ranks, layout, num_threads):
         row_weights = out.recv_topk_weights if layout == "expert" else None
         results.append((out.recv_x.clone(), out.recv_topk_weights, buffer.combine(out.recv_x, out.handle, row_weights)))
         assert backend == "collective" or buffer.num_channels == num_threads
-    for ours, other in zip(*results, strict=True):
-        assert_same("result", ours, other)
+    assert_all_same("result", *results)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("num_threads", (1, 3))
-def test_rings_wrap(layout, num_threads):
-    run_ranks(large_case, 3, layout, num_threads)
-
-
-def repeated(rank, num_ranks, backend):
-    device_of(backend, rank)
-    case = Case([300, 200], hidden=512, num_topk=4, dtype=torch.bfloat16)
-    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
-    buffer = Buffer(None, 300, 512, 12, 4, backend=backend)
+@on_ranks(2, backend=BACKENDS)
+def test_every_run_repeats(rank, backend):
+    buffer, x, idx, weights = opened(Case([300, 200], hidden=512, num_topk=4, dtype=torch.bfloat16), backend, rank)
     first = None
     for _ in range(50):
         out = buffer.dispatch(x, idx, weights)
         result = (out.recv_x, out.recv_topk_weights, buffer.combine(out.recv_x, out.handle, out.recv_topk_weights))
         first = first or [tensor.clone() for tensor in result]
-        for ours, before in zip(result, first, strict=True):
-            assert_same("repetition", ours, before)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_run_repeats(backend):
-    run_ranks(repeated, 2, backend)
+        assert_all_same("repetition", result, first)
 
 
 # ---- handles, buffers, bounds, fp8, asynchronous calls ----
 
 
-def reuse_handle(rank, num_ranks, backend, layout):
-    device_of(backend, rank)
-    poison_outputs()
+@on_ranks(2, backend=BACKENDS, layout=LAYOUTS)
+def test_handle_is_reusable(rank, backend, layout):
     case = Case([6, 9], layout=layout, expert_alignment=4)
-    inputs = [case.inputs(r) for r in range(num_ranks)]
-    buffer = Buffer(None, 9, case.hidden, case.num_experts, case.num_topk, backend=backend)
-    handle = buffer.dispatch(*on_device(backend, rank, *inputs[rank][:2]), layout=layout, expert_alignment=4).handle
+    buffer, x, idx, _ = opened(case, backend, rank)
+    handle = buffer.dispatch(x, idx, layout=layout, expert_alignment=4).handle
     for seed in range(3):
         xs = [torch.randn(n, case.hidden, generator=torch.Generator().manual_seed(seed + n)) for n in case.num_tokens]
         weights = [torch.rand(n, case.num_topk, generator=torch.Generator().manual_seed(seed + n)) for n in case.num_tokens]
-        expected = reference.dispatch(xs, [i[1] for i in inputs], weights, case.num_experts, layout=layout, expert_alignment=4)
+        expected = reference.dispatch(xs, inputs_of(case)[1], weights, case.num_experts, layout=layout, expert_alignment=4)
         x, weight = on_device(backend, rank, xs[rank], weights[rank])
         out = buffer.dispatch(x, topk_weights=weight, handle=handle)
-        assert_same("recv_x", out.recv_x, expected[rank].recv_x)
-        assert_same("recv_topk_weights", out.recv_topk_weights, expected[rank].recv_topk_weights)
-        assert_same("recv_topk_idx", out.recv_topk_idx, expected[rank].recv_topk_idx)
+        assert_fields_same(out, expected[rank], "recv_x", "recv_topk_weights", "recv_topk_idx")
         combined = reference.combine([e.recv_x for e in expected], expected, case.num_tokens)
         for _ in range(2):
             assert_same("combined_x", buffer.combine(out.recv_x, handle), combined[rank])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_handle_is_reusable(backend, layout):
-    run_ranks(reuse_handle, 2, backend, layout)
-
-
-def several_buffers(rank, num_ranks):
+@on_ranks(2)
+def test_several_buffers_alive(rank):
     small, large = Case([4, 7], hidden=16, num_experts=4, num_topk=2), Case([50, 20], hidden=128, num_experts=8, num_topk=3)
     buffers = [Buffer(None, 50, case.hidden, case.num_experts, case.num_topk) for case in (small, large)]
     outs = [buffer.dispatch(*case.inputs(rank)) for buffer, case in zip(buffers, (small, large), strict=True)]
     for buffer, case, out in [*zip(buffers, (small, large), outs, strict=True)][::-1]:
-        inputs = [case.inputs(r) for r in range(num_ranks)]
-        expected = reference.dispatch(*map(list, zip(*inputs, strict=True)), case.num_experts)
+        expected = reference.dispatch(*inputs_of(case), case.num_experts)
         assert_same("recv_x", out.recv_x, expected[rank].recv_x)
         combined = reference.combine([e.recv_x for e in expected], expected, case.num_tokens)
         assert_same("combined_x", buffer.combine(out.recv_x, out.handle), combined[rank])
 
 
-def test_several_buffers_alive():
-    run_ranks(several_buffers, 2)
-
-
-def bounded(rank, num_ranks, backend, layout):
-    device_of(backend, rank)
-    poison_outputs()
+@on_ranks(2, backend=BACKENDS, layout=LAYOUTS)
+def test_bound_on_rows(rank, backend, layout):
     case = Case([6, 9], layout=layout)
-    buffer = Buffer(None, 9, case.hidden, case.num_experts, case.num_topk, backend=backend)
-    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
+    buffer, x, idx, weights = opened(case, backend, rank)
     free = buffer.dispatch(x, idx, weights, layout=layout)
     bound = buffer.dispatch(x, idx, weights, layout=layout, num_recv_rows=100)
     num_rows = len(free.recv_x)
@@ -210,42 +173,20 @@ def bounded(rank, num_ranks, backend, layout):
     assert_same("combined_x", buffer.combine(bound.recv_x, bound.handle), buffer.combine(free.recv_x, free.handle))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_bound_on_rows(backend, layout):
-    run_ranks(bounded, 2, backend, layout)
-
-
-def fp8_rows(rank, num_ranks, backend, layout, dtype):
-    device_of(backend, rank)
-    case = Case([6, 9], hidden=144, layout=layout)
-    inputs = [case.inputs(r) for r in range(num_ranks)]
-    xs = [x.to(dtype) for x, _, _ in inputs]
+@on_ranks(2, backend=BACKENDS, layout=LAYOUTS, dtype=(torch.float8_e4m3fn, torch.float8_e5m2))
+def test_fp8_rows_with_scales(rank, backend, layout, dtype):
+    case = Case([6, 9], hidden=144, layout=layout, dtype=dtype)
     scales = [torch.rand(n, 2, generator=torch.Generator().manual_seed(n)) for n in case.num_tokens]
-    expected = reference.dispatch(
-        xs, [i for _, i, _ in inputs], [w for _, _, w in inputs], case.num_experts, layout=layout, expert_alignment=2, x_scales=scales
-    )[rank]
-    poison_outputs()
-    buffer = Buffer(None, 9, case.hidden, case.num_experts, case.num_topk, backend=backend)
-    x, x_scales, idx, weight = on_device(backend, rank, xs[rank], scales[rank], *inputs[rank][1:])
-    out = buffer.dispatch(x, idx, weight, x_scales=x_scales, layout=layout, expert_alignment=2)
-    assert_same("recv_x", out.recv_x, expected.recv_x)
-    assert_same("recv_x_scales", out.recv_x_scales, expected.recv_x_scales)
-    assert_same("recv_topk_weights", out.recv_topk_weights, expected.recv_topk_weights)
+    expected = reference.dispatch(*inputs_of(case), case.num_experts, layout=layout, expert_alignment=2, x_scales=scales)[rank]
+    buffer, x, idx, weights = opened(case, backend, rank)
+    (x_scales,) = on_device(backend, rank, scales[rank])
+    out = buffer.dispatch(x, idx, weights, x_scales=x_scales, layout=layout, expert_alignment=2)
+    assert_fields_same(out, expected, "recv_x", "recv_x_scales", "recv_topk_weights")
 
 
-@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float8_e5m2), ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_fp8_rows_with_scales(backend, layout, dtype):
-    run_ranks(fp8_rows, 2, backend, layout, dtype)
-
-
-def asynchronous(rank, num_ranks, backend):
-    device_of(backend, rank)
-    case = Case([600, 400], hidden=256)
-    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
-    buffer = Buffer(None, 600, case.hidden, case.num_experts, case.num_topk, backend=backend)
+@on_ranks(2, backend=BACKENDS)
+def test_asynchronous_calls(rank, backend):
+    buffer, x, idx, weights = opened(Case([600, 400], hidden=256), backend, rank)
     plain = buffer.dispatch(x, idx, weights)
     expected = buffer.combine(plain.recv_x, plain.handle)
     out = buffer.dispatch(x, idx, weights, async_op=True)
@@ -264,11 +205,6 @@ def asynchronous(rank, num_ranks, backend):
     assert_same("combined_x", again, expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_asynchronous_calls(backend):
-    run_ranks(asynchronous, 2, backend)
-
-
 # ---- every value of the 16-bit formats ----
 
 
@@ -285,13 +221,10 @@ def test_rounding_of_every_value(dtype):
         assert_same(f"weight {weight}", y + 0.0, (torch.zeros(()) + weight * x.float()).to(dtype) + 0.0)
 
 
-def lane_by_lane(rank, num_ranks, backend, index_dtype):
+@on_ranks(2, backend=BACKENDS, index_dtype=(torch.int32, torch.int64))
+def test_routing_that_lies_lane_by_lane(rank, backend, index_dtype):
     """topk_idx and topk_weights that lie lane by lane, as gates have them that fill lanes one after another."""
-    device_of(backend, rank)
-    poison_outputs()
-    case = Case([5, 9], num_topk=3, index_dtype=index_dtype, pattern="masked")
-    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
-    buffer = Buffer(None, 9, case.hidden, case.num_experts, 3, backend=backend)
+    buffer, x, idx, weights = opened(Case([5, 9], index_dtype=index_dtype, pattern="masked"), backend, rank)
     by_lane = [tensor.t().contiguous().t() for tensor in (idx, weights)]
     assert not any(tensor.is_contiguous() for tensor in by_lane)
     for layout in ("expert", "rank"):
@@ -304,9 +237,3 @@ def lane_by_lane(rank, num_ranks, backend, index_dtype):
         assert_same("recv_topk_weights", again.recv_topk_weights, expected.recv_topk_weights)
         y = expected.recv_x * 2
         assert_same("combined_x", buffer.combine(y, found.handle), buffer.combine(y, expected.handle))
-
-
-@pytest.mark.parametrize("index_dtype", (torch.int32, torch.int64), ids=str)
-@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
-def test_routing_that_lies_lane_by_lane(backend, index_dtype):
-    run_ranks(lane_by_lane, 2, backend, index_dtype)

@@ -6,6 +6,7 @@ import emulated_gpu
 import pytest
 import torch
 from exchange_cases import assert_same, device_of
+from on_ranks import assert_all_same
 
 from deepep_moe import Buffer, ops
 from deepep_moe.errors import EPPeerError
@@ -32,15 +33,15 @@ def buffer_of(backend):
 
 def sent_bytes(buffer):
     """Note the bytes of a row that each call of the buffer sends from now on."""
-    noted, calls = [], buffer.calls
+    noted = []
+
+    def noting(stock, args):
+        noted.append((args.x.nbytes + (0 if args.x_scales is None else args.x_scales.nbytes)) // len(args.x))
+        return stock(args)
+
     for name in ("dispatch", "dispatch_cached"):
-        setattr(calls, name, partial(_noting, getattr(calls, name), noted))
+        setattr(buffer.calls, name, partial(noting, getattr(buffer.calls, name)))
     return noted
-
-
-def _noting(stock, noted, args):
-    noted.append((args.x.nbytes + (0 if args.x_scales is None else args.x_scales.nbytes)) // len(args.x))
-    return stock(args)
 
 
 # ---- what arrives ----
@@ -88,11 +89,9 @@ def out_scales(x):
     return quantize_fp8(x.detach(), power_of_two=True)[1]
 
 
-@pytest.mark.parametrize("num_ranks", (1, 2, 3))
+@pytest.mark.parametrize("num_ranks", (1, 2, 4))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_and_gradients(backend, num_ranks):
-    if NUM_EXPERTS % num_ranks:
-        num_ranks = 4
     run_ranks(rows_and_gradients, num_ranks, backend)
 
 
@@ -131,18 +130,12 @@ def whole_layers(rank, num_ranks, backend):
         if name == "bounded":
             assert len(out.recv_x) == bound
     for name in ("bounded", "async", "hook"):
-        for ours, theirs in zip(results[name], results["fp8"], strict=True):
-            assert_same(name, ours, theirs)
+        assert_all_same(name, results[name], results["fp8"])
     for ours, theirs in zip(results["fp8"], results.get("bf16", ()), strict="bf16" in results):
         error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
         assert 0.005 < error < 0.15, error
     with torch.no_grad():
         assert_same("without gradient", layer(buffer, x, idx, weights, w1, w2, "blockwise")[0], results["fp8"][0])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_layers(backend):
-    run_ranks(whole_layers, 2, backend)
 
 
 def recomputed(rank, num_ranks, backend):
@@ -151,25 +144,19 @@ def recomputed(rank, num_ranks, backend):
     buffer, (x, idx, weights) = buffer_of(backend), inputs(rank, device)
     w1, w2 = experts_of(rank, buffer.num_local_experts, device)
     grads = []
-    for checkpointed in (False, True):
+
+    def run(x, weights, w1, w2):
+        return layer(buffer, x, idx, weights, w1, w2, "blockwise")[0]
+
+    for call in (run, partial(torch.utils.checkpoint.checkpoint, run, use_reentrant=False)):
         leaves = [leaf.clone().requires_grad_() for leaf in (x, weights, w1, w2)]
-
-        def run(x, weights, w1, w2):
-            return layer(buffer, x, idx, weights, w1, w2, "blockwise")[0]
-
-        result = torch.utils.checkpoint.checkpoint(run, *leaves, use_reentrant=False) if checkpointed else run(*leaves)
+        result = call(*leaves)
         result.float().square().sum().backward()
         grads.append([leaf.grad for leaf in leaves])
-    for ours, theirs in zip(*grads, strict=True):
-        assert_same("gradients", ours, theirs)
+    assert_all_same("gradients", *grads)
     first = buffer.dispatch(x, idx, weights, expert_alignment=128, fp8="blockwise")
     again = buffer.dispatch(x, None, weights, handle=first.handle, fp8="blockwise")
     assert_same("values along the handle", again.recv_x.values, first.recv_x.values)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_recomputation(backend):
-    run_ranks(recomputed, 2, backend)
 
 
 # ---- refusals ----
@@ -187,41 +174,40 @@ def refusals(rank, num_ranks, backend):
     other = buffer.dispatch(x, idx)
     odd = buffer.dispatch(x, idx, expert_alignment=128, num_recv_rows=5000)
     _, scales = quantize_fp8(x)
-    for arguments, how, message in (
-        ((x.float(), idx), {}, "x has dtype float32; fp8='blockwise' takes bfloat16"),
-        ((x, idx), {"expert_alignment": 64}, "expert_alignment is 64, but fp8 experts need a multiple of 128; pass 128"),
-        ((x, idx), {"num_recv_rows": 1000}, "num_recv_rows is 1000, but fp8 experts need a multiple of 128; pass 1024"),
-        ((x, idx), {"layout": "rank"}, "layout is 'rank'; fp8='blockwise' needs 'expert'"),
-        ((x, idx), {"fp8": "mxfp8"}, "fp8 is 'mxfp8'; it must be True, False or 'blockwise'"),
-        ((x, idx), {"x_scales": scales}, "fp8='blockwise' and x_scales were both given"),
-        ((x,), {"handle": other.handle, "expert_alignment": 1}, "expert_alignment is 1, but fp8 experts need a multiple of 128"),
-        ((x,), {"handle": odd.handle}, "num_recv_rows is 5000, but fp8 experts need a multiple of 128; pass 5120"),
-        ((x[:, :200].contiguous(), idx), {}, r"hidden a multiple of 128"),
+    good_how = {"x": x, "topk_idx": idx, "expert_alignment": 128, "fp8": "blockwise"}
+    for how, message in (
+        ({"x": x.float()}, "x has dtype float32"),
+        ({"x": x[:, :200].contiguous()}, "hidden a multiple of 128"),
+        ({"expert_alignment": 64}, "expert_alignment is 64, .*; pass 128"),
+        ({"num_recv_rows": 1000}, "num_recv_rows is 1000, .*; pass 1024"),
+        ({"layout": "rank"}, "layout is 'rank'"),
+        ({"fp8": "mxfp8"}, "fp8 is 'mxfp8'"),
+        ({"x_scales": scales}, "fp8='blockwise' and x_scales were both given"),
+        ({"handle": other.handle, "topk_idx": None, "expert_alignment": 1}, "expert_alignment is 1, "),
+        ({"handle": odd.handle, "topk_idx": None}, "num_recv_rows is 5000, .*; pass 5120"),
     ):
-        how = {"fp8": "blockwise", **({} if "handle" in how or "expert_alignment" in how else {"expert_alignment": 128}), **how}
         with pytest.raises((ValueError, TypeError) if rank == 0 else EPPeerError, match=told(message, rank)):
-            buffer.dispatch(*arguments, **how) if rank == 0 else buffer.dispatch(x, idx, expert_alignment=128, fp8="blockwise")
+            buffer.dispatch(**(good_how | how if rank == 0 else good_how))
     rows = good.recv_x.dequantized()
-    for arguments, how, message in (
-        ((rows, good.handle, torch.ones(len(rows), device=rows.device)), {}, 'topk_weights and fp8="blockwise" were both given'),
-        ((rows, good.handle), {"fp8": True}, "fp8 is True; combine takes False, or 'blockwise' for its gradient"),
-        ((good.recv_x, good.handle), {}, "x is QuantizedRows, the experts' input; combine takes their outputs"),
-        ((good.recv_x, good.handle), {"fp8": False}, "was called with fp8 rows, which only grouped_mlp takes; pass x.dequantized"),
+    good_how = {"x": rows, "handle": good.handle, "fp8": "blockwise"}
+    for how, message in (
+        ({"topk_weights": torch.ones(len(rows), device=rows.device)}, 'topk_weights and fp8="blockwise" were both given'),
+        ({"fp8": True}, "fp8 is True; combine takes False, or 'blockwise'"),
+        ({"x": good.recv_x}, "x is QuantizedRows"),
+        ({"x": good.recv_x, "fp8": False}, "was called with fp8 rows, which only grouped_mlp takes"),
     ):
         with pytest.raises((ValueError, TypeError, NotImplementedError) if rank == 0 else EPPeerError, match=told(message, rank)):
-            buffer.combine(*arguments, **{"fp8": "blockwise", **how}) if rank == 0 else buffer.combine(rows, good.handle, fp8="blockwise")
+            buffer.combine(**(good_how | how if rank == 0 else good_how))
             if backend in ON_GPUS:  # whose host does not wait for a combine
                 torch.cuda.synchronize()
                 buffer.check()
     assert_same("after refusals", buffer.dispatch(x, idx, expert_alignment=128, fp8="blockwise").recv_x.values, good.recv_x.values)
 
 
+@pytest.mark.parametrize("run", (whole_layers, recomputed, refusals))
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_refusals(backend):
-    run_ranks(refusals, 2, backend)
-
-
-# ---- over nodes of GPUs ----
+def test_layers(backend, run):
+    run_ranks(run, 2, backend)
 
 
 @pytest.mark.gpu

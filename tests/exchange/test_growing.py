@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from fault_cases import inputs
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import EPPeerError
 from deepep_moe.exchange.growing import GrowingBuffer
-from deepep_moe.testing import run_ranks
 
 
 def make(backend, timeout_s=60.0):
@@ -24,19 +24,16 @@ def send(buffer):
     return buffer.dispatch(*inputs(buffer, 0))
 
 
-def grows(rank, _, backend):
+@on_ranks(2, backend=["shm", "collective"])
+def test_a_peer_with_more_tokens(rank, backend):
     growing = make(backend)
     first = growing.buffer
     buffer, out = growing.dispatch(5 if rank == 1 else 4, send)
     assert buffer is growing.buffer is not first and growing.num_max_tokens == 128 and len(out.recv_x) == 8
 
 
-@pytest.mark.parametrize("backend", ["shm", "collective"])
-def test_a_peer_with_more_tokens(backend):
-    run_ranks(grows, 2, backend)
-
-
-def stays(rank, _, backend):
+@on_ranks(2, backend=["shm", "collective"])
+def test_a_peer_that_fails_otherwise(rank, backend):
     """A peer's error that tells of an earlier lack of room is not one."""
     growing = make(backend, timeout_s=10.0)
     first, error = growing.buffer, ValueError("no rows, after OutgrownError: a rank dispatches 5 tokens")
@@ -48,8 +45,3 @@ def stays(rank, _, backend):
         growing.dispatch(4, refuse if rank == 1 else send)
     assert caught.value is error if rank == 1 else caught.value.cause == "ValueError"
     assert growing.buffer is first and len(growing.dispatch(4, send)[1].recv_x) == 8
-
-
-@pytest.mark.parametrize("backend", ["shm", "collective"])
-def test_a_peer_that_fails_otherwise(backend):
-    run_ranks(stays, 2, backend)

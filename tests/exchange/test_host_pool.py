@@ -2,13 +2,12 @@
 
 import gc
 
-import pytest
 import torch
 from error_cases import IDX, WEIGHTS, X, make_buffer
+from on_ranks import on_ranks
 
 from deepep_moe import LowLatencyBuffer
 from deepep_moe.host_pool import HostPool
-from deepep_moe.testing import run_ranks
 
 
 def make(pool, num_elements=1000):
@@ -72,12 +71,8 @@ def test_pool_keeps_what_was_in_use():
     assert not pool._storages
 
 
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-def test_results_can_be_freed(backend):
-    run_ranks(frees_results, 2, backend)
-
-
-def frees_results(rank, num_ranks, backend):
+@on_ranks(2, backend=("shm", "collective"))
+def test_results_can_be_freed(rank, backend):
     buffer = make_buffer(backend)
     for layout in ("expert", "rank", "expert"):
         out = buffer.dispatch(X, IDX, WEIGHTS, layout=layout)

@@ -1,7 +1,9 @@
-"""Errors of the nvlink backend: wrong arguments, ranks in different calls, ranks that are late or refuse."""
+"""Errors of the nvlink backend: wrong arguments, different calls, late ranks. Refusals wait for nobody, failures for nothing but the
+buffer's own work, and a rank that refused catches up before its next call."""
 
 import signal
 import time
+from functools import partial
 
 import emulated_gpu
 import pytest
@@ -9,41 +11,38 @@ import torch
 import torch.distributed as dist
 from events import tell, wait_for
 from exchange_cases import assert_same, device_of
-from nvlink_cases import Unchecked, make_buffer
+from nvlink_cases import make_buffer, unchecked
+from on_ranks import on_ranks, refused
 
 from deepep_moe import Buffer, ops
+from deepep_moe.device import call_stream
 from deepep_moe.errors import EPCapacityError, EPMismatchError, EPPeerError, EPTimeoutError
-from deepep_moe.testing import run_ranks
 
 pytestmark = pytest.mark.gpu
+SOON_S = 20.0  # far from the deadline of 60 s
 DEADLINE_S = 4.0  # what a rank that is late misses, and the others must not, on a busy machine
 LAYOUTS = ("expert", "rank")
 
 
-def bad_arguments(rank, num_ranks):
+@on_ranks(2)
+def test_bad_arguments(rank):
     buffer, x, idx = make_buffer(rank)
-    on_cpu = [] if emulated_gpu.is_chosen() else [(dict(x=x.cpu()), ValueError, "x is on cpu; backend 'nvlink' moves tensors on cuda")]
+    on_cpu = [] if emulated_gpu.is_chosen() else [(dict(x=x.cpu()), ValueError, "x is on cpu")]
     for changes, error, message in [
         *on_cpu,
         (dict(x=x.double()), TypeError, "x has dtype float64"),
         (dict(topk_idx=idx[:3]), ValueError, r"topk_idx has shape \[3, 2\]"),
-        (dict(topk_idx=idx + 1), ValueError, r"topk_idx\[[12], [01]\] is 4; it must be -1 \(no expert\) or 0 to 3"),
+        (dict(topk_idx=idx + 1), ValueError, r"topk_idx\[[12], [01]\] is 4"),
         (dict(topk_idx=idx * 0), ValueError, "names expert 0 twice"),
     ]:
-        with pytest.raises(
-            error if rank == 0 else EPPeerError, match=message if rank == 0 else f"rank 0 did not make its call: .*{message}"
-        ) as info:
+        with refused(rank, 0, error, message):
             buffer.dispatch(**(dict(x=x, topk_idx=idx) | (changes if rank == 0 else {})))
-        assert rank == 0 or info.value.cause == error.__name__, info.value
         out = buffer.dispatch(x, idx)
         assert torch.isfinite(buffer.combine(out.recv_x, out.handle)).all(), "usable afterwards"
 
 
-def test_bad_arguments():
-    run_ranks(bad_arguments, 2)
-
-
-def different_calls(rank, num_ranks):
+@on_ranks(2)
+def test_ranks_in_different_calls(rank):
     buffer, x, idx = make_buffer(rank)
     first, second = buffer.dispatch(x, idx), buffer.dispatch(x, idx)
     me = f"rank {rank}"
@@ -57,12 +56,10 @@ def different_calls(rank, num_ranks):
     assert torch.isfinite(buffer.combine(second.recv_x, second.handle)).all(), "usable afterwards"
 
 
-def test_ranks_in_different_calls():
-    run_ranks(different_calls, 2)
-
-
-def late_peer(rank, num_ranks, num_experts):
-    buffer, x, idx = make_buffer(rank, timeout_s=DEADLINE_S, num_experts=num_experts)
+@on_ranks(2)
+def test_late_peer(rank):
+    """There are words of counts for all threads of a block. tests/faults/test_stalls.py has few of them."""
+    buffer, x, idx = make_buffer(rank, timeout_s=DEADLINE_S, num_experts=512)
     buffer.dispatch(x, idx)
     if rank == 1:
         return wait_for("rank 0 knows")
@@ -73,12 +70,8 @@ def late_peer(rank, num_ranks, num_experts):
     tell("rank 0 knows")
 
 
-@pytest.mark.parametrize("num_experts", (4, 512))  # words of counts for a few threads, for all of a block
-def test_late_peer(num_experts):
-    run_ranks(late_peer, 2, num_experts)
-
-
-def reads_late(rank, num_ranks, num_sms):
+@on_ranks(2, num_sms=(4, 0))
+def test_rows_that_are_read_late_are_not_overwritten(rank, num_sms):
     """Rank 1 receives the rows of a dispatch when rank 0 has given up waiting for it in the next call."""
     buffer, x, idx = make_buffer(rank, timeout_s=DEADLINE_S)
     first = buffer.dispatch(x, idx)
@@ -97,12 +90,8 @@ def reads_late(rank, num_ranks, num_sms):
     dist.barrier()  # its workspace stays until the other has read
 
 
-@pytest.mark.parametrize("num_sms", (4, 0))
-def test_rows_that_are_read_late_are_not_overwritten(num_sms):
-    run_ranks(reads_late, 2, num_sms)
-
-
-def hook_after_next_call(rank, num_ranks):
+@on_ranks(2)
+def test_hook_after_next_call_on_other_stream(rank):
     """The buffer's next call receives the rows, on a stream that is busy; whoever calls the hook then waits for that stream."""
     buffer, x, idx = make_buffer(rank)
     good = buffer.dispatch(x, idx)
@@ -117,11 +106,8 @@ def hook_after_next_call(rank, num_ranks):
     assert_same("recv_x", out.recv_x.clone(), good.recv_x)
 
 
-def test_hook_after_next_call_on_other_stream():
-    run_ranks(hook_after_next_call, 2)
-
-
-def interrupted(rank, num_ranks):
+@on_ranks(2)
+def test_rows_of_an_interrupted_call(rank):
     """Rank 0 is interrupted while it waits, its rows are on their way, and their memory is used for something else at once."""
     device = device_of("nvlink", rank)
     buffer = Buffer(None, 8192, 512, 4, 2, backend="nvlink", timeout_s=60)
@@ -143,87 +129,59 @@ def interrupted(rank, num_ranks):
     dist.barrier()
 
 
-def test_rows_of_an_interrupted_call():
-    run_ranks(interrupted, 2)
-
-
-def refusing_on_and_on(rank, num_ranks):
+@on_ranks(4)
+def test_refusals_of_later_calls(rank, num_ranks):
     """Rank 1 refuses call after call while the others wait for rank 0: none of its refusals may count as tokens."""
     buffer, x, idx = make_buffer(rank, timeout_s=60.0, num_experts=256)
     buffer.dispatch(x, idx)
-    communicator = buffer.calls.backend._exchange
-    buffer.calls.backend._exchange = Unchecked(communicator)
-    time.sleep((2, 1, 0, 0)[rank])
-    for _ in range(3 if rank == 1 else 1):
-        buffer.dispatch(x, idx + (1000 if rank == 1 else 0), num_recv_rows=8 * num_ranks)
     error, message = (ValueError, r"topk_idx\[\d, \d\] is 1") if rank == 1 else (EPPeerError, "rank [01] did not make its call")
-    deadline = time.time() + 100
-    with pytest.raises(error, match=message):
-        while time.time() < deadline:
-            communicator.check()
+    with unchecked(buffer) as communicator:
+        time.sleep((2, 1, 0, 0)[rank])
+        for _ in range(3 if rank == 1 else 1):
+            buffer.dispatch(x, idx + (1000 if rank == 1 else 0), num_recv_rows=8 * num_ranks)
+        deadline = time.time() + 100
+        with pytest.raises(error, match=message):
+            while time.time() < deadline:
+                communicator.check()
     dist.barrier()
 
 
-def test_refusals_of_later_calls():
-    run_ranks(refusing_on_and_on, 4)
-
-
-def calls_after_a_failure(rank, num_ranks, num_layers):
+@on_ranks(2, num_layers=(2, 6))  # 4 calls, and 12, which are more than a rank keeps the reasons of
+def test_calls_after_a_failure(rank, num_layers):
     """Rank 1 has too little room, and nobody looks before the last call: a rank that has failed may overtake its peer."""
     buffer, x, idx = make_buffer(rank)
-    communicator = buffer.calls.backend._exchange
     idx[3, 1] = 3 if rank == 0 else -1  # rank 1 receives 9 rows
     for _ in range(5):
-        buffer.calls.backend._exchange = Unchecked(communicator)
-        for _ in range(num_layers):
-            out = buffer.dispatch(x, idx, num_recv_rows=(64, 8)[rank])
-            buffer.combine(out.recv_x, out.handle)
-        torch.cuda.synchronize()
-        buffer.calls.backend._exchange = communicator
+        with unchecked(buffer):
+            for _ in range(num_layers):
+                out = buffer.dispatch(x, idx, num_recv_rows=(64, 8)[rank])
+                buffer.combine(out.recv_x, out.handle)
+            torch.cuda.synchronize()
         with pytest.raises(EPCapacityError, match="rank 1 would receive 9 rows, more than its num_recv_rows of 8") as info:
             buffer.check()
         assert info.value.rank == 1
 
 
-@pytest.mark.parametrize("num_layers", [2, 6])  # 4 calls, and 12, which are more than a rank keeps the reasons of
-def test_calls_after_a_failure(num_layers):
-    run_ranks(calls_after_a_failure, 2, num_layers)
-
-
-def calls_after_a_refusal(rank, num_ranks):
+@on_ranks(2)
+def test_calls_after_a_refusal(rank):
     """Rank 1 refuses a call, and both refuse the next twelve, each because of the other. Both errors name rank 1."""
     buffer, x, idx = make_buffer(rank)
-    communicator = buffer.calls.backend._exchange
-    buffer.calls.backend._exchange = Unchecked(communicator)
-    if rank == 1:
-        buffer.refuse(ValueError("no rows"))
-    else:
-        buffer.dispatch(x, idx, num_recv_rows=64)
-    for _ in range(6):
-        out = buffer.dispatch(x, idx, num_recv_rows=64)
-        buffer.combine(out.recv_x, out.handle)
-    torch.cuda.synchronize()
-    buffer.calls.backend._exchange = communicator
+    with unchecked(buffer):
+        if rank == 1:
+            buffer.refuse(ValueError("no rows"))
+        else:
+            buffer.dispatch(x, idx, num_recv_rows=64)
+        for _ in range(6):
+            out = buffer.dispatch(x, idx, num_recv_rows=64)
+            buffer.combine(out.recv_x, out.handle)
+        torch.cuda.synchronize()
     with pytest.raises(EPPeerError, match="rank 1 did not make its call"):
         buffer.check()
     dist.barrier()
 
 
-def test_calls_after_a_refusal():
-    run_ranks(calls_after_a_refusal, 2)
-
-
-def exceeded_bound(rank, num_ranks):
-    buffer, x, idx = make_buffer(rank)
-    with pytest.raises(EPCapacityError, match="rank 0 would receive 7 rows, more than its num_recv_rows of 3"):
-        buffer.dispatch(x, idx, num_recv_rows=3)  # the host waits for nothing, so it learns it later
-        torch.cuda.synchronize()
-        buffer.check()
-    buffer.check()
-    buffer.dispatch(x, idx)
-
-
-def non_finite_gate(rank, num_ranks):
+@on_ranks(1)
+def test_check_looks_at_the_gate_too(rank):
     buffer, x, idx = make_buffer(rank)
     logits = torch.zeros(len(x), 4, device=x.device)
     logits[2, 3] = float("nan")
@@ -235,15 +193,9 @@ def non_finite_gate(rank, num_ranks):
     buffer.dispatch(x, idx)
 
 
-def test_check_looks_at_the_gate_too():
-    run_ranks(non_finite_gate, 1)
-
-
-def test_exceeded_bound():
-    run_ranks(exceeded_bound, 1)
-
-
-def allowed_excess(rank, num_ranks, from_python):
+@pytest.mark.parametrize("from_python", [False, True], ids=["", "in Python"])
+@on_ranks(2)
+def test_allowed_excess(rank, from_python):
     """In the second pass rank 0 has room for 3 rows. It goes on with those, on both ranks, and so does a third pass, which is whole."""
     buffer, x, idx = make_buffer(rank)
     if from_python:
@@ -265,6 +217,136 @@ def allowed_excess(rank, num_ranks, from_python):
     buffer.check()
 
 
-@pytest.mark.parametrize("from_python", [False, True], ids=["", "in Python"])
-def test_allowed_excess(from_python):
-    run_ranks(allowed_excess, 2, from_python)
+# ---- refusals ----
+
+
+@on_ranks((2, 3))
+def test_refusals_wait_for_nobody(rank, num_ranks):
+    """Rank 0 is done with its wrong calls before a peer has made one. They learn each reason. Its next call is seven calls ahead."""
+    buffer, x, idx = make_buffer(rank, num_experts=12)
+    idx = 3 * idx.clamp(min=0)  # on all ranks
+    expected = buffer.dispatch(x, idx).recv_x
+    if rank == 0:
+        began = time.monotonic()
+        for number in range(7):
+            with pytest.raises(ValueError, match="topk_idx has shape"):
+                buffer.dispatch(x[: number % 4], idx)
+        assert time.monotonic() - began < SOON_S
+        tell("rank 0 goes on")
+    else:
+        wait_for("rank 0 goes on")
+        time.sleep(0.5)  # rank 0 has made its next call by then
+        for number in range(7):
+            with pytest.raises(EPPeerError, match=rf"rank 0 did not make its call: ValueError: .* must be \[{number % 4}, 2\]"):
+                buffer.dispatch(x, idx)
+    for _ in range(3):
+        out = buffer.dispatch(x, idx)
+        assert_same("recv_x", out.recv_x, expected)
+        assert torch.isfinite(buffer.combine(out.recv_x, out.handle)).all()
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_reason_that_is_overwritten(rank):
+    """Rank 0 refuses more calls than ranks keep reasons of. Rank 1 looks at the first one once that is overwritten."""
+    buffer, x, idx = make_buffer(rank)
+    out = buffer.dispatch(x, idx)
+    if rank == 0:
+        for number in range(9):
+            buffer.refuse(ValueError(f"reason {number}"))
+        torch.cuda.synchronize()
+        tell("rank 0 has refused nine calls")
+        return
+    buffer.combine(out.recv_x, out.handle)
+    buffer.refuse(ValueError("nobody asks"))
+    wait_for("rank 0 has refused nine calls")
+    with pytest.raises(EPPeerError, match="rank 0 did not make its call: its reason is lost, as rank 0 has entered later calls") as info:
+        buffer.check()
+    assert (info.value.rank, info.value.cause) == (0, "")
+
+
+@on_ranks(2)
+def test_one_deadline_for_a_late_peer(rank):
+    """A call that nobody waits for times out. The next one raises that, and does not wait for another deadline."""
+    buffer, x, idx = make_buffer(rank, timeout_s=DEADLINE_S)
+    out = buffer.dispatch(x, idx)
+    expected = buffer.combine(out.recv_x, out.handle)
+    if rank == 0:
+        buffer.combine(out.recv_x, out.handle)
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        with pytest.raises(EPTimeoutError, match="rank 1 did not deliver .*phase 'entry into the call', expected 3, seen 2"):
+            buffer.combine(out.recv_x, out.handle)
+        assert time.monotonic() - began < DEADLINE_S / 2
+        tell("rank 0 goes on")
+    else:
+        wait_for("rank 0 goes on")
+        with pytest.raises((EPPeerError, EPTimeoutError), match="rank 0"):  # which had entered call 3, and sends no rows
+            for _ in range(2):
+                buffer.combine(out.recv_x, out.handle)
+                torch.cuda.synchronize()
+    dist.barrier()
+    assert_same("combined_x", buffer.combine(out.recv_x, out.handle), expected)
+    torch.cuda.synchronize()
+    buffer.check()
+    dist.barrier()
+
+
+# ---- streams of others ----
+
+
+def new_stream():
+    """A stream that PyTorch has not made, and its address."""
+    address = torch.zeros(1, dtype=torch.int64)
+    assert torch.cuda.cudart().cudaStreamCreate(address.data_ptr()).value == 0
+    return torch.cuda.ExternalStream(address.item()), address.item()
+
+
+@on_ranks(1)
+def test_call_on_other_stream_that_is_destroyed(rank):
+    """The stream of a call is destroyed after the call. The next one still waits for it."""
+    buffer, x, idx = make_buffer(rank)
+    first = buffer.dispatch(x, idx)
+    expected, kept = buffer.combine(first.recv_x, first.handle), []
+    for _ in range(3):
+        stream, address = new_stream()
+        with torch.cuda.stream(stream):
+            assert call_stream(x.device) >> 63 == 1
+            torch.cuda._sleep(100_000_000)
+            kept.append(buffer.dispatch(x, idx, num_recv_rows=16))  # PyTorch's allocator would use the stream to free it
+        assert torch.cuda.cudart().cudaStreamDestroy(address).value == 0
+        assert_same("combined_x", buffer.combine(kept[-1].recv_x, kept[-1].handle), expected)
+    torch.cuda.synchronize()
+    buffer.check()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert call_stream(x.device) == torch.cuda.current_stream().cuda_stream
+
+
+@on_ranks(1, is_beside=(True, False))
+def test_failure_beside_work_on_other_stream(rank, is_beside):
+    """Somebody else's kernel runs for many seconds, beside the failed call or behind it: the error does not wait for it."""
+    buffer, x, idx = make_buffer(rank)
+    buffer.dispatch(x, idx)
+    done = torch.cuda.Event()
+    other = torch.cuda.Stream() if is_beside else torch.cuda.current_stream()
+    torch.cuda.synchronize()
+    began = time.monotonic()
+    buffer.dispatch(x, idx + 1, num_recv_rows=16)
+    with torch.cuda.stream(other):
+        for _ in range(20):
+            torch.cuda._sleep(2_000_000_000)
+        done.record()
+    time.sleep(0.5)
+    raises = partial(pytest.raises, ValueError, match=r"topk_idx\[\d, \d\] is 4")
+    with raises():
+        buffer.check()
+    assert not done.query() and time.monotonic() - began < 8
+    if not is_beside:  # it stays, as the buffer cannot tell its own work from what lies behind
+        with raises():
+            buffer.check()
+        torch.cuda.synchronize()
+        with raises():
+            buffer.check()
+    buffer.check()
+    torch.cuda.synchronize()
+    buffer.dispatch(x, idx)

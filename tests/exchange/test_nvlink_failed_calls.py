@@ -8,15 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import assert_same
-from nvlink_cases import Unchecked, make_buffer
+from nvlink_cases import Unchecked, make_buffer, unchecked
+from on_ranks import on_ranks, refused
 
-from deepep_moe.errors import BufferDestroyedError, EPPeerError, EPTimeoutError
-from deepep_moe.testing import run_ranks
+from deepep_moe.errors import EPPeerError, EPTimeoutError
 
 pytestmark = pytest.mark.gpu
 
 
-def refuses_once(rank, num_ranks):
+@on_ranks(2)
+def test_errors_that_are_learned_later(rank):
     """Calls that wait for nothing learn of a refusal later. Who does makes the call all the same, so that it is nobody else's error."""
     buffer, x, idx = make_buffer(rank)
     out = buffer.dispatch(x, idx)
@@ -39,25 +40,19 @@ def refuses_once(rank, num_ranks):
         assert_same("combined_x", buffer.combine(out.recv_x, out.handle), expected)
 
 
-def test_errors_that_are_learned_later():
-    run_ranks(refuses_once, 2)
-
-
-WHY = r"topk_idx\[\d, \d\] is 4; it must be -1"
-
-
+WHY = r"topk_idx\[\d, \d\] is 4"
 FAILED = "the dispatch of this handle has failed, so nothing goes along it"
 
 
-def along_failed_dispatch(rank, num_ranks, call, how):
+@on_ranks(2, how=("by the call", "before", "nobody"))
+def test_along_failed_dispatch(rank, how):
     """A dispatch without waits on the host gives a handle before it has failed. Nothing goes along it, and its counts are zeros: whether
     the call learns of the failure, somebody else has before, or nobody."""
     buffer, x, idx = make_buffer(rank, timeout_s=60)
     good = buffer.dispatch(x, idx)
     expected = buffer.combine(good.recv_x, good.handle)
-    communicator = buffer.calls.backend._exchange
     learns = partial(pytest.raises, ValueError if rank == 1 else EPPeerError)
-    for _ in range(2):
+    for call in ("combine", "dispatch") * 2:
         out = buffer.dispatch(x, idx + 1 if rank == 1 else idx, num_recv_rows=64)
         torch.cuda.synchronize()
         dist.barrier()
@@ -65,16 +60,13 @@ def along_failed_dispatch(rank, num_ranks, call, how):
         if how == "before":
             with learns(match=WHY):
                 buffer.check()
-        if how == "nobody":
-            buffer.calls.backend._exchange = Unchecked(communicator)
-        with learns(match=WHY) if how == "by the call" else nullcontext():
+        with unchecked(buffer) if how == "nobody" else learns(match=WHY) if how == "by the call" else nullcontext():
             if call == "combine":
                 buffer.combine(torch.ones_like(out.recv_x), out.handle)
             else:
                 buffer.dispatch(x, handle=out.handle)
         torch.cuda.synchronize()
         dist.barrier()
-        buffer.calls.backend._exchange = communicator
         if how != "by the call":
             with pytest.raises(ValueError, match=FAILED) if how == "before" else learns(match=WHY):
                 buffer.check()
@@ -85,13 +77,8 @@ def along_failed_dispatch(rank, num_ranks, call, how):
         dist.barrier()
 
 
-@pytest.mark.parametrize("how", ("by the call", "before", "nobody"))
-@pytest.mark.parametrize("call", ("combine", "dispatch"))
-def test_along_failed_dispatch(call, how):
-    run_ranks(along_failed_dispatch, 2, call, how)
-
-
-def one_failed_handle(rank, num_ranks):
+@on_ranks(2)
+def test_one_failed_handle(rank):
     """Rows that did not come to one rank have no places there: it makes no call along their handle, and says so."""
     buffer, x, idx = make_buffer(rank, timeout_s=60)
     out = buffer.dispatch(x, idx, num_recv_rows=64)
@@ -102,15 +89,9 @@ def one_failed_handle(rank, num_ranks):
     buffer.combine(out.recv_x, out.handle)
     torch.cuda.synchronize()
     dist.barrier()
-    with pytest.raises(
-        ValueError if rank == 0 else EPPeerError, match=FAILED if rank == 0 else f"rank 0 did not make its call: .*{FAILED}"
-    ):
+    with refused(rank, 0, ValueError, FAILED):
         buffer.check()
     dist.barrier()
-
-
-def test_one_failed_handle():
-    run_ranks(one_failed_handle, 2)
 
 
 class SendsNothing(Unchecked):
@@ -122,7 +103,8 @@ class SendsNothing(Unchecked):
         return 64
 
 
-def rows_that_do_not_come(rank, num_ranks):
+@on_ranks(2)
+def test_handle_of_rows_that_do_not_come(rank):
     buffer, x, idx = make_buffer(rank, timeout_s=4)
     if rank == 1:
         buffer.calls._native = None  # whose calls do not go through Python
@@ -136,11 +118,8 @@ def rows_that_do_not_come(rank, num_ranks):
     dist.barrier()
 
 
-def test_handle_of_rows_that_do_not_come():
-    run_ranks(rows_that_do_not_come, 2)
-
-
-def runs_out_of_memory(rank, num_ranks):
+@on_ranks(2)
+def test_out_of_memory_for_the_rows(rank):
     """Once rows are on their way, a rank that has no memory to receive them says so in the next call, and its own still arrive."""
 
     def fail(*_):
@@ -166,11 +145,8 @@ def runs_out_of_memory(rank, num_ranks):
     assert_same("combined_x", buffer.combine(out.recv_x, out.handle), x * (idx >= 0).sum(1, keepdim=True))
 
 
-def test_out_of_memory_for_the_rows():
-    run_ranks(runs_out_of_memory, 2)
-
-
-def checks_between_halves(rank, num_ranks):
+@on_ranks(2)
+def test_check_between_two_halves(rank):
     """Once its failure is raised, the second half of a call has nothing to wait for."""
     buffer, x, idx = make_buffer(rank, timeout_s=300)
     out = buffer.dispatch(x, idx)
@@ -194,22 +170,3 @@ def checks_between_halves(rank, num_ranks):
             assert time.monotonic() - began < 60
         dist.barrier()
         assert_same("combined_x", buffer.combine(out.recv_x, out.handle), expected)
-
-
-def test_check_between_two_halves():
-    run_ranks(checks_between_halves, 2)
-
-
-def hook_after_destroy(rank, num_ranks):
-    buffer, x, idx = make_buffer(rank)
-    out = buffer.dispatch(x, idx)
-    hook = buffer.combine(out.recv_x, out.handle, return_hook=True)[1]
-    torch.cuda.synchronize()
-    dist.barrier()
-    buffer.destroy()
-    with pytest.raises(BufferDestroyedError, match="destroyed before this call's hook"):
-        hook()
-
-
-def test_hook_after_destroy():
-    run_ranks(hook_after_destroy, 2)

@@ -2,24 +2,22 @@
 
 import time
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from exchange_cases import assert_same, device_of
 from nvlink_cases import make_buffer
+from on_ranks import assert_all_same, on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import EPCapacityError
-from deepep_moe.testing import run_ranks
 
 pytestmark = pytest.mark.gpu
-LAYOUTS = ("expert", "rank")
 
 
-# ---- CUDA graphs ----
-
-
-def captured(rank, num_ranks, layout):
+@on_ranks(2, layout=("expert", "rank"))
+def test_cuda_graph(rank, num_ranks, layout):
     device = device_of("nvlink", rank)
     buffer = Buffer(None, 64, 128, 8, 2, backend="nvlink", timeout_s=60)
     x = torch.zeros(64, 128, device=device, requires_grad=True)
@@ -52,17 +50,12 @@ def captured(rank, num_ranks, layout):
         for result in results:
             result.detach().fill_(float("nan"))
         graph.replay()
-        for ours, eager in zip(results, step(), strict=True):
-            assert torch.equal(ours, eager)
+        assert_all_same("a replay", results, step())
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_cuda_graph(layout):
-    run_ranks(captured, 2, layout)
-
-
-def captured_without_room(rank, num_ranks):
+@on_ranks(2)
+def test_cuda_graph_without_room(rank):
     """A replay in which rank 1 has too little room: nobody looks before `check`, which raises on all ranks. Later replays are right."""
     buffer, x, idx = make_buffer(rank)  # of whose routing rank 1 receives 8 rows
 
@@ -92,30 +85,23 @@ def captured_without_room(rank, num_ranks):
         assert_same("combined_x", combined_x, expected)
 
 
-def test_cuda_graph_without_room():
-    run_ranks(captured_without_room, 2)
-
-
-def waits_in_a_capture(rank, num_ranks):
+@on_ranks(2)
+def test_what_waits_is_no_part_of_a_cuda_graph(rank):
     buffer, x, idx = make_buffer(rank)
     rows = buffer.dispatch(x, idx).recv_x
     torch.cuda.synchronize()
-    message = "waits for its counts cannot be captured in a CUDA graph; give num_recv_rows or a handle"
-    with pytest.raises(ValueError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    refused = partial(pytest.raises, ValueError)
+    with refused(match="waits for its counts cannot be captured in a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         buffer.dispatch(x, idx)
     out = buffer.dispatch(x, idx)
     assert_same("recv_x", out.recv_x, rows)
-    message = "num_sms=0 cannot be captured in a CUDA graph: the host waits for the peers"
-    with pytest.raises(ValueError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with refused(match="num_sms=0 cannot be captured in a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         buffer.combine(rows, out.handle, num_sms=0)
     assert_same("combined_x", buffer.combine(rows, out.handle, num_sms=0), buffer.combine(rows, out.handle))
 
 
-def test_what_waits_is_no_part_of_a_cuda_graph():
-    run_ranks(waits_in_a_capture, 2)
-
-
-def captured_between_calls(rank, num_ranks):
+@on_ranks(1)
+def test_cuda_graph_between_calls(rank):
     """A call follows the buffer's last one on another stream, also when a graph was captured on a third in between."""
     buffer, x, idx = make_buffer(rank)
     streams, pool = [torch.cuda.Stream() for _ in range(3)], torch.cuda.graph_pool_handle()
@@ -152,11 +138,8 @@ def captured_between_calls(rank, num_ranks):
     before.reset()
 
 
-def test_cuda_graph_between_calls():
-    run_ranks(captured_between_calls, 1)
-
-
-def given_up_capture(rank, num_ranks):
+@on_ranks(2)
+def test_cuda_graph_given_up_on_one_rank(rank):
     """Calls that are captured on one rank only are not counted: calls made later find their handles again."""
     buffer, x, idx = make_buffer(rank)
     out = buffer.dispatch(x, idx, num_recv_rows=64)
@@ -171,7 +154,3 @@ def given_up_capture(rank, num_ranks):
     for _ in range(2):
         out = buffer.dispatch(x, idx)
         assert_same("combined_x", buffer.combine(out.recv_x, out.handle), expected)
-
-
-def test_cuda_graph_given_up_on_one_rank():
-    run_ranks(given_up_capture, 2)

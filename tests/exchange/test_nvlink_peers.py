@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from exchange_cases import assert_same, device_of
 from nvlink_cases import make_buffer
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import EPPeerError, EPTimeoutError
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
-from deepep_moe.testing import run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +37,12 @@ def memory_used(device):
     return sum(int(end, 16) - int(begin, 16) for begin, end in (fields[0].split("-") for fields in maps))
 
 
-def one_rank_cannot_map(rank, num_ranks):
+def fail(*_):
+    raise OSError("no way to rank 0")
+
+
+@on_ranks(2)
+def test_a_rank_that_cannot_map_its_peers(rank):
     """All ranks unmap what they have mapped, and only then free their own: nothing is kept, and nobody writes to what is not there."""
     device = device_of("nvlink", rank)
     make_buffer(rank)[0].destroy()  # what the device needs besides
@@ -45,11 +50,7 @@ def one_rank_cannot_map(rank, num_ranks):
     before = memory_used(device)
     connect = NvlinkBackend.connect
     if rank == 1:
-
-        def fail(backend, addresses):
-            raise OSError("no way to rank 0")
-
-        NvlinkBackend.connect = fail
+        NvlinkBackend.connect = fail  # which keeps no error, whose frames would keep memory
     with pytest.raises(RuntimeError, match="on rank 1: no way to rank 0"):
         large_buffer()
     NvlinkBackend.connect = connect
@@ -59,11 +60,8 @@ def one_rank_cannot_map(rank, num_ranks):
     assert buffer.dispatch(x, idx).recv_x.isfinite().all()
 
 
-def test_a_rank_that_cannot_map_its_peers():
-    run_ranks(one_rank_cannot_map, 2)
-
-
-def memory_that_a_peer_may_write_to(rank, num_ranks):
+@on_ranks(2)
+def test_memory_stays_until_all_have_left(rank):
     device = device_of("nvlink", rank)
     make_buffer(rank)[0].destroy()  # what the device needs besides
     used = []
@@ -89,11 +87,8 @@ def memory_that_a_peer_may_write_to(rank, num_ranks):
     assert used[3] - used[0] < ROOM / 2, "both have left, and another buffer was made since"
 
 
-def test_memory_stays_until_all_have_left():
-    run_ranks(memory_that_a_peer_may_write_to, 2)
-
-
-def memory_beside_dead_peer(rank, num_ranks):
+@on_ranks(2, expected_dead=[1])
+def test_memory_goes_beside_dead_peer(rank):
     device = device_of("nvlink", rank)
     used = memory_used(device)
     dist.barrier()
@@ -109,17 +104,18 @@ def memory_beside_dead_peer(rank, num_ranks):
         time.sleep(0.1)
 
 
-def test_memory_goes_beside_dead_peer():
-    run_ranks(memory_beside_dead_peer, 2, expected_dead=[1])
-
-
 def leave(buffer, how):
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     buffer.destroy()
 
 
-def without_peer(rank, num_ranks, how, call):
+def who_dies(how, *_):
+    return [1] if how == "killed" else []
+
+
+@on_ranks(3, how=("killed", "destroyed"), call=("dispatch", "combine"), expected_dead=who_dies)
+def test_peer_that_is_gone(rank, how, call):
     """Rank 1 has left: the others notice it long before the deadline, in each call."""
     buffer, x, idx = make_buffer(rank, timeout_s=300.0, num_experts=6)
     out = buffer.dispatch(x, idx)
@@ -146,13 +142,8 @@ def without_peer(rank, num_ranks, how, call):
     assert time.monotonic() - began < 60
 
 
-@pytest.mark.parametrize("call", ("dispatch", "combine"))
-@pytest.mark.parametrize("how", ("killed", "destroyed"))
-def test_peer_that_is_gone(how, call):
-    run_ranks(without_peer, 3, how, call, expected_dead=[1] if how == "killed" else [])
-
-
-def last_call_of_peer(rank, num_ranks, how):
+@on_ranks(2, how=("killed", "destroyed"), expected_dead=who_dies)
+def test_last_call_of_peer_that_is_gone(rank, how):
     """Rank 1 is gone, but not before it has made a call: rank 0 receives that."""
     buffer, x, idx = make_buffer(rank)
     expected = buffer.dispatch(x, idx)
@@ -167,8 +158,3 @@ def last_call_of_peer(rank, num_ranks, how):
     again.hook()
     assert_same("recv_x", again.recv_x, expected.recv_x)
     buffer.check()
-
-
-@pytest.mark.parametrize("how", ("killed", "destroyed"))
-def test_last_call_of_peer_that_is_gone(how):
-    run_ranks(last_call_of_peer, 2, how, expected_dead=[1] if how == "killed" else [])

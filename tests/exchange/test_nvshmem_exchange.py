@@ -6,7 +6,8 @@ import emulated_gpu
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import NETWORK, Case, assert_same, check_case, device_of, in_environment, poison_outputs
+from exchange_cases import NETWORK, Case, assert_same, device_of, in_environment, on_device, poison_outputs
+from on_ranks import assert_fields_same, check_cases, inputs_of, on_ranks, opened
 from random_routings import ROUNDS, stress
 
 from deepep_moe import Buffer, ops, reference
@@ -25,19 +26,12 @@ def case_of(split, num_tokens=NUM_TOKENS, **settings):
     return Case(num_tokens[:num_ranks], ranks_per_node=per_node, backends=("nvshmem",), **settings)
 
 
-def inputs_of(case):
-    """Rows, routings and weights of a case, each by rank."""
-    return [list(column) for column in zip(*(case.inputs(rank) for rank in range(case.num_ranks)), strict=True)]
-
-
 # ---- as the reference ----
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("split", ("2x1", "2x2"))
-def test_equals_reference(split, layout):
-    case = case_of(split, layout=layout, expert_alignment=4, with_bias=True)
-    run_ranks(check_case, case.num_ranks, case)
+def test_equals_reference(split):
+    check_cases([case_of(split, layout=layout, expert_alignment=4, with_bias=True) for layout in LAYOUTS])
 
 
 PATTERNS = ("uniform", "one_expert", "one_rank", "skewed", "masked", "nobody")
@@ -52,7 +46,7 @@ def test_many_ranks(number, split):
     dtype = (torch.bfloat16, torch.float16, torch.float32)[turn % 3]
     settings = {"pattern": PATTERNS[number], "layout": LAYOUTS[turn % 2], "dtype": dtype, "seed": turn}
     settings |= {"with_weights": turn % 4 > 0, "with_bias": number % 2 > 0, "index_dtype": (torch.int32, torch.int64)[number % 2]}
-    run_ranks(check_case, SPLITS[split][0], case_of(split, **settings))
+    check_cases([case_of(split, **settings)])
 
 
 @pytest.mark.slow
@@ -62,17 +56,15 @@ def test_random_routings_over_nodes(split):
     run_ranks(stress, num_ranks, "nvshmem", ROUNDS, per_node, timeout_s=600 + ROUNDS / 10)
 
 
-@pytest.mark.parametrize("num_tokens", ([0, 0, 0, 0], [0, 0, 33, 0], [300, 1, 130, 0]), ids=str)
-def test_uneven_tokens(num_tokens):
-    run_ranks(check_case, 4, case_of("2x2", num_tokens))
+def test_uneven_tokens():
+    check_cases([case_of("2x2", num_tokens) for num_tokens in ([0, 0, 0, 0], [0, 0, 33, 0], [300, 1, 130, 0])])
 
 
-@pytest.mark.parametrize("mode", ("now", "async", "hook"))
 @pytest.mark.parametrize("num_sms", (0, 7))
-def test_ways_to_send(num_sms, mode):
+def test_ways_to_send(num_sms):
     """SMs or copy engines within the node, at once or in halves: the results are the same."""
-    case = case_of("2x2", [140, 37, 90, 5], num_sms=num_sms, mode=mode, with_bias=True, layout="expert" if num_sms else "rank")
-    run_ranks(check_case, case.num_ranks, case)
+    how = {"num_sms": num_sms, "with_bias": True, "layout": "expert" if num_sms else "rank"}
+    check_cases([case_of("2x2", [140, 37, 90, 5], mode=mode, **how) for mode in ("now", "async", "hook")])
 
 
 def many_calls(rank, num_ranks, split, num_calls):
@@ -86,8 +78,7 @@ def many_calls(rank, num_ranks, split, num_calls):
         received = reference.dispatch(xs, idxs, weights, case.num_experts)
         outputs = [case.expert_outputs(r, len(there.recv_x)) for r, there in enumerate(received)]
         out = buffer.dispatch(*(of_ranks[rank].to(device) for of_ranks in (xs, idxs, weights)))
-        assert_same("recv_x", out.recv_x, received[rank].recv_x)
-        assert_same("recv_topk_weights", out.recv_topk_weights, received[rank].recv_topk_weights)
+        assert_fields_same(out, received[rank], "recv_x", "recv_topk_weights")
         combined = reference.combine(outputs, received, case.num_tokens, ranks_per_node=SPLITS[split][1])
         assert_same("combined_x", buffer.combine(outputs[rank].to(device), out.handle), combined[rank])
     buffer.destroy()
@@ -111,71 +102,36 @@ def test_networks(seed):
 # ---- what else a call can do ----
 
 
-def gradients(rank, num_ranks):
-    poison_outputs()
-    device = device_of("nvshmem", rank)
-    case = case_of("2x2", [6, 3, 11, 8])
-    xs, idxs, weights = inputs_of(case)
-    received = reference.dispatch(xs, idxs, weights, case.num_experts)
-    row_grads = [case.expert_outputs(r, len(there.recv_x)) for r, there in enumerate(received)]
-    weight_grads = [torch.rand(len(there.recv_x), generator=torch.Generator().manual_seed(r)) for r, there in enumerate(received)]
-    buffer = Buffer(None, 11, case.hidden, case.num_experts, case.num_topk, backend="nvshmem", timeout_s=60, ranks_per_node=2)
-    x, weight = xs[rank].to(device).requires_grad_(), weights[rank].to(device).requires_grad_()
-    out = buffer.dispatch(x, idxs[rank].to(device), weight)
-    torch.autograd.backward((out.recv_x, out.recv_topk_weights), (row_grads[rank].to(device), weight_grads[rank].to(device)))
-    assert_same("x.grad", x.grad, reference.combine(row_grads, received, case.num_tokens, ranks_per_node=2)[rank])
-    assert_same("weight.grad", weight.grad, reference.combine_lane_values(weight_grads, received, idxs)[rank])
-    rows = row_grads[rank].to(device).requires_grad_()
-    buffer.combine(rows, out.handle).backward(xs[rank].to(device))
-    assert_same("rows.grad", rows.grad, received[rank].recv_x)
-    buffer.destroy()
-
-
-def test_gradients():
-    run_ranks(gradients, 4)
-
-
-def fp8_rows(rank, num_ranks):
-    poison_outputs()
-    device = device_of("nvshmem", rank)
+@on_ranks(4)
+def test_fp8_rows(rank):
     case = case_of("2x2", [6, 3, 0, 40], hidden=256)
     xs, idxs, weights = inputs_of(case)
     rows, scales = zip(*(ops.quantize_fp8(x) for x in xs), strict=True)
     received = reference.dispatch(list(rows), idxs, weights, case.num_experts, x_scales=list(scales), expert_alignment=8)[rank]
-    buffer = Buffer(None, 40, 256, case.num_experts, case.num_topk, backend="nvshmem", timeout_s=60, ranks_per_node=2)
-    idx, weight = idxs[rank].to(device), weights[rank].to(device)
-    given = buffer.dispatch(rows[rank].to(device), idx, weight, x_scales=scales[rank].to(device), expert_alignment=8)
-    made = buffer.dispatch(xs[rank].to(device), idx, weight, fp8=True, expert_alignment=8)
+    buffer, x, idx, weight = opened(case, "nvshmem", rank)
+    own_rows, own_scales = on_device("nvshmem", rank, rows[rank], scales[rank])
+    given = buffer.dispatch(own_rows, idx, weight, x_scales=own_scales, expert_alignment=8)
+    made = buffer.dispatch(x, idx, weight, fp8=True, expert_alignment=8)
     for out in (given, made):
-        assert_same("recv_x", out.recv_x, received.recv_x)
-        assert_same("recv_x_scales", out.recv_x_scales, received.recv_x_scales)
+        assert_fields_same(out, received, "recv_x", "recv_x_scales")
     buffer.destroy()
 
 
-def test_fp8_rows():
-    run_ranks(fp8_rows, 4)
-
-
-def bounded(rank, num_ranks):
+@on_ranks(4)
+def test_bounded(rank):
     """With `num_recv_rows` the host waits for nothing, and rows behind the last are zero."""
-    poison_outputs()
-    device = device_of("nvshmem", rank)
     case = case_of("2x2", [6, 3, 0, 40])
-    xs, idxs, weights = inputs_of(case)
-    received = reference.dispatch(xs, idxs, weights, case.num_experts)[rank]
-    buffer = Buffer(None, 40, case.hidden, case.num_experts, case.num_topk, backend="nvshmem", timeout_s=60, ranks_per_node=2)
-    out = buffer.dispatch(*(of_ranks[rank].to(device) for of_ranks in (xs, idxs, weights)), num_recv_rows=200)
+    received = reference.dispatch(*inputs_of(case), case.num_experts)[rank]
+    buffer, *inputs = opened(case, "nvshmem", rank)
+    out = buffer.dispatch(*inputs, num_recv_rows=200)
     num_rows = len(received.recv_x)
     assert_same("recv_x", out.recv_x[:num_rows], received.recv_x)
     assert not out.recv_x[num_rows:].any() and not out.recv_topk_weights[num_rows:].any() and len(out.recv_x) == 200
     buffer.destroy()
 
 
-def test_bounded():
-    run_ranks(bounded, 4)
-
-
-def in_graph(rank, num_ranks, layout):
+@on_ranks(4, layout=LAYOUTS)
+def test_cuda_graph(rank, layout):
     """A dispatch and a combine captured once and replayed with other rows and routings."""
     poison_outputs()
     device = device_of("nvshmem", rank)
@@ -207,20 +163,16 @@ def in_graph(rank, num_ranks, layout):
     buffer.destroy()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_cuda_graph(layout):
-    run_ranks(in_graph, 4, layout)
-
-
 # ---- what crosses ----
 
 
-def crossing(rank, num_ranks):
+@pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="counts what the emulated network carries")
+@on_ranks(4)
+def test_one_row_crosses_for_each_token_and_node(rank, num_ranks):
     """Bytes that this rank puts into the network, and what one row for each (token, other node) would be, of a dispatch and a combine."""
-    device = device_of("nvshmem", rank)
     case = case_of("2x2", [16, 3, 0, 40], hidden=1024)
     idxs = [case.routing(r) for r in range(num_ranks)]
-    buffer = Buffer(None, 40, case.hidden, case.num_experts, case.num_topk, backend="nvshmem", timeout_s=60, ranks_per_node=2)
+    buffer, x, idx, _ = opened(case, "nvshmem", rank)
     emulated_bytes = ctypes.CDLL("libemulated_gpu.so").emulated_nvshmem_bytes
     emulated_bytes.restype = ctypes.c_uint64
     pe = (rank + 2) % 4
@@ -234,7 +186,7 @@ def crossing(rank, num_ranks):
 
     node, message = rank // 2, 2**16
     begin = count()
-    out = buffer.dispatch(torch.zeros(case.num_tokens[rank], case.hidden, dtype=torch.bfloat16, device=device), idxs[rank].to(device))
+    out = buffer.dispatch(x, idx)
     middle = count()
     buffer.combine(out.recv_x, out.handle)
     end = count()
@@ -242,8 +194,3 @@ def crossing(rank, num_ranks):
     sent, returned = goes(rank, 1 - node) * row, goes(pe, node) * row
     assert sent <= middle - begin < sent + message and returned <= end - middle < returned + message, (begin, middle, end, sent, returned)
     buffer.destroy()
-
-
-@pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="counts what the emulated network carries")
-def test_one_row_crosses_for_each_token_and_node():
-    run_ranks(crossing, 4)

@@ -4,9 +4,11 @@ The culprit has the number c. Its `mate` is the other rank of its node, its `rai
 rank is neither: it hears of the culprit through the ranks between.
 """
 
+import atexit
 import logging
 import os
 import signal
+import time
 from functools import partial
 
 import emulated_gpu
@@ -14,8 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from events import tell, wait_for
-from exchange_cases import device_of
-from fault_cases import NUM_TOKENS, SOON_S, fault, inputs, look, make, make_call, make_step, outcome
+from exchange_cases import NETWORK, device_of
+from fault_cases import NUM_TOKENS, SOON_S, FailsInBackward, fault, inputs, look, make, make_call, make_step, outcome
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer, nvshmem_module
 from deepep_moe.errors import BackendUnavailableError, EPMismatchError, EPPeerError, EPTimeoutError
@@ -51,45 +54,42 @@ def raised(call, error_type, *words):
     return error
 
 
-def assert_refused(call, part, culprit, reason, cause):
-    """A peer's error of a call that the culprit did not make for `reason`."""
-    if part == "far":  # its rail met; the rank between has only the culprit's word
+def check_refusal(call, part, culprit, kind, reason):
+    """The culprit's call raises an error of this kind; its peers' calls raise that it has not made it."""
+    if part == "culprit":
+        raised(call, kind, reason)
+    elif part == "far":  # its rail met; the rank between has only the culprit's word
         error = raised(call, EPPeerError, f"rank {culprit ^ 2} did not make its call: EPPeerError: rank {culprit} did not make its call")
         assert (error.rank, error.cause) == (culprit ^ 2, "EPPeerError")
     else:
-        error = raised(call, EPPeerError, f"rank {culprit} did not make its call: ", reason)
-        assert (error.rank, error.cause) == (culprit, cause)
+        error = raised(call, EPPeerError, f"rank {culprit} did not make its call: ", f"{kind.__name__}: {reason}")
+        assert (error.rank, error.cause) == (culprit, kind.__name__)
 
 
 # ---- refusals ----
 
 
-def bad_routing(rank, num_ranks, culprit):
+@on_ranks(4, culprit=CULPRITS)
+def test_bad_routing(rank, culprit):
     buffer, part = buffer_of(), part_of(rank, culprit)
     x, good = inputs(buffer, 1)
-    for step, (at, value, reason) in enumerate(
-        [
-            ((2, 1), 8, "topk_idx[2, 1] is 8; it must be -1 (no expert) or 0 to 7"),
-            ((0, 3), -2, "topk_idx[0, 3] is -2; it must be -1 (no expert) or 0 to 7"),
-            ((3, 2), int(good[3, 0]), f"topk_idx[3] names expert {int(good[3, 0])} twice; a token may choose an expert once"),
-        ]
-    ):
+    twice = int(good[3, 0])
+    cases = (
+        ((2, 1), 8, "topk_idx[2, 1] is 8"),
+        ((0, 3), -2, "topk_idx[0, 3] is -2"),
+        ((3, 2), twice, f"topk_idx[3] names expert {twice} twice"),
+    )
+    for step, (at, value, reason) in enumerate(cases):
         idx = good.clone()
         if part == "culprit":
             idx[at] = value
-            raised(partial(buffer.dispatch, x, idx), ValueError, reason)
-        else:
-            assert_refused(partial(buffer.dispatch, x, idx), part, culprit, f"ValueError: {reason}", "ValueError")
+        check_refusal(partial(buffer.dispatch, x, idx), part, culprit, ValueError, reason)
         make_step(buffer, 1 + step)
     buffer.destroy()
 
 
-@pytest.mark.parametrize("culprit", CULPRITS)
-def test_bad_routing(culprit):
-    run_ranks(bad_routing, 4, culprit)
-
-
-def refused_arguments(rank, num_ranks, culprit):
+@on_ranks(4, culprit=CULPRITS)
+def test_refused_arguments(rank, culprit):
     """A call that the host refuses: a dispatch, whose peers learn of it at once, and calls along a handle, whose hosts wait for nothing."""
     buffer, part = buffer_of(), part_of(rank, culprit)
     x, idx = inputs(buffer, 1)
@@ -99,37 +99,22 @@ def refused_arguments(rank, num_ranks, culprit):
     def wide(tensor):
         return tensor.double() if part == "culprit" else tensor
 
-    def and_look(call):
-        call()
-        look(buffer)
-
-    calls = (
+    calls = [
         lambda: buffer.dispatch(wide(x), idx),
-        lambda: and_look(lambda: buffer.combine(wide(rows), out.handle)),
-        lambda: and_look(lambda: buffer.dispatch(wide(x), handle=out.handle)),
-        lambda: and_look(lambda: buffer.dispatch(wide(x), idx, num_recv_rows=16)),
-    )
-    for step, call in enumerate(calls):
-        if part == "culprit":
-            raised(call, TypeError, "x has dtype float64")
-        else:
-            assert_refused(call, part, culprit, "TypeError: x has dtype float64", "TypeError")
-        make_step(buffer, step + 1)
-    for _ in range(3):  # in a row, and nobody makes a call in between
-        if part == "culprit":
-            raised(calls[0], TypeError, "x has dtype float64")
-        else:
-            assert_refused(calls[0], part, culprit, "TypeError: x has dtype float64", "TypeError")
+        lambda: (buffer.combine(wide(rows), out.handle), look(buffer)),
+        lambda: (buffer.dispatch(wide(x), handle=out.handle), look(buffer)),
+        lambda: (buffer.dispatch(wide(x), idx, num_recv_rows=16), look(buffer)),
+    ]
+    for step, call in enumerate([*calls, *calls[:1] * 3]):  # the last ones in a row, and nobody makes a call in between
+        check_refusal(call, part, culprit, TypeError, "x has dtype float64")
+        if step < len(calls):
+            make_step(buffer, step + 1)
     make_step(buffer, 9)
     buffer.destroy()
 
 
-@pytest.mark.parametrize("culprit", CULPRITS)
-def test_refused_arguments(culprit):
-    run_ranks(refused_arguments, 4, culprit)
-
-
-def different_calls(rank, num_ranks, culprit):
+@on_ranks(4, culprit=CULPRITS)
+def test_different_calls(rank, culprit):
     """The culprit combines while the others dispatch, or asks for another layout."""
     buffer, part = buffer_of(), part_of(rank, culprit)
     x, idx = inputs(buffer, 1)
@@ -152,28 +137,11 @@ def different_calls(rank, num_ranks, culprit):
     buffer.destroy()
 
 
-@pytest.mark.parametrize("culprit", CULPRITS)
-def test_different_calls(culprit):
-    run_ranks(different_calls, 4, culprit)
-
-
 # ---- failures before, after and between calls ----
 
 
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, error):
-        ctx.error = error
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.error is not None:
-            raise ctx.error
-        return grad, None
-
-
-def injected(rank, num_ranks, culprit):
+@on_ranks(4, culprit=CULPRITS)
+def test_injected_failures(rank, culprit):
     """Memory, interrupts, an expert, a gradient: peers hear in the call that the culprit does not make, or in the next one."""
     buffer, part = buffer_of(), part_of(rank, culprit)
     handle = buffer.dispatch(*inputs(buffer, 0)).handle
@@ -198,29 +166,24 @@ def injected(rank, num_ranks, culprit):
             if moment == "after rows":
                 call()
                 call = partial(make_step, buffer, step)
-            assert_refused(call, part, culprit, f"{kind.__name__}: fault", kind.__name__)
+            check_refusal(call, part, culprit, kind, "fault")
         make_step(buffer, step)
     if part == "culprit":
         notify_peers(buffer, RuntimeError("of an expert"))
     else:
-        assert_refused(partial(make_step, buffer, 4), part, culprit, "RuntimeError: of an expert", "RuntimeError")
+        check_refusal(partial(make_step, buffer, 4), part, culprit, RuntimeError, "of an expert")
     make_step(buffer, 4)
     x, idx = inputs(buffer, 5)
     error = RuntimeError("of a gradient")
     out = buffer.dispatch(x.requires_grad_(), idx)
-    y = buffer.combine(FailsInBackward.apply(out.recv_x, error if part == "culprit" else None), out.handle)
+    y = buffer.combine(FailsInBackward.apply(out.recv_x, error) if part == "culprit" else out.recv_x, out.handle)
     if part == "culprit":
         assert outcome(y.sum().backward)[0] is error
     else:
-        reason = "RuntimeError: its backward pass failed; see its output for the error"
-        assert_refused(lambda: (y.sum().backward(), look(buffer)), part, culprit, reason, "RuntimeError")
+        reason = "its backward pass failed; see its output for the error"
+        check_refusal(lambda: (y.sum().backward(), look(buffer)), part, culprit, RuntimeError, reason)
     back_in_step(buffer)
     buffer.destroy()
-
-
-@pytest.mark.parametrize("culprit", CULPRITS)
-def test_injected_failures(culprit):
-    run_ranks(injected, 4, culprit)
 
 
 # ---- deadlines ----
@@ -235,8 +198,11 @@ def back_in_step(buffer):
         make_step(buffer, step)
 
 
-def late(rank, num_ranks, culprit, operation):
+@pytest.mark.parametrize("operation", ("dispatch", pytest.param("combine", marks=pytest.mark.slow)))
+@on_ranks(4)
+def test_late_rank(rank, operation):
     """The culprit comes once all others have given up on it."""
+    culprit = {"dispatch": 3, "combine": 0}[operation]
     buffer, part = buffer_of(DEADLINE_S), part_of(rank, culprit)
     x, idx = inputs(buffer, 1)
     out = buffer.dispatch(x, idx)
@@ -270,15 +236,12 @@ def late(rank, num_ranks, culprit, operation):
     buffer.destroy()
 
 
-@pytest.mark.parametrize("operation", ("dispatch", pytest.param("combine", marks=pytest.mark.slow)))
-def test_late_rank(operation):
-    run_ranks(late, 4, {"dispatch": 3, "combine": 0}[operation], operation)
-
-
-def lost(rank, num_ranks, culprit, num_arriving):
-    """Of what the culprit sends over the network or is sent, `num_arriving` puts a process arrive: nothing, or entries without their
-    rows."""
-    os.environ["DEEPEP_MOE_EMULATED_NETWORK"] = f"lose={culprit},lose_after={num_arriving}"
+@emulated_only
+@on_ranks(4, num_arriving=(0, 1))
+def test_network_that_loses(rank, num_ranks, num_arriving):
+    """Of what the culprit sends over the network or is sent, `num_arriving` puts a process arrive: nothing, or entries without rows."""
+    culprit = 2 - num_arriving
+    os.environ[NETWORK] = f"lose={culprit},lose_after={num_arriving}"
     buffer, part = make("nvshmem", 4, DEADLINE_S), part_of(rank, culprit)
     assert buffer.calls.backend.rail._world.pe_of == (0, 1, 2, 3), "the option names a PE"
 
@@ -304,16 +267,11 @@ def lost(rank, num_ranks, culprit, num_arriving):
     buffer.destroy()
 
 
-@emulated_only
-@pytest.mark.parametrize("num_arriving", (0, 1))
-def test_network_that_loses(num_arriving):
-    run_ranks(lost, 4, 2 - num_arriving, num_arriving)
-
-
 # ---- a process that ends ----
 
 
-def killed(rank, num_ranks, culprit):
+@on_ranks(4, culprit=CULPRITS, expected_dead=lambda culprit: [culprit])
+def test_killed_rank(rank, num_ranks, culprit):
     """The culprit's process ends between two calls. The survivors go on with a group and a buffer of their own."""
     buffer, part = buffer_of(DEADLINE_S), part_of(rank, culprit)
     if part == "culprit":
@@ -339,11 +297,6 @@ def killed(rank, num_ranks, culprit):
     wait_for(*(f"rank {peer} is done" for peer in survivors))
 
 
-@pytest.mark.parametrize("culprit", CULPRITS)
-def test_killed_rank(culprit):
-    run_ranks(killed, 4, culprit, expected_dead=[culprit])
-
-
 # ---- what cannot serve ----
 
 
@@ -353,50 +306,41 @@ def refusal_of(sizes, **settings):
     return f"{info.type.__name__}: {info.value}"
 
 
-def wrong_nodes(rank, num_ranks):
+@on_ranks(4)
+def test_wrong_nodes(rank, num_ranks):
     device_of("nvshmem", rank)
     sizes = NUM_TOKENS, 16, 2 * num_ranks, num_ranks
-    return [
-        refusal_of(sizes, backend="nvshmem", ranks_per_node=3),
-        refusal_of(sizes, backend="nvshmem", ranks_per_node=4),
-        refusal_of(sizes, backend="nvshmem"),
-        refusal_of(sizes, backend="nvlink", ranks_per_node=2),
-    ]
-
-
-def test_wrong_nodes():
-    answers = run_ranks(wrong_nodes, 4)
-    assert answers == [answers[0]] * 4
-    for answer, words in zip(
-        answers[0],
-        (
-            "ValueError: ranks_per_node is 3; it must be None or divide the group's 4 ranks",
-            *["BackendUnavailableError: backend 'nvshmem' cannot serve: it serves several nodes, and all 4 ranks are one; backend='nvlink'"]
-            * 2,
-            "BackendUnavailableError: backend 'nvlink' cannot serve: it serves one node, and ranks_per_node is 2 for 4 ranks; 'nvshmem'",
-        ),
-        strict=True,
+    for settings, words in (
+        ({"backend": "nvshmem", "ranks_per_node": 3}, "ValueError: ranks_per_node is 3"),
+        ({"backend": "nvshmem", "ranks_per_node": 4}, "it serves several nodes, and all 4 ranks are one"),
+        ({"backend": "nvshmem"}, "it serves several nodes, and all 4 ranks are one"),
+        ({"backend": "nvlink", "ranks_per_node": 2}, "it serves one node, and ranks_per_node is 2 for 4 ranks"),
     ):
-        assert words in answer
+        assert words in refusal_of(sizes, **settings)
+
+
+def logged():
+    """What this process logs from now on."""
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")
+    logging.getLogger("deepep_moe").addHandler(handler)
+    return lines
 
 
 def without_nvshmem(rank, num_ranks, how):
     """NVSHMEM does not initialize, or is missing on one rank. 'auto' then takes another backend, and says why."""
     device_of("nvshmem", rank)
     if how == "fails":
-        os.environ["DEEPEP_MOE_EMULATED_NETWORK"] = "fail_init=1"
+        os.environ[NETWORK] = "fail_init=1"
     elif rank == 2:
         nvshmem_module.load = lambda: "it is not built; install it"
     sizes = NUM_TOKENS, 16, 2 * num_ranks, num_ranks
     told = [refusal_of(sizes, backend="nvshmem", ranks_per_node=2) for _ in range(2)]
     select.are_on_gpus = lambda peers: True  # as with an NCCL group, which CPU tensors cannot have
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
-    logging.getLogger("deepep_moe").addHandler(handler)
+    lines = logged()
     buffer = Buffer(None, *sizes, backend="auto", ranks_per_node=2, timeout_s=60)
     assert buffer.backend == "collective"
-    assert rank > 0 or any(level == "WARNING" and "backend 'nvshmem' cannot serve: " in line for level, line in lines), lines
+    assert rank > 0 or any("WARNING" in line and "backend 'nvshmem' cannot serve: " in line for line in lines), lines
     make_step(buffer, 1)
     buffer.destroy()
     return told
@@ -415,3 +359,79 @@ def test_without_nvshmem(how):
     else:
         assert "nvshmemx_hostlib_init_attr" in first or "initializ" in first, first
         assert "failed before in this process" in second, second
+
+
+# ---- puts that are still under way when their rank has no use for them any more ----
+
+KEPT = []  # buffers that nobody destroys
+
+
+def buffer_of_two_nodes(timeout_s):
+    """Of one rank each."""
+    device_of("nvlink", dist.get_rank())
+    buffer = Buffer(None, NUM_TOKENS, 16, 4, 2, backend="nvshmem", timeout_s=timeout_s, ranks_per_node=1)
+    make_step(buffer, 0)
+    dist.barrier()
+    return buffer
+
+
+@emulated_only
+@on_ranks(2, how=("destroyed", "kept", "dropped", "forked"), expected_dead=lambda how: [] if how == "forked" else [0])
+def test_what_was_put_arrives(rank, how):
+    """The process of rank 0 ends right after its last call, which is a refusal, as that waits for nobody. Its reason is under way."""
+    os.environ[NETWORK] = "delay_us=500000"
+    buffer = buffer_of_two_nodes(30.0)
+    if rank == 0:
+        buffer.refuse(ValueError("the last call"))
+        if how == "destroyed":
+            buffer.destroy()
+        elif how == "dropped":
+            del buffer
+        else:
+            KEPT.append(buffer)
+        if how == "forked":
+            return  # a process that multiprocessing has forked asks atexit for nothing
+        if how != "destroyed":
+            atexit._run_exitfuncs()  # as an interpreter that ends does
+        os.kill(os.getpid(), signal.SIGKILL)
+    error, elapsed_s = outcome(lambda: buffer.dispatch(*inputs(buffer, 1)))
+    assert isinstance(error, EPPeerError) and "rank 0 did not make its call: ValueError: the last call" in str(error), repr(error)
+    assert elapsed_s < SOON_S, elapsed_s
+    buffer.destroy()
+
+
+@emulated_only
+@on_ranks(2)
+def test_what_does_not_arrive(rank):
+    """What rank 0 puts is under way for longer than its deadline. It says so, and neither its other buffer nor its end hangs."""
+    os.environ[NETWORK] = "hold_after=12"  # a message and a chunk of rows in each of six calls
+    first, second = buffer_of_two_nodes(60.0), buffer_of_two_nodes(3.0)
+    lines = logged()
+    if rank == 0:
+        second.refuse(ValueError("the last call"))
+        began = time.monotonic()
+        second.destroy()
+        first.destroy()
+        assert 2.9 < time.monotonic() - began < SOON_S
+        assert len(lines) == 1 and "what rank 0 has put has not arrived within 3 s" in lines[0], lines
+        tell("rank 0 has given up")
+    wait_for("rank 0 has given up")
+
+
+@emulated_only
+@on_ranks(4, along_handle=(False, True))
+def test_rows_of_a_refused_dispatch(rank, num_ranks, along_handle):
+    """Ranks off the culprit's rail meet, so their rows cross, while they learn in their nodes that the call has failed. The next call
+    writes to the same places."""
+    os.environ[NETWORK] = "delay_us=100000"
+    buffer = make("nvshmem", num_ranks, 30.0)
+    x, idx = inputs(buffer, 1)
+    handle = buffer.dispatch(x, idx).handle
+    for step in range(1, 5):
+        is_culprit = rank == step % num_ranks
+        given = x.double() if is_culprit else x
+        routing = {"handle": handle} if along_handle else {"topk_idx": idx}
+        error, elapsed_s = outcome(lambda given=given: (buffer.dispatch(given, **routing), look(buffer)))  # noqa: B023
+        assert isinstance(error, TypeError if is_culprit else EPPeerError) and elapsed_s < SOON_S, (error, elapsed_s)
+        make_step(buffer, step)
+    buffer.destroy()

@@ -9,19 +9,17 @@ import torch
 import torch.distributed as dist
 from error_cases import BACKENDS, HIDDEN, IDX, X, make_buffer
 from events import tell, wait_for
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer
-from deepep_moe.errors import (
-    EPError,
-    EPPeerError,
-    EPTimeoutError,
-)
+from deepep_moe.errors import EPError, EPPeerError, EPTimeoutError
 from deepep_moe.testing import run_ranks
 
 DEADLINE_S = 3.0  # what must pass in tests of ranks that are late, and what the others must keep on a busy machine
 
 
-def absent_at_construction(rank, num_ranks):
+@on_ranks(2)
+def test_peer_that_never_constructs(rank):
     if rank == 1:
         return wait_for("rank 0 knows")
     with pytest.raises(EPTimeoutError, match="rank 1 did not deliver within 1 s; phase 'construction of a Buffer'") as info:
@@ -30,33 +28,8 @@ def absent_at_construction(rank, num_ranks):
     tell("rank 0 knows")
 
 
-def test_peer_that_never_constructs():
-    run_ranks(absent_at_construction, 2)
-
-
-def fails_before_entry(rank, num_ranks):
-    """A rank that cannot even allocate its results tells the peers, and the ranks stay in step."""
-    buffer = make_buffer()
-    out = buffer.dispatch(X, IDX)
-    backend = buffer.calls.backend
-    allocate, backend.empty = backend.empty, backend.empty
-    if rank == 1:
-
-        def no_memory(shape, dtype):
-            raise MemoryError("no memory left")
-
-        backend.empty = no_memory
-    with pytest.raises(MemoryError if rank == 1 else EPPeerError, match="no memory left"):
-        buffer.combine(out.recv_x, out.handle)
-    backend.empty = allocate
-    assert torch.isfinite(buffer.combine(out.recv_x, out.handle)).all()
-
-
-def test_failure_before_entry():
-    run_ranks(fails_before_entry, 2)
-
-
-def fails_on_the_thread(rank, num_ranks):
+@on_ranks(2)
+def test_failure_on_the_thread(rank):
     """An asynchronous failure that nobody waited for is raised by the next call; the handle leads nowhere."""
     buffer = make_buffer(timeout_s=DEADLINE_S)
     buffer.dispatch(X, IDX)
@@ -73,59 +46,12 @@ def fails_on_the_thread(rank, num_ranks):
     tell("rank 0 knows")
 
 
-def test_failure_on_the_thread():
-    run_ranks(fails_on_the_thread, 2)
-
-
-def changed_handle(rank, num_ranks):
-    buffer = make_buffer(timeout_s=1.0)
-    handle = buffer.dispatch(X, IDX).handle
-    handle.topk_idx.fill_(-1)
-    for call in (lambda: buffer.dispatch(X, handle=handle), lambda: buffer.combine(torch.zeros(handle.num_rows, HIDDEN), handle)):
-        with pytest.raises(ValueError, match="a tensor of this handle was changed in place after its dispatch; it must stay as it is"):
-            call()
+def test_changed_handle():
+    buffer = make_buffer()
     unseen = buffer.dispatch(X, IDX).handle
     unseen.topk_idx.data.fill_(-1)  # which PyTorch does not count
     with pytest.raises(RuntimeError, match="its handle was changed after its dispatch"):
         buffer.dispatch(X, handle=unseen)
-
-
-def test_changed_handle():
-    run_ranks(changed_handle, 1)
-
-
-def interrupted(rank, num_ranks):
-    buffer = make_buffer(timeout_s=300.0)
-    if rank == 1:
-        return dist.barrier()  # does not enter the call
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        if os.fork() == 0:
-            time.sleep(1)
-            os.kill(os.getppid(), signal.SIGINT)
-            os._exit(0)
-        buffer.dispatch(X, IDX)
-    assert time.monotonic() - began < 60
-    dist.barrier()
-
-
-def test_interrupt():
-    run_ranks(interrupted, 2)
-
-
-def leaves_early(rank, num_ranks):
-    buffer = make_buffer()
-    buffer.dispatch(X, IDX)
-    if rank == 1:
-        buffer.destroy()
-    else:
-        with pytest.raises(EPPeerError, match="rank 1 destroyed its buffer"):
-            buffer.dispatch(X, IDX)
-
-
-def test_peer_that_destroyed_its_buffer():
-    run_ranks(leaves_early, 2)
 
 
 # ---- peers that die or stall ----
@@ -142,39 +68,27 @@ def check_timeout(culprit, call):
 EVERYWHERE = torch.tensor([[0, 2], [4, 1], [3, 5], [2, -1]])  # every one of three ranks gets tokens
 
 
-def dies(rank, num_ranks, backend, moment):
+@on_ranks(3, backend=BACKENDS, expected_dead=[1])
+def test_peer_that_dies_between_the_halves(rank, backend):
     buffer = make_buffer(backend, timeout_s=300, num_experts=6)
-    out = buffer.dispatch(X, EVERYWHERE)
+    buffer.dispatch(X, EVERYWHERE)
     dist.barrier()
-    if rank == 1 and moment == "before a call":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 1 and moment == "between the halves":
+    if rank == 1:
         buffer.calls._move = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     check_timeout(1, lambda: buffer.dispatch(X, EVERYWHERE))
     assert time.monotonic() - began < 60, "far from the deadline"
     tell(f"rank {rank} knows")
     wait_for(f"rank {2 - rank} knows")  # collective blames the first process it finds gone
-    return out.recv_x.shape
 
 
-@pytest.mark.parametrize("moment", ("before a call", "between the halves"))
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_peer_that_dies(backend, moment):
-    results = run_ranks(dies, 3, backend, moment, expected_dead=[1])
-    assert results[0] and results[2] and results[1] is None
-    assert not [name for name in os.listdir("/dev/shm") if "deepep" in name]
-
-
-def stalls(rank, num_ranks, backend, moment):
-    buffer = make_buffer(backend, timeout_s=DEADLINE_S, num_experts=6)
+@on_ranks(3)
+def test_peer_that_stalls_between_the_halves(rank):
+    buffer = make_buffer(timeout_s=DEADLINE_S, num_experts=6)
     out = buffer.dispatch(X, EVERYWHERE)
-    if rank == 2 and moment == "between the halves":
+    if rank == 2:
         move = buffer.calls._move
         buffer.calls._move = lambda *args: (wait_for("rank 0 knows", "rank 1 knows"), move(*args))
-    elif rank == 2:
-        wait_for("rank 0 knows", "rank 1 knows")
-    if rank == 2:
         with pytest.raises((EPPeerError, EPTimeoutError)):
             buffer.combine(out.recv_x, out.handle)
             buffer.combine(out.recv_x, out.handle)
@@ -184,16 +98,8 @@ def stalls(rank, num_ranks, backend, moment):
     wait_for("rank 2 knows")
 
 
-@pytest.mark.parametrize("moment", ("before a call", "between the halves"))
-def test_peer_that_stalls(moment):
-    run_ranks(stalls, 3, "shm", moment)
-
-
-def test_peer_that_stalls_collective():
-    run_ranks(stalls, 3, "collective", "before a call")
-
-
-def stops_in_the_middle(rank, num_ranks):
+@on_ranks(3)
+def test_peer_that_stops_in_the_middle(rank):
     """Rank 2 stops with its rings half full; rank 1 finds out first and tells rank 0, who waits for rank 1 as well."""
     hidden, num_tokens, own = 4096, 2000, os.getpid()
     buffer = Buffer(None, num_tokens, hidden, 6, 6, timeout_s=DEADLINE_S)
@@ -215,10 +121,6 @@ def stops_in_the_middle(rank, num_ranks):
         assert info.value.rank == 2, str(info.value)
     tell(f"rank {rank} knows")
     wait_for("rank 2 knows")
-
-
-def test_peer_that_stops_in_the_middle():
-    run_ranks(stops_in_the_middle, 3)
 
 
 # ---- memory ----

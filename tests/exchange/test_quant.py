@@ -1,14 +1,16 @@
 """Rows to fp8: the definition by hand, the kernel against the operators, and a dispatch that quantizes on its way."""
 
+import itertools
+
 import pytest
 import torch
 from exchange_cases import assert_same, device_of
+from on_ranks import assert_all_same, assert_fields_same, on_ranks, refused
 
 from deepep_moe import _C, Buffer, reference
 from deepep_moe.device import DTYPE_NAMES
-from deepep_moe.errors import EPMismatchError, EPPeerError
+from deepep_moe.errors import EPMismatchError
 from deepep_moe.ops import quantize_fp8, quantize_fp8_weights
-from deepep_moe.testing import run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -19,15 +21,16 @@ def test_by_hand():
     y, scales = quantize_fp8(x)
     assert scales.tolist() == [[2.0, 7.0 / 448.0]]
     assert y.float()[0, [0, 1, 2, 3, 130]].tolist() == [448.0, -224.0, 1.0, 0.0, 448.0]
+    y, scales = quantize_fp8(torch.zeros(3, 128, dtype=torch.bfloat16))
+    assert not y.float().any() and torch.isfinite(scales).all()
+    assert quantize_fp8(torch.empty(0, 128))[0].shape == (0, 128)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", ((1, 8), (5, 128), (3, 200), (7, 392)), ids=str)
-def test_equals_reference(shape, dtype):
-    for scale in (1.0, 1e-6, 1e4):
+def test_equals_reference(dtype):
+    for shape, scale in itertools.product(((1, 8), (5, 128), (3, 200), (7, 392)), (1.0, 1e-6, 1e4)):
         x = (torch.randn(shape, generator=torch.Generator().manual_seed(2)) * scale).to(dtype)
-        for name, ours, theirs in zip(("y", "scales"), quantize_fp8(x), reference.quantize_fp8(x), strict=True):
-            assert_same(name, ours, theirs)
+        assert_all_same(f"{shape}, scale {scale}", quantize_fp8(x), reference.quantize_fp8(x))
 
 
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
@@ -45,12 +48,6 @@ def test_what_is_not_finite_stays_in_its_block(bad, device):
     assert_same("scales of other blocks", scales[[0, 0, 1], [0, 1, 1]], good_scales[[0, 0, 1], [0, 1, 1]])
 
 
-def test_zeros_stay_zeros():
-    y, scales = quantize_fp8(torch.zeros(3, 128, dtype=torch.bfloat16))
-    assert not y.float().any() and torch.isfinite(scales).all()
-    assert quantize_fp8(torch.empty(0, 128))[0].shape == (0, 128)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_error_is_that_of_the_format(dtype):
     x = (torch.randn(50, 328, generator=torch.Generator().manual_seed(0)) * 30).to(dtype)
@@ -61,12 +58,14 @@ def test_error_is_that_of_the_format(dtype):
 
 
 def test_bad_rows():
-    with pytest.raises(TypeError, match="x has dtype float64; float32, bfloat16 or float16 can be made fp8"):
+    with pytest.raises(TypeError, match="x has dtype float64"):
         quantize_fp8(torch.zeros(2, 128, dtype=torch.float64))
-    with pytest.raises(
-        ValueError, match=r"x has shape \[2, 12\]; it must be contiguous \[num_tokens, hidden\] with hidden a multiple of 8"
-    ):
+    with pytest.raises(ValueError, match=r"x has shape \[2, 12\]; it must be .* with hidden a multiple of 8"):
         quantize_fp8(torch.zeros(2, 12))
+
+
+def how_of(dtype):
+    return getattr(_C.DType, DTYPE_NAMES[dtype]), torch.cuda.current_stream().cuda_stream
 
 
 @pytest.mark.gpu
@@ -76,15 +75,10 @@ def test_kernel_equals_operators(dtype, power_of_two):
     device = device_of("nvlink", 0)
     for scale in (1.0, 1e-6, 1e4, 1e-30):
         x = (torch.randn(33, 1024 + 8, generator=torch.Generator().manual_seed(1)) * scale).to(dtype)
-        on_device, y, scales = (
-            x.to(device),
-            torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=device),
-            torch.empty(33, 9, device=device),
-        )
-        how = getattr(_C.DType, DTYPE_NAMES[dtype]), torch.cuda.current_stream().cuda_stream
-        _C.gpu_quantize(on_device, y, scales, power_of_two, *how)
-        for ours, theirs in zip((y, scales), quantize_fp8(x, power_of_two=power_of_two), strict=True):
-            assert_same(f"scale {scale}", ours, theirs)
+        on_device, y = x.to(device), torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=device)
+        scales = torch.empty(33, 9, device=device)
+        _C.gpu_quantize(on_device, y, scales, power_of_two, *how_of(dtype))
+        assert_all_same(f"scale {scale}", (y, scales), quantize_fp8(x, power_of_two=power_of_two))
 
 
 @pytest.mark.gpu
@@ -96,13 +90,12 @@ def test_kernel_of_weights(dtype, copies):
     memory = (torch.randn(num_experts, n * k + 64, generator=torch.Generator().manual_seed(3)) * 0.02).to(dtype).to(device)
     w = memory[:, : n * k].view(num_experts, n, k)  # with other memory between the matrices
     w[1, 200, 300] = torch.inf
-    how = getattr(_C.DType, DTYPE_NAMES[dtype]), torch.cuda.current_stream().cuda_stream
     made = {}
     for transposed in copies:
         rows, columns = (k, n) if transposed else (n, k)
         y = torch.empty(num_experts, rows, columns, dtype=torch.float8_e4m3fn, device=device)
         made[transposed] = y, torch.full((num_experts, rows // 128, columns // 128), -1.0, device=device)
-    _C.gpu_quantize_weights(w, w.stride(0), *made.get(False, (None, None)), *made.get(True, (None, None)), *how)
+    _C.gpu_quantize_weights(w, w.stride(0), *made.get(False, (None, None)), *made.get(True, (None, None)), *how_of(dtype))
     for transposed, pair in made.items():
         for name, ours, theirs in zip(("y", "scales"), pair, quantize_fp8_weights(w.cpu(), transposed=transposed), strict=True):
             torch.testing.assert_close(ours.cpu().float(), theirs.float(), rtol=0, atol=0, equal_nan=True, msg=name)
@@ -114,11 +107,11 @@ def test_rows_that_begin_at_any_address():
     flat = torch.randn(1 + 5 * 136, generator=torch.Generator().manual_seed(2)).bfloat16()
     x = flat.to(device)[1:].view(5, 136)
     assert x.is_contiguous() and (x.data_ptr() % 16 or x.device.type == "cpu")
-    for ours, theirs in zip(quantize_fp8(x), reference.quantize_fp8(flat[1:].view(5, 136)), strict=True):
-        assert_same("y and scales", ours, theirs)
+    assert_all_same("y and scales", quantize_fp8(x), reference.quantize_fp8(flat[1:].view(5, 136)))
 
 
-def quantized_dispatch(rank, num_ranks, backend):
+@on_ranks(2, backend=("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
+def test_dispatch_quantizes(rank, backend):
     device = device_of(backend, rank)
     buffer = Buffer(None, 40, 256, 8, 2, backend=backend, timeout_s=60)
     generator = torch.Generator().manual_seed(rank)
@@ -127,18 +120,12 @@ def quantized_dispatch(rank, num_ranks, backend):
     y, scales = quantize_fp8(x)
     for layout in ("expert", "rank"):
         ours, theirs = buffer.dispatch(x, idx, layout=layout, fp8=True), buffer.dispatch(y, idx, x_scales=scales, layout=layout)
-        assert_same("recv_x", ours.recv_x, theirs.recv_x)
-        assert_same("recv_x_scales", ours.recv_x_scales, theirs.recv_x_scales)
-    with pytest.raises(ValueError if rank == 0 else EPPeerError, match="fp8 and x_scales were both given"):
+        assert_fields_same(ours, theirs, "recv_x", "recv_x_scales")
+    with refused(rank, 0, ValueError, "fp8 and x_scales were both given"):
         buffer.dispatch(y, idx, x_scales=scales, fp8=rank == 0)
-    with pytest.raises(TypeError if rank == 0 else EPPeerError, match="x must be a torch.Tensor, not list"):
+    with refused(rank, 0, TypeError, "x must be a torch.Tensor, not list"):
         buffer.dispatch(x.tolist() if rank == 0 else x, idx, fp8=True)
     with pytest.raises(EPMismatchError, match="float8_e5m2 rows"):
         buffer.dispatch(y if rank == 0 else y.float().to(torch.float8_e5m2), idx, x_scales=scales)
-    with pytest.raises(ValueError if rank == 0 else EPPeerError, match="fp8=True has no gradient and x requires one"):
+    with refused(rank, 0, ValueError, "fp8=True has no gradient and x requires one"):
         buffer.dispatch(x.float().requires_grad_() if rank == 0 else x.float(), idx, fp8=True)
-
-
-@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
-def test_dispatch_quantizes(backend):
-    run_ranks(quantized_dispatch, 2, backend)

@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from error_cases import HIDDEN, IDX, NUM_EXPERTS, WEIGHTS, X, make_buffer
-from exchange_cases import device_of
+from exchange_cases import on_device
 from fault_cases import outcome
+from lazy_tensors import imaginary, negative
+from on_ranks import on_ranks, refused
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -22,127 +24,112 @@ from deepep_moe.errors import EPPeerError
 from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert
 from deepep_moe.exchange.lanes import combine_with_lanes
 from deepep_moe.ops.lanes import LanesOfMap
-from deepep_moe.testing import run_ranks
 
 LOGITS = torch.randn(4, NUM_EXPERTS, generator=torch.Generator().manual_seed(0))
 
 
-def refused(rank, culprit_error, text, call):
-    """Rank 1 makes `call(True)` and has the error, the others `call(False)` and learn it at once."""
-    error, elapsed_s = outcome(partial(call, rank == 1))
-    expected = culprit_error if rank == 1 else EPPeerError
-    assert type(error) is expected and text in str(error) and elapsed_s < 30, repr(error)
-    if rank != 1:
-        assert error.rank == 1 and error.cause == culprit_error.__name__, repr(error)
-
-
-# ---- forward-mode AD ----
+# ---- tensors with a tangent of forward-mode AD; lazy negatives, whose values are not those of their memory ----
 
 
 def dual(tensor):
     return forward_ad.make_dual(tensor, torch.ones_like(tensor))
 
 
+STRANGE = {  # how one is made of a plain tensor, and how it is refused
+    "dual": (dual, NotImplementedError, "has a tangent of forward-mode AD"),
+    "negative": (negative, ValueError, r"is a lazy negative .*resolve_neg\(\)"),
+    "imaginary": (imaginary, ValueError, r"is a lazy negative .*resolve_neg\(\)"),
+}
+
+
 def exchange_calls(buffer, x, idx, weights):
-    """Calls of an exchange, and the tensor that may be strange in each."""
+    """Calls of an exchange, and the tensor that may be strange in each. The last two read a lazy negative."""
     out = buffer.dispatch(x, idx, weights)
     rows, row_weights = out.recv_x.clone(), out.recv_topk_weights.clone()
     by_expert, sent, handle = dispatch_by_expert(buffer, x, idx, weights)
     return [
         (x, lambda x: buffer.dispatch(x, idx, weights)),
         (x.clone().requires_grad_(), lambda x: buffer.dispatch(x, idx, weights)),
-        (x, lambda x: buffer.dispatch(x, idx, fp8=True)),
         (x, lambda x: buffer.dispatch(x, idx, async_op=True)),
         (weights, lambda weights: buffer.dispatch(x, idx, weights)),
         (x, lambda x: buffer.dispatch(x, handle=out.handle)),
+        (weights, lambda weights: buffer.dispatch(x, handle=out.handle, topk_weights=weights)),
         (rows, lambda rows: buffer.combine(rows, out.handle)),
         (row_weights, lambda weights: buffer.combine(rows, out.handle, weights)),
         (x, lambda bias: buffer.combine(rows, out.handle, bias=bias)),
         (row_weights, lambda lanes: combine_with_lanes(buffer, rows, out.handle, lanes)),
         (x, lambda x: dispatch_by_expert(buffer, x, idx, weights)),
         (by_expert[0], lambda first: combine_by_expert(buffer, [first, *by_expert[1:]], sent, handle)),
+        (x, lambda x: buffer.dispatch(x, idx, fp8=True)),
     ]
 
 
-def tangents(rank, num_ranks, backend):
-    device = device_of(backend, rank)
-    x, idx, weights = (tensor.to(device) for tensor in (X, IDX, WEIGHTS))
-    buffer = make_buffer(backend)
-    with forward_ad.dual_level():
-        for tensor, call in exchange_calls(buffer, x, idx, weights):
-            refused(
-                rank, NotImplementedError, "has a tangent of forward-mode AD",
-                lambda is_culprit, call=call, tensor=tensor: call(dual(tensor) if is_culprit else tensor),
-            )  # fmt: skip
-        received = buffer.dispatch(x, idx).recv_x  # nobody is dual here
-        assert forward_ad.unpack_dual(received).tangent is None
-    assert torch.equal(buffer.dispatch(x, idx).recv_x, received)
-
-
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-def test_tangents(backend):
-    run_ranks(tangents, 2, backend)
-
-
-def tangents_on_a_gpu(rank, num_ranks):
-    """Calls in C++ leave them to Python, which refuses them."""
-    device = device_of("nvlink", rank)
-    x, idx, weights, logits = (tensor.to(device) for tensor in (X, IDX, WEIGHTS, LOGITS))
-    buffer, low_latency = make_buffer("nvlink"), LowLatencyBuffer(None, 8, HIDDEN, NUM_EXPERTS, 2, timeout_s=60)
-    calls = exchange_calls(buffer, x, idx, weights)
-    calls += [(logits, lambda logits: ops.gate(logits, 2)), (x, lambda x: low_latency.dispatch(x, idx)), (x, ops.quantize_fp8)]
+def refuse_strange(rank, culprit, calls, kind):
+    make_strange, error, message = STRANGE[kind]
     with forward_ad.dual_level():
         for tensor, call in calls:
-            with pytest.raises(NotImplementedError, match="has a tangent of forward-mode AD"):
-                call(dual(tensor))
-    seen = Watch()
-    with seen:
+            with refused(rank, culprit, error, message):
+                call(make_strange(tensor) if rank == culprit else tensor)
+
+
+@on_ranks(2, backend=("shm", "collective"), kind=STRANGE)
+def test_strange_tensors(rank, backend, kind):
+    buffer = make_buffer(backend)
+    calls = exchange_calls(buffer, X, IDX, WEIGHTS)
+    refuse_strange(rank, 1, calls if kind == "dual" else calls[:-2], kind)
+    with forward_ad.dual_level():
+        received = buffer.dispatch(X, IDX).recv_x  # nobody is dual here
+        assert forward_ad.unpack_dual(received).tangent is None
+    assert torch.equal(buffer.dispatch(negative(X).resolve_neg(), IDX).recv_x, received)
+
+
+@pytest.mark.gpu
+@on_ranks(1, kind=STRANGE)
+def test_strange_tensors_on_a_gpu(rank, kind):
+    """Calls in C++ leave them to Python, which refuses them."""
+    x, idx, weights, logits = on_device("nvlink", rank, X, IDX, WEIGHTS, LOGITS)
+    buffer, low_latency = make_buffer("nvlink"), LowLatencyBuffer(None, 8, HIDDEN, NUM_EXPERTS, 2, timeout_s=60)
+    calls = [(logits, lambda logits: ops.gate(logits, 2)), (x, lambda x: low_latency.dispatch(x, idx))]
+    calls += [*exchange_calls(buffer, x, idx, weights), (x, ops.quantize_fp8)]
+    refuse_strange(rank, 0, calls if kind == "dual" else calls[:-3], kind)
+    with Watch() as seen:
         ops.gate(logits, 2)
         buffer.dispatch(x, idx)
     assert {"deepep_moe.gate.default", "deepep_moe.dispatch.default"} <= set(seen.names)
 
 
-@pytest.mark.gpu
-def test_tangents_on_a_gpu():
-    run_ranks(tangents_on_a_gpu, 1)
-
-
-def tangents_in_low_latency(rank, num_ranks):
+@on_ranks(2, kind=STRANGE)
+def test_strange_tensors_in_low_latency(rank, kind):
     buffer = LowLatencyBuffer(None, 8, HIDDEN, NUM_EXPERTS, 2, timeout_s=60)
     out = buffer.dispatch(X, IDX, WEIGHTS)
     rows = out.recv_x.nan_to_num()
-    with forward_ad.dual_level():
-        for tensor, call in (
-            (X, lambda x: buffer.dispatch(x, IDX)),
-            (WEIGHTS, lambda weights: buffer.dispatch(X, IDX, weights)),
-            (rows, lambda rows: buffer.combine(rows, out.handle)),
-            (WEIGHTS, lambda weights: buffer.combine(rows, out.handle, topk_weights=weights)),
-        ):
-            refused(
-                rank, NotImplementedError, "has a tangent of forward-mode AD",
-                lambda is_culprit, call=call, tensor=tensor: call(dual(tensor) if is_culprit else tensor),
-            )  # fmt: skip
-    assert torch.equal(buffer.dispatch(X, IDX).num_recv_tokens_per_expert, out.num_recv_tokens_per_expert)
+    calls = [
+        (X, lambda x: buffer.dispatch(x, IDX)),
+        (WEIGHTS, lambda weights: buffer.dispatch(X, IDX, weights)),
+        (rows, lambda rows: buffer.combine(rows, out.handle)),
+        (WEIGHTS, lambda weights: buffer.combine(rows, out.handle, topk_weights=weights)),
+    ]
+    refuse_strange(rank, 1, calls, kind)
+    assert torch.equal(buffer.dispatch(X, IDX).num_recv_tokens_per_expert, out.num_recv_tokens_per_expert), "all are in step"
 
 
-def test_tangents_in_low_latency():
-    run_ranks(tangents_in_low_latency, 2)
-
-
-def test_tangents_of_operations():
+@pytest.mark.parametrize("kind", STRANGE)
+def test_strange_tensors_of_operations(kind):
+    calls = [
+        (LOGITS, lambda logits: ops.gate(logits, 2)),
+        (torch.ones(NUM_EXPERTS), lambda bias: ops.gate(LOGITS, 2, expert_bias=bias)),
+        (LOGITS, lambda logits: ops.gate_full(logits, 2, shares=True)),
+    ]
     x, w1, w2 = torch.randn(4, 8), torch.randn(2, 8, 8), torch.randn(2, 8, 4)
+    if kind == "dual":  # what is made of PyTorch's operators reads the others
+        calls += [
+            (X, ops.quantize_fp8),
+            (x, lambda x: ops.grouped_mlp(x, [2, 2], w1, w2)),
+            (w1, lambda w1: ops.grouped_mlp(x, [2, 2], w1, w2)),
+            (x, lambda x: ops.clear_tail(x, [1, 2])),
+        ]
+    refuse_strange(0, 0, calls, kind)
     with forward_ad.dual_level():
-        for call in (
-            lambda: ops.gate(dual(LOGITS), 2),
-            lambda: ops.gate(LOGITS, 2, expert_bias=dual(torch.ones(NUM_EXPERTS))),
-            lambda: ops.gate_full(dual(LOGITS), 2, shares=True),
-            lambda: ops.quantize_fp8(dual(X)),
-            lambda: ops.grouped_mlp(dual(x), [2, 2], w1, w2),
-            lambda: ops.grouped_mlp(x, [2, 2], dual(w1), w2),
-            lambda: ops.clear_tail(dual(x), [1, 2]),
-        ):
-            with pytest.raises(NotImplementedError, match="has a tangent of forward-mode AD"):
-                call()
         probs, _ = ops.to_dense(IDX, dual(WEIGHTS), NUM_EXPERTS)  # made of PyTorch's operators, which have rules
         assert torch.equal(forward_ad.unpack_dual(probs).tangent, (probs > 0).float())
 
@@ -171,52 +158,42 @@ def test_transforms_of_the_gate():
         torch.autograd.functional.jacobian(lambda logits: ops.gate(logits, 2).topk_weights, LOGITS, vectorize=True)
 
 
-def transformed(rank, num_ranks, backend):
+@on_ranks(2, backend=("shm", "collective"))
+def test_transforms_of_the_exchange(rank, backend):
     buffer, text = make_buffer(backend), "cannot be transformed by torch.func"
 
     def loss(x):
         return buffer.dispatch(x, IDX).recv_x.sum()
 
-    for transform in (torch.func.grad, lambda f: partial(torch.func.jvp, f, tangents=(X,)), torch.func.vmap):
-        refused(
-            rank, TypeError, text,
-            lambda is_culprit, transform=transform: (
-                transform(loss)((X,) if isinstance(transform(loss), partial) else X) if is_culprit else loss(X)
-            ),
-        )  # fmt: skip
+    for call in (torch.func.grad(loss), lambda x: torch.func.jvp(loss, (x,), (x,)), torch.func.vmap(loss)):
+        with refused(rank, 1, TypeError, text):
+            (call if rank == 1 else loss)(X)
     x = X.clone().requires_grad_()
     rows = buffer.dispatch(x, IDX).recv_x
     batch = torch.ones(2, *rows.shape)
-    refused(
-        rank, TypeError, text,
-        lambda is_culprit: torch.autograd.grad(rows, x, batch if is_culprit else batch[0], is_grads_batched=is_culprit, retain_graph=True),
-    )  # fmt: skip
+    with refused(rank, 1, TypeError, text):
+        torch.autograd.grad(rows, x, batch if rank == 1 else batch[0], is_grads_batched=rank == 1, retain_graph=True)
     assert torch.autograd.grad(rows.sum(), x)[0].shape == X.shape
-
-
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-def test_transforms_of_the_exchange(backend):
-    run_ranks(transformed, 2, backend)
 
 
 # ---- modes and tracers ----
 
 
-class Watch(TorchDispatchMode):
+class Named:
+    """The operators that a mode has seen."""
+
     def __init__(self):
         super().__init__()
         self.names = []
 
+
+class Watch(Named, TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
-class WatchFunctions(TorchFunctionMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
+class WatchFunctions(Named, TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         self.names.append(f"{func}.default")
         return func(*args, **(kwargs or {}))
@@ -227,7 +204,8 @@ def layer(buffer, x, weights):
     return buffer.combine(out.recv_x * 2, out.handle, out.recv_topk_weights)
 
 
-def watched(rank, num_ranks, backend):
+@on_ranks(2, backend=("shm", "collective"))
+def test_modes(rank, backend):
     """One rank watches. It has the same sums, and sees operators, not what is in them."""
     buffer = make_buffer(backend)
     expected = layer(buffer, X, WEIGHTS)
@@ -244,11 +222,6 @@ def watched(rank, num_ranks, backend):
             names = [name for name in mode.names if "deepep_moe" in name]
             assert names == [f"deepep_moe.{name}.default" for name in ("dispatch", "combine", "gate", "layout")], mode.names
             assert not [name for name in mode.names if "zeros" in name or "empty" in name], mode.names
-
-
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-def test_modes(backend):
-    run_ranks(watched, 2, backend)
 
 
 @pytest.mark.parametrize("pre_dispatch", (False, True))
@@ -280,7 +253,8 @@ def test_torch_jit_trace():
     assert torch.equal(gate(-LOGITS), ops.gate(-LOGITS, 2).topk_idx)
 
 
-def dry_run(rank, num_ranks, backend):
+@on_ranks(2, backend=("shm", "collective"))
+def test_dry_runs_make_no_call(rank, num_ranks, backend):
     """Memory estimators run a layer for its shapes, on one rank. Where nothing depends on data they have them, and no peer hears of it."""
     buffer = make_buffer(backend)
     before = buffer.num_calls
@@ -297,11 +271,6 @@ def dry_run(rank, num_ranks, backend):
             assert "DynamicOutputShape" in type(error).__name__, repr(error)
     assert buffer.num_calls == before
     layer(buffer, X, WEIGHTS)
-
-
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-def test_dry_runs_make_no_call(backend):
-    run_ranks(dry_run, 2, backend)
 
 
 @pytest.mark.parametrize("is_captured", (False, True), ids=["default", "captured"])
@@ -338,8 +307,7 @@ def test_bounded_calls_are_compiled(backend):
             leaves = X.clone().requires_grad_(), WEIGHTS.clone().requires_grad_()
             y = call(leaves[0], IDX, leaves[1])
             results.append((y, *torch.autograd.grad(y.square().sum(), leaves)))
-    for eager, compiled in zip(*results, strict=True):
-        torch.testing.assert_close(compiled, eager)
+    torch.testing.assert_close(*results)
 
 
 # ---- recomputation ----
@@ -350,18 +318,18 @@ class EndsEarly(BaseException):
 
 
 class Recomputed(torch.autograd.Function):
-    """Runs `function` again in the backward, until `after` calls of the buffer, and hands gradients on."""
+    """Runs `function` again in the backward, which goes on or ends where that ends early, and hands gradients on."""
 
     @staticmethod
-    def forward(ctx, x, function):
-        ctx.function = function
+    def forward(ctx, x, function, goes_on):
+        ctx.function, ctx.goes_on = function, goes_on
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        with contextlib.suppress(EndsEarly):
+        with contextlib.suppress(EndsEarly) if ctx.goes_on else contextlib.nullcontext():
             ctx.function()
-        return grad, None
+        return grad, None, None
 
 
 class Ends(TorchDispatchMode):
@@ -373,7 +341,8 @@ class Ends(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def ended_early(rank, num_ranks, backend):
+@on_ranks(2, backend=("shm", "collective"))
+def test_what_ends_a_recomputation(rank, backend):
     """Whatever ends a recomputation is no failure while the backward goes on, and is one where the backward ends too."""
     buffer = make_buffer(backend)
 
@@ -384,31 +353,15 @@ def ended_early(rank, num_ranks, backend):
     x = X.clone().requires_grad_()
     y = layer(buffer, x, WEIGHTS)
     before = buffer.num_calls
-    (Recomputed.apply(y, repeat) if rank == 1 else y).sum().backward()
+    (Recomputed.apply(y, repeat, True) if rank == 1 else y).sum().backward()
     assert buffer.num_calls == before + 2
-
-    def fail():
-        with Ends():
-            buffer.dispatch(X, IDX)
-
-    class Fails(Recomputed):
-        @staticmethod
-        def backward(ctx, grad):
-            ctx.function()
-            return grad, None
-
     y = layer(buffer, X.clone().requires_grad_(), WEIGHTS)
-    error, _ = outcome(lambda: (Fails.apply(y, fail) if rank == 1 else y).sum().backward())
+    error, _ = outcome(lambda: (Recomputed.apply(y, repeat, False) if rank == 1 else y).sum().backward())
     if rank == 1:
         assert type(error) is EndsEarly
     else:
         assert type(error) is EPPeerError and error.rank == 1 and error.cause == "EndsEarly", repr(error)
     layer(buffer, X, WEIGHTS)
-
-
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-def test_what_ends_a_recomputation(backend):
-    run_ranks(ended_early, 2, backend)
 
 
 SAVED = {torch.ops.deepep_moe.dispatch.default, torch.ops.deepep_moe.combine.default}
@@ -418,7 +371,8 @@ def save_exchange(_context, operator, *_, **__):
     return CheckpointPolicy.MUST_SAVE if operator in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def selective(rank, num_ranks, backend):
+@on_ranks(2, backend=("shm", "collective"))
+def test_selective_checkpointing(rank, backend):
     """The recomputation makes no second exchange. One rank keeps something behind the combine, so its recomputation ends later."""
     buffer = make_buffer(backend)
 
@@ -442,12 +396,8 @@ def selective(rank, num_ranks, backend):
         assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-def test_selective_checkpointing(backend):
-    run_ranks(selective, 2, backend)
-
-
-def nested(rank, num_ranks, backend):
+@on_ranks(2, backend=("shm", "collective"))
+def test_nested_checkpoints(rank, backend):
     buffer = make_buffer(backend)
     run = partial(checkpoint, use_reentrant=False)
     results = []
@@ -455,11 +405,6 @@ def nested(rank, num_ranks, backend):
         x = X.clone().requires_grad_()
         results.append(torch.autograd.grad(call(x).square().sum(), x)[0])
     assert torch.equal(*results)
-
-
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-def test_nested_checkpoints(backend):
-    run_ranks(nested, 2, backend)
 
 
 # ---- gradients of gradients ----

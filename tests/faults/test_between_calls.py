@@ -6,28 +6,16 @@ from functools import partial
 import pytest
 import torch
 from exchange_cases import device_of
-from fault_cases import SOON_S, outcome
+from fault_cases import SOON_S, FailsInBackward, outcome
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import BufferDestroyedError, EPPeerError
+from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.nn import MoELayer, Router
 from deepep_moe.testing import run_ranks
 
 HIDDEN = 16
-IN_FORWARD = (KeyboardInterrupt, SystemExit, MemoryError)
-
-
-class Raises(torch.autograd.Function):
-    """Its backward fails."""
-
-    @staticmethod
-    def forward(ctx, x, error):
-        ctx.error = error
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ctx.error
 
 
 class Expert(torch.nn.Linear):
@@ -37,7 +25,7 @@ class Expert(torch.nn.Linear):
         if self.fails is not None:
             raise self.fails
         y = super().forward(x)
-        return y if self.in_backward is None else Raises.apply(y, self.in_backward)
+        return y if self.in_backward is None else FailsInBackward.apply(y, self.in_backward)
 
 
 def fail(error, *_):
@@ -65,32 +53,38 @@ def make_model(rank, num_ranks, backend):
     return torch.nn.Sequential(*layers).to(device), torch.randn(8, HIDDEN, device=device), experts, buffer
 
 
-def make_step(model, x):
+def make_step(model, x, buffer):
     model.zero_grad()
     model(x).sum().backward()
+    if buffer.backend == "nvlink":
+        torch.cuda.synchronize()
+        buffer.check()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
+BACKWARD_FAILED = "RuntimeError: its backward pass failed; see its output for the error"
+IN_FORWARD = [("fails", kind_of_error) for kind_of_error in (KeyboardInterrupt, SystemExit, MemoryError)]
+IN_BACKWARD = [("in_backward", kind_of_error) for kind_of_error in (RuntimeError, KeyboardInterrupt)]
+ON_GPUS = [("fails", RuntimeError), ("in_backward", RuntimeError)] * 2
+
+
 def fails(rank, num_ranks, backend):
-    model, x, experts, _ = make_model(rank, num_ranks, backend)
-    expert = experts[1]
-    step = partial(make_step, model, x)
+    model, x, experts, buffer = make_model(rank, num_ranks, backend)
+    expert, step = experts[1], partial(make_step, model, x, buffer)
     step()
-    for kind_of_error in IN_FORWARD:
+    for where, kind_of_error in ON_GPUS if backend == "nvlink" else IN_FORWARD + IN_BACKWARD:
         error = kind_of_error("of an expert")
-        expert.fails = error if rank == 1 else None
-        learns(rank, error, *outcome(partial(model, x)), f"{kind_of_error.__name__}: of an expert")
-        expert.fails = None
+        setattr(expert, where, error if rank == 1 else None)
+        learns(rank, error, *outcome(step), f"{kind_of_error.__name__}: of an expert" if where == "fails" else BACKWARD_FAILED)
+        setattr(expert, where, None)
+        if backend == "nvlink":  # a peer has made calls that the culprit has not by the time that it learns it, where it next looks
+            buffer.recover()
         step()
-    for kind_of_error in (RuntimeError, KeyboardInterrupt):
-        error = kind_of_error("of a backward")
-        expert.in_backward = error if rank == 1 else None
-        learns(rank, error, *outcome(step), "RuntimeError: its backward pass failed; see its output for the error")
-        expert.in_backward = None
-        step()
+    if backend == "nvlink":
+        return
     error = RuntimeError("of a hook")
     hook = expert.weight.register_hook(partial(fail, error)) if rank == 1 else None
-    learns(rank, error, *outcome(step), "RuntimeError: its backward pass failed; see its output for the error")
+    learns(rank, error, *outcome(step), BACKWARD_FAILED)
     if hook is not None:
         hook.remove()
     for _ in range(2):
@@ -103,54 +97,26 @@ def test_layer(num_ranks, backend):
     run_ranks(fails, num_ranks, backend)
 
 
-def fails_on_gpus(rank, num_ranks):
-    """A peer has made calls that the culprit has not by the time that it learns it: where it next looks."""
-    model, x, experts, buffer = make_model(rank, num_ranks, "nvlink")
-    expert = experts[1]
-
-    def step():
-        model.zero_grad()
-        model(x).sum().backward()
-        torch.cuda.synchronize()
-        buffer.check()
-        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-
-    step()
-    for where in ("fails", "in_backward", "fails", "in_backward"):
-        error = RuntimeError(where)
-        setattr(expert, where, error if rank == 1 else None)
-        reason = "RuntimeError: fails" if where == "fails" else "RuntimeError: its backward pass failed; see its output for the error"
-        learns(rank, error, *outcome(step), reason)
-        setattr(expert, where, None)
-        buffer.recover()
-        step()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_ranks", (2, 3))
 def test_layer_on_gpus(num_ranks):
-    run_ranks(fails_on_gpus, num_ranks)
+    run_ranks(fails, num_ranks, "nvlink")
 
 
-def other_ends(rank, num_ranks):
+def test_ends_that_are_no_failures():
     """The end of a generator, and of a recomputation, are no failures."""
-    from deepep_moe.exchange.failures import notify_peers_on_failure
-
-    buffer = Buffer(None, 8, HIDDEN, 2 * num_ranks, 2)
+    buffer = Buffer(None, 8, HIDDEN, 2, 2)
     with contextlib.suppress(GeneratorExit):
         notify_peers_on_failure(buffer, fail, GeneratorExit())
     assert buffer.num_calls == 0
 
 
-def test_ends_that_are_no_failures():
-    run_ranks(other_ends, 1)
-
-
-def recovers(rank, num_ranks, backend):
+@on_ranks(2, backend=("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
+def test_recovery(rank, num_ranks, backend):
     """Ranks that have made different numbers of calls are in step again."""
     model, x, experts, buffer = make_model(rank, num_ranks, backend)
     expert = experts[0]
-    step = partial(make_step, model, x)
+    step = partial(make_step, model, x, buffer)
     step()
     for turn in range(3):
         error = RuntimeError("of an expert")
@@ -168,8 +134,3 @@ def recovers(rank, num_ranks, backend):
     buffer.calls.destroy()
     with pytest.raises(BufferDestroyedError):
         buffer.recover()
-
-
-@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
-def test_recovery(backend):
-    run_ranks(recovers, 2, backend)

@@ -7,16 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from fault_cases import NUM_TOKENS, SOON_S, inputs, look, make, make_step, outcome
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import EPCapacityError, EPMismatchError, EPPeerError, EPTimeoutError
-from deepep_moe.testing import run_ranks
 
 GPUS = [pytest.param(kind, marks=pytest.mark.gpu) for kind in ("nvlink", "low latency nvlink")]
-on_each_kind = pytest.mark.parametrize("kind", ("shm", "collective", "low latency", *GPUS))
+KINDS = ("shm", "collective", "low latency", *GPUS)
 
 
-def wrong_argument(rank, num_ranks, kind):
+@on_ranks(2, kind=KINDS)
+def test_wrong_argument(rank, num_ranks, kind):
     buffer = make(kind, num_ranks)
     x, idx = inputs(buffer, 0)
     for step, culprit in enumerate(range(num_ranks)):
@@ -27,12 +28,8 @@ def wrong_argument(rank, num_ranks, kind):
         make_step(buffer, step)
 
 
-@on_each_kind
-def test_wrong_argument(kind):
-    run_ranks(wrong_argument, 2, kind)
-
-
-def different_calls(rank, num_ranks, kind):
+@on_ranks(2, kind=KINDS)
+def test_different_calls(rank, num_ranks, kind):
     buffer = make(kind, num_ranks)
     x, idx = inputs(buffer, 0)
     out = buffer.dispatch(x, idx)
@@ -42,12 +39,8 @@ def different_calls(rank, num_ranks, kind):
     make_step(buffer, 1)
 
 
-@on_each_kind
-def test_different_calls(kind):
-    run_ranks(different_calls, 2, kind)
-
-
-def destroyed(rank, num_ranks, kind):
+@on_ranks(2, kind=KINDS)
+def test_destroyed(rank, num_ranks, kind):
     """A process group does not tell that a peer has destroyed its buffer, as long as its process lives."""
     deadline_s = 1.0 if kind == "collective" else 300.0
     buffer = make(kind, num_ranks, deadline_s)
@@ -63,12 +56,8 @@ def destroyed(rank, num_ranks, kind):
         make_step(make(kind, num_ranks), 3)
 
 
-@on_each_kind
-def test_destroyed(kind):
-    run_ranks(destroyed, 2, kind)
-
-
-def different_buffers(rank, num_ranks, kind):
+@on_ranks(2, kind=("shm", "low latency", *GPUS))
+def test_different_buffers(rank, num_ranks, kind):
     """Each rank is in another buffer: it waits for its peer there."""
     buffers = [make(kind, num_ranks, 3.0) for _ in range(num_ranks)]
     for buffer in buffers:
@@ -84,12 +73,8 @@ def different_buffers(rank, num_ranks, kind):
     dist.barrier()
 
 
-@pytest.mark.parametrize("kind", ("shm", "low latency", *GPUS))
-def test_different_buffers(kind):
-    run_ranks(different_buffers, 2, kind)
-
-
-def refuses_in_turns(rank, num_ranks, kind):
+@on_ranks(2, kind=("low latency", GPUS[1]))
+def test_refusals_of_low_latency(rank, num_ranks, kind):
     """Whatever call a rank of a low-latency buffer refuses, and whatever its peer makes: the peer hears of it in that call."""
     buffer = make(kind, num_ranks)
     x, idx = inputs(buffer, 0)
@@ -116,15 +101,16 @@ def refuses_in_turns(rank, num_ranks, kind):
     assert buffer.masked_ranks == []
 
 
-@pytest.mark.parametrize("kind", ("low latency", GPUS[1]))
-def test_refusals_of_low_latency(kind):
-    run_ranks(refuses_in_turns, 2, kind)
-
-
 # ---- more rows than a rank has room for, on GPUs ----
 
 
-def lacks_room(rank, num_ranks, kind, layout, by_native):
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "layout", "by_native"),
+    (("nvlink", 2, "rank", False), ("nvlink", 3, "expert", True), ("nvshmem", 4, "expert", False)),
+)
+@on_ranks(())
+def test_too_small_a_bound_on_gpus(rank, num_ranks, kind, layout, by_native):
     """A rank has room for one row less than it would receive, and its host waits for nothing. All ranks raise EPCapacityError: in its node
     without a further call, in other nodes in the next one. Nobody sums what the failed dispatch has left, whoever has looked before."""
     buffer, num_rows = make(kind, num_ranks), NUM_TOKENS * num_ranks
@@ -178,12 +164,3 @@ def lacks_room(rank, num_ranks, kind, layout, by_native):
     out = buffer.dispatch(*inputs(buffer, 0), layout=layout, num_recv_rows=num_rows)  # as many as come
     assert (buffer.combine(out.recv_x, out.handle)[:, 0] == num_ranks * inputs(buffer, 0)[0][:, 0]).all()
     look(buffer)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("kind", "num_ranks", "layout", "by_native"),
-    (("nvlink", 2, "rank", False), ("nvlink", 3, "expert", True), ("nvshmem", 4, "expert", False)),
-)
-def test_too_small_a_bound_on_gpus(kind, num_ranks, layout, by_native):
-    run_ranks(lacks_room, num_ranks, kind, layout, by_native)

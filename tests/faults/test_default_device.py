@@ -6,10 +6,10 @@ import contextlib
 import pytest
 import torch
 from fault_cases import inputs, make, make_step
+from on_ranks import on_ranks
 
 from deepep_moe import ops
 from deepep_moe.nn import MoELayer, Router
-from deepep_moe.testing import run_ranks
 
 
 @contextlib.contextmanager
@@ -22,13 +22,13 @@ def default_device(how):
 
 
 HOW = ("set_default_device", "context")
-on_each_kind = pytest.mark.parametrize("kind", ("shm", pytest.param("collective", marks=pytest.mark.slow), "low latency"))
+KINDS = ("shm", pytest.param("collective", marks=pytest.mark.slow), "low latency")
 
 
-def results(buffer, x, idx, weights, more):
+def results(buffer, x, idx, weights):
     """Everything that calls return, with gradients where there are some."""
     if buffer.backend == "shm" and hasattr(buffer, "capacity"):
-        out = buffer.dispatch(x, idx, weights, fp8=more)
+        out = buffer.dispatch(x, idx, weights)
         again = buffer.dispatch(x, idx, weights, async_op=True)
         again.event.wait()
         hooked = buffer.dispatch(x, idx, weights, return_hook=True)
@@ -36,7 +36,7 @@ def results(buffer, x, idx, weights, more):
         counts = out.num_recv_tokens_per_expert.tolist()  # nobody writes the rows behind them
         rows = [
             torch.cat([of_expert[:count] for of_expert, count in zip(recv_x, counts, strict=True)])
-            for recv_x in (out.recv_x.float(), again.recv_x, hooked.recv_x)
+            for recv_x in (out.recv_x, again.recv_x, hooked.recv_x)
         ]
         y = buffer.combine(again.recv_x, again.handle)
         return [*rows, out.num_recv_tokens_per_expert, y, buffer.combine_input(torch.float32)[:, :0]]
@@ -57,25 +57,21 @@ def results(buffer, x, idx, weights, more):
     return found
 
 
-def calls(rank, num_ranks, kind):
+@on_ranks(2, kind=KINDS)
+def test_calls(rank, num_ranks, kind):
     buffer = make(kind, num_ranks, hidden=128)
     x, idx = inputs(buffer, 1)
     weights = (torch.arange(idx.numel(), dtype=torch.float32) + rank).view(idx.shape)
-    expected = results(buffer, x, idx, weights, False)
+    expected = results(buffer, x, idx, weights)
     for how in HOW:
         with default_device(how):
-            found = results(buffer, x, idx, weights, False)
-        for value, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(value, wanted, rtol=0, atol=0)
+            found = results(buffer, x, idx, weights)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
     make_step(buffer, 2)
 
 
-@on_each_kind
-def test_calls(kind):
-    run_ranks(calls, 2, kind)
-
-
-def constructions(rank, num_ranks, kind):
+@on_ranks(2, kind=KINDS)
+def test_constructions(rank, num_ranks, kind):
     for step, how in enumerate(HOW):
         with default_device(how):
             buffer = make(kind, num_ranks)
@@ -83,12 +79,7 @@ def constructions(rank, num_ranks, kind):
         buffer.destroy()
 
 
-@on_each_kind
-def test_constructions(kind):
-    run_ranks(constructions, 2, kind)
-
-
-def gates(rank, num_ranks):
+def test_gate():
     logits = torch.randn(16, 8, generator=torch.Generator().manual_seed(3))
 
     def results():
@@ -101,12 +92,7 @@ def gates(rank, num_ranks):
     for how in HOW:
         with default_device(how):
             found = results()
-        for value, wanted in zip(found, expected, strict=True):
-            assert torch.equal(value, wanted)
-
-
-def test_gate():
-    run_ranks(gates, 1)
+        assert all(map(torch.equal, found, expected))
 
 
 def layer_of(num_ranks, backend):
@@ -116,7 +102,8 @@ def layer_of(num_ranks, backend):
     return MoELayer(router, experts, shared, num_max_tokens_per_rank=8, backend=backend)
 
 
-def layers(rank, num_ranks, backend):
+@on_ranks(2, backend=("shm", pytest.param("collective", marks=pytest.mark.slow)))
+def test_layers(rank, num_ranks, backend):
     """Made without memory, then given some: as torchtitan and FSDP make models."""
     plain = layer_of(num_ranks, backend)
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
@@ -129,8 +116,3 @@ def layers(rank, num_ranks, backend):
             found = layer(x)
             found.sum().backward()
         assert torch.equal(found, expected) and all(p.grad is not None for p in layer.experts.parameters())
-
-
-@pytest.mark.parametrize("backend", ("shm", pytest.param("collective", marks=pytest.mark.slow)))
-def test_layers(backend):
-    run_ranks(layers, 2, backend)

@@ -2,11 +2,13 @@
 
 import contextlib
 import time
+from functools import partial
 
 import pytest
 import torch
 from events import tell, wait_for
 from fault_cases import ERRORS, MOMENTS, SOON_S, alarm, fault, inputs, make, make_call, make_step, moments, outcome, routing
+from on_ranks import on_ranks
 
 from deepep_moe.errors import EPPeerError
 from deepep_moe.testing import run_ranks
@@ -16,7 +18,6 @@ FAST = (("shm", 3), ("collective", 3), ("two hops", 4))
 CPUS = [pytest.param(*size, marks=() if size in FAST else pytest.mark.slow) for size in SIZES]
 GPUS = [pytest.param("nvlink", num_ranks, marks=pytest.mark.gpu) for num_ranks in (2, 3)]
 on_all_sizes = pytest.mark.parametrize(("kind", "num_ranks"), CPUS)
-on_gpus_too = pytest.mark.parametrize(("kind", "num_ranks"), [*CPUS, *GPUS])
 
 
 def check_told(buffer, culprit, error, found, elapsed_s, what):
@@ -35,84 +36,63 @@ def check_told(buffer, culprit, error, found, elapsed_s, what):
     assert in_next_call is (is_over or (buffer.backend != "shm" and is_entered)), what
 
 
-def fails(rank, num_ranks, kind):
+def fails(rank, num_ranks, kind, is_async):
     buffer = make(kind, num_ranks)
     handle = buffer.dispatch(*inputs(buffer, 0)).handle
 
     def call(operation):
-        make_call(buffer, operation, handle)
+        made = make_call(buffer, operation, handle, async_op=is_async)
+        if is_async:  # the event raises
+            (made[1] if operation == "combine" else made.event).wait()
         if kind == "nvlink":  # the host of a peer waits for nothing in a call along a handle
             torch.cuda.synchronize()
             buffer.check()
 
     for step, (operation, moment) in enumerate(moments(kind)):
-        for kind_of_error in ERRORS:
+        for kind_of_error in (ERRORS[step % 2 * 2],) if is_async else ERRORS:  # an interrupt is for the main thread
             culprit, error = (step + len(kind_of_error.__name__)) % num_ranks, kind_of_error(f"fault {step}")
-            if rank == culprit:
-                with fault(buffer, moment, error):
-                    found = outcome(lambda operation=operation: call(operation))
-            else:
-                found = outcome(lambda operation=operation: call(operation))
+            with fault(buffer, moment, error) if rank == culprit else contextlib.nullcontext():
+                found = outcome(partial(call, operation))
             check_told(buffer, culprit, error, *found, (operation, moment, kind_of_error))
             make_step(buffer, step)
 
 
-@on_gpus_too
+@pytest.mark.parametrize(("kind", "num_ranks"), [*CPUS, *GPUS])
 def test_faults(kind, num_ranks):
-    run_ranks(fails, num_ranks, kind)
-
-
-def fails_beside(rank, num_ranks, kind):
-    """Asynchronous calls: the event raises."""
-    buffer = make(kind, num_ranks)
-    handle = buffer.dispatch(*inputs(buffer, 0)).handle
-
-    def call(operation):
-        made = make_call(buffer, operation, handle, async_op=True)
-        (made[1] if operation == "combine" else made.event).wait()
-
-    for step, (operation, moment) in enumerate(moments(kind)):
-        culprit, error = step % num_ranks, ERRORS[step % 2 * 2](f"fault {step}")  # an interrupt is for the main thread
-        if rank == culprit:
-            with fault(buffer, moment, error):
-                found = outcome(lambda operation=operation: call(operation))
-        else:
-            found = outcome(lambda operation=operation: call(operation))
-        check_told(buffer, culprit, error, *found, (operation, moment, "asynchronous"))
-        make_step(buffer, step)
+    run_ranks(fails, num_ranks, kind, False)
 
 
 @on_all_sizes
 def test_faults_of_asynchronous_calls(kind, num_ranks):
-    run_ranks(fails_beside, num_ranks, kind)
+    run_ranks(fails, num_ranks, kind, True)
 
 
 # ---- interrupts ----
 
 
-def interrupted_in_entry(rank, num_ranks, kind):
+@on_all_sizes
+@on_ranks(())
+def test_interrupts_in_entry(rank, num_ranks, kind):
     """A signal's handler raises while this rank waits for peers to enter. A process group lets it raise once they have."""
     buffer = make(kind, num_ranks)
     handle = buffer.dispatch(*inputs(buffer, 0)).handle
     for step, operation in enumerate(MOMENTS):
         culprit, error = step % num_ranks, ERRORS[step](f"fault {step}")
-        if rank == culprit:
-            with alarm(0.1, error):
-                found = outcome(lambda operation=operation: make_call(buffer, operation, handle))
-            tell(f"left {step}")
-        else:
+        if rank != culprit:
             wait_for(f"left {step}") if kind == "shm" else time.sleep(0.3)
-            found = outcome(lambda operation=operation: make_call(buffer, operation, handle))
+        with alarm(0.1, error) if rank == culprit else contextlib.nullcontext():
+            found = outcome(partial(make_call, buffer, operation, handle))
+        if rank == culprit:
+            tell(f"left {step}")
         check_told(buffer, culprit, error, *found, (operation, "in entry"))
         make_step(buffer, step)
 
 
-@on_all_sizes
-def test_interrupts_in_entry(kind, num_ranks):
-    run_ranks(interrupted_in_entry, num_ranks, kind)
-
-
-def interrupted_between_chunks(rank, num_ranks, kind_of_error):
+@pytest.mark.parametrize(
+    "kind_of_error", (KeyboardInterrupt, *(pytest.param(e, marks=pytest.mark.slow) for e in (MemoryError, RuntimeError)))
+)
+@on_ranks((3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))))
+def test_interrupts_between_chunks(rank, num_ranks, kind_of_error):
     """The rings are full: the last rank does not drain them before the culprit has left."""
     hidden, num_tokens, late = 4096, 500, num_ranks - 1
     buffer = make("shm", num_ranks, hidden=hidden, num_tokens=num_tokens)
@@ -130,11 +110,3 @@ def interrupted_between_chunks(rank, num_ranks, kind_of_error):
     sources = out.recv_x.view(2, num_ranks, -1, hidden)  # by local expert, then source
     assert (sources == torch.arange(num_ranks).view(1, -1, 1, 1)).all()
     assert (buffer.combine(torch.ones_like(out.recv_x), out.handle) == num_ranks).all()
-
-
-@pytest.mark.parametrize(
-    "kind_of_error", (KeyboardInterrupt, *(pytest.param(e, marks=pytest.mark.slow) for e in (MemoryError, RuntimeError)))
-)
-@pytest.mark.parametrize("num_ranks", (3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))))
-def test_interrupts_between_chunks(num_ranks, kind_of_error):
-    run_ranks(interrupted_between_chunks, num_ranks, kind_of_error)

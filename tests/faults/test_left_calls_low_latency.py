@@ -1,18 +1,15 @@
 """Faults in low-latency calls over shared memory: peers learn them at once, in this call or, where they have its rows, in the next."""
 
 import contextlib
+import itertools
+from functools import partial
 
+import pytest
 from events import tell, wait_for
 from fault_cases import ERRORS, SOON_S, alarm, inputs, make, make_step, once, outcome
+from on_ranks import on_ranks
 
 from deepep_moe.errors import EPPeerError
-from deepep_moe.testing import run_ranks
-
-
-def calls_of(buffer, handle):
-    x, idx = inputs(buffer, 0)
-    rows = x.new_ones(buffer.num_local_experts, buffer.capacity, buffer.hidden)
-    return {"dispatch": lambda: buffer.dispatch(x, idx), "combine": lambda: buffer.combine(rows, handle)}
 
 
 def check_told(rank, culprit, error, found, elapsed_s, what):
@@ -24,48 +21,35 @@ def check_told(rank, culprit, error, found, elapsed_s, what):
     assert found.cause == type(error).__name__, what
 
 
-def fails(rank, num_ranks):
+@pytest.mark.parametrize("is_interrupt", (False, True), ids=("faults before entry", "interrupts"))
+@on_ranks(3)
+def test_left_calls(rank, num_ranks, is_interrupt):
     buffer = make("low latency", num_ranks)
-    calls = calls_of(buffer, buffer.dispatch(*inputs(buffer, 0)).handle)
-    for step, (operation, call) in enumerate(calls.items()):
-        for kind_of_error in ERRORS:
-            culprit, error = (step + len(kind_of_error.__name__)) % num_ranks, kind_of_error(f"fault {step}")
-            own = buffer._backend.empty
-            if rank == culprit:
-                buffer._backend.empty = once(own, error)
-            check_told(rank, culprit, error, *outcome(call), (operation, kind_of_error))
-            buffer._backend.empty = own
-            make_step(buffer, step)
+    x, idx = inputs(buffer, 0)
+    handle, own = buffer.dispatch(x, idx).handle, buffer._backend.empty
+    rows = x.new_ones(buffer.num_local_experts, buffer.capacity, buffer.hidden)
+    calls = {"dispatch": partial(buffer.dispatch, x, idx), "combine": partial(buffer.combine, rows, handle)}
+    for (step, (operation, call)), kind_of_error in itertools.product(enumerate(calls.items()), ERRORS):
+        culprit, error = (step + len(kind_of_error.__name__)) % num_ranks, kind_of_error(f"fault {step}")
+        left = f"left {step} {kind_of_error.__name__}"
+        if is_interrupt and rank != culprit:
+            wait_for(left)
+        if not is_interrupt and rank == culprit:
+            buffer._backend.empty = once(own, error)
+        with alarm(0.1, error) if is_interrupt and rank == culprit else contextlib.nullcontext():
+            found = outcome(call)
+        buffer._backend.empty = own
+        if rank == culprit:
+            tell(left)
+        elif is_interrupt:
+            assert found[0] is None, f"the rows were there: {found[0]!r}"
+            found = outcome(calls["dispatch"])
+        check_told(rank, culprit, error, *found, (operation, kind_of_error))
+        make_step(buffer, step)
 
 
-def test_faults_before_entry():
-    run_ranks(fails, 3)
-
-
-def interrupted(rank, num_ranks):
-    buffer = make("low latency", num_ranks)
-    calls = calls_of(buffer, buffer.dispatch(*inputs(buffer, 0)).handle)
-    for step, (operation, call) in enumerate(calls.items()):
-        for kind_of_error in ERRORS:
-            culprit, error = (step + len(kind_of_error.__name__)) % num_ranks, kind_of_error(f"fault {step}")
-            if rank != culprit:
-                wait_for(f"left {step} {kind_of_error.__name__}")
-            with alarm(0.1, error) if rank == culprit else contextlib.nullcontext():
-                found = outcome(call)
-            if rank == culprit:
-                tell(f"left {step} {kind_of_error.__name__}")
-            else:
-                assert found[0] is None, f"the rows were there: {found[0]!r}"
-                found = outcome(calls["dispatch"])
-            check_told(rank, culprit, error, *found, (operation, kind_of_error))
-            make_step(buffer, step)
-
-
-def test_interrupts():
-    run_ranks(interrupted, 3)
-
-
-def interrupted_before_sums(rank, num_ranks):
+@on_ranks(3)
+def test_interrupts_of_a_combine_with_weights(rank, num_ranks):
     """A combine with weights of its own waits for the peers before it sends, so they have no rows, and learn it in this call."""
     buffer = make("low latency", num_ranks)
     x, idx = inputs(buffer, 0)
@@ -87,7 +71,3 @@ def interrupted_before_sums(rank, num_ranks):
                 tell(f"left {step} {return_hook}")
             check_told(rank, culprit, error, *found, what)
             make_step(buffer, step)
-
-
-def test_interrupts_of_a_combine_with_weights():
-    run_ranks(interrupted_before_sums, 3)

@@ -11,15 +11,13 @@ import pytest
 import torch
 from events import tell, wait_for
 from fault_cases import SOON_S, at_random, inputs, make, make_step, once, outcome
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer, config
 from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.exchange import buffer as of_buffers
 from deepep_moe.exchange import calls as of_calls
 from deepep_moe.group import rendezvous
-from deepep_moe.testing import run_ranks
-
-on_cpu_buffers = pytest.mark.parametrize("kind", ("shm", "collective"))
 
 
 def check_outcome(rank, error, found, elapsed_s, reason):
@@ -30,7 +28,7 @@ def check_outcome(rank, error, found, elapsed_s, reason):
         assert isinstance(found, EPPeerError) and found.rank == 0 and reason in str(found) and elapsed_s < SOON_S, repr(found)
 
 
-# ---- words ----
+# ---- words, and what fails on the way to a call ----
 
 
 class WordlessError(Exception):
@@ -38,19 +36,24 @@ class WordlessError(Exception):
         raise RuntimeError("no words")
 
 
-def odd_words(rank, num_ranks, kind):
+TOLD = {  # what is no wrong argument is told too: PyTorch on a CPU raises RuntimeError where memory is lacking
+    WordlessError(): "WordlessError: (its text cannot be had: RuntimeError)",
+    ValueError("a path \udcff"): r"ValueError: a path \udcff",
+    ValueError("é" * 2000): "ValueError: ééé",
+    ValueError(): "ValueError: ",
+    RuntimeError("while it quantizes"): "RuntimeError: while it quantizes",
+    MemoryError("while it quantizes"): "MemoryError: while it quantizes",
+    KeyboardInterrupt("while it quantizes"): "KeyboardInterrupt: while it quantizes",
+}
+
+
+@on_ranks(2, kind=("shm", "collective", "low latency"))
+def test_failures_before_a_call(rank, num_ranks, kind):
     buffer = make(kind, num_ranks)
     x, idx = inputs(buffer, 0)
-    told = {
-        WordlessError(): "WordlessError: (its text cannot be had: RuntimeError)",
-        ValueError("a path \udcff"): r"ValueError: a path \udcff",
-        ValueError("é" * 2000): "ValueError: ééé",
-        ValueError(): "ValueError: ",
-    }
-    for step, (error, reason) in enumerate(told.items()):
-        name = "quantize_fp8" if isinstance(buffer, Buffer) else "_receive_buffers"
-        owner = of_buffers if isinstance(buffer, Buffer) else buffer
-        own = getattr(owner, name)
+    owner, name = (of_buffers, "quantize_fp8") if isinstance(buffer, Buffer) else (buffer, "_receive_buffers")
+    own = getattr(owner, name)
+    for step, (error, reason) in enumerate(TOLD.items()):
         if rank == 0:
             setattr(owner, name, once(own, error))
         found = outcome(partial(buffer.dispatch, x, idx, fp8=isinstance(buffer, Buffer)))
@@ -59,34 +62,8 @@ def odd_words(rank, num_ranks, kind):
         make_step(buffer, step)
 
 
-@pytest.mark.parametrize("kind", ("shm", "collective", "low latency"))
-def test_odd_words(kind):
-    run_ranks(odd_words, 2, kind)
-
-
-# ---- on the way to a call ----
-
-
-def fails_to_quantize(rank, num_ranks, kind):
-    """What is no wrong argument is told too: PyTorch on a CPU raises RuntimeError where memory is lacking."""
-    buffer, own = make(kind, num_ranks), of_buffers.quantize_fp8
-    x, idx = inputs(buffer, 0)
-    for step, kind_of_error in enumerate((RuntimeError, MemoryError, KeyboardInterrupt)):
-        error = kind_of_error("while it quantizes")
-        if rank == 0:
-            of_buffers.quantize_fp8 = once(own, error)
-        found = outcome(partial(buffer.dispatch, x, idx, fp8=True))
-        of_buffers.quantize_fp8 = own
-        check_outcome(rank, error, *found, f"{kind_of_error.__name__}: while it quantizes")
-        make_step(buffer, step)
-
-
-@on_cpu_buffers
-def test_failed_quantization(kind):
-    run_ranks(fails_to_quantize, 2, kind)
-
-
-def waits_for_earlier_call(rank, num_ranks):
+@on_ranks(2)
+def test_interrupted_wait_for_an_earlier_call(rank, num_ranks):
     """The interrupt comes while a call waits for the asynchronous one before it."""
     buffer, error = make("shm", num_ranks), KeyboardInterrupt("of the wait")
     x, idx = inputs(buffer, 0)
@@ -106,11 +83,8 @@ def fail(error):
     raise error
 
 
-def test_interrupted_wait_for_an_earlier_call():
-    run_ranks(waits_for_earlier_call, 2)
-
-
-def lacks_a_thread(rank, num_ranks):
+@on_ranks(2)
+def test_no_thread_for_an_asynchronous_call(rank, num_ranks):
     class NoThreads:
         def __init__(self):
             raise error
@@ -133,10 +107,6 @@ def lacks_a_thread(rank, num_ranks):
         buffer.recover()
         make_step(buffer, step)
         buffer.calls._worker = None  # the next asynchronous call starts another one
-
-
-def test_no_thread_for_an_asynchronous_call():
-    run_ranks(lacks_a_thread, 2)
 
 
 def interrupted_at_random(rank, num_ranks, kind, seed):
@@ -179,7 +149,8 @@ def test_interrupts_at_random(kind):
 # ---- two buffers, two callers ----
 
 
-def calls_in_another_order(rank, num_ranks):
+@on_ranks(2)
+def test_buffers_of_a_group_in_another_order(rank, num_ranks):
     """Rows of one buffer do not arrive in the other."""
     buffers = [make("collective", num_ranks) for _ in range(2)]
     x, idx = inputs(buffers[0], 0)
@@ -195,64 +166,41 @@ def calls_in_another_order(rank, num_ranks):
     assert isinstance(error, EPTimeoutError) and error.rank == 1 - rank, repr(error)
 
 
-def test_buffers_of_a_group_in_another_order():
-    run_ranks(calls_in_another_order, 2)
-
-
-def calls_from_a_handler(rank, num_ranks, kind):
-    """A handler that calls the buffer whose call it interrupts; so would a second thread."""
+@pytest.mark.parametrize(("kind", "is_handler"), [("shm", True), ("shm", False), ("collective", False)])
+@on_ranks(2)
+def test_calls_from_threads_and_handlers(rank, num_ranks, kind, is_handler):
+    """A second thread calls the buffer that is in a call, or a handler does, which interrupts its call. That is refused."""
     buffer, found = make(kind, num_ranks), []
-    x, idx = inputs(buffer, 0)
-    out = buffer.dispatch(x, idx)
-    if rank:
-        wait_for("refused")
-        buffer.combine(out.recv_x, out.handle)
-    else:
-
-        def refuse(*_):
-            found.append(outcome(partial(buffer.combine, out.recv_x, out.handle))[0])
-            tell("refused")
-
-        signal.signal(signal.SIGALRM, refuse)
-        timer = threading.Timer(0.3, partial(signal.raise_signal, signal.SIGALRM))
-        timer.start()
-        buffer.combine(out.recv_x, out.handle)
-        timer.join()
-        assert isinstance(found[0], EPError) and "two threads are in calls of one buffer" in str(found[0]), found
-    make_step(buffer, 1)
-
-
-def test_call_from_a_handler():
-    run_ranks(calls_from_a_handler, 2, "shm")
-
-
-def calls_from_threads(rank, num_ranks, kind):
-    buffer = make(kind, num_ranks)
     x, idx = inputs(buffer, 0)
     if rank:
         wait_for("refused")
         buffer.dispatch(x, idx)
     else:
-        thread = threading.Thread(target=buffer.dispatch, args=(x, idx))
+
+        def call(*_):
+            found.append(outcome(partial(buffer.dispatch, x + 1, idx))[0])
+            tell("refused")
+
+        signal.signal(signal.SIGALRM, call)
+        thread = threading.Timer(0.3, partial(signal.raise_signal, signal.SIGALRM) if is_handler else partial(call_beside, buffer, call))
         thread.start()
-        while not buffer.calls._calling.locked():
-            time.sleep(0.001)
-        error, _ = outcome(partial(buffer.dispatch, x + 1, idx))
-        assert isinstance(error, EPError) and "two threads are in calls of one buffer" in str(error), repr(error)
-        tell("refused")
+        buffer.dispatch(x, idx)
         thread.join()
+        assert isinstance(found[0], EPError) and "two threads are in calls of one buffer" in str(found[0]), found
     make_step(buffer, 1)
 
 
-@on_cpu_buffers
-def test_calls_from_threads(kind):
-    run_ranks(calls_from_threads, 2, kind)
+def call_beside(buffer, call):
+    while not buffer.calls._calling.locked():
+        time.sleep(0.001)
+    call()
 
 
 # ---- recovery, construction, deadline ----
 
 
-def interrupted_recovery(rank, num_ranks):
+@on_ranks(2)
+def test_interrupted_recovery(rank, num_ranks):
     """Peers that are in the recovery are told, and all ranks blame the interrupted one. A second recovery meets none of the first one's
     messages. (The wait of a process group lets the handler raise once it has ended.)"""
     buffer = make("shm", num_ranks)
@@ -269,12 +217,10 @@ def interrupted_recovery(rank, num_ranks):
     make_step(buffer, 1)
 
 
-def test_interrupted_recovery():
-    run_ranks(interrupted_recovery, 2)
-
-
-def fails_to_introduce_itself(rank, num_ranks, error, told):
+@on_ranks(2, told=(EPPeerError, EPTimeoutError))
+def test_construction_without_files(rank, num_ranks, told):
     """Nothing is left to open a file with, say: no argument is wrong."""
+    error = OSError(24, "Too many open files")
     if rank == 0:
         owner, name = (config, "num_threads") if told is EPPeerError else (rendezvous, "host_id")
         setattr(owner, name, once(getattr(owner, name), error))
@@ -287,15 +233,11 @@ def fails_to_introduce_itself(rank, num_ranks, error, told):
         make_step(make("shm", num_ranks), 1)
 
 
-@pytest.mark.parametrize("told", (EPPeerError, EPTimeoutError))
-def test_construction_without_files(told):
-    run_ranks(fails_to_introduce_itself, 2, OSError(24, "Too many open files"), told)
-
-
-def comes_at_the_deadline(rank, num_ranks, kind):
+@on_ranks(2)
+def test_peer_that_comes_at_the_deadline(rank, num_ranks):
     """The peer comes between a wait's last look at the data and the question who is missing."""
     deadline_s, looks, is_held = 1.0, [], False
-    buffer = make(kind, num_ranks, deadline_s if rank == 0 else 300.0)
+    buffer = make("shm", num_ranks, deadline_s if rank == 0 else 300.0)
     x, idx = inputs(buffer, 0)
     if rank:
         wait_for("overdue")
@@ -326,16 +268,8 @@ def comes_at_the_deadline(rank, num_ranks, kind):
     assert error is None and len(looks) == 2, repr(error)
 
 
-def test_peer_that_comes_at_the_deadline():
-    run_ranks(comes_at_the_deadline, 2, "shm")
-
-
-@pytest.mark.parametrize("kind", ("shm", "collective", "low latency"))
-def test_handles_stay_in_their_process(kind):
-    run_ranks(pickles_a_handle, 1, kind)
-
-
-def pickles_a_handle(rank, num_ranks, kind):
+@on_ranks(1, kind=("shm", "collective", "low latency"))
+def test_handles_stay_in_their_process(rank, num_ranks, kind):
     buffer = make(kind, num_ranks)
     handle = buffer.dispatch(torch.ones(4, 16), torch.tensor([[0], [1], [0], [1]])).handle
     with pytest.raises(TypeError, match="Handle says where the rows of this process are and cannot be saved or sent"):

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from fault_cases import SOON_S, inputs, make, make_step, outcome
+from on_ranks import on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, init_device_mesh
 
 from deepep_moe.errors import EPPeerError
-from deepep_moe.testing import run_ranks
 
 
 class Wrapper(torch.Tensor):
@@ -54,7 +54,8 @@ STRANGE = {  # and what is said of it
 FOR_LOW_LATENCY = "x is a Wrapper, which wraps other tensors; it must be a plain torch.Tensor"
 
 
-def strange(rank, num_ranks, kind):
+@on_ranks(2, kind=("shm", pytest.param("collective", marks=pytest.mark.slow), "low latency"))
+def test_strange_tensors(rank, num_ranks, kind):
     buffer, culprit = make(kind, num_ranks), num_ranks - 1
     x, idx = inputs(buffer, 0)
     out = buffer.dispatch(x, idx)
@@ -67,13 +68,7 @@ def strange(rank, num_ranks, kind):
             given = given if rank == culprit else rows
             error, elapsed_s = outcome(lambda call=call, given=given: call(given))
             assert type(error) is (TypeError if rank == culprit else EPPeerError) and elapsed_s < SOON_S, repr(error)
-            expected = text or (FOR_LOW_LATENCY if kind == "low latency" else "no rule for")
-            assert expected in str(error) if rank == culprit else f"rank {culprit} did not make its call: TypeError" in str(error), str(
-                error
-            )
+            own = text or (FOR_LOW_LATENCY if kind == "low latency" else "no rule for")
+            expected = own if rank == culprit else f"rank {culprit} did not make its call: TypeError"
+            assert expected in str(error), repr(error)
         make_step(buffer, number)
-
-
-@pytest.mark.parametrize("kind", ("shm", pytest.param("collective", marks=pytest.mark.slow), "low latency"))
-def test_strange_tensors(kind):
-    run_ranks(strange, 2, kind)

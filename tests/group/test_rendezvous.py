@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer, LowLatencyBuffer
 from deepep_moe.errors import EPError, EPPeerError
@@ -33,15 +34,13 @@ def send(data, size=None):
         Exchange(padded, dist.group.WORLD, "test", 60).wait()
 
 
-WANTED = r"the message of rank 1 is .*; it must be .*construction of a Buffer.* same version of deepep_moe"
+WANTED = "the message of rank 1 is .*; it must be .*construction of a Buffer.* same version of deepep_moe"
 
 
 def strange_introduction(rank, num_ranks, data, size, make):
     if rank == 1:
         return send(data, size)
-    with pytest.raises(
-        EPError, match=r"the message of rank 1 is .*; it must be .*construction of a Buffer.* same version of deepep_moe"
-    ) as info:
+    with pytest.raises(EPError, match=WANTED) as info:
         make(None, 8, 16, 4, 2, timeout_s=60.0)
     assert type(info.value) is EPError
 
@@ -67,7 +66,8 @@ def test_message_runs_no_code(tmp_path):
     assert not bomb.exists()
 
 
-def strange_address(rank, num_ranks, data):
+@on_ranks(2, data=(b"5", b"[null, 5]", b'[null, ["/proc/1/fd/3", "5"]]', b'[null, {"bytes": "0g"}]', b"[null, null]"))
+def test_strange_address(rank, data):
     """Rank 1 introduces itself as it must, and then says strange things of its memory."""
     if rank == 1:
         introduce(Settings(2, 1, 8, 16, 4, 2, 60.0), "auto", 1, None, dist.group.WORLD)
@@ -76,17 +76,9 @@ def strange_address(rank, num_ranks, data):
         Buffer(None, 8, 16, 4, 2, timeout_s=60.0)
 
 
-@pytest.mark.parametrize("data", (b"5", b"[null, 5]", b'[null, ["/proc/1/fd/3", "5"]]', b'[null, {"bytes": "0g"}]', b"[null, null]"))
-def test_strange_address(data):
-    run_ranks(strange_address, 2, data)
-
-
-def refused_with_anything(rank, num_ranks):
+@on_ranks(2)
+def test_refusal_with_a_value_of_any_type(rank):
     """A wrong argument of any kind reaches the peers as words."""
     wrong = torch.tensor([1, 2]) if rank == 1 else 16
     with pytest.raises(TypeError if rank == 1 else EPPeerError, match=r"hidden is tensor\(\[1, 2\]\)"):
         Buffer(None, 8, wrong, 4, 2, timeout_s=60.0)
-
-
-def test_refusal_with_a_value_of_any_type():
-    run_ranks(refused_with_anything, 2)

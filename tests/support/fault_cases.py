@@ -4,6 +4,7 @@ Each token has an expert on each rank, so every rank waits for every other one.
 """
 
 import contextlib
+import os
 import random
 import signal
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from events import tell
 from exchange_cases import device_of
 
 from deepep_moe import Buffer, LowLatencyBuffer
@@ -100,7 +102,31 @@ def at_random(function: Any, num_ranks: int, kind: str, *, is_killed: bool = Fal
         raise AssertionError(f"seed {seed}, {kind}: {error}") from error
 
 
+def signal_later(seed: int, within_s: float, number: int, stopped_s: float = 0.0) -> None:
+    """Let another process send this one a signal at some moment. If it stops this process, it continues `stopped_s` later."""
+    own = os.getpid()
+    if os.fork() == 0:
+        time.sleep(random.Random(seed).uniform(0, within_s))
+        os.kill(own, number)
+        if number == signal.SIGSTOP:
+            time.sleep(stopped_s)
+            os.kill(own, signal.SIGCONT)
+            tell("resumed")
+        os._exit(0)
+
+
 # ---- faults ----
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, error: BaseException) -> torch.Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise ctx.error
 
 
 class Interposed:

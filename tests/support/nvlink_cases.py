@@ -1,5 +1,7 @@
 """A small buffer of the nvlink backend, with rows and a routing."""
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 from exchange_cases import device_of
@@ -28,3 +30,13 @@ class Unchecked:
 
     def check(self):
         pass
+
+
+@contextlib.contextmanager
+def unchecked(buffer):
+    """Nobody looks at failures of the calls made meanwhile."""
+    backend = buffer.calls.backend
+    communicator = backend._exchange
+    backend._exchange = Unchecked(communicator)
+    yield communicator
+    backend._exchange = communicator

@@ -1,39 +1,113 @@
-"""A test whose body runs on every rank."""
+"""Tests whose body runs on several ranks."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
+from exchange_cases import Case, assert_same, check_case, device_of, on_device, poison_outputs
 
+from deepep_moe import Buffer
+from deepep_moe.errors import EPPeerError
 from deepep_moe.testing import run_ranks
 
 
-def on_ranks(number: int | None = None, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of a function of (rank, num_ranks, parameters and fixtures of the test), which `number` ranks run.
+def on_ranks(num_ranks: int | Sequence[Any] = (), **given: Any) -> Callable[..., Any]:
+    """Make a test of a function that every rank runs. It takes `rank` and, where it names it, `num_ranks`, beside what pytest gives it.
 
-    Without a number, `num_ranks` is a parameter of the test. `options` are those of `run_ranks`. The function may skip the test.
+    Keywords that name its parameters say which values they have, as `pytest.mark.parametrize` does. The others are options of `run_ranks`,
+    or functions of the values that are sent to the ranks. Several numbers of ranks, or none if another mark gives them, are values of
+    `num_ranks`. A rank may skip the test.
     """
 
-    def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(body)
-        def test(**parameters: Any) -> None:
-            num_ranks = parameters.pop("num_ranks", number)
-            for skipped in filter(None, run_ranks(_run, num_ranks, test, parameters, **options)):
-                pytest.skip(skipped)
+    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
+        parameters = inspect.signature(body).parameters
+        marks = {name: given[name] for name in given if name in parameters}
+        options = {name: given[name] for name in given if name not in parameters}
+        is_fixed = isinstance(num_ranks, int)
+        of_pytest = [name for name in parameters if name not in (("rank", "num_ranks") if is_fixed else ("rank",))]
+        sent = [name for name in of_pytest if name != "num_ranks"]
 
-        named = list(inspect.signature(body).parameters.values())
-        test.__signature__ = inspect.Signature(named[2 if number else 1 :])
+        @functools.wraps(body)
+        def test(*of_rank: Any, **given: Any) -> str | None:
+            if of_rank:
+                of_ranks = dict(zip(("rank", "num_ranks", *sent), of_rank, strict=True))
+                try:
+                    body(**{name: of_ranks[name] for name in parameters})
+                except pytest.skip.Exception as skipped:
+                    return str(skipped)
+                return None
+            values = [given[name] for name in sent]
+            chosen = {name: option(*values) if callable(option) else option for name, option in options.items()}
+            for skipped in filter(None, run_ranks(test, num_ranks if is_fixed else given["num_ranks"], *values, **chosen)):
+                pytest.skip(skipped)
+            return None
+
+        test.__signature__ = inspect.Signature([parameters[name] for name in of_pytest])
+        if not is_fixed and num_ranks:
+            test = pytest.mark.parametrize("num_ranks", num_ranks)(test)
+        for name in marks:
+            test = pytest.mark.parametrize(name, marks[name], ids=_id)(test)
         return test
 
     return decorate
 
 
-def _run(rank: int, num_ranks: int, test: Any, parameters: dict[str, Any]) -> str | None:
-    """Return why the test is skipped."""
-    try:
-        test.__wrapped__(rank, num_ranks, **parameters)
-    except pytest.skip.Exception as skipped:
-        return str(skipped)
-    return None
+def _id(value: Any) -> str | None:
+    return str(value) if isinstance(value, torch.dtype) else None
+
+
+def opened(case: Case, backend: str, rank: int, **options: Any) -> tuple[Any, ...]:
+    """A buffer for a case, and this rank's x, topk_idx and topk_weights where the backend wants them."""
+    device_of(backend, rank)
+    poison_outputs()
+    sizes = max(case.num_tokens), case.hidden, case.num_experts, case.num_topk
+    settings = {"timeout_s": 60, "ranks_per_node": case.ranks_per_node} | options
+    return Buffer(None, *sizes, backend=backend, **settings), *on_device(backend, rank, *case.inputs(rank))
+
+
+def inputs_of(case: Case) -> list[list[torch.Tensor]]:
+    """Rows, routings and weights of a case, each by rank."""
+    return [list(column) for column in zip(*(case.inputs(rank) for rank in range(case.num_ranks)), strict=True)]
+
+
+@contextlib.contextmanager
+def refused(rank: int, culprit: int, error: type[BaseException] | tuple[type[BaseException], ...], message: str) -> Iterator[None]:
+    """The culprit's call raises `error`. Its peers' calls raise EPPeerError, which names the culprit and the error."""
+    if rank == culprit:
+        with pytest.raises(error, match=message):
+            yield
+        return
+    with pytest.raises(EPPeerError, match=f"rank {culprit} did not make its call: .*{message}") as info:
+        yield
+    names = [kind.__name__ for kind in (error if isinstance(error, tuple) else (error,))]
+    assert info.value.rank == culprit and info.value.cause in names, repr(info.value)
+
+
+def check_cases(cases: list[Case], **options: Any) -> None:
+    """Check several cases, which have as many ranks, in the same processes."""
+    run_ranks(_check_each, cases[0].num_ranks, cases, **options)
+
+
+def _check_each(rank: int, num_ranks: int, cases: list[Case]) -> None:
+    for case in cases:
+        try:
+            check_case(rank, num_ranks, case)
+        except Exception as error:
+            error.add_note(f"in {case}")
+            raise
+
+
+def assert_all_same(name: str, ours: Iterable[Any], theirs: Iterable[Any]) -> None:
+    """Equal bits of tensors, one by one."""
+    for number, pair in enumerate(zip(ours, theirs, strict=True)):
+        assert_same(f"{name}, tensor {number}", *pair)
+
+
+def assert_fields_same(ours: Any, theirs: Any, *names: str) -> None:
+    """Equal bits of tensors that have the same name in both."""
+    for name in names:
+        assert_same(name, getattr(ours, name), getattr(theirs, name))
