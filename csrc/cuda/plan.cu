@@ -41,7 +41,8 @@ __device__ __noinline__ void catch_up(const GpuContext& c, unsigned long long ca
 // Returns the call whose stamp says why `peer` is not in call `sequence`. `word` is its refusal of this call or of a later one: a rank that
 // refuses waits for nobody, so it may be ahead. If it has refused this call too, the stamp of this call says why.
 __device__ __noinline__ long long refused_call(const GpuContext& c, unsigned long long sequence, unsigned long long word, int peer) {
-    const bool has_refused_this = Workspace(c, c.rank).stamp(sequence, peer)->what == 0;
+    const unsigned long long what = Workspace(c, c.rank).stamp(sequence, peer)->what;
+    const bool has_refused_this = what == 0 || (what & kRefusedByGpu) != 0;
     return static_cast<long long>(has_refused_this ? sequence : word >> kValueBits);
 }
 
@@ -89,7 +90,7 @@ struct Plan : TokenCounts {
 
     __device__ void refuse(const Workspace& theirs) const {
         GpuStamp& stamp = *theirs.stamp(sequence, c.rank);
-        if (!is_refusal()) stamp.what = 0, stamp.reason[0] = '\0', stamp.why = own_failure(c);
+        if (!is_refusal()) stamp.what = p.stamp.what | kRefusedByGpu, stamp.reason[0] = '\0', stamp.why = own_failure(c);
         store_release(theirs.entered(sequence, c.rank), sequence << kValueBits);
     }
 

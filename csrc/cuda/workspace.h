@@ -42,9 +42,11 @@ struct GpuWorkspaceConfig {
     DEEPEP_MOE_HD int node_tokens() const { return static_cast<int>(num_max_tokens / num_nodes); }
 };
 
+constexpr unsigned long long kRefusedByGpu = 1ull << 62;  // a bit that no packed Signature has
+
 // What a rank says it does in a call, for the messages of its peers' hosts.
 struct GpuStamp {
-    unsigned long long what;       // a packed Signature; 0: the rank refuses its arguments
+    unsigned long long what;       // a packed Signature, with kRefusedByGpu where its GPU refuses the call; 0: its host refuses it
     GpuFailure why;                // where its GPU has refused them,
     char reason[kMaxReasonBytes];  // or the reason its host gives
 };

@@ -157,7 +157,7 @@ def test_what_cannot_take_turns():
 
 
 @on_ranks(2)
-def test_buffer_for_another_width(rank, _):
+def test_buffer_for_another_width(rank):
     """The second micro-batch of rank 0 does not fit the buffer."""
     buffer = LowLatencyBuffer(None, 4, 16, 2, 1, timeout_s=60)
     x, idx = torch.ones(4, 16), torch.tensor([[0], [1], [0], [1]])

@@ -131,11 +131,13 @@ GpuStamp NvlinkExchange::stamp_of(int peer, long long call) const {
     };
     const GpuStamp stamp = read(static_cast<unsigned long long>(call));
     if (!may_be_overwritten(peer, call)) return stamp;
-    // A rank without room refuses all calls that are enqueued, and each of its stamps says why. It found that with the counts of all ranks,
-    // so it was in no later call. Other failures may be of a later one.
+    // A rank whose GPU has failed refuses all calls that are enqueued, and each of its stamps says why. That is why it refused `call` too
+    // if it has not failed later. It finds that it lacks room with the counts of all ranks, so it was in no later call. A peer's refusal of
+    // an earlier call is an earlier failure. Other failures may be of a later call.
     if (const auto entry = last_entry_of(peer); entry % (1u << kValueBits) == 0) {
         const GpuStamp last = read(entry >> kValueBits);
-        if (last.reason[0] == '\0' && last.why.kind == kExceededBound) return last;
+        const bool is_earlier = last.why.kind == kExceededBound || (last.why.kind == kPeerRefused && last.why.expected < call);
+        if (last.reason[0] == '\0' && is_earlier) return last;
     }
     const std::string name = "rank " + std::to_string(numbers_.of(peer));
     GpuStamp lost{};

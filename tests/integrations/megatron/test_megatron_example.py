@@ -156,7 +156,7 @@ def test_losses_with_every_option(shared, options):
     compared with alltoall that has them there too."""
     if options.get("interleave") and not importlib.util.find_spec("megatron.core.models.common.model_chunk_schedule_plan"):
         pytest.skip("megatron-core before 0.14 has no such schedule")
-    common = {"steps": 150, "gate": False, "seq_length": 32, "micro_batches": 2}
+    common = {"steps": 300, "gate": False, "seq_length": 32, "micro_batches": 2}
     runs = [common | {"dispatcher": "alltoall", "shared_overlap": shared}, common | OURS | options]
     theirs, ours = run_ranks(_losses, 2, runs, timeout_s=800)[0]
     assert ours == theirs
