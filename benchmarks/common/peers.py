@@ -27,7 +27,7 @@ class Peer(Protocol):
         """Free its memory. Collective."""
 
 
-_HERE = "benchmarks.exchange"
+_ROOM = "benchmarks.exchange"
 _CLASSES = {
     "deep_ep": ("deep_ep", "DeepEP"),
     "deep_ep_v2": ("deep_ep", "DeepEPV2"),
@@ -79,7 +79,7 @@ def version_of(package: Any) -> str:
 def make_peer(name: str, shape: Shape, group: "dist.ProcessGroup", num_max_tokens: int) -> Peer:
     """Construct the peer for batches of at most `num_max_tokens` tokens a rank. Collective; raises EPError for whatever fails."""
     module, kind = _CLASSES[name]
-    return foreign(lambda: getattr(importlib.import_module(f"{_HERE}.{module}"), kind)(shape, group, num_max_tokens))
+    return foreign(lambda: getattr(importlib.import_module(f"{_ROOM}.{module}"), kind)(shape, group, num_max_tokens))
 
 
 def foreign(call: Callable[[], _Made]) -> _Made:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from benchmarks.common.link_rate import link_gbps
 from benchmarks.common.peers import check_peers
 from benchmarks.common.report import Record
@@ -33,6 +35,8 @@ class BenchRank(Rank):
         super().__init__(rank, num_ranks, device_idx, options)
         gc.collect()
         gc.freeze()  # collections stay short
+        if not options.on_gpu:
+            torch.set_num_threads(config.num_threads(num_ranks))  # baselines and memcpy use as many threads as we do
         self.transport = "NCCL" if options.on_gpu else "gloo"
         """The library that moves the rows of the baselines."""
         self.link_gbps = link_gbps(self.timer, link_iterations)

@@ -1,4 +1,4 @@
-"""The options and the table that benchmarks share, and what they say of other libraries and of failures."""
+"""The options and the table that benchmarks share, and what they say of other libraries."""
 
 import argparse
 from collections.abc import Callable, Sequence

@@ -46,7 +46,7 @@ constexpr unsigned long long kRefusedByGpu = 1ull << 62;  // a bit that no packe
 
 // What a rank says it does in a call, for the messages of its peers' hosts.
 struct GpuStamp {
-    unsigned long long what;       // a packed Signature, with kRefusedByGpu where its GPU refuses the call; 0: its host refuses it
+    unsigned long long what;       // a packed Signature, with kRefusedByGpu where its GPU refuses, within a node; 0: its host refuses it
     GpuFailure why;                // where its GPU has refused them,
     char reason[kMaxReasonBytes];  // or the reason its host gives
 };

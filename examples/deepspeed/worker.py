@@ -177,7 +177,6 @@ def train(rank: int, num_ranks: int, settings: Settings, turn: Turn | None = Non
 
 def evaluate(rank: int, num_ranks: int, settings: Settings) -> float:
     """The loss of the checkpoint in `settings.checkpoint` on text of its own, through the dispatcher of `settings`."""
-
     with engine_ready(settings.device) as device:
         engine = build_engine(settings)
         path, _ = engine.load_checkpoint(settings.checkpoint, tag=_TAG)

@@ -121,6 +121,8 @@ def test_no_fault(put, machine):
     put(machine)
     findings = examine(machine.environment)
     assert exit_code(findings) == 0 and backends(findings) == HEALTHY
+    page = as_text(findings)
+    assert "can serve here" in page and page.endswith("faults: 0, warnings: 0") and max(map(len, page.splitlines())) <= 140
     assert all(found.state in (OK, ABSENT) for found in findings), as_text(findings)
 
 
@@ -130,6 +132,7 @@ def test_fault(put, check, state, words, failing, machine):
     found, serves = only(machine, check, state)
     assert words in f"{found.text} {found.advice}"
     assert {name for name, reason in serves.items() if reason} == set(failing.split())
+    assert all(check in reason.split(", ") for reason in serves.values() if reason)
 
 
 def test_hidden_gpus(machine):

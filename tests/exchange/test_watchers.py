@@ -37,8 +37,8 @@ def dual(tensor):
 
 STRANGE = {  # how one is made of a plain tensor, and how it is refused
     "dual": (dual, NotImplementedError, "has a tangent of forward-mode AD"),
-    "negative": (negative, ValueError, r"is a lazy negative .*resolve_neg\(\)"),
     "imaginary": (imaginary, ValueError, r"is a lazy negative .*resolve_neg\(\)"),
+    "negative": (negative, ValueError, r"is a lazy negative .*resolve_neg\(\)"),
 }
 
 

@@ -246,9 +246,14 @@ def test_error_of_the_fp8_wire(backend):
 # ---- ways to call ----
 
 
-def two_in_flight(rank, _, backend, cases):
+def several_in_flight(rank, _, backend, pairs):
+    buffer = make_buffer(pairs[0][0], backend, rank)
+    for cases in pairs:
+        two_in_flight(rank, backend, buffer, cases)
+
+
+def two_in_flight(rank, backend, buffer, cases):
     """Calls of either kind, received in either order, which is not the same one on all ranks. A third one has to wait."""
-    buffer = make_buffer(cases[0], backend, rank)
     expected = [Expected(case) for case in cases]
     refuses = partial(pytest.raises, ValueError, match="the call before last was not received yet; call its hook")
     for begin in (0, 1, rank % 2):
@@ -279,8 +284,8 @@ OVER_NODES = [pytest.param("nvshmem", *split, marks=pytest.mark.gpu) for split i
 )
 def test_two_calls_in_flight(backend, num_ranks, per_node):
     tokens = [9, 24, 0, 17, 1, 21, 5, 12][:num_ranks]
-    cases = [Case(tokens, num_topk=5, mode="hook", seed=seed, combine_weights=seed == 1, ranks_per_node=per_node) for seed in range(2)]
-    run_ranks(two_in_flight, num_ranks, backend, cases)
+    cases = [Case(tokens, num_topk=5, mode="hook", seed=seed, combine_weights=seed == 1, ranks_per_node=per_node) for seed in range(3)]
+    run_ranks(several_in_flight, num_ranks, backend, (cases[:2], cases[::2]))
 
 
 def overlapping(rank, _, backend):

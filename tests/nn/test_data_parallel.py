@@ -32,7 +32,7 @@ def make_model(group=None, *, is_grouped: bool = True, expert_bias: bool = False
 
 
 def rows_of(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(10 * step + rank))
+    return torch.randn(5 + rank, HIDDEN, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 @pytest.mark.parametrize("is_grouped", (True, False))
@@ -55,7 +55,7 @@ def test_ddp_trains_as_one_model(rank: int, num_ranks: int, is_grouped: bool) ->
     torch.testing.assert_close(torch.stack(norms[3:]), torch.stack(norms[:3]))
     x = rows_of(rank, 99)
     torch.testing.assert_close(many(x), one(x))
-    assert many[1].router.num_tokens_per_expert.sum() == 7 * 5 * 2, "every rank counts its own tokens"
+    assert many[1].router.num_tokens_per_expert.sum() == 7 * (5 + rank) * 2, "every rank counts its own tokens"
 
 
 @on_ranks(2)

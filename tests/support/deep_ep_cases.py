@@ -86,6 +86,7 @@ class Wanted:
         on_device = bias.to(device)
         return (
             (None, None),
+            ((None, None), None),
             (on_device.clone().requires_grad_(), bias),
             ((None, on_device), bias),
             ((on_device, on_device.flip(0)), bias + bias.flip(0)),

@@ -59,6 +59,7 @@ def changed(path: str, value) -> bytes:
         (changed("profiles.0.values.num_sms", 133), "profile 0: 'num_sms' is 133, and its machine has 132 SMs"),
         (changed("profiles.0.values.ring_stages", 2), "'ring_stages' is 2, not a whole number from 3 to 16"),
         (changed("profiles.0.values.ring_warps", 6.0), "'ring_warps' is 6.0, not a whole number from 1 to 11"),
+        (changed("profiles.0.values.ring_warps", 12), "'ring_warps' is 12, not a whole number from 1 to 11"),
         (changed("profiles.0.values.num_work_blocks", KeyError), "profile 0: values lacks 'num_work_blocks'"),
         (changed("profiles.0.values.speed", 1), "profile 0: values has 'speed'"),
         (changed("profiles.0.machine.gpu", ""), "profile 0: machine: 'gpu' is ''"),

@@ -135,7 +135,8 @@ GpuStamp NvlinkExchange::stamp_of(int peer, long long call) const {
     // if it has not failed later. It finds that it lacks room with the counts of all ranks, so it was in no later call. A peer's refusal of
     // an earlier call is an earlier failure. Other failures may be of a later call.
     if (const auto entry = last_entry_of(peer); entry % (1u << kValueBits) == 0) {
-        const GpuStamp last = read(entry >> kValueBits);
+        GpuStamp last = read(entry >> kValueBits);
+        last.what = 0;  // which is of another call
         const bool is_earlier = last.why.kind == kExceededBound || (last.why.kind == kPeerRefused && last.why.expected < call);
         if (last.reason[0] == '\0' && is_earlier) return last;
     }
