@@ -4,18 +4,17 @@ import contextlib
 import functools
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from deepspeed_ranks import engine_ready as engine_ready
+from on_ranks import on_ranks
 from packaging.version import Version
 from torch import nn
 
 from deepep_moe.integrations.deepspeed import ExpertWeights, replace_moe_layers
-from deepep_moe.testing.launch import run_ranks
 
 HIDDEN = 32
 STEPS = 10
@@ -25,23 +24,15 @@ def on_deepspeed_ranks(num_ranks: int = 2) -> Callable[[Callable[..., None]], Ca
     """Make a test of a function of `rank`, which each rank runs where DeepSpeed is ready. Its other arguments are those of the test;
     `device`, "cpu" or "cuda" there, is the rank's own device here."""
 
-    def make(body: Callable[..., None]) -> Callable[..., None]:
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
-        def test(**arguments: Any) -> None:
-            run_ranks(_run_body, num_ranks, body.__module__, body.__name__, arguments)
+        def in_engine(rank: int, **arguments: Any) -> None:
+            with engine_ready(arguments.get("device", "cpu")) as device:
+                body(rank, **(arguments | ({"device": device} if "device" in arguments else {})))
 
-        parameters = [each for name, each in inspect.signature(body).parameters.items() if name != "rank"]
-        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return test
+        return on_ranks(num_ranks)(in_engine)
 
-    return make
-
-
-def _run_body(rank: int, num_ranks: int, module: str, name: str, arguments: dict[str, Any]) -> None:
-    __import__(module)
-    with engine_ready(arguments.get("device", "cpu")) as device:
-        body = getattr(sys.modules[module], name).__wrapped__
-        body(rank=rank, **(arguments | ({"device": device} if "device" in arguments else {})))
+    return decorate
 
 
 def repeats_bits() -> bool:
