@@ -24,7 +24,8 @@ def test_stock_backend_equals_alltoall(mode, num_ranks, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     to_files = ["--redirects", "3", "--log-dir", str(tmp_path)]
     script = ["-m", "deepep_moe.compat.run", str(support / "deep_ep_megatron.py"), mode]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    path = os.pathsep.join([str(ROOT / "examples" / "common"), os.environ.get("PYTHONPATH", "")])  # where the set-up of Megatron-Core is
+    environment = os.environ | {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(
         [sys.executable, *launcher, *to_files, *script], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=600
     )

@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from exchange_cases import Case, assert_same, on_device
-from on_ranks import assert_all_same, inputs_of, on_ranks, opened
+from exchange_cases import Case, assert_all_same, assert_same, inputs_of, on_device, opened
+from on_ranks import on_ranks
 from torch.utils.checkpoint import checkpoint
 
 from deepep_moe import Buffer, reference

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from by_expert_cases import doubled, equal, folded, ignored, in_one_tensor, in_parts, shifted, strided, tagged, unlike, watched
-from exchange_cases import Case, InPython, assert_same, device_of, on_device, poison_outputs
-from on_ranks import assert_all_same, on_ranks, opened, refused
+from exchange_cases import Case, InPython, assert_all_same, assert_same, device_of, on_device, opened, poison_outputs
+from on_ranks import on_ranks, refused
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 

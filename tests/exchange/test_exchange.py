@@ -5,8 +5,19 @@ import os
 
 import pytest
 import torch
-from exchange_cases import Case, assert_same, device_of, on_device, poison_outputs
-from on_ranks import assert_all_same, assert_fields_same, check_cases, inputs_of, on_ranks, opened
+from exchange_cases import (
+    Case,
+    assert_all_same,
+    assert_fields_same,
+    assert_same,
+    check_cases,
+    device_of,
+    inputs_of,
+    on_device,
+    opened,
+    poison_outputs,
+)
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer, reference
 

@@ -5,8 +5,7 @@ from functools import partial
 import emulated_gpu
 import pytest
 import torch
-from exchange_cases import assert_same, device_of
-from on_ranks import assert_all_same
+from exchange_cases import assert_all_same, assert_same, device_of
 
 from deepep_moe import Buffer, ops
 from deepep_moe.errors import EPPeerError

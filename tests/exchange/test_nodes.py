@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from exchange_cases import Case, assert_same, on_device, poison_outputs
-from on_ranks import check_cases, inputs_of, on_ranks, opened
+from exchange_cases import Case, assert_same, check_cases, inputs_of, on_device, opened, poison_outputs
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer, reference
 from deepep_moe.errors import EPMismatchError, EPPeerError

@@ -4,9 +4,20 @@ import itertools
 
 import pytest
 import torch
-from exchange_cases import Case, assert_same, check_case, device_of, in_environment, poison_outputs
+from exchange_cases import (
+    Case,
+    assert_fields_same,
+    assert_same,
+    check_case,
+    check_cases,
+    device_of,
+    in_environment,
+    inputs_of,
+    opened,
+    poison_outputs,
+)
 from nvlink_cases import make_buffer
-from on_ranks import assert_fields_same, check_cases, inputs_of, on_ranks, opened
+from on_ranks import on_ranks
 
 from deepep_moe import _C, Buffer, reference
 from deepep_moe.testing import run_ranks

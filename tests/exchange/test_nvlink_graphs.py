@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from exchange_cases import assert_same, device_of
+from exchange_cases import assert_all_same, assert_same, device_of
 from nvlink_cases import make_buffer
-from on_ranks import assert_all_same, on_ranks
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import EPCapacityError

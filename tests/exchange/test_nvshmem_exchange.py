@@ -6,8 +6,20 @@ import emulated_gpu
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import NETWORK, Case, assert_same, device_of, in_environment, on_device, poison_outputs
-from on_ranks import assert_fields_same, check_cases, inputs_of, on_ranks, opened
+from exchange_cases import (
+    NETWORK,
+    Case,
+    assert_fields_same,
+    assert_same,
+    check_cases,
+    device_of,
+    in_environment,
+    inputs_of,
+    on_device,
+    opened,
+    poison_outputs,
+)
+from on_ranks import on_ranks
 from random_routings import ROUNDS, stress
 
 from deepep_moe import Buffer, ops, reference

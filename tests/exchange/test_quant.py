@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from exchange_cases import assert_same, device_of
-from on_ranks import assert_all_same, assert_fields_same, on_ranks, refused
+from exchange_cases import assert_all_same, assert_fields_same, assert_same, device_of
+from on_ranks import on_ranks, refused
 
 from deepep_moe import _C, Buffer, reference
 from deepep_moe.device import DTYPE_NAMES

@@ -1,7 +1,7 @@
 """Routings for the tests of dispatch and combine, and the comparison with the reference that runs on every rank."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from deepep_moe import Buffer, reference, torch_module
 from deepep_moe.host_pool import HostPool
+from deepep_moe.testing import run_ranks
 
 NETWORK = "DEEPEP_MOE_EMULATED_NETWORK"
 
@@ -177,3 +178,43 @@ def assert_same(name: str, ours: torch.Tensor | None, reference_value: torch.Ten
     ours, reference_value = (tensor.clone(memory_format=torch.contiguous_format) for tensor in (ours, reference_value))
     different = (ours.view(torch.uint8) != reference_value.view(torch.uint8)).nonzero()
     assert len(different) == 0, f"{name}: {len(different)} bytes differ, first at {different[0].tolist()}"
+
+
+def opened(case: Case, backend: str, rank: int, **options: Any) -> tuple[Any, ...]:
+    """A buffer for a case, and this rank's x, topk_idx and topk_weights where the backend wants them."""
+    device_of(backend, rank)
+    poison_outputs()
+    sizes = max(case.num_tokens), case.hidden, case.num_experts, case.num_topk
+    settings = {"timeout_s": 60, "ranks_per_node": case.ranks_per_node} | options
+    return Buffer(None, *sizes, backend=backend, **settings), *on_device(backend, rank, *case.inputs(rank))
+
+
+def inputs_of(case: Case) -> list[list[torch.Tensor]]:
+    """Rows, routings and weights of a case, each by rank."""
+    return [list(column) for column in zip(*(case.inputs(rank) for rank in range(case.num_ranks)), strict=True)]
+
+
+def check_cases(cases: list[Case], **options: Any) -> None:
+    """Check several cases, which have as many ranks, in the same processes."""
+    run_ranks(_check_each, cases[0].num_ranks, cases, **options)
+
+
+def _check_each(rank: int, num_ranks: int, cases: list[Case]) -> None:
+    for case in cases:
+        try:
+            check_case(rank, num_ranks, case)
+        except Exception as error:
+            error.add_note(f"in {case}")
+            raise
+
+
+def assert_all_same(name: str, ours: Iterable[Any], theirs: Iterable[Any]) -> None:
+    """Equal bits of tensors, one by one."""
+    for number, pair in enumerate(zip(ours, theirs, strict=True)):
+        assert_same(f"{name}, tensor {number}", *pair)
+
+
+def assert_fields_same(ours: Any, theirs: Any, *names: str) -> None:
+    """Equal bits of tensors that have the same name in both."""
+    for name in names:
+        assert_same(name, getattr(ours, name), getattr(theirs, name))

@@ -3,14 +3,12 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from exchange_cases import Case, assert_same, check_case, device_of, on_device, poison_outputs
 
-from deepep_moe import Buffer
 from deepep_moe.errors import EPPeerError
 from deepep_moe.testing import run_ranks
 
@@ -60,20 +58,6 @@ def _id(value: Any) -> str | None:
     return str(value) if isinstance(value, torch.dtype) else None
 
 
-def opened(case: Case, backend: str, rank: int, **options: Any) -> tuple[Any, ...]:
-    """A buffer for a case, and this rank's x, topk_idx and topk_weights where the backend wants them."""
-    device_of(backend, rank)
-    poison_outputs()
-    sizes = max(case.num_tokens), case.hidden, case.num_experts, case.num_topk
-    settings = {"timeout_s": 60, "ranks_per_node": case.ranks_per_node} | options
-    return Buffer(None, *sizes, backend=backend, **settings), *on_device(backend, rank, *case.inputs(rank))
-
-
-def inputs_of(case: Case) -> list[list[torch.Tensor]]:
-    """Rows, routings and weights of a case, each by rank."""
-    return [list(column) for column in zip(*(case.inputs(rank) for rank in range(case.num_ranks)), strict=True)]
-
-
 @contextlib.contextmanager
 def refused(rank: int, culprit: int, error: type[BaseException] | tuple[type[BaseException], ...], message: str) -> Iterator[None]:
     """The culprit's call raises `error`. Its peers' calls raise EPPeerError, which names the culprit and the error."""
@@ -85,29 +69,3 @@ def refused(rank: int, culprit: int, error: type[BaseException] | tuple[type[Bas
         yield
     names = [kind.__name__ for kind in (error if isinstance(error, tuple) else (error,))]
     assert info.value.rank == culprit and info.value.cause in names, repr(info.value)
-
-
-def check_cases(cases: list[Case], **options: Any) -> None:
-    """Check several cases, which have as many ranks, in the same processes."""
-    run_ranks(_check_each, cases[0].num_ranks, cases, **options)
-
-
-def _check_each(rank: int, num_ranks: int, cases: list[Case]) -> None:
-    for case in cases:
-        try:
-            check_case(rank, num_ranks, case)
-        except Exception as error:
-            error.add_note(f"in {case}")
-            raise
-
-
-def assert_all_same(name: str, ours: Iterable[Any], theirs: Iterable[Any]) -> None:
-    """Equal bits of tensors, one by one."""
-    for number, pair in enumerate(zip(ours, theirs, strict=True)):
-        assert_same(f"{name}, tensor {number}", *pair)
-
-
-def assert_fields_same(ours: Any, theirs: Any, *names: str) -> None:
-    """Equal bits of tensors that have the same name in both."""
-    for name in names:
-        assert_same(name, getattr(ours, name), getattr(theirs, name))
