@@ -1,4 +1,4 @@
-"""What the benchmarks of exchanges share: their options, their ranks, which return records, and the end of a run."""
+"""The benchmarks of exchanges share their options, their ranks, which return records, and the end of a run."""
 
 import argparse
 import gc
@@ -21,7 +21,7 @@ from deepep_moe.tune.records import record, write_json
 
 @dataclass
 class Report:
-    """What the ranks of one EP size have found."""
+    """The records and failures of the ranks of one EP size."""
 
     records: list[Record] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
