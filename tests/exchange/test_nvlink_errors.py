@@ -162,12 +162,14 @@ def test_calls_after_a_failure(rank, num_layers):
         assert info.value.rank == 1
 
 
-@on_ranks(2)
-def test_calls_after_a_refusal(rank):
-    """Rank 1 refuses a call, and both refuse the next twelve, each because of the other. Both errors name rank 1."""
-    buffer, x, idx = make_buffer(rank)
+@on_ranks(3)
+def test_calls_after_a_refusal(rank, num_ranks):
+    """Rank 2 refuses a call, and rank 0 the next twelve because of it, all before rank 1 makes the first. When rank 1 looks, rank 0 has
+    gone on. All errors name rank 2."""
+    buffer, x, idx = make_buffer(rank, num_experts=2 * num_ranks)
     with unchecked(buffer):
-        if rank == 1:
+        time.sleep(0.5 if rank == 1 else 0)
+        if rank == 2:
             buffer.refuse(ValueError("no rows"))
         else:
             buffer.dispatch(x, idx, num_recv_rows=64)
@@ -175,9 +177,14 @@ def test_calls_after_a_refusal(rank):
             out = buffer.dispatch(x, idx, num_recv_rows=64)
             buffer.combine(out.recv_x, out.handle)
         torch.cuda.synchronize()
-    with pytest.raises(EPPeerError, match="rank 1 did not make its call"):
+    if rank != 0:
+        wait_for("rank 0 goes on")
+        time.sleep(0.2)
+    with pytest.raises(EPPeerError, match="rank 2 did not make its call"):
         buffer.check()
-    dist.barrier()
+    tell("rank 0 goes on")
+    out = buffer.dispatch(x, idx, num_recv_rows=64)
+    assert int(buffer.combine(out.recv_x, out.handle).isnan().sum()) == 0
 
 
 @on_ranks(1)

@@ -88,7 +88,7 @@ def test_strange_tensors(rank, backend, kind):
 def test_strange_tensors_on_a_gpu(rank, kind):
     """Calls in C++ leave them to Python, which refuses them."""
     x, idx, weights, logits = on_device("nvlink", rank, X, IDX, WEIGHTS, LOGITS)
-    buffer, low_latency = make_buffer("nvlink"), LowLatencyBuffer(None, 8, HIDDEN, NUM_EXPERTS, 2, timeout_s=60)
+    buffer, low_latency = make_buffer("nvlink"), LowLatencyBuffer(None, 8, HIDDEN, NUM_EXPERTS, 2, backend="nvlink", timeout_s=60)
     calls = [(logits, lambda logits: ops.gate(logits, 2)), (x, lambda x: low_latency.dispatch(x, idx))]
     calls += [*exchange_calls(buffer, x, idx, weights), (x, ops.quantize_fp8)]
     refuse_strange(rank, 0, calls if kind == "dual" else calls[:-3], kind)

@@ -128,6 +128,7 @@ private:
     std::string reason_of(int peer, long long call) const;
     GpuStamp stamp_of(int peer, long long call) const;
     bool may_be_overwritten(int peer, long long call) const;
+    int num_stamps(int peer) const;
     unsigned long long last_entry_of(int peer) const;
     long long last_call_of(int peer) const;
 

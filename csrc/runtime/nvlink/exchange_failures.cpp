@@ -131,14 +131,17 @@ GpuStamp NvlinkExchange::stamp_of(int peer, long long call) const {
     };
     const GpuStamp stamp = read(static_cast<unsigned long long>(call));
     if (!may_be_overwritten(peer, call)) return stamp;
-    // A rank whose GPU has failed refuses all calls that are enqueued, and each of its stamps says why. That is why it refused `call` too
-    // if it has not failed later. It finds that it lacks room with the counts of all ranks, so it was in no later call. A peer's refusal of
-    // an earlier call is an earlier failure. Other failures may be of a later call.
-    if (const auto entry = last_entry_of(peer); entry % (1u << kValueBits) == 0) {
-        GpuStamp last = read(entry >> kValueBits);
-        last.what = 0;  // which is of another call
-        const bool is_earlier = last.why.kind == kExceededBound || (last.why.kind == kPeerRefused && last.why.expected < call);
-        if (last.reason[0] == '\0' && is_earlier) return last;
+    // A rank whose GPU has failed refuses all calls that are enqueued, and each of its stamps says why; then it may go on. The oldest
+    // stamp of those says why it refused `call` too, if the rank has not failed later. It finds that it lacks room with the counts of all
+    // ranks, so it was in no later call. A peer's refusal of this call or of one before came earlier. Others may be of a later call.
+    const unsigned long long entry = last_entry_of(peer), newest = entry >> kValueBits;
+    for (unsigned long long number = newest + 2 - num_stamps(peer); number <= newest; ++number) {
+        GpuStamp later = read(number);
+        const bool is_refused = is_rail_peer(peer) ? entry % (1u << kValueBits) == 0 : (later.what & kRefusedByGpu) != 0;
+        if (!is_refused || later.reason[0] != '\0') continue;
+        later.what = 0;  // which is of another call
+        if (later.why.kind == kExceededBound || (later.why.kind == kPeerRefused && later.why.expected <= call)) return later;
+        break;
     }
     const std::string name = "rank " + std::to_string(numbers_.of(peer));
     GpuStamp lost{};
@@ -150,8 +153,10 @@ GpuStamp NvlinkExchange::stamp_of(int peer, long long call) const {
 bool NvlinkExchange::may_be_overwritten(int peer, long long call) const {
     unsigned long long entered = 0;
     failures_.read(&entered, &state_->sequence, sizeof(entered));
-    const int kept = is_rail_peer(peer) ? 2 : kStamps;
-    return static_cast<long long>(entered) > call && last_call_of(peer) >= call + kept - 1;  // the next one writes before it says so
+    return static_cast<long long>(entered) > call && last_call_of(peer) >= call + num_stamps(peer) - 1;  // the next one writes before it says so
 }
+
+// Calls whose stamps `peer` keeps here.
+int NvlinkExchange::num_stamps(int peer) const { return is_rail_peer(peer) ? 2 : kStamps; }
 
 }  // namespace deepep_moe
