@@ -1,6 +1,7 @@
 """Errors of the library. Wrong arguments raise `ValueError` or `TypeError`; everything else is an `EPError`."""
 
 import re
+from enum import IntEnum
 
 # How every backend passes a peer's error on: as its class, a colon and its message.
 _TOLD = re.compile(r"(?:rank \d+ in [^:]*: )?rank \d+ (?:did not make its call|left its call|could not create its Buffer): ([^\W\d]\w*): ")
@@ -32,16 +33,28 @@ class EPTimeoutError(EPError):
         self.rank, self.phase, self.expected, self.seen = rank, phase, expected, seen
 
 
+class Cause(IntEnum):
+    """Why a rank refused a call, where its peers decide by it. Ranks that hear of it through others learn it too."""
+
+    OTHER = 0
+    OUTGROWN = 1
+    """It raised OutgrownError: peers may meet it in a larger buffer."""
+
+
+class OutgrownError(ValueError):
+    """A rank has more tokens than the buffer has room for."""
+
+
 class EPPeerError(EPError):
     """Another rank left this call with an error of its own, which the message repeats.
 
     Attributes: `rank`, the peer that failed, in the buffer's group; `cause`, the name of its error's class, such as "ValueError", or ""
-    where the peer has not told it: it destroyed its buffer.
+    where the peer has not told it: it destroyed its buffer; `code`, a `Cause`.
     """
 
-    def __init__(self, message: str, *, rank: int = -1):
+    def __init__(self, message: str, *, rank: int = -1, code: int = Cause.OTHER):
         super().__init__(message)
-        self.rank = rank
+        self.rank, self.code = rank, Cause(code)
         told = _TOLD.match(message)
         self.cause = told[1] if told else ""
 

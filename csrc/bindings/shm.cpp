@@ -22,7 +22,7 @@ void translate(std::exception_ptr pointer) {
         raise_with("EPTimeoutError", e.what(),
                    py::dict("rank"_a = e.rank, "phase"_a = e.phase, "expected"_a = e.expected, "seen"_a = e.seen));
     } catch (const PeerError& e) {
-        raise_with("EPPeerError", e.what(), py::dict("rank"_a = e.rank));
+        raise_with("EPPeerError", e.what(), py::dict("rank"_a = e.rank, "code"_a = e.cause));
     } catch (const CapacityError& e) {
         raise_with("EPCapacityError", e.what(), py::dict("rank"_a = e.rank));
     } catch (const MismatchError& e) {
@@ -122,7 +122,7 @@ void bind_shm_exchange(py::module_& m) {
         .def_property_readonly("num_calls", &ShmExchange::num_calls)
         .def("connect", &ShmExchange::connect, py::arg("paths"), py::arg("pids"))
         .def("seal", &ShmExchange::seal)
-        .def("refuse", &ShmExchange::refuse, py::arg("message"), Released())
+        .def("refuse", &ShmExchange::refuse, py::arg("message"), py::arg("cause"), Released())
         .def("abandon", &ShmExchange::abandon, py::arg("reason"), Released());
     bind_calls(exchange);
 }

@@ -27,8 +27,9 @@ struct TimeoutError : std::runtime_error {
 
 // Another rank left this call with an error of its own.
 struct PeerError : std::runtime_error {
-    PeerError(const std::string& message, int rank) : std::runtime_error(message), rank(rank) {}
+    PeerError(const std::string& message, int rank, int cause = 0) : std::runtime_error(message), rank(rank), cause(cause) {}
     int rank;
+    int cause;  // why the first rank refused the call, a deepep_moe.errors.Cause
 };
 
 // Ranks are in the same call with different operations or settings.

@@ -47,7 +47,7 @@ struct SegmentHeader {
 // A rank's arrival in a call.
 struct Entry {
     alignas(kCacheLine) std::atomic<uint64_t> sequence;  // of the call; 0 while the rest, or the counts of the same place, are written
-    int refused;                                         // the caller's arguments were wrong: `message` says how, nothing else holds
+    int refused;                                         // not 0: the rank makes no call, `message` says why, nothing else holds; 1 + Cause
     Signature signature;
     int64_t num_recv_rows;  // the bound given by the caller, or -1
     char message[kMessageBytes];

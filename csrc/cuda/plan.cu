@@ -38,12 +38,14 @@ __device__ __noinline__ void catch_up(const GpuContext& c, unsigned long long ca
     __syncthreads();
 }
 
-// Returns the call whose stamp says why `peer` is not in call `sequence`. `word` is its refusal of this call or of a later one: a rank that
-// refuses waits for nobody, so it may be ahead. If it has refused this call too, the stamp of this call says why.
-__device__ __noinline__ long long refused_call(const GpuContext& c, unsigned long long sequence, unsigned long long word, int peer) {
-    const unsigned long long what = Workspace(c, c.rank).stamp(sequence, peer)->what;
+// Reports that `peer` is not in call `sequence`. `word` is its refusal of this call or of a later one: a rank that refuses waits for
+// nobody, so it may be ahead. If it has refused this call too, the stamp of this call says why.
+__device__ __noinline__ void report_refusal(const GpuContext& c, unsigned long long sequence, unsigned long long word, int peer) {
+    const Workspace own(c, c.rank);
+    const unsigned long long what = own.stamp(sequence, peer)->what;
     const bool has_refused_this = what == 0 || (what & kRefusedByGpu) != 0;
-    return static_cast<long long>(has_refused_this ? sequence : word >> kValueBits);
+    const unsigned long long call = has_refused_this ? sequence : word >> kValueBits;
+    report(c, kPeerRefused, peer, GpuPhase::kNone, static_cast<long long>(call), own.stamp(call, peer)->cause());
 }
 
 __device__ __noinline__ bool wait_count(const GpuContext& c, const unsigned long long* words, int at, unsigned long long expected,
@@ -54,7 +56,7 @@ __device__ __noinline__ bool wait_count(const GpuContext& c, const unsigned long
     const unsigned long long word = wait_word(c, words + at, expected, peer, GpuPhase::kCounts);
     counts[at] = static_cast<int>(word - expected);
     const bool refuses = word >= (expected | kRefused);
-    if (refuses) report(c, kPeerRefused, peer, GpuPhase::kNone, refused_call(c, sequence, word, peer), 0);
+    if (refuses) report_refusal(c, sequence, word, peer);
     return word != 0 && !refuses;
 }
 
@@ -185,9 +187,10 @@ struct Plan : TokenCounts {
         const unsigned long long seen = wait_word(c, own.entered(sequence, peer), sequence << kValueBits, peer, GpuPhase::kEntry);
         if (seen == 0) return false;
         if (peer == c.rank || seen == (sequence << kValueBits | digest(p.stamp.what))) return true;
-        const bool refuses = (seen & kRefused) == 0;
-        const long long call = refuses ? refused_call(c, sequence, seen, peer) : static_cast<long long>(sequence);
-        report(c, refuses ? kPeerRefused : kMismatch, peer, GpuPhase::kNone, call, 0);
+        if ((seen & kRefused) == 0)
+            report_refusal(c, sequence, seen, peer);
+        else
+            report(c, kMismatch, peer, GpuPhase::kNone, static_cast<long long>(sequence), 0);
         return false;
     }
 

@@ -48,7 +48,10 @@ constexpr unsigned long long kRefusedByGpu = 1ull << 62;  // a bit that no packe
 struct GpuStamp {
     unsigned long long what;       // a packed Signature, with kRefusedByGpu where its GPU refuses, within a node; 0: its host refuses it
     GpuFailure why;                // where its GPU has refused them,
-    char reason[kMaxReasonBytes];  // or the reason its host gives
+    char reason[kMaxReasonBytes];  // or the reason its host gives, with its cause in why.seen
+
+    // The deepep_moe.errors.Cause of the rank that was the first to refuse: of this rank's host, or of one that its GPU has met.
+    DEEPEP_MOE_HD long long cause() const { return why.kind == kNoFailure || why.kind == kPeerRefused ? why.seen : 0; }
 };
 
 // One lane of a token on its way: where it goes (a row of recv_x, a local expert, or -1) and its weight.

@@ -165,9 +165,11 @@ struct Meeting {
             const unsigned long long seen = p.stamp.what == 0 || gave_up(c) ? 0 : wait_for_entry(sequence);
             met = seen == (sequence << kValueBits | digest(p.stamp.what));
             const bool refuses = (seen & kRefused) == 0;  // That rank refuses this call, or a later one if it has failed.
+            const unsigned long long call = refuses ? seen >> kValueBits : sequence;
+            const auto* told = reinterpret_cast<const RailMessage*>(r.base + r.layout.in_of(call, node));
             if (seen != 0 && !met)
-                report(c, refuses ? kPeerRefused : kMismatch, rail_peer(node), GpuPhase::kNone,
-                       static_cast<long long>(refuses ? seen >> kValueBits : sequence), 0);
+                report(c, refuses ? kPeerRefused : kMismatch, rail_peer(node), GpuPhase::kNone, static_cast<long long>(call),
+                       refuses ? told->stamp.cause() : 0);
         }
         __syncthreads();
         return met;

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe.device import is_gpu
-from deepep_moe.errors import BufferDestroyedError, EPError, told
+from deepep_moe.errors import BufferDestroyedError, Cause, EPError, OutgrownError, told
 from deepep_moe.event import Event
 from deepep_moe.exchange.backends.base import Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, tell_peers
 from deepep_moe.exchange.checks import (
@@ -201,17 +201,17 @@ class Calls:
     def refuse(self, error: _Error) -> _Error:
         """Tell the peers, which are or will be in a call, that this rank does not make it: they raise EPPeerError with the reason. Return
         `error`, to be raised."""
-        self.tell(told(error))
+        self.tell(told(error), Cause.OUTGROWN if isinstance(error, OutgrownError) else Cause.OTHER)
         return error
 
-    def tell(self, reason: str) -> None:
+    def tell(self, reason: str, cause: Cause = Cause.OTHER) -> None:
         """As `refuse`, with the reason as `told` has it."""
         if self._num_forks != _num_forks or is_dry_run():
             return  # a forked process would write to its owner's connections, and a dry run makes no call
         with unwatched():
             if not self._is_capturing():
                 self._wait_for_pending()
-            self.backend.refuse(reason)
+            self.backend.refuse(reason, cause)
 
     def refuse_on_failure(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
         """Return the function's result. Refuse the call where the function finds wrong types or values, lacks memory or is interrupted. (A

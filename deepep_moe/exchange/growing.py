@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from deepep_moe import config
-from deepep_moe.errors import EPPeerError
+from deepep_moe.errors import Cause, EPPeerError, OutgrownError
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.group.rendezvous import gather_objects
 
@@ -17,15 +17,6 @@ _Result = TypeVar("_Result")
 _HEADROOM = 128  # bounds agreed at run time are rounded up to a multiple of it, so that slightly longer batches still fit
 _GROWTH = 1.5  # least factor between two bounds, so that all buffers take no more than three times the memory of the largest
 _MANY = 2**20  # the bound in tokens where memory does not depend on it
-
-
-class OutgrownError(ValueError):
-    """A rank has more tokens than the buffer has room for."""
-
-
-def is_caused_by(error: Exception, kind: type[Exception]) -> bool:
-    """Return whether `error` is of this kind, or the EPPeerError of a rank whose peer raised such an error."""
-    return isinstance(error, kind) or (isinstance(error, EPPeerError) and error.cause == kind.__name__)
 
 
 class GrowingBuffer:
@@ -71,7 +62,7 @@ class GrowingBuffer:
                 raise self.buffer.refuse(self._too_many(num_tokens))
             return self.buffer, send(self.buffer)
         except (OutgrownError, EPPeerError) as error:
-            if self._chosen is not None or not is_caused_by(error, OutgrownError):
+            if self._chosen is not None or (isinstance(error, EPPeerError) and error.code != Cause.OUTGROWN):
                 raise
         self.meet()
         self.grow(num_tokens)

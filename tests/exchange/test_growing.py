@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from exchange_cases import device_of
 from fault_cases import inputs
 from on_ranks import on_ranks
 
@@ -11,11 +12,17 @@ from deepep_moe.errors import EPPeerError
 from deepep_moe.exchange.growing import GrowingBuffer
 
 
-def make(backend, timeout_s=60.0):
-    def construct(num_tokens):
-        return Buffer(None, num_tokens, 16, 4, 2, backend=backend, timeout_s=timeout_s)
+class OutgrownError(ValueError):
+    """It has the name of the library's."""
 
-    growing = GrowingBuffer(dist.group.WORLD, 4, torch.device("cpu"), construct, None, "the option")
+
+def make(backend, timeout_s=60.0, rank=0, **options):
+    device = device_of(backend, rank)
+
+    def construct(num_tokens):
+        return Buffer(None, num_tokens, 16, 4, 2, backend=backend, timeout_s=timeout_s, **options)
+
+    growing = GrowingBuffer(dist.group.WORLD, 4, device, construct, None, "the option", is_bounded=backend == "nvshmem")
     growing.num_max_tokens = 4
     return growing
 
@@ -32,16 +39,29 @@ def test_a_peer_with_more_tokens(rank, backend):
     assert buffer is growing.buffer is not first and growing.num_max_tokens == 128 and len(out.recv_x) == 8
 
 
+@pytest.mark.gpu
+@on_ranks(4, ranks_per_node=(1, 2))
+def test_a_rank_of_another_node_with_more_tokens(rank, ranks_per_node):
+    """Rank 3 is neither in rank 0's node nor on its rail, and hears of it through rank 1 or 2 alone."""
+    growing = make("nvshmem", rank=rank, ranks_per_node=ranks_per_node)
+    first, device = growing.buffer, device_of("nvshmem", rank)
+    x, idx = torch.ones(5 - (rank > 0), 16), torch.zeros(5 - (rank > 0), 2, dtype=torch.int64)
+    idx[:, 1] = -1
+    buffer, out = growing.dispatch(len(x), lambda buffer: buffer.dispatch(x.to(device), idx.to(device)))
+    assert buffer is growing.buffer is not first and growing.num_max_tokens == 128
+    assert len(out.recv_x) == (17 if rank == 0 else 0)
+
+
 @on_ranks(2, backend=["shm", "collective"])
 def test_a_peer_that_fails_otherwise(rank, backend):
-    """A peer's error that tells of an earlier lack of room is not one."""
+    """A peer's error with the name and the words of a lack of room is not one."""
     growing = make(backend, timeout_s=10.0)
-    first, error = growing.buffer, ValueError("no rows, after OutgrownError: a rank dispatches 5 tokens")
+    first, error = growing.buffer, OutgrownError("a rank dispatches 5 tokens")
 
     def refuse(buffer):
         raise buffer.refuse(error)
 
-    with pytest.raises(ValueError if rank == 1 else EPPeerError, match="no rows, after OutgrownError") as caught:
+    with pytest.raises(ValueError if rank == 1 else EPPeerError, match="a rank dispatches 5 tokens") as caught:
         growing.dispatch(4, refuse if rank == 1 else send)
-    assert caught.value is error if rank == 1 else caught.value.cause == "ValueError"
+    assert caught.value is error if rank == 1 else caught.value.cause == "OutgrownError"
     assert growing.buffer is first and len(growing.dispatch(4, send)[1].recv_x) == 8

@@ -18,7 +18,6 @@ from bench_cases import RECORD_FIELDS
 
 import deepep_moe
 from deepep_moe import config, errors, torch_module
-from deepep_moe.exchange.growing import OutgrownError
 from deepep_moe.testing import RankFailedError, run_ranks
 from deepep_moe.tune import records as records_module
 
@@ -200,7 +199,7 @@ ERRORS = [
     errors.EPTimeoutError("late", rank=3, phase="entry", expected=2, seen=1), errors.EPCapacityError("small", rank=1),
     errors.EPMismatchError("other"), errors.EPPeerError("rank 2 did not make its call: ValueError: no", rank=2), errors.EPError("no"),
     errors.BackendUnavailableError("not here"), errors.BufferDestroyedError("gone"), RankFailedError(1, "no such luck"),
-    OutgrownError("many"),
+    errors.OutgrownError("many"),
 ]  # fmt: skip
 
 

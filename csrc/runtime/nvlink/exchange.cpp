@@ -128,13 +128,13 @@ void NvlinkExchange::enter(const GpuDispatchCall& call, uintptr_t stream) {
     plan(call.plan, call.signature, call.rail, false, as_stream(stream));
 }
 
-void NvlinkExchange::refuse(const std::string& reason, uintptr_t stream) {
+void NvlinkExchange::refuse(const std::string& reason, int cause, uintptr_t stream) {
     GpuPlanParams params{};
     params.cached = true;
     if (lack_.kind != kNoFailure && reason == Failures::reason_of(lack_, describe(lack_, rank_)))  // so the peers raise the same
         params.stamp.why = lack_, is_told_ = true;
     else
-        copy_text(params.stamp.reason, sizeof(params.stamp.reason), reason.empty() ? "unknown" : reason);
+        copy_text(params.stamp.reason, sizeof(params.stamp.reason), reason.empty() ? "unknown" : reason), params.stamp.why.seen = cause;
     const DeviceGuard guard(device_);
     last_.begins(stream);
     plan(params, {}, {}, false, as_stream(stream));

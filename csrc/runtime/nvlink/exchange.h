@@ -67,7 +67,7 @@ public:
     void enter(const GpuDispatchCall& call, uintptr_t stream);
     // Enters a call only to tell the peers that this rank does not make it. The host waits for nobody, and the GPU only
     // where this rank has refused kStamps - 1 calls that some peer has not entered.
-    void refuse(const std::string& reason, uintptr_t stream);
+    void refuse(const std::string& reason, int cause, uintptr_t stream);
 
     // Waits for the GPU, forgets what was reported, and returns how many calls the GPU has entered or refused: replays of graphs count.
     int64_t settle();

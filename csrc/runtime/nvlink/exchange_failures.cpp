@@ -96,7 +96,7 @@ void NvlinkExchange::raise(const GpuFailure& f) const {
             const GpuStamp stamp = stamp_of(f.peer, f.expected);
             if (stamp.reason[0] == '\0' && stamp.why.kind == kExceededBound)  // in the call before, of a node that this rank is not in
                 throw CapacityError(describe(stamp.why, f.peer), numbers_.of(f.peer, stamp.why.peer));
-            throw PeerError(describe(f, rank_), numbers_.of(f.peer));
+            throw PeerError(describe(f, rank_), numbers_.of(f.peer), static_cast<int>(f.seen));
         }
         default: failures_.raise(f);
     }
@@ -149,11 +149,12 @@ GpuStamp NvlinkExchange::stamp_of(int peer, long long call) const {
     return lost;
 }
 
-// By a later call of that rank. It keeps a few stamps, and needs this rank to be past `call` for more.
+// By a later call of that rank, which writes its stamp before it says so. A rank keeps a few, and needs this one to be past `call` for
+// more.
 bool NvlinkExchange::may_be_overwritten(int peer, long long call) const {
     unsigned long long entered = 0;
     failures_.read(&entered, &state_->sequence, sizeof(entered));
-    return static_cast<long long>(entered) > call && last_call_of(peer) >= call + num_stamps(peer) - 1;  // the next one writes before it says so
+    return static_cast<long long>(entered) > call && last_call_of(peer) >= call + num_stamps(peer) - 1;
 }
 
 // Calls whose stamps `peer` keeps here.

@@ -66,15 +66,15 @@ void ShmExchange::publish(Entry& own) {
     header(rank_).entered.store(sequence_, std::memory_order_release);
 }
 
-void ShmExchange::publish_refusal(Entry& own, const std::string& message) {
-    own.refused = 1;
+void ShmExchange::publish_refusal(Entry& own, const std::string& message, int cause) {
+    own.refused = 1 + cause;
     copy_text(own.message, kMessageBytes, message);
     publish(own);
 }
 
-void ShmExchange::refuse(const std::string& message) {
+void ShmExchange::refuse(const std::string& message, int cause) {
     const Call call(*this);
-    publish_refusal(begin_entry({}), message);
+    publish_refusal(begin_entry({}), message, cause);
 }
 
 void ShmExchange::enter(Entry& own) {
@@ -105,7 +105,8 @@ void ShmExchange::check_entries() const {
         const Entry& theirs = entry(peer);
         // Who gave up on this call will not take part in it, though it has entered.
         if (header(peer).failure.sequence.load(std::memory_order_acquire) == sequence_) pass_on({peer, "entry into the call", 0, 0}, peer);
-        const bool is_refused = theirs.refused != 0;
+        const int refused = theirs.refused;
+        const bool is_refused = refused != 0;
         const std::string message(theirs.message, is_refused ? strnlen(theirs.message, kMessageBytes) : 0);
         const Signature signature = theirs.signature;
         std::atomic_thread_fence(std::memory_order_acquire);
@@ -113,7 +114,7 @@ void ShmExchange::check_entries() const {
             throw PeerError("rank " + std::to_string(peer) + " left " + call_name(sequence_) + " with an error and went on to " +
                                 call_name(header(peer).entered) + "; see its output for the error",
                             peer);
-        if (is_refused) throw PeerError("rank " + std::to_string(peer) + " did not make its call: " + message, peer);
+        if (is_refused) throw PeerError("rank " + std::to_string(peer) + " did not make its call: " + message, peer, refused - 1);
         if (!(signature == entry(rank_).signature)) mismatch += "; rank " + std::to_string(peer) + ": " + describe(signature);
     }
     if (!mismatch.empty())

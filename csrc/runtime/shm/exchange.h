@@ -53,7 +53,7 @@ public:
     // `poll` is called now and then while a call waits, on any of its threads; what it throws ends the call.
     void set_poll(std::function<void()> poll) { poll_ = std::move(poll); }
     // Takes part in a call whose arguments were refused, so that the peers learn why instead of waiting.
-    void refuse(const std::string& message);
+    void refuse(const std::string& message, int cause);
     // Leaves the last call, which this rank has entered and cannot finish: peers that are in it learn why. Those that have ended it
     // need nothing more of it; for them this rank refuses the next call.
     void abandon(const std::string& reason);
@@ -85,7 +85,7 @@ private:
     void record_failure(const Write& write);
     Entry& begin_entry(const Signature& signature);
     void publish(Entry& own);
-    void publish_refusal(Entry& own, const std::string& message);
+    void publish_refusal(Entry& own, const std::string& message, int cause = 0);
     void enter(Entry& own);  // publishes and waits for all ranks; throws PeerError, MismatchError
     void wait_entered();
     void check_entries() const;

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deepep_moe.errors import EPError, told
+from deepep_moe.errors import Cause, EPError, told
 from deepep_moe.exchange.handle import DispatchHandle
 
 LAYOUTS = ("expert", "rank")
@@ -174,7 +174,7 @@ class Backend(Protocol):
         then."""
         ...
 
-    def refuse(self, message: str) -> None:
+    def refuse(self, message: str, cause: Cause = Cause.OTHER) -> None:
         """Tell the peers, which are or will be in the same call, that this rank does not make it."""
         ...
 

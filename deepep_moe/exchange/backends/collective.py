@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.device import DTYPE_NAMES
-from deepep_moe.errors import EPCapacityError, EPError, EPMismatchError, EPPeerError, EPTimeoutError, told
+from deepep_moe.errors import Cause, EPCapacityError, EPError, EPMismatchError, EPPeerError, EPTimeoutError, told
 from deepep_moe.exchange.backends.base import LAYOUTS, CachedDispatchArgs, Capabilities, CombineArgs, DispatchArgs, Mode, Move, Rows
 from deepep_moe.exchange.backends.entry import NUM_FIELDS, Entry, find_difference
 from deepep_moe.exchange.backends.two_hops import Step, Steps, Sums, TwoHops, picked
@@ -144,8 +144,8 @@ class CollectiveBackend:
     def take_failure(self) -> None:
         return None
 
-    def refuse(self, message: str) -> None:
-        entry = Entry(self._number, 0, 1, 0, 0, 0, 1, 0, -1, 0)
+    def refuse(self, message: str, cause: Cause = Cause.OTHER) -> None:
+        entry = Entry(self._number, 0, 1 + cause, 0, 0, 0, 1, 0, -1, 0)
         with contextlib.suppress(EPPeerError):  # this rank's own failure, told to the others
             self._enter(entry, self._own_counts(), message=message)
 
@@ -393,7 +393,7 @@ class CollectiveBackend:
         for rank, peer in enumerate(peers):
             if peer.failed:
                 reason = entries[rank, -_MESSAGE_BYTES // 8 :].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-                raise EPPeerError(f"rank {rank} did not make its call: {reason}", rank=rank)
+                raise EPPeerError(f"rank {rank} did not make its call: {reason}", rank=rank, code=peer.failed - 1)
         difference = find_difference(peers, self.settings.rank)
         if difference:
             raise EPMismatchError(difference)

@@ -14,7 +14,7 @@ class Entry:
 
     buffer: int  # by its number on rank 0: several buffers of one group may be alive
     call: int
-    failed: int
+    failed: int  # not 0: the rank refuses the call, 1 + Cause
     operation: int
     dtype: int
     layout: int

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepep_moe import _C, device, torch_module
 from deepep_moe.device import DTYPES, call_stream, device_index
-from deepep_moe.errors import BufferDestroyedError, EPCapacityError, EPMismatchError, EPPeerError
+from deepep_moe.errors import BufferDestroyedError, Cause, EPCapacityError, EPMismatchError, EPPeerError
 from deepep_moe.exchange.backends.base import (
     NO_FUSION,
     CachedDispatchArgs,
@@ -188,10 +188,10 @@ class NvlinkBackend:
         self._exchange.check_untold()
         return failure
 
-    def refuse(self, message: str) -> None:
+    def refuse(self, message: str, cause: Cause = Cause.OTHER) -> None:
         if torch.cuda.is_current_stream_capturing():
             return  # nobody is in a call yet, and nobody may wait for a GPU now
-        self._exchange.refuse(message, call_stream(self.device))
+        self._exchange.refuse(message, cause, call_stream(self.device))
 
     def abandon(self, message: str) -> None:
         """Peers have what they need of the call: its rows have been sent. They learn `message` in their next call, unless it is what a

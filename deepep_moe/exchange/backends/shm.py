@@ -8,6 +8,7 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.device import DTYPES
+from deepep_moe.errors import Cause
 from deepep_moe.exchange.backends.base import CachedDispatchArgs, Capabilities, CombineArgs, DispatchArgs, Mode, Move, Rows
 from deepep_moe.exchange.handle import DispatchHandle, padded
 from deepep_moe.group.settings import Settings
@@ -143,8 +144,8 @@ class ShmBackend:
     def take_failure(self) -> None:
         return None
 
-    def refuse(self, message: str) -> None:
-        self._exchange.refuse(message)
+    def refuse(self, message: str, cause: Cause = Cause.OTHER) -> None:
+        self._exchange.refuse(message, cause)
 
     def abandon(self, message: str) -> None:
         self._exchange.abandon(message)

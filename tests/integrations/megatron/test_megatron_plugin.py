@@ -16,9 +16,8 @@ import torch.distributed as dist
 from megatron_cases import HIDDEN, enabled, layer_config, layer_of, model_parallel, on_megatron
 from on_ranks import on_ranks
 
-from deepep_moe.errors import BufferDestroyedError, EPPeerError
+from deepep_moe.errors import BufferDestroyedError, EPPeerError, OutgrownError
 from deepep_moe.exchange import growing
-from deepep_moe.exchange.growing import OutgrownError
 from deepep_moe.integrations.common.process_groups import default_group
 from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.common.warn_once import warn_once
