@@ -184,9 +184,11 @@ Dispatched Calls::dispatch(const Outgoing& out, Incoming& in, bool is_expert_lay
     };
     const CallMode how = mode(num_sms);
     int64_t* const numbers = made.call.mutable_data_ptr<int64_t>();
-    made.num_rows = unlocked([&](ExchangeShim& exchange) { return exchange.dispatch(call, how, numbers, allocate, &allocation); });
+    call_unlocked(shim_, *exchange_, [&](ExchangeShim& exchange) {
+        made.num_rows = exchange.dispatch(call, how, numbers, allocate, &allocation);
+        return made.num_rows >= 0 || allocation.failure;
+    });
     if (allocation.failure) std::rethrow_exception(allocation.failure);
-    require(made.num_rows >= 0);
     if (made.num_rows < in.x.size(0)) {
         for (Tensor* tensor : {&in.x_scales, &in.topk_idx, &in.topk_weights})
             if (tensor->defined())
@@ -202,7 +204,7 @@ Incoming Calls::dispatch_cached(const Dispatched& handle, const Outgoing& out, c
     Incoming in = receive_buffers(out, call, handle.num_rows, false, false);
     if (scaling != nullptr) call.params.scaling = *scaling;
     const CallMode how = mode(num_sms);
-    require(unlocked([&](ExchangeShim& exchange) { return exchange.dispatch_cached(call, how); }));
+    call_unlocked(shim_, *exchange_, [&](ExchangeShim& exchange) { return exchange.dispatch_cached(call, how); });
     return in;
 }
 
@@ -215,7 +217,7 @@ std::pair<Tensor, Tensor> Calls::combine(const Dispatched& handle, const Tensor&
                               arg_of(inputs.topk_weight_grads), arg_of(inputs.source_weights), arg_of(combined_x), arg_of(combined_grads),
                               dtype_of(x.scalar_type()), inputs.sums_lanes);
     const CallMode how = mode(num_sms);
-    require(unlocked([&](ExchangeShim& exchange) { return exchange.combine(call, how); }));
+    call_unlocked(shim_, *exchange_, [&](ExchangeShim& exchange) { return exchange.combine(call, how); });
     return {combined_x, combined_grads};
 }
 

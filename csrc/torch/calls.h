@@ -103,17 +103,7 @@ private:
     bool are_rows(const Tensor& x, const Tensor& scales) const;
     Incoming receive_buffers(const Outgoing& out, GpuDispatchCall& call, int64_t num_rows, bool is_guess, bool is_bounded) const;
     CallMode mode(int num_sms) const;
-    // What `steps` return, without the GIL: launches wait where a stream has too many, and for peers.
-    template <class Steps>
-    auto unlocked(const Steps& steps) {
-        ExchangeShim& exchange = *exchange_;
-        const py::gil_scoped_release released;
-        return steps(exchange);
-    }
     [[noreturn]] void raise_again(bool has_entered);
-    void require(bool was_made) const {
-        if (!was_made) raise_failure_of(shim_);
-    }
     const std::array<int64_t, 5>& starts_of(int64_t num_tokens, bool is_expert_layout);
 
     py::object shim_, make_shape_, current_stream_, tell_;

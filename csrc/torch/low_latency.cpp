@@ -48,18 +48,6 @@ bool LowLatencyCalls::are_weights(const Tensor& topk_weights, int64_t num_tokens
 
 // ---- calls ----
 
-// Without the GIL: a launch waits where a stream has too many.
-template <class Call>
-void LowLatencyCalls::make(const Call& call) {
-    bool was_made = false;
-    const py::object kept = owner_;  // which owns the communicator
-    {
-        const py::gil_scoped_release released;
-        was_made = call(*shim_);
-    }
-    if (!was_made) raise_failure_of(kept);
-}
-
 LowLatencyCalls::Received LowLatencyCalls::receive_buffers(at::ScalarType type, bool fp8, bool is_rounded) const {
     const int64_t num_experts = settings_.num_local_experts, capacity = settings_.num_ranks * settings_.num_max_tokens;
     Received made;
@@ -91,7 +79,7 @@ py::object LowLatencyCalls::dispatch(py::handle x, py::handle topk_idx, py::hand
     const auto params =
         low_latency_dispatch_of(arg_of(rows), arg_of(idx), arg_of(weights), arg_of(made.state), arg_of(made.x), arg_of(made.x_scales),
                                 arg_of(made.counts), arg_of(statistics_), dtype_of(rows.scalar_type()), is_rounded);
-    make([&](LowLatencyShim& shim) { return shim.dispatch(params, stream); });
+    call_unlocked(owner_, *shim_, [&](LowLatencyShim& shim) { return shim.dispatch(params, stream); });
     if (is_fp8) made.x_scales = made.x_scales.transpose(1, 2);
     return py::make_tuple(rows.size(0), made.x, packed(made.x_scales), made.counts, made.state);
 }
@@ -114,7 +102,7 @@ py::object LowLatencyCalls::combine(py::handle x, py::handle state, int64_t num_
     }
     const auto params = low_latency_combine_of(arg_of(rows), arg_of(memory), arg_of(weights), arg_of(number_), arg_of(combined_x),
                                                arg_of(statistics_), dtype_of(rows.scalar_type()), fp8);
-    make([&](LowLatencyShim& shim) { return shim.combine(params, stream); });
+    call_unlocked(owner_, *shim_, [&](LowLatencyShim& shim) { return shim.combine(params, stream); });
     return py::cast(combined_x);
 }
 

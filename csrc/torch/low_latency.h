@@ -34,8 +34,6 @@ private:
     bool are_weights(const Tensor& topk_weights, int64_t num_tokens) const;  // or none
     Received receive_buffers(at::ScalarType type, bool fp8, bool is_rounded) const;
     Tensor empty(at::IntArrayRef sizes, at::ScalarType type) const { return at::empty(sizes, statistics_.options().dtype(type)); }
-    template <class Call>
-    void make(const Call& call);
 
     const Settings settings_;
     py::object owner_;

@@ -47,6 +47,18 @@ inline py::object packed(const Tensor& tensor) { return tensor.defined() ? py::c
     raise_python();
 }
 
+// Makes `call(shim)` without the GIL: launches wait where a stream has too many, and for peers. Raises the failure of a call that returns
+// false. owner: of the shim, which another thread may release meanwhile.
+template <class Shim, class Call>
+void call_unlocked(py::object owner, Shim& shim, const Call& call) {
+    bool was_made = false;
+    {
+        const py::gil_scoped_release released;
+        was_made = call(shim);
+    }
+    if (!was_made) raise_failure_of(owner);
+}
+
 // What the capsule of that name holds.
 template <class Shim>
 Shim* shim_in(const py::capsule& capsule, const char* name) {

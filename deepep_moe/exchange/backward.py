@@ -18,7 +18,7 @@ class _Watch:
     """PyTorch calls it at the end of a backward pass, and only drops it where the pass fails."""
 
     def __init__(self, calls: Calls, reason: str):
-        self._number, self._num_calls, self._reason = calls.number, calls.backend.num_calls, reason
+        self._number, self._num_calls, self._reason = calls.number, calls.num_calls, reason
         self._is_over = False
 
     def __call__(self) -> None:
@@ -41,7 +41,7 @@ def watch_backward(calls: Calls, reason: str = _REASON) -> bool:
 def pass_failed(number: int, num_calls: int, reason: str = _REASON) -> None:
     """Tell the peers, unless the buffer with these calls has made more than `num_calls`: then the call has told them."""
     calls = live_calls.get(number)
-    if calls is None or calls.is_destroyed or calls.backend.num_calls != num_calls:
+    if calls is None or calls.is_destroyed or calls.num_calls != num_calls:
         return
     with contextlib.suppress(EPError, RuntimeError):  # the error of the pass says more
         calls.tell(reason)

@@ -149,8 +149,8 @@ class Buffer(Sizes):
 
     @property
     def num_calls(self) -> int:
-        """Calls that this rank has entered or refused."""
-        return self.calls.backend.num_calls
+        """Calls that this rank has begun or refused."""
+        return self.calls.num_calls
 
     @property
     def workspace_bytes(self) -> int:

@@ -74,6 +74,7 @@ class Calls:
         self._native = backend.native_calls(self.number, self.own_mode)
         self._worker: Worker | None = None
         self._pending: Event | None = None
+        self._num_submitted = 0  # the number of the last call for the thread, which may be still to enter it
         self._earlier_failure: Exception | None = None  # of another call, to be raised once the present one is made
         self._process_id, self._num_forks = os.getpid(), _num_forks
         live_calls[self.number] = self
@@ -90,6 +91,11 @@ class Calls:
     @property
     def is_destroyed(self) -> bool:
         return self._backend is None
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that this rank has submitted, entered or refused: those that the thread is still to enter are made, whatever fails now."""
+        return max(self.backend.num_calls, self._num_submitted)
 
     @property
     def native(self) -> Any:
@@ -113,9 +119,9 @@ class Calls:
         self._refuse_second_caller()
         with self._calling, unwatched():
             backend = self._admit(check_dispatch, args)
-            tell = partial(self._tell_on_failure, backend.num_calls)
-            rows, handle, move = tell(partial(backend.plan, args))
-            self._move(args.mode, tell, move, args, rows, handle)
+            num_calls = backend.num_calls
+            rows, handle, move = self._tell_on_failure(num_calls, partial(backend.plan, args))
+            self._move(args.mode, num_calls, move, args, rows, handle)
             handle.seal()
             return rows, handle
 
@@ -123,9 +129,9 @@ class Calls:
         self._refuse_second_caller()
         with self._calling, unwatched():
             backend = self._admit(check_cached_dispatch, args)
-            tell = partial(self._tell_on_failure, backend.num_calls)
-            rows, move = tell(partial(backend.dispatch_cached, args))
-            self._move(args.mode, tell, move, args, rows)
+            num_calls = backend.num_calls
+            rows, move = self._tell_on_failure(num_calls, partial(backend.dispatch_cached, args))
+            self._move(args.mode, num_calls, move, args, rows)
             return rows
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None]:
@@ -133,9 +139,9 @@ class Calls:
         self._refuse_second_caller()
         with self._calling, unwatched():
             backend = self._admit(check_combine, args)
-            tell = partial(self._tell_on_failure, backend.num_calls)
-            combined_x, topk_weight_grads, move = tell(partial(backend.combine, args))
-            self._move(args.mode, tell, move, args, combined_x, topk_weight_grads)
+            num_calls = backend.num_calls
+            combined_x, topk_weight_grads, move = self._tell_on_failure(num_calls, partial(backend.combine, args))
+            self._move(args.mode, num_calls, move, args, combined_x, topk_weight_grads)
             return combined_x, topk_weight_grads
 
     def _finish_earlier_call(self) -> None:
@@ -283,17 +289,17 @@ class Calls:
 
     # ---- asynchronous calls: on one thread of the buffer's own, in order, or as the backend has it ----
 
-    def _move(self, mode: Mode, tell: Callable[[Move], Any], move_rows: Move, *keep_alive: Any) -> None:
+    def _move(self, mode: Mode, num_calls: int, move_rows: Move, *keep_alive: Any) -> None:
         """Move the rows, now or later. Until then the tensors that native code knows by address are held. Raises what an earlier call's
         kernels have reported."""
-        can, move = self.capabilities, partial(tell, move_rows)
+        can, move = self.capabilities, partial(self._tell_on_failure, num_calls, move_rows)
         if mode.is_split and can.can_split:
             half = partial(_second_half, move, keep_alive)
             self._pending = Event(second_half=half, device=self.backend.device, is_captured=self._is_capturing())
         elif not can.moves_on_thread or not (mode.is_async or mode.is_split):
             move()
         else:
-            tell(partial(self._move_on_thread, move, keep_alive))
+            self._tell_on_failure(num_calls, partial(self._move_on_thread, num_calls + 1, move, keep_alive))
         failure, self._earlier_failure = self._earlier_failure, None
         if failure is not None:
             event = self.event(mode, *keep_alive)
@@ -301,9 +307,10 @@ class Calls:
                 event.wait()  # nobody will be given it
             raise failure
 
-    def _move_on_thread(self, move: Move, keep_alive: Any) -> None:
+    def _move_on_thread(self, number: int, move: Move, keep_alive: Any) -> None:
         if self._worker is None:
             self._worker = Worker()
+        self._num_submitted = number
         self._pending = Event(self._worker.submit(_second_half, move, keep_alive))
 
     def _is_capturing(self) -> bool:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from deepep_moe import config
 from deepep_moe.errors import Cause, EPPeerError, OutgrownError
 from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.exchange.checks import MAX_ALIGNMENT
 from deepep_moe.group.rendezvous import gather_objects
 
 _log = logging.getLogger(__name__)
@@ -76,14 +77,14 @@ class GrowingBuffer:
             self._outgrown.pop().destroy()
 
     def meet(self) -> None:
-        """Dispatch nothing, in the layout that no layer uses.
+        """Dispatch nothing, in a way that no layer uses: in the layout that pads no rows, with the largest alignment to pad them to.
 
         A peer that refused the dispatch for a reason of its own does not come. Then this raises EPTimeoutError or EPMismatchError, which
         name its rank and the call that it is in. The agreement that follows does not know the call.
         """
         x = torch.empty(0, self.buffer.hidden, dtype=torch.float32, device=self._device)
         topk_idx = torch.empty(0, self.buffer.num_topk, dtype=torch.int64, device=self._device)
-        self.buffer.dispatch(x, topk_idx, layout="rank")
+        self.buffer.dispatch(x, topk_idx, layout="rank", expert_alignment=MAX_ALIGNMENT)
 
     def grow(self, num_tokens: int) -> None:
         """Replace the buffer by one with room for `num_tokens` tokens of a rank, or more. Collective over the group."""

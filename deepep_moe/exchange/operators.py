@@ -42,11 +42,11 @@ def _call_operator(calls: Calls, operator: Any, tensors: tuple[Tensor | None, ..
     if torch.compiler.is_compiling():
         return operator(*tensors, *args)
     calls.refuse_on_failure(refuse_watchers, EXCHANGE, tensors)
-    num_calls = calls.backend.num_calls
+    num_calls = calls.num_calls
     try:
         return operator(*tensors, *args)
     except BaseException as error:
-        if not isinstance(error, EPError) and calls.backend.num_calls == num_calls:
+        if not isinstance(error, EPError) and calls.num_calls == num_calls:
             tell_failure(calls, error)
         raise
 

@@ -8,7 +8,7 @@ from fault_cases import inputs
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer
-from deepep_moe.errors import EPPeerError
+from deepep_moe.errors import EPMismatchError, EPPeerError
 from deepep_moe.exchange.growing import GrowingBuffer
 
 
@@ -65,3 +65,17 @@ def test_a_peer_that_fails_otherwise(rank, backend):
         growing.dispatch(4, refuse if rank == 1 else send)
     assert caught.value is error if rank == 1 else caught.value.cause == "OutgrownError"
     assert growing.buffer is first and len(growing.dispatch(4, send)[1].recv_x) == 8
+
+
+@on_ranks(2, backend=["shm", "collective"])
+def test_a_peer_in_another_call(rank, backend):
+    """A meeting is no dispatch that a layer makes, such as one of the drop-in for DeepEP: in the rank layout, of fp32 rows."""
+    growing = make(backend)
+    x, idx = inputs(growing.buffer, 0)
+    with pytest.raises(EPMismatchError):
+        if rank == 1:
+            growing.buffer.dispatch(x.float(), idx, layout="rank")
+        else:
+            growing.meet()
+    growing.meet()
+    assert len(send(growing.buffer).recv_x) == 8

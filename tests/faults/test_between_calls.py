@@ -1,6 +1,7 @@
 """Failures between the calls of a layer, forwards and backwards: the peers learn them at once, and all go on."""
 
 import contextlib
+import threading
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from deepep_moe.errors import BufferDestroyedError, EPPeerError
 from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.nn import MoELayer, Router
 from deepep_moe.testing import run_ranks
+from deepep_moe.worker import Worker
 
 HIDDEN = 16
 
@@ -109,6 +111,43 @@ def test_ends_that_are_no_failures():
     with contextlib.suppress(GeneratorExit):
         notify_peers_on_failure(buffer, fail, GeneratorExit())
     assert buffer.num_calls == 0
+
+
+@on_ranks(2)
+def test_asynchronous_calls(rank, num_ranks):
+    """A call is made once it is submitted, whenever the thread enters it: what fails before its function returns is no failure of the next
+    call, and what fails afterwards is one."""
+    buffer, x, error = Buffer(None, 8, HIDDEN, 2, 1, backend="shm"), torch.ones(8, HIDDEN), RuntimeError("of an expert")
+    out = buffer.dispatch(x, torch.arange(8).view(-1, 1) % 2)
+
+    def combine():
+        return buffer.combine(out.recv_x, out.handle, async_op=True)[1]
+
+    def dispatch():
+        return buffer.dispatch(x, handle=out.handle, async_op=True).event
+
+    def fail_once_entered(go_on, event):
+        go_on.set()
+        event.wait()
+        fail(error)
+
+    for call in (combine, dispatch):
+        if rank == 1:
+            buffer.calls._worker, go_on = Worker(), threading.Event()
+            buffer.calls._worker.submit(go_on.wait)  # before it enters the call
+            found, elapsed_s = outcome(partial(notify_peers_on_failure, buffer, fail_once_entered, go_on, call()))
+        else:
+            call().wait()
+            found, elapsed_s = outcome(combine().wait)
+        learns(rank, error, found, elapsed_s, "RuntimeError: of an expert")
+        if rank == 1:
+            buffer.calls._worker, go_on = Worker(), threading.Event()
+            buffer.calls._worker.submit(go_on.wait)
+            threading.Timer(0.3, go_on.set).start()
+            assert outcome(partial(notify_peers_on_failure, buffer, lambda: fail(error, call())))[0] is error  # noqa: B023
+        else:
+            call().wait()
+        assert torch.equal(buffer.combine(out.recv_x, out.handle), x)
 
 
 @on_ranks(2, backend=("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))

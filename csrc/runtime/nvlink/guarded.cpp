@@ -1,7 +1,6 @@
 #include "runtime/nvlink/guarded.h"
 
 #include <new>
-#include <utility>
 
 namespace deepep_moe {
 
@@ -30,10 +29,6 @@ bool GuardedLowLatency::dispatch(const LowLatencyDispatchParams& params, uintptr
 
 bool GuardedLowLatency::combine(const LowLatencyCombineParams& params, uintptr_t stream) noexcept {
     return guarded([&] { calls_.combine(params, true, true, stream); });
-}
-
-void Guarded::raise_failure() {
-    if (const std::exception_ptr failure = std::exchange(failure_, nullptr)) std::rethrow_exception(failure);
 }
 
 }  // namespace deepep_moe

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <exception>
+#include <utility>
 
 #include "runtime/nvlink/exchange.h"
 #include "runtime/nvlink/low_latency.h"
@@ -11,12 +12,15 @@ namespace deepep_moe {
 
 class Guarded {
 public:
-    void raise_failure();  // of the latest call, if it failed, once
+    // Of this thread's latest call, if it failed, once.
+    static void raise_failure() {
+        if (const std::exception_ptr failure = std::exchange(failure_, nullptr)) std::rethrow_exception(failure);
+    }
 
 protected:
     // False where `call` failed.
     template <class Call>
-    bool guarded(const Call& call) noexcept {
+    static bool guarded(const Call& call) noexcept {
         try {
             call();
             return true;
@@ -27,7 +31,8 @@ protected:
     }
 
 private:
-    std::exception_ptr failure_;
+    // Each thread has its own: two threads may be in calls of one buffer, and one of them is told so.
+    static inline thread_local std::exception_ptr failure_;
 };
 
 class GuardedExchange final : public ExchangeShim, public Guarded {

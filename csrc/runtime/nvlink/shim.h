@@ -1,5 +1,5 @@
 // GPU calls for a module that does not link them (csrc/torch): another compiler's run, so nothing is thrown across the border. What failed
-// is kept, and `raise_failure` of the Python object raises it.
+// is kept, and `raise_failure` of the Python object raises it on the same thread.
 #pragma once
 
 #include "common/gate.h"
