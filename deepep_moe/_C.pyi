@@ -202,7 +202,8 @@ SHIM_BYTES: int
 
 class ExchangeShim:
     def capsule(self) -> Any: ...
-    def raise_failure(self) -> None: ...
+    @staticmethod
+    def raise_failure() -> None: ...
 
 class GpuTuning:
     ring_warps: int
@@ -337,7 +338,8 @@ class NvlinkLowLatency:
 
 class NvlinkLowLatencyShim:
     def capsule(self) -> Any: ...
-    def raise_failure(self) -> None: ...
+    @staticmethod
+    def raise_failure() -> None: ...
 
 class NvlinkExchange:
     def __init__(

@@ -17,6 +17,7 @@ from deepep_moe.exchange.calls import Calls, calls_of, live_calls
 from deepep_moe.exchange.checks import MAX_ALIGNMENT
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, HandleShape, PackedHandle
 from deepep_moe.exchange.operators import as_rows, combine
+from deepep_moe.group.settings import MAX_NUMBER
 
 
 def dispatch(
@@ -27,7 +28,7 @@ def dispatch(
     native, bound = calls.native, -1 if num_recv_rows is None else num_recv_rows
     if native is None or topk_idx is None or layout not in LAYOUTS or type(expert_alignment) is not int or type(bound) is not int:
         return None
-    if not 1 <= expert_alignment <= MAX_ALIGNMENT or bound < -1 or not _is_plain(num_sms):
+    if not 1 <= expert_alignment <= MAX_ALIGNMENT or not -1 <= bound <= MAX_NUMBER or not _is_plain(num_sms):
         return None
     senders = -1 if num_sms is None else num_sms
     made = native.dispatch(x, x_scales, topk_idx, topk_weights, layout == "expert", expert_alignment, bound, senders)

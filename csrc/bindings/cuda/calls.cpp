@@ -117,7 +117,7 @@ void bind_shim(py::module_& m, py::class_<NvlinkExchange, Unlocked<NvlinkExchang
     m.attr("SHIM_BYTES") = kShimBytes;
     py::class_<GuardedExchange>(m, "ExchangeShim")
         .def("capsule", [](GuardedExchange& self) { return py::capsule(static_cast<ExchangeShim*>(&self), kShimName); })
-        .def("raise_failure", &GuardedExchange::raise_failure);
+        .def_static("raise_failure", &GuardedExchange::raise_failure);
     exchange.def("shim", [](NvlinkExchange& self) { return std::make_unique<GuardedExchange>(self); }, py::keep_alive<0, 1>());
 }
 

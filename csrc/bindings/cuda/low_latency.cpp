@@ -70,5 +70,5 @@ void bind_gpu_low_latency(py::module_& m) {
         .def("shim", [](NvlinkLowLatency& self) { return std::make_unique<GuardedLowLatency>(self); }, py::keep_alive<0, 1>());
     py::class_<GuardedLowLatency>(m, "NvlinkLowLatencyShim")
         .def("capsule", [](GuardedLowLatency& self) { return py::capsule(static_cast<LowLatencyShim*>(&self), kLowLatencyShimName); })
-        .def("raise_failure", &GuardedLowLatency::raise_failure);
+        .def_static("raise_failure", &GuardedLowLatency::raise_failure);
 }
