@@ -34,11 +34,16 @@ class EPTimeoutError(EPError):
 
 
 class Cause(IntEnum):
-    """Why a rank refused a call, where its peers decide by it. Ranks that hear of it through others learn it too."""
+    """Why a rank refused a call, where its peers decide by it. GPUs that refuse it because of another pass it on, between nodes too."""
 
     OTHER = 0
     OUTGROWN = 1
     """It raised OutgrownError: peers may meet it in a larger buffer."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Cause":
+        """Return OTHER for numbers that a failing peer has written by half."""
+        return cls.OTHER
 
 
 class OutgrownError(ValueError):

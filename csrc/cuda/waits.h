@@ -65,7 +65,7 @@ struct GpuEnded {
 struct GpuFailure {
     int kind;  // a GpuFailureKind, written last
     int peer, phase;
-    long long expected, seen;  // of kPeerRefused: the call, and the GpuStamp::cause
+    long long expected, seen;  // of kPeerRefused: the call, and the GpuStamp::cause, 0 in low latency
 };
 
 // The rank of another node with this rank's index there, as a `peer` of waits and failures.

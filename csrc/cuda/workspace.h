@@ -50,8 +50,8 @@ struct GpuStamp {
     GpuFailure why;                // where its GPU has refused them,
     char reason[kMaxReasonBytes];  // or the reason its host gives, with its cause in why.seen
 
-    // The deepep_moe.errors.Cause of the rank that was the first to refuse: of this rank's host, or of one that its GPU has met.
-    DEEPEP_MOE_HD long long cause() const { return why.kind == kNoFailure || why.kind == kPeerRefused ? why.seen : 0; }
+    // The deepep_moe.errors.Cause of the rank that was the first to refuse: this one, or a peer that its GPU has met.
+    DEEPEP_MOE_HD long long cause() const { return reason[0] != '\0' || why.kind == kPeerRefused ? why.seen : 0; }
 };
 
 // One lane of a token on its way: where it goes (a row of recv_x, a local expert, or -1) and its weight.

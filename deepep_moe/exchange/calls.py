@@ -74,7 +74,7 @@ class Calls:
         self._native = backend.native_calls(self.number, self.own_mode)
         self._worker: Worker | None = None
         self._pending: Event | None = None
-        self._num_submitted = 0  # the number of the last call for the thread, which may be still to enter it
+        self._num_submitted = 0  # the number of the call in flight that the thread may be still to enter
         self._earlier_failure: Exception | None = None  # of another call, to be raised once the present one is made
         self._process_id, self._num_forks = os.getpid(), _num_forks
         live_calls[self.number] = self
@@ -193,6 +193,7 @@ class Calls:
         self._pending = self._earlier_failure = None
         if pending is not None and not pending.is_half:
             pending.failure()
+        self._num_submitted = 0
         self._refuse_rest(backend.num_calls, meet)  # which ends the waits of peers, so that they can settle
         self._refuse_rest(backend.settle(), meet)
         meet(0)
@@ -329,7 +330,7 @@ class Calls:
             self._pending = None  # of a graph, whose capture has ended without it
             return
         error = pending.failure()
-        self._pending = None
+        self._pending, self._num_submitted = None, 0
         if error is not None and not pending.seen:
             raise self.refuse(EPError(f"an earlier asynchronous call of this buffer failed: {told(error)}")) from error
 

@@ -25,12 +25,12 @@ def dispatch(
     expert_alignment: int, num_recv_rows: int | None, num_sms: int | None,
 ) -> DispatchOutput | None:  # fmt: skip
     """Make a dispatch with fresh routing."""
-    native, bound = calls.native, -1 if num_recv_rows is None else num_recv_rows
+    native, bound = calls.native, 0 if num_recv_rows is None else num_recv_rows
     if native is None or topk_idx is None or layout not in LAYOUTS or type(expert_alignment) is not int or type(bound) is not int:
         return None
-    if not 1 <= expert_alignment <= MAX_ALIGNMENT or not -1 <= bound <= MAX_NUMBER or not _is_plain(num_sms):
+    if not 1 <= expert_alignment <= MAX_ALIGNMENT or not 0 <= bound <= MAX_NUMBER or not _is_plain(num_sms):
         return None
-    senders = -1 if num_sms is None else num_sms
+    bound, senders = -1 if num_recv_rows is None else bound, -1 if num_sms is None else num_sms
     made = native.dispatch(x, x_scales, topk_idx, topk_weights, layout == "expert", expert_alignment, bound, senders)
     if made is None:
         return None

@@ -34,6 +34,7 @@ def test_bad_arguments(rank):
         (dict(topk_idx=idx[:3]), ValueError, r"topk_idx has shape \[3, 2\]"),
         (dict(topk_idx=idx + 1), ValueError, r"topk_idx\[[12], [01]\] is 4"),
         (dict(topk_idx=idx * 0), ValueError, "names expert 0 twice"),
+        (dict(num_recv_rows=-1), ValueError, "num_recv_rows is -1"),
         (dict(num_recv_rows=2**31), ValueError, "num_recv_rows is 2147483648"),
         (dict(num_recv_rows=2**63), ValueError, "num_recv_rows is 9223372036854775808"),
     ]:
@@ -182,8 +183,9 @@ def test_calls_after_a_refusal(rank, num_ranks):
     if rank != 0:
         wait_for("rank 0 goes on")
         time.sleep(0.2)
-    with pytest.raises(EPPeerError, match="rank 2 did not make its call"):
+    with pytest.raises(EPPeerError, match="^rank 2 did not make its call") as info:
         buffer.check()
+    assert info.value.rank == 2
     tell("rank 0 goes on")
     out = buffer.dispatch(x, idx, num_recv_rows=64)
     assert int(buffer.combine(out.recv_x, out.handle).isnan().sum()) == 0

@@ -197,7 +197,8 @@ def test_launcher_reports_failures():
 
 ERRORS = [
     errors.EPTimeoutError("late", rank=3, phase="entry", expected=2, seen=1), errors.EPCapacityError("small", rank=1),
-    errors.EPMismatchError("other"), errors.EPPeerError("rank 2 did not make its call: ValueError: no", rank=2), errors.EPError("no"),
+    errors.EPMismatchError("other"), errors.EPError("no"),
+    errors.EPPeerError("rank 2 did not make its call: ValueError: no", rank=2, code=errors.Cause.OUTGROWN),
     errors.BackendUnavailableError("not here"), errors.BufferDestroyedError("gone"), RankFailedError(1, "no such luck"),
     errors.OutgrownError("many"),
 ]  # fmt: skip

@@ -161,11 +161,13 @@ void run_refusals(Team& team, const Tokens& tokens) {
     team.run([&](int rank) {
         Rank own(team, tokens, rank);
         for (int number = 1; number <= 20; ++number) {
-            const int culprit = number % team.num_ranks;
-            if (rank == culprit)
-                own.exchange().refuse("ValueError: step " + std::to_string(number));
-            else
-                require(error_of<PeerError>("of a refusal", [&] { own.plan(Layout::kExpert); }).rank == culprit, "who refused");
+            const int culprit = number % team.num_ranks, cause = number % 2;
+            if (rank == culprit) {
+                own.exchange().refuse("ValueError: step " + std::to_string(number), cause);
+            } else {
+                const PeerError error = error_of<PeerError>("of a refusal", [&] { own.plan(Layout::kExpert); });
+                require(error.rank == culprit && error.cause == cause, "who refused, and why");
+            }
             own.step(number, Layout::kExpert);
         }
     });

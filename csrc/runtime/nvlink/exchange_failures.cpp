@@ -149,8 +149,8 @@ GpuStamp NvlinkExchange::stamp_of(int peer, long long call) const {
     return lost;
 }
 
-// By a later call of that rank, which writes its stamp before it says so. A rank keeps a few, and needs this one to be past `call` for
-// more.
+// By a later call of that rank, which writes its stamp before it says so. A rank keeps a few stamps, and needs this one to be past `call`
+// for more. One whose GPU has failed does not, but all of its stamps say why.
 bool NvlinkExchange::may_be_overwritten(int peer, long long call) const {
     unsigned long long entered = 0;
     failures_.read(&entered, &state_->sequence, sizeof(entered));

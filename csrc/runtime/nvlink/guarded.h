@@ -21,6 +21,7 @@ protected:
     // False where `call` failed.
     template <class Call>
     static bool guarded(const Call& call) noexcept {
+        failure_ = nullptr;
         try {
             call();
             return true;
