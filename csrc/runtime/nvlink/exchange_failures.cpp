@@ -131,9 +131,10 @@ GpuStamp NvlinkExchange::stamp_of(int peer, long long call) const {
     };
     const GpuStamp stamp = read(static_cast<unsigned long long>(call));
     if (!may_be_overwritten(peer, call)) return stamp;
-    // A rank whose GPU has failed refuses all calls that are enqueued, and each of its stamps says why; then it may go on. The oldest
-    // stamp of those says why it refused `call` too, if the rank has not failed later. It finds that it lacks room with the counts of all
-    // ranks, so it was in no later call. A peer's refusal of this call or of one before came earlier. Others may be of a later call.
+    // A rank whose GPU has failed refuses all calls that are enqueued, and each of its stamps says why. Then it may go on. The oldest of
+    // these stamps says why it refused `call` too, unless the rank has failed in a later call. It finds a lack of room with the counts of
+    // all ranks, so it was in no later call then. A peer's refusal of this call or of an earlier one came before. Other failures may be
+    // of a later call.
     const unsigned long long entry = last_entry_of(peer), newest = entry >> kValueBits;
     for (unsigned long long number = newest + 2 - num_stamps(peer); number <= newest; ++number) {
         GpuStamp later = read(number);
@@ -149,15 +150,15 @@ GpuStamp NvlinkExchange::stamp_of(int peer, long long call) const {
     return lost;
 }
 
-// By a later call of that rank, which writes its stamp before it says so. A rank keeps a few stamps, and needs this one to be past `call`
-// for more. One whose GPU has failed does not, but all of its stamps say why.
+// Returns whether a later call of that rank, which writes its stamp before it says so, may have replaced that of `call`. A rank keeps a few
+// stamps, and needs this one to be past `call` for more. One whose GPU has failed does not, but all of its stamps say why.
 bool NvlinkExchange::may_be_overwritten(int peer, long long call) const {
     unsigned long long entered = 0;
     failures_.read(&entered, &state_->sequence, sizeof(entered));
     return static_cast<long long>(entered) > call && last_call_of(peer) >= call + num_stamps(peer) - 1;
 }
 
-// Calls whose stamps `peer` keeps here.
+// Returns of how many calls the stamps of `peer` are kept here.
 int NvlinkExchange::num_stamps(int peer) const { return is_rail_peer(peer) ? 2 : kStamps; }
 
 }  // namespace deepep_moe

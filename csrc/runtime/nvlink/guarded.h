@@ -12,7 +12,7 @@ namespace deepep_moe {
 
 class Guarded {
 public:
-    // Of this thread's latest call, if it failed, once.
+    // Raises the failure of this thread's latest call, once.
     static void raise_failure() {
         if (const std::exception_ptr failure = std::exchange(failure_, nullptr)) std::rethrow_exception(failure);
     }
