@@ -1,7 +1,6 @@
 """Native library: of a tensor it reads shape, element size and address; each must be contiguous unless said otherwise. Sizes are counts of
 elements. Callers keep the tensors alive."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -166,38 +165,6 @@ def hurry_waits(hurry: bool) -> None: ...
 MAX_GPU_RANKS: int
 MAX_GPU_NODES: int
 
-class GpuDispatchCall:
-    def __init__(
-        self,
-        handle: Any,
-        x: Tensor,
-        x_scales: Tensor | None,
-        topk_idx: Tensor | None,
-        topk_weights: Tensor | None,
-        dtype: DType,
-        num_recv_rows: int = -1,
-    ) -> None: ...
-    def receive_into(
-        self, recv_x: Tensor, recv_x_scales: Tensor | None, recv_topk_idx: Tensor | None, recv_topk_weights: Tensor | None, is_guess: bool
-    ) -> None: ...
-    def scale(self, weights: Tensor, x: Tensor, expert_rows: ExpertRows | None, grad_weights: Tensor, dtype: DType) -> None: ...
-
-class GpuCombineCall:
-    def __init__(
-        self,
-        handle: Any,
-        x: Tensor,
-        expert_rows: ExpertRows | None,
-        weights: Tensor | None,
-        bias: Tensor | None,
-        topk_weight_grads: Tensor | None,
-        source_weights: Tensor | None,
-        combined_x: Tensor,
-        combined_topk_weight_grads: Tensor | None,
-        dtype: DType,
-        sums_lanes: bool,
-    ) -> None: ...
-
 SHIM_BYTES: int
 
 class ExchangeShim:
@@ -233,11 +200,6 @@ def gpu_quantize_weights(
     dtype: DType,
     stream: int,
 ) -> None: ...
-
-class ExpertRows:
-    @staticmethod
-    def of(handle: Any, tensors: Sequence[Tensor], num_experts: int, hidden: int) -> ExpertRows | None: ...
-    def lie_in(self, tensors: Sequence[Tensor]) -> bool: ...
 
 def gpu_scale_rows_backward(
     grad: Tensor,
@@ -371,15 +333,7 @@ class NvlinkExchange:
     is_void: bool
     allows_excess: bool
     def shim(self) -> ExchangeShim: ...
-    def dispatch(
-        self, call: GpuDispatchCall, num_sms: int, is_split: bool, stream: int, numbers: Tensor, allocate: Callable[[int, bool], None]
-    ) -> int: ...
-    def dispatch_cached(self, call: GpuDispatchCall, num_sms: int, is_split: bool, stream: int) -> None: ...
-    def combine(self, call: GpuCombineCall, num_sms: int, is_split: bool, stream: int) -> None: ...
-    def enter(self, call: GpuDispatchCall, stream: int) -> None: ...
     def copy_block(self, peer: int, bytes: int, stream: int) -> None: ...
-    def end_dispatch(self, call: GpuDispatchCall, stream: int) -> None: ...
-    def end_combine(self, call: GpuCombineCall, stream: int) -> None: ...
     def refuse(self, reason: str, cause: int, stream: int) -> None: ...
     def settle(self) -> int: ...
     def check(self) -> None: ...

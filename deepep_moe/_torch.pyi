@@ -1,18 +1,83 @@
-"""Of csrc/torch. Every call returns None where Python is to make it."""
+"""Of csrc/torch. Calls with gradients return None where an argument is not what C++ takes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, device, dtype
 
+from deepep_moe._C import ExchangeShim
+
 TORCH_VERSION: str
 SHIM_BYTES: int
+
+def call_stream(device: device) -> int: ...
+
+class Mode:
+    def __init__(self, num_sms: int, is_async: bool, is_split: bool) -> None: ...
+
+class Recorded:
+    def __init__(self, device: device) -> None: ...
+    def wait(self) -> None: ...
+    def query(self) -> bool: ...
+
+class SecondHalf:
+    def finish(self) -> bool: ...
+
+class InFlight:
+    second_half: SecondHalf | None
+    recorded: Recorded | None
+
+class Handle:
+    def __init__(
+        self,
+        buffer_id: int,
+        is_expert_layout: bool,
+        expert_alignment: int,
+        num_rows: int,
+        topk_idx: Tensor,
+        recv_row_idx: Tensor,
+        recv_counts: Tensor,
+        num_recv_tokens_per_expert: Tensor,
+        call: Tensor,
+    ) -> None: ...
+    buffer_id: int
+    layout: str
+    expert_alignment: int
+    num_rows: int
+    num_tokens: int
+    memory: Tensor
+    call: Tensor
+    counts_on_host: list[int]
+    topk_idx: Tensor
+    recv_row_idx: Tensor
+    recv_counts: Tensor
+    num_recv_tokens_per_expert: Tensor
+    recv_topk_idx: Tensor | None
+    is_unchanged: bool
+    has_recv_topk_idx: bool
+    def replaced(self, memory: Tensor, call: Tensor) -> Handle: ...
+    def emptied(self) -> Handle: ...
+
+class Received(InFlight):
+    recv_x: Tensor
+    recv_x_scales: Tensor | None
+    recv_topk_weights: Tensor | None
+    grad_weights: Tensor | None
+    parts: tuple[Tensor, ...]
+    handle: Handle
+
+class Combined(InFlight):
+    combined_x: Tensor
+    topk_weight_grads: Tensor | None
+
+class ExpertRows:
+    def lie_in(self, tensors: Sequence[Tensor]) -> bool: ...
 
 class Calls:
     def __init__(
         self,
         *,
-        shim: Any,
+        shim: ExchangeShim,
         number: int,
         num_ranks: int,
         num_local_experts: int,
@@ -20,9 +85,9 @@ class Calls:
         hidden: int,
         num_max_tokens: int,
         num_sms: int,
+        num_nodes: int,
+        num_node_tokens: int,
         device: device,
-        shape_of: Callable[[int, str], Any],
-        current_stream: Callable[[], int],
         tell: Callable[[BaseException, bool], None],
     ) -> None: ...
     def release(self) -> None: ...
@@ -35,21 +100,64 @@ class Calls:
         is_expert_layout: bool,
         expert_alignment: int,
         num_recv_rows: int,
-        num_sms: int,
-    ) -> tuple[Any, ...] | None: ...
+        mode: Mode,
+    ) -> Received | None: ...
     def dispatch_cached(
-        self, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: Any, num_sms: int
-    ) -> tuple[Tensor, Tensor | None, Tensor | None] | None: ...
-    def combine(self, x: Tensor, handle: Any, topk_weights: Tensor | None, bias: Tensor | None, num_sms: int) -> Tensor | None: ...
-    def combine_with_lanes(
-        self, x: Tensor, handle: Any, lanes: Tensor, bias: Tensor | None, num_sms: int
-    ) -> tuple[Tensor, Tensor] | None: ...
+        self, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: object, mode: Mode
+    ) -> Received | None: ...
+    def combine(
+        self,
+        x: Tensor,
+        handle: object,
+        topk_weights: Tensor | None,
+        bias: Tensor | None,
+        topk_weight_grads: Tensor | None,
+        sums_lanes: bool,
+        mode: Mode,
+    ) -> Combined | None: ...
     def dispatch_by_expert(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, num_leading: int, tokens_per_row: int
-    ) -> tuple[Any, ...] | None: ...
+    ) -> Received | None: ...
     def combine_by_expert(
-        self, parts: Sequence[Tensor], weights: Tensor | None, source_weights: Tensor | None, handle: Any
+        self, parts: Sequence[Tensor], weights: Tensor | None, source_weights: Tensor | None, handle: object
     ) -> Tensor | None: ...
+    def run_dispatch(
+        self,
+        x: Tensor,
+        x_scales: Tensor | None,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None,
+        is_expert_layout: bool,
+        expert_alignment: int,
+        num_recv_rows: int,
+        tokens_per_row: int,
+        mode: Mode,
+    ) -> Received: ...
+    def run_dispatch_cached(
+        self,
+        x: Tensor,
+        x_scales: Tensor | None,
+        topk_weights: Tensor | None,
+        handle: Handle,
+        scaling_weights: Tensor | None,
+        scaling_x: Tensor | None,
+        expert_rows: ExpertRows | None,
+        mode: Mode,
+    ) -> Received: ...
+    def run_combine(
+        self,
+        x: Tensor,
+        handle: Handle,
+        weights: Tensor | None,
+        bias: Tensor | None,
+        topk_weight_grads: Tensor | None,
+        source_weights: Tensor | None,
+        expert_rows: ExpertRows | None,
+        tokens_per_row: int,
+        sums_lanes: bool,
+        mode: Mode,
+    ) -> Combined: ...
+    def expert_rows_of(self, tensors: Sequence[Tensor], handle: Handle) -> ExpertRows | None: ...
 
 class LowLatencyCalls:
     def __init__(
@@ -74,7 +182,7 @@ class LowLatencyCalls:
 
 def set_hooks(
     *,
-    plain: Callable[[int], Calls | None],
+    ready: Callable[[int], Calls | None],
     pass_failed: Callable[[int, int], None],
     dispatch_gradients: Callable[..., Any],
     combine_gradients: Callable[..., Any],

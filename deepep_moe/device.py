@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepep_moe import _C
+from deepep_moe import _C, torch_module
 
 GPU = "cuda"
 """The type of the devices that the CUDA kernels serve."""
@@ -51,21 +51,10 @@ def current_stream(device: torch.device | None) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index) if device is not None and device.type == "cuda" else 0
 
 
-_LASTING_STREAMS = {0}  # addresses; PyTorch never destroys its own streams
-_EXTERNAL_STREAM = 1 << 63  # kExternalStream of csrc/runtime/nvlink/streams.h
-
-
 def call_stream(device: torch.device | None) -> int:
     """Return `current_stream(device)` for a call of a buffer. A bit of it says that somebody else owns the stream, who may destroy it once
     the call is made (`torch.cuda.ExternalStream`)."""
-    stream = current_stream(device)
-    return stream if stream in _LASTING_STREAMS else _new_stream(stream, device)
-
-
-def _new_stream(stream: int, device: torch.device | None) -> int:
-    if torch.cuda.current_stream(device).stream_id == stream:  # so PyTorch numbers streams that it has not made
-        return stream | _EXTERNAL_STREAM
-    _LASTING_STREAMS.add(stream)
+    stream: int = 0 if device is None else torch_module.needed().call_stream(device)
     return stream
 
 

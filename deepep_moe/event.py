@@ -2,8 +2,23 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Protocol
 
 import torch
+
+from deepep_moe import torch_module
+
+
+class Recorded(Protocol):
+    """A moment on a stream: `torch.cuda.Event`, or that of `deepep_moe._torch`."""
+
+    def wait(self) -> None:
+        """Let the current stream wait for it."""
+        ...
+
+    def query(self) -> bool:
+        """Has it come?"""
+        ...
 
 
 class Event:
@@ -17,7 +32,7 @@ class Event:
     def __init__(
         self,
         future: "Future[None] | None" = None,
-        recorded: "torch.cuda.Event | None" = None,
+        recorded: Recorded | None = None,
         second_half: Callable[[], None] | None = None,
         device: "torch.device | None" = None,
         is_captured: bool = False,
@@ -42,14 +57,14 @@ class Event:
         finally:
             self.seen = True
         if self._recorded is not None:
-            torch.cuda.current_stream(self._recorded.device).wait_event(self._recorded)
+            self._recorded.wait()
 
     def failure(self) -> BaseException | None:
         """The operation's error, once it is over."""
         if self._second_half is not None:
             self.wait()
             if self._device is not None:  # whoever waits for the results may do so on another stream
-                self._recorded = torch.cuda.current_stream(self._device).record_event()
+                self._recorded = torch_module.needed().Recorded(self._device)
         return None if self._future is None else self._future.exception()
 
     def query(self) -> bool:

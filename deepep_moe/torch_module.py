@@ -1,8 +1,7 @@
-"""The optional module `deepep_moe._torch`, which links PyTorch: plain calls of a buffer, with their gradients, from C++ (csrc/torch).
+"""The module `deepep_moe._torch`, which links PyTorch: the calls of buffers on GPUs, with their gradients (csrc/torch).
 
-A build in a clone makes it where it finds PyTorch and nvcc, `python -m deepep_moe.build` beside a wheel, for that PyTorch alone. Without
-it the same calls are made from Python: results are equal to the bit, and the host takes longer, which shows where a layer's kernels take
-less than a millisecond.
+A build in a clone makes it where it finds PyTorch and nvcc, `python -m deepep_moe.build` beside a wheel, for that PyTorch alone. CPUs need
+none; on GPUs no buffer serves without it.
 """
 
 import importlib
@@ -12,8 +11,9 @@ from types import ModuleType
 import torch
 
 from deepep_moe import _C
+from deepep_moe.errors import BackendUnavailableError
 
-_REBUILD = "`python -m deepep_moe.build _torch` builds it for this PyTorch, 2.7 or newer; small MoE layers are slower without it"
+_REBUILD = "`python -m deepep_moe.build _torch` builds it for this PyTorch, 2.7 or newer; buffers on GPUs need it"
 
 
 def _load() -> tuple[ModuleType | None, str]:
@@ -29,6 +29,13 @@ def _load() -> tuple[ModuleType | None, str]:
     if getattr(_C, "SHIM_BYTES", 0) != module.SHIM_BYTES:
         return None, f"of another build than deepep_moe._C; {_REBUILD}"
     return module, ""
+
+
+def needed() -> ModuleType:
+    """Return the module. Raises BackendUnavailableError with the command that builds it."""
+    if MODULE is None:
+        raise BackendUnavailableError(f"deepep_moe._torch is {WHY_NOT}")
+    return MODULE
 
 
 MODULE, WHY_NOT = _load()

@@ -41,20 +41,13 @@ SLICE = (
     "tests/exchange/test_nvshmem_exchange.py::test_one_row_crosses",
     "tests/exchange/test_fp8_training.py::test_rows_and_gradients[nvlink-2",
     "tests/exchange/test_by_expert.py::test_outputs_that_cannot_be_read_where_they_are[nvlink-strided]",
-    "tests/exchange/test_by_expert.py::test_outputs_that_cannot_be_read_where_they_are[nvlink in Python-folded]",
+    "tests/exchange/test_by_expert.py::test_outputs_that_cannot_be_read_where_they_are[nvlink-folded]",
     "tests/low_latency/test_low_latency.py::test_by_hand", "tests/low_latency/test_low_latency.py::test_fp8[640",
     "tests/low_latency/test_low_latency_masks.py::test_masked_by_hand", "tests/low_latency/test_low_latency_errors.py::test_bad_arguments",
     "tests/gate/test_gate.py", "tests/gate/test_gate_errors.py",
     "tests/compat/test_deep_ep_normal.py::test_scenarios[nvlink-fp8-topk-async-previous",
     "tests/tuning/test_profile_of_buffer.py", "tests/tuning/test_tune_ranks.py::test_command",
     "tests/tuning/test_tune_ranks.py::test_nothing_is_faster",
-)  # fmt: skip
-# What calls from C++ make, made from Python, as it is for a PyTorch that the module `deepep_moe._torch` was not built for.
-IN_PYTHON = (
-    "tests/exchange/test_exchange.py::test_two_ranks_by_hand", "tests/exchange/test_exchange.py::test_equals_reference[[5, 0, 17]-nvlink",
-    "tests/exchange/test_autograd.py::test_gradients_equal_reference", "tests/low_latency/test_low_latency.py::test_by_hand[nvlink",
-    "tests/low_latency/test_low_latency.py::test_fp8[640", "tests/gate/test_gate.py",
-    "tests/exchange/test_fp8_training.py::test_rows_and_gradients[nvlink-2",
 )  # fmt: skip
 NEEDS_A_GPU = "cuda_graph or other_stream or dead_peer or interrupted or one_graph or gates_to_the_bit or layer_on_gpus or in_triton"
 
@@ -98,15 +91,14 @@ def compile_objects(sources: Iterable[Path]) -> list[Path]:
         return list(pool.map(compile_object, sources))
 
 
-def build(with_torch: bool = True) -> Path:
-    """A folder for PYTHONPATH that holds the package with the emulated modules, or without the one that links PyTorch."""
+def build() -> Path:
+    """A folder for PYTHONPATH that holds the package with the emulated modules."""
     apart = {name: ROOT / "csrc" / name for name in ("torch", "nvshmem")}  # a module of its own for each
     sources = [path for path in (ROOT / "csrc").rglob("*.*") if path.suffix in (".cpp", ".cu")]
     objects = compile_objects(path for path in sources if path.parent not in apart.values())
     functions = compile_objects(apart["torch"].glob("*.cpp"))
     internode = compile_objects(path for path in sources if path.parent == apart["nvshmem"])
-    site = SITE if with_torch else SITE.with_name("site-without-torch")
-    package = site / "deepep_moe"
+    package = SITE / "deepep_moe"
     package.mkdir(parents=True, exist_ok=True)
     for link in package.iterdir():
         if link.is_symlink() and not link.exists():  # of a module that was moved
@@ -118,12 +110,10 @@ def build(with_torch: bool = True) -> Path:
     if not (package / "integrations").is_symlink():
         (package / "integrations").symlink_to(ROOT / "integrations")
     on_device = (*build_device(package), "-Wl,-rpath,$ORIGIN")
-    modules = {"_C": (objects, on_device)} | ({"_nvshmem": (internode, on_device)} if internode else {})
-    if with_torch:
-        modules["_torch"] = functions, torch_libraries()
+    modules = {"_C": (objects, on_device), "_torch": (functions, torch_libraries()), "_nvshmem": (internode, on_device)}
     for name, (parts, libraries) in modules.items():
         link_objects(package / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}", parts, "-shared", libraries=libraries)
-    return site
+    return SITE
 
 
 def build_device(package: Path) -> tuple[str, ...]:
@@ -153,14 +143,14 @@ def link_objects(target: Path, objects: list[Path], *how: str, libraries: Iterab
     return target
 
 
-def run(*arguments: str, with_torch: bool = True) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """pytest, in a process of its own, on the emulated device."""
-    return execute("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *arguments, with_torch=with_torch)
+    return execute("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *arguments)
 
 
-def execute(*arguments: str, with_torch: bool = True) -> subprocess.CompletedProcess[str]:
+def execute(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Python, with the emulated device."""
-    paths = os.pathsep.join(map(str, (build(with_torch), ROOT / "tests", ROOT / "tests" / "support")))
+    paths = os.pathsep.join(map(str, (build(), ROOT / "tests", ROOT / "tests" / "support")))
     environment = {"DEEPEP_MOE_STRESS_ROUNDS": "30"} | os.environ  # a round takes a second or more
     environment |= {VARIABLE: "1", "PYTHONPATH": paths}
     command = [sys.executable, "-P", *arguments]

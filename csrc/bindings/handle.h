@@ -9,8 +9,6 @@ namespace deepep_moe {
 inline const Name kLayout{"layout"}, kAlignment{"expert_alignment"}, kNumRows{"num_rows"}, kCall{"call"};
 inline const Name kTopkIdx{"topk_idx"}, kRecvRowIdx{"recv_row_idx"}, kRecvCounts{"recv_counts"};
 inline const Name kTokensPerExpert{"num_recv_tokens_per_expert"};
-inline const Name kMemory{"memory"}, kStarts{"starts"}, kNumTokens{"num_tokens"}, kNumTopk{"num_topk"};
-inline const Name kNumNodeTokens{"num_node_tokens"};
 
 inline HandleArg handle_arg(py::handle handle) {
     HandleArg arg;
@@ -18,17 +16,6 @@ inline HandleArg handle_arg(py::handle handle) {
     arg.is_expert_layout = PyUnicode_CompareWithASCIIString(attribute(handle, kLayout).ptr(), "expert") == 0;
     arg.expert_alignment = static_cast<int>(to_int(attribute(handle, kAlignment)));
     arg.num_rows = to_int(attribute(handle, kNumRows));
-    const TensorArg memory = tensor_arg(attribute(handle, kMemory));
-    if (memory.is_there) {
-        const py::object starts = attribute(handle, kStarts);
-        const int64_t num_node_tokens = to_int(attribute(handle, kNumNodeTokens));
-        const size_t num_sections = num_node_tokens > 0 ? 6 : 4;
-        int64_t sections[6];
-        for (size_t i = 0; i < num_sections; ++i) sections[i] = to_int(PyTuple_GetItem(starts.ptr(), static_cast<Py_ssize_t>(i)));
-        arg.unpack(memory.address, {sections, num_sections}, to_int(attribute(handle, kNumTokens)), to_int(attribute(handle, kNumTopk)),
-                   num_node_tokens);
-        return arg;
-    }
     arg.topk_idx = tensor_arg(attribute(handle, kTopkIdx));
     arg.recv_row_idx = tensor_arg(attribute(handle, kRecvRowIdx));
     arg.recv_counts = tensor_arg(attribute(handle, kRecvCounts));

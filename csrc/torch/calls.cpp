@@ -13,54 +13,40 @@ bool is_fp8(at::ScalarType type) { return type == at::kFloat8_e4m3fn || type == 
 
 }  // namespace
 
-Calls::Calls(py::object shim, const Settings& settings, at::Device device, py::object shape_of, py::object current_stream, py::object tell)
+Calls::Calls(py::object shim, const Settings& settings, at::Device device, py::object tell)
     : settings(settings),
       shim_(std::move(shim)),
-      make_shape_(std::move(shape_of)),
-      current_stream_(std::move(current_stream)),
       tell_(std::move(tell)),
       exchange_(shim_in<ExchangeShim>(shim_.attr("capsule")(), kShimName)),
-      device_(device) {}
+      device_(device),
+      own_(device) {}
 
 void Calls::release() {
     exchange_ = nullptr;
-    shim_ = make_shape_ = current_stream_ = tell_ = py::none();
+    shim_ = tell_ = py::none();
 }
-
-CallMode Calls::mode(int num_sms) const { return {num_sms == -1 ? settings.num_sms : num_sms, false, current_stream_().cast<uintptr_t>()}; }
 
 // ---- handles ----
 
-py::object Calls::shape_of(int64_t num_tokens, bool is_expert_layout) const {
-    return make_shape_(num_tokens, is_expert_layout ? "expert" : "rank");
+HandleShape Calls::shape_of(int64_t num_tokens, bool is_expert_layout) const {
+    constexpr int64_t kSection = 32;  // int32: each section has its own cache lines
+    const int64_t num_topk = settings.num_topk, num_slots = is_expert_layout ? settings.num_ranks * settings.num_max_tokens : 0;
+    HandleShape shape{num_tokens, num_topk, settings.num_node_tokens};
+    shape.sizes = {{{num_tokens, num_topk},
+                    {num_slots, num_topk},
+                    {settings.num_ranks, 1},
+                    {settings.num_local_experts, 0},
+                    {settings.num_node_tokens, num_topk},
+                    {settings.num_nodes, 0}}};
+    for (int i = 0; i < kNumHandleSections; ++i) {
+        const int64_t length = i < shape.num_sections() ? shape.sizes[i][0] * std::max<int64_t>(1, shape.sizes[i][1]) : 0;
+        shape.starts[i + 1] = shape.starts[i] + (length + kSection - 1) / kSection * kSection;
+    }
+    return shape;
 }
 
-const std::array<int64_t, 5>& Calls::starts_of(int64_t num_tokens, bool is_expert_layout) {
-    std::array<int64_t, 5>& starts = starts_[is_expert_layout];
-    if (num_tokens_[is_expert_layout] == num_tokens) return starts;  // mostly those of the call before
-    const py::tuple made = shape_of(num_tokens, is_expert_layout).attr("starts");
-    for (size_t i = 0; i < starts.size(); ++i) starts[i] = made[i].cast<int64_t>();
-    num_tokens_[is_expert_layout] = num_tokens;
-    return starts;
-}
-
-HandleArg Calls::handle_arg(const Dispatched& handle) const {
-    HandleArg arg;
-    arg.call = handle.call.const_data_ptr<int64_t>();
-    arg.is_expert_layout = handle.is_expert_layout;
-    arg.expert_alignment = static_cast<int>(handle.expert_alignment);
-    arg.num_rows = handle.num_rows;
-    const auto sections = std::span(handle.starts).first(handle.starts.size() - 1);
-    arg.unpack(reinterpret_cast<uintptr_t>(handle.memory.const_data_ptr()), sections, handle.num_tokens, settings.num_topk, 0);
-    return arg;
-}
-
-const int64_t* Calls::counts_of(const Dispatched& handle) const {
+const int64_t* Calls::counts_of(const Handle& handle) const {
     return handle.call.const_data_ptr<int64_t>() + handle.call.numel() - settings.num_local_experts;
-}
-
-Tensor Calls::tokens_per_expert(const Dispatched& handle) const {
-    return handle.memory.as_strided({settings.num_local_experts}, {1}, handle.starts[3]);
 }
 
 // ---- what calls take ----
@@ -80,31 +66,31 @@ bool Calls::takes(const Outgoing& out) const {
     if (out.tokens_per_row < 1 || !is_here(idx) || idx.dim() != 2 || !are_rows(out.x, out.x_scales)) return false;
     const int64_t num_tokens = out.x.size(0) * out.tokens_per_row;
     if (num_tokens > settings.num_max_tokens) return false;
-    if (out.tokens_per_row > 1 && (settings.num_topk != 1 || out.tokens_per_row > kMaxTopk)) return false;
+    if (out.tokens_per_row > 1 && (!can_fuse() || settings.num_topk != 1 || out.tokens_per_row > kMaxTopk)) return false;
     if (idx.size(0) != num_tokens || idx.size(1) != settings.num_topk) return false;
     if (idx.scalar_type() != at::kLong && idx.scalar_type() != at::kInt) return false;
     return !weights.defined() ||
            (is_here(weights) && weights.scalar_type() == at::kFloat && weights.dim() == 2 && weights.numel() == idx.numel());
 }
 
-bool Calls::takes_along(const Dispatched& handle, const Outgoing& out) const {
+bool Calls::takes_along(const Handle& handle, const Outgoing& out) const {
     const Tensor& weights = out.topk_weights;
-    if (!are_rows(out.x, out.x_scales) || out.x.size(0) != handle.num_tokens) return false;
+    if (!are_rows(out.x, out.x_scales) || out.x.size(0) != handle.shape.num_tokens) return false;
     return !weights.defined() || (is_here(weights) && weights.scalar_type() == at::kFloat &&
-                                  weights.sizes() == at::IntArrayRef({handle.num_tokens, settings.num_topk}));
+                                  weights.sizes() == at::IntArrayRef({handle.shape.num_tokens, settings.num_topk}));
 }
 
-bool Calls::takes_rows(const Dispatched& handle, const Tensor& x) const {
+bool Calls::takes_rows(const Handle& handle, const Tensor& x) const {
     return x.defined() && x.dim() == 2 && x.size(0) == handle.num_rows && can_be_summed(x.scalar_type()) && are_rows(x, Tensor());
 }
 
-bool Calls::takes_inputs(const Dispatched& handle, const Tensor& x, const CombineInputs& inputs) const {
+bool Calls::takes_inputs(const Handle& handle, const Tensor& x, const CombineInputs& inputs) const {
     const auto is_like = [&](const Tensor& tensor, at::ScalarType type, at::IntArrayRef sizes) {
         return is_here(tensor) && tensor.scalar_type() == type && tensor.is_contiguous() && tensor.sizes() == sizes;
     };
     const Tensor &weights = inputs.weights, &source_weights = inputs.source_weights, &bias = inputs.bias;
     if (weights.defined() && !is_like(weights, at::kFloat, {handle.num_rows})) return false;
-    if (bias.defined() && !(is_like(bias, x.scalar_type(), {handle.num_tokens, settings.hidden}) && is_aligned(bias))) return false;
+    if (bias.defined() && !(is_like(bias, x.scalar_type(), {handle.shape.num_tokens, settings.hidden}) && is_aligned(bias))) return false;
     if (inputs.topk_weight_grads.defined()) {
         const bool is_like_rows = handle.is_expert_layout
                                       ? is_like(inputs.topk_weight_grads, at::kFloat, {handle.num_rows})
@@ -114,12 +100,17 @@ bool Calls::takes_inputs(const Dispatched& handle, const Tensor& x, const Combin
     if (!source_weights.defined()) return true;
     const int64_t shared = source_weights.dim() == 2 ? source_weights.size(0) : 0;
     const bool are_shared =
-        weights.defined() && settings.num_topk == 1 && shared > 0 && shared <= kMaxTopk && handle.num_tokens % shared == 0;
-    return are_shared && is_like(source_weights, at::kFloat, {shared, handle.num_tokens / shared});
+        weights.defined() && settings.num_topk == 1 && shared > 0 && shared <= kMaxTopk && handle.shape.num_tokens % shared == 0;
+    return are_shared && is_like(source_weights, at::kFloat, {shared, handle.shape.num_tokens / shared});
 }
 
-std::optional<ExpertRowsArg> Calls::expert_rows_of(at::TensorList tensors, const Dispatched& handle) const {
-    if (static_cast<int64_t>(tensors.size()) != settings.num_local_experts || tensors.size() > kMaxExpertTensors || !tensors[0].defined() ||
+bool Calls::takes_handle(const Handle& handle) const {
+    return handle.buffer_id == settings.number && handle.memory.defined() && handle.is_unchanged() && is_here(handle.memory) &&
+           has_memory(handle.call);
+}
+
+std::optional<ExpertRowsArg> Calls::expert_rows_of(at::TensorList tensors, const Handle& handle) const {
+    if (!can_fuse() || static_cast<int64_t>(tensors.size()) != settings.num_local_experts || tensors.size() > kMaxExpertTensors || !tensors[0].defined() ||
         !can_be_summed(tensors[0].scalar_type()))
         return std::nullopt;
     TensorArg args[kMaxExpertTensors];
@@ -131,47 +122,77 @@ std::optional<ExpertRowsArg> Calls::expert_rows_of(at::TensorList tensors, const
     return deepep_moe::expert_rows_of({args, tensors.size()}, counts_of(handle), settings.hidden, handle.num_rows);
 }
 
-RowScaling Calls::scaling(const Tensor& weights, const Tensor& x, const ExpertRowsArg* expert_rows, const Tensor& grad_weights) {
-    return scaling_of(arg_of(weights), arg_of(x), expert_rows, arg_of(grad_weights), dtype_of(x.scalar_type()));
-}
-
 // ---- calls ----
 
-Incoming Calls::receive_buffers(const Outgoing& out, GpuDispatchCall& call, int64_t num_rows, bool is_guess, bool is_bounded) const {
-    const bool is_expert_layout = call.params.is_expert_layout;
-    Incoming in;
-    in.x = empty({num_rows, settings.hidden}, out.x.scalar_type());
-    if (out.x_scales.defined()) in.x_scales = empty({num_rows, out.x_scales.size(1)}, at::kFloat);
-    if (out.topk_weights.defined())
-        in.topk_weights = is_expert_layout ? empty({num_rows}, at::kFloat) : empty({num_rows, settings.num_topk}, at::kFloat);
-    if (!is_expert_layout && out.topk_idx.defined()) {
-        const c10::InferenceMode counts_changes(false);  // a part of the handle, as in `dispatch`
-        in.topk_idx = empty({num_rows, settings.num_topk}, out.topk_idx.scalar_type());
-        if (is_bounded) in.topk_idx.fill_(-1);  // rows behind the last
-    }
-    call.receive_into(arg_of(in.x), arg_of(in.x_scales), arg_of(in.topk_idx), arg_of(in.topk_weights), is_guess);
-    return in;
+CallMode Calls::begin(const Mode& how) {
+    const bool is_beside = how.is_async && !how.is_split;
+    return {how.num_sms == -1 ? settings.num_sms : how.num_sms, how.is_split, is_beside ? own_.follow() : call_stream(device_)};
 }
 
-Dispatched Calls::dispatch(const Outgoing& out, Incoming& in, bool is_expert_layout, int64_t expert_alignment, int64_t num_recv_rows,
-                           int num_sms) {
-    Dispatched made;
-    made.num_tokens = out.topk_idx.size(0);
-    made.starts = starts_of(made.num_tokens, is_expert_layout);
+// On its dispatch's stream or another: the caller may drop the handle at once.
+CallMode Calls::begin_along(const Handle& handle, const Mode& how) {
+    const CallMode mode = begin(how);
+    if (handle.stream && *handle.stream != mode.stream) keep_for_current(device_, {handle.memory, handle.recv_topk_idx});
+    return mode;
+}
+
+// Enqueues what the call does now. tensors: all of it.
+template <class Call>
+void Calls::run(InFlight& made, const Mode& how, Call& call, const variable_list& tensors,
+                const std::function<bool(ExchangeShim&)>& enqueue) {
+    const bool is_beside = how.is_async && !how.is_split;
+    try {
+        call_unlocked(shim_, *exchange_, enqueue);
+    } catch (...) {
+        if (is_beside) own_.keep(tensors);  // which goes on with what it was given
+        throw;
+    }
+    if (how.is_split) made.second_half = std::make_shared<SecondHalf>(weak_from_this(), call, tensors);
+    if (!is_beside) return;
+    own_.keep(tensors);
+    made.recorded = own_.record();
+}
+
+void Calls::receive_into(Received& made, const Outgoing& out, GpuDispatchCall& call, int64_t num_rows, bool is_guess,
+                         bool is_bounded) const {
+    const bool is_expert_layout = call.params.is_expert_layout;
+    made.x = empty({num_rows, settings.hidden}, out.x.scalar_type());
+    if (out.x_scales.defined()) made.x_scales = empty({num_rows, out.x_scales.size(1)}, at::kFloat);
+    if (out.topk_weights.defined())
+        made.topk_weights = is_expert_layout ? empty({num_rows}, at::kFloat) : empty({num_rows, settings.num_topk}, at::kFloat);
+    Tensor topk_idx;
+    if (!is_expert_layout && out.topk_idx.defined()) {
+        const c10::InferenceMode counts_changes(false);  // a part of the handle, as in `dispatch`
+        topk_idx = made.handle->recv_topk_idx = empty({num_rows, settings.num_topk}, out.topk_idx.scalar_type());
+        if (is_bounded) topk_idx.fill_(-1);  // rows behind the last
+    }
+    call.receive_into(arg_of(made.x), arg_of(made.x_scales), arg_of(topk_idx), arg_of(made.topk_weights), is_guess);
+}
+
+Received Calls::dispatch(const Outgoing& out, bool is_expert_layout, int64_t expert_alignment, int64_t num_recv_rows, const Mode& how) {
+    Received made;
+    made.handle = std::make_shared<Handle>();
+    Handle& handle = *made.handle;
+    handle.buffer_id = settings.number;
+    handle.is_expert_layout = is_expert_layout;
+    handle.expert_alignment = expert_alignment;
+    handle.shape = shape_of(out.topk_idx.size(0), is_expert_layout);
     {
         const c10::InferenceMode counts_changes(false);  // in which PyTorch counts changes in place
-        made.memory = empty({made.starts.back()}, at::kInt);
-        made.call = at::empty({1 + 2 * settings.num_ranks + settings.num_local_experts}, at::kLong);
+        handle.memory = empty({handle.shape.starts.back()}, at::kInt);
+        handle.call = at::empty({1 + 2 * settings.num_ranks + settings.num_local_experts}, at::kLong);
     }
-    made.is_expert_layout = is_expert_layout;
-    made.expert_alignment = expert_alignment;
-    GpuDispatchCall call(handle_arg(made), arg_of(out.x), arg_of(out.x_scales), matrix_of(out.topk_idx), matrix_of(out.topk_weights),
+    GpuDispatchCall call(handle.arg(), arg_of(out.x), arg_of(out.x_scales), matrix_of(out.topk_idx), matrix_of(out.topk_weights),
                          dtype_of(out.x.scalar_type()), num_recv_rows);
     // Called from the other module, without the GIL: what fails is kept, and thrown once that has returned.
     struct Allocation {
         std::function<void(int64_t, bool)> make;
         std::exception_ptr failure;
-    } allocation{[&](int64_t num_rows, bool is_guess) { in = receive_buffers(out, call, num_rows, is_guess, num_recv_rows >= 0); }, {}};
+    } allocation;
+    allocation.make = [&](int64_t num_rows, bool is_guess) {
+        receive_into(made, out, call, num_rows, is_guess, num_recv_rows >= 0);
+        if (how.is_async && !how.is_split) own_.follow();  // so that it is after what had the memory before, and after the `fill_`
+    };
     const auto allocate = [](void* context, int64_t num_rows, bool is_guess) noexcept {
         auto& allocation = *static_cast<Allocation*>(context);
         try {
@@ -182,43 +203,74 @@ Dispatched Calls::dispatch(const Outgoing& out, Incoming& in, bool is_expert_lay
             return false;
         }
     };
-    const CallMode how = mode(num_sms);
-    int64_t* const numbers = made.call.mutable_data_ptr<int64_t>();
-    call_unlocked(shim_, *exchange_, [&](ExchangeShim& exchange) {
-        made.num_rows = exchange.dispatch(call, how, numbers, allocate, &allocation);
-        return made.num_rows >= 0 || allocation.failure;
-    });
+    const CallMode mode = begin(how);
+    int64_t* const numbers = handle.call.mutable_data_ptr<int64_t>();
+    variable_list tensors{out.x, out.x_scales, out.topk_idx, out.topk_weights, handle.memory};
+    const auto enqueue = [&](ExchangeShim& exchange) {
+        handle.num_rows = exchange.dispatch(call, mode, numbers, allocate, &allocation);
+        for (const Tensor& tensor : {made.x, made.x_scales, made.topk_weights, handle.recv_topk_idx}) tensors.push_back(tensor);
+        return handle.num_rows >= 0 || allocation.failure;
+    };
+    run(made, how, call, tensors, enqueue);
     if (allocation.failure) std::rethrow_exception(allocation.failure);
-    if (made.num_rows < in.x.size(0)) {
-        for (Tensor* tensor : {&in.x_scales, &in.topk_idx, &in.topk_weights})
+    if (handle.num_rows < made.x.size(0)) {
+        for (Tensor* tensor : {&made.x_scales, &handle.recv_topk_idx, &made.topk_weights})
             if (tensor->defined())
-                tensor->resize_(tensor->dim() == 1 ? at::IntArrayRef({made.num_rows}) : at::IntArrayRef({made.num_rows, tensor->size(1)}));
-        in.x.resize_({made.num_rows, settings.hidden});
+                tensor->resize_(tensor->dim() == 1 ? at::IntArrayRef({handle.num_rows})
+                                                   : at::IntArrayRef({handle.num_rows, tensor->size(1)}));
+        made.x.resize_({handle.num_rows, settings.hidden});
     }
+    handle.stream = mode.stream;
+    handle.seal();
     return made;
 }
 
-Incoming Calls::dispatch_cached(const Dispatched& handle, const Outgoing& out, const RowScaling* scaling, int num_sms) {
-    GpuDispatchCall call(handle_arg(handle), arg_of(out.x), arg_of(out.x_scales), {}, matrix_of(out.topk_weights),
+Received Calls::dispatch_cached(const std::shared_ptr<Handle>& handle, const Outgoing& out, const Scaling* scaling, const Mode& how) {
+    Received made;
+    made.handle = handle;
+    GpuDispatchCall call(handle->arg(), arg_of(out.x), arg_of(out.x_scales), {}, matrix_of(out.topk_weights),
                          dtype_of(out.x.scalar_type()), -1);
-    Incoming in = receive_buffers(out, call, handle.num_rows, false, false);
-    if (scaling != nullptr) call.params.scaling = *scaling;
-    const CallMode how = mode(num_sms);
-    call_unlocked(shim_, *exchange_, [&](ExchangeShim& exchange) { return exchange.dispatch_cached(call, how); });
-    return in;
+    receive_into(made, out, call, handle->num_rows, false, false);
+    variable_list tensors{out.x, out.x_scales, out.topk_weights, handle->memory, made.x, made.x_scales, made.topk_weights};
+    if (scaling != nullptr) {
+        made.grad_weights = at::empty_like(scaling->weights);
+        call.params.scaling = scaling_of(arg_of(scaling->weights), arg_of(scaling->x), scaling->expert_rows, arg_of(made.grad_weights),
+                                         dtype_of(scaling->x.scalar_type()));
+    }
+    const CallMode mode = begin_along(*handle, how);
+    run(made, how, call, tensors, [&](ExchangeShim& exchange) { return exchange.dispatch_cached(call, mode); });
+    return made;
 }
 
-std::pair<Tensor, Tensor> Calls::combine(const Dispatched& handle, const Tensor& x, const ExpertRowsArg* expert_rows,
-                                         const CombineInputs& inputs, int num_sms) {
-    const Tensor combined_x = empty({handle.num_tokens / inputs.tokens_per_row, settings.hidden}, x.scalar_type());
-    const Tensor combined_grads = inputs.topk_weight_grads.defined() ? empty({handle.num_tokens, settings.num_topk}, at::kFloat) : Tensor();
-    const GpuCombineCall call(handle_arg(handle), arg_of(x), expert_rows,
-                              arg_of(inputs.source_weights.defined() ? Tensor() : inputs.weights), arg_of(inputs.bias),
-                              arg_of(inputs.topk_weight_grads), arg_of(inputs.source_weights), arg_of(combined_x), arg_of(combined_grads),
-                              dtype_of(x.scalar_type()), inputs.sums_lanes);
-    const CallMode how = mode(num_sms);
-    call_unlocked(shim_, *exchange_, [&](ExchangeShim& exchange) { return exchange.combine(call, how); });
-    return {combined_x, combined_grads};
+Combined Calls::combine(const Handle& handle, const Tensor& x, const ExpertRowsArg* expert_rows, const CombineInputs& inputs,
+                        const Mode& how) {
+    Combined made;
+    made.x = empty({handle.shape.num_tokens / inputs.tokens_per_row, settings.hidden}, x.scalar_type());
+    if (inputs.topk_weight_grads.defined()) made.topk_weight_grads = empty({handle.shape.num_tokens, settings.num_topk}, at::kFloat);
+    GpuCombineCall call(handle.arg(), arg_of(x), expert_rows, arg_of(inputs.source_weights.defined() ? Tensor() : inputs.weights),
+                        arg_of(inputs.bias), arg_of(inputs.topk_weight_grads), arg_of(inputs.source_weights), arg_of(made.x),
+                        arg_of(made.topk_weight_grads), dtype_of(x.scalar_type()), inputs.sums_lanes);
+    const variable_list tensors{x, inputs.weights, inputs.bias, inputs.topk_weight_grads, inputs.source_weights, handle.memory,
+                                made.x, made.topk_weight_grads};
+    const CallMode mode = begin_along(handle, how);
+    run(made, how, call, tensors, [&](ExchangeShim& exchange) { return exchange.combine(call, mode); });
+    return made;
+}
+
+bool SecondHalf::finish() {
+    const std::shared_ptr<Calls> calls = calls_.lock();
+    if (calls == nullptr || calls->is_released()) return false;
+    calls->finish(call_, tensors_);
+    return true;
+}
+
+void Calls::finish(const std::variant<GpuDispatchCall, GpuCombineCall>& call, at::TensorList tensors) {
+    keep_for_current(device_, tensors);
+    const uintptr_t stream = call_stream(device_);
+    call_unlocked(shim_, *exchange_, [&](ExchangeShim& exchange) {
+        if (const auto* dispatch = std::get_if<GpuDispatchCall>(&call)) return exchange.end_dispatch(*dispatch, stream);
+        return exchange.end_combine(std::get<GpuCombineCall>(call), stream);
+    });
 }
 
 // ---- failures ----

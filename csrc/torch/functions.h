@@ -5,38 +5,32 @@
 
 namespace deepep_moe {
 
-// Set once by Python. plain(number): the `Calls` of a buffer that can make a plain call now, or None. pass_failed(number, num_calls): tells
-// the peers of a buffer that has made no call since that a backward pass has failed. The others make the gradients of a call that C++
-// declines: of higher order, under a transform, of tensors that kernels cannot read.
+// Set once by Python. ready(number): the `Calls` of a buffer that can make a call now, or None. pass_failed(number, num_calls): tells the
+// peers of a buffer that has made no call since that a backward pass has failed. The others make the gradients of a call that C++ declines:
+// of higher order, under a transform, of tensors that kernels cannot read.
 struct Hooks {
-    py::object plain, pass_failed, dispatch_gradients, combine_gradients;
+    py::object ready, pass_failed, dispatch_gradients, combine_gradients;
 };
 Hooks& hooks();
 
 struct DispatchRequest {
     Outgoing out;
-    const Dispatched* along = nullptr;  // the handle of an earlier dispatch
+    std::shared_ptr<Handle> along;  // of an earlier dispatch, or null
     bool is_expert_layout = true;
     int64_t expert_alignment = 1, num_recv_rows = -1;
-    int num_sms = -1;
+    Mode mode;
     int64_t num_leading = -1;  // of the rows of each local expert, [1, ..., num_rows, hidden] with so many ones; -1: all rows in one tensor
 };
 
-struct DispatchResult {
-    Dispatched handle;
-    Incoming in;
-    variable_list parts;  // the rows of each local expert, where they were asked for
-};
-
-DispatchResult dispatch(Calls& calls, const DispatchRequest& request);
+Received dispatch(Calls& calls, const DispatchRequest& request);
 
 struct CombineRequest {
     variable_list rows;  // one tensor, or with
     const ExpertRowsArg* expert_rows = nullptr;
     CombineInputs inputs;
-    int num_sms = -1;
+    Mode mode;
 };
 
-Tensor combine(Calls& calls, const Dispatched& handle, const CombineRequest& request);
+Combined combine(Calls& calls, const Handle& handle, const CombineRequest& request);
 
 }  // namespace deepep_moe

@@ -7,129 +7,245 @@
 namespace deepep_moe {
 namespace {
 
-// Of an attribute, made once.
-struct Name {
-    PyObject* const text;
-    explicit Name(const char* name) : text(PyUnicode_InternFromString(name)) {}
-    py::object of(py::handle owner) const {
-        PyObject* const found = PyObject_GetAttr(owner.ptr(), text);
-        if (found == nullptr) throw py::error_already_set();
-        return py::reinterpret_steal<py::object>(found);
-    }
-};
-
-// What a call reads of a `DispatchHandle`; nothing where it is not a handle of this buffer that lies in one tensor.
-std::optional<Dispatched> dispatched_of(const Calls& calls, py::handle handle) {
-    static const Name kBufferId{"buffer_id"}, kMemory{"memory"}, kCall{"call"}, kNumRows{"num_rows"}, kNumTokens{"num_tokens"},
-        kStarts{"starts"}, kLayout{"layout"}, kAlignment{"expert_alignment"};
-    if (!PyObject_HasAttr(handle.ptr(), kMemory.text)) return std::nullopt;
-    const py::object memory = kMemory.of(handle), call = kCall.of(handle), starts = py::reinterpret_borrow<py::object>(kStarts.of(handle));
-    if (memory.is_none() || !are_plain({memory, call}) || kBufferId.of(handle).cast<int64_t>() != calls.settings.number)
-        return std::nullopt;
-    Dispatched made{unpacked(memory), unpacked(call), kNumRows.of(handle).cast<int64_t>(), kNumTokens.of(handle).cast<int64_t>()};
-    for (size_t i = 0; i < made.starts.size(); ++i) made.starts[i] = PyLong_AsLongLong(PyTuple_GetItem(starts.ptr(), i));
-    made.is_expert_layout = PyUnicode_CompareWithASCIIString(kLayout.of(handle).ptr(), "expert") == 0;
-    made.expert_alignment = kAlignment.of(handle).cast<int64_t>();
-    return calls.is_here(made.memory) && has_memory(made.call) ? std::optional(made) : std::nullopt;
+// The handle that a `PackedHandle` shows, if it is one of this buffer as its dispatch made it; else null.
+std::shared_ptr<Handle> handle_in(const Calls& calls, py::handle shown) {
+    static PyObject* const name = PyUnicode_InternFromString("native");
+    const auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(shown.ptr(), name));
+    if (!found) PyErr_Clear();
+    if (!found || !py::isinstance<Handle>(found)) return nullptr;
+    auto handle = found.cast<std::shared_ptr<Handle>>();
+    return calls.takes_handle(*handle) ? handle : nullptr;
 }
 
-// (recv_x, recv_x_scales, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert, shape, num_rows, memory, call), the latter four for
-// the handle.
-py::object dispatch_rows(Calls& calls, py::handle x, py::handle x_scales, py::handle topk_idx, py::handle topk_weights,
-                         bool is_expert_layout, int64_t expert_alignment, int64_t num_recv_rows, int num_sms) {
-    if (is_watched() || !calls.is_ready() || !are_plain({x, x_scales, topk_idx, topk_weights})) return py::none();
+// ---- calls with gradients: None where an argument is not what C++ takes, and Python says what is wrong, or makes the call another way ----
+
+bool may_call(const Calls& calls, std::initializer_list<py::handle> tensors) {
+    return !is_watched() && calls.is_ready() && are_plain(tensors);
+}
+
+std::optional<Received> dispatch_rows(Calls& calls, py::handle x, py::handle x_scales, py::handle topk_idx, py::handle topk_weights,
+                                      bool is_expert_layout, int64_t expert_alignment, int64_t num_recv_rows, const Mode& mode) {
+    if (!may_call(calls, {x, x_scales, topk_idx, topk_weights})) return std::nullopt;
     DispatchRequest request;
     request.out = {unpacked(x), unpacked(x_scales), unpacked(topk_idx), unpacked(topk_weights)};
     request.is_expert_layout = is_expert_layout;
     request.expert_alignment = expert_alignment;
     request.num_recv_rows = num_recv_rows;
-    request.num_sms = num_sms;
-    if (!calls.takes(request.out)) return py::none();
-    if (request.out.topk_weights.defined() && request.out.topk_weights.sizes() != request.out.topk_idx.sizes()) return py::none();
-    const DispatchResult made = dispatch(calls, request);
-    return py::make_tuple(made.in.x, packed(made.in.x_scales), packed(made.in.topk_idx), packed(made.in.topk_weights),
-                          calls.tokens_per_expert(made.handle), calls.shape_of(made.handle.num_tokens, is_expert_layout),
-                          made.handle.num_rows, made.handle.memory, made.handle.call);
+    request.mode = mode;
+    if (!calls.takes(request.out)) return std::nullopt;
+    if (request.out.topk_weights.defined() && request.out.topk_weights.sizes() != request.out.topk_idx.sizes()) return std::nullopt;
+    return dispatch(calls, request);
 }
 
-// (recv_x, recv_x_scales, recv_topk_weights).
-py::object dispatch_along(Calls& calls, py::handle x, py::handle x_scales, py::handle topk_weights, py::handle handle, int num_sms) {
-    if (is_watched() || !calls.is_ready() || !are_plain({x, x_scales, topk_weights})) return py::none();
-    const std::optional<Dispatched> along = dispatched_of(calls, handle);
+std::optional<Received> dispatch_along(Calls& calls, py::handle x, py::handle x_scales, py::handle topk_weights, py::handle handle,
+                                       const Mode& mode) {
+    if (!may_call(calls, {x, x_scales, topk_weights})) return std::nullopt;
     DispatchRequest request;
+    request.along = handle_in(calls, handle);
     request.out.x = unpacked(x), request.out.x_scales = unpacked(x_scales), request.out.topk_weights = unpacked(topk_weights);
-    if (!along || !calls.takes_along(*along, request.out)) return py::none();
-    request.along = &*along;
-    request.num_sms = num_sms;
-    const DispatchResult made = dispatch(calls, request);
-    return py::make_tuple(made.in.x, packed(made.in.x_scales), packed(made.in.topk_weights));
+    request.mode = mode;
+    if (!request.along || !request.along->has_recv_topk_idx() || !calls.takes_along(*request.along, request.out)) return std::nullopt;
+    return dispatch(calls, request);
 }
 
-// combined_x.
-py::object combine_rows(Calls& calls, py::handle x, py::handle handle, py::handle topk_weights, py::handle bias, int num_sms) {
-    if (is_watched() || !calls.is_ready() || !are_plain({x, topk_weights, bias})) return py::none();
-    const std::optional<Dispatched> along = dispatched_of(calls, handle);
+// With topk_weight_grads there is no gradient, and no weight.
+std::optional<Combined> combine_rows(Calls& calls, py::handle x, py::handle handle, py::handle topk_weights, py::handle bias,
+                                     py::handle topk_weight_grads, bool sums_lanes, const Mode& mode) {
+    if (!may_call(calls, {x, topk_weights, bias, topk_weight_grads})) return std::nullopt;
+    const auto along = handle_in(calls, handle);
     CombineRequest request;
     request.rows = {unpacked(x)};
-    request.inputs.weights = unpacked(topk_weights), request.inputs.bias = unpacked(bias);
-    request.num_sms = num_sms;
+    request.inputs = {unpacked(topk_weights), unpacked(bias), unpacked(topk_weight_grads)};
+    request.inputs.sums_lanes = sums_lanes;
+    request.mode = mode;
     if (!along || !calls.takes_rows(*along, request.rows[0]) || !calls.takes_inputs(*along, request.rows[0], request.inputs))
-        return py::none();
-    return py::cast(combine(calls, *along, request));
+        return std::nullopt;
+    const at::AutoGradMode with_gradients(at::GradMode::is_enabled() && topk_weight_grads.is_none());
+    return combine(calls, *along, request);
 }
 
-// (combined_x, the lanes at their source), without gradient.
-py::object combine_with_lanes(Calls& calls, py::handle x, py::handle handle, py::handle lanes, py::handle bias, int num_sms) {
-    if (is_watched() || !calls.is_ready() || !are_plain({x, lanes, bias})) return py::none();
-    const std::optional<Dispatched> along = dispatched_of(calls, handle);
-    const Tensor rows = unpacked(x);
-    CombineInputs inputs;
-    inputs.topk_weight_grads = unpacked(lanes), inputs.bias = unpacked(bias);
-    inputs.sums_lanes = true;
-    if (!along || !calls.takes_rows(*along, rows) || !calls.takes_inputs(*along, rows, inputs)) return py::none();
-    const at::NoGradGuard without_gradients;
-    const auto [combined_x, combined_lanes] = calls.or_tell([&] { return calls.combine(*along, rows, nullptr, inputs, num_sms); });
-    return py::make_tuple(combined_x, combined_lanes);
-}
-
-// (parts, recv_topk_weights, shape, num_rows, memory, call).
-py::object dispatch_by_expert(Calls& calls, py::handle x, py::handle topk_idx, py::handle topk_weights, int64_t num_leading,
-                              int64_t tokens_per_row) {
-    if (is_watched() || !calls.is_ready() || !are_plain({x, topk_idx, topk_weights})) return py::none();
+std::optional<Received> dispatch_by_expert(Calls& calls, py::handle x, py::handle topk_idx, py::handle topk_weights, int64_t num_leading,
+                                           int64_t tokens_per_row) {
+    if (!may_call(calls, {x, topk_idx, topk_weights})) return std::nullopt;
     DispatchRequest request;
     request.out = {unpacked(x), Tensor(), unpacked(topk_idx), unpacked(topk_weights), tokens_per_row};
     request.num_leading = num_leading;
-    if (!calls.takes(request.out)) return py::none();
-    const DispatchResult made = dispatch(calls, request);
-    py::tuple parts(made.parts.size());
-    for (size_t i = 0; i < made.parts.size(); ++i) parts[i] = made.parts[i];
-    return py::make_tuple(parts, packed(made.in.topk_weights), calls.shape_of(made.handle.num_tokens, true), made.handle.num_rows,
-                          made.handle.memory, made.handle.call);
+    if (!calls.takes(request.out)) return std::nullopt;
+    return dispatch(calls, request);
 }
 
-// combined_x.
-py::object combine_by_expert(Calls& calls, py::handle tensors, py::handle weights, py::handle source_weights, py::handle handle) {
-    if (is_watched() || !calls.is_ready() || !are_plain({weights, source_weights})) return py::none();
+std::optional<Tensor> combine_by_expert(Calls& calls, py::handle tensors, py::handle weights, py::handle source_weights,
+                                        py::handle handle) {
+    if (!may_call(calls, {weights, source_weights})) return std::nullopt;
     CombineRequest request;
     for (const py::handle tensor : py::reinterpret_borrow<py::sequence>(tensors)) {
-        if (!THPVariable_CheckExact(tensor.ptr())) return py::none();
+        if (!THPVariable_CheckExact(tensor.ptr())) return std::nullopt;
         request.rows.push_back(THPVariable_Unpack(tensor.ptr()));
     }
-    const std::optional<Dispatched> along = dispatched_of(calls, handle);
-    if (!along || request.rows.empty()) return py::none();
+    const auto along = handle_in(calls, handle);
+    if (!along || request.rows.empty()) return std::nullopt;
     const auto expert_rows = calls.expert_rows_of(request.rows, *along);
     request.inputs.weights = unpacked(weights), request.inputs.source_weights = unpacked(source_weights);
-    if (!expert_rows || !calls.takes_inputs(*along, request.rows[0], request.inputs)) return py::none();
+    if (!expert_rows || !calls.takes_inputs(*along, request.rows[0], request.inputs)) return std::nullopt;
     request.expert_rows = &*expert_rows;
     if (request.inputs.source_weights.defined()) request.inputs.tokens_per_row = request.inputs.source_weights.size(0);
-    return py::cast(combine(calls, *along, request));
+    return combine(calls, *along, request).x;
 }
 
-std::unique_ptr<Calls> make(py::object shim, int64_t number, int64_t num_ranks, int64_t num_local_experts, int64_t num_topk, int64_t hidden,
-                            int64_t num_max_tokens, int num_sms, const at::Device& device, py::object shape_of, py::object current_stream,
+// ---- calls that Python has checked: without gradients, and Python tells the peers what fails ----
+
+Received run_dispatch(Calls& calls, const OptionalTensor& x, const OptionalTensor& x_scales, const OptionalTensor& topk_idx,
+                      const OptionalTensor& topk_weights, bool is_expert_layout, int64_t expert_alignment, int64_t num_recv_rows,
+                      int64_t tokens_per_row, const Mode& mode) {
+    const Outgoing out{or_none(x), or_none(x_scales), or_none(topk_idx), or_none(topk_weights), tokens_per_row};
+    return calls.dispatch(out, is_expert_layout, expert_alignment, num_recv_rows, mode);
+}
+
+Received run_dispatch_cached(Calls& calls, const Tensor& x, const OptionalTensor& x_scales, const OptionalTensor& topk_weights,
+                             const std::shared_ptr<Handle>& handle, const OptionalTensor& scaling_weights, const OptionalTensor& scaling_x,
+                             const ExpertRowsArg* expert_rows, const Mode& mode) {
+    const Outgoing out{x, or_none(x_scales), Tensor(), or_none(topk_weights)};
+    if (!scaling_weights) return calls.dispatch_cached(handle, out, nullptr, mode);
+    const Scaling scaling{*scaling_weights, or_none(scaling_x), expert_rows};
+    return calls.dispatch_cached(handle, out, &scaling, mode);
+}
+
+Combined run_combine(Calls& calls, const Tensor& x, const std::shared_ptr<Handle>& handle, const OptionalTensor& weights,
+                     const OptionalTensor& bias, const OptionalTensor& topk_weight_grads, const OptionalTensor& source_weights,
+                     const ExpertRowsArg* expert_rows, int64_t tokens_per_row, bool sums_lanes, const Mode& mode) {
+    const CombineInputs inputs{or_none(weights),        or_none(bias),  or_none(topk_weight_grads),
+                               or_none(source_weights), tokens_per_row, sums_lanes};
+    return calls.combine(*handle, x, expert_rows, inputs, mode);
+}
+
+std::optional<ExpertRowsArg> expert_rows_in(const Calls& calls, py::handle tensors, const Handle& handle) {
+    variable_list rows;
+    for (const py::handle tensor : py::reinterpret_borrow<py::sequence>(tensors)) {
+        if (!THPVariable_Check(tensor.ptr())) return std::nullopt;
+        rows.push_back(THPVariable_Unpack(tensor.ptr()));
+    }
+    return rows.empty() ? std::nullopt : calls.expert_rows_of(rows, handle);
+}
+
+// Are these tensors, once found to be expert_rows, still where they were?
+bool lie_in(const ExpertRowsArg& expert_rows, const variable_list& tensors) {
+    if (static_cast<int>(tensors.size()) != expert_rows.num_tensors) return false;
+    for (int i = 0; i < expert_rows.num_tensors; ++i)
+        if (expert_rows.address[i] != 0 && arg_of(tensors[i]).address != expert_rows.address[i]) return false;
+    return true;
+}
+
+// ---- what calls are made of ----
+
+std::shared_ptr<Calls> make(py::object shim, int64_t number, int64_t num_ranks, int64_t num_local_experts, int64_t num_topk, int64_t hidden,
+                            int64_t num_max_tokens, int num_sms, int64_t num_nodes, int64_t num_node_tokens, const at::Device& device,
                             py::object tell) {
-    const Calls::Settings settings{number, num_ranks, num_local_experts, num_topk, hidden, num_max_tokens, num_sms};
-    return std::make_unique<Calls>(std::move(shim), settings, device, std::move(shape_of), std::move(current_stream), std::move(tell));
+    const Calls::Settings settings{number, num_ranks, num_local_experts, num_topk, hidden, num_max_tokens, num_sms, num_nodes,
+                                   num_node_tokens};
+    return std::make_shared<Calls>(std::move(shim), settings, device, std::move(tell));
+}
+
+// Of an operator, which gets a handle in parts.
+Handle handle_of_tensors(int64_t buffer_id, bool is_expert_layout, int64_t expert_alignment, int64_t num_rows, const Tensor& topk_idx,
+                         const Tensor& recv_row_idx, const Tensor& recv_counts, const Tensor& num_recv_tokens_per_expert,
+                         const Tensor& call) {
+    Handle handle;
+    handle.buffer_id = buffer_id;
+    handle.is_expert_layout = is_expert_layout;
+    handle.expert_alignment = expert_alignment;
+    handle.num_rows = num_rows;
+    handle.shape.num_tokens = topk_idx.size(0), handle.shape.num_topk = topk_idx.size(1);
+    handle.sections = {topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert};
+    handle.call = call;
+    return handle;
+}
+
+void bind_handle(py::module_& m) {
+    const auto section = [](int i) { return [i](const Handle& self) { return self.section(i); }; };
+    py::class_<Handle, std::shared_ptr<Handle>>(m, "Handle")
+        .def(py::init(&handle_of_tensors), py::arg("buffer_id"), py::arg("is_expert_layout"), py::arg("expert_alignment"),
+             py::arg("num_rows"), py::arg("topk_idx"), py::arg("recv_row_idx"), py::arg("recv_counts"),
+             py::arg("num_recv_tokens_per_expert"), py::arg("call"))
+        .def_readonly("buffer_id", &Handle::buffer_id)
+        .def_property_readonly("layout", [](const Handle& self) { return self.is_expert_layout ? "expert" : "rank"; })
+        .def_readonly("expert_alignment", &Handle::expert_alignment)
+        .def_readonly("num_rows", &Handle::num_rows)
+        .def_property_readonly("num_tokens", [](const Handle& self) { return self.shape.num_tokens; })
+        .def_readonly("memory", &Handle::memory)
+        .def_readonly("call", &Handle::call)
+        .def_property_readonly("counts_on_host",
+                               [](const Handle& self) {
+                                   const int64_t* end = self.call.const_data_ptr<int64_t>() + self.call.numel();
+                                   return std::vector<int64_t>(end - self.shape.sizes[kTokensPerExpert][0], end);
+                               })
+        .def_property_readonly("topk_idx", section(kTopkIdx))
+        .def_property_readonly("recv_row_idx", section(kRecvRowIdx))
+        .def_property_readonly("recv_counts", section(kRecvCounts))
+        .def_property_readonly("num_recv_tokens_per_expert", section(kTokensPerExpert))
+        .def_property_readonly("recv_topk_idx", [](const Handle& self) { return optional_of(self.recv_topk_idx); })
+        .def_property_readonly("is_unchanged", &Handle::is_unchanged)
+        .def_property_readonly("has_recv_topk_idx", &Handle::has_recv_topk_idx)
+        .def("replaced", &Handle::with, py::arg("memory"), py::arg("call"))
+        .def("emptied", [](const Handle& self) { return self.with({}, {}); });
+    py::class_<ExpertRowsArg>(m, "ExpertRows").def("lie_in", &lie_in, py::arg("tensors"));
+}
+
+void bind_results(py::module_& m) {
+    using torch::wrap_pybind_function;
+    py::class_<Mode>(m, "Mode")
+        .def(py::init<int, bool, bool>(), py::arg("num_sms"), py::arg("is_async"), py::arg("is_split"));
+    py::class_<Recorded, std::shared_ptr<Recorded>>(m, "Recorded")
+        .def(py::init([](const at::Device& device) { return std::make_shared<Recorded>(device); }), py::arg("device"))
+        .def("wait", wrap_pybind_function(&Recorded::wait))
+        .def("query", wrap_pybind_function(&Recorded::query));
+    py::class_<SecondHalf, std::shared_ptr<SecondHalf>>(m, "SecondHalf").def("finish", wrap_pybind_function(&SecondHalf::finish));
+    py::class_<InFlight>(m, "InFlight")
+        .def_readonly("second_half", &InFlight::second_half)
+        .def_readonly("recorded", &InFlight::recorded);
+    py::class_<Received, InFlight>(m, "Received")
+        .def_readonly("recv_x", &Received::x)
+        .def_property_readonly("recv_x_scales", [](const Received& self) { return optional_of(self.x_scales); })
+        .def_property_readonly("recv_topk_weights", [](const Received& self) { return optional_of(self.topk_weights); })
+        .def_property_readonly("grad_weights", [](const Received& self) { return optional_of(self.grad_weights); })
+        .def_property_readonly("parts", [](const Received& self) { return py::tuple(py::cast(self.parts)); })
+        .def_readonly("handle", &Received::handle);
+    py::class_<Combined, InFlight>(m, "Combined")
+        .def_readonly("combined_x", &Combined::x)
+        .def_property_readonly("topk_weight_grads", [](const Combined& self) { return optional_of(self.topk_weight_grads); });
+}
+
+void bind_calls(py::module_& m) {
+    using torch::wrap_pybind_function;
+    const py::arg x("x"), x_scales("x_scales"), topk_idx("topk_idx"), topk_weights("topk_weights"), handle("handle"), mode("mode");
+    const py::arg is_expert_layout("is_expert_layout"), expert_alignment("expert_alignment"), num_recv_rows("num_recv_rows");
+    const py::arg weights("weights"), bias("bias"), topk_weight_grads("topk_weight_grads"), source_weights("source_weights");
+    const py::arg expert_rows("expert_rows"), tokens_per_row("tokens_per_row"), sums_lanes("sums_lanes");
+    py::class_<Calls, std::shared_ptr<Calls>>(m, "Calls")
+        .def(py::init(&make), py::kw_only(), py::arg("shim"), py::arg("number"), py::arg("num_ranks"), py::arg("num_local_experts"),
+             py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"), py::arg("num_sms"), py::arg("num_nodes"),
+             py::arg("num_node_tokens"), py::arg("device"), py::arg("tell"))
+        .def("release", &Calls::release)
+        .def("dispatch", wrap_pybind_function(dispatch_rows), x, x_scales, topk_idx, topk_weights, is_expert_layout, expert_alignment,
+             num_recv_rows, mode)
+        .def("dispatch_cached", wrap_pybind_function(dispatch_along), x, x_scales, topk_weights, handle, mode)
+        .def("combine", wrap_pybind_function(combine_rows), x, handle, topk_weights, bias, topk_weight_grads, sums_lanes, mode)
+        .def("dispatch_by_expert", wrap_pybind_function(dispatch_by_expert), x, topk_idx, topk_weights, py::arg("num_leading"),
+             tokens_per_row)
+        .def("combine_by_expert", wrap_pybind_function(combine_by_expert), py::arg("parts"), weights, source_weights, handle)
+        .def("run_dispatch", wrap_pybind_function(run_dispatch), x, x_scales, topk_idx, topk_weights, is_expert_layout, expert_alignment,
+             num_recv_rows, tokens_per_row, mode)
+        .def("run_dispatch_cached", wrap_pybind_function(run_dispatch_cached), x, x_scales, topk_weights, handle,
+             py::arg("scaling_weights"), py::arg("scaling_x"), expert_rows, mode)
+        .def("run_combine", wrap_pybind_function(run_combine), x, handle, weights, bias, topk_weight_grads, source_weights, expert_rows,
+             tokens_per_row, sums_lanes, mode)
+        .def("expert_rows_of", wrap_pybind_function(expert_rows_in), py::arg("tensors"), handle);
+    m.def(
+        "set_hooks",
+        [](py::object ready, py::object pass_failed, py::object dispatch_gradients, py::object combine_gradients) {
+            hooks() = {std::move(ready), std::move(pass_failed), std::move(dispatch_gradients), std::move(combine_gradients)};
+        },
+        py::kw_only(), py::arg("ready"), py::arg("pass_failed"), py::arg("dispatch_gradients"), py::arg("combine_gradients"));
+    m.def("call_stream", wrap_pybind_function(call_stream), py::arg("device"));
 }
 
 std::unique_ptr<LowLatencyCalls> make_low_latency(py::object shim, int64_t num_ranks, int64_t num_local_experts, int64_t num_topk,
@@ -157,30 +273,9 @@ PYBIND11_MODULE(_torch, m) {
     using namespace deepep_moe;
     m.attr("TORCH_VERSION") = DEEPEP_MOE_TORCH;
     m.attr("SHIM_BYTES") = kShimBytes;
-    py::class_<Calls>(m, "Calls")
-        .def(py::init(&make), py::kw_only(), py::arg("shim"), py::arg("number"), py::arg("num_ranks"), py::arg("num_local_experts"),
-             py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"), py::arg("num_sms"), py::arg("device"), py::arg("shape_of"),
-             py::arg("current_stream"), py::arg("tell"))
-        .def("release", &Calls::release)
-        .def("dispatch", torch::wrap_pybind_function(dispatch_rows), py::arg("x"), py::arg("x_scales"), py::arg("topk_idx"),
-             py::arg("topk_weights"), py::arg("is_expert_layout"), py::arg("expert_alignment"), py::arg("num_recv_rows"),
-             py::arg("num_sms"))
-        .def("dispatch_cached", torch::wrap_pybind_function(dispatch_along), py::arg("x"), py::arg("x_scales"), py::arg("topk_weights"),
-             py::arg("handle"), py::arg("num_sms"))
-        .def("combine", torch::wrap_pybind_function(combine_rows), py::arg("x"), py::arg("handle"), py::arg("topk_weights"),
-             py::arg("bias"), py::arg("num_sms"))
-        .def("combine_with_lanes", torch::wrap_pybind_function(combine_with_lanes), py::arg("x"), py::arg("handle"), py::arg("lanes"),
-             py::arg("bias"), py::arg("num_sms"))
-        .def("dispatch_by_expert", torch::wrap_pybind_function(dispatch_by_expert), py::arg("x"), py::arg("topk_idx"),
-             py::arg("topk_weights"), py::arg("num_leading"), py::arg("tokens_per_row"))
-        .def("combine_by_expert", torch::wrap_pybind_function(combine_by_expert), py::arg("parts"), py::arg("weights"),
-             py::arg("source_weights"), py::arg("handle"));
-    m.def(
-        "set_hooks",
-        [](py::object plain, py::object pass_failed, py::object dispatch_gradients, py::object combine_gradients) {
-            hooks() = {std::move(plain), std::move(pass_failed), std::move(dispatch_gradients), std::move(combine_gradients)};
-        },
-        py::kw_only(), py::arg("plain"), py::arg("pass_failed"), py::arg("dispatch_gradients"), py::arg("combine_gradients"));
+    bind_handle(m);
+    bind_results(m);
+    bind_calls(m);
     bind_gate(m);
     m.def("set_expert_hooks", &set_expert_hooks, py::kw_only(), py::arg("shim"), py::arg("current_stream"));
     m.def("grouped_swiglu", torch::wrap_pybind_function(grouped_swiglu), py::arg("x"), py::arg("counts"), py::arg("w1"), py::arg("w2"),

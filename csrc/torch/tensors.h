@@ -84,7 +84,9 @@ inline bool needs_gradients(std::initializer_list<const Tensor*> tensors) {
            std::any_of(tensors.begin(), tensors.end(), [](const Tensor* t) { return t->defined() && t->requires_grad(); });
 }
 
-inline std::optional<Tensor> optional_of(const Tensor& tensor) { return tensor.defined() ? std::optional(tensor) : std::nullopt; }
+using OptionalTensor = std::optional<Tensor>;
+inline OptionalTensor optional_of(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
+inline Tensor or_none(const OptionalTensor& tensor) { return tensor.value_or(Tensor()); }
 
 // What `gradients()` returns. Python's errors leave as the engine takes them from its threads.
 template <class Gradients>

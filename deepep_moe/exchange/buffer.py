@@ -11,6 +11,7 @@ from torch import Tensor
 from deepep_moe import config
 from deepep_moe.arguments import check_is_tensor, check_plain
 from deepep_moe.device import making_on
+from deepep_moe.event import Event
 from deepep_moe.exchange import native, operators, quantized
 from deepep_moe.exchange.backends.base import Backend
 from deepep_moe.exchange.backends.select import BACKENDS, make_backend
@@ -241,11 +242,12 @@ class Buffer(Sizes):
         if fp8:
             calls.refuse_on_failure(check_quantizable, x, x_scales)
             x, x_scales = calls.refuse_on_failure(quantize_fp8, x)
-        if not (async_op or return_hook or torch.compiler.is_compiling()):
+        if not torch.compiler.is_compiling():
+            how = num_sms, async_op, return_hook
             if handle is None:
-                made = native.dispatch(calls, x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows, num_sms)
+                made = native.dispatch(calls, x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows, *how)
             elif topk_idx is None and num_recv_rows is None and layout == "expert" and expert_alignment == 1:
-                made = native.dispatch_along(calls, x, x_scales, topk_weights, handle, num_sms)
+                made = native.dispatch_along(calls, x, x_scales, topk_weights, handle, *how)
             else:
                 made = None  # what contradicts the handle is refused below
             if made is not None:
@@ -262,7 +264,7 @@ class Buffer(Sizes):
             recv_x, scales, weights, handle = operators.dispatch(
                 calls, mode, x, x_scales, topk_idx, topk_weights, layout, expert_alignment, -1 if bound is None else bound
             )
-        event = calls.event(mode, recv_x, scales, handle.recv_topk_idx, weights, handle, x, x_scales, topk_idx, topk_weights)
+        event = calls.event(mode, x)
         hook = event.wait if event is not None and return_hook else None
         return DispatchOutput(recv_x, scales, handle.recv_topk_idx, weights, handle.counts(), handle, event, hook)
 
@@ -311,18 +313,15 @@ class Buffer(Sizes):
             if fp8 != BLOCKWISE:
                 raise calls.refuse(ValueError(f"fp8 is {fp8!r}; combine takes False, or {BLOCKWISE!r} for its gradient"))
             return quantized.combine(calls, x, handle, topk_weights, bias, num_sms, async_op, return_hook)
-        if not (async_op or return_hook or torch.compiler.is_compiling()):
-            made = native.combine_rows(calls, x, handle, topk_weights, bias, num_sms)
+        if not torch.compiler.is_compiling():
+            made = native.combine_rows(calls, x, handle, topk_weights, bias, num_sms, async_op, return_hook)
             if made is not None:
-                return made
+                return _with_event(made.combined_x, calls.in_flight, return_hook) if async_op or return_hook else made.combined_x
         mode = calls.mode_of(num_sms, async_op, return_hook)
         calls.refuse_on_failure(check_tensors, x, topk_weights=topk_weights, bias=bias)
         calls.refuse_on_failure(check_owner, handle, calls.number)
         combined_x, _ = operators.combine(calls, mode, x, topk_weights, bias, None, handle)
-        event = calls.event(mode, combined_x, x, topk_weights, bias, handle)
-        if event is None:
-            return combined_x
-        return combined_x, event.wait if return_hook else event
+        return _with_event(combined_x, calls.event(mode, x), return_hook)
 
     def check(self) -> None:
         """Raise what a GPU has reported of earlier calls: those of a CUDA graph, and those whose host waits for nothing, as with
@@ -366,6 +365,12 @@ class Buffer(Sizes):
         it goes with the next buffer that this process makes or destroys."""
         self.calls.destroy()
         self._group = None  # a process group that outlives destroy_process_group may abort the process as it ends
+
+
+def _with_event(combined_x: Tensor, event: Event | None, return_hook: bool) -> Any:
+    if event is None:
+        return combined_x
+    return combined_x, event.wait if return_hook else event
 
 
 @torch._disable_dynamo

@@ -48,10 +48,7 @@ def dispatch_by_expert(
     if native is not None:
         made = native.dispatch_by_expert(x, topk_idx, topk_weights, len(leading), tokens_per_row)
         if made is not None:
-            rows, weights, shape, num_rows, memory, numbers = made
-            handle = PackedHandle(calls.number, "expert", 1, num_rows, shape, memory, numbers)
-            handle.seal()
-            return rows, weights, handle
+            return made.parts, made.recv_topk_weights, PackedHandle(made.handle)
     calls.refuse_on_failure(refuse_watchers, EXCHANGE, (x, topk_weights), is_operator=False)
     weights, handle, *rows = _DispatchByExpert.apply(x, topk_idx, topk_weights, calls, leading, tokens_per_row)
     return tuple(rows), weights, handle

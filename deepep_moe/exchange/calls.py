@@ -18,7 +18,17 @@ from torch import Tensor
 from deepep_moe.device import is_gpu
 from deepep_moe.errors import BufferDestroyedError, Cause, EPError, OutgrownError, told
 from deepep_moe.event import Event
-from deepep_moe.exchange.backends.base import Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, tell_peers
+from deepep_moe.exchange.backends.base import (
+    Backend,
+    CachedDispatchArgs,
+    CombineArgs,
+    DispatchArgs,
+    InFlight,
+    Mode,
+    Move,
+    Rows,
+    tell_peers,
+)
 from deepep_moe.exchange.checks import (
     check_cached_dispatch,
     check_combine,
@@ -99,9 +109,12 @@ class Calls:
 
     @property
     def native(self) -> Any:
-        """`_torch.Calls` where the next call may be made there: nothing is in flight or to be raised."""
-        is_plain = self._pending is None and self._earlier_failure is None and self._num_forks == _num_forks
-        return self._native if is_plain else None
+        """`_torch.Calls` where it may make the next call: nothing waits to be raised, and what is in flight has had its second half."""
+        if self._native is None or self._earlier_failure is not None or self._num_forks != _num_forks:
+            return None
+        if self._pending is not None:
+            self._finish_earlier_call()
+        return self._native
 
     def mode_of(self, num_sms: int | None, is_async: bool = False, is_split: bool = False) -> Mode:
         """Return how a call with these arguments runs. `num_sms`: None for the buffer's."""
@@ -160,11 +173,27 @@ class Calls:
         if self._calling.locked():
             raise EPError("two threads are in calls of one buffer; make its calls one after the other")
 
-    def event(self, mode: Mode, *used: Any) -> Event | None:
-        """Return the event of the call just made, None where it was not asynchronous. `used`: its tensors, and what holds some."""
+    def event(self, mode: Mode, x: Tensor) -> Event | None:
+        """Return the event of the call of `x` just made, None where it was not asynchronous."""
         if not (mode.is_async or mode.is_split):
             return None
-        return self._pending or Event(recorded=self.backend.recorded(*used))
+        return self._pending or Event(recorded=self.backend.recorded(x))
+
+    @property
+    def in_flight(self) -> Event | None:
+        """The asynchronous call just made."""
+        return self._pending
+
+    def keep_in_flight(self, made: InFlight) -> Event | None:
+        """Know what is left of a call that a GPU was given. Return its event, None where nothing is left."""
+        half = made.second_half
+        if half is not None:
+            self._pending = Event(
+                second_half=partial(_finish, half), device=self.backend.device, is_captured=self._is_capturing()
+            )  # fmt: skip
+        elif made.recorded is not None:
+            self._pending = Event(recorded=made.recorded)
+        return self._pending
 
     def check(self) -> None:
         """Raise what earlier calls have reported since."""
@@ -179,8 +208,6 @@ class Calls:
         if self._worker is not None and os.getpid() == self._process_id:
             self._worker.finish()
         self._worker = None
-        if self._native is not None:
-            self._native.release()
         backend, self._backend, self._native = self._backend, None, None
         backend.destroy()
         self._pending = None  # and what its second half holds, only now: a GPU may have read and written that until here
@@ -293,22 +320,22 @@ class Calls:
     def _move(self, mode: Mode, num_calls: int, move_rows: Move, *keep_alive: Any) -> None:
         """Move the rows, now or later. Until then the tensors that native code knows by address are held. Raises what an earlier call's
         kernels have reported."""
-        can, move = self.capabilities, partial(self._tell_on_failure, num_calls, move_rows)
-        if mode.is_split and can.can_split:
-            half = partial(_second_half, move, keep_alive)
-            self._pending = Event(second_half=half, device=self.backend.device, is_captured=self._is_capturing())
-        elif not can.moves_on_thread or not (mode.is_async or mode.is_split):
-            move()
+        if not callable(move_rows):
+            self.keep_in_flight(move_rows)
         else:
-            self._tell_on_failure(num_calls, partial(self._move_on_thread, num_calls + 1, move, keep_alive))
+            move = partial(self._tell_on_failure, num_calls, move_rows)
+            if self.capabilities.moves_on_thread and (mode.is_async or mode.is_split):
+                self._tell_on_failure(num_calls, partial(self._move_on_thread, num_calls + 1, move, keep_alive))
+            else:
+                move()
         failure, self._earlier_failure = self._earlier_failure, None
         if failure is not None:
-            event = self.event(mode, *keep_alive)
+            event = self.event(mode, keep_alive[0].x)
             if event is not None:
                 event.wait()  # nobody will be given it
             raise failure
 
-    def _move_on_thread(self, number: int, move: Move, keep_alive: Any) -> None:
+    def _move_on_thread(self, number: int, move: Callable[[], None], keep_alive: Any) -> None:
         if self._worker is None:
             self._worker = Worker()
         self._num_submitted = number
@@ -341,5 +368,11 @@ def _cannot_be_made_after_a_failure(args: DispatchArgs | CachedDispatchArgs | Co
     return args.num_recv_rows < 0 if isinstance(args, DispatchArgs) else args.handle.has_failed
 
 
-def _second_half(move: Move, _keep_alive: Any) -> None:
+def _second_half(move: Callable[[], None], _keep_alive: Any) -> None:
     move()
+
+
+def _finish(half: Any) -> None:
+    """`half`: `_torch.SecondHalf`."""
+    if not half.finish():
+        raise BufferDestroyedError("the buffer was destroyed before this call's hook; its results will not come")

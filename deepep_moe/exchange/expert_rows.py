@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepep_moe import _C
 from deepep_moe.device import is_lazy
 from deepep_moe.exchange.backends.base import CombineArgs, Fusion
 from deepep_moe.exchange.backward import watch_backward
@@ -17,12 +16,11 @@ from deepep_moe.library import is_watched
 
 
 def rows_of(calls: Calls, handle: DispatchHandle, rows: Sequence[Tensor], *, may_stay: bool, found: Any = None) -> tuple[Tensor, Any]:
-    """Return all rows, joined; or, where they may stay and kernels can read them there, the first expert's and `_C.ExpertRows` of all.
-    `found`: the `_C.ExpertRows` of these rows before they were saved, which hold unless saving has moved them."""
+    """Return all rows, joined; or, where they may stay and kernels can read them there, the first expert's and `_torch.ExpertRows` of all.
+    `found`: the `_torch.ExpertRows` of these rows before they were saved, which hold unless saving has moved them."""
     if may_stay and calls.capabilities.can_fuse and all(isinstance(row, Tensor) and not is_lazy(row) for row in rows):
-        s = calls.settings
         is_there = found is not None and found.lie_in(rows)
-        expert_rows = found if is_there else _C.ExpertRows.of(handle, rows, s.num_local_experts, s.hidden)
+        expert_rows = found if is_there else calls.backend.expert_rows_of(rows, handle)  # type: ignore[attr-defined]
         if expert_rows is not None:
             return rows[0], expert_rows
     return calls.refuse_on_failure(_joined, rows, handle, calls.settings.hidden), None

@@ -1,17 +1,14 @@
 """What a dispatch returns, and the reusable part of it."""
 
-import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from operator import is_
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
 from deepep_moe.event import Event
-from deepep_moe.group.settings import Settings
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +41,8 @@ class DispatchHandle:
     recv_topk_idx: Tensor | None
     """[num_rows, num_topk] local experts, -1 = another rank's (rank layout only)."""
 
-    memory: ClassVar[Tensor | None] = None
-    """Of a `PackedHandle`."""
+    native: ClassVar[Any] = None
+    """`_torch.Handle`, of a `PackedHandle`."""
     made: ClassVar[tuple[tuple[Any, ...], tuple[int, ...]] | None] = None
     """The `parts` as the dispatch made them, and the versions of those that are tensors, by which PyTorch counts changes in place; each
     handle of `seal` has its own."""
@@ -146,108 +143,56 @@ class TracedHandle(DispatchHandle):
     is_traced = True
 
 
-@dataclass(frozen=True)
-class HandleShape:
-    """The sizes of a `PackedHandle`."""
-
-    num_tokens: int
-    num_topk: int
-    num_slots: int
-    """Tokens received at most, 0 in the rank layout."""
-    num_ranks: int
-    num_local_experts: int
-    num_nodes: int = 1
-    num_node_tokens: int = 0
-    """Tokens that a rank serves, of all nodes at most; 0 where there is one node."""
-
-    @staticmethod
-    def of(s: Settings, num_tokens: int, layout: str) -> "HandleShape":
-        """Return the shape for a dispatch of `num_tokens` tokens of this rank."""
-        num_slots = s.num_ranks * s.num_max_tokens_per_rank if layout == "expert" else 0
-        return HandleShape(num_tokens, s.num_topk, num_slots, s.num_ranks, s.num_local_experts)
-
-    @cached_property
-    def sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert; of several nodes, then the experts here of the tokens
-        that a rank serves, and their number from each node."""
-        sizes = (self.num_tokens, self.num_topk), (self.num_slots, self.num_topk), (self.num_ranks, 1), (self.num_local_experts,)
-        return sizes if self.num_nodes == 1 else (*sizes, (self.num_node_tokens, self.num_topk), (self.num_nodes,))
-
-    @cached_property
-    def starts(self) -> tuple[int, ...]:
-        """Where each of these begins in the memory, and the end."""
-        lengths = (-(-math.prod(size) // _SECTION) * _SECTION for size in self.sizes)
-        return tuple(itertools.accumulate(lengths, initial=0))
-
-
-_SECTION = 32  # int32: each section of a packed handle has its own cache lines
+def _shown(name: str) -> Any:
+    return property(lambda handle: getattr(handle.native, name))
 
 
 class PackedHandle(DispatchHandle):
-    """One whose tensors lie in one allocation, each of them a view that is made when somebody looks: a host that waits for a GPU's counts
-    has no time for four allocations."""
+    """One that `deepep_moe._torch` has made. Its tensors lie in one allocation, each of them a view that is made when somebody looks: a
+    host that waits for a GPU's counts has no time for four allocations."""
 
-    memory: Tensor  # type: ignore[misc]
-    shape: HandleShape
-    starts: tuple[int, ...]
-    num_tokens = 0  # each has its own, past the property
-    stream: int | None = None
-    """Of the dispatch, which the memory belongs to."""
+    buffer_id: int = _shown("buffer_id")
+    layout: str = _shown("layout")
+    expert_alignment: int = _shown("expert_alignment")
+    num_rows: int = _shown("num_rows")
+    num_tokens: int = _shown("num_tokens")
+    topk_idx: Tensor = _shown("topk_idx")
+    recv_row_idx: Tensor = _shown("recv_row_idx")
+    recv_counts: Tensor = _shown("recv_counts")
+    num_recv_tokens_per_expert: Tensor = _shown("num_recv_tokens_per_expert")
+    call: Tensor = _shown("call")
+    recv_topk_idx: Tensor | None = _shown("recv_topk_idx")
+    is_unchanged: bool = _shown("is_unchanged")
+    has_recv_topk_idx: bool = _shown("has_recv_topk_idx")
+    has_parts = True  # they cannot be set
 
-    def __init__(self, buffer_id: int, layout: str, expert_alignment: int, num_rows: int, shape: HandleShape, memory: Tensor, call: Tensor):
-        self.__dict__.update(
-            buffer_id=buffer_id, layout=layout, expert_alignment=expert_alignment, num_rows=num_rows, shape=shape, memory=memory, call=call,
-            starts=shape.starts, num_tokens=shape.num_tokens, num_topk=shape.num_topk, num_node_tokens=shape.num_node_tokens,
-            recv_topk_idx=None,
-        )  # fmt: skip
+    def __init__(self, native: Any):
+        self.__dict__["native"] = native
 
-    def complete(self, num_rows: int, recv_topk_idx: Tensor | None, stream: int) -> None:
-        """Once it is known what comes; nobody else has the handle yet."""
-        self.__dict__.update(num_rows=num_rows, recv_topk_idx=recv_topk_idx, stream=stream)
+    @property
+    def made(self) -> Any:  # type: ignore[override]
+        return self.native
 
-    def _section(self, i: int) -> Tensor:
-        size, start = self.shape.sizes[i], self.shape.starts[i]
-        return self.memory[start : start + math.prod(size)].view(size)
-
-    @cached_property
-    def topk_idx(self) -> Tensor:
-        return self._section(0)
-
-    @cached_property
-    def recv_row_idx(self) -> Tensor:
-        return self._section(1)
-
-    @cached_property
-    def recv_counts(self) -> Tensor:
-        return self._section(2)
-
-    @cached_property
-    def num_recv_tokens_per_expert(self) -> Tensor:
-        return self._section(3)
+    def seal(self) -> "PackedHandle":
+        return self  # C++ has
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.memory, self.recv_topk_idx
-
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        return self.buffer_id, self.layout, self.expert_alignment, self.num_rows, self.num_tokens, self.shape, self.memory, self.call
+        return self.native.memory, self.recv_topk_idx
 
     def to_save(self) -> tuple[Tensor, ...]:
-        return self.memory, self.call
+        return self.native.memory, self.call
 
     def rebuild(self) -> Callable[..., DispatchHandle]:
-        return partial(_of_memory, self.buffer_id, self.layout, self.expert_alignment, self.shape)
+        return partial(_of_memory, self.native.emptied())
 
     def _counts_on_host(self) -> list[int]:
-        counts: list[int] = self.call.tolist()
-        return counts[1 + 2 * self.shape.num_ranks :]
+        counts: list[int] = self.native.counts_on_host
+        return counts
 
 
-def _of_memory(
-    buffer_id: int, layout: str, expert_alignment: int, shape: HandleShape, num_rows: int, memory: Tensor, call: Tensor
-) -> DispatchHandle:
-    return PackedHandle(buffer_id, layout, expert_alignment, num_rows, shape, memory, call).seal()
+def _of_memory(native: Any, _num_rows: int, memory: Tensor, call: Tensor) -> DispatchHandle:
+    return PackedHandle(native.replaced(memory, call))
 
 
 def padded(counts: Tensor, alignment: int) -> Tensor:

@@ -19,9 +19,9 @@ def combine_with_lanes(
     they are 0 where another rank has the expert. Raises what `Buffer.combine` raises.
     """
     calls = buffer.calls
-    made = native.combine_with_lanes(calls, x, handle, lanes, bias, num_sms)
+    made = native.combine_rows(calls, x, handle, None, bias, num_sms, lanes=lanes)
     if made is not None:
-        return made
+        return made.combined_x, made.topk_weight_grads
     mode = calls.mode_of(num_sms)
     calls.refuse_on_failure(check_tensors, x, is_operator=False, topk_weights=lanes, bias=bias)
     calls.refuse_on_failure(check_owner, handle, calls.number)

@@ -1,90 +1,83 @@
-"""Plain calls from C++, where the module that links PyTorch is there: the same bits, and less work for the host.
+"""Calls on GPUs: `deepep_moe._torch` (csrc/torch) makes them in one step, gradients included.
 
-`_torch.Calls` (csrc/torch) makes a call in one step, gradients included, if everything about it is plain. It declines the others, for which
-these functions return None. Python then makes the call, and says what is wrong with it.
+It declines a call with an argument that it does not take, and one that PyTorch watches; for these the functions here return None. Python
+then says what is wrong with the call, or makes it another way.
 """
 
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 
 from deepep_moe import torch_module
-from deepep_moe.device import call_stream
 from deepep_moe.exchange import expert_rows
 from deepep_moe.exchange.backends.base import LAYOUTS
 from deepep_moe.exchange.backward import pass_failed
 from deepep_moe.exchange.calls import Calls, calls_of, live_calls
 from deepep_moe.exchange.checks import MAX_ALIGNMENT
-from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, HandleShape, PackedHandle
+from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, PackedHandle
 from deepep_moe.exchange.operators import as_rows, combine
 from deepep_moe.group.settings import MAX_NUMBER
 
 
 def dispatch(
     calls: Calls, x: Tensor, x_scales: Tensor | None, topk_idx: Tensor | None, topk_weights: Tensor | None, layout: str,
-    expert_alignment: int, num_recv_rows: int | None, num_sms: int | None,
+    expert_alignment: int, num_recv_rows: int | None, num_sms: int | None, async_op: bool = False, return_hook: bool = False,
 ) -> DispatchOutput | None:  # fmt: skip
     """Make a dispatch with fresh routing."""
-    native, bound = calls.native, 0 if num_recv_rows is None else num_recv_rows
-    if native is None or topk_idx is None or layout not in LAYOUTS or type(expert_alignment) is not int or type(bound) is not int:
+    native, mode = calls.native, _mode(num_sms, async_op, return_hook)
+    if native is None or mode is None or topk_idx is None or layout not in LAYOUTS or type(expert_alignment) is not int:
         return None
-    if not 1 <= expert_alignment <= MAX_ALIGNMENT or not 0 <= bound <= MAX_NUMBER or not _is_plain(num_sms):
+    bound = -1 if num_recv_rows is None else num_recv_rows
+    if not 1 <= expert_alignment <= MAX_ALIGNMENT or type(bound) is not int or not -1 <= bound <= MAX_NUMBER or num_recv_rows == -1:
         return None
-    bound, senders = -1 if num_recv_rows is None else bound, -1 if num_sms is None else num_sms
-    made = native.dispatch(x, x_scales, topk_idx, topk_weights, layout == "expert", expert_alignment, bound, senders)
-    if made is None:
-        return None
-    recv_x, scales, recv_topk_idx, weights, counts, shape, num_rows, memory, numbers = made
-    handle = PackedHandle(calls.number, layout, expert_alignment, num_rows, shape, memory, numbers)
-    handle.complete(num_rows, recv_topk_idx, call_stream(x.device))
-    handle.__dict__["num_recv_tokens_per_expert"] = counts
-    handle.seal()
-    return DispatchOutput(recv_x, scales, recv_topk_idx, weights, counts, handle, None, None)
+    made = native.dispatch(x, x_scales, topk_idx, topk_weights, layout == "expert", expert_alignment, bound, mode)
+    return None if made is None else _output(calls, made, PackedHandle(made.handle), return_hook)
 
 
 def dispatch_along(
-    calls: Calls, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle, num_sms: int | None
-) -> DispatchOutput | None:
+    calls: Calls, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle, num_sms: int | None,
+    async_op: bool = False, return_hook: bool = False,
+) -> DispatchOutput | None:  # fmt: skip
     """Make a dispatch along a handle."""
-    native = calls.native
-    if native is None or not _is_plain(num_sms) or not _is_on_stream(handle, x) or not handle.has_recv_topk_idx:
+    native, mode = calls.native, _mode(num_sms, async_op, return_hook)
+    if native is None or mode is None:
         return None
-    made = native.dispatch_cached(x, x_scales, topk_weights, handle, -1 if num_sms is None else num_sms)
-    if made is None:
-        return None
-    recv_x, scales, weights = made
-    return DispatchOutput(recv_x, scales, handle.recv_topk_idx, weights, handle.num_recv_tokens_per_expert, handle, None, None)
+    made = native.dispatch_cached(x, x_scales, topk_weights, handle, mode)
+    return None if made is None else _output(calls, made, handle, return_hook)
+
+
+def _output(calls: Calls, made: Any, handle: DispatchHandle, return_hook: bool) -> DispatchOutput:
+    event = calls.keep_in_flight(made)
+    hook = event.wait if return_hook and event is not None else None
+    counts = handle.num_recv_tokens_per_expert
+    return DispatchOutput(made.recv_x, made.recv_x_scales, handle.recv_topk_idx, made.recv_topk_weights, counts, handle, event, hook)
 
 
 def combine_rows(
-    calls: Calls, x: Tensor, handle: DispatchHandle, topk_weights: Tensor | None, bias: Tensor | None, num_sms: int | None
-) -> Tensor | None:
-    """Make a combine of all rows in one tensor."""
-    native = calls.native
-    if native is None or not _is_plain(num_sms) or not _is_on_stream(handle, x):
+    calls: Calls, x: Tensor, handle: DispatchHandle, topk_weights: Tensor | None, bias: Tensor | None, num_sms: int | None,
+    async_op: bool = False, return_hook: bool = False, *, lanes: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """Make a combine: `_torch.Combined`. With `lanes` it sums lanes of top-k beside the rows, without gradient."""
+    native, mode = calls.native, _mode(num_sms, async_op, return_hook)
+    if native is None or mode is None:
         return None
-    return native.combine(x, handle, topk_weights, bias, -1 if num_sms is None else num_sms)
+    made = native.combine(x, handle, topk_weights, bias, lanes, lanes is not None, mode)
+    if made is not None:
+        calls.keep_in_flight(made)
+    return made
 
 
-def combine_with_lanes(
-    calls: Calls, x: Tensor, handle: DispatchHandle, lanes: Tensor, bias: Tensor | None, num_sms: int | None
-) -> tuple[Tensor, Tensor] | None:
-    """Make a combine that sums lanes of top-k beside the rows, without gradient."""
-    native = calls.native
-    if native is None or not _is_plain(num_sms) or not _is_on_stream(handle, x):
-        return None
-    return native.combine_with_lanes(x, handle, lanes, bias, -1 if num_sms is None else num_sms)
+def _mode(num_sms: Any, async_op: Any, return_hook: Any) -> Any:
+    """`_torch.Mode`, or None where there is none."""
+    if num_sms is None:
+        return _mode_of(-1, bool(async_op), bool(return_hook))
+    return _mode_of(num_sms, bool(async_op), bool(return_hook)) if type(num_sms) is int and 0 <= num_sms <= MAX_NUMBER else None
 
 
-def _is_plain(num_sms: Any) -> bool:
-    return num_sms is None or (type(num_sms) is int and num_sms >= 0)
-
-
-def _is_on_stream(handle: DispatchHandle, x: Any) -> bool:
-    """Is the handle as it was made, and the call on its dispatch's stream, so that its memory need not be protected?"""
-    if not isinstance(handle, PackedHandle) or not isinstance(x, Tensor):
-        return False
-    return handle.is_unchanged and handle.stream in (None, call_stream(x.device))
+@cache
+def _mode_of(num_sms: int, is_async: bool, is_split: bool) -> Any:
+    return torch_module.needed().Mode(num_sms, is_async, is_split)
 
 
 # ---- what C++ calls: it declines gradients too, of higher order or of tensors that kernels cannot read ----
@@ -95,20 +88,11 @@ def _native(number: int) -> Any:
     return None if calls is None else calls.native
 
 
-def _handle_of(
-    number: int, layout: str, expert_alignment: int, num_rows: int, num_tokens: int, memory: Tensor, numbers: Tensor
-) -> PackedHandle:
-    shape = HandleShape.of(calls_of(number).settings, num_tokens, layout)
-    handle = PackedHandle(number, layout, expert_alignment, num_rows, shape, memory, numbers)
-    handle.seal()
-    return handle
-
-
 def _dispatch_gradients(
-    handle: tuple[Any, ...], tokens_per_row: int, grad_weights: Tensor | None, grads: list[Tensor], is_by_expert: bool
+    native: Any, tokens_per_row: int, grad_weights: Tensor | None, grads: list[Tensor], is_by_expert: bool
 ) -> tuple[Any, ...]:
     """Return the gradients of x and of topk_weights, of rows by expert or of all rows in one tensor."""
-    along = _handle_of(*handle)
+    along = PackedHandle(native)
     if is_by_expert:
         return expert_rows.dispatch_gradients(along, tokens_per_row, grad_weights, grads)
     calls, sent = calls_of(along.buffer_id), None if grad_weights is None else as_rows(grad_weights)
@@ -116,14 +100,14 @@ def _dispatch_gradients(
 
 
 def _combine_gradients(
-    handle: tuple[Any, ...], tokens_per_row: int, num_leading: int, grad: Tensor, scaled: list[Tensor]
+    native: Any, tokens_per_row: int, num_leading: int, grad: Tensor, scaled: list[Tensor]
 ) -> tuple[Any, ...]:
     """Return the gradients of weights and of rows; num_leading: as csrc/torch/functions.h has it, -1 for all rows in one tensor."""
     leading, is_joined = (1,) * max(0, num_leading), num_leading < 0
-    return expert_rows.combine_gradients(_handle_of(*handle), tokens_per_row, leading, grad, scaled, None, is_joined=is_joined)
+    return expert_rows.combine_gradients(PackedHandle(native), tokens_per_row, leading, grad, scaled, None, is_joined=is_joined)
 
 
 if torch_module.MODULE is not None:
     torch_module.MODULE.set_hooks(
-        plain=_native, pass_failed=pass_failed, dispatch_gradients=_dispatch_gradients, combine_gradients=_combine_gradients
+        ready=_native, pass_failed=pass_failed, dispatch_gradients=_dispatch_gradients, combine_gradients=_combine_gradients
     )

@@ -176,7 +176,7 @@ def _dispatch_operator(
     recv_x, scales, weights = _filled(rows, topk_idx.shape[1], layout)
     tensors = list(_tensors(handle))
     if not (is_async or is_split):  # such a call is in no graph, and has not written these yet
-        if handle.memory is not None:
+        if handle.native is not None:
             tensors = [tensor.clone() for tensor in tensors]  # none a view of the same
         if num_recv_rows >= 0 and layout == "expert":  # then no shape depends on data
             tensors[1] = torch.nn.functional.pad(tensors[1], (0, 0, 0, _num_slots(calls) - len(tensors[1])), value=-1)

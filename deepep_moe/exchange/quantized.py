@@ -40,7 +40,7 @@ def dispatch(
     sent = calls.refuse_on_failure(QuantizedRows.of, x)
     args = x, topk_weights, topk_idx, sent, calls, mode, handle, how
     recv_x, weights, made = _Dispatch.apply(*args) if needs_gradients((x, topk_weights)) else _send(*args)
-    event = calls.event(mode, recv_x.values, recv_x.scales, weights, made, sent.values, sent.scales, topk_idx, topk_weights)
+    event = calls.event(mode, x)
     hook = event.wait if event is not None and return_hook else None
     return DispatchOutput(recv_x, recv_x.scales, None, weights, made.num_recv_tokens_per_expert, made, event, hook)
 
@@ -57,7 +57,7 @@ def combine(
     calls.refuse_on_failure(_check_combine, x, topk_weights, handle)
     args = x, bias, calls, mode, handle
     combined_x = _Combine.apply(*args) if needs_gradients((x, bias)) else _bring_back(*args)
-    event = calls.event(mode, combined_x, x, bias, handle)
+    event = calls.event(mode, x)
     if event is None:
         return combined_x
     return combined_x, event.wait if return_hook else event
@@ -93,13 +93,12 @@ def _send_in_cpp(
     topk_weights: Tensor | None, topk_idx: Any, sent: QuantizedRows, calls: Calls, mode: Mode, handle: DispatchHandle | None, how: Any
 ) -> DispatchOutput | None:
     """See `deepep_moe.exchange.native`. Gradients are this module's, so there is none to be made here."""
-    if mode is not calls.own_mode:
-        return None
     weights = None if topk_weights is None else topk_weights.detach()
+    runs = mode.num_sms, mode.is_async, mode.is_split
     if handle is None:
         layout, alignment, bound = how
-        return native.dispatch(calls, sent.values, sent.scales, topk_idx, weights, layout, alignment, bound, None)
-    return native.dispatch_along(calls, sent.values, sent.scales, weights, handle, None)
+        return native.dispatch(calls, sent.values, sent.scales, topk_idx, weights, layout, alignment, bound, *runs)
+    return native.dispatch_along(calls, sent.values, sent.scales, weights, handle, *runs)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -115,10 +114,9 @@ class _Dispatch(torch.autograd.Function):
 
 
 def _bring_back(x: Tensor, bias: Tensor | None, calls: Calls, mode: Mode, handle: DispatchHandle) -> Tensor:
-    if mode is calls.own_mode:
-        plain = x.detach(), handle, None, None if bias is None else bias.detach(), None
-        if (made := native.combine_rows(calls, *plain)) is not None:
-            return made
+    plain = x.detach(), handle, None, None if bias is None else bias.detach()
+    if (made := native.combine_rows(calls, *plain, mode.num_sms, mode.is_async, mode.is_split)) is not None:
+        return made.combined_x
     return calls.combine(CombineArgs(mode, x, None, bias, None, handle))[0]
 
 

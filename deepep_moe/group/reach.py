@@ -1,6 +1,6 @@
 """Which ranks can reach each other's memory, from what they told of themselves."""
 
-from deepep_moe import _C
+from deepep_moe import _C, torch_module
 from deepep_moe.group.rendezvous import Introduction
 from deepep_moe.group.settings import Settings
 
@@ -39,6 +39,7 @@ def why_not_nvlink(peers: list[Introduction]) -> str | None:
     """The reason the nvlink backend cannot serve these ranks, or None."""
     if not hasattr(_C, "NvlinkExchange"):
         return "it was not compiled, as the build found no nvcc; install the CUDA toolkit and build again"
+    torch_module.needed()
     if len(peers) > _C.MAX_GPU_RANKS:
         return f"it serves at most {_C.MAX_GPU_RANKS} ranks, this group has {len(peers)}"
     hosts = {peer.host for peer in peers}

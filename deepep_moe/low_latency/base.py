@@ -65,6 +65,9 @@ class LowLatencyBackend:
         """The address of the current stream; 0 where there are none."""
         return 0
 
+    def keep_for_current(self, tensor: Tensor) -> None:
+        """The memory of the tensor is not used again before the current stream is through with it."""
+
     # ---- the rest ----
 
     def num_calls(self) -> int:

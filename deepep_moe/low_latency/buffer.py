@@ -192,10 +192,12 @@ class LowLatencyBuffer(Sizes):
         """
         native = None if async_op or return_hook else self._plain()
         if native is not None:
-            made = native.dispatch(x, topk_idx, topk_weights, fp8, scale_format, self._alive().stream())
+            stream = self._alive().stream()
+            made = native.dispatch(x, topk_idx, topk_weights, fp8, scale_format, stream)
             if made is not None:
                 num_tokens, recv_x, scales, counts, state = made
-                return LowLatencyOutput(recv_x, scales, counts, LowLatencyHandle(self._number, num_tokens, state).seal(), None, None)
+                handle = LowLatencyHandle(self._number, num_tokens, state).seal(stream)
+                return LowLatencyOutput(recv_x, scales, counts, handle, None, None)
         self._choose(x)
         s, backend = self._settings, self._begin()
         try:
@@ -205,7 +207,7 @@ class LowLatencyBuffer(Sizes):
             self._refuse(error)
         arguments = x, topk_idx, topk_weights, state, recv_x, scales, counts, self._statistics, DTYPES[x.dtype], scale_format == "ue8m0"
         event = self._run(Call("dispatch", arguments), async_op, return_hook)
-        handle = LowLatencyHandle(self._number, x.shape[0], state, event).seal()
+        handle = LowLatencyHandle(self._number, x.shape[0], state, event).seal(backend.stream())
         return LowLatencyOutput(recv_x, scales, counts, handle, event, event.wait if return_hook and event is not None else None)
 
     def _receive_buffers(
@@ -260,9 +262,12 @@ class LowLatencyBuffer(Sizes):
 
         Raises: as `dispatch`.
         """
-        native = None if async_op or return_hook else self._plain()
-        if native is not None and self._is_received(handle):
-            made = native.combine(x, handle.state, handle.num_tokens, topk_weights, out, wire, self._alive().stream())
+        native, is_own = None if async_op or return_hook else self._plain(), self._is_received(handle)
+        stream = self._alive().stream()
+        if is_own and handle.stream != stream:
+            self._alive().keep_for_current(handle.state)  # which the caller may drop at once
+        if native is not None and is_own:
+            made = native.combine(x, handle.state, handle.num_tokens, topk_weights, out, wire, stream)
             if made is not None:
                 return made
         s, backend = self._settings, self._begin()

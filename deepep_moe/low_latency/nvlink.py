@@ -86,6 +86,9 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
     def stream(self) -> int:
         return call_stream(self.device)
 
+    def keep_for_current(self, tensor: Tensor) -> None:
+        tensor.record_stream(torch.cuda.current_stream(self.device))
+
     def has_failed(self, state: Tensor) -> bool:
         if torch.cuda.is_current_stream_capturing():
             return False  # a kernel finds out

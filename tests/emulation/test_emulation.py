@@ -6,24 +6,18 @@ import pytest
 pytestmark = pytest.mark.timeout(3600)  # the first one builds the device
 
 
-def check(*arguments: str, with_torch: bool = True) -> None:
-    result = emulated_gpu.run(*arguments, "-k", f"not ({emulated_gpu.NEEDS_A_GPU})", with_torch=with_torch)
+def check(*arguments: str) -> None:
+    result = emulated_gpu.run(*arguments, "-k", f"not ({emulated_gpu.NEEDS_A_GPU})")
     assert result.returncode == 0, result.stdout[-20000:]
     assert " passed" in result.stdout and " skipped" not in result.stdout, result.stdout
 
 
-def check_some(names: tuple[str, ...], with_torch: bool = True) -> None:
-    check(*sorted({name.split("::")[0] for name in names}), *(f"--select={name}" for name in names), with_torch=with_torch)
+def check_some(names: tuple[str, ...]) -> None:
+    check(*sorted({name.split("::")[0] for name in names}), *(f"--select={name}" for name in names))
 
 
 def test_some_of_each_kind():
     check_some(emulated_gpu.SLICE)
-
-
-@pytest.mark.slow
-def test_calls_from_python():
-    """The same bits without the module `deepep_moe._torch`."""
-    check_some(emulated_gpu.IN_PYTHON, with_torch=False)
 
 
 @pytest.mark.slow

@@ -9,21 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from by_expert_cases import doubled, equal, folded, ignored, in_one_tensor, in_parts, shifted, strided, tagged, unlike, watched
-from exchange_cases import Case, InPython, assert_all_same, assert_same, device_of, on_device, opened, poison_outputs
+from exchange_cases import Case, assert_all_same, assert_same, device_of, on_device, opened, poison_outputs
+from fault_cases import allocations_fail
 from on_ranks import on_ranks, refused
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from deepep_moe import Buffer, torch_module
+from deepep_moe import Buffer
 from deepep_moe.errors import BufferDestroyedError, EPPeerError
 from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert
 from deepep_moe.ops.weighted import weighted_sum
 from deepep_moe.testing import run_ranks
 
-NVLINK = (
-    pytest.param("nvlink", marks=pytest.mark.gpu),
-    pytest.param(InPython("nvlink"), marks=pytest.mark.gpu, id="nvlink in Python"),
-)
+NVLINK = (pytest.param("nvlink", marks=pytest.mark.gpu),)
 BACKENDS = ("shm", "collective", *NVLINK)
 MANY = 80  # experts of two ranks: more parts than kernels take
 
@@ -164,15 +162,9 @@ def test_a_bad_routing(rank, backend):
 def test_a_rank_without_memory(rank, backend):
     """What fails before a rank has entered its call, its peers learn."""
     buffer, x, idx, weights = opened(Case([4, 4], num_topk=2, num_experts=4), backend, rank)
-    if rank == 1:
-        buffer.calls.backend.handle_shape = fails  # in the place of the first allocation
-        buffer.calls._native = buffer.calls.backend.native_calls(buffer.calls.number, buffer.calls.own_mode)
-    with refused(rank, 1, torch.OutOfMemoryError, "nothing is left"):
+    fails = allocations_fail(torch.OutOfMemoryError("nothing is left"), lambda size, dtype: rank == 1)
+    with fails, refused(rank, 1, torch.OutOfMemoryError, "nothing is left"):
         dispatch_by_expert(buffer, x, idx, weights)
-
-
-def fails(*_, **__):
-    raise torch.OutOfMemoryError("nothing is left")
 
 
 @on_ranks(2, backend=BACKENDS)
@@ -240,8 +232,6 @@ def in_place(rank, num_ranks):
 
 @pytest.mark.gpu
 def test_experts_that_write_into_their_rows():
-    if torch_module.MODULE is None:
-        pytest.skip(f"deepep_moe._torch is {torch_module.WHY_NOT}")
     run_ranks(in_place, 2)
 
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import assert_same
-from nvlink_cases import Unchecked, make_buffer, unchecked
+from fault_cases import allocations_fail, is_rows
+from nvlink_cases import make_buffer, unchecked
 from on_ranks import on_ranks, refused
 
-from deepep_moe.errors import EPPeerError, EPTimeoutError
+from deepep_moe.errors import EPPeerError
 
 pytestmark = pytest.mark.gpu
 
@@ -94,46 +95,14 @@ def test_one_failed_handle(rank):
     dist.barrier()
 
 
-class SendsNothing(Unchecked):
-    """A communicator that enters dispatches, and that is all."""
-
-    def dispatch(self, call, num_sms, is_split, stream, numbers, allocate):
-        allocate(64, False)
-        self.communicator.enter(call, stream)
-        return 64
-
-
-@on_ranks(2)
-def test_handle_of_rows_that_do_not_come(rank):
-    buffer, x, idx = make_buffer(rank, timeout_s=4)
-    if rank == 1:
-        buffer.calls._native = None  # whose calls do not go through Python
-        buffer.calls.backend._exchange = SendsNothing(buffer.calls.backend._exchange)
-    out = buffer.dispatch(x, idx, num_recv_rows=64)
-    torch.cuda.synchronize()
-    if rank == 0:
-        with pytest.raises(EPTimeoutError, match="rank 1 did not deliver within the deadline of 4000 ms; phase 'targets and weights'"):
-            buffer.check()
-        assert out.handle.has_failed
-    dist.barrier()
-
-
 @on_ranks(2)
 def test_out_of_memory_for_the_rows(rank):
     """Once rows are on their way, a rank that has no memory to receive them says so in the next call, and its own still arrive."""
-
-    def fail(*_):
-        raise torch.OutOfMemoryError("no room")
-
     buffer, x, idx = make_buffer(rank)
     sent, rows = x.clone(), None
     if rank == 0:
-        buffer.calls._native = None  # whose calls do not go through Python
-        allocate = buffer.calls.backend._receive_buffers
-        buffer.calls.backend._receive_buffers = fail
-        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        with allocations_fail(torch.OutOfMemoryError("no room"), is_rows), pytest.raises(torch.OutOfMemoryError, match="no room"):
             buffer.dispatch(sent, idx)
-        buffer.calls.backend._receive_buffers = allocate
         sent.fill_(-7)
     else:
         rows = buffer.dispatch(x, idx).recv_x

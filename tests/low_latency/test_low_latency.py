@@ -25,6 +25,7 @@ from low_latency_cases import (
     unpack_scales,
 )
 from low_latency_faults import BACKENDS, on_every_backend
+from on_ranks import on_ranks
 
 from deepep_moe import LowLatencyBuffer, ops, reference
 from deepep_moe.testing import run_ranks
@@ -67,6 +68,33 @@ def two_ranks_by_hand(rank, _, backend):
 def test_by_hand(backend):
     """Between two nodes of one rank, too."""
     run_ranks(two_ranks_by_hand, 2, backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_hook", (False, True))
+@on_ranks(2)
+def test_combine_on_other_stream(rank, with_hook):
+    """The stream of a combine is busy, and its handle is dropped at once. The memory is not used again before the combine has read it."""
+    device = device_of("nvlink", rank)
+    buffer = LowLatencyBuffer(None, 64, 1024, 4, 2, backend="nvlink", timeout_s=60)
+    x = torch.randn(64, 1024, device=device)
+    idx = torch.tensor([0, 2], device=device).repeat(64, 1)
+    out = buffer.dispatch(x, idx)
+    recv_x, handle, num_bytes = out.recv_x, out.handle, out.handle.state.numel()
+    del out
+    torch.cuda.synchronize()
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(500_000_000)
+        combined = buffer.combine(recv_x, handle, return_hook=with_hook)
+        if with_hook:
+            combined[1]()
+            combined = combined[0]
+    del handle
+    others = [torch.full((num_bytes,), 0x7F, dtype=torch.uint8, device=device) for _ in range(4)]
+    torch.cuda.synchronize()
+    assert_same("combined_x", combined, 2 * x)
+    assert len(others) == 4
 
 
 @on_every_backend

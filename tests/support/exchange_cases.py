@@ -8,7 +8,7 @@ from typing import Any
 import emulated_gpu
 import torch
 
-from deepep_moe import Buffer, reference, torch_module
+from deepep_moe import Buffer, reference
 from deepep_moe.host_pool import HostPool
 from deepep_moe.testing import run_ranks
 
@@ -149,14 +149,8 @@ def on_device(backend: str, rank: int, *tensors: torch.Tensor) -> list[torch.Ten
     return [tensor.to(device_of(backend, rank)) for tensor in tensors]
 
 
-class InPython(str):
-    """A backend's name: without the module `deepep_moe._torch`."""
-
-
 def device_of(backend: str, rank: int) -> torch.device:
     """Where the tensors of `backend` lie; ranks share the GPUs there are."""
-    if isinstance(backend, InPython):
-        torch_module.MODULE = None
     if backend not in ("nvlink", "nvshmem"):
         return torch.device("cpu")
     if emulated_gpu.is_chosen():

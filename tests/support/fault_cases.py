@@ -4,6 +4,7 @@ Each token has an expert on each rank, so every rank waits for every other one.
 """
 
 import contextlib
+import math
 import os
 import random
 import signal
@@ -15,8 +16,9 @@ import torch.distributed as dist
 from events import tell
 from exchange_cases import device_of
 
-from deepep_moe import Buffer, LowLatencyBuffer
+from deepep_moe import Buffer, LowLatencyBuffer, device
 from deepep_moe.exchange.backends.collective import CollectiveBackend
+from deepep_moe.exchange.backends.nvlink import NvlinkBackend
 from deepep_moe.exchange.backends.shm import ShmBackend
 from deepep_moe.testing import run_ranks
 from deepep_moe.testing.launch import RankFailedError
@@ -40,7 +42,7 @@ def make(kind: str, num_ranks: int, timeout_s: float = 300.0, hidden: int = 16, 
         return Buffer(*sizes, backend="collective", timeout_s=timeout_s, ranks_per_node=2)
     buffer = Buffer(*sizes, backend=kind, timeout_s=timeout_s, ranks_per_node=2 if kind == "nvshmem" else None)
     if kind == "nvlink":
-        buffer.calls._native = None  # whose calls go past what faults are put into
+        buffer.calls._native = None  # so that its calls are checked in Python, and go by the backend, which faults are put into
     return buffer
 
 
@@ -181,10 +183,35 @@ def once(method: Any, error: BaseException, is_after: bool = False) -> Any:
     return run
 
 
+def is_rows(size: Any, dtype: torch.dtype | None) -> bool:
+    return len(size) == 2 and dtype not in (torch.int32, torch.int64)
+
+
+@contextlib.contextmanager
+def allocations_fail(error: BaseException, which: Any) -> Any:
+    """Let the first `torch.empty`, in C++ too, of a size and dtype that `which` takes raise the error."""
+    failed: list[bool] = []
+
+    def empty(size: Any, *, dtype: torch.dtype | None = None, **how: Any) -> torch.Tensor:
+        if not failed and which(size, dtype):
+            failed.append(True)
+            raise error
+        strides = [math.prod(size[i + 1 :]) for i in range(len(size))]
+        return torch.empty_strided(size, strides, dtype=dtype, device=how.get("device"), pin_memory=bool(how.get("pin_memory")))
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("empty.memory_format", empty, "CPU" if device.GPU == "cpu" else "CUDA")
+        yield
+
+
 @contextlib.contextmanager
 def fault(buffer: Buffer, moment: str, error: BaseException) -> Any:
     """Let the call made meanwhile fail at `moment`."""
     backend = buffer.calls.backend
+    if isinstance(backend, NvlinkBackend) and moment == "before rows are allocated":
+        with allocations_fail(error, is_rows):
+            yield
+        return
     if moment == "before rows are allocated":
         name, faulty = "_allocate", once(backend._allocate, error)
     elif isinstance(backend, CollectiveBackend):
@@ -193,7 +220,10 @@ def fault(buffer: Buffer, moment: str, error: BaseException) -> Any:
     else:
         entries = ("plan", *MOVES[1:]) if isinstance(backend, ShmBackend) else MOVES
         before = entries if moment == "before entry" else MOVES if moment == "before rows" else ()
-        name, faulty = "_exchange", Interposed(backend._exchange, error, before, MOVES if moment == "after rows" else ())
+        name, after = "_exchange", MOVES if moment == "after rows" else ()
+        if isinstance(backend, NvlinkBackend):
+            name, before, after = "_native", *(tuple(f"run_{entry}" for entry in entries) for entries in (before, after))
+        faulty = Interposed(getattr(backend, name), error, before, after)
     own = getattr(backend, name)
     setattr(backend, name, faulty)
     try:

@@ -4,13 +4,11 @@
 #include "bindings/tensor.h"
 #include "cuda/clear_tail.h"
 #include "cuda/launch.h"
-#include "runtime/nvlink/exchange.h"
+#include "runtime/nvlink/device.h"
 #include "runtime/nvlink/fit.h"
-#include "runtime/nvlink/shim.h"
+#include "runtime/nvlink/guarded.h"
 
 using namespace deepep_moe;
-
-void bind_nvlink_calls(py::module_& m, py::class_<NvlinkExchange, Unlocked<NvlinkExchange>>& exchange);
 
 namespace {
 
@@ -151,6 +149,15 @@ void swiglu_backward(const TensorArg& inner, const TensorArg& probs, const Tenso
     launch_swiglu_backward(params, as_pointer(stream));
 }
 
+// grad_x and grad_weights as GpuScaleRowsParams has them.
+void scale_rows_backward(const TensorArg& grad, const TensorArg& x, const TensorArg& weights, const TensorArg& grad_x,
+                         const TensorArg& grad_weights, DType dtype, int device, uintptr_t stream) {
+    const DeviceGuard guard(device);
+    launch_scale_rows_backward({grad.num_rows, grad.row_bytes(), grad.as<const std::byte*>(), grad_x.as<std::byte*>(),
+                                scaling_of(weights, x, nullptr, grad_weights, dtype)},
+                               reinterpret_cast<void*>(stream));
+}
+
 // What csrc/torch calls.
 template <void (*kLaunch)(const GpuSwigluParams&, void*)>
 bool launched(const GpuSwigluParams& params, uintptr_t stream) noexcept {
@@ -178,9 +185,19 @@ void bind_rows(py::module_& m) {
     m.def("gpu_weighted_sum", &weighted_sum, rows, weights, is_by_token, py::arg("sums"), dtype, stream);
     m.def("gpu_weighted_sum_backward", &weighted_sum_backward, rows, weights, is_by_token, py::arg("grad"), py::arg("grad_rows"),
           py::arg("grad_weights"), dtype, stream);
+    m.def("gpu_scale_rows_backward", &scale_rows_backward, py::arg("grad"), py::arg("x"), weights, py::arg("grad_x"),
+          py::arg("grad_weights"), dtype, py::arg("device"), stream);
     m.def("gpu_quantize", &quantize, py::arg("x"), py::arg("y"), py::arg("scales"), py::arg("is_rounded"), dtype, stream);
     m.def("gpu_quantize_weights", &quantize_weights, py::arg("w"), py::arg("matrix_stride"), py::arg("y"), py::arg("scales"),
           py::arg("y_t"), py::arg("scales_t"), dtype, stream);
+}
+
+void bind_shim(py::module_& m, py::class_<NvlinkExchange, Unlocked<NvlinkExchange>>& exchange) {
+    m.attr("SHIM_BYTES") = kShimBytes;
+    py::class_<GuardedExchange>(m, "ExchangeShim")
+        .def("capsule", [](GuardedExchange& self) { return py::capsule(static_cast<ExchangeShim*>(&self), kShimName); })
+        .def_static("raise_failure", &GuardedExchange::raise_failure);
+    exchange.def("shim", [](NvlinkExchange& self) { return std::make_unique<GuardedExchange>(self); }, py::keep_alive<0, 1>());
 }
 
 }  // namespace
@@ -192,7 +209,7 @@ void bind_gpu(py::module_& m) {
     bind_tuning(m);
     bind_rows(m);
     py::class_<NvlinkExchange, Unlocked<NvlinkExchange>> exchange(m, "NvlinkExchange");
-    bind_nvlink_calls(m, exchange);
+    bind_shim(m, exchange);
     exchange
         .def(py::init([](int num_ranks, int rank, int device, int num_experts, int num_topk, int hidden, int64_t num_max_tokens,
                          double timeout_s, int num_nodes, int node) {

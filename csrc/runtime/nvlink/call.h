@@ -10,6 +10,9 @@
 
 namespace deepep_moe {
 
+// Streams come as addresses. This bit of one says that its owner may destroy the stream once the call is made.
+constexpr uintptr_t kExternalStream = uintptr_t{1} << 63;
+
 // How a call runs; its results do not depend on it.
 struct CallMode {
     int num_sms = -1;       // that send; 0: copy engines; -1: as GpuTuning says

@@ -123,11 +123,6 @@ void NvlinkExchange::end_combine(const GpuCombineCall& call, uintptr_t stream) {
     finish(call.params, as_stream(stream));
 }
 
-void NvlinkExchange::enter(const GpuDispatchCall& call, uintptr_t stream) {
-    const Step step(*this, stream);
-    plan(call.plan, call.signature, call.rail, false, as_stream(stream));
-}
-
 void NvlinkExchange::refuse(const std::string& reason, int cause, uintptr_t stream) {
     GpuPlanParams params{};
     params.cached = true;

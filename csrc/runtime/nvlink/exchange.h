@@ -63,8 +63,6 @@ public:
     // The second half of a call that was split, on the stream that is current by now.
     void end_dispatch(const GpuDispatchCall& call, uintptr_t stream);
     void end_combine(const GpuCombineCall& call, uintptr_t stream);
-    // Enters a call and goes no further, for tests of peers that wait in vain.
-    void enter(const GpuDispatchCall& call, uintptr_t stream);
     // Enters a call only to tell the peers that this rank does not make it. The host waits for nobody, and the GPU only
     // where this rank has refused kStamps - 1 calls that some peer has not entered.
     void refuse(const std::string& reason, int cause, uintptr_t stream);

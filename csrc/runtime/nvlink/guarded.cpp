@@ -23,6 +23,14 @@ bool GuardedExchange::combine(const GpuCombineCall& call, const CallMode& mode) 
     return guarded([&] { exchange_.combine(call, mode); });
 }
 
+bool GuardedExchange::end_dispatch(const GpuDispatchCall& call, uintptr_t stream) noexcept {
+    return guarded([&] { exchange_.end_dispatch(call, stream); });
+}
+
+bool GuardedExchange::end_combine(const GpuCombineCall& call, uintptr_t stream) noexcept {
+    return guarded([&] { exchange_.end_combine(call, stream); });
+}
+
 bool GuardedLowLatency::dispatch(const LowLatencyDispatchParams& params, uintptr_t stream) noexcept {
     return guarded([&] { calls_.dispatch(params, true, true, stream); });
 }

@@ -45,6 +45,8 @@ public:
                      void* context) noexcept override;
     bool dispatch_cached(const GpuDispatchCall& call, const CallMode& mode) noexcept override;
     bool combine(const GpuCombineCall& call, const CallMode& mode) noexcept override;
+    bool end_dispatch(const GpuDispatchCall& call, uintptr_t stream) noexcept override;
+    bool end_combine(const GpuCombineCall& call, uintptr_t stream) noexcept override;
 
 private:
     NvlinkExchange& exchange_;

@@ -20,6 +20,8 @@ public:
                              void* context) noexcept = 0;
     virtual bool dispatch_cached(const GpuDispatchCall& call, const CallMode& mode) noexcept = 0;
     virtual bool combine(const GpuCombineCall& call, const CallMode& mode) noexcept = 0;
+    virtual bool end_dispatch(const GpuDispatchCall& call, uintptr_t stream) noexcept = 0;
+    virtual bool end_combine(const GpuCombineCall& call, uintptr_t stream) noexcept = 0;
 
 protected:
     ~ExchangeShim() = default;
@@ -51,7 +53,7 @@ struct SwigluShim {
 
 // Of the capsules that hold a pointer to a shim, with a number that counts changes of it; and a size by which modules of different sources
 // are told apart.
-constexpr const char* kShimName = "deepep_moe.ExchangeShim 3";
+constexpr const char* kShimName = "deepep_moe.ExchangeShim 4";
 constexpr const char* kLowLatencyShimName = "deepep_moe.LowLatencyShim 2";
 constexpr const char* kGateShimName = "deepep_moe.GateShim 1";
 constexpr const char* kSwigluShimName = "deepep_moe.SwigluShim 1";

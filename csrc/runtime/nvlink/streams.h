@@ -6,10 +6,10 @@
 #include <cstdint>
 #include <optional>
 
+#include "runtime/nvlink/call.h"
+
 namespace deepep_moe {
 
-// Streams come as addresses. This bit of one says that its owner may destroy the stream once the call is made (`device.call_stream`).
-constexpr uintptr_t kExternalStream = uintptr_t{1} << 63;
 inline bool is_external(uintptr_t stream) { return (stream & kExternalStream) != 0; }
 inline cudaStream_t as_stream(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream & ~kExternalStream); }
 bool is_capturing(cudaStream_t stream);

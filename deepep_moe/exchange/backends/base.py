@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe.errors import Cause, EPError, told
+from deepep_moe.event import Recorded
 from deepep_moe.exchange.handle import DispatchHandle
 
 LAYOUTS = ("expert", "rank")
@@ -35,7 +36,7 @@ class Fusion:
     """What a backend that can fuse does in its kernels, instead of a pass over all rows before or after the call."""
 
     expert_rows: Any = None
-    """`_C.ExpertRows`: the rows of x lie in a tensor for each local expert (combine, and the x of a `RowScaling`)."""
+    """`_torch.ExpertRows`: the rows of x lie in a tensor for each local expert (combine, and the x of a `RowScaling`)."""
     tokens_per_row: int = 1
     """Tokens t, t + n, t + 2n, ... share row t of n, where a token has one expert. A dispatch sends the row for each of them, a combine
     sums their rows into it."""
@@ -101,8 +102,17 @@ class Rows:
                 tensor.resize_(num_rows, *tensor.shape[1:])
 
 
-Move = Callable[[], None]
-"""The second half of an operation: moves the rows. May run on another thread; where `Mode.is_split`, on another stream."""
+class InFlight(Protocol):
+    """What is left of a call that a GPU has been given (`_torch.InFlight`)."""
+
+    second_half: Any
+    """Of a split call: its `finish()` enqueues the rest, and returns False where the buffer was destroyed before."""
+    recorded: Recorded | None
+    """Of an asynchronous one: when its results are there."""
+
+
+Move = Callable[[], None] | InFlight
+"""The second half of an operation: moves the rows, perhaps on another thread. Or what is in flight of them."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +123,6 @@ class Capabilities:
     """Types of the devices whose tensors it moves."""
     moves_on_thread: bool = False
     """Asynchronous calls move their rows on the buffer's thread. Otherwise they are asynchronous by themselves or not at all."""
-    can_split: bool = False
-    """A call whose `Mode.is_split` leaves its second half to the caller."""
     can_fuse: bool = False
     """It takes a `Fusion`."""
     num_channels: int = 1
@@ -156,11 +164,11 @@ class Backend(Protocol):
         ...
 
     def native_calls(self, number: int, mode: Mode) -> Any:
-        """Return what makes the plain calls of the buffer `number` in C++ (`_torch.Calls`), in `mode`; None where nothing does."""
+        """Return what makes the calls of the buffer `number` on GPUs (`_torch.Calls`), in `mode`; None on CPUs."""
         ...
 
-    def recorded(self, *used: Any) -> "torch.cuda.Event | None":
-        """When the asynchronous call just made is over, where it runs on a stream; `used` are its tensors, and what holds some."""
+    def recorded(self, x: Tensor) -> Recorded | None:
+        """When the asynchronous call of `x` just made is over, where it runs on a stream and the backend has not said so by `InFlight`."""
         ...
 
     def check(self) -> None:

@@ -128,8 +128,8 @@ class CollectiveBackend:
     def native_calls(self, number: int, mode: Mode) -> None:
         """Its calls are made from Python."""
 
-    def recorded(self, *used: Any) -> "torch.cuda.Event | None":
-        if not any(isinstance(tensor, Tensor) and tensor.is_cuda for tensor in used):
+    def recorded(self, x: Tensor) -> "torch.cuda.Event | None":
+        if not x.is_cuda:
             return None
         event = torch.cuda.Event()
         event.record()

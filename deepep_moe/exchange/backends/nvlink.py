@@ -1,6 +1,7 @@
 """Backend `nvlink`: GPUs of one host that reach each other's memory; kernels push rows into it (csrc/cuda, csrc/runtime)."""
 
 import contextlib
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -8,28 +9,22 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C, device, torch_module
-from deepep_moe.device import DTYPES, call_stream, device_index
-from deepep_moe.errors import BufferDestroyedError, Cause, EPCapacityError, EPMismatchError, EPPeerError
+from deepep_moe.device import call_stream, device_index
+from deepep_moe.errors import Cause, EPCapacityError, EPMismatchError, EPPeerError
 from deepep_moe.exchange.backends.base import (
     NO_FUSION,
     CachedDispatchArgs,
     Capabilities,
     CombineArgs,
     DispatchArgs,
-    Fusion,
     Mode,
     Move,
     Rows,
-    RowScaling,
     tell_peers,
 )
-from deepep_moe.exchange.handle import DispatchHandle, HandleShape, PackedHandle
+from deepep_moe.exchange.handle import DispatchHandle, PackedHandle
 from deepep_moe.group.settings import Settings
 from deepep_moe.tuning import SETTINGS, Machine, Values
-
-
-def _nothing() -> None:
-    """A move that is made already."""
 
 
 class NvlinkBackend:
@@ -58,14 +53,13 @@ class NvlinkBackend:
             timeout_s=settings.timeout_s,
         )
         self.capabilities = Capabilities(
-            device_types=(device.GPU,), can_split=True, can_fuse=True,
+            device_types=(device.GPU,), can_fuse=True,
             num_handle_numbers=1 + 2 * settings.num_ranks + settings.num_local_experts,
         )  # fmt: skip
         self.workspace_bytes: int = self._exchange.workspace_bytes
         self.fitted = Values(**{name: getattr(self._exchange.tuning, name) for name in SETTINGS})
         """Settings as the native code has fitted them to the device, before any profile."""
-        self._own_stream: torch.cuda.Stream | None = None
-        self._handle_shape: HandleShape | None = None  # of the latest dispatch
+        self._native: Any = None
 
     @property
     def num_calls(self) -> int:
@@ -108,67 +102,48 @@ class NvlinkBackend:
     def seal(self) -> None:
         """Nothing to close: CUDA's handles end with the allocation."""
 
-    # ---- dispatch ----
+    # ---- calls ----
 
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
-        """Make the whole call: csrc/runtime/nvlink/exchange.h has the sequence, which calls `allocate` once or twice."""
-        handle = self._new_handle(args)
-        call = _C.GpuDispatchCall(handle, args.x, args.x_scales, args.topk_idx, args.topk_weights, DTYPES[args.x.dtype], args.num_recv_rows)
-        stream, rows, recv_topk_idx = self._stream_of(args.mode), None, None
-
-        def allocate(num_rows: int, is_guess: bool) -> None:
-            nonlocal rows, recv_topk_idx
-            rows, recv_topk_idx = self._receive_buffers(args, call, num_rows, is_guess)
-
-        try:
-            num_rows = self._exchange.dispatch(call, self._num_sms(args.mode), args.mode.is_split, stream, handle.call, allocate)
-        except BaseException:
-            if args.mode.is_async and self._own_stream is not None:  # which goes on with what it was given
-                self._record(self._own_stream, args, handle, *([] if rows is None else [rows]))
-            raise
-        assert rows is not None
-        rows.shrink(num_rows)
-        if recv_topk_idx is not None and num_rows < len(recv_topk_idx):
-            recv_topk_idx.resize_(num_rows, self.settings.num_topk)
-        handle.complete(num_rows, recv_topk_idx, stream)
-        return rows, handle, self._second_half(args, call, rows, handle)
+        """Make the whole call: csrc/runtime/nvlink/exchange.h has the sequence."""
+        made = self._native.run_dispatch(
+            args.x, args.x_scales, args.topk_idx, args.topk_weights, args.layout == "expert", args.expert_alignment, args.num_recv_rows,
+            (args.fusion or NO_FUSION).tokens_per_row, native_mode(args.mode),
+        )  # fmt: skip
+        return Rows(made.recv_x, made.recv_x_scales, made.recv_topk_weights), PackedHandle(made.handle), made
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
-        handle, fusion = args.handle, args.fusion or NO_FUSION
-        rows = self._allocate(args, handle.layout, handle.num_rows)
-        call = _C.GpuDispatchCall(handle, args.x, args.x_scales, None, args.topk_weights, DTYPES[args.x.dtype])
-        call.receive_into(rows.recv_x, rows.recv_x_scales, None, rows.recv_topk_weights, False)
-        if fusion.scaling is not None:
-            weights, x = fusion.scaling.weights, fusion.scaling.x
-            rows.grad_weights = torch.empty_like(weights)
-            call.scale(weights, x, fusion.expert_rows, rows.grad_weights, DTYPES[args.x.dtype])
-        self._exchange.dispatch_cached(call, self._num_sms(args.mode), args.mode.is_split, self._stream_along(handle, args.mode))
-        return rows, self._second_half(args, call, rows, handle)
-
-    # ---- combine ----
+        fusion = args.fusion or NO_FUSION
+        scaling = (None, None) if fusion.scaling is None else (fusion.scaling.weights, fusion.scaling.x)
+        made = self._native.run_dispatch_cached(
+            args.x, args.x_scales, args.topk_weights, _native_handle(args.handle), *scaling, fusion.expert_rows, native_mode(args.mode)
+        )
+        return Rows(made.recv_x, made.recv_x_scales, made.recv_topk_weights, made.grad_weights), made
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
-        s, handle, fusion = self.settings, args.handle, args.fusion or NO_FUSION
-        combined_x = self._empty((handle.num_tokens // fusion.tokens_per_row, s.hidden), args.x.dtype)
-        topk_weight_grads = None if args.topk_weight_grads is None else self._empty((handle.num_tokens, s.num_topk), torch.float32)
-        weights = args.weights if fusion.source_weights is None else None
-        inputs = args.x, fusion.expert_rows, weights, args.bias, args.topk_weight_grads, fusion.source_weights
-        call = _C.GpuCombineCall(handle, *inputs, combined_x, topk_weight_grads, DTYPES[args.x.dtype], args.sums_lanes)
-        self._exchange.combine(call, self._num_sms(args.mode), args.mode.is_split, self._stream_along(handle, args.mode))
-        return combined_x, topk_weight_grads, self._second_half(args, call, combined_x, topk_weight_grads, handle)
+        fusion = args.fusion or NO_FUSION
+        made = self._native.run_combine(
+            args.x, _native_handle(args.handle), args.weights, args.bias, args.topk_weight_grads, fusion.source_weights,
+            fusion.expert_rows, fusion.tokens_per_row, args.sums_lanes, native_mode(args.mode),
+        )  # fmt: skip
+        return made.combined_x, made.topk_weight_grads, made
 
     def native_calls(self, number: int, mode: Mode) -> Any:
-        """Return `_torch.Calls` for the plain calls of the buffer `number`, which run in `mode`; None where the module is not built."""
-        module = torch_module.MODULE
-        if module is None:
-            return None
         s = self.settings
-        return module.Calls(
+        self._native = torch_module.needed().Calls(
             shim=self._exchange.shim(), number=number, num_ranks=s.num_ranks, num_local_experts=s.num_local_experts,
-            num_topk=s.num_topk, hidden=s.hidden, num_max_tokens=s.num_max_tokens_per_rank, num_sms=self._num_sms(mode),
-            device=self.device, shape_of=self.handle_shape, current_stream=partial(call_stream, self.device),
-            tell=partial(tell_peers, self),
+            num_topk=s.num_topk, hidden=s.hidden, num_max_tokens=s.num_max_tokens_per_rank,
+            num_sms=-1 if mode.num_sms is None else mode.num_sms, num_nodes=s.num_nodes,
+            num_node_tokens=0 if s.num_nodes == 1 else self._exchange.num_node_tokens, device=self.device, tell=partial(tell_peers, self),
         )  # fmt: skip
+        return self._native
+
+    def expert_rows_of(self, rows: Sequence[Tensor], handle: DispatchHandle) -> Any:
+        """Return `_torch.ExpertRows` of the rows of each local expert, or None where kernels cannot read them where they are."""
+        return self._native.expert_rows_of(rows, _native_handle(handle))
+
+    def recorded(self, x: Tensor) -> None:
+        """Its calls are `InFlight`."""
 
     def allow_excess(self) -> None:
         self._exchange.allows_excess = True
@@ -209,102 +184,19 @@ class NvlinkBackend:
         return number
 
     def destroy(self) -> None:
-        self._exchange = None
+        if self._native is not None:
+            self._native.release()
+        self._exchange = self._native = None
 
-    # ---- streams ----
 
-    def recorded(self, *used: Any) -> torch.cuda.Event:
-        """Of the asynchronous call just made; its memory is not used again before."""
-        assert self._own_stream is not None
-        self._record(self._own_stream, *used)
-        event = torch.cuda.Event()
-        event.record(self._own_stream)
-        return event
+def native_mode(mode: Mode) -> Any:
+    """Return `_torch.Mode`."""
+    return torch_module.needed().Mode(-1 if mode.num_sms is None else mode.num_sms, mode.is_async, mode.is_split)
 
-    def _record(self, stream: torch.cuda.Stream, *used: Any) -> None:
-        """`used`: tensors, or what holds some."""
-        for value in used:
-            if isinstance(value, Tensor):
-                if value.is_cuda:
-                    value.record_stream(stream)
-            elif isinstance(value, DispatchHandle):
-                self._record(stream, *value.tensors)
-            elif isinstance(value, (Rows, DispatchArgs, CachedDispatchArgs, CombineArgs, Fusion, RowScaling)):
-                self._record(stream, *vars(value).values())
 
-    def _stream_along(self, handle: DispatchHandle, mode: Mode) -> int:
-        """Return the stream of a call along `handle`, which the caller may drop at once, on its dispatch's stream or another."""
-        stream = self._stream_of(mode)
-        if isinstance(handle, PackedHandle) and handle.stream not in (None, stream):
-            self._record(torch.cuda.current_stream(self.device), handle)
-        return stream
-
-    def _stream_of(self, mode: Mode) -> int:
-        if not mode.is_async or mode.is_split:
-            return call_stream(self.device)
-        if self._own_stream is None:
-            self._own_stream = torch.cuda.Stream(self.device)
-        self._follow_current(mode)
-        return self._own_stream.cuda_stream
-
-    def _follow_current(self, mode: Mode) -> None:
-        """An asynchronous call goes on after what the caller's stream has been given so far: its arguments, fresh outputs."""
-        if mode.is_async and not mode.is_split and self._own_stream is not None:
-            self._own_stream.wait_stream(torch.cuda.current_stream(self.device))
-
-    def _second_half(self, args: DispatchArgs | CachedDispatchArgs | CombineArgs, call: Any, *used: Any) -> Move:
-        """Return what is left of a call: nothing, or where it was split, its second half, on the stream that is current by then. That holds
-        the call's tensors, and has their memory wait for that stream."""
-        if not args.mode.is_split:
-            return _nothing
-
-        def finish() -> None:
-            if self._exchange is None:
-                raise BufferDestroyedError("the buffer was destroyed before this call's hook; its results will not come")
-            self._record(torch.cuda.current_stream(self.device), args, *used)
-            end = self._exchange.end_combine if isinstance(args, CombineArgs) else self._exchange.end_dispatch
-            end(call, call_stream(self.device))
-
-        return finish
-
-    @staticmethod
-    def _num_sms(mode: Mode) -> int:
-        return -1 if mode.num_sms is None else mode.num_sms
-
-    # ---- tensors and params ----
-
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
-    def _new_handle(self, args: DispatchArgs) -> PackedHandle:
-        """For the plan to fill, with room for all that may come."""
-        shape = self.handle_shape(args.topk_idx.shape[0], args.layout)
-        memory = self._empty((shape.starts[-1],), torch.int32)
-        call = torch.empty(self.capabilities.num_handle_numbers, dtype=torch.int64, device="cpu")
-        return PackedHandle(args.buffer_id, args.layout, args.expert_alignment, -1, shape, memory, call)
-
-    def handle_shape(self, num_tokens: int, layout: str) -> HandleShape:
-        s, shape = self.settings, self._handle_shape
-        num_slots = s.num_ranks * s.num_max_tokens_per_rank if layout == "expert" else 0
-        if shape is None or (shape.num_tokens, shape.num_slots) != (num_tokens, num_slots):  # mostly those of the call before
-            nodes = s.num_nodes, 0 if s.num_nodes == 1 else self._exchange.num_node_tokens
-            shape = self._handle_shape = HandleShape(num_tokens, s.num_topk, num_slots, s.num_ranks, s.num_local_experts, *nodes)
-        return shape
-
-    def _receive_buffers(self, args: DispatchArgs, call: Any, num_rows: int, is_guess: bool) -> tuple[Rows, Tensor | None]:
-        rows, recv_topk_idx = self._allocate(args, args.layout, num_rows), None
-        if args.layout == "rank":
-            recv_topk_idx = self._empty((num_rows, self.settings.num_topk), args.topk_idx.dtype)
-            if args.num_recv_rows >= 0:
-                recv_topk_idx.fill_(-1)  # rows behind the last
-        call.receive_into(rows.recv_x, rows.recv_x_scales, recv_topk_idx, rows.recv_topk_weights, is_guess)
-        self._follow_current(args.mode)
-        return rows, recv_topk_idx
-
-    def _allocate(self, args: DispatchArgs | CachedDispatchArgs, layout: str, num_rows: int) -> Rows:
-        scales = weights = None
-        if args.x_scales is not None:
-            scales = self._empty((num_rows, args.x_scales.shape[1]), torch.float32)
-        if args.topk_weights is not None:
-            weights = self._empty((num_rows,) if layout == "expert" else (num_rows, self.settings.num_topk), torch.float32)
-        return Rows(self._empty((num_rows, self.settings.hidden), args.x.dtype), scales, weights)
+def _native_handle(handle: DispatchHandle) -> Any:
+    """Return `_torch.Handle`; of a traced handle one of its tensors."""
+    if handle.native is not None:
+        return handle.native
+    how = handle.buffer_id, handle.layout == "expert", handle.expert_alignment, handle.num_rows
+    return torch_module.needed().Handle(*how, *handle.to_save())

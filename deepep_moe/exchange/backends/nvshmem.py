@@ -2,11 +2,9 @@
 and from there on goes as with `nvlink`; a combine adds up in each node before its sums cross (docs/design/nvshmem.md)."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch.distributed as dist
 
-from deepep_moe.exchange.backends.base import Mode
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
 from deepep_moe.group import nvshmem_rail, nvshmem_world
 from deepep_moe.group.rendezvous import Introduction
@@ -33,10 +31,6 @@ class NvshmemBackend(NvlinkBackend):
     def attach(self, world: nvshmem_world.World) -> None:
         """Let rows cross. Collective; raises BackendUnavailableError on all ranks alike."""
         self.rail.attach(world, "rail_shim")
-
-    def native_calls(self, number: int, mode: Mode) -> Any:
-        """Nothing in C++ makes calls over nodes."""
-        return None
 
     def destroy(self) -> None:
         """Free it once what this rank has put has arrived, or never where that takes longer than the deadline."""

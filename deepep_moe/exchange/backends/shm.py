@@ -1,7 +1,6 @@
 """Backend `shm`: processes of one host, CPU tensors, rows through shared memory (csrc/cpu, csrc/runtime)."""
 
 import os
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,7 +131,7 @@ class ShmBackend:
     def native_calls(self, number: int, mode: Mode) -> None:
         """Its calls are made from Python."""
 
-    def recorded(self, *used: Any) -> None:
+    def recorded(self, x: Tensor) -> None:
         """Its asynchronous calls run on a thread."""
 
     def allow_excess(self) -> None:

@@ -1,0 +1,78 @@
+// The handle of a dispatch: where its rows came from, in one allocation. Python's `PackedHandle` shows it.
+#pragma once
+
+#include <array>
+#include <optional>
+
+#include "common/handle_arg.h"
+#include "torch/tensors.h"
+
+namespace deepep_moe {
+
+// Sections of a handle's memory, in int32: of the routing, the rows of lanes, tokens from each rank, tokens of each local expert; over
+// several nodes, then the routing of the tokens that this rank serves, and how many are of each node.
+enum HandleSection { kTopkIdx, kRecvRowIdx, kRecvCounts, kTokensPerExpert, kNodeTopkIdx, kInCounts, kNumHandleSections };
+
+struct HandleShape {
+    int64_t num_tokens = 0, num_topk = 0, num_node_tokens = 0;  // the last: that this rank serves at most; 0 where there is one node
+    std::array<std::array<int64_t, 2>, kNumHandleSections> sizes{};  // rows and columns; no columns: of one dimension
+    std::array<int64_t, kNumHandleSections + 1> starts{};            // and the end
+
+    int num_sections() const { return num_node_tokens > 0 ? kNumHandleSections : kNodeTopkIdx; }
+};
+
+struct Handle {
+    int64_t buffer_id = 0, expert_alignment = 1, num_rows = 0;
+    bool is_expert_layout = true;
+    HandleShape shape;
+    Tensor memory, call;              // int32, and on the host int64: `DispatchHandle` says what is in them
+    Tensor recv_topk_idx;             // of the rank layout
+    std::array<Tensor, 4> sections;   // instead of `memory`, of a handle that an operator was given in parts
+    std::optional<uintptr_t> stream;  // of the dispatch, which the memory belongs to
+    std::array<uint32_t, 3> versions{};
+
+    // Of memory, call and recv_topk_idx, by which PyTorch counts changes in place.
+    std::array<uint32_t, 3> current_versions() const {
+        const auto version_of = [](const Tensor& tensor) { return tensor.defined() ? static_cast<uint32_t>(tensor._version()) : 0; };
+        return {version_of(memory), version_of(call), version_of(recv_topk_idx)};
+    }
+    void seal() { versions = current_versions(); }  // whoever changes a tensor in place from now on gets an error in the next call
+    bool is_unchanged() const {
+        const auto now = current_versions();
+        return now[0] == versions[0] && now[1] == versions[1];  // no call reads recv_topk_idx
+    }
+    bool has_recv_topk_idx() const { return current_versions()[2] == versions[2]; }
+
+    Tensor section(int i) const {
+        if (!memory.defined()) return sections.at(i);
+        const auto [rows, columns] = shape.sizes.at(i);
+        const Tensor part = memory.narrow(0, shape.starts[i], rows * std::max<int64_t>(1, columns));
+        return columns == 0 ? part : part.view({rows, columns});
+    }
+    // A handle like this one, of other tensors: those that a backward has saved, or none.
+    Handle with(const Tensor& saved_memory, const Tensor& saved_call) const {
+        Handle made = *this;
+        made.memory = saved_memory, made.call = saved_call, made.recv_topk_idx = Tensor();
+        if (made.memory.defined()) made.seal();
+        return made;
+    }
+
+    HandleArg arg() const {
+        HandleArg arg;
+        arg.call = call.const_data_ptr<int64_t>();
+        arg.is_expert_layout = is_expert_layout;
+        arg.expert_alignment = static_cast<int>(expert_alignment);
+        arg.num_rows = num_rows;
+        if (memory.defined()) {
+            const std::span starts(shape.starts.data(), shape.num_sections());
+            arg.unpack(reinterpret_cast<uintptr_t>(memory.const_data_ptr()), starts, shape.num_tokens, shape.num_topk,
+                       shape.num_node_tokens);
+            return arg;
+        }
+        arg.topk_idx = arg_of(sections[kTopkIdx]), arg.recv_row_idx = arg_of(sections[kRecvRowIdx]);
+        arg.recv_counts = arg_of(sections[kRecvCounts]), arg.num_recv_tokens_per_expert = arg_of(sections[kTokensPerExpert]);
+        return arg;
+    }
+};
+
+}  // namespace deepep_moe

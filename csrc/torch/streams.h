@@ -1,0 +1,46 @@
+// Streams as PyTorch has them: where calls go, what runs beside them, and when memory may be used again. A device without streams makes all
+// of this nothing: its calls are over when they return.
+#pragma once
+
+#include <c10/core/Event.h>
+
+#include <optional>
+
+#include "torch/tensors.h"
+
+namespace deepep_moe {
+
+// The address of the device's current stream, as calls take it (`kExternalStream`); 0 where there is none. The GIL is held.
+uintptr_t call_stream(const at::Device& device);
+
+// A moment on a stream.
+class Recorded {
+public:
+    explicit Recorded(const at::Device& device);  // of the current stream: what it has been given by now
+    explicit Recorded(const c10::Stream& stream);
+    void wait() const;   // lets the device's current stream wait for it
+    bool query() const;  // Has it come? While a CUDA graph is captured false, as CUDA lets nobody ask then what a GPU has done.
+
+private:
+    const at::Device device_;
+    c10::Event event_;
+};
+
+// Memory of these is not used again before the device's current stream is through with what it has been given by then.
+void keep_for_current(const at::Device& device, at::TensorList tensors);
+
+// A stream of a buffer's own, for calls that run beside the caller's.
+class OwnStream {
+public:
+    explicit OwnStream(const at::Device& device) : device_(device) {}
+    uintptr_t follow();                         // lets it go on after what the current stream has been given; its address
+    void keep(at::TensorList tensors) const;    // as `keep_for_current`, for this stream
+    std::shared_ptr<Recorded> record() const;   // of this stream, by now
+
+private:
+    const at::Device device_;
+    std::optional<c10::Stream> stream_;
+    uintptr_t address_ = 0;
+};
+
+}  // namespace deepep_moe
