@@ -25,8 +25,9 @@ def dispatch(
     expert_alignment: int, num_recv_rows: int | None, num_sms: int | None, async_op: bool = False, return_hook: bool = False,
 ) -> DispatchOutput | None:  # fmt: skip
     """Make a dispatch with fresh routing."""
-    native, mode = calls.native, _mode(num_sms, async_op, return_hook)
-    if native is None or mode is None or topk_idx is None or layout not in LAYOUTS or type(expert_alignment) is not int:
+    if (native := calls.native) is None or (mode := _mode(num_sms, async_op, return_hook)) is None:
+        return None
+    if topk_idx is None or layout not in LAYOUTS or type(expert_alignment) is not int:
         return None
     bound = -1 if num_recv_rows is None else num_recv_rows
     if not 1 <= expert_alignment <= MAX_ALIGNMENT or type(bound) is not int or not -1 <= bound <= MAX_NUMBER or num_recv_rows == -1:
@@ -40,8 +41,7 @@ def dispatch_along(
     async_op: bool = False, return_hook: bool = False,
 ) -> DispatchOutput | None:  # fmt: skip
     """Make a dispatch along a handle."""
-    native, mode = calls.native, _mode(num_sms, async_op, return_hook)
-    if native is None or mode is None:
+    if (native := calls.native) is None or (mode := _mode(num_sms, async_op, return_hook)) is None:
         return None
     made = native.dispatch_cached(x, x_scales, topk_weights, handle, mode)
     return None if made is None else _output(calls, made, handle, return_hook)
@@ -59,8 +59,7 @@ def combine_rows(
     async_op: bool = False, return_hook: bool = False, *, lanes: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """Make a combine: `_torch.Combined`. With `lanes` it sums lanes of top-k beside the rows, without gradient."""
-    native, mode = calls.native, _mode(num_sms, async_op, return_hook)
-    if native is None or mode is None:
+    if (native := calls.native) is None or (mode := _mode(num_sms, async_op, return_hook)) is None:
         return None
     made = native.combine(x, handle, topk_weights, bias, lanes, lanes is not None, mode)
     if made is not None:
