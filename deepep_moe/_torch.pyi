@@ -70,9 +70,6 @@ class Combined(InFlight):
     combined_x: Tensor
     topk_weight_grads: Tensor | None
 
-class ExpertRows:
-    def lie_in(self, tensors: Sequence[Tensor]) -> bool: ...
-
 class Calls:
     def __init__(
         self,
@@ -91,6 +88,8 @@ class Calls:
         tell: Callable[[BaseException, bool], None],
     ) -> None: ...
     def release(self) -> None: ...
+    has_failed: bool
+    can_fuse: bool
     def dispatch(
         self,
         x: Tensor,
@@ -120,7 +119,7 @@ class Calls:
     ) -> Received | None: ...
     def combine_by_expert(
         self, parts: Sequence[Tensor], weights: Tensor | None, source_weights: Tensor | None, handle: object
-    ) -> Tensor | None: ...
+    ) -> Combined | None: ...
     def run_dispatch(
         self,
         x: Tensor,
@@ -130,7 +129,6 @@ class Calls:
         is_expert_layout: bool,
         expert_alignment: int,
         num_recv_rows: int,
-        tokens_per_row: int,
         mode: Mode,
     ) -> Received: ...
     def run_dispatch_cached(
@@ -141,7 +139,6 @@ class Calls:
         handle: Handle,
         scaling_weights: Tensor | None,
         scaling_x: Tensor | None,
-        expert_rows: ExpertRows | None,
         mode: Mode,
     ) -> Received: ...
     def run_combine(
@@ -151,13 +148,9 @@ class Calls:
         weights: Tensor | None,
         bias: Tensor | None,
         topk_weight_grads: Tensor | None,
-        source_weights: Tensor | None,
-        expert_rows: ExpertRows | None,
-        tokens_per_row: int,
         sums_lanes: bool,
         mode: Mode,
     ) -> Combined: ...
-    def expert_rows_of(self, tensors: Sequence[Tensor], handle: Handle) -> ExpertRows | None: ...
 
 class LowLatencyCalls:
     def __init__(

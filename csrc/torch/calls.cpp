@@ -122,6 +122,24 @@ std::optional<ExpertRowsArg> Calls::expert_rows_of(at::TensorList tensors, const
     return deepep_moe::expert_rows_of({args, tensors.size()}, counts_of(handle), settings.hidden, handle.num_rows);
 }
 
+bool Calls::can_join(at::TensorList tensors, const Handle& handle) const {
+    if (static_cast<int64_t>(tensors.size()) != settings.num_local_experts) return false;
+    const int64_t* counts = counts_of(handle);
+    for (size_t i = 0; i < tensors.size(); ++i) {
+        const Tensor& tensor = tensors[i];
+        if (!tensor.defined() || tensor.device() != device_ || tensor.scalar_type() != tensors[0].scalar_type()) return false;
+        if (tensor.dim() == 0 || tensor.size(-1) != settings.hidden || tensor.numel() != counts[i] * settings.hidden) return false;
+    }
+    return true;
+}
+
+Tensor Calls::joined(at::TensorList tensors) const {
+    variable_list rows;
+    for (const Tensor& tensor : tensors)
+        rows.push_back((tensor.layout() == at::kStrided ? tensor : tensor.to_dense()).reshape({-1, settings.hidden}));
+    return at::cat(rows);
+}
+
 // ---- calls ----
 
 CallMode Calls::begin(const Mode& how) {

@@ -89,7 +89,7 @@ public:
 
     const Settings settings;
     bool is_released() const { return exchange_ == nullptr; }
-    bool is_ready() const { return exchange_ != nullptr && !exchange_->has_failed(); }
+    bool has_failed() const { return exchange_ != nullptr && exchange_->has_failed(); }  // by what kernels have reported
     bool can_fuse() const { return settings.num_nodes == 1; }  // rows by expert, shared rows and scaling
     int64_t num_calls() const { return exchange_->num_calls(); }
     void release();  // the exchange: of a buffer that is destroyed, whoever still refers to this
@@ -112,6 +112,9 @@ public:
     bool takes_handle(const Handle& handle) const;
     // The tensors' rows if kernels can read them where they are: contiguous, of one type that can be summed, each with its expert's rows.
     std::optional<ExpertRowsArg> expert_rows_of(at::TensorList tensors, const Handle& handle) const;
+    // Are these a tensor for each local expert, of its rows, wherever they lie? All rows in one tensor, of such.
+    bool can_join(at::TensorList tensors, const Handle& handle) const;
+    Tensor joined(at::TensorList tensors) const;
     bool is_here(const Tensor& tensor) const { return is_on(device_, tensor); }
 
     HandleShape shape_of(int64_t num_tokens, bool is_expert_layout) const;

@@ -70,7 +70,7 @@ variable_list natively(int64_t number, const Call& call) {
     if (found.is_none()) return {};
     auto& calls = found.cast<Calls&>();
     const at::AutoDispatchBelowADInplaceOrView below;
-    return calls.is_ready() ? calls.or_tell([&] { return call(calls); }) : variable_list{};
+    return calls.or_tell([&] { return call(calls); });
 }
 
 // ---- a pass that fails ----
@@ -157,9 +157,11 @@ private:
         Tensor rows = grads[0];
         std::optional<ExpertRowsArg> expert_rows;
         if (kept.num_leading >= 0) {
+            if (!calls.can_join(grads, handle)) return {};
             expert_rows = calls.expert_rows_of(grads, handle);
-            if (!expert_rows) return {};
-        } else {
+            if (!expert_rows) rows = calls.joined(grads);
+        }
+        if (!expert_rows) {
             if (!calls.is_here(rows)) return {};
             rows = as_rows(rows);
             if (!calls.takes_rows(handle, rows)) return {};
@@ -225,12 +227,16 @@ private:
         Outgoing out;
         out.x = as_rows(grad);
         std::optional<ExpertRowsArg> expert_rows;
+        Tensor x = scaled.empty() ? Tensor() : scaled[1];
         if (!scaled.empty()) {
             if (!calls.is_here(scaled[0]) || scaled[1].scalar_type() != out.x.scalar_type()) return {};
-            if (kept.num_leading >= 0) expert_rows = calls.expert_rows_of(scaled.slice(1), handle);
-            if (kept.num_leading >= 0 ? !expert_rows : !calls.takes_rows(handle, scaled[1])) return {};
+            if (kept.num_leading >= 0) {
+                expert_rows = calls.expert_rows_of(scaled.slice(1), handle);
+                if (!expert_rows) x = calls.joined(scaled.slice(1));
+            }
+            if (!expert_rows && !calls.takes_rows(handle, x)) return {};
         }
-        const Scaling scaling = scaled.empty() ? Scaling{} : Scaling{scaled[0], scaled[1], expert_rows ? &*expert_rows : nullptr};
+        const Scaling scaling = scaled.empty() ? Scaling{} : Scaling{scaled[0], x, expert_rows ? &*expert_rows : nullptr};
         const auto along = std::make_shared<Handle>(handle);
         const Received received = calls.dispatch_cached(along, out, scaled.empty() ? nullptr : &scaling, {});
         watch_pass(calls);

@@ -20,7 +20,7 @@ std::shared_ptr<Handle> handle_in(const Calls& calls, py::handle shown) {
 // ---- calls with gradients: None where an argument is not what C++ takes, and Python says what is wrong, or makes the call another way ----
 
 bool may_call(const Calls& calls, std::initializer_list<py::handle> tensors) {
-    return !is_watched() && calls.is_ready() && are_plain(tensors);
+    return !is_watched() && !calls.is_released() && are_plain(tensors);
 }
 
 std::optional<Received> dispatch_rows(Calls& calls, py::handle x, py::handle x_scales, py::handle topk_idx, py::handle topk_weights,
@@ -74,7 +74,7 @@ std::optional<Received> dispatch_by_expert(Calls& calls, py::handle x, py::handl
     return dispatch(calls, request);
 }
 
-std::optional<Tensor> combine_by_expert(Calls& calls, py::handle tensors, py::handle weights, py::handle source_weights,
+std::optional<Combined> combine_by_expert(Calls& calls, py::handle tensors, py::handle weights, py::handle source_weights,
                                         py::handle handle) {
     if (!may_call(calls, {weights, source_weights})) return std::nullopt;
     CombineRequest request;
@@ -83,56 +83,41 @@ std::optional<Tensor> combine_by_expert(Calls& calls, py::handle tensors, py::ha
         request.rows.push_back(THPVariable_Unpack(tensor.ptr()));
     }
     const auto along = handle_in(calls, handle);
-    if (!along || request.rows.empty()) return std::nullopt;
+    if (!along || !along->is_expert_layout || along->expert_alignment != 1 || !calls.can_join(request.rows, *along)) return std::nullopt;
     const auto expert_rows = calls.expert_rows_of(request.rows, *along);
+    if (expert_rows)
+        request.expert_rows = &*expert_rows;
+    else
+        request.rows = {calls.joined(request.rows)};
     request.inputs.weights = unpacked(weights), request.inputs.source_weights = unpacked(source_weights);
-    if (!expert_rows || !calls.takes_inputs(*along, request.rows[0], request.inputs)) return std::nullopt;
-    request.expert_rows = &*expert_rows;
+    if (!calls.takes_inputs(*along, request.rows[0], request.inputs) || (!expert_rows && !calls.takes_rows(*along, request.rows[0])))
+        return std::nullopt;
     if (request.inputs.source_weights.defined()) request.inputs.tokens_per_row = request.inputs.source_weights.size(0);
-    return combine(calls, *along, request).x;
+    return combine(calls, *along, request);
 }
 
 // ---- calls that Python has checked: without gradients, and Python tells the peers what fails ----
 
 Received run_dispatch(Calls& calls, const OptionalTensor& x, const OptionalTensor& x_scales, const OptionalTensor& topk_idx,
                       const OptionalTensor& topk_weights, bool is_expert_layout, int64_t expert_alignment, int64_t num_recv_rows,
-                      int64_t tokens_per_row, const Mode& mode) {
-    const Outgoing out{or_none(x), or_none(x_scales), or_none(topk_idx), or_none(topk_weights), tokens_per_row};
+                      const Mode& mode) {
+    const Outgoing out{or_none(x), or_none(x_scales), or_none(topk_idx), or_none(topk_weights)};
     return calls.dispatch(out, is_expert_layout, expert_alignment, num_recv_rows, mode);
 }
 
 Received run_dispatch_cached(Calls& calls, const Tensor& x, const OptionalTensor& x_scales, const OptionalTensor& topk_weights,
                              const std::shared_ptr<Handle>& handle, const OptionalTensor& scaling_weights, const OptionalTensor& scaling_x,
-                             const ExpertRowsArg* expert_rows, const Mode& mode) {
+                             const Mode& mode) {
     const Outgoing out{x, or_none(x_scales), Tensor(), or_none(topk_weights)};
-    if (!scaling_weights) return calls.dispatch_cached(handle, out, nullptr, mode);
-    const Scaling scaling{*scaling_weights, or_none(scaling_x), expert_rows};
-    return calls.dispatch_cached(handle, out, &scaling, mode);
+    const Scaling scaling{or_none(scaling_weights), or_none(scaling_x)};
+    return calls.dispatch_cached(handle, out, scaling_weights ? &scaling : nullptr, mode);
 }
 
 Combined run_combine(Calls& calls, const Tensor& x, const std::shared_ptr<Handle>& handle, const OptionalTensor& weights,
-                     const OptionalTensor& bias, const OptionalTensor& topk_weight_grads, const OptionalTensor& source_weights,
-                     const ExpertRowsArg* expert_rows, int64_t tokens_per_row, bool sums_lanes, const Mode& mode) {
-    const CombineInputs inputs{or_none(weights),        or_none(bias),  or_none(topk_weight_grads),
-                               or_none(source_weights), tokens_per_row, sums_lanes};
-    return calls.combine(*handle, x, expert_rows, inputs, mode);
-}
-
-std::optional<ExpertRowsArg> expert_rows_in(const Calls& calls, py::handle tensors, const Handle& handle) {
-    variable_list rows;
-    for (const py::handle tensor : py::reinterpret_borrow<py::sequence>(tensors)) {
-        if (!THPVariable_Check(tensor.ptr())) return std::nullopt;
-        rows.push_back(THPVariable_Unpack(tensor.ptr()));
-    }
-    return rows.empty() ? std::nullopt : calls.expert_rows_of(rows, handle);
-}
-
-// Are these tensors, once found to be expert_rows, still where they were?
-bool lie_in(const ExpertRowsArg& expert_rows, const variable_list& tensors) {
-    if (static_cast<int>(tensors.size()) != expert_rows.num_tensors) return false;
-    for (int i = 0; i < expert_rows.num_tensors; ++i)
-        if (expert_rows.address[i] != 0 && arg_of(tensors[i]).address != expert_rows.address[i]) return false;
-    return true;
+                     const OptionalTensor& bias, const OptionalTensor& topk_weight_grads, bool sums_lanes, const Mode& mode) {
+    CombineInputs inputs{or_none(weights), or_none(bias), or_none(topk_weight_grads)};
+    inputs.sums_lanes = sums_lanes;
+    return calls.combine(*handle, x, nullptr, inputs, mode);
 }
 
 // ---- what calls are made of ----
@@ -187,7 +172,6 @@ void bind_handle(py::module_& m) {
         .def_property_readonly("has_recv_topk_idx", &Handle::has_recv_topk_idx)
         .def("replaced", &Handle::with, py::arg("memory"), py::arg("call"))
         .def("emptied", [](const Handle& self) { return self.with({}, {}); });
-    py::class_<ExpertRowsArg>(m, "ExpertRows").def("lie_in", &lie_in, py::arg("tensors"));
 }
 
 void bind_results(py::module_& m) {
@@ -218,27 +202,26 @@ void bind_calls(py::module_& m) {
     using torch::wrap_pybind_function;
     const py::arg x("x"), x_scales("x_scales"), topk_idx("topk_idx"), topk_weights("topk_weights"), handle("handle"), mode("mode");
     const py::arg is_expert_layout("is_expert_layout"), expert_alignment("expert_alignment"), num_recv_rows("num_recv_rows");
-    const py::arg weights("weights"), bias("bias"), topk_weight_grads("topk_weight_grads"), source_weights("source_weights");
-    const py::arg expert_rows("expert_rows"), tokens_per_row("tokens_per_row"), sums_lanes("sums_lanes");
+    const py::arg weights("weights"), bias("bias"), topk_weight_grads("topk_weight_grads"), sums_lanes("sums_lanes");
     py::class_<Calls, std::shared_ptr<Calls>>(m, "Calls")
         .def(py::init(&make), py::kw_only(), py::arg("shim"), py::arg("number"), py::arg("num_ranks"), py::arg("num_local_experts"),
              py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"), py::arg("num_sms"), py::arg("num_nodes"),
              py::arg("num_node_tokens"), py::arg("device"), py::arg("tell"))
         .def("release", &Calls::release)
+        .def_property_readonly("has_failed", &Calls::has_failed)
+        .def_property_readonly("can_fuse", &Calls::can_fuse)
         .def("dispatch", wrap_pybind_function(dispatch_rows), x, x_scales, topk_idx, topk_weights, is_expert_layout, expert_alignment,
              num_recv_rows, mode)
         .def("dispatch_cached", wrap_pybind_function(dispatch_along), x, x_scales, topk_weights, handle, mode)
         .def("combine", wrap_pybind_function(combine_rows), x, handle, topk_weights, bias, topk_weight_grads, sums_lanes, mode)
         .def("dispatch_by_expert", wrap_pybind_function(dispatch_by_expert), x, topk_idx, topk_weights, py::arg("num_leading"),
-             tokens_per_row)
-        .def("combine_by_expert", wrap_pybind_function(combine_by_expert), py::arg("parts"), weights, source_weights, handle)
+             py::arg("tokens_per_row"))
+        .def("combine_by_expert", wrap_pybind_function(combine_by_expert), py::arg("parts"), weights, py::arg("source_weights"), handle)
         .def("run_dispatch", wrap_pybind_function(run_dispatch), x, x_scales, topk_idx, topk_weights, is_expert_layout, expert_alignment,
-             num_recv_rows, tokens_per_row, mode)
+             num_recv_rows, mode)
         .def("run_dispatch_cached", wrap_pybind_function(run_dispatch_cached), x, x_scales, topk_weights, handle,
-             py::arg("scaling_weights"), py::arg("scaling_x"), expert_rows, mode)
-        .def("run_combine", wrap_pybind_function(run_combine), x, handle, weights, bias, topk_weight_grads, source_weights, expert_rows,
-             tokens_per_row, sums_lanes, mode)
-        .def("expert_rows_of", wrap_pybind_function(expert_rows_in), py::arg("tensors"), handle);
+             py::arg("scaling_weights"), py::arg("scaling_x"), mode)
+        .def("run_combine", wrap_pybind_function(run_combine), x, handle, weights, bias, topk_weight_grads, sums_lanes, mode);
     m.def(
         "set_hooks",
         [](py::object ready, py::object pass_failed, py::object dispatch_gradients, py::object combine_gradients) {

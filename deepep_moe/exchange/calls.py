@@ -107,14 +107,21 @@ class Calls:
         """Calls that this rank has submitted, entered or refused: those that the thread is still to enter are made, whatever fails now."""
         return max(self.backend.num_calls, self._num_submitted)
 
-    @property
-    def native(self) -> Any:
-        """`_torch.Calls` where it may make the next call: nothing waits to be raised, and what is in flight has had its second half."""
-        if self._native is None or self._earlier_failure is not None or self._num_forks != _num_forks:
+    def native(self, handle: Any = None, waits: bool = False) -> Any:
+        """Return `_torch.Calls`, ready to make the next call: what is in flight has had its second half. None on CPUs. The call is along
+        `handle`, or its host `waits` for counts. `keep_in_flight` is to follow it."""
+        if self._native is None or self._num_forks != _num_forks:
             return None
         if self._pending is not None:
             self._finish_earlier_call()
+        if self._native.has_failed:
+            self._note_failure(self.backend, lambda: waits or (isinstance(handle, DispatchHandle) and handle.has_failed))
         return self._native
+
+    @property
+    def has_failure(self) -> bool:
+        """Does a failure wait to be raised by the next call?"""
+        return self._earlier_failure is not None or (self._native is not None and self._native.has_failed)
 
     def mode_of(self, num_sms: int | None, is_async: bool = False, is_split: bool = False) -> Mode:
         """Return how a call with these arguments runs. `num_sms`: None for the buffer's."""
@@ -193,6 +200,8 @@ class Calls:
             )  # fmt: skip
         elif made.recorded is not None:
             self._pending = Event(recorded=made.recorded)
+        if self._earlier_failure is not None:
+            self._raise_earlier_failure(lambda: self._pending)
         return self._pending
 
     def check(self) -> None:
@@ -282,14 +291,28 @@ class Calls:
         if isinstance(args, (CachedDispatchArgs, CombineArgs)):
             self.refuse_on_failure(check_handle, args.handle, self.settings)
         self.refuse_on_failure(check, args, self.settings)
+        self._note_failure(backend, partial(_ends_with_a_failure, args))
+        return backend
+
+    def _note_failure(self, backend: Backend, ends_call: Callable[[], bool]) -> None:
+        """Know what earlier calls have reported, to be raised once the present one is made, so that the failure of one call is not that of
+        two. Raise it now where it `ends_call`."""
         try:
             failure = backend.take_failure()
         except EPError as error:
             raise self.refuse(error) from None
-        if failure is not None and _cannot_be_made_after_a_failure(args):
+        if failure is not None and ends_call():
             raise self.refuse(failure)
         self._earlier_failure = failure or self._earlier_failure
-        return backend
+
+    def _raise_earlier_failure(self, event_of: Callable[[], Event | None]) -> None:
+        """Once the call is made, whose event this is."""
+        failure, self._earlier_failure = self._earlier_failure, None
+        if failure is not None:
+            event = event_of()
+            if event is not None:
+                event.wait()  # nobody will be given it
+            raise failure
 
     @property
     def has_chosen(self) -> bool:
@@ -328,12 +351,7 @@ class Calls:
                 self._tell_on_failure(num_calls, partial(self._move_on_thread, num_calls + 1, move, keep_alive))
             else:
                 move()
-        failure, self._earlier_failure = self._earlier_failure, None
-        if failure is not None:
-            event = self.event(mode, keep_alive[0].x)
-            if event is not None:
-                event.wait()  # nobody will be given it
-            raise failure
+        self._raise_earlier_failure(partial(self.event, mode, keep_alive[0].x))
 
     def _move_on_thread(self, number: int, move: Callable[[], None], keep_alive: Any) -> None:
         if self._worker is None:
@@ -362,9 +380,9 @@ class Calls:
             raise self.refuse(EPError(f"an earlier asynchronous call of this buffer failed: {told(error)}")) from error
 
 
-def _cannot_be_made_after_a_failure(args: DispatchArgs | CachedDispatchArgs | CombineArgs) -> bool:
-    """A dispatch whose host waits for counts would wait for the rank that has failed, whose next call may be far away. Along a handle that
-    has failed there is no call. Others are made, so that the failure of one call is not that of two."""
+def _ends_with_a_failure(args: DispatchArgs | CachedDispatchArgs | CombineArgs) -> bool:
+    """Is an earlier failure raised instead of this call? A dispatch whose host waits for counts would wait for the rank that has failed,
+    whose next call may be far away, and along a handle that has failed there is no call."""
     return args.num_recv_rows < 0 if isinstance(args, DispatchArgs) else args.handle.has_failed
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from deepep_moe import _C
 from deepep_moe.arguments import as_int, check_is_tensor, check_plain, check_tensor, lacks_memory
 from deepep_moe.device import DTYPE_NAMES, FLOATS
-from deepep_moe.exchange.backends.base import LAYOUTS, NO_FUSION, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs
+from deepep_moe.exchange.backends.base import LAYOUTS, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.group.settings import MAX_NUMBER, Settings
 from deepep_moe.library import refuse_watchers
@@ -166,20 +166,9 @@ def check_device(x: Tensor, backend: Backend) -> None:
         raise ValueError(f"x is on {device}; this buffer was made on {own}, the current device then")
 
 
-def _check_shared_rows(tokens_per_row: int, num_tokens: int, s: Settings) -> None:
-    if s.num_topk != 1 or num_tokens % tokens_per_row or tokens_per_row > _C.MAX_TOPK:
-        raise ValueError(
-            f"{tokens_per_row} tokens share a row, of {num_tokens} in a buffer for top-{s.num_topk}; at most {_C.MAX_TOPK} may, as many "
-            "for each row, where a token has one expert"
-        )
-
-
 def check_dispatch(args: DispatchArgs, s: Settings) -> None:
     _check_rows("x", args.x, None, s, _ALL)
-    fusion = args.fusion or NO_FUSION
-    num_tokens = args.x.shape[0] * fusion.tokens_per_row
-    if fusion.tokens_per_row > 1:
-        _check_shared_rows(fusion.tokens_per_row, num_tokens, s)
+    num_tokens = args.x.shape[0]
     check_tensor("topk_idx", args.topk_idx, (num_tokens, s.num_topk), (torch.int64, torch.int32), args.x.device, any_strides=True)
     _check_weights("topk_weights", args.topk_weights, (num_tokens, s.num_topk), args.x, any_strides=True)
     _check_scales(args.x, args.x_scales)
@@ -213,26 +202,23 @@ def check_handle(handle: DispatchHandle, s: Settings) -> None:
 
 def check_cached_dispatch(args: CachedDispatchArgs, s: Settings) -> None:
     num_tokens = args.handle.num_tokens
-    _check_rows("x", args.x, num_tokens // (args.fusion or NO_FUSION).tokens_per_row, s, _ALL)
+    _check_rows("x", args.x, num_tokens, s, _ALL)
     _check_weights("topk_weights", args.topk_weights, (num_tokens, s.num_topk), args.x, any_strides=True)
     _check_scales(args.x, args.x_scales)
 
 
 def check_combine(args: CombineArgs, s: Settings) -> None:
-    handle, x, fusion = args.handle, args.x, args.fusion or NO_FUSION
+    handle, x = args.handle, args.x
     if isinstance(x, QuantizedRows):
         raise TypeError("x is QuantizedRows, the experts' input; combine takes their outputs, or x.dequantized()")
     if isinstance(x, Tensor) and x.dtype in _FP8:
         raise TypeError(f"x has dtype {str(x.dtype).removeprefix('torch.')}; combine takes float32, bfloat16 or float16")
-    if fusion.expert_rows is not None:  # which have the right shapes
-        check_tensor("x", x, tuple(x.shape), FLOATS)
-    elif isinstance(x, Tensor) and x.shape != (handle.num_rows, s.hidden):
+    if isinstance(x, Tensor) and x.shape != (handle.num_rows, s.hidden):
         raise ValueError(
             f"x has shape {list(x.shape)}; it must be [{handle.num_rows}, {s.hidden}], a row for each one that the dispatch of this handle "
             "returned, in their order"
         )
-    else:
-        _check_rows("x", x, handle.num_rows, s, FLOATS)
+    _check_rows("x", x, handle.num_rows, s, FLOATS)
     if args.weights is not None and tuple(args.weights.shape) != (handle.num_rows,):
         raise ValueError(
             f"topk_weights has shape {list(args.weights.shape)}; it must be [{handle.num_rows}], one weight per row of x: "
@@ -242,10 +228,6 @@ def check_combine(args: CombineArgs, s: Settings) -> None:
     if args.bias is not None:
         check_tensor("bias", args.bias, (handle.num_tokens, s.hidden), (x.dtype,), x.device)
         _check_address("bias", args.bias)
-    if fusion.tokens_per_row > 1 or fusion.source_weights is not None:
-        n = fusion.tokens_per_row
-        _check_shared_rows(n, handle.num_tokens, s)
-        _check_weights("source_weights", fusion.source_weights, (n, handle.num_tokens // n), x)
     shape = (handle.num_rows,) if handle.layout == "expert" else (handle.num_rows, s.num_topk)
     _check_weights("topk_weight_grads", args.topk_weight_grads, shape, x)
 

@@ -7,16 +7,16 @@ then says what is wrong with the call, or makes it another way.
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from deepep_moe import torch_module
-from deepep_moe.exchange import expert_rows
 from deepep_moe.exchange.backends.base import LAYOUTS
-from deepep_moe.exchange.backward import pass_failed
+from deepep_moe.exchange.backward import pass_failed, watch_backward
 from deepep_moe.exchange.calls import Calls, calls_of, live_calls
 from deepep_moe.exchange.checks import MAX_ALIGNMENT
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, PackedHandle
-from deepep_moe.exchange.operators import as_rows, combine
+from deepep_moe.exchange.operators import as_rows, combine, dispatch_cached, joined, scaled_gradients
 from deepep_moe.group.settings import MAX_NUMBER
 
 
@@ -25,7 +25,7 @@ def dispatch(
     expert_alignment: int, num_recv_rows: int | None, num_sms: int | None, async_op: bool = False, return_hook: bool = False,
 ) -> DispatchOutput | None:  # fmt: skip
     """Make a dispatch with fresh routing."""
-    if (native := calls.native) is None or (mode := _mode(num_sms, async_op, return_hook)) is None:
+    if (native := calls.native(waits=num_recv_rows is None)) is None or (mode := _mode(num_sms, async_op, return_hook)) is None:
         return None
     if topk_idx is None or layout not in LAYOUTS or type(expert_alignment) is not int:
         return None
@@ -41,7 +41,7 @@ def dispatch_along(
     async_op: bool = False, return_hook: bool = False,
 ) -> DispatchOutput | None:  # fmt: skip
     """Make a dispatch along a handle."""
-    if (native := calls.native) is None or (mode := _mode(num_sms, async_op, return_hook)) is None:
+    if (native := calls.native(handle)) is None or (mode := _mode(num_sms, async_op, return_hook)) is None:
         return None
     made = native.dispatch_cached(x, x_scales, topk_weights, handle, mode)
     return None if made is None else _output(calls, made, handle, return_hook)
@@ -59,7 +59,7 @@ def combine_rows(
     async_op: bool = False, return_hook: bool = False, *, lanes: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """Make a combine: `_torch.Combined`. With `lanes` it sums lanes of top-k beside the rows, without gradient."""
-    if (native := calls.native) is None or (mode := _mode(num_sms, async_op, return_hook)) is None:
+    if (native := calls.native(handle)) is None or (mode := _mode(num_sms, async_op, return_hook)) is None:
         return None
     made = native.combine(x, handle, topk_weights, bias, lanes, lanes is not None, mode)
     if made is not None:
@@ -79,34 +79,47 @@ def _mode_of(num_sms: int, is_async: bool, is_split: bool) -> Any:
     return torch_module.needed().Mode(num_sms, is_async, is_split)
 
 
-# ---- what C++ calls: it declines gradients too, of higher order or of tensors that kernels cannot read ----
+# ---- what C++ calls: it declines gradients too, of higher order or under a mode ----
 
 
-def _native(number: int) -> Any:
+def _ready(number: int) -> Any:
+    """Return `_torch.Calls` for a gradient, where no failure waits to be raised after it."""
     calls = live_calls.get(number)
-    return None if calls is None else calls.native
+    return None if calls is None or calls.has_failure else calls.native()
 
 
 def _dispatch_gradients(
     native: Any, tokens_per_row: int, grad_weights: Tensor | None, grads: list[Tensor], is_by_expert: bool
-) -> tuple[Any, ...]:
-    """Return the gradients of x and of topk_weights, of rows by expert or of all rows in one tensor."""
-    along = PackedHandle(native)
-    if is_by_expert:
-        return expert_rows.dispatch_gradients(along, tokens_per_row, grad_weights, grads)
-    calls, sent = calls_of(along.buffer_id), None if grad_weights is None else as_rows(grad_weights)
-    return combine(calls, calls.own_mode, as_rows(grads[0]), None, None, sent, along)
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of x, whose rows `tokens_per_row` tokens share, and of topk_weights, if they were sent."""
+    handle = PackedHandle(native)
+    calls, sent = calls_of(handle.buffer_id), None if grad_weights is None else as_rows(grad_weights)
+    rows = calls.refuse_on_failure(joined, grads, handle, calls.settings.hidden) if is_by_expert else as_rows(grads[0])
+    grad_x, grad_topk_weights = combine(calls, calls.own_mode, rows, None, None, sent, handle)
+    return grad_x if tokens_per_row == 1 else grad_x.view(tokens_per_row, -1, grad_x.shape[1]).sum(0), grad_topk_weights
 
 
 def _combine_gradients(
     native: Any, tokens_per_row: int, num_leading: int, grad: Tensor, scaled: list[Tensor]
-) -> tuple[Any, ...]:
-    """Return the gradients of weights and of rows; num_leading: as csrc/torch/functions.h has it, -1 for all rows in one tensor."""
-    leading, is_joined = (1,) * max(0, num_leading), num_leading < 0
-    return expert_rows.combine_gradients(PackedHandle(native), tokens_per_row, leading, grad, scaled, None, is_joined=is_joined)
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of weights, if there were some, and of rows. num_leading: as csrc/torch/functions.h has it, -1 for all rows in
+    one tensor. scaled: the weights and the rows, or nothing."""
+    handle, grad_weights, rows = PackedHandle(native), None, as_rows(grad)
+    calls = calls_of(handle.buffer_id)
+    if scaled:
+        weights, *parts = scaled
+        x = parts[0] if num_leading < 0 else joined(parts, handle, calls.settings.hidden)
+        grad_x, grad_weights = scaled_gradients(calls, rows, handle, x, weights, tokens_per_row)
+    else:
+        grad_x, _, _ = dispatch_cached(calls, calls.own_mode, rows, None, None, handle)
+    watch_backward(calls)
+    if num_leading < 0:
+        return grad_weights, grad_x
+    shaped = grad_x.view(*(1,) * num_leading, *grad_x.shape)
+    return grad_weights, *torch.split_with_sizes(shaped, handle.num_rows_per_expert_list, -2)
 
 
 if torch_module.MODULE is not None:
     torch_module.MODULE.set_hooks(
-        ready=_native, pass_failed=pass_failed, dispatch_gradients=_dispatch_gradients, combine_gradients=_combine_gradients
+        ready=_ready, pass_failed=pass_failed, dispatch_gradients=_dispatch_gradients, combine_gradients=_combine_gradients
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepep_moe.device import is_gpu
 from deepep_moe.errors import EPError
-from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs, DispatchArgs, Fusion, Mode, Rows, RowScaling
+from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Rows, RowScaling
 from deepep_moe.exchange.backward import tell_failure, watch_backward
 from deepep_moe.exchange.calls import Calls, calls_of
 from deepep_moe.exchange.checks import EXCHANGE
@@ -360,29 +360,41 @@ def _combine_gradients(ctx: Any, grad_combined_x: Tensor | None, grad_grads: Ten
 
 
 def scaled_gradients(
-    calls: Calls, grad: Tensor, handle: DispatchHandle, x: Tensor, weights: Tensor, tokens_per_row: int = 1, expert_rows: Any = None
+    calls: Calls, grad: Tensor, handle: DispatchHandle, x: Tensor, weights: Tensor, tokens_per_row: int = 1
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of x and of weights, from that of combined_x, whose rows `tokens_per_row` tokens share. They are computed where
-    rows arrive, if the backend can. expert_rows: as `Fusion` has it, only where `may_fuse`; without it x is all rows."""
-    if may_fuse(calls, grad):
-        scaling = RowScaling(weights, x if expert_rows is not None else aligned(x))
-        fusion = Fusion(expert_rows, tokens_per_row, scaling=scaling)
-        rows = calls.dispatch_cached(CachedDispatchArgs(calls.own_mode, grad, None, None, handle, fusion))
+    rows arrive, if the backend can."""
+    grad = repeated(grad, tokens_per_row)
+    if calls.capabilities.can_scale and not torch.is_grad_enabled() and not is_watched((grad,)):
+        rows = calls.dispatch_cached(CachedDispatchArgs(calls.own_mode, grad, None, None, handle, RowScaling(weights, aligned(x))))
         return rows.recv_x, rows.grad_weights
-    grad_x, _, _ = dispatch_cached(calls, calls.own_mode, repeated(grad, tokens_per_row), None, None, handle)
+    grad_x, _, _ = dispatch_cached(calls, calls.own_mode, grad, None, None, handle)
     if torch.is_grad_enabled():
         return differentiable_scale_rows_backward(grad_x, x, weights)
     return call("scale_rows_backward", (grad_x, x, weights))
 
 
-def may_fuse(calls: Calls, grad: Tensor) -> bool:
-    """Can kernels scale the rows of this gradient, or read them where they lie, and is nothing watching?"""
-    return calls.capabilities.can_fuse and not torch.is_grad_enabled() and not is_watched((grad,))
-
-
 def repeated(rows: Tensor, times: int) -> Tensor:
     """Return all rows, once after another."""
     return rows if times == 1 else rows.expand(times, *rows.shape).reshape(-1, rows.shape[1]).contiguous()  # a single row stays a view
+
+
+def joined(rows: Sequence[Tensor], handle: DispatchHandle, hidden: int) -> Tensor:
+    """Return all rows in one tensor, of a tensor for each local expert. Raises TypeError and ValueError for what is not that."""
+    counts = handle.num_rows_per_expert_list
+    if len(rows) != len(counts):
+        raise ValueError(f"there are rows of {len(rows)} experts, and {len(counts)} local experts; give each one's, if only 0 rows")
+    for i, (own, count) in enumerate(zip(rows, counts, strict=True)):
+        if not isinstance(own, Tensor):
+            raise TypeError(f"the rows of local expert {i} must be a torch.Tensor, not {type(own).__name__}")
+        if own.dim() == 0 or own.shape[-1] != hidden or own.numel() != count * hidden:
+            raise ValueError(
+                f"the rows of local expert {i} have shape {list(own.shape)}; an expert must return as many rows and columns as it was "
+                f"given, here {count} and {hidden}"
+            )
+        if own.device != rows[0].device:
+            raise ValueError(f"the rows of local expert {i} are on {own.device}, those of the first on {rows[0].device}")
+    return torch.cat([(own if own.layout is torch.strided else own.to_dense()).reshape(-1, hidden) for own in rows])
 
 
 define(

@@ -28,25 +28,7 @@ class RowScaling:
     """Rows on their way are gradients of `x * weights[:, None]`. They become gradients of x; those of weights come beside them."""
 
     weights: Tensor  # [num_rows]
-    x: Tensor  # [num_rows, hidden], dtype of the rows; with `Fusion.expert_rows` the first of these tensors
-
-
-@dataclass(frozen=True)
-class Fusion:
-    """What a backend that can fuse does in its kernels, instead of a pass over all rows before or after the call."""
-
-    expert_rows: Any = None
-    """`_torch.ExpertRows`: the rows of x lie in a tensor for each local expert (combine, and the x of a `RowScaling`)."""
-    tokens_per_row: int = 1
-    """Tokens t, t + n, t + 2n, ... share row t of n, where a token has one expert. A dispatch sends the row for each of them, a combine
-    sums their rows into it."""
-    source_weights: Tensor | None = None
-    """[tokens_per_row, num_tokens / tokens_per_row]: a combine weights rows at the source with these, and not with `weights`."""
-    scaling: RowScaling | None = None
-    """Of the rows of a cached dispatch."""
-
-
-NO_FUSION = Fusion()
+    x: Tensor  # [num_rows, hidden], dtype of the rows
 
 
 @dataclass
@@ -60,7 +42,6 @@ class DispatchArgs:
     expert_alignment: int
     num_recv_rows: int  # the caller's bound, or -1
     buffer_id: int  # for the handle
-    fusion: Fusion | None = None
 
 
 @dataclass
@@ -70,7 +51,7 @@ class CachedDispatchArgs:
     x_scales: Tensor | None
     topk_weights: Tensor | None  # of any strides
     handle: DispatchHandle
-    fusion: Fusion | None = None
+    scaling: RowScaling | None = None  # where the backend `can_scale`
 
 
 @dataclass
@@ -81,7 +62,6 @@ class CombineArgs:
     bias: Tensor | None
     topk_weight_grads: Tensor | None  # as recv_topk_weights lies: brought back beside the rows
     handle: DispatchHandle
-    fusion: Fusion | None = None
     sums_lanes: bool = False
     """A lane of topk_weight_grads gets the sum over all ranks that its token went to, and not what its expert's rank has."""
 
@@ -123,8 +103,8 @@ class Capabilities:
     """Types of the devices whose tensors it moves."""
     moves_on_thread: bool = False
     """Asynchronous calls move their rows on the buffer's thread. Otherwise they are asynchronous by themselves or not at all."""
-    can_fuse: bool = False
-    """It takes a `Fusion`."""
+    can_scale: bool = False
+    """It takes a `RowScaling`, and computes where rows arrive."""
     num_channels: int = 1
     """Columns of `DispatchHandle.recv_counts`."""
     num_handle_numbers: int = 1

@@ -1,7 +1,6 @@
 """Backend `nvlink`: GPUs of one host that reach each other's memory; kernels push rows into it (csrc/cuda, csrc/runtime)."""
 
 import contextlib
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,6 @@ from deepep_moe import _C, device, torch_module
 from deepep_moe.device import call_stream, device_index
 from deepep_moe.errors import Cause, EPCapacityError, EPMismatchError, EPPeerError
 from deepep_moe.exchange.backends.base import (
-    NO_FUSION,
     CachedDispatchArgs,
     Capabilities,
     CombineArgs,
@@ -53,7 +51,7 @@ class NvlinkBackend:
             timeout_s=settings.timeout_s,
         )
         self.capabilities = Capabilities(
-            device_types=(device.GPU,), can_fuse=True,
+            device_types=(device.GPU,), can_scale=True,
             num_handle_numbers=1 + 2 * settings.num_ranks + settings.num_local_experts,
         )  # fmt: skip
         self.workspace_bytes: int = self._exchange.workspace_bytes
@@ -108,24 +106,21 @@ class NvlinkBackend:
         """Make the whole call: csrc/runtime/nvlink/exchange.h has the sequence."""
         made = self._native.run_dispatch(
             args.x, args.x_scales, args.topk_idx, args.topk_weights, args.layout == "expert", args.expert_alignment, args.num_recv_rows,
-            (args.fusion or NO_FUSION).tokens_per_row, native_mode(args.mode),
+            native_mode(args.mode),
         )  # fmt: skip
         return Rows(made.recv_x, made.recv_x_scales, made.recv_topk_weights), PackedHandle(made.handle), made
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
-        fusion = args.fusion or NO_FUSION
-        scaling = (None, None) if fusion.scaling is None else (fusion.scaling.weights, fusion.scaling.x)
+        scaling = (None, None) if args.scaling is None else (args.scaling.weights, args.scaling.x)
         made = self._native.run_dispatch_cached(
-            args.x, args.x_scales, args.topk_weights, _native_handle(args.handle), *scaling, fusion.expert_rows, native_mode(args.mode)
+            args.x, args.x_scales, args.topk_weights, _native_handle(args.handle), *scaling, native_mode(args.mode)
         )
         return Rows(made.recv_x, made.recv_x_scales, made.recv_topk_weights, made.grad_weights), made
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
-        fusion = args.fusion or NO_FUSION
         made = self._native.run_combine(
-            args.x, _native_handle(args.handle), args.weights, args.bias, args.topk_weight_grads, fusion.source_weights,
-            fusion.expert_rows, fusion.tokens_per_row, args.sums_lanes, native_mode(args.mode),
-        )  # fmt: skip
+            args.x, _native_handle(args.handle), args.weights, args.bias, args.topk_weight_grads, args.sums_lanes, native_mode(args.mode)
+        )
         return made.combined_x, made.topk_weight_grads, made
 
     def native_calls(self, number: int, mode: Mode) -> Any:
@@ -137,10 +132,6 @@ class NvlinkBackend:
             num_node_tokens=0 if s.num_nodes == 1 else self._exchange.num_node_tokens, device=self.device, tell=partial(tell_peers, self),
         )  # fmt: skip
         return self._native
-
-    def expert_rows_of(self, rows: Sequence[Tensor], handle: DispatchHandle) -> Any:
-        """Return `_torch.ExpertRows` of the rows of each local expert, or None where kernels cannot read them where they are."""
-        return self._native.expert_rows_of(rows, _native_handle(handle))
 
     def recorded(self, x: Tensor) -> None:
         """Its calls are `InFlight`."""

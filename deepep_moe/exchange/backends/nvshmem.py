@@ -19,7 +19,7 @@ class NvshmemBackend(NvlinkBackend):
 
     def __init__(self, settings: Settings):
         super().__init__(settings)
-        self.capabilities = replace(self.capabilities, can_fuse=False)
+        self.capabilities = replace(self.capabilities, can_scale=False)
         self.rail = nvshmem_rail.Rail(settings, self._exchange)
         self.workspace_bytes += self.rail.num_bytes
 

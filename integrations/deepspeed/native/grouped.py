@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.dropout import _DropoutNd
 
-from deepep_moe.exchange.expert_rows import split_rows
+from deepep_moe.exchange.by_expert import split_rows
 from deepep_moe.integrations.common.untraced import untraced
 from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights, Reader, name_of, read_known
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks, is_replaced
