@@ -73,7 +73,7 @@ public:
     void check();
     // Of several nodes: throws a failure that `check` has thrown and other nodes do not know, until `refuse` has told them.
     void check_untold();
-    bool has_failed() const { return deepep_moe::has_failed(host_->failure); }
+    bool has_failed() const { return deepep_moe::has_failed(host_->failure) || !is_told_; }  // what `check` or `check_untold` throws
     bool is_void() const { return void_plan_ == num_plans_; }  // the last call: a kernel's failure in it has been thrown
     // Of whatever lies in the workspace, between calls: what the link gives, for benchmarks.
     void copy_block(int peer, int64_t bytes, uintptr_t stream);

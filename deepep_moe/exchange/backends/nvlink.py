@@ -1,6 +1,7 @@
 """Backend `nvlink`: GPUs of one host that reach each other's memory; kernels push rows into it (csrc/cuda, csrc/runtime)."""
 
 import contextlib
+import weakref
 from functools import partial
 from typing import Any
 
@@ -129,7 +130,7 @@ class NvlinkBackend:
             shim=self._exchange.shim(), number=number, num_ranks=s.num_ranks, num_local_experts=s.num_local_experts,
             num_topk=s.num_topk, hidden=s.hidden, num_max_tokens=s.num_max_tokens_per_rank,
             num_sms=-1 if mode.num_sms is None else mode.num_sms, num_nodes=s.num_nodes,
-            num_node_tokens=0 if s.num_nodes == 1 else self._exchange.num_node_tokens, device=self.device, tell=partial(tell_peers, self),
+            num_node_tokens=0 if s.num_nodes == 1 else self._exchange.num_node_tokens, device=self.device, tell=partial(_tell, weakref.ref(self)),
         )  # fmt: skip
         return self._native
 
@@ -178,6 +179,11 @@ class NvlinkBackend:
         if self._native is not None:
             self._native.release()
         self._exchange = self._native = None
+
+
+def _tell(backend: "weakref.ref[NvlinkBackend]", error: BaseException, has_entered: bool) -> None:
+    if (alive := backend()) is not None:
+        tell_peers(alive, error, has_entered)
 
 
 def native_mode(mode: Mode) -> Any:
