@@ -200,7 +200,6 @@ def gpu_quantize_weights(
     dtype: DType,
     stream: int,
 ) -> None: ...
-
 def gpu_scale_rows_backward(
     grad: Tensor,
     x: Tensor,

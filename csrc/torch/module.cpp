@@ -20,7 +20,7 @@ std::shared_ptr<Handle> handle_in(const Calls& calls, py::handle shown) {
 // ---- calls with gradients: None where an argument is not what C++ takes, and Python says what is wrong, or makes the call another way ----
 
 bool may_call(const Calls& calls, std::initializer_list<py::handle> tensors) {
-    return !is_watched() && !calls.is_released() && are_plain(tensors);
+    return !is_watched() && !calls.is_released() && !calls.has_failed() && are_plain(tensors);
 }
 
 std::optional<Received> dispatch_rows(Calls& calls, py::handle x, py::handle x_scales, py::handle topk_idx, py::handle topk_weights,

@@ -5,6 +5,7 @@ bits, and the same calls to the peers.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,17 +35,14 @@ def dispatch_by_expert(
     all] or None; the handle. All ranks have gradients or none has: the backward is collective too.
     """
     calls, num_shared = buffer.calls, 1 if source_weights is None else len(source_weights)
-    native = None if is_compiled((x, topk_idx, topk_weights)) else calls.native(waits=True)
+    native = None if is_compiled((x, topk_idx, topk_weights)) else calls.native
     if native is not None and (num_shared == 1 or (native.can_fuse and num_shared <= _C.MAX_TOPK)):
         # Source weights are sent: rows and weights get their gradients where the rows are.
         tensors = x, topk_idx, topk_weights if source_weights is None else source_weights
-        made = _unseen(calls, tensors, native.dispatch_by_expert, *tensors, len(leading), num_shared)
+        made = _unseen(calls, tensors, partial(calls.make, "dispatch_by_expert", *tensors, len(leading), num_shared, waits=True))
         if made is not None:
-            calls.keep_in_flight(made)
             return made.parts, made.recv_topk_weights, PackedHandle(made.handle)
-    recv_x, _, weights, handle = dispatch(
-        calls, calls.own_mode, repeated(x, num_shared), None, topk_idx, topk_weights, "expert", 1, -1
-    )
+    recv_x, _, weights, handle = dispatch(calls, calls.own_mode, repeated(x, num_shared), None, topk_idx, topk_weights, "expert", 1, -1)
     return split_rows(recv_x, handle.num_rows_per_expert_list, leading), weights, handle
 
 
@@ -60,12 +58,12 @@ def combine_by_expert(
     the right shapes; else joined first. Raises TypeError and ValueError for what cannot be joined; the peers raise EPPeerError.
     """
     calls = buffer.calls
-    native = None if is_compiled((rows[0], topk_weights)) else calls.native(handle)
+    native = None if is_compiled((rows[0], topk_weights)) else calls.native
     if native is not None and (source_weights is None or topk_weights is not None):
         source = None if source_weights is None else readable(source_weights.detach())
-        made = _unseen(calls, (*rows, topk_weights), native.combine_by_expert, rows, topk_weights, source, handle)
+        make = partial(calls.make, "combine_by_expert", rows, topk_weights, source, handle, handle=handle)
+        made = _unseen(calls, (*rows, topk_weights), make)
         if made is not None:
-            calls.keep_in_flight(made)
             combined_x: Tensor = made.combined_x
             return combined_x
     calls.refuse_on_failure(refuse_watchers, EXCHANGE, (*rows, topk_weights, source_weights))
@@ -79,11 +77,11 @@ def split_rows(rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tup
     return torch.split_with_sizes(rows.view(*leading, *rows.shape) if leading else rows, counts, -2)
 
 
-def _unseen(calls: Calls, tensors: Sequence[Tensor | None], call: Callable[..., Any], *args: Any) -> Any:
-    """Return what `call` of `_torch` returns, which no mode sees: one rank may be watched alone, and all must make the same call."""
-    made = call(*args)
+def _unseen(calls: Calls, tensors: Sequence[Tensor | None], make: Callable[[], Any]) -> Any:
+    """Return what `make` has made, which no mode sees: one rank may be watched alone, and all must make the same call."""
+    made = make()
     if made is not None or not all(isinstance(tensor, Tensor) or tensor is None for tensor in tensors) or not is_watched(tensors):
         return made
     calls.refuse_on_failure(refuse_watchers, EXCHANGE, tensors, is_operator=False)
     with unwatched():
-        return call(*args)
+        return make()

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -107,21 +107,34 @@ class Calls:
         """Calls that this rank has submitted, entered or refused: those that the thread is still to enter are made, whatever fails now."""
         return max(self.backend.num_calls, self._num_submitted)
 
-    def native(self, handle: Any = None, waits: bool = False) -> Any:
-        """Return `_torch.Calls`, ready to make the next call: what is in flight has had its second half. None on CPUs. The call is along
-        `handle`, or its host `waits` for counts. `keep_in_flight` is to follow it."""
+    @property
+    def native(self) -> Any:
+        """`_torch.Calls`; None on CPUs."""
+        return self._native
+
+    def make(self, name: str, *args: Any, handle: Any = None, waits: bool = False) -> Any:
+        """Return what the method `name` of `_torch.Calls` has made, or None where it declines, and on CPUs. The call is along `handle`, or
+        its host `waits` for counts."""
         if self._native is None or self._num_forks != _num_forks:
             return None
         if self._pending is not None:
             self._finish_earlier_call()
-        if self._native.has_failed:
+        call = getattr(self._native, name)
+        made = call(*args)
+        if made is None and self._native is not None and self._native.has_failed:  # by what earlier calls have reported
             self._note_failure(self.backend, lambda: waits or (isinstance(handle, DispatchHandle) and handle.has_failed))
-        return self._native
+            made = call(*args)
+        if made is not None:
+            self._keep_in_flight(made)
+        return made
 
-    @property
-    def has_failure(self) -> bool:
-        """Does a failure wait to be raised by the next call?"""
-        return self._earlier_failure is not None or (self._native is not None and self._native.has_failed)
+    def native_for_gradients(self) -> Any:
+        """Return `_torch.Calls`, to make the next call by itself; None where a failure waits to be raised by that."""
+        if self._native is None or self._earlier_failure is not None or self._native.has_failed or self._num_forks != _num_forks:
+            return None
+        if self._pending is not None:
+            self._finish_earlier_call()
+        return self._native
 
     def mode_of(self, num_sms: int | None, is_async: bool = False, is_split: bool = False) -> Mode:
         """Return how a call with these arguments runs. `num_sms`: None for the buffer's."""
@@ -188,21 +201,18 @@ class Calls:
 
     @property
     def in_flight(self) -> Event | None:
-        """The asynchronous call just made."""
+        """The event of the asynchronous call that a GPU was just given."""
         return self._pending
 
-    def keep_in_flight(self, made: InFlight) -> Event | None:
-        """Know what is left of a call that a GPU was given. Return its event, None where nothing is left."""
-        half = made.second_half
-        if half is not None:
-            self._pending = Event(
-                second_half=partial(_finish, half), device=self.backend.device, is_captured=self._is_capturing()
-            )  # fmt: skip
+    def _keep_in_flight(self, made: InFlight) -> None:
+        """Know what is left of a call that a GPU was given, and raise what earlier ones have reported."""
+        if made.second_half is not None:
+            half, is_captured = partial(_finish, made.second_half), self._is_capturing()
+            self._pending = Event(second_half=half, device=self.backend.device, is_captured=is_captured)
         elif made.recorded is not None:
             self._pending = Event(recorded=made.recorded)
         if self._earlier_failure is not None:
-            self._raise_earlier_failure(lambda: self._pending)
-        return self._pending
+            self._raise_earlier_failure(self._pending)
 
     def check(self) -> None:
         """Raise what earlier calls have reported since."""
@@ -305,14 +315,13 @@ class Calls:
             raise self.refuse(failure)
         self._earlier_failure = failure or self._earlier_failure
 
-    def _raise_earlier_failure(self, event_of: Callable[[], Event | None]) -> None:
+    def _raise_earlier_failure(self, event: Event | None) -> NoReturn:
         """Once the call is made, whose event this is."""
         failure, self._earlier_failure = self._earlier_failure, None
-        if failure is not None:
-            event = event_of()
-            if event is not None:
-                event.wait()  # nobody will be given it
-            raise failure
+        if event is not None:
+            event.wait()  # nobody will be given it
+        assert failure is not None
+        raise failure
 
     @property
     def has_chosen(self) -> bool:
@@ -344,14 +353,15 @@ class Calls:
         """Move the rows, now or later. Until then the tensors that native code knows by address are held. Raises what an earlier call's
         kernels have reported."""
         if not callable(move_rows):
-            self.keep_in_flight(move_rows)
+            self._keep_in_flight(move_rows)
         else:
             move = partial(self._tell_on_failure, num_calls, move_rows)
             if self.capabilities.moves_on_thread and (mode.is_async or mode.is_split):
                 self._tell_on_failure(num_calls, partial(self._move_on_thread, num_calls + 1, move, keep_alive))
             else:
                 move()
-        self._raise_earlier_failure(partial(self.event, mode, keep_alive[0].x))
+        if self._earlier_failure is not None:
+            self._raise_earlier_failure(self.event(mode, keep_alive[0].x))
 
     def _move_on_thread(self, number: int, move: Callable[[], None], keep_alive: Any) -> None:
         if self._worker is None:

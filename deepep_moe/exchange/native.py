@@ -25,14 +25,14 @@ def dispatch(
     expert_alignment: int, num_recv_rows: int | None, num_sms: int | None, async_op: bool = False, return_hook: bool = False,
 ) -> DispatchOutput | None:  # fmt: skip
     """Make a dispatch with fresh routing."""
-    if (native := calls.native(waits=num_recv_rows is None)) is None or (mode := _mode(num_sms, async_op, return_hook)) is None:
-        return None
-    if topk_idx is None or layout not in LAYOUTS or type(expert_alignment) is not int:
-        return None
     bound = -1 if num_recv_rows is None else num_recv_rows
-    if not 1 <= expert_alignment <= MAX_ALIGNMENT or type(bound) is not int or not -1 <= bound <= MAX_NUMBER or num_recv_rows == -1:
+    if calls.native is None or topk_idx is None or layout not in LAYOUTS or type(expert_alignment) is not int or type(bound) is not int:
         return None
-    made = native.dispatch(x, x_scales, topk_idx, topk_weights, layout == "expert", expert_alignment, bound, mode)
+    mode = _mode(num_sms, async_op, return_hook)
+    if mode is None or not 1 <= expert_alignment <= MAX_ALIGNMENT or not -1 <= bound <= MAX_NUMBER or num_recv_rows == -1:
+        return None
+    how = layout == "expert", expert_alignment, bound, mode
+    made = calls.make("dispatch", x, x_scales, topk_idx, topk_weights, *how, waits=num_recv_rows is None)
     return None if made is None else _output(calls, made, PackedHandle(made.handle), return_hook)
 
 
@@ -41,14 +41,14 @@ def dispatch_along(
     async_op: bool = False, return_hook: bool = False,
 ) -> DispatchOutput | None:  # fmt: skip
     """Make a dispatch along a handle."""
-    if (native := calls.native(handle)) is None or (mode := _mode(num_sms, async_op, return_hook)) is None:
+    if calls.native is None or (mode := _mode(num_sms, async_op, return_hook)) is None:
         return None
-    made = native.dispatch_cached(x, x_scales, topk_weights, handle, mode)
+    made = calls.make("dispatch_cached", x, x_scales, topk_weights, handle, mode, handle=handle)
     return None if made is None else _output(calls, made, handle, return_hook)
 
 
 def _output(calls: Calls, made: Any, handle: DispatchHandle, return_hook: bool) -> DispatchOutput:
-    event = calls.keep_in_flight(made)
+    event = calls.in_flight
     hook = event.wait if return_hook and event is not None else None
     counts = handle.num_recv_tokens_per_expert
     return DispatchOutput(made.recv_x, made.recv_x_scales, handle.recv_topk_idx, made.recv_topk_weights, counts, handle, event, hook)
@@ -59,12 +59,9 @@ def combine_rows(
     async_op: bool = False, return_hook: bool = False, *, lanes: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """Make a combine: `_torch.Combined`. With `lanes` it sums lanes of top-k beside the rows, without gradient."""
-    if (native := calls.native(handle)) is None or (mode := _mode(num_sms, async_op, return_hook)) is None:
+    if calls.native is None or (mode := _mode(num_sms, async_op, return_hook)) is None:
         return None
-    made = native.combine(x, handle, topk_weights, bias, lanes, lanes is not None, mode)
-    if made is not None:
-        calls.keep_in_flight(made)
-    return made
+    return calls.make("combine", x, handle, topk_weights, bias, lanes, lanes is not None, mode, handle=handle)
 
 
 def _mode(num_sms: Any, async_op: Any, return_hook: Any) -> Any:
@@ -85,7 +82,7 @@ def _mode_of(num_sms: int, is_async: bool, is_split: bool) -> Any:
 def _ready(number: int) -> Any:
     """Return `_torch.Calls` for a gradient, where no failure waits to be raised after it."""
     calls = live_calls.get(number)
-    return None if calls is None or calls.has_failure else calls.native()
+    return None if calls is None else calls.native_for_gradients()
 
 
 def _dispatch_gradients(
@@ -99,9 +96,7 @@ def _dispatch_gradients(
     return grad_x if tokens_per_row == 1 else grad_x.view(tokens_per_row, -1, grad_x.shape[1]).sum(0), grad_topk_weights
 
 
-def _combine_gradients(
-    native: Any, tokens_per_row: int, num_leading: int, grad: Tensor, scaled: list[Tensor]
-) -> tuple[Tensor | None, ...]:
+def _combine_gradients(native: Any, tokens_per_row: int, num_leading: int, grad: Tensor, scaled: list[Tensor]) -> tuple[Tensor | None, ...]:
     """Return the gradients of weights, if there were some, and of rows. num_leading: as csrc/torch/functions.h has it, -1 for all rows in
     one tensor. scaled: the weights and the rows, or nothing."""
     handle, grad_weights, rows = PackedHandle(native), None, as_rows(grad)
