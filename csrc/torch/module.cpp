@@ -74,6 +74,7 @@ std::optional<Received> dispatch_by_expert(Calls& calls, py::handle x, py::handl
     return dispatch(calls, request);
 }
 
+// tensors: the rows of each local expert, or all rows in one.
 std::optional<Combined> combine_by_expert(Calls& calls, py::handle tensors, py::handle weights, py::handle source_weights,
                                         py::handle handle) {
     if (!may_call(calls, {weights, source_weights})) return std::nullopt;
@@ -83,15 +84,13 @@ std::optional<Combined> combine_by_expert(Calls& calls, py::handle tensors, py::
         request.rows.push_back(THPVariable_Unpack(tensor.ptr()));
     }
     const auto along = handle_in(calls, handle);
-    if (!along || !along->is_expert_layout || along->expert_alignment != 1 || !calls.can_join(request.rows, *along)) return std::nullopt;
+    if (!along || !along->is_expert_layout || along->expert_alignment != 1 || request.rows.empty()) return std::nullopt;
     const auto expert_rows = calls.expert_rows_of(request.rows, *along);
-    if (expert_rows)
-        request.expert_rows = &*expert_rows;
-    else
-        request.rows = {calls.joined(request.rows)};
+    if (expert_rows) request.expert_rows = &*expert_rows;
+    if (!expert_rows && calls.can_join(request.rows, *along)) request.rows = {calls.joined(request.rows)};
     request.inputs.weights = unpacked(weights), request.inputs.source_weights = unpacked(source_weights);
-    if (!calls.takes_inputs(*along, request.rows[0], request.inputs) || (!expert_rows && !calls.takes_rows(*along, request.rows[0])))
-        return std::nullopt;
+    if (!expert_rows && !(request.rows.size() == 1 && calls.takes_rows(*along, request.rows[0]))) return std::nullopt;
+    if (!calls.takes_inputs(*along, request.rows[0], request.inputs)) return std::nullopt;
     if (request.inputs.source_weights.defined()) request.inputs.tokens_per_row = request.inputs.source_weights.size(0);
     return combine(calls, *along, request);
 }

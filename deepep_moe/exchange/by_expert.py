@@ -35,6 +35,8 @@ def dispatch_by_expert(
     all] or None; the handle. All ranks have gradients or none has: the backward is collective too.
     """
     calls, num_shared = buffer.calls, 1 if source_weights is None else len(source_weights)
+    if source_weights is not None and buffer.num_topk != 1:
+        raise calls.refuse(ValueError(f"source_weights were given in a buffer for top-{buffer.num_topk}; they need one for top-1"))
     native = None if is_compiled((x, topk_idx, topk_weights)) else calls.native
     if native is not None and (num_shared == 1 or (native.can_fuse and num_shared <= _C.MAX_TOPK)):
         # Source weights are sent: rows and weights get their gradients where the rows are.
@@ -58,9 +60,11 @@ def combine_by_expert(
     the right shapes; else joined first. Raises TypeError and ValueError for what cannot be joined; the peers raise EPPeerError.
     """
     calls = buffer.calls
-    native = None if is_compiled((rows[0], topk_weights)) else calls.native
-    if native is not None and (source_weights is None or topk_weights is not None):
+    is_unusual, were_sent = is_compiled((rows[0], topk_weights)), source_weights is not None and topk_weights is not None
+    if calls.native is not None and (were_sent or (source_weights is None and not is_unusual)):
         source = None if source_weights is None else readable(source_weights.detach())
+        if is_unusual:  # peers weight these rows at their source, and so must this rank
+            rows = [calls.refuse_on_failure(joined, rows, handle, buffer.hidden).as_subclass(Tensor)]
         make = partial(calls.make, "combine_by_expert", rows, topk_weights, source, handle, handle=handle)
         made = _unseen(calls, (*rows, topk_weights), make)
         if made is not None:

@@ -199,7 +199,7 @@ def test_calls_by_copy_engines(rank, backend):
 @on_ranks(2)
 def test_tokens_of_several_experts_share_no_rows(rank):
     buffer, x, idx, _ = opened(Case([8, 8], num_topk=2, num_experts=4), "nvlink", rank)
-    with pytest.raises(ValueError, match="2 tokens share a row, of 8 in a buffer for top-2"):
+    with pytest.raises(ValueError, match="source_weights were given in a buffer for top-2; they need one for top-1"):
         dispatch_by_expert(buffer, x[:4].contiguous(), idx, None, source_weights=torch.ones(2, 4, device=x.device))
 
 

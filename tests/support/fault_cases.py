@@ -189,15 +189,18 @@ def is_rows(size: Any, dtype: torch.dtype | None) -> bool:
 
 @contextlib.contextmanager
 def allocations_fail(error: BaseException, which: Any) -> Any:
-    """Let the first `torch.empty`, in C++ too, of a size and dtype that `which` takes raise the error."""
+    """Let the first `torch.empty`, in C++ too, of a size and dtype that `which` takes raise the error. What was made lives as long as that
+    does: kernels of the emulated GPU may be still at work on it."""
     failed: list[bool] = []
+    error.made = made = []  # type: ignore[attr-defined]
 
     def empty(size: Any, *, dtype: torch.dtype | None = None, **how: Any) -> torch.Tensor:
         if not failed and which(size, dtype):
             failed.append(True)
             raise error
         strides = [math.prod(size[i + 1 :]) for i in range(len(size))]
-        return torch.empty_strided(size, strides, dtype=dtype, device=how.get("device"), pin_memory=bool(how.get("pin_memory")))
+        made.append(torch.empty_strided(size, strides, dtype=dtype, device=how.get("device"), pin_memory=bool(how.get("pin_memory"))))
+        return made[-1]
 
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("empty.memory_format", empty, "CPU" if device.GPU == "cpu" else "CUDA")
