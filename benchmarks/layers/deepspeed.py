@@ -26,7 +26,6 @@ from benchmarks.common.report import show_layers
 from benchmarks.layers import harness
 from benchmarks.layers.deepspeed_passes import AutoEPPass, CommunicationPass, LayerPass
 from benchmarks.layers.passes import PARTS, describe, differences, draw_inputs, slowest
-from deepep_moe import torch_module
 from deepep_moe.testing import RankFailedError, run_ranks
 from deepep_moe.tune.records import DTYPES, write_json
 
@@ -120,8 +119,6 @@ def _measure(shape: Shape, rank: int, num_ranks: int, options: argparse.Namespac
         del kinds["gate"]  # as all experts are the same, its gradient is only rounding
     sent = link_bytes(topk_idx, options.num_experts // num_ranks, options.hidden * x.element_size())
     hardware, versions = describe("deepspeed", device, num_ranks)
-    if device.type == "cuda" and torch_module.MODULE is None:
-        versions += ", deepep_moe without its autograd functions in C++"
     measured = Measured(all_buffers()[0].backend, hardware, versions, sent, found)
     for timed in (timed for of_one in passes.values() for timed in of_one.values()):
         timed.num_layers = options.num_layers

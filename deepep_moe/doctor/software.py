@@ -53,9 +53,9 @@ def library(env: Environment) -> tuple[str, ...]:
     if features is None:
         return FAULT, f"it does not import: {env.facts['error']}", f"build it again: {_AGAIN}"
     built, why_not = f"{features['version']}, built with gcc {features['compiler']}", features["autograd"]
-    if why_not is not True and (env.gpus or not why_not.startswith("not built")):  # without GPUs Python makes the calls
-        text = f"{built}; deepep_moe._torch is {why_not.partition('; ')[0]}, so calls are slower"
-        return WARNING, text, "python -m deepep_moe.build _torch"
+    if why_not is not True and env.gpus:
+        text = f"{built}; deepep_moe._torch is {why_not.partition('; ')[0]}, so buffers on GPUs cannot be made"
+        return FAULT, text, "python -m deepep_moe.build _torch"
     return OK, built
 
 

@@ -1,6 +1,7 @@
 """Which ranks can reach each other's memory, from what they told of themselves."""
 
-from deepep_moe import _C, torch_module
+from deepep_moe import _C
+from deepep_moe.errors import BackendUnavailableError
 from deepep_moe.group.rendezvous import Introduction
 from deepep_moe.group.settings import Settings
 
@@ -36,14 +37,19 @@ def why_not_nvshmem(peers: list[Introduction], settings: Settings) -> str | None
 
 
 def why_not_nvlink(peers: list[Introduction]) -> str | None:
-    """The reason the nvlink backend cannot serve these ranks, or None."""
+    """The reason the nvlink backend cannot serve these ranks, or None. Raises BackendUnavailableError where only the module `_torch` of a
+    rank is missing, whatever other backend could serve."""
     if not hasattr(_C, "NvlinkExchange"):
         return "it was not compiled, as the build found no nvcc; install the CUDA toolkit and build again"
-    torch_module.needed()
     if len(peers) > _C.MAX_GPU_RANKS:
         return f"it serves at most {_C.MAX_GPU_RANKS} ranks, this group has {len(peers)}"
     hosts = {peer.host for peer in peers}
     if len(hosts) > 1:
         return f"its ranks must share one host and process namespace, this group spans {len(hosts)}: {sorted(hosts)}"
     without = [rank for rank, peer in enumerate(peers) if not peer.has_gpu]
-    return f"ranks {without} see no CUDA device" if without else None
+    if without:
+        return f"ranks {without} see no CUDA device"
+    for rank, peer in enumerate(peers):
+        if peer.lacks_torch:
+            raise BackendUnavailableError(f"deepep_moe._torch of rank {rank} is {peer.lacks_torch}")
+    return None

@@ -25,6 +25,7 @@ from deepep_moe import config
 from deepep_moe.arguments import as_int
 from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutError, told
 from deepep_moe.group.settings import Settings
+from deepep_moe.torch_module import WHY_NOT
 
 _TAG = 0xDEE9  # of this library's point-to-point messages in the caller's group; that of a vector is larger by its bytes
 _MAX_BYTES = 1 << 20  # of a message: a few strings and numbers
@@ -67,6 +68,8 @@ class Introduction:
     num_threads: int
     group_backend: str
     has_gpu: bool
+    lacks_torch: str
+    """Why it has no module `_torch`; empty where it has."""
     number: int
     """Of the buffer, among those that this process has begun to make."""
 
@@ -127,7 +130,7 @@ def introduce(
 
     with hanging_up(group):
         number, has_gpu = next(_numbers), torch.cuda.is_available()
-        own = Introduction(message, str(backend), common, host_id(), os.getpid(), num_threads, group_backend, has_gpu, number)
+        own = Introduction(message, str(backend), common, host_id(), os.getpid(), num_threads, group_backend, has_gpu, WHY_NOT, number)
         peers = gather_objects(asdict(own), group, settings.num_ranks, "construction of a Buffer", settings.timeout_s, read)
     if error is not None:
         raise error

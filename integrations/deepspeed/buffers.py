@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepep_moe import config, torch_module
+from deepep_moe import config
 from deepep_moe._C import ROW_ALIGNMENT
 from deepep_moe.errors import EPTimeoutError
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.group.rendezvous import check_same, gather_objects
 from deepep_moe.integrations.common.registry import BufferRegistry
-from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.options import Options
 
 _OPTION = 'num_max_tokens_per_rank, an argument of replace_moe_layers and a key of "deepep_moe" in ds_config,'
@@ -112,10 +111,6 @@ def _construct(group: dist.ProcessGroup, hidden: int, options: Options, num_loca
     """Construct a buffer. Exact mode sends a row for each expert of a token, fast mode one row with all of them as lanes."""
     num_rows, lanes = (num_tokens * num_topk, 1) if options.exact else (num_tokens, num_topk)
     num_experts = num_local_experts * dist.get_world_size(group)
-    buffer = Buffer(
+    return Buffer(
         group, num_rows, hidden, num_experts, lanes, backend=options.backend, num_sms=options.num_sms, ranks_per_node=options.ranks_per_node
     )
-    if buffer.backend == "nvlink" and torch_module.MODULE is None:
-        why_not = torch_module.WHY_NOT
-        warn_once(f"MoE layers with few experts per token are slower than they could be: deepep_moe._torch is {why_not}", group)
-    return buffer

@@ -16,7 +16,8 @@ from on_ranks import on_ranks, refused
 
 from deepep_moe import Buffer, ops
 from deepep_moe.device import call_stream
-from deepep_moe.errors import EPCapacityError, EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.errors import BackendUnavailableError, EPCapacityError, EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.group import rendezvous
 
 pytestmark = pytest.mark.gpu
 SOON_S = 20.0  # far from the deadline of 60 s
@@ -226,6 +227,15 @@ def test_allowed_excess(rank, from_python):
             assert_same("combined_x", combined.detach(), 2 * x.detach() * num_experts)
             assert_same("gradient of x", x.grad, 2 * num_experts.expand_as(x))
     buffer.check()
+
+
+@on_ranks(2)
+def test_without_the_module_that_links_torch(rank):
+    """No rank makes a buffer where one lacks it, and all say how it is built."""
+    device_of("nvlink", rank)
+    rendezvous.WHY_NOT = "not built; `python -m deepep_moe.build _torch` builds it" if rank == 1 else ""
+    with pytest.raises(BackendUnavailableError, match="deepep_moe._torch of rank 1 is not built; `python -m deepep_moe.build _torch`"):
+        Buffer(None, 8, 16, 4, 2, backend="nvlink")
 
 
 # ---- refusals ----

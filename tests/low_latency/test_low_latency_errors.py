@@ -196,7 +196,7 @@ def test_bad_settings(changes, message):
     ("nvlink", 2, ".*; use backend='auto', or Buffer"),
 ])  # fmt: skip
 def test_advice_where_no_backend_can_serve(name, num_ranks, message):
-    peers = [Introduction(None, name, {}, "here", rank, 1, "cpu:gloo", False, 0) for rank in range(num_ranks)]
+    peers = [Introduction(None, name, {}, "here", rank, 1, "cpu:gloo", False, "", 0) for rank in range(num_ranks)]
     with pytest.raises(BackendUnavailableError, match=f"backend='{name}': {message}, which has more backends"):
         make_backend(name, Settings(num_ranks, 0, 8, 16, 4 * num_ranks, 2, 20.0, num_ranks), peers, None, False)
 

@@ -20,8 +20,7 @@ from deepspeed_cases import (
 )
 from torch import nn
 
-from deepep_moe import torch_module
-from deepep_moe.integrations.common.registry import all_buffers, destroy_all
+from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.deepspeed import replace_moe_layers, restore_moe_layers
 
 pytest.importorskip("deepspeed")
@@ -161,21 +160,6 @@ def test_groups_of_several_sizes(rank):
         assert len(all_buffers()) == 2 * ours, "a buffer for each group"
         restore_moe_layers(engine)
     assert_equal(*runs, f"two group sizes, rank {rank}", rounding=STEPS_APART)
-
-
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.multi_gpu(2))])
-@on_deepspeed_ranks()
-def test_ten_steps_without_autograd_functions(rank, device):
-    """Who makes the calls, C++ or Python, does not show in a single bit."""
-    module = torch_module.MODULE
-    assert module is not None, torch_module.WHY_NOT
-    for case in (Case(zero=2, k=2, use_residual=True), Case(zero=1, k=2, exact=False, drop_tokens=False), Case(zero=0, k=4)):
-        runs = []
-        for torch_module.MODULE in (module, None):
-            runs.append(run_steps(build_engine(case, True), rank, num_tokens=64))
-            destroy_all()
-        for name, want in runs[1].items():
-            assert torch.equal(runs[0][name], want), f"{case}, rank {rank}: {name}"
 
 
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
