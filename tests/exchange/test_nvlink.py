@@ -1,6 +1,8 @@
 """How the nvlink backend sends, against the reference, bit for bit."""
 
 import itertools
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,3 +137,47 @@ def test_default_device(rank):
         bounded = buffer.dispatch(x, idx, num_recv_rows=len(out.recv_x))
     for other in (out, bounded):
         assert torch.equal(other.recv_x, expected.recv_x) and other.handle.call.device.type == "cpu"
+
+
+# ---- the host's way ----
+
+
+def passed(call):
+    """What `call` returns, the files of the package that it passes, and how often Python calls into C++."""
+    files, native = set(), []
+
+    def look(frame, event, called):
+        if event == "call" and "deepep_moe" in frame.f_code.co_filename:
+            files.add(Path(frame.f_code.co_filename).name)
+        if event == "c_call" and type(called.__self__).__name__ == "PyCapsule":  # so pybind11 makes functions
+            native.append(called.__name__)
+
+    sys.setprofile(look)
+    try:
+        made = call()
+    finally:
+        sys.setprofile(None)
+    return made, files, native
+
+
+def finish(event):
+    """`event`: an event, a hook, or None of a call that is over."""
+    if event is not None:
+        event() if callable(event) else event.wait()
+
+
+@on_ranks(2, how=("now", "async", "hook"), with_gradient=(False, True))
+def test_files_that_a_call_passes(rank, how, with_gradient):
+    buffer, x, idx = make_buffer(rank)
+    given = {"now": {}, "async": {"async_op": True}, "hook": {"return_hook": True}}[how]
+    x.requires_grad_(with_gradient)
+
+    for _ in range(2):  # the first one warms up
+        out, *of_dispatch = passed(lambda: buffer.dispatch(x, idx, **given))
+        finish(out.hook or out.event)
+        along, *of_along = passed(lambda: buffer.dispatch(x, handle=out.handle, **given))  # noqa: B023
+        finish(along.hook or along.event)
+        combined, *of_combine = passed(lambda: buffer.combine(out.recv_x, out.handle, **given))  # noqa: B023
+        finish(None if how == "now" else combined[1])
+    for files, native in (of_dispatch, of_along, of_combine):
+        assert len(files) <= 5 and len(native) == 1, (files, native)
