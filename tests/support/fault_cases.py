@@ -184,7 +184,8 @@ def once(method: Any, error: BaseException, is_after: bool = False) -> Any:
 
 
 def is_rows(size: Any, dtype: torch.dtype | None) -> bool:
-    return len(size) == 2 and dtype not in (torch.int32, torch.int64)
+    """Received ones, which are more than `inputs`."""
+    return len(size) == 2 and size[0] > NUM_TOKENS and dtype not in (torch.int32, torch.int64)
 
 
 @contextlib.contextmanager
