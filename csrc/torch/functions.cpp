@@ -15,15 +15,11 @@ namespace {
 
 // ---- rows by expert ----
 
-// [1, ..., num_rows, hidden] with `num_leading` leading ones: a slice of `all`'s storage that is not registered as a view, so autograd
-// treats each expert's rows as a tensor of its own.
+// [1, ..., num_rows, hidden] with `num_leading` leading ones.
 Tensor rows_at(const Tensor& all, int64_t first_row, int64_t num_rows, int64_t num_leading) {
-    auto part = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(all.storage()), all.key_set(), all.dtype());
     std::vector<int64_t> sizes(num_leading + 2, 1);
     sizes[num_leading] = num_rows, sizes[num_leading + 1] = all.size(1);
-    part.unsafeGetTensorImpl()->set_storage_offset(all.storage_offset() + first_row * all.size(1));
-    part.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
-    return part;
+    return part_of(all, first_row * all.size(1), sizes);
 }
 
 // Appends `all`, or the rows of each local expert.

@@ -45,9 +45,10 @@ struct Handle {
 
     Tensor section(int i) const {
         if (!memory.defined()) return sections.at(i);
-        const auto [rows, columns] = shape.sizes.at(i);
-        const Tensor part = memory.narrow(0, shape.starts[i], rows * std::max<int64_t>(1, columns));
-        return columns == 0 ? part : part.view({rows, columns});
+        const at::IntArrayRef sizes(shape.sizes.at(i));
+        const Tensor part = part_of(memory, shape.starts[i], sizes[1] == 0 ? sizes.slice(0, 1) : sizes);
+        part.unsafeGetTensorImpl()->set_version_counter(memory.unsafeGetTensorImpl()->version_counter());  // a change shows
+        return part;
     }
     // A handle like this one, of other tensors: those that a backward has saved, or none.
     Handle with(const Tensor& saved_memory, const Tensor& saved_call) const {

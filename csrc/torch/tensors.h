@@ -109,6 +109,14 @@ inline variable_list tensors_of(const py::object& made) {
 
 // ---- memory ----
 
+// A part of `all`'s storage that is not registered as a view: autograd treats it as a tensor of its own.
+inline Tensor part_of(const Tensor& all, int64_t offset, at::IntArrayRef sizes) {
+    auto part = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(all.storage()), all.key_set(), all.dtype());
+    part.unsafeGetTensorImpl()->set_storage_offset(all.storage_offset() + offset);
+    part.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+    return part;
+}
+
 // Not where its storage was freed or cut.
 inline bool has_memory(const Tensor& tensor) {
     if (tensor.numel() == 0) return true;

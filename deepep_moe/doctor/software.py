@@ -48,15 +48,11 @@ def torch(env: Environment) -> tuple[str, ...]:
 
 @check("deepep_moe", "cuda")
 def library(env: Environment) -> tuple[str, ...]:
-    """The library imports, and its module that links PyTorch is there and of this PyTorch."""
+    """The library imports."""
     features = env.facts.get("features")
     if features is None:
         return FAULT, f"it does not import: {env.facts['error']}", f"build it again: {_AGAIN}"
-    built, why_not = f"{features['version']}, built with gcc {features['compiler']}", features["autograd"]
-    if why_not is not True and env.gpus:
-        text = f"{built}; deepep_moe._torch is {why_not.partition('; ')[0]}, so buffers on GPUs cannot be made"
-        return FAULT, text, "python -m deepep_moe.build _torch"
-    return OK, built
+    return OK, f"{features['version']}, built with gcc {features['compiler']}"
 
 
 @check("NVSHMEM", "features")
@@ -71,11 +67,15 @@ def nvshmem(env: Environment) -> tuple[str, ...]:
 
 @check("GPU kernels", "features")
 def gpu_kernels(env: Environment) -> tuple[str, ...]:
-    """The backends for GPUs are compiled, where there are GPUs."""
-    if env.facts["features"]["nvlink"]:
-        return OK, "compiled"
+    """The backends for GPUs are compiled where there are GPUs, and the module that links PyTorch is of this PyTorch."""
+    features = env.facts["features"]
     if not env.gpus:
-        return ABSENT, "not compiled; there is no GPU either"
+        return (OK, "compiled") if features["nvlink"] else (ABSENT, "not compiled; there is no GPU either")
+    if features["nvlink"]:
+        why_not = features["autograd"]
+        if why_not is True:
+            return OK, "compiled"
+        return FAULT, f"deepep_moe._torch, which buffers on GPUs need, is {why_not.partition('; ')[0]}", "python -m deepep_moe.build _torch"
     home = env.variables.get("CUDA_HOME", "/usr/local/cuda")
     has_nvcc = shutil.which("nvcc") or env.exists(f"{home}/bin/nvcc".lstrip("/"))
     advice = f"nvcc is here now: {_AGAIN}" if has_nvcc else f"install the CUDA toolkit 12 or newer, set CUDA_HOME, then {_AGAIN}"

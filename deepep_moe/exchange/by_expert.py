@@ -45,7 +45,11 @@ def dispatch_by_expert(
         if made is not None:
             return made.parts, made.recv_topk_weights, PackedHandle(made.handle)
     recv_x, _, weights, handle = dispatch(calls, calls.own_mode, repeated(x, num_shared), None, topk_idx, topk_weights, "expert", 1, -1)
-    return split_rows(recv_x, handle.num_rows_per_expert_list, leading), weights, handle
+    parts = split_rows(recv_x, handle.num_rows_per_expert_list, leading)
+    for part in parts:
+        if part.requires_grad:
+            part.register_hook(_dense)  # else PyTorch cannot join the gradients
+    return parts, weights, handle
 
 
 def combine_by_expert(
@@ -79,6 +83,10 @@ def combine_by_expert(
 
 def split_rows(rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tuple[Tensor, ...]:
     return torch.split_with_sizes(rows.view(*leading, *rows.shape) if leading else rows, counts, -2)
+
+
+def _dense(grad: Tensor | None) -> Tensor | None:
+    return grad if grad is None or grad.layout is torch.strided else grad.to_dense()
 
 
 def _unseen(calls: Calls, tensors: Sequence[Tensor | None], make: Callable[[], Any]) -> Any:

@@ -112,9 +112,9 @@ class Calls:
         """`_torch.Calls`; None on CPUs."""
         return self._native
 
-    def make(self, name: str, *args: Any, handle: Any = None, waits: bool = False) -> Any:
+    def make(self, name: str, *args: Any, handle: Any = None, waits: bool = False, is_async: bool = False) -> Any:
         """Return what the method `name` of `_torch.Calls` has made, or None where it declines, and on CPUs. The call is along `handle`, or
-        its host `waits` for counts."""
+        its host `waits` for counts. is_async: something of it is in flight then."""
         if self._native is None or self._num_forks != _num_forks:
             return None
         if self._pending is not None:
@@ -124,7 +124,7 @@ class Calls:
         if made is None and self._native is not None and self._native.has_failed:  # by what earlier calls have reported
             self._note_failure(self.backend, lambda: waits or (isinstance(handle, DispatchHandle) and handle.has_failed))
             made = call(*args)
-        if made is not None:
+        if made is not None and (is_async or self._earlier_failure is not None):
             self._keep_in_flight(made)
         return made
 

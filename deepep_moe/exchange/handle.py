@@ -147,6 +147,17 @@ def _shown(name: str) -> Any:
     return property(lambda handle: getattr(handle.native, name))
 
 
+class _Kept:
+    """As `_shown`, but made once: of what each call along the handle returns."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, handle: Any, owner: Any) -> Any:
+        value = handle.__dict__[self._name] = getattr(handle.native, self._name)
+        return value
+
+
 class PackedHandle(DispatchHandle):
     """One that `deepep_moe._torch` has made. Its tensors lie in one allocation, each of them a view that is made when somebody looks: a
     host that waits for a GPU's counts has no time for four allocations."""
@@ -159,19 +170,21 @@ class PackedHandle(DispatchHandle):
     topk_idx: Tensor = _shown("topk_idx")
     recv_row_idx: Tensor = _shown("recv_row_idx")
     recv_counts: Tensor = _shown("recv_counts")
-    num_recv_tokens_per_expert: Tensor = _shown("num_recv_tokens_per_expert")
+    num_recv_tokens_per_expert: Tensor = _Kept("num_recv_tokens_per_expert")  # type: ignore[assignment]
     call: Tensor = _shown("call")
     recv_topk_idx: Tensor | None = _shown("recv_topk_idx")
     is_unchanged: bool = _shown("is_unchanged")
     has_recv_topk_idx: bool = _shown("has_recv_topk_idx")
     has_parts = True  # they cannot be set
 
+    __slots__ = ("native",)
+
     def __init__(self, native: Any):
-        self.__dict__["native"] = native
+        _set_native(self, native)
 
     @property
     def made(self) -> Any:  # type: ignore[override]
-        return self.native
+        return getattr(self, "native", None)  # of an object that nobody has initialized
 
     def seal(self) -> "PackedHandle":
         return self  # C++ has
@@ -189,6 +202,9 @@ class PackedHandle(DispatchHandle):
     def _counts_on_host(self) -> list[int]:
         counts: list[int] = self.native.counts_on_host
         return counts
+
+
+_set_native = PackedHandle.native.__set__  # past the refusal of a frozen class
 
 
 def _of_memory(native: Any, _num_rows: int, memory: Tensor, call: Tensor) -> DispatchHandle:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import torch_module
+from deepep_moe.event import Event
 from deepep_moe.exchange.backends.base import LAYOUTS
 from deepep_moe.exchange.backward import pass_failed, watch_backward
 from deepep_moe.exchange.calls import Calls, calls_of, live_calls
@@ -32,8 +33,12 @@ def dispatch(
     if mode is None or not 1 <= expert_alignment <= MAX_ALIGNMENT or not -1 <= bound <= MAX_NUMBER or num_recv_rows == -1:
         return None
     how = layout == "expert", expert_alignment, bound, mode
-    made = calls.make("dispatch", x, x_scales, topk_idx, topk_weights, *how, waits=num_recv_rows is None)
-    return None if made is None else _output(calls, made, PackedHandle(made.handle), return_hook)
+    is_async = bool(async_op or return_hook)
+    made = calls.make("dispatch", x, x_scales, topk_idx, topk_weights, *how, waits=num_recv_rows is None, is_async=is_async)
+    if made is None:
+        return None
+    event = calls.in_flight if is_async else None
+    return _output(made, PackedHandle(made.handle), x_scales is not None, topk_weights is not None, event, return_hook)
 
 
 def dispatch_along(
@@ -43,15 +48,22 @@ def dispatch_along(
     """Make a dispatch along a handle."""
     if calls.native is None or (mode := _mode(num_sms, async_op, return_hook)) is None:
         return None
-    made = calls.make("dispatch_cached", x, x_scales, topk_weights, handle, mode, handle=handle)
-    return None if made is None else _output(calls, made, handle, return_hook)
+    is_async = bool(async_op or return_hook)
+    made = calls.make("dispatch_cached", x, x_scales, topk_weights, handle, mode, handle=handle, is_async=is_async)
+    if made is None:
+        return None
+    event = calls.in_flight if is_async else None
+    return _output(made, handle, x_scales is not None, topk_weights is not None, event, return_hook)
 
 
-def _output(calls: Calls, made: Any, handle: DispatchHandle, return_hook: bool) -> DispatchOutput:
-    event = calls.in_flight
+def _output(
+    made: Any, handle: DispatchHandle, has_scales: bool, has_weights: bool, event: Event | None, return_hook: bool
+) -> DispatchOutput:
+    """An attribute of C++ takes longer than one of Python, so none is read for nothing."""
+    scales, weights = made.recv_x_scales if has_scales else None, made.recv_topk_weights if has_weights else None
     hook = event.wait if return_hook and event is not None else None
-    counts = handle.num_recv_tokens_per_expert
-    return DispatchOutput(made.recv_x, made.recv_x_scales, handle.recv_topk_idx, made.recv_topk_weights, counts, handle, event, hook)
+    idx = handle.recv_topk_idx if handle.layout == "rank" else None
+    return DispatchOutput(made.recv_x, scales, idx, weights, handle.num_recv_tokens_per_expert, handle, event, hook)
 
 
 def combine_rows(
@@ -61,7 +73,8 @@ def combine_rows(
     """Make a combine: `_torch.Combined`. With `lanes` it sums lanes of top-k beside the rows, without gradient."""
     if calls.native is None or (mode := _mode(num_sms, async_op, return_hook)) is None:
         return None
-    return calls.make("combine", x, handle, topk_weights, bias, lanes, lanes is not None, mode, handle=handle)
+    how = lanes, lanes is not None, mode
+    return calls.make("combine", x, handle, topk_weights, bias, *how, handle=handle, is_async=bool(async_op or return_hook))
 
 
 def _mode(num_sms: Any, async_op: Any, return_hook: Any) -> Any:

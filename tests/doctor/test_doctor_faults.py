@@ -82,8 +82,8 @@ later_nvcc = all_of(change("features.nvlink", False), change("variables.CUDA_HOM
 # What is put into the machine, the one finding, a part of its text or advice, and the backends that do not serve.
 FAULTS = [
     (change("nvshmem", "deepep_moe._nvshmem was built for NVSHMEM 3.4; install NVSHMEM 3.4"), "NVSHMEM", FAULT, "NVSHMEM 3.4", "nvshmem"),
-    (change("features.autograd", "built for torch 2.11.0; run this"), "deepep_moe", FAULT, "_torch is built for torch 2.11.0,", ""),
-    (change("features.autograd", "not built; run this"), "deepep_moe", FAULT, "_torch is not built,", ""),
+    (change("features.autograd", "built for torch 2.11.0; run this"), "GPU kernels", FAULT, "is built for torch 2.11.0", "nvlink nvshmem"),
+    (change("features.autograd", "not built; run this"), "GPU kernels", FAULT, "is not built", "nvlink nvshmem"),
     (change("torch.version", "2.5.1+cu130"), "PyTorch", FAULT, "pip install 'torch>=2.6,<2.16'", "shm nvlink nvshmem collective"),
     (change("torch.version", "2.16.0"), "PyTorch", FAULT, "version 2.16.0 is installed", "shm nvlink nvshmem collective"),
     (change("features.nvlink", False), "GPU kernels", FAULT, "install the CUDA toolkit 12 or newer", "nvlink nvshmem"),
