@@ -45,11 +45,7 @@ def dispatch_by_expert(
         if made is not None:
             return made.parts, made.recv_topk_weights, PackedHandle(made.handle)
     recv_x, _, weights, handle = dispatch(calls, calls.own_mode, repeated(x, num_shared), None, topk_idx, topk_weights, "expert", 1, -1)
-    parts = split_rows(recv_x, handle.num_rows_per_expert_list, leading)
-    for part in parts:
-        if part.requires_grad:
-            part.register_hook(_dense)  # else PyTorch cannot join the gradients
-    return parts, weights, handle
+    return _Split.apply(recv_x, handle.num_rows_per_expert_list, leading), weights, handle
 
 
 def combine_by_expert(
@@ -85,8 +81,17 @@ def split_rows(rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tup
     return torch.split_with_sizes(rows.view(*leading, *rows.shape) if leading else rows, counts, -2)
 
 
-def _dense(grad: Tensor | None) -> Tensor | None:
-    return grad if grad is None or grad.layout is torch.strided else grad.to_dense()
+class _Split(torch.autograd.Function):
+    """`split_rows`, whose gradients may be sparse, which PyTorch's own split cannot join."""
+
+    @staticmethod
+    def forward(_ctx: Any, rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tuple[Tensor, ...]:
+        return split_rows(rows, counts, leading)
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        dense = [grad if grad.layout is torch.strided else grad.to_dense() for grad in grads]
+        return torch.cat([grad.reshape(-1, grad.shape[-1]) for grad in dense]), None, None
 
 
 def _unseen(calls: Calls, tensors: Sequence[Tensor | None], make: Callable[[], Any]) -> Any:
