@@ -328,7 +328,6 @@ class NvlinkExchange:
     num_multiprocessors: int
     tuning: GpuTuning
     num_calls: int
-    num_handle_numbers: int
     is_void: bool
     allows_excess: bool
     def shim(self) -> ExchangeShim: ...

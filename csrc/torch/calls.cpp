@@ -109,7 +109,7 @@ bool Calls::takes_handle(const Handle& handle) const {
            has_memory(handle.call);
 }
 
-std::optional<ExpertRowsArg> Calls::expert_rows_of(at::TensorList tensors, const Handle& handle) const {
+std::optional<ExpertRows> Calls::expert_rows_of(at::TensorList tensors, const Handle& handle) const {
     if (!can_fuse() || static_cast<int64_t>(tensors.size()) != settings.num_local_experts || tensors.size() > kMaxExpertTensors || !tensors[0].defined() ||
         !can_be_summed(tensors[0].scalar_type()))
         return std::nullopt;
@@ -260,7 +260,7 @@ Received Calls::dispatch_cached(const std::shared_ptr<Handle>& handle, const Out
     return made;
 }
 
-Combined Calls::combine(const Handle& handle, const Tensor& x, const ExpertRowsArg* expert_rows, const CombineInputs& inputs,
+Combined Calls::combine(const Handle& handle, const Tensor& x, const ExpertRows* expert_rows, const CombineInputs& inputs,
                         const Mode& how) {
     Combined made;
     made.x = empty({handle.shape.num_tokens / inputs.tokens_per_row, settings.hidden}, x.scalar_type());

@@ -73,7 +73,7 @@ struct Combined : InFlight {
 // Rows on their way are gradients of `x * weights[:, None]`; see `RowScaling` of cuda/params.h.
 struct Scaling {
     Tensor weights, x;
-    const ExpertRowsArg* expert_rows = nullptr;
+    const ExpertRows* expert_rows = nullptr;
 };
 
 // Callers hold the GIL.
@@ -100,7 +100,7 @@ public:
     Received dispatch_cached(const std::shared_ptr<Handle>& handle, const Outgoing& out, const Scaling* scaling, const Mode& how);
     // The sum of each token's rows, and, if asked for, its topk_weight_grads. x: the rows, or the first of several tensors that hold them
     // as `expert_rows` says.
-    Combined combine(const Handle& handle, const Tensor& x, const ExpertRowsArg* expert_rows, const CombineInputs& inputs,
+    Combined combine(const Handle& handle, const Tensor& x, const ExpertRows* expert_rows, const CombineInputs& inputs,
                      const Mode& how);
     void finish(const std::variant<GpuDispatchCall, GpuCombineCall>& call, at::TensorList tensors);  // a second half
 
@@ -111,7 +111,7 @@ public:
     bool takes_inputs(const Handle& handle, const Tensor& x, const CombineInputs& inputs) const;
     bool takes_handle(const Handle& handle) const;
     // The tensors' rows if kernels can read them where they are: contiguous, of one type that can be summed, each with its expert's rows.
-    std::optional<ExpertRowsArg> expert_rows_of(at::TensorList tensors, const Handle& handle) const;
+    std::optional<ExpertRows> expert_rows_of(at::TensorList tensors, const Handle& handle) const;
     // Are these a tensor for each local expert, of its rows, wherever they lie? All rows in one tensor, of such.
     bool can_join(at::TensorList tensors, const Handle& handle) const;
     Tensor joined(at::TensorList tensors) const;

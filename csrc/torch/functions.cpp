@@ -151,7 +151,7 @@ private:
         if (grad_weights.defined()) inputs.topk_weight_grads = grad_weights.contiguous();
         inputs.tokens_per_row = kept.tokens_per_row;
         Tensor rows = grads[0];
-        std::optional<ExpertRowsArg> expert_rows;
+        std::optional<ExpertRows> expert_rows;
         if (kept.num_leading >= 0) {
             if (!calls.can_join(grads, handle)) return {};
             expert_rows = calls.expert_rows_of(grads, handle);
@@ -222,7 +222,7 @@ private:
         if (!calls.is_here(grad) || (!scaled.empty() && !calls.can_fuse())) return {};
         Outgoing out;
         out.x = as_rows(grad);
-        std::optional<ExpertRowsArg> expert_rows;
+        std::optional<ExpertRows> expert_rows;
         Tensor x = scaled.empty() ? Tensor() : scaled[1];
         if (!scaled.empty()) {
             if (!calls.is_here(scaled[0]) || scaled[1].scalar_type() != out.x.scalar_type()) return {};

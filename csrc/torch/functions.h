@@ -26,7 +26,7 @@ Received dispatch(Calls& calls, const DispatchRequest& request);
 
 struct CombineRequest {
     variable_list rows;  // one tensor, or with
-    const ExpertRowsArg* expert_rows = nullptr;
+    const ExpertRows* expert_rows = nullptr;
     CombineInputs inputs;
     Mode mode;
 };

@@ -231,7 +231,6 @@ void bind_gpu(py::module_& m) {
         .def_property_readonly("workspace_bytes", &NvlinkExchange::workspace_bytes)
         .def_property_readonly("num_calls", &NvlinkExchange::num_calls)
         .def_property_readonly("is_void", &NvlinkExchange::is_void)
-        .def_property_readonly("num_handle_numbers", &NvlinkExchange::num_handle_numbers)
         .def_property_readonly("num_multiprocessors", &NvlinkExchange::num_multiprocessors)
         .def_readwrite("tuning", &NvlinkExchange::tuning)
         .def_readwrite("allows_excess", &NvlinkExchange::allows_excess)

@@ -149,24 +149,18 @@ struct GpuDispatchCall {
     int64_t slot_bytes() const { return GpuSlotLayout(params.row_bytes, params.scale_bytes).bytes; }
 };
 
-// Parts, and the addresses by which tensors are known again.
-struct ExpertRowsArg : ExpertRows {
-    uintptr_t address[kMaxExpertTensors] = {};  // 0 without rows
-};
-
 // The rows of each local expert, of a dispatch of `num_rows` without padding and `counts` for each; nothing where kernels cannot read them
 // where they are: they must be [1, ..., num_rows, hidden] of whole pieces. Callers have seen that they are contiguous and of one kind.
-inline std::optional<ExpertRowsArg> expert_rows_of(std::span<const TensorArg> tensors, const int64_t* counts, int64_t hidden,
+inline std::optional<ExpertRows> expert_rows_of(std::span<const TensorArg> tensors, const int64_t* counts, int64_t hidden,
                                                    int64_t num_rows) {
     if (tensors.size() > kMaxExpertTensors) return std::nullopt;
-    ExpertRowsArg expert_rows{};
+    ExpertRows expert_rows{};
     int64_t first_row = 0;
     for (size_t i = 0; i < tensors.size(); ++i) {
         const TensorArg& part = tensors[i];
         const bool has_shape =
             part.num_dims == tensors[0].num_dims && part.num_columns == hidden && part.inner_rows == counts[i] && part.num_leading == 1;
         if (!has_shape || part.row_bytes() % kRowAlignment != 0 || part.address % kRowAlignment != 0) return std::nullopt;
-        expert_rows.address[i] = part.address;
         expert_rows.first_row[i] = static_cast<int>(first_row);
         expert_rows.rows[i] = part.address - first_row * part.row_bytes();
         first_row += part.num_rows;
@@ -183,7 +177,7 @@ struct GpuCombineCall {
     const int64_t* numbers = nullptr;  // of the handle
     int64_t row_bytes = 0;
 
-    GpuCombineCall(const HandleArg& handle, const TensorArg& x, const ExpertRowsArg* expert_rows, const TensorArg& weights,
+    GpuCombineCall(const HandleArg& handle, const TensorArg& x, const ExpertRows* expert_rows, const TensorArg& weights,
                    const TensorArg& bias, const TensorArg& topk_weight_grads, const TensorArg& source_weights, const TensorArg& combined_x,
                    const TensorArg& combined_topk_weight_grads, DType dtype, bool sums_lanes = false) {
         const int64_t num_rows = expert_rows == nullptr ? x.num_rows : handle.num_rows;
