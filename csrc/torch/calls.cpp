@@ -110,8 +110,8 @@ bool Calls::takes_handle(const Handle& handle) const {
 }
 
 std::optional<ExpertRows> Calls::expert_rows_of(at::TensorList tensors, const Handle& handle) const {
-    if (!can_fuse() || static_cast<int64_t>(tensors.size()) != settings.num_local_experts || tensors.size() > kMaxExpertTensors || !tensors[0].defined() ||
-        !can_be_summed(tensors[0].scalar_type()))
+    if (!can_fuse() || static_cast<int64_t>(tensors.size()) != settings.num_local_experts || tensors.size() > kMaxExpertTensors ||
+        !tensors[0].defined() || !can_be_summed(tensors[0].scalar_type()))
         return std::nullopt;
     TensorArg args[kMaxExpertTensors];
     for (size_t i = 0; i < tensors.size(); ++i) {
@@ -246,8 +246,8 @@ Received Calls::dispatch(const Outgoing& out, bool is_expert_layout, int64_t exp
 Received Calls::dispatch_cached(const std::shared_ptr<Handle>& handle, const Outgoing& out, const Scaling* scaling, const Mode& how) {
     Received made;
     made.handle = handle;
-    GpuDispatchCall call(handle->arg(), arg_of(out.x), arg_of(out.x_scales), {}, matrix_of(out.topk_weights),
-                         dtype_of(out.x.scalar_type()), -1);
+    GpuDispatchCall call(handle->arg(), arg_of(out.x), arg_of(out.x_scales), {}, matrix_of(out.topk_weights), dtype_of(out.x.scalar_type()),
+                         -1);
     receive_into(made, out, call, handle->num_rows, false, false);
     variable_list tensors{out.x, out.x_scales, out.topk_weights, handle->memory, made.x, made.x_scales, made.topk_weights};
     if (scaling != nullptr) {
@@ -268,7 +268,7 @@ Combined Calls::combine(const Handle& handle, const Tensor& x, const ExpertRows*
     GpuCombineCall call(handle.arg(), arg_of(x), expert_rows, arg_of(inputs.source_weights.defined() ? Tensor() : inputs.weights),
                         arg_of(inputs.bias), arg_of(inputs.topk_weight_grads), arg_of(inputs.source_weights), arg_of(made.x),
                         arg_of(made.topk_weight_grads), dtype_of(x.scalar_type()), inputs.sums_lanes);
-    const variable_list tensors{x, inputs.weights, inputs.bias, inputs.topk_weight_grads, inputs.source_weights, handle.memory,
+    const variable_list tensors{x,      inputs.weights,        inputs.bias, inputs.topk_weight_grads, inputs.source_weights, handle.memory,
                                 made.x, made.topk_weight_grads};
     const CallMode mode = begin_along(handle, how);
     run(made, how, call, tensors, [&](ExchangeShim& exchange) { return exchange.combine(call, mode); });

@@ -1,5 +1,5 @@
-// A buffer's calls on GPUs, with PyTorch's tensors: the only way from Python to the exchange (csrc/runtime/nvlink). `takes...` say yes or no
-// to the arguments of a call; where they say no, Python finds out what is wrong with them.
+// A buffer's calls on GPUs, with PyTorch's tensors: the only way from Python to the exchange (csrc/runtime/nvlink). `takes...` say yes or
+// no to the arguments of a call; where they say no, Python finds out what is wrong with them.
 #pragma once
 
 #include <exception>
@@ -17,7 +17,7 @@ namespace deepep_moe {
 
 // How a call runs.
 struct Mode {
-    int num_sms = -1;                        // that send, 0: copy engines, -1: as the buffer's
+    int num_sms = -1;                         // that send, 0: copy engines, -1: as the buffer's
     bool is_async = false, is_split = false;  // on the buffer's own stream; without its second half, which the caller starts
 };
 
@@ -81,7 +81,7 @@ class Calls : public std::enable_shared_from_this<Calls> {
 public:
     struct Settings {
         int64_t number, num_ranks, num_local_experts, num_topk, hidden, num_max_tokens;
-        int num_sms;                       // -1: the exchange's own
+        int num_sms;                         // -1: the exchange's own
         int64_t num_nodes, num_node_tokens;  // the latter: 0 where there is one node
     };
     // shim: `_C.ExchangeShim`. tell(error, has_entered): tells the peers that this rank does not make its call, or does not finish it.
@@ -90,7 +90,7 @@ public:
     const Settings settings;
     bool is_released() const { return exchange_ == nullptr; }
     bool has_failed() const { return exchange_ != nullptr && exchange_->has_failed(); }  // by what kernels have reported
-    bool can_fuse() const { return settings.num_nodes == 1; }  // rows by expert, shared rows and scaling
+    bool can_fuse() const { return settings.num_nodes == 1; }                            // rows by expert, shared rows and scaling
     int64_t num_calls() const { return exchange_->num_calls(); }
     void release();  // the exchange: of a buffer that is destroyed, whoever still refers to this
 
@@ -100,8 +100,7 @@ public:
     Received dispatch_cached(const std::shared_ptr<Handle>& handle, const Outgoing& out, const Scaling* scaling, const Mode& how);
     // The sum of each token's rows, and, if asked for, its topk_weight_grads. x: the rows, or the first of several tensors that hold them
     // as `expert_rows` says.
-    Combined combine(const Handle& handle, const Tensor& x, const ExpertRows* expert_rows, const CombineInputs& inputs,
-                     const Mode& how);
+    Combined combine(const Handle& handle, const Tensor& x, const ExpertRows* expert_rows, const CombineInputs& inputs, const Mode& how);
     void finish(const std::variant<GpuDispatchCall, GpuCombineCall>& call, at::TensorList tensors);  // a second half
 
     // Are these what the calls take?

@@ -118,8 +118,7 @@ struct DispatchFunction : torch::autograd::Function<DispatchFunction> {
                                  const DispatchRequest* request, Received* made) {
         const at::AutoDispatchBelowADInplaceOrView below;
         variable_list outputs = run_dispatch(*calls, *request, x, topk_weights.value_or(Tensor()), *made);
-        auto kept =
-            c10::make_intrusive<Kept>(*made->handle, request->out.tokens_per_row, request->num_leading, topk_weights.has_value());
+        auto kept = c10::make_intrusive<Kept>(*made->handle, request->out.tokens_per_row, request->num_leading, topk_weights.has_value());
         if (topk_weights) kept->weights_shape = topk_weights->sizes().vec();
         keep(ctx, std::move(kept));
         ctx->save_for_backward({made->handle->memory, made->handle->call});
@@ -136,8 +135,7 @@ private:
         const Handle handle = kept.handle.with(saved[0], saved[1]);
         const Tensor grad_weights = kept.has_weights ? grads[0] : Tensor();
         const at::TensorList rows(grads.data() + kept.has_weights, grads.size() - kept.has_weights);
-        variable_list made =
-            natively(handle.buffer_id, [&](Calls& calls) { return gradients(calls, handle, grad_weights, rows, kept); });
+        variable_list made = natively(handle.buffer_id, [&](Calls& calls) { return gradients(calls, handle, grad_weights, rows, kept); });
         if (made.empty())
             made = tensors_of(
                 hooks().dispatch_gradients(handle, kept.tokens_per_row, packed(grad_weights), py::cast(rows.vec()), kept.num_leading >= 0));
@@ -209,11 +207,9 @@ private:
     static variable_list all_gradients(const Kept& kept, const variable_list& saved, const variable_list& grads) {
         const Handle handle = kept.handle.with(saved[0], saved[1]);
         const at::TensorList scaled(saved.data() + 2, saved.size() - 2);
-        variable_list made =
-            natively(handle.buffer_id, [&](Calls& calls) { return gradients(calls, handle, grads[0], scaled, kept); });
+        variable_list made = natively(handle.buffer_id, [&](Calls& calls) { return gradients(calls, handle, grads[0], scaled, kept); });
         if (made.empty())
-            made = tensors_of(
-                hooks().combine_gradients(handle, kept.tokens_per_row, kept.num_leading, grads[0], py::cast(scaled.vec())));
+            made = tensors_of(hooks().combine_gradients(handle, kept.tokens_per_row, kept.num_leading, grads[0], py::cast(scaled.vec())));
         return made;
     }
 

@@ -14,7 +14,7 @@ namespace deepep_moe {
 enum HandleSection { kTopkIdx, kRecvRowIdx, kRecvCounts, kTokensPerExpert, kNodeTopkIdx, kInCounts, kNumHandleSections };
 
 struct HandleShape {
-    int64_t num_tokens = 0, num_topk = 0, num_node_tokens = 0;  // the last: that this rank serves at most; 0 where there is one node
+    int64_t num_tokens = 0, num_topk = 0, num_node_tokens = 0;       // the last: that this rank serves at most; 0 where there is one node
     std::array<std::array<int64_t, 2>, kNumHandleSections> sizes{};  // rows and columns; no columns: of one dimension
     std::array<int64_t, kNumHandleSections + 1> starts{};            // and the end
 

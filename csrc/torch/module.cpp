@@ -17,7 +17,8 @@ std::shared_ptr<Handle> handle_in(const Calls& calls, py::handle shown) {
     return calls.takes_handle(*handle) ? handle : nullptr;
 }
 
-// ---- calls with gradients: None where an argument is not what C++ takes, and Python says what is wrong, or makes the call another way ----
+// ---- calls with gradients: None where an argument is not what C++ takes, and Python says what is wrong, or makes the call another way
+// ----
 
 bool may_call(const Calls& calls, std::initializer_list<py::handle> tensors) {
     return !is_watched() && !calls.is_released() && !calls.has_failed() && are_plain(tensors);
@@ -76,7 +77,7 @@ std::optional<Received> dispatch_by_expert(Calls& calls, py::handle x, py::handl
 
 // tensors: the rows of each local expert, or all rows in one.
 std::optional<Combined> combine_by_expert(Calls& calls, py::handle tensors, py::handle weights, py::handle source_weights,
-                                        py::handle handle) {
+                                          py::handle handle) {
     if (!may_call(calls, {weights, source_weights})) return std::nullopt;
     CombineRequest request;
     for (const py::handle tensor : py::reinterpret_borrow<py::sequence>(tensors)) {
@@ -124,8 +125,8 @@ Combined run_combine(Calls& calls, const Tensor& x, const std::shared_ptr<Handle
 std::shared_ptr<Calls> make(py::object shim, int64_t number, int64_t num_ranks, int64_t num_local_experts, int64_t num_topk, int64_t hidden,
                             int64_t num_max_tokens, int num_sms, int64_t num_nodes, int64_t num_node_tokens, const at::Device& device,
                             py::object tell) {
-    const Calls::Settings settings{number, num_ranks, num_local_experts, num_topk, hidden, num_max_tokens, num_sms, num_nodes,
-                                   num_node_tokens};
+    const Calls::Settings settings{number,         num_ranks, num_local_experts, num_topk,       hidden,
+                                   num_max_tokens, num_sms,   num_nodes,         num_node_tokens};
     return std::make_shared<Calls>(std::move(shim), settings, device, std::move(tell));
 }
 
@@ -175,16 +176,13 @@ void bind_handle(py::module_& m) {
 
 void bind_results(py::module_& m) {
     using torch::wrap_pybind_function;
-    py::class_<Mode>(m, "Mode")
-        .def(py::init<int, bool, bool>(), py::arg("num_sms"), py::arg("is_async"), py::arg("is_split"));
+    py::class_<Mode>(m, "Mode").def(py::init<int, bool, bool>(), py::arg("num_sms"), py::arg("is_async"), py::arg("is_split"));
     py::class_<Recorded, std::shared_ptr<Recorded>>(m, "Recorded")
         .def(py::init([](const at::Device& device) { return std::make_shared<Recorded>(device); }), py::arg("device"))
         .def("wait", wrap_pybind_function(&Recorded::wait))
         .def("query", wrap_pybind_function(&Recorded::query));
     py::class_<SecondHalf, std::shared_ptr<SecondHalf>>(m, "SecondHalf").def("finish", wrap_pybind_function(&SecondHalf::finish));
-    py::class_<InFlight>(m, "InFlight")
-        .def_readonly("second_half", &InFlight::second_half)
-        .def_readonly("recorded", &InFlight::recorded);
+    py::class_<InFlight>(m, "InFlight").def_readonly("second_half", &InFlight::second_half).def_readonly("recorded", &InFlight::recorded);
     py::class_<Received, InFlight>(m, "Received")
         .def_readonly("recv_x", &Received::x)
         .def_property_readonly("recv_x_scales", [](const Received& self) { return optional_of(self.x_scales); })

@@ -70,13 +70,13 @@ uintptr_t OwnStream::follow() {
     const c10::Stream current = guard.getStream(device_);
     if (!stream_) {
         stream_ = guard.getStreamFromGlobalPool(device_);
+        given_.emplace(device_.type());
         guard.exchangeStream(*stream_);
         address_ = current_address(device_);
         guard.exchangeStream(current);
     }
-    c10::Event given(device_.type());
-    given.record(current);
-    given.block(*stream_);
+    given_->record(current);
+    given_->block(*stream_);
     return address_;
 }
 

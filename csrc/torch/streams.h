@@ -33,13 +33,14 @@ void keep_for_current(const at::Device& device, at::TensorList tensors);
 class OwnStream {
 public:
     explicit OwnStream(const at::Device& device) : device_(device) {}
-    uintptr_t follow();                         // lets it go on after what the current stream has been given; its address
-    void keep(at::TensorList tensors) const;    // as `keep_for_current`, for this stream
-    std::shared_ptr<Recorded> record() const;   // of this stream, by now
+    uintptr_t follow();                        // lets it go on after what the current stream has been given; its address
+    void keep(at::TensorList tensors) const;   // as `keep_for_current`, for this stream
+    std::shared_ptr<Recorded> record() const;  // of this stream, by now
 
 private:
     const at::Device device_;
     std::optional<c10::Stream> stream_;
+    std::optional<c10::Event> given_;  // to the current stream, at the last `follow`
     uintptr_t address_ = 0;
 };
 

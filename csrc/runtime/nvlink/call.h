@@ -152,7 +152,7 @@ struct GpuDispatchCall {
 // The rows of each local expert, of a dispatch of `num_rows` without padding and `counts` for each; nothing where kernels cannot read them
 // where they are: they must be [1, ..., num_rows, hidden] of whole pieces. Callers have seen that they are contiguous and of one kind.
 inline std::optional<ExpertRows> expert_rows_of(std::span<const TensorArg> tensors, const int64_t* counts, int64_t hidden,
-                                                   int64_t num_rows) {
+                                                int64_t num_rows) {
     if (tensors.size() > kMaxExpertTensors) return std::nullopt;
     ExpertRows expert_rows{};
     int64_t first_row = 0;
