@@ -165,7 +165,7 @@ def install() -> None:
     from deepep_moe.exchange.backends import nvlink
     from deepep_moe.low_latency import nvlink as low_latency
 
-    event = SimpleNamespace(record=lambda _: None, query=lambda: True, device=None)
+    event = SimpleNamespace(record=lambda _: None, query=lambda: True, wait=lambda: None)
     stream = SimpleNamespace(
         cuda_stream=0, synchronize=lambda: None, wait_stream=lambda _: None, wait_event=lambda _: None, record_event=lambda: event
     )
