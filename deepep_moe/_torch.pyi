@@ -118,7 +118,7 @@ class Calls:
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, num_leading: int, tokens_per_row: int
     ) -> Received | None: ...
     def combine_by_expert(
-        self, parts: Sequence[Tensor], weights: Tensor | None, source_weights: Tensor | None, handle: object
+        self, rows: Sequence[Tensor], are_joined: bool, weights: Tensor | None, source_weights: Tensor | None, handle: object
     ) -> Combined | None: ...
     def run_dispatch(
         self,

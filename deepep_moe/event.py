@@ -57,7 +57,10 @@ class Event:
         finally:
             self.seen = True
         if self._recorded is not None:
-            self._recorded.wait()
+            if isinstance(self._recorded, torch.cuda.Event):  # whose `wait` knows the current device only
+                torch.cuda.current_stream(self._recorded.device).wait_event(self._recorded)
+            else:
+                self._recorded.wait()
 
     def failure(self) -> BaseException | None:
         """The operation's error, once it is over."""

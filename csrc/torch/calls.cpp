@@ -255,6 +255,7 @@ Received Calls::dispatch_cached(const std::shared_ptr<Handle>& handle, const Out
         call.params.scaling = scaling_of(arg_of(scaling->weights), arg_of(scaling->x), scaling->expert_rows, arg_of(made.grad_weights),
                                          dtype_of(scaling->x.scalar_type()));
     }
+    tensors.insert(tensors.end(), handle->sections.begin(), handle->sections.end());
     const CallMode mode = begin_along(*handle, how);
     run(made, how, call, tensors, [&](ExchangeShim& exchange) { return exchange.dispatch_cached(call, mode); });
     return made;
@@ -268,8 +269,9 @@ Combined Calls::combine(const Handle& handle, const Tensor& x, const ExpertRows*
     GpuCombineCall call(handle.arg(), arg_of(x), expert_rows, arg_of(inputs.source_weights.defined() ? Tensor() : inputs.weights),
                         arg_of(inputs.bias), arg_of(inputs.topk_weight_grads), arg_of(inputs.source_weights), arg_of(made.x),
                         arg_of(made.topk_weight_grads), dtype_of(x.scalar_type()), inputs.sums_lanes);
-    const variable_list tensors{x,      inputs.weights,        inputs.bias, inputs.topk_weight_grads, inputs.source_weights, handle.memory,
-                                made.x, made.topk_weight_grads};
+    variable_list tensors{x,      inputs.weights,        inputs.bias, inputs.topk_weight_grads, inputs.source_weights, handle.memory,
+                          made.x, made.topk_weight_grads};
+    tensors.insert(tensors.end(), handle.sections.begin(), handle.sections.end());
     const CallMode mode = begin_along(handle, how);
     run(made, how, call, tensors, [&](ExchangeShim& exchange) { return exchange.combine(call, mode); });
     return made;

@@ -102,8 +102,8 @@ void watch_pass(const Calls& calls) {
 variable_list run_dispatch(Calls& calls, const DispatchRequest& request, const Tensor& x, const Tensor& weights, Received& made) {
     Outgoing out = request.out;
     out.x = x, out.topk_weights = weights;
-    if (request.along == nullptr && weights.defined()) out.topk_weights = weights.reshape(out.topk_idx.sizes());  // lane by lane
     made = calls.or_tell([&] {
+        if (request.along == nullptr && weights.defined()) out.topk_weights = weights.reshape(out.topk_idx.sizes());  // lane by lane
         if (request.along != nullptr) return calls.dispatch_cached(request.along, out, nullptr, request.mode);
         return calls.dispatch(out, request.is_expert_layout, request.expert_alignment, request.num_recv_rows, request.mode);
     });

@@ -45,6 +45,8 @@ struct Handle {
 
     Tensor section(int i) const {
         if (!memory.defined()) return sections.at(i);
+        TORCH_CHECK(has_memory(memory), "a tensor of this handle was freed after its dispatch; dispatch again");
+        const c10::InferenceMode counts_changes(false);  // in which PyTorch counts changes in place
         const at::IntArrayRef sizes(shape.sizes.at(i));
         const Tensor part = part_of(memory, shape.starts[i], sizes[1] == 0 ? sizes.slice(0, 1) : sizes);
         part.unsafeGetTensorImpl()->set_version_counter(memory.unsafeGetTensorImpl()->version_counter());  // a change shows

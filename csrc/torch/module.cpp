@@ -1,4 +1,4 @@
-// The module `deepep_moe._torch`: what Python calls. Each function returns None where Python is to make the call.
+// The module `deepep_moe._torch`: what Python calls. Calls with gradients return None where an argument is not what C++ takes.
 #include "torch/experts.h"
 #include "torch/functions.h"
 #include "torch/gate.h"
@@ -17,8 +17,7 @@ std::shared_ptr<Handle> handle_in(const Calls& calls, py::handle shown) {
     return calls.takes_handle(*handle) ? handle : nullptr;
 }
 
-// ---- calls with gradients: None where an argument is not what C++ takes, and Python says what is wrong, or makes the call another way
-// ----
+// ---- calls with gradients: None where an argument is not what C++ takes ----
 
 bool may_call(const Calls& calls, std::initializer_list<py::handle> tensors) {
     return !is_watched() && !calls.is_released() && !calls.has_failed() && are_plain(tensors);
@@ -75,8 +74,8 @@ std::optional<Received> dispatch_by_expert(Calls& calls, py::handle x, py::handl
     return dispatch(calls, request);
 }
 
-// tensors: the rows of each local expert, or all rows in one.
-std::optional<Combined> combine_by_expert(Calls& calls, py::handle tensors, py::handle weights, py::handle source_weights,
+// tensors: the rows of each local expert; or all rows in one tensor, once they are joined.
+std::optional<Combined> combine_by_expert(Calls& calls, py::handle tensors, bool are_joined, py::handle weights, py::handle source_weights,
                                           py::handle handle) {
     if (!may_call(calls, {weights, source_weights})) return std::nullopt;
     CombineRequest request;
@@ -86,11 +85,15 @@ std::optional<Combined> combine_by_expert(Calls& calls, py::handle tensors, py::
     }
     const auto along = handle_in(calls, handle);
     if (!along || !along->is_expert_layout || along->expert_alignment != 1 || request.rows.empty()) return std::nullopt;
-    const auto expert_rows = calls.expert_rows_of(request.rows, *along);
-    if (expert_rows) request.expert_rows = &*expert_rows;
-    if (!expert_rows && calls.can_join(request.rows, *along)) request.rows = {calls.joined(request.rows)};
+    const auto expert_rows = are_joined ? std::nullopt : calls.expert_rows_of(request.rows, *along);
+    if (expert_rows) {
+        request.expert_rows = &*expert_rows;
+    } else {
+        if (!are_joined && !calls.can_join(request.rows, *along)) return std::nullopt;
+        if (!are_joined) request.rows = {calls.or_tell([&] { return calls.joined(request.rows); })};
+        if (!calls.takes_rows(*along, request.rows[0])) return std::nullopt;
+    }
     request.inputs.weights = unpacked(weights), request.inputs.source_weights = unpacked(source_weights);
-    if (!expert_rows && !(request.rows.size() == 1 && calls.takes_rows(*along, request.rows[0]))) return std::nullopt;
     if (!calls.takes_inputs(*along, request.rows[0], request.inputs)) return std::nullopt;
     if (request.inputs.source_weights.defined()) request.inputs.tokens_per_row = request.inputs.source_weights.size(0);
     return combine(calls, *along, request);
@@ -213,7 +216,8 @@ void bind_calls(py::module_& m) {
         .def("combine", wrap_pybind_function(combine_rows), x, handle, topk_weights, bias, topk_weight_grads, sums_lanes, mode)
         .def("dispatch_by_expert", wrap_pybind_function(dispatch_by_expert), x, topk_idx, topk_weights, py::arg("num_leading"),
              py::arg("tokens_per_row"))
-        .def("combine_by_expert", wrap_pybind_function(combine_by_expert), py::arg("parts"), weights, py::arg("source_weights"), handle)
+        .def("combine_by_expert", wrap_pybind_function(combine_by_expert), py::arg("rows"), py::arg("are_joined"), weights,
+             py::arg("source_weights"), handle)
         .def("run_dispatch", wrap_pybind_function(run_dispatch), x, x_scales, topk_idx, topk_weights, is_expert_layout, expert_alignment,
              num_recv_rows, mode)
         .def("run_dispatch_cached", wrap_pybind_function(run_dispatch_cached), x, x_scales, topk_weights, handle,

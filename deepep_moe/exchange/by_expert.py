@@ -1,7 +1,6 @@
 """Rows by expert: dispatch into, and combine from, one tensor per local expert. On GPUs neither forward nor backward concatenates them.
 
-For layers whose experts run one by one. What C++ does not take goes by the operators of `operators`, of all rows in one tensor: the same
-bits, and the same calls to the peers.
+For layers whose experts run one by one. What C++ does not take goes by the operators of `operators`, of all rows in one tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from deepep_moe import _C
 from deepep_moe.device import readable
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.calls import Calls
-from deepep_moe.exchange.checks import EXCHANGE
+from deepep_moe.exchange.checks import EXCHANGE, check_source_weights
 from deepep_moe.exchange.handle import DispatchHandle, PackedHandle
 from deepep_moe.exchange.operators import combine, dispatch, joined, repeated
 from deepep_moe.library import is_compiled, is_watched, refuse_watchers, unwatched
@@ -38,12 +37,20 @@ def dispatch_by_expert(
     if source_weights is not None and buffer.num_topk != 1:
         raise calls.refuse(ValueError(f"source_weights were given in a buffer for top-{buffer.num_topk}; they need one for top-1"))
     native = None if is_compiled((x, topk_idx, topk_weights)) else calls.native
-    if native is not None and (num_shared == 1 or (native.can_fuse and num_shared <= _C.MAX_TOPK)):
-        # Source weights are sent: rows and weights get their gradients where the rows are.
-        tensors = x, topk_idx, topk_weights if source_weights is None else source_weights
+    if native is not None and source_weights is not None:
+        if native.can_fuse and num_shared <= _C.MAX_TOPK:
+            # They are sent: rows and weights get their gradients where the rows are.
+            calls.refuse_on_failure(check_source_weights, source_weights, x)
+            topk_weights = source_weights.as_subclass(Tensor)
+        else:
+            native = None
+    if native is not None:
+        tensors = x, topk_idx, topk_weights
         made = _unseen(calls, tensors, partial(calls.make, "dispatch_by_expert", *tensors, len(leading), num_shared, waits=True))
         if made is not None:
             return made.parts, made.recv_topk_weights, PackedHandle(made.handle)
+        if topk_weights is not None and source_weights is not None:
+            topk_weights = topk_weights.reshape(-1, 1)
     recv_x, _, weights, handle = dispatch(calls, calls.own_mode, repeated(x, num_shared), None, topk_idx, topk_weights, "expert", 1, -1)
     return _Split.apply(recv_x, handle.num_rows_per_expert_list, leading), weights, handle
 
@@ -60,13 +67,17 @@ def combine_by_expert(
     the right shapes; else joined first. Raises TypeError and ValueError for what cannot be joined; the peers raise EPPeerError.
     """
     calls = buffer.calls
-    is_unusual, were_sent = is_compiled((rows[0], topk_weights)), source_weights is not None and topk_weights is not None
-    if calls.native is not None and (were_sent or (source_weights is None and not is_unusual)):
-        source = None if source_weights is None else readable(source_weights.detach())
-        if is_unusual:  # peers weight these rows at their source, and so must this rank
-            rows = [calls.refuse_on_failure(joined, rows, handle, buffer.hidden).as_subclass(Tensor)]
-        make = partial(calls.make, "combine_by_expert", rows, topk_weights, source, handle, handle=handle)
-        made = _unseen(calls, (*rows, topk_weights), make)
+    were_sent = source_weights is not None and topk_weights is not None
+    if calls.native is not None and (were_sent or (source_weights is None and not is_compiled((rows[0], topk_weights)))):
+        source = None if source_weights is None else readable(source_weights.detach().as_subclass(Tensor))
+        tensors, make = (*rows, topk_weights), partial(calls.make, "combine_by_expert", handle=handle)
+        made = _unseen(calls, tensors, partial(make, rows, False, topk_weights, source, handle))
+        if made is None and were_sent:  # peers weight the rows of this rank at their source, and so must it, whatever the tensors are
+            x = calls.refuse_on_failure(joined, rows, handle, buffer.hidden).as_subclass(Tensor)
+            weights = topk_weights.as_subclass(Tensor)  # type: ignore[union-attr]
+            made = _unseen(calls, (x, weights), partial(make, [x], True, weights, source, handle))
+            if made is None:
+                raise calls.refuse(ValueError("rows by expert, or their weights, are not those of this handle on this GPU"))
         if made is not None:
             combined_x: Tensor = made.combined_x
             return combined_x

@@ -207,12 +207,24 @@ class Calls:
     def _keep_in_flight(self, made: InFlight) -> None:
         """Know what is left of a call that a GPU was given, and raise what earlier ones have reported."""
         if made.second_half is not None:
-            half, is_captured = partial(_finish, made.second_half), self._is_capturing()
+            half, is_captured = partial(self._finish, made.second_half), self._is_capturing()
             self._pending = Event(second_half=half, device=self.backend.device, is_captured=is_captured)
         elif made.recorded is not None:
             self._pending = Event(recorded=made.recorded)
         if self._earlier_failure is not None:
             self._raise_earlier_failure(self._pending)
+
+    def _finish(self, half: Any) -> None:
+        """`half`: `_torch.SecondHalf`. Where it fails, tell the peers, as its call was entered."""
+        try:
+            is_finished = half.finish()
+        except BaseException as error:
+            if self._backend is not None:
+                with contextlib.suppress(EPError):  # of peers that do not come: `error` says more
+                    tell_peers(self._backend, error, True)
+            raise
+        if not is_finished:
+            raise BufferDestroyedError("the buffer was destroyed before this call's hook; its results will not come")
 
     def check(self) -> None:
         """Raise what earlier calls have reported since."""
@@ -398,9 +410,3 @@ def _ends_with_a_failure(args: DispatchArgs | CachedDispatchArgs | CombineArgs) 
 
 def _second_half(move: Callable[[], None], _keep_alive: Any) -> None:
     move()
-
-
-def _finish(half: Any) -> None:
-    """`half`: `_torch.SecondHalf`."""
-    if not half.finish():
-        raise BufferDestroyedError("the buffer was destroyed before this call's hook; its results will not come")

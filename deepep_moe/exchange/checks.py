@@ -153,6 +153,12 @@ def _check_layout(layout: str, expert_alignment: int) -> None:
         raise ValueError(f"expert_alignment is {expert_alignment}; it must be at least 1 and at most {MAX_ALIGNMENT}")
 
 
+def check_source_weights(source_weights: Tensor, x: Tensor) -> None:
+    """[tokens that share a row, rows of x]."""
+    check_is_tensor("x", x)
+    check_tensor("source_weights", source_weights, (len(source_weights), len(x)), (torch.float32,), x.device, any_strides=True)
+
+
 def check_device(x: Tensor, backend: Backend) -> None:
     if not isinstance(x, Tensor):
         return

@@ -116,7 +116,7 @@ def _combine_gradients(native: Any, tokens_per_row: int, num_leading: int, grad:
     calls = calls_of(handle.buffer_id)
     if scaled:
         weights, *parts = scaled
-        x = parts[0] if num_leading < 0 else joined(parts, handle, calls.settings.hidden)
+        x = parts[0] if num_leading < 0 else calls.refuse_on_failure(joined, parts, handle, calls.settings.hidden)
         grad_x, grad_weights = scaled_gradients(calls, rows, handle, x, weights, tokens_per_row)
     else:
         grad_x, _, _ = dispatch_cached(calls, calls.own_mode, rows, None, None, handle)

@@ -37,8 +37,7 @@ def why_not_nvshmem(peers: list[Introduction], settings: Settings) -> str | None
 
 
 def why_not_nvlink(peers: list[Introduction]) -> str | None:
-    """The reason the nvlink backend cannot serve these ranks, or None. Raises BackendUnavailableError where only the module `_torch` of a
-    rank is missing, whatever other backend could serve."""
+    """The reason the nvlink backend cannot serve these ranks, or None."""
     if not hasattr(_C, "NvlinkExchange"):
         return "it was not compiled, as the build found no nvcc; install the CUDA toolkit and build again"
     if len(peers) > _C.MAX_GPU_RANKS:
@@ -47,9 +46,11 @@ def why_not_nvlink(peers: list[Introduction]) -> str | None:
     if len(hosts) > 1:
         return f"its ranks must share one host and process namespace, this group spans {len(hosts)}: {sorted(hosts)}"
     without = [rank for rank, peer in enumerate(peers) if not peer.has_gpu]
-    if without:
-        return f"ranks {without} see no CUDA device"
+    return f"ranks {without} see no CUDA device" if without else None
+
+
+def check_torch(peers: list[Introduction]) -> None:
+    """Raise BackendUnavailableError where GPUs could serve these ranks, and the module `_torch` of one is missing."""
     for rank, peer in enumerate(peers):
         if peer.lacks_torch:
             raise BackendUnavailableError(f"deepep_moe._torch of rank {rank} is {peer.lacks_torch}")
-    return None

@@ -4,7 +4,7 @@ import torch.distributed as dist
 
 from deepep_moe import _C
 from deepep_moe.errors import BackendUnavailableError
-from deepep_moe.group.reach import are_on_gpus, why_not_nvlink, why_not_nvshmem, why_not_shm
+from deepep_moe.group.reach import are_on_gpus, check_torch, why_not_nvlink, why_not_nvshmem, why_not_shm
 from deepep_moe.group.rendezvous import Introduction, connect
 from deepep_moe.group.settings import Settings
 from deepep_moe.low_latency.base import LowLatencyBackend
@@ -47,9 +47,13 @@ def _make(
         from deepep_moe.low_latency.nvshmem import NvshmemLowLatencyBackend
 
         reason = too_many or why_not_nvshmem(peers, settings)
+        if reason is None:
+            check_torch(peers)
         return reason or nvshmem_rail.make(lambda: NvshmemLowLatencyBackend(settings, mask_stalled), settings, peers, group)
     if name == "nvlink":
         reason = why_not_nvlink(peers) or _why_several_nodes(settings)
+        if reason is None:
+            check_torch(peers)
         return reason or connect(lambda: NvlinkLowLatencyBackend(settings, mask_stalled), settings, group)
     reason = too_many or why_not_shm(peers) or _why_several_nodes(settings)
     return reason or connect(lambda: ShmLowLatencyBackend(settings, mask_stalled), settings, group)

@@ -193,3 +193,16 @@ def test_files_that_a_call_passes(rank, how, with_gradient):
         finish(None if how == "now" else combined[1])
     for files, asked in (of_dispatch, of_along, of_combine):
         assert len(files) <= 5 and len(asked) == 1, (files, asked)
+
+
+@on_ranks(2)
+def test_inference_mode(rank):
+    """PyTorch counts no changes there, but those of a handle."""
+    buffer, x, idx = make_buffer(rank)
+    with torch.inference_mode():
+        out = buffer.dispatch(x, idx)
+        assert torch.equal(out.handle.topk_idx, idx.int())
+        assert_same("combined_x", buffer.combine(out.recv_x, out.handle), x * (idx >= 0).sum(1, keepdim=True))
+        out.num_recv_tokens_per_expert.zero_()
+        with pytest.raises(ValueError, match="a tensor of this handle was changed in place"):
+            buffer.combine(out.recv_x, out.handle)

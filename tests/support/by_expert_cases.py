@@ -88,7 +88,7 @@ def equal(rank, num_ranks, backend, case, expert):
             torch.testing.assert_close(value, expected)
         else:
             assert_same(name, value, expected)
-    assert ("CombineFunction" in found[1][0].grad_fn.name()) is (backend == "nvlink" and expert is not tagged)
+    assert ("CombineFunction" in found[1][0].grad_fn.name()) is (backend == "nvlink")
     if expert is doubled:
         received = reference.dispatch(xs, idxs, all_weights if case.with_weights else None, case.num_experts)
         rows = [

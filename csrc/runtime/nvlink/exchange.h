@@ -1,4 +1,4 @@
-// Dispatch and combine between the GPUs of one host: THE host's side of a call. Python and the module that links PyTorch both call this.
+// Dispatch and combine between the GPUs of one host: THE host's side of a call, which csrc/torch makes; Python refuses, checks and settles.
 //
 //   dispatch    allocate by guess -> plan -> send (and receive) -> wait for the counts -> allocate what the guess lacked -> receive
 //   bounded     allocate the bound -> plan -> send and receive; nobody waits

@@ -27,7 +27,7 @@ from deepep_moe.tuning import SETTINGS, Machine, Values
 
 
 class NvlinkBackend:
-    """Implements `deepep_moe.backends.base.Backend`. Work is enqueued on the caller's current stream, or beside it.
+    """Implements `deepep_moe.exchange.backends.base.Backend`. Work is enqueued on the caller's current stream, or beside it.
 
     A dispatch starts before this rank knows what it will receive: where the last two received about as many rows, its kernels have room
     for a sixteenth more (`recv_x` is then the first rows of that); else they send while the host waits for the number. A failure in a
