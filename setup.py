@@ -4,8 +4,8 @@ The module links neither PyTorch nor Python packages other than pybind11's heade
 environment and one build serves every supported PyTorch. CUDA sources are compiled where nvcc is found. What was compiled
 is recorded in the module and shown by `deepep_moe.features()`.
 
-The optional module `deepep_moe._torch` is built where PyTorch is found as well, and serves that PyTorch alone. The optional module
-`deepep_moe._nvshmem` is built where NVSHMEM is found as well, and serves that major and minor version of NVSHMEM.
+The module `deepep_moe._torch`, which buffers on GPUs need, is built where PyTorch is found as well, and serves that PyTorch alone. The
+optional module `deepep_moe._nvshmem` is built where NVSHMEM is found as well, and serves that major and minor version of NVSHMEM.
 
 A wheel for others has `_C` alone, which any PyTorch and any driver loads, and the sources of the other two (`make wheel`).
 `python -m deepep_moe.build` builds these where the wheel is installed.
@@ -182,8 +182,8 @@ def extension() -> Pybind11Extension:
 
 
 def torch_extensions() -> list[Extension]:
-    """`deepep_moe._torch`, for the PyTorch that is found, on machines that build CUDA. A PyTorch that it does not compile with is served
-    from Python."""
+    """`deepep_moe._torch`, for the PyTorch that is found, on machines that build CUDA. With a PyTorch that it does not compile with, no
+    buffer serves GPUs."""
     torch = find_torch()
     if torch is None or ("_C" in MODULES and not find_nvcc()):  # it needs no nvcc itself, but a `_C` that was built with it
         print("deepep_moe: PyTorch or nvcc not found, building without deepep_moe._torch")

@@ -1,9 +1,9 @@
 """`python -m deepep_moe.build`: build the modules that a wheel leaves out, for the PyTorch and the NVSHMEM of this Python.
 
-_torch      makes small layers faster; needs g++ and PyTorch 2.7 or newer
+_torch      for buffers on GPUs; needs g++ and PyTorch 2.7 or newer
 _nvshmem    for GPUs of several hosts; needs nvcc and NVSHMEM
 
-Results are the same without them. Sources are in the wheel; pip fetches pybind11 and setuptools, unless --no-build-isolation says that they
+Sources are in the wheel; pip fetches pybind11 and setuptools, unless --no-build-isolation says that they
 are installed.
 """
 

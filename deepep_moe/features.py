@@ -7,8 +7,8 @@ def features() -> dict[str, bool | str]:
     """What was compiled into the native modules and what their build found.
 
     Keys: `version`; `compiler`; backends `shm`, `nvlink`, `collective` (True where compiled in); `nvshmem`: True where the module that
-    links NVSHMEM is built; `found_nvcc` and `found_nvshmem`, whether the build found them; `autograd`: True where the autograd functions in
-    C++ are there and of this PyTorch, else why they are not.
+    links NVSHMEM is built; `found_nvcc` and `found_nvshmem`, whether the build found them; `autograd`: True where the module that
+    buffers on GPUs need (`_torch`) is there and of this PyTorch, else why it is not.
     """
     return {
         "version": _C.__version__,

@@ -109,7 +109,7 @@ class Calls:
 
     @property
     def native(self) -> Any:
-        """`_torch.Calls`; None on CPUs."""
+        """`_torch.Calls`; None where the backend moves rows from Python."""
         return self._native
 
     def make(self, name: str, *args: Any, handle: Any = None, waits: bool = False, is_async: bool = False) -> Any:

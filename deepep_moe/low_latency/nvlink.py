@@ -75,10 +75,8 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
         self._num_calls += sends
 
     def plain_calls(self, statistics: Tensor) -> Any:
-        module, s = torch_module.MODULE, self.settings
-        if module is None:
-            return None
-        return module.LowLatencyCalls(
+        s = self.settings
+        return torch_module.needed().LowLatencyCalls(
             shim=self._native.shim(), num_ranks=s.num_ranks, num_local_experts=s.num_local_experts, num_topk=s.num_topk,
             hidden=s.hidden, num_max_tokens=s.num_max_tokens_per_rank, handle_bytes=self.handle_bytes, statistics=statistics,
         )  # fmt: skip
