@@ -235,6 +235,7 @@ def test_buffers_go_with_their_groups(rank, num_ranks, sizes):
     group = dist.new_group()
     warn_once("a warning", group)
     reference = weakref.ref(group)
+    dist.barrier(group)  # the other rank has connected
     dist.destroy_process_group(group)
     del group
     gc.collect()
