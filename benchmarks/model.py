@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deepep_moe.exchange.routing import is_token_in_rank
 from deepep_moe.ops import gate
+from deepep_moe.ops.routing import is_token_in_rank
 from deepep_moe.tune.records import record, write_json
 
 Floats = NDArray[np.float64]

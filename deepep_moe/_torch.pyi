@@ -28,18 +28,6 @@ class InFlight:
     recorded: Recorded | None
 
 class Handle:
-    def __init__(
-        self,
-        buffer_id: int,
-        is_expert_layout: bool,
-        expert_alignment: int,
-        num_rows: int,
-        topk_idx: Tensor,
-        recv_row_idx: Tensor,
-        recv_counts: Tensor,
-        num_recv_tokens_per_expert: Tensor,
-        call: Tensor,
-    ) -> None: ...
     buffer_id: int
     layout: str
     expert_alignment: int
@@ -90,6 +78,11 @@ class Calls:
     def release(self) -> None: ...
     has_failed: bool
     can_fuse: bool
+    num_handle_numbers: int
+    def num_handle_ints(self, is_expert_layout: bool) -> int: ...
+    def handle_of(
+        self, memory: Tensor, call: Tensor, num_tokens: int, is_expert_layout: bool, expert_alignment: int, num_rows: int
+    ) -> Handle: ...
     def dispatch(
         self,
         x: Tensor,

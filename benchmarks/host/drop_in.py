@@ -11,8 +11,8 @@ from benchmarks.host.measure import CHAIN, Shape, chain_us
 from deepep_moe import Buffer
 from deepep_moe.compat import deep_ep
 from deepep_moe.compat.deep_ep.hybrid_ep_buffer import indices_to_map
+from deepep_moe.compat.deep_ep.widths import combine_with_lanes
 from deepep_moe.exchange.handle import DispatchOutput
-from deepep_moe.exchange.lanes import combine_with_lanes
 
 NATIVE = "deepep_moe.Buffer"
 Calls = dict[str, tuple[Callable[[], Any], Callable[[], Any]]]

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.layers.passes import Pass, draw_inputs
-from deepep_moe.exchange.routing import is_token_in_rank
 from deepep_moe.nn import GroupedExperts, MoELayer, Router
 from deepep_moe.ops import QuantizedRows
 from deepep_moe.ops.fp8_products import GROUP_ALIGNMENT
+from deepep_moe.ops.routing import is_token_in_rank
 
 BF16, EACH, SHARED, KEPT = "bf16", "fp8", "fp8, micro-batches", "fp8, copies kept"
 TE_BF16, TE_EACH, TE_SHARED = "alltoall, TE bf16", "alltoall, TE fp8", "alltoall, TE fp8, micro-batches"

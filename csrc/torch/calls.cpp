@@ -32,17 +32,33 @@ HandleShape Calls::shape_of(int64_t num_tokens, bool is_expert_layout) const {
     constexpr int64_t kSection = 32;  // int32: each section has its own cache lines
     const int64_t num_topk = settings.num_topk, num_slots = is_expert_layout ? settings.num_ranks * settings.num_max_tokens : 0;
     HandleShape shape{num_tokens, num_topk, settings.num_node_tokens};
-    shape.sizes = {{{num_tokens, num_topk},
-                    {num_slots, num_topk},
+    shape.sizes = {{{settings.num_local_experts, 0},
                     {settings.num_ranks, 1},
-                    {settings.num_local_experts, 0},
+                    {num_slots, num_topk},
                     {settings.num_node_tokens, num_topk},
-                    {settings.num_nodes, 0}}};
+                    {settings.num_nodes > 1 ? settings.num_nodes : 0, 0},
+                    {num_tokens, num_topk}}};
+    int64_t end = 0;
     for (int i = 0; i < kNumHandleSections; ++i) {
-        const int64_t length = i < shape.num_sections() ? shape.sizes[i][0] * std::max<int64_t>(1, shape.sizes[i][1]) : 0;
-        shape.starts[i + 1] = shape.starts[i] + (length + kSection - 1) / kSection * kSection;
+        shape.starts[i] = (end + kSection - 1) / kSection * kSection;
+        end = shape.starts[i] + shape.sizes[i][0] * std::max<int64_t>(1, shape.sizes[i][1]);
     }
+    shape.starts.back() = end;
     return shape;
+}
+
+Handle Calls::handle_of(const Tensor& memory, const Tensor& call, int64_t num_tokens, bool is_expert_layout, int64_t expert_alignment,
+                        int64_t num_rows) const {
+    Handle handle;
+    handle.buffer_id = settings.number;
+    handle.expert_alignment = expert_alignment;
+    handle.num_rows = num_rows;
+    handle.is_expert_layout = is_expert_layout;
+    handle.shape = shape_of(num_tokens, is_expert_layout);
+    TORCH_CHECK(is_here(memory) && memory.is_contiguous() && memory.sizes() == at::IntArrayRef({handle.shape.starts.back()}) &&
+                    call.numel() == num_handle_numbers(),
+                "the handle's memory is not that of a dispatch of this buffer");
+    return handle.with(memory, call);
 }
 
 const int64_t* Calls::counts_of(const Handle& handle) const {
@@ -198,7 +214,7 @@ Received Calls::dispatch(const Outgoing& out, bool is_expert_layout, int64_t exp
     {
         const c10::InferenceMode counts_changes(false);  // in which PyTorch counts changes in place
         handle.memory = empty({handle.shape.starts.back()}, at::kInt);
-        handle.call = at::empty({1 + 2 * settings.num_ranks + settings.num_local_experts}, at::kLong);
+        handle.call = at::empty({num_handle_numbers()}, at::kLong);
     }
     GpuDispatchCall call(handle.arg(), arg_of(out.x), arg_of(out.x_scales), matrix_of(out.topk_idx), matrix_of(out.topk_weights),
                          dtype_of(out.x.scalar_type()), num_recv_rows);
@@ -255,7 +271,6 @@ Received Calls::dispatch_cached(const std::shared_ptr<Handle>& handle, const Out
         call.params.scaling = scaling_of(arg_of(scaling->weights), arg_of(scaling->x), scaling->expert_rows, arg_of(made.grad_weights),
                                          dtype_of(scaling->x.scalar_type()));
     }
-    tensors.insert(tensors.end(), handle->sections.begin(), handle->sections.end());
     const CallMode mode = begin_along(*handle, how);
     run(made, how, call, tensors, [&](ExchangeShim& exchange) { return exchange.dispatch_cached(call, mode); });
     return made;
@@ -271,7 +286,6 @@ Combined Calls::combine(const Handle& handle, const Tensor& x, const ExpertRows*
                         arg_of(made.topk_weight_grads), dtype_of(x.scalar_type()), inputs.sums_lanes);
     variable_list tensors{x,      inputs.weights,        inputs.bias, inputs.topk_weight_grads, inputs.source_weights, handle.memory,
                           made.x, made.topk_weight_grads};
-    tensors.insert(tensors.end(), handle.sections.begin(), handle.sections.end());
     const CallMode mode = begin_along(handle, how);
     run(made, how, call, tensors, [&](ExchangeShim& exchange) { return exchange.combine(call, mode); });
     return made;

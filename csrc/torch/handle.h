@@ -9,16 +9,14 @@
 
 namespace deepep_moe {
 
-// Sections of a handle's memory, in int32: of the routing, the rows of lanes, tokens from each rank, tokens of each local expert; over
-// several nodes, then the routing of the tokens that this rank serves, and how many are of each node.
-enum HandleSection { kTopkIdx, kRecvRowIdx, kRecvCounts, kTokensPerExpert, kNodeTopkIdx, kInCounts, kNumHandleSections };
+// Sections of a handle's memory, in int32: tokens of each local expert, tokens from each rank, the rows of lanes; over several nodes the
+// routing of the tokens that this rank serves, and how many are of each node; the routing, whose length alone is not the buffer's.
+enum HandleSection { kTokensPerExpert, kRecvCounts, kRecvRowIdx, kNodeTopkIdx, kInCounts, kTopkIdx, kNumHandleSections };
 
 struct HandleShape {
     int64_t num_tokens = 0, num_topk = 0, num_node_tokens = 0;       // the last: that this rank serves at most; 0 where there is one node
     std::array<std::array<int64_t, 2>, kNumHandleSections> sizes{};  // rows and columns; no columns: of one dimension
     std::array<int64_t, kNumHandleSections + 1> starts{};            // and the end
-
-    int num_sections() const { return num_node_tokens > 0 ? kNumHandleSections : kNodeTopkIdx; }
 };
 
 struct Handle {
@@ -27,7 +25,6 @@ struct Handle {
     HandleShape shape;
     Tensor memory, call;              // int32, and on the host int64: `DispatchHandle` says what is in them
     Tensor recv_topk_idx;             // of the rank layout
-    std::array<Tensor, 4> sections;   // instead of `memory`, of a handle that an operator was given in parts
     std::optional<uintptr_t> stream;  // of the dispatch, which the memory belongs to
     std::array<uint32_t, 3> versions{};
 
@@ -44,7 +41,6 @@ struct Handle {
     bool has_recv_topk_idx() const { return current_versions()[2] == versions[2]; }
 
     Tensor section(int i) const {
-        if (!memory.defined()) return sections.at(i);
         TORCH_CHECK(has_memory(memory), "a tensor of this handle was freed after its dispatch; dispatch again");
         const c10::InferenceMode counts_changes(false);  // in which PyTorch counts changes in place
         const at::IntArrayRef sizes(shape.sizes.at(i));
@@ -66,14 +62,22 @@ struct Handle {
         arg.is_expert_layout = is_expert_layout;
         arg.expert_alignment = static_cast<int>(expert_alignment);
         arg.num_rows = num_rows;
-        if (memory.defined()) {
-            const std::span starts(shape.starts.data(), shape.num_sections());
-            arg.unpack(reinterpret_cast<uintptr_t>(memory.const_data_ptr()), starts, shape.num_tokens, shape.num_topk,
-                       shape.num_node_tokens);
-            return arg;
+        const auto at = [&](HandleSection section) {
+            return reinterpret_cast<uintptr_t>(memory.const_data_ptr<int32_t>() + shape.starts[section]);
+        };
+        const auto experts_at = [&](HandleSection section, int64_t num_rows) {
+            TensorArg experts;
+            experts.address = at(section), experts.is_there = true;
+            experts.num_rows = num_rows, experts.num_columns = shape.num_topk, experts.element_bytes = sizeof(int32_t);
+            return experts;
+        };
+        arg.topk_idx = experts_at(kTopkIdx, shape.num_tokens);
+        arg.recv_row_idx.address = at(kRecvRowIdx), arg.recv_counts.address = at(kRecvCounts);
+        arg.num_recv_tokens_per_expert.address = at(kTokensPerExpert);
+        if (shape.num_node_tokens > 0) {
+            arg.node_topk_idx = experts_at(kNodeTopkIdx, shape.num_node_tokens);
+            arg.in_counts.address = at(kInCounts);
         }
-        arg.topk_idx = arg_of(sections[kTopkIdx]), arg.recv_row_idx = arg_of(sections[kRecvRowIdx]);
-        arg.recv_counts = arg_of(sections[kRecvCounts]), arg.num_recv_tokens_per_expert = arg_of(sections[kTokensPerExpert]);
         return arg;
     }
 };

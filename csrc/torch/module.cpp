@@ -133,27 +133,9 @@ std::shared_ptr<Calls> make(py::object shim, int64_t number, int64_t num_ranks, 
     return std::make_shared<Calls>(std::move(shim), settings, device, std::move(tell));
 }
 
-// Of an operator, which gets a handle in parts.
-Handle handle_of_tensors(int64_t buffer_id, bool is_expert_layout, int64_t expert_alignment, int64_t num_rows, const Tensor& topk_idx,
-                         const Tensor& recv_row_idx, const Tensor& recv_counts, const Tensor& num_recv_tokens_per_expert,
-                         const Tensor& call) {
-    Handle handle;
-    handle.buffer_id = buffer_id;
-    handle.is_expert_layout = is_expert_layout;
-    handle.expert_alignment = expert_alignment;
-    handle.num_rows = num_rows;
-    handle.shape.num_tokens = topk_idx.size(0), handle.shape.num_topk = topk_idx.size(1);
-    handle.sections = {topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert};
-    handle.call = call;
-    return handle;
-}
-
 void bind_handle(py::module_& m) {
     const auto section = [](int i) { return [i](const Handle& self) { return self.section(i); }; };
     py::class_<Handle, std::shared_ptr<Handle>>(m, "Handle")
-        .def(py::init(&handle_of_tensors), py::arg("buffer_id"), py::arg("is_expert_layout"), py::arg("expert_alignment"),
-             py::arg("num_rows"), py::arg("topk_idx"), py::arg("recv_row_idx"), py::arg("recv_counts"),
-             py::arg("num_recv_tokens_per_expert"), py::arg("call"))
         .def_readonly("buffer_id", &Handle::buffer_id)
         .def_property_readonly("layout", [](const Handle& self) { return self.is_expert_layout ? "expert" : "rank"; })
         .def_readonly("expert_alignment", &Handle::expert_alignment)
@@ -210,6 +192,12 @@ void bind_calls(py::module_& m) {
         .def("release", &Calls::release)
         .def_property_readonly("has_failed", &Calls::has_failed)
         .def_property_readonly("can_fuse", &Calls::can_fuse)
+        .def_property_readonly("num_handle_numbers", &Calls::num_handle_numbers)
+        .def(
+            "num_handle_ints",
+            [](const Calls& self, bool is_expert_layout) { return self.shape_of(0, is_expert_layout).starts.back(); }, is_expert_layout)
+        .def("handle_of", wrap_pybind_function(&Calls::handle_of), py::arg("memory"), py::arg("call"), py::arg("num_tokens"),
+             is_expert_layout, expert_alignment, py::arg("num_rows"))
         .def("dispatch", wrap_pybind_function(dispatch_rows), x, x_scales, topk_idx, topk_weights, is_expert_layout, expert_alignment,
              num_recv_rows, mode)
         .def("dispatch_cached", wrap_pybind_function(dispatch_along), x, x_scales, topk_weights, handle, mode)

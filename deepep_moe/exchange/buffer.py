@@ -12,13 +12,16 @@ from deepep_moe import config
 from deepep_moe.arguments import check_is_tensor, check_plain
 from deepep_moe.device import making_on
 from deepep_moe.event import Event
-from deepep_moe.exchange import native, operators, quantized
+from deepep_moe.exchange import native, operators
 from deepep_moe.exchange.backends.base import Backend
+from deepep_moe.exchange.backends.profile import agree_on_profile
 from deepep_moe.exchange.backends.select import BACKENDS, make_backend
 from deepep_moe.exchange.calls import Calls
 from deepep_moe.exchange.checks import (
     BLOCKWISE,
     check_beside_handle,
+    check_blockwise,
+    check_blockwise_combine,
     check_fp8_mode,
     check_max_sms,
     check_num_sms,
@@ -28,7 +31,6 @@ from deepep_moe.exchange.checks import (
     check_tensors,
 )
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, Layout
-from deepep_moe.exchange.profile import agree_on_profile
 from deepep_moe.group.nodes import find_nodes
 from deepep_moe.group.rendezvous import gather_objects, hanging_up, introduce, join
 from deepep_moe.group.settings import Settings, Sizes, check_settings
@@ -226,23 +228,19 @@ class Buffer(Sizes):
             EPMismatchError: ranks are in different operations. EPCapacityError: more rows than a rank's `num_recv_rows`.
             EPTimeoutError: a peer died or stalled. BufferDestroyedError: after `destroy`.
         """
-        if (async_op or return_hook) and torch.compiler.is_compiling():
-            return _asynchronous_call_outside_graph(
+        if (async_op or return_hook or fp8 == BLOCKWISE) and torch.compiler.is_compiling():
+            return _call_outside_graph(
                 self.dispatch, x, topk_idx, topk_weights, x_scales=x_scales, layout=layout, expert_alignment=expert_alignment,
                 handle=handle, num_recv_rows=num_recv_rows, fp8=fp8, num_sms=num_sms, async_op=async_op, return_hook=return_hook,
             )  # fmt: skip
-        calls = self.calls
+        calls, is_blockwise = self.calls, False
         if fp8 is not False:
             calls.refuse_on_failure(check_fp8_mode, fp8)
-        if fp8 == BLOCKWISE:
-            return quantized.dispatch(
-                calls, x, topk_idx, topk_weights, x_scales=x_scales, layout=layout, expert_alignment=expert_alignment, handle=handle,
-                num_recv_rows=num_recv_rows, num_sms=num_sms, async_op=async_op, return_hook=return_hook,
-            )  # fmt: skip
-        if fp8:
-            calls.refuse_on_failure(check_quantizable, x, x_scales)
-            x, x_scales = calls.refuse_on_failure(quantize_fp8, x)
-        if not torch.compiler.is_compiling():
+            is_blockwise = fp8 == BLOCKWISE
+            if not is_blockwise and fp8:
+                calls.refuse_on_failure(check_quantizable, x, x_scales)
+                x, x_scales = calls.refuse_on_failure(quantize_fp8, x)
+        if not is_blockwise and not torch.compiler.is_compiling():
             how = num_sms, async_op, return_hook
             if handle is None:
                 made = native.dispatch(calls, x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows, *how)
@@ -253,17 +251,23 @@ class Buffer(Sizes):
             if made is not None:
                 return made
         mode = calls.mode_of(num_sms, async_op, return_hook)
-        calls.refuse_on_failure(check_tensors, x, x_scales=x_scales, topk_idx=topk_idx, topk_weights=topk_weights)
+        tensors = {"x_scales": x_scales, "topk_idx": topk_idx, "topk_weights": topk_weights}
+        calls.refuse_on_failure(check_tensors, x, is_operator=not is_blockwise, **tensors)
         if handle is not None:
             calls.refuse_on_failure(check_owner, handle, calls.number)
             calls.refuse_on_failure(check_beside_handle, handle, topk_idx, layout, expert_alignment, num_recv_rows)
+            how = handle.layout, handle.expert_alignment, handle.num_rows
+        else:
+            how = calls.refuse_on_failure(check_routing, topk_idx, layout, expert_alignment, num_recv_rows)
+        if is_blockwise:
+            calls.refuse_on_failure(check_blockwise, x, x_scales, *how)
+            recv_x, scales, weights, handle = operators.dispatch_quantized(calls, mode, x, topk_idx, topk_weights, *how, handle)
+            scales = recv_x.scales
+        elif handle is not None:
             recv_x, scales, weights = operators.dispatch_cached(calls, mode, x, x_scales, topk_weights, handle)
         else:
-            layout, expert_alignment, bound = calls.refuse_on_failure(check_routing, topk_idx, layout, expert_alignment, num_recv_rows)
             assert topk_idx is not None  # checked
-            recv_x, scales, weights, handle = operators.dispatch(
-                calls, mode, x, x_scales, topk_idx, topk_weights, layout, expert_alignment, -1 if bound is None else bound
-            )
+            recv_x, scales, weights, handle = operators.dispatch(calls, mode, x, x_scales, topk_idx, topk_weights, *how)
         event = calls.event(mode, x)
         hook = event.wait if event is not None and return_hook else None
         return DispatchOutput(recv_x, scales, handle.recv_topk_idx, weights, handle.counts(), handle, event, hook)
@@ -303,8 +307,8 @@ class Buffer(Sizes):
 
         Raises: as `dispatch`.
         """
-        if (async_op or return_hook) and torch.compiler.is_compiling():
-            return _asynchronous_call_outside_graph(
+        if (async_op or return_hook or fp8 == BLOCKWISE) and torch.compiler.is_compiling():
+            return _call_outside_graph(
                 self.combine, x, handle, topk_weights, bias=bias, fp8=fp8, num_sms=num_sms, async_op=async_op, return_hook=return_hook
             )
         calls = self.calls
@@ -312,15 +316,18 @@ class Buffer(Sizes):
             calls.refuse_on_failure(check_fp8_mode, fp8)
             if fp8 != BLOCKWISE:
                 raise calls.refuse(ValueError(f"fp8 is {fp8!r}; combine takes False, or {BLOCKWISE!r} for its gradient"))
-            return quantized.combine(calls, x, handle, topk_weights, bias, num_sms, async_op, return_hook)
-        if not torch.compiler.is_compiling():
+        elif not torch.compiler.is_compiling():
             made = native.combine_rows(calls, x, handle, topk_weights, bias, num_sms, async_op, return_hook)
             if made is not None:
                 return _with_event(made.combined_x, calls.in_flight, return_hook) if async_op or return_hook else made.combined_x
         mode = calls.mode_of(num_sms, async_op, return_hook)
-        calls.refuse_on_failure(check_tensors, x, topk_weights=topk_weights, bias=bias)
+        calls.refuse_on_failure(check_tensors, x, is_operator=fp8 is False, topk_weights=topk_weights, bias=bias)
         calls.refuse_on_failure(check_owner, handle, calls.number)
-        combined_x, _ = operators.combine(calls, mode, x, topk_weights, bias, None, handle)
+        if fp8:
+            calls.refuse_on_failure(check_blockwise_combine, x, topk_weights, handle)
+            combined_x = operators.combine_for_quantized(calls, mode, x, bias, handle)
+        else:
+            combined_x, _ = operators.combine(calls, mode, x, topk_weights, bias, None, handle)
         return _with_event(combined_x, calls.event(mode, x), return_hook)
 
     def check(self) -> None:
@@ -374,7 +381,7 @@ def _with_event(combined_x: Tensor, event: Event | None, return_hook: bool) -> A
 
 
 @torch._disable_dynamo
-def _asynchronous_call_outside_graph(call: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make an asynchronous call from a compiled function: between two graphs, as an event or a hook cannot be part of one. With
-    `fullgraph=True` PyTorch raises an error that names this function."""
+def _call_outside_graph(call: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make a call from a compiled function that cannot be part of a graph, between two of them: an event, a hook, or `QuantizedRows` would
+    have to be. With `fullgraph=True` PyTorch raises an error that names this function."""
     return call(*args, **kwargs)

@@ -46,8 +46,8 @@ def check_owner(handle: Any, buffer_id: int) -> None:
         raise ValueError(f"handle belongs to buffer {handle.buffer_id}, this is buffer {buffer_id}; use the buffer that dispatched it")
 
 
-def check_routing(topk_idx: Tensor | None, layout: Any, expert_alignment: Any, num_recv_rows: Any) -> tuple[str, int, int | None]:
-    """Return the last three, as plain numbers."""
+def check_routing(topk_idx: Tensor | None, layout: Any, expert_alignment: Any, num_recv_rows: Any) -> tuple[str, int, int]:
+    """Return the last three, as plain numbers: -1 for no bound of rows."""
     if topk_idx is None:
         raise ValueError("topk_idx is missing; give topk_idx, or the handle of an earlier dispatch")
     if num_recv_rows is not None:
@@ -56,7 +56,7 @@ def check_routing(topk_idx: Tensor | None, layout: Any, expert_alignment: Any, n
             raise ValueError(f"num_recv_rows is {num_recv_rows}; it must be None or a number of rows, at most {MAX_NUMBER}")
     if not isinstance(layout, str):
         raise TypeError(f"layout is {layout!r}; it must be one of {list(LAYOUTS)}")
-    return layout, as_int("expert_alignment", expert_alignment, "a whole number"), num_recv_rows
+    return layout, as_int("expert_alignment", expert_alignment, "a whole number"), -1 if num_recv_rows is None else num_recv_rows
 
 
 def check_beside_handle(handle: DispatchHandle, topk_idx: Tensor | None, layout: Any, expert_alignment: Any, num_recv_rows: Any) -> None:
@@ -87,8 +87,8 @@ def check_fp8_mode(fp8: Any) -> None:
         raise ValueError(f"fp8 is {fp8!r}; it must be True, False or {BLOCKWISE!r}")
 
 
-def check_blockwise(x: Tensor, x_scales: Tensor | None, layout: Any, expert_alignment: int, num_recv_rows: int | None) -> None:
-    """Refuse what products of fp8 rows could not take, before anything is sent."""
+def check_blockwise(x: Tensor, x_scales: Tensor | None, layout: Any, expert_alignment: int, num_rows: int) -> None:
+    """Refuse what products of fp8 rows could not take, before anything is sent. num_rows: that are received, -1 where nobody knows."""
     if x_scales is not None:
         raise ValueError(f"fp8={BLOCKWISE!r} and x_scales were both given; rows with scales are fp8 already")
     if x.dtype != torch.bfloat16:
@@ -99,8 +99,14 @@ def check_blockwise(x: Tensor, x_scales: Tensor | None, layout: Any, expert_alig
         )
     if layout != "expert":
         raise ValueError(f"layout is {layout!r}; fp8={BLOCKWISE!r} needs 'expert', whose rows the products take as they are")
-    for name, value in (("expert_alignment", expert_alignment), ("num_recv_rows", num_recv_rows or 0)):
+    for name, value in (("expert_alignment", expert_alignment), ("num_recv_rows", max(num_rows, 0))):
         check_alignment(name, value)
+
+
+def check_blockwise_combine(x: Tensor, topk_weights: Tensor | None, handle: DispatchHandle) -> None:
+    if topk_weights is not None:
+        raise ValueError('topk_weights and fp8="blockwise" were both given; let the experts apply the weights, as `probs` of grouped_mlp')
+    check_blockwise(x, None, handle.layout, handle.expert_alignment, handle.num_rows)
 
 
 # ---- of a call ----

@@ -1,17 +1,72 @@
-"""Failures of a rank between its calls, where the peers of a buffer would wait for the next one."""
+"""Failures of a rank between two calls of a buffer, where the peers would wait for the next one.
 
+Such are those of an expert, of a gradient's hook, and of a forward that a backward pass repeats.
+"""
+
+import contextlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.utils.checkpoint import _StopRecomputationError
 
-from deepep_moe.exchange.backward import tell_failure
-from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.errors import EPError, told
+from deepep_moe.exchange.calls import Calls, live_calls
+from deepep_moe.library import is_dry_run
+
+if TYPE_CHECKING:
+    from deepep_moe.exchange.buffer import Buffer
 
 _Result = TypeVar("_Result")
+_ENDS = (_StopRecomputationError, GeneratorExit)
+"""By which checkpointing ends a recomputation, and Python a generator."""
+_REASON = "RuntimeError: its backward pass failed; see its output for the error"
 
 
-def notify_peers_on_failure(buffer: Buffer, function: Callable[..., _Result], *args: Any) -> _Result:
+class _Watch:
+    """PyTorch calls it at the end of a backward pass, and only drops it where the pass fails."""
+
+    def __init__(self, calls: Calls, reason: str):
+        self._number, self._num_calls, self._reason = calls.number, calls.num_calls, reason
+        self._is_over = False
+
+    def __call__(self) -> None:
+        self._is_over = True
+
+    def __del__(self) -> None:
+        if not self._is_over:
+            pass_failed(self._number, self._num_calls, self._reason)
+
+
+def watch_backward(calls: Calls, reason: str = _REASON) -> bool:
+    """If the backward pass that runs fails before its next call of the buffer, the peers, which would wait for that, raise EPPeerError. (A
+    backward in csrc/torch does the same.) Return False where none runs."""
+    runs = not is_dry_run() and torch._C._current_graph_task_id() >= 0
+    if runs:
+        torch.autograd.Variable._execution_engine.queue_callback(_Watch(calls, reason))
+    return runs
+
+
+def pass_failed(number: int, num_calls: int, reason: str = _REASON) -> None:
+    """Tell the peers, unless the buffer with these calls has made more than `num_calls`: then the call has told them."""
+    calls = live_calls.get(number)
+    if calls is None or calls.is_destroyed or calls.num_calls != num_calls:
+        return
+    with contextlib.suppress(EPError, RuntimeError):  # the error of the pass says more
+        calls.tell(reason)
+
+
+def tell_failure(calls: Calls, error: BaseException) -> None:
+    """Tell the peers that this rank does not make its next call because of `error`. In a forward that a backward pass repeats, they learn
+    it once the pass has failed: if it goes on, the error has only ended the repetition, which had all that it needed."""
+    if isinstance(error, _ENDS):
+        return
+    with contextlib.suppress(EPError, RuntimeError):  # of peers that do not come, a GPU that failed: `error` says more
+        if not watch_backward(calls, told(error)):
+            calls.refuse(error)
+
+
+def notify_peers_on_failure(buffer: "Buffer", function: Callable[..., _Result], *args: Any) -> _Result:
     """Return `function(*args)`, which makes no call of the buffer or ends with one. If it fails before that call, the peers, which would
     wait for it, raise EPPeerError with the same error."""
     if torch.compiler.is_compiling():
@@ -24,7 +79,7 @@ def notify_peers_on_failure(buffer: Buffer, function: Callable[..., _Result], *a
         raise
 
 
-def notify_peers(buffer: Buffer, error: BaseException, num_calls: int | None = None) -> None:
+def notify_peers(buffer: "Buffer", error: BaseException, num_calls: int | None = None) -> None:
     """Let the peers raise EPPeerError with this error in their next call of the buffer. If this rank has made more than `num_calls` of
     them, they know already."""
     if not buffer.calls.is_destroyed and num_calls in (None, buffer.num_calls):

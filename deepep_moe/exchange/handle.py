@@ -137,10 +137,25 @@ def _versions(parts: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple([part._version for part in parts if isinstance(part, Tensor)])
 
 
+@dataclass(frozen=True, eq=False)
 class TracedHandle(DispatchHandle):
     """One that operators make of their tensors, whose changes PyTorch does not count: calls check that these fit the buffer."""
 
+    memory: Tensor
+    """int32, that of a `PackedHandle`, of which the other tensors are copies; empty where the dispatch has made none."""
+
     is_traced = True
+
+    def to_save(self) -> tuple[Tensor, ...]:
+        return *super().to_save(), self.memory
+
+    def rebuild(self) -> Callable[..., DispatchHandle]:
+        return partial(_of_traced, self.buffer_id, self.layout, self.expert_alignment)
+
+
+def _of_traced(buffer_id: int, layout: str, expert_alignment: int, num_rows: int, *tensors: Tensor) -> DispatchHandle:
+    *own, memory = tensors
+    return TracedHandle(buffer_id, layout, expert_alignment, num_rows, *own, None, memory)  # type: ignore[misc, arg-type]
 
 
 def _shown(name: str) -> Any:

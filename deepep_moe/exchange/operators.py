@@ -1,32 +1,38 @@
-"""Dispatch and combine as PyTorch operators, with gradients and fake implementations for `torch.compile`.
+"""The gradients of dispatch and combine, and both as PyTorch operators with fake implementations for `torch.compile`.
 
-Operators take tensors and numbers only: a buffer goes by the number of its calls, a handle by its tensors, the mode of a call by its
-fields. Their backwards are each other: dispatch's backward is combine, combine's backward is a cached dispatch. What backward keeps is the
-handle, never rows, except where a weighted combine needs its rows for the gradient of the weights. Backward calls run in the buffer's own
-mode.
+Their backwards are each other: dispatch's backward is combine, combine's backward is a cached dispatch. What backward keeps is the handle,
+never rows, except where a weighted combine needs its rows for the gradient of the weights. Backward calls run in the buffer's own mode.
 
-Only calls that PyTorch traces go through the operators. The others go past its dispatcher: to an autograd function where a gradient is
-wanted, else straight to the buffer's calls, in both cases with the handle as one object (`deepep_moe.library`).
+Only calls that PyTorch traces go through the operators, which take tensors and numbers only: a buffer goes by the number of its calls, a
+handle by its tensors, the mode of a call by its fields. The others go past PyTorch's dispatcher (`deepep_moe.library`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from deepep_moe.device import is_gpu
 from deepep_moe.errors import EPError
 from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Rows, RowScaling
-from deepep_moe.exchange.backward import tell_failure, watch_backward
 from deepep_moe.exchange.calls import Calls, calls_of
 from deepep_moe.exchange.checks import EXCHANGE
+from deepep_moe.exchange.failures import tell_failure, watch_backward
 from deepep_moe.exchange.handle import DispatchHandle, TracedHandle
 from deepep_moe.library import call, define, is_watched, needs_gradients, refuse_watchers, register_operator
+from deepep_moe.ops.quantized import QuantizedRows
 from deepep_moe.ops.weighted import aligned, differentiable_scale_rows_backward
 
-_HANDLE = "Tensor topk_idx, Tensor recv_row_idx, Tensor recv_counts, Tensor num_recv_tokens_per_expert, Tensor call"
+_Received = tuple[Tensor, Tensor | None, Tensor | None, DispatchHandle]
+"""recv_x, recv_x_scales, recv_topk_weights, the handle."""
+_HANDLE = "Tensor[] handle, int buffer, str layout, int expert_alignment, SymInt num_rows"
 _MODE = "int num_sms, bool is_async, bool is_split"  # num_sms -1: the buffer's
+_NO_MEMORY = torch.empty(0, dtype=torch.int32, device="cpu")
+_OF_HANDLE_AND_MODE = [None] * 6, *[None] * 7
+"""The gradients of both."""
 
 
 def _mode_arguments(mode: Mode) -> tuple[int, bool, bool]:
@@ -54,46 +60,47 @@ def _call_operator(calls: Calls, operator: Any, tensors: tuple[Tensor | None, ..
 # ---- handles ----
 
 
-def _handle(
+def _traced(
     number: int, layout: str, expert_alignment: int, num_rows: Any, tensors: Sequence[Tensor], recv_topk_idx: Tensor | None = None
-) -> DispatchHandle:
-    topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call = tensors
-    return TracedHandle(
-        number, layout, expert_alignment, num_rows, topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call, recv_topk_idx
-    )
+) -> TracedHandle:
+    """Return the handle of these `_tensors`."""
+    *own, memory = tensors
+    return TracedHandle(number, layout, expert_alignment, num_rows, *own, recv_topk_idx, memory)  # type: ignore[misc, arg-type]
 
 
-def _tensors(handle: DispatchHandle) -> tuple[Tensor, ...]:
-    """As the operators take them."""
-    return handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert, handle.call
+def _tensors(handle: DispatchHandle) -> list[Tensor]:
+    """As operators take them: the fields, and the memory that a GPU reads, which is empty elsewhere."""
+    if isinstance(handle, TracedHandle):
+        memory = handle.memory
+    else:
+        memory = _NO_MEMORY if handle.native is None else handle.native.memory
+    return [handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert, handle.call, memory]
 
 
 def _arguments(handle: DispatchHandle) -> tuple[Any, ...]:
-    return *_tensors(handle), handle.buffer_id, handle.layout, handle.expert_alignment, handle.num_rows
+    return _tensors(handle), handle.buffer_id, handle.layout, handle.expert_alignment, handle.num_rows
 
 
-def keep(ctx: Any, handle: DispatchHandle, rows: Tensor, values: Tensor | None, *more: Tensor) -> None:
-    """For the backward: the handle, `more`, and that gradients are expected of these outputs only: PyTorch would fill zeros for each of the
-    others, a kernel apiece. `values`: None where there are none."""
+# ---- what a backward keeps, and is given ----
+
+
+def _keep(ctx: Any, handle: DispatchHandle, rows: Tensor, values: Tensor | None, *more: Tensor) -> None:
+    """Keep the handle and `more`, and that gradients are expected of these outputs only: PyTorch would fill zeros for each of the others, a
+    kernel apiece. `values`: None where there are none."""
     ctx.set_materialize_grads(False)
     ctx.expected = [None if output is None else (output.shape, output.dtype, output.device) for output in (rows, values)]
-    keep_handle(ctx, handle, *more)
-
-
-def keep_handle(ctx: Any, handle: DispatchHandle, *more: Tensor) -> None:
-    """The handle and `more`, for `kept` in the backward."""
     saved = handle.to_save()
     ctx.rebuild, ctx.num_saved = handle.rebuild(), len(saved)
     ctx.save_for_backward(*saved, *more)
 
 
-def kept(ctx: Any, num_rows: Any) -> tuple[DispatchHandle, tuple[Tensor, ...]]:
-    """What `keep_handle` kept."""
+def _kept(ctx: Any, num_rows: Any) -> tuple[DispatchHandle, tuple[Tensor, ...]]:
+    """Return what `_keep` kept."""
     saved, num_saved = ctx.saved_tensors, ctx.num_saved  # unpacked once: checkpointing allows no more
     return ctx.rebuild(num_rows, *saved[:num_saved]), saved[num_saved:]
 
 
-def given(ctx: Any, *grads: Tensor | None) -> list[Any]:
+def _given(ctx: Any, *grads: Tensor | None) -> list[Any]:
     """`grads` of the expected outputs, contiguous; zeros for those that nothing has used, so that all ranks make the same calls."""
     return [_or_zeros(grad, like) for grad, like in zip(grads, ctx.expected, strict=True)]
 
@@ -117,49 +124,78 @@ def as_rows(grad: Tensor) -> Tensor:
 def dispatch(
     calls: Calls, mode: Mode, x: Tensor, x_scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, layout: str,
     expert_alignment: int, num_recv_rows: int,
-) -> tuple[Tensor, Tensor | None, Tensor | None, DispatchHandle]:  # fmt: skip
-    """`calls.dispatch`, with gradients: recv_x, recv_x_scales, recv_topk_weights, the handle."""
+) -> _Received:  # fmt: skip
+    """Make `calls.dispatch`, with gradients."""
     tensors, how = (x, x_scales, topk_idx, topk_weights), (layout, expert_alignment, num_recv_rows)
     if not is_watched(tensors):
-        if needs_gradients(tensors):
-            return _Dispatch.apply(*tensors, calls, mode, *how)
-        rows, handle = calls.dispatch(DispatchArgs(mode, *tensors, *how, calls.number))
-        return rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights, handle
+        return _differentiable(x, topk_weights, partial(_send, calls, DispatchArgs(mode, *tensors, *how, calls.number)))
     recv_x, scales, idx, weights, *rest = _call_operator(
         calls, torch.ops.deepep_moe.dispatch, tensors, calls.number, *how, *_mode_arguments(mode)
     )
-    handle = _handle(calls.number, layout, expert_alignment, recv_x.shape[0], rest, idx if layout == "rank" else None)
+    handle = _traced(calls.number, layout, expert_alignment, recv_x.shape[0], rest, idx if layout == "rank" else None)
     return recv_x, None if x_scales is None else scales, None if topk_weights is None else weights, handle
 
 
+def dispatch_quantized(
+    calls: Calls, mode: Mode, x: Tensor, topk_idx: Tensor | None, topk_weights: Tensor | None, layout: str, expert_alignment: int,
+    num_recv_rows: int, handle: DispatchHandle | None,
+) -> _Received:  # fmt: skip
+    """Make a dispatch, along `handle` if there is one, of rows that are quantized here, once: recv_x is `QuantizedRows`, whose gradient is
+    bf16. docs/design/fp8_training.md has the arithmetic."""
+    sent = calls.refuse_on_failure(QuantizedRows.of, x)
+    args: DispatchArgs | CachedDispatchArgs
+    if handle is not None:
+        args = CachedDispatchArgs(mode, sent.values, sent.scales, topk_weights, handle)
+    else:
+        assert topk_idx is not None  # checked
+        how = layout, expert_alignment, num_recv_rows, calls.number
+        args = DispatchArgs(mode, sent.values, sent.scales, topk_idx, topk_weights, *how)
+    return _differentiable(x, topk_weights, partial(_send, calls, args, is_quantized=True))
+
+
+def _send(calls: Calls, args: DispatchArgs | CachedDispatchArgs, is_quantized: bool = False) -> _Received:
+    if isinstance(args, DispatchArgs):
+        rows, handle = calls.dispatch(args)
+    else:
+        rows, handle = calls.dispatch_cached(args), args.handle
+    if is_quantized:
+        assert rows.recv_x_scales is not None  # they were sent
+        return QuantizedRows(rows.recv_x, rows.recv_x_scales), None, rows.recv_topk_weights, handle
+    return rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights, handle
+
+
+def _differentiable(x: Tensor, topk_weights: Tensor | None, send: Callable[[], _Received]) -> _Received:
+    """Return `send()`, with the gradients of x and topk_weights, if one is wanted."""
+    received: _Received = _Dispatch.apply(x, topk_weights, send) if needs_gradients((x, topk_weights)) else send()
+    return received
+
+
 class _Dispatch(torch.autograd.Function):
+    """With fresh routing or along a handle."""
+
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, x_scales: Any, topk_idx: Tensor, topk_weights: Any, calls: Calls, mode: Mode, layout: str,
-        expert_alignment: int, num_recv_rows: int,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        how = layout, expert_alignment, num_recv_rows
-        rows, handle = calls.dispatch(DispatchArgs(mode, x, x_scales, topk_idx, topk_weights, *how, calls.number))
-        keep(ctx, handle, rows.recv_x, rows.recv_topk_weights)
-        return rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights, handle
+    def forward(ctx: Any, _x: Tensor, _topk_weights: Tensor | None, send: Callable[[], _Received]) -> _Received:
+        received = send()
+        recv_x, _, recv_topk_weights, handle = received
+        _keep(ctx, handle, recv_x, recv_topk_weights)
+        return received
 
     @staticmethod
     def backward(ctx: Any, grad_recv_x: Any, _scales: Any, grad_recv_topk_weights: Any, _handle: Any) -> tuple[Any, ...]:
-        grad_x, grad_topk_weights = dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
-        return grad_x, None, None, grad_topk_weights, *[None] * 5
+        return *_dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights), None
 
 
-def dispatch_gradients(ctx: Any, grad_recv_x: Tensor | None, grad_recv_topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Of x and topk_weights, cached or not."""
-    rows, values = given(ctx, grad_recv_x, grad_recv_topk_weights)
-    handle, _ = kept(ctx, rows.shape[0])
+def _dispatch_gradients(ctx: Any, grad_recv_x: Tensor | None, grad_recv_topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of x and topk_weights."""
+    rows, values = _given(ctx, grad_recv_x, grad_recv_topk_weights)
+    handle, _ = _kept(ctx, rows.shape[0])
     calls = calls_of(handle.buffer_id)
     return combine(calls, calls.own_mode, rows, None, None, values, handle)
 
 
 define(
     "dispatch(Tensor x, Tensor? x_scales, Tensor topk_idx, Tensor? topk_weights, int buffer, str layout, int expert_alignment, "
-    f"SymInt num_recv_rows, {_MODE}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"SymInt num_recv_rows, {_MODE}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -174,10 +210,10 @@ def _dispatch_operator(
     rows, handle = calls.dispatch(DispatchArgs(mode, x, x_scales, topk_idx, topk_weights, *how, buffer))
     recv_topk_idx = topk_idx.new_empty(0, topk_idx.shape[1]) if handle.recv_topk_idx is None else handle.recv_topk_idx
     recv_x, scales, weights = _filled(rows, topk_idx.shape[1], layout)
-    tensors = list(_tensors(handle))
+    tensors = _tensors(handle)
     if not (is_async or is_split):  # such a call is in no graph, and has not written these yet
         if handle.native is not None:
-            tensors = [tensor.clone() for tensor in tensors]  # none a view of the same
+            tensors[:-1] = [tensor.clone() for tensor in tensors[:-1]]  # none a view of the same
         if num_recv_rows >= 0 and layout == "expert":  # then no shape depends on data
             tensors[1] = torch.nn.functional.pad(tensors[1], (0, 0, 0, _num_slots(calls) - len(tensors[1])), value=-1)
     return recv_x, scales, recv_topk_idx, weights, *tensors
@@ -220,25 +256,29 @@ def _fake_dispatch(
     recv_x, recv_x_scales, recv_topk_weights = _fake_rows(x, x_scales, topk_weights, num_topk, layout, num_rows)
     # The first rows may choose a backend for their GPU, which comes with sizes of its own.
     known = calls.capabilities if calls.has_chosen or not is_gpu(x.device) else None
-    num_channels = context.new_dynamic_size() if known is None else known.num_channels
-    num_handle_numbers = context.new_dynamic_size() if known is None else known.num_handle_numbers
+    if known is None:
+        num_channels, num_numbers, num_ints = [context.new_dynamic_size() for _ in range(3)]
+    else:
+        native, num_channels = calls.native, known.num_channels
+        num_numbers = 1 if native is None else native.num_handle_numbers
+        num_ints = 0 if native is None else native.num_handle_ints(is_expert) + num_tokens * num_topk
     return (
         recv_x, recv_x_scales, topk_idx.new_empty(0 if is_expert else num_rows, num_topk), recv_topk_weights,
         topk_idx.new_empty(num_tokens, num_topk, dtype=torch.int32), topk_idx.new_empty(num_slots, num_topk, dtype=torch.int32),
         topk_idx.new_empty(calls.settings.num_ranks, num_channels, dtype=torch.int32),
         topk_idx.new_empty(calls.settings.num_local_experts, dtype=torch.int32),
-        topk_idx.new_empty(num_handle_numbers, dtype=torch.int64, device="cpu"),
+        topk_idx.new_empty(num_numbers, dtype=torch.int64, device="cpu"), topk_idx.new_empty(num_ints, dtype=torch.int32),
     )  # fmt: skip
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, _, topk_weights, buffer, layout, expert_alignment, *_ = inputs
     recv_x, _, _, recv_topk_weights, *rest = output
-    keep(ctx, _handle(buffer, layout, expert_alignment, -1, rest), recv_x, None if topk_weights is None else recv_topk_weights)
+    _keep(ctx, _traced(buffer, layout, expert_alignment, -1, rest), recv_x, None if topk_weights is None else recv_topk_weights)
 
 
 def _dispatch_backward(ctx: Any, grad_recv_x: Any, _scales: Any, _idx: Any, grad_recv_topk_weights: Any, *_: Any) -> tuple[Any, ...]:
-    grad_x, grad_topk_weights = dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
+    grad_x, grad_topk_weights = _dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
     return grad_x, None, None, grad_topk_weights, *[None] * 7
 
 
@@ -248,63 +288,43 @@ def _dispatch_backward(ctx: Any, grad_recv_x: Any, _scales: Any, _idx: Any, grad
 def dispatch_cached(
     calls: Calls, mode: Mode, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`calls.dispatch_cached`, with gradients: recv_x, recv_x_scales, recv_topk_weights."""
+    """Make `calls.dispatch_cached`, with gradients. Return recv_x, recv_x_scales, recv_topk_weights."""
     tensors = (x, x_scales, topk_weights)
     if not is_watched(tensors):
-        if needs_gradients(tensors):
-            return _DispatchCached.apply(*tensors, calls, mode, handle)
-        rows = calls.dispatch_cached(CachedDispatchArgs(mode, *tensors, handle))
-        return rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights
+        return _differentiable(x, topk_weights, partial(_send, calls, CachedDispatchArgs(mode, *tensors, handle)))[:3]
     recv_x, scales, weights = _call_operator(
         calls, torch.ops.deepep_moe.dispatch_cached, tensors, *_arguments(handle), *_mode_arguments(mode)
     )
     return recv_x, None if x_scales is None else scales, None if topk_weights is None else weights
 
 
-class _DispatchCached(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, x_scales: Any, topk_weights: Any, calls: Calls, mode: Mode, handle: DispatchHandle) -> tuple[Any, ...]:
-        rows = calls.dispatch_cached(CachedDispatchArgs(mode, x, x_scales, topk_weights, handle))
-        keep(ctx, handle, rows.recv_x, rows.recv_topk_weights)
-        return rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights
-
-    @staticmethod
-    def backward(ctx: Any, grad_recv_x: Any, _scales: Any, grad_recv_topk_weights: Any) -> tuple[Any, ...]:
-        grad_x, grad_topk_weights = dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
-        return grad_x, None, grad_topk_weights, None, None, None
-
-
-define(
-    f"dispatch_cached(Tensor x, Tensor? x_scales, Tensor? topk_weights, {_HANDLE}, int buffer, str layout, int expert_alignment, "
-    f"SymInt num_rows, {_MODE}) -> (Tensor, Tensor, Tensor)"
-)
+define(f"dispatch_cached(Tensor x, Tensor? x_scales, Tensor? topk_weights, {_HANDLE}, {_MODE}) -> (Tensor, Tensor, Tensor)")
 
 
 def _dispatch_cached_operator(
-    x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, topk_idx: Tensor, recv_row_idx: Tensor, recv_counts: Tensor,
-    num_recv_tokens_per_expert: Tensor, call: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int, *mode: Any,
+    x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: list[Tensor], buffer: int, layout: str, expert_alignment: int,
+    num_rows: int, *mode: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    handle = _handle(buffer, layout, expert_alignment, num_rows, (topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call))
-    calls = calls_of(buffer)
-    rows = calls.dispatch_cached(CachedDispatchArgs(_mode(calls, *mode), x, x_scales, topk_weights, handle))
-    return _filled(rows, topk_idx.shape[1], layout)
+    calls, along = calls_of(buffer), _traced(buffer, layout, expert_alignment, num_rows, handle)
+    rows = calls.dispatch_cached(CachedDispatchArgs(_mode(calls, *mode), x, x_scales, topk_weights, along))
+    return _filled(rows, along.topk_idx.shape[1], layout)
 
 
 def _fake_dispatch_cached(
-    x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, topk_idx: Tensor, recv_row_idx: Tensor, recv_counts: Tensor,
-    num_recv_tokens_per_expert: Tensor, call: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int, *mode: Any,
+    x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: list[Tensor], buffer: int, layout: str, expert_alignment: int,
+    num_rows: int, *_mode: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return _fake_rows(x, x_scales, topk_weights, topk_idx.shape[1], layout, num_rows)
+    return _fake_rows(x, x_scales, topk_weights, handle[0].shape[1], layout, num_rows)
 
 
 def _save_dispatch_cached(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, topk_weights, *tensors, buffer, layout, expert_alignment = inputs[:-4]
-    keep(ctx, _handle(buffer, layout, expert_alignment, -1, tensors), output[0], None if topk_weights is None else output[2])
+    _, _, topk_weights, tensors, buffer, layout, expert_alignment, *_ = inputs
+    _keep(ctx, _traced(buffer, layout, expert_alignment, -1, tensors), output[0], None if topk_weights is None else output[2])
 
 
 def _dispatch_cached_backward(ctx: Any, grad_recv_x: Any, _scales: Any, grad_recv_topk_weights: Any) -> tuple[Any, ...]:
-    grad_x, grad_topk_weights = dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
-    return grad_x, None, grad_topk_weights, *[None] * 12
+    grad_x, grad_topk_weights = _dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
+    return grad_x, None, grad_topk_weights, *_OF_HANDLE_AND_MODE
 
 
 # ---- combine ----
@@ -314,45 +334,64 @@ def combine(
     calls: Calls, mode: Mode, x: Tensor, weights: Tensor | None, bias: Tensor | None, topk_weight_grads: Tensor | None,
     handle: DispatchHandle,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`calls.combine`, with gradients: combined_x, combined gradients of topk_weights."""
+    """Make `calls.combine`, with gradients. Return combined_x, and the combined gradients of topk_weights where some were given."""
     tensors = (x, weights, bias, topk_weight_grads)
     if not is_watched(tensors):
-        if needs_gradients(tensors):
-            return _Combine.apply(*tensors, calls, mode, handle)
-        return calls.combine(CombineArgs(mode, *tensors, handle))
+        bring_back = partial(calls.combine, CombineArgs(mode, *tensors, handle))
+        return _Combine.apply(*tensors, handle, bring_back) if needs_gradients(tensors) else bring_back()
     combined_x, grads = _call_operator(calls, torch.ops.deepep_moe.combine, tensors, *_arguments(handle), *_mode_arguments(mode))
     return combined_x, None if topk_weight_grads is None else grads
+
+
+def combine_for_quantized(calls: Calls, mode: Mode, x: Tensor, bias: Tensor | None, handle: DispatchHandle) -> Tensor:
+    """Make a combine whose backward quantizes its gradient and sends that, as `dispatch_quantized` does x."""
+    bring_back = partial(calls.combine, CombineArgs(mode, x, None, bias, None, handle))
+    of_call = _CombineForQuantized.apply(x, None, bias, None, handle, bring_back) if needs_gradients((x, bias)) else bring_back()
+    combined_x: Tensor = of_call[0]
+    return combined_x
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Any, bias: Any, topk_weight_grads: Any, calls: Calls, mode: Mode, handle: DispatchHandle
-    ) -> tuple[Any, ...]:
-        combined_x, grads = calls.combine(CombineArgs(mode, x, weights, bias, topk_weight_grads, handle))
+        ctx: Any, x: Tensor, weights: Tensor | None, bias: Tensor | None, _topk_weight_grads: Tensor | None, handle: DispatchHandle,
+        bring_back: Callable[[], tuple[Tensor, Tensor | None]],
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        combined_x, grads = bring_back()
         _keep_combine(ctx, handle, x, weights, bias, combined_x, grads)
         return combined_x, grads
 
     @staticmethod
     def backward(ctx: Any, grad_combined_x: Any, grad_grads: Any) -> tuple[Any, ...]:
-        return *_combine_gradients(ctx, grad_combined_x, grad_grads), None, None, None
+        return *_combine_gradients(ctx, grad_combined_x, grad_grads), None, None
+
+
+class _CombineForQuantized(_Combine):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_combined_x: Any, _grads: Any) -> tuple[Any, ...]:
+        return *_combine_gradients(ctx, grad_combined_x, None, quantizes=True), None, None
 
 
 def _keep_combine(
     ctx: Any, handle: DispatchHandle, x: Tensor, weights: Tensor | None, bias: Tensor | None, combined_x: Tensor, values: Tensor | None
 ) -> None:
     ctx.with_bias, ctx.num_rows = bias is not None, handle.num_rows
-    keep(ctx, handle, combined_x, values, *(() if weights is None else (x, weights)))
+    _keep(ctx, handle, combined_x, values, *(() if weights is None else (x, weights)))
 
 
-def _combine_gradients(ctx: Any, grad_combined_x: Tensor | None, grad_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+def _combine_gradients(
+    ctx: Any, grad_combined_x: Tensor | None, grad_grads: Tensor | None, quantizes: bool = False
+) -> tuple[Tensor | None, ...]:
     """Return the gradients of x, weights, bias and topk_weight_grads."""
-    rows, grads = given(ctx, grad_combined_x, grad_grads)
-    handle, scaled = kept(ctx, ctx.num_rows)
+    rows, grads = _given(ctx, grad_combined_x, grad_grads)
+    handle, scaled = _kept(ctx, ctx.num_rows)
     calls, grad_weights, grad_topk_weight_grads = calls_of(handle.buffer_id), None, None
     if scaled:  # by weights, which did not come with gradients of topk_weights
         x, weights = scaled
         grad_x, grad_weights = scaled_gradients(calls, rows, handle, x, weights)
+    elif quantizes:
+        grad_x, *_ = dispatch_quantized(calls, calls.own_mode, rows, None, None, handle.layout, handle.expert_alignment, -1, handle)
     else:
         grad_x, _, grad_topk_weight_grads = dispatch_cached(calls, calls.own_mode, rows, None, grads, handle)
     watch_backward(calls)
@@ -397,40 +436,33 @@ def joined(rows: Sequence[Tensor], handle: DispatchHandle, hidden: int) -> Tenso
     return torch.cat([(own if own.layout is torch.strided else own.to_dense()).reshape(-1, hidden) for own in rows])
 
 
-define(
-    f"combine(Tensor x, Tensor? weights, Tensor? bias, Tensor? topk_weight_grads, {_HANDLE}, int buffer, str layout, "
-    f"int expert_alignment, SymInt num_rows, {_MODE}) -> (Tensor, Tensor)"
-)
+define(f"combine(Tensor x, Tensor? weights, Tensor? bias, Tensor? topk_weight_grads, {_HANDLE}, {_MODE}) -> (Tensor, Tensor)")
 
 
 def _combine_operator(
-    x: Tensor, weights: Tensor | None, bias: Tensor | None, topk_weight_grads: Tensor | None, topk_idx: Tensor, recv_row_idx: Tensor,
-    recv_counts: Tensor, num_recv_tokens_per_expert: Tensor, call: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int,
-    *mode: Any,
+    x: Tensor, weights: Tensor | None, bias: Tensor | None, topk_weight_grads: Tensor | None, handle: list[Tensor], buffer: int,
+    layout: str, expert_alignment: int, num_rows: int, *mode: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    handle = _handle(buffer, layout, expert_alignment, num_rows, (topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call))
-    calls = calls_of(buffer)
-    combined_x, grads = calls.combine(CombineArgs(_mode(calls, *mode), x, weights, bias, topk_weight_grads, handle))
-    return combined_x, x.new_empty(0, topk_idx.shape[1], dtype=torch.float32) if grads is None else grads
+    calls, along = calls_of(buffer), _traced(buffer, layout, expert_alignment, num_rows, handle)
+    combined_x, grads = calls.combine(CombineArgs(_mode(calls, *mode), x, weights, bias, topk_weight_grads, along))
+    return combined_x, x.new_empty(0, along.topk_idx.shape[1], dtype=torch.float32) if grads is None else grads
 
 
 def _fake_combine(
-    x: Tensor, weights: Tensor | None, bias: Tensor | None, topk_weight_grads: Tensor | None, topk_idx: Tensor, recv_row_idx: Tensor,
-    recv_counts: Tensor, num_recv_tokens_per_expert: Tensor, call: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int,
-    *mode: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    num_tokens, num_topk = topk_idx.shape
+    x: Tensor, _weights: Tensor | None, _bias: Tensor | None, topk_weight_grads: Tensor | None, handle: list[Tensor], *_: Any
+) -> tuple[Tensor, Tensor]:
+    num_tokens, num_topk = handle[0].shape
     return x.new_empty(num_tokens, x.shape[1]), x.new_empty(0 if topk_weight_grads is None else num_tokens, num_topk, dtype=torch.float32)
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weights, bias, topk_weight_grads, *tensors, buffer, layout, expert_alignment, num_rows = inputs[:-3]
-    handle = _handle(buffer, layout, expert_alignment, num_rows, tensors)
+    x, weights, bias, topk_weight_grads, tensors, *how = inputs[:-3]
+    handle = _traced(*how, tensors)
     _keep_combine(ctx, handle, x, weights, bias, output[0], None if topk_weight_grads is None else output[1])
 
 
 def _combine_backward(ctx: Any, grad_combined_x: Any, grad_grads: Any) -> tuple[Any, ...]:
-    return *_combine_gradients(ctx, grad_combined_x, grad_grads), *[None] * 12
+    return *_combine_gradients(ctx, grad_combined_x, grad_grads), *_OF_HANDLE_AND_MODE
 
 
 register_operator("dispatch", _dispatch_operator, _fake_dispatch, _save_dispatch, _dispatch_backward)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepep_moe.exchange.routing import is_token_in_rank
+from deepep_moe.ops.routing import is_token_in_rank
 
 SCALE_BLOCK = 128
 

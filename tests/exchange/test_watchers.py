@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from deepep_moe import Buffer, LowLatencyBuffer, ops
+from deepep_moe.compat.deep_ep.widths import combine_with_lanes
 from deepep_moe.errors import EPPeerError
 from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert
-from deepep_moe.exchange.lanes import combine_with_lanes
 from deepep_moe.ops.lanes import LanesOfMap
 
 LOGITS = torch.randn(4, NUM_EXPERTS, generator=torch.Generator().manual_seed(0))

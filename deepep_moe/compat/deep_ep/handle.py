@@ -10,7 +10,7 @@ from torch import Tensor
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.handle import DispatchHandle
-from deepep_moe.exchange.routing import is_token_in_rank
+from deepep_moe.ops.routing import is_token_in_rank
 
 _NUM_TENSORS, _NUM_TENSORS_OF_NODES = 6, 10
 

@@ -107,8 +107,6 @@ class Capabilities:
     """It takes a `RowScaling`, and computes where rows arrive."""
     num_channels: int = 1
     """Columns of `DispatchHandle.recv_counts`."""
-    num_handle_numbers: int = 1
-    """Numbers in `DispatchHandle.call`."""
 
 
 class Backend(Protocol):

@@ -22,9 +22,9 @@ from deepep_moe.exchange.backends.base import LAYOUTS, CachedDispatchArgs, Capab
 from deepep_moe.exchange.backends.entry import NUM_FIELDS, Entry, find_difference
 from deepep_moe.exchange.backends.two_hops import Step, Steps, Sums, TwoHops, picked
 from deepep_moe.exchange.handle import DispatchHandle, padded
-from deepep_moe.exchange.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
 from deepep_moe.group.rendezvous import Exchange, Introduction, culprit_behind, hang_up, is_of_handler
 from deepep_moe.group.settings import Settings
+from deepep_moe.ops.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
 
 _Result = TypeVar("_Result")
 _MESSAGE_BYTES = 512

@@ -21,7 +21,7 @@ from deepep_moe.exchange.backends.base import (
     Rows,
     tell_peers,
 )
-from deepep_moe.exchange.handle import DispatchHandle, PackedHandle
+from deepep_moe.exchange.handle import DispatchHandle, PackedHandle, TracedHandle
 from deepep_moe.group.settings import Settings
 from deepep_moe.tuning import SETTINGS, Machine, Values
 
@@ -51,10 +51,7 @@ class NvlinkBackend:
             num_max_tokens=max(1, settings.num_max_tokens_per_rank),
             timeout_s=settings.timeout_s,
         )
-        self.capabilities = Capabilities(
-            device_types=(device.GPU,), can_scale=True,
-            num_handle_numbers=1 + 2 * settings.num_ranks + settings.num_local_experts,
-        )  # fmt: skip
+        self.capabilities = Capabilities(device_types=(device.GPU,), can_scale=True)
         self.workspace_bytes: int = self._exchange.workspace_bytes
         self.fitted = Values(**{name: getattr(self._exchange.tuning, name) for name in SETTINGS})
         """Settings as the native code has fitted them to the device, before any profile."""
@@ -114,15 +111,24 @@ class NvlinkBackend:
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
         scaling = (None, None) if args.scaling is None else (args.scaling.weights, args.scaling.x)
         made = self._native.run_dispatch_cached(
-            args.x, args.x_scales, args.topk_weights, _native_handle(args.handle), *scaling, native_mode(args.mode)
+            args.x, args.x_scales, args.topk_weights, self._native_handle(args.handle), *scaling, native_mode(args.mode)
         )
         return Rows(made.recv_x, made.recv_x_scales, made.recv_topk_weights, made.grad_weights), made
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
         made = self._native.run_combine(
-            args.x, _native_handle(args.handle), args.weights, args.bias, args.topk_weight_grads, args.sums_lanes, native_mode(args.mode)
-        )
+            args.x, self._native_handle(args.handle), args.weights, args.bias, args.topk_weight_grads, args.sums_lanes,
+            native_mode(args.mode),
+        )  # fmt: skip
         return made.combined_x, made.topk_weight_grads, made
+
+    def _native_handle(self, handle: DispatchHandle) -> Any:
+        """Return `_torch.Handle`; of a traced handle one of its tensors."""
+        if handle.native is not None:
+            return handle.native
+        assert isinstance(handle, TracedHandle)
+        how = handle.num_tokens, handle.layout == "expert", handle.expert_alignment, handle.num_rows
+        return self._native.handle_of(handle.memory, handle.call, *how)
 
     def native_calls(self, number: int, mode: Mode) -> Any:
         s = self.settings
@@ -190,11 +196,3 @@ def _tell(backend: "weakref.ref[NvlinkBackend]", error: BaseException, has_enter
 def native_mode(mode: Mode) -> Any:
     """Return `_torch.Mode`."""
     return torch_module.needed().Mode(-1 if mode.num_sms is None else mode.num_sms, mode.is_async, mode.is_split)
-
-
-def _native_handle(handle: DispatchHandle) -> Any:
-    """Return `_torch.Handle`; of a traced handle one of its tensors."""
-    if handle.native is not None:
-        return handle.native
-    how = handle.buffer_id, handle.layout == "expert", handle.expert_alignment, handle.num_rows
-    return torch_module.needed().Handle(*how, *handle.to_save())

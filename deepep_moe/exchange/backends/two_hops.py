@@ -15,8 +15,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from deepep_moe.exchange.routing import is_token_in_rank
 from deepep_moe.group.settings import Settings
+from deepep_moe.ops.routing import is_token_in_rank
 
 _Result = TypeVar("_Result")
 
