@@ -70,11 +70,10 @@ def _traced(
 
 def _tensors(handle: DispatchHandle) -> list[Tensor]:
     """As operators take them: the fields, and the memory that a GPU reads, which is empty elsewhere."""
+    own = [handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert, handle.call]
     if isinstance(handle, TracedHandle):
-        memory = handle.memory
-    else:
-        memory = _NO_MEMORY if handle.native is None else handle.native.memory
-    return [handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert, handle.call, memory]
+        return [*own, handle.memory]
+    return [*own, _NO_MEMORY if handle.native is None else handle.native.memory]
 
 
 def _arguments(handle: DispatchHandle) -> tuple[Any, ...]:

@@ -107,10 +107,10 @@ def test_second_order(rank, layout):
 
 
 def compiled(rank, num_ranks, backend, compiler, layout):
-    case = Case([6 + rank, 6 + rank], num_experts=4, num_topk=2, hidden=16, layout=layout)
-    x, idx, weights = case.inputs(rank)
-    buffer = Buffer(None, 16, 16, 4, 2, backend=backend)
-    matrix = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+    per_node = 1 if backend == "nvshmem" else num_ranks
+    case = Case([6, 7], num_experts=4, num_topk=2, hidden=16, layout=layout, ranks_per_node=per_node)
+    buffer, x, idx, weights = opened(case, backend, rank)
+    (matrix,) = on_device(backend, rank, torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))
 
     def layer(x, weights, matrix):
         out = buffer.dispatch(x, idx, weights, layout=layout, expert_alignment=2)
@@ -130,7 +130,7 @@ def compiled(rank, num_ranks, backend, compiler, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", ("shm", "collective"))
+@pytest.mark.parametrize("backend", ("shm", "collective", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("nvlink", "nvshmem"))))
 def test_compile_traces_a_layer(backend, layout):
     run_ranks(compiled, 2, backend, "aot_eager", layout)
 
