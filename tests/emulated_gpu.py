@@ -176,6 +176,8 @@ def install() -> None:
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.get_device_name = lambda device=None: "emulated GPU"
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.get_rng_state = lambda device=None: torch.empty(0)  # which Dynamo keeps
+    torch.cuda.set_rng_state = lambda state, device=None: None
     device.GPU = "cpu"
     nvlink.torch = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch) if not name.startswith("__")})
     nvlink.torch.device = lambda *_: torch.device("cpu")
