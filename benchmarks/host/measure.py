@@ -6,12 +6,14 @@ its counts waits for the device too, so few tokens are dispatched.
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deepep_moe import Buffer, LowLatencyBuffer, nn, ops
+from deepep_moe.event import Event
 
 CHAIN = 16  # calls between two looks at the clock
 
@@ -41,6 +43,13 @@ def chain_us(calls: Callable[[], Any], repeats: int, before: Callable[[], Any] |
 
 def _repeat(call: Callable[[], Any]) -> Callable[[], list[Any]]:
     return lambda: [call() for _ in range(CHAIN)]
+
+
+def _to_its_end(call: Callable[..., Any], **how: bool) -> None:
+    """Make an asynchronous call, or one in two halves, and wait for its event or call its hook."""
+    made = call(**how)
+    end = made[-1] or made[-2]
+    (end.wait if isinstance(end, Event) else end)()
 
 
 def empty_operator_us(repeats: int) -> list[float]:
@@ -81,10 +90,17 @@ def exchange_us(shape: Shape, repeats: int, dtype: torch.dtype = torch.bfloat16)
         "host layer backward": chain_us(backward, repeats, before=lambda: chain(CHAIN)),  # type: ignore[arg-type]
         "host layer backward alone": chain_us(backward, repeats, before=lambda: chain(1), length=1),  # type: ignore[arg-type]
     }
+    calls = {
+        "dispatch bounded": partial(buffer.dispatch, x, idx, weights, num_recv_rows=len(out.recv_x)),
+        "dispatch cached": partial(buffer.dispatch, x, handle=out.handle),
+        "combine": partial(buffer.combine, out.recv_x, out.handle, row_weights),
+    }
     with torch.no_grad():
         times["host dispatch"] = chain_us(_repeat(lambda: buffer.dispatch(x, idx, weights)), repeats)
-        times["host dispatch cached"] = chain_us(_repeat(lambda: buffer.dispatch(x, handle=out.handle)), repeats)
-        times["host combine"] = chain_us(_repeat(lambda: buffer.combine(out.recv_x, out.handle, row_weights)), repeats)
+        for op, call in calls.items():
+            times[f"host {op}"] = chain_us(_repeat(call), repeats)
+            times[f"host {op}, async"] = chain_us(_repeat(partial(_to_its_end, call, async_op=True)), repeats)
+            times[f"host {op}, hook"] = chain_us(_repeat(partial(_to_its_end, call, return_hook=True)), repeats)
     buffer.destroy()
     return times
 

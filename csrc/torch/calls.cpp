@@ -160,7 +160,7 @@ Tensor Calls::joined(at::TensorList tensors) const {
 
 CallMode Calls::begin(const Mode& how) {
     const bool is_beside = how.is_async && !how.is_split;
-    return {how.num_sms == -1 ? settings.num_sms : how.num_sms, how.is_split, is_beside ? own_.follow() : call_stream(device_)};
+    return {how.num_sms == -1 ? settings.num_sms : how.num_sms, how.is_split, is_beside ? own_.follow() : call_stream(device_), how.layer};
 }
 
 // On its dispatch's stream or another: the caller may drop the handle at once.

@@ -19,6 +19,7 @@ namespace deepep_moe {
 struct Mode {
     int num_sms = -1;                         // that send, 0: copy engines, -1: as the buffer's
     bool is_async = false, is_split = false;  // on the buffer's own stream; without its second half, which the caller starts
+    int64_t layer = 0;                        // as CallMode has it
 };
 
 // What a dispatch sends. Undefined tensors: not given.

@@ -65,11 +65,12 @@ std::optional<Combined> combine_rows(Calls& calls, py::handle x, py::handle hand
 }
 
 std::optional<Received> dispatch_by_expert(Calls& calls, py::handle x, py::handle topk_idx, py::handle topk_weights, int64_t num_leading,
-                                           int64_t tokens_per_row) {
+                                           int64_t tokens_per_row, const Mode& mode) {
     if (!may_call(calls, {x, topk_idx, topk_weights})) return std::nullopt;
     DispatchRequest request;
     request.out = {unpacked(x), Tensor(), unpacked(topk_idx), unpacked(topk_weights), tokens_per_row};
     request.num_leading = num_leading;
+    request.mode = mode;
     if (!calls.takes(request.out)) return std::nullopt;
     return dispatch(calls, request);
 }
@@ -161,7 +162,8 @@ void bind_handle(py::module_& m) {
 
 void bind_results(py::module_& m) {
     using torch::wrap_pybind_function;
-    py::class_<Mode>(m, "Mode").def(py::init<int, bool, bool>(), py::arg("num_sms"), py::arg("is_async"), py::arg("is_split"));
+    py::class_<Mode>(m, "Mode")
+        .def(py::init<int, bool, bool, int64_t>(), py::arg("num_sms"), py::arg("is_async"), py::arg("is_split"), py::arg("layer"));
     py::class_<Recorded, std::shared_ptr<Recorded>>(m, "Recorded")
         .def(py::init([](const at::Device& device) { return std::make_shared<Recorded>(device); }), py::arg("device"))
         .def("wait", wrap_pybind_function(&Recorded::wait))
@@ -203,7 +205,7 @@ void bind_calls(py::module_& m) {
         .def("dispatch_cached", wrap_pybind_function(dispatch_along), x, x_scales, topk_weights, handle, mode)
         .def("combine", wrap_pybind_function(combine_rows), x, handle, topk_weights, bias, topk_weight_grads, sums_lanes, mode)
         .def("dispatch_by_expert", wrap_pybind_function(dispatch_by_expert), x, topk_idx, topk_weights, py::arg("num_leading"),
-             py::arg("tokens_per_row"))
+             py::arg("tokens_per_row"), mode)
         .def("combine_by_expert", wrap_pybind_function(combine_by_expert), py::arg("rows"), py::arg("are_joined"), weights,
              py::arg("source_weights"), handle)
         .def("run_dispatch", wrap_pybind_function(run_dispatch), x, x_scales, topk_idx, topk_weights, is_expert_layout, expert_alignment,

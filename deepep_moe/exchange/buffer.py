@@ -1,5 +1,6 @@
 """`Buffer`: dispatch and combine over a group of ranks."""
 
+import itertools
 import logging
 import weakref
 from typing import Any, TypeVar
@@ -40,6 +41,12 @@ from deepep_moe.tuning import Loaded, Profile, load
 
 logger = logging.getLogger("deepep_moe")
 _Error = TypeVar("_Error", bound=BaseException)
+_layers = itertools.count(1)
+
+
+def new_layer() -> int:
+    """Return a number for `layer` of `Buffer.dispatch` that no other layer of this process has."""
+    return next(_layers)
 
 
 class Buffer(Sizes):
@@ -196,6 +203,7 @@ class Buffer(Sizes):
         num_recv_rows: int | None = None,
         fp8: bool | str = False,
         num_sms: int | None = None,
+        layer: int = 0,
         async_op: bool = False,
         return_hook: bool = False,
     ) -> DispatchOutput:
@@ -218,6 +226,8 @@ class Buffer(Sizes):
                 fp8. It needs bf16 rows, the expert layout, and multiples of 128 for hidden, `expert_alignment` and `num_recv_rows`
                 (docs/design/fp8_training.md).
             num_sms: as the buffer's, for this call; gradients run with the buffer's.
+            layer: of those that share the buffer, which one calls: any number of this rank's own, without meaning to its peers. On a GPU
+                the host guesses from the last two dispatches of the layer how many rows come, and waits where it cannot.
             async_op: return at once; the results may be read, and the arguments changed, after `output.event.wait()`. Such a call, and one
                 with `return_hook`, breaks the graph of a compiled function.
             return_hook: return at once; the results may be read, and the arguments changed, after `output.hook()`. On a GPU rows fly
@@ -231,7 +241,8 @@ class Buffer(Sizes):
         if (async_op or return_hook or fp8 == BLOCKWISE) and torch.compiler.is_compiling():
             return _call_outside_graph(
                 self.dispatch, x, topk_idx, topk_weights, x_scales=x_scales, layout=layout, expert_alignment=expert_alignment,
-                handle=handle, num_recv_rows=num_recv_rows, fp8=fp8, num_sms=num_sms, async_op=async_op, return_hook=return_hook,
+                handle=handle, num_recv_rows=num_recv_rows, fp8=fp8, num_sms=num_sms, layer=layer, async_op=async_op,
+                return_hook=return_hook,
             )  # fmt: skip
         calls, is_blockwise = self.calls, False
         if fp8 is not False:
@@ -243,14 +254,14 @@ class Buffer(Sizes):
         if not is_blockwise and not torch.compiler.is_compiling():
             how = num_sms, async_op, return_hook
             if handle is None:
-                made = native.dispatch(calls, x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows, *how)
+                made = native.dispatch(calls, x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows, *how, layer)
             elif topk_idx is None and num_recv_rows is None and layout == "expert" and expert_alignment == 1:
                 made = native.dispatch_along(calls, x, x_scales, topk_weights, handle, *how)
             else:
                 made = None  # what contradicts the handle is refused below
             if made is not None:
                 return made
-        mode = calls.mode_of(num_sms, async_op, return_hook)
+        mode = calls.mode_of(num_sms, async_op, return_hook, 0 if torch.compiler.is_compiling() else layer)
         tensors = {"x_scales": x_scales, "topk_idx": topk_idx, "topk_weights": topk_weights}
         calls.refuse_on_failure(check_tensors, x, is_operator=not is_blockwise, **tensors)
         if handle is not None:

@@ -16,6 +16,7 @@ from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.calls import Calls
 from deepep_moe.exchange.checks import EXCHANGE, check_source_weights
 from deepep_moe.exchange.handle import DispatchHandle, PackedHandle
+from deepep_moe.exchange.native import mode_of
 from deepep_moe.exchange.operators import combine, dispatch, joined, repeated
 from deepep_moe.library import is_compiled, is_watched, refuse_watchers, unwatched
 from deepep_moe.ops.weighted import weighted_sum
@@ -23,13 +24,14 @@ from deepep_moe.ops.weighted import weighted_sum
 
 def dispatch_by_expert(
     buffer: Buffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, leading: tuple[int, ...] = (),
-    source_weights: Tensor | None = None,
+    source_weights: Tensor | None = None, layer: int = 0,
 ) -> tuple[tuple[Tensor, ...], Tensor | None, DispatchHandle]:  # fmt: skip
     """A dispatch in the expert layout without padding, with gradients, for experts that run one by one.
 
     x: [num_tokens, hidden]. topk_idx, topk_weights: [num_tokens, num_topk], in a buffer for as many.
     source_weights: [num_topk, num_tokens] fp32, in a buffer for top-1, instead of topk_weights: each expert of a token is a token of its
     own, topk_idx [num_topk * num_tokens, 1], and `combine_by_expert` weights and sums their rows where they come back.
+    layer: as `Buffer.dispatch` takes it.
     Returns the rows of each local expert, [*leading, num_rows, hidden] where `leading` are sizes of 1; recv_topk_weights [num_rows of
     all] or None; the handle. All ranks have gradients or none has: the backward is collective too.
     """
@@ -46,7 +48,8 @@ def dispatch_by_expert(
             native = None
     if native is not None:
         tensors = x, topk_idx, topk_weights
-        made = _unseen(calls, tensors, partial(calls.make, "dispatch_by_expert", *tensors, len(leading), num_shared, waits=True))
+        mode = mode_of(None, layer=layer)
+        made = _unseen(calls, tensors, partial(calls.make, "dispatch_by_expert", *tensors, len(leading), num_shared, mode, waits=True))
         if made is not None:
             return made.parts, made.recv_topk_weights, PackedHandle(made.handle)
         if topk_weights is not None and source_weights is not None:

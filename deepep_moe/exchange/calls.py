@@ -35,6 +35,7 @@ from deepep_moe.exchange.checks import (
     check_device,
     check_dispatch,
     check_handle,
+    check_layer,
     check_num_sms,
 )
 from deepep_moe.exchange.handle import DispatchHandle
@@ -136,12 +137,13 @@ class Calls:
             self._finish_earlier_call()
         return self._native
 
-    def mode_of(self, num_sms: int | None, is_async: bool = False, is_split: bool = False) -> Mode:
+    def mode_of(self, num_sms: int | None, is_async: bool = False, is_split: bool = False, layer: int = 0) -> Mode:
         """Return how a call with these arguments runs. `num_sms`: None for the buffer's."""
-        if not (is_async or is_split) and num_sms is None:
+        if not (is_async or is_split or layer) and num_sms is None:
             return self.own_mode
         num_sms = self.refuse_on_failure(check_num_sms, num_sms)
-        return Mode(is_async, is_split, self.own_mode.num_sms if num_sms is None else num_sms)
+        layer = self.refuse_on_failure(check_layer, layer)
+        return Mode(is_async, is_split, self.own_mode.num_sms if num_sms is None else num_sms, layer)
 
     # ---- calls ----
 

@@ -258,3 +258,11 @@ def check_num_sms(num_sms: Any) -> int | None:
     if num_sms is not None and num_sms < 0:
         raise ValueError(f"num_sms is {num_sms}; it must be at least 0")
     return num_sms
+
+
+def check_layer(layer: Any) -> int:
+    """Return it as a plain number."""
+    number = as_int("layer", layer, "a whole number")
+    if not isinstance(number, int) or not 0 <= number <= MAX_NUMBER:
+        raise ValueError(f"layer is {layer!r}; it must be a number of the caller's, 0 to {MAX_NUMBER}")
+    return number

@@ -4,7 +4,7 @@ It declines a call with an argument that it does not take, and one that PyTorch 
 then says what is wrong with the call, or makes it another way.
 """
 
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,13 +23,13 @@ from deepep_moe.group.settings import MAX_NUMBER
 
 def dispatch(
     calls: Calls, x: Tensor, x_scales: Tensor | None, topk_idx: Tensor | None, topk_weights: Tensor | None, layout: str,
-    expert_alignment: int, num_recv_rows: int | None, num_sms: int | None, async_op: bool = False, return_hook: bool = False,
+    expert_alignment: int, num_recv_rows: int | None, num_sms: int | None, async_op: bool, return_hook: bool, layer: int,
 ) -> DispatchOutput | None:  # fmt: skip
     """Make a dispatch with fresh routing."""
     bound = -1 if num_recv_rows is None else num_recv_rows
     if calls.native is None or topk_idx is None or layout not in LAYOUTS or type(expert_alignment) is not int or type(bound) is not int:
         return None
-    mode = _mode(num_sms, async_op, return_hook)
+    mode = mode_of(num_sms, async_op, return_hook, layer)
     if mode is None or not 1 <= expert_alignment <= MAX_ALIGNMENT or not -1 <= bound <= MAX_NUMBER or num_recv_rows == -1:
         return None
     how = layout == "expert", expert_alignment, bound, mode
@@ -46,7 +46,7 @@ def dispatch_along(
     async_op: bool = False, return_hook: bool = False,
 ) -> DispatchOutput | None:  # fmt: skip
     """Make a dispatch along a handle."""
-    if calls.native is None or (mode := _mode(num_sms, async_op, return_hook)) is None:
+    if calls.native is None or (mode := mode_of(num_sms, async_op, return_hook)) is None:
         return None
     is_async = bool(async_op or return_hook)
     made = calls.make("dispatch_cached", x, x_scales, topk_weights, handle, mode, handle=handle, is_async=is_async)
@@ -71,22 +71,24 @@ def combine_rows(
     async_op: bool = False, return_hook: bool = False, *, lanes: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """Make a combine: `_torch.Combined`. With `lanes` it sums lanes of top-k beside the rows, without gradient."""
-    if calls.native is None or (mode := _mode(num_sms, async_op, return_hook)) is None:
+    if calls.native is None or (mode := mode_of(num_sms, async_op, return_hook)) is None:
         return None
     how = lanes, lanes is not None, mode
     return calls.make("combine", x, handle, topk_weights, bias, *how, handle=handle, is_async=bool(async_op or return_hook))
 
 
-def _mode(num_sms: Any, async_op: Any, return_hook: Any) -> Any:
-    """`_torch.Mode`, or None where there is none."""
+def mode_of(num_sms: Any, async_op: Any = False, return_hook: Any = False, layer: Any = 0) -> Any:
+    """Return `_torch.Mode`, or None where there is none."""
     if num_sms is None:
-        return _mode_of(-1, bool(async_op), bool(return_hook))
-    return _mode_of(num_sms, bool(async_op), bool(return_hook)) if type(num_sms) is int and 0 <= num_sms <= MAX_NUMBER else None
+        num_sms = -1
+    elif type(num_sms) is not int or not 0 <= num_sms <= MAX_NUMBER:
+        return None
+    return _mode_of(num_sms, bool(async_op), bool(return_hook), layer) if type(layer) is int and 0 <= layer <= MAX_NUMBER else None
 
 
-@cache
-def _mode_of(num_sms: int, is_async: bool, is_split: bool) -> Any:
-    return torch_module.needed().Mode(num_sms, is_async, is_split)
+@lru_cache(1024)
+def _mode_of(num_sms: int, is_async: bool, is_split: bool, layer: int) -> Any:
+    return torch_module.needed().Mode(num_sms, is_async, is_split, layer)
 
 
 # ---- what C++ calls: it declines gradients too, of higher order or under a mode ----

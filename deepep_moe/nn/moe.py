@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepep_moe.arguments import check_bool, check_is_tensor
-from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.exchange.buffer import Buffer, new_layer
 from deepep_moe.exchange.checks import BLOCKWISE
 from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.exchange.handle import DispatchOutput
@@ -125,6 +125,7 @@ class MoELayer(RankExperts):
         fp8: bool = False,
     ):
         super().__init__()
+        self._layer = new_layer()
         self.router = router
         is_list = not isinstance(experts, nn.Module) or isinstance(experts, (nn.ModuleList, nn.Sequential))
         self.experts: nn.Module = LocalExperts(list(experts)) if is_list else experts  # type: ignore[arg-type, assignment]
@@ -187,6 +188,8 @@ class MoELayer(RankExperts):
         if self.fp8:
             check_products(rows.device)
         how: dict[str, Any] = {"expert_alignment": self.expert_alignment, "num_recv_rows": self.num_recv_rows, "fp8": self.fp8}
+        if not torch.compiler.is_compiling():  # a graph serves all layers
+            how["layer"] = self._layer
         return rows, self.buffer.dispatch(rows, topk_idx, topk_weights, **how)
 
     def _combine(self, rows: Tensor, out: DispatchOutput, is_first_microbatch: bool | None) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deepep_moe import config
 from deepep_moe.errors import EPMismatchError, EPPeerError, told
-from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.exchange.buffer import Buffer, new_layer
 from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.group.rendezvous import gather_objects, join
 from deepep_moe.integrations.huggingface import saving
@@ -33,7 +33,7 @@ class SpreadExperts(RankExperts):
         up, down = (getattr(experts, weight) for weight in WEIGHTS)
         own = slice(buffer.rank * buffer.num_local_experts, (buffer.rank + 1) * buffer.num_local_experts)
         num_local, inner, hidden = up[own].shape
-        self.buffer = buffer
+        self.buffer, self._layer = buffer, new_layer()
         self.experts = GroupedExperts(num_local, hidden, inner // 2, device="meta")
         self.experts.up, self.experts.down = (
             nn.Parameter(weight[own].detach().clone(), requires_grad=weight.requires_grad) for weight in (up, down)
@@ -53,14 +53,16 @@ class SpreadExperts(RankExperts):
     def _dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
         self.check_wrappers()
         rows, most = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous(), self.buffer.num_max_tokens_per_rank
+        layer = 0  # in a graph, which serves all layers
         if not torch.compiler.is_compiling():
+            layer = self._layer
             saving.guard_trainer()
             if len(rows) > most:
                 raise ValueError(
                     f"hidden_states has {len(rows)} tokens, more than num_max_tokens_per_rank, which is {most}; pass a larger number to "
                     "spread_experts(model, num_max_tokens_per_rank=...)"
                 )
-        return self.buffer.dispatch(rows, top_k_index, top_k_weights.float())
+        return self.buffer.dispatch(rows, top_k_index, top_k_weights.float(), layer=layer)
 
     def _combine(self, out: Any) -> Tensor:
         y = self.experts(out.recv_x, out.handle.num_rows_per_expert)

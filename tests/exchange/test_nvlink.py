@@ -81,6 +81,23 @@ def test_guessed_rows(rank, num_ranks, layout, mode):
         assert_same("combined_x", y, reference.combine([r.recv_x for r in received], received, [num_tokens] * num_ranks, None, None)[rank])
 
 
+@on_ranks(2)
+def test_rows_of_each_layer_are_guessed_apart(rank):
+    """Two layers by turns receive unlike numbers of rows. As one layer nothing can be guessed."""
+    device = device_of("nvlink", rank)
+    buffer = Buffer(None, 80, 16, 4, 2, backend="nvlink", timeout_s=60)
+
+    def rows_of_allocations(layers):
+        for num_tokens, layer in layers:
+            idx = torch.stack((torch.arange(num_tokens) % 4, (torch.arange(num_tokens) + 1) % 4), 1).to(device)
+            out = buffer.dispatch(torch.ones(num_tokens, 16, device=device), idx, layer=layer)
+            assert len(out.recv_x) == 2 * num_tokens
+            yield out.recv_x.untyped_storage().nbytes() // (16 * 4)
+
+    assert list(rows_of_allocations([(40, 5), (80, 6)] * 3)) == [80, 160, 80, 160, 85, 170]
+    assert list(rows_of_allocations([(40, 0), (80, 0)] * 3)) == [80, 160] * 3
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 def test_loads_and_stores(dtype):
     """The path of GPUs before sm_90, on any GPU."""

@@ -18,6 +18,7 @@ struct CallMode {
     int num_sms = -1;       // that send; 0: copy engines; -1: as GpuTuning says
     bool is_split = false;  // without its second half, which the caller starts
     uintptr_t stream = 0;   // of the call
+    int64_t layer = 0;      // of the model, that makes the call: each one's rows are guessed apart
 };
 
 // Where ranks are of several nodes: what crosses between them. The rest of a call is then about the tokens that are in this node.

@@ -52,7 +52,7 @@ int64_t NvlinkExchange::dispatch(GpuDispatchCall& call, const CallMode& mode, in
     const bool is_bounded = bound >= 0, starts_apart = mode.is_split || num_sms == 0;
     if (is_bounded && num_sms == 0)
         throw std::invalid_argument("num_sms=0 and num_recv_rows were both given: copy engines need counts on the host; give one of them");
-    RowGuess& guess = guesses_[{call.params.is_expert_layout, call.params.expert_alignment}];
+    RowGuess& guess = guesses_[{mode.layer, call.params.is_expert_layout, call.params.expert_alignment}];
     const int64_t room = is_bounded ? bound : starts_apart ? -1 : guess.room();
     if (room >= 0) allocate(room, !is_bounded);  // whatever can fail does so before the call is entered
     plan(call.plan, call.signature, call.rail, true, stream);

@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "common/errors.h"
@@ -158,7 +159,7 @@ private:
     LastStreams last_;
     SendStreams streams_;
     std::unique_ptr<Rail> rail_;                        // of several nodes
-    std::map<std::pair<bool, int>, RowGuess> guesses_;  // by layout and alignment
+    std::map<std::tuple<int64_t, bool, int>, RowGuess> guesses_;  // by the caller's layer, layout and alignment
     bool has_early_launch_ = false;
 };
 

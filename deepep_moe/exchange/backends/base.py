@@ -21,6 +21,7 @@ class Mode:
     is_async: bool = False  # beside the caller's stream or thread
     is_split: bool = False  # in two halves: the second is for the caller to start
     num_sms: int | None = None  # SMs that send, 0 = copy engines; backends without them ignore it
+    layer: int = 0  # that makes the call, by a number of the caller's: on GPUs the rows of each are guessed apart
 
 
 @dataclass(frozen=True)

@@ -195,4 +195,4 @@ def _tell(backend: "weakref.ref[NvlinkBackend]", error: BaseException, has_enter
 
 def native_mode(mode: Mode) -> Any:
     """Return `_torch.Mode`."""
-    return torch_module.needed().Mode(-1 if mode.num_sms is None else mode.num_sms, mode.is_async, mode.is_split)
+    return torch_module.needed().Mode(-1 if mode.num_sms is None else mode.num_sms, mode.is_async, mode.is_split, mode.layer)
