@@ -37,6 +37,7 @@ from deepep_moe.group.rendezvous import gather_objects, hanging_up, introduce, j
 from deepep_moe.group.settings import Settings, Sizes, check_settings
 from deepep_moe.library import call
 from deepep_moe.ops.quant import quantize_fp8
+from deepep_moe.ops.quantized import QuantizedRows
 from deepep_moe.tuning import Loaded, Profile, load
 
 logger = logging.getLogger("deepep_moe")
@@ -267,18 +268,19 @@ class Buffer(Sizes):
         if handle is not None:
             calls.refuse_on_failure(check_owner, handle, calls.number)
             calls.refuse_on_failure(check_beside_handle, handle, topk_idx, layout, expert_alignment, num_recv_rows)
-            how = handle.layout, handle.expert_alignment, handle.num_rows
+            routed = handle.layout, handle.expert_alignment, handle.num_rows
         else:
-            how = calls.refuse_on_failure(check_routing, topk_idx, layout, expert_alignment, num_recv_rows)
+            routed = calls.refuse_on_failure(check_routing, topk_idx, layout, expert_alignment, num_recv_rows)
         if is_blockwise:
-            calls.refuse_on_failure(check_blockwise, x, x_scales, *how)
-            recv_x, scales, weights, handle = operators.dispatch_quantized(calls, mode, x, topk_idx, topk_weights, *how, handle)
+            calls.refuse_on_failure(check_blockwise, x, x_scales, *routed)
+            recv_x, scales, weights, handle = operators.dispatch_quantized(calls, mode, x, topk_idx, topk_weights, *routed, handle)
+            assert isinstance(recv_x, QuantizedRows)
             scales = recv_x.scales
         elif handle is not None:
             recv_x, scales, weights = operators.dispatch_cached(calls, mode, x, x_scales, topk_weights, handle)
         else:
             assert topk_idx is not None  # checked
-            recv_x, scales, weights, handle = operators.dispatch(calls, mode, x, x_scales, topk_idx, topk_weights, *how)
+            recv_x, scales, weights, handle = operators.dispatch(calls, mode, x, x_scales, topk_idx, topk_weights, *routed)
         event = calls.event(mode, x)
         hook = event.wait if event is not None and return_hook else None
         return DispatchOutput(recv_x, scales, handle.recv_topk_idx, weights, handle.counts(), handle, event, hook)

@@ -154,8 +154,8 @@ class TracedHandle(DispatchHandle):
 
 
 def _of_traced(buffer_id: int, layout: str, expert_alignment: int, num_rows: int, *tensors: Tensor) -> DispatchHandle:
-    *own, memory = tensors
-    return TracedHandle(buffer_id, layout, expert_alignment, num_rows, *own, None, memory)  # type: ignore[misc, arg-type]
+    idx, row_idx, counts, tokens_per_expert, call, memory = tensors
+    return TracedHandle(buffer_id, layout, expert_alignment, num_rows, idx, row_idx, counts, tokens_per_expert, call, None, memory)
 
 
 def _shown(name: str) -> Any:

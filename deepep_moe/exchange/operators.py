@@ -64,8 +64,9 @@ def _traced(
     number: int, layout: str, expert_alignment: int, num_rows: Any, tensors: Sequence[Tensor], recv_topk_idx: Tensor | None = None
 ) -> TracedHandle:
     """Return the handle of these `_tensors`."""
-    *own, memory = tensors
-    return TracedHandle(number, layout, expert_alignment, num_rows, *own, recv_topk_idx, memory)  # type: ignore[misc, arg-type]
+    idx, row_idx, counts, tokens_per_expert, call, memory = tensors
+    parts = idx, row_idx, counts, tokens_per_expert, call, recv_topk_idx, memory
+    return TracedHandle(number, layout, expert_alignment, num_rows, *parts)
 
 
 def _tensors(handle: DispatchHandle) -> list[Tensor]:
@@ -256,11 +257,12 @@ def _fake_dispatch(
     # The first rows may choose a backend for their GPU, which comes with sizes of its own.
     known = calls.capabilities if calls.has_chosen or not is_gpu(x.device) else None
     if known is None:
-        num_channels, num_numbers, num_ints = [context.new_dynamic_size() for _ in range(3)]
+        sizes: tuple[Any, ...] = tuple(context.new_dynamic_size() for _ in range(3))
+    elif calls.native is None:
+        sizes = known.num_channels, 1, 0
     else:
-        native, num_channels = calls.native, known.num_channels
-        num_numbers = 1 if native is None else native.num_handle_numbers
-        num_ints = 0 if native is None else native.num_handle_ints(is_expert) + num_tokens * num_topk
+        sizes = known.num_channels, calls.native.num_handle_numbers, calls.native.num_handle_ints(is_expert) + num_tokens * num_topk
+    num_channels, num_numbers, num_ints = sizes
     return (
         recv_x, recv_x_scales, topk_idx.new_empty(0 if is_expert else num_rows, num_topk), recv_topk_weights,
         topk_idx.new_empty(num_tokens, num_topk, dtype=torch.int32), topk_idx.new_empty(num_slots, num_topk, dtype=torch.int32),
@@ -455,8 +457,8 @@ def _fake_combine(
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weights, bias, topk_weight_grads, tensors, *how = inputs[:-3]
-    handle = _traced(*how, tensors)
+    x, weights, bias, topk_weight_grads, tensors, buffer, layout, expert_alignment, num_rows = inputs[:-3]
+    handle = _traced(buffer, layout, expert_alignment, num_rows, tensors)
     _keep_combine(ctx, handle, x, weights, bias, output[0], None if topk_weight_grads is None else output[1])
 
 
