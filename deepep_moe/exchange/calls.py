@@ -139,7 +139,7 @@ class Calls:
 
     def mode_of(self, num_sms: int | None, is_async: bool = False, is_split: bool = False, layer: int = 0) -> Mode:
         """Return how a call with these arguments runs. `num_sms`: None for the buffer's."""
-        if not (is_async or is_split or layer) and num_sms is None:
+        if not (is_async or is_split) and num_sms is None and layer == 0:
             return self.own_mode
         num_sms = self.refuse_on_failure(check_num_sms, num_sms)
         layer = self.refuse_on_failure(check_layer, layer)

@@ -50,6 +50,8 @@ BAD_DISPATCHES = [  # changes of the arguments, the error, a piece of its messag
     (dict(expert_alignment=1.5), TypeError, "expert_alignment is 1.5"),
     (dict(num_recv_rows="9"), TypeError, "num_recv_rows is '9'"),
     *((dict(num_recv_rows=bound), ValueError, f"num_recv_rows is {bound}") for bound in (2**62, 2**31, -1)),
+    *((dict(layer=layer), ValueError, f"layer is {layer}") for layer in (2**31, -1)),
+    (dict(layer=None), TypeError, "layer is None"),
     (dict(topk_idx=None), ValueError, "topk_idx is missing"),
     (ALONG | dict(handle="other"), ValueError, "handle belongs to buffer 1, this is buffer 0"),
     (ALONG | dict(handle="own", layout="rank"), ValueError, "layout 'rank', .* beside a handle with layout 'expert'"),
@@ -180,7 +182,7 @@ def test_whole_numbers(number):
         None, number(8), number(16), number(4), number(2), num_sms=number(4), max_sms=number(8), ranks_per_node=number(1),
         timeout_s=60 if number is torch.tensor else number(60),
     )  # fmt: skip
-    out = buffer.dispatch(X, IDX, expert_alignment=number(4), num_recv_rows=number(16), num_sms=number(4))
+    out = buffer.dispatch(X, IDX, expert_alignment=number(4), num_recv_rows=number(16), num_sms=number(4), layer=number(7))
     assert type(out.handle.expert_alignment) is int and out.recv_x.shape == (16, 16)
     assert torch.equal(buffer.combine(out.recv_x, out.handle, num_sms=number(0)), X * (IDX >= 0).sum(1, keepdim=True))
     LowLatencyBuffer(None, number(8), number(16), number(4), number(2))
