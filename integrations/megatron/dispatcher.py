@@ -7,6 +7,7 @@ combine is an unweighted sum.
 import contextlib
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatche
 
 from deepep_moe._C import MAX_TOPK, ROW_ALIGNMENT
 from deepep_moe.errors import EPCapacityError
-from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.exchange.buffer import Buffer, new_layer
 from deepep_moe.exchange.checks import BLOCKWISE
 from deepep_moe.exchange.failures import notify_peers
 from deepep_moe.exchange.growing import GrowingBuffer
@@ -62,11 +63,25 @@ class _CommManager(SimpleNamespace):
             self._capacity.factor = factor
 
 
+@dataclass
+class _Forward:
+    """What one forward keeps between its calls, beside `topk_idx` and `hidden_shape`, which a CUDA graph of its first part hands over."""
+
+    buffer: Buffer
+    num_calls: int
+    """Calls that `buffer` has seen when the forward's last call returned. If the forward fails while this number stays, it failed outside
+    of a call, and the peers have to be told."""
+    handle: DispatchHandle | None = None
+    """Of the dispatch, until the combine."""
+    tokens_per_expert: torch.Tensor | None = None
+    counting: LayerMetrics | None = None
+    """Where this forward counts."""
+
+
 class NativeTokenDispatcher(MoEFlexTokenDispatcher):
     """Dispatch and combine through a shared `deepep_moe.Buffer` over the group of all expert shards (TP x EP).
 
-    Between the calls of one forward the dispatcher keeps `topk_idx`, the handle and the counts; everything differentiable goes through
-    arguments and returns. Raises ValueError for configurations that it does not serve.
+    Everything differentiable goes through arguments and returns. Raises ValueError for configurations that it does not serve.
     """
 
     def __init__(self, num_local_experts: int, local_expert_indices: list[int], config: Any, *, buffers: LayerBuffers, **groups: Any):
@@ -83,19 +98,16 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         check_graphs(config, buffers.options, self._capacity is not None)
         self.hidden_shape = torch.Size()
         self.topk_idx: torch.Tensor | None = None
-        self.buffer: Any = None
-        self._num_calls = 0  # calls that `buffer` has seen when this forward's last call returned
+        self._forward: _Forward | None = None
         self._shared: SharedExperts | None = None
         self._layer: Callable[[], Any] = lambda: None
-        self._counting: LayerMetrics | None = None  # where this forward counts
+        self._layer_number = new_layer()
         self._asked: tuple[Any, ...] = ()  # for which `_growing` was found
-        self._growing: GrowingBuffer | None = None  # it replaces `buffer` when a rank has more tokens
-        self._handle: Any = None
+        self._growing: GrowingBuffer | None = None  # it replaces its buffer when a rank has more tokens
         self._hidden = getattr(config, "moe_latent_size", None) or config.hidden_size  # width of a row, as far as the config tells
-        self._tokens_per_expert: torch.Tensor | None = None
         # A CUDA graph of the preprocessing must hand this over. Dotted names crash the local graphs of 0.16 and 0.17.
         self.cudagraph_attrs = ["topk_idx"]
-        self._comm_manager = _CommManager(self._capacity, lambda: self._tokens_per_expert)
+        self._comm_manager = _CommManager(self._capacity, lambda: self._current.tokens_per_expert)
         # Local graphs write the choices of later micro batches into the tensor of the first one, whose backward still needs it.
         self._choice_is_overwritten = getattr(config, "cuda_graph_impl", None) == "local"
 
@@ -160,11 +172,11 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         """
         if hidden_states is None:  # a later part of a forward whose first part is a CUDA graph
             return forward(layer, hidden_states, *args, **kwargs)
-        self._returned_from(self._find(hidden_states.shape[:-1].numel(), self._hidden, hidden_states.device).buffer)
+        self._begin(hidden_states)
         try:
             return forward(layer, hidden_states, *args, **kwargs)
         except BaseException as error:
-            notify_peers(self.buffer, error, self._num_calls)
+            notify_peers(self.buffer, error, self._current.num_calls)
             if isinstance(error, EPCapacityError):
                 error.add_note(HOW_TO_GO_ON)
                 if (metrics := self._metrics_of_forward()) is not None:
@@ -191,13 +203,23 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
 
     def run_first_part(self, part: Callable[..., Any], hidden_states: torch.Tensor, *args: Any) -> Any:
         """Run `part(hidden_states [S/TP, B, H], ...)`, which comes before the dispatch, as `run_part` does. Collective at first."""
-        self._find(hidden_states.shape[:-1].numel(), self._hidden, hidden_states.device)
+        self._begin(hidden_states)
         return self.run_part(part, hidden_states, *args)
 
-    def _returned_from(self, buffer: Buffer) -> None:
-        """Note that the forward uses `buffer` and that all calls of it so far have returned. If the forward fails while this number stays,
-        it failed outside of a call, and the peers have to be told."""
-        self.buffer, self._num_calls = buffer, buffer.num_calls
+    def _begin(self, hidden_states: torch.Tensor) -> None:
+        """Begin a forward, before its dispatch. Collective at first."""
+        buffer = self._find(hidden_states.shape[:-1].numel(), self._hidden, hidden_states.device).buffer
+        self._forward = _Forward(buffer, buffer.num_calls)
+
+    @property
+    def _current(self) -> _Forward:
+        assert self._forward is not None, "a forward begins with its dispatch at the latest"
+        return self._forward
+
+    @property
+    def buffer(self) -> Buffer:
+        """That of the last forward."""
+        return self._current.buffer
 
     def _find(self, num_tokens: int, hidden: int, device: torch.device) -> GrowingBuffer:
         """Return the buffer that the layers share. Collective where it is constructed."""
@@ -243,20 +265,19 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         """x [T, H], topk_weights [T, TP * topk] -> recv_x [R, H] grouped by local expert, recv_topk_weights [R] fp32."""
         if self._shared is not None:
             self._shared.before_dispatch(hidden_states)
-        first_run, self._counting = take_recorded(), self._metrics_of_forward()
-        with self._timed(hidden_states):
+        first_run, counting = take_recorded(), self._metrics_of_forward()
+        with _timed(counting, hidden_states):
             buffer, out = (
                 self._dispatch(hidden_states, probs) if first_run is None else self._dispatch_again(hidden_states, probs, first_run)
             )
-        self._returned_from(buffer)
-        self._handle = out.handle
-        self._tokens_per_expert = self._counts_for_experts(out.handle)
+        counts = self._counts_for_experts(out.handle)
+        self._forward = _Forward(buffer, buffer.num_calls, out.handle, counts, counting)
         if first_run is None:
             record(Dispatched(buffer, out.handle))
-        if self._counting is not None:
-            self._counting.count(self._tokens_per_expert)
+        if counting is not None:
+            counting.count(counts)
             assert self.topk_idx is not None  # dispatch_preprocess has set it
-            self._counting.count_nodes(self.topk_idx, buffer)
+            counting.count_nodes(self.topk_idx, buffer)
         assert out.recv_topk_weights is not None  # they were sent
         if self._shared is not None:
             self._shared.after_dispatch(hidden_states, out.recv_x)
@@ -271,7 +292,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
 
         def send_rows(buffer: Buffer, every_routing: bool) -> DispatchOutput:
             num_rows = None if self._capacity is None else self._capacity.num_rows(buffer, alignment, every_routing=every_routing)
-            return buffer.dispatch(x, topk_idx, probs, expert_alignment=alignment, num_recv_rows=num_rows, fp8=self._fp8)
+            how: dict[str, Any] = {"expert_alignment": alignment, "num_recv_rows": num_rows, "fp8": self._fp8}
+            return buffer.dispatch(x, topk_idx, probs, layer=self._layer_number, **how)
 
         def send(buffer: Buffer) -> DispatchOutput:  # naming itself, it would keep x until Python's garbage collector runs
             try:
@@ -303,9 +325,6 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             return handle.num_rows_per_expert
         return torch.tensor(handle.num_rows_per_expert_list, dtype=torch.int64, device="cpu")
 
-    def _timed(self, rows: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._counting is None else self._counting.timed(rows.device)
-
     def _explain_excess(self) -> str:
         return (
             f"a token is routed to more than moe_router_topk={self.config.moe_router_topk} of {self.config.num_moe_experts} experts; "
@@ -321,7 +340,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         """
         if self.config.moe_router_dtype == "fp64":
             probs = probs.double()
-        return hidden_states, self._tokens_per_expert, probs
+        return hidden_states, self._current.tokens_per_expert, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the rows as they are, as there is no permutation to undo."""
@@ -330,12 +349,14 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
     def token_combine(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Expert outputs [R, H] -> their sum for each token [T, H], accumulated in fp32, plus the output of shared experts that ran beside
         the calls."""
-        handle, self._handle = self._handle, None
+        forward = self._current
+        handle, forward.handle = forward.handle, None
+        assert handle is not None  # a combine follows each dispatch
         if self._shared is not None:
             self._shared.before_combine()
-        with self._timed(hidden_states):
-            combined = self.buffer.combine(hidden_states.contiguous(), handle, fp8=self._fp8)
-        self._returned_from(self.buffer)
+        with _timed(forward.counting, hidden_states):
+            combined = forward.buffer.combine(hidden_states.contiguous(), handle, fp8=self._fp8)
+        forward.num_calls = forward.buffer.num_calls
         # Not in combine_postprocess, which may be a CUDA graph of its own, while the shared experts began outside of it.
         return combined if self._shared is None else self._shared.add_to(combined)
 
@@ -346,6 +367,10 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
     def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
         """Return no buffers: experts write where they like. Megatron-Core 0.19 and newer ask."""
         return None, None
+
+
+def _timed(counting: LayerMetrics | None, rows: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if counting is None else counting.timed(rows.device)
 
 
 def _check_config(config: Any, expert_alignment: int) -> None:
