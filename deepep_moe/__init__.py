@@ -24,8 +24,8 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(installed.why_not_built(), name=error.name) from None
 if not _IS_DOCTOR:
     from deepep_moe.event import Event
-    from deepep_moe.exchange.buffer import Buffer, DispatchOutput, Layout
-    from deepep_moe.exchange.handle import DispatchHandle
+    from deepep_moe.exchange.buffer import Buffer
+    from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, Layout
     from deepep_moe.features import features
     from deepep_moe.low_latency.buffer import LowLatencyBuffer
     from deepep_moe.low_latency.handle import LowLatencyHandle, LowLatencyOutput

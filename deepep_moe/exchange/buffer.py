@@ -3,7 +3,8 @@
 import itertools
 import logging
 import weakref
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,8 @@ from deepep_moe.tuning import Loaded, Profile, load
 
 logger = logging.getLogger("deepep_moe")
 _Error = TypeVar("_Error", bound=BaseException)
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 _layers = itertools.count(1)
 
 
@@ -394,7 +397,7 @@ def _with_event(combined_x: Tensor, event: Event | None, return_hook: bool) -> A
 
 
 @torch._disable_dynamo
-def _call_outside_graph(call: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_outside_graph(call: Callable[_Given, _Result], *args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
     """Make a call from a compiled function that cannot be part of a graph, between two of them: an event, a hook, or `QuantizedRows` would
     have to be. With `fullgraph=True` PyTorch raises an error that names this function."""
     return call(*args, **kwargs)

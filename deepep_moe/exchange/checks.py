@@ -246,18 +246,18 @@ def check_combine(args: CombineArgs, s: Settings) -> None:
 
 def check_max_sms(max_sms: Any) -> int | None:
     """Return it as a plain number."""
-    max_sms = None if max_sms is None else as_int("max_sms", max_sms, "None or a whole number")
-    if max_sms is not None and max_sms < 2:
-        raise ValueError(f"max_sms is {max_sms}; it must be at least 2, as some SMs send and others receive")
-    return max_sms
+    number = None if max_sms is None else as_int("max_sms", max_sms, "None or a whole number")
+    if number is not None and number < 2:
+        raise ValueError(f"max_sms is {number}; it must be at least 2, as some SMs send and others receive")
+    return number
 
 
 def check_num_sms(num_sms: Any) -> int | None:
     """Return it as a plain number."""
-    num_sms = None if num_sms is None else as_int("num_sms", num_sms, "None or a whole number")
-    if num_sms is not None and num_sms < 0:
-        raise ValueError(f"num_sms is {num_sms}; it must be at least 0")
-    return num_sms
+    number = None if num_sms is None else as_int("num_sms", num_sms, "None or a whole number")
+    if number is not None and number < 0:
+        raise ValueError(f"num_sms is {number}; it must be at least 0")
+    return number
 
 
 def check_layer(layer: Any) -> int:

@@ -411,7 +411,8 @@ def scaled_gradients(
     grad_x, _, _ = dispatch_cached(calls, calls.own_mode, grad, None, None, handle)
     if torch.is_grad_enabled():
         return differentiable_scale_rows_backward(grad_x, x, weights)
-    return call("scale_rows_backward", (grad_x, x, weights))
+    gradients: tuple[Tensor, Tensor] = call("scale_rows_backward", (grad_x, x, weights))
+    return gradients
 
 
 def repeated(rows: Tensor, times: int) -> Tensor:

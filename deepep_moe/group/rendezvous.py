@@ -96,7 +96,8 @@ def host_id() -> str:
 
 def join(group: "dist.ProcessGroup | None", what: str) -> "tuple[dist.ProcessGroup | None, int, int]":
     """The group to make a `what` for (None: this process alone), its size and this process's rank in it. Raises TypeError, ValueError."""
-    if group is not None and group != dist.GroupMember.NON_GROUP_MEMBER and not isinstance(group, dist.ProcessGroup):
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER
+    if group is not None and group != outside and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group is {group!r}; it must be a torch.distributed.ProcessGroup or None")
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
@@ -179,7 +180,7 @@ def hang_up(group: "dist.ProcessGroup", culprit: int) -> None:
                 work.wait(datetime.timedelta(milliseconds=1))
 
 
-def _store_of(group: "dist.ProcessGroup") -> "dist.Store":
+def _store_of(group: "dist.ProcessGroup") -> "torch._C._distributed_c10d.Store":
     return dist.distributed_c10d._world.pg_map[group][1]
 
 
@@ -192,7 +193,7 @@ def culprit_behind(group: "dist.ProcessGroup", peers: Sequence[int]) -> int | No
     return that one, and so on. None where none of them has said so, -1 where nobody can be asked."""
     found: list[int | None] = []
 
-    def told(store: "dist.Store", rank: int) -> int | None:
+    def told(store: "torch._C._distributed_c10d.Store", rank: int) -> int | None:
         return int(store.get(_gave_up_key(rank))) if store.check([_gave_up_key(rank)]) else None
 
     def ask() -> None:

@@ -1,7 +1,8 @@
 """What must be true of a block's experts before they may be spread."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +113,9 @@ def _prove(name: str, experts: nn.Module, up: Tensor, down: Tensor, chosen: list
             )
 
 
-def _results(function, x: Tensor, idx: Tensor, topk_weights: Tensor, direction: Tensor, up: Tensor, down: Tensor) -> list[Tensor]:
+def _results(
+    function: Callable[..., Any], x: Tensor, idx: Tensor, topk_weights: Tensor, direction: Tensor, up: Tensor, down: Tensor
+) -> list[Tensor]:
     if up.is_inference():
         with torch.no_grad():
             return [function(x, idx, topk_weights, up, down)]

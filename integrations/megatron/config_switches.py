@@ -28,7 +28,8 @@ def serve_config(patches: Patches, is_ours: Callable[[Any], bool], backend_field
     @functools.wraps(stock)
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
         if not is_ours(self):
-            return stock(self, *args, **kwargs)
+            stock(self, *args, **kwargs)
+            return
         if hasattr(self, backend_field) and getattr(self, "moe_enable_deepep", False):
             backend = getattr(self, backend_field)
             raise ValueError(

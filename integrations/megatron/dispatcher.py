@@ -25,12 +25,12 @@ from deepep_moe.integrations.megatron.buffers import LayerBuffers
 from deepep_moe.integrations.megatron.cuda_graphs import check_graphs
 from deepep_moe.integrations.megatron.fp8_experts import check_fp8
 from deepep_moe.integrations.megatron.gating import choice_for
-from deepep_moe.integrations.megatron.metrics import LayerMetrics
 from deepep_moe.integrations.megatron.over_budget import HOW_TO_GO_ON, is_judged_at_end
 from deepep_moe.integrations.megatron.recompute import Dispatched, record, recorded, take_recorded, trains
 from deepep_moe.integrations.megatron.recv_capacity import FACTOR_FIELD, RecvCapacity
 from deepep_moe.integrations.megatron.routing import choice_of_shards, repeat_for_tp, topk_from_dense
 from deepep_moe.integrations.megatron.shared_experts import SharedExperts, check_shared_overlap
+from deepep_moe.nn.metrics import LayerMetrics
 from deepep_moe.ops.fp8_products import check_products
 from deepep_moe.ops.lanes import weights_at
 

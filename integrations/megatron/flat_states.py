@@ -204,7 +204,7 @@ class StackedDistributedOptimizer(DistributedOptimizer):
                 )
         super().load_parameter_state_from_dp_reshardable({**state_dict, **ours})
 
-    def _numels_in_file(self: Any) -> dict[str, list]:
+    def _numels_in_file(self: Any) -> dict[str, list[dict[torch.dtype, list[int]]]]:
         """Return `per_bucket_numel` and `per_bucket_numel_unpadded` of files."""
         padded, unpadded = list(self.per_bucket_numel), list(self.per_bucket_numel_unpadded)
         for index, order in self._orders().items():
@@ -231,7 +231,7 @@ class StackedDistributedOptimizer(DistributedOptimizer):
             state_dict = self._moved(state_dict, to_file=False)
         super().load_parameter_state_from_dp_zero(state_dict)
 
-    def _moved(self: Any, state: dict, *, to_file: bool) -> dict:
+    def _moved(self: Any, state: dict[int, Any], *, to_file: bool) -> dict[int, Any]:
         state = dict(state)
         for index, order in self._orders().items():
             source, target = (order.here, order.in_file) if to_file else (order.in_file, order.here)

@@ -122,7 +122,7 @@ class GroupedMLP(SequentialMLP):
         with self._expanded():
             return super().state_dict(*args, **kwargs)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> dict[str, Any]:
         """Return entries that save and load what SequentialMLP's do, one for each stacked parameter. The optimizer finds it by them."""
         with self._expanded():
             entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)

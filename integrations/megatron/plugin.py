@@ -14,9 +14,9 @@ from typing import Any
 
 from deepep_moe.errors import EPError
 from deepep_moe.integrations.megatron.buffers import LayerBuffers
-from deepep_moe.integrations.megatron.metrics import LayerReport
 from deepep_moe.integrations.megatron.options import Options, check_capacity_factor
 from deepep_moe.integrations.megatron.patches import Patches
+from deepep_moe.nn.metrics import LayerReport
 
 BACKEND_NAME = "deepep_moe"
 _BACKEND_FIELD = "moe_flex_dispatcher_backend"

@@ -19,9 +19,10 @@ from deepep_moe.compat.deep_ep.hybrid_handle import Configurer, HybridConfig, Hy
 from deepep_moe.compat.deep_ep.widths import combine_along, dispatch_along
 from deepep_moe.errors import EPPeerError
 from deepep_moe.exchange.buffer import Buffer
-from deepep_moe.exchange.checks import MAX_ALIGNMENT, MAX_NUMBER
+from deepep_moe.exchange.checks import MAX_ALIGNMENT
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.group.rendezvous import gather_objects
+from deepep_moe.group.settings import MAX_NUMBER
 from deepep_moe.ops.lanes import dense_of_lanes, lanes_of_map, weights_at
 
 _FP8 = torch.float8_e4m3fn

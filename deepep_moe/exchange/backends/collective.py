@@ -320,7 +320,8 @@ class CollectiveBackend:
             while True:
                 step = ways.send(self._all_to_all(step, ways, phase))
         except StopIteration as end:
-            return end.value
+            result: _Result = end.value
+            return result
 
     def _all_to_all(self, step: Step, ways: Steps[Any], phase: str) -> list[Tensor]:
         """Send rows of the parts (by destination), receive as many kinds of rows (by source), all in one message a peer."""

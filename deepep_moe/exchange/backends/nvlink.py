@@ -39,7 +39,7 @@ class NvlinkBackend:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.device: torch.device | None = torch.device("cuda", torch.cuda.current_device())
-        self._exchange: Any = _C.NvlinkExchange(
+        self._exchange = _C.NvlinkExchange(
             num_ranks=settings.num_ranks,
             rank=settings.rank % settings.ranks_per_node,
             num_nodes=settings.num_nodes,
@@ -185,7 +185,7 @@ class NvlinkBackend:
     def destroy(self) -> None:
         if self._native is not None:
             self._native.release()
-        self._exchange = self._native = None
+        self._exchange = self._native = None  # type: ignore[assignment]  # no call comes after this
 
 
 def _tell(backend: "weakref.ref[NvlinkBackend]", error: BaseException, has_entered: bool) -> None:
