@@ -11,6 +11,7 @@ from torch import nn
 
 from deepep_moe._C import MAX_TOPK
 from deepep_moe.errors import EPError
+from deepep_moe.exchange.buffer import new_layer
 from deepep_moe.integrations.deepspeed.buffers import Plan
 from deepep_moe.integrations.deepspeed.expert_weights import Reader
 from deepep_moe.integrations.deepspeed.options import Options
@@ -97,6 +98,7 @@ def replace_with(model: nn.Module, options: Options) -> int:
         layer.__class__, layer.deepep_moe_plan = PackedMOELayer, plan
     for layer, plan in zip(layers, plans, strict=True):
         plan.layers.add(layer)
+        layer.deepep_moe_number = new_layer()
     for plan in before:
         plan.release(layers)
     left = [layer for layer in found + made if layer not in layers]
@@ -203,7 +205,7 @@ def restore_moe_layers(model: nn.Module) -> int:
     before = _plans_of(native + autoep)
     for layer in native:
         layer.__class__ = MOELayer
-        for name in ("deepep_moe_plan", "deepep_moe_topk_idx", "is_first_microbatch", "kept_weights"):
+        for name in ("deepep_moe_plan", "deepep_moe_number", "deepep_moe_topk_idx", "is_first_microbatch", "kept_weights"):
             layer.__dict__.pop(name, None)
     if autoep:
         from deepep_moe.integrations.deepspeed.autoep.layer import restore

@@ -33,6 +33,8 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
     """
 
     deepep_moe_plan: Plan
+    deepep_moe_number: int = 0
+    """`layer` of its dispatches."""
 
     def forward(self, hidden_states: Tensor) -> Any:
         """Take hidden_states [batch, sequence, hidden] in fp32, bf16 or fp16, and return what the replaced block of the model returns.
@@ -103,7 +105,7 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
         """Dispatch x [num_rows, hidden] with topk_idx and topk_weights [num_rows, lanes]."""
         plan = self.deepep_moe_plan
         idx = widened(topk_idx, self.num_local_experts, plan.num_local_experts)
-        send = methodcaller("dispatch", x, idx, topk_weights)
+        send = methodcaller("dispatch", x, idx, topk_weights, layer=self.deepep_moe_number)
         return ready(self.ep_group, x, plan).dispatch(num_tokens, send)
 
     def _run_experts(self, rows: Tensor, out: DispatchOutput) -> Tensor:
@@ -177,4 +179,5 @@ def restore(layers: Sequence[PackedAutoEPMoELayer]) -> None:
     for layer in layers:
         restore_router(layer.router)
         layer.__class__ = AutoEPMoELayer
-        layer.__dict__.pop("deepep_moe_plan", None)
+        for name in ("deepep_moe_plan", "deepep_moe_number"):
+            layer.__dict__.pop(name, None)

@@ -39,6 +39,8 @@ class PackedMOELayer(MOELayer):
     """
 
     deepep_moe_plan: Plan | None = None
+    deepep_moe_number: int = 0
+    """`layer` of its dispatches."""
     deepep_moe_topk_idx: Tensor | None = None
     """[num_topk, num_tokens] choice of the last forward."""
     is_first_microbatch: bool | None = None
@@ -111,7 +113,7 @@ class PackedMOELayer(MOELayer):
         idx = widened(topk_idx, self.num_local_experts, plan.num_local_experts)
 
         def send(buffer: Buffer) -> tuple[tuple[Tensor, ...], Tensor | None, DispatchHandle]:
-            return dispatch_by_expert(buffer, x, idx, topk_weights, (1, 1), source_weights)
+            return dispatch_by_expert(buffer, x, idx, topk_weights, (1, 1), source_weights, self.deepep_moe_number)
 
         with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
             buffer, (parts, recv_topk_weights, handle) = growing.dispatch(x.shape[0], send)
@@ -127,7 +129,8 @@ class PackedMOELayer(MOELayer):
         x, idx = x.contiguous(), widened(idx, self.num_local_experts, plan.num_local_experts)
 
         def send(buffer: Buffer) -> DispatchOutput:
-            return buffer.dispatch(x, idx, weights, expert_alignment=GROUP_ALIGNMENT, fp8=BLOCKWISE)
+            layer = self.deepep_moe_number
+            return buffer.dispatch(x, idx, weights, expert_alignment=GROUP_ALIGNMENT, fp8=BLOCKWISE, layer=layer)
 
         with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
             buffer, out = growing.dispatch(x.shape[0], send)
