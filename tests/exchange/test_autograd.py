@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from exchange_cases import Case, assert_all_same, assert_same, inputs_of, on_device, opened
+from exchange_cases import Case, assert_all_same, assert_same, inputs_of, modes_of_calls, on_device, opened
 from on_ranks import on_ranks
 from torch.utils.checkpoint import checkpoint
 
@@ -138,22 +138,6 @@ def test_compile_traces_a_layer(backend, layout):
 @pytest.mark.slow
 def test_compile_with_inductor():
     run_ranks(compiled, 2, "shm", "inductor", "expert")
-
-
-def modes_of_calls(buffer):
-    """What the backend is told of every call from now on."""
-    backend, modes = buffer.calls.backend, []
-
-    def told(call):
-        def run(args):
-            modes.append(args.mode)
-            return call(args)
-
-        return run
-
-    for name in ("plan", "dispatch_cached", "combine"):
-        setattr(backend, name, told(getattr(backend, name)))
-    return modes
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])

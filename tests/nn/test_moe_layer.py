@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from exchange_cases import modes_of_calls
 from left_graphs import assert_leaves_no_graph
 from on_ranks import on_ranks
 
@@ -121,8 +122,10 @@ def test_layers_share_a_buffer():
     router, experts, shared = make_parts()
     buffer = Buffer(None, 8, HIDDEN, NUM_EXPERTS, NUM_TOPK)
     layers = [MoELayer(router, experts, shared, buffer=buffer) for _ in range(2)]
-    x = torch.randn(8, HIDDEN)
+    x, modes = torch.randn(8, HIDDEN), modes_of_calls(buffer)
     torch.testing.assert_close(layers[1](layers[0](x)), by_loops(router, experts, shared, by_loops(router, experts, shared, x)))
+    first, _, second, _ = [mode.layer for mode in modes]
+    assert 0 < first < second, "a GPU's host guesses the rows of each layer apart"
 
 
 @pytest.mark.slow

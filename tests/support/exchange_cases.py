@@ -183,6 +183,23 @@ def opened(case: Case, backend: str, rank: int, **options: Any) -> tuple[Any, ..
     return Buffer(None, *sizes, backend=backend, **settings), *on_device(backend, rank, *case.inputs(rank))
 
 
+def modes_of_calls(buffer: Buffer) -> list[Any]:
+    """Return a list to which every call of the buffer adds its mode from now on."""
+    backend: Any = buffer.calls.backend
+    modes: list[Any] = []
+
+    def noted(call: Any) -> Any:
+        def run(args: Any) -> Any:
+            modes.append(args.mode)
+            return call(args)
+
+        return run
+
+    for name in ("plan", "dispatch_cached", "combine"):
+        setattr(backend, name, noted(getattr(backend, name)))
+    return modes
+
+
 def inputs_of(case: Case) -> list[list[torch.Tensor]]:
     """Rows, routings and weights of a case, each by rank."""
     return [list(column) for column in zip(*(case.inputs(rank) for rank in range(case.num_ranks)), strict=True)]

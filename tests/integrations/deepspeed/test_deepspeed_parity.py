@@ -140,6 +140,7 @@ def test_layers_of_several_sizes_share_buffers(rank):
         assert replace_moe_layers(layers, exact=exact) == 4
         for i, layer in enumerate(layers):
             assert_equal(run_layer(layer, x, cotangent), want[i], f"layer {i}, exact {exact}, rank {rank}", tolerance=2e-6)
+        assert len({layer.deepspeed_moe.deepep_moe_number for layer in layers}) == 4, "each layer names itself"
     assert len(all_buffers()) == 2, "a buffer per group, those of the other mode are gone"
     assert restore_moe_layers(layers) == 4 and not all_buffers()
 

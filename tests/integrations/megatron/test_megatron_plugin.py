@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from exchange_cases import modes_of_calls
 from megatron_cases import HIDDEN, enabled, layer_config, layer_of, model_parallel, on_megatron
 from on_ranks import on_ranks
 
@@ -123,7 +124,10 @@ def test_more_tokens_than_before(rank: int, num_ranks: int, chosen: int | None) 
             return
         outputs.append(layers[0](more)[0])
         assert dispatchers[0].buffer.num_max_tokens_per_rank == 384
-        outputs.append(layers[1](torch.randn(70 if rank else 10, 2, HIDDEN))[0])
+        modes = modes_of_calls(dispatchers[0].buffer)
+        for layer in layers[::-1]:
+            outputs.append(layer(torch.randn(70 if rank else 10, 2, HIDDEN))[0])
+        assert 0 < modes[2].layer < modes[0].layer, "each layer names itself"
         assert dispatchers[0].buffer is dispatchers[1].buffer
         sum(output.square().mean() for output in outputs).backward()
         assert all(parameter.grad.isfinite().all() for layer in layers for parameter in layer.parameters())
