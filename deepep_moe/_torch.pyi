@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, device, dtype
 
 from deepep_moe._C import ExchangeShim
+from deepep_moe.ops.gate import FullGateOutput, GateOutput
 
 TORCH_VERSION: str
 SHIM_BYTES: int
@@ -19,6 +20,14 @@ class Recorded:
     def __init__(self, device: device) -> None: ...
     def wait(self) -> None: ...
     def query(self) -> bool: ...
+
+class OwnStream:
+    def __init__(self, device: device) -> None: ...
+    def follow(self) -> int: ...
+    def keep(self, tensors: Sequence[Tensor]) -> None: ...
+    def record(self) -> Recorded: ...
+
+def keep_for_current(device: device, tensors: Sequence[Tensor]) -> None: ...
 
 class SecondHalf:
     def finish(self) -> bool: ...
@@ -193,7 +202,7 @@ def gate(
     mask: Tensor | None,
     index_dtype: dtype,
     check_finite: bool,
-) -> tuple[Tensor, Tensor, Tensor] | None: ...
+) -> GateOutput | None: ...
 def gate_full(
     logits: Tensor,
     num_topk: int,
@@ -210,9 +219,46 @@ def gate_full(
     dense: bool,
     num_ranks: int,
     shares: bool,
-) -> tuple[Any, ...] | None: ...
-def set_gate_hooks(*, shim: Any, current_stream: Callable[[int], int] | None, gradients: Callable[..., Tensor]) -> None: ...
-def set_expert_hooks(*, shim: Any, current_stream: Callable[[int], int] | None) -> None: ...
+) -> FullGateOutput | None: ...
+def set_gate_hooks(*, shim: object, gradients: Callable[..., Tensor], output: type, full_output: type) -> None: ...
+
+class GateTensors:
+    topk_idx: Tensor
+    topk_weights: Tensor
+    counts: Tensor
+    probs: Tensor
+    routing_map: Tensor
+    in_rank: Tensor
+    shares: Tensor
+
+def run_gate(
+    logits: Tensor,
+    expert_bias: Tensor | None,
+    mask: Tensor | None,
+    num_topk: int,
+    num_groups: int,
+    topk_groups: int,
+    group_score_topk: int,
+    score_function: str,
+    normalize: bool,
+    routed_scaling_factor: float,
+    check_finite: bool,
+    index_dtype: dtype,
+    dense: bool,
+    num_ranks: int,
+    shares: bool,
+) -> GateTensors | None: ...
+def run_gate_backward(
+    grad_topk_weights: Tensor | None,
+    grad_probs: Tensor | None,
+    grad_shares: Tensor | None,
+    logits: Tensor,
+    topk_idx: Tensor,
+    score_function: str,
+    normalize: bool,
+    routed_scaling_factor: float,
+) -> Tensor | None: ...
+def set_expert_hooks(*, shim: object) -> None: ...
 def grouped_swiglu(
     x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, probs: Tensor | None, recompute_activation: bool
 ) -> Tensor | None: ...

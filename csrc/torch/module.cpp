@@ -184,6 +184,15 @@ void bind_results(py::module_& m) {
         .def(py::init([](const at::Device& device) { return std::make_shared<Recorded>(device); }), py::arg("device"))
         .def("wait", wrap_pybind_function(&Recorded::wait))
         .def("query", wrap_pybind_function(&Recorded::query));
+    py::class_<OwnStream>(m, "OwnStream")
+        .def(py::init<const at::Device&>(), py::arg("device"))
+        .def("follow", wrap_pybind_function(&OwnStream::follow))
+        .def("keep", wrap_pybind_function([](const OwnStream& self, const variable_list& tensors) { self.keep(tensors); }),
+             py::arg("tensors"))
+        .def("record", wrap_pybind_function(&OwnStream::record));
+    m.def("keep_for_current",
+          wrap_pybind_function([](const at::Device& device, const variable_list& tensors) { keep_for_current(device, tensors); }),
+          py::arg("device"), py::arg("tensors"));
     py::class_<SecondHalf, std::shared_ptr<SecondHalf>>(m, "SecondHalf").def("finish", wrap_pybind_function(&SecondHalf::finish));
     py::class_<InFlight>(m, "InFlight").def_readonly("second_half", &InFlight::second_half).def_readonly("recorded", &InFlight::recorded);
     py::class_<Received, InFlight>(m, "Received")
@@ -240,7 +249,23 @@ std::unique_ptr<LowLatencyCalls> make_low_latency(py::object shim, int64_t num_r
 
 void bind_gate(py::module_& m) {
     using torch::wrap_pybind_function;
-    m.def("set_gate_hooks", &set_gate_hooks, py::kw_only(), py::arg("shim"), py::arg("current_stream"), py::arg("gradients"));
+    m.def("set_gate_hooks", &set_gate_hooks, py::kw_only(), py::arg("shim"), py::arg("gradients"), py::arg("output"),
+          py::arg("full_output"));
+    py::class_<GateTensors>(m, "GateTensors")
+        .def_readonly("topk_idx", &GateTensors::topk_idx)
+        .def_readonly("topk_weights", &GateTensors::topk_weights)
+        .def_readonly("counts", &GateTensors::counts)
+        .def_readonly("probs", &GateTensors::probs)
+        .def_readonly("routing_map", &GateTensors::routing_map)
+        .def_readonly("in_rank", &GateTensors::in_rank)
+        .def_readonly("shares", &GateTensors::shares);
+    m.def("run_gate", wrap_pybind_function(run_gate), py::arg("logits"), py::arg("expert_bias"), py::arg("mask"), py::arg("num_topk"),
+          py::arg("num_groups"), py::arg("topk_groups"), py::arg("group_score_topk"), py::arg("score_function"), py::arg("normalize"),
+          py::arg("routed_scaling_factor"), py::arg("check_finite"), py::arg("index_dtype"), py::arg("dense"), py::arg("num_ranks"),
+          py::arg("shares"));
+    m.def("run_gate_backward", wrap_pybind_function(run_gate_backward), py::arg("grad_topk_weights"), py::arg("grad_probs"),
+          py::arg("grad_shares"), py::arg("logits"), py::arg("topk_idx"), py::arg("score_function"), py::arg("normalize"),
+          py::arg("routed_scaling_factor"));
     m.def("gate", wrap_pybind_function(gate), py::arg("logits"), py::arg("num_topk"), py::arg("num_groups"), py::arg("topk_groups"),
           py::arg("group_score_topk"), py::arg("score_function"), py::arg("expert_bias"), py::arg("normalize"),
           py::arg("routed_scaling_factor"), py::arg("mask"), py::arg("index_dtype"), py::arg("check_finite"));
@@ -261,7 +286,7 @@ PYBIND11_MODULE(_torch, m) {
     bind_results(m);
     bind_calls(m);
     bind_gate(m);
-    m.def("set_expert_hooks", &set_expert_hooks, py::kw_only(), py::arg("shim"), py::arg("current_stream"));
+    m.def("set_expert_hooks", &set_expert_hooks, py::kw_only(), py::arg("shim"));
     m.def("grouped_swiglu", torch::wrap_pybind_function(grouped_swiglu), py::arg("x"), py::arg("counts"), py::arg("w1"), py::arg("w2"),
           py::arg("probs"), py::arg("recompute_activation"));
     py::class_<LowLatencyCalls>(m, "LowLatencyCalls")

@@ -24,7 +24,7 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
             settings, _C.NvlinkLowLatency(device=index, ranks_per_node=settings.ranks_per_node, **native_settings(settings, mask_stalled))
         )
         self.device = torch.device("cuda", index)
-        self._own_stream: torch.cuda.Stream | None = None
+        self._own_stream: Any = torch_module.needed().OwnStream(self.device)
         self._num_calls = 0
 
     def address(self) -> bytes:
@@ -41,31 +41,18 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
         """Nothing to close: CUDA's handles end with the allocation."""
 
     def start_async(self, call: Call) -> Event:
-        current = torch.cuda.current_stream(self.device)
-        if self._own_stream is None:
-            self._own_stream = torch.cuda.Stream(self.device)
-        self._own_stream.wait_stream(current)
-        self._enqueue(call, True, True, self._own_stream.cuda_stream)
-        self._keep(call, self._own_stream)
-        recorded = torch.cuda.Event()
-        recorded.record(self._own_stream)
-        return Event(recorded=recorded)
+        self._enqueue(call, True, True, self._own_stream.follow())
+        self._own_stream.keep(_tensors(call))
+        return Event(recorded=self._own_stream.record())
 
     def start(self, call: Call) -> Event:
         self._move(call, True, False)
-        return Event(second_half=partial(self._receive, call, torch.cuda.current_stream(self.device)))
+        return Event(second_half=partial(self._receive, call, self.stream()))
 
-    def _receive(self, call: Call, sent_on: torch.cuda.Stream) -> None:
-        current = torch.cuda.current_stream(self.device)
-        if current != sent_on:
-            self._keep(call, current)
+    def _receive(self, call: Call, sent_on: int) -> None:
+        if self.stream() != sent_on:
+            torch_module.needed().keep_for_current(self.device, _tensors(call))
         self._move(call, False, True)
-
-    def _keep(self, call: Call, stream: torch.cuda.Stream) -> None:
-        """The memory of the call's tensors is not used again before `stream` is through with it."""
-        for value in call.arguments:
-            if isinstance(value, Tensor):
-                value.record_stream(stream)
 
     def _move(self, call: Call, sends: bool, receives: bool) -> None:
         self._enqueue(call, sends, receives, self.stream())
@@ -85,7 +72,7 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
         return call_stream(self.device)
 
     def keep_for_current(self, tensor: Tensor) -> None:
-        tensor.record_stream(torch.cuda.current_stream(self.device))
+        torch_module.needed().keep_for_current(self.device, [tensor])
 
     def has_failed(self, state: Tensor) -> bool:
         if torch.cuda.is_current_stream_capturing():
@@ -111,3 +98,7 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
 
     def num_calls(self) -> int:
         return self._num_calls
+
+
+def _tensors(call: Call) -> list[Tensor]:
+    return [value for value in call.arguments if isinstance(value, Tensor)]
