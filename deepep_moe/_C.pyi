@@ -255,42 +255,13 @@ class NvlinkLowLatency:
     def leak(self) -> None: ...
     workspace_bytes: int
     failed_mark: int
+    num_calls: int
     handle_bytes: int
     masks: int
     num_blocks: int
     def handle(self) -> bytes: ...
     def connect(self, handles: list[bytes]) -> None: ...
     def disconnect(self) -> None: ...
-    def dispatch(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor | None,
-        state: Tensor,
-        recv_x: Tensor,
-        recv_x_scales: Tensor | None,
-        num_recv_tokens_per_expert: Tensor,
-        statistics: Tensor,
-        dtype: DType,
-        is_rounded: bool,
-        sends: bool,
-        receives: bool,
-        stream: int,
-    ) -> None: ...
-    def combine(
-        self,
-        x: Tensor,
-        state: Tensor,
-        topk_weights: Tensor | None,
-        number: Tensor,
-        combined_x: Tensor,
-        statistics: Tensor,
-        dtype: DType,
-        fp8: bool,
-        sends: bool,
-        receives: bool,
-        stream: int,
-    ) -> None: ...
     def mask(self, rank: int, masked: bool, stream: int) -> None: ...
     def rejoin(self, stream: int) -> None: ...
     def refuse(self, reason: str, stream: int) -> None: ...

@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import Tensor, device, dtype
 
-from deepep_moe._C import ExchangeShim
-from deepep_moe.ops.gate import FullGateOutput, GateOutput
+from deepep_moe._C import ExchangeShim, NvlinkLowLatencyShim
 
 TORCH_VERSION: str
 SHIM_BYTES: int
@@ -20,14 +19,6 @@ class Recorded:
     def __init__(self, device: device) -> None: ...
     def wait(self) -> None: ...
     def query(self) -> bool: ...
-
-class OwnStream:
-    def __init__(self, device: device) -> None: ...
-    def follow(self) -> int: ...
-    def keep(self, tensors: Sequence[Tensor]) -> None: ...
-    def record(self) -> Recorded: ...
-
-def keep_for_current(device: device, tensors: Sequence[Tensor]) -> None: ...
 
 class SecondHalf:
     def finish(self) -> bool: ...
@@ -161,11 +152,21 @@ class Calls:
         mode: Mode,
     ) -> Combined: ...
 
+class LowLatencyReceived(InFlight):
+    num_tokens: int
+    recv_x: Tensor
+    recv_x_scales: Tensor | None
+    num_recv_tokens_per_expert: Tensor
+    state: Tensor
+
+class LowLatencyCombined(InFlight):
+    combined_x: Tensor
+
 class LowLatencyCalls:
     def __init__(
         self,
         *,
-        shim: Any,
+        shim: NvlinkLowLatencyShim,
         num_ranks: int,
         num_local_experts: int,
         num_topk: int,
@@ -176,11 +177,28 @@ class LowLatencyCalls:
     ) -> None: ...
     def release(self) -> None: ...
     def dispatch(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, fp8: bool, scale_format: str, stream: int
-    ) -> tuple[int, Tensor, Tensor | None, Tensor, Tensor] | None: ...
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None,
+        fp8: bool,
+        scale_format: str,
+        async_op: bool,
+        return_hook: bool,
+        is_checked: bool,
+    ) -> LowLatencyReceived | None: ...
     def combine(
-        self, x: Tensor, state: Tensor, num_tokens: int, topk_weights: Tensor | None, out: Tensor | None, wire: str | None, stream: int
-    ) -> Tensor | None: ...
+        self,
+        x: Tensor,
+        state: Tensor,
+        num_tokens: int,
+        topk_weights: Tensor | None,
+        out: Tensor | None,
+        wire: str | None,
+        async_op: bool,
+        return_hook: bool,
+        is_checked: bool,
+    ) -> LowLatencyCombined | None: ...
 
 def set_hooks(
     *,
@@ -202,24 +220,11 @@ def gate(
     mask: Tensor | None,
     index_dtype: dtype,
     check_finite: bool,
-) -> GateOutput | None: ...
-def gate_full(
-    logits: Tensor,
-    num_topk: int,
-    num_groups: int,
-    topk_groups: int,
-    group_score_topk: int,
-    score_function: str,
-    expert_bias: Tensor | None,
-    normalize: bool,
-    routed_scaling_factor: float,
-    mask: Tensor | None,
-    index_dtype: dtype,
-    check_finite: bool,
     dense: bool,
     num_ranks: int,
     shares: bool,
-) -> FullGateOutput | None: ...
+    is_full: bool,
+) -> Any: ...  # GateOutput, FullGateOutput or None
 def set_gate_hooks(*, shim: object, gradients: Callable[..., Tensor], output: type, full_output: type) -> None: ...
 
 class GateTensors:

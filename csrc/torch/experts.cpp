@@ -59,11 +59,6 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& group_ends) {
     return product.call(a, b, group_ends, std::nullopt, std::nullopt);
 }
 
-template <class Type>
-Type* data_of(const Tensor& tensor) {
-    return tensor.defined() ? static_cast<Type*>(tensor.data_ptr()) : nullptr;
-}
-
 GpuSwigluParams params_of(const Tensor& inner, const Tensor& probs, const Tensor& group_ends, const Tensor& y) {
     GpuSwigluParams params{};
     params.num_rows = inner.size(0);

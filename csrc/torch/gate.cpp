@@ -111,11 +111,6 @@ Request request_of(const Arguments& a) {
 
 int index_of(const at::Device& device) { return device.has_index() ? device.index() : 0; }  // as `device_index` of deepep_moe/device.py
 
-template <class Type>
-Type* data_of(const Tensor& tensor) {
-    return tensor.defined() && tensor.numel() > 0 ? static_cast<Type*>(tensor.data_ptr()) : nullptr;
-}
-
 // Counts that the last launch on a stream has zeroed for the next one: a launch that does nothing else would take as long as half a gate.
 class Counts {
 public:
@@ -335,27 +330,14 @@ void set_gate_hooks(const py::capsule& shim, py::object gradients, py::object ou
 
 py::object gate(py::handle logits, py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
                 py::handle score_function, py::handle expert_bias, py::handle normalize, py::handle routed_scaling_factor, py::handle mask,
-                py::handle index_dtype, py::handle check_finite) {
-    try {
-        const Request request = request_of({logits, num_topk, num_groups, topk_groups, group_score_topk, score_function, expert_bias,
-                                            normalize, routed_scaling_factor, mask, index_dtype, check_finite});
-        if (!are_valid_on_gpu(request.options, 0)) return py::none();
-        return packed_output(made_of(request));
-    } catch (const Declined&) {
-        return py::none();
-    }
-}
-
-py::object gate_full(py::handle logits, py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
-                     py::handle score_function, py::handle expert_bias, py::handle normalize, py::handle routed_scaling_factor,
-                     py::handle mask, py::handle index_dtype, py::handle check_finite, py::handle dense, py::handle num_ranks,
-                     py::handle shares) {
+                py::handle index_dtype, py::handle check_finite, py::handle dense, py::handle num_ranks, py::handle shares, bool is_full) {
     try {
         Request request = request_of({logits, num_topk, num_groups, topk_groups, group_score_topk, score_function, expert_bias, normalize,
                                       routed_scaling_factor, mask, index_dtype, check_finite});
         request.dense = bool_in(dense), request.num_ranks = int_in(num_ranks), request.shares = bool_in(shares);
         if (!are_valid_on_gpu(request.options, request.num_ranks)) return py::none();
-        return packed_full_output(made_of(request), request);
+        const Outputs made = made_of(request);
+        return is_full ? packed_full_output(made, request) : packed_output(made);
     } catch (const Declined&) {
         return py::none();
     }

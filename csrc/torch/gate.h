@@ -24,14 +24,10 @@ OptionalTensor run_gate_backward(const OptionalTensor& grad_topk_weights, const 
                                  const OptionalTensor& grad_shares, const Tensor& logits, const Tensor& topk_idx, py::handle score_function,
                                  bool normalize, double routed_scaling_factor);
 
-// Arguments in the order of `deepep_moe.ops.gate`. Returns `GateOutput`, or None where Python is to make the call.
+// Arguments in the order of `deepep_moe.ops.gate`, then those of `gate_full`. Returns `GateOutput`, or `FullGateOutput` where it `is_full`,
+// or None where Python is to make the call.
 py::object gate(py::handle logits, py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
                 py::handle score_function, py::handle expert_bias, py::handle normalize, py::handle routed_scaling_factor, py::handle mask,
-                py::handle index_dtype, py::handle check_finite);
-// Returns `FullGateOutput`, or None.
-py::object gate_full(py::handle logits, py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
-                     py::handle score_function, py::handle expert_bias, py::handle normalize, py::handle routed_scaling_factor,
-                     py::handle mask, py::handle index_dtype, py::handle check_finite, py::handle dense, py::handle num_ranks,
-                     py::handle shares);
+                py::handle index_dtype, py::handle check_finite, py::handle dense, py::handle num_ranks, py::handle shares, bool is_full);
 
 }  // namespace deepep_moe

@@ -184,15 +184,6 @@ void bind_results(py::module_& m) {
         .def(py::init([](const at::Device& device) { return std::make_shared<Recorded>(device); }), py::arg("device"))
         .def("wait", wrap_pybind_function(&Recorded::wait))
         .def("query", wrap_pybind_function(&Recorded::query));
-    py::class_<OwnStream>(m, "OwnStream")
-        .def(py::init<const at::Device&>(), py::arg("device"))
-        .def("follow", wrap_pybind_function(&OwnStream::follow))
-        .def("keep", wrap_pybind_function([](const OwnStream& self, const variable_list& tensors) { self.keep(tensors); }),
-             py::arg("tensors"))
-        .def("record", wrap_pybind_function(&OwnStream::record));
-    m.def("keep_for_current",
-          wrap_pybind_function([](const at::Device& device, const variable_list& tensors) { keep_for_current(device, tensors); }),
-          py::arg("device"), py::arg("tensors"));
     py::class_<SecondHalf, std::shared_ptr<SecondHalf>>(m, "SecondHalf").def("finish", wrap_pybind_function(&SecondHalf::finish));
     py::class_<InFlight>(m, "InFlight").def_readonly("second_half", &InFlight::second_half).def_readonly("recorded", &InFlight::recorded);
     py::class_<Received, InFlight>(m, "Received")
@@ -241,10 +232,30 @@ void bind_calls(py::module_& m) {
     m.def("call_stream", wrap_pybind_function(call_stream), py::arg("device"));
 }
 
-std::unique_ptr<LowLatencyCalls> make_low_latency(py::object shim, int64_t num_ranks, int64_t num_local_experts, int64_t num_topk,
+std::shared_ptr<LowLatencyCalls> make_low_latency(py::object shim, int64_t num_ranks, int64_t num_local_experts, int64_t num_topk,
                                                   int64_t hidden, int64_t num_max_tokens, int64_t handle_bytes, const Tensor& statistics) {
     const LowLatencyCalls::Settings settings{num_ranks, num_local_experts, num_topk, hidden, num_max_tokens, handle_bytes};
-    return std::make_unique<LowLatencyCalls>(std::move(shim), settings, statistics);
+    return std::make_shared<LowLatencyCalls>(std::move(shim), settings, statistics);
+}
+
+void bind_low_latency(py::module_& m) {
+    using torch::wrap_pybind_function;
+    const py::arg x("x"), topk_weights("topk_weights"), async_op("async_op"), return_hook("return_hook"), is_checked("is_checked");
+    py::class_<LowLatencyReceived, InFlight>(m, "LowLatencyReceived")
+        .def_readonly("num_tokens", &LowLatencyReceived::num_tokens)
+        .def_readonly("recv_x", &LowLatencyReceived::x)
+        .def_property_readonly("recv_x_scales", [](const LowLatencyReceived& self) { return optional_of(self.x_scales); })
+        .def_readonly("num_recv_tokens_per_expert", &LowLatencyReceived::counts)
+        .def_readonly("state", &LowLatencyReceived::state);
+    py::class_<LowLatencyCombined, InFlight>(m, "LowLatencyCombined").def_readonly("combined_x", &LowLatencyCombined::x);
+    py::class_<LowLatencyCalls, std::shared_ptr<LowLatencyCalls>>(m, "LowLatencyCalls")
+        .def(py::init(&make_low_latency), py::kw_only(), py::arg("shim"), py::arg("num_ranks"), py::arg("num_local_experts"),
+             py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"), py::arg("handle_bytes"), py::arg("statistics"))
+        .def("release", &LowLatencyCalls::release)
+        .def("dispatch", wrap_pybind_function(&LowLatencyCalls::dispatch), x, py::arg("topk_idx"), topk_weights, py::arg("fp8"),
+             py::arg("scale_format"), async_op, return_hook, is_checked)
+        .def("combine", wrap_pybind_function(&LowLatencyCalls::combine), x, py::arg("state"), py::arg("num_tokens"), topk_weights,
+             py::arg("out"), py::arg("wire"), async_op, return_hook, is_checked);
 }
 
 void bind_gate(py::module_& m) {
@@ -268,11 +279,8 @@ void bind_gate(py::module_& m) {
           py::arg("routed_scaling_factor"));
     m.def("gate", wrap_pybind_function(gate), py::arg("logits"), py::arg("num_topk"), py::arg("num_groups"), py::arg("topk_groups"),
           py::arg("group_score_topk"), py::arg("score_function"), py::arg("expert_bias"), py::arg("normalize"),
-          py::arg("routed_scaling_factor"), py::arg("mask"), py::arg("index_dtype"), py::arg("check_finite"));
-    m.def("gate_full", wrap_pybind_function(gate_full), py::arg("logits"), py::arg("num_topk"), py::arg("num_groups"),
-          py::arg("topk_groups"), py::arg("group_score_topk"), py::arg("score_function"), py::arg("expert_bias"), py::arg("normalize"),
           py::arg("routed_scaling_factor"), py::arg("mask"), py::arg("index_dtype"), py::arg("check_finite"), py::arg("dense"),
-          py::arg("num_ranks"), py::arg("shares"));
+          py::arg("num_ranks"), py::arg("shares"), py::arg("is_full"));
 }
 
 }  // namespace
@@ -289,12 +297,5 @@ PYBIND11_MODULE(_torch, m) {
     m.def("set_expert_hooks", &set_expert_hooks, py::kw_only(), py::arg("shim"));
     m.def("grouped_swiglu", torch::wrap_pybind_function(grouped_swiglu), py::arg("x"), py::arg("counts"), py::arg("w1"), py::arg("w2"),
           py::arg("probs"), py::arg("recompute_activation"));
-    py::class_<LowLatencyCalls>(m, "LowLatencyCalls")
-        .def(py::init(&make_low_latency), py::kw_only(), py::arg("shim"), py::arg("num_ranks"), py::arg("num_local_experts"),
-             py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"), py::arg("handle_bytes"), py::arg("statistics"))
-        .def("release", &LowLatencyCalls::release)
-        .def("dispatch", torch::wrap_pybind_function(&LowLatencyCalls::dispatch), py::arg("x"), py::arg("topk_idx"),
-             py::arg("topk_weights"), py::arg("fp8"), py::arg("scale_format"), py::arg("stream"))
-        .def("combine", torch::wrap_pybind_function(&LowLatencyCalls::combine), py::arg("x"), py::arg("state"), py::arg("num_tokens"),
-             py::arg("topk_weights"), py::arg("out"), py::arg("wire"), py::arg("stream"));
+    bind_low_latency(m);
 }

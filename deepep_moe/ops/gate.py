@@ -103,7 +103,7 @@ def gate(
     if native is not None:
         made: GateOutput | None = native.gate(
             logits, num_topk, num_groups, topk_groups, group_score_topk, score_function, expert_bias, normalize, routed_scaling_factor,
-            mask, index_dtype, check_finite,
+            mask, index_dtype, check_finite, False, 0, False, False,
         )  # fmt: skip
         if made is not None:
             return made
@@ -138,9 +138,9 @@ def gate_full(
         raise TypeError(f"gate_full has no argument {', '.join(sorted(unknown))}; it takes dense, num_ranks, shares, {', '.join(defaults)}")
     options = defaults | options
     native = _native(logits)
-    made = None if native is None else native.gate_full(logits, num_topk, *options.values(), dense, num_ranks, shares)
+    made = None if native is None else native.gate(logits, num_topk, *options.values(), dense, num_ranks, shares, True)
     if made is not None:
-        return made  # type: ignore[no-any-return]
+        return made
     arguments = _checked(logits, num_topk, **options)
     num_experts, num_ranks = logits.shape[1], as_int("num_ranks", num_ranks)
     check_bool("dense", dense)

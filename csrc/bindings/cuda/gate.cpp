@@ -77,7 +77,7 @@ void launch_backward(const GpuGateBackwardParams& params, uintptr_t stream) {
     launch_gate_backward(params, as_pointer(stream));
 }
 
-// What csrc/torch calls. `call` is made where kernels have found nothing; a report stays for the call from Python.
+// What csrc/torch calls. `call` is made where kernels have found nothing; else `check` raises what they found.
 template <class Call>
 bool guarded(int device, const Call& call) noexcept {
     try {
