@@ -95,9 +95,6 @@ class LowLatencyBackend:
     def destroy(self) -> None:
         self._native = None
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
     def zeros(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):  # it outlives the mode that it is made in
             return torch.zeros(shape, dtype=dtype, device=self.device)
