@@ -255,42 +255,13 @@ class NvlinkLowLatency:
     def leak(self) -> None: ...
     workspace_bytes: int
     failed_mark: int
+    num_calls: int
     handle_bytes: int
     masks: int
     num_blocks: int
     def handle(self) -> bytes: ...
     def connect(self, handles: list[bytes]) -> None: ...
     def disconnect(self) -> None: ...
-    def dispatch(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor | None,
-        state: Tensor,
-        recv_x: Tensor,
-        recv_x_scales: Tensor | None,
-        num_recv_tokens_per_expert: Tensor,
-        statistics: Tensor,
-        dtype: DType,
-        is_rounded: bool,
-        sends: bool,
-        receives: bool,
-        stream: int,
-    ) -> None: ...
-    def combine(
-        self,
-        x: Tensor,
-        state: Tensor,
-        topk_weights: Tensor | None,
-        number: Tensor,
-        combined_x: Tensor,
-        statistics: Tensor,
-        dtype: DType,
-        fp8: bool,
-        sends: bool,
-        receives: bool,
-        stream: int,
-    ) -> None: ...
     def mask(self, rank: int, masked: bool, stream: int) -> None: ...
     def rejoin(self, stream: int) -> None: ...
     def refuse(self, reason: str, stream: int) -> None: ...
@@ -349,54 +320,6 @@ def gpu_count_lanes(topk_idx: Tensor, counts: Tensor, is_token_in_rank: Tensor, 
 # the gate on a GPU (csrc/common/gate.h), only where the build found nvcc
 MAX_GPU_GATE_EXPERTS: int
 
-class GpuGateOptions:
-    def __init__(
-        self,
-        *,
-        num_tokens: int,
-        num_experts: int,
-        num_topk: int,
-        num_groups: int,
-        topk_groups: int,
-        group_score_topk: int,
-        score_function: str,
-        normalize: bool,
-        routed_scaling_factor: float,
-        dtype: DType,
-        index64: bool,
-        check_finite: bool = True,
-    ) -> None: ...
-
-def gpu_gate_forward(
-    options: GpuGateOptions,
-    *,
-    logits: Tensor,
-    expert_bias: Tensor | None,
-    mask: Tensor | None,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    counts: Tensor,
-    next_counts: Tensor | None,
-    probs: Tensor | None,
-    routing_map: Tensor | None,
-    num_ranks: int,
-    is_token_in_rank: Tensor | None,
-    shares: Tensor | None,
-    device: int,
-    stream: int,
-) -> None: ...
-def gpu_gate_backward(
-    options: GpuGateOptions,
-    *,
-    logits: Tensor,
-    topk_idx: Tensor,
-    grad_topk_weights: Tensor | None,
-    grad_probs: Tensor | None,
-    grad_shares: Tensor | None,
-    grad_logits: Tensor,
-    device: int,
-    stream: int,
-) -> None: ...
 def gpu_gate_check(device: int) -> None: ...
 def gpu_gate_shim() -> Any: ...
 def gpu_swiglu_shim() -> Any: ...

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, device, dtype
 
-from deepep_moe._C import ExchangeShim
+from deepep_moe._C import ExchangeShim, NvlinkLowLatencyShim
 
 TORCH_VERSION: str
 SHIM_BYTES: int
@@ -145,11 +145,21 @@ class Calls:
         mode: Mode,
     ) -> Combined: ...
 
+class LowLatencyReceived(InFlight):
+    num_tokens: int
+    recv_x: Tensor
+    recv_x_scales: Tensor | None
+    num_recv_tokens_per_expert: Tensor
+    state: Tensor
+
+class LowLatencyCombined(InFlight):
+    combined_x: Tensor
+
 class LowLatencyCalls:
     def __init__(
         self,
         *,
-        shim: Any,
+        shim: NvlinkLowLatencyShim,
         num_ranks: int,
         num_local_experts: int,
         num_topk: int,
@@ -160,11 +170,28 @@ class LowLatencyCalls:
     ) -> None: ...
     def release(self) -> None: ...
     def dispatch(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, fp8: bool, scale_format: str, stream: int
-    ) -> tuple[int, Tensor, Tensor | None, Tensor, Tensor] | None: ...
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None,
+        fp8: bool,
+        scale_format: str,
+        async_op: bool,
+        return_hook: bool,
+        is_checked: bool,
+    ) -> LowLatencyReceived | None: ...
     def combine(
-        self, x: Tensor, state: Tensor, num_tokens: int, topk_weights: Tensor | None, out: Tensor | None, wire: str | None, stream: int
-    ) -> Tensor | None: ...
+        self,
+        x: Tensor,
+        state: Tensor,
+        num_tokens: int,
+        topk_weights: Tensor | None,
+        out: Tensor | None,
+        wire: str | None,
+        async_op: bool,
+        return_hook: bool,
+        is_checked: bool,
+    ) -> LowLatencyCombined | None: ...
 
 def set_hooks(
     *,
@@ -186,26 +213,50 @@ def gate(
     mask: Tensor | None,
     index_dtype: dtype,
     check_finite: bool,
-) -> tuple[Tensor, Tensor, Tensor] | None: ...
-def gate_full(
+    dense: bool,
+    num_ranks: int,
+    shares: bool,
+    is_full: bool,
+) -> Any: ...  # GateOutput, FullGateOutput or None
+def set_gate_hooks(*, shim: object, gradients: Callable[..., Tensor], output: type, full_output: type) -> None: ...
+
+class GateTensors:
+    topk_idx: Tensor
+    topk_weights: Tensor
+    counts: Tensor
+    probs: Tensor
+    routing_map: Tensor
+    in_rank: Tensor
+    shares: Tensor
+
+def run_gate(
     logits: Tensor,
+    expert_bias: Tensor | None,
+    mask: Tensor | None,
     num_topk: int,
     num_groups: int,
     topk_groups: int,
     group_score_topk: int,
     score_function: str,
-    expert_bias: Tensor | None,
     normalize: bool,
     routed_scaling_factor: float,
-    mask: Tensor | None,
-    index_dtype: dtype,
     check_finite: bool,
+    index_dtype: dtype,
     dense: bool,
     num_ranks: int,
     shares: bool,
-) -> tuple[Any, ...] | None: ...
-def set_gate_hooks(*, shim: Any, current_stream: Callable[[int], int] | None, gradients: Callable[..., Tensor]) -> None: ...
-def set_expert_hooks(*, shim: Any, current_stream: Callable[[int], int] | None) -> None: ...
+) -> GateTensors | None: ...
+def run_gate_backward(
+    grad_topk_weights: Tensor | None,
+    grad_probs: Tensor | None,
+    grad_shares: Tensor | None,
+    logits: Tensor,
+    topk_idx: Tensor,
+    score_function: str,
+    normalize: bool,
+    routed_scaling_factor: float,
+) -> Tensor | None: ...
+def set_expert_hooks(*, shim: object) -> None: ...
 def grouped_swiglu(
     x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, probs: Tensor | None, recompute_activation: bool
 ) -> Tensor | None: ...

@@ -186,12 +186,9 @@ def install() -> None:
         current_stream=torch.cuda.current_stream,
         is_current_stream_capturing=torch.cuda.is_current_stream_capturing,
         get_device_name=torch.cuda.get_device_name,
-        Stream=lambda device: stream,
-        Event=lambda: event,
     )
 
     low_latency.torch = nvlink.torch
-    low_latency.NvlinkLowLatencyBackend._keep = lambda *_: None
 
 
 if __name__ == "__main__":

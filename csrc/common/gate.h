@@ -40,7 +40,6 @@ struct GateOptions {
     double routed_scaling_factor;
     DType dtype;               // of logits and grad_logits: kFloat32, kBFloat16 or kFloat16
     bool index64;              // topk_idx is int64, otherwise int32
-    int num_threads;           // unused
     bool check_finite = true;  // a logit that is not finite is an error; else it goes through the arithmetic above as any other
 };
 

@@ -170,6 +170,9 @@ CallMode Calls::begin_along(const Handle& handle, const Mode& how) {
     return mode;
 }
 
+static bool end_call(ExchangeShim& exchange, const GpuDispatchCall& call, uintptr_t stream) { return exchange.end_dispatch(call, stream); }
+static bool end_call(ExchangeShim& exchange, const GpuCombineCall& call, uintptr_t stream) { return exchange.end_combine(call, stream); }
+
 // Enqueues what the call does now. tensors: all of it.
 template <class Call>
 void Calls::run(InFlight& made, const Mode& how, Call& call, const variable_list& tensors,
@@ -181,7 +184,15 @@ void Calls::run(InFlight& made, const Mode& how, Call& call, const variable_list
         if (is_beside) own_.keep(tensors);  // which goes on with what it was given
         throw;
     }
-    if (how.is_split) made.second_half = std::make_shared<SecondHalf>(weak_from_this(), call, tensors);
+    if (how.is_split)
+        made.second_half = std::make_shared<SecondHalf>([self = weak_from_this(), call, tensors] {
+            const std::shared_ptr<Calls> calls = self.lock();
+            if (calls == nullptr || calls->is_released()) return false;
+            keep_for_current(calls->device_, tensors);
+            const uintptr_t stream = call_stream(calls->device_);
+            call_unlocked(calls->shim_, *calls->exchange_, [&](ExchangeShim& exchange) { return end_call(exchange, call, stream); });
+            return true;
+        });
     if (!is_beside) return;
     own_.keep(tensors);
     made.recorded = own_.record();
@@ -289,22 +300,6 @@ Combined Calls::combine(const Handle& handle, const Tensor& x, const ExpertRows*
     const CallMode mode = begin_along(handle, how);
     run(made, how, call, tensors, [&](ExchangeShim& exchange) { return exchange.combine(call, mode); });
     return made;
-}
-
-bool SecondHalf::finish() {
-    const std::shared_ptr<Calls> calls = calls_.lock();
-    if (calls == nullptr || calls->is_released()) return false;
-    calls->finish(call_, tensors_);
-    return true;
-}
-
-void Calls::finish(const std::variant<GpuDispatchCall, GpuCombineCall>& call, at::TensorList tensors) {
-    keep_for_current(device_, tensors);
-    const uintptr_t stream = call_stream(device_);
-    call_unlocked(shim_, *exchange_, [&](ExchangeShim& exchange) {
-        if (const auto* dispatch = std::get_if<GpuDispatchCall>(&call)) return exchange.end_dispatch(*dispatch, stream);
-        return exchange.end_combine(std::get<GpuCombineCall>(call), stream);
-    });
 }
 
 // ---- failures ----

@@ -7,7 +7,6 @@
 #include <memory>
 #include <optional>
 #include <utility>
-#include <variant>
 
 #include "runtime/nvlink/shim.h"
 #include "torch/handle.h"
@@ -36,27 +35,6 @@ struct CombineInputs {
     Tensor source_weights;     // [tokens_per_row, num_tokens / tokens_per_row], applied at the source instead of `weights`
     int64_t tokens_per_row = 1;
     bool sums_lanes = false;  // of topk_weight_grads, as `GpuCombineParams` has it
-};
-
-class Calls;
-
-// The rest of a call that was split. It holds the call's tensors until it is over.
-class SecondHalf {
-public:
-    SecondHalf(std::weak_ptr<Calls> calls, std::variant<GpuDispatchCall, GpuCombineCall> call, variable_list tensors)
-        : calls_(std::move(calls)), call_(std::move(call)), tensors_(std::move(tensors)) {}
-    bool finish();  // on the stream that is current by now; false where the buffer was destroyed before
-
-private:
-    const std::weak_ptr<Calls> calls_;
-    const std::variant<GpuDispatchCall, GpuCombineCall> call_;
-    variable_list tensors_;
-};
-
-// What is left of a call that has returned.
-struct InFlight {
-    std::shared_ptr<SecondHalf> second_half;  // of a split call
-    std::shared_ptr<Recorded> recorded;       // of an asynchronous one: when its results are there
 };
 
 // What a dispatch brings.
@@ -102,7 +80,6 @@ public:
     // The sum of each token's rows, and, if asked for, its topk_weight_grads. x: the rows, or the first of several tensors that hold them
     // as `expert_rows` says.
     Combined combine(const Handle& handle, const Tensor& x, const ExpertRows* expert_rows, const CombineInputs& inputs, const Mode& how);
-    void finish(const std::variant<GpuDispatchCall, GpuCombineCall>& call, at::TensorList tensors);  // a second half
 
     // Are these what the calls take?
     bool takes(const Outgoing& out) const;

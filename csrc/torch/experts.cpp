@@ -13,7 +13,6 @@ using torch::autograd::AutogradContext;
 
 struct Hooks {
     const SwigluShim* shim = nullptr;
-    py::object current_stream;
 };
 Hooks& hooks() {
     static Hooks* const made = new Hooks;  // never destroyed: Python may be gone by then
@@ -60,11 +59,6 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& group_ends) {
     return product.call(a, b, group_ends, std::nullopt, std::nullopt);
 }
 
-template <class Type>
-Type* data_of(const Tensor& tensor) {
-    return tensor.defined() ? static_cast<Type*>(tensor.data_ptr()) : nullptr;
-}
-
 GpuSwigluParams params_of(const Tensor& inner, const Tensor& probs, const Tensor& group_ends, const Tensor& y) {
     GpuSwigluParams params{};
     params.num_rows = inner.size(0);
@@ -80,8 +74,8 @@ GpuSwigluParams params_of(const Tensor& inner, const Tensor& probs, const Tensor
 
 // The GIL is held.
 void launch(bool (*call)(const GpuSwigluParams&, uintptr_t) noexcept, const GpuSwigluParams& params, const at::Device& device) {
-    const uintptr_t stream = device.is_cuda() ? hooks().current_stream(device.index()).cast<uintptr_t>() : 0;
-    if (!call(params, stream)) throw std::runtime_error("a kernel of SwiGLU cannot be launched; the GPU has failed before");
+    if (!call(params, call_stream(device) & ~kExternalStream))
+        throw std::runtime_error("a kernel of SwiGLU cannot be launched; the GPU has failed before");
 }
 
 Tensor like_half_of(const Tensor& inner) { return at::empty({inner.size(0), inner.size(1) / 2}, inner.options()); }
@@ -149,9 +143,7 @@ private:
 
 }  // namespace
 
-void set_expert_hooks(const py::capsule& shim, py::object current_stream) {
-    hooks() = {shim_in<const SwigluShim>(shim, kSwigluShimName), std::move(current_stream)};
-}
+void set_expert_hooks(const py::capsule& shim) { hooks() = {shim_in<const SwigluShim>(shim, kSwigluShimName)}; }
 
 py::object grouped_swiglu(py::handle x, py::handle counts, py::handle w1, py::handle w2, py::handle probs, bool recompute_activation) {
     if (hooks().shim == nullptr || is_watched() || !are_plain({x, counts, w1, w2, probs})) return py::none();

@@ -3,12 +3,12 @@
 #pragma once
 
 #include "runtime/nvlink/shim.h"
-#include "torch/tensors.h"
+#include "torch/streams.h"
 
 namespace deepep_moe {
 
-// What Python gives, once. shim: `_C.gpu_swiglu_shim()`. current_stream(device index): its address.
-void set_expert_hooks(const py::capsule& shim, py::object current_stream);
+// What Python gives, once. shim: `_C.gpu_swiglu_shim()`.
+void set_expert_hooks(const py::capsule& shim);
 
 // As `deepep_moe.ops.grouped_mlp` without biases and with zero_tail=False, arguments by those names.
 py::object grouped_swiglu(py::handle x, py::handle counts, py::handle w1, py::handle w2, py::handle probs, bool recompute_activation);

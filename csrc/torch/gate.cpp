@@ -15,7 +15,7 @@ using torch::autograd::AutogradContext;
 
 struct Hooks {
     const GateShim* shim = nullptr;
-    py::object current_stream, gradients;
+    py::object gradients, output, full_output;
 };
 Hooks& hooks() {
     static Hooks* const made = new Hooks;  // never destroyed: Python may be gone by then
@@ -79,6 +79,21 @@ bool is_like(const Tensor& tensor, const Tensor& logits, at::ScalarType type, in
            (is_on(logits.device(), tensor) && tensor.scalar_type() == type && tensor.dim() == 1 && tensor.size(0) == size);
 }
 
+GateOptions options_of(const Tensor& logits, const Arguments& a) {
+    return {logits.size(0),
+            static_cast<int>(logits.size(1)),
+            int_in(a.num_topk),
+            int_in(a.num_groups),
+            int_in(a.topk_groups),
+            int_in(a.group_score_topk),
+            score_function_in(a.score_function),
+            bool_in(a.normalize),
+            finite_in(a.routed_scaling_factor),
+            dtype_of(logits.scalar_type()),
+            index_type_in(a.index_dtype) == at::kLong,
+            bool_in(a.check_finite)};
+}
+
 Request request_of(const Arguments& a) {
     if (hooks().shim == nullptr || is_watched() || !are_plain({a.logits, a.expert_bias, a.mask})) throw Declined{};
     Request request{unpacked(a.logits), unpacked(a.expert_bias), unpacked(a.mask), {}};
@@ -88,44 +103,23 @@ Request request_of(const Arguments& a) {
     if (num_experts > kMaxGateExperts) throw Declined{};
     if (!is_like(request.expert_bias, logits, at::kFloat, num_experts) || !is_like(request.mask, logits, at::kBool, num_tokens))
         throw Declined{};
-    request.options = {num_tokens,
-                       static_cast<int>(num_experts),
-                       int_in(a.num_topk),
-                       int_in(a.num_groups),
-                       int_in(a.topk_groups),
-                       int_in(a.group_score_topk),
-                       score_function_in(a.score_function),
-                       bool_in(a.normalize),
-                       finite_in(a.routed_scaling_factor),
-                       dtype_of(logits.scalar_type()),
-                       index_type_in(a.index_dtype) == at::kLong,
-                       1,
-                       bool_in(a.check_finite)};
+    request.options = options_of(logits, a);
     return request;
 }
 
 // ---- launches ----
 
-// Of the device's current stream. The GIL is held.
-uintptr_t current_stream(const at::Device& device) {
-    return device.is_cuda() ? hooks().current_stream(device.index()).cast<uintptr_t>() : 0;
-}
-
 int index_of(const at::Device& device) { return device.has_index() ? device.index() : 0; }  // as `device_index` of deepep_moe/device.py
-
-template <class Type>
-Type* data_of(const Tensor& tensor) {
-    return tensor.defined() && tensor.numel() > 0 ? static_cast<Type*>(tensor.data_ptr()) : nullptr;
-}
 
 // Counts that the last launch on a stream has zeroed for the next one: a launch that does nothing else would take as long as half a gate.
 class Counts {
 public:
-    // Zeros for this launch. A CUDA graph brings its own, zeroed at every replay.
+    // Zeros for this launch. A CUDA graph brings its own, zeroed at every replay; so does a stream that its owner may destroy, whose
+    // address another stream may have by the next launch.
     Counts(const Tensor& logits, int64_t size, uintptr_t stream)
         : key_(logits.device().index(), stream, size, c10::InferenceMode::is_enabled()) {
         const at::TensorOptions options = logits.options().dtype(at::kInt);
-        const bool brings_its_own = logits.size(0) == 0 || hooks().shim->is_capturing(stream);
+        const bool brings_its_own = logits.size(0) == 0 || (stream & kExternalStream) != 0 || hooks().shim->is_capturing(stream);
         if (const auto found = brings_its_own ? zeroed().end() : zeroed().find(key_); found != zeroed().end()) {
             now = std::move(found->second);
             zeroed().erase(found);
@@ -149,9 +143,7 @@ private:
     const Key key_;
 };
 
-struct Outputs {
-    Tensor topk_idx, topk_weights, counts, probs, routing_map, in_rank, shares;
-};
+using Outputs = GateTensors;
 
 Outputs launch_forward(const Request& request) {
     const c10::OptionalDeviceGuard guard(request.logits.device());
@@ -162,7 +154,7 @@ Outputs launch_forward(const Request& request) {
     const auto empty = [&](int64_t num_columns, at::ScalarType type) {
         return at::empty({o.num_tokens, num_columns}, at::TensorOptions(logits.device()).dtype(type));
     };
-    const uintptr_t stream = current_stream(logits.device());
+    const uintptr_t stream = call_stream(logits.device());
     Counts counts(logits, o.num_experts + request.num_ranks, stream);
     Outputs made{empty(o.num_topk, o.index64 ? at::kLong : at::kInt), empty(o.num_topk, at::kFloat), counts.now, {}, {}, {}, {}};
     if (request.dense) made.probs = empty(o.num_experts, at::kFloat), made.routing_map = empty(o.num_experts, at::kBool);
@@ -184,7 +176,7 @@ Outputs launch_forward(const Request& request) {
                                data_of<int32_t>(counts.next),
                                nullptr,
                                index_of(logits.device())};
-    if (!hooks().shim->forward(params, stream)) throw Declined{};
+    if (!hooks().shim->forward(params, stream & ~kExternalStream)) throw Declined{};
     counts.keep();
     return made;
 }
@@ -193,8 +185,8 @@ struct Gradients {
     Tensor weights, probs, shares;  // undefined where there is none
 };
 
-// Undefined where Python is to compute it.
-Tensor launch_backward(const Gradients& grads, const Tensor& given_logits, const Tensor& topk_idx, GateOptions options, uintptr_t stream) {
+// Undefined where a kernel does not take it.
+Tensor launch_backward(const Gradients& grads, const Tensor& given_logits, const Tensor& topk_idx, GateOptions options) {
     for (const Tensor* grad : {&grads.weights, &grads.probs, &grads.shares})
         if (grad->defined() && (!is_on(given_logits.device(), *grad) || grad->scalar_type() != at::kFloat)) return {};
     const c10::OptionalDeviceGuard guard(given_logits.device());
@@ -203,10 +195,27 @@ Tensor launch_backward(const Gradients& grads, const Tensor& given_logits, const
     const Tensor logits = given_logits.contiguous(), chosen = topk_idx.contiguous(), grad_logits = at::empty_like(logits);
     const GateBackwardParams gate{
         options, data_of<void>(logits), data_of<void>(chosen), data_of<float>(weights), data_of<float>(shares), data_of<void>(grad_logits)};
-    return hooks().shim->backward({gate, data_of<float>(probs), index_of(logits.device())}, stream) ? grad_logits : Tensor();
+    const uintptr_t stream = call_stream(logits.device());
+    return hooks().shim->backward({gate, data_of<float>(probs), index_of(logits.device())}, stream & ~kExternalStream) ? grad_logits
+                                                                                                                       : Tensor();
+}
+
+GateOptions backward_options(const Tensor& logits, const Tensor& topk_idx, ScoreFunction score_function, bool normalize,
+                             double routed_scaling_factor) {
+    GateOptions options{logits.size(0), static_cast<int>(logits.size(1)), static_cast<int>(topk_idx.size(1)), 1, 1, 1};
+    options.score_function = score_function, options.normalize = normalize, options.routed_scaling_factor = routed_scaling_factor;
+    options.dtype = dtype_of(logits.scalar_type()), options.index64 = topk_idx.scalar_type() == at::kLong;
+    return options;
 }
 
 // ---- the function ----
+
+// What a backward keeps beside logits and topk_idx.
+struct Kept : torch::CustomClassHolder {
+    ScoreFunction score_function;
+    bool normalize, has_probs, has_shares;
+    double routed_scaling_factor;
+};
 
 struct GateFunction : torch::autograd::Function<GateFunction> {
     // Outputs: topk_weights, probs and shares as far as they are wanted, then what has no gradient.
@@ -217,15 +226,17 @@ struct GateFunction : torch::autograd::Function<GateFunction> {
         ctx->set_materialize_grads(false);
         ctx->save_for_backward({logits, made->topk_idx});
         const GateOptions& o = request->options;
-        ctx->saved_data["kept"] = std::vector<double>{static_cast<double>(o.score_function), double(o.normalize), o.routed_scaling_factor,
-                                                      double(made->probs.defined()), double(made->shares.defined())};
+        auto kept = c10::make_intrusive<Kept>();
+        kept->score_function = o.score_function, kept->normalize = o.normalize, kept->routed_scaling_factor = o.routed_scaling_factor;
+        kept->has_probs = made->probs.defined(), kept->has_shares = made->shares.defined();
+        ctx->saved_data["kept"] = c10::IValue::make_capsule(std::move(kept));
         return all_of(*made);
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-        const std::vector<double> kept = ctx->saved_data["kept"].toDoubleVector();
-        const bool has_probs = kept[3] != 0, has_shares = kept[4] != 0;
-        const Gradients given{grads[0], has_probs ? grads[1] : Tensor(), has_shares ? grads[1 + has_probs] : Tensor()};
+        const auto held = ctx->saved_data["kept"].toCapsule();
+        const Kept& kept = *static_cast<const Kept*>(held.get());
+        const Gradients given{grads[0], kept.has_probs ? grads[1] : Tensor(), kept.has_shares ? grads[1 + kept.has_probs] : Tensor()};
         variable_list made(5);  // of all arguments of the forward
         if (given.weights.defined() || given.probs.defined() || given.shares.defined())
             made[0] = gradient(given, ctx->get_saved_variables(), kept);
@@ -247,32 +258,19 @@ struct GateFunction : torch::autograd::Function<GateFunction> {
     }
 
 private:
-    static Tensor gradient(const Gradients& grads, const variable_list& saved, const std::vector<double>& kept) {
+    static Tensor gradient(const Gradients& grads, const variable_list& saved, const Kept& kept) {
         const Tensor &logits = saved[0], &topk_idx = saved[1];
-        const auto score_function = static_cast<ScoreFunction>(kept[0]);
-        const bool normalize = kept[1] != 0;
         Tensor made;
         with_errors([&] {
             if (!at::GradMode::is_enabled() && !is_watched()) {
                 const at::AutoDispatchBelowADInplaceOrView below;
-                const GateOptions options{logits.size(0),
-                                          static_cast<int>(logits.size(1)),
-                                          static_cast<int>(topk_idx.size(1)),
-                                          1,
-                                          1,
-                                          1,
-                                          score_function,
-                                          normalize,
-                                          kept[2],
-                                          dtype_of(logits.scalar_type()),
-                                          topk_idx.scalar_type() == at::kLong,
-                                          1};
-                made = launch_backward(grads, logits, topk_idx, options, current_stream(logits.device()));
+                made = launch_backward(grads, logits, topk_idx,
+                                       backward_options(logits, topk_idx, kept.score_function, kept.normalize, kept.routed_scaling_factor));
             }
             if (!made.defined())
                 made = hooks()
                            .gradients(packed(grads.weights), packed(grads.probs), packed(grads.shares), logits, topk_idx,
-                                      kScoreFunctions[static_cast<int>(score_function)], normalize, kept[2])
+                                      kScoreFunctions[static_cast<int>(kept.score_function)], kept.normalize, kept.routed_scaling_factor)
                            .cast<Tensor>();
             return variable_list{};
         });
@@ -291,46 +289,90 @@ Outputs made_of(const Request& request) {
     return made;
 }
 
+// An instance of a Python class with these fields.
+template <size_t kNumFields>
+py::object made_as(const py::object& type, const char* const (&names)[kNumFields], const std::array<py::object, kNumFields>& values) {
+    static PyObject* const keywords = [&] {
+        PyObject* const made = PyTuple_New(kNumFields);
+        for (size_t i = 0; i < kNumFields; ++i) PyTuple_SET_ITEM(made, i, PyUnicode_InternFromString(names[i]));
+        return made;
+    }();
+    PyObject* arguments[kNumFields];
+    for (size_t i = 0; i < kNumFields; ++i) arguments[i] = values[i].ptr();
+    auto made = py::reinterpret_steal<py::object>(PyObject_Vectorcall(type.ptr(), arguments, 0, keywords));
+    if (!made) throw py::error_already_set();
+    return made;
+}
+
+py::object packed_output(const Outputs& made) {
+    constexpr const char* kFields[] = {"topk_idx", "topk_weights", "num_tokens_per_expert"};
+    return made_as(hooks().output, kFields, {py::cast(made.topk_idx), py::cast(made.topk_weights), py::cast(made.counts)});
+}
+
+py::object packed_full_output(const Outputs& made, const Request& request) {
+    constexpr const char* kFields[] = {"topk_idx",    "topk_weights",        "num_tokens_per_expert", "probs",
+                                       "routing_map", "num_tokens_per_rank", "is_token_in_rank",      "shares"};
+    Tensor per_expert = made.counts, per_rank;
+    if (request.num_ranks > 0) {
+        per_expert = made.counts.narrow(0, 0, request.options.num_experts);
+        per_rank = made.counts.narrow(0, request.options.num_experts, request.num_ranks);
+    }
+    return made_as(hooks().full_output, kFields,
+                   {py::cast(made.topk_idx), py::cast(made.topk_weights), py::cast(per_expert), packed(made.probs),
+                    packed(made.routing_map), packed(per_rank), packed(made.in_rank), packed(made.shares)});
+}
+
 }  // namespace
 
-void set_gate_hooks(const py::capsule& shim, py::object current_stream, py::object gradients) {
-    hooks() = {shim_in<const GateShim>(shim, kGateShimName), std::move(current_stream), std::move(gradients)};
+void set_gate_hooks(const py::capsule& shim, py::object gradients, py::object output, py::object full_output) {
+    hooks() = {shim_in<const GateShim>(shim, kGateShimName), std::move(gradients), std::move(output), std::move(full_output)};
 }
 
 py::object gate(py::handle logits, py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
                 py::handle score_function, py::handle expert_bias, py::handle normalize, py::handle routed_scaling_factor, py::handle mask,
-                py::handle index_dtype, py::handle check_finite) {
-    try {
-        const Request request = request_of({logits, num_topk, num_groups, topk_groups, group_score_topk, score_function, expert_bias,
-                                            normalize, routed_scaling_factor, mask, index_dtype, check_finite});
-        if (!are_valid_on_gpu(request.options, 0)) return py::none();
-        const Outputs made = made_of(request);
-        return py::make_tuple(made.topk_idx, made.topk_weights, made.counts);
-    } catch (const Declined&) {
-        return py::none();
-    }
-}
-
-py::object gate_full(py::handle logits, py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
-                     py::handle score_function, py::handle expert_bias, py::handle normalize, py::handle routed_scaling_factor,
-                     py::handle mask, py::handle index_dtype, py::handle check_finite, py::handle dense, py::handle num_ranks,
-                     py::handle shares) {
+                py::handle index_dtype, py::handle check_finite, py::handle dense, py::handle num_ranks, py::handle shares, bool is_full) {
     try {
         Request request = request_of({logits, num_topk, num_groups, topk_groups, group_score_topk, score_function, expert_bias, normalize,
                                       routed_scaling_factor, mask, index_dtype, check_finite});
         request.dense = bool_in(dense), request.num_ranks = int_in(num_ranks), request.shares = bool_in(shares);
         if (!are_valid_on_gpu(request.options, request.num_ranks)) return py::none();
         const Outputs made = made_of(request);
-        Tensor per_expert = made.counts, per_rank;
-        if (request.num_ranks > 0) {
-            per_expert = made.counts.narrow(0, 0, request.options.num_experts);
-            per_rank = made.counts.narrow(0, request.options.num_experts, request.num_ranks);
-        }
-        return py::make_tuple(made.topk_idx, made.topk_weights, per_expert, packed(made.probs), packed(made.routing_map), packed(per_rank),
-                              packed(made.in_rank), packed(made.shares));
+        return is_full ? packed_full_output(made, request) : packed_output(made);
     } catch (const Declined&) {
         return py::none();
     }
+}
+
+std::optional<GateTensors> run_gate(const Tensor& logits, const OptionalTensor& expert_bias, const OptionalTensor& mask,
+                                    py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
+                                    py::handle score_function, py::handle normalize, py::handle routed_scaling_factor,
+                                    py::handle check_finite, py::handle index_dtype, bool dense, int num_ranks, bool shares) {
+    try {
+        Request request{logits, or_none(expert_bias), or_none(mask),
+                        options_of(logits, {{},
+                                            num_topk,
+                                            num_groups,
+                                            topk_groups,
+                                            group_score_topk,
+                                            score_function,
+                                            {},
+                                            normalize,
+                                            routed_scaling_factor,
+                                            {},
+                                            index_dtype,
+                                            check_finite})};
+        request.dense = dense, request.num_ranks = num_ranks, request.shares = shares;
+        return launch_forward(request);
+    } catch (const Declined&) {
+        return std::nullopt;
+    }
+}
+
+OptionalTensor run_gate_backward(const OptionalTensor& grad_topk_weights, const OptionalTensor& grad_probs,
+                                 const OptionalTensor& grad_shares, const Tensor& logits, const Tensor& topk_idx, py::handle score_function,
+                                 bool normalize, double routed_scaling_factor) {
+    const GateOptions options = backward_options(logits, topk_idx, score_function_in(score_function), normalize, routed_scaling_factor);
+    return optional_of(launch_backward({or_none(grad_topk_weights), or_none(grad_probs), or_none(grad_shares)}, logits, topk_idx, options));
 }
 
 }  // namespace deepep_moe

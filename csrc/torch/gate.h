@@ -3,22 +3,31 @@
 #pragma once
 
 #include "runtime/nvlink/shim.h"
-#include "torch/tensors.h"
+#include "torch/streams.h"
 
 namespace deepep_moe {
 
-// What Python gives, once. shim: `_C.gpu_gate_shim()`. current_stream(device index): its address. gradients: of a backward that C++
-// declines, such as one that is to be differentiated.
-void set_gate_hooks(const py::capsule& shim, py::object current_stream, py::object gradients);
+// What Python gives, once. shim: `_C.gpu_gate_shim()`. gradients: of a backward that C++ declines, such as one that is to be
+// differentiated. output, full_output: the classes `GateOutput` and `FullGateOutput`.
+void set_gate_hooks(const py::capsule& shim, py::object gradients, py::object output, py::object full_output);
 
-// Arguments in the order of `deepep_moe.ops.gate`. Returns (topk_idx, topk_weights, num_tokens_per_expert).
+struct GateTensors {
+    Tensor topk_idx, topk_weights, counts, probs, routing_map, in_rank, shares;  // counts: of experts, then of ranks
+};
+
+// Without gradient, of arguments that Python has checked. Nothing where a kernel has reported what was not finite.
+std::optional<GateTensors> run_gate(const Tensor& logits, const OptionalTensor& expert_bias, const OptionalTensor& mask,
+                                    py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
+                                    py::handle score_function, py::handle normalize, py::handle routed_scaling_factor,
+                                    py::handle check_finite, py::handle index_dtype, bool dense, int num_ranks, bool shares);
+OptionalTensor run_gate_backward(const OptionalTensor& grad_topk_weights, const OptionalTensor& grad_probs,
+                                 const OptionalTensor& grad_shares, const Tensor& logits, const Tensor& topk_idx, py::handle score_function,
+                                 bool normalize, double routed_scaling_factor);
+
+// Arguments in the order of `deepep_moe.ops.gate`, then those of `gate_full`. Returns `GateOutput`, or `FullGateOutput` where it `is_full`,
+// or None where Python is to make the call.
 py::object gate(py::handle logits, py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
                 py::handle score_function, py::handle expert_bias, py::handle normalize, py::handle routed_scaling_factor, py::handle mask,
-                py::handle index_dtype, py::handle check_finite);
-// Returns the fields of `FullGateOutput`.
-py::object gate_full(py::handle logits, py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
-                     py::handle score_function, py::handle expert_bias, py::handle normalize, py::handle routed_scaling_factor,
-                     py::handle mask, py::handle index_dtype, py::handle check_finite, py::handle dense, py::handle num_ranks,
-                     py::handle shares);
+                py::handle index_dtype, py::handle check_finite, py::handle dense, py::handle num_ranks, py::handle shares, bool is_full);
 
 }  // namespace deepep_moe

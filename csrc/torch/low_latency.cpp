@@ -1,12 +1,16 @@
 #include "torch/low_latency.h"
 
-#include "common/low_latency_call.h"
-
 namespace deepep_moe {
 namespace {
 
 bool is_text(py::handle object, const char* text) {
-    return PyUnicode_CheckExact(object.ptr()) && PyUnicode_CompareWithASCIIString(object.ptr(), text) == 0;
+    return PyUnicode_Check(object.ptr()) && PyUnicode_CompareWithASCIIString(object.ptr(), text) == 0;
+}
+
+bool is_true(py::handle object) {
+    const int is = PyObject_IsTrue(object.ptr());
+    if (is < 0) throw py::error_already_set();
+    return is == 1;
 }
 
 bool is_contiguous_like(const Tensor& tensor, at::IntArrayRef sizes) { return tensor.sizes() == sizes && tensor.is_contiguous(); }
@@ -18,7 +22,8 @@ LowLatencyCalls::LowLatencyCalls(py::object shim, const Settings& settings, Tens
       owner_(std::move(shim)),
       shim_(shim_in<LowLatencyShim>(owner_.attr("capsule")(), kLowLatencyShimName)),
       statistics_(std::move(statistics)),
-      number_(at::empty({1}, statistics_.options())) {}
+      number_(at::empty({1}, statistics_.options())),
+      own_(statistics_.device()) {}
 
 void LowLatencyCalls::release() {
     shim_ = nullptr;
@@ -48,9 +53,35 @@ bool LowLatencyCalls::are_weights(const Tensor& topk_weights, int64_t num_tokens
 
 // ---- calls ----
 
-LowLatencyCalls::Received LowLatencyCalls::receive_buffers(at::ScalarType type, bool fp8, bool is_rounded) const {
+// Makes `half(shim, sends, receives, stream)` for both halves, or for the first. tensors: all of the call.
+template <class Half>
+void LowLatencyCalls::run(InFlight& made, py::handle async_op, py::handle return_hook, const variable_list& tensors, const Half& half) {
+    TORCH_CHECK(shim_ != nullptr, "the buffer was destroyed");
+    const bool is_split = is_true(return_hook), is_beside = !is_split && is_true(async_op);
+    const at::Device device = statistics_.device();
+    const uintptr_t stream = is_beside ? own_.follow() : call_stream(device);
+    try {
+        call_unlocked(owner_, *shim_, [&](LowLatencyShim& shim) { return half(shim, true, !is_split, stream); });
+    } catch (...) {
+        if (is_beside) own_.keep(tensors);  // which goes on with what it was given
+        throw;
+    }
+    if (is_beside) {
+        own_.keep(tensors);
+        made.recorded = own_.record();
+    }
+    if (!is_split) return;
+    made.second_half = std::make_shared<SecondHalf>([self = shared_from_this(), device, tensors, half] {
+        if (self->shim_ == nullptr) return false;
+        keep_for_current(device, tensors);
+        const uintptr_t now = call_stream(device);
+        call_unlocked(self->owner_, *self->shim_, [&](LowLatencyShim& shim) { return half(shim, false, true, now); });
+        return true;
+    });
+}
+
+void LowLatencyCalls::receive_into(LowLatencyReceived& made, at::ScalarType type, bool fp8, bool is_rounded) const {
     const int64_t num_experts = settings_.num_local_experts, capacity = settings_.num_ranks * settings_.num_max_tokens;
-    Received made;
     made.x = empty({num_experts, capacity, settings_.hidden}, fp8 ? at::kFloat8_e4m3fn : type);
     if (fp8) {
         const int64_t columns_each = kScaleBlock * (is_rounded ? 4 : 1), num_columns = (settings_.hidden + columns_each - 1) / columns_each;
@@ -59,51 +90,82 @@ LowLatencyCalls::Received LowLatencyCalls::receive_buffers(at::ScalarType type, 
     made.counts = empty({num_experts}, at::kInt);
     const c10::InferenceMode counts_changes(false);  // in which PyTorch counts changes in place
     made.state = empty({settings_.handle_bytes}, at::kByte);
+}
+
+std::optional<LowLatencyReceived> LowLatencyCalls::dispatch(py::handle x, py::handle topk_idx, py::handle topk_weights, py::handle fp8,
+                                                            py::handle scale_format, py::handle async_op, py::handle return_hook,
+                                                            bool is_checked) {
+    if (!is_checked && (!are_plain({x, topk_idx, topk_weights}) || !is_ready())) return std::nullopt;
+    const Tensor rows = unpacked(x), idx = unpacked(topk_idx), weights = unpacked(topk_weights);
+    const bool is_fp8 = is_true(fp8), is_rounded = is_text(scale_format, "ue8m0");
+    if (!is_checked) {
+        if (is_fp8 ? settings_.hidden % kScaleBlock != 0 : is_rounded) return std::nullopt;
+        if ((!is_rounded && !is_text(scale_format, "fp32")) || !takes(rows, idx, weights)) return std::nullopt;
+    }
+    LowLatencyReceived made;
+    made.num_tokens = rows.size(0);
+    try {
+        receive_into(made, rows.scalar_type(), is_fp8, is_rounded);
+    } catch (const c10::Error&) {
+        if (is_checked) throw;
+        return std::nullopt;  // Python will find the same, and tells the peers
+    }
+    LowLatencyDispatchParams params{};
+    params.what.dtype = dtype_of(rows.scalar_type());
+    params.what.fp8 = is_fp8, params.what.is_rounded = is_rounded, params.what.has_weights = weights.defined();
+    params.statistics = data_of<int64_t>(statistics_);
+    params.is_int64 = idx.scalar_type() == at::kLong;
+    params.num_tokens = static_cast<int>(made.num_tokens);
+    params.x = data_of<std::byte>(rows), params.topk_idx = data_of<void>(idx), params.topk_weights = data_of<float>(weights);
+    params.handle = data_of<std::byte>(made.state);
+    params.recv_x = data_of<std::byte>(made.x), params.recv_x_scales = data_of<void>(made.x_scales);
+    params.num_recv_tokens_per_expert = data_of<int32_t>(made.counts);
+    run(made, async_op, return_hook, {rows, idx, weights, made.state, made.x, made.x_scales, made.counts, statistics_},
+        [params](LowLatencyShim& shim, bool sends, bool receives, uintptr_t stream) {
+            return shim.dispatch(params, sends, receives, stream);
+        });
+    if (is_fp8) made.x_scales = made.x_scales.transpose(1, 2);
     return made;
 }
 
-py::object LowLatencyCalls::dispatch(py::handle x, py::handle topk_idx, py::handle topk_weights, py::handle fp8, py::handle scale_format,
-                                     uintptr_t stream) {
-    if (!are_plain({x, topk_idx, topk_weights}) || !is_ready()) return py::none();
-    const bool is_fp8 = fp8.ptr() == Py_True, is_rounded = is_text(scale_format, "ue8m0");
-    if ((!is_fp8 && fp8.ptr() != Py_False) || (is_rounded ? !is_fp8 : !is_text(scale_format, "fp32"))) return py::none();
-    if (is_fp8 && settings_.hidden % kScaleBlock != 0) return py::none();
-    const Tensor rows = unpacked(x), idx = unpacked(topk_idx), weights = unpacked(topk_weights);
-    if (!takes(rows, idx, weights)) return py::none();
-    Received made;
-    try {
-        made = receive_buffers(rows.scalar_type(), is_fp8, is_rounded);
-    } catch (const c10::Error&) {
-        return py::none();  // Python will find the same, and tells the peers
-    }
-    const auto params =
-        low_latency_dispatch_of(arg_of(rows), arg_of(idx), arg_of(weights), arg_of(made.state), arg_of(made.x), arg_of(made.x_scales),
-                                arg_of(made.counts), arg_of(statistics_), dtype_of(rows.scalar_type()), is_rounded);
-    call_unlocked(owner_, *shim_, [&](LowLatencyShim& shim) { return shim.dispatch(params, stream); });
-    if (is_fp8) made.x_scales = made.x_scales.transpose(1, 2);
-    return py::make_tuple(rows.size(0), made.x, packed(made.x_scales), made.counts, made.state);
-}
-
-py::object LowLatencyCalls::combine(py::handle x, py::handle state, int64_t num_tokens, py::handle topk_weights, py::handle out,
-                                    py::handle wire, uintptr_t stream) {
-    if (!are_plain({x, state, topk_weights, out}) || !is_ready()) return py::none();
-    const bool fp8 = is_text(wire, "fp8");
-    if (fp8 ? settings_.hidden % kScaleBlock != 0 : !wire.is_none()) return py::none();
+std::optional<LowLatencyCombined> LowLatencyCalls::combine(py::handle x, py::handle state, int64_t num_tokens, py::handle topk_weights,
+                                                           py::handle out, py::handle wire, py::handle async_op, py::handle return_hook,
+                                                           bool is_checked) {
+    if (!is_checked && (!are_plain({x, state, topk_weights, out}) || !is_ready())) return std::nullopt;
     const Tensor rows = unpacked(x), memory = unpacked(state), weights = unpacked(topk_weights);
+    LowLatencyCombined made;
+    made.x = unpacked(out);
     const int64_t sizes[] = {num_tokens, settings_.hidden};
-    if (!are_rows(rows, {settings_.num_local_experts, settings_.num_ranks * settings_.num_max_tokens, settings_.hidden})) return py::none();
-    if (!are_weights(weights, num_tokens) || !is_on(statistics_.device(), memory)) return py::none();
-    Tensor combined_x = unpacked(out);
-    if (combined_x.defined() && (!are_rows(combined_x, sizes) || combined_x.scalar_type() != rows.scalar_type())) return py::none();
-    try {
-        if (!combined_x.defined()) combined_x = empty(sizes, rows.scalar_type());
-    } catch (const c10::Error&) {
-        return py::none();  // as in dispatch
+    const bool fp8 = is_text(wire, "fp8");
+    if (!is_checked) {
+        if (fp8 ? settings_.hidden % kScaleBlock != 0 : !wire.is_none()) return std::nullopt;
+        if (!are_rows(rows, {settings_.num_local_experts, settings_.num_ranks * settings_.num_max_tokens, settings_.hidden}))
+            return std::nullopt;
+        if (!are_weights(weights, num_tokens) || !is_on(statistics_.device(), memory)) return std::nullopt;
+        if (made.x.defined() && (!are_rows(made.x, sizes) || made.x.scalar_type() != rows.scalar_type())) return std::nullopt;
     }
-    const auto params = low_latency_combine_of(arg_of(rows), arg_of(memory), arg_of(weights), arg_of(number_), arg_of(combined_x),
-                                               arg_of(statistics_), dtype_of(rows.scalar_type()), fp8);
-    call_unlocked(owner_, *shim_, [&](LowLatencyShim& shim) { return shim.combine(params, stream); });
-    return py::cast(combined_x);
+    Tensor number = number_;
+    try {
+        if (!made.x.defined()) made.x = empty(sizes, rows.scalar_type());
+        if (is_true(return_hook)) number = empty({1}, at::kLong);  // another combine may come before the second half
+    } catch (const c10::Error&) {
+        if (is_checked) throw;
+        return std::nullopt;  // as in dispatch
+    }
+    LowLatencyCombineParams params{};
+    params.what.dtype = dtype_of(rows.scalar_type());
+    params.what.fp8 = fp8, params.what.has_weights = weights.defined();
+    params.statistics = data_of<int64_t>(statistics_);
+    params.num_tokens = static_cast<int>(num_tokens);
+    params.handle = data_of<std::byte>(memory), params.call = data_of<std::byte>(number);
+    params.topk_weights = data_of<float>(weights);
+    params.x = data_of<std::byte>(rows), params.combined_x = data_of<std::byte>(made.x);
+    keep_for_current(statistics_.device(), {memory});  // on its dispatch's stream or another: the caller may drop the handle at once
+    run(made, async_op, return_hook, {rows, memory, weights, number, made.x, statistics_},
+        [params](LowLatencyShim& shim, bool sends, bool receives, uintptr_t stream) {
+            return shim.combine(params, sends, receives, stream);
+        });
+    return made;
 }
 
 }  // namespace deepep_moe

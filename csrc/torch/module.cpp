@@ -222,22 +222,55 @@ void bind_calls(py::module_& m) {
     m.def("call_stream", wrap_pybind_function(call_stream), py::arg("device"));
 }
 
-std::unique_ptr<LowLatencyCalls> make_low_latency(py::object shim, int64_t num_ranks, int64_t num_local_experts, int64_t num_topk,
+std::shared_ptr<LowLatencyCalls> make_low_latency(py::object shim, int64_t num_ranks, int64_t num_local_experts, int64_t num_topk,
                                                   int64_t hidden, int64_t num_max_tokens, int64_t handle_bytes, const Tensor& statistics) {
     const LowLatencyCalls::Settings settings{num_ranks, num_local_experts, num_topk, hidden, num_max_tokens, handle_bytes};
-    return std::make_unique<LowLatencyCalls>(std::move(shim), settings, statistics);
+    return std::make_shared<LowLatencyCalls>(std::move(shim), settings, statistics);
+}
+
+void bind_low_latency(py::module_& m) {
+    using torch::wrap_pybind_function;
+    const py::arg x("x"), topk_weights("topk_weights"), async_op("async_op"), return_hook("return_hook"), is_checked("is_checked");
+    py::class_<LowLatencyReceived, InFlight>(m, "LowLatencyReceived")
+        .def_readonly("num_tokens", &LowLatencyReceived::num_tokens)
+        .def_readonly("recv_x", &LowLatencyReceived::x)
+        .def_property_readonly("recv_x_scales", [](const LowLatencyReceived& self) { return optional_of(self.x_scales); })
+        .def_readonly("num_recv_tokens_per_expert", &LowLatencyReceived::counts)
+        .def_readonly("state", &LowLatencyReceived::state);
+    py::class_<LowLatencyCombined, InFlight>(m, "LowLatencyCombined").def_readonly("combined_x", &LowLatencyCombined::x);
+    py::class_<LowLatencyCalls, std::shared_ptr<LowLatencyCalls>>(m, "LowLatencyCalls")
+        .def(py::init(&make_low_latency), py::kw_only(), py::arg("shim"), py::arg("num_ranks"), py::arg("num_local_experts"),
+             py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"), py::arg("handle_bytes"), py::arg("statistics"))
+        .def("release", &LowLatencyCalls::release)
+        .def("dispatch", wrap_pybind_function(&LowLatencyCalls::dispatch), x, py::arg("topk_idx"), topk_weights, py::arg("fp8"),
+             py::arg("scale_format"), async_op, return_hook, is_checked)
+        .def("combine", wrap_pybind_function(&LowLatencyCalls::combine), x, py::arg("state"), py::arg("num_tokens"), topk_weights,
+             py::arg("out"), py::arg("wire"), async_op, return_hook, is_checked);
 }
 
 void bind_gate(py::module_& m) {
     using torch::wrap_pybind_function;
-    m.def("set_gate_hooks", &set_gate_hooks, py::kw_only(), py::arg("shim"), py::arg("current_stream"), py::arg("gradients"));
+    m.def("set_gate_hooks", &set_gate_hooks, py::kw_only(), py::arg("shim"), py::arg("gradients"), py::arg("output"),
+          py::arg("full_output"));
+    py::class_<GateTensors>(m, "GateTensors")
+        .def_readonly("topk_idx", &GateTensors::topk_idx)
+        .def_readonly("topk_weights", &GateTensors::topk_weights)
+        .def_readonly("counts", &GateTensors::counts)
+        .def_readonly("probs", &GateTensors::probs)
+        .def_readonly("routing_map", &GateTensors::routing_map)
+        .def_readonly("in_rank", &GateTensors::in_rank)
+        .def_readonly("shares", &GateTensors::shares);
+    m.def("run_gate", wrap_pybind_function(run_gate), py::arg("logits"), py::arg("expert_bias"), py::arg("mask"), py::arg("num_topk"),
+          py::arg("num_groups"), py::arg("topk_groups"), py::arg("group_score_topk"), py::arg("score_function"), py::arg("normalize"),
+          py::arg("routed_scaling_factor"), py::arg("check_finite"), py::arg("index_dtype"), py::arg("dense"), py::arg("num_ranks"),
+          py::arg("shares"));
+    m.def("run_gate_backward", wrap_pybind_function(run_gate_backward), py::arg("grad_topk_weights"), py::arg("grad_probs"),
+          py::arg("grad_shares"), py::arg("logits"), py::arg("topk_idx"), py::arg("score_function"), py::arg("normalize"),
+          py::arg("routed_scaling_factor"));
     m.def("gate", wrap_pybind_function(gate), py::arg("logits"), py::arg("num_topk"), py::arg("num_groups"), py::arg("topk_groups"),
           py::arg("group_score_topk"), py::arg("score_function"), py::arg("expert_bias"), py::arg("normalize"),
-          py::arg("routed_scaling_factor"), py::arg("mask"), py::arg("index_dtype"), py::arg("check_finite"));
-    m.def("gate_full", wrap_pybind_function(gate_full), py::arg("logits"), py::arg("num_topk"), py::arg("num_groups"),
-          py::arg("topk_groups"), py::arg("group_score_topk"), py::arg("score_function"), py::arg("expert_bias"), py::arg("normalize"),
           py::arg("routed_scaling_factor"), py::arg("mask"), py::arg("index_dtype"), py::arg("check_finite"), py::arg("dense"),
-          py::arg("num_ranks"), py::arg("shares"));
+          py::arg("num_ranks"), py::arg("shares"), py::arg("is_full"));
 }
 
 }  // namespace
@@ -251,15 +284,8 @@ PYBIND11_MODULE(_torch, m) {
     bind_results(m);
     bind_calls(m);
     bind_gate(m);
-    m.def("set_expert_hooks", &set_expert_hooks, py::kw_only(), py::arg("shim"), py::arg("current_stream"));
+    m.def("set_expert_hooks", &set_expert_hooks, py::kw_only(), py::arg("shim"));
     m.def("grouped_swiglu", torch::wrap_pybind_function(grouped_swiglu), py::arg("x"), py::arg("counts"), py::arg("w1"), py::arg("w2"),
           py::arg("probs"), py::arg("recompute_activation"));
-    py::class_<LowLatencyCalls>(m, "LowLatencyCalls")
-        .def(py::init(&make_low_latency), py::kw_only(), py::arg("shim"), py::arg("num_ranks"), py::arg("num_local_experts"),
-             py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"), py::arg("handle_bytes"), py::arg("statistics"))
-        .def("release", &LowLatencyCalls::release)
-        .def("dispatch", torch::wrap_pybind_function(&LowLatencyCalls::dispatch), py::arg("x"), py::arg("topk_idx"),
-             py::arg("topk_weights"), py::arg("fp8"), py::arg("scale_format"), py::arg("stream"))
-        .def("combine", torch::wrap_pybind_function(&LowLatencyCalls::combine), py::arg("x"), py::arg("state"), py::arg("num_tokens"),
-             py::arg("topk_weights"), py::arg("out"), py::arg("wire"), py::arg("stream"));
+    bind_low_latency(m);
 }

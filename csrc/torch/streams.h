@@ -4,7 +4,10 @@
 
 #include <c10/core/Event.h>
 
+#include <functional>
+#include <memory>
 #include <optional>
+#include <utility>
 
 #include "torch/tensors.h"
 
@@ -24,6 +27,22 @@ public:
 private:
     const at::Device device_;
     c10::Event event_;
+};
+
+// The rest of a call that was split. It holds the call's tensors until it is over.
+class SecondHalf {
+public:
+    explicit SecondHalf(std::function<bool()> rest) : rest_(std::move(rest)) {}
+    bool finish() const { return rest_(); }  // on the stream that is current by now; false where the buffer was destroyed before
+
+private:
+    const std::function<bool()> rest_;
+};
+
+// What is left of a call that has returned.
+struct InFlight {
+    std::shared_ptr<SecondHalf> second_half;  // of a split call
+    std::shared_ptr<Recorded> recorded;       // of an asynchronous one: when its results are there
 };
 
 // Memory of these is not used again before the device's current stream is through with what it has been given by then.

@@ -142,6 +142,11 @@ inline TensorArg arg_of(const Tensor& tensor) {
     return arg;
 }
 
+template <class Type>
+Type* data_of(const Tensor& tensor) {
+    return tensor.defined() && tensor.numel() > 0 ? static_cast<Type*>(tensor.data_ptr()) : nullptr;
+}
+
 inline bool is_aligned(const Tensor& tensor) { return arg_of(tensor).address % kRowAlignment == 0; }
 
 inline bool can_be_summed(at::ScalarType type) { return type == at::kFloat || type == at::kBFloat16 || type == at::kHalf; }

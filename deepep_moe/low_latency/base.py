@@ -1,15 +1,16 @@
 """What a backend of a `LowLatencyBuffer` does."""
 
 import os
-from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.event import Event
 from deepep_moe.group.settings import Settings
+
+if TYPE_CHECKING:
+    from deepep_moe._torch import LowLatencyCalls
 
 DESTROYED = "this LowLatencyBuffer was destroyed; create another"
 FORKED = "this LowLatencyBuffer belongs to the process that created it, not to one forked from it; create another"
@@ -19,18 +20,13 @@ NOT_RECEIVED = (
 )
 
 
-class Call(NamedTuple):
-    """A checked call of the native exchange: its arguments before `sends` and `receives`."""
-
-    operation: str
-    arguments: tuple[Any, ...]
-
-
 class LowLatencyBackend:
     """One way to move the rows. A call has two halves, sending and receiving."""
 
     name: str
     device: torch.device
+    calls: "LowLatencyCalls | None" = None
+    """What makes calls from C++, of arguments that nobody has checked; None on CPUs."""
 
     def __init__(self, settings: Settings, native: Any):
         self.settings = settings
@@ -41,39 +37,33 @@ class LowLatencyBackend:
 
     # ---- calls ----
 
-    def run(self, call: Call) -> None:
-        """Both halves."""
-        self._move(call, True, True)
-
-    def start(self, call: Call) -> Event:
-        """Send; waiting for the event receives."""
-        self._move(call, True, False)
-        return Event(second_half=partial(self._move, call, False, True))
-
-    def start_async(self, call: Call) -> Event:
-        """Both halves, beside the caller's stream or thread."""
+    def open(self, statistics: Tensor) -> None:
+        """Get ready for the calls of a buffer with these statistics."""
         raise NotImplementedError
 
-    def _move(self, call: Call, sends: bool, receives: bool) -> None:
+    def dispatch(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, fp8: bool, scale_format: str, async_op: bool, return_hook: bool
+    ) -> Any:
+        """Make a call that was checked. Return what has the fields of `_torch.LowLatencyReceived`."""
         raise NotImplementedError
 
-    def plain_calls(self, statistics: Tensor) -> Any:
-        """`_torch.LowLatencyCalls` for the plain calls of a buffer with these statistics, or None."""
-        return None
+    def combine(
+        self, x: Tensor, state: Tensor, num_tokens: int, topk_weights: Tensor | None, out: Tensor | None, wire: str | None,
+        async_op: bool, return_hook: bool,
+    ) -> Any:  # fmt: skip
+        """Make a call that was checked. Return what has the fields of `_torch.LowLatencyCombined`."""
+        raise NotImplementedError
 
-    def stream(self) -> int:
-        """The address of the current stream; 0 where there are none."""
-        return 0
-
-    def keep_for_current(self, tensor: Tensor) -> None:
-        """The memory of the tensor is not used again before the current stream is through with it."""
+    def event(self, made: Any) -> Event:
+        """Return the event of a call with `async_op` or `return_hook`."""
+        raise NotImplementedError
 
     # ---- the rest ----
 
     def num_calls(self) -> int:
-        """Return the number of calls that this rank has sent or refused. Calls that C++ has made need not be counted: none is made while
-        another is in flight."""
-        raise NotImplementedError
+        """Return the number of calls that this rank has sent or refused."""
+        num_calls: int = self._native.num_calls
+        return num_calls
 
     def mask(self, rank: int, masked: bool) -> None:
         raise NotImplementedError
@@ -105,17 +95,9 @@ class LowLatencyBackend:
     def destroy(self) -> None:
         self._native = None
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
     def zeros(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):  # it outlives the mode that it is made in
             return torch.zeros(shape, dtype=dtype, device=self.device)
-
-    def _call(self, call: Call, *mode: Any) -> None:
-        if self._native is None:
-            raise BufferDestroyedError(DESTROYED)
-        getattr(self._native, call.operation)(*call.arguments, *mode)
 
 
 def native_settings(s: Settings, mask_stalled: bool) -> dict[str, Any]:

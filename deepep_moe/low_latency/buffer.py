@@ -4,8 +4,9 @@ import contextlib
 import itertools
 import logging
 import os
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,23 +14,20 @@ from torch import Tensor
 
 from deepep_moe import config
 from deepep_moe.arguments import as_int, check_bool
-from deepep_moe.device import DTYPES, is_gpu, making_on
+from deepep_moe.device import is_gpu, making_on
 from deepep_moe.errors import BufferDestroyedError, EPError, told
 from deepep_moe.event import Event
 from deepep_moe.group.nodes import find_nodes
 from deepep_moe.group.rendezvous import introduce, join
 from deepep_moe.group.settings import Settings, Sizes, check_settings
 from deepep_moe.library import is_dry_run
-from deepep_moe.low_latency.base import DESTROYED, FORKED, NOT_RECEIVED, Call, LowLatencyBackend
-from deepep_moe.low_latency.checks import (
-    check_combine,
-    check_combine_input,
-    check_dispatch,
-    check_low_latency_settings,
-    num_scale_columns,
-)
+from deepep_moe.low_latency.base import DESTROYED, FORKED, NOT_RECEIVED, LowLatencyBackend
+from deepep_moe.low_latency.checks import check_combine, check_combine_input, check_dispatch, check_low_latency_settings
 from deepep_moe.low_latency.handle import LowLatencyHandle, LowLatencyOutput, LowLatencyStatistics
 from deepep_moe.low_latency.select import BACKENDS, make_backend
+
+if TYPE_CHECKING:
+    from deepep_moe._torch import LowLatencyCalls
 
 logger = logging.getLogger("deepep_moe")
 _numbers = itertools.count()
@@ -109,11 +107,11 @@ class LowLatencyBuffer(Sizes):
         """Make a new backend ready for calls, and say which it is."""
         try:
             statistics = made.zeros(self.num_local_experts + self.num_ranks + 1, torch.int64)
-            plain_calls = made.plain_calls(statistics)
+            made.open(statistics)
         except BaseException:
             made.destroy()
             raise
-        self._statistics, self._plain_calls = statistics, plain_calls
+        self._statistics = statistics
         self._backend: LowLatencyBackend | None = made
         self.backend: str = made.name
         self._log_backend(made.name, made.workspace_bytes)
@@ -190,38 +188,21 @@ class LowLatencyBuffer(Sizes):
                 peers learn nothing, and the call may be made again.
             EPMismatchError: ranks make different calls. EPTimeoutError: a peer died or stalled. BufferDestroyedError: after `destroy`.
         """
-        native = None if async_op or return_hook else self._plain()
-        if native is not None:
-            stream = self._alive().stream()
-            made = native.dispatch(x, topk_idx, topk_weights, fp8, scale_format, stream)
-            if made is not None:
-                num_tokens, recv_x, scales, counts, state = made
-                handle = LowLatencyHandle(self._number, num_tokens, state).seal(stream)
-                return LowLatencyOutput(recv_x, scales, counts, handle, None, None)
-        self._choose(x)
-        s, backend = self._settings, self._begin()
-        try:
-            check_dispatch(x, topk_idx, topk_weights, fp8, scale_format, s, backend)
-            recv_x, scales, counts, state = self._receive_buffers(backend, x.dtype, fp8, scale_format)
-        except BaseException as error:
-            self._refuse(error)
-        arguments = x, topk_idx, topk_weights, state, recv_x, scales, counts, self._statistics, DTYPES[x.dtype], scale_format == "ue8m0"
-        event = self._run(Call("dispatch", arguments), async_op, return_hook)
-        handle = LowLatencyHandle(self._number, x.shape[0], state, event).seal(backend.stream())
-        return LowLatencyOutput(recv_x, scales, counts, handle, event, event.wait if return_hook and event is not None else None)
-
-    def _receive_buffers(
-        self, backend: LowLatencyBackend, dtype: torch.dtype, fp8: bool, scale_format: str
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Rows, their scales, their number for each local expert, and the handle's state."""
-        s, scales = self._settings, None
-        recv_x = backend.empty((s.num_local_experts, self.capacity, s.hidden), torch.float8_e4m3fn if fp8 else dtype)
-        if fp8:
-            num_columns, scale_dtype = num_scale_columns(s.hidden, scale_format)
-            scales = backend.empty((s.num_local_experts, num_columns, self.capacity), scale_dtype).transpose(1, 2)
-        counts = backend.empty((s.num_local_experts,), torch.int32)
-        with torch.inference_mode(False):  # in which PyTorch counts no changes
-            return recv_x, scales, counts, backend.empty((backend.handle_bytes,), torch.uint8)
+        calls = self._calls()
+        arguments = x, topk_idx, topk_weights, fp8, scale_format
+        made = None if calls is None else calls.dispatch(*arguments, async_op, return_hook, False)
+        if made is None:
+            self._choose(x)
+            backend = self._begin()
+            try:
+                check_dispatch(*arguments, self._settings, backend)
+            except BaseException as error:
+                self._refuse(error)
+            made = self._run(backend.dispatch, arguments, async_op, return_hook)
+        event = self._in_flight_of(made) if async_op or return_hook else None
+        handle = LowLatencyHandle(self._number, made.num_tokens, made.state, event).seal()
+        hook = event.wait if return_hook and event is not None else None
+        return LowLatencyOutput(made.recv_x, made.recv_x_scales, made.num_recv_tokens_per_expert, handle, event, hook)
 
     def combine(
         self,
@@ -262,27 +243,22 @@ class LowLatencyBuffer(Sizes):
 
         Raises: as `dispatch`.
         """
-        native, is_own = None if async_op or return_hook else self._plain(), self._is_received(handle)
-        stream = self._alive().stream()
-        if is_own and handle.stream != stream:
-            self._alive().keep_for_current(handle.state)  # which the caller may drop at once
-        if native is not None and is_own:
-            made = native.combine(x, handle.state, handle.num_tokens, topk_weights, out, wire, stream)
-            if made is not None:
-                return made
-        s, backend = self._settings, self._begin()
-        try:
-            check_combine(x, handle, topk_weights, out, wire, s, backend, self._number)
-            self._raise_failure_of(handle)
-            combined_x = backend.empty((handle.num_tokens, s.hidden), x.dtype) if out is None else out
-            number = backend.empty((1,), torch.int64)
-        except BaseException as error:
-            self._refuse(error)
-        arguments = x, handle.state, topk_weights, number, combined_x, self._statistics, DTYPES[x.dtype], wire == "fp8"
-        event = self._run(Call("combine", arguments), async_op, return_hook)
-        if event is None:
-            return combined_x
-        return combined_x, event.wait if return_hook else event
+        calls, made = self._calls(), None
+        arguments = topk_weights, out, wire
+        if calls is not None and self._is_received(handle):
+            made = calls.combine(x, handle.state, handle.num_tokens, *arguments, async_op, return_hook, False)
+        if made is None:
+            backend = self._begin()
+            try:
+                check_combine(x, handle, *arguments, self._settings, backend, self._number)
+                self._raise_failure_of(handle)
+            except BaseException as error:
+                self._refuse(error)
+            made = self._run(backend.combine, (x, handle.state, handle.num_tokens, *arguments), async_op, return_hook)
+        if not (async_op or return_hook):
+            return made.combined_x
+        event = self._in_flight_of(made)
+        return made.combined_x, event.wait if return_hook else event
 
     def combine_input(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """[num_local_experts, capacity, hidden] of the buffer's own, the same at every call, for the experts' last matrix product to
@@ -344,8 +320,8 @@ class LowLatencyBuffer(Sizes):
         """Views of the counters; they go on counting. Raises EPError in a process without a group that sees a GPU, before the first
         dispatch: it decides where they lie."""
         self._settled()
-        per_expert, wait_ns, num_dropped = self._statistics.split([self.num_local_experts, self.num_ranks, 1])
-        return LowLatencyStatistics(per_expert, wait_ns, num_dropped[0])
+        statistics, num_experts = self._statistics, self.num_local_experts
+        return LowLatencyStatistics(statistics[:num_experts], statistics[num_experts:-1], statistics[-1])
 
     def reset_statistics(self) -> None:
         """On the current stream."""
@@ -379,37 +355,35 @@ class LowLatencyBuffer(Sizes):
         backend, self._backend = self._backend, None
         self._in_flight.clear()
         self._combine_input.clear()
-        if self._plain_calls is not None:
-            self._plain_calls.release()
         if backend is not None:
             backend.destroy()
 
     # ---- how calls run ----
 
-    def _run(self, call: Call, async_op: bool, return_hook: bool) -> Event | None:
+    def _run(self, call: Callable[..., Any], arguments: tuple[Any, ...], async_op: bool, return_hook: bool) -> Any:
+        """Make a call that was checked, and raise then what earlier ones have left."""
         backend = self._alive()
-        num_calls = backend.num_calls()
-        failure, self._earlier_failure = self._earlier_failure, None
-        event = None
+        num_calls, failure = backend.num_calls(), self._earlier_failure
         try:
-            if return_hook:
-                event = backend.start(call)
-            elif async_op:
-                event = backend.start_async(call)
-            else:
-                backend.run(call)
+            made = call(*arguments, async_op, return_hook)
         except BaseException as error:
             if backend.is_untold(error, num_calls):
                 self._refuse(error)  # this call where peers lack its rows, else the next
+            self._earlier_failure = None
             if failure is not None:
                 raise error from failure
             raise
-        if event is not None:
-            self._in_flight.append((backend.num_calls(), event))
+        self._earlier_failure = None
         if failure is not None:
-            if event is not None:
-                event.wait()  # nobody will be given it
+            if async_op or return_hook:
+                self._in_flight_of(made).wait()  # nobody will be given it
             raise failure
+        return made
+
+    def _in_flight_of(self, made: Any) -> Event:
+        backend = self._alive()
+        event = backend.event(made)
+        self._in_flight.append((backend.num_calls(), event))
         return event
 
     def _check_room(self) -> None:
@@ -430,10 +404,13 @@ class LowLatencyBuffer(Sizes):
         if self._in_flight and self._alive().num_calls() + 1 - self._in_flight[0][0] >= MAX_IN_FLIGHT:
             raise ValueError(NOT_RECEIVED)
 
-    def _plain(self) -> Any:
-        """What makes the next call if it is plain, or None: C++ knows nothing of calls in flight and of failures that wait to be raised."""
-        self._alive()
-        return None if self._in_flight or self._earlier_failure is not None else self._plain_calls
+    def _calls(self) -> "LowLatencyCalls | None":
+        """Return what makes the next call from C++, which knows nothing of failures that wait to be raised."""
+        calls = self._alive().calls
+        if calls is None or self._earlier_failure is not None:
+            return None
+        self._check_room()
+        return calls
 
     def _is_received(self, handle: Any) -> bool:
         """Is this a handle of this buffer, as its dispatch made it, which was received?"""

@@ -28,12 +28,8 @@ class LowLatencyHandle:
     made: ClassVar[tuple[Any, ...]] = ()
     """The fields as the dispatch made them, and the version of `state`, by which PyTorch counts changes in place."""
 
-    stream: ClassVar[int] = 0
-    """Of the dispatch, which `state` belongs to; each handle of `seal` has its own."""
-
-    def seal(self, stream: int) -> "LowLatencyHandle":
-        """Mark the handle as that of a dispatch on `stream`: a copy with other fields has no such mark, and a change shows."""
-        self.__dict__["stream"] = stream
+    def seal(self) -> "LowLatencyHandle":
+        """Mark the handle as that of a dispatch: a copy with other fields has no such mark, and a change shows."""
         self.__dict__["made"] = self.buffer_id, self.num_tokens, self.state, self.event, self.state._version
         return self
 

@@ -1,22 +1,28 @@
 """Backend `nvlink` of low latency: GPUs of one host that reach each other's memory (csrc/cuda/low_latency*.cu)."""
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from deepep_moe import _C, torch_module
 from deepep_moe.device import call_stream
+from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.event import Event
 from deepep_moe.group.settings import Settings
-from deepep_moe.low_latency.base import Call, LowLatencyBackend, native_settings
+from deepep_moe.library import unwatched
+from deepep_moe.low_latency.base import DESTROYED, LowLatencyBackend, native_settings
+
+if TYPE_CHECKING:
+    from deepep_moe._torch import InFlight, SecondHalf
 
 
 class NvlinkLowLatencyBackend(LowLatencyBackend):
     """Enqueues on the caller's stream, or beside it."""
 
     name = "nvlink"
+    _native: "_C.NvlinkLowLatency"
 
     def __init__(self, settings: Settings, mask_stalled: bool):
         index = torch.cuda.current_device()
@@ -24,8 +30,6 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
             settings, _C.NvlinkLowLatency(device=index, ranks_per_node=settings.ranks_per_node, **native_settings(settings, mask_stalled))
         )
         self.device = torch.device("cuda", index)
-        self._own_stream: torch.cuda.Stream | None = None
-        self._num_calls = 0
 
     def address(self) -> bytes:
         """The CUDA IPC handle of this rank's workspace, and where its GPU is."""
@@ -40,74 +44,63 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
     def seal(self) -> None:
         """Nothing to close: CUDA's handles end with the allocation."""
 
-    def start_async(self, call: Call) -> Event:
-        current = torch.cuda.current_stream(self.device)
-        if self._own_stream is None:
-            self._own_stream = torch.cuda.Stream(self.device)
-        self._own_stream.wait_stream(current)
-        self._enqueue(call, True, True, self._own_stream.cuda_stream)
-        self._keep(call, self._own_stream)
-        recorded = torch.cuda.Event()
-        recorded.record(self._own_stream)
-        return Event(recorded=recorded)
-
-    def start(self, call: Call) -> Event:
-        self._move(call, True, False)
-        return Event(second_half=partial(self._receive, call, torch.cuda.current_stream(self.device)))
-
-    def _receive(self, call: Call, sent_on: torch.cuda.Stream) -> None:
-        current = torch.cuda.current_stream(self.device)
-        if current != sent_on:
-            self._keep(call, current)
-        self._move(call, False, True)
-
-    def _keep(self, call: Call, stream: torch.cuda.Stream) -> None:
-        """The memory of the call's tensors is not used again before `stream` is through with it."""
-        for value in call.arguments:
-            if isinstance(value, Tensor):
-                value.record_stream(stream)
-
-    def _move(self, call: Call, sends: bool, receives: bool) -> None:
-        self._enqueue(call, sends, receives, self.stream())
-
-    def _enqueue(self, call: Call, sends: bool, receives: bool, stream: int) -> None:
-        self._call(call, sends, receives, stream)
-        self._num_calls += sends
-
-    def plain_calls(self, statistics: Tensor) -> Any:
+    def open(self, statistics: Tensor) -> None:
         s = self.settings
-        return torch_module.needed().LowLatencyCalls(
+        self.calls = torch_module.needed().LowLatencyCalls(
             shim=self._native.shim(), num_ranks=s.num_ranks, num_local_experts=s.num_local_experts, num_topk=s.num_topk,
             hidden=s.hidden, num_max_tokens=s.num_max_tokens_per_rank, handle_bytes=self.handle_bytes, statistics=statistics,
         )  # fmt: skip
 
-    def stream(self) -> int:
-        return call_stream(self.device)
+    def dispatch(self, *arguments: Any) -> Any:
+        return self._checked("dispatch", arguments)
 
-    def keep_for_current(self, tensor: Tensor) -> None:
-        tensor.record_stream(torch.cuda.current_stream(self.device))
+    def combine(self, *arguments: Any) -> Any:
+        return self._checked("combine", arguments)
+
+    def _checked(self, operation: str, arguments: tuple[Any, ...]) -> Any:
+        if self.calls is None:
+            raise BufferDestroyedError(DESTROYED)
+        with unwatched():
+            return getattr(self.calls, operation)(*arguments, True)
+
+    def event(self, made: "InFlight") -> Event:
+        half = made.second_half
+        return Event(recorded=made.recorded, second_half=None if half is None else partial(self._receive, half))
+
+    def _receive(self, half: "SecondHalf") -> None:
+        if not half.finish():
+            raise BufferDestroyedError(DESTROYED)
+
+    def is_untold(self, error: BaseException, num_calls: int) -> bool:
+        """Nothing but memory can be lacking before a call that was checked is enqueued."""
+        return isinstance(error, torch.OutOfMemoryError)
 
     def has_failed(self, state: Tensor) -> bool:
         if torch.cuda.is_current_stream_capturing():
             return False  # a kernel finds out
         call, failed = state[:16].view(torch.int64).tolist()  # as LowLatencyHandleLayout has them
-        return call ^ failed == self._native.failed_mark
+        return bool(call ^ failed == self._native.failed_mark)
 
     def check(self) -> None:
         if not torch.cuda.is_current_stream_capturing():  # where nobody may wait for a GPU; a failure stays
             super().check()
 
     def mask(self, rank: int, masked: bool) -> None:
-        self._native.mask(rank, masked, self.stream())
+        self._native.mask(rank, masked, self._stream())
 
     def rejoin(self) -> None:
-        self._native.rejoin(self.stream())
+        self._native.rejoin(self._stream())
 
     def refuse(self, reason: str) -> None:
         if torch.cuda.is_current_stream_capturing():
             return  # nobody is in a call yet, and nobody may wait for a GPU now
-        self._native.refuse(reason, self.stream())
-        self._num_calls += 1
+        self._native.refuse(reason, self._stream())
 
-    def num_calls(self) -> int:
-        return self._num_calls
+    def _stream(self) -> int:
+        return call_stream(self.device)
+
+    def destroy(self) -> None:
+        if self.calls is not None:
+            self.calls.release()
+        self.calls = None
+        super().destroy()

@@ -1,10 +1,6 @@
 """Backend `nvshmem` of low latency: GPUs of several nodes. A row crosses once to each node of its experts, to the rank there that has its
 sender's index; from there on it goes as with `nvlink` (docs/design/low_latency_nodes.md)."""
 
-from typing import Any
-
-from torch import Tensor
-
 from deepep_moe.group import nvshmem_rail, nvshmem_world
 from deepep_moe.group.settings import Settings
 from deepep_moe.low_latency.nvlink import NvlinkLowLatencyBackend
@@ -28,10 +24,6 @@ class NvshmemLowLatencyBackend(NvlinkLowLatencyBackend):
     def attach(self, world: nvshmem_world.World) -> None:
         """Let rows cross. Collective; raises BackendUnavailableError on all ranks alike."""
         self.rail.attach(world, "low_latency_rail_shim", maps_node=True)
-
-    def plain_calls(self, statistics: Tensor) -> Any:
-        """Nothing in C++ makes calls over nodes."""
-        return None
 
     def destroy(self) -> None:
         """Free it once what this rank has put has arrived, or never where that takes longer than the deadline."""

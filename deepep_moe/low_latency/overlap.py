@@ -56,12 +56,14 @@ class Timeline:
     def _now(self) -> Any:
         if not self._is_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True, **({"external": True} if torch.cuda.is_current_stream_capturing() else {}))
+        make: Any = torch.cuda.Event
+        event = make(enable_timing=True, **({"external": True} if torch.cuda.is_current_stream_capturing() else {}))
         event.record()
         return event
 
     def _between(self, start: Any, end: Any) -> float:
-        return start.elapsed_time(end) if self._is_gpu else 1e3 * (end - start)
+        elapsed_ms: float = start.elapsed_time(end) if self._is_gpu else 1e3 * (end - start)
+        return elapsed_ms
 
 
 def routed_experts(
@@ -113,11 +115,11 @@ def routed_experts(
     with span("experts"):
         y = experts(out.recv_x, out.num_recv_tokens_per_expert, *([out.recv_x_scales] if fp8 else []))
     with span("send combine"):
-        combined_x, hook = buffer.combine(y, out.handle, wire=wire, return_hook=True)
+        combined: tuple[Tensor, Callable[[], None]] = buffer.combine(y, out.handle, wire=wire, return_hook=True)
     yield
     with span("receive combine"):
-        _received(hook)
-    return combined_x if shared is None else combined_x + shared
+        _received(combined[1])
+    return combined[0] if shared is None else combined[0] + shared
 
 
 def overlapped(*batches: Generator[Any, None, T], timeline: Timeline | None = None) -> list[T]:

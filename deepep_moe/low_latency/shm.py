@@ -1,19 +1,41 @@
 """Backend `shm` of low latency: processes of one host, CPU tensors. Calls are those of csrc/runtime/shm, their rows `shm_rows`."""
 
 import os
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.errors import EPError
+from deepep_moe.device import DTYPES
+from deepep_moe.errors import BufferDestroyedError, EPError
 from deepep_moe.event import Event
 from deepep_moe.group.settings import Settings
 from deepep_moe.host_pool import HostPool
 from deepep_moe.library import unwatched
-from deepep_moe.low_latency.base import Call, LowLatencyBackend, native_settings
+from deepep_moe.low_latency.base import DESTROYED, LowLatencyBackend, native_settings
+from deepep_moe.low_latency.checks import num_scale_columns
 from deepep_moe.low_latency.shm_rows import Areas, CombineRows, DispatchRows
 from deepep_moe.worker import Worker
+
+
+class Combined(NamedTuple):
+    """What a combine has made."""
+
+    combined_x: Tensor
+    event: Event | None
+
+
+class Received(NamedTuple):
+    """What a dispatch has made."""
+
+    num_tokens: int
+    recv_x: Tensor
+    recv_x_scales: Tensor | None
+    num_recv_tokens_per_expert: Tensor
+    state: Tensor
+    event: Event | None
 
 
 class ShmLowLatencyBackend(LowLatencyBackend):
@@ -21,6 +43,7 @@ class ShmLowLatencyBackend(LowLatencyBackend):
 
     name = "shm"
     device = torch.device("cpu")
+    _native: _C.ShmLowLatency
 
     def __init__(self, settings: Settings, mask_stalled: bool):
         super().__init__(settings, _C.ShmLowLatency(**native_settings(settings, mask_stalled)))
@@ -44,41 +67,66 @@ class ShmLowLatencyBackend(LowLatencyBackend):
     def seal(self) -> None:
         self._native.seal()
 
-    def run(self, call: Call) -> None:
-        super().run(self._native_call(call))
+    def open(self, statistics: Tensor) -> None:
+        s = self.settings
+        self._statistics, self._wait_ns = statistics, statistics[s.num_local_experts : s.num_local_experts + s.num_ranks]
 
-    def start(self, call: Call) -> Event:
-        return super().start(self._native_call(call))
+    def dispatch(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, fp8: bool, scale_format: str, async_op: bool, return_hook: bool
+    ) -> Received:
+        recv_x, scales, counts, state = self._receive_buffers(x.dtype, fp8, scale_format)
+        is_rounded = scale_format == "ue8m0"
+        with unwatched(), torch.inference_mode():
+            rows = DispatchRows(self._areas, x, topk_idx, topk_weights, state, recv_x, scales, counts, self._statistics, is_rounded)
+        what = DTYPES[x.dtype], scales is not None, is_rounded, topk_weights is not None, len(x)
+        event = self._run("dispatch", (rows, *what), async_op, return_hook)
+        return Received(len(x), recv_x, scales, counts, state, event)
 
-    def start_async(self, call: Call) -> Event:
-        call = self._native_call(call)
+    def combine(
+        self, x: Tensor, state: Tensor, num_tokens: int, topk_weights: Tensor | None, out: Tensor | None, wire: str | None,
+        async_op: bool, return_hook: bool,
+    ) -> Combined:  # fmt: skip
+        fp8, combined_x = wire == "fp8", self.empty((num_tokens, self.settings.hidden), x.dtype) if out is None else out
+        with unwatched(), torch.inference_mode():
+            rows = CombineRows(self._areas, x, state, topk_weights, combined_x, fp8)
+            last_bits = int(state[:8].view(torch.int64)) & 0xFFFF  # of the number of its dispatch
+        what = DTYPES[x.dtype], fp8, False, topk_weights is not None, last_bits
+        return Combined(combined_x, self._run("combine", (rows, *what), async_op, return_hook))
+
+    def event(self, made: Received | Combined) -> Event:
+        assert made.event is not None
+        return made.event
+
+    def _receive_buffers(self, dtype: torch.dtype, fp8: bool, scale_format: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Rows, their scales, their number for each local expert, and the handle's state."""
+        s, scales = self.settings, None
+        capacity = s.num_ranks * s.num_max_tokens_per_rank
+        recv_x = self.empty((s.num_local_experts, capacity, s.hidden), torch.float8_e4m3fn if fp8 else dtype)
+        if fp8:
+            num_columns, scale_dtype = num_scale_columns(s.hidden, scale_format)
+            scales = self.empty((s.num_local_experts, num_columns, capacity), scale_dtype).transpose(1, 2)
+        counts = self.empty((s.num_local_experts,), torch.int32)
+        with torch.inference_mode(False):  # in which PyTorch counts no changes
+            return recv_x, scales, counts, self.empty((self.handle_bytes,), torch.uint8)
+
+    def _run(self, operation: str, arguments: tuple[Any, ...], async_op: bool, return_hook: bool) -> Event | None:
+        """Receive now, with the event's wait, or on a thread. All that both halves need is made: what fails later loses the call."""
+        move = partial(self._move, operation, *arguments, self._wait_ns)
+        if not (async_op or return_hook):
+            move(True, True)
+            return None
+        if return_hook:
+            move(True, False)
+            return Event(second_half=partial(move, False, True))
         if self._worker is None:
             self._worker = Worker()
-        self._move(call, True, False)
-        return Event(self._worker.submit(self._move, call, False, True))
+        move(True, False)
+        return Event(self._worker.submit(move, False, True))
 
-    def _native_call(self, call: Call) -> Call:
-        """Make all that both halves need before the first one: what fails later loses the call."""
-        s = self.settings
-        rows: DispatchRows | CombineRows
-        with unwatched(), torch.inference_mode():
-            if call.operation == "dispatch":
-                x, topk_idx, topk_weights, state, recv_x, recv_x_scales, counts, statistics, dtype, is_rounded = call.arguments
-                rows = DispatchRows(self._areas, x, topk_idx, topk_weights, state, recv_x, recv_x_scales, counts, statistics, is_rounded)
-                what = dtype, recv_x_scales is not None, is_rounded, topk_weights is not None, len(x)
-            else:
-                x, state, topk_weights, _, combined_x, statistics, dtype, fp8 = call.arguments
-                rows = CombineRows(self._areas, x, state, topk_weights, combined_x, fp8)
-                last_bits = int(state[:8].view(torch.int64)) & 0xFFFF  # of the number of its dispatch
-                what = dtype, fp8, False, topk_weights is not None, last_bits
-            wait_ns = statistics[s.num_local_experts : s.num_local_experts + s.num_ranks]
-        return Call(call.operation, (rows, *what, wait_ns))
-
-    def _move(self, call: Call, sends: bool, receives: bool) -> None:
-        self._call(call, sends, receives)
-
-    def num_calls(self) -> int:
-        return self._native.num_calls
+    def _move(self, operation: str, *arguments: Any) -> None:
+        if self._native is None:
+            raise BufferDestroyedError(DESTROYED)
+        getattr(self._native, operation)(*arguments)
 
     def mask(self, rank: int, masked: bool) -> None:
         self._native.mask(rank, masked)
@@ -88,7 +136,7 @@ class ShmLowLatencyBackend(LowLatencyBackend):
 
     def has_failed(self, state: Tensor) -> bool:
         """As LowLatencyHandleLayout has it, no rank's tokens are known before they are received."""
-        return min(state[16 : 16 + 4 * self.settings.num_ranks].view(torch.int32).tolist()) < 0
+        return bool(min(state[16 : 16 + 4 * self.settings.num_ranks].view(torch.int32).tolist()) < 0)
 
     def is_untold(self, error: BaseException, num_calls: int) -> bool:
         """Native code tells why it refuses a call, and not what a signal's handler or PyTorch has raised, of whatever class."""

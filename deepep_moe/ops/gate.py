@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import deepep_moe.ops.gate_operators  # noqa: F401 (it registers them)
 from deepep_moe import _C, torch_module
 from deepep_moe.arguments import as_float, as_int, check_bool, check_is_tensor, check_memory, lazy_negative
 from deepep_moe.device import FLOATS, is_gpu
 from deepep_moe.library import call
+from deepep_moe.ops import gate_operators
 
 # Options that are checked, in the operators' order.
 OPTIONS = ("num_groups", "topk_groups", "group_score_topk", "score_function", "normalize", "routed_scaling_factor")
@@ -99,20 +99,20 @@ def gate(
         ValueError: a shape or number is out of bounds, tensors are on different devices, or a logit (with `check_finite`)
             or a bias is NaN or infinite.
     """
-    native, made = _native(logits), None
+    native = _native(logits)
     if native is not None:
-        made = native.gate(
+        made: GateOutput | None = native.gate(
             logits, num_topk, num_groups, topk_groups, group_score_topk, score_function, expert_bias, normalize, routed_scaling_factor,
-            mask, index_dtype, check_finite,
+            mask, index_dtype, check_finite, False, 0, False, False,
         )  # fmt: skip
-    if made is None:
-        arguments = _checked(
-            logits, num_topk, num_groups=num_groups, topk_groups=topk_groups, group_score_topk=group_score_topk,
-            score_function=score_function, expert_bias=expert_bias, normalize=normalize, routed_scaling_factor=routed_scaling_factor,
-            mask=mask, index_dtype=index_dtype, check_finite=check_finite,
-        )  # fmt: skip
-        made = call("gate", (logits, expert_bias, mask), *arguments)
-    return GateOutput(*made)
+        if made is not None:
+            return made
+    arguments = _checked(
+        logits, num_topk, num_groups=num_groups, topk_groups=topk_groups, group_score_topk=group_score_topk,
+        score_function=score_function, expert_bias=expert_bias, normalize=normalize, routed_scaling_factor=routed_scaling_factor,
+        mask=mask, index_dtype=index_dtype, check_finite=check_finite,
+    )  # fmt: skip
+    return GateOutput(*call("gate", (logits, expert_bias, mask), *arguments))
 
 
 def gate_full(
@@ -138,9 +138,9 @@ def gate_full(
         raise TypeError(f"gate_full has no argument {', '.join(sorted(unknown))}; it takes dense, num_ranks, shares, {', '.join(defaults)}")
     options = defaults | options
     native = _native(logits)
-    made = None if native is None else native.gate_full(logits, num_topk, *options.values(), dense, num_ranks, shares)
+    made = None if native is None else native.gate(logits, num_topk, *options.values(), dense, num_ranks, shares, True)
     if made is not None:
-        return FullGateOutput(*made)
+        return made
     arguments = _checked(logits, num_topk, **options)
     num_experts, num_ranks = logits.shape[1], as_int("num_ranks", num_ranks)
     check_bool("dense", dense)
@@ -264,7 +264,13 @@ def _check_kind(device: torch.device, dtype: torch.dtype, num_experts: int) -> N
         raise ValueError(f"logits is on {device}; it must be on the CPU or a CUDA device")
     if not is_gpu(device):
         return
-    if not hasattr(_C, "gpu_gate_forward"):
+    if not hasattr(_C, "gpu_gate_shim"):
         raise ValueError(f"logits are on {device} and this build has no CUDA kernels: build deepep_moe where nvcc is found")
     if num_experts > _C.MAX_GPU_GATE_EXPERTS:
         raise ValueError(f"logits has {num_experts} experts; on a GPU it must have at most {_C.MAX_GPU_GATE_EXPERTS}: pass logits.cpu()")
+
+
+if torch_module.MODULE is not None:
+    torch_module.MODULE.set_gate_hooks(
+        shim=_C.gpu_gate_shim(), gradients=gate_operators.gradient_of_logits, output=GateOutput, full_output=FullGateOutput
+    )

@@ -1,13 +1,12 @@
 """The gate as PyTorch operators, with gradients and fake implementations; `deepep_moe.ops.gate` checks what comes here."""
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepep_moe import _C, reference, torch_module
-from deepep_moe.device import DTYPES, current_stream, device_index, is_gpu, on_device, readable
+from deepep_moe.device import device_index, is_gpu, readable
 from deepep_moe.library import call, define, register
 from deepep_moe.ops.dense import shares_of, to_dense
 from deepep_moe.ops.gate_gradient import grad_logits
@@ -16,29 +15,6 @@ _SETTINGS = (
     "Tensor logits, Tensor? expert_bias, Tensor? mask, int num_topk, int num_groups, int topk_groups, int group_score_topk, "
     "str score_function, bool normalize, float routed_scaling_factor, bool check_finite, ScalarType index_dtype"
 )
-# Counts that the last launch on a stream has zeroed for the next one: a launch that does nothing else would take as long as half a gate.
-_next_counts: dict[tuple[Any, ...], Tensor] = {}
-
-
-@functools.lru_cache(maxsize=64)
-def _options(num_tokens: int, num_experts: int, settings: tuple[Any, ...], dtype: torch.dtype) -> "_C.GpuGateOptions":
-    num_topk, num_groups, topk_groups, group_score_topk, score_function, normalize, routed_scaling_factor, check_finite, index_dtype = (
-        settings
-    )
-    return _C.GpuGateOptions(
-        num_tokens=num_tokens,
-        num_experts=num_experts,
-        num_topk=num_topk,
-        num_groups=num_groups,
-        topk_groups=topk_groups,
-        group_score_topk=group_score_topk,
-        score_function=score_function,
-        normalize=normalize,
-        routed_scaling_factor=routed_scaling_factor,
-        dtype=DTYPES[dtype],
-        index64=index_dtype == torch.int64,
-        check_finite=check_finite,
-    )
 
 
 def _readable(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -59,8 +35,8 @@ define(f"gate_full({_SETTINGS}, bool dense, int num_ranks, bool shares) -> ({', 
 def _gate(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
     logits, expert_bias, mask = _readable(logits, expert_bias, mask)  # type: ignore[assignment]
     if is_gpu(logits.device):
-        topk_idx, topk_weights, counts, *_ = _launch(logits, expert_bias, mask, settings, False, 0, None)
-        return topk_idx, topk_weights, counts
+        made = _launch(logits, expert_bias, mask, settings, False, 0, False)
+        return made.topk_idx, made.topk_weights, made.counts
     return _gate_cpu(logits, expert_bias, mask, settings)
 
 
@@ -71,9 +47,10 @@ def _gate_full(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, 
     shares = _dense_shape(logits, has_shares, torch.float32)
     arguments = (logits, expert_bias, mask, tuple(settings))
     if is_gpu(logits.device):
-        wanted = shares if has_shares else None
-        topk_idx, topk_weights, counts, probs, routing_map, in_rank = _launch(*arguments, dense, num_ranks, wanted)
-        return topk_idx, topk_weights, counts, probs, routing_map, in_rank, shares
+        made = _launch(*arguments, dense, num_ranks, has_shares)
+        probs, routing_map = (made.probs, made.routing_map) if dense else _dense_shapes(logits, dense)
+        in_rank = made.in_rank if num_ranks else logits.new_empty(logits.shape[0], 0, dtype=torch.bool)
+        return made.topk_idx, made.topk_weights, made.counts, probs, routing_map, in_rank, made.shares if has_shares else shares
     topk_idx, topk_weights, counts = _gate_cpu(*arguments)
     if has_shares:
         shares = reference.gate_shares(logits, score_function=settings[4], mask=mask)
@@ -129,36 +106,19 @@ def _check_logits(logits: Tensor, mask: Tensor | None) -> None:
 
 
 def _launch(
-    logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, settings: tuple[Any, ...], dense: bool, num_ranks: int,
-    shares: Tensor | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """`(topk_idx, topk_weights, counts of experts and ranks, probs, routing_map, is_token_in_rank)`."""
-    topk_idx, topk_weights = _empty_outputs(logits, settings[0], settings[-1])
-    probs, routing_map = _dense_shapes(logits, dense) if dense or num_ranks else (None, None)
-    in_rank = logits.new_empty(logits.shape[0], num_ranks, dtype=torch.bool) if dense or num_ranks else None
-    with on_device(logits):
-        stream = current_stream(logits.device)
-        key, counts, next_counts = _take_counts(logits, logits.shape[1] + num_ranks, stream)
-        _C.gpu_gate_forward(
-            _options(*logits.shape, settings, logits.dtype), logits=logits, expert_bias=expert_bias, mask=mask, topk_idx=topk_idx,
-            topk_weights=topk_weights, counts=counts, next_counts=next_counts, probs=probs if dense else None,
-            routing_map=routing_map if dense else None, num_ranks=num_ranks, is_token_in_rank=in_rank if num_ranks else None,
-            shares=shares, device=device_index(logits.device), stream=stream,
-        )  # fmt: skip
-    if next_counts is not None:
-        _next_counts[key] = next_counts
-    return topk_idx, topk_weights, counts, probs, routing_map, in_rank  # type: ignore[return-value]
+    logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, settings: tuple[Any, ...], dense: bool, num_ranks: int, shares: bool
+) -> Any:
+    """Return `_torch.GateTensors`. Raises ValueError for what an earlier launch has found not to be finite."""
+    *options, index_dtype = settings
+    return _made(logits, "run_gate", logits, expert_bias, mask, *options, index_dtype, dense, num_ranks, shares)
 
 
-def _take_counts(logits: Tensor, size: int, stream: int) -> tuple[tuple[Any, ...], Tensor, Tensor | None]:
-    """Zeros for this launch, and memory that it zeroes for the next one. A CUDA graph brings its own, zeroed at every replay."""
-    key = (logits.device.index, stream, size, torch.is_inference_mode_enabled())
-    if len(logits) == 0 or torch.cuda.is_current_stream_capturing():
-        return key, logits.new_zeros(size, dtype=torch.int32), None
-    counts = _next_counts.pop(key, None)
-    if counts is None:
-        counts = logits.new_zeros(size, dtype=torch.int32)
-    return key, counts, torch.empty_like(counts)
+def _made(logits: Tensor, name: str, *args: Any) -> Any:
+    made = getattr(torch_module.needed(), name)(*args)
+    if made is None:
+        _C.gpu_gate_check(device_index(logits.device))
+        raise RuntimeError("the GPU's gate cannot be launched")
+    return made
 
 
 def _gate_fake(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, num_topk: int, *settings: Any) -> tuple[Tensor, ...]:
@@ -192,11 +152,11 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     grad_shares, of_logits = grads[-1] if grads else None, None
     if not (grad_topk_weights is None and grad_probs is None and grad_shares is None):
-        of_logits = _grad_logits(grad_topk_weights, grad_probs, grad_shares, *ctx.saved_tensors, *ctx.weights)
+        of_logits = gradient_of_logits(grad_topk_weights, grad_probs, grad_shares, *ctx.saved_tensors, *ctx.weights)
     return of_logits, *[None] * (ctx.num_inputs - 1)
 
 
-def _grad_logits(
+def gradient_of_logits(
     grad_topk_weights: Tensor | None, grad_probs: Tensor | None, grad_shares: Tensor | None, logits: Tensor, topk_idx: Tensor, *weights: Any
 ) -> Tensor:
     arguments = (grad_topk_weights, grad_probs, grad_shares, logits, topk_idx)
@@ -211,15 +171,8 @@ def _gate_backward(
     logits, topk_idx = _readable(logits, topk_idx)  # type: ignore[assignment]
     if not is_gpu(logits.device):
         return grad_logits(grad_topk_weights, grad_probs, grad_shares, logits, topk_idx, *weights)
-    out = torch.empty_like(logits)
-    settings = (topk_idx.shape[1], 1, 1, 1, *weights, True, topk_idx.dtype)
-    with on_device(logits):
-        _C.gpu_gate_backward(
-            _options(*logits.shape, settings, logits.dtype), logits=logits, topk_idx=topk_idx, grad_topk_weights=grad_topk_weights,
-            grad_probs=grad_probs, grad_shares=grad_shares, grad_logits=out, device=device_index(logits.device),
-            stream=current_stream(logits.device),
-        )  # fmt: skip
-    return out
+    made: Tensor = _made(logits, "run_gate_backward", grad_topk_weights, grad_probs, grad_shares, logits, topk_idx, *weights)
+    return made
 
 
 def _gate_backward_fake(
@@ -231,7 +184,3 @@ def _gate_backward_fake(
 register("gate", _gate, _gate_fake, _save, _backward)
 register("gate_full", _gate_full, _gate_full_fake, _save, _backward)
 register("gate_backward", _gate_backward, _gate_backward_fake)
-if torch_module.MODULE is not None:
-    torch_module.MODULE.set_gate_hooks(
-        shim=_C.gpu_gate_shim(), current_stream=getattr(torch._C, "_cuda_getCurrentRawStream", None), gradients=_grad_logits
-    )

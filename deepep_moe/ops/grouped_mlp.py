@@ -114,9 +114,7 @@ def clear_tail(values: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
 
 _IS_BUILT = torch_module.MODULE is not None and hasattr(_C, "gpu_swiglu_shim")
 if _IS_BUILT:
-    torch_module.MODULE.set_expert_hooks(  # type: ignore[union-attr]
-        shim=_C.gpu_swiglu_shim(), current_stream=getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    )
+    torch_module.MODULE.set_expert_hooks(shim=_C.gpu_swiglu_shim())  # type: ignore[union-attr]
 
 
 def _is_native(x: Tensor, counts: Tensor | Sequence[int]) -> bool:

@@ -1,8 +1,6 @@
 """How the nvlink backend sends, against the reference, bit for bit."""
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +18,7 @@ from exchange_cases import (
 )
 from nvlink_cases import make_buffer
 from on_ranks import on_ranks
+from passed_files import MODES, finish, passed
 
 from deepep_moe import _C, Buffer, reference
 from deepep_moe.testing import run_ranks
@@ -159,54 +158,18 @@ def test_default_device(rank):
 # ---- the host's way ----
 
 
-class Counted:
-    """A native object that notes what is asked of it."""
-
-    def __init__(self, native, asked):
-        self.__dict__.update(native=native, asked=asked)
-
-    def __getattr__(self, name):
-        self.asked.append(name)
-        return getattr(self.native, name)
-
-
-def passed(buffer, call):
-    """What `call` returns, the files of the package that it passes, and what it asks of C++."""
-    calls, backend, files, asked = buffer.calls, buffer.calls.backend, set(), []
-    natives = calls._native, backend._exchange
-
-    def look(frame, event, _):
-        if event == "call" and "deepep_moe" in frame.f_code.co_filename:
-            files.add(Path(frame.f_code.co_filename).name)
-
-    calls._native, backend._exchange = (Counted(native, asked) for native in natives)
-    sys.setprofile(look)
-    try:
-        made = call()
-    finally:
-        sys.setprofile(None)
-        calls._native, backend._exchange = natives
-    return made, files - {Path(__file__).name}, asked
-
-
-def finish(event):
-    """`event`: an event, a hook, or None of a call that is over."""
-    if event is not None:
-        event() if callable(event) else event.wait()
-
-
-@on_ranks(2, how=("now", "async", "hook"), with_gradient=(False, True))
+@on_ranks(2, how=MODES, with_gradient=(False, True))
 def test_files_that_a_call_passes(rank, how, with_gradient):
     buffer, x, idx = make_buffer(rank)
-    given = {"now": {}, "async": {"async_op": True}, "hook": {"return_hook": True}}[how]
+    natives, given = [(buffer.calls, "_native"), (buffer.calls.backend, "_exchange")], MODES[how]
     x.requires_grad_(with_gradient)
 
     for _ in range(2):  # the first one warms up
-        out, *of_dispatch = passed(buffer, lambda: buffer.dispatch(x, idx, **given))
+        out, *of_dispatch = passed(natives, lambda: buffer.dispatch(x, idx, **given))
         finish(out.hook or out.event)
-        along, *of_along = passed(buffer, lambda: buffer.dispatch(x, handle=out.handle, **given))  # noqa: B023
+        along, *of_along = passed(natives, lambda: buffer.dispatch(x, handle=out.handle, **given))  # noqa: B023
         finish(along.hook or along.event)
-        combined, *of_combine = passed(buffer, lambda: buffer.combine(out.recv_x, out.handle, **given))  # noqa: B023
+        combined, *of_combine = passed(natives, lambda: buffer.combine(out.recv_x, out.handle, **given))  # noqa: B023
         finish(None if how == "now" else combined[1])
     for files, asked in (of_dispatch, of_along, of_combine):
         assert len(files) <= 5 and len(asked) == 1, (files, asked)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from events import tell, wait_for
-from exchange_cases import assert_same, device_of
+from exchange_cases import assert_same, device_of, new_stream
 from nvlink_cases import make_buffer, unchecked
 from on_ranks import on_ranks, refused
 
@@ -314,13 +314,6 @@ def test_one_deadline_for_a_late_peer(rank):
 
 
 # ---- streams of others ----
-
-
-def new_stream():
-    """A stream that PyTorch has not made, and its address."""
-    address = torch.zeros(1, dtype=torch.int64)
-    assert torch.cuda.cudart().cudaStreamCreate(address.data_ptr()).value == 0
-    return torch.cuda.ExternalStream(address.item()), address.item()
 
 
 @on_ranks(1)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from exchange_cases import device_of, new_stream
 from gate_cases import DTYPES, SCORE_FUNCTIONS, assert_close, assert_equal, check, run
 
 from deepep_moe import ops, reference
@@ -273,6 +274,25 @@ def test_cuda_graph_replays_count_anew():
         graph.replay()
         expected = reference.gate(logits.cpu(), 2)
         assert_close([tensor.cpu() for tensor in output], expected)
+
+
+@pytest.mark.gpu
+def test_other_stream_that_is_destroyed():
+    """Another stream may get its address. So no counts are kept for it, and those of a call are zero, however busy the last stream is."""
+    logits = torch.randn(300, 24).to(device_of("nvlink", 0))
+    expected = ops.gate(logits, 2)
+    torch.cuda.synchronize()
+    num_bytes, outputs = torch.cuda.memory_allocated(), []
+    for _ in range(4):
+        stream, address = new_stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(100_000_000)
+            outputs.append(ops.gate(logits, 2))
+        assert torch.cuda.cudart().cudaStreamDestroy(address).value == 0
+    torch.cuda.synchronize()
+    while outputs:
+        assert_equal(outputs.pop(), expected)
+    assert torch.cuda.memory_allocated() == num_bytes
 
 
 @pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)

@@ -26,6 +26,7 @@ from low_latency_cases import (
 )
 from low_latency_faults import BACKENDS, on_every_backend
 from on_ranks import on_ranks
+from passed_files import MODES, finish, passed
 
 from deepep_moe import LowLatencyBuffer, ops, reference
 from deepep_moe.testing import run_ranks
@@ -95,6 +96,22 @@ def test_combine_on_other_stream(rank, with_hook):
     assert all(tensor.data_ptr() != address for tensor in others)
     torch.cuda.synchronize()
     assert_same("combined_x", combined, 2 * x)
+
+
+@pytest.mark.gpu
+@on_ranks(2, how=MODES)
+def test_files_that_a_call_passes(rank, how):
+    device_of("nvlink", rank)
+    buffer = LowLatencyBuffer(None, 8, 128, 4, 2, backend="nvlink", timeout_s=60)
+    x, idx = on_device("nvlink", rank, torch.randn(8, 128), torch.tensor([0, 2]).repeat(8, 1))
+    natives, given, rows = [(buffer._backend, "calls"), (buffer._backend, "_native")], MODES[how], buffer.combine_input()
+    for _ in range(2):  # the first one warms up
+        out, *of_dispatch = passed(natives, lambda: buffer.dispatch(x, idx, fp8=True, **given))
+        finish(out.hook or out.event)
+        combined, *of_combine = passed(natives, lambda: buffer.combine(rows, out.handle, **given))  # noqa: B023
+        finish(None if how == "now" else combined[1])
+    for files, asked in (of_dispatch, of_combine):
+        assert len(files) <= 5 and len(set(asked) - {"num_calls"}) == 1, (files, asked)
 
 
 @on_every_backend

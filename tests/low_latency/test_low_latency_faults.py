@@ -121,14 +121,14 @@ class Fails:
 def fails_before_its_number(rank, _, backend):
     """The call in flight stays the last one, so one more may be sent, and only one."""
     buffer, x, idx = make(backend, rank)
-    native = buffer._backend._native
+    calls = buffer._backend.calls
     for _ in range(3):
         first = buffer.dispatch(x, idx, return_hook=True)
-        buffer._backend._native = Fails(native)
+        buffer._backend.calls = Fails(calls)
         for how in ("return_hook", "async_op"):
             with pytest.raises(RuntimeError, match="no dispatch begins"):
                 buffer.dispatch(x, idx, **{how: True})
-        buffer._backend._native = native
+        buffer._backend.calls = calls
         second = buffer.dispatch(x, idx, return_hook=True)
         with pytest.raises(ValueError, match="the call before last was not received yet"):
             buffer.dispatch(x, idx)
@@ -141,6 +141,34 @@ def fails_before_its_number(rank, _, backend):
 def test_failure_before_the_number():
     """On CPUs such a failure is told as one of the arguments: `interrupted_around_native_code`."""
     run_ranks(fails_before_its_number, 2, "nvlink")
+
+
+class LacksMemory(Fails):
+    """Native calls, of which none gets memory."""
+
+    def dispatch(self, *arguments):
+        if arguments[-1]:  # they are checked
+            raise torch.OutOfMemoryError("no memory")
+
+    combine = dispatch
+
+
+def lacks_memory(rank, _):
+    buffer, x, idx = make("nvlink", rank)
+    out, calls = buffer.dispatch(x, idx), buffer._backend.calls
+    for call in (partial(buffer.dispatch, x, idx), partial(buffer.combine, out.recv_x, out.handle)):
+        buffer._backend.calls = LacksMemory(calls) if rank == 0 else calls
+        reason = "no memory" if rank == 0 else "rank 0 did not make its call: OutOfMemoryError: no memory"
+        with pytest.raises(torch.OutOfMemoryError if rank == 0 else EPPeerError, match=reason):
+            call()
+            finish(buffer)
+        buffer._backend.calls = calls
+        check_usable(buffer, x, idx)
+
+
+@pytest.mark.gpu
+def test_lack_of_memory_is_told():
+    run_ranks(lacks_memory, 2)
 
 
 def along_failed_dispatch(rank, _, learns_first):

@@ -160,6 +160,13 @@ def device_of(backend: str, rank: int) -> torch.device:
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
+def new_stream():
+    """A stream that PyTorch has not made, and its address."""
+    address = torch.zeros(1, dtype=torch.int64)
+    assert torch.cuda.cudart().cudaStreamCreate(address.data_ptr()).value == 0
+    return torch.cuda.ExternalStream(address.item()), address.item()
+
+
 def assert_same(name: str, ours: torch.Tensor | None, reference_value: torch.Tensor | None) -> None:
     """Equal shape, dtype and bits."""
     assert (ours is None) == (reference_value is None), f"{name}: {ours} against {reference_value}"

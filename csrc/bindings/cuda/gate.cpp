@@ -1,10 +1,9 @@
-// Bindings of the GPU's gate: options, tensors and a stream in, nothing out. See deepep_moe/_C.pyi.
+// The GPU's gate, which csrc/torch launches, and bindings of what is around it. See deepep_moe/_C.pyi.
 #include <cuda_runtime_api.h>
 
 #include <atomic>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 
 #include "bindings/tensor.h"
 #include "cuda/launch.h"
@@ -14,34 +13,6 @@
 using namespace deepep_moe;
 
 namespace {
-
-ScoreFunction parse_score_function(std::string_view name) {
-    if (name == "sigmoid") return ScoreFunction::kSigmoid;
-    if (name == "sqrtsoftplus") return ScoreFunction::kSqrtSoftplus;
-    if (name == "softmax") return ScoreFunction::kSoftmax;
-    if (name == "softmax_topk") return ScoreFunction::kSoftmaxTopk;
-    throw std::invalid_argument("score_function is '" + std::string(name) + "'; it must be sigmoid, sqrtsoftplus, softmax or softmax_topk");
-}
-
-GateOptions make_options(int64_t num_tokens, int num_experts, int num_topk, int num_groups, int topk_groups, int group_score_topk,
-                         std::string_view score_function, bool normalize, double routed_scaling_factor, DType dtype, bool index64,
-                         bool check_finite) {
-    return {
-        .num_tokens = num_tokens,
-        .num_experts = num_experts,
-        .num_topk = num_topk,
-        .num_groups = num_groups,
-        .topk_groups = topk_groups,
-        .group_score_topk = group_score_topk,
-        .score_function = parse_score_function(score_function),
-        .normalize = normalize,
-        .routed_scaling_factor = routed_scaling_factor,
-        .dtype = dtype,
-        .index64 = index64,
-        .num_threads = 1,
-        .check_finite = check_finite,
-    };
-}
 
 void* as_pointer(uintptr_t stream) { return reinterpret_cast<void*>(stream); }
 
@@ -106,7 +77,7 @@ void launch_backward(const GpuGateBackwardParams& params, uintptr_t stream) {
     launch_gate_backward(params, as_pointer(stream));
 }
 
-// What csrc/torch calls. `call` is made where kernels have found nothing; a report stays for the call from Python.
+// What csrc/torch calls. `call` is made where kernels have found nothing; else `check` raises what they found.
 template <class Call>
 bool guarded(int device, const Call& call) noexcept {
     try {
@@ -136,36 +107,6 @@ constexpr GateShim kShim{
         }
     },
 };
-
-void forward(const GateOptions& options, const TensorArg& logits, const TensorArg& expert_bias, const TensorArg& mask,
-             const TensorArg& topk_idx, const TensorArg& topk_weights, const TensorArg& counts, const TensorArg& next_counts,
-             const TensorArg& probs, const TensorArg& routing_map, int num_ranks, const TensorArg& is_token_in_rank,
-             const TensorArg& shares, int device, uintptr_t stream) {
-    check(device);
-    const GateParams gate{options,
-                          logits.as<const void*>(),
-                          expert_bias.as<const float*>(),
-                          mask.as<const bool*>(),
-                          topk_idx.as<void*>(),
-                          topk_weights.as<float*>(),
-                          counts.as<int32_t*>(),
-                          shares.as<float*>()};
-    launch_forward({gate, probs.as<float*>(), routing_map.as<bool*>(), num_ranks, is_token_in_rank.as<bool*>(), next_counts.as<int32_t*>(),
-                    failure_word(device), device},
-                   stream);
-}
-
-void backward(const GateOptions& options, const TensorArg& logits, const TensorArg& topk_idx, const TensorArg& grad_topk_weights,
-              const TensorArg& grad_probs, const TensorArg& grad_shares, const TensorArg& grad_logits, int device, uintptr_t stream) {
-    check(device);
-    const GateBackwardParams gate{options,
-                                  logits.as<const void*>(),
-                                  topk_idx.as<const void*>(),
-                                  grad_topk_weights.as<const float*>(),
-                                  grad_shares.as<const float*>(),
-                                  grad_logits.as<void*>()};
-    launch_backward({gate, grad_probs.as<const float*>(), device}, stream);
-}
 
 // Tensors [num_experts] or [num_layers, num_experts].
 void update_expert_bias(const TensorArg& num_tokens_per_expert, const TensorArg& expert_bias, float update_rate, uintptr_t stream) {
@@ -205,16 +146,6 @@ void bind_top2(py::module_& m) {
 
 void bind_gpu_gate(py::module_& m) {
     m.attr("MAX_GPU_GATE_EXPERTS") = kMaxGateExperts;
-    py::class_<GateOptions>(m, "GpuGateOptions", "Sizes and settings of the gate; csrc/common/gate.h explains them.")
-        .def(py::init(&make_options), py::kw_only(), py::arg("num_tokens"), py::arg("num_experts"), py::arg("num_topk"),
-             py::arg("num_groups"), py::arg("topk_groups"), py::arg("group_score_topk"), py::arg("score_function"), py::arg("normalize"),
-             py::arg("routed_scaling_factor"), py::arg("dtype"), py::arg("index64"), py::arg("check_finite") = true);
-    m.def("gpu_gate_forward", &forward, py::arg("options"), py::kw_only(), py::arg("logits"), py::arg("expert_bias"), py::arg("mask"),
-          py::arg("topk_idx"), py::arg("topk_weights"), py::arg("counts"), py::arg("next_counts"), py::arg("probs"), py::arg("routing_map"),
-          py::arg("num_ranks"), py::arg("is_token_in_rank"), py::arg("shares"), py::arg("device"), py::arg("stream"));
-    m.def("gpu_gate_backward", &backward, py::arg("options"), py::kw_only(), py::arg("logits"), py::arg("topk_idx"),
-          py::arg("grad_topk_weights"), py::arg("grad_probs"), py::arg("grad_shares"), py::arg("grad_logits"), py::arg("device"),
-          py::arg("stream"));
     m.def("gpu_gate_check", &check, py::arg("device"));
     m.def("gpu_gate_shim", [] { return py::capsule(&kShim, kGateShimName); });
     bind_top2(m);

@@ -1,6 +1,5 @@
 // Bindings of low-latency calls on GPUs.
-#include "bindings/tensor.h"
-#include "common/low_latency_call.h"
+#include "bindings/bindings.h"
 #include "runtime/nvlink/guarded.h"
 
 using namespace deepep_moe;
@@ -9,36 +8,10 @@ namespace {
 
 using Released = py::call_guard<py::gil_scoped_release>;
 
-void bind_calls(py::class_<NvlinkLowLatency, Unlocked<NvlinkLowLatency>>& nvlink) {
-    nvlink.def(
-        "dispatch",
-        [](NvlinkLowLatency& self, const TensorArg& x, const TensorArg& topk_idx, const TensorArg& topk_weights, const TensorArg& state,
-           const TensorArg& recv_x, const TensorArg& recv_x_scales, const TensorArg& num_recv_tokens_per_expert,
-           const TensorArg& statistics, DType dtype, bool is_rounded, bool sends, bool receives, uintptr_t stream) {
-            self.dispatch(low_latency_dispatch_of(x, topk_idx, topk_weights, state, recv_x, recv_x_scales, num_recv_tokens_per_expert,
-                                                  statistics, dtype, is_rounded),
-                          sends, receives, stream);
-        },
-        py::arg("x"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("state"), py::arg("recv_x"), py::arg("recv_x_scales"),
-        py::arg("num_recv_tokens_per_expert"), py::arg("statistics"), py::arg("dtype"), py::arg("is_rounded"), py::arg("sends"),
-        py::arg("receives"), py::arg("stream"), Released());
-    nvlink.def(
-        "combine",
-        [](NvlinkLowLatency& self, const TensorArg& x, const TensorArg& state, const TensorArg& topk_weights, const TensorArg& number,
-           const TensorArg& combined_x, const TensorArg& statistics, DType dtype, bool fp8, bool sends, bool receives, uintptr_t stream) {
-            self.combine(low_latency_combine_of(x, state, topk_weights, number, combined_x, statistics, dtype, fp8), sends, receives,
-                         stream);
-        },
-        py::arg("x"), py::arg("state"), py::arg("topk_weights"), py::arg("number"), py::arg("combined_x"), py::arg("statistics"),
-        py::arg("dtype"), py::arg("fp8"), py::arg("sends"), py::arg("receives"), py::arg("stream"), Released());
-}
-
 }  // namespace
 
 void bind_gpu_low_latency(py::module_& m) {
-    py::class_<NvlinkLowLatency, Unlocked<NvlinkLowLatency>> nvlink(m, "NvlinkLowLatency");
-    bind_calls(nvlink);
-    nvlink
+    py::class_<NvlinkLowLatency, Unlocked<NvlinkLowLatency>>(m, "NvlinkLowLatency")
         .def(py::init([](int num_ranks, int rank, int device, int num_experts, int num_topk, int hidden, int64_t num_max_tokens,
                          double timeout_s, bool mask_stalled, int ranks_per_node) {
                  const LowLatencyConfig config{num_ranks, num_experts, num_topk, hidden, num_max_tokens};
@@ -49,6 +22,7 @@ void bind_gpu_low_latency(py::module_& m) {
         .def_property_readonly("workspace_bytes", &NvlinkLowLatency::workspace_bytes)
         .def_property_readonly("handle_bytes", &NvlinkLowLatency::handle_bytes)
         .def_property_readonly("failed_mark", &NvlinkLowLatency::failed_mark)
+        .def_property_readonly("num_calls", &NvlinkLowLatency::num_calls)
         .def_property_readonly("masks", &NvlinkLowLatency::masks)
         .def_readwrite("num_blocks", &NvlinkLowLatency::num_blocks)
         .def("handle", [](const NvlinkLowLatency& self) { return py::bytes(self.handle()); })

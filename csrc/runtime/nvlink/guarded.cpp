@@ -31,12 +31,12 @@ bool GuardedExchange::end_combine(const GpuCombineCall& call, uintptr_t stream) 
     return guarded([&] { exchange_.end_combine(call, stream); });
 }
 
-bool GuardedLowLatency::dispatch(const LowLatencyDispatchParams& params, uintptr_t stream) noexcept {
-    return guarded([&] { calls_.dispatch(params, true, true, stream); });
+bool GuardedLowLatency::dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream) noexcept {
+    return guarded([&] { calls_.dispatch(params, sends, receives, stream); });
 }
 
-bool GuardedLowLatency::combine(const LowLatencyCombineParams& params, uintptr_t stream) noexcept {
-    return guarded([&] { calls_.combine(params, true, true, stream); });
+bool GuardedLowLatency::combine(const LowLatencyCombineParams& params, bool sends, bool receives, uintptr_t stream) noexcept {
+    return guarded([&] { calls_.combine(params, sends, receives, stream); });
 }
 
 }  // namespace deepep_moe

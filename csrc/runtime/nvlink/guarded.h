@@ -56,8 +56,8 @@ class GuardedLowLatency final : public LowLatencyShim, public Guarded {
 public:
     explicit GuardedLowLatency(NvlinkLowLatency& calls) : calls_(calls) {}
     bool is_ready() noexcept override { return !calls_.has_failed() && calls_.masks() == 0; }
-    bool dispatch(const LowLatencyDispatchParams& params, uintptr_t stream) noexcept override;
-    bool combine(const LowLatencyCombineParams& params, uintptr_t stream) noexcept override;
+    bool dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream) noexcept override;
+    bool combine(const LowLatencyCombineParams& params, bool sends, bool receives, uintptr_t stream) noexcept override;
 
 private:
     NvlinkLowLatency& calls_;

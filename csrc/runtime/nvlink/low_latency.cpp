@@ -147,6 +147,11 @@ void NvlinkLowLatency::begin(bool sends, uintptr_t address) {
     launch_low_latency_control(params, stream);
 }
 
+void NvlinkLowLatency::end(bool sends) {
+    last_.ends();
+    num_calls_ += sends;
+}
+
 void NvlinkLowLatency::dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream) {
     const DeviceGuard guard(device_);
     const std::lock_guard lock(enqueuing_);
@@ -154,7 +159,7 @@ void NvlinkLowLatency::dispatch(const LowLatencyDispatchParams& params, bool sen
     if (!rail_) launch_low_latency_dispatch({context(), params, sends, receives, num_blocks}, as_stream(stream));
     if (rail_ && sends) rail_->send_dispatch(context(), params, num_blocks, as_stream(stream));
     if (rail_ && receives) rail_->receive_dispatch(context(), params, num_blocks, as_stream(stream));
-    last_.ends();
+    end(sends);
 }
 
 void NvlinkLowLatency::combine(const LowLatencyCombineParams& params, bool sends, bool receives, uintptr_t stream) {
@@ -164,7 +169,7 @@ void NvlinkLowLatency::combine(const LowLatencyCombineParams& params, bool sends
     if (!rail_) launch_low_latency_combine({context(), params, sends, receives, num_blocks}, as_stream(stream));
     if (rail_ && sends) rail_->send_combine(context(), params, num_blocks, as_stream(stream));
     if (rail_ && receives) rail_->receive_combine(context(), params, num_blocks, as_stream(stream));
-    last_.ends();
+    end(sends);
 }
 
 // ---- between calls ----
@@ -184,7 +189,7 @@ void NvlinkLowLatency::control(LowLatencyControlParams& params, uintptr_t stream
         params.action = Params::kTellReturned;
         rail_->control(params, as_stream(stream));
     }
-    last_.ends();
+    end(refuses);
     if (refuses) num_to_catch_up_ = kMaxInFlight;
 }
 

@@ -25,6 +25,7 @@ public:
     // Bits of the number of a dispatch that tell in its handle that it has failed.
     int64_t failed_mark() const { return static_cast<int64_t>(failed_mark_); }
     int64_t handle_bytes() const;
+    int64_t num_calls() const { return num_calls_; }  // that this rank has sent or refused so far
     int64_t rail_bytes() const { return LowLatencyRailLayout(config_, num_nodes()).total_bytes; }  // of symmetric memory
     std::string handle() const;  // the CUDA IPC handle of the workspace and the bus of its GPU, for the peers
     // Throws where a GPU is reached, but not over NVLink: what rows rely on (cuda/low_latency.h) is not known of such links.
@@ -56,6 +57,7 @@ private:
     LowLatencyContext context() const;
     void control(LowLatencyControlParams& params, uintptr_t stream);
     void begin(bool sends, uintptr_t stream);
+    void end(bool sends);
     GpuFailure forget_failure();
     [[noreturn]] void raise(const GpuFailure& failure) const;
     std::string describe(const GpuFailure& failure, int reporter) const;
@@ -78,7 +80,8 @@ private:
     };
     HostSlots* host_ = nullptr;  // pinned
     LastStreams last_;
-    std::mutex enqueuing_;     // by one thread at a time: one may send while another receives
+    std::mutex enqueuing_;  // by one thread at a time: one may send while another receives
+    int64_t num_calls_ = 0;
     int num_to_catch_up_ = 0;  // calls whose call before last may have been refused, or have failed
 };
 

@@ -30,15 +30,15 @@ protected:
 class LowLatencyShim {
 public:
     virtual bool is_ready() noexcept = 0;  // kernels have reported no failure, and no rank is masked
-    // Both halves; false where something failed.
-    virtual bool dispatch(const LowLatencyDispatchParams& params, uintptr_t stream) noexcept = 0;
-    virtual bool combine(const LowLatencyCombineParams& params, uintptr_t stream) noexcept = 0;
+    // As of NvlinkLowLatency; false where something failed.
+    virtual bool dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream) noexcept = 0;
+    virtual bool combine(const LowLatencyCombineParams& params, bool sends, bool receives, uintptr_t stream) noexcept = 0;
 
 protected:
     ~LowLatencyShim() = default;
 };
 
-// The gate, which keeps no failure. False: the call was not made; the same call from Python makes it, or raises why not.
+// The gate, which keeps no failure. False: the call was not made; `_C.gpu_gate_check` raises what kernels have found.
 struct GateShim {
     bool (*forward)(GpuGateParams params, uintptr_t stream) noexcept;  // without `failure`
     bool (*backward)(const GpuGateBackwardParams& params, uintptr_t stream) noexcept;
@@ -54,8 +54,8 @@ struct SwigluShim {
 // Of the capsules that hold a pointer to a shim, with a number that counts changes of it; and a size by which modules of different sources
 // are told apart.
 constexpr const char* kShimName = "deepep_moe.ExchangeShim 4";
-constexpr const char* kLowLatencyShimName = "deepep_moe.LowLatencyShim 2";
-constexpr const char* kGateShimName = "deepep_moe.GateShim 1";
+constexpr const char* kLowLatencyShimName = "deepep_moe.LowLatencyShim 3";
+constexpr const char* kGateShimName = "deepep_moe.GateShim 2";
 constexpr const char* kSwigluShimName = "deepep_moe.SwigluShim 1";
 constexpr size_t kShimBytes = sizeof(GpuDispatchCall) + sizeof(GpuCombineCall) + sizeof(CallMode) + sizeof(LowLatencyDispatchParams) +
                               sizeof(LowLatencyCombineParams) + sizeof(GpuGateParams) + sizeof(GpuGateBackwardParams) +

@@ -181,9 +181,9 @@ def test_says_what_the_gate_refuses(rank, num_ranks, name):
     switches, reason = REFUSED[name]
     device.GPU = "cpu" if name != "small groups" else device.GPU
     if name == "no kernels":
-        vars(_C).pop("gpu_gate_forward", None)
+        vars(_C).pop("gpu_gate_shim", None)
     else:
-        _C.gpu_gate_forward, _C.MAX_GPU_GATE_EXPERTS = None, 1024
+        _C.gpu_gate_shim, _C.MAX_GPU_GATE_EXPERTS = None, 1024
     vars(_C).pop("gpu_lanes_of_map", None)  # tensors are the CPU's after all
     lines, x, results = log_lines(), torch.randn(5, 1, HIDDEN), []
     with model_parallel(backend="collective") as sizes:
