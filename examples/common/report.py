@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics.jsonl, loss.png, expert_load.png and a table."""
+"""Write the results of a run: metrics.jsonl, loss.png, expert_load.png and a table."""
 
 import json
 from dataclasses import dataclass, field
@@ -14,13 +14,13 @@ _GREY = "#5f6368"
 
 @dataclass
 class Result:
-    """What rank 0 measured.
+    """The measurements of rank 0.
 
-    load: [steps, moe_layers, num_experts] tokens each expert got, over all ranks.
-    nodes_per_token: of each step or report, mean over MoE layers, where deepep_moe moves the tokens.
-    num_nodes: over which the experts are spread, in their order.
-    scalars: of each step, by name, where a framework reports some.
-    timeline: of rank 0's GPU, where one was asked for.
+    `load`: [steps, moe_layers, num_experts], tokens that each expert got from all ranks.
+    `nodes_per_token`: one value per step or report, a mean over MoE layers; only where deepep_moe moves the tokens.
+    `num_nodes`: the experts are spread over so many nodes, in their order.
+    `scalars`: those that a framework reports, by name, one value per step.
+    `timeline`: that of rank 0's GPU, if one was asked for.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a GPU, or the thread that trains on a CPU, does in training steps: what runs side by side, how much of the exchange is hidden."""
+"""Show what a GPU, or the training thread of a CPU, does in a step: what runs side by side, and how much of the exchange is hidden."""
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class Timeline:
 
     @property
     def exchange_ms(self) -> float:
-        """Of a step: when some kernel of the exchange runs."""
+        """Return the time per step in which at least one kernel of the exchange runs."""
         return _length(_union(kernel for kernel in self.kernels if kernel.is_exchange)) / self.num_steps
 
     def hidden(self, kinds: Collection[str] = _EXCHANGE) -> float:

@@ -50,7 +50,7 @@ class Settings:
 
 
 def ds_config(settings: Settings) -> dict[str, Any]:
-    """What a user of DeepSpeed has, and the one section that swaps the layers."""
+    """Return a user's usual ds_config, plus the one section that swaps the layers."""
     adam = {"lr": settings.lr, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": not settings.fused_adam}
     return {
         "train_micro_batch_size_per_gpu": settings.num_sequences,

@@ -68,7 +68,7 @@ class Settings:
 
     @property
     def name(self) -> str:
-        """What a table calls the run."""
+        """Return the name of the run in tables."""
         words = {"grouped_experts": "grouped", "fp8_experts": "fp8", "sync_free": "sync-free", "shared_overlap": "shared overlap"}
         words |= {"recompute": "recomputed", "interleave": "1F1B", "cuda_graph": "CUDA graph"}
         return " + ".join([self.dispatcher, *(word for field, word in words.items() if getattr(self, field))])
@@ -98,7 +98,7 @@ class Settings:
 
 
 class Outcome:
-    """What a step gives: the host may read it later, when the device has made it."""
+    """The results of a step. The host may read them later, when the device has computed them."""
 
     def __init__(self, loss: torch.Tensor, load: torch.Tensor):
         on_gpu = loss.device.type == "cuda"

@@ -4,8 +4,8 @@ python examples/overlap/decode.py                 # two ranks on the CPU, writes
 python examples/overlap/decode.py --device cuda   # a rank on each GPU of this machine
 python examples/overlap/decode.py --device cuda --num-ranks 4 --ranks-per-node 2 --share-gpus   # two virtual nodes on one GPU
 
-On GPUs rows fly while the multiprocessors compute. On the CPU the sender copies the rows itself, so only waits for other ranks are
-hidden: each rank has more to do for one micro-batch, its neighbours for the other.
+On GPUs rows travel while the SMs compute. On the CPU the sender copies the rows itself, so only waits for other ranks are hidden. Each
+rank has more work in one micro-batch, and its peers have more in the other.
 """
 
 import argparse
@@ -200,7 +200,7 @@ def arguments_of(argv: list[str] | None) -> tuple[argparse.Namespace, Sizes]:
 
 
 def told_of(arguments: argparse.Namespace, results: dict[str, tuple[float, list[Span]]]) -> str:
-    """What a run has shown. Ranks that share a GPU take turns on it, so the one way is not said to be faster than the other."""
+    """Return the summary of a run. Ranks that share a GPU take turns on it, so the summary then does not call either way faster."""
     (one_by_one, _), (by_turns, _) = results.values()
     told = f"Two micro-batches took {1e3 * one_by_one:.2f} ms one after the other, and {1e3 * by_turns:.2f} ms by turns"
     if arguments.shares_gpus:

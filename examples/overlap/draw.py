@@ -4,7 +4,7 @@ from pathlib import Path
 
 from deepep_moe.nn import Span
 
-# What is computed, and what is done for the exchange: letter and colour, that stay apart for colour-blind readers too.
+# Letter and colour of each stage of computing and of the exchange. Colour-blind readers can tell the colours apart.
 STAGES = {
     "attention": ("A", "#1f5fa8"),
     "router": ("R", "#7fb2e5"),
