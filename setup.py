@@ -10,10 +10,11 @@ optional module `deepep_moe._nvshmem` is built where NVSHMEM is found as well, a
 A wheel for others has `_C` alone, which any PyTorch and any driver loads, and the sources of the other two (`make wheel`).
 `python -m deepep_moe.build` builds these where the wheel is installed.
 
-Environment: CUDA_HOME, NVSHMEM_HOME; DEEPEP_MOE_CUDA=0 builds without GPU backends, DEEPEP_MOE_AUTOGRAD=0 without `_torch`,
-DEEPEP_MOE_NVSHMEM=0 without `_nvshmem`; DEEPEP_MOE_ARCHITECTURES, the GPUs to build for (`9.0`, `8.0;9.0`, `native`), else
-TORCH_CUDA_ARCH_LIST, else all that are supported; DEEPEP_MOE_MODULES, the modules to build, such as `_C` or `_torch,_nvshmem`, by default
-all that can be; DEEPEP_MOE_BUILD_JOBS, the compilers that run at a time, by default one for each CPU of this process.
+The build reads the environment variables CUDA_HOME and NVSHMEM_HOME, and these:
+DEEPEP_MOE_CUDA=0, DEEPEP_MOE_AUTOGRAD=0 and DEEPEP_MOE_NVSHMEM=0 build without GPU backends, `_torch` and `_nvshmem`.
+DEEPEP_MOE_ARCHITECTURES names the GPUs to build for (`9.0`, `8.0;9.0`, `native`); else TORCH_CUDA_ARCH_LIST, else all supported ones.
+DEEPEP_MOE_MODULES names the modules to build, such as `_C` or `_torch,_nvshmem`; by default all that can be built.
+DEEPEP_MOE_BUILD_JOBS is the number of compilers that run at a time, by default one for each CPU of this process.
 """
 
 import sys
@@ -319,8 +320,8 @@ class BuildWithSources(build_py):
 
 
 class EditableWheel(editable_wheel):
-    """Adds the clone to the end of sys.path. Python asks the finder of an editable install last, so the folder that holds a clone named
-    deepep_moe would give an empty package of that name; a real package anywhere on sys.path comes before an empty one."""
+    """Add the clone to the end of sys.path. Python asks the finder of an editable install last. Otherwise the folder that holds a clone
+    named deepep_moe would be imported as an empty package; a real package anywhere on sys.path has priority over it."""
 
     def run(self) -> None:
         super().run()
@@ -341,7 +342,7 @@ def add_to_wheel(wheel: Path, name: str, data: bytes) -> None:
 
 
 def configuration(extensions: list[Extension]) -> str:
-    """What a build depends on beside the files of this repository."""
+    """Return all that a build depends on besides the files of this repository."""
     nvcc = find_nvcc()
     lines = [subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True).stdout] if nvcc else []
     if nvcc and any(ext.name != "deepep_moe._torch" for ext in extensions):
