@@ -5,12 +5,12 @@
 
 It assumes:
 
-- Each GPU has a NIC of its own; nothing else is on the network, which has no other bound. A NIC takes puts one after the other.
+- Each GPU has its own NIC, which handles puts one after the other. The network carries nothing else and has no other bound.
 - A ConnectX-7 of 400 Gb/s carries 46 GB/s, as in DeepEP's low-latency table at 8 ranks. NVLink and SMs have the rates of our records.
-- 5 us lie between the last byte of a put and the moment that it is seen, and a put costs a NIC 0.1 us: guesses.
-- All ranks start together. Experts are chosen by the library's gate, evenly, so the ranks of one node stand for those of every node.
-- Rows for the own node go by NVLink alone and share the SMs and the links. NVLink has one rate at each end.
-- Low-latency calls: SMs take rows in parallel, with the latencies of `Latencies`, which are guesses. One row a put.
+- A put is seen 5 us after its last byte and costs a NIC 0.1 us. Both are guesses.
+- All ranks start together. The library's gate chooses experts evenly, so the ranks of one node stand for those of every node.
+- NVLink has one rate at each end. Rows for the own node go by NVLink alone and share the SMs and the links.
+- In low-latency calls SMs handle rows in parallel, with the guesses of `Latencies`, and each put has one row.
 
 It leaves out congestion, routes, NICs that GPUs share, credits, the CPU of a proxy, other traffic, metadata of rows, and whatever happens
 on GPUs beside the call. Its times are what these sizes allow at best. Published tables stand beside it, with its error.
@@ -297,9 +297,9 @@ class LowLatency:
         return end + self.latencies.place_us
 
 
-# What others have published, of hidden 7168, top-8 and 8 GPUs a node.
-# Source, machine, SMs, tokens, experts of a rank (None: 256 experts in all, of 4 nodes), and by ranks the GB/s of dispatch fp8, dispatch
-# bf16 and combine bf16, which count a row for each (token, node), the own among them. Chunks have 16 rows here; others tune theirs.
+# Rates that others have published, for hidden 7168, top-8 and 8 GPUs a node. Fields: source, machine, SMs, tokens, experts of a rank (None:
+# 256 experts in all, of 4 nodes). Then, by number of ranks, the GB/s of dispatch fp8, dispatch bf16 and combine bf16. They count a row for
+# each (token, node), including the own node. Chunks have 16 rows here; others tune theirs.
 Rates = tuple[float | None, float | None, float]
 PUBLISHED: list[tuple[str, str, int, int, int | None, dict[int, Rates]]] = [
     ("DeepEP V1, first table", "h800", 24, 4096, None, {16: (43, None, 43), 32: (44, None, 47), 64: (46, None, 45)}),

@@ -59,12 +59,12 @@ class Layer(Pass):
 
 
 class Wire(NamedTuple):
-    """What a dispatch, or the dispatch of combine's gradient, sends from one rank."""
+    """The rows that one rank sends in a dispatch, or in the dispatch of combine's gradient."""
 
     num_rows: int
     """A row for each token and rank that it goes to, the own rank too."""
     fp8_bytes: int
-    """Of a row: values and scales."""
+    """Bytes of a row, values and scales."""
     bf16_bytes: int
 
     @property
