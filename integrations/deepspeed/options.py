@@ -22,6 +22,7 @@ class Options:
     backend, num_sms, ranks_per_node: as for `deepep_moe.Buffer`.
     num_max_tokens_per_rank: the most tokens of a rank in a forward; more are an error, on CPUs too. None: on GPUs buffers grow with the
         forwards, on CPUs there is no bound.
+
     gate: for AutoEP only, let `deepep_moe.ops.gate` choose the experts where it can. The choice is the same up to rounding.
     expert_bias_update_rate: for AutoEP only, balance experts without auxiliary loss, by a bias that moves this much per optimizer step
         (DeepSeek-V3: 0.001). None: no bias moves.
