@@ -54,7 +54,7 @@ def stand_in(rank: int, num_ranks: int, fault: str, run, options: argparse.Names
 
 
 def names_of(records: list[dict], *, of_peers: bool = False) -> list[str]:
-    """What is in records, or what is of other libraries in them: whole calls only, where there are halves."""
+    """Return the names of the records of whole calls, of all libraries or only of other ones."""
     whole = [r for r in records if r.get("half", "both") == "both" and (r["backend"] != "shm" or not of_peers)]
     return [r["name"].removeprefix("low-latency ") for r in whole]
 

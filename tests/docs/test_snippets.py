@@ -148,7 +148,7 @@ def test_deepspeed_blocks_run():
 
 JSON = {name: blocks for name, text in TEXTS.items() if (blocks := re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL))}
 KEYS = re.findall(r'`("\w+": [^`\n]+)`', "\n".join(TEXTS.values()))
-"""What a text tells to set: the section of ds_config, or a key of it."""
+"""Settings that a page names: the section of ds_config, or a key of it."""
 
 
 def test_every_json_block_is_read_below():

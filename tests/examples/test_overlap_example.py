@@ -38,7 +38,7 @@ def test_over_nodes_that_share_a_gpu():
 
 
 def takes(num_gpus, options):
-    """What the example makes of its options on a machine of so many GPUs, or what it says where it refuses them."""
+    """Return the example's settings on a machine with `num_gpus` GPUs, or its message if it refuses the options."""
     torch.cuda.device_count = lambda: num_gpus
     os.environ.pop("RANK", None)
     if options.startswith("RANK"):

@@ -141,7 +141,7 @@ def test_compile_with_inductor():
 
 
 def modes_of_calls(buffer):
-    """What the backend is told of every call from now on."""
+    """Return a list of the modes that the backend gets in all calls from now on."""
     backend, modes = buffer.calls.backend, []
 
     def told(call):

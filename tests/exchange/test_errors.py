@@ -1,4 +1,4 @@
-"""What a user sees when something is wrong: a clear error on the rank that caused it, and no hang on the others."""
+"""Errors that users see: a clear error on the rank that caused it, and no hang on the others."""
 
 import dataclasses
 import gc

@@ -41,7 +41,7 @@ def test_ways_to_send(num_sms, mode):
 @pytest.mark.parametrize("mode", ("now", "hook"))
 @pytest.mark.parametrize("max_sms", (2, 9, 100000))
 def test_few_multiprocessors(max_sms, mode):
-    """Whoever sends leaves some for those that receive, and the results are the same."""
+    """Senders leave some SMs to receivers, and the results are the same."""
     how = {"dtype": torch.bfloat16, "max_sms": max_sms, "mode": mode, "with_bias": True, "backends": ("nvlink",)}
     check_cases([Case([140, 37, 90], layout=layout, **how) for layout in LAYOUTS])
 

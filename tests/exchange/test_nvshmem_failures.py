@@ -1,7 +1,7 @@
 """Failures of the nvshmem backend: who raises what, names whom, and whether the buffer serves afterwards. Two nodes of two ranks.
 
-The culprit has the number c. Its `mate` is the other rank of its node, its `rail` the rank with its index in the other node, and the `far`
-rank is neither: it hears of the culprit through the ranks between.
+The culprit has the number c. Its `mate` is the other rank of its node, its `rail` the rank with its index in the other node. The `far` rank
+is neither, and hears of the culprit through the ranks between.
 """
 
 import atexit
@@ -240,7 +240,7 @@ def test_late_rank(rank, operation):
 @emulated_only
 @on_ranks(4, num_arriving=(0, 1))
 def test_network_that_loses(rank, num_ranks, num_arriving):
-    """Of what the culprit sends over the network or is sent, `num_arriving` puts a process arrive: nothing, or entries without rows."""
+    """Only `num_arriving` puts of each process from or to the culprit arrive: nothing, or entries without rows."""
     culprit = 2 - num_arriving
     os.environ[NETWORK] = f"lose={culprit},lose_after={num_arriving}"
     buffer, part = make("nvshmem", 4, DEADLINE_S), part_of(rank, culprit)
@@ -321,7 +321,7 @@ def test_wrong_nodes(rank, num_ranks):
 
 
 def logged():
-    """What this process logs from now on."""
+    """Collect the lines that this process logs."""
     lines, handler = [], logging.Handler()
     handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")
     logging.getLogger("deepep_moe").addHandler(handler)
@@ -368,7 +368,7 @@ KEPT = []  # buffers that nobody destroys
 
 
 def buffer_of_two_nodes(timeout_s):
-    """Of one rank each."""
+    """Return a buffer over two nodes of one rank each."""
     device_of("nvlink", dist.get_rank())
     buffer = Buffer(None, NUM_TOKENS, 16, 4, 2, backend="nvshmem", timeout_s=timeout_s, ranks_per_node=1)
     make_step(buffer, 0)

@@ -195,7 +195,7 @@ def test_shapes_of_models(device, num_experts, num_topk, num_groups, topk_groups
 
 @pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
 def test_second_derivatives(device, score_function):
-    """Of weights, of their dense pair, and of shares, by logits and by the gradients that come; one token is masked."""
+    """Second derivatives of weights, dense pair and shares, in the logits and in the incoming gradients; one token is masked."""
     logits = torch.randn(5, 6, generator=torch.Generator().manual_seed(15)).requires_grad_()
     mask = torch.tensor([False, True, False, False, False])
     output = run(device, logits, 2, function=ops.gate_full, dense=True, shares=True, mask=mask, score_function=score_function)

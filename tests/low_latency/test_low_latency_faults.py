@@ -243,7 +243,7 @@ class Stop(ValueError):
 
 
 def interrupted(rank, _):
-    """What a signal's handler raises, of any class, is told in the same call while rank 1 writes, and in the next while it reads."""
+    """Peers learn of an error of a signal's handler, of any class, in the same call if rank 1 was writing, else in the next call."""
     buffer, x, idx = make("shm", rank)
     halves = [("dispatch", "write"), ("dispatch", "read"), ("combine", "write"), ("combine", "write_weighted"), ("combine", "read")]
     for (operation, half), kind_of_error in product(halves, (KeyboardInterrupt, Stop, EPError)):

@@ -199,7 +199,7 @@ def test_who_is_late_to_a_dispatch():
 
 
 def goes_on(rank, _, per_node, masked):
-    """Whoever stalls is masked, and what came by it, on its own node and on others; the calls behind go on without."""
+    """A rank that stalls is masked, and so are rows that came by it, on its own node and on others. Later calls go on without it."""
     case = replace(CASE, masked=0.0, num_tokens=CASE.num_tokens[: 2 * per_node], ranks_per_node=per_node)
     buffer = make_buffer(case, "nvshmem", rank, timeout_s=5, mask_stalled=True)
     run_case(buffer, case, rank, "nvshmem")

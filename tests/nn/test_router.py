@@ -216,7 +216,7 @@ def test_aux_losses_under_a_default_dtype(dtype):
 
 
 def all_losses(shares, topk_idx):
-    """Of one sequence, of two, and of all tokens."""
+    """Return the losses of one sequence, of two, and of all tokens."""
     counts = (topk_idx.flatten() == torch.arange(4).unsqueeze(1)).sum(1)
     sequences = [ops.sequence_aux_loss(shares, topk_idx, lengths, coefficient=1.0) for lengths in (len(shares), [1, len(shares) - 1])]
     return torch.stack([*sequences, ops.global_aux_loss(shares, topk_idx, counts, coefficient=1.0)])

@@ -63,7 +63,7 @@ def test_counts_equal_operators(sizes, is_int64, device, monkeypatch):
 
 
 def test_strides_and_dtypes(device):
-    """Of what is given, and PyTorch's default, which no result has."""
+    """Strides and dtypes of arguments do not matter, and no result has PyTorch's default dtype."""
     routing_map, values = routing(device, 12, 16, 4)
     values = values.bfloat16()
     want = lanes_of_map(routing_map, values.float(), 4)

@@ -1,5 +1,5 @@
-"""What is given to others: the source distribution, and the wheel that is built from it in an isolated environment, installed beside an
-installed PyTorch into an environment that is empty otherwise."""
+"""The distributed files: the source distribution, and the wheel that is built from it in an isolated environment and installed into an
+environment that has only PyTorch."""
 
 import os
 import re

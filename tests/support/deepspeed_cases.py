@@ -1,4 +1,4 @@
-"""What the DeepSpeed tests share: ranks, layers, a model, ten steps of an engine, and the comparison of two runs."""
+"""Shared parts of the DeepSpeed tests: ranks, layers, a model, ten steps of an engine, and the comparison of two runs."""
 
 import contextlib
 import functools
@@ -137,8 +137,8 @@ class Case:
 
 
 def serves(case: Case) -> bool:
-    """Whether the installed DeepSpeed can. Before 0.15 it has no k above 2, and on CPUs no fp16; up to 0.16, on CPUs no bf16 without ZeRO,
-    whose norm of gradients ends in an error; up to 0.18, k above 2 without dropping does."""
+    """Return whether the installed DeepSpeed can run the case. Before 0.15 it has no k above 2, and no fp16 on CPUs. Up to 0.16, bf16
+    without ZeRO fails on CPUs in the norm of gradients. Up to 0.18, k above 2 without dropping fails."""
     import deepspeed
 
     if case.dtype == "bf16" and case.zero == 0 and Version(deepspeed.__version__) < Version("0.17"):

@@ -62,7 +62,7 @@ class Case:
         return x, idx, weights
 
     def is_lost(self, rank: int, to: torch.Tensor) -> torch.Tensor:
-        """Of a token of `rank` on its way to each rank of `to`. Between nodes, rows go by the rank of the same index in the other node."""
+        """Return which tokens of `rank` are lost on the way to the ranks `to`. Between nodes, rows go by the rank with this index."""
         is_lost, per_node = torch.zeros_like(to, dtype=torch.bool), self.ranks_per_node or self.num_ranks
         for masked in self.left_out:
             is_lost |= to == masked
@@ -78,7 +78,7 @@ class Case:
 
 
 class Expected:
-    """What the reference says of a case."""
+    """The reference's results of a case."""
 
     def __init__(self, case: Case):
         self.case = case

@@ -71,7 +71,7 @@ private:
     std::vector<int> pids_;
 };
 
-// What the ranks send in a step. Lane d of a token is for rank d, which holds two experts.
+// The tokens that ranks send in a step. Top-k entry d of a token is for rank d, which holds two experts.
 struct Tokens {
     int num_ranks, hidden, most;
 

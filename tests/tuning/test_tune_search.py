@@ -83,7 +83,7 @@ def test_axes(num_ranks, count):
 
 
 def test_interval_by_hand():
-    """Of 8 values, the ends cover the median but with 2 / 256, the second ones but with 18 / 256."""
+    """The range of 8 values misses the median with probability 2 / 256, the second to seventh with 18 / 256."""
     values = [float(n) for n in (5, 3, 8, 1, 7, 2, 6, 4)]
     assert median_interval(values, 0.99) == (1, 8) and median_interval(values, 0.92) == (2, 7)
     assert median_interval(values, 0.995) == (-math.inf, math.inf)
@@ -160,7 +160,7 @@ def machine(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("arguments", ([], ["--backend", "shm"]))
 def test_nothing_to_tune(arguments):
-    """Without a GPU the backend is shm."""
+    """On a machine with no GPU the backend is shm."""
     done = subprocess.run([sys.executable, "-m", "deepep_moe.tune", *arguments], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == command.NOTHING_TO_TUNE + "\n", done.stderr
 

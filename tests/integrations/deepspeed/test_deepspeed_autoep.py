@@ -171,7 +171,7 @@ def _subclass(router) -> None:
 
 @on_deepspeed_ranks()
 def test_replaced_forwards(rank):
-    """Of layers, of routers: nothing is bypassed, nor counted as swapped."""
+    """Layers and routers with replaced forwards are neither bypassed nor counted as swapped."""
     case = Case("deepseek_v3")
     engine = build_engine(case, False)
     layers = autoep_layers(engine)

@@ -96,7 +96,7 @@ def _subclasses(experts):
     experts[0][0].weight = torch.randn(48, HIDDEN).as_subclass(Quantized)
 
 
-# What is done to three experts, and the reason.
+# The change to three experts, and the logged reason.
 CALLED = {
     "hook": (lambda e: e[1][1].register_forward_hook(lambda *_: None), "GELU of local expert 1 has hooks"),
     "backward hook": (lambda e: e[0].register_full_backward_hook(lambda *_: None), "Sequential of local expert 0 has hooks"),

@@ -49,7 +49,7 @@ def test_by_hand(rank):
     y, l_aux, counts = layer(x)
     assert torch.equal(y, x.detach() * torch.tensor(chosen).add(1).view(-1, 1)), f"rank {rank}: {y}"
     assert counts.tolist() == [[1, 0, 0, 2], [0, 0, 0, 0]][rank]
-    # Of 3 tokens a third goes to expert 0 and two thirds to 3, in probabilities and in counts: 4 * (1/9 + 4/9).
+    # One of 3 tokens goes to expert 0 and two go to 3, in probabilities and in counts: 4 * (1/9 + 4/9).
     torch.testing.assert_close(l_aux, torch.tensor([20 / 9, 0.0][rank]))
     (y.sum() + l_aux).backward()
     assert torch.equal(x.grad, torch.tensor(chosen).add(1.0).view(-1, 1).expand(len(chosen), HIDDEN))

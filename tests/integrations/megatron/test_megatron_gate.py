@@ -245,8 +245,8 @@ OVERFLOWS = ("DeepSeek-V3", "softmax of the chosen", "softmax of all", "sigmoid,
 
 @on_megatron(2)
 def test_overflows_in_fp16(rank, num_ranks, sizes):
-    """Rank 0 has tokens of NaN and of infinity. Its other tokens, and those of rank 1, are as with `alltoall`, and so are the places of
-    what is not finite, in the output and in the gradients of the router, by which Megatron-Core finds the overflow."""
+    """Rank 0 has tokens of NaN and of infinity. Its other tokens, and those of rank 1, are as with `alltoall`. The output and the router's
+    gradients are not finite in the same places as there, so Megatron-Core finds the overflow."""
     half = {"fp16": True, "params_dtype": torch.float16, "moe_router_dtype": "fp32"}
     for name in OVERFLOWS:
         results = []

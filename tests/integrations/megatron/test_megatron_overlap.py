@@ -146,7 +146,7 @@ def test_delayed_gradients_of_grouped_experts(rank: int, num_ranks: int, sizes: 
 @needs_schedule
 @on_megatron(2)
 def test_schedule_frees_what_nobody_keeps(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    """What a node may free: rows only where the experts keep others, and never what somebody else keeps."""
+    """A node frees rows only where the experts keep other ones, and never frees rows that another node keeps."""
     config = schedule_config(sizes)
     for fp8, frees in ((None, False), ("hybrid", True)):
         model = build_model(config)

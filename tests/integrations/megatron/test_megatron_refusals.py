@@ -1,4 +1,4 @@
-"""What is refused before anything is sent: options of `enable()`, and configs of layers."""
+"""Options of `enable()` and configs of layers that are refused before anything is sent."""
 
 import contextlib
 
