@@ -111,7 +111,7 @@ def find_torch() -> Path | None:
 
 
 def package_folders() -> list[Path]:
-    """Where packages of the Python that builds lie, also those that pip's isolation hides."""
+    """Return the package folders of the Python that builds, also those that pip's isolation hides."""
     found = importlib.util.find_spec("torch")
     folders = [Path(found.origin).parent.parent] if found and found.origin else []
     folders += [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]
@@ -131,7 +131,7 @@ def host_sources(with_cuda: bool) -> list[str]:
 
 
 def require_compiler() -> None:
-    """Stop with advice where there is no C++ compiler; the build's own message is a file not found."""
+    """Stop with advice if there is no C++ compiler; the build itself would only report a missing file."""
     compiler = os.environ.get("CXX", "g++").split()[0]
     if shutil.which(compiler) is None:
         raise SystemExit(
@@ -146,7 +146,7 @@ def require_compiler() -> None:
 
 
 def extensions() -> list[Extension]:
-    """Those of MODULES that can be built here."""
+    """Return the extensions of MODULES that can be built here."""
     require_compiler()
     makers = {"_C": lambda: [extension()], "_torch": torch_extensions, "_nvshmem": nvshmem_extensions}
     if unknown := set(MODULES) - set(makers):
@@ -177,7 +177,7 @@ def extension() -> Pybind11Extension:
         cuda = cuda_root(nvcc)
         built.define_macros.append(("DEEPEP_MOE_CUDA", "1"))
         built.include_dirs.append(str(cuda / "include"))
-        # The static runtime finds the driver when it is first used, so the module loads where there is none.
+        # The static runtime finds the driver when it is first used, so the module also loads on machines without one.
         built.extra_link_args += [f"-L{cuda / 'lib64'}", "-lcudart_static", "-ldl", "-lrt"]
     return built
 

@@ -203,7 +203,7 @@ def simulate(op: str, goes: Ints, machine: Machine, row_bytes: int, chunk_rows: 
 
 @dataclass(frozen=True)
 class Latencies:
-    """What kernels take at a few rows, microseconds: guesses."""
+    """Guessed times of kernels with a few rows, in microseconds."""
 
     start_us: float = 4.0  # from a launch to the first row that leaves, or that is looked for
     pack_us: float = 3.0  # of a row that is put
@@ -212,7 +212,7 @@ class Latencies:
 
 
 MEASURED = {"dispatch": Latencies(4.0, 5.7, 4.0, 10.2), "combine": Latencies(4.0, 18.6, 4.0, 7.0)}
-"""What kernels take with a GPU each, at their longest: `h200-low-latency-nodes-2x2-four-gpus-2026-11-26.json`."""
+"""The longest measured times of kernels, with one GPU a rank (`h200-low-latency-nodes-2x2-four-gpus-2026-11-26.json`)."""
 
 
 def draw(num_ranks: int, num_tokens: int = 128, num_experts: int = 256, seed: int = 0) -> Ints:
@@ -311,8 +311,8 @@ PUBLISHED: list[tuple[str, str, int, int, int | None, dict[int, Rates]]] = [
     ("HybridEP", "h100", 4, 4096, 8, {16: (34.0, 44.4, 52.0), 32: (38.5, 52.6, 51.0), 64: (37.5, 48.0, 46.0)}),
     ("HybridEP", "h100", 8, 4096, 8, {16: (62.0, 76.8, 68.0), 32: (51.3, 54.5, 56.4), 64: (46.6, 50.6, 51.0)}),
 ]
-# Source, whether rows of the own node go over NVLink, and by ranks the us of a dispatch in fp8 and a combine in bf16 of 128 tokens. The
-# middle, where a range is published. pplx-garden gives neither hidden nor experts: they are taken to be DeepEP's.
+# Fields: source, whether rows of the own node go over NVLink, and by number of ranks the us of a dispatch in fp8 and a combine in bf16 of
+# 128 tokens. If a range is published, its middle. pplx-garden does not give hidden and experts; they are taken to be DeepEP's.
 LOW_LATENCY: list[tuple[str, bool, dict[int, tuple[float, float]]]] = [
     ("DeepEP V1", False, {16: (173, 329), 32: (182, 350), 64: (186, 353), 128: (192, 369), 256: (194, 360)}),
     ("DeepEP V1, a third party", False, {16: (186, 337)}),

@@ -57,7 +57,7 @@ def is_chosen() -> bool:
 
 
 def is_up_to_date(target: Path, command: list[str]) -> bool:
-    """Whether `command` has made `target`, and nothing that the compiler read then, as it noted beside it, has changed since."""
+    """Return whether `command` built `target`, and no file that the compiler read (its dependency file lists them) has changed since."""
     notes, made_by = target.with_suffix(".d"), target.with_suffix(".command")
     if not all(path.exists() for path in (target, notes, made_by)) or made_by.read_text() != " ".join(command):
         return False

@@ -1,4 +1,4 @@
-"""How much of an exchange hides behind GEMMs: `python benchmarks/run.py overlap --backend nvlink`. The command `exchange` measures it too.
+"""Measure how much of an exchange hides behind GEMMs: `python benchmarks/run.py overlap --backend nvlink`. `exchange` measures it too.
 
 An exchange runs in two halves (`return_hook=True`). Equal GEMMs run between them, about 1.5 times as long as the second half alone. The
 exchange alone and the GEMMs alone are timed as well. One run uses copy engines (num_sms=0), which leave every SM to the GEMMs between the

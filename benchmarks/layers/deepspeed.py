@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """What differs between the measurements of a run."""
+    """The settings that differ between the measurements of a run."""
 
     num_topk: int
     dtype: str
@@ -77,7 +77,7 @@ class Measured:
     times: dict[tuple[str, str], list[list[float]]] = field(default_factory=dict)
     """Times by what is timed and kind of layer: an entry per turn, as `times_of` returns it."""
     kernel_us: dict[tuple[str, str], float] = field(default_factory=dict)
-    """On GPUs, the time of the kernels of a forward and a backward, without the time between them, by the same keys."""
+    """Time in kernels of a forward and a backward on GPUs, without gaps, by the same keys."""
 
 
 def compare(passes: dict[str, LayerPass]) -> dict[str, dict[str, float]]:

@@ -64,7 +64,7 @@ class Measured:
     """Memory that a chain of passes needs beyond the layer's parameters, by layer."""
     kept_bytes: int = 0
     not_captured: dict[str, str] = field(default_factory=dict)
-    """Why there is no CUDA graph, by the name that the layer would have."""
+    """The reasons why a layer has no CUDA graph, by the name that it would have."""
     num_different_from_eager: int = 0
     """Results that a CUDA graph has changed."""
 

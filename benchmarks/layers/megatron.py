@@ -139,7 +139,7 @@ class Measured:
     hardware: str
     versions: str
     permutes_are_fused: bool
-    """Whether Megatron-Core's permutes are fused."""
+    """True if Megatron-Core's permutes are fused."""
     link_bytes: int
     differences: dict[str, dict[str, dict[str, float]]]
     """Differences by what is timed, baseline and kind of result."""

@@ -87,7 +87,7 @@ class Products:
 def make_steps(like: Any, x: Tensor, cotangent: Tensor, *, seed: int, **sizes: Any) -> dict[str, Any]:
     """Return the passes by name. Layers have the weights of the layer `like`, whose experts are a SequentialMLP.
 
-    Each has an input and weights of its own. What other passes of the default stream share cannot be captured into a CUDA graph.
+    Each has its own input and weights, because tensors shared with passes of the default stream cannot be captured into a CUDA graph.
     """
     from benchmarks.layers import megatron_layers
 

@@ -61,7 +61,7 @@ def driver(root: Path = Path("/")) -> str:
 
 
 def of_this_host() -> dict[str, str]:
-    """Return the facts of this host, in the order in which they are told."""
+    """Return the facts of this host, in the order of the report."""
     facts = {"commit": commit() or "none", "features": str(deepep_moe.features()), "Python": platform.python_version()}
     facts |= {"kernel": platform.release(), "NVIDIA driver": driver(), "CPU": cpu_name()}
     try:

@@ -80,7 +80,7 @@ def on_ranks(fn: Callable[..., Any], num_ranks: int, settings: Any, timeout_s: f
 
 
 class Turn:
-    """A run's place among runs that make their steps by turns, each in processes of its own: a busy machine then slows all of them alike.
+    """The place of a run among runs that alternate their steps, each in its own processes. So a busy machine slows all of them alike.
 
     One made without arguments belongs to a run that is alone, and waits for nobody.
     """

@@ -84,7 +84,7 @@ def max_difference(results: list[Result], num_steps: int | None = None) -> float
 
 
 def agreement(results: list[Result]) -> str:
-    """For how many steps two loss curves have the same bits, and how far they part then."""
+    """Say for how many steps two loss curves have the same bits, and how far they part later."""
     pairs = zip(results[0].losses, results[1].losses, strict=True)
     first = next((step for step, (one, other) in enumerate(pairs) if one != other), None)
     if first is None:
@@ -204,7 +204,7 @@ def table(results: list[Result], entropy: float) -> str:
 
 
 def differences(results: list[Result], num_steps: int | None = None, baseline: str = "alltoall") -> list[float]:
-    """For each run, how far its losses, all or of the first `num_steps` steps, are from those of the nearest run of `baseline` before."""
+    """Return each run's difference from the last run of `baseline` before it, over all losses or those of the first `num_steps` steps."""
     found, before = [], results[0]
     for result in results:
         before = result if result.name.startswith(baseline) else before
@@ -234,7 +234,7 @@ def busiest(result: Result) -> float:
 
 
 def busiest_node(result: Result) -> float:
-    """The same of the nodes, 1 where there is one."""
+    """Return the load of the busiest node over an even share; 1 if there is one node."""
     return float(_over_even(result.of_nodes()[-10:].sum(0)))
 
 

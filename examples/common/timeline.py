@@ -131,7 +131,7 @@ def _without(intervals: list[tuple[float, float]], holes: list[tuple[float, floa
 
 
 def record(step: Callable[[], object], forward_backward: Callable[[], object], num_steps: int = 2) -> Timeline:
-    """On a GPU, run `num_steps` whole steps after another one, and then a forward and backward more. Collective if they are.
+    """Profile one step more than `num_steps` on a GPU, then one forward and backward. Collective if these are.
 
     The first step is left out: the GPU was idle before it. All steps have the same kernels, so it is the first share of them.
     """

@@ -1,4 +1,4 @@
-"""What one rank does: build the model and the engine, train, measure, save; and load what the other way has saved."""
+"""The work of one rank: build the model and the engine, train, measure, save; and load what the other way has saved."""
 
 import math
 import sys

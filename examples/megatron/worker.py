@@ -1,4 +1,4 @@
-"""What one rank does: build the model, train it, measure."""
+"""The work of one rank: build the model, train it, measure."""
 
 import contextlib
 import math
@@ -83,7 +83,7 @@ class Settings:
 
     @property
     def exact(self) -> bool:
-        """Whether a GPU is to compute the same bits in every run, as a CPU does: in fp32, where two runs are compared to the bit."""
+        """Return whether a GPU must compute the same bits in every run, as a CPU does. In fp32 two runs are compared to the bit."""
         return self.device == "cuda" and self.dtype == "fp32"
 
     @property
@@ -275,7 +275,7 @@ def _repeat_exactly() -> None:
 
 
 def _own_stream(device: torch.device) -> contextlib.AbstractContextManager:
-    """On a GPU another stream than the default one, which no CUDA graph can capture."""
+    """Return a context with a new stream on a GPU, because no CUDA graph can capture the default one."""
     return torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else contextlib.nullcontext()
 
 

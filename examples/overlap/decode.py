@@ -88,7 +88,7 @@ def runs_of(
 
 
 def prepare(run: Run, device: torch.device, in_graph: bool) -> Callable[[], tuple[list[torch.Tensor], Timeline]]:
-    """On a GPU of its own a CUDA graph: from Python launches would take longer than what they launch."""
+    """Return a function that makes a run. With `in_graph` it replays a CUDA graph, since Python's launches take longer than kernels."""
     run(Timeline(device))
     if not in_graph:
 
@@ -114,7 +114,7 @@ def prepare(run: Run, device: torch.device, in_graph: bool) -> Callable[[], tupl
 
 
 def measure(runs: dict[str, Run], device: torch.device, repeats: int, *, in_graph: bool, progress: bool) -> dict[str, Measured]:
-    """All runs in turn, `repeats` times, so that each meets the same machine."""
+    """Time all runs in turn, `repeats` times, so that each meets the same state of the machine."""
     steps = {name: prepare(run, device, in_graph) for name, run in runs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     passes: dict[str, list[tuple[list[torch.Tensor], Timeline]]] = {name: [] for name in runs}
@@ -209,7 +209,7 @@ def told_of(arguments: argparse.Namespace, results: dict[str, tuple[float, list[
 
 
 def about(arguments: argparse.Namespace, sizes: Sizes) -> dict[str, str]:
-    """What ran where."""
+    """Return the hardware, versions and sizes of the run."""
     hardware = torch.cuda.get_device_name() if arguments.device == "cuda" else cpu_name()
     num_ranks, per_node = arguments.num_ranks, arguments.ranks_per_node or arguments.num_ranks
     ranks = {"ranks": num_ranks, "ranks_per_node": per_node, "share_gpus": "yes" if arguments.shares_gpus else "no"}

@@ -20,7 +20,7 @@ _FLIGHT = "#d5d8dc"
 
 
 def flights(spans: list[Span], batch: int) -> list[tuple[float, float]]:
-    """When something of the micro-batch was on its way: from the end of a send to the begin of its receipt."""
+    """Return when rows of the micro-batch were on their way: from the end of a send to the begin of its receipt."""
     sent = [span.end for span in spans if span.batch == batch and span.name.startswith("send")]
     received = [span.start for span in spans if span.batch == batch and span.name.startswith("receive")]
     return list(zip(sent, received, strict=True))

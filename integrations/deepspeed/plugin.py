@@ -215,7 +215,7 @@ def restore_moe_layers(model: nn.Module) -> int:
 
 
 def set_is_first_microbatch(model: nn.Module, value: bool | None) -> int:
-    """Say which forward of an optimizer step comes next, and return to how many swapped layers with `fp8` that is told.
+    """Say which forward of an optimizer step comes next, and return the number of swapped layers with `fp8` that learn it.
 
     Call this before every forward. True: the first one after an optimizer step. It quantizes the experts' weights and keeps the copies, 2
     bytes a parameter. False: another one, which uses them. None: from now on each forward quantizes for itself, and nothing is kept.

@@ -113,7 +113,7 @@ FAULTS = {
     "small dispatch": lambda: changes(deep_ep.Buffer, "low_latency_dispatch", a_row_of_small_batch_is_wrong),
     "small combine": lambda: changes(deep_ep.Buffer, "low_latency_combine", one_sum_is_wrong),
 }
-"""What goes wrong on rank 1."""
+"""The fault on rank 1."""
 
 
 # ---- exchanges ----

@@ -229,7 +229,7 @@ def test_make_targets_exist():
 
 
 def sources() -> str:
-    """All sources as one text in which the parts of a message that spans lines are joined."""
+    """Return all sources as one text, with messages that span lines joined."""
     folders = (("deepep_moe", "*.py"), ("integrations", "*.py"), ("csrc", "*.cpp"), ("csrc", "*.h"))
     text = "\n".join(path.read_text() for folder, pattern in folders for path in sorted((ROOT / folder).rglob(pattern)))
     return re.sub(r'"\s*\n\s*f?"', "", text)

@@ -1,4 +1,4 @@
-"""The example of two micro-batches by turns: over virtual nodes of ranks that share a GPU, and what its options take."""
+"""The example of two alternating micro-batches, over virtual nodes of ranks that share a GPU, and its options."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "overlap"
 
 
 def example():
-    """In a process of its own, as others have modules of the same names."""
+    """Run in a process of its own, because other examples have modules of the same names."""
     sys.path.insert(0, str(FOLDER))
     return __import__("decode")
 

@@ -1,4 +1,4 @@
-"""Two runs of an example make their steps by turns, and the figures of a CPU's timeline."""
+"""Two runs of an example alternate their steps. Also the figures of a CPU's timeline."""
 
 import time
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""How the nvlink backend sends, against the reference, bit for bit."""
+"""Ways in which the nvlink backend sends, against the reference, bit for bit."""
 
 import itertools
 import sys
@@ -83,7 +83,7 @@ def test_guessed_rows(rank, num_ranks, layout, mode):
 
 @on_ranks(2)
 def test_rows_of_each_layer_are_guessed_apart(rank):
-    """Two layers by turns receive unlike numbers of rows. As one layer nothing can be guessed."""
+    """Two alternating layers receive different numbers of rows. If they were one layer, nothing could be guessed."""
     device = device_of("nvlink", rank)
     buffer = Buffer(None, 80, 16, 4, 2, backend="nvlink", timeout_s=60)
 
@@ -124,7 +124,7 @@ def test_num_sms_may_change(rank):
 
 
 def test_workspace_is_bounded():
-    """At most twice what a rank may receive, in the largest rows there are."""
+    """The memory is at most twice the rows that a rank may receive, of the largest size."""
     for hidden, num_ranks in itertools.product((1024, 7168), range(1, 9)):
         sizes = {"num_experts": 32 * num_ranks, "num_topk": 8, "hidden": hidden, "num_max_tokens": 4096}
         assert _C.gpu_workspace_bytes(num_ranks=num_ranks, **sizes) <= 2 * num_ranks * 4096 * 4 * hidden
@@ -171,7 +171,7 @@ class Counted:
 
 
 def passed(buffer, call):
-    """What `call` returns, the files of the package that it passes, and what it asks of C++."""
+    """Return the result of `call`, the files of the package that it passes through, and its calls into C++."""
     calls, backend, files, asked = buffer.calls, buffer.calls.backend, set(), []
     natives = calls._native, backend._exchange
 

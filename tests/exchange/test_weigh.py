@@ -1,4 +1,4 @@
-"""Sums of weighed rows, and gradients of weighing."""
+"""Sums of weighted rows, and gradients of the weights."""
 
 import emulated_gpu
 import pytest

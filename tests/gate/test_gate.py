@@ -98,7 +98,7 @@ def test_ties_go_to_the_lower_index(device):
 
 
 def test_logits_that_are_not_finite_by_hand(device):
-    """NaN is greater than all, of any sign. Experts of -inf are chosen last, and weigh nothing."""
+    """NaN of any sign is greater than all numbers. Experts of -inf are chosen last and have weight 0."""
     nan, inf = math.nan, math.inf
     logits = torch.tensor([[nan, nan, nan], [1.0, -nan, 2.0], [-inf, 0.0, -inf], [0.0, inf, 1.0]])
     output = run(device, logits, 2, score_function="softmax_topk", check_finite=False)

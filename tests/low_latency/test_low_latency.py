@@ -190,7 +190,7 @@ def under_default_dtypes(rank, _, backend):
 
 @on_every_backend
 def test_default_dtype(backend):
-    """Sums are fp32, whatever PyTorch makes where nobody says."""
+    """Sums are fp32, whatever PyTorch's default dtype is."""
     run_ranks(under_default_dtypes, 2, backend)
 
 

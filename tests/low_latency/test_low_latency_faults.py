@@ -64,7 +64,7 @@ def test_different_calls(backend):
 
 
 def refusing_on_and_on(rank, _, backend):
-    """Who refuses call after call does not get ahead of those who are still in the first, and all stay in step."""
+    """A rank that refuses call after call does not get ahead of ranks in the first call, and all stay in step."""
     buffer, x, idx = make(backend, rank)
     out, weights = buffer.dispatch(x, idx), torch.ones(4, 2, device=x.device)
     for name, bad, good, call in (
@@ -139,7 +139,7 @@ def fails_before_its_number(rank, _, backend):
 
 @pytest.mark.gpu
 def test_failure_before_the_number():
-    """On CPUs such a failure is told as one of the arguments: `interrupted_around_native_code`."""
+    """On CPUs such a failure is reported as one of the arguments: see `interrupted_around_native_code`."""
     run_ranks(fails_before_its_number, 2, "nvlink")
 
 
@@ -174,7 +174,7 @@ def test_combine_along_failed_dispatch(learns_first):
 
 
 def refuses_and_leaves(rank, _, backend):
-    """Why a rank made no call is not lost when it leaves before a third one has come."""
+    """The reason of a refusal is kept if the rank leaves before a third rank has entered the call."""
     case = replace(CASE, num_tokens=[4, 4, 4], num_experts=6)
     buffer = make_buffer(case, backend, rank, timeout_s=60)
     x, idx = on_device(backend, rank, X, IDX)

@@ -1,4 +1,4 @@
-"""Two micro-batches by turns against the same calls one after the other, bit for bit; the order of calls; the example."""
+"""Two alternating micro-batches against the same calls one after the other, bit for bit; the order of calls; the example."""
 
 import subprocess
 import sys

@@ -204,7 +204,7 @@ def test_aux_losses_equal_the_formulas_and_ignore_masked_tokens(device, score_fu
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float64), ids=str)
 def test_aux_losses_under_a_default_dtype(dtype):
-    """Fractions of choices are fp32, whatever PyTorch makes of a quotient of integers."""
+    """Fractions of choices are fp32, whatever dtype PyTorch gives to a quotient of integers."""
     shares, topk_idx = torch.rand(3, 4), torch.tensor([[0, 1], [0, 3], [1, 0]])
     expected = all_losses(shares, topk_idx)
     torch.set_default_dtype(dtype)

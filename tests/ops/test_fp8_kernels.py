@@ -28,7 +28,7 @@ def ops(request):
 
 
 def placed(ops, *tensors):
-    """Where `ops` run."""
+    """Return the device of `ops`."""
     return [tensor.to(device_of("nvlink" if ops is fp8_kernels else "shm", 0)) for tensor in tensors]
 
 

@@ -36,7 +36,7 @@ def on_deepspeed_ranks(num_ranks: int = 2) -> Callable[[Callable[..., None]], Ca
 
 
 def repeats_bits() -> bool:
-    """Whether the installed DeepSpeed weighs rows as exact mode does: 0.19.4 and newer. Before, a matrix product does."""
+    """Return whether the installed DeepSpeed applies weights like exact mode: 0.19.4 and newer. Older ones use a matrix product."""
     from deepspeed.moe.sharded_moe import TopKGate
 
     return "sparse_routes" in inspect.signature(TopKGate.forward).parameters
@@ -66,7 +66,7 @@ def sequential(activation: nn.Module | None = None, *, bias: bool = True) -> nn.
 
 
 def read_expert(expert: Expert) -> ExpertWeights:
-    """As a user's function tells grouped products of a class that they do not know."""
+    """Return an expert's weights for grouped products, like a user's function for an unknown class."""
     return ExpertWeights(expert.up.weight, expert.up.bias, expert.down.weight, expert.down.bias, nn.functional.gelu)
 
 
@@ -236,7 +236,7 @@ def run_steps(engine: Any, rank: int, steps: range | int = STEPS, num_tokens: in
 def assert_equal(
     actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], context: str, *, tolerance: float = 0.0, rounding: float = 1e-4
 ) -> float:
-    """All entries equal, to the bit or up to `tolerance` of the entry's largest; returns the largest difference.
+    """Check that all entries are equal, to the bit or up to `tolerance` of the largest; return the largest difference.
 
     Instead of the bits, a DeepSpeed that does not have them is held to `rounding`.
     """

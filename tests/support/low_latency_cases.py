@@ -114,7 +114,7 @@ def make_buffer(case: Case, backend: str, rank: int, **options) -> LowLatencyBuf
 
 
 def finish(buffer):
-    """On a GPU, errors of calls show when the host looks."""
+    """Raise errors of calls; on a GPU they show only when the host looks."""
     if buffer.backend in ("nvlink", "nvshmem"):
         torch.cuda.synchronize()
         buffer.check()

@@ -136,7 +136,7 @@ def forward_backward(layer: torch.nn.Module, hidden_states: torch.Tensor, cotang
 
 
 def assert_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], context: str) -> None:
-    """All entries equal to the bit."""
+    """Check that all entries are equal to the bit."""
     assert actual.keys() == expected.keys(), context
     different = [name for name, want in expected.items() if not torch.equal(actual[name], want)]
     assert not different, f"{context}: {different}"

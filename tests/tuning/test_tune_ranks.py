@@ -23,7 +23,7 @@ from deepep_moe.tuning import Shape, Values, write
 
 pytestmark = pytest.mark.gpu
 SLOW = 40.0
-"""By so many milliseconds is every other setting slower than `BEST` in the tests that find something."""
+"""Milliseconds by which every other setting is slower than `BEST` in the tests that find something."""
 BEST = {"num_sms": 2, "num_work_blocks": 0}
 
 
@@ -85,7 +85,7 @@ def through_the_command(rank: int, num_ranks: int, given: argparse.Namespace) ->
 
 
 def test_command(tmp_path, monkeypatch, capsys):
-    """From the command line to a buffer that uses the profile."""
+    """The whole way from the command line to a buffer that uses the profile."""
     monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(command, "tune", through_the_command)
     monkeypatch.delenv("RANK", raising=False)

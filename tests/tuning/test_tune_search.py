@@ -100,7 +100,7 @@ def test_intervals_cover():
 
 
 def test_equal_settings_are_seldom_told_apart():
-    """Over all looks together, with the confidence that is promised."""
+    """All looks together keep the promised confidence."""
     source, told = random.Random(5), 0
     for _ in range(500):
         pairs = [(100 + source.random(), 100 + source.random()) for _ in range(max(LOOKS))]
@@ -192,7 +192,7 @@ PROFILE = Profile(MACHINE, Shape(4096, 7168, 8), DEFAULT, 0.04, "a test")
 
 
 def test_outcomes_are_written(machine, capsys, monkeypatch):
-    """Each EP size has its own; where nothing is faster, nothing is written."""
+    """Each EP size has its own profile; if nothing is faster, nothing is written."""
     outcomes = [command.Outcome("nothing is faster", None), command.Outcome("faster: all", PROFILE)]
     monkeypatch.setattr(command, "start", lambda measure, options: outcomes)
     assert command.main([]) == 0

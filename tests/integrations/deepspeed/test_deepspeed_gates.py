@@ -67,14 +67,14 @@ def test_the_greatest_gates_stay_by_hand():
 
 
 def assert_same_bits(gate, x, seed=1):
-    """What `decide` makes is what the gate makes."""
+    """`decide` returns the results of the gate."""
     for name, got, want in zip(NAMES, passes(gate, x, False, seed), passes(gate, x, True, seed), strict=True):
         assert torch.equal(got, want), f"{name} is not what the gate has"
         assert got.dtype == want.dtype, name
 
 
 def passes(gate, x, is_asked: bool, seed: int) -> list[torch.Tensor]:
-    """As NAMES."""
+    """Return the results in the order of NAMES."""
     torch.manual_seed(seed)
     x, gate.wg.weight.grad = x.clone().requires_grad_(), None
     if is_asked:

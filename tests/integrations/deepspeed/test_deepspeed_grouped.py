@@ -77,7 +77,7 @@ def grouped_calls(num: int | None = None) -> Iterator[list[bool]]:
 
 
 def make_layer(expert: nn.Module, dtype: torch.dtype = torch.float32, num_experts: int = 8, **options: Any) -> nn.Module:
-    """With weights that differ from expert to expert, where DeepSpeed makes them alike."""
+    """Return a layer whose experts have different weights; DeepSpeed makes them equal."""
     torch.manual_seed(3)
     layer = make_moe(num_experts, expert=expert, **options).to(dtype)
     with torch.no_grad():

@@ -18,7 +18,7 @@ from deepep_moe.integrations.deepspeed.native import grouped
 
 
 def experts_of(expert: nn.Module, num: int = 3) -> list[nn.Module]:
-    """As DeepSpeed makes them: copies."""
+    """Return experts that are copies, like DeepSpeed's."""
     return [copy.deepcopy(expert) for _ in range(num)]
 
 

@@ -205,7 +205,7 @@ def test_experts_of_all_kinds(rank):
 
 
 class Proud(nn.Module):
-    """Takes a row for granted, and returns what it was given where there is none."""
+    """An expert that needs at least one row, and returns its input if there is none."""
 
     def __init__(self):
         super().__init__()
@@ -231,7 +231,7 @@ def test_experts_without_rows_see_a_row_of_zeros(rank):
 
 @on_deepspeed_ranks()
 def test_what_is_around_the_experts(rank):
-    """What somebody put around the experts together is not lost, or it is said."""
+    """A replaced forward or a hook around all experts is not lost, or a log line names it."""
     from deepspeed.moe.experts import Experts
 
     own = Experts.forward

@@ -36,7 +36,7 @@ ROUTINGS = {
 
 
 def log_lines():
-    """What deepep_moe logs in this worker from now on."""
+    """Collect the lines that deepep_moe logs in this worker."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

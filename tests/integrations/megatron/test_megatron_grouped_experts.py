@@ -210,7 +210,7 @@ def test_what_does_not_fit_is_named_as_by_megatron(rank: int, num_ranks: int, si
 
 
 def sharded_tensors(entries: Any) -> list[tuple]:
-    """What identifies each saved piece, and its values."""
+    """Return the identity of each saved piece, and its values."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 

@@ -58,7 +58,7 @@ def one_after_another(model: Any, batches: list[dict[str, Any]]) -> dict[str, to
 
 
 def interleaved(model: Any, batches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Each batch's forward with the backward of the one before."""
+    """Run each batch's forward with the backward of the previous one."""
     from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
     from megatron.core.pipeline_parallel.utils import set_streams
 
