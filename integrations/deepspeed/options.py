@@ -14,7 +14,7 @@ SECTION = "deepep_moe"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How swapped layers move their tokens. Raises ValueError for values out of bounds, TypeError for wrong types.
+    """Options of how swapped layers move their tokens. Raises ValueError for values out of bounds, TypeError for wrong types.
 
     exact: True: rows come back one per (token, expert), and this rank weights and sums them as DeepSpeed does. Everything outside the
         experts repeats DeepSpeed's bits (fp32, top-1 and top-2, DeepSpeed 0.19.4 and newer). False: the experts' ranks weight and sum

@@ -90,7 +90,7 @@ def test_rows_weighed_at_the_source(rank, num_ranks, backend, expert):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("num_topk", "num_experts"), ((2, 120), (33, 6)))
 def test_more_experts_than_kernels_take(backend, num_topk, num_experts):
-    """On a rank: rows are joined; of a token: they are weighed after the combine."""
+    """If a rank has too many experts, rows are joined. If a token has, weights are applied after the combine."""
     run_ranks(weighed_at_the_source, 3, backend, torch.float32, num_topk, doubled, num_experts)
 
 

@@ -404,7 +404,7 @@ def test_what_was_put_arrives(rank, how):
 @emulated_only
 @on_ranks(2)
 def test_what_does_not_arrive(rank):
-    """What rank 0 puts is under way for longer than its deadline. It says so, and neither its other buffer nor its end hangs."""
+    """Puts of rank 0 are under way for longer than its deadline. It logs that, and neither its other buffer nor its end hangs."""
     os.environ[NETWORK] = "hold_after=12"  # a message and a chunk of rows in each of six calls
     first, second = buffer_of_two_nodes(60.0), buffer_of_two_nodes(3.0)
     lines = logged()

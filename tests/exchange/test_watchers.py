@@ -1,4 +1,4 @@
-"""Who else takes part in a call: tracers, transforms, forward-mode AD, modes, recomputation. Each call is right for them, or refused before
+"""Calls under watchers: tracers, transforms, forward-mode AD, modes, recomputation. Each call is right for them, or refused before
 it is entered, and then the peers hear of it."""
 
 import contextlib

@@ -145,7 +145,7 @@ def test_logits_far_out(device, score_function):
 
 @pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
 def test_gradients_of_logits_far_out(device, score_function):
-    """Where scores no longer change, and nothing may become huge or NaN."""
+    """Scores no longer change there, and no gradient may become huge or NaN."""
     logits = torch.tensor([[0.0, -3e38, 3e38, -150.0, -800.0], [-150.0, -300.0, -800.0, -3e38, -1e5]], requires_grad=True)
     generator = torch.Generator().manual_seed(18)
     for normalize in (True, False):

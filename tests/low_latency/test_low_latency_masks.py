@@ -357,7 +357,7 @@ def test_lost_rows(operation, mask_stalled):
 
 
 def lose_counts(buffer, case, call, source):
-    """What `source` has said of its tokens for the experts of this rank, on an emulated GPU."""
+    """Erase the token counts that `source` sent for the experts of this rank, in the memory of an emulated GPU."""
     for name in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{name}"
         if (

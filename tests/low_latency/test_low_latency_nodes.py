@@ -76,7 +76,7 @@ def test_equals_reference(split):
 
 
 def test_extreme_routings():
-    """Also rows that a block takes in several goes."""
+    """Some cases have more rows than a block takes at once."""
     cases = [
         [case_of("2x2", [24, 5, 24, 1], num_topk=32, num_experts=48, masked=0.0, hidden=8)],
         [case_of("2x2", [24, 24, 24, 24], num_topk=1, num_experts=4, masked=0.0, hidden=8)],

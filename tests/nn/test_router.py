@@ -94,7 +94,7 @@ def test_router_errors(options, error, message):
 
 @pytest.mark.parametrize("has_kernels", (True, False))
 def test_update_expert_bias_by_hand(has_kernels, monkeypatch):
-    """On the CPU, and as on a GPU with a build without nvcc."""
+    """Run on the CPU, and as on a GPU whose build had no nvcc."""
     if not has_kernels:
         monkeypatch.setattr(device, "GPU", "cpu")
         monkeypatch.delattr(_C, "gpu_update_expert_bias", raising=False)

@@ -294,7 +294,7 @@ def device(monkeypatch):
 
 @pytest.fixture
 def made(monkeypatch):
-    """What C++ has made of each call: a tensor, or None where it declined."""
+    """Return C++'s results of each call: a tensor, or None if it declined."""
     found = []
 
     class Module:

@@ -84,7 +84,7 @@ def test_strides_and_dtypes(device):
 
 
 def test_too_many_experts(device):
-    """Also where they are all behind the last lane; a dispatch refuses what comes out."""
+    """All experts may come after the last top-k entry; a dispatch refuses such entries."""
     routing_map = torch.ones(2, 9, dtype=torch.bool, device=device)
     for num_topk in (1, 8):
         topk_idx = lanes_of_map(routing_map, None, num_topk)[0]

@@ -206,7 +206,7 @@ ERRORS = [
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_errors_reach_other_processes(error):
-    """As those of workers of `multiprocessing` and `concurrent.futures` do."""
+    """Errors survive pickling and copying, as in workers of `multiprocessing` and `concurrent.futures`."""
     for got in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
         assert type(got) is type(error) and str(got) == str(error) and vars(got) == vars(error)
 

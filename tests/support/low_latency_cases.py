@@ -101,7 +101,7 @@ class Expected:
 
 
 def make_buffer(case: Case, backend: str, rank: int, **options) -> LowLatencyBuffer:
-    """On all ranks at once, so that a short deadline is not one for starting processes."""
+    """Make a buffer on all ranks at once, so that a short deadline does not include the start of processes."""
     device_of(backend, rank)
     poison_outputs()
     if dist.is_initialized():

@@ -109,7 +109,7 @@ def test_equal_settings_are_seldom_told_apart():
 
 
 def test_compare_stops_early_and_alternates():
-    """After the first look where all pairs say the same; who goes first changes from pair to pair."""
+    """The comparison stops after the first look if all pairs agree. The order alternates from pair to pair."""
     best = replace(DEFAULT, num_sms=24)
     made_up = MadeUp(best)
     verdict = compare(DEFAULT, best, made_up.meter)

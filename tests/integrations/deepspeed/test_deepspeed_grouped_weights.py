@@ -217,7 +217,7 @@ def test_weights_under_autocast_are_narrowed(in_one_memory):
 
 
 def test_a_weight_that_changes_before_the_backward_is_seen():
-    """As where each expert is called: not only in the first, whose memory the view is."""
+    """A change is seen in each expert's weight, not only in the first one's, whose memory the view has."""
     tensors = flattened([nn.Parameter(torch.randn(8, 8)) for _ in range(2)])
     y = grouped_mlp(torch.randn(4, 8), [2, 2], grouped.stack(tensors), torch.randn(2, 8, 8), activation=torch.tanh)
     with torch.no_grad():

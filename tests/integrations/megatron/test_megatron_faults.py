@@ -93,7 +93,7 @@ def test_logits_that_are_not_finite_name_the_switch(rank: int, num_ranks: int, s
 
 @on_megatron(2)
 def test_inference_mode(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    """In which tensors count no changes."""
+    """Tensors of inference mode do not count in-place changes."""
     ours, stock = layer_of(sizes).eval(), layer_of(sizes, "alltoall").eval()
     x = torch.randn(5, 2, HIDDEN)
     with torch.inference_mode():

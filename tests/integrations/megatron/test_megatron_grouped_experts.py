@@ -61,7 +61,7 @@ CASES: dict[str, dict] = {
 @pytest.mark.parametrize("num_ranks", (1, 2))
 @on_megatron(grouped_experts=True)
 def test_equals_sequential_experts(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    """Without biases on one rank, where SequentialMLP itself fails with them."""
+    """Cases with biases are left out on one rank, where SequentialMLP itself fails with them."""
     on_one = [name for name in CASES if "biases" not in name]
     for name in on_one if num_ranks == 1 else ("SwiGLU", "biases", "GELU without a gate, biases", "bf16"):
         changes = CASES[name] | (expert_biases() if "biases" in name else {})

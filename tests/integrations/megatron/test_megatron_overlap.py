@@ -236,7 +236,7 @@ def test_shared_experts_beside_the_calls_change_nothing(rank: int, num_ranks: in
 
 @on_megatron(2)
 def test_order_of_the_parts(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    """In each version of Megatron-Core its own."""
+    """The order is that of the installed Megatron-Core, which differs between versions."""
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
     first = ["pre_forward_comm", "dispatch"]
