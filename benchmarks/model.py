@@ -95,9 +95,9 @@ class Chunks:
 
 @functools.cache
 def choose(num_nodes: int, num_tokens: int, num_experts: int, topk_groups: int | None, seed: int = 0, per_node: int = PER_NODE) -> Ints:
-    """Return how tokens of one node's ranks choose: [sources, num_tokens, num_nodes, ranks_per_node], the own node first.
+    """Return the choices of the tokens of one node's ranks: [sources, num_tokens, num_nodes, ranks_per_node], its own node first.
 
-    A token first chooses `topk_groups` nodes, where that is not None.
+    A token first chooses `topk_groups` nodes, if that is not None.
     """
     generator = torch.Generator().manual_seed(seed)
     torch.randperm(num_experts, generator=generator)  # the figures of the record were drawn behind it
@@ -114,7 +114,7 @@ def choose(num_nodes: int, num_tokens: int, num_experts: int, topk_groups: int |
 
 
 def chunks_of(goes: Ints, chunk_rows: int, *, crosses: bool) -> Chunks:
-    """Return the rows to other nodes where `crosses`, else those to other ranks of the node. A source sends to these by turns."""
+    """Return the rows to other nodes where `crosses`, else those to other ranks of the node. A source sends to these in turn."""
     made, count = [], len(goes)
     for source, chosen in enumerate(goes):
         for distance in range(1, chosen.shape[1] if crosses else count):

@@ -1,4 +1,4 @@
-"""Decode with double-batch overlap: two micro-batches through a stack of MoE layers, one after the other and by turns.
+"""Decode with double-batch overlap: two micro-batches through a stack of MoE layers, one after the other and alternating.
 
 python examples/overlap/decode.py                 # two ranks on the CPU, writes runs/demo-overlap/report.html
 python examples/overlap/decode.py --device cuda   # a rank on each GPU of this machine

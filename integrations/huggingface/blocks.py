@@ -187,7 +187,7 @@ def _find(model: nn.Module) -> list[_Block]:
 
 
 def _agree(blocks: list[_Block], error: Exception | None, group: "dist.ProcessGroup | None", num_ranks: int) -> None:
-    """Raise on all ranks where one has refused its model, or where their blocks differ. Collective."""
+    """Raise on all ranks if one has refused its model, or if their blocks differ. Collective."""
     words = None if error is None else told(error)
     answers = gather_objects({"blocks": blocks, "error": words}, group, num_ranks, "spread_experts", config.timeout_s(), dict)
     if error is not None:

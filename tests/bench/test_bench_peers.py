@@ -44,7 +44,7 @@ def with_peers(options: argparse.Namespace, names: tuple[str, ...]) -> argparse.
 
 
 def stand_in(rank: int, num_ranks: int, fault: str, run, options: argparse.Namespace):
-    """Run one rank with our interface in DeepEP's place, and on rank 1 with a fault: on both where it is of a collective start."""
+    """Run one rank with our interface in DeepEP's place. Rank 1 has a fault; both have it if it is one of a collective start."""
     deep_ep.install()
     deep_ep.__version__ = "9.9"
     changes(deep_ep.ElasticBuffer, "dispatch", asks_for_experts)

@@ -51,7 +51,7 @@ def test_few_and_many_experts(backend):
 
 
 def weighed_at_the_source(rank, num_ranks, backend, dtype, num_topk, expert, num_experts=6):
-    """A row for each expert of a token there and back, weighed where it comes back: as copies of x and a sum with gradients of its own."""
+    """A row for each expert of a token there and back, weighted at the source: equal to copies of x and a sum, with its gradients."""
     device_of(backend, rank)
     poison_outputs()
     num_tokens = (1, 0, 7)[rank]

@@ -49,7 +49,7 @@ def test_few_multiprocessors(max_sms, mode):
 def test_few_blocks_of_a_plan():
     """A share of a GPU holds few blocks at once: each counts more of the tokens."""
     case = Case([3200, 7, 0], hidden=16, dtype=torch.bfloat16, expert_alignment=4, with_bias=True, backends=("nvlink",))
-    a_block_each = {"DEEPEP_MOE_EMULATED_BLOCKS": "1"}  # of 12 multiprocessors
+    a_block_each = {"DEEPEP_MOE_EMULATED_BLOCKS": "1"}  # of 12 SMs
     run_ranks(in_environment, case.num_ranks, a_block_each, check_case, case)
 
 

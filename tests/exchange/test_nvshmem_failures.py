@@ -129,7 +129,7 @@ def test_different_calls(rank, culprit):
             me, peer = rank, rank ^ 2
             raised(call, EPMismatchError, f"ranks make different calls: rank {me}: ", f"; rank {peer}: ", words)
         else:
-            found = rank ^ 1  # its neighbour in the node met another call
+            found = rank ^ 1  # the other rank of its node met another call
             told = f"rank {found} did not make its call: EPMismatchError: ranks make different calls: rank {found}: "
             error = raised(call, EPPeerError, told)
             assert (error.rank, error.cause) == (found, "EPMismatchError")
@@ -259,7 +259,7 @@ def test_network_that_loses(rank, num_ranks, num_arriving):
         assert isinstance(error, EPTimeoutError), repr(error)
         assert (error.rank, error.phase, error.expected, error.seen) == (rank ^ 2, phase, 1, 0), repr(error)
         assert f"rank {rank}: rank {rank ^ 2} did not deliver within the deadline of 4000 ms" in str(error)
-    elif num_arriving:  # the neighbour cannot pass on rows that it has not got
+    elif num_arriving:  # the other rank of the node cannot pass on rows that it has not got
         assert isinstance(error, EPTimeoutError) and (error.rank, error.phase) == (rank ^ 1, "dispatch rows"), repr(error)
     else:
         assert isinstance(error, EPPeerError) and error.rank == rank ^ 1, repr(error)

@@ -306,7 +306,7 @@ def test_calls_from_a_handler():
 
 
 def interrupted_around_native_code(rank, _):
-    """All that may fail comes before a call has its number, so its peers are told; to receive it, nothing is made any more."""
+    """All that may fail comes before a call has its number, so peers learn of it; receiving allocates nothing."""
     buffer, x, idx = make("shm", rank, timeout_s=300)
     out, error = buffer.dispatch(x, idx), KeyboardInterrupt("while it prepares")
     calls = partial(buffer.dispatch, x, idx), partial(buffer.combine, torch.ones(2, 16, 128), out.handle)

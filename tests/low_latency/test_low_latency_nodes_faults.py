@@ -79,7 +79,7 @@ def test_bad_indices():
 
 
 def refused_combine(rank, _):
-    """The ranks of the node name the culprit, and those of the other node who has told them, or with weights perhaps the culprit."""
+    """Ranks of the node name the culprit. Those of the other node name the rank that told them, or with weights perhaps the culprit."""
     buffer = make_buffer(CASE, "nvshmem", rank)
     out, _ = start_dispatch(buffer, CASE, rank, "nvshmem")
     for weights in (None, CASE.inputs(rank)[2].to(out.recv_x.device)):

@@ -33,7 +33,7 @@ def folded(rows, scale):
 
 
 def unlike(rows, scale):
-    """Readable where they are on the even ranks only."""
+    """Return rows that can be read in place on even ranks only."""
     return (strided if dist.get_rank() % 2 else doubled)(rows, scale)
 
 

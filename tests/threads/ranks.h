@@ -103,7 +103,7 @@ struct Tokens {
         }
         return all;
     }
-    // The tokens that `rank` receives for local expert `expert`, or for both where that is -1, as (source, token).
+    // The tokens that `rank` receives for local expert `expert`, or for both if that is -1, as (source, token).
     std::vector<std::pair<int, int>> received(int rank, int expert) const {
         std::vector<std::pair<int, int>> all;
         for (int source = 0; source < num_ranks; ++source)

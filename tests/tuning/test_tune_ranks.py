@@ -1,4 +1,4 @@
-"""The tuner on GPUs, or on the emulated one: one buffer in each rank's process, whatever settings are tried."""
+"""The tuner on GPUs, or on the emulated one: one buffer in each rank's process for all settings."""
 
 import argparse
 import json
@@ -165,7 +165,7 @@ def within_a_limit(rank: int, num_ranks: int, given: argparse.Namespace) -> tupl
 
 
 def test_time_limit():
-    """The real clock, all candidates: it ends soon after the limit, on all ranks at the same sample, whatever it found."""
+    """The real clock, all candidates: it ends soon after the limit, on all ranks at the same sample."""
     outcomes = run_ranks(within_a_limit, 2, options(2, time_limit=8.0))
     elapsed = {seconds for _, seconds in outcomes}
     assert len(elapsed) == 1 and elapsed.pop() < 8 + 20  # a sample of a busy machine may take seconds

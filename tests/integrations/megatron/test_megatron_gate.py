@@ -78,7 +78,7 @@ def routed(sizes, switches, device):
     with noting_losses, noting_gates:
         probs, routing_map = layer.router(given)
     results = {f"auxiliary loss {i}": loss for i, loss in enumerate(losses)}
-    # Attached losses have a gradient whatever that of the probs is.
+    # Attached losses have a gradient, whether or not the probs have one.
     of_losses = torch.autograd.grad(probs, layer.router.weight, torch.zeros_like(probs), retain_graph=True)[0]
     probs.backward(torch.randn(probs.shape, generator=torch.Generator().manual_seed(4)).to(device))
     results |= {"probs": probs, "input gradient": given.grad, "weight gradient": layer.router.weight.grad, "gradient of losses": of_losses}
