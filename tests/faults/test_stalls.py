@@ -169,7 +169,7 @@ def test_stopped_process(number):
 
 
 def stopped_on_gpus(rank, num_ranks, kind, seed):
-    """All get an error, and recover."""
+    """All ranks get an error, and recover."""
     buffer = make(kind, num_ranks, GPU_DEADLINE_S)
     make_step(buffer, 0)
     dist.barrier()

@@ -468,7 +468,7 @@ def test_cuda_graph_across_streams():
 
 
 def captured_weights(rank, _):
-    """Each replay reads the weights that lie there then."""
+    """Each replay reads the weights that are in the memory at that time."""
     case = Case([24, 6], combine_weights=True)
     buffer = make_buffer(case, "nvlink", rank)
     x, idx, weights = (tensor.cuda() for tensor in case.inputs(rank))

@@ -36,7 +36,7 @@ def rows_for(out):
 
 
 def refused_by_host(rank, _):
-    """All ranks of all nodes learn of a refusal in the call that it is of, of several in a row, and stay in step."""
+    """All ranks of all nodes learn of a refusal in the refused call, also of several in a row, and stay in step."""
     buffer = make_buffer(CASE, "nvshmem", rank)
     run_case(buffer, CASE, rank, "nvshmem")
     for mode in ("now", "hook"):
@@ -166,8 +166,8 @@ def may_share_the_blame(rank, late):
 
 
 def wait_that_tells(buffer, rank, late, case, name, pause):
-    """A dispatch to which one rank comes `pause` seconds after all others. The least that another one has waited for it, nanoseconds, or 0
-    where one has waited as much for a rank that was in time."""
+    """Make a dispatch that rank `late` enters `pause` seconds after the others. Return the shortest wait of another rank for it, in
+    nanoseconds, or 0 if a rank has waited as long for one that was in time."""
     dist.barrier()
     buffer.reset_statistics()
     if rank == late:

@@ -84,7 +84,7 @@ def test_strides_and_dtypes(device):
 
 
 def test_too_many_experts(device):
-    """All experts may come after the last top-k entry; a dispatch refuses such entries."""
+    """If a token has more experts than top-k entries, its first entry is num_experts, which a dispatch refuses."""
     routing_map = torch.ones(2, 9, dtype=torch.bool, device=device)
     for num_topk in (1, 8):
         topk_idx = lanes_of_map(routing_map, None, num_topk)[0]

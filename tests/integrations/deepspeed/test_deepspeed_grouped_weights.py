@@ -1,4 +1,4 @@
-"""Which experts can be grouped, why others cannot, and how their weights and rows come together without copies. No exchange."""
+"""Tests without an exchange: experts that can be grouped, reasons of others, and joining weights and rows without copies."""
 
 import copy
 

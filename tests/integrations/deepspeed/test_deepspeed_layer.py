@@ -101,7 +101,7 @@ def test_a_step_leaves_no_graph(rank):
 
 @on_deepspeed_ranks()
 def test_ranks_without_tokens(rank):
-    """All of them; then one of them, under autocast."""
+    """No rank has tokens; then one rank has none, under autocast."""
     layer = times_layer(rank, k=2)
     for exact in (True, False):
         replace_moe_layers(layer, exact=exact)
