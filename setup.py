@@ -10,10 +10,11 @@ optional module `deepep_moe._nvshmem` is built where NVSHMEM is found as well, a
 A wheel for others has `_C` alone, which any PyTorch and any driver loads, and the sources of the other two (`make wheel`).
 `python -m deepep_moe.build` builds these where the wheel is installed.
 
-Environment: CUDA_HOME, NVSHMEM_HOME; DEEPEP_MOE_CUDA=0 builds without GPU backends, DEEPEP_MOE_AUTOGRAD=0 without `_torch`,
-DEEPEP_MOE_NVSHMEM=0 without `_nvshmem`; DEEPEP_MOE_ARCHITECTURES, the GPUs to build for (`9.0`, `8.0;9.0`, `native`), else
-TORCH_CUDA_ARCH_LIST, else all that are supported; DEEPEP_MOE_MODULES, the modules to build, such as `_C` or `_torch,_nvshmem`, by default
-all that can be; DEEPEP_MOE_BUILD_JOBS, the compilers that run at a time, by default one for each CPU of this process.
+The build reads the environment variables CUDA_HOME and NVSHMEM_HOME, and these:
+DEEPEP_MOE_CUDA=0, DEEPEP_MOE_AUTOGRAD=0 and DEEPEP_MOE_NVSHMEM=0 build without GPU backends, `_torch` and `_nvshmem`.
+DEEPEP_MOE_ARCHITECTURES names the GPUs to build for (`9.0`, `8.0;9.0`, `native`); else TORCH_CUDA_ARCH_LIST, else all supported ones.
+DEEPEP_MOE_MODULES names the modules to build, such as `_C` or `_torch,_nvshmem`; by default all that can be built.
+DEEPEP_MOE_BUILD_JOBS is the number of compilers that run at a time, by default one for each CPU of this process.
 """
 
 import sys
@@ -110,7 +111,7 @@ def find_torch() -> Path | None:
 
 
 def package_folders() -> list[Path]:
-    """Where packages of the Python that builds lie, also those that pip's isolation hides."""
+    """Return the package folders of the Python that builds, also those that pip's isolation hides."""
     found = importlib.util.find_spec("torch")
     folders = [Path(found.origin).parent.parent] if found and found.origin else []
     folders += [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]
@@ -130,7 +131,7 @@ def host_sources(with_cuda: bool) -> list[str]:
 
 
 def require_compiler() -> None:
-    """Stop with advice where there is no C++ compiler; the build's own message is a file not found."""
+    """Stop with advice if there is no C++ compiler; the build itself would only report a missing file."""
     compiler = os.environ.get("CXX", "g++").split()[0]
     if shutil.which(compiler) is None:
         raise SystemExit(
@@ -145,7 +146,7 @@ def require_compiler() -> None:
 
 
 def extensions() -> list[Extension]:
-    """Those of MODULES that can be built here."""
+    """Return the extensions of MODULES that can be built here."""
     require_compiler()
     makers = {"_C": lambda: [extension()], "_torch": torch_extensions, "_nvshmem": nvshmem_extensions}
     if unknown := set(MODULES) - set(makers):
@@ -176,7 +177,7 @@ def extension() -> Pybind11Extension:
         cuda = cuda_root(nvcc)
         built.define_macros.append(("DEEPEP_MOE_CUDA", "1"))
         built.include_dirs.append(str(cuda / "include"))
-        # The static runtime finds the driver when it is first used, so the module loads where there is none.
+        # The static runtime finds the driver when it is first used, so the module also loads on machines without one.
         built.extra_link_args += [f"-L{cuda / 'lib64'}", "-lcudart_static", "-ldl", "-lrt"]
     return built
 
@@ -319,8 +320,8 @@ class BuildWithSources(build_py):
 
 
 class EditableWheel(editable_wheel):
-    """Adds the clone to the end of sys.path. Python asks the finder of an editable install last, so the folder that holds a clone named
-    deepep_moe would give an empty package of that name; a real package anywhere on sys.path comes before an empty one."""
+    """Add the clone to the end of sys.path. Python asks the finder of an editable install last. Otherwise the folder that holds a clone
+    named deepep_moe would be imported as an empty package; a real package anywhere on sys.path has priority over it."""
 
     def run(self) -> None:
         super().run()
@@ -341,7 +342,7 @@ def add_to_wheel(wheel: Path, name: str, data: bytes) -> None:
 
 
 def configuration(extensions: list[Extension]) -> str:
-    """What a build depends on beside the files of this repository."""
+    """Return all that a build depends on besides the files of this repository."""
     nvcc = find_nvcc()
     lines = [subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True).stdout] if nvcc else []
     if nvcc and any(ext.name != "deepep_moe._torch" for ext in extensions):

@@ -5,12 +5,12 @@
 
 It assumes:
 
-- Each GPU has a NIC of its own; nothing else is on the network, which has no other bound. A NIC takes puts one after the other.
+- Each GPU has its own NIC, which handles puts one after the other. The network carries nothing else and has no other bound.
 - A ConnectX-7 of 400 Gb/s carries 46 GB/s, as in DeepEP's low-latency table at 8 ranks. NVLink and SMs have the rates of our records.
-- 5 us lie between the last byte of a put and the moment that it is seen, and a put costs a NIC 0.1 us: guesses.
-- All ranks start together. Experts are chosen by the library's gate, evenly, so the ranks of one node stand for those of every node.
-- Rows for the own node go by NVLink alone and share the SMs and the links. NVLink has one rate at each end.
-- Low-latency calls: SMs take rows in parallel, with the latencies of `Latencies`, which are guesses. One row a put.
+- A put is seen 5 us after its last byte and costs a NIC 0.1 us. Both are guesses.
+- All ranks start together. The library's gate chooses experts evenly, so the ranks of one node stand for those of every node.
+- NVLink has one rate at each end. Rows for the own node go by NVLink alone and share the SMs and the links.
+- In low-latency calls SMs handle rows in parallel, with the guesses of `Latencies`, and each put has one row.
 
 It leaves out congestion, routes, NICs that GPUs share, credits, the CPU of a proxy, other traffic, metadata of rows, and whatever happens
 on GPUs beside the call. Its times are what these sizes allow at best. Published tables stand beside it, with its error.
@@ -95,9 +95,9 @@ class Chunks:
 
 @functools.cache
 def choose(num_nodes: int, num_tokens: int, num_experts: int, topk_groups: int | None, seed: int = 0, per_node: int = PER_NODE) -> Ints:
-    """Return how tokens of one node's ranks choose: [sources, num_tokens, num_nodes, ranks_per_node], the own node first.
+    """Return the choices of the tokens of one node's ranks: [sources, num_tokens, num_nodes, ranks_per_node], its own node first.
 
-    A token first chooses `topk_groups` nodes, where that is not None.
+    A token first chooses `topk_groups` nodes, if that is not None.
     """
     generator = torch.Generator().manual_seed(seed)
     torch.randperm(num_experts, generator=generator)  # the figures of the record were drawn behind it
@@ -114,7 +114,7 @@ def choose(num_nodes: int, num_tokens: int, num_experts: int, topk_groups: int |
 
 
 def chunks_of(goes: Ints, chunk_rows: int, *, crosses: bool) -> Chunks:
-    """Return the rows to other nodes where `crosses`, else those to other ranks of the node. A source sends to these by turns."""
+    """Return the rows to other nodes where `crosses`, else those to other ranks of the node. A source sends to these in turn."""
     made, count = [], len(goes)
     for source, chosen in enumerate(goes):
         for distance in range(1, chosen.shape[1] if crosses else count):
@@ -203,7 +203,7 @@ def simulate(op: str, goes: Ints, machine: Machine, row_bytes: int, chunk_rows: 
 
 @dataclass(frozen=True)
 class Latencies:
-    """What kernels take at a few rows, microseconds: guesses."""
+    """Guessed times of kernels with a few rows, in microseconds."""
 
     start_us: float = 4.0  # from a launch to the first row that leaves, or that is looked for
     pack_us: float = 3.0  # of a row that is put
@@ -212,7 +212,7 @@ class Latencies:
 
 
 MEASURED = {"dispatch": Latencies(4.0, 5.7, 4.0, 10.2), "combine": Latencies(4.0, 18.6, 4.0, 7.0)}
-"""What kernels take with a GPU each, at their longest: `h200-low-latency-nodes-2x2-four-gpus-2026-11-26.json`."""
+"""The longest measured times of kernels, with one GPU a rank (`h200-low-latency-nodes-2x2-four-gpus-2026-11-26.json`)."""
 
 
 def draw(num_ranks: int, num_tokens: int = 128, num_experts: int = 256, seed: int = 0) -> Ints:
@@ -297,9 +297,9 @@ class LowLatency:
         return end + self.latencies.place_us
 
 
-# What others have published, of hidden 7168, top-8 and 8 GPUs a node.
-# Source, machine, SMs, tokens, experts of a rank (None: 256 experts in all, of 4 nodes), and by ranks the GB/s of dispatch fp8, dispatch
-# bf16 and combine bf16, which count a row for each (token, node), the own among them. Chunks have 16 rows here; others tune theirs.
+# Rates that others have published, for hidden 7168, top-8 and 8 GPUs a node. Fields: source, machine, SMs, tokens, experts of a rank (None:
+# 256 experts in all, of 4 nodes). Then, by number of ranks, the GB/s of dispatch fp8, dispatch bf16 and combine bf16. They count a row for
+# each (token, node), including the own node. Chunks have 16 rows here; others tune theirs.
 Rates = tuple[float | None, float | None, float]
 PUBLISHED: list[tuple[str, str, int, int, int | None, dict[int, Rates]]] = [
     ("DeepEP V1, first table", "h800", 24, 4096, None, {16: (43, None, 43), 32: (44, None, 47), 64: (46, None, 45)}),
@@ -311,8 +311,8 @@ PUBLISHED: list[tuple[str, str, int, int, int | None, dict[int, Rates]]] = [
     ("HybridEP", "h100", 4, 4096, 8, {16: (34.0, 44.4, 52.0), 32: (38.5, 52.6, 51.0), 64: (37.5, 48.0, 46.0)}),
     ("HybridEP", "h100", 8, 4096, 8, {16: (62.0, 76.8, 68.0), 32: (51.3, 54.5, 56.4), 64: (46.6, 50.6, 51.0)}),
 ]
-# Source, whether rows of the own node go over NVLink, and by ranks the us of a dispatch in fp8 and a combine in bf16 of 128 tokens. The
-# middle, where a range is published. pplx-garden gives neither hidden nor experts: they are taken to be DeepEP's.
+# Fields: source, whether rows of the own node go over NVLink, and by number of ranks the us of a dispatch in fp8 and a combine in bf16 of
+# 128 tokens. If a range is published, its middle. pplx-garden does not give hidden and experts; they are taken to be DeepEP's.
 LOW_LATENCY: list[tuple[str, bool, dict[int, tuple[float, float]]]] = [
     ("DeepEP V1", False, {16: (173, 329), 32: (182, 350), 64: (186, 353), 128: (192, 369), 256: (194, 360)}),
     ("DeepEP V1, a third party", False, {16: (186, 337)}),

@@ -19,7 +19,7 @@ import importlib
 import sys
 from pathlib import Path
 
-# Behind all other folders, so that a package that is installed stays first.
+# At the end of the path, so that an installed package has priority.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "common"))
 

@@ -1,4 +1,4 @@
-"""Shared fixtures. GPU tests run where the devices are and are skipped, saying so, where they are not."""
+"""Shared fixtures. GPU tests are skipped, with a message, on machines without the devices."""
 
 import sys
 from collections import defaultdict
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def sample(items, most):
-    """At most so many cases of each test function, evenly spread, the first and the last among them."""
+    """Keep at most so many cases of each test function, evenly spread, including the first and the last."""
     functions = defaultdict(list)
     for item in items:
         functions[item.nodeid.partition("[")[0]].append(item)

@@ -28,7 +28,7 @@ SUITES = {
     "gate": ("tests/gate", "tests/nn/test_router.py", "tests/ops", "tests/integrations/deepspeed/test_deepspeed_gates.py"),
     "tuning": ("tests/tuning",),
 }
-# Some tests of each kind, which `make test` runs; the suites go without them where it has.
+# Some tests of each kind, which `make test` runs; the suites then leave them out.
 SLICE = (
     "tests/exchange/test_exchange.py::test_two_ranks_by_hand", "tests/exchange/test_exchange.py::test_fp8_rows_with_scales",
     "tests/exchange/test_exchange.py::test_equals_reference[[5, 0, 17]-nvlink", "tests/exchange/test_nvlink.py::test_loads_and_stores",
@@ -57,7 +57,7 @@ def is_chosen() -> bool:
 
 
 def is_up_to_date(target: Path, command: list[str]) -> bool:
-    """Whether `command` has made `target`, and nothing that the compiler read then, as it noted beside it, has changed since."""
+    """Return whether `command` built `target`, and no file that the compiler read (its dependency file lists them) has changed since."""
     notes, made_by = target.with_suffix(".d"), target.with_suffix(".command")
     if not all(path.exists() for path in (target, notes, made_by)) or made_by.read_text() != " ".join(command):
         return False

@@ -13,9 +13,9 @@ _BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}
 
 
 def link_gbps(timer: Timer, iterations: int) -> float | None:
-    """Return the GB/s of one direction while every GPU copies a large block to its next neighbour, of the slowest GPU.
+    """Return the GB/s of one direction while every GPU copies a large block to the next one, of the slowest GPU.
 
-    On the CPU it is the rate of memcpy while all ranks copy. A single rank has none and gets None.
+    On the CPU it is the rate of memcpy while all ranks copy. A single rank gets None.
     """
     num_ranks, num_bytes = dist.get_world_size(), _BYTES[timer.device.type]
     if num_ranks == 1:

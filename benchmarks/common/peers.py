@@ -77,13 +77,13 @@ def version_of(package: Any) -> str:
 
 
 def make_peer(name: str, shape: Shape, group: "dist.ProcessGroup", num_max_tokens: int) -> Peer:
-    """Construct the peer for batches of at most `num_max_tokens` tokens a rank. Collective; raises EPError for whatever fails."""
+    """Construct the peer for batches of at most `num_max_tokens` tokens a rank. Collective; raises EPError for any failure."""
     module, kind = _CLASSES[name]
     return foreign(lambda: getattr(importlib.import_module(f"{_ROOM}.{module}"), kind)(shape, group, num_max_tokens))
 
 
 def foreign(call: Callable[[], _Made]) -> _Made:
-    """Return what `call` of another library returns. Raises EPError for whatever it raises, such as a failed assertion."""
+    """Return what `call` of another library returns. Raises EPError for any error of it, such as a failed assertion."""
     try:
         return call()
     except EPError:

@@ -22,7 +22,7 @@ def show_table(columns: dict[str, Callable[[Any], str]], rows: Sequence[Any]) ->
 
 
 def number(name: str, digits: int = 1, scale: float = 1.0, unit: str = "") -> Callable[[Record], str]:
-    """Return what a column says of a record: its field `name`, or "-" where that is None or missing."""
+    """Return the cell of a record: its field `name`, or "-" where that is None or missing."""
     return lambda record: "-" if record.get(name) is None else f"{record[name] * scale:.{digits}f}{unit}"
 
 

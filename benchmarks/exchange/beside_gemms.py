@@ -42,11 +42,10 @@ class Schedule:
 
 
 def figures_of(exchange: Schedule, gemms: Schedule, both: Schedule) -> dict[str, Any]:
-    """Return what a record says of an exchange alone, of the GEMMs alone, and of both, from medians.
+    """Return a record's figures for an exchange alone, the GEMMs alone, and both, from medians.
 
     `gemm_speed` is the speed of the GEMMs beside the exchange, where 1 is their speed alone. `exchange_hidden` is the part of the exchange
-    that costs no time beside the GEMMs, at most 1, or None where that cannot be said: both took less time than the GEMMs alone, by more
-    than noise.
+    that costs no time beside the GEMMs, at most 1. It is None if both took less time than the GEMMs alone, by more than noise.
     """
     exchange_us, gemms_us, both_us = (statistics.median(schedule.total) for schedule in (exchange, gemms, both))
     part = (exchange_us + gemms_us - both_us) / exchange_us

@@ -1,9 +1,10 @@
 """Benchmark of dispatch and combine on one host: `python benchmarks/run.py exchange`.
 
-Starts its own ranks, one per GPU, or uses those that torchrun started; `--backend shm` and `collective` need no GPU. Results are checked,
-then timed. The same run times an all-to-all of every (token, expert) row, over NCCL or on the CPU over gloo, with and without the permutes
-that it needs, and the rate of the copy engines over the link, or of memcpy. With `nvlink` it also times how much of an exchange hides
-behind GEMMs (`python benchmarks/run.py overlap --help`).
+It starts its own ranks, one per GPU, or uses those that torchrun started. The backends `shm` and `collective` need no GPU. Results are
+checked, then timed. The baseline is an all-to-all of every (token, expert) row, over NCCL or on the CPU over gloo, with and without its
+permutes. The run also times the copy engines over the link, or memcpy. With `nvlink` it also times how much of an exchange hides behind
+GEMMs (`python benchmarks/run.py overlap --help`).
+
 "stream us" is what a call adds to a busy stream. "call us" includes the host's time until the first launch. Both are of the slowest rank.
 """
 

@@ -1,15 +1,18 @@
 """Benchmark of DeepSpeed's MoE layer, forward and backward, with packed tokens through deepep_moe and with its own padded slots.
 
-All kinds take turns in one run, on the same inputs, gate and experts. "exchange" is the layer with experts that cost nothing (rows return
-as they came), so it includes the gate, the encoding, both all-to-alls and the decoding. "communication" is the same with a gate that has
-decided before. "layer" has experts of two matrices. "exact" and "fast" are the modes of deepep_moe (see replace_moe_layers), "grouped" is
-the fast one with `grouped_experts`, and "deepspeed" is the layer's own forward. Results are compared first. Times are of the slowest rank,
-for one of `--num-layers` layers. These run forward one after another and then backward, as in a model, so that the backward's thread is
-woken only once. On GPUs a profile of other runs tells the time of the kernels alone.
+All kinds take turns in one run, on the same inputs, gate and experts:
+
+- `exchange` is the layer with experts that cost nothing (rows return as they came). It includes the gate, the encoding, both all-to-alls
+  and the decoding. `communication` is the same with routing that was computed before. `layer` has experts of two matrices.
+- `exact` and `fast` are the modes of deepep_moe (see replace_moe_layers). `grouped` is the fast one with `grouped_experts`. `deepspeed` is
+  the layer's own forward.
+
+Results are compared first. Times are of the slowest rank, for one of `--num-layers` layers. These run forward one after another and then
+backward, as in a model, so that the backward's thread is woken only once. On GPUs the time of the kernels alone comes from profiled runs.
 
 The defaults on the CPU are 2 ranks, 4096 tokens, hidden 1024, top-2 of 16 experts, fp32 and bf16, a layer at a time. On GPUs they are all
-GPUs, hidden 4096, top-2 and top-8 of 64 experts, bf16, 4 layers at a time. `--autoep` times whole layers instead, "autoep", which AutoEP
-makes of a Mixtral's; it needs transformers.
+GPUs, hidden 4096, top-2 and top-8 of 64 experts, bf16, 4 layers at a time. `--autoep` times whole layers ("autoep") that AutoEP makes of a
+Mixtral's; it needs transformers.
 """
 
 import argparse
@@ -51,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """What differs between the measurements of a run."""
+    """The settings that differ between the measurements of a run."""
 
     num_topk: int
     dtype: str
@@ -74,7 +77,7 @@ class Measured:
     times: dict[tuple[str, str], list[list[float]]] = field(default_factory=dict)
     """Times by what is timed and kind of layer: an entry per turn, as `times_of` returns it."""
     kernel_us: dict[tuple[str, str], float] = field(default_factory=dict)
-    """On GPUs, the time of the kernels of a forward and a backward, without the time between them, by the same keys."""
+    """Time in kernels of a forward and a backward on GPUs, without gaps, by the same keys."""
 
 
 def compare(passes: dict[str, LayerPass]) -> dict[str, dict[str, float]]:

@@ -1,10 +1,11 @@
 """Benchmark of a MoE layer with fp8 experts, router to combine, forward and backward, against bf16 and TransformerEngine.
 
-Ours is `deepep_moe.nn.MoELayer` with `GroupedExperts`, sync-free, in bf16, and in fp8 in three ways: weights quantized in each forward;
-over the micro-batches of an optimizer step, of which the first quantizes and the others use its copies (`is_first_microbatch`); with
-copies that are there. On GPUs ours runs from CUDA graphs too: a replay makes the passes of an optimizer step's micro-batches. Weights are
-quantized in the graph: see `graphs`. Where Megatron-Core and TransformerEngine are installed, its MoELayer runs too: dispatcher `alltoall`,
-fused permutes and router, TEGroupedMLP, in bf16 and with the blockwise fp8 recipe. It is not captured, as `alltoall` waits for its counts.
+Ours is `deepep_moe.nn.MoELayer` with `GroupedExperts`, sync-free, in bf16 and in fp8. In fp8 there are three ways: each forward quantizes
+the weights; the first micro-batch of a step quantizes them and the others use its copies (`is_first_microbatch`); copies exist already.
+On GPUs ours runs from CUDA graphs too: a replay runs all micro-batches of an optimizer step and quantizes the weights (see `graphs`).
+
+The baseline, if Megatron-Core and TransformerEngine are installed, is Megatron-Core's MoELayer in bf16 and with the blockwise fp8 recipe.
+It has the dispatcher `alltoall`, fused permutes and router, and TEGroupedMLP. It is not captured, because `alltoall` waits for its counts.
 All take turns in one run, with random routers.
 
 Times are of one forward and backward of the slowest rank: wall time of a chain of them, the host's part, and the sum over kernels. The
@@ -60,10 +61,10 @@ class Measured:
     kernels: dict[str, dict[str, float]] = field(default_factory=dict)
     """Microseconds a pass by layer and kernel."""
     peak_bytes: dict[str, int] = field(default_factory=dict)
-    """What a chain of passes takes beyond the layer's parameters, by layer."""
+    """Memory that a chain of passes needs beyond the layer's parameters, by layer."""
     kept_bytes: int = 0
     not_captured: dict[str, str] = field(default_factory=dict)
-    """Why there is no CUDA graph, by the name that the layer would have."""
+    """The reasons why a layer has no CUDA graph, by the name that it would have."""
     num_different_from_eager: int = 0
     """Results that a CUDA graph has changed."""
 

@@ -59,12 +59,12 @@ class Layer(Pass):
 
 
 class Wire(NamedTuple):
-    """What a dispatch, or the dispatch of combine's gradient, sends from one rank."""
+    """The rows that one rank sends in a dispatch, or in the dispatch of combine's gradient."""
 
     num_rows: int
-    """A row for each token and rank that it goes to, the own rank too."""
+    """Rows, one for each token and rank that it goes to, including this rank."""
     fp8_bytes: int
-    """Of a row: values and scales."""
+    """Bytes of a row, values and scales."""
     bf16_bytes: int
 
     @property
@@ -161,7 +161,7 @@ def _running(layers: dict[str, Layer]) -> tuple[dict[str, Layer], dict[str, str]
 
 
 def _make_rivals(options: argparse.Namespace, rank: int, num_ranks: int, device: torch.device, *, fuses: bool) -> dict[str, Layer]:
-    """Those in fp8 share one layer, but for the one whose router pads."""
+    """Return the baselines' layers. Those in fp8 share one layer, except the one whose router pads."""
     from benchmarks.layers import megatron_layers
 
     sizes = {name: getattr(options, name) for name in ("hidden", "ffn_hidden", "num_experts", "num_topk")}

@@ -16,10 +16,10 @@ _WARMUP = 3
 
 
 class Graphed:
-    """`num_passes` passes of a step from one CUDA graph. The step keeps no result and no copy of a weight afterwards.
+    """Run `num_passes` passes of a step from one CUDA graph. The step keeps no result and no copy of a weight afterwards.
 
-    Before, no other pass may have results that share a leaf with the step: the nodes that add up gradients belong to a stream, and those of
-    the default stream cannot be captured.
+    When the graph is made, no result of another pass may share a leaf with the step. The nodes that add up gradients would belong to that
+    pass's stream, and those of the default stream cannot be captured.
     """
 
     def __init__(self, step: Pass, num_passes: int = 1):
@@ -33,7 +33,7 @@ class Graphed:
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 chain(step, num_passes)
             self.peak_bytes = torch.cuda.max_memory_allocated() - before
-            """What the passes take beyond parameters. It is taken while they are captured, since a replay allocates nothing."""
+            """Memory of the passes beyond parameters, measured during the capture, because a replay allocates nothing."""
             self._results = step.last_results()
         finally:
             step.clear()

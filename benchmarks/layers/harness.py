@@ -1,4 +1,4 @@
-"""What the benchmarks of layers share: options, times in turns, and records."""
+"""Shared parts of the benchmarks of layers: options, times in turns, and records."""
 
 import argparse
 import gc

@@ -1,9 +1,9 @@
 """Benchmark of Megatron-Core's MoELayer, forward and backward, with our dispatcher and with Megatron-Core's own.
 
-All dispatchers take turns in one run, on the same inputs, router and experts. "exchange" is what lies between the router and the layer's
-output, with permutes and without experts (rows return as they came). "layer" is the whole layer with SwiGLU experts (Megatron-Core's
-SequentialMLP). Without TransformerEngine Megatron-Core's permutes are not fused, so there are two more baselines. "rows alone" sends the
-rows of `alltoall` by all_to_all_single and does nothing else. "rows, gathers" adds its permutes at one gather each, with all counts known
+All dispatchers take turns in one run, on the same inputs, router and experts. The `exchange` is all between the router and the layer's
+output, with permutes and without experts (rows return as they came). `layer` is the whole layer with SwiGLU experts (Megatron-Core's
+SequentialMLP). Without TransformerEngine Megatron-Core's permutes are not fused, so there are two more baselines. `rows alone` sends the
+rows of `alltoall` by all_to_all_single and does nothing else. `rows, gathers` adds its permutes at one gather each, with all counts known
 beforehand. Results of all dispatchers are compared first. Times are of the slowest rank, by CUDA events on a GPU whose host is ahead.
 
 "step" is the layer as a training step has it, with grouped experts, ours and TransformerEngine's: see `megatron_steps`.
@@ -139,7 +139,7 @@ class Measured:
     hardware: str
     versions: str
     permutes_are_fused: bool
-    """Whether Megatron-Core's permutes are fused."""
+    """True if Megatron-Core's permutes are fused."""
     link_bytes: int
     differences: dict[str, dict[str, dict[str, float]]]
     """Differences by what is timed, baseline and kind of result."""

@@ -1,8 +1,8 @@
-"""A MoELayer as a training step has it: wall time of a forward and backward, the host's part of it, and the kernels' part.
+"""Time a MoELayer as in a training step: wall time of a forward and backward, the host's part of it, and the kernels' part.
 
-The layers are ours with grouped experts, sync-free and (on GPUs) from a CUDA graph too, and where TransformerEngine is installed its
-grouped experts behind `alltoall` and `allgather`, with its fused router and permutes, and behind ours. "grouped products alone" makes the
-six products of the experts, with known counts, and nothing else: the least that any layer with these experts takes.
+The layers are ours with grouped experts, sync-free and (on GPUs) from a CUDA graph too. If TransformerEngine is installed, its grouped
+experts run behind `alltoall` and `allgather`, with its fused router and permutes, and behind ours. The row "grouped products alone" runs
+only the experts' six products with known counts, a lower bound for any layer with these experts.
 """
 
 import importlib
@@ -87,7 +87,7 @@ class Products:
 def make_steps(like: Any, x: Tensor, cotangent: Tensor, *, seed: int, **sizes: Any) -> dict[str, Any]:
     """Return the passes by name. Layers have the weights of the layer `like`, whose experts are a SequentialMLP.
 
-    Each has an input and weights of its own. What other passes of the default stream share cannot be captured into a CUDA graph.
+    Each has its own input and weights, because tensors shared with passes of the default stream cannot be captured into a CUDA graph.
     """
     from benchmarks.layers import megatron_layers
 

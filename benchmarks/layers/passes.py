@@ -22,7 +22,7 @@ def draw_inputs(rank: int, size: tuple[int, ...], device: torch.device, dtype: t
 
 
 class Step(Protocol):
-    """What is repeated and timed."""
+    """The work that is repeated and timed."""
 
     num_passes: int
     """The passes that a forward and a backward make: one, but for those from a CUDA graph."""
@@ -147,7 +147,7 @@ class StepTimes(NamedTuple):
     wall: float
     """A chain of them divided by its length, the device idle before and after."""
     host: float
-    """Until the host has enqueued them."""
+    """Time until the host has enqueued them."""
     kernels: float | None
     """The sum of the times of all kernels, by PyTorch's profiler; None on CPUs."""
 

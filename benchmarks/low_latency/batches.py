@@ -27,9 +27,9 @@ class Times:
 
     us: list[float]
     host_us: float | None = None
-    """Mean time of the host for a call. None on the CPU, where it is the same."""
+    """Mean time of the host for a call; None on the CPU, where it equals `us`."""
     is_ahead: bool = True
-    """Whether the host had queued each batch before the device began it."""
+    """True if the host had queued each batch before the device began it."""
 
 
 class Batches:

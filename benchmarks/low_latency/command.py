@@ -1,10 +1,10 @@
 """Benchmark of low-latency dispatch and combine: `python benchmarks/run.py low-latency`.
 
-Starts its own ranks, one per GPU, or uses those that torchrun started; `--backend shm` needs no GPU. Results are checked to the bit, then
-timed. On GPUs each call is timed eagerly and as a CUDA graph of its own, thousands in a row, with the host far ahead and an event between
-each two calls. So are the half that sends, and the half that receives when the rows are there. On the CPU the host's clock times them. The
-same run times an all-to-all of every (token, expert) row with its permutes, dispatch and combine of `Buffer`, and with `--peer` another
-library. Times are of the rank with the largest median.
+It starts its own ranks, one per GPU, or uses those that torchrun started; `--backend shm` needs no GPU. Results are checked to the bit,
+then timed. On GPUs each call runs eagerly and as a CUDA graph of its own, thousands in a row, with the host far ahead and an event after
+each call. Both halves are timed alone too, the receiving one when the rows are there. On the CPU the host's clock times them. Baselines are
+an all-to-all of every (token, expert) row with its permutes, `Buffer`, and with `--peer` another library. Times are of the rank with the
+largest median.
 """
 
 import argparse

@@ -164,7 +164,7 @@ class LowLatencyRank(BenchRank):
     # ---- what it is measured against ----
 
     def _time_all_to_all(self, everyone: list[Inputs]) -> dict[tuple[str, str], Baseline]:
-        """Time the all-to-all of each operation and dtype, where it is right."""
+        """Time the all-to-all of each operation and dtype, if its results are right."""
         inputs, made = everyone[self.rank], {}
         what, time = f"{len(inputs.x)} tokens", partial(self._time_baseline, len(inputs.x))
         baseline = PlannedByExpert(words(inputs.x), inputs, self.shape, self.group)

@@ -27,7 +27,7 @@ class LowLatencyOperation:
     row_bytes: int  # bytes of a row that travel, scales included
     call: Callable[[], Any]
     send: Callable[[], tuple[Any, Hook]] | None
-    """None where the call has no halves."""
+    """The sending half, or None if the call has no halves."""
     check: Callable[[Any], None]
     """It raises EPError unless a result is right: ours to the bit, another library's within its rounding."""
     layout: str = "expert"

@@ -33,7 +33,7 @@ STYLE = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "deepep_moe"}  
 
 
 def record_of(operation: str, library: str) -> dict[str, Any] | None:
-    """Return the record of a library: with its default SMs, or of small batches in a graph. None where it has no such call."""
+    """Return the record of a library: with its default SMs, or of small batches in a graph. None if it has no such call."""
     large, small, prefix = LIBRARIES[library]
     small_operation = operation.removeprefix("low-latency ")
     is_small = small_operation != operation

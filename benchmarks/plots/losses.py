@@ -34,7 +34,7 @@ def record_of(file: str) -> dict[str, Any]:
 
 
 class Ends(NamedTuple):
-    """How far losses at the end are from those of bf16, in percent."""
+    """Difference of the final losses from those of bf16, in percent."""
 
     mean: float
     interval: float

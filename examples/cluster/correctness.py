@@ -33,7 +33,7 @@ def cases() -> Iterator[Case]:
 
 
 def inputs(case: Case, rank: int, num_ranks: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x, topk_idx and topk_weights of `rank`, the same whoever asks."""
+    """Return x, topk_idx and topk_weights of `rank`, the same on every rank."""
     generator = torch.Generator().manual_seed(1000 * PATTERNS.index(case.pattern) + rank)
     if case.pattern == "one rank without tokens" and rank == num_ranks - 1:
         num_tokens = 0
@@ -48,7 +48,7 @@ def inputs(case: Case, rank: int, num_ranks: int, num_tokens: int) -> tuple[Tens
 
 
 def _returned(rank: int, num_rows: int, dtype: torch.dtype) -> Tensor:
-    """Return what the experts of `rank` return, whoever asks."""
+    """Return the outputs of the experts of `rank`, the same on every rank."""
     return torch.randn(num_rows, HIDDEN, generator=torch.Generator().manual_seed(77 + rank)).to(dtype)
 
 

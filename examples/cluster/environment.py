@@ -1,4 +1,4 @@
-"""What a cluster consists of: what the doctor says of each host, its CPU, NICs and variables. Hosts are numbered, not named."""
+"""Describe the hosts of a cluster: the doctor's lines, CPU, NICs and variables. Hosts are numbered, not named."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def driver(root: Path = Path("/")) -> str:
 
 
 def of_this_host() -> dict[str, str]:
-    """Return the facts of this host, in the order in which they are told."""
+    """Return the facts of this host, in the order of the report."""
     facts = {"commit": commit() or "none", "features": str(deepep_moe.features()), "Python": platform.python_version()}
     facts |= {"kernel": platform.release(), "NVIDIA driver": driver(), "CPU": cpu_name()}
     try:
@@ -74,7 +74,7 @@ def of_this_host() -> dict[str, str]:
 
 
 def told(hosts: list[list[int]], facts: list[dict[str, str]]) -> list[str]:
-    """Return lines for hosts, given as their ranks. What is the same on all of them is told once."""
+    """Return the lines of a report on `hosts`, each a list of ranks. Facts that all hosts share are listed once."""
     lines = [f"host {index}: ranks {ranks[0]} to {ranks[-1]}" for index, ranks in enumerate(hosts)]
     lines += ["", "| | |", "|---|---|"]
     for name in dict.fromkeys(name for of_host in facts for name in of_host):

@@ -80,7 +80,7 @@ def on_ranks(fn: Callable[..., Any], num_ranks: int, settings: Any, timeout_s: f
 
 
 class Turn:
-    """A run's place among runs that make their steps by turns, each in processes of its own: a busy machine then slows all of them alike.
+    """The place of a run among runs that alternate their steps, each in its own processes. So a busy machine slows all of them alike.
 
     One made without arguments belongs to a run that is alone, and waits for nobody.
     """
@@ -109,12 +109,12 @@ class Turn:
 
 
 def take_turns(num_runs: int, device: str) -> bool:
-    """Return whether runs make their steps by turns: two on CPUs do. On GPUs, in a sweep and under a launcher one run follows the other."""
+    """Return whether runs alternate their steps: two on CPUs do. On GPUs, in a sweep and under a launcher one run follows the other."""
     return num_runs == 2 and device == "cpu" and not is_launched()
 
 
 def all_runs(fn: Callable[..., Any], num_ranks: int, runs: Sequence[Any], timeout_s: float, *, device: str, bind: bool) -> list[Any]:
-    """Return what `fn` returns on rank 0 of each run, by turns or one after the other."""
+    """Return the result of `fn` on rank 0 of each run. Runs alternate or follow one another."""
     if take_turns(len(runs), device):
         return by_turns(fn, num_ranks, runs, timeout_s, bind=bind)
     return [on_ranks(fn, num_ranks, run, timeout_s, bind=bind) for run in runs]

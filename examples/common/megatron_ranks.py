@@ -32,10 +32,9 @@ def model_parallel(
 ) -> Iterator[torch.device]:
     """Make Megatron-Core's groups and random states in this process, a rank of torch.distributed, and yield the rank's device.
 
-    "cpu" keeps the default process group. "cuda" replaces it by one over NCCL, with rank r on GPU r; with `shares_gpus` it keeps a group
-    over gloo, and ranks share the GPUs there are. `options` are the arguments of
-    `enable()`; None leaves the dispatcher off. All is undone at the end, except after an error on a GPU: the process has to end then, as
-    kernels and collectives that wait for peers would hold up the tidying.
+    "cpu" keeps the default process group. "cuda" replaces it by one over NCCL, with rank r on GPU r. With `shares_gpus` it keeps a group
+    over gloo, and ranks share the GPUs. Pass `options`, the arguments of `enable()`, or None to leave the dispatcher off. At the end all
+    is undone, except after an error on a GPU: kernels and collectives that wait for peers would block the cleanup, so the process must end.
 
     Raises ValueError for another device type or too few GPUs.
     """

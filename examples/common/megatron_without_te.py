@@ -21,7 +21,7 @@ def patch_modules(patches: Patches) -> None:
     patches.set(LocalSpecProvider, "core_attention", lambda provider: TorchAttention)
     # PyTorch's norms refuse sequence parallelism, which training MoE under tensor parallelism demands.
     patches.set(WrappedTorchNorm, "__new__", torch_norm)
-    # Without TransformerEngine its layers are mocks and no classes, yet this module sets HAVE_TE and calls isinstance with one.
+    # If TransformerEngine is missing, its layers are mocks and no classes, yet this module sets HAVE_TE and calls isinstance with one.
     if getattr(multi_latent_attention, "HAVE_TE", False) and not isinstance(multi_latent_attention.TELinear, type):
         patches.set(multi_latent_attention, "HAVE_TE", False)
     # 0.13 to 0.16 without TransformerEngine never define this name and raise NameError in every router (fixed in 0.17).

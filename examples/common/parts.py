@@ -1,4 +1,4 @@
-"""Which optimizer and which norms a run has used, read off the objects."""
+"""Find which optimizer and which norms a run has used, from the objects."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics.jsonl, loss.png, expert_load.png and a table."""
+"""Write the results of a run: metrics.jsonl, loss.png, expert_load.png and a table."""
 
 import json
 from dataclasses import dataclass, field
@@ -14,13 +14,13 @@ _GREY = "#5f6368"
 
 @dataclass
 class Result:
-    """What rank 0 measured.
+    """The measurements of rank 0.
 
-    load: [steps, moe_layers, num_experts] tokens each expert got, over all ranks.
-    nodes_per_token: of each step or report, mean over MoE layers, where deepep_moe moves the tokens.
-    num_nodes: over which the experts are spread, in their order.
-    scalars: of each step, by name, where a framework reports some.
-    timeline: of rank 0's GPU, where one was asked for.
+    `load`: [steps, moe_layers, num_experts], tokens that each expert got from all ranks.
+    `nodes_per_token`: one value per step or report, a mean over MoE layers; only where deepep_moe moves the tokens.
+    `num_nodes`: the experts are spread over so many nodes, in their order.
+    `scalars`: those that a framework reports, by name, one value per step.
+    `timeline`: that of rank 0's GPU, if one was asked for.
     """
 
     name: str
@@ -84,7 +84,7 @@ def max_difference(results: list[Result], num_steps: int | None = None) -> float
 
 
 def agreement(results: list[Result]) -> str:
-    """For how many steps two loss curves have the same bits, and how far they part then."""
+    """Say for how many steps two loss curves have the same bits, and how far they part later."""
     pairs = zip(results[0].losses, results[1].losses, strict=True)
     first = next((step for step, (one, other) in enumerate(pairs) if one != other), None)
     if first is None:
@@ -204,7 +204,7 @@ def table(results: list[Result], entropy: float) -> str:
 
 
 def differences(results: list[Result], num_steps: int | None = None, baseline: str = "alltoall") -> list[float]:
-    """For each run, how far its losses, all or of the first `num_steps` steps, are from those of the nearest run of `baseline` before."""
+    """Return each run's difference from the last run of `baseline` before it, over all losses or those of the first `num_steps` steps."""
     found, before = [], results[0]
     for result in results:
         before = result if result.name.startswith(baseline) else before
@@ -234,7 +234,7 @@ def busiest(result: Result) -> float:
 
 
 def busiest_node(result: Result) -> float:
-    """The same of the nodes, 1 where there is one."""
+    """Return the load of the busiest node over an even share; 1 if there is one node."""
     return float(_over_even(result.of_nodes()[-10:].sum(0)))
 
 

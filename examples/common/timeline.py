@@ -1,4 +1,4 @@
-"""What a GPU, or the thread that trains on a CPU, does in training steps: what runs side by side, how much of the exchange is hidden."""
+"""Show what a GPU, or the training thread of a CPU, does in a step: what runs side by side, and how much of the exchange is hidden."""
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class Timeline:
 
     @property
     def exchange_ms(self) -> float:
-        """Of a step: when some kernel of the exchange runs."""
+        """Return the time per step in which at least one kernel of the exchange runs."""
         return _length(_union(kernel for kernel in self.kernels if kernel.is_exchange)) / self.num_steps
 
     def hidden(self, kinds: Collection[str] = _EXCHANGE) -> float:
@@ -131,7 +131,7 @@ def _without(intervals: list[tuple[float, float]], holes: list[tuple[float, floa
 
 
 def record(step: Callable[[], object], forward_backward: Callable[[], object], num_steps: int = 2) -> Timeline:
-    """On a GPU, run `num_steps` whole steps after another one, and then a forward and backward more. Collective if they are.
+    """Profile one step more than `num_steps` on a GPU, then one forward and backward. Collective if these are.
 
     The first step is left out: the GPU was idle before it. All steps have the same kernels, so it is the first share of them.
     """

@@ -14,7 +14,7 @@ from deepep_moe.nn import SwiGLU
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model. Published numbers for comparison: hidden 7168, 61 layers, 128 heads, 256 experts of 2048, top-8."""
+    """The sizes of the model. DeepSeek-V3 has hidden 7168, 61 layers, 128 heads, 256 experts of width 2048, top-8."""
 
     vocab_size: int = 256
     hidden: int = 128

@@ -71,7 +71,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _cross(runs: list[worker.Settings], num_ranks: int, *, bind: bool) -> dict[tuple[str, str], float]:
-    """By who saved and who loads: the loss on the same text."""
+    """Return the loss on the same text, by the run that saved and the run that loads."""
     found = {}
     for saved in runs:
         for loads in runs:

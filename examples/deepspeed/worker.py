@@ -1,4 +1,4 @@
-"""What one rank does: build the model and the engine, train, measure, save; and load what the other way has saved."""
+"""The work of one rank: build the model and the engine, train, measure, save; and load what the other way has saved."""
 
 import math
 import sys
@@ -50,7 +50,7 @@ class Settings:
 
 
 def ds_config(settings: Settings) -> dict[str, Any]:
-    """What a user of DeepSpeed has, and the one section that swaps the layers."""
+    """Return a user's usual ds_config, plus the one section that swaps the layers."""
     adam = {"lr": settings.lr, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": not settings.fused_adam}
     return {
         "train_micro_batch_size_per_gpu": settings.num_sequences,

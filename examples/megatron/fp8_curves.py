@@ -52,7 +52,7 @@ def _means(losses: list[float], window: int) -> list[float]:
 
 
 def compare(exact: list[float], ours: list[float], window: int) -> dict[str, Any]:
-    """What two curves say: relative differences at the end and in the worst window, and whether all losses are finite."""
+    """Compare two curves: relative differences at the end and in the worst window, and whether all losses are finite."""
     pairs = [(a, b) for a, b in zip(_means(exact, window), _means(ours, window), strict=True)]
     differences = [(b - a) / a for a, b in pairs]
     return {

@@ -36,7 +36,7 @@ def interleaved(model: Any, batches: list[dict[str, Any]]) -> torch.Tensor:
 
 
 class Captured:
-    """Forward and backward of all micro batches from one CUDA graph. The first steps run as they are, for whatever allocates once."""
+    """Run forward and backward of all micro batches from one CUDA graph. The first steps run eagerly, for one-time allocations."""
 
     _WARMUP = 3
 

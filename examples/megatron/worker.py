@@ -1,4 +1,4 @@
-"""What one rank does: build the model, train it, measure."""
+"""The work of one rank: build the model, train it, measure."""
 
 import contextlib
 import math
@@ -68,7 +68,7 @@ class Settings:
 
     @property
     def name(self) -> str:
-        """What a table calls the run."""
+        """Return the name of the run in tables."""
         words = {"grouped_experts": "grouped", "fp8_experts": "fp8", "sync_free": "sync-free", "shared_overlap": "shared overlap"}
         words |= {"recompute": "recomputed", "interleave": "1F1B", "cuda_graph": "CUDA graph"}
         return " + ".join([self.dispatcher, *(word for field, word in words.items() if getattr(self, field))])
@@ -83,7 +83,7 @@ class Settings:
 
     @property
     def exact(self) -> bool:
-        """Whether a GPU is to compute the same bits in every run, as a CPU does: in fp32, where two runs are compared to the bit."""
+        """Return whether a GPU must compute the same bits in every run, as a CPU does. In fp32 two runs are compared to the bit."""
         return self.device == "cuda" and self.dtype == "fp32"
 
     @property
@@ -98,7 +98,7 @@ class Settings:
 
 
 class Outcome:
-    """What a step gives: the host may read it later, when the device has made it."""
+    """The results of a step. The host may read them later, when the device has computed them."""
 
     def __init__(self, loss: torch.Tensor, load: torch.Tensor):
         on_gpu = loss.device.type == "cuda"
@@ -275,7 +275,7 @@ def _repeat_exactly() -> None:
 
 
 def _own_stream(device: torch.device) -> contextlib.AbstractContextManager:
-    """On a GPU another stream than the default one, which no CUDA graph can capture."""
+    """Return a context with a new stream on a GPU, because no CUDA graph can capture the default one."""
     return torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else contextlib.nullcontext()
 
 

@@ -1,11 +1,11 @@
-"""Decode with double-batch overlap: two micro-batches through a stack of MoE layers, one after the other and by turns.
+"""Decode with double-batch overlap: two micro-batches through a stack of MoE layers, one after the other and alternating.
 
 python examples/overlap/decode.py                 # two ranks on the CPU, writes runs/demo-overlap/report.html
 python examples/overlap/decode.py --device cuda   # a rank on each GPU of this machine
 python examples/overlap/decode.py --device cuda --num-ranks 4 --ranks-per-node 2 --share-gpus   # two virtual nodes on one GPU
 
-On GPUs rows fly while the multiprocessors compute. On the CPU the sender copies the rows itself, so only waits for other ranks are
-hidden: each rank has more to do for one micro-batch, its neighbours for the other.
+On GPUs rows travel while the SMs compute. On the CPU the sender copies the rows itself, so only waits for other ranks are hidden. Each
+rank has more work in one micro-batch, and its peers have more in the other.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def runs_of(
 
 
 def prepare(run: Run, device: torch.device, in_graph: bool) -> Callable[[], tuple[list[torch.Tensor], Timeline]]:
-    """On a GPU of its own a CUDA graph: from Python launches would take longer than what they launch."""
+    """Return a function that makes a run. With `in_graph` it replays a CUDA graph, since Python's launches take longer than kernels."""
     run(Timeline(device))
     if not in_graph:
 
@@ -114,7 +114,7 @@ def prepare(run: Run, device: torch.device, in_graph: bool) -> Callable[[], tupl
 
 
 def measure(runs: dict[str, Run], device: torch.device, repeats: int, *, in_graph: bool, progress: bool) -> dict[str, Measured]:
-    """All runs in turn, `repeats` times, so that each meets the same machine."""
+    """Time all runs in turn, `repeats` times, so that each meets the same state of the machine."""
     steps = {name: prepare(run, device, in_graph) for name, run in runs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     passes: dict[str, list[tuple[list[torch.Tensor], Timeline]]] = {name: [] for name in runs}
@@ -200,7 +200,7 @@ def arguments_of(argv: list[str] | None) -> tuple[argparse.Namespace, Sizes]:
 
 
 def told_of(arguments: argparse.Namespace, results: dict[str, tuple[float, list[Span]]]) -> str:
-    """What a run has shown. Ranks that share a GPU take turns on it, so the one way is not said to be faster than the other."""
+    """Return the summary of a run. Ranks that share a GPU take turns on it, so the summary then does not call either way faster."""
     (one_by_one, _), (by_turns, _) = results.values()
     told = f"Two micro-batches took {1e3 * one_by_one:.2f} ms one after the other, and {1e3 * by_turns:.2f} ms by turns"
     if arguments.shares_gpus:
@@ -209,7 +209,7 @@ def told_of(arguments: argparse.Namespace, results: dict[str, tuple[float, list[
 
 
 def about(arguments: argparse.Namespace, sizes: Sizes) -> dict[str, str]:
-    """What ran where."""
+    """Return the hardware, versions and sizes of the run."""
     hardware = torch.cuda.get_device_name() if arguments.device == "cuda" else cpu_name()
     num_ranks, per_node = arguments.num_ranks, arguments.ranks_per_node or arguments.num_ranks
     ranks = {"ranks": num_ranks, "ranks_per_node": per_node, "share_gpus": "yes" if arguments.shares_gpus else "no"}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from deepep_moe.nn import Span
 
-# What is computed, and what is done for the exchange: letter and colour, that stay apart for colour-blind readers too.
+# Letter and colour of each stage of computing and of the exchange. Colour-blind readers can tell the colours apart.
 STAGES = {
     "attention": ("A", "#1f5fa8"),
     "router": ("R", "#7fb2e5"),
@@ -20,7 +20,7 @@ _FLIGHT = "#d5d8dc"
 
 
 def flights(spans: list[Span], batch: int) -> list[tuple[float, float]]:
-    """When something of the micro-batch was on its way: from the end of a send to the begin of its receipt."""
+    """Return when rows of the micro-batch were on their way: from the end of a send to the begin of its receipt."""
     sent = [span.end for span in spans if span.batch == batch and span.name.startswith("send")]
     received = [span.start for span in spans if span.batch == batch and span.name.startswith("receive")]
     return list(zip(sent, received, strict=True))

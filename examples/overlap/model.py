@@ -27,7 +27,7 @@ class Sizes:
 
 
 class Attention(nn.Module):
-    """Of many query heads over one head of keys and values, as multi-head latent attention decodes."""
+    """Attention of many query heads over one head of keys and values, as in decoding with multi-head latent attention."""
 
     def __init__(self, hidden: int):
         super().__init__()

@@ -39,7 +39,7 @@ def default_group(backend: str) -> Iterator[None]:
 def take_gpu(undo: contextlib.ExitStack, *, shares_gpus: bool = False) -> torch.device:
     """Make GPU r the device of the host's rank r, and the default group one over NCCL until `undo`. Collective.
 
-    `shares_gpus`: ranks share the GPUs there are by turns. NCCL does not serve that, so the default group stays as it is.
+    `shares_gpus`: ranks take turns on the GPUs. NCCL does not serve that, so the default group stays as it is.
     Over several hosts the default group must be one over NCCL already. Raises ValueError where ranks of a host outnumber its GPUs.
     """
     rank, num_ranks, num_gpus = config.local_rank(), config.local_world_size(), torch.cuda.device_count()

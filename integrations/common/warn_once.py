@@ -11,7 +11,7 @@ _log = logging.getLogger(__name__)
 def warn_once(message: str, *groups: "dist.ProcessGroup | None", on_all_ranks: bool = False) -> None:
     """Log a warning, the first time only, on the first rank of all `groups`, or on every rank that calls with `on_all_ranks`.
 
-    Without groups rank 0 logs it. A layer's warning needs the groups of its pipeline stage, as rank 0 may be in one without such layers.
+    If no groups are given, rank 0 logs it. A layer's warning needs its pipeline stage's groups: rank 0 may have no such layer.
     """
     if on_all_ranks or is_first(*groups):
         log_once(message)

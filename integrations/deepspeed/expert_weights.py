@@ -1,4 +1,4 @@
-"""What an expert computes, and how it is read from modules that are known."""
+"""Describe what an expert computes, and read its weights from known module classes."""
 
 import functools
 from collections.abc import Callable

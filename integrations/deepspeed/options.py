@@ -14,7 +14,7 @@ SECTION = "deepep_moe"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How swapped layers move their tokens. Raises ValueError for values out of bounds, TypeError for wrong types.
+    """Options of how swapped layers move their tokens. Raises ValueError for values out of bounds, TypeError for wrong types.
 
     exact: True: rows come back one per (token, expert), and this rank weights and sums them as DeepSpeed does. Everything outside the
         experts repeats DeepSpeed's bits (fp32, top-1 and top-2, DeepSpeed 0.19.4 and newer). False: the experts' ranks weight and sum
@@ -22,6 +22,7 @@ class Options:
     backend, num_sms, ranks_per_node: as for `deepep_moe.Buffer`.
     num_max_tokens_per_rank: the most tokens of a rank in a forward; more are an error, on CPUs too. None: on GPUs buffers grow with the
         forwards, on CPUs there is no bound.
+
     gate: for AutoEP only, let `deepep_moe.ops.gate` choose the experts where it can. The choice is the same up to rounding.
     expert_bias_update_rate: for AutoEP only, balance experts without auxiliary loss, by a bias that moves this much per optimizer step
         (DeepSeek-V3: 0.001). None: no bias moves.

@@ -44,18 +44,18 @@ def replace_moe_layers(
 
     Args:
         model: the module, or DeepSpeed's engine.
-        exact: True: everything outside the experts repeats DeepSpeed's bits (fp32, top-1 and top-2, DeepSpeed 0.19.4 and newer; otherwise
-            results are equal within rounding), and so do experts whose matrix products do not depend on zeros between the rows. False: a
-            token crosses a link once per rank and is weighted there. Results are equal within rounding, and less data moves.
+        exact: True: everything outside the experts repeats DeepSpeed's bits (fp32, top-1 and top-2, DeepSpeed 0.19.4 and newer). Experts
+            do too if their matrix products do not depend on zeros between the rows. Otherwise results are equal within rounding. False:
+            a token crosses a link once per rank and is weighted there. Results are equal within rounding, and less data moves.
         backend, num_sms, ranks_per_node: as for `deepep_moe.Buffer`.
-        num_max_tokens_per_rank: the most tokens that a rank ever has in a forward; more raise an error, on CPUs too. None: on GPUs the
-            most of any rank in the first forward, rounded up to a multiple of 128, and buffers are replaced by larger ones when a rank
-            has more; on CPUs there is no bound.
+        num_max_tokens_per_rank: the most tokens that a rank ever has in a forward; more raise an error, on CPUs too. None: on GPUs
+            it is the most of any rank in the first forward, rounded up to a multiple of 128. Buffers are replaced by larger ones when a
+            rank has more. On CPUs there is no bound.
         gate: let `deepep_moe.ops.gate` choose the experts for AutoEP's routers, in one pass. Where it cannot, a log line says why and the
             routers choose by themselves, as with False. The choice is the same up to rounding.
-        expert_bias_update_rate: balance AutoEP's experts without auxiliary loss. After each optimizer step the bias of routers, their
-            `e_score_correction_bias`, moves by this much towards equal load (DeepSeek-V3: 0.001). `model` must be the engine. Routers
-            without such a bias get a bias of zeros, which checkpoints contain from then on. None: no bias moves.
+        expert_bias_update_rate: balance AutoEP's experts without auxiliary loss. After each optimizer step the routers' bias
+            `e_score_correction_bias` moves by this much towards equal load (DeepSeek-V3: 0.001). `model` must be the engine. Routers
+            without such a bias get one of zeros, which checkpoints contain from then on. None: no bias moves.
         grouped_experts: run the local experts of `deepspeed.moe.layer.MoE` in grouped products instead of one after another. True: where
             experts are `deepep_moe.nn.SwiGLU` or `torch.nn.Sequential` of a Linear, an activation and a Linear. A function: it takes an
             expert in each forward, and returns its `ExpertWeights`, or None for experts that must be called. Results are equal within
@@ -217,7 +217,7 @@ def restore_moe_layers(model: nn.Module) -> int:
 
 
 def set_is_first_microbatch(model: nn.Module, value: bool | None) -> int:
-    """Say which forward of an optimizer step comes next, and return to how many swapped layers with `fp8` that is told.
+    """Say which forward of an optimizer step comes next, and return the number of swapped layers with `fp8` that learn it.
 
     Call this before every forward. True: the first one after an optimizer step. It quantizes the experts' weights and keeps the copies, 2
     bytes a parameter. False: another one, which uses them. None: from now on each forward quantizes for itself, and nothing is kept.

@@ -88,8 +88,8 @@ def spread_experts(
 
     Args:
         model: its blocks have `experts` with `gate_up_proj [num_experts, 2 * intermediate, hidden]` and `down_proj [num_experts, hidden,
-            intermediate]`, SwiGLU without biases, called with (hidden_states, top_k_index, top_k_weights): Mixtral, Qwen MoE, DeepSeek-V2
-            and -V3, GLM-4 MoE, OLMoE and others.
+            intermediate]`. They are SwiGLU without biases and are called with (hidden_states, top_k_index, top_k_weights). Mixtral, Qwen
+            MoE, DeepSeek-V2 and -V3, GLM-4 MoE, OLMoE and others have such blocks.
         num_topk: experts of a token. None: `model.config.num_experts_per_tok`.
         group, num_max_tokens_per_rank, backend: as for `Buffer`.
 
@@ -97,10 +97,10 @@ def spread_experts(
         The names of the modules that were replaced.
 
     Raises:
-        ValueError: no block has this shape, all are spread already, an expert computes something else (biases, another activation, limits,
-            norms), has something that would be lost (more parameters, hooks, LoRA), or the top-k is not known.
+        ValueError: no block has this shape, all are spread already, or the top-k is not known. Or an expert computes something else
+            (biases, another activation, limits, norms), or has something that would be lost (more parameters, hooks, LoRA).
         EPPeerError: a peer has raised one of these.
-        EPMismatchError: the ranks have different blocks. And whatever `Buffer` raises.
+        EPMismatchError: the ranks have different blocks. Errors of `Buffer` are raised too.
     """
     members, num_ranks, rank = join(group, "spread model")
     error: Exception | None = None
@@ -187,7 +187,7 @@ def _find(model: nn.Module) -> list[_Block]:
 
 
 def _agree(blocks: list[_Block], error: Exception | None, group: "dist.ProcessGroup | None", num_ranks: int) -> None:
-    """Raise on all ranks where one has refused its model, or where their blocks differ. Collective."""
+    """Raise on all ranks if one has refused its model, or if their blocks differ. Collective."""
     words = None if error is None else told(error)
     answers = gather_objects({"blocks": blocks, "error": words}, group, num_ranks, "spread_experts", config.timeout_s(), dict)
     if error is not None:

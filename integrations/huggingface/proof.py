@@ -1,4 +1,4 @@
-"""What must be true of a block's experts before they may be spread."""
+"""Check that a block's experts may be spread."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -127,7 +127,7 @@ def _results(
 
 
 def _formula(x: Tensor, idx: Tensor, topk_weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """What `GroupedExperts` and a weighted combine compute."""
+    """Compute what `GroupedExperts` and a weighted combine compute."""
     total = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
     for expert in idx[0].tolist():  # every row has the same experts, in another order
         token, lane = torch.where(idx == expert)

@@ -1,4 +1,4 @@
-"""Whoever saves a spread model as a whole is refused: this rank has its own experts only, under names that no model has."""
+"""Refuse to save a spread model as a whole: this rank has only its own experts, under names that no model has."""
 
 import functools
 import sys

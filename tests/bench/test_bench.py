@@ -67,7 +67,7 @@ def test_rows_over_the_link():
 
 
 class Recorder:
-    """In place of a Buffer."""
+    """A stand-in for a Buffer."""
 
     def __init__(self):
         self.buffer = Buffer(None, 8, SHAPE.hidden, SHAPE.num_experts, SHAPE.num_topk)

@@ -180,7 +180,7 @@ def test_rivals_are_fused_where_they_can_be(fails, fused, told, monkeypatch):
 
 
 def test_micro_batches_by_hand():
-    """Of each three passes the first is a first micro-batch; a release begins anew."""
+    """The first of each three passes is a first micro-batch; a release restarts the count."""
     seen, weight = [], torch.ones(1, requires_grad=True)
 
     def run(is_first):

@@ -70,7 +70,7 @@ def layer_of(events, weight, *, fails=False):
 
 
 def test_what_is_captured(events):
-    """All micro-batches of a step, of which the first makes copies of the weights."""
+    """Run all micro-batches of a step; the first makes copies of the weights."""
     weight = torch.ones(2, requires_grad=True)
     graph = Graphed(layer_of(events, weight), 3)
     warm_up = ["drop", "side stream", "first", "next", "next", "first stream", "drop"]

@@ -152,7 +152,7 @@ def test_batches():
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_what_is_expected(num_ranks):
-    """It is what the reference says, whatever the sizes."""
+    """It equals the reference for all sizes."""
     shape = workload.Shape(num_ranks, 256, 12, 3, 1)
     everyone = [workload.make_inputs(shape, 21, rank, torch.device("cpu")) for rank in range(num_ranks)]
     for rank in range(num_ranks):

@@ -168,7 +168,7 @@ def test_command_repeats_the_committed_records(more, tmp_path, monkeypatch, caps
 
 
 def spread(errors):
-    """From the least to the most, as a cell says it."""
+    """Return the range from least to most in the form of a table cell."""
     ends = dict.fromkeys(f"{100 * end:+.0f}%" for end in (min(errors), max(errors))) if errors else ()
     return " to ".join(ends)
 

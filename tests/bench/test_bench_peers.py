@@ -44,7 +44,7 @@ def with_peers(options: argparse.Namespace, names: tuple[str, ...]) -> argparse.
 
 
 def stand_in(rank: int, num_ranks: int, fault: str, run, options: argparse.Namespace):
-    """Run one rank with our interface in DeepEP's place, and on rank 1 with a fault: on both where it is of a collective start."""
+    """Run one rank with our interface in DeepEP's place. Rank 1 has a fault; both have it if it is one of a collective start."""
     deep_ep.install()
     deep_ep.__version__ = "9.9"
     changes(deep_ep.ElasticBuffer, "dispatch", asks_for_experts)
@@ -54,7 +54,7 @@ def stand_in(rank: int, num_ranks: int, fault: str, run, options: argparse.Names
 
 
 def names_of(records: list[dict], *, of_peers: bool = False) -> list[str]:
-    """What is in records, or what is of other libraries in them: whole calls only, where there are halves."""
+    """Return the names of the records of whole calls, of all libraries or only of other ones."""
     whole = [r for r in records if r.get("half", "both") == "both" and (r["backend"] != "shm" or not of_peers)]
     return [r["name"].removeprefix("low-latency ") for r in whole]
 
@@ -113,7 +113,7 @@ FAULTS = {
     "small dispatch": lambda: changes(deep_ep.Buffer, "low_latency_dispatch", a_row_of_small_batch_is_wrong),
     "small combine": lambda: changes(deep_ep.Buffer, "low_latency_combine", one_sum_is_wrong),
 }
-"""What goes wrong on rank 1."""
+"""The fault on rank 1."""
 
 
 # ---- exchanges ----

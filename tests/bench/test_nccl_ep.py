@@ -26,7 +26,7 @@ REFUSALS = {
 
 
 class FakeEP:
-    """In place of the module `transformer_engine.pytorch.ep`. `wrong` names what is wrong in its results."""
+    """A stand-in for the module `transformer_engine.pytorch.ep`. `wrong` names the error in its results."""
 
     tex = SimpleNamespace(ep_initialize=None)
 
@@ -141,7 +141,7 @@ def test_operations():
 
 @pytest.mark.parametrize("wrong", REFUSALS)
 def test_wrong_results_are_refused(wrong):
-    """Where one rank has wrong results, only that rank raises, and no rank waits for another."""
+    """If one rank has wrong results, only that rank raises, and no rank waits for another."""
     (right, *_), (error, *_) = run_ranks(run, 2, wrong, NUM_TOKENS, False, timeout_s=120)
     assert right is None
     assert error is not None and error.startswith(REFUSALS[wrong])

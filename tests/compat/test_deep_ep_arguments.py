@@ -98,7 +98,7 @@ def test_memory(group):
 
 
 def test_runtime(group):
-    """What callers ask of DeepEP's native object."""
+    """`buffer.runtime` answers the questions that callers ask DeepEP's native object."""
     buffer = Buffer(group, num_nvl_bytes=64)
     runtime = buffer.runtime
     assert runtime.is_available() and not runtime.is_internode_available()

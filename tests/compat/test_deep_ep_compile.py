@@ -115,7 +115,7 @@ def test_equal_to_eager(make):
 
 
 class Exchange(torch.autograd.Function):
-    """As Megatron-Core and others write it: a dispatch whose gradient is a combine."""
+    """A dispatch whose gradient is a combine, as Megatron-Core and others write it."""
 
     @staticmethod
     def forward(ctx, x, idx, w, buffer):

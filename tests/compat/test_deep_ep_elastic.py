@@ -157,7 +157,7 @@ def test_numbers_of_ranks(backend, layout, num_tokens):
 
 
 def outgrown(rank, _, backend):
-    """Without a bound at construction a rank may have ever more tokens, and an older handle stays good."""
+    """If construction got no bound, a rank may have more and more tokens, and older handles stay valid."""
     buffer, device = make("ElasticBuffer", backend, rank, explicitly_destroy=True, num_max_tokens_per_rank=4)
     held = []
     for num_tokens in (3, 5, 700):

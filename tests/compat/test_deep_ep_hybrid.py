@@ -121,7 +121,7 @@ def test_ignored_by_hand(backend):
 
 
 def routings(case):
-    """Of all ranks, as maps have them: a token's experts ascend, then come lanes without one."""
+    """Return all ranks' routings in the order of maps: a token's experts ascend, then come the -1 entries."""
     idxs = [case.routing(rank) for rank in range(case.num_ranks)]
     ascending = [torch.where(idx < 0, case.num_experts, idx).sort(1).values for idx in idxs]
     return [torch.where(idx == case.num_experts, -1, idx) for idx in ascending]

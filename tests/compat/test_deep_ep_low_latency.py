@@ -77,7 +77,7 @@ def check_sources(case, rank, handle, counts, expected):
 
 
 def check_received(case, rank, received, counts, expected):
-    """What V1 returns for a dispatch, as a LowLatencyBuffer does."""
+    """Check V1's results of a dispatch, and return them in the form of a LowLatencyBuffer's."""
     rows, scales = received if case.fp8 else (received, None)
     assert rows.shape == (case.num_experts // case.num_ranks, case.num_ranks * case.max_tokens, case.hidden)
     assert rows.dtype == (torch.float8_e4m3fn if case.fp8 else torch.bfloat16)
@@ -186,7 +186,7 @@ def test_two_batches(backend):
 
 
 def beside_large_batches(rank, _, backend):
-    """One buffer serves both kinds of calls by turns, as servers use it."""
+    """One buffer serves both kinds of calls alternately, as inference servers use it."""
     buffer = make_buffer(backend, rank)
     x, idx, weights = inputs(buffer, SMALL, rank)
     for _ in range(2):
@@ -369,7 +369,7 @@ def test_masks(backend):
 
 
 def dies(rank, _, backend):
-    """With enable_shrink, those that are left go on without a rank that ended."""
+    """With enable_shrink, the remaining ranks go on without a rank that ended."""
     buffer = make_buffer(backend, rank, enable_shrink=True)
     run_case(buffer, SMALL, rank)
     dist.barrier()

@@ -1,4 +1,4 @@
-"""How `import deep_ep` comes to find deepep_moe: by install(), by the runner, by the distribution, and never by itself."""
+"""`import deep_ep` finds deepep_moe after install(), under the runner and with the distribution, and never otherwise."""
 
 import os
 import shutil

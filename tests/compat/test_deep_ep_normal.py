@@ -78,7 +78,7 @@ def scenario(rank, num_ranks, backend, case, fp8, with_topk, is_async, with_prev
 
 
 def check_handle(handle, want):
-    """What DeepEP's own tests read of it, and what follows from the routing."""
+    """The handle's fields that DeepEP's own tests read follow from the routing."""
     prefixes, sent, _, sources, in_rank, heads = handle
     received = [int(want.in_rank(r)[:, want.rank].sum()) for r in range(want.case.num_ranks)]
     assert prefixes[:, want.rank].tolist() == list(itertools.accumulate(received))

@@ -1,4 +1,4 @@
-"""Wrong arguments of one rank: the peers learn them at once, where there is no buffer yet, and in calls that say for which one they are."""
+"""Wrong arguments of one rank: peers learn of them at once, before a buffer exists and in calls that name their buffer."""
 
 import gc
 import itertools
@@ -91,7 +91,7 @@ def test_new_sizes_without_a_rank():
 
 
 def along_a_handle(rank, num_ranks):
-    """Also of an older buffer than the last one. All go on in every buffer."""
+    """Peers also learn of refusals of an older buffer than the last one. All ranks go on in every buffer."""
     buffer = Buffer(dist.group.WORLD)
 
     def first(hidden):

@@ -1,4 +1,4 @@
-"""On which stream DeepEP's calls run, what they wait for, and which memory outlives them: by the notes of streams that do nothing."""
+"""Check on which stream DeepEP's calls run, what they wait for, and which memory outlives them, by recording fake streams."""
 
 from types import SimpleNamespace
 

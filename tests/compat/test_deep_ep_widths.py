@@ -75,7 +75,7 @@ def look(backend):
 
 
 def serves(rank, num_ranks, backend, make):
-    """What comes is, column by column, what comes of rows of the buffer's own width."""
+    """Results for wide rows equal, column by column, those for rows of the buffer's own width."""
     device = device_of(backend, rank)
     poison_outputs()
     generator = torch.Generator().manual_seed(rank)

@@ -122,7 +122,7 @@ def test_pages_name_the_same_versions_of_pytorch():
 
 
 def test_ci_runs_each_minor_version_of_megatron_core():
-    """Those that need Python 3.12 too."""
+    """CI also runs the versions that need Python 3.12."""
     (limits,) = re.findall(r"^_OLDEST, _NEWEST = \(0, (\d+)\), \(0, (\d+)\)$", MEGATRON, flags=re.MULTILINE)
     lines = [line for line in (ROOT / ".ci" / "versions").read_text().splitlines() if "megatron-core)" in line or "known+=" in line]
     known = re.findall(r"\b0\.(\d+)\.\d", "\n".join(lines))

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """As `make docs` builds it. Not with --quiet, which hides warnings from --strict too."""
+    """Build the site like `make docs`. Without --quiet, which hides warnings from --strict too."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -22,7 +22,7 @@ def site(tmp_path_factory):
 
 
 def names_of(text: str) -> set[str]:
-    """What links to a page may name."""
+    """Return the anchors that links to a page may name."""
     return set(re.findall(r'\b(?:id|name)="?([^"\s>]+)', text))
 
 

@@ -148,7 +148,7 @@ def test_deepspeed_blocks_run():
 
 JSON = {name: blocks for name, text in TEXTS.items() if (blocks := re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL))}
 KEYS = re.findall(r'`("\w+": [^`\n]+)`', "\n".join(TEXTS.values()))
-"""What a text tells to set: the section of ds_config, or a key of it."""
+"""Settings that a page names: the section of ds_config, or a key of it."""
 
 
 def test_every_json_block_is_read_below():
@@ -229,7 +229,7 @@ def test_make_targets_exist():
 
 
 def sources() -> str:
-    """All sources as one text in which the parts of a message that spans lines are joined."""
+    """Return all sources as one text, with messages that span lines joined."""
     folders = (("deepep_moe", "*.py"), ("integrations", "*.py"), ("csrc", "*.cpp"), ("csrc", "*.h"))
     text = "\n".join(path.read_text() for folder, pattern in folders for path in sorted((ROOT / folder).rglob(pattern)))
     return re.sub(r'"\s*\n\s*f?"', "", text)

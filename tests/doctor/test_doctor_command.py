@@ -49,9 +49,9 @@ def test_pytorch_that_does_not_import(tmp_path):
 
 @pytest.mark.slow
 def test_library_that_is_not_built(tmp_path):
-    """In the root of a clone, as `pip install .` leaves it."""
+    """The command runs in the root of a clone after `pip install .`."""
     shutil.copytree(ROOT / "deepep_moe", tmp_path / "deepep_moe", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    # What `pip install -e` has put beside PyTorch would find the clone's own package first.
+    # The finder that `pip install -e` put beside PyTorch would find the clone's own package first.
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     (packages / "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")

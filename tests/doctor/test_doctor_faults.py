@@ -79,7 +79,7 @@ no_gpus = all_of(change("cuda.gpus", []), change("cuda.error", "The NVIDIA drive
 hidden_gpus = all_of(change("variables.CUDA_VISIBLE_DEVICES", ""), change("cuda.gpus", []))
 later_nvcc = all_of(change("features.nvlink", False), change("variables.CUDA_HOME", "/opt/cuda"), file("opt/cuda/bin/nvcc", ""))
 
-# What is put into the machine, the one finding, a part of its text or advice, and the backends that do not serve.
+# The change to the machine, the one finding, a part of its text or advice, and the backends that cannot serve.
 FAULTS = [
     (change("nvshmem", "deepep_moe._nvshmem was built for NVSHMEM 3.4; install NVSHMEM 3.4"), "NVSHMEM", FAULT, "NVSHMEM 3.4", "nvshmem"),
     (change("features.autograd", "built for torch 2.11.0; run this"), "GPU kernels", FAULT, "is built for torch 2.11.0", "nvlink nvshmem"),

@@ -10,7 +10,7 @@ using __nv_fp8x2_storage_t = uint16_t;
 enum __nv_saturation_t { __NV_SATFINITE };
 enum __nv_fp8_interpretation_t { __NV_E4M3 };
 
-// To nearest even; 4 bits of exponent from -6 to 8, 3 of mantissa, 448 the largest.
+// Round to nearest even. e4m3 has 4 bits of exponent from -6 to 8 and 3 of mantissa; 448 is the largest.
 inline __nv_fp8_storage_t __nv_cvt_float_to_fp8(float x, __nv_saturation_t, __nv_fp8_interpretation_t) {
     if (x != x) return 0x7f;
     const uint8_t sign = std::signbit(x) ? 0x80 : 0;

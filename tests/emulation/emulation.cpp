@@ -32,7 +32,7 @@ constexpr int kVotesOfAWait = 8;
     std::abort();
 }
 
-// Where a fiber goes on. swapcontext would ask the kernel for the signal mask each time.
+// The point at which a fiber resumes. swapcontext would ask the kernel for the signal mask each time.
 using Registers = void* [5];
 
 struct Store {
@@ -154,7 +154,7 @@ void begin_fiber() {
     }
 }
 
-// Where this block does nothing but wait, others have their turn, and after some rounds for a while.
+// A block that only waits yields to other blocks, and after some rounds sleeps for a while.
 void Block::end_round() {
     idle_rounds = has_paused && !is_active ? idle_rounds + 1 : 0;
     is_active = has_paused = false;

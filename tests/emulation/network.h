@@ -1,6 +1,6 @@
-// A network that does all that NVSHMEM lets one do. A thread a process moves what the process puts: it reads the source late, moves pieces
-// of 16 to 64 bytes in any order, and the signal after all pieces of its put. Puts overtake each other, also those to the same PE. What a
-// program must not do ends the process with "emulated NVSHMEM: rank R: ..." on stderr.
+// A network that shows every behaviour that NVSHMEM allows. One thread of each process moves its puts: it reads the source late, moves
+// pieces of 16 to 64 bytes in any order, and the signal after all pieces of its put. Puts overtake each other, also those to the same PE. A
+// forbidden operation ends the process with "emulated NVSHMEM: rank R: ..." on stderr.
 #pragma once
 
 #include <atomic>
@@ -45,7 +45,7 @@ struct Arrivals {
     } ranges[kMost];
 };
 
-// What all processes map: these words, then the heaps of all PEs, then as much again where payload lies that does not show yet.
+// The memory that all processes map: these words, then the heaps of all PEs, then as much again for payload that is not visible yet.
 struct Words {
     std::atomic<int> process[kMaxPes];
     std::atomic<uint64_t> barriers[kMaxPes];   // that the PE has entered

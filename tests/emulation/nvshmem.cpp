@@ -20,7 +20,7 @@ constexpr std::chrono::microseconds kNap(50);
 constexpr std::chrono::seconds kPatience(60);
 constexpr int kRoundsToLook = 1000;  // of a wait, before it asks whether the others are still there
 
-// What a unique id holds: a memory file of the process that made it, which the others open.
+// The content of a unique id: a memory file of the process that made it, which the others open.
 struct Meeting {
     int process, file;
 };

@@ -57,7 +57,7 @@ void* nvshmem_ptr(const void* pointer, int pe);
 void nvshmem_barrier_all();
 void nvshmemx_quiet_on_stream(struct EmulatedStream* stream);
 
-// Only here, for tests: what this process has sent to `pe` that has arrived, in bytes of payload, and in puts and signals.
+// Not part of NVSHMEM, for tests: payload bytes, and puts and signals, of this process that have arrived at `pe`.
 uint64_t emulated_nvshmem_bytes(int pe);
 uint64_t emulated_nvshmem_puts(int pe);
 }

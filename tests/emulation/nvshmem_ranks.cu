@@ -82,7 +82,7 @@ void receive(const Params& p) {
     }
 }
 
-// Both kernels at once, on streams: each waits for its like on the other PEs. Right, or with a part left out.
+// Run both kernels at once, on streams: each waits for the same kernel on the other PEs. Some scenarios leave out a part.
 void exchange(const std::string& scenario) {
     const int num_pes = nvshmem_n_pes(), me = nvshmem_my_pe();
     Params p{};

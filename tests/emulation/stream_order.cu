@@ -1,4 +1,4 @@
-// What streams and events of the emulated device promise, each in one check.
+// Checks of the guarantees of the emulated device's streams and events, one each.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>

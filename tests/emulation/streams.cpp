@@ -129,7 +129,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
     return event->has_passed == nullptr || *event->has_passed ? cudaSuccess : cudaErrorNotReady;
 }
 
-// For what the event's last record follows by now: a later record changes nothing.
+// Wait for the work before the event's last record so far; a later record changes nothing.
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
     std::unique_lock lock(device().mutex);
     const std::shared_ptr<bool> has_passed = event->has_passed;

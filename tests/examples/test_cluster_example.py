@@ -91,7 +91,7 @@ wait $first && wait $second
 
 @pytest.mark.slow
 def test_slurm(tmp_path):
-    """With an srun that starts both nodes here, and a scontrol that names them."""
+    """A fake srun starts both nodes here, and a fake scontrol names them."""
     for name, text in (("srun", SRUN), ("scontrol", '#!/bin/sh\n[ "$3" = "node[0-1]" ] && printf "127.0.0.1\\nnowhere\\n"\n')):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

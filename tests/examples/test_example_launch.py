@@ -57,7 +57,7 @@ def test_deepspeed(tmp_path):
 
 def test_ranks(monkeypatch, capsys):
     def settled(**arguments) -> int | str:
-        """The number of ranks, or what is said where it is refused."""
+        """Return the number of ranks, or the message of the refusal."""
         given = argparse.Namespace(**arguments)
         try:
             launch.settle_ranks(argparse.ArgumentParser(), given)

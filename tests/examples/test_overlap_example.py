@@ -1,4 +1,4 @@
-"""The example of two micro-batches by turns: over virtual nodes of ranks that share a GPU, and what its options take."""
+"""The example of two alternating micro-batches, over virtual nodes of ranks that share a GPU, and its options."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "overlap"
 
 
 def example():
-    """In a process of its own, as others have modules of the same names."""
+    """Run in a process of its own, because other examples have modules of the same names."""
     sys.path.insert(0, str(FOLDER))
     return __import__("decode")
 
@@ -38,7 +38,7 @@ def test_over_nodes_that_share_a_gpu():
 
 
 def takes(num_gpus, options):
-    """What the example makes of its options on a machine of so many GPUs, or what it says where it refuses them."""
+    """Return the example's settings on a machine with `num_gpus` GPUs, or its message if it refuses the options."""
     torch.cuda.device_count = lambda: num_gpus
     os.environ.pop("RANK", None)
     if options.startswith("RANK"):

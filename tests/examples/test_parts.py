@@ -1,4 +1,4 @@
-"""Which optimizer and norms a run has used, and DeepSpeed's FusedAdam by option."""
+"""The report of optimizer and norms of a run, and DeepSpeed's FusedAdam by option."""
 
 import importlib.util
 import sys

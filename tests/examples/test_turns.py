@@ -1,4 +1,4 @@
-"""Two runs of an example make their steps by turns, and the figures of a CPU's timeline."""
+"""Two runs of an example alternate their steps. Also the figures of a CPU's timeline."""
 
 import time
 from types import SimpleNamespace
@@ -60,7 +60,7 @@ def test_a_run_that_fails_ends_the_other():
     ),
 )  # fmt: skip
 def test_order_of_runs(num_runs, device, launched, told, monkeypatch):
-    """What a page says is what is done. A run alone waits for nobody."""
+    """The order that a page names is the order of the runs. A single run waits for nobody."""
     assert launch.Turn().take() == 0.0
     monkeypatch.setattr(launch, "is_launched", lambda: launched)
     monkeypatch.setattr(launch, "by_turns", lambda fn, num_ranks, runs, timeout_s, bind: "by turns")

@@ -51,7 +51,7 @@ def test_few_and_many_experts(backend):
 
 
 def weighed_at_the_source(rank, num_ranks, backend, dtype, num_topk, expert, num_experts=6):
-    """A row for each expert of a token there and back, weighed where it comes back: as copies of x and a sum with gradients of its own."""
+    """A row for each expert of a token there and back, weighted at the source: equal to copies of x and a sum, with its gradients."""
     device_of(backend, rank)
     poison_outputs()
     num_tokens = (1, 0, 7)[rank]
@@ -90,7 +90,7 @@ def test_rows_weighed_at_the_source(rank, num_ranks, backend, expert):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("num_topk", "num_experts"), ((2, 120), (33, 6)))
 def test_more_experts_than_kernels_take(backend, num_topk, num_experts):
-    """On a rank: rows are joined; of a token: they are weighed after the combine."""
+    """If a rank has too many experts, rows are joined. If a token has, weights are applied after the combine."""
     run_ranks(weighed_at_the_source, 3, backend, torch.float32, num_topk, doubled, num_experts)
 
 
@@ -111,7 +111,7 @@ def test_gradients_that_no_call_takes_as_they_are(rank, backend):
 
 @on_ranks(2, backend=BACKENDS)
 def test_what_cannot_be_combined(rank, backend):
-    """What cannot be combined is refused on rank 1; rank 0 learns of it instead of waiting."""
+    """Rank 1 refuses rows that cannot be combined; rank 0 learns of it instead of waiting."""
     buffer, x, idx, _ = opened(Case([4, 4], num_topk=2, num_experts=4), backend, rank)
     parts, _, handle = dispatch_by_expert(buffer, x, idx, None)
     one_more, one_fewer = torch.cat([parts[0], parts[0].new_zeros(1, buffer.hidden)]), parts[1][1:]
@@ -160,7 +160,7 @@ def test_a_bad_routing(rank, backend):
 
 @on_ranks(2, backend=NVLINK)
 def test_a_rank_without_memory(rank, backend):
-    """What fails before a rank has entered its call, its peers learn."""
+    """Peers learn of a failure before a rank has entered its call."""
     buffer, x, idx, weights = opened(Case([4, 4], num_topk=2, num_experts=4), backend, rank)
     fails = allocations_fail(torch.OutOfMemoryError("nothing is left"), lambda size, dtype: rank == 1)
     with fails, refused(rank, 1, torch.OutOfMemoryError, "nothing is left"):
@@ -252,7 +252,7 @@ class Wrapped(torch.Tensor):
 
 @on_ranks(2, backend=NVLINK)
 def test_what_calls_in_cpp_decline(rank, backend):
-    """What calls in C++ decline, or must not take for it."""
+    """Arguments that calls in C++ decline, and ones that must not be mistaken for them."""
     buffer, x, idx, weights = opened(Case([5, 6], num_topk=1, num_experts=4), backend, rank)
     scale = torch.tensor([0.5, 2.0], device=x.device)
 
@@ -282,7 +282,7 @@ def top_1(backend, rank, **options):
 
 @on_ranks(2, backend=BACKENDS)
 def test_rows_of_the_rank_layout(rank, backend):
-    """A handle whose rows are not by expert: its rows are joined, and weighed by no one."""
+    """Rows along a handle that are not by expert are joined, and nobody applies weights."""
     buffer, x, idx = top_1(backend, rank)
     out = buffer.dispatch(x, idx, layout="rank")
     parts = out.recv_x.split(out.handle.num_rows_per_expert_list)
@@ -299,7 +299,7 @@ def test_multiprocessors_that_are_not_there(rank, backend):
 
 @on_ranks(2, backend=NVLINK)
 def test_memory_of_a_destroyed_buffer(rank, backend):
-    """A destroyed buffer's memory goes, whoever keeps an error of its calls."""
+    """A destroyed buffer's memory is freed, even if somebody keeps an error of its calls."""
     buffer, x, idx = top_1(backend, rank)
     with pytest.raises((ValueError, EPPeerError)) as kept:
         dispatch_by_expert(buffer, x, idx + 4, None)

@@ -1,4 +1,4 @@
-"""What a user sees when something is wrong: a clear error on the rank that caused it, and no hang on the others."""
+"""Errors that users see: a clear error on the rank that caused it, and no hang on the others."""
 
 import dataclasses
 import gc
@@ -177,7 +177,7 @@ def test_freed_inputs(rank, backend):
 
 @pytest.mark.parametrize("number", (np.int64, np.int32, np.uint8, torch.tensor))
 def test_whole_numbers(number):
-    """As sizes come that were computed from counts."""
+    """Sizes may be numbers that were computed from counts."""
     buffer = Buffer(
         None, number(8), number(16), number(4), number(2), num_sms=number(4), max_sms=number(8), ranks_per_node=number(1),
         timeout_s=60 if number is torch.tensor else number(60),

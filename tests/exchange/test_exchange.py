@@ -1,4 +1,4 @@
-"""Dispatch and combine against the reference, bit for bit; several ranks share a GPU where there are fewer."""
+"""Dispatch and combine against the reference, bit for bit. Ranks share GPUs if there are fewer."""
 
 import itertools
 import os

@@ -162,7 +162,7 @@ def recomputed(rank, num_ranks, backend):
 
 
 def told(message, rank):
-    """What `rank` raises when rank 0 refuses. Rank 3, in another place of the other node, hears of it from rank 2."""
+    """Return the error on `rank` when rank 0 refuses. Rank 3, on the other node and off the rail, hears of it from rank 2."""
     return message if rank < 3 else "rank 2 did not make its call: EPPeerError: rank 0 did not make its call"
 
 

@@ -1,4 +1,4 @@
-"""Which failures of a peer make a buffer grow."""
+"""Some failures of a peer make a buffer grow."""
 
 import pytest
 import torch

@@ -36,8 +36,8 @@ def by_hand(rank: int, _: int, backend: str) -> list[float]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_by_hand(backend):
-    """One node: 1 + 256 + 1 = 258. Nodes of two: the sum 1 + 256 stays exact on ranks 0 and 1, which makes 258, and is rounded to 256 for
-    ranks 2 and 3: 256 + 1 = 257, which is 256 in bf16. Nodes of one: every number is exact when it crosses."""
+    """One node: 1 + 256 + 1 = 258. Nodes of two: ranks 0 and 1 keep the exact sum 1 + 256 and get 258. For ranks 2 and 3 it is rounded to
+    256 before it crosses: 256 + 1 = 257, which is 256 in bf16. Nodes of one: every number is exact when it crosses."""
     assert run_ranks(by_hand, 4, backend) == [[258.0, 258.0, 258.0]] * 2 + [[258.0, 256.0, 258.0]] * 2
 
 

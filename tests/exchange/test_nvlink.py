@@ -1,4 +1,4 @@
-"""How the nvlink backend sends, against the reference, bit for bit."""
+"""Ways in which the nvlink backend sends, against the reference, bit for bit."""
 
 import itertools
 
@@ -40,7 +40,7 @@ def test_ways_to_send(num_sms, mode):
 @pytest.mark.parametrize("mode", ("now", "hook"))
 @pytest.mark.parametrize("max_sms", (2, 9, 100000))
 def test_few_multiprocessors(max_sms, mode):
-    """Whoever sends leaves some for those that receive, and the results are the same."""
+    """Senders leave some SMs to receivers, and the results are the same."""
     how = {"dtype": torch.bfloat16, "max_sms": max_sms, "mode": mode, "with_bias": True, "backends": ("nvlink",)}
     check_cases([Case([140, 37, 90], layout=layout, **how) for layout in LAYOUTS])
 
@@ -48,7 +48,7 @@ def test_few_multiprocessors(max_sms, mode):
 def test_few_blocks_of_a_plan():
     """A share of a GPU holds few blocks at once: each counts more of the tokens."""
     case = Case([3200, 7, 0], hidden=16, dtype=torch.bfloat16, expert_alignment=4, with_bias=True, backends=("nvlink",))
-    a_block_each = {"DEEPEP_MOE_EMULATED_BLOCKS": "1"}  # of 12 multiprocessors
+    a_block_each = {"DEEPEP_MOE_EMULATED_BLOCKS": "1"}  # of 12 SMs
     run_ranks(in_environment, case.num_ranks, a_block_each, check_case, case)
 
 
@@ -82,7 +82,7 @@ def test_guessed_rows(rank, num_ranks, layout, mode):
 
 @on_ranks(2)
 def test_rows_of_each_layer_are_guessed_apart(rank):
-    """Two layers by turns receive unlike numbers of rows. As one layer nothing can be guessed."""
+    """Two alternating layers receive different numbers of rows. If they were one layer, nothing could be guessed."""
     device = device_of("nvlink", rank)
     buffer = Buffer(None, 80, 16, 4, 2, backend="nvlink", timeout_s=60)
 
@@ -123,7 +123,7 @@ def test_num_sms_may_change(rank):
 
 
 def test_workspace_is_bounded():
-    """At most twice what a rank may receive, in the largest rows there are."""
+    """The memory is at most twice the rows that a rank may receive, of the largest size."""
     for hidden, num_ranks in itertools.product((1024, 7168), range(1, 9)):
         sizes = {"num_experts": 32 * num_ranks, "num_topk": 8, "hidden": hidden, "num_max_tokens": 4096}
         assert _C.gpu_workspace_bytes(num_ranks=num_ranks, **sizes) <= 2 * num_ranks * 4096 * 4 * hidden

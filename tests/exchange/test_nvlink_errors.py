@@ -96,7 +96,7 @@ def test_rows_that_are_read_late_are_not_overwritten(rank, num_sms):
 
 @on_ranks(2)
 def test_hook_after_next_call_on_other_stream(rank):
-    """The buffer's next call receives the rows, on a stream that is busy; whoever calls the hook then waits for that stream."""
+    """The buffer's next call receives the rows, on a stream that is busy; a call of the hook then waits for that stream."""
     buffer, x, idx = make_buffer(rank)
     good = buffer.dispatch(x, idx)
     out = buffer.dispatch(x, idx, return_hook=True)

@@ -1,4 +1,4 @@
-"""What a call of the nvlink backend leaves behind when it fails: handles, hooks, rows that were on their way."""
+"""Handles, hooks and rows under way after a failed call of the nvlink backend."""
 
 import time
 from contextlib import nullcontext

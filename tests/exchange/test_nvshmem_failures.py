@@ -1,7 +1,7 @@
 """Failures of the nvshmem backend: who raises what, names whom, and whether the buffer serves afterwards. Two nodes of two ranks.
 
-The culprit has the number c. Its `mate` is the other rank of its node, its `rail` the rank with its index in the other node, and the `far`
-rank is neither: it hears of the culprit through the ranks between.
+The culprit has the number c. Its `mate` is the other rank of its node, its `rail` the rank with its index in the other node. The `far` rank
+is neither, and hears of the culprit through the ranks between.
 """
 
 import atexit
@@ -129,7 +129,7 @@ def test_different_calls(rank, culprit):
             me, peer = rank, rank ^ 2
             raised(call, EPMismatchError, f"ranks make different calls: rank {me}: ", f"; rank {peer}: ", words)
         else:
-            found = rank ^ 1  # its neighbour in the node met another call
+            found = rank ^ 1  # the other rank of its node met another call
             told = f"rank {found} did not make its call: EPMismatchError: ranks make different calls: rank {found}: "
             error = raised(call, EPPeerError, told)
             assert (error.rank, error.cause) == (found, "EPMismatchError")
@@ -240,7 +240,7 @@ def test_late_rank(rank, operation):
 @emulated_only
 @on_ranks(4, num_arriving=(0, 1))
 def test_network_that_loses(rank, num_ranks, num_arriving):
-    """Of what the culprit sends over the network or is sent, `num_arriving` puts a process arrive: nothing, or entries without rows."""
+    """Only `num_arriving` puts of each process from or to the culprit arrive: nothing, or entries without rows."""
     culprit = 2 - num_arriving
     os.environ[NETWORK] = f"lose={culprit},lose_after={num_arriving}"
     buffer, part = make("nvshmem", 4, DEADLINE_S), part_of(rank, culprit)
@@ -259,7 +259,7 @@ def test_network_that_loses(rank, num_ranks, num_arriving):
         assert isinstance(error, EPTimeoutError), repr(error)
         assert (error.rank, error.phase, error.expected, error.seen) == (rank ^ 2, phase, 1, 0), repr(error)
         assert f"rank {rank}: rank {rank ^ 2} did not deliver within the deadline of 4000 ms" in str(error)
-    elif num_arriving:  # the neighbour cannot pass on rows that it has not got
+    elif num_arriving:  # the other rank of the node cannot pass on rows that it has not got
         assert isinstance(error, EPTimeoutError) and (error.rank, error.phase) == (rank ^ 1, "dispatch rows"), repr(error)
     else:
         assert isinstance(error, EPPeerError) and error.rank == rank ^ 1, repr(error)
@@ -321,7 +321,7 @@ def test_wrong_nodes(rank, num_ranks):
 
 
 def logged():
-    """What this process logs from now on."""
+    """Collect the lines that this process logs."""
     lines, handler = [], logging.Handler()
     handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")
     logging.getLogger("deepep_moe").addHandler(handler)
@@ -368,7 +368,7 @@ KEPT = []  # buffers that nobody destroys
 
 
 def buffer_of_two_nodes(timeout_s):
-    """Of one rank each."""
+    """Return a buffer over two nodes of one rank each."""
     device_of("nvlink", dist.get_rank())
     buffer = Buffer(None, NUM_TOKENS, 16, 4, 2, backend="nvshmem", timeout_s=timeout_s, ranks_per_node=1)
     make_step(buffer, 0)
@@ -404,7 +404,7 @@ def test_what_was_put_arrives(rank, how):
 @emulated_only
 @on_ranks(2)
 def test_what_does_not_arrive(rank):
-    """What rank 0 puts is under way for longer than its deadline. It says so, and neither its other buffer nor its end hangs."""
+    """Puts of rank 0 are under way for longer than its deadline. It logs that, and neither its other buffer nor its end hangs."""
     os.environ[NETWORK] = "hold_after=12"  # a message and a chunk of rows in each of six calls
     first, second = buffer_of_two_nodes(60.0), buffer_of_two_nodes(3.0)
     lines = logged()

@@ -1,4 +1,4 @@
-"""Whether a process still runs, as waits ask."""
+"""Waits ask whether a process still runs."""
 
 import os
 import resource

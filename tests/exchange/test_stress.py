@@ -29,7 +29,7 @@ def delay(device, kind):
 
 
 def passes(rank, num_ranks, backend, rounds):
-    """Forward and backward of layers whose rows by expert are weighed where they come back; expert e multiplies by e + 1. Rows are looked
+    """Forward and backward of layers whose rows by expert are weighted at the source; expert e multiplies by e + 1. Rows are looked
     at every ten rounds, so that hosts and GPUs run ahead of each other as they do in training."""
     device = device_of(backend, rank)
     num_experts = 3 * num_ranks

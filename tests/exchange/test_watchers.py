@@ -1,4 +1,4 @@
-"""Who else takes part in a call: tracers, transforms, forward-mode AD, modes, recomputation. Each call is right for them, or refused before
+"""Calls under watchers: tracers, transforms, forward-mode AD, modes, recomputation. Each call is right for them, or refused before
 it is entered, and then the peers hear of it."""
 
 import contextlib
@@ -315,7 +315,7 @@ def test_bounded_calls_are_compiled(backend):
 
 
 class EndsEarly(BaseException):
-    """By which some other checkpointing ends a recomputation."""
+    """The exception by which some other checkpointing ends a recomputation."""
 
 
 class Recomputed(torch.autograd.Function):
@@ -344,7 +344,7 @@ class Ends(TorchDispatchMode):
 
 @on_ranks(2, backend=("shm", "collective"))
 def test_what_ends_a_recomputation(rank, backend):
-    """Whatever ends a recomputation is no failure while the backward goes on, and is one where the backward ends too."""
+    """An exception that ends a recomputation is a failure only if it also ends the backward."""
     buffer = make_buffer(backend)
 
     def repeat():

@@ -1,4 +1,4 @@
-"""Sums of weighed rows, and gradients of weighing."""
+"""Sums of weighted rows, and gradients of the weights."""
 
 import emulated_gpu
 import pytest
@@ -70,7 +70,7 @@ def test_second_derivative():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_topk", "num_tokens", "hidden"), [(1, 5, 8), (2, 70, 264), (3, 0, 16), (4, 1, 16), (5, 9, 1032), (32, 3, 40)])
 def test_sums_equal_the_definition(device, dtype, num_topk, num_tokens, hidden, by_token):
-    """Where lanes lie beside each other in memory, and where tokens do; a gradient that begins between two pieces of 16 bytes."""
+    """Top-k entries or tokens are contiguous in memory, and a gradient starts between two pieces of 16 bytes."""
     generator = torch.Generator().manual_seed(hidden)
     rows = torch.randn(num_topk, num_tokens, hidden, generator=generator).to(dtype)
     weights = torch.randn(num_topk, num_tokens, generator=generator)

@@ -1,4 +1,4 @@
-"""Ranks that construct different things: all are told at once."""
+"""Ranks that construct different buffers: all raise at once."""
 
 import os
 from types import SimpleNamespace

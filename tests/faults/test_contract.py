@@ -75,7 +75,7 @@ def test_different_buffers(rank, num_ranks, kind):
 
 @on_ranks(2, kind=("low latency", GPUS[1]))
 def test_refusals_of_low_latency(rank, num_ranks, kind):
-    """Whatever call a rank of a low-latency buffer refuses, and whatever its peer makes: the peer hears of it in that call."""
+    """A rank of a low-latency buffer refuses a call. Its peer learns of it in the same call, whichever call it makes itself."""
     buffer = make(kind, num_ranks)
     x, idx = inputs(buffer, 0)
     weights, out = torch.ones_like(idx, dtype=torch.float32), buffer.dispatch(x, idx)

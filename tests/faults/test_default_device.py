@@ -26,7 +26,7 @@ KINDS = ("shm", pytest.param("collective", marks=pytest.mark.slow), "low latency
 
 
 def results(buffer, x, idx, weights):
-    """Everything that calls return, with gradients where there are some."""
+    """Return all results of calls, with gradients where they have some."""
     if buffer.backend == "shm" and hasattr(buffer, "capacity"):
         out = buffer.dispatch(x, idx, weights)
         again = buffer.dispatch(x, idx, weights, async_op=True)
@@ -104,7 +104,7 @@ def layer_of(num_ranks, backend):
 
 @on_ranks(2, backend=("shm", pytest.param("collective", marks=pytest.mark.slow)))
 def test_layers(rank, num_ranks, backend):
-    """Made without memory, then given some: as torchtitan and FSDP make models."""
+    """Make the model without memory and then allocate it, as torchtitan and FSDP do."""
     plain = layer_of(num_ranks, backend)
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
     expected = plain(x)

@@ -154,7 +154,7 @@ def test_lost_low_latency_hooks(rank, num_ranks, kind):
 
 @on_ranks(2)
 def test_lost_hook_of_a_peer_that_does_not_come(rank, num_ranks):
-    """What receiving raises, `finish_calls` raises."""
+    """`finish_calls` raises the error of receiving."""
     buffer = make("low latency", num_ranks, timeout_s=3.0)
     make_step(buffer, 0)
     if rank == 0:

@@ -201,7 +201,7 @@ def call_beside(buffer, call):
 
 @on_ranks(2)
 def test_interrupted_recovery(rank, num_ranks):
-    """Peers that are in the recovery are told, and all ranks blame the interrupted one. A second recovery meets none of the first one's
+    """Peers in the recovery learn of it, and all ranks blame the interrupted one. A second recovery meets none of the first one's
     messages. (The wait of a process group lets the handler raise once it has ended.)"""
     buffer = make("shm", num_ranks)
     if rank == 0:

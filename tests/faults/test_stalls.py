@@ -1,9 +1,8 @@
 """Ranks that stall: the others blame them after the deadline, and all are in step again once they are back.
 
-The emulated GPU runs a kernel inside the process that launches it. So a process that stops or dies does so in the middle of a kernel,
-between any two of its instructions, and takes the kernel along. What this cannot show: a process that is gone or stopped while its kernel
-goes on, as a real GPU's does for a while, and a host that stops while its own kernels work. Memory of a dead process stays mapped by its
-peers, as with CUDA.
+The emulated GPU runs a kernel inside the process that launches it. So a process stops or dies in the middle of a kernel, between any two
+instructions, and the kernel stops with it. On a real GPU a kernel goes on for a while after its process has ended or its host has stopped;
+the emulated GPU cannot show that. Memory of a dead process stays mapped by its peers, as with CUDA.
 """
 
 import signal
@@ -113,7 +112,7 @@ def test_stall_in_process_group(rank, num_ranks):
 
 @on_ranks((2, 3))
 def test_stall_before_rows_in_process_group(rank, num_ranks):
-    """The last rank enters the call and is late with its rows. Of several peers torch.distributed does not say which one."""
+    """The last rank enters the call and is late with its rows. torch.distributed does not say which peer is late."""
     late = num_ranks - 1
     buffer = make("collective", num_ranks, 1.0)
     make_step(buffer, 0)
@@ -132,7 +131,7 @@ def test_stall_before_rows_in_process_group(rank, num_ranks):
 
 @on_ranks(3, kind=("shm", pytest.param("low latency", marks=pytest.mark.slow)))
 def test_held_up_by_itself(rank, num_ranks, kind):
-    """A signal's handler outlasts the deadline of a wait. What the others sent meanwhile was in time."""
+    """A signal's handler outlasts the deadline of a wait. Rows that the others sent meanwhile were in time."""
     deadline_s, is_late = 4.0, rank == 0
     buffer = make(kind, num_ranks, deadline_s)
     make_step(buffer, 0)
@@ -170,7 +169,7 @@ def test_stopped_process(number):
 
 
 def stopped_on_gpus(rank, num_ranks, kind, seed):
-    """All get an error, and recover."""
+    """All ranks get an error, and recover."""
     buffer = make(kind, num_ranks, GPU_DEADLINE_S)
     make_step(buffer, 0)
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Tests of the gate run on the CPU, and on a GPU where there is one."""
+"""Tests of the gate run on the CPU, and on a GPU if there is one."""
 
 import pytest
 from exchange_cases import device_of

@@ -99,7 +99,7 @@ def test_ties_go_to_the_lower_index(device):
 
 
 def test_logits_that_are_not_finite_by_hand(device):
-    """NaN is greater than all, of any sign. Experts of -inf are chosen last, and weigh nothing."""
+    """NaN of any sign is greater than all numbers. Experts of -inf are chosen last and have weight 0."""
     nan, inf = math.nan, math.inf
     logits = torch.tensor([[nan, nan, nan], [1.0, -nan, 2.0], [-inf, 0.0, -inf], [0.0, inf, 1.0]])
     output = run(device, logits, 2, score_function="softmax_topk", check_finite=False)
@@ -146,7 +146,7 @@ def test_logits_far_out(device, score_function):
 
 @pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
 def test_gradients_of_logits_far_out(device, score_function):
-    """Where scores no longer change, and nothing may become huge or NaN."""
+    """Scores no longer change there, and no gradient may become huge or NaN."""
     logits = torch.tensor([[0.0, -3e38, 3e38, -150.0, -800.0], [-150.0, -300.0, -800.0, -3e38, -1e5]], requires_grad=True)
     generator = torch.Generator().manual_seed(18)
     for normalize in (True, False):
@@ -196,7 +196,7 @@ def test_shapes_of_models(device, num_experts, num_topk, num_groups, topk_groups
 
 @pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
 def test_second_derivatives(device, score_function):
-    """Of weights, of their dense pair, and of shares, by logits and by the gradients that come; one token is masked."""
+    """Second derivatives of weights, dense pair and shares, in the logits and in the incoming gradients; one token is masked."""
     logits = torch.randn(5, 6, generator=torch.Generator().manual_seed(15)).requires_grad_()
     mask = torch.tensor([False, True, False, False, False])
     output = run(device, logits, 2, function=ops.gate_full, dense=True, shares=True, mask=mask, score_function=score_function)

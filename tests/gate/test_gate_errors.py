@@ -1,4 +1,4 @@
-"""What the gate refuses, in Python and in its native functions on a GPU."""
+"""Arguments that the gate refuses, in Python and in its native functions on a GPU."""
 
 import math
 from unittest import mock

@@ -46,7 +46,7 @@ def cases(draw):
 @given(case=cases(), of_others=st.booleans())
 @settings(deadline=None, max_examples=FEW // 2)
 def test_gradients_match_reference(device, case, of_others):
-    """Of weights and of shares by themselves, and all added to those through the dense pair."""
+    """Gradients of weights and of shares alone, and added to those of the dense pair."""
     logits, options = case
     # The sum of the reference's gradients is to be rounded once, as ours is.
     leaf, expected = logits.clone().requires_grad_(), logits.float().requires_grad_()

@@ -274,7 +274,7 @@ def test_real_join_without_gpu(rank, num_ranks):
 @needs_no_gpu
 @on_ranks(2, timeout_s=120)
 def test_real_bootstrap(rank, num_ranks):
-    """As far as NVSHMEM goes without a GPU: the processes meet, and live, whatever it says of such a machine."""
+    """Run NVSHMEM as far as it goes without a GPU: the processes meet and survive any error of it."""
     module, ids = real_module(), [None] * num_ranks
     dist.all_gather_object(ids, module.unique_id() if rank == 0 else None)
     error, _ = outcome(lambda: module.bootstrap(ids[0], rank, num_ranks))

@@ -1,4 +1,4 @@
-"""What ranks tell each other while a buffer is made: a peer's message is data, and a strange one is an error that names the peer."""
+"""Messages of ranks while a buffer is made: a peer's message is data, and a malformed one is an error that names the peer."""
 
 import os
 import pickle
@@ -16,7 +16,7 @@ from deepep_moe.testing import run_ranks
 
 
 class Bomb:
-    """Makes a file where it is unpickled."""
+    """Create a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -26,7 +26,7 @@ class Bomb:
 
 
 def send(data, size=None):
-    """What `gather_objects` sends for a message, of bytes that it would not write."""
+    """Return what `gather_objects` would send for a message with these bytes, which it never writes itself."""
     sizes = Exchange(torch.tensor([len(data) if size is None else size]), dist.group.WORLD, "test", 60).wait().flatten()
     if size is None:
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)

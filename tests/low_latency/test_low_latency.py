@@ -207,7 +207,7 @@ def under_default_dtypes(rank, _, backend):
 
 @on_every_backend
 def test_default_dtype(backend):
-    """Sums are fp32, whatever PyTorch makes where nobody says."""
+    """Sums are fp32, whatever PyTorch's default dtype is."""
     run_ranks(under_default_dtypes, 2, backend)
 
 
@@ -485,7 +485,7 @@ def test_cuda_graph_across_streams():
 
 
 def captured_weights(rank, _):
-    """Each replay reads the weights that lie there then."""
+    """Each replay reads the weights that are in the memory at that time."""
     case = Case([24, 6], combine_weights=True)
     buffer = make_buffer(case, "nvlink", rank)
     x, idx, weights = (tensor.cuda() for tensor in case.inputs(rank))

@@ -109,7 +109,7 @@ def test_bad_arguments_of_combine(backend):
     run_ranks(bad_combines, 2, backend)
 
 
-# What a caller may do to a handle, or pass for it.
+# Changes that a caller may make to a handle, or values that it may pass for one.
 CHANGES = {
     "in place": lambda handle: handle.state.fill_(7),
     "a view in place": lambda handle: handle.state[16:].view(torch.int32)[:4].zero_(),

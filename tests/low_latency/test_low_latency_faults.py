@@ -64,7 +64,7 @@ def test_different_calls(backend):
 
 
 def refusing_on_and_on(rank, _, backend):
-    """Who refuses call after call does not get ahead of those who are still in the first, and all stay in step."""
+    """A rank that refuses call after call does not get ahead of ranks in the first call, and all stay in step."""
     buffer, x, idx = make(backend, rank)
     out, weights = buffer.dispatch(x, idx), torch.ones(4, 2, device=x.device)
     for name, bad, good, call in (
@@ -139,7 +139,7 @@ def fails_before_its_number(rank, _, backend):
 
 @pytest.mark.gpu
 def test_failure_before_the_number():
-    """On CPUs such a failure is told as one of the arguments: `interrupted_around_native_code`."""
+    """On CPUs such a failure is reported as one of the arguments: see `interrupted_around_native_code`."""
     run_ranks(fails_before_its_number, 2, "nvlink")
 
 
@@ -202,7 +202,7 @@ def test_combine_along_failed_dispatch(learns_first):
 
 
 def refuses_and_leaves(rank, _, backend):
-    """Why a rank made no call is not lost when it leaves before a third one has come."""
+    """The reason of a refusal is kept if the rank leaves before a third rank has entered the call."""
     case = replace(CASE, num_tokens=[4, 4, 4], num_experts=6)
     buffer = make_buffer(case, backend, rank, timeout_s=60)
     x, idx = on_device(backend, rank, X, IDX)
@@ -271,7 +271,7 @@ class Stop(ValueError):
 
 
 def interrupted(rank, _):
-    """What a signal's handler raises, of any class, is told in the same call while rank 1 writes, and in the next while it reads."""
+    """Peers learn of an error of a signal's handler, of any class, in the same call if rank 1 was writing, else in the next call."""
     buffer, x, idx = make("shm", rank)
     halves = [("dispatch", "write"), ("dispatch", "read"), ("combine", "write"), ("combine", "write_weighted"), ("combine", "read")]
     for (operation, half), kind_of_error in product(halves, (KeyboardInterrupt, Stop, EPError)):
@@ -334,7 +334,7 @@ def test_calls_from_a_handler():
 
 
 def interrupted_around_native_code(rank, _):
-    """All that may fail comes before a call has its number, so its peers are told; to receive it, nothing is made any more."""
+    """All that may fail comes before a call has its number, so peers learn of it; receiving allocates nothing."""
     buffer, x, idx = make("shm", rank, timeout_s=300)
     out, error = buffer.dispatch(x, idx), KeyboardInterrupt("while it prepares")
     calls = partial(buffer.dispatch, x, idx), partial(buffer.combine, torch.ones(2, 16, 128), out.handle)

@@ -35,7 +35,7 @@ def lost_pairs(rank):
 
 
 def come_back(buffer, rank):
-    """All but the masked rank take it back, between the same calls."""
+    """All ranks but the masked one take it back, between the same calls."""
     dist.barrier()
     if rank == MASKED:
         buffer.rejoin()
@@ -69,7 +69,7 @@ def test_masked_by_hand(backend):
 
 
 class Heard(logging.Handler):
-    """What was logged."""
+    """A handler that keeps the logged lines."""
 
     def __init__(self):
         super().__init__()
@@ -357,7 +357,7 @@ def test_lost_rows(operation, mask_stalled):
 
 
 def lose_counts(buffer, case, call, source):
-    """What `source` has said of its tokens for the experts of this rank, on an emulated GPU."""
+    """Erase the token counts that `source` sent for the experts of this rank, in the memory of an emulated GPU."""
     for name in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{name}"
         if (

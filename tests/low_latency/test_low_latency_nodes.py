@@ -76,7 +76,7 @@ def test_equals_reference(split):
 
 
 def test_extreme_routings():
-    """Also rows that a block takes in several goes."""
+    """Some cases have more rows than a block takes at once."""
     cases = [
         [case_of("2x2", [24, 5, 24, 1], num_topk=32, num_experts=48, masked=0.0, hidden=8)],
         [case_of("2x2", [24, 24, 24, 24], num_topk=1, num_experts=4, masked=0.0, hidden=8)],
@@ -120,8 +120,8 @@ def fp8_by_hand(rank, num_ranks, per_node):
 
 
 def test_fp8_wire_by_hand():
-    """Each rank's scale is a power of two, so its sum is exact. Nodes of two: 1 + 0.0625 stays exact on ranks 2 and 3, and is 1 for ranks 0
-    and 1, where 448 in the same block makes its scale 1 and e4m3 has 1 and 1.125. Nodes of one: no sum is rounded."""
+    """Each rank's scale is a power of two, so its sum is exact. Nodes of two: 1 + 0.0625 is exact on ranks 2 and 3. For ranks 0 and 1 it is
+    rounded to 1: 448 in the same block makes its scale 1, and e4m3 has 1 and 1.125. Nodes of one: no sum is rounded."""
     assert run_ranks(fp8_by_hand, 4, 2) == [[896.0, 4.5, 0.875]] * 2 + [[896.0, 4.5625, 0.875]] * 2
     assert run_ranks(fp8_by_hand, 4, 1) == [[896.0, 4.5625, 0.875]] * 4
 
@@ -273,8 +273,8 @@ def come_back(buffer, rank, masked):
 
 
 def taken_back(rank, _, split, masked):
-    """Twice: the rank is masked, and makes calls that it will make again; the others make some, and one of which a half is left when it is
-    back, a dispatch or the combine of a dispatch that it has been in."""
+    """Twice a rank is masked and comes back. Meanwhile it makes calls that it will repeat. The others make some calls, and the first
+    half of a dispatch, or of the combine of a dispatch that it was in; they call that hook around the return."""
     case = case_of(split, [6, 8, 7, 5, 9, 3, 4, 2], masked=0.0, num_topk=6)
     without = replace(case, without=masked)
     buffer = make_buffer(case, "nvshmem", rank)

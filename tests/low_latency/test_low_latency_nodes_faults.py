@@ -36,7 +36,7 @@ def rows_for(out):
 
 
 def refused_by_host(rank, _):
-    """All ranks of all nodes learn of a refusal in the call that it is of, of several in a row, and stay in step."""
+    """All ranks of all nodes learn of a refusal in the refused call, also of several in a row, and stay in step."""
     buffer = make_buffer(CASE, "nvshmem", rank)
     run_case(buffer, CASE, rank, "nvshmem")
     for mode in ("now", "hook"):
@@ -79,7 +79,7 @@ def test_bad_indices():
 
 
 def refused_combine(rank, _):
-    """The ranks of the node name the culprit, and those of the other node who has told them, or with weights perhaps the culprit."""
+    """Ranks of the node name the culprit. Those of the other node name the rank that told them, or with weights perhaps the culprit."""
     buffer = make_buffer(CASE, "nvshmem", rank)
     out, _ = start_dispatch(buffer, CASE, rank, "nvshmem")
     for weights in (None, CASE.inputs(rank)[2].to(out.recv_x.device)):
@@ -166,8 +166,8 @@ def may_share_the_blame(rank, late):
 
 
 def wait_that_tells(buffer, rank, late, case, name, pause):
-    """A dispatch to which one rank comes `pause` seconds after all others. The least that another one has waited for it, nanoseconds, or 0
-    where one has waited as much for a rank that was in time."""
+    """Make a dispatch that rank `late` enters `pause` seconds after the others. Return the shortest wait of another rank for it, in
+    nanoseconds, or 0 if a rank has waited as long for one that was in time."""
     dist.barrier()
     buffer.reset_statistics()
     if rank == late:
@@ -199,7 +199,7 @@ def test_who_is_late_to_a_dispatch():
 
 
 def goes_on(rank, _, per_node, masked):
-    """Whoever stalls is masked, and what came by it, on its own node and on others; the calls behind go on without."""
+    """A rank that stalls is masked, and so are rows that came by it, on its own node and on others. Later calls go on without it."""
     case = replace(CASE, masked=0.0, num_tokens=CASE.num_tokens[: 2 * per_node], ranks_per_node=per_node)
     buffer = make_buffer(case, "nvshmem", rank, timeout_s=5, mask_stalled=True)
     run_case(buffer, case, rank, "nvshmem")

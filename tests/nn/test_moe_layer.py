@@ -186,7 +186,7 @@ def test_other_strides_and_dtypes():
 
 @on_ranks(2)
 def test_peers_learn_what_failed(rank, num_ranks):
-    """What fails on rank 1 is an error of both, and nobody waits; then all go on."""
+    """A failure on rank 1 is an error on both ranks, and nobody waits; then all go on."""
     router, experts, shared = make_parts()
     layer = MoELayer(router, experts[2 * rank : 2 * rank + 2], shared, num_max_tokens_per_rank=8)
     x = torch.randn(5, HIDDEN)

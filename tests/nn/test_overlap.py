@@ -1,4 +1,4 @@
-"""Two micro-batches by turns against the same calls one after the other, bit for bit; the order of calls; the example."""
+"""Two alternating micro-batches against the same calls one after the other, bit for bit; the order of calls; the example."""
 
 import subprocess
 import sys
@@ -125,7 +125,7 @@ def test_order_of_calls():
 
 
 def test_micro_batches_of_different_depth():
-    """As all ranks do the same, one may end before the other, and may yield where it has sent nothing."""
+    """All ranks do the same, so one micro-batch may end before the other, and may yield if it has sent nothing."""
 
     def waits():
         yield

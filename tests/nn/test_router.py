@@ -94,7 +94,7 @@ def test_router_errors(options, error, message):
 
 @pytest.mark.parametrize("has_kernels", (True, False))
 def test_update_expert_bias_by_hand(has_kernels, monkeypatch):
-    """On the CPU, and as on a GPU with a build without nvcc."""
+    """Run on the CPU, and as on a GPU whose build had no nvcc."""
     if not has_kernels:
         monkeypatch.setattr(device, "GPU", "cpu")
         monkeypatch.delattr(_C, "gpu_update_expert_bias", raising=False)
@@ -204,7 +204,7 @@ def test_aux_losses_equal_the_formulas_and_ignore_masked_tokens(device, score_fu
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float64), ids=str)
 def test_aux_losses_under_a_default_dtype(dtype):
-    """Fractions of choices are fp32, whatever PyTorch makes of a quotient of integers."""
+    """Fractions of choices are fp32, whatever dtype PyTorch gives to a quotient of integers."""
     shares, topk_idx = torch.rand(3, 4), torch.tensor([[0, 1], [0, 3], [1, 0]])
     expected = all_losses(shares, topk_idx)
     torch.set_default_dtype(dtype)
@@ -216,7 +216,7 @@ def test_aux_losses_under_a_default_dtype(dtype):
 
 
 def all_losses(shares, topk_idx):
-    """Of one sequence, of two, and of all tokens."""
+    """Return the losses of one sequence, of two, and of all tokens."""
     counts = (topk_idx.flatten() == torch.arange(4).unsqueeze(1)).sum(1)
     sequences = [ops.sequence_aux_loss(shares, topk_idx, lengths, coefficient=1.0) for lengths in (len(shares), [1, len(shares) - 1])]
     return torch.stack([*sequences, ops.global_aux_loss(shares, topk_idx, counts, coefficient=1.0)])

@@ -1,4 +1,4 @@
-"""Tests of operators run on the CPU, and by the kernels on a GPU where there is one."""
+"""Tests of operators run on the CPU, and by the kernels if there is a GPU."""
 
 import pytest
 import torch

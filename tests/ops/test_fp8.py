@@ -221,7 +221,7 @@ def test_other_operations_say_what_to_do():
     ),
 )
 def test_where_there_are_no_products(place, name, value, message, monkeypatch):
-    """Of a GPU that could make products, one thing is taken away."""
+    """A GPU that lacks one thing has no products."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     monkeypatch.setattr(fp8_products.importlib.util, "find_spec", lambda name: name)

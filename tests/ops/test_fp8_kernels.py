@@ -1,4 +1,4 @@
-"""fp8 products and the kernels of GPUs for them against fp32 products of the dequantized operands. What is not to be read holds NaN."""
+"""fp8 products and their GPU kernels against fp32 products of the dequantized operands. Memory that must not be read holds NaN."""
 
 import itertools
 
@@ -28,7 +28,7 @@ def ops(request):
 
 
 def placed(ops, *tensors):
-    """Where `ops` run."""
+    """Return the device of `ops`."""
     return [tensor.to(device_of("nvlink" if ops is fp8_kernels else "shm", 0)) for tensor in tensors]
 
 
@@ -79,12 +79,11 @@ def gradient_case(counts, n, k, num_rows):
 
 
 def assert_close(ours, expected, magnitudes, ops=fp8_kernels):
-    """The error is at most 2^-11 of the sum of magnitudes, and a rounding to the dtype.
+    """Check that the error is at most 2^-11 of the sum of magnitudes plus one rounding to the dtype.
 
-    For 32 products Hopper's tensor cores shift them, and the sum so far, to the largest exponent among them, and drop what is below 2^-13
-    of it. 33 terms in each of the 4 steps of a block lose half of that on average. The largest exponent is about 1/16 of the sum of
-    magnitudes in random operands: 132 / 2 * 2^-13 / 16 is 2^-11. The largest error that an H100 has made here is half of that. CPUs add in
-    fp32.
+    Hopper's tensor cores shift 32 products and the sum so far to the largest exponent among them, and drop bits below 2^-13 of it. Each of
+    33 terms in the 4 steps of a block loses half of that on average. In random operands the largest exponent is about 1/16 of the sum of
+    magnitudes: 132 / 2 * 2^-13 / 16 is 2^-11. An H100's largest error here was half of that. CPUs add in fp32.
     """
     bound = (2**-11 if ops is fp8_kernels else 2**-20) * magnitudes + torch.finfo(ours.dtype).eps * expected.abs()
     error = (ours.cpu().float() - expected).abs()

@@ -30,7 +30,7 @@ def test_small_enough_to_check_by_hand():
 
 
 def test_swiglu_by_hand():
-    """The gate comes first: silu(0) = 0 with slope 1/2, so y is 0 and its gradient in the gate's weight is 1/2 * up * x = 1/2 * 6 * 2."""
+    """The gate comes first. Since silu(0) = 0 with slope 1/2, y is 0. Its gradient in the gate's weight is 1/2 * up * x = 1/2 * 6 * 2."""
     x, w1, w2 = torch.tensor([[2.0]]), torch.tensor([[[0.0], [3.0]]], requires_grad=True), torch.ones(1, 1, 1)
     y = ops.grouped_mlp(x, torch.tensor([1]), w1, w2)
     y.backward()
@@ -294,7 +294,7 @@ def device(monkeypatch):
 
 @pytest.fixture
 def made(monkeypatch):
-    """What C++ has made of each call: a tensor, or None where it declined."""
+    """Return C++'s results of each call: a tensor, or None if it declined."""
     found = []
 
     class Module:

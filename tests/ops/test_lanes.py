@@ -63,7 +63,7 @@ def test_counts_equal_operators(sizes, is_int64, device, monkeypatch):
 
 
 def test_strides_and_dtypes(device):
-    """Of what is given, and PyTorch's default, which no result has."""
+    """Strides and dtypes of arguments do not matter, and no result has PyTorch's default dtype."""
     routing_map, values = routing(device, 12, 16, 4)
     values = values.bfloat16()
     want = lanes_of_map(routing_map, values.float(), 4)
@@ -84,7 +84,7 @@ def test_strides_and_dtypes(device):
 
 
 def test_too_many_experts(device):
-    """Also where they are all behind the last lane; a dispatch refuses what comes out."""
+    """If a token has more experts than top-k entries, its first entry is num_experts, which a dispatch refuses."""
     routing_map = torch.ones(2, 9, dtype=torch.bool, device=device)
     for num_topk in (1, 8):
         topk_idx = lanes_of_map(routing_map, None, num_topk)[0]

@@ -1,4 +1,4 @@
-"""SwiGLU and its gradients by hand and against PyTorch's operators, on CPUs and by the kernels. What is not to be read holds NaN."""
+"""SwiGLU and its gradients by hand and against PyTorch's operators, on CPUs and by the kernels. Memory not to be read holds NaN."""
 
 import math
 
@@ -28,7 +28,7 @@ def test_by_hand(device):
     y = swiglu(inner, weights, groups)
     assert y[:3, 0].tolist() == [0.0, 600.0, pytest.approx(0.0, abs=1e-30)]
     grad_inner, grad_probs, again = swiglu_backward(grad, inner, weights, groups, True)
-    # Of the gate: 4 * 0.5 * 6 * 1/2, 1 * 2 * 3 * 1, 0. Of up: grad * prob * silu(gate). Of the prob: 8 columns of grad * silu(gate) * up.
+    # Gate: 4 * 0.5 * 6 * 1/2, 1 * 2 * 3 * 1, 0. Up: grad * prob * silu(gate). Prob: 8 columns of grad * silu(gate) * up.
     assert grad_inner[:3, 0].tolist() == [6.0, 6.0, pytest.approx(0.0, abs=1e-30)]
     assert grad_inner[:3, 8].tolist() == [0.0, 200.0, pytest.approx(0.0, abs=1e-30)]
     assert grad_probs[:3].tolist() == [0.0, 2400.0, pytest.approx(0.0, abs=1e-30)]

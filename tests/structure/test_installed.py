@@ -122,7 +122,7 @@ def test_torch_outside_the_range(monkeypatch):
 
 
 def test_no_torch(monkeypatch):
-    """What PyTorch itself misses is told as PyTorch tells it."""
+    """Errors of PyTorch's own import keep PyTorch's message."""
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ModuleNotFoundError, match="^deepep_moe needs PyTorch, .* -m pip install 'torch>=2.6,<2.16'$"):
         installed.check_torch()

@@ -1,4 +1,4 @@
-"""What a newcomer meets first: the build, the README, the settings, the launcher, the benchmarks."""
+"""The parts that a newcomer uses first: build, README, settings, launcher, benchmarks."""
 
 import copy
 import json
@@ -110,8 +110,8 @@ def shown(us: float) -> str:
 
 
 def test_numbers_come_from_results():
-    """Rows of tables end in a comment "FILE OP / RIVAL", or "FILE NAME [graph] EPn [of num_tokens]" for GPUs, and repeat that record's
-    figures, those of kernels too; so do the sentences on memcpy, on graphs of 20 calls and on calls of the gate."""
+    """Rows of tables end in a comment that names a record, and repeat its figures, also of kernels. The comment is "FILE OP / RIVAL", or
+    "FILE NAME [graph] EPn [of num_tokens]" for GPUs. Sentences on memcpy, graphs of 20 calls and calls of the gate repeat records too."""
     rows = [line for line in DOCUMENTS.splitlines() if re.search(r"\| \d+\.\dx \|", line)]
     rows = [row for row in rows if len(re.findall(r"\d+\.\dx", row)) < 3]  # a summary of other rows' ratios
     assert len(rows) > 60 and all(re.search(r"<!-- \S+\.json .+ -->$", row) for row in rows)
@@ -206,7 +206,7 @@ ERRORS = [
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_errors_reach_other_processes(error):
-    """As those of workers of `multiprocessing` and `concurrent.futures` do."""
+    """Errors survive pickling and copying, as in workers of `multiprocessing` and `concurrent.futures`."""
     for got in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
         assert type(got) is type(error) and str(got) == str(error) and vars(got) == vars(error)
 

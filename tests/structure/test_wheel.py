@@ -1,5 +1,5 @@
-"""What is given to others: the source distribution, and the wheel that is built from it in an isolated environment, installed beside an
-installed PyTorch into an environment that is empty otherwise."""
+"""The distributed files: the source distribution, and the wheel that is built from it in an isolated environment and installed into an
+environment that has only PyTorch."""
 
 import os
 import re
@@ -49,8 +49,8 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """As `make wheel` builds them, from a clean copy: a clone may have lists of files that were there once. Or those that it has built, in
-    the folder that DEEPEP_MOE_DIST names: before a release these are looked at."""
+    """Build both like `make wheel`, from a clean copy, because a clone may have outdated lists of files. If DEEPEP_MOE_DIST names a folder,
+    take the built ones there, as before a release."""
     if given := os.environ.get("DEEPEP_MOE_DIST"):
         python = f"cp{sys.version_info.major}{sys.version_info.minor}"
         return SimpleNamespace(sdist=next(Path(given).glob("*.tar.gz")), wheel=next(Path(given).glob(f"*-{python}-*.whl")).absolute())
@@ -133,7 +133,7 @@ def test_library_knows_no_torch(environment):
 
 
 def test_wheel_exchanges_rows(environment):
-    """In another folder than the clone's, without its compiler."""
+    """The script runs outside of the clone, without a compiler."""
     script = environment.folder / "exchange.py"
     script.write_text(EXCHANGE)
     told = run(environment.python, script, cwd=environment.folder, CXX="none", CUDA_HOME="/none", CUDA_VISIBLE_DEVICES="")

@@ -1,4 +1,4 @@
-"""What the AutoEP tests share: tiny models of transformers, an engine that AutoEP serves, some steps of it. Runs in workers."""
+"""Shared parts of the AutoEP tests, which run in workers: tiny models of transformers, an engine with AutoEP, some training steps."""
 
 import contextlib
 from collections.abc import Iterator

@@ -16,7 +16,7 @@ def doubled(rows, scale):
 
 
 def strided(rows, scale):
-    """Of a view, whose rows lie in another order."""
+    """Return scaled rows as a view with another memory order."""
     return (rows * scale).transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
@@ -33,7 +33,7 @@ def folded(rows, scale):
 
 
 def unlike(rows, scale):
-    """Readable where they are on the even ranks only."""
+    """Return rows that can be read in place on even ranks only."""
     return (strided if dist.get_rank() % 2 else doubled)(rows, scale)
 
 
@@ -42,7 +42,7 @@ class Tagged(torch.Tensor):
 
 
 def tagged(rows, scale):
-    """Of a class of its own on the odd ranks only."""
+    """Return doubled rows, on odd ranks as a subclass of Tensor."""
     y = doubled(rows, scale)
     return y.as_subclass(Tagged) if dist.get_rank() % 2 else y
 

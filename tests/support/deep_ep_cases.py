@@ -1,4 +1,4 @@
-"""What tests of the DeepEP interfaces share: one routing of all ranks with what the reference makes of it. Runs in workers."""
+"""Shared parts of the tests of DeepEP's interfaces, which run in workers: a routing of all ranks and the reference's results."""
 
 from typing import Any
 
@@ -81,7 +81,7 @@ class Wanted:
         return reference.combine(outputs or self.outputs, self.received, self.case.num_tokens, None, biases)[self.rank]
 
     def biases(self, device: torch.device) -> Any:
-        """What callers may give as a bias: nothing, a tensor, also one with a gradient, or two. Beside each, their sum."""
+        """Biases that callers may pass: none, a tensor, one with a gradient, or two. Each comes with its sum."""
         bias = self.case.bias(self.rank).to(self.outputs[self.rank].dtype)
         on_device = bias.to(device)
         return (

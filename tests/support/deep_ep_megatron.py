@@ -32,7 +32,7 @@ def _inputs(rank: int, step: int, is_even: bool) -> tuple[torch.Tensor, torch.Te
 
 
 def _mean_dense_gradients(layer: torch.nn.Module) -> None:
-    """What data parallelism does for parameters that every rank holds; experts are this rank's own."""
+    """Average the gradients of parameters that every rank holds, as data parallelism does; experts are this rank's own."""
     for name, parameter in layer.named_parameters():
         if not name.startswith("experts."):
             dist.all_reduce(parameter.grad)

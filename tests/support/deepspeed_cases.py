@@ -1,4 +1,4 @@
-"""What the DeepSpeed tests share: ranks, layers, a model, ten steps of an engine, and the comparison of two runs."""
+"""Shared parts of the DeepSpeed tests: ranks, layers, a model, ten steps of an engine, and the comparison of two runs."""
 
 import contextlib
 import functools
@@ -36,7 +36,7 @@ def on_deepspeed_ranks(num_ranks: int = 2) -> Callable[[Callable[..., None]], Ca
 
 
 def repeats_bits() -> bool:
-    """Whether the installed DeepSpeed weighs rows as exact mode does: 0.19.4 and newer. Before, a matrix product does."""
+    """Return whether the installed DeepSpeed applies weights like exact mode: 0.19.4 and newer. Older ones use a matrix product."""
     from deepspeed.moe.sharded_moe import TopKGate
 
     return "sparse_routes" in inspect.signature(TopKGate.forward).parameters
@@ -66,7 +66,7 @@ def sequential(activation: nn.Module | None = None, *, bias: bool = True) -> nn.
 
 
 def read_expert(expert: Expert) -> ExpertWeights:
-    """As a user's function tells grouped products of a class that they do not know."""
+    """Return an expert's weights for grouped products, like a user's function for an unknown class."""
     return ExpertWeights(expert.up.weight, expert.up.bias, expert.down.weight, expert.down.bias, nn.functional.gelu)
 
 
@@ -137,8 +137,8 @@ class Case:
 
 
 def serves(case: Case) -> bool:
-    """Whether the installed DeepSpeed can. Before 0.15 it has no k above 2, and on CPUs no fp16; up to 0.16, on CPUs no bf16 without ZeRO,
-    whose norm of gradients ends in an error; up to 0.18, k above 2 without dropping does."""
+    """Return whether the installed DeepSpeed can run the case. Before 0.15 it has no k above 2, and no fp16 on CPUs. Up to 0.16, bf16
+    without ZeRO fails on CPUs in the norm of gradients. Up to 0.18, k above 2 without dropping fails."""
     import deepspeed
 
     if case.dtype == "bf16" and case.zero == 0 and Version(deepspeed.__version__) < Version("0.17"):
@@ -236,7 +236,7 @@ def run_steps(engine: Any, rank: int, steps: range | int = STEPS, num_tokens: in
 def assert_equal(
     actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], context: str, *, tolerance: float = 0.0, rounding: float = 1e-4
 ) -> float:
-    """All entries equal, to the bit or up to `tolerance` of the entry's largest; returns the largest difference.
+    """Check that all entries are equal, to the bit or up to `tolerance` of the largest; return the largest difference.
 
     Instead of the bits, a DeepSpeed that does not have them is held to `rounding`.
     """

@@ -1,4 +1,4 @@
-"""A machine made of files and told facts, for the doctor's checks: healthy, but for what a test changes."""
+"""A machine made of files and invented facts, for the doctor's checks. It is healthy except for a test's changes."""
 
 import json
 from pathlib import Path

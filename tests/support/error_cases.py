@@ -10,7 +10,7 @@ HIDDEN, NUM_EXPERTS, NUM_TOPK, MAX_TOKENS = 16, 4, 2, 8
 
 
 def make_buffer(backend="shm", timeout_s=60.0, num_experts=NUM_EXPERTS):
-    """On all ranks at once, so that a short deadline is not one for starting processes."""
+    """Make a buffer on all ranks at once, so that a short deadline does not include the start of processes."""
     if dist.is_initialized():
         dist.barrier()
     return Buffer(None, MAX_TOKENS, HIDDEN, num_experts, NUM_TOPK, backend=backend, timeout_s=timeout_s)

@@ -150,7 +150,7 @@ def on_device(backend: str, rank: int, *tensors: torch.Tensor) -> list[torch.Ten
 
 
 def device_of(backend: str, rank: int) -> torch.device:
-    """Where the tensors of `backend` lie; ranks share the GPUs there are."""
+    """Return the device for tensors of `backend`; ranks share the GPUs."""
     if backend not in ("nvlink", "nvshmem"):
         return torch.device("cpu")
     if emulated_gpu.is_chosen():

@@ -30,8 +30,8 @@ ON_GPUS = ("nvlink", "low latency nvlink")
 
 
 def make(kind: str, num_ranks: int, timeout_s: float = 300.0, hidden: int = 16, num_tokens: int = NUM_TOKENS, group: Any = None) -> Any:
-    """A buffer of two experts a rank. `kind`: a backend of `Buffer`, of which `nvshmem` has nodes of two ranks, or "two hops", which is
-    `collective` over such nodes, or "low latency", which is over shared memory, or one of `ON_GPUS`."""
+    """Return a buffer with two experts a rank. `kind` is a backend of `Buffer` (`nvshmem` with nodes of two ranks), one of `ON_GPUS`, "two
+    hops" (`collective` over nodes of two ranks) or "low latency" (over shared memory)."""
     if kind in (*ON_GPUS, "nvshmem"):
         device_of("nvlink", dist.get_rank())
     dist.barrier(group=group)
@@ -252,7 +252,7 @@ def alarm(after_s: float, error: BaseException) -> Any:
 
 
 def outcome(call: Any) -> tuple[BaseException | None, float]:
-    """What a call has raised, and after how long."""
+    """Return the error that the call raised, or None, and the seconds that it took."""
     began = time.monotonic()
     try:
         call()

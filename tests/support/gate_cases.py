@@ -47,7 +47,7 @@ def assert_nearby(name, got, want):
 
 
 def check(device, logits, num_topk, **options):
-    """What the gate returns, shares too, equals what the reference does."""
+    """Check that the gate's outputs, including shares, equal the reference's."""
     output = run(device, logits, num_topk, function=ops.gate_full, shares=True, **options)
     assert_close(output[:3], reference.gate(logits, num_topk, **options))
     of_shares = {name: value for name, value in options.items() if name in ("score_function", "mask")}

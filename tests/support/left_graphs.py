@@ -1,5 +1,5 @@
-"""What a step leaves to Python's garbage collector. An autograd graph in a cycle of references keeps its activations until that runs, which
-trainers put off."""
+"""Find what a step leaves to Python's garbage collector. An autograd graph in a reference cycle keeps its activations until the collector
+runs, and trainers run it rarely."""
 
 import gc
 from collections.abc import Callable

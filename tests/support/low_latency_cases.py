@@ -62,7 +62,7 @@ class Case:
         return x, idx, weights
 
     def is_lost(self, rank: int, to: torch.Tensor) -> torch.Tensor:
-        """Of a token of `rank` on its way to each rank of `to`. Between nodes, rows go by the rank of the same index in the other node."""
+        """Return which tokens of `rank` are lost on the way to the ranks `to`. Between nodes, rows go by the rank with this index."""
         is_lost, per_node = torch.zeros_like(to, dtype=torch.bool), self.ranks_per_node or self.num_ranks
         for masked in self.left_out:
             is_lost |= to == masked
@@ -78,7 +78,7 @@ class Case:
 
 
 class Expected:
-    """What the reference says of a case."""
+    """The reference's results of a case."""
 
     def __init__(self, case: Case):
         self.case = case
@@ -101,7 +101,7 @@ class Expected:
 
 
 def make_buffer(case: Case, backend: str, rank: int, **options) -> LowLatencyBuffer:
-    """On all ranks at once, so that a short deadline is not one for starting processes."""
+    """Make a buffer on all ranks at once, so that a short deadline does not include the start of processes."""
     device_of(backend, rank)
     poison_outputs()
     if dist.is_initialized():
@@ -114,7 +114,7 @@ def make_buffer(case: Case, backend: str, rank: int, **options) -> LowLatencyBuf
 
 
 def finish(buffer):
-    """On a GPU, errors of calls show when the host looks."""
+    """Raise errors of calls; on a GPU they show only when the host looks."""
     if buffer.backend in ("nvlink", "nvshmem"):
         torch.cuda.synchronize()
         buffer.check()

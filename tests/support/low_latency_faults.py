@@ -26,8 +26,8 @@ def check_usable(buffer, x, idx):
 
 
 def combined_without(case, masked):
-    """Of all ranks: what a combine gives along a dispatch that the masked rank was in. Its sums are lost, and for the ranks of its rail
-    those of its node."""
+    """Return all ranks' results of a combine without `masked`, along a dispatch with it. Its sums are lost; the ranks of its rail also lose
+    the sums of its node."""
     expected, weights, per_node = Expected(case), [], case.ranks_per_node or case.num_ranks
     node, index = divmod(masked, per_node)
     for rank in range(case.num_ranks):

@@ -1,4 +1,4 @@
-"""What the Megatron-Core tests share: process groups, configs, one MoE layer, and the comparison of two dispatchers. Runs in workers."""
+"""Shared parts of the Megatron-Core tests, which run in workers: process groups, configs, one MoE layer, comparison of two dispatchers."""
 
 import contextlib
 import functools
@@ -136,18 +136,18 @@ def forward_backward(layer: torch.nn.Module, hidden_states: torch.Tensor, cotang
 
 
 def assert_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], context: str) -> None:
-    """All entries equal to the bit."""
+    """Check that all entries are equal to the bit."""
     assert actual.keys() == expected.keys(), context
     different = [name for name, want in expected.items() if not torch.equal(actual[name], want)]
     assert not different, f"{context}: {different}"
 
 
 def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], context: str, *, tolerance: float = 2e-6) -> float:
-    """All entries equal up to a few roundings (by default in fp32); returns the largest difference relative to the entry's own scale.
+    """Check that all entries agree up to a few roundings (by default in fp32), and return the largest difference relative to its scale.
 
-    The dispatchers add the same up to 8 terms in different orders (per rank first, or all in a row), once in forward and once in
-    backward: each order is off by a few times 2^-24 = 6e-8 of the terms' scale, and the matrix products after it repeat such an error
-    without growing it. 2e-6 of the largest entry leaves room for 30 roundings and is far below the effect of any wrong row.
+    The dispatchers add the same up to 8 terms in different orders (per rank first, or all in a row), once in forward and once in backward.
+    Each order is off by a few times 2^-24 = 6e-8 of the terms' scale, and the matrix products after it do not increase the error. The
+    tolerance of 2e-6 of the largest entry leaves room for 30 roundings, and is far below the effect of any wrong row.
     """
     worst = 0.0
     for name, want in expected.items():

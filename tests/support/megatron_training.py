@@ -24,7 +24,7 @@ EXPERTS: dict[str, dict[str, Any] | None] = {"stock": None, "sequential": {}, "g
 
 @dataclass(frozen=True)
 class Setting:
-    """What a model is trained with."""
+    """The settings of a training run."""
 
     experts: str
     ep: int = 1

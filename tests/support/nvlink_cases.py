@@ -12,7 +12,7 @@ IDX = [[0, 2], [1, 3], [3, 0], [2, -1]]
 
 
 def make_buffer(rank, timeout_s=60.0, num_experts=4):
-    """On all ranks at once, so that a short deadline is not one for starting processes."""
+    """Make a buffer on all ranks at once, so that a short deadline does not include the start of processes."""
     device = device_of("nvlink", rank)
     dist.barrier()
     buffer = Buffer(None, 8, 16, num_experts, 2, backend="nvlink", timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""What the server that forks the ranks imports first: the test modules of a run, which a rank would import each time."""
+"""Imports of the server that forks the ranks: the test modules of a run, so that not every rank imports them."""
 
 import gc
 import importlib

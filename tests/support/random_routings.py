@@ -42,7 +42,7 @@ def expected_rows(drawn, first, last, layout):
 
 
 def expected_sums(x, idx, num_ranks, num_local, layout):
-    """As many times each token as rows of it came back."""
+    """Return each token times the number of its rows that came back."""
     rank = idx.div(num_local, rounding_mode="floor").masked_fill(idx < 0, -1)
     is_there = [(rank == r).any(1, keepdim=True) for r in range(num_ranks)] if layout == "rank" else [idx >= 0]
     num_targets = torch.cat(is_there, 1).sum(1, keepdim=True)

@@ -71,7 +71,7 @@ public:
         check_received(number);
     }
 
-    // Of what was received, times the rank and one.
+    // Combine the received rows, multiplied by rank + 1.
     void combine(int number) {
         for (float& value : recv_x_) value *= static_cast<float>(rank_ + 1);
         std::vector<float> combined(num_tokens() * config_.hidden, -1);

@@ -1,4 +1,4 @@
-// What calls behind shims keep: each thread raises the failure of its own call, once.
+// Failures of calls behind shims: each thread raises the failure of its own call, once.
 #include "ranks.h"
 #include "runtime/nvlink/guarded.h"
 

@@ -145,7 +145,7 @@ public:
     ShmLowLatency& exchange() { return exchange_; }
     Batch& batch() { return first_; }
 
-    // Two batches by turns: while this thread sends for one, another receives for the other.
+    // Two alternating batches: while this thread sends for one, another receives for the other.
     void step(int number, RankSet alive) {
         first_.send_dispatch(number);
         beside([&] { first_.receive_dispatch(alive); }, [&] { second_.send_dispatch(number + 1); });

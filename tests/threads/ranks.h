@@ -71,7 +71,7 @@ private:
     std::vector<int> pids_;
 };
 
-// What the ranks send in a step. Lane d of a token is for rank d, which holds two experts.
+// The tokens that ranks send in a step. Top-k entry d of a token is for rank d, which holds two experts.
 struct Tokens {
     int num_ranks, hidden, most;
 
@@ -103,7 +103,7 @@ struct Tokens {
         }
         return all;
     }
-    // The tokens that `rank` receives for local expert `expert`, or for both where that is -1, as (source, token).
+    // The tokens that `rank` receives for local expert `expert`, or for both if that is -1, as (source, token).
     std::vector<std::pair<int, int>> received(int rank, int expert) const {
         std::vector<std::pair<int, int>> all;
         for (int source = 0; source < num_ranks; ++source)

@@ -1,4 +1,4 @@
-"""What tests of binding and of NCCL's settings share."""
+"""Shared fixtures of the tests of binding and of NCCL's settings."""
 
 import pytest
 

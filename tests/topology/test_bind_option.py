@@ -28,7 +28,7 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess:
 
 
 def lines_of(errors: str) -> list[str]:
-    """What ranks say of their CPUs, in the order of ranks."""
+    """Return the lines of ranks about their CPUs, in the order of ranks."""
     return sorted(line.split(";")[0] for line in errors.splitlines() if line.startswith("local rank"))
 
 

@@ -1,4 +1,4 @@
-"""Ranks of recorded machines get the places of tables written by hand; a launched rank runs where it was told."""
+"""Ranks of recorded machines get the places of tables written by hand; a launched rank runs on its CPUs."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""The topology of recorded machines equals tables written by hand. What is damaged or out of reach is said, and the rest is read."""
+"""The topology of recorded machines equals tables written by hand. Damaged and unreachable files are noted, and the rest is read."""
 
 import json
 import platform
@@ -16,7 +16,7 @@ from deepep_moe.topology.sysfs import format_cpulist
 
 NO_NODES = "NUMA nodes are unknown: /sys/devices/system/node is missing or empty, as in some containers."
 
-# Of each machine: NUMA nodes (cores, CPUs); GPUs (bus id, node, nearest NICs, their distance); number of NICs; notes.
+# For each machine: NUMA nodes (cores, CPUs); GPUs (bus id, node, nearest NICs, their distance); number of NICs; notes.
 MACHINES = {
     "dgx_h100": (
         [(56, "0-55,112-167"), (56, "56-111,168-223")],

@@ -1,4 +1,4 @@
-"""How many SMs send on a machine without a profile: csrc/runtime/nvlink/fit.cpp."""
+"""The number of SMs that send on a machine without a profile (csrc/runtime/nvlink/fit.cpp)."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def test_link(num_sms, how, expected):
 
 @pytest.mark.parametrize(("num_sms", "expected"), [(66, 12), (33, 8), (12, 3), (4, 1), (3, 1), (1, 1)])
 def test_small_share_of_a_gpu(num_sms, expected):
-    """At most a quarter sends; one does, whatever there is."""
+    """At most a quarter of the SMs sends, and at least one."""
     assert fit(num_sms)[0] == expected
 
 

@@ -35,7 +35,7 @@ class Warnings(logging.Handler):
 
 
 def set_files(user: Path | None, given: Path | None) -> None:
-    """In this rank. `user`: the folder of the user's cache."""
+    """Set the profile files of this rank. `user` is the folder of the user's cache."""
     os.environ["XDG_CACHE_HOME"] = str(user or "/nonexistent")
     os.environ.pop("DEEPEP_MOE_PROFILE", None)
     if given is not None:

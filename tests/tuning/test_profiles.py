@@ -72,7 +72,7 @@ def changed(path: str, value) -> bytes:
     ],
 )
 def test_damaged(content, message, tmp_path):
-    """It is told with the file's name, and its profiles do not count."""
+    """A warning names the file, and its profiles do not count."""
     file = tmp_path / "profiles.json"
     file.write_bytes(content)
     loaded = load(Files(file, None))
@@ -100,7 +100,7 @@ def test_later_files_win(tmp_path):
 
 
 def test_other_machines(tmp_path):
-    """Only the user's files are told of, and only where they have no profile of this machine at all."""
+    """The log names only the user's files, and only if they have no profile of this machine."""
     user, packaged = file_of(tmp_path, "user.json", PROFILE), file_of(tmp_path, "packaged.json", PROFILE)
     loaded, other = load(Files(user, None, (packaged,))), replace(MACHINE, num_sms=66)
     assert loaded.of_other_machines(MACHINE) == []
@@ -134,7 +134,7 @@ def test_environment(monkeypatch, tmp_path):
 
 
 def test_given_file(monkeypatch, tmp_path, caplog):
-    """Who names a file wants it to be read, on any backend. CPUs have no profile, whatever it holds."""
+    """A file that the user names is read on any backend. CPUs have no profile, whatever the file holds."""
     file = tmp_path / "profiles.json"
     for given, message in ((file, "names a file that cannot be read .No such file"), (tmp_path, "cannot be read .Is a directory")):
         monkeypatch.setenv("DEEPEP_MOE_PROFILE", str(given))

@@ -1,4 +1,4 @@
-"""The tuner on GPUs, or on the emulated one: one buffer in each rank's process, whatever settings are tried."""
+"""The tuner on GPUs, or on the emulated one: one buffer in each rank's process for all settings."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ from deepep_moe.tuning import Shape, Values, write
 
 pytestmark = pytest.mark.gpu
 SLOW = 40.0
-"""By so many milliseconds is every other setting slower than `BEST` in the tests that find something."""
+"""Milliseconds by which every other setting is slower than `BEST` in the tests that find something."""
 BEST = {"num_sms": 2, "num_work_blocks": 0}
 
 
@@ -85,7 +85,7 @@ def through_the_command(rank: int, num_ranks: int, given: argparse.Namespace) ->
 
 
 def test_command(tmp_path, monkeypatch, capsys):
-    """From the command line to a buffer that uses the profile."""
+    """The whole way from the command line to a buffer that uses the profile."""
     monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(command, "tune", through_the_command)
     monkeypatch.delenv("RANK", raising=False)
@@ -165,7 +165,7 @@ def within_a_limit(rank: int, num_ranks: int, given: argparse.Namespace) -> tupl
 
 
 def test_time_limit():
-    """The real clock, all candidates: it ends soon after the limit, on all ranks at the same sample, whatever it found."""
+    """The real clock, all candidates: it ends soon after the limit, on all ranks at the same sample."""
     outcomes = run_ranks(within_a_limit, 2, options(2, time_limit=8.0))
     elapsed = {seconds for _, seconds in outcomes}
     assert len(elapsed) == 1 and elapsed.pop() < 8 + 20  # a sample of a busy machine may take seconds

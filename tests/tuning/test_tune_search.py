@@ -83,7 +83,7 @@ def test_axes(num_ranks, count):
 
 
 def test_interval_by_hand():
-    """Of 8 values, the ends cover the median but with 2 / 256, the second ones but with 18 / 256."""
+    """The range of 8 values misses the median with probability 2 / 256, the second to seventh with 18 / 256."""
     values = [float(n) for n in (5, 3, 8, 1, 7, 2, 6, 4)]
     assert median_interval(values, 0.99) == (1, 8) and median_interval(values, 0.92) == (2, 7)
     assert median_interval(values, 0.995) == (-math.inf, math.inf)
@@ -100,7 +100,7 @@ def test_intervals_cover():
 
 
 def test_equal_settings_are_seldom_told_apart():
-    """Over all looks together, with the confidence that is promised."""
+    """All looks together keep the promised confidence."""
     source, told = random.Random(5), 0
     for _ in range(500):
         pairs = [(100 + source.random(), 100 + source.random()) for _ in range(max(LOOKS))]
@@ -109,7 +109,7 @@ def test_equal_settings_are_seldom_told_apart():
 
 
 def test_compare_stops_early_and_alternates():
-    """After the first look where all pairs say the same; who goes first changes from pair to pair."""
+    """The comparison stops after the first look if all pairs agree. The order alternates from pair to pair."""
     best = replace(DEFAULT, num_sms=24)
     made_up = MadeUp(best)
     verdict = compare(DEFAULT, best, made_up.meter)
@@ -160,7 +160,7 @@ def machine(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("arguments", ([], ["--backend", "shm"]))
 def test_nothing_to_tune(arguments):
-    """Without a GPU the backend is shm."""
+    """On a machine with no GPU the backend is shm."""
     done = subprocess.run([sys.executable, "-m", "deepep_moe.tune", *arguments], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == command.NOTHING_TO_TUNE + "\n", done.stderr
 
@@ -192,7 +192,7 @@ PROFILE = Profile(MACHINE, Shape(4096, 7168, 8), DEFAULT, 0.04, "a test")
 
 
 def test_outcomes_are_written(machine, capsys, monkeypatch):
-    """Each EP size has its own; where nothing is faster, nothing is written."""
+    """Each EP size has its own profile; if nothing is faster, nothing is written."""
     outcomes = [command.Outcome("nothing is faster", None), command.Outcome("faster: all", PROFILE)]
     monkeypatch.setattr(command, "start", lambda measure, options: outcomes)
     assert command.main([]) == 0

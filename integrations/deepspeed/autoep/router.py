@@ -24,7 +24,7 @@ class GatedRouter(TokenChoiceTopKRouter):
 
     deepep_moe_options: Options
     deepep_moe_speaks: bool
-    """Whether this is the first rank of the layer's groups."""
+    """True on the first rank of the layer's groups."""
     deepep_moe_counts: Tensor | None = None
     """[num_experts] int64: tokens of this rank that chose each expert in training since the bias moved last. None: no forward yet."""
 

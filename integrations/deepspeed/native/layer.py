@@ -44,7 +44,7 @@ class PackedMOELayer(MOELayer):
     deepep_moe_topk_idx: Tensor | None = None
     """[num_topk, num_tokens] choice of the last forward."""
     is_first_microbatch: bool | None = None
-    """Which forward of an optimizer step comes next, as `set_is_first_microbatch` says; None where nobody does."""
+    """True if the next forward is the first of an optimizer step, as `set_is_first_microbatch` says; None if it was not called."""
     kept_weights: KeptWeights | None = None
     """fp8 copies of the experts' weights, once forwards share some."""
 
@@ -66,7 +66,7 @@ class PackedMOELayer(MOELayer):
             x = with_gradient(inputs[0].reshape(-1, inputs[0].shape[-1]))
             growing = ready(self.ep_group, x, plan_of(self))
             routing = notify_peers_on_failure(growing.buffer, route, self.gate, x, used_token)
-            # As `self.l_aux = ...`, in less time.
+            # Faster than `self.l_aux = ...`, which calls `Module.__setattr__`.
             self.__dict__.update(l_aux=routing.l_aux, exp_counts=routing.exp_counts, deepep_moe_topk_idx=routing.topk_idx)
             options = plan_of(self).options
             exchange = self._exchange_exact if options.exact else self._exchange_fp8 if options.fp8 else self._exchange_fast
@@ -79,7 +79,7 @@ class PackedMOELayer(MOELayer):
     def nodes_per_token(self, num_nodes: int) -> Tensor:
         """Return how many of `num_nodes` nodes, which have consecutive ranks of the layer's group, the tokens of the last forward went to.
 
-        [num_tokens] int64, the own node counted like the others, and no node for dropped lanes. Local. Raises ValueError before the first
+        [num_tokens] int64. The own node counts too; dropped top-k entries count no node. Local. Raises ValueError before the first
         forward, and for a number that does not divide the experts.
         """
         if self.deepep_moe_topk_idx is None:
@@ -122,7 +122,7 @@ class PackedMOELayer(MOELayer):
             return combine_by_expert(buffer, outputs, recv_topk_weights, handle, source_weights)
 
     def _exchange_fp8(self, growing: GrowingBuffer, x: Tensor, routing: Routing) -> Tensor:
-        """As `_exchange_fast`, with fp8 rows in both passes. The experts weight the rows."""
+        """Do the same as `_exchange_fast`, with fp8 rows in both passes. The experts weight the rows."""
         experts, plan = list(self.experts.deepspeed_experts), plan_of(self)
         own = notify_peers_on_failure(growing.buffer, fp8_weights, experts, plan.options.grouped_experts, x)
         idx, weights = self._lanes(x, routing)

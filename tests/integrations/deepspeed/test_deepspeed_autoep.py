@@ -69,7 +69,7 @@ def test_steps_equal_autoep_on_four_ranks(rank):
 @pytest.mark.slow
 @on_deepspeed_ranks()
 def test_checkpoints_both_ways(rank, tmp_path):
-    """What swapped layers have saved AutoEP loads, and the reverse, in the middle of a training."""
+    """AutoEP loads checkpoints of swapped layers, and the reverse, in the middle of a training."""
     case = Case("deepseek_v3", zero=2)
     for ours, tag in ((True, "ours"), (False, "AutoEP's")):
         engine = build_engine(case, ours)
@@ -171,7 +171,7 @@ def _subclass(router) -> None:
 
 @on_deepspeed_ranks()
 def test_replaced_forwards(rank):
-    """Of layers, of routers: nothing is bypassed, nor counted as swapped."""
+    """Layers and routers with replaced forwards are neither bypassed nor counted as swapped."""
     case = Case("deepseek_v3")
     engine = build_engine(case, False)
     layers = autoep_layers(engine)

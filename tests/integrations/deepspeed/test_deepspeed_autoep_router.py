@@ -80,7 +80,7 @@ def test_router_equals_autoep(options, dtype, num_biases):
 
 @pytest.mark.parametrize("options", [{}, {"score_func": "softmax", "route_norm": False}, {"num_expert_groups": 4, "num_limited_groups": 2}])
 def test_overflows_in_fp16_go_through(options):
-    """As with AutoEP: the same tokens have weights that are not finite, and every token has different experts."""
+    """Like AutoEP's: the same tokens have weights that are not finite, and every token has different experts."""
     torch.manual_seed(3)
     router, x = _make_router(**options).half(), torch.randn(8, 16).half()
     x[2], x[5, 3] = torch.nan, torch.inf

@@ -33,7 +33,7 @@ def options_of(*arguments: str) -> argparse.Namespace:
 
 
 def run_tiny(tmp_path: Path, *more: str) -> tuple[str, list[dict]]:
-    """What the command with tiny sizes prints, and its records."""
+    """Run the command with tiny sizes; return its output and its records."""
     command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "run.py"), "deepspeed", "--device", "cpu", *TINY, *more]
     command += ["--json", str(tmp_path / "records.json")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
@@ -94,7 +94,7 @@ def test_kernels_are_timed_on_a_gpu(tmp_path):
 
 
 def _link_bytes_worker(rank: int, num_ranks: int) -> dict[str, int]:
-    # Of 4 experts, ranks have two each. Token 0 goes to both of rank 1, token 1 to one each, token 2 to one of rank 0 and is dropped.
+    # Each rank has two of the 4 experts. Token 0 goes to both of rank 1, token 1 to one each, token 2 to one of rank 0 and is dropped.
     return bench.link_bytes(torch.tensor([[2, 3], [0, 2], [1, -1]]), 2, 10)
 
 

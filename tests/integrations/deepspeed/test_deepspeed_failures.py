@@ -43,7 +43,7 @@ def read(expert):
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
 @on_deepspeed_ranks()
 def test_peers_learn_what_failed(rank, device):
-    """In the first forward too, and nobody restores the layers or leaves."""
+    """Peers learn of failures in the first forward too, without restored layers or destroyed buffers."""
     for exact, grouped, places in (
         (True, False, ("gate", "expert", "gate")), (False, False, ("gate", "expert", "gate")), (True, read, ("weights",)),
         (False, read, ("weights",)),

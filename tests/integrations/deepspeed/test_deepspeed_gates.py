@@ -34,7 +34,7 @@ def make_gate(scores, **options):
 
 
 def test_one_expert_by_hand():
-    """Without random numbers, and with room for 2 of its 3 tokens."""
+    """The gate uses no random numbers and has room for 2 of expert 0's 3 tokens."""
     gate, x = make_gate([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]], k=1, use_rts=False)
     l_aux, counts, topk_idx, topk_weights = gates.decide(gate, x)
     share = torch.tensor([1.0, 0.0]).softmax(0)[0].item()
@@ -67,14 +67,14 @@ def test_the_greatest_gates_stay_by_hand():
 
 
 def assert_same_bits(gate, x, seed=1):
-    """What `decide` makes is what the gate makes."""
+    """`decide` returns the results of the gate."""
     for name, got, want in zip(NAMES, passes(gate, x, False, seed), passes(gate, x, True, seed), strict=True):
         assert torch.equal(got, want), f"{name} is not what the gate has"
         assert got.dtype == want.dtype, name
 
 
 def passes(gate, x, is_asked: bool, seed: int) -> list[torch.Tensor]:
-    """As NAMES."""
+    """Return the results in the order of NAMES."""
     torch.manual_seed(seed)
     x, gate.wg.weight.grad = x.clone().requires_grad_(), None
     if is_asked:
@@ -122,7 +122,7 @@ def test_both_choices_of_a_single_expert_count():
 
 
 def test_random_order_is_drawn_in_the_dtype_of_the_first_time(monkeypatch):
-    """As the gate does: in bf16 many numbers are equal."""
+    """`decide` draws like the gate; in bf16 many numbers are equal."""
     bounds = (torch.tensor(value, dtype=torch.bfloat16) for value in (0.0, 1.0))
     monkeypatch.setitem(sharded_moe.exp_selection_uniform_map, torch.device("cpu"), torch.distributions.Uniform(*bounds).rsample)
     assert_same_bits(sharded_moe.TopKGate(16, 8, k=1, capacity_factor=0.5), torch.randn(600, 16))

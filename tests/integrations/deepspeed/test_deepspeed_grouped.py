@@ -59,7 +59,7 @@ def read_gated(expert: SeparateGate) -> ExpertWeights:
 
 @contextlib.contextmanager
 def grouped_calls(num: int | None = None) -> Iterator[list[bool]]:
-    """Whether each layer's weights were read where they lie, once for each forward in grouped products. Asserts that those are `num`."""
+    """Yield a list with one entry per grouped forward: True if its weights were not copied. Assert that there are `num` entries."""
     from deepep_moe.integrations.deepspeed.native import grouped
 
     own, calls = grouped.grouped_mlp, []
@@ -77,7 +77,7 @@ def grouped_calls(num: int | None = None) -> Iterator[list[bool]]:
 
 
 def make_layer(expert: nn.Module, dtype: torch.dtype = torch.float32, num_experts: int = 8, **options: Any) -> nn.Module:
-    """With weights that differ from expert to expert, where DeepSpeed makes them alike."""
+    """Return a layer whose experts have different weights; DeepSpeed makes them equal."""
     torch.manual_seed(3)
     layer = make_moe(num_experts, expert=expert, **options).to(dtype)
     with torch.no_grad():
@@ -100,7 +100,7 @@ def flatten(experts: nn.Module) -> None:
 def _passes(
     layer: nn.Module, option: Any, exact: bool, x: torch.Tensor, cotangent: torch.Tensor, in_one_memory: bool = False
 ) -> list[dict]:
-    """With experts one by one, and grouped."""
+    """Return the results with experts one by one, and grouped."""
     passes = []
     for grouped in (False, option):
         replace_moe_layers(layer, exact=exact, grouped_experts=grouped)

@@ -1,4 +1,4 @@
-"""Which experts can be grouped, why others cannot, and how their weights and rows come together without copies. No exchange."""
+"""Tests without an exchange: experts that can be grouped, reasons of others, and joining weights and rows without copies."""
 
 import copy
 
@@ -18,7 +18,7 @@ from deepep_moe.integrations.deepspeed.native import grouped
 
 
 def experts_of(expert: nn.Module, num: int = 3) -> list[nn.Module]:
-    """As DeepSpeed makes them: copies."""
+    """Return experts that are copies, like DeepSpeed's."""
     return [copy.deepcopy(expert) for _ in range(num)]
 
 
@@ -96,7 +96,7 @@ def _subclasses(experts):
     experts[0][0].weight = torch.randn(48, HIDDEN).as_subclass(Quantized)
 
 
-# What is done to three experts, and the reason.
+# The change to three experts, and the logged reason.
 CALLED = {
     "hook": (lambda e: e[1][1].register_forward_hook(lambda *_: None), "GELU of local expert 1 has hooks"),
     "backward hook": (lambda e: e[0].register_full_backward_hook(lambda *_: None), "Sequential of local expert 0 has hooks"),
@@ -217,7 +217,7 @@ def test_weights_under_autocast_are_narrowed(in_one_memory):
 
 
 def test_a_weight_that_changes_before_the_backward_is_seen():
-    """As where each expert is called: not only in the first, whose memory the view is."""
+    """A change is seen in each expert's weight, not only in the first one's, whose memory the view has."""
     tensors = flattened([nn.Parameter(torch.randn(8, 8)) for _ in range(2)])
     y = grouped_mlp(torch.randn(4, 8), [2, 2], grouped.stack(tensors), torch.randn(2, 8, 8), activation=torch.tanh)
     with torch.no_grad():

@@ -49,7 +49,7 @@ def test_by_hand(rank):
     y, l_aux, counts = layer(x)
     assert torch.equal(y, x.detach() * torch.tensor(chosen).add(1).view(-1, 1)), f"rank {rank}: {y}"
     assert counts.tolist() == [[1, 0, 0, 2], [0, 0, 0, 0]][rank]
-    # Of 3 tokens a third goes to expert 0 and two thirds to 3, in probabilities and in counts: 4 * (1/9 + 4/9).
+    # One of 3 tokens goes to expert 0 and two go to 3, in probabilities and in counts: 4 * (1/9 + 4/9).
     torch.testing.assert_close(l_aux, torch.tensor([20 / 9, 0.0][rank]))
     (y.sum() + l_aux).backward()
     assert torch.equal(x.grad, torch.tensor(chosen).add(1.0).view(-1, 1).expand(len(chosen), HIDDEN))
@@ -101,7 +101,7 @@ def test_a_step_leaves_no_graph(rank):
 
 @on_deepspeed_ranks()
 def test_ranks_without_tokens(rank):
-    """All of them; then one of them, under autocast."""
+    """No rank has tokens; then one rank has none, under autocast."""
     layer = times_layer(rank, k=2)
     for exact in (True, False):
         replace_moe_layers(layer, exact=exact)
@@ -205,7 +205,7 @@ def test_experts_of_all_kinds(rank):
 
 
 class Proud(nn.Module):
-    """Takes a row for granted, and returns what it was given where there is none."""
+    """An expert that needs at least one row, and returns its input if there is none."""
 
     def __init__(self):
         super().__init__()
@@ -231,7 +231,7 @@ def test_experts_without_rows_see_a_row_of_zeros(rank):
 
 @on_deepspeed_ranks()
 def test_what_is_around_the_experts(rank):
-    """What somebody put around the experts together is not lost, or it is said."""
+    """A replaced forward or a hook around all experts is not lost, or a log line names it."""
     from deepspeed.moe.experts import Experts
 
     own = Experts.forward

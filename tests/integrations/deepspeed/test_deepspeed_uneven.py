@@ -63,7 +63,7 @@ def test_uneven_tokens_fail_in_deepspeed():
 
 
 def _dense(layer: nn.Module, experts: list[nn.Module], x: torch.Tensor, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a layer that drops nothing computes, with the experts of all ranks at hand: of this rank's tokens."""
+    """Compute this rank's tokens with the experts of all ranks, without dropping."""
     x = x.clone().requires_grad_()
     torch.manual_seed(5)  # gates draw the second expert
     routing = route(layer.deepspeed_moe.gate, x, None) if len(x) else None
@@ -139,7 +139,7 @@ def test_more_tokens_than_the_bound(rank):
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
 @on_deepspeed_ranks()
 def test_room_grows_with_the_tokens(rank, device):
-    """Without a bound room grows with the first forward that needs more, while backwards of earlier ones are to come."""
+    """If there is no bound, the first forward that needs more room gets it, while earlier forwards still wait for their backward."""
     growing._is_bounded = lambda device: True
     layer = make_moe(4, k=2, drop_tokens=False).to(device)
     runs, room = [], []

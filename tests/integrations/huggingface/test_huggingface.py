@@ -54,7 +54,7 @@ def test_parity_of_transformers():
     assert run_ranks(parity_worker, 2, tuple(blocks)) == [expected] * 2
 
 
-# What changes the model or the experts of its second block.
+# Changes of the model or of the experts of its second block.
 REFUSED = [
     (lambda model, _: setattr(model, "config", SimpleNamespace()), r"no config\.num_experts_per_tok; pass num_topk"),
     (lambda model, _: model.to("meta"), r"layers\.0\.experts has weights on the device meta"),

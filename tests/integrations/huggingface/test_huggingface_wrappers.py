@@ -1,4 +1,4 @@
-"""Spread models under whoever wraps, averages, clips and saves parameters: they train as the model itself, or are refused."""
+"""Spread models under code that wraps, averages, clips and saves parameters train like the plain model, or are refused."""
 
 import copy
 import os

@@ -112,7 +112,7 @@ def _measured(difference: float, *times: list[float]) -> megatron.Measured:
 
 @pytest.mark.parametrize("difference", [0.5, float("nan")])
 def test_disagreement_fails(difference, monkeypatch):
-    """And the slowest rank counts."""
+    """Times are those of the slowest rank, and a disagreement of results fails."""
     ranks = [_measured(0.0, [1.0, 5.0, 6.0], [3.0, 1.0, 4.0]), _measured(difference, [2.0, 2.0, 4.0], [2.0, 2.0, 4.0])]
     slowest = {"forward": [2.0, 3.0], "backward": [5.0, 2.0], "forward+backward": [6.0, 4.0]}
     assert megatron.slowest(ranks)["exchange", "alltoall"] == slowest

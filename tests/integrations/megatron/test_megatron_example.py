@@ -27,7 +27,7 @@ STEPS = 30
 
 
 def run_example(command: str, *arguments: str, code: int = 0) -> str:
-    """What a script and its arguments print."""
+    """Run a script with arguments and return its output."""
     script, *words = command.split()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     environment.pop("PYTHONSAFEPATH", None)  # the example finds the files beside it
@@ -98,8 +98,8 @@ def _run(rank: int, num_ranks: int, fields: dict):
 def test_fp8_experts_learn_as_those_in_bf16(monkeypatch, capsys, tmp_path):
     """Micro-batches of a step share the copies of the weights.
 
-    12 steps of 256 tokens suffice: at their end the curve is off by less than 0.1%. With copies that stay those of the first step, or
-    without gradients of the weights, it is off by 1%, with gradients of the other sign by 2%, and without those of the rows by 0.7%.
+    After 12 steps of 256 tokens the curve is off by less than 0.1%. If copies stay those of the first step, or weights get no gradients, it
+    is off by 1%. If gradients have the other sign, it is off by 2%, and if rows get none, by 0.7%.
     """
     fp8_curves, train, config = _import_example("fp8_curves", "train", "config")
     monkeypatch.setitem(config.TRAINING, "tiny", config.TRAINING["tiny"] | {"num_sequences": 4, "seq_length": 64})

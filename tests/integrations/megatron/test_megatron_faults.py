@@ -1,4 +1,4 @@
-"""What fails on one rank, and code of others beside ours: replaced functions, hooks, subclasses."""
+"""Failures on one rank, and other code beside ours: replaced functions, hooks, subclasses."""
 
 import functools
 import time
@@ -42,7 +42,7 @@ def fail_by_hook(module, message):
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
 @on_ranks(2)
 def test_peers_learn_what_failed(rank: int, num_ranks: int, device: str, num_forwards: int) -> None:
-    """In the first forward too, which makes the buffer."""
+    """Failures are also reported in the first forward, which makes the buffer."""
     with model_parallel(device, ep=num_ranks) as sizes:
         layer = layer_of(sizes, **FP32)
         x = torch.randn(12, 1, HIDDEN, device=next(layer.parameters()).device)
@@ -93,7 +93,7 @@ def test_logits_that_are_not_finite_name_the_switch(rank: int, num_ranks: int, s
 
 @on_megatron(2)
 def test_inference_mode(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    """In which tensors count no changes."""
+    """Tensors of inference mode do not count in-place changes."""
     ours, stock = layer_of(sizes).eval(), layer_of(sizes, "alltoall").eval()
     x = torch.randn(5, 2, HIDDEN)
     with torch.inference_mode():

@@ -141,7 +141,7 @@ def test_micro_batches(rank: int, num_ranks: int) -> None:
                 for each in (layer, other):
                     torch.optim.SGD(each.parameters(), lr=0.5).step()
             assert layer.state_dict().keys() == other.state_dict().keys()
-            # A forward after a step of which nobody told it.
+            # A forward after a step that was not announced to it.
             assert_bits(forward_backward(layer, x, grad), forward_backward(other, x, grad), f"{changes}: after a step")
             assert layer.experts.kept_weights.num_bytes and not other.experts.kept_weights.num_bytes
             layer.experts.release_fp8_weights()

@@ -36,7 +36,7 @@ ROUTINGS = {
 
 
 def log_lines():
-    """What deepep_moe logs in this worker from now on."""
+    """Collect the lines that deepep_moe logs in this worker."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -78,7 +78,7 @@ def routed(sizes, switches, device):
     with noting_losses, noting_gates:
         probs, routing_map = layer.router(given)
     results = {f"auxiliary loss {i}": loss for i, loss in enumerate(losses)}
-    # Attached losses have a gradient whatever that of the probs is.
+    # Attached losses have a gradient, whether or not the probs have one.
     of_losses = torch.autograd.grad(probs, layer.router.weight, torch.zeros_like(probs), retain_graph=True)[0]
     probs.backward(torch.randn(probs.shape, generator=torch.Generator().manual_seed(4)).to(device))
     results |= {"probs": probs, "input gradient": given.grad, "weight gradient": layer.router.weight.grad, "gradient of losses": of_losses}
@@ -245,8 +245,8 @@ OVERFLOWS = ("DeepSeek-V3", "softmax of the chosen", "softmax of all", "sigmoid,
 
 @on_megatron(2)
 def test_overflows_in_fp16(rank, num_ranks, sizes):
-    """Rank 0 has tokens of NaN and of infinity. Its other tokens, and those of rank 1, are as with `alltoall`, and so are the places of
-    what is not finite, in the output and in the gradients of the router, by which Megatron-Core finds the overflow."""
+    """Rank 0 has tokens of NaN and of infinity. Its other tokens, and those of rank 1, are as with `alltoall`. The output and the router's
+    gradients are not finite in the same places as there, so Megatron-Core finds the overflow."""
     half = {"fp16": True, "params_dtype": torch.float16, "moe_router_dtype": "fp32"}
     for name in OVERFLOWS:
         results = []

@@ -61,7 +61,7 @@ CASES: dict[str, dict] = {
 @pytest.mark.parametrize("num_ranks", (1, 2))
 @on_megatron(grouped_experts=True)
 def test_equals_sequential_experts(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    """Without biases on one rank, where SequentialMLP itself fails with them."""
+    """Cases with biases are left out on one rank, where SequentialMLP itself fails with them."""
     on_one = [name for name in CASES if "biases" not in name]
     for name in on_one if num_ranks == 1 else ("SwiGLU", "biases", "GELU without a gate, biases", "bf16"):
         changes = CASES[name] | (expert_biases() if "biases" in name else {})
@@ -210,7 +210,7 @@ def test_what_does_not_fit_is_named_as_by_megatron(rank: int, num_ranks: int, si
 
 
 def sharded_tensors(entries: Any) -> list[tuple]:
-    """What identifies each saved piece, and its values."""
+    """Return the identity of each saved piece, and its values."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 

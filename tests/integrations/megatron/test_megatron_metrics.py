@@ -1,4 +1,4 @@
-"""What layers report: rows of each expert, time of the exchange, calls over capacity; also through Megatron-Core's own report."""
+"""Reports of layers: rows of each expert, time of the exchange, calls over capacity; also through Megatron-Core's own report."""
 
 import time
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""All options of a layer together, on CPUs and on GPUs; there also without a wait of the host, and from a CUDA graph."""
+"""All options of a layer together, on CPUs and on GPUs. On GPUs also without a wait of the host, and from a CUDA graph."""
 
 import contextlib
 from typing import Any

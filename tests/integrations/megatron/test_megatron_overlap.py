@@ -58,7 +58,7 @@ def one_after_another(model: Any, batches: list[dict[str, Any]]) -> dict[str, to
 
 
 def interleaved(model: Any, batches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Each batch's forward with the backward of the one before."""
+    """Run each batch's forward with the backward of the previous one."""
     from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
     from megatron.core.pipeline_parallel.utils import set_streams
 
@@ -146,7 +146,7 @@ def test_delayed_gradients_of_grouped_experts(rank: int, num_ranks: int, sizes: 
 @needs_schedule
 @on_megatron(2)
 def test_schedule_frees_what_nobody_keeps(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    """What a node may free: rows only where the experts keep others, and never what somebody else keeps."""
+    """A node frees rows only where the experts keep other ones, and never frees rows that another node keeps."""
     config = schedule_config(sizes)
     for fp8, frees in ((None, False), ("hybrid", True)):
         model = build_model(config)
@@ -236,7 +236,7 @@ def test_shared_experts_beside_the_calls_change_nothing(rank: int, num_ranks: in
 
 @on_megatron(2)
 def test_order_of_the_parts(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    """In each version of Megatron-Core its own."""
+    """The order is that of the installed Megatron-Core, which differs between versions."""
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
     first = ["pre_forward_comm", "dispatch"]

@@ -21,7 +21,7 @@ def layers_of(sizes: dict[str, int], **changes: Any) -> tuple[Any, Any]:
 
 
 def watch(buffer: Any) -> list[Any]:
-    """The handles that go into the dispatches of a buffer from now on, None where there is none."""
+    """Collect the handles of the buffer's dispatches from now on, None for dispatches with none."""
     handles: list[Any] = []
     stock = buffer.dispatch
 

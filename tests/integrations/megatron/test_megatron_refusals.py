@@ -1,4 +1,4 @@
-"""What is refused before anything is sent: options of `enable()`, and configs of layers."""
+"""Options of `enable()` and configs of layers that are refused before anything is sent."""
 
 import contextlib
 
@@ -56,7 +56,7 @@ def test_options_that_are_there():
 
 PADDING = "moe_router_padding_for_quantization"  # before 0.15: moe_router_padding_for_fp8
 RECIPE, BESIDE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}, {"moe_shared_expert_overlap": True}
-# What Megatron-Core does not build beside fp8 without TransformerEngine is left out.
+# Settings that Megatron-Core does not build with fp8 and without TransformerEngine are left out.
 OF_FP8 = {"bf16": True, "params_dtype": torch.bfloat16, "hidden_size": 128, "moe_ffn_hidden_size": 128}
 OF_FP8 |= {"moe_shared_expert_intermediate_size": None}
 

@@ -135,7 +135,7 @@ def test_factor_of_the_config(rank: int, num_ranks: int, sizes: dict[str, int]) 
 
 @on_ranks(1)
 def test_a_step_ends_with_a_look_at_what_gpus_report(rank: int, num_ranks: int) -> None:
-    """Before gradients are summed, the step learns what a GPU has reported. Without a factor there is nothing to learn."""
+    """Before gradients are summed, the step reads the GPU's reports. If there is no factor, it reads nothing."""
     from megatron.core import distributed
 
     for factor, is_asked in ((None, False), (1.0, True)):
@@ -384,7 +384,7 @@ def test_a_stage_without_layers_knows_of_the_runner(rank: int, num_ranks: int) -
 
 @on_megatron(1, **BOUNDED)
 def test_what_a_layer_answers(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    """Without a runner a layer has nothing to say, and errors say it instead."""
+    """If there is no runner, `check_over_budget` returns None, and errors report the overflow."""
     dispatcher = make_model(sizes, moe_expert_rank_capacity_factor=1.0).layer.token_dispatcher
     assert dispatcher.check_over_budget() is None and not hasattr(dispatcher._comm_manager, Runner.FIELD)
     dispatcher.follow_runner()

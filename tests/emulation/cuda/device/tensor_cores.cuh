@@ -67,7 +67,7 @@ inline void pipe_load(void* to, const void* from, uint32_t bytes, uint64_t* barr
     arrive_with(barrier, bytes);
 }
 
-// Where byte `column` of a tile's row is.
+// The position of byte `column` of a tile's row.
 inline int64_t permuted(int64_t row, int64_t column) { return row * kTileBytes + ((column / 16) ^ (row % 8)) * 16 + column % 16; }
 
 inline void load_tile(void* to, const TileMap& map, int column, int row, uint64_t* barrier) {
