@@ -356,7 +356,7 @@ void ShmLowLatency::run(ShmLowLatencyCall call, bool sends, bool receives) {
 
 // ---- ranks that are gone ----
 
-// What a rank has sent of calls that it will make again must not count.
+// Clear what a rank has sent, because it may repeat calls that it has already sent.
 void ShmLowLatency::forget_flags(int source) {
     for (uint64_t index = 0; index < kTurns; ++index) {
         turn(index).entered(source).store(0, std::memory_order_relaxed);
