@@ -28,7 +28,7 @@ inline LowLatencyDispatchParams low_latency_dispatch_of(const TensorArg& x, cons
     return params;
 }
 
-// topk_weights: of this call, or none. number: one int64.
+// topk_weights: of this call, or None. number: one int64.
 inline LowLatencyCombineParams low_latency_combine_of(const TensorArg& x, const TensorArg& handle, const TensorArg& topk_weights,
                                                       const TensorArg& number, const TensorArg& combined_x, const TensorArg& statistics,
                                                       DType dtype, bool fp8) {
