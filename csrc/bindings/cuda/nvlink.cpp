@@ -36,8 +36,8 @@ void bind_tuning(py::module_& m) {
         py::kw_only(), py::arg("num_multiprocessors"), py::arg("capability_major"), py::arg("link_gbps") = py::none());
 }
 
-// Of ranks and experts of all nodes, and of tokens of one rank; what the kernels know are those of one node, and the tokens that a rank
-// serves.
+// Arguments count all nodes, and the tokens of one rank. The config counts one node, and the tokens that a rank serves, each node's share
+// rounded up to kReducedSlots.
 GpuWorkspaceConfig config_of(int num_ranks, int num_experts, int num_topk, int hidden, int64_t num_max_tokens, int num_nodes, int node) {
     if (num_nodes < 1 || num_nodes > kMaxGpuNodes)
         throw std::invalid_argument("num_nodes is " + std::to_string(num_nodes) + "; it must be 1 to " + std::to_string(kMaxGpuNodes));
