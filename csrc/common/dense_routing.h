@@ -11,8 +11,8 @@ struct DenseRouting {
     int64_t num_experts, num_topk;
 };
 
-// Write a token's experts, ascending, then -1. A token with more than num_topk experts gets num_experts in its first entry, which every
-// dispatch refuses.
+// Write a token's experts, ascending, then -1. With more than num_topk experts, the first entry is num_experts, which every dispatch
+// refuses.
 struct LanesOfMapParams {
     DenseRouting sizes;
     const uint8_t* routing_map;  // [num_tokens, num_experts] bool
@@ -29,8 +29,7 @@ struct DenseOfLanesParams {
     float* values;             // [num_tokens, num_experts], out
 };
 
-// Count the tokens of each rank and of each expert, each token once, and write to which ranks each token goes. Entries without a valid
-// expert count nothing.
+// Count the tokens of each rank and each expert, each token once, and write to which ranks it goes. Entries without expert do not count.
 struct CountLanesParams {
     DenseRouting sizes;
     int64_t num_ranks;

@@ -7,8 +7,7 @@
 
 namespace deepep_moe {
 
-// Copy one row. `streaming` writes past the caches, for outputs larger than these. Call `finish_streaming` before another thread may read
-// such a row.
+// Copy one row. `streaming` writes past the caches; then call `finish_streaming` before another thread may read the row.
 void copy_row(void* dst, const void* src, size_t bytes, bool streaming);
 void finish_streaming();
 

@@ -139,8 +139,7 @@ struct Receiver {
         return block < 0 ? block + num_blocks() : block;
     }
 
-    // The n-th token if each rank has `most`, in the order in which rows come: first this rank's, then those of the rank that pushes here
-    // first.
+    // The n-th token if each rank has `most`, in the order in which rows come: this rank's, then those of the rank that pushes here first.
     __device__ SourceToken token_at(int nth, int most) const {
         const int turn = nth / most, source = c.rank - turn;
         return {source < 0 ? source + config.num_ranks : source, nth - turn * most};
@@ -192,8 +191,7 @@ struct Receiver {
         }
     }
 
-    // One warp: find where the rows of a token go, for the block and the handle. is_loaded: the head has been loaded, but may not be
-    // complete.
+    // One warp: find places for the rows of a token, for the block and the handle. is_loaded: the head is loaded, perhaps incomplete.
     __device__ void find_rows(const SourceToken& from, Parts<1>& head, bool is_loaded, TokenRows& out) const {
         if (from.token >= shared().num_tokens[from.source]) return;
         LowLatencyLane there{-1, 0, 0.0f};

@@ -94,8 +94,8 @@ struct GpuPlanParams {
     int32_t* num_recv_tokens_per_expert;  // [num_local_experts]; out unless cached
 };
 
-// Rows that cross between nodes, as a call's kernels see them (csrc/nvshmem moves them). Rows lie in slots as in the workspace; a chunk is
-// kRailSlots slots.
+// Rows that cross between nodes, as a call's kernels see them (csrc/nvshmem moves them), in slots as in the workspace. Chunk: kRailSlots
+// slots.
 struct GpuRail {
     const std::byte* inbox;           // [num_nodes - 1, node_tokens] slots: tokens of the other nodes, or sums from there
     std::byte* outbox;                // same shape: sums for the other nodes
@@ -208,8 +208,7 @@ struct GpuWeightedSumParams {
     float* grad_weights;    // [num_topk * num_tokens]
 };
 
-// Rows of `inner` are gate, then up. Rows from the last of `group_ends` on have no expert: their results are not set, except that
-// grad_probs is 0.
+// Rows of `inner` are gate, then up. Rows from the last of `group_ends` on have no expert: only their grad_probs is set, to 0.
 struct GpuSwigluParams {
     int64_t num_rows, num_columns;  // of y, in whole 16 bytes
     DType dtype;

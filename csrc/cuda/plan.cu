@@ -31,9 +31,8 @@ __device__ __noinline__ void refuse_handle(const GpuContext& c) {
     __syncthreads();
 }
 
-// All threads of a block, if this rank may not have met its peers in `call` or since. A peer that is behind still reads words of the call
-// before `call`: this rank's entry, or the stamp of a refusal, which this rank is about to overwrite. Once all peers have entered `call`,
-// none reads them.
+// All threads of a block, if this rank may not have met its peers in `call` or since. A peer that is behind still reads this rank's entry
+// or refusal stamp of the call before `call`, which this rank is about to overwrite. Once all peers have entered `call`, none does.
 __device__ __noinline__ void catch_up(const GpuContext& c, unsigned long long call) {
     const int peer = static_cast<int>(threadIdx.x);
     if (peer < c.config.num_ranks) wait_flag(c, Workspace(c, c.rank).entered(call, peer), call << kValueBits, peer, GpuPhase::kEntry);

@@ -4,6 +4,7 @@
 //
 //   number_choices   One block an expert. Each warp counts its share of all choices. After a barrier it numbers them behind those of the
 //                    warps before, and drops what exceeds the capacity.
+//
 //   weigh_two        One thread a token: the weights of the choices that stay.
 //   top2_backward    One warp a token: gradients of its gates, from those of weights and loss.
 //

@@ -1,5 +1,4 @@
-// Weighted sums of rows, y = sum over top-k of weight * x, and their gradients. Products and sums are rounded to fp32, rows once to their
-// dtype.
+// Weighted sums of rows, y = sum over top-k of weight * x, and their gradients. Products and sums are rounded to fp32, then rows once.
 //
 //   weighted_sum             Each warp sums one token, with 4 pieces of each row in flight, top-k entries ascending from +0.
 //

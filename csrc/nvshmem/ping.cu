@@ -1,5 +1,4 @@
-// Kernels that call NVSHMEM. Two puts are never ordered. So a word that a kernel waits for is SET by the put whose data it announces, and
-// is not a counter.
+// Kernels that call NVSHMEM. Two puts are never ordered, so each word is SET by the put whose data it announces, and is not a counter.
 #include <nvshmem.h>
 #include <nvshmemx.h>
 

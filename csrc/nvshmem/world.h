@@ -1,7 +1,7 @@
 // NVSHMEM in this process: one world, and its symmetric heap. Errors of NVSHMEM are std::runtime_error with its number and what to do.
 //
-// NVSHMEM ends the process if a call comes at the wrong time, so every function here checks `status` first. "Collective" means: all PEs
-// must call the function, in the same order, and it returns after all have called it.
+// NVSHMEM ends the process if a call comes at the wrong time, so every function here checks `status` first. A "Collective" function is one
+// that all PEs must call in the same order; it returns after all have called it.
 #pragma once
 
 #include <cstdint>

@@ -12,8 +12,7 @@
 namespace deepep_moe {
 namespace {
 
-// The text of /proc/<pid>/stat. Empty: the process is gone. None: the file could not be read now, for example because no file can be
-// opened.
+// The text of /proc/<pid>/stat. Empty: the process is gone. None: it cannot be read now, for example because no file can be opened.
 std::optional<std::string> status_of(int pid) {
     char path[64], text[1024];
     std::snprintf(path, sizeof(path), "/proc/%d/stat", pid);

@@ -176,8 +176,7 @@ struct Sources {
     int num_tokens;
 };
 
-// All threads of a warp: wait until all ranks, or those in `among`, have entered the call, as far as this block can see. counts: this block
-// keeps the statistics.
+// One warp: wait until all ranks, or those in `among`, have entered the call, as this block sees it. counts: it keeps the statistics.
 template <class Words>
 __device__ Sources meet(const LowLatencyContext& c, Words words, unsigned long long flag, int64_t* statistics, bool counts,
                         unsigned among = kFullWarp) {

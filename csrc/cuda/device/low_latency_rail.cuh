@@ -94,8 +94,7 @@ struct RailCall {
         return at<std::byte>(source, r.layout.inbox + r.layout.box_of(call, r.node, node_of(source))) + token * row_bytes;
     }
 
-    // One thread: wait for a word that the network writes, until it is of this call. Return 0 if its rank is masked, before or now, or the
-    // failure is reported.
+    // One thread: wait for a word of the network until it is of this call. Return 0 if its rank is masked, or its failure is reported.
     __device__ unsigned long long wait(const unsigned long long* word, int source, GpuPhase phase, unsigned long long timeout_ns) const {
         return wait_network_word(c, word, call, source, phase, timeout_ns);
     }

@@ -35,8 +35,7 @@ __device__ __forceinline__ void load_half_quad(uint2 raw, bool is_bfloat, float*
     for (int i = 0; i < kQuad; ++i) to[i] = x[i];
 }
 
-// Load numbers `at` to `at` + count of `from` as fp32, and 0 behind them. `is_aligned`: they are whole, aligned quads, so one load fetches
-// a quad.
+// Load numbers `at` to `at` + count of `from` as fp32, and 0 behind them. `is_aligned`: one load fetches a quad.
 template <int kCount>
 __device__ __forceinline__ void load_quads(const void* from, DType dtype, int64_t at, int count, bool is_aligned, float (&to)[kCount]) {
     static_assert(kCount % kQuad == 0);
@@ -94,8 +93,7 @@ __device__ inline float warp_max(float x) { return from_ordered(__reduce_max_syn
 
 constexpr double kExpBound = 708.0;
 
-// exp(x) for |x| <= kExpBound: exp(x) = 2^n exp(r), x = n ln2 + r, |r| <= ln2 / 2. ln2 has two parts; exp(r) is a Taylor series of
-// degree 13.
+// exp(x) for |x| <= kExpBound: 2^n exp(r) with x = n ln2 + r, |r| <= ln2 / 2. ln2 has two parts; exp(r) is a Taylor series of degree 13.
 __device__ __forceinline__ double exp_of(double x) {
     constexpr double kLog2E = 1.4426950408889634, kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770002e-10;
     constexpr double kRound = 0x1.8p52;  // adding it leaves the nearest integer in the low bits

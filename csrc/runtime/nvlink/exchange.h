@@ -1,5 +1,4 @@
-// Dispatch and combine between the GPUs of one host: the host's side of a call. csrc/torch makes the calls; Python refuses, checks and
-// settles.
+// Dispatch and combine between the GPUs of one host, the host's side. csrc/torch makes the calls; Python refuses, checks and settles.
 //
 //   Dispatch           Allocate by guess, plan, send (and receive), wait for the counts, allocate what the guess lacked, receive.
 //   Bounded            Allocate the bound, plan, send and receive. The host does not wait.

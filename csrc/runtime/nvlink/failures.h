@@ -50,8 +50,7 @@ public:
     // Copy device memory to the host, even while the GPU runs other work.
     void read(void* to, const void* from, size_t num_bytes) const;
 
-    // Describe a failure of this rank or a peer, of a kind that every call has: bad routing, a failed handle, a wait in vain. Other kinds
-    // are "unknown".
+    // Describe a failure of this rank or a peer: bad routing, a failed handle, a wait in vain. Other kinds are "unknown".
     std::string describe(const GpuFailure& failure, int reporter) const;
     // Throw a failure of this rank: std::invalid_argument, PeerError or TimeoutError.
     [[noreturn]] void raise(const GpuFailure& failure) const;

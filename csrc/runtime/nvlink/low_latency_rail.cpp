@@ -65,8 +65,7 @@ void LowLatencyRail::receive_dispatch(const LowLatencyContext& context, const Lo
 void LowLatencyRail::send_combine(const LowLatencyContext& context, LowLatencyCombineParams params, int num_blocks, void* stream) {
     params.what.operation = LowLatencyOperation::kCombine;
     relay(context, nullptr, num_blocks, stream);
-    // Sums for a token of another node go to the rank of that token's rail here, into the slot that the rank of that node with this rank's
-    // index would use.
+    // Sums for a token of another node go to the rank of its rail here, into the slot for that node's rank with this rank's index.
     LowLatencyContext pushes = context;
     const int64_t node_bytes = made_.ranks_per_node * config_.num_max_tokens * context.layout.slot_bytes;
     for (int rank = 0; rank < config_.num_ranks; ++rank) {

@@ -39,7 +39,7 @@ public:
         return *made;
     }
 
-    // CUDA frees the words that watches write when it ends, so the thread must stop before. Exit handlers set later run earlier.
+    // CUDA frees the words that watches write when it ends, so no watch may be left then. Exit handlers set later run earlier.
     Watcher() {
         std::atexit([] {
             if (getpid() == get().owner_pid_) get().remove_all();

@@ -69,8 +69,7 @@ public:
     virtual void write(uint64_t number, RankSet ranks) = 0;
     // Write the rows of a combine that brings weights, for ranks whose weights have come.
     virtual void write_weighted(uint64_t number, RankSet ranks) = 0;
-    // Read the rows. `values` are those of the ranks' flags. Ranks that have entered but not `arrived` were masked meanwhile; their rows do
-    // not come.
+    // Read the rows. `values` are those of the ranks' flags. Ranks that entered but not `arrived` were masked; they send no rows.
     virtual void read(uint64_t number, RankSet entered, RankSet arrived, const std::vector<int>& values) = 0;
     virtual bool is_interrupted() const = 0;  // by an error that cannot be reported to the peers here
 };
