@@ -131,8 +131,7 @@ struct Kernel : CombineRows<kType> {
         }
     }
 
-    // Add up, in rank order, sums that have come and the sum of this rank's rows. `index`: the token's slot on rank `lane`; -1: it has
-    // none.
+    // Add up, in rank order, sums that have come and the sum of this rank's rows. `index`: the token's slot on rank `lane`; -1: none.
     __device__ void finish_token(int token, int tile, int index, const Rows& rows) const {
         const unsigned ranks = __ballot_sync(kFullWarp, index >= 0);
         const int num_ranks = __popc(ranks), num_rows = num_ranks + (p.bias != nullptr);

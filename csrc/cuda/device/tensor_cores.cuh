@@ -126,8 +126,8 @@ __device__ __forceinline__ void keep_order(float (&d)[64]) {
     for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// A warp group: begin to compute d, the products of 64 rows of one tile with 128 rows of another. The element d[i] is in row
-// 16 * (warp of the group) + lane / 4 + 8 * (i / 2 % 2), column 8 * (i / 4) + 2 * (lane % 4) + i % 2.
+// A warp group: begin to compute d, the products of 64 rows of one tile with 128 rows of another. Element d[i] has
+// row 16 * (warp of the group) + lane / 4 + 8 * (i / 2 % 2). Its column is 8 * (i / 4) + 2 * (lane % 4) + i % 2.
 __device__ __forceinline__ void begin_products(float (&d)[64], const uint8_t* a, const uint8_t* b) {
     keep_order(d);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
