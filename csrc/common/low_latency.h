@@ -7,9 +7,8 @@
 // dispatches and combines alike, are numbered 1, 2, ... in the order in which they send, the same on every rank. Call n uses turn
 // n % kTurns. Flags hold the number of their call, what the rank does in it, and a value, so nothing is cleared between calls.
 //
-// The value of
-// `entered` is the rank's number of tokens, or in a combine the last bits of its dispatch's number. The value of each of `counts`, on GPUs,
-// is the rank's number of tokens for an expert.
+// The value of `entered` is the rank's number of tokens, or in a combine the last bits of its dispatch's number. The value of each of
+// `counts`, on GPUs, is the rank's number of tokens for an expert.
 //
 // At most kMaxInFlight calls are sent and not yet received. A rank that sends call n has received n - 2, so all ranks had sent n - 2. For
 // that they had received n - 4. So turns never overlap, although receivers send no word.

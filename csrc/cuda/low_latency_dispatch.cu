@@ -386,7 +386,7 @@ int64_t low_latency_shared_bytes(const LowLatencyConfig& c) {
     return static_cast<int64_t>(sizeof(Shared)) + 4 * c.num_experts * (1 + round_up(c.num_max_tokens, 32) / 32);
 }
 
-// The same for all types of rows, because __launch_bounds__ sets the number of registers.
+// The same for all types of rows, because __launch_bounds__ limits the registers.
 int low_latency_blocks_per_multiprocessor(const LowLatencyConfig& c) {
     const int blocks = blocks_per_multiprocessor<low_latency_dispatch<DType::kBFloat16, false>>(kThreads, low_latency_shared_bytes(c));
     return std::min({2, blocks, low_latency_combine_blocks_per_multiprocessor()});

@@ -27,7 +27,7 @@ struct GpuState {
     // Blocks of the plan that have counted, and that have placed; lane blocks of the dispatch that have sent their lanes.
     int num_counted, num_placed, num_told;
     int next_send, next_reduce, next_receive;  // the next chunk or task that no warp has taken
-    long long num_rows;                        // rows that this rank receives; set by a plan that reports counts
+    long long num_rows;                        // rows that this rank receives; set by a plan that exchanges counts
 };
 
 struct GpuContext : GpuWaits {
@@ -94,8 +94,8 @@ struct GpuPlanParams {
     int32_t* num_recv_tokens_per_expert;  // [num_local_experts]; out unless cached
 };
 
-// Rows that cross between nodes, as a call's kernels see them (csrc/nvshmem moves them), in slots as in the workspace. Chunk: kRailSlots
-// slots.
+// Rows that cross between nodes, as a call's kernels see them (csrc/nvshmem moves them), in slots as in the workspace; a chunk is
+// kRailSlots slots.
 struct GpuRail {
     const std::byte* inbox;           // [num_nodes - 1, node_tokens] slots: tokens of the other nodes, or sums from there
     std::byte* outbox;                // same shape: sums for the other nodes

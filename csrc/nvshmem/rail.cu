@@ -7,7 +7,7 @@
 //          one put a chunk: in a dispatch packed rows of x, in a combine sums, as the node's kernels compute them.
 //
 // Words are SET to the call's number, one for each chunk, because puts come in any order. A box is written again once its node's rank has
-// entered the next call. By then that rank has seen all that was sent to it, and no longer reads the box.
+// entered the next call. By then that rank has received and used all rows, so nobody reads its inbox or this rank's outbox any more.
 #include <nvshmem.h>
 #include <nvshmemx.h>
 

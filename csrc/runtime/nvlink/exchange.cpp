@@ -316,9 +316,9 @@ void NvlinkExchange::start(const GpuCombineParams& params, int num_sms, cudaStre
     streams_.has_sent(streams_.sending);
 }
 
-// At any time each rank copies to a different peer. Each of two streams gets half of the rows, because one
-// copy engine does not fill the link. It also pauses between copies. A copy cannot be cancelled once enqueued, so all peers must first have
-// entered the call. A late peer may still read rows of the call before. The `counts` are [num_sources] rows to each source.
+// At any time each rank copies to a different peer. Each of two streams gets half of the rows, because one copy engine
+// does not fill the link. It also pauses between copies. A copy cannot be cancelled once enqueued, so all peers must first have entered the
+// call. A late peer may still read rows of the call before. The `counts` are [num_sources] rows to each source.
 void NvlinkExchange::send_by_copies(const int64_t* counts, int64_t slot_bytes, cudaStream_t stream) {
     wait_for_plan(host_->counts.met, GpuPhase::kEntry);
     streams_.fork(stream);
