@@ -8,13 +8,13 @@
 
 namespace py = pybind11;
 
-// Ctrl-C ends a wait.
+// Let Ctrl-C end a wait.
 inline void poll_signals() {
     const py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-// Of what waits for peers when it is destroyed; they may wait for a thread of Python.
+// Deleter for objects whose destructor waits for peers. It releases the GIL, because the peers may wait for a Python thread.
 struct DeleteUnlocked {
     template <class T>
     void operator()(T* object) const {

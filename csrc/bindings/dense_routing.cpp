@@ -1,4 +1,4 @@
-// Bindings of the conversions of dense routing, on CPUs and GPUs; see deepep_moe/_C.pyi. Shapes and dtypes are the caller's to check.
+// Bindings of the conversions of dense routing, on CPUs and GPUs; see deepep_moe/_C.pyi. The caller must check shapes and dtypes.
 #include "cpu/dense_routing.h"
 
 #include "bindings/tensor.h"

@@ -1,4 +1,4 @@
-// What bindings read of a `DispatchHandle`, by its attributes.
+// Reads a `DispatchHandle` by its attributes.
 #pragma once
 
 #include "bindings/tensor.h"

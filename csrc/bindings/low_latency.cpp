@@ -1,4 +1,4 @@
-// Bindings of low-latency calls: the communicator of processes, whose rows Python moves.
+// Bindings of low-latency calls between processes. Python moves the rows.
 #include <limits>
 #include <stdexcept>
 
@@ -19,8 +19,7 @@ std::unique_ptr<ShmLowLatency> make(int num_ranks, int rank, int num_experts, in
     return made;
 }
 
-// Rows that an object of Python moves. Its `argument_error` is told to the peers; another error, of whatever class, is for the caller to
-// tell.
+// Rows that a Python object moves. Its `argument_error` is reported to the peers here. Other errors, of any class, the caller must report.
 class PythonRows final : public LowLatencyRows {
 public:
     explicit PythonRows(py::handle rows) : rows_(rows) {}
@@ -110,5 +109,5 @@ void bind_low_latency(py::module_& m) {
         .def("mask", &ShmLowLatency::mask, py::arg("rank"), py::arg("masked"), Released())
         .def("rejoin", &ShmLowLatency::rejoin, Released())
         .def("refuse", &ShmLowLatency::refuse, py::arg("reason"), Released())
-        .def("check", [](const ShmLowLatency&) {});  // of a GPU's: what it has reported
+        .def("check", [](const ShmLowLatency&) {});  // does nothing here; on GPUs it raises reported failures
 }

@@ -1,4 +1,4 @@
-// The native module: each room's bindings in a file of their own.
+// The native module. Each part has a file of bindings.
 #include "bindings/bindings.h"
 
 void bind_exchange(py::module_& m);

@@ -47,7 +47,7 @@ void bind_types(py::module_& m) {
         .value("float8_e5m2", DType::kFloat8E5M2);
 }
 
-// ---- calls: what tensors and a handle say becomes params, in one step ----
+// ---- calls: tensors and a handle are converted to params in one step ----
 
 std::pair<int64_t, int64_t> plan(ShmExchange& self, const TensorArg& topk_idx, const TensorArg& narrow_topk_idx,
                                  const TensorArg& recv_counts, const TensorArg& num_recv_tokens_per_expert, DType dtype,

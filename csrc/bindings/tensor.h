@@ -1,4 +1,4 @@
-// What bindings read of a Python tensor, by its own methods: native code knows nothing of PyTorch.
+// Reads a Python tensor by its own methods, because native code does not link PyTorch.
 #pragma once
 
 #include "bindings/bindings.h"
@@ -6,13 +6,13 @@
 
 namespace deepep_moe {
 
-// A new reference, or the error that is there instead of one.
+// Return a new reference, or throw the Python error.
 inline py::object owned(PyObject* result) {
     if (result == nullptr) throw py::error_already_set();
     return py::reinterpret_steal<py::object>(result);
 }
 
-// Of an attribute, made once, when the module is loaded.
+// The name of an attribute, interned once when the module is loaded.
 struct Name {
     PyObject* const text;
     explicit Name(const char* name) : text(PyUnicode_InternFromString(name)) {}
@@ -33,7 +33,7 @@ inline const Name kShape{"shape"}, kItemsize{"itemsize"}, kDataPtr{"data_ptr"}, 
 
 inline uintptr_t address_of(py::handle tensor) { return static_cast<uintptr_t>(to_int(called(tensor, kDataPtr))); }
 
-// known_element_bytes: 0 where they are to be asked for.
+// known_element_bytes: 0 if they must be read from the tensor.
 inline TensorArg tensor_arg_of(py::handle tensor, int64_t known_element_bytes) {
     TensorArg arg;
     arg.element_bytes = known_element_bytes;

@@ -1,5 +1,5 @@
-// Routing as a map of chosen experts with a number for each, turned into lanes of top-k and back, and lanes counted: what each takes, on
-// CPUs and on GPUs.
+// Parameters of dense routing on CPUs and GPUs: a map of chosen experts with a number for each, converted to top-k entries and back, and
+// counts of top-k entries.
 #pragma once
 
 #include <cstdint>
@@ -11,17 +11,17 @@ struct DenseRouting {
     int64_t num_experts, num_topk;
 };
 
-// Writes a token's experts, ascending, then -1. A token with more than num_topk experts gets num_experts in lane 0, which no dispatch
-// takes.
+// Write a token's experts, ascending, then -1. With more than num_topk experts, the first entry is num_experts, which every dispatch
+// refuses.
 struct LanesOfMapParams {
     DenseRouting sizes;
     const uint8_t* routing_map;  // [num_tokens, num_experts] bool
     const float* values;         // [num_tokens, num_experts], or nullptr
     int64_t* topk_idx;           // [num_tokens, num_topk], out
-    float* topk_values;          // [num_tokens, num_topk], out, with `values`: 0 in lanes without an expert
+    float* topk_values;          // [num_tokens, num_topk], out, with `values`: 0 in entries without an expert
 };
 
-// Writes the value of each lane in the column of its expert, and 0 elsewhere.
+// Write the value of each top-k entry in the column of its expert, and 0 elsewhere.
 struct DenseOfLanesParams {
     DenseRouting sizes;
     const int64_t* topk_idx;   // [num_tokens, num_topk], -1 = no expert
@@ -29,14 +29,13 @@ struct DenseOfLanesParams {
     float* values;             // [num_tokens, num_experts], out
 };
 
-// Counts the tokens of each rank and of each expert, a token once, and says to which ranks each token goes. A lane without an expert, or
-// with a number that is none, counts nothing.
+// Count the tokens of each rank and each expert, each token once, and write to which ranks it goes. Entries without expert do not count.
 struct CountLanesParams {
     DenseRouting sizes;
     int64_t num_ranks;
     const void* topk_idx;  // [num_tokens, num_topk] int64, or int32
     bool is_int64;
-    int32_t* counts;            // [num_ranks + num_experts], zeros before; out: of each rank, then of each expert
+    int32_t* counts;            // [num_ranks + num_experts], zeroed by the caller; out: of each rank, then of each expert
     uint8_t* is_token_in_rank;  // [num_tokens, num_ranks] bool, out
 };
 

@@ -1,4 +1,4 @@
-// What can go wrong besides a wrong argument (std::invalid_argument). The bindings turn these into deepep_moe.errors.
+// Errors besides a wrong argument (std::invalid_argument). The bindings turn these into deepep_moe.errors.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace deepep_moe {
 
-// What ends errors about a peer that lives and does not come, and about one that has left.
+// Ends of messages about a peer that lives and does not come, and about one that has left.
 constexpr const char* kIfSlow =
     "; ranks must make the same calls; one that is only slow has more time with timeout_s or DEEPEP_MOE_TIMEOUT_S";
 constexpr const char* kHasLeft =
@@ -43,7 +43,7 @@ struct CapacityError : std::runtime_error {
     int rank;
 };
 
-// A wait was given up, as this process ends.
+// A wait was given up because this process ends.
 struct HurriedError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
@@ -58,7 +58,7 @@ struct DestroyedError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// What peers are told of an error: the name of its class in Python, a colon and its message.
+// Text of an error for the peers: the name of its class in Python, a colon and its message.
 inline std::string told(const std::exception& error) {
     const char* name = "RuntimeError";
     if (dynamic_cast<const std::invalid_argument*>(&error) != nullptr) name = "ValueError";

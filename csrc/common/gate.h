@@ -1,14 +1,16 @@
-// Gate of a mixture-of-experts layer: scores, group-limited top-k, weights, counts; and its gradient. What its kernels are called with.
+// Gate of a mixture-of-experts layer and its gradient: scores, group-limited top-k, weights, counts. Parameters of the kernels.
 //
-// Defined exactly, so that every implementation agrees bit for bit (deepep_moe/reference/gate.py is the definition):
-//   scores      the score function in double precision, rounded once to fp32 (kSoftmaxTopk: the logits themselves)
-//   selection   score + expert_bias in fp32; the larger wins, among equals the lower expert index; NaN is greater than all
-//   groups      score of a group: fp32 sum of its group_score_topk largest selection scores, largest first; the topk_groups best
-//               groups stay, among equals the lower index; experts of the others cannot be chosen
-//   weights     in double from the chosen fp32 scores w: w / (sum + 1e-20) if normalize (kSoftmaxTopk: softmax over the chosen),
-//               times routed_scaling_factor, rounded once to fp32; sums run over lanes in order
-//   shares      in double from all fp32 scores s: s / (sum + 1e-20), rounded once to fp32, the sum in any order; of both softmax
-//               functions the softmax over all experts
+// The definition is exact, so that every implementation agrees bit for bit (deepep_moe/reference/gate.py is the reference).
+//
+//   Scores      The score function in double precision, rounded once to fp32. With kSoftmaxTopk, scores are the logits themselves.
+//   Selection   score + expert_bias in fp32. The larger wins, among equals the lower expert index. NaN is greater than all.
+//   Groups      A group's score is the fp32 sum of its group_score_topk largest selection scores, largest first. The topk_groups best
+//               groups stay, among equals the lower index. Experts of the others cannot be chosen.
+//
+//   Weights     In double from the chosen fp32 scores w: w / (sum + 1e-20) if normalize (kSoftmaxTopk: softmax over the chosen).
+//               Then times routed_scaling_factor, rounded once to fp32. Sums run over top-k entries in order.
+//   Shares      In double from all fp32 scores s: s / (sum + 1e-20), rounded once to fp32, the sum in any order. With both softmax
+//               functions, shares are the softmax over all experts.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +45,7 @@ struct GateOptions {
     bool check_finite = true;  // a logit that is not finite is an error; else it goes through the arithmetic above as any other
 };
 
-// Guards memory.
+// Whether kernels can run with these options without reading or writing outside their arrays.
 inline bool are_valid(const GateOptions& o) {
     const int group_size = o.num_groups >= 1 ? o.num_experts / o.num_groups : 0;
     return element_bytes(o.dtype) >= 2 && o.num_tokens >= 0 && o.num_topk >= 1 && o.num_topk <= kMaxTopk && o.num_topk <= o.num_experts &&
@@ -52,7 +54,7 @@ inline bool are_valid(const GateOptions& o) {
            (o.topk_groups == o.num_groups || (o.group_score_topk >= 1 && o.group_score_topk <= group_size));
 }
 
-// Callers that want friendlier messages check before.
+// Callers that want clearer messages check before.
 inline void check_gate_options(const GateOptions& o) {
     if (are_valid(o)) return;
     const auto str = [](int64_t value) { return std::to_string(value); };
@@ -81,7 +83,7 @@ struct GateBackwardParams {
     void* grad_logits;               // [num_tokens, num_experts] dtype
 };
 
-// On a GPU. Also of the token's experts as a row, and where it goes, if wanted.
+// Parameters on a GPU. If wanted, the kernel also writes the token's experts as a dense row, and the ranks it goes to.
 constexpr int kMaxGateExperts = 1024;
 
 struct GpuGateParams {
@@ -92,20 +94,20 @@ struct GpuGateParams {
     bool* is_token_in_rank;       // [num_tokens, num_ranks], or null
     int32_t* next_counts;         // [num_experts + num_ranks] to be zeroed, for the next launch; or null
     unsigned long long* failure;  // host memory; the last non-finite number found, as below
-    int device;                   // whose failures are looked at before
+    int device;                   // the device whose failures are checked before
 };
 
 struct GpuGateBackwardParams {
     GateBackwardParams gate;
     const float* grad_probs;  // [num_tokens, num_experts], or null
-    int device;               // whose failures are looked at before
+    int device;               // the device whose failures are checked before
 };
 
 inline bool are_valid_on_gpu(const GateOptions& o, int num_ranks) {
     return are_valid(o) && o.num_experts <= kMaxGateExperts && num_ranks >= 0 && (num_ranks == 0 || o.num_experts % num_ranks == 0);
 }
 
-// bias -= rate * sign(count - mean(counts)), a layer a row.
+// bias -= rate * sign(count - mean(counts)), one layer a row.
 struct GpuExpertBiasParams {
     int num_layers, num_experts;
     bool is_int64;
@@ -114,10 +116,10 @@ struct GpuExpertBiasParams {
     float update_rate;
 };
 
-// Top-2 gating with a capacity, of GShard (arXiv 2006.16668), in fp32, as DeepSpeed computes it: each token's best expert by `gates` and
-// the best other one by `scores`; an expert takes `capacity` tokens, first choices before second ones, each in the order of the tokens;
-// weights are the gates of the choices that stay, over their sum, or over the least difference to 1 where that is less. Among equals the
-// lower index wins; NaN is greater than all.
+// Top-2 gating with a capacity, of GShard (arXiv 2006.16668), in fp32, as DeepSpeed computes it. A token chooses its best expert by `gates`
+// and the best other one by `scores`. An expert takes `capacity` tokens, first choices before second ones, each in token order. Weights are
+// the gates of the choices that stay, over their sum, or over FLT_EPSILON if the sum is less. Among equals the lower index wins. NaN is
+// greater than all.
 struct GpuTop2Params {
     int64_t num_tokens, capacity;
     int num_experts;
@@ -130,7 +132,7 @@ struct GpuTop2Params {
     int64_t* counts;      // [num_experts], of all choices
 };
 
-// Of the weights, and of the loss num_experts * sum over experts of mean(gates) * mean(is_first), to the gates.
+// Gradients of the gates, from those of the weights and of the loss num_experts * sum over experts of mean(gates) * mean(is_first).
 struct GpuTop2BackwardParams {
     int64_t num_tokens;
     int num_experts;
@@ -143,8 +145,8 @@ struct GpuTop2BackwardParams {
     float* grad_gates;        // [num_tokens, num_experts]
 };
 
-// A non-finite number that the gate has found, in one word, so that no reader sees half of it: token << 16 | what << 12 | expert.
-enum class GateFailure : int { kNone = 0, kNan, kInf, kMinusInf, kBias = 4 };  // kBias: added where it was a bias
+// A non-finite number that the gate has found, packed in one word so that it is read at once: token << 16 | what << 12 | expert.
+enum class GateFailure : int { kNone = 0, kNan, kInf, kMinusInf, kBias = 4 };  // kBias is added if the number was a bias
 constexpr int kFailureTokenShift = 16, kFailureWhatShift = 12;
 
 }  // namespace deepep_moe

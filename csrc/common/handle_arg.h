@@ -1,4 +1,4 @@
-// What a call reads of a `DispatchHandle`.
+// The fields of a `DispatchHandle` that a call reads.
 #pragma once
 
 #include "common/tensor_arg.h"
@@ -8,7 +8,7 @@ namespace deepep_moe {
 
 struct HandleArg {
     TensorArg topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert;
-    TensorArg node_topk_idx, in_counts;  // where ranks are of several nodes
+    TensorArg node_topk_idx, in_counts;  // only with several nodes
     const int64_t* call = nullptr;       // host memory
     bool is_expert_layout = true;
     int expert_alignment = 1;

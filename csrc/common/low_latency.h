@@ -1,19 +1,20 @@
-// Low-latency dispatch and combine, on processors and GPUs alike: what lies in one rank's workspace, which its peers write, and what a
-// call is made of.
+// Low-latency dispatch and combine, on CPUs and GPUs: the layout of a rank's workspace, which its peers write, and the parameters of calls.
 //
 //   resumed u64[num_ranks] | left u64[num_ranks] | reasons char[kTurns][num_ranks][kMaxReasonBytes] | kTurns turns, each:
-//     entered u64[num_ranks] | counts u64[num_ranks][num_local_experts] | what each backend makes of rows [num_ranks][num_max_tokens]
+//     entered u64[num_ranks] | counts u64[num_ranks][num_local_experts] | rows of each backend's format [num_ranks][num_max_tokens].
 //
-// Row `source` of every array is written by rank `source` only, or for one of another node by the rank of its rail here. A rank's calls,
-// dispatches and combines alike, have numbers 1, 2, ... in the order in which they send, the same on every rank; call n uses turn n %
-// kTurns. Flags hold the number of their call, what the rank does in it, and a value, so nothing is cleared between calls: `entered` the
-// rank's number of tokens, in a combine the last bits of the number of its dispatch, each of `counts`, on GPUs, its tokens for an expert.
+// Only rank `source` writes row `source` of every array; for a source in another node, the rank of its rail here does. A rank's calls,
+// dispatches and combines alike, are numbered 1, 2, ... in the order in which they send, the same on every rank. Call n uses turn
+// n % kTurns. Flags hold the number of their call, what the rank does in it, and a value, so nothing is cleared between calls.
 //
-// At most kMaxInFlight calls are sent and not yet received: a rank that sends call n has received n - 2, for which all had sent n - 2, for
-// which all had received n - 4. So turns never meet, without any word from a receiver.
+// The value of `entered` is the rank's number of tokens, or in a combine the last bits of its dispatch's number. The value of each of
+// `counts`, on GPUs, is the rank's number of tokens for an expert.
 //
-// A combine may bring weights of its own. They travel the way of a dispatch's, from the token's rank to its experts' ranks, to where the
-// turn of a dispatch has the token's lanes; a rank sums no token before it has them, so the half that sends waits for the peers.
+// At most kMaxInFlight calls are sent and not yet received. A rank that sends call n has received n - 2, so all ranks had sent n - 2. For
+// that they had received n - 4. So turns never overlap, although receivers send no word.
+//
+// A combine may bring weights. They travel as in a dispatch, from the token's rank to its experts' ranks, to where a dispatch's turn has
+// the token's lanes. A rank sums no token before it has them, so the sending half waits for the peers.
 #pragma once
 
 #include <cstddef>
@@ -24,12 +25,12 @@
 namespace deepep_moe {
 
 constexpr int kTurns = 4, kMaxInFlight = 2;
-constexpr int kLowLatencyMaxHostRanks = 8, kLowLatencyMaxRanks = 32;    // of one host, of all: masks have a bit for each
-constexpr int kValueBitsOfFlag = 16, kWhatBits = 8 + kValueBitsOfFlag;  // of a flag, below the number of its call
+constexpr int kLowLatencyMaxHostRanks = 8, kLowLatencyMaxRanks = 32;    // of one host, of all; a mask has a bit for each rank
+constexpr int kValueBitsOfFlag = 16, kWhatBits = 8 + kValueBitsOfFlag;  // bits of a flag below the number of its call
 
 enum class LowLatencyOperation : int { kDispatch = 0, kCombine = 1 };
 
-// What a rank does in a call, in the low bits of its flags; all must do the same.
+// The action of a rank in a call, in the low bits of its flags. All ranks must do the same.
 struct LowLatencyWhat {
     LowLatencyOperation operation;
     DType dtype;       // of x
@@ -38,7 +39,7 @@ struct LowLatencyWhat {
     bool has_weights;  // topk_weights travel
     bool is_refused;   // the rank refuses its arguments, for the reason in `reasons`
 
-    // In place of all that: the rank did not come, as the one of its rail tells its node.
+    // Replaces all fields: the rank did not come, as the rank of its rail tells its node.
     static constexpr unsigned kAbsent = 1u << 7;
 
     DEEPEP_MOE_HD constexpr unsigned packed() const {
@@ -48,7 +49,7 @@ struct LowLatencyWhat {
     DEEPEP_MOE_HD constexpr unsigned long long flag(unsigned long long call, int value) const {
         return call << kWhatBits | packed() << kValueBitsOfFlag | static_cast<unsigned>(value);
     }
-    // The dispatch that a combine has told its last bits of, if it was less than 2^15 calls from `own`.
+    // The dispatch whose last bits a combine has sent, if it was less than 2^15 calls from `own`.
     static constexpr unsigned long long dispatch_near(unsigned long long own, int value) {
         return own + static_cast<long long>(static_cast<int16_t>(value - static_cast<int>(own % (1u << kValueBitsOfFlag))));
     }
@@ -66,14 +67,14 @@ struct LowLatencyWhat {
     }
 };
 
-// One lane of a token on its way to its expert's rank.
+// One top-k entry of a token on its way to its expert's rank.
 struct alignas(8) LowLatencyLane {
-    int16_t expert;  // local there; -1: not on that rank
+    int16_t expert;  // number among that rank's experts; -1: not on that rank
     uint16_t index;  // tokens of the source before this one with the same expert
     float weight;    // 1 without topk_weights
 };
 
-// One lane of a token that was received: its row, expert * capacity + place, or -1; and its weight.
+// One top-k entry of a received token: its row (expert * capacity + place, or -1) and its weight.
 struct alignas(8) LowLatencyRow {
     int32_t row;
     float weight;
@@ -104,18 +105,19 @@ struct LowLatencyLayout {
         turn_bytes = rows + bytes_of_rows;
         total_bytes = turns + kTurns * turn_bytes;
     }
-    // Offsets of a rank's words in the workspace of another.
+    // Offsets of the words that a rank writes in the workspace of another.
     DEEPEP_MOE_HD int64_t resumed_of(int source) const { return resumed + 8 * source; }
     DEEPEP_MOE_HD int64_t left_of(int source) const { return left + 8 * source; }
-    // A rank may refuse two calls before a peer looks at the first one's reason, so each turn has its own.
+    // Each turn has its own reason, because a rank may refuse two calls before a peer reads the first reason.
     DEEPEP_MOE_HD int64_t reason_of(int source, unsigned long long call) const {
         return reasons + kMaxReasonBytes * (static_cast<int64_t>(call % kTurns) * num_ranks + source);
     }
 };
 
-// What one rank remembers of a dispatch for its combines, in memory of the caller:
-//   call u64 | failed u64: call ^ LowLatencyContext::failed where it failed on a GPU | num_tokens i32[kLowLatencyMaxRanks] from each rank |
-//   rank_masks u32[num_max_tokens] | rows LowLatencyRow[num_ranks][num_max_tokens][num_topk]
+// Handle of a dispatch: what a rank needs for its combines, in memory of the caller. `failed` is call ^ LowLatencyContext::failed if the
+// dispatch failed on a GPU.
+//   call u64 | failed u64 | num_tokens i32[kLowLatencyMaxRanks] from each rank | rank_masks u32[num_max_tokens] |
+//   rows LowLatencyRow[num_ranks][num_max_tokens][num_topk].
 // Bit r of a rank mask: the token was sent to rank r.
 struct LowLatencyHandleLayout {
     int64_t failed, num_tokens, rank_masks, rows, total_bytes;
@@ -127,8 +129,9 @@ struct LowLatencyHandleLayout {
           total_bytes(round_up(rows + static_cast<int64_t>(sizeof(LowLatencyRow)) * c.capacity() * c.num_topk, 16)) {}
 };
 
-// Sums over all calls, in memory of the caller: num_tokens_per_expert i64[num_local_experts] received | wait_ns i64[num_ranks] from a
-// receiver's start until it had heard of each rank | num_dropped i64, (token, expert) pairs of this rank whose rank was masked.
+// Sums over all calls, in memory of the caller. `num_tokens_per_expert` counts received tokens. `wait_ns` is the time from a receiver's
+// start until it had heard of each rank. `num_dropped` counts (token, expert) pairs of this rank whose rank was masked.
+//   num_tokens_per_expert i64[num_local_experts] | wait_ns i64[num_ranks] | num_dropped i64
 struct LowLatencyStatistics {
     int64_t *num_tokens_per_expert, *wait_ns, *num_dropped;
     DEEPEP_MOE_HD LowLatencyStatistics(const LowLatencyConfig& c, int64_t* all)

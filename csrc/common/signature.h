@@ -1,4 +1,4 @@
-// What all ranks must agree on in one call, and how it is told.
+// The properties of a call that all ranks must agree on, and how they are packed and described.
 #pragma once
 
 #include <cstdint>
@@ -25,13 +25,13 @@ struct Signature {
 
 std::string describe(const Signature& signature);
 std::string describe(const LowLatencyWhat& what);
-std::string describe_combine(unsigned long long dispatch);  // of low-latency calls, along whose handle
+std::string describe_combine(unsigned long long dispatch);  // low latency; dispatch: the call whose handle is used
 
-// In one word, never 0. `handle_call` keeps its low 32 bits.
+// Pack into one word, which is never 0. `handle_call` keeps its low 32 bits.
 uint64_t pack(const Signature& signature);
 Signature unpack(uint64_t packed);
 
-// `text` into `target`, with a zero at its end, cut where it is too long, but not inside a UTF-8 character.
+// Copy `text` to `target` with a zero at its end. Text that is too long is cut, but not inside a UTF-8 character.
 void copy_text(char* target, size_t capacity, const std::string& text);
 
 }  // namespace deepep_moe

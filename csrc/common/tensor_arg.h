@@ -1,4 +1,4 @@
-// What native code reads of a tensor.
+// Tensors as native code reads them.
 #pragma once
 
 #include <algorithm>
@@ -7,13 +7,13 @@
 
 namespace deepep_moe {
 
-// What a call reads of a tensor, contiguous, or of None.
+// The fields of a contiguous tensor, or of None, that a call reads.
 struct TensorArg {
-    uintptr_t address = 0;  // 0 where there is nothing
+    uintptr_t address = 0;  // 0: no memory
     bool is_there = false;
     int num_dims = 0;
-    int64_t num_rows = 1, num_columns = 1, element_bytes = 0;  // [num_rows], or [..., num_columns] with rows of all dimensions before,
-    int64_t inner_rows = 1, num_leading = 1;                   // of which the last has these, and the others so many of it
+    int64_t num_rows = 1, num_columns = 1, element_bytes = 0;  // [num_rows], or [..., num_columns]: rows of all dimensions before
+    int64_t inner_rows = 1, num_leading = 1;                   // rows of the last of these dimensions, and the product of the others
 
     template <class Pointer>
     Pointer as() const {
@@ -33,7 +33,7 @@ struct TensorArg {
     bool is_empty() const { return num_rows == 0 || num_columns == 0; }
 };
 
-// A tensor [num_rows, num_columns] whose entries lie as its strides say, or None.
+// A tensor [num_rows, num_columns] with any strides, or None.
 struct MatrixArg : TensorArg {
     int64_t row_stride = 0, column_stride = 0;
 };

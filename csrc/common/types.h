@@ -1,4 +1,4 @@
-// Element types and the bounds everything is sized by.
+// Element types, and bounds of sizes.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <type_traits>
 
-// For what processors and GPUs both call.
+// For functions that both CPUs and GPUs call.
 #if defined(__CUDACC__)
 #define DEEPEP_MOE_HD __host__ __device__
 #else
@@ -19,10 +19,10 @@ constexpr int kMaxRanks = 64;
 constexpr int kMaxTopk = 32;
 constexpr int kMaxChannels = 64;
 constexpr int kScaleBlock = 128;                          // columns of an fp8 row that share one fp32 scale
-constexpr float kFp8Largest = 448.0f, kFp8Least = 1e-4f;  // of e4m3; what counts as the largest magnitude of a block at least
-constexpr float kFp8LeastTrained = 0x1p-100f;             // the same of a block whose gradients may be small; its scale is normal
-constexpr int kRowAlignment = 16;                         // bytes a row must be a multiple of
-constexpr int kMaxReasonBytes = 240;                      // of a refusal, as its peers are told
+constexpr float kFp8Largest = 448.0f, kFp8Least = 1e-4f;  // of e4m3; a block's largest magnitude counts as at least kFp8Least
+constexpr float kFp8LeastTrained = 0x1p-100f;             // the same for blocks whose gradients may be small; their scale is normal
+constexpr int kRowAlignment = 16;                         // bytes; a row's size must be a multiple of it
+constexpr int kMaxReasonBytes = 240;                      // of the reason that peers get for a refusal
 
 enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat8 = 3, kFloat8E5M2 = 4 };  // kFloat8: e4m3
 enum class Layout : int { kRank = 0, kExpert = 1 };
@@ -49,7 +49,7 @@ constexpr const char* name_of(DType dtype) {
     return "?";
 }
 
-// `launcher` with the type as a constant, `dtype.value`; where it is fp8, the error that says why that is none.
+// Call `launcher` with the type as a constant, `dtype.value`. For fp8 throw std::invalid_argument with why_not_fp8.
 template <class Launcher>
 void with_dtype(DType dtype, const char* why_not_fp8, const Launcher& launcher) {
     switch (dtype) {
@@ -65,9 +65,9 @@ constexpr const char* name_of(Layout layout) { return layout == Layout::kRank ? 
 
 constexpr size_t align_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// The scale of a block of an fp8 row whose largest magnitude is m is m / kFp8Largest, as DeepSeek-V3 has it (arXiv:2412.19437,
-// section 3.3.2), so that a block uses the whole range of the format; or the next power of two, 2 to this biased exponent.
-// Of a block with inf or NaN the scale is that, and the exponent 255, which is the format's NaN.
+// The scale of a block of an fp8 row with largest magnitude m is m / kFp8Largest, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2). So a
+// block uses the whole range of the format. A rounded scale is the next power of two, 2 to this biased exponent. If a block has inf or NaN,
+// its scale has that too, and the exponent is 255, which is the format's NaN.
 constexpr uint32_t kNotFiniteExponent = 255;
 DEEPEP_MOE_HD constexpr uint32_t rounded_exponent(uint32_t scale_bits) {
     const uint32_t exponent = (scale_bits + 0x7fffffu) >> 23;

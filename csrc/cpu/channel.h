@@ -1,4 +1,4 @@
-// What one thread needs to exchange rows with its counterparts on all other ranks.
+// State with which one thread exchanges rows with its counterparts on all other ranks.
 //
 // A call's tokens are split into channels, the same way on every rank; channel c of rank s feeds ring (s, c) of every peer, in token
 // order. Threads own whole channels, so no two threads share a counter, and positions need no atomics.
@@ -13,7 +13,7 @@
 
 namespace deepep_moe {
 
-constexpr int kBatch = 16;  // rows moved per peer before the next peer has its turn
+constexpr int kBatch = 16;  // rows moved for one peer before the next peer
 
 template <class T>
 const T* at(const T* optional, int64_t offset) {
@@ -36,7 +36,7 @@ struct Channel {
     }
 };
 
-// The ranks each token of `range` goes to, a bit a rank.
+// The ranks each token of `range` goes to, one bit a rank.
 inline std::vector<uint64_t> rank_masks(const int32_t* topk_idx, Range range, int num_topk, int experts_per_rank) {
     std::vector<uint64_t> masks(range.end - range.begin, 0);
     for (int64_t token = range.begin; token < range.end; ++token)

@@ -50,7 +50,7 @@ private:
     struct Peer {
         RingSender sender;
         RingReceiver receiver;
-        int64_t next_slot, last_slot;  // of the tokens that came from the peer
+        int64_t next_slot, last_slot;  // of the tokens that have come from the peer
     };
 
     bool done() const {
@@ -60,7 +60,7 @@ private:
         return true;
     }
 
-    // The expert side: one row of the wire's dtype, and one value per lane, for the token in `slot_idx`.
+    // On the experts' rank: write one row of the wire's dtype, and one value per top-k entry, for the token in `slot_idx`.
     void reduce(int64_t slot_idx, bool is_last, std::byte* slot) const {
         const void* rows[kMaxTopk] = {p_.x + slot_idx * row_bytes_};
         float weights[kMaxTopk] = {p_.weights != nullptr ? p_.weights[slot_idx] : 1.0f};
@@ -113,7 +113,7 @@ private:
         return count > 0;
     }
 
-    // The source side: sums the tokens whose rows are all here.
+    // On the source rank: sum the tokens whose rows have all come.
     bool finish_tokens() {
         int count = 0;
         for (; count < kBatch && next_token_ < range_.end && finish(next_token_, masks_[next_token_ - range_.begin]); ++count)
@@ -151,7 +151,7 @@ private:
         return true;
     }
 
-    // of.rows: one of each rank of `mask`, ascending. A node's sum is rounded where it would cross to this one.
+    // of.rows: one row of each rank of `mask`, ascending. A node's sum is rounded if it would cross to this node.
     void sum_over_nodes(uint64_t mask, const SumParams& of) {
         const void* sums[kMaxRanks];
         int num_sums = 0;
@@ -213,7 +213,7 @@ private:
     const std::vector<uint64_t> masks_;  // of the tokens of range_
     int64_t next_token_;
     std::vector<std::byte> own_slot_;
-    std::vector<float> node_sums_;    // [num_nodes, hidden], where there is more than one
+    std::vector<float> node_sums_;    // [num_nodes, hidden], if there are several nodes
     std::vector<std::byte> rounded_;  // a row
     std::vector<Peer> peers_;         // [num_ranks], this rank included
 };

@@ -12,10 +12,10 @@ struct CombineParams {
     int ranks_per_node;
 
     // of the tokens this rank received
-    const int32_t* recv_counts;      // [num_ranks, num_channels]
-    const int32_t* recv_row_idx;     // expert layout: [num_recv_tokens, num_topk] row of each lane, -1 = none; nullptr in rank layout
-    const std::byte* x;              // [num_rows, hidden] (rank layout: num_rows = num_recv_tokens)
-    const float* weights;            // [num_rows], or nullptr: a plain sum
+    const int32_t* recv_counts;   // [num_ranks, num_channels]
+    const int32_t* recv_row_idx;  // expert layout: [num_recv_tokens, num_topk] row of each top-k entry, -1 = none; nullptr in rank layout
+    const std::byte* x;           // [num_rows, hidden] (rank layout: num_rows = num_recv_tokens)
+    const float* weights;         // [num_rows], or nullptr: a plain sum
     const float* topk_weight_grads;  // expert layout: [num_rows]; rank layout: [num_recv_tokens, num_topk]; or nullptr
 
     // of this rank's own tokens
@@ -24,7 +24,7 @@ struct CombineParams {
     const std::byte* bias;              // [num_tokens, hidden], or nullptr
     std::byte* combined_x;              // [num_tokens, hidden]
     float* combined_topk_weight_grads;  // [num_tokens, num_topk], or nullptr
-    bool sums_lanes;                    // a lane gets the sum over all ranks that its token went to, not what its expert's rank has
+    bool sums_lanes;                    // a top-k entry gets the sum over all ranks of its token, not only the value of its expert's rank
 };
 
 // Moves the rows of one channel. Throws what `channel.monitor` throws.

@@ -8,7 +8,7 @@
 namespace deepep_moe {
 namespace {
 
-// Calls `visit` with each chosen expert, ascending. Most experts are not chosen, so eight are looked at together.
+// Call `visit` with each chosen expert, ascending. Most experts are not chosen, so eight are checked together.
 template <class Visit>
 void for_each_chosen(const uint8_t* row, int64_t num_experts, const Visit& visit) {
     int64_t expert = 0;
@@ -27,7 +27,7 @@ void count_lanes_of(const CountLanesParams& p) {
     const auto [num_tokens, num_experts, num_topk] = p.sizes;
     const int64_t num_local = num_experts / p.num_ranks;
     const Index* const topk_idx = static_cast<const Index*>(p.topk_idx);
-    std::vector<int64_t> last_tokens(num_experts, -1);  // that each expert has counted
+    std::vector<int64_t> last_tokens(num_experts, -1);  // the last token that each expert has counted
     for (int64_t token = 0; token < num_tokens; ++token) {
         uint8_t* const in_rank = p.is_token_in_rank + token * p.num_ranks;
         std::fill_n(in_rank, p.num_ranks, uint8_t{0});

@@ -7,7 +7,7 @@
 namespace deepep_moe {
 namespace {
 
-// A token as it arrives: from a ring slot, or from this rank's own x.
+// A token as it arrives: from a ring slot, or from this rank's x.
 struct Arrival {
     const int32_t* experts;  // [num_topk] local experts, -1 = not here
     const float* weights;    // [num_topk]
@@ -48,7 +48,7 @@ public:
                 moved |= send((c_.rank + offset) % c_.num_ranks);
                 moved |= receive((c_.rank + c_.num_ranks - offset) % c_.num_ranks);
             }
-            if (!moved) moved = deliver_own();  // rows that stay here fill the time in which no peer wants anything
+            if (!moved) moved = deliver_own();  // use the time in which no peer can be served for rows that stay here
             if (moved)
                 waiter.progress();
             else

@@ -27,7 +27,7 @@ struct DispatchParams {
     void* recv_topk_idx;         // rank layout: [num_recv_tokens, num_topk] local experts, or nullptr (cached)
     bool recv_topk_idx_is_int64;
     float* recv_topk_weights;  // rank layout: [num_recv_tokens, num_topk]; expert layout: [num_rows]; or nullptr
-    int32_t* recv_row_idx;     // expert layout: [num_recv_tokens, num_topk] row of each lane, -1 = none
+    int32_t* recv_row_idx;     // expert layout: [num_recv_tokens, num_topk] row of each top-k entry, -1 = none
 };
 
 // Moves the rows of one channel. Throws what `channel.monitor` throws.

@@ -1,4 +1,4 @@
-// Who gets how much: counts of a rank's tokens per rank and per expert.
+// Counts of a rank's tokens per rank and per expert.
 #pragma once
 
 #include <cstdint>

@@ -7,8 +7,7 @@
 
 namespace deepep_moe {
 
-// Copies one row. `streaming` writes past the caches: for outputs larger than they are. Call `finish_streaming` before another
-// thread may read what was written so.
+// Copy one row. `streaming` writes past the caches; then call `finish_streaming` before another thread may read the row.
 void copy_row(void* dst, const void* src, size_t bytes, bool streaming);
 void finish_streaming();
 
@@ -19,19 +18,19 @@ struct SumParams {
     const void* bias;         // [hidden] added last, or nullptr
     int num_rows, hidden;
 
-    // Rows of the next sum, fetched into the cache meanwhile: rows lie anywhere, so the hardware cannot guess them.
+    // Rows of the next sum, prefetched meanwhile: they lie anywhere, so the hardware cannot predict them.
     const void* const* next_rows;  // num_next_rows pointers to [hidden]
     int num_next_rows;
 };
 
-// sum = round(((0 + w0 * row0) + w1 * row1) + ... + bias): every product and every sum rounded to fp32, the result rounded once to
+// Compute sum = round(((0 + w0 * row0) + w1 * row1) + ... + bias). Every product and every sum is rounded to fp32, and the result once to
 // the rows' dtype (to nearest even). Not for fp8.
 void sum_rows(DType dtype, const SumParams& params);
 
-// The same, of rows of `dtype`, without the last rounding: `sum` is fp32.
+// The same for rows of `dtype`, without the last rounding: `sum` is fp32.
 void sum_rows_to_float32(DType dtype, const SumParams& params);
 
-// The same, of rows that are fp32: `sum` and `bias` are of `dtype`.
+// The same for fp32 rows: `sum` and `bias` are of `dtype`.
 void sum_float32_rows(DType dtype, const SumParams& params);
 
 }  // namespace deepep_moe

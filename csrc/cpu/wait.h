@@ -17,15 +17,15 @@
 
 namespace deepep_moe {
 
-// What a wait lacks: a counter of `peer` in `phase`, `expected` and last `seen`.
+// Describes an unfinished wait: for a counter of `peer` in `phase`, `expected` and last `seen`.
 struct Lack {
     int peer;
     const char* phase;
     int64_t expected, seen;
 };
 
-// Knows the peers' state. `suspect` says whether the wait looks hopeless (the peer is gone, or has left or failed this call); asked
-// a second time, after another look at the data, `give_up` throws. `fail` throws for a passed deadline.
+// Knows the peers' state. `suspect` returns whether the wait looks hopeless: the peer is gone, or has left or failed this call. After a
+// second look at the data, `give_up` throws. `fail` throws for a passed deadline.
 class PeerMonitor {
 public:
     virtual ~PeerMonitor() = default;
@@ -39,7 +39,7 @@ public:
     [[noreturn]] virtual void fail(const Lack& lack) = 0;
 };
 
-// Set while this process ends: then a wait fails after so many seconds without progress, whatever its deadline.
+// Set while this process ends. Then a wait fails after kHurriedTimeout seconds without progress, whatever its deadline.
 inline std::atomic<bool> waits_hurry{false};
 constexpr double kHurriedTimeout = 1.0;
 
@@ -51,9 +51,9 @@ inline void relax_cpu() {
 #endif
 }
 
-// Call `idle` whenever nothing could be done and `progress` whenever something was. Spins, then yields, then sleeps; looks at the
-// peers every few milliseconds; fails when nothing was done for the monitor's deadline, nor at one more look after it. `lacks(report)` must
-// call `report(Lack)` for everything waited for; the blame goes to the first peer that is not itself waiting.
+// Call `idle` whenever nothing could be done and `progress` whenever something was. It spins, then yields, then sleeps, and checks the
+// peers every few milliseconds. It fails if nothing was done within the monitor's deadline, nor at one more look. `lacks(report)` must call
+// `report(Lack)` for everything that is waited for; the first peer that is not itself waiting is blamed.
 class Waiter {
 public:
     explicit Waiter(PeerMonitor& monitor) : monitor_(monitor) {}
@@ -100,14 +100,14 @@ private:
         const bool hurries = waits_hurry.load(std::memory_order_relaxed);
         const double deadline = hurries ? std::min(kHurriedTimeout, monitor_.timeout_s()) : monitor_.timeout_s();
         if (std::chrono::duration<double>(Clock::now() - began_).count() < deadline) return;
-        // The time may have passed while this process was stopped or in a signal's handler: what came meanwhile is taken first.
+        // The time may have passed while this process was stopped or in a signal handler, so first take what has come meanwhile.
         if (!std::exchange(is_overdue_, true)) return;
         Lack first{}, stuck{};
         lacks([&](const Lack& lack) {
             if (!first.phase) first = lack;
             if (!stuck.phase && beats_[lack.peer] == monitor_.beat(lack.peer)) stuck = lack;
         });
-        if (!first.phase) {  // what was lacking has come at the last moment, if the caller finds it when it looks again
+        if (!first.phase) {  // nothing is lacking: it came at the last moment, if the caller finds it in its next look
             if (!std::exchange(lacks_nothing_, true)) return;
             throw std::logic_error("a call waits for nothing: its handle was changed after its dispatch");
         }
@@ -116,7 +116,7 @@ private:
         monitor_.fail(blamed);
     }
 
-    // No record of it is left: peers must blame this process, which ends, and not the one that it waits for.
+    // It leaves no failure record: peers must blame this process, which ends, and not the one that it waits for.
     [[noreturn]] static void throw_hurried(const Lack& lack) {
         throw HurriedError("this process ends, and rank " + std::to_string(lack.peer) + " is late in phase '" + lack.phase +
                            "'; wait for the event of an asynchronous call before the process ends");

@@ -2,9 +2,9 @@
 //
 //   SegmentHeader | Entry[kEntries] | counts[kEntries] | RingControl[num_ranks][num_channels] | ring bytes[num_ranks][num_channels]
 //
-// A rank owns one segment and writes its header, entries and counts; the rings in it are its inbox: ring (source, channel) is
-// written by rank `source` only and drained by the owner only. Every counter carries the sequence number of the call it belongs
-// to, so nothing is cleared between calls and what an aborted call left behind is never mistaken for data.
+// A rank owns one segment and writes its header, entries and counts. The rings in it are its inbox: only rank `source` writes ring
+// (source, channel), and only the owner drains it. Every counter carries the sequence number of its call. So nothing is cleared between
+// calls, and remains of an aborted call are never mistaken for data.
 #pragma once
 
 #include <atomic>
@@ -18,8 +18,8 @@ namespace deepep_moe {
 
 constexpr size_t kCacheLine = 64;
 constexpr size_t kMessageBytes = 512;
-constexpr int kEntries = 16;                    // of as many calls: a rank that refuses calls, or gives up in them, is ahead of the others
-constexpr size_t kRingBytes = size_t{1} << 20;  // of all channels of one source together, unless rows are very long
+constexpr int kEntries = 16;  // calls whose entries are kept: a rank that refuses or gives up calls gets ahead of the others
+constexpr size_t kRingBytes = size_t{1} << 20;  // of all channels of one source together; more if rows are very long
 constexpr size_t kMinRingSlots = 8;
 constexpr uint64_t kSegmentMagic = 0x64656570'65700003;  // changes with this layout
 
@@ -28,7 +28,7 @@ enum class SegmentState : int { kAlive = 1, kDestroyed = 2 };
 // Why this rank has left a call that it had entered, for peers that wait in the same call.
 struct FailureRecord {
     std::atomic<uint64_t> sequence;  // of the call; 0 while the rest is written
-    int culprit;                     // the rank on which it gave up, in `phase`; or itself, for its own `reason`
+    int culprit;                     // the rank it gave up on, in `phase`; or this rank, with its own `reason`
     int64_t expected, seen;
     char phase[64];
     char reason[kMessageBytes];
@@ -40,14 +40,14 @@ struct SegmentHeader {
     std::atomic<SegmentState> state;
     alignas(kCacheLine) std::atomic<uint64_t> entered;  // the last call the rank has entered
     std::atomic<uint64_t> ended;                        // the last call whose rows this rank has sent and received
-    alignas(kCacheLine) std::atomic<uint64_t> beat;     // grows while the rank waits: a rank that is stuck does not wait
+    alignas(kCacheLine) std::atomic<uint64_t> beat;     // grows while the rank waits; a rank that is stuck elsewhere does not raise it
     alignas(kCacheLine) FailureRecord failure;
 };
 
 // A rank's arrival in a call.
 struct Entry {
     alignas(kCacheLine) std::atomic<uint64_t> sequence;  // of the call; 0 while the rest, or the counts of the same place, are written
-    int refused;                                         // not 0: the rank makes no call, `message` says why, nothing else holds; 1 + Cause
+    int refused;                                         // not 0: 1 + Cause; the rank makes no call, and only `message`, the reason, is set
     Signature signature;
     int64_t num_recv_rows;  // the bound given by the caller, or -1
     char message[kMessageBytes];
@@ -64,7 +64,7 @@ struct WorkspaceConfig {
     int ranks_per_node = 0;  // 0: all of them
 };
 
-// Bytes of one ring slot: lane experts and lane values, then the row, then its scales.
+// Bytes of one ring slot: experts and values of the top-k entries, then the row, then its scales.
 struct SlotLayout {
     size_t values_offset, row_offset, scales_offset, bytes;
     SlotLayout(int num_topk, size_t row_bytes, size_t scale_bytes)

@@ -1,4 +1,4 @@
-// After a copy engine has filled slots of a peer's inbox: sets their flags. On the stream behind the copy; waits for nothing.
+// Set the flags of slots in a peer's inbox that a copy engine has filled. Runs on the stream behind the copy and waits for nothing.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/sync.cuh"
 #include "cuda/launch.h"

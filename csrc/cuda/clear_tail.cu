@@ -1,4 +1,4 @@
-// Zeros in the rows that belong to no group. Where groups end is read on the device, and no other row is touched.
+// Write zeros to the rows that belong to no group. The kernel reads the groups' ends on the device and touches no other row.
 #include "cuda/clear_tail.h"
 
 #include "cuda/device/launch.cuh"

@@ -1,12 +1,12 @@
 // Combine on one NVLink host, or on one of several nodes. The second kernel of the call; it may start while the plan runs.
 //
-//   send blocks   push sums from the outbox to the tokens' sources, chunk by chunk, a flag a chunk; wait for the tiles that work blocks sum
-//   work blocks   1. sum the rows of each peer's tokens on this rank into the outbox, in ascending lane of top-k, rounded once
-//                 2. add up each own token, in rank order: sums that arrive (they wait for their chunk's flag), and rows on this rank
-//                    Of several nodes: first the tokens that came from another one, whose sums go back there, rounded; then this rank's
-//                    tokens, in node order, with the sums that come from there
+//   Send blocks    Push sums from the outbox to the tokens' sources, with one flag a chunk. Wait for the tiles that work blocks sum.
+//   Work blocks    1. Sum the rows of each peer's tokens on this rank into the outbox, in top-k order, rounded once.
+//                  2. Add up each token of this rank, in rank order: sums that arrive with their chunk's flag, and rows on this rank.
+//                     With several nodes, tokens of other nodes come first and their rounded sums go back. Then this rank's tokens
+//                     follow, in node order, with the sums that come from other nodes.
 //
-// Rows of the rank layout without weights need no first step: they are sent from where they lie (`direct`).
+// Rows of the rank layout without weights skip the first step: they are sent from where they lie (`direct`).
 #include "cuda/device/combine_rows.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/launch.h"
@@ -45,9 +45,9 @@ struct Kernel : CombineRows<kType> {
         push<Ring>(c, p.ring, slot, chunk_slots, p.recv_counts, false, first_node, ready, find, rows);
     }
 
-    // ---- working blocks ----
+    // ---- work blocks ----
 
-    // On the expert side: a tile of a row a warp, in the order in which they are sent.
+    // On the experts' rank: each warp sums one tile of a row, in the order in which rows are sent.
 
     __device__ void reduce() const {
         WarpTasks tasks(&c.state->next_reduce);
@@ -60,8 +60,8 @@ struct Kernel : CombineRows<kType> {
         }
     }
 
-    // Part of a row that a task of `reduce` is about; peer: -1 past the last. Finds it as SourceTask does, which made the compiler spill a
-    // register of the sums. Rows for other nodes come first: they have a longer way.
+    // The part of a row that a task of `reduce` sums; peer: -1 past the last. It repeats the search of SourceTask, because using that made
+    // the compiler spill a register of the sums. Rows for other nodes come first, because their way is longer.
     struct Remote {
         int peer = -1, index = 0, tile = 0;
         Rows rows;
@@ -94,17 +94,17 @@ struct Kernel : CombineRows<kType> {
         if (lane == 0) add_release_local(p.routing.reduced + remote.peer * own.layout.num_reduced + remote.index / kReducedSlots, 1);
     }
 
-    // On the source side: a tile of a token's row a warp.
+    // On the source rank: each warp sums one tile of a token's row.
 
     template <bool kHasNodes>
     __device__ void finish() const {
         WarpTasks tasks(&c.state->next_receive);
         const int own_first = first_from(p.recv_counts, c.rank), num_tasks = p.routing.num_tokens * num_tiles;
-        const auto token_of = [&](int task) {  // those that came from other nodes first
+        const auto token_of = [&](int task) {  // tokens of other nodes first
             if constexpr (!kHasNodes) return task / num_tiles;
             return (task / num_tiles + (config.node + 1) * config.node_tokens()) % p.routing.num_tokens;
         };
-        const auto slot_of = [&](int task) {  // of the token on rank `lane`, -1 = it did not go there
+        const auto slot_of = [&](int task) {  // slot of the token on rank `lane`; -1: it did not go there
             return task < num_tasks && lane < config.num_ranks ? p.routing.send_slot[token_of(task) * config.num_ranks + lane] : -1;
         };
         const auto rows_of = [&](int index) {
@@ -115,14 +115,14 @@ struct Kernel : CombineRows<kType> {
         };
         int task = tasks.take(), index = slot_of(task), next = tasks.take(), next_index = slot_of(next);
         Rows rows = rows_of(index);
-        while (task < num_tasks) {  // what the next ones need is on its way
+        while (task < num_tasks) {  // loads for the next two tasks are in flight
             const int later = tasks.take(), later_index = slot_of(later);
             const Rows next_rows = rows_of(next_index);
             rows.look_up(*this);
             const bool is_remote = index >= 0 && lane != c.rank;
             if (!__all_sync(kFullWarp, !is_remote || wait_flag(c, own.arrived(lane, index), sequence, lane, GpuPhase::kCombineRows)))
                 return;
-            __syncwarp();  // what one lane has seen arrive, all may read
+            __syncwarp();  // all threads may read what one has seen arrive
             if constexpr (!kHasNodes) finish_token(task / num_tiles, task % num_tiles, index, rows);
             if constexpr (kHasNodes)
                 if (!finish_token_of_nodes(token_of(task), task % num_tiles, index, rows)) return;
@@ -131,8 +131,7 @@ struct Kernel : CombineRows<kType> {
         }
     }
 
-    // Adds up, in order of the ranks, what has arrived and the sum of the rows on this rank. `index`: the token's slot on rank `lane`, -1 =
-    // it did not go there.
+    // Add up, in rank order, sums that have come and the sum of this rank's rows. `index`: the token's slot on rank `lane`; -1: none.
     __device__ void finish_token(int token, int tile, int index, const Rows& rows) const {
         const unsigned ranks = __ballot_sync(kFullWarp, index >= 0);
         const int num_ranks = __popc(ranks), num_rows = num_ranks + (p.bias != nullptr);
@@ -143,7 +142,7 @@ struct Kernel : CombineRows<kType> {
         each_batch(tile, [&](int first, int end) {
             Sum sum = {}, here = {};
             rows.add(*this, here, first, end);
-            Pieces held;  // rounded, as after a journey
+            Pieces held;  // this rank's sum, rounded as if it had been sent
 #pragma unroll
             for (int j = 0; j < kBatch; ++j) held[j] = Values::store(here[j]);
             sum_pieces<Values, kBatch>(sum, first, end, num_rows, sums, [](int) { return 1.0f; }, held);
@@ -152,11 +151,11 @@ struct Kernel : CombineRows<kType> {
         if (tile == 0 && p.combined_topk_weight_grads != nullptr) take_topk_weight_grads(token, index, rows);
     }
 
-    // The same where there are several nodes. False: give up.
+    // The same with several nodes. False: give up.
     __device__ bool finish_token_of_nodes(int token, int tile, int index, const Rows& rows) const {
         const int node = token / config.node_tokens(), at = token - node * config.node_tokens();
         if (node == config.node) return at >= p.rail.num_tokens || finish_own_token(token, at, tile, index, rows);
-        if (__ballot_sync(kFullWarp, index >= 0) == 0) return true;  // no token is here
+        if (__ballot_sync(kFullWarp, index >= 0) == 0) return true;  // the place has no token, or the token went to no rank here
         std::byte* to = p.rail.of_node(p.rail.outbox, config, node, slot.bytes) + at * slot.bytes;
         each_batch(tile, [&](int first, int end) {
             Sum sum = {};
@@ -172,13 +171,13 @@ struct Kernel : CombineRows<kType> {
         return true;
     }
 
-    // In node order: sums that have come from other nodes, and this one's, which is not rounded.
+    // Add, in node order, the sums that have come from other nodes and the sum of this node, which is not rounded.
     __device__ bool finish_own_token(int token, int at, int tile, int index, const Rows& rows) const {
         const int there = lane < config.num_nodes && lane != config.node ? p.rail.slots[at * config.num_nodes + lane] : -1;
         const unsigned long long* ready = p.rail.ready + (lane * config.node_tokens() + there) / kRailSlots;
         const bool ok = there < 0 || wait_flag(c, ready, sequence, rail_peer(lane), GpuPhase::kRailRows);
         if (!__all_sync(kFullWarp, ok)) return false;
-        __syncwarp();  // what one lane has seen arrive, all may read
+        __syncwarp();  // all threads may read what one has seen arrive
         const std::byte* from = there < 0 ? nullptr : p.rail.of_node(p.rail.inbox, config, lane, slot.bytes) + there * slot.bytes;
         const unsigned nodes = __ballot_sync(kFullWarp, there >= 0), before = nodes & ((1u << config.node) - 1), after = nodes & ~before;
         const std::byte* bias = p.bias == nullptr ? nullptr : p.bias + static_cast<int64_t>(at) * row_bytes;
@@ -202,7 +201,7 @@ struct Kernel : CombineRows<kType> {
         return true;
     }
 
-    // `from`: the token's sum from node `lane`.
+    // `from`: the token's sum that came from node `lane`.
     __device__ void take_topk_weight_grads_of_nodes(int token, int at, int index, const std::byte* from, const Rows& rows) const {
         float value = topk_weight_grad(token, index, rows);
         if (p.sums_lanes) {
@@ -220,8 +219,8 @@ struct Kernel : CombineRows<kType> {
         if (lane < config.num_topk) p.combined_topk_weight_grads[at * config.num_topk + lane] = value;
     }
 
-    // The same where tokens share rows of the result: a tile of such a row a warp. Each of its tokens went to one expert at most, and back
-    // as it was; lane n knows the n-th.
+    // The same if tokens share rows of the result: each warp sums one tile of such a row. Each token went to at most one expert and came
+    // back unsummed. Thread n handles the n-th token.
     __device__ void finish_sums() const {
         WarpTasks tasks(&c.state->next_receive);
         const int num_results = p.routing.num_tokens / p.tokens_per_row, num_tasks = num_results * num_tiles;
@@ -232,14 +231,14 @@ struct Kernel : CombineRows<kType> {
             if (!__all_sync(kFullWarp,
                             !is_remote || wait_flag(c, own.arrived(token.rank, token.index), sequence, token.rank, GpuPhase::kCombineRows)))
                 return;
-            __syncwarp();  // what one lane has seen arrive, all may read
+            __syncwarp();  // all threads may read what one has seen arrive
             if (task % num_tiles == 0 && p.combined_topk_weight_grads != nullptr && token.number >= 0)
                 p.combined_topk_weight_grads[token.number] = token.topk_weight_grad(*this);
             sum_tokens(task / num_tiles, task % num_tiles, token);
         }
     }
 
-    // Where a token's row is once it is back; rank: -1 where it went nowhere.
+    // Where a returned token's row lies; rank: -1 if the token went nowhere.
     struct Returned {
         int number, rank = -1, index = -1, row = -1;
         const std::byte* from = nullptr;
@@ -278,7 +277,7 @@ struct Kernel : CombineRows<kType> {
     }
 };
 
-// What the source adds up: rows of tokens, in one node or several, or of several tokens.
+// Terms of a sum on the source rank: the rows of each token, in one node or over several, or the rows of several tokens.
 enum class Finish { kTokens, kTokensOfNodes, kSumsOfTokens };
 
 template <DType kType, class Ring, Finish kFinish>

@@ -1,9 +1,11 @@
-// The conversions of dense routing, and counts, on GPUs: a warp a token. Nothing waits for another block.
+// Conversions of dense routing, and counts, on GPUs: one warp a token. No block waits for another.
 //
-//   lanes_of_map     32 experts at a time: a chosen one's lane is the number of chosen ones before it
-//   dense_of_lanes   a row of zeros, then the value of each lane
-//   count_lanes      a bit for each expert and rank that the token has, so that it counts once; a block adds up before it adds to the
-//   result
+//   lanes_of_map     Reads 32 experts at a time; a chosen expert's top-k entry is the number of chosen ones before it.
+//
+//   dense_of_lanes   Writes a row of zeros, then the value of each top-k entry.
+//
+//   count_lanes      Sets a bit for each expert and rank of a token, so that each counts once. A block sums up before it adds to the
+//                    result.
 #include <algorithm>
 
 #include "cuda/device/launch.cuh"
@@ -14,7 +16,7 @@ namespace deepep_moe {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kMostBlocks = 512;  // that count
+constexpr int kMostBlocks = 512;  // of count_lanes
 
 __host__ __device__ constexpr int words_of(int num_bits) { return (num_bits + 31) / 32; }
 
@@ -39,7 +41,7 @@ __global__ void __launch_bounds__(kThreads) lanes_of_map(const __grid_constant__
         }
         count += __popc(chosen);
     }
-    __syncwarp();  // lane 0 may write over what another one has written
+    __syncwarp();  // thread 0 may overwrite an entry of another thread
     if (lane == 0 && count > num_topk && num_topk > 0) lanes[0] = num_experts;
     for (int place = count + lane; place < num_topk; place += 32) {
         lanes[place] = -1;
@@ -60,7 +62,7 @@ __global__ void __launch_bounds__(kThreads) dense_of_lanes(const __grid_constant
     }
 }
 
-// Sets a bit. Was it not set?
+// Set a bit; return whether it was not set before.
 __device__ bool is_first(unsigned* bits, int which) {
     const unsigned bit = 1u << which % 32;
     return (atomicOr(bits + which / 32, bit) & bit) == 0;
@@ -70,7 +72,7 @@ __device__ int64_t expert_in(const CountLanesParams& p, int64_t at) {
     return p.is_int64 ? static_cast<const int64_t*>(p.topk_idx)[at] : static_cast<const int32_t*>(p.topk_idx)[at];
 }
 
-// In shared memory: counts of ranks, then of experts; then, for each warp, bits of experts, then of ranks.
+// Shared memory: counts of ranks, then of experts; then, for each warp, bits of experts, then of ranks.
 __global__ void __launch_bounds__(kThreads) count_lanes(const __grid_constant__ CountLanesParams p) {
     const int num_experts = static_cast<int>(p.sizes.num_experts), num_ranks = static_cast<int>(p.num_ranks);
     const int num_local = num_experts / num_ranks, num_counts = num_ranks + num_experts, num_words = words_of(num_counts);

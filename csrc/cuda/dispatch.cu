@@ -1,11 +1,12 @@
 // Dispatch on one NVLink host. The second kernel of the call; it may start while the plan runs.
 //
-//   lane blocks      tell the peers the target row and the weight of each (token, expert); wait for the plan's counts
-//   send blocks      push whole rows into slots in the peers' memory, chunk by chunk, a flag a chunk; wait for `placed` and `met`
-//   receive blocks   expand each chunk into its final rows while later ones fly; wait for the plan, then for a chunk's flag and its lanes
+//   lane blocks      Send the peers the target row and the weight of each (token, expert). Wait for the plan's counts.
+//   send blocks      Push whole rows into slots in the peers' memory, with one flag a chunk. Wait for `placed` and `met`.
+//   receive blocks   Copy the rows of each chunk to their final places while later chunks fly. Wait for the plan, then for the chunk's
+//                    flag and its lanes.
 //
-// Warps of a send block: each has a ring of rows in shared memory, and the last one only sets the flags of those whose rows have landed.
-// Rows that stay on the rank go straight from x. In two halves the launch has the first two roles, or the third.
+// Each warp of a send block has a ring of rows in shared memory. The last warp only sets the flags of chunks whose rows have landed.
+// Rows that stay on the rank go straight from x. A call in two halves launches the first two roles, then the third.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/push.cuh"
 #include "cuda/launch.h"
@@ -17,18 +18,18 @@ namespace deepep_moe {
 namespace {
 
 using tuning::kMaxRingWarps;
-constexpr int kMaxWarps = kMaxRingWarps + 1;  // of a block: one sets the flags of those that send
+constexpr int kMaxWarps = kMaxRingWarps + 1;  // of a block; one warp sets the flags for the others
 constexpr int kTaskRows = tuning::kReceiveTaskRows;
 static_assert(kChunkSlots % kTaskRows == 0);
 
-// What happens to rows as they reach their places: nothing, or `scale_row`.
+// What happens to rows when they are written to recv_x: nothing, or `scale_row`.
 struct Unscaled {};
 template <DType kType>
 struct Scaled {
     static constexpr DType kDType = kType;
 };
 
-// Where a token of this rank lies, or one that came to it from another node.
+// Find the row and tail of a token of this rank, or of one that came to it from another node.
 __device__ __forceinline__ void find_row(const GpuDispatchParams& p, const GpuSlotLayout& slot, int node, int token, const std::byte*& row,
                                          const std::byte*& tail) {
     const GpuWorkspaceConfig& config = p.context.config;
@@ -43,7 +44,7 @@ __device__ __forceinline__ void find_row(const GpuDispatchParams& p, const GpuSl
     tail = p.x_scales + x_row * p.scale_bytes;
 }
 
-// For the token of each lane that `uses` one. All lanes, and their bulk copies, may then read the rows. False: give up.
+// Wait for the token of each thread that `uses` one. Then all threads, and their bulk copies, may read the rows. False: give up.
 __device__ inline bool wait_for_rail(const GpuDispatchParams& p, int node, bool uses, int token) {
     const GpuContext& c = p.context;
     if (node == c.config.node) return true;
@@ -65,7 +66,7 @@ struct Receiver {
     const int64_t num_rows;
     const int warp, lane;
     Ring ring;
-    unsigned lanes_here = 0;  // sources whose lanes this warp has seen arrive, a bit each
+    unsigned lanes_here = 0;  // bit mask of the sources whose lanes this warp has seen arrive
 
     __device__ Receiver(const GpuDispatchParams& p, const GpuSlotLayout& slot, int64_t num_rows)
         : p(p),
@@ -79,7 +80,7 @@ struct Receiver {
           lane(threadIdx.x % 32),
           ring(p.ring, slot) {}
 
-    // Rows that stay here first: they are there already. Then the sources in the order in which they serve this rank.
+    // Rows that stay on this rank come first, because they are there already. Then the sources in the order in which they serve this rank.
     __device__ void receive() {
         WarpTasks tasks(&c.state->next_receive);
         const auto drain = [&](const RingRow& row) { place(row); };
@@ -98,7 +99,7 @@ struct Receiver {
         ring.template settle<0>();
     }
 
-    // Some rows of one chunk.
+    // Receive some rows of one chunk.
     template <class Drain>
     __device__ bool take(const Source& from, int begin, int end, const Drain& drain) {
         const int source = from.rank, first_slot = from.first_slot(config);
@@ -107,9 +108,9 @@ struct Receiver {
             if (!warp_wait_flag(c, own.lanes_ready(source), sequence, source, GpuPhase::kLanes)) return false;
             lanes_here |= 1u << source;
         }
-        const int first = first_from(c, p.routing, p.recv_counts, from) - first_slot;  // plus a slot: which token received it is
+        const int first = first_from(c, p.routing, p.recv_counts, from) - first_slot;  // plus a slot: the number of the token received
         begin += first_slot, end += first_slot;
-        GpuLane lanes[kTaskRows];  // on their way while the rows are waited for
+        GpuLane lanes[kTaskRows];  // loads fly while the warp waits for the rows
 #pragma unroll
         for (int i = 0; i < kTaskRows; ++i) lanes[i] = load_lane(source, min(begin + i, end - 1), first);
         if (!is_local && !warp_wait_flag(c, own.arrived(source, begin), sequence, source, GpuPhase::kDispatchRows)) return false;
@@ -129,7 +130,7 @@ struct Receiver {
         return true;
     }
 
-    // What this lane of a token says; the target of one along a handle is the handle's.
+    // Load this thread's top-k entry of a token. With a cached handle of expert layout, the handle has the target.
     __device__ GpuLane load_lane(int source, int index, int first) const {
         GpuLane what{-1, 0.0f};
         if (lane >= config.num_topk) return what;
@@ -138,7 +139,7 @@ struct Receiver {
         return what;
     }
 
-    // Writes what goes with a token received; returns this lane's row of recv_x, or -1.
+    // Write the index and weight of a received token; return the row of recv_x for this thread's top-k entry, or -1.
     __device__ int take_lane(GpuLane what, int recv_token) const {
         const int64_t entry = static_cast<int64_t>(recv_token) * config.num_topk + lane;
         if (!p.is_expert_layout) {
@@ -171,7 +172,7 @@ struct Receiver {
         }
     }
 
-    // Rows that nobody sends: padding of the experts' groups, and the rest up to a bound. `me`: this warp among `num_warps`.
+    // Zero the rows that nobody sends: padding of the experts' groups, and the rest up to a bound. `me`: this warp among `num_warps`.
     __device__ void zero_rest(int me, int num_warps) {
         int end = 0, padding = 0;  // rows, and padding rows, of the groups before
 #pragma unroll 1
@@ -220,7 +221,7 @@ __device__ void send(const GpuDispatchParams& p, const GpuSlotLayout& slot) {
     push<Ring>(p.context, p.ring, slot, kChunkSlots, p.routing.send_counts, p.to_outbox, config.node, ready, find, rows);
 }
 
-// Tells every peer, ahead of the rows, where its tokens go and what they weigh.
+// Send every peer, ahead of the rows, the targets and weights of its tokens.
 struct LaneSender {
     const GpuDispatchParams& p;
     const GpuContext& c;

@@ -1,12 +1,12 @@
 // Products of fp8 rows, grouped by expert, and of the weights' gradients, on Hopper's tensor cores.
 //
-//   fp8_product<false>   rows times the transposed matrix of their expert
-//   fp8_product<true>    for each expert, the transposed rows of the one operand times those of the other
+//   fp8_product<false>   Multiplies rows with the transposed matrix of their expert.
+//   fp8_product<true>    For each expert, multiplies the transposed rows of one operand with those of the other.
 //
-// A block serves one tile of the result after another, 128 x 256, and reads on the device which rows an expert has. One thread loads 128
-// bytes of depth at a time, kStages ahead; two warp groups have 64 rows of the tile each. The tensor cores sum 128 products; the warps
-// scale the sum and add it to the accumulator in fp32 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). While one warp group adds, the other
-// one's products run.
+// A block computes one 128 x 256 tile of the result after another, and reads on the device which rows an expert has. One thread loads 128
+// bytes of depth at a time, kStages ahead; each of two warp groups has 64 rows of the tile. The tensor cores sum 128 products. The warps
+// scale this sum and add it to the accumulator in fp32 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). While one warp group adds, the
+// products of the other run.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/rows.cuh"
 #include "cuda/device/tensor_cores.cuh"
@@ -28,7 +28,7 @@ struct Launch {
 
 struct Shared {
     uint8_t a[kStages][kRows * kDepth], b[kStages][kColumns * kDepth];
-    float column_scales[kStages][kColumns];  // of weights' gradients
+    float column_scales[kStages][kColumns];  // for weight gradients only
     uint64_t full[kStages], empty[kStages];
 };
 constexpr int64_t kSharedBytes = sizeof(Shared) + kTileAlignment;
@@ -36,16 +36,16 @@ static_assert(kSharedBytes + kStaticSharedBytes <= 232448, "a block of an H100")
 
 #if DEEPEP_MOE_TENSOR_CORES
 
-constexpr int kHalf = kColumns / 2;  // columns that have an accumulator
+constexpr int kHalf = kColumns / 2;  // columns of one accumulator
 constexpr int kScaleBlock = 128;
 
 __device__ int divide(int x, int by) { return (x + by - 1) / by; }
 
-// The tiles of a block, one after another: a row, and a column, of the result where each begins.
+// The tiles of a block, one after another: row and column of the result where each begins.
 template <bool kOfWeights>
 struct Tiles {
     const Params& p;
-    int64_t number, first = 0;  // of the tile, and of its group's first tile
+    int64_t number, first = 0;  // number of the tile, and of the first tile of its group
     int group = -1, start = 0, end = 0, row = 0, column = 0, num_tiles = 0;
 
     __device__ explicit Tiles(const Params& params) : p(params), number(blockIdx.x) {}
@@ -57,7 +57,7 @@ struct Tiles {
             start = end, end = p.group_ends[group];
             num_tiles = num_tile_rows() * divide(kOfWeights ? p.k : p.n, kColumns);
         }
-        // Blocks that run at once have different rows and share columns, whose operand is the larger one.
+        // Blocks that run at once have different rows and share columns, because the columns' operand is larger.
         const int inner = static_cast<int>(number - first), rows = num_tile_rows();
         row = (kOfWeights ? 0 : start) + inner % rows * kRows, column = inner / rows * kColumns;
         number += gridDim.x;
@@ -91,7 +91,7 @@ __device__ void load_tiles(const Launch& launch, Shared& shared) {
     }
 }
 
-// The scales of this thread's two rows of a tile, and those of its columns in a product.
+// The scales of this thread's two rows of a tile, and, in a product, those of its columns.
 template <bool kOfWeights>
 struct Scales {
     float rows[2], halves[2];
@@ -113,7 +113,7 @@ struct Scales {
     }
 };
 
-// Do 128 columns share a scale? They do in what `rescale_transpose` makes.
+// Whether 128 columns share a scale. They do in the output of `rescale_transpose`.
 __device__ bool are_equal(const float* column_scales) {
     const float4 four = *reinterpret_cast<const float4*>(column_scales + 4 * (threadIdx.x % 32));
     const float first = *column_scales;
@@ -153,7 +153,7 @@ __device__ void transpose_words(unsigned (&words)[4]) {
     }
 }
 
-// This thread's part of a row, 128 columns from `to` on. Lanes of a quad store 16 bytes each.
+// Store this thread's part of a row, 128 columns from `to` on. Each thread of a quad stores 16 bytes.
 __device__ void store_row(const float (&sums)[64], int which, __nv_bfloat16* to, bool is_inside) {
     using Values = Piece<DType::kBFloat16>;
     const int lane = threadIdx.x % 4;
@@ -169,7 +169,7 @@ __device__ void store_row(const float (&sums)[64], int which, __nv_bfloat16* to,
     }
 }
 
-// In fp32 neighbors exchange, so that a quad stores 16 columns of two 8-column blocks.
+// The same in fp32: neighbours exchange values, so that a quad stores 16 columns of two 8-column blocks.
 __device__ void store_row(const float (&sums)[64], int which, float* to, bool is_inside) {
     const int lane = threadIdx.x % 4;
     const bool is_odd = lane % 2 == 1;
@@ -234,7 +234,7 @@ __device__ void multiply_tiles(const Params& p, Shared& shared) {
                     add_scaled(sums[half], part, scales.rows, column_scales);
             }
             if (kOfWeights) {
-                __syncwarp();  // all lanes have read the columns' scales
+                __syncwarp();  // all threads have read the columns' scales
                 if (lane == 0) pipe_arrive(&shared.empty[stage]);
             }
         }

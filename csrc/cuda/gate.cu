@@ -1,11 +1,11 @@
 // The gate's forward: scores in double precision, group-limited top-k, weights and counts, defined in common/gate.h.
 //
-//   blocks      as many as the GPU holds, of 16 warps; a warp takes every (16 * blocks)-th token and loads the next one's logits meanwhile
-//   a lane      owns a share of neighbouring experts, of one group if it can be, and knows the best two of them
-//   a warp      scores all experts; keeps the best groups; takes top-k, best first; writes indices, weights and what else is wanted
-//   a block     counts in shared memory, and adds its counts to the result at its end
+//   Blocks      As many as the GPU holds, of 16 warps. A warp takes every (16 * blocks)-th token and loads the next one's logits meanwhile.
+//   A thread    Owns a share of neighbouring experts, of one group if possible, and knows the best two of them.
+//   A warp      Scores all experts, keeps the best groups, takes the top-k, best first, and writes indices, weights and other outputs.
+//   A block     Counts in shared memory, and adds its counts to the result at its end.
 //
-// Nothing waits for another block. Each launch also zeroes the counts of the next one, which may begin while this one runs.
+// No block waits for another. Each launch also zeroes the counts of the next one, which may begin while this one runs.
 #include "cuda/device/gate_parts.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/launch.h"
@@ -21,11 +21,11 @@ struct Gate {
     const GpuGateParams& p;
     const GateOptions& o;
     const Sizes& s;
-    const int lane, set, member;  // this is a set's lane number `member`
-    const int first, num_own;     // experts of this lane
-    float bias[kShare];           // theirs
+    const int lane, set, member;  // this thread is number `member` of its set
+    const int first, num_own;     // experts of this thread
+    float bias[kShare];           // of these experts
     int32_t* const counts;        // shared memory [num_experts + num_ranks], of the block
-    float* const scores;          // of this warp, as what follows
+    float* const scores;          // of this warp, as are the keys
     uint32_t* const keys;
     uint32_t* const group_keys;  // [num_groups]; unused where sets are groups
 
@@ -54,13 +54,13 @@ struct Gate {
         if (p.gate.expert_bias != nullptr) load_quads(p.gate.expert_bias, DType::kFloat32, first, num_own, s.is_aligned, bias);
     }
 
-    // The lane's logits of a token, as fp32; 0 behind them.
+    // Load this thread's logits of a token as fp32, and 0 behind them.
     __device__ void fetch(int64_t token, float (&logits)[kShare]) const {
         const int count = token < o.num_tokens ? num_own : 0;
         load_quads(p.gate.logits, o.dtype, token * o.num_experts + first, count, s.is_aligned, logits);
     }
 
-    // Lane k has the token's k-th expert, -1 where there is none.
+    // Route one token: thread k gets its k-th expert, or -1.
     __device__ void route(int64_t token, float (&logits)[kShare]) const {
         int expert = -1;
         float weight = 0.0f;
@@ -80,7 +80,7 @@ struct Gate {
 
     // ---- scores, and selection scores as ordered integers; 0: cannot be chosen ----
 
-    // False, with the failure told, where a logit or the bias is not accepted. Logits become scores.
+    // Turn logits into scores. False: a logit or the bias is not accepted; the failure is reported.
     __device__ bool score(int64_t token, float (&x)[kShare]) const {
         float largest_logit = 0.0f, largest_bias = 0.0f;
 #pragma unroll
@@ -128,7 +128,7 @@ struct Gate {
         for (int i = 0; i < kShare; ++i) x[i] = score_of(x[i], o.score_function, largest, factor);
     }
 
-    // Of a softmax over all experts: the largest logit, and what exponentials are to be multiplied with.
+    // For a softmax over all experts: find the largest logit, and the factor for all exponentials, 1 / their sum.
     __device__ void sum_exponentials(const float (&x)[kShare], double& largest, double& factor) const {
         float mine = -INFINITY;
 #pragma unroll
@@ -140,9 +140,9 @@ struct Gate {
         factor = 1.0 / warp_sum(sum);
     }
 
-    // ---- top-k: every lane knows its best two experts; the best of all wins, and its owner's next best takes its place ----
+    // ---- top-k: every thread knows its best two experts; the best of all wins, and its owner's next best takes its place ----
 
-    // Lane k: the lane that owns the k-th expert times kMaxShare, plus the expert's number there.
+    // In thread k, return (the thread that owns the k-th expert) * kMaxShare + the expert's position there.
     __device__ unsigned choose() const {
         const bool is_limited = o.topk_groups < o.num_groups;
         if (is_limited && !s.sets_are_groups) limit_groups(keys, group_keys, launch);
@@ -152,7 +152,7 @@ struct Gate {
 #pragma unroll 1
         for (int k = 0; k < o.num_topk; ++k) {
             const uint32_t top = __reduce_max_sync(kFullWarp, two.best);
-            const unsigned mine = lane * kMaxShare + two.best_at;  // of equals the first lane has the lowest experts
+            const unsigned mine = lane * kMaxShare + two.best_at;  // among equal keys the smallest has the lowest expert
             const unsigned winner = __reduce_min_sync(kFullWarp, two.best == top ? mine : ~0u);
             if (lane == k) chosen = winner;
             const bool is_mine = mine == winner;
@@ -176,7 +176,7 @@ struct Gate {
         return two;
     }
 
-    // The best of the winner's lane that is behind the winner, whose key is `top`.
+    // The best expert of the winner's thread that ranks behind the winner, whose key is `top`.
     __device__ BestTwo best_behind(uint32_t top, unsigned winner) const {
         const unsigned at = winner % kMaxShare;
         const uint32_t key = lane < kShare ? keys[place_of(winner / kMaxShare, lane)] : 0;
@@ -187,7 +187,7 @@ struct Gate {
         return next;
     }
 
-    // Does this lane's group stay?
+    // Whether this thread's group is one of the best.
     __device__ bool is_in_best_groups(const BestTwo& two) const {
         uint32_t best = two.best, second = two.second;
 #pragma unroll 1
@@ -208,7 +208,7 @@ struct Gate {
         return better < o.topk_groups;
     }
 
-    // ---- weights and what is written ----
+    // ---- weights and outputs ----
 
     __device__ float weigh(int expert, unsigned chosen) const {
         const unsigned owner = chosen / kMaxShare, at = chosen % kMaxShare;
@@ -243,7 +243,7 @@ struct Gate {
         if (expert >= 0) probs[expert] = weight, routing_map[expert] = true;
     }
 
-    // A rank a lane.
+    // One rank a thread.
     __device__ void write_ranks(int64_t token, int expert) const {
         const int rank_of_expert = expert >= 0 ? expert / (o.num_experts / p.num_ranks) : -1;
 #pragma unroll 1
@@ -294,14 +294,14 @@ bool is_quad_aligned(const void* numbers, DType dtype) {
     return reinterpret_cast<uintptr_t>(numbers) % (kQuad * element_bytes(dtype)) == 0;
 }
 
-// A power of two, so that this many lanes for each of `num` fit into a warp, or 1.
+// Threads for each of `num` groups: the largest power of two for which all fit into a warp, or 1.
 int lanes_for_each(int num) {
     int lanes = 32;
     while (lanes > 1 && lanes * num > 32) lanes /= 2;
     return lanes;
 }
 
-// Of `size` neighbours, in quads if they are.
+// Experts of each of `lanes` threads that share `size` experts; a multiple of kQuad if `size` is.
 int share_of(int size, int lanes) {
     const int unit = size % kQuad == 0 ? kQuad : 1;
     return divide_up(size / unit, lanes) * unit;

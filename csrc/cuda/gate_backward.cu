@@ -1,9 +1,9 @@
 // The gate's backward, which recomputes scores from the logits. Rounding to fp32 counts as the identity.
 //
-//   blocks      enough for all tokens, of 8 warps; nothing waits for another
-//   a warp      a token: lane k has the k-th chosen expert, and the gradient of its logit
-//   all lanes   the experts of the row by turns, where experts that were not chosen have a gradient too: of shares, or of a softmax over
-//               all experts (kHasRow, a kernel of its own); zeros elsewhere
+//   Blocks         Enough for all tokens, of 8 warps. None waits for another.
+//   A warp         Takes one token: thread k has the k-th chosen expert, and the gradient of its logit.
+//   All threads    Handle the experts of a row in turns if experts that were not chosen have a gradient too. They have one with shares,
+//                  or with a softmax over all experts (kHasRow, a separate kernel). Else the rest of the row is zeros.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/scores.cuh"
 #include "cuda/launch.h"
@@ -13,13 +13,13 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// kHasRow: all experts of the token have one, not the chosen ones alone.
+// kHasRow: all experts of the token have a gradient, not only the chosen ones.
 template <bool kHasRow>
 struct Gradient {
     const GpuGateBackwardParams& p;
     const GateOptions& o;
     const int lane;
-    const int64_t token, row;  // of the token's experts
+    const int64_t token, row;  // row: offset of the token's experts
 
     __device__ Gradient(const GpuGateBackwardParams& p, int64_t token)
         : p(p), o(p.gate.options), lane(threadIdx.x % 32), token(token), row(token * o.num_experts) {}
@@ -43,7 +43,7 @@ struct Gradient {
         zero_any_row(static_cast<std::byte*>(p.gate.grad_logits) + row * number_bytes, o.num_experts * number_bytes);
     }
 
-    // -1: none.
+    // The expert of top-k entry `lane`; -1: none.
     __device__ int load_expert() const {
         if (lane >= o.num_topk) return -1;
         const int64_t at = token * o.num_topk + lane;
@@ -52,7 +52,7 @@ struct Gradient {
         return expert >= 0 && expert < o.num_experts ? static_cast<int>(expert) : -1;
     }
 
-    // Of the lane's weight before routed_scaling_factor.
+    // The gradient of this entry's weight before routed_scaling_factor.
     __device__ double load_grad(int expert) const {
         if (expert < 0) return 0.0;
         double grad = p.gate.grad_topk_weights != nullptr ? p.gate.grad_topk_weights[token * o.num_topk + lane] : 0.0f;
@@ -60,7 +60,7 @@ struct Gradient {
         return grad * o.routed_scaling_factor;
     }
 
-    // From the gradient of the weight w = s / (sum(s) + epsilon) to that of the score s.
+    // The gradient of the score s, from that of the weight w = s / (sum(s) + epsilon).
     __device__ double of_score(double grad, double score, int expert) const {
         if (!o.normalize) return grad;
         const double rounded = expert >= 0 ? static_cast<float>(score) : 0.0;
@@ -79,7 +79,7 @@ struct Gradient {
         return of_score(grad, score, expert) * slope(logit, score);
     }
 
-    // ---- rows: all experts have a share of f(logit) / sum(f), where f is the score or, of softmax functions, the exponential ----
+    // ---- rows: every expert has the share f(logit) / sum(f), where f is the score, or the exponential for softmax functions ----
 
     __device__ bool is_exponential() const {
         return o.score_function == ScoreFunction::kSoftmax || o.score_function == ScoreFunction::kSoftmaxTopk;
@@ -90,7 +90,7 @@ struct Gradient {
         return o.score_function == ScoreFunction::kSqrtSoftplus ? sqrt_softplus_of(logit) : sigmoid_of(bounded(logit));
     }
 
-    // Its derivative.
+    // The derivative of `part`.
     __device__ double slope(float logit, double value) const {
         if (is_exponential()) return value;
         return o.score_function == ScoreFunction::kSqrtSoftplus ? sqrt_softplus_slope(logit, value) : value * (1.0 - value);
@@ -98,7 +98,7 @@ struct Gradient {
 
     __device__ float grad_share(int expert) const { return p.gate.grad_shares != nullptr ? p.gate.grad_shares[row + expert] : 0.0f; }
 
-    // What all of a row's gradients need: the largest logit of exponentials, 1 / sum(f), and the shares' dot product with their gradients.
+    // Shared by all gradients of a row: the largest logit for exponentials, 1 / sum(f), and the dot product of shares and their gradients.
     struct Sums {
         double largest, factor, dot;
     };
@@ -126,11 +126,11 @@ struct Gradient {
         return (grad_share(expert) - sums.dot) * sums.factor * slope(logit, part(logit, sums.largest));
     }
 
-    // Writes the gradients of the experts that were not chosen, too.
+    // Also write the gradients of the experts that were not chosen.
     __device__ double with_row(float logit, double grad, int expert) const {
         Sums sums = sum_row();
         double grad_logit = 0.0;
-        if (o.score_function == ScoreFunction::kSoftmax) {  // its score is the share, so that both gradients add up
+        if (o.score_function == ScoreFunction::kSoftmax) {  // the score is the share, so both gradients add up
             const double prob = expert >= 0 ? exp_of_shifted(logit, sums.largest) * sums.factor : 0.0;
             grad_logit = of_score(grad, prob, expert) * prob;
             sums.dot += warp_sum(grad_logit);

@@ -11,10 +11,10 @@ namespace deepep_moe {
 void launch_plan(const GpuPlanParams& params, void* stream);
 int64_t plan_shared_bytes(const GpuWorkspaceConfig& config);
 int plan_blocks_per_multiprocessor(const GpuWorkspaceConfig& config);
-// early: these start, where the GPU can, while the plan before them on the stream still runs, and wait for what they need of it.
+// early: these may start while the plan before them on the stream still runs, and then wait for the parts of it that they need.
 void launch_dispatch(const GpuDispatchParams& params, void* stream, bool early);
 void launch_combine(const GpuCombineParams& params, void* stream, bool early);
-void load_combine_of_nodes();  // ahead of calls over several nodes: the rail's kernel waits for this one
+void load_combine_of_nodes();  // before calls over several nodes: the rail's kernel waits for this one, so loading it must not block
 void launch_quantize(const GpuQuantizeParams& params, void* stream);
 void launch_quantize_weights(const GpuQuantizeWeightsParams& params, void* stream);
 void launch_scale_rows_backward(const GpuScaleRowsParams& params, void* stream);
@@ -45,22 +45,22 @@ void launch_announce(const GpuAnnounceParams& params, void* stream);
 
 void launch_low_latency_dispatch(LowLatencyLaunch<LowLatencyDispatchParams> launch, void* stream);
 void launch_low_latency_combine(LowLatencyLaunch<LowLatencyCombineParams> launch, void* stream);
-// Of a block; the first of dispatch, which has the same for all types of rows.
+// Shared memory of a block: of a dispatch with any type of rows, and of a combine.
 int64_t low_latency_shared_bytes(const LowLatencyConfig& config);
 int64_t low_latency_combine_shared_bytes();
-// Blocks of either kernel that a multiprocessor of the current device holds at once, two at most.
+// Blocks of either kernel that one SM of the current device holds at once, at most two.
 int low_latency_blocks_per_multiprocessor(const LowLatencyConfig& config);
 int low_latency_combine_blocks_per_multiprocessor();
-// Over nodes, the halves that receive.
+// The receiving halves over nodes.
 void launch_low_latency_receive(LowLatencyRailDispatch launch, void* stream);
-void launch_low_latency_relay(LowLatencyRailDispatch launch, void* stream);  // ahead of that of a dispatch
+void launch_low_latency_relay(LowLatencyRailDispatch launch, void* stream);  // before the receiving half of a dispatch
 void launch_low_latency_finish(LowLatencyRailCombine launch, void* stream);
 void launch_low_latency_control(const LowLatencyControlParams& params, void* stream);
 
 // ---- sizes ----
 
-// The ring for rows of this size: as wished within `wished_bytes` of shared memory a block, else smaller, down to three rows of one warp;
-// no stages where these do not fit into `shared_bytes`.
+// Return the ring for rows of this size: the wished one if it fits into `wished_bytes` of shared memory a block, else a smaller one, at
+// least three rows of one warp. If these do not fit into `shared_bytes`, the ring has no stages.
 GpuRing fit_ring(GpuRing wished, int64_t row_bytes, int64_t tail_bytes, int64_t wished_bytes, int64_t shared_bytes);
 
 }  // namespace deepep_moe

@@ -1,4 +1,4 @@
-// What the low-latency kernels are launched with, besides the params of common/low_latency.h.
+// Launch parameters of the low-latency kernels, besides those of common/low_latency.h.
 #pragma once
 
 #include "cuda/waits.h"
@@ -8,15 +8,16 @@ namespace deepep_moe {
 
 constexpr int kLowLatencyMaxBlocks = 1024;
 
-// Rows of a turn on GPUs: slots [num_ranks][num_max_tokens], each
-//   head: LowLatencyLane[num_topk] in lines of kLineLanes; it is all, where no lane has an expert here
-//   row: pieces of 16 bytes in lines of kLinePieces, then scales f32[2], of the blocks of the first and the last piece
-// and over nodes, behind all slots, landed u64[num_ranks][num_max_tokens]: flags of rows of other nodes that this rank may read.
-// In a combine the row is another rank's sum of a token of this rank, and the head, if the call brings weights, those of a token whose rows
-// this rank sums.
-// A line is 128 bytes and ends with its flag, the value 0. Eight lanes of a warp store it, and load it, with one instruction each, which
-// NVLink and memory take as one, so that a line with its flag has all of its bytes. No manual says so: NCCL's LL128 protocol relies on it,
-// and benchmarks/probes/torn_lines.cu looks for exceptions. A row that brings its flags is not held up until a link has acknowledged it.
+// Rows of a turn on GPUs are slots [num_ranks][num_max_tokens]. Each slot has two parts.
+//   Head: LowLatencyLane[num_topk] in lines of kLineLanes. A slot is only a head where no entry of the token has an expert here.
+//   Row: pieces of 16 bytes in lines of kLinePieces, then scales f32[2] for the blocks of the first and the last piece.
+// Over nodes, landed u64[num_ranks][num_max_tokens] follows all slots: flags of rows of other nodes that this rank may read.
+// In a combine, the row is another rank's sum for a token of this rank. If the call brings weights, the head has those of a token whose
+// rows this rank sums.
+//
+// A line is 128 bytes and ends with its flag, the value 0. Eight threads of a warp store or load it with one instruction each. NVLink and
+// memory handle these as one access, so a line whose flag has arrived is complete. No manual promises this: NCCL's LL128 protocol relies
+// on it, and benchmarks/probes/torn_lines.cu looks for exceptions. Such a row needs no separate flag, and so no wait for the link.
 constexpr int kLineBytes = 128, kLineLanes = 15, kLinePieces = 7;
 
 struct GpuLowLatencyLayout : LowLatencyLayout {
@@ -39,12 +40,12 @@ private:
     }
 };
 
-// In device memory, of one rank.
+// State of one rank, in device memory.
 struct LowLatencyState {
-    unsigned long long num_sent[kLowLatencyMaxBlocks];  // calls, as each block of the next one reads it and counts it for itself
-    // 2 * call + 1 where its blocks have agreed that the rank came, + 0 that it did not.
+    unsigned long long num_sent[kLowLatencyMaxBlocks];  // number of the last call; each block of the next one reads and counts its entry
+    // 2 * call + 1 where the blocks of this rank have agreed that the other rank came, 2 * call where it did not.
     unsigned long long verdicts[kTurns][kLowLatencyMaxRanks];
-    unsigned long long first_calls[kLowLatencyMaxRanks];  // of each rank since it was last taken back: it has no part in those before
+    unsigned long long first_calls[kLowLatencyMaxRanks];  // first call of each rank since it was last taken back
     unsigned masks;                                       // bit r: rank r is masked
     int gave_up;
     GpuEnded ended;
@@ -52,19 +53,19 @@ struct LowLatencyState {
 
 struct LowLatencyContext : GpuWaits {
     LowLatencyConfig config;
-    unsigned first_rank, ranks_per_node;  // of this node: ranks that reach each other
+    unsigned first_rank, ranks_per_node;  // ranks of this node, which map each other's memory
     unsigned rail;                        // bit r: rank r has index 0 in its node
     GpuLowLatencyLayout layout;
     LowLatencyState* state;
-    unsigned* seen_masks;  // host memory: of the state
+    unsigned* seen_masks;  // host memory: copy of state->masks
     bool masks_stalled;
-    unsigned long long failed;                   // what marks handles of this buffer's failed dispatches: nobody clears their memory before
+    unsigned long long failed;  // value that marks handles of failed dispatches; differs by buffer, because handles are not cleared before
     std::byte* workspaces[kLowLatencyMaxRanks];  // of all ranks, mapped here
 };
 
-// What a rank tells a peer of its refusal, in place of the peer's `reasons`.
+// Reason that a refusing rank writes to a peer, into the peer's `reasons`.
 struct LowLatencyReason {
-    GpuFailure why;  // where its GPU has refused topk_idx: kind, peer the lane, expected the token, seen the value
+    GpuFailure why;  // where the GPU refused topk_idx: kind; peer is the top-k entry, expected the token, seen the value
     char text[kMaxReasonBytes - sizeof(GpuFailure)];
 };
 static_assert(sizeof(LowLatencyReason) == kMaxReasonBytes);
@@ -75,12 +76,13 @@ struct LowLatencyLaunch {
     Params call;
     bool sends, receives;
     int num_blocks;
-    bool enters = true;  // a combine: this kernel tells the peers of the call
+    bool enters = true;  // a combine: whether this kernel writes the entry into the call
 };
 
-// What a rank does between calls.
+// Actions of a rank between calls.
 struct LowLatencyControlParams {
-    enum Action { kMask, kUnmask, kTellReturned, kRejoin, kRefuse, kCatchUp } action;  // over nodes the third comes behind the second
+    // Over nodes kTellReturned follows kUnmask.
+    enum Action { kMask, kUnmask, kTellReturned, kRejoin, kRefuse, kCatchUp } action;
     LowLatencyContext context;
     int rank;                      // to mask or take back
     char reason[kMaxReasonBytes];  // of a refusal

@@ -1,13 +1,13 @@
 // Low-latency combine: one kernel for the whole call, or two for its halves. No plan, no host.
 //
-//   sending      a block a token: sums the rows of the token's experts on this rank and pushes the sum, in lines that bring their flags.
-//                Its last warp sums nothing: it looks for the rows of the next token, and waits for its weights, if this call brings any:
-//                then a block first pushes those of its own tokens, in heads like a dispatch's, and waits until all ranks are in the call.
-//                Those of other nodes have been pushed here by then (nvshmem/low_latency_weights.cu)
-//   receiving    a warp waits until all ranks are in the call; then each thread waits for a part of the sums of a token and adds them, in
-//                rank order
+//   Sending      Each block takes one token, sums the rows of its experts on this rank, and pushes the sum in lines that bring their
+//                flags. The last warp sums nothing: it looks up the rows of the next token, and waits for its weights if the call has any.
+//   Receiving    A warp waits until all ranks are in the call. Then each thread waits for its part of a token's sums, and adds them in
+//                rank order.
 //
-// Rows on their way to a sum lie in shared memory, as registers could not hold all that must fly at once.
+// With weights, a block first pushes those of its tokens, in heads like a dispatch's, and waits until all ranks are in the call. Weights
+// from other nodes have been pushed to this rank before (nvshmem/low_latency_weights.cu). Rows wait for their sum in shared memory, because
+// registers could not hold all that must be in flight at once.
 #include <algorithm>
 
 #include "cuda/device/fp8.cuh"
@@ -23,10 +23,10 @@ using Launch = LowLatencyLaunch<LowLatencyCombineParams>;
 constexpr int kThreads = tuning::kLowLatencyThreads, kWarps = kThreads / 32, kLastWarp = kWarps - 1;
 constexpr int kSummingThreads = kThreads / kPartsOfLine * kLinePieces;  // 8 parts of a line are 7 pieces
 constexpr int kBatch = tuning::kLowLatencyBatch;
-constexpr int kBatchPieces = kBatch * kSummingThreads;  // of a block at a time: a row of 7168 columns of bf16
+constexpr int kBatchPieces = kBatch * kSummingThreads;  // pieces that a block sums at a time: a bf16 row of 7168 columns
 using tuning::kRanksAtOnce, tuning::kRowsOnTheirWay;
 
-// The rows that make the sum of a token.
+// The rows of a token that are summed, and their weights.
 struct TokenRows {
     int num, rows[kMaxTopk];
     float weights[kMaxTopk];
@@ -35,14 +35,14 @@ struct TokenRows {
 // In shared memory.
 struct Shared {
     StagedPieces<kBatchPieces> staged;
-    TokenRows tokens[2];  // by turns: one is summed while the other is filled
-    unsigned came;        // ranks that combine along the same dispatch
+    TokenRows tokens[2];  // used in turns: one is summed while the other is filled
+    unsigned came;        // bit mask of the ranks that combine for the same dispatch
     alignas(16) uint4 rows[kRowsOnTheirWay * kBatchPieces];
 };
 
 static_assert(2 * (sizeof(Shared) + kStaticSharedBytes) <= 233472, "two blocks of a multiprocessor of an H100");
 
-// One thread: tells a rank why it gets nothing of this one in the call.
+// One thread: tell a rank why it gets nothing from this one in the call.
 __device__ __forceinline__ void refuse(const LowLatencyContext& c, LowLatencyWhat what, unsigned long long call, int to,
                                        const GpuFailure& why) {
     if (is_masked(c, to)) return;
@@ -51,7 +51,7 @@ __device__ __forceinline__ void refuse(const LowLatencyContext& c, LowLatencyWha
     store_relaxed(Turn(c, to, call).entered(c.rank), what.flag(call, 0));
 }
 
-// All threads of a block, in place of entering a call along a handle whose dispatch has failed.
+// All threads of a block: refuse the call if the dispatch of its handle has failed.
 __device__ __noinline__ void refuse_handle(const LowLatencyContext& c, LowLatencyWhat what, unsigned long long call,
                                            unsigned long long dispatch) {
     const int to = static_cast<int>(threadIdx.x);
@@ -61,30 +61,30 @@ __device__ __noinline__ void refuse_handle(const LowLatencyContext& c, LowLatenc
     if (to < c.config.num_ranks) refuse(c, what, call, to, why);
 }
 
-// One warp: ranks that this one has given up, and so will not sum for as it has no weights of theirs, learn it should they come late.
+// One warp: refuse the ranks that this one has given up. It has no weights of theirs and sums nothing for them, even if they come late.
 __device__ __noinline__ void refuse_late(const LowLatencyContext& c, LowLatencyWhat what, unsigned long long call, unsigned came) {
     const int to = static_cast<int>(threadIdx.x % 32);
     if (!gave_up(c) || to >= c.config.num_ranks || to == c.rank || !is_in_node(c, to) || (came >> to & 1) != 0) return;
-    if (load_relaxed(Turn(c, c.rank, call).entered(to)) >> kWhatBits >= call) return;  // it is here, and does something else
+    if (load_relaxed(Turn(c, c.rank, call).entered(to)) >> kWhatBits >= call) return;  // the rank is here, and does something else
     refuse(c, what, call, to, own_failure(c));
 }
 
-// kWeighted: by weights of this call.
+// kWeighted: the call brings weights.
 template <DType kType, bool kQuantized, bool kWeighted>
 struct Kernel {
     using Values = Piece<kType>;
     using Columns = Fp8Columns<Values::kCount>;
     using Sum = float[kBatch][Values::kCount];
-    static constexpr int kColumns = kQuantized ? 16 : Values::kCount;             // of a piece on its way
-    static constexpr int kSentPieces = kBatchPieces * Values::kCount / kColumns;  // of a batch
-    using Staged = StagedPieces<kSentPieces>;                                     // not more than Shared::staged
+    static constexpr int kColumns = kQuantized ? 16 : Values::kCount;             // of a piece as it travels
+    static constexpr int kSentPieces = kBatchPieces * Values::kCount / kColumns;  // of a batch as it travels
+    using Staged = StagedPieces<kSentPieces>;                                     // not larger than Shared::staged
 
     const LowLatencyContext& c;
     const LowLatencyConfig& config;
     const LowLatencyCombineParams& p;
-    const unsigned long long call, flag;  // of this rank in the call, its value 0
+    const unsigned long long call, flag;  // flag: this rank's in the call, with value 0
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int num_pieces, num_sent;  // of a row, as it is given and on its way
+    const int num_pieces, num_sent;  // pieces of a row of x, and of a row as it travels
     const int64_t row_bytes;
     const LowLatencyHandleLayout handle;
 
@@ -105,7 +105,7 @@ struct Kernel {
         return reinterpret_cast<const T*>(p.handle + offset);
     }
 
-    // Pieces `at` and `at` + 32 of a token's rows from the first-th on set out for shared memory.
+    // Start copies to shared memory of pieces `at` and `at` + 32 of a token's rows, from the first-th row on.
     __device__ void load_rows(const TokenRows& token, int first, int at) const {
         const int count = min(kRowsOnTheirWay, token.num - first);
 #pragma unroll 1
@@ -116,10 +116,10 @@ struct Kernel {
                 if (at + 32 * j < num_pieces) copy_async(place(i) + j * kSummingThreads, from + 32 * j);
         }
     }
-    // Of this thread alone.
+    // Where this thread's piece of the nth row is copied to; no other thread reads it.
     __device__ static uint4* place(int nth_row) { return shared().rows + nth_row * kBatchPieces + threadIdx.x; }
 
-    // Adds them to `sum`, in order. is_loaded: the first ones have set out.
+    // Add the rows to `sum`, in order. is_loaded: the copies of the first rows have been started.
     __device__ void sum_rows(Sum& sum, const TokenRows& token, int at, bool is_loaded) const {
 #pragma unroll 1
         for (int first = 0; first < token.num; first += kRowsOnTheirWay) {
@@ -148,12 +148,12 @@ struct Kernel {
             store_relaxed(Turn(c, threadIdx.x, call).entered(c.rank), flag + LowLatencyWhat::value_in(dispatch()));
     }
 
-    // The call whose handle it is.
+    // The number of the dispatch whose handle this is.
     __device__ unsigned long long dispatch() const { return *in_handle<unsigned long long>(0); }
     __device__ bool has_failed() const { return *in_handle<unsigned long long>(handle.failed) == (dispatch() ^ c.failed); }
 
-    // A block takes one token after the other. Its last warp, which sums nothing, looks for the rows of the next, and these set out before
-    // the sum of this one is pushed: a link takes it slowly.
+    // A block sums its tokens one after the other. Meanwhile its last warp looks up the rows of the next token. Their copies start before
+    // this token's sum is pushed, because pushing over the link is slow.
     __device__ void send() const {
         int num_tokens = lane < config.num_ranks ? in_handle<int32_t>(handle.num_tokens)[lane] : 0;
         if (has_failed()) num_tokens = 0;
@@ -177,7 +177,7 @@ struct Kernel {
         }
     }
 
-    // All threads. Lane r: has rank r come? Without its weights, nothing is summed for it.
+    // All threads: whether rank `lane` has come. Without its weights, nothing is summed for it.
     __device__ bool meet_weights() const {
         send_weights();
         if (warp == 0) meet_along();
@@ -187,13 +187,13 @@ struct Kernel {
         return (came >> lane & 1) != 0;
     }
 
-    // A warp a token, to all ranks of this node that have rows of it.
+    // Each warp sends the weights of one token to all ranks of this node that have rows of it.
     __device__ void send_weights() const {
         const int num_parts = static_cast<int>(c.layout.head_bytes / 16);
         const unsigned node = ranks_of_node(c);
 #pragma unroll 1
         for (int token = blockIdx.x + warp * gridDim.x; token < p.num_tokens; token += kWarps * gridDim.x) {
-            const unsigned masks = __shfl_sync(kFullWarp, masks_of(c), 0);  // the same for all lanes
+            const unsigned masks = __shfl_sync(kFullWarp, masks_of(c), 0);  // the same value in all threads
             LowLatencyLane own{-1, 0, 0.0f};
             if (lane < config.num_topk) own.weight = p.topk_weights[static_cast<int64_t>(token) * config.num_topk + lane];
             const uint4 part = head_part(own, flag);
@@ -203,7 +203,7 @@ struct Kernel {
         }
     }
 
-    // One warp: the weight of each lane of a token; false where they do not come.
+    // One warp: wait for the weight of each top-k entry of a token. False: they do not come.
     __device__ bool wait_weights(const SourceToken& from, float& weight) const {
         const uint4* const head = Turn(c, c.rank, call).head(from.source, from.token) + lane;
         const auto place = [&](int) { return lane < c.layout.head_bytes / 16 ? head : nullptr; };
@@ -219,13 +219,13 @@ struct Kernel {
         return is_here;
     }
 
-    // Of all ranks by turns, beginning with another one than all others do.
+    // Take one token of each rank in turn. Each rank begins with another one, so that not all push to the same rank.
     __device__ SourceToken token_at(int nth) const {
         const int source = (nth + c.rank + 1) % config.num_ranks;
         return {source, nth / config.num_ranks};
     }
 
-    // One warp: of a token that was received, and whose rank can take their sum. num_tokens: of rank r in lane r.
+    // One warp: find the rows of a received token; none if its rank does not take the sum. num_tokens: of rank r in thread r.
     __device__ void find_rows(int nth, int num_tokens, TokenRows& out) const {
         const SourceToken to = token_at(nth);
         LowLatencyRow own{-1, 0.0f};
@@ -249,7 +249,7 @@ struct Kernel {
         for (int begin = 0; begin < num_sent; begin += kSentPieces) {
             Sum sum = {};
             if (sums) sum_rows(sum, token, begin / kSentPieces * kBatchPieces + piece, is_loaded && begin == 0);
-            if (begin != 0) __syncthreads();  // until what was staged before is sent
+            if (begin != 0) __syncthreads();  // the pieces staged before must have been sent
             if (sums) stage(staged, piece, sum);
             __syncthreads();
             if (sums && begin + kSentPieces >= num_sent) load_rows(next, 0, piece);
@@ -266,7 +266,7 @@ struct Kernel {
             if constexpr (!kQuantized) {
                 staged.pieces[at] = Values::store(sum[j]);
             } else {
-                constexpr int kLanes = kScaleBlock / Values::kCount;  // have a scale
+                constexpr int kLanes = kScaleBlock / Values::kCount;  // threads that share a scale
                 const Fp8Block block(largest_of<kLanes>(sum[j]), false);
                 reinterpret_cast<typename Columns::Raw*>(staged.pieces)[at] = block.store(sum[j]).raw;
                 if (lane % kLanes == 0) staged.scales[at / kLanes] = block.scale;
@@ -276,7 +276,7 @@ struct Kernel {
 
     // ---- receiving ----
 
-    // A task: as many parts of a token's sums as the block has threads, one each.
+    // A task covers as many parts of a token's sums as the block has threads; each thread takes one.
     __device__ void receive() const {
         const int num_parts = parts_of(num_sent), num_tasks = (num_parts + kThreads - 1) / kThreads;
         unsigned ranks = ranks_of(blockIdx.x / num_tasks);
@@ -290,11 +290,11 @@ struct Kernel {
         }
     }
 
-    // That have rows of the token.
+    // Bit mask of the ranks that have rows of the token.
     __device__ unsigned ranks_of(int token) const { return token < p.num_tokens ? in_handle<unsigned>(handle.rank_masks)[token] : 0; }
 
-    // Over nodes, where only ranks that bring weights meet here, first those of this node: lanes wait together, and one that refuses or is
-    // late is to be named before ranks that it would have told of.
+    // Over nodes only ranks that bring weights meet here, and those of this node come first. The threads of a warp wait together, so a rank
+    // of this node that refuses or is late must be named before ranks whose words it would have passed on.
     __device__ Sources meet_all(WorkspaceWords words) const {
         if constexpr (!kWeighted) return meet(c, words, flag, p.statistics, blockIdx.x == 0);
         const unsigned node = ranks_of_node(c);
@@ -306,7 +306,7 @@ struct Kernel {
             if (among != node || c.ranks_per_node == static_cast<unsigned>(config.num_ranks)) return all;
         }
     }
-    // One warp: until all ranks have come. Those that combine along another dispatch are reported.
+    // One warp: wait until all ranks have come, and report those that combine for another dispatch.
     __device__ void meet_along() const {
         const unsigned long long own = dispatch();
         const WorkspaceWords words{c, call};
@@ -318,7 +318,7 @@ struct Kernel {
         if (lane == 0) shared().came = ranks;
     }
 
-    // One warp: part `i` of the token's sums of `ranks`, in their order. A rank that is masked meanwhile is left out.
+    // One warp: add part `i` of the token's sums from `ranks`, in rank order. A rank that is masked meanwhile is left out.
     __device__ void add_up(int token, unsigned ranks, int i, int num_parts) const {
         float sum[kColumns] = {};
 #pragma unroll 1
@@ -334,7 +334,7 @@ struct Kernel {
         for (int j = 0; j < kColumns / Values::kCount; ++j) to[j] = Values::store(sum + j * Values::kCount);
     }
 
-    // rank: -1 where there is none.
+    // rank: -1 in unused places.
     __device__ void add_parts(float (&sum)[kColumns], int token, const int (&rank)[kRanksAtOnce], int i, int num_parts) const {
         const Turn own(c, c.rank, call);
         const Places<kRanksAtOnce> place([&](int n) { return rank[n] >= 0 && i < num_parts ? own.row(rank[n], token) + i : nullptr; });
@@ -399,7 +399,7 @@ int low_latency_combine_blocks_per_multiprocessor() {
 void launch_low_latency_combine(Launch l, void* stream) {
     l.call.what.operation = LowLatencyOperation::kCombine;
     if (!l.sends) {
-        const int64_t threads = kPartsOfLine * GpuLowLatencyLayout::lines_of(l.context.config.hidden / 4);  // for a token, at most
+        const int64_t threads = kPartsOfLine * GpuLowLatencyLayout::lines_of(l.context.config.hidden / 4);  // upper bound for one token
         l.num_blocks = static_cast<int>(std::clamp<int64_t>(l.call.num_tokens * ((threads + kThreads - 1) / kThreads), 1, l.num_blocks));
     }
     with_dtype(l.call.what.dtype, "combine takes float32, bfloat16 or float16", [&](auto dtype) { launch_type<dtype.value>(l, stream); });

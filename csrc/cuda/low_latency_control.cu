@@ -1,5 +1,5 @@
-// What a rank does between low-latency calls: leaves ranks out, takes them back, comes back itself, refuses a call. One block; it waits for
-// peers to come back, and to catch up on a call that it has not received.
+// Actions between low-latency calls: mask ranks, take them back, rejoin, refuse a call, catch up. One block runs them; it waits for peers
+// to come back, and to catch up on a call that this rank has not received.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/low_latency_lines.cuh"
 #include "cuda/launch.h"
@@ -11,8 +11,8 @@ constexpr int kThreads = tuning::kLowLatencyControlThreads;
 
 __device__ bool is_over_nodes(const LowLatencyContext& c) { return c.ranks_per_node < static_cast<unsigned>(c.config.num_ranks); }
 
-// All threads. Where a rank of this node comes back, what it has pushed and told: also sums and words for its rail, in their places. Where
-// it is of another node, words only: lines in its place are those of the rail's rank here.
+// All threads: clear the flags of a rank that comes back, and of its rail's ranks, whose words and sums it writes. Lines are cleared only
+// if the rank is of this node: lines in the place of a rank outside were written by its rail's rank here.
 __device__ void forget_flags(const LowLatencyContext& c, int source, bool has_lines) {
     for (int turn = 0; turn < kTurns; ++turn) {
         const Turn own(c, c.rank, turn);
@@ -26,14 +26,14 @@ __device__ void forget_flags(const LowLatencyContext& c, int source, bool has_li
     }
 }
 
-// All threads. Of a rank that comes back: it may have sent calls that it will make again.
+// All threads: clear the flags of a rank that comes back, because it may repeat calls that it has already sent.
 __device__ void forget(const LowLatencyContext& c, int rank) {
     for (unsigned rest = masked_with(c, rank); rest != 0; rest &= rest - 1) forget_flags(c, __ffs(rest) - 1, is_in_node(c, rank));
     __syncthreads();
 }
 
-// Until all peers have said which call comes next, plus 1; they must agree. 0 where they do not. A smaller number may be left of a return
-// in vain, until its rank says another.
+// Wait until all peers have said which call comes next, plus 1. Return 0 if they do not agree. A peer's word may hold a smaller number from
+// an earlier failed return, until the peer writes another.
 __device__ unsigned long long resumed_call(const LowLatencyContext& c) {
     const auto load = [](const unsigned long long* from) { return load_acquire(from); };
     unsigned long long next = 0;
@@ -45,7 +45,7 @@ __device__ unsigned long long resumed_call(const LowLatencyContext& c) {
         if (told != 0 && told < next)
             report(c, kMismatch, peer, GpuPhase::kRejoin, static_cast<long long>(next) - 1, static_cast<long long>(told) - 1);
         if (told == 0 || told < next) return 0;
-        if (told > next) next = told, peer = -1;  // those before must have said it too
+        if (told > next) next = told, peer = -1;  // start again: the peers before must say it too
     }
     return next;
 }
@@ -62,7 +62,7 @@ __device__ void rejoin(const LowLatencyContext& c) {
     *static_cast<volatile unsigned*>(c.seen_masks) = 0;
 }
 
-// Over nodes the rank of its rail here tells it.
+// Tell a rank that it is taken back. Over nodes this rank tells the rank of its rail in this node.
 __device__ void take_back(const LowLatencyContext& c, int rank) {
     const unsigned long long next = next_call(c);
     for (unsigned rest = masked_with(c, rank); rest != 0; rest &= rest - 1) c.state->first_calls[__ffs(rest) - 1] = next;
@@ -71,7 +71,7 @@ __device__ void take_back(const LowLatencyContext& c, int rank) {
     store_release(resumed_at(c, to, c.rank), next + 1);
 }
 
-// Before a call after one that was refused, and so not received: until all ranks have entered the call before last, as a receiver waits.
+// Catch up before the call after a refused one: wait, as a receiver would, until all ranks have entered the call before last.
 __device__ void catch_up(const LowLatencyContext& c) {
     const unsigned long long call = next_call(c);
     if (call <= kMaxInFlight) return;
@@ -90,7 +90,7 @@ __device__ void refuse(const LowLatencyControlParams& p) {
         if (to == c.rank || is_masked(c, to) || !is_in_node(c, to)) continue;
         LowLatencyReason* reason = reason_at(c, to, c.rank, call);
         for (int i = 0; i < static_cast<int>(sizeof(reason->text)); ++i) reason->text[i] = p.reason[i];
-        __threadfence_system();  // the reason first; then it is in every word that a peer may look at
+        __threadfence_system();  // the reason must be visible before the words below, any of which a peer may read
         const Turn there(c, to, call);
         store_relaxed(there.entered(c.rank), what.flag(call, 0));
         for (int expert = 0; expert < c.config.num_local_experts; ++expert)
@@ -102,14 +102,14 @@ __device__ void refuse(const LowLatencyControlParams& p) {
 __global__ void low_latency_control(const __grid_constant__ LowLatencyControlParams p) {
     wait_for_kernel_before();
     const LowLatencyContext& c = p.context;
-    if (p.action == LowLatencyControlParams::kUnmask && is_over_nodes(c) && gave_up(c)) return;  // it has not come back
+    if (p.action == LowLatencyControlParams::kUnmask && is_over_nodes(c) && gave_up(c)) return;  // the rank has not come back
     if (p.action == LowLatencyControlParams::kUnmask) forget(c, p.rank);
     if (p.action == LowLatencyControlParams::kRejoin) forget(c, c.rank);
     if (threadIdx.x != 0) return;
     switch (p.action) {
         case LowLatencyControlParams::kMask: return set_mask(c, p.rank, true);
         case LowLatencyControlParams::kUnmask: return take_back(c, p.rank);
-        case LowLatencyControlParams::kTellReturned: return;  // over the network
+        case LowLatencyControlParams::kTellReturned: return;  // done over the network, by nvshmem/low_latency_control.cu
         case LowLatencyControlParams::kRejoin: return rejoin(c);
         case LowLatencyControlParams::kRefuse: return refuse(p);
         case LowLatencyControlParams::kCatchUp: return catch_up(c);

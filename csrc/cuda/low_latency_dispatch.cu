@@ -1,10 +1,9 @@
 // Low-latency dispatch: one kernel for the whole call, or two for its halves. No plan, no host.
 //
-//   sending      a block for each destination enters the call there and stores how many tokens its experts get;
-//                the other blocks push rows, a token at a time: head (place among this rank's tokens of each expert, weight) and row,
-//                quantized on the way, in lines of 128 bytes that bring their flags
-//   receiving    every block, a warp a token: waits for all ranks' counts, then for the token's head, and places its rows;
-//                then half of the block copies each row, waiting for its lines
+//   Sending      One block for each destination enters the call there and stores how many tokens its experts get. The other blocks push
+//                one token at a time, head and row, in lines of 128 bytes that bring their flags; a row is quantized on the way.
+//   Receiving    Every block waits for the counts of all ranks. A warp waits for the head of its token and finds places for its rows.
+//                Then half of the block's warps copy each row, waiting for its lines.
 //
 // One warp computes what all warps of a block need, because the kernel is bound by instruction issue.
 #include <algorithm>
@@ -25,13 +24,13 @@ constexpr int kThreads = SendShared::kThreads, kWarps = kThreads / 32;
 // In shared memory.
 struct Shared {
     SendShared sending;
-    unsigned came;                              // ranks that have entered the call,
-    int num_tokens[kLowLatencyMaxRanks], most;  // how many tokens they have, and how many at most
+    unsigned came;                              // bit mask of the ranks that have entered the call
+    int num_tokens[kLowLatencyMaxRanks], most;  // tokens of each rank, and their maximum
     TokenRows tokens[kWarps];
     int more[];  // counts of each rank for the local experts, then Marks
 };
 
-// All threads of a block, each with bits: those that any has.
+// All threads of a block: return the union of their bits.
 __device__ __noinline__ unsigned union_of_threads(unsigned bits) {
     __shared__ unsigned all;
     if (threadIdx.x == 0) all = 0;
@@ -41,7 +40,7 @@ __device__ __noinline__ unsigned union_of_threads(unsigned bits) {
     return all;
 }
 
-// What ranks outside of this node have sent, where there is no other node, and where there are some.
+// Where the words and rows of ranks outside this node are: OneNode if there is no other node.
 struct OneNode {
     static constexpr bool kIsOne = true;
     using Words = WorkspaceWords;
@@ -58,17 +57,17 @@ struct SeveralNodes {
 
 template <DType kType, bool kQuantized, class Nodes>
 struct Receiver {
-    static constexpr int kParts = 2;   // of a row, of a thread at once
-    static constexpr int kGroups = 2;  // of warps
+    static constexpr int kParts = 2;   // parts of a row that a thread handles at once
+    static constexpr int kGroups = 2;  // groups of warps
 
     const LowLatencyContext& c;
     const LowLatencyDispatchParams& p;
     const Nodes nodes;
     const LowLatencyConfig& config;
-    const unsigned long long call, flag;  // of this rank in the call, its value 0
+    const unsigned long long call, flag;  // flag: this rank's in the call, with value 0
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_local;
     const int64_t row_bytes;  // of a row, without its scales
-    const int num_pieces;     // of that
+    const int num_pieces;     // of a row, without its scales
     const int num_senders;    // blocks that send before they receive
     const int num_relays;     // blocks that do not receive
 
@@ -102,8 +101,9 @@ struct Receiver {
 
     __device__ void fail() const { fail_handle(c, p.handle, call); }
 
-    // The tokens of a block, kWarps at a time: a warp finds the rows of each, then all copy, a group of warps a token, so that the next
-    // one's parts are on their way. Which tokens they are needs the most of a rank; until all ranks have told, those of this one.
+    // Receive the block's tokens, kWarps at a time. Each warp finds the rows of one token; then groups of warps copy one token each, so
+    // that the parts of the next one are in flight. The tokens' numbers depend on the largest count of a rank; until all counts have come,
+    // this rank's own count is the guess.
     __device__ void receive() const {
         const int begin = first_token(), step = num_blocks();
         int most = max(1, p.num_tokens), end = static_cast<int>(config.capacity());
@@ -133,20 +133,19 @@ struct Receiver {
 
     __device__ int num_blocks() const { return static_cast<int>(gridDim.x) - num_relays; }
 
-    // Blocks that send nothing take the first ones.
+    // Blocks that do not send take the first tokens.
     __device__ int first_token() const {
         const int block = static_cast<int>(blockIdx.x) - num_relays - num_senders;
         return block < 0 ? block + num_blocks() : block;
     }
 
-    // The n-th of `most` of each rank, in the order in which their rows come: this rank's own, then those of the rank that pushes here
-    // first.
+    // The n-th token if each rank has `most`, in the order in which rows come: this rank's, then those of the rank that pushes here first.
     __device__ SourceToken token_at(int nth, int most) const {
         const int turn = nth / most, source = c.rank - turn;
         return {source < 0 ? source + config.num_ranks : source, nth - turn * most};
     }
 
-    // Until all ranks have come, with their counts. tells: it is the block that passes them on, and keeps statistics.
+    // Wait until all ranks have come, with their counts. tells: this block publishes the counts and keeps statistics.
     __device__ void wait_sources(bool tells) const {
         unsigned lacking;  // ranks that have not entered the call, or whose counts have not come, as far as this thread knows
         if (warp == 0) {
@@ -171,7 +170,7 @@ struct Receiver {
         if (lane < config.num_ranks) shared().num_tokens[lane] = sources.num_tokens;
     }
 
-    // A rank has come for all blocks or for none: rows of one whose counts are not known would lie where those of another belong.
+    // Make all blocks agree on the ranks that have come: if a rank's counts are unknown, its rows would overwrite those of another rank.
     __device__ void agree_across_blocks(unsigned lacking) const {
         if (warp == 0)
             store_sources(
@@ -192,7 +191,7 @@ struct Receiver {
         }
     }
 
-    // One warp: where the rows of a token go, for the block and the handle. is_loaded: its head is, if it has come.
+    // One warp: find places for the rows of a token, for the block and the handle. is_loaded: the head is loaded, perhaps incomplete.
     __device__ void find_rows(const SourceToken& from, Parts<1>& head, bool is_loaded, TokenRows& out) const {
         if (from.token >= shared().num_tokens[from.source]) return;
         LowLatencyLane there{-1, 0, 0.0f};
@@ -218,7 +217,7 @@ struct Receiver {
         if (lane == 0) out.num = __popc(lanes), out.is_here = is_here;
     }
 
-    // One warp: this lane's of a token that is told by a message, and whether its row has landed as well.
+    // One warp: return this thread's top-k entry of a token from another node, and set is_here if its row has landed.
     __device__ LowLatencyLane lane_from_outside(const SourceToken& from, bool& is_here) const {
         const RailCall& rail = nodes.rail;
         LowLatencyLane there{-1, 0, 0.0f};
@@ -229,7 +228,7 @@ struct Receiver {
         return there;
     }
 
-    // All lanes of a warp, until all parts are there; false where they are given up. is_loaded: they are, if not yet there.
+    // All threads of a warp: wait until all parts have come. False: give up. is_loaded: the parts have been loaded once already.
     template <int kCount, class Place>
     __device__ bool wait(Parts<kCount>& parts, const Place& place, int source, bool is_loaded) const {
         bool are_here = false;
@@ -246,7 +245,7 @@ struct Receiver {
         return are_here;
     }
 
-    // Where a warp's parts of a head are, and of a row, from `first` on.
+    // Addresses of a warp's parts: of a head, and of a row from `first` on.
     struct PartsOfHead {
         const uint4* const head;
         const bool is_any;
@@ -266,7 +265,7 @@ struct Receiver {
         __device__ const uint4* operator()(int i) const { return nth(i) < num ? row + nth(i) : nullptr; }
     };
 
-    // A group of warps, of which this is one. What does not come is zeros.
+    // All warps of a group: copy a token's row to its places. Parts that do not come are zeros.
     __device__ void copy(const SourceToken& from, const TokenRows& rows, int num_groups) const {
         if constexpr (!Nodes::kIsOne) {
             if (is_outside(from.source)) return copy_from_outside(from, rows, num_groups);
@@ -287,7 +286,7 @@ struct Receiver {
         }
     }
 
-    // Likewise, from where the network has written it.
+    // The same for a row that the network has written.
     __device__ void copy_from_outside(const SourceToken& from, const TokenRows& rows, int num_groups) const {
         const RailCall& rail = nodes.rail;
         const int step = kThreads / num_groups, begin = warp / num_groups * 32 + lane;
@@ -311,7 +310,7 @@ struct Receiver {
         }
     }
 
-    // One warp.
+    // One warp: wait until a row from another node has landed.
     __device__ bool wait_row(const SourceToken& from) const {
         bool is_here = false;
         if (lane == 0) {
@@ -340,7 +339,7 @@ __global__ void __launch_bounds__(kThreads, 2) low_latency_dispatch(const __grid
     if (l.sends) end_send(c, call);
 }
 
-// The first blocks tell the ranks of this node what the rail has brought; they receive as well only where there are no others.
+// The first blocks pass on to this node's ranks what the rail has brought. They also receive if there are no other blocks.
 template <DType kType, bool kQuantized>
 __global__ void __launch_bounds__(kThreads, 2) low_latency_receive(const __grid_constant__ LowLatencyRailDispatch l) {
     let_next_kernel_start();
@@ -353,7 +352,7 @@ __global__ void __launch_bounds__(kThreads, 2) low_latency_receive(const __grid_
     Receiver<kType, kQuantized, SeveralNodes>(l.rail.context, l.call, {rail}, rail.call, 0, blocks > num_relays ? num_relays : 0).receive();
 }
 
-// For a dispatch whose hook comes later.
+// Relay for a dispatch whose hook comes later.
 __global__ void __launch_bounds__(kThreads, 1) low_latency_relay(const __grid_constant__ LowLatencyRailDispatch l) {
     wait_for_kernel_before();
     const RailCall rail(l.rail, *reinterpret_cast<const unsigned long long*>(l.call.handle));
@@ -387,7 +386,7 @@ int64_t low_latency_shared_bytes(const LowLatencyConfig& c) {
     return static_cast<int64_t>(sizeof(Shared)) + 4 * c.num_experts * (1 + round_up(c.num_max_tokens, 32) / 32);
 }
 
-// The same for all types of rows, by __launch_bounds__.
+// The same for all types of rows, because __launch_bounds__ limits the registers.
 int low_latency_blocks_per_multiprocessor(const LowLatencyConfig& c) {
     const int blocks = blocks_per_multiprocessor<low_latency_dispatch<DType::kBFloat16, false>>(kThreads, low_latency_shared_bytes(c));
     return std::min({2, blocks, low_latency_combine_blocks_per_multiprocessor()});

@@ -1,7 +1,7 @@
-// The half of a low-latency combine over nodes that receives: adds the sums of all nodes, in their order.
+// The receiving half of a low-latency combine over nodes: adds the sums of all nodes, in node order.
 //
-//   one warp       waits until the rail is in the call; the others of a block each for rows that the block needs of other nodes
-//   then all       a part of a token a thread: what the ranks of this node have, and a row of each other node
+//   One warp        Waits until the rail is in the call. Each other warp of a block waits for rows from other nodes.
+//   Then all        Each thread adds one part of a token: the sums of this node's ranks, and one row of each other node.
 #include <algorithm>
 
 #include "cuda/device/launch.cuh"
@@ -14,23 +14,23 @@ namespace {
 using Launch = LowLatencyRailCombine;
 
 constexpr int kThreads = tuning::kLowLatencyThreads, kWarps = kThreads / 32;
-constexpr int kAhead = 4;  // rows of other nodes that are on their way at once
+constexpr int kAhead = 4;  // rows of other nodes in flight at once
 
-// As many parts of a token as the block has threads: what makes their sum.
+// As many parts of a token as the block has threads, and the rows that are summed for them.
 struct Task {
     int token, first_part;
     TokenSums own;                   // of this node
-    int num, num_before;             // rows of other nodes, and of those before this one
-    int nodes[kLowLatencyMaxRanks];  // that they are of
+    int num, num_before;             // number of rows of other nodes, and of the nodes before this one
+    int nodes[kLowLatencyMaxRanks];  // nodes of these rows
     const uint4* rows[kLowLatencyMaxRanks];
 };
 
 template <bool kQuantized>
 struct Shared {
-    unsigned came;  // nodes that combine along the same dispatch
+    unsigned came;  // bit mask of the nodes that combine for the same dispatch
     Task tasks[kWarps - 1];
     alignas(16) uint4 ahead[kAhead][kThreads];                        // a piece of each row for each thread
-    alignas(16) float scales[kAhead][kQuantized ? 4 * kThreads : 4];  // four for each thread, of which one is the piece's
+    alignas(16) float scales[kAhead][kQuantized ? 4 * kThreads : 4];  // four for each thread, one of which belongs to its piece
 };
 
 template <DType kType, bool kQuantized>
@@ -40,10 +40,10 @@ struct Finisher {
     const RailCall rail;
     const LowLatencyContext& c;
     const LowLatencyCombineParams& p;
-    const unsigned long long flag;  // of this rank in the call, its value 0
+    const unsigned long long flag;  // of this rank in the call, with value 0
     const Sums sums;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_nodes, num_tasks;  // tasks: of a token
-    const int64_t row_bytes;                                                           // as it crosses
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_nodes, num_tasks;  // num_tasks: of one token
+    const int64_t row_bytes;                                                           // of a row between nodes
 
     __device__ Finisher(const Launch& l, unsigned long long call)
         : rail(l.rail, call),
@@ -57,7 +57,7 @@ struct Finisher {
 
     __device__ static Shared<kQuantized>& shared() { return *shared_memory<Shared<kQuantized>>(); }
 
-    // The ranks of all nodes that have rows of a token.
+    // Bit mask of the ranks, of all nodes, that have rows of a token.
     __device__ unsigned ranks_of(int token) const {
         return reinterpret_cast<const unsigned*>(p.handle + LowLatencyHandleLayout(c.config).rank_masks)[token];
     }
@@ -77,7 +77,7 @@ struct Finisher {
         }
     }
 
-    // One warp: which nodes have come, in bits.
+    // One warp: find which nodes have come, as a bit mask.
     __device__ void meet_rail() const {
         bool came = lane == rail.r.node;
         if (lane < num_nodes && !came && !rail.is_lost(lane)) {
@@ -86,7 +86,7 @@ struct Finisher {
             const unsigned long long word = blockIdx.x == 0 ? rail.wait_to_tell(entered, source, GpuPhase::kRailEntry, behind_node_ns(c))
                                                             : rail.wait(entered, source, GpuPhase::kRailEntry, behind_node_ns(c));
             if (blockIdx.x == 0) count_wait(c, p.statistics, source, since);
-            if (blockIdx.x == 0 && word != 0) rail.tell_entered(source, word);  // who catches up on this call looks for it
+            if (blockIdx.x == 0 && word != 0) rail.tell_entered(source, word);  // ranks that catch up on this call look for it
             came = word != 0 && check_along(c, p, flag, word, source);
             if (c.masks_stalled) came = agree(c, rail.call, source, came);
         }
@@ -94,7 +94,7 @@ struct Finisher {
         if (lane == 0) shared().came = nodes;
     }
 
-    // One warp, lane by node: what makes the sum of a task, once the rows of its token have come, as far as they will.
+    // One warp, one thread for each node: wait for the rows of a task's token, and collect those that come.
     __device__ void find(int task, int end, Task& out) const {
         if (task >= end) return;
         const int token = task / num_tasks, source = rail.rank_in(min(lane, num_nodes - 1));
@@ -109,7 +109,7 @@ struct Finisher {
         find_sums(rail, rail.r.node, token, (ranks & rail.ranks_of(rail.r.node)) >> rail.first_rank(), out.own);
     }
 
-    // Rows of other nodes set out before anything is waited for.
+    // Copies of other nodes' rows start before anything is waited for.
     __device__ void add_up(const Task& task) const {
         const int part = task.first_part + warp * 32, piece = piece_of(part + lane);
         if (part >= sums.num_parts) return;

@@ -1,5 +1,5 @@
-// Low-latency calls over nodes: what crosses between ranks with the same index in their nodes, and what is launched for it.
-// docs/design/low_latency_nodes.md has the protocol.
+// Low-latency calls over nodes: memory through which the ranks of a rail (the same index in their nodes) exchange rows, and launch
+// parameters. docs/design/low_latency_nodes.md has the protocol.
 //
 // Symmetric memory of a rank, at the same offsets on all ranks; [kTurns] is indexed by the call, as in common/low_latency.h:
 //
@@ -7,8 +7,8 @@
 //   arrived u64[kTurns][num_nodes][num_max_tokens] | messages in [kTurns][num_nodes] | messages out, likewise |
 //   inbox [kTurns][num_nodes - 1] boxes | outbox, likewise
 //
-// Row `node` of each array but those of what goes out is written by that node's rank only, and read by all ranks of the owner's node. Words
-// are flags as LowLatencyWhat makes them. A box has a row for each token of the rank whose tokens they are; not all rows cross.
+// Only the rank of `node` writes row `node` of each array, except of the messages out and the outbox; all ranks of the owner's node read
+// it. Words are flags as LowLatencyWhat builds them. A box has room for every token of its source rank; not all rows cross.
 #pragma once
 
 #include "cuda/low_latency.h"
@@ -16,13 +16,12 @@
 
 namespace deepep_moe {
 
-// What a message has; one of a refusal has a LowLatencyReason instead.
-//   dispatch: counts i32[experts of the node] | lanes LowLatencyLane[num_tokens][num_topk], whose experts are numbers within the node
-//   combine: nothing
-// A combine with weights of its own has these behind it, f32[num_tokens][num_topk], which cross ahead of it with a word in `weighed`.
+// Content of a message. The message of a refusal holds a LowLatencyReason instead.
+//   dispatch: counts i32[experts of the node] | lanes LowLatencyLane[num_tokens][num_topk]. The lanes' experts are numbers within the node.
+//   combine: nothing, or weights f32[num_tokens][num_topk], which cross ahead of the rows with a word in `weighed`.
 struct LowLatencyRailLayout {
     int64_t entered, weighed, returned, resumed, arrived, in, out, inbox, outbox, total_bytes;
-    int64_t lanes, weights, message_bytes, box_bytes;  // in a message: of a dispatch, of a combine
+    int64_t lanes, weights, message_bytes, box_bytes;  // lanes, weights: offsets in the message of a dispatch, of a combine
     int64_t num_tokens;
     int num_nodes;
 
@@ -55,22 +54,22 @@ struct LowLatencyRailLayout {
     DEEPEP_MOE_HD int64_t out_of(unsigned long long call, int node) const { return out + nth(call, node) * message_bytes; }
     DEEPEP_MOE_HD int64_t returned_of(int node) const { return returned + 8 * node; }
     DEEPEP_MOE_HD int64_t resumed_of(int rank) const { return resumed + 8 * rank; }
-    // Of a box that a rank of `owner` has for `other`, in its inbox or outbox. A dispatch keeps each row once, for all nodes: in the box
-    // for the next node.
+    // The box, in the inbox or outbox of a rank of node `owner`, for node `other`. A dispatch stores each outgoing row once, for all nodes,
+    // in the box for the next node.
     DEEPEP_MOE_HD int64_t box_of(unsigned long long call, int owner, int other) const {
         return (static_cast<int64_t>(call % kTurns) * (num_nodes - 1) + other - (other > owner)) * box_bytes;
     }
 };
 
-// What a handle has besides, over nodes: rank masks u32[num_nodes][num_max_tokens], of each token of the rail's rank there. Bit i: rank i
-// of this node has it; 0: it has not crossed.
+// Part that a handle has only over nodes: in_ranks u32[num_nodes][num_max_tokens], a bit mask for each token of the rail's rank of a node.
+// Bit i: rank i of this node has the token. 0: the token has not crossed.
 struct LowLatencyRailHandle {
     int64_t in_ranks, total_bytes;
     DEEPEP_MOE_HD LowLatencyRailHandle(const LowLatencyConfig& c, int num_nodes)
         : in_ranks(LowLatencyHandleLayout(c).total_bytes), total_bytes(in_ranks + round_up(4 * num_nodes * c.num_max_tokens, 16)) {}
 };
 
-// Ranks have their numbers in the group everywhere: rank `index` of node `node` is node * ranks_per_node + index.
+// Ranks are numbered as in the group: rank `index` of node `node` is node * ranks_per_node + index.
 struct LowLatencyRailContext {
     LowLatencyContext context;  // `workspaces` of the ranks of other nodes are null
     LowLatencyRailLayout layout;
@@ -89,10 +88,9 @@ using LowLatencyRailDispatch = LowLatencyRailLaunch<LowLatencyDispatchParams>;
 using LowLatencyRailCombine = LowLatencyRailLaunch<LowLatencyCombineParams>;
 using LowLatencyRailControl = LowLatencyRailLaunch<LowLatencyControlParams>;  // one block
 
-// What the module that links NVSHMEM, which puts, hands to the one that does not. Functions return nullptr, or why a kernel could not be
-// launched.
+// Functions of the module that links NVSHMEM, for the module that does not. They return nullptr, or why a kernel could not be launched.
 struct LowLatencyRailShim {
-    int64_t bytes;  // of the params: both modules are of one build
+    int64_t bytes;  // size of the parameters; it shows that both modules come from the same build
     const char* (*send)(const LowLatencyRailDispatch&, void* stream) noexcept;
     const char* (*weigh)(const LowLatencyRailCombine&, void* stream) noexcept;
     const char* (*sum)(const LowLatencyRailCombine&, void* stream) noexcept;

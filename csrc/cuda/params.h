@@ -1,4 +1,4 @@
-// What the GPU kernels are launched with. Shapes in brackets; pointers are device memory of this rank unless said otherwise.
+// Launch parameters of the GPU kernels. Shapes stand in brackets. Pointers are device memory of this rank unless said otherwise.
 #pragma once
 
 #include <cstdint>
@@ -8,26 +8,26 @@
 
 namespace deepep_moe {
 
-// What the host waits for, in host memory that the device sees.
+// Counts that the host polls; they lie in host memory that the device can write.
 struct GpuCounts {
-    // GpuContext::plan of the last one that has met its peers, that has written the rest, and that has found a rank without room.
+    // Each holds a GpuContext::plan: of the last plan that met its peers, that wrote the counts below, that found a rank without room.
     unsigned long long met, ready, lacking;
     long long num_recv_tokens, num_rows;
     int send_counts[kMaxGpuSources], recv_counts[kMaxGpuSources];
 };
 
-// What the kernels of one rank share. Counters are back at 0 when a call's plan is over.
+// State shared by the kernels of one rank. The counters are back at 0 when a call's plan has ended.
 struct GpuState {
-    unsigned long long sequence;  // of the last call whose plan has summed up this rank's tokens
-    unsigned long long last_met;  // of the last call that this rank has entered and its peers too, without a refusal
-    // GpuContext::plan of the last one that has placed its tokens, met its peers, and counted their rows.
+    unsigned long long sequence;  // the last call whose plan has summed up this rank's tokens
+    unsigned long long last_met;  // the last call that this rank and its peers have entered without a refusal
+    // Each holds a GpuContext::plan: of the last plan that has placed its tokens, met its peers, counted their rows.
     unsigned long long placed, met, counted;
     int gave_up;  // set with a failure: all waits of this rank end
     GpuEnded ended;
-    // Blocks of the plan that have counted and placed, and that have told the peers their tokens' lanes.
+    // Blocks of the plan that have counted, and that have placed; lane blocks of the dispatch that have sent their lanes.
     int num_counted, num_placed, num_told;
-    int next_send, next_reduce, next_receive;  // chunks and other tasks that were taken
-    long long num_rows;                        // that this rank receives, of a plan that reports counts
+    int next_send, next_reduce, next_receive;  // the next chunk or task that no warp has taken
+    long long num_rows;                        // rows that this rank receives; set by a plan that exchanges counts
 };
 
 struct GpuContext : GpuWaits {
@@ -37,26 +37,26 @@ struct GpuContext : GpuWaits {
     GpuCounts* counts;                    // host memory
     int* expert_counts;                   // [num_local_experts] tokens received, host memory
     GpuState* state;
-    unsigned long long plan;  // number of this call's, of those that the host has launched
+    unsigned long long plan;  // the number of this call's plan; the host counts the plans that it launches
 };
 
 // Everything a call knows about where this rank's tokens go. Scratch of the buffer, valid until its next call.
 struct GpuRouting {
     const void* topk_idx;               // [num_tokens, num_topk] int64 or int32
-    int64_t token_stride, lane_stride;  // of it, in entries
+    int64_t token_stride, lane_stride;  // of topk_idx, in entries
     bool is_int64;
-    int num_tokens;               // of all nodes: of each node_tokens, the first ones there, the others without expert
-    int tokens_per_warp;          // of the plan
-    int node_segments;            // of the plan, that one node's tokens have
+    int num_tokens;       // tokens of this rank; over nodes num_nodes * node_tokens, where unused places of a node's share have no expert
+    int tokens_per_warp;  // of the plan
+    int node_segments;    // segments (blocks of the plan) for the tokens of one node
     int32_t* segment_counts;      // [num_segments, columns] tokens for each expert, then rank; becomes the sum of the segments before
-    int32_t* warp_counts;         // [num_segments, warps of the plan, columns] the same of the warps before, in a segment
+    int32_t* warp_counts;         // [num_segments, warps of the plan, columns] likewise, for the warps before in the same segment
     int32_t* index_in_warp;       // [num_tokens, num_topk] tokens before this one in its warp with the same expert
     int32_t* expert_row_base;     // [num_nodes, num_experts] first row of this rank's tokens of a node in the expert's group
     int32_t* send_slot;           // [num_tokens, num_ranks] slot of the token on its way to the rank, -1 = does not go there
     int32_t* send_token;          // [num_ranks, num_max_tokens] the token in each slot
-    int32_t* send_counts;         // [num_sources] slots to each rank, of each node's tokens
-    int32_t* recv_first;          // [num_sources] tokens received from the sources before; where there are several nodes
-    unsigned long long* reduced;  // [num_ranks, num_reduced] tiles of rows whose sums are in the outbox, of a combine
+    int32_t* send_counts;         // [num_sources] slots to each rank, for the tokens of each node
+    int32_t* recv_first;          // [num_sources] tokens received from the sources before; only with several nodes
+    unsigned long long* reduced;  // [num_ranks, num_reduced] in a combine: tiles of rows whose sums are in the outbox
     int32_t* narrow_topk_idx;     // [num_tokens, num_topk] int32 copy for the handle, or nullptr
 
     DEEPEP_MOE_HD int node_of(const GpuWorkspaceConfig& config, int token) const {
@@ -78,7 +78,7 @@ constexpr int node_segments(int num_tokens, int max_segments) {
     return num_tokens == 0 ? 1 : divide_up(num_tokens, tokens_per_warp(num_tokens, max_segments) * kPlanWarps);
 }
 
-// A bit of recv_counts[0], set where a dispatch has failed: nothing may go along its handle.
+// A bit of recv_counts[0] that marks the handle of a failed dispatch: no call may use it.
 constexpr int32_t kFailed = INT32_MIN;
 
 struct GpuPlanParams {
@@ -89,18 +89,18 @@ struct GpuPlanParams {
     bool reports_counts;  // to the host
     bool is_expert_layout;
     int expert_alignment;
-    long long num_recv_rows_bound;        // of rows that this rank has room for; -1: any number, or the rest is left out
+    long long num_recv_rows_bound;        // rows that this rank has room for; -1: no bound, or further rows are left out
     int32_t* recv_counts;                 // [num_sources], with kFailed; out unless cached; nullptr where no call is made
     int32_t* num_recv_tokens_per_expert;  // [num_local_experts]; out unless cached
 };
 
-// What a call's kernels know of the rows that cross between nodes (csrc/nvshmem moves them). Rows lie in slots as those of the workspace
-// do. A chunk is kRailSlots of them.
+// Rows that cross between nodes, as a call's kernels see them (csrc/nvshmem moves them), in slots as in the workspace; a chunk is
+// kRailSlots slots.
 struct GpuRail {
     const std::byte* inbox;           // [num_nodes - 1, node_tokens] slots: tokens of the other nodes, or sums from there
-    std::byte* outbox;                // likewise: sums for the other nodes
-    const unsigned long long* ready;  // [num_nodes, chunks] the call's sequence number, once a chunk of the inbox is there
-    unsigned long long* summed;       // [num_nodes, chunks] tiles of sums that are in a chunk of the outbox
+    std::byte* outbox;                // same shape: sums for the other nodes
+    const unsigned long long* ready;  // [num_nodes, chunks] the call's sequence number, once a chunk of the inbox has arrived
+    unsigned long long* summed;       // [num_nodes, chunks] number of tiles summed so far in each chunk of the outbox
     int num_tokens;                   // of this rank
     const int32_t* slots;             // [num_tokens, num_nodes] where a token is among those that cross to a node; -1: it does not
     const int32_t* topk_idx;          // [num_tokens, num_topk] experts of all nodes
@@ -112,8 +112,8 @@ struct GpuRail {
     }
 };
 
-// Rows that lie in several tensors, one for each local expert: row r is at rows[i] + r * row_bytes, where i is the last part that begins
-// at r or before.
+// Rows that lie in several tensors, one for each local expert. Row r is at rows[i] + r * row_bytes, where i is the last tensor whose
+// first_row is r or less.
 constexpr int kMaxExpertTensors = 32;
 struct ExpertRows {
     int num_tensors;  // 0: rows lie in one tensor
@@ -121,7 +121,7 @@ struct ExpertRows {
     uintptr_t rows[kMaxExpertTensors];
 };
 
-// Rows are gradients of y = weight * x, by row, and become those of x and weight.
+// Gradients of y = weight * x, by row. They are converted into the gradients of x and of weight.
 struct RowScaling {
     DType dtype;
     const float* weights;    // [num_rows], or nullptr: rows stay as they are
@@ -136,7 +136,7 @@ struct GpuDispatchParams {
     GpuRing ring;
     bool cached, has_lanes, is_expert_layout, recv_topk_idx_is_int64;
     bool to_outbox;  // senders leave rows in the outbox, for a copy engine
-    bool is_guess;   // num_rows: where more come, none is received, and a later launch receives them
+    bool is_guess;   // num_rows is a guess: if more rows come, this launch receives none, and a later launch receives them all
     int num_lane_blocks, num_send_blocks, num_receive_blocks, expert_alignment;
     int64_t row_bytes, scale_bytes, num_rows;
     int num_x_rows;             // token t's row of x is t % num_x_rows
@@ -175,13 +175,13 @@ struct GpuCombineParams {
     const float* weights;            // [num_rows], or nullptr
     const float* topk_weight_grads;  // expert layout: [num_rows]; rank layout: [num_rows, num_topk]; or nullptr
     const std::byte* bias;           // [num_tokens, hidden], or nullptr
-    int tokens_per_row;  // of num_topk 1: token t's row of combined_x is t % (num_tokens / tokens_per_row), which gets the sum of its
-                         // tokens,
-    const float* source_weights;        // [num_tokens], by which they are weighed before, or nullptr
+    // With num_topk 1: row i of combined_x is the sum of the tokens t with t % (num_tokens / tokens_per_row) == i.
+    int tokens_per_row;
+    const float* source_weights;        // [num_tokens] weights of the tokens in that sum, or nullptr
     std::byte* combined_x;              // [num_tokens / tokens_per_row, hidden]
     float* combined_topk_weight_grads;  // [num_tokens, num_topk], or nullptr
-    bool sums_lanes;                    // a lane gets the sum over all ranks that its token went to, not what its expert's rank has
-    GpuRail rail;                       // where there are several nodes; the five above are then about this rank's tokens
+    bool sums_lanes;  // a top-k entry gets the sum over all ranks that its token went to, not only the value of its expert's rank
+    GpuRail rail;     // with several nodes; the five fields above are then about this rank's tokens
 
     bool sums_tokens() const { return tokens_per_row > 1 || source_weights != nullptr; }
 
@@ -203,13 +203,12 @@ struct GpuWeightedSumParams {
     const std::byte* rows;  // [num_topk * num_tokens, hidden]
     const float* weights;   // [num_topk * num_tokens]
     std::byte* sums;        // [num_tokens, hidden], of the forward
-    const std::byte* grad;  // [num_tokens, hidden], of the backward, as are the rest
+    const std::byte* grad;  // [num_tokens, hidden]; this and the fields below are for the backward
     std::byte* grad_rows;   // [num_topk * num_tokens, hidden]
     float* grad_weights;    // [num_topk * num_tokens]
 };
 
-// Rows of `inner` are gate, then up. Rows from the last of `group_ends` on have no expert: their results are not set, but that of a prob is
-// 0.
+// Rows of `inner` are gate, then up. Rows from the last of `group_ends` on have no expert: only their grad_probs is set, to 0.
 struct GpuSwigluParams {
     int64_t num_rows, num_columns;  // of y, in whole 16 bytes
     DType dtype;
@@ -217,23 +216,24 @@ struct GpuSwigluParams {
     int64_t num_groups;
     const std::byte* inner;  // [num_rows, 2 * num_columns]
     const float* probs;      // [num_rows], or null for ones
-    std::byte* y;            // [num_rows, num_columns]; of the backward too, where it is not null
-    const std::byte* grad;   // [num_rows, num_columns], of the backward, as are the rest
+    std::byte* y;            // [num_rows, num_columns]; the backward writes it too unless it is null
+    const std::byte* grad;   // [num_rows, num_columns]; this and the fields below are for the backward
     std::byte* grad_inner;   // [num_rows, 2 * num_columns]
     float* grad_probs;       // [num_rows], or null
 };
 
-// Of grouped products of e4m3 rows, with an fp32 scale for 128 bytes of their depth. n and k are multiples of 128.
-// A product is [num_rows, n], of a [num_rows, k] and b [num_groups, n, k]; a_scales is [num_rows, k / 128], b_scales
-// [num_groups, n / 128, k / 128]. A weights' gradient is [num_groups, n, k], of a [n, num_rows] and b [k, num_rows]; a_scales is
-// [num_rows / 128, n], b_scales [num_rows / 128, k], and groups end at multiples of 128.
+// Grouped products of e4m3 rows, with one fp32 scale for each 128 values of the depth. n and k are multiples of 128.
+// A product has shape [num_rows, n], from a [num_rows, k] and b [num_groups, n, k]. a_scales is [num_rows, k / 128] and b_scales
+// [num_groups, n / 128, k / 128].
+// A weight gradient has shape [num_groups, n, k], from a [n, num_rows] and b [k, num_rows]. a_scales is [num_rows / 128, n] and b_scales
+// [num_rows / 128, k]. Groups end at multiples of 128.
 struct GpuFp8ProductParams {
     int64_t num_rows;
     int n, k, num_groups;
     const std::byte *a, *b;
     const float *a_scales, *b_scales;
     const int* group_ends;  // [num_groups]
-    void* out;              // bf16, or fp32 if a gradient is so
+    void* out;              // bf16, or fp32 for a weight gradient with is_fp32
     bool is_fp32;
 };
 
@@ -243,7 +243,7 @@ struct GpuQuantizeParams {
     const std::byte* x;        // [num_rows, hidden]
     std::byte* y;              // [num_rows, hidden] e4m3
     float* scales;             // [num_rows, ceil(hidden / 128)]
-    bool is_rounded;           // scales are powers of two, also of small gradients
+    bool is_rounded;           // scales are powers of two, for small gradients too
 };
 
 struct GpuQuantizeWeightsParams {

@@ -1,15 +1,17 @@
 // Plan: where this rank's tokens go. The first kernel of every call.
 //
-//   blocks          64 at most of kPlanThreads, fewer where the GPU or a share of it holds fewer: all are on it at once, as they wait
-//                   for each other
-//   block 0         enters the call: stores `entered` at every rank. After a call that this rank refused or failed in, it first waits
-//                   until the peers have entered that one
-//   every block     counts one segment of one node's tokens, by ballots and prefix sums: the same in every run, no atomics on order
-//   last to count   sums the segments; stores `sequence`, counts at every rank; waits for the peers' `entered` and counts; tells the host
-//   other blocks    wait for `sequence`, then place their tokens: a slot for each destination; the last to place stores `placed`
+//   Blocks          At most 64 of kPlanThreads; fewer if the GPU, or a share of it, holds fewer. All must be on the GPU at once, because
+//                   they wait for each other.
 //
-// Along a handle the counts are known, and nobody exchanges them. A refusal is entered like a call and waits for nobody, if it is not one
-// of many in a row.
+//   Block 0         Enters the call: stores `entered` at every rank. After a call that this rank refused or failed in, it first waits
+//                   until the peers have entered that one.
+//   Every block     Counts one segment of one node's tokens by ballots and prefix sums, so the order is the same in every run.
+//   Last to count   Sums the segments, stores `sequence`, and stores counts at every rank. Waits for `entered` and the counts of the
+//                   peers, then tells the host.
+//   Other blocks    Wait for `sequence`, then give their tokens a slot for each destination. The last one to do so stores `placed`.
+//
+// With a handle the counts are known and are not exchanged. A refusal is entered like a call, but waits for nobody unless this rank
+// refuses many calls in a row.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/token_counts.cuh"
 #include "cuda/launch.h"
@@ -21,7 +23,7 @@ namespace {
 
 using tuning::kMaxSegments, tuning::kQuickLooks;
 
-// What happens seldom stays out of the way, as in the counting half.
+// Rare paths are functions that are not inlined, as in the counting half.
 
 // All threads of a block.
 __device__ __noinline__ void refuse_handle(const GpuContext& c) {
@@ -29,17 +31,16 @@ __device__ __noinline__ void refuse_handle(const GpuContext& c) {
     __syncthreads();
 }
 
-// All threads of a block, where this rank may not have met its peers in `call` or since. A peer that is behind still looks at words of the
-// call before that: of its entry, or the stamp of a refusal, which this rank is about to overwrite. Once all have entered `call`, none
-// does.
+// All threads of a block, if this rank may not have met its peers in `call` or since. A peer that is behind still reads this rank's entry
+// or refusal stamp of the call before `call`, which this rank is about to overwrite. Once all peers have entered `call`, none does.
 __device__ __noinline__ void catch_up(const GpuContext& c, unsigned long long call) {
     const int peer = static_cast<int>(threadIdx.x);
     if (peer < c.config.num_ranks) wait_flag(c, Workspace(c, c.rank).entered(call, peer), call << kValueBits, peer, GpuPhase::kEntry);
     __syncthreads();
 }
 
-// Reports that `peer` is not in call `sequence`. `word` is its refusal of this call or of a later one: a rank that refuses waits for
-// nobody, so it may be ahead. If it has refused this call too, the stamp of this call says why.
+// Report that `peer` is not in call `sequence`. `word` is its refusal of this call or of a later one, because a rank that refuses waits
+// for nobody. If it has refused this call too, the stamp of this call says why.
 __device__ __noinline__ void report_refusal(const GpuContext& c, unsigned long long sequence, unsigned long long word, int peer) {
     const Workspace own(c, c.rank);
     const unsigned long long what = own.stamp(sequence, peer)->what;
@@ -63,16 +64,16 @@ __device__ __noinline__ bool wait_count(const GpuContext& c, const unsigned long
 struct Plan : TokenCounts {
     using TokenCounts::TokenCounts;
 
-    // ---- entry: a peer that sees it has this rank's workspace for itself ----
+    // ---- entry: once a peer sees it, the peer may write its part of this rank's workspace ----
 
     __device__ void enter() const {
-        const unsigned long long lead = is_refusal() ? kStamps - 1 : 1;  // that this rank may have in its peers
+        const unsigned long long lead = is_refusal() ? kStamps - 1 : 1;  // calls that this rank may be ahead of its peers
         if (c.state->last_met + lead < sequence) catch_up(c, sequence - lead);
         const bool is_failed_handle = p.cached && p.recv_counts != nullptr && p.recv_counts[0] < 0, had_given_up = gave_up(c);
         if (is_failed_handle) refuse_handle(c);
         if (static_cast<int>(threadIdx.x) >= config.num_ranks) return;
         const bool has_failed = (is_failed_handle || had_given_up) &&
-                                static_cast<volatile GpuFailure*>(c.failure)->kind != kNoFailure;  // else the peers hear later
+                                static_cast<volatile GpuFailure*>(c.failure)->kind != kNoFailure;  // else the peers learn of it later
         const bool refuses = is_refusal() || has_failed;
         const Workspace theirs(c, threadIdx.x);
         GpuStamp& stamp = *theirs.stamp(sequence, c.rank);
@@ -103,7 +104,7 @@ struct Plan : TokenCounts {
         __shared__ int bounds[kMaxGpuRanks];
         if (threadIdx.x == 0) refuses = failed = is_refusal() || gave_up(c);
         __syncthreads();
-        if (refuses) {  // the reason is there before any count says so
+        if (refuses) {  // the reason must be visible before any count that says so
             if (static_cast<int>(threadIdx.x) < config.num_ranks) refuse(Workspace(c, threadIdx.x));
             fence_system();
             __syncthreads();
@@ -115,7 +116,7 @@ struct Plan : TokenCounts {
         if (threadIdx.x == 0) let_place();
         if (warp == kPlanWarps - 1) {
             const bool met = !refuses && __all_sync(kFullWarp, lane >= config.num_ranks || meet(lane));
-            __syncwarp();  // what any lane has seen
+            __syncwarp();  // order after what all threads of the warp have seen
             if (lane == 0 && met) {
                 c.state->last_met = sequence;
                 store_release_local(&c.state->met, c.plan);
@@ -139,27 +140,27 @@ struct Plan : TokenCounts {
             __syncthreads();
         }
         if (threadIdx.x == 0 && !failed) {
-            if (is_counted) c.state->num_rows = num_rows[c.rank];  // which receivers read once it is counted
+            if (is_counted) c.state->num_rows = num_rows[c.rank];  // receivers read it after `counted`
             store_release_local(&c.state->counted, c.plan);
         }
         if (is_counted && warp == kPlanWarps - 1) tell();
         if (!p.cached && failed) receive_nothing();
     }
 
-    // Of a dispatch that has failed.
+    // A failed dispatch: mark the handle, and set all counts to 0.
     __device__ void receive_nothing() const {
 #pragma unroll 1
         for (int local = threadIdx.x; local < num_local; local += kPlanThreads) p.num_recv_tokens_per_expert[local] = 0;
         if (static_cast<int>(threadIdx.x) < config.num_sources()) p.recv_counts[threadIdx.x] = threadIdx.x == 0 ? kFailed : 0;
     }
 
-    // Where there are many sources, nobody else adds up what comes before each.
+    // Precompute how many tokens come before each source, because with several nodes there are too many sources to add up in each warp.
     __device__ void find_sources() const {
         const int source = static_cast<int>(threadIdx.x);
         if (source < config.num_sources()) r.recv_first[source] = first_from(p.recv_counts, source);
     }
 
-    // Replaces the counts of each segment by the sums of those before it, and sends the total. A rank that refuses sends a word for that.
+    // Replace the counts of each segment by the sums of those before it, and send the total. A rank that refuses sends kRefused instead.
     __device__ void sum_segments(int column, int node, bool refuses) const {
         int total = 0;
         const int end = (node + 1) * r.node_segments;
@@ -182,7 +183,7 @@ struct Plan : TokenCounts {
             store_relaxed(Workspace(c, rank).counts(sequence, node * config.num_ranks + c.rank) + column, word);
     }
 
-    // Waits for a peer to enter. One in another call, or in none, says so.
+    // Wait for a peer to enter, and report one that is in another call or refuses.
     __device__ bool meet(int peer) const {
         const unsigned long long seen = wait_word(c, own.entered(sequence, peer), sequence << kValueBits, peer, GpuPhase::kEntry);
         if (seen == 0) return false;
@@ -194,7 +195,7 @@ struct Plan : TokenCounts {
         return false;
     }
 
-    // Takes the counts of all ranks as they arrive to shared memory, where those of this block's warps were.
+    // Read the counts of all ranks, as they arrive, into the shared memory that held the counts of this block's warps.
     __device__ bool gather() const {
         const int num_words = config.num_sources() * columns;
         const unsigned long long expected = sequence << kValueBits;
@@ -212,7 +213,7 @@ struct Plan : TokenCounts {
                     word[i] = first + i * kPlanThreads < num_words ? load_relaxed(words + first + i * kPlanThreads) : expected;
 #pragma unroll
                 for (int i = 0; i < kLoads; ++i)
-                    if (word[i] - expected >= kRefused) not_here |= 1u << i;  // older, a refusal, or that of a later call
+                    if (word[i] - expected >= kRefused) not_here |= 1u << i;  // of an older call, a refusal, or of a later call
             }
 #pragma unroll
             for (int i = 0; i < kLoads; ++i)
@@ -227,7 +228,7 @@ struct Plan : TokenCounts {
 
     __device__ int count_of(int source, int column) const { return all_counts[source * columns + column]; }
 
-    // Rows of every expert's group on `rank`: the first row of this rank's tokens. A warp's work.
+    // One warp: compute where each expert's group begins on `rank`, and in it the first row of this rank's tokens.
     __device__ void lay_out(int rank) const {
         int rows = 0;
 #pragma unroll 1
@@ -265,7 +266,7 @@ struct Plan : TokenCounts {
         return num_tokens;
     }
 
-    // Takes what each rank has room for to shared memory. A warp's work.
+    // One warp: read into shared memory how many rows each rank has room for.
     __device__ void take_bounds(int* bounds) const {
         const unsigned long long expected = sequence << kValueBits;
         if (lane >= config.num_ranks) return;
@@ -273,11 +274,11 @@ struct Plan : TokenCounts {
         bounds[lane] = word == 0 ? -1 : static_cast<int>(word - expected);
     }
 
-    // Has each rank room for what it receives? All ranks of the node find the same one that has not. A warp's work.
+    // One warp: whether every rank has room for its rows. All ranks of the node report the same rank that has not.
     __device__ bool have_room(const int* bounds) const {
         const bool is_rank = lane < config.num_ranks;
         long long bound = is_rank && bounds[lane] != kNoBound ? bounds[lane] : INT32_MAX;
-        if (lane == c.rank && p.num_recv_rows_bound >= 0) bound = p.num_recv_rows_bound;  // which may be too large for a word
+        if (lane == c.rank && p.num_recv_rows_bound >= 0) bound = p.num_recv_rows_bound;  // exact: a word cannot hold large bounds
         const unsigned lacking = __ballot_sync(kFullWarp, is_rank && num_rows[lane] > bound);
         if (lacking == 0) return true;
         if (lane == 0) static_cast<volatile GpuCounts*>(c.counts)->lacking = c.plan;
@@ -286,20 +287,20 @@ struct Plan : TokenCounts {
         return false;
     }
 
-    // The sums over this rank's segments are all that its tokens' slots need.
+    // Let other blocks place their tokens: for that they need the sums over this rank's segments only.
     __device__ void let_place() const {
         GpuState& state = *c.state;
         state.num_counted = state.num_told = state.next_send = state.next_reduce = state.next_receive = 0;
         store_release_local(&state.sequence, sequence);
     }
 
-    // Tells the host. A warp's work.
+    // One warp: write the counts to host memory.
     __device__ void tell() const {
         volatile GpuCounts* counts = c.counts;
         if (!p.reports_counts) return;
 #pragma unroll 1
         for (int source = lane; source < config.num_sources(); source += 32) {
-            const int rank = source % config.num_ranks;  // of the source; and to which this rank sends as many of the node's tokens
+            const int rank = source % config.num_ranks;  // rank of the source; also a rank to which this one sends tokens of that node
             counts->recv_counts[source] = count_of(source, config.num_experts + c.rank);
             counts->send_counts[source] = count_of(source - rank + c.rank, config.num_experts + rank);
         }
@@ -311,7 +312,7 @@ struct Plan : TokenCounts {
         counts->ready = c.plan;
     }
 
-    // ---- all blocks: the others once the sums are there ----
+    // ---- all blocks except the last to count ----
 
     __device__ bool wait_until_summed() const {
         __shared__ int ok;

@@ -1,5 +1,5 @@
-// Rows of fp32, bf16 or fp16 to fp8 (e4m3), with a scale for each kScaleBlock columns: 16 neighbouring threads a block of columns, 8
-// columns each, which agree on the largest magnitude by shuffles. Nothing waits for another block.
+// Quantize rows of fp32, bf16 or fp16 to fp8 (e4m3), with one scale for each kScaleBlock columns. Each 16 neighbouring threads, with 8
+// columns each, handle one scale; they find the largest magnitude by shuffles. No block waits for another.
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/launch.h"
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kColumns = 8;                               // of one thread
-constexpr int kThreadsPerBlock = kScaleBlock / kColumns;  // of one scale
+constexpr int kThreadsPerBlock = kScaleBlock / kColumns;  // threads that share a scale
 
 template <DType kType>
 __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ GpuQuantizeParams p) {

@@ -1,6 +1,6 @@
-// Matrices of fp32, bf16 or fp16 to fp8 (e4m3), with a power of two as the scale of each kScaleBlock x kScaleBlock block: as they are,
-// transposed, or both. A thread block takes one block of a matrix and reads it once: every thread has 8 columns of 8 rows. It transposes
-// them in registers; shared memory brings together what is a row of the transposed matrix.
+// Quantize matrices of fp32, bf16 or fp16 to fp8 (e4m3), with a power of two as the scale of each kScaleBlock x kScaleBlock block. The
+// output is the matrix, its transpose, or both. A thread block reads one such block once; every thread has 8 columns of 8 rows. It
+// transposes them in registers, and shared memory collects the rows of the transposed matrix.
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/ptx.cuh"
@@ -12,7 +12,7 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kSide = 8;                      // columns, and rows, of one thread
 constexpr int kAcross = kScaleBlock / kSide;  // threads side by side
-constexpr int kPieces = kScaleBlock / 16;     // of 16 bytes in a row of fp8
+constexpr int kPieces = kScaleBlock / 16;     // pieces of 16 bytes in a row of fp8
 constexpr int kTileBytes = kScaleBlock * kScaleBlock;
 
 using Params = GpuQuantizeWeightsParams;
@@ -64,7 +64,7 @@ __device__ void transpose_bytes(unsigned& a, unsigned& b, unsigned& c, unsigned&
     c = __byte_perm(high_ab, high_cd, 0x5410), d = __byte_perm(high_ab, high_cd, 0x7632);
 }
 
-// Rows in pairs: of two neighbors, the one stores 16 bytes of the first row, the other of the second.
+// Store rows in pairs: of two neighbouring threads, one stores 16 bytes of the first row, the other 16 bytes of the second.
 __device__ void store_rows(const uint2 (&rows)[kSide], std::byte* to, int64_t row_bytes) {
     const bool is_odd = threadIdx.x % 2 == 1;
 #pragma unroll
@@ -76,8 +76,8 @@ __device__ void store_rows(const uint2 (&rows)[kSide], std::byte* to, int64_t ro
     }
 }
 
-// The thread's part of the transposed block, by way of `tile`: 128 rows of 16 words of 8 bytes, those of a row in an order of its own, so
-// that neither side meets a bank twice.
+// Store the thread's part of the transposed block through `tile`: 128 rows of 16 words of 8 bytes. Words are permuted within each row, so
+// that neither writes nor reads have bank conflicts.
 __device__ void store_transposed(uint2 (&rows)[kSide], uint2* tile, std::byte* to, int64_t row_bytes) {
     transpose_bytes(rows[0].x, rows[1].x, rows[2].x, rows[3].x);
     transpose_bytes(rows[0].y, rows[1].y, rows[2].y, rows[3].y);

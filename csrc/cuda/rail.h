@@ -1,26 +1,26 @@
-// What crosses between nodes: a *rail* is the ranks with the same index in their nodes. Memory that they write to each other, and what the
-// two kernels of csrc/nvshmem/rail.cu are launched with. docs/design/nvshmem.md has the protocol.
+// Exchange between nodes. A *rail* is the ranks with the same index in their nodes. This file has the memory that they write to each other,
+// and the parameters of the two kernels of csrc/nvshmem/rail.cu. docs/design/nvshmem.md has the protocol.
 //
 // Symmetric memory of a rank, at the same offsets on all ranks:
 //
 //   entered u64[2][num_nodes] | arrived u64[num_nodes][num_chunks] | messages in [2][num_nodes] | messages out [2][num_nodes] |
 //   inbox [num_nodes - 1][node_tokens] slots | outbox [num_nodes - 1][node_tokens] slots
 //
-// Row `node` of each array but those of what goes out is written by that node's rank only. Words hold the sequence number of the call they
-// belong to; [2] is indexed by its parity.
+// Only the rank of `node` writes row `node` of each array, except of the messages out and the outbox. Words hold the sequence number of
+// their call; [2] is indexed by its parity.
 #pragma once
 
 #include "cuda/params.h"
 
 namespace deepep_moe {
 
-// What a rank tells another one ahead of the rows; behind it lie RailLane[num_tokens][num_topk], where the call needs them.
+// Message from a rank to another of its rail, ahead of the rows. RailLane[num_tokens][num_topk] follows it where the call needs lanes.
 struct alignas(16) RailMessage {
     GpuStamp stamp;
-    int num_tokens;  // that cross
+    int num_tokens;  // tokens that cross
 };
 
-// One lane of a token that crosses: an expert of the node it goes to, or -1.
+// One top-k entry of a token that crosses: an expert of the node it goes to, or -1.
 struct alignas(8) RailLane {
     int32_t expert;
     float weight;
@@ -29,7 +29,7 @@ struct alignas(8) RailLane {
 struct RailLayout {
     int64_t entered, arrived, in, out, inbox, outbox, total_bytes;
     int64_t message_bytes, box_bytes;  // of one message, and of one node's slots
-    int num_nodes, num_chunks;         // the latter: of one node
+    int num_nodes, num_chunks;         // num_chunks: of one node
 
     RailLayout() = default;
     DEEPEP_MOE_HD explicit RailLayout(const GpuWorkspaceConfig& c)
@@ -50,13 +50,13 @@ struct RailLayout {
     DEEPEP_MOE_HD int64_t arrived_of(int node, int chunk) const { return arrived + 8 * (int64_t{node} * num_chunks + chunk); }
 };
 
-// Of one rank, in its own memory. Counters are back at 0 when a call's first kernel is over.
+// State of one rank's rail kernels, in its own memory. The counters are back at 0 when a call's first kernel has ended.
 struct RailState {
-    unsigned long long sequence;  // of the call
-    unsigned long long last_met;  // of the last call that this rank and all of its rail have entered, without a refusal
-    int num_done, num_met;        // blocks of the first kernel that are over, and those of them that have met their node
-    int next_send;                // chunks that were taken
-    int has_lost;                 // a chunk of a dispatch did not come in time: no other one is waited for
+    unsigned long long sequence;  // the current call
+    unsigned long long last_met;  // the last call that this rank and all of its rail have entered without a refusal
+    int num_done, num_met;        // blocks of the first kernel that have ended, and those that have met the rank of their node
+    int next_send;                // the next chunk that no block has taken
+    int has_lost;                 // a chunk of a dispatch did not come in time, so no other chunk is waited for
 };
 
 struct RailContext {
@@ -72,40 +72,40 @@ struct RailContext {
     int32_t* out_counts;         // [num_nodes] tokens that cross to each node
 };
 
-// First kernel, a block a node: says which tokens cross and enters the call, then waits for that node's rank and takes what it says.
+// First kernel, one block for each node: announces which tokens cross, enters the call, waits for that node's rank and reads its message.
 struct RailMeetParams {
     RailContext rail;
     GpuStamp stamp;                     // what == 0: the host refuses the call
-    bool cached;                        // the tokens that come are known
+    bool cached;                        // the tokens that come are known from the handle
     const void* topk_idx;               // [num_tokens, num_topk] experts of all nodes, int64 or int32
-    int64_t token_stride, lane_stride;  // of it, in entries
+    int64_t token_stride, lane_stride;  // of topk_idx, in entries
     bool is_int64;
     int num_tokens;
-    bool has_weights;           // they cross
+    bool has_weights;           // topk_weights cross
     const float* topk_weights;  // [num_tokens, num_topk]
     int64_t weights_token_stride, weights_lane_stride;
     int32_t* narrow_topk_idx;  // [num_tokens, num_topk] int32 copy for the handle; out unless cached
     int32_t* node_topk_idx;    // [num_nodes, node_tokens, num_topk] experts of this node, of the tokens that are here; out unless cached
     float* node_topk_weights;  // likewise; out with has_weights
     int32_t* in_counts;        // [num_nodes] tokens that come from each node; out unless cached
-    const int32_t* handle_counts;  // with kFailed, of the handle along which the call goes, or nullptr
+    const int32_t* handle_counts;  // recv_counts (with kFailed) of the handle that the call uses, or nullptr
 };
 
-// Second kernel, beside those of the node: rows leave, a put a chunk, and those that arrive are made known to the node's kernels.
+// Second kernel, beside those of the node: sends rows, one put for each chunk, and tells the node's kernels which chunks have arrived.
 struct RailMoveParams {
     RailContext rail;
     unsigned long long timeout_ns;  // for a chunk
-    bool is_combine;                // sums leave from the outbox, as they are made, and as many rows come as tokens went
-    int num_blocks, num_tiles;      // the latter: parts that a row's sum is made of
+    bool is_combine;                // sums leave from the outbox as they are computed, and as many rows come back as tokens went
+    int num_blocks, num_tiles;      // num_tiles: parts in which a row is summed
     int64_t row_bytes, tail_bytes;
     const std::byte* x;         // of a dispatch: [num_tokens, row_bytes]
     const std::byte* x_scales;  // [num_tokens, tail_bytes], or nullptr
     const int32_t* in_counts;   // of a combine: [num_nodes]
 };
 
-// What the module that links NVSHMEM hands to the one that does not. Functions return nullptr, or why a kernel could not be launched.
+// Functions of the module that links NVSHMEM, for the module that does not. They return nullptr, or why a kernel could not be launched.
 struct RailShim {
-    int64_t bytes;  // of RailMeetParams and RailMoveParams: both modules are of one build
+    int64_t bytes;  // sizes of RailMeetParams and RailMoveParams; they show that both modules come from the same build
     const char* (*meet)(const RailMeetParams&, void* stream) noexcept;
     const char* (*move)(const RailMoveParams&, void* stream) noexcept;
 };

@@ -1,10 +1,9 @@
 // SwiGLU of rows, y = silu(gate) * up * prob, and its gradients. Rows are grouped by expert; the last ones may have none and are skipped.
 //
-//   swiglu             a warp a row: kBatch pieces of gate and of up in flight
-//   swiglu_backward    a warp a row: reads gate, up and the gradient once, and may write y again
+//   swiglu             One warp a row, with kBatch pieces of gate and of up in flight.
+//   swiglu_backward    One warp a row: reads gate, up and the gradient once, and may write y again.
 //
-// silu, its gradient and each product are rounded to the rows' dtype, as PyTorch's operators round one after another. Nothing waits for
-// another block.
+// silu, its gradient and each product are rounded to the rows' dtype, as PyTorch's single operators round. No block waits for another.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/rows.cuh"
 #include "cuda/launch.h"
@@ -13,7 +12,7 @@ namespace deepep_moe {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBatch = 2;  // pieces of a lane that are on their way at a time
+constexpr int kBatch = 2;  // pieces of a thread in flight
 
 using Params = GpuSwigluParams;
 
@@ -74,7 +73,7 @@ __global__ void __launch_bounds__(kThreads) swiglu(const __grid_constant__ Param
     }
 }
 
-// The gradients of a piece of gate and of up, from that of y. Returns what it says of the prob.
+// Compute the gradients of a piece of gate and of up, from that of y. Return the piece's part of the prob's gradient.
 template <class Values>
 __device__ float gradients_of(const Unit<Values>& unit, const uint4& raw_grad, float prob, uint4& grad_gate, uint4& grad_up) {
     float grad[Values::kCount], of_gate[Values::kCount], of_up[Values::kCount], sum = 0.0f;

@@ -1,12 +1,14 @@
-// Top-2 gating with a capacity, defined in common/gate.h: the same order and roundings as one operation of PyTorch after the other.
+// Top-2 gating with a capacity, defined in common/gate.h, in the same order and with the same roundings as PyTorch's single operators.
 //
-//   choose_two       a warp a token: the best expert by gates, the best other one by scores
-//   number_choices   a block an expert: a warp counts its share of all choices; after one barrier it numbers them behind those of the warps
-//                    before, and drops what exceeds the capacity
-//   weigh_two        a thread a token: the weights of the choices that stay
-//   top2_backward    a warp a token: gradients of its gates, of weights and loss
+//   choose_two       One warp a token: the best expert by gates, the best other one by scores.
 //
-// Each kernel needs all of the one before, which the stream sees to.
+//   number_choices   One block an expert. Each warp counts its share of all choices. After a barrier it numbers them behind those of the
+//                    warps before, and drops what exceeds the capacity.
+//
+//   weigh_two        One thread a token: the weights of the choices that stay.
+//   top2_backward    One warp a token: gradients of its gates, from those of weights and loss.
+//
+// Each kernel needs all results of the one before, which the order of the stream ensures.
 #include <cfloat>
 
 #include "cuda/device/launch.cuh"
@@ -30,7 +32,7 @@ struct Choice {
     }
 };
 
-// All lanes of a warp: the best of a row, with that of `excluded` counted as the least.
+// All threads of a warp: the best expert of a row, where the value of `excluded` counts as -infinity.
 __device__ int best_of(const float* row, int num_experts, int excluded) {
     Choice best{-INFINITY, num_experts};
     for (int expert = threadIdx.x % 32; expert < num_experts; expert += 32) {
@@ -47,7 +49,7 @@ __device__ int best_of(const float* row, int num_experts, int excluded) {
 
 __device__ int64_t warp_of_grid() { return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32; }
 
-// A token a warp.
+// One warp a token.
 __global__ void __launch_bounds__(kThreads) choose_two(const __grid_constant__ GpuTop2Params p) {
     const int64_t token = warp_of_grid(), row = token * p.num_experts;
     const int lane = threadIdx.x % 32;
@@ -57,7 +59,7 @@ __global__ void __launch_bounds__(kThreads) choose_two(const __grid_constant__ G
     for (int expert = lane; expert < p.num_experts; expert += 32) p.is_first[row + expert] = expert == first ? 1.0f : 0.0f;
 }
 
-// An expert a block, a share of all choices a warp: it counts those of the expert, then numbers them behind those of the warps before.
+// One block an expert: each warp counts the expert's choices in its share, then numbers them behind those of the warps before.
 __global__ void __launch_bounds__(kNumberThreads) number_choices(const __grid_constant__ GpuTop2Params p) {
     int* const counts = shared_memory<int>();  // [kNumberWarps]
     const int expert = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -84,7 +86,7 @@ __global__ void __launch_bounds__(kNumberThreads) number_choices(const __grid_co
     }
 }
 
-// Of a token: the gates of its choices, 0 where they are left, and what they are divided by.
+// The gates of a token's two choices (0 if a choice was dropped), their sum, and their divisor.
 template <class Params>
 struct Weights {
     float gates[2], stays[2], sum, divisor;
@@ -101,7 +103,7 @@ struct Weights {
     }
 };
 
-// A token a thread.
+// One thread a token.
 __global__ void __launch_bounds__(kThreads) weigh_two(const __grid_constant__ GpuTop2Params p) {
     const int64_t token = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     if (token >= p.num_tokens) return;
@@ -110,7 +112,7 @@ __global__ void __launch_bounds__(kThreads) weigh_two(const __grid_constant__ Gp
     for (int i = 0; i < 2; ++i) p.topk_weights[i * p.num_tokens + token] = __fdiv_rn(weights.gates[i], weights.divisor);
 }
 
-// The gradients of a token's chosen gates by its weights.
+// Gradients of a token's chosen gates, from those of its weights.
 struct ChosenGradients {
     float of[2] = {};
 
@@ -130,7 +132,7 @@ struct ChosenGradients {
     }
 };
 
-// A token a warp. PyTorch divides by a number by multiplying with its reciprocal.
+// One warp a token. Like PyTorch, divide by a number by multiplying with its reciprocal.
 __global__ void __launch_bounds__(kThreads) top2_backward(const __grid_constant__ GpuTop2BackwardParams p) {
     const int64_t token = warp_of_grid(), row = token * p.num_experts;
     if (token >= p.num_tokens) return;

@@ -1,4 +1,4 @@
-// What a kernel needs to wait for a peer, and to say that it waited in vain.
+// State that a kernel needs to wait for a peer, and to report that it waited in vain.
 #pragma once
 
 #include "common/types.h"
@@ -49,26 +49,26 @@ enum GpuFailureKind : int {
     kExceededBound  // `peer` would receive `seen` rows and has room for `expected`
 };
 
-// Is it about a wait for a peer?
+// Whether a failure of this kind ended a wait for a peer.
 constexpr bool ends_wait(int kind) { return kind == kTimeout || kind == kPeerLeft || kind == kPeerEnded; }
 
-// What became of a rank.
+// Whether a rank is here, has left, or its process has ended.
 enum class GpuPresence : int { kHere = 0, kLeft, kEnded };
 
-// What a rank's kernels know of processes that have ended, of what the host knows: to look there takes a trip to its memory.
+// Device copy of the host's bit mask of ended processes. Reading the host's takes microseconds, so kernels do so only at `next_look`.
 struct GpuEnded {
     unsigned long long next_look;
-    unsigned ranks;  // bit r: that of rank r
+    unsigned ranks;  // bit r: the process of rank r has ended
 };
 
 // The first failure of a rank's kernels; lies in host memory that the device sees.
 struct GpuFailure {
     int kind;  // a GpuFailureKind, written last
     int peer, phase;
-    long long expected, seen;  // of kPeerRefused: the call, and the GpuStamp::cause, 0 in low latency
+    long long expected, seen;  // with kPeerRefused: the call, and the GpuStamp::cause (0 in low latency)
 };
 
-// The rank of another node with this rank's index there, as a `peer` of waits and failures.
+// Waits and failures name as `peer` the rank of another node that has this rank's index there.
 constexpr int kFirstRailPeer = 64;
 DEEPEP_MOE_HD constexpr int rail_peer(int node) { return kFirstRailPeer + node; }
 DEEPEP_MOE_HD constexpr bool is_rail_peer(int peer) { return peer >= kFirstRailPeer; }
@@ -79,7 +79,7 @@ struct GpuWaits {
     GpuFailure* failure;             // host memory
     int* gave_up;                    // set with a failure: all waits of this rank end
     const unsigned long long* left;  // [num_ranks] not 0: the rank has left
-    const unsigned* ended_ranks;     // host memory: bit r: the process of rank r has ended
+    const unsigned* ended_ranks;     // host memory; bit r: the process of rank r has ended
     GpuEnded* ended;
 };
 

@@ -1,10 +1,10 @@
-// Weighted sums of rows, y = sum over top-k of weight * x, and their gradients. Products and sums are rounded to fp32, rows once to their
-// dtype.
+// Weighted sums of rows, y = sum over top-k of weight * x, and their gradients. Products and sums are rounded to fp32, then rows once.
 //
-//   weighted_sum             a warp a token: 4 pieces of each row in flight, lanes of top-k ascending from +0
-//   weighted_sum_backward    a warp a token and 4 of its rows: reads the token's gradient once for them
+//   weighted_sum             Each warp sums one token, with 4 pieces of each row in flight, top-k entries ascending from +0.
 //
-// Nothing waits for another block.
+//   weighted_sum_backward    Each warp takes up to 4 rows of one token and reads the token's gradient once for them.
+//
+// No block waits for another.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/rows.cuh"
 #include "cuda/launch.h"
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kBatch = 4;  // pieces of each row in flight
-constexpr int kLanes = 4;  // of a token that a warp of the backward takes: it reads the gradient once for them
+constexpr int kLanes = 4;  // top-k entries that a warp of the backward takes
 
 using Params = GpuWeightedSumParams;
 
@@ -23,7 +23,7 @@ __device__ int64_t row_of(const Params& p, int64_t lane, int64_t token) { return
 
 __device__ int64_t warp_of_grid() { return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32; }
 
-// A token a warp, lanes ascending from +0.
+// One warp sums one token, top-k entries ascending from +0.
 template <DType kType>
 __global__ void __launch_bounds__(kThreads) weighted_sum(const __grid_constant__ Params p) {
     using Values = Piece<kType>;
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads) weighted_sum(const __grid_constant__
     }
 }
 
-// kLanes rows of a token a warp.
+// One warp computes the gradients of kLanes rows of one token.
 template <DType kType>
 __global__ void __launch_bounds__(kThreads) weighted_sum_backward(const __grid_constant__ Params p) {
     using Values = Piece<kType>;

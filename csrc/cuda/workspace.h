@@ -5,14 +5,13 @@
 //   lanes GpuLane[num_ranks][num_max_tokens][num_topk] | inbox [num_ranks - 1][num_max_tokens] slots |
 //   outbox [num_ranks - 1][num_max_tokens] slots
 //
-// Where ranks of several nodes exchange tokens, this is about the ranks of one node, and each of them also serves the tokens that came
-// from the ranks of its index in other nodes: it is the *source* of num_nodes shares of tokens, number node * num_ranks + rank, each with
-// its own part of the slots.
+// With several nodes, this describes the ranks of one node. Each of them also serves the tokens that came from the ranks of its index in
+// other nodes. It is the *source* of num_nodes shares of tokens; share node * num_ranks + rank has its own part of the slots.
 //
-// Row `source` of every array but the outbox is written by rank `source` only; the outbox is this rank's own. Flags hold the sequence
-// number of the call they belong to, so nothing is cleared between calls; [2] is indexed by its parity, because a peer may enter the
-// next call before this rank has read what it wrote for the last one. Words of `entered` also hold a digest of what the
-// rank does in the call, those of `bounds` and `counts` a number of rows or tokens: so each is there with its flag.
+// Only rank `source` writes row `source` of every array except the outbox, which belongs to this rank. Flags hold the sequence number of
+// their call, so nothing is cleared between calls. Index [2] is its parity, because a peer may enter the next call before this rank
+// has read what the peer wrote for the last one. Words of `entered` also hold a digest of what the rank does in the call. Words of
+// `bounds` and `counts` also hold a number of rows or tokens, so that each value arrives with its flag.
 #pragma once
 
 #include <cstddef>
@@ -28,45 +27,45 @@ constexpr int kMaxGpuSources = kMaxGpuNodes * kMaxGpuRanks;
 constexpr int kChunkSlots = 4;            // rows that a warp sends at a time and one flag announces
 constexpr int kReducedSlots = 8;          // rows of the outbox that a sending warp waits for at a time
 constexpr int kRailSlots = 8;             // rows that cross to another node at a time, announced by one word
-constexpr int kArrivedStride = 16;        // words from one flag of `arrived` to the next: many warps look at them, so each has its own line
+constexpr int kArrivedStride = 16;        // words from one flag of `arrived` to the next: many warps poll them, so each has its own line
 constexpr int kStamps = 8;                // calls whose stamps a rank keeps for its peers
-constexpr int kStaticSharedBytes = 1024;  // more than what a kernel has of shared memory besides the dynamic
+constexpr int kStaticSharedBytes = 1024;  // upper bound of a kernel's static shared memory
 
 struct GpuWorkspaceConfig {
     int num_ranks, num_experts, num_topk, hidden;  // ranks and experts of one node
-    int64_t num_max_tokens;                        // that a rank serves: of all nodes
-    int num_nodes = 1, node = 0;                   // this rank's is the latter
+    int64_t num_max_tokens;                        // tokens that a rank serves, over all nodes
+    int num_nodes = 1, node = 0;                   // node: this rank's
 
     DEEPEP_MOE_HD int num_sources() const { return num_nodes * num_ranks; }
-    // Tokens, and slots to each rank, of one node's share. Of several nodes: a multiple of kReducedSlots.
+    // Tokens of one node's share, and slots to each rank for it. With several nodes this is a multiple of kReducedSlots.
     DEEPEP_MOE_HD int node_tokens() const { return static_cast<int>(num_max_tokens / num_nodes); }
 };
 
 constexpr unsigned long long kRefusedByGpu = 1ull << 62;  // a bit that no packed Signature has
 
-// What a rank says it does in a call, for the messages of its peers' hosts.
+// Stamp: what a rank does in a call. The hosts of its peers read it for their error messages.
 struct GpuStamp {
-    unsigned long long what;       // a packed Signature, with kRefusedByGpu where its GPU refuses, within a node; 0: its host refuses it
-    GpuFailure why;                // where its GPU has refused them,
-    char reason[kMaxReasonBytes];  // or the reason its host gives, with its cause in why.seen
+    unsigned long long what;       // a packed Signature; with kRefusedByGpu: this rank's GPU refuses, within a node; 0: its host refuses
+    GpuFailure why;                // set where the GPU refuses
+    char reason[kMaxReasonBytes];  // set where the host refuses, with its cause in why.seen
 
-    // The deepep_moe.errors.Cause of the rank that was the first to refuse: this one, or a peer that its GPU has met.
+    // The deepep_moe.errors.Cause of the rank that refused first: this one, or a peer that its GPU has met.
     DEEPEP_MOE_HD long long cause() const { return reason[0] != '\0' || why.kind == kPeerRefused ? why.seen : 0; }
 };
 
-// One lane of a token on its way: where it goes (a row of recv_x, a local expert, or -1) and its weight.
+// One top-k entry of a token on its way: its target (a row of recv_x, a local expert, or -1) and its weight.
 struct alignas(8) GpuLane {
     int32_t target;
     float weight;
 };
 
-// Words of `entered`, `bounds` and `counts`: the sequence number of the call, and a value below it.
+// Words of `entered`, `bounds` and `counts` hold the sequence number of the call above kValueBits bits of a value.
 constexpr int kValueBits = 24;
-constexpr unsigned long long kRefused = (1u << kValueBits) - 1;  // for a count, of a rank that refuses its indices
+constexpr unsigned long long kRefused = (1u << kValueBits) - 1;  // as a count: the rank refuses its indices
 
-constexpr int kNoBound = (1 << kValueBits) - 1;  // for a bound, of a rank that has none, or one as large
+constexpr int kNoBound = (1 << kValueBits) - 1;  // as a bound: the rank has none, or one that is too large for a word
 
-// The value a rank enters a call with: ranks whose digests differ are in different calls, 0 refuses.
+// The value with which a rank enters a call. Ranks with different digests are in different calls; 0 is a refusal.
 DEEPEP_MOE_HD constexpr unsigned long long digest(unsigned long long what) {
     const unsigned long long mixed = what * 0x9e3779b97f4a7c15ull >> (64 - kValueBits);
     return what == 0 ? 0 : mixed == 0 ? 1 : mixed;
@@ -77,7 +76,7 @@ DEEPEP_MOE_HD constexpr auto divide_up(Int value, Divisor divisor) {
     return (value + divisor - 1) / divisor;
 }
 
-// One row on its way: the row, then its tail (scales of a dispatch, lane values of a combine).
+// One row on its way: the row, then its tail (scales in a dispatch, values of the top-k entries in a combine).
 struct GpuSlotLayout {
     int64_t row_bytes, tail_bytes, bytes;
     DEEPEP_MOE_HD GpuSlotLayout(int64_t row_bytes, int64_t tail_bytes)
@@ -86,7 +85,7 @@ struct GpuSlotLayout {
 
 struct GpuWorkspaceLayout {
     int64_t entered, bounds, lanes_ready, left, stamps, arrived, counts, lanes, inbox, outbox, total_bytes;
-    int64_t box_bytes;  // of one peer's slots
+    int64_t box_bytes;  // slots of one peer
     int num_ranks, num_sources;
     int columns, num_chunks, num_reduced;  // columns: experts, then ranks
 
@@ -111,13 +110,13 @@ struct GpuWorkspaceLayout {
         total_bytes = outbox + (c.num_ranks - 1) * box_bytes;
     }
 
-    // Offsets of what a rank has in the workspace of another; parity: that of the call.
+    // Offsets of the words that `source` writes in the workspace of another rank; parity: of the call.
     DEEPEP_MOE_HD int64_t entered_of(int parity, int source) const { return entered + 8 * (parity * num_ranks + source); }
     DEEPEP_MOE_HD int64_t bound_of(int parity, int source) const { return bounds + 8 * (parity * num_ranks + source); }
     DEEPEP_MOE_HD int64_t stamp_of(unsigned long long call, int source) const {
         return stamps + static_cast<int64_t>(sizeof(GpuStamp)) * (static_cast<int64_t>(call % kStamps) * num_ranks + source);
     }
-    // Slots from a peer of the owner, and for one.
+    // Slots that come from a peer of the owner, and slots that go to one.
     DEEPEP_MOE_HD int64_t inbox_of(int owner, int peer) const { return inbox + (peer - (peer > owner)) * box_bytes; }
     DEEPEP_MOE_HD int64_t outbox_of(int owner, int peer) const { return outbox + (peer - (peer > owner)) * box_bytes; }
 };

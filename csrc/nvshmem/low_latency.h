@@ -1,4 +1,4 @@
-// The low-latency kernels that put, for the module that does not link NVSHMEM.
+// Low-latency kernels that put to other nodes, for the module that does not link NVSHMEM.
 #pragma once
 
 #include "cuda/low_latency_rail.h"

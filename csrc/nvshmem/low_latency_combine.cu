@@ -1,8 +1,8 @@
-// Low-latency combine over nodes, behind the kernel of a node that sends (cuda/low_latency_combine.cu), which has pushed sums of this
-// rank's experts to the rank of its node with the index of the token's.
+// Low-latency combine over nodes: the sending kernel between nodes. The node's sending kernel (cuda/low_latency_combine.cu) runs before it.
+// That one has pushed this rank's sums to the rank of this node that has the index of the token's rank.
 //
-//   sum    meets the ranks of its node, enters the call in the other nodes, adds up what the ranks of this node have for tokens of those,
-//          and puts the sums, a row at a time
+//   sum    Meets the ranks of its node, enters the call in the other nodes, and adds up the sums of its node for tokens of those. Puts
+//          one row at a time.
 //
 // The half that receives is cuda/low_latency_finish.cu.
 #include <nvshmem.h>
@@ -18,21 +18,21 @@ namespace {
 using Launch = LowLatencyRailCombine;
 
 constexpr int kThreads = tuning::kLowLatencyThreads, kLastWarp = kThreads / 32 - 1;
-constexpr int kPiecesAtOnce = kThreads / kPartsOfLine * kLinePieces;  // of a block
+constexpr int kPiecesAtOnce = kThreads / kPartsOfLine * kLinePieces;  // pieces that a block handles at once
 static_assert(kPiecesAtOnce % kWholePieces == 0);
 
-// What has crossed of another node, or might have.
+// A token of another node; has_crossed: ranks of this node have rows of it.
 struct Task {
-    int node, token;  // node: -1 behind the last
+    int node, token;  // node: -1 past the last
     bool has_crossed;
     TokenSums sums;
 };
 
 struct Shared {
-    unsigned came;  // ranks of this node that combine along the same dispatch
+    unsigned came;  // bit mask of the ranks of this node that combine for the same dispatch
     bool gave_up;
-    Task tasks[2];                                // by turns: one is added up while the next is found
-    alignas(16) float largest[2][kPiecesAtOnce];  // magnitudes of pieces, by turns
+    Task tasks[2];                                // used in turns: one is added up while the next is found
+    alignas(16) float largest[2][kPiecesAtOnce];  // largest magnitude of each piece, in turns
 };
 
 template <DType kType, bool kQuantized>
@@ -70,7 +70,7 @@ struct Summer : RailCombine {
         }
     }
 
-    // One warp: the nth token of other nodes.
+    // One warp: find the nth token of other nodes, and its sums.
     __device__ void find(int nth, bool failed, Task& out) const {
         int node = -1;
 #pragma unroll 1
@@ -86,7 +86,7 @@ struct Summer : RailCombine {
         if (lane == 0) out.node = node, out.token = nth, out.has_crossed = ranks != 0;
     }
 
-    // One warp: which ranks of this node have come, in bits of their index.
+    // One warp: return which ranks of this node have come, as bits of their index.
     __device__ unsigned meet_node() const {
         const int source = rail.first_rank() + lane;
         bool came = false;
@@ -101,7 +101,7 @@ struct Summer : RailCombine {
         return __ballot_sync(kFullWarp, came);
     }
 
-    // All threads: this rank's entry in another node. One that has failed, or has heard of a failure, says so.
+    // All threads: write this rank's entry in another node. It is a refusal if this rank has failed, or has heard of a failure.
     __device__ void enter_rail(int node, bool failed) const {
         if (threadIdx.x == 0) shared().gave_up = gave_up(c);
         __syncthreads();
@@ -110,8 +110,8 @@ struct Summer : RailCombine {
         rail.put_message(node, refuses ? static_cast<int64_t>(sizeof(LowLatencyReason)) : 0, refuses ? refusing_word() : own_word());
     }
 
-    // All threads: what the ranks of this node have of a token of the rail's rank in another one. They have met when it returns, and one
-    // warp puts while the others go on.
+    // All threads: send the sum of this node's ranks for a token of the rail's rank in another node. All threads have met when it returns;
+    // one warp puts while the others go on.
     __device__ void send_sum(const Task& task) const {
         const bool has_crossed = task.has_crossed;
         const int node = task.node, token = task.token;
@@ -128,11 +128,11 @@ struct Summer : RailCombine {
             }
         }
         __syncthreads();
-        // Of a rank that has given up meanwhile, sums may lack a rank's rows: they do not go, and the other node's rank gives up too.
+        // After a timeout on this rank the sum may be incomplete. Do not send it; the rank of the other node then times out as well.
         if (has_crossed && warp == 0 && __shfl_sync(kFullWarp, gave_up(c), 0) == 0) rail.put_row(node, token, to, row_bytes, flag);
     }
 
-    // All threads: a row with its scales. Eight threads have the columns of a scale, and not always of one warp.
+    // All threads: write a row and its scales. Eight threads, not always of one warp, share a scale.
     __device__ void write_fp8(std::byte* to, const TokenSums& from) const {
 #pragma unroll 1
         for (int first = 0; first < sums.num_parts; first += kThreads) {
@@ -146,7 +146,7 @@ struct Summer : RailCombine {
             if (is_any) write_fp8_piece(to, piece, sum, largest + nth / kPiecesOfBlock * kPiecesOfBlock);
         }
     }
-    // One thread. largest: of the pieces of its scale.
+    // One thread. largest: magnitudes of the pieces that share its scale.
     __device__ void write_fp8_piece(std::byte* to, int piece, const float (&sum)[Sums::kColumns], const float* largest) const {
         float values[kPiecesOfBlock];
 #pragma unroll
@@ -157,7 +157,7 @@ struct Summer : RailCombine {
     }
 };
 
-// The kernel of the node that sends has counted the call.
+// The node's sending kernel has counted the call already.
 template <DType kType, bool kQuantized>
 __global__ void __launch_bounds__(kThreads, 2) rail_sum(const __grid_constant__ Launch l) {
     let_next_kernel_start();

@@ -1,5 +1,5 @@
-// What the kernels of a low-latency combine over nodes that put share: its words, and its entry in this node. Sources include NVSHMEM's
-// headers before it.
+// Shared by the kernels of a low-latency combine that put to other nodes: the words of a call, and the entry in this node. Sources include
+// NVSHMEM's headers before this one.
 #pragma once
 
 #include "nvshmem/low_latency_rail.cuh"
@@ -11,7 +11,7 @@ struct RailCombine {
     const LowLatencyContext& c;
     const LowLatencyConfig& config;
     const LowLatencyCombineParams& p;
-    const unsigned long long flag;  // of this rank in the call, its value 0
+    const unsigned long long flag;  // of this rank in the call, with value 0
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
     __device__ RailCombine(const LowLatencyRailCombine& l, unsigned long long call)
@@ -25,9 +25,9 @@ struct RailCombine {
     __device__ bool has_failed() const {
         return *in_handle<unsigned long long>(LowLatencyHandleLayout(config).failed) == (dispatch() ^ c.failed);
     }
-    // Of the rail's rank there.
+    // The number of tokens of the rail's rank in `node`.
     __device__ int tokens_of(int node) const { return in_handle<int32_t>(LowLatencyHandleLayout(config).num_tokens)[rail.rank_in(node)]; }
-    // Ranks of this node that have rows of a token of that rank, in bits of their index.
+    // The ranks of this node that have rows of a token of that rank, as bits of their index.
     __device__ unsigned ranks_of(int node, int token) const {
         return in_handle<unsigned>(LowLatencyRailHandle(config, rail.r.num_nodes).in_ranks)[node * config.num_max_tokens + token];
     }
@@ -42,7 +42,7 @@ struct RailCombine {
         return {kFailedHandle, c.rank, static_cast<int>(GpuPhase::kEntry), static_cast<long long>(dispatch()), 0};
     }
 
-    // One warp, lane r of which tells rank r of this node. May be done twice.
+    // One warp: thread r writes the entry at rank r of this node. It may be done twice.
     __device__ void enter_node(bool failed) const {
         const int to = rail.first_rank() + lane;
         if (lane == 0) *reinterpret_cast<unsigned long long*>(p.call) = rail.call;

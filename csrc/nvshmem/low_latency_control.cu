@@ -1,4 +1,4 @@
-// What a rank tells the ranks of its rail between low-latency calls, and hears of them; cuda/low_latency_control.cu does it in its node.
+// Words between the ranks of a rail between low-latency calls; cuda/low_latency_control.cu has the part within a node.
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
@@ -12,7 +12,7 @@ using Launch = LowLatencyRailControl;
 
 constexpr int kThreads = tuning::kLowLatencyThreads;
 
-// All threads: the ranks of other nodes learn of the refusal from the one of the rail, or where it keeps it.
+// All threads: send the refusal to the rail's ranks. The other ranks of their nodes learn of it from them, or read it in their memory.
 __device__ void refuse(const Launch& l, const RailPuts& rail) {
     LowLatencyWhat what{};
     what.is_refused = true;
@@ -25,8 +25,8 @@ __device__ void refuse(const Launch& l, const RailPuts& rail) {
     }
 }
 
-// Before a call after one that was refused, and so not received: until all ranks outside have entered the call before last, as they may
-// still read what this rank has put in the one before.
+// Catch up before the call after a refused one: wait until all ranks outside have entered the call before last. Until then they may still
+// read what this rank has put in the call before that.
 __device__ void catch_up(const Launch& l, const LowLatencyContext& c, unsigned long long call) {
     const int source = static_cast<int>(threadIdx.x);
     if (call <= kMaxInFlight || source >= c.config.num_ranks) return;
@@ -40,7 +40,7 @@ __device__ void catch_up(const Launch& l, const LowLatencyContext& c, unsigned l
     }
 }
 
-// All threads, ahead of taking back a rank of this rail: until all that it has sent has landed.
+// All threads, before a rank of this rail is taken back: wait until all that it has sent has landed.
 __device__ void await_return(const LowLatencyContext& c, const RailPuts& rail, int rank) {
     __shared__ bool is_back;
     unsigned long long* const word = rail.returned(rail.node_of(rank));
@@ -51,14 +51,14 @@ __device__ void await_return(const LowLatencyContext& c, const RailPuts& rail, i
     rail.forget(rail.node_of(rank));
 }
 
-// One warp, of which each lane asks a rank of this node, when this one has taken it back: which call that rank takes it back before. All
-// must have, else it stays masked.
+// One warp, after this rank has taken `rank` back: thread i asks rank i of this node before which call it takes `rank` back. If one has not
+// taken it back, it stays masked.
 __device__ void tell_returned(const LowLatencyContext& c, const RailPuts& rail, int rank) {
     const int lane = static_cast<int>(threadIdx.x), peer = rail.first_rank() + lane;
     unsigned long long next = 1;
     if (lane < rail.r.ranks_per_node) {
         unsigned long long* const word = resumed_at(c, c.rank, peer);
-        next = wait_word(c, word, next_call(c) + 1, peer, GpuPhase::kRejoin);  // no word that a return in vain has left
+        next = wait_word(c, word, next_call(c) + 1, peer, GpuPhase::kRejoin);  // not the word of an earlier failed return
         *word = 0;
     }
     const bool is_missed = __any_sync(kFullWarp, next == 0);
@@ -66,8 +66,8 @@ __device__ void tell_returned(const LowLatencyContext& c, const RailPuts& rail, 
     if (!is_missed && lane < rail.r.ranks_per_node) rail.tell_resumed(rail.node_of(rank), peer, next);
 }
 
-// One warp, of a rank that comes back and whose puts have landed. What the ranks of other nodes say goes where those of its own say it.
-// Where one does not, the others must not take this one's word for the next time; what they say late is forgotten then.
+// One warp of a rank that comes back and whose puts have landed. Words from ranks of other nodes are copied to where this node's ranks
+// write theirs. If one does not come, the others must not keep this rank's word for its next return; late words are cleared then.
 __device__ void rejoin(const LowLatencyContext& c, const RailPuts& rail) {
     const int peer = static_cast<int>(threadIdx.x);
     const bool is_outside = peer < c.config.num_ranks && rail.is_outside(peer);
@@ -107,7 +107,7 @@ constexpr LowLatencyRailShim kShim{kLowLatencyRailShimBytes, &launch_rail_send, 
 }  // namespace
 
 const char* launch_rail_control(const Launch& l, void* stream) noexcept {
-    // Nothing of before may land behind what is put from then on.
+    // Earlier puts must not land after those that follow the return.
     const bool returns = l.call.action == LowLatencyControlParams::kRejoin || l.call.action == LowLatencyControlParams::kUnmask;
     if (returns) nvshmemx_quiet_on_stream(static_cast<cudaStream_t>(stream));
     return try_launch<rail_control>("rail_control", 1, 0, l, stream);

@@ -1,6 +1,6 @@
-// Low-latency dispatch over nodes, the half that sends: as in one node (cuda/device/low_latency_send.cuh), and beside it to each other node
-// a message and the rows that cross, kept once. It waits for nobody. The half that receives reads both where the network has written them
-// (cuda/low_latency_dispatch.cu).
+// Low-latency dispatch over nodes, the sending half. It works as in one node (cuda/device/low_latency_send.cuh), and also sends each other
+// node a message and the rows that cross, stored once. It waits for nobody. The receiving half reads both where the network has written
+// them (cuda/low_latency_dispatch.cu).
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
@@ -30,7 +30,7 @@ struct OtherNodes {
     __device__ int num_ranks() const { return rail.r.ranks_per_node; }
     __device__ int num_nodes() const { return rail.r.num_nodes; }
 
-    // Ranks of all nodes: those of another one by the rank of the rail there.
+    // The ranks, of all nodes, that are not masked and whose rail's rank is not; ranks outside are reached through that one.
     __device__ unsigned reached(unsigned masks) const {
         unsigned lost = masks;
         for (int node = 0; node < num_nodes(); ++node)
@@ -38,7 +38,7 @@ struct OtherNodes {
         return ~lost;
     }
 
-    // All threads: the message for the turn-th node after this one; for one that is lost, what is dropped is counted only.
+    // All threads: send the message to the turn-th node after this one. For a masked one only count what is dropped.
     template <class Sender>
     __device__ void tell(const Sender& s, int turn, bool accepted) const {
         const int node = rail.node_at(turn);
@@ -53,7 +53,7 @@ struct OtherNodes {
                          what.flag(rail.call, p.num_tokens));
     }
 
-    // A row as it crosses, whichever nodes it goes to.
+    // Store a row as it crosses, once for all nodes that it goes to.
     template <class Sender>
     __device__ void keep_piece(const Sender& s, int token, int at, const uint4& piece) const {
         pieces(row(s, token))[at] = piece;
@@ -63,8 +63,8 @@ struct OtherNodes {
         reinterpret_cast<float*>(row(s, token) + 16 * s.num_pieces)[at] = scale;
     }
 
-    // All threads of a block that has kept the row and met: to all nodes that it goes to. The last warps first, as one of them has no
-    // columns: it puts while the others go on.
+    // All threads of a block that has stored the row and met: put it to all nodes that it goes to. The last warp begins, because it loads
+    // no columns; it puts while the others go on.
     template <class Sender>
     __device__ void put(const Sender& s, int token, unsigned ranks) const {
 #pragma unroll 1

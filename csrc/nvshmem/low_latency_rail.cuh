@@ -1,4 +1,4 @@
-// What low-latency kernels put to the ranks of their rail. Sources include NVSHMEM's headers before it.
+// Puts of low-latency kernels to the ranks of their rail. Sources include NVSHMEM's headers before this one.
 #pragma once
 
 #include <string>
@@ -18,13 +18,13 @@ struct RailPuts : RailCall {
         return own() + r.layout.outbox + r.layout.box_of(call, r.node, node) + token * row_bytes;
     }
 
-    // All threads of a block, which have written it: enters the call in a node, with so much of a message. Not where its rank is masked.
+    // All threads of a block, after they have written the message: put it and enter the call in a node, unless its rank is masked.
     __device__ void put_message(int node, int64_t bytes, unsigned long long flag) const {
         __syncthreads();
         if (threadIdx.x / 32 == 0 && !sees_lost(node)) put(message_of(node, bytes), node, flag);
         __syncthreads();
     }
-    // All threads of a block, which have written them behind the message: ahead of the call's entry in a node.
+    // All threads of a block, after they have written weights behind the message: put these, before the call's entry in the node.
     __device__ void put_weights(int node, int64_t bytes, unsigned long long flag) const {
         __syncthreads();
         const int64_t at = r.layout.weights;
@@ -33,18 +33,18 @@ struct RailPuts : RailCall {
                  r.layout.weighed_of(call, r.node)},
                 node, flag);
     }
-    // One warp, of a block that has written the row, as row_for says for some node, and met since.
+    // One warp of a block that has written the row (at row_for of any node) and has met since.
     __device__ void put_row(int node, int token, const std::byte* row, int64_t row_bytes, unsigned long long flag) const {
         put(row_of(node, token, row - own(), row_bytes), node, flag);
     }
 
-    // One thread: what ranks of a rail tell each other when one of them comes back.
+    // One thread: words between ranks of a rail when one of them comes back.
     __device__ unsigned long long* returned(int node) const { return own_word(r.layout.returned_of(node)); }
     __device__ unsigned long long* resumed(int rank) const { return own_word(r.layout.resumed_of(rank)); }
     __device__ void tell_returned(int node, bool has) const { signal(r.layout.returned_of(r.node), has, node); }
     __device__ void tell_resumed(int node, int rank, unsigned long long next) const { signal(r.layout.resumed_of(rank), next, node); }
 
-    // All threads of a block: words of the rank of a node that comes back, which may have sent calls that it will make again.
+    // All threads of a block: clear the words of a node's rank that comes back, because it may repeat calls that it has already sent.
     __device__ void forget(int node) const {
 #pragma unroll 1
         for (int turn = 0; turn < kTurns; ++turn) {
@@ -56,7 +56,7 @@ struct RailPuts : RailCall {
         __syncthreads();
     }
 
-    // One thread of all that will put the message of a refusal.
+    // One thread of the block that will put the message of a refusal.
     __device__ void write_reason(int node, const GpuFailure& why) const {
         auto& reason = *reinterpret_cast<LowLatencyReason*>(message_for(node));
         reason.why = why;
@@ -74,7 +74,7 @@ private:
     __device__ void signal(int64_t offset, unsigned long long value, int node) const {
         nvshmemx_signal_op(reinterpret_cast<uint64_t*>(own() + offset), value, NVSHMEM_SIGNAL_SET, r.pes[node]);
     }
-    // One warp, of which each lane may see another mask.
+    // One warp: all threads use the first one's answer, because each may read another mask.
     __device__ bool sees_lost(int node) const { return __shfl_sync(kFullWarp, is_lost(node), 0); }
     __device__ Put message_of(int node, int64_t bytes) const {
         return {r.layout.out_of(call, node), r.layout.in_of(call, r.node), round_up(bytes, 16), r.layout.entered_of(call, r.node)};
@@ -83,7 +83,7 @@ private:
         return {from, r.layout.inbox + r.layout.box_of(call, node, r.node) + token * row_bytes, row_bytes,
                 r.layout.arrived_of(call, r.node, token)};
     }
-    // One warp. Without bytes only the word goes. Its fence is for all that the block had written before it met.
+    // One warp. Without bytes only the word goes. The fence covers everything that the block had written before it met.
     __device__ void put(const Put& what, int node, unsigned long long flag) const {
         fence_system();
         auto* const word = reinterpret_cast<uint64_t*>(own() + what.word);

@@ -1,6 +1,6 @@
-// Weights that a low-latency combine over nodes brings: ahead of the kernel of a node that sends, which then finds those of other nodes as
-// if their ranks were in this one. A block for each other node puts this rank's there, waits for those of the rail's rank there, and pushes
-// them, in heads like a dispatch's, to the ranks of this node that have rows of the token.
+// Weights that a low-latency combine over nodes brings. This kernel runs before the node's sending kernel, which then finds weights of
+// other nodes as if their ranks were in this one. One block for each other node puts this rank's weights there and waits for those of the
+// rail's rank there. It pushes these, in heads like a dispatch's, to the ranks of this node that have rows of the token.
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
@@ -15,7 +15,7 @@ using Launch = LowLatencyRailCombine;
 constexpr int kThreads = tuning::kLowLatencyThreads, kWarps = kThreads / 32;
 
 struct Shared {
-    unsigned long long word;  // of the rail's rank in the block's node
+    unsigned long long word;  // from the rail's rank in the block's node
 };
 
 struct Weigher : RailCombine {
@@ -41,25 +41,25 @@ struct Weigher : RailCombine {
         rail.put_weights(node, int64_t{4} * num_lanes, own_word());
     }
 
-    // In place of weights: the other may have failed too, and wait here.
+    // Refuse instead of sending weights, because the other rank may have failed too and wait here.
     __device__ void refuse(int node) const {
         if (threadIdx.x == 0) rail.write_reason(node, failed_handle());
         rail.put_message(node, sizeof(LowLatencyReason), refusing_word());
     }
 
-    // One thread. The ranks of this node hear what it has heard, or that it has waited in vain, as they wait for the same rank.
+    // One thread: wait for the rail's rank and pass its word on, or that it did not come, because this node's ranks wait for the same rank.
     __device__ unsigned long long hear(int source) const {
         const unsigned long long word = rail.wait_weights_to_tell(source, flag);
         rail.tell_entered(source, word != 0 ? word : rail.call << kWhatBits | LowLatencyWhat::kAbsent << kValueBitsOfFlag);
         return word;
     }
 
-    // A warp a token of the rail's rank in a node.
+    // Each warp pushes the weights of one token of the rail's rank in a node.
     __device__ void push(int node) const {
         const int num_tokens = tokens_of(node), num_parts = static_cast<int>(c.layout.head_bytes / 16), source = rail.rank_in(node);
 #pragma unroll 1
         for (int token = warp; token < num_tokens; token += kWarps) {
-            const unsigned masks = __shfl_sync(kFullWarp, masks_of(c), 0);  // the same for all lanes
+            const unsigned masks = __shfl_sync(kFullWarp, masks_of(c), 0);  // the same value in all threads
             LowLatencyLane own{-1, 0, 0.0f};
             if (lane < config.num_topk) own.weight = __ldcg(rail.weights(source, token) + lane);
             const uint4 part = head_part(own, flag);

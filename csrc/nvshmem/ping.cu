@@ -1,5 +1,4 @@
-// Kernels that call NVSHMEM. Two puts are never ordered, so a word that is waited for is SET by the put whose data it announces, and is not
-// counted up.
+// Kernels that call NVSHMEM. Two puts are never ordered, so each word is SET by the put whose data it announces, and is not a counter.
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
@@ -33,7 +32,7 @@ __device__ PingState wait_for_word(const PingParams& p, int pe, unsigned long lo
         if (now_ns() >= deadline) return kPingSilent;
         pause_ns(kPingPauseNs);
     }
-    // On some transports data is visible only after NVSHMEM's own look at the word.
+    // On some transports data is visible only after NVSHMEM has tested the word itself.
     nvshmem_uint64_test(as_signal(signal), NVSHMEM_CMP_GE, 1);
     return load_acquire(p.words.received + pe) == ping_word(pe, p.my_pe) ? kPingArrived : kPingWrong;
 }

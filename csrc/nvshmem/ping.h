@@ -1,12 +1,12 @@
 // Launchers of the kernels that talk to GPUs of other nodes. Only these are compiled with NVSHMEM's device library. All are asynchronous on
-// `stream` (a cudaStream_t) and throw std::runtime_error where CUDA refuses.
+// `stream` (a cudaStream_t) and throw std::runtime_error if CUDA refuses.
 #pragma once
 
 #include <cstdint>
 
 namespace deepep_moe {
 
-// What a PE knows of the word that another one sent.
+// State of the word that another PE sends.
 enum PingState : int { kPingArrived = 0, kPingSilent, kPingWrong };
 
 // Symmetric words of a ping, all 0 on every PE before the first one launches.

@@ -1,12 +1,13 @@
-// The hop between nodes: rows go to the rank with the same index in the other node, and what comes from there is made known to the kernels
-// of this node. All that is NVSHMEM's in the data path is here: a put with its signal word, and a look at a word that has arrived.
+// The hop between nodes: rows go to the rank with the same index in the other node, and rows from there are announced to the kernels of
+// this node. The NVSHMEM operations of the data path are a put with its signal word, and a test of a word that has arrived.
 //
-//   meet   a block a node: counts which tokens cross and what they choose there, tells that node's rank, waits for what it tells
-//   move   the first warp waits for the words of chunks that arrive, and sets `ready` for the kernels of this node
-//          the others send: of a dispatch rows of x, packed, of a combine sums, as the node's kernels have made them; a put a chunk
+//   Meet   One block for each node. Counts which tokens cross and which experts they choose there, tells that node's rank, and waits for
+//          its message.
+//   Move   The first warp waits for the words of chunks that arrive, and sets `ready` for the kernels of this node. The others send, with
+//          one put a chunk: in a dispatch packed rows of x, in a combine sums, as the node's kernels compute them.
 //
-// Words are SET to the call's number, one for each chunk, as puts come in any order. A box is written again once its node's rank has
-// entered the next call: by then it has seen all that was sent to it, and so has read what it sends from.
+// Words are SET to the call's number, one for each chunk, because puts come in any order. A box is written again once its node's rank has
+// entered the next call. By then that rank has received and used all rows, so nobody reads its inbox or this rank's outbox any more.
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
@@ -20,8 +21,8 @@ namespace {
 
 constexpr int kMeetThreads = 512;
 constexpr int kMeetWarps = kMeetThreads / 32;
-constexpr int kLooks = 64;          // at words that have not arrived, between two looks at the clock
-constexpr int kMoveThreads = 1024;  // NVSHMEM has few loads in flight for each thread where a put goes over NVLink
+constexpr int kLooks = 64;          // polls of a word between two reads of the clock
+constexpr int kMoveThreads = 1024;  // many, because NVSHMEM has few loads in flight for each thread if a put goes over NVLink
 
 __device__ unsigned long long* word_at(const RailContext& r, int64_t offset) {
     return reinterpret_cast<unsigned long long*>(r.base + offset);
@@ -67,7 +68,7 @@ struct Meeting {
         return !p.has_weights ? 0.0f : p.topk_weights[token * p.weights_token_stride + k * p.weights_lane_stride];
     }
 
-    // The bits of the lanes of top-k that choose this node. Refuses indices out of range, and duplicates.
+    // Bit mask of the top-k entries that choose this node. Refuses indices out of range, and duplicates.
     __device__ unsigned lanes_to_node(int token) const {
         unsigned lanes = 0;
         for (int k = 0; k < num_topk; ++k) {
@@ -80,7 +81,7 @@ struct Meeting {
         return lanes;
     }
 
-    // Finds the slot of each token that crosses, in order of the tokens, and writes what it chooses there. Returns their number.
+    // Find the slot of each token that crosses, in token order, and write its entries for that node. Return the number of such tokens.
     __device__ int find_slots() const {
         __shared__ int of_warps[kMeetWarps];
         int num_before = 0;
@@ -112,7 +113,7 @@ struct Meeting {
         return num_before;
     }
 
-    // A token of this rank, in the share of its own node.
+    // Write a token of this rank to the share of its own node.
     __device__ void take_own(int token) const {
         r.slots[token * config.num_nodes + node] = -1;
         for (int k = 0; k < num_topk; ++k) {
@@ -122,17 +123,17 @@ struct Meeting {
         }
     }
 
-    // Lane k of a token in this node's share.
+    // Write top-k entry k of a token in this node's share.
     __device__ void write_lane(int slot, int k, int expert, float weight) const {
         const int64_t entry = (int64_t{node} * config.node_tokens() + slot) * num_topk + k;
         if (!p.cached) p.node_topk_idx[entry] = expert;
         if (p.has_weights) p.node_topk_weights[entry] = weight;
     }
 
-    // All threads.
+    // All threads: send the message and enter the call in `node`.
     __device__ void enter(int num_tokens) const {
         __shared__ bool refuses;
-        __syncthreads();  // what was found, and what was written
+        __syncthreads();  // all threads have found their slots and written their lanes
         if (threadIdx.x == 0) {
             const bool is_refusal = p.stamp.what == 0;
             if (p.handle_counts != nullptr && p.handle_counts[0] < 0) report(c, kFailedHandle, c.rank, GpuPhase::kNone, 0, 0);
@@ -151,7 +152,7 @@ struct Meeting {
             reinterpret_cast<uint64_t*>(r.base + r.layout.entered_of(sequence, config.node)), value, NVSHMEM_SIGNAL_SET, r.pes[node]);
     }
 
-    // Thread 0: waits until the node's rank has entered `call`. A call that this rank or that one refuses is none.
+    // Thread 0: wait until the node's rank has entered `call`.
     __device__ unsigned long long wait_for_entry(unsigned long long call) const {
         unsigned long long* word = word_at(r, r.layout.entered_of(call, node));
         const unsigned long long seen = wait_word(c, word, call << kValueBits, rail_peer(node), GpuPhase::kRailEntry);
@@ -164,7 +165,7 @@ struct Meeting {
         if (threadIdx.x == 0) {
             const unsigned long long seen = p.stamp.what == 0 || gave_up(c) ? 0 : wait_for_entry(sequence);
             met = seen == (sequence << kValueBits | digest(p.stamp.what));
-            const bool refuses = (seen & kRefused) == 0;  // That rank refuses this call, or a later one if it has failed.
+            const bool refuses = (seen & kRefused) == 0;  // that rank refuses this call, or a later one if it has failed
             const unsigned long long call = refuses ? seen >> kValueBits : sequence;
             const auto* told = reinterpret_cast<const RailMessage*>(r.base + r.layout.in_of(call, node));
             if (seen != 0 && !met)
@@ -175,7 +176,7 @@ struct Meeting {
         return met;
     }
 
-    // What the node's rank has told: its tokens are the first of this node's share, the others have no expert.
+    // Read the message of the node's rank: its tokens are the first of this node's share, the other places have no expert.
     __device__ void take_lanes(int num_tokens) const {
         const auto* in = reinterpret_cast<const RailLane*>(r.base + r.layout.in_of(sequence, node) + sizeof(RailMessage));
         for (int i = threadIdx.x; i < config.node_tokens() * num_topk; i += kMeetThreads) {
@@ -239,16 +240,16 @@ struct Mover {
           sequence(r.state->sequence) {}
 
     __device__ int num_out(int node) const { return p.is_combine ? p.in_counts[node] : r.out_counts[node]; }
-    // Of a dispatch: what the sender has said, as a handle that has failed here may not know it.
+    // Rows that come. In a dispatch the sender's message says how many, because a handle that has failed here may not know it.
     __device__ int num_in(int node) const {
         return p.is_combine ? r.out_counts[node]
                             : reinterpret_cast<const RailMessage*>(r.base + r.layout.in_of(sequence, node))->num_tokens;
     }
 
-    // This rank's slots for `other`, or those that a rank of `owner` has for tokens of `other`.
+    // Offset of this rank's slots for `other`, or of those that a rank of `owner` has for tokens of `other`.
     __device__ int64_t box_of(int owner, int other) const { return (other - (other > owner)) * node_tokens * slot.bytes; }
 
-    // Chunks to one node after the other, the next one first.
+    // Send chunks to one node after the other, the next one first.
     __device__ void send() const {
         WarpTasks tasks(&r.state->next_send);
         const auto node_at = [&](int turn) { return Source{(config.node + turn) % config.num_nodes, 0}; };
@@ -276,19 +277,19 @@ struct Mover {
         return true;
     }
 
-    // A row of x and its scales, a warp's work.
+    // One warp: pack a row of x and its scales.
     __device__ void pack(int token, std::byte* to) const {
         copy_row(to, p.x + int64_t{token} * p.row_bytes, p.row_bytes);
         const auto* scales = reinterpret_cast<const float*>(p.x_scales + int64_t{token} * p.tail_bytes);
         for (int i = lane; i < p.tail_bytes / 4; i += 32) reinterpret_cast<float*>(to + p.row_bytes)[i] = scales[i];
     }
 
-    // A warp's work: each lane looks at a chunk, and at its next one once that has arrived, so that chunks need not wait for each other.
+    // One warp: each thread polls one chunk, and its next chunk once that has arrived, so that chunks need not wait for each other.
     __device__ void receive() const {
         GpuWaits waits = c;
         waits.timeout_ns = p.timeout_ns;
         if (!p.is_combine) waits.gave_up = &r.state->has_lost;
-        // A node makes no sums before all its ranks have come: until then it is they who are late, and not the rail.
+        // A node computes no sums before all its ranks have come; until then those ranks are late, not the rail.
         if (p.is_combine && !wait_flag(c, &c.state->met, c.plan, c.rank, GpuPhase::kPlan)) return;
         for (int turn = 1; turn < config.num_nodes; ++turn) {
             const int node = (config.node + config.num_nodes - turn) % config.num_nodes;
@@ -322,9 +323,9 @@ struct Mover {
 
 __global__ void __launch_bounds__(kMoveThreads, 1) move(const __grid_constant__ RailMoveParams p) {
     const Mover mover(p);
-    // Rows of a dispatch cross once its rail has met, even where the plan, which runs meanwhile, gives up: all ranks of the rail count on
-    // it, as nobody may write to a box again before. Sums cross only where the node makes some.
-    __shared__ bool is_made;  // asked once, as the plan may give up between two lanes of a warp
+    // Rows of a dispatch cross once its rail has met, even if the plan, which runs meanwhile, gives up. All ranks of the rail rely on that,
+    // because a box may not be written again before. Sums cross only if the node computes some.
+    __shared__ bool is_made;  // read once, because the plan may give up between two threads' reads
     if (threadIdx.x == 0) is_made = mover.sequence == p.rail.state->last_met && !(p.is_combine && gave_up(p.rail.context));
     __syncthreads();
     if (!is_made) return;

@@ -1,4 +1,4 @@
-// The host's calls of NVSHMEM. None but this file and the kernels include its headers.
+// Host calls of NVSHMEM. Only this file and the kernels include its headers.
 #include "nvshmem/world.h"
 
 #include <cuda_runtime_api.h>
@@ -35,17 +35,17 @@ void require_initialized(const char* what) {
         fail(std::string(what) + " needs an initialized NVSHMEM, and its status is " + std::to_string(now) + "; call init first");
 }
 
-// NVSHMEM takes the current device, and initializes half of itself where there is none.
+// NVSHMEM uses the current device, and initializes only half of itself if there is none.
 void use_device(int device) {
     const cudaError_t error = cudaSetDevice(device);
     if (error != cudaSuccess)
         fail("NVSHMEM needs a CUDA device, and cudaSetDevice(" + std::to_string(device) + ") says: " + cudaGetErrorString(error));
 }
 
-// On a stream of its own: work of others is not behind it, should it never end.
+// On a separate stream, so that no other work has to wait behind it if it never ends.
 void wait_until_quiet() {
     use_device(attached_device);
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // what is still to be put
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // kernels that still put
     cudaStream_t stream = nullptr;
     check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
     nvshmemx_quiet_on_stream(stream);
@@ -53,7 +53,7 @@ void wait_until_quiet() {
     check_cuda(cudaStreamDestroy(stream), "cudaStreamDestroy");
 }
 
-// In the layout of NVSHMEM's functions.
+// Convert the bytes to NVSHMEM's struct.
 nvshmemx_uniqueid_t unpacked(const std::string& bytes) {
     nvshmemx_uniqueid_t id = NVSHMEMX_UNIQUEID_INITIALIZER;
     if (bytes.size() != sizeof(id))
@@ -110,7 +110,7 @@ void attach(int device) {
     static bool is_attached = false;
     if (is_attached) return;
     const Version built = version_built(), found = version_found();
-    // nvshmemx_init_attr ends the process where it fails. In an initialized world it only looks at versions and registers this module.
+    // nvshmemx_init_attr ends the process if it fails. In an initialized world it only checks versions and registers this module.
     if (built.major != found.major || built.minor != found.minor)
         fail("built for NVSHMEM " + std::to_string(built.major) + "." + std::to_string(built.minor) + ", and found " +
              std::to_string(found.major) + "." + std::to_string(found.minor));

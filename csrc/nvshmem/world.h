@@ -1,7 +1,7 @@
 // NVSHMEM in this process: one world, and its symmetric heap. Errors of NVSHMEM are std::runtime_error with its number and what to do.
 //
-// NVSHMEM ends the process where a call comes at the wrong time, so every function here looks at `status` first. Collective: all PEs must
-// call it, in the same order, and none returns before.
+// NVSHMEM ends the process if a call comes at the wrong time, so every function here checks `status` first. A "Collective" function is one
+// that all PEs must call in the same order; it returns after all have called it.
 #pragma once
 
 #include <cstdint>
@@ -19,37 +19,37 @@ Version version_found();  // of the host library in this process
 // 0: not initialized, 1: bootstrapped and not initialized, 2 and more: initialized.
 int status();
 
-// Of a new world; bound to an address of this host, so for rank 0 alone.
+// Return the id of a new world. Only rank 0 calls it, because the id is bound to an address of its host.
 std::string unique_id();
 
-// The first half of `init`, which NVSHMEM leaves at status 1 where it can use no GPU. Collective.
+// The first half of `init`. NVSHMEM stays at status 1 if it can use no GPU. Collective.
 void bootstrap(const std::string& unique_id, int rank, int num_ranks);
 
-// Makes the world of `num_ranks` processes, this one with `device`. Collective.
+// Create the world of `num_ranks` processes, with `device` for this one. Collective.
 void init(const std::string& unique_id, int rank, int num_ranks, int device);
 
-// Makes an initialized world, which another library may have made, known to the kernels of this module.
+// Make an initialized world, perhaps another library's, known to the kernels of this module.
 void attach(int device);
 
 int my_pe();
 int num_pes();
 
-// Memory of this GPU that is free, which bounds what the heap can grow by.
+// Free memory of this GPU, in bytes; it bounds how much the heap can grow.
 int64_t free_bytes();
 
-// Memory of the symmetric heap, aligned to 128 bytes and zero; other PEs may write to it once they know that all have it. Collective.
+// Allocate symmetric memory, aligned to 128 bytes and zeroed. Other PEs may write to it once they know that all have it. Collective.
 uint64_t allocate(int64_t bytes);
 void free(uint64_t address);                // collective
-uint64_t mapped(uint64_t address, int pe);  // what lies at `address` on a PE, where loads of this GPU reach it, else 0
-// Do kernels of a GPU see what a network card writes to its memory in the order in which it is written, without a call of the host?
+uint64_t mapped(uint64_t address, int pe);  // address in this process of `address` on a PE, if loads of this GPU reach it, else 0
+// Whether kernels of a GPU see a network card's writes to its memory in the order of writing, without a call of the host.
 bool orders_network_writes(int device);
 void barrier();  // collective, without a deadline
 
-// Waits until what this process has put has arrived: its kernels first, then the network. Needs no other PE. False: not within the
-// deadline; it is waited for all the same by a thread that may never end, and with it whatever synchronizes the device.
+// Wait until everything that this process has put has arrived: first its kernels, then the network. Needs no other PE. False: not within
+// the deadline; then a thread that may never end goes on waiting, and so does anything that synchronizes the device.
 bool quiet(double timeout_s);
 
-// Sends a word from every PE to every other one; returns a PingState for each PE. `address`: `ping_bytes(num_pes())` from `allocate`, which
+// Send a word from every PE to every other one, and return a PingState for each PE. `address`: `ping_bytes(num_pes())` from `allocate` that
 // no earlier call has used. Collective.
 std::vector<int> check_links(uint64_t address, double timeout_s);
 

@@ -12,7 +12,7 @@
 namespace deepep_moe {
 namespace {
 
-// What /proc says of `pid`. Empty: nothing, as the process is gone. None: it could not be read now, as no file can be opened, say.
+// The text of /proc/<pid>/stat. Empty: the process is gone. None: it cannot be read now, for example because no file can be opened.
 std::optional<std::string> status_of(int pid) {
     char path[64], text[1024];
     std::snprintf(path, sizeof(path), "/proc/%d/stat", pid);
@@ -24,7 +24,7 @@ std::optional<std::string> status_of(int pid) {
     return failed ? std::nullopt : std::optional<std::string>({text, length});
 }
 
-// The start time in it, or 0 for a process that has ended.
+// The start time in that text, or 0 if the process has ended.
 uint64_t start_time_in(const std::string& status) {
     const char* field = std::strrchr(status.c_str(), ')');  // the name before it may hold anything
     if (field == nullptr || field[1] != ' ') return 0;
@@ -37,7 +37,7 @@ uint64_t start_time_in(const std::string& status) {
     return field != nullptr ? std::strtoull(field, nullptr, 10) : 0;
 }
 
-// Are the numbers in /proc those that processes here go by? Not where it is that of an outer container.
+// Whether /proc has the process numbers that are used here; false if it belongs to an outer container.
 bool is_own_proc() {
     char target[32];
     const ssize_t length = readlink("/proc/self", target, sizeof(target));

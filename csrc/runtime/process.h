@@ -1,4 +1,4 @@
-// Is a process of this host still running?
+// Whether a process of this host is still running.
 #pragma once
 
 #include <compare>
@@ -6,17 +6,17 @@
 
 namespace deepep_moe {
 
-// A process; told from a later one that gets its number by when it began, in clock ticks since boot. 0: that is not known.
+// A process. Its start time, in clock ticks since boot, tells it from a later one with the same pid; 0: unknown.
 struct Process {
     int pid = 0;
     uint64_t start_time = 0;
 
-    // Has it ended, or does it only wait to be reaped? No, where that cannot be known.
+    // Whether it has ended, or only waits to be reaped. False if that cannot be known.
     bool is_gone() const;
     auto operator<=>(const Process&) const = default;
 };
 
-// `pid`, which is running now.
+// The process with this `pid`, which is running now.
 Process running(int pid);
 
 }  // namespace deepep_moe

@@ -16,7 +16,7 @@ namespace {
 
 void* as_pointer(uintptr_t stream) { return reinterpret_cast<void*>(stream); }
 
-// Where the kernels of a device leave what was not finite: memory of the host, so that looking at it waits for nothing.
+// Host memory in which the kernels of a device report a non-finite number, so that reading it waits for nothing.
 struct alignas(64) FailureWord {
     unsigned long long found = 0;
 };
@@ -40,11 +40,11 @@ unsigned long long* failure_word(int device) {
 
 unsigned long long failure(int device) { return std::atomic_ref(*failure_word(device)).load(std::memory_order_relaxed); }
 
-// Raises what a kernel of the device has found since the last look. A kernel may write meanwhile: that stays for the next look.
+// Raise what a kernel of the device has reported since the last check. A report written meanwhile stays for the next check.
 void check(int device) {
     if (::failure(device) == 0) return;
     const unsigned long long failure = std::atomic_ref(*failure_word(device)).exchange(0, std::memory_order_relaxed);
-    if (failure == 0) return;  // another thread raises it
+    if (failure == 0) return;  // another thread has taken it
     const int what = static_cast<int>(failure >> kFailureWhatShift & 3);
     const bool is_bias = (failure >> kFailureWhatShift & static_cast<int>(GateFailure::kBias)) != 0;
     const std::string value = what == static_cast<int>(GateFailure::kNan)   ? "nan"
@@ -102,7 +102,7 @@ constexpr GateShim kShim{
     [](uintptr_t stream) noexcept {
         try {
             return is_capturing(as_stream(stream));
-        } catch (const std::exception&) {  // CUDA does not say while another stream is captured
+        } catch (const std::exception&) {  // CUDA gives no answer while another stream is captured
             return true;
         }
     },
@@ -118,7 +118,7 @@ void update_expert_bias(const TensorArg& num_tokens_per_expert, const TensorArg&
                               as_pointer(stream));
 }
 
-// ---- top-2 as DeepSpeed has it ----
+// ---- top-2 gate of DeepSpeed ----
 
 void top2(const TensorArg& gates, const TensorArg& scores, int64_t capacity, const TensorArg& chosen, const TensorArg& topk_idx,
           const TensorArg& topk_weights, const TensorArg& is_first, const TensorArg& counts, uintptr_t stream) {

@@ -36,8 +36,8 @@ void bind_tuning(py::module_& m) {
         py::kw_only(), py::arg("num_multiprocessors"), py::arg("capability_major"), py::arg("link_gbps") = py::none());
 }
 
-// Of ranks and experts of all nodes, and of tokens of one rank; what the kernels know are those of one node, and the tokens that a rank
-// serves.
+// Arguments count all nodes, and the tokens of one rank. The config counts one node, and the tokens that a rank serves, each node's share
+// rounded up to kReducedSlots.
 GpuWorkspaceConfig config_of(int num_ranks, int num_experts, int num_topk, int hidden, int64_t num_max_tokens, int num_nodes, int node) {
     if (num_nodes < 1 || num_nodes > kMaxGpuNodes)
         throw std::invalid_argument("num_nodes is " + std::to_string(num_nodes) + "; it must be 1 to " + std::to_string(kMaxGpuNodes));
@@ -47,7 +47,7 @@ GpuWorkspaceConfig config_of(int num_ranks, int num_experts, int num_topk, int h
 
 void* as_pointer(uintptr_t stream) { return reinterpret_cast<void*>(stream); }
 
-// rows: [num_topk, num_tokens, hidden], with the weights in memory lane by lane or token by token.
+// rows: [num_topk, num_tokens, hidden]. The weights lie in memory by top-k entry or by token.
 GpuWeightedSumParams weighted_sum_of(const TensorArg& rows, const TensorArg& weights, bool is_by_token, DType dtype) {
     GpuWeightedSumParams params{};
     params.num_topk = static_cast<int>(rows.num_leading);
@@ -81,7 +81,7 @@ void quantize(const TensorArg& x, const TensorArg& y, const TensorArg& scales, b
                     as_pointer(stream));
 }
 
-// b: [num_groups, n, k], or [k, num_rows] of a gradient [num_groups, n, k].
+// b: [num_groups, n, k], or [k, num_rows] for a gradient [num_groups, n, k].
 GpuFp8ProductParams fp8_product_of(const TensorArg& a, const TensorArg& a_scales, const TensorArg& b, const TensorArg& b_scales,
                                    const TensorArg& group_ends, const TensorArg& out) {
     GpuFp8ProductParams params{};
@@ -149,7 +149,7 @@ void swiglu_backward(const TensorArg& inner, const TensorArg& probs, const Tenso
     launch_swiglu_backward(params, as_pointer(stream));
 }
 
-// grad_x and grad_weights as GpuScaleRowsParams has them.
+// grad_x and grad_weights: see GpuScaleRowsParams.
 void scale_rows_backward(const TensorArg& grad, const TensorArg& x, const TensorArg& weights, const TensorArg& grad_x,
                          const TensorArg& grad_weights, DType dtype, int device, uintptr_t stream) {
     const DeviceGuard guard(device);
@@ -158,7 +158,7 @@ void scale_rows_backward(const TensorArg& grad, const TensorArg& x, const Tensor
                                reinterpret_cast<void*>(stream));
 }
 
-// What csrc/torch calls.
+// For csrc/torch: return whether the kernel could be launched.
 template <void (*kLaunch)(const GpuSwigluParams&, void*)>
 bool launched(const GpuSwigluParams& params, uintptr_t stream) noexcept {
     try {

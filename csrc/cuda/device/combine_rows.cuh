@@ -1,4 +1,4 @@
-// What the blocks of a combine have in common: where the rows of a token lie on this rank, and how they are summed.
+// Shared by the blocks of a combine: where the rows of a token lie on this rank, and how they are summed.
 #pragma once
 
 #include "cuda/device/push.cuh"
@@ -13,7 +13,7 @@ struct CombineRows {
     using Pieces = uint4[kBatch];
 
     const GpuCombineParams& p;
-    const ExpertRows& expert_rows;  // in shared memory, where lanes may look into different ones; unset where there are none
+    const ExpertRows& expert_rows;  // in shared memory, because threads may read different entries; unset if num_tensors is 0
     const GpuContext& c;
     const GpuWorkspaceConfig& config;
     const int64_t row_bytes;
@@ -38,18 +38,18 @@ struct CombineRows {
           warp(threadIdx.x / 32),
           lane(threadIdx.x % 32) {}
 
-    // Rows beyond a bound may be left out: nothing beyond those that are there may be read.
+    // Clamp a row to those that exist: rows beyond a bound may have been left out, and must not be read.
     __device__ int64_t within_bound(int64_t row) const { return min(row, p.num_rows - 1); }
 
-    // Which token received lies in a slot of a source.
+    // The number of the received token in a slot of a source.
     __device__ int recv_token(const Source& source, int slot) const {
         return first_from(c, p.routing, p.recv_counts, source) + slot - source.first_slot(config);
     }
 
-    // The rows of one token on this rank, in order of top-k: lane n knows the n-th.
+    // The rows of one token on this rank, in top-k order; thread n holds the n-th.
     struct Rows {
         int recv_token = -1;
-        int row_of_lane = -1;             // the row of this lane of top-k; a row of the rank layout is lane 0's
+        int row_of_lane = -1;             // the row of top-k entry `lane`; in the rank layout thread 0 holds the one row
         const std::byte* from = nullptr;  // the lane-th of `count` rows
         int count = 0;
         float weight = 1.0f;
@@ -63,7 +63,7 @@ struct CombineRows {
             if (!p.is_expert_layout && k.lane == 0 && recv_token < p.num_rows) row_of_lane = recv_token;
         }
 
-        // Before `add`, and long after the constructor, whose loads it needs.
+        // Call before `add`, but long after the constructor, so that the constructor's loads are complete.
         __device__ void look_up(const CombineRows& k) {
             const unsigned there = __ballot_sync(kFullWarp, row_of_lane >= 0);
             count = __popc(there);
@@ -73,7 +73,7 @@ struct CombineRows {
             if (k.p.weights != nullptr) weight = k.p.weights[row];
         }
 
-        // What goes with this lane of top-k.
+        // The gradient that comes with top-k entry `lane`.
         __device__ float topk_weight_grad(const CombineRows& k) const {
             const GpuCombineParams& p = k.p;
             if (p.is_expert_layout) return row_of_lane >= 0 ? p.topk_weight_grads[row_of_lane] : 0.0f;
@@ -82,7 +82,7 @@ struct CombineRows {
                        : 0.0f;
         }
 
-        // Adds pieces first, first + 32, ... of the rows to `sum`.
+        // Add pieces first, first + 32, ... of the rows to `sum`.
         __device__ void add(const CombineRows& k, Sum& sum, int first, int end) const {
             const auto rows = [&](int n) { return pieces(shuffle(from, n)); };
             const auto weights = [&](int n) { return __shfl_sync(kFullWarp, weight, n); };
@@ -90,7 +90,7 @@ struct CombineRows {
         }
     };
 
-    // A tile of a row, in batches: use(first piece of this lane, end).
+    // Walk a tile of a row in batches: use(first piece of this thread, end).
     template <class Use>
     __device__ void each_batch(int tile, const Use& use) const {
         const int end = min((tile + 1) * tile_pieces, num_pieces);
@@ -104,7 +104,7 @@ struct CombineRows {
             if (first + 32 * j < end) pieces(to)[first + 32 * j] = Values::store(sum[j]);
     }
 
-    // Adds what each rank of this node has, in rank order.
+    // Add the sums of the ranks of this node, in rank order.
     __device__ void add_ranks(Sum& sum, int first, int end, int index, const Rows& rows) const {
         const unsigned ranks = __ballot_sync(kFullWarp, index >= 0);
         const int rank = nth_set(ranks, lane), there = __shfl_sync(kFullWarp, index, rank);
@@ -120,7 +120,7 @@ struct CombineRows {
 
     __device__ const std::byte* sum_from(int rank, int index) const { return own.inbox(rank) + index * slot.bytes; }
 
-    // What all ranks of this node have for lane `lane` of the token, in rank order.
+    // The sum, in rank order, of the values of all ranks of this node for top-k entry `lane` of the token.
     __device__ float sum_of_lane(int index, const Rows& rows) const {
         float sum = 0.0f;
         for (int rank = 0; rank < config.num_ranks; ++rank) {
@@ -131,7 +131,7 @@ struct CombineRows {
         return sum;
     }
 
-    // Of lane `lane` of the token, whose slot on rank `lane` is `index`; 0 where no rank of this node has the expert.
+    // The gradient of top-k entry `lane`; 0 if no rank of this node has its expert. `index`: the token's slot on rank `lane`.
     __device__ float topk_weight_grad(int token, int index, const Rows& rows) const {
         if (p.sums_lanes) return sum_of_lane(index, rows);
         int expert = -1;

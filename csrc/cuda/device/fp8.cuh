@@ -1,4 +1,4 @@
-// Rows as fp8 (e4m3) with one fp32 scale for every kScaleBlock columns: common/types.h says which.
+// Rows as fp8 (e4m3) with one fp32 scale for every kScaleBlock columns; common/types.h defines the scale.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -17,7 +17,7 @@ __device__ __forceinline__ void load_columns(const std::byte* from, float (&x)[k
     for (int i = 0; i < kColumns / Values::kCount; ++i) Values::load(pieces(from)[i], x + i * Values::kCount);
 }
 
-// The largest magnitude of the columns that kThreads neighbouring lanes hold, or `largest` if that is larger.
+// The largest magnitude of the columns that kThreads neighbouring threads hold, or `largest` if that is larger.
 template <int kThreads, int kColumns>
 __device__ __forceinline__ float largest_of(const float (&x)[kColumns], float largest = kFp8Least) {
 #pragma unroll
@@ -38,7 +38,7 @@ union Fp8Columns {
 
 __device__ __forceinline__ float load_fp8(__nv_fp8_storage_t x) { return __half2float(__half(__nv_cvt_fp8_to_halfraw(x, __NV_E4M3))); }
 
-// Adds columns of e4m3 with one scale.
+// Add columns of e4m3 that have one scale.
 template <int kColumns>
 __device__ __forceinline__ void add_fp8(float (&sum)[kColumns], const typename Fp8Columns<kColumns>::Raw& raw, float scale) {
     Fp8Columns<kColumns> y;

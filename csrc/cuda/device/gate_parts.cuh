@@ -1,5 +1,5 @@
-// What the warps of a gate share (csrc/cuda/gate.cu), and what they do seldom: that stays out of the way, and takes no address of what lies
-// in registers.
+// Shared by the warps of a gate (csrc/cuda/gate.cu), and its rare paths. These are functions that are not inlined, and they take no address
+// of a variable that lies in registers.
 #pragma once
 
 #include "cuda/device/scores.cuh"
@@ -8,20 +8,20 @@ namespace deepep_moe {
 namespace {
 
 constexpr int kWarps = 16, kThreads = 32 * kWarps;
-constexpr int kMaxQuads = 8, kMaxShare = kMaxQuads * kQuad;  // of a lane
+constexpr int kMaxQuads = 8, kMaxShare = kMaxQuads * kQuad;  // of a thread
 
-constexpr int blocks_per_sm(int quads) { return quads <= 2 ? 2 : 1; }  // so many registers has a thread
+constexpr int blocks_per_sm(int quads) { return quads <= 2 ? 2 : 1; }  // limited by the registers of a thread
 
-// What all warps know: sizes that follow from the options.
+// Sizes that follow from the options; the same for all warps.
 struct Sizes {
-    int share;                // experts of a lane, at most
-    int set_size, set_shift;  // neighbouring experts that 2^set_shift lanes own together: a group, or all
-    bool sets_are_groups;     // otherwise groups are searched in shared memory, `search_lanes` a group
+    int share;                // experts of a thread, at most
+    int set_size, set_shift;  // neighbouring experts that 2^set_shift threads own together: a group, or all
+    bool sets_are_groups;     // otherwise groups are searched in shared memory, by `search_lanes` threads each
     int search_lanes, search_share;
-    bool is_full;                    // all lanes own as many as fit
+    bool is_full;                    // every thread owns as many experts as fit
     int num_counts;                  // experts and ranks
     int count_words, words_of_warp;  // shared memory, in words
-    bool is_aligned;                 // quads of logits, bias and shares
+    bool is_aligned;                 // logits, bias and shares can be accessed in quads
 };
 
 struct Launch {
@@ -29,13 +29,13 @@ struct Launch {
     Sizes sizes;
 };
 
-// Where a lane's numbers lie in shared memory: in quads, [kQuads, 32, kQuad].
+// Where a thread's numbers lie in shared memory, which is [kQuads, 32, kQuad].
 __device__ __forceinline__ unsigned place_of(unsigned lane, unsigned at) { return (32 * (at / kQuad) + lane) * kQuad + at % kQuad; }
 
-// The best two of a lane's experts. Key 0: none.
+// The best two of a thread's experts. Key 0: none.
 struct BestTwo {
     uint32_t best = 0, second = 0;
-    unsigned best_at = 0, second_at = 0;  // in the lane's share
+    unsigned best_at = 0, second_at = 0;  // positions in the thread's share
 
     __device__ __forceinline__ void add(uint32_t key, unsigned at) {
         const bool is_best = key > best, is_second = key > second;
@@ -46,8 +46,8 @@ struct BestTwo {
     }
 };
 
-// False, and tells the host, where a number is not finite that has to be. A logit and its bias may also add up to infinity, which is no
-// failure.
+// False: a logit that must be finite, or a bias, is not finite; the failure is reported to the host. A finite logit and bias whose sum is
+// infinite are accepted.
 __device__ __noinline__ bool is_accepted(const Launch& launch, int64_t token) {
     const GateParams& p = launch.params.gate;
     const GateOptions& o = p.options;
@@ -76,7 +76,7 @@ __device__ __noinline__ float score_of(float x, ScoreFunction function, double l
     return function == ScoreFunction::kSqrtSoftplus ? static_cast<float>(sqrt_softplus_of(x)) : x;
 }
 
-// Each lane those of its experts, from their scores in shared memory.
+// Each thread writes the shares of its experts, from their scores in shared memory.
 __device__ __noinline__ void write_shares(const float* scores, const Launch& launch, int64_t token, int first, int num_own,
                                           bool is_routed) {
     const GateOptions& o = launch.params.gate.options;
@@ -109,9 +109,9 @@ __device__ __noinline__ void write_shares(const float* scores, const Launch& lau
     }
 }
 
-// ---- groups in shared memory: `search_lanes` lanes a group, as many groups at a time as that makes ----
+// ---- groups in shared memory: `search_lanes` threads search one group, 32 / search_lanes groups at a time ----
 
-// f(expert, key) for a lane's share of a group.
+// Call f(expert, key) for a thread's share of a group.
 template <class F>
 __device__ __forceinline__ void for_members(uint32_t* keys, const Launch& launch, int group, int member, const F& f) {
     const Sizes& s = launch.sizes;
@@ -123,13 +123,13 @@ __device__ __forceinline__ void for_members(uint32_t* keys, const Launch& launch
     }
 }
 
-// The sum of a group's best, one after the other: the best that is behind the one before.
+// The sum of a group's best scores. Each round finds the best one that ranks behind the one before.
 __device__ float score_of_group(uint32_t* keys, const Launch& launch, int group, int member) {
     unsigned long long bound = ~0ull;
     float sum = 0.0f;
 #pragma unroll 1
     for (int n = 0; n < launch.params.gate.options.group_score_topk; ++n) {
-        unsigned long long best = 0;  // the key above, the complement of the index below: the larger, the better
+        unsigned long long best = 0;  // the key, then the complement of the index: of equal keys the lower index wins
         for_members(keys, launch, group, member, [&](int expert, uint32_t& key) {
             const unsigned long long both = static_cast<unsigned long long>(key) << 32 | static_cast<uint32_t>(~expert);
             if (both < bound) best = max(best, both);
@@ -143,12 +143,12 @@ __device__ float score_of_group(uint32_t* keys, const Launch& launch, int group,
     return sum;
 }
 
-// Where a lane's experts are of several groups, or more than two of a group count: takes those out of the choice that are not in the best.
+// Exclude experts outside the best groups, if a thread owns experts of several groups, or more than two experts score a group.
 __device__ __noinline__ void limit_groups(uint32_t* keys, uint32_t* group_keys, const Launch& launch) {
     const Sizes& s = launch.sizes;
     const GateOptions& o = launch.params.gate.options;
     const int lane = threadIdx.x % 32, member = lane % s.search_lanes, step = 32 / s.search_lanes;
-    const auto group_of = [&](int first) { return min(first + lane / s.search_lanes, o.num_groups - 1); };  // one too many is done twice
+    const auto group_of = [&](int first) { return min(first + lane / s.search_lanes, o.num_groups - 1); };  // the last may be done twice
 #pragma unroll 1
     for (int first = 0; first < o.num_groups; first += step) {
         const float score = score_of_group(keys, launch, group_of(first), member);

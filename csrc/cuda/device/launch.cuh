@@ -1,4 +1,4 @@
-// One way to launch a kernel.
+// The one way to launch a kernel.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,14 +13,14 @@ namespace deepep_moe {
 
 constexpr int kMaxDevices = 64;
 
-// Once for a kernel and device: it may have all the shared memory there is.
+// Once for each kernel and device: let the kernel use all shared memory.
 template <auto kKernel>
 cudaError_t prepare() {
     static std::atomic<bool> is_prepared[kMaxDevices] = {};
     int device = 0, most = 0;
     cudaError_t status = cudaGetDevice(&device);
     if (status != cudaSuccess || (device < kMaxDevices && is_prepared[device].load(std::memory_order_relaxed))) return status;
-    // All kernels ask for the same division of first-level memory: a multiprocessor must be idle to change it.
+    // All kernels ask for the same split of L1 and shared memory, because an SM must be idle to change it.
     status = cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     if (status == cudaSuccess) status = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     if (status == cudaSuccess)
@@ -29,8 +29,8 @@ cudaError_t prepare() {
     return status;
 }
 
-// Loads a kernel, which CUDA else does when it is launched first, and then waits for all that runs: a kernel that others wait for, as they
-// run, is loaded ahead.
+// Load a kernel now. Else CUDA loads it at its first launch, and then waits for all running kernels; if one of these waits for the new
+// kernel, that is a deadlock.
 template <auto kKernel>
 void load() {
     cudaFuncAttributes attributes;
@@ -39,7 +39,7 @@ void load() {
     if (status != cudaSuccess) throw std::runtime_error(std::string("cudaFuncGetAttributes: ") + cudaGetErrorString(status));
 }
 
-// Can this GPU start a kernel before the one before it on the stream has ended?
+// Whether this GPU can start a kernel before the previous one on the stream has ended.
 inline bool starts_early() {
     static std::atomic<int> generations[kMaxDevices] = {};
     int device = 0;
@@ -50,7 +50,7 @@ inline bool starts_early() {
     return generation >= 9;
 }
 
-// The same of a stream that is not being captured, for kernels whose graphs keep the order that the stream has.
+// The same, but false while the stream is being captured: such kernels keep the stream's order in graphs.
 inline bool can_start_early(void* stream) {
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture) != cudaSuccess || capture != cudaStreamCaptureStatusNone)
@@ -58,7 +58,7 @@ inline bool can_start_early(void* stream) {
     return starts_early();
 }
 
-// early: once the kernel before it on the stream says let_next_kernel_start, or as its blocks end.
+// early: the kernel may start once the previous one on the stream calls let_next_kernel_start, or its blocks end.
 template <auto kKernel, class Params>
 void launch(const char* name, int blocks, int threads, int64_t shared_bytes, const Params& params, void* stream, bool early = false) {
     cudaError_t status = prepare<kKernel>();
@@ -71,7 +71,7 @@ void launch(const char* name, int blocks, int threads, int64_t shared_bytes, con
     if (status != cudaSuccess) throw std::runtime_error(std::string("launch of ") + name + " failed: " + cudaGetErrorString(status));
 }
 
-// Blocks of a kernel that a multiprocessor holds at once.
+// Blocks of a kernel that one SM holds at once.
 template <auto kKernel>
 int blocks_per_multiprocessor(int threads, int64_t shared_bytes) {
     int blocks = 0;

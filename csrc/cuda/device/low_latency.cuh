@@ -1,4 +1,4 @@
-// What the low-latency kernels share: places in a turn, waits for ranks that may be masked, the end of a call.
+// Shared by the low-latency kernels: addresses in a turn, waits for ranks that may be masked, the end of a call.
 #pragma once
 
 #include "cuda/low_latency.h"
@@ -35,12 +35,12 @@ private:
     std::byte* const base;
 };
 
-// Of `source` in a call, in the workspace of `owner`.
+// Where `source` writes its reason for refusing `call`, in the workspace of `owner`.
 __device__ __forceinline__ LowLatencyReason* reason_at(const LowLatencyContext& c, int owner, int source, unsigned long long call) {
     return reinterpret_cast<LowLatencyReason*>(c.workspaces[owner] + c.layout.reason_of(source, call));
 }
 
-// Which call comes next, plus 1, as `source` tells one that it takes back; over nodes the one of its rail here, which tells it.
+// Where `source` tells a rank that it takes back the next call, plus 1. Over nodes the rank of its rail in this node writes the word.
 __device__ __forceinline__ unsigned long long* resumed_at(const LowLatencyContext& c, int owner, int source) {
     return reinterpret_cast<unsigned long long*>(c.workspaces[owner] + c.layout.resumed_of(source));
 }
@@ -48,18 +48,18 @@ __device__ __forceinline__ unsigned long long* resumed_at(const LowLatencyContex
 __device__ __forceinline__ unsigned masks_of(const LowLatencyContext& c) { return *static_cast<volatile unsigned*>(&c.state->masks); }
 __device__ __forceinline__ bool is_masked(const LowLatencyContext& c, int rank) { return masks_of(c) >> rank & 1; }
 
-// Does it take part in the call?
+// Whether `rank` takes part in the call.
 __device__ __forceinline__ bool takes_part(const LowLatencyContext& c, int rank, unsigned long long call) {
-    const unsigned long long first_call = c.state->first_calls[rank];  // on its way with the other
+    const unsigned long long first_call = c.state->first_calls[rank];  // loaded at once, in parallel with the masks
     return !is_masked(c, rank) & (call >= first_call);
 }
 
-// Ranks of other nodes are reached, and heard of, by those of their rail.
+// Ranks outside this node are reached only through the ranks of their rail.
 __device__ __forceinline__ bool is_in_node(const LowLatencyContext& c, int rank) { return rank - c.first_rank < c.ranks_per_node; }
 
 __device__ __forceinline__ unsigned ranks_of_node(const LowLatencyContext& c) { return ((1u << c.ranks_per_node) - 1) << c.first_rank; }
 
-// With a rank of this node, those of its rail: what they send here comes by its memory.
+// The ranks to mask with `rank`: for a rank of this node all of its rail, because their rows come through its memory.
 __device__ __forceinline__ unsigned masked_with(const LowLatencyContext& c, int rank) {
     return is_in_node(c, rank) ? c.rail << (rank - c.first_rank) : 1u << rank;
 }
@@ -67,7 +67,7 @@ __device__ __forceinline__ unsigned masked_with(const LowLatencyContext& c, int 
 __device__ __noinline__ inline void set_mask(const LowLatencyContext& c, int rank, bool masked) {
     const unsigned bits = masked_with(c, rank);
     unsigned told, masks = masked ? atomicOr(&c.state->masks, bits) | bits : atomicAnd(&c.state->masks, ~bits) & ~bits;
-    do {  // others may set theirs now, and whoever tells the host last must tell it all
+    do {  // other threads may change masks now; the last one to write for the host must write all of them
         told = masks;
         *static_cast<volatile unsigned*>(c.seen_masks) = told;
         __threadfence_system();
@@ -75,7 +75,7 @@ __device__ __noinline__ inline void set_mask(const LowLatencyContext& c, int ran
     } while (masks != told);
 }
 
-// A rank does not deliver, and its flag is `seen`; or the wait ended as another had failed, which is nothing new.
+// `source` does not deliver; its flag is `seen`. Mask it or report it, unless the wait ended because of another failure.
 __device__ __noinline__ inline void mask_or_report(const LowLatencyContext& c, int source, GpuPhase phase, unsigned long long call,
                                                    unsigned long long seen) {
     if (gave_up(c) || is_masked(c, source)) return;
@@ -85,15 +85,15 @@ __device__ __noinline__ inline void mask_or_report(const LowLatencyContext& c, i
         report_lack(c, source, phase, call, seen >> kWhatBits);
 }
 
-// What is rare stands in functions of its own: a kernel of microseconds begins with a cold cache of instructions, so what it does not need
-// must not lie between what it does.
+// Rare paths are functions that are not inlined. A kernel of microseconds starts with a cold instruction cache, so code that it does not
+// need must not lie between code that it needs.
 
-// No combine may go along the handle of a dispatch that has failed: what a block has not received it has not placed.
+// Mark the handle of a failed dispatch: rows that a block has not received have no place in it, so no combine may use it.
 __device__ __noinline__ inline void fail_handle(const LowLatencyContext& c, std::byte* handle, unsigned long long call) {
     *reinterpret_cast<unsigned long long*>(handle + LowLatencyHandleLayout(c.config).failed) = call ^ c.failed;
 }
 
-// One thread: tells a rank of a refusal. It reads why when it sees the word that follows.
+// One thread: write to a rank why this one refuses. The rank reads it after it has seen the flag that follows.
 __device__ __noinline__ inline void tell_reason(const LowLatencyContext& c, int to, unsigned long long call, const GpuFailure& why) {
     LowLatencyReason* const reason = reason_at(c, to, c.rank, call);
     reason->why = why;
@@ -101,8 +101,8 @@ __device__ __noinline__ inline void tell_reason(const LowLatencyContext& c, int 
     __threadfence_system();
 }
 
-// A word of `source` that says all there is to say, once it is of this call. 0: the source is masked, or has been now, or the failure is
-// reported.
+// Wait for a word of `source` that carries its own value, until it is of this call. Return 0 if the source is masked, before or now, or
+// the failure is reported.
 __device__ __noinline__ inline unsigned long long wait_word_of(const LowLatencyContext& c, const unsigned long long* word,
                                                                unsigned long long call, int source, GpuPhase phase,
                                                                unsigned long long timeout_ns) {
@@ -117,15 +117,14 @@ __device__ __noinline__ inline unsigned long long wait_word_of(const LowLatencyC
     return 0;
 }
 
-// A word of the call that another block of this rank has seen.
+// Wait for a word of the call that another block of this rank has already seen.
 __device__ __forceinline__ unsigned long long seen_elsewhere(const unsigned long long* word, unsigned long long call) {
     unsigned long long seen = load_relaxed(word);
     while (seen >> kWhatBits < call) seen = load_relaxed(word);
     return seen;
 }
 
-// Of a peer that does something else, or refuses its arguments, or is in a later call, as it gave up waiting and its next calls were
-// enqueued.
+// Report a flag of another call: the peer called something else, refused its arguments, or gave up waiting and went on to a later call.
 __device__ __noinline__ inline void report_what(const LowLatencyContext& c, unsigned long long flag, unsigned long long word, int source) {
     const unsigned expected = LowLatencyWhat::packed_in(flag), seen = LowLatencyWhat::packed_in(word);
     const unsigned long long call = flag >> kWhatBits, last = word >> kWhatBits;
@@ -139,14 +138,14 @@ __device__ __noinline__ inline void report_what(const LowLatencyContext& c, unsi
         report(c, kMismatch, source, GpuPhase::kEntry, expected, seen);
 }
 
-// Does it do the same? Here and below, flag: of this rank in the call, its value 0.
+// Whether `source` does the same as this rank. Here and below, `flag` is this rank's flag of the call, with value 0.
 __device__ __forceinline__ bool check_what(const LowLatencyContext& c, unsigned long long flag, unsigned long long word, int source) {
     const bool is_same = ((word ^ flag) >> kValueBitsOfFlag) == 0;
     if (!is_same) report_what(c, flag, word, source);
     return is_same;
 }
 
-// Has `source` come to the call? As the first block of this rank that asked has found.
+// Whether `source` has come to the call. The first block of this rank to ask decides for all.
 __device__ __noinline__ inline bool agree(const LowLatencyContext& c, unsigned long long call, int source, bool came) {
     unsigned long long* const verdict = &c.state->verdicts[call % kTurns][source];
     const unsigned long long own = 2 * call + came;
@@ -159,26 +158,25 @@ __device__ __noinline__ inline bool agree(const LowLatencyContext& c, unsigned l
     return seen % 2 != 0;
 }
 
-// Where ranks say that they are in a call: in this rank's workspace. Such words say all there is to say.
+// The words by which ranks enter a call, in this rank's workspace. Each carries its own value.
 struct WorkspaceWords {
     const LowLatencyContext& c;
     const unsigned long long call;
     __device__ const unsigned long long* entered(int source) const { return Turn(c, c.rank, call).entered(source); }
     __device__ static unsigned long long look(const unsigned long long* word) { return load_relaxed(word); }
-    // That of a rank outside is told by one of this node, which may have waited as long for it.
+    // For a rank outside, a rank of this node writes the word; it may itself have waited for the timeout, so wait twice as long.
     __device__ unsigned long long wait(const unsigned long long* word, int source) const {
         return wait_word_of(c, word, call, source, GpuPhase::kEntry, is_in_node(c, source) ? c.timeout_ns : 2 * c.timeout_ns);
     }
 };
 
-// What a warp knows once all ranks are in a call: which have come, and in lane r how many tokens rank r has.
+// Result of `meet`: bit mask of the ranks that have come, and in thread r the number of tokens of rank r.
 struct Sources {
     unsigned came;
     int num_tokens;
 };
 
-// All lanes of a warp: until all ranks, or those in `among`, have entered the call, as far as this block can see. counts: it is the one
-// that keeps statistics.
+// One warp: wait until all ranks, or those in `among`, have entered the call, as this block sees it. counts: it keeps the statistics.
 template <class Words>
 __device__ Sources meet(const LowLatencyContext& c, Words words, unsigned long long flag, int64_t* statistics, bool counts,
                         unsigned among = kFullWarp) {
@@ -200,7 +198,7 @@ __device__ Sources meet(const LowLatencyContext& c, Words words, unsigned long l
     return {__ballot_sync(kFullWarp, came), came ? LowLatencyWhat::value_in(word) : 0};
 }
 
-// All lanes of a warp, where ranks may be masked while others look: what all blocks of this rank go by, of what each has found.
+// All threads of a warp, if ranks may be masked meanwhile: replace what this block has found by what all blocks of this rank agree on.
 template <class Words>
 __device__ __noinline__ Sources agreed(const LowLatencyContext& c, Words words, unsigned long long flag, Sources own) {
     const unsigned long long call = flag >> kWhatBits;
@@ -213,7 +211,7 @@ __device__ __noinline__ Sources agreed(const LowLatencyContext& c, Words words, 
     return {__ballot_sync(kFullWarp, came), came ? own.num_tokens : 0};
 }
 
-// The number of the call that is sent now, which each block counts for itself: none has to wait for the others.
+// The number of the call that is sent now. Each block counts it for itself, so that none has to wait for the others.
 __device__ __forceinline__ unsigned long long next_call(const LowLatencyContext& c) { return c.state->num_sent[blockIdx.x] + 1; }
 
 // One thread, for all blocks.
@@ -222,7 +220,7 @@ __device__ inline void count_call(const LowLatencyContext& c, unsigned long long
     for (int block = 0; block < kLowLatencyMaxBlocks; ++block) c.state->num_sent[block] = call;
 }
 
-// All threads of all blocks, at the end of a kernel that sends.
+// All threads of all blocks, at the end of a sending kernel.
 __device__ inline void end_send(const LowLatencyContext& c, unsigned long long call) {
     __syncthreads();
     if (threadIdx.x == 0) c.state->num_sent[blockIdx.x] = call;

@@ -1,5 +1,4 @@
-// Rows of low-latency calls on their way, in the lines of cuda/low_latency.h: how a block stores them, and how a warp waits for them
-// and adds them up.
+// Rows of low-latency calls in the lines of cuda/low_latency.h: how a block stores them, and how a warp waits for them and adds them up.
 #pragma once
 
 #include "cuda/device/fp8.cuh"
@@ -8,9 +7,9 @@
 
 namespace deepep_moe {
 
-constexpr int kPartsOfLine = kLineBytes / 16;               // pieces, and what ends the line; part i is that of lane i % kPartsOfLine
-constexpr int kPiecesOfBlock = kScaleBlock / 16;            // of fp8
-constexpr int kWholePieces = kLinePieces * kPiecesOfBlock;  // make whole lines and whole blocks
+constexpr int kPartsOfLine = kLineBytes / 16;               // 7 pieces and the line's end; part i belongs to thread i % kPartsOfLine
+constexpr int kPiecesOfBlock = kScaleBlock / 16;            // pieces of fp8 with one scale
+constexpr int kWholePieces = kLinePieces * kPiecesOfBlock;  // fill whole lines and whole blocks
 
 __device__ __forceinline__ bool ends_line() { return threadIdx.x % kPartsOfLine == kLinePieces; }
 __device__ __forceinline__ unsigned long long flag_in(const uint4& part) { return static_cast<unsigned long long>(part.w) << 32 | part.z; }
@@ -19,14 +18,14 @@ __device__ __forceinline__ uint4 line_end(float first_scale, float last_scale, u
                       static_cast<unsigned>(flag >> 32));
 }
 
-// The piece that part `i` of a row's lines holds; none where `ends_line`.
+// The piece in part `i` of a row's lines; meaningless where `ends_line`.
 __device__ __forceinline__ int piece_of(int i) { return i / kPartsOfLine * kLinePieces + i % kPartsOfLine; }
-// How many parts the lines of a row have.
+// Number of parts in the lines of a row.
 __device__ __forceinline__ int parts_of(int num_pieces) {
     return static_cast<int>(GpuLowLatencyLayout::lines_of(num_pieces)) * kPartsOfLine;
 }
 
-// A piece's scale, of the two that end its line.
+// The scale of a piece, one of the two at the end of its line.
 __device__ __forceinline__ float scale_of(int piece, const uint4& end) {
     const int first = piece / kLinePieces * kLinePieces;
     return __uint_as_float(piece / kPiecesOfBlock == first / kPiecesOfBlock ? end.x : end.y);
@@ -34,14 +33,14 @@ __device__ __forceinline__ float scale_of(int piece, const uint4& end) {
 
 // ---- sending ----
 
-// Pieces of a row in shared memory, at most kPieces at a time, which must be a multiple of kWholePieces, and the scales of fp8.
+// Up to kPieces pieces of a row in shared memory, a multiple of kWholePieces, and their scales if they are fp8.
 template <int kPieces>
 struct StagedPieces {
     static_assert(kPieces % kWholePieces == 0);
     uint4 pieces[kPieces];
     float scales[kPieces / kPiecesOfBlock];
 
-    // Part `i` of their lines.
+    // Part `i` of the lines of these pieces.
     __device__ uint4 part(int i, int num_pieces, bool has_scales, unsigned long long flag) const {
         const int piece = piece_of(i);
         if (!ends_line()) return piece < num_pieces ? pieces[piece] : make_uint4(0, 0, 0, 0);
@@ -49,8 +48,8 @@ struct StagedPieces {
         return line_end(scales[(piece - kLinePieces) / kPiecesOfBlock], scales[(min(piece, num_pieces) - 1) / kPiecesOfBlock], flag);
     }
 
-    // All threads of a block: to the same place of the rows of those `ranks` that are among the num_ranks from first_rank on, one after the
-    // other from this rank on, so that not all store to the same one at a time. row_at(rank): the first part. flag: of each line.
+    // All threads of a block: store the pieces to those of the num_ranks ranks from first_rank on that are in `ranks`. The order begins at
+    // this rank, so that not all ranks store to the same one at a time. row_at(rank): address of the first part. flag: of each line.
     template <class RowAt>
     __device__ void push(const LowLatencyContext& c, int first_rank, int num_ranks, unsigned ranks, int num_pieces, bool has_scales,
                          unsigned long long flag, const RowAt& row_at) const {
@@ -71,7 +70,7 @@ struct StagedPieces {
 
 // ---- heads ----
 
-// All lanes of a warp: the part of a head that this one stores, where lane i has what goes to lane i of top-k.
+// All threads of a warp: return the part of a head that this thread stores. Thread i holds the entry for top-k entry i.
 __device__ __forceinline__ uint4 head_part(const LowLatencyLane& own, unsigned long long flag) {
     const unsigned long long word = static_cast<unsigned long long>(__float_as_uint(own.weight)) << 32 |
                                     static_cast<unsigned>(own.index) << 16 | static_cast<uint16_t>(own.expert);
@@ -82,7 +81,7 @@ __device__ __forceinline__ uint4 head_part(const LowLatencyLane& own, unsigned l
                       static_cast<unsigned>(end >> 32));
 }
 
-// And back, from the parts that lanes have loaded.
+// The inverse of head_part: return this thread's top-k entry from the parts that the warp has loaded.
 __device__ __forceinline__ LowLatencyLane lane_of_head(const uint4& part) {
     const int nth = threadIdx.x % 32 % kLineLanes, from = threadIdx.x % 32 / kLineLanes * kPartsOfLine + nth / 2;
     const unsigned first[2] = {__shfl_sync(kFullWarp, part.x, from), __shfl_sync(kFullWarp, part.z, from)};
@@ -93,8 +92,8 @@ __device__ __forceinline__ LowLatencyLane lane_of_head(const uint4& part) {
 
 // ---- receiving ----
 
-// All lanes of a warp, until done(masks_too): at every look, and now and then with masks_too, whether ranks are masked. False past the
-// deadline, or once another wait of this rank has failed.
+// All threads of a warp: poll until done(masks_too). Every kLooks-th poll has masks_too set, and `done` then also checks for masked ranks.
+// False: the deadline has passed, or another wait of this rank has failed.
 template <class Done>
 __device__ __forceinline__ bool look_until(const LowLatencyContext& c, const Done& done) {
     unsigned long long deadline = 0;
@@ -107,7 +106,7 @@ __device__ __forceinline__ bool look_until(const LowLatencyContext& c, const Don
     return true;
 }
 
-// Pointers to parts, computed before a polling loop: the compiler does not move a functor's arithmetic out of it.
+// Addresses of parts, computed before a polling loop, because the compiler does not hoist a functor's arithmetic out of it.
 template <int kCount>
 struct Places {
     const uint4* at[kCount];
@@ -120,7 +119,7 @@ struct Places {
     __device__ const uint4* operator()(int i) const { return at[i]; }
 };
 
-// Parts of lines, kCount of each lane. All lanes of a warp load them together. place(i): where part i is, or nullptr.
+// kCount parts of lines for each thread. All threads of a warp load them together. place(i): address of part i, or nullptr.
 template <int kCount>
 struct Parts {
     static constexpr unsigned kAll = (1u << kCount) - 1;
@@ -136,7 +135,7 @@ struct Parts {
         }
     }
 
-    // Bit i: all lines of parts i are there: the lanes that end them have `flag`.
+    // Bit i is set if all lines of parts i have arrived: the threads at their ends have `flag`.
     template <class Place>
     __device__ unsigned here(const Place& place, unsigned long long flag) const {
         unsigned here = 0;
@@ -157,7 +156,7 @@ __device__ __forceinline__ void add_piece(float (&sum)[kColumns], const uint4& p
     for (int v = 0; v < kColumns; ++v) sum[v] = __fadd_rn(sum[v], x[v]);
 }
 
-// All lanes of a warp: adds the columns of part `i` of lines, which are kType, or fp8 with the scales that end a line.
+// All threads of a warp: add the columns of part `i`, which are kType, or fp8 with the scales at the end of their line.
 template <DType kType, bool kQuantized, int kColumns>
 __device__ __forceinline__ void add_part(float (&sum)[kColumns], const uint4& part, int i) {
     if constexpr (kQuantized) {

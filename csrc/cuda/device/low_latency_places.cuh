@@ -1,5 +1,5 @@
-// Where the rows of a low-latency dispatch belong: a source finds each token's place among its own of the same expert, a receiver how many
-// tokens the sources before have for the expert.
+// Where the rows of a low-latency dispatch belong. A source counts its earlier tokens of the same expert; a receiver adds the tokens of
+// that expert from the sources before.
 #pragma once
 
 #include "cuda/device/low_latency.cuh"
@@ -10,7 +10,7 @@ __device__ __forceinline__ int64_t expert_at(const LowLatencyDispatchParams& p, 
     return p.is_int64 ? static_cast<const int64_t*>(p.topk_idx)[i] : static_cast<const int32_t*>(p.topk_idx)[i];
 }
 
-// In shared memory, a bit for each expert and token: which tokens go to which expert.
+// Bit matrix [expert][token] in shared memory: which tokens go to which expert.
 struct Marks {
     uint32_t* const all;
     const int words;  // of an expert
@@ -30,20 +30,20 @@ private:
     }
 };
 
-// What a block has found wrong with topk_idx first: kind, the lane as peer, the token as expected, the value as seen.
+// The first fault that a block finds in topk_idx: kind; peer is the top-k entry, expected the token, seen the value.
 __device__ __forceinline__ GpuFailure& refusal() {
     __shared__ GpuFailure found;
     return found;
 }
 
-// All threads of a block, which must meet before they mark.
+// All threads of a block; synchronize before they mark.
 __device__ __forceinline__ void clear(const LowLatencyContext& c, const Marks& marks) {
     if (threadIdx.x == 0) refusal() = {};
 #pragma unroll 1
     for (int i = threadIdx.x; i < c.config.num_experts * marks.words; i += blockDim.x) marks.of(0)[i] = 0;
 }
 
-// What each thread marks first, to be loaded before there is time to.
+// The first entries of topk_idx that each thread will mark, loaded early to hide the latency.
 struct FirstMarks {
     static constexpr int kCount = 2;
     int64_t experts[kCount];
@@ -69,7 +69,7 @@ __device__ __forceinline__ void mark(const LowLatencyContext& c, const Marks& ma
     report(c, kind, lane, GpuPhase::kEntry, token, expert);
 }
 
-// All threads of a block. False: something is wrong with topk_idx, which is reported, and does not count.
+// All threads of a block. False: topk_idx has a fault, which is reported; such an entry does not count.
 __device__ __forceinline__ bool mark_tokens(const LowLatencyContext& c, const LowLatencyDispatchParams& p, const Marks& marks,
                                             const FirstMarks& first) {
     const int num_lanes = p.num_tokens * c.config.num_topk, step = static_cast<int>(blockDim.x);
@@ -81,8 +81,8 @@ __device__ __forceinline__ bool mark_tokens(const LowLatencyContext& c, const Lo
     return refusal().kind == kNoFailure;
 }
 
-// How many tokens each rank has for each local expert, [num_ranks][num_local_experts] in shared memory: those that a thread finds, of
-// `step` threads. 0 where a rank is masked, or the failure is reported; returns the bits of those ranks.
+// Read [num_ranks][num_local_experts] token counts into shared memory; each of `step` threads reads its part, from `first` on. The counts
+// of a rank are 0 if it is masked or its failure is reported; return the bits of those ranks.
 __device__ __forceinline__ unsigned wait_counts(const LowLatencyContext& c, unsigned long long flag, int* counts, int first, int step) {
     const unsigned long long call = flag >> kWhatBits, *const told = Turn(c, c.rank, call).counts(0);
     unsigned lacking = 0;
@@ -100,7 +100,7 @@ __device__ __forceinline__ unsigned wait_counts(const LowLatencyContext& c, unsi
     return lacking;
 }
 
-// All threads of a block: the counts of `sources`, all of which other blocks of this rank have seen.
+// All threads of a block: read the counts of `sources` again, once other blocks of this rank have seen them.
 __device__ __noinline__ inline void read_counts_again(const LowLatencyContext& c, unsigned long long flag, int* counts, unsigned sources) {
     const unsigned long long call = flag >> kWhatBits, *const told = Turn(c, c.rank, call).counts(0);
 #pragma unroll 1
@@ -108,7 +108,7 @@ __device__ __noinline__ inline void read_counts_again(const LowLatencyContext& c
         if ((sources >> i / c.config.num_local_experts & 1) != 0) counts[i] = LowLatencyWhat::value_in(seen_elsewhere(told + i, call));
 }
 
-// How many tokens the ranks of `came` before `source` have for a local expert.
+// Number of tokens that the ranks of `came` before `source` have for a local expert.
 __device__ __forceinline__ int tokens_before(const LowLatencyContext& c, const int* counts, unsigned came, int source, int expert) {
     int count = 0;
 #pragma unroll 1

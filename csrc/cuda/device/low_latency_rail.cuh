@@ -1,6 +1,6 @@
-// What has crossed between nodes, as the ranks of the node that it came to see it. Its words are seen by the rank whose memory the network
-// has written, as only that rank's own GPU is sure to see writes of a network card in their order. It tells the others, which then read the
-// rows where they lie.
+// Words and rows that have crossed between nodes, seen by the ranks of the receiving node. Only the rank whose memory the network card
+// writes polls these words, because only that rank's GPU is sure to see the card's writes in their order. It sets flags at the other ranks,
+// which then read the rows where they lie.
 #pragma once
 
 #include "cuda/device/low_latency.cuh"
@@ -8,7 +8,7 @@
 
 namespace deepep_moe {
 
-// See RailCall. Of a kernel's code once, as its callers wait in several places.
+// See RailCall::wait. Not inlined: the kernel has the code once, though it waits in several places.
 __device__ __noinline__ inline unsigned long long wait_network_word(const LowLatencyContext& c, const unsigned long long* word,
                                                                     unsigned long long call, int source, GpuPhase phase,
                                                                     unsigned long long timeout_ns) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ unsigned long long look_to_tell(const LowLatencyConte
                                                            int source, GpuPhase phase, unsigned long long timeout_ns) {
     const unsigned long long deadline = now_ns() + timeout_ns;
     unsigned long long seen = look();
-    if (!takes_part(c, source, call)) return seen >> kWhatBits == call ? seen : 0;  // no later one: it may make that call again
+    if (!takes_part(c, source, call)) return seen >> kWhatBits == call ? seen : 0;  // a later word does not count: it may repeat that call
 #pragma unroll 1
     for (unsigned round = 1; seen >> kWhatBits < call && !is_masked(c, source); ++round) {
         pause_ns(kPauseNs);
@@ -65,11 +65,11 @@ struct RailCall {
     __device__ bool is_outside(int rank) const { return node_of(rank) != r.node; }
     __device__ int rank_in(int node) const { return node * r.ranks_per_node + r.index; }     // of this rail
     __device__ int node_at(int turn) const { return (r.node + turn) % r.num_nodes; }         // the next node first
-    __device__ bool is_lost(int node) const { return !takes_part(c, rank_in(node), call); }  // nothing is sent there
+    __device__ bool is_lost(int node) const { return !takes_part(c, rank_in(node), call); }  // then nothing is sent there
     __device__ int experts_of_node() const { return r.ranks_per_node * c.config.num_local_experts; }
     __device__ unsigned ranks_of(int node) const { return ((1u << r.ranks_per_node) - 1) << node * r.ranks_per_node; }
 
-    // Of a rank outside. The first three are words of the network, for the rank of its rail.
+    // Memory that belongs to a rank outside. The network writes the first three words; only the rank of its rail here may read them.
     __device__ unsigned long long* entered(int source) const {
         return at<unsigned long long>(source, r.layout.entered_of(call, node_of(source)));
     }
@@ -82,7 +82,7 @@ struct RailCall {
     __device__ const LowLatencyReason& reason(int source) const {
         return *at<LowLatencyReason>(source, r.layout.in_of(call, node_of(source)));
     }
-    // How many tokens it has for each expert of this node.
+    // [experts of this node]: tokens that `source` has for each.
     __device__ const int32_t* counts(int source) const { return at<int32_t>(source, r.layout.in_of(call, node_of(source))); }
     __device__ const LowLatencyLane* lanes(int source, int token) const {
         return at<LowLatencyLane>(source, r.layout.in_of(call, node_of(source)) + r.layout.lanes) + token * c.config.num_topk;
@@ -94,19 +94,18 @@ struct RailCall {
         return at<std::byte>(source, r.layout.inbox + r.layout.box_of(call, r.node, node_of(source))) + token * row_bytes;
     }
 
-    // One thread: a word that the network writes, once it is of this call; 0 where its rank is masked, or has been now, or the failure is
-    // reported.
+    // One thread: wait for a word of the network until it is of this call. Return 0 if its rank is masked, or its failure is reported.
     __device__ unsigned long long wait(const unsigned long long* word, int source, GpuPhase phase, unsigned long long timeout_ns) const {
         return wait_network_word(c, word, call, source, phase, timeout_ns);
     }
-    // The same for a thread that others of this node wait for, whose part in the call goes on when this rank's has ended. It ends at once
-    // only where this rank has waited for the same one in vain.
+    // The same for a thread that other ranks of this node depend on: it goes on waiting after this rank has given up, unless this rank
+    // gave up on the same source.
     __device__ unsigned long long wait_to_tell(const unsigned long long* word, int source, GpuPhase phase,
                                                unsigned long long timeout_ns) const {
         return wait_network_word_to_tell(c, word, call, source, phase, timeout_ns);
     }
 
-    // One thread: until the weights of a rank have come, or its entry says that it does something else than `flag`.
+    // One thread: wait until the weights of a rank have come, or its entry says that it does something other than `flag`.
     __device__ unsigned long long wait_weights_to_tell(int source, unsigned long long flag) const {
         const unsigned long long *const weighed = this->weighed(source), *const entered = this->entered(source);
         const auto look = [&] {
@@ -117,11 +116,11 @@ struct RailCall {
         return look_to_tell(c, look, call, source, GpuPhase::kRailEntry, c.timeout_ns);
     }
 
-    // One thread: tells the ranks of this node what it has seen of one of its rail, and why that one refuses.
+    // One thread: pass the entry of a rank of the rail on to the ranks of this node, with its reason if it refuses.
     __device__ void tell_entered(int source, unsigned long long word) const {
         const unsigned masks = masks_of(c);
         if (LowLatencyWhat::unpacked(LowLatencyWhat::packed_in(word)).is_refused) tell_reason(r, call, source, masks);
-        fence_system();  // once: what has been seen is seen by whoever sees the words
+        fence_system();  // once: what this thread has seen is visible to whoever sees the words below
 #pragma unroll 1
         for (int to = first_rank(); to < first_rank() + r.ranks_per_node; ++to)
             if ((masks >> to & 1) == 0) store_relaxed(Turn(c, to, call).entered(source), word);
@@ -134,7 +133,7 @@ private:
     }
 };
 
-// One thread: to the ranks of this node that are not masked, where their hosts look for it.
+// One thread: copy the reason to the ranks of this node that are not masked, where their hosts look for it.
 __device__ __noinline__ inline void tell_reason(const LowLatencyRailContext& r, unsigned long long call, int source, unsigned masks) {
     const RailCall rail(r, call);
 #pragma unroll 1
@@ -142,19 +141,19 @@ __device__ __noinline__ inline void tell_reason(const LowLatencyRailContext& r, 
         if ((masks >> to & 1) == 0) *reason_at(rail.c, to, source, call) = rail.reason(source);
 }
 
-// Threads of which each waits for a word of the rail, and tells the ranks of this node: entries, counts, and rows. A warp waits for one
-// rank, as its threads may go on together only.
+// Threads that each wait for a word of the rail and pass it on to the ranks of this node: entries, counts and rows. All threads of a warp
+// wait for one rank, because they can only go on together.
 struct Relay {
     static constexpr int kLanes = 32;
     const RailCall& rail;
     const LowLatencyDispatchParams& p;
 
-    // As many tasks as there may be words.
+    // One task for each possible word.
     __device__ static int num_tasks(const LowLatencyRailContext& r) {
         return (r.num_nodes - 1) * static_cast<int>(round_up(1 + r.context.config.num_max_tokens, kLanes));
     }
 
-    // first: of this thread; step: of all threads, a multiple of kLanes.
+    // first: the first task of this thread; step: number of all threads, a multiple of kLanes.
     __device__ void run(int first, int step) const {
         const unsigned long long flag = p.what.flag(rail.call, 0);
         const int num_peers = rail.r.num_nodes - 1;
@@ -172,12 +171,12 @@ struct Relay {
     }
 
 private:
-    // No combine may go along the handle: it does not say which ranks have which rows.
+    // Mark the handle as failed: it does not say which ranks have which rows, so no combine may use it.
     __device__ void fail() const {
         *reinterpret_cast<unsigned long long*>(p.handle + LowLatencyHandleLayout(rail.c.config).failed) = rail.call ^ rail.c.failed;
     }
 
-    // The part of the nth thread for this source, of a message of this call: what `entered` says of others ends all waits.
+    // Pass on the nth thread's part of the counts from `source`. Not called for a refusal or another call; `entered` then ends all waits.
     __device__ void tell_counts(int source, unsigned long long flag, int nth) const {
         const int num_local = rail.c.config.num_local_experts, step = num_tasks(rail.r) / (rail.r.num_nodes - 1);
         const unsigned masks = masks_of(rail.c);
@@ -189,7 +188,7 @@ private:
         }
     }
 
-    // Which ranks of this node have it goes to the handle, as this rank will add up what they make of it.
+    // Store in the handle which ranks of this node get the row, because this rank will add up their results; then set those ranks' flags.
     __device__ void tell_row(int source, int token, unsigned long long flag) const {
         const LowLatencyConfig& config = rail.c.config;
         const LowLatencyLane* const lanes = rail.lanes(source, token);
@@ -212,7 +211,7 @@ private:
     }
 };
 
-// As WorkspaceWords, of ranks of all nodes: a word of one outside announces the lanes that lie in the memory of its rail's rank here.
+// Like WorkspaceWords, for ranks of all nodes. The word of a rank outside announces lanes that lie in the memory of its rail's rank here.
 struct RailWords {
     const RailCall rail;
     __device__ const unsigned long long* entered(int source) const { return Turn(rail.c, rail.c.rank, rail.call).entered(source); }
@@ -222,10 +221,10 @@ struct RailWords {
     }
 };
 
-// As long as a row's rank may wait for one of its own node first, and then tell.
+// Timeout for a rank that may itself first wait for one of its own node.
 __device__ __forceinline__ unsigned long long behind_node_ns(const LowLatencyContext& c) { return 2 * c.timeout_ns; }
 
-// Bytes of a row as it crosses: in fp8 its scales lie behind it.
+// Bytes of a row between nodes; an fp8 row is followed by its scales.
 __device__ __forceinline__ int64_t rail_row_bytes(const LowLatencyConfig& config, int64_t row_bytes, bool has_scales) {
     return has_scales ? round_up(config.hidden + 4 * (config.hidden / kScaleBlock), 16) : row_bytes;
 }

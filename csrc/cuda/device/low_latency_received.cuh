@@ -1,18 +1,18 @@
-// Where the rows of a token that has come go, and how a warp writes them and their scales.
+// Where the rows of a received token go, and how a warp writes them and their scales.
 #pragma once
 
 #include "cuda/device/low_latency_lines.cuh"
 
 namespace deepep_moe {
 
-// Bytes of recv_x, words of recv_x_scales.
+// Offsets of a token's rows: bytes in recv_x, words in recv_x_scales.
 struct TokenRows {
     int num;
-    bool is_here;  // its row has come, where that is known
+    bool is_here;  // its row has come; set only where that is known
     int64_t rows[kMaxTopk], scales[kMaxTopk];
 };
 
-// Of a row's scales: fp32 each, or four rounded exponents a word.
+// Words of one row's scales: one fp32 a word, or four rounded exponents a word.
 __device__ __forceinline__ int64_t num_scale_words(const LowLatencyConfig& config, bool is_rounded) {
     const int num_scales = config.hidden / kScaleBlock;
     return is_rounded ? (num_scales + 3) / 4 : num_scales;
@@ -24,13 +24,13 @@ __device__ __forceinline__ void write_piece(const LowLatencyDispatchParams& p, c
     for (int n = 0; n < rows.num; ++n) *reinterpret_cast<uint4*>(reinterpret_cast<std::byte*>(to) + rows.rows[n]) = part;
 }
 
-// The last of a row fills its word.
+// Write one exponent. The last one of a row also zeros the rest of its word.
 __device__ __forceinline__ void write_exponent(uint8_t* word, int block, int num_scales, float scale) {
     word[block % 4] = static_cast<uint8_t>(__float_as_uint(scale) >> 23);
     for (int rest = block + 1; block == num_scales - 1 && rest % 4 != 0; ++rest) word[rest % 4] = 0;
 }
 
-// Of one block of columns and the n-th row. Column-major: the scales of one column of blocks lie together.
+// Write the scale of one block of columns of the n-th row. Scales are column-major: those of one column of blocks lie together.
 __device__ __forceinline__ void write_scale(const LowLatencyDispatchParams& p, const LowLatencyConfig& config, const TokenRows& rows, int n,
                                             int block, float scale) {
     uint32_t* const first = static_cast<uint32_t*>(p.recv_x_scales) + rows.scales[n];
@@ -40,7 +40,7 @@ __device__ __forceinline__ void write_scale(const LowLatencyDispatchParams& p, c
         first[block * config.capacity()] = __float_as_uint(scale);
 }
 
-// All lanes of a warp: of the block that begins in a line with `first_piece`, if one does, a row each lane of the line.
+// All threads of a warp: write the scale of the block that begins in the line of `first_piece`, if one does; each thread takes some rows.
 __device__ __forceinline__ void write_scales(const LowLatencyDispatchParams& p, const LowLatencyConfig& config, const TokenRows& rows,
                                              int lane, int first_piece, const uint4& part) {
     const int num_scales = config.hidden / kScaleBlock, block = (first_piece + kPiecesOfBlock - 1) / kPiecesOfBlock,

@@ -1,8 +1,8 @@
-// The half of a low-latency dispatch that sends: counts and rows to the ranks of this node, and by `Outside` what goes to other nodes.
+// The sending half of a low-latency dispatch: counts and rows to the ranks of this node, and through `Outside` those for other nodes.
 //
-//   some blocks    each one other node, then one rank of this node: what they must know before rows
-//   all others     a token at a time: the row for other nodes, then head (place among this rank's tokens of each expert, weight) and row to
-//                  the ranks of this node, in lines of 128 bytes that bring their flags. Rows are quantized once, on their way.
+//   some blocks    Each serves one other node or one rank of this node, and sends the counts that must come before rows.
+//   All others     Send one token at a time: the row for other nodes, then head and row to the ranks of this node, in lines of 128
+//                  bytes that bring their flags. A head has the weight and the place among this rank's tokens of each expert.
 //
 // One warp computes what all warps of a block need, because the kernel is bound by instruction issue.
 #pragma once
@@ -13,12 +13,12 @@
 
 namespace deepep_moe {
 
-// In shared memory, ahead of what the kernel itself keeps there.
+// In shared memory, before the kernel's other data there.
 struct SendShared {
     static constexpr int kThreads = tuning::kLowLatencyThreads;
     static constexpr int kStagingThreads = kThreads / kPartsOfLine * kLinePieces;  // 8 parts of a line are 7 pieces
-    StagedPieces<2 * kStagingThreads> staged[2];  // by turns: one is stored from while the other is written to
-    unsigned ranks[2];                            // that each goes to
+    StagedPieces<2 * kStagingThreads> staged[2];  // used in turns: threads store from one while they fill the other
+    unsigned ranks[2];                            // destinations of each, as a bit mask
 };
 
 // All ranks are of one node.
@@ -31,17 +31,17 @@ struct NobodyOutside {
     __device__ unsigned reached(unsigned masks) const { return ~masks; }
 };
 
-// marks: memory for Marks, of all experts.
+// marks: memory for the Marks of all experts.
 template <DType kType, bool kQuantized, class Outside>
 struct Sender {
     static constexpr int kThreads = SendShared::kThreads, kWarps = kThreads / 32, kStagingThreads = SendShared::kStagingThreads;
-    static constexpr int kTokensOfTelling = 2;          // are sent while a block tells one node or rank
-    static constexpr int kColumns = 16;                 // that become a piece, of a row that is quantized
-    static constexpr int kPieces = kQuantized ? 1 : 2;  // of a row, of a thread at once
+    static constexpr int kTokensOfTelling = 2;          // tokens that another block sends while a block serves one node or rank
+    static constexpr int kColumns = 16;                 // columns in one piece of a quantized row
+    static constexpr int kPieces = kQuantized ? 1 : 2;  // pieces of a row that a thread handles at once
     static constexpr int kStagedPieces = kPieces * kStagingThreads;
     static constexpr int kGivenBytes =
-        kQuantized ? kColumns * static_cast<int>(element_bytes(kType)) : 16;  // of x, that become 16 on the way
-    using Staged = StagedPieces<kStagedPieces>;                               // not more than SendShared::staged
+        kQuantized ? kColumns * static_cast<int>(element_bytes(kType)) : 16;  // bytes of x that become one piece of 16 bytes
+    using Staged = StagedPieces<kStagedPieces>;                               // not larger than SendShared::staged
 
     const LowLatencyContext& c;
     const LowLatencyDispatchParams& p;
@@ -49,10 +49,10 @@ struct Sender {
     SendShared& shared;
     const Marks marks;
     const LowLatencyConfig& config;
-    const unsigned long long call, flag;  // of this rank in the call, its value 0
+    const unsigned long long call, flag;  // flag: this rank's in the call, with value 0
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_local;
-    const int64_t x_bytes;  // of a row as it is given
-    const int num_pieces;   // of one on its way, without its scales
+    const int64_t x_bytes;  // of a row of x
+    const int num_pieces;   // of a row as it travels, without its scales
 
     __device__ Sender(const LowLatencyContext& c, const LowLatencyDispatchParams& p, const Outside& outside, SendShared& shared,
                       void* marks, unsigned long long call)
@@ -82,7 +82,7 @@ private:
     }
     __device__ LowLatencyHandleLayout handle() const { return LowLatencyHandleLayout(config); }
 
-    // The first blocks send counts, one for each destination, the others rows.
+    // The first blocks each send the counts for one destination; the others send rows.
     __device__ void send_by_blocks() const {
         const int block = static_cast<int>(blockIdx.x) - config.num_ranks;
         if (block < 0) {
@@ -96,7 +96,7 @@ private:
         }
     }
 
-    // A block that has told a node or a rank takes the tokens that are left when all others have some, which takes them as long.
+    // A block that has served a node or a rank then sends rows too; its first token is one that the other blocks have not reached by then.
     __device__ void send_by_turns() const {
         const int num_outside = outside.num_nodes() - 1, num_tasks = this->num_tasks(), step = static_cast<int>(gridDim.x);
         const FirstMarks experts(c, p);
@@ -117,13 +117,13 @@ private:
                 send_counts(to, accepted);
             }
         }
-        if (!accepted) return;  // those that do not know send rows that nobody takes
+        if (!accepted) return;  // blocks without a task do not know of the fault; nobody reads the rows that they send
         send_rows(tells ? num_ahead() + blockIdx.x : blockIdx.x - num_tasks, experts, tells);
     }
 
-    // Of telling.
+    // One task per other node and one per rank of this node: write the flags that say how many rows come.
     __device__ int num_tasks() const { return outside.num_nodes() - 1 + outside.num_ranks(); }
-    // Blocks that only send rows, and their tokens before a block that tells takes one.
+    // Blocks that only send rows, and the number of tokens that they send before a block with a task sends one.
     __device__ int num_others() const { return max(0, static_cast<int>(gridDim.x) - num_tasks()); }
     __device__ int num_ahead() const { return kTokensOfTelling * num_others(); }
     __device__ int next(int token) const {
@@ -134,7 +134,7 @@ private:
 
     __device__ void fail() const { fail_handle(c, p.handle, call); }
 
-    // Every word is its own flag.
+    // One thread: every word carries its own flag.
     __device__ void enter(int to) const {
         if (threadIdx.x != 0) return;
         if (!is_masked(c, to)) store_relaxed(Turn(c, to, call).entered(c.rank), flag + p.num_tokens);
@@ -147,7 +147,7 @@ private:
         LowLatencyWhat what = p.what;
         what.is_refused = !accepted;
         const unsigned long long told = what.flag(call, 0);
-        if (!accepted) {  // each thread may have seen another `masked`
+        if (!accepted) {  // threads may have read different values of `masked`
             if (threadIdx.x == 0 && !masked) tell_reason(c, to, call, refusal());
             __syncthreads();
         }
@@ -167,12 +167,12 @@ public:
     }
 
 private:
-    // Of a token, what crosses first, as it has the longer way. The head before the row: by the time that the row has come, its receiver
-    // knows where it belongs. All places are worked out while what the first token needs is on its way, unless they are already; what the
-    // next one needs is loaded ahead of what waits for stores.
+    // For each token, the row for other nodes goes first, because its way is longer. The head goes before the row, so that the receiver
+    // knows the row's place when the row comes. The first token's loads overlap the search for places (unless these are known), and each
+    // next token's loads are issued before the stores of this one.
     __device__ void send_rows(int first, const FirstMarks& experts, bool knows_places) const {
         if (first >= p.num_tokens) return;
-        const bool sends_head = warp == kWarps - 1;  // which has no columns
+        const bool sends_head = warp == kWarps - 1;  // this warp loads no columns
         Given given(*this, first, 0);
         Lane own(*this, first, sends_head);
         if (!knows_places) find_places(experts);
@@ -203,14 +203,14 @@ private:
 
     __device__ Staged& staged(int turn) const { return reinterpret_cast<Staged&>(shared.staged[turn]); }
 
-    // All threads. Whether something is wrong with them, a block that counts tells.
+    // All threads. False: topk_idx has a fault; a block that sends counts tells the peers.
     __device__ bool find_places(const FirstMarks& experts) const {
         clear(c, marks);
         __syncthreads();
         return mark_tokens(c, p, marks, experts);
     }
 
-    // One of top-k: where it goes and what with, and which ranks are masked. One warp has them.
+    // One top-k entry: its expert, rank and weight, and the masked ranks. Only one warp holds them.
     struct Lane {
         int expert = -1, rank = -1;
         float weight = 1.0f;
@@ -226,14 +226,14 @@ private:
             expert = static_cast<int>(chosen);
             rank = expert / s.num_local;
         }
-        // All ranks that the token goes to, by the masks that the first lane has seen.
+        // All ranks that the token goes to, by the masks that the warp's first thread has read.
         __device__ unsigned ranks(const Outside& outside) {
             masks = __shfl_sync(kFullWarp, masks, 0);
             return __reduce_or_sync(kFullWarp, rank < 0 ? 0u : 1u << rank) & outside.reached(masks);
         }
     };
 
-    // One warp: what of the token goes where.
+    // One warp: send each rank of this node its entries of the token.
     __device__ void send_head(int token, const Lane& own, unsigned ranks) const {
         const int num_parts = static_cast<int>(c.layout.head_bytes / 16), first_rank = outside.first_rank();
         if (lane == 0) in_handle<unsigned>(handle().rank_masks)[token] = ranks;
@@ -248,7 +248,7 @@ private:
         }
     }
 
-    // What becomes this thread's pieces of a row on its way.
+    // The part of a row that this thread loads; `stage` converts it to fp8 if asked and puts it into shared memory.
     struct Given {
         static constexpr int kLoads = kGivenBytes / 16;
         int num = 0;

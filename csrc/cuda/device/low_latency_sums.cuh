@@ -1,4 +1,4 @@
-// Sums of a node: what its ranks have sent of a token, added up by the rank whose token it is, or by the one of its rail.
+// Sums of a node: what its ranks have sent for a token, added up by the rank of the token, or by the rank of its rail in this node.
 #pragma once
 
 #include "cuda/device/low_latency_lines.cuh"
@@ -6,15 +6,15 @@
 
 namespace deepep_moe {
 
-// In shared memory: the ranks of this node that have a sum of a token, in their order, and where these lie here.
+// In shared memory: the ranks of this node that have a sum of a token, in rank order, and where these sums lie in this rank's memory.
 struct TokenSums {
     int num;
     int ranks[kLowLatencyMaxHostRanks];
     const uint4* rows[kLowLatencyMaxHostRanks];
 };
 
-// One warp. ranks (bit r: rank r of this node) have a sum of a token of the rank of `node` that has this one's index. It lies where that
-// rank of `node` would have put its own.
+// One warp: find the sums of a token of the rail's rank in `node`. `ranks` has bit r set if rank r of this node has one. It lies in the
+// slot that the rank with index r of `node` would use.
 __device__ __forceinline__ void find_sums(const RailCall& rail, int node, int token, unsigned ranks, TokenSums& out) {
     const int lane = threadIdx.x % 32;
     if ((ranks >> lane & 1) != 0) {
@@ -30,7 +30,7 @@ template <DType kType, bool kQuantized>
 struct NodeSums {
     using Values = Piece<kType>;
     static constexpr int kColumns = kQuantized ? 16 : Values::kCount;  // of a piece as it travels
-    static constexpr int kRanksAtOnce = kQuantized ? 2 : 4;            // whose parts are on their way to the thread that adds them
+    static constexpr int kRanksAtOnce = kQuantized ? 2 : 4;            // ranks whose parts a thread has in flight
     using Sum = float[kColumns];
 
     const LowLatencyContext& c;
@@ -40,8 +40,8 @@ struct NodeSums {
     __device__ NodeSums(const LowLatencyContext& c, unsigned long long flag)
         : c(c), flag(flag), num_pieces(c.config.hidden / kColumns), num_parts(parts_of(num_pieces)) {}
 
-    // One warp, each lane its part `i`: adds all of a token's, in their order. A rank that is masked meanwhile is left out, also where it
-    // is back since.
+    // One warp, each thread for its part `i`: add the sums of all ranks, in rank order. A rank that is masked meanwhile is left out, even
+    // if it has come back since.
     __device__ void add_ranks(Sum& sum, const TokenSums& from, int i) const {
 #pragma unroll 1
         for (int first = 0; first < from.num; first += kRanksAtOnce) add_parts(sum, from, first, i);
@@ -72,12 +72,12 @@ private:
     }
 };
 
-// The call whose handle a combine goes along.
+// The number of the dispatch whose handle the combine uses.
 __device__ __forceinline__ unsigned long long dispatch_of(const LowLatencyCombineParams& p) {
     return *reinterpret_cast<const unsigned long long*>(p.handle);
 }
 
-// Does the word of a rank say that it combines along the same dispatch? Else it is reported.
+// Whether a rank's word says that it combines for the same dispatch. If not, report it.
 __device__ __forceinline__ bool check_along(const LowLatencyContext& c, const LowLatencyCombineParams& p, unsigned long long flag,
                                             unsigned long long word, int source) {
     if (!check_what(c, flag, word, source)) return false;

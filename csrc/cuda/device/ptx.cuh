@@ -1,5 +1,5 @@
-// The instructions that CUDA C++ has no name for. All of them are here, and nothing else is: tests/emulation has the same functions
-// for a processor without a GPU.
+// PTX instructions that CUDA C++ has no name for. They are all here, and nothing else is, because tests/emulation replaces these functions
+// on a machine without a GPU.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ __device__ __forceinline__ unsigned long long load_acquire(const unsigned long l
     return value;
 }
 
-// Of a word that is its own flag.
+// For a word that carries its own flag.
 __device__ __forceinline__ unsigned long long load_relaxed(const unsigned long long* word) {
     unsigned long long value;
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
@@ -37,7 +37,8 @@ __device__ __forceinline__ void add_release_local(unsigned long long* counter, u
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
-// For words in shared memory that hand something over within a block: taken in exchange for `value`, put where there is `expected`.
+// For words in shared memory that pass something on within a block. The first takes the word and leaves `value`; the second puts `value`
+// if the word is `expected`.
 __device__ __forceinline__ unsigned long long exchange_acquire_block(unsigned long long* word, unsigned long long value) {
     unsigned long long old;
     asm volatile("atom.acquire.cta.shared.exch.b64 %0, [%1], %2;" : "=l"(old) : "r"(shared_address(word)), "l"(value) : "memory");
@@ -53,14 +54,14 @@ __device__ __forceinline__ bool replace_release_block(unsigned long long* word, 
     return old == expected;
 }
 
-// For a word that says all there is to say, and announces nothing written by this kernel.
+// For a word that carries its own flag, and announces no other writes of this kernel.
 __device__ __forceinline__ void store_relaxed(unsigned long long* flag, unsigned long long value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
 
-// ---- 16 bytes of a line that eight lanes store, or load, at once ----
+// ---- 16 bytes of a line that eight threads store, or load, at once ----
 
-// All lanes of a warp must call these together, or a line is not of one instruction; `uses`: whether this one's counts.
+// All threads of a warp must call these together, so that a line is one instruction; `uses`: whether this thread's part counts.
 __device__ __forceinline__ void store_part(uint4* to, const uint4& value, bool uses) {
     if (uses)
         asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y), "r"(value.z),
@@ -90,7 +91,7 @@ __device__ __forceinline__ void pause_ns(unsigned ns) { asm volatile("nanosleep.
 
 // ---- arithmetic ----
 
-// 1 / x to about 20 bits, of a normal x.
+// 1 / x to about 20 bits, for a normal x.
 __device__ __forceinline__ double approximate_reciprocal(double x) {
     double y;
     asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(y) : "d"(x));
@@ -103,13 +104,13 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
     return larger;
 }
 
-// ---- copies of 16 bytes to shared memory that a thread makes for itself (sm_80) ----
+// ---- copies of 16 bytes to shared memory that only the copying thread reads (sm_80) ----
 
 __device__ __forceinline__ void copy_async(void* to_shared, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to_shared)), "l"(from) : "memory");
 }
 
-// Until they have happened.
+// Wait until this thread's copies are complete.
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // ---- bulk copies (sm_90): from and to shared memory, 16-byte aligned, in multiples of 16 bytes ----
@@ -122,12 +123,12 @@ __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;
 
 #if DEEPEP_MOE_BULK_COPIES
 
-// A barrier that one arrival, and the bytes it announces, complete.
+// Initialize a barrier that completes with one arrival and the bytes that it announces.
 __device__ __forceinline__ void barrier_init(uint64_t* barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Makes initialized barriers known to bulk copies.
+// Make initialized barriers visible to bulk copies.
 __device__ __forceinline__ void barrier_publish() {
     asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async;" ::: "memory");
 }
@@ -155,22 +156,22 @@ __device__ __forceinline__ void bulk_store(void* to, const void* from_shared, ui
                  : "memory");
 }
 
-// Stores since the last commit are a group.
+// Make one group of the stores since the last commit.
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until all but the newest `kPending` groups have read shared memory,
+// Wait until all but the newest `kPending` groups have read shared memory.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// or have written what they write, for whoever sees this thread's next release.
+// Wait until all but the newest `kPending` groups are written, visible to whoever sees this thread's next release.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_written() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Between plain accesses and bulk copies of the same bytes: of any memory, of shared memory.
+// Order plain accesses and bulk copies of the same bytes: in any memory, or in shared memory only.
 __device__ __forceinline__ void fence_bulk_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 __device__ __forceinline__ void fence_bulk_copies_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -180,17 +181,17 @@ __device__ __forceinline__ void fence_bulk_copies() {}
 
 #endif
 
-// ---- a kernel that starts while the one before it on the stream still runs (sm_90) ----
+// ---- programmatic dependent launch: a kernel starts while the previous one on the stream still runs (sm_90) ----
 
-// Once all blocks of this kernel have come here or ended.
+// The next kernel may start once all blocks of this one have called this or ended.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
-// Of a kernel that starts early: until the one before it has ended. Also where it needs nothing of that one, by its own end at the latest,
-// so that what comes after this kernel comes after both.
+// Wait until the previous kernel has finished. Every kernel that starts early must call this before it exits, even if it needs none of that
+// kernel's data; otherwise a later kernel could overtake it.
 __device__ __forceinline__ void wait_for_kernel_before() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,4 +1,4 @@
-// The sending half of dispatch and combine: chunks of rows into the inbox of a peer, a flag a chunk.
+// The sending half of dispatch and combine: pushes chunks of rows into the inbox of a peer, with one flag a chunk.
 #pragma once
 
 #include "cuda/device/ring.cuh"
@@ -7,7 +7,7 @@ namespace deepep_moe {
 
 using tuning::kRowsBehindFlag;
 
-// Flags that the sending warps of a block want set. To release one takes a round trip over the link, so another warp does it, for all.
+// Flags that the sending warps of a block ask another warp to set: a release over the link costs a round trip, and one serves all flags.
 class DueFlags {
 public:
     // All threads of the block.
@@ -18,11 +18,11 @@ public:
         __syncthreads();
     }
 
-    // One lane of a sending warp: what its warp has written so far is there for whoever sees `flag`.
+    // One thread of a sending warp: whoever sees `flag` set also sees what its warp has written so far.
     __device__ void add(unsigned long long* flag) { post(reinterpret_cast<uintptr_t>(flag)); }
     __device__ void end() { post(kEnd); }
 
-    // The warp that sets them, until `num_warps` have ended.
+    // The warp that sets the flags, until `num_warps` warps have ended.
     __device__ void serve(int num_warps, unsigned long long sequence) const {
         const int lane = threadIdx.x % 32;
         while (num_warps > 0) {
@@ -36,7 +36,7 @@ public:
             if (word != 0 && word != kEnd) store_relaxed(reinterpret_cast<unsigned long long*>(word), sequence);
             num_warps -= __popc(__ballot_sync(kFullWarp, word == kEnd));
         }
-        // What a warp posted before its end, but into the word that was looked at earlier in the same round.
+        // A warp may have posted a flag, then its end, where this round had looked at the flag's word before; so look once more.
         const unsigned long long word = exchange_acquire_block(words_ + lane, 0);
         fence_system();
         if (word != 0 && word != kEnd) store_relaxed(reinterpret_cast<unsigned long long*>(word), sequence);
@@ -57,17 +57,18 @@ private:
     int next_ = 0;
 };
 
-// Chunks that a warp sends, to one peer after the other, the next rank first: so at any time a rank hears from about one. A flag is due
-// once later rows are on their way, so that the link never runs dry.
+// Sends a warp's chunks to one peer after the other, the next rank first, so that at any time a rank receives from about one peer. A flag
+// is set only once later rows are in flight, so that the link never idles.
 template <class Ring>
 class Pusher {
 public:
     __device__ Pusher(const GpuContext& context, const GpuRing& ring, const GpuSlotLayout& slot, const DueFlags& due)
         : context_(context), slot_(slot), own_(context, context.rank), ring_(ring, slot), due_(due), lane_(threadIdx.x % 32) {}
 
-    // All that nobody else takes of counts[node, peer] rows to each peer, `chunk_slots` at a time, those of `first_node` first. find(to,
-    // slot) is what a lane must know of a row, ready(to, first, end, found) waits for some of them (false: give up), and rows(to, slot,
-    // found, row, tail) says where one lies. With `to_outbox` rows go to this rank's outbox, without flags.
+    // Send counts[node, peer] rows to each peer, in chunks of `chunk_slots` that no other warp has taken, those of `first_node` first.
+    // The functor find(to, slot) returns what a thread needs to know of a row. The functor ready(to, first, end, found) waits for some
+    // rows; false: give up. The functor rows(to, slot, found, row, tail) sets the row's address. With `to_outbox` rows go to this rank's
+    // outbox, without flags.
     template <class Ready, class Find, class Rows>
     __device__ void push(int chunk_slots, const int32_t* counts, bool to_outbox, int first_node, const Ready& ready, const Find& find,
                          const Rows& rows) {
@@ -98,14 +99,14 @@ public:
                 ring_.add(row, tail, Note{to.rank, slot + 1 == end || (slot + 1) % kChunkSlots == 0, slot}.word(), drain);
             }
         }
-        finish(drain);  // also where the block gives up: nothing may be on its way into its shared memory
+        finish(drain);  // also if the block gives up: no copy into its shared memory may be in flight when it ends
     }
 
 private:
-    // Of a row in the ring.
+    // Note about a row in the ring, packed into an int.
     struct Note {
         int peer;
-        bool is_announced;  // with its flag
+        bool is_announced;  // the row is the last before a flag
         int index;
         __device__ Note(int peer, bool is_announced, int index) : peer(peer), is_announced(is_announced), index(index) {}
         __device__ explicit Note(int word)
@@ -114,7 +115,7 @@ private:
     };
     static_assert(kRefused <= (1u << 31) / (2 * kMaxGpuRanks), "an index, a rank and a bit in an int");
 
-    // After each row: the flag of the row so far behind is due, and that of this one is kept.
+    // After each row: post the flag of the row kRowsBehindFlag before it, and keep this row's flag.
     __device__ void follow(unsigned long long* flag) {
         if (flags_[kRowsBehindFlag - 1] != nullptr) ring_.template settle<kRowsBehindFlag - 1>();  // this row is not yet among them
         if (flags_[kRowsBehindFlag - 1] != nullptr && lane_ == 0) due_.add(flags_[kRowsBehindFlag - 1]);
@@ -141,10 +142,10 @@ private:
     Ring ring_;
     DueFlags due_;
     const int lane_;
-    unsigned long long* flags_[kRowsBehindFlag] = {};  // of the last rows sent, the newest first; null: the row has none
+    unsigned long long* flags_[kRowsBehindFlag] = {};  // of the last rows sent, newest first; null: the row has no flag
 };
 
-// A sending block: see Pusher::push. All its threads must call it; it has a warp more than the ring.
+// A sending block: see Pusher::push. All its threads must call it; it has one warp more than the ring.
 template <class Ring, class Ready, class Find, class Rows>
 __device__ void push(const GpuContext& context, const GpuRing& ring, const GpuSlotLayout& slot, int chunk_slots, const int32_t* counts,
                      bool to_outbox, int first_node, const Ready& ready, const Find& find, const Rows& rows) {

@@ -6,7 +6,7 @@
 
 namespace deepep_moe {
 
-// A row on its way, its tail, and this lane's note about it.
+// A row on its way, its tail, and this thread's note about it.
 struct RingRow {
     const std::byte* row;
     const std::byte* tail;
@@ -39,7 +39,7 @@ public:
         store_tail(to + slot_.row_bytes, from);
     }
 
-    // Zeros to a row, before any row is added; `end_zeros` follows the last.
+    // Write zeros to a row. Call it before any row is added, and `end_zeros` after the last.
     __device__ void store_zeros(std::byte* to) { zero_row(to, slot_.row_bytes); }
     __device__ void end_zeros() {}
 
@@ -83,7 +83,7 @@ public:
         __syncwarp();
     }
 
-    // Starts to load a row; drains the oldest ones beyond `ahead`.
+    // Start to load a row, after draining the oldest one if more than `ahead_` are in the ring.
     template <class Drain>
     __device__ void add(const std::byte* row, const std::byte* tail, int note, const Drain& drain) {
         if (added_ - drained_ > ahead_) drain_oldest(drain);
@@ -112,7 +112,7 @@ public:
         while (drained_ < added_) drain_oldest(drain);
     }
 
-    // Until all but the newest `kPending` rows are where they go, for whoever sees this thread's next release.
+    // Wait until all but the newest `kPending` rows are written, visible to whoever sees this thread's next release.
     template <int kPending>
     __device__ void settle() const {
         if (lane() == 0) bulk_wait_written<kPending>();

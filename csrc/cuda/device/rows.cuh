@@ -1,4 +1,4 @@
-// A warp's work on one row: 16 bytes a lane at a time, several in flight.
+// Work of one warp on a row: each thread handles 16 bytes at a time, with several loads in flight.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,10 +8,10 @@
 
 namespace deepep_moe {
 
-constexpr int kRowsInFlight = 4;  // that are summed
-constexpr int kInFlight = 7;      // 16-byte loads a lane issues before it uses the first; a bf16 row of 7168 columns is 4 such batches
+constexpr int kRowsInFlight = 4;  // rows in flight in a sum
+constexpr int kInFlight = 7;      // 16-byte loads a thread issues before it uses the first; a bf16 row of 7168 columns is 4 such batches
 
-// The position of the n-th set bit (from 0), or 0 where there are fewer.
+// The position of the n-th set bit (from 0), or 0 if there are fewer.
 __device__ __forceinline__ int nth_set(unsigned bits, int n) {
 #pragma unroll 1
     for (int i = 0; i < n; ++i) bits &= bits - 1;
@@ -45,8 +45,8 @@ __device__ __forceinline__ void zero_row(void* dst, int64_t bytes) {
     for (int64_t i = threadIdx.x % 32; i < bytes / 16; i += 32) pieces(dst)[i] = make_uint4(0, 0, 0, 0);
 }
 
-// Sums pieces of several rows, in order: row i is rows(i), 0 <= i < num_rows, or `held` where that is null, weighted by weights(i). Loads
-// of kBatch pieces, a warp apart from `first` on, of kRowsInFlight rows are in flight at once. All lanes must call it.
+// Sum pieces of several rows, in order. Row i is rows(i), or `held` if that is null, weighted by weights(i), for 0 <= i < num_rows. Loads
+// of kBatch pieces, 32 apart from `first` on, of kRowsInFlight rows are in flight at once. All threads of a warp must call it.
 template <class Values, int kBatch, class Rows, class Weights>
 __device__ __forceinline__ void sum_pieces(float (&sum)[kBatch][Values::kCount], int first, int end, int num_rows, const Rows& rows,
                                            const Weights& weights, const uint4 (&held)[kBatch]) {
@@ -90,7 +90,7 @@ __device__ inline const std::byte* row_of(const ExpertRows& expert_rows, int num
     return (num_tensors == 0 ? x : reinterpret_cast<const std::byte*>(expert_rows.rows[part])) + row * row_bytes;
 }
 
-// 16 bytes of a row as fp32, and back: rounded to nearest even, as on every backend.
+// Convert 16 bytes of a row to fp32, and back, rounding to nearest even as on every backend.
 template <DType kType>
 struct Piece;
 
@@ -137,8 +137,8 @@ struct Piece<DType::kBFloat16> : HalfPiece<__nv_bfloat162, __nv_bfloat16, store_
 template <>
 struct Piece<DType::kFloat16> : HalfPiece<__half2, __half, store_fp16, load_fp16> {};
 
-// Row `row`, at `grad` or of zeros, becomes the gradient of x at `grad_x`, and what it says of the weight. A warp's work; each product and
-// sum is rounded to fp32, the row once to its dtype.
+// One warp: compute the gradient of x at `grad_x`, and of the weight, for row `row`, whose gradient is at `grad` (null: zeros). Each
+// product and sum is rounded to fp32, and the row once to its dtype.
 template <DType kType>
 __device__ void scale_row(const RowScaling& w, const std::byte* grad, std::byte* grad_x, int64_t row, int64_t row_bytes) {
     using Values = Piece<kType>;
@@ -146,7 +146,7 @@ __device__ void scale_row(const RowScaling& w, const std::byte* grad, std::byte*
     uint4* to = pieces(grad_x);
     const float weight = w.weights[row];
     const int num_pieces = static_cast<int>(row_bytes / 16), lane = threadIdx.x % 32;
-    constexpr int kBatch = 8;  // pieces of a lane that are on their way at a time
+    constexpr int kBatch = 8;  // pieces of a thread in flight
     float sum = 0.0f;
 #pragma unroll 1
     for (int first = lane; first < num_pieces; first += 32 * kBatch) {

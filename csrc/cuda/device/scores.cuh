@@ -1,4 +1,4 @@
-// What the gate's forward and backward share: rows of logits, score functions, sums over a warp.
+// Shared by the gate's forward and backward: rows of logits, score functions, sums over a warp.
 #pragma once
 
 #include "common/gate.h"
@@ -6,7 +6,7 @@
 
 namespace deepep_moe {
 
-constexpr int kQuad = 4;  // neighbouring experts that a lane loads at once
+constexpr int kQuad = 4;  // neighbouring experts that a thread loads at once
 
 // ---- rows ----
 
@@ -35,8 +35,7 @@ __device__ __forceinline__ void load_half_quad(uint2 raw, bool is_bfloat, float*
     for (int i = 0; i < kQuad; ++i) to[i] = x[i];
 }
 
-// Numbers at ... at + count of `from`, as fp32; 0 behind them. A load a quad where `is_aligned` says that they are quads, and lie where one
-// can fetch them.
+// Load numbers `at` to `at` + count of `from` as fp32, and 0 behind them. `is_aligned`: one load fetches a quad.
 template <int kCount>
 __device__ __forceinline__ void load_quads(const void* from, DType dtype, int64_t at, int count, bool is_aligned, float (&to)[kCount]) {
     static_assert(kCount % kQuad == 0);
@@ -54,7 +53,7 @@ __device__ __forceinline__ void load_quads(const void* from, DType dtype, int64_
     }
 }
 
-// A warp's work; in pieces of 16 bytes where the row lies in such.
+// One warp: zero a row, in pieces of 16 bytes if it is aligned.
 __device__ inline void zero_any_row(void* row, int64_t bytes) {
     if (reinterpret_cast<uintptr_t>(row) % 16 == 0 && bytes % 16 == 0) return zero_row(row, bytes);
 #pragma unroll 1
@@ -63,21 +62,21 @@ __device__ inline void zero_any_row(void* row, int64_t bytes) {
 
 __device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
 
-// ---- order: floats as integers in the same order, -0 before 0; none is 0 ----
+// ---- order: floats as integers in the same order, -0 before 0; no float maps to 0 ----
 
 __device__ __forceinline__ uint32_t ordered(float x) {
     const uint32_t bits = __float_as_uint(x);
     return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
 }
 
-// The same, but NaN of any sign is greater than all.
+// The same, but NaN of any sign is greater than all other numbers.
 __device__ __forceinline__ uint32_t ordered_with_nan(float x) { return x == x ? ordered(x) : ~0u; }
 
 __device__ __forceinline__ float from_ordered(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
 
 // ---- a warp's reductions ----
 
-// Over the first `num_lanes`, which know it then; the others have 0.
+// The sum over the first `num_lanes` threads, returned in these; the others must have x = 0.
 __device__ __forceinline__ double warp_sum(double x, int num_lanes = 32) {
 #pragma unroll
     for (int step = 1; step < 8; step *= 2) x += __shfl_xor_sync(kFullWarp, x, step);
@@ -90,12 +89,11 @@ __device__ __forceinline__ double warp_sum(double x, int num_lanes = 32) {
 
 __device__ inline float warp_max(float x) { return from_ordered(__reduce_max_sync(kFullWarp, ordered(x))); }
 
-// ---- score functions, in double: within a unit or two in its last place, of which rounding to fp32 leaves nothing ----
+// ---- score functions in double: errors of one or two units in the last place, which rounding to fp32 removes ----
 
 constexpr double kExpBound = 708.0;
 
-// exp(x) for |x| <= kExpBound: exp(x) = 2^n exp(r), x = n ln2 + r, |r| <= ln2 / 2, with ln2 in two parts and the Taylor series of degree
-// 13.
+// exp(x) for |x| <= kExpBound: 2^n exp(r) with x = n ln2 + r, |r| <= ln2 / 2. ln2 has two parts; exp(r) is a Taylor series of degree 13.
 __device__ __forceinline__ double exp_of(double x) {
     constexpr double kLog2E = 1.4426950408889634, kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770002e-10;
     constexpr double kRound = 0x1.8p52;  // adding it leaves the nearest integer in the low bits
@@ -118,25 +116,25 @@ __device__ __forceinline__ double exp_of(double x) {
     return __longlong_as_double(__double_as_longlong(p) + (__double_as_longlong(shifted) << 52));  // 2^n at least 2^-1021
 }
 
-// Of a softmax's shifted logit, 0 or less, or NaN.
+// exp(x - largest) for a softmax: the difference is 0 or less, or NaN.
 __device__ __forceinline__ double exp_of_shifted(float x, double largest) {
     const double shifted = static_cast<double>(x) - largest;
     return exp_of(shifted < -kExpBound ? -kExpBound : shifted);  // fmax would lose NaN
 }
 
-// Of a normal number, with one step of third order: no division's branches.
+// 1 / x of a normal number, with one third-order step; it has no branches, unlike a division.
 __device__ __forceinline__ double reciprocal_of(double x) {
     const double guess = approximate_reciprocal(x);
     const double error = fma(-x, guess, 1.0);
     return fma(guess, fma(error, error, error), guess);
 }
 
-// Of a sum, which may be infinite.
+// 1 / sum; the sum may be infinite.
 __device__ __forceinline__ double reciprocal_of_sum(double sum) { return sum == INFINITY ? 0.0 : reciprocal_of(sum); }
 
 constexpr float kSigmoidBound = 128.0f;  // beyond it the result, rounded to fp32, no longer changes
 
-// For |x| <= kExpBound.
+// The sigmoid of x, for |x| <= kExpBound.
 __device__ __forceinline__ double sigmoid_of(float x) { return reciprocal_of(1.0 + exp_of(-static_cast<double>(x))); }
 
 __device__ __forceinline__ float bounded(float x) { return x < -kSigmoidBound ? -kSigmoidBound : x > kSigmoidBound ? kSigmoidBound : x; }
@@ -145,7 +143,7 @@ __device__ __noinline__ inline double sqrt_softplus_of(float x) {
     return sqrt((x < 0.0f ? 0.0 : static_cast<double>(x)) + log1p(exp_of(fmax(-fabs(static_cast<double>(x)), -kExpBound))));
 }
 
-// Its derivative. Far out both the sigmoid and the root vanish, so they have to be bounded alike.
+// The derivative of sqrt_softplus_of. For large |x| both the sigmoid and the root vanish, so both use the same bound.
 __device__ inline double sqrt_softplus_slope(float x, double root) {
     constexpr float kBound = static_cast<float>(kExpBound);
     return sigmoid_of(fminf(fmaxf(x, -kBound), kBound)) / (2.0 * root);

@@ -1,4 +1,4 @@
-// What the kernels of a call share: waits of warps and blocks, tasks, places in a workspace.
+// Shared by the kernels of a call: waits of warps and blocks, tasks, addresses in a workspace.
 #pragma once
 
 #include "cuda/params.h"
@@ -6,13 +6,13 @@
 
 namespace deepep_moe {
 
-// ---- of a warp, all lanes ----
+// ---- for all threads of a warp ----
 
 __device__ __forceinline__ const std::byte* shuffle(const std::byte* pointer, int lane) {
     return reinterpret_cast<const std::byte*>(__shfl_sync(kFullWarp, reinterpret_cast<uintptr_t>(pointer), lane));
 }
 
-// The sum of the values of all lanes up to this one.
+// The sum of the values of all threads of the warp up to this one.
 __device__ __forceinline__ int prefix_sum(int value) {
     const int lane = static_cast<int>(threadIdx.x % 32);
     for (int step = 1; step < 32; step *= 2) {
@@ -22,9 +22,9 @@ __device__ __forceinline__ int prefix_sum(int value) {
     return value;
 }
 
-// ---- waits, tasks, places ----
+// ---- waits, tasks, addresses ----
 
-// `wait_flag` for a warp: lane 0 waits, and what it has seen arrive all lanes and their bulk copies may read.
+// `wait_flag` for a warp: thread 0 waits; then all threads and their bulk copies may read what it has seen arrive.
 __device__ inline bool warp_wait_flag(const GpuContext& c, const unsigned long long* flag, unsigned long long expected, int peer,
                                       GpuPhase phase) {
     int ok = 1;
@@ -36,7 +36,7 @@ __device__ inline bool warp_wait_flag(const GpuContext& c, const unsigned long l
     return __shfl_sync(kFullWarp, ok, 0) != 0;
 }
 
-// Pieces of work that a warp takes from a counter, each asked for while the one before is done.
+// Tasks that a warp takes from a counter; the next one is fetched while the warp works on the current one.
 class WarpTasks {
 public:
     __device__ explicit WarpTasks(int* next) : next_(next) { ask(); }
@@ -54,8 +54,8 @@ private:
     int asked_ = 0;
 };
 
-// All threads of a block, before anything else: until the plan of this call, which may still run, has let its rows go, and with
-// `for_counts` until it knows what this rank receives. False: give up.
+// All threads of a block, before anything else: wait until the plan of this call, which may still run, has placed this rank's tokens and
+// met the peers. With `for_counts` also wait until it knows what this rank receives. False: give up.
 __device__ inline bool wait_for_plan(const GpuContext& c, bool for_counts) {
     __shared__ int ok;
     if (threadIdx.x == 0) {
@@ -67,11 +67,11 @@ __device__ inline bool wait_for_plan(const GpuContext& c, bool for_counts) {
     return ok != 0;
 }
 
-// A rank of this node with one node's share of the tokens: rows come from it, or go to it.
+// A rank of this node with one node's share of the tokens; rows come from it or go to it.
 struct Source {
     int node, rank;
 
-    // All of them in turns, `first_node` and the ranks from `rank` on first, or with step -1 back from it.
+    // The source at `turn`, from `first_node` and rank `rank` on. With step -1 ranks go backwards.
     static __device__ Source at_turn(const GpuWorkspaceConfig& config, int first_node, int rank, int turn, int step = 1) {
         if (config.num_nodes == 1) return {0, (rank + (step > 0 ? turn : config.num_ranks - turn)) % config.num_ranks};
         const int nodes = turn / config.num_ranks, ranks = turn - nodes * config.num_ranks;
@@ -81,11 +81,11 @@ struct Source {
     __device__ int first_slot(const GpuWorkspaceConfig& config) const { return config.num_nodes == 1 ? 0 : node * config.node_tokens(); }
 };
 
-// One of the tasks that source_at(first_turn), source_at(first_turn + 1), ... have, num_tasks(source) each: the `number`-th of its source.
+// The nth of all tasks, where source_at(first_turn), source_at(first_turn + 1), ... have num_tasks(source) each: task `number` of `source`.
 struct SourceTask {
     Source source{};
     int number = 0;
-    bool is_there = false;  // false past the last
+    bool is_there = false;  // false: nth is past the last task
     template <class SourceAt, class NumTasks>
     __device__ SourceTask(int nth, int first_turn, int num_turns, const SourceAt& source_at, const NumTasks& num_tasks) : number(nth) {
 #pragma unroll 1
@@ -101,7 +101,7 @@ struct SourceTask {
     }
 };
 
-// Is this the last of `num_blocks` blocks to come here? What the others wrote before is then visible. All threads must call it.
+// Whether this is the last of `num_blocks` blocks to call it. The writes of the others are then visible. All threads must call it.
 __device__ inline bool is_last_block(int* counter, int num_blocks) {
     __shared__ int last;
     __syncthreads();
@@ -114,10 +114,10 @@ __device__ inline bool is_last_block(int* counter, int num_blocks) {
     return last != 0;
 }
 
-// How many tokens are received from `source`.
+// The number of tokens received from `source`.
 __device__ __forceinline__ int count_from(const int32_t* recv_counts, int source) { return recv_counts[source] & ~kFailed; }
 
-// The first of them.
+// The number of the first token received from `source`.
 __device__ __forceinline__ int first_from(const int32_t* recv_counts, int source) {
     int first = 0;
 #pragma unroll 1
@@ -125,12 +125,12 @@ __device__ __forceinline__ int first_from(const int32_t* recv_counts, int source
     return first;
 }
 
-// The first token received from `source`, whose counts the plan has added up where there are many.
+// The same; with several nodes the plan has added up the counts already.
 __device__ __forceinline__ int first_from(const GpuContext& c, const GpuRouting& r, const int32_t* recv_counts, const Source& source) {
     return c.config.num_nodes == 1 ? first_from(recv_counts, source.rank) : r.recv_first[source.number(c.config)];
 }
 
-// This rank's tokens before `token`'s warp of the plan that count in `column`.
+// The number of this rank's tokens for `column` (expert or rank) in the plan's warps before that of `token`, within the token's node.
 __device__ __forceinline__ int tokens_before(const GpuContext& c, const GpuRouting& r, int token, int column) {
     const int columns = c.layout.columns;
     int warp = token / r.tokens_per_warp;
@@ -150,22 +150,22 @@ struct Workspace {
         return flag(layout.bound_of(static_cast<int>(sequence & 1), source), 0);
     }
     __device__ unsigned long long* lanes_ready(int source) const { return flag(layout.lanes_ready, source); }
-    // Of the chunk that `index` lies in.
+    // The flag of the chunk of slot `index`.
     __device__ unsigned long long* arrived(int source, int index) const {
         return flag(layout.arrived, (source * layout.num_chunks + index / kChunkSlots) * kArrivedStride);
     }
     __device__ GpuStamp* stamp(unsigned long long sequence, int source) const {
         return reinterpret_cast<GpuStamp*>(base + layout.stamp_of(sequence, source));
     }
-    // [columns] words of a rank.
+    // [columns] words that a source writes.
     __device__ unsigned long long* counts(unsigned long long sequence, int source) const {
         return flag(layout.counts, ((sequence & 1) * layout.num_sources + source) * layout.columns);
     }
-    // [num_topk] of the token in a slot.
+    // [num_topk] entries of the token in a slot.
     __device__ GpuLane* lanes(int source, int64_t slot) const {
         return reinterpret_cast<GpuLane*>(base + layout.lanes) + (source * config.num_max_tokens + slot) * config.num_topk;
     }
-    // Slots from a peer of the owner, and for one.
+    // Slots that come from a peer of the owner, and slots that go to one.
     __device__ std::byte* inbox(int peer) const { return base + layout.inbox_of(owner, peer); }
     __device__ std::byte* outbox(int peer) const { return base + layout.outbox_of(owner, peer); }
 

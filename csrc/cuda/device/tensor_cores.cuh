@@ -1,6 +1,6 @@
-// Tiles of bytes from global to shared memory, and products of fp8 tiles there, as Hopper (sm_90a) makes them. PTX ISA, sections
-// "mbarrier", "cp.async.bulk.tensor" and "wgmma.mma_async". Rows of a tile are 128 bytes, and its 16-byte pieces are permuted within each
-// 8 rows (swizzle 128B), so that the tensor cores read without conflicts. A tile begins at a multiple of kTileAlignment.
+// Loads of byte tiles from global to shared memory, and products of fp8 tiles there, on Hopper (sm_90a). PTX ISA, sections "mbarrier",
+// "cp.async.bulk.tensor" and "wgmma.mma_async". A tile's rows are 128 bytes. Its 16-byte pieces are permuted within each 8 rows (swizzle
+// 128B), so that the tensor cores read without bank conflicts. A tile begins at a multiple of kTileAlignment.
 #pragma once
 
 #include <cuda.h>
@@ -13,7 +13,7 @@
 
 namespace deepep_moe {
 
-constexpr int kTileBytes = 128;  // of a tile's row
+constexpr int kTileBytes = 128;  // of one row of a tile
 constexpr int kTileAlignment = 1024;
 
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -26,7 +26,7 @@ constexpr int kTileAlignment = 1024;
 
 using TileMap = CUtensorMap;
 
-// Tiles of `tile_rows` rows of a matrix of bytes, [num_rows, num_columns]. What lies outside of the matrix reads as zero.
+// A map of tiles of `tile_rows` rows, over a matrix of bytes [num_rows, num_columns]. Bytes outside of the matrix read as zero.
 inline TileMap tile_map(const void* matrix, int64_t num_rows, int64_t num_columns, int tile_rows) {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result{};
@@ -63,14 +63,14 @@ __device__ __forceinline__ void pipe_arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// An arrival that announces bytes.
+// Arrive and announce bytes.
 __device__ __forceinline__ void pipe_expect(uint64_t* barrier, uint32_t bytes) { barrier_expect(barrier, bytes); }
 __device__ __forceinline__ void pipe_wait(uint64_t* barrier, uint32_t parity) { barrier_wait(barrier, parity); }
 __device__ __forceinline__ void pipe_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
     bulk_load(to, from, bytes, barrier);
 }
 
-// The tile whose first byte is in column `column` of row `row`.
+// Load the tile whose first byte is in column `column` of row `row`.
 __device__ __forceinline__ void load_tile(void* to, const TileMap& map, int column, int row, uint64_t* barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(to)),
@@ -97,12 +97,12 @@ __device__ __forceinline__ void fewer_registers() {
 
 using Operand = uint64_t;
 
-// Rows of a tile from the address on, a multiple of 8 of them: 1024 bytes from 8 rows to the next, swizzle 128B.
+// The descriptor of a tile's rows from this address on, which is a multiple of 8 rows: stride 1024 bytes for 8 rows, swizzle 128B.
 __device__ __forceinline__ Operand operand(const void* rows) {
     return (shared_address(rows) & 0x3ffff) >> 4 | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
 
-// 64 rows by 128 rows, 32 bytes of each: d, or 0 where it adds nothing, and the products. Asynchronous.
+// Multiply 64 rows by 128 rows, 32 bytes of each, into d; with `adds` add to d. Asynchronous.
 __device__ __forceinline__ void multiply_32(float (&d)[64], Operand a, Operand b, int adds) {
     asm volatile(
         "{\n\t.reg .pred adds;\n\tsetp.ne.b32 adds, %66, 0;\n\t"
@@ -126,8 +126,8 @@ __device__ __forceinline__ void keep_order(float (&d)[64]) {
     for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Begins to compute d, the products of 64 rows of one tile with 128 rows of another, over their 128 bytes. A warp group calls it. Element i
-// of d is in row 16 * (warp of the group) + lane / 4 + 8 * (i / 2 % 2), column 8 * (i / 4) + 2 * (lane % 4) + i % 2.
+// A warp group: begin to compute d, the products of 64 rows of one tile with 128 rows of another. Element d[i] has
+// row 16 * (warp of the group) + lane / 4 + 8 * (i / 2 % 2). Its column is 8 * (i / 4) + 2 * (lane % 4) + i % 2.
 __device__ __forceinline__ void begin_products(float (&d)[64], const uint8_t* a, const uint8_t* b) {
     keep_order(d);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

@@ -1,5 +1,5 @@
-// The counting half of a plan: how many of a block's tokens go to each expert and to each rank, and which place a token has among them. By
-// ballots and prefix sums: the same in every run, no atomics on order.
+// The counting half of a plan: how many of a block's tokens go to each expert and rank, and each token's place among them. It uses ballots
+// and prefix sums instead of atomics, so the order is the same in every run.
 #pragma once
 
 #include "cuda/device/sync.cuh"
@@ -8,7 +8,7 @@ namespace deepep_moe {
 
 using tuning::kPlanThreads;
 
-// What happens seldom stays out of the way: a kernel that runs once for microseconds waits for every line of its code.
+// Rare paths are functions that are not inlined: a kernel that runs once for microseconds must fetch every line of its code.
 __device__ __noinline__ inline void refuse_index(const GpuContext& c, int entry, long long expert) {
     report(c, kIndexOutOfRange, entry % c.config.num_topk, GpuPhase::kNone, entry / c.config.num_topk, expert);
 }
@@ -26,13 +26,13 @@ struct TokenCounts {
     const GpuRouting& r;
     const int columns, num_local, warp, lane;
     const unsigned long long sequence;
-    const int node;                  // whose tokens this block counts
+    const int node;                  // the node whose tokens this block counts
     const int warp_begin, warp_end;  // this warp's tokens
     int32_t* const warp_counts;      // shared memory [kPlanWarps, columns]: tokens of each warp
-    int32_t* const all_counts;       // [num_sources, columns] of each source, in its place later
-    int32_t* const experts;          // shared memory [32, num_topk]: of 32 tokens of this warp, -1 = none
+    int32_t* const all_counts;       // [num_sources, columns] counts of each source; later, in the same memory
+    int32_t* const experts;          // shared memory [32, num_topk]: experts of 32 tokens of this warp, -1 = none
     const Workspace own;
-    int* const num_rows;  // shared memory [kMaxGpuRanks]: that each rank receives
+    int* const num_rows;  // shared memory [kMaxGpuRanks]: rows that each rank receives
 
     __device__ TokenCounts(const GpuPlanParams& p, int32_t* shared, int* num_rows)
         : p(p),
@@ -53,7 +53,7 @@ struct TokenCounts {
           own(c, c.rank),
           num_rows(num_rows) {}
 
-    // The first of a node's tokens, and of its slots.
+    // The first token of a node, and its first slot.
     __device__ int first_of(int node) const { return node * config.node_tokens(); }
 
     __device__ void count() const {
@@ -62,7 +62,7 @@ struct TokenCounts {
 #pragma unroll 1
         for (int i = blockIdx.x * kPlanThreads + threadIdx.x; p.cached && i < config.num_ranks * own.layout.num_reduced;
              i += gridDim.x * kPlanThreads)
-            r.reduced[i] = 0;  // a combine is a call along a handle
+            r.reduced[i] = 0;  // only a combine uses it, and a combine is cached
         __syncthreads();
         int32_t* counts = warp_counts + warp * columns;
 #pragma unroll 1
@@ -89,7 +89,7 @@ struct TokenCounts {
         }
     }
 
-    // Refuses indices out of range.
+    // Load the experts of up to 32 tokens, and refuse indices out of range.
     __device__ void load_experts(int first, int num_tokens) const {
         const int num_entries = num_tokens * config.num_topk, before = first * config.num_topk;
 #pragma unroll 1
@@ -113,7 +113,7 @@ struct TokenCounts {
         __syncwarp();
     }
 
-    // A token a lane.
+    // One token a thread.
     __device__ void count_ranks(int first, int num_tokens, int32_t* counts) const {
         unsigned ranks = 0;
 #pragma unroll 1
@@ -132,7 +132,7 @@ struct TokenCounts {
         }
     }
 
-    // An entry of topk_idx a lane (-1: none), of those that choose the same expert the earlier ones first. Refuses duplicates.
+    // One entry of topk_idx a thread (-1: none); entries with the same expert are numbered in thread order. Refuses duplicates.
     __device__ void count_expert(int first_entry, int entry, int32_t* counts) const {
         const int expert = entry >= 0 ? experts[entry] : -1;
         const unsigned same = __match_any_sync(kFullWarp, expert), earlier = same & ((1u << lane) - 1);

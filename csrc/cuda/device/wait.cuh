@@ -9,11 +9,11 @@ namespace deepep_moe {
 
 constexpr unsigned kFullWarp = 0xffffffffu;
 using tuning::kNsBetweenHostLooks, tuning::kPauseNs;
-constexpr unsigned long long kNsToReport = 100'000'000;  // a failure, to host memory; it takes microseconds
+constexpr unsigned long long kNsToReport = 100'000'000;  // upper bound for writing a failure to host memory, which takes microseconds
 
 __device__ __forceinline__ bool gave_up(const GpuWaits& w) { return *static_cast<volatile int*>(w.gave_up) != 0; }
 
-// Tells the host. A failure ends the rank's part in the call; the first one is kept.
+// Report a failure to the host. It ends this rank's part in the call; only the first failure is kept.
 __device__ __noinline__ inline void report(const GpuWaits& w, GpuFailureKind kind, int peer, GpuPhase phase, long long expected,
                                            long long seen) {
     if (atomicCAS(w.gave_up, 0, 1) != 0) return;
@@ -26,7 +26,7 @@ __device__ __noinline__ inline void report(const GpuWaits& w, GpuFailureKind kin
     failure->kind = kind;
 }
 
-// That failure, of a rank that gave up: whoever reports it writes it over PCIe, and its kind last.
+// Return the failure of a rank that gave up. The reporting thread writes it over PCIe, its kind last, so wait for the kind.
 __device__ __noinline__ inline GpuFailure own_failure(const GpuWaits& w) {
     const volatile GpuFailure* failure = w.failure;
     const unsigned long long deadline = now_ns() + kNsToReport;
@@ -35,10 +35,10 @@ __device__ __noinline__ inline GpuFailure own_failure(const GpuWaits& w) {
     return {failure->kind, failure->peer, failure->phase, failure->expected, failure->seen};
 }
 
-// What became of `peer`. Threads that wait look at what the host knows now and then, the first one for all. A rank that is not here will
-// write nothing more, and all that it has written can be seen by the time this says so.
+// Whether `peer` is here. Now and then the first waiting thread reads the host's mask for all. A rank that is not here writes nothing more,
+// and when this function says so, all of its writes are visible.
 __device__ __forceinline__ GpuPresence presence_of(const GpuWaits& w, int peer, unsigned long long now) {
-    if (is_rail_peer(peer)) return GpuPresence::kHere;  // nobody knows
+    if (is_rail_peer(peer)) return GpuPresence::kHere;  // unknown for ranks of other nodes
     volatile GpuEnded* ended = w.ended;
     if (now >= ended->next_look) {
         ended->next_look = now + kNsBetweenHostLooks;
@@ -50,8 +50,8 @@ __device__ __forceinline__ GpuPresence presence_of(const GpuWaits& w, int peer, 
     return has_left ? GpuPresence::kLeft : has_ended ? GpuPresence::kEnded : GpuPresence::kHere;
 }
 
-// *word, which `load` loads, once it has reached `expected`, with a look at the clock and at the peer every kLooks. Less, as it was last
-// seen, past the deadline, where the peer is not here any more, or once another wait of this rank has failed.
+// Wait until *word reaches `expected`, checking clock and peer every kLooks polls. Return a smaller value, the last one seen, past the
+// deadline, if the peer is no longer here, or once another wait of this rank has failed.
 template <unsigned kPause, int kLooks = 256, class Load>
 __device__ __forceinline__ unsigned long long watch_word(const GpuWaits& w, const unsigned long long* word, const Load& load,
                                                          unsigned long long expected, int peer, unsigned long long timeout_ns) {
@@ -63,20 +63,20 @@ __device__ __forceinline__ unsigned long long watch_word(const GpuWaits& w, cons
         if (round % kLooks != kLooks - 1) continue;
         const unsigned long long now = now_ns();
         if (gave_up(w) || now >= deadline) break;
-        if (presence_of(w, peer, now) != GpuPresence::kHere) return load(word);  // it may have written since
+        if (presence_of(w, peer, now) != GpuPresence::kHere) return load(word);  // it may have written after the last poll
     }
     return seen;
 }
 
-// Of `peer`, which has not delivered what was waited for.
+// Report that `peer` has not delivered what was waited for.
 __device__ __noinline__ inline void report_lack(const GpuWaits& w, int peer, GpuPhase phase, unsigned long long expected,
                                                 unsigned long long seen) {
     const auto kind = static_cast<GpuFailureKind>(kTimeout + static_cast<int>(presence_of(w, peer, now_ns())));
     report(w, kind, peer, phase, static_cast<long long>(expected), static_cast<long long>(seen));
 }
 
-// *word once it has reached `expected`, which is not 0. 0, with the failure reported, where it will not. Waits for this rank's own blocks
-// have twice the time: they end when the block that waits for a peer has named it.
+// Wait until *word reaches `expected`, which is not 0, and return it. Return 0 with the failure reported if it does not. Waits for this
+// rank's own blocks last twice as long, so that the block that waits for a peer can name that peer first.
 __device__ __noinline__ inline unsigned long long wait_word(const GpuWaits& w, const unsigned long long* word, unsigned long long expected,
                                                             int peer, GpuPhase phase) {
     const auto load = [](const unsigned long long* from) { return load_acquire(from); };

@@ -15,16 +15,16 @@ constexpr uintptr_t kExternalStream = uintptr_t{1} << 63;
 
 // How a call runs; its results do not depend on it.
 struct CallMode {
-    int num_sms = -1;       // that send; 0: copy engines; -1: as GpuTuning says
-    bool is_split = false;  // without its second half, which the caller starts
+    int num_sms = -1;       // SMs that send; 0: copy engines; -1: as GpuTuning says
+    bool is_split = false;  // true: the caller starts the second half later
     uintptr_t stream = 0;   // of the call
-    int64_t layer = 0;      // of the model, that makes the call: each one's rows are guessed apart
+    int64_t layer = 0;      // number of the model's layer that makes the call; rows are guessed for each layer separately
 };
 
-// Where ranks are of several nodes: what crosses between them. The rest of a call is then about the tokens that are in this node.
+// With several nodes: the part of a call that crosses between them. The rest of the call is then about the tokens that are in this node.
 struct RailCall {
     GpuRouting routing{};      // of this rank's tokens, to experts of all nodes
-    bool has_weights = false;  // on all ranks, those without tokens as well
+    bool has_weights = false;  // the same on all ranks, including those without tokens
     const float* topk_weights = nullptr;
     int64_t weights_token_stride = 0, weights_lane_stride = 0;
     int32_t* node_topk_idx = nullptr;
@@ -35,7 +35,7 @@ struct RailCall {
 };
 
 inline GpuRouting routing_of(const TensorArg& topk_idx) {
-    GpuRouting routing{};  // scratch is the communicator's
+    GpuRouting routing{};  // the exchange fills in its scratch
     routing.topk_idx = topk_idx.as<const void*>();
     routing.token_stride = topk_idx.num_columns;
     routing.lane_stride = 1;
@@ -44,7 +44,7 @@ inline GpuRouting routing_of(const TensorArg& topk_idx) {
     return routing;
 }
 
-// Of a call along a handle.
+// The plan of a cached dispatch or a combine.
 inline GpuPlanParams cached_plan(const HandleArg& handle) {
     GpuPlanParams plan{};
     plan.routing = routing_of(handle.topk_idx);
@@ -77,7 +77,7 @@ inline RowScaling scaling_of(const TensorArg& weights, const TensorArg& x, const
             grad_weights.as<float*>()};
 }
 
-// Lets a call with this plan be about the tokens in this node, where the handle has several nodes, and returns what crosses.
+// If the handle has several nodes, limit the plan to the tokens in this node, and return the part of the call that crosses.
 inline RailCall split_off_rail(const HandleArg& handle, GpuPlanParams& plan) {
     RailCall rail{plan.routing};
     if (!handle.node_topk_idx.is_there) return rail;
@@ -93,9 +93,9 @@ struct GpuDispatchCall {
     RailCall rail;
     GpuDispatchParams params{};
     Signature signature{};
-    const int64_t* numbers = nullptr;  // of the handle, along one
+    const int64_t* numbers = nullptr;  // of the handle, if cached
 
-    // topk_idx: none along a handle, which else is filled. num_recv_rows: -1 without a bound.
+    // topk_idx: None for a cached dispatch; else the dispatch fills the handle. num_recv_rows: -1 without a bound.
     GpuDispatchCall(const HandleArg& handle, const TensorArg& x, const TensorArg& x_scales, const MatrixArg& topk_idx,
                     const MatrixArg& topk_weights, DType dtype, int64_t num_recv_rows) {
         const bool cached = !topk_idx.is_there;
@@ -135,7 +135,7 @@ struct GpuDispatchCall {
                      false};
     }
 
-    // Where rows go. is_guess: as in GpuDispatchParams.
+    // Set the outputs. is_guess: as in GpuDispatchParams.
     void receive_into(const TensorArg& recv_x, const TensorArg& recv_x_scales, const TensorArg& recv_topk_idx,
                       const TensorArg& recv_topk_weights, bool is_guess) {
         params.num_rows = recv_x.num_rows;
@@ -150,8 +150,9 @@ struct GpuDispatchCall {
     int64_t slot_bytes() const { return GpuSlotLayout(params.row_bytes, params.scale_bytes).bytes; }
 };
 
-// The rows of each local expert, of a dispatch of `num_rows` without padding and `counts` for each; nothing where kernels cannot read them
-// where they are: they must be [1, ..., num_rows, hidden] of whole pieces. Callers have seen that they are contiguous and of one kind.
+// The rows of each local expert in a dispatch of `num_rows` rows without padding, with `counts` rows each. Return nothing if the kernels
+// cannot read the tensors in place: each must be [1, ..., num_rows, hidden] of whole pieces. Callers have checked that the tensors are
+// contiguous and have the same dtype and device.
 inline std::optional<ExpertRows> expert_rows_of(std::span<const TensorArg> tensors, const int64_t* counts, int64_t hidden,
                                                 int64_t num_rows) {
     if (tensors.size() > kMaxExpertTensors) return std::nullopt;

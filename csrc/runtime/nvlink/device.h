@@ -1,4 +1,4 @@
-// What the host needs of CUDA besides streams: checks, attributes, the current device.
+// CUDA on the host besides streams: checks, attributes, the current device.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,15 +7,15 @@
 
 namespace deepep_moe {
 
-// Throws std::runtime_error.
+// Throw std::runtime_error if `status` is an error.
 void check_cuda(cudaError_t status, const char* what);
 int attribute(cudaDeviceAttr which, int device);
 
-// The calling thread's device, put back at the end of a scope.
+// Sets the calling thread's device, and restores the old one at the end of the scope.
 class DeviceGuard {
 public:
     explicit DeviceGuard(int device);
-    DeviceGuard(int device, std::nothrow_t) noexcept;  // for destructors, of a GPU that may have failed
+    DeviceGuard(int device, std::nothrow_t) noexcept;  // for destructors, where the GPU may have failed
     ~DeviceGuard();
     DeviceGuard(const DeviceGuard&) = delete;
 

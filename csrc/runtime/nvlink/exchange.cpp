@@ -13,11 +13,11 @@
 namespace deepep_moe {
 namespace {
 
-constexpr int64_t kRoundsToLook = 1 << 10;  // of a wait of the host, before it looks at failures and the clock
-constexpr int64_t kRoundsToAsk = 1 << 20;   // before it asks the GPU and the caller: some tens of milliseconds
-constexpr int kSecondsOfWork = 10;          // that the GPU may have before a call
+constexpr int64_t kRoundsToLook = 1 << 10;  // rounds of a host wait between two checks of failures and the clock
+constexpr int64_t kRoundsToAsk = 1 << 20;   // rounds between two calls of `ask`: some tens of milliseconds
+constexpr int kSecondsOfWork = 10;          // time allowed for other work of the GPU before a call
 
-// That tell the peers about `num_lanes` lanes of top-k, which takes them microseconds.
+// Number of blocks that send `num_lanes` top-k entries to the peers; that takes them microseconds.
 int lane_blocks(int64_t num_lanes) {
     return static_cast<int>(std::clamp<int64_t>(divide_up(num_lanes, tuning::kLanesOfLaneBlock), 1, tuning::kMaxLaneBlocks));
 }
@@ -26,7 +26,7 @@ int lane_blocks(int64_t num_lanes) {
 
 // ---- calls ----
 
-// While a thread makes a call. Throws std::logic_error where another one does.
+// Exists while a thread makes a call. Throws std::logic_error if another thread is in a call.
 class NvlinkExchange::Step {
 public:
     Step(NvlinkExchange& owner, uintptr_t stream) : owner_(owner), guard_(owner.device_) {
@@ -54,7 +54,7 @@ int64_t NvlinkExchange::dispatch(GpuDispatchCall& call, const CallMode& mode, in
         throw std::invalid_argument("num_sms=0 and num_recv_rows were both given: copy engines need counts on the host; give one of them");
     RowGuess& guess = guesses_[{mode.layer, call.params.is_expert_layout, call.params.expert_alignment}];
     const int64_t room = is_bounded ? bound : starts_apart ? -1 : guess.room();
-    if (room >= 0) allocate(room, !is_bounded);  // whatever can fail does so before the call is entered
+    if (room >= 0) allocate(room, !is_bounded);  // before the call is entered, because it may fail
     plan(call.plan, call.signature, call.rail, true, stream);
     if (is_bounded) {
         std::fill_n(numbers, num_handle_numbers(), -1);
@@ -67,7 +67,7 @@ int64_t NvlinkExchange::dispatch(GpuDispatchCall& call, const CallMode& mode, in
     if (!starts_apart) join_rail(stream);
     if (is_bounded) return bound;
     try {
-        const int64_t num_rows = wait_counts(numbers);  // from here on rows wait for receivers
+        const int64_t num_rows = wait_counts(numbers);  // from here on the peers' rows wait for this rank's receivers
         if (num_sms == 0) send_by_copies(numbers + 1, call.slot_bytes(), stream);
         if (num_rows > room) allocate(num_rows, false);
         if (num_rows > room && !mode.is_split) finish(call.params, stream);
@@ -102,7 +102,7 @@ void NvlinkExchange::combine(const GpuCombineCall& call, const CallMode& mode) {
     const cudaStream_t stream = as_stream(mode.stream);
     GpuCombineParams params = call.params;
     params.direct = params.direct && num_sms > 0;         // copy engines take rows from the outbox
-    const bool is_whole = num_sms > 0 && !mode.is_split;  // else sums cross with the second half, which makes them
+    const bool is_whole = num_sms > 0 && !mode.is_split;  // else the second half computes the sums that cross
     plan(call.plan, call.signature, call.rail, is_whole, stream);
     if (is_whole) {
         launch(params, num_sms, true, stream);
@@ -126,7 +126,7 @@ void NvlinkExchange::end_combine(const GpuCombineCall& call, uintptr_t stream) {
 void NvlinkExchange::refuse(const std::string& reason, int cause, uintptr_t stream) {
     GpuPlanParams params{};
     params.cached = true;
-    if (lack_.kind != kNoFailure && reason == Failures::reason_of(lack_, describe(lack_, rank_)))  // so the peers raise the same
+    if (lack_.kind != kNoFailure && reason == Failures::reason_of(lack_, describe(lack_, rank_)))  // then the peers raise the same error
         params.stamp.why = lack_, is_told_ = true;
     else
         copy_text(params.stamp.reason, sizeof(params.stamp.reason), reason.empty() ? "unknown" : reason), params.stamp.why.seen = cause;
@@ -136,7 +136,7 @@ void NvlinkExchange::refuse(const std::string& reason, int cause, uintptr_t stre
     last_.ends();
 }
 
-// ---- what a call is made with ----
+// ---- parameters of a call ----
 
 int NvlinkExchange::num_senders(const CallMode& mode, int most_useful) const {
     const int most = num_multiprocessors_, num_sms = mode.num_sms < 0 ? std::min(most_useful, most) : mode.num_sms;
@@ -152,7 +152,7 @@ int NvlinkExchange::num_senders(const CallMode& mode, int most_useful) const {
     return num_sms;
 }
 
-// [num_sources] rows that a call along a handle with these numbers sends to each source, where copy engines need to know.
+// [num_sources] rows that a cached call with these numbers sends to each source, if copy engines need them.
 const int64_t* NvlinkExchange::counts_for_copies(const int64_t* numbers, int num_sms, bool is_dispatch) const {
     if (num_sms > 0) return nullptr;
     const int64_t* counts = numbers + 1 + (is_dispatch ? 0 : config_.num_sources());
@@ -216,7 +216,7 @@ void NvlinkExchange::plan(GpuPlanParams params, const Signature& signature, cons
     if (params.reports_counts && is_capturing(stream))
         throw std::invalid_argument(
             "a dispatch that waits for its counts cannot be captured in a CUDA graph; give num_recv_rows or a handle");
-    if (streams_.is_sending() || (rail_ != nullptr && rail_->is_moving())) join(stream);  // a first half that never had its second
+    if (streams_.is_sending() || (rail_ != nullptr && rail_->is_moving())) join(stream);  // a first half whose second half never came
     last_.follow(stream);
     complete(params.routing);
     ++num_plans_;
@@ -230,7 +230,7 @@ void NvlinkExchange::plan(GpuPlanParams params, const Signature& signature, cons
     count_call(stream);
 }
 
-// Calls that are captured are not made yet, and a capture may be given up: their numbers follow that of the last call made before.
+// Captured calls are not made yet, and a capture may be dropped. So their numbers follow that of the last call made before.
 void NvlinkExchange::count_call(cudaStream_t stream) {
     const unsigned long long capture = capture_of(stream);
     num_captured_ = capture == 0 ? 0 : capture == capture_ ? num_captured_ + 1 : 1;
@@ -247,10 +247,10 @@ int64_t NvlinkExchange::wait_counts(int64_t* numbers) {
     return host_->counts.num_rows;
 }
 
-// Until the plan of this call has written its number to `word`. Throws what it reports instead.
+// Wait until the plan of this call has written its number to `word`. Throw the failure if the plan reports one.
 void NvlinkExchange::wait_for_plan(const volatile unsigned long long& word, GpuPhase phase) {
     using Clock = std::chrono::steady_clock;
-    const double seconds = 2 * node_timeout_s() + kSecondsOfWork;  // the kernel's own deadline comes first
+    const double seconds = 2 * node_timeout_s() + kSecondsOfWork;  // longer than the kernel's own deadline
     const auto deadline = Clock::now() + std::chrono::duration<double>(seconds);
     for (int64_t round = 0; word != num_plans_; ++round) {
         relax_cpu();
@@ -269,7 +269,7 @@ void NvlinkExchange::wait_for_plan(const volatile unsigned long long& word, GpuP
     check();
 }
 
-// Of a wait that takes long: does somebody want it to end, has the GPU failed in whatever it was given before?
+// During a long wait: let the caller interrupt it, and check whether the GPU has failed in earlier work.
 void NvlinkExchange::ask() const {
     if (poll_) poll_();
     const cudaError_t status = cudaStreamQuery(last_.running());
@@ -289,7 +289,7 @@ void NvlinkExchange::launch(const GpuDispatchParams& call, int num_sms, bool sen
 
 void NvlinkExchange::launch(const GpuCombineParams& call, int num_sms, bool finishes, cudaStream_t stream) {
     GpuCombineParams params = completed(call);
-    // Senders wait for workers, so some SMs are always left to those.
+    // Senders wait for work blocks, so some SMs are always left to these.
     const int most = num_sms_of_call(), most_senders = most - std::min(tuning::kFewestWorkers, most / 2);
     params.num_send_blocks = config_.num_ranks > 1 ? std::min(num_sms, std::max(1, most_senders)) : 0;
     params.finishes = finishes;
@@ -300,7 +300,7 @@ void NvlinkExchange::launch(const GpuCombineParams& call, int num_sms, bool fini
     if (params.num_send_blocks + params.num_work_blocks > 0) launch_combine(params, stream, finishes && follows_plan(stream));
 }
 
-// The first half of a call: sends beside `stream`, or packs rows for copy engines.
+// The first half of a call: send beside `stream`, or pack rows for copy engines.
 void NvlinkExchange::start(GpuDispatchParams params, int num_sms, cudaStream_t stream) {
     params.to_outbox = num_sms == 0;
     if (params.to_outbox) return launch(params, num_multiprocessors_, true, false, stream);
@@ -316,14 +316,14 @@ void NvlinkExchange::start(const GpuCombineParams& params, int num_sms, cudaStre
     streams_.has_sent(streams_.sending);
 }
 
-// In the order in which every rank copies to another peer at a time, half of it on each of two streams: one copy engine does not fill the
-// link, and pauses between two copies. A copy that is enqueued cannot be called off, so first all peers must have entered the call: one
-// that comes too late may still read the rows of the call before. counts: [num_sources] rows to each source.
+// At any time each rank copies to a different peer. Each of two streams gets half of the rows, because one copy engine
+// does not fill the link. It also pauses between copies. A copy cannot be cancelled once enqueued, so all peers must first have entered the
+// call. A late peer may still read rows of the call before. The `counts` are [num_sources] rows to each source.
 void NvlinkExchange::send_by_copies(const int64_t* counts, int64_t slot_bytes, cudaStream_t stream) {
     wait_for_plan(host_->counts.met, GpuPhase::kEntry);
     streams_.fork(stream);
     streams_.follow_fork(streams_.copying);
-    const auto copy_part = [&](int peer, int64_t begin, int64_t end, cudaStream_t copies) {  // bytes of its slots
+    const auto copy_part = [&](int peer, int64_t begin, int64_t end, cudaStream_t copies) {  // begin, end: bytes of the peer's slots
         check_cuda(cudaMemcpyAsync(inbox_of(peer) + begin, outbox_for(peer) + begin, end - begin, cudaMemcpyDeviceToDevice, copies),
                    "cudaMemcpyAsync");
         streams_.announce_after(copies);
@@ -341,7 +341,7 @@ void NvlinkExchange::send_by_copies(const int64_t* counts, int64_t slot_bytes, c
     streams_.has_sent(streams_.announcing);
 }
 
-// The second half of a call, on a stream that need not be its first one's.
+// The second half of a call, on a stream that may differ from the first half's.
 void NvlinkExchange::finish(const GpuDispatchParams& params, cudaStream_t stream) {
     if (!is_void()) {
         if (streams_.is_sending()) streams_.follow_fork(stream);  // the plan may be on another stream
@@ -351,7 +351,7 @@ void NvlinkExchange::finish(const GpuDispatchParams& params, cudaStream_t stream
 }
 
 void NvlinkExchange::finish(const GpuCombineParams& call, cudaStream_t stream) {
-    join(stream);  // first: these blocks fill the GPU and wait for peers, which wait for what this rank sends
+    join(stream);  // first, because these blocks fill the GPU and wait for peers, which wait for this rank's rows
     if (is_void()) return;
     GpuCombineParams params = completed(call);
     params.finishes = true;
@@ -376,12 +376,12 @@ int NvlinkExchange::num_rail_sms() const {
     return config_.num_nodes == 1 ? 0 : std::clamp(tuning.num_rail_sms, 1, num_multiprocessors_ - 1);
 }
 
-// Of a plan: its blocks wait for each other, so they must all be on the GPU at once, beside those of the rail.
+// Upper bound of a plan's blocks: they wait for each other, so all must be on the GPU at once, beside the blocks of the rail.
 int NvlinkExchange::max_segments() const {
     return std::min(plan_blocks_per_multiprocessor_ * (num_multiprocessors_ - num_rail_sms()), tuning::kMaxSegments);
 }
 
-// A call goes no further: what it was given may be freed on its stream, once it is sent.
+// End a call early: once its rows are sent, its tensors may be freed in the order of its stream.
 void NvlinkExchange::abandon() { join(last_.running()); }
 
 void NvlinkExchange::join(cudaStream_t stream) {
@@ -394,12 +394,12 @@ void NvlinkExchange::join_rail(cudaStream_t stream) {
     if (rail_ != nullptr) rail_->join(stream);
 }
 
-// Parts that a row's sum is made of.
+// Number of tiles in which a row is summed.
 int NvlinkExchange::num_tiles(int64_t row_bytes) const {
     return static_cast<int>(divide_up(row_bytes / 16, config_.num_ranks > 2 ? tuning::kPiecesForLink : tuning::kPiecesForMemory));
 }
 
-// May a kernel start while the plan runs? A graph keeps the plan's number, by which the kernel would know when: there it may not.
+// Whether a kernel may start while the plan runs. Not in a graph: the kernel waits for the plan's number, and each replay has the same.
 bool NvlinkExchange::follows_plan(cudaStream_t stream) const { return has_early_launch_ && !is_capturing(stream); }
 
 void NvlinkExchange::copy_block(int peer, int64_t bytes, uintptr_t stream) {
@@ -410,7 +410,7 @@ void NvlinkExchange::copy_block(int peer, int64_t bytes, uintptr_t stream) {
     check_cuda(cudaMemcpyAsync(inbox_of(peer), outbox_for(peer), bytes, cudaMemcpyDeviceToDevice, as_stream(stream)), "cudaMemcpyAsync");
 }
 
-// This rank's slots in the memory of `peer`, and those for `peer` in its own.
+// This rank's slots in the memory of `peer`, and the slots for `peer` in this rank's memory.
 std::byte* NvlinkExchange::inbox_of(int peer) const { return memory_.of(peer) + layout_.inbox_of(peer, rank_); }
 std::byte* NvlinkExchange::outbox_for(int peer) const { return memory_.of(rank_) + layout_.outbox_of(rank_, peer); }
 

@@ -1,11 +1,11 @@
-// Dispatch and combine between the GPUs of one host: THE host's side of a call, which csrc/torch makes; Python refuses, checks and settles.
+// Dispatch and combine between the GPUs of one host, the host's side. csrc/torch makes the calls; Python refuses, checks and settles.
 //
-//   dispatch    allocate by guess -> plan -> send (and receive) -> wait for the counts -> allocate what the guess lacked -> receive
-//   bounded     allocate the bound -> plan -> send and receive; nobody waits
-//   along a handle (cached dispatch, combine)   plan -> send and receive
-//   split       as above without `receive`, which the caller asks for later: end_dispatch, end_combine
-//   of several nodes   before the plan the rank meets those of its rail, and rows cross beside the node's kernels (rail.h)
-//   num_sms 0   senders pack rows into the outbox -> the host waits for the peers -> copy engines send -> receive
+//   Dispatch           Allocate by guess, plan, send (and receive), wait for the counts, allocate what the guess lacked, receive.
+//   Bounded            Allocate the bound, plan, send and receive. The host does not wait.
+//   Cached, combine    Plan, send and receive.
+//   Split              As above without `receive`, which the caller starts later: end_dispatch, end_combine.
+//   Several nodes      Before the plan the rank meets those of its rail. Rows cross beside the node's kernels (rail.h).
+//   No SMs (0)         Senders pack rows into the outbox, the host waits for the peers, copy engines send, then receive.
 #pragma once
 
 #include <atomic>
@@ -27,8 +27,8 @@
 
 namespace deepep_moe {
 
-// Makes the outputs of a dispatch that receives `num_rows` rows and points the call at them (`GpuDispatchCall::receive_into`). It may
-// throw. Called at most twice, where a guess was too small.
+// Allocate the outputs of a dispatch that receives `num_rows` rows, and set them in the call (`GpuDispatchCall::receive_into`). It may
+// throw. It is called twice if a guess was too small, else once.
 using Allocate = std::function<void(int64_t num_rows, bool is_guess)>;
 
 class NvlinkExchange {
@@ -45,46 +45,48 @@ public:
     int num_multiprocessors() const { return num_multiprocessors_; }
     std::string handle() const { return memory_.handle(); }  // the CUDA IPC handle of the workspace, for the peers
     void connect(const std::vector<std::string>& handles) { memory_.connect(handles); }
-    void disconnect() { memory_.disconnect(); }  // where some rank could not connect
-    // Of several nodes, before any call: base: symmetric memory of RailLayout::total_bytes, zeroed and there on all ranks; it outlives
-    // this. pes: NVSHMEM's numbers of the ranks of this index, by node.
+    void disconnect() { memory_.disconnect(); }  // if some rank could not connect
+    // Call it with several nodes, before any call. The memory at `base` is symmetric memory of RailLayout::total_bytes, zeroed and
+    // allocated on all ranks; it must outlive this object. pes: NVSHMEM's numbers of the ranks of this index, by node.
     void attach_rail(const RailShim& shim, uintptr_t base, const std::vector<int>& pes);
-    void set_poll(std::function<void()> poll) { poll_ = std::move(poll); }  // called now and then by waits, which end if it throws
+    void set_poll(std::function<void()> poll) { poll_ = std::move(poll); }  // waits call it now and then, and end if it throws
     GpuTuning tuning;
-    bool allows_excess = false;  // rows beyond a bound are left out, and nobody calls it a failure
+    bool allows_excess = false;  // true: rows beyond a bound are left out without a failure
 
-    // Calls. All enqueue work on the mode's stream, beside it where they send apart, and return. A call on another stream than the last
-    // one waits for that call. They throw std::logic_error where two threads are in calls of one buffer.
+    // Calls. All enqueue work on the mode's stream, or beside it if they send separately, and return. A call on another stream than the
+    // last one waits for that call. They throw std::logic_error if two threads are in calls of one buffer.
 
-    // Returns the rows that come; there may be room for more. numbers: host memory of num_handle_numbers(): the call's number, then tokens
-    // to each rank, from each rank, for each local expert; with a bound all but the first are -1, and the bound is returned.
+    // Return the number of rows that come; the outputs may have room for more. numbers: host memory of num_handle_numbers(). It gets the
+    // call's number, then the tokens to each rank, from each rank, and for each local expert. With a bound all except the first are -1,
+    // and the bound is returned.
     int64_t dispatch(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, const Allocate& allocate);
-    void dispatch_cached(const GpuDispatchCall& call, const CallMode& mode);  // outputs are set
+    void dispatch_cached(const GpuDispatchCall& call, const CallMode& mode);  // the outputs must be set
     void combine(const GpuCombineCall& call, const CallMode& mode);
-    // The second half of a call that was split, on the stream that is current by now.
+    // The second half of a split call, on a stream that may differ from the first half's.
     void end_dispatch(const GpuDispatchCall& call, uintptr_t stream);
     void end_combine(const GpuCombineCall& call, uintptr_t stream);
-    // Enters a call only to tell the peers that this rank does not make it. The host waits for nobody, and the GPU only
-    // where this rank has refused kStamps - 1 calls that some peer has not entered.
+    // Enter a call only to tell the peers that this rank does not make it. The host does not wait, and the GPU waits only if this rank has
+    // refused kStamps - 1 calls that some peer has not entered.
     void refuse(const std::string& reason, int cause, uintptr_t stream);
 
-    // Waits for the GPU, forgets what was reported, and returns how many calls the GPU has entered or refused: replays of graphs count.
+    // Wait for the GPU, clear reported failures, and return how many calls the GPU has entered or refused; replays of graphs count.
     int64_t settle();
-    // Throws what a kernel of this rank has reported so far, once.
+    // Throw the failure that a kernel of this rank has reported, once.
     void check();
-    // Of several nodes: throws a failure that `check` has thrown and other nodes do not know, until `refuse` has told them.
+    // With several nodes: throw a failure that `check` has thrown but other nodes do not know, until `refuse` has told them.
     void check_untold();
-    bool has_failed() const { return deepep_moe::has_failed(host_->failure) || !is_told_; }  // what `check` or `check_untold` throws
-    bool is_void() const { return void_plan_ == num_plans_; }  // the last call: a kernel's failure in it has been thrown
-    // Of whatever lies in the workspace, between calls: what the link gives, for benchmarks.
+    bool has_failed() const { return deepep_moe::has_failed(host_->failure) || !is_told_; }  // `check` or `check_untold` would throw
+    bool is_void() const { return void_plan_ == num_plans_; }  // a kernel's failure in the last call has been thrown
+    // Copy workspace bytes of any content to a peer, between calls, to measure the link in benchmarks.
     void copy_block(int peer, int64_t bytes, uintptr_t stream);
 
 private:
-    class Step;  // one thread's
+    class Step;  // the time in which one thread makes a call
     int num_senders(const CallMode& mode, int most_useful) const;
     const int64_t* counts_for_copies(const int64_t* numbers, int num_sms, bool is_dispatch) const;
 
-    // Of several nodes: a rank that waits for its rail in vain says so before those of its node, which wait for it meanwhile, blame it.
+    // With several nodes the node's deadline is later than the rail's. A rank that waits for its rail in vain must report that before the
+    // ranks of its node, which wait for it, blame it.
     double node_timeout_s() const { return timeout_s_ * (config_.num_nodes == 1 ? 1.0 : 1.5); }
     GpuContext context() const;
     void complete(GpuRouting& routing) const;
@@ -142,23 +144,23 @@ private:
     std::byte* scratch_ = nullptr;
     GpuRouting scratch_routing_{};
     GpuState* state_ = nullptr;
-    int64_t num_calls_ = 0, num_captured_ = 0;          // the latter: in the capture of a graph that the last call was in
-    unsigned long long capture_ = 0;                    // that the last call was in; 0: none
-    unsigned long long num_plans_ = 0, void_plan_ = 0;  // void: its failure was raised, so its second half is not to be waited for
-    GpuFailure lack_{};                                 // of room, that `check` has thrown last
-    bool is_told_ = true;                               // other nodes know of it
+    int64_t num_calls_ = 0, num_captured_ = 0;          // num_captured_: calls in the graph capture that the last call was in
+    unsigned long long capture_ = 0;                    // the graph capture that the last call was in; 0: none
+    unsigned long long num_plans_ = 0, void_plan_ = 0;  // void_plan_: its failure was thrown, so its second half must not be waited for
+    GpuFailure lack_{};                                 // the last lack of room that `check` has thrown
+    bool is_told_ = true;                               // other nodes know of lack_
     std::function<void()> poll_;
     std::atomic<bool> busy_ = false;
     struct HostSlots {
         GpuFailure failure;
         GpuCounts counts;
     };
-    HostSlots* host_ = nullptr;     // pinned, and behind it
+    HostSlots* host_ = nullptr;     // pinned, followed by
     int* expert_counts_ = nullptr;  // [num_local_experts]
 
     LastStreams last_;
     SendStreams streams_;
-    std::unique_ptr<Rail> rail_;                        // of several nodes
+    std::unique_ptr<Rail> rail_;                                  // only with several nodes
     std::map<std::tuple<int64_t, bool, int>, RowGuess> guesses_;  // by the caller's layer, layout and alignment
     bool has_early_launch_ = false;
 };

@@ -1,4 +1,4 @@
-// What an exchange does about failures: it raises what kernels have reported, in words of its calls, and settles.
+// Failures of an exchange: raise what kernels have reported, in terms of its calls, and settle.
 #include <algorithm>
 #include <utility>
 
@@ -8,7 +8,7 @@
 namespace deepep_moe {
 namespace {
 
-// Words of the state that a failure leaves as it found them: the next call begins afresh.
+// The words of the state that are cleared after a failure, so that the next call starts afresh.
 constexpr size_t kStateBytes = sizeof(GpuState) - offsetof(GpuState, gave_up);
 
 }  // namespace
@@ -29,14 +29,14 @@ void NvlinkExchange::check() {
     const DeviceGuard guard(device_);
     const auto is_done = [&] {
         if (!last_.has_captured()) return last_.is_done() && streams_.is_done() && (rail_ == nullptr || rail_->is_done());
-        check_cuda(cudaDeviceSynchronize(), "the GPU failed");  // nobody says on which streams graphs run
+        check_cuda(cudaDeviceSynchronize(), "the GPU failed");  // it is not known on which streams graphs run
         return true;
     };
     const GpuFailure failure = failures_.take(host_->failure, state_words(), kStateBytes, is_done);
     void_plan_ = num_plans_;
     if (failure.kind == kExceededBound) {
         lack_ = failure;
-        is_told_ = rail_ == nullptr || host_->counts.lacking != num_plans_;  // by a call since
+        is_told_ = rail_ == nullptr || host_->counts.lacking != num_plans_;  // true: a later call has told them
     }
     raise(in_calls(origin(failure), rank_));
 }
@@ -45,7 +45,7 @@ void NvlinkExchange::check_untold() {
     if (!is_told_) raise(lack_);
 }
 
-// Of refusals for another's refusal, the first one, where that has arrived: ranks hear of it in any order.
+// Follow a chain of refusals to the rank that refused first. Stop where that rank's stamp has not arrived yet; stamps arrive in any order.
 GpuFailure NvlinkExchange::origin(GpuFailure f) const {
     for (int hops = 0; f.kind == kPeerRefused && hops < config_.num_sources(); ++hops) {
         const GpuStamp stamp = stamp_of(f.peer, f.expected);
@@ -58,12 +58,12 @@ GpuFailure NvlinkExchange::origin(GpuFailure f) const {
     return f;
 }
 
-// What `reporter` has expected and seen, as numbers of calls where the words say those.
+// Convert `expected` and `seen` from flag values to call numbers, for phases whose message speaks of calls.
 GpuFailure NvlinkExchange::in_calls(GpuFailure f, int reporter) const {
     const auto phase = static_cast<GpuPhase>(f.phase);
     if (!ends_wait(f.kind) || (phase != GpuPhase::kEntry && phase != GpuPhase::kCounts && phase != GpuPhase::kRailEntry)) return f;
     f.expected >>= kValueBits;
-    const bool is_known = numbers_.of(reporter, f.peer) == numbers_.of(f.peer);  // the same peer to both
+    const bool is_known = numbers_.of(reporter, f.peer) == numbers_.of(f.peer);  // both ranks name the same peer so
     f.seen = phase != GpuPhase::kCounts && is_known ? last_call_of(f.peer) : f.seen >> kValueBits;
     return f;
 }
@@ -94,7 +94,7 @@ void NvlinkExchange::raise(const GpuFailure& f) const {
         case kExceededBound: throw CapacityError(describe(f, rank_), numbers_.of(f.peer));
         case kPeerRefused: {
             const GpuStamp stamp = stamp_of(f.peer, f.expected);
-            if (stamp.reason[0] == '\0' && stamp.why.kind == kExceededBound)  // in the call before, of a node that this rank is not in
+            if (stamp.reason[0] == '\0' && stamp.why.kind == kExceededBound)  // in the call before, in a node that this rank is not in
                 throw CapacityError(describe(stamp.why, f.peer), numbers_.of(f.peer, stamp.why.peer));
             throw PeerError(describe(f, rank_), numbers_.of(f.peer), static_cast<int>(f.seen));
         }
@@ -102,13 +102,13 @@ void NvlinkExchange::raise(const GpuFailure& f) const {
     }
 }
 
-// What `peer` has said of its refusal.
+// The reason that `peer` has given for its refusal.
 std::string NvlinkExchange::reason_of(int peer, long long call) const {
     const GpuStamp stamp = stamp_of(peer, call);
     return stamp.reason[0] != '\0' ? stamp.reason : Failures::reason_of(stamp.why, describe(in_calls(stamp.why, peer), peer));
 }
 
-// The last call that `peer` has entered, as far as this rank knows, above the value that it entered with.
+// The last word with which `peer` has entered a call, as far as this rank knows: the call's number above the entry's value.
 unsigned long long NvlinkExchange::last_entry_of(int peer) const {
     unsigned long long entered[2];
     for (int parity = 0; parity < 2; ++parity) {
@@ -131,16 +131,16 @@ GpuStamp NvlinkExchange::stamp_of(int peer, long long call) const {
     };
     const GpuStamp stamp = read(static_cast<unsigned long long>(call));
     if (!may_be_overwritten(peer, call)) return stamp;
-    // A rank whose GPU has failed refuses all calls that are enqueued, and each of its stamps says why. Then it may go on. The oldest of
-    // these stamps says why it refused `call` too, unless the rank has failed in a later call. It finds a lack of room with the counts of
-    // all ranks, so it was in no later call then. A peer's refusal of this call or of an earlier one came before. Other failures may be
+    // A rank whose GPU has failed refuses all calls that are enqueued, each with a stamp that says why, and may then go on. The oldest
+    // stamp left also explains `call`, unless the rank failed in a later call. A lack of room qualifies: the rank finds it with the counts
+    // of all ranks, so it was in no later call then. A peer's refusal of this call or an earlier one also qualifies. Other failures may be
     // of a later call.
     const unsigned long long entry = last_entry_of(peer), newest = entry >> kValueBits;
     for (unsigned long long number = newest + 2 - num_stamps(peer); number <= newest; ++number) {
         GpuStamp later = read(number);
         const bool is_refused = is_rail_peer(peer) ? entry % (1u << kValueBits) == 0 : (later.what & kRefusedByGpu) != 0;
         if (!is_refused || later.reason[0] != '\0') continue;
-        later.what = 0;  // which is of another call
+        later.what = 0;  // `what` is about another call
         if (later.why.kind == kExceededBound || (later.why.kind == kPeerRefused && later.why.expected <= call)) return later;
         break;
     }
@@ -150,15 +150,15 @@ GpuStamp NvlinkExchange::stamp_of(int peer, long long call) const {
     return lost;
 }
 
-// Returns whether a later call of that rank, which writes its stamp before it says so, may have replaced that of `call`. A rank keeps a few
-// stamps, and needs this one to be past `call` for more. One whose GPU has failed does not, but all of its stamps say why.
+// Whether a later call of `peer` may have reused the slot of this stamp; a rank writes its stamp before its entry. A peer keeps num_stamps
+// slots, and gets further ahead only after this rank has entered a later call, or if its GPU has failed; then all its stamps say why.
 bool NvlinkExchange::may_be_overwritten(int peer, long long call) const {
     unsigned long long entered = 0;
     failures_.read(&entered, &state_->sequence, sizeof(entered));
     return static_cast<long long>(entered) > call && last_call_of(peer) >= call + num_stamps(peer) - 1;
 }
 
-// Returns of how many calls the stamps of `peer` are kept here.
+// The number of calls whose stamps of `peer` are kept here.
 int NvlinkExchange::num_stamps(int peer) const { return is_rail_peer(peer) ? 2 : kStamps; }
 
 }  // namespace deepep_moe

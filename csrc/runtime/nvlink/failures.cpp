@@ -10,7 +10,7 @@
 namespace deepep_moe {
 namespace {
 
-constexpr auto kPatience = std::chrono::seconds(5);  // with work of others that lies behind a failed call
+constexpr auto kPatience = std::chrono::seconds(5);  // for other work on the stream of a failed call
 
 std::string name_of_rank(int rank) { return "rank " + std::to_string(rank); }
 
@@ -67,7 +67,7 @@ std::string Failures::describe_lack(const GpuFailure& f, int reporter) const {
            std::to_string(f.seen) + (f.kind == kPeerEnded ? "" : kIfSlow);
 }
 
-// As the kernels have it: wait_word doubles that of waits for the rank itself.
+// The deadline that the kernels used; wait_word doubles it for waits for the rank itself.
 double Failures::deadline_of(const GpuFailure& f, int reporter) const {
     if (is_rail_peer(f.peer)) return rail_timeout_s_;
     return timeout_s_ * (numbers_.of(reporter, f.peer) == numbers_.of(reporter) ? 2 : 1);

@@ -1,4 +1,4 @@
-// What kernels have reported, as text and as exceptions: for calls of the exchange and of low latency alike.
+// Failures that kernels have reported, as text and as exceptions, for calls of the exchange and of low latency.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,21 +11,21 @@
 
 namespace deepep_moe {
 
-// Has a kernel of this rank reported something? slot: host memory that kernels write to; nobody waits for the GPU.
+// Whether a kernel of this rank has reported a failure. slot: host memory that kernels write to. It does not wait for the GPU.
 inline bool has_failed(const GpuFailure& slot) { return static_cast<const volatile GpuFailure&>(slot).kind != kNoFailure; }
 
-// Kernels know a peer by its index in this node, or as `rail_peer` of its node; messages and exceptions by its number in the group.
+// Kernels name a peer by its index in this node, or as `rail_peer` of its node. Messages and exceptions use its number in the group.
 struct RankNumbers {
     int ranks_per_node, node, index;  // of this rank
 
-    // What `reporter`, a peer of this rank or itself, calls `peer`.
+    // The group's number of the rank that `reporter` (a peer of this rank, or itself) names `peer`.
     int of(int reporter, int peer) const {
         const int its_node = is_rail_peer(reporter) ? reporter - kFirstRailPeer : node,
                   its_index = is_rail_peer(reporter) ? index : reporter;
         return is_rail_peer(peer) ? (peer - kFirstRailPeer) * ranks_per_node + its_index : its_node * ranks_per_node + peer;
     }
     int of(int peer) const { return of(index, peer); }
-    // The peer with this number; -1: none.
+    // The peer that has this number in the group; -1: none.
     int peer(int number) const {
         if (number / ranks_per_node == node) return number % ranks_per_node;
         return number % ranks_per_node == index ? rail_peer(number / ranks_per_node) : -1;
@@ -34,29 +34,28 @@ struct RankNumbers {
 
 class Failures {
 public:
-    // memory: names the processes of peers; it outlives this. timeout_s: of waits for ranks of this node, and for those of other nodes.
+    // memory: names the processes of peers; it must outlive this. Timeouts: of waits for ranks of this node, and for those of other nodes.
     Failures(const GpuMemory& memory, const RankNumbers& numbers, int num_experts, double timeout_s, double rail_timeout_s)
         : memory_(memory), numbers_(numbers), num_experts_(num_experts), timeout_s_(timeout_s), rail_timeout_s_(rail_timeout_s) {}
     void create();  // on the current device, before use
     void destroy();
 
-    // Returns the failure in `slot`. Once `is_done` says that the buffer's own work has ended, which after a failure takes microseconds,
-    // this clears the slot and the `num_bytes` of device memory at `words`, by which kernels know of it. Somebody else's work on the same
-    // stream, a collective that waits for the same peer, may keep it from ending: after some seconds the failure stays, and the next call
-    // finds it again.
+    // Return the failure in `slot`. Once `is_done` says that the buffer's own work has ended, clear the slot and the `num_bytes` of device
+    // memory at `words`, by which kernels know of the failure. After a failure that work ends within microseconds. But other work on the
+    // same stream, such as a collective that waits for the same peer, may keep it from ending. Then, after some seconds, the failure stays
+    // in the slot, and the next call finds it again.
     GpuFailure take(GpuFailure& slot, void* words, size_t num_bytes, const std::function<bool()>& is_done) const;
-    // Clears these. Nothing of the buffer may run.
+    // Clear these. No work of the buffer may be running.
     void forget(GpuFailure& slot, void* words, size_t num_bytes) const;
-    // Copies device memory, whatever the GPU is doing besides.
+    // Copy device memory to the host, even while the GPU runs other work.
     void read(void* to, const void* from, size_t num_bytes) const;
 
-    // What this rank or a peer has reported, of the kinds that every call has: bad routing, a failed handle, a wait in vain. Others are
-    // "unknown".
+    // Describe a failure of this rank or a peer: bad routing, a failed handle, a wait in vain. Other kinds are "unknown".
     std::string describe(const GpuFailure& failure, int reporter) const;
-    // Throws it, of this rank: std::invalid_argument, PeerError or TimeoutError.
+    // Throw a failure of this rank: std::invalid_argument, PeerError or TimeoutError.
     [[noreturn]] void raise(const GpuFailure& failure) const;
     std::string peer_refused(int peer, const std::string& reason) const;
-    // A reason to pass on: begins with the class of the error that the reporter raises, as those do that hosts give.
+    // A reason to pass on. It begins with the class of the error that the reporter raises, like the reasons that hosts give.
     static std::string reason_of(const GpuFailure& failure, const std::string& description);
 
 private:
@@ -67,7 +66,7 @@ private:
     const RankNumbers numbers_;
     const int num_experts_;
     const double timeout_s_, rail_timeout_s_;
-    cudaStream_t stream_ = nullptr;  // of this object's own: waits for nobody else's work
+    cudaStream_t stream_ = nullptr;  // used only by this object, so that its copies wait for no other work
 };
 
 }  // namespace deepep_moe

@@ -9,11 +9,11 @@ namespace deepep_moe {
 namespace {
 
 constexpr int kMeasuredSms = 12;     // the best of a sweep on 2 and on 4 H200s
-constexpr double kLinkOfSm90 = 357;  // what their SMs push at most, GB/s
-constexpr double kUsOnTheirWay =
-    5.9;                          // of link time whose bytes are on their way where the link carries most: 11 to 12 rings of 184 KiB at 357
-constexpr int kSmsPerSender = 4;  // the others receive and sum, and touch each row more often than senders do
-constexpr int kSendersPerExtra = 6;  // a sender of sums waits for them now and then; one more for so many makes up for it
+constexpr double kLinkOfSm90 = 357;  // GB/s that their SMs push at most
+// Microseconds of link time in flight at the link's highest rate: 11 to 12 rings of 184 KiB at 357 GB/s.
+constexpr double kUsOnTheirWay = 5.9;
+constexpr int kSmsPerSender = 4;     // the other SMs receive and sum, and touch each row more often than senders do
+constexpr int kSendersPerExtra = 6;  // a sender of sums sometimes waits for them; one more for each 6 senders makes up for it
 
 }  // namespace
 

@@ -6,12 +6,12 @@
 namespace deepep_moe {
 
 struct GpuMachine {
-    int num_multiprocessors;  // that this process may use
+    int num_multiprocessors;  // SMs that this process may use
     int capability_major;
-    double link_gbps;  // that SMs can push to the peers, in one direction; 0: unknown
+    double link_gbps;  // what SMs can push to the peers, in one direction; 0: unknown
 };
 
-// 0 where nobody has measured or published it.
+// 0 if nobody has measured or published it.
 double link_gbps_of(int capability_major);
 
 GpuTuning fit_tuning(const GpuMachine& machine);

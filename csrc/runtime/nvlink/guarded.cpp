@@ -9,7 +9,7 @@ int64_t GuardedExchange::dispatch(GpuDispatchCall& call, const CallMode& mode, i
     int64_t num_rows = -1;
     guarded([&] {
         num_rows = exchange_.dispatch(call, mode, numbers, [&](int64_t rows, bool is_guess) {
-            if (!allocate(context, rows, is_guess)) throw std::bad_alloc();  // the other module knows more
+            if (!allocate(context, rows, is_guess)) throw std::bad_alloc();  // the other module has kept the real error
         });
     });
     return num_rows;

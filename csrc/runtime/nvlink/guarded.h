@@ -12,13 +12,13 @@ namespace deepep_moe {
 
 class Guarded {
 public:
-    // Raises the failure of this thread's latest call, once.
+    // Rethrow the failure of this thread's latest call, once.
     static void raise_failure() {
         if (const std::exception_ptr failure = std::exchange(failure_, nullptr)) std::rethrow_exception(failure);
     }
 
 protected:
-    // False where `call` failed.
+    // False: `call` failed.
     template <class Call>
     static bool guarded(const Call& call) noexcept {
         failure_ = nullptr;
@@ -32,7 +32,7 @@ protected:
     }
 
 private:
-    // Each thread has its own: two threads may be in calls of one buffer, and one of them is told so.
+    // Each thread has its own, because two threads may be in calls of one buffer, and then one of them gets the error.
     static inline thread_local std::exception_ptr failure_;
 };
 

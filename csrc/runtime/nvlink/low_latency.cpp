@@ -13,7 +13,7 @@
 namespace deepep_moe {
 namespace {
 
-// Odd multiples of the golden ratio of 2^64: no call's number is the difference of two, and no memory has them by chance.
+// Odd multiples of 2^64 / (golden ratio): two of them never differ by a call's number, and memory does not hold one by chance.
 unsigned long long new_mark() {
     static std::atomic<unsigned long long> num_made = 0;
     return (2 * num_made++ + 1) * 0x9e3779b97f4a7c15;
@@ -103,9 +103,9 @@ int64_t NvlinkLowLatency::handle_bytes() const {
 }
 
 void NvlinkLowLatency::check_link(int rank, const std::string& bus) const {
-    int peer = 0, atomics = 1;  // which NVLink has, and PCIe has not
+    int peer = 0, atomics = 1;  // NVLink has atomics, and PCIe has not
     if (cudaDeviceGetByPCIBusId(&peer, bus.c_str()) != cudaSuccess)
-        cudaGetLastError();  // a GPU that this process does not see, of whose link it learns nothing
+        cudaGetLastError();  // this process does not see that GPU, so it learns nothing of the link
     else if (peer != device_)
         check_cuda(cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device_, peer), "cudaDeviceGetP2PAttribute");
     if (atomics == 0)
@@ -133,7 +133,7 @@ LowLatencyContext NvlinkLowLatency::context() const {
     return c;
 }
 
-// Of a call, or of its half that receives.
+// Begin a call, or its receiving half.
 void NvlinkLowLatency::begin(bool sends, uintptr_t address) {
     const cudaStream_t stream = as_stream(address);
     last_.begins(address);
@@ -181,10 +181,10 @@ void NvlinkLowLatency::control(LowLatencyControlParams& params, uintptr_t stream
     const bool refuses = params.action == Params::kRefuse;
     begin(refuses, stream);
     params.context = context();
-    if (rail_ && params.action == Params::kUnmask) rail_->relay(params.context, nullptr, num_blocks, as_stream(stream));  // it waits
+    if (rail_ && params.action == Params::kUnmask) rail_->relay(params.context, nullptr, num_blocks, as_stream(stream));  // it may wait
     if (rail_) rail_->control(params, as_stream(stream));
     launch_low_latency_control(params, as_stream(stream));
-    if (rail_ && refuses) rail_->relay(params.context, nullptr, num_blocks, as_stream(stream));  // it may wait, and the refusal does not
+    if (rail_ && refuses) rail_->relay(params.context, nullptr, num_blocks, as_stream(stream));  // last: it may wait, a refusal must not
     if (rail_ && params.action == Params::kUnmask) {
         params.action = Params::kTellReturned;
         rail_->control(params, as_stream(stream));
@@ -208,14 +208,14 @@ void NvlinkLowLatency::mask(int rank, bool masked, uintptr_t stream) {
         check_cuda(cudaStreamSynchronize(as_stream(stream)), "the GPU failed");
         if (rail_ && !masked) check();
     };
-    settle();  // a failure of before must not look like this one's
+    settle();  // so that an earlier failure is not taken for one of this action
     control(params, stream);
     settle();
 }
 
 void NvlinkLowLatency::rejoin(uintptr_t stream) {
-    forget_failure();           // the calls that this rank has made alone count for nobody
-    failed_mark_ = new_mark();  // their numbers come again
+    forget_failure();           // calls that this rank has made alone do not count
+    failed_mark_ = new_mark();  // their numbers will be used again
     LowLatencyControlParams params{};
     params.action = LowLatencyControlParams::kRejoin;
     control(params, stream);
@@ -236,12 +236,12 @@ void NvlinkLowLatency::check() {
     raise(failure);
 }
 
-// What it was, once the GPU has done all that it was given.
+// Clear the failure and return it, once the GPU has finished its work.
 GpuFailure NvlinkLowLatency::forget_failure() {
     const DeviceGuard guard(device_);
     const auto is_done = [&] {
         if (!last_.has_captured()) return last_.is_done();
-        check_cuda(cudaDeviceSynchronize(), "the GPU failed");  // nobody says on which streams graphs run
+        check_cuda(cudaDeviceSynchronize(), "the GPU failed");  // it is not known on which streams graphs run
         return true;
     };
     return failures_.take(host_->failure, &state_->gave_up, sizeof(state_->gave_up), is_done);
@@ -260,7 +260,7 @@ std::string NvlinkLowLatency::describe_mismatch(const GpuFailure& f, int reporte
     return "ranks make different calls: " + me + ": " + own + "; " + peer + ": " + theirs;
 }
 
-// A peer's failure that is another's refusal is told without that one's reason: it lies with the peer.
+// If a peer's failure is a third rank's refusal, the text lacks the reason, because that lies in the peer's memory.
 std::string NvlinkLowLatency::describe(const GpuFailure& f, int reporter) const {
     const std::string me = "rank " + std::to_string(reporter), peer = "rank " + std::to_string(f.peer);
     switch (f.kind) {

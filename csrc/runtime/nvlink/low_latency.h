@@ -1,4 +1,4 @@
-// Low-latency calls of GPUs, of one host or, with a rail, of several nodes: who owns workspace and counters, what is launched, what failed.
+// Low-latency calls of GPUs, of one host or, with a rail, of several nodes. Owns workspace and counters, launches kernels, raises failures.
 #pragma once
 
 #include <memory>
@@ -16,24 +16,24 @@ namespace deepep_moe {
 
 class NvlinkLowLatency {
 public:
-    // ranks_per_node: consecutive ranks, which reach each other; fewer than all need `attach_rail` before any call.
+    // ranks_per_node: consecutive ranks that map each other's memory; if fewer than all, call `attach_rail` before any call.
     NvlinkLowLatency(const LowLatencyConfig& config, int rank, int device, double timeout_s, bool masks_stalled, int ranks_per_node);
     ~NvlinkLowLatency();
     NvlinkLowLatency(const NvlinkLowLatency&) = delete;
 
     int64_t workspace_bytes() const { return layout_.total_bytes; }
-    // Bits of the number of a dispatch that tell in its handle that it has failed.
+    // Value, xor the dispatch's number, that marks its handle as failed.
     int64_t failed_mark() const { return static_cast<int64_t>(failed_mark_); }
     int64_t handle_bytes() const;
     int64_t num_calls() const { return num_calls_; }  // that this rank has sent or refused so far
     int64_t rail_bytes() const { return LowLatencyRailLayout(config_, num_nodes()).total_bytes; }  // of symmetric memory
     std::string handle() const;  // the CUDA IPC handle of the workspace and the bus of its GPU, for the peers
-    // Throws where a GPU is reached, but not over NVLink: what rows rely on (cuda/low_latency.h) is not known of such links.
+    // Throws if a peer's GPU is reached without NVLink: rows rely on a property (cuda/low_latency.h) that is not known of such links.
     void connect(const std::vector<std::string>& handles);  // of the ranks of this node
-    void disconnect() { memory_.disconnect(); }             // where some rank could not connect
-    // As LowLatencyRail has it.
+    void disconnect() { memory_.disconnect(); }             // if some rank could not connect
+    // See LowLatencyRail.
     void attach_rail(const LowLatencyRailShim& shim, const std::vector<uintptr_t>& bases, const std::vector<int>& pes);
-    // Blocks of a kernel at most; all must be on the GPU at once. `.ci/sanitize` takes fewer.
+    // Upper bound of a kernel's blocks; all must be on the GPU at once. `.ci/sanitize` takes fewer.
     int num_blocks;
 
     // All enqueue work and return. Work on another stream than the last call's waits for that call.
@@ -41,13 +41,13 @@ public:
     void combine(const LowLatencyCombineParams& params, bool sends, bool receives, uintptr_t stream);
     void refuse(const std::string& reason, uintptr_t stream);  // waits for nobody
 
-    // These wait for the GPU, so that `masks` says what they did.
+    // These wait for the GPU, so that `masks` shows their effect.
     void mask(int rank, bool masked, uintptr_t stream);
     void rejoin(uintptr_t stream);
-    unsigned masks() const;  // bit r: rank r is left out, as far as the GPU has told
+    unsigned masks() const;  // bit r: rank r is masked, as far as the GPU has told
 
-    bool has_failed() const;  // by what kernels of this rank have reported so far
-    void check();             // throws that, once
+    bool has_failed() const;  // whether kernels of this rank have reported a failure
+    void check();             // throw it, once
 
 private:
     int num_nodes() const { return config_.num_ranks / ranks_per_node_; }

@@ -52,7 +52,7 @@ void LowLatencyRail::relay(const LowLatencyContext& context, const std::byte* bu
         if (sent.capture == 0 && capture != 0)
             throw std::invalid_argument(
                 "a dispatch outside of the CUDA graph that is captured has not been received; call its hook before the capture");
-    for (const Sent& sent : std::exchange(to_relay_, {}))  // what a capture before has left is no call
+    for (const Sent& sent : std::exchange(to_relay_, {}))  // drops dispatches of an earlier capture, which are no calls
         if (sent.capture == capture && sent.params.handle != but) launch_low_latency_relay({of(context), sent.params, num_blocks}, stream);
 }
 
@@ -65,8 +65,7 @@ void LowLatencyRail::receive_dispatch(const LowLatencyContext& context, const Lo
 void LowLatencyRail::send_combine(const LowLatencyContext& context, LowLatencyCombineParams params, int num_blocks, void* stream) {
     params.what.operation = LowLatencyOperation::kCombine;
     relay(context, nullptr, num_blocks, stream);
-    // Sums for a token of another node go to the rank of its rail here, to where a rank of that node with this one's index would put its
-    // own.
+    // Sums for a token of another node go to the rank of its rail here, into the slot for that node's rank with this rank's index.
     LowLatencyContext pushes = context;
     const int64_t node_bytes = made_.ranks_per_node * config_.num_max_tokens * context.layout.slot_bytes;
     for (int rank = 0; rank < config_.num_ranks; ++rank) {
@@ -86,8 +85,8 @@ void LowLatencyRail::receive_combine(const LowLatencyContext& context, const Low
 }
 
 void LowLatencyRail::control(const LowLatencyControlParams& params, void* stream) {
-    if (params.action == LowLatencyControlParams::kMask) return;               // nobody is told
-    if (params.action == LowLatencyControlParams::kRejoin) to_relay_.clear();  // calls that count for nobody
+    if (params.action == LowLatencyControlParams::kMask) return;               // other nodes are not told
+    if (params.action == LowLatencyControlParams::kRejoin) to_relay_.clear();  // calls that do not count
     check_launch(shim_.control({of(params.context), params, 1}, stream));
 }
 

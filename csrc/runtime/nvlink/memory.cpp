@@ -12,7 +12,7 @@
 
 namespace deepep_moe {
 
-// ---- workspaces that their rank has left, and a peer may still write to ----
+// ---- workspaces that their rank has left, but a peer may still write to ----
 
 namespace {
 
@@ -33,11 +33,11 @@ struct Remains {
 
 std::mutex kept_mutex;
 std::vector<Remains>& kept() {
-    static auto* const made = new std::vector<Remains>;  // never destroyed: CUDA may be gone by then
+    static auto* const made = new std::vector<Remains>;  // never destroyed, because CUDA may be gone by then
     return *made;
 }
 
-// Waits for the peers a little: mostly they leave at the same time.
+// Wait up to 1 s for the peers, because they mostly leave at the same time.
 void keep_until_left(const Remains& remains) {
     constexpr auto kPatience = std::chrono::seconds(1);
     const auto deadline = std::chrono::steady_clock::now() + kPatience;

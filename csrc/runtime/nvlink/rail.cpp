@@ -46,7 +46,7 @@ Rail::Rail(const GpuWorkspaceConfig& config, const RailShim& shim, std::byte* ba
             *pointer = next;
             next += divide_up(bytes, 128) * 128;
         }
-        int least = 0, greatest = 0;  // its few blocks go before others: kernels of the node wait for them
+        int least = 0, greatest = 0;  // highest priority for the rail's few blocks, because kernels of the node wait for them
         check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
         check_cuda(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest), "cudaStreamCreate");
         for (cudaEvent_t* event : {&forked_, &moved_})
@@ -92,7 +92,7 @@ void Rail::meet(const GpuContext& context, const GpuStamp& stamp, const RailCall
     fork(stream);
 }
 
-// The node's kernels have a later deadline.
+// The rail's kernels have an earlier deadline than the node's.
 GpuContext Rail::of_rail(GpuContext context) const {
     context.timeout_ns = timeout_ns_;
     return context;
@@ -110,7 +110,7 @@ void Rail::move(const GpuContext& context, int num_tiles, int num_blocks) {
     params.rail.context = context;
     params.timeout_ns = timeout_ns_;
     params.is_combine = call.is_combine;
-    params.num_blocks = num_blocks;  // a warp of them looks for what arrives
+    params.num_blocks = num_blocks;  // one of their warps polls for arrivals
     params.num_tiles = num_tiles;
     params.row_bytes = call.row_bytes;
     params.tail_bytes = call.tail_bytes;
@@ -135,7 +135,7 @@ bool Rail::is_done() const {
 GpuRail Rail::view() const {
     const std::byte* inbox = made_.base + made_.layout.inbox;
     std::byte* outbox = made_.base + made_.layout.outbox;
-    const auto* experts = static_cast<const int32_t*>(call_.routing.topk_idx);  // of a call along a handle
+    const auto* experts = static_cast<const int32_t*>(call_.routing.topk_idx);  // int32 only in a cached call
     return {inbox, outbox, made_.ready, made_.summed, call_.routing.num_tokens, made_.slots, call_.is_cached ? experts : nullptr};
 }
 

@@ -9,9 +9,9 @@ namespace deepep_moe {
 
 class RowGuess {
 public:
-    static constexpr int64_t kShare = 16;  // of the rows, which may be more than come
+    static constexpr int64_t kShare = 16;  // 1 / kShare more rows than last time are allocated
 
-    // A little more than came last time, where that was much like the time before; -1: no guess.
+    // A little more than the last count if that was close to the one before; -1: no guess.
     int64_t room() const { return last_ < 0 || std::max(last_ - before_, before_ - last_) * kShare > last_ ? -1 : last_ + last_ / kShare; }
     void remember(int64_t num_rows) { before_ = std::exchange(last_, num_rows); }
 

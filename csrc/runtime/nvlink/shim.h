@@ -1,5 +1,5 @@
-// GPU calls for a module that does not link them (csrc/torch): another compiler's run, so nothing is thrown across the border. What failed
-// is kept, and `raise_failure` of the Python object raises it on the same thread.
+// GPU calls for a module that does not link them (csrc/torch). It may be built by another compiler, so no exception crosses the border. A
+// failure is kept, and `raise_failure` of the Python object raises it on the same thread.
 #pragma once
 
 #include "common/gate.h"
@@ -10,12 +10,12 @@ namespace deepep_moe {
 
 class ExchangeShim {
 public:
-    // Calls `allocate(context, num_rows, is_guess)` of the other module; false where it failed, and has kept why.
+    // Calls `allocate(context, num_rows, is_guess)` of the other module. False: it failed, and has kept the reason.
     using AllocateFunction = bool (*)(void* context, int64_t num_rows, bool is_guess) noexcept;
 
-    virtual bool has_failed() noexcept = 0;    // by what kernels have reported
+    virtual bool has_failed() noexcept = 0;    // whether kernels have reported a failure
     virtual int64_t num_calls() noexcept = 0;  // entered or refused so far
-    // As of NvlinkExchange; -1 or false where something failed.
+    // See NvlinkExchange; -1 or false: the call failed.
     virtual int64_t dispatch(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, AllocateFunction allocate,
                              void* context) noexcept = 0;
     virtual bool dispatch_cached(const GpuDispatchCall& call, const CallMode& mode) noexcept = 0;
@@ -51,8 +51,8 @@ struct SwigluShim {
     bool (*backward)(const GpuSwigluParams& params, uintptr_t stream) noexcept;
 };
 
-// Of the capsules that hold a pointer to a shim, with a number that counts changes of it; and a size by which modules of different sources
-// are told apart.
+// Names of the capsules that hold a pointer to a shim, with a number that is raised when the shim changes. kShimBytes tells modules of
+// different sources apart.
 constexpr const char* kShimName = "deepep_moe.ExchangeShim 4";
 constexpr const char* kLowLatencyShimName = "deepep_moe.LowLatencyShim 3";
 constexpr const char* kGateShimName = "deepep_moe.GateShim 2";

@@ -13,7 +13,7 @@ cudaEvent_t new_event() {
     return event;
 }
 
-// Throws where the GPU has failed in what was asked about.
+// Throw if the GPU has failed in the work that was queried.
 bool is_ready(cudaError_t status) {
     if (status != cudaErrorNotReady) check_cuda(status, "the GPU failed");
     return status == cudaSuccess;

@@ -15,7 +15,7 @@
 namespace deepep_moe {
 namespace {
 
-// For the calling thread and those that it starts.
+// Blocks signals for the calling thread and the threads that it starts.
 class SignalsBlocked {
 public:
     SignalsBlocked() {
@@ -31,15 +31,15 @@ private:
 
 }  // namespace
 
-// The thread, which runs while there are watches.
+// Owns the thread, which runs while there are watches.
 class Watcher {
 public:
     static Watcher& get() {
-        static auto* const made = new Watcher;  // never destroyed: its thread may be the last to run
+        static auto* const made = new Watcher;  // never destroyed, because its thread may be the last to run
         return *made;
     }
 
-    // What watches write to goes when CUDA does, so this must come before: the handler of an exit that is set later runs earlier.
+    // CUDA frees the words that watches write when it ends, so no watch may be left then. Exit handlers set later run earlier.
     Watcher() {
         std::atexit([] {
             if (getpid() == get().owner_pid_) get().remove_all();
@@ -68,7 +68,7 @@ private:
     static constexpr auto kBetweenLooks = std::chrono::milliseconds(100);
 
     void start() {
-        const SignalsBlocked blocked;  // they are for the program's own threads
+        const SignalsBlocked blocked;  // signals are for the program's own threads
         std::thread([this] { run(); }).detach();
     }
 
@@ -82,7 +82,7 @@ private:
     }
 
     void look() {
-        std::map<Process, bool> gone;  // buffers mostly have the same ranks
+        std::map<Process, bool> gone;  // a cache, because buffers mostly have the same ranks
         for (const Watch* watch : watches_)
             for (size_t rank = 0; rank < watch->processes_.size(); ++rank) {
                 const Process& process = watch->processes_[rank];

@@ -1,4 +1,4 @@
-// Looks at the processes of other ranks for waits that cannot do so themselves: those of a GPU.
+// Watches the processes of other ranks for waits on the GPU, which cannot do so themselves.
 #pragma once
 
 #include <atomic>
@@ -8,7 +8,7 @@
 
 namespace deepep_moe {
 
-// While it lives, bit r of `ended` is set soon after processes[r - first_rank] has ended. One thread looks for all watches of this process.
+// While it lives, bit r of `ended` is set soon after processes[r - first_rank] has ended. One thread polls for all watches of this process.
 class Watch {
 public:
     Watch(std::vector<Process> processes, std::atomic<unsigned>* ended, int first_rank);
@@ -20,7 +20,7 @@ private:
     const std::vector<Process> processes_;
     std::atomic<unsigned>* const ended_;
     const int first_;
-    const int owner_pid_;  // in a process forked from it there is nothing to end
+    const int owner_pid_;  // a process forked from this one has no thread to stop
 };
 
 }  // namespace deepep_moe

@@ -7,10 +7,10 @@
 
 namespace deepep_moe {
 
-// Outputs larger than this are written past the caches, which could not hold them anyway.
+// Larger outputs are written past the caches, which could not hold them anyway.
 constexpr int64_t kStreamingBytes = 8 << 20;
 
-// What a dispatch sends, and where it receives.
+// Inputs and outputs of a dispatch.
 struct DispatchArg {
     TensorArg x, x_scales, topk_weights, recv_x, recv_x_scales, recv_topk_idx, recv_topk_weights;
 };
@@ -76,7 +76,7 @@ inline CombineParams combine_of(const WorkspaceConfig& config, const HandleArg& 
     return params;
 }
 
-// Of a call along a handle.
+// The signature of a cached dispatch or a combine.
 inline Signature signature_along(const HandleArg& handle, Operation operation, DType dtype) {
     return {operation, dtype, handle.layout(), 1, handle.number(), 0, 0, 0};
 }

@@ -16,7 +16,7 @@ std::string call_name(uint64_t sequence) { return "call " + std::to_string(seque
 
 }  // namespace
 
-// One call at a time: two threads in one buffer would mix their sequence numbers.
+// Allows one call at a time, because two threads in one buffer would mix their sequence numbers.
 class ShmExchange::Call {
 public:
     explicit Call(ShmExchange& owner) : owner_(owner) {
@@ -53,7 +53,7 @@ Entry& ShmExchange::begin_entry(const Signature& signature) {
     peers_.check_owner();
     ++sequence_;
     Entry& own = entry(rank_);
-    own.sequence.store(0);  // readers of what was here, if any is that late, must notice
+    own.sequence.store(0);  // so that late readers of the old entry notice
     std::atomic_thread_fence(std::memory_order_release);
     own.refused = 0;
     own.signature = signature;
@@ -103,7 +103,7 @@ void ShmExchange::check_entries() const {
     std::string mismatch;
     for (int peer = 0; peer < config_.num_ranks; ++peer) {
         const Entry& theirs = entry(peer);
-        // Who gave up on this call will not take part in it, though it has entered.
+        // A rank that gave up on this call will not take part in it, although it has entered.
         if (header(peer).failure.sequence.load(std::memory_order_acquire) == sequence_) pass_on({peer, "entry into the call", 0, 0}, peer);
         const int refused = theirs.refused;
         const bool is_refused = refused != 0;
@@ -122,14 +122,14 @@ void ShmExchange::check_entries() const {
                             mismatch);
 }
 
-// ---- what a wait looks at ----
+// ---- checks during a wait ----
 
 bool ShmExchange::suspect(const Lack& lack) {
     const SegmentHeader& theirs = header(lack.peer);
     if (theirs.state.load(std::memory_order_acquire) == SegmentState::kDestroyed) return true;
     if (theirs.entered.load(std::memory_order_acquire) > sequence_) return true;
     if (peers_.is_gone(lack.peer)) return true;
-    // A peer that only waits for another one cannot be blamed, but what it found out can be passed on.
+    // A peer that only waits for another rank is not to blame, but the failure that it has found can be passed on.
     for (int peer = 0; peer < config_.num_ranks; ++peer)
         if (header(peer).failure.sequence.load(std::memory_order_acquire) == sequence_) return true;
     return false;
@@ -146,7 +146,7 @@ void ShmExchange::pass_on(const Lack& lack, int peer) const {
     const std::string phase(theirs.phase, strnlen(theirs.phase, sizeof(theirs.phase)));
     const std::string reason(theirs.reason, strnlen(theirs.reason, kMessageBytes));
     std::atomic_thread_fence(std::memory_order_acquire);
-    // It may have gone on meanwhile, and failed again.
+    // The peer may have gone on meanwhile, and failed again.
     if (theirs.sequence.load(std::memory_order_acquire) != sequence_) throw PeerError(where(lack) + std::to_string(peer) + kWentOn, peer);
     if (culprit == peer) throw PeerError(where(lack) + std::to_string(peer) + " left its call: " + reason, peer);
     throw TimeoutError(where(lack) + std::to_string(peer) + " gave up on rank " + std::to_string(culprit) + " in phase '" + phase +
@@ -163,7 +163,7 @@ void ShmExchange::give_up(const Lack& lack) {
     fail(lack);
 }
 
-// The first failure of a call counts.
+// Record a failure of this call. Only the first one counts.
 template <class Write>
 void ShmExchange::record_failure(const Write& write) {
     const std::lock_guard lock(failing_);
@@ -191,7 +191,7 @@ void ShmExchange::fail(const Lack& lack) {
 
 void ShmExchange::abandon(const std::string& reason) {
     const Call call(*this);
-    if (entry(rank_).refused != 0) return;  // the peers know
+    if (entry(rank_).refused != 0) return;  // the peers know already
     bool has_ended = header(rank_).ended.load() == sequence_;
     if (!has_ended) {
         record_failure([&](FailureRecord& failure) {
@@ -203,7 +203,7 @@ void ShmExchange::abandon(const std::string& reason) {
     if (has_ended) publish_refusal(begin_entry({}), reason);
 }
 
-// What it throws ends the waits of all threads of the call.
+// Let the caller interrupt a wait. An exception of `poll_` ends the waits of all threads of the call.
 void ShmExchange::poll() {
     const std::lock_guard lock(failing_);
     if (stopped_) std::rethrow_exception(stopped_);
@@ -216,7 +216,7 @@ void ShmExchange::poll() {
     }
 }
 
-// ---- the calls ----
+// ---- calls ----
 
 Ring ShmExchange::ring(int owner, int source, int channel) const {
     return {reinterpret_cast<RingControl*>(base(owner) + layout_.control(source, channel)), base(owner) + layout_.ring(source, channel)};
@@ -238,7 +238,7 @@ void ShmExchange::run_channels(const Params& params, Move move) {
     end_call();
 }
 
-// A rank that leaves a call looks for peers that have ended it, and these look for such a rank: one of both sees the other.
+// A rank that leaves a call looks for peers that have ended it, and these look for such a rank, so at least one of them sees the other.
 void ShmExchange::end_call() {
     header(rank_).ended.store(sequence_);
     for (int peer = 0; peer < config_.num_ranks; ++peer)
@@ -260,7 +260,7 @@ PlanResult ShmExchange::plan(const PlanParams& params) {
     const PlanResult result = read_counts(params);
     const std::optional<CapacityError> exceeded = exceeded_bound(params.signature.expert_alignment, params.signature.layout);
     std::atomic_thread_fence(std::memory_order_acquire);
-    check_entries();  // what was just read was of this call
+    check_entries();  // again, to be sure that the values just read are of this call
     if (exceeded) throw *exceeded;
     return result;
 }

@@ -1,5 +1,5 @@
-// The ranks of one host and their calls, in step: every call begins with an entry that all ranks publish and all ranks read, so
-// that they agree on what is done and learn of an error before any row moves.
+// The ranks of one host and their calls, in step. Every call begins with an entry that all ranks publish and read. So they agree on the
+// call, and learn of an error before any row moves.
 #pragma once
 
 #include <atomic>
@@ -50,12 +50,12 @@ public:
     void dispatch_cached(const Signature& signature, const DispatchParams& params);
     void combine(const Signature& signature, const CombineParams& params);
     uint64_t num_calls() const { return sequence_; }  // entered or refused so far
-    // `poll` is called now and then while a call waits, on any of its threads; what it throws ends the call.
+    // A waiting call calls `poll` now and then, on any of its threads; an exception from it ends the call.
     void set_poll(std::function<void()> poll) { poll_ = std::move(poll); }
-    // Takes part in a call whose arguments were refused, so that the peers learn why instead of waiting.
+    // Enter a call whose arguments were refused, so that the peers learn why instead of waiting.
     void refuse(const std::string& message, int cause);
-    // Leaves the last call, which this rank has entered and cannot finish: peers that are in it learn why. Those that have ended it
-    // need nothing more of it; for them this rank refuses the next call.
+    // Leave the last call, which this rank has entered and cannot finish. Peers that are in it learn why. Peers that have ended it need
+    // nothing more from it; for them this rank refuses the next call.
     void abandon(const std::string& reason);
 
     int num_ranks() const override { return config_.num_ranks; }
@@ -79,7 +79,7 @@ private:
     void end_call();
 
     class Call;
-    std::string where(const Lack& lack) const;  // for a message, up to the number of a rank
+    std::string where(const Lack& lack) const;  // text for a message; a rank's number follows
     [[noreturn]] void pass_on(const Lack& lack, int peer) const;
     template <class Write>
     void record_failure(const Write& write);
@@ -100,10 +100,10 @@ private:
     std::atomic<uint64_t> sequence_ = 0;  // of the last call; any thread may ask for it
     std::atomic<bool> busy_ = false;      // a thread is in a call
     std::mutex failing_;                  // several channels may fail at once
-    std::exception_ptr stopped_;          // what `poll_` has thrown in this call, on one of its threads
+    std::exception_ptr stopped_;          // exception of `poll_` in this call, on one of its threads
     std::function<void()> poll_;
     HostPeers peers_;
-    std::vector<int32_t> own_counts_;  // of the plan in hand, before it is published
+    std::vector<int32_t> own_counts_;  // of the current plan, before it is published
     std::vector<int32_t> row_begin_;   // of the last plan: [num_ranks, num_channels, num_local_experts]
 };
 

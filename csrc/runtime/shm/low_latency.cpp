@@ -11,7 +11,7 @@
 namespace deepep_moe {
 namespace {
 
-constexpr uint64_t kMagic = 0x64656570'4c4c0001;  // plus the rank, in the word of its own `resumed` that no peer writes
+constexpr uint64_t kMagic = 0x64656570'4c4c0001;  // plus the rank; stored in the rank's own word of `resumed`, which no peer writes
 constexpr const char* kEntry = "entry into the call";
 constexpr const char* kFromHandler = "a signal's handler calls the buffer whose call it interrupts; make the call once that one is over";
 
@@ -21,7 +21,7 @@ LowLatencyWhat what_of(uint64_t flag) { return LowLatencyWhat::unpacked(LowLaten
 
 }  // namespace
 
-// Holds `sending_`. Rows may be moved by code of Python, and so run a signal's handler, which may call the same buffer.
+// Holds `sending_`. Python code may move the rows and so run a signal handler, which may call the same buffer.
 class ShmLowLatency::Sending {
 public:
     explicit Sending(ShmLowLatency& owner) : owner_(owner) {
@@ -45,13 +45,13 @@ class ShmLowLatency::Waits final : public PeerMonitor {
 public:
     Waits(ShmLowLatency& owner, uint64_t number) : owner_(owner), number_(number) {}
 
-    // Until all ranks that take part have entered the call; returns them. `heard(rank)` is called for each in turn, also for one that is
-    // masked meanwhile.
+    // Wait until all ranks that take part have entered the call, and return them. Calls `heard(rank)` for each, even if it is masked
+    // meanwhile.
     template <class Heard>
     RankSet wait_entered(Heard heard);
     template <class Heard>
-    RankSet wait_entered(int64_t* wait_ns, Heard heard);  // [num_ranks], to which it adds how long each rank was waited for
-    // Until `flag`, which rank `peer` sets, is `wanted`: true. False where the peer is masked. Throws where it is given up or refuses.
+    RankSet wait_entered(int64_t* wait_ns, Heard heard);  // adds to wait_ns [num_ranks] how long each rank was waited for
+    // Wait until rank `peer` sets `flag` to `wanted`. False: the peer is masked. Throws if the peer is given up or refuses.
     bool wait(std::atomic_ref<uint64_t> flag, uint64_t wanted, int peer, const char* phase);
     void wait_resumed(int peer);
 
@@ -64,13 +64,13 @@ public:
         if (owner_.poll_) owner_.poll_();
         is_interrupted_ = false;
     }
-    bool is_interrupted() const { return is_interrupted_; }  // by what `poll` has thrown
+    bool is_interrupted() const { return is_interrupted_; }  // by an exception of `poll`
     bool suspect(const Lack& lack) override { return has_left(lack.peer) || owner_.peers_.is_gone(lack.peer); }
     [[noreturn]] void give_up(const Lack& lack) override;
     [[noreturn]] void fail(const Lack& lack) override;
 
 private:
-    // The word that a peer leaves behind with its buffer: the number of calls it made, plus 1.
+    // Whether the peer has destroyed its buffer. It leaves a word behind: the number of calls it made, plus 1.
     bool has_left(int peer) const {
         const uint64_t left = owner_.left(owner_.rank_, peer).load(std::memory_order_acquire);
         return left != 0 && left <= number_;
@@ -95,13 +95,13 @@ private:
     bool is_interrupted_ = false;
 };
 
-// Waits a little for `missing`. Masks those that are given up, or throws.
+// Wait a little for `missing`. If ranks are given up, mask them or throw.
 template <class Report>
 void ShmLowLatency::Waits::idle(Waiter& waiter, RankSet missing, const Report& report) {
     RankSet lost = 0;
     const auto lose = [&](int rank) {
         if (!owner_.mask_stalled_) throw;
-        lost = suspect({rank, "", 0, 0}) ? RankSet{1} << rank : missing;  // a passed deadline was everybody's
+        lost = suspect({rank, "", 0, 0}) ? RankSet{1} << rank : missing;  // a deadline that has passed applies to all of them
     };
     try {
         return waiter.idle(report);
@@ -155,7 +155,7 @@ bool ShmLowLatency::Waits::wait(std::atomic_ref<uint64_t> flag, uint64_t wanted,
     const auto report = [&](auto&& tell) { tell(lack(peer, phase, number_of(flag.load(std::memory_order_acquire)))); };
     while (flag.load(std::memory_order_acquire) != wanted) {
         if (!owner_.takes_part(peer, number_)) return false;
-        owner_.check_refusal(peer, entered.load(std::memory_order_acquire));  // it may have been interrupted since it entered
+        owner_.check_refusal(peer, entered.load(std::memory_order_acquire));  // it may have been interrupted after it entered
         idle(waiter, RankSet{1} << peer, report);
     }
     return true;
@@ -224,7 +224,7 @@ RankSet ShmLowLatency::ranks_in(uint64_t number) const {
     return ranks;
 }
 
-// The number of the next call, which may be sent: nobody reads its turn any more.
+// Return the number of the next call, once it may be sent because nobody reads its turn any more.
 uint64_t ShmLowLatency::begin() {
     const uint64_t number = num_sent_ + 1;
     if (number > kMaxInFlight) {
@@ -266,7 +266,7 @@ void ShmLowLatency::send(ShmLowLatencyCall& call) {
     } catch (const std::exception& error) {
         const RankSet unserved = ranks_in(call.number) & ~served;
         if (note_interrupt(call, waits))
-            unserved_ = unserved;  // the caller knows why
+            unserved_ = unserved;  // the caller knows the reason, and passes it to `refuse`
         else
             publish_refusal(call.number, unserved, told(error));
         set_fate(call.number, Fate::kFailed);
@@ -280,7 +280,7 @@ bool ShmLowLatency::note_interrupt(const ShmLowLatencyCall& call, const Waits& w
     return true;
 }
 
-// `served`: the ranks that have all of the call, also where it throws.
+// `served`: out, the ranks that have the whole call, set even if this throws.
 void ShmLowLatency::send_rows(const ShmLowLatencyCall& call, RankSet ranks, Waits& waits, RankSet& served) {
     const uint64_t flag = call.flag(call.number);
     const auto arrive = [&](int rank) {
@@ -290,7 +290,8 @@ void ShmLowLatency::send_rows(const ShmLowLatencyCall& call, RankSet ranks, Wait
     call.rows.write(call.number, ranks);
     visit(ranks, [&](int rank) { turn(rank, call.number).entered(rank_).store(flag, std::memory_order_release); });
     if (call.what.operation == LowLatencyOperation::kDispatch || !call.what.has_weights) return visit(ranks, arrive);
-    // A rank's sums go out once its weights are here, whoever else is late. One that does something else learns so when it receives.
+    // A rank's sums are sent once its weights have come, even if others are late. A rank that does something else learns so when it
+    // receives.
     waits.wait_entered(call.wait_ns, [&](int rank) {
         const auto word_of = [&](int peer) { return turn(call.number).entered(peer).load(std::memory_order_acquire); };
         if (word_of(rank) != word_of(rank_)) return;
@@ -299,7 +300,7 @@ void ShmLowLatency::send_rows(const ShmLowLatencyCall& call, RankSet ranks, Wait
     });
 }
 
-// Throws where `peer` has refused the call of its word of entry.
+// Throw if the entry word of `peer` says that it has refused the call.
 void ShmLowLatency::check_refusal(int peer, uint64_t entered) const {
     if (!what_of(entered).is_refused) return;
     const char* text = reason(rank_, peer, number_of(entered));
@@ -312,7 +313,7 @@ void ShmLowLatency::check_entries(uint64_t number, RankSet ranks, const LowLaten
     const uint64_t own_entered = turn(number).entered(rank_).load(std::memory_order_acquire);
     for (int peer = 0; peer < config_.num_ranks; ++peer) {
         if (!contains(ranks, peer)) continue;
-        const uint64_t entered = turn(number).entered(peer).load(std::memory_order_acquire);  // once, as a refusal may replace it
+        const uint64_t entered = turn(number).entered(peer).load(std::memory_order_acquire);  // read once: a refusal may replace it
         check_refusal(peer, entered);
         const LowLatencyWhat what = what_of(entered);
         if (what.packed() != own.packed()) others += "; " + rank_name(peer) + ": " + describe(what);
@@ -356,7 +357,7 @@ void ShmLowLatency::run(ShmLowLatencyCall call, bool sends, bool receives) {
 
 // ---- ranks that are gone ----
 
-// What a rank has sent of calls that it will make again must not count.
+// Clear what a rank has sent, because it may repeat calls that it has already sent.
 void ShmLowLatency::forget_flags(int source) {
     for (uint64_t index = 0; index < kTurns; ++index) {
         turn(index).entered(source).store(0, std::memory_order_relaxed);
@@ -393,7 +394,7 @@ void ShmLowLatency::rejoin() {
             throw MismatchError("ranks take " + rank_name(rank_) + " back between different calls: " + rank_name(first) + " at call " +
                                 std::to_string(told[first] - 1) + ", " + rank_name(peer) + " at call " + std::to_string(told[peer] - 1));
     if (config_.num_ranks > 1) num_sent_ = told[first] - 2;
-    for (auto& call : first_calls_) call = num_sent_ + 1;  // those before are over, also for one that still waits in one
+    for (auto& call : first_calls_) call = num_sent_ + 1;  // earlier calls are over, even for a rank that still waits in one
     masks_ = 0;
     for (auto& fate : fates_) fate = 0;
     for (auto& call : interrupted_) call = 0;

@@ -2,9 +2,8 @@
 //
 // The rows themselves are moved by `LowLatencyRows`: what a rank writes into the turns of the others, and reads from its own.
 //
-// One thread sends while others receive. What has become of a call decides when the call after next may be sent: its turn may be
-// overwritten only once all ranks are known to have entered this one, which a call that was received tells, and one that failed or was
-// refused does not.
+// One thread sends while others receive. The fate of a call decides when the call after next may be sent. Its turn may be overwritten only
+// once all ranks are known to have entered it. A call that was received shows that; a call that failed or was refused does not.
 #pragma once
 
 #include <array>
@@ -66,22 +65,21 @@ private:
 class LowLatencyRows {
 public:
     virtual ~LowLatencyRows() = default;
-    // Writes what `ranks` find once this rank has entered the call. Throws std::invalid_argument for bad arguments.
+    // Write what `ranks` read once this rank has entered the call. Throws std::invalid_argument for bad arguments.
     virtual void write(uint64_t number, RankSet ranks) = 0;
-    // Writes the rows of a combine with weights of its own, for ranks whose weights are here.
+    // Write the rows of a combine that brings weights, for ranks whose weights have come.
     virtual void write_weighted(uint64_t number, RankSet ranks) = 0;
-    // Reads the rows. `values` are those of the ranks' flags. The rows of ranks that have entered and not `arrived` do not come: these
-    // ranks were masked meanwhile.
+    // Read the rows. `values` are those of the ranks' flags. Ranks that entered but not `arrived` were masked; they send no rows.
     virtual void read(uint64_t number, RankSet entered, RankSet arrived, const std::vector<int>& values) = 0;
-    virtual bool is_interrupted() const = 0;  // by an error that the peers cannot be told here
+    virtual bool is_interrupted() const = 0;  // by an error that cannot be reported to the peers here
 };
 
 // One call of one rank.
 struct ShmLowLatencyCall {
     LowLatencyWhat what;
     int value;         // of its flag
-    uint64_t number;   // for the half that receives alone
-    int64_t* wait_ns;  // [num_ranks], to which waits are added
+    uint64_t number;   // for a receiving half
+    int64_t* wait_ns;  // [num_ranks] waits are added here
     LowLatencyRows& rows;
 
     uint64_t flag(uint64_t of) const { return what.flag(of, value); }
@@ -94,8 +92,8 @@ public:
     ~ShmLowLatency();
 
     uint64_t num_calls() const { return num_sent_; }  // sent or refused so far
-    // One of the last calls was interrupted by `poll` or its rows. Where ranks lack the rows of the latest call, `refuse` tells these
-    // ranks, instead of taking part in another call.
+    // Whether `poll` or the rows interrupted call `number`, one of the last calls. If ranks lack the rows of the latest call, `refuse`
+    // tells them so, and is not a new call.
     bool is_interrupted(uint64_t number) const { return interrupted_[number % kTurns] == number; }
     int64_t workspace_bytes() const { return layout_.total_bytes; }
     int64_t handle_bytes() const { return LowLatencyHandleLayout(config_).total_bytes; }
@@ -104,22 +102,22 @@ public:
     void connect(const std::vector<std::string>& paths, const std::vector<int>& pids);
     void seal() { peers_.seal(); }
 
-    // Each half, or both. Throws std::invalid_argument for bad arguments, which the peers are told.
+    // Run a half of a call, or both. Throws std::invalid_argument for bad arguments, and tells the peers.
     void run(ShmLowLatencyCall call, bool sends, bool receives);
     const HostLowLatencyLayout& layout() const { return layout_; }
-    // Returns where `source` writes for call `number` in the memory of `owner`.
+    // The address that `source` writes to in call `number`, in the memory of `owner`.
     std::byte* area(int owner, int source, uint64_t number) const {
         const int64_t turn = layout_.turns + static_cast<int64_t>(number % kTurns) * layout_.turn_bytes;
         return workspaces_[owner] + turn + layout_.areas + source * layout_.area_bytes;
     }
-    // Takes part in a call whose arguments were refused, so that the peers learn why instead of waiting.
+    // Enter a call whose arguments were refused, so that the peers learn why instead of waiting.
     void refuse(const std::string& reason);
 
-    void mask(int rank, bool masked);  // not `masked`: it comes back with this rank's next call
+    void mask(int rank, bool masked);  // not `masked`: the rank takes part again from this rank's next call on
     void rejoin();                     // waits until all peers have taken this rank back
     RankSet masks() const { return masks_.load(std::memory_order_acquire); }
 
-    // `poll` is called now and then while a call waits; what it throws ends the call.
+    // A waiting call calls `poll` now and then; an exception from it ends the call.
     void set_poll(std::function<void()> poll) { poll_ = std::move(poll); }
 
 private:
@@ -165,14 +163,14 @@ private:
     std::array<std::byte*, kLowLatencyMaxHostRanks> workspaces_{};
     std::function<void()> poll_;
 
-    std::mutex sending_;                     // and all that counts calls
-    std::atomic<std::thread::id> sender_{};  // that holds it
+    std::mutex sending_;                     // guards sending and the counts of calls
+    std::atomic<std::thread::id> sender_{};  // the thread that holds it
     std::atomic<uint64_t> num_sent_ = 0;
-    std::atomic<RankSet> unserved_ = 0;                        // ranks that are still to learn why the latest call was broken off
+    std::atomic<RankSet> unserved_ = 0;                        // ranks that have yet to learn why the latest call was broken off
     std::array<std::atomic<uint64_t>, kTurns> fates_{};        // number << 2 | Fate, by turn
     std::array<std::atomic<uint64_t>, kTurns> interrupted_{};  // numbers of calls, by turn
     std::atomic<RankSet> masks_ = 0;
-    std::array<std::atomic<uint64_t>, kLowLatencyMaxHostRanks> first_calls_{};  // in which the rank takes part, after it was masked
+    std::array<std::atomic<uint64_t>, kLowLatencyMaxHostRanks> first_calls_{};  // first call of each rank since it was last masked
 };
 
 }  // namespace deepep_moe

@@ -1,4 +1,4 @@
-// The ranks of one host: a segment of shared memory of each, mapped here, and the processes behind them.
+// The ranks of one host: their segments of shared memory, mapped here, and their processes.
 #pragma once
 
 #include <cstddef>
@@ -24,8 +24,8 @@ public:
     bool is_owner() const;                                     // false in a process forked from the one that made this
     void check_owner() const;                                  // throws DestroyedError there
     bool is_gone(int rank) const;                              // its process
-    std::string why_silent(int rank, double timeout_s) const;  // for a message about a wait that is given up
-    const char* advice(int rank) const;                        // for its end
+    std::string why_silent(int rank, double timeout_s) const;  // text for a message about a wait that ended in vain
+    const char* advice(int rank) const;                        // text for the end of that message
 
 private:
     const int rank_, owner_pid_;
@@ -35,7 +35,7 @@ private:
     std::vector<Process> processes_;
 };
 
-// For what lies at `path` but is not of `rank`.
+// Throw for a segment at `path` that does not belong to `rank`.
 [[noreturn]] void throw_foreign_segment(const std::string& path, int rank);
 
 }  // namespace deepep_moe
