@@ -162,8 +162,8 @@ void bind_handle(py::module_& m) {
 
 void bind_results(py::module_& m) {
     using torch::wrap_pybind_function;
-    py::class_<Mode>(m, "Mode")
-        .def(py::init<int, bool, bool, int64_t>(), py::arg("num_sms"), py::arg("is_async"), py::arg("is_split"), py::arg("layer"));
+    py::class_<Mode>(m, "Mode").def(py::init<int, bool, bool, int64_t>(), py::arg("num_sms"), py::arg("is_async"), py::arg("is_split"),
+                                    py::arg("layer"));
     py::class_<Recorded, std::shared_ptr<Recorded>>(m, "Recorded")
         .def(py::init([](const at::Device& device) { return std::make_shared<Recorded>(device); }), py::arg("device"))
         .def("wait", wrap_pybind_function(&Recorded::wait))
@@ -196,8 +196,8 @@ void bind_calls(py::module_& m) {
         .def_property_readonly("can_fuse", &Calls::can_fuse)
         .def_property_readonly("num_handle_numbers", &Calls::num_handle_numbers)
         .def(
-            "num_handle_ints",
-            [](const Calls& self, bool is_expert_layout) { return self.shape_of(0, is_expert_layout).starts.back(); }, is_expert_layout)
+            "num_handle_ints", [](const Calls& self, bool is_expert_layout) { return self.shape_of(0, is_expert_layout).starts.back(); },
+            is_expert_layout)
         .def("handle_of", wrap_pybind_function(&Calls::handle_of), py::arg("memory"), py::arg("call"), py::arg("num_tokens"),
              is_expert_layout, expert_alignment, py::arg("num_rows"))
         .def("dispatch", wrap_pybind_function(dispatch_rows), x, x_scales, topk_idx, topk_weights, is_expert_layout, expert_alignment,

@@ -144,7 +144,8 @@ private:
     std::byte* scratch_ = nullptr;
     GpuRouting scratch_routing_{};
     GpuState* state_ = nullptr;
-    int64_t num_calls_ = 0, num_captured_ = 0;          // num_captured_: calls in the graph capture that the last call was in
+    std::atomic<int64_t> num_calls_ = 0;                // another thread may ask
+    int64_t num_captured_ = 0;                          // calls in the graph capture that the last call was in
     unsigned long long capture_ = 0;                    // the graph capture that the last call was in; 0: none
     unsigned long long num_plans_ = 0, void_plan_ = 0;  // void_plan_: its failure was thrown, so its second half must not be waited for
     GpuFailure lack_{};                                 // the last lack of room that `check` has thrown

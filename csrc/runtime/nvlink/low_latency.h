@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <atomic>
 #include <mutex>
 #include <vector>
 
@@ -80,9 +81,9 @@ private:
     };
     HostSlots* host_ = nullptr;  // pinned
     LastStreams last_;
-    std::mutex enqueuing_;  // by one thread at a time: one may send while another receives
-    int64_t num_calls_ = 0;
-    int num_to_catch_up_ = 0;  // calls whose call before last may have been refused, or have failed
+    std::mutex enqueuing_;                // by one thread at a time: one may send while another receives
+    std::atomic<int64_t> num_calls_ = 0;  // another thread may ask
+    int num_to_catch_up_ = 0;             // calls whose call before last may have been refused, or have failed
 };
 
 }  // namespace deepep_moe
