@@ -1,8 +1,8 @@
 // Low-latency calls of GPUs, of one host or, with a rail, of several nodes. Owns workspace and counters, launches kernels, raises failures.
 #pragma once
 
-#include <memory>
 #include <atomic>
+#include <memory>
 #include <mutex>
 #include <vector>
 
