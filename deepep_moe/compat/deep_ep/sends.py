@@ -20,7 +20,7 @@ _Told = tuple[Tensor | None, Tensor | None, list[int], Handle]
 
 
 class Routing(NamedTuple):
-    """What a caller says of where tokens go; fields as the arguments of DeepEP's dispatch."""
+    """The routing that a caller passes; fields are the arguments of DeepEP's dispatch."""
 
     is_token_in_rank: Tensor | None
     num_tokens_per_expert: Tensor | None
@@ -33,7 +33,7 @@ class Routing(NamedTuple):
 def send(
     buffers: GrowingBuffers, x: Tensor, x_scales: Tensor | None, routing: Routing, num_sms: int | None
 ) -> tuple[DispatchOutput, _Told]:
-    """Dispatch by new routing. Return what came, and recv_topk_idx, recv_topk_weights, tokens of each local expert, the handle."""
+    """Dispatch with new routing. Return the output, and (recv_topk_idx, recv_topk_weights, tokens of each local expert, the handle)."""
     try:
         num_experts, topk_idx, topk_weights = _lanes_of(routing)
         alignment = as_int("expert_alignment", routing.expert_alignment)
