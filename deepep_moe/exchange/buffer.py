@@ -70,8 +70,8 @@ class Buffer(Sizes):
             use. A process without a group serves the device of its first dispatch; if that is a GPU, it switches to `nvlink` then.
         num_sms: SMs of a GPU that send rows, 1 to all. 0 moves rows with the copy engines, so no SM is busy during the transfer. The host
             first waits until all peers have entered the call; such a call cannot be captured in a CUDA graph. None: the value from this
-            machine's profile. Without a profile the GPU decides (docs/tuning.md): 12 on an H100 or H200, and 14 in a combine from the
-            expert layout among three ranks or more. A call may override it. Results never depend on it. CPU backends ignore it.
+            machine's profile. If there is no profile, the GPU decides (docs/tuning.md): 12 on an H100 or H200, and 14 in a combine from
+            the expert layout among three ranks or more. A call may override it. Results never depend on it. CPU backends ignore it.
         max_sms: most SMs of a GPU that a call takes, at least 2, including those that send. Other kernels may run on the rest.
             None: all SMs. Results never depend on it. CPU backends ignore it.
         timeout_s: deadline of every wait for a peer, seconds; default `DEEPEP_MOE_TIMEOUT_S`, else 300.
