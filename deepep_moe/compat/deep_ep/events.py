@@ -1,4 +1,4 @@
-"""DeepEP's events: points on a GPU's stream that other streams wait for. Without a GPU they are empty, and waits return at once."""
+"""DeepEP's events: points on a GPU's stream that other streams wait for. If no GPU is in use, waits return at once."""
 
 from collections.abc import Callable
 from typing import Any
