@@ -12,7 +12,7 @@ _COPIES = {_aten.detach.default, _aten.alias.default}
 
 
 class QuantizedRows(Tensor):
-    """Rows [num_rows, hidden] as e4m3 `values` with one power of two for 128 columns in `scales` [num_rows, hidden / 128] fp32.
+    """Rows [num_rows, hidden] as e4m3 `values` with one power of two per 128 columns in `scales` [num_rows, hidden / 128] fp32.
 
     Its dtype is bf16, so autograd gives it a bf16 gradient. `deepep_moe.ops.grouped_mlp` multiplies it in fp8. Other operations raise
     NotImplementedError, because they would silently allocate a tensor of twice the size: call `dequantized()`.
