@@ -19,7 +19,7 @@ MAX_ALIGNMENT = 1 << 16
 BLOCKWISE = "blockwise"
 """The mode of `fp8` for training: scales are powers of two, and grouped products take the rows."""
 EXCHANGE = "dispatch and combine"
-"""The name of operations that have no rule for transforms of torch.func, for `refuse_watchers`."""
+"""The name for `refuse_watchers` of the operations that have no rule for transforms of torch.func."""
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _ALL = tuple(DTYPE_NAMES)
 

@@ -180,8 +180,8 @@ class Buffer(LowLatencyCalls):
             x: [num_tokens, hidden] bf16 (fp32 and fp16 too), or a pair of fp8 rows and scales [num_tokens, hidden / 128] fp32, or
                 [num_tokens, ceil(hidden / 512)] int32 of four biased exponents each.
             handle: the handle of an earlier dispatch, whose routing is used again. No other argument about the routing is allowed then.
-            num_tokens_per_expert: [num_experts]; its length is the number of experts. The values, like those of num_tokens_per_rank, are
-                read only without `topk_idx`; otherwise the tokens are counted again.
+            num_tokens_per_expert: [num_experts]; its length is the number of experts. The values are read only without `topk_idx`;
+                otherwise the tokens are counted again. num_tokens_per_rank is never read.
             is_token_in_rank: [num_tokens, num_ranks] bool, read only without `topk_idx`.
             topk_idx, topk_weights: [num_tokens, num_topk] int64 or int32, and fp32.
             expert_alignment: counts of tokens per expert are rounded up to a multiple of it.
