@@ -1,4 +1,4 @@
-"""Of csrc/nvshmem. Errors of NVSHMEM are RuntimeError with its number. Collective functions are called by all PEs, in the same order."""
+"""Bindings of csrc/nvshmem. NVSHMEM's errors raise RuntimeError with their number. All PEs call collective functions in the same order."""
 
 ARRIVED: int
 SILENT: int

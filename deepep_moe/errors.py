@@ -51,10 +51,10 @@ class OutgrownError(ValueError):
 
 
 class EPPeerError(EPError):
-    """Another rank left this call with an error of its own, which the message repeats.
+    """Another rank left this call with its own error, which the message repeats.
 
-    Attributes: `rank`, the peer that failed, in the buffer's group; `cause`, the name of its error's class, such as "ValueError", or ""
-    where the peer has not told it: it destroyed its buffer; `code`, a `Cause`.
+    Attributes: `rank`, the peer that failed, in the buffer's group. `cause`, the name of its error's class, such as "ValueError"; "" if
+    the peer destroyed its buffer. `code`, a `Cause`.
     """
 
     def __init__(self, message: str, *, rank: int = -1, code: int = Cause.OTHER):
@@ -69,8 +69,8 @@ class EPMismatchError(EPError):
 
 
 class EPCapacityError(EPError):
-    """A rank would receive more rows than the `num_recv_rows` its caller gave. Every rank raises it, ranks of other nodes of GPUs in the
-    next call. No rows of the dispatch can be used.
+    """A rank would receive more rows than its `num_recv_rows`. Every rank raises it; on GPUs, ranks of other nodes raise it in their next
+    call. No rows of the dispatch can be used.
 
     Attribute: `rank`, the rank whose bound is too small, in the buffer's group.
     """

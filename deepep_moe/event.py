@@ -10,23 +10,23 @@ from deepep_moe import torch_module
 
 
 class Recorded(Protocol):
-    """A moment on a stream: `torch.cuda.Event`, or that of `deepep_moe._torch`."""
+    """A point on a stream: `torch.cuda.Event`, or the event of `deepep_moe._torch`."""
 
     def wait(self) -> None:
         """Let the current stream wait for it."""
         ...
 
     def query(self) -> bool:
-        """Has it come?"""
+        """Return whether the stream has reached it."""
         ...
 
 
 class Event:
-    """Says when the results of an asynchronous dispatch or combine may be read.
+    """The end of an asynchronous dispatch or combine, after which its results may be read.
 
-    On the CPU backends the operation runs on the buffer's own thread; `wait` blocks the caller and raises what the operation raised. On
-    the GPU backends it runs on a stream of the buffer's own; `wait` makes the caller's current stream wait and returns at once. Of a
-    call in two halves (`return_hook=True`) on a GPU, `wait` enqueues the second half on the caller's current stream.
+    On CPU backends the operation runs on the buffer's thread; `wait` blocks the caller and raises the operation's error. On GPU backends
+    it runs on the buffer's stream; `wait` makes the caller's current stream wait and returns at once. If a GPU call has two halves
+    (`return_hook=True`), `wait` enqueues the second half on the caller's current stream.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class Event:
         self._second_half = second_half
         self._device = device
         self.is_captured = is_captured
-        """Is the call part of a CUDA graph?"""
+        """Whether the call is part of a CUDA graph."""
         self.seen = False
-        """Has `wait` returned or raised?"""
+        """Whether `wait` has returned or raised."""
 
     def wait(self) -> None:
-        """Return once the results may be used. Raises the operation's error; a thread's, every time it is called."""
+        """Return once the results may be used. Raises the operation's error; on CPU backends each call of `wait` raises it again."""
         second_half, self._second_half = self._second_half, None
         try:
             if self._future is not None:
@@ -57,30 +57,30 @@ class Event:
         finally:
             self.seen = True
         if self._recorded is not None:
-            if isinstance(self._recorded, torch.cuda.Event):  # whose `wait` knows the current device only
+            if isinstance(self._recorded, torch.cuda.Event):  # its own `wait` uses the current device only
                 torch.cuda.current_stream(self._recorded.device).wait_event(self._recorded)
             else:
                 self._recorded.wait()
 
     def failure(self) -> BaseException | None:
-        """The operation's error, once it is over."""
+        """Wait for the operation, and return its error or None."""
         if self._second_half is not None:
             self.wait()
-            if self._device is not None:  # whoever waits for the results may do so on another stream
+            if self._device is not None:  # the caller may wait for the results on another stream
                 self._recorded = torch_module.needed().Recorded(self._device)
         return None if self._future is None else self._future.exception()
 
     def query(self) -> bool:
-        """True when `wait` would not block. While a CUDA graph is captured False, as CUDA lets nobody ask then what a GPU has done."""
+        """Return whether `wait` would not block. False during the capture of a CUDA graph, when CUDA allows no queries."""
         if self._recorded is not None and (torch.cuda.is_current_stream_capturing() or not self._recorded.query()):
             return False
         return self._future is None or self._future.done()
 
     @property
     def is_half(self) -> bool:
-        """Is the second half of the call still to come?"""
+        """Whether the second half of the call is still to be made."""
         return self._second_half is not None
 
     def is_over(self) -> bool:
-        """Has the operation ended? Of a call in two halves: not before `wait`."""
+        """Return whether the operation has ended. A call in two halves does not end before `wait`."""
         return not self.is_half and self.query()

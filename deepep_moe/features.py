@@ -1,14 +1,14 @@
-"""What this build can do."""
+"""The features of this build."""
 
 from deepep_moe import _C, nvshmem_module, torch_module
 
 
 def features() -> dict[str, bool | str]:
-    """What was compiled into the native modules and what their build found.
+    """Return the features that were compiled into the native modules, and the tools that their build found.
 
-    Keys: `version`; `compiler`; backends `shm`, `nvlink`, `collective` (True where compiled in); `nvshmem`: True where the module that
-    links NVSHMEM is built; `found_nvcc` and `found_nvshmem`, whether the build found them; `autograd`: True where the module that
-    buffers on GPUs need (`_torch`) is there and of this PyTorch, else why it is not.
+    Keys: `version`; `compiler`; backends `shm`, `nvlink`, `collective` (True if compiled in). `nvshmem` is True if the module that links
+    NVSHMEM is built. `found_nvcc` and `found_nvshmem` tell whether the build found them. `autograd` is True if the module `_torch`, which
+    buffers on GPUs need, fits this PyTorch; else it is the reason why not.
     """
     return {
         "version": _C.__version__,

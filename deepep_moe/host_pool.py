@@ -34,7 +34,7 @@ class HostPool:
             return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape)  # type: ignore[call-overload]
 
     def trim(self) -> None:
-        """Keep nothing. What is in use goes with its last tensor."""
+        """Forget all memory. Memory in use is freed with its last tensor."""
         with self._lock:
             self._storages.clear()
 

@@ -49,12 +49,12 @@ def _run(jobs: "SimpleQueue[Any]") -> None:
             future.set_exception(error)
         else:
             future.set_result(None)
-        del job, future, function, args  # which hold tensors
+        del job, future, function, args  # they hold tensors
 
 
 def _end_of_process() -> None:
-    """Let calls in flight end, as peers may need their rows, but wait for no peer that is long in coming: an error of this process is not
-    seen before it has ended. No thread may be in a call when the interpreter ends."""
+    """Finish calls in flight, as peers may need their rows and no thread may be in a call when the interpreter ends. Do not wait long for
+    a peer: an error of this process is visible only after its end."""
     _C.hurry_waits(True)
     try:
         for worker in list(_alive):
@@ -64,7 +64,7 @@ def _end_of_process() -> None:
 
 
 def _see_to_end() -> None:
-    """A process that multiprocessing has made ends without what `atexit` knows, and a forked one forgets what its parent has registered."""
+    """Register `_end_of_process` in this process. Processes of multiprocessing do not run `atexit`, and forked ones lose registrations."""
     global _process_id
     if _process_id != os.getpid():
         _process_id = os.getpid()

@@ -1,4 +1,4 @@
-"""What the checks look at, and how a function becomes a check. Tests replace `root`, `variables` and `run`."""
+"""The inputs of the checks, and how a function becomes a check. Tests replace `root`, `variables` and `run`."""
 
 import functools
 import json

@@ -58,45 +58,45 @@ class Buffer(Sizes):
 
     Rank r of R holds experts r * E / R to (r + 1) * E / R - 1. Every rank of the group must create the buffer, and then make the same
     calls in the same order; token counts may differ from rank to rank and from call to call. Calls of one buffer must not overlap
-    (one thread at a time); several buffers may be alive.
+    (one thread at a time). Several buffers may be alive; on GPUs all ranks must order their calls alike, by one stream or by events.
 
     Args:
         group: the process group; None means the default group where torch.distributed is initialized, else this process alone.
         num_max_tokens_per_rank: most tokens one rank may dispatch in a call.
         hidden: columns of a row; a row must be a multiple of 16 bytes.
-        num_experts: of all ranks together, a multiple of the group's size.
+        num_experts: experts of all ranks together, a multiple of the group's size.
         num_topk: experts per token, at most 32.
-        backend: "auto", or one by name. Where every rank sees a GPU and the group has NCCL, "auto" takes `nvlink` for one node (GPUs that
-            reach each other) and `nvshmem` for several (it needs the module `deepep_moe._nvshmem`); else it takes `shm` (ranks of one
-            host, CPU tensors). If the one so chosen cannot serve, "auto" takes `collective` (`all_to_all_single` of the group, over
-            several nodes in two hops) and says why in one log line on rank 0. `buffer.backend` says which it is. A process without a
-            group serves the kind of device that the rows of its first dispatch lie on; where that is a GPU, it takes `nvlink` then.
+        backend: "auto", or the name of a backend. If every rank sees a GPU and the group has NCCL, "auto" takes `nvlink` for one node
+            (GPUs that reach each other) and `nvshmem` for several nodes (it needs the module `deepep_moe._nvshmem`). Otherwise "auto"
+            takes `shm` (ranks of one host, CPU tensors). If that backend cannot serve, "auto" takes `collective` (`all_to_all_single`
+            of the group, in two hops over several nodes) and logs the reason on rank 0. `buffer.backend` is the name of the backend in
+            use. A process without a group serves the device of its first dispatch; if that is a GPU, it switches to `nvlink` then.
         num_sms: SMs of a GPU that send rows, 1 to all. 0 moves rows with the copy engines, so no SM is busy during the transfer. The host
-            first waits until all peers have entered the call; such a call cannot be captured in a CUDA graph. None: what the profile of
-            this machine says, else as many as fit the GPU (docs/tuning.md): 12 on an H100 or H200, and 14 in a combine from the expert
-            layout among three ranks or more. A call may say otherwise. Results never depend on it. CPU backends ignore it.
-        max_sms: most SMs of a GPU that a call takes, at least 2, those that send among them; other kernels may run on the rest meanwhile.
-            None: all. Results never depend on it. CPU backends ignore it.
+            first waits until all peers have entered the call; such a call cannot be captured in a CUDA graph. None: the value from this
+            machine's profile. If there is no profile, the GPU decides (docs/tuning.md): 12 on an H100 or H200, and 14 in a combine from
+            the expert layout among three ranks or more. A call may override it. Results never depend on it. CPU backends ignore it.
+        max_sms: most SMs of a GPU that a call takes, at least 2, including those that send. Other kernels may run on the rest.
+            None: all SMs. Results never depend on it. CPU backends ignore it.
         timeout_s: deadline of every wait for a peer, seconds; default `DEEPEP_MOE_TIMEOUT_S`, else 300.
-        ranks_per_node: how many consecutive ranks are a node, a divisor of the group's size. Sums of a token's rows are made node by node
-            (docs/design/contract.md), so it is a part of what combine computes. None: ranks of one host are a node. A number makes nodes
-            of any ranks, to have on one host the bits of several.
+        ranks_per_node: how many consecutive ranks are a node, a divisor of the group's size. Combine sums a token's rows node by node, so
+            this value changes the rounding of results (docs/design/contract.md). None: the ranks of one host are a node. Set it on one
+            host to get the bits that several nodes would compute.
 
     Raises:
-        ValueError: a bad argument, or a file of `DEEPEP_MOE_PROFILE` that cannot be read. The peers raise EPPeerError. Or, on all ranks,
-            hosts with different numbers of ranks, or ranks that are not consecutive, and no `ranks_per_node`.
+        ValueError: a bad argument, or a file of `DEEPEP_MOE_PROFILE` that cannot be read; the peers raise EPPeerError. All ranks raise
+            it if `ranks_per_node` is None and hosts have different numbers of ranks, or ranks of a host are not consecutive.
         EPMismatchError: ranks gave different settings, or have different profiles; the message names them.
         BackendUnavailableError: the named backend cannot serve here; the message says why and what to do.
     """
 
     backend: str
-    """The name of the backend that serves."""
+    """The name of the backend in use."""
     profile: Profile | None
     """The tuned settings in use on GPUs, which num_sms and max_sms override; None: the settings are fitted to the GPU."""
     num_channels: int
     """CPU threads of a rank that move rows; 1 on GPUs."""
     calls: Calls
-    """How its calls run; for the modules of this library."""
+    """The object that runs the calls; for the modules of this library."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Buffer(Sizes):
         self.calls = Calls(made, self._settings, num_sms, weakref.WeakMethod(self._make_for_gpu) if is_open else None)
 
     def _use(self, made: Backend) -> None:
-        """Make a new backend ready for calls, and say which it is."""
+        """Make a new backend ready for calls, and log its name."""
         self.profile = agree_on_profile(made, self._settings, self._loaded, self._group)
         if self._max_sms is not None:
             made.limit_sms(self._max_sms)
@@ -142,7 +142,7 @@ class Buffer(Sizes):
         self._log_backend(made.name, made.workspace_bytes)
 
     def _make_for_gpu(self, x: Tensor) -> Backend:
-        """Make a backend for the GPU of `x`, the first rows of a process alone."""
+        """Make a backend for the GPU of `x`, the first rows that a process without a group dispatches."""
         with making_on(x):
             made = make_backend("auto", self._settings, self._peers, None, has_gpu_tensors=True)
             try:
@@ -154,25 +154,25 @@ class Buffer(Sizes):
                 raise
         return made
 
-    # ---- what it is ----
+    # ---- properties ----
 
     @property
     def ranks_per_node(self) -> int:
-        """Consecutive ranks that are a node."""
+        """How many consecutive ranks are a node."""
         return self._settings.ranks_per_node
 
     @property
     def num_calls(self) -> int:
-        """Calls that this rank has begun or refused."""
+        """How many calls this rank has begun or refused."""
         return self.calls.num_calls
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory for the exchange that this rank owns, bytes; docs/design/shm.md, nvlink.md and nvshmem.md have the formulas."""
+        """Bytes of exchange memory that this rank owns; docs/design/shm.md, nvlink.md and nvshmem.md have the formulas."""
         return self.calls.backend.workspace_bytes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Buffer":
-        return self  # copies of a layer share it
+        return self  # copies of a layer share the buffer
 
     def __reduce__(self) -> Any:
         raise TypeError("a Buffer is memory of running processes and cannot be saved; save the state_dict() of what holds it")
@@ -182,10 +182,10 @@ class Buffer(Sizes):
         what = f"{self.num_experts} experts, top-{self.num_topk}, hidden {self.hidden}"
         return f"Buffer({state}, rank {self.rank} of {self.num_ranks}, {what})"
 
-    # ---- what it does ----
+    # ---- operations ----
 
     def layout(self, topk_idx: Tensor) -> Layout:
-        """Count this rank's tokens. Not collective.
+        """Count this rank's tokens for each rank and each expert. Not collective.
 
         topk_idx: [num_tokens, num_topk] int32 or int64, -1 = no expert. Raises ValueError for another shape, an index out of range or a
         duplicate, TypeError for another dtype.
@@ -215,32 +215,34 @@ class Buffer(Sizes):
 
         Args:
             x: [num_tokens, hidden] contiguous, fp32, bf16, fp16, or fp8 with `x_scales`.
-            topk_idx: [num_tokens, num_topk] int64 or int32, -1 = no expert, no expert twice in a row; of any strides. Not with `handle`.
-            topk_weights: [num_tokens, num_topk] fp32, of any strides; travel along.
-            x_scales: [num_tokens, ceil(hidden / 128)] fp32; required for fp8 rows and only there.
+            topk_idx: [num_tokens, num_topk] int64 or int32, any strides. -1 = no expert; a row must not name an expert twice. Not allowed
+                with `handle`.
+            topk_weights: [num_tokens, num_topk] fp32, any strides. They are sent with the rows.
+            x_scales: [num_tokens, ceil(hidden / 128)] fp32. Required for fp8 rows, not allowed otherwise.
             layout: "expert": one row per (token, local expert), grouped by local expert, inside a group by (source rank, token), each
                 group padded with zero rows to a multiple of `expert_alignment`. "rank": one row per (token, this rank), by (source
                 rank, token).
-            handle: of an earlier dispatch of this buffer: repeats its routing, layout and alignment, with no exchange of counts.
-            num_recv_rows: a bound on the rows received; the outputs have exactly that many, the rest, behind the last group, zero. On a
-                GPU the host then waits for nothing, and the call may be captured in a CUDA graph.
-            fp8: True sends rows as float8_e4m3fn with one scale for 128 columns, made here (`deepep_moe.ops.quantize_fp8`), without
-                gradient. "blockwise" is for training: scales are powers of two in fp32, which `deepep_moe.ops.ue8m0.pack` packs, and
-                recv_x is `deepep_moe.ops.QuantizedRows`, whose gradient is bf16 and which `deepep_moe.ops.grouped_mlp` multiplies in
-                fp8. It needs bf16 rows, the expert layout, and multiples of 128 for hidden, `expert_alignment` and `num_recv_rows`
+            handle: the handle of an earlier dispatch of this buffer. The call repeats its routing, layout and alignment, and exchanges no
+                counts.
+            num_recv_rows: an upper bound on the rows received. The outputs have exactly that many rows; rows behind the last group are
+                zero. On a GPU the host then waits for nothing, and the call may be captured in a CUDA graph.
+            fp8: True quantizes rows to float8_e4m3fn with one scale per 128 columns (`deepep_moe.ops.quantize_fp8`), without gradient.
+                "blockwise" is for training: scales are powers of two in fp32 (`deepep_moe.ops.ue8m0.pack` packs them). recv_x is then
+                `deepep_moe.ops.QuantizedRows`, which `deepep_moe.ops.grouped_mlp` multiplies in fp8; its gradient is bf16. It needs
+                bf16 rows, the expert layout, and multiples of 128 for hidden, `expert_alignment` and `num_recv_rows`
                 (docs/design/fp8_training.md).
-            num_sms: as the buffer's, for this call; gradients run with the buffer's.
-            layer: of those that share the buffer, which one calls: any number of this rank's own, without meaning to its peers. On a GPU
-                the host guesses from the last two dispatches of the layer how many rows come, and waits where it cannot.
-            async_op: return at once; the results may be read, and the arguments changed, after `output.event.wait()`. Such a call, and one
-                with `return_hook`, breaks the graph of a compiled function.
-            return_hook: return at once; the results may be read, and the arguments changed, after `output.hook()`. On a GPU rows fly
-                meanwhile, and `hook` enqueues the rest on the stream that is current then; so does the buffer's next call.
+            num_sms: overrides the buffer's `num_sms` for this call; gradients use the buffer's.
+            layer: which of the layers that share the buffer makes the call. Any number; peers may use others. On a GPU the host predicts
+                the rows received from the last two dispatches of the layer, and waits for the count if it cannot.
+            async_op: return at once. Read the results, or change the arguments, only after `output.event.wait()`. A call with `async_op`
+                or `return_hook` breaks the graph of a compiled function.
+            return_hook: return at once. Read the results, or change the arguments, only after `output.hook()`. On a GPU the rows travel
+                meanwhile. `hook`, or the buffer's next call if it comes first, enqueues the rest on the stream that is current then.
 
         Raises:
             TypeError, ValueError: bad arguments; the peers raise EPPeerError instead of waiting.
-            EPMismatchError: ranks are in different operations. EPCapacityError: more rows than a rank's `num_recv_rows`.
-            EPTimeoutError: a peer died or stalled. BufferDestroyedError: after `destroy`.
+            EPMismatchError: ranks are in different operations. EPCapacityError: a rank would receive more than its `num_recv_rows`.
+            EPTimeoutError: a peer died or stalled. BufferDestroyedError: the buffer was destroyed.
         """
         if (async_op or return_hook or fp8 == BLOCKWISE) and torch.compiler.is_compiling():
             return _call_outside_graph(
@@ -262,7 +264,7 @@ class Buffer(Sizes):
             elif topk_idx is None and num_recv_rows is None and layout == "expert" and expert_alignment == 1:
                 made = native.dispatch_along(calls, x, x_scales, topk_weights, handle, *how)
             else:
-                made = None  # what contradicts the handle is refused below
+                made = None  # arguments that contradict the handle are refused below
             if made is not None:
                 return made
         mode = calls.mode_of(num_sms, async_op, return_hook, 0 if torch.compiler.is_compiling() else layer)
@@ -300,26 +302,27 @@ class Buffer(Sizes):
         async_op: bool = False,
         return_hook: bool = False,
     ) -> Any:
-        """Bring the experts' outputs back to the tokens' ranks, summed. Collective; differentiable in `x`, `topk_weights`, `bias`.
+        """Sum each token's expert outputs on the token's rank. Collective; differentiable in `x`, `topk_weights`, `bias`.
 
-        The sum is defined to the bit: on the expert side over a token's rows in ascending lane of top-k, in fp32, rounded once to the
-        dtype of `x`; then over ranks ascending, in fp32, plus `bias`, rounded once. With several nodes, over the ranks of each node first,
-        rounded where it is not the token's own, then over nodes (docs/design/contract.md).
+        The sum is defined to the bit. An expert's rank first adds a token's rows in ascending lane of top-k, in fp32, and rounds once to
+        the dtype of `x`. The token's rank adds these over ascending ranks in fp32, adds `bias`, and rounds once. With several nodes, each
+        node's ranks are added first, rounded if the node is not the token's own, and then the nodes (docs/design/contract.md).
 
         Args:
             x: [num_rows, hidden] contiguous, fp32, bf16 or fp16, rows as the dispatch of `handle` returned them.
-            handle: of a dispatch of this buffer.
+            handle: the handle of a dispatch of this buffer.
             topk_weights: [num_rows] fp32: the weight of each row (`recv_topk_weights` of the expert layout); None: a plain sum.
-            bias: [num_tokens, hidden], dtype of `x`: added at the source.
-            fp8: "blockwise": the backward dispatches its gradient as a dispatch with `fp8="blockwise"` does, so that of `x` comes as
-                `QuantizedRows`, which `grouped_mlp` takes. Rows move as they are. For the handle of such a dispatch and no `topk_weights`.
-            num_sms: as the buffer's, for this call.
+            bias: [num_tokens, hidden], dtype of `x`. It is added on the token's rank.
+            fp8: "blockwise": the backward dispatches its gradient as a dispatch with `fp8="blockwise"` does. The gradient of `x` is then
+                `QuantizedRows`, which `grouped_mlp` takes. The forward sends rows unchanged. Needs the handle of a blockwise dispatch and
+                no `topk_weights`.
+            num_sms: overrides the buffer's `num_sms` for this call.
             async_op: return at once with an Event.
-            return_hook: return at once with a hook, as `dispatch`.
+            return_hook: return at once with a hook, as in `dispatch`.
 
         Returns:
             combined_x [num_tokens, hidden], dtype of `x`; with `async_op`, (combined_x, Event); with `return_hook`, (combined_x, hook).
-            Tokens without expert are 0 (+ bias).
+            The row of a token without expert is 0 (+ bias).
 
         Raises: as `dispatch`.
         """
@@ -347,45 +350,47 @@ class Buffer(Sizes):
         return _with_event(combined_x, calls.event(mode, x), return_hook)
 
     def check(self) -> None:
-        """Raise what a GPU has reported of earlier calls: those of a CUDA graph, and those whose host waits for nothing, as with
-        `num_recv_rows`, fail without a word until then or until the buffer's next call. Not collective; does not wait for the GPU.
+        """Raise the failure that a GPU has reported for an earlier call. Not collective; does not wait for the GPU.
 
-        Raises EPCapacityError, EPTimeoutError, EPPeerError, EPMismatchError, or ValueError for a bad routing or, found by this process's
-        gate, a logit or expert bias that is not finite.
+        Calls in a CUDA graph, and calls whose host waits for nothing (such as with `num_recv_rows`), raise only here or in the buffer's
+        next call.
+
+        Raises EPCapacityError, EPTimeoutError, EPPeerError or EPMismatchError. Raises ValueError for a bad routing, or if this process's
+        gate has seen a logit or expert bias that is not finite.
         """
         self.calls.check()
 
     def allow_excess(self) -> None:
-        """On GPUs, let dispatches leave out rows beyond `num_recv_rows` from now on, with no error of it, here or at the peers.
+        """On GPUs, let later dispatches drop rows beyond `num_recv_rows` without an error, here or at the peers.
 
-        For a caller that looks at `handle.num_rows_per_expert`, which counts all rows that were to come, and repeats the step. With CPU
-        backends the dispatch raises EPCapacityError all the same, on all ranks, before it moves any row.
+        The caller must compare `handle.num_rows_per_expert`, which also counts dropped rows, with the bound, and repeat the step. With CPU
+        backends the dispatch still raises EPCapacityError, on all ranks, before it moves any row.
         """
         self._allows_excess = True
         self.calls.backend.allow_excess()
 
     def recover(self) -> None:
-        """Bring the ranks back into step after an error, whatever calls each of them has made since. What has failed is forgotten, and a
+        """Bring the ranks back into step after an error, whatever calls each of them has made since. Failures are forgotten, and a
         call whose hook was not called is dropped. Handles of dispatches that succeeded stay valid.
 
         Collective: every rank of the group calls it once it has caught its error. Waits for the GPU and for the peers.
 
-        Raises EPTimeoutError naming a rank that does not come, EPError where only a new Buffer helps; docs/design/failures.md says after
-        what.
+        Raises EPTimeoutError with the rank that does not come. Raises EPError after failures from which only a new Buffer recovers
+        (docs/design/failures.md lists them).
         """
         s = self._settings
         with hanging_up(self._group):
             self.calls.recover(lambda number: gather_objects(number, self._group, s.num_ranks, "recovery of a Buffer", s.timeout_s, int))
 
     def refuse(self, error: _Error) -> _Error:
-        """Tell the peers, which are or will be in a call, that this rank does not make it, also for wrappers with checks of their own. The
-        peers raise EPPeerError with the same reason. Returns `error`, to be raised."""
+        """Tell the peers that this rank does not make its next call; they raise EPPeerError with the same reason. Wrappers with their own
+        checks may use it too. Return `error`, for the caller to raise."""
         return self.calls.refuse(error)
 
     def destroy(self) -> None:
-        """Free the workspace and threads. Not collective, may be repeated. Peers in a call get an error that says so. On GPUs memory
-        stays until all peers have destroyed their buffers too, or ended: they may still write to it. Where that takes longer than a second,
-        it goes with the next buffer that this process makes or destroys."""
+        """Free the workspace and threads. Not collective, may be repeated. Peers in a call get an error that says so. On GPUs, peers may
+        still write to the memory, so this waits up to a second until all have destroyed their buffers or ended. If they have not, the
+        memory is freed when this process makes or destroys its next buffer."""
         self.calls.destroy()
         self._group = None  # a process group that outlives destroy_process_group may abort the process as it ends
 
@@ -398,6 +403,6 @@ def _with_event(combined_x: Tensor, event: Event | None, return_hook: bool) -> A
 
 @torch._disable_dynamo
 def _call_outside_graph(call: Callable[_Given, _Result], *args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-    """Make a call from a compiled function that cannot be part of a graph, between two of them: an event, a hook, or `QuantizedRows` would
-    have to be. With `fullgraph=True` PyTorch raises an error that names this function."""
+    """Make a call outside the graphs of a compiled function: events, hooks and `QuantizedRows` cannot be part of a graph. With
+    `fullgraph=True` PyTorch raises an error that names this function."""
     return call(*args, **kwargs)

@@ -1,6 +1,6 @@
 """Rows by expert: dispatch into, and combine from, one tensor per local expert. On GPUs neither forward nor backward concatenates them.
 
-For layers whose experts run one by one. What C++ does not take goes by the operators of `operators`, of all rows in one tensor.
+For layers whose experts run one by one. Calls that C++ declines use `operators`, with all rows in one tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,14 +26,14 @@ def dispatch_by_expert(
     buffer: Buffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, leading: tuple[int, ...] = (),
     source_weights: Tensor | None = None, layer: int = 0,
 ) -> tuple[tuple[Tensor, ...], Tensor | None, DispatchHandle]:  # fmt: skip
-    """A dispatch in the expert layout without padding, with gradients, for experts that run one by one.
+    """Dispatch in the expert layout without padding, with gradients, for experts that run one by one.
 
-    x: [num_tokens, hidden]. topk_idx, topk_weights: [num_tokens, num_topk], in a buffer for as many.
-    source_weights: [num_topk, num_tokens] fp32, in a buffer for top-1, instead of topk_weights: each expert of a token is a token of its
-    own, topk_idx [num_topk * num_tokens, 1], and `combine_by_expert` weights and sums their rows where they come back.
-    layer: as `Buffer.dispatch` takes it.
-    Returns the rows of each local expert, [*leading, num_rows, hidden] where `leading` are sizes of 1; recv_topk_weights [num_rows of
-    all] or None; the handle. All ranks have gradients or none has: the backward is collective too.
+    x: [num_tokens, hidden]. topk_idx, topk_weights: [num_tokens, num_topk]; the buffer has the same num_topk.
+    source_weights: [num_topk, num_tokens] fp32, instead of topk_weights, in a buffer for top-1. Each (lane, token) is then sent as a
+    token with one expert, topk_idx [num_topk * num_tokens, 1]. `combine_by_expert` weights and sums the rows on the token's rank.
+    layer: the same as in `Buffer.dispatch`.
+    Returns the rows of each local expert, [*leading, num_rows, hidden], where `leading` are sizes of 1; recv_topk_weights [rows of all
+    experts] or None; the handle. All ranks must need gradients, or none: the backward is collective too.
     """
     calls, num_shared = buffer.calls, 1 if source_weights is None else len(source_weights)
     if source_weights is not None and buffer.num_topk != 1:
@@ -41,7 +41,7 @@ def dispatch_by_expert(
     native = None if is_compiled((x, topk_idx, topk_weights)) else calls.native
     if native is not None and source_weights is not None:
         if native.can_fuse and num_shared <= _C.MAX_TOPK:
-            # They are sent: rows and weights get their gradients where the rows are.
+            # The weights are sent, so the experts' rank computes the gradients of rows and weights.
             calls.refuse_on_failure(check_source_weights, source_weights, x)
             topk_weights = source_weights.as_subclass(Tensor)
         else:
@@ -61,13 +61,13 @@ def dispatch_by_expert(
 def combine_by_expert(
     buffer: Buffer, rows: Sequence[Tensor], topk_weights: Tensor | None, handle: DispatchHandle, source_weights: Tensor | None = None
 ) -> Tensor:
-    """A combine of such rows, after the experts, with gradients: combined_x [num_tokens, hidden].
+    """Combine the experts' outputs, with gradients. Return combined_x [num_tokens, hidden].
 
-    topk_weights: what the dispatch returned. source_weights: what it was given; the result is the `weighted_sum` of rows that come back as
-    they are.
+    topk_weights: the weights that the dispatch returned. source_weights: those passed to the dispatch; rows then come back unweighted,
+    and the result is their `weighted_sum`.
 
-    rows: [..., num_rows, hidden] of each local expert. They are read where they are if kernels can and they are alike, contiguous and of
-    the right shapes; else joined first. Raises TypeError and ValueError for what cannot be joined; the peers raise EPPeerError.
+    rows: [..., num_rows, hidden] of each local expert. Kernels read them in place if all are contiguous, of one dtype and of the right
+    shapes; otherwise they are joined first. Raises TypeError or ValueError if they cannot be joined; the peers raise EPPeerError.
     """
     calls = buffer.calls
     were_sent = source_weights is not None and topk_weights is not None
@@ -75,7 +75,7 @@ def combine_by_expert(
         source = None if source_weights is None else readable(source_weights.detach().as_subclass(Tensor))
         tensors, make = (*rows, topk_weights), partial(calls.make, "combine_by_expert", handle=handle)
         made = _unseen(calls, tensors, partial(make, rows, False, topk_weights, source, handle))
-        if made is None and were_sent:  # peers weight the rows of this rank at their source, and so must it, whatever the tensors are
+        if made is None and were_sent:  # peers expect rows to be weighted at the source, so this rank cannot take another path
             x = calls.refuse_on_failure(joined, rows, handle, buffer.hidden).as_subclass(Tensor)
             weights = topk_weights.as_subclass(Tensor)  # type: ignore[union-attr]
             made = _unseen(calls, (x, weights), partial(make, [x], True, weights, source, handle))
@@ -96,7 +96,7 @@ def split_rows(rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tup
 
 
 class _Split(torch.autograd.Function):
-    """`split_rows`, whose gradients may be sparse, which PyTorch's own split cannot join."""
+    """`split_rows` with gradients that may be sparse; the backward of PyTorch's split cannot join sparse ones."""
 
     @staticmethod
     def forward(_ctx: Any, rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -109,7 +109,7 @@ class _Split(torch.autograd.Function):
 
 
 def _unseen(calls: Calls, tensors: Sequence[Tensor | None], make: Callable[[], Any]) -> Any:
-    """Return what `make` has made, which no mode sees: one rank may be watched alone, and all must make the same call."""
+    """Return `make()`, hidden from dispatch modes: a mode may watch this rank only, but all ranks must make the same call."""
     made = make()
     if made is not None or not all(isinstance(tensor, Tensor) or tensor is None for tensor in tensors) or not is_watched(tensors):
         return made

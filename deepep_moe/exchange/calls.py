@@ -1,6 +1,6 @@
-"""The calls of one buffer: each is checked, planned and moved, or refused, so that all ranks stay in step.
+"""The calls of one buffer. Each call is checked, planned and moved, or refused, so that all ranks stay in step.
 
-Operators and handles know a buffer by the number of its calls.
+Operators and handles refer to a buffer by `Calls.number`.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ _Args = TypeVar("_Args", DispatchArgs, CachedDispatchArgs, CombineArgs)
 _Result = TypeVar("_Result")
 _Error = TypeVar("_Error", bound=BaseException)
 
-_num_forks = 0  # between the first process and this one
+_num_forks = 0  # forks between the first process and this one
 
 
 def _forked() -> None:
@@ -74,23 +74,23 @@ class Calls:
     def __init__(
         self, backend: Backend, settings: Settings, num_sms: int | None, for_gpu: Callable[[], Callable[[Tensor], Backend] | None] | None
     ):
-        """`for_gpu`: a weak reference to what makes another backend, should the first rows lie on a GPU; None: `backend` serves all."""
+        """`for_gpu`: weak reference to a function that makes another backend if the first rows lie on a GPU; None: `backend` serves all."""
         self.settings, self.capabilities = settings, backend.capabilities
         self.number = next(_numbers)
         self.own_mode = Mode(num_sms=num_sms)
-        """In which gradients run, and calls that say nothing else."""
+        """The mode of gradients, and the default of calls."""
         self._calling = threading.Lock()
         self._backend: Backend | None = backend
         self._for_gpu = for_gpu
         self._native = backend.native_calls(self.number, self.own_mode)
         self._worker: Worker | None = None
         self._pending: Event | None = None
-        self._num_submitted = 0  # the number of the call in flight that the thread may be still to enter
-        self._earlier_failure: Exception | None = None  # of another call, to be raised once the present one is made
+        self._num_submitted = 0  # the number of the call in flight, which the thread may not have entered yet
+        self._earlier_failure: Exception | None = None  # the failure of an earlier call, raised once the present call is made
         self._process_id, self._num_forks = os.getpid(), _num_forks
         live_calls[self.number] = self
 
-    # ---- what there is ----
+    # ---- properties ----
 
     @property
     def backend(self) -> Backend:
@@ -105,24 +105,24 @@ class Calls:
 
     @property
     def num_calls(self) -> int:
-        """Calls that this rank has submitted, entered or refused: those that the thread is still to enter are made, whatever fails now."""
+        """How many calls this rank has submitted, entered or refused. The thread will enter submitted calls, whatever fails now."""
         return max(self.backend.num_calls, self._num_submitted)
 
     @property
     def native(self) -> Any:
-        """`_torch.Calls`; None where the backend moves rows from Python."""
+        """`_torch.Calls`; None if the backend moves rows from Python."""
         return self._native
 
     def make(self, name: str, *args: Any, handle: Any = None, waits: bool = False, is_async: bool = False) -> Any:
-        """Return what the method `name` of `_torch.Calls` has made, or None where it declines, and on CPUs. The call is along `handle`, or
-        its host `waits` for counts. is_async: something of it is in flight then."""
+        """Return the result of the method `name` of `_torch.Calls`; None if it declines, and on CPUs. handle: the one that the call uses.
+        waits: its host waits for counts. is_async: part of the call stays in flight."""
         if self._native is None or self._num_forks != _num_forks:
             return None
         if self._pending is not None:
             self._finish_earlier_call()
         call = getattr(self._native, name)
         made = call(*args)
-        if made is None and self._native is not None and self._native.has_failed:  # by what earlier calls have reported
+        if made is None and self._native is not None and self._native.has_failed:  # an earlier call has reported a failure
             self._note_failure(self.backend, lambda: waits or (isinstance(handle, DispatchHandle) and handle.has_failed))
             made = call(*args)
         if made is not None and (is_async or self._earlier_failure is not None):
@@ -130,7 +130,7 @@ class Calls:
         return made
 
     def native_for_gradients(self) -> Any:
-        """Return `_torch.Calls`, to make the next call by itself; None where a failure waits to be raised by that."""
+        """Return `_torch.Calls`, which may make the next call by itself; None if that call must raise an earlier failure."""
         if self._native is None or self._earlier_failure is not None or self._native.has_failed or self._num_forks != _num_forks:
             return None
         if self._pending is not None:
@@ -148,7 +148,7 @@ class Calls:
     # ---- calls ----
 
     def dispatch(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle]:
-        if torch.is_inference_mode_enabled():  # in which PyTorch would not count changes of the handle's tensors
+        if torch.is_inference_mode_enabled():  # PyTorch counts no in-place changes of tensors made in inference mode
             with torch.inference_mode(False), torch.no_grad():
                 return self.dispatch(args)
         self._refuse_second_caller()
@@ -170,7 +170,7 @@ class Calls:
             return rows
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None]:
-        """Return combined_x, and the gradients of topk_weights where some were given."""
+        """Return combined_x, and the gradients of topk_weights if `args` has some."""
         self._refuse_second_caller()
         with self._calling, unwatched():
             backend = self._admit(check_combine, args)
@@ -180,34 +180,34 @@ class Calls:
             return combined_x, topk_weight_grads
 
     def _finish_earlier_call(self) -> None:
-        """Refuse the call where the wait for the one before it is interrupted."""
+        """Wait for the call in flight. If an interrupt ends the wait, refuse the next call."""
         try:
             self._wait_for_pending()
         except (EPError, ValueError):
             raise
         except BaseException as error:
-            with contextlib.suppress(EPError):  # of the call before: `error` says more
+            with contextlib.suppress(EPError):  # the failure of the call before: `error` says more
                 self.refuse(error)
             raise
 
     def _refuse_second_caller(self) -> None:
-        """One that comes while a call is being made: on another thread, or out of a signal's handler."""
+        """Raise EPError if a call is already being made, on another thread or below this signal handler."""
         if self._calling.locked():
             raise EPError("two threads are in calls of one buffer; make its calls one after the other")
 
     def event(self, mode: Mode, x: Tensor) -> Event | None:
-        """Return the event of the call of `x` just made, None where it was not asynchronous."""
+        """Return the event of the call of `x` just made; None if it was not asynchronous."""
         if not (mode.is_async or mode.is_split):
             return None
         return self._pending or Event(recorded=self.backend.recorded(x))
 
     @property
     def in_flight(self) -> Event | None:
-        """The event of the asynchronous call that a GPU was just given."""
+        """The event of the asynchronous call just enqueued on a GPU."""
         return self._pending
 
     def _keep_in_flight(self, made: InFlight) -> None:
-        """Know what is left of a call that a GPU was given, and raise what earlier ones have reported."""
+        """Keep the unfinished part of a call that was enqueued on a GPU, and raise an earlier call's failure."""
         if made.second_half is not None:
             half, is_captured = partial(self._finish, made.second_half), self._is_capturing()
             self._pending = Event(second_half=half, device=self.backend.device, is_captured=is_captured)
@@ -217,7 +217,7 @@ class Calls:
             self._raise_earlier_failure(self._pending)
 
     def _finish(self, half: Any) -> None:
-        """`half`: `_torch.SecondHalf`. Where it fails, tell the peers, as its call was entered."""
+        """Finish `half` (`_torch.SecondHalf`). If it fails, tell the peers, since its call was entered."""
         try:
             is_finished = half.finish()
         except BaseException as error:
@@ -229,7 +229,7 @@ class Calls:
             raise BufferDestroyedError("the buffer was destroyed before this call's hook; its results will not come")
 
     def check(self) -> None:
-        """Raise what earlier calls have reported since."""
+        """Raise the failure that an earlier call has reported, if any."""
         failure, self._earlier_failure = self._earlier_failure, None
         if failure is not None:
             raise failure
@@ -243,18 +243,18 @@ class Calls:
         self._worker = None
         backend, self._backend, self._native = self._backend, None, None
         backend.destroy()
-        self._pending = None  # and what its second half holds, only now: a GPU may have read and written that until here
+        self._pending = None  # last: a GPU may have used the tensors that its second half holds until here
 
     def recover(self, meet: Callable[[int], list[int]]) -> None:
-        """Bring the ranks back into step: those that have made fewer calls refuse the rest. meet(number): that of every rank."""
+        """Bring the ranks back into step: ranks that have made fewer calls refuse the rest. meet(number) returns every rank's number."""
         self._refuse_other_process()
         backend, pending = self.backend, self._pending
-        backend.check_usable()  # else its peers would be waited for in a group that is out of step
+        backend.check_usable()  # else this rank would wait for peers in a group that is out of step
         self._pending = self._earlier_failure = None
         if pending is not None and not pending.is_half:
             pending.failure()
         self._num_submitted = 0
-        self._refuse_rest(backend.num_calls, meet)  # which ends the waits of peers, so that they can settle
+        self._refuse_rest(backend.num_calls, meet)  # ends the waits of peers, so that they can settle
         self._refuse_rest(backend.settle(), meet)
         meet(0)
         backend.settle()
@@ -266,13 +266,13 @@ class Calls:
     # ---- refusals ----
 
     def refuse(self, error: _Error) -> _Error:
-        """Tell the peers, which are or will be in a call, that this rank does not make it: they raise EPPeerError with the reason. Return
-        `error`, to be raised."""
+        """Tell the peers that this rank does not make its next call; they raise EPPeerError with the reason. Return `error`, for the
+        caller to raise."""
         self.tell(told(error), Cause.OUTGROWN if isinstance(error, OutgrownError) else Cause.OTHER)
         return error
 
     def tell(self, reason: str, cause: Cause = Cause.OTHER) -> None:
-        """As `refuse`, with the reason as `told` has it."""
+        """Do what `refuse` does, with a reason in the form that `told` returns."""
         if self._num_forks != _num_forks or is_dry_run():
             return  # a forked process would write to its owner's connections, and a dry run makes no call
         with unwatched():
@@ -281,20 +281,19 @@ class Calls:
             self.backend.refuse(reason, cause)
 
     def refuse_on_failure(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
-        """Return the function's result. Refuse the call where the function finds wrong types or values, lacks memory or is interrupted. (A
-        context manager takes longer.)"""
+        """Return the function's result. Refuse the call if the function raises anything. (A context manager would be slower.)"""
         try:
             return function(*args, **kwargs)
         except Exception as error:
             raise self.refuse(error) from None
         except BaseException as error:
-            with contextlib.suppress(EPError):  # of an earlier call: an interrupt says more
+            with contextlib.suppress(EPError):  # the failure of an earlier call: an interrupt says more
                 self.refuse(error)
             raise
 
     def _tell_on_failure(self, num_calls: int, function: Callable[[], _Result]) -> _Result:
-        """Return the function's result. Where anything fails (memory, an interrupt), tell the peers: this rank refuses the call, or leaves
-        it if it has entered more than `num_calls`."""
+        """Return the function's result. If it raises anything, tell the peers: this rank refuses the call, or abandons it if the backend
+        has entered it (its count is no longer `num_calls`)."""
         try:
             return function()
         except BaseException as error:
@@ -305,7 +304,7 @@ class Calls:
             raise
 
     def _admit(self, check: Callable[[Any, Settings], None], args: _Args) -> Backend:
-        """Return the backend, to make a call with `args`, which are right."""
+        """Check `args` and this rank's state, and return the backend that makes the call."""
         backend = self.backend
         self._refuse_other_process()
         self._finish_earlier_call()
@@ -319,8 +318,8 @@ class Calls:
         return backend
 
     def _note_failure(self, backend: Backend, ends_call: Callable[[], bool]) -> None:
-        """Know what earlier calls have reported, to be raised once the present one is made, so that the failure of one call is not that of
-        two. Raise it now where it `ends_call`."""
+        """Keep an earlier call's failure, to raise it once the present call is made: so one failure does not make two calls fail. If
+        `ends_call()`, refuse the present call and raise it now."""
         try:
             failure = backend.take_failure()
         except EPError as error:
@@ -330,16 +329,16 @@ class Calls:
         self._earlier_failure = failure or self._earlier_failure
 
     def _raise_earlier_failure(self, event: Event | None) -> NoReturn:
-        """Once the call is made, whose event this is."""
+        """Raise the failure of an earlier call, after the call of `event` is made."""
         failure, self._earlier_failure = self._earlier_failure, None
         if event is not None:
-            event.wait()  # nobody will be given it
+            event.wait()  # the caller will not get it
         assert failure is not None
         raise failure
 
     @property
     def has_chosen(self) -> bool:
-        """Is the backend that of all calls? That of a process without a group may change with the first rows."""
+        """Whether the backend is final. A process without a group may change it with the first rows."""
         return self._for_gpu is None
 
     def _choose(self, x: Tensor) -> Backend:
@@ -354,18 +353,18 @@ class Calls:
         return self.backend
 
     def _refuse_other_process(self) -> None:
-        """The thread and the GPU of a buffer are not there in a process forked from its owner."""
+        """Raise BufferDestroyedError in a process forked from the buffer's owner: its thread and GPU do not exist there."""
         if self._num_forks != _num_forks:
             raise BufferDestroyedError(
                 f"this buffer belongs to process {self._process_id}, this is process {os.getpid()}, forked from it; "
                 "create a Buffer in each process"
             )
 
-    # ---- asynchronous calls: on one thread of the buffer's own, in order, or as the backend has it ----
+    # ---- asynchronous calls: in order on one thread of the buffer, or on a GPU's stream ----
 
     def _move(self, mode: Mode, num_calls: int, move_rows: Move, *keep_alive: Any) -> None:
-        """Move the rows, now or later. Until then the tensors that native code knows by address are held. Raises what an earlier call's
-        kernels have reported."""
+        """Move the rows, now or later. `keep_alive` holds the tensors that native code knows by address until then. Raises an earlier
+        call's failure."""
         if not callable(move_rows):
             self._keep_in_flight(move_rows)
         else:
@@ -387,7 +386,7 @@ class Calls:
         return self.backend.device is not None and torch.cuda.is_current_stream_capturing()
 
     def _wait_for_pending(self) -> None:
-        """Let the asynchronous call in flight finish. Raises EPError where it failed and nobody has looked: its results are not there."""
+        """Let the asynchronous call in flight finish. Raises EPError if it failed and nobody has seen its error."""
         pending = self._pending
         if pending is None:
             return
@@ -396,7 +395,7 @@ class Calls:
                 raise ValueError(
                     "a call of this buffer waits for its hook, and its rest cannot be part of a CUDA graph; call the hook before"
                 )
-            self._pending = None  # of a graph, whose capture has ended without it
+            self._pending = None  # the capture of its graph has ended without its second half
             return
         error = pending.failure()
         self._pending, self._num_submitted = None, 0
@@ -405,8 +404,8 @@ class Calls:
 
 
 def _ends_with_a_failure(args: DispatchArgs | CachedDispatchArgs | CombineArgs) -> bool:
-    """Is an earlier failure raised instead of this call? A dispatch whose host waits for counts would wait for the rank that has failed,
-    whose next call may be far away, and along a handle that has failed there is no call."""
+    """Return whether an earlier failure is raised instead of this call. A dispatch whose host waits for counts would wait for the failed
+    rank, whose next call may be far away. A handle of a failed dispatch allows no call."""
     return args.num_recv_rows < 0 if isinstance(args, DispatchArgs) else args.handle.has_failed
 
 

@@ -17,9 +17,9 @@ from deepep_moe.ops.quantized import QuantizedRows
 
 MAX_ALIGNMENT = 1 << 16
 BLOCKWISE = "blockwise"
-"""The fp8 of training: scales of powers of two, and rows that grouped products take."""
+"""The mode of `fp8` for training: scales are powers of two, and grouped products take the rows."""
 EXCHANGE = "dispatch and combine"
-"""What has no rule for transforms of torch.func: they would fail on their way here."""
+"""The name for `refuse_watchers` of the operations that have no rule for transforms of torch.func."""
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _ALL = tuple(DTYPE_NAMES)
 
@@ -28,7 +28,7 @@ _ALL = tuple(DTYPE_NAMES)
 
 
 def check_tensors(x: Any, *, is_operator: bool = True, **tensors: Any) -> None:
-    """`x`, and `tensors` that may be None. is_operator: as `refuse_watchers` has it."""
+    """Check the types of `x`, and of `tensors` that may be None. is_operator: see `refuse_watchers`."""
     named = {"x": x, **tensors}
     refuse_watchers(EXCHANGE, named, is_operator=is_operator)
     for name, tensor in named.items():
@@ -47,7 +47,7 @@ def check_owner(handle: Any, buffer_id: int) -> None:
 
 
 def check_routing(topk_idx: Tensor | None, layout: Any, expert_alignment: Any, num_recv_rows: Any) -> tuple[str, int, int]:
-    """Return the last three, as plain numbers: -1 for no bound of rows."""
+    """Return layout, expert_alignment and num_recv_rows, the numbers as plain ints; -1 for no bound of rows."""
     if topk_idx is None:
         raise ValueError("topk_idx is missing; give topk_idx, or the handle of an earlier dispatch")
     if num_recv_rows is not None:
@@ -60,7 +60,7 @@ def check_routing(topk_idx: Tensor | None, layout: Any, expert_alignment: Any, n
 
 
 def check_beside_handle(handle: DispatchHandle, topk_idx: Tensor | None, layout: Any, expert_alignment: Any, num_recv_rows: Any) -> None:
-    """Refuse arguments that contradict the handle given with them, and one whose recv_topk_idx would be returned again."""
+    """Refuse arguments that contradict the handle, and a handle whose recv_topk_idx was changed: the dispatch would return it again."""
     if not handle.has_recv_topk_idx:
         raise ValueError(
             "recv_topk_idx of this handle was changed in place, and a dispatch along the handle returns it again; change a clone of it"
@@ -88,7 +88,7 @@ def check_fp8_mode(fp8: Any) -> None:
 
 
 def check_blockwise(x: Tensor, x_scales: Tensor | None, layout: Any, expert_alignment: int, num_rows: int) -> None:
-    """Refuse what products of fp8 rows could not take, before anything is sent. num_rows: that are received, -1 where nobody knows."""
+    """Refuse rows that fp8 products cannot take, before anything is sent. num_rows: rows received, -1 if unknown."""
     if x_scales is not None:
         raise ValueError(f"fp8={BLOCKWISE!r} and x_scales were both given; rows with scales are fp8 already")
     if x.dtype != torch.bfloat16:
@@ -113,7 +113,7 @@ def check_blockwise_combine(x: Tensor, topk_weights: Tensor | None, handle: Disp
 
 
 def _check_address(name: str, tensor: Tensor | None) -> None:
-    """GPUs move rows in pieces of 16 bytes."""
+    """Refuse an unaligned address: GPUs move rows in pieces of 16 bytes."""
     if tensor is None or not tensor.is_cuda or tensor.shape[1] * tensor.element_size() % _C.ROW_ALIGNMENT:
         return
     if tensor.data_ptr() % _C.ROW_ALIGNMENT:
@@ -160,7 +160,7 @@ def _check_layout(layout: str, expert_alignment: int) -> None:
 
 
 def check_source_weights(source_weights: Tensor, x: Tensor) -> None:
-    """[tokens that share a row, rows of x]."""
+    """Check source_weights: [tokens that share a row, rows of x] fp32."""
     check_is_tensor("x", x)
     check_tensor("source_weights", source_weights, (len(source_weights), len(x)), (torch.float32,), x.device, any_strides=True)
 
@@ -195,8 +195,8 @@ def check_dispatch(args: DispatchArgs, s: Settings) -> None:
 
 
 def check_handle(handle: DispatchHandle, s: Settings) -> None:
-    """Is the handle as its dispatch made it? The tensors of a traced one, which operators get one by one, must fit the buffer and each
-    other."""
+    """Refuse a handle that was changed after its dispatch. The tensors of a traced handle must fit the buffer and each other, as operators
+    get them one by one."""
     if not handle.is_traced:
         if not handle.is_unchanged:
             what = "a tensor of this handle was changed in place" if handle.has_parts else "a field of this handle was set"
@@ -208,7 +208,7 @@ def check_handle(handle: DispatchHandle, s: Settings) -> None:
     check_tensor("handle.recv_counts", handle.recv_counts, (s.num_ranks, handle.recv_counts.shape[-1]), (torch.int32,))
     if handle.layout == "expert" and not handle.recv_counts.is_cuda:
         least = int(handle.recv_counts.sum())
-        shape = (max(least, len(handle.recv_row_idx)), s.num_topk)  # there may be more room
+        shape = (max(least, len(handle.recv_row_idx)), s.num_topk)  # it may have more rows
         check_tensor("handle.recv_row_idx", handle.recv_row_idx, shape, (torch.int32,))
 
 

@@ -1,6 +1,6 @@
-"""Failures of a rank between two calls of a buffer, where the peers would wait for the next one.
+"""Tell the peers of a failure between two calls of a buffer; else they would wait for the next call.
 
-Such are those of an expert, of a gradient's hook, and of a forward that a backward pass repeats.
+Such failures come from an expert, from a gradient's hook, or from a forward that a backward pass repeats.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 _ENDS = (_StopRecomputationError, GeneratorExit)
-"""By which checkpointing ends a recomputation, and Python a generator."""
+"""Exceptions with which checkpointing ends a recomputation, and Python a generator. They are no failures."""
 _REASON = "RuntimeError: its backward pass failed; see its output for the error"
 
 
 class _Watch:
-    """PyTorch calls it at the end of a backward pass, and only drops it where the pass fails."""
+    """A callback that PyTorch calls at the end of a backward pass, and drops without a call if the pass fails."""
 
     def __init__(self, calls: Calls, reason: str):
         self._number, self._num_calls, self._reason = calls.number, calls.num_calls, reason
@@ -39,8 +39,8 @@ class _Watch:
 
 
 def watch_backward(calls: Calls, reason: str = _REASON) -> bool:
-    """If the backward pass that runs fails before its next call of the buffer, the peers, which would wait for that, raise EPPeerError. (A
-    backward in csrc/torch does the same.) Return False where none runs."""
+    """Make the peers raise EPPeerError if the running backward pass fails before its next call of the buffer. (A backward in csrc/torch
+    does the same.) Return False if no backward pass runs."""
     runs = not is_dry_run() and torch._C._current_graph_task_id() >= 0
     if runs:
         torch.autograd.Variable._execution_engine.queue_callback(_Watch(calls, reason))
@@ -48,7 +48,7 @@ def watch_backward(calls: Calls, reason: str = _REASON) -> bool:
 
 
 def pass_failed(number: int, num_calls: int, reason: str = _REASON) -> None:
-    """Tell the peers, unless the buffer with these calls has made more than `num_calls`: then the call has told them."""
+    """Tell the peers, unless the buffer has made more than `num_calls` calls: then a later call has told them."""
     calls = live_calls.get(number)
     if calls is None or calls.is_destroyed or calls.num_calls != num_calls:
         return
@@ -57,18 +57,18 @@ def pass_failed(number: int, num_calls: int, reason: str = _REASON) -> None:
 
 
 def tell_failure(calls: Calls, error: BaseException) -> None:
-    """Tell the peers that this rank does not make its next call because of `error`. In a forward that a backward pass repeats, they learn
-    it once the pass has failed: if it goes on, the error has only ended the repetition, which had all that it needed."""
+    """Tell the peers that this rank does not make its next call because of `error`. If a backward pass repeats this forward, the peers are
+    told only once that pass fails; the error may have been a way to end the repetition early."""
     if isinstance(error, _ENDS):
         return
-    with contextlib.suppress(EPError, RuntimeError):  # of peers that do not come, a GPU that failed: `error` says more
+    with contextlib.suppress(EPError, RuntimeError):  # missing peers or a failed GPU: `error` says more
         if not watch_backward(calls, told(error)):
             calls.refuse(error)
 
 
 def notify_peers_on_failure(buffer: "Buffer", function: Callable[..., _Result], *args: Any) -> _Result:
-    """Return `function(*args)`, which makes no call of the buffer or ends with one. If it fails before that call, the peers, which would
-    wait for it, raise EPPeerError with the same error."""
+    """Return `function(*args)`, which makes no call of the buffer or ends with one. If it fails before that call, the peers raise
+    EPPeerError with the same error instead of waiting."""
     if torch.compiler.is_compiling():
         return function(*args)
     num_calls = buffer.num_calls
@@ -80,7 +80,7 @@ def notify_peers_on_failure(buffer: "Buffer", function: Callable[..., _Result], 
 
 
 def notify_peers(buffer: "Buffer", error: BaseException, num_calls: int | None = None) -> None:
-    """Let the peers raise EPPeerError with this error in their next call of the buffer. If this rank has made more than `num_calls` of
-    them, they know already."""
+    """Make the peers raise EPPeerError with this error in their next call of the buffer. If this rank has made more than `num_calls`
+    calls, they know already."""
     if not buffer.calls.is_destroyed and num_calls in (None, buffer.num_calls):
         tell_failure(buffer.calls, error)

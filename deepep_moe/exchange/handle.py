@@ -1,4 +1,4 @@
-"""What a dispatch returns, and the reusable part of it."""
+"""The results of a dispatch, and the handle that later calls reuse."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from deepep_moe.event import Event
 
 @dataclass(frozen=True, eq=False)
 class DispatchHandle:
-    """Where the rows of one dispatch came from: what `combine` needs to bring them back and a cached dispatch to repeat the routing.
+    """The routing of one dispatch. `combine` uses it to bring rows back, and a cached dispatch to repeat the routing.
 
     Immutable; usable any number of times until its buffer is destroyed. All tensors lie on the device of the dispatch.
     """
@@ -28,35 +28,35 @@ class DispatchHandle:
     """[num_tokens, num_topk] int32: this rank's routing, -1 = no expert."""
     recv_row_idx: Tensor
     """[num_recv_tokens, num_topk] int32: the row of each lane of each token received, -1 = none; empty in the rank layout. With backend
-    `nvlink` there is room for more tokens, and what lies there means nothing."""
+    `nvlink` it may have more rows than tokens; ignore their contents."""
     recv_counts: Tensor
-    """[num_ranks, num_channels] int32: tokens received from each rank, in the order they were sent. With backend `nvlink` the first one is
-    negative where the dispatch has failed."""
+    """[num_ranks, num_channels] int32: tokens received from each rank, in the order they were sent. With backend `nvlink` the first entry
+    is negative if the dispatch has failed."""
     num_recv_tokens_per_expert: Tensor
     """[num_local_experts] int32, without padding."""
     call: Tensor
-    """int64 on the CPU: [0] the number of the dispatch among the buffer's calls, by which ranks notice that they use different handles;
-    with backend `nvlink`, then [num_ranks] tokens sent to and [num_ranks] received from each rank and [num_local_experts] tokens of each
-    local expert, -1 where the host does not know."""
+    """int64 on the CPU. Entry 0 is the number of the dispatch among the buffer's calls; ranks compare it to detect different handles.
+    With backend `nvlink` follow [num_ranks] tokens sent to each rank, [num_ranks] tokens received from each rank, and
+    [num_local_experts] tokens of each local expert, -1 where the host does not know."""
     recv_topk_idx: Tensor | None
     """[num_rows, num_topk] local experts, -1 = another rank's (rank layout only)."""
 
     native: ClassVar[Any] = None
-    """`_torch.Handle`, of a `PackedHandle`."""
+    """`_torch.Handle` in a `PackedHandle`, else None."""
     made: ClassVar[tuple[tuple[Any, ...], tuple[int, ...]] | None] = None
-    """The `parts` as the dispatch made them, and the versions of those that are tensors, by which PyTorch counts changes in place; each
-    handle of `seal` has its own."""
+    """The `parts` when the dispatch finished, and PyTorch's in-place version counters of the tensors among them. `seal` sets it on the
+    instance."""
     is_traced: ClassVar[bool] = False
-    """Is it a `TracedHandle`?"""
+    """Whether this is a `TracedHandle`."""
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those that lie with the rows."""
+        """The tensors that lie on the device of the rows."""
         return self.topk_idx, self.recv_row_idx, self.recv_counts, self.num_recv_tokens_per_expert, self.recv_topk_idx
 
     def seal(self) -> "DispatchHandle":
-        """Once the dispatch has made the tensors: whoever changes one in place from now on gets an error in the next call. A copy with
-        other fields is not sealed."""
+        """Record the tensors' versions once the dispatch has made them. If a caller changes one in place afterwards, the next call raises
+        an error. A copy with other fields is not sealed."""
         parts = self.parts
         self.__dict__["made"] = parts, _versions(parts)
         if self.recv_topk_idx is not None:
@@ -65,43 +65,43 @@ class DispatchHandle:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """What calls along the handle read."""
+        """The fields that calls along the handle read."""
         return self.buffer_id, self.layout, self.expert_alignment, self.num_rows, *self.to_save()
 
     @property
     def is_unchanged(self) -> bool:
-        """Is the handle as its dispatch made it?"""
+        """Whether neither fields nor tensors have changed since the dispatch."""
         return self.has_parts and self.made is not None and self.made[1] == _versions(self.made[0])
 
     @property
     def has_parts(self) -> bool:
-        """Are the fields those of the dispatch, whatever is in them?"""
+        """Whether the fields are the dispatch's own objects; their contents are not checked."""
         return self.made is not None and all(map(is_, self.parts, self.made[0]))
 
     @property
     def has_recv_topk_idx(self) -> bool:
-        """Is `recv_topk_idx` as the dispatch made it, which a dispatch along the handle returns again? No combine reads it."""
+        """Whether `recv_topk_idx` is unchanged. A dispatch along the handle returns it again; combine does not read it."""
         return self.recv_topk_idx is None or self.is_traced or self.recv_topk_idx._version == self.__dict__.get("recv_topk_idx_version")
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of this rank."""
+        """How many tokens this rank dispatched."""
         return self.topk_idx.shape[0]
 
     @property
     def has_failed(self) -> bool:
-        """Has the dispatch failed on a GPU, as far as that has come? Then nothing goes along the handle."""
+        """Whether the dispatch has failed on a GPU, as far as it has run. No call may use such a handle."""
         return int(self.recv_counts.flatten()[0]) < 0
 
     def __reduce__(self) -> Any:
         raise TypeError("a DispatchHandle says where the rows of this process are and cannot be saved or sent; dispatch again")
 
     def to_save(self) -> tuple[Tensor, ...]:
-        """What an operator's backward needs besides `rebuild`."""
+        """Return the tensors that a backward saves; `rebuild` makes the handle from them."""
         return self.topk_idx, self.recv_row_idx, self.recv_counts, self.num_recv_tokens_per_expert, self.call
 
     def rebuild(self) -> "Callable[..., DispatchHandle]":
-        """Makes the handle again, without recv_topk_idx, of its number of rows and the tensors of `to_save`; holds none of them."""
+        """Return a function of (num_rows, *to_save()) that makes the handle again, without recv_topk_idx. It holds no tensor."""
         return partial(_of_tensors, self.buffer_id, self.layout, self.expert_alignment)
 
     @property
@@ -110,13 +110,14 @@ class DispatchHandle:
         return padded(self.counts(), self.expert_alignment)
 
     def counts(self) -> Tensor:
-        """Return num_recv_tokens_per_expert for a caller who may change it: that shows, but for a traced handle, which gives a copy."""
+        """Return num_recv_tokens_per_expert for a caller. `is_unchanged` detects a change in place, except in a traced handle, which
+        therefore returns a copy."""
         return self.num_recv_tokens_per_expert.clone() if self.is_traced else self.num_recv_tokens_per_expert
 
     @property
     def num_rows_per_expert_list(self) -> list[int]:
-        """The same on the host, [num_local_experts]. On a GPU it is there when `dispatch` returns, before the rows are, unless
-        `num_recv_rows` was given: then it waits for the stream."""
+        """`num_rows_per_expert` on the host, [num_local_experts]. On a GPU it is known when `dispatch` returns, before the rows arrive; if
+        `num_recv_rows` was given, reading it waits for the stream."""
         counts = self._counts_on_host()
         if not counts or counts[0] < 0:
             counts = self.num_recv_tokens_per_expert.tolist()
@@ -124,7 +125,7 @@ class DispatchHandle:
         return counts if alignment == 1 else [-(-count // alignment) * alignment for count in counts]
 
     def _counts_on_host(self) -> list[int]:
-        """[num_local_experts] tokens received; nothing or numbers below 0 where the host does not know."""
+        """Return the [num_local_experts] tokens received. The list is empty or negative if the host does not know them."""
         counts: list[int] = self.call.tolist()[1 + 2 * self.recv_counts.shape[0] :]
         return counts if len(counts) == len(self.num_recv_tokens_per_expert) else []
 
@@ -139,10 +140,10 @@ def _versions(parts: tuple[Any, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class TracedHandle(DispatchHandle):
-    """One that operators make of their tensors, whose changes PyTorch does not count: calls check that these fit the buffer."""
+    """A handle built from the tensors of an operator. PyTorch does not count changes of those, so calls check that they fit the buffer."""
 
     memory: Tensor
-    """int32, that of a `PackedHandle`, of which the other tensors are copies; empty where the dispatch has made none."""
+    """int32: the memory of a `PackedHandle`, of which the other tensors are copies; empty if the dispatch made no packed handle."""
 
     is_traced = True
 
@@ -163,7 +164,7 @@ def _shown(name: str) -> Any:
 
 
 class _Kept:
-    """As `_shown`, but made once: of what each call along the handle returns."""
+    """Do what `_shown` does, but keep the value after the first read: every call along the handle returns it."""
 
     def __init__(self, name: str):
         self._name = name
@@ -174,8 +175,8 @@ class _Kept:
 
 
 class PackedHandle(DispatchHandle):
-    """One that `deepep_moe._torch` has made. Its tensors lie in one allocation, each of them a view that is made when somebody looks: a
-    host that waits for a GPU's counts has no time for four allocations."""
+    """A handle that `deepep_moe._torch` has made. Its tensors are views of one allocation, made on access: four allocations would delay a
+    host that waits for a GPU's counts."""
 
     buffer_id: int = _shown("buffer_id")
     layout: str = _shown("layout")
@@ -199,10 +200,10 @@ class PackedHandle(DispatchHandle):
 
     @property
     def made(self) -> Any:  # type: ignore[override]
-        return getattr(self, "native", None)  # of an object that nobody has initialized
+        return getattr(self, "native", None)  # None before __init__
 
     def seal(self) -> "PackedHandle":
-        return self  # C++ has
+        return self  # C++ has sealed it
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -219,7 +220,7 @@ class PackedHandle(DispatchHandle):
         return counts
 
 
-_set_native = PackedHandle.native.__set__  # past the refusal of a frozen class
+_set_native = PackedHandle.native.__set__  # a frozen class refuses plain assignment
 
 
 def _of_memory(native: Any, _num_rows: int, memory: Tensor, call: Tensor) -> DispatchHandle:
@@ -227,12 +228,12 @@ def _of_memory(native: Any, _num_rows: int, memory: Tensor, call: Tensor) -> Dis
 
 
 def padded(counts: Tensor, alignment: int) -> Tensor:
-    """`counts` rounded up to multiples of `alignment`; themselves where that is 1."""
+    """Return `counts` rounded up to multiples of `alignment`; the same tensor if that is 1."""
     return counts if alignment == 1 else (counts + (alignment - 1)) // alignment * alignment
 
 
 class DispatchOutput(NamedTuple):
-    """What a rank received. `num_rows` counts (token, expert) pairs and padding in the expert layout, tokens in the rank layout."""
+    """The results of a dispatch. `num_rows` counts (token, expert) pairs and padding in the expert layout, tokens in the rank layout."""
 
     recv_x: Tensor
     """[num_rows, hidden], dtype of `x`. With backend `nvlink` it may be the first rows of an allocation up to a sixteenth larger."""
@@ -247,9 +248,9 @@ class DispatchOutput(NamedTuple):
     """[num_local_experts] int32: rows of each local expert, without padding."""
     handle: DispatchHandle
     event: Event | None
-    """With `async_op=True`: wait for it before reading any of the tensors above but the counts."""
+    """With `async_op=True`: wait for it before you read any of the tensors above, except the counts."""
     hook: Callable[[], None] | None
-    """With `return_hook=True`: call it before reading any of the tensors above but the counts."""
+    """With `return_hook=True`: call it before you read any of the tensors above, except the counts."""
 
 
 class Layout(NamedTuple):

@@ -1,7 +1,7 @@
 """Calls on GPUs: `deepep_moe._torch` (csrc/torch) makes them in one step, gradients included.
 
-It declines a call with an argument that it does not take, and one that PyTorch watches; for these the functions here return None. Python
-then says what is wrong with the call, or makes it another way.
+It declines a call with an unsupported argument, and a call that PyTorch watches; the functions here then return None. Python then raises
+the error, or makes the call another way.
 """
 
 from functools import lru_cache
@@ -59,7 +59,7 @@ def dispatch_along(
 def _output(
     made: Any, handle: DispatchHandle, has_scales: bool, has_weights: bool, event: Event | None, return_hook: bool
 ) -> DispatchOutput:
-    """An attribute of C++ takes longer than one of Python, so none is read for nothing."""
+    """Return the output of a call. Attributes of C++ objects are slow to read, so unused ones are not read."""
     scales, weights = made.recv_x_scales if has_scales else None, made.recv_topk_weights if has_weights else None
     hook = event.wait if return_hook and event is not None else None
     idx = handle.recv_topk_idx if handle.layout == "rank" else None
@@ -70,7 +70,7 @@ def combine_rows(
     calls: Calls, x: Tensor, handle: DispatchHandle, topk_weights: Tensor | None, bias: Tensor | None, num_sms: int | None,
     async_op: bool = False, return_hook: bool = False, *, lanes: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """Make a combine: `_torch.Combined`. With `lanes` it sums lanes of top-k beside the rows, without gradient."""
+    """Make a combine, and return `_torch.Combined`. With `lanes` it also sums lanes of top-k, without gradient."""
     if calls.native is None or (mode := mode_of(num_sms, async_op, return_hook)) is None:
         return None
     how = lanes, lanes is not None, mode
@@ -78,7 +78,7 @@ def combine_rows(
 
 
 def mode_of(num_sms: Any, async_op: Any = False, return_hook: Any = False, layer: Any = 0) -> Any:
-    """Return `_torch.Mode`, or None where there is none."""
+    """Return `_torch.Mode`, or None if an argument has a wrong type or value."""
     if num_sms is None:
         num_sms = -1
     elif type(num_sms) is not int or not 0 <= num_sms <= MAX_NUMBER:
@@ -91,11 +91,11 @@ def _mode_of(num_sms: int, is_async: bool, is_split: bool, layer: int) -> Any:
     return torch_module.needed().Mode(num_sms, is_async, is_split, layer)
 
 
-# ---- what C++ calls: it declines gradients too, of higher order or under a mode ----
+# ---- hooks that C++ calls: it declines some gradients too, of higher order or under a mode ----
 
 
 def _ready(number: int) -> Any:
-    """Return `_torch.Calls` for a gradient, where no failure waits to be raised after it."""
+    """Return `_torch.Calls` for a gradient; None if an earlier failure must be raised after it."""
     calls = live_calls.get(number)
     return None if calls is None else calls.native_for_gradients()
 
@@ -103,7 +103,7 @@ def _ready(number: int) -> Any:
 def _dispatch_gradients(
     native: Any, tokens_per_row: int, grad_weights: Tensor | None, grads: list[Tensor], is_by_expert: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of x, whose rows `tokens_per_row` tokens share, and of topk_weights, if they were sent."""
+    """Return the gradients of x and, if they were sent, of topk_weights. `tokens_per_row` tokens share each row of x."""
     handle = PackedHandle(native)
     calls, sent = calls_of(handle.buffer_id), None if grad_weights is None else as_rows(grad_weights)
     rows = calls.refuse_on_failure(joined, grads, handle, calls.settings.hidden) if is_by_expert else as_rows(grads[0])
@@ -112,8 +112,8 @@ def _dispatch_gradients(
 
 
 def _combine_gradients(native: Any, tokens_per_row: int, num_leading: int, grad: Tensor, scaled: list[Tensor]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of weights, if there were some, and of rows. num_leading: as csrc/torch/functions.h has it, -1 for all rows in
-    one tensor. scaled: the weights and the rows, or nothing."""
+    """Return the gradients of weights, or None, and of rows. num_leading: see csrc/torch/functions.h; -1 means all rows in one tensor.
+    scaled: the weights and the rows; empty without weights."""
     handle, grad_weights, rows = PackedHandle(native), None, as_rows(grad)
     calls = calls_of(handle.buffer_id)
     if scaled:

@@ -1,10 +1,10 @@
 """The gradients of dispatch and combine, and both as PyTorch operators with fake implementations for `torch.compile`.
 
-Their backwards are each other: dispatch's backward is combine, combine's backward is a cached dispatch. What backward keeps is the handle,
-never rows, except where a weighted combine needs its rows for the gradient of the weights. Backward calls run in the buffer's own mode.
+Dispatch's backward is combine, combine's backward is a cached dispatch. Backward keeps the handle and no rows; only a weighted combine
+keeps its rows, for the gradient of the weights. Backward calls run in the buffer's own mode.
 
-Only calls that PyTorch traces go through the operators, which take tensors and numbers only: a buffer goes by the number of its calls, a
-handle by its tensors, the mode of a call by its fields. The others go past PyTorch's dispatcher (`deepep_moe.library`).
+Only calls that PyTorch traces go through the operators. These take tensors and numbers only: the number of a buffer, the tensors of a
+handle, the fields of a mode. All other calls bypass PyTorch's dispatcher (`deepep_moe.library`).
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ _HANDLE = "Tensor[] handle, int buffer, str layout, int expert_alignment, SymInt
 _MODE = "int num_sms, bool is_async, bool is_split"  # num_sms -1: the buffer's
 _NO_MEMORY = torch.empty(0, dtype=torch.int32, device="cpu")
 _OF_HANDLE_AND_MODE = [None] * 6, *[None] * 7
-"""The gradients of both."""
+"""The gradients of the arguments `_HANDLE` and `_MODE`."""
 
 
 def _mode_arguments(mode: Mode) -> tuple[int, bool, bool]:
@@ -44,7 +44,7 @@ def _mode(calls: Calls, num_sms: int, is_async: bool, is_split: bool) -> Mode:
 
 
 def _call_operator(calls: Calls, operator: Any, tensors: tuple[Tensor | None, ...], *args: Any) -> Any:
-    """What fails on the way to an operator, such as a tensor's own `__torch_dispatch__`, is told to the peers."""
+    """Call an operator. Tell the peers if something fails before its call, such as a tensor's own `__torch_dispatch__`."""
     if torch.compiler.is_compiling():
         return operator(*tensors, *args)
     calls.refuse_on_failure(refuse_watchers, EXCHANGE, tensors)
@@ -70,7 +70,7 @@ def _traced(
 
 
 def _tensors(handle: DispatchHandle) -> list[Tensor]:
-    """As operators take them: the fields, and the memory that a GPU reads, which is empty elsewhere."""
+    """Return the handle's tensors for an operator: its fields, and the memory that a GPU reads (empty on CPUs)."""
     own = [handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert, handle.call]
     if isinstance(handle, TracedHandle):
         return [*own, handle.memory]
@@ -81,12 +81,12 @@ def _arguments(handle: DispatchHandle) -> tuple[Any, ...]:
     return _tensors(handle), handle.buffer_id, handle.layout, handle.expert_alignment, handle.num_rows
 
 
-# ---- what a backward keeps, and is given ----
+# ---- saved tensors and incoming gradients of a backward ----
 
 
 def _keep(ctx: Any, handle: DispatchHandle, rows: Tensor, values: Tensor | None, *more: Tensor) -> None:
-    """Keep the handle and `more`, and that gradients are expected of these outputs only: PyTorch would fill zeros for each of the others, a
-    kernel apiece. `values`: None where there are none."""
+    """Save the handle and `more`. Only `rows` and `values` (which may be None) get gradients: PyTorch would otherwise launch a kernel to
+    fill zeros for every other output."""
     ctx.set_materialize_grads(False)
     ctx.expected = [None if output is None else (output.shape, output.dtype, output.device) for output in (rows, values)]
     saved = handle.to_save()
@@ -101,7 +101,7 @@ def _kept(ctx: Any, num_rows: Any) -> tuple[DispatchHandle, tuple[Tensor, ...]]:
 
 
 def _given(ctx: Any, *grads: Tensor | None) -> list[Any]:
-    """`grads` of the expected outputs, contiguous; zeros for those that nothing has used, so that all ranks make the same calls."""
+    """Return contiguous gradients of the expected outputs. Unused outputs get zeros, so that all ranks make the same calls."""
     return [_or_zeros(grad, like) for grad, like in zip(grads, ctx.expected, strict=True)]
 
 
@@ -112,7 +112,7 @@ def _or_zeros(grad: Tensor | None, like: tuple[Any, ...] | None) -> Tensor | Non
 
 
 def as_rows(grad: Tensor) -> Tensor:
-    """As calls take it, wherever autograd has it from: contiguous, on a boundary where that can be seen."""
+    """Return `grad` contiguous and 16-byte aligned, as the calls require. While tracing only contiguity can be checked."""
     if is_watched((grad,)):
         return (grad if grad.layout is torch.strided else grad.to_dense()).contiguous()
     return aligned(grad)
@@ -125,7 +125,7 @@ def dispatch(
     calls: Calls, mode: Mode, x: Tensor, x_scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, layout: str,
     expert_alignment: int, num_recv_rows: int,
 ) -> _Received:  # fmt: skip
-    """Make `calls.dispatch`, with gradients."""
+    """Make `calls.dispatch` differentiable."""
     tensors, how = (x, x_scales, topk_idx, topk_weights), (layout, expert_alignment, num_recv_rows)
     if not is_watched(tensors):
         return _differentiable(x, topk_weights, partial(_send, calls, DispatchArgs(mode, *tensors, *how, calls.number)))
@@ -140,8 +140,8 @@ def dispatch_quantized(
     calls: Calls, mode: Mode, x: Tensor, topk_idx: Tensor | None, topk_weights: Tensor | None, layout: str, expert_alignment: int,
     num_recv_rows: int, handle: DispatchHandle | None,
 ) -> _Received:  # fmt: skip
-    """Make a dispatch, along `handle` if there is one, of rows that are quantized here, once: recv_x is `QuantizedRows`, whose gradient is
-    bf16. docs/design/fp8_training.md has the arithmetic."""
+    """Quantize the rows and dispatch them, along `handle` if there is one. recv_x is `QuantizedRows`, whose gradient is bf16
+    (docs/design/fp8_training.md has the arithmetic)."""
     sent = calls.refuse_on_failure(QuantizedRows.of, x)
     args: DispatchArgs | CachedDispatchArgs
     if handle is not None:
@@ -165,13 +165,13 @@ def _send(calls: Calls, args: DispatchArgs | CachedDispatchArgs, is_quantized: b
 
 
 def _differentiable(x: Tensor, topk_weights: Tensor | None, send: Callable[[], _Received]) -> _Received:
-    """Return `send()`, with the gradients of x and topk_weights, if one is wanted."""
+    """Return `send()`, differentiable in x and topk_weights if either needs a gradient."""
     received: _Received = _Dispatch.apply(x, topk_weights, send) if needs_gradients((x, topk_weights)) else send()
     return received
 
 
 class _Dispatch(torch.autograd.Function):
-    """With fresh routing or along a handle."""
+    """A dispatch with fresh routing or along a handle."""
 
     @staticmethod
     def forward(ctx: Any, _x: Tensor, _topk_weights: Tensor | None, send: Callable[[], _Received]) -> _Received:
@@ -203,7 +203,7 @@ def _dispatch_operator(
     x: Tensor, x_scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, buffer: int, layout: str, expert_alignment: int,
     num_recv_rows: int, num_sms: int, is_async: bool, is_split: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """recv_x, recv_x_scales, recv_topk_idx, recv_topk_weights, tensors of the handle; empty where they do not apply."""
+    """Return recv_x, recv_x_scales, recv_topk_idx, recv_topk_weights and the handle's tensors; empty tensors if they do not apply."""
     calls = calls_of(buffer)
     how = layout, expert_alignment, num_recv_rows
     mode = _mode(calls, num_sms, is_async, is_split)
@@ -211,21 +211,21 @@ def _dispatch_operator(
     recv_topk_idx = topk_idx.new_empty(0, topk_idx.shape[1]) if handle.recv_topk_idx is None else handle.recv_topk_idx
     recv_x, scales, weights = _filled(rows, topk_idx.shape[1], layout)
     tensors = _tensors(handle)
-    if not (is_async or is_split):  # such a call is in no graph, and has not written these yet
+    if not (is_async or is_split):  # an asynchronous call is in no graph, and has not written these yet
         if handle.native is not None:
-            tensors[:-1] = [tensor.clone() for tensor in tensors[:-1]]  # none a view of the same
+            tensors[:-1] = [tensor.clone() for tensor in tensors[:-1]]  # an operator's outputs must not share memory
         if num_recv_rows >= 0 and layout == "expert":  # then no shape depends on data
             tensors[1] = torch.nn.functional.pad(tensors[1], (0, 0, 0, _num_slots(calls) - len(tensors[1])), value=-1)
     return recv_x, scales, recv_topk_idx, weights, *tensors
 
 
 def _num_slots(calls: Calls) -> int:
-    """Tokens that a rank receives at most."""
+    """Return the most tokens that a rank can receive."""
     return calls.settings.num_ranks * calls.settings.num_max_tokens_per_rank
 
 
 def _filled(rows: Rows, num_topk: int, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """`rows` with empty tensors in place of None: operators return tensors."""
+    """Return the tensors of `rows`, with empty ones for None, as operators must return tensors."""
     scales, weights, x = rows.recv_x_scales, rows.recv_topk_weights, rows.recv_x
     if scales is None:
         scales = x.new_empty(0, 0, dtype=torch.float32)
@@ -254,7 +254,7 @@ def _fake_dispatch(
     num_rows = context.new_dynamic_size() if num_recv_rows < 0 else num_recv_rows
     num_slots = 0 if not is_expert else context.new_dynamic_size() if num_recv_rows < 0 else _num_slots(calls)
     recv_x, recv_x_scales, recv_topk_weights = _fake_rows(x, x_scales, topk_weights, num_topk, layout, num_rows)
-    # The first rows may choose a backend for their GPU, which comes with sizes of its own.
+    # If the first rows lie on a GPU, they may still switch the backend, whose sizes are unknown here.
     known = calls.capabilities if calls.has_chosen or not is_gpu(x.device) else None
     if known is None:
         sizes: tuple[Any, ...] = tuple(context.new_dynamic_size() for _ in range(3))
@@ -289,7 +289,7 @@ def _dispatch_backward(ctx: Any, grad_recv_x: Any, _scales: Any, _idx: Any, grad
 def dispatch_cached(
     calls: Calls, mode: Mode, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Make `calls.dispatch_cached`, with gradients. Return recv_x, recv_x_scales, recv_topk_weights."""
+    """Make `calls.dispatch_cached` differentiable. Return recv_x, recv_x_scales, recv_topk_weights."""
     tensors = (x, x_scales, topk_weights)
     if not is_watched(tensors):
         return _differentiable(x, topk_weights, partial(_send, calls, CachedDispatchArgs(mode, *tensors, handle)))[:3]
@@ -335,7 +335,7 @@ def combine(
     calls: Calls, mode: Mode, x: Tensor, weights: Tensor | None, bias: Tensor | None, topk_weight_grads: Tensor | None,
     handle: DispatchHandle,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Make `calls.combine`, with gradients. Return combined_x, and the combined gradients of topk_weights where some were given."""
+    """Make `calls.combine` differentiable. Return combined_x, and the combined gradients of topk_weights, or None without them."""
     tensors = (x, weights, bias, topk_weight_grads)
     if not is_watched(tensors):
         bring_back = partial(calls.combine, CombineArgs(mode, *tensors, handle))
@@ -345,7 +345,7 @@ def combine(
 
 
 def combine_for_quantized(calls: Calls, mode: Mode, x: Tensor, bias: Tensor | None, handle: DispatchHandle) -> Tensor:
-    """Make a combine whose backward quantizes its gradient and sends that, as `dispatch_quantized` does x."""
+    """Make a combine whose backward quantizes its gradient before it is sent, as `dispatch_quantized` does with x."""
     bring_back = partial(calls.combine, CombineArgs(mode, x, None, bias, None, handle))
     of_call = _CombineForQuantized.apply(x, None, bias, None, handle, bring_back) if needs_gradients((x, bias)) else bring_back()
     combined_x: Tensor = of_call[0]
@@ -388,7 +388,7 @@ def _combine_gradients(
     rows, grads = _given(ctx, grad_combined_x, grad_grads)
     handle, scaled = _kept(ctx, ctx.num_rows)
     calls, grad_weights, grad_topk_weight_grads = calls_of(handle.buffer_id), None, None
-    if scaled:  # by weights, which did not come with gradients of topk_weights
+    if scaled:  # a weighted combine never has topk_weight_grads
         x, weights = scaled
         grad_x, grad_weights = scaled_gradients(calls, rows, handle, x, weights)
     elif quantizes:
@@ -402,8 +402,8 @@ def _combine_gradients(
 def scaled_gradients(
     calls: Calls, grad: Tensor, handle: DispatchHandle, x: Tensor, weights: Tensor, tokens_per_row: int = 1
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of x and of weights, from that of combined_x, whose rows `tokens_per_row` tokens share. They are computed where
-    rows arrive, if the backend can."""
+    """Return the gradients of x and of weights from `grad`, the gradient of combined_x. `tokens_per_row` tokens share each of its rows. If
+    the backend can, the experts' ranks compute them."""
     grad = repeated(grad, tokens_per_row)
     if calls.capabilities.can_scale and not torch.is_grad_enabled() and not is_watched((grad,)):
         rows = calls.dispatch_cached(CachedDispatchArgs(calls.own_mode, grad, None, None, handle, RowScaling(weights, aligned(x))))
@@ -416,12 +416,12 @@ def scaled_gradients(
 
 
 def repeated(rows: Tensor, times: int) -> Tensor:
-    """Return all rows, once after another."""
+    """Return the whole of `rows`, `times` times in a row."""
     return rows if times == 1 else rows.expand(times, *rows.shape).reshape(-1, rows.shape[1]).contiguous()  # a single row stays a view
 
 
 def joined(rows: Sequence[Tensor], handle: DispatchHandle, hidden: int) -> Tensor:
-    """Return all rows in one tensor, of a tensor for each local expert. Raises TypeError and ValueError for what is not that."""
+    """Join the tensors of all local experts into one. Raises TypeError or ValueError if `rows` has not one right tensor per expert."""
     counts = handle.num_rows_per_expert_list
     if len(rows) != len(counts):
         raise ValueError(f"there are rows of {len(rows)} experts, and {len(counts)} local experts; give each one's, if only 0 rows")

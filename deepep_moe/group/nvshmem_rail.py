@@ -83,18 +83,18 @@ class Rail:
         return mapped
 
     def leak(self) -> None:
-        """Never free what the GPU has of this, as that would wait for work that does not end."""
+        """Never free the GPU memory of this object: freeing would wait for work that does not end."""
         if self._native is not None:
             self._native.leak()
 
     def settle(self) -> None:
-        """Wait until what this rank has put has arrived, or leak where that takes longer than the deadline."""
+        """Wait until all puts of this rank have arrived. If they take longer than the deadline, leak the memory."""
         if self._world is not None and not nvshmem_world.quiet():
             self.leak()
         self._native = None
 
     def free(self) -> None:
-        """Behind `settle`, and after the kernels' own memory."""
+        """Free the symmetric memory. Call it after `settle`, and after the kernels' own memory is freed."""
         if self._world is not None:
             self._world.free(self._address)
             self._world = None

@@ -30,16 +30,16 @@ _Message = TypeVar("_Message")
 
 @dataclass
 class _Process:
-    """What this process knows of its world."""
+    """The state of this process in its NVSHMEM world."""
 
-    world: str = ""  # names the world, where this module made it
+    world: str = ""  # the name of the world, if this module made it
     broken: str = ""  # why no call of NVSHMEM may be made any more
-    addresses: dict[int, int] = field(default_factory=dict)  # of the allocations, which have the same numbers on all ranks
-    freed: set[int] = field(default_factory=set)  # those of them that wait for the other ranks
-    sizes: dict[int, int] = field(default_factory=dict)  # of the allocations, bytes
-    returned: int = 0  # bytes that the heap has had back
+    addresses: dict[int, int] = field(default_factory=dict)  # addresses by allocation number, which is the same on all ranks
+    freed: set[int] = field(default_factory=set)  # allocations that other ranks have not freed yet
+    sizes: dict[int, int] = field(default_factory=dict)  # bytes by allocation number
+    returned: int = 0  # bytes given back to the heap
     num_allocated: int = 0
-    pid: int = 0  # of the process that joined its world; a forked one has no part in it
+    pid: int = 0  # the process that joined the world; a forked process is not part of it
     rank: int = -1
     timeout_s: float = 0.0
     is_stuck: bool = False  # the GPU waits for puts that do not arrive
@@ -50,7 +50,7 @@ _process = _Process()
 
 @dataclass
 class _Standing:
-    """What a rank tells the others before it joins a world."""
+    """The message that a rank sends to all others before it joins a world."""
 
     error: str | None
     built: list[int] = field(default_factory=list)
@@ -98,8 +98,10 @@ class _Ranks:
 
 
 class World:
-    """The world of a group: `pe_of` [num_ranks] (the PE of each rank), `version` of NVSHMEM, `variables`, the environment variables that
-    were set for it, and `num_hosts`: over several, a network card writes to symmetric memory."""
+    """The NVSHMEM world of a group.
+
+    pe_of: [num_ranks], the PE of each rank. version: that of NVSHMEM. variables: the environment variables that were set for it.
+    num_hosts: over several hosts, a network card writes to symmetric memory."""
 
     def __init__(self, module: Any, ranks: _Ranks, pe_of: list[int], variables: dict[str, str], num_hosts: int):
         self.num_hosts = num_hosts
@@ -109,8 +111,8 @@ class World:
     def allocate(self, num_bytes: int) -> int:
         """Return the address of `num_bytes` of the symmetric heap, zero on every rank. Collective.
 
-        First gives back what all ranks have freed. Raises BackendUnavailableError, on all ranks alike, where they ask for different sizes
-        or where the heap of one is exhausted.
+        First give back allocations that all ranks have freed. Raises BackendUnavailableError, on all ranks alike, if they ask for different
+        sizes or if the heap of one rank is exhausted.
         """
         with _whole("an allocation of symmetric memory", BackendUnavailableError):
             own = [num_bytes, self._module.free_bytes(), *sorted(_process.freed)]

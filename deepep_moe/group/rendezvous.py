@@ -58,7 +58,7 @@ _Message = TypeVar("_Message")
 
 @dataclass
 class Introduction:
-    """What a rank tells the others before a buffer is made."""
+    """The message that a rank sends to all others before a buffer is made."""
 
     error: str | None  # its caller's mistake
     backend: str
@@ -69,13 +69,13 @@ class Introduction:
     group_backend: str
     has_gpu: bool
     lacks_torch: str
-    """Why it has no module `_torch`; empty where it has."""
+    """Why the rank has no module `_torch`; empty if it has one."""
     number: int
-    """Of the buffer, among those that this process has begun to make."""
+    """The number of the buffer among those that this process has begun to make."""
 
     @classmethod
     def read(cls, told: Any) -> "Introduction":
-        """Return what a rank has told. Raises KeyError, TypeError or ValueError for anything but an introduction."""
+        """Return the introduction in a rank's message. Raises KeyError, TypeError or ValueError if it is none."""
         types: dict[str, Any] = {"error": (str, type(None)), "settings": dict, "process_id": int, "num_threads": int, "has_gpu": bool}
         types["number"] = int
         for field in fields(cls):
@@ -158,7 +158,7 @@ def moves_cpu_tensors(group: "dist.ProcessGroup") -> bool:
 
 
 def is_of_handler(error: BaseException) -> bool:
-    """Has a signal's handler raised this, and not torch.distributed, which was waiting?"""
+    """Return whether a signal handler raised this error, and not torch.distributed, which was waiting."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -166,17 +166,17 @@ def is_of_handler(error: BaseException) -> bool:
 
 
 def hang_up(group: "dist.ProcessGroup", culprit: int) -> None:
-    """End the waits of all peers for this rank, which has given up on `culprit`, or has failed itself: gloo closes all connections of a
+    """End the waits of all peers for this rank, which has given up on `culprit` or has failed itself. Gloo closes all connections of a
     rank once one of its receives has passed its deadline. The group cannot be used afterwards."""
     if not moves_cpu_tensors(group):
         return
     rank, nothing = dist.get_rank(group), torch.empty(1, dtype=torch.uint8, device="cpu")
-    with contextlib.suppress(Exception):  # a store that is gone with its process: the peers do not learn of `culprit`
+    with contextlib.suppress(Exception):  # the store's process may be gone; then peers do not learn of `culprit`
         _store_of(group).set(_gave_up_key(rank), str(culprit))
     for peer in range(dist.get_world_size(group)):
         if peer != rank:
-            with contextlib.suppress(RuntimeError):  # that of the deadline, or of a connection that is closed already
-                work: Any = dist.irecv(nothing, group=group, group_src=peer, tag=_TAG)  # which no vector has
+            with contextlib.suppress(RuntimeError):  # the deadline has passed, or the connection is closed already
+                work: Any = dist.irecv(nothing, group=group, group_src=peer, tag=_TAG)  # no vector has this tag
                 work.wait(datetime.timedelta(milliseconds=1))
 
 
@@ -189,8 +189,8 @@ def _gave_up_key(rank: int) -> str:
 
 
 def culprit_behind(group: "dist.ProcessGroup", peers: Sequence[int]) -> int | None:
-    """Return the rank on which the first of `peers` has given up that has said so as it hung up; if that rank has given up on another one,
-    return that one, and so on. None where none of them has said so, -1 where nobody can be asked."""
+    """Return the rank on which a peer has given up, by the first of `peers` that recorded it when it hung up. If that rank has given up on
+    another one, follow the chain to its end. None: no peer has recorded one. -1: the store cannot be asked."""
     found: list[int | None] = []
 
     def told(store: "torch._C._distributed_c10d.Store", rank: int) -> int | None:
@@ -198,7 +198,7 @@ def culprit_behind(group: "dist.ProcessGroup", peers: Sequence[int]) -> int | No
 
     def ask() -> None:
         store = _store_of(group)
-        with contextlib.suppress(AttributeError, RuntimeError):  # of a store that makes no second connection
+        with contextlib.suppress(AttributeError, RuntimeError):  # some stores make no second connection
             store = store.clone()  # type: ignore[attr-defined]
         deadline, culprit = time.monotonic() + _TOLD_WITHIN_S, None
         while culprit is None and time.monotonic() < deadline:
@@ -226,8 +226,8 @@ def culprit_behind(group: "dist.ProcessGroup", peers: Sequence[int]) -> int | No
 
 @contextlib.contextmanager
 def hanging_up(group: "dist.ProcessGroup | None") -> Iterator[None]:
-    """Make a part of a construction. Where this rank gives up or fails in it, end the waits of its peers; other errors are raised on all
-    ranks."""
+    """Guard a part of a construction. If this rank times out or fails in it, end the waits of its peers. Other errors are raised on all
+    ranks alike."""
     try:
         yield
     except BaseException as error:
@@ -237,10 +237,10 @@ def hanging_up(group: "dist.ProcessGroup | None") -> Iterator[None]:
 
 
 class Exchange:
-    """A vector `own` [n] of every rank on its way to all ranks, a CPU tensor of the same size on each.
+    """An all-gather of one vector `own` [n] per rank, a CPU tensor of the same size on each.
 
-    Ranks that are in different exchanges of one group may send different sizes. gloo ends the process that receives more than it has room
-    for, so only vectors of one size meet: the others wait until the deadline.
+    Ranks that are in different exchanges of one group may send different sizes. gloo ends a process that receives more bytes than expected.
+    So only vectors of one size are matched; other ranks wait until the deadline.
     """
 
     def __init__(self, own: Tensor, group: "dist.ProcessGroup", phase: str, timeout_s: float):
@@ -248,13 +248,13 @@ class Exchange:
         self._num_ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._rows = own.repeat(self._num_ranks, 1)
         self._peers = [(self._rank + offset) % self._num_ranks for offset in range(1, self._num_ranks)]
-        self._works: list[Any] = []  # for each of them a send and a receive
+        self._works: list[Any] = []  # a send and a receive for each peer
 
     def wait(self) -> Tensor:
-        """Return [num_ranks, n]. May be called again where an exception of a signal's handler has ended it.
+        """Return [num_ranks, n]. It may be called again after an exception of a signal handler has ended it.
 
-        Raises EPTimeoutError naming the rank that died or did not answer in time. A group for GPU tensors only goes through the current
-        device and has no deadline but its own.
+        Raises EPTimeoutError with the rank that died or did not answer in time. A group that moves only GPU tensors uses the current
+        device, under the group's own deadline.
         """
         if not moves_cpu_tensors(self._group):
             gathered = torch.empty(self._num_ranks, len(self._own), dtype=self._own.dtype, device="cuda")

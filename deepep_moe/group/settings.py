@@ -1,4 +1,4 @@
-"""What all ranks of a buffer agree on."""
+"""The settings that all ranks of a buffer agree on."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -8,12 +8,12 @@ from deepep_moe.arguments import as_float, as_int
 
 logger = logging.getLogger("deepep_moe")
 MAX_NUMBER = 2**31 - 1
-"""Of rows, columns and experts: native code counts them in 32 bits."""
+"""The largest number of rows, columns or experts: native code counts them in 32 bits."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all ranks of a buffer agree on."""
+    """The sizes and the deadline of a buffer, equal on all ranks except for `rank`."""
 
     num_ranks: int
     rank: int
@@ -23,7 +23,7 @@ class Settings:
     num_topk: int
     timeout_s: float
     ranks_per_node: int = 0
-    """Consecutive ranks that are a node; 0 until `find_nodes` has looked for them."""
+    """How many consecutive ranks are a node; 0 until `find_nodes` has set it."""
 
     @property
     def num_local_experts(self) -> int:
@@ -35,12 +35,12 @@ class Settings:
 
     @property
     def node(self) -> int:
-        """This rank's."""
+        """The number of this rank's node."""
         return self.rank // self.ranks_per_node
 
 
 class Sizes:
-    """What a buffer says of its settings."""
+    """The properties with which a buffer shows its settings."""
 
     _settings: Settings
 

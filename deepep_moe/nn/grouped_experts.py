@@ -15,23 +15,24 @@ from deepep_moe.ops.grouped_mlp import Activation, grouped_mlp
 class GroupedExperts(nn.Module):
     """The feed-forward networks of a rank's experts: `down(silu(gate(x)) * up(x))`, or `down(activation(up(x)))` with `gated=False`.
 
-    Takes the place of `LocalExperts` in a `MoELayer`, with one parameter for all experts where that has one for each. The host launches the
-    same number of kernels for any number of experts, and waits for no counts (`deepep_moe.ops.grouped_mlp` says when).
+    It replaces `LocalExperts` in a `MoELayer`, with one parameter for all experts instead of one for each. The host launches the same
+    number of kernels for any number of experts, and waits for no counts (`deepep_moe.ops.grouped_mlp` lists the conditions).
 
     Args:
         num_local_experts: experts of this rank.
         hidden: columns of the input and the output.
         intermediate: columns between the two products.
-        gated: SwiGLU (arXiv 2002.05202), else `activation`.
-        activation: a function [num_rows, intermediate] -> the same, only with `gated=False`. Default `torch.nn.functional.gelu`.
+        gated: True: SwiGLU (arXiv 2002.05202). False: `activation`.
+        activation: a function that keeps the shape [num_rows, intermediate], only with `gated=False`. Default
+            `torch.nn.functional.gelu`.
         bias: add a bias after each product.
-        recompute_activation: keep less for the backward, which computes the activation once more.
-        zero_tail: as in `deepep_moe.ops.grouped_mlp`.
-        device, dtype: of the parameters. The grouped kernels of PyTorch need bfloat16, and `hidden` and `intermediate` multiples of 8.
+        recompute_activation: save less memory for the backward, which computes the activation again.
+        zero_tail: the same as in `deepep_moe.ops.grouped_mlp`.
+        device, dtype: those of the parameters. PyTorch's grouped kernels need bfloat16, and `hidden` and `intermediate` multiples of 8.
 
     Attributes:
-        up: [num_local_experts, intermediate, hidden] parameter. With `gated` [num_local_experts, 2 * intermediate, hidden], and the gate's
-            rows come first, as in `SwiGLU.gate_up`.
+        up: [num_local_experts, intermediate, hidden] parameter. With `gated` it is [num_local_experts, 2 * intermediate, hidden]; the rows
+            of the gate come first, as in `SwiGLU.gate_up`.
         down: [num_local_experts, hidden, intermediate] parameter.
         up_bias, down_bias: [num_local_experts, rows of a matrix] parameters, or None.
         kept_weights: the fp8 copies that forwards with `is_first_microbatch` share, see `deepep_moe.ops.KeptWeights`.
@@ -92,18 +93,18 @@ class GroupedExperts(nn.Module):
 
         Args:
             x: [num_rows, hidden] grouped by expert, in the dtype of the parameters unless under autocast. Or `QuantizedRows`, which are
-                multiplied in fp8 (`deepep_moe.ops.grouped_mlp` says for which sizes).
-            num_rows_per_expert: [num_local_experts], on the device of x or on the host. Their sum is at most num_rows. Rows behind it may
-                hold anything and come out as zeros.
-            probs: [num_rows] fp32, or None for ones. A `MoELayer` without fp8 gives none, as its combine weights the rows.
-            is_first_microbatch: of the forwards between two optimizer steps, with `QuantizedRows`: True in the first one, which quantizes
-                the weights and keeps the copies, and False in the others, which use them. None: each forward quantizes.
+                multiplied in fp8 (`deepep_moe.ops.grouped_mlp` lists the sizes).
+            num_rows_per_expert: [num_local_experts], on the device of x or on the host. Their sum is at most num_rows. Later rows may
+                hold any value; their output is zero with `zero_tail`.
+            probs: [num_rows] fp32, or None for ones. A `MoELayer` without fp8 passes None, as its combine weights the rows.
+            is_first_microbatch: only with `QuantizedRows`. Pass True in the first forward after an optimizer step: it quantizes the weights
+                and keeps the copies. Pass False in the other forwards, which use the copies. None: each forward quantizes.
 
         Returns:
             [num_rows, hidden] in the dtype of x, which for `QuantizedRows` is bfloat16.
 
         Raises:
-            TypeError, ValueError: as `deepep_moe.ops.grouped_mlp` and `deepep_moe.ops.KeptWeights.take`.
+            TypeError, ValueError: see `deepep_moe.ops.grouped_mlp` and `deepep_moe.ops.KeptWeights.take`.
         """
         return grouped_mlp(
             x, num_rows_per_expert, self.up, self.down, b1=self.up_bias, b2=self.down_bias, probs=probs, activation=self.activation,

@@ -23,16 +23,16 @@ class LayerReport:
     """One MoE layer since the last report, over all ranks."""
 
     layer: int
-    """The layer's number in the model, from 1; of Megatron-Core, its own number."""
+    """The layer's number in the model, from 1. Under Megatron-Core: Megatron's layer number."""
     rows_per_expert: list[int]
-    """[num_experts] rows that experts got, padding included, in all forwards that count."""
+    """[num_experts]: rows that each expert received, padding included, in all counted forwards."""
     exchange_ms: float
-    """Dispatch and combine of a forward, mean over ranks: on GPUs from entry to exit on the stream, on CPUs of the host. 0 where all
-    were replayed from a CUDA graph, in which nothing is timed."""
+    """Milliseconds of dispatch and combine in a forward, mean over ranks. Measured on the stream on GPUs, on the host on CPUs. 0 if all
+    forwards were replays of a CUDA graph, which are not timed."""
     num_over_capacity: int
     """Forwards that ended with EPCapacityError, counted on each rank."""
     nodes_per_token: float = 1.0
-    """Nodes that a token goes to, its own among them if it has an expert there; mean over tokens. 1 where there is one node."""
+    """Nodes that a token goes to, mean over tokens. Its own node counts only if it has an expert there. 1 on a single node."""
     model: int = 1
     """The layer's model, from 1; under Megatron-Core in the order in which models first train in this process."""
 
@@ -49,13 +49,13 @@ class LayerMetrics:
     def __init__(self, num_local_experts: int):
         self.num_over_capacity = 0
         self._num_local_experts = num_local_experts
-        self._rows: torch.Tensor | None = None  # the same memory all along, for graphs that add to it
-        self._nodes: torch.Tensor | None = None  # likewise: nodes of all tokens, and tokens
+        self._rows: torch.Tensor | None = None  # its address must not change: CUDA graphs add to it
+        self._nodes: torch.Tensor | None = None  # [nodes of all tokens, tokens]; its address must not change either
         self._ms, self._num_timed = 0.0, 0.0
-        self._events: list[tuple[Any, Any]] = []  # around calls on a GPU that have not been looked at
+        self._events: list[tuple[Any, Any]] = []  # before and after GPU calls whose times were not read yet
 
     def count(self, rows_per_expert: torch.Tensor) -> None:
-        """[num_local_experts] rows of a forward, wherever they are."""
+        """Add [num_local_experts] rows of a forward, on any device."""
         if self._rows is None:
             self._rows = torch.zeros(self._num_local_experts, dtype=torch.int64, device=rows_per_expert.device)
         self._rows += rows_per_expert
@@ -103,18 +103,18 @@ class LayerMetrics:
 
 
 class Metrics:
-    """Follows the MoE layers of a model, and writes what they did since the last report as scalars.
+    """Observes the MoE layers of a model, and writes their load and times since the last report as scalars.
 
-    Forwards count that train: in training mode, with gradients enabled. Those of an evaluation do not. Of a layer that is in eval mode when
-    it is followed, as a model that serves, all forwards count.
+    Training forwards count: those in training mode with gradients enabled. Evaluation does not. If a layer is in eval mode when this object
+    is made, as in a model that serves, all its forwards count.
 
-    A layer is a module with a `buffer` and `experts`: `MoELayer`, or what `deepep_moe.integrations.huggingface.spread_experts` puts into a
-    model. Hooks of PyTorch gather it, so layers that nobody follows do nothing for it, and a compiled layer is not followed inside a graph.
+    A layer is a module with a `buffer` and `experts`: `MoELayer`, or a layer of `deepep_moe.integrations.huggingface.spread_experts`.
+    PyTorch hooks collect the values, so other layers have no overhead. A compiled layer is not observed inside a graph.
 
     Args:
-        model: its layers are followed from now on, on every rank.
-        writers: each has `add_scalar(name, value, step)`, as TensorBoard's writer and `EventFile`, or `log(values, step=step)`, as a run of
-            Weights & Biases and `JsonLines`. Give them on one rank.
+        model: the model whose layers are observed from now on, on every rank.
+        writers: objects with `add_scalar(name, value, step)`, such as TensorBoard's writer and `EventFile`, or `log(values, step=step)`,
+            such as a run of Weights & Biases and `JsonLines`. Pass them on one rank only.
 
     Raises:
         TypeError: a writer has neither method.
@@ -134,7 +134,7 @@ class Metrics:
         self._layers = [_Followed(layer) for layer in layers]
 
     def take(self) -> list[LayerReport]:
-        """Return a report of every layer, in the order of the model, and begin anew. Collective over all ranks."""
+        """Return a report of every layer, in the order of the model, and reset the values. Collective over all ranks."""
         num_experts = max(layer.buffer.num_experts for layer in self._layers)
         table = torch.zeros(len(self._layers), num_experts + NUM_TOTALS, dtype=torch.float64)
         for row, layer in zip(table, self._layers, strict=True):

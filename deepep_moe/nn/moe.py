@@ -37,9 +37,9 @@ class SwiGLU(nn.Module):
 
 
 class LocalExperts(nn.Module):
-    """The experts of one rank, a module each, applied to rows grouped by expert.
+    """The experts of one rank, one module per expert, applied to rows grouped by expert.
 
-    Every module is called, with no rows too, so that every parameter has a gradient on every rank.
+    Every module is called, even with 0 rows, so that every parameter has a gradient on every rank.
     """
 
     def __init__(self, experts: Sequence[nn.Module]):
@@ -47,12 +47,12 @@ class LocalExperts(nn.Module):
         self.experts = nn.ModuleList(experts)
 
     def forward(self, x: Tensor, num_rows_per_expert: Tensor | list[int]) -> Tensor:
-        """x: [num_rows, hidden] grouped by expert; num_rows_per_expert: [num_local_experts], sum num_rows, on a GPU better a list than a
-        tensor, which is waited for. Returns [num_rows, hidden]."""
+        """Return the experts' outputs [num_rows, hidden]. x: [num_rows, hidden] grouped by expert. num_rows_per_expert:
+        [num_local_experts], with the sum num_rows. Prefer a list: the host waits for a tensor on a GPU."""
         counts = num_rows_per_expert.tolist() if isinstance(num_rows_per_expert, Tensor) else num_rows_per_expert
         outputs = [expert(rows) for expert, rows in zip(self.experts, x.split(counts), strict=True)]
         for index, y in enumerate(outputs):
-            if not isinstance(y, Tensor):  # asked here, as the name costs time
+            if not isinstance(y, Tensor):  # checked first, as the name is costly to build
                 check_is_tensor(f"the output of local expert {index}", y)
         return torch.cat(outputs)
 
@@ -80,34 +80,34 @@ def _check_fp8(experts: nn.Module, hidden: int, expert_alignment: int, num_recv_
 
 
 class MoELayer(RankExperts):
-    """Routed experts spread over the ranks of a group, plus an optional shared expert every token passes.
+    """Routed experts spread over the ranks of a group, and an optional shared expert for all tokens.
 
-    Tokens go to their experts with `Buffer.dispatch` in the expert layout, so the experts get rows grouped by expert, and come back
-    with a weighted `Buffer.combine` that adds the shared expert's output in the same rounding.
+    `Buffer.dispatch` sends tokens to their experts in the expert layout, so the experts get rows grouped by expert. A weighted
+    `Buffer.combine` brings rows back, and adds the shared expert's output before it rounds.
 
-    Call `mark_experts(model)` before `DistributedDataParallel` wraps a model with such layers, or it would give all ranks the experts of
-    rank 0. docs/data_parallel.md says what each wrapper needs.
+    Call `mark_experts(model)` before `DistributedDataParallel` wraps a model with such layers; otherwise it gives all ranks the experts of
+    rank 0. docs/data_parallel.md describes each wrapper.
 
     Args:
-        router: decides; its hidden, num_experts and num_topk are the layer's. Its parameters are replicated on all ranks.
+        router: chooses the experts; its hidden, num_experts and num_topk are the layer's. Its parameters are replicated on all ranks.
         experts: the experts of this rank: a sequence of modules [num_rows, hidden] -> [num_rows, hidden], one per local expert; or one
             module called as `experts(x [num_rows, hidden], num_rows_per_expert [num_local_experts])`, with the counts on the device of x:
-            `GroupedExperts`, or your own.
+            `GroupedExperts`, or your own module.
         shared_expert: a module [num_tokens, hidden] -> [num_tokens, hidden], replicated on all ranks.
-        buffer: one made for the router's settings, or None: the layer makes its own from the rest. Layers that run one after another
-            should share one: on a GPU, for 4096 tokens, each takes from 0.4 GiB (4 ranks, hidden 4096) to 1.5 GiB (8 ranks, hidden 7168).
-        group, num_max_tokens_per_rank (default 4096), backend: as for `Buffer`; only without `buffer`.
+        buffer: a buffer for the router's settings. None: the layer makes its own. Layers that run one after another should share a
+            buffer: on a GPU, for 4096 tokens, it takes from 0.4 GiB (4 ranks, hidden 4096) to 1.5 GiB (8 ranks, hidden 7168).
+        group, num_max_tokens_per_rank (default 4096), backend: arguments of `Buffer`, only without `buffer`.
         expert_alignment: rows of an expert are padded with zero rows to a multiple of it. None: 1, or 128 with `fp8`.
-        num_recv_rows: a bound on the rows that this rank receives in a forward, padding included, as for `Buffer.dispatch`. The host then
-            waits for nothing. Not with experts in a sequence, which are called one by one with their counts. None: no bound. Ranks x tokens
-            of a rank x min(top-k, experts of a rank) are always enough.
-        fp8: rows travel as fp8 in both passes, quantized once, and the experts' products take them (docs/design/fp8_training.md). For bf16
-            tokens and `GroupedExperts` without biases; `hidden` and `intermediate`, `expert_alignment` and `num_recv_rows` are multiples of
-            128. The experts weight the rows, so the sum of a token's rows is rounded elsewhere than without `fp8`.
+        num_recv_rows: a bound on the rows that this rank receives in a forward, padding included, as in `Buffer.dispatch`. The host then
+            waits for nothing. Not allowed with a sequence of experts, which needs counts on the host. None: no bound. A bound of ranks x
+            tokens of a rank x min(top-k, experts of a rank), plus padding, is always enough.
+        fp8: send rows as fp8 in both passes, quantized once; the experts' products take them (docs/design/fp8_training.md). Needs bf16
+            tokens, `GroupedExperts` without biases, and multiples of 128 for `hidden`, `intermediate`, `expert_alignment` and
+            `num_recv_rows`. The experts weight the rows, so a token's sum is rounded at another place than without `fp8`.
 
     Raises:
-        ValueError: the number of experts, or the buffer, does not fit the router, a buffer was given beside settings of one, or fp8 does
-            not serve the experts. And whatever `Buffer` raises.
+        ValueError: the number of experts or the buffer does not fit the router, `buffer` was given with settings of a buffer, or fp8 does
+            not serve the experts. Also the errors of `Buffer`.
     """
 
     def __init__(
@@ -163,17 +163,16 @@ class MoELayer(RankExperts):
         self.check_wrappers()
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, is_first_microbatch: bool | None = None) -> Tensor:
-        """x: [..., hidden]. mask: [num_tokens] bool, True for tokens to leave out (padding). Returns the shape of x, in the dtype of the
-        experts' outputs.
+        """Return the layer's output, in the shape of x and the dtype of the experts' outputs. Collective over the buffer's group.
 
-        is_first_microbatch: with fp8, of the forwards between two optimizer steps: True in the first one, which quantizes the experts'
-        weights and keeps the copies, 2 bytes a parameter; False in the others, which use them (docs/design/fp8_training.md). None: each
-        forward quantizes. Without fp8 it has no effect.
+        x: [..., hidden]. mask: [num_tokens] bool, True for tokens to leave out (padding).
+        is_first_microbatch: only for fp8. Pass True in the first forward after an optimizer step: it quantizes the experts' weights and
+        keeps the copies, 2 bytes per parameter. Pass False in the other forwards, which use the copies (docs/design/fp8_training.md).
+        None: each forward quantizes.
 
-        Collective over the buffer's group. Raises ValueError for another width, outputs of another shape, `is_first_microbatch=False`
-        without copies, or a data-parallel wrapper that has mixed the experts of ranks; TypeError for outputs that are no tensors, as
-        `Buffer.dispatch`, and what router and experts raise. With fp8, BackendUnavailableError on a GPU without fp8 products. The peers of
-        a rank that raises these raise EPPeerError.
+        Raises ValueError for another width, outputs of another shape, `is_first_microbatch=False` without copies, or a data-parallel
+        wrapper that has mixed the experts of ranks. Raises TypeError for outputs that are no tensors, and BackendUnavailableError for fp8
+        on a GPU without fp8 products. Also raises the errors of `Buffer.dispatch`, router and experts. The peers then raise EPPeerError.
         """
         check_is_first_microbatch(is_first_microbatch)
         rows, out = notify_peers_on_failure(self.buffer, self._dispatch, x, mask)
@@ -188,7 +187,7 @@ class MoELayer(RankExperts):
         if self.fp8:
             check_products(rows.device)
         how: dict[str, Any] = {"expert_alignment": self.expert_alignment, "num_recv_rows": self.num_recv_rows, "fp8": self.fp8}
-        if not torch.compiler.is_compiling():  # a graph serves all layers
+        if not torch.compiler.is_compiling():  # layers share one compiled graph
             how["layer"] = self._layer
         return rows, self.buffer.dispatch(rows, topk_idx, topk_weights, **how)
 
@@ -209,6 +208,6 @@ class MoELayer(RankExperts):
         return self.buffer.combine(y.contiguous(), out.handle, weights, bias=shared, fp8=self.fp8)
 
     def release_fp8_weights(self) -> None:
-        """Drop the fp8 copies of the experts' weights that are kept between forwards. The next forward passes True or None."""
+        """Drop the kept fp8 copies of the experts' weights. Pass True or None as `is_first_microbatch` to the next forward."""
         for kept in kept_in(self.experts):
             kept.release()

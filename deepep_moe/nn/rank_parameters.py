@@ -96,7 +96,7 @@ class _Own:
 
 @dataclass
 class _Seen:
-    """What the last look at a layer found. One parameter stands for all, since wrappers take all of them or none."""
+    """The result of the last check of a layer. One parameter represents all, since wrappers take all of them or none."""
 
     owner: nn.Module | None
     name: str
@@ -131,7 +131,7 @@ class _NoGroup(str):
 
 
 def _look(layer: RankExperts, seen: _Seen | None, ddp: DistributedDataParallel | None) -> _Seen:
-    """Mark the parameters of a layer's experts, and raise ValueError where a wrapper has taken them."""
+    """Mark the parameters of a layer's experts, and raise ValueError if a wrapper has taken them."""
     if getattr(layer, "_is_replica", False):
         raise ValueError("DataParallel runs copies of this layer in one process; start a process for each GPU, with torchrun")
     places = [(module, name, p) for module in layer.experts.modules() for name, p in module._parameters.items() if p is not None]
@@ -171,7 +171,7 @@ def _check_ddp(layer: RankExperts, ddp: DistributedDataParallel) -> None:
 
 
 def _check_shards(layer: RankExperts, modules: list[nn.Module], was_flattened: bool) -> None:
-    """Raise ValueError where FSDP, of either kind, shards the experts over ranks that have different ones."""
+    """Raise ValueError if FSDP, of either kind, shards the experts over ranks that have different experts."""
     ranks, me = set(_ranks(layer.buffer._group)), dist.get_rank()
     advice = "each rank has other ones. Pass the expert parameters (docs/data_parallel.md) as"
     inner: list[Any] = [getattr(module, "process_group", None) for module in layer.experts.modules() if hasattr(module, "_handle")]

@@ -23,15 +23,15 @@ class Router(nn.Module):
             `update_expert_bias`.
         num_groups, topk_groups, group_score_topk, score_function, normalize, routed_scaling_factor, index_dtype, check_finite: as in
             `deepep_moe.ops.gate`.
-        compute_dtype: dtype of the linear map, inputs and weight are cast to it; autocast does not apply.
-        device, dtype: of `weight`.
+        compute_dtype: dtype of the linear map. Inputs and weight are cast to it; autocast does not apply.
+        device, dtype: those of `weight`.
 
     Attributes:
         weight: `[num_experts, hidden]` parameter.
         expert_bias: `[num_experts]` fp32 buffer, or None. It stays fp32 when the module is cast.
         num_tokens_per_expert: `[num_experts]` int64 buffer, counted in training mode (with gradients enabled) since the last
-            `update_expert_bias`; or None. Not part of the state dict. A forward that `torch.utils.checkpoint` runs again without
-            reentrance counts again, which leaves the bias its direction if all micro-batches of a step do so.
+            `update_expert_bias`; or None. Not part of the state dict. A forward that non-reentrant `torch.utils.checkpoint` runs again
+            counts twice. The bias still moves in the right direction if all micro-batches of a step do so.
 
     Raises:
         TypeError: a setting has another type.
@@ -83,7 +83,7 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform weight as in `torch.nn.Linear`; zero bias and counts."""
+        """Draw the weight as `torch.nn.Linear` does, and set bias and counts to zero."""
         bound = 1 / math.sqrt(self.hidden)
         nn.init.uniform_(self.weight, -bound, bound)
         if self.expert_bias is not None and self.num_tokens_per_expert is not None:
@@ -91,7 +91,7 @@ class Router(nn.Module):
             self.num_tokens_per_expert.zero_()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> GateOutput:
-        """Routes `x [..., hidden]`, taken as `[num_tokens, hidden]`.
+        """Route the tokens of `x` [..., hidden], viewed as [num_tokens, hidden].
 
         Args:
             x: hidden states of any floating-point dtype.
@@ -101,7 +101,7 @@ class Router(nn.Module):
             `GateOutput(topk_idx, topk_weights, num_tokens_per_expert)`; see `deepep_moe.ops.GateOutput`.
 
         Raises:
-            ValueError, TypeError: as `deepep_moe.ops.gate`.
+            ValueError, TypeError: see `deepep_moe.ops.gate`.
         """
         output = gate(self.logits(x), self.num_topk, expert_bias=self.expert_bias, mask=mask, **self.gate_options)
         if self.num_tokens_per_expert is not None and self.training and torch.is_grad_enabled():
@@ -109,9 +109,9 @@ class Router(nn.Module):
         return output
 
     def logits(self, x: Tensor) -> Tensor:
-        """`[num_tokens, num_experts]` in `compute_dtype`, differentiable. Raises ValueError for another width.
+        """Return the logits `[num_tokens, num_experts]` in `compute_dtype`, differentiable. Raises ValueError for another width.
 
-        For auxiliary losses: `deepep_moe.ops.gate_full` makes the shares of them.
+        Auxiliary losses need them: `deepep_moe.ops.gate_full` computes shares from logits.
         """
         if x.shape[-1] != self.hidden:
             raise ValueError(f"x has shape {list(x.shape)}; its last dimension must be hidden, {self.hidden}")
@@ -119,10 +119,10 @@ class Router(nn.Module):
             return nn.functional.linear(x.reshape(-1, self.hidden).to(self.compute_dtype), self.weight.to(self.compute_dtype))
 
     def update_expert_bias(self, rate: float, group: dist.ProcessGroup | None = None) -> None:
-        """Applies `deepep_moe.ops.update_expert_bias` to the counts, summed over the ranks, and clears them.
+        """Apply `deepep_moe.ops.update_expert_bias` to the counts, summed over the ranks, and clear them.
 
-        Call it once per optimizer step, on every rank of the group. `group`: all ranks that hold a copy of this router; None: the default
-        group where torch.distributed is initialized, else this process alone.
+        Call it once per optimizer step, on every rank of the group. group: all ranks that hold a copy of this router. None: the default
+        group if torch.distributed is initialized, else this process alone.
 
         Raises:
             ValueError: the router was made without `expert_bias=True`.

@@ -15,16 +15,16 @@ from deepep_moe.device import current_stream, is_gpu, on_device
 def update_expert_bias(
     expert_bias: Tensor, num_tokens_per_expert: Tensor, update_rate: float, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Moves the bias of overloaded experts down and of underloaded ones up, in place: `bias += rate * sign(mean(counts) - count)`.
+    """Move the bias of overloaded experts down and of underloaded ones up, in place: `bias += rate * sign(mean(counts) - count)`.
 
-    Balancing without an auxiliary loss, Wang et al. 2024, arXiv 2408.15664, algorithm 1.
+    This is balancing without an auxiliary loss, Wang et al. 2024, arXiv 2408.15664, algorithm 1.
 
-    All layers of a model go in one call, with their biases and counts stacked: one all-reduce, and on a GPU one launch after it.
+    Pass all layers of a model in one call, with stacked biases and counts: this needs one all-reduce, and on a GPU one launch after it.
 
     Args:
         expert_bias: `[num_experts]` or `[num_layers, num_experts]` fp32, contiguous.
-        num_tokens_per_expert: int64 or int32 counts since the last update, of the same shape; not changed.
-        update_rate: step; DeepSeek-V3 trains with 0.001.
+        num_tokens_per_expert: int64 or int32 counts since the last update, of the same shape. They are not changed.
+        update_rate: the step of a bias. DeepSeek-V3 trains with 0.001.
         group: counts are summed over its ranks. None: the counts are complete.
 
     Raises:
@@ -68,13 +68,13 @@ def _check_counts(expert_bias: Tensor, num_tokens_per_expert: Tensor) -> None:
 
 
 def sequence_aux_loss(shares: Tensor, topk_idx: Tensor, num_tokens_per_sequence: int | Sequence[int], *, coefficient: float) -> Tensor:
-    """Complementary sequence-wise balance loss of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20), averaged over the sequences.
+    """Return the complementary sequence-wise balance loss of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20), averaged over sequences.
 
-    For each sequence of T tokens, `coefficient * sum_i f_i P_i` with `f_i = num_experts / (num_topk T) * (tokens that chose i)` and
-    `P_i` the mean over tokens of expert i's share of the token's scores. Balanced choices give `coefficient`.
+    A sequence of T tokens has the loss `coefficient * sum_i f_i P_i` with `f_i = num_experts / (num_topk T) * (tokens that chose i)`.
+    `P_i` is the mean over tokens of expert i's share of the token's scores. Balanced choices give `coefficient`.
 
     Args:
-        shares: `[num_tokens, num_experts]` fp32, as `gate_full(..., shares=True)` gives them; the loss is differentiable in them.
+        shares: `[num_tokens, num_experts]` fp32, as `gate_full(..., shares=True)` returns them. The loss is differentiable in them.
         topk_idx: `[num_tokens, num_topk]` int64 or int32 experts that count as chosen. The paper's are the best by score, without bias
             and groups. Rows of -1 (masked tokens) do not count as tokens.
         num_tokens_per_sequence: tokens of each sequence, in order, with sum num_tokens; or one number for all.
@@ -107,19 +107,19 @@ def global_aux_loss(
     coefficient: float,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Balance loss of Switch Transformer (arXiv 2101.03961, equations 4 to 6), with the choices of the global batch (arXiv 2501.11873).
+    """Return the balance loss of Switch Transformer (arXiv 2101.03961, equations 4 to 6) over the global batch (arXiv 2501.11873).
 
-    `coefficient * num_experts * sum_i f_i P_i` with `f_i` the fraction of all choices, of all ranks, that are expert i, and `P_i` the
-    mean over the tokens of this call of expert i's share of the token's scores. Balanced choices give `coefficient`. The mean over the
-    ranks, to which data parallelism averages the gradients, is the loss of the global batch if ranks have equally many tokens.
+    The loss is `coefficient * num_experts * sum_i f_i P_i`. `f_i` is the fraction of the choices of all ranks that are expert i. `P_i` is
+    the mean, over the tokens of this call, of expert i's share of the token's scores. Balanced choices give `coefficient`. Data parallelism
+    averages gradients over ranks; that mean is the loss of the global batch if all ranks have equally many tokens.
 
     Args:
-        shares: `[num_tokens, num_experts]` fp32, as `gate_full(..., shares=True)` gives them; the loss is differentiable in them, and
-            in nothing of the other ranks.
+        shares: `[num_tokens, num_experts]` fp32, as `gate_full(..., shares=True)` returns them. The loss is differentiable in them, and
+            in no tensor of other ranks.
         topk_idx: `[num_tokens, num_topk]` int64 or int32. Rows of -1 (masked tokens) do not count as tokens.
-        num_tokens_per_expert: `[num_experts]` int64 or int32 choices of each expert, as the gate gives them, or added up over the
-            micro-batches of a step so far; not changed.
-        coefficient: Switch Transformer trains with 0.01.
+        num_tokens_per_expert: `[num_experts]` int64 or int32 choices of each expert from the gate, or their sum over the micro-batches of
+            a step so far. They are not changed.
+        coefficient: the weight of the loss. Switch Transformer trains with 0.01.
         group: choices are summed over its ranks, in one all-reduce. None: `num_tokens_per_expert` is complete.
 
     Returns:
@@ -154,7 +154,7 @@ def _check_shares(shares: Tensor | None, topk_idx: Tensor) -> None:
 
 
 def _sequence_of_token(num_tokens_per_sequence: int | Sequence[int], num_tokens: int, device: torch.device) -> tuple[Tensor, int]:
-    """`[num_tokens]` int64: which sequence a token belongs to; and how many sequences there are."""
+    """Return `[num_tokens]` int64, the sequence of each token, and the number of sequences."""
     if not isinstance(num_tokens_per_sequence, Sequence):
         num_tokens_per_sequence = as_int("num_tokens_per_sequence", num_tokens_per_sequence)
         if num_tokens_per_sequence < 1 or num_tokens % num_tokens_per_sequence:

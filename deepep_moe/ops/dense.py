@@ -1,11 +1,11 @@
-"""Other forms of the gate's choice."""
+"""Convert the gate's choice to other forms."""
 
 import torch
 from torch import Tensor
 
 
 def to_dense(topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The dense pair that some frameworks take instead of indices and weights.
+    """Return the dense pair that some frameworks take instead of indices and weights.
 
     Args:
         topk_idx: `[num_tokens, num_topk]` int64 or int32, -1 for lanes without an expert.
@@ -26,7 +26,7 @@ def to_dense(topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -> tuple[
 
 
 def nodes_per_token(topk_idx: Tensor, num_experts: int, num_nodes: int) -> Tensor:
-    """Nodes that each token travels to, which node-limited routing bounds by `topk_groups` (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    """Return how many nodes each token goes to; node-limited routing bounds it by `topk_groups` (arXiv 2412.19437, section 2.1.2).
 
     With `num_groups` a multiple of `num_nodes`, groups do not straddle nodes, so a token touches at most `topk_groups` of them.
 
@@ -47,6 +47,6 @@ def nodes_per_token(topk_idx: Tensor, num_experts: int, num_nodes: int) -> Tenso
 
 
 def shares_of(topk_idx: Tensor, num_experts: int, num_shares: int) -> Tensor:
-    """`[num_tokens, num_shares]` bool: does a token choose an expert in this of `num_shares` equal shares of the experts?"""
-    shares = topk_idx // (num_experts // num_shares)  # of -1: -1
+    """Return `[num_tokens, num_shares]` bool: whether a token chooses an expert in each of `num_shares` equal shares of the experts."""
+    shares = topk_idx // (num_experts // num_shares)  # -1 stays -1
     return to_dense(shares, topk_idx.new_zeros(topk_idx.shape, dtype=torch.float32), num_shares)[1]

@@ -24,7 +24,7 @@ class Fp8Copies(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What a weight was when it was quantized."""
+    """The state of a weight when it was quantized, to detect later writes."""
 
     form: tuple[Any, ...]
     address: int
@@ -56,7 +56,7 @@ class KeptWeights:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the copies that are kept."""
+        """Bytes of the kept copies."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
 
     def release(self) -> None:
@@ -69,7 +69,7 @@ class KeptWeights:
 
     @torch._disable_dynamo
     def take(self, is_first_microbatch: bool | None, w1: Tensor, w2: Tensor) -> tuple[Fp8Copies, ...] | None:
-        """Return the copies of w1 and w2 for a forward; None where it is to make its own.
+        """Return the copies of w1 and w2 for a forward; None if the forward makes its own.
 
         Args:
             is_first_microbatch: True quantizes the weights and keeps the copies. False returns those that were kept; if an optimizer of
@@ -104,7 +104,7 @@ class KeptWeights:
         self._states, self._captured, self._stream = _states_of(weights), _is_captured(weights[0]), _stream_of(weights[0])
 
     def _record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory until what `stream` has been given is over."""
+        """Keep the memory until the work enqueued on `stream` is done."""
         for tensor in self._tensors():
             tensor.record_stream(stream)
 
@@ -112,7 +112,7 @@ class KeptWeights:
         return (tensor for copies in self._copies for pair in copies for tensor in pair)
 
     def _why_others(self, weights: tuple[Tensor, ...]) -> str | None:
-        """Return why what is kept is of other weights, or None."""
+        """Return why the kept copies do not serve these weights, or None."""
         if not self._copies:
             return "no fp8 copies of the weights are kept"
         if self._captured != _is_captured(weights[0]):
@@ -137,13 +137,13 @@ class KeptWeights:
 
 
 def check_is_first_microbatch(value: Any) -> None:
-    """Raise TypeError for something else than True, False or None."""
+    """Raise TypeError unless `value` is True, False or None."""
     if value is not None and not isinstance(value, bool):
         raise TypeError(f"is_first_microbatch is {value!r}; it must be True, False or None")
 
 
 def kept_in(module: torch.nn.Module) -> Iterator[KeptWeights]:
-    """Find what the experts in a module keep."""
+    """Yield the `KeptWeights` of all experts in a module."""
     for each in module.modules():
         kept = each.__dict__.get("kept_weights")
         if isinstance(kept, KeptWeights):
@@ -173,7 +173,7 @@ def _is_recomputation() -> bool:
 
 
 class _Steps:
-    """The steps that all optimizers of this process have made. Optimizers write weights in ways that autograd's versions do not show."""
+    """Counts the steps of all optimizers of this process. Optimizers may write weights without a change of autograd's version counters."""
 
     def __init__(self) -> None:
         self.count = 0

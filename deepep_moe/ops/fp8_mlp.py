@@ -32,8 +32,8 @@ def fp8_mlp(
     x: QuantizedRows, counts: Tensor | Sequence[int], w1: Tensor, w2: Tensor, probs: Tensor | None, act: Any,
     recompute: bool, zero_tail: bool, delay: Any, copies: Sequence[Fp8Copies] | None,
 ) -> Tensor:  # fmt: skip
-    """See `grouped_mlp`, which has checked the shapes. act: the activation, an object with `forward` and `backward`; None for SwiGLU.
-    copies: of w1 and w2, which then are not quantized here."""
+    """Do what `grouped_mlp` documents; it has checked the shapes. act: the activation, an object with `forward` and `backward`; None for
+    SwiGLU. copies: fp8 copies of w1 and w2; None quantizes them here."""
     groups = Groups(counts, len(w1), x)
     keeps = torch.is_grad_enabled() and not recompute
     first, second = copies or (None, None)
@@ -101,7 +101,7 @@ def _activated(act: Any, inner: Tensor, probs: Tensor | None, groups: Groups) ->
 
 
 def now_or_later(name: str, compute: Callable[[], Tensor], delay: Any) -> Tensor | None:
-    """Return the gradient, or None once `delay` has been given what computes it."""
+    """Return the gradient; with `delay`, pass it the computation and return None."""
     if delay is None:
         return compute()
     delay(name, compute)
@@ -109,7 +109,7 @@ def now_or_later(name: str, compute: Callable[[], Tensor], delay: Any) -> Tensor
 
 
 class _Linear(torch.autograd.Function):
-    """x @ w.T in bf16. The tail of the result is not set."""
+    """Computes x @ w.T in bf16. The tail of the result is not set."""
 
     @staticmethod
     def forward(
@@ -134,7 +134,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _ActivatedLinear(torch.autograd.Function):
-    """act(inner) * prob @ w.T, with the activation as fp8. Its gradient may come as `QuantizedRows`."""
+    """Computes (act(inner) * prob) @ w.T with the activation in fp8. Its gradient may be `QuantizedRows`."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
 """Products of fp8 rows, grouped by expert, with fp8 matrices: on CPUs the arithmetic of the kernels, on GPUs the kernels.
 
-All take groups of rows that are padded to multiples of `GROUP_ALIGNMENT` and say where they end by `offsets`, on the device of the rows, so
-that the host waits for nothing. Blocks and scales are those of docs/design/fp8_training.md.
+Groups of rows are padded to multiples of `GROUP_ALIGNMENT`. `offsets`, on the device of the rows, are the ends of the groups, so the host
+waits for nothing. docs/design/fp8_training.md describes blocks and scales.
 """
 
 import functools
@@ -36,20 +36,20 @@ def why_no_products(device: torch.device) -> str | None:
 
 @torch._disable_dynamo
 def check_products(device: torch.device) -> None:
-    """Raise BackendUnavailableError where the device has no products of fp8 rows."""
+    """Raise BackendUnavailableError if the device has no products of fp8 rows."""
     if (reason := why_no_products(device)) is not None:
         raise BackendUnavailableError(f"fp8 experts cannot run: {reason}")
 
 
 def check_widths(**widths: int) -> None:
-    """Raise ValueError for a width that has no whole number of blocks."""
+    """Raise ValueError for a width that is no multiple of the block size."""
     for name, width in widths.items():
         if width % BLOCK:
             raise ValueError(f"{name} is {width}, but fp8 experts need multiples of {BLOCK}; choose one, or switch fp8 off")
 
 
 def check_alignment(name: str, value: int) -> None:
-    """Raise ValueError for groups of rows that the products do not take."""
+    """Raise ValueError if `value` is no multiple of `GROUP_ALIGNMENT`."""
     if value % GROUP_ALIGNMENT:
         next_one = -(-value // GROUP_ALIGNMENT) * GROUP_ALIGNMENT
         raise ValueError(f"{name} is {value}, but fp8 experts need a multiple of {GROUP_ALIGNMENT}; pass {next_one}")
@@ -94,8 +94,8 @@ def grouped_fp8_weight_gradient(dy_t: Tensor, dy_t_scales: Tensor, x_t: Tensor, 
 def rescale_transpose(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Return x transposed, with scales for 128 rows: x_t [k, num_rows] e4m3, x_t_scales [num_rows / 128, k] fp32.
 
-    The 128 rows of a block get the largest of their scales, so exponents of the others become smaller. docs/design/fp8_training.md says
-    when that is exact; other values are rounded to nearest even. (FP8-Flow-MoE, arXiv:2511.02302, has the idea.)
+    The 128 rows of a block get the largest of their scales, so values of the other rows get smaller exponents. This is exact for the
+    values that docs/design/fp8_training.md names; others are rounded to nearest even. The idea is from FP8-Flow-MoE (arXiv:2511.02302).
 
     x: [num_rows, k] e4m3, both multiples of 128. scales: [num_rows, k / 128] fp32, powers of two, or 0 in rows of zeros.
     """

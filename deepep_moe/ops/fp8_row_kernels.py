@@ -142,9 +142,9 @@ def rescale_transpose(x: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tens
 def swiglu_quantized(inner: torch.Tensor, probs: torch.Tensor | None, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return silu(gate) * up * probs of inner [rows, 2 * width] bf16, gate and up side by side, as e4m3 [rows, width] and its scales.
 
-    Operations are rounded one after another to bf16, as `swiglu` does, and then quantized in blocks of 128 columns with powers of two.
-    width: a multiple of 128. probs: [rows] fp32, or None for ones. offsets: [experts] int32, where the rows of each expert end; rows after
-    the last are not set. Scales: [rows, width / 128] fp32.
+    Each operation rounds to bf16, as in `swiglu`. The result is quantized in blocks of 128 columns with scales that are powers of two.
+    width: a multiple of 128. probs: [rows] fp32, or None for ones. offsets: [experts] int32, the end of each expert's rows. Rows after
+    the last end are not set. Scales: [rows, width / 128] fp32.
     """
     num_rows, width = inner.shape[0], inner.shape[1] // 2
     y = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=inner.device)

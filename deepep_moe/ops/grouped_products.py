@@ -1,7 +1,7 @@
 """Products of rows, grouped by expert, with one matrix per expert: the forward's, and the two of the backward.
 
-Weights are [num_experts, out, in], as `torch.nn.Linear` stores one of them. All three products read this layout as it is, and the weights'
-gradient comes out in it: no product transposes a weight, or copies one whose matrices begin at multiples of 16 bytes.
+Weights are [num_experts, out, in]; each matrix has the layout of `torch.nn.Linear`. All three products read this layout, and the weights'
+gradient has it too. No product transposes a weight, and none copies a weight whose matrices begin at multiples of 16 bytes.
 """
 
 import functools

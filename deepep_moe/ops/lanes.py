@@ -1,4 +1,4 @@
-"""Dense routing, as a map of chosen experts with a number for each, in lanes of top-k and back, and counts of lanes: one kernel each."""
+"""Convert dense routing (a map of chosen experts with values) to lanes of top-k and back, and count lanes: one kernel each."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ from deepep_moe.library import is_watched, needs_gradients
 def lanes_of_map(routing_map: Tensor, values: Tensor | None, num_topk: int) -> tuple[Tensor, Tensor | None]:
     """Return the chosen experts of each token and their values, without gradient.
 
-    The experts are read from the map and not from the largest values, because that of a chosen expert can be 0. A token with more than
-    `num_topk` experts gets `num_experts` in lane 0, which is no expert: a dispatch refuses it and tells the peers, who would wait for a
-    rank that raised here. The host does not wait for a GPU.
+    Experts are read from the map, not from the largest values, because the value of a chosen expert can be 0. A token with more than
+    `num_topk` experts gets `num_experts`, which is no expert, in lane 0. The dispatch then refuses it and tells the peers; they would wait
+    if this rank raised here. The host does not wait for a GPU.
 
     Args:
         routing_map: [num_tokens, num_experts] bool, or numbers, of which 0 is False.
@@ -40,7 +40,7 @@ def lanes_of_map(routing_map: Tensor, values: Tensor | None, num_topk: int) -> t
 def dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, num_experts: int) -> Tensor:
     """Return [num_tokens, num_experts] fp32: `topk_values` [num_tokens, num_topk] fp32 in the columns of their experts, 0 elsewhere.
 
-    topk_idx: [num_tokens, num_topk] int64, -1 = no expert, as is any number that is none. Without gradient.
+    topk_idx: [num_tokens, num_topk] int64; -1 and any other invalid index = no expert. Without gradient.
     """
     is_differentiated = needs_gradients((topk_values,))  # a backward, once more
     if is_differentiated or is_watched((topk_idx, topk_values)) or not _is_served(topk_idx):
@@ -53,10 +53,10 @@ def dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, num_experts: int) -> T
 
 
 def count_lanes(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Count the tokens of each rank and of each expert, each token once, and say to which ranks each token goes.
+    """Count the tokens of each rank and of each expert, each token once, and return to which ranks each token goes.
 
     Args:
-        topk_idx: [num_tokens, num_topk] int64 or int32, -1 = no expert, as is any number that is none.
+        topk_idx: [num_tokens, num_topk] int64 or int32; -1 and any other invalid index = no expert.
         num_experts: a multiple of `num_ranks`.
 
     Returns:
@@ -96,7 +96,7 @@ class LanesOfMap(torch.autograd.Function):
 
 
 def topk_from_map(routing_map: Tensor, num_topk: int) -> Tensor:
-    """Return topk_idx of `lanes_of_map`, by PyTorch's operators: for GPUs that the library was built without."""
+    """Return topk_idx of `lanes_of_map` with PyTorch's operators, for GPU tensors in a build without GPU kernels."""
     num_experts = routing_map.shape[1]
     # Chosen experts get distinct positive keys, larger for lower experts, and the rest get 0. So top-k has one answer, in ascending order.
     keys = routing_map * torch.arange(num_experts, 0, -1, device=routing_map.device)

@@ -19,11 +19,11 @@ _Quantized = tuple[Tensor, Tensor]  # values and scales
 
 
 def quantize_fp8(x: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    """Return `x` as fp8 and its scales: x is about y * scales, a scale for 128 columns of a row. Without gradient.
+    """Return `x` as fp8 and its scales: x is about y * scales, with one scale per 128 columns of a row. Without gradient.
 
-    The scheme of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2): with m the largest magnitude of a block, 1e-4 at least, the scale is
-    m / 448 and y is x * (448 / m) rounded to nearest even. With `power_of_two` the scale is the next power of two, so that x / scale is
-    exact before it is rounded, and m is 2^-100 at least, so that small gradients keep their bits (docs/design/fp8_training.md).
+    This is the scheme of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2). Let m be the largest magnitude of a block, at least 1e-4. The
+    scale is m / 448, and y is x * (448 / m) rounded to nearest even. With `power_of_two` the scale is the next power of two, so x / scale
+    is exact before rounding. m is then at least 2^-100, so that small gradients keep their bits (docs/design/fp8_training.md).
 
     x: [num_tokens, hidden] contiguous fp32, bf16 or fp16, hidden a multiple of 8.
     Returns y [num_tokens, hidden] float8_e4m3fn, scales [num_tokens, ceil(hidden / 128)] fp32. The scale of a block with NaN or infinity is
@@ -69,7 +69,7 @@ def quantize_fp8_weights(w: Tensor, *, transposed: bool = False) -> tuple[Tensor
 
 
 def quantize_fp8_weights_both(w: Tensor) -> tuple[_Quantized, _Quantized]:
-    """Return what `quantize_fp8_weights` returns, as it is and transposed. On GPUs one kernel reads w once for both."""
+    """Return the results of `quantize_fp8_weights`, plain and transposed. On GPUs one kernel reads w once for both."""
     return _quantized_weights(w, with_plain=True, with_transposed=True)  # type: ignore[return-value]
 
 

@@ -12,10 +12,10 @@ _COPIES = {_aten.detach.default, _aten.alias.default}
 
 
 class QuantizedRows(Tensor):
-    """Rows [num_rows, hidden] as e4m3 `values` with one power of two for 128 columns in `scales` [num_rows, hidden / 128] fp32.
+    """Rows [num_rows, hidden] as e4m3 `values` with one power of two per 128 columns in `scales` [num_rows, hidden / 128] fp32.
 
-    Its dtype says bf16, so autograd gives it a bf16 gradient. `deepep_moe.ops.grouped_mlp` multiplies it as it is. Other operations raise
-    NotImplementedError, because a tensor of twice the size would come into being unseen: call `dequantized()`.
+    Its dtype is bf16, so autograd gives it a bf16 gradient. `deepep_moe.ops.grouped_mlp` multiplies it in fp8. Other operations raise
+    NotImplementedError, because they would silently allocate a tensor of twice the size: call `dequantized()`.
     """
 
     values: Tensor  # type: ignore[assignment]  # a method of sparse tensors has this name
@@ -39,7 +39,7 @@ class QuantizedRows(Tensor):
 
     @classmethod
     def of(cls, x: Tensor) -> "QuantizedRows":
-        """Quantize x [num_rows, hidden] contiguous fp32, bf16 or fp16. Without gradient. Raises as `quantize_fp8`."""
+        """Quantize x [num_rows, hidden] contiguous fp32, bf16 or fp16. Without gradient. Raises the errors of `quantize_fp8`."""
         return cls(*quantize_fp8(x, power_of_two=True))
 
     def dequantized(self) -> Tensor:
@@ -47,7 +47,7 @@ class QuantizedRows(Tensor):
         return dequantize_fp8(self.values, self.scales).bfloat16()
 
     def record_stream_of(self, stream: torch.Stream) -> None:
-        """Keep the memory until what `stream` has been given is over, as `Tensor.record_stream`."""
+        """Keep the memory until the work enqueued on `stream` is done, as `Tensor.record_stream` does."""
         self.values.record_stream(stream)
         self.scales.record_stream(stream)
 

@@ -1,4 +1,4 @@
-"""What a routing says, in plain PyTorch on any device."""
+"""Checks and counts of a routing, in plain PyTorch on any device."""
 
 import torch
 from torch import Tensor
@@ -22,14 +22,14 @@ def refuse_bad_routing(topk_idx: Tensor, num_experts: int) -> None:
 
 
 def is_token_in_rank(topk_idx: Tensor, num_ranks: int, num_local_experts: int) -> Tensor:
-    """[num_tokens, num_ranks] bool: does the token of topk_idx [num_tokens, num_topk] go to the rank?"""
+    """Return [num_tokens, num_ranks] bool: whether the token of topk_idx [num_tokens, num_topk] goes to the rank."""
     ranks = torch.where(topk_idx >= 0, topk_idx // num_local_experts, num_ranks).long()
     mask = torch.zeros(topk_idx.shape[0], num_ranks + 1, dtype=torch.bool, device=topk_idx.device)
     return mask.scatter_(1, ranks, True)[:, :-1].contiguous()
 
 
 def num_tokens_per_expert(topk_idx: Tensor, num_experts: int) -> Tensor:
-    """[num_experts] int64."""
+    """Return [num_experts] int64: the tokens of each expert."""
     return topk_idx[topk_idx >= 0].bincount(minlength=num_experts)
 
 
@@ -37,7 +37,7 @@ def num_tokens_per_expert(topk_idx: Tensor, num_experts: int) -> Tensor:
 
 
 def _layout(topk_idx: Tensor, num_topk: int, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The fields of `Layout`. Raises ValueError and TypeError for a bad routing."""
+    """Return the fields of `Layout`. Raises ValueError or TypeError for a bad routing."""
     num_tokens = len(topk_idx) if topk_idx.dim() > 0 else 0
     check_tensor("topk_idx", topk_idx, (num_tokens, num_topk), (torch.int64, torch.int32), any_strides=True)
     refuse_bad_routing(topk_idx, num_experts)

@@ -58,7 +58,7 @@ def _weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 def weighted_sum_backward(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of rows and weights, from that of `weighted_sum`, [num_tokens, hidden] in the dtype of the rows; in fp32."""
+    """Return the gradients of rows and weights from `grad`, that of `weighted_sum` [num_tokens, hidden] in the rows' dtype. Uses fp32."""
     if _has_kernels(rows):
         rows, weights, is_by_token = _ordered(rows, weights)
         grad, grad_rows, grad_weights = aligned(grad), torch.empty_like(rows), torch.empty_like(weights)
@@ -86,7 +86,7 @@ def _ordered(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, bool]:
 
 
 def scale_rows_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and weights, from that of `x * weights[:, None]`; in fp32.
+    """Return the gradients of x and weights from `grad`, that of `x * weights[:, None]`. Computes in fp32.
 
     grad, x: [num_rows, hidden] contiguous, of the same dtype; on GPUs fp32, bf16 or fp16. weights: [num_rows] fp32.
     Returns [num_rows, hidden] in x's dtype and [num_rows] fp32.
@@ -104,7 +104,7 @@ def scale_rows_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tenso
 
 
 def differentiable_scale_rows_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """As `scale_rows_backward`, to be differentiated once more."""
+    """Compute `scale_rows_backward` so that it can be differentiated again."""
     wide = grad.float()
     return (wide * weights.unsqueeze(-1)).to(x.dtype), (wide * x.float()).sum(-1)
 

@@ -132,11 +132,11 @@ def combine(
     bias: Sequence[Tensor] | None = None,
     ranks_per_node: int | None = None,
 ) -> list[Tensor]:
-    """Combine of all ranks, for rows `x` that lie as `received` (the result of `dispatch`) says.
+    """Return the combine of all ranks for rows `x` in the order of `received`, the result of `dispatch`.
 
-    x: [num_rows, hidden] of each rank; weights: [num_rows] fp32; bias: [num_tokens, hidden]. The sum of a token's rows has three steps:
-    on a rank (`expert_side`); over the ranks of a node, ascending, in fp32, rounded to x's dtype where the token is another node's; over
-    the nodes, ascending, in fp32, then `bias`, rounded once. `ranks_per_node` None: all ranks are one node.
+    x: [num_rows, hidden] of each rank; weights: [num_rows] fp32; bias: [num_tokens, hidden]. A token's rows are summed in three steps.
+    First on each rank (`expert_side`). Then over the ranks of a node, ascending, in fp32, rounded to x's dtype if the token is another
+    node's. Then over the nodes, ascending, in fp32, plus `bias`, rounded once. `ranks_per_node` None: all ranks are one node.
     """
     per_node = ranks_per_node or len(x)
     totals = [torch.zeros(n, x[0].shape[1]) for n in num_tokens]

@@ -39,11 +39,11 @@ def combine(
     x: Sequence[Tensor], received: Sequence[Received], num_tokens: Sequence[int], *, fp8: bool = False,
     topk_weights: Sequence[Tensor] | None = None, ranks_per_node: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Combine of all ranks, for rows `x` [num_rows, hidden] that lie as `received` says, weighted by its `recv_topk_weights`, or by
-    `topk_weights` [num_tokens, num_topk] of the tokens' ranks, as if the dispatch had been given these.
+    """Return the combine of all ranks for rows `x` [num_rows, hidden] in the order of `received`. Rows are weighted by its
+    `recv_topk_weights`, or by `topk_weights` [num_tokens, num_topk] of the tokens' ranks, as if the dispatch had sent these.
 
-    fp8: a sum is quantized from fp32 as it travels, that of the experts' rank, and that of a node where the token is another node's.
-    ranks_per_node: as of `exchange.combine`.
+    fp8: sums are quantized from fp32 when they are sent: an expert rank's sum, and a node's sum if the token is another node's.
+    ranks_per_node: the same as in `exchange.combine`.
     """
     weights = [there.recv_topk_weights for there in received if there.recv_topk_weights is not None]
     if topk_weights is not None:

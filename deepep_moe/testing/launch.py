@@ -34,7 +34,7 @@ def _worker(
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # As torchrun has them, and LOCAL_SIZE as DeepSpeed's launcher has it.
+    # Torchrun sets the first two, DeepSpeed's launcher sets LOCAL_SIZE.
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(num_ranks), LOCAL_SIZE=str(num_ranks))
     try:
         if bind:

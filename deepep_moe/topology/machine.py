@@ -1,4 +1,4 @@
-"""What a machine consists of, as far as ranks must know it: NUMA nodes, GPUs, NICs and how far they are from each other."""
+"""The parts of a machine that matter to ranks: NUMA nodes, GPUs, NICs, and the distances between them."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,8 +23,8 @@ class NumaNode:
 
 @dataclass(frozen=True)
 class PciDevice:
-    """A PCI device: `bus_id` such as "0000:1b:00.0", NUMA `node` (None = unknown), and `path`, the bridges above it from the host bridge
-    (such as "pci0000:15") down; the device itself is not in it."""
+    """A PCI device. `bus_id`: such as "0000:1b:00.0". `node`: its NUMA node, None = unknown. `path`: the bridges above it, from the host
+    bridge (such as "pci0000:15") down, without the device itself."""
 
     bus_id: str
     node: int | None

@@ -56,8 +56,8 @@ def _pci_attributes(device: PciDevice) -> dict[str, str]:
 
 
 def switches(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the switches on the path to a PCI device, as NCCL counts them: a switch is its port upwards; its other ports and the root port
-    of the CPU do not count."""
+    """Return the switches on the path to a PCI device, as NCCL counts them. NCCL counts a switch by its upstream port; other ports and the
+    root port of the CPU do not count."""
     return path[1:][-2::-2][::-1]
 
 

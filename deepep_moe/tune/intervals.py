@@ -30,7 +30,7 @@ def median_interval(values: Sequence[float], confidence: float) -> tuple[float, 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a paired run says. `gain`: the median share of time that the second of a pair saves; `low` and `high`: its interval."""
+    """The result of a paired run. `gain`: the median share of time that the second of a pair saves. `low`, `high`: its interval."""
 
     gain: float
     low: float

@@ -31,8 +31,8 @@ _DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run has found. `profile`: None where nothing is faster, which `text` says. `record`: the comparison with the default, as
-    benchmarks write it, where there was one."""
+    """The result of a run. `profile`: None if nothing is faster than the default; `text` then says so. `record`: the comparison with the
+    default, as benchmarks write it, or None."""
 
     text: str
     profile: Profile | None

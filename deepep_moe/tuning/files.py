@@ -37,7 +37,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What the files say. Later ones of `found` have priority; `own`: the files of the user that were read; `damaged`: what is wrong."""
+    """The contents of the files. Later profiles of `found` have priority. `own`: the user's files that were read. `damaged`: errors."""
 
     found: tuple[Found, ...] = ()
     own: tuple[Path, ...] = ()
@@ -56,9 +56,9 @@ class Loaded:
 
 
 def load(files: Files | None = None) -> Loaded:
-    """Read all files. What is damaged is left out and told in `Loaded.damaged`.
+    """Read all files. Damaged ones are left out and listed in `Loaded.damaged`.
 
-    Raises ValueError where the file that `DEEPEP_MOE_PROFILE` names cannot be read.
+    Raises ValueError if the file that `DEEPEP_MOE_PROFILE` names cannot be read.
     """
     files = files or Files.of_environment()
     found: list[Found] = []

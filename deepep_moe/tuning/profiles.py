@@ -1,4 +1,4 @@
-"""What a profile says, and its form as JSON, which is checked to the last field."""
+"""Profiles of tuned settings and their JSON form, whose fields are all checked."""
 
 import json
 from collections.abc import Sequence

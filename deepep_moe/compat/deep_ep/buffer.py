@@ -31,11 +31,11 @@ class Buffer(LowLatencyCalls):
 
     Args:
         group: the process group, of any backend.
-        num_max_tokens_per_rank: the most tokens that a rank dispatches, to have memory made once; None: learnt and agreed on at the calls.
-        ranks_per_node: consecutive ranks that are a node, as of `deepep_moe.Buffer`; None: those of one host.
+        num_max_tokens_per_rank: the most tokens that a rank dispatches; memory is then allocated once. None: ranks agree on it in calls.
+        ranks_per_node: how many consecutive ranks are a node, as in `deepep_moe.Buffer`. None: the ranks of one host.
 
-    Raises NotImplementedError for `comm` (mpi4py), ValueError without a group. The other arguments choose what DeepEP has several of; here
-    they change nothing.
+    Raises NotImplementedError for `comm` (mpi4py), ValueError without a group. The other arguments choose among DeepEP's variants; they
+    have no effect here.
     """
 
     num_sms: int = 20
@@ -69,7 +69,7 @@ class Buffer(LowLatencyCalls):
         self._stream = CommStream()
         self._low_latency = LowLatencyBuffers(group, self.num_rdma_bytes, enable_shrink, ranks_per_node)
         self.runtime: Runtime | None = Runtime(self, self._buffers)
-        """For callers that ask it; None once the buffer was destroyed."""
+        """DeepEP's `runtime`, for callers that use it; None after `destroy`."""
 
     # ---- settings ----
 
@@ -77,7 +77,7 @@ class Buffer(LowLatencyCalls):
     def set_num_sms(new_num_sms: int) -> None:
         """Set the SMs of later calls: half of them send rows. 20, DeepEP's default, stands for deepep_moe's own choice.
 
-        Raises TypeError for what is no whole number, ValueError for an odd one or one below 0.
+        Raises TypeError if it is no whole number, ValueError if it is odd or below 0.
         """
         num_sms = as_int("new_num_sms", new_num_sms)
         if num_sms < 0 or num_sms % 2:
@@ -179,22 +179,23 @@ class Buffer(LowLatencyCalls):
         Args:
             x: [num_tokens, hidden] bf16 (fp32 and fp16 too), or a pair of fp8 rows and scales [num_tokens, hidden / 128] fp32, or
                 [num_tokens, ceil(hidden / 512)] int32 of four biased exponents each.
-            handle: of an earlier dispatch, to send along its routing. Nothing else about the routing may be given beside it.
-            num_tokens_per_expert: [num_experts]; its length says how many experts there are. The numbers, like num_tokens_per_rank,
-                are counted anew, except without `topk_idx`.
+            handle: the handle of an earlier dispatch, whose routing is used again. No other argument about the routing is allowed then.
+            num_tokens_per_expert: [num_experts]; its length is the number of experts. The values are read only without `topk_idx`;
+                otherwise the tokens are counted again. num_tokens_per_rank is never read.
             is_token_in_rank: [num_tokens, num_ranks] bool, read only without `topk_idx`.
             topk_idx, topk_weights: [num_tokens, num_topk] int64 or int32, and fp32.
             expert_alignment: counts of tokens per expert are rounded up to a multiple of it.
-            num_worst_tokens: if not 0, the rows of the results, the same on every rank; those that no token fills have recv_topk_idx -1.
-                The host then waits for nothing, and the list of counts is empty.
-            previous_event: the call begins after it. async_finish: on the communication stream; the event says when the call is over.
+            num_worst_tokens: if not 0, the number of rows of the results, the same on every rank. Rows without a token have
+                recv_topk_idx -1. The host then waits for nothing, and the list of counts is empty.
+            previous_event: the call begins after this event.
+            async_finish: run on the communication stream; the event returned marks the end of the call.
 
         Returns:
-            recv_x, or the pair of rows and scales; recv_topk_idx [num_rows, num_topk], of local experts, -1 for another rank's;
-            recv_topk_weights [num_rows, num_topk] fp32; tokens of each local expert; the handle; the event. Along a handle all but recv_x
-            and the event are None. Rows come by source rank, then by token.
+            recv_x, or the pair of rows and scales; recv_topk_idx [num_rows, num_topk], local experts, -1 for another rank's;
+            recv_topk_weights [num_rows, num_topk] fp32; tokens of each local expert; the handle; the event. Along a handle all except
+            recv_x and the event are None. Rows are ordered by source rank, then by token.
 
-        Raises: as `deepep_moe.Buffer.dispatch`.
+        Raises: the errors of `deepep_moe.Buffer.dispatch`.
         """
         self._buffers.check_alive()
         try:
@@ -235,13 +236,13 @@ class Buffer(LowLatencyCalls):
 
         Args:
             x: [num_rows, hidden] bf16 (fp32 and fp16 too), rows as the dispatch of `handle` returned them.
-            topk_weights: [num_rows, num_topk] fp32, to come back beside the rows, such as gradients of recv_topk_weights.
-            bias: [num_tokens, hidden], dtype of `x`, or a pair of such tensors, added at the source.
-            previous_event, async_finish: as of `dispatch`.
+            topk_weights: [num_rows, num_topk] fp32, sent back with the rows, such as gradients of recv_topk_weights. Rows are not weighted.
+            bias: [num_tokens, hidden], dtype of `x`, or a pair of such tensors, added on the token's rank.
+            previous_event, async_finish: the same as in `dispatch`.
 
-        Returns the sums [num_tokens, hidden], the weights [num_tokens, num_topk] fp32 or None, and the event. Rows are not weighted.
+        Returns the sums [num_tokens, hidden], the weights [num_tokens, num_topk] fp32 or None, and the event.
 
-        Raises: as `deepep_moe.Buffer.combine`.
+        Raises: the errors of `deepep_moe.Buffer.combine`.
         """
         self._buffers.check_alive()
         buffer, along = checked(self._buffers, handle).buffer, handle.along
@@ -259,7 +260,7 @@ class Buffer(LowLatencyCalls):
         given = (x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,)))
         return combined_x, back, self._stream.end(callers, async_finish, given, (combined_x, back))
 
-    # ---- what DeepEP has beside ----
+    # ---- calls of DeepEP that are not served ----
 
     def internode_dispatch(self, *_: Any, **__: Any) -> NoReturn:
         """Raise NotImplementedError: `dispatch` serves several nodes too."""
@@ -271,7 +272,7 @@ class Buffer(LowLatencyCalls):
 
 
 def _senders_of(config: Any) -> int | None:
-    """Return the SMs that send with these settings. Raises TypeError for what is no Config."""
+    """Return how many SMs send with these settings. Raises TypeError if `config` is no Config."""
     if config is None:
         return senders_of(Buffer.num_sms)
     if not isinstance(config, Config):

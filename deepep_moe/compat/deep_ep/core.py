@@ -72,8 +72,8 @@ class GrowingBuffers:
         return growing.dispatch(num_tokens, send)
 
     def meet(self) -> None:
-        """Wait until all ranks are here, in a call that makes a buffer or agrees on something. Collective. Raises EPPeerError where a peer
-        has refused the call, which `refuse` tells either way."""
+        """Wait until all ranks are in a call that makes a buffer or agrees on something. Collective. Raises EPPeerError if a peer has
+        refused the call by `refuse`."""
         self.check_alive()
         if self._latest is None:
             self._num_hosts = len(set(greet(self.group)))
@@ -81,11 +81,11 @@ class GrowingBuffers:
             self._latest.meet()
 
     def refuse(self, error: _Error) -> _Error:
-        """Tell the peers, which are or will be in the same call, that this rank does not make it: they raise EPPeerError with the reason.
-        Return `error`, to be raised.
+        """Tell the peers that this rank does not make its next call; they raise EPPeerError with the reason. Return `error`, for the
+        caller to raise.
 
-        Arguments that say nothing of sizes do not say in which buffer the peers are: the one of the latest dispatch is taken, and where
-        there is none, this rank meets them in their first call. After `destroy` the peers know that this rank is gone.
+        Without valid sizes this rank cannot tell in which buffer its peers are. It refuses in the buffer of the latest dispatch. If there
+        is none, it meets the peers in their first call. After `destroy` the peers know that this rank is gone.
         """
         if self._is_destroyed:
             return error

@@ -22,10 +22,10 @@ _Received = tuple[Any, Tensor | None, Tensor | None, EPHandle, EventOverlap]
 
 @outside_graphs
 class _BufferOfGroup:
-    """What the buffers of both versions have."""
+    """The common part of the buffers of both versions."""
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int | None, sizes: tuple[int, int, int], num_qps: int, is_hybrid: bool) -> None:
-        """sizes: tokens of a rank at most, hidden, top-k."""
+        """sizes: most tokens of a rank, hidden, top-k."""
         self.rank_idx, self.num_ranks = members_of(group, type(self).__name__)
         self.group = group
         names = "num_max_tokens_per_rank", "hidden", "num_topk"
@@ -96,8 +96,7 @@ class _BufferOfGroup:
         dist.barrier(self.group)
 
     def destroy(self) -> None:
-        """Free the memory. Not collective; may be called with and without `explicitly_destroy`, and again. Later calls raise
-        BufferDestroyedError."""
+        """Free the memory. Not collective; may be repeated, and needs no `explicitly_destroy`. Later calls raise BufferDestroyedError."""
         self._calls.buffers.destroy()
 
 
@@ -110,11 +109,12 @@ class ElasticBuffer(_BufferOfGroup):
 
     Args:
         group: the process group, of any backend.
-        num_bytes: kept for callers that read it. Memory is made at the first call and grows with the calls.
-        num_max_tokens_per_rank: the most tokens that a rank dispatches, the same on every rank. 0: a dispatch says it, or it is learnt.
+        num_bytes: kept for callers that read it. Memory is allocated in the first call and grows in later calls.
+        num_max_tokens_per_rank: the most tokens that a rank dispatches, the same on every rank. 0: the dispatch passes it, or the ranks
+            agree on it.
 
-    The other arguments choose what DeepEP has several of, or concern networks; here they change nothing. `num_cpu_bytes`, for Engram,
-    raises NotImplementedError.
+    The other arguments choose among DeepEP's variants or configure networks; they have no effect here. `num_cpu_bytes`, for Engram, raises
+    NotImplementedError.
     """
 
     def __init__(
@@ -169,27 +169,27 @@ class ElasticBuffer(_BufferOfGroup):
         Args:
             x: [num_tokens, hidden] bf16 (fp32 and fp16 too), or a pair of fp8 rows and scales [num_tokens, hidden / 128] fp32, or
                 [num_tokens, ceil(hidden / 512)] int32 of four biased exponents each.
-            topk_idx, topk_weights: [num_tokens, num_topk] int64 or int32, -1 = no expert; and fp32. Along a handle, weights only.
+            topk_idx, topk_weights: [num_tokens, num_topk] int64 or int32, -1 = no expert; and fp32. With a handle, pass only weights.
             cumulative_local_expert_recv_stats: [num_local_experts] int32; the tokens of each local expert are added to it.
-            num_experts: of all ranks together; needed without a handle.
-            num_max_tokens_per_rank: the same on every rank; None: the buffer's.
-            num_sms: SMs that send rows; 0: deepep_moe chooses.
-            previous_event, previous_event_before_epilogue: the call begins after both.
-            async_with_compute_stream: run on the communication stream; the event says when the call is over.
-            handle: of an earlier dispatch, to send along its routing; `do_expand` must be that of its dispatch.
-            do_handle_copy: keep a copy of `topk_idx` in the handle, which the caller may then change.
-            do_cpu_sync: False: the host waits for nothing, and the results have as many rows as can come: num_ranks *
-                num_max_tokens_per_rank, expanded min(num_topk, num_local_experts) times as many and room for padding. Those that no token
-                fills are zero, with recv_topk_idx -1. None: True.
-            do_expand: one row per (token, local expert), grouped by expert, each group padded to a multiple of `expert_alignment` with
-                zero rows; else one row per (token, this rank). Rows come by source rank, then by token, in each group.
-            use_tma_aligned_col_major_sf: scales lie column by column, each of which begins at a multiple of 16 bytes.
+            num_experts: experts of all ranks together; needed without a handle.
+            num_max_tokens_per_rank: the same on every rank. None: the buffer's.
+            num_sms: SMs that send rows. 0: deepep_moe chooses.
+            previous_event, previous_event_before_epilogue: the call begins after both events.
+            async_with_compute_stream: run on the communication stream. The event returned marks the end of the call.
+            handle: the handle of an earlier dispatch, whose routing is used again. Pass the same `do_expand` as in that dispatch.
+            do_handle_copy: keep a copy of `topk_idx` in the handle, so that the caller may change the original.
+            do_cpu_sync: False: the host waits for nothing, and the results have the most rows that can arrive. These are num_ranks *
+                num_max_tokens_per_rank; expanded, min(num_topk, num_local_experts) times as many and room for padding. Rows without a
+                token are zero, with recv_topk_idx -1. None: True.
+            do_expand: True: one row per (token, local expert), grouped by expert; zero rows pad each group to a multiple of
+                `expert_alignment`. False: one row per (token, this rank). Rows are ordered by source rank, then token, in each group.
+            use_tma_aligned_col_major_sf: scales are column-major, and each column begins at a multiple of 16 bytes.
 
         Returns:
-            recv_x, or the pair of rows and scales; recv_topk_idx [num_rows, num_topk], of local experts, -1 for another rank's, None where
-            expanded; recv_topk_weights fp32 [num_rows, num_topk], expanded [num_rows], None without weights; the handle; the event.
+            recv_x, or the pair of rows and scales; recv_topk_idx [num_rows, num_topk], local experts, -1 for another rank's (None if
+            expanded); recv_topk_weights fp32 [num_rows, num_topk] (expanded: [num_rows]; None without weights); the handle; the event.
 
-        Raises: ValueError for arguments that are missing or contradict the handle; else as `deepep_moe.Buffer.dispatch`.
+        Raises: ValueError if arguments are missing or contradict the handle; else the errors of `deepep_moe.Buffer.dispatch`.
         """
         most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
         sync = do_cpu_sync is None or do_cpu_sync
@@ -216,13 +216,13 @@ class ElasticBuffer(_BufferOfGroup):
 
         Args:
             x: [num_rows, hidden] bf16 (fp32 and fp16 too), rows as the dispatch of `handle` returned them.
-            topk_weights: fp32 [num_rows, num_topk], expanded [num_rows], to come back beside the rows, which they do not weigh.
-            bias: [num_tokens, hidden], dtype of `x`, or a pair of such tensors, added at the source.
-            num_sms: SMs that send rows; 0: those of the dispatch.
+            topk_weights: fp32 [num_rows, num_topk], expanded [num_rows], sent back with the rows. Rows are not weighted.
+            bias: [num_tokens, hidden], dtype of `x`, or a pair of such tensors, added on the token's rank.
+            num_sms: SMs that send rows. 0: as many as in the dispatch.
 
         Returns the sums [num_tokens, hidden], the weights [num_tokens, num_topk] fp32 or None, and the event.
 
-        Raises: as `deepep_moe.Buffer.combine`.
+        Raises: the errors of `deepep_moe.Buffer.combine`.
         """
         mode = Mode(num_sms, (previous_event, previous_event_before_epilogue), async_with_compute_stream)
         return self._calls.combine(x, handle, topk_weights, bias, mode)  # type: ignore[return-value]  # not deferred

@@ -57,13 +57,13 @@ class Mode(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """What a caller says of where tokens go, and of the results."""
+    """The routing that a caller passes, and the form of the results."""
 
     topk_idx: Tensor | None
     topk_weights: Tensor | None
     num_experts: int | None
     num_max_tokens_per_rank: int
-    """0: nobody has said it."""
+    """0: not set."""
     expert_alignment: int
     do_expand: bool
     do_cpu_sync: bool

@@ -1,4 +1,4 @@
-"""What a dispatch of DeepEP 2 returns to its callers beside the rows."""
+"""The handle that a dispatch of DeepEP 2 returns with the rows."""
 
 from functools import cached_property
 
@@ -77,7 +77,7 @@ class EPHandle:
 
     @cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
-        """[num_ranks]: tokens received from each rank and those before."""
+        """[num_ranks] int32: the running sum of the tokens received from each rank."""
         return self.native.recv_counts.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
     @property
@@ -87,8 +87,8 @@ class EPHandle:
 
     @cached_property
     def psum_num_recv_tokens_per_expert(self) -> Tensor:
-        """[num_local_experts]: the end of each local expert's rows, the groups before it rounded up to `expert_alignment`. Of expanded rows
-        its own group counts without padding, else rounded up too."""
+        """[num_local_experts] int32: the end of each local expert's rows. Groups before it are rounded up to `expert_alignment`; its own
+        group is rounded up too, unless rows are expanded."""
         ends = self.native.num_rows_per_expert.cumsum(0, dtype=torch.int32)
         if not self.do_expand:
             return ends
@@ -96,13 +96,13 @@ class EPHandle:
 
     @property
     def dst_buffer_slot_idx(self) -> Tensor:
-        """[num_tokens, num_topk]: the expert of each lane, -1 = none. Rows have no slots here: their places follow from the routing."""
+        """[num_tokens, num_topk]: the expert of each lane, -1 = none. There are no slots here; the routing determines each row's place."""
         return self.native.topk_idx
 
     @cached_property
     def recv_src_metadata(self) -> Tensor:
-        """[num_recv_tokens, 2 + num_topk]: of each token received, rank * num_max_tokens_per_rank + token at its source, its place among
-        the tokens received, and the row of each lane in the expanded layout, -1 = none.
+        """[num_recv_tokens, 2 + num_topk] int32, one row per token received. Column 0 is source rank * num_max_tokens_per_rank + token.
+        Column 1 is the token's place among those received. The rest is the row of each lane in the expanded layout, -1 = none.
 
         No call needs it and no dispatch sends it. The first read is collective: all ranks must read it, and the host waits.
         """
@@ -114,7 +114,7 @@ class EPHandle:
 
 
 def _tokens_received(native: DispatchHandle, buffer: Buffer, group: dist.ProcessGroup, num_max_tokens: int) -> Tensor:
-    """Return [num_recv_tokens] int64: rank * num_max_tokens + token of the tokens that came here, in their order. Collective."""
+    """Return [num_recv_tokens] int64: source rank * num_max_tokens + token for each token received, in order. Collective."""
     routing = native.topk_idx
     sizes = routing.new_zeros(buffer.num_ranks)
     sizes[buffer.rank] = len(routing)

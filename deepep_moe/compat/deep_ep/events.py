@@ -1,4 +1,4 @@
-"""DeepEP's events: points on a GPU's stream that other streams wait for. Beside a GPU they stand for nothing, and waits return at once."""
+"""DeepEP's events: points on a GPU's stream that other streams wait for. If no GPU is in use, waits return at once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class EventHandle:
-    """A point on the current stream, recorded when this object is made. Without a GPU in use, a point that is always reached."""
+    """A point on the current stream, recorded when this object is made. If no GPU is in use, waits for it return at once."""
 
     __slots__ = ("recorded",)
 
@@ -29,9 +29,9 @@ class EventHandle:
 
 
 class EventOverlap:
-    """An `EventHandle`, or none where a call was synchronous, and what callers hold until it is reached.
+    """An `EventHandle`, or None if the call was synchronous, and the tensors that callers hold until the event.
 
-    As a context, it lets the current stream wait at the end of the block, so that what the block enqueues overlaps with the call.
+    As a context manager, it makes the current stream wait at the end of the block, so that work enqueued in the block overlaps the call.
     `with event(release_handle=True)` also drops the handle there.
     """
 
@@ -44,8 +44,8 @@ class EventOverlap:
         self._releases_handle = False
 
     def current_stream_wait(self, release_handle: bool = False) -> Any:
-        """Make the current stream wait for the event, then call the hook that was registered, once. It waits for nothing where there is no
-        event, as the call is in the stream already. release_handle: drop the event afterwards."""
+        """Make the current stream wait for the event, then call the registered hook, once. Without an event it does not wait, as the call
+        is on the stream already. release_handle: drop the event afterwards."""
         if self.event is not None:
             self.event.current_stream_wait()
         hook, self.hook_after_wait = self.hook_after_wait, None
@@ -59,7 +59,7 @@ class EventOverlap:
         return self.current_stream_wait(release_handle)
 
     def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
-        """Let the next `current_stream_wait` call `hook_after_wait` after it. Raises ValueError where a hook is there already."""
+        """Let the next `current_stream_wait` call `hook_after_wait` after its wait. Raises ValueError if a hook is registered already."""
         if self.hook_after_wait is not None:
             raise ValueError("this EventOverlap has a hook already, which its next current_stream_wait() calls; register one")
         self.hook_after_wait = hook_after_wait

@@ -158,30 +158,30 @@ class HybridEPBuffer:
 
         Args:
             hidden: [num_tokens, hidden] bf16 (fp32 and fp16 too), or fp8, as float8_e4m3fn or its bytes in uint8.
-            routing_map, probs: [num_tokens, num_experts] bool, and floats or None. The host looks how many experts a token chooses, unless
-                `num_permuted_tokens` is given.
-            topk_idx, topk_weights, num_of_experts: instead of the map, [num_tokens, num_topk] int32 or int64, where any index that is no
-                expert counts as none; floats or None; and a number, None: as many as the buffer was made for.
-            scaling_factor: [num_tokens, hidden / 128] fp32 of fp8 rows; with others it is left out.
-            num_permuted_tokens: the rows of the results, of this rank, a number or a tensor of one (of a GPU, the host waits for it). Rows
-                behind the last group are zero. Rows for which there is no room are dropped, on which the last item of the handle is 1 on
-                every rank. The host waits for nothing. None: as many as come.
-            pad_multiple: each expert's rows are padded to a multiple of it, with zero rows.
-            handle: of an earlier dispatch, to send along its routing, with its padding and bound.
-            non_blocking: tokens_per_expert comes on the device of the rows. It needs `num_permuted_tokens`.
+            routing_map, probs: [num_tokens, num_experts] bool, and floats or None. The host waits to learn how many experts a token has,
+                unless `num_permuted_tokens` is given.
+            topk_idx, topk_weights, num_of_experts: instead of the map. topk_idx is [num_tokens, num_topk] int32 or int64; an index that
+                is no expert counts as none. The weights are floats or None. num_of_experts None: as many as the buffer was made for.
+            scaling_factor: [num_tokens, hidden / 128] fp32, for fp8 rows only.
+            num_permuted_tokens: the number of rows of this rank's results, an int or a tensor (the host waits for a GPU tensor). Rows
+                behind the last group are zero. Rows that do not fit are dropped; the last item of the handle is then 1 on every rank.
+                The host waits for nothing else. None: as many rows as arrive.
+            pad_multiple: zero rows pad each expert's rows to a multiple of it.
+            handle: the handle of an earlier dispatch, whose routing, padding and bound are used again.
+            non_blocking: return tokens_per_expert on the device of the rows. It needs `num_permuted_tokens`.
 
         Returns:
             Rows [num_rows, hidden] by expert, then source rank, then token; probs [num_rows] fp32 or None; scaling_factor or None;
-            tokens_per_expert [num_local_experts] int64, padding included, on the CPU unless `non_blocking`, or along a
-            handle with a bound; the handle.
+            tokens_per_expert [num_local_experts] int64, padding included; the handle. tokens_per_expert lies on the CPU, unless
+            `non_blocking` or the handle has a bound.
 
-        Raises: ValueError for missing or contradicting arguments; else as `deepep_moe.Buffer.dispatch`.
+        Raises: ValueError for missing or contradicting arguments; else the errors of `deepep_moe.Buffer.dispatch`.
         """
         is_bounded = self._checked(handle).is_bounded if handle is not None else num_permuted_tokens is not None
         if use_host_meta is not None:
             non_blocking = not use_host_meta
         elif handle is not None and is_bounded:
-            non_blocking = True  # Megatron-Core's backward has no use for the counts, and says nothing
+            non_blocking = True  # Megatron-Core's backward passes no flag here, and does not use the counts
         routing = _Routing(routing_map, topk_idx, probs, topk_weights, num_of_experts)
         try:
             if non_blocking and not is_bounded:

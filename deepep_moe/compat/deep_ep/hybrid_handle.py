@@ -38,10 +38,10 @@ class Configurer:
 
 @outside_graphs
 class HybridHandle(Sequence[Any]):
-    """What a combine and a dispatch along the same routing need: `native`, the handle of deepep_moe, and the `buffer` that made it.
+    """The handle for a combine, or a dispatch, along the same routing: `native`, the handle of deepep_moe, and the `buffer` that made it.
 
-    As a sequence it has HybridEP's items: 7, or 11 of a dispatch with permutation. `None` stands for its maps of slots in memory, which do
-    not exist here. Items that take work are made when somebody looks, on the stream that is current then.
+    As a sequence it has HybridEP's items: 7, or 11 after a dispatch with permutation. HybridEP's maps of memory slots do not exist here
+    and are `None`. Items that need work are computed on access, on the stream that is current then.
     """
 
     def __init__(self, buffer: Buffer, native: DispatchHandle, topk_idx: Tensor, config: HybridConfig, has_dropped: Tensor | None) -> None:

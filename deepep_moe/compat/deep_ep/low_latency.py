@@ -64,24 +64,24 @@ class LowLatencyCalls:
         Args:
             x: [num_tokens, hidden] bf16, contiguous.
             topk_idx: [num_tokens, num_topk] int64 or int32, -1 = no expert.
-            num_max_dispatch_tokens_per_rank: most tokens of any rank, the same on all.
-            num_experts: of all ranks.
-            cumulative_local_expert_recv_stats: [num_local_experts] int32, to which the rows received are added.
-            dispatch_wait_recv_cost_stats: [num_ranks] int64, to which the nanoseconds waited for each rank are added.
-            use_fp8: rows as e4m3, with a scale for 128 columns.
+            num_max_dispatch_tokens_per_rank: most tokens of any rank, the same on all ranks.
+            num_experts: experts of all ranks together.
+            cumulative_local_expert_recv_stats: [num_local_experts] int32; the rows received are added to it.
+            dispatch_wait_recv_cost_stats: [num_ranks] int64; the nanoseconds waited for each rank are added to it.
+            use_fp8: return rows as e4m3 with one scale per 128 columns.
             round_scale: with `use_fp8`, scales are powers of two.
-            use_ue8m0: with `round_scale`, their exponents, four to an int32.
-            async_finish: `event` says when the results may be read.
-            return_recv_hook: send and return; `hook()` receives.
-            x_global_scale, use_nvfp4, use_ue8m0_for_sf: of forks; refused where they are used.
+            use_ue8m0: with `round_scale`, scales are their exponents, four in an int32.
+            async_finish: the results may be read after `event`.
+            return_recv_hook: only send; `hook()` receives.
+            x_global_scale, use_nvfp4, use_ue8m0_for_sf: arguments of forks, refused if used.
 
         Returns:
-            recv_x [num_local_experts, num_ranks * max, hidden] bf16; with `use_fp8` a pair, of it in float8_e4m3fn and of column-major
-            scales, [num_local_experts, num_ranks * max, hidden / 128] fp32 or [..., ceil(hidden / 512)] int32.
-            recv_count [num_local_experts] int32; the handle; an EventOverlap; the hook, or None.
+            recv_x [num_local_experts, num_ranks * max, hidden] bf16. With `use_fp8` it is a pair: rows in float8_e4m3fn, and column-major
+            scales [num_local_experts, num_ranks * max, hidden / 128] fp32 or [..., ceil(hidden / 512)] int32.
+            Then recv_count [num_local_experts] int32; the handle; an EventOverlap; the hook, or None.
 
         Raises:
-            NotImplementedError: NVFP4. ValueError, TypeError: bad arguments. Else as `deepep_moe.LowLatencyBuffer.dispatch`.
+            NotImplementedError: NVFP4. ValueError, TypeError: bad arguments. Else the errors of `deepep_moe.LowLatencyBuffer.dispatch`.
         """
         self._low_latency.check_alive()
         try:
@@ -162,29 +162,30 @@ class LowLatencyCalls:
         threshold: int = 0,
         num_sms: int = 3,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
-        """Bring the experts' outputs back, weighted and summed. Collective.
+        """Sum each token's expert outputs, weighted, on the token's rank. Collective.
 
-        The sum is that of `deepep_moe.LowLatencyBuffer.combine` with `topk_weights`, to the bit: in fp32 on the experts' rank, rounded
-        once, and in fp32 at the token's rank, rounded once. V1 sums all experts' rows in fp32 at the token's rank.
+        The sum equals `deepep_moe.LowLatencyBuffer.combine` with `topk_weights` to the bit: it is made in fp32 on the experts' rank and
+        rounded once, then in fp32 on the token's rank and rounded once. V1 sums all experts' rows in fp32 on the token's rank.
 
         Args:
             x: [num_local_experts, num_ranks * max, hidden] bf16, rows as the dispatch returned them.
-            topk_idx: that of the dispatch; only its shape is read, as the handle knows where the rows lie.
+            topk_idx: the topk_idx of the dispatch. Only its shape is read, as the handle knows where the rows lie.
             topk_weights: [num_tokens, num_topk] fp32.
-            handle: of `low_latency_dispatch`.
+            handle: the handle that `low_latency_dispatch` returned.
             zero_copy: the rows lie in `get_next_low_latency_combine_buffer(handle)`; `x` is not read.
-            async_finish, return_recv_hook: as for the dispatch.
-            out: [num_tokens, hidden] bf16, to write to.
-            combine_wait_recv_cost_stats: [num_ranks] int64, to which the nanoseconds waited for each rank are added.
-            use_logfmt: refused; rows of LogFMT have errors that our fp8 wire would not keep.
-            overlap, packed_recv_count, comp_signal, src_signals: signals of forks; refused where they are used.
+            async_finish, return_recv_hook: the same as in the dispatch.
+            out: [num_tokens, hidden] bf16; the result is written to it.
+            combine_wait_recv_cost_stats: [num_ranks] int64; the nanoseconds waited for each rank are added to it.
+            use_logfmt: refused, because our fp8 wire format would not reproduce the rounding errors of LogFMT.
+            overlap, packed_recv_count, comp_signal, src_signals: signals of forks, refused if used.
             src_signal_expect_value, block_m, threshold, num_sms: read with signals only.
 
         Returns:
             combined_x [num_tokens, hidden] bf16; an EventOverlap; the hook, or None.
 
         Raises:
-            NotImplementedError: LogFMT, signals. ValueError, TypeError: bad arguments. Else as `deepep_moe.LowLatencyBuffer.combine`.
+            NotImplementedError: LogFMT, signals. ValueError, TypeError: bad arguments. Else the errors of
+            `deepep_moe.LowLatencyBuffer.combine`.
         """
         self._low_latency.check_alive()
         signals = (packed_recv_count, comp_signal, src_signals)

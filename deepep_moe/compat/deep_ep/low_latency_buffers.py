@@ -23,14 +23,14 @@ _GROWTH = 2  # least factor between two bounds, so that all buffers together tak
 
 
 class LowLatencyBuffers:
-    """One `LowLatencyBuffer` for each (hidden, num_experts, num_topk) that calls have had, over one group.
+    """One `LowLatencyBuffer` for each (hidden, num_experts, num_topk) of calls, over one group.
 
-    It has room for as many tokens as the bytes that the caller gave to the constructor, which he had from
-    `get_low_latency_rdma_size_hint`, or for the most that a call has asked for. A call that asks for fewer uses a part of it. All ranks
-    make a buffer together in the first call with its sizes, and in a call that asks for more tokens than there is room for.
+    A buffer has room for the tokens that fit `num_bytes` (from `get_low_latency_rdma_size_hint`), or for the most that a call has asked
+    for. A call with fewer tokens uses a part of it. All ranks make a buffer together in the first call with its sizes, and again in a call
+    with more tokens than it has room for.
 
-    The backend is `nvlink` for tensors on GPUs of one host, `nvshmem` for those of several, or of nodes that the caller makes of ranks, and
-    `shm` for tensors on the CPU, also where the group is gloo. Masks are those of all buffers.
+    The backend for GPU tensors is `nvlink` on one host, and `nvshmem` on several hosts or if `ranks_per_node` makes several nodes. For CPU
+    tensors it is `shm`, also if the group is gloo. A mask applies to all buffers.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, enable_shrink: bool, ranks_per_node: int | None = None) -> None:
@@ -60,8 +60,8 @@ class LowLatencyBuffers:
         return self._refuse(error, self._of((x.shape[1], num_experts, topk_idx.shape[1]), num_max_tokens))
 
     def refuse(self, error: _Error) -> _Error:
-        """Tell the peers that this rank does not make its call, which does not say in which buffer they are: that of the latest dispatch is
-        taken, and where there is none, their first call. Return `error`, to be raised."""
+        """Tell the peers that this rank does not make its call, in the buffer of the latest dispatch: the call does not say in which buffer
+        they are. If there is none, tell them in their first call. Return `error`, for the caller to raise."""
         return self._refuse(error, self._latest)
 
     def _of(self, sizes: tuple[int, int, int], num_max_tokens: int) -> LowLatencyBuffer | None:
@@ -162,19 +162,19 @@ def check_matrices(**tensors: Any) -> None:
 
 @outside_graphs
 class DispatchHandle(Sequence[Any]):
-    """The handle of a low-latency dispatch, a sequence of V1's five: packed_recv_src_info [num_local_experts, num_ranks * max] int32, the
-    token that each row is of; packed_recv_layout_range [num_local_experts, num_ranks] int64, (first row << 32) | number of rows from each
-    rank; num_max_dispatch_tokens_per_rank, hidden, num_experts.
+    """The handle of a low-latency dispatch, a sequence of V1's five items.
 
-    The two tensors are worked out when they are asked for, once the dispatch was received: few callers read them. So it is no tuple, whose
-    items are there from the start.
+    Item 0 is packed_recv_src_info [num_local_experts, num_ranks * max] int32, the token of each row. Item 1 is packed_recv_layout_range
+    [num_local_experts, num_ranks] int64, (first row << 32) | number of rows from each rank. The others are
+    num_max_dispatch_tokens_per_rank, hidden, num_experts. Few callers read the tensors, so they are computed on access, once the dispatch
+    was received.
     """
 
     def __init__(self, buffer: LowLatencyBuffer, native: LowLatencyHandle, num_max_tokens: int) -> None:
         self.buffer = buffer
         self.native = native
         self.num_rows = buffer.num_ranks * num_max_tokens
-        """Rows of a local expert in tensors of the caller; in those of `buffer` there may be more."""
+        """Rows of a local expert in tensors of the caller; tensors of `buffer` may have more."""
         self._sizes = num_max_tokens, buffer.hidden, buffer.num_experts
 
     def __len__(self) -> int:

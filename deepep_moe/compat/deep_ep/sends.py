@@ -20,7 +20,7 @@ _Told = tuple[Tensor | None, Tensor | None, list[int], Handle]
 
 
 class Routing(NamedTuple):
-    """What a caller says of where tokens go; fields as the arguments of DeepEP's dispatch."""
+    """The routing that a caller passes; fields are the arguments of DeepEP's dispatch."""
 
     is_token_in_rank: Tensor | None
     num_tokens_per_expert: Tensor | None
@@ -33,7 +33,7 @@ class Routing(NamedTuple):
 def send(
     buffers: GrowingBuffers, x: Tensor, x_scales: Tensor | None, routing: Routing, num_sms: int | None
 ) -> tuple[DispatchOutput, _Told]:
-    """Dispatch by new routing. Return what came, and recv_topk_idx, recv_topk_weights, tokens of each local expert, the handle."""
+    """Dispatch with new routing. Return the output, and (recv_topk_idx, recv_topk_weights, tokens of each local expert, the handle)."""
     try:
         num_experts, topk_idx, topk_weights = _lanes_of(routing)
         alignment = as_int("expert_alignment", routing.expert_alignment)
@@ -58,7 +58,7 @@ def send(
 def send_along(
     buffers: GrowingBuffers, x: Tensor, x_scales: Tensor | None, handle: Handle, topk_idx: Tensor | None, num_sms: int | None
 ) -> DispatchOutput:
-    """Dispatch along a handle. Raises TypeError for what is not a handle, ValueError for routing beside it."""
+    """Dispatch along a handle. Raises TypeError if `handle` is none, ValueError if topk_idx is given too."""
     buffer = checked(buffers, handle).buffer
     if topk_idx is not None:
         raise buffer.refuse(ValueError("topk_idx and handle were both given; a handle repeats the routing of its own dispatch"))
@@ -66,7 +66,7 @@ def send_along(
 
 
 def checked(buffers: GrowingBuffers, handle: object) -> Handle:
-    """Return `handle`. Raises TypeError for what no dispatch has returned, and tells the peers."""
+    """Return `handle`. If no dispatch has returned it, tell the peers and raise TypeError."""
     if not isinstance(handle, Handle):
         raise buffers.refuse(
             TypeError(
@@ -78,7 +78,7 @@ def checked(buffers: GrowingBuffers, handle: object) -> Handle:
 
 
 def _lanes_of(routing: Routing) -> tuple[int, Tensor, Tensor | None]:
-    """Return the number of experts, topk_idx and topk_weights. Raises TypeError or ValueError where something is missing or wrong."""
+    """Return the number of experts, topk_idx and topk_weights. Raises TypeError or ValueError if something is missing or wrong."""
     num_experts = _num_experts(routing)
     if routing.topk_idx is not None:
         weights = routing.topk_weights
@@ -88,7 +88,7 @@ def _lanes_of(routing: Routing) -> tuple[int, Tensor, Tensor | None]:
 
 
 def _num_experts(routing: Routing) -> int:
-    """Return the number of experts, as the length of the counts. Raises ValueError where something is missing."""
+    """Return the number of experts, the length of num_tokens_per_expert. Raises ValueError if something is missing."""
     if routing.num_tokens_per_expert is None:
         raise ValueError("num_tokens_per_expert is missing; give what get_dispatch_layout returned, or the handle of an earlier dispatch")
     if routing.topk_idx is None and routing.is_token_in_rank is None:
@@ -99,8 +99,8 @@ def _num_experts(routing: Routing) -> int:
 
 
 def _counts_of_all(buffers: GrowingBuffers, buffer: Buffer, routing: Routing, alignment: int) -> list[int]:
-    """Return the tokens that come to each local expert. Rows do not say it where their experts were not told, so the ranks' own counts are
-    exchanged. Collective."""
+    """Return how many tokens each local expert receives. Without topk_idx the rows received do not show it, so ranks exchange their own
+    counts. Collective."""
     assert routing.num_tokens_per_expert is not None
     own = routing.num_tokens_per_expert.tolist()
     told = gather_objects(own, buffers.group, buffers.num_ranks, "counts of a DeepEP dispatch without topk_idx", config.timeout_s(), list)

@@ -13,15 +13,15 @@ from deepep_moe.exchange.checks import check_cached_dispatch, check_combine, che
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
 from deepep_moe.group.settings import Settings
 
-_WORD = torch.float32  # in which rows of any dtype travel, as a dispatch copies bits; every row is a multiple of 16 bytes
+_WORD = torch.float32  # rows of any dtype are sent as this one, as a dispatch copies bits; every row is a multiple of 16 bytes
 
 
 def dispatch_along(
     buffer: Buffer, x: Tensor, x_scales: Tensor | None, handle: DispatchHandle, topk_weights: Tensor | None = None,
     num_sms: int | None = None, return_hook: bool = False,
 ) -> DispatchOutput:  # fmt: skip
-    """Dispatch along a handle of `buffer`, as its `dispatch` does. Rows of another width than the buffer's travel as several rows of its
-    width, and have arrived when this returns: `hook` is None. Raises what `Buffer.dispatch` raises."""
+    """Dispatch along a handle of `buffer`, as its `dispatch` does. Rows of another width are sent as several rows of the buffer's width;
+    then there is no second half, and `hook` is None. Raises the errors of `Buffer.dispatch`."""
     if not _is_of_another_width(buffer, x):
         return buffer.dispatch(x, None, topk_weights, x_scales=x_scales, handle=handle, num_sms=num_sms, return_hook=return_hook)
     buffer.calls.refuse_on_failure(_check_dispatch, buffer, x, x_scales, topk_weights, handle)
@@ -63,9 +63,9 @@ def combine_with_lanes(
 ) -> tuple[Tensor, Tensor]:
     """Return the rows' sum as `Buffer.combine` makes it, and the lanes' sums [num_tokens, num_topk] fp32. Collective, without gradient.
 
-    lanes: fp32, as the dispatch of `handle` returned recv_topk_weights: [num_rows] in the expert layout, [num_rows, num_topk] in the rank
-    layout. Lane k of a token is the sum of lane k over all ranks that the token went to: recv_topk_weights come back as they were sent, as
-    they are 0 where another rank has the expert. Raises what `Buffer.combine` raises.
+    lanes: fp32, the shape of recv_topk_weights: [num_rows] in the expert layout, [num_rows, num_topk] in the rank layout. Lane k of a
+    token is summed over all ranks that received the token. recv_topk_weights thus come back unchanged, since they are 0 where another rank
+    has the expert. Raises the errors of `Buffer.combine`.
     """
     calls = buffer.calls
     made = native.combine_rows(calls, x, handle, None, bias, num_sms, lanes=lanes)
@@ -80,8 +80,8 @@ def combine_with_lanes(
 
 
 def _hear_refusals(buffer: Buffer, x: Tensor) -> None:
-    """Raise what the first part has met, before others follow: a rank that refuses its arguments takes part in the first one only, and the
-    host of a GPU hears of that by waiting."""
+    """Raise a failure of the first part before other parts follow: a rank that refuses its arguments takes part in the first one only. The
+    host must wait for the GPU to learn of it."""
     if is_gpu(x.device) and not torch.cuda.is_current_stream_capturing():
         torch.cuda.current_stream(x.device).synchronize()
         buffer.check()

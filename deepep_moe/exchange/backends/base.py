@@ -1,4 +1,4 @@
-"""What a backend does, and the arguments every backend gets, already checked."""
+"""The interface of backends, and the arguments of their calls, already checked."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ class Mode:
     """How a call runs; its results do not depend on it."""
 
     is_async: bool = False  # beside the caller's stream or thread
-    is_split: bool = False  # in two halves: the second is for the caller to start
+    is_split: bool = False  # in two halves: the caller starts the second one
     num_sms: int | None = None  # SMs that send, 0 = copy engines; backends without them ignore it
-    layer: int = 0  # that makes the call, by a number of the caller's: on GPUs the rows of each are guessed apart
+    layer: int = 0  # the caller's number for the calling layer: on GPUs the rows to receive are predicted per layer
 
 
 @dataclass(frozen=True)
 class RowScaling:
-    """Rows on their way are gradients of `x * weights[:, None]`. They become gradients of x; those of weights come beside them."""
+    """The rows sent are gradients of `x * weights[:, None]`. The receiver turns them into gradients of x and of weights."""
 
     weights: Tensor  # [num_rows]
     x: Tensor  # [num_rows, hidden], dtype of the rows
@@ -37,7 +37,7 @@ class DispatchArgs:
     mode: Mode
     x: Tensor
     x_scales: Tensor | None
-    topk_idx: Tensor  # of any strides, as topk_weights
+    topk_idx: Tensor  # any strides, like topk_weights
     topk_weights: Tensor | None
     layout: str
     expert_alignment: int
@@ -50,9 +50,9 @@ class CachedDispatchArgs:
     mode: Mode
     x: Tensor
     x_scales: Tensor | None
-    topk_weights: Tensor | None  # of any strides
+    topk_weights: Tensor | None  # any strides
     handle: DispatchHandle
-    scaling: RowScaling | None = None  # where the backend `can_scale`
+    scaling: RowScaling | None = None  # only if the backend `can_scale`
 
 
 @dataclass
@@ -61,15 +61,15 @@ class CombineArgs:
     x: Tensor
     weights: Tensor | None  # [num_rows]
     bias: Tensor | None
-    topk_weight_grads: Tensor | None  # as recv_topk_weights lies: brought back beside the rows
+    topk_weight_grads: Tensor | None  # the shape of recv_topk_weights; sent back with the rows
     handle: DispatchHandle
     sums_lanes: bool = False
-    """A lane of topk_weight_grads gets the sum over all ranks that its token went to, and not what its expert's rank has."""
+    """A lane of topk_weight_grads gets the sum over all ranks that received its token, not only the value of its expert's rank."""
 
 
 @dataclass
 class Rows:
-    """Results of a dispatch; None: does not apply."""
+    """Results of a dispatch. None: does not apply."""
 
     recv_x: Tensor
     recv_x_scales: Tensor | None
@@ -77,35 +77,35 @@ class Rows:
     grad_weights: Tensor | None = None  # [num_rows] fp32, with `RowScaling`
 
     def shrink(self, num_rows: int) -> None:
-        """Keeps the first rows only, in place: views would be refused as operands of in-place operations where there are gradients."""
+        """Keep only the first rows, in place. Autograd would refuse in-place operations on views."""
         for tensor in (self.recv_x, self.recv_x_scales, self.recv_topk_weights):
             if tensor is not None and tensor.shape[0] > num_rows:
                 tensor.resize_(num_rows, *tensor.shape[1:])
 
 
 class InFlight(Protocol):
-    """What is left of a call that a GPU has been given (`_torch.InFlight`)."""
+    """The unfinished part of a call that runs on a GPU (`_torch.InFlight`)."""
 
     second_half: Any
-    """Of a split call: its `finish()` enqueues the rest, and returns False where the buffer was destroyed before."""
+    """In a split call: `finish()` enqueues the rest, and returns False if the buffer was destroyed before."""
     recorded: Recorded | None
-    """Of an asynchronous one: when its results are there."""
+    """In an asynchronous call: the event after which the results may be read."""
 
 
 Move = Callable[[], None] | InFlight
-"""The second half of an operation: moves the rows, perhaps on another thread. Or what is in flight of them."""
+"""The second half of an operation: a function that moves the rows, perhaps on another thread, or a call in flight on a GPU."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend can do."""
+    """The abilities of a backend."""
 
     device_types: tuple[str, ...]
-    """Types of the devices whose tensors it moves."""
+    """Device types whose tensors it moves."""
     moves_on_thread: bool = False
     """Asynchronous calls move their rows on the buffer's thread. Otherwise they are asynchronous by themselves or not at all."""
     can_scale: bool = False
-    """It takes a `RowScaling`, and computes where rows arrive."""
+    """It takes a `RowScaling`, and computes the gradients on the rank that receives the rows."""
     num_channels: int = 1
     """Columns of `DispatchHandle.recv_counts`."""
 
@@ -116,75 +116,75 @@ class Backend(Protocol):
     name: str
     capabilities: Capabilities
     device: torch.device | None
-    """The one device of its tensors, where there is one."""
+    """The only device whose tensors it takes; None: any device of its types."""
     workspace_bytes: int
 
     @property
     def num_calls(self) -> int:
-        """Calls this rank has entered or refused so far."""
+        """How many calls this rank has entered or refused."""
         ...
 
     def limit_sms(self, max_sms: int) -> None:
-        """Let a call take at most so many SMs. CPU backends have none."""
+        """Let a call take at most `max_sms` SMs. CPU backends ignore it."""
         ...
 
     def allow_excess(self) -> None:
-        """Say nothing of rows beyond `num_recv_rows` where the host would hear of them after the dispatch."""
+        """Report no error for rows beyond `num_recv_rows` if the host would learn of them only after the dispatch."""
         ...
 
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
-        """Exchange counts, allocate."""
+        """Exchange counts and allocate the results."""
         ...
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]: ...
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
-        """Return combined_x [num_tokens, hidden], and gradients of topk_weights [num_tokens, num_topk] if they were given."""
+        """Return combined_x [num_tokens, hidden], gradients of topk_weights [num_tokens, num_topk] if `args` has some, and the move."""
         ...
 
     def native_calls(self, number: int, mode: Mode) -> Any:
-        """Return what makes the calls of the buffer `number` on GPUs (`_torch.Calls`), in `mode`; None on CPUs."""
+        """Return the `_torch.Calls` that makes the GPU calls of buffer `number` in `mode`; None if Python makes them."""
         ...
 
     def recorded(self, x: Tensor) -> Recorded | None:
-        """When the asynchronous call of `x` just made is over, where it runs on a stream and the backend has not said so by `InFlight`."""
+        """Return the event that ends the asynchronous call of `x` just made; None if it runs on no stream or is `InFlight`."""
         ...
 
     def check(self) -> None:
-        """Raise what earlier calls have reported since."""
+        """Raise the failure that an earlier call has reported, if any."""
         ...
 
     def take_failure(self) -> Exception | None:
-        """What earlier calls have reported since, to be raised once the present call is made: so ranks stay in step.
+        """Return the failure that an earlier call has reported. The caller raises it after the present call, so that ranks stay in step.
 
-        Raises EPTimeoutError, of a peer that may be gone, and EPCapacityError that other nodes do not know: the present call is refused
-        then."""
+        Raises EPTimeoutError if a peer may be gone, and EPCapacityError if other nodes do not know of it. The caller then refuses the
+        present call."""
         ...
 
     def refuse(self, message: str, cause: Cause = Cause.OTHER) -> None:
-        """Tell the peers, which are or will be in the same call, that this rank does not make it."""
+        """Tell the peers that this rank does not make its next call, in which they are or will be."""
         ...
 
     def abandon(self, message: str) -> None:
-        """Tell the peers, which are or will be in the last call, that this rank has entered it and cannot finish it. They learn it in the
-        next call where they have its rows."""
+        """Tell the peers that this rank cannot finish the call that it entered last. Peers that already have its rows learn it in their
+        next call."""
         ...
 
     def check_usable(self) -> None:
-        """Raise EPError where only a new Buffer helps."""
+        """Raise EPError if the buffer cannot be used any more and only a new Buffer helps."""
         ...
 
     def settle(self) -> int:
-        """Wait for what this rank has in flight, forget what failed, and return how many calls it has entered or refused. Not collective.
+        """Wait for this rank's calls in flight, forget failures, and return how many calls it has entered or refused. Not collective.
 
-        Raises as `check_usable`."""
+        Raises the error of `check_usable`."""
         ...
 
     def destroy(self) -> None: ...
 
 
 def tell_peers(backend: Backend, error: BaseException, has_entered: bool) -> None:
-    """Tell the peers that this rank does not make its call, or once it `has_entered` does not finish it. An EPError is either the call's
-    own, which they know, or says that this rank can make no call."""
+    """Tell the peers that this rank does not make its call, or, if it `has_entered`, does not finish it. EPErrors are not told: the peers
+    know the call's own failures, and otherwise this rank can make no call."""
     if not isinstance(error, EPError):
         (backend.abandon if has_entered else backend.refuse)(told(error))

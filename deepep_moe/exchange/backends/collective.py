@@ -31,12 +31,12 @@ _MESSAGE_BYTES = 512
 
 
 def _reinterpret(rows: Tensor, dtype: torch.dtype, num_columns: int) -> Tensor:
-    """The bytes of rows [num_rows, ...] as [num_rows, num_columns] of `dtype`."""
+    """Return the bytes of rows [num_rows, ...] as [num_rows, num_columns] of `dtype`."""
     return rows.contiguous().flatten().view(dtype).view(rows.shape[0], num_columns)
 
 
 def _at_once(step: Step) -> Steps[list[Tensor]]:
-    """A way of one exchange."""
+    """Make a generator of `Steps` that has one exchange only."""
     return (yield step)
 
 
@@ -44,7 +44,7 @@ class CollectiveBackend:
     """Implements `deepep_moe.exchange.backends.base.Backend` over `group` (None: a single rank)."""
 
     name = "collective"
-    capabilities = Capabilities(device_types=("cpu", "cuda"))  # nothing on a thread: the group is the caller's, and may be in use
+    capabilities = Capabilities(device_types=("cpu", "cuda"))  # no thread: the caller may be using the group at the same time
     device: torch.device | None = None
     workspace_bytes = 0
 
@@ -57,7 +57,7 @@ class CollectiveBackend:
         host = peers[settings.rank].host
         self._neighbours = {rank: _C.running(peer.process_id) for rank, peer in enumerate(peers) if peer.host == host}
         self.num_calls = 0
-        # What is left of the entry into the last call, and what peers wait for then: to send this rank's rows, and to take theirs.
+        # After an interrupt, `abandon` runs what is left of the last call: its entry, then the exchange of rows that peers wait for.
         self._arriving: Callable[[], object] | None = None
         self._owed: Callable[[], object] | None = None
         self._broken: str | None = None  # why the group's messages are out of step, for good
@@ -126,7 +126,7 @@ class CollectiveBackend:
         return combined_x, topk_weight_grads, move
 
     def native_calls(self, number: int, mode: Mode) -> None:
-        """Its calls are made from Python."""
+        """Return None: this backend's calls are made from Python."""
 
     def recorded(self, x: Tensor) -> "torch.cuda.Event | None":
         if not x.is_cuda:
@@ -136,21 +136,21 @@ class CollectiveBackend:
         return event
 
     def allow_excess(self) -> None:
-        """Its host hears of them before."""
+        """Do nothing: the host learns of excess rows before they are sent, and raises."""
 
     def check(self) -> None:
-        """Its calls raise what they have to say."""
+        """Do nothing: each call raises its own failure."""
 
     def take_failure(self) -> None:
         return None
 
     def refuse(self, message: str, cause: Cause = Cause.OTHER) -> None:
         entry = Entry(self._number, 0, 1 + cause, 0, 0, 0, 1, 0, -1, 0)
-        with contextlib.suppress(EPPeerError):  # this rank's own failure, told to the others
+        with contextlib.suppress(EPPeerError):  # `_enter` raises this rank's own refusal too
             self._enter(entry, self._own_counts(), message=message)
 
     def abandon(self, message: str) -> None:
-        """Do for the peers what they wait for, as nothing else ends their wait; they learn `message` in their next call."""
+        """Finish the exchanges that peers wait for, as nothing else ends their wait. They learn `message` in their next call."""
         try:
             if self._arriving is not None:
                 self._arriving()
@@ -182,7 +182,7 @@ class CollectiveBackend:
     # ---- rows ----
 
     def _sent(self, topk_idx: Tensor) -> tuple[Tensor, Tensor]:
-        """(rank, token) of every row this rank sends, by rank, then token."""
+        """Return (ranks, tokens) of all rows that this rank sends, ordered by rank, then token."""
         mask = is_token_in_rank(topk_idx, self.settings.num_ranks, self.settings.num_local_experts)
         destinations, tokens = mask.t().nonzero(as_tuple=True)
         return destinations, tokens
@@ -195,7 +195,8 @@ class CollectiveBackend:
         return Rows(recv_x, scales, None if args.topk_weights is None else x.new_zeros(shape, dtype=torch.float32))
 
     def _own_counts(self, topk_idx: Tensor | None = None, per_rank_and_expert: Tensor | None = None) -> Tensor:
-        """What a rank tells in an entry: rows for each rank and expert, of an uncached dispatch, and over several nodes tokens for each."""
+        """Return the counts of this rank's entry: rows for each rank and expert (0 except in an uncached dispatch), then, over several
+        nodes, tokens for each node."""
         s = self.settings
         counts = torch.zeros(s.num_ranks + s.num_experts + (self._num_nodes if self._num_nodes > 1 else 0), dtype=torch.int64, device="cpu")
         if per_rank_and_expert is not None:
@@ -210,7 +211,7 @@ class CollectiveBackend:
     def _send_rows(
         self, args: DispatchArgs | CachedDispatchArgs, topk_idx: Tensor, num_received: list[int], num_to_forward: list[int]
     ) -> list[Tensor]:
-        """What arrives: rows, their local experts, scales and weights where there are some."""
+        """Exchange rows, and return what arrives: rows, their local experts, then scales and weights if these were sent."""
         s = self.settings
         parts = [args.x, topk_idx] + [part for part in (args.x_scales, args.topk_weights) if part is not None]
         if self._num_nodes > 1:
@@ -250,7 +251,7 @@ class CollectiveBackend:
             rows.recv_x_scales[target] = scales[slots]
 
     def _row_idx(self, experts: Tensor, handle: DispatchHandle) -> Tensor:
-        """The row of every lane of every token received, from their local experts [num_recv_tokens, num_topk]."""
+        """Return the row of every lane of every token received. experts: local experts [num_recv_tokens, num_topk]."""
         counts = handle.num_recv_tokens_per_expert.to(experts.device)
         begins = padded(counts, handle.expert_alignment).cumsum(0) - padded(counts, handle.expert_alignment)
         row_idx = torch.full_like(experts, -1)
@@ -260,7 +261,7 @@ class CollectiveBackend:
         return row_idx
 
     def _expert_side(self, args: CombineArgs) -> list[Tensor]:
-        """One row per token received, and its gradients of topk_weights when there are any."""
+        """Return one row per token received, and its gradients of topk_weights if there are any."""
         handle, num_tokens = args.handle, int(args.handle.recv_counts.sum())
         if handle.layout == "rank":
             x = args.x[:num_tokens]
@@ -276,14 +277,14 @@ class CollectiveBackend:
         x = total.to(args.x.dtype)
         if args.topk_weight_grads is None:
             return [x]
-        row_idx = handle.recv_row_idx[:num_tokens]  # there may be more room
+        row_idx = handle.recv_row_idx[:num_tokens]  # it may have more rows
         there = row_idx >= 0
         values = torch.zeros(there.shape, dtype=torch.float32, device=x.device)
         values[there] = args.topk_weight_grads[row_idx[there].long()]
         return [x, values]
 
     def _send_sums(self, args: CombineArgs, num_to_forward: list[int]) -> list[Sums]:
-        """What comes back from each rank, or over several nodes from each node."""
+        """Send rows back, and return the sums that come from each rank, or over several nodes from each node."""
         handle, parts = args.handle, self._expert_side(args)
         num_received = handle.recv_counts.flatten().tolist()
         if self._num_nodes > 1:
@@ -314,7 +315,7 @@ class CollectiveBackend:
     # ---- messages ----
 
     def _go(self, ways: Steps[_Result], phase: str, first: Callable[[], list[Tensor]] | None = None) -> _Result:
-        """Make the exchanges of `ways`, and return what they return. `first`: what the one that is under way already brings."""
+        """Make the exchanges of `ways`, and return its result. `first` finishes an exchange that is already under way."""
         try:
             step = next(ways) if first is None else ways.send(first())
             while True:
@@ -324,7 +325,7 @@ class CollectiveBackend:
             return result
 
     def _all_to_all(self, step: Step, ways: Steps[Any], phase: str) -> list[Tensor]:
-        """Send rows of the parts (by destination), receive as many kinds of rows (by source), all in one message a peer."""
+        """Send rows of all parts (by destination), and receive the same kinds of rows (by source), in one message per peer."""
         parts, num_sent, num_received, is_last = step
         if self.settings.num_ranks == 1:
             self._owed = None
@@ -346,11 +347,11 @@ class CollectiveBackend:
 
         def arrived() -> list[Tensor]:
             with naming_the_culprit():
-                if not works:  # filled in C, where no signal's handler raises: an interrupt leaves no doubt whether rows were sent
+                if not works:  # filled in C, where no signal handler raises: an interrupt cannot hide that rows were sent
                     works.extend(map(self.group.alltoall_base, [received], [payload], [num_received], [num_sent]))  # type: ignore[union-attr]
                 if is_last:
                     self._owed = None
-                # On a GPU this holds the stream, and the group's own deadline counts.
+                # On a GPU this blocks the stream only, under the group's own deadline.
                 works[0].wait(*(() if payload.is_cuda else (datetime.timedelta(seconds=self.settings.timeout_s),)))
             pieces = received.split(row_bytes, dim=1)
             return [_reinterpret(piece, part.dtype, part.shape[1]) for piece, part in zip(pieces, parts, strict=True)]
@@ -371,8 +372,8 @@ class CollectiveBackend:
         return Entry(self._number, 0, 0, operation, dtype, LAYOUTS.index(layout), alignment, flags, bound, handle_call)
 
     def _enter(self, own: Entry, counts: Tensor, owe: Callable[[Tensor], Callable[[], object]] | None = None, message: str = "") -> Tensor:
-        """Exchange entries with all ranks, check that they fit; returns the counts of all ranks, [num_ranks, *counts.shape] int64.
-        owe(counts): what this rank owes its peers once all have entered."""
+        """Exchange entries with all ranks, and check that they fit. Return the counts of all ranks, [num_ranks, *counts.shape] int64.
+        owe(counts) returns the exchange that peers wait for once all have entered."""
         s = self.settings
         self.check_usable()
         own.call, self._owed = self.num_calls + 1, None
@@ -388,7 +389,7 @@ class CollectiveBackend:
     def _arrive(
         self, own: Entry, vector: Tensor, messages: Exchange | None, owe: Callable[[Tensor], Callable[[], object]] | None
     ) -> Tensor:
-        """The rest of `_enter`, also a second time after an interrupt."""
+        """Finish `_enter`. After an interrupt, `abandon` calls it again."""
         entries = vector[None] if messages is None else self._received(messages)
         peers = [Entry(*row[:NUM_FIELDS].tolist()) for row in entries]
         for rank, peer in enumerate(peers):
@@ -405,7 +406,7 @@ class CollectiveBackend:
         return counts
 
     def _received(self, messages: Exchange) -> Tensor:
-        """All ranks' vectors, [num_ranks, n]. Raises EPTimeoutError naming the rank that did not answer."""
+        """Return all ranks' vectors, [num_ranks, n]. Raises EPTimeoutError with the rank that did not answer."""
         try:
             return messages.wait()
         except EPTimeoutError as error:
@@ -414,7 +415,8 @@ class CollectiveBackend:
             raise self._timeout(culprit, error.phase, self.num_calls, self.num_calls - 1, str(error.__cause__)) from error
 
     def _dead_rank(self) -> int:
-        """A rank of this host whose process is gone, or -1. Its connections break before the system says so: it gets a second."""
+        """Return a rank of this host whose process is gone, or -1. Wait up to a second: connections break before the system reports the
+        end of a process."""
         began = time.monotonic()
         while True:
             for rank, process in self._neighbours.items():
@@ -440,7 +442,7 @@ class CollectiveBackend:
         )  # fmt: skip
 
     def _check_bounds(self, args: DispatchArgs, counts: Tensor) -> int:
-        """Rows this rank will receive. Raises EPCapacityError where any rank's bound is too small."""
+        """Return how many rows this rank will receive. Raises EPCapacityError if any rank's bound is too small."""
         s = self.settings
         per_expert = counts[:, s.num_ranks : s.num_ranks + s.num_experts].sum(0).view(s.num_ranks, s.num_local_experts)
         per_rank = padded(per_expert, args.expert_alignment).sum(1) if args.layout == "expert" else counts[:, : s.num_ranks].sum(0)

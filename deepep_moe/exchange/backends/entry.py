@@ -1,4 +1,4 @@
-"""What a rank tells all others when it comes into a call of the backend `collective`."""
+"""The message that a rank sends to all others when it enters a call of the backend `collective`."""
 
 from dataclasses import dataclass
 
@@ -42,7 +42,7 @@ NUM_FIELDS = len(Entry.__dataclass_fields__)
 
 
 def find_difference(entries: list[Entry], rank: int) -> str:
-    """Return what is different in the calls of all ranks, as `rank` says it; nothing where they fit."""
+    """Return how the calls of all ranks differ, in the view of `rank`; an empty string if they fit."""
     own = entries[rank]
     others = [peer for peer, entry in enumerate(entries) if entry.buffer != own.buffer]
     if others:

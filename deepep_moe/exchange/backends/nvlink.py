@@ -29,9 +29,9 @@ from deepep_moe.tuning import SETTINGS, Machine, Values
 class NvlinkBackend:
     """Implements `deepep_moe.exchange.backends.base.Backend`. Work is enqueued on the caller's current stream, or beside it.
 
-    A dispatch starts before this rank knows what it will receive: where the last two received about as many rows, its kernels have room
-    for a sixteenth more (`recv_x` is then the first rows of that); else they send while the host waits for the number. A failure in a
-    kernel is raised by the call that waits for its counts (an uncached dispatch), else by the buffer's next call, once that is made.
+    A dispatch starts before this rank knows how many rows it will receive. If the last two dispatches received about as many rows, it
+    allocates a sixteenth more and `recv_x` is the first rows of that. Otherwise its kernels send while the host waits for the number. A
+    failure in a kernel is raised by the call if it waits for counts (an uncached dispatch), else after the buffer's next call.
     """
 
     name = "nvlink"
@@ -54,7 +54,7 @@ class NvlinkBackend:
         self.capabilities = Capabilities(device_types=(device.GPU,), can_scale=True)
         self.workspace_bytes: int = self._exchange.workspace_bytes
         self.fitted = Values(**{name: getattr(self._exchange.tuning, name) for name in SETTINGS})
-        """Settings as the native code has fitted them to the device, before any profile."""
+        """Settings that the native code chose for the device, before any profile."""
         self._native: Any = None
 
     @property
@@ -67,7 +67,7 @@ class NvlinkBackend:
         return self._exchange.tuning
 
     def use(self, values: Values) -> None:
-        """Divide the GPU so from now on. Between two calls it may change; results stay the same."""
+        """Use these settings from the next call on. Results do not depend on them."""
         for name in SETTINGS:
             setattr(self._exchange.tuning, name, getattr(values, name))
 
@@ -81,7 +81,7 @@ class NvlinkBackend:
         self._exchange.tuning.max_sms = max_sms
 
     def copy_to(self, peer: int, num_bytes: int) -> None:
-        """A copy engine's copy of workspace memory to `peer`, on the current stream, between calls: what the link gives; for benchmarks."""
+        """Copy workspace memory to `peer` with a copy engine, on the current stream, between calls. Benchmarks measure the link with it."""
         self._exchange.copy_block(peer, num_bytes, call_stream(self.device))
 
     def address(self) -> bytes:
@@ -89,14 +89,14 @@ class NvlinkBackend:
         return self._exchange.handle()
 
     def connect(self, addresses: list[bytes]) -> None:
-        """Map the workspaces of all ranks. Raises RuntimeError where a GPU cannot reach another."""
+        """Map the workspaces of all ranks. Raises RuntimeError if a GPU cannot reach another."""
         self._exchange.connect(addresses)
 
     def disconnect(self) -> None:
         self._exchange.disconnect()
 
     def seal(self) -> None:
-        """Nothing to close: CUDA's handles end with the allocation."""
+        """Do nothing: CUDA's handles end with the allocation."""
 
     # ---- calls ----
 
@@ -123,7 +123,7 @@ class NvlinkBackend:
         return made.combined_x, made.topk_weight_grads, made
 
     def _native_handle(self, handle: DispatchHandle) -> Any:
-        """Return `_torch.Handle`; of a traced handle one of its tensors."""
+        """Return the `_torch.Handle`; for a traced handle, make one from its tensors."""
         if handle.native is not None:
             return handle.native
         assert isinstance(handle, TracedHandle)
@@ -142,7 +142,7 @@ class NvlinkBackend:
         return self._native
 
     def recorded(self, x: Tensor) -> None:
-        """Its calls are `InFlight`."""
+        """Return None: this backend's asynchronous calls are `InFlight`."""
 
     def allow_excess(self) -> None:
         self._exchange.allows_excess = True
@@ -153,7 +153,7 @@ class NvlinkBackend:
 
     def take_failure(self) -> Exception | None:
         if torch.cuda.is_current_stream_capturing():
-            return None  # nobody may wait for a GPU now, and a failure stays
+            return None  # a capture must not wait for the GPU; the failure is kept for a later call
         failure = None
         try:
             self._exchange.check()
@@ -164,21 +164,21 @@ class NvlinkBackend:
 
     def refuse(self, message: str, cause: Cause = Cause.OTHER) -> None:
         if torch.cuda.is_current_stream_capturing():
-            return  # nobody is in a call yet, and nobody may wait for a GPU now
+            return  # no peer is in a call yet, and a capture must not wait for the GPU
         self._exchange.refuse(message, cause, call_stream(self.device))
 
     def abandon(self, message: str) -> None:
-        """Peers have what they need of the call: its rows have been sent. They learn `message` in their next call, unless it is what a
-        kernel of the call has found, which they know."""
+        """Tell the peers `message` in their next call: the rows of this call have been sent. If a kernel has failed the call, they know
+        it already."""
         if not self._exchange.is_void:
             self.refuse(message)
 
     def check_usable(self) -> None:
-        """Every failure can be forgotten."""
+        """Do nothing: `settle` can forget every failure."""
 
     def settle(self) -> int:
         number = self._exchange.settle()
-        with contextlib.suppress(ValueError):  # a gate may have seen rows that a failed call has left
+        with contextlib.suppress(ValueError):  # a gate may have read the rows of a failed call
             _C.gpu_gate_check(device_index(self.device))
         return number
 

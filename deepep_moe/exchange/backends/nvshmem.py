@@ -1,5 +1,5 @@
-"""Backend `nvshmem`: GPUs of several nodes. A row crosses once to each node of its experts, to the rank there that has its sender's index,
-and from there on goes as with `nvlink`; a combine adds up in each node before its sums cross (docs/design/nvshmem.md)."""
+"""Backend `nvshmem`: GPUs of several nodes. A row crosses once to each node of its experts, to the rank with the sender's index there.
+Within the node it travels as with `nvlink`. A combine adds rows in each node before the sums cross (docs/design/nvshmem.md)."""
 
 from dataclasses import replace
 
@@ -12,8 +12,8 @@ from deepep_moe.group.settings import Settings
 
 
 class NvshmemBackend(NvlinkBackend):
-    """Implements `deepep_moe.exchange.backends.base.Backend`: the ranks of a node as `NvlinkBackend`, and what crosses through memory of
-    NVSHMEM's symmetric heap."""
+    """Implements `deepep_moe.exchange.backends.base.Backend`. Ranks of a node exchange rows as in `NvlinkBackend`; rows between nodes go
+    through NVSHMEM's symmetric heap."""
 
     name = "nvshmem"
 
@@ -29,11 +29,11 @@ class NvshmemBackend(NvlinkBackend):
         super().connect(addresses[first : first + self.settings.ranks_per_node])
 
     def attach(self, world: nvshmem_world.World) -> None:
-        """Let rows cross. Collective; raises BackendUnavailableError on all ranks alike."""
+        """Connect the nodes. Collective; raises BackendUnavailableError on all ranks alike."""
         self.rail.attach(world, "rail_shim")
 
     def destroy(self) -> None:
-        """Free it once what this rank has put has arrived, or never where that takes longer than the deadline."""
+        """Free the memory once all puts of this rank have arrived. If they do not arrive before the deadline, the memory is never freed."""
         self.rail.settle()
         super().destroy()
         self.rail.free()

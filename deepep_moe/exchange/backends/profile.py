@@ -1,4 +1,4 @@
-"""Tuned settings of a buffer: all ranks take the same profile, or none has a buffer."""
+"""Tuned settings of a buffer: all ranks take the same profile, or the construction fails."""
 
 import logging
 from dataclasses import asdict
@@ -18,10 +18,10 @@ _warned: set[str] = set()
 
 
 def agree_on_profile(backend: Backend, settings: Settings, loaded: Loaded, group: "dist.ProcessGroup | None") -> Profile | None:
-    """Have a GPU `backend` use the profile of this machine and shape, and return that. Collective where the backend is one of GPUs.
+    """Let a GPU `backend` use the profile of this machine and shape, and return the profile. Collective if the backend is for GPUs.
 
-    Ranks with unlike GPUs, or unlike shares of them, use none. Raises EPMismatchError on all ranks, naming them, where they have found
-    different values on equal machines. The backend is destroyed then.
+    Ranks with unlike GPUs, or unlike shares of them, use no profile. If ranks on equal machines have different values, destroy the
+    backend and raise EPMismatchError on all ranks; the message names them.
     """
     if not isinstance(backend, NvlinkBackend):
         return None  # CPUs have none of these settings

@@ -1,4 +1,4 @@
-"""Which backend serves a buffer: by rule, the same on every rank, said once."""
+"""Choose the backend of a buffer by rule, the same on every rank, and log it once."""
 
 import logging
 
@@ -23,7 +23,7 @@ def _make(name: str, settings: Settings, peers: list[Introduction], group: "dist
         num_channels = min(peer.num_threads for peer in peers)
         return why_not_shm(peers) or connect(lambda: ShmBackend(settings, num_channels), settings, group)
     if name == "nvshmem":
-        from deepep_moe.exchange.backends import nvshmem  # which loads what only several nodes need
+        from deepep_moe.exchange.backends import nvshmem  # it loads libraries that only several nodes need
 
         if (reason := why_not_nvshmem(peers, settings)) is None:
             check_torch(peers)
@@ -40,9 +40,9 @@ def _make(name: str, settings: Settings, peers: list[Introduction], group: "dist
 def make_backend(
     name: str, settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None", has_gpu_tensors: bool = False
 ) -> Backend:
-    """The backend called `name`, or under "auto" the first that can serve. Collective.
+    """Return the backend called `name`, or under "auto" the first that can serve. Collective.
 
-    `has_gpu_tensors`: a process without a group was given some; other ranks say by their group where their tensors are.
+    has_gpu_tensors: the rows of a process without a group lie on a GPU. With a group, its backend tells where tensors lie.
 
     Raises BackendUnavailableError with the reason and the fix.
     """
@@ -56,6 +56,6 @@ def make_backend(
         if name != "auto":
             raise BackendUnavailableError(f"backend {name!r} cannot serve: {made}; backend='auto' takes one that can")
         if settings.rank == 0:
-            level = logging.WARNING if on_gpus else logging.INFO  # there it costs much of the speed
+            level = logging.WARNING if on_gpus else logging.INFO  # on GPUs `collective` is much slower
             logger.log(level, "Buffer: backend %r cannot serve: %s; taking 'collective'", candidate, made)
     return CollectiveBackend(settings, group, peers)

@@ -57,7 +57,7 @@ class ShmBackend:
         """Mappings end with the backend: each keeps the memory."""
 
     def seal(self) -> None:
-        """Once all ranks are connected: nobody else can open this rank's shared memory any more."""
+        """Remove the name of this rank's shared memory once all ranks are connected, so that nobody else can open it."""
         self._exchange.seal()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -83,7 +83,7 @@ class ShmBackend:
         )  # fmt: skip
         if args.num_recv_rows >= 0:
             num_rows = args.num_recv_rows
-        # -1 until the rows are there: a dispatch that fails half way leaves a handle that leads nowhere, not anywhere.
+        # -1 until rows arrive: the handle of a dispatch that fails half-way then points to no row instead of a wrong one.
         recv_row_idx = _empty((num_recv_tokens if is_expert else 0, s.num_topk), torch.int32).fill_(-1)
         recv_topk_idx = None if is_expert else _empty((num_rows, s.num_topk), args.topk_idx.dtype).fill_(-1)
         handle = DispatchHandle(
@@ -129,16 +129,16 @@ class ShmBackend:
         return combined_x, topk_weight_grads, move
 
     def native_calls(self, number: int, mode: Mode) -> None:
-        """Its calls are made from Python."""
+        """Return None: this backend's calls are made from Python."""
 
     def recorded(self, x: Tensor) -> None:
-        """Its asynchronous calls run on a thread."""
+        """Return None: asynchronous calls run on a thread."""
 
     def allow_excess(self) -> None:
-        """Its host hears of them before."""
+        """Do nothing: the host learns of excess rows before they are sent, and raises."""
 
     def check(self) -> None:
-        """Its calls raise what they have to say."""
+        """Do nothing: each call raises its own failure."""
 
     def take_failure(self) -> None:
         return None
@@ -150,7 +150,7 @@ class ShmBackend:
         self._exchange.abandon(message)
 
     def check_usable(self) -> None:
-        """Every failure can be forgotten."""
+        """Do nothing: `settle` can forget every failure."""
 
     def settle(self) -> int:
         return self.num_calls
@@ -160,7 +160,7 @@ class ShmBackend:
         self._pool.trim()
 
     def _allocate(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle) -> Rows:
-        """Outputs of a dispatch, with the rows that nobody sends (padding, and the rest up to a bound) already zero."""
+        """Allocate the outputs of a dispatch. Rows that nobody sends (padding, and the rest up to a bound) are zero already."""
         num_rows = handle.num_rows
         recv_x = self.empty((num_rows, self.settings.hidden), args.x.dtype)
         scales = weights = None
@@ -177,7 +177,7 @@ class ShmBackend:
 
 
 def _unsent_rows(handle: DispatchHandle) -> list[tuple[int, int]]:
-    """[begin, end) of the rows of a dispatch that hold no token."""
+    """Return the ranges [begin, end) of rows that hold no token."""
     if handle.layout == "rank":
         return [(int(handle.recv_counts.sum()), handle.num_rows)]
     counts = handle.num_recv_tokens_per_expert

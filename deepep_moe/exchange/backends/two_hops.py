@@ -1,11 +1,11 @@
-"""The way of rows between nodes: one row for each (token, node) crosses, to the rank there that has the sender's index in its node.
+"""The path of rows between nodes: one row for each (token, node) crosses, to the rank with the sender's index in the other node.
 
 ```
  dispatch   source (m, i) ==row==> forwarder (n, i) --row--> each rank (n, j) with an expert of the token
  combine    source (m, i) <==sum== forwarder (n, i) <--row-- each rank (n, j), added up in ascending j, in fp32
 ```
 
-(n, i) is rank i of node n. A way is a generator: it yields exchanges of the whole group, gets what has arrived, and returns the end of it.
+(n, i) is rank i of node n. `Steps` is a generator: it yields exchanges of the whole group, is sent the rows received, returns the result.
 """
 
 from collections.abc import Generator, Iterable, Sequence
@@ -22,7 +22,7 @@ _Result = TypeVar("_Result")
 
 
 def picked(parts: Iterable[Tensor], rows: Tensor) -> list[Tensor]:
-    """Return these rows of each, whatever its dtype: PyTorch 2.8 picks no fp8 rows on CPUs."""
+    """Return the given rows of each part. fp8 is indexed as bytes, because PyTorch 2.8 cannot index fp8 on CPUs."""
     return [(part.view(torch.uint8) if part.element_size() == 1 else part)[rows.to(part.device)].view(part.dtype) for part in parts]
 
 
@@ -40,18 +40,18 @@ Steps = Generator[Step, list[Tensor], _Result]
 
 
 class Sums(NamedTuple):
-    """What comes back to a source from one node."""
+    """The sums that come back to a source from one node."""
 
     tokens: Tensor
-    """[n] tokens of this rank."""
+    """[n]: tokens of this rank."""
     rows: Tensor
-    """[n, hidden]: fp32 of its own node, else in the dtype of the rows."""
+    """[n, hidden]: fp32 from the source's own node, else the dtype of the rows."""
     values: Tensor | None
     """[n, num_topk] fp32, one for each lane."""
 
 
 class TwoHops:
-    """The ways of one rank."""
+    """The exchanges of one rank over several nodes."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -61,16 +61,16 @@ class TwoHops:
         self._of_node = range(self._node * self._size, (self._node + 1) * self._size)
 
     def num_tokens_per_node(self, topk_idx: Tensor) -> Tensor:
-        """[num_nodes] tokens of this rank that have an expert there."""
+        """Return [num_nodes]: how many tokens of this rank have an expert in each node."""
         return self._in_nodes(topk_idx).sum(0)
 
     def num_to_forward(self, num_tokens_per_node: Tensor) -> list[int]:
-        """From what all ranks have told, [num_ranks, num_nodes]: tokens of each rank of this index that have an expert in this node."""
+        """Return how many tokens each rank of this index has for this node, from the counts of all ranks [num_ranks, num_nodes]."""
         return num_tokens_per_node[self._of_index.start :: self._size, self._node].tolist()
 
     def dispatch(self, parts: list[Tensor], topk_idx: Tensor, num_to_forward: list[int], num_received: list[int]) -> Steps[list[Tensor]]:
-        """Send the rows of `parts` [num_tokens, ...], one of which is `topk_idx`. Returns those that arrive at this rank, by (source rank,
-        token). num_received: of each source rank."""
+        """Send the rows of `parts` [num_tokens, ...], one of which is `topk_idx`. Return the rows received, by (source rank, token).
+        num_received: rows from each source rank."""
         lanes = next(i for i, part in enumerate(parts) if part is topk_idx)
         nodes, tokens = self._in_nodes(topk_idx).t().nonzero(as_tuple=True)
         sent = self._at(self._of_index, nodes.bincount(minlength=self._num_nodes).tolist())
@@ -78,12 +78,12 @@ class TwoHops:
         targets, rows = self._in_ranks(here[lanes]).t().nonzero(as_tuple=True)
         sent = self._at(self._of_node, targets.bincount(minlength=self._size).tolist())
         arrived = yield Step(picked(here, rows), sent, self._at(self._of_node, self._by_index(num_received)), True)
-        order = _transposed(num_received, self._num_nodes, self._size)  # of blocks: it was by index, then node
+        order = _transposed(num_received, self._num_nodes, self._size)  # blocks have arrived by index, then node
         return picked(arrived, order.argsort())
 
     def combine(self, parts: list[Tensor], topk_idx: Tensor, num_to_forward: list[int], num_received: list[int]) -> Steps[list[Sums]]:
-        """Send this rank's row of each token that it has received, by (source rank, token), and values of its lanes if there are any.
-        Returns the nodes' sums of this rank's own tokens, by node."""
+        """Send back this rank's row of each token received, by (source rank, token), and values of its lanes if there are any. Return the
+        sums of this rank's own tokens from each node."""
         nodes, tokens = self._in_nodes(topk_idx).t().nonzero(as_tuple=True)
         per_node = nodes.bincount(minlength=self._num_nodes).tolist()
         forwarded = self._at(self._of_index, num_to_forward)
@@ -108,7 +108,7 @@ class TwoHops:
         return found
 
     def _add_up(self, rows: list[Tensor], in_ranks: Tensor, lanes: Tensor, per_rank: list[int]) -> list[Tensor]:
-        """The sums of this node over its ranks, ascending, in fp32, and the values of all lanes."""
+        """Return the sums over this node's ranks, in ascending order, in fp32, and the values of all lanes."""
         total = rows[0].new_zeros(len(lanes), rows[0].shape[1], dtype=torch.float32)
         values = [part.new_zeros(lanes.shape) for part in rows[1:]]
         pieces = [part.split(per_rank) for part in rows]
@@ -120,39 +120,39 @@ class TwoHops:
                 value[tokens] = torch.where(there, piece[index], value[tokens])
         return [total, *values]
 
-    # ---- who is where ----
+    # ---- ranks and nodes ----
 
     def _rank_of(self, topk_idx: Tensor) -> Tensor:
         return torch.where(topk_idx < 0, -1, topk_idx // self.settings.num_local_experts)
 
     def _in_nodes(self, topk_idx: Tensor) -> Tensor:
-        """[num_tokens, num_nodes] bool."""
+        """Return [num_tokens, num_nodes] bool: whether the token has an expert in the node."""
         return is_token_in_rank(topk_idx, self._num_nodes, self._size * self.settings.num_local_experts)
 
     def _in_ranks(self, topk_idx: Tensor) -> Tensor:
-        """[num_tokens, ranks of this node] bool."""
+        """Return [num_tokens, ranks of this node] bool: whether the token has an expert on the rank."""
         everywhere = is_token_in_rank(topk_idx, self.settings.num_ranks, self.settings.num_local_experts)
         return everywhere[:, self._of_node.start : self._of_node.stop]
 
     def _at(self, ranks: Iterable[int], numbers: Sequence[int]) -> list[int]:
-        """`numbers` of `ranks`, and 0 of all others."""
+        """Return one number for each rank: `numbers` for `ranks`, 0 for all others."""
         found = [0] * self.settings.num_ranks
         for rank, number in zip(ranks, numbers, strict=True):
             found[rank] = number
         return found
 
     def _by_index(self, per_rank: list[int]) -> list[int]:
-        """Sums over the ranks of each index."""
+        """Return the sum over the ranks of each index."""
         return [sum(per_rank[index :: self._size]) for index in range(self._size)]
 
     def _own(self, num_to_forward: list[int]) -> tuple[Tensor, Tensor]:
-        """Of forwarded tokens: those of this rank, and all others."""
+        """Return the positions of this rank's own tokens among the forwarded ones, and those of all others."""
         nodes = torch.repeat_interleave(torch.tensor(num_to_forward, device="cpu"))
         return (nodes == self._node).nonzero().flatten(), (nodes != self._node).nonzero().flatten()
 
 
 def _transposed(sizes: list[int], num_outer: int, num_inner: int) -> Tensor:
-    """Rows that lie in blocks of `sizes`, by outer and then inner number, in the order of blocks by inner and then outer number."""
+    """Return the row order that turns blocks of `sizes`, sorted by (outer, inner), into blocks sorted by (inner, outer)."""
     starts = [0, *accumulate(sizes)]
     blocks = [outer * num_inner + inner for inner in range(num_inner) for outer in range(num_outer)]
     return torch.cat([torch.arange(starts[block], starts[block + 1], device="cpu") for block in blocks])
