@@ -211,6 +211,8 @@ def _dispatch_operator(
     recv_topk_idx = topk_idx.new_empty(0, topk_idx.shape[1]) if handle.recv_topk_idx is None else handle.recv_topk_idx
     recv_x, scales, weights = _filled(rows, topk_idx.shape[1], layout)
     tensors = _tensors(handle)
+    if handle.native is None:
+        tensors[-1] = topk_idx.new_empty(0, dtype=torch.int32)  # an operator may not return the tensor that all calls share
     if not (is_async or is_split):  # an asynchronous call is in no graph, and has not written these yet
         if handle.native is not None:
             tensors[:-1] = [tensor.clone() for tensor in tensors[:-1]]  # an operator's outputs must not share memory
