@@ -172,7 +172,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         """
         if hidden_states is None:  # a later part of a forward whose first part is a CUDA graph
             return forward(layer, hidden_states, *args, **kwargs)
-        self._begin(hidden_states)
+        buffer = self._buffer_for(hidden_states)
+        self._forward = _Forward(buffer, buffer.num_calls)
         try:
             return forward(layer, hidden_states, *args, **kwargs)
         except BaseException as error:
@@ -203,13 +204,12 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
 
     def run_first_part(self, part: Callable[..., Any], hidden_states: torch.Tensor, *args: Any) -> Any:
         """Run `part(hidden_states [S/TP, B, H], ...)`, which comes before the dispatch, as `run_part` does. Collective at first."""
-        self._begin(hidden_states)
+        self._buffer_for(hidden_states)
         return self.run_part(part, hidden_states, *args)
 
-    def _begin(self, hidden_states: torch.Tensor) -> None:
-        """Begin a forward, before its dispatch. Collective at first."""
-        buffer = self._find(hidden_states.shape[:-1].numel(), self._hidden, hidden_states.device).buffer
-        self._forward = _Forward(buffer, buffer.num_calls)
+    def _buffer_for(self, hidden_states: torch.Tensor) -> Buffer:
+        """Return the buffer of a forward of hidden_states [S/TP, B, H], before its dispatch. Collective at first."""
+        return self._find(hidden_states.shape[:-1].numel(), self._hidden, hidden_states.device).buffer
 
     @property
     def _current(self) -> _Forward:
