@@ -13,7 +13,7 @@ from exchange_cases import Case, assert_same, check_case, device_of
 
 from deepep_moe import Buffer, reference
 from deepep_moe.errors import EPMismatchError
-from deepep_moe.exchange import profile as profile_module
+from deepep_moe.exchange.backends import profile as profile_module
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
 from deepep_moe.testing import run_ranks
 from deepep_moe.tuning import Profile, Shape, Values
