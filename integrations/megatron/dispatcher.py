@@ -270,8 +270,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             buffer, out = (
                 self._dispatch(hidden_states, probs) if first_run is None else self._dispatch_again(hidden_states, probs, first_run)
             )
-        counts = self._counts_for_experts(out.handle)
-        self._forward = _Forward(buffer, buffer.num_calls, out.handle, counts, counting)
+        self._forward = _Forward(buffer, buffer.num_calls, out.handle, counting=counting)  # before anything else can fail
+        self._forward.tokens_per_expert = counts = self._counts_for_experts(out.handle)
         if first_run is None:
             record(Dispatched(buffer, out.handle))
         if counting is not None:

@@ -64,6 +64,21 @@ def test_peers_learn_what_failed(rank: int, num_ranks: int, device: str, num_for
 
 
 @on_megatron(2)
+def test_peers_learn_of_counts_that_fail(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+    """What fails right after the dispatch is a failure outside of a call, too."""
+    layer, x = layer_of(sizes, **FP32), torch.randn(12, 1, HIDDEN)
+    layer(x)
+
+    def fail(_handle):
+        raise ArithmeticError("no counts on rank 1")
+
+    if rank == 1:
+        layer.token_dispatcher._counts_for_experts = fail
+    with pytest.raises(ArithmeticError if rank == 1 else EPPeerError, match="no counts on rank 1"):
+        layer(x)
+
+
+@on_megatron(2)
 def test_peers_learn_of_a_failing_recomputation(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """The experts of rank 1 fail when they run for the second time."""
     layer = layer_of(sizes, **RECOMPUTED)
