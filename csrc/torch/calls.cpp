@@ -159,8 +159,8 @@ Tensor Calls::joined(at::TensorList tensors) const {
 // ---- calls ----
 
 CallMode Calls::begin(const Mode& how) {
-    const bool is_beside = how.is_async && !how.is_split;
-    return {how.num_sms == -1 ? settings.num_sms : how.num_sms, how.is_split, is_beside ? own_.follow() : call_stream(device_), how.layer};
+    const uintptr_t stream = how.is_beside() ? own_.follow() : call_stream(device_);
+    return {how.num_sms == -1 ? settings.num_sms : how.num_sms, how.is_split, stream, how.layer};
 }
 
 // On its dispatch's stream or another: the caller may drop the handle at once.
@@ -173,29 +173,26 @@ CallMode Calls::begin_along(const Handle& handle, const Mode& how) {
 static bool end_call(ExchangeShim& exchange, const GpuDispatchCall& call, uintptr_t stream) { return exchange.end_dispatch(call, stream); }
 static bool end_call(ExchangeShim& exchange, const GpuCombineCall& call, uintptr_t stream) { return exchange.end_combine(call, stream); }
 
-// Enqueues what the call does now. tensors: all of it.
+// Enqueues what the call does now. tensors: all of it, which whatever is left of it takes.
 template <class Call>
-void Calls::run(InFlight& made, const Mode& how, Call& call, const variable_list& tensors,
+void Calls::run(InFlight& made, const Mode& how, const CallMode& mode, Call& call, variable_list& tensors,
                 const std::function<bool(ExchangeShim&)>& enqueue) {
-    const bool is_beside = how.is_async && !how.is_split;
     try {
         call_unlocked(shim_, *exchange_, enqueue);
     } catch (...) {
-        if (is_beside) own_.keep(tensors);  // which goes on with what it was given
+        if (how.is_beside()) own_.keep(tensors);  // which goes on with what it was given
         throw;
     }
+    if (how.is_beside()) made.recorded = own_.record(std::move(tensors));
     if (how.is_split)
-        made.second_half = std::make_shared<SecondHalf>([self = weak_from_this(), call, tensors] {
+        made.second_half = std::make_shared<SecondHalf>([self = weak_from_this(), call, tensors = std::move(tensors), first = mode.stream] {
             const std::shared_ptr<Calls> calls = self.lock();
             if (calls == nullptr || calls->is_released()) return false;
-            keep_for_current(calls->device_, tensors);
             const uintptr_t stream = call_stream(calls->device_);
+            if (stream != first) keep_for_current(calls->device_, tensors);
             call_unlocked(calls->shim_, *calls->exchange_, [&](ExchangeShim& exchange) { return end_call(exchange, call, stream); });
             return true;
         });
-    if (!is_beside) return;
-    own_.keep(tensors);
-    made.recorded = own_.record();
 }
 
 void Calls::receive_into(Received& made, const Outgoing& out, GpuDispatchCall& call, int64_t num_rows, bool is_guess,
@@ -236,7 +233,7 @@ Received Calls::dispatch(const Outgoing& out, bool is_expert_layout, int64_t exp
     } allocation;
     allocation.make = [&](int64_t num_rows, bool is_guess) {
         receive_into(made, out, call, num_rows, is_guess, num_recv_rows >= 0);
-        if (how.is_async && !how.is_split) own_.follow();  // so that it is after what had the memory before, and after the `fill_`
+        if (how.is_beside()) own_.follow();  // so that it is after what had the memory before, and after the `fill_`
     };
     const auto allocate = [](void* context, int64_t num_rows, bool is_guess) noexcept {
         auto& allocation = *static_cast<Allocation*>(context);
@@ -256,7 +253,7 @@ Received Calls::dispatch(const Outgoing& out, bool is_expert_layout, int64_t exp
         for (const Tensor& tensor : {made.x, made.x_scales, made.topk_weights, handle.recv_topk_idx}) tensors.push_back(tensor);
         return handle.num_rows >= 0 || allocation.failure;
     };
-    run(made, how, call, tensors, enqueue);
+    run(made, how, mode, call, tensors, enqueue);
     if (allocation.failure) std::rethrow_exception(allocation.failure);
     if (handle.num_rows < made.x.size(0)) {
         for (Tensor* tensor : {&made.x_scales, &handle.recv_topk_idx, &made.topk_weights})
@@ -283,7 +280,7 @@ Received Calls::dispatch_cached(const std::shared_ptr<Handle>& handle, const Out
                                          dtype_of(scaling->x.scalar_type()));
     }
     const CallMode mode = begin_along(*handle, how);
-    run(made, how, call, tensors, [&](ExchangeShim& exchange) { return exchange.dispatch_cached(call, mode); });
+    run(made, how, mode, call, tensors, [&](ExchangeShim& exchange) { return exchange.dispatch_cached(call, mode); });
     return made;
 }
 
@@ -298,7 +295,7 @@ Combined Calls::combine(const Handle& handle, const Tensor& x, const ExpertRows*
     variable_list tensors{x,      inputs.weights,        inputs.bias, inputs.topk_weight_grads, inputs.source_weights, handle.memory,
                           made.x, made.topk_weight_grads};
     const CallMode mode = begin_along(handle, how);
-    run(made, how, call, tensors, [&](ExchangeShim& exchange) { return exchange.combine(call, mode); });
+    run(made, how, mode, call, tensors, [&](ExchangeShim& exchange) { return exchange.combine(call, mode); });
     return made;
 }
 

@@ -19,6 +19,7 @@ struct Mode {
     int num_sms = -1;                         // that send, 0: copy engines, -1: as the buffer's
     bool is_async = false, is_split = false;  // on the buffer's own stream; without its second half, which the caller starts
     int64_t layer = 0;                        // as CallMode has it
+    bool is_beside() const { return is_async && !is_split; }
 };
 
 // What a dispatch sends. Undefined tensors: not given.
@@ -121,7 +122,8 @@ private:
     CallMode begin(const Mode& how);
     CallMode begin_along(const Handle& handle, const Mode& how);
     template <class Call>
-    void run(InFlight& made, const Mode& how, Call& call, const variable_list& tensors, const std::function<bool(ExchangeShim&)>& enqueue);
+    void run(InFlight& made, const Mode& how, const CallMode& mode, Call& call, variable_list& tensors,
+             const std::function<bool(ExchangeShim&)>& enqueue);
     [[noreturn]] void raise_again(bool has_entered);
 
     py::object shim_, tell_;

@@ -55,7 +55,7 @@ bool LowLatencyCalls::are_weights(const Tensor& topk_weights, int64_t num_tokens
 
 // Makes `half(shim, sends, receives, stream)` for both halves, or for the first. tensors: all of the call.
 template <class Half>
-void LowLatencyCalls::run(InFlight& made, py::handle async_op, py::handle return_hook, const variable_list& tensors, const Half& half) {
+void LowLatencyCalls::run(InFlight& made, py::handle async_op, py::handle return_hook, variable_list tensors, const Half& half) {
     TORCH_CHECK(shim_ != nullptr, "the buffer was destroyed");
     const bool is_split = is_true(return_hook), is_beside = !is_split && is_true(async_op);
     const at::Device device = statistics_.device();
@@ -66,15 +66,12 @@ void LowLatencyCalls::run(InFlight& made, py::handle async_op, py::handle return
         if (is_beside) own_.keep(tensors);  // which goes on with what it was given
         throw;
     }
-    if (is_beside) {
-        own_.keep(tensors);
-        made.recorded = own_.record();
-    }
+    if (is_beside) made.recorded = own_.record(std::move(tensors));
     if (!is_split) return;
-    made.second_half = std::make_shared<SecondHalf>([self = shared_from_this(), device, tensors, half] {
+    made.second_half = std::make_shared<SecondHalf>([self = shared_from_this(), device, tensors = std::move(tensors), half, stream] {
         if (self->shim_ == nullptr) return false;
-        keep_for_current(device, tensors);
         const uintptr_t now = call_stream(device);
+        if (now != stream) keep_for_current(device, tensors);
         call_unlocked(self->owner_, *self->shim_, [&](LowLatencyShim& shim) { return half(shim, false, true, now); });
         return true;
     });

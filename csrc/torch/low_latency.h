@@ -43,7 +43,7 @@ private:
     bool are_weights(const Tensor& topk_weights, int64_t num_tokens) const;  // or none
     void receive_into(LowLatencyReceived& made, at::ScalarType type, bool fp8, bool is_rounded) const;
     template <class Half>
-    void run(InFlight& made, py::handle async_op, py::handle return_hook, const variable_list& tensors, const Half& half);
+    void run(InFlight& made, py::handle async_op, py::handle return_hook, variable_list tensors, const Half& half);
     Tensor empty(at::IntArrayRef sizes, at::ScalarType type) const { return at::empty(sizes, statistics_.options().dtype(type)); }
 
     const Settings settings_;

@@ -47,10 +47,30 @@ Recorded::Recorded(const at::Device& device) : device_(device), event_(device.ty
     if (device.is_cuda()) event_.record(VirtualGuardImpl(device.type()).getStream(device));
 }
 
-Recorded::Recorded(const c10::Stream& stream) : device_(stream.device()), event_(stream.device_type()) { event_.record(stream); }
+Recorded::Recorded(const c10::Stream& stream, const c10::Stream& caller, variable_list tensors)
+    : device_(stream.device()), event_(stream.device_type()), stream_(stream), caller_(caller), tensors_(std::move(tensors)) {
+    event_.record(stream);
+}
 
-void Recorded::wait() const {
-    if (device_.is_cuda()) event_.block(VirtualGuardImpl(device_.type()).getStream(device_));
+Recorded::~Recorded() {
+    try {
+        release_to(nullptr);
+    } catch (...) {  // at the end of the process, when the device is gone
+    }
+}
+
+void Recorded::wait() {
+    if (!device_.is_cuda()) return;
+    const c10::Stream current = VirtualGuardImpl(device_.type()).getStream(device_);
+    event_.block(current);
+    release_to(&current);
+}
+
+// waiting: the stream that waits by now, if one does.
+void Recorded::release_to(const c10::Stream* waiting) {
+    if (tensors_.empty()) return;
+    if (waiting == nullptr || *waiting != *caller_) keep_for(*stream_, tensors_);
+    tensors_.clear();
 }
 
 bool Recorded::query() const {
@@ -75,6 +95,7 @@ uintptr_t OwnStream::follow() {
         address_ = current_address(device_);
         guard.exchangeStream(current);
     }
+    caller_ = current;
     given_->record(current);
     given_->block(*stream_);
     return address_;
@@ -84,8 +105,8 @@ void OwnStream::keep(at::TensorList tensors) const {
     if (stream_) keep_for(*stream_, tensors);
 }
 
-std::shared_ptr<Recorded> OwnStream::record() const {
-    return stream_ ? std::make_shared<Recorded>(*stream_) : std::make_shared<Recorded>(device_);
+std::shared_ptr<Recorded> OwnStream::record(variable_list tensors) const {
+    return stream_ ? std::make_shared<Recorded>(*stream_, *caller_, std::move(tensors)) : std::make_shared<Recorded>(device_);
 }
 
 }  // namespace deepep_moe

@@ -20,13 +20,20 @@ uintptr_t call_stream(const at::Device& device);
 class Recorded {
 public:
     explicit Recorded(const at::Device& device);  // of the current stream: what it has been given by now
-    explicit Recorded(const c10::Stream& stream);
-    void wait() const;   // lets the device's current stream wait for it
+    // Of a stream that began after what `caller` had been given, and uses `tensors` until this moment. They are held until `caller` waits
+    // for it, which orders whatever has their memory next; `record_stream` of each would cost more than the rest of an asynchronous call.
+    Recorded(const c10::Stream& stream, const c10::Stream& caller, variable_list tensors);
+    ~Recorded();
+    void wait();         // lets the device's current stream wait for it
     bool query() const;  // Has it come? While a CUDA graph is captured false, as CUDA lets nobody ask then what a GPU has done.
 
 private:
+    void release_to(const c10::Stream* waiting);
+
     const at::Device device_;
     c10::Event event_;
+    std::optional<c10::Stream> stream_, caller_;
+    variable_list tensors_;
 };
 
 // The rest of a call that was split. It holds the call's tensors until it is over.
@@ -52,14 +59,14 @@ void keep_for_current(const at::Device& device, at::TensorList tensors);
 class OwnStream {
 public:
     explicit OwnStream(const at::Device& device) : device_(device) {}
-    uintptr_t follow();                        // lets it go on after what the current stream has been given; its address
-    void keep(at::TensorList tensors) const;   // as `keep_for_current`, for this stream
-    std::shared_ptr<Recorded> record() const;  // of this stream, by now
+    uintptr_t follow();                       // lets it go on after what the current stream has been given; its address
+    void keep(at::TensorList tensors) const;  // as `keep_for_current`, for this stream
+    std::shared_ptr<Recorded> record(variable_list tensors) const;  // of this stream, by now. tensors: that it has used since `follow`
 
 private:
     const at::Device device_;
-    std::optional<c10::Stream> stream_;
-    std::optional<c10::Event> given_;  // to the current stream, at the last `follow`
+    std::optional<c10::Stream> stream_, caller_;  // the latter: that was current at the last `follow`
+    std::optional<c10::Event> given_;             // to the current stream, at the last `follow`
     uintptr_t address_ = 0;
 };
 

@@ -186,3 +186,25 @@ def test_inference_mode(rank):
         out.num_recv_tokens_per_expert.zero_()
         with pytest.raises(ValueError, match="a tensor of this handle was changed in place"):
             buffer.combine(out.recv_x, out.handle)
+
+
+@pytest.mark.parametrize("waits", ("here", "on another stream", "never"))
+@on_ranks(2)
+def test_memory_of_an_asynchronous_call(rank, waits):
+    """The call is behind a busy stream, and its rows are dropped at once. What has their memory next comes after the call: at once on the
+    stream that waits for it, elsewhere once the GPU is through."""
+    buffer, x, idx = make_buffer(rank)
+    out = buffer.dispatch(x, idx)
+    rows = out.recv_x.clone()
+    address = rows.data_ptr()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(500_000_000)
+    combined, event = buffer.combine(rows, out.handle, async_op=True)
+    if waits != "never":
+        with torch.cuda.stream(torch.cuda.Stream() if waits == "on another stream" else torch.cuda.current_stream()):
+            event.wait()
+    del rows, event
+    others = [torch.full_like(out.recv_x, 7) for _ in range(4)]
+    assert (address in [other.data_ptr() for other in others]) == (waits == "here")
+    torch.cuda.synchronize()
+    assert_same("combined_x", combined, x * (idx >= 0).sum(1, keepdim=True))
