@@ -13,7 +13,7 @@ SHIM_BYTES: int
 def call_stream(device: device) -> int: ...
 
 class Mode:
-    def __init__(self, num_sms: int, is_async: bool, is_split: bool, layer: int) -> None: ...
+    def __init__(self, num_sms: int, is_async: bool, is_split: bool, layer: int, is_late: bool = False) -> None: ...
 
 class Recorded:
     def __init__(self, device: device) -> None: ...
@@ -41,6 +41,7 @@ class Handle:
     recv_counts: Tensor
     num_recv_tokens_per_expert: Tensor
     recv_topk_idx: Tensor | None
+    is_late: bool
     is_unchanged: bool
     has_recv_topk_idx: bool
     def replaced(self, memory: Tensor, call: Tensor) -> Handle: ...

@@ -159,8 +159,9 @@ Tensor Calls::joined(at::TensorList tensors) const {
 // ---- calls ----
 
 CallMode Calls::begin(const Mode& how) {
+    count_late();
     const uintptr_t stream = how.is_beside() ? own_.follow() : call_stream(device_);
-    return {how.num_sms == -1 ? settings.num_sms : how.num_sms, how.is_split, stream, how.layer};
+    return {how.num_sms == -1 ? settings.num_sms : how.num_sms, how.is_split, stream, how.layer, how.is_late};
 }
 
 // On its dispatch's stream or another: the caller may drop the handle at once.
@@ -211,6 +212,24 @@ void Calls::receive_into(Received& made, const Outgoing& out, GpuDispatchCall& c
     call.receive_into(arg_of(made.x), arg_of(made.x_scales), arg_of(topk_idx), arg_of(made.topk_weights), is_guess);
 }
 
+// Gives outputs to a dispatch when their rows are known. Called from the other module, without the GIL: what fails is kept, and thrown once
+// that has returned.
+struct Allocation {
+    std::function<void(int64_t num_rows, bool is_guess)> make;
+    std::exception_ptr failure;
+
+    static bool call(void* allocation, int64_t num_rows, bool is_guess) noexcept {
+        auto& self = *static_cast<Allocation*>(allocation);
+        try {
+            self.make(num_rows, is_guess);
+            return true;
+        } catch (...) {
+            self.failure = std::current_exception();
+            return false;
+        }
+    }
+};
+
 Received Calls::dispatch(const Outgoing& out, bool is_expert_layout, int64_t expert_alignment, int64_t num_recv_rows, const Mode& how) {
     Received made;
     made.handle = std::make_shared<Handle>();
@@ -226,35 +245,25 @@ Received Calls::dispatch(const Outgoing& out, bool is_expert_layout, int64_t exp
     }
     GpuDispatchCall call(handle.arg(), arg_of(out.x), arg_of(out.x_scales), matrix_of(out.topk_idx), matrix_of(out.topk_weights),
                          dtype_of(out.x.scalar_type()), num_recv_rows);
-    // Called from the other module, without the GIL: what fails is kept, and thrown once that has returned.
-    struct Allocation {
-        std::function<void(int64_t, bool)> make;
-        std::exception_ptr failure;
-    } allocation;
+    Allocation allocation;
     allocation.make = [&](int64_t num_rows, bool is_guess) {
         receive_into(made, out, call, num_rows, is_guess, num_recv_rows >= 0);
         if (how.is_beside()) own_.follow();  // so that it is after what had the memory before, and after the `fill_`
-    };
-    const auto allocate = [](void* context, int64_t num_rows, bool is_guess) noexcept {
-        auto& allocation = *static_cast<Allocation*>(context);
-        try {
-            allocation.make(num_rows, is_guess);
-            return true;
-        } catch (...) {
-            allocation.failure = std::current_exception();
-            return false;
-        }
     };
     const CallMode mode = begin(how);
     int64_t* const numbers = handle.call.mutable_data_ptr<int64_t>();
     variable_list tensors{out.x, out.x_scales, out.topk_idx, out.topk_weights, handle.memory};
     const auto enqueue = [&](ExchangeShim& exchange) {
-        handle.num_rows = exchange.dispatch(call, mode, numbers, allocate, &allocation);
+        handle.num_rows = exchange.dispatch(call, mode, numbers, &Allocation::call, &allocation);
         for (const Tensor& tensor : {made.x, made.x_scales, made.topk_weights, handle.recv_topk_idx}) tensors.push_back(tensor);
         return handle.num_rows >= 0 || allocation.failure;
     };
     run(made, how, mode, call, tensors, enqueue);
     if (allocation.failure) std::rethrow_exception(allocation.failure);
+    if (how.is_late && num_recv_rows < 0 && counts_of(handle)[0] < 0) {
+        handle.late = std::make_shared<Late>(Late{call, mode, out, std::nullopt});
+        late_ = made.handle;
+    }
     if (handle.num_rows < made.x.size(0)) {
         for (Tensor* tensor : {&made.x_scales, &handle.recv_topk_idx, &made.topk_weights})
             if (tensor->defined())
@@ -267,7 +276,38 @@ Received Calls::dispatch(const Outgoing& out, bool is_expert_layout, int64_t exp
     return made;
 }
 
+void Calls::count_late() {
+    const std::shared_ptr<Handle> handle = late_.lock();
+    if (handle == nullptr) return;
+    late_.reset();
+    Late& late = *handle->late;
+    Received made;
+    made.handle = handle;
+    Allocation allocation;
+    allocation.make = [&](int64_t num_rows, bool is_guess) { receive_into(made, late.out, late.call, num_rows, is_guess, false); };
+    int64_t num_rows = -1;
+    int64_t* const numbers = handle->call.mutable_data_ptr<int64_t>();
+    call_unlocked(shim_, *exchange_, [&](ExchangeShim& exchange) {
+        num_rows = exchange.count_late(late.call, late.mode, numbers, &Allocation::call, &allocation);
+        return num_rows >= 0 || allocation.failure;
+    });
+    if (allocation.failure) std::rethrow_exception(allocation.failure);
+    if (num_rows <= handle->num_rows) {
+        handle->late = nullptr;
+        return;
+    }
+    handle->num_rows = num_rows;
+    late.received = std::move(made);
+}
+
+Received Calls::take_late(const std::shared_ptr<Handle>& handle) {
+    const std::shared_ptr<Late> late = std::exchange(handle->late, nullptr);
+    TORCH_CHECK(late != nullptr && late->received, "the rows of this dispatch are lost, as it has failed; dispatch again");
+    return *std::move(late->received);
+}
+
 Received Calls::dispatch_cached(const std::shared_ptr<Handle>& handle, const Outgoing& out, const Scaling* scaling, const Mode& how) {
+    count_late();
     Received made;
     made.handle = handle;
     GpuDispatchCall call(handle->arg(), arg_of(out.x), arg_of(out.x_scales), {}, matrix_of(out.topk_weights), dtype_of(out.x.scalar_type()),
@@ -286,6 +326,8 @@ Received Calls::dispatch_cached(const std::shared_ptr<Handle>& handle, const Out
 
 Combined Calls::combine(const Handle& handle, const Tensor& x, const ExpertRows* expert_rows, const CombineInputs& inputs,
                         const Mode& how) {
+    count_late();
+    TORCH_CHECK(expert_rows != nullptr || x.size(0) == handle.num_rows, "the rows did not fit; ask Buffer.settle before the combine");
     Combined made;
     made.x = empty({handle.shape.num_tokens / inputs.tokens_per_row, settings.hidden}, x.scalar_type());
     if (inputs.topk_weight_grads.defined()) made.topk_weight_grads = empty({handle.shape.num_tokens, settings.num_topk}, at::kFloat);

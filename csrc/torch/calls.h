@@ -19,6 +19,7 @@ struct Mode {
     int num_sms = -1;                         // that send, 0: copy engines, -1: as the buffer's
     bool is_async = false, is_split = false;  // on the buffer's own stream; without its second half, which the caller starts
     int64_t layer = 0;                        // as CallMode has it
+    bool is_late = false;                     // as CallMode has it; not with one of the two
     bool is_beside() const { return is_async && !is_split; }
 };
 
@@ -56,6 +57,14 @@ struct Scaling {
     const ExpertRows* expert_rows = nullptr;
 };
 
+// A dispatch whose counts the host has not looked at, or whose rows did not fit.
+struct Late {
+    GpuDispatchCall call;
+    CallMode mode;
+    Outgoing out;
+    std::optional<Received> received;  // all rows, if they did not fit
+};
+
 // Callers hold the GIL.
 class Calls : public std::enable_shared_from_this<Calls> {
 public:
@@ -76,6 +85,10 @@ public:
 
     // num_recv_rows: -1 without a bound.
     Received dispatch(const Outgoing& out, bool is_expert_layout, int64_t expert_alignment, int64_t num_recv_rows, const Mode& how);
+    // If the last dispatch is late: wait for its counts. If its rows did not fit, they are received again, and its handle has as many.
+    // Every call begins with it; callers that look at a handle before do it themselves.
+    void count_late();
+    Received take_late(const std::shared_ptr<Handle>& handle);  // those rows, once
     // A row of `x` to each of its token's experts. scaling: or nullptr.
     Received dispatch_cached(const std::shared_ptr<Handle>& handle, const Outgoing& out, const Scaling* scaling, const Mode& how);
     // The sum of each token's rows, and, if asked for, its topk_weight_grads. x: the rows, or the first of several tensors that hold them
@@ -104,14 +117,14 @@ public:
 
     // What `call` returns. If it fails, the peers are told. All calls that Python has not checked are made in this.
     template <class Call>
-    auto or_tell(const Call& call) {
+    auto or_tell(const Call& call, bool was_entered = false) {
         ExchangeShim& exchange = *exchange_;
         const py::object kept = shim_;  // which owns the exchange
         const int64_t before = exchange.num_calls();
         try {
             return call();
         } catch (...) {
-            raise_again(exchange.num_calls() != before);
+            raise_again(was_entered || exchange.num_calls() != before);
         }
     }
 
@@ -130,6 +143,7 @@ private:
     ExchangeShim* exchange_;
     const at::Device device_;
     OwnStream own_;
+    std::weak_ptr<Handle> late_;
 };
 
 }  // namespace deepep_moe

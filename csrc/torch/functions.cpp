@@ -66,6 +66,7 @@ variable_list natively(int64_t number, const Call& call) {
     if (found.is_none()) return {};
     auto& calls = found.cast<Calls&>();
     const at::AutoDispatchBelowADInplaceOrView below;
+    calls.or_tell([&] { calls.count_late(); }, true);
     return calls.or_tell([&] { return call(calls); });
 }
 
@@ -104,6 +105,7 @@ variable_list run_dispatch(Calls& calls, const DispatchRequest& request, const T
     out.x = x, out.topk_weights = weights;
     made = calls.or_tell([&] {
         if (request.along == nullptr && weights.defined()) out.topk_weights = weights.reshape(out.topk_idx.sizes());  // lane by lane
+        if (request.is_late) return calls.take_late(request.along);
         if (request.along != nullptr) return calls.dispatch_cached(request.along, out, nullptr, request.mode);
         return calls.dispatch(out, request.is_expert_layout, request.expert_alignment, request.num_recv_rows, request.mode);
     });
@@ -245,6 +247,7 @@ Received dispatch(Calls& calls, const DispatchRequest& request) {
     const Tensor &x = request.out.x, &weights = request.out.topk_weights;
     variable_list outputs = needs_gradients({&x, &weights}) ? DispatchFunction::apply(x, optional_of(weights), &calls, &request, &made)
                                                             : run_dispatch(calls, request, x, weights, made);
+    if (made.handle->late != nullptr) made.handle->late->out = request.out;  // as the caller gave it, with its gradients
     const size_t first = weights.defined();
     if (weights.defined()) made.topk_weights = outputs[0];
     if (request.num_leading < 0)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <memory>
 #include <optional>
 
 #include "common/handle_arg.h"
@@ -19,6 +20,8 @@ struct HandleShape {
     std::array<int64_t, kNumHandleSections + 1> starts{};            // and the end
 };
 
+struct Late;
+
 struct Handle {
     int64_t buffer_id = 0, expert_alignment = 1, num_rows = 0;
     bool is_expert_layout = true;
@@ -26,6 +29,7 @@ struct Handle {
     Tensor memory, call;              // int32, and on the host int64: `DispatchHandle` says what is in them
     Tensor recv_topk_idx;             // of the rank layout
     std::optional<uintptr_t> stream;  // of the dispatch, which the memory belongs to
+    std::shared_ptr<Late> late;       // until the host knows that the rows fit
     std::array<uint32_t, 3> versions{};
 
     // Of memory, call and recv_topk_idx, by which PyTorch counts changes in place.
@@ -51,7 +55,7 @@ struct Handle {
     // A handle like this one, of other tensors: those that a backward has saved, or none.
     Handle with(const Tensor& saved_memory, const Tensor& saved_call) const {
         Handle made = *this;
-        made.memory = saved_memory, made.call = saved_call, made.recv_topk_idx = Tensor();
+        made.memory = saved_memory, made.call = saved_call, made.recv_topk_idx = Tensor(), made.late = nullptr;
         if (made.memory.defined()) made.seal();
         return made;
     }

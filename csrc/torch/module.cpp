@@ -19,8 +19,10 @@ std::shared_ptr<Handle> handle_in(const Calls& calls, py::handle shown) {
 
 // ---- calls with gradients: None where an argument is not what C++ takes ----
 
-bool may_call(const Calls& calls, std::initializer_list<py::handle> tensors) {
-    return !is_watched() && !calls.is_released() && !calls.has_failed() && are_plain(tensors);
+bool may_call(Calls& calls, std::initializer_list<py::handle> tensors) {
+    if (is_watched() || calls.is_released() || calls.has_failed() || !are_plain(tensors)) return false;
+    calls.or_tell([&] { calls.count_late(); }, true);
+    return true;
 }
 
 std::optional<Received> dispatch_rows(Calls& calls, py::handle x, py::handle x_scales, py::handle topk_idx, py::handle topk_weights,
@@ -45,6 +47,16 @@ std::optional<Received> dispatch_along(Calls& calls, py::handle x, py::handle x_
     request.out.x = unpacked(x), request.out.x_scales = unpacked(x_scales), request.out.topk_weights = unpacked(topk_weights);
     request.mode = mode;
     if (!request.along || !request.along->has_recv_topk_idx() || !calls.takes_along(*request.along, request.out)) return std::nullopt;
+    return dispatch(calls, request);
+}
+
+// All rows of a late dispatch whose rows did not fit, with the gradients of its arguments; None where they fit.
+std::optional<Received> settle(Calls& calls, const std::shared_ptr<Handle>& handle) {
+    calls.or_tell([&] { calls.count_late(); }, true);
+    if (handle->late == nullptr) return std::nullopt;
+    DispatchRequest request;
+    request.along = handle, request.is_late = true;
+    request.out = handle->late->out;
     return dispatch(calls, request);
 }
 
@@ -154,6 +166,7 @@ void bind_handle(py::module_& m) {
         .def_property_readonly("recv_counts", section(kRecvCounts))
         .def_property_readonly("num_recv_tokens_per_expert", section(kTokensPerExpert))
         .def_property_readonly("recv_topk_idx", [](const Handle& self) { return optional_of(self.recv_topk_idx); })
+        .def_property_readonly("is_late", [](const Handle& self) { return self.late != nullptr; })
         .def_property_readonly("is_unchanged", &Handle::is_unchanged)
         .def_property_readonly("has_recv_topk_idx", &Handle::has_recv_topk_idx)
         .def("replaced", &Handle::with, py::arg("memory"), py::arg("call"))
@@ -162,8 +175,8 @@ void bind_handle(py::module_& m) {
 
 void bind_results(py::module_& m) {
     using torch::wrap_pybind_function;
-    py::class_<Mode>(m, "Mode").def(py::init<int, bool, bool, int64_t>(), py::arg("num_sms"), py::arg("is_async"), py::arg("is_split"),
-                                    py::arg("layer"));
+    py::class_<Mode>(m, "Mode").def(py::init<int, bool, bool, int64_t, bool>(), py::arg("num_sms"), py::arg("is_async"),
+                                    py::arg("is_split"), py::arg("layer"), py::arg("is_late") = false);
     py::class_<Recorded, std::shared_ptr<Recorded>>(m, "Recorded")
         .def(py::init([](const at::Device& device) { return std::make_shared<Recorded>(device); }), py::arg("device"))
         .def("wait", wrap_pybind_function(&Recorded::wait))
@@ -202,6 +215,7 @@ void bind_calls(py::module_& m) {
              is_expert_layout, expert_alignment, py::arg("num_rows"))
         .def("dispatch", wrap_pybind_function(dispatch_rows), x, x_scales, topk_idx, topk_weights, is_expert_layout, expert_alignment,
              num_recv_rows, mode)
+        .def("settle", wrap_pybind_function(settle), handle)
         .def("dispatch_cached", wrap_pybind_function(dispatch_along), x, x_scales, topk_weights, handle, mode)
         .def("combine", wrap_pybind_function(combine_rows), x, handle, topk_weights, bias, topk_weight_grads, sums_lanes, mode)
         .def("dispatch_by_expert", wrap_pybind_function(dispatch_by_expert), x, topk_idx, topk_weights, py::arg("num_leading"),

@@ -21,6 +21,7 @@ from deepep_moe.exchange.backends.select import BACKENDS, make_backend
 from deepep_moe.exchange.calls import Calls
 from deepep_moe.exchange.checks import (
     BLOCKWISE,
+    GUESS,
     check_beside_handle,
     check_blockwise,
     check_blockwise_combine,
@@ -204,7 +205,7 @@ class Buffer(Sizes):
         layout: str = "expert",
         expert_alignment: int = 1,
         handle: DispatchHandle | None = None,
-        num_recv_rows: int | None = None,
+        num_recv_rows: int | str | None = None,
         fp8: bool | str = False,
         num_sms: int | None = None,
         layer: int = 0,
@@ -226,6 +227,10 @@ class Buffer(Sizes):
                 counts.
             num_recv_rows: an upper bound on the rows received. The outputs have exactly that many rows; rows behind the last group are
                 zero. On a GPU the host then waits for nothing, and the call may be captured in a CUDA graph.
+                "guess": on a GPU the outputs may have the rows that the host predicts, and the call returns before it knows how many come.
+                Queue the work of the experts, with counts on the GPU (`handle.num_rows_per_expert`), then ask `settle`. Rows behind the
+                last group may hold anything. Without a prediction, with `async_op` or `return_hook`, in the rank layout, with "blockwise"
+                rows and on CPUs it is the same as None.
             fp8: True quantizes rows to float8_e4m3fn with one scale per 128 columns (`deepep_moe.ops.quantize_fp8`), without gradient.
                 "blockwise" is for training: scales are powers of two in fp32 (`deepep_moe.ops.ue8m0.pack` packs them). recv_x is then
                 `deepep_moe.ops.QuantizedRows`, which `deepep_moe.ops.grouped_mlp` multiplies in fp8; its gradient is bf16. It needs
@@ -244,6 +249,9 @@ class Buffer(Sizes):
             EPMismatchError: ranks are in different operations. EPCapacityError: a rank would receive more than its `num_recv_rows`.
             EPTimeoutError: a peer died or stalled. BufferDestroyedError: the buffer was destroyed.
         """
+        is_late = isinstance(num_recv_rows, str) and num_recv_rows == GUESS
+        if is_late:
+            num_recv_rows = None
         if (async_op or return_hook or fp8 == BLOCKWISE) and torch.compiler.is_compiling():
             return _call_outside_graph(
                 self.dispatch, x, topk_idx, topk_weights, x_scales=x_scales, layout=layout, expert_alignment=expert_alignment,
@@ -260,7 +268,8 @@ class Buffer(Sizes):
         if not is_blockwise and not torch.compiler.is_compiling():
             how = num_sms, async_op, return_hook
             if handle is None:
-                made = native.dispatch(calls, x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows, *how, layer)
+                routed = layout, expert_alignment, num_recv_rows
+                made = native.dispatch(calls, x, x_scales, topk_idx, topk_weights, *routed, *how, layer, is_late)
             elif topk_idx is None and num_recv_rows is None and layout == "expert" and expert_alignment == 1:
                 made = native.dispatch_along(calls, x, x_scales, topk_weights, handle, *how)
             else:
@@ -289,6 +298,18 @@ class Buffer(Sizes):
         event = calls.event(mode, x)
         hook = event.wait if event is not None and return_hook else None
         return DispatchOutput(recv_x, scales, handle.recv_topk_idx, weights, handle.counts(), handle, event, hook)
+
+    def settle(self, output: DispatchOutput) -> DispatchOutput:
+        """Return `output` of a dispatch with `num_recv_rows="guess"` if its rows fit, else another output with all rows, for which the
+        experts must run again.
+
+        Not collective: peers learn nothing of it. The host waits until the GPU has counted the rows. Call it before the combine, or any
+        call of this buffer; a later call of this buffer does the waiting if it comes first. Rows that did not fit make a combine of the
+        guessed ones raise ValueError. The gradients of the arguments come from the output that is used.
+
+        Raises what a dispatch raises while its host waits for counts.
+        """
+        return native.settle(self.calls, output)
 
     def combine(
         self,

@@ -17,6 +17,8 @@ from deepep_moe.ops.quantized import QuantizedRows
 
 MAX_ALIGNMENT = 1 << 16
 BLOCKWISE = "blockwise"
+GUESS = "guess"
+"""`num_recv_rows` of a dispatch that returns before the host knows how many rows come."""
 """The mode of `fp8` for training: scales are powers of two, and grouped products take the rows."""
 EXCHANGE = "dispatch and combine"
 """The name for `refuse_watchers` of the operations that have no rule for transforms of torch.func."""

@@ -46,6 +46,8 @@ class DispatchHandle:
     made: ClassVar[tuple[tuple[Any, ...], tuple[int, ...]] | None] = None
     """The `parts` when the dispatch finished, and PyTorch's in-place version counters of the tensors among them. `seal` sets it on the
     instance."""
+    is_late: ClassVar[bool] = False
+    """Whether the dispatch has guessed its rows, and nobody has settled it yet."""
     is_traced: ClassVar[bool] = False
     """Whether this is a `TracedHandle`."""
 
@@ -191,6 +193,7 @@ class PackedHandle(DispatchHandle):
     recv_topk_idx: Tensor | None = _shown("recv_topk_idx")
     is_unchanged: bool = _shown("is_unchanged")
     has_recv_topk_idx: bool = _shown("has_recv_topk_idx")
+    is_late: bool = _shown("is_late")  # type: ignore[misc]
     has_parts = True  # they cannot be set
 
     __slots__ = ("native",)

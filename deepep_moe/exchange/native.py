@@ -23,17 +23,17 @@ from deepep_moe.group.settings import MAX_NUMBER
 
 def dispatch(
     calls: Calls, x: Tensor, x_scales: Tensor | None, topk_idx: Tensor | None, topk_weights: Tensor | None, layout: str,
-    expert_alignment: int, num_recv_rows: int | None, num_sms: int | None, async_op: bool, return_hook: bool, layer: int,
+    expert_alignment: int, num_recv_rows: int | None, num_sms: int | None, async_op: bool, return_hook: bool, layer: int, is_late: bool,
 ) -> DispatchOutput | None:  # fmt: skip
-    """Make a dispatch with fresh routing."""
+    """Make a dispatch with fresh routing. is_late: the host need not look at the counts before it returns."""
     bound = -1 if num_recv_rows is None else num_recv_rows
     if calls.native is None or topk_idx is None or layout not in LAYOUTS or type(expert_alignment) is not int or type(bound) is not int:
         return None
-    mode = mode_of(num_sms, async_op, return_hook, layer)
+    is_async = bool(async_op or return_hook)
+    mode = mode_of(num_sms, async_op, return_hook, layer, is_late and not is_async and layout == "expert")
     if mode is None or not 1 <= expert_alignment <= MAX_ALIGNMENT or not -1 <= bound <= MAX_NUMBER or num_recv_rows == -1:
         return None
     how = layout == "expert", expert_alignment, bound, mode
-    is_async = bool(async_op or return_hook)
     made = calls.make("dispatch", x, x_scales, topk_idx, topk_weights, *how, waits=num_recv_rows is None, is_async=is_async)
     if made is None:
         return None
@@ -54,6 +54,17 @@ def dispatch_along(
         return None
     event = calls.in_flight if is_async else None
     return _output(made, handle, x_scales is not None, topk_weights is not None, event, return_hook)
+
+
+def settle(calls: Calls, output: DispatchOutput) -> DispatchOutput:
+    """Do what `Buffer.settle` does."""
+    handle = output.handle
+    if calls.native is None or not isinstance(handle, PackedHandle) or not handle.is_late:
+        return output
+    made = calls.native.settle(handle.native)
+    if made is None:
+        return output
+    return _output(made, handle, output.recv_x_scales is not None, output.recv_topk_weights is not None, None, False)
 
 
 def _output(
@@ -77,18 +88,20 @@ def combine_rows(
     return calls.make("combine", x, handle, topk_weights, bias, *how, handle=handle, is_async=bool(async_op or return_hook))
 
 
-def mode_of(num_sms: Any, async_op: Any = False, return_hook: Any = False, layer: Any = 0) -> Any:
+def mode_of(num_sms: Any, async_op: Any = False, return_hook: Any = False, layer: Any = 0, is_late: bool = False) -> Any:
     """Return `_torch.Mode`, or None if an argument has a wrong type or value."""
     if num_sms is None:
         num_sms = -1
     elif type(num_sms) is not int or not 0 <= num_sms <= MAX_NUMBER:
         return None
-    return _mode_of(num_sms, bool(async_op), bool(return_hook), layer) if type(layer) is int and 0 <= layer <= MAX_NUMBER else None
+    if type(layer) is not int or not 0 <= layer <= MAX_NUMBER:
+        return None
+    return _mode_of(num_sms, bool(async_op), bool(return_hook), layer, is_late)
 
 
 @lru_cache(1024)
-def _mode_of(num_sms: int, is_async: bool, is_split: bool, layer: int) -> Any:
-    return torch_module.needed().Mode(num_sms, is_async, is_split, layer)
+def _mode_of(num_sms: int, is_async: bool, is_split: bool, layer: int, is_late: bool) -> Any:
+    return torch_module.needed().Mode(num_sms, is_async, is_split, layer, is_late)
 
 
 # ---- hooks that C++ calls: it declines some gradients too, of higher order or under a mode ----

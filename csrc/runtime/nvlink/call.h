@@ -19,6 +19,7 @@ struct CallMode {
     bool is_split = false;  // true: the caller starts the second half later
     uintptr_t stream = 0;   // of the call
     int64_t layer = 0;      // number of the model's layer that makes the call; rows are guessed for each layer separately
+    bool is_late = false;   // true: a dispatch that has a guess returns before the counts are there; see NvlinkExchange::count_late
 };
 
 // With several nodes: the part of a call that crosses between them. The rest of the call is then about the tokens that are in this node.

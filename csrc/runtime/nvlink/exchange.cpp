@@ -52,11 +52,11 @@ int64_t NvlinkExchange::dispatch(GpuDispatchCall& call, const CallMode& mode, in
     const bool is_bounded = bound >= 0, starts_apart = mode.is_split || num_sms == 0;
     if (is_bounded && num_sms == 0)
         throw std::invalid_argument("num_sms=0 and num_recv_rows were both given: copy engines need counts on the host; give one of them");
-    RowGuess& guess = guesses_[{mode.layer, call.params.is_expert_layout, call.params.expert_alignment}];
-    const int64_t room = is_bounded ? bound : starts_apart ? -1 : guess.room();
+    const int64_t room = is_bounded ? bound : starts_apart ? -1 : guess_of(call, mode).room();
+    const bool is_late = mode.is_late && !is_bounded && room >= 0;
     if (room >= 0) allocate(room, !is_bounded);  // before the call is entered, because it may fail
     plan(call.plan, call.signature, call.rail, true, stream);
-    if (is_bounded) {
+    if (is_bounded || is_late) {
         std::fill_n(numbers, num_handle_numbers(), -1);
         *numbers = call_number();
     }
@@ -65,18 +65,37 @@ int64_t NvlinkExchange::dispatch(GpuDispatchCall& call, const CallMode& mode, in
     else
         start(call.params, num_sms, stream);
     if (!starts_apart) join_rail(stream);
-    if (is_bounded) return bound;
+    if (is_late) late_plan_ = num_plans_;
+    if (is_bounded || is_late) return room;
+    return receive_counted(call, mode, num_sms, room, numbers, allocate);
+}
+
+int64_t NvlinkExchange::count_late(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, const Allocate& allocate) {
+    const Step step(*this, mode.stream);
+    if (late_plan_ != num_plans_)
+        throw std::logic_error("the counts of this dispatch are lost: this rank has refused a call since; dispatch again");
+    return receive_counted(call, mode, num_senders(mode, tuning.num_sms), call.params.num_rows, numbers, allocate);
+}
+
+// Wait for the counts, and receive what is not received into `room` rows. From the counts on the peers' rows wait for this rank's
+// receivers.
+int64_t NvlinkExchange::receive_counted(GpuDispatchCall& call, const CallMode& mode, int num_sms, int64_t room, int64_t* numbers,
+                                        const Allocate& allocate) {
     try {
-        const int64_t num_rows = wait_counts(numbers);  // from here on the peers' rows wait for this rank's receivers
-        if (num_sms == 0) send_by_copies(numbers + 1, call.slot_bytes(), stream);
+        const int64_t num_rows = wait_counts(numbers);
+        if (num_sms == 0) send_by_copies(numbers + 1, call.slot_bytes(), as_stream(mode.stream));
         if (num_rows > room) allocate(num_rows, false);
-        if (num_rows > room && !mode.is_split) finish(call.params, stream);
-        guess.remember(num_rows);
+        if (num_rows > room && !mode.is_split) finish(call.params, as_stream(mode.stream));
+        guess_of(call, mode).remember(num_rows);
         return num_rows;
     } catch (...) {
         abandon();
         throw;
     }
+}
+
+RowGuess& NvlinkExchange::guess_of(const GpuDispatchCall& call, const CallMode& mode) {
+    return guesses_[{mode.layer, call.params.is_expert_layout, call.params.expert_alignment}];
 }
 
 void NvlinkExchange::dispatch_cached(const GpuDispatchCall& call, const CallMode& mode) {

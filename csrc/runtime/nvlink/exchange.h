@@ -1,6 +1,7 @@
 // Dispatch and combine between the GPUs of one host, the host's side. csrc/torch makes the calls; Python refuses, checks and settles.
 //
 //   Dispatch           Allocate by guess, plan, send (and receive), wait for the counts, allocate what the guess lacked, receive.
+//   Late               The same; the caller enqueues work on the guessed rows before the host waits for the counts.
 //   Bounded            Allocate the bound, plan, send and receive. The host does not wait.
 //   Cached, combine    Plan, send and receive.
 //   Split              As above without `receive`, which the caller starts later: end_dispatch, end_combine.
@@ -60,6 +61,9 @@ public:
     // call's number, then the tokens to each rank, from each rank, and for each local expert. With a bound all except the first are -1,
     // and the bound is returned.
     int64_t dispatch(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, const Allocate& allocate);
+    // The rest of a late dispatch that has returned its room, with all numbers except the first -1. Before the buffer's next call: throws
+    // std::logic_error after one. Returns the number of rows; if they did not fit, they are in new outputs.
+    int64_t count_late(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, const Allocate& allocate);
     void dispatch_cached(const GpuDispatchCall& call, const CallMode& mode);  // the outputs must be set
     void combine(const GpuCombineCall& call, const CallMode& mode);
     // The second half of a split call, on a stream that may differ from the first half's.
@@ -101,6 +105,9 @@ private:
     void count_call(cudaStream_t stream);
     int64_t call_number() const { return num_calls_ + num_captured_; }
     int64_t wait_counts(int64_t* numbers);
+    int64_t receive_counted(GpuDispatchCall& call, const CallMode& mode, int num_sms, int64_t room, int64_t* numbers,
+                            const Allocate& allocate);
+    RowGuess& guess_of(const GpuDispatchCall& call, const CallMode& mode);
     void wait_for_plan(const volatile unsigned long long& word, GpuPhase phase);
     void ask() const;
     void launch(const GpuDispatchParams& params, int num_sms, bool sends, bool receives, cudaStream_t stream);
@@ -147,6 +154,7 @@ private:
     std::atomic<int64_t> num_calls_ = 0;                // another thread may ask
     int64_t num_captured_ = 0;                          // calls in the graph capture that the last call was in
     unsigned long long capture_ = 0;                    // the graph capture that the last call was in; 0: none
+    unsigned long long late_plan_ = 0;                  // of the last late dispatch
     unsigned long long num_plans_ = 0, void_plan_ = 0;  // void_plan_: its failure was thrown, so its second half must not be waited for
     GpuFailure lack_{};                                 // the last lack of room that `check` has thrown
     bool is_told_ = true;                               // other nodes know of lack_

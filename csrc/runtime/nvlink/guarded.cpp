@@ -4,14 +4,23 @@
 
 namespace deepep_moe {
 
+static Allocate allocating(ExchangeShim::AllocateFunction allocate, void* context) {
+    return [=](int64_t rows, bool is_guess) {
+        if (!allocate(context, rows, is_guess)) throw std::bad_alloc();  // the other module has kept the real error
+    };
+}
+
 int64_t GuardedExchange::dispatch(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, AllocateFunction allocate,
                                   void* context) noexcept {
     int64_t num_rows = -1;
-    guarded([&] {
-        num_rows = exchange_.dispatch(call, mode, numbers, [&](int64_t rows, bool is_guess) {
-            if (!allocate(context, rows, is_guess)) throw std::bad_alloc();  // the other module has kept the real error
-        });
-    });
+    guarded([&] { num_rows = exchange_.dispatch(call, mode, numbers, allocating(allocate, context)); });
+    return num_rows;
+}
+
+int64_t GuardedExchange::count_late(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, AllocateFunction allocate,
+                                    void* context) noexcept {
+    int64_t num_rows = -1;
+    guarded([&] { num_rows = exchange_.count_late(call, mode, numbers, allocating(allocate, context)); });
     return num_rows;
 }
 

@@ -43,6 +43,8 @@ public:
     int64_t num_calls() noexcept override { return exchange_.num_calls(); }
     int64_t dispatch(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, AllocateFunction allocate,
                      void* context) noexcept override;
+    int64_t count_late(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, AllocateFunction allocate,
+                       void* context) noexcept override;
     bool dispatch_cached(const GpuDispatchCall& call, const CallMode& mode) noexcept override;
     bool combine(const GpuCombineCall& call, const CallMode& mode) noexcept override;
     bool end_dispatch(const GpuDispatchCall& call, uintptr_t stream) noexcept override;

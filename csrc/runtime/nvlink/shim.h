@@ -18,6 +18,8 @@ public:
     // See NvlinkExchange; -1 or false: the call failed.
     virtual int64_t dispatch(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, AllocateFunction allocate,
                              void* context) noexcept = 0;
+    virtual int64_t count_late(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, AllocateFunction allocate,
+                               void* context) noexcept = 0;
     virtual bool dispatch_cached(const GpuDispatchCall& call, const CallMode& mode) noexcept = 0;
     virtual bool combine(const GpuCombineCall& call, const CallMode& mode) noexcept = 0;
     virtual bool end_dispatch(const GpuDispatchCall& call, uintptr_t stream) noexcept = 0;
@@ -53,7 +55,7 @@ struct SwigluShim {
 
 // Names of the capsules that hold a pointer to a shim, with a number that is raised when the shim changes. kShimBytes tells modules of
 // different sources apart.
-constexpr const char* kShimName = "deepep_moe.ExchangeShim 4";
+constexpr const char* kShimName = "deepep_moe.ExchangeShim 5";
 constexpr const char* kLowLatencyShimName = "deepep_moe.LowLatencyShim 3";
 constexpr const char* kGateShimName = "deepep_moe.GateShim 2";
 constexpr const char* kSwigluShimName = "deepep_moe.SwigluShim 1";

@@ -1,0 +1,87 @@
+"""Dispatches that return before the host knows how many rows come, against plain ones, bit for bit."""
+
+import pytest
+import torch
+from exchange_cases import assert_same
+from nvlink_cases import make_buffer
+from on_ranks import on_ranks
+
+pytestmark = pytest.mark.gpu
+
+EVEN, TO_ONE = [[0, 2], [1, 3], [3, 0], [2, 1]], [[0, 1], [1, 0], [0, 1], [1, 0]]  # 2 experts a rank: all rows of TO_ONE go to rank 0
+
+
+def plain_layer(buffer, x, idx, weights):
+    """Return outputs and gradients of a layer whose experts double their rows."""
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    out = buffer.dispatch(x, idx, weights)
+    y = buffer.combine(2 * out.recv_x, out.handle, out.recv_topk_weights)
+    return y, *torch.autograd.grad(y.sum(), (x, weights))
+
+
+def late_layer(buffer, x, idx, weights, before_settle=lambda: None):
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    out = buffer.dispatch(x, idx, weights, num_recv_rows="guess")
+    was_late = out.handle.is_late
+    rows = 2 * out.recv_x
+    before_settle()
+    settled = buffer.settle(out)
+    if settled is not out:
+        rows = 2 * settled.recv_x
+        assert not settled.handle.is_late and buffer.settle(settled) is settled
+        assert len(settled.recv_x) == sum(settled.handle.num_rows_per_expert_list) > len(out.recv_x)
+    y = buffer.combine(rows, settled.handle, settled.recv_topk_weights)
+    return was_late, settled is not out, (y, *torch.autograd.grad(y.sum(), (x, weights)))
+
+
+def assert_all_same(made, expected):
+    for name, *pair in zip(("combined_x", "grad_x", "grad_weights"), made, expected, strict=True):
+        assert_same(name, *pair)
+
+
+@on_ranks(2, calls_between=(False, True))
+def test_rows_that_fit_and_rows_that_do_not(rank, calls_between):
+    """Ranks have a guess from the third dispatch on. Then rank 0 gets twice as many rows and rank 1 none; neither needs the other to know.
+    The counts may also be asked for by the buffer's next call, on the way to a combine of another dispatch."""
+    (buffer, x, _), (twin, _, _) = make_buffer(rank), make_buffer(rank)
+    even, to_one = (torch.tensor(idx, device=x.device) for idx in (EVEN, TO_ONE))
+    weights = torch.rand(4, 2, device=x.device)
+    other = buffer.dispatch(x, even, layer=1)
+
+    def between():
+        if calls_between:
+            assert_same("combined_x", buffer.combine(other.recv_x, other.handle), 2 * x)
+
+    for idx, is_late, misses in ((even, False, False), (even, False, False), (even, True, False), (to_one, True, rank == 0)):
+        was_late, has_missed, made = late_layer(buffer, x, idx, weights, between)
+        assert (was_late, has_missed) == (is_late, misses)
+        assert_all_same(made, plain_layer(twin, x, idx, weights))
+
+
+@on_ranks(2)
+def test_guessed_rows_that_nobody_settles(rank):
+    """A combine of rows that did not fit is refused on all ranks, and the buffer goes on after `recover`."""
+    buffer, x, _ = make_buffer(rank)
+    even, to_one = (torch.tensor(idx, device=x.device) for idx in (EVEN, TO_ONE))
+    for _ in range(2):
+        buffer.combine((out := buffer.dispatch(x, even)).recv_x, out.handle)
+    out = buffer.dispatch(x, to_one, num_recv_rows="guess")
+    with pytest.raises(Exception, match=r"x has shape .*\[8, 16\]" if rank == 0 else "rank 0 did not make its call"):
+        buffer.combine(out.recv_x, out.handle)
+    buffer.recover()
+    out = buffer.dispatch(x, even)
+    assert_same("combined_x", buffer.combine(out.recv_x, out.handle), 2 * x)
+
+
+@on_ranks(2)
+def test_counts_are_lost_with_a_refusal(rank):
+    """What a rank refuses after a late dispatch is its next call; then nobody can look at the counts."""
+    buffer, x, _ = make_buffer(rank)
+    even = torch.tensor(EVEN, device=x.device)
+    for _ in range(2):
+        buffer.dispatch(x, even)
+    out = buffer.dispatch(x, even, num_recv_rows="guess")
+    buffer.refuse(ValueError("an expert has failed"))
+    with pytest.raises(RuntimeError, match="the counts of this dispatch are lost"):
+        buffer.settle(out)
+    buffer.recover()
