@@ -245,10 +245,9 @@ class Buffer(Sizes):
             EPTimeoutError: a peer died or stalled. BufferDestroyedError: the buffer was destroyed.
         """
         if (async_op or return_hook or fp8 == BLOCKWISE) and torch.compiler.is_compiling():
-            return _call_outside_graph(
+            return _call_outside_graph(  # without the layer's number, for which PyTorch would compile again
                 self.dispatch, x, topk_idx, topk_weights, x_scales=x_scales, layout=layout, expert_alignment=expert_alignment,
-                handle=handle, num_recv_rows=num_recv_rows, fp8=fp8, num_sms=num_sms, layer=layer, async_op=async_op,
-                return_hook=return_hook,
+                handle=handle, num_recv_rows=num_recv_rows, fp8=fp8, num_sms=num_sms, async_op=async_op, return_hook=return_hook,
             )  # fmt: skip
         calls, is_blockwise = self.calls, False
         if fp8 is not False:

@@ -178,6 +178,20 @@ def test_asynchronous_calls_stay_outside_graphs():
         torch.compile(layer, fullgraph=True, backend="eager")(x)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_layers_share_compiled_calls(is_async):
+    """PyTorch does not compile again for the number of another layer."""
+    buffer, idx, x = Buffer(None, 8, 8, 4, 2), torch.tensor([[0, 1], [2, -1]]), torch.ones(2, 8)
+    torch._dynamo.reset()
+    dispatch = torch.compile(buffer.dispatch, backend="eager", dynamic=False)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for layer in range(3):
+            out = dispatch(x, idx, num_recv_rows=4, layer=layer, async_op=is_async)
+            if is_async:
+                out.event.wait()
+            assert torch.equal(out.recv_x[:3], torch.ones(3, 8))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_operators_pass_opcheck(layout):
     """torch.library.opcheck: schema, fake implementation, autograd registration."""
