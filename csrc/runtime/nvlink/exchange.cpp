@@ -52,12 +52,13 @@ int64_t NvlinkExchange::dispatch(GpuDispatchCall& call, const CallMode& mode, in
     const bool is_bounded = bound >= 0, starts_apart = mode.is_split || num_sms == 0;
     if (is_bounded && num_sms == 0)
         throw std::invalid_argument("num_sms=0 and num_recv_rows were both given: copy engines need counts on the host; give one of them");
+    if (guesses_.size() > kMaxGuesses) guesses_.clear();  // numbers of layers may have no end
     RowGuess& guess = guesses_[{mode.layer, call.params.is_expert_layout, call.params.expert_alignment}];
     const int64_t room = is_bounded ? bound : starts_apart ? -1 : guess.room();
     if (room >= 0) allocate(room, !is_bounded);  // before the call is entered, because it may fail
     plan(call.plan, call.signature, call.rail, true, stream);
     if (is_bounded) {
-        std::fill_n(numbers, num_handle_numbers(), -1);
+        std::fill_n(numbers, num_handle_numbers(config_.num_sources(), num_local_experts()), -1);
         *numbers = call_number();
     }
     if (room >= 0 && !starts_apart)
