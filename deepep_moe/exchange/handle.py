@@ -153,6 +153,11 @@ class TracedHandle(DispatchHandle):
     def rebuild(self) -> Callable[..., DispatchHandle]:
         return partial(_of_traced, self.buffer_id, self.layout, self.expert_alignment)
 
+    def packed(self, calls: Any) -> "PackedHandle":
+        """Return the handle that `memory` holds. calls: `_torch.Calls` of its buffer."""
+        how = self.num_tokens, self.layout == "expert", self.expert_alignment, self.num_rows
+        return PackedHandle(calls.handle_of(self.memory, self.call, *how))
+
 
 def _of_traced(buffer_id: int, layout: str, expert_alignment: int, num_rows: int, *tensors: Tensor) -> DispatchHandle:
     idx, row_idx, counts, tokens_per_expert, call, memory = tensors

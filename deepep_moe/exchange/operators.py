@@ -30,7 +30,8 @@ _Received = tuple[Tensor, Tensor | None, Tensor | None, DispatchHandle]
 """recv_x, recv_x_scales, recv_topk_weights, the handle."""
 _HANDLE = "Tensor[] handle, int buffer, str layout, int expert_alignment, SymInt num_rows"
 _MODE = "int num_sms, bool is_async, bool is_split"  # num_sms -1: the buffer's
-_NO_MEMORY = torch.empty(0, dtype=torch.int32, device="cpu")
+with torch.inference_mode(False):  # a backward saves it
+    _NO_MEMORY = torch.empty(0, dtype=torch.int32, device="cpu")
 _OF_HANDLE_AND_MODE = [None] * 6, *[None] * 7
 """The gradients of the arguments `_HANDLE` and `_MODE`."""
 
@@ -79,6 +80,20 @@ def _tensors(handle: DispatchHandle) -> list[Tensor]:
 
 def _arguments(handle: DispatchHandle) -> tuple[Any, ...]:
     return _tensors(handle), handle.buffer_id, handle.layout, handle.expert_alignment, handle.num_rows
+
+
+def _to_save(buffer: int, layout: str, expert_alignment: int, num_rows: Any, tensors: Sequence[Tensor]) -> TracedHandle:
+    """Return the handle that a backward saves. If there is memory on a GPU, it stands for its copies."""
+    idx, *copies, call, memory = tensors
+    if calls_of(buffer).native is not None:
+        copies = [memory] * 3
+    return _traced(buffer, layout, expert_alignment, num_rows, [idx, *copies, call, memory])
+
+
+def _along(calls: Calls, *handle: Any) -> DispatchHandle:
+    """Return the handle of a call that an operator makes."""
+    traced = _traced(calls.number, *handle)
+    return traced if calls.native is None else calls.refuse_on_failure(traced.packed, calls.native)
 
 
 # ---- saved tensors and incoming gradients of a backward ----
@@ -263,7 +278,7 @@ def _fake_dispatch(
     elif calls.native is None:
         sizes = known.num_channels, 1, 0
     else:
-        sizes = known.num_channels, calls.native.num_handle_numbers, calls.native.num_handle_ints(is_expert) + num_tokens * num_topk
+        sizes = known.num_channels, calls.native.num_handle_numbers, calls.native.num_handle_ints(num_tokens, is_expert)
     num_channels, num_numbers, num_ints = sizes
     return (
         recv_x, recv_x_scales, topk_idx.new_empty(0 if is_expert else num_rows, num_topk), recv_topk_weights,
@@ -277,7 +292,7 @@ def _fake_dispatch(
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, _, topk_weights, buffer, layout, expert_alignment, *_ = inputs
     recv_x, _, _, recv_topk_weights, *rest = output
-    _keep(ctx, _traced(buffer, layout, expert_alignment, -1, rest), recv_x, None if topk_weights is None else recv_topk_weights)
+    _keep(ctx, _to_save(buffer, layout, expert_alignment, -1, rest), recv_x, None if topk_weights is None else recv_topk_weights)
 
 
 def _dispatch_backward(ctx: Any, grad_recv_x: Any, _scales: Any, _idx: Any, grad_recv_topk_weights: Any, *_: Any) -> tuple[Any, ...]:
@@ -308,9 +323,10 @@ def _dispatch_cached_operator(
     x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: list[Tensor], buffer: int, layout: str, expert_alignment: int,
     num_rows: int, *mode: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    calls, along = calls_of(buffer), _traced(buffer, layout, expert_alignment, num_rows, handle)
+    calls = calls_of(buffer)
+    along = _along(calls, layout, expert_alignment, num_rows, handle)
     rows = calls.dispatch_cached(CachedDispatchArgs(_mode(calls, *mode), x, x_scales, topk_weights, along))
-    return _filled(rows, along.topk_idx.shape[1], layout)
+    return _filled(rows, handle[0].shape[1], layout)
 
 
 def _fake_dispatch_cached(
@@ -322,7 +338,7 @@ def _fake_dispatch_cached(
 
 def _save_dispatch_cached(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, topk_weights, tensors, buffer, layout, expert_alignment, *_ = inputs
-    _keep(ctx, _traced(buffer, layout, expert_alignment, -1, tensors), output[0], None if topk_weights is None else output[2])
+    _keep(ctx, _to_save(buffer, layout, expert_alignment, -1, tensors), output[0], None if topk_weights is None else output[2])
 
 
 def _dispatch_cached_backward(ctx: Any, grad_recv_x: Any, _scales: Any, grad_recv_topk_weights: Any) -> tuple[Any, ...]:
@@ -447,9 +463,10 @@ def _combine_operator(
     x: Tensor, weights: Tensor | None, bias: Tensor | None, topk_weight_grads: Tensor | None, handle: list[Tensor], buffer: int,
     layout: str, expert_alignment: int, num_rows: int, *mode: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    calls, along = calls_of(buffer), _traced(buffer, layout, expert_alignment, num_rows, handle)
+    calls = calls_of(buffer)
+    along = _along(calls, layout, expert_alignment, num_rows, handle)
     combined_x, grads = calls.combine(CombineArgs(_mode(calls, *mode), x, weights, bias, topk_weight_grads, along))
-    return combined_x, x.new_empty(0, along.topk_idx.shape[1], dtype=torch.float32) if grads is None else grads
+    return combined_x, x.new_empty(0, handle[0].shape[1], dtype=torch.float32) if grads is None else grads
 
 
 def _fake_combine(
@@ -461,7 +478,7 @@ def _fake_combine(
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weights, bias, topk_weight_grads, tensors, buffer, layout, expert_alignment, num_rows = inputs[:-3]
-    handle = _traced(buffer, layout, expert_alignment, num_rows, tensors)
+    handle = _to_save(buffer, layout, expert_alignment, num_rows, tensors)
     _keep_combine(ctx, handle, x, weights, bias, output[0], None if topk_weight_grads is None else output[1])
 
 

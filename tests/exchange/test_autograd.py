@@ -1,6 +1,8 @@
 """Gradients of dispatch and combine against the reference, and the operators under torch.compile."""
 
 import itertools
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -133,6 +135,32 @@ def compiled(rank, num_ranks, backend, compiler, layout):
 @pytest.mark.parametrize("backend", ("shm", "collective", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("nvlink", "nvshmem"))))
 def test_compile_traces_a_layer(backend, layout):
     run_ranks(compiled, 2, backend, "aot_eager", layout)
+
+
+@pytest.mark.gpu
+def test_compiled_layers_save_no_copies():
+    """Beside the routing and the call's numbers, a backward keeps the handle's memory, and no part of that."""
+    case = Case([6], num_experts=4, num_topk=2, hidden=16)
+    buffer, x, idx, _ = opened(case, "nvlink", 0)
+    x, saved = x.requires_grad_(), []
+
+    def layer(x):
+        out = buffer.dispatch(x * 2, idx, num_recv_rows=16)
+        return buffer.combine(out.recv_x * 2, out.handle)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(x).sum().backward()
+    assert torch.equal(x.grad, 4.0 * (idx >= 0).sum(1, keepdim=True).expand_as(x))
+    native = buffer.calls.native
+    shapes = {tuple(tensor.shape) for tensor in saved if not tensor.is_floating_point()}
+    assert shapes == {(6, 2), (native.num_handle_numbers,), (native.num_handle_ints(6, True),)}
+
+
+def test_import_in_inference_mode():
+    """What a backward saves is made then too."""
+    made = "from deepep_moe.exchange.operators import _NO_MEMORY as made"
+    code = f"import torch\nwith torch.inference_mode():\n    {made}\nassert not made.is_inference()"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.slow
