@@ -27,11 +27,6 @@ def check_score_function(score_function: str) -> None:
         raise ValueError(f"score_function is {score_function!r}; it must be one of {list(SCORE_FUNCTIONS)}")
 
 
-def _empty_outputs(logits: Tensor, num_topk: int, index_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    shape = (logits.shape[0], num_topk)
-    return logits.new_empty(shape, dtype=index_dtype), logits.new_empty(shape, dtype=torch.float32)
-
-
 # ---- forward ----
 
 define(f"gate({_SETTINGS}) -> (Tensor, Tensor, Tensor)")
@@ -129,7 +124,8 @@ def _made(logits: Tensor, name: str, *args: Any) -> Any:
 
 
 def _gate_fake(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, num_topk: int, *settings: Any) -> tuple[Tensor, ...]:
-    return *_empty_outputs(logits, num_topk, settings[-1]), logits.new_empty(logits.shape[1], dtype=torch.int32)
+    shape, counts = (logits.shape[0], num_topk), logits.new_empty(logits.shape[1], dtype=torch.int32)
+    return logits.new_empty(shape, dtype=settings[-1]), logits.new_empty(shape, dtype=torch.float32), counts
 
 
 def _gate_full_fake(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:

@@ -1,5 +1,6 @@
 """Gradients of dispatch and combine against the reference, and the operators under torch.compile."""
 
+import contextlib
 import itertools
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 import torch
 from exchange_cases import Case, assert_all_same, assert_same, inputs_of, modes_of_calls, on_device, opened
 from on_ranks import on_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from deepep_moe import Buffer, reference
@@ -137,8 +139,13 @@ def test_compile_traces_a_layer(backend, layout):
     run_ranks(compiled, 2, backend, "aot_eager", layout)
 
 
+class Watches(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.gpu
-def test_compiled_layers_save_no_copies():
+def test_operators_save_no_copies():
     """Beside the routing and the call's numbers, a backward keeps the handle's memory, and no part of that."""
     case = Case([6], num_experts=4, num_topk=2, hidden=16)
     buffer, x, idx, _ = opened(case, "nvlink", 0)
@@ -148,12 +155,15 @@ def test_compiled_layers_save_no_copies():
         out = buffer.dispatch(x * 2, idx, num_recv_rows=16)
         return buffer.combine(out.recv_x * 2, out.handle)
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        torch.compile(layer, fullgraph=True, backend="aot_eager")(x).sum().backward()
-    assert torch.equal(x.grad, 4.0 * (idx >= 0).sum(1, keepdim=True).expand_as(x))
     native = buffer.calls.native
-    shapes = {tuple(tensor.shape) for tensor in saved if not tensor.is_floating_point()}
-    assert shapes == {(6, 2), (native.num_handle_numbers,), (native.num_handle_ints(6, True),)}
+    shapes = {(6, 2), (native.num_handle_numbers,), (native.num_handle_ints(6, True),)}
+    for run, mode in ((torch.compile(layer, fullgraph=True, backend="aot_eager"), contextlib.nullcontext()), (layer, Watches())):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor), mode:
+            y = run(x)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(grad, 4.0 * (idx >= 0).sum(1, keepdim=True).expand_as(x))
+        assert {tuple(tensor.shape) for tensor in saved if not tensor.is_floating_point()} == shapes
+        saved.clear()
 
 
 def test_import_in_inference_mode():
