@@ -6,6 +6,9 @@
 
 namespace deepep_moe {
 
+// Numbers in the `call` of a handle: that of the dispatch, tokens to and from each source, tokens of each local expert.
+constexpr int64_t num_handle_numbers(int64_t num_sources, int64_t num_local_experts) { return 1 + 2 * num_sources + num_local_experts; }
+
 struct HandleArg {
     TensorArg topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert;
     TensorArg node_topk_idx, in_counts;  // only with several nodes

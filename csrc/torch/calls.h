@@ -109,7 +109,7 @@ public:
     bool is_here(const Tensor& tensor) const { return is_on(device_, tensor); }
 
     HandleShape shape_of(int64_t num_tokens, bool is_expert_layout) const;
-    int64_t num_handle_numbers() const { return 1 + 2 * settings.num_ranks + settings.num_local_experts; }  // in its `call`
+    int64_t num_handle_numbers() const { return deepep_moe::num_handle_numbers(settings.num_ranks, settings.num_local_experts); }
     // Of an operator, which gets a handle in parts.
     Handle handle_of(const Tensor& memory, const Tensor& call, int64_t num_tokens, bool is_expert_layout, int64_t expert_alignment,
                      int64_t num_rows) const;

@@ -74,8 +74,7 @@ GpuSwigluParams params_of(const Tensor& inner, const Tensor& probs, const Tensor
 
 // The GIL is held.
 void launch(bool (*call)(const GpuSwigluParams&, uintptr_t) noexcept, const GpuSwigluParams& params, const at::Device& device) {
-    if (!call(params, call_stream(device) & ~kExternalStream))
-        throw std::runtime_error("a kernel of SwiGLU cannot be launched; the GPU has failed before");
+    if (!call(params, call_stream(device))) throw std::runtime_error("a kernel of SwiGLU cannot be launched; the GPU has failed before");
 }
 
 Tensor like_half_of(const Tensor& inner) { return at::empty({inner.size(0), inner.size(1) / 2}, inner.options()); }

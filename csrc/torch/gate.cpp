@@ -48,7 +48,7 @@ double finite_in(py::handle argument) {
 }
 
 ScoreFunction score_function_in(py::handle argument) {
-    if (PyUnicode_CheckExact(argument.ptr()))
+    if (PyUnicode_Check(argument.ptr()))
         for (int i = 0; i < static_cast<int>(std::size(kScoreFunctions)); ++i)
             if (PyUnicode_CompareWithASCIIString(argument.ptr(), kScoreFunctions[i]) == 0) return static_cast<ScoreFunction>(i);
     throw Declined{};
@@ -176,7 +176,7 @@ Outputs launch_forward(const Request& request) {
                                data_of<int32_t>(counts.next),
                                nullptr,
                                index_of(logits.device())};
-    if (!hooks().shim->forward(params, stream & ~kExternalStream)) throw Declined{};
+    if (!hooks().shim->forward(params, stream)) throw Declined{};
     counts.keep();
     return made;
 }
@@ -196,8 +196,7 @@ Tensor launch_backward(const Gradients& grads, const Tensor& given_logits, const
     const GateBackwardParams gate{
         options, data_of<void>(logits), data_of<void>(chosen), data_of<float>(weights), data_of<float>(shares), data_of<void>(grad_logits)};
     const uintptr_t stream = call_stream(logits.device());
-    return hooks().shim->backward({gate, data_of<float>(probs), index_of(logits.device())}, stream & ~kExternalStream) ? grad_logits
-                                                                                                                       : Tensor();
+    return hooks().shim->backward({gate, data_of<float>(probs), index_of(logits.device())}, stream) ? grad_logits : Tensor();
 }
 
 GateOptions backward_options(const Tensor& logits, const Tensor& topk_idx, ScoreFunction score_function, bool normalize,
@@ -371,8 +370,13 @@ std::optional<GateTensors> run_gate(const Tensor& logits, const OptionalTensor& 
 OptionalTensor run_gate_backward(const OptionalTensor& grad_topk_weights, const OptionalTensor& grad_probs,
                                  const OptionalTensor& grad_shares, const Tensor& logits, const Tensor& topk_idx, py::handle score_function,
                                  bool normalize, double routed_scaling_factor) {
-    const GateOptions options = backward_options(logits, topk_idx, score_function_in(score_function), normalize, routed_scaling_factor);
-    return optional_of(launch_backward({or_none(grad_topk_weights), or_none(grad_probs), or_none(grad_shares)}, logits, topk_idx, options));
+    try {
+        const GateOptions options = backward_options(logits, topk_idx, score_function_in(score_function), normalize, routed_scaling_factor);
+        const Gradients grads{or_none(grad_topk_weights), or_none(grad_probs), or_none(grad_shares)};
+        return optional_of(launch_backward(grads, logits, topk_idx, options));
+    } catch (const Declined&) {
+        return std::nullopt;
+    }
 }
 
 }  // namespace deepep_moe

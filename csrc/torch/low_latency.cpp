@@ -13,6 +13,11 @@ bool is_true(py::handle object) {
     return is == 1;
 }
 
+// Others may raise an error when they are asked.
+bool are_bools(std::initializer_list<py::handle> objects) {
+    return std::all_of(objects.begin(), objects.end(), [](py::handle object) { return PyBool_Check(object.ptr()); });
+}
+
 bool is_contiguous_like(const Tensor& tensor, at::IntArrayRef sizes) { return tensor.sizes() == sizes && tensor.is_contiguous(); }
 
 }  // namespace
@@ -92,7 +97,8 @@ void LowLatencyCalls::receive_into(LowLatencyReceived& made, at::ScalarType type
 std::optional<LowLatencyReceived> LowLatencyCalls::dispatch(py::handle x, py::handle topk_idx, py::handle topk_weights, py::handle fp8,
                                                             py::handle scale_format, py::handle async_op, py::handle return_hook,
                                                             bool is_checked) {
-    if (!is_checked && (!are_plain({x, topk_idx, topk_weights}) || !is_ready())) return std::nullopt;
+    if (!is_checked && !(are_plain({x, topk_idx, topk_weights}) && are_bools({fp8, async_op, return_hook}) && is_ready()))
+        return std::nullopt;
     const Tensor rows = unpacked(x), idx = unpacked(topk_idx), weights = unpacked(topk_weights);
     const bool is_fp8 = is_true(fp8), is_rounded = is_text(scale_format, "ue8m0");
     if (!is_checked) {
@@ -128,7 +134,7 @@ std::optional<LowLatencyReceived> LowLatencyCalls::dispatch(py::handle x, py::ha
 std::optional<LowLatencyCombined> LowLatencyCalls::combine(py::handle x, py::handle state, int64_t num_tokens, py::handle topk_weights,
                                                            py::handle out, py::handle wire, py::handle async_op, py::handle return_hook,
                                                            bool is_checked) {
-    if (!is_checked && (!are_plain({x, state, topk_weights, out}) || !is_ready())) return std::nullopt;
+    if (!is_checked && !(are_plain({x, state, topk_weights, out}) && are_bools({async_op, return_hook}) && is_ready())) return std::nullopt;
     const Tensor rows = unpacked(x), memory = unpacked(state), weights = unpacked(topk_weights);
     LowLatencyCombined made;
     made.x = unpacked(out);

@@ -209,8 +209,11 @@ void bind_calls(py::module_& m) {
         .def_property_readonly("can_fuse", &Calls::can_fuse)
         .def_property_readonly("num_handle_numbers", &Calls::num_handle_numbers)
         .def(
-            "num_handle_ints", [](const Calls& self, bool is_expert_layout) { return self.shape_of(0, is_expert_layout).starts.back(); },
-            is_expert_layout)
+            "num_handle_ints",
+            [](const Calls& self, const py::object& num_tokens, bool is_expert_layout) -> py::object {  // for PyTorch perhaps a symbol
+                return py::int_(self.shape_of(0, is_expert_layout).starts[kTopkIdx]) + num_tokens * py::int_(self.settings.num_topk);
+            },
+            py::arg("num_tokens"), is_expert_layout)
         .def("handle_of", wrap_pybind_function(&Calls::handle_of), py::arg("memory"), py::arg("call"), py::arg("num_tokens"),
              is_expert_layout, expert_alignment, py::arg("num_rows"))
         .def("dispatch", wrap_pybind_function(dispatch_rows), x, x_scales, topk_idx, topk_weights, is_expert_layout, expert_alignment,

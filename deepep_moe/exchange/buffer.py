@@ -238,7 +238,8 @@ class Buffer(Sizes):
                 (docs/design/fp8_training.md).
             num_sms: overrides the buffer's `num_sms` for this call; gradients use the buffer's.
             layer: which of the layers that share the buffer makes the call. Any number; peers may use others. On a GPU the host predicts
-                the rows received from the last two dispatches of the layer, and waits for the count if it cannot.
+                the rows received from the last two dispatches of the layer, and waits for the count if it cannot; with more than 4096
+                layers it forgets them now and then.
             async_op: return at once. Read the results, or change the arguments, only after `output.event.wait()`. A call with `async_op`
                 or `return_hook` breaks the graph of a compiled function.
             return_hook: return at once. Read the results, or change the arguments, only after `output.hook()`. On a GPU the rows travel
@@ -253,10 +254,9 @@ class Buffer(Sizes):
         if is_late:
             num_recv_rows = None
         if (async_op or return_hook or fp8 == BLOCKWISE) and torch.compiler.is_compiling():
-            return _call_outside_graph(
+            return _call_outside_graph(  # without the layer's number, for which PyTorch would compile again
                 self.dispatch, x, topk_idx, topk_weights, x_scales=x_scales, layout=layout, expert_alignment=expert_alignment,
-                handle=handle, num_recv_rows=num_recv_rows, fp8=fp8, num_sms=num_sms, layer=layer, async_op=async_op,
-                return_hook=return_hook,
+                handle=handle, num_recv_rows=num_recv_rows, fp8=fp8, num_sms=num_sms, async_op=async_op, return_hook=return_hook,
             )  # fmt: skip
         calls, is_blockwise = self.calls, False
         if fp8 is not False:
@@ -276,7 +276,7 @@ class Buffer(Sizes):
                 made = None  # arguments that contradict the handle are refused below
             if made is not None:
                 return made
-        mode = calls.mode_of(num_sms, async_op, return_hook, 0 if torch.compiler.is_compiling() else layer)
+        mode = calls.mode_of(num_sms, async_op, return_hook, layer)
         tensors = {"x_scales": x_scales, "topk_idx": topk_idx, "topk_weights": topk_weights}
         calls.refuse_on_failure(check_tensors, x, is_operator=not is_blockwise, **tensors)
         if handle is not None:

@@ -49,12 +49,13 @@ def dispatch_by_expert(
     if native is not None:
         tensors = x, topk_idx, topk_weights
         mode = mode_of(None, layer=layer)
-        made = _unseen(calls, tensors, partial(calls.make, "dispatch_by_expert", *tensors, len(leading), num_shared, mode, waits=True))
-        if made is not None:
+        make = partial(calls.make, "dispatch_by_expert", *tensors, len(leading), num_shared, mode, waits=True)
+        if mode is not None and (made := _unseen(calls, tensors, make)) is not None:
             return made.parts, made.recv_topk_weights, PackedHandle(made.handle)
         if topk_weights is not None and source_weights is not None:
             topk_weights = topk_weights.reshape(-1, 1)
-    recv_x, _, weights, handle = dispatch(calls, calls.own_mode, repeated(x, num_shared), None, topk_idx, topk_weights, "expert", 1, -1)
+    x, how = repeated(x, num_shared), calls.mode_of(None, layer=layer)
+    recv_x, _, weights, handle = dispatch(calls, how, x, None, topk_idx, topk_weights, "expert", 1, -1)
     return _Split.apply(recv_x, handle.num_rows_per_expert_list, leading), weights, handle
 
 

@@ -139,6 +139,8 @@ class Calls:
 
     def mode_of(self, num_sms: int | None, is_async: bool = False, is_split: bool = False, layer: int = 0) -> Mode:
         """Return how a call with these arguments runs. `num_sms`: None for the buffer's."""
+        if torch.compiler.is_compiling():
+            layer = 0  # layers share one graph
         if not (is_async or is_split) and num_sms is None and layer == 0:
             return self.own_mode
         num_sms = self.refuse_on_failure(check_num_sms, num_sms)

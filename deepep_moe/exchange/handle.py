@@ -153,12 +153,20 @@ class TracedHandle(DispatchHandle):
         return *super().to_save(), self.memory
 
     def rebuild(self) -> Callable[..., DispatchHandle]:
-        return partial(_of_traced, self.buffer_id, self.layout, self.expert_alignment)
+        return partial(traced, self.buffer_id, self.layout, self.expert_alignment)
+
+    def packed(self, calls: Any) -> "PackedHandle":
+        """Return the handle that `memory` holds. calls: `_torch.Calls` of its buffer."""
+        how = self.num_tokens, self.layout == "expert", self.expert_alignment, self.num_rows
+        return PackedHandle(calls.handle_of(self.memory, self.call, *how))
 
 
-def _of_traced(buffer_id: int, layout: str, expert_alignment: int, num_rows: int, *tensors: Tensor) -> DispatchHandle:
-    idx, row_idx, counts, tokens_per_expert, call, memory = tensors
-    return TracedHandle(buffer_id, layout, expert_alignment, num_rows, idx, row_idx, counts, tokens_per_expert, call, None, memory)
+def traced(
+    buffer_id: int, layout: str, expert_alignment: int, num_rows: Any, *tensors: Tensor, recv_topk_idx: Tensor | None = None
+) -> TracedHandle:
+    """Return the handle whose `to_save` are these tensors."""
+    *parts, memory = tensors
+    return TracedHandle(buffer_id, layout, expert_alignment, num_rows, *parts, recv_topk_idx, memory)
 
 
 def _shown(name: str) -> Any:

@@ -21,7 +21,7 @@ from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs, D
 from deepep_moe.exchange.calls import Calls, calls_of
 from deepep_moe.exchange.checks import EXCHANGE
 from deepep_moe.exchange.failures import tell_failure, watch_backward
-from deepep_moe.exchange.handle import DispatchHandle, TracedHandle
+from deepep_moe.exchange.handle import DispatchHandle, TracedHandle, traced
 from deepep_moe.library import call, define, is_watched, needs_gradients, refuse_watchers, register_operator
 from deepep_moe.ops.quantized import QuantizedRows
 from deepep_moe.ops.weighted import aligned, differentiable_scale_rows_backward
@@ -30,7 +30,8 @@ _Received = tuple[Tensor, Tensor | None, Tensor | None, DispatchHandle]
 """recv_x, recv_x_scales, recv_topk_weights, the handle."""
 _HANDLE = "Tensor[] handle, int buffer, str layout, int expert_alignment, SymInt num_rows"
 _MODE = "int num_sms, bool is_async, bool is_split"  # num_sms -1: the buffer's
-_NO_MEMORY = torch.empty(0, dtype=torch.int32, device="cpu")
+with torch.inference_mode(False):  # a backward saves it
+    _NO_MEMORY = torch.empty(0, dtype=torch.int32, device="cpu")
 _OF_HANDLE_AND_MODE = [None] * 6, *[None] * 7
 """The gradients of the arguments `_HANDLE` and `_MODE`."""
 
@@ -60,25 +61,30 @@ def _call_operator(calls: Calls, operator: Any, tensors: tuple[Tensor | None, ..
 # ---- handles ----
 
 
-def _traced(
-    number: int, layout: str, expert_alignment: int, num_rows: Any, tensors: Sequence[Tensor], recv_topk_idx: Tensor | None = None
-) -> TracedHandle:
-    """Return the handle of these `_tensors`."""
-    idx, row_idx, counts, tokens_per_expert, call, memory = tensors
-    parts = idx, row_idx, counts, tokens_per_expert, call, recv_topk_idx, memory
-    return TracedHandle(number, layout, expert_alignment, num_rows, *parts)
-
-
 def _tensors(handle: DispatchHandle) -> list[Tensor]:
     """Return the handle's tensors for an operator: its fields, and the memory that a GPU reads (empty on CPUs)."""
-    own = [handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert, handle.call]
     if isinstance(handle, TracedHandle):
-        return [*own, handle.memory]
-    return [*own, _NO_MEMORY if handle.native is None else handle.native.memory]
+        return [*handle.to_save()]
+    return [*DispatchHandle.to_save(handle), _NO_MEMORY if handle.native is None else handle.native.memory]
 
 
 def _arguments(handle: DispatchHandle) -> tuple[Any, ...]:
     return _tensors(handle), handle.buffer_id, handle.layout, handle.expert_alignment, handle.num_rows
+
+
+def _to_save(buffer: int, layout: str, expert_alignment: int, num_rows: Any, tensors: Sequence[Tensor]) -> TracedHandle:
+    """Return the handle that a backward saves. If a GPU's memory holds its parts, anything small stands for the copies of them."""
+    idx, *copies, call, memory = tensors
+    if calls_of(buffer).native is not None:
+        copies = [call] * 3
+    return traced(buffer, layout, expert_alignment, num_rows, idx, *copies, call, memory)
+
+
+def _along(handle: DispatchHandle) -> DispatchHandle:
+    """Return the handle for a call that is made now: of a GPU's memory, what stands for its copies may be wrong."""
+    if not isinstance(handle, TracedHandle) or (calls := calls_of(handle.buffer_id)).native is None:
+        return handle
+    return calls.refuse_on_failure(handle.packed, calls.native)
 
 
 # ---- saved tensors and incoming gradients of a backward ----
@@ -97,7 +103,8 @@ def _keep(ctx: Any, handle: DispatchHandle, rows: Tensor, values: Tensor | None,
 def _kept(ctx: Any, num_rows: Any) -> tuple[DispatchHandle, tuple[Tensor, ...]]:
     """Return what `_keep` kept."""
     saved, num_saved = ctx.saved_tensors, ctx.num_saved  # unpacked once: checkpointing allows no more
-    return ctx.rebuild(num_rows, *saved[:num_saved]), saved[num_saved:]
+    handle = ctx.rebuild(num_rows, *saved[:num_saved])
+    return handle if is_watched(saved) else _along(handle), saved[num_saved:]
 
 
 def _given(ctx: Any, *grads: Tensor | None) -> list[Any]:
@@ -132,7 +139,7 @@ def dispatch(
     recv_x, scales, idx, weights, *rest = _call_operator(
         calls, torch.ops.deepep_moe.dispatch, tensors, calls.number, *how, *_mode_arguments(mode)
     )
-    handle = _traced(calls.number, layout, expert_alignment, recv_x.shape[0], rest, idx if layout == "rank" else None)
+    handle = traced(calls.number, layout, expert_alignment, recv_x.shape[0], *rest, recv_topk_idx=idx if layout == "rank" else None)
     return recv_x, None if x_scales is None else scales, None if topk_weights is None else weights, handle
 
 
@@ -263,7 +270,7 @@ def _fake_dispatch(
     elif calls.native is None:
         sizes = known.num_channels, 1, 0
     else:
-        sizes = known.num_channels, calls.native.num_handle_numbers, calls.native.num_handle_ints(is_expert) + num_tokens * num_topk
+        sizes = known.num_channels, calls.native.num_handle_numbers, calls.native.num_handle_ints(num_tokens, is_expert)
     num_channels, num_numbers, num_ints = sizes
     return (
         recv_x, recv_x_scales, topk_idx.new_empty(0 if is_expert else num_rows, num_topk), recv_topk_weights,
@@ -277,7 +284,7 @@ def _fake_dispatch(
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, _, topk_weights, buffer, layout, expert_alignment, *_ = inputs
     recv_x, _, _, recv_topk_weights, *rest = output
-    _keep(ctx, _traced(buffer, layout, expert_alignment, -1, rest), recv_x, None if topk_weights is None else recv_topk_weights)
+    _keep(ctx, _to_save(buffer, layout, expert_alignment, -1, rest), recv_x, None if topk_weights is None else recv_topk_weights)
 
 
 def _dispatch_backward(ctx: Any, grad_recv_x: Any, _scales: Any, _idx: Any, grad_recv_topk_weights: Any, *_: Any) -> tuple[Any, ...]:
@@ -308,9 +315,9 @@ def _dispatch_cached_operator(
     x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: list[Tensor], buffer: int, layout: str, expert_alignment: int,
     num_rows: int, *mode: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    calls, along = calls_of(buffer), _traced(buffer, layout, expert_alignment, num_rows, handle)
+    calls, along = calls_of(buffer), _along(traced(buffer, layout, expert_alignment, num_rows, *handle))
     rows = calls.dispatch_cached(CachedDispatchArgs(_mode(calls, *mode), x, x_scales, topk_weights, along))
-    return _filled(rows, along.topk_idx.shape[1], layout)
+    return _filled(rows, handle[0].shape[1], layout)
 
 
 def _fake_dispatch_cached(
@@ -322,7 +329,7 @@ def _fake_dispatch_cached(
 
 def _save_dispatch_cached(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, topk_weights, tensors, buffer, layout, expert_alignment, *_ = inputs
-    _keep(ctx, _traced(buffer, layout, expert_alignment, -1, tensors), output[0], None if topk_weights is None else output[2])
+    _keep(ctx, _to_save(buffer, layout, expert_alignment, -1, tensors), output[0], None if topk_weights is None else output[2])
 
 
 def _dispatch_cached_backward(ctx: Any, grad_recv_x: Any, _scales: Any, grad_recv_topk_weights: Any) -> tuple[Any, ...]:
@@ -447,9 +454,9 @@ def _combine_operator(
     x: Tensor, weights: Tensor | None, bias: Tensor | None, topk_weight_grads: Tensor | None, handle: list[Tensor], buffer: int,
     layout: str, expert_alignment: int, num_rows: int, *mode: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    calls, along = calls_of(buffer), _traced(buffer, layout, expert_alignment, num_rows, handle)
+    calls, along = calls_of(buffer), _along(traced(buffer, layout, expert_alignment, num_rows, *handle))
     combined_x, grads = calls.combine(CombineArgs(_mode(calls, *mode), x, weights, bias, topk_weight_grads, along))
-    return combined_x, x.new_empty(0, along.topk_idx.shape[1], dtype=torch.float32) if grads is None else grads
+    return combined_x, x.new_empty(0, handle[0].shape[1], dtype=torch.float32) if grads is None else grads
 
 
 def _fake_combine(
@@ -461,7 +468,7 @@ def _fake_combine(
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weights, bias, topk_weight_grads, tensors, buffer, layout, expert_alignment, num_rows = inputs[:-3]
-    handle = _traced(buffer, layout, expert_alignment, num_rows, tensors)
+    handle = _to_save(buffer, layout, expert_alignment, num_rows, tensors)
     _keep_combine(ctx, handle, x, weights, bias, output[0], None if topk_weight_grads is None else output[1])
 
 

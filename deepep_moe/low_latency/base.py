@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from deepep_moe.errors import EPError
 from deepep_moe.event import Event
 from deepep_moe.group.settings import Settings
 
@@ -77,8 +78,8 @@ class LowLatencyBackend:
 
     def is_untold(self, error: BaseException, num_calls: int) -> bool:
         """Return whether the peers are still to learn, by `refuse`, of an error that a call has raised, or its half that sends. `num_calls`
-        is the number of calls before this one."""
-        return False
+        is the number of calls before this one: while it stays, the call has no number, and nobody knows of it."""
+        return self._native is not None and self.num_calls() == num_calls and not isinstance(error, EPError)
 
     def masks(self) -> int:
         """Bit r: rank r is masked."""

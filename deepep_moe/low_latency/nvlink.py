@@ -71,10 +71,6 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
         if not half.finish():
             raise BufferDestroyedError(DESTROYED)
 
-    def is_untold(self, error: BaseException, num_calls: int) -> bool:
-        """Nothing but memory can be lacking before a call that was checked is enqueued."""
-        return isinstance(error, torch.OutOfMemoryError)
-
     def has_failed(self, state: Tensor) -> bool:
         if torch.cuda.is_current_stream_capturing():
             return False  # a kernel finds out

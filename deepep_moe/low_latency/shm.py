@@ -140,10 +140,8 @@ class ShmLowLatencyBackend(LowLatencyBackend):
 
     def is_untold(self, error: BaseException, num_calls: int) -> bool:
         """Native code tells why it refuses a call, and not what a signal's handler or PyTorch has raised, of whatever class."""
-        if self._native is None:  # another thread has destroyed the buffer
-            return False
-        if self.num_calls() == num_calls:  # the error came before the call had a number
-            return not isinstance(error, EPError)
+        if self._native is None or self.num_calls() == num_calls:  # another thread has destroyed the buffer, or the call has no number
+            return super().is_untold(error, num_calls)
         return self._native.is_interrupted(num_calls + 1) or not isinstance(error, (EPError, ValueError))
 
     def refuse(self, reason: str) -> None:

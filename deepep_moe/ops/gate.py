@@ -14,7 +14,6 @@ from deepep_moe.ops import gate_operators
 
 # Options that are checked, in the operators' order.
 OPTIONS = ("num_groups", "topk_groups", "group_score_topk", "score_function", "normalize", "routed_scaling_factor")
-SCORE_FUNCTIONS = ("sigmoid", "sqrtsoftplus", "softmax", "softmax_topk")
 
 
 class GateOutput(NamedTuple):
@@ -221,8 +220,7 @@ def check_options(
         raise ValueError(f"topk_groups is {topk_groups}; its groups of {group_size} experts must hold at least num_topk, {num_topk}")
     if topk_groups < num_groups and not 1 <= group_score_topk <= group_size:
         raise ValueError(f"group_score_topk is {group_score_topk}; it must be 1 to the {group_size} experts of a group")
-    if score_function not in SCORE_FUNCTIONS:
-        raise ValueError(f"score_function is {score_function!r}; it must be one of {list(SCORE_FUNCTIONS)}")
+    gate_operators.check_score_function(score_function)
     if not math.isfinite(routed_scaling_factor):
         raise ValueError(f"routed_scaling_factor is {routed_scaling_factor}; it must be finite")
     return num_topk, num_groups, topk_groups, group_score_topk, score_function, normalize, routed_scaling_factor

@@ -11,6 +11,7 @@ from deepep_moe.library import call, define, register
 from deepep_moe.ops.dense import shares_of, to_dense
 from deepep_moe.ops.gate_gradient import grad_logits
 
+SCORE_FUNCTIONS = ("sigmoid", "sqrtsoftplus", "softmax", "softmax_topk")
 _SETTINGS = (
     "Tensor logits, Tensor? expert_bias, Tensor? mask, int num_topk, int num_groups, int topk_groups, int group_score_topk, "
     "str score_function, bool normalize, float routed_scaling_factor, bool check_finite, ScalarType index_dtype"
@@ -21,9 +22,9 @@ def _readable(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(None if tensor is None else readable(tensor) for tensor in tensors)
 
 
-def _empty_outputs(logits: Tensor, num_topk: int, index_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    shape = (logits.shape[0], num_topk)
-    return logits.new_empty(shape, dtype=index_dtype), logits.new_empty(shape, dtype=torch.float32)
+def check_score_function(score_function: str) -> None:
+    if score_function not in SCORE_FUNCTIONS:
+        raise ValueError(f"score_function is {score_function!r}; it must be one of {list(SCORE_FUNCTIONS)}")
 
 
 # ---- forward ----
@@ -114,15 +115,17 @@ def _launch(
 
 
 def _made(logits: Tensor, name: str, *args: Any) -> Any:
-    made = getattr(torch_module.needed(), name)(*args)
-    if made is None:
+    make = getattr(torch_module.needed(), name)
+    for _ in range(2):  # another thread may have raised what the first call has found
+        if (made := make(*args)) is not None:
+            return made
         _C.gpu_gate_check(device_index(logits.device))
-        raise RuntimeError("the GPU's gate cannot be launched")
-    return made
+    raise RuntimeError("the GPU's gate cannot be launched")
 
 
 def _gate_fake(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, num_topk: int, *settings: Any) -> tuple[Tensor, ...]:
-    return *_empty_outputs(logits, num_topk, settings[-1]), logits.new_empty(logits.shape[1], dtype=torch.int32)
+    shape, counts = (logits.shape[0], num_topk), logits.new_empty(logits.shape[1], dtype=torch.int32)
+    return logits.new_empty(shape, dtype=settings[-1]), logits.new_empty(shape, dtype=torch.float32), counts
 
 
 def _gate_full_fake(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
@@ -167,6 +170,7 @@ def gradient_of_logits(
 def _gate_backward(
     grad_topk_weights: Tensor | None, grad_probs: Tensor | None, grad_shares: Tensor | None, logits: Tensor, topk_idx: Tensor, *weights: Any
 ) -> Tensor:
+    check_score_function(weights[0])
     grad_topk_weights, grad_probs, grad_shares = _readable(grad_topk_weights, grad_probs, grad_shares)
     logits, topk_idx = _readable(logits, topk_idx)  # type: ignore[assignment]
     if not is_gpu(logits.device):

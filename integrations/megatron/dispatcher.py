@@ -107,7 +107,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self._hidden = getattr(config, "moe_latent_size", None) or config.hidden_size  # width of a row, as far as the config tells
         # A CUDA graph of the preprocessing must hand this over. Dotted names crash the local graphs of 0.16 and 0.17.
         self.cudagraph_attrs = ["topk_idx"]
-        self._comm_manager = _CommManager(self._capacity, lambda: self._current.tokens_per_expert)
+        self._comm_manager = _CommManager(self._capacity, lambda: self._forward and self._forward.tokens_per_expert)
         # Local graphs write the choices of later micro batches into the tensor of the first one, whose backward still needs it.
         self._choice_is_overwritten = getattr(config, "cuda_graph_impl", None) == "local"
 
@@ -217,9 +217,9 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         return self._forward
 
     @property
-    def buffer(self) -> Buffer:
-        """That of the last forward."""
-        return self._current.buffer
+    def buffer(self) -> Any:
+        """The `Buffer` of the last forward, or None before the first."""
+        return self._forward and self._forward.buffer
 
     def _find(self, num_tokens: int, hidden: int, device: torch.device) -> GrowingBuffer:
         """Return the buffer that the layers share. Collective where it is constructed."""

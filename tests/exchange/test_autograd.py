@@ -1,12 +1,16 @@
 """Gradients of dispatch and combine against the reference, and the operators under torch.compile."""
 
+import contextlib
 import itertools
+import subprocess
+import sys
 from functools import partial
 
 import pytest
 import torch
 from exchange_cases import Case, assert_all_same, assert_same, inputs_of, modes_of_calls, on_device, opened
 from on_ranks import on_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from deepep_moe import Buffer, reference
@@ -135,6 +139,40 @@ def test_compile_traces_a_layer(backend, layout):
     run_ranks(compiled, 2, backend, "aot_eager", layout)
 
 
+class Watches(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.gpu
+def test_operators_save_no_copies():
+    """Beside the routing and the call's numbers, a backward keeps the handle's memory, and no part of that."""
+    case = Case([6], num_experts=4, num_topk=2, hidden=16)
+    buffer, x, idx, _ = opened(case, "nvlink", 0)
+    x, saved = x.requires_grad_(), []
+
+    def layer(x):
+        out = buffer.dispatch(x * 2, idx, num_recv_rows=16)
+        return buffer.combine(out.recv_x * 2, out.handle)
+
+    native = buffer.calls.native
+    shapes = {(6, 2), (native.num_handle_numbers,), (native.num_handle_ints(6, True),)}
+    for run, mode in ((torch.compile(layer, fullgraph=True, backend="aot_eager"), contextlib.nullcontext()), (layer, Watches())):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor), mode:
+            y = run(x)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(grad, 4.0 * (idx >= 0).sum(1, keepdim=True).expand_as(x))
+        assert {tuple(tensor.shape) for tensor in saved if not tensor.is_floating_point()} == shapes
+        saved.clear()
+
+
+def test_import_in_inference_mode():
+    """What a backward saves is made then too."""
+    made = "from deepep_moe.exchange.operators import _NO_MEMORY as made"
+    code = f"import torch\nwith torch.inference_mode():\n    {made}\nassert not made.is_inference()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.slow
 def test_compile_with_inductor():
     run_ranks(compiled, 2, "shm", "inductor", "expert")
@@ -176,6 +214,20 @@ def test_asynchronous_calls_stay_outside_graphs():
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="_call_outside_graph"):
         torch.compile(layer, fullgraph=True, backend="eager")(x)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_layers_share_compiled_calls(is_async):
+    """PyTorch does not compile again for the number of another layer."""
+    buffer, idx, x = Buffer(None, 8, 8, 4, 2), torch.tensor([[0, 1], [2, -1]]), torch.ones(2, 8)
+    torch._dynamo.reset()
+    dispatch = torch.compile(buffer.dispatch, backend="eager", dynamic=False)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for layer in range(3):
+            out = dispatch(x, idx, num_recv_rows=4, layer=layer, async_op=is_async)
+            if is_async:
+                out.event.wait()
+            assert torch.equal(out.recv_x[:3], torch.ones(3, 8))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

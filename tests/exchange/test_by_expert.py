@@ -158,6 +158,14 @@ def test_a_bad_routing(rank, backend):
     assert_same("combined_x", in_parts(buffer, x, idx, weights, scale, doubled), in_one_tensor(buffer, x, idx, weights, scale, doubled))
 
 
+@on_ranks(2, backend=BACKENDS)
+def test_layers_that_are_no_numbers(rank, backend):
+    buffer, x, idx, weights = opened(Case([4, 4], num_topk=2, num_experts=4), backend, rank)
+    for layer, error in ((-1, ValueError), ("one", TypeError)):
+        with refused(rank, 1, error, f"layer is {layer!r}"):
+            dispatch_by_expert(buffer, x, idx, weights, layer=layer if rank == 1 else 0)
+
+
 @on_ranks(2, backend=NVLINK)
 def test_a_rank_without_memory(rank, backend):
     """Peers learn of a failure before a rank has entered its call."""

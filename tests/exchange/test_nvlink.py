@@ -97,6 +97,22 @@ def test_rows_of_each_layer_are_guessed_apart(rank):
     assert list(rows_of_allocations([(40, 0), (80, 0)] * 3)) == [80, 160] * 3
 
 
+def test_guesses_of_many_layers_are_forgotten():
+    device = device_of("nvlink", 0)
+    buffer = Buffer(None, 64, 16, 4, 1, backend="nvlink", timeout_s=60)
+    x, idx = torch.ones(64, 16, device=device), torch.zeros(64, 1, dtype=torch.int32, device=device)
+
+    def room(layer):
+        return buffer.dispatch(x, idx, layer=layer).recv_x.untyped_storage().nbytes() // (16 * 4)
+
+    assert [room(0) for _ in range(3)] == [64, 64, 68]
+    for layer in range(1, 4096):
+        buffer.dispatch(x[:0], idx[:0], layer=layer)
+    assert room(0) == 68
+    buffer.dispatch(x[:0], idx[:0], layer=4096)
+    assert [room(0) for _ in range(3)] == [64, 64, 68]
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 def test_loads_and_stores(dtype):
     """The path of GPUs before sm_90, on any GPU."""

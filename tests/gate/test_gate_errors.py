@@ -10,6 +10,7 @@ from exchange_cases import device_of
 from gate_cases import DTYPES, assert_close, run
 
 from deepep_moe import ops, reference
+from deepep_moe.ops import gate_operators
 
 LOGITS = torch.zeros(4, 12)
 
@@ -128,6 +129,51 @@ def test_gpu_names_a_bias_that_is_not_finite():
 def test_gpu_refuses_too_many_experts():
     with pytest.raises(ValueError, match="logits has 1025 experts"):
         ops.gate(torch.zeros(2, 1025, device=device_of("nvlink", 0)), 2)
+
+
+class Text(str):
+    """A string of a class of its own, as members of an enum are."""
+
+
+def test_score_functions_of_a_class_of_their_own(device):
+    logits, mask = torch.randn(4, 12), torch.zeros(4, dtype=torch.bool)
+    results = []
+    for name in ("softmax", Text("softmax")):
+        leaf = logits.clone().requires_grad_()
+        output = run(device, leaf, 2, function=ops.gate_full, score_function=name, shares=True, mask=mask)
+        results.append((output.topk_weights, output.shares, *torch.autograd.grad(output.topk_weights.square().sum(), leaf)))
+    assert all(map(torch.equal, *results))
+
+
+def test_operators_refuse_a_score_function(device):
+    logits = torch.zeros(4, 12, device=device)
+    arguments = torch.ones(4, 2, device=device), None, None, logits, torch.zeros(4, 2, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match=r"score_function is 'tanh'; it must be one of \['sigmoid', "):
+        torch.ops.deepep_moe.gate_backward(*arguments, "tanh", True, 1.0)
+
+
+@pytest.mark.gpu
+def test_gpu_says_why_nothing_is_launched():
+    logits = torch.zeros(4, 12, device=device_of("nvlink", 0))
+    settings = 5, 1, 2, "sigmoid", True, 1.0, True, torch.int64
+    with pytest.raises(ValueError, match="gate options out of bounds: num_tokens 4, num_experts 12, num_topk 2, num_groups 5"):
+        torch.ops.deepep_moe.gate(logits, None, None, 2, *settings)
+    ops.check_gate()
+
+
+@pytest.mark.gpu
+def test_gpu_failure_that_another_thread_raises():
+    """It is found by one thread's launch, and gone when that thread looks for it."""
+    device, check = device_of("nvlink", 0), gate_operators._C.gpu_gate_check
+    run(device, torch.full((1, 24), math.nan), 2)
+    torch.cuda.synchronize()
+
+    def check_late(index):
+        with pytest.raises(ValueError, match="logits has nan"):
+            check(index)
+
+    with mock.patch.object(gate_operators._C, "gpu_gate_check", check_late):
+        assert run(device, torch.zeros(1, 24), 2).topk_idx.tolist() == [[0, 1]]
 
 
 @pytest.mark.gpu

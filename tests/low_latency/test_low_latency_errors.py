@@ -68,6 +68,8 @@ def bad_dispatches(rank, _, backend):
         (dict(topk_idx=idx - 2), ValueError, r"topk_idx\[\d, \d\] is -[23]; it must be -1 \(no expert\) or 0 to 3"),
         (dict(topk_idx=idx * 0 + 1), ValueError, r"topk_idx\[\d\] names expert 1 twice"),
         (dict(scale_format="e8"), ValueError, "scale_format is 'e8'"),
+        (dict(fp8=torch.ones(2)), RuntimeError, "Boolean value of Tensor with more than one value is ambiguous"),
+        (dict(return_hook=torch.ones(2)), RuntimeError, "Boolean value of Tensor with more than one value is ambiguous"),
         (dict(scale_format="ue8m0"), ValueError, "scale_format 'ue8m0' was given without fp8=True"),
     ]
     given = dict(x=x, topk_idx=idx, topk_weights=weights)

@@ -17,6 +17,7 @@ from events import tell, wait_for
 from exchange_cases import on_device
 from low_latency_cases import Case, Expected, combine_rows, finish, make_buffer, run_case, start_combine, start_dispatch
 from low_latency_faults import CASE, IDX, X, check_usable, make, on_every_backend
+from on_ranks import refused
 
 from deepep_moe import LowLatencyBuffer
 from deepep_moe.errors import BufferDestroyedError, EPError, EPMismatchError, EPPeerError, EPTimeoutError
@@ -106,69 +107,44 @@ def test_each_refusal_has_its_reason():
 
 
 class Fails:
-    """Native calls, of which no dispatch begins."""
+    """Native calls, of which none begins."""
 
-    def __init__(self, native):
-        self._native = native
+    def __init__(self, native, error):
+        self._native, self._error = native, error
 
     def __getattr__(self, name):
         return getattr(self._native, name)
 
-    def dispatch(self, *_):
-        raise RuntimeError("no dispatch begins")
+    def dispatch(self, *arguments):
+        if arguments[-1]:  # they are checked
+            raise self._error
+
+    combine = dispatch
 
 
-def fails_before_its_number(rank, _, backend):
-    """The call in flight stays the last one, so one more may be sent, and only one."""
-    buffer, x, idx = make(backend, rank)
-    calls = buffer._backend.calls
-    for _ in range(3):
-        first = buffer.dispatch(x, idx, return_hook=True)
-        buffer._backend.calls = Fails(calls)
-        for how in ("return_hook", "async_op"):
-            with pytest.raises(RuntimeError, match="no dispatch begins"):
-                buffer.dispatch(x, idx, **{how: True})
-        buffer._backend.calls = calls
-        second = buffer.dispatch(x, idx, return_hook=True)
-        with pytest.raises(ValueError, match="the call before last was not received yet"):
-            buffer.dispatch(x, idx)
-        first.hook()
-        second.hook()
-    check_usable(buffer, x, idx)
+def fails_before_its_number(rank, _):
+    """Peers learn of it, and it takes the place of the call: after one in flight one more may be sent, and only one."""
+    buffer, x, idx = make("nvlink", rank)
+    out, calls = buffer.dispatch(x, idx), buffer._backend.calls
+    for error in (torch.OutOfMemoryError("no room"), RuntimeError("no call begins"), KeyboardInterrupt("now")):
+        for call in (partial(buffer.dispatch, x, idx), partial(buffer.combine, out.recv_x, out.handle)):
+            for hooks in (0, 1):
+                earlier = [buffer.dispatch(x, idx, return_hook=True).hook for _ in range(hooks)]
+                with refused(rank, 0, type(error), str(error)):
+                    buffer._backend.calls = Fails(calls, error) if rank == 0 else calls
+                    try:
+                        call()
+                    finally:
+                        buffer._backend.calls = calls
+                        [hook() for hook in earlier]
+                    finish(buffer)
+                check_usable(buffer, x, idx)
 
 
 @pytest.mark.gpu
 def test_failure_before_the_number():
     """On CPUs such a failure is reported as one of the arguments: see `interrupted_around_native_code`."""
-    run_ranks(fails_before_its_number, 2, "nvlink")
-
-
-class LacksMemory(Fails):
-    """Native calls, of which none gets memory."""
-
-    def dispatch(self, *arguments):
-        if arguments[-1]:  # they are checked
-            raise torch.OutOfMemoryError("no memory")
-
-    combine = dispatch
-
-
-def lacks_memory(rank, _):
-    buffer, x, idx = make("nvlink", rank)
-    out, calls = buffer.dispatch(x, idx), buffer._backend.calls
-    for call in (partial(buffer.dispatch, x, idx), partial(buffer.combine, out.recv_x, out.handle)):
-        buffer._backend.calls = LacksMemory(calls) if rank == 0 else calls
-        reason = "no memory" if rank == 0 else "rank 0 did not make its call: OutOfMemoryError: no memory"
-        with pytest.raises(torch.OutOfMemoryError if rank == 0 else EPPeerError, match=reason):
-            call()
-            finish(buffer)
-        buffer._backend.calls = calls
-        check_usable(buffer, x, idx)
-
-
-@pytest.mark.gpu
-def test_lack_of_memory_is_told():
-    run_ranks(lacks_memory, 2)
+    run_ranks(fails_before_its_number, 2)
 
 
 def along_failed_dispatch(rank, _, learns_first):

@@ -2,8 +2,10 @@
 #include <cuda_runtime_api.h>
 
 #include <atomic>
+#include <exception>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "bindings/tensor.h"
 #include "cuda/launch.h"
@@ -13,8 +15,6 @@
 using namespace deepep_moe;
 
 namespace {
-
-void* as_pointer(uintptr_t stream) { return reinterpret_cast<void*>(stream); }
 
 // Host memory in which the kernels of a device report a non-finite number, so that reading it waits for nothing.
 struct alignas(64) FailureWord {
@@ -40,8 +40,12 @@ unsigned long long* failure_word(int device) {
 
 unsigned long long failure(int device) { return std::atomic_ref(*failure_word(device)).load(std::memory_order_relaxed); }
 
-// Raise what a kernel of the device has reported since the last check. A report written meanwhile stays for the next check.
+thread_local std::exception_ptr refusal;  // of the thread's last launch
+
+// Raise why the thread's last launch failed, or what a kernel of the device has reported since the last check. A report written meanwhile
+// stays for the next check.
 void check(int device) {
+    if (refusal) std::rethrow_exception(std::exchange(refusal, nullptr));
     if (::failure(device) == 0) return;
     const unsigned long long failure = std::atomic_ref(*failure_word(device)).exchange(0, std::memory_order_relaxed);
     if (failure == 0) return;  // another thread has taken it
@@ -69,22 +73,24 @@ void check_gpu_options(const GateOptions& o, int num_ranks) {
 
 void launch_forward(const GpuGateParams& params, uintptr_t stream) {
     check_gpu_options(params.gate.options, params.num_ranks);
-    launch_gate(params, as_pointer(stream));
+    launch_gate(params, as_stream(stream));
 }
 
 void launch_backward(const GpuGateBackwardParams& params, uintptr_t stream) {
     check_gpu_options(params.gate.options, 0);
-    launch_gate_backward(params, as_pointer(stream));
+    launch_gate_backward(params, as_stream(stream));
 }
 
-// What csrc/torch calls. `call` is made where kernels have found nothing; else `check` raises what they found.
+// What csrc/torch calls. `call` is made where kernels have found nothing. False: `check` raises why.
 template <class Call>
 bool guarded(int device, const Call& call) noexcept {
+    refusal = nullptr;
     try {
         if (failure(device) != 0) return false;
         call();
         return true;
     } catch (const std::exception&) {
+        refusal = std::current_exception();
         return false;
     }
 }
@@ -115,7 +121,7 @@ void update_expert_bias(const TensorArg& num_tokens_per_expert, const TensorArg&
                   num_experts = is_one_layer ? expert_bias.num_rows : expert_bias.num_columns;
     launch_update_expert_bias({static_cast<int>(num_layers), static_cast<int>(num_experts), num_tokens_per_expert.element_bytes == 8,
                                num_tokens_per_expert.as<const void*>(), expert_bias.as<float*>(), update_rate},
-                              as_pointer(stream));
+                              as_stream(stream));
 }
 
 // ---- top-2 gate of DeepSpeed ----
@@ -124,7 +130,7 @@ void top2(const TensorArg& gates, const TensorArg& scores, int64_t capacity, con
           const TensorArg& topk_weights, const TensorArg& is_first, const TensorArg& counts, uintptr_t stream) {
     launch_top2({gates.num_rows, capacity, static_cast<int>(gates.num_columns), gates.as<const float*>(), scores.as<const float*>(),
                  chosen.as<int32_t*>(), topk_idx.as<int32_t*>(), topk_weights.as<float*>(), is_first.as<float*>(), counts.as<int64_t*>()},
-                as_pointer(stream));
+                as_stream(stream));
 }
 
 void top2_backward(const TensorArg& gates, const TensorArg& chosen, const TensorArg& topk_idx, const TensorArg& grad,
@@ -132,7 +138,7 @@ void top2_backward(const TensorArg& gates, const TensorArg& chosen, const Tensor
     launch_top2_backward({gates.num_rows, static_cast<int>(gates.num_columns), gates.as<const float*>(), chosen.as<const int32_t*>(),
                           topk_idx.as<const int32_t*>(), grad.as<const float*>(), grad_loss.as<const float*>(), load.as<const float*>(),
                           grad_gates.as<float*>()},
-                         as_pointer(stream));
+                         as_stream(stream));
 }
 
 void bind_top2(py::module_& m) {

@@ -45,8 +45,6 @@ GpuWorkspaceConfig config_of(int num_ranks, int num_experts, int num_topk, int h
     return {num_ranks / num_nodes, num_experts / num_nodes, num_topk, hidden, num_max_tokens, num_nodes, node};
 }
 
-void* as_pointer(uintptr_t stream) { return reinterpret_cast<void*>(stream); }
-
 // rows: [num_topk, num_tokens, hidden]. The weights lie in memory by top-k entry or by token.
 GpuWeightedSumParams weighted_sum_of(const TensorArg& rows, const TensorArg& weights, bool is_by_token, DType dtype) {
     GpuWeightedSumParams params{};
@@ -64,7 +62,7 @@ GpuWeightedSumParams weighted_sum_of(const TensorArg& rows, const TensorArg& wei
 void weighted_sum(const TensorArg& rows, const TensorArg& weights, bool is_by_token, const TensorArg& sums, DType dtype, uintptr_t stream) {
     GpuWeightedSumParams params = weighted_sum_of(rows, weights, is_by_token, dtype);
     params.sums = sums.as<std::byte*>();
-    launch_weighted_sum(params, as_pointer(stream));
+    launch_weighted_sum(params, as_stream(stream));
 }
 
 void weighted_sum_backward(const TensorArg& rows, const TensorArg& weights, bool is_by_token, const TensorArg& grad,
@@ -73,12 +71,12 @@ void weighted_sum_backward(const TensorArg& rows, const TensorArg& weights, bool
     params.grad = grad.as<const std::byte*>();
     params.grad_rows = grad_rows.as<std::byte*>();
     params.grad_weights = grad_weights.as<float*>();
-    launch_weighted_sum_backward(params, as_pointer(stream));
+    launch_weighted_sum_backward(params, as_stream(stream));
 }
 
 void quantize(const TensorArg& x, const TensorArg& y, const TensorArg& scales, bool is_rounded, DType dtype, uintptr_t stream) {
     launch_quantize({x.num_rows, x.num_columns, dtype, x.as<const std::byte*>(), y.as<std::byte*>(), scales.as<float*>(), is_rounded},
-                    as_pointer(stream));
+                    as_stream(stream));
 }
 
 // b: [num_groups, n, k], or [k, num_rows] for a gradient [num_groups, n, k].
@@ -98,7 +96,7 @@ void fp8_product(const TensorArg& x, const TensorArg& x_scales, const TensorArg&
     GpuFp8ProductParams params = fp8_product_of(x, x_scales, w, w_scales, group_ends, y);
     params.num_rows = x.num_rows;
     params.n = static_cast<int>(y.num_columns), params.k = static_cast<int>(x.num_columns);
-    launch_fp8_product(params, as_pointer(stream));
+    launch_fp8_product(params, as_stream(stream));
 }
 
 void fp8_weight_gradient(const TensorArg& dy, const TensorArg& dy_scales, const TensorArg& x, const TensorArg& x_scales,
@@ -107,19 +105,19 @@ void fp8_weight_gradient(const TensorArg& dy, const TensorArg& dy_scales, const 
     params.num_rows = x.num_columns;
     params.n = static_cast<int>(dy.num_rows), params.k = static_cast<int>(x.num_rows);
     params.is_fp32 = is_fp32;
-    launch_fp8_weight_gradient(params, as_pointer(stream));
+    launch_fp8_weight_gradient(params, as_stream(stream));
 }
 
 void quantize_weights(const TensorArg& w, int64_t matrix_stride, const TensorArg& y, const TensorArg& scales, const TensorArg& y_t,
                       const TensorArg& scales_t, DType dtype, uintptr_t stream) {
     launch_quantize_weights({w.num_leading, w.inner_rows, w.num_columns, matrix_stride, dtype, w.as<const std::byte*>(), y.as<std::byte*>(),
                              scales.as<float*>(), y_t.as<std::byte*>(), scales_t.as<float*>()},
-                            as_pointer(stream));
+                            as_stream(stream));
 }
 
 void clear_tail(const TensorArg& values, const TensorArg& group_ends, uintptr_t stream) {
     launch_clear_tail({values.num_rows, values.row_bytes(), group_ends.as<const int*>(), group_ends.num_rows, values.as<std::byte*>()},
-                      as_pointer(stream));
+                      as_stream(stream));
 }
 
 GpuSwigluParams swiglu_of(const TensorArg& inner, const TensorArg& probs, const TensorArg& group_ends, const TensorArg& y, DType dtype) {
@@ -137,7 +135,7 @@ GpuSwigluParams swiglu_of(const TensorArg& inner, const TensorArg& probs, const 
 
 void swiglu(const TensorArg& inner, const TensorArg& probs, const TensorArg& group_ends, const TensorArg& y, DType dtype,
             uintptr_t stream) {
-    launch_swiglu(swiglu_of(inner, probs, group_ends, y, dtype), as_pointer(stream));
+    launch_swiglu(swiglu_of(inner, probs, group_ends, y, dtype), as_stream(stream));
 }
 
 void swiglu_backward(const TensorArg& inner, const TensorArg& probs, const TensorArg& group_ends, const TensorArg& y, const TensorArg& grad,
@@ -146,7 +144,7 @@ void swiglu_backward(const TensorArg& inner, const TensorArg& probs, const Tenso
     params.grad = grad.as<const std::byte*>();
     params.grad_inner = grad_inner.as<std::byte*>();
     params.grad_probs = grad_probs.as<float*>();
-    launch_swiglu_backward(params, as_pointer(stream));
+    launch_swiglu_backward(params, as_stream(stream));
 }
 
 // grad_x and grad_weights: see GpuScaleRowsParams.
@@ -155,14 +153,14 @@ void scale_rows_backward(const TensorArg& grad, const TensorArg& x, const Tensor
     const DeviceGuard guard(device);
     launch_scale_rows_backward({grad.num_rows, grad.row_bytes(), grad.as<const std::byte*>(), grad_x.as<std::byte*>(),
                                 scaling_of(weights, x, nullptr, grad_weights, dtype)},
-                               reinterpret_cast<void*>(stream));
+                               as_stream(stream));
 }
 
 // For csrc/torch: return whether the kernel could be launched.
 template <void (*kLaunch)(const GpuSwigluParams&, void*)>
 bool launched(const GpuSwigluParams& params, uintptr_t stream) noexcept {
     try {
-        kLaunch(params, as_pointer(stream));
+        kLaunch(params, as_stream(stream));
         return true;
     } catch (const std::exception&) {
         return false;

@@ -57,7 +57,7 @@ int64_t NvlinkExchange::dispatch(GpuDispatchCall& call, const CallMode& mode, in
     if (room >= 0) allocate(room, !is_bounded);  // before the call is entered, because it may fail
     plan(call.plan, call.signature, call.rail, true, stream);
     if (is_bounded || is_late) {
-        std::fill_n(numbers, num_handle_numbers(), -1);
+        std::fill_n(numbers, num_handle_numbers(config_.num_sources(), num_local_experts()), -1);
         *numbers = call_number();
     }
     if (room >= 0 && !starts_apart)
@@ -95,6 +95,7 @@ int64_t NvlinkExchange::receive_counted(GpuDispatchCall& call, const CallMode& m
 }
 
 RowGuess& NvlinkExchange::guess_of(const GpuDispatchCall& call, const CallMode& mode) {
+    if (guesses_.size() > kMaxGuesses) guesses_.clear();  // numbers of layers may have no end
     return guesses_[{mode.layer, call.params.is_expert_layout, call.params.expert_alignment}];
 }
 

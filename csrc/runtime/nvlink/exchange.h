@@ -40,7 +40,6 @@ public:
 
     int64_t workspace_bytes() const { return layout_.total_bytes; }
     int64_t num_calls() const { return num_calls_; }  // that this rank has entered or refused so far
-    int num_handle_numbers() const { return 1 + 2 * config_.num_sources() + num_local_experts(); }
     int num_local_experts() const { return config_.num_experts / config_.num_ranks; }
     const GpuWorkspaceConfig& config() const { return config_; }
     int num_multiprocessors() const { return num_multiprocessors_; }
@@ -57,7 +56,7 @@ public:
     // Calls. All enqueue work on the mode's stream, or beside it if they send separately, and return. A call on another stream than the
     // last one waits for that call. They throw std::logic_error if two threads are in calls of one buffer.
 
-    // Return the number of rows that come; the outputs may have room for more. numbers: host memory of num_handle_numbers(). It gets the
+    // Return the number of rows that come; the outputs may have room for more. numbers: host memory of num_handle_numbers. It gets the
     // call's number, then the tokens to each rank, from each rank, and for each local expert. With a bound all except the first are -1,
     // and the bound is returned.
     int64_t dispatch(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, const Allocate& allocate);

@@ -2,10 +2,13 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <utility>
 
 namespace deepep_moe {
+
+constexpr size_t kMaxGuesses = 4096;  // of a buffer
 
 class RowGuess {
 public:

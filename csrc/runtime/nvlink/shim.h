@@ -40,7 +40,7 @@ protected:
     ~LowLatencyShim() = default;
 };
 
-// The gate, which keeps no failure. False: the call was not made; `_C.gpu_gate_check` raises what kernels have found.
+// The gate. False: the call was not made; `_C.gpu_gate_check` raises why, on the same thread.
 struct GateShim {
     bool (*forward)(GpuGateParams params, uintptr_t stream) noexcept;  // without `failure`
     bool (*backward)(const GpuGateBackwardParams& params, uintptr_t stream) noexcept;

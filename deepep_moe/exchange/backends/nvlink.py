@@ -123,12 +123,8 @@ class NvlinkBackend:
         return made.combined_x, made.topk_weight_grads, made
 
     def _native_handle(self, handle: DispatchHandle) -> Any:
-        """Return the `_torch.Handle`; for a traced handle, make one from its tensors."""
-        if handle.native is not None:
-            return handle.native
-        assert isinstance(handle, TracedHandle)
-        how = handle.num_tokens, handle.layout == "expert", handle.expert_alignment, handle.num_rows
-        return self._native.handle_of(handle.memory, handle.call, *how)
+        """Return the `_torch.Handle`."""
+        return (handle.packed(self._native) if isinstance(handle, TracedHandle) else handle).native
 
     def native_calls(self, number: int, mode: Mode) -> Any:
         s = self.settings

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from megatron_cases import build_layer, enabled, expert_biases, layer_config, model_parallel
+from megatron_cases import build_layer, enabled, expert_biases, layer_config, layer_of, model_parallel
 from on_ranks import on_ranks
 
 from deepep_moe.integrations.megatron import enable, grow_recv_capacity, take_metrics
@@ -107,3 +107,11 @@ def test_configs(rank: int, num_ranks: int) -> None:
                 if "moe_latent_size" in changes:  # which needs TransformerEngine first
                     check_shared_overlap(config)
                 build_layer(config)
+
+
+@on_ranks(1)
+def test_before_the_first_forward(rank: int, num_ranks: int) -> None:
+    """Megatron-Core's schedules ask layers that have not run yet."""
+    with model_parallel() as sizes:
+        dispatcher = layer_of(sizes).token_dispatcher
+        assert dispatcher.buffer is None and dispatcher._comm_manager.get_number_of_tokens_per_expert() is None
