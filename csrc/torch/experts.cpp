@@ -22,6 +22,7 @@ Hooks& hooks() {
 struct Experts {
     Tensor x, counts, w1, w2, probs;  // [R, in], [E], [E, 2 m, in], [E, out, m], [R] or undefined
     bool recomputes = false;
+    Tensor main_grad1, main_grad2;  // as w1 and w2, or undefined
 };
 
 // ---- which calls are made here ----
@@ -47,7 +48,10 @@ bool takes(const Experts& e) {
                             e.counts.dim() == 1 && e.counts.size(0) == num_experts;
     const bool probs_fit = !e.probs.defined() || (is_on(device, e.probs) && e.probs.scalar_type() == at::kFloat && e.probs.dim() == 1 &&
                                                   e.probs.size(0) == num_rows && e.probs.is_contiguous());
-    return counts_fit && probs_fit;
+    const auto fits = [&](const Tensor& main_grad, const Tensor& weight) {
+        return !main_grad.defined() || (is_on(device, main_grad) && main_grad.sizes() == weight.sizes());
+    };
+    return counts_fit && probs_fit && fits(e.main_grad1, e.w1) && fits(e.main_grad2, e.w2);
 }
 
 // ---- products and launches ----
@@ -57,6 +61,13 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& group_ends) {
         Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, const std::optional<Tensor>&, std::optional<at::ScalarType>);
     static const auto product = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_grouped_mm", "").typed<Product>();
     return product.call(a, b, group_ends, std::nullopt, std::nullopt);
+}
+
+// As `weight_gradients` of grouped_products.py: adds the gradients to `main_grad`, if there is one, and what it returns then means nothing.
+Tensor weight_gradients(const Tensor& grads, const Tensor& rows, const Tensor& group_ends, const Tensor& main_grad) {
+    const Tensor made = grouped_mm(grads.t(), rows, group_ends);
+    if (main_grad.defined()) main_grad.add_(made);
+    return made;
 }
 
 GpuSwigluParams params_of(const Tensor& inner, const Tensor& probs, const Tensor& group_ends, const Tensor& y) {
@@ -83,13 +94,16 @@ Tensor like_half_of(const Tensor& inner) { return at::empty({inner.size(0), inne
 
 struct SwigluExperts : torch::autograd::Function<SwigluExperts> {
     static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& w1, const Tensor& w2,
-                          const std::optional<Tensor>& given_probs, const Tensor& group_ends, bool recomputes) {
+                          const std::optional<Tensor>& given_probs, const Tensor& group_ends, bool recomputes,
+                          const std::optional<Tensor>& main_grad1, const std::optional<Tensor>& main_grad2) {
         const at::AutoDispatchBelowADInplaceOrView below;
         const c10::OptionalDeviceGuard guard(x.device());
         const Tensor probs = given_probs.value_or(Tensor());
         const Tensor inner = grouped_mm(x, w1.transpose(1, 2), group_ends), y = like_half_of(inner);
         launch(hooks().shim->forward, params_of(inner, probs, group_ends, y), x.device());
         ctx->save_for_backward({x, w1, w2, probs, group_ends, inner, recomputes ? Tensor() : y});
+        // Not saved with the others: backwards of other micro-batches add to them in between.
+        ctx->saved_data = {{"main_grad1", main_grad1}, {"main_grad2", main_grad2}};
         return grouped_mm(y, w2.transpose(1, 2), group_ends);
     }
 
@@ -99,7 +113,9 @@ struct SwigluExperts : torch::autograd::Function<SwigluExperts> {
             variable_list made;
             {
                 const at::AutoDispatchBelowADInplaceOrView below;
-                made = gradients(saved, grads[0], {ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2)});
+                const auto main_grad = [&](const char* name) { return ctx->saved_data[name].toOptional<Tensor>().value_or(Tensor()); };
+                made = gradients(saved, grads[0], {ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2)},
+                                 main_grad("main_grad1"), main_grad("main_grad2"));
             }
             if (at::GradMode::is_enabled()) {  // as once_differentiable does in Python
                 for (Tensor& gradient : made)
@@ -109,7 +125,7 @@ struct SwigluExperts : torch::autograd::Function<SwigluExperts> {
                     static_cast<int64_t>(made.size()));
                 made = (*refused)(std::move(made));
             }
-            made.resize(6);  // of all arguments of the forward
+            made.resize(8);  // of all arguments of the forward
             return made;
         });
     }
@@ -119,7 +135,8 @@ private:
         bool x, w1, w2;
     };
 
-    static variable_list gradients(const variable_list& saved, const Tensor& given_grad, const Needs& needs) {
+    static variable_list gradients(const variable_list& saved, const Tensor& given_grad, const Needs& needs, const Tensor& main_grad1,
+                                   const Tensor& main_grad2) {
         const Tensor &x = saved[0], &w1 = saved[1], &w2 = saved[2], &probs = saved[3], &group_ends = saved[4], &inner = saved[5];
         const c10::OptionalDeviceGuard guard(x.device());
         const Tensor dense = given_grad.contiguous(), grad = is_aligned(dense) ? dense : dense.clone();
@@ -132,9 +149,9 @@ private:
         params.grad_probs = data_of<float>(grad_probs);
         launch(hooks().shim->backward, params, x.device());
         variable_list made(4);
-        if (needs.w2) made[2] = grouped_mm(grad.t(), y, group_ends);
+        if (needs.w2) made[2] = weight_gradients(grad, y, group_ends, main_grad2);
         if (needs.x) made[0] = grouped_mm(grad_inner, w1, group_ends);
-        if (needs.w1) made[1] = grouped_mm(grad_inner.t(), x, group_ends);
+        if (needs.w1) made[1] = weight_gradients(grad_inner, x, group_ends, main_grad1);
         made[3] = grad_probs;
         return made;
     }
@@ -144,9 +161,11 @@ private:
 
 void set_expert_hooks(const py::capsule& shim) { hooks() = {shim_in<const SwigluShim>(shim, kSwigluShimName)}; }
 
-py::object grouped_swiglu(py::handle x, py::handle counts, py::handle w1, py::handle w2, py::handle probs, bool recompute_activation) {
-    if (hooks().shim == nullptr || is_watched() || !are_plain({x, counts, w1, w2, probs})) return py::none();
-    const Experts e{unpacked(x), unpacked(counts), unpacked(w1), unpacked(w2), unpacked(probs), recompute_activation};
+py::object grouped_swiglu(py::handle x, py::handle counts, py::handle w1, py::handle w2, py::handle probs, bool recompute_activation,
+                          py::handle main_grad1, py::handle main_grad2) {
+    if (hooks().shim == nullptr || is_watched() || !are_plain({x, counts, w1, w2, probs, main_grad1, main_grad2})) return py::none();
+    const Experts e{unpacked(x),     unpacked(counts),     unpacked(w1),         unpacked(w2),
+                    unpacked(probs), recompute_activation, unpacked(main_grad1), unpacked(main_grad2)};
     if (!takes(e)) return py::none();
     Tensor group_ends;
     {
@@ -154,7 +173,8 @@ py::object grouped_swiglu(py::handle x, py::handle counts, py::handle w1, py::ha
         const c10::OptionalDeviceGuard guard(e.x.device());
         group_ends = at::cumsum(e.counts, 0, at::kInt).clamp_max_(e.x.size(0));
     }
-    return py::cast(SwigluExperts::apply(e.x, e.w1, e.w2, optional_of(e.probs), group_ends, e.recomputes));
+    return py::cast(SwigluExperts::apply(e.x, e.w1, e.w2, optional_of(e.probs), group_ends, e.recomputes, optional_of(e.main_grad1),
+                                         optional_of(e.main_grad2)));
 }
 
 }  // namespace deepep_moe

@@ -11,6 +11,8 @@ namespace deepep_moe {
 void set_expert_hooks(const py::capsule& shim);
 
 // As `deepep_moe.ops.grouped_mlp` without biases and with zero_tail=False, arguments by those names.
-py::object grouped_swiglu(py::handle x, py::handle counts, py::handle w1, py::handle w2, py::handle probs, bool recompute_activation);
+// main_grad1 and main_grad2 are its `main_grads`.
+py::object grouped_swiglu(py::handle x, py::handle counts, py::handle w1, py::handle w2, py::handle probs, bool recompute_activation,
+                          py::handle main_grad1, py::handle main_grad2);
 
 }  // namespace deepep_moe

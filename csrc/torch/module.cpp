@@ -303,6 +303,6 @@ PYBIND11_MODULE(_torch, m) {
     bind_gate(m);
     m.def("set_expert_hooks", &set_expert_hooks, py::kw_only(), py::arg("shim"));
     m.def("grouped_swiglu", torch::wrap_pybind_function(grouped_swiglu), py::arg("x"), py::arg("counts"), py::arg("w1"), py::arg("w2"),
-          py::arg("probs"), py::arg("recompute_activation"));
+          py::arg("probs"), py::arg("recompute_activation"), py::arg("main_grad1"), py::arg("main_grad2"));
     bind_low_latency(m);
 }

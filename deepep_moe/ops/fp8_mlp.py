@@ -19,7 +19,7 @@ from deepep_moe.ops.fp8_products import (
     rescale_transpose,
 )
 from deepep_moe.ops.fp8_swiglu import swiglu_backward_fp8, swiglu_fp8
-from deepep_moe.ops.grouped_products import Groups
+from deepep_moe.ops.grouped_products import Groups, add_to
 from deepep_moe.ops.quant import quantize_fp8, quantize_fp8_weights, quantize_fp8_weights_both
 from deepep_moe.ops.quantized import QuantizedRows
 
@@ -30,15 +30,15 @@ _Fp8 = tuple[Tensor, Tensor]  # values and scales
 @torch._disable_dynamo
 def fp8_mlp(
     x: QuantizedRows, counts: Tensor | Sequence[int], w1: Tensor, w2: Tensor, probs: Tensor | None, act: Any,
-    recompute: bool, zero_tail: bool, delay: Any, copies: Sequence[Fp8Copies] | None,
+    recompute: bool, zero_tail: bool, makers: "Sequence[WeightGradient]", copies: Sequence[Fp8Copies] | None,
 ) -> Tensor:  # fmt: skip
     """Do what `grouped_mlp` documents; it has checked the shapes. act: the activation, an object with `forward` and `backward`; None for
-    SwiGLU. copies: fp8 copies of w1 and w2; None quantizes them here."""
+    SwiGLU. makers: of the gradients of w1 and w2. copies: fp8 copies of w1 and w2; None quantizes them here."""
     groups = Groups(counts, len(w1), x)
     keeps = torch.is_grad_enabled() and not recompute
     first, second = copies or (None, None)
-    inner = _Linear.apply(x, w1, groups, first, keeps and x.requires_grad, zero_tail, delay)
-    return _ActivatedLinear.apply(inner, probs, w2, groups, second, act, recompute, keeps and inner.requires_grad, zero_tail, delay)
+    inner = _Linear.apply(x, w1, groups, first, keeps and x.requires_grad, zero_tail, makers[0])
+    return _ActivatedLinear.apply(inner, probs, w2, groups, second, act, recompute, keeps and inner.requires_grad, zero_tail, makers[1])
 
 
 @torch._disable_dynamo
@@ -81,11 +81,11 @@ def _transposed(w: Tensor, copies: Fp8Copies | None, saved: Sequence[Tensor | No
     return quantize_fp8_weights(w, transposed=True) if values is None or scales is None else (values, scales)
 
 
-def _weight_gradient(grads: _Fp8, rows: _Fp8, w: Tensor, groups: Groups) -> Tensor:
+def _weight_gradient(grads: _Fp8, rows: _Fp8, w: Tensor, groups: Groups, into: Tensor | None = None) -> Tensor:
     out = torch.empty(w.shape, dtype=w.dtype, device=w.device)
     if len(rows[0]) == 0:
         return out.zero_()
-    return grouped_fp8_weight_gradient(*rescale_transpose(*grads), *rescale_transpose(*rows), groups.offsets, out)
+    return add_to(into, grouped_fp8_weight_gradient(*rescale_transpose(*grads), *rescale_transpose(*rows), groups.offsets, out))
 
 
 def _quantized(rows: Tensor) -> _Fp8:
@@ -100,12 +100,18 @@ def _activated(act: Any, inner: Tensor, probs: Tensor | None, groups: Groups) ->
     return swiglu_fp8(inner, probs, groups) if act is None else _quantized(act.forward(inner, probs, groups))
 
 
-def now_or_later(name: str, compute: Callable[[], Tensor], delay: Any) -> Tensor | None:
-    """Return the gradient; with `delay`, pass it the computation and return None."""
-    if delay is None:
-        return compute()
-    delay(name, compute)
-    return None
+class WeightGradient:
+    """How the backward makes the gradient of one weight: now or later, and added to `main_grad` or not."""
+
+    def __init__(self, name: str, delay: Any, main_grad: Tensor | None):
+        self._name, self._delay, self._main_grad = name, delay, main_grad
+
+    def make(self, compute: Callable[..., Tensor]) -> Tensor | None:
+        """Return `compute(main_grad)`, the gradient; with `delay`, pass it the computation and return None."""
+        if self._delay is None:
+            return compute(into=self._main_grad)
+        self._delay(self._name, compute)
+        return None
 
 
 class _Linear(torch.autograd.Function):
@@ -113,12 +119,19 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: QuantizedRows, w: Tensor, groups: Groups, copies: Fp8Copies | None, keeps: bool, zero_tail: bool, delay: Any
+        ctx: Any,
+        x: QuantizedRows,
+        w: Tensor,
+        groups: Groups,
+        copies: Fp8Copies | None,
+        keeps: bool,
+        zero_tail: bool,
+        maker: WeightGradient,
     ) -> Tensor:
         matrices, transposed = _matrices(w, copies, keeps)
         ctx.save_for_backward(x.values, x.scales, w, *transposed)
         # Not saved: hooks that move saved tensors away would move copies that others use too.
-        ctx.groups, ctx.copies, ctx.zero_tail, ctx.delay = groups, copies, zero_tail, delay
+        ctx.groups, ctx.copies, ctx.zero_tail, ctx.maker = groups, copies, zero_tail, maker
         return _product((x.values, x.scales), matrices, groups)
 
     @staticmethod
@@ -130,7 +143,7 @@ class _Linear(torch.autograd.Function):
         if grad_x is not None and ctx.zero_tail:
             groups.clear_tail(grad_x)
         compute = partial(_weight_gradient, grads, (values, scales), w, groups)
-        return grad_x, now_or_later("w1", compute, ctx.delay) if needs[1] else None, None, None, None, None, None
+        return grad_x, ctx.maker.make(compute) if needs[1] else None, None, None, None, None, None
 
 
 class _ActivatedLinear(torch.autograd.Function):
@@ -139,7 +152,7 @@ class _ActivatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, inner: Tensor, probs: Tensor | None, w: Tensor, groups: Groups, copies: Fp8Copies | None, act: Any, recompute: bool,
-        keeps: bool, zero_tail: bool, delay: Any,
+        keeps: bool, zero_tail: bool, maker: WeightGradient,
     ) -> Tensor:  # fmt: skip
         rows = _activated(act, inner, probs, groups)
         if rows[0].shape[1] != w.shape[2]:
@@ -149,7 +162,7 @@ class _ActivatedLinear(torch.autograd.Function):
             )
         matrices, transposed = _matrices(w, copies, keeps)
         ctx.save_for_backward(inner, probs, w, *((None, None) if recompute else rows), *transposed)
-        ctx.groups, ctx.copies, ctx.act, ctx.delay = groups, copies, act, delay
+        ctx.groups, ctx.copies, ctx.act, ctx.maker = groups, copies, act, maker
         result = _product(rows, matrices, groups)
         return groups.clear_tail(result) if zero_tail else result
 
@@ -164,5 +177,5 @@ class _ActivatedLinear(torch.autograd.Function):
             grad_inner, grad_probs = swiglu_backward_fp8(grad_activated, inner, probs, groups)
         else:
             grad_inner, grad_probs, _ = ctx.act.backward(grad_activated, inner, probs, groups, False)
-        grad_w = now_or_later("w2", partial(_weight_gradient, grads, rows, w, groups), ctx.delay) if needs[2] else None
+        grad_w = ctx.maker.make(partial(_weight_gradient, grads, rows, w, groups)) if needs[2] else None
         return grad_inner, grad_probs, grad_w, None, None, None, None, None, None, None

@@ -16,13 +16,13 @@ from deepep_moe.arguments import check_is_tensor, check_memory
 from deepep_moe.device import is_gpu
 from deepep_moe.library import refuse_transforms
 from deepep_moe.ops.fp8_kept import KeptWeights
-from deepep_moe.ops.fp8_mlp import check_fp8_mlp, fp8_mlp, now_or_later
+from deepep_moe.ops.fp8_mlp import WeightGradient, check_fp8_mlp, fp8_mlp
 from deepep_moe.ops.grouped_products import Groups, group_sums, has_kernels, multiply, multiply_back, weight_gradients
 from deepep_moe.ops.quantized import QuantizedRows
 from deepep_moe.ops.swiglu import swiglu, swiglu_backward
 
 Activation = Literal["swiglu"] | Callable[[Tensor], Tensor]
-Delay = Callable[[str, Callable[[], Tensor]], None]
+Delay = Callable[[str, Callable[..., Tensor]], None]
 
 
 def grouped_mlp(
@@ -38,6 +38,7 @@ def grouped_mlp(
     recompute_activation: bool = False,
     zero_tail: bool = True,
     delay: Delay | None = None,
+    main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
     kept: KeptWeights | None = None,
     is_first_microbatch: bool | None = None,
 ) -> Tensor:
@@ -71,7 +72,10 @@ def grouped_mlp(
         zero_tail: clear the tail of the result and of x's gradient. With counts on a GPU that costs a pass over each. False leaves any
             values there, for a caller that does not read them. The tail of the probs' gradient is always zero.
         delay: the backward makes no gradients of weights. It calls `delay("w2", compute)`, then `delay("w1", compute)`, where `compute()`
-            returns the gradient, for a schedule that makes them later. Until then `compute` holds what it needs.
+            returns the gradient, for a schedule that makes them later, and `compute(main_grad)` adds it there. Until then `compute` holds
+            what it needs.
+        main_grads: for w1 and w2, tensors of their shapes, fp32 as a rule, to which the backward adds their gradients. Those that autograd
+            gets then have the shape of the weight, but their values mean nothing.
         kept, is_first_microbatch: where fp8 copies of the weights stay between forwards, and whether this one makes them (True) or takes
             them (False), as `KeptWeights.take` says. Only for `QuantizedRows`. None: each forward quantizes the weights.
 
@@ -84,10 +88,13 @@ def grouped_mlp(
             kept.
     """
     if activation == "swiglu" and b1 is None and b2 is None and not zero_tail and delay is None and _is_native(x, counts):
-        made: Tensor | None = torch_module.MODULE.grouped_swiglu(x, counts, w1, w2, probs, recompute_activation)  # type: ignore[union-attr]
+        made: Tensor | None = torch_module.MODULE.grouped_swiglu(  # type: ignore[union-attr]
+            x, counts, w1, w2, probs, recompute_activation, *main_grads
+        )
         if made is not None:
             return made
     refuse_transforms("grouped_mlp", {"x": x, "w1": w1, "w2": w2, "b1": b1, "b2": b2, "probs": probs})
+    makers = [WeightGradient(name, delay, into) for name, into in zip(("w1", "w2"), main_grads, strict=True)]
     act: _SwiGLU | _AnyActivation = _SwiGLU() if _is_swiglu(activation) else _AnyActivation(activation)  # type: ignore[arg-type]
     if isinstance(x, QuantizedRows):
         _check(x, w1, w2, b1, b2, probs)
@@ -96,12 +103,12 @@ def grouped_mlp(
         if kept is None and is_first_microbatch is not None:
             raise ValueError(f"is_first_microbatch is {is_first_microbatch}, but nothing keeps copies; pass kept=KeptWeights(), or None")
         copies = None if kept is None else kept.take(is_first_microbatch, w1, w2)
-        return fp8_mlp(x, counts, w1, w2, probs, own, recompute_activation, zero_tail, delay, copies)
+        return fp8_mlp(x, counts, w1, w2, probs, own, recompute_activation, zero_tail, makers, copies)
     x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
     _check(x, w1, w2, b1, b2, probs)
     groups = Groups(counts, len(w1), x)
-    inner = _Linear.apply(x, w1, b1, groups, zero_tail, delay)
-    return _ActivatedLinear.apply(inner, probs, w2, b2, groups, act, recompute_activation, zero_tail, delay)
+    inner = _Linear.apply(x, w1, b1, groups, zero_tail, makers[0])
+    return _ActivatedLinear.apply(inner, probs, w2, b2, groups, act, recompute_activation, zero_tail, makers[1])
 
 
 def clear_tail(values: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
@@ -214,9 +221,9 @@ class _Linear(torch.autograd.Function):
     """x @ w.T + b. The tail of the result is not set."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, groups: Groups, zero_tail: bool, delay: Delay | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, groups: Groups, zero_tail: bool, maker: WeightGradient) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.groups, ctx.zero_tail, ctx.delay = groups, zero_tail, delay
+        ctx.groups, ctx.zero_tail, ctx.maker = groups, zero_tail, maker
         result = multiply(x, w, groups)
         return result if b is None else result.add_(groups.spread(b))
 
@@ -227,7 +234,7 @@ class _Linear(torch.autograd.Function):
         grad_x = multiply_back(grad, w, groups) if needs[0] else None
         if grad_x is not None and ctx.zero_tail:
             groups.clear_tail(grad_x)
-        grad_w = now_or_later("w1", partial(weight_gradients, grad, x, groups), ctx.delay) if needs[1] else None
+        grad_w = ctx.maker.make(partial(weight_gradients, grad, x, groups)) if needs[1] else None
         return grad_x, grad_w, group_sums(grad, groups) if needs[2] else None, None, None, None
 
 
@@ -245,7 +252,7 @@ class _ActivatedLinear(torch.autograd.Function):
         act: "_SwiGLU | _AnyActivation",
         recompute: bool,
         zero_tail: bool,
-        delay: Delay | None,
+        maker: WeightGradient,
     ) -> Tensor:
         activated = act.forward(inner, probs, groups)
         if activated.shape[1] != w.shape[2]:
@@ -254,7 +261,7 @@ class _ActivatedLinear(torch.autograd.Function):
                 "the last dimension of w2 must be this"
             )
         ctx.save_for_backward(inner, probs, w, b, None if recompute else activated)
-        ctx.groups, ctx.act, ctx.delay = groups, act, delay
+        ctx.groups, ctx.act, ctx.maker = groups, act, maker
         result = multiply(activated, w, groups)
         if b is not None:
             bias = groups.spread(b)
@@ -267,7 +274,7 @@ class _ActivatedLinear(torch.autograd.Function):
         (inner, probs, w, b, activated), groups, needs = ctx.saved_tensors, ctx.groups, ctx.needs_input_grad
         grad_inner, grad_probs, again = ctx.act.backward(multiply_back(grad, w, groups), inner, probs, groups, activated is None)
         compute = partial(weight_gradients, grad, again if activated is None else activated, groups)
-        grad_w = now_or_later("w2", compute, ctx.delay) if needs[2] else None
+        grad_w = ctx.maker.make(compute) if needs[2] else None
         grad_b = None
         if b is not None:
             grad_b = group_sums(_times(grad, probs), groups)

@@ -189,11 +189,26 @@ def multiply_back(grads: Tensor, weights: Tensor, groups: Groups) -> Tensor:
     return _by_expert(grads, list(weights), groups)
 
 
-def weight_gradients(grads: Tensor, rows: Tensor, groups: Groups) -> Tensor:
+def weight_gradients(grads: Tensor, rows: Tensor, groups: Groups, into: Tensor | None = None) -> Tensor:
     """Return, for each expert, the transposed grads [num_rows, out] times the rows [num_rows, in]: [num_experts, out, in].
 
-    Neither tail is read. An expert without rows has zeros.
+    Neither tail is read. An expert without rows has zeros. `into`: [num_experts, out, in], fp32 as a rule, to which they are added; what is
+    returned then means nothing, but has the shape and the dtype.
     """
+    return add_to(into, _weight_gradients(grads, rows, groups))
+
+
+def add_to(into: Tensor | None, gradients: Tensor) -> Tensor:
+    """Add the gradients of weights to `into`, if it is given, and return a tensor of their shape.
+
+    A product that accumulates in fp32 would not make them first, and take the place of this pass.
+    """
+    if into is not None:
+        into.add_(gradients)
+    return gradients
+
+
+def _weight_gradients(grads: Tensor, rows: Tensor, groups: Groups) -> Tensor:
     if _is_grouped(grads, rows.shape[1]):
         return _product(_aligned(grads).t(), _aligned(rows), groups)
     result = grads.new_empty(len(groups.sizes), grads.shape[1], rows.shape[1])

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 import launch
 
 _NUDGED = "bf16, nudged"
-_DEFAULTS = ["--grouped-experts", "--dtype", "bf16", "--expert-width", "128", "--lr", "1e-3", "--steps", "300", "--gate"]
+_DEFAULTS = ["--experts", "own", "--dtype", "bf16", "--expert-width", "128", "--lr", "1e-3", "--steps", "300", "--gate"]
 
 
 def _arguments(argv: list[str] | None) -> tuple[argparse.Namespace, argparse.Namespace, worker.Settings]:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import worker
 
+from deepep_moe.integrations.megatron.options import EXPERTS
 from deepep_moe.topology.option import add_bind
 from deepep_moe.tune.records import cpu_name
 
@@ -55,11 +56,13 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     switch = {"action": argparse.BooleanOptionalAction}
     on_gpus = "(default: on GPUs in bf16)"
-    parser.add_argument("--grouped-experts", **switch, help=f"deepep_moe runs the experts too, all of a layer at once {on_gpus}")
     parser.add_argument(
-        "--fp8-experts", action="store_true", help="rows travel and are multiplied as fp8 (with --grouped-experts, in bf16)"
+        "--experts",
+        choices=EXPERTS,
+        help="own: deepep_moe's, all of a layer at once (default: own on GPUs in bf16, else auto)",
     )
-    parser.add_argument("--sync-free", **switch, help=f"the host waits for nothing in MoE layers (with --grouped-experts) {on_gpus}")
+    parser.add_argument("--fp8-experts", action="store_true", help="rows travel and are multiplied as fp8 (with --experts own, in bf16)")
+    parser.add_argument("--sync-free", **switch, help=f"the host waits for nothing in MoE layers (with --experts own) {on_gpus}")
     parser.add_argument("--cuda-graph", **switch, help=f"a step's forward and backward from a CUDA graph (with --sync-free) {on_gpus}")
     parser.add_argument("--recv-capacity-factor", type=float, help="with --sync-free, room for that many times an even share of all rows")
     parser.add_argument("--shared-overlap", action="store_true", help="the shared expert runs beside dispatch and combine")
@@ -122,10 +125,10 @@ def _fill_in(arguments: argparse.Namespace) -> None:
         arguments.report_interval = 10 if arguments.device == "cuda" else 1
     arguments.dtype = arguments.dtype or ("bf16" if arguments.device == "cuda" else "fp32")
     is_fast = arguments.device == "cuda" and arguments.dtype == "bf16" and arguments.dispatcher == "deepep_moe" and not arguments.sweep
-    if arguments.grouped_experts is None:
-        arguments.grouped_experts = is_fast
+    if arguments.experts is None:
+        arguments.experts = "own" if is_fast else "auto"
     if arguments.sync_free is None:
-        arguments.sync_free = is_fast and arguments.grouped_experts
+        arguments.sync_free = is_fast and arguments.experts == "own"
     if arguments.cuda_graph is None:
         arguments.cuda_graph = is_fast and arguments.sync_free and not arguments.interleave and not arguments.shares_gpus
     if arguments.micro_batches is None:
@@ -136,10 +139,10 @@ def _check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespac
     num_sequences = arguments.num_sequences
     if arguments.micro_batches < 1 or num_sequences % arguments.micro_batches:
         parser.error(f"--micro-batches {arguments.micro_batches} must divide the {num_sequences} sequences of a step")
-    if arguments.sync_free and not arguments.grouped_experts:
-        parser.error("--sync-free needs --grouped-experts: other experts read their counts on the host")
-    if arguments.fp8_experts and not (arguments.grouped_experts and arguments.dtype == "bf16"):
-        parser.error("--fp8-experts needs --grouped-experts and --dtype bf16: their products take fp8 rows made of bf16 ones")
+    if arguments.sync_free and arguments.experts != "own":
+        parser.error("--sync-free needs --experts own: other experts read their counts on the host")
+    if arguments.fp8_experts and not (arguments.experts == "own" and arguments.dtype == "bf16"):
+        parser.error("--fp8-experts needs --experts own and --dtype bf16: their products take fp8 rows made of bf16 ones")
     if arguments.cuda_graph and (arguments.device != "cuda" or not arguments.sync_free or arguments.interleave):
         parser.error(
             "--cuda-graph needs --device cuda and --sync-free, and excludes --interleave: a graph holds one schedule without waits"
@@ -159,14 +162,14 @@ def _plain(settings: worker.Settings, dispatcher: str) -> worker.Settings:
     """The same training by one of Megatron-Core's dispatchers, without options of ours. Shared experts stay beside the calls where that
     dispatcher can: it changes the order in which gradients are added."""
     overlaps = settings.shared_overlap and dispatcher == "alltoall"
-    without = dict.fromkeys(("grouped_experts", "fp8_experts", "sync_free", "interleave", "cuda_graph"), False)
-    return dataclasses.replace(settings, dispatcher=dispatcher, shared_overlap=overlaps, **without)
+    without = dict.fromkeys(("fp8_experts", "sync_free", "interleave", "cuda_graph"), False)
+    return dataclasses.replace(settings, dispatcher=dispatcher, experts="framework", shared_overlap=overlaps, **without)
 
 
 def _sweep(settings: worker.Settings) -> list[worker.Settings]:
     """alltoall, ours, and ours with one more option each time; then both with shared experts beside the calls."""
-    plain = dataclasses.replace(settings, dispatcher="deepep_moe")
-    grouped = dataclasses.replace(plain, grouped_experts=True)
+    plain = dataclasses.replace(settings, dispatcher="deepep_moe", experts="framework")
+    grouped = dataclasses.replace(plain, experts="own")
     free = dataclasses.replace(grouped, sync_free=True)
     shared = dataclasses.replace(free, shared_overlap=True)
     options = [plain, grouped, free, dataclasses.replace(free, interleave=True), dataclasses.replace(free, recompute=True)]

@@ -41,7 +41,7 @@ class Settings:
     ranks_per_node: int | None = None
     max_sms: int | None = None
     gate: bool = True
-    grouped_experts: bool = False
+    experts: str = "auto"
     fp8_experts: bool = False
     sync_free: bool = False
     recv_capacity_factor: float | None = None
@@ -69,16 +69,17 @@ class Settings:
     @property
     def name(self) -> str:
         """Return the name of the run in tables."""
-        words = {"grouped_experts": "grouped", "fp8_experts": "fp8", "sync_free": "sync-free", "shared_overlap": "shared overlap"}
+        words = {"fp8_experts": "fp8", "sync_free": "sync-free", "shared_overlap": "shared overlap"}
         words |= {"recompute": "recomputed", "interleave": "1F1B", "cuda_graph": "CUDA graph"}
-        return " + ".join([self.dispatcher, *(word for field, word in words.items() if getattr(self, field))])
+        grouped = ["grouped"] if self.experts == "own" else []
+        return " + ".join([self.dispatcher, *grouped, *(word for field, word in words.items() if getattr(self, field))])
 
     @property
     def options(self) -> dict[str, Any] | None:
         """Arguments of `enable()`, None for Megatron-Core's own dispatchers."""
         if self.dispatcher != "deepep_moe":
             return None
-        names = ("backend", "ranks_per_node", "max_sms", "gate", "grouped_experts", "sync_free", "recv_capacity_factor")
+        names = ("backend", "ranks_per_node", "max_sms", "gate", "experts", "sync_free", "recv_capacity_factor")
         return {name: getattr(self, name) for name in names} | {"metrics": True, "fp8": self.fp8_experts}
 
     @property

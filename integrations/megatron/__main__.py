@@ -7,6 +7,7 @@ import runpy
 import sys
 
 from deepep_moe.integrations.megatron import enable
+from deepep_moe.integrations.megatron.options import EXPERTS
 from deepep_moe.integrations.megatron.plugin import BACKEND_NAME
 from deepep_moe.topology.option import add_bind, bind_this_rank
 
@@ -51,14 +52,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-sms", type=int, metavar="N", help="on GPUs, the most SMs that a call takes (default: all)")
     parser.add_argument("--num-sms", type=int, metavar="N", help="on GPUs, the SMs that send (default: the buffer's own choice)")
     parser.add_argument(
-        "--grouped-experts",
-        action="store_true",
-        help="run the experts of a layer at once where Megatron-Core would run one after another (SequentialMLP)",
+        "--experts",
+        choices=EXPERTS,
+        default="auto",
+        help="run the experts of a layer in grouped products where that is fast and the config allows it (auto, the default), "
+        "always (own), or never (framework)",
     )
     parser.add_argument(
-        "--fp8-experts",
-        action="store_true",
-        help="with --grouped-experts, send rows as fp8 in both passes and multiply them so (bf16 models)",
+        "--fp8-experts", action="store_true", help="send rows as fp8 in both passes; the grouped experts multiply them so (bf16 models)"
     )
     parser.add_argument(
         "--sync-free",
@@ -107,7 +108,7 @@ def main() -> None:
         gate=options.gate,
         num_sms=options.num_sms,
         max_sms=options.max_sms,
-        grouped_experts=options.grouped_experts,
+        experts=options.experts,
         sync_free=options.sync_free,
         recv_capacity_factor=options.recv_capacity_factor,
         metrics=options.metrics,

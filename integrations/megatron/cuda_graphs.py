@@ -51,7 +51,7 @@ def check_graphs(config: Any, options: Options, is_sync_free: bool) -> None:
     what = f"cuda_graph_impl is {impl!r} with the parts {sorted(parts) or ['full']}, so a CUDA graph would hold the dispatch"
     if not is_sync_free:
         raise ValueError(
-            f"{what}, whose host waits for counts of rows; call enable(sync_free=True, grouped_experts=True), or name only parts without "
+            f"{what}, whose host waits for counts of rows; call enable(sync_free=True), or name only parts without "
             "it in cuda_graph_scope (0.19: cuda_graph_modules): attn, mlp, mamba, moe_router, moe_preprocess"
         )
     if options.backend == "collective":

@@ -116,16 +116,22 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self._shared = SharedExperts(shared_experts)
 
     def join(self, layer: Any) -> None:
-        """See the whole layer, once it is there. Raises ValueError for experts that would wait for their counts where no host is to."""
+        """See the whole layer, once it is there. Raises ValueError for experts that are not those that options ask for."""
+        name, is_ours = type(layer.experts).__name__, hasattr(type(layer.experts), "takes_counts_on_device")
+        if self.buffers.options.experts == "own" and not is_ours:
+            raise ValueError(
+                f"experts is 'own', but the layer has {name}, whose place grouped experts do not take; build it with SequentialMLP or "
+                "TEGroupedMLP, or keep Megatron-Core's experts: experts='framework' (--experts framework)"
+            )
         if self._capacity is not None and not getattr(layer.experts, "takes_counts_on_device", False):
             raise ValueError(
-                f"sync_free is asked for, but {type(layer.experts).__name__} reads its counts on the host; call "
-                "enable(grouped_experts=True) and leave moe_grouped_gemm out, or leave out sync_free"
+                f"sync_free is asked for, but {name} reads its counts on the host; call enable(experts='own') (--experts own), which "
+                "says why grouped experts do not take its place, or leave out sync_free"
             )
         if self._fp8 and not getattr(layer.experts, "takes_fp8_rows", False):
             raise ValueError(
-                f"fp8 is asked for, but {type(layer.experts).__name__} takes no fp8 rows; leave moe_grouped_gemm out, so that "
-                "grouped experts are built, or leave out fp8"
+                f"fp8 is asked for, but {name} takes no fp8 rows; build the layer with SequentialMLP or TEGroupedMLP, whose place "
+                "grouped experts take, or leave out fp8"
             )
         self._layer = weakref.ref(layer)
 

@@ -1,9 +1,10 @@
-"""Flat states of Megatron-Core's distributed optimizer, which files have in the order of SequentialMLP's parameters.
+"""Flat states of Megatron-Core's distributed optimizer, which files have in the order of the parameters of Megatron-Core's experts.
 
 Megatron-Core's DDP puts parameters one behind another into buckets. Two formats of the distributed optimizer store the buckets as they are:
 `dp_reshardable`, and the gathered one of `dp_zero_gather_scatter` and `--ckpt-format torch`. A stacked parameter of grouped experts takes
-the place of many, so buckets begin elsewhere and hold another order. Files nevertheless have SequentialMLP's buckets: what is saved is
-moved there, and what is loaded is moved back. All other formats store parameters by name.
+the place of many, so buckets begin elsewhere and may hold another order. Files nevertheless have the buckets of the class whose place
+grouped experts take, SequentialMLP or TEGroupedMLP: what is saved is moved there, and what is loaded is moved back. All other formats
+store parameters by name.
 """
 
 import bisect
@@ -110,7 +111,7 @@ class _Order:
         if found != self.here.places or [bucket.numel_unpadded for bucket in buffer.buckets] != self.here.numels:
             raise EPError(
                 f"this megatron-core fills the {len(begins)} buckets of a buffer with grouped experts in a way that deepep_moe does not "
-                "know; set distrib_optim_sharding_type to 'fully_reshardable', or leave out grouped_experts"
+                "know; set distrib_optim_sharding_type to 'fully_reshardable', or keep Megatron-Core's experts (experts='framework')"
             )
 
     def spans(self, bucket: int, start: int, numel: int) -> Iterator[tuple[_Part, int, int]]:
@@ -149,7 +150,7 @@ def _is_alone(parameter: torch.Tensor) -> bool:
 
 
 def serve_optimizers(patches: Patches) -> None:
-    """Let distributed optimizers with stacked parameters save and load files in SequentialMLP's order, also after `disable()`."""
+    """Let distributed optimizers with stacked parameters save and load files in Megatron-Core's order, also after `disable()`."""
     stock, stock_load = DistributedOptimizer.__init__, TorchDistLoadShardedStrategy.load
 
     @functools.wraps(stock)
@@ -157,7 +158,10 @@ def serve_optimizers(patches: Patches) -> None:
         stock(self, *args, **kwargs)
         if any(is_stacked(parameter) for buffer in getattr(self, "buffers", ()) for parameter in buffer.params):
             if type(self) is not DistributedOptimizer:
-                raise EPError(f"{type(self).__name__} is not DistributedOptimizer itself; use that one, or leave out grouped_experts")
+                raise EPError(
+                    f"{type(self).__name__} is not DistributedOptimizer itself; use that one, or keep Megatron-Core's experts "
+                    "(experts='framework')"
+                )
             self.__class__ = StackedDistributedOptimizer
 
     @functools.wraps(stock_load)
@@ -170,7 +174,7 @@ def serve_optimizers(patches: Patches) -> None:
 
 
 class StackedDistributedOptimizer(DistributedOptimizer):
-    """A distributed optimizer with stacked parameters, whose files have SequentialMLP's order."""
+    """A distributed optimizer with stacked parameters, whose files have the order of Megatron-Core's experts."""
 
     _is_by_name = False  # while a format that stores parameters by name reads the flat buckets
 
@@ -198,7 +202,7 @@ class StackedDistributedOptimizer(DistributedOptimizer):
         for name, numels in self._numels_in_file().items():
             if name == "per_bucket_numel_unpadded" and state_dict.get(name, numels) != numels:
                 raise ValueError(
-                    f"the optimizer's buckets in the checkpoint have {state_dict[name]} elements, and this run's, in SequentialMLP's "
+                    f"the optimizer's buckets in the checkpoint have {state_dict[name]} elements, and this run's, in Megatron-Core's "
                     f"order, {numels}; resume with the same parallel sizes and bucket size (--ddp-bucket-size, --overlap-grad-reduce), "
                     "or save with distrib_optim_sharding_type 'fully_reshardable'"
                 )
@@ -225,7 +229,7 @@ class StackedDistributedOptimizer(DistributedOptimizer):
         if update_legacy_format:
             raise ValueError(
                 "update_legacy_format is True, but grouped experts do not read the optimizer's format of before February 2024; load the "
-                "checkpoint with SequentialMLP (leave out grouped_experts) and save it again"
+                "checkpoint with Megatron-Core's experts (experts='framework') and save it again"
             )
         if state_dict is not None:
             state_dict = self._moved(state_dict, to_file=False)
@@ -245,8 +249,8 @@ class StackedDistributedOptimizer(DistributedOptimizer):
 
     def sharded_param_state_fs_bucket_space(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise EPError(
-            "distrib_optim_sharding_type is 'fully_sharded_bucket_space', which grouped experts do not store in SequentialMLP's order; set "
-            "it to 'dp_zero_gather_scatter', or leave out grouped_experts"
+            "distrib_optim_sharding_type is 'fully_sharded_bucket_space', which grouped experts do not store in Megatron-Core's order; set "
+            "it to 'dp_zero_gather_scatter', or keep Megatron-Core's experts (experts='framework')"
         )
 
     # a format that stores parameters by name
@@ -290,7 +294,7 @@ def _split(tensor: Any, bucket: int, order: _Order) -> Any:
     if tensor.flattened_range is not None:
         raise EPError(
             f"this megatron-core stores {tensor.key} in a way that deepep_moe does not know; set distrib_optim_sharding_type to "
-            "'fully_reshardable', or leave out grouped_experts"
+            "'fully_reshardable', or keep Megatron-Core's experts (experts='framework')"
         )
     spans = list(order.spans(bucket, tensor.global_offset[0], tensor.local_shape[0]))
 
@@ -317,7 +321,7 @@ def _piece(tensor: ShardedTensor, key: str, data: torch.Tensor, bucket: int, sta
 def _check_parts(sharded_state_dict: Any, checkpoint_dir: Any) -> None:
     """Raise EPError, on all ranks, for a checkpoint that an older deepep_moe has saved with grouped experts, in the order of memory.
 
-    It is told by its pieces: SequentialMLP's begin and end with a parameter of an expert, and those go over several. Collective.
+    It is told by its pieces: Megatron-Core's begin and end with a parameter of an expert, and those go over several. Collective.
     """
     reason = _why_in_other_order([tensor for tensor in nested_values(sharded_state_dict) if hasattr(tensor, _BOUNDS)], checkpoint_dir)
     reasons: list[Any] = [reason]

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from deepep_moe.integrations.megatron.grouped_experts import REFUSED, GroupedMLP, check_config
+from deepep_moe.integrations.megatron.grouped_experts import GroupedMLP
 from deepep_moe.integrations.megatron.patches import Patches
 from deepep_moe.ops.fp8_kept import KeptWeights
 from deepep_moe.ops.fp8_products import check_widths
 
-_REFUSED = {name: fix for name, fix in REFUSED.items() if name != "fp8"} | {
+_REFUSED = {
     "fp8_param": "set it to False (drop --fp8-param-gather), as experts quantize their bf16 weights in each pass",
     "add_bias_linear": "set it to False (--disable-bias-linear)",
     "moe_apply_probs_on_input": "set it to False",
@@ -33,10 +33,14 @@ class Fp8GroupedMLP(GroupedMLP):
         super().__init__(num_local_experts, config, *args, **kwargs)
         self.kept_weights = KeptWeights()
 
-    @staticmethod
-    def check_config(config: Any) -> None:
-        check_config(config, _REFUSED)
+    @classmethod
+    def check_config(cls, config: Any, is_te: bool) -> None:
+        super().check_config(config, is_te)
         check_widths(moe_ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size)
+
+    @staticmethod
+    def refused(is_te: bool) -> dict[str, str]:
+        return {name: fix for name, fix in GroupedMLP.refused(is_te).items() if name != "fp8"} | _REFUSED
 
     def release_fp8_weights(self) -> None:
         """Drop the fp8 copies of the weights. The next forward makes new ones, if it shares them with others."""

@@ -1,26 +1,32 @@
-"""Megatron-Core's SequentialMLP with the products of all experts made at once.
+"""Megatron-Core's experts with the products of all experts made at once.
 
-`SequentialMLP` runs one expert after another, and its host reads the counts. `GroupedMLP` has the same constructor, the same weights from
-the same seeds, the same outputs and the same checkpoints, and runs `deepep_moe.ops.grouped_mlp`. It needs no TransformerEngine.
+`SequentialMLP` runs one expert after another, `TEGroupedMLP` those of TransformerEngine at once; the host of both reads the counts.
+`GroupedMLP` takes the place of either. It has its constructor, outputs and checkpoints, and runs `deepep_moe.ops.grouped_mlp`.
 """
 
 import contextlib
+import copy
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 
+from deepep_moe.integrations.common.warn_once import warn_once
+from deepep_moe.integrations.megatron.gating import stage_group
 from deepep_moe.integrations.megatron.patches import Patches
 from deepep_moe.integrations.megatron.stacked_checkpoint import mark_stack, stack_sharded
 from deepep_moe.ops.grouped_mlp import Activation, clear_tail, grouped_mlp
+from deepep_moe.ops.grouped_products import why_not_grouped
 
 _KINDS = ("weight", "bias")
 REFUSED = {
-    "gradient_accumulation_fusion": "set it to False (--no-gradient-accumulation-fusion)",
     "fp8": "leave it out",
     "fp4": "leave it out",
     "use_te_activation_func": "set it to False (drop --use-te-activation-func)",
@@ -28,8 +34,18 @@ REFUSED = {
     "overlap_dispatch_backward_with_experts_wgrad": "set it to False",
     "init_model_with_meta_device": "set it to False",
     "use_kitchen": "set it to False",
+    "moe_mlp_glu_interleave_size": "leave it out",
 }
 """Settings that GroupedMLP does not honour, and what to do."""
+_REFUSED_FOR_TE = {
+    "use_transformer_engine_op_fuser": "set it to False (drop --use-transformer-engine-op-fuser)",
+    "quant_recipe": "leave it out",
+}
+"""Those that SequentialMLP does not honour either, but TEGroupedMLP does."""
+
+
+WeightGradient = Callable[[Tensor | None], Tensor]
+"""Makes the gradient of a weight. It adds it to a tensor, if given one, and what it returns then means nothing."""
 
 
 class GroupedMLP(SequentialMLP):
@@ -37,10 +53,10 @@ class GroupedMLP(SequentialMLP):
 
     `linear_fc1` and `linear_fc2` hold one parameter each for all local experts, [num_local_experts, out, in], because the host's time is
     what it saves: a parameter for each expert has a hook of Megatron's DDP each, and views of one memory do not survive its buffers, which
-    move parameters. State dicts nevertheless have SequentialMLP's names and tensors, so checkpoints go both ways. SequentialMLP's own
-    modules, without parameters, are the frame that makes and reads them, in whichever form this Megatron-Core has. The frame is
-    `local_experts` only while it does so. Whoever looks for modules to hook, to adapt or to quantize does not find experts that nobody
-    calls.
+    move parameters. State dicts nevertheless have the names and tensors of the class whose place this one takes, so checkpoints go both
+    ways; those of either class load. SequentialMLP's own modules, without parameters, are the frame that makes and reads sharded ones, in
+    whichever form this Megatron-Core has. The frame is `local_experts` only while it does so. Whoever looks for modules to hook, to adapt
+    or to quantize does not find experts that nobody calls.
 
     Biases have names that end with `.bias`, by which Megatron-Core leaves out weight decay. Optimizers for matrices only, such as Muon,
     see parameters of three dimensions.
@@ -55,27 +71,58 @@ class GroupedMLP(SequentialMLP):
 
     _frame: Any
 
-    def __init__(self, num_local_experts: int, config: Any, *args: Any, **kwargs: Any):
-        self.check_config(config)
-        super().__init__(num_local_experts, config, *args, **kwargs)
+    def __init__(self, num_local_experts: int, config: Any, submodules: Any, *args: Any, is_te: bool = False, **kwargs: Any):
+        """`is_te`: this takes the place of a TEGroupedMLP, not of a SequentialMLP."""
+        self.check_config(config, is_te)
+        if is_te:
+            submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        of_frame = copy.copy(config)
+        of_frame.gradient_accumulation_fusion = False  # with it the frame's layers, which nobody calls, would demand apex
+        draws = is_te and config.perform_initialization and not config.use_cpu_initialization
+        if draws:
+            of_frame.init_method = of_frame.output_layer_init_method = _leave
+        super().__init__(num_local_experts, of_frame, submodules, *args, **kwargs)
+        self.config = config
+        self._is_te = is_te
         self.__dict__["_frame"] = self._modules.pop("local_experts")
-        self.linear_fc1 = _Stacked([expert.linear_fc1 for expert in self._frame])
-        self.linear_fc2 = _Stacked([expert.linear_fc2 for expert in self._frame])
-        mark_stack(self.parameters())
+        self.linear_fc1, self.linear_fc2 = (
+            _Stacked([getattr(expert, name) for expert in self._frame], config, is_te) for name in ("linear_fc1", "linear_fc2")
+        )
+        if draws:
+            self._draw_as_te()
+        # The order in which the class whose place this one takes has parameters: expert by expert, or layer by layer.
+        for stack in (self.linear_fc1, self.linear_fc2) if is_te else (self,):
+            mark_stack(stack.parameters())
         self._activation = _activation(config)
         modules = (config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
         self._recompute_activation = "moe_act" in modules
         self._delays = bool(getattr(config, "delay_wgrad_compute", False))
-        self._due: deque[tuple[_Stacked, Callable[[], Tensor]]] = deque()  # gradients that `backward_dw` is to make
+        self._due: deque[tuple[_Stacked, WeightGradient]] = deque()  # gradients that `backward_dw` is to make
         for linear in (self.linear_fc1, self.linear_fc2) if self._delays else ():
             weight: Any = linear.weight
             weight.skip_backward_post_hook = True  # Megatron's DDP then registers its hook with the layer
         self.register_load_state_dict_post_hook(_collapse)
 
-    @staticmethod
-    def check_config(config: Any) -> None:
+    @torch.no_grad()
+    def _draw_as_te(self) -> None:
+        """Draw the weights in the order of TEGroupedMLP, so that the same seed gives the same weights."""
+        for linear, draw in ((self.linear_fc1, self.config.init_method), (self.linear_fc2, self.config.output_layer_init_method)):
+            for weight in linear.weight:
+                with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                    draw(weight)
+
+    @classmethod
+    def check_config(cls, config: Any, is_te: bool) -> None:
         """Raise ValueError for settings that these experts do not honour."""
-        check_config(config, REFUSED)
+        if (reason := why_not_honoured(config, cls.refused(is_te))) is not None:
+            raise ValueError(f"{reason}, or keep Megatron-Core's experts: experts='framework' (--experts framework)")
+        if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
+            raise ValueError(f"moe_apply_probs_on_input is True with moe_router_topk={config.moe_router_topk}; it needs moe_router_topk=1")
+
+    @staticmethod
+    def refused(is_te: bool) -> dict[str, str]:
+        """Return the settings that these experts do not honour, and what to do."""
+        return REFUSED | (_REFUSED_FOR_TE if is_te else {})
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor | list[int], permuted_probs: Tensor
@@ -97,7 +144,7 @@ class GroupedMLP(SequentialMLP):
         output = grouped_mlp(
             rows, tokens_per_expert, w1, w2, b1=b1, b2=b2, probs=probs, activation=self._activation,
             recompute_activation=self._recompute_activation, zero_tail=False, delay=self._delay if self._delays else None,
-            **self._copies_of_weights(w1, w2),
+            main_grads=(self.linear_fc1.main_grad, self.linear_fc2.main_grad), **self._copies_of_weights(w1, w2),
         )  # fmt: skip
         return output, None
 
@@ -105,7 +152,7 @@ class GroupedMLP(SequentialMLP):
         """Return the arguments of `grouped_mlp` that say whether this forward shares copies of the weights. Here it has none."""
         return {}
 
-    def _delay(self, name: str, compute: Callable[[], Tensor]) -> None:
+    def _delay(self, name: str, compute: WeightGradient) -> None:
         self._due.append((self.linear_fc1 if name == "w1" else self.linear_fc2, compute))
 
     @torch.no_grad()
@@ -113,13 +160,13 @@ class GroupedMLP(SequentialMLP):
         """Make the gradients of the weights that backwards have left, as `delay_wgrad_compute` asks for."""
         while self._due:
             linear, compute = self._due.popleft()
-            linear.add_gradient(compute())
+            linear.add_delayed(compute)
 
     # ---- checkpoints ----
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what SequentialMLP does: an entry for each expert, in the stacked parameters' memory."""
-        with self._expanded():
+        """Return what the class whose place this one takes does: an entry for each expert, in the stacked parameters' memory."""
+        with contextlib.nullcontext() if self._is_te else self._expanded():
             return super().state_dict(*args, **kwargs)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> dict[str, Any]:
@@ -132,9 +179,15 @@ class GroupedMLP(SequentialMLP):
         return entries
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if f"{prefix}linear_fc1.weight" not in state_dict:  # which sharded checkpoints have
-            self._expand()
-        self._modules["local_experts"] = self._frame
+        is_stacked = f"{prefix}linear_fc1.weight" in state_dict  # which sharded checkpoints have
+        has_frame = any(name.startswith(f"{prefix}local_experts.") for name in state_dict)
+        is_te = not is_stacked and (f"{prefix}linear_fc1.weight0" in state_dict or (self._is_te and not has_frame))
+        for linear in (self.linear_fc1, self.linear_fc2):
+            linear.reads_te = is_te
+        if not is_te:
+            if not is_stacked:
+                self._expand()
+            self._modules["local_experts"] = self._frame
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _stacked_parameters(self) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
@@ -176,9 +229,14 @@ class _Stacked(torch.nn.Module):
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
 
-    def __init__(self, linears: list[Any]):
+    reads_te = False
+    """The state dict that is being loaded has TEGroupedMLP's names."""
+
+    def __init__(self, linears: list[Any], config: Any, is_te: bool):
         super().__init__()
         self._hooks: list[Callable[[], None]] = []
+        self._is_te, self._fuses = is_te, bool(config.gradient_accumulation_fusion)
+        self._noting = 0  # the id of the weight that `_note_main_grad` is a hook of
         for kind in _KINDS:
             self.register_parameter(kind, _stack([linear._parameters.get(kind) for linear in linears]))
             for linear in linears:
@@ -188,30 +246,79 @@ class _Stacked(torch.nn.Module):
     def forward(self) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias. Frameworks hang on this call: Megatron's DDP gathers a bucket before the module that owns its parameters
         is called (`overlap_param_gather`)."""
+        if self.main_grad is not None and self._noting != id(self.weight) and self.weight.requires_grad:
+            self.weight.register_hook(self._note_main_grad)
+            self._noting = id(self.weight)
         return self.weight, self.bias
+
+    # ---- gradients ----
+
+    @property
+    def main_grad(self) -> Tensor | None:
+        """Where backwards add the weight's gradient themselves (`gradient_accumulation_fusion`). None: they make `grad`, as without DDP.
+        Megatron's FSDP, whose parameters have `get_main_grad`, gets `grad` too."""
+        has_buffer = self._fuses and not hasattr(self.weight, "get_main_grad")
+        return getattr(self.weight, "main_grad", None) if has_buffer else None
+
+    def _note_main_grad(self, grad: Tensor) -> None:
+        """Tell Megatron's DDP, before `grad` reaches the weight, that its values mean nothing."""
+        if self.main_grad is not None:
+            self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
         """Megatron's DDP gives what adds the weight's `grad` to its `main_grad`, to be called after a delayed gradient."""
         self._hooks.append(hook)
 
-    def add_gradient(self, grad: Tensor) -> None:
+    def add_delayed(self, compute: WeightGradient) -> None:
         """Add a delayed gradient of the weight where the next step looks for it."""
-        weight = self.weight
-        if not self._hooks and hasattr(weight, "main_grad"):  # of a DDP that does not know of the delay
-            weight.main_grad.add_(grad)
-            return
-        weight.grad = grad if weight.grad is None else weight.grad + grad
+        weight: Any = self.weight
+        main_grad = self.main_grad if self._hooks else getattr(weight, "main_grad", None)  # without hooks DDP does not know of the delay
+        grad = compute(main_grad)
+        if main_grad is None:
+            weight.grad = grad if weight.grad is None else weight.grad + grad
+        elif self._hooks:
+            weight.grad, weight.grad_added_to_main_grad = grad, True
         for hook in self._hooks:
             hook()
 
-    def _save_to_state_dict(self, *args: Any) -> None:
-        """Save nothing: the frame does."""
+    # ---- checkpoints ----
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        with torch.no_grad():
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Save TEGroupedMLP's entries, or nothing, as the frame does."""
+        if not self._is_te:
+            return
+        for index in range(len(self.weight)):
             for kind, parameter in self.named_parameters():
-                if (loaded := state_dict.get(prefix + kind)) is not None:
-                    parameter.copy_(loaded)
+                destination[f"{prefix}{kind}{index}"] = (parameter if keep_vars else parameter.detach())[index]
+        destination[f"{prefix}_extra_state"] = torch.empty(0, dtype=torch.uint8)  # which says that there is none
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        if not self.reads_te:
+            with torch.no_grad():
+                for kind, parameter in self.named_parameters():
+                    if (loaded := state_dict.get(prefix + kind)) is not None:
+                        parameter.copy_(loaded)
+            return
+        views = {
+            f"{prefix}{kind}{index}": view
+            for kind, parameter in self.named_parameters()
+            for index, view in enumerate(parameter.detach())
+        }  # fmt: skip
+        for name, view in views.items():
+            if (loaded := state_dict.get(name)) is None:
+                missing_keys.append(name)
+            elif loaded.shape != view.shape:
+                error_msgs.append(f"size mismatch for {name}: {list(loaded.shape)} in the checkpoint, {list(view.shape)} here")
+            else:
+                view.copy_(loaded.detach())
+        unexpected_keys += [name for name in state_dict if name.startswith(prefix) and name not in views and "._extra_state" not in name]
+
+
+def _leave(weight: Tensor) -> Tensor:
+    return weight
 
 
 def _stack(parameters: list[Any]) -> torch.nn.Parameter | None:
@@ -228,18 +335,26 @@ def _stack(parameters: list[Any]) -> torch.nn.Parameter | None:
 # ---- configuration ----
 
 
-def check_config(config: Any, refused: dict[str, str]) -> None:
-    """Raise ValueError for settings among `refused`, which says what to do, and for some values of others."""
-    found = [(name, fix) for name, fix in refused.items() if getattr(config, name, None)]
-    for name, fix in found:
-        raise ValueError(f"{name} is {getattr(config, name)!r}, which grouped experts do not support; {fix}, or leave out grouped_experts")
-    if (size := config.expert_tensor_parallel_size or 1) > 1:
-        raise ValueError(
-            f"expert_tensor_parallel_size is {size}, but grouped experts are not split; set it to 1 (--expert-tensor-parallel-size 1), or "
-            "leave out grouped_experts"
-        )
-    if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
-        raise ValueError(f"moe_apply_probs_on_input is True with moe_router_topk={config.moe_router_topk}; it needs moe_router_topk=1")
+def why_not_honoured(config: Any, refused: dict[str, str]) -> str | None:
+    """Return which setting among `refused`, or which value of another one, grouped experts do not honour, and what to do."""
+    for name, fix in refused.items():
+        if getattr(config, name, None):
+            return f"{name} is {getattr(config, name)!r}, which grouped experts do not support; {fix}"
+    if getattr(config, "fine_grained_activation_offloading", False) and (found := {"expert_fc1", "moe_act"} & set(config.offload_modules)):
+        return f"offload_modules has {sorted(found)}, which grouped experts do not offload; leave them out"
+    for name in ("expert_tensor_parallel_size", "expert_gtp_weight_remat_size"):
+        if (size := getattr(config, name, None) or 1) > 1:
+            return f"{name} is {size}, but grouped experts are not split; set it to 1 (--{name.replace('_', '-')} 1)"
+    return None
+
+
+def _why_not_fast(config: Any) -> str | None:
+    """Return why the products of this config's experts are not made at once."""
+    hidden, inner = getattr(config, "moe_latent_size", None) or config.hidden_size, config.moe_ffn_hidden_size or config.ffn_hidden_size
+    if config.params_dtype != torch.bfloat16:
+        return f"params_dtype is {config.params_dtype}, and grouped products are fast in bf16 (--bf16)"
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return why_not_grouped(torch.empty(0, hidden, dtype=config.params_dtype, device=device), inner)
 
 
 def _activation(config: Any) -> Activation:
@@ -258,20 +373,39 @@ def _gated(inner: Tensor, *, function: Callable[[Tensor], Tensor], clamp: float 
     return function(gate) * (up + offset)
 
 
-def serve_experts(patches: Patches, is_ours: Callable[[Any], bool], experts: type[GroupedMLP] = GroupedMLP) -> None:
-    """Let `SequentialMLP(...)` construct `experts` for the configs of which `is_ours` is true.
+# ---- whose place they take ----
 
-    Layer specs have the class in several forms and were often made before. All of them call it. Its `__init__` is replaced and not its
-    `__new__`, because Python does not forget a `__new__` that is taken back.
+
+def serve_experts(
+    patches: Patches, is_ours: Callable[[Any], bool], experts: type[GroupedMLP] = GroupedMLP, *, insists: bool = True
+) -> None:
+    """Let `SequentialMLP(...)` and `TEGroupedMLP(...)` construct `experts` for the configs of which `is_ours` is true.
+
+    With `insists` they do so always, and a config that grouped experts do not honour is ValueError. Otherwise they do so where grouped
+    experts are fast and honour the config. A line in the log says which experts there are.
+
+    Layer specs have the classes in several forms and were often made before. All of them call them. Their `__init__` is replaced and not
+    their `__new__`, because Python does not forget a `__new__` that is taken back.
     """
-    stock = SequentialMLP.__init__
+    for stock in (SequentialMLP, TEGroupedMLP):
+        patches.set(stock, "__init__", _serving(stock, is_ours, experts, insists))
+
+
+def _serving(cls: type, is_ours: Callable[[Any], bool], experts: type[GroupedMLP], insists: bool) -> Callable[..., None]:
+    stock, is_te = cls.__init__, cls is TEGroupedMLP
 
     @functools.wraps(stock)
     def __init__(self: Any, num_local_experts: int, config: Any, *args: Any, **kwargs: Any) -> None:
-        if type(self) is SequentialMLP and is_ours(config):
-            self.__class__ = experts
-            experts.__init__(self, num_local_experts, config, *args, **kwargs)
-        else:
+        if type(self) is not cls or not is_ours(config):
             stock(self, num_local_experts, config, *args, **kwargs)
+            return
+        reason = None if insists else why_not_honoured(config, experts.refused(is_te)) or _why_not_fast(config)
+        if reason is not None:
+            warn_once(f"MoE experts stay Megatron-Core's {cls.__name__}: {reason}", stage_group())
+            stock(self, num_local_experts, config, *args, **kwargs)
+            return
+        self.__class__ = experts
+        experts.__init__(self, num_local_experts, config, *args, is_te=is_te, **kwargs)
+        warn_once(f"MoE experts are deepep_moe's grouped experts, in the place of {cls.__name__}", stage_group())
 
-    patches.set(SequentialMLP, "__init__", __init__)
+    return __init__

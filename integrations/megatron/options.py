@@ -9,6 +9,8 @@ from deepep_moe.exchange.backends.select import BACKENDS
 from deepep_moe.exchange.checks import check_max_sms, check_num_sms
 from deepep_moe.ops.fp8_products import GROUP_ALIGNMENT, check_alignment
 
+EXPERTS = ("auto", "framework", "own")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -19,7 +21,7 @@ class Options:
     expert_alignment: int = 1
     gate: bool = True
     num_sms: int | None = None
-    grouped_experts: bool = False
+    experts: str = "auto"
     sync_free: bool = False
     recv_capacity_factor: float | None = None
     metrics: bool = False
@@ -34,9 +36,11 @@ class Options:
                 _check_positive(name, getattr(self, name))
         check_num_sms(self.num_sms)
         check_max_sms(self.max_sms)
-        for name in ("gate", "grouped_experts", "sync_free", "metrics", "fp8"):
+        for name in ("gate", "sync_free", "metrics", "fp8"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name} is {value!r}; it must be True or False")
+        if self.experts not in EXPERTS:
+            raise ValueError(f"experts is {self.experts!r}; it must be one of {list(EXPERTS)}")
         if self.backend not in BACKENDS:
             raise ValueError(f"backend is {self.backend!r}; it must be one of {list(BACKENDS)}")
         if self.fp8:
@@ -47,10 +51,8 @@ class Options:
                 raise ValueError("recv_capacity_factor is given without sync_free; pass sync_free=True, or leave it out")
 
     def _check_fp8(self) -> None:
-        if not self.grouped_experts:
-            raise ValueError(
-                "fp8 is True without grouped_experts, whose products take fp8 rows; pass grouped_experts=True, or leave fp8 out"
-            )
+        if self.experts == "framework":
+            raise ValueError("fp8 is True, but experts is 'framework', whose experts take no fp8 rows; leave one of the two out")
         if self.expert_alignment == 1:
             object.__setattr__(self, "expert_alignment", GROUP_ALIGNMENT)
         check_alignment("expert_alignment", self.expert_alignment)

@@ -148,7 +148,7 @@ def enable(
     expert_alignment: int = 1,
     gate: bool = True,
     num_sms: int | None = None,
-    grouped_experts: bool = False,
+    experts: str = "auto",
     sync_free: bool = False,
     recv_capacity_factor: float | None = None,
     metrics: bool = False,
@@ -183,11 +183,14 @@ def enable(
             raise ValueError, but in fp16 they go through, and Megatron-Core skips the step. The gate does not see changes of its probs and
             routing_map behind autograd's back (`.data`, `.numpy()`).
         num_sms: on GPUs, the SMs that send, as for `deepep_moe.Buffer`. `moe_flex_dispatcher_num_sms` of a config (0.19) overrides it.
-        grouped_experts: where Megatron-Core would build a `SequentialMLP`, build experts whose products run at once for all experts, with
-            the same weights and checkpoints. Other classes of experts, such as TEGroupedMLP, stay.
+        experts: which experts layers have that dispatch through deepep_moe. "auto": grouped experts, whose products run at once for all
+            experts, take the place of `SequentialMLP` and `TEGroupedMLP` where products are fast (bf16, Hopper or Blackwell GPUs) and the
+            config asks for nothing that they do not honour; checkpoints stay those of the class. Otherwise Megatron-Core's stay. A line in
+            the log says once which, and why. "framework": Megatron-Core's always stay. "own": grouped experts always, and a config that
+            they do not honour is ValueError.
         sync_free: the host waits for nothing between router and combine, as counts of rows stay on the GPU. Rows get room for every
             routing: tokens of all ranks x min(top-k, experts of the rank), for hidden and intermediate values alike. With one rank these
-            are the rows that come. Needs experts that take counts on the GPU, such as `grouped_experts`.
+            are the rows that come. Needs experts that take counts on the GPU, such as grouped ones.
         recv_capacity_factor: room for that many times an even share of all rows instead. More rows than that are EPCapacityError on all
             ranks of the expert-parallel group, at the latest from `finalize_model_grads` of Megatron-Core, which then waits for the GPU:
             nothing is dropped, and the step can be run again after `recover()` and `grow_recv_capacity()`. Where more ranks than this
@@ -200,7 +203,7 @@ def enable(
             them too.
         ranks_per_node: as for `deepep_moe.Buffer`; ranks are those of the expert-parallel group. None: those of a host are a node.
         max_sms: as for `deepep_moe.Buffer`: what a call leaves free is for the shared experts, or for the other micro batch, beside it.
-        fp8: with `grouped_experts`, rows travel as fp8 in both passes and the experts' products take them (docs/design/fp8_training.md);
+        fp8: rows travel as fp8 in both passes and the products of grouped experts take them (docs/design/fp8_training.md);
             nothing is padded or quantized again. For bf16 models, alone or beside `--fp8-recipe blockwise`, which then is for the other
             layers. `expert_alignment` 1 becomes 128. docs/megatron.md says what it does not go with, which is ValueError.
 
@@ -216,7 +219,7 @@ def enable(
         expert_alignment,
         gate,
         num_sms,
-        grouped_experts,
+        experts,
         sync_free,
         recv_capacity_factor,
         metrics,
@@ -259,11 +262,11 @@ def enable(
             serve_routers(patches, _is_ours)
         if buffers.metrics is not None:
             serve_reports(patches, buffers.metrics)
-        if grouped_experts:
+        if experts != "framework":
             from deepep_moe.integrations.megatron.flat_states import serve_optimizers
             from deepep_moe.integrations.megatron.grouped_experts import serve_experts
 
-            serve_experts(patches, _is_ours, _experts_class(options))
+            serve_experts(patches, _is_ours, _experts_class(options), insists=experts == "own" or fp8)
             serve_optimizers(patches)
         if fp8:
             from deepep_moe.integrations.megatron.fp8_experts import serve_first_microbatches

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-_STACK = "deepep_moe_stack"  # an attribute of a stacked parameter: the number of its layer
+_STACK = "deepep_moe_stack"  # an attribute of a stacked parameter: a number that it shares with those that alternate with it in `by_expert`
 _numbers = itertools.count()
 
 
 def mark_stack(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Mark the parameters [num_experts, ...] of one layer, each of which holds those of all its experts."""
+    """Mark the parameters [num_experts, ...], each of which holds those of all experts of a layer. Megatron-Core's experts have those of
+    expert 0 first, then those of expert 1, and so on."""
     number = next(_numbers)
     for parameter in parameters:
         setattr(parameter, _STACK, number)
@@ -24,8 +25,8 @@ def is_stacked(parameter: torch.Tensor) -> bool:
 
 
 def by_expert(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, int | None]]:
-    """Find what SequentialMLP has in the place of `parameters`, in its order: a stacked parameter and the index of an expert, or any other
-    parameter and None."""
+    """Find what Megatron-Core's experts have in the place of `parameters`, in their order: a stacked parameter and the index of
+    an expert, or any other parameter and None."""
     for number, alike in itertools.groupby(parameters, lambda parameter: getattr(parameter, _STACK, None)):
         layer = list(alike)
         experts = [None] if number is None else range(len(layer[0]))

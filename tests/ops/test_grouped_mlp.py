@@ -396,7 +396,7 @@ def test_what_is_left_to_python(device):
 
     def is_declined(changes):
         arguments = ((leaves | changes)[name] for name in ("x", "counts", "w1", "w2", "probs"))
-        return torch_module.MODULE.grouped_swiglu(*arguments, False) is None
+        return torch_module.MODULE.grouped_swiglu(*arguments, False, None, None) is None
 
     assert not is_declined({})
     wrong = {

@@ -17,7 +17,7 @@ HIDDEN = 32
 NUM_EXPERTS = 8
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "moe_router_dtype": "fp32"}
 RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-SYNC_FREE = {"grouped_experts": True, "sync_free": True}
+SYNC_FREE = {"experts": "own", "sync_free": True}
 # Rank r is on GPU r.
 ON_GPUS = pytest.mark.parametrize("num_ranks", (pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.multi_gpu(2))))
 

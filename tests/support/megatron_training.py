@@ -12,14 +12,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from te_experts import te_experts
 from torch.overrides import TorchFunctionMode
 
 from deepep_moe.integrations.megatron.patches import Patches
 from deepep_moe.integrations.megatron.plugin import selection
 
 VOCABULARY, LENGTH, HIDDEN, BATCH, MICRO_BATCHES = 64, 16, 128, 2, 2
-EXPERTS: dict[str, dict[str, Any] | None] = {"stock": None, "sequential": {}, "grouped": {"grouped_experts": True}}
-"""Options of `enable()` for each kind of experts. None: Megatron-Core's own dispatcher `alltoall`."""
+EXPERTS: dict[str, dict[str, Any] | None] = {
+    "stock": None,
+    "sequential": {"experts": "framework"},
+    "grouped": {"experts": "own"},
+    "stock TE": None,
+    "TE": {"experts": "framework"},
+    "grouped for TE": {"experts": "own"},
+    "auto for TE": {"experts": "auto"},
+}
+"""Options of `enable()` for each kind of experts. None: Megatron-Core's own dispatcher `alltoall`. With "TE" in its name, the spec of the
+model has TEGroupedMLP, otherwise SequentialMLP."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,8 @@ class Setting:
     overlap_param_gather: bool = False
     dtype: torch.dtype = torch.float32
     bucket_size: int | None = 60_000
+    fuses: bool = False
+    """Experts, but no other layers, have `gradient_accumulation_fusion`: those need kernels of apex."""
     changes: tuple[tuple[str, Any], ...] = ()
 
 
@@ -140,7 +152,25 @@ def training(setting: Setting, *, seed: int = 7) -> Iterator[Training]:
     options = EXPERTS[setting.experts]
     with ranks.model_parallel("cpu", ep=setting.ep, seed=seed, options=options), on_cpus():
         config = _config(setting)
-        yield Training(config, *_wrap(setting, config, _gpt(config, seed)))
+        with te_experts() if "TE" in setting.experts else contextlib.nullcontext(), _fused() if setting.fuses else contextlib.nullcontext():
+            model = _gpt(config, seed)
+        for module in model.modules():
+            if hasattr(module, "gradient_accumulation_fusion"):
+                module.gradient_accumulation_fusion = False
+        yield Training(config, *_wrap(setting, config, model))
+
+
+@contextlib.contextmanager
+def _fused() -> Iterator[None]:
+    """Let Megatron-Core's layers be constructed with `gradient_accumulation_fusion`, although its kernels are missing."""
+    from megatron.core.tensor_parallel import layers
+
+    patches = Patches()
+    patches.set(layers, "_grad_accum_fusion_available", True)
+    try:
+        yield
+    finally:
+        patches.restore()
 
 
 def _config(setting: Setting) -> Any:
@@ -162,7 +192,7 @@ def _config(setting: Setting) -> Any:
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
         "bias_activation_fusion": False,
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": setting.fuses,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "bias_dropout_fusion": False,

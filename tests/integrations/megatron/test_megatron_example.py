@@ -174,7 +174,7 @@ def test_tensor_parallel_training_equals_alltoall():
         assert ours[-1] < ours[0] < 6
 
 
-OURS = {"dispatcher": "deepep_moe", "grouped_experts": True, "sync_free": True}
+OURS = {"dispatcher": "deepep_moe", "experts": "own", "sync_free": True}
 
 
 @pytest.mark.slow
@@ -241,8 +241,8 @@ def test_sweep_and_tensorboard(monkeypatch, tmp_path):
 
 SHARED = ["--device", "cuda", "--num-ranks", "2", "--share-gpus"]
 REFUSED = [
-    (["--sync-free"], "--sync-free needs --grouped-experts"),
-    (["--fp8-experts", "--grouped-experts"], "--fp8-experts needs --grouped-experts and --dtype bf16"),
+    (["--sync-free"], "--sync-free needs --experts own"),
+    (["--fp8-experts", "--experts", "own"], "--fp8-experts needs --experts own and --dtype bf16"),
     (["--interleave", "--recompute"], "--interleave and --recompute exclude each other"),
     (["--interleave", "--shared-overlap"], "--interleave and --shared-overlap exclude each other"),
     (["--micro-batches", "3"], "--micro-batches 3 must divide the 8 sequences"),
@@ -313,14 +313,14 @@ def test_defaults_on_a_gpu(monkeypatch):
     """There a step is bf16, without waits and from a graph; each can be switched off."""
     (train,) = _import_example("train")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    names = ("dtype", "grouped_experts", "sync_free", "cuda_graph")
+    names = ("dtype", "experts", "sync_free", "cuda_graph")
 
     def chosen(*arguments: str) -> tuple:
         parsed = train._arguments(["--device", "cuda", *arguments])
         return tuple(getattr(parsed, name) for name in names)
 
-    assert chosen("--compare", "alltoall") == ("bf16", True, True, True)
-    assert chosen("--no-sync-free") == ("bf16", True, False, False)
-    assert chosen("--interleave") == ("bf16", True, True, False)
-    assert chosen("--dtype", "fp32") == ("fp32", False, False, False)
-    assert chosen("--dispatcher", "alltoall") == ("bf16", False, False, False)
+    assert chosen("--compare", "alltoall") == ("bf16", "own", True, True)
+    assert chosen("--no-sync-free") == ("bf16", "own", False, False)
+    assert chosen("--interleave") == ("bf16", "own", True, False)
+    assert chosen("--dtype", "fp32") == ("fp32", "auto", False, False)
+    assert chosen("--dispatcher", "alltoall") == ("bf16", "auto", False, False)

@@ -16,7 +16,7 @@ from deepep_moe.ops import QuantizedRows, fp8_products
 pytest.importorskip("megatron.core")
 
 HIDDEN, WIDTH = 128, 128
-FP8 = {"grouped_experts": True, "fp8": True}
+FP8 = {"experts": "own", "fp8": True}
 SIZES = {"hidden_size": HIDDEN, "moe_ffn_hidden_size": WIDTH}
 SIZES["moe_shared_expert_intermediate_size"] = None  # which Megatron-Core does not build beside fp8 without TransformerEngine
 RECIPE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
@@ -50,7 +50,7 @@ def test_layer(rank: int, num_ranks: int) -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     fields = set(TransformerConfig.__dataclass_fields__)
-    with model_parallel(ep=num_ranks, grouped_experts=True) as sizes:
+    with model_parallel(ep=num_ranks, experts="own") as sizes:
         exact = result(sizes, rank, {})
     with model_parallel(ep=num_ranks, **FP8) as sizes:
         ours = result(sizes, rank, {})
@@ -91,7 +91,7 @@ def test_experts_get_fp8_rows(rank: int, num_ranks: int, sizes: dict[str, int]) 
 @on_ranks(2)
 def test_checkpoint(rank: int, num_ranks: int) -> None:
     """A state dict of a layer in bf16 is one of a layer in fp8, and steps of an optimizer between two forwards count."""
-    with model_parallel(ep=num_ranks, grouped_experts=True) as sizes:
+    with model_parallel(ep=num_ranks, experts="own") as sizes:
         state = fp8_layer(sizes).state_dict()
     with model_parallel(ep=num_ranks, **FP8) as sizes:
         layers = [fp8_layer(sizes) for _ in range(2)]

@@ -48,7 +48,7 @@ def test_which_graphs_hold_calls(fields, holds):
 @pytest.mark.parametrize(
     ("options", "others", "is_sync_free", "message"),
     [
-        ({}, {}, False, r"the parts \['full'\].*whose host waits for counts of rows; call enable\(sync_free=True, grouped_experts=True\)"),
+        ({}, {}, False, r"the parts \['full'\].*whose host waits for counts of rows; call enable\(sync_free=True\)"),
         ({"backend": "collective"}, {}, True, "the backend 'collective' counts rows on the host; leave backend out"),
         ({"num_sms": 0}, {}, True, "with num_sms=0 copy engines send.*give num_sms of 1 or more"),
         ({"num_sms": 8}, {"moe_flex_dispatcher_num_sms": 0}, True, "with num_sms=0 copy engines send"),
@@ -66,7 +66,7 @@ def test_calls_that_cannot_be_captured(options, others, is_sync_free, message):
 @on_ranks(1)
 def test_layers_are_refused_when_they_are_built(rank: int, num_ranks: int) -> None:
     needs_parts()
-    with model_parallel(ep=1, grouped_experts=True) as sizes:
+    with model_parallel(ep=1, experts="own") as sizes:
         for scope in ("full", "full_iteration"):
             config = layer_config(**sizes, **selection(), cuda_graph_impl="local", cuda_graph_scope=scope)
             with pytest.raises(ValueError, match=r"cuda_graph_impl is '.*so a CUDA graph would hold the dispatch"):
@@ -88,7 +88,7 @@ def test_the_part_moe():
     """Megatron-Core allows it with padding to a capacity. A dispatch whose host waits for nothing can be captured without."""
     needs_parts()
     given = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn,moe"}
-    with enabled(grouped_experts=True), pytest.raises(AssertionError, match="drop-padding"):
+    with enabled(experts="own"), pytest.raises(AssertionError, match="drop-padding"):
         layer_config(**selection(), **given)
     with enabled(**SYNC_FREE):
         assert graphed_parts(layer_config(**selection(), **given)) == ("transformer_engine", {"attn", "moe"})
@@ -190,7 +190,7 @@ def _te(layer: Any, monkeypatch: pytest.MonkeyPatch, with_preprocess: bool) -> l
 @on_ranks(2)
 def test_layers_with_a_graph_of_the_router(rank: int, num_ranks: int, overlap: bool) -> None:
     needs_parts()
-    with model_parallel(ep=num_ranks, grouped_experts=True) as sizes, pytest.MonkeyPatch.context() as monkeypatch:
+    with model_parallel(ep=num_ranks, experts="own") as sizes, pytest.MonkeyPatch.context() as monkeypatch:
         changes = {"moe_shared_expert_overlap": overlap}
         want = _plain(layer_of(sizes, **changes))
         local = layer_config(**sizes, **selection(), **changes, cuda_graph_impl="local", cuda_graph_scope="moe_router")

@@ -59,7 +59,7 @@ CASES: dict[str, dict] = {
 
 
 @pytest.mark.parametrize("num_ranks", (1, 2))
-@on_megatron(grouped_experts=True)
+@on_megatron(experts="own")
 def test_equals_sequential_experts(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """Cases with biases are left out on one rank, where SequentialMLP itself fails with them."""
     on_one = [name for name in CASES if "biases" not in name]
@@ -78,7 +78,7 @@ def test_equals_sequential_experts(rank: int, num_ranks: int, sizes: dict[str, i
         assert_same(*passes, f"{name}, rank {rank}", tolerance=0.02 if "bf16" in changes else 2e-6)
 
 
-@on_megatron(2, grouped_experts=True)
+@on_megatron(2, experts="own")
 def test_parameters_have_the_attributes_of_expert_parallelism(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     ours, theirs = pair(sizes, expert_biases())
     shapes = {name: list(parameter.shape) for name, parameter in ours.experts.named_parameters() if "weight" in name}
@@ -95,7 +95,7 @@ def test_other_configurations_keep_their_experts(rank: int, num_ranks: int) -> N
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     stock = SequentialMLP.__init__
-    with model_parallel(ep=1, grouped_experts=True) as sizes:
+    with model_parallel(ep=1, experts="own") as sizes:
         assert type(layer_of(sizes, "alltoall").experts) is type(layer_of(sizes, "allgather").experts) is SequentialMLP
     assert SequentialMLP.__init__ is stock
 
@@ -103,7 +103,7 @@ def test_other_configurations_keep_their_experts(rank: int, num_ranks: int) -> N
 # ---- the interface of experts ----
 
 
-@on_megatron(1, grouped_experts=True)
+@on_megatron(1, experts="own")
 def test_rows_behind_the_counts(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """Rows behind the counts are NaN; results are those without them. Only the gradient of probs, which others add up, is zero there."""
     for changes in ({}, CASES["probs on the input"]):
@@ -124,7 +124,7 @@ def test_rows_behind_the_counts(rank: int, num_ranks: int, sizes: dict[str, int]
         assert_same(*results, "tail")
 
 
-@on_megatron(1, grouped_experts=True)
+@on_megatron(1, experts="own")
 def test_no_rows_give_zero_gradients(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     experts = pair(sizes, {})[0].experts
     for counts in (torch.zeros(8, dtype=torch.int64), [0] * 8):
@@ -134,7 +134,7 @@ def test_no_rows_give_zero_gradients(rank: int, num_ranks: int, sizes: dict[str,
         assert output.shape == (0, HIDDEN) and all(p.grad is not None and not p.grad.any() for p in experts.parameters())
 
 
-@on_megatron(1, grouped_experts=True)
+@on_megatron(1, experts="own")
 def test_modules_that_own_parameters_are_called(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """Frameworks hang on calls of the modules that own parameters: here a hook brings the weights, as Megatron's DDP does."""
     for name in ("SwiGLU", "recomputed layer"):
@@ -177,7 +177,7 @@ def assert_equal_states(actual: dict[str, Any], expected: dict[str, Any]) -> Non
         assert value is None or torch.equal(actual[name], value), name
 
 
-@on_megatron(1, grouped_experts=True)
+@on_megatron(1, experts="own")
 def test_state_dicts(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     for source_is_grouped, target_is_grouped in WAYS:
         for assign in (False, True):
@@ -193,7 +193,7 @@ def test_state_dicts(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
             assert any(name.startswith("local_experts") for name in kept) is not target_is_grouped
 
 
-@on_megatron(1, grouped_experts=True)
+@on_megatron(1, experts="own")
 def test_what_does_not_fit_is_named_as_by_megatron(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     ours = layer(sizes, grouped=True)
     state = ours.state_dict()
@@ -230,7 +230,7 @@ def metadata(**switches: bool) -> dict[str, Any]:
     return {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True), **switches}
 
 
-@on_megatron(2, grouped_experts=True)
+@on_megatron(2, experts="own")
 def test_pieces_of_sharded_checkpoints(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     for changes in ({}, expert_biases(), {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu}):
         ours, theirs = (layer(sizes, grouped=grouped, **changes) for grouped in (True, False))
@@ -240,7 +240,7 @@ def test_pieces_of_sharded_checkpoints(rank: int, num_ranks: int, sizes: dict[st
                 assert sharded_tensors(entries[0]) == sharded_tensors(entries[1])
 
 
-@on_megatron(2, grouped_experts=True)
+@on_megatron(2, experts="own")
 def test_sharded_checkpoints(rank: int, num_ranks: int, sizes: dict[str, int], tmp_path: Path) -> None:
     from megatron.core import dist_checkpointing
 
@@ -275,7 +275,7 @@ def optimizer_pieces(experts: torch.nn.Module, seed: int) -> tuple[dict[str, Any
     return state, optimizer
 
 
-@on_megatron(2, grouped_experts=True)
+@on_megatron(2, experts="own")
 def test_states_of_the_optimizer(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     ours, theirs = (layer(sizes, grouped=grouped, **expert_biases()).experts for grouped in (True, False))
     pieces = [sharded_tensors(optimizer_pieces(experts, rank)[0]["state"]) for experts in (ours, theirs)]

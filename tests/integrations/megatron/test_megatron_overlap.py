@@ -90,7 +90,7 @@ def schedule_config(sizes: dict[str, int], **changes: Any) -> Any:
 
 # Options of enable(), and changes of the config.
 SCHEDULED: list[tuple[dict, dict]] = [
-    *(({"backend": backend, "grouped_experts": grouped}, {}) for backend in ("shm", "collective") for grouped in (False, True)),
+    *(({"backend": backend, "experts": experts}, {}) for backend in ("shm", "collective") for experts in ("framework", "own")),
     ({}, {"moe_shared_expert_intermediate_size": None}),
 ]
 
@@ -117,7 +117,7 @@ def let_local_linears_delay() -> None:
 
 
 @needs_schedule
-@on_megatron(2, grouped_experts=True)
+@on_megatron(2, experts="own")
 def test_delayed_gradients_of_grouped_experts(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """Gradients of experts' weights are made after the dispatch of the other batch, and go where DDP wants them."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -215,7 +215,7 @@ def test_peers_learn_of_faults_in_the_schedule(rank: int, num_ranks: int, sizes:
 SHARED: list[tuple[str, dict, dict]] = [
     ("EP 2", {"ep": 2}, {}),
     ("TP 2, EP 2", {"tp": 2, "ep": 2}, {}),
-    ("grouped experts", {"ep": 2, "grouped_experts": True}, {}),
+    ("grouped experts", {"ep": 2, "experts": "own"}, {}),
     ("gate of the shared expert", {"ep": 2}, {"moe_shared_expert_gate": True}),
     ("recomputed", {"ep": 2}, RECOMPUTED),
 ]

@@ -150,7 +150,7 @@ from helper import WORD
 from megatron.core.transformer.moe import moe_layer
 print(WORD, sys.argv[1:], __name__, os.path.basename(sys.argv[0]), moe_layer.MoEFlexTokenDispatcher.__name__)
 from deepep_moe.integrations.megatron import enable
-enable(num_max_tokens_per_rank=64, backend="collective", grouped_experts=True)  # would raise, had the launcher enabled other options
+enable(num_max_tokens_per_rank=64, backend="collective", experts="own")  # would raise, had the launcher enabled other options
 """
 
 
@@ -164,7 +164,7 @@ def test_launcher_runs_a_script_enabled(tmp_path):
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "pretrain.py").write_text(SCRIPT)
     (tmp_path / "scripts" / "helper.py").write_text("WORD = 'found'")
-    options = ("--backend", "collective", "--num-max-tokens-per-rank", "64", "--grouped-experts")
+    options = ("--backend", "collective", "--num-max-tokens-per-rank", "64", "--experts", "own")
     done = _launch(*options, "scripts/pretrain.py", "--backend", "nccl", *OURS, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     missing = _launch("nowhere.py", folder=tmp_path)

@@ -38,7 +38,7 @@ CASES: list[tuple[str, dict, dict]] = [
     ("EP 2, collective", {"ep": 2, "backend": "collective"}, {}),
     ("TP 2, EP 1, ETP 2", {"tp": 2, "ep": 1, "etp": 2}, {}),
     ("Megatron-Core's routing", {"ep": 2, "gate": False}, {}),
-    ("padded rows, sync-free", {"ep": 2, "grouped_experts": True, "sync_free": True, "expert_alignment": 16}, {}),
+    ("padded rows, sync-free", {"ep": 2, "experts": "own", "sync_free": True, "expert_alignment": 16}, {}),
     ("shared experts beside the calls", {"ep": 2}, {"moe_shared_expert_overlap": True}),
 ]
 

@@ -13,7 +13,7 @@ from deepep_moe.integrations.megatron.plugin import selection
 
 pytest.importorskip("megatron.core")
 
-GROUPED = {"grouped_experts": True}
+GROUPED = {"experts": "own"}
 SYNC_FREE, FP8 = GROUPED | {"sync_free": True}, GROUPED | {"fp8": True}
 
 OPTIONS = [
@@ -24,8 +24,9 @@ OPTIONS = [
     ({"expert_alignment": "2"}, TypeError, "expert_alignment is '2'"),
     ({"num_sms": -1}, ValueError, "num_sms is -1"),
     ({"backend": "nccl"}, ValueError, r"backend is 'nccl'; it must be one of \['auto', 'shm',"),
-    *(({name: 1}, ValueError, f"{name} is 1; it must be True or False") for name in ("gate", "grouped_experts", "sync_free", "fp8")),
-    ({"fp8": True}, ValueError, "fp8 is True without grouped_experts"),
+    *(({name: 1}, ValueError, f"{name} is 1; it must be True or False") for name in ("gate", "sync_free", "fp8")),
+    ({"experts": "grouped"}, ValueError, r"experts is 'grouped'; it must be one of \['auto', 'framework', 'own'\]"),
+    ({"fp8": True, "experts": "framework"}, ValueError, "fp8 is True, but experts is 'framework'"),
     (FP8 | {"expert_alignment": 16}, ValueError, "expert_alignment is 16, but fp8 experts need a multiple of 128"),
     ({"recv_capacity_factor": 2.0}, ValueError, "recv_capacity_factor is given without sync_free"),
     (SYNC_FREE | {"recv_capacity_factor": "2"}, TypeError, "recv_capacity_factor is '2'; it must be a number"),
@@ -67,9 +68,8 @@ CONFIGS: list[tuple[dict, dict, str | None]] = [  # None: not refused
     ({}, {PADDING: True}, r"expert_alignment is 1, .*; call enable\(expert_alignment=16\)"),
     ({"expert_alignment": 16}, {PADDING: True, "fp8": "e4m3", "fp8_recipe": "mxfp8"}, r"call enable\(expert_alignment=32\)"),
     ({"expert_alignment": 16}, {PADDING: True, "fp8": "e4m3", "moe_shared_expert_intermediate_size": None}, None),
-    ({"sync_free": True}, {}, r"SequentialMLP reads its counts on the host; call enable\(grouped_experts=True\)"),
+    ({"sync_free": True}, {}, r"SequentialMLP reads its counts on the host; call enable\(experts='own'\)"),
     (GROUPED, {"moe_expert_rank_capacity_factor": 0}, "moe_expert_rank_capacity_factor is 0; it must be a positive number"),
-    (GROUPED, {"gradient_accumulation_fusion": True}, "gradient_accumulation_fusion is True, which grouped experts do not support"),
     (GROUPED, {"activation_func_fp8_input_store": True}, "activation_func_fp8_input_store is True"),
     (GROUPED, {"use_te_activation_func": True}, "use_te_activation_func is True"),
     (GROUPED, {"fp8": "hybrid"}, "fp8 is 'hybrid', which grouped experts do not support"),

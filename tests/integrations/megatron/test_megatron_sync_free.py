@@ -47,7 +47,7 @@ CASES: list[tuple[str, dict, dict]] = [
 def test_results_repeat_the_bits(rank: int, num_ranks: int) -> None:
     for name, groups, changes in CASES:
         results = []
-        for how in (SYNC_FREE, {"grouped_experts": True}):
+        for how in (SYNC_FREE, {"experts": "own"}):
             with model_parallel(**groups, **how) as sizes:
                 layer = layer_of(sizes, **changes)
                 counts = (12, 1 if "tp" in groups else 1 + 9 * rank)
@@ -111,13 +111,13 @@ def _train(rank: int, num_ranks: int, options: dict[str, Any]) -> tuple[list[tor
 
 @on_ranks(2)
 def test_a_step_that_is_run_again_loses_nothing(rank: int, num_ranks: int) -> None:
-    want, none = _train(rank, num_ranks, {"grouped_experts": True})
+    want, none = _train(rank, num_ranks, {"experts": "own"})
     losses, num_again = _train(rank, num_ranks, SYNC_FREE | {"recv_capacity_factor": 1.3})
     assert (none, num_again) == (0, 1)  # 2.6 times the even share are room for all
     assert all(torch.equal(loss, wanted) for loss, wanted in zip(losses, want, strict=True))
 
 
-@on_megatron(2, grouped_experts=True, num_max_tokens_per_rank=12)
+@on_megatron(2, experts="own", num_max_tokens_per_rank=12)
 def test_factor_of_the_config(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """Megatron-Core's own factor (0.19), which its config would refuse for a backend that it does not know."""
     layer = layer_of(sizes, late={"moe_expert_rank_capacity_factor": 1.0})  # in older versions not a field
@@ -229,7 +229,7 @@ def _train_groups(rank: int, options: dict[str, Any]) -> tuple[list[list[torch.T
 @on_ranks(4)
 def test_two_groups_agree_to_run_a_step_again(rank: int, num_ranks: int) -> None:
     stub_finalize()
-    want, none = _train_groups(rank, {"grouped_experts": True})
+    want, none = _train_groups(rank, {"experts": "own"})
     results, num_again = _train_groups(rank, BOUNDED | {"recv_capacity_factor": 1.5})
     assert (none, num_again) == (0, 1), "all four ranks run the step again, once"
     assert_same_steps(results, want)
@@ -335,7 +335,7 @@ def runner_module() -> Any:
 
 def _runner_train(rank: int, factor: float | None) -> tuple[list[list[torch.Tensor]], list[int], list[torch.Size]]:
     results, num_runs, seen = [], [], []
-    with model_parallel(ep=2, grouped_experts=True, num_max_tokens_per_rank=NUM_TOKENS) as sizes:
+    with model_parallel(ep=2, experts="own", num_max_tokens_per_rank=NUM_TOKENS) as sizes:
         model = make_model(sizes, **({} if factor is None else {Runner.FIELD: factor}))
         model.layer.experts.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0].shape))
         runner = sys.modules[PAGED_STASH].PagedStashRunner([model])
