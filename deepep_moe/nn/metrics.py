@@ -15,7 +15,7 @@ from deepep_moe.nn.writers import EventFile, JsonLines
 from deepep_moe.ops.dense import nodes_per_token
 
 __all__ = ["EventFile", "JsonLines", "LayerMetrics", "LayerReport", "Metrics"]
-NUM_TOTALS = 5  # of a layer: milliseconds, timed forwards, calls over capacity, nodes of all tokens, tokens
+NUM_TOTALS = 6  # of a layer: milliseconds, timed forwards, calls over capacity, repeats, nodes of all tokens, tokens
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class LayerReport:
     forwards were replays of a CUDA graph, which are not timed."""
     num_over_capacity: int
     """Forwards that ended with EPCapacityError, counted on each rank."""
+    num_repeats: int = 0
+    """Forwards whose experts ran twice, counted on each rank: more rows came than the host had predicted. Under Megatron-Core on GPUs."""
     nodes_per_token: float = 1.0
     """Nodes that a token goes to, mean over tokens. Its own node counts only if it has an expert there. 1 on a single node."""
     model: int = 1
@@ -47,7 +49,7 @@ class LayerMetrics:
     """One layer of this rank since the last report."""
 
     def __init__(self, num_local_experts: int):
-        self.num_over_capacity = 0
+        self.num_over_capacity = self.num_repeats = 0
         self._num_local_experts = num_local_experts
         self._rows: torch.Tensor | None = None  # its address must not change: CUDA graphs add to it
         self._nodes: torch.Tensor | None = None  # [nodes of all tokens, tokens]; its address must not change either
@@ -94,11 +96,11 @@ class LayerMetrics:
             self._ms, self._num_timed = self._ms + begin.elapsed_time(end), self._num_timed + 0.5
         rows = torch.zeros(self._num_local_experts, dtype=torch.int64) if self._rows is None else self._rows.to("cpu", copy=True)
         nodes = [0.0, 0.0] if self._nodes is None else self._nodes.double().tolist()
-        totals = [self._ms, self._num_timed, float(self.num_over_capacity), *nodes]
+        totals = [self._ms, self._num_timed, float(self.num_over_capacity), float(self.num_repeats), *nodes]
         for counts in (self._rows, self._nodes):
             if counts is not None:
                 counts.zero_()
-        self._ms, self._num_timed, self.num_over_capacity = 0.0, 0.0, 0
+        self._ms, self._num_timed, self.num_over_capacity, self.num_repeats = 0.0, 0.0, 0, 0
         return rows, totals
 
 
@@ -146,7 +148,7 @@ class Metrics:
             table = table.to("cuda") if dist.get_backend() == "nccl" else table
             dist.all_reduce(table)
         reports = []
-        for number, (layer, (*rows, ms, num_timed, num_over, _, _)) in enumerate(zip(self._layers, table.tolist(), strict=True), start=1):
+        for number, (layer, (*rows, ms, num_timed, num_over, _, _, _)) in enumerate(zip(self._layers, table.tolist(), strict=True), start=1):
             counts = [int(count) for count in rows[: layer.buffer.num_experts]]
             reports.append(LayerReport(number, counts, ms / max(num_timed, 1.0), int(num_over)))
         return reports

@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatche
 from deepep_moe._C import MAX_TOPK, ROW_ALIGNMENT
 from deepep_moe.errors import EPCapacityError
 from deepep_moe.exchange.buffer import Buffer, new_layer
-from deepep_moe.exchange.checks import BLOCKWISE
+from deepep_moe.exchange.checks import BLOCKWISE, GUESS
 from deepep_moe.exchange.failures import notify_peers
 from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
@@ -71,7 +71,7 @@ class _Forward:
     num_calls: int
     """Calls that `buffer` has seen when the forward's last call returned. If the forward fails while this number stays, it failed outside
     of a call, and the peers have to be told."""
-    handle: DispatchHandle | None = None
+    out: DispatchOutput | None = None
     """Of the dispatch, until the combine."""
     tokens_per_expert: torch.Tensor | None = None
     counting: LayerMetrics | None = None
@@ -102,6 +102,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self._shared: SharedExperts | None = None
         self._layer: Callable[[], Any] = lambda: None
         self._layer_number = new_layer()
+        self._guesses_rows = False
         self._asked: tuple[Any, ...] = ()  # for which `_growing` was found
         self._growing: GrowingBuffer | None = None  # it replaces its buffer when a rank has more tokens
         self._hidden = getattr(config, "moe_latent_size", None) or config.hidden_size  # width of a row, as far as the config tells
@@ -134,6 +135,10 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
                 "grouped experts take, or leave out fp8"
             )
         self._layer = weakref.ref(layer)
+        takes_counts = self._capacity is None and not self._fp8 and getattr(layer.experts, "takes_counts_on_device", False)
+        # What runs beside the experts, or keeps their inputs, would need to run again with them.
+        runs_apart = self._shared is not None or getattr(self.config, "overlap_moe_expert_parallel_comm", False)
+        self._guesses_rows = bool(takes_counts and not runs_apart)
 
     @property
     def _is_training(self) -> bool:
@@ -276,7 +281,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             buffer, out = (
                 self._dispatch(hidden_states, probs) if first_run is None else self._dispatch_again(hidden_states, probs, first_run)
             )
-        self._forward = _Forward(buffer, buffer.num_calls, out.handle, counting=counting)  # before anything else can fail
+        self._forward = _Forward(buffer, buffer.num_calls, out, counting=counting)  # before anything else can fail
         self._forward.tokens_per_expert = counts = self._counts_for_experts(out.handle)
         if first_run is None:
             record(Dispatched(buffer, out.handle))
@@ -297,7 +302,9 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         notes_excess = self._notes_excess
 
         def send_rows(buffer: Buffer, every_routing: bool) -> DispatchOutput:
-            num_rows = None if self._capacity is None else self._capacity.num_rows(buffer, alignment, every_routing=every_routing)
+            num_rows: int | str | None = GUESS if self._guesses_rows else None
+            if self._capacity is not None:
+                num_rows = self._capacity.num_rows(buffer, alignment, every_routing=every_routing)
             how: dict[str, Any] = {"expert_alignment": alignment, "num_recv_rows": num_rows, "fp8": self._fp8}
             return buffer.dispatch(x, topk_idx, probs, layer=self._layer_number, **how)
 
@@ -327,7 +334,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         return buffer, buffer.dispatch(x, None, probs, handle=first_run.handle, fp8=self._fp8)
 
     def _counts_for_experts(self, handle: DispatchHandle) -> torch.Tensor:
-        if self._capacity is not None:
+        if self._capacity is not None or self._guesses_rows:
             return handle.num_rows_per_expert
         return torch.tensor(handle.num_rows_per_expert_list, dtype=torch.int64, device="cpu")
 
@@ -356,15 +363,31 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         """Expert outputs [R, H] -> their sum for each token [T, H], accumulated in fp32, plus the output of shared experts that ran beside
         the calls."""
         forward = self._current
-        handle, forward.handle = forward.handle, None
-        assert handle is not None  # a combine follows each dispatch
+        out, forward.out = forward.out, None
+        assert out is not None  # a combine follows each dispatch
+        if out.handle.is_late:
+            hidden_states, out = self._of_all_rows(hidden_states, out)
         if self._shared is not None:
             self._shared.before_combine()
         with _timed(forward.counting, hidden_states):
-            combined = forward.buffer.combine(hidden_states.contiguous(), handle, fp8=self._fp8)
+            combined = forward.buffer.combine(hidden_states.contiguous(), out.handle, fp8=self._fp8)
         forward.num_calls = forward.buffer.num_calls
         # Not in combine_postprocess, which may be a CUDA graph of its own, while the shared experts began outside of it.
         return combined if self._shared is None else self._shared.add_to(combined)
+
+    def _of_all_rows(self, hidden_states: torch.Tensor, out: DispatchOutput) -> tuple[torch.Tensor, DispatchOutput]:
+        """Return the experts' outputs and the dispatch's. If the rows did not fit into those that the dispatch had guessed, both are new.
+        The host waits here for the counts of the rows, while the GPU has the experts to do."""
+        forward = self._current
+        settled = forward.buffer.settle(out)
+        if settled is out:
+            return hidden_states, out
+        if forward.counting is not None:
+            forward.counting.num_repeats += 1
+        layer = self._layer()
+        assert settled.recv_topk_weights is not None  # they were sent
+        output, _ = layer.experts(*self.dispatch_postprocess(settled.recv_x, settled.recv_topk_weights))
+        return self.combine_preprocess(output), settled
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [S/TP, B, H]."""

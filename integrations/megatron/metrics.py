@@ -39,11 +39,11 @@ class Metrics:
         dist.all_reduce(table)
         reports = []
         for (model, layer), row in zip(itertools.product(*map(range, table.shape[:2])), table.flatten(0, 1).tolist(), strict=True):
-            *rows, ms, num_timed, num_over, nodes, tokens, num_experts, num_ranks = row
+            *rows, ms, num_timed, num_over, num_repeats, nodes, tokens, num_experts, num_ranks = row
             if any((*rows, num_timed, num_over)):
                 counts = [int(count) for count in rows[: round(num_experts / num_ranks)]]
                 per_token = nodes / tokens if tokens else 1.0
-                reports.append(LayerReport(layer + 1, counts, ms / max(num_timed, 1.0), int(num_over), per_token, first_model + model))
+                reports.append(LayerReport(layer + 1, counts, ms / max(num_timed, 1.0), int(num_over), int(num_repeats), per_token, first_model + model))
         return reports
 
     def _table(self) -> tuple[torch.Tensor, int]:
@@ -71,7 +71,7 @@ class Metrics:
         for report in self.take():
             prefix = f"deepep_moe/layer_{report.layer}" if report.model == 1 else f"deepep_moe/model_{report.model}/layer_{report.layer}"
             values = {"busiest_expert": report.busiest, "exchange_ms": report.exchange_ms, "over_capacity": report.num_over_capacity}
-            values["nodes_per_token"] = report.nodes_per_token
+            values |= {"repeats": report.num_repeats, "nodes_per_token": report.nodes_per_token}
             for name, value in values.items():
                 if writer is not None:
                     writer.add_scalar(f"{prefix}/{name}", value, iteration)
