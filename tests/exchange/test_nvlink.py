@@ -212,12 +212,12 @@ def test_memory_of_an_asynchronous_call(rank, waits):
     buffer, x, idx = make_buffer(rank)
     out = buffer.dispatch(x, idx)
     rows = out.recv_x.clone()
-    address = rows.data_ptr()
+    address, other = rows.data_ptr(), torch.cuda.Stream()
     torch.cuda.synchronize()
-    torch.cuda._sleep(500_000_000)
+    torch.cuda._sleep(2_000_000_000)
     combined, event = buffer.combine(rows, out.handle, async_op=True)
     if waits != "never":
-        with torch.cuda.stream(torch.cuda.Stream() if waits == "on another stream" else torch.cuda.current_stream()):
+        with torch.cuda.stream(other if waits == "on another stream" else torch.cuda.current_stream()):
             event.wait()
     del rows, event
     others = [torch.full_like(out.recv_x, 7) for _ in range(256)]

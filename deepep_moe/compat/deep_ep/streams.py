@@ -30,7 +30,8 @@ class CommStream:
         want: the caller's stream of an asynchronous call, else None. Raises TypeError for what is no event."""
         event = None if previous_event is None else recorded_of(previous_event)
         later = None if also is None else recorded_of(also)
-        if not isinstance(x, Tensor) or not x.is_cuda:
+        has_to_wait = is_async or event is not None or later is not None
+        if not has_to_wait or not isinstance(x, Tensor) or not x.is_cuda:
             return None
         callers: torch.cuda.Stream | None = None
         stream = torch.cuda.current_stream(x.device)
