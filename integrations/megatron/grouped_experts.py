@@ -260,9 +260,9 @@ class _Stacked(torch.nn.Module):
         has_buffer = self._fuses and not hasattr(self.weight, "get_main_grad")
         return getattr(self.weight, "main_grad", None) if has_buffer else None
 
-    def _note_main_grad(self, grad: Tensor) -> None:
-        """Tell Megatron's DDP, before `grad` reaches the weight, that its values mean nothing."""
-        if self.main_grad is not None:
+    def _note_main_grad(self, grad: Tensor | None) -> None:
+        """Tell Megatron's DDP, before `grad` reaches the weight, that its values mean nothing. None is a delayed gradient."""
+        if grad is not None and self.main_grad is not None:
             self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
