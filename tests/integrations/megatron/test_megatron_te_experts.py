@@ -4,6 +4,8 @@ their checkpoints, and gradients that backwards add to `main_grad`."""
 import contextlib
 import functools
 import logging
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,19 @@ def test_choice_of_auto(rank: int, num_ranks: int, sizes: dict[str, int], is_te:
         assert type(experts) is (SequentialMLP if expected is TEGroupedMLP and not is_te else expected), (changes, late)
         of_experts = [line for line in lines if "MoE experts" in line]
         assert len(of_experts) == 1 and message.format("TEGroupedMLP" if is_te else "SequentialMLP") in of_experts[0], of_experts
+
+
+@on_megatron(1)
+def test_auto_asks_megatron_lm(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
+    """What its command line says of the optimizer and of FSDP counts too."""
+    config = layer_config(**sizes, **selection(), **BF16)
+    for arguments, expected in (
+        ({"optimizer": "adam"}, GroupedMLP), ({"optimizer": "muon"}, SequentialMLP), ({"use_megatron_fsdp": True}, SequentialMLP),
+    ):  # fmt: skip
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            module = types.SimpleNamespace(_GLOBAL_ARGS=types.SimpleNamespace(**arguments))
+            monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
+            assert type(built_experts(config)) is expected
 
 
 def built_experts(config: Any) -> Any:
