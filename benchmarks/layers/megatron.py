@@ -155,7 +155,7 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
 
     from benchmarks.layers.megatron_layers import permutes_are_fused, sharing_layers
 
-    bound = {"num_max_tokens_per_rank": options.num_tokens, "backend": options.backend}
+    bound = {"num_max_tokens_per_rank": options.num_tokens, "backend": options.backend, "experts": "framework"}
     with model_parallel(options.device, ep=num_ranks, seed=1, options=bound) as device:
         sizes = {name: getattr(options, name) for name in ("hidden", "ffn_hidden", "num_experts", "num_topk")}
         layers = sharing_layers(DISPATCHERS, ep=num_ranks, dtype=DTYPES[options.dtype], seed=1, **sizes)

@@ -7,6 +7,7 @@
 import contextlib
 import copy
 import functools
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -260,9 +261,9 @@ class _Stacked(torch.nn.Module):
         has_buffer = self._fuses and not hasattr(self.weight, "get_main_grad")
         return getattr(self.weight, "main_grad", None) if has_buffer else None
 
-    def _note_main_grad(self, grad: Tensor) -> None:
-        """Tell Megatron's DDP, before `grad` reaches the weight, that its values mean nothing."""
-        if self.main_grad is not None:
+    def _note_main_grad(self, grad: Tensor | None) -> None:
+        """Tell Megatron's DDP, before `grad` reaches the weight, that its values mean nothing. None is a delayed gradient."""
+        if grad is not None and self.main_grad is not None:
             self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
@@ -348,6 +349,17 @@ def why_not_honoured(config: Any, refused: dict[str, str]) -> str | None:
     return None
 
 
+def _why_not_trained() -> str | None:
+    """Return what Megatron-LM's command line, if it runs, asks for that is not the same for parameters [num_experts, out, in]."""
+    arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    if (optimizer := getattr(arguments, "optimizer", None) or "adam") not in ("adam", "sgd"):
+        return f"--optimizer is {optimizer!r}, which may tell matrices from parameters of three dimensions"
+    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        if getattr(arguments, name, False):
+            return f"--{name.replace('_', '-')} is given, with which grouped experts are not tested"
+    return None
+
+
 def _why_not_fast(config: Any) -> str | None:
     """Return why the products of this config's experts are not made at once."""
     hidden, inner = getattr(config, "moe_latent_size", None) or config.hidden_size, config.moe_ffn_hidden_size or config.ffn_hidden_size
@@ -399,7 +411,7 @@ def _serving(cls: type, is_ours: Callable[[Any], bool], experts: type[GroupedMLP
         if type(self) is not cls or not is_ours(config):
             stock(self, num_local_experts, config, *args, **kwargs)
             return
-        reason = None if insists else why_not_honoured(config, experts.refused(is_te)) or _why_not_fast(config)
+        reason = None if insists else why_not_honoured(config, experts.refused(is_te)) or _why_not_trained() or _why_not_fast(config)
         if reason is not None:
             warn_once(f"MoE experts stay Megatron-Core's {cls.__name__}: {reason}", stage_group())
             stock(self, num_local_experts, config, *args, **kwargs)

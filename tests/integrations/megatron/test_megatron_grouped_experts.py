@@ -19,6 +19,7 @@ from megatron_cases import (
     model_parallel,
     on_megatron,
 )
+from megatron_states import assert_equal_states, change, metadata, optimizer_pieces, sharded_tensors
 from on_ranks import on_ranks
 
 from benchmarks.layers.megatron_steps import by_expert
@@ -163,20 +164,6 @@ def layer(sizes: dict, *, grouped: bool, **changes: Any) -> Any:
     return built
 
 
-def change(module: torch.nn.Module, seed: int) -> None:
-    with torch.no_grad():
-        for values in module.state_dict().values():
-            if values is not None:
-                values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(seed)))
-                seed += 1
-
-
-def assert_equal_states(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert list(actual) == list(expected)
-    for name, value in expected.items():
-        assert value is None or torch.equal(actual[name], value), name
-
-
 @on_megatron(1, experts="own")
 def test_state_dicts(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     for source_is_grouped, target_is_grouped in WAYS:
@@ -209,27 +196,6 @@ def test_what_does_not_fit_is_named_as_by_megatron(rank: int, num_ranks: int, si
     assert [name for name, _ in ours.experts.named_parameters()] == ["linear_fc1.weight", "linear_fc2.weight"]
 
 
-def sharded_tensors(entries: Any) -> list[tuple]:
-    """Return the identity of each saved piece, and its values."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-
-    apply_factories(entries)
-    found = [(v.key, *_place(v)) if isinstance(v, ShardedTensor) else (v.unique_key,) for v in nested_values(entries)]
-    return sorted(found, key=repr)
-
-
-def _place(value: Any) -> tuple:
-    places = value.local_shape, value.global_shape, value.global_offset, value.axis_fragmentations, value.replica_id
-    return *places, value.prepend_axis_num, value.dtype, value.data.sum().item()
-
-
-def metadata(**switches: bool) -> dict[str, Any]:
-    from megatron.core import parallel_state
-
-    return {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True), **switches}
-
-
 @on_megatron(2, experts="own")
 def test_pieces_of_sharded_checkpoints(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     for changes in ({}, expert_biases(), {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu}):
@@ -257,22 +223,6 @@ def test_sharded_checkpoints(rank: int, num_ranks: int, sizes: dict[str, int], t
         result = target.load_state_dict({name.removeprefix("e."): value for name, value in loaded.items()})
         assert not result.missing_keys and not result.unexpected_keys
         assert_equal_states(target.state_dict(), source.state_dict())
-
-
-def optimizer_pieces(experts: torch.nn.Module, seed: int) -> tuple[dict[str, Any], torch.optim.Optimizer]:
-    """Sharded states of an Adam that has made a step."""
-    from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
-
-    parameters = list(experts.parameters())
-    optimizer = torch.optim.Adam(parameters)
-    for parameter in parameters:
-        parameter.grad = torch.full_like(parameter, 1.0 + seed)
-    optimizer.step()
-    state = optimizer.state_dict()
-    by_id = get_param_id_to_sharded_param_map(experts.sharded_state_dict("", (), metadata()), parameters)
-    assert sorted(by_id) == list(range(len(parameters)))
-    optim_state_to_sharding_state(state, by_id, exclude_keys=("step",))
-    return state, optimizer
 
 
 @on_megatron(2, experts="own")

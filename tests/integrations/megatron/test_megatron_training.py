@@ -21,6 +21,7 @@ from deepep_moe.integrations.megatron.flat_states import StackedDistributedOptim
 
 BEFORE, AFTER = range(4), range(4, 6)
 OTHER = {"sequential": "grouped", "grouped": "sequential"}
+OTHER_OF_TE = {"TE": "grouped for TE", "grouped for TE": "TE", "auto for TE": "TE"}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-3}
 """The largest difference of a loss of about 4.2. Experts with weights of an earlier step are off by 1.4e-3 in both."""
 
@@ -30,6 +31,9 @@ OPTIMIZERS = (
     {},
     {"overlap_grad_reduce": True},
     {"overlap_grad_reduce": True, "overlap_param_gather": True},
+    {"is_distributed": False, "overlap_grad_reduce": True, "fuses": True},
+    {"fuses": True},
+    {"overlap_grad_reduce": True, "overlap_param_gather": True, "fuses": True},
 )
 
 
@@ -40,19 +44,23 @@ def settings(experts: Iterable[str], sizes: Iterable[int], dtypes: Iterable[torc
     ]
 
 
+def _stock_of(experts: str) -> str:
+    return "stock TE" if "TE" in experts else "stock"
+
+
 def _against_stock(rank: int, num_ranks: int, cells: list[Setting], folder: str) -> None:
     """Each cell trains, saves, loads into the other experts and trains on."""
     stock: dict[tuple, list[float]] = {}
     for number, cell in enumerate(cells):
-        key = cell.ep, cell.dtype
+        key = _stock_of(cell.experts), cell.ep, cell.dtype
         if key not in stock:
-            with training(Setting("stock", ep=cell.ep, dtype=cell.dtype)) as run:
+            with training(Setting(key[0], ep=cell.ep, dtype=cell.dtype)) as run:
                 stock[key] = train(run, range(BEFORE.start, AFTER.stop))
         path = Path(folder) / str(number)
         with training(cell) as run:
             losses = train(run, BEFORE)
             save(run, path)
-        with training(replace(cell, experts=OTHER[cell.experts]), seed=8) as run:
+        with training(replace(cell, experts=(OTHER | OTHER_OF_TE)[cell.experts]), seed=8) as run:
             load(run, path)
             losses += train(run, AFTER)
         differences = [abs(ours - theirs) for ours, theirs in zip(losses, stock[key], strict=True)]
@@ -64,15 +72,22 @@ def run_cells(cells: list[Setting]) -> None:
         run_ranks(_against_stock, 4, cells, folder, timeout_s=600)
 
 
-def test_losses_with_overlapped_gathers():
-    run_cells(settings(("grouped", "sequential"), (2,), (torch.float32,), OPTIMIZERS[-1:]))
+@pytest.mark.parametrize("experts", ("grouped", "sequential", "grouped for TE", "TE"))
+def test_losses_with_overlapped_gathers(experts):
+    run_cells(settings((experts,), (2,), (torch.float32,), OPTIMIZERS[-1:]))
+
+
+def test_losses_by_default():
+    """`enable()` alone takes the place of TEGroupedMLP in a bf16 model."""
+    run_cells(settings(("auto for TE",), (2,), (torch.bfloat16,), OPTIMIZERS[-1:]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
 @pytest.mark.parametrize("ep", (4, 2), ids=("EP = DP", "EP < DP"))
-def test_losses_in_every_cell(ep, dtype):
-    run_cells(settings(OTHER, (ep,), (dtype,), OPTIMIZERS))
+@pytest.mark.parametrize("others", (OTHER, OTHER_OF_TE), ids=("SequentialMLP", "TEGroupedMLP"))
+def test_losses_in_every_cell(others, ep, dtype):
+    run_cells(settings(others, (ep,), (dtype,), OPTIMIZERS))
 
 
 # ---- the other formats ----
@@ -105,8 +120,31 @@ def _formats(rank: int, num_ranks: int, ways: tuple[tuple[str, str], ...], folde
 
 
 @pytest.mark.slow
-def test_formats_of_the_distributed_optimizer(tmp_path):
-    run_ranks(_formats, 4, (("stock", "grouped"), ("grouped", "stock"), ("grouped", "grouped")), str(tmp_path), timeout_s=400)
+@pytest.mark.parametrize(("stock", "grouped"), (("stock", "grouped"), ("stock TE", "grouped for TE")))
+def test_formats_of_the_distributed_optimizer(stock, grouped, tmp_path):
+    run_ranks(_formats, 4, ((stock, grouped), (grouped, stock), (grouped, grouped)), str(tmp_path), timeout_s=400)
+
+
+def _other_sizes(rank: int, num_ranks: int, ways: tuple[tuple[str, str], ...], folder: str) -> None:
+    """Model and optimizer load with another expert-parallel size, both ways."""
+    for source, target in ways:
+        for before, after in ((2, 4), (4, 2)):
+            path = Path(folder) / f"{source}, {before}"
+            with training(Setting(source, ep=before)) as run:
+                train(run, range(2))
+                save(run, path, "fully_reshardable")
+                want = train(run, range(2, 4))
+            with training(Setting(target, ep=after), seed=8) as run:
+                load(run, path, "fully_reshardable")
+                got = train(run, range(2, 4))
+            assert max(abs(a - b) for a, b in zip(got, want, strict=True)) < 1e-4, (
+                f"{source} to {target}, {before} to {after}: {got}, {want}"
+            )
+
+
+@pytest.mark.parametrize("ways", ((("stock TE", "grouped for TE"), ("grouped for TE", "stock TE")),), ids=("TEGroupedMLP",))
+def test_other_expert_parallel_sizes(ways, tmp_path):
+    run_ranks(_other_sizes, 4, ways, str(tmp_path), timeout_s=400)
 
 
 def _refusals(rank: int, num_ranks: int, folder: str) -> None:
