@@ -161,5 +161,10 @@ def test_report_of_megatron_core(rank: int, num_ranks: int, sizes: dict[str, int
         get_moe_metrics_tracker().report(1.0, 7, writer, **how)
     if writer is not None:
         ours = {name.removeprefix("deepep_moe/layer_2/"): value for name, value in scalars.items() if name.startswith("deepep_moe/")}
-        assert set(ours) == {"busiest_expert", "exchange_ms", "over_capacity", "nodes_per_token"}
-        assert ours["busiest_expert"] == (2.0, 7) and ours["nodes_per_token"] == (1.0, 7) and ours["exchange_ms"][0] > 0
+        assert set(ours) == {"busiest_expert", "exchange_ms", "over_capacity", "repeats", "nodes_per_token"}
+        assert (
+            ours["busiest_expert"] == (2.0, 7)
+            and ours["repeats"] == (0, 7)
+            and ours["nodes_per_token"] == (1.0, 7)
+            and ours["exchange_ms"][0] > 0
+        )

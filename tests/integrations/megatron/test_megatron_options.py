@@ -26,7 +26,7 @@ from on_ranks import on_ranks
 from test_megatron_overlap import batches, build_model, interleaved, needs_schedule, one_after_another, schedule_config
 
 from benchmarks.layers.megatron_steps import by_expert
-from deepep_moe.integrations.megatron.plugin import selection
+from deepep_moe.integrations.megatron.plugin import selection, take_metrics
 from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")
@@ -165,3 +165,19 @@ def test_full_iteration_graph(rank: int, num_ranks: int) -> None:
             got = {name: value.clone() for name, value in got.items()}
             assert_bits(got, _step(layer, [iter([data])]), f"rank {rank}, step {seed}")
         assert full_cuda_graph.FullCudaGraphWrapper.cuda_graph["training"] is not None, "steps were replayed"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", ({}, RECOMPUTED))
+@on_megatron(1, "cuda", metrics=True)
+def test_experts_run_again_where_more_rows_come_than_were_guessed(
+    rank: int, num_ranks: int, sizes: dict[str, int], changes: dict[str, Any]
+) -> None:
+    """A layer guesses from the third forward on; the fourth has twice as many rows. The bits are those of a layer that never guesses."""
+    layer, plain = (layer_of(sizes, **QUIET, **changes) for _ in range(2))
+    plain.token_dispatcher._guesses_rows = False
+    for seed, num_tokens in enumerate((24, 24, 24, 48, 24)):
+        x, cotangent = (tensor.to("cuda", torch.bfloat16) for tensor in draw(seed, num_tokens))
+        made, expected = (forward_backward(each, x, cotangent) for each in (layer, plain))
+        assert_same(made, expected, f"forward {seed}", tolerance=0.0)
+    assert sum(report.num_repeats for report in take_metrics()) == 1
