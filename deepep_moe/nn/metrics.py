@@ -148,9 +148,8 @@ class Metrics:
             table = table.to("cuda") if dist.get_backend() == "nccl" else table
             dist.all_reduce(table)
         reports = []
-        for number, (layer, (*rows, ms, num_timed, num_over, _, _, _)) in enumerate(
-            zip(self._layers, table.tolist(), strict=True), start=1
-        ):
+        for number, (layer, row) in enumerate(zip(self._layers, table.tolist(), strict=True), start=1):
+            *rows, ms, num_timed, num_over, _, _, _ = row
             counts = [int(count) for count in rows[: layer.buffer.num_experts]]
             reports.append(LayerReport(number, counts, ms / max(num_timed, 1.0), int(num_over)))
         return reports

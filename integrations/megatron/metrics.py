@@ -43,11 +43,8 @@ class Metrics:
             if any((*rows, num_timed, num_over)):
                 counts = [int(count) for count in rows[: round(num_experts / num_ranks)]]
                 per_token = nodes / tokens if tokens else 1.0
-                reports.append(
-                    LayerReport(
-                        layer + 1, counts, ms / max(num_timed, 1.0), int(num_over), int(num_repeats), per_token, first_model + model
-                    )
-                )
+                totals = ms / max(num_timed, 1.0), int(num_over), int(num_repeats)
+                reports.append(LayerReport(layer + 1, counts, *totals, per_token, first_model + model))
         return reports
 
     def _table(self) -> tuple[torch.Tensor, int]:

@@ -211,6 +211,7 @@ def test_memory_of_an_asynchronous_call(rank, waits):
     stream that waits for it, elsewhere once the GPU is through."""
     buffer, x, idx = make_buffer(rank)
     out = buffer.dispatch(x, idx)
+    buffer.combine(out.recv_x, out.handle, async_op=True)[1].wait()  # loads the kernels, for which the host may wait
     rows = out.recv_x.clone()
     address, other = rows.data_ptr(), torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -222,5 +223,6 @@ def test_memory_of_an_asynchronous_call(rank, waits):
     del rows, event
     others = [torch.full_like(out.recv_x, 7) for _ in range(256)]
     assert (address in [other.data_ptr() for other in others]) == (waits == "here")
+    assert not torch.cuda.current_stream().query(), "the stream is idle already"
     torch.cuda.synchronize()
     assert_same("combined_x", combined, x * (idx >= 0).sum(1, keepdim=True))
