@@ -2,6 +2,7 @@
 
 #include <torch/csrc/Dtype.h>
 
+#include <array>
 #include <cmath>
 #include <limits>
 #include <map>
@@ -109,6 +110,7 @@ Request request_of(const Arguments& a) {
 
 // ---- launches ----
 
+Tensor contiguous(const Tensor& tensor) { return tensor.defined() ? tensor.contiguous() : tensor; }
 int index_of(const at::Device& device) { return device.has_index() ? device.index() : 0; }  // as `device_index` of deepep_moe/device.py
 
 // Counts that the last launch on a stream has zeroed for the next one: a launch that does nothing else would take as long as half a gate.
@@ -143,13 +145,14 @@ private:
     const Key key_;
 };
 
-using Outputs = GateTensors;
+struct Outputs {
+    Tensor topk_idx, topk_weights, counts, probs, routing_map, in_rank, shares;  // counts: of experts, then of ranks
+};
 
 Outputs launch_forward(const Request& request) {
     const c10::OptionalDeviceGuard guard(request.logits.device());
     const GateOptions& o = request.options;
     const Tensor logits = request.logits.contiguous();
-    const auto contiguous = [](const Tensor& tensor) { return tensor.defined() ? tensor.contiguous() : tensor; };
     const Tensor expert_bias = contiguous(request.expert_bias), mask = contiguous(request.mask);
     const auto empty = [&](int64_t num_columns, at::ScalarType type) {
         return at::empty({o.num_tokens, num_columns}, at::TensorOptions(logits.device()).dtype(type));
@@ -190,7 +193,6 @@ Tensor launch_backward(const Gradients& grads, const Tensor& given_logits, const
     for (const Tensor* grad : {&grads.weights, &grads.probs, &grads.shares})
         if (grad->defined() && (!is_on(given_logits.device(), *grad) || grad->scalar_type() != at::kFloat)) return {};
     const c10::OptionalDeviceGuard guard(given_logits.device());
-    const auto contiguous = [](const Tensor& grad) { return grad.defined() ? grad.contiguous() : grad; };
     const Tensor weights = contiguous(grads.weights), probs = contiguous(grads.probs), shares = contiguous(grads.shares);
     const Tensor logits = given_logits.contiguous(), chosen = topk_idx.contiguous(), grad_logits = at::empty_like(logits);
     const GateBackwardParams gate{
@@ -229,7 +231,10 @@ struct GateFunction : torch::autograd::Function<GateFunction> {
         kept->score_function = o.score_function, kept->normalize = o.normalize, kept->routed_scaling_factor = o.routed_scaling_factor;
         kept->has_probs = made->probs.defined(), kept->has_shares = made->shares.defined();
         ctx->saved_data["kept"] = c10::IValue::make_capsule(std::move(kept));
-        return all_of(*made);
+        variable_list outputs;
+        for (const Tensor* tensor : fields_of(*made))
+            if (tensor->defined()) outputs.push_back(*tensor);
+        return outputs;
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -242,17 +247,13 @@ struct GateFunction : torch::autograd::Function<GateFunction> {
         return made;
     }
 
-    static variable_list all_of(const Outputs& made) {
-        variable_list list{made.topk_weights};
-        for (const Tensor* tensor : {&made.probs, &made.shares, &made.topk_idx, &made.counts, &made.routing_map, &made.in_rank})
-            if (tensor->defined()) list.push_back(*tensor);
-        return list;
+    static std::array<Tensor*, 7> fields_of(Outputs& made) {
+        return {&made.topk_weights, &made.probs, &made.shares, &made.topk_idx, &made.counts, &made.routing_map, &made.in_rank};
     }
 
     static void replace(Outputs& made, const variable_list& by) {
         size_t i = 0;
-        made.topk_weights = by[i++];
-        for (Tensor* tensor : {&made.probs, &made.shares, &made.topk_idx, &made.counts, &made.routing_map, &made.in_rank})
+        for (Tensor* tensor : fields_of(made))
             if (tensor->defined()) *tensor = by[i++];
     }
 
@@ -288,37 +289,16 @@ Outputs made_of(const Request& request) {
     return made;
 }
 
-// An instance of a Python class with these fields.
-template <size_t kNumFields>
-py::object made_as(const py::object& type, const char* const (&names)[kNumFields], const std::array<py::object, kNumFields>& values) {
-    static PyObject* const keywords = [&] {
-        PyObject* const made = PyTuple_New(kNumFields);
-        for (size_t i = 0; i < kNumFields; ++i) PyTuple_SET_ITEM(made, i, PyUnicode_InternFromString(names[i]));
-        return made;
-    }();
-    PyObject* arguments[kNumFields];
-    for (size_t i = 0; i < kNumFields; ++i) arguments[i] = values[i].ptr();
-    auto made = py::reinterpret_steal<py::object>(PyObject_Vectorcall(type.ptr(), arguments, 0, keywords));
-    if (!made) throw py::error_already_set();
-    return made;
-}
-
-py::object packed_output(const Outputs& made) {
-    constexpr const char* kFields[] = {"topk_idx", "topk_weights", "num_tokens_per_expert"};
-    return made_as(hooks().output, kFields, {py::cast(made.topk_idx), py::cast(made.topk_weights), py::cast(made.counts)});
-}
+py::object packed_output(const Outputs& made) { return hooks().output(made.topk_idx, made.topk_weights, made.counts); }
 
 py::object packed_full_output(const Outputs& made, const Request& request) {
-    constexpr const char* kFields[] = {"topk_idx",    "topk_weights",        "num_tokens_per_expert", "probs",
-                                       "routing_map", "num_tokens_per_rank", "is_token_in_rank",      "shares"};
     Tensor per_expert = made.counts, per_rank;
     if (request.num_ranks > 0) {
         per_expert = made.counts.narrow(0, 0, request.options.num_experts);
         per_rank = made.counts.narrow(0, request.options.num_experts, request.num_ranks);
     }
-    return made_as(hooks().full_output, kFields,
-                   {py::cast(made.topk_idx), py::cast(made.topk_weights), py::cast(per_expert), packed(made.probs),
-                    packed(made.routing_map), packed(per_rank), packed(made.in_rank), packed(made.shares)});
+    return hooks().full_output(made.topk_idx, made.topk_weights, per_expert, packed(made.probs), packed(made.routing_map), packed(per_rank),
+                               packed(made.in_rank), packed(made.shares));
 }
 
 }  // namespace
@@ -342,10 +322,10 @@ py::object gate(py::handle logits, py::handle num_topk, py::handle num_groups, p
     }
 }
 
-std::optional<GateTensors> run_gate(const Tensor& logits, const OptionalTensor& expert_bias, const OptionalTensor& mask,
-                                    py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
-                                    py::handle score_function, py::handle normalize, py::handle routed_scaling_factor,
-                                    py::handle check_finite, py::handle index_dtype, bool dense, int num_ranks, bool shares) {
+std::optional<variable_list> run_gate(const Tensor& logits, const OptionalTensor& expert_bias, const OptionalTensor& mask,
+                                      py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
+                                      py::handle score_function, py::handle normalize, py::handle routed_scaling_factor,
+                                      py::handle check_finite, py::handle index_dtype, bool dense, int num_ranks, bool shares) {
     try {
         Request request{logits, or_none(expert_bias), or_none(mask),
                         options_of(logits, {{},
@@ -361,7 +341,8 @@ std::optional<GateTensors> run_gate(const Tensor& logits, const OptionalTensor& 
                                             index_dtype,
                                             check_finite})};
         request.dense = dense, request.num_ranks = num_ranks, request.shares = shares;
-        return launch_forward(request);
+        const Outputs made = launch_forward(request);
+        return variable_list{made.topk_idx, made.topk_weights, made.counts, made.probs, made.routing_map, made.in_rank, made.shares};
     } catch (const Declined&) {
         return std::nullopt;
     }

@@ -11,15 +11,12 @@ namespace deepep_moe {
 // differentiated. output, full_output: the classes `GateOutput` and `FullGateOutput`.
 void set_gate_hooks(const py::capsule& shim, py::object gradients, py::object output, py::object full_output);
 
-struct GateTensors {
-    Tensor topk_idx, topk_weights, counts, probs, routing_map, in_rank, shares;  // counts: of experts, then of ranks
-};
-
-// Without gradient, of arguments that Python has checked. Nothing where a kernel has reported what was not finite.
-std::optional<GateTensors> run_gate(const Tensor& logits, const OptionalTensor& expert_bias, const OptionalTensor& mask,
-                                    py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
-                                    py::handle score_function, py::handle normalize, py::handle routed_scaling_factor,
-                                    py::handle check_finite, py::handle index_dtype, bool dense, int num_ranks, bool shares);
+// Without gradient, of arguments that Python has checked. Nothing where a kernel has reported what was not finite. Returns topk_idx,
+// topk_weights, counts of experts and then of ranks, and what is wanted of probs, routing_map, in_rank and shares.
+std::optional<variable_list> run_gate(const Tensor& logits, const OptionalTensor& expert_bias, const OptionalTensor& mask,
+                                      py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
+                                      py::handle score_function, py::handle normalize, py::handle routed_scaling_factor,
+                                      py::handle check_finite, py::handle index_dtype, bool dense, int num_ranks, bool shares);
 OptionalTensor run_gate_backward(const OptionalTensor& grad_topk_weights, const OptionalTensor& grad_probs,
                                  const OptionalTensor& grad_shares, const Tensor& logits, const Tensor& topk_idx, py::handle score_function,
                                  bool normalize, double routed_scaling_factor);

@@ -269,14 +269,6 @@ void bind_gate(py::module_& m) {
     using torch::wrap_pybind_function;
     m.def("set_gate_hooks", &set_gate_hooks, py::kw_only(), py::arg("shim"), py::arg("gradients"), py::arg("output"),
           py::arg("full_output"));
-    py::class_<GateTensors>(m, "GateTensors")
-        .def_readonly("topk_idx", &GateTensors::topk_idx)
-        .def_readonly("topk_weights", &GateTensors::topk_weights)
-        .def_readonly("counts", &GateTensors::counts)
-        .def_readonly("probs", &GateTensors::probs)
-        .def_readonly("routing_map", &GateTensors::routing_map)
-        .def_readonly("in_rank", &GateTensors::in_rank)
-        .def_readonly("shares", &GateTensors::shares);
     m.def("run_gate", wrap_pybind_function(run_gate), py::arg("logits"), py::arg("expert_bias"), py::arg("mask"), py::arg("num_topk"),
           py::arg("num_groups"), py::arg("topk_groups"), py::arg("group_score_topk"), py::arg("score_function"), py::arg("normalize"),
           py::arg("routed_scaling_factor"), py::arg("check_finite"), py::arg("index_dtype"), py::arg("dense"), py::arg("num_ranks"),

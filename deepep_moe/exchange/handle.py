@@ -165,8 +165,9 @@ def traced(
     buffer_id: int, layout: str, expert_alignment: int, num_rows: Any, *tensors: Tensor, recv_topk_idx: Tensor | None = None
 ) -> TracedHandle:
     """Return the handle whose `to_save` are these tensors."""
-    *parts, memory = tensors
-    return TracedHandle(buffer_id, layout, expert_alignment, num_rows, *parts, recv_topk_idx, memory)
+    idx, row_idx, counts, tokens_per_expert, call, memory = tensors
+    parts = idx, row_idx, counts, tokens_per_expert, call, recv_topk_idx, memory
+    return TracedHandle(buffer_id, layout, expert_alignment, num_rows, *parts)
 
 
 def _shown(name: str) -> Any:

@@ -36,8 +36,7 @@ define(f"gate_full({_SETTINGS}, bool dense, int num_ranks, bool shares) -> ({', 
 def _gate(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
     logits, expert_bias, mask = _readable(logits, expert_bias, mask)  # type: ignore[assignment]
     if is_gpu(logits.device):
-        made = _launch(logits, expert_bias, mask, settings, False, 0, False)
-        return made.topk_idx, made.topk_weights, made.counts
+        return tuple(_launch(logits, expert_bias, mask, settings, False, 0, False)[:3])
     return _gate_cpu(logits, expert_bias, mask, settings)
 
 
@@ -45,22 +44,20 @@ def _gate_full(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, 
     """Counts of experts, and of ranks after them, are one tensor: what an operator returns must not be views of the same memory."""
     *settings, dense, num_ranks, has_shares = settings  # type: ignore[assignment]
     logits, expert_bias, mask = _readable(logits, expert_bias, mask)  # type: ignore[assignment]
-    shares = _dense_shape(logits, has_shares, torch.float32)
     arguments = (logits, expert_bias, mask, tuple(settings))
     if is_gpu(logits.device):
         made = _launch(*arguments, dense, num_ranks, has_shares)
-        probs, routing_map = (made.probs, made.routing_map) if dense else _dense_shapes(logits, dense)
-        in_rank = made.in_rank if num_ranks else logits.new_empty(logits.shape[0], 0, dtype=torch.bool)
-        return made.topk_idx, made.topk_weights, made.counts, probs, routing_map, in_rank, made.shares if has_shares else shares
-    topk_idx, topk_weights, counts = _gate_cpu(*arguments)
-    if has_shares:
-        shares = reference.gate_shares(logits, score_function=settings[4], mask=mask)
-    probs, routing_map = to_dense(topk_idx, topk_weights, logits.shape[1]) if dense else _dense_shapes(logits, dense)
-    in_rank = routing_map.new_empty(logits.shape[0], 0)
-    if num_ranks:
-        in_rank = shares_of(topk_idx, logits.shape[1], num_ranks)
-        counts = torch.cat((counts, in_rank.sum(0, dtype=torch.int32)))
-    return topk_idx, topk_weights, counts, probs, routing_map, in_rank, shares
+    else:
+        topk_idx, topk_weights, counts = _gate_cpu(*arguments)
+        probs, routing_map = to_dense(topk_idx, topk_weights, logits.shape[1]) if dense else (None, None)
+        in_rank = shares_of(topk_idx, logits.shape[1], num_ranks) if num_ranks else None
+        if in_rank is not None:
+            counts = torch.cat((counts, in_rank.sum(0, dtype=torch.int32)))
+        shares = reference.gate_shares(logits, score_function=settings[4], mask=mask) if has_shares else None
+        made = topk_idx, topk_weights, counts, probs, routing_map, in_rank, shares
+    in_no_rank, no_shares = logits.new_empty(logits.shape[0], 0, dtype=torch.bool), _dense_shape(logits, False, torch.float32)
+    unwanted = *_dense_shapes(logits, False), in_no_rank, no_shares
+    return *made[:3], *(other if tensor is None else tensor for tensor, other in zip(made[3:], unwanted, strict=True))
 
 
 def _dense_shape(logits: Tensor, is_wanted: bool, dtype: torch.dtype) -> Tensor:
@@ -109,7 +106,7 @@ def _check_logits(logits: Tensor, mask: Tensor | None) -> None:
 def _launch(
     logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, settings: tuple[Any, ...], dense: bool, num_ranks: int, shares: bool
 ) -> Any:
-    """Return `_torch.GateTensors`. Raises ValueError for what an earlier launch has found not to be finite."""
+    """Return what `run_gate` of csrc/torch does. Raises ValueError for what an earlier launch has found not to be finite."""
     *options, index_dtype = settings
     return _made(logits, "run_gate", logits, expert_bias, mask, *options, index_dtype, dense, num_ranks, shares)
 

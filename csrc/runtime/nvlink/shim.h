@@ -57,8 +57,8 @@ struct SwigluShim {
 // different sources apart.
 constexpr const char* kShimName = "deepep_moe.ExchangeShim 5";
 constexpr const char* kLowLatencyShimName = "deepep_moe.LowLatencyShim 3";
-constexpr const char* kGateShimName = "deepep_moe.GateShim 2";
-constexpr const char* kSwigluShimName = "deepep_moe.SwigluShim 1";
+constexpr const char* kGateShimName = "deepep_moe.GateShim 3";
+constexpr const char* kSwigluShimName = "deepep_moe.SwigluShim 2";
 constexpr size_t kShimBytes = sizeof(GpuDispatchCall) + sizeof(GpuCombineCall) + sizeof(CallMode) + sizeof(LowLatencyDispatchParams) +
                               sizeof(LowLatencyCombineParams) + sizeof(GpuGateParams) + sizeof(GpuGateBackwardParams) +
                               sizeof(GpuSwigluParams);
