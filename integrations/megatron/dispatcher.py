@@ -119,11 +119,6 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
     def join(self, layer: Any) -> None:
         """See the whole layer, once it is there. Raises ValueError for experts that are not those that options ask for."""
         name, is_ours = type(layer.experts).__name__, hasattr(type(layer.experts), "takes_counts_on_device")
-        if self.buffers.options.experts == "own" and not is_ours:
-            raise ValueError(
-                f"experts is 'own', but the layer has {name}, whose place grouped experts do not take; build it with SequentialMLP or "
-                "TEGroupedMLP, or keep Megatron-Core's experts: experts='framework' (--experts framework)"
-            )
         if self._capacity is not None and not getattr(layer.experts, "takes_counts_on_device", False):
             raise ValueError(
                 f"sync_free is asked for, but {name} reads its counts on the host; call enable(experts='own') (--experts own), which "
@@ -133,6 +128,11 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             raise ValueError(
                 f"fp8 is asked for, but {name} takes no fp8 rows; build the layer with SequentialMLP or TEGroupedMLP, whose place "
                 "grouped experts take, or leave out fp8"
+            )
+        if self.buffers.options.experts == "own" and not is_ours:
+            raise ValueError(
+                f"experts is 'own', but the layer has {name}, whose place grouped experts do not take; build it with SequentialMLP or "
+                "TEGroupedMLP, or keep Megatron-Core's experts: experts='framework' (--experts framework)"
             )
         self._layer = weakref.ref(layer)
         takes_counts = self._capacity is None and not self._fp8 and getattr(layer.experts, "takes_counts_on_device", False)

@@ -403,7 +403,7 @@ def serve_experts(
         patches.set(stock, "__init__", _serving(stock, is_ours, experts, insists))
 
 
-def _serving(cls: type, is_ours: Callable[[Any], bool], experts: type[GroupedMLP], insists: bool) -> Callable[..., None]:
+def _serving(cls: Any, is_ours: Callable[[Any], bool], experts: type[GroupedMLP], insists: bool) -> Callable[..., None]:
     stock, is_te = cls.__init__, cls is TEGroupedMLP
 
     @functools.wraps(stock)

@@ -186,6 +186,46 @@ def test_expert_by_expert_gives_the_same_bits(monkeypatch):
     assert_equal(run(ops.grouped_mlp, leaves, grad, [2, 0, 3]), grouped)
 
 
+def main_grads_of(leaves):
+    return [torch.full(leaves[name].shape, 0.5, device=leaves[name].device) for name in ("w1", "w2")]
+
+
+def assert_added(main_grads, results, times):
+    """Each micro-batch has added the weights' gradients in fp32."""
+    for main_grad, name in zip(main_grads, ("w1", "w2"), strict=True):
+        want = torch.full_like(main_grad, 0.5)
+        for _ in range(times):
+            want += results[name]
+        assert torch.equal(main_grad, want), name
+
+
+@by_activation
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_added_to_main_grads(case, dtype, activation):
+    counts, tail = CASES[case]
+    leaves, grad = make(counts, tail, dtype, gated=activation == "swiglu", bias=True)
+    expected, main_grads = run(ops.grouped_mlp, leaves, grad, counts, activation=activation), main_grads_of(leaves)
+    for times in (1, 2):
+        actual = run(ops.grouped_mlp, leaves, grad, counts, activation=activation, main_grads=tuple(main_grads))
+        assert_added(main_grads, expected, times)
+        assert all(actual[name].shape == leaves[name].shape and actual[name].dtype == dtype for name in ("w1", "w2"))
+        assert_equal(*({name: value for name, value in found.items() if name not in ("w1", "w2")} for found in (actual, expected)))
+
+
+def test_delayed_gradients_are_added_where_the_caller_says():
+    leaves, grad = make([2, 3], 1)
+    expected, main_grads, due = run(ops.grouped_mlp, leaves, grad, [2, 3]), main_grads_of(leaves), {}
+    delayed = {"delay": lambda name, compute: due.update({name: compute}), "main_grads": tuple(main_grads)}
+    actual = run(ops.grouped_mlp, leaves, grad, [2, 3], **delayed)
+    assert "w1" not in actual and "w2" not in actual
+    assert_added(main_grads, expected, 0)
+    for name, main_grad in zip(("w1", "w2"), main_grads, strict=True):
+        assert torch.equal(due[name](), expected[name])
+        due[name](main_grad)
+    assert_added(main_grads, expected, 1)
+
+
 def test_strided_gradients_and_rows():
     def strided(x, **others):
         return ops.grouped_mlp(x=x.repeat_interleave(2, dim=1)[:, ::2], **others)
@@ -334,6 +374,15 @@ def test_has_the_bits_of_python(case, probs, recompute, device, made, monkeypatc
     monkeypatch.setattr(module, "_IS_BUILT", False)
     assert_equal(actual, run_on(leaves, grad, counts, recompute_activation=recompute))
     assert len(made) == 1
+
+
+def test_adds_to_main_grads(device, made):
+    leaves, grad = make_on(device, [2, 3], 1)
+    expected, main_grads = run_on(leaves, grad, [2, 3]), main_grads_of(leaves)
+    for times in (1, 2):
+        run_on(leaves, grad, [2, 3], main_grads=tuple(main_grads))
+        assert_added(main_grads, expected, times)
+    assert None not in made
 
 
 @pytest.mark.parametrize("frozen", ("x", "w1", "w2"))

@@ -126,16 +126,18 @@ def test_delayed_gradients_of_grouped_experts(rank: int, num_ranks: int, sizes: 
     config = schedule_config(sizes)
     want = one_after_another(build_model(config), batches(rank))
     config.delay_wgrad_compute = config.overlap_moe_expert_parallel_comm = True
-    for ddp in ("without DDP", "DDP", "DDP that does not know of the delay"):
+    for ddp in ("without DDP", "DDP", "DDP, fused", "DDP that does not know of the delay"):
         model = build_model(config)
+        for layer in model.decoder.layers if ddp == "DDP, fused" else ():  # gradient_accumulation_fusion, which else needs apex
+            layer.mlp.experts.linear_fc1._fuses = layer.mlp.experts.linear_fc2._fuses = True
         if ddp != "without DDP":
-            knows = {"delay_wgrad_compute": True} if ddp == "DDP" else {}
+            knows = {} if "not know" in ddp else {"delay_wgrad_compute": True}
             wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=False, **knows), model)
             wrapped.zero_grad_buffer()
         made: list[str] = []
         experts = model.decoder.layers[0].mlp.experts
-        stock = experts.linear_fc1.add_gradient
-        experts.linear_fc1.add_gradient = lambda grad, made=made, stock=stock: (made.append("w1"), stock(grad))
+        stock = experts.linear_fc1.add_delayed
+        experts.linear_fc1.add_delayed = lambda compute, made=made, stock=stock: (made.append("w1"), stock(compute))
         got = interleaved(model, batches(rank))
         assert made == ["w1"] * NUM_BATCHES and not experts._due
         for name, parameter in model.named_parameters():
