@@ -95,6 +95,7 @@ class Calls:
         num_recv_rows: int,
         mode: Mode,
     ) -> Received | None: ...
+    def settle(self, handle: Handle) -> Received | None: ...
     def dispatch_cached(
         self, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: object, mode: Mode
     ) -> Received | None: ...
@@ -220,16 +221,6 @@ def gate(
     is_full: bool,
 ) -> Any: ...  # GateOutput, FullGateOutput or None
 def set_gate_hooks(*, shim: object, gradients: Callable[..., Tensor], output: type, full_output: type) -> None: ...
-
-class GateTensors:
-    topk_idx: Tensor
-    topk_weights: Tensor
-    counts: Tensor
-    probs: Tensor
-    routing_map: Tensor
-    in_rank: Tensor
-    shares: Tensor
-
 def run_gate(
     logits: Tensor,
     expert_bias: Tensor | None,
@@ -246,7 +237,7 @@ def run_gate(
     dense: bool,
     num_ranks: int,
     shares: bool,
-) -> GateTensors | None: ...
+) -> list[Tensor | None] | None: ...
 def run_gate_backward(
     grad_topk_weights: Tensor | None,
     grad_probs: Tensor | None,

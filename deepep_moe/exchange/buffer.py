@@ -251,12 +251,11 @@ class Buffer(Sizes):
             EPTimeoutError: a peer died or stalled. BufferDestroyedError: the buffer was destroyed.
         """
         is_late = isinstance(num_recv_rows, str) and num_recv_rows == GUESS
-        if is_late:
-            num_recv_rows = None
+        bound: Any = None if is_late else num_recv_rows
         if (async_op or return_hook or fp8 == BLOCKWISE) and torch.compiler.is_compiling():
             return _call_outside_graph(  # without the layer's number, for which PyTorch would compile again
                 self.dispatch, x, topk_idx, topk_weights, x_scales=x_scales, layout=layout, expert_alignment=expert_alignment,
-                handle=handle, num_recv_rows=num_recv_rows, fp8=fp8, num_sms=num_sms, async_op=async_op, return_hook=return_hook,
+                handle=handle, num_recv_rows=bound, fp8=fp8, num_sms=num_sms, async_op=async_op, return_hook=return_hook,
             )  # fmt: skip
         calls, is_blockwise = self.calls, False
         if fp8 is not False:
@@ -268,9 +267,9 @@ class Buffer(Sizes):
         if not is_blockwise and not torch.compiler.is_compiling():
             how = num_sms, async_op, return_hook
             if handle is None:
-                routed = layout, expert_alignment, num_recv_rows
+                routed = layout, expert_alignment, bound
                 made = native.dispatch(calls, x, x_scales, topk_idx, topk_weights, *routed, *how, layer, is_late)
-            elif topk_idx is None and num_recv_rows is None and layout == "expert" and expert_alignment == 1:
+            elif topk_idx is None and bound is None and layout == "expert" and expert_alignment == 1:
                 made = native.dispatch_along(calls, x, x_scales, topk_weights, handle, *how)
             else:
                 made = None  # arguments that contradict the handle are refused below
@@ -281,10 +280,10 @@ class Buffer(Sizes):
         calls.refuse_on_failure(check_tensors, x, is_operator=not is_blockwise, **tensors)
         if handle is not None:
             calls.refuse_on_failure(check_owner, handle, calls.number)
-            calls.refuse_on_failure(check_beside_handle, handle, topk_idx, layout, expert_alignment, num_recv_rows)
+            calls.refuse_on_failure(check_beside_handle, handle, topk_idx, layout, expert_alignment, bound)
             routed = handle.layout, handle.expert_alignment, handle.num_rows
         else:
-            routed = calls.refuse_on_failure(check_routing, topk_idx, layout, expert_alignment, num_recv_rows)
+            routed = calls.refuse_on_failure(check_routing, topk_idx, layout, expert_alignment, bound)
         if is_blockwise:
             calls.refuse_on_failure(check_blockwise, x, x_scales, *routed)
             recv_x, scales, weights, handle = operators.dispatch_quantized(calls, mode, x, topk_idx, topk_weights, *routed, handle)

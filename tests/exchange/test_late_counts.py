@@ -6,9 +6,8 @@ from exchange_cases import assert_same
 from nvlink_cases import make_buffer
 from on_ranks import on_ranks
 
+from deepep_moe import Buffer
 from deepep_moe.errors import EPPeerError
-
-pytestmark = pytest.mark.gpu
 
 EVEN, TO_ONE = [[0, 2], [1, 3], [3, 0], [2, 1]], [[0, 1], [1, 0], [0, 1], [1, 0]]  # 2 experts a rank: all rows of TO_ONE go to rank 0
 
@@ -41,6 +40,7 @@ def assert_all_same(made, expected):
         assert_same(name, *pair)
 
 
+@pytest.mark.gpu
 @on_ranks(2, calls_between=(False, True))
 def test_rows_that_fit_and_rows_that_do_not(rank, calls_between):
     """Ranks have a guess from the third dispatch on. Then rank 0 gets twice as many rows and rank 1 none; neither needs the other to know.
@@ -60,6 +60,7 @@ def test_rows_that_fit_and_rows_that_do_not(rank, calls_between):
         assert_all_same(made, plain_layer(twin, x, idx, weights))
 
 
+@pytest.mark.gpu
 @on_ranks(2)
 def test_guessed_rows_that_nobody_settles(rank):
     """A combine of rows that did not fit is refused on all ranks, and the buffer goes on after `recover`."""
@@ -78,6 +79,7 @@ def test_guessed_rows_that_nobody_settles(rank):
     assert_same("combined_x", buffer.combine(out.recv_x, out.handle), 2 * x)
 
 
+@pytest.mark.gpu
 @on_ranks(2)
 def test_counts_are_lost_with_a_refusal(rank):
     """What a rank refuses after a late dispatch is its next call; then nobody can look at the counts."""
@@ -90,3 +92,16 @@ def test_counts_are_lost_with_a_refusal(rank):
     with pytest.raises(RuntimeError, match="the counts of this dispatch are lost"):
         buffer.settle(out)
     buffer.recover()
+
+
+@on_ranks(2)
+def test_cpus_count_at_once(rank):
+    """There is nothing to queue, so a guess would save nothing."""
+    buffer = Buffer(None, 4, 16, 4, 2, backend="shm")
+    x, idx = torch.randn(4, 16), torch.tensor(EVEN)
+    for _ in range(3):
+        out = buffer.dispatch(x, idx, num_recv_rows="guess")
+        assert not out.handle.is_late and buffer.settle(out) is out
+        assert_same("combined_x", buffer.combine(out.recv_x, out.handle), 2 * x)
+    with pytest.raises(TypeError, match="num_recv_rows"):
+        buffer.dispatch(x, idx, num_recv_rows="most")
