@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_training import Setting, Training, load, load_plain, save, save_plain, train, training
+from on_ranks import on_ranks
 
 from deepep_moe.errors import EPError
 from deepep_moe.testing.launch import run_ranks
@@ -88,8 +89,12 @@ def _load(run: Training, folder: Path, kind: str) -> None:
     load_plain(run, folder) if kind == "torch" else load(run, folder, kind)
 
 
-def _formats(rank: int, num_ranks: int, ways: tuple[tuple[str, str], ...], folder: str) -> None:
+@pytest.mark.slow
+@on_ranks(4, timeout_s=400)
+def test_formats_of_the_distributed_optimizer(rank: int, tmp_path) -> None:
     """Experts of each kind load what the other kind has saved, in every format of the distributed optimizer and in several buckets."""
+    ways = (("stock", "grouped"), ("grouped", "stock"), ("grouped", "grouped"))
+    folder = str(tmp_path)
     for source, target in ways:
         cell = Setting(source, ep=2, overlap_grad_reduce=True)
         with training(cell) as run:
@@ -104,12 +109,9 @@ def _formats(rank: int, num_ranks: int, ways: tuple[tuple[str, str], ...], folde
                 assert max(abs(a - b) for a, b in zip(got, want, strict=True)) < 2e-5, f"{source} to {target}, {kind}: {got}, {want}"
 
 
-@pytest.mark.slow
-def test_formats_of_the_distributed_optimizer(tmp_path):
-    run_ranks(_formats, 4, (("stock", "grouped"), ("grouped", "stock"), ("grouped", "grouped")), str(tmp_path), timeout_s=400)
-
-
-def _refusals(rank: int, num_ranks: int, folder: str) -> None:
+@on_ranks(2)
+def test_what_is_refused(rank: int, tmp_path) -> None:
+    folder = str(tmp_path)
     path = Path(folder)
     stacked = Setting("grouped", ep=2, overlap_grad_reduce=True)
     with training(stacked) as run:
@@ -134,7 +136,3 @@ def _refusals(rank: int, num_ranks: int, folder: str) -> None:
         train(run, range(1))
         with pytest.raises(BaseException, match="Global shape mismatch"):  # PyTorch's CheckpointException is no Exception
             load(run, path / "one bucket size")
-
-
-def test_what_is_refused(tmp_path):
-    run_ranks(_refusals, 2, str(tmp_path))
