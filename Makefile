@@ -4,6 +4,7 @@
 # make demo-deepspeed   the same model with DeepSpeed, its own MoE layers and swapped ones
 # make demo-overlap   two micro-batches through a stack of MoE layers, by turns, and a picture of who runs what when
 # make test   installs, builds, runs the tests of every day, which need no GPU          make test-all   and then the slow ones
+# LANES       how many tests run at once, 2 if not given; 1 shows each test's output as it comes
 # PIP_ARGS    options for pip, such as the index of PyTorch's CPU builds, which are much smaller than the default ones
 # VENV=       run PYTHON itself and install nothing          DEMO_ARGS   more options of examples/megatron/train.py
 # make lint   ruff, mypy and clang-format          make format   formats Python and C++
@@ -13,8 +14,10 @@
 
 PYTHON ?= python3
 DEVICE ?= cpu
+LANES ?= 2
 VENV := $(if $(filter cuda,$(DEVICE)),build/venv-cuda,.venv)
 NUM_RANKS ?= $(if $(filter cpu,$(DEVICE)),2)
+PYTEST_LANES := $(if $(filter-out 1,$(LANES)),-n $(LANES) --dist loadgroup)
 SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 NATIVE = $(shell find csrc tests/emulation tests/threads benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
@@ -87,11 +90,12 @@ demo-deepspeed: $(STAMP)
 demo-overlap: $(DEMO_STAMP)
 	$(SCRIPT) examples/overlap/decode.py --device $(DEVICE) $(if $(NUM_RANKS),--num-ranks $(NUM_RANKS)) --out runs/demo-overlap $(DEMO_ARGS)
 
+# With one test at a time the second core is idle for most of the run: few tests keep two ranks busy at once.
 test: $(STAMP)
-	CUDA_VISIBLE_DEVICES= $(RUN) pytest -m "not slow" $(PYTEST_ARGS)
+	CUDA_VISIBLE_DEVICES= $(RUN) pytest -m "not slow" $(PYTEST_LANES) $(PYTEST_ARGS)
 
 test-all: test
-	CUDA_VISIBLE_DEVICES= $(RUN) pytest -m slow $(PYTEST_ARGS)
+	CUDA_VISIBLE_DEVICES= $(RUN) pytest -m slow $(PYTEST_LANES) $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(RUN) ruff check .

@@ -35,6 +35,13 @@ def pytest_collection_modifyitems(config, items):
         needed = marker.args[0] if marker else 1 if item.get_closest_marker("gpu") else 0
         if needed > num_gpus:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, this machine has {num_gpus}"))
+    items.sort(key=minutes_allowed, reverse=True)  # so that no lane is left with a long test at the end
+
+
+def minutes_allowed(item):
+    """Return the limit of a test that takes minutes, and 0 for all others, which keep their order."""
+    marker = item.get_closest_marker("timeout")
+    return marker.args[0] // 60 if marker else 0
 
 
 def sample(items, most):
@@ -47,7 +54,8 @@ def sample(items, most):
         yield from cases if len(cases) <= most else (cases[round(step * n)] for n in range(most))
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist's own hook is the loop of a lane; the process that only deals out the tests has no items
 def pytest_runtestloop(session):
     """Ranks fork from a process that has the test modules. Not beside GPUs: what a module asks of CUDA would be lost by the fork."""
-    if torch.cuda.device_count() == 0 and not session.config.option.collectonly:
-        preload.start_server({"pytest", "deepep_moe.testing"} | {item.module.__name__ for item in session.items})
+    if session.items and torch.cuda.device_count() == 0 and not session.config.option.collectonly:
+        preload.start_server({"pytest", "torch._dynamo", "deepep_moe.testing"} | {item.module.__name__ for item in session.items})

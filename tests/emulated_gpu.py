@@ -4,11 +4,13 @@
 compiler to build it with, all of the CPU library included: `.ci/sanitize cpu` runs both so.
 """
 
+import contextlib
+import fcntl
 import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,6 +67,15 @@ def is_up_to_date(target: Path, command: list[str]) -> bool:
     return all(path.exists() for path in inputs) and target.stat().st_mtime > max(path.stat().st_mtime for path in inputs)
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Wait until no other process builds: two lanes of tests share the folder."""
+    SITE.parent.mkdir(parents=True, exist_ok=True)
+    with open(SITE.parent / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def compile_object(source: Path) -> Path:
     import pybind11
 
@@ -91,6 +102,7 @@ def compile_objects(sources: Iterable[Path]) -> list[Path]:
         return list(pool.map(compile_object, sources))
 
 
+@alone()
 def build() -> Path:
     """A folder for PYTHONPATH that holds the package with the emulated modules."""
     apart = {name: ROOT / "csrc" / name for name in ("torch", "nvshmem")}  # a module of its own for each
@@ -123,6 +135,7 @@ def build_device(package: Path) -> tuple[str, ...]:
     return f"-L{package}", f"-l:{DEVICE}"
 
 
+@alone()
 def build_program(source: Path) -> Path:
     """A program with kernels, made of one file."""
     package = SITE / "deepep_moe"

@@ -3,11 +3,11 @@
 import argparse
 import importlib.util
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 from bench_cases import RECORD_FIELDS, TORCHRUN, bench, options_of
+from on_ranks import on_ranks
 
 from benchmarks.common import ranks, verify
 from benchmarks.exchange import beside_gemms, measure, overlap
@@ -143,39 +143,6 @@ def test_overlap_figures(both, hidden):
     assert (figures["exchange_us"], figures["alone_gemms_us"]) == (600, 800)
 
 
-def overlap_record(rank: int, num_ranks: int, num_sms: int | None, both: Schedule) -> dict:
-    made = measure.ExchangeRank(rank, num_ranks, 0, options_of(overlap, "--backend", "shm", "--num-ranks", "1"), 1)
-    made.link_gbps = 400.0
-    inputs = workload.make_inputs(made.shape, 3, 0, torch.device("cpu"))
-    beside = SimpleNamespace(inputs=inputs, num_gemms=12, buffer=SimpleNamespace(workspace_bytes=7))
-    return made._overlap_record("combine", num_sms, beside, (EXCHANGE, GEMMS, both))
-
-
-def test_overlap_record_of_made_up_times(capsys):
-    copied, unknown = (run_ranks(overlap_record, 1, *case)[0] for case in ((0, BOTH), (None, with_gemms(5.0, 95.0, 10.0))))
-    assert (copied["op"], copied["num_ranks"], copied["num_sms"], unknown["num_sms"]) == ("combine+gemm", 1, 0, None)
-    assert (copied["us_median"], copied["rival_us"], copied["ratio"]) == (960, 1400, pytest.approx(1400 / 960))
-    assert copied["link_gbps"] == 400 and copied["gemm"] == list(exchange.GEMM)
-    exchange.show([copied, unknown])
-    printed = capsys.readouterr().out.splitlines()
-    figures = ["12", "960.0", "960.0-960.0", "50.0", "840.0", "70.0", "600.0", "800.0", "0.95", "73%"]
-    assert printed[-2].split() == ["combine+gemm", "bf16", "expert", "1", "3", "copy", *figures] and printed[-1].split()[-1] == "?"
-    assert "link, every rank copying to its neighbour: EP1 400 GB/s" in printed
-    assert any(line.startswith("?: the GEMMs took longer alone than beside the exchange") for line in printed)
-
-
-def slowest_schedule(rank, num_ranks):
-    ends = [[[10.0, 30.0], [11.0, 25.0]], [[14.0, 29.0], [9.0, 26.0]]][rank]
-    beside = SimpleNamespace(timer=SimpleNamespace(marks=lambda call, iterations: ends), iterations=2)
-    return BesideGemms._schedule(beside, ("start", "hook"), None)
-
-
-def test_schedule_of_the_slowest_rank():
-    for found in run_ranks(slowest_schedule, 2):
-        assert found.ends == [[14.0, 30.0], [11.0, 26.0]] and found.total == [30.0, 26.0]
-        assert found.lengths == [[14.0, 20.0], [11.0, 17.0]] and found.length("hook") == [20.0, 17.0]
-
-
 class WrongCounts:
     """A buffer whose split dispatch says, in one number, something else than the plain call."""
 
@@ -188,7 +155,8 @@ class WrongCounts:
         return out._replace(num_recv_tokens_per_expert=out.num_recv_tokens_per_expert + return_hook)
 
 
-def verifies_hooks(rank, num_ranks):
+@on_ranks(2)
+def test_hooks_are_verified(rank, num_ranks):
     device, options = torch.device("cpu"), argparse.Namespace(iterations=2, gemm=(8, 8, 8))
     everyone = [workload.make_inputs(SHAPE, 5, source, device) for source in range(num_ranks)]
     buffer = Buffer(None, 8, SHAPE.hidden, SHAPE.num_experts, SHAPE.num_topk, backend="shm")
@@ -196,10 +164,6 @@ def verifies_hooks(rank, num_ranks):
     assert all(right.verify(op, None) for op in beside_gemms.OPS) and wrong.verify("combine", None)
     with pytest.raises(EPError, match="num_recv_tokens_per_expert through the hook differs from the plain call's in 2 of 2 rows"):
         wrong.verify("dispatch", None)
-
-
-def test_hooks_are_verified():
-    run_ranks(verifies_hooks, 2)
 
 
 def test_marks_on_a_stream(monkeypatch):
@@ -220,17 +184,6 @@ def test_marks_on_a_stream(monkeypatch):
     timer.is_gpu, timer._start, timer._marked, timer._line_up = True, Event(), [Event() for _ in range(4)], lambda: None
     assert timer.marks(lambda mark: (mark(), mark(), mark()), 2) == [[1e3, 2e3, 3e3]] * 2
     assert synchronized == [3, 7, 11, 15, 19], "the last event of every call"
-
-
-@pytest.mark.multi_gpu(2)
-def test_overlap_on_gpus(tmp_path):
-    output = tmp_path / "records.json"
-    sizes = ("--num-ranks", "2", "--num-tokens", "512", "--iterations", "3", "--gemm", "256", "256", "256")
-    result = bench(*sizes, "--output", str(output), command="overlap", backend="nvlink")
-    assert result.returncode == 0, result.stderr
-    records = json.loads(output.read_text())
-    assert [(r["op"], r["num_sms"]) for r in records] == [(f"{op}+gemm", n) for op in ("dispatch", "combine") for n in (0, None)]
-    assert all(r["exchange_us"] > 0 for r in records)
 
 
 # ---- it measures nothing that is wrong ----
@@ -349,14 +302,6 @@ def test_plan(monkeypatch):
     for command in (exchange, low_latency):
         with pytest.raises(BackendUnavailableError, match="needs a GPU for each of 2 ranks, this machine has 1"):
             options_of(command)
-
-
-def test_launched(monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match=r"--num-ranks \[2\] under a launcher that started 3 ranks; leave --num-ranks out"):
-        options_of(exchange, "--backend", "shm", "--num-ranks", "2", "--num-experts", "9")
-    assert options_of(exchange, "--backend", "shm", "--num-experts", "9").num_ranks == [3]
 
 
 @pytest.mark.parametrize(

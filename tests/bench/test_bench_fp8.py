@@ -6,11 +6,12 @@ import json
 import pytest
 import torch
 from bench_cases import RECORD_FIELDS, bench
+from on_ranks import on_ranks
 
-from benchmarks.layers import fp8, fp8_layers
+from benchmarks.layers import fp8, fp8_layers, megatron_steps
 from benchmarks.layers.fp8 import Measured
 from benchmarks.layers.fp8_layers import BF16, BF16_GRAPH, EACH, GRAPHS, KEPT, SHARED, Wire, graph_of
-from benchmarks.layers.passes import StepTimes, draw_inputs
+from benchmarks.layers.passes import StepTimes
 from deepep_moe.testing import run_ranks
 
 SIZES = ["--num-tokens", "48", "--hidden", "128", "--ffn-hidden", "128", "--num-topk", "2", "--num-experts", "4", "--repeats", "1"]
@@ -57,33 +58,6 @@ def measured(names):
         "nvlink", "a GPU", "versions", "TransformerEngine 2", Wire(1, 1, 2), {EACH: {"output": 0.05}}, 0, times,
         {name: {"a_kernel": 7.0, "another": 3.0} for name in names}, dict.fromkeys(names, 10**9), 5,
     )  # fmt: skip
-
-
-def test_table_and_records(capsys):
-    """Ours in fp8, and each graph, is compared with ours in bf16, eager and graphed, and with each layer of TransformerEngine."""
-    options = argparse.Namespace(num_tokens=1, hidden=128, num_topk=1, num_experts=1, ffn_hidden=128, micro_batches=4, kernels=1)
-    captured = BF16_GRAPH, graph_of(EACH), graph_of(SHARED)
-    theirs = fp8_layers.TE_BF16, fp8_layers.TE_EACH, fp8_layers.TE_SHARED, fp8_layers.TE_PADDED
-    first = measured((BF16, EACH, SHARED, KEPT, *captured, *theirs))  # 100 us, 200 us, ..., 1100 us
-    first.not_captured[graph_of(KEPT)] = "no kernel"
-    records = fp8.records_of([first], options)
-    fp8.show([first], records, options)
-    shown = capsys.readouterr().out
-    assert "a_kernel" in shown and "another" not in shown and "0.5000x" in shown
-    lines = shown.splitlines()
-    rows = [line for line in lines if line.startswith(f"fp8 layer {BF16_GRAPH}  ")]
-    assert rows[0].split()[-1 - len(BF16.split())] == "0.20x"
-    assert f"{graph_of(KEPT)}: not captured: no kernel" in lines
-    assert any(line.startswith("CUDA graphs of 4 forwards and backwards") for line in lines)
-    found = {(each["op"].removeprefix("fp8 layer "), each["rival"]): each for each in records}
-    assert len(records) == len(found) == 6 * 6 - 1 and {name for name, _ in found} == {EACH, SHARED, KEPT, *captured}
-    of_graph, of_bf16, eager = found[graph_of(SHARED), BF16_GRAPH], found[BF16_GRAPH, BF16], found[SHARED, fp8_layers.TE_SHARED]
-    assert (of_graph["ratio"], of_graph["host_us"], of_graph["kernel_us"]) == (pytest.approx(5 / 7), 50.0, 10.0)
-    assert of_graph["micro_batches"] == of_graph["graph_passes"] == of_graph["rival_graph_passes"] == 4 and of_graph["kept_bytes"] == 5
-    assert of_bf16["dtype"] == "bfloat16" and of_bf16["differences"] is None and of_bf16["bytes_moved"] == 1 * (2 + 2) * 2
-    assert of_bf16["graph_passes"] == 4 and of_bf16["rival_graph_passes"] is None and of_bf16["kept_bytes"] == 0
-    assert of_bf16["not_captured"] == {graph_of(KEPT): "no kernel"}
-    assert eager["graph_passes"] is None and eager["ratio"] == pytest.approx(10 / 3)
 
 
 def test_graphs_that_change_results(monkeypatch, tmp_path):
@@ -148,37 +122,6 @@ def test_graphs_are_compared_with_eager_passes():
     assert run_ranks(graphs_of_which_one_is_wrong, 1) == [expected]
 
 
-@pytest.mark.parametrize(
-    "fails, fused, told",
-    (
-        ((), [True], "SwiGLU fused"),
-        ((fp8_layers.TE_PADDED,), [True], "SwiGLU fused; alltoall, TE fp8, router pads failed with RuntimeError: no such kernel"),
-        ((fp8_layers.TE_EACH,), [True, False], "SwiGLU not fused; alltoall, TE fp8 failed with RuntimeError: no such kernel"),
-    ),
-)
-def test_rivals_are_fused_where_they_can_be(fails, fused, told, monkeypatch):
-    """The layer whose router pads may fail by itself."""
-    weight, tries = torch.ones(3, requires_grad=True), []
-
-    def make(*_, fuses):
-        def run(name):
-            if fuses and name in fails:
-                raise RuntimeError("no such kernel")
-            return 2 * weight
-
-        tries.append(fuses)
-        names = fp8_layers.TE_BF16, fp8_layers.TE_EACH, fp8_layers.TE_PADDED
-        return {
-            name: fp8_layers.Layer(lambda _, name=name: run(name), torch.ones(3), {"weight": weight}, backend="alltoall") for name in names
-        }
-
-    monkeypatch.setattr(fp8_layers, "_make_rivals", make)
-    monkeypatch.setattr(torch.compiler, "set_stance", lambda stance: None)
-    found, how = fp8_layers.make_rivals(None, 0, 1, torch.device("cpu"))
-    assert tries == fused and how == told
-    assert len(found) == (2 if fails == (fp8_layers.TE_PADDED,) else 3), "a layer that fails is left out"
-
-
 def test_micro_batches_by_hand():
     """The first of each three passes is a first micro-batch; a release restarts the count."""
     seen, weight = [], torch.ones(1, requires_grad=True)
@@ -210,11 +153,30 @@ def test_refusals(arguments, told, monkeypatch):
         fp8.main(options_of("--device", "cpu", *arguments.split()))
 
 
-def test_inputs_are_no_routers_weights():
-    """Layers are drawn from small seeds. A row of x that equals a router's row gets a probability of 1, and 0 for all other experts."""
-    for rank in range(8):
-        x, cotangent = draw_inputs(rank, (4, 8), torch.device("cpu"), torch.float32)
-        assert x.requires_grad and not cotangent.requires_grad and not torch.equal(x, cotangent)
-        for seed in range(64):
-            drawn = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
-            assert not torch.equal(drawn, x) and not torch.equal(drawn, cotangent)
+@pytest.mark.parametrize("micro_batches, num_passes", ((1, 4), (3, 6), (4, 4), (8, 8)))
+def test_chains_are_whole_steps(micro_batches, num_passes):
+    assert fp8._chain_of(argparse.Namespace(micro_batches=micro_batches)) == num_passes
+
+
+@pytest.mark.parametrize("num_ranks", (pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.multi_gpu(2))))
+@on_ranks()
+def test_layers_in_a_cuda_graph(rank, num_ranks):
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    options = argparse.Namespace(num_tokens=256, hidden=512, ffn_hidden=256, num_topk=2, num_experts=4, micro_batches=3, backend="nvlink")
+    layers, wire = fp8_layers.make_layers(options, rank, num_ranks, device)
+    measured = fp8.Measured("nvlink", "", "", "", wire, {}, 0)
+    graphs = fp8._add_graphs(measured, layers, device, options.micro_batches)
+    assert list(graphs) == list(fp8_layers.GRAPHS[:3]), measured.not_captured
+    assert list(measured.not_captured) == [fp8_layers.GRAPHS[3]] and measured.num_different_from_eager == 0
+    for _ in range(2):  # eager passes and replays take turns
+        for step in (layers | graphs).values():
+            times = megatron_steps.time_step(step, device, num_passes=3)
+            assert 0 < times.host <= times.wall
+    expected = layers[fp8_layers.EACH].results()
+    for name in fp8_layers.GRAPHS[1:3]:
+        for kind, value in graphs[name].results().items():
+            assert torch.equal(value, expected[kind]), (name, kind)
+        assert measured.peak_bytes[name] > 0
+    kernels = megatron_steps.kernel_times(graphs[fp8_layers.GRAPHS[2]], 3)
+    assert any("quantize_weights" in kernel for kernel in kernels), "copies are made in the graph"

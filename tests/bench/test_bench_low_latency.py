@@ -2,20 +2,17 @@
 
 import json
 import statistics
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from bench_cases import RECORD_FIELDS, bench, options_of
+from on_ranks import on_ranks
 
 from benchmarks.low_latency import batches as low_latency_timing
 from benchmarks.low_latency import command as low_latency
 from benchmarks.low_latency import measure as low_latency_measure
 from benchmarks.low_latency import operations as low_latency_operations
-from benchmarks.low_latency.batches import Times
-from benchmarks.low_latency.measure import Baseline, LowLatencyRank, records_of
-from benchmarks.low_latency.operations import LowLatencyOperation
 from deepep_moe import LowLatencyBuffer
 from deepep_moe.errors import EPError
 from deepep_moe.testing import run_ranks
@@ -71,38 +68,11 @@ def test_records(tmp_path):
     ]
 
 
-def records_of_a_gpu(rank: int, num_ranks: int) -> list[dict]:
-    """The records of made-up times of a combine in fp8 with 8 tokens a rank."""
-    made = LowLatencyRank(rank, num_ranks, 0, options_of(low_latency, "--backend", "shm", "--num-ranks", "1"), 1)
-    made.link_gbps, made.num_sms, made.event_us, made.transport = 400.0, 132, 1.25, "NCCL"
-    combine = LowLatencyOperation("combine", "bfloat16", "fp8", 0, lambda: None, None, lambda result: None)
-    record = partial(made._record, combine, 8, 1_000_000, 7, None)
-    baseline, many = Baseline(Times([400.0], 300.0), Times([50.0], 5.0)), [10.0 + i / 100 for i in range(100)]
-    halves = Times([6.0], 40.0), Times([3.0], 40.0)
-    return records_of(record, Times([11.0], 45.0, is_ahead=False), halves, (Times(many, 4.0), 9.0), baseline, 80.0)
-
-
-def test_records_of_a_gpu(capsys):
-    records = graph, eager, send, receive = run_ranks(records_of_a_gpu, 1)[0]
-    assert [(r["graph"], r["half"]) for r in records] == [(True, "both"), (False, "both"), (False, "send"), (False, "receive")]
-    assert (graph["us_median"], graph["us_p99"], graph["us_graph_of_20"]) == (pytest.approx(10.495), pytest.approx(10.99), 9.0)
-    assert (graph["num_sms"], graph["us_event"], graph["rival_us"], graph["rival_graph"]) == (132, 1.25, 50.0, True)
-    assert graph["gbps"] == pytest.approx(1e3 / 10.495) and graph["percent_of_link"] == pytest.approx(1e3 / 10.495 / 4)
-    assert (eager["rival_us"], eager["us_host"], eager["is_host_ahead"], eager["buffer_us"]) == (400.0, 45.0, False, 80.0)
-    assert (send["us_median"], receive["us_median"], receive["bytes_moved"]) == (6.0, 3.0, 0)
-    low_latency.show(records)
-    printed = capsys.readouterr().out.splitlines()
-    assert "EP1: 1.25 us from event to event, part of every time but `of 20`" in printed
-    figures = ["10.5", "10.1-10.9", "11.0", "9.0", "1.000", "95.3", "24", "50.0", "4.76x", "80.0"]
-    (graph_line,) = (line.split() for line in printed if line.split()[3:5] == ["8", "graph"])
-    assert graph_line == ["combine", "fp8", "1", "8", "graph", *figures]
-    assert any(line.split()[:5] == ["combine", "fp8*", "1", "8", "both"] for line in printed)
-
-
 # ---- how it measures ----
 
 
-def batches_of_made_up_calls(rank, num_ranks):
+@on_ranks(2)
+def test_batches(rank):
     """A clock that only sleeps and calls move: a device. The host needs 20 us for a call; on rank 1 calls take longer."""
     clock = SimpleNamespace(device=0.0, host=0.0, slept_until=0.0)
     slept = []
@@ -143,20 +113,7 @@ def batches_of_made_up_calls(rank, num_ranks):
     assert (len(sent.us), statistics.median(sent.us), statistics.median(received.us)) == (30, pytest.approx(8.0), pytest.approx(16.0))
 
 
-def test_batches():
-    run_ranks(batches_of_made_up_calls, 2)
-
-
 # ---- it measures nothing that is wrong ----
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_what_is_expected(num_ranks):
-    """It equals the reference for all sizes."""
-    shape = workload.Shape(num_ranks, 256, 12, 3, 1)
-    everyone = [workload.make_inputs(shape, 21, rank, torch.device("cpu")) for rank in range(num_ranks)]
-    for rank in range(num_ranks):
-        low_latency_operations.confirm(everyone, shape, rank)
 
 
 def test_wrong_results_are_found():

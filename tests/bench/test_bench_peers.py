@@ -3,7 +3,6 @@
 import argparse
 import re
 import sys
-from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -13,14 +12,12 @@ from bench_cases import options_of
 import deepep_moe
 from benchmarks.common import peers
 from benchmarks.exchange import command as exchange
-from benchmarks.exchange import measure
+from benchmarks.exchange import measure, nccl_ep
 from benchmarks.low_latency import command as low_latency
 from benchmarks.low_latency import measure as low_latency_measure
-from benchmarks.low_latency import peers as small_peers
 from deepep_moe.compat import deep_ep
-from deepep_moe.errors import BackendUnavailableError, EPError
+from deepep_moe.errors import BackendUnavailableError
 from deepep_moe.testing import run_ranks
-from deepep_moe.tune import workload
 
 SIZES = ["--backend", "shm", "--num-experts", "8", "--num-topk", "3", "--iterations", "2"]
 OPERATIONS = {"dispatch bf16", "dispatch fp8", "combine bf16", "cached dispatch bf16"}
@@ -154,32 +151,6 @@ def test_what_fails_is_not_timed(fault, timed, failure):
     assert len(report.failures) == 1 and report.failures[0].startswith(f"EP2: {failure}")
 
 
-@pytest.mark.parametrize(("name", "fault"), [("deep_ep", "V1 rows"), ("deep_ep_v2", "V2 rows")])
-def test_wrong_rows_of_fp8_are_found(name, fault):
-    report = measured(measure.measure, exchange_options(name), fault)
-    assert not names_of(report.records, of_peers=True)
-    # The rank whose dispatch is wrong may have its own sums right, so any rank may tell.
-    assert "EPError: the combine of its fp8 dispatch" in report.failures[0] and "is off by" in report.failures[0]
-
-
-def misses_a_row(rank, num_ranks, name):
-    deep_ep.install()
-    shape = workload.Shape(num_ranks, 256, 8, 3, 4)
-    inputs = workload.make_inputs(shape, 9, rank, torch.device("cpu"))
-    peer = peers.make_peer(name, shape, torch.distributed.group.WORLD, 9)
-    rows = torch.zeros(5, 256)
-    peer.buffer = SimpleNamespace(combine=lambda x, *_, **__: (inputs.x, None, None))
-    received = {"dispatch": (rows, None)}
-    check = partial(peer._check, inputs, received) if name == "deep_ep" else peer._checks(inputs, "rank", received, is_exact=True)
-    with pytest.raises(EPError, match=r"its dispatch returned 5 rows, and not \d+"):
-        check()
-
-
-@pytest.mark.parametrize("name", ["deep_ep", "deep_ep_v2"])
-def test_missing_rows_are_found(name):
-    run_ranks(misses_a_row, 2, name)
-
-
 def plain(rank: int, num_ranks: int, options: argparse.Namespace):
     return measure.measure(rank, num_ranks, options)
 
@@ -232,32 +203,7 @@ def test_what_fails_in_small_batches_is_not_timed(fault, left, failure):
     assert report.failures[0].startswith(f"EP2: {failure}")
 
 
-def test_wrong_counts_of_small_batches_are_found():
-    expected = {"num_recv_tokens_per_expert": torch.tensor([1, 0]), "recv_x": torch.ones(1, 8).bfloat16()}
-    rows = torch.ones(2, 4, 8).bfloat16()
-    small_peers._check_dispatch(expected, (rows, torch.tensor([1, 0])))
-    with pytest.raises(EPError, match=r"its dispatch brought experts \[1, 1\] rows, and not \[1, 0\]"):
-        small_peers._check_dispatch(expected, (rows, torch.tensor([1, 1])))
-
-
 # ---- names and packages ----
-
-
-def test_another_librarys_errors_are_told():
-    with pytest.raises(EPError, match="^KeyError: 7$"):
-        peers.foreign(lambda: {}[7])
-    with pytest.raises(EPError, match="^as it is$"):
-        peers.foreign(lambda: (_ for _ in ()).throw(EPError("as it is")))
-    assert peers.foreign(lambda: 3) == 3
-
-
-def test_peers_may_be_given_several_times():
-    parser = argparse.ArgumentParser()
-    exchange.add_arguments(parser)
-    given = ["--peer", "deep_ep", "--peer", "nccl_ep", "--peer", "deep_ep_v2"]
-    assert parser.parse_args(given).peer == given[1::2]
-    assert set(small_peers.PEERS) == {"deep_ep", "deep_ep_v2"}
-    assert set(peers.PEERS) == {"deep_ep", "deep_ep_v2", "nccl_ep", "drop_in", "drop_in_v2"}
 
 
 def test_the_package_is_looked_for_first(monkeypatch):
@@ -272,3 +218,28 @@ def test_the_package_is_looked_for_first(monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_ep", real)
     peers.check_peers(["deep_ep", "nccl_ep"])
     assert peers.version_of(real) == "" and peers.version_of(torch) == f"{torch.__version__} of torch {torch.__version__}"
+
+
+def old_nccl():
+    raise RuntimeError("NCCL EP requires NCCL >= 2.30.4 at runtime; found 2.28.9")
+
+
+@pytest.mark.parametrize(
+    ("package", "ep", "told"),
+    [
+        (None, None, r"--peer nccl_ep: NCCL EP cannot be used here \(.*\); install transformer_engine"),
+        (SimpleNamespace(require_nccl_ep=old_nccl), SimpleNamespace(), r"found 2\.28\.9\); .* nvidia-nccl-cu13 2\.32\.3"),
+        (
+            SimpleNamespace(require_nccl_ep=lambda: None, __version__="2.20.2"),
+            SimpleNamespace(tex=SimpleNamespace()),
+            "compiled without NVTE_WITH_NCCL_EP=1",
+        ),
+    ],
+    ids=("missing", "old", "without NCCL EP"),
+)
+def test_nccl_ep_that_cannot_be_used(package, ep, told, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformer_engine", package)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.ep", ep)
+    monkeypatch.setattr(nccl_ep, "nccl_version", lambda: "2.30.7")
+    with pytest.raises(BackendUnavailableError, match=told):
+        nccl_ep.load()

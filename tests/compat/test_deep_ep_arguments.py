@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from deep_ep_cases import on_every_backend
 from exchange_cases import device_of
+from on_ranks import on_ranks
 
 from deepep_moe.compat.deep_ep import Buffer, Config, ElasticBuffer, EPBuffer, EventHandle, EventOverlap, HybridEPBuffer
 from deepep_moe.compat.deep_ep.arguments import senders_of
 from deepep_moe.compat.deep_ep.runtime import Runtime
 from deepep_moe.errors import BufferDestroyedError, EPPeerError
 from deepep_moe.ops import ue8m0
-from deepep_moe.testing import run_ranks
 
 FP8, X, COUNTS = torch.float8_e4m3fn, torch.zeros(2, 64, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
 IDX = torch.tensor([[0, 3], [2, 1]])
@@ -169,7 +169,9 @@ def test_numbers_of_any_kind(group, kind, number):
     call(construct(group, number), number)
 
 
-def after_destroy(rank, _, name):
+@pytest.mark.parametrize("name", ("V1", "V2", "V2_5"))
+@on_ranks(2)
+def test_after_destroy(rank, name):
     """The rank that has destroyed its buffer learns so at once, and makes no other. Its peer hears that it is gone."""
     construct, _ = KINDS[name]
     buffer = construct(dist.group.WORLD, int)
@@ -207,12 +209,8 @@ def after_destroy(rank, _, name):
     dist.barrier()
 
 
-@pytest.mark.parametrize("name", ("V1", "V2", "V2_5"))
-def test_after_destroy(name):
-    run_ranks(after_destroy, 2, name)
-
-
-def outside_of_the_group(rank, _):
+@on_ranks(2)
+def test_outside_of_the_group(rank):
     group = dist.new_group([0])
     if rank == 1:
         for construct, _ in KINDS.values():
@@ -226,10 +224,6 @@ def outside_of_the_group(rank, _):
         if rank == 0:
             call(construct(group, int), int)
     dist.barrier()
-
-
-def test_outside_of_the_group():
-    run_ranks(outside_of_the_group, 2)
 
 
 ROUTING = {"topk_idx": IDX, "num_tokens_per_expert": COUNTS}

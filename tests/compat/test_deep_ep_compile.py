@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 
 from deepep_moe.compat import deep_ep
-from deepep_moe.testing import run_ranks
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN = 8, 2, 128
 
@@ -96,7 +96,12 @@ def low_latency(group):
     return layer
 
 
-def equal_to_eager(rank, num_ranks, make):
+LONG = (pytest.param(make, marks=pytest.mark.slow) for make in (version_2, version_2_5, hybrid, low_latency))
+
+
+@pytest.mark.parametrize("make", (version_1, *LONG))
+@on_ranks(2)
+def test_equal_to_eager(rank, make):
     compiled = torch.compile(make(dist.group.WORLD), backend="eager")
     eager = make(dist.group.WORLD)
     for num_tokens in (9, 9, 5, 0, 12):
@@ -104,14 +109,6 @@ def equal_to_eager(rank, num_ranks, make):
             ours, theirs = compiled(*inputs(rank, num_tokens)), eager(*inputs(rank, num_tokens))
         assert all(torch.equal(own, other) for own, other in zip(ours, theirs, strict=True))
     assert not torch.compiler.is_compiling() and torch._dynamo.utils.counters["graph_break"]
-
-
-LONG = (pytest.param(make, marks=pytest.mark.slow) for make in (version_2, version_2_5, hybrid, low_latency))
-
-
-@pytest.mark.parametrize("make", (version_1, *LONG))
-def test_equal_to_eager(make):
-    run_ranks(equal_to_eager, 2, make)
 
 
 class Exchange(torch.autograd.Function):
@@ -145,7 +142,9 @@ class Layer(torch.nn.Module):
         return (rows.sin() * recv_w.sum(1, keepdim=True)).sum()
 
 
-def trains(rank, num_ranks):
+@pytest.mark.slow
+@on_ranks(2)
+def test_trains(rank):
     torch.manual_seed(rank)
     layers = [Layer(), Layer()]
     layers[1].load_state_dict(layers[0].state_dict())
@@ -160,8 +159,3 @@ def trains(rank, num_ranks):
             results.append((loss.detach(), given[0].grad, given[1].grad))
         assert all(torch.equal(own, other) for own, other in zip(*results, strict=True))
         assert torch.equal(layers[0].inner.weight.grad, layers[1].inner.weight.grad)
-
-
-@pytest.mark.slow
-def test_trains():
-    run_ranks(trains, 2)

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from deep_ep_cases import SIZES, Wanted, check_start, in_both_dtypes, in_both_modes, make, on_every_backend, padded, with_numbers_of_ranks
 from exchange_cases import Case, assert_same, on_device
+from on_ranks import on_ranks
 
 from deepep_moe.compat import deep_ep
 from deepep_moe.compat.deep_ep import comm
@@ -17,7 +18,10 @@ in_both_layouts = pytest.mark.parametrize("layout", ("rank", "expert"), ids=("co
 # ---- small enough to check by hand ----
 
 
-def by_hand(rank, _, version, backend):
+@on_every_backend
+@pytest.mark.parametrize("version", VERSIONS)
+@on_ranks(2)
+def test_two_ranks_by_hand(rank, version, backend):
     buffer, _ = make(version, backend, rank, explicitly_destroy=True, num_max_tokens_per_rank=2)
     x = torch.full((2, 8), float(rank + 1)) * torch.tensor([[1.0], [10.0]])  # rank 0: 1, 10; rank 1: 2, 20
     topk_idx = torch.tensor([[[0, 2], [3, -1]], [[2, 3], [1, 0]]])[rank]  # rank 0 holds experts 0 and 1, rank 1 holds 2 and 3
@@ -51,12 +55,6 @@ def by_hand(rank, _, version, backend):
     assert y[:, 0].tolist() == [[2.0, 10.0], [4.0, 40.0]][rank]  # once per expert
     assert back.tolist() == [[[0.5, 0.25], [1.0, 0.0]], [[2.0, 3.0], [4.0, 5.0]]][rank]
     buffer.destroy()
-
-
-@on_every_backend
-@pytest.mark.parametrize("version", VERSIONS)
-def test_two_ranks_by_hand(version, backend):
-    run_ranks(by_hand, 2, version, backend)
 
 
 # ---- against the reference ----
@@ -156,7 +154,9 @@ def test_numbers_of_ranks(backend, layout, num_tokens):
     run_ranks(scenario, len(num_tokens), backend, Case(num_tokens, layout=layout, **SIZES), False, False, True)
 
 
-def outgrown(rank, _, backend):
+@on_every_backend
+@on_ranks(2)
+def test_more_tokens_than_before(rank, backend):
     """If construction got no bound, a rank may have more and more tokens, and older handles stay valid."""
     buffer, device = make("ElasticBuffer", backend, rank, explicitly_destroy=True, num_max_tokens_per_rank=4)
     held = []
@@ -169,12 +169,10 @@ def outgrown(rank, _, backend):
         assert_same("combined_x", buffer.combine(want.outputs[rank].to(device), handle)[0], want.combined())
 
 
+@in_both_modes
 @on_every_backend
-def test_more_tokens_than_before(backend):
-    run_ranks(outgrown, 2, backend)
-
-
-def deferred(rank, _, backend, is_async):
+@on_ranks(2)
+def test_deferred_epilogue(rank, backend, is_async):
     buffer, device = make("EPBuffer", backend, rank, explicitly_destroy=True)
     want = Wanted(Case([13, 30], layout="expert", **SIZES), rank, "expert", fp8=True)
     x, topk_idx, topk_weights = want.given(device), *want.routing(device).values()
@@ -196,16 +194,11 @@ def deferred(rank, _, backend, is_async):
         assert_same("weights", weights, None if lanes is None else back)
 
 
-@in_both_modes
-@on_every_backend
-def test_deferred_epilogue(backend, is_async):
-    run_ranks(deferred, 2, backend, is_async)
-
-
 # ---- what callers ask, and what is refused ----
 
 
-def questions(rank, num_ranks):
+@on_ranks(2)
+def test_questions(rank, num_ranks):
     for version in VERSIONS:
         kind = getattr(deep_ep, version)
         hint = kind.get_buffer_size_hint(dist.group.WORLD, 128, 7168, num_topk=8)
@@ -225,11 +218,8 @@ def questions(rank, num_ranks):
     assert deep_ep.get_physical_domain_size(dist.group.WORLD) == deep_ep.get_logical_domain_size(dist.group.WORLD) == (1, num_ranks)
 
 
-def test_questions():
-    run_ranks(questions, 2)
-
-
-def refusals(rank, _):
+@on_ranks(1)
+def test_refusals(rank):
     group = dist.group.WORLD
     buffer, newer = deep_ep.ElasticBuffer(group), deep_ep.EPBuffer(group)
     x, topk_idx = torch.ones(2, 8), torch.tensor([[0, 1], [1, 0]])
@@ -249,10 +239,6 @@ def refusals(rank, _):
     ):
         with pytest.raises(error, match=message):
             call()
-
-
-def test_refusals():
-    run_ranks(refusals, 1)
 
 
 NOT_SERVED = {

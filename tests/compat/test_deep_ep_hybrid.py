@@ -8,6 +8,7 @@ import torch.distributed as dist
 from deep_ep_cases import SIZES, Wanted, check_start, in_both_dtypes, on_every_backend, padded, with_numbers_of_ranks
 from deep_ep_cases import make as make_kind
 from exchange_cases import Case, assert_same, on_device
+from on_ranks import on_ranks
 
 from deepep_moe.compat import deep_ep
 from deepep_moe.compat.deep_ep.hybrid_ep_buffer import HybridEPBuffer, indices_to_map
@@ -40,7 +41,9 @@ def make_by_hand(backend, rank):
     return buffer, (torch.full((2, 8), float(rank + 1)) * torch.tensor([[1.0], [10.0]])).to(device)
 
 
-def by_hand(rank, _, backend):
+@on_every_backend
+@on_ranks(2)
+def test_two_ranks_by_hand(rank, backend):
     buffer, x = make_by_hand(backend, rank)
     probs = torch.tensor([[[0.5, 0, 0.25, 0], [0, 0, 0, 1.0]], [[0, 0, 2.0, 3.0], [4.0, 5.0, 0, 0]]])[rank].to(x.device)
 
@@ -66,11 +69,8 @@ def by_hand(rank, _, backend):
 
 
 @on_every_backend
-def test_two_ranks_by_hand(backend):
-    run_ranks(by_hand, 2, backend)
-
-
-def dropped_by_hand(rank, _, backend):
+@on_ranks(2)
+def test_dropped_by_hand(rank, backend):
     """Rank 0 has room for three rows, rank 1 for one: what lies behind is dropped, at its source, and every rank knows."""
     buffer, x = make_by_hand(backend, rank)
     topk_idx = torch.tensor([[[0, 1], [0, 2]], [[0, 3], [1, 2]]])[rank].to(x.device)
@@ -88,11 +88,8 @@ def dropped_by_hand(rank, _, backend):
 
 
 @on_every_backend
-def test_dropped_by_hand(backend):
-    run_ranks(dropped_by_hand, 2, backend)
-
-
-def ignored_by_hand(rank, _, backend):
+@on_ranks(2)
+def test_ignored_by_hand(rank, backend):
     """An index that is no expert counts as none, with a bound on the rows and without one."""
     buffer, x = make_by_hand(backend, rank)
     topk_idx = torch.tensor([[[0, 4], [99, 2]], [[-1, 3], [-7, 2]]])[rank]
@@ -110,11 +107,6 @@ def ignored_by_hand(rank, _, backend):
         assert back.tolist() == [[[1.0, 0, 0, 0], [0, 0, 4.0, 0]], [[0, 0, 0, 2.0], [0, 0, 4.0, 0]]][rank]
     rows, _, _, handle = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_of_experts=4)
     assert rows[:, 0].tolist() == [[1.0], [10.0, 2.0, 20.0]][rank]
-
-
-@on_every_backend
-def test_ignored_by_hand(backend):
-    run_ranks(ignored_by_hand, 2, backend)
 
 
 # ---- against the reference ----
@@ -195,7 +187,10 @@ def test_numbers_of_ranks(backend, bound, num_tokens):
     run_ranks(scenario, len(num_tokens), backend, Case(num_tokens, **SIZES), False, True, bound)
 
 
-def by_rank(rank, num_ranks, backend, fp8):
+@in_both_dtypes
+@on_every_backend
+@on_ranks(3)
+def test_without_permutation(rank, backend, fp8):
     case = Case([13, 0, 30], **SIZES)
     buffer, device = make(backend, rank)
     want = Wanted(case, rank, "rank", fp8)
@@ -213,12 +208,6 @@ def by_rank(rank, num_ranks, backend, fp8):
     assert_same("sums", y, want.combined())
     assert_same("probs", back, indices_to_map(want.topk_idx, want.topk_weights, case.num_tokens[rank], 12)[1])
     dist.barrier()
-
-
-@in_both_dtypes
-@on_every_backend
-def test_without_permutation(backend, fp8):
-    run_ranks(by_rank, 3, backend, fp8)
 
 
 # ---- bounds ----
@@ -270,7 +259,9 @@ def test_rows_behind_the_bound_are_dropped(backend, alignment, bounds):
 # ---- numbers of lanes, sizes, questions ----
 
 
-def wider(rank, _, backend):
+@on_every_backend
+@on_ranks(2)
+def test_wider_tokens_than_before(rank, backend):
     """A token may choose more experts than any has before; handles of before stay good."""
     buffer, device = make(backend, rank, hidden=64, num_local_experts=6, most=4)
     held = []
@@ -291,11 +282,8 @@ def wider(rank, _, backend):
 
 
 @on_every_backend
-def test_wider_tokens_than_before(backend):
-    run_ranks(wider, 2, backend)
-
-
-def wider_with_bound(rank, _, backend):
+@on_ranks(2)
+def test_wider_tokens_with_a_bound(rank, backend):
     """Nobody looks at the map then: lanes behind those of before are dropped, and the flag says so."""
     buffer, device = make(backend, rank, hidden=8, num_local_experts=1, most=1)
     x = torch.full((1, 8), rank + 1.0, device=device)
@@ -308,11 +296,6 @@ def wider_with_bound(rank, _, backend):
         assert handle[-1].tolist() == int(not is_seen) and counts.tolist() == [2 if weight else 0]
         assert rows[:, 0].tolist() == ([1.0, 2.0] if weight else [0.0, 0.0]) and row_probs.tolist() == [weight, weight]
         assert buffer.combine_with_unpermute(hidden=rows, probs=row_probs, handle=handle)[1].tolist() == left
-
-
-@on_every_backend
-def test_wider_tokens_with_a_bound(backend):
-    run_ranks(wider_with_bound, 2, backend)
 
 
 def questions(rank, num_ranks):
@@ -343,7 +326,8 @@ def test_signatures():
     assert "fuse_unpermute_combine" in inspect.signature(HybridEPBuffer.combine_with_unpermute).parameters
 
 
-def refusals(rank, _):
+@on_ranks(1)
+def test_refusals(rank):
     buffer, _ = make("shm", rank, hidden=64, num_local_experts=2)
     x, topk_idx = torch.ones(2, 64), torch.tensor([[0, 1], [1, 0]])
     rows, *_, handle = buffer.dispatch_with_permute(hidden=x, topk_idx=topk_idx)
@@ -355,10 +339,6 @@ def refusals(rank, _):
     ):
         with pytest.raises(error, match=message):
             call(**arguments)
-
-
-def test_refusals():
-    run_ranks(refusals, 1)
 
 
 def different_sizes(rank, _):

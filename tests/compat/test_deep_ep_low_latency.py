@@ -14,6 +14,7 @@ import torch.distributed as dist
 from deep_ep_cases import make, on_every_backend
 from exchange_cases import assert_same, on_device
 from low_latency_cases import Case, Expected, check_dispatch, combine_rows
+from on_ranks import on_ranks
 
 from deepep_moe.compat.deep_ep import Buffer
 from deepep_moe.errors import EPMismatchError, EPPeerError
@@ -108,7 +109,9 @@ def run_case(buffer, case, rank, *, round_scale=False, use_ue8m0=False, zero_cop
 # ---- what comes ----
 
 
-def by_hand(rank, _, backend):
+@on_every_backend
+@on_ranks(2)
+def test_by_hand(rank, backend):
     """Rank 0 holds experts 0 and 1, rank 1 holds 2 and 3; every expert returns 10 * x."""
     buffer = make_buffer(backend, rank)
     x = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])[rank].expand(2, 8).bfloat16().contiguous()
@@ -123,11 +126,6 @@ def by_hand(rank, _, backend):
     assert handle[1].tolist() == [[[one, two], [0, one]], [[one, two], [one, two]]][rank]
     y, _, _ = buffer.low_latency_combine(rows * 10, idx, weights, handle)
     assert y.tolist() == [[[7.5] * 8, [40.0] * 8], [[60.0] * 8, [120.0] * 8]][rank]
-
-
-@on_every_backend
-def test_by_hand(backend):
-    run_ranks(by_hand, 2, backend)
 
 
 def in_all_formats(case, number=0):
@@ -163,7 +161,9 @@ def test_equals_reference_over_nodes(per_node):
     run_ranks(check_cases, 4, "nvshmem", [*in_all_formats(case)])
 
 
-def two_batches(rank, _, backend):
+@on_every_backend
+@on_ranks(3)
+def test_two_batches(rank, backend):
     """Double batching: two handles alive, two calls in flight."""
     buffer = make_buffer(backend, rank)
     cases = [replace(SMALL, mode="hook", seed=seed) for seed in range(2)]
@@ -181,11 +181,8 @@ def two_batches(rank, _, backend):
 
 
 @on_every_backend
-def test_two_batches(backend):
-    run_ranks(two_batches, 3, backend)
-
-
-def beside_large_batches(rank, _, backend):
+@on_ranks(3)
+def test_beside_large_batches(rank, backend):
     """One buffer serves both kinds of calls alternately, as inference servers use it."""
     buffer = make_buffer(backend, rank)
     x, idx, weights = inputs(buffer, SMALL, rank)
@@ -199,15 +196,13 @@ def beside_large_batches(rank, _, backend):
     dist.barrier()  # what a rank sends would end with it
 
 
-@on_every_backend
-def test_beside_large_batches(backend):
-    run_ranks(beside_large_batches, 3, backend)
-
-
 # ---- sizes ----
 
 
-def sizes_of_steps(rank, _, backend, hinted):
+@on_every_backend
+@pytest.mark.parametrize("hinted", (True, False))
+@on_ranks(3)
+def test_sizes_of_steps(rank, hinted, backend):
     """Each step asks for as many tokens as it has. One buffer serves all where the constructor was given the bytes for the most of them;
     else one replaces another, each at least twice as large, and the last one stays."""
     hint = Buffer.get_low_latency_rdma_size_hint(40, SMALL.hidden, SMALL.num_ranks, SMALL.num_experts)
@@ -230,13 +225,8 @@ def sizes_of_steps(rank, _, backend, hinted):
         assert not y.any()
 
 
-@on_every_backend
-@pytest.mark.parametrize("hinted", (True, False))
-def test_sizes_of_steps(hinted, backend):
-    run_ranks(sizes_of_steps, 3, backend, hinted)
-
-
-def sizes_of_any_kind(rank, _):
+@on_ranks(3)
+def test_sizes_of_any_kind(rank):
     buffer = make_buffer("shm", rank)
     x, idx, _ = inputs(buffer, SMALL, rank)
     for most in (8, np.int64(8), torch.tensor(8), np.int32(8)):
@@ -254,11 +244,8 @@ def sizes_of_any_kind(rank, _):
     run_case(buffer, SMALL, rank)
 
 
-def test_sizes_of_any_kind():
-    run_ranks(sizes_of_any_kind, 3)
-
-
-def too_small_on_a_rank(rank, _):
+@on_ranks(2)
+def test_too_small_on_a_rank(rank):
     """Rank 0 has room for two rows of its expert, and three come."""
     buffer = make_buffer("shm", rank)
     idx = torch.zeros(3, 1, dtype=torch.int64)
@@ -272,11 +259,8 @@ def too_small_on_a_rank(rank, _):
     dist.barrier()
 
 
-def test_too_small_on_a_rank():
-    run_ranks(too_small_on_a_rank, 2)
-
-
-def keeps_few_buffers(rank, _):
+@on_ranks(2)
+def test_keeps_few_buffers(rank):
     """Calls of many hidden sizes and numbers of experts leave as many buffers as are allowed, and handles of the first ones go on."""
     buffer, handles = make_buffer("shm", rank), []
     for hidden in range(8, 8 * 15, 8):
@@ -290,14 +274,13 @@ def keeps_few_buffers(rank, _):
     buffer.destroy()
 
 
-def test_keeps_few_buffers():
-    run_ranks(keeps_few_buffers, 2)
-
-
 # ---- what is counted ----
 
 
-def counting(rank, _, backend, mode):
+@on_every_backend
+@pytest.mark.parametrize("mode", ("now", "hook", "async"))
+@on_ranks(3)
+def test_statistics(rank, mode, backend):
     """Rows, over all calls, and how long rank 2 was waited for. The first call makes the buffer, in which all ranks wait."""
     case = replace(SMALL, mode=mode)
     expected, buffer = Expected(case), make_buffer(backend, rank)
@@ -320,12 +303,6 @@ def counting(rank, _, backend, mode):
         end(case, event, hook)
     for stats in (dispatch_stats, combine_stats):
         assert rank == 2 or (stats[2] > 3e8 and stats[rank] < stats[2] / 2), stats
-
-
-@on_every_backend
-@pytest.mark.parametrize("mode", ("now", "hook", "async"))
-def test_statistics(mode, backend):
-    run_ranks(counting, 3, backend, mode)
 
 
 # ---- ranks that are gone ----
@@ -368,7 +345,9 @@ def test_masks(backend):
     run_ranks(masks, 3, backend)
 
 
-def dies(rank, _, backend):
+@on_every_backend
+@on_ranks(3, expected_dead=[MASKED])
+def test_rank_that_dies(rank, backend):
     """With enable_shrink, the remaining ranks go on without a rank that ended."""
     buffer = make_buffer(backend, rank, enable_shrink=True)
     run_case(buffer, SMALL, rank)
@@ -379,15 +358,12 @@ def dies(rank, _, backend):
     assert status(buffer) == [0, 1, 0]
 
 
-@on_every_backend
-def test_rank_that_dies(backend):
-    run_ranks(dies, 3, backend, expected_dead=[MASKED])
-
-
 # ---- what is refused ----
 
 
-def refusals(rank, _, backend):
+@on_every_backend
+@on_ranks(3)
+def test_what_is_refused(rank, backend):
     buffer = make_buffer(backend, rank)
     x, idx, weights = inputs(buffer, SMALL, rank)
     rows, _, handle, _, _ = dispatch(buffer, SMALL, rank)
@@ -415,11 +391,8 @@ def refusals(rank, _, backend):
 
 
 @on_every_backend
-def test_what_is_refused(backend):
-    run_ranks(refusals, 3, backend)
-
-
-def refused_before_it_sends(rank, _, backend):
+@on_ranks(3)
+def test_refused_before_it_sends(rank, backend):
     """A wrong counter of one rank, in calls whose hooks nobody would get."""
     buffer = make_buffer(backend, rank)
     rows, _, handle, _, _ = dispatch(buffer, SMALL, rank)
@@ -443,11 +416,8 @@ def refused_before_it_sends(rank, _, backend):
 
 
 @on_every_backend
-def test_refused_before_it_sends(backend):
-    run_ranks(refused_before_it_sends, 3, backend)
-
-
-def different_sizes(rank, _, backend):
+@on_ranks(3)
+def test_ranks_with_different_sizes(rank, backend):
     buffer = make_buffer(backend, rank)
     x, idx, _ = inputs(buffer, SMALL, rank)
     with pytest.raises(EPMismatchError, match="num_max_tokens_per_rank"):
@@ -456,8 +426,3 @@ def different_sizes(rank, _, backend):
     hint = Buffer.get_low_latency_rdma_size_hint(SMALL.max_tokens, SMALL.hidden, 3, SMALL.num_experts)
     (native,) = buffer._low_latency._buffers.values()
     assert isinstance(hint, int) and native.workspace_bytes <= hint < 2 * native.workspace_bytes, "at least what is allocated"
-
-
-@on_every_backend
-def test_ranks_with_different_sizes(backend):
-    run_ranks(different_sizes, 3, backend)

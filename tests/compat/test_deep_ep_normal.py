@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from deep_ep_cases import SIZES, Wanted, in_both_dtypes, in_both_modes, make, on_every_backend, padded, with_numbers_of_ranks
 from exchange_cases import Case, assert_same
+from on_ranks import on_ranks
 
 from deepep_moe import reference
 from deepep_moe.compat.deep_ep import Buffer, Config
@@ -141,7 +142,9 @@ def plain_dispatch(buffer, want, device):
     return buffer.dispatch(want.given(device), num_tokens_per_expert=per_expert, is_token_in_rank=in_rank, **want.routing(device))
 
 
-def packed(rank, _, backend):
+@on_every_backend
+@on_ranks(3)
+def test_packed_scales(rank, backend):
     """Scales as four exponents to an int32, which come as they were sent, beside the rows of fp32 scales."""
     buffer, device = make_buffer(backend, rank)
     want = Wanted(Case([13, 0, 30], **(SIZES | {"hidden": 640})), rank, fp8=True)
@@ -159,11 +162,8 @@ def packed(rank, _, backend):
 
 
 @on_every_backend
-def test_packed_scales(backend):
-    run_ranks(packed, 3, backend)
-
-
-def grows(rank, num_ranks, backend):
+@on_ranks(2)
+def test_grows(rank, backend):
     """More tokens on one rank than any had before, other widths, and handles of before, all in one buffer."""
     buffer, device = make_buffer(backend, rank)
     cases = [Case([4, 9], **SIZES), Case([4, 300], **SIZES), Case([5, 5], **(SIZES | {"hidden": 128})), Case([4, 9], **SIZES)]
@@ -180,12 +180,9 @@ def grows(rank, num_ranks, backend):
         want.check_rows(buffer.dispatch(want.given(device), handle=handle)[0])
 
 
-@on_every_backend
-def test_grows(backend):
-    run_ranks(grows, 2, backend)
-
-
-def of_nodes(rank, num_ranks, backend):
+@pytest.mark.parametrize("backend", ("shm", pytest.param("nvshmem", marks=pytest.mark.gpu)))
+@on_ranks(4)
+def test_nodes(rank, backend):
     """Two nodes of two ranks, with a chosen bound. Whole numbers as weights, as the sum over nodes has another order."""
     buffer, device = make_buffer(backend, rank, ranks_per_node=2, num_max_tokens_per_rank=40)
     want = Wanted(Case([13, 0, 30, 6], **SIZES), rank)
@@ -202,8 +199,3 @@ def of_nodes(rank, num_ranks, backend):
     assert_same("combined_x", combined, reference.combine(rows, want.received, want.case.num_tokens, ranks_per_node=2)[rank])
     assert_same("combined weights", back, sums_of_lanes(want, weights))
     dist.barrier()  # a rank without tokens waits for nothing, and what it sends would end with it
-
-
-@pytest.mark.parametrize("backend", ("shm", pytest.param("nvshmem", marks=pytest.mark.gpu)))
-def test_nodes(backend):
-    run_ranks(of_nodes, 4, backend)

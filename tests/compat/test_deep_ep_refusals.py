@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from deep_ep_cases import on_every_backend
 from exchange_cases import device_of, in_environment
+from on_ranks import on_ranks
 
 from deepep_moe.compat.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
 from deepep_moe.errors import EPPeerError, EPTimeoutError
@@ -37,7 +38,9 @@ def rows(hidden, wrong=False):
 # ---- before there is a buffer, and then in it ----
 
 
-def refused_first(rank, _, backend):
+@on_every_backend
+@on_ranks(2)
+def test_refused_first(rank, backend):
     device, group = device_of(backend, rank), dist.group.WORLD
     idx, counts = torch.tensor([[0, 3], [2, 1]], device=device), torch.zeros(4, dtype=torch.int32, device=device)
     x, weights, chosen = rows(128).to(device), torch.ones(2, 2, device=device), idx.new_ones(2, 4, dtype=torch.bool)
@@ -65,11 +68,6 @@ def refused_first(rank, _, backend):
             call(**right)
 
 
-@on_every_backend
-def test_refused_first(backend):
-    run_ranks(refused_first, 2, backend)
-
-
 def new_sizes(rank, _):
     """A rank that is masked and does not come is named when sizes are new."""
     buffer, x, idx = Buffer(dist.group.WORLD, low_latency_mode=True, enable_shrink=True), rows(128), torch.tensor([[0, 3], [2, 1]])
@@ -90,7 +88,8 @@ def test_new_sizes_without_a_rank():
 # ---- in calls of another buffer than the last one ----
 
 
-def along_a_handle(rank, num_ranks):
+@on_ranks(2)
+def test_along_a_handle(rank):
     """Peers also learn of refusals of an older buffer than the last one. All ranks go on in every buffer."""
     buffer = Buffer(dist.group.WORLD)
 
@@ -113,11 +112,8 @@ def along_a_handle(rank, num_ranks):
         buffer.dispatch(rows(128), handle=handle)
 
 
-def test_along_a_handle():
-    run_ranks(along_a_handle, 2)
-
-
-def into_a_larger_buffer(rank, num_ranks):
+@on_ranks(2)
+def test_into_a_larger_buffer(rank):
     growing._MANY = 16  # as if memory were scarce, as on GPUs
     buffer = ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=16, hidden=64)
 
@@ -129,11 +125,8 @@ def into_a_larger_buffer(rank, num_ranks):
     dispatch(64)
 
 
-def test_into_a_larger_buffer():
-    run_ranks(into_a_larger_buffer, 2)
-
-
-def probs_of_a_combine(rank, num_ranks):
+@on_ranks(2)
+def test_probs_of_a_combine(rank):
     buffer = HybridEPBuffer(dist.group.WORLD, hidden_dim=64, max_num_of_tokens_per_rank=16, num_local_experts=2)
     chosen = torch.zeros(2, 4, dtype=torch.bool)
     chosen[:, ::3] = True
@@ -142,11 +135,8 @@ def probs_of_a_combine(rank, num_ranks):
     assert torch.equal(buffer.combine(recv_x, probs, handle)[1], chosen.float())
 
 
-def test_probs_of_a_combine():
-    run_ranks(probs_of_a_combine, 2)
-
-
-def too_many_experts_of_a_token(rank, num_ranks):
+@on_ranks(2)
+def test_too_many_experts_of_a_token(rank):
     """A token of rank 0 has more experts than any buffer has lanes: every rank refuses the call, and no later one."""
     buffer = HybridEPBuffer(dist.group.WORLD, hidden_dim=64, max_num_of_tokens_per_rank=16, num_local_experts=32)
     ordinary = torch.zeros(2, 64, dtype=torch.bool)
@@ -168,11 +158,8 @@ def too_many_experts_of_a_token(rank, num_ranks):
             assert y[0, 0] == ordinary[0].sum() and torch.equal(back, ordinary.float())
 
 
-def test_too_many_experts_of_a_token():
-    run_ranks(too_many_experts_of_a_token, 2)
-
-
-def with_a_bound(rank, num_ranks):
+@on_ranks(2)
+def test_with_a_bound(rank):
     for by_map, first in itertools.product((False, True), (False, True)):
         wrong_with_a_bound(rank, by_map, first)
 
@@ -222,18 +209,11 @@ def wrong_with_a_bound(rank, by_map, first):
     dispatch()
 
 
-def test_with_a_bound():
-    run_ranks(with_a_bound, 2)
-
-
-def drop(rank, num_ranks):
+@on_ranks(1)
+def test_dropped_buffer(rank):
     buffer = Buffer(dist.group.WORLD)
     gone = weakref.ref(buffer), weakref.ref(buffer._buffers)
     gc.collect()
     gc.disable()
     del buffer
     assert [there() for there in gone] == [None, None], "its memory goes at once, not in a collection amid another call"
-
-
-def test_dropped_buffer():
-    run_ranks(drop, 1)

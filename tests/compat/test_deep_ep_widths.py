@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import assert_same, device_of, poison_outputs
+from on_ranks import on_ranks
 
 from deepep_moe import ops
 from deepep_moe.compat import deep_ep
 from deepep_moe.errors import EPPeerError
 from deepep_moe.exchange.calls import live_calls
-from deepep_moe.testing import run_ranks
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN = 6, 2, 64
 BACKENDS = pytest.mark.parametrize("backend", ("shm", pytest.param("nvlink", marks=pytest.mark.gpu)))
@@ -74,8 +74,18 @@ def look(backend):
             calls.check()
 
 
-def serves(rank, num_ranks, backend, make):
+MAKES = {
+    "V1": version_1, "V2": partial(version_2, do_expand=False), "V2_expanded": partial(version_2, do_expand=True), "V2_5": deferred,
+    "hybrid": partial(hybrid, permutes=False), "hybrid_permuted": partial(hybrid, permutes=True),
+}  # fmt: skip
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", MAKES)
+@on_ranks(3)
+def test_another_width(rank, name, backend):
     """Results for wide rows equal, column by column, those for rows of the buffer's own width."""
+    make = MAKES[name]
     device = device_of(backend, rank)
     poison_outputs()
     generator = torch.Generator().manual_seed(rank)
@@ -117,15 +127,3 @@ def serves(rank, num_ranks, backend, make):
         combine(recv_x.float()[: None if rank != 1 else -1], handle)
         look(backend)
     dispatch(wide[:, :HIDDEN].contiguous(), handle)
-
-
-MAKES = {
-    "V1": version_1, "V2": partial(version_2, do_expand=False), "V2_expanded": partial(version_2, do_expand=True), "V2_5": deferred,
-    "hybrid": partial(hybrid, permutes=False), "hybrid_permuted": partial(hybrid, permutes=True),
-}  # fmt: skip
-
-
-@BACKENDS
-@pytest.mark.parametrize("name", MAKES)
-def test_another_width(name, backend):
-    run_ranks(serves, 3, backend, MAKES[name])

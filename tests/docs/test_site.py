@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.xdist_group("site")
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from exchange_cases import device_of
-
-from deepep_moe.testing import run_ranks
+from on_ranks import on_ranks
 
 pytest.importorskip("matplotlib")
 
@@ -23,18 +22,15 @@ def example():
     return __import__("decode")
 
 
-def decodes(rank, num_ranks):
+@pytest.mark.gpu
+@on_ranks(4)
+def test_over_nodes_that_share_a_gpu(rank, num_ranks):
+    """It compares the outputs of both ways itself, to the bit."""
     decode, device = example(), device_of("nvshmem", rank)
     sizes = decode.Sizes(num_layers=2, hidden=128, intermediate=16, num_experts=8, num_topk=3, num_tokens=6, context=4)
     ways = decode.decode_on(device, "nvshmem", rank, num_ranks, sizes, 2, 2, in_graph=False)
     assert list(ways) == ["one after the other", "overlapped"]
     assert {span.batch for span in ways["overlapped"][1]} == {0, 1}
-
-
-@pytest.mark.gpu
-def test_over_nodes_that_share_a_gpu():
-    """It compares the outputs of both ways itself, to the bit."""
-    run_ranks(decodes, 4)
 
 
 def takes(num_gpus, options):
@@ -52,7 +48,8 @@ def takes(num_gpus, options):
     return arguments.num_ranks, arguments.ranks_per_node, arguments.shares_gpus
 
 
-def check_options(rank, num_ranks):
+@on_ranks(1)
+def test_options(rank):
     for num_gpus, options, expected in (
         (1, "--num-ranks 4 --ranks-per-node 2 --share-gpus", (4, 2, True)),
         (1, "--num-ranks 4 --ranks-per-node 2", "this machine has 1; give --num-ranks, --share-gpus, or --device cpu"),
@@ -67,11 +64,8 @@ def check_options(rank, num_ranks):
         assert expected in taken if isinstance(expected, str) else taken == expected, f"{options}: {taken}"
 
 
-def test_options():
-    run_ranks(check_options, 1)
-
-
-def check_words(rank, num_ranks):
+@on_ranks(1)
+def test_ranks_that_share_gpus_report_no_speed(rank):
     decode = example()
     torch.cuda.device_count, torch.cuda.get_device_name = lambda: 2, lambda: "a GPU"
     os.environ.pop("RANK", None)
@@ -84,7 +78,3 @@ def check_words(rank, num_ranks):
         assert ("2.00x as fast" in told) is is_as_fast and told.endswith(told_of_times)
         about = decode.about(arguments, sizes)
         assert (about["ranks_per_node"], about["share_gpus"]) == about_ranks
-
-
-def test_ranks_that_share_gpus_report_no_speed():
-    run_ranks(check_words, 1)

@@ -225,7 +225,9 @@ def test_gradients_of_gradients(rank, backend):
     assert_same("x.grad", found[1], found[0])
 
 
-def in_place(rank, num_ranks):
+@pytest.mark.gpu
+@on_ranks(2)
+def test_experts_that_write_into_their_rows(rank):
     """Experts that write into their rows: in C++ each expert's are a tensor of their own for autograd, though they lie in one."""
     buffer, x, idx, weights = opened(Case([5, 6], num_topk=2, num_experts=4), "nvlink", rank)
     scale = torch.arange(1.0, 3.0, device=x.device)
@@ -236,11 +238,6 @@ def in_place(rank, num_ranks):
         combined_x.backward(x)
         found.append([combined_x, *(leaf.grad for leaf in leaves)])
     assert_all_same("combined_x, x.grad, topk_weights.grad, scale.grad", *found)
-
-
-@pytest.mark.gpu
-def test_experts_that_write_into_their_rows():
-    run_ranks(in_place, 2)
 
 
 class Wrapped(torch.Tensor):

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from exchange_cases import device_of
+from on_ranks import on_ranks
 from random_routings import HIDDEN, MAX_TOKENS, ROUNDS, draw, stress
 
 from deepep_moe import Buffer
@@ -28,9 +29,12 @@ def delay(device, kind):
         torch.cuda._sleep(200_000)
 
 
-def passes(rank, num_ranks, backend, rounds):
+@pytest.mark.parametrize("backend", ("shm", pytest.param("nvlink", marks=pytest.mark.gpu)))
+@on_ranks(4 if torch.cuda.device_count() >= 4 else 2, timeout_s=600 + ROUNDS / 10)
+def test_random_passes(rank, num_ranks, backend):
     """Forward and backward of layers whose rows by expert are weighted at the source; expert e multiplies by e + 1. Rows are looked
     at every ten rounds, so that hosts and GPUs run ahead of each other as they do in training."""
+    rounds = ROUNDS
     device = device_of(backend, rank)
     num_experts = 3 * num_ranks
     buffer = Buffer(None, 2 * MAX_TOKENS, HIDDEN, num_experts, 1, backend=backend, timeout_s=60)
@@ -58,8 +62,3 @@ def passes(rank, num_ranks, backend, rounds):
             differ[i] += (got != want).any()
         if seed % 10 == 9 or seed == rounds - 1:
             assert not differ.any(), f"to round {seed}: {differ.tolist()} outputs, gradients of x and of weights differ"
-
-
-@pytest.mark.parametrize("backend", ("shm", pytest.param("nvlink", marks=pytest.mark.gpu)))
-def test_random_passes(backend):
-    run_ranks(passes, 4 if torch.cuda.device_count() >= 4 else 2, backend, ROUNDS, timeout_s=600 + ROUNDS / 10)

@@ -38,8 +38,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # ---- small enough to check by hand ----
 
 
-def two_ranks_by_hand(rank, _, backend):
-    """Rank 0 holds experts 0 and 1, rank 1 holds 2 and 3. Row r of expert e is received as value x, and goes back as 10 * x."""
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@on_ranks(2)
+def test_by_hand(rank, backend):
+    """Rank 0 holds experts 0 and 1, rank 1 holds 2 and 3. Row r of expert e is received as value x, and goes back as 10 * x.
+    With nvshmem they are two nodes."""
     device_of(backend, rank)
     buffer = LowLatencyBuffer(None, 2, 8, 4, 2, backend=backend, timeout_s=60, ranks_per_node=1 if backend == "nvshmem" else None)
     x = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])[rank].expand(2, 8).contiguous()
@@ -63,12 +66,6 @@ def two_ranks_by_hand(rank, _, backend):
         y = buffer.combine(out.recv_x, out.handle, topk_weights=2 * weights)  # along the same handle
         assert y[:, 0].tolist() == [[1.5, 8.0], [12.0, 24.0]][rank]
     assert buffer.combine(out.recv_x, out.handle)[:, 0].tolist() == [[14.0, 14.0], [42.0, 56.0]][rank]
-
-
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
-def test_by_hand(backend):
-    """Between two nodes of one rank, too."""
-    run_ranks(two_ranks_by_hand, 2, backend)
 
 
 @pytest.mark.gpu
@@ -190,7 +187,10 @@ def default_dtype(dtype):
     torch.set_default_dtype(torch.float32)
 
 
-def under_default_dtypes(rank, _, backend):
+@on_every_backend
+@on_ranks(2)
+def test_default_dtype(rank, backend):
+    """Sums are fp32, whatever PyTorch's default dtype is."""
     for case in (Case([24, 6]), Case([24, 6], fp8=True, scale_format="ue8m0", wire="fp8", combine_weights=True)):
         expected, buffer = Expected(case), make_buffer(case, backend, rank)
         x, idx, weights = on_device(backend, rank, *case.inputs(rank))
@@ -206,12 +206,8 @@ def under_default_dtypes(rank, _, backend):
 
 
 @on_every_backend
-def test_default_dtype(backend):
-    """Sums are fp32, whatever PyTorch's default dtype is."""
-    run_ranks(under_default_dtypes, 2, backend)
-
-
-def hard_to_quantize(rank, _, backend):
+@on_ranks(1)
+def test_rows_that_are_hard_to_quantize(rank, backend):
     """Powers of two times 448, ties, zeros, tiny and large rows; equal to `ops.quantize_fp8` and to its definition."""
     case = Case([8], max_tokens=8, hidden=BLOCK, dtype=torch.float32, num_experts=1, num_topk=1)
     x = torch.randn(8, BLOCK, generator=torch.Generator().manual_seed(1))
@@ -235,11 +231,8 @@ def hard_to_quantize(rank, _, backend):
 
 
 @on_every_backend
-def test_rows_that_are_hard_to_quantize(backend):
-    run_ranks(hard_to_quantize, 1, backend)
-
-
-def not_finite(rank, _, backend):
+@on_ranks(1)
+def test_what_is_not_finite_stays_in_its_block(rank, backend):
     """Three rows of four blocks, the second with a value that is not finite: its block is not, and the others are as without it. All
     equal the reference."""
     case = Case([3], max_tokens=3, hidden=4 * BLOCK, dtype=torch.bfloat16, num_experts=1, num_topk=1)
@@ -268,11 +261,8 @@ def not_finite(rank, _, backend):
 
 
 @on_every_backend
-def test_what_is_not_finite_stays_in_its_block(backend):
-    run_ranks(not_finite, 1, backend)
-
-
-def within_bound(rank, num_ranks, backend):
+@on_ranks(2)
+def test_error_of_the_fp8_wire(rank, num_ranks, backend):
     """The documented bound of the fp8 wire, for one contribution to a token."""
     case = Case([24] * num_ranks, num_topk=1, num_experts=num_ranks, masked=0.0, hidden=512, dtype=torch.float32, with_weights=False)
     buffer = make_buffer(case, backend, rank)
@@ -281,11 +271,6 @@ def within_bound(rank, num_ranks, backend):
     largest = exact.unflatten(1, (-1, BLOCK)).abs().amax(2, keepdim=True).clamp(min=1e-4).expand(-1, -1, BLOCK).flatten(1)
     bound = torch.maximum(exact.abs() / 16, largest * 2**-10 / 448 * (1 + 1e-6))
     assert ((wire - exact).abs() <= bound).all() and (wire != exact).any()
-
-
-@on_every_backend
-def test_error_of_the_fp8_wire(backend):
-    run_ranks(within_bound, 2, backend)
 
 
 # ---- ways to call ----
@@ -333,7 +318,9 @@ def test_two_calls_in_flight(backend, num_ranks, per_node):
     run_ranks(several_in_flight, num_ranks, backend, (cases[:2], cases[::2]))
 
 
-def overlapping(rank, _, backend):
+@on_every_backend
+@on_ranks(2)
+def test_overlapping_calls(rank, backend):
     """Double batching: while one batch is received, the other is sent."""
     cases = [Case([20, 24], mode="hook", seed=seed) for seed in range(6)]
     expected = [Expected(case) for case in cases]
@@ -348,11 +335,6 @@ def overlapping(rank, _, backend):
         check_dispatch(case, rank, out, told)
         last = (*start_combine(buffer, case, combine_rows(case, rank, out, told), out.handle), told.combined[rank])
     last[1]()
-
-
-@on_every_backend
-def test_overlapping_calls(backend):
-    run_ranks(overlapping, 2, backend)
 
 
 def many_calls(rank, num_ranks, backend):
@@ -375,7 +357,9 @@ def test_many_calls(backend):
     run_ranks(many_calls, 4 if backend == "nvshmem" else 3, backend)
 
 
-def other_ways(rank, _, backend):
+@on_every_backend
+@on_ranks(2)
+def test_out_and_combine_input_and_one_handle(rank, backend):
     case = Case([24, 6])
     expected = Expected(case)
     buffer = make_buffer(case, backend, rank)
@@ -393,11 +377,6 @@ def other_ways(rank, _, backend):
     assert torch.allclose(doubled, 2 * given.float(), rtol=0.02, atol=0.1)
 
 
-@on_every_backend
-def test_out_and_combine_input_and_one_handle(backend):
-    run_ranks(other_ways, 2, backend)
-
-
 def late_rank(rank, buffer, start):
     """The result of a call to which rank 2 comes late: the statistics of the others say so."""
     dist.barrier()
@@ -410,7 +389,9 @@ def late_rank(rank, buffer, start):
     return result
 
 
-def counting(rank, _, backend):
+@on_every_backend
+@on_ranks(3)
+def test_statistics(rank, backend):
     case = Case([24, 6, 9], combine_weights=True)
     buffer, expected = make_buffer(case, backend, rank), Expected(case)
     told = torch.tensor(expected.received[rank].num_recv_tokens_per_expert)
@@ -427,11 +408,8 @@ def counting(rank, _, backend):
 
 
 @on_every_backend
-def test_statistics(backend):
-    run_ranks(counting, 3, backend)
-
-
-def made_in_inference_mode(rank, _, backend):
+@on_ranks(1)
+def test_a_buffer_outlives_the_inference_mode_it_was_made_in(rank, backend):
     device_of(backend, rank)
     with torch.inference_mode():
         buffer = LowLatencyBuffer(None, 2, 8, 4, 2, backend=backend)
@@ -443,15 +421,12 @@ def made_in_inference_mode(rank, _, backend):
     assert not buffer.statistics().num_dropped.any()
 
 
-@on_every_backend
-def test_a_buffer_outlives_the_inference_mode_it_was_made_in(backend):
-    run_ranks(made_in_inference_mode, 1, backend)
-
-
 # ---- graphs ----
 
 
-def captured_across_streams(rank, _):
+@pytest.mark.gpu
+@on_ranks(2)
+def test_cuda_graph_across_streams(rank):
     """A capture that begins while an event was not waited for; a graph whose second half is on another stream."""
     case = Case([24, 6])
     expected, buffer = Expected(case), make_buffer(case, "nvlink", rank)
@@ -480,11 +455,8 @@ def captured_across_streams(rank, _):
 
 
 @pytest.mark.gpu
-def test_cuda_graph_across_streams():
-    run_ranks(captured_across_streams, 2)
-
-
-def captured_weights(rank, _):
+@on_ranks(2)
+def test_cuda_graph_of_weights(rank):
     """Each replay reads the weights that are in the memory at that time."""
     case = Case([24, 6], combine_weights=True)
     buffer = make_buffer(case, "nvlink", rank)
@@ -504,8 +476,3 @@ def captured_weights(rank, _):
         torch.cuda.synchronize()
         told = buffer.combine(rows, buffer.dispatch(x, idx, weights).handle)
         assert_same("combined_x", y, told)
-
-
-@pytest.mark.gpu
-def test_cuda_graph_of_weights():
-    run_ranks(captured_weights, 2)

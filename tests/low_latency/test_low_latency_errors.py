@@ -11,13 +11,13 @@ import torch
 from exchange_cases import device_of, on_device
 from low_latency_cases import finish
 from low_latency_faults import check_usable, make, on_every_backend
+from on_ranks import on_ranks
 
 from deepep_moe import LowLatencyBuffer, LowLatencyHandle
 from deepep_moe.errors import BackendUnavailableError, EPPeerError
 from deepep_moe.group.rendezvous import Introduction
 from deepep_moe.group.settings import Settings
 from deepep_moe.low_latency.select import make_backend
-from deepep_moe.testing import run_ranks
 
 # ---- arguments ----
 
@@ -44,7 +44,9 @@ def refuse_each(rank, culprit, table, call, arguments, look, check):
         check()
 
 
-def bad_dispatches(rank, _, backend):
+@on_every_backend
+@on_ranks(2)
+def test_bad_arguments_of_dispatch(rank, backend):
     buffer, x, idx = make(backend, rank)
     weights = torch.ones(4, 2, device=x.device)
     table = [
@@ -77,11 +79,8 @@ def bad_dispatches(rank, _, backend):
 
 
 @on_every_backend
-def test_bad_arguments_of_dispatch(backend):
-    run_ranks(bad_dispatches, 2, backend)
-
-
-def bad_combines(rank, _, backend):
+@on_ranks(2)
+def test_bad_arguments_of_combine(rank, backend):
     buffer, x, idx = make(backend, rank)
     other, *_ = make(backend, rank)
     out, foreign = buffer.dispatch(x, idx), other.dispatch(x, idx)
@@ -106,11 +105,6 @@ def bad_combines(rank, _, backend):
     refuse_each(rank, 1, table, buffer.combine, given, partial(finish, buffer), partial(check_usable, buffer, x, idx))
 
 
-@on_every_backend
-def test_bad_arguments_of_combine(backend):
-    run_ranks(bad_combines, 2, backend)
-
-
 # Changes that a caller may make to a handle, or values that it may pass for one.
 CHANGES = {
     "in place": lambda handle: handle.state.fill_(7),
@@ -125,7 +119,9 @@ CHANGES = {
 }
 
 
-def changed_handles(rank, _, backend):
+@on_every_backend
+@on_ranks(2)
+def test_changed_handles(rank, backend):
     buffer, x, idx = make(backend, rank)
     for change, in_inference_mode in itertools.product(CHANGES, (False, True)):
         with torch.inference_mode(in_inference_mode):
@@ -136,11 +132,6 @@ def changed_handles(rank, _, backend):
             finish(buffer)
             raise AssertionError(f"{change}, in_inference_mode={in_inference_mode}: nothing was raised")
         check_usable(buffer, x, idx)
-
-
-@on_every_backend
-def test_changed_handles(backend):
-    run_ranks(changed_handles, 2, backend)
 
 
 def test_handle_changed_past_pytorch():
@@ -154,7 +145,9 @@ def test_handle_changed_past_pytorch():
     assert torch.equal(buffer.combine(out.recv_x, out.handle), x)
 
 
-def small_hidden(rank, _, backend):
+@on_every_backend
+@on_ranks(1)
+def test_hidden(rank, backend):
     device_of(backend, rank)
     buffer = LowLatencyBuffer(None, 4, 20, 2, 1, backend=backend)
     x, idx = on_device(backend, rank, torch.randn(4, 20), torch.zeros(4, 1, dtype=torch.int64))
@@ -169,11 +162,6 @@ def small_hidden(rank, _, backend):
     ):
         with pytest.raises(ValueError, match=message):
             call()
-
-
-@on_every_backend
-def test_hidden(backend):
-    run_ranks(small_hidden, 1, backend)
 
 
 @pytest.mark.parametrize(
@@ -219,14 +207,11 @@ def test_attributes():
     assert buffer.combine_input(torch.float32).shape == (4, 8, 20)
 
 
-def over_pcie(rank, _):
+@pytest.mark.gpu
+@pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="needs GPUs linked by PCIe, or emulated ones")
+@on_ranks(2)
+def test_links_that_are_not_nvlink(rank):
     os.environ["DEEPEP_MOE_EMULATED_BUS"] = f"0000:{rank}1:00.0"
     message = r"on rank 0: the GPU of rank 1, 0000:11:00.0, is reached without NVLink .*; use backend='auto', or Buffer"
     with pytest.raises(BackendUnavailableError, match=message):
         make("nvlink", rank)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="needs GPUs linked by PCIe, or emulated ones")
-def test_links_that_are_not_nvlink():
-    run_ranks(over_pcie, 2)

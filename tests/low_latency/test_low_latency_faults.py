@@ -17,7 +17,7 @@ from events import tell, wait_for
 from exchange_cases import on_device
 from low_latency_cases import Case, Expected, combine_rows, finish, make_buffer, run_case, start_combine, start_dispatch
 from low_latency_faults import CASE, IDX, X, check_usable, make, on_every_backend
-from on_ranks import refused
+from on_ranks import on_ranks, refused
 
 from deepep_moe import LowLatencyBuffer
 from deepep_moe.errors import BufferDestroyedError, EPError, EPMismatchError, EPPeerError, EPTimeoutError
@@ -29,7 +29,9 @@ WEIGHED = Case([6, 8, 7], max_tokens=8, num_experts=9, num_topk=4, masked=0.0, c
 # ---- ranks that do different things ----
 
 
-def different_calls(rank, _, backend):
+@on_every_backend
+@on_ranks(2)
+def test_different_calls(rank, backend):
     buffer, x, idx = make(backend, rank)
     weights = torch.ones(4, 2, device=x.device)
     outputs = [buffer.dispatch(x, idx) for _ in range(2)]
@@ -60,11 +62,8 @@ def different_calls(rank, _, backend):
 
 
 @on_every_backend
-def test_different_calls(backend):
-    run_ranks(different_calls, 2, backend)
-
-
-def refusing_on_and_on(rank, _, backend):
+@on_ranks(2)
+def test_refusals_in_a_row(rank, backend):
     """A rank that refuses call after call does not get ahead of ranks in the first call, and all stay in step."""
     buffer, x, idx = make(backend, rank)
     out, weights = buffer.dispatch(x, idx), torch.ones(4, 2, device=x.device)
@@ -81,12 +80,8 @@ def refusing_on_and_on(rank, _, backend):
         check_usable(buffer, x, idx)
 
 
-@on_every_backend
-def test_refusals_in_a_row(backend):
-    run_ranks(refusing_on_and_on, 2, backend)
-
-
-def refuses_ahead(rank, _):
+@on_ranks(2)
+def test_each_refusal_has_its_reason(rank):
     buffer, x, idx = make("shm", rank)
     for number in range(0, 6, 2):
         if rank == 1:
@@ -97,10 +92,6 @@ def refuses_ahead(rank, _):
         if rank == 0:
             tell(f"refused {number}")
     check_usable(buffer, x, idx)
-
-
-def test_each_refusal_has_its_reason():
-    run_ranks(refuses_ahead, 2)
 
 
 # ---- calls that fail before they have a number ----
@@ -122,8 +113,11 @@ class Fails:
     combine = dispatch
 
 
-def fails_before_its_number(rank, _):
-    """Peers learn of it, and it takes the place of the call: after one in flight one more may be sent, and only one."""
+@pytest.mark.gpu
+@on_ranks(2)
+def test_failure_before_the_number(rank):
+    """Peers learn of it, and it takes the place of the call: after one in flight one more may be sent, and only one. On CPUs such a failure
+    is reported as one of the arguments (`test_interrupt_around_native_code`)."""
     buffer, x, idx = make("nvlink", rank)
     out, calls = buffer.dispatch(x, idx), buffer._backend.calls
     for error in (torch.OutOfMemoryError("no room"), RuntimeError("no call begins"), KeyboardInterrupt("now")):
@@ -142,12 +136,9 @@ def fails_before_its_number(rank, _):
 
 
 @pytest.mark.gpu
-def test_failure_before_the_number():
-    """On CPUs such a failure is reported as one of the arguments: see `interrupted_around_native_code`."""
-    run_ranks(fails_before_its_number, 2)
-
-
-def along_failed_dispatch(rank, _, learns_first):
+@pytest.mark.parametrize("learns_first", (True, False))
+@on_ranks(2)
+def test_combine_along_failed_dispatch(rank, learns_first):
     """On a GPU a dispatch gives a handle before it has failed; what was not received has no place, so nothing goes along it."""
     buffer, x, idx = make("nvlink", rank)
     learns = partial(pytest.raises, ValueError if rank == 1 else EPPeerError, match=r"topk_idx\[[12], [01]\] is 4; it must be -1")
@@ -171,13 +162,9 @@ def along_failed_dispatch(rank, _, learns_first):
         buffer.check()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("learns_first", (True, False))
-def test_combine_along_failed_dispatch(learns_first):
-    run_ranks(along_failed_dispatch, 2, learns_first)
-
-
-def refuses_and_leaves(rank, _, backend):
+@on_every_backend
+@on_ranks(3)
+def test_refusal_of_a_peer_that_left(rank, backend):
     """The reason of a refusal is kept if the rank leaves before a third rank has entered the call."""
     case = replace(CASE, num_tokens=[4, 4, 4], num_experts=6)
     buffer = make_buffer(case, backend, rank, timeout_s=60)
@@ -198,11 +185,8 @@ def refuses_and_leaves(rank, _, backend):
 
 
 @on_every_backend
-def test_refusal_of_a_peer_that_left(backend):
-    run_ranks(refuses_and_leaves, 3, backend)
-
-
-def unreceived_handle(rank, _, backend):
+@on_ranks(2)
+def test_combine_before_the_hook(rank, backend):
     buffer, x, idx = make(backend, rank)
     out = buffer.dispatch(x, idx, return_hook=True)
     with pytest.raises(ValueError, match="handle is of a dispatch that was not received; call its hook"):
@@ -212,12 +196,8 @@ def unreceived_handle(rank, _, backend):
     assert torch.isfinite(buffer.combine(out.recv_x, out.handle)).all()
 
 
-@on_every_backend
-def test_combine_before_the_hook(backend):
-    run_ranks(unreceived_handle, 2, backend)
-
-
-def fails_on_the_thread(rank, _):
+@on_ranks(2)
+def test_failure_on_the_thread(rank):
     """An asynchronous failure that nobody waited for is raised by the next call, once."""
     case = replace(CASE, mode="async")
     buffer = make_buffer(case, "shm", rank)
@@ -235,10 +215,6 @@ def fails_on_the_thread(rank, _):
         run_case(buffer, case, rank, "shm")
 
 
-def test_failure_on_the_thread():
-    run_ranks(fails_on_the_thread, 2)
-
-
 # ---- interrupts while rows are moved ----
 
 
@@ -246,7 +222,8 @@ class Stop(ValueError):
     """A handler's own error, which is no wrong argument."""
 
 
-def interrupted(rank, _):
+@on_ranks(2)
+def test_interrupt_while_rows_are_moved(rank):
     """Peers learn of an error of a signal's handler, of any class, in the same call if rank 1 was writing, else in the next call."""
     buffer, x, idx = make("shm", rank)
     halves = [("dispatch", "write"), ("dispatch", "read"), ("combine", "write"), ("combine", "write_weighted"), ("combine", "read")]
@@ -275,11 +252,8 @@ def interrupted(rank, _):
         check_usable(buffer, x, idx)
 
 
-def test_interrupt_while_rows_are_moved():
-    run_ranks(interrupted, 2)
-
-
-def calls_from_a_handler(rank, _):
+@on_ranks(2)
+def test_calls_from_a_handler(rank):
     """A signal's handler may run while Python writes rows. It may not use the buffer, and the call that it interrupts goes on."""
     buffer, x, idx = make("shm", rank)
     calls = (
@@ -303,10 +277,6 @@ def calls_from_a_handler(rank, _):
         check_usable(buffer, x, idx)
     assert len(refused) == (len(calls) if rank == 0 else 0)
     check_usable(buffer, x, idx)
-
-
-def test_calls_from_a_handler():
-    run_ranks(calls_from_a_handler, 2)
 
 
 def interrupted_around_native_code(rank, _):
@@ -337,7 +307,9 @@ def test_interrupt_around_native_code():
     run_ranks(interrupted_around_native_code, 2)
 
 
-def destroyed_with_an_error_kept(rank, _, where):
+@pytest.mark.parametrize("where", ("deepep_moe.low_latency.shm_rows.DispatchRows.read", "torch.frombuffer"))
+@on_ranks(2)
+def test_destroyed_with_an_error_kept(rank, where):
     """The peers learn at once of a buffer that is destroyed, though an error of its call is kept, with what it refers to."""
     buffer, x, idx = make("shm", rank, timeout_s=300)
     with mock.patch(where, side_effect=RuntimeError("kept")), pytest.raises(RuntimeError) as kept:
@@ -356,15 +328,12 @@ def destroyed_with_an_error_kept(rank, _, where):
     assert kept.value is not None
 
 
-@pytest.mark.parametrize("where", ("deepep_moe.low_latency.shm_rows.DispatchRows.read", "torch.frombuffer"))
-def test_destroyed_with_an_error_kept(where):
-    run_ranks(destroyed_with_an_error_kept, 2, where)
-
-
 # ---- after the end ----
 
 
-def after_destroy(rank, _, backend):
+@on_every_backend
+@on_ranks(2)
+def test_use_after_destroy(rank, backend):
     buffer, x, idx = make(backend, rank)
     out, hook = buffer.dispatch(x, idx), buffer.dispatch(x, idx, return_hook=True).hook
     finish(buffer)
@@ -377,12 +346,9 @@ def after_destroy(rank, _, backend):
             call()
 
 
-@on_every_backend
-def test_use_after_destroy(backend):
-    run_ranks(after_destroy, 2, backend)
-
-
-def destroyed_beside_a_call(rank, _, return_hook):
+@pytest.mark.parametrize("return_hook", (False, True))
+@on_ranks(2)
+def test_destroy_beside_a_call(rank, return_hook):
     buffer, x, idx = make("shm", rank)
     if rank == 1:
         wait_for("destroyed")
@@ -414,12 +380,8 @@ def destroyed_beside_a_call(rank, _, return_hook):
     assert isinstance(errors[0], BufferDestroyedError) and "this LowLatencyBuffer was destroyed" in str(errors[0]), errors
 
 
-@pytest.mark.parametrize("return_hook", (False, True))
-def test_destroy_beside_a_call(return_hook):
-    run_ranks(destroyed_beside_a_call, 2, return_hook)
-
-
-def forks(rank, _):
+@on_ranks(1)
+def test_use_in_a_forked_process(rank):
     buffer, x, idx = LowLatencyBuffer(None, 4, 128, 4, 2), X, IDX
     child = os.fork()
     if child == 0:
@@ -430,10 +392,6 @@ def forks(rank, _):
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     check_usable(buffer, x, idx)
-
-
-def test_use_in_a_forked_process():
-    run_ranks(forks, 1)
 
 
 # ---- ranks that are late or gone ----
@@ -474,7 +432,9 @@ def test_late_peer(operation, backend):
     run_ranks(late, 3, backend, operation)
 
 
-def overtakes(rank, _):
+@pytest.mark.gpu
+@on_ranks(2)
+def test_peer_that_gave_up_and_went_on(rank):
     """Rank 0 gives up on rank 1, and nobody looks before its next calls, as in a CUDA graph: rank 1 hears why its call cannot be made."""
     buffer, x, idx = make("nvlink", rank, timeout_s=1.0 if rank == 0 else 60)
     if rank == 0:
@@ -490,12 +450,12 @@ def overtakes(rank, _):
     dist.barrier()
 
 
-@pytest.mark.gpu
-def test_peer_that_gave_up_and_went_on():
-    run_ranks(overtakes, 2)
-
-
-def dies(rank, _, backend, operation, mode):
+@on_every_backend
+@pytest.mark.parametrize(
+    "operation, mode", [("dispatch", "now"), ("dispatch", "async"), ("combine", "now"), ("combine", "hook"), ("combine", "async")]
+)
+@on_ranks(3, expected_dead=[1])
+def test_peer_that_dies(rank, operation, mode, backend):
     buffer = make_buffer(WEIGHED, backend, rank, timeout_s=300)
     out, _ = start_dispatch(buffer, WEIGHED, rank, backend)
     rows = combine_rows(WEIGHED, rank, out, Expected(WEIGHED))
@@ -513,11 +473,3 @@ def dies(rank, _, backend, operation, mode):
             start_combine(buffer, case, rows, out.handle)[1]()
         finish(buffer)
     assert info.value.rank == (1 if isinstance(info.value, EPTimeoutError) else 2 - rank) and time.monotonic() - began < 60
-
-
-@on_every_backend
-@pytest.mark.parametrize(
-    "operation, mode", [("dispatch", "now"), ("dispatch", "async"), ("combine", "now"), ("combine", "hook"), ("combine", "async")]
-)
-def test_peer_that_dies(operation, mode, backend):
-    run_ranks(dies, 3, backend, operation, mode, expected_dead=[1])

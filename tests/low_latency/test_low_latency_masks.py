@@ -18,6 +18,7 @@ from events import tell, wait_for
 from exchange_cases import assert_same, on_device
 from low_latency_cases import Case, Expected, check_dispatch, combine_rows, finish, make_buffer, run_case, start_combine, start_dispatch
 from low_latency_faults import combined_without, on_every_backend
+from on_ranks import on_ranks
 
 from deepep_moe.errors import EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.low_latency.shm import ShmLowLatencyBackend
@@ -49,7 +50,9 @@ def check_all(buffer, rank, backend):
         run_case(buffer, replace(CASE, seed=seed, combine_weights=seed == 1), rank, backend)
 
 
-def masked_by_hand(rank, _, backend):
+@on_every_backend
+@on_ranks(3)
+def test_masked_by_hand(rank, backend):
     buffer = make_buffer(CASE, backend, rank)
     run_case(buffer, CASE, rank, backend)
     for times in (1, 2):
@@ -61,11 +64,6 @@ def masked_by_hand(rank, _, backend):
             assert buffer.statistics().num_dropped.item() == 6 * times * lost_pairs(rank)
         come_back(buffer, rank)
         check_all(buffer, rank, backend)
-
-
-@on_every_backend
-def test_masked_by_hand(backend):
-    run_ranks(masked_by_hand, 3, backend)
 
 
 class Heard(logging.Handler):
@@ -167,7 +165,9 @@ def sends_first(rank, backend, case):
     return buffer
 
 
-def sends_and_returns(rank, _, backend):
+@on_every_backend
+@on_ranks(3)
+def test_calls_that_the_masked_rank_has_sent(rank, backend):
     buffer = sends_first(rank, backend, replace(CASE, seed=5))
     come_back(buffer, rank)  # for the call that it has sent: only what it sends after its return counts
     time.sleep(0.5 if rank == MASKED else 0)
@@ -180,11 +180,8 @@ def sends_and_returns(rank, _, backend):
 
 
 @on_every_backend
-def test_calls_that_the_masked_rank_has_sent(backend):
-    run_ranks(sends_and_returns, 3, backend)
-
-
-def errors_mask_nobody(rank, _, backend):
+@on_ranks(3)
+def test_errors_mask_nobody(rank, backend):
     buffer = make_buffer(CASE, backend, rank, mask_stalled=True)
     x, idx, weights = on_device(backend, rank, *CASE.inputs(rank))
     refused = ValueError if rank == MASKED else EPPeerError
@@ -202,11 +199,8 @@ def errors_mask_nobody(rank, _, backend):
 
 
 @on_every_backend
-def test_errors_mask_nobody(backend):
-    run_ranks(errors_mask_nobody, 3, backend)
-
-
-def fails_alone(rank, _, backend):
+@on_ranks(3)
+def test_return_after_failed_calls(rank, backend):
     """Calls that a masked rank has made alone, in vain, do not keep it from coming back, nor those that failed meanwhile the others."""
     buffer = make_buffer(CASE, backend, rank, timeout_s=3.0 if rank == MASKED else 60)
     x, idx, weights = on_device(backend, rank, *CASE.inputs(rank))
@@ -231,11 +225,8 @@ def fails_alone(rank, _, backend):
 
 
 @on_every_backend
-def test_return_after_failed_calls(backend):
-    run_ranks(fails_alone, 3, backend)
-
-
-def back_between_halves(rank, _, backend):
+@on_ranks(3)
+def test_return_between_two_halves(rank, backend):
     """A rank that is taken back has no part in a call that was sent before."""
     buffer = make_buffer(CASE, backend, rank)
     run_case(buffer, CASE, rank, backend)
@@ -250,12 +241,8 @@ def back_between_halves(rank, _, backend):
     check_all(buffer, rank, backend)
 
 
-@on_every_backend
-def test_return_between_two_halves(backend):
-    run_ranks(back_between_halves, 3, backend)
-
-
-def returns_in_vain(rank, _):
+@on_ranks(3)
+def test_returns_that_fail(rank):
     """Nobody takes the rank back. Then rank 0 does, one call before rank 2."""
     buffer = make_buffer(CASE, "shm", rank, timeout_s=2)
     if rank == MASKED:
@@ -277,10 +264,6 @@ def returns_in_vain(rank, _):
         start_dispatch(buffer, CASE, rank, "shm")
         buffer.mask_rank(MASKED, False)
     dist.barrier()
-
-
-def test_returns_that_fail():
-    run_ranks(returns_in_vain, 3)
 
 
 # ---- rows that do not come, though their rank has entered the call ----
@@ -318,7 +301,10 @@ def lose_rows(case, paths, call, owner, source):
         memory[at : at + 8] = bytes(8)
 
 
-def loses(rank, _, operation, mask_stalled):
+@pytest.mark.parametrize("mask_stalled", (False, True))
+@pytest.mark.parametrize("operation", ("dispatch", "combine"))
+@on_ranks(3)
+def test_lost_rows(rank, operation, mask_stalled):
     """The rows of rank 1 to rank 0 get lost, of a call that rank 0 makes only then. Every token goes to every rank."""
     ShmLowLatencyBackend.seal = lambda self: None
     case = Case([4, 4, 4], max_tokens=4, num_experts=3, masked=0.0, dtype=torch.float32, with_weights=False, mode="hook")
@@ -350,12 +336,6 @@ def loses(rank, _, operation, mask_stalled):
         run_case(buffer, replace(case, mode="now"), rank, "shm")  # usable afterwards
 
 
-@pytest.mark.parametrize("mask_stalled", (False, True))
-@pytest.mark.parametrize("operation", ("dispatch", "combine"))
-def test_lost_rows(operation, mask_stalled):
-    run_ranks(loses, 3, operation, mask_stalled)
-
-
 def lose_counts(buffer, case, call, source):
     """Erase the token counts that `source` sent for the experts of this rank, in the memory of an emulated GPU."""
     for name in os.listdir("/proc/self/fd"):
@@ -377,7 +357,10 @@ def lose_counts(buffer, case, call, source):
     raise AssertionError("no workspace of an emulated GPU")
 
 
-def loses_counts(rank, _):
+@pytest.mark.gpu
+@pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="reaches into the memory of an emulated GPU")
+@on_ranks(3)
+def test_lost_counts_of_a_dispatch(rank):
     """Rank 1 has entered the call, its rows are there, how many they are does not come: to rank 0 it has not come."""
     buffer = make_buffer(CASE, "nvlink", rank, timeout_s=2.0 if rank == 0 else 60, mask_stalled=True)
     case = replace(CASE, mode="hook")
@@ -394,9 +377,3 @@ def loses_counts(rank, _):
     check_dispatch(case, rank, out, Expected(case))
     assert buffer.masked_ranks == ([MASKED] if rank == 0 else [])
     dist.barrier()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="reaches into the memory of an emulated GPU")
-def test_lost_counts_of_a_dispatch():
-    run_ranks(loses_counts, 3)

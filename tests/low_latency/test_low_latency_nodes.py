@@ -23,6 +23,7 @@ from low_latency_cases import (
     start_dispatch,
 )
 from low_latency_faults import combined_without
+from on_ranks import on_ranks
 
 from deepep_moe import LowLatencyBuffer, reference
 from deepep_moe.errors import BackendUnavailableError, EPTimeoutError
@@ -129,7 +130,8 @@ def test_fp8_wire_by_hand():
 # ---- hooks ----
 
 
-def combines_before_hook(rank, _):
+@on_ranks(4)
+def test_combine_is_sent_before_a_hook_or_behind_it(rank):
     """Some ranks send a combine while others already wait for the rows of a later dispatch."""
     first, second = (case_of("2x2", mode="hook", seed=seed) for seed in range(2))
     expected = [Expected(case) for case in (first, second)]
@@ -147,10 +149,6 @@ def combines_before_hook(rank, _):
         back_hook()
         check_dispatch(second, rank, later, expected[1])
         assert_same("combined_x", back, expected[0].combined[rank])
-
-
-def test_combine_is_sent_before_a_hook_or_behind_it():
-    run_ranks(combines_before_hook, 4)
 
 
 def in_graph(rank, _, split):
@@ -320,7 +318,8 @@ def test_taken_back(split, masked):
     run_ranks(taken_back, SPLITS[split][0], split, masked)
 
 
-def does_not_come_back(rank, _):
+@on_ranks(4)
+def test_rank_that_does_not_come_back_in_time(rank):
     case = case_of("2x2", [6, 8, 7, 5], masked=0.0)
     buffer = make_buffer(case, "nvshmem", rank, timeout_s=8)
     run_case(buffer, case, rank, "nvshmem")
@@ -350,14 +349,11 @@ def does_not_come_back(rank, _):
         run_case(buffer, replace(case, seed=seed), rank, "nvshmem")
 
 
-def test_rank_that_does_not_come_back_in_time():
-    run_ranks(does_not_come_back, 4)
-
-
 # ---- what is refused ----
 
 
-def other_refusals(rank, _):
+@on_ranks(4)
+def test_what_is_not_served(rank):
     device_of("nvshmem", rank)
     for backend, per_node, message in (
         ("nvlink", 2, "it serves one node, and ranks_per_node is 2 for 4 ranks; 'nvshmem' serves several"),
@@ -369,15 +365,15 @@ def other_refusals(rank, _):
     run_case(make_buffer(case, "nvshmem", rank), case, rank, "nvshmem")  # and it goes on
 
 
-def test_what_is_not_served():
-    run_ranks(other_refusals, 4)
-
-
 # ---- what crosses ----
 
 
-def crossing(rank, _, split, fp8):
+@pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="counts what the emulated network carries")
+@pytest.mark.parametrize("fp8", (False, True))
+@on_ranks(4)
+def test_one_row_crosses_for_each_token_and_node(rank, fp8):
     """Bytes that this rank puts to the rank of its rail in the next node, of a dispatch and a combine."""
+    split = "2x2"
     case = case_of(split, [16, 3, 0, 24], hidden=1024, fp8=fp8)
     _, per_node = SPLITS[split]
     buffer = make_buffer(case, "nvshmem", rank)
@@ -405,9 +401,3 @@ def crossing(rank, _, split, fp8):
     message = 4 * case.num_experts // 2 + 8 * case.num_tokens[rank] * case.num_topk
     assert sent + message <= middle - begin < sent + message + 16, (begin, middle, sent, message)
     assert end - middle == returned, (middle, end, returned)
-
-
-@pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="counts what the emulated network carries")
-@pytest.mark.parametrize("fp8", (False, True))
-def test_one_row_crosses_for_each_token_and_node(fp8):
-    run_ranks(crossing, 4, "2x2", fp8)

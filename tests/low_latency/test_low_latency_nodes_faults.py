@@ -10,6 +10,7 @@ import torch.distributed as dist
 from events import tell, wait_for
 from exchange_cases import NETWORK, device_of, in_environment
 from low_latency_cases import Case, finish, make_buffer, run_case, start_dispatch
+from on_ranks import on_ranks
 
 from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.testing import run_ranks
@@ -35,7 +36,8 @@ def rows_for(out):
     return torch.zeros(out.recv_x.shape, dtype=torch.bfloat16, device=out.recv_x.device)
 
 
-def refused_by_host(rank, _):
+@on_ranks(4)
+def test_refused_dispatch(rank):
     """All ranks of all nodes learn of a refusal in the refused call, also of several in a row, and stay in step."""
     buffer = make_buffer(CASE, "nvshmem", rank)
     run_case(buffer, CASE, rank, "nvshmem")
@@ -50,11 +52,8 @@ def refused_by_host(rank, _):
         check_usable(buffer, rank)
 
 
-def test_refused_dispatch():
-    run_ranks(refused_by_host, 4)
-
-
-def bad_indices(rank, _):
+@on_ranks(4)
+def test_bad_indices(rank):
     """The GPU finds them, and tells why. Along a dispatch that has failed on every rank, nobody waits for a deadline."""
     buffer, device = make_buffer(CASE, "nvshmem", rank), device_of("nvshmem", rank)
     x, idx, weights = (tensor.to(device) for tensor in CASE.inputs(rank))
@@ -74,11 +73,8 @@ def bad_indices(rank, _):
         check_usable(buffer, rank)
 
 
-def test_bad_indices():
-    run_ranks(bad_indices, 4)
-
-
-def refused_combine(rank, _):
+@on_ranks(4)
+def test_refused_combine(rank):
     """Ranks of the node name the culprit. Those of the other node name the rank that told them, or with weights perhaps the culprit."""
     buffer = make_buffer(CASE, "nvshmem", rank)
     out, _ = start_dispatch(buffer, CASE, rank, "nvshmem")
@@ -91,11 +87,8 @@ def refused_combine(rank, _):
         check_usable(buffer, rank)
 
 
-def test_refused_combine():
-    run_ranks(refused_combine, 4)
-
-
-def different_calls(rank, _):
+@on_ranks(4)
+def test_different_calls(rank):
     buffer = make_buffer(CASE, "nvshmem", rank)
     text = "ranks make different calls: .*sent as fp8"
     with pytest.raises(EPMismatchError, match=text):
@@ -118,11 +111,10 @@ def different_calls(rank, _):
         check_usable(buffer, rank)
 
 
-def test_different_calls():
-    run_ranks(different_calls, 4)
-
-
-def is_late(rank, _, operation):
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", ("dispatch", "combine", "combine with weights"))
+@on_ranks(4)
+def test_late_rank(rank, operation):
     """A rank that misses the deadline: all others raise, and those that wait for it name it."""
     buffer = make_buffer(CASE, "nvshmem", rank, timeout_s=3)
     out, _ = start_dispatch(buffer, CASE, rank, "nvshmem")
@@ -149,12 +141,6 @@ def is_late(rank, _, operation):
     elif rank in (0, 3):
         assert f"rank {CULPRIT}" in str(caught.value), caught.value
     return buffer.destroy()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("operation", ("dispatch", "combine", "combine with weights"))
-def test_late_rank(operation):
-    run_ranks(is_late, 4, operation)
 
 
 def may_share_the_blame(rank, late):
@@ -184,7 +170,8 @@ def wait_that_tells(buffer, rank, late, case, name, pause):
     return told.item()
 
 
-def late_host_of_a_dispatch(rank, _):
+@on_ranks(4)
+def test_who_is_late_to_a_dispatch(rank):
     """Statistics of all other ranks, also of the other node, say who was late. On a busy machine they may not have begun to wait by then,
     so a longer pause follows."""
     buffer = make_buffer(CASE, "nvshmem", rank)
@@ -192,10 +179,6 @@ def late_host_of_a_dispatch(rank, _):
         case = replace(CASE, seed=late, mode=("now", "hook")[late % 2])
         waits = (wait_that_tells(buffer, rank, late, case, f"{late} {pause}", pause) for pause in (0.1, 0.5, 2.5, 12.5))
         assert any(waited > 1e7 for waited in waits), late
-
-
-def test_who_is_late_to_a_dispatch():
-    run_ranks(late_host_of_a_dispatch, 4)
 
 
 def goes_on(rank, _, per_node, masked):
@@ -222,7 +205,9 @@ def test_rank_that_stalls(per_node, masked):
     run_ranks(goes_on, 2 * per_node, per_node, masked)
 
 
-def goes_on_from_a_combine(rank, _):
+@pytest.mark.slow
+@on_ranks(4)
+def test_rank_that_stalls_in_a_combine_with_weights(rank):
     """A rank that sends no weights is masked, and what came by it; ranks that wait for those who wait for it are not."""
     case = replace(CASE, masked=0.0, combine_weights=True)
     buffer = make_buffer(case, "nvshmem", rank, timeout_s=5, mask_stalled=True)
@@ -238,11 +223,6 @@ def goes_on_from_a_combine(rank, _):
             run_case(buffer, replace(case, without=CULPRIT, seed=seed), rank, "nvshmem")
     dist.barrier()
     buffer.destroy()
-
-
-@pytest.mark.slow
-def test_rank_that_stalls_in_a_combine_with_weights():
-    run_ranks(goes_on_from_a_combine, 4)
 
 
 def many_calls(rank, num_ranks, per_node, num_calls):

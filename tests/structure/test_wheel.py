@@ -37,7 +37,7 @@ if __name__ == "__main__":
     print(run_ranks(exchange, 2))
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.xdist_group("wheel")]
 
 
 def run(*command: str | Path, cwd: Path, **variables: str) -> str:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from emulated_gpu import ROOT, SITE, compile_objects, link_objects
+from emulated_gpu import ROOT, SITE, alone, compile_objects, link_objects
 
 FOLDERS = ("common", "cpu", "runtime", "runtime/shm")
 
 
+@alone()
 def build() -> Path:
     sources = [path for folder in FOLDERS for path in (ROOT / "csrc" / folder).glob("*.cpp") if path.name != "segment.cpp"]
     return link_objects(SITE.parent / "threads", compile_objects([*sources, *Path(__file__).parent.glob("*.cpp")]))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import Case, assert_same, check_case, device_of
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer, reference
 from deepep_moe.errors import EPMismatchError
@@ -78,30 +79,27 @@ def prepare(rank: int, folder: Path) -> tuple[Profile, Values]:
     return mine, fitted
 
 
-def order_of_files(rank, num_ranks, folder):
-    mine, fitted = prepare(rank, folder)
+@on_ranks(2)
+def test_order_of_files(rank, tmp_path):
+    mine, fitted = prepare(rank, tmp_path)
     assert fitted != VALUES
     heard = Warnings()
-    set_files(folder / "cache", None)
+    set_files(tmp_path / "cache", None)
     assert tuning_of(new_buffer(rank)) == replace(VALUES, num_sms=1)
-    set_files(folder / "cache", folder / "given.json")
+    set_files(tmp_path / "cache", tmp_path / "given.json")
     buffer = new_buffer(rank, num_sms=6, max_sms=9)
     assert buffer.profile == mine and tuning_of(buffer) == VALUES
     assert buffer.calls.own_mode.num_sms == 6 and buffer.calls.backend.tuning.max_sms == 9  # which native code puts before it
-    set_files(folder / "cache", folder / "other.json")
+    set_files(tmp_path / "cache", tmp_path / "other.json")
     assert tuning_of(new_buffer(rank)) == replace(VALUES, num_sms=1)
-    set_files(None, folder / "damaged.json")
+    set_files(None, tmp_path / "damaged.json")
     for _ in range(2):
         buffer = new_buffer(rank)
         assert buffer.profile is None and tuning_of(buffer) == fitted
     names = [text.split()[1] for text in heard.texts]
-    assert names == ([str(folder / "other.json"), str(folder / "damaged.json")] if rank == 0 else [])
+    assert names == ([str(tmp_path / "other.json"), str(tmp_path / "damaged.json")] if rank == 0 else [])
     assert rank or ("has no profile of this machine (" in heard.texts[0] and "another GPU with" in heard.texts[0])
     assert rank or "its format is 7, this version of deepep_moe reads 1. Its profiles are not used" in heard.texts[1]
-
-
-def test_order_of_files(tmp_path):
-    run_ranks(order_of_files, 2, tmp_path)
 
 
 def disagree(rank, num_ranks, folder):
@@ -122,10 +120,11 @@ def test_ranks_that_disagree(tmp_path):
     run_ranks(disagree, 3, tmp_path)
 
 
-def unlike_gpus(rank, num_ranks, folder):
+@on_ranks(2)
+def test_unlike_gpus(rank, tmp_path):
     """Rank 1 has another GPU, for which the file has no profile."""
-    prepare(rank, folder)
-    set_files(None, folder / "given.json")
+    prepare(rank, tmp_path)
+    set_files(None, tmp_path / "given.json")
     heard, machine = Warnings(), NvlinkBackend.machine
     if rank == 1:
         NvlinkBackend.machine = property(lambda self: replace(machine.fget(self), gpu="a third GPU"))
@@ -138,14 +137,11 @@ def unlike_gpus(rank, num_ranks, folder):
     assert rank or "; rank 1: a third GPU with" in heard.texts[0]
 
 
-def test_unlike_gpus(tmp_path):
-    run_ranks(unlike_gpus, 2, tmp_path)
-
-
-def same_bits(rank, num_ranks, folder):
+@on_ranks(3)
+def test_same_bits(rank, num_ranks, tmp_path):
     """`check_case` compares with the reference, with and without a profile."""
-    prepare(rank, folder)
-    set_files(None, folder / "given.json")
+    prepare(rank, tmp_path)
+    set_files(None, tmp_path / "given.json")
     heard: list[Values] = []
     use = profile_module.NvlinkBackend.use
     profile_module.NvlinkBackend.use = lambda self, values: (heard.append(values), use(self, values))[1]
@@ -157,11 +153,9 @@ def same_bits(rank, num_ranks, folder):
         heard.clear()
 
 
-def test_same_bits(tmp_path):
-    run_ranks(same_bits, 3, tmp_path)
-
-
-def settings_between_calls(rank, num_ranks, layout):
+@pytest.mark.parametrize("layout", ("expert", "rank"))
+@on_ranks(3)
+def test_settings_may_change_between_calls(rank, num_ranks, layout):
     """One handle; the dispatch with some senders, each combine and cached dispatch with others, and with another division of the GPU."""
     case = Case([60, 0, 33], layout=layout, dtype=torch.bfloat16, expert_alignment=4)
     xs, idxs, weights = (list(column) for column in zip(*map(case.inputs, range(num_ranks)), strict=True))
@@ -181,8 +175,3 @@ def settings_between_calls(rank, num_ranks, layout):
             assert_same(f"combined_x, {other} SMs", buffer.combine(output, out.handle, num_sms=other), combined[rank])
             again = buffer.dispatch(x, topk_weights=weight, handle=out.handle, num_sms=other)
             assert_same(f"recv_x, {other} SMs", again.recv_x, received[rank].recv_x)
-
-
-@pytest.mark.parametrize("layout", ("expert", "rank"))
-def test_settings_may_change_between_calls(layout):
-    run_ranks(settings_between_calls, 3, layout)

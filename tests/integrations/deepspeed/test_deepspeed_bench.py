@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed_cases import repeats_bits
+from on_ranks import on_ranks
 
 from benchmarks.layers import deepspeed as bench
-from deepep_moe.testing import RankFailedError, run_ranks
 
 pytest.importorskip("deepspeed")
 
@@ -93,13 +93,11 @@ def test_kernels_are_timed_on_a_gpu(tmp_path):
         assert not timed or (0 < r["us_kernels"] < 1e6 and 0 < r["rival_us_kernels"] < 1e6)
 
 
-def _link_bytes_worker(rank: int, num_ranks: int) -> dict[str, int]:
-    # Each rank has two of the 4 experts. Token 0 goes to both of rank 1, token 1 to one each, token 2 to one of rank 0 and is dropped.
-    return bench.link_bytes(torch.tensor([[2, 3], [0, 2], [1, -1]]), 2, 10)
-
-
-def test_link_bytes():
-    assert run_ranks(_link_bytes_worker, 2) == [{"exact": 30, "fast": 20, "grouped": 20}, {"exact": 20, "fast": 20, "grouped": 20}]
+@on_ranks(2)
+def test_link_bytes(rank):
+    """Each rank has two of the 4 experts. Token 0 goes to both of rank 1, token 1 to one each, token 2 to one of rank 0 and is dropped."""
+    found = bench.link_bytes(torch.tensor([[2, 3], [0, 2], [1, -1]]), 2, 10)
+    assert found == {"exact": (30, 20)[rank], "fast": 20, "grouped": 20}
 
 
 def _measured(value: float, *times: list[float]) -> bench.Measured:
@@ -116,42 +114,3 @@ def test_disagreement_fails(value, monkeypatch, capsys):
     with pytest.raises(SystemExit, match=r"top-2 bf16, exchange, fast: output differs by .*, more than rounding \(6.0e-02\)"):
         bench.main(options)
     assert "deepspeed exchange fast" in capsys.readouterr().out
-
-
-def test_what_was_measured_is_kept(monkeypatch, capsys, tmp_path):
-    """The second of three shapes passes its limit: the first was printed and written before, the third is measured after."""
-    kept, path = [], tmp_path / "records.json"
-
-    def run(_function, _num_ranks, _options, shape, *, timeout_s, bind):
-        assert timeout_s == bench.LIMIT_S == 1800 and not bind
-        kept.append((str(shape), len(json.loads(path.read_text())) if path.exists() else 0, capsys.readouterr().out))
-        if shape.num_topk == 2:
-            raise RankFailedError(1, "no result within 1800 s")
-        return [_measured(0.0, [1.0] * 3)] * 2
-
-    monkeypatch.setattr(bench, "run_ranks", run)
-    options = options_of("--device", "cpu", "--num-topk", "1", "2", "4", "--dtype", "fp32")
-    options.json = path
-    with pytest.raises(SystemExit, match="top-2 fp32: rank 1 failed: no result within 1800 s"):
-        bench.main(options)
-    assert [(shape, num_records) for shape, num_records, _ in kept] == [("top-1 fp32", 0), ("top-2 fp32", 6), ("top-4 fp32", 6)]
-    assert "deepspeed exchange fast" in kept[1][2] and "top-1 of 16 experts" in kept[1][2]
-    assert len(json.loads(path.read_text())) == 12
-
-
-def test_options(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    options = options_of()
-    assert (options.device, options.num_ranks, options.num_topk, options.dtype) == ("cpu", 2, [2], ["fp32", "bf16"])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    options = options_of()
-    assert (options.device, options.num_ranks, options.backend, options.num_topk) == ("cuda", 4, "nvlink", [2, 8])
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
-    for arguments, message in (
-        (("--num-ranks", "5"), "needs a GPU for each of 5 ranks, this machine has 4"),
-        (("--num-experts", "6"), "--num-experts 6 must be a multiple of --num-ranks 4"),
-        (("--device", "cpu", "--autoep", "--num-ranks", "1"), "--autoep needs --num-ranks 2 or more"),
-        (("--device", "cpu", "--autoep"), "--autoep needs transformers"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            options_of(*arguments)

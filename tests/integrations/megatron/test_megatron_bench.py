@@ -94,15 +94,6 @@ def test_rows_of_the_rival_return(rank: int, num_ranks: int) -> None:
     torch.testing.assert_close(rows.output, 3 * x[:, 0])
 
 
-def test_names_of_experts():
-    weights = torch.arange(4.0).view(2, 2)
-    named = {"experts.linear_fc1.weight": weights, "experts.linear_fc2.weight0": weights[0], "experts.linear_fc2.weight11": weights[1]}
-    found = megatron_steps.by_expert({"router.weight": weights, **named})
-    places = ("0.linear_fc1", "1.linear_fc1", "0.linear_fc2", "11.linear_fc2")
-    assert list(found) == ["router.weight", *(f"experts.local_experts.{place}.weight" for place in places)]
-    assert torch.equal(found["experts.local_experts.1.linear_fc1.weight"], weights[1])
-
-
 def _measured(difference: float, *times: list[float]) -> megatron.Measured:
     differences = {"exchange": {"alltoall": {"output": difference}, "allgather": {"output": 0.0}}, "step": {}}
     turns = {("exchange", name): list(times) for name in ("deepep_moe", "alltoall")}
@@ -121,23 +112,3 @@ def test_disagreement_fails(difference, monkeypatch):
     options.json = None
     with pytest.raises(SystemExit, match="dispatchers disagree by more than rounding .* alltoall: output differs"):
         megatron.main(options)
-
-
-def test_differences():
-    expected = torch.tensor([[2.0, -4.0], [0.0, 1.0]])
-    assert megatron.difference(expected, expected) == 0
-    assert megatron.difference(expected + torch.tensor([[0.0, 0.0], [1.0, 0.0]]), expected) == 0.25
-    assert megatron.difference(torch.full((2, 2), torch.nan), expected) != 0
-    assert megatron.difference(torch.zeros(0, 2), torch.zeros(0, 2)) == 0
-    assert megatron.kind_of("experts.local_experts.3.linear_fc1.weight") == "experts"
-
-
-def test_options_that_do_not_fit(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    options = options_of()
-    assert (options.num_ranks, options.backend, options.num_tokens, options.hidden) == (4, "nvlink", 4096, 4096)
-    assert (options.num_experts, options.num_topk, options.dtype) == (64, 8, "bf16")
-    with pytest.raises(ValueError, match="--num-experts 6 must be a multiple of --num-ranks 4"):
-        options_of("--num-experts", "6")
-    with pytest.raises(ValueError, match="needs a GPU for each of 5 ranks, this machine has 4"):
-        options_of("--num-ranks", "5")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_training import Setting, Training, load, load_plain, save, save_plain, train, training
+from on_ranks import on_ranks
 
 from deepep_moe.errors import EPError
 from deepep_moe.testing.launch import run_ranks
@@ -105,8 +106,13 @@ def _load(run: Training, folder: Path, kind: str) -> None:
     load_plain(run, folder) if kind == "torch" else load(run, folder, kind)
 
 
-def _formats(rank: int, num_ranks: int, ways: tuple[tuple[str, str], ...], folder: str) -> None:
+@pytest.mark.slow
+@on_ranks(4, kinds=(("stock", "grouped"), ("stock TE", "grouped for TE")), timeout_s=400)
+def test_formats_of_the_distributed_optimizer(rank: int, kinds: tuple[str, str], tmp_path) -> None:
     """Experts of each kind load what the other kind has saved, in every format of the distributed optimizer and in several buckets."""
+    stock, grouped = kinds
+    ways = ((stock, grouped), (grouped, stock), (grouped, grouped))
+    folder = str(tmp_path)
     for source, target in ways:
         cell = Setting(source, ep=2, overlap_grad_reduce=True)
         with training(cell) as run:
@@ -121,35 +127,28 @@ def _formats(rank: int, num_ranks: int, ways: tuple[tuple[str, str], ...], folde
                 assert max(abs(a - b) for a, b in zip(got, want, strict=True)) < 2e-5, f"{source} to {target}, {kind}: {got}, {want}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("stock", "grouped"), (("stock", "grouped"), ("stock TE", "grouped for TE")))
-def test_formats_of_the_distributed_optimizer(stock, grouped, tmp_path):
-    run_ranks(_formats, 4, ((stock, grouped), (grouped, stock), (grouped, grouped)), str(tmp_path), timeout_s=400)
+OTHER_KIND = (("stock TE", "grouped for TE"), ("grouped for TE", "stock TE"))
 
 
-def _other_sizes(rank: int, num_ranks: int, ways: tuple[tuple[str, str], ...], folder: str) -> None:
-    """Model and optimizer load with another expert-parallel size, both ways."""
-    for source, target in ways:
-        for before, after in ((2, 4), (4, 2)):
-            path = Path(folder) / f"{source}, {before}"
-            with training(Setting(source, ep=before)) as run:
-                train(run, range(2))
-                save(run, path, "fully_reshardable")
-                want = train(run, range(2, 4))
-            with training(Setting(target, ep=after), seed=8) as run:
-                load(run, path, "fully_reshardable")
-                got = train(run, range(2, 4))
-            assert max(abs(a - b) for a, b in zip(got, want, strict=True)) < 1e-4, (
-                f"{source} to {target}, {before} to {after}: {got}, {want}"
-            )
+@on_ranks(4, source_and_target=OTHER_KIND, timeout_s=400)
+def test_other_expert_parallel_sizes(rank: int, source_and_target: tuple[str, str], tmp_path) -> None:
+    """Model and optimizer load with another expert-parallel size."""
+    source, target = source_and_target
+    for before, after in ((2, 4), (4, 2)):
+        path = tmp_path / str(before)
+        with training(Setting(source, ep=before)) as run:
+            train(run, range(2))
+            save(run, path, "fully_reshardable")
+            want = train(run, range(2, 4))
+        with training(Setting(target, ep=after), seed=8) as run:
+            load(run, path, "fully_reshardable")
+            got = train(run, range(2, 4))
+        assert max(abs(a - b) for a, b in zip(got, want, strict=True)) < 1e-4, f"{before} to {after}: {got}, {want}"
 
 
-@pytest.mark.parametrize("ways", ((("stock TE", "grouped for TE"), ("grouped for TE", "stock TE")),), ids=("TEGroupedMLP",))
-def test_other_expert_parallel_sizes(ways, tmp_path):
-    run_ranks(_other_sizes, 4, ways, str(tmp_path), timeout_s=400)
-
-
-def _refusals(rank: int, num_ranks: int, folder: str) -> None:
+@on_ranks(2)
+def test_what_is_refused(rank: int, tmp_path) -> None:
+    folder = str(tmp_path)
     path = Path(folder)
     stacked = Setting("grouped", ep=2, overlap_grad_reduce=True)
     with training(stacked) as run:
@@ -174,7 +173,3 @@ def _refusals(rank: int, num_ranks: int, folder: str) -> None:
         train(run, range(1))
         with pytest.raises(BaseException, match="Global shape mismatch"):  # PyTorch's CheckpointException is no Exception
             load(run, path / "one bucket size")
-
-
-def test_what_is_refused(tmp_path):
-    run_ranks(_refusals, 2, str(tmp_path))
