@@ -169,8 +169,7 @@ def test_numbers_of_any_kind(group, kind, number):
     call(construct(group, number), number)
 
 
-@pytest.mark.parametrize("name", ("V1", "V2", "V2_5"))
-@on_ranks(2)
+@on_ranks(2, name=("V1", "V2", "V2_5"))
 def test_after_destroy(rank, name):
     """The rank that has destroyed its buffer learns so at once, and makes no other. Its peer hears that it is gone."""
     construct, _ = KINDS[name]

@@ -99,8 +99,7 @@ def low_latency(group):
 LONG = (pytest.param(make, marks=pytest.mark.slow) for make in (version_2, version_2_5, hybrid, low_latency))
 
 
-@pytest.mark.parametrize("make", (version_1, *LONG))
-@on_ranks(2)
+@on_ranks(2, make=(version_1, *LONG))
 def test_equal_to_eager(rank, make):
     compiled = torch.compile(make(dist.group.WORLD), backend="eager")
     eager = make(dist.group.WORLD)

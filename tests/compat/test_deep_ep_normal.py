@@ -180,8 +180,7 @@ def test_grows(rank, backend):
         want.check_rows(buffer.dispatch(want.given(device), handle=handle)[0])
 
 
-@pytest.mark.parametrize("backend", ("shm", pytest.param("nvshmem", marks=pytest.mark.gpu)))
-@on_ranks(4)
+@on_ranks(4, backend=("shm", pytest.param("nvshmem", marks=pytest.mark.gpu)))
 def test_nodes(rank, backend):
     """Two nodes of two ranks, with a chosen bound. Whole numbers as weights, as the sum over nodes has another order."""
     buffer, device = make_buffer(backend, rank, ranks_per_node=2, num_max_tokens_per_rank=40)

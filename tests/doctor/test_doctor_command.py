@@ -8,16 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from doctor_machine import Machine
 
-from deepep_moe.doctor import facts
 from deepep_moe.doctor.base import ABSENT, FAULT, OK, Environment, Ran, check, run
 from deepep_moe.doctor.page import examine, exchange_over_shm
-from deepep_moe.errors import BackendUnavailableError
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,17 +84,6 @@ def test_program_that_does_not_start_or_end():
     assert said.code is None and said.output == "first\n" and "no end within 5 s" in said.why()
 
 
-def test_facts_of_gpus(monkeypatch):
-    gpu = SimpleNamespace(name="H100", major=9, minor=0, multi_processor_count=132)
-    told = {"init": lambda: None, "device_count": lambda: 2, "get_device_properties": lambda index: gpu}
-    told["can_device_access_peer"] = lambda first, second: first == 0
-    for name, function in told.items():
-        monkeypatch.setattr(torch.cuda, name, function)
-    monkeypatch.setattr(facts, "has_atomics", lambda first, second: False)
-    found = {"name": "H100", "capability": [9, 0], "num_sms": 132}
-    assert facts.cuda() == {"error": "", "gpus": [found, found], "reach": [(0, 1)], "atomics": []}
-
-
 @pytest.mark.gpu
 def test_gpus_of_this_machine():
     found = Environment().facts["cuda"]
@@ -108,10 +94,6 @@ def test_gpus_of_this_machine():
 def test_exchange_between_ranks():
     found = exchange_over_shm(Environment())
     assert found.state == OK and found.text.startswith("2 ranks, the reference's bits; dispatch "), found
-
-
-def test_unavailable_backend_names_the_doctor():
-    assert "python -m deepep_moe.doctor says what this machine can run" in BackendUnavailableError("no").__notes__[0]
 
 
 def test_program_that_hangs_holds_up_no_other(tmp_path):

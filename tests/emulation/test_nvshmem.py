@@ -56,7 +56,7 @@ def test_streams_and_events():
 NETWORKS = ("delay_us=500", "stall_us=5000", "flush=1,stall_us=1000", "delay_us=0", "flush=1")
 
 
-@pytest.mark.parametrize("num_seeds", (5, pytest.param(100, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("num_seeds", (5, pytest.param(25, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("num_pes", (2, 3, 4, 8))
 def test_chunks_arrive_whole(ranks, num_pes, num_seeds):
     for seed in range(num_seeds):

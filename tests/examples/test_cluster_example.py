@@ -67,21 +67,6 @@ def test_bandwidth():
     assert float(cells[0][2]) <= float(cells[1][2]) == float(cells[2][2]) <= 64 * 512 / 1e6
 
 
-@pytest.mark.slow
-def test_a_launcher_on_each_of_two_nodes():
-    """Both are this host, so its ranks are two nodes only because --ranks-per-node says so."""
-    command = [str(CLUSTER / "run.sh"), "environment", *COMMON, "--backend", "collective"]
-    variables = environment(NPROC="2", NNODES="2", MASTER_ADDR="127.0.0.1")
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    nodes = [subprocess.Popen(command, env=variables | {"NODE_RANK": str(node)}, **pipes) for node in (0, 1)]
-    outputs = [node.communicate(timeout=300)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], outputs
-    lines = block_of(outputs[0])
-    assert lines[2:4] == ["2 x 2 ranks (virtual nodes) on cpu, backend collective", "host 0: ranks 0 to 3"]
-    assert any(line.startswith("| environment | ") and "GLOO_SOCKET_IFNAME=lo" in line for line in lines)
-    assert f"| Python | {platform.python_version()} |" in lines and "paste" not in outputs[1]
-
-
 SRUN = """#!/bin/sh
 SLURM_NODEID=0 "$@" & first=$!
 SLURM_NODEID=1 "$@" & second=$!
@@ -91,17 +76,19 @@ wait $first && wait $second
 
 @pytest.mark.slow
 def test_slurm(tmp_path):
-    """A fake srun starts both nodes here, and a fake scontrol names them."""
+    """A fake srun starts both launchers here, and a fake scontrol names them. --ranks-per-node makes two nodes of this host."""
     for name, text in (("srun", SRUN), ("scontrol", '#!/bin/sh\n[ "$3" = "node[0-1]" ] && printf "127.0.0.1\\nnowhere\\n"\n')):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     slurm = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_SUBMIT_DIR": str(ROOT)}
     variables = environment(NPROC="2", PATH=f"{tmp_path}:{os.environ['PATH']}", **slurm)
-    command = [str(CLUSTER / "slurm.sh"), "correctness", *COMMON, "--backend", "collective", "--num-tokens", "3"]
+    command = [str(CLUSTER / "slurm.sh"), "environment", *COMMON, "--backend", "collective"]
     done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = block_of(done.stdout)
-    assert lines[2] == "2 x 2 ranks (virtual nodes) on cpu, backend collective" and lines[-1] == "all results have the reference's bits"
+    assert lines[2:4] == ["2 x 2 ranks (virtual nodes) on cpu, backend collective", "host 0: ranks 0 to 3"]
+    assert any(line.startswith("| environment | ") and "GLOO_SOCKET_IFNAME=lo" in line for line in lines)
+    assert f"| Python | {platform.python_version()} |" in lines
 
 
 # ---- what they say when something is wrong ----
@@ -182,10 +169,3 @@ def test_doctor_of_each_host(monkeypatch):
     done.returncode, done.stderr = 2, "usage: ...\nunknown option\n"
     with pytest.raises(RuntimeError, match=r"ended with code 2: unknown option"):
         environment_module.checks()
-
-
-def test_hosts_that_differ():
-    (environment_module,) = modules("environment")
-    lines = environment_module.told([[0, 1], [2, 3]], [{"torch": "2.11", "CPU": "a"}, {"torch": "2.11", "CPU": "b", "NICs": "x"}])
-    assert lines[:2] == ["host 0: ranks 0 to 1", "host 1: ranks 2 to 3"] and {"| torch | 2.11 |", "| CPU, host 1 | b |"} <= set(lines)
-    assert {"| NICs, host 0 | not there |", "| NICs, host 1 | x |"} <= set(lines)

@@ -199,8 +199,7 @@ def back_in_step(buffer):
         make_step(buffer, step)
 
 
-@pytest.mark.parametrize("operation", ("dispatch", pytest.param("combine", marks=pytest.mark.slow)))
-@on_ranks(4)
+@on_ranks(4, operation=("dispatch", pytest.param("combine", marks=pytest.mark.slow)))
 def test_late_rank(rank, operation):
     """The culprit comes once all others have given up on it."""
     culprit = {"dispatch": 3, "combine": 0}[operation]

@@ -49,7 +49,7 @@ def back_in_step(buffer):
     dist.barrier()
 
 
-SLOW = [pytest.param(number, *rest, marks=pytest.mark.slow) for number in (2, 3, 5) for rest in ((2.0, 1.7), (2.0, 2.6))]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 2.0, 1.7), (5, 2.0, 2.6))]
 
 
 @pytest.mark.parametrize(("num_ranks", "deadline_s", "num_deadlines"), [(3, 1.0, 1.7), *SLOW])
@@ -163,7 +163,7 @@ def stopped(rank, num_ranks, kind, seed):
         assert time.monotonic() - began < SOON_S, f"out of step: {error!r}"
 
 
-@pytest.mark.parametrize("number", (0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, 11))))
+@pytest.mark.parametrize("number", (0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, 4))))
 def test_stopped_process(number):
     at_random(stopped, 3, ("shm", "low latency")[number % 2])
 

@@ -38,8 +38,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # ---- small enough to check by hand ----
 
 
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=ALL_BACKENDS)
 def test_by_hand(rank, backend):
     """Rank 0 holds experts 0 and 1, rank 1 holds 2 and 3. Row r of expert e is received as value x, and goes back as 10 * x.
     With nvshmem they are two nodes."""
@@ -69,8 +68,7 @@ def test_by_hand(rank, backend):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("with_hook", (False, True))
-@on_ranks(2)
+@on_ranks(2, with_hook=(False, True))
 def test_combine_on_other_stream(rank, with_hook):
     """The stream of a combine is busy, and its handle is dropped at once. The memory is not used again before the combine has read it."""
     device = device_of("nvlink", rank)

@@ -136,8 +136,7 @@ def test_failure_before_the_number(rank):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("learns_first", (True, False))
-@on_ranks(2)
+@on_ranks(2, learns_first=(True, False))
 def test_combine_along_failed_dispatch(rank, learns_first):
     """On a GPU a dispatch gives a handle before it has failed; what was not received has no place, so nothing goes along it."""
     buffer, x, idx = make("nvlink", rank)
@@ -307,8 +306,7 @@ def test_interrupt_around_native_code():
     run_ranks(interrupted_around_native_code, 2)
 
 
-@pytest.mark.parametrize("where", ("deepep_moe.low_latency.shm_rows.DispatchRows.read", "torch.frombuffer"))
-@on_ranks(2)
+@on_ranks(2, where=("deepep_moe.low_latency.shm_rows.DispatchRows.read", "torch.frombuffer"))
 def test_destroyed_with_an_error_kept(rank, where):
     """The peers learn at once of a buffer that is destroyed, though an error of its call is kept, with what it refers to."""
     buffer, x, idx = make("shm", rank, timeout_s=300)
@@ -346,8 +344,7 @@ def test_use_after_destroy(rank, backend):
             call()
 
 
-@pytest.mark.parametrize("return_hook", (False, True))
-@on_ranks(2)
+@on_ranks(2, return_hook=(False, True))
 def test_destroy_beside_a_call(rank, return_hook):
     buffer, x, idx = make("shm", rank)
     if rank == 1:

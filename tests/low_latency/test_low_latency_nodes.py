@@ -369,8 +369,7 @@ def test_what_is_not_served(rank):
 
 
 @pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="counts what the emulated network carries")
-@pytest.mark.parametrize("fp8", (False, True))
-@on_ranks(4)
+@on_ranks(4, fp8=(False, True))
 def test_one_row_crosses_for_each_token_and_node(rank, fp8):
     """Bytes that this rank puts to the rank of its rail in the next node, of a dispatch and a combine."""
     split = "2x2"

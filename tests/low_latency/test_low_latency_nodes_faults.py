@@ -112,8 +112,7 @@ def test_different_calls(rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", ("dispatch", "combine", "combine with weights"))
-@on_ranks(4)
+@on_ranks(4, operation=("dispatch", "combine", "combine with weights"))
 def test_late_rank(rank, operation):
     """A rank that misses the deadline: all others raise, and those that wait for it name it."""
     buffer = make_buffer(CASE, "nvshmem", rank, timeout_s=3)

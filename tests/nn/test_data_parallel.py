@@ -35,8 +35,7 @@ def rows_of(rank: int, step: int) -> torch.Tensor:
     return torch.randn(5 + rank, HIDDEN, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-@pytest.mark.parametrize("is_grouped", (True, False))
-@on_ranks(2)
+@on_ranks(2, is_grouped=(True, False))
 def test_ddp_trains_as_one_model(rank: int, num_ranks: int, is_grouped: bool) -> None:
     """A marked model in DDP trains as one with all experts on each rank does, whose gradients DDP averages."""
     alone = [dist.new_group([other]) for other in range(num_ranks)][rank]

@@ -38,8 +38,7 @@ def run(layer, x, *, recompute=False, **which):
     return {"y": y.detach(), "x": x.grad} | {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_layers(rank, num_ranks, backend):
     device = device_of(backend, rank)
     make = {"backend": backend, "device": device}
@@ -66,8 +65,7 @@ def test_layers(rank, num_ranks, backend):
             assert_same(f"{what}: {name}", again[name], values)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_micro_batches(rank, num_ranks, backend):
     """Forwards that share copies of the weights have the results of those that quantize, over steps of an optimizer."""
     device = device_of(backend, rank)

@@ -19,7 +19,6 @@ from bench_cases import RECORD_FIELDS
 import deepep_moe
 from deepep_moe import config, errors, torch_module
 from deepep_moe.testing import RankFailedError, run_ranks
-from deepep_moe.tune import records as records_module
 
 ROOT = Path(__file__).parents[2]
 SHIM_BYTES = getattr(deepep_moe._C, "SHIM_BYTES", 0)
@@ -212,36 +211,6 @@ def test_errors_reach_other_processes(error):
 
 
 # ---- benchmarks ----
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--backend", "shm", "--num-tokens", "64", "--hidden", "32", "--iterations", "2"],
-        ["gate", "--num-tokens", "64", "--repeats", "2"],
-    ],
-    ids=["default", "gate"],
-)
-def test_benchmarks_write_records(arguments, tmp_path):
-    file = tmp_path / "records.json"
-    command = [sys.executable, "benchmarks/run.py", *arguments, "--json", str(file)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    records = json.loads(file.read_text())
-    assert records
-    for record in records:
-        assert set(record) >= RECORD_FIELDS
-        assert record["us_p10"] <= record["us_median"] <= record["us_p90"]
-        assert record["ratio"] == pytest.approx(record["rival_us"] / record["us_median"])
-        assert record["command"].startswith("python benchmarks/run.py")
-        assert record["versions"]["commit"] == records_module.commit()
-
-
-def test_records_name_their_commit(monkeypatch):
-    head = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True).stdout.strip()
-    assert records_module.commit.__wrapped__() in ((head, f"{head}+changes") if (ROOT / ".git").exists() else (None,))
-    monkeypatch.setenv("PATH", "")
-    assert records_module.commit.__wrapped__() is None
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda file: file.name)

@@ -46,20 +46,6 @@ def test_ranks_of_this_host():
     assert run_ranks(affinity, 2) == [everything, everything]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    [
-        "benchmarks/run.py exchange --backend shm --num-tokens 8 --hidden 128 --num-experts 4 --num-topk 2 --iterations 1",
-        "examples/overlap/decode.py --num-layers 1 --hidden 64 --num-tokens 4 --context 4 --repeats 1 --out OUT",
-    ],
-)
-def test_programs(command, tmp_path):
-    if "overlap" in command:
-        pytest.importorskip("matplotlib")
-    assert lines_of(run(*command.replace("OUT", str(tmp_path)).split(), "--bind").stderr) == expected(0, 1)
-
-
 def test_benchmark_of_one_process_and_of_a_launcher(monkeypatch):
     bound = []
     monkeypatch.setattr(bench, "bind_this_rank", lambda: bound.append(True))

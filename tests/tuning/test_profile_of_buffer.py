@@ -153,8 +153,7 @@ def test_same_bits(rank, num_ranks, tmp_path):
         heard.clear()
 
 
-@pytest.mark.parametrize("layout", ("expert", "rank"))
-@on_ranks(3)
+@on_ranks(3, layout=("expert", "rank"))
 def test_settings_may_change_between_calls(rank, num_ranks, layout):
     """One handle; the dispatch with some senders, each combine and cached dispatch with others, and with another division of the GPU."""
     case = Case([60, 0, 33], layout=layout, dtype=torch.bfloat16, expert_alignment=4)

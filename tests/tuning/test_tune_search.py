@@ -8,10 +8,8 @@ import sys
 from dataclasses import replace
 
 import pytest
-import torch
 
 from deepep_moe.tune import __main__ as command
-from deepep_moe.tune import timing
 from deepep_moe.tune.intervals import CONFIDENCE, LOOKS, judge, median_interval
 from deepep_moe.tune.search import Meter, axes, compare, search
 from deepep_moe.tuning import Files, Machine, Profile, Shape, Values, load, write
@@ -50,13 +48,6 @@ def test_search_keeps_a_default_that_is_best():
     assert search(DEFAULT, MACHINE, made_up.meter) == DEFAULT
     first = [values for values, _ in itertools.groupby(made_up.measured)]
     assert len({values.num_sms for values in first}) == 13 and len(set(first)) < 45
-
-
-def test_small_differences_change_nothing():
-    made_up = MadeUp(replace(DEFAULT, num_sms=16))
-    made_up.sample = lambda values, count: [500.0 if values == DEFAULT else 499.5] * count
-    made_up.meter.sample = made_up.sample
-    assert search(DEFAULT, MACHINE, made_up.meter) == DEFAULT
 
 
 def test_search_leaves_time_to_compare():
@@ -129,20 +120,6 @@ def test_compare_without_a_difference():
 def test_compare_without_time():
     made_up = MadeUp(DEFAULT, seconds=1.0, limit_s=10)
     assert compare(DEFAULT, replace(DEFAULT, num_sms=24), made_up.meter) is None and 10 < made_up.now < 14
-
-
-@pytest.mark.parametrize(("meets_on_host", "expected"), [(True, ["synchronize", "meet", "sleep"]), (False, ["sleep", "all_reduce"])])
-def test_how_ranks_line_up(monkeypatch, meets_on_host, expected):
-    """Ranks that share a GPU meet on the host before their GPU sleeps; others meet by NCCL behind the sleep."""
-    done: list[str] = []
-    timer = timing.Timer(torch.device("cpu"), meets_on_host=meets_on_host)
-    timer._token = torch.zeros(1)
-    monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda device: done.append("synchronize"))
-    monkeypatch.setattr(timing, "_meet", lambda: done.append("meet"))
-    monkeypatch.setattr(timer, "sleep", lambda us: done.append("sleep"))
-    monkeypatch.setattr(timing.dist, "all_reduce", lambda token, group: done.append("all_reduce"))
-    timer._line_up()
-    assert done == expected
 
 
 # ---- command line ----

@@ -175,7 +175,7 @@ def gradients(outputs, logits, seed):
 
 
 @pytest.mark.gpu
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40 if emulated_gpu.is_chosen() else 200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 1000),
     num_tokens=st.sampled_from((1, 2, 31, 300, 5000)),

@@ -34,8 +34,7 @@ def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.parametrize("max_norm", (0.01, 1e9))
-@on_ranks(2)
+@on_ranks(2, max_norm=(0.01, 1e9))
 def test_training_in_ddp(rank: int, num_ranks: int, max_norm: float) -> None:
     results = []
     for is_spread in (False, True):
@@ -144,8 +143,7 @@ def test_trainer_and_accelerate(rank: int, num_ranks: int, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
-@on_ranks(2)
+@on_ranks(2, stage=(0, 1, 2, 3))
 def test_deepspeed_is_refused(rank: int, num_ranks: int, stage: int) -> None:
     deepspeed = pytest.importorskip("deepspeed")
     from deepspeed.accelerator import set_accelerator

@@ -139,17 +139,6 @@ def test_tolerance_of_two_curves(monkeypatch, capsys, tmp_path, tolerance, code)
     ]
 
 
-def test_what_two_curves_say(capsys):
-    """By hand: windows of two steps are 4, 2 and 4, 2.5; the first of five steps is left out."""
-    (fp8_curves,) = _import_example("fp8_curves")
-    found = fp8_curves.compare([9.0, 5.0, 3.0, 2.5, 1.5], [7.0, 4.0, 4.0, 3.0, 2.0], 2)
-    assert found == {"bf16_at_end": 2.0, "fp8_at_end": 2.5, "difference_at_end": 0.25, "largest_difference": 0.25, "all_finite": True}
-    assert not fp8_curves.compare([1.0, 1.0], [1.0, math.nan], 1)["all_finite"]
-    with pytest.raises(SystemExit):
-        fp8_curves.main(["--steps", "5"])
-    assert "--window 30 must be positive, and at most the 5 steps" in capsys.readouterr().err
-
-
 def _import_example(*names: str) -> list:
     sys.path.insert(0, str(EXAMPLE))
     try:
@@ -215,28 +204,6 @@ def test_steps_from_a_graph():
     replayed, eager = (run_ranks(_graph_worker, 1, cuda_graph, timeout_s=200)[0] for cuda_graph in (True, False))
     assert replayed == pytest.approx(eager, rel=2e-2)
     assert replayed[-1] < replayed[0]
-
-
-def test_sweep_and_tensorboard(monkeypatch, tmp_path):
-    """Runs of a sweep, and what is compared with what. The scalars of a step go to the writer and to metrics.jsonl."""
-    worker, train, moe_report = _import_example("worker", "train", "moe_report")
-    runs = train._sweep(worker.Settings(micro_batches=2))
-    free = "deepep_moe + grouped + sync-free"
-    names = ["alltoall", "deepep_moe", "deepep_moe + grouped", free, f"{free} + 1F1B", f"{free} + recomputed"]
-    assert [run.name for run in runs] == [*names, "alltoall + shared overlap", f"{free} + shared overlap"]
-    assert {run.micro_batches for run in runs} == {2} and runs[0].options is None
-    results = [train.report.Result(run.name, losses=[float(i % 7), 1.0]) for i, run in enumerate(runs)]
-    assert train.report.differences(results) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 0.0, 6.0]
-
-    written = []
-
-    class Writer:
-        def add_scalar(self, *scalar):
-            written.append(scalar)
-
-    scalars = moe_report.Scalars(Writer())
-    scalars.add_scalar("loss", torch.tensor(2.0), 5)
-    assert written == [("loss", 2.0, 5)] and scalars.take() == {"loss": 2.0} and scalars.take() == {}
 
 
 SHARED = ["--device", "cuda", "--num-ranks", "2", "--share-gpus"]

@@ -172,8 +172,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-@on_ranks(1)
+@on_ranks(1, name=REFUSED)
 def test_says_what_the_gate_refuses(rank, num_ranks, name):
     """Tensors on the CPU stand for those of a GPU, which the gate of a build without nvcc does not serve, nor with many experts."""
     from deepep_moe import _C, device

@@ -53,8 +53,7 @@ def _compare(name: str, groups: dict, changes: dict, rank: int, num_rows: int, t
 
 
 @pytest.mark.multi_gpu(2)
-@pytest.mark.parametrize("backend", ["nvlink", "collective"])
-@on_ranks(2)
+@on_ranks(2, backend=["nvlink", "collective"])
 def test_outputs_and_gradients_equal_alltoall_on_gpus(rank: int, num_ranks: int, backend: str) -> None:
     with model_parallel("cuda", ep=num_ranks, backend=backend) as sizes:
         ours, theirs = _pair(sizes, {})

@@ -106,8 +106,7 @@ def test_other_configurations(rank: int, num_ranks: int, sizes: dict[str, int]) 
         layer.token_dispatcher.token_dispatch(torch.randn(8, HIDDEN), torch.rand(8, 4))
 
 
-@pytest.mark.parametrize("chosen", (None, 256))
-@on_ranks(2)
+@on_ranks(2, chosen=(None, 256))
 def test_more_tokens_than_before(rank: int, num_ranks: int, chosen: int | None) -> None:
     """300 tokens after 140; without a bound as on GPUs, where buffers have one. What outgrows a bound names the option."""
     growing._is_bounded = lambda device: chosen is None
