@@ -204,8 +204,7 @@ def test_inference_mode(rank):
             buffer.combine(out.recv_x, out.handle)
 
 
-@pytest.mark.parametrize("waits", ("here", "on another stream", "never"))
-@on_ranks(2)
+@on_ranks(2, waits=("here", "on another stream", "never"))
 def test_memory_of_an_asynchronous_call(rank, waits):
     """The call is behind a busy stream, and its rows are dropped at once. What has their memory next comes after the call: at once on the
     stream that waits for it, elsewhere once the GPU is through."""
