@@ -159,7 +159,6 @@ Tensor Calls::joined(at::TensorList tensors) const {
 // ---- calls ----
 
 CallMode Calls::begin(const Mode& how) {
-    count_late();
     const uintptr_t stream = how.is_beside() ? own_.follow() : call_stream(device_);
     return {how.num_sms == -1 ? settings.num_sms : how.num_sms, how.is_split, stream, how.layer, how.is_late};
 }
@@ -167,7 +166,8 @@ CallMode Calls::begin(const Mode& how) {
 // On its dispatch's stream or another: the caller may drop the handle at once.
 CallMode Calls::begin_along(const Handle& handle, const Mode& how) {
     const CallMode mode = begin(how);
-    if (handle.stream && *handle.stream != mode.stream) keep_for_current(device_, {handle.memory, handle.recv_topk_idx});
+    if (handle.stream && *handle.stream != (how.is_beside() ? call_stream(device_) : mode.stream))
+        keep_for_current(device_, {handle.memory, handle.recv_topk_idx});
     return mode;
 }
 
@@ -231,6 +231,7 @@ struct Allocation {
 };
 
 Received Calls::dispatch(const Outgoing& out, bool is_expert_layout, int64_t expert_alignment, int64_t num_recv_rows, const Mode& how) {
+    count_late();
     Received made;
     made.handle = std::make_shared<Handle>();
     Handle& handle = *made.handle;
@@ -261,7 +262,8 @@ Received Calls::dispatch(const Outgoing& out, bool is_expert_layout, int64_t exp
     run(made, how, mode, call, tensors, enqueue);
     if (allocation.failure) std::rethrow_exception(allocation.failure);
     if (how.is_late && num_recv_rows < 0 && counts_of(handle)[0] < 0) {
-        handle.late = std::make_shared<Late>(Late{call, mode, out, std::nullopt});
+        handle.late = std::make_shared<Late>(Late{call, mode, out});
+        handle.is_unfit = std::make_shared<bool>(false);
         late_ = made.handle;
     }
     if (handle.num_rows < made.x.size(0)) {
@@ -271,16 +273,25 @@ Received Calls::dispatch(const Outgoing& out, bool is_expert_layout, int64_t exp
                                                    : at::IntArrayRef({handle.num_rows, tensor->size(1)}));
         made.x.resize_({handle.num_rows, settings.hidden});
     }
-    handle.stream = mode.stream;
+    handle.stream = how.is_beside() ? call_stream(device_) : mode.stream;
     handle.seal();
     return made;
 }
 
+static void check_counted(const Handle& handle) {
+    TORCH_CHECK(handle.late == nullptr || handle.late->received,
+                "the counts of this dispatch are lost: this rank has failed or refused a call since; dispatch again");
+}
+
 void Calls::count_late() {
     const std::shared_ptr<Handle> handle = late_.lock();
-    if (handle == nullptr) return;
     late_.reset();
-    Late& late = *handle->late;
+    if (handle == nullptr || handle->late == nullptr) return;
+    const std::shared_ptr<Late> kept = handle->late;
+    Late& late = *kept;
+    *handle->is_unfit = true;  // also if this fails
+    if (!exchange_->can_count()) return;
+    late.mode.stream = call_stream(device_);
     Received made;
     made.handle = handle;
     Allocation allocation;
@@ -294,6 +305,7 @@ void Calls::count_late() {
     if (allocation.failure) std::rethrow_exception(allocation.failure);
     if (num_rows <= handle->num_rows) {
         handle->late = nullptr;
+        *handle->is_unfit = false;
         return;
     }
     handle->num_rows = num_rows;
@@ -301,13 +313,13 @@ void Calls::count_late() {
 }
 
 Received Calls::take_late(const std::shared_ptr<Handle>& handle) {
-    const std::shared_ptr<Late> late = std::exchange(handle->late, nullptr);
-    TORCH_CHECK(late != nullptr && late->received, "the rows of this dispatch are lost, as it has failed; dispatch again");
-    return *std::move(late->received);
+    check_counted(*handle);
+    return *std::move(std::exchange(handle->late, nullptr)->received);
 }
 
 Received Calls::dispatch_cached(const std::shared_ptr<Handle>& handle, const Outgoing& out, const Scaling* scaling, const Mode& how) {
     count_late();
+    check_counted(*handle);
     Received made;
     made.handle = handle;
     GpuDispatchCall call(handle->arg(), arg_of(out.x), arg_of(out.x_scales), {}, matrix_of(out.topk_weights), dtype_of(out.x.scalar_type()),
@@ -327,6 +339,7 @@ Received Calls::dispatch_cached(const std::shared_ptr<Handle>& handle, const Out
 Combined Calls::combine(const Handle& handle, const Tensor& x, const ExpertRows* expert_rows, const CombineInputs& inputs,
                         const Mode& how) {
     count_late();
+    check_counted(handle);
     TORCH_CHECK(expert_rows != nullptr || x.size(0) == handle.num_rows, "the rows did not fit; ask Buffer.settle before the combine");
     Combined made;
     made.x = empty({handle.shape.num_tokens / inputs.tokens_per_row, settings.hidden}, x.scalar_type());

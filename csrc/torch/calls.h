@@ -62,7 +62,7 @@ struct Late {
     GpuDispatchCall call;
     CallMode mode;
     Outgoing out;
-    std::optional<Received> received;  // all rows, if they did not fit
+    std::optional<Received> received = std::nullopt;  // all rows, if they did not fit
 };
 
 // Callers hold the GIL.
@@ -86,8 +86,10 @@ public:
     // num_recv_rows: -1 without a bound.
     Received dispatch(const Outgoing& out, bool is_expert_layout, int64_t expert_alignment, int64_t num_recv_rows, const Mode& how);
     // If the last dispatch is late: wait for its counts. If its rows did not fit, they are received again, and its handle has as many.
-    // Every call begins with it; callers that look at a handle before do it themselves.
-    void count_late();
+    // Every call begins with it; callers that look at a handle before do it themselves. If it fails, the peers are told.
+    void look_at_counts() {
+        or_tell([&] { count_late(); }, true);
+    }
     Received take_late(const std::shared_ptr<Handle>& handle);  // those rows, once
     // A row of `x` to each of its token's experts. scaling: or nullptr.
     Received dispatch_cached(const std::shared_ptr<Handle>& handle, const Outgoing& out, const Scaling* scaling, const Mode& how);
@@ -117,7 +119,7 @@ public:
 
     // What `call` returns. If it fails, the peers are told. All calls that Python has not checked are made in this.
     template <class Call>
-    auto or_tell(const Call& call, bool was_entered = false) {
+    auto or_tell(const Call& call, bool was_entered = false) -> decltype(call()) {
         ExchangeShim& exchange = *exchange_;
         const py::object kept = shim_;  // which owns the exchange
         const int64_t before = exchange.num_calls();
@@ -132,6 +134,7 @@ private:
     Tensor empty(at::IntArrayRef sizes, at::ScalarType type) const { return at::empty(sizes, at::TensorOptions(device_).dtype(type)); }
     bool are_rows(const Tensor& x, const Tensor& scales) const;
     void receive_into(Received& made, const Outgoing& out, GpuDispatchCall& call, int64_t num_rows, bool is_guess, bool is_bounded) const;
+    void count_late();
     CallMode begin(const Mode& how);
     CallMode begin_along(const Handle& handle, const Mode& how);
     template <class Call>

@@ -66,7 +66,7 @@ variable_list natively(int64_t number, const Call& call) {
     if (found.is_none()) return {};
     auto& calls = found.cast<Calls&>();
     const at::AutoDispatchBelowADInplaceOrView below;
-    calls.or_tell([&] { calls.count_late(); }, true);
+    calls.look_at_counts();
     return calls.or_tell([&] { return call(calls); });
 }
 
@@ -121,6 +121,7 @@ struct DispatchFunction : torch::autograd::Function<DispatchFunction> {
         const at::AutoDispatchBelowADInplaceOrView below;
         variable_list outputs = run_dispatch(*calls, *request, x, topk_weights.value_or(Tensor()), *made);
         auto kept = c10::make_intrusive<Kept>(*made->handle, request->out.tokens_per_row, request->num_leading, topk_weights.has_value());
+        if (request->along != nullptr) kept->handle.is_unfit = nullptr;  // these rows are there
         if (topk_weights) kept->weights_shape = topk_weights->sizes().vec();
         keep(ctx, std::move(kept));
         ctx->save_for_backward({made->handle->memory, made->handle->call});
@@ -146,6 +147,8 @@ private:
     }
 
     static variable_list gradients(Calls& calls, const Handle& handle, const Tensor& grad_weights, at::TensorList grads, const Kept& kept) {
+        TORCH_CHECK(kept.handle.is_unfit == nullptr || !*kept.handle.is_unfit,
+                    "the rows of this dispatch did not fit; use those that Buffer.settle returns");
         if (grad_weights.defined() && !calls.is_here(grad_weights)) return {};
         CombineInputs inputs;
         if (grad_weights.defined()) inputs.topk_weight_grads = grad_weights.contiguous();
@@ -247,7 +250,7 @@ Received dispatch(Calls& calls, const DispatchRequest& request) {
     const Tensor &x = request.out.x, &weights = request.out.topk_weights;
     variable_list outputs = needs_gradients({&x, &weights}) ? DispatchFunction::apply(x, optional_of(weights), &calls, &request, &made)
                                                             : run_dispatch(calls, request, x, weights, made);
-    if (made.handle->late != nullptr) made.handle->late->out = request.out;  // as the caller gave it, with its gradients
+    if (request.along == nullptr && made.handle->late != nullptr) made.handle->late->out = request.out;  // with the caller's gradients
     const size_t first = weights.defined();
     if (weights.defined()) made.topk_weights = outputs[0];
     if (request.num_leading < 0)

@@ -28,8 +28,9 @@ struct Handle {
     HandleShape shape;
     Tensor memory, call;              // int32, and on the host int64: `DispatchHandle` says what is in them
     Tensor recv_topk_idx;             // of the rank layout
-    std::optional<uintptr_t> stream;  // of the dispatch, which the memory belongs to
+    std::optional<uintptr_t> stream;  // of the dispatch's caller, which the memory belongs to
     std::shared_ptr<Late> late;       // until the host knows that the rows fit
+    std::shared_ptr<bool> is_unfit;   // of a late dispatch, and of what its backward keeps: its first outputs hold no rows
     std::array<uint32_t, 3> versions{};
 
     // Of memory, call and recv_topk_idx, by which PyTorch counts changes in place.

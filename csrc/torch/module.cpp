@@ -21,7 +21,7 @@ std::shared_ptr<Handle> handle_in(const Calls& calls, py::handle shown) {
 
 bool may_call(Calls& calls, std::initializer_list<py::handle> tensors) {
     if (is_watched() || calls.is_released() || calls.has_failed() || !are_plain(tensors)) return false;
-    calls.or_tell([&] { calls.count_late(); }, true);
+    calls.look_at_counts();
     return true;
 }
 
@@ -52,7 +52,7 @@ std::optional<Received> dispatch_along(Calls& calls, py::handle x, py::handle x_
 
 // All rows of a late dispatch whose rows did not fit, with the gradients of its arguments; None where they fit.
 std::optional<Received> settle(Calls& calls, const std::shared_ptr<Handle>& handle) {
-    calls.or_tell([&] { calls.count_late(); }, true);
+    calls.look_at_counts();
     if (handle->late == nullptr) return std::nullopt;
     DispatchRequest request;
     request.along = handle, request.is_late = true;

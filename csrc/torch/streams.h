@@ -21,7 +21,8 @@ class Recorded {
 public:
     explicit Recorded(const at::Device& device);  // of the current stream: what it has been given by now
     // Of a stream that began after what `caller` had been given, and uses `tensors` until this moment. They are held until `caller` waits
-    // for it, which orders whatever has their memory next; `record_stream` of each would cost more than the rest of an asynchronous call.
+    // for it, which orders whatever has their memory next, if that is memory of `caller`; `record_stream` of each would cost more than the
+    // rest of an asynchronous call.
     Recorded(const c10::Stream& stream, const c10::Stream& caller, variable_list tensors);
     ~Recorded();
     void wait();         // lets the device's current stream wait for it

@@ -229,8 +229,8 @@ class Buffer(Sizes):
                 zero. On a GPU the host then waits for nothing, and the call may be captured in a CUDA graph.
                 "guess": on a GPU the outputs may have the rows that the host predicts, and the call returns before it knows how many come.
                 Queue the work of the experts, with counts on the GPU (`handle.num_rows_per_expert`), then ask `settle`. Rows behind the
-                last group may hold anything. Without a prediction, with `async_op` or `return_hook`, in the rank layout, with "blockwise"
-                rows and on CPUs it is the same as None.
+                last group may hold anything, and so may all rows if they did not fit. Without a prediction, with `async_op` or
+                `return_hook`, in the rank layout, with "blockwise" rows and on CPUs it is the same as None.
             fp8: True quantizes rows to float8_e4m3fn with one scale per 128 columns (`deepep_moe.ops.quantize_fp8`), without gradient.
                 "blockwise" is for training: scales are powers of two in fp32 (`deepep_moe.ops.ue8m0.pack` packs them). recv_x is then
                 `deepep_moe.ops.QuantizedRows`, which `deepep_moe.ops.grouped_mlp` multiplies in fp8; its gradient is bf16. It needs
@@ -302,11 +302,12 @@ class Buffer(Sizes):
         """Return `output` of a dispatch with `num_recv_rows="guess"` if its rows fit, else another output with all rows, for which the
         experts must run again.
 
-        Not collective: peers learn nothing of it. The host waits until the GPU has counted the rows. Call it before the combine, or any
-        call of this buffer; a later call of this buffer does the waiting if it comes first. Rows that did not fit make a combine of the
-        guessed ones raise ValueError. The gradients of the arguments come from the output that is used.
+        Not collective: peers learn nothing of it. The host waits until the GPU has counted the rows. Call it once, before the combine. If
+        another call of this buffer comes first, that does the waiting. Rows that did not fit make a combine of the guessed ones raise
+        ValueError. The gradients of the arguments come from the output that is used.
 
-        Raises what a dispatch raises while its host waits for counts.
+        Raises what a dispatch raises while its host waits for counts. RuntimeError: the counts are lost, as this rank has refused a call
+        since, or a failure of the dispatch was raised elsewhere.
         """
         return native.settle(self.calls, output)
 

@@ -17,9 +17,9 @@ from deepep_moe.ops.quantized import QuantizedRows
 
 MAX_ALIGNMENT = 1 << 16
 BLOCKWISE = "blockwise"
+"""The mode of `fp8` for training: scales are powers of two, and grouped products take the rows."""
 GUESS = "guess"
 """`num_recv_rows` of a dispatch that returns before the host knows how many rows come."""
-"""The mode of `fp8` for training: scales are powers of two, and grouped products take the rows."""
 EXCHANGE = "dispatch and combine"
 """The name for `refuse_watchers` of the operations that have no rule for transforms of torch.func."""
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -47,7 +47,7 @@ class DispatchHandle:
     """The `parts` when the dispatch finished, and PyTorch's in-place version counters of the tensors among them. `seal` sets it on the
     instance."""
     is_late: ClassVar[bool] = False
-    """Whether the dispatch has guessed its rows, and nobody has settled it yet."""
+    """Whether the dispatch has guessed its rows, and the host does not know yet that they fit."""
     is_traced: ClassVar[bool] = False
     """Whether this is a `TracedHandle`."""
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from deepep_moe import torch_module
+from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.event import Event
 from deepep_moe.exchange.backends.base import LAYOUTS
 from deepep_moe.exchange.calls import Calls, calls_of, live_calls
-from deepep_moe.exchange.checks import MAX_ALIGNMENT
+from deepep_moe.exchange.checks import MAX_ALIGNMENT, check_owner
 from deepep_moe.exchange.failures import pass_failed, watch_backward
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, PackedHandle
 from deepep_moe.exchange.operators import as_rows, combine, dispatch_cached, joined, scaled_gradients
@@ -59,9 +60,10 @@ def dispatch_along(
 def settle(calls: Calls, output: DispatchOutput) -> DispatchOutput:
     """Do what `Buffer.settle` does."""
     handle = output.handle
-    if calls.native is None or not isinstance(handle, PackedHandle) or not handle.is_late:
-        return output
-    made = calls.native.settle(handle.native)
+    check_owner(handle, calls.number)
+    if calls.is_destroyed:
+        raise BufferDestroyedError("the buffer was destroyed before the rows of this dispatch were counted")
+    made = calls.native.settle(handle.native) if handle.is_late else None
     if made is None:
         return output
     return _output(made, handle, output.recv_x_scales is not None, output.recv_topk_weights is not None, None, False)

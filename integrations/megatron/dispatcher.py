@@ -63,6 +63,10 @@ class _CommManager(SimpleNamespace):
             self._capacity.factor = factor
 
 
+_Dispatched = tuple[Buffer, DispatchOutput, Callable[[], tuple[Buffer, DispatchOutput]] | None]
+"""The buffer and the output of a dispatch, and `_Forward.settle`."""
+
+
 @dataclass
 class _Forward:
     """What one forward keeps between its calls, beside `topk_idx` and `hidden_shape`, which a CUDA graph of its first part hands over."""
@@ -76,6 +80,9 @@ class _Forward:
     tokens_per_expert: torch.Tensor | None = None
     counting: LayerMetrics | None = None
     """Where this forward counts."""
+    settle: Callable[[], tuple[Buffer, DispatchOutput]] | None = None
+    """`Buffer.settle` of a dispatch that has guessed its rows, until the combine. If a peer has had no room for its tokens, all ranks
+    dispatch again into a larger buffer, which is returned then."""
 
 
 class NativeTokenDispatcher(MoEFlexTokenDispatcher):
@@ -138,7 +145,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         takes_counts = self._capacity is None and not self._fp8 and getattr(layer.experts, "takes_counts_on_device", False)
         # What runs beside the experts, or keeps their inputs, would need to run again with them.
         runs_apart = self._shared is not None or getattr(self.config, "overlap_moe_expert_parallel_comm", False)
-        self._guesses_rows = bool(takes_counts and not runs_apart)
+        self._guesses_rows = bool(takes_counts and not runs_apart and getattr(layer.experts, "is_fast", True))
 
     @property
     def _is_training(self) -> bool:
@@ -189,6 +196,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             return forward(layer, hidden_states, *args, **kwargs)
         except BaseException as error:
             notify_peers(self.buffer, error, self._current.num_calls)
+            self._current.out = self._current.settle = None  # which hold the rows and the graph of this forward
             if isinstance(error, EPCapacityError):
                 error.add_note(HOW_TO_GO_ON)
                 if (metrics := self._metrics_of_forward()) is not None:
@@ -278,12 +286,12 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             self._shared.before_dispatch(hidden_states)
         first_run, counting = take_recorded(), self._metrics_of_forward()
         with _timed(counting, hidden_states):
-            buffer, out = (
+            buffer, out, settle = (
                 self._dispatch(hidden_states, probs) if first_run is None else self._dispatch_again(hidden_states, probs, first_run)
             )
-        self._forward = _Forward(buffer, buffer.num_calls, out, counting=counting)  # before anything else can fail
+        self._forward = _Forward(buffer, buffer.num_calls, out, counting=counting, settle=settle)  # before anything else can fail
         self._forward.tokens_per_expert = counts = self._counts_for_experts(out.handle)
-        if first_run is None:
+        if first_run is None and settle is None:
             record(Dispatched(buffer, out.handle))
         if counting is not None:
             counting.count(counts)
@@ -294,15 +302,15 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             self._shared.after_dispatch(hidden_states, out.recv_x)
         return out.recv_x, out.recv_topk_weights
 
-    def _dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[Buffer, DispatchOutput]:
+    def _dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> _Dispatched:
         num_tokens, self._hidden = hidden_states.shape
         growing = self._find(num_tokens, self._hidden, hidden_states.device)
         x, topk_idx, alignment = hidden_states.contiguous(), self.topk_idx, self.buffers.options.expert_alignment
         assert topk_idx is not None  # dispatch_preprocess has set it
-        notes_excess = self._notes_excess
+        notes_excess, guesses = self._notes_excess, self._guesses_rows and not _are_saved_tensors_watched()
 
         def send_rows(buffer: Buffer, every_routing: bool) -> DispatchOutput:
-            num_rows: int | str | None = GUESS if self._guesses_rows else None
+            num_rows: int | str | None = GUESS if guesses else None
             if self._capacity is not None:
                 num_rows = self._capacity.num_rows(buffer, alignment, every_routing=every_routing)
             how: dict[str, Any] = {"expert_alignment": alignment, "num_recv_rows": num_rows, "fp8": self._fp8}
@@ -321,17 +329,23 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
                 self._capacity.note(out.handle)
             return out
 
-        try:
-            return growing.dispatch(num_tokens, send)
-        except ValueError as error:
-            # This is not checked before the call, because the call tells the peers, which would otherwise wait for this rank.
-            if bool((topk_idx >= growing.buffer.num_experts).any()):
-                raise ValueError(self._explain_excess()) from error
-            raise
+        def made_by(call: Callable[[Buffer], DispatchOutput]) -> tuple[Buffer, DispatchOutput]:
+            try:
+                return growing.dispatch(num_tokens, call)
+            except ValueError as error:
+                # This is not checked before the call, because the call tells the peers, which would otherwise wait for this rank.
+                if bool((topk_idx >= growing.buffer.num_experts).any()):
+                    raise ValueError(self._explain_excess()) from error
+                raise
 
-    def _dispatch_again(self, hidden_states: torch.Tensor, probs: torch.Tensor, first_run: Dispatched) -> tuple[Buffer, DispatchOutput]:
+        buffer, out = made_by(send)
+        if not out.handle.is_late:
+            return buffer, out, None
+        return buffer, out, lambda: made_by(lambda now: now.settle(out) if now is buffer else send(now))
+
+    def _dispatch_again(self, hidden_states: torch.Tensor, probs: torch.Tensor, first_run: Dispatched) -> _Dispatched:
         x, buffer = hidden_states.contiguous(), first_run.buffer
-        return buffer, buffer.dispatch(x, None, probs, handle=first_run.handle, fp8=self._fp8)
+        return buffer, buffer.dispatch(x, None, probs, handle=first_run.handle, fp8=self._fp8), None
 
     def _counts_for_experts(self, handle: DispatchHandle) -> torch.Tensor:
         if self._capacity is not None or self._guesses_rows:
@@ -349,7 +363,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Return recv_x [R, H], rows per local expert [L] and probs [R]. The rows are in the experts' order already.
 
-        The counts are on the host, or if `sync_free` on the rows' device. Rows behind their sum are zeros.
+        The counts are on the host, or if `sync_free`, and for guessed rows, on the rows' device. Rows behind their sum are zeros, or may
+        hold anything where they were guessed.
         """
         if self.config.moe_router_dtype == "fp64":
             probs = probs.double()
@@ -365,7 +380,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         forward = self._current
         out, forward.out = forward.out, None
         assert out is not None  # a combine follows each dispatch
-        if out.handle.is_late:
+        if forward.settle is not None:
             hidden_states, out = self._of_all_rows(hidden_states, out)
         if self._shared is not None:
             self._shared.before_combine()
@@ -379,9 +394,14 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         """Return the experts' outputs and the dispatch's. If the rows did not fit into those that the dispatch had guessed, both are new.
         The host waits here for the counts of the rows, while the GPU has the experts to do."""
         forward = self._current
-        settled = forward.buffer.settle(out)
+        settle, forward.settle = forward.settle, None
+        assert settle is not None  # the dispatch has guessed
+        forward.buffer, settled = settle()
+        forward.num_calls = forward.buffer.num_calls
+        record(Dispatched(forward.buffer, settled.handle))
         if settled is out:
             return hidden_states, out
+        forward.tokens_per_expert = self._counts_for_experts(settled.handle)
         if forward.counting is not None:
             forward.counting.num_repeats += 1
         layer = self._layer()
@@ -396,6 +416,11 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
     def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
         """Return no buffers: experts write where they like. Megatron-Core 0.19 and newer ask."""
         return None, None
+
+
+def _are_saved_tensors_watched() -> bool:
+    """Return whether somebody counts on each forward saving the same tensors, as PyTorch's checkpoints do."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _timed(counting: LayerMetrics | None, rows: torch.Tensor) -> contextlib.AbstractContextManager[None]:

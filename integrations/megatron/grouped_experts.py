@@ -66,7 +66,7 @@ class GroupedMLP(SequentialMLP):
     """
 
     takes_counts_on_device = True
-    """For `sync_free`."""
+    """For `sync_free`, and for rows that a dispatch has guessed, whose tail may hold anything."""
 
     takes_fp8_rows = False
 
@@ -124,6 +124,11 @@ class GroupedMLP(SequentialMLP):
     def refused(is_te: bool) -> dict[str, str]:
         """Return the settings that these experts do not honour, and what to do."""
         return REFUSED | (_REFUSED_FOR_TE if is_te else {})
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether the products of all experts are made at once. Otherwise they need their counts on the host."""
+        return _why_not_fast(self.config) is None
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor | list[int], permuted_probs: Tensor

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
-from exchange_cases import assert_same
+import torch.distributed as dist
+from exchange_cases import assert_same, device_of
 from nvlink_cases import make_buffer
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import EPPeerError
+from deepep_moe.exchange.growing import GrowingBuffer
 
 EVEN, TO_ONE = [[0, 2], [1, 3], [3, 0], [2, 1]], [[0, 1], [1, 0], [0, 1], [1, 0]]  # 2 experts a rank: all rows of TO_ONE go to rank 0
 
@@ -89,9 +91,64 @@ def test_counts_are_lost_with_a_refusal(rank):
         buffer.dispatch(x, even)
     out = buffer.dispatch(x, even, num_recv_rows="guess")
     buffer.refuse(ValueError("an expert has failed"))
-    with pytest.raises(RuntimeError, match="the counts of this dispatch are lost"):
-        buffer.settle(out)
+    for call in (lambda: buffer.settle(out), lambda: buffer.combine(out.recv_x, out.handle)):
+        with pytest.raises(RuntimeError, match="the counts of this dispatch are lost"):
+            call()
     buffer.recover()
+    late = buffer.dispatch(x, even, num_recv_rows="guess")
+    buffer.recover()
+    again = buffer.dispatch(x, even)  # while `late` is kept
+    assert_same("combined_x", buffer.combine(again.recv_x, again.handle), 2 * x)
+    with pytest.raises(RuntimeError, match="the counts of this dispatch are lost"):
+        buffer.settle(late)
+
+
+@pytest.mark.gpu
+@on_ranks(2)
+def test_rows_that_nobody_may_use(rank):
+    """The gradient of rows that did not fit, and another buffer's output."""
+    (buffer, x, _), (other, _, _) = make_buffer(rank), make_buffer(rank)
+    even, to_one = (torch.tensor(idx, device=x.device) for idx in (EVEN, TO_ONE))
+    for _ in range(2):
+        buffer.dispatch(x, even)
+    x.requires_grad_()
+    out = buffer.dispatch(x, to_one, num_recv_rows="guess")
+    with pytest.raises(ValueError, match="handle belongs to buffer"):
+        other.settle(out)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="the rows of this dispatch did not fit"):
+            out.recv_x.sum().backward()
+    else:
+        with pytest.raises(EPPeerError, match="rank 0 did not"):
+            out.recv_x.sum().backward()
+            torch.cuda.synchronize()
+            buffer.check()
+    buffer.recover()
+
+
+@pytest.mark.gpu
+@on_ranks(2)
+def test_a_peer_that_outgrows_the_buffer(rank):
+    """A rank that has queued its experts on guessed rows learns in `settle` that a peer has no room, and all dispatch again."""
+    device = device_of("nvlink", rank)
+    growing = GrowingBuffer(
+        dist.group.WORLD, 4, device, lambda bound: Buffer(None, bound, 16, 4, 2, backend="nvlink", timeout_s=60), None, "the option"
+    )
+    num_tokens = growing.num_max_tokens + (rank == 0)
+    x, idx = torch.randn(num_tokens, 16, device=device), torch.tensor([0, 2], device=device).repeat(num_tokens, 1)
+
+    def send(buffer):
+        return buffer.dispatch(x[: buffer.num_max_tokens_per_rank], idx[: buffer.num_max_tokens_per_rank], num_recv_rows="guess")
+
+    first = growing.buffer
+    for _ in range(2):
+        growing.dispatch(4, send)
+    buffer, out = growing.dispatch(num_tokens, send)
+    if out.handle.is_late:
+        assert rank == 1 and buffer is first
+        buffer, out = growing.dispatch(num_tokens, lambda now: now.settle(out) if now is buffer else send(now))
+    assert buffer is growing.buffer is not first
+    assert_same("combined_x", buffer.combine(out.recv_x, out.handle), 2 * x)
 
 
 @on_ranks(2)

@@ -89,6 +89,8 @@ bool guarded(int device, const Call& call) noexcept {
         if (failure(device) != 0) return false;
         call();
         return true;
+    } catch (const std::invalid_argument&) {  // Python says why
+        return false;
     } catch (const std::exception&) {
         refusal = std::current_exception();
         return false;

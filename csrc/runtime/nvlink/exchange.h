@@ -60,8 +60,10 @@ public:
     // call's number, then the tokens to each rank, from each rank, and for each local expert. With a bound all except the first are -1,
     // and the bound is returned.
     int64_t dispatch(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, const Allocate& allocate);
-    // The rest of a late dispatch that has returned its room, with all numbers except the first -1. Before the buffer's next call: throws
-    // std::logic_error after one. Returns the number of rows; if they did not fit, they are in new outputs.
+    // The rest of a late dispatch that has returned its room, with all numbers except the first -1, on the mode's stream. Only while
+    // `can_count`: no call or refusal has come since, and no failure was thrown. Returns the number of rows; if they did not fit, they are
+    // in new outputs.
+    bool can_count() const { return late_plan_ == num_plans_ && !is_void(); }
     int64_t count_late(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, const Allocate& allocate);
     void dispatch_cached(const GpuDispatchCall& call, const CallMode& mode);  // the outputs must be set
     void combine(const GpuCombineCall& call, const CallMode& mode);

@@ -41,6 +41,7 @@ public:
     explicit GuardedExchange(NvlinkExchange& exchange) : exchange_(exchange) {}
     bool has_failed() noexcept override { return exchange_.has_failed(); }
     int64_t num_calls() noexcept override { return exchange_.num_calls(); }
+    bool can_count() noexcept override { return exchange_.can_count(); }
     int64_t dispatch(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, AllocateFunction allocate,
                      void* context) noexcept override;
     int64_t count_late(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, AllocateFunction allocate,

@@ -18,6 +18,7 @@ public:
     // See NvlinkExchange; -1 or false: the call failed.
     virtual int64_t dispatch(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, AllocateFunction allocate,
                              void* context) noexcept = 0;
+    virtual bool can_count() noexcept = 0;
     virtual int64_t count_late(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, AllocateFunction allocate,
                                void* context) noexcept = 0;
     virtual bool dispatch_cached(const GpuDispatchCall& call, const CallMode& mode) noexcept = 0;
