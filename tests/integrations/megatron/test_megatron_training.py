@@ -85,9 +85,10 @@ def test_losses_by_default():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
 @pytest.mark.parametrize("ep", (4, 2), ids=("EP = DP", "EP < DP"))
-@pytest.mark.parametrize("experts", OTHER)
+@pytest.mark.parametrize(
+    ("experts", "dtype"), [(kind, torch.bfloat16) for kind in OTHER] + [(kind, torch.float32) for kind in ("sequential", "grouped")]
+)
 def test_losses_in_every_cell(experts, ep, dtype):
     is_ours = "grouped" in experts or (experts.startswith("auto") and dtype == torch.bfloat16)
     run_cells(settings((experts,), (ep,), (dtype,), OPTIMIZERS + (FUSED if is_ours else ())))
