@@ -90,7 +90,7 @@ def test_losses_by_default():
     ("experts", "dtype"), [(kind, torch.bfloat16) for kind in OTHER] + [(kind, torch.float32) for kind in ("sequential", "grouped")]
 )
 def test_losses_in_every_cell(experts, ep, dtype):
-    is_ours = "grouped" in experts or (experts.startswith("auto") and dtype == torch.bfloat16)
+    is_ours = "grouped" in experts or experts.startswith("auto")
     run_cells(settings((experts,), (ep,), (dtype,), OPTIMIZERS + (FUSED if is_ours else ())))
 
 
