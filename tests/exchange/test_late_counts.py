@@ -131,9 +131,11 @@ def test_rows_that_nobody_may_use(rank):
 def test_a_peer_that_outgrows_the_buffer(rank):
     """A rank that has queued its experts on guessed rows learns in `settle` that a peer has no room, and all dispatch again."""
     device = device_of("nvlink", rank)
-    growing = GrowingBuffer(
-        dist.group.WORLD, 4, device, lambda bound: Buffer(None, bound, 16, 4, 2, backend="nvlink", timeout_s=60), None, "the option"
-    )
+
+    def construct(bound):
+        return Buffer(None, bound, 16, 4, 2, backend="nvlink", timeout_s=60)
+
+    growing = GrowingBuffer(dist.group.WORLD, 4, device, construct, None, "the option", is_bounded=True)
     num_tokens = growing.num_max_tokens + (rank == 0)
     x, idx = torch.randn(num_tokens, 16, device=device), torch.tensor([0, 2], device=device).repeat(num_tokens, 1)
 
