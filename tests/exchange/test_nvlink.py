@@ -205,7 +205,7 @@ def test_inference_mode(rank):
 
 
 @on_ranks(2, waits=("here", "on another stream", "never"))
-def test_memory_of_an_asynchronous_call(rank, waits):
+def test_memory_of_an_asynchronous_call_on_this_and_on_other_stream(rank, waits):
     """The call is behind a busy stream, and its rows are dropped at once. What has their memory next comes after the call: at once on the
     stream that waits for it, elsewhere once the GPU is through."""
     buffer, x, idx = make_buffer(rank)
