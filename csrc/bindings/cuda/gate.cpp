@@ -89,8 +89,6 @@ bool guarded(int device, const Call& call) noexcept {
         if (failure(device) != 0) return false;
         call();
         return true;
-    } catch (const std::invalid_argument&) {  // Python says why
-        return false;
     } catch (const std::exception&) {
         refusal = std::current_exception();
         return false;
