@@ -53,7 +53,7 @@ def check_routing(topk_idx: Tensor | None, layout: Any, expert_alignment: Any, n
     if topk_idx is None:
         raise ValueError("topk_idx is missing; give topk_idx, or the handle of an earlier dispatch")
     if num_recv_rows is not None:
-        num_recv_rows = as_int("num_recv_rows", num_recv_rows, "a whole number")
+        num_recv_rows = as_int("num_recv_rows", num_recv_rows, 'a whole number, None or "guess"')
         if isinstance(num_recv_rows, int) and not 0 <= num_recv_rows <= MAX_NUMBER:
             raise ValueError(f"num_recv_rows is {num_recv_rows}; it must be None or a number of rows, at most {MAX_NUMBER}")
     if not isinstance(layout, str):
