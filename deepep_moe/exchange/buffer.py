@@ -230,7 +230,8 @@ class Buffer(Sizes):
                 "guess": on a GPU the outputs may have the rows that the host predicts, and the call returns before it knows how many come.
                 Queue the work of the experts, with counts on the GPU (`handle.num_rows_per_expert`), then ask `settle`. Rows behind the
                 last group may hold anything, and so may all rows if they did not fit. Without a prediction, with `async_op` or
-                `return_hook`, in the rank layout, with "blockwise" rows and on CPUs it is the same as None.
+                `return_hook`, in the rank layout, with "blockwise" rows, under activation checkpointing, in compiled functions and on CPUs
+                it is the same as None.
             fp8: True quantizes rows to float8_e4m3fn with one scale per 128 columns (`deepep_moe.ops.quantize_fp8`), without gradient.
                 "blockwise" is for training: scales are powers of two in fp32 (`deepep_moe.ops.ue8m0.pack` packs them). recv_x is then
                 `deepep_moe.ops.QuantizedRows`, which `deepep_moe.ops.grouped_mlp` multiplies in fp8; its gradient is bf16. It needs
@@ -309,7 +310,7 @@ class Buffer(Sizes):
         Raises what a dispatch raises while its host waits for counts. RuntimeError: the counts are lost, as this rank has refused a call
         since, or a failure of the dispatch was raised elsewhere.
         """
-        return native.settle(self.calls, output)
+        return output if torch.compiler.is_compiling() else native.settle(self.calls, output)
 
     def combine(
         self,

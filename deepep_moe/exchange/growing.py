@@ -11,6 +11,7 @@ from deepep_moe import config
 from deepep_moe.errors import Cause, EPPeerError, OutgrownError
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.checks import MAX_ALIGNMENT
+from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.group.rendezvous import gather_objects
 
 _log = logging.getLogger(__name__)
@@ -68,6 +69,13 @@ class GrowingBuffer:
         self.meet()
         self.grow(num_tokens)
         return self.buffer, send(self.buffer)
+
+    def settle(
+        self, num_tokens: int, send: Callable[[Buffer], DispatchOutput], buffer: Buffer, output: DispatchOutput
+    ) -> tuple[Buffer, DispatchOutput]:
+        """Return the buffer and `Buffer.settle(output)`, for what `dispatch(num_tokens, send)` has returned. If a peer has had no room for
+        its tokens, all ranks dispatch again into a larger buffer here."""
+        return self.dispatch(num_tokens, lambda now: now.settle(output) if now is buffer else send(now))
 
     def destroy(self) -> None:
         """Destroy the buffer and those that it replaced."""

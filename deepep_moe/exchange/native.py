@@ -31,7 +31,8 @@ def dispatch(
     if calls.native is None or topk_idx is None or layout not in LAYOUTS or type(expert_alignment) is not int or type(bound) is not int:
         return None
     is_async = bool(async_op or return_hook)
-    mode = mode_of(num_sms, async_op, return_hook, layer, is_late and not is_async and layout == "expert")
+    is_late = is_late and not is_async and layout == "expert" and not _are_saved_tensors_watched()
+    mode = mode_of(num_sms, async_op, return_hook, layer, is_late)
     if mode is None or not 1 <= expert_alignment <= MAX_ALIGNMENT or not -1 <= bound <= MAX_NUMBER or num_recv_rows == -1:
         return None
     how = layout == "expert", expert_alignment, bound, mode
@@ -88,6 +89,11 @@ def combine_rows(
         return None
     how = lanes, lanes is not None, mode
     return calls.make("combine", x, handle, topk_weights, bias, *how, handle=handle, is_async=bool(async_op or return_hook))
+
+
+def _are_saved_tensors_watched() -> bool:
+    """Return whether somebody counts on each forward saving the same tensors, as PyTorch's checkpoints do."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def mode_of(num_sms: Any, async_op: Any = False, return_hook: Any = False, layer: Any = 0, is_late: bool = False) -> Any:

@@ -27,7 +27,7 @@ class GroupedExperts(nn.Module):
             `torch.nn.functional.gelu`.
         bias: add a bias after each product.
         recompute_activation: save less memory for the backward, which computes the activation again.
-        zero_tail: the same as in `deepep_moe.ops.grouped_mlp`.
+        zero_tail: the same as in `deepep_moe.ops.grouped_mlp`. A `MoELayer` sets it to False, as its combine reads no tail.
         device, dtype: those of the parameters. PyTorch's grouped kernels need bfloat16, and `hidden` and `intermediate` multiples of 8.
 
     Attributes:

@@ -32,7 +32,7 @@ class LayerReport:
     num_over_capacity: int
     """Forwards that ended with EPCapacityError, counted on each rank."""
     num_repeats: int = 0
-    """Forwards whose experts ran twice, counted on each rank: more rows came than the host had predicted. Under Megatron-Core on GPUs."""
+    """Forwards whose experts ran twice, counted on each rank: more rows came than the host had predicted. On GPUs only."""
     nodes_per_token: float = 1.0
     """Nodes that a token goes to, mean over tokens. Its own node counts only if it has an expert there. 1 on a single node."""
     model: int = 1
@@ -149,22 +149,22 @@ class Metrics:
             dist.all_reduce(table)
         reports = []
         for number, (layer, row) in enumerate(zip(self._layers, table.tolist(), strict=True), start=1):
-            *rows, ms, num_timed, num_over, _, _, _ = row
+            *rows, ms, num_timed, num_over, num_repeats, _, _ = row
             counts = [int(count) for count in rows[: layer.buffer.num_experts]]
-            reports.append(LayerReport(number, counts, ms / max(num_timed, 1.0), int(num_over)))
+            reports.append(LayerReport(number, counts, ms / max(num_timed, 1.0), int(num_over), int(num_repeats)))
         return reports
 
     def write(self, step: int, values: dict[str, float] | None = None) -> dict[str, float]:
         """Return the scalars of all layers and `values`, and give them to the writers. Collective over all ranks.
 
         Names are `deepep_moe/layer_<number>/` and `busiest_expert` (rows of the busiest expert over an even share), `exchange_ms` (of a
-        forward) or `rows`.
+        forward), `rows` or `repeats`.
         """
         scalars = dict(values or {})
         for report in self.take():
             name = f"deepep_moe/layer_{report.layer}"
             scalars |= {f"{name}/busiest_expert": report.busiest, f"{name}/exchange_ms": report.exchange_ms}
-            scalars[f"{name}/rows"] = float(sum(report.rows_per_expert))
+            scalars |= {f"{name}/rows": float(sum(report.rows_per_expert)), f"{name}/repeats": float(report.num_repeats)}
         for writer in self.writers:
             if hasattr(writer, "add_scalar"):
                 for name, value in scalars.items():
@@ -181,17 +181,26 @@ class _Followed:
         self.buffer: Buffer = layer.buffer
         self.metrics = LayerMetrics(self.buffer.num_local_experts)
         self._timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        self._num_runs = 0  # of the experts in this forward; the second one is for rows that did not fit
         serves = not layer.training
         self._counts: Callable[[], bool] = lambda: serves or (layer.training and torch.is_grad_enabled())
         # Dispatch begins behind the router, combine behind the shared expert, where the layer has them.
         if isinstance(router := getattr(layer, "router", None), nn.Module):
-            router.register_forward_hook(lambda module, args, output: self._begin(args[0]))
+            router.register_forward_hook(lambda module, args, output: self._begin_forward(args[0]))
         else:
-            layer.register_forward_pre_hook(lambda module, args: self._begin(args[0]))
+            layer.register_forward_pre_hook(lambda module, args: self._begin_forward(args[0]))
         layer.experts.register_forward_pre_hook(lambda module, args: self._dispatched(args[1]))
         shared = getattr(layer, "shared_expert", None)
-        (layer.experts if shared is None else shared).register_forward_hook(lambda module, args, output: self._begin(args[0]))
+        if shared is not None:
+            shared.register_forward_hook(lambda module, args, output: self._begin(args[0]))
+        layer.experts.register_forward_hook(
+            lambda module, args, output: self._begin(args[0]) if shared is None or self._num_runs > 1 else None
+        )
         layer.register_forward_hook(lambda module, args, output: self._end())
+
+    def _begin_forward(self, x: Tensor) -> None:
+        self._num_runs = 0
+        self._begin(x)
 
     def _begin(self, x: Tensor) -> None:
         self._timed = self.metrics.timed(x.device) if self._counts() else contextlib.nullcontext()
@@ -202,5 +211,8 @@ class _Followed:
 
     def _dispatched(self, rows_per_expert: Tensor | Sequence[int]) -> None:
         self._end()
-        if self._counts():
+        self._num_runs += 1
+        if self._counts() and self._num_runs > 1:
+            self.metrics.num_repeats += 1
+        elif self._counts():
             self.metrics.count(rows_per_expert if isinstance(rows_per_expert, Tensor) else torch.tensor(rows_per_expert))

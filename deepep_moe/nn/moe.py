@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deepep_moe.arguments import check_bool, check_is_tensor
 from deepep_moe.exchange.buffer import Buffer, new_layer
-from deepep_moe.exchange.checks import BLOCKWISE
+from deepep_moe.exchange.checks import BLOCKWISE, GUESS
 from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.nn.grouped_experts import GroupedExperts
@@ -138,6 +138,8 @@ class MoELayer(RankExperts):
         if num_recv_rows is not None and is_list:
             raise ValueError("num_recv_rows is given, but experts are called one by one, with counts on the host; pass GroupedExperts")
         self.num_recv_rows = num_recv_rows
+        if isinstance(self.experts, GroupedExperts):
+            self.experts.zero_tail = False  # no combine reads it
         if fp8:
             _check_fp8(self.experts, router.hidden, self.expert_alignment, num_recv_rows)
         settings = {"group": group, "num_max_tokens_per_rank": num_max_tokens_per_rank, "backend": backend}
@@ -186,26 +188,34 @@ class MoELayer(RankExperts):
         topk_idx, topk_weights, _ = self.router(rows, mask)
         if self.fp8:
             check_products(rows.device)
-        how: dict[str, Any] = {"expert_alignment": self.expert_alignment, "num_recv_rows": self.num_recv_rows, "fp8": self.fp8}
+        guesses = self.num_recv_rows is None and isinstance(self.experts, GroupedExperts)
+        num_rows = GUESS if guesses else self.num_recv_rows
+        how: dict[str, Any] = {"expert_alignment": self.expert_alignment, "num_recv_rows": num_rows, "fp8": self.fp8}
         if not torch.compiler.is_compiling():  # layers share one compiled graph
             how["layer"] = self._layer
         return rows, self.buffer.dispatch(rows, topk_idx, topk_weights, **how)
 
     def _combine(self, rows: Tensor, out: DispatchOutput, is_first_microbatch: bool | None) -> Tensor:
-        is_local, weights = isinstance(self.experts, LocalExperts), out.recv_topk_weights
-        counts = out.handle.num_rows_per_expert_list if is_local else out.handle.num_rows_per_expert
-        if self.fp8:  # a weighted combine would need its rows, and their gradients in bf16
-            which = {} if is_first_microbatch is None else {"is_first_microbatch": is_first_microbatch}
-            y, weights = self.experts(out.recv_x, counts, weights, **which), None
-        else:
-            y = self.experts(out.recv_x, counts)
-        _check_output("the experts", y, out.recv_x)
-        shared = None
+        y, shared = self._run_experts(out, is_first_microbatch), None
         if self.shared_expert is not None:
             shared = self.shared_expert(rows)
             _check_output("the shared expert", shared, rows)
             shared = shared.to(y.dtype).contiguous()  # under autocast one of them may be in fp32
-        return self.buffer.combine(y.contiguous(), out.handle, weights, bias=shared, fp8=self.fp8)
+        settled = self.buffer.settle(out)
+        if settled is not out:
+            y = self._run_experts(settled, is_first_microbatch)
+        weights = None if self.fp8 else settled.recv_topk_weights
+        return self.buffer.combine(y.contiguous(), settled.handle, weights, bias=shared, fp8=self.fp8)
+
+    def _run_experts(self, out: DispatchOutput, is_first_microbatch: bool | None) -> Tensor:
+        counts = out.handle.num_rows_per_expert_list if isinstance(self.experts, LocalExperts) else out.handle.num_rows_per_expert
+        if self.fp8:  # a weighted combine would need its rows, and their gradients in bf16
+            which = {} if is_first_microbatch is None else {"is_first_microbatch": is_first_microbatch}
+            y = self.experts(out.recv_x, counts, out.recv_topk_weights, **which)
+        else:
+            y = self.experts(out.recv_x, counts)
+        _check_output("the experts", y, out.recv_x)
+        return y
 
     def release_fp8_weights(self) -> None:
         """Drop the kept fp8 copies of the experts' weights. Pass True or None as `is_first_microbatch` to the next forward."""

@@ -35,7 +35,7 @@ class Settings:
     backend: str = "auto"
     ranks_per_node: int | None = None
     exact: bool = True
-    grouped_experts: bool = False
+    grouped_experts: bool | None = None
     fused_adam: bool = False
     zero: int = 2
     ep: int = 2

@@ -27,7 +27,8 @@ class Options:
     expert_bias_update_rate: for AutoEP only, balance experts without auxiliary loss, by a bias that moves this much per optimizer step
         (DeepSeek-V3: 0.001). None: no bias moves.
     grouped_experts: for native layers only, run all local experts in grouped products where their weights can be read: True by the
-        experts' classes, a function by its result. Where they cannot, experts run one by one, and a log line says why.
+        experts' classes, a function by its result. Where they cannot, experts run one by one, and a log line says why. None: as True for
+        bf16 rows on GPUs that PyTorch has grouped products for, where ZeRO 1 or 2 spares the copy of the weights.
     """
 
     exact: bool = True
@@ -36,7 +37,7 @@ class Options:
     num_sms: int | None = None
     gate: bool = True
     expert_bias_update_rate: float | None = None
-    grouped_experts: bool | Reader = False
+    grouped_experts: bool | Reader | None = None
     ranks_per_node: int | None = None
     fp8: bool = False
 
@@ -44,8 +45,10 @@ class Options:
         for name in ("exact", "gate", "fp8"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; it must be true or false")
-        if not isinstance(self.grouped_experts, bool) and not callable(self.grouped_experts):
-            raise TypeError(f"grouped_experts is {self.grouped_experts!r}; it must be true or false, or in Python a function of an expert")
+        if not isinstance(self.grouped_experts, bool | None) and not callable(self.grouped_experts):
+            raise TypeError(
+                f"grouped_experts is {self.grouped_experts!r}; it must be true, false or null, or in Python a function of an expert"
+            )
         if self.fp8 and (self.exact or self.grouped_experts is False):
             raise ValueError(
                 f"fp8 is True with exact={self.exact} and grouped_experts={self.grouped_experts}; it needs exact=False and "

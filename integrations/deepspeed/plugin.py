@@ -30,7 +30,7 @@ def replace_moe_layers(
     num_sms: int | None = None,
     gate: bool = True,
     expert_bias_update_rate: float | None = None,
-    grouped_experts: bool | Reader = False,
+    grouped_experts: bool | Reader | None = None,
     ranks_per_node: int | None = None,
     fp8: bool = False,
 ) -> int:
@@ -60,8 +60,9 @@ def replace_moe_layers(
             experts are `deepep_moe.nn.SwiGLU` or `torch.nn.Sequential` of a Linear, an activation and a Linear. A function: it takes an
             expert in each forward, and returns its `ExpertWeights`, or None for experts that must be called. Results are equal within
             rounding. Parameters stay the experts' own. Without ZeRO 1 or 2 each forward copies the weights. Where experts cannot be
-            grouped, they run one by one, and a log line says why.
-        fp8: with `exact=False` and `grouped_experts`, rows travel as fp8 in both passes and the products of `deepspeed.moe.layer.MoE`'s
+            grouped, they run one by one, and a log line says why. None: as True for bf16 rows on GPUs that PyTorch has grouped products
+            for, where no copy is needed.
+        fp8: with `exact=False` and grouped experts, rows travel as fp8 in both passes and the products of `deepspeed.moe.layer.MoE`'s
             experts take them (docs/design/fp8_training.md). For bf16 tokens, experts without biases, and widths that are multiples of 128;
             a forward with others raises ValueError or TypeError before it sends anything. Not for AutoEP's layers.
 
@@ -145,7 +146,7 @@ def _report(model: nn.Module, left: list[Any], num_native: int, num_autoep: int,
         say(logging.WARNING, f"MoE layers {others} keep their own forward: deepep_moe swaps deepspeed's MOELayer with TopKGate only")
     if num_native and options.expert_bias_update_rate is not None:
         say(logging.WARNING, f"expert_bias_update_rate has no effect on {num_native} native MoE layers, whose gates have no bias")
-    if num_autoep and options.grouped_experts is not False:
+    if num_autoep and options.grouped_experts:
         say(logging.WARNING, f"grouped_experts has no effect on {num_autoep} AutoEP layers, which have grouped products of their own")
     mode = "exact" if options.exact else "fast"
     num_layers = num_native + num_autoep

@@ -8,6 +8,7 @@ import contextlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -307,10 +308,10 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         growing = self._find(num_tokens, self._hidden, hidden_states.device)
         x, topk_idx, alignment = hidden_states.contiguous(), self.topk_idx, self.buffers.options.expert_alignment
         assert topk_idx is not None  # dispatch_preprocess has set it
-        notes_excess, guesses = self._notes_excess, self._guesses_rows and not _are_saved_tensors_watched()
+        notes_excess = self._notes_excess
 
         def send_rows(buffer: Buffer, every_routing: bool) -> DispatchOutput:
-            num_rows: int | str | None = GUESS if guesses else None
+            num_rows: int | str | None = GUESS if self._guesses_rows else None
             if self._capacity is not None:
                 num_rows = self._capacity.num_rows(buffer, alignment, every_routing=every_routing)
             how: dict[str, Any] = {"expert_alignment": alignment, "num_recv_rows": num_rows, "fp8": self._fp8}
@@ -329,19 +330,17 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
                 self._capacity.note(out.handle)
             return out
 
-        def made_by(call: Callable[[Buffer], DispatchOutput]) -> tuple[Buffer, DispatchOutput]:
+        def explained(call: Callable[..., tuple[Buffer, DispatchOutput]], *dispatched: Any) -> tuple[Buffer, DispatchOutput]:
             try:
-                return growing.dispatch(num_tokens, call)
+                return call(num_tokens, send, *dispatched)
             except ValueError as error:
                 # This is not checked before the call, because the call tells the peers, which would otherwise wait for this rank.
                 if bool((topk_idx >= growing.buffer.num_experts).any()):
                     raise ValueError(self._explain_excess()) from error
                 raise
 
-        buffer, out = made_by(send)
-        if not out.handle.is_late:
-            return buffer, out, None
-        return buffer, out, lambda: made_by(lambda now: now.settle(out) if now is buffer else send(now))
+        buffer, out = explained(growing.dispatch)
+        return buffer, out, partial(explained, growing.settle, buffer, out) if out.handle.is_late else None
 
     def _dispatch_again(self, hidden_states: torch.Tensor, probs: torch.Tensor, first_run: Dispatched) -> _Dispatched:
         x, buffer = hidden_states.contiguous(), first_run.buffer
@@ -416,11 +415,6 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
     def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
         """Return no buffers: experts write where they like. Megatron-Core 0.19 and newer ask."""
         return None, None
-
-
-def _are_saved_tensors_watched() -> bool:
-    """Return whether somebody counts on each forward saving the same tensors, as PyTorch's checkpoints do."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _timed(counting: LayerMetrics | None, rows: torch.Tensor) -> contextlib.AbstractContextManager[None]:

@@ -10,6 +10,7 @@ from on_ranks import on_ranks
 from deepep_moe import Buffer
 from deepep_moe.errors import EPPeerError
 from deepep_moe.exchange.growing import GrowingBuffer
+from deepep_moe.nn import GroupedExperts, Metrics, MoELayer, Router, SwiGLU
 
 EVEN, TO_ONE = [[0, 2], [1, 3], [3, 0], [2, 1]], [[0, 1], [1, 0], [0, 1], [1, 0]]  # 2 experts a rank: all rows of TO_ONE go to rank 0
 
@@ -148,9 +149,44 @@ def test_a_peer_that_outgrows_the_buffer(rank):
     buffer, out = growing.dispatch(num_tokens, send)
     if out.handle.is_late:
         assert rank == 1 and buffer is first
-        buffer, out = growing.dispatch(num_tokens, lambda now: now.settle(out) if now is buffer else send(now))
+        buffer, out = growing.settle(num_tokens, send, buffer, out)
     assert buffer is growing.buffer is not first
     assert_same("combined_x", buffer.combine(out.recv_x, out.handle), 2 * x)
+
+
+class Called(torch.nn.Module):
+    """Experts that a layer does not know, and whose rows it does not guess."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x, counts):
+        return self.experts(x, counts)
+
+
+@pytest.mark.gpu
+@on_ranks(2)
+def test_layers_with_grouped_experts(rank):
+    """From the third forward on rows are guessed. In the fourth all tokens go to rank 0, whose experts run twice."""
+    (buffer, x, _), (twin, _, _) = make_buffer(rank), make_buffer(rank)
+    router = Router(16, 4, 2, expert_bias=True, device=x.device)
+    experts, shared = GroupedExperts(2, 16, 8, device=x.device), SwiGLU(16, 8, device=x.device)
+    layer, called = MoELayer(router, experts, shared, buffer=buffer), MoELayer(router, Called(experts), shared, buffer=twin)
+    metrics = Metrics(layer)
+    for bias in ([1.0, 0, 1, 0], [0, 1.0, 0, 1], [1.0, 0, 1, 0], [1.0, 1, 0, 0], [0, 0, 1.0, 1]):
+        router.expert_bias.copy_(torch.tensor(bias) * 10)
+        results = []
+        for module in (layer, called):
+            router.zero_grad()
+            y = module(x)
+            y.square().sum().backward()
+            results.append([y.detach(), *(parameter.grad.clone() for parameter in (router.weight, *experts.parameters()))])
+            experts.zero_grad()
+        for made, expected in zip(*results, strict=True):
+            torch.testing.assert_close(made, expected, rtol=0, atol=0)
+    (report,) = metrics.take()
+    assert report.num_repeats == 2 and sum(report.rows_per_expert) == 5 * 2 * 4 * 2 and report.exchange_ms > 0
 
 
 @on_ranks(2)

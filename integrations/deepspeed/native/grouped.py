@@ -22,6 +22,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.modules.dropout import _DropoutNd
 
 from deepep_moe.exchange.by_expert import split_rows
+from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.integrations.common.untraced import untraced
 from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights, Reader, name_of, read_known
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks, is_replaced
@@ -37,13 +38,23 @@ def run_grouped(weights: Sequence[ExpertWeights], parts: Sequence[Tensor]) -> li
     The parameters of an expert without rows get gradients of zeros. Raises as `deepep_moe.ops.grouped_mlp`.
     """
     counts = [part.shape[-2] for part in parts]
-    rows = _Joined.apply(*parts)
+    y = _products(weights, _Joined.apply(*parts), counts[: len(weights)])
+    return list(_Apart.apply(y, counts, parts[0].shape[:-2]))
+
+
+@untraced
+def run_joined(weights: Sequence[ExpertWeights], out: DispatchOutput) -> Tensor:
+    """Run all experts at once on the rows of a dispatch, and return [num_rows, hidden]. Experts of the buffer beyond `weights` have no
+    rows. Rows behind the last group hold anything. Raises as `deepep_moe.ops.grouped_mlp`."""
+    return _products(weights, out.recv_x, out.handle.num_rows_per_expert[: len(weights)])
+
+
+def _products(weights: Sequence[ExpertWeights], rows: Tensor, counts: Tensor | list[int]) -> Tensor:
     device = rows.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     w1, b1, w2, b2 = (stack([getattr(own, name) for own in weights], dtype) for name in ("w1", "b1", "w2", "b2"))
     assert w1 is not None and w2 is not None
-    y = grouped_mlp(rows, counts[: len(weights)], w1, w2, b1=b1, b2=b2, activation=weights[0].activation)
-    return list(_Apart.apply(y, counts, parts[0].shape[:-2]))
+    return grouped_mlp(rows, counts, w1, w2, b1=b1, b2=b2, activation=weights[0].activation, zero_tail=False)
 
 
 # ---- which experts ----
@@ -186,6 +197,11 @@ def _leaves(nodes: Iterable[Any]) -> set[int]:
 def stack(tensors: Sequence[Tensor | None], dtype: torch.dtype | None = None) -> Tensor | None:
     """Return [num_experts, ...] of the tensors of all experts, in `dtype` or in theirs, with gradients. None where the first is None."""
     return None if tensors[0] is None else _Stacked.apply(dtype or tensors[0].dtype, *tensors)
+
+
+def lie_in_place(weights: Sequence[ExpertWeights]) -> bool:
+    """Return whether grouped products read the matrices of all experts where they lie, without a copy."""
+    return all(_at_equal_distances([own[i] for own in weights]) is not None for i in (0, 2))  # type: ignore[misc]
 
 
 class _Stacked(torch.autograd.Function):

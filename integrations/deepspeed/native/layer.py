@@ -1,7 +1,7 @@
 """DeepSpeed's MOELayer with packed rows through a shared `Buffer` instead of padded slots."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,21 +12,24 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor
 
 from deepep_moe._C import MAX_TOPK
+from deepep_moe.device import is_gpu
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert
-from deepep_moe.exchange.checks import BLOCKWISE
+from deepep_moe.exchange.checks import BLOCKWISE, GUESS
 from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.buffers import Plan, default_plan, groups_of, ready, why_not_rows
+from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights
 from deepep_moe.integrations.deepspeed.native.fp8 import fp8_weights, run_fp8
-from deepep_moe.integrations.deepspeed.native.grouped import run_grouped, weights_of
+from deepep_moe.integrations.deepspeed.native.grouped import lie_in_place, run_grouped, run_joined, weights_of
 from deepep_moe.integrations.deepspeed.native.routing import Routing, route
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks, is_replaced
 from deepep_moe.ops.dense import nodes_per_token
 from deepep_moe.ops.fp8_kept import KeptWeights
 from deepep_moe.ops.fp8_products import GROUP_ALIGNMENT
+from deepep_moe.ops.grouped_products import has_kernels
 
 _UNTIMED = contextlib.nullcontext()
 
@@ -68,9 +71,7 @@ class PackedMOELayer(MOELayer):
             routing = notify_peers_on_failure(growing.buffer, route, self.gate, x, used_token)
             # Faster than `self.l_aux = ...`, which calls `Module.__setattr__`.
             self.__dict__.update(l_aux=routing.l_aux, exp_counts=routing.exp_counts, deepep_moe_topk_idx=routing.topk_idx)
-            options = plan_of(self).options
-            exchange = self._exchange_exact if options.exact else self._exchange_fp8 if options.fp8 else self._exchange_fast
-            return exchange(growing, x, routing).view(inputs[0].shape)
+            return self._exchange(growing, x, routing).view(inputs[0].shape)
 
     @property
     def is_fp8(self) -> bool:
@@ -86,16 +87,20 @@ class PackedMOELayer(MOELayer):
             raise ValueError("this layer has not run through deepep_moe yet; call it first")
         return nodes_per_token(self.deepep_moe_topk_idx.t(), self.num_local_experts * self.ep_size, num_nodes)
 
-    def _exchange_exact(self, growing: GrowingBuffer, x: Tensor, routing: Routing) -> Tensor:
-        """Send a row per (lane, token) there and back, copied as it is, and weight and sum the rows here as DeepSpeed does.
+    def _exchange(self, growing: GrowingBuffer, x: Tensor, routing: Routing) -> Tensor:
+        """x [num_tokens, hidden] -> the weighted sums of the experts' outputs, shaped as x.
 
-        Gates fill an expert's slots in the order (lane, token) for k = 1 and 2, so experts see rows in DeepSpeed's order.
+        Exact mode sends a row per (lane, token) there and back, copied as it is, and weights and sums the rows here as DeepSpeed does.
+        Gates fill an expert's slots in the order (lane, token) for k = 1 and 2, so experts see rows in DeepSpeed's order. Otherwise there
+        is a row per (rank, token), and the experts' rank weights and sums the rows of a token.
         """
-        return self._exchange(growing, x, routing.topk_idx.reshape(-1, 1), None, routing.topk_weights)
-
-    def _exchange_fast(self, growing: GrowingBuffer, x: Tensor, routing: Routing) -> Tensor:
-        """Send a row per (rank, token) there and back. The experts' rank weights and sums the rows of a token."""
-        return self._exchange(growing, x, *self._lanes(x, routing), None)
+        if plan_of(self).options.exact:
+            return self._exchange_by_expert(growing, x, routing.topk_idx.reshape(-1, 1), None, routing.topk_weights)
+        weights = notify_peers_on_failure(growing.buffer, self._weights_to_group, x)
+        lanes = self._lanes(x, routing)
+        if weights is None:
+            return self._exchange_by_expert(growing, x, *lanes, None)
+        return self._exchange_joined(growing, x, *lanes, weights)
 
     def _lanes(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """Return experts and weights [num_tokens, lanes of the buffer], with different experts for each token."""
@@ -104,11 +109,10 @@ class PackedMOELayer(MOELayer):
             idx = torch.stack((idx[:, 0], idx[:, 1].masked_fill(idx[:, 1] == idx[:, 0], -1)), 1)
         return lengthened(idx, weights, plan_of(self).num_topk)
 
-    def _exchange(
+    def _exchange_by_expert(
         self, growing: GrowingBuffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, source_weights: Tensor | None
     ) -> Tensor:
-        """x [num_tokens, hidden] -> the weighted sums of the experts' outputs, shaped as x. topk_idx, topk_weights and source_weights are
-        those of `dispatch_by_expert`."""
+        """Exchange rows in a tensor for each expert. topk_idx, topk_weights and source_weights are those of `dispatch_by_expert`."""
         x, plan = x.contiguous(), plan_of(self)
         idx = widened(topk_idx, self.num_local_experts, plan.num_local_experts)
 
@@ -121,38 +125,60 @@ class PackedMOELayer(MOELayer):
         with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
             return combine_by_expert(buffer, outputs, recv_topk_weights, handle, source_weights)
 
-    def _exchange_fp8(self, growing: GrowingBuffer, x: Tensor, routing: Routing) -> Tensor:
-        """Do the same as `_exchange_fast`, with fp8 rows in both passes. The experts weight the rows."""
-        experts, plan = list(self.experts.deepspeed_experts), plan_of(self)
-        own = notify_peers_on_failure(growing.buffer, fp8_weights, experts, plan.options.grouped_experts, x)
-        idx, weights = self._lanes(x, routing)
-        x, idx = x.contiguous(), widened(idx, self.num_local_experts, plan.num_local_experts)
+    def _exchange_joined(
+        self, growing: GrowingBuffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, own: Sequence[ExpertWeights]
+    ) -> Tensor:
+        """Exchange rows in one tensor, for grouped products. On GPUs the host does not wait for the counts before these are queued."""
+        x, idx = x.contiguous(), widened(topk_idx, self.num_local_experts, plan_of(self).num_local_experts)
+        how = {"expert_alignment": GROUP_ALIGNMENT, "fp8": BLOCKWISE} if self.is_fp8 else {"num_recv_rows": GUESS}
 
         def send(buffer: Buffer) -> DispatchOutput:
-            layer = self.deepep_moe_number
-            return buffer.dispatch(x, idx, weights, expert_alignment=GROUP_ALIGNMENT, fp8=BLOCKWISE, layer=layer)
+            return buffer.dispatch(x, idx, topk_weights, layer=self.deepep_moe_number, **how)
 
         with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
-            buffer, out = growing.dispatch(x.shape[0], send)
+            buffer, out = growing.dispatch(len(x), send)
+        outputs = notify_peers_on_failure(buffer, self._run_joined, own, out)
+        if out.handle.is_late:
+            buffer, settled = growing.settle(len(x), send, buffer, out)
+            if settled is not out:
+                out, outputs = settled, notify_peers_on_failure(buffer, self._run_joined, own, settled)
+        with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
+            if self.is_fp8:
+                return buffer.combine(outputs, out.handle, fp8=BLOCKWISE)
+            return buffer.combine(outputs, out.handle, out.recv_topk_weights)
+
+    def _run_joined(self, own: Sequence[ExpertWeights], out: DispatchOutput) -> Tensor:
+        if not self.is_fp8:
+            return run_joined(own, out)
         if self.is_first_microbatch is not None and self.kept_weights is None:
             self.kept_weights = KeptWeights()
-        outputs = notify_peers_on_failure(buffer, run_fp8, own, out, self.kept_weights, self.is_first_microbatch)
-        with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
-            return buffer.combine(outputs, out.handle, fp8=BLOCKWISE)
+        return run_fp8(own, out, self.kept_weights, self.is_first_microbatch)
 
     def _run_experts(self, parts: tuple[Tensor, ...]) -> list[Tensor]:
         """Run every local expert, so that each has a gradient on every rank, in grouped products where the options ask for them.
 
         parts: [1, 1, num_rows, hidden] for each expert, as are the outputs. Those beyond this layer's experts are empty.
         """
+        weights = self._weights_to_group(parts[0]) if plan_of(self).options.exact else None
+        return run_one_by_one(list(self.experts.deepspeed_experts), parts) if weights is None else run_grouped(weights, parts)
+
+    def _weights_to_group(self, rows: Tensor) -> list[ExpertWeights] | None:
+        """Return the experts' weights if they are to run in grouped products of such rows [..., hidden], or None. Raises for fp8 rows
+        that cannot be served."""
         experts, option = list(self.experts.deepspeed_experts), plan_of(self).options.grouped_experts
+        if self.is_fp8:
+            return fp8_weights(experts, True if option is None else option, rows)
+        if option is None and not (is_gpu(rows.device) and has_kernels(rows.device) and rows.dtype == torch.bfloat16):
+            option = False
         if option is False:
-            return run_one_by_one(experts, parts)
-        weights = weights_of(experts, option)
+            return None
+        weights = weights_of(experts, True if option is None else option)
+        if option is None and not (isinstance(weights, str) or lie_in_place(weights)):
+            weights = "their weights do not lie in one memory, as with ZeRO 1 or 2; grouped_experts=True copies them in each forward"
         if isinstance(weights, str):
             warn_once(f"experts of a MoE layer run one by one, without grouped products: {weights}", on_all_ranks=True)
-            return run_one_by_one(experts, parts)
-        return run_grouped(weights, parts)
+            return None
+        return weights
 
     def _timed(self, timer: str, attribute: str) -> contextlib.AbstractContextManager[None]:
         """Under `wall_clock_breakdown`, write the milliseconds of a block to `attribute`, where the engine reads them."""

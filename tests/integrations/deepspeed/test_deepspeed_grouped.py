@@ -136,6 +136,29 @@ def test_passes_equal_experts_one_by_one(rank, device):
                     assert_equal(grouped, one_by_one, context, tolerance=tolerance)
 
 
+@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
+@on_deepspeed_ranks()
+def test_default_groups_where_it_is_fast_without_a_copy(rank, device):
+    """On GPUs in bf16. The third forward has a guess of its rows, the fourth more rows than that, the last less."""
+    for dtype, in_one_memory in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)):
+        layer = make_layer(sequential(bias=False), dtype, k=2).to(device)
+        if in_one_memory:
+            flatten(layer.deepspeed_moe.experts)
+        is_grouped = device.type == "cuda" and dtype == torch.bfloat16 and in_one_memory
+        for exact in (True, False):
+            for num_tokens in ((40, 24), (40, 24), (40, 24), (24, 120), (24, 8)):
+                x, cotangent = torch.randn(2, num_tokens[rank], HIDDEN, generator=torch.Generator().manual_seed(rank)).to(device, dtype)
+                replace_moe_layers(layer, exact=exact, grouped_experts=False)
+                one_by_one = run_layer(layer, x, cotangent)
+                replace_moe_layers(layer, exact=exact)
+                with grouped_calls() as are_views:
+                    assert_equal(
+                        run_layer(layer, x, cotangent), one_by_one, f"{dtype}, exact {exact}, {num_tokens}, rank {rank}",
+                        tolerance=ROUNDING[dtype] if is_grouped else 0.0,
+                    )  # fmt: skip
+                assert bool(are_views) == all([is_grouped, *are_views])
+
+
 @on_deepspeed_ranks()
 def test_grouped_products_are_as_exact_in_bf16(rank):
     """With biases they round once more. In the norm they are at most twice as far from fp32 as experts one by one."""

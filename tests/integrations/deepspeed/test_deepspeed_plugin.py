@@ -68,7 +68,6 @@ def test_section():
         ({"expert_bias_update_rate": 0}, ValueError, "expert_bias_update_rate is 0"),
         ({"grouped_experts": "yes"}, TypeError, "grouped_experts is 'yes'"),
         ({"grouped_experts": 1}, TypeError, "grouped_experts is 1"),
-        ({"grouped_experts": None}, TypeError, "grouped_experts is None"),
         ({"grouped_experts": len}, TypeError, "grouped_experts is a function; pass it to replace_moe_layers"),
         (FP8 | {"exact": True}, ValueError, "fp8 is True with exact=True"),
         (FP8 | {"grouped_experts": False}, ValueError, "fp8 is True with .*grouped_experts=False"),
