@@ -186,7 +186,7 @@ def test_layers_with_grouped_experts(rank):
         for made, expected in zip(*results, strict=True):
             torch.testing.assert_close(made, expected, rtol=0, atol=0)
     (report,) = metrics.take()
-    assert report.num_repeats == 2 and sum(report.rows_per_expert) == 5 * 2 * 4 * 2 and report.exchange_ms > 0
+    assert report.num_repeats == 2 and sum(report.rows_per_expert) == 5 * 2 * 4 * 2
 
 
 @on_ranks(2)
