@@ -170,8 +170,8 @@ class Called(torch.nn.Module):
 @pytest.mark.gpu
 @on_ranks(2)
 def test_layers_with_grouped_experts(rank):
-    """In the third forward rows are guessed. In the fourth all tokens go to rank 0, whose experts run twice. In the fifth rank 1 has no guess,
-    after two dispatches that differed."""
+    """The third forward guesses its rows. In the fourth all tokens go to rank 0, whose experts run twice. In the fifth rank 1 has no guess,
+    as its last two dispatches differed."""
     (buffer, x, _), (twin, _, _) = make_buffer(rank), make_buffer(rank)
     router = Router(16, 4, 2, expert_bias=True, device=x.device)
     experts, shared = GroupedExperts(2, 16, 8, device=x.device), SwiGLU(16, 8, device=x.device)
