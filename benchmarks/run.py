@@ -6,11 +6,12 @@ overlap      dispatch and combine beside GEMMs
 gate         the gate
 host         the time of the host in calls on a GPU
 model        dispatch and combine over nodes, simulated
+trainer      a training step of Megatron-LM
 megatron     a layer of Megatron-Core
 deepspeed    a layer of DeepSpeed
 fp8          a layer with fp8 experts, against bf16 and TransformerEngine
 
-NAME --help lists the options of one. All but `model` take `--bind`.
+NAME --help lists the options of one. All but `model` and `trainer` take `--bind`.
 Without a name it is exchange.
 """
 
@@ -30,10 +31,10 @@ from deepep_moe.topology.option import add_bind, bind_this_rank
 MODULES = {
     "exchange": "exchange.command", "low-latency": "low_latency.command", "overlap": "exchange.overlap",
     "gate": "gate.command", "host": "host.command", "model": "model", "megatron": "layers.megatron",
-    "deepspeed": "layers.deepspeed", "fp8": "layers.fp8",
+    "trainer": "layers.trainer", "deepspeed": "layers.deepspeed", "fp8": "layers.fp8",
 }  # fmt: skip
 
-_UNBOUND = ("model",)  # it runs nothing on ranks
+_UNBOUND = ("model", "trainer")  # they run nothing on ranks of their own
 _ONE_PROCESS = ("gate", "host")  # the others start ranks of their own, or are ranks of a launcher
 
 
