@@ -19,9 +19,10 @@ import losses  # noqa: E402
 
 def test_charts_have_the_values_of_the_records(tmp_path):
     figures.draw(tmp_path / "figures.svg")
-    expected = [f"{us:.0f} us" for _, operation in figures.GROUPS for us in figures.bars_of(operation).values()]
+    expected = [f"{gbps:.0f} GB/s" for _, operation in figures.GROUPS for gbps in figures.bars_of(operation).values()]
+    assert len(expected) == 18 and f"SMs push at most {figures.LIMIT_GBPS} GB/s" in PAGES[ROOT / "docs" / "limits.md"]
     for chart in (tmp_path / "figures.svg", figures.CHART):
-        assert re.findall(r">(\d+ us)<", chart.read_text()) == expected, "run benchmarks/plots/figures.py"
+        assert re.findall(r">(\d+ GB/s)<", chart.read_text()) == expected, "run benchmarks/plots/figures.py"
 
 
 def test_lines_of_losses_are_those_of_the_records(tmp_path):
@@ -77,36 +78,20 @@ def test_interval_by_hand():
     assert found == pytest.approx((0.0, 4.303 / 3**0.5, -1.0, 1.0))
 
 
-ROW = re.compile(r"^\| ((?:dispatch|combine|low-latency)[^|]+) \| (128|4096) \| (.+) \|$", re.MULTILINE)
-
-
-@pytest.mark.parametrize("page", ("README.md", "docs/benchmarks.md"))
-def test_tables_of_other_libraries_repeat_the_records(page):
-    rows = ROW.findall((ROOT / page).read_text().split("| 4 x H200 | tokens a rank |")[0])
-    assert [what.replace(", layout `rank`", " rank").replace(", layout `expert`", " expert") for what, *_ in rows] == [
-        operation for _, operation in figures.GROUPS
-    ]
-    for (_, num_tokens, cells), (_, operation) in zip(rows, figures.GROUPS, strict=True):
-        for cell, library in zip(cells.split(" | "), figures.LIBRARIES, strict=True):
-            record = figures.record_of(operation, library)
-            assert cell == ("none" if record is None else f"{record['us_median']:.0f} us"), (operation, library)
-            assert record is None or (record["num_tokens"], record["num_ranks"]) == (int(num_tokens), 2)
-
-
 # ---- versions ----
 
 
-def test_readme_names_the_tested_versions():
+def test_a_page_names_the_tested_versions():
     for name, folder in (("DeepSpeed", "deepspeed"), ("Megatron-Core", "megatron")):
         source = (ROOT / "integrations" / folder / "plugin.py").read_text()
         (limits,) = re.findall(r"^_OLDEST, _NEWEST = \(([\d, ]+)\), \(([\d, ]+)\)$", source, flags=re.MULTILINE)
         oldest, newest = (limit.replace(", ", ".") for limit in limits)
-        assert f"| {name} | {oldest} to {newest} |" in PAGES[ROOT / "README.md"]
+        assert f"| {name} | {oldest} to {newest} |" in PAGES[ROOT / "docs" / "hardware.md"]
 
 
 def test_pages_name_the_same_versions_of_pytorch():
     said = {
-        "README.md": r"^\| PyTorch \| (.+) \|$",
+        "docs/hardware.md": r"^\| PyTorch \| .+ \| (.+) \|$",
         "docs/install.md": r"^pip install \. .*\((.+) were run\)$",
         "docs/status.md": r"^\| Linux x86-64, gcc 12; PyTorch (.+) \| run \|",
     }
@@ -114,11 +99,18 @@ def test_pages_name_the_same_versions_of_pytorch():
     for page, pattern in said.items():
         (text,) = re.findall(pattern, PAGES[ROOT / page], flags=re.MULTILINE)
         found[page] = set(re.findall(r"\b2\.\d+", text))
-    assert len(set(map(frozenset, found.values()))) == 1 and len(found["README.md"]) == 3, found
+    run = found["docs/hardware.md"]
+    assert len(set(map(frozenset, found.values()))) == 1 and len(run) == 3, found
+    oldest, newest = (min(run, key=_minor), max(run, key=_minor))
+    assert f"badge/PyTorch-{oldest}_to_{newest}-" in PAGES[ROOT / "README.md"]
     wheel = re.findall(r"^\| wheel beside PyTorch (.+?) \|", PAGES[ROOT / "docs" / "status.md"], flags=re.MULTILINE)[0]
-    assert set(re.findall(r"\b2\.\d+", wheel)) <= found["README.md"]
+    assert set(re.findall(r"\b2\.\d+", wheel)) <= run
     (pinned,) = re.findall(r"^torch==(2\.\d+)", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
-    assert pinned in found["README.md"]
+    assert pinned in run
+
+
+def _minor(version: str) -> int:
+    return int(version.split(".")[1])
 
 
 def test_ci_runs_each_minor_version_of_megatron_core():

@@ -23,7 +23,7 @@ BLOCKS = {
     for name, text in TEXTS.items()
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
 }
-ALONE = [("README.md", 1), ("docs/index.md", 0), ("docs/inference.md", 0), ("docs/watch.md", 0)]
+ALONE = [("docs/index.md", 0), ("docs/inference.md", 0), ("docs/watch.md", 0)]
 STEPS = [("docs/steps.md", number) for number in range(7)]
 UNDER_TORCHRUN = [("README.md", 0), ("docs/guide.md", 0), ("docs/huggingface.md", 0), *STEPS]
 IN_DEEPSPEED = [("docs/deepspeed.md", number) for number in range(4)]
@@ -38,8 +38,8 @@ def test_block_runs_alone(key, tmp_path):
     assert len(BLOCKS[key].strip().splitlines()) <= 20
     result = subprocess.run([sys.executable, "-c", BLOCKS[key]], capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    scalars = ["loss", *(f"deepep_moe/layer_1/{name}" for name in ("busiest_expert", "exchange_ms", "rows"))]
-    expected = {"README.md": "shm True\n", "docs/index.md": "shm torch.Size([512, 256])\n", "docs/watch.md": f"{scalars}\n"}
+    scalars = ["loss", *(f"deepep_moe/layer_1/{name}" for name in ("busiest_expert", "exchange_ms", "rows", "repeats"))]
+    expected = {"docs/index.md": "shm torch.Size([512, 256])\n", "docs/watch.md": f"{scalars}\n"}
     assert result.stdout == expected.get(key[0], "")
 
 
@@ -61,13 +61,7 @@ DEVICES = ("cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.multi
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_scripts_of_readme_and_guide_run(device, tmp_path):
-    """The README's on CPUs with another group and without `.cuda()`, as there is nothing to move to."""
     readme, backend = BLOCKS["README.md", 0], "nvlink" if device == "cuda" else "shm"
-    if device == "cpu":
-        changes = (('"nccl"', '"gloo"'), (".cuda()", ""), ('torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\n', ""))
-        for before, after in changes:
-            assert before in readme
-            readme = readme.replace(before, after)
     printed = {readme: r"(\d+) rows received, \[512, 256\] came back", BLOCKS["docs/guide.md", 0]: r"(\d+) rows, gradient of x (\d+\.\d+)"}
     lines = []
     for number, (script, told) in enumerate(printed.items()):

@@ -68,6 +68,29 @@ def test_time_of_the_host():
     assert [us for _, us in rows] == [f"{only(records, op=f'host {name}')['us_median']:.0f} us" for name in names]
 
 
+def test_other_libraries_on_two_gpus():
+    """A call of 4096 tokens with the default SMs, one of 128 from a CUDA graph."""
+    rows = rows_below("benchmarks.md", "| 2 x H100 | tokens a rank | deepep_moe | DeepEP V1 | DeepEP V2 | NCCL EP |")
+    assert len(rows) == 7
+    for label, num_tokens, *cells in rows:
+        operation = label.replace(", layout `rank`", " rank").replace(", layout `expert`", " expert")
+        small = operation.removeprefix("low-latency ") if num_tokens == "128" else None
+        files = (
+            ["h100-peers-low-latency-v1"] * 2 + ["h100-peers-low-latency-v2", None]
+            if small
+            else ["h100-peers"] * 3 + ["h100-peers-nccl-ep"]
+        )
+        for cell, file, prefix in zip(cells, files, ("", "deep_ep ", "deep_ep_v2 ", "nccl_ep "), strict=True):
+            kind = {
+                "name": f"low-latency {prefix}{small}" if small else f"{prefix}{operation}",
+                "num_ranks": 2,
+                "num_tokens": int(num_tokens),
+            }
+            kind |= {"half": "both", "graph": True} if small else {} if prefix else {"num_sms": None}
+            found = [record for record in records_of(file) if {field: record[field] for field in kind} == kind] if file else []
+            assert [cell] == ([f"{record['us_median']:.0f} us" for record in found] or ["none"]), (label, prefix)
+
+
 def test_other_libraries_on_four_gpus():
     rows = rows_below("benchmarks.md", "| 4 x H200 | tokens a rank | deepep_moe | DeepEP V1 | DeepEP V2 |")
     assert len(rows) == 9
