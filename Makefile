@@ -76,6 +76,15 @@ $(DEMO_STAMP): $(SOURCES) | $(BIN)/python
 	touch $(DEMO_STAMP)
 endif
 
+ifneq ($(strip $(VENV)),)
+# What lint reads, without a build. After `make install` it is there.
+LINT_STAMP := $(if $(wildcard $(STAMP)),,$(VENV)/.lint)
+$(VENV)/.lint: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*project["dependencies"], *project["optional-dependencies"]["dev"], sep="\n")' >$(VENV)/lint.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(CONSTRAINTS) -r $(VENV)/lint.txt
+	touch $@
+endif
+
 help:
 	@sed -n '/^$$/q; s/^# //p' $(firstword $(MAKEFILE_LIST))
 
@@ -97,7 +106,7 @@ test: $(STAMP)
 test-all: test
 	CUDA_VISIBLE_DEVICES= $(RUN) pytest -m slow $(PYTEST_LANES) $(PYTEST_ARGS)
 
-lint: $(STAMP)
+lint: $(LINT_STAMP)
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	rm -rf build/typed && mkdir -p build/typed/deepep_moe

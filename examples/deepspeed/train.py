@@ -41,7 +41,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", default=defaults.backend, help="backend of deepep_moe: auto, shm, nvlink, collective, ...")
     parser.add_argument("--ranks-per-node", type=int, help="consecutive ranks that are a node, such as 1 (default: those of a host)")
     parser.add_argument("--exact", action=argparse.BooleanOptionalAction, default=defaults.exact, help="mode of deepep_moe")
-    parser.add_argument("--grouped-experts", action="store_true", default=None, help="run the experts of a rank at once instead of one by one")
+    parser.add_argument(
+        "--grouped-experts", action="store_true", default=None, help="run the experts of a rank at once instead of one by one"
+    )
     parser.add_argument(
         "--fused-adam",
         action="store_true",
