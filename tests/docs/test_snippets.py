@@ -229,8 +229,11 @@ def sources() -> str:
     return re.sub(r'"\s*\n\s*f?"', "", text)
 
 
-FOREIGN = ("cannot import name 'Buffer' from 'deepep_moe' (unknown location)", "terminate called without an active exception")
-"""Messages of Python's and of the C++ library's."""
+FOREIGN = (
+    "cannot import name 'Buffer' from 'deepep_moe' (unknown location)", "terminate called without an active exception",
+    "Invalid backend: deepep_moe", "CUDA out of memory",
+)  # fmt: skip
+"""Messages of Python's, the C++ library's, Megatron-Core's and PyTorch's."""
 
 
 def test_messages_of_troubleshoot_are_those_of_the_code():
