@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -26,13 +27,14 @@ def is_stack(module: nn.Module) -> bool:
     return down.shape == (num_experts, hidden, inner // 2) and inner % 2 == 0
 
 
-def check(name: str, experts: nn.Module, num_topk: int, rank: int, num_ranks: int) -> None:
+def check(name: str, experts: nn.Module, num_topk: int, group: "dist.ProcessGroup | None", rank: int, num_ranks: int) -> None:
     """Raise ValueError unless `experts` can be spread: they compute what `GroupedExperts` does, and have nothing that would be lost.
 
     They run on rows of many magnitudes, forward and backward, in training and in evaluation. A rank proves the experts that it will hold.
     """
     up, down = (getattr(experts, weight) for weight in WEIGHTS)
-    if any(weight.device.type == "meta" or hasattr(weight, "full_tensor") for weight in (up, down)):
+    is_share = all(_is_share(weight, group) for weight in (up, down))
+    if any(weight.device.type == "meta" or hasattr(weight, "full_tensor") for weight in (up, down)) and not is_share:
         raise ValueError(f"{name} has weights on the device meta, or sharded ones; load them whole before spread_experts")
     biases = [bias for bias in ("gate_up_proj_bias", "down_proj_bias") if getattr(experts, bias, None) is not None]
     if biases:
@@ -53,12 +55,43 @@ def check(name: str, experts: nn.Module, num_topk: int, rank: int, num_ranks: in
         raise ValueError(f"{name} has {num_experts} experts, which {num_ranks} ranks do not divide; choose another number of ranks")
     if not 1 <= num_topk <= num_experts:
         raise ValueError(f"num_topk is {num_topk}, but {name} has {num_experts} experts; pass a number from 1 to {num_experts}")
+    if is_share:
+        up, down = (_like(weight) for weight in (up, down))
     first = rank * num_experts // num_ranks
     for start in range(first, first + num_experts // num_ranks, num_topk):
         chosen = [(start + lane) % num_experts for lane in range(num_topk)]
         for training in (False, True):
-            with _quiet(experts, training):
+            with _quiet(experts, training), _weights(experts, up, down):
                 _prove(name, experts, up, down, chosen)
+
+
+def _is_share(weight: Any, group: "dist.ProcessGroup | None") -> bool:
+    """Return whether the weight is a DTensor, as `load_spread` makes it: each rank of the group has its share of the experts."""
+    if group is None or not hasattr(weight, "full_tensor") or weight.device.type == "meta":
+        return False
+    is_by_expert = [getattr(placement, "dim", None) for placement in weight.placements] == [0] and weight.placements[0].is_shard()
+    return is_by_expert and weight.device_mesh.mesh.tolist() == dist.get_process_group_ranks(group)
+
+
+def _like(weight: Tensor) -> Tensor:
+    """Return random weights of all experts in the memory of about one: those of an expert begin 16 elements after the one before."""
+    num_experts, rows, columns = weight.shape
+    generator = torch.Generator("cpu").manual_seed(0)
+    numbers = 0.02 * torch.randn(rows * columns + 16 * num_experts, generator=generator, device="cpu", dtype=weight.dtype)
+    return numbers.to(weight.device).as_strided(tuple(weight.shape), (16, columns, 1))
+
+
+@contextlib.contextmanager
+def _weights(experts: nn.Module, *weights: Tensor) -> Iterator[None]:
+    """Let the experts have these weights."""
+    kept = {name: experts._parameters[name] for name in WEIGHTS if name in experts._parameters}
+    try:
+        for name, weight in zip(WEIGHTS, weights, strict=True):
+            if name in kept and kept[name] is not weight:
+                experts._parameters[name] = nn.Parameter(weight, requires_grad=False)
+        yield
+    finally:
+        experts._parameters.update(kept)
 
 
 @contextlib.contextmanager
