@@ -121,6 +121,9 @@ def gathered_state_dict(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]
 def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
     """Save the whole model, as `PreTrainedModel.save_pretrained` saves the plain one. Collective over the ranks of the experts.
 
+    Rank 0 of all writes, and gathers a file's tensors at a time. The files are complete when the ranks of its group return. A `state_dict`
+    of whole weights is saved without the others' help. Arguments are those of the plain method.
+
     Raises:
         ValueError: `state_dict` has experts of one rank, the model is quantized, or `push_to_hub` or `distributed_checkpoint` is set.
         EPPeerError: a peer has failed, as its disk is full, say.
@@ -144,11 +147,13 @@ def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) 
                 f"save_pretrained of a spread model does not take {refused[0] if refused else 'quantized weights'}; save plain weights "
                 "to a directory, and go on from there"
             )
-        is_first = buffer.rank == 0 and (buffer._group is None or dist.get_rank() == 0)
-        given.update(state_dict={}, is_main_process=is_first and given["is_main_process"])
+        is_written = buffer._group is None or dist.get_process_group_ranks(buffer._group)[0] == 0  # other groups have the same weights
+        given.update(state_dict={}, is_main_process=is_written and buffer.rank == 0 and given["is_main_process"])
         stock(*call.args, **call.kwargs)  # everything but the weights
         state = _WholeState(self, given.get("save_original_format", True))
         split, filename = _split(state.tensors, given["variant"], given["max_shard_size"])
+    if not is_written:
+        return None
     for file, members in split.filename_to_tensors.items():
         shard: dict[str, Tensor] = {}
         for name in members:

@@ -139,6 +139,9 @@ def test_trainer_and_accelerate(rank: int, num_ranks: int, tmp_path: Path) -> No
         with pytest.raises(ValueError, match=why):
             refused()
     accelerator = Accelerator()
+    options = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save}
+    accelerator.unwrap_model(accelerator.prepare(model)).save_pretrained(tmp_path / "unwrapped", **options)
+    assert (tmp_path / "unwrapped" / "model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
     for save in (accelerator.get_state_dict, lambda model: accelerator.save_model(model, str(tmp_path))):
         with pytest.raises(ValueError, match=r"get_state_dict would take the experts of one rank.*call model\.save_pretrained"):
             save(model)
