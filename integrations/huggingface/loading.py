@@ -32,7 +32,8 @@ def load_spread(
 
     Args:
         auto_class: such as `transformers.AutoModelForCausalLM`, or the class of a model.
-        path, args, kwargs: those of `from_pretrained`. `device_map` is one device, or a dict with one.
+        path, args, kwargs: those of `from_pretrained`. `device_map` is one device, or a dict with one; without it
+            the weights lie on the CPU, or on PyTorch's default device.
         num_topk, group, num_max_tokens_per_rank, backend: as for `spread_experts`.
 
     Raises:
@@ -45,9 +46,6 @@ def load_spread(
             loaded = auto_class.from_pretrained(path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
     spread_experts(model, num_topk=num_topk, group=group, num_max_tokens_per_rank=num_max_tokens_per_rank, backend=backend)
-    left = [name for name, parameter in model.named_parameters() if hasattr(parameter, "full_tensor")]
-    if left:
-        raise ValueError(f"{left[0]} is a weight of experts in a module that spread_experts does not know")
     return loaded
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -55,14 +56,13 @@ def check(name: str, experts: nn.Module, num_topk: int, group: "dist.ProcessGrou
         raise ValueError(f"{name} has {num_experts} experts, which {num_ranks} ranks do not divide; choose another number of ranks")
     if not 1 <= num_topk <= num_experts:
         raise ValueError(f"num_topk is {num_topk}, but {name} has {num_experts} experts; pass a number from 1 to {num_experts}")
-    if is_share:
-        up, down = (_like(weight) for weight in (up, down))
+    others = {weight: _like(getattr(experts, weight)) for weight in WEIGHTS} if is_share else {}
     first = rank * num_experts // num_ranks
     for start in range(first, first + num_experts // num_ranks, num_topk):
         chosen = [(start + lane) % num_experts for lane in range(num_topk)]
         for training in (False, True):
-            with _quiet(experts, training), _weights(experts, up, down):
-                _prove(name, experts, up, down, chosen)
+            with _quiet(experts, training):
+                _prove(name, experts, others, chosen)
 
 
 def _is_share(weight: Any, group: "dist.ProcessGroup | None") -> bool:
@@ -79,19 +79,6 @@ def _like(weight: Tensor) -> Tensor:
     generator = torch.Generator("cpu").manual_seed(0)
     numbers = 0.02 * torch.randn(rows * columns + 16 * num_experts, generator=generator, device="cpu", dtype=weight.dtype)
     return numbers.to(weight.device).as_strided(tuple(weight.shape), (16, columns, 1))
-
-
-@contextlib.contextmanager
-def _weights(experts: nn.Module, *weights: Tensor) -> Iterator[None]:
-    """Let the experts have these weights."""
-    kept = {name: experts._parameters[name] for name in WEIGHTS if name in experts._parameters}
-    try:
-        for name, weight in zip(WEIGHTS, weights, strict=True):
-            if name in kept and kept[name] is not weight:
-                experts._parameters[name] = nn.Parameter(weight, requires_grad=False)
-        yield
-    finally:
-        experts._parameters.update(kept)
 
 
 @contextlib.contextmanager
@@ -113,8 +100,12 @@ def _quiet(experts: nn.Module, training: bool) -> Iterator[None]:
             module.training = mode
 
 
-def _prove(name: str, experts: nn.Module, up: Tensor, down: Tensor, chosen: list[int]) -> None:
-    """Compare one call of the experts with the formula, on rows whose first lane is each of the chosen experts at each magnitude."""
+def _prove(name: str, experts: nn.Module, others: dict[str, Tensor], chosen: list[int]) -> None:
+    """Compare one call of the experts with the formula, on rows whose first lane is each of the chosen experts at each magnitude.
+
+    The experts have `others` for weights, or none for their own.
+    """
+    up, down = (others.get(weight, getattr(experts, weight)) for weight in WEIGHTS)
     generator, num_topk = torch.Generator("cpu").manual_seed(0), len(chosen)
     idx = torch.tensor([chosen[lane:] + chosen[:lane] for lane in range(num_topk)], device=up.device).repeat(len(_MAGNITUDES), 1)
     x = torch.randn(len(idx), up.shape[2], generator=generator, device="cpu").to(up)
@@ -126,7 +117,7 @@ def _prove(name: str, experts: nn.Module, up: Tensor, down: Tensor, chosen: list
     direction = torch.randn(x.shape, generator=generator, device="cpu").to(up)
     wanted = _results(_formula, x, idx, topk_weights, direction, up, down)
     try:
-        results = _results(lambda *args: experts(*args[:3]), x, idx, topk_weights, direction, up, down)
+        results = _results(lambda *args: functional_call(experts, others, args[:3]), x, idx, topk_weights, direction, up, down)
     except Exception as error:
         raise ValueError(
             f"{name} cannot be called with (hidden_states, top_k_index, top_k_weights): {type(error).__name__}: {error}; only experts that "

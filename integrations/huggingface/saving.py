@@ -94,7 +94,7 @@ class _WholeState:
             whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if self.rank == 0 else None
             for number, (owner, place) in enumerate(places):
                 if whole is not None:
-                    target = whole.chunk(len(places))[number] if len(places) > 1 else whole
+                    target = whole.chunk(len(places))[number]
                     if owner == 0:
                         target.copy_(self._converted[1][place])
                     else:

@@ -95,7 +95,7 @@ def test_hugging_face_blocks_run(tmp_path):
     pytest.importorskip("transformers", minversion="5")
     blocks = BLOCKS["docs/huggingface.md", 0] + BLOCKS["docs/huggingface.md", 1]
     for output in run_under_torchrun(HUGGING_FACE.format(blocks=blocks, directory=str(tmp_path / "saved")), tmp_path, "cpu"):
-        assert output == "4\n", "up and down of two blocks"
+        assert output.splitlines()[-1] == "4", "up and down of two blocks; DeepSpeed may say something before"
 
 
 class Gated(nn.Module):
