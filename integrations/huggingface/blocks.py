@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepep_moe import config
-from deepep_moe.errors import EPMismatchError, EPPeerError, told
+from deepep_moe.errors import EPMismatchError
 from deepep_moe.exchange.buffer import Buffer, new_layer
 from deepep_moe.exchange.failures import notify_peers_on_failure
-from deepep_moe.group.rendezvous import gather_objects, join
+from deepep_moe.group.rendezvous import join
 from deepep_moe.integrations.huggingface import saving
+from deepep_moe.integrations.huggingface.agreement import agree
 from deepep_moe.integrations.huggingface.proof import WEIGHTS, check, is_stack
 from deepep_moe.nn import GroupedExperts, mark_experts
 from deepep_moe.nn.rank_parameters import RankExperts
@@ -30,13 +30,14 @@ class SpreadExperts(RankExperts):
 
     def __init__(self, experts: nn.Module, buffer: Buffer):
         super().__init__()
-        up, down = (getattr(experts, weight) for weight in WEIGHTS)
         own = slice(buffer.rank * buffer.num_local_experts, (buffer.rank + 1) * buffer.num_local_experts)
-        num_local, inner, hidden = up[own].shape
+        whole = [getattr(experts, weight) for weight in WEIGHTS]
+        shares = [(w.detach().to_local() if hasattr(w, "to_local") else w[own].detach()).clone() for w in whole]
+        num_local, inner, hidden = shares[0].shape
         self.buffer, self._layer = buffer, new_layer()
         self.experts = GroupedExperts(num_local, hidden, inner // 2, device="meta")
         self.experts.up, self.experts.down = (
-            nn.Parameter(weight[own].detach().clone(), requires_grad=weight.requires_grad) for weight in (up, down)
+            nn.Parameter(share, requires_grad=weight.requires_grad) for share, weight in zip(shares, whole, strict=True)
         )
         self.register_state_dict_pre_hook(saving.refuse_state_dict)
         self.check_wrappers()
@@ -56,7 +57,7 @@ class SpreadExperts(RankExperts):
         layer = 0  # in a graph, which serves all layers
         if not torch.compiler.is_compiling():
             layer = self._layer
-            saving.guard_trainer()
+            saving.install_in_trainer()
             if len(rows) > most:
                 raise ValueError(
                     f"hidden_states has {len(rows)} tokens, more than num_max_tokens_per_rank, which is {most}; pass a larger number to "
@@ -115,11 +116,16 @@ def spread_experts(
         for name, _, _ in blocks:
             experts = model.get_submodule(name)
             if id(experts) not in done:
-                check(name, experts, num_topk, rank, num_ranks)
+                check(name, experts, num_topk, members, rank, num_ranks)
             done.add(id(experts))
     except Exception as refused:
         error = refused
-    _agree(blocks, error, members, num_ranks)
+    blocks_of_ranks = agree("spread_experts", error, members, num_ranks, blocks)
+    for other, theirs in enumerate(blocks_of_ranks):
+        if theirs != blocks_of_ranks[0]:
+            raise EPMismatchError(
+                f"rank {other} has blocks {theirs} (name, hidden, num_experts), rank 0 has {blocks_of_ranks[0]}; give all ranks one model"
+            )
     assert num_topk is not None
     buffers: dict[tuple[int, int], Buffer] = {}
     try:
@@ -137,7 +143,7 @@ def spread_experts(
         spread[id(experts)] = layer
         model.get_submodule(name.rpartition(".")[0]).experts = layer
     mark_experts(model)
-    saving.guard(model)
+    saving.install(model)
     return [name for name, _, _ in blocks]
 
 
@@ -184,20 +190,3 @@ def _find(model: nn.Module) -> list[_Block]:
                     f"{name}.{weight} is also a parameter of another module; only experts with weights of their own can be spread"
                 )
     return blocks
-
-
-def _agree(blocks: list[_Block], error: Exception | None, group: "dist.ProcessGroup | None", num_ranks: int) -> None:
-    """Raise on all ranks if one has refused its model, or if their blocks differ. Collective."""
-    words = None if error is None else told(error)
-    answers = gather_objects({"blocks": blocks, "error": words}, group, num_ranks, "spread_experts", config.timeout_s(), dict)
-    if error is not None:
-        raise error
-    for rank, answer in enumerate(answers):
-        if answer["error"] is not None:
-            raise EPPeerError(f"rank {rank} did not make its call: {answer['error']}", rank=rank)
-    for rank, answer in enumerate(answers):
-        if answer["blocks"] != answers[0]["blocks"]:
-            raise EPMismatchError(
-                f"rank {rank} has blocks {answer['blocks']} (name, hidden, num_experts), rank 0 has {answers[0]['blocks']}; "
-                "give all ranks one model"
-            )

@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -26,13 +28,14 @@ def is_stack(module: nn.Module) -> bool:
     return down.shape == (num_experts, hidden, inner // 2) and inner % 2 == 0
 
 
-def check(name: str, experts: nn.Module, num_topk: int, rank: int, num_ranks: int) -> None:
+def check(name: str, experts: nn.Module, num_topk: int, group: "dist.ProcessGroup | None", rank: int, num_ranks: int) -> None:
     """Raise ValueError unless `experts` can be spread: they compute what `GroupedExperts` does, and have nothing that would be lost.
 
     They run on rows of many magnitudes, forward and backward, in training and in evaluation. A rank proves the experts that it will hold.
     """
     up, down = (getattr(experts, weight) for weight in WEIGHTS)
-    if any(weight.device.type == "meta" or hasattr(weight, "full_tensor") for weight in (up, down)):
+    is_share = all(_is_share(weight, group) for weight in (up, down))
+    if any(weight.device.type == "meta" or hasattr(weight, "full_tensor") for weight in (up, down)) and not is_share:
         raise ValueError(f"{name} has weights on the device meta, or sharded ones; load them whole before spread_experts")
     biases = [bias for bias in ("gate_up_proj_bias", "down_proj_bias") if getattr(experts, bias, None) is not None]
     if biases:
@@ -53,12 +56,29 @@ def check(name: str, experts: nn.Module, num_topk: int, rank: int, num_ranks: in
         raise ValueError(f"{name} has {num_experts} experts, which {num_ranks} ranks do not divide; choose another number of ranks")
     if not 1 <= num_topk <= num_experts:
         raise ValueError(f"num_topk is {num_topk}, but {name} has {num_experts} experts; pass a number from 1 to {num_experts}")
+    others = {weight: _like(getattr(experts, weight)) for weight in WEIGHTS} if is_share else {}
     first = rank * num_experts // num_ranks
     for start in range(first, first + num_experts // num_ranks, num_topk):
         chosen = [(start + lane) % num_experts for lane in range(num_topk)]
         for training in (False, True):
             with _quiet(experts, training):
-                _prove(name, experts, up, down, chosen)
+                _prove(name, experts, others, chosen)
+
+
+def _is_share(weight: Any, group: "dist.ProcessGroup | None") -> bool:
+    """Return whether the weight is a DTensor, as `load_spread` makes it: each rank of the group has its share of the experts."""
+    if group is None or not hasattr(weight, "full_tensor") or weight.device.type == "meta":
+        return False
+    is_by_expert = [getattr(placement, "dim", None) for placement in weight.placements] == [0] and weight.placements[0].is_shard()
+    return is_by_expert and weight.device_mesh.mesh.tolist() == dist.get_process_group_ranks(group)
+
+
+def _like(weight: Tensor) -> Tensor:
+    """Return random weights of all experts in the memory of about one: those of an expert begin 16 elements after the one before."""
+    num_experts, rows, columns = weight.shape
+    generator = torch.Generator("cpu").manual_seed(0)
+    numbers = 0.02 * torch.randn(rows * columns + 16 * num_experts, generator=generator, device="cpu", dtype=weight.dtype)
+    return numbers.to(weight.device).as_strided(tuple(weight.shape), (16, columns, 1))
 
 
 @contextlib.contextmanager
@@ -80,8 +100,12 @@ def _quiet(experts: nn.Module, training: bool) -> Iterator[None]:
             module.training = mode
 
 
-def _prove(name: str, experts: nn.Module, up: Tensor, down: Tensor, chosen: list[int]) -> None:
-    """Compare one call of the experts with the formula, on rows whose first lane is each of the chosen experts at each magnitude."""
+def _prove(name: str, experts: nn.Module, others: dict[str, Tensor], chosen: list[int]) -> None:
+    """Compare one call of the experts with the formula, on rows whose first lane is each of the chosen experts at each magnitude.
+
+    The experts have `others` for weights, or none for their own.
+    """
+    up, down = (others.get(weight, getattr(experts, weight)) for weight in WEIGHTS)
     generator, num_topk = torch.Generator("cpu").manual_seed(0), len(chosen)
     idx = torch.tensor([chosen[lane:] + chosen[:lane] for lane in range(num_topk)], device=up.device).repeat(len(_MAGNITUDES), 1)
     x = torch.randn(len(idx), up.shape[2], generator=generator, device="cpu").to(up)
@@ -93,7 +117,7 @@ def _prove(name: str, experts: nn.Module, up: Tensor, down: Tensor, chosen: list
     direction = torch.randn(x.shape, generator=generator, device="cpu").to(up)
     wanted = _results(_formula, x, idx, topk_weights, direction, up, down)
     try:
-        results = _results(lambda *args: experts(*args[:3]), x, idx, topk_weights, direction, up, down)
+        results = _results(lambda *args: functional_call(experts, others, args[:3]), x, idx, topk_weights, direction, up, down)
     except Exception as error:
         raise ValueError(
             f"{name} cannot be called with (hidden_states, top_k_index, top_k_weights): {type(error).__name__}: {error}; only experts that "

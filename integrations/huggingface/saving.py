@@ -1,18 +1,25 @@
-"""Refuse to save a spread model as a whole: this rank has only its own experts, under names that no model has."""
+"""Save a spread model as transformers saves the plain one: one tensor at a time goes to rank 0, which writes one file at a time."""
 
 import functools
+import inspect
+import json
+import os
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from deepep_moe.group.rendezvous import hanging_up, moves_cpu_tensors
+from deepep_moe.integrations.huggingface.agreement import together
+from deepep_moe.integrations.huggingface.proof import WEIGHTS
 from deepep_moe.nn.rank_parameters import RankExperts
 
-# Functions that save the state dict of one rank as that of the model, or drop what other ranks have under the same names.
+# Functions that take the state dict of one rank for that of the model.
 _SAVERS = {
-    ("transformers.modeling_utils", "save_pretrained"),
-    ("transformers.trainer", "_save"),
     ("accelerate.accelerator", "get_state_dict"),
     ("torch.distributed.checkpoint.state_dict", "get_model_state_dict"),
     ("torch.distributed.checkpoint.state_dict", "get_state_dict"),
@@ -20,12 +27,190 @@ _SAVERS = {
 _ADAPTER_SAVERS = {("peft.utils.save_and_load", "get_peft_model_state_dict")}
 
 
-class _SavingError(ValueError):
-    def __init__(self, who: str):
-        super().__init__(
-            f"{who} would save the experts of one rank as those of the model, which spread_experts has spread; save the model before "
-            "spread_experts, or keep a file of each rank: torch.save(model.state_dict(), f'rank{rank}.pt')"
-        )
+class _WholeState:
+    """The state dict of a spread model, as transformers saves that of the plain model. All ranks make it alike.
+
+    Attributes:
+        tensors: the names, each with its tensor. Experts have tensors on the device meta, with the storages of the plain model's.
+    """
+
+    def __init__(self, model: nn.Module, in_original_format: bool = True):
+        layers = _layers(model)
+        if not layers:
+            raise ValueError(f"{type(model).__name__} has no spread experts; call spread_experts first, or take its state_dict()")
+        buffer = layers[0].buffer
+        self.group, self.num_ranks, self.rank = buffer._group, buffer.num_ranks, buffer.rank
+        self._convert, self._shares, tensors = _conversion(model, in_original_format), dict[str, Tensor](), dict[str, Tensor]()
+        leaves = {
+            f"{name}.experts.{ours}".removeprefix("."): f"{name}.{theirs}".removeprefix(".")
+            for name, module in model.named_modules(remove_duplicate=False)
+            if isinstance(module, RankExperts)
+            for ours, theirs in zip(("up", "down"), WEIGHTS, strict=True)
+        }
+        state = model.state_dict()
+        plain = _without_tied({name: tensor for name, tensor in state.items() if name not in leaves}, model)
+        for name, tensor in state.items():
+            if name in leaves:
+                self._shares[leaves[name]] = tensor
+                tensors[leaves[name]] = tensor.new_empty((len(tensor) * self.num_ranks, *tensor.shape[1:]), device="meta")
+            elif name in plain:
+                tensors[name] = plain[name]
+        self.tensors: dict[str, Tensor] = self._convert(tensors)
+        self._places: dict[str, tuple[str, list[tuple[int, int]]]] = {}
+        for leaf in self._shares:
+            self._places.update(self._place(leaf, tensors[leaf]))
+        self._converted: tuple[str, list[Tensor]] = "", []
+
+    def _place(self, leaf: str, whole: Tensor) -> Iterator[tuple[str, tuple[str, list[tuple[int, int]]]]]:
+        """Yield each name of a weight's tensors, with the ranks that have them and their places in what these ranks' shares convert to.
+
+        A weight stays one tensor, or several, of all experts; or becomes tensors of single experts, in the order of the experts.
+        """
+        share = self._shares[leaf]
+        names, parts = list(self._convert({leaf: whole})), list(self._convert({leaf: share.to("meta")}).items())
+        is_whole = len(names) == len(parts)
+        for index, name in enumerate(names):
+            matrix, expert = divmod(index, len(whole))
+            owner, row = divmod(expert, len(share))
+            places = [(rank, index) for rank in range(self.num_ranks)] if is_whole else [(owner, matrix * len(share) + row)]
+            part_name, part = parts[places[0][1]] if places[0][1] < len(parts) else ("", whole)
+            shape = [len(part) * self.num_ranks, *part.shape[1:]] if is_whole else list(part.shape)
+            is_first = is_whole or owner == 0
+            if (is_first and part_name != name) or name not in self.tensors or shape != list(self.tensors[name].shape):
+                raise ValueError(f"transformers saves {leaf} as {name}, which is not made of the experts in their order")
+            yield name, (leaf, places)
+
+    def fetch(self, name: str) -> Tensor | None:
+        """Return the whole tensor on rank 0, None on the others. Collective over the ranks of the experts."""
+        tensor = self.tensors[name]
+        if name not in self._places:
+            return tensor if self.rank == 0 else None
+        leaf, places = self._places[name]
+        with torch.no_grad(), hanging_up(self.group):
+            if self._converted[0] != leaf:
+                self._converted = "", []
+                self._converted = leaf, list(self._convert({leaf: self._shares[leaf]}).values())
+            device = "cpu" if self.group is None or moves_cpu_tensors(self.group) else self._shares[leaf].device
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if self.rank == 0 else None
+            for number, (owner, place) in enumerate(places):
+                if whole is not None:
+                    target = whole.chunk(len(places))[number]
+                    if owner == 0:
+                        target.copy_(self._converted[1][place])
+                    else:
+                        dist.recv(target, group=self.group, group_src=owner)
+                elif self.rank == owner:
+                    dist.send(self._converted[1][place].to(device).contiguous(), group=self.group, group_dst=0)
+        return None if whole is None else whole.cpu()
+
+
+def gathered_state_dict(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield the names and whole tensors of a spread model, one by one, under the names that transformers gives to saved tensors.
+
+    Collective over the ranks of the experts: each of them iterates to the end. Rank 0 gets the tensors, those of experts on the CPU; the
+    others get None. An expert's weights travel alone, or with those of the other experts where transformers saves them as one tensor.
+
+    Raises:
+        ValueError: `model` has no spread experts, or transformers saves them in an order that is not known here.
+    """
+    state = _WholeState(model)
+    for name in state.tensors:
+        yield name, state.fetch(name)
+
+
+def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    """Save the whole model, as `PreTrainedModel.save_pretrained` saves the plain one. Collective over the ranks of the experts.
+
+    Rank 0 of all writes, and gathers a file's tensors at a time. The files are complete when the ranks of its group return. A `state_dict`
+    of whole weights is saved without the others' help. Arguments are those of the plain method.
+
+    Raises:
+        ValueError: `state_dict` has experts of one rank, the model is quantized, or `push_to_hub` or `distributed_checkpoint` is set.
+        EPPeerError: a peer has failed, as its disk is full, say.
+    """
+    stock = type(self).save_pretrained
+    call = inspect.signature(stock).bind(self, save_directory, *args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    own = {id(parameter) for layer in _layers(self) for parameter in layer.expert_parameters()}
+    names = {name for name, parameter in self.named_parameters(remove_duplicate=False) if id(parameter) in own}
+    is_whole = given["state_dict"] is not None and names.isdisjoint(given["state_dict"])
+    if is_whole or getattr(self, "_hf_peft_config_loaded", False):
+        return stock(self, save_directory, *args, **kwargs)
+    buffer = _layers(self)[0].buffer
+    with together("save_pretrained", buffer._group, buffer.num_ranks):
+        if given["state_dict"] is not None:
+            raise ValueError("state_dict has the experts of one rank; leave it out, and save_pretrained gathers those of all ranks")
+        refused = [name for name in ("push_to_hub", "distributed_checkpoint") if given.get(name)]
+        if refused or getattr(self, "hf_quantizer", None) is not None:
+            raise ValueError(
+                f"save_pretrained of a spread model does not take {refused[0] if refused else 'quantized weights'}; save plain weights "
+                "to a directory, and go on from there"
+            )
+        is_written = buffer._group is None or dist.get_process_group_ranks(buffer._group)[0] == 0  # other groups have the same weights
+        given.update(state_dict={}, is_main_process=is_written and buffer.rank == 0 and given["is_main_process"])
+        stock(*call.args, **call.kwargs)  # everything but the weights
+        state = _WholeState(self, given.get("save_original_format", True))
+        split, filename = _split(state.tensors, given["variant"], given["max_shard_size"])
+    if not is_written:
+        return None
+    for file, members in split.filename_to_tensors.items():
+        shard: dict[str, Tensor] = {}
+        for name in members:
+            tensor = state.fetch(name)
+            if tensor is not None and given["is_main_process"]:
+                shard[name] = tensor.contiguous()
+        with together("save_pretrained", state.group, state.num_ranks):
+            if shard:
+                from safetensors.torch import save_file
+
+                save_file(shard, os.path.join(save_directory, file), metadata={"format": "pt"})
+    with together("save_pretrained", state.group, state.num_ranks):
+        if split.is_sharded and given["is_main_process"]:
+            total = self.num_parameters() + (state.num_ranks - 1) * sum(share.numel() for share in state._shares.values())
+            index = {"metadata": {"total_parameters": total, **split.metadata}, "weight_map": split.tensor_to_filename}
+            with open(os.path.join(save_directory, filename), "w", encoding="utf-8") as out:
+                out.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return None
+
+
+def _split(tensors: dict[str, Tensor], variant: str | None, max_shard_size: int | str) -> tuple[Any, str]:
+    """Return the files of the tensors, and the name of their index. Tensors of one storage share a file, as with transformers."""
+    from huggingface_hub import get_torch_storage_id, get_torch_storage_size, split_state_dict_into_shards_factory
+    from transformers.modeling_utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, _add_variant
+
+    def storage_of(tensor: Tensor) -> Any:
+        return tensor.untyped_storage()._cdata if tensor.is_meta else get_torch_storage_id(tensor)
+
+    split = split_state_dict_into_shards_factory(
+        tensors, get_storage_size=get_torch_storage_size, get_storage_id=storage_of, max_shard_size=max_shard_size,
+        filename_pattern=_add_variant(SAFE_WEIGHTS_NAME, variant).replace(".safetensors", "{suffix}.safetensors"),
+    )  # fmt: skip
+    return split, _add_variant(SAFE_WEIGHTS_INDEX_NAME, variant)
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    module = sys.modules.get("transformers.modeling_utils")
+    return module is not None and isinstance(model, module.PreTrainedModel)
+
+
+def _conversion(model: Any, in_original_format: bool) -> Any:
+    """Return the function that gives weights the names and shapes of a checkpoint."""
+    if not (in_original_format and _is_of_transformers(model)):
+        return dict
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return functools.partial(revert_weight_conversion, model)
+
+
+def _without_tied(state: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """Return the tensors that a checkpoint has: those of tied weights once, and none that the model's class leaves out."""
+    if not _is_of_transformers(model):
+        return state
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    return remove_tied_weights_from_state_dict({name: tensor for name, tensor in state.items() if name not in ignored}, model)
 
 
 def refuse_state_dict(layer: RankExperts, *_: Any) -> None:
@@ -34,43 +219,61 @@ def refuse_state_dict(layer: RankExperts, *_: Any) -> None:
     while frame is not None:
         caller = frame.f_globals.get("__name__"), frame.f_code.co_name
         if caller in _SAVERS or (caller in _ADAPTER_SAVERS and _is_trained(layer)):
-            raise _SavingError(caller[1])
+            raise ValueError(
+                f"{caller[1]} would take the experts of one rank for those of the model; call model.save_pretrained(directory) on every "
+                "rank, or read the tensors from gathered_state_dict(model)"
+            )
         frame = frame.f_back  # type: ignore[assignment]
 
 
-def guard(model: nn.Module) -> None:
-    """Refuse `save_pretrained` of the model and of models in it, also with a state dict of this rank, and `Trainer.save_model`."""
+def install(model: nn.Module) -> None:
+    """Let `save_pretrained` of the model, and of models in it, and `Trainer` save whole experts."""
     for module in model.modules():
         has_own = "save_pretrained" in vars(module) or hasattr(module, "get_base_model")
         if not has_own and hasattr(type(module), "save_pretrained") and _layers(module):
             vars(module)["save_pretrained"] = types.MethodType(_save_pretrained, module)
-    guard_trainer()
+    install_in_trainer()
 
 
-def guard_trainer() -> None:
-    """Let `Trainer.save_model` raise on all ranks, where only the first one saves and its peers would train on."""
-    trainer = sys.modules.get("transformers.trainer")
-    if trainer is not None and not hasattr(trainer.Trainer.save_model, "refuses_spread_models"):
-        save_model = trainer.Trainer.save_model
+def install_in_trainer() -> None:
+    """Let `Trainer.save_model` save on all ranks, and refuse to keep or load what is of one rank."""
+    module = sys.modules.get("transformers.trainer")
+    if module is None or hasattr(module.Trainer.save_model, "knows_spread_models"):
+        return
+    trainer = module.Trainer
+    save_model = trainer.save_model
 
-        @functools.wraps(save_model)
-        def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-            layers = _layers(self.model)
-            if layers and (not hasattr(self.model, "get_base_model") or any(map(_is_trained, layers))):
-                raise _SavingError("Trainer.save_model")
-            return save_model(self, *args, **kwargs)
+    @functools.wraps(save_model)
+    def save_on_all_ranks(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        layers = _layers(self.model)
+        if not layers or hasattr(self.model, "get_base_model"):
+            if any(map(_is_trained, layers)):
+                raise ValueError("Trainer.save_model of an adapter has no trained experts of other ranks; freeze the experts")
+            return save_model(self, output_dir, _internal_call)
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
 
-        refuse.refuses_spread_models = True  # type: ignore[attr-defined]
-        trainer.Trainer.save_model = refuse
+    save_on_all_ranks.knows_spread_models = True  # type: ignore[attr-defined]
+    trainer.save_model = save_on_all_ranks
+    advice = "pass save_only_model=True, and load_spread the model to go on with a new optimizer"
+    for name, why in (
+        ("_save_optimizer_and_scheduler", f"would save the optimizer's state of rank 0 for the experts of all ranks; {advice}"),
+        ("_load_from_checkpoint", "cannot load the experts of a spread model; load_spread the checkpoint, and train without it"),
+        ("_load_best_model", "cannot load the experts of a spread model; load_spread the best checkpoint instead"),
+    ):
+        setattr(trainer, name, _refusing(getattr(trainer, name), f"Trainer {why}", only_trained=name.startswith("_save")))
 
 
-def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    state = kwargs.get("state_dict") if len(args) < 2 else args[1]
-    own = {id(parameter) for layer in _layers(self) for parameter in layer.expert_parameters()}
-    names = {name for name, parameter in self.named_parameters(remove_duplicate=False) if id(parameter) in own}
-    if state is None or not names.isdisjoint(state):
-        raise _SavingError("save_pretrained")
-    return type(self).save_pretrained(self, save_directory, *args, **kwargs)
+def _refusing(function: Any, message: str, only_trained: bool) -> Any:
+    @functools.wraps(function)
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        layers = _layers(self.model)
+        if any(map(_is_trained, layers)) if only_trained else layers and not hasattr(self.model, "get_base_model"):
+            raise ValueError(message)
+        return function(self, *args, **kwargs)
+
+    return refuse
 
 
 def _layers(model: nn.Module) -> list[RankExperts]:

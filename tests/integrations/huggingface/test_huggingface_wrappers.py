@@ -12,7 +12,7 @@ from on_ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from deepep_moe.integrations.huggingface import expert_parameters, spread_experts
+from deepep_moe.integrations.huggingface import expert_parameters, gathered_state_dict, spread_experts
 
 
 def tokens_of(rank: int, step: int) -> torch.Tensor:
@@ -34,11 +34,13 @@ def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-@on_ranks(2, max_norm=(0.01, 1e9))
-def test_training_in_ddp(rank: int, num_ranks: int, max_norm: float) -> None:
+@on_ranks(2, max_norm=(0.01, 1e9), is_frozen=(False, True))
+def test_training_in_ddp(rank: int, num_ranks: int, max_norm: float, is_frozen: bool) -> None:
     results = []
     for is_spread in (False, True):
         model, norms = build("stand-in"), []
+        for layer in model.layers:
+            layer.experts.requires_grad_(not is_frozen)
         if is_spread:
             spread_experts(model, num_max_tokens_per_rank=64)
         wrapped, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.5)
@@ -51,7 +53,8 @@ def test_training_in_ddp(rank: int, num_ranks: int, max_norm: float) -> None:
     (stock, stock_norms), (spread, norms) = results
     torch.testing.assert_close(norms, stock_norms)
     assert stock.keys() == spread.keys()
-    assert not torch.equal(stock["layers.0.experts.down_proj"], dict(build("stand-in").named_parameters())["layers.0.experts.down_proj"])
+    before = dict(build("stand-in").named_parameters())["layers.0.experts.down_proj"]
+    assert torch.equal(stock["layers.0.experts.down_proj"], before) == is_frozen
     for name, parameter in stock.items():
         torch.testing.assert_close(spread[name], parameter, rtol=1e-4, atol=1e-6)
 
@@ -90,23 +93,11 @@ def test_saving(rank: int, num_ranks: int, tmp_path: Path) -> None:
             parameter.mul_(2)
     torch.save(model.state_dict(), f"{tmp_path}/{rank}.pt")
     other.load_state_dict(torch.load(f"{tmp_path}/{rank}.pt"))
+    assert dict(gathered_state_dict(other)).keys() == build("stand-in").state_dict().keys()
     tokens = tokens_of(rank, 0)
     assert torch.equal(other(input_ids=tokens).logits, model(input_ids=tokens).logits)
-    with pytest.raises(ValueError, match="experts of one rank.*before spread_experts"):
+    with pytest.raises(ValueError, match="experts of one rank.*save_pretrained"):
         get_model_state_dict(model)
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_save_pretrained(rank: int, num_ranks: int, tmp_path: Path) -> None:
-    pytest.importorskip("transformers", minversion="5")
-    model = build("qwen3")
-    stock = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    spread_experts(model, num_max_tokens_per_rank=64)
-    for given in ({}, {"state_dict": model.state_dict()}):
-        with pytest.raises(ValueError, match="save_pretrained would save the experts of one rank"):
-            model.save_pretrained(str(tmp_path), **given)
-    model.save_pretrained(str(tmp_path), is_main_process=rank == 0, state_dict=stock)
 
 
 @pytest.mark.slow
@@ -116,13 +107,14 @@ def test_trainer_and_accelerate(rank: int, num_ranks: int, tmp_path: Path) -> No
     pytest.importorskip("accelerate")
     from accelerate import Accelerator
     from transformers import Trainer, TrainingArguments
+    from transformers.core_model_loading import revert_weight_conversion
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank), ACCELERATE_USE_CPU="true")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29678")
     data = [{"input_ids": tokens_of(index, 7)[0], "labels": tokens_of(index, 7)[0]} for index in range(12)]
     arguments = TrainingArguments(
         str(tmp_path), per_device_train_batch_size=2, max_steps=3, learning_rate=0.5, optim="sgd", max_grad_norm=0.5, report_to=[],
-        use_cpu=True, ddp_backend="gloo", save_strategy="no", disable_tqdm=True,
+        use_cpu=True, ddp_backend="gloo", save_steps=2, save_only_model=True, disable_tqdm=True,
     )  # fmt: skip
     states = []
     for is_spread in (False, True):
@@ -134,11 +126,24 @@ def test_trainer_and_accelerate(rank: int, num_ranks: int, tmp_path: Path) -> No
         states.append(gathered(model))
     for name, parameter in states[0].items():
         torch.testing.assert_close(states[1][name], parameter, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="save_model would save the experts of one rank"):
-        trainer.save_model(str(tmp_path))
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
+    trainer.save_model(str(tmp_path))
+    loaded, own = type(model).from_pretrained(tmp_path), dict(gathered_state_dict(model))
+    assert rank or all(torch.equal(tensor, own[name]) for name, tensor in revert_weight_conversion(loaded, loaded.state_dict()).items())
+    arguments.save_only_model = False
+    for refused, why in (
+        (lambda: trainer._save_checkpoint(model, None), "optimizer's state of rank 0.*save_only_model"),
+        (lambda: trainer.train(resume_from_checkpoint=str(tmp_path)), "load_spread the checkpoint"),
+        (trainer._load_best_model, "load_spread the best checkpoint"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            refused()
     accelerator = Accelerator()
+    options = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save}
+    accelerator.unwrap_model(accelerator.prepare(model)).save_pretrained(tmp_path / "unwrapped", **options)
+    assert (tmp_path / "unwrapped" / "model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
     for save in (accelerator.get_state_dict, lambda model: accelerator.save_model(model, str(tmp_path))):
-        with pytest.raises(ValueError, match="get_state_dict would save the experts of one rank"):
+        with pytest.raises(ValueError, match=r"get_state_dict would take the experts of one rank.*call model\.save_pretrained"):
             save(model)
 
 
