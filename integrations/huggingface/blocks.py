@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from deepep_moe.errors import EPMismatchError
 from deepep_moe.exchange.buffer import Buffer, new_layer
+from deepep_moe.exchange.checks import GUESS
 from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.group.rendezvous import join
 from deepep_moe.integrations.huggingface import saving
@@ -35,7 +36,7 @@ class SpreadExperts(RankExperts):
         shares = [(w.detach().to_local() if hasattr(w, "to_local") else w[own].detach()).clone() for w in whole]
         num_local, inner, hidden = shares[0].shape
         self.buffer, self._layer = buffer, new_layer()
-        self.experts = GroupedExperts(num_local, hidden, inner // 2, device="meta")
+        self.experts = GroupedExperts(num_local, hidden, inner // 2, zero_tail=False, device="meta")
         self.experts.up, self.experts.down = (
             nn.Parameter(share, requires_grad=weight.requires_grad) for share, weight in zip(shares, whole, strict=True)
         )
@@ -63,11 +64,14 @@ class SpreadExperts(RankExperts):
                     f"hidden_states has {len(rows)} tokens, more than num_max_tokens_per_rank, which is {most}; pass a larger number to "
                     "spread_experts(model, num_max_tokens_per_rank=...)"
                 )
-        return self.buffer.dispatch(rows, top_k_index, top_k_weights.float(), layer=layer)
+        return self.buffer.dispatch(rows, top_k_index, top_k_weights.float(), num_recv_rows=GUESS, layer=layer)
 
     def _combine(self, out: Any) -> Tensor:
         y = self.experts(out.recv_x, out.handle.num_rows_per_expert)
-        return self.buffer.combine(y.contiguous(), out.handle, out.recv_topk_weights)
+        settled = self.buffer.settle(out)
+        if settled is not out:
+            y = self.experts(settled.recv_x, settled.handle.num_rows_per_expert)
+        return self.buffer.combine(y.contiguous(), settled.handle, settled.recv_topk_weights)
 
 
 def spread_experts(
