@@ -5,6 +5,8 @@ import logging
 
 import torch.distributed as dist
 
+from deepep_moe._C import __version__
+
 _log = logging.getLogger(__name__)
 
 
@@ -15,6 +17,11 @@ def warn_once(message: str, *groups: "dist.ProcessGroup | None", on_all_ranks: b
     """
     if on_all_ranks or is_first(*groups):
         log_once(message)
+
+
+def say_on(num_layers: int, backend: str, experts: set[str], *groups: "dist.ProcessGroup | None") -> None:
+    """Log as a warning, which programs show by default, that layers of a model use this library, and whose experts they have."""
+    warn_once(f"deepep_moe {__version__}: {num_layers} MoE layers on this rank, backend {backend}, {'; '.join(sorted(experts))}", *groups)
 
 
 @functools.cache

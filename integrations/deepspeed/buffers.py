@@ -17,6 +17,7 @@ from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.group.rendezvous import check_same, gather_objects
 from deepep_moe.integrations.common.registry import BufferRegistry
+from deepep_moe.integrations.common.warn_once import say_on
 from deepep_moe.integrations.deepspeed.options import Options
 
 _OPTION = 'num_max_tokens_per_rank, an argument of replace_moe_layers and a key of "deepep_moe" in ds_config,'
@@ -81,7 +82,17 @@ def _growing(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> GrowingBu
     _check_same_plan(group, plan)
     # It keeps the plan's numbers and not the plan: buffers go at once with the last layer, not with a collection of cycles.
     construct = functools.partial(_construct, group, x.shape[1], plan.options, plan.num_local_experts, plan.num_topk)
-    return GrowingBuffer(group, x.shape[0], x.device, construct, plan.options.num_max_tokens_per_rank, _OPTION)
+    growing = GrowingBuffer(group, x.shape[0], x.device, construct, plan.options.num_max_tokens_per_rank, _OPTION)
+    layers, mode = list(plan.layers), "exact" if plan.options.exact else "fast"
+    experts = {_whose_experts(layer, plan.options) for layer in layers}
+    say_on(len(layers), f"{growing.buffer.backend} ({mode} mode)", experts, *groups_of(layers[0]))
+    return growing
+
+
+def _whose_experts(layer: Any, options: Options) -> str:
+    if getattr(layer, "_is_autoep_layer", False):
+        return "experts are AutoEP's"
+    return f"experts are DeepSpeed's{'' if options.grouped_experts is False else ', in grouped products'}"
 
 
 def _check_same_plan(group: dist.ProcessGroup, plan: Plan) -> None:

@@ -148,11 +148,7 @@ def _report(model: nn.Module, left: list[Any], num_native: int, num_autoep: int,
         say(logging.WARNING, f"expert_bias_update_rate has no effect on {num_native} native MoE layers, whose gates have no bias")
     if num_autoep and options.grouped_experts:
         say(logging.WARNING, f"grouped_experts has no effect on {num_autoep} AutoEP layers, which have grouped products of their own")
-    mode = "exact" if options.exact else "fast"
-    num_layers = num_native + num_autoep
-    if num_layers:
-        say(logging.INFO, f"{num_layers} MoE layers dispatch through deepep_moe ({mode} mode)")
-    elif not left and getattr(model, "num_stages", 1) == 1:  # else another stage of the pipeline has them
+    if not (num_native or num_autoep or left) and getattr(model, "num_stages", 1) == 1:  # else another stage of the pipeline has them
         say(logging.WARNING, f"this model has no MoE layers of DeepSpeed; {_where_layers_come_from(model)}")
     if num_native and is_gate_unknown():
         say(

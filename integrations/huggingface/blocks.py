@@ -12,6 +12,7 @@ from deepep_moe.exchange.buffer import Buffer, new_layer
 from deepep_moe.exchange.checks import GUESS
 from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.group.rendezvous import join
+from deepep_moe.integrations.common.warn_once import say_on
 from deepep_moe.integrations.huggingface import saving
 from deepep_moe.integrations.huggingface.agreement import agree
 from deepep_moe.integrations.huggingface.proof import WEIGHTS, check, is_stack
@@ -146,6 +147,7 @@ def spread_experts(
         layer = spread.get(id(experts)) or SpreadExperts(experts, buffers[hidden, num_experts])
         spread[id(experts)] = layer
         model.get_submodule(name.rpartition(".")[0]).experts = layer
+    say_on(len(spread), next(iter(buffers.values())).backend, {"deepep_moe's grouped experts in the place of the model's"}, group)
     mark_experts(model)
     saving.install(model)
     return [name for name, _, _ in blocks]

@@ -1,8 +1,8 @@
 """deepep_moe as a token dispatcher of Megatron-Core 0.13 to 0.19.
 
-From code: `enable()` before the model is built, and `moe_token_dispatcher_type="flex"`, `moe_flex_dispatcher_backend="deepep_moe"` in the
-config. Without editing a script: `python -m deepep_moe.integrations.megatron pretrain_gpt.py ...` with
-`--moe-flex-dispatcher-backend deepep_moe` among its arguments. `enable()` says what to give 0.13 to 0.15.
+From code: `enable()` before the model is built, and `moe_flex_dispatcher_backend="deepep_moe"` in the config.
+Without editing a script: `python -m deepep_moe.integrations.megatron pretrain_gpt.py ...` with `--moe-flex-dispatcher-backend
+deepep_moe` among its arguments. `enable()` says what to give 0.13 to 0.15.
 
 Importing this package does not import Megatron-Core.
 """

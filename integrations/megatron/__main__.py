@@ -1,22 +1,18 @@
 """Run a script with the dispatcher enabled: `python -m deepep_moe.integrations.megatron [options] script.py [arguments of the script]`."""
 
 import argparse
-import itertools
 import os
 import runpy
 import sys
 
 from deepep_moe.integrations.megatron import enable
 from deepep_moe.integrations.megatron.options import EXPERTS
-from deepep_moe.integrations.megatron.plugin import BACKEND_NAME
 from deepep_moe.topology.option import add_bind, bind_this_rank
-
-_BACKEND_FLAG, _TYPE_FLAG = "--moe-flex-dispatcher-backend", "--moe-token-dispatcher-type"
 
 _DESCRIPTION = """Enable deepep_moe in Megatron-Core, then run a script as if it had been started itself.
 
 Select the dispatcher among the script's own arguments:
-  megatron-core 0.16 and newer:  --moe-flex-dispatcher-backend deepep_moe   (--moe-token-dispatcher-type flex is added)
+  megatron-core 0.16 and newer:  --moe-flex-dispatcher-backend deepep_moe
   megatron-core 0.13 to 0.15:    --moe-token-dispatcher-type flex   (without --moe-enable-deepep)
 """
 _EPILOG = """example:
@@ -82,18 +78,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def with_flex(arguments: list[str]) -> list[str]:
-    """Return the script's `arguments`, which select the flex dispatcher too where they select our backend of it and no dispatcher."""
-    backends = [follows for flag, follows in itertools.pairwise(_split(arguments)) if flag == _BACKEND_FLAG]
-    has_type = any(argument.partition("=")[0] == _TYPE_FLAG for argument in arguments)
-    return [*arguments, _TYPE_FLAG, "flex"] if backends[-1:] == [BACKEND_NAME] and not has_type else arguments  # argparse takes the last
-
-
-def _split(arguments: list[str]) -> list[str]:
-    """Return `arguments` with the backend's flag and its value apart in either spelling."""
-    return [part for argument in arguments for part in (argument.split("=", 1) if argument.startswith(f"{_BACKEND_FLAG}=") else [argument])]
-
-
 def main() -> None:
     parser = _parser()
     options = parser.parse_args()
@@ -117,7 +101,7 @@ def main() -> None:
     )
     # The script finds what `python script.py arguments` gives it: its arguments, and its folder first on the path. `-m` had put the
     # current folder there.
-    sys.argv = [options.script, *with_flex(options.arguments)]
+    sys.argv = [options.script, *options.arguments]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.abspath(options.script))
     runpy.run_path(options.script, run_name="__main__")

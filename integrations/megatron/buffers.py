@@ -33,6 +33,7 @@ class LayerBuffers(BufferRegistry):
         super().__init__()
         self.options = options
         self.metrics = Metrics() if options.metrics else None
+        self.layers: weakref.WeakSet[Any] = weakref.WeakSet()  # that dispatch through them
         self.is_closed = False
         self._capacities: weakref.WeakSet[RecvCapacity] = weakref.WeakSet()  # the layers own them
         self.has_runner = False  # Megatron-Core's, of the job: on ranks without MoE layers too

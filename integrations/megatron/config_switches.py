@@ -10,8 +10,14 @@ from deepep_moe.integrations.megatron.patches import Patches
 from deepep_moe.integrations.megatron.shared_experts import check_shared_overlap
 
 
-def serve_config(patches: Patches, is_ours: Callable[[Any], bool], backend_field: str, is_sync_free: Callable[[Any], bool]) -> None:
-    """Let configs of which `is_ours` is true keep what they ask for.
+def serve_config(
+    patches: Patches,
+    choose: Callable[[Any], None],
+    is_ours: Callable[[Any], bool],
+    backend_field: str,
+    is_sync_free: Callable[[Any], bool],
+) -> None:
+    """Let `choose` complete configs, and let those of which `is_ours` is true then keep what they ask for.
 
     `moe_enable_deepep` would replace our backend by DeepEP's with a warning at most, and is an error. `moe_shared_expert_overlap` (before
     0.18) and `moe_expert_rank_capacity_factor` are hidden from the checks, which know the dispatchers by name. Where `is_sync_free`, so is
@@ -27,6 +33,7 @@ def serve_config(patches: Patches, is_ours: Callable[[Any], bool], backend_field
 
     @functools.wraps(stock)
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        choose(self)
         if not is_ours(self):
             stock(self, *args, **kwargs)
             return

@@ -22,10 +22,12 @@ from deepep_moe.exchange.checks import BLOCKWISE, GUESS
 from deepep_moe.exchange.failures import notify_peers
 from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
+from deepep_moe.integrations.common.warn_once import say_on
 from deepep_moe.integrations.megatron.buffers import LayerBuffers
 from deepep_moe.integrations.megatron.cuda_graphs import check_graphs
 from deepep_moe.integrations.megatron.fp8_experts import check_fp8
-from deepep_moe.integrations.megatron.gating import choice_for
+from deepep_moe.integrations.megatron.gating import choice_for, stage_group
+from deepep_moe.integrations.megatron.grouped_experts import whose_experts
 from deepep_moe.integrations.megatron.over_budget import HOW_TO_GO_ON, is_judged_at_end
 from deepep_moe.integrations.megatron.recompute import Dispatched, record, recorded, take_recorded, trains
 from deepep_moe.integrations.megatron.recv_capacity import FACTOR_FIELD, RecvCapacity
@@ -143,6 +145,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
                 "TEGroupedMLP, or keep Megatron-Core's experts: experts='framework' (--experts framework)"
             )
         self._layer = weakref.ref(layer)
+        self.buffers.layers.add(layer)
         takes_counts = self._capacity is None and not self._fp8 and getattr(layer.experts, "takes_counts_on_device", False)
         # What runs beside the experts, or keeps their inputs, would need to run again with them.
         runs_apart = self._shared is not None or getattr(self.config, "overlap_moe_expert_parallel_comm", False)
@@ -253,6 +256,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             is_bounded=self._capacity is not None, allows_excess=asked[-1],
         )  # fmt: skip
         self._asked = asked
+        layers = self.buffers.layers
+        say_on(len(layers), self._growing.buffer.backend, {whose_experts(layer.experts) for layer in layers}, stage_group())
         return self._growing
 
     def dispatch_preprocess(

@@ -19,8 +19,6 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 
-from deepep_moe.integrations.common.warn_once import warn_once
-from deepep_moe.integrations.megatron.gating import stage_group
 from deepep_moe.integrations.megatron.patches import Patches
 from deepep_moe.integrations.megatron.stacked_checkpoint import mark_stack, stack_sharded
 from deepep_moe.ops.grouped_mlp import Activation, clear_tail, grouped_mlp
@@ -399,7 +397,7 @@ def serve_experts(
     """Let `SequentialMLP(...)` and `TEGroupedMLP(...)` construct `experts` for the configs of which `is_ours` is true.
 
     With `insists` they do so always, and a config that grouped experts do not honour is ValueError. Otherwise they do so where grouped
-    experts are fast and honour the config. A line in the log says which experts there are.
+    experts are fast and honour the config. `whose_experts` says which experts there are.
 
     Layer specs have the classes in several forms and were often made before. All of them call them. Their `__init__` is replaced and not
     their `__new__`, because Python does not forget a `__new__` that is taken back.
@@ -418,11 +416,18 @@ def _serving(cls: Any, is_ours: Callable[[Any], bool], experts: type[GroupedMLP]
             return
         reason = None if insists else why_not_honoured(config, experts.refused(is_te)) or _why_not_trained() or _why_not_fast(config)
         if reason is not None:
-            warn_once(f"MoE experts stay Megatron-Core's {cls.__name__}: {reason}", stage_group())
             stock(self, num_local_experts, config, *args, **kwargs)
+            self.why_not_grouped = reason
             return
         self.__class__ = experts
         experts.__init__(self, num_local_experts, config, *args, is_te=is_te, **kwargs)
-        warn_once(f"MoE experts are deepep_moe's grouped experts, in the place of {cls.__name__}", stage_group())
 
     return __init__
+
+
+def whose_experts(experts: Any) -> str:
+    """Return whose the experts of a layer are, and why they are not grouped."""
+    if isinstance(experts, GroupedMLP):
+        return f"deepep_moe's grouped experts in the place of {'TEGroupedMLP' if experts._is_te else 'SequentialMLP'}"
+    reason = getattr(experts, "why_not_grouped", "")
+    return f"experts are Megatron-Core's {type(experts).__name__}{reason and ': '}{reason}"

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deepep_moe.errors import EPError
+from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.megatron.buffers import LayerBuffers
 from deepep_moe.integrations.megatron.options import Options, check_capacity_factor
 from deepep_moe.integrations.megatron.patches import Patches
@@ -60,6 +61,24 @@ def is_selected(config: Any) -> bool:
 
 def _is_ours(config: Any) -> bool:
     return config.moe_token_dispatcher_type == "flex" and is_selected(config)
+
+
+def _choose_flex(config: Any) -> None:
+    """Let our backend alone select the flex dispatcher, but where the config names a dispatcher that is not the default."""
+    default = type(config).__dataclass_fields__["moe_token_dispatcher_type"].default
+    if getattr(config, _BACKEND_FIELD, None) == BACKEND_NAME and config.moe_token_dispatcher_type == default:
+        config.moe_token_dispatcher_type = "flex"
+
+
+def _why_off(config: Any) -> str:
+    """Return why a layer of this config does not dispatch through deepep_moe although it is enabled, and what to do."""
+    wanted = selection()
+    if _BACKEND_FIELD not in wanted:
+        wanted["moe_enable_deepep"] = False
+    wrong = {name: value for name, value in wanted.items() if getattr(config, name) != value}
+    found = " and ".join(f"{name} is {getattr(config, name)!r}" for name in wrong)
+    fix = " and ".join(f"{name}={value!r}" for name, value in wrong.items())
+    return f"{found}; set {fix}"
 
 
 def _check_version() -> None:
@@ -110,14 +129,17 @@ def _by_dispatcher(stock: Callable[..., Any], how: str) -> Callable[..., Any]:
 
 
 def _checking_the_layer(stock: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the constructor of MoELayer, at whose end our dispatcher sees the whole layer."""
+    """Wrap the constructor of MoELayer, at whose end our dispatcher sees the whole layer. A warning says why a layer has another one."""
     from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
+    from deepep_moe.integrations.megatron.gating import stage_group
 
     @functools.wraps(stock)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         if isinstance(self.token_dispatcher, NativeTokenDispatcher):
             self.token_dispatcher.join(self)
+        elif not _is_ours(self.config):
+            warn_once(f"deepep_moe is enabled, but MoE layers do not use it: {_why_off(self.config)}", stage_group())
 
     return __init__
 
@@ -160,12 +182,13 @@ def enable(
 
     These configurations then use it:
 
-    - megatron-core 0.16 and newer: `moe_token_dispatcher_type="flex"` with `moe_flex_dispatcher_backend="deepep_moe"`, on the command
-      line `--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep_moe`, of which the launcher adds the first;
+    - megatron-core 0.16 and newer: `moe_flex_dispatcher_backend="deepep_moe"`, on the command line
+      `--moe-flex-dispatcher-backend deepep_moe`; `moe_token_dispatcher_type` becomes "flex" where it has its default;
     - megatron-core 0.13 to 0.15, which have no backend flag: `moe_token_dispatcher_type="flex"` and `moe_enable_deepep` left False
       (those versions refuse that pair on their own), on the command line `--moe-token-dispatcher-type flex` alone.
 
-    Every other configuration behaves as before. Layers with the same group and sizes share one buffer, constructed at the first forward
+    Every other configuration behaves as before, and a warning says so. The first forward logs one line: the version, the number of MoE
+    layers, the backend and whose experts they have. Layers with the same group and sizes share one buffer, constructed at the first forward
     and kept until `disable()`, `parallel_state.destroy_model_parallel()`, or until the group is destroyed.
 
     If a router or an expert fails on one rank, also in a recomputation, its peers raise EPPeerError with that rank's error instead of
@@ -185,8 +208,8 @@ def enable(
         num_sms: on GPUs, the SMs that send, as for `deepep_moe.Buffer`. `moe_flex_dispatcher_num_sms` of a config (0.19) overrides it.
         experts: which experts layers have that dispatch through deepep_moe. "auto": grouped experts, whose products run at once for all
             experts, take the place of `SequentialMLP` and `TEGroupedMLP` where products are fast (bf16, Hopper or Blackwell GPUs) and the
-            config asks for nothing that they do not honour; checkpoints stay those of the class. Otherwise Megatron-Core's stay. A line in
-            the log says once which, and why. "framework": Megatron-Core's always stay. "own": grouped experts always, and a config that
+            config asks for nothing that they do not honour; checkpoints stay those of the class. Otherwise Megatron-Core's stay. The
+            line in the log says which, and why. "framework": Megatron-Core's always stay. "own": grouped experts always, and a config that
             they do not honour is ValueError.
         sync_free: the host waits for nothing between router and combine, as counts of rows stay on the GPU. Rows get room for every
             routing: tokens of all ranks x min(top-k, experts of the rank), for hidden and intermediate values alike. With one rank these
@@ -251,7 +274,7 @@ def enable(
             if (stock := vars(moe_layer.MoELayer).get(name)) is not None:
                 patches.set(moe_layer.MoELayer, name, _by_dispatcher(stock, "run_layer" if name == "forward" else "run_part"))
         patches.set(moe_layer.MoELayer, "__init__", _checking_the_layer(moe_layer.MoELayer.__init__))
-        serve_config(patches, _is_ours, _BACKEND_FIELD, lambda config: capacity_factor_of(config, options)[0])
+        serve_config(patches, _choose_flex, _is_ours, _BACKEND_FIELD, lambda config: capacity_factor_of(config, options)[0])
         serve_new_groups(patches, buffers)
         serve_schedule(patches)
         serve_recompute(patches)

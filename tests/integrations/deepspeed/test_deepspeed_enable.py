@@ -1,5 +1,7 @@
 """`enable`, and the launcher: plain `deepspeed.initialize` honours the section of ds_config."""
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -7,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from deepspeed_cases import Case, ds_config, logged, make_model, on_deepspeed_ranks, run_steps
+from deepspeed_cases import Case, ds_config, make_model, on_deepspeed_ranks, run_steps
 
+import deepep_moe
 from deepep_moe.integrations.deepspeed import disable, enable, initialize
 from deepep_moe.integrations.deepspeed.options import Options
 
@@ -20,9 +23,8 @@ def _build(case, config, how=None):
     import deepspeed
 
     model = make_model(case)
-    with logged() as messages:
-        engine, *_ = (how or deepspeed.initialize)(model=model, model_parameters=model.parameters(), config=config)
-    return engine, messages
+    engine, *_ = (how or deepspeed.initialize)(model=model, model_parameters=model.parameters(), config=config)
+    return engine
 
 
 def _name(engine) -> str:
@@ -35,16 +37,19 @@ def test_enable_and_disable(rank):
 
     own, case = deepspeed.initialize, Case(zero=2)
     asked = ds_config(case) | {"deepep_moe": {"enabled": True, "exact": False}}
-    assert _name(_build(case, asked)[0]) == "MOELayer", "DeepSpeed alone ignores the key"
+    assert _name(_build(case, asked)) == "MOELayer", "DeepSpeed alone ignores the key"
     enable()
     enable()
     assert deepspeed.initialize.__wrapped__ is own and deepspeed.initialize.__doc__ == own.__doc__
     for how in (None, initialize):
-        engine, messages = _build(case, asked, how)
-        assert messages == ["2 MoE layers dispatch through deepep_moe (fast mode)"] * (rank == 0), "once, whichever of both is called"
+        engine = _build(case, asked, how)
         assert engine.module.layers[1].deepspeed_moe.deepep_moe_plan.options == Options(exact=False)
-    run_steps(engine, rank, 1)
-    assert _name(_build(case, asked | {"deepep_moe": {"enabled": False}})[0]) == "MOELayer"
+    lines = io.StringIO()
+    with contextlib.redirect_stderr(lines):  # without any setting of logging
+        run_steps(engine, rank, 2)
+    line = f"deepep_moe {deepep_moe.__version__}: 2 MoE layers on this rank, backend shm (fast mode), experts are DeepSpeed's"
+    assert [told for told in lines.getvalue().splitlines() if "deepep_moe" in told] == [line] * (rank == 0)
+    assert _name(_build(case, asked | {"deepep_moe": {"enabled": False}})) == "MOELayer"
     with pytest.raises(ValueError, match="unknown keys"):
         deepspeed.initialize(model=None, config=asked | {"deepep_moe": {"on": True}})
 
@@ -52,7 +57,7 @@ def test_enable_and_disable(rank):
     disable()
     disable()
     assert deepspeed.initialize is own
-    assert _name(_build(case, asked, kept)[0]) == "MOELayer", "what somebody kept of ours is DeepSpeed's own again"
+    assert _name(_build(case, asked, kept)) == "MOELayer", "what somebody kept of ours is DeepSpeed's own again"
 
     enable()
     theirs = deepspeed.initialize = lambda **arguments: kept(**arguments)

@@ -160,8 +160,7 @@ def test_swapping_changes_the_forward_only(rank):
     ):
         with logged() as messages:
             assert replace_moe_layers(model, exact=False) == num_swapped
-        assert len(messages) == (1 + num_swapped) * (rank == 0) and (rank or messages[0].startswith(told))
-    assert rank or messages[1] == "1 MoE layers dispatch through deepep_moe (fast mode)"
+        assert len(messages) == (rank == 0) and (rank or messages[0].startswith(told))
 
 
 @on_deepspeed_ranks()
@@ -344,6 +343,5 @@ def test_a_later_stage_of_a_pipeline_says_it(rank):
                 module.experts.__class__ = type("Own", (type(module.experts),), {})
         data = [(torch.randn(2, 20, HIDDEN), torch.randn(2, 20, HIDDEN)) for _ in range(2)]
         assert torch.isfinite(engine.train_batch(iter(data)))
-    told = ["1 MoE layers dispatch through deepep_moe", "DeepSpeed's own MoE forward runs, without deepep_moe: experts are Own"]
-    assert len(messages) == 2 * (is_second and engine.grid.get_data_parallel_rank() == 0), messages
-    assert all(line.startswith(start) for line, start in zip(messages, told, strict=False))
+    assert len(messages) == (is_second and engine.grid.get_data_parallel_rank() == 0), messages
+    assert all(line.startswith("DeepSpeed's own MoE forward runs, without deepep_moe: experts are Own") for line in messages)

@@ -1,5 +1,7 @@
 """Experts of Hugging Face style models, spread over ranks: outputs and gradients are those of the model itself."""
 
+import contextlib
+import io
 import json
 from functools import partial
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from huggingface_cases import build, example
 from on_ranks import on_ranks
 from torch import nn
 
+import deepep_moe
 from deepep_moe.errors import EPMismatchError, EPPeerError
 from deepep_moe.integrations.huggingface import SpreadExperts, expert_parameters, spread_experts
 from deepep_moe.testing import run_ranks
@@ -40,6 +43,16 @@ def parity(rank: int, num_ranks: int, name: str) -> tuple[list[str], int]:
             local = total.unflatten(0, (num_ranks, -1))[rank]
             torch.testing.assert_close(getattr(module.experts, ours_name).grad, local, rtol=1e-4, atol=1e-5)
     return replaced, len({id(module.buffer) for module in experts})
+
+
+@on_ranks(2)
+def test_one_line_says_that_it_is_on(rank: int, num_ranks: int) -> None:
+    lines = io.StringIO()
+    with contextlib.redirect_stderr(lines):  # without any setting of logging
+        spread_experts(build("stand-in"), num_max_tokens_per_rank=64)
+    start = f"deepep_moe {deepep_moe.__version__}: 2 MoE layers on this rank, backend shm, "
+    expected = [f"{start}deepep_moe's grouped experts in the place of the model's"] * (rank == 0)
+    assert [line for line in lines.getvalue().splitlines() if "deepep_moe" in line] == expected
 
 
 def test_parity():

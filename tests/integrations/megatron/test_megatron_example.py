@@ -247,13 +247,11 @@ def test_readme_has_the_command_line_of_the_full_model():
 def test_megatron_lm_parses_that_command_line():
     # Megatron-LM's training package comes with megatron-core from 0.17; the test of the choices in test_megatron_plugin.py needs none.
     training = pytest.importorskip("megatron.training.arguments", exc_type=ImportError)
-    from deepep_moe.integrations.megatron.__main__ import with_flex
-
     (config,) = _import_example("config")
     with enabled():
         parser = training.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-        parsed = parser.parse_args(with_flex(config.pretrain_gpt_arguments()))
-    assert (parsed.moe_token_dispatcher_type, parsed.moe_flex_dispatcher_backend) == ("flex", "deepep_moe")
+        parsed = parser.parse_args(config.pretrain_gpt_arguments())
+    assert parsed.moe_flex_dispatcher_backend == "deepep_moe"
     assert (parsed.num_experts, parsed.moe_router_topk, sum(parsed.moe_layer_freq)) == (256, 8, 58)
 
 

@@ -1,8 +1,10 @@
 """Switching on and off, what is refused, and the launcher. Everything else must stay as it was."""
 
 import argparse
+import contextlib
 import gc
 import inspect
+import io
 import os
 import subprocess
 import sys
@@ -17,13 +19,13 @@ from exchange_cases import modes_of_calls
 from megatron_cases import HIDDEN, enabled, layer_config, layer_of, model_parallel, on_megatron
 from on_ranks import on_ranks
 
+import deepep_moe
 from deepep_moe.errors import BufferDestroyedError, EPPeerError, OutgrownError
 from deepep_moe.exchange import growing
+from deepep_moe.integrations.common import warn_once
 from deepep_moe.integrations.common.process_groups import default_group
 from deepep_moe.integrations.common.registry import all_buffers
-from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.megatron import disable, enable, plugin
-from deepep_moe.integrations.megatron.__main__ import with_flex
 from deepep_moe.integrations.megatron.plugin import selection
 
 pytest.importorskip("megatron.core")
@@ -79,6 +81,43 @@ def test_no_config_loses_the_backend_without_an_error():
         asked_for = layer_config(moe_token_dispatcher_type="flex", moe_enable_deepep=True)
         assert asked_for.moe_flex_dispatcher_backend == "deepep"
     assert layer_config(**choice).moe_flex_dispatcher_backend == "deepep"
+
+
+def test_our_backend_selects_flex():
+    _backend_choices()  # skips where there is no such field
+    ours = {"moe_flex_dispatcher_backend": "deepep_moe"}
+    assert layer_config(**ours).moe_token_dispatcher_type == "allgather"
+    with enabled():
+        assert layer_config(**ours).moe_token_dispatcher_type == "flex"
+        assert layer_config(**ours, moe_token_dispatcher_type="alltoall").moe_token_dispatcher_type == "alltoall"
+        assert layer_config().moe_token_dispatcher_type == "allgather"
+
+
+@on_ranks(2)
+def test_one_line_says_whether_it_is_on(rank: int, num_ranks: int) -> None:
+    """Without any setting of logging. The first rank says it, once."""
+    warn_once.log_once.cache_clear()
+    lines = io.StringIO()
+    with contextlib.redirect_stderr(lines), model_parallel(ep=num_ranks) as sizes:
+        for changes in [{}, {}] + [{"moe_flex_dispatcher_backend": "deepep_moe"}] * hasattr(layer_config(), "moe_flex_dispatcher_backend"):
+            layer_of(sizes, "alltoall", **changes)
+        layers = [layer_of(sizes) for _ in range(3)]
+        for _ in range(2):
+            for layer in layers:
+                layer(torch.randn(4, 1, HIDDEN))
+    told = [line for line in lines.getvalue().splitlines() if "deepep_moe" in line]
+    if rank:
+        assert told == []
+        return
+    *off, on = told
+    if len(off) == 2:
+        assert off[0].endswith(
+            "do not use it: moe_token_dispatcher_type is 'alltoall' and moe_flex_dispatcher_backend is 'deepep'; "
+            "set moe_token_dispatcher_type='flex' and moe_flex_dispatcher_backend='deepep_moe'"
+        )
+    assert off[-1].endswith("do not use it: moe_token_dispatcher_type is 'alltoall'; set moe_token_dispatcher_type='flex'")
+    start = f"deepep_moe {deepep_moe.__version__}: 3 MoE layers on this rank, backend shm"
+    assert on.startswith(f"{start}, experts are Megatron-Core's SequentialMLP: params_dtype is")
 
 
 @on_megatron(1)
@@ -144,9 +183,13 @@ def test_more_experts_than_top_k_are_refused_on_all_ranks(rank: int, num_ranks: 
 
 
 SCRIPT = """
-import sys, os
+import argparse, sys, os
 from helper import WORD
 from megatron.core.transformer.moe import moe_layer
+parser = argparse.ArgumentParser(allow_abbrev=False)  # it knows no --moe-token-dispatcher-type
+parser.add_argument("--backend")
+parser.add_argument("--moe-flex-dispatcher-backend")
+parser.parse_args()
 print(WORD, sys.argv[1:], __name__, os.path.basename(sys.argv[0]), moe_layer.MoEFlexTokenDispatcher.__name__)
 from deepep_moe.integrations.megatron import enable
 enable(num_max_tokens_per_rank=64, backend="collective", experts="own")  # would raise, had the launcher enabled other options
@@ -168,31 +211,11 @@ def test_launcher_runs_a_script_enabled(tmp_path):
     assert done.returncode == 0, done.stderr
     missing = _launch("nowhere.py", folder=tmp_path)
     assert missing.returncode == 2 and "no such script: 'nowhere.py'" in missing.stderr
-    found = f"found {['--backend', 'nccl', *OURS, *FLEX]} __main__ pretrain.py SelectingFlexTokenDispatcher"
+    found = f"found {['--backend', 'nccl', *OURS]} __main__ pretrain.py SelectingFlexTokenDispatcher"
     assert done.stdout.strip().splitlines()[-1] == found
 
 
-FLEX = ["--moe-token-dispatcher-type", "flex"]
 OURS = ["--moe-flex-dispatcher-backend", "deepep_moe"]
-
-
-@pytest.mark.parametrize(
-    ("given", "added"),
-    [
-        (["-x", *OURS, "-y"], FLEX),
-        (["=".join(OURS)], FLEX),
-        ([*OURS, *FLEX], []),
-        ([*OURS, "=".join(FLEX)], []),
-        ([*OURS, "--moe-token-dispatcher-type", "alltoall"], []),  # Megatron-Core says what it takes
-        ([OURS[0], "deepep"], []),
-        ([*OURS, "-x", OURS[0], "deepep"], []),  # argparse takes the last
-        ([*OURS, f"{OURS[0]}=deepep"], []),
-        ([f"{OURS[0]}=deepep", "-x", *OURS], FLEX),
-        (["--name", "deepep_moe"], []),
-    ],
-)
-def test_launcher_needs_one_flag(given, added):
-    assert with_flex(given) == [*given, *added]
 
 
 def test_cpu_layer_puts_everything_back():
@@ -236,7 +259,7 @@ def test_buffers_go_with_their_groups(rank, num_ranks, sizes):
     assert kept not in all_buffers() and len(all_buffers()) == 2
 
     group = dist.new_group()
-    warn_once("a warning", group)
+    warn_once.warn_once("a warning", group)
     reference = weakref.ref(group)
     dist.barrier(group)  # the other rank has connected
     dist.destroy_process_group(group)
