@@ -16,7 +16,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from deepep_moe import config
+from deepep_moe import _C, config
+from deepep_moe.installed import without_nvcc
 
 PACKAGE = Path(__file__).parent
 MODULES = ("_torch", "_nvshmem")
@@ -69,6 +70,8 @@ def main(arguments: list[str]) -> int:
         parser.error(f"no module {', '.join(sorted(unknown))}; choose from {', '.join(MODULES)}")
     if not (PACKAGE / "sources" / "setup.py").is_file():
         parser.error(f"{PACKAGE} is a clone, which builds all modules at once: pip install --no-build-isolation -e {PACKAGE.parent}")
+    if not _C.build_info()["nvlink"]:
+        parser.error(without_nvcc(f"kernels, which {' and '.join(wanted)} would call"))
     print(f"building {' and '.join(wanted)} for {sys.executable}, which takes some minutes")
     built, told = build(wanted, isolated=not options.no_build_isolation)
     missing = [name for name in wanted if name not in built]

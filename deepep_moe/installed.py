@@ -8,7 +8,14 @@ from pathlib import Path
 TORCH = ((2, 6), (2, 16))
 """Versions of PyTorch: from, and the first that is too new. pyproject.toml has the same."""
 
+BUILD_AGAIN = "pip install --force-reinstall --no-deps --no-build-isolation deepep_moe"
+
 _PACKAGE = Path(__file__).parent
+
+
+def without_nvcc(missing: str) -> str:
+    """Return why a build without nvcc has nothing of what is `missing`, and what to do."""
+    return f"deepep_moe was built without nvcc, so it has no {missing}; install the CUDA toolkit 12 or newer, then {BUILD_AGAIN}"
 
 
 def wanted_torch() -> str:

@@ -12,12 +12,15 @@ import torch
 
 from deepep_moe import _C
 from deepep_moe.errors import BackendUnavailableError
+from deepep_moe.installed import without_nvcc
 
 _REBUILD = "`python -m deepep_moe.build _torch` builds it for this PyTorch, 2.7 or newer; buffers on GPUs need it"
 
 
 def _load() -> tuple[ModuleType | None, str]:
     """The module, or None and why."""
+    if not _C.build_info()["nvlink"]:
+        return None, f"not built; {without_nvcc('kernels, which it calls')}"
     try:
         module = importlib.import_module("deepep_moe._torch")
     except ModuleNotFoundError:

@@ -7,8 +7,8 @@ import shutil
 
 from deepep_moe import installed
 from deepep_moe.doctor.base import ABSENT, FAULT, OK, WARNING, Environment, check
+from deepep_moe.installed import BUILD_AGAIN
 
-_AGAIN = "pip install --force-reinstall --no-deps --no-build-isolation deepep_moe"
 _INTEGRATIONS = (  # package, from, first that is too new (as pyproject.toml has them), modules to import
     ("megatron-core", (0, 13), (0, 20), "megatron.core"),
     ("deepspeed", (0, 14, 5), (0, 20), "deepspeed"),
@@ -51,7 +51,7 @@ def library(env: Environment) -> tuple[str, ...]:
     """The library imports."""
     features = env.facts.get("features")
     if features is None:
-        return FAULT, f"it does not import: {env.facts['error']}", f"build it again: {_AGAIN}"
+        return FAULT, f"it does not import: {env.facts['error']}", f"build it again: {BUILD_AGAIN}"
     return OK, f"{features['version']}, built with gcc {features['compiler']}"
 
 
@@ -78,7 +78,7 @@ def gpu_kernels(env: Environment) -> tuple[str, ...]:
         return FAULT, f"deepep_moe._torch, which buffers on GPUs need, is {why_not.partition('; ')[0]}", "python -m deepep_moe.build _torch"
     home = env.variables.get("CUDA_HOME", "/usr/local/cuda")
     has_nvcc = shutil.which("nvcc") or env.exists(f"{home}/bin/nvcc".lstrip("/"))
-    advice = f"nvcc is here now: {_AGAIN}" if has_nvcc else f"install the CUDA toolkit 12 or newer, set CUDA_HOME, then {_AGAIN}"
+    advice = f"nvcc is here now: {BUILD_AGAIN}" if has_nvcc else f"install the CUDA toolkit 12 or newer, set CUDA_HOME, then {BUILD_AGAIN}"
     return FAULT, f"{len(env.gpus)} GPUs are here, and deepep_moe was built without nvcc, so it has no kernels for them", advice
 
 

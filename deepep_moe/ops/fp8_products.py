@@ -13,11 +13,11 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.errors import BackendUnavailableError
+from deepep_moe.installed import without_nvcc
 from deepep_moe.ops import fp8_kernels
 from deepep_moe.ops.quant import BLOCK, FP8, dequantize_fp8
 
 GROUP_ALIGNMENT = BLOCK
-_AGAIN = "pip install --force-reinstall --no-deps --no-build-isolation deepep_moe"
 
 
 @functools.cache
@@ -30,7 +30,7 @@ def why_no_products(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed, in which some fp8 kernels are written; pip install triton"
     if not hasattr(_C, "gpu_fp8_product"):
-        return f"deepep_moe was built without nvcc, so it has no fp8 products; install the CUDA toolkit 12 or newer, then {_AGAIN}"
+        return without_nvcc("fp8 products")
     return None
 
 

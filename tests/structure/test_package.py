@@ -17,7 +17,7 @@ import torch
 from bench_cases import RECORD_FIELDS
 
 import deepep_moe
-from deepep_moe import config, errors, torch_module
+from deepep_moe import build, config, errors, torch_module
 from deepep_moe.testing import RankFailedError, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +67,18 @@ def test_features():
     if found["found_nvcc"]:
         assert found["autograd"] is True  # as `make install` builds it
     else:
-        assert found["autograd"].startswith("not built; `python -m deepep_moe.build _torch` builds it for this PyTorch")
+        assert found["autograd"].startswith("not built; deepep_moe was built without nvcc, so it has no kernels, which it calls; install")
+
+
+def test_modules_without_kernels_are_not_built(monkeypatch, tmp_path, capsys):
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "setup.py").touch()
+    monkeypatch.setattr(build, "PACKAGE", tmp_path)  # as a wheel has it
+    monkeypatch.setattr(build._C, "build_info", lambda: {"nvlink": False})
+    monkeypatch.setattr(build, "build", lambda modules, isolated: (modules, ""))
+    with pytest.raises(SystemExit):
+        build.main(["_torch"])
+    assert "built without nvcc, so it has no kernels, which _torch would call; install the CUDA toolkit" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -81,6 +92,7 @@ def test_features():
 )
 def test_autograd_functions_of_another_build(monkeypatch, values, reason):
     monkeypatch.setitem(sys.modules, "deepep_moe._torch", SimpleNamespace(**values) if values else None)
+    monkeypatch.setattr(torch_module._C, "build_info", lambda: {"nvlink": True})
     module, told = torch_module._load()
     assert (module is None) is bool(reason) is bool(told) and told.startswith(reason)
 
