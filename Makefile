@@ -9,7 +9,7 @@
 # VENV=       run PYTHON itself and install nothing          DEMO_ARGS   more options of examples/megatron/train.py
 # make lint   ruff, mypy and clang-format          make format   formats Python and C++
 # make docs   builds the documentation into build/site/index.html, which a browser opens without a server
-# make wheel   builds dist/: the source distribution, and a wheel without the modules of one PyTorch, which python -m deepep_moe.build adds
+# make wheel   builds dist/: the source distribution, and a wheel without the modules of one PyTorch, which deepep-moe build adds
 # make bench   the CPU benchmark          make clean   removes what was built
 
 PYTHON ?= python3

@@ -8,7 +8,7 @@ The module `deepep_moe._torch`, which buffers on GPUs need, is built where PyTor
 optional module `deepep_moe._nvshmem` is built where NVSHMEM is found as well, and serves that major and minor version of NVSHMEM.
 
 A wheel for others has `_C` alone, which any PyTorch and any driver loads, and the sources of the other two (`make wheel`).
-`python -m deepep_moe.build` builds these where the wheel is installed.
+`deepep-moe build` builds these where the wheel is installed.
 
 The build reads the environment variables CUDA_HOME and NVSHMEM_HOME, and these:
 DEEPEP_MOE_CUDA=0, DEEPEP_MOE_AUTOGRAD=0 and DEEPEP_MOE_NVSHMEM=0 build without GPU backends, `_torch` and `_nvshmem`.
@@ -305,7 +305,7 @@ class BuildWithCuda(build_ext):
 
 
 class BuildWithSources(build_py):
-    """Puts what `python -m deepep_moe.build` needs into a wheel, as deepep_moe/sources. An editable install has the clone."""
+    """Puts what `deepep-moe build` needs into a wheel, as deepep_moe/sources. An editable install has the clone."""
 
     def run(self) -> None:
         super().run()

@@ -4,12 +4,16 @@
 `deepep_moe.nn` a router and a MoE layer; `deepep_moe.integrations` the adapters; `deepep_moe.reference` what every operation means.
 """
 
+import itertools
 import sys
+from pathlib import Path
 
 from deepep_moe import errors, installed, logs
 
 # The doctor imports this package although it may be what is broken; it looks at it from another process.
-_IS_DOCTOR = sys.argv[:1] == ["-m"] and "deepep_moe.doctor" in sys.orig_argv
+_IS_DOCTOR = any(
+    Path(program).name in ("deepep-moe", "deepep_moe") and command == "doctor" for program, command in itertools.pairwise(sys.orig_argv)
+)
 
 try:
     if not _IS_DOCTOR:

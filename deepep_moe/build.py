@@ -1,4 +1,4 @@
-"""`python -m deepep_moe.build`: build the modules that a wheel leaves out, for the PyTorch and the NVSHMEM of this Python.
+"""Build the modules that a wheel leaves out, for the PyTorch and the NVSHMEM of this Python.
 
 _torch      for buffers on GPUs; needs g++ and PyTorch 2.7 or newer
 _nvshmem    for GPUs of several hosts; needs nvcc and NVSHMEM
@@ -17,6 +17,7 @@ import zipfile
 from pathlib import Path
 
 from deepep_moe import _C, config
+from deepep_moe.command import Parser
 from deepep_moe.installed import without_nvcc
 
 PACKAGE = Path(__file__).parent
@@ -58,9 +59,7 @@ def _record(files: list[str]) -> None:
 
 def main(arguments: list[str]) -> int:
     """Return the exit code: 0, or 1 where a module could not be built."""
-    parser = argparse.ArgumentParser(
-        prog="python -m deepep_moe.build", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("deepep-moe build", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"{' or '.join(MODULES)} (default: both)")
     parser.add_argument("--no-build-isolation", action="store_true", help="use the pybind11 and setuptools that are installed")
     parser.add_argument("-v", "--verbose", action="store_true", help="print what the build says")
@@ -84,7 +83,3 @@ def main(arguments: list[str]) -> int:
         print(f"{name}: {'built' if name in built else 'not built, see above; -v shows all that the build says'}")
     print(subprocess.run([sys.executable, "-P", "-c", _SHOW], capture_output=True, text=True, cwd=PACKAGE.parent).stdout, end="")
     return 1 if missing else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -83,12 +83,12 @@ class EPCapacityError(EPError):
 class BackendUnavailableError(EPError):
     """The backend asked for by name cannot serve this group here; the message says why and what to do.
 
-    A note below the message, which tracebacks show, names `python -m deepep_moe.doctor`.
+    A note below the message, which tracebacks show, names `deepep-moe doctor`.
     """
 
     def __init__(self, *args: object):
         super().__init__(*args)
-        self.add_note("python -m deepep_moe.doctor says what this machine can run, and what to do where it cannot")
+        self.add_note("deepep-moe doctor says what this machine can run, and what to do where it cannot")
 
 
 class BufferDestroyedError(EPError):

@@ -1,4 +1,4 @@
-"""Start ranks as torchrun does, with its options, and bind each to what is beside its GPU: `python -m deepep_moe.launch --bind ...`"""
+"""Start ranks as torchrun does, with its options, and bind each to what is beside its GPU: `deepep-moe launch --bind ...`."""
 
 import argparse
 import sys
@@ -7,17 +7,17 @@ from pathlib import Path
 from torch.distributed import run
 
 from deepep_moe import config
+from deepep_moe.command import Parser
 from deepep_moe.topology import nccl
 from deepep_moe.topology.option import add_bind
 
 
 def parser() -> argparse.ArgumentParser:
     """Return torchrun's parser with the options of this module."""
-    found = run.get_args_parser()
-    found.prog, found.description = "python -m deepep_moe.launch", __doc__
+    found = Parser("deepep-moe launch", description=__doc__, parents=[run.get_args_parser()], conflict_handler="resolve")
     own = found.add_argument_group("deepep_moe")
     add_bind(own)
-    own.add_argument("--nccl-settings", action="store_true", help="set what `python -m deepep_moe.topology nccl` advises and nobody set")
+    own.add_argument("--nccl-settings", action="store_true", help="set what `deepep-moe topology nccl` advises and nobody set")
     return found
 
 
@@ -44,8 +44,7 @@ def main(arguments: list[str]) -> None:
     if options.nccl_settings:
         new = config.set_unless_given(nccl.missing(Path("/")))
         print(f"NCCL settings: {' '.join(f'{name}={value}' for name, value in new.items()) or 'all are set already'}", file=sys.stderr)
-    run.run(options)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        run.run(options)
+    except (AssertionError, ValueError) as error:  # of torchrun's options; what ranks raise is another error
+        words.error(str(error) or f"--nnodes {options.nnodes} and --nproc-per-node {options.nproc_per_node} must be at least 1")

@@ -14,9 +14,7 @@ from types import ModuleType
 from deepep_moe import config
 
 _HOST_LIBRARY = "libnvshmem_host.so.3"
-_REBUILD = (
-    "install NVSHMEM (pip install nvidia-nvshmem-cu13==3.4.5, or NVSHMEM_HOME), then, with nvcc, `python -m deepep_moe.build _nvshmem`"
-)
+_REBUILD = "install NVSHMEM (pip install nvidia-nvshmem-cu13==3.4.5, or NVSHMEM_HOME), then, with nvcc, `deepep-moe build _nvshmem`"
 
 
 def is_built() -> bool:

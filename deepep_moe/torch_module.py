@@ -1,6 +1,6 @@
 """The module `deepep_moe._torch`, which links PyTorch: the calls of buffers on GPUs, with their gradients (csrc/torch).
 
-A build in a clone makes it where it finds PyTorch and nvcc, `python -m deepep_moe.build` beside a wheel, for that PyTorch alone. CPUs need
+A build in a clone makes it where it finds PyTorch and nvcc, `deepep-moe build` beside a wheel, for that PyTorch alone. CPUs need
 none; on GPUs no buffer serves without it.
 """
 
@@ -14,7 +14,7 @@ from deepep_moe import _C
 from deepep_moe.errors import BackendUnavailableError
 from deepep_moe.installed import without_nvcc
 
-_REBUILD = "`python -m deepep_moe.build _torch` builds it for this PyTorch, 2.7 or newer; buffers on GPUs need it"
+_REBUILD = "`deepep-moe build _torch` builds it for this PyTorch, 2.7 or newer; buffers on GPUs need it"
 
 
 def _load() -> tuple[ModuleType | None, str]:

@@ -75,7 +75,7 @@ def gpu_kernels(env: Environment) -> tuple[str, ...]:
         why_not = features["autograd"]
         if why_not is True:
             return OK, "compiled"
-        return FAULT, f"deepep_moe._torch, which buffers on GPUs need, is {why_not.partition('; ')[0]}", "python -m deepep_moe.build _torch"
+        return FAULT, f"deepep_moe._torch, which buffers on GPUs need, is {why_not.partition('; ')[0]}", "deepep-moe build _torch"
     home = env.variables.get("CUDA_HOME", "/usr/local/cuda")
     has_nvcc = shutil.which("nvcc") or env.exists(f"{home}/bin/nvcc".lstrip("/"))
     advice = f"nvcc is here now: {BUILD_AGAIN}" if has_nvcc else f"install the CUDA toolkit 12 or newer, set CUDA_HOME, then {BUILD_AGAIN}"

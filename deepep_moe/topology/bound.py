@@ -1,4 +1,4 @@
-"""Run a command as a bound rank: `python -m deepep_moe.topology.bound COMMAND ...`. `deepep_moe.launch --bind` starts ranks so.
+"""Run a command as a bound rank: `python -m deepep_moe.topology.bound COMMAND ...`. `deepep-moe launch --bind` starts ranks so.
 
 The command replaces this process, so it has the affinity, the memory policy and the variables from its first instruction on.
 """

@@ -1,1 +1,1 @@
-"""The tuner: `python -m deepep_moe.tune`."""
+"""The tuner: `deepep-moe tune`."""

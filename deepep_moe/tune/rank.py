@@ -112,7 +112,7 @@ class TuneRank(Rank):
             return Outcome(f"nothing is faster than the default settings for sure ({best}: {verdict}); no profile is written", None, told)
         o = self.options
         source = (
-            f"python -m deepep_moe.tune, {time.strftime('%Y-%m-%d')}, deepep_moe {deepep_moe.__version__} {commit() or ''}, torch "
+            f"deepep-moe tune, {time.strftime('%Y-%m-%d')}, deepep_moe {deepep_moe.__version__} {commit() or ''}, torch "
             f"{torch.__version__}: dispatch in {o.dtype} and combine in bf16, {o.num_tokens} tokens, {o.num_experts} experts; {verdict}"
         )
         profile = Profile(machine, Shape.of(o.num_tokens, o.hidden, o.num_topk), best, round(verdict.gain, 4), source)
@@ -123,7 +123,7 @@ class TuneRank(Rank):
         defaults, bests = zip(*verdict.pairs, strict=True)
         found = {"gain": verdict.gain, "gain_interval": [verdict.low, verdict.high], "tuned": asdict(best)}
         made = record("dispatch + combine tuned", settings, bests, 0, baseline="default settings", baseline_times=defaults, **found)
-        return made | {"hardware": str(machine), "bytes_moved": None, "gbps": None, "command": command_line("-m deepep_moe.tune")}
+        return made | {"hardware": str(machine), "bytes_moved": None, "gbps": None, "command": command_line("deepep-moe")}
 
 
 def tune(rank: int, num_ranks: int, options: argparse.Namespace, device_idx: int | None = None) -> Outcome:

@@ -22,10 +22,10 @@ TIMEOUT_S = 30.0  # how long a call waits for a peer
 
 
 def add_ranks_and_tokens(parser: argparse.ArgumentParser, default_tokens: str) -> None:
-    """Add options that take several values each. The shorter names keep the commands of older records valid."""
+    """Add options that take several values each."""
     helped = "EP sizes, one run each; default 2 and 4, as far as there are GPUs"
-    parser.add_argument("--num-ranks", "--ranks", type=int, nargs="+", help=helped)
-    parser.add_argument("--num-tokens", "--tokens", type=int, nargs="+", help=f"per rank; default {default_tokens}")
+    parser.add_argument("--num-ranks", type=int, nargs="+", help=helped)
+    parser.add_argument("--num-tokens", type=int, nargs="+", help=f"per rank; default {default_tokens}")
 
 
 def resolve_ranks(options: argparse.Namespace) -> None:

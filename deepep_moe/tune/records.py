@@ -96,18 +96,18 @@ def record(
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        "command": command_line("benchmarks/run.py"),
+        "command": command_line("python benchmarks/run.py"),
     }
 
 
 def command_line(program: str) -> str:
     """Return the command that repeats this measurement."""
-    return f"python {program} {shlex.join(_without_files(sys.argv[1:]))}".rstrip()
+    return f"{program} {shlex.join(_without_files(sys.argv[1:]))}".rstrip()
 
 
 def _without_files(arguments: list[str]) -> list[str]:
     """Return the arguments that repeat a measurement, without the files that results went to."""
-    names = ("--json", "--output")
+    names = ("--json", "--output", "--records")
     kept = [argument for before, argument in zip(["", *arguments], arguments, strict=False) if before not in names]
     return [argument for argument in kept if argument.split("=")[0] not in names]
 

@@ -51,7 +51,7 @@ class Loaded:
             machines = {found.profile.machine for found in self.found if found.file == file}
             if machines and machine not in machines:
                 others = "; ".join(sorted(map(str, machines)))
-                told.append(f"{file} has no profile of this machine ({machine}), only of: {others}; `python -m deepep_moe.tune` makes one")
+                told.append(f"{file} has no profile of this machine ({machine}), only of: {others}; `deepep-moe tune` makes one")
         return told
 
 

@@ -24,7 +24,7 @@ def checks() -> dict[str, str]:
 
     Raises RuntimeError with its last line where it does not run.
     """
-    command = [sys.executable, "-m", "deepep_moe.doctor", "--json"]
+    command = [sys.executable, "-m", "deepep_moe", "doctor", "--json"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DOCTOR_S)
     except subprocess.TimeoutExpired as error:

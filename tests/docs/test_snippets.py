@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from deepep_moe.command import COMMANDS
 from deepep_moe.integrations.deepspeed.options import Options, options_of
 from deepep_moe.testing import run_ranks
 from deepep_moe.tuning import files
@@ -185,16 +186,18 @@ for module, *arguments in map(str.split, sys.argv[1:]):
         assert not end.code, end.code
 """
 WITHOUT_HELP = {"deepep_moe.compat.run", "deepep_moe.topology.bound"}  # all that follows is another program's
-SUBCOMMANDS = {"benchmarks/run.py", "deepep_moe.topology"}
+SUBCOMMANDS = {"benchmarks/run.py", "deepep_moe", "deepep_moe topology"}
 
 
 def commands() -> dict[str, set[str]]:
     """Return the modules that the texts start, with subcommand, and the options that they give them."""
     found: dict[str, set[str]] = {}
-    pattern = r"(?:python|torchrun[^`\n]*?) (?:-m )?(deepep_moe[\w.]*\w|benchmarks/run\.py)([^`\n]*)"
-    for module, rest in re.findall(pattern, "\n".join(TEXTS.values())):
+    pattern = r"(?:python|torchrun[^`\n]*?) (?:-m )?(deepep_moe(?:[\w.]*\w)?|benchmarks/run\.py)([^`\n]*)"
+    text = re.sub(rf"deepep-moe (?={'|'.join(COMMANDS)})", "python -m deepep_moe ", "\n".join(TEXTS.values()))
+    for name, rest in re.findall(pattern, text):
         words = rest.split("#")[0].split()
-        name = f"{module} {words[0]}" if module in SUBCOMMANDS and words and re.fullmatch(r"[a-z][\w-]+", words[0]) else module
+        while name in SUBCOMMANDS and words and re.fullmatch(r"[a-z][\w-]+", words[0]):
+            name = f"{name} {words.pop(0)}"
         if name == "benchmarks/run.py" and words[:1] != ["--help"]:
             name = "benchmarks/run.py exchange"  # what runs without a name
         script = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
@@ -204,7 +207,13 @@ def commands() -> dict[str, set[str]]:
 
 def test_modules_and_their_options_exist():
     named = commands()
-    assert named.keys() >= {"deepep_moe.doctor", "deepep_moe.tune", "deepep_moe.integrations.deepspeed", "benchmarks/run.py low-latency"}
+    assert named.keys() >= {
+        "deepep_moe doctor",
+        "deepep_moe tune",
+        "deepep_moe topology nccl",
+        "deepep_moe.integrations.deepspeed",
+        "benchmarks/run.py low-latency",
+    }
     named = {name: options for name, options in named.items() if name not in WITHOUT_HELP}
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}
     result = subprocess.run([sys.executable, "-c", HELP, *sorted(named)], capture_output=True, text=True, cwd=ROOT, env=environment)

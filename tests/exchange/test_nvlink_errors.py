@@ -233,8 +233,8 @@ def test_allowed_excess(rank, from_python):
 def test_without_the_module_that_links_torch(rank):
     """No rank makes a buffer where one lacks it, and all say how it is built."""
     device_of("nvlink", rank)
-    rendezvous.WHY_NOT = "not built; `python -m deepep_moe.build _torch` builds it" if rank == 1 else ""
-    with pytest.raises(BackendUnavailableError, match="deepep_moe._torch of rank 1 is not built; `python -m deepep_moe.build _torch`"):
+    rendezvous.WHY_NOT = "not built; `deepep-moe build _torch` builds it" if rank == 1 else ""
+    with pytest.raises(BackendUnavailableError, match="deepep_moe._torch of rank 1 is not built; `deepep-moe build _torch`"):
         Buffer(None, 8, 16, 4, 2, backend="nvlink")
 
 

@@ -196,6 +196,7 @@ def test_modules_that_cannot_be_built(monkeypatch, tmp_path, capsys, code, named
     (tmp_path / "sources").mkdir()
     (tmp_path / "sources" / "setup.py").touch()
     monkeypatch.setattr(build, "PACKAGE", tmp_path)
+    monkeypatch.setattr(build._C, "build_info", lambda: {"nvlink": True})
     monkeypatch.setattr(
         build.subprocess, "run", lambda command, **how: SimpleNamespace(returncode=code, stdout="" if "-P" in command else output)
     )

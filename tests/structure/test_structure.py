@@ -21,8 +21,8 @@ PYTHON_ROOMS = [
 ]  # fmt: skip
 # Every room may import these, and they import nothing but each other.
 FOUNDATION = {
-    "_C", "arguments", "config", "device", "errors", "event", "features", "host_pool", "installed", "library", "logs", "nvshmem_module",
-    "torch_module", "worker",
+    "_C", "__main__", "arguments", "command", "config", "device", "errors", "event", "features", "host_pool", "installed", "library",
+    "logs", "nvshmem_module", "torch_module", "worker",
 }  # fmt: skip
 APART = ("deepep_moe.reference", "deepep_moe.testing")
 CPP_ROOMS = {  # what each may include

@@ -101,7 +101,7 @@ def test_files_of_the_wheel(built):
     sources = {f"deepep_moe/sources/{name}" for name in SOURCES | CSRC}
     integrations = {f"deepep_moe/{name}" for name in files_of("integrations", ".py")}
     about = f"deepep_moe-{VERSION}.dist-info/"
-    described = {about + name for name in ("METADATA", "RECORD", "WHEEL", "top_level.txt", "licenses/LICENSE")}
+    described = {about + name for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt", "licenses/LICENSE")}
     assert names == modules | of_package() | integrations | sources | described
 
 
@@ -144,16 +144,16 @@ SHOW = "import deepep_moe; print({name: deepep_moe.features()[name] for name in 
 
 
 def test_modules_are_built_on_demand_and_go_with_the_library(environment):
-    """`python -m deepep_moe.build` finds the PyTorch that lies beside, and the NVSHMEM. pip removes what it has built."""
+    """`deepep-moe build` finds the PyTorch that lies beside, and the NVSHMEM. pip removes what it has built."""
     before = run(environment.python, "-P", "-c", SHOW, cwd=environment.folder)
     features = deepep_moe.features()
     if not features["nvlink"]:
         assert "built without nvcc" in before
         pytest.skip("without nvcc the library has no kernels, which these modules call")
-    assert "`python -m deepep_moe.build _torch` builds it for this PyTorch" in before
+    assert "`deepep-moe build _torch` builds it for this PyTorch" in before
     both = features["nvshmem"] and "DEEPEP_MOE_DIST" in os.environ  # the other takes minutes, and is built the same way
     wanted = ["_torch", "_nvshmem"] if both else ["_torch"]
-    told = run(environment.python, "-m", "deepep_moe.build", *wanted, cwd=environment.folder)
+    told = run(environment.python.parent / "deepep-moe", "build", *wanted, cwd=environment.folder)
     assert all(f"{name}: built" in told for name in wanted), told
     after = run(environment.python, "-P", "-c", SHOW, cwd=environment.folder)
     assert after.strip() == str({"autograd": True, "nvshmem": both})

@@ -237,7 +237,7 @@ def test_launched_ranks_are_bound(tmp_path):
     if len(cores) < 2 or read().gpus:
         pytest.skip("needs two cores, known to sysfs, and no GPU")
     options = ["--standalone", "--nproc-per-node", "2", "--bind", "--redirects", "3", "--log-dir", str(tmp_path)]
-    command = [sys.executable, "-m", "deepep_moe.launch", *options, str(tmp_path / "script.py")]
+    command = [sys.executable, "-m", "deepep_moe", "launch", *options, str(tmp_path / "script.py")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     seen = set()

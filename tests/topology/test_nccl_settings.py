@@ -9,7 +9,7 @@ import pytest
 from deepep_moe import launch
 from deepep_moe.errors import EPError
 from deepep_moe.topology import bind, nccl, read
-from deepep_moe.topology.__main__ import main
+from deepep_moe.topology.command import main
 
 
 def nesting(element):
@@ -72,7 +72,7 @@ def test_nothing_to_tell(name, tmp_path):
     with pytest.raises(EPError, match="no GPU and no NIC with a known NUMA node is found"):
         nccl.topology_xml(read(tmp_path))
     with pytest.raises(SystemExit, match="cannot write .*topo.xml: no GPU and no NIC"):
-        main(["--root", str(tmp_path), "nccl", "--write", str(tmp_path / "topo.xml")])
+        main(["--root", str(tmp_path), "nccl", "--output", str(tmp_path / "topo.xml")])
     assert not (tmp_path / "topo.xml").exists()
 
 
@@ -81,7 +81,7 @@ def test_command_writes_and_explains(tmp_path, capsys, monkeypatch):
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc/nccl.conf").write_text("# of the image\nNCCL_IB_QPS_PER_CONNECTION = 2\nnonsense\n")
     monkeypatch.setenv("NCCL_PXN_DISABLE", "0")
-    main(["--root", str(tmp_path), "nccl", "--write", str(tmp_path / "topo.xml")])
+    main(["--root", str(tmp_path), "nccl", "--output", str(tmp_path / "topo.xml")])
     assert (tmp_path / "topo.xml").read_text() == nccl.topology_xml(read(tmp_path))
     printed = capsys.readouterr().out
     assert f"NCCL_TOPO_FILE={tmp_path}/topo.xml  # now: not set" in printed

@@ -11,7 +11,7 @@ import pytest
 
 from deepep_moe.errors import EPError
 from deepep_moe.topology import distance, nccl, picture, place, read
-from deepep_moe.topology.__main__ import main
+from deepep_moe.topology.command import main
 from deepep_moe.topology.sysfs import format_cpulist
 
 NO_NODES = "NUMA nodes are unknown: /sys/devices/system/node is missing or empty, as in some containers."
@@ -242,5 +242,5 @@ def test_picture(azure, capsys):
 
 
 def test_this_machine():
-    result = subprocess.run([sys.executable, "-m", "deepep_moe.topology", "--json"], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-m", "deepep_moe", "topology", "--json"], capture_output=True, text=True, check=True)
     assert json.loads(result.stdout) == json.loads(json.dumps(read().to_dict()))

@@ -15,9 +15,8 @@ from deepep_moe import Buffer
 from deepep_moe.errors import EPError, EPMismatchError
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
 from deepep_moe.testing import run_ranks
-from deepep_moe.tune import __main__ as command
+from deepep_moe.tune import command, search
 from deepep_moe.tune import rank as rank_module
-from deepep_moe.tune import search
 from deepep_moe.tune.rank import Outcome, tune
 from deepep_moe.tuning import Shape, Values, write
 
@@ -89,11 +88,11 @@ def test_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(command, "tune", through_the_command)
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(sys, "argv", ["tune", "--num-ranks", "2", "--json", "record.json"])
+    monkeypatch.setattr(sys, "argv", ["deepep-moe", "tune", "--num-ranks", "2", "--records", "record.json"])
     file = tmp_path / "profiles.json"
-    sizes = ["--tokens", "24", "--hidden", "128", "--experts", "8", "--topk", "2", "--expert-alignment", "4"]
+    sizes = ["--num-tokens", "24", "--hidden", "128", "--num-experts", "8", "--num-topk", "2", "--expert-alignment", "4"]
     assert (
-        command.main(["--backend", "nvlink", "--num-ranks", "2", *sizes, "--output", str(file), "--json", str(tmp_path / "record.json")])
+        command.main(["--backend", "nvlink", "--num-ranks", "2", *sizes, "--output", str(file), "--records", str(tmp_path / "record.json")])
         == 0
     )
     found, wrote, _ = capsys.readouterr().out.splitlines()
@@ -101,7 +100,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert [values.num_sms for values in run_ranks(loads, 2, file)] == [2, 2]
     (record,) = json.loads((tmp_path / "record.json").read_text())
     assert record["tuned"]["num_sms"] == 2 and record["ratio"] > 1 and record["rival"] == "default settings"
-    assert record["command"].endswith(" -m deepep_moe.tune --num-ranks 2") and record["num_tokens"] == 24
+    assert record["command"].endswith("deepep-moe tune --num-ranks 2") and record["num_tokens"] == 24
 
 
 def without_a_difference(rank: int, num_ranks: int, given: argparse.Namespace) -> Outcome:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from deepep_moe.tune import __main__ as command
+from deepep_moe.tune import command
 from deepep_moe.tune.intervals import CONFIDENCE, LOOKS, judge, median_interval
 from deepep_moe.tune.search import Meter, axes, compare, search
 from deepep_moe.tuning import Files, Machine, Profile, Shape, Values, load, write
@@ -138,14 +138,14 @@ def machine(monkeypatch, tmp_path):
 @pytest.mark.parametrize("arguments", ([], ["--backend", "shm"]))
 def test_nothing_to_tune(arguments):
     """On a machine with no GPU the backend is shm."""
-    done = subprocess.run([sys.executable, "-m", "deepep_moe.tune", *arguments], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "deepep_moe", "tune", *arguments], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == command.NOTHING_TO_TUNE + "\n", done.stderr
 
 
 @pytest.mark.parametrize(
     ("num_gpus", "arguments", "message"),
     [
-        (1, ["--tokens", "8", "16"], "--tokens 8 16 are 2 sizes; run the tuner once for each"),
+        (1, ["--num-tokens", "8", "16"], "--num-tokens 8 16 are 2 sizes; run the tuner once for each"),
         (1, ["--num-ranks", "3"], "--num-ranks 3 must be at least 2 and divide --num-experts 256"),
         (1, ["--num-ranks", "1"], "--num-ranks 1 must be at least 2"),
         (1, ["--hidden", "0"], "--hidden 0 must be above 0"),

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from deepep_moe import config
+from deepep_moe.command import Parser
 from deepep_moe.errors import EPError
 from deepep_moe.testing.launch import RankFailedError
 from deepep_moe.topology.option import add_bind, bind_this_rank
@@ -28,16 +29,16 @@ NOTHING_TO_TUNE = (
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser("python -m deepep_moe.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = Parser("deepep-moe tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--backend", choices=("nvlink", "shm"), help="default nvlink where there is a GPU, else shm")
     add_ranks_and_tokens(found, "4096, one size")
-    for name, short, default in (("hidden", None, 7168), ("num-experts", "experts", 256), ("num-topk", "topk", 8)):
-        found.add_argument(f"--{name}", *([f"--{short}"] if short else []), type=int, default=default, help=f"default {default}")
+    for name, default in (("hidden", 7168), ("num-experts", 256), ("num-topk", 8)):
+        found.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     found.add_argument("--expert-alignment", type=int, default=128, help="default 128")
     found.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="of dispatched rows; default bf16. Combined rows are bf16")
     found.add_argument("--time-limit", type=float, default=150.0, help="seconds for all EP sizes together; default 150")
     found.add_argument("--output", type=Path, help="file to add the profile to; default the one that Buffer finds by itself")
-    found.add_argument("--json", type=Path, help="file for the comparisons with the default, as records of a benchmark")
+    found.add_argument("--records", type=Path, help="file for the comparisons with the default, as records of a benchmark")
     add_bind(found)
     return found
 
@@ -48,7 +49,7 @@ def resolve(options: argparse.Namespace) -> None:
     options.on_gpu, options.shares_gpus = options.backend == "nvlink", True
     sizes = options.num_tokens or [4096]
     if len(sizes) > 1:
-        raise ValueError(f"--tokens {' '.join(map(str, sizes))} are {len(sizes)} sizes; run the tuner once for each")
+        raise ValueError(f"--num-tokens {' '.join(map(str, sizes))} are {len(sizes)} sizes; run the tuner once for each")
     resolve_ranks(options)
     options.num_tokens = sizes[0]
     for name in ("num_tokens", "hidden", "num_topk", "num_experts", "expert_alignment", "time_limit"):
@@ -95,7 +96,7 @@ def finish(outcomes: list[Outcome], num_ranks: list[int], file: Path) -> None:
             print(f"EP{size}: wrote a profile for {outcome.profile.machine}, {outcome.profile.shape} to {file}")
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     words = parser()
     options = words.parse_args(arguments)
     options.backend = options.backend or ("nvlink" if torch.cuda.device_count() else "shm")
@@ -114,12 +115,8 @@ def main(arguments: list[str] | None = None) -> int:
         outcomes = start(tune, options)
         if not config.launched_rank():  # rank 0 reports
             finish(outcomes, options.num_ranks, file)
-            write_json(options.json, [outcome.record for outcome in outcomes if outcome.record is not None])
+            write_json(options.records, [outcome.record for outcome in outcomes if outcome.record is not None])
     except (EPError, OSError, ValueError, RankFailedError) as error:  # ValueError: the file was damaged meanwhile
         print(error, file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

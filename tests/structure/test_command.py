@@ -1,0 +1,48 @@
+"""The command `deepep-moe`: what it shows, and what it refuses in one line."""
+
+import importlib
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import deepep_moe
+from deepep_moe.command import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_command_and_module_are_one():
+    (name, entry) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"].popitem()
+    module, function = entry.split(":")
+    assert name == "deepep-moe" and getattr(importlib.import_module(module), function) is main
+    done = subprocess.run([sys.executable, "-m", "deepep_moe", "--version"], capture_output=True, text=True)
+    assert done.stdout == f"deepep_moe {deepep_moe.__version__}\n"
+
+
+def test_help_without_a_subcommand(capsys):
+    assert main([]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("usage: deepep-moe ") and all(f"  {name} " in told for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("tset", "deepep-moe: argument COMMAND: invalid choice: 'tset' (choose from "),
+        ("doctor --tset", "deepep-moe doctor: unrecognized arguments: --tset"),
+        ("topology --root /nowhere", "deepep-moe topology: --root /nowhere is no folder; give the one that holds sys and proc"),
+        ("tune --dtype fp7", "deepep-moe tune: argument --dtype: invalid choice: 'fp7' (choose from "),
+        ("tune --hidden wide", "deepep-moe tune: argument --hidden: invalid int value: 'wide'"),
+        ("launch --nproc-per-node many x.py", "deepep-moe launch: Unsupported nproc_per_node value: many"),
+        ("launch --nproc-per-node 0 x.py", "deepep-moe launch: --nnodes 1:1 and --nproc-per-node 0 must be at least 1"),
+        ("build _triton", "deepep-moe build: no module _triton; choose from _torch, _nvshmem"),
+    ],
+)
+def test_wrong_values_are_named_in_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments.split())
+    told = capsys.readouterr()
+    assert end.value.code == 2 and not told.out and told.err.startswith(message) and told.err.count("\n") == 1, told
