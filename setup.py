@@ -23,8 +23,6 @@ if sys.version_info < (3, 11):  # noqa: UP036, as pip asks for the version only 
     found = ".".join(map(str, sys.version_info[:3]))
     raise SystemExit(f"deepep_moe needs Python 3.11 or newer, and {sys.executable} is {found}; use another: python3.11 -m pip install .")
 
-import base64
-import hashlib
 import importlib.util
 import os
 import re
@@ -34,7 +32,6 @@ import subprocess
 import sysconfig
 import threading
 import tomllib
-import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,7 +40,6 @@ from typing import Any
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_py import build_py
-from setuptools.command.editable_wheel import editable_wheel
 from setuptools.errors import CompileError
 
 ROOT = Path(__file__).parent
@@ -319,28 +315,6 @@ class BuildWithSources(build_py):
             shutil.copyfile(path, target)
 
 
-class EditableWheel(editable_wheel):
-    """Add the clone to the end of sys.path. Python asks the finder of an editable install last. Otherwise the folder that holds a clone
-    named deepep_moe would be imported as an empty package; a real package anywhere on sys.path has priority over it."""
-
-    def run(self) -> None:
-        super().run()
-        for wheel in Path(self.dist_dir).glob("*editable*.whl"):
-            add_to_wheel(wheel, "__editable__.deepep_moe.clone.pth", f"{ROOT.resolve()}\n".encode())
-
-
-def add_to_wheel(wheel: Path, name: str, data: bytes) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        files = {info: archive.read(info) for info in archive.infolist()}
-    record = next(info for info in files if info.filename.endswith(".dist-info/RECORD"))
-    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-    files[record] = f"{name},sha256={digest},{len(data)}\n".encode() + files[record]
-    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(name, data)
-        for info, content in files.items():  # the record stays the last
-            archive.writestr(info, content)
-
-
 def configuration(extensions: list[Extension]) -> str:
     """Return all that a build depends on besides the files of this repository."""
     nvcc = find_nvcc()
@@ -461,7 +435,7 @@ def is_stale(object_file: str, source: str) -> bool:
 with ParallelCompile(default=NUM_JOBS, needs_recompile=is_stale):
     setup(
         ext_modules=extensions(),
-        cmdclass={"build_ext": BuildWithCuda, "build_py": BuildWithSources, "editable_wheel": EditableWheel},
+        cmdclass={"build_ext": BuildWithCuda, "build_py": BuildWithSources},
         packages=[
             *find_packages(str(ROOT), include=["deepep_moe", "deepep_moe.*"]),
             *(f"deepep_moe.{name}" for name in find_packages(str(ROOT), include=["integrations", "integrations.*"])),

@@ -5,10 +5,7 @@ import json
 import os
 import pickle
 import re
-import shutil
-import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,37 +22,6 @@ SHIM_BYTES = getattr(deepep_moe._C, "SHIM_BYTES", 0)
 
 
 # ---- build ----
-
-
-WITHOUT_MODULES = """
-import runpy, sys, setuptools
-setup = setuptools.setup
-setuptools.setup = lambda **given: setup(**given | {"ext_modules": []})  # the built ones lie in the clone
-sys.argv = ["setup.py", "-q", "editable_wheel", "--dist-dir", sys.argv[1]]
-runpy.run_path("setup.py", run_name="__main__")
-"""
-BESIDE = "import deepep_moe, deepep_moe.integrations as i; from deepep_moe import Buffer; print(deepep_moe.__path__, i.__path__)"
-
-
-def test_script_beside_a_clone(tmp_path):
-    """A script in the folder that holds a clone finds what `pip install -e` installed, not an empty package of the clone's name."""
-    clone, wheels = tmp_path / "deepep_moe", tmp_path / "wheels"
-    ignored = shutil.ignore_patterns("__pycache__", "build", ".*", "runs", "*.egg-info", "tests", "docs", "benchmarks", "examples")
-    shutil.copytree(ROOT, clone, ignore=ignored)
-    subprocess.run([sys.executable, "-c", WITHOUT_MODULES, str(wheels)], check=True, capture_output=True, text=True, cwd=clone)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    (wheel,) = wheels.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(packages)
-        (record,) = [archive.read(name).decode() for name in archive.namelist() if name.endswith("RECORD")]
-        assert {line.split(",")[0] for line in record.split()} == set(archive.namelist())
-    (packages / "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
-    (tmp_path / "train.py").write_text(BESIDE)
-    for arguments in (["train.py"], ["-c", BESIDE]):
-        result = subprocess.run([str(python), *arguments], capture_output=True, text=True, cwd=tmp_path)
-        assert result.stdout == f"['{clone / 'deepep_moe'}'] ['{clone / 'integrations'}']\n", result.stderr
 
 
 def test_features():
