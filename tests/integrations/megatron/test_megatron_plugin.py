@@ -6,6 +6,7 @@ import gc
 import inspect
 import io
 import os
+import re
 import subprocess
 import sys
 import typing
@@ -213,6 +214,45 @@ def test_launcher_runs_a_script_enabled(tmp_path):
     assert missing.returncode == 2 and "no such script: 'nowhere.py'" in missing.stderr
     found = f"found {['--backend', 'nccl', *OURS]} __main__ pretrain.py SelectingFlexTokenDispatcher"
     assert done.stdout.strip().splitlines()[-1] == found
+
+
+OWN_SCRIPT = """
+import argparse
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+argparse.ArgumentParser().parse_args()
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+parallel_state.initialize_model_parallel()
+model_parallel_cuda_manual_seed(1)
+config = TransformerConfig(
+    num_layers=2, hidden_size=32, num_attention_heads=4, num_moe_experts=4, add_bias_linear=False, attention_dropout=0.0,
+    moe_flex_dispatcher_backend="deepep_moe",
+)
+model = GPTModel(config, get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False), vocab_size=64, max_sequence_length=16)
+tokens, positions, mask = torch.randint(64, (1, 16)), torch.arange(16)[None], torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
+model(tokens, positions, mask, labels=tokens).mean().backward()
+dist.destroy_process_group()
+"""
+
+
+def test_own_script_on_cpus(tmp_path, monkeypatch):
+    """It has no options of Megatron-LM, and begins with the line of the page."""
+    _backend_choices()  # skips where the config has no backend
+    line, folder = re.search(
+        r"begins with `([^`]*)` and runs with `PYTHONPATH=([^`]*)`", (ROOT / "docs" / "megatron.md").read_text()
+    ).groups()
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / folder))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "own.py").write_text(line + OWN_SCRIPT)
+    done = _launch("own.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"deepep_moe {deepep_moe.__version__}: 2 MoE layers on this rank, backend shm, " in done.stderr
 
 
 OURS = ["--moe-flex-dispatcher-backend", "deepep_moe"]
