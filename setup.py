@@ -37,6 +37,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pybind11
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_py import build_py
@@ -61,6 +62,7 @@ NAMED_ARCHITECTURES = {  # as PyTorch names them in TORCH_CUDA_ARCH_LIST
     "blackwell": "10.0;10.3;12.0;12.1+PTX",
 }
 LEAST_GCC = 11
+PYBIND11 = f"-isystem{pybind11.get_include()}"  # -MMD then leaves its headers out, which pip's isolation has in another folder each time
 MODULES = os.environ.get("DEEPEP_MOE_MODULES", "_C,_torch,_nvshmem").split(",")
 BUILD_FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE")  # what a build needs beside csrc
 BUILD_JOBS = os.environ.get("DEEPEP_MOE_BUILD_JOBS") or str(len(os.sched_getaffinity(0)))
@@ -162,11 +164,12 @@ def extension() -> Pybind11Extension:
         include_dirs=["csrc"],
         depends=headers,
         cxx_std=20,
+        include_pybind11=False,
         define_macros=[
             ("DEEPEP_MOE_VERSION", f'"{version()}"'),
             ("DEEPEP_MOE_FOUND_NVSHMEM", "true" if nvshmem else "false"),
         ],
-        extra_compile_args=["-O3", "-MMD", "-ffp-contract=off", "-fno-trapping-math", "-pthread", "-Wall", "-Wextra"],
+        extra_compile_args=["-O3", "-MMD", "-ffp-contract=off", "-fno-trapping-math", "-pthread", "-Wall", "-Wextra", PYBIND11],
         extra_link_args=["-pthread"],
     )
     if nvcc:
@@ -223,7 +226,8 @@ def nvshmem_extensions() -> list[Extension]:
             depends=sorted(str(path.relative_to(ROOT)) for pattern in ("*.h", "*.cuh", "*.cu") for path in (ROOT / "csrc").rglob(pattern)),
             cxx_std=20,
             optional=True,
-            extra_compile_args=["-O2", "-MMD", "-fvisibility=hidden", "-Wall", "-Wextra"],
+            include_pybind11=False,
+            extra_compile_args=["-O2", "-MMD", "-fvisibility=hidden", "-Wall", "-Wextra", PYBIND11],
             # The wheel has no unversioned name of the host library, which Python loads before this module. Symbols of the static library
             # must not take the place of those in other modules that link it, such as PyTorch's.
             extra_link_args=[
@@ -244,6 +248,10 @@ def cuda_root(nvcc: str) -> Path:
 class BuildWithCuda(build_ext):
     """Compiles csrc/cuda with nvcc before the host sources are compiled and all are linked. Begins again where the last build had another
     compiler of CUDA, another PyTorch or other switches: times of files do not tell."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.build_temp = f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"  # an editable install would drop its own
 
     def build_extensions(self) -> None:
         now, last = configuration(self.extensions), Path(self.build_temp) / "configuration.txt"
@@ -287,11 +295,12 @@ class BuildWithCuda(build_ext):
         kernels stay as they are. It leaves no PTX for GPUs that are newer than the compiler."""
         # 3012 and 3013: volatile in C++20, in NVSHMEM's headers.
         objects = self.compile_kernels("nvshmem", "-rdc=true", "-diag-suppress=3012,3013", f"-I{nvshmem}/include", with_ptx=False)
-        linked = str(Path(self.build_temp) / "csrc" / "nvshmem" / "device_link.o")
+        linked = Path(self.build_temp) / "csrc" / "nvshmem" / "device_link.o"
         libraries = [f"-L{nvshmem}/lib", "-lnvshmem_device", "-lcudadevrt"]
         codes = architecture_flags(nvcc, with_ptx=False)
-        run_compiler([nvcc, "-dlink", "-Xcompiler=-fPIC", *codes, *objects, "-o", linked, *libraries])
-        return [*objects, linked, f"{nvshmem}/lib/libnvshmem_device.a"]
+        if not linked.is_file() or any(Path(name).stat().st_mtime > linked.stat().st_mtime for name in objects):
+            run_compiler([nvcc, "-dlink", "-Xcompiler=-fPIC", *codes, *objects, "-o", str(linked), *libraries])
+        return [*objects, str(linked), f"{nvshmem}/lib/libnvshmem_device.a"]
 
     def exported(self, symbol: str) -> Path:
         """A script for the linker: `symbol` is all that the module exports."""
@@ -323,7 +332,7 @@ def configuration(extensions: list[Extension]) -> str:
         lines += architecture_flags(nvcc)
     for ext in extensions:
         lines += [repr((ext.name, ext.sources, ext.define_macros, ext.include_dirs, ext.extra_compile_args, ext.extra_link_args))]
-    return "\n".join(lines)
+    return "\n".join(lines).replace(PYBIND11, pybind11.__version__)
 
 
 def architecture_flags(nvcc: str, with_ptx: bool = True) -> list[str]:

@@ -2,11 +2,13 @@
 
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import pybind11
 import pytest
 
 import deepep_moe
@@ -29,6 +31,34 @@ def tool(folder: Path, name: str, says: str) -> Path:
     path.write_text(f"#!/bin/sh\necho '{says}'\n")
     path.chmod(0o755)
     return path
+
+
+COMPILER = """#!/bin/bash
+[ "$1" = -dumpversion ] && echo 12 && exit
+echo "$*" >>"$CALLS"
+while [ $# -gt 0 ]; do [ "$1" = -o ] && out=$2; [ "$1" = -c ] && source=$2; shift; done
+touch "$out"; [ -z "$source" ] || echo "$out: $source" >"${out%.o}.d"
+"""
+
+
+def test_objects_stay(tmp_path):
+    """The second build compiles nothing, although pip's isolation has pybind11 in another folder; nor does a second editable install."""
+    clone, calls, compiler = tmp_path / "clone", tmp_path / "calls", tmp_path / "g++"
+    ignored = shutil.ignore_patterns("build", "*.so", ".*", "runs", "*.egg-info", "__pycache__", "tests", "docs", "benchmarks", "examples")
+    shutil.copytree(ROOT, clone, ignore=ignored)
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    variables = {"CC": compiler, "CXX": compiler, "CALLS": calls, "DEEPEP_MOE_CUDA": "0", "DEEPEP_MOE_MODULES": "_C"}
+    numbers = []
+    for number, command in enumerate(("build_ext", "build_ext", "editable_wheel", "editable_wheel")):
+        isolated = tmp_path / f"isolated-{number}"
+        shutil.copytree(Path(pybind11.__file__).parent, isolated / "pybind11")
+        environment = os.environ | {name: str(value) for name, value in variables.items()} | {"PYTHONPATH": str(isolated)}
+        arguments = ["setup.py", "-q", command, *(["--dist-dir", str(tmp_path / "dist")] if command == "editable_wheel" else [])]
+        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=clone, env=environment)
+        assert done.returncode == 0, done.stderr
+        numbers.append(sum(" -c " in call for call in calls.read_text().splitlines()))
+    assert numbers == [numbers[0]] * 4 and numbers[0] > 10
 
 
 def test_what_setup_refuses(tmp_path):
