@@ -52,8 +52,8 @@ def test_modules_without_kernels_are_not_built(monkeypatch, tmp_path, capsys):
     [
         ({"TORCH_VERSION": torch.__version__, "SHIM_BYTES": SHIM_BYTES}, ""),
         ({}, "not built; `deepep-moe build _torch`"),
-        ({"TORCH_VERSION": "1.0", "SHIM_BYTES": SHIM_BYTES}, f"built for torch 1.0, this is {torch.__version__}; `python -m"),
-        ({"TORCH_VERSION": torch.__version__, "SHIM_BYTES": 1}, "of another build than deepep_moe._C; `python -m"),
+        ({"TORCH_VERSION": "1.0", "SHIM_BYTES": SHIM_BYTES}, f"built for torch 1.0, this is {torch.__version__}; `deepep-moe build"),
+        ({"TORCH_VERSION": torch.__version__, "SHIM_BYTES": 1}, "of another build than deepep_moe._C; `deepep-moe build"),
     ],
 )
 def test_autograd_functions_of_another_build(monkeypatch, values, reason):

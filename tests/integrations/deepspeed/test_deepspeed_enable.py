@@ -47,7 +47,8 @@ def test_enable_and_disable(rank):
     lines = io.StringIO()
     with contextlib.redirect_stderr(lines):  # without any setting of logging
         run_steps(engine, rank, 2)
-    line = f"deepep_moe {deepep_moe.__version__}: 2 MoE layers on this rank, backend shm (fast mode), experts are DeepSpeed's"
+    start = f"deepep_moe {deepep_moe.__version__}: 2 MoE layers on this rank, backend shm (fast mode)"
+    line = f"{start}, experts are DeepSpeed's, grouped_experts=None"
     assert [told for told in lines.getvalue().splitlines() if "deepep_moe" in told] == [line] * (rank == 0)
     assert _name(_build(case, asked | {"deepep_moe": {"enabled": False}})) == "MOELayer"
     with pytest.raises(ValueError, match="unknown keys"):
