@@ -75,7 +75,8 @@ def main(options: argparse.Namespace) -> None:
         )
     if options.iterations <= _WARMUP + _TRACED:
         sys.exit(f"--iterations is {options.iterations}, but the first {_WARMUP} and the last {_TRACED} are not timed")
-    records, failures = [], []
+    records: list[dict[str, Any]] = []
+    failures: list[str] = []
     for turn in range(1, options.rounds + 1):
         steps: dict[str, Step] = {}
         for name in options.runs:
