@@ -57,5 +57,10 @@ def test_api_pages_have_every_public_name(site):
         assert not missing, f"{page}: {missing}"
     names = set().union(*(names_of((site / "api" / f"{page}.html").read_text()) for page in ("buffer", "low_latency")))
     wanted = set(deepep_moe.__all__) - {"__version__", "errors", "features"}
-    wanted |= {f"Buffer.{method}" for method in ("dispatch", "combine", "layout", "check", "destroy")}
-    assert names >= {f"deepep_moe.{name}" for name in wanted}
+    methods = [f"Buffer.{method}" for method in ("layout", "dispatch", "settle", "combine", "check", "recover", "destroy")]
+    assert names >= {f"deepep_moe.{name}" for name in wanted | set(methods)}
+    page = (site / "api" / "buffer.html").read_text()
+    places = [page.index(f'id="deepep_moe.{method}"') for method in methods]
+    assert places == sorted(places), "in the order of use"
+    assert "num_max_tokens_per_rank" in page[page.index('id="deepep_moe.Buffer"') : places[0]], "the signature of the constructor"
+    assert not {"deepep_moe.Buffer.refuse", "deepep_moe.Buffer.num_calls", "deepep_moe.LowLatencyBuffer.refuse"} & names, "inner names"

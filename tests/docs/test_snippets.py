@@ -24,7 +24,12 @@ BLOCKS = {
     for name, text in TEXTS.items()
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
 }
-ALONE = [("docs/index.md", 0), ("docs/inference.md", 0), ("docs/watch.md", 0)]
+ALONE = [
+    *((f"docs/api/{page}.md", 0) for page in ("buffer", "low_latency", "nn", "ops")),
+    ("docs/index.md", 0),
+    ("docs/inference.md", 0),
+    ("docs/watch.md", 0),
+]
 STEPS = [("docs/steps.md", number) for number in range(7)]
 UNDER_TORCHRUN = [("README.md", 0), ("docs/guide.md", 0), ("docs/huggingface.md", 0), ("docs/huggingface.md", 1), *STEPS]
 IN_DEEPSPEED = [("docs/deepspeed.md", number) for number in range(4)]
