@@ -7,9 +7,6 @@ import report
 from page import Page, Picture, Table
 from report import Result
 
-_COLUMNS = ["run", "backend", "steps", "last loss", "tokens/s", "step, ms", "exchange, ms"]
-_COLUMNS += ["busiest expert", "nodes", "busiest node", "nodes per token", "seconds"]
-
 
 def write(title: str, results: list[Result], entropy: float, folder: Path, about: dict[str, str], timelines: dict[str, str]) -> str:
     """Write report.html with the pictures that lie in `folder`, `timelines` by their captions among them. Return what the run showed."""
@@ -18,7 +15,7 @@ def write(title: str, results: list[Result], entropy: float, folder: Path, about
         files["Exchange and nodes"] = "exchange.png"
     pictures = [Picture.of_file(caption, folder / name) for caption, name in (files | timelines).items()]
     told = showed(results, entropy)
-    Page(title, told, about, [Table("Runs", _COLUMNS, [_row(result) for result in results])], pictures).write(folder / "report.html")
+    Page(title, told, about, [_table(results)], pictures).write(folder / "report.html")
     return told
 
 
@@ -52,8 +49,15 @@ def _step(result: Result) -> str:
     return f"{1e3 * np.median(result.step_s):.1f} ms with {result.name}{of_it}"
 
 
-def _row(result: Result) -> list[str | float | None]:
-    nodes = float(np.mean(result.nodes_per_token[-10:])) if result.nodes_per_token else None
-    figures = [last_loss(result), float(np.median(result.tokens_per_s)), 1e3 * float(np.median(result.step_s)), exchange_ms(result)]
-    load = [report.busiest(result), result.num_nodes, report.busiest_node(result)]
-    return [result.name, result.backend, len(result.losses), *figures, *load, nodes, result.seconds]
+def _table(results: list[Result]) -> Table:
+    """The runs, a row each. On one node nothing is said of nodes."""
+    rows: list[dict[str, str | float | None]] = []
+    for result in results:
+        row = {"run": result.name, "backend": result.backend, "steps": len(result.losses), "last loss": last_loss(result)}
+        row |= {"tokens/s": float(np.median(result.tokens_per_s)), "step, ms": 1e3 * float(np.median(result.step_s))}
+        row |= {"exchange, ms": exchange_ms(result), "busiest expert": report.busiest(result)}
+        if result.num_nodes > 1:
+            nodes = float(np.mean(result.nodes_per_token[-10:])) if result.nodes_per_token else None
+            row |= {"nodes": result.num_nodes, "busiest node": report.busiest_node(result), "nodes per token": nodes}
+        rows.append(row | {"seconds": result.seconds})
+    return Table("Runs", list(rows[0]), [list(row.values()) for row in rows])

@@ -163,7 +163,7 @@ def plot_exchange(results: list[Result], path: Path) -> bool:
     False where nobody counted any."""
     panels = {
         "exchange of a forward, ms": [(result.name, result.of_layers("exchange_ms")) for result in results],
-        "nodes of a token": [(result.name, result.nodes_per_token) for result in results],
+        "nodes of a token": [(result.name, result.nodes_per_token if result.num_nodes > 1 else []) for result in results],
         "tokens of the busiest node, x even": [(r.name, _over_even(r.of_nodes()) if r.num_nodes > 1 else []) for r in results],
     }
     panels = {label: [(name, values) for name, values in curves if any(values)] for label, curves in panels.items()}
@@ -193,10 +193,11 @@ def table(results: list[Result], entropy: float) -> str:
         ("unigram entropy", [f"{entropy:.4f}"] * len(results)),
         ("tokens/s (median)", [f"{np.median(result.tokens_per_s):,.0f}" for result in results]),
         ("busiest expert, last 10", [f"{busiest(result):.2f}x even" for result in results]),
-        ("busiest node, last 10", [f"{busiest_node(result):.2f}x even" for result in results]),
-        ("nodes per token, last 10", [nodes_per_token(result) for result in results]),
-        ("seconds", [f"{result.seconds:.1f}" for result in results]),
     ]
+    if results[0].num_nodes > 1:
+        rows.append(("busiest node, last 10", [f"{busiest_node(result):.2f}x even" for result in results]))
+        rows.append(("nodes per token, last 10", [nodes_per_token(result) for result in results]))
+    rows.append(("seconds", [f"{result.seconds:.1f}" for result in results]))
     width = max(14, *(len(cell) for _, cells in rows for cell in cells))
     lines = [f"{name:<25}" + "".join(f"{cell:>{width + 2}}" for cell in cells) for name, cells in rows]
     rule = "-" * max(len(line) for line in lines)

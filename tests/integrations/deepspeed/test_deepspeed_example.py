@@ -55,6 +55,5 @@ def test_training_learns_and_equals_deepspeed(tmp_path):
     assert page.about.items() >= used.items() and "; ".join(f"{name}: {value}" for name, value in used.items()) in done.stdout
     (runs,) = page.tables
     ours, theirs = (dict(zip(runs.columns, row, strict=True)) for row in runs.rows)
-    assert [(run["nodes"], run["busiest node"]) for run in (ours, theirs)] == [(1, 1.0)] * 2
     assert ours["step, ms"] > ours["exchange, ms"] > 0 and theirs["step, ms"] > theirs["exchange, ms"] > 0
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"deepep_moe", "deepspeed"}
