@@ -1,11 +1,9 @@
-"""Grouped experts against SequentialMLP: weights, outputs, gradients, and checkpoints, which load into either."""
+"""Grouped experts against SequentialMLP: weights, outputs and gradients."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron_cases import (
     BF16,
     HIDDEN,
@@ -19,7 +17,7 @@ from megatron_cases import (
     model_parallel,
     on_megatron,
 )
-from megatron_states import assert_equal_states, change, metadata, optimizer_pieces, sharded_tensors
+from megatron_states import assert_equal_states
 from on_ranks import on_ranks
 
 from benchmarks.layers.megatron_steps import by_expert
@@ -150,95 +148,3 @@ def test_modules_that_own_parameters_are_called(rank: int, num_ranks: int, sizes
         assert [name for name, _ in ours.experts.named_modules()] == ["", "linear_fc1", "linear_fc2"]
         ours.experts.state_dict()
         assert "local_experts" not in dict(ours.experts.named_children())
-
-
-# ---- checkpoints of grouped experts and of SequentialMLP, which are the same and load into either ----
-
-WAYS = ((True, False), (False, True), (True, True))  # whether the experts that save are grouped, and those that load
-
-
-def layer(sizes: dict, *, grouped: bool, **changes: Any) -> Any:
-    """A layer whose experts are grouped, with our dispatcher, or not, with alltoall's."""
-    built = layer_of(sizes, "deepep_moe" if grouped else "alltoall", **changes)
-    assert (type(built.experts).__name__ == "GroupedMLP") is grouped
-    return built
-
-
-@on_megatron(1, experts="own")
-def test_state_dicts(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    for source_is_grouped, target_is_grouped in WAYS:
-        for assign in (False, True):
-            source, target = (layer(sizes, grouped=grouped, **expert_biases()) for grouped in (source_is_grouped, target_is_grouped))
-            change(source, seed=rank)
-            saved = {name: value if value is None else value.clone() for name, value in source.state_dict().items()}
-            assert "experts.local_experts.7.linear_fc2.weight" in saved
-            result = target.load_state_dict(saved, assign=assign)
-            assert not result.missing_keys and not result.unexpected_keys
-            assert_equal_states(target.state_dict(), saved)
-            kept = [name for name, _ in target.experts.named_parameters()]
-            assert ("linear_fc1.weight" in kept) is target_is_grouped
-            assert any(name.startswith("local_experts") for name in kept) is not target_is_grouped
-
-
-@on_megatron(1, experts="own")
-def test_what_does_not_fit_is_named_as_by_megatron(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    ours = layer(sizes, grouped=True)
-    state = ours.state_dict()
-    missing = "experts.local_experts.3.linear_fc1.weight"
-    del state[missing]
-    with pytest.raises(RuntimeError, match=f'Missing key.*"{missing}"'):
-        ours.load_state_dict(state)
-    state[missing] = torch.zeros(1, 1)
-    with pytest.raises(RuntimeError, match=f"size mismatch for {missing}"):
-        ours.load_state_dict(state)
-    with pytest.raises(RuntimeError, match='Unexpected key.*"experts.local_experts.8.linear_fc1.weight"'):
-        ours.load_state_dict(ours.state_dict() | {"experts.local_experts.8.linear_fc1.weight": torch.zeros(1)})
-    assert [name for name, _ in ours.experts.named_parameters()] == ["linear_fc1.weight", "linear_fc2.weight"]
-
-
-@on_megatron(2, experts="own")
-def test_pieces_of_sharded_checkpoints(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    for changes in ({}, expert_biases(), {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu}):
-        ours, theirs = (layer(sizes, grouped=grouped, **changes) for grouped in (True, False))
-        for switches in ({}, {"singleton_local_shards": True}):
-            for place in (("", ()), ("decoder.layers.0.mlp.experts.", ((0, 1, 3),))):
-                entries = [module.experts.sharded_state_dict(*place, metadata(**switches)) for module in (ours, theirs)]
-                assert sharded_tensors(entries[0]) == sharded_tensors(entries[1])
-
-
-@on_megatron(2, experts="own")
-def test_sharded_checkpoints(rank: int, num_ranks: int, sizes: dict[str, int], tmp_path: Path) -> None:
-    from megatron.core import dist_checkpointing
-
-    for number, (source_is_grouped, target_is_grouped) in enumerate(WAYS):
-        both = (source_is_grouped, target_is_grouped)
-        source, target = (layer(sizes, grouped=grouped, **expert_biases()).experts for grouped in both)
-        change(source, seed=100 * rank)
-        path = tmp_path / str(number)
-        if rank == 0:
-            path.mkdir()
-        dist.barrier()
-        dist_checkpointing.save(source.sharded_state_dict("e.", (), metadata()), str(path))
-        loaded = dist_checkpointing.load(target.sharded_state_dict("e.", (), metadata()), str(path))
-        result = target.load_state_dict({name.removeprefix("e."): value for name, value in loaded.items()})
-        assert not result.missing_keys and not result.unexpected_keys
-        assert_equal_states(target.state_dict(), source.state_dict())
-
-
-@on_megatron(2, experts="own")
-def test_states_of_the_optimizer(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    ours, theirs = (layer(sizes, grouped=grouped, **expert_biases()).experts for grouped in (True, False))
-    pieces = [sharded_tensors(optimizer_pieces(experts, rank)[0]["state"]) for experts in (ours, theirs)]
-    assert len(pieces[0]) > 0 and pieces[0] == pieces[1]
-
-
-def test_a_flattened_range_is_refused():
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    from deepep_moe.integrations.megatron.stacked_checkpoint import stack_sharded
-
-    stacked = torch.zeros(2, 3)
-    entries = [ShardedTensor.from_rank_offsets("w", one, (0, index, 2), prepend_axis_num=1) for index, one in enumerate(stacked)]
-    factory = stack_sharded(entries, stacked, "w")
-    with pytest.raises(ValueError, match="the optimizer saves a flattened range .* 'dp_reshardable' or 'fully_reshardable'"):
-        factory.build_fn("optimizer.w", stacked, 0, slice(0, 1))

@@ -1,18 +1,16 @@
 """Grouped experts in the place of TEGroupedMLP, which stands here over layers of plain PyTorch: which experts a config gets, their results,
-their checkpoints, and gradients that backwards add to `main_grad`."""
+and gradients that backwards add to `main_grad`."""
 
 import contextlib
 import functools
 import sys
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron_cases import BF16, assert_same, build_layer, draw, expert_biases, layer_config, layer_of, on_megatron
-from megatron_states import assert_equal_states, change, metadata, optimizer_pieces, sharded_tensors
+from megatron_states import assert_equal_states, change
 from te_experts import te_experts
 
 pytest.importorskip("megatron.core")
@@ -167,89 +165,6 @@ def test_other_classes_are_refused(rank: int, num_ranks: int, sizes: dict[str, i
     with pytest.raises(ValueError, match="experts is 'own', but the layer has Experts"):
         built.token_dispatcher.join(built)
     build_layer(config)
-
-
-# ---- checkpoints ----
-
-
-@on_megatron(1, experts="own")
-def test_state_dicts(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    """Each class reads what the other saves, and grouped experts read the names of both classes."""
-    changes = expert_biases()
-    layers = {kind: layer(sizes, kind, **changes) for kind in KINDS}
-    layers["grouped, in the place of SequentialMLP"] = layer_of(sizes, **changes)
-    layers["SequentialMLP"] = layer_of(sizes, "alltoall", **changes)
-    for source, target in (
-        ("grouped", "TE"), ("TE", "grouped"), ("grouped", "grouped"), ("SequentialMLP", "grouped"),
-        ("grouped, in the place of SequentialMLP", "grouped"), ("TE", "grouped, in the place of SequentialMLP"),
-    ):  # fmt: skip
-        change(layers[source].experts, 10)
-        saved = layers[source].state_dict()
-        result = layers[target].load_state_dict({name: value if value is None else value.clone() for name, value in saved.items()})
-        assert not result.missing_keys and not result.unexpected_keys
-        again = layers[target].state_dict()
-        if {source, target} <= {"grouped", "TE"}:
-            assert_equal_states(again, saved)
-        for index in range(8):
-            names = [name.replace("local_experts.0.", f"local_experts.{index}.") for name in ("experts.local_experts.0.linear_fc1.weight",)]
-            of_te = f"experts.linear_fc1.weight{index}"
-            pair = [state[of_te] if of_te in state else state[names[0]] for state in (saved, again)]
-            assert torch.equal(*pair), f"{source} to {target}"
-        assert sorted(dict(layers[target].experts.named_children())) in (["linear_fc1", "linear_fc2"], ["local_experts"])
-
-
-@on_megatron(1, experts="own")
-def test_what_does_not_fit_is_named_as_by_megatron(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    ours = layer(sizes, "grouped")
-    state = ours.state_dict()
-    missing = "experts.linear_fc2.weight3"
-    del state[missing]
-    with pytest.raises(RuntimeError, match=f'Missing key.*"{missing}"'):
-        ours.load_state_dict(state)
-    state[missing] = torch.zeros(1, 1)
-    with pytest.raises(RuntimeError, match=f"size mismatch for {missing}"):
-        ours.load_state_dict(state)
-    with pytest.raises(RuntimeError, match='Unexpected key.*"experts.linear_fc2.weight8"'):
-        ours.load_state_dict(ours.state_dict() | {"experts.linear_fc2.weight8": torch.zeros(1)})
-    with pytest.raises(RuntimeError, match='Missing key.*"experts.linear_fc1.weight0"'):
-        ours.load_state_dict({name: value for name, value in ours.state_dict().items() if "linear_fc" not in name or "shared" in name})
-    without = {name: value for name, value in ours.state_dict().items() if "_extra_state" not in name or "shared" in name}
-    ours.load_state_dict(without)
-
-
-@on_megatron(2, experts="own")
-def test_pieces_of_sharded_checkpoints(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    for changes in ({}, expert_biases(), {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu}):
-        ours, theirs = (layer(sizes, kind, **changes) for kind in KINDS)
-        for switches in ({}, {"singleton_local_shards": True}):
-            for place in (("", ()), ("decoder.layers.0.mlp.experts.", ((0, 1, 3),))):
-                entries = [module.experts.sharded_state_dict(*place, metadata(**switches)) for module in (ours, theirs)]
-                assert sharded_tensors(entries[0]) == sharded_tensors(entries[1])
-
-
-@on_megatron(2, experts="own")
-def test_sharded_checkpoints(rank: int, num_ranks: int, sizes: dict[str, int], tmp_path: Path) -> None:
-    from megatron.core import dist_checkpointing
-
-    for number, kinds in enumerate((KINDS, KINDS[::-1], ("grouped", "grouped"))):
-        source, target = (layer(sizes, kind, **expert_biases()).experts for kind in kinds)
-        change(source, seed=100 * rank)
-        path = tmp_path / str(number)
-        if rank == 0:
-            path.mkdir()
-        dist.barrier()
-        dist_checkpointing.save(source.sharded_state_dict("e.", (), metadata()), str(path))
-        loaded = dist_checkpointing.load(target.sharded_state_dict("e.", (), metadata()), str(path), strict="raise_all")
-        result = target.load_state_dict({name.removeprefix("e."): value for name, value in loaded.items()})
-        assert not result.missing_keys and not result.unexpected_keys
-        assert_equal_states(target.state_dict(), source.state_dict())
-
-
-@on_megatron(2, experts="own")
-def test_states_of_the_optimizer(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    ours, theirs = (layer(sizes, kind, **expert_biases()).experts for kind in KINDS)
-    pieces = [sharded_tensors(optimizer_pieces(experts, rank)[0]["state"]) for experts in (ours, theirs)]
-    assert len(pieces[0]) > 0 and pieces[0] == pieces[1]
 
 
 # ---- gradients that backwards add to `main_grad` ----
