@@ -31,7 +31,19 @@ class Report:
 class BenchRank(Rank):
     """One rank of one run. Every method is collective."""
 
-    def __init__(self, rank: int, num_ranks: int, device_idx: int, options: argparse.Namespace, link_iterations: int):
+    link_iterations: int | None = None
+    """Copies that measure the rate of the link, by default as many as there are iterations."""
+
+    @classmethod
+    @torch.no_grad()
+    def measure(cls, rank: int, num_ranks: int, options: argparse.Namespace, device_idx: int | None = None) -> Report:
+        """Run one rank, in a process whose default group moves CPU tensors. `device_idx` is its GPU, by default the rank."""
+        return cls(rank, num_ranks, rank if device_idx is None else device_idx, options).run()
+
+    def run(self) -> Report:
+        raise NotImplementedError
+
+    def __init__(self, rank: int, num_ranks: int, device_idx: int, options: argparse.Namespace):
         super().__init__(rank, num_ranks, device_idx, options)
         gc.collect()
         gc.freeze()  # collections stay short
@@ -39,7 +51,7 @@ class BenchRank(Rank):
             torch.set_num_threads(config.num_threads(num_ranks))  # baselines and memcpy use as many threads as we do
         self.transport = "NCCL" if options.on_gpu else "gloo"
         """The library that moves the rows of the baselines."""
-        self.link_gbps = link_gbps(self.timer, link_iterations)
+        self.link_gbps = link_gbps(self.timer, self.link_iterations or options.iterations)
         self.report = Report(failures=self.failures)
 
     def record(
@@ -57,13 +69,12 @@ class BenchRank(Rank):
         return made if version is None else made | {"versions": made["versions"] | {settings["backend"]: version}}
 
 
-def add_sizes(parser: argparse.ArgumentParser, backends: tuple[str, ...], default_tokens: str, default_iterations: str) -> None:
-    """Add the options that the benchmarks share. The first of `backends` is the default."""
+def add_sizes(parser: argparse.ArgumentParser, backends: tuple[str, ...], default_tokens: str, **sizes: int | None) -> None:
+    """Add the options that the benchmarks share. The first of `backends` is the default. `sizes` are defaults of other options."""
     parser.add_argument("--backend", choices=backends, default=backends[0])
     add_ranks_and_tokens(parser, default_tokens)
-    for name, default in (("num-experts", 256), ("num-topk", 8)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--iterations", type=int, help=f"default {default_iterations}")
+    for name, default in {"num_experts": 256, "num_topk": 8, **sizes}.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
 
 
 def resolve_sizes(options: argparse.Namespace, default_tokens: Sequence[int], most_topk: int) -> None:

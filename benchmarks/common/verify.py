@@ -1,6 +1,6 @@
 """Check results before a call is timed: compare them with what they must be by definition."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -52,30 +52,31 @@ def expected_dispatch(inputs: Sequence[Inputs], shape: Shape, rank: int, layout:
     return found
 
 
-def expected_combine(inputs: Inputs, shape: Shape, layout: str, own: int = 0) -> Tensor:
+def in_bf16(rows: Tensor) -> Tensor:
+    return rows.bfloat16().float()
+
+
+def expected_combine(
+    inputs: Inputs, shape: Shape, layout: str, own: int = 0, factors: Tensor | None = None, travelled: Callable[[Tensor], Tensor] = in_bf16
+) -> Tensor:
     """Return the combined_x of the rank `own`, whose inputs these are, when rows are combined as they were dispatched, with weights in the
-    expert layout."""
+    expert layout. Experts multiply rows by `factors` [num_experts]. `travelled` rounds what crosses a link, in fp32."""
     x, ranks = inputs.x.float(), inputs.topk_idx // shape.num_local_experts
     per_node = shape.ranks_per_node or shape.num_ranks
     total = torch.zeros_like(x)
     for first in range(0, shape.num_ranks, per_node):
-        of_node = _sum_of_ranks(inputs, shape, layout, x, ranks, range(first, first + per_node))
-        total = total + (of_node if own // per_node == first // per_node else of_node.to(inputs.x.dtype).float())
+        of_node = torch.zeros_like(x)
+        for rank in range(first, first + per_node):
+            here = ranks == rank
+            row = torch.where(here.any(1)[:, None], x, 0.0)
+            if layout == "expert":
+                row = torch.zeros_like(x)
+                for lane in range(shape.num_topk):
+                    y = x if factors is None else in_bf16(x * factors[inputs.topk_idx[:, lane, None]])
+                    row = row + torch.where(here[:, lane, None], inputs.topk_weights[:, lane, None] * y, 0.0)
+            of_node = of_node + travelled(row)
+        total = total + (of_node if own // per_node == first // per_node else travelled(of_node))
     return total.to(inputs.x.dtype)
-
-
-def _sum_of_ranks(inputs: Inputs, shape: Shape, layout: str, x: Tensor, ranks: Tensor, of: range) -> Tensor:
-    """Return what the ranks `of` one node make of the rows `x`, whose lanes go to `ranks`, in fp32."""
-    total = torch.zeros_like(x)
-    for rank in of:
-        here = ranks == rank
-        row = torch.where(here.any(1)[:, None], x, 0.0)
-        if layout == "expert":
-            row = torch.zeros_like(x)
-            for lane in range(shape.num_topk):
-                row = row + torch.where(here[:, lane, None], inputs.topk_weights[:, lane, None] * x, 0.0)
-        total = total + row.to(inputs.x.dtype).float()
-    return total
 
 
 def verify(operation: Operation, inputs: Sequence[Inputs], shape: Shape, rank: int) -> bool:

@@ -1,6 +1,5 @@
-"""The work of one rank: check and then time every operation, its baselines, and exchanges beside GEMMs."""
+"""The work of one rank: check and then time every operation and its baselines."""
 
-import argparse
 import statistics
 from functools import partial
 
@@ -11,7 +10,6 @@ from benchmarks.common.ranks import BenchRank, Report
 from benchmarks.common.report import Record
 from benchmarks.common.verify import verify
 from benchmarks.exchange.baselines import PLANNED, verify_baseline, words
-from benchmarks.exchange.beside_gemms import NUM_SMS, OPS, BesideGemms, Schedule, figures_of
 from deepep_moe.tune.operations import operations
 from deepep_moe.tune.records import spread
 from deepep_moe.tune.workload import Inputs, Operation, gather_counts, link_rows, tokens_per_rank
@@ -27,8 +25,6 @@ class ExchangeRank(BenchRank):
         self.say("no link" if self.link_gbps is None else f"link {self.link_gbps:.0f} GB/s")
         for num_tokens in self.options.num_tokens:
             self.report.records += self._measure(num_tokens)
-        for num_tokens in self.options.overlap_tokens:
-            self.report.records += self._overlap(num_tokens)
         self.timer.synchronize()
         return self.report
 
@@ -72,42 +68,6 @@ class ExchangeRank(BenchRank):
         self.agreed(f"the end of {what}", partial(foreign, peer.destroy))
         return [made for made in found if made is not None]
 
-    def _overlap(self, num_tokens: int) -> list[Record]:
-        """Time every exchange that is right, with GEMMs between its halves."""
-        if self.timer.is_gpu:
-            torch.cuda.empty_cache()
-        everyone, buffer, found = self.everyones_inputs(num_tokens), self.new_buffer(num_tokens), []
-        make = partial(BesideGemms, self.timer, buffer, self.shape, everyone, self.rank, self.options)
-        beside = self.agreed(f"an exchange beside GEMMs, {num_tokens} tokens", make)
-        for op in OPS if beside is not None else ():
-            for num_sms in NUM_SMS.get(self.options.backend, (None,)):
-                what = f"{op} beside GEMMs, {num_tokens} tokens, num_sms {num_sms}"
-                if self.agreed(what, partial(beside.verify, op, num_sms)):
-                    self.say(what)
-                    schedules = self.agreed(what, partial(beside.measure, op, num_sms))
-                    if schedules is not None:
-                        found.append(self._overlap_record(op, num_sms, beside, schedules))
-        self.timer.synchronize()
-        buffer.destroy()
-        return found
-
-    def _overlap_record(
-        self, op: str, num_sms: int | None, beside: BesideGemms, schedules: tuple[Schedule, Schedule, Schedule]
-    ) -> Record:  # fmt: skip
-        """Return the record of one exchange with GEMMs between its halves.
-
-        The baseline of `ratio` is the same two halves, and then the GEMMs. A plain call, which has no halves, takes less time.
-        """
-        exchange, gemms, both = schedules
-        rows = link_rows(gather_counts(tokens_per_rank(beside.inputs.topk_idx, self.shape)))[op]
-        one_by_one = [a + b for a, b in zip(exchange.total, gemms.total, strict=True)]
-        return self.record(
-            f"{op}+gemm", len(beside.inputs.x), "bfloat16", "expert", both.total, rows * 2 * self.shape.hidden,
-            baseline="the same two halves, then the GEMMs", baseline_times=one_by_one, name=f"{op}+gemm bf16 expert", num_sms=num_sms,
-            expert_alignment=self.options.expert_alignment, gemm=list(self.options.gemm), num_gemms=beside.num_gemms,
-            workspace_bytes=beside.buffer.workspace_bytes, **figures_of(exchange, gemms, both),
-        )  # fmt: skip
-
     def _time(
         self,
         o: Operation,
@@ -143,8 +103,3 @@ class ExchangeRank(BenchRank):
             back = stream(baseline.exchange_back, iterations)
             found["combine", dtype, layout] = back, stream(partial(baseline.combine, arrived), iterations)
         return found
-
-
-def measure(rank: int, num_ranks: int, options: argparse.Namespace, device_idx: int | None = None) -> Report:
-    """Run one rank, in a process whose default group moves CPU tensors. `device_idx` is its GPU, by default the rank."""
-    return ExchangeRank(rank, num_ranks, rank if device_idx is None else device_idx, options, options.iterations).run()

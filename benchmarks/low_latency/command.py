@@ -12,24 +12,19 @@ import argparse
 from benchmarks.common.peers import add_peer
 from benchmarks.common.ranks import add_sizes, resolve_sizes, run
 from benchmarks.common.report import Record, number, show_head, show_table, spread_of
-from benchmarks.low_latency.measure import measure
+from benchmarks.low_latency.measure import LowLatencyRank
 from benchmarks.low_latency.peers import PEERS
 
 TOKENS = {"cuda": (1, 8, 32, 128, 256, 512), "cpu": (1, 8, 32, 128)}
-QUICK_TOKENS = (8, 128)
 HIDDEN = {"cuda": 7168, "cpu": 1024}
 MANY_ITERATIONS_TOKENS = 128
 ITERATIONS = {"cuda": (10_000, 1000), "cpu": (200, 200)}
 """The iterations at `MANY_ITERATIONS_TOKENS` tokens, and elsewhere."""
-_QUICK_SHARE = 10  # `--quick` makes one of so many iterations
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    many, few = ITERATIONS["cuda"]
-    default_iterations = f"{many} at {MANY_ITERATIONS_TOKENS} tokens, {few} elsewhere, {ITERATIONS['cpu'][0]} with shm"
-    add_sizes(parser, ("nvlink", "shm"), f"{' '.join(map(str, TOKENS['cuda']))}, up to 128 with shm", default_iterations)
+    add_sizes(parser, ("nvlink", "shm"), f"{' '.join(map(str, TOKENS['cuda']))}, up to 128 with shm", iterations=None)
     parser.add_argument("--hidden", type=int, help=f"a multiple of 128; default {HIDDEN['cuda']}, with shm {HIDDEN['cpu']}")
-    parser.add_argument("--quick", action="store_true", help=f"{' and '.join(map(str, QUICK_TOKENS))} tokens, a tenth of the iterations")
     add_peer(parser, tuple(PEERS))
     parser.set_defaults(expert_alignment=1)
 
@@ -39,17 +34,11 @@ def resolve(options: argparse.Namespace) -> None:
     options.on_gpu = options.backend == "nvlink"
     device = "cuda" if options.on_gpu else "cpu"
     options.hidden = HIDDEN[device] if options.hidden is None else options.hidden
-    resolve_sizes(options, QUICK_TOKENS if options.quick else TOKENS[device], 32)
+    resolve_sizes(options, TOKENS[device], 32)
     if options.hidden < 1 or options.hidden % 128:
         raise ValueError(f"--hidden {options.hidden} must be a multiple of 128: rows in fp8 have a scale for 128 columns")
-    options.iterations_of = {num_tokens: _iterations(options, num_tokens, device) for num_tokens in options.num_tokens}
-
-
-def _iterations(options: argparse.Namespace, num_tokens: int, device: str) -> int:
-    if options.iterations is not None:
-        return options.iterations
-    default = ITERATIONS[device][num_tokens != MANY_ITERATIONS_TOKENS]
-    return default // _QUICK_SHARE if options.quick else default
+    many, few = ITERATIONS[device]
+    options.iterations_of = {n: options.iterations or (many if n == MANY_ITERATIONS_TOKENS else few) for n in options.num_tokens}
 
 
 _COLUMNS = {
@@ -74,4 +63,4 @@ def show(records: list[Record]) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    run(measure, resolve, show, options)
+    run(LowLatencyRank.measure, resolve, show, options)

@@ -1,6 +1,5 @@
 """The work of one rank: check and then time every operation and its baselines."""
 
-import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from deepep_moe.tune.operations import operations
 from deepep_moe.tune.ranks import TIMEOUT_S
 from deepep_moe.tune.workload import Inputs, gather_counts, link_rows, tokens_per_rank
 
-_LINK_ITERATIONS = 10
 _MOST_HALVES = 1000  # most calls in halves, which pause in between
 _OTHER_ITERATIONS = 200  # most calls of the all-to-all
 _OTHER_BATCH, _OTHER_DROP = 25, 5  # with more of its many launches the device's queue would be full
@@ -41,6 +39,8 @@ class Baseline:
 
 class LowLatencyRank(BenchRank):
     """One rank of one run. Every method is collective."""
+
+    link_iterations = 10
 
     def run(self) -> Report:
         self.batches = Batches(self.timer)
@@ -214,9 +214,3 @@ def records_of(
         of_graph = record("both", graph[0], graph_baseline or eager_baseline, buffer_us, graph=True)
         made.insert(0, of_graph | {"rival_graph": graph_baseline is not None, "us_graph_of_20": graph[1]})
     return made + [record(half, times) for half, times in zip(("send", "receive"), halves or (), strict=False)]
-
-
-@torch.no_grad()
-def measure(rank: int, num_ranks: int, options: argparse.Namespace, device_idx: int | None = None) -> Report:
-    """Run one rank, in a process whose default group moves CPU tensors. `device_idx` is its GPU, by default the rank."""
-    return LowLatencyRank(rank, num_ranks, rank if device_idx is None else device_idx, options, _LINK_ITERATIONS).run()

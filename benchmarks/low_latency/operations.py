@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common.verify import lanes_of_rank
+from benchmarks.common.verify import expected_combine as combined
+from benchmarks.common.verify import in_bf16, lanes_of_rank
 from deepep_moe import LowLatencyBuffer, LowLatencyOutput, reference
 from deepep_moe.tune.operations import compare_bits
 from deepep_moe.tune.workload import SCALE_BLOCK, Inputs, Shape
@@ -116,10 +117,8 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return y.flatten(1), (largest / limit)[:, :, 0]
 
 
-def _travelled(rows: Tensor, wire: str) -> Tensor:
-    """Return sums [num_rows, hidden] fp32 as they are after they have travelled."""
-    if wire == "bf16":
-        return rows.bfloat16().float()
+def _in_fp8(rows: Tensor) -> Tensor:
+    """Return sums [num_rows, hidden] fp32 as they are after they have travelled in fp8."""
     y, scales = quantize(rows)
     return y.float() * scales.repeat_interleave(SCALE_BLOCK, dim=1)
 
@@ -147,21 +146,8 @@ def _check_dispatch(expected: dict[str, Tensor], out: LowLatencyOutput) -> None:
 
 def expected_combine(mine: Inputs, shape: Shape, wire: str, own: int = 0) -> Tensor:
     """Return the combined_x of rank `own`, which has `mine`, [num_tokens, hidden] bf16: experts multiply their rows by their factor."""
-    x, ranks = mine.x.float(), mine.topk_idx // shape.num_local_experts
-    factors = factors_of(shape, x.device)[mine.topk_idx]
-    total, of_node = torch.zeros_like(x), torch.zeros_like(x)
-    per_node = shape.ranks_per_node or shape.num_ranks
-    for rank in range(shape.num_ranks):
-        row = torch.zeros_like(x)
-        for lane in range(shape.num_topk):
-            y = (x * factors[:, lane, None]).to(mine.x.dtype).float()
-            row = row + torch.where(ranks[:, lane, None] == rank, mine.topk_weights[:, lane, None] * y, 0.0)
-        of_node = of_node + _travelled(row, wire)
-        if (rank + 1) % per_node == 0:  # a sum that crosses travels again
-            crosses = rank // per_node != own // per_node
-            total = total + (_travelled(of_node, wire) if crosses else of_node)
-            of_node = torch.zeros_like(x)
-    return total.to(mine.x.dtype)
+    factors = factors_of(shape, mine.x.device)
+    return combined(mine, shape, "expert", own, factors, in_bf16 if wire == "bf16" else _in_fp8)
 
 
 def confirm(everyone: Sequence[Inputs], shape: Shape, rank: int) -> None:

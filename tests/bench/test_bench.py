@@ -99,14 +99,14 @@ def test_operations(num_sms, count):
 @pytest.mark.slow
 def test_overlap_records(tmp_path):
     output = tmp_path / "records.json"
-    result = bench(*TINY, "--gemm", "16", "8", "32", "--output", str(output), command="overlap")
+    result = bench(*TINY, "--output", str(output), command="overlap")
     assert result.returncode == 0, result.stderr
     assert "dispatch+gemm bf16 expert" in result.stdout
     records = json.loads(output.read_text())
     assert [(r["op"], r["num_tokens"]) for r in records] == [(f"{op}+gemm", n) for n in (3, 8) for op in ("dispatch", "combine")]
     for r in records:
         assert set(r) >= RECORD_FIELDS | {"gemm_speed", "exchange_hidden", "link_gbps"}
-        assert (r["backend"], r["num_ranks"], r["num_sms"], r["iterations"], r["gemm"]) == ("shm", 2, None, 2, [16, 8, 32])
+        assert (r["backend"], r["num_ranks"], r["num_sms"], r["iterations"], r["gemm"]) == ("shm", 2, None, 2, [256, 256, 256])
         assert r["hidden"] == 144 and r["num_gemms"] >= 1 and r["bytes_moved"] % 288 == 0
         assert r["gemm_speed"] == pytest.approx(r["alone_gemms_us"] / r["gemms_us"])
         hidden = (r["exchange_us"] + r["alone_gemms_us"] - r["us_median"]) / r["exchange_us"]
@@ -214,7 +214,7 @@ def fails_in_fp8(rank, num_ranks, options):
         return True
 
     measure.verify = verify_but
-    return measure.measure(rank, num_ranks, options)
+    return measure.ExchangeRank.measure(rank, num_ranks, options)
 
 
 def test_wrong_operations_are_not_timed():
@@ -286,16 +286,13 @@ def test_plan(monkeypatch):
     options = options_of(exchange, "--sweep")
     assert options.num_ranks == [2, 4] and options.num_tokens == [128, 512, 2048, 4096, 8192, 32768]
     assert options.num_sms_of[4096] == [None, 4, 8, 12, 16, 24, 32, 0] and options.num_sms_of[128] == [None]
-    assert options.overlap_tokens == [4096] and options_of(exchange, "--quick").overlap_tokens == [4096]
-    assert options_of(exchange, "--backend", "shm").overlap_tokens == []
     options = options_of(overlap)
-    assert options.num_ranks == [2, 4] and options.overlap_tokens == [4096] and options.num_tokens == [] and options.gemm == exchange.GEMM
+    assert options.num_ranks == [2, 4] and options.num_tokens == [4096] and options.gemm == (4096, 2048, 2048)
     options = options_of(exchange, "--num-sms", "8", "16", "--num-tokens", "64", "--num-ranks", "4")
     assert options.num_sms_of == {64: [8, 16]} and options.num_ranks == [4]
     options = options_of(low_latency)
     assert options.num_ranks == [2, 4] and options.num_tokens == [1, 8, 32, 128, 256, 512] and options.hidden == 7168 and options.on_gpu
     assert options.iterations_of == {1: 1000, 8: 1000, 32: 1000, 128: 10_000, 256: 1000, 512: 1000}
-    assert options_of(low_latency, "--quick").iterations_of == {8: 100, 128: 1000}
     options = options_of(low_latency, "--backend", "shm", "--iterations", "7")
     assert options.num_ranks == [2] and options.iterations_of == {1: 7, 8: 7, 32: 7, 128: 7} and options.hidden == 1024
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -308,14 +305,13 @@ def test_plan(monkeypatch):
     ("commands", "arguments", "told"),
     [
         ((exchange, low_latency), "--num-experts 9", "--num-experts 9 must be a multiple of --num-ranks 2"),
-        ((exchange, low_latency), "--num-ranks 0", "--num-experts 256 must be a multiple of --num-ranks 0"),
+        ((exchange, low_latency, overlap), "--num-ranks 0", "--num-experts 256 must be a multiple of --num-ranks 0"),
         ((exchange, low_latency), "--num-tokens 0 4", "--num-tokens and --iterations must be at least 1"),
         ((exchange, low_latency), "--iterations 0", "--num-tokens and --iterations must be at least 1"),
         ((exchange, low_latency), "--peer deep_ep", "--peer deep_ep needs GPUs"),
         ((exchange,), "--num-topk 257", "--num-topk 257"),
         ((low_latency,), "--num-topk 33", "--num-topk 33 must be 1 to 32"),
         ((low_latency,), "--hidden 200", "--hidden 200 must be a multiple of 128"),
-        ((exchange, overlap), "--gemm 1 0 1", "--gemm 1 0 1"),
     ],
 )
 def test_refusals(commands, arguments, told):

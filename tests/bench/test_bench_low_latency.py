@@ -148,7 +148,7 @@ def combines_wrong_in_fp8(rank, num_ranks, options):
         return result
 
     LowLatencyBuffer.combine = one_bit_off
-    return low_latency_measure.measure(rank, num_ranks, options)
+    return low_latency_measure.LowLatencyRank.measure(rank, num_ranks, options)
 
 
 def test_wrong_operations_are_not_timed():

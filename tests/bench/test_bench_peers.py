@@ -118,7 +118,7 @@ FAULTS = {
 
 def test_records(capsys):
     options = exchange_options("deep_ep", "deep_ep_v2")
-    report = measured(measure.measure, options)
+    report = measured(measure.ExchangeRank.measure, options)
     assert report.failures == []
     records = report.records
     assert set(names_of(records, of_peers=True)) == V1 | V2 and len(records) == len(V1 | V2) + 7
@@ -146,13 +146,13 @@ def test_records(capsys):
     ],
 )
 def test_what_fails_is_not_timed(fault, timed, failure):
-    report = measured(measure.measure, exchange_options("deep_ep", "deep_ep_v2"), fault)
+    report = measured(measure.ExchangeRank.measure, exchange_options("deep_ep", "deep_ep_v2"), fault)
     assert set(names_of(report.records, of_peers=True)) == timed
     assert len(report.failures) == 1 and report.failures[0].startswith(f"EP2: {failure}")
 
 
 def plain(rank: int, num_ranks: int, options: argparse.Namespace):
-    return measure.measure(rank, num_ranks, options)
+    return measure.ExchangeRank.measure(rank, num_ranks, options)
 
 
 def test_the_drop_in_needs_no_other_package():
@@ -167,7 +167,7 @@ def test_the_drop_in_needs_no_other_package():
 
 def test_small_batches(capsys):
     options = small_options("deep_ep", "deep_ep_v2")
-    report = measured(low_latency_measure.measure, options)
+    report = measured(low_latency_measure.LowLatencyRank.measure, options)
     assert report.failures == []
     records = report.records
     theirs = {(r["name"], r["num_tokens"]) for r in records if r["backend"] != "shm"}
@@ -198,7 +198,7 @@ def test_small_batches(capsys):
     ],
 )
 def test_what_fails_in_small_batches_is_not_timed(fault, left, failure):
-    report = measured(low_latency_measure.measure, small_options("deep_ep", "deep_ep_v2"), fault)
+    report = measured(low_latency_measure.LowLatencyRank.measure, small_options("deep_ep", "deep_ep_v2"), fault)
     assert set(names_of(report.records, of_peers=True)) == left
     assert report.failures[0].startswith(f"EP2: {failure}")
 
