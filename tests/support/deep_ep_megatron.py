@@ -1,6 +1,6 @@
 """Megatron-Core's own flex dispatcher with a backend of DeepEP's, beside alltoall: a script for `python -m deepep_moe.compat.run`.
 
-Its argument is one of `MODES`. Every rank prints the largest differences of each pass, and of the parameters after some steps of an
+Its arguments are some of `MODES`. Every rank prints the largest differences of each pass, and of the parameters after some steps of an
 optimizer.
 """
 
@@ -39,15 +39,11 @@ def _mean_dense_gradients(layer: torch.nn.Module) -> None:
             parameter.grad /= dist.get_world_size()
 
 
-def main(mode: str) -> None:
-    backend, switches = MODES[mode]
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    with ranks.model_parallel("cpu", ep=num_ranks, seed=7):
-        from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
+def compare(mode: str, rank: int, num_ranks: int) -> None:
+    from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
 
+    backend, switches = MODES[mode]
+    with ranks.model_parallel("cpu", ep=num_ranks, seed=7):
         common = {"expert_model_parallel_size": num_ranks} | COMMON | switches
         flex = STOCK | {"moe_flex_dispatcher_backend": backend}
         stock, alltoall = (build_layer(layer_config(**common, **dispatcher)) for dispatcher in (flex, ALLTOALL))
@@ -59,16 +55,20 @@ def main(mode: str) -> None:
         worst = []
         for step in range(NUM_STEPS):
             passes = [forward_backward(layer, *_inputs(rank, step, bool(switches))) for layer in (stock, alltoall)]
-            worst.append(assert_same(*passes, f"step {step}, rank {rank}", tolerance=2e-6 * (1 + 9 * (step > 0))))
+            worst.append(assert_same(*passes, f"{mode}, step {step}, rank {rank}", tolerance=2e-6 * (1 + 9 * (step > 0))))
             for layer, optimizer in zip((stock, alltoall), optimizers, strict=True):
                 _mean_dense_gradients(layer)
                 optimizer.step()
         trained, wanted = ({name: value.detach() for name, value in layer.named_parameters()} for layer in (stock, alltoall))
         assert all((trained[name] != before[name]).any() for name in before)
-        worst.append(assert_same(trained, wanted, f"parameters, rank {rank}"))
-        print(f"rank {rank}: {NUM_STEPS} steps, differences {' '.join(f'{value:.1e}' for value in worst)}", flush=True)
-    dist.destroy_process_group()
+        worst.append(assert_same(trained, wanted, f"{mode}, parameters, rank {rank}"))
+        print(f"rank {rank}, {mode}: {NUM_STEPS} steps, differences {' '.join(f'{value:.1e}' for value in worst)}", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for each in sys.argv[1:]:
+        compare(each, dist.get_rank(), dist.get_world_size())
+    dist.destroy_process_group()

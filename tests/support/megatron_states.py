@@ -1,8 +1,14 @@
 """State dicts and sharded entries of experts, to compare two classes of them. Runs in workers."""
 
+from multiprocessing import dummy
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from deepep_moe.integrations.megatron.patches import Patches
 
 
 def change(module: torch.nn.Module, seed: int) -> None:
@@ -54,3 +60,20 @@ def optimizer_pieces(experts: torch.nn.Module, seed: int) -> tuple[dict[str, Any
     assert sorted(by_id) == list(range(len(parameters)))
     optim_state_to_sharding_state(state, by_id, exclude_keys=("step",))
     return state, optimizer
+
+
+def save(entries: dict[str, Any], folder: Path) -> None:
+    """Save sharded entries as Megatron-LM does with `--ckpt-format torch_dist`, but with threads, because to start its processes takes
+    longer than the steps of a test."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    patches = Patches()
+    patches.set(filesystem_async, "mp", SimpleNamespace(get_context=lambda _: dummy))
+    try:
+        dist_checkpointing.save(entries, str(folder))
+    finally:
+        patches.restore()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import megatron_states
 import torch
 import torch.distributed as dist
 from te_experts import te_experts
@@ -313,14 +314,9 @@ def _before_reading(run: Training) -> None:
 
 
 def save(run: Training, folder: Path, kind: str = "dp_reshardable") -> None:
-    """Save model and optimizer as Megatron-LM does with `--ckpt-format torch_dist`."""
-    from megatron.core import dist_checkpointing
-
+    """Save model and optimizer as Megatron-LM does."""
     _before_reading(run)
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save(_sharded_state(run, kind, is_loading=False), str(folder))
+    megatron_states.save(_sharded_state(run, kind, is_loading=False), folder)
 
 
 def _make_states(run: Training) -> None:

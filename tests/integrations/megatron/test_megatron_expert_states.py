@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron_cases import expert_biases, layer_of, on_megatron
-from megatron_states import assert_equal_states, change, metadata, optimizer_pieces, sharded_tensors
+from megatron_states import assert_equal_states, change, metadata, optimizer_pieces, save, sharded_tensors
 from te_experts import te_experts
 
 pytest.importorskip("megatron.core")
@@ -97,10 +96,7 @@ def test_sharded_checkpoints(rank: int, num_ranks: int, sizes: dict[str, int], k
         source, target = (layer(sizes, kind, grouped, **expert_biases()).experts for grouped in ways)
         change(source, seed=100 * rank)
         path = tmp_path / str(number)
-        if rank == 0:
-            path.mkdir()
-        dist.barrier()
-        dist_checkpointing.save(source.sharded_state_dict("e.", (), metadata()), str(path))
+        save(source.sharded_state_dict("e.", (), metadata()), path)
         loaded = dist_checkpointing.load(target.sharded_state_dict("e.", (), metadata()), str(path), strict="raise_all")
         result = target.load_state_dict({name.removeprefix("e."): value for name, value in loaded.items()})
         assert not result.missing_keys and not result.unexpected_keys
