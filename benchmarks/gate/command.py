@@ -17,7 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
-    parser.add_argument("--sweep", action="store_true", help="128 to 32768 tokens, 64 to 512 experts, with and without groups")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
 
 
@@ -26,9 +25,8 @@ def main(options: argparse.Namespace) -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("the gate's kernels need a GPU, which PyTorch does not see here; use --device cpu")
     device = torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
-    one = Shape(*(getattr(options, name) for name in Shape._fields))
-    shapes = measure.sweep(options.num_topk) if options.sweep else [one]
-    records = [made for shape in shapes for made in measure.run(shape, getattr(torch, options.dtype), options.repeats, device)]
+    shape = Shape(*(getattr(options, name) for name in Shape._fields))
+    records = measure.run(shape, getattr(torch, options.dtype), options.repeats, device)
     show_table(_COLUMNS, records)
     print(records[0]["hardware"])
     write_json(options.json, records)

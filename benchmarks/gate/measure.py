@@ -3,7 +3,7 @@
 import functools
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,16 +16,6 @@ from benchmarks.gate.baselines import Gate, Shape
 from deepep_moe import config
 from deepep_moe.errors import BackendUnavailableError
 from deepep_moe.tune.records import record
-
-TOKENS, EXPERTS, GROUPS = (128, 512, 2048, 4096, 8192, 32768), (64, 256, 512), ((1, 1), (8, 4))
-
-
-def sweep(num_topk: int) -> Iterator[Shape]:
-    """Yield the shapes of the full benchmark."""
-    for num_tokens in TOKENS:
-        for num_experts in EXPERTS:
-            for num_groups, topk_groups in GROUPS:
-                yield Shape(num_tokens, num_experts, num_topk, num_groups, topk_groups)
 
 
 def called_us(call: Callable[[], Any], repeats: int) -> float:

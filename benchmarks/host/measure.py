@@ -4,7 +4,6 @@ One process, one GPU, a group of one rank: what the host does is the same with p
 its counts waits for the device too, so few tokens are dispatched.
 """
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.common.timing import wall_us
 from deepep_moe import Buffer, LowLatencyBuffer, nn, ops
 from deepep_moe.event import Event
 
@@ -25,20 +25,18 @@ class Shape(NamedTuple):
     num_topk: int
 
 
-def chain_us(calls: Callable[[], Any], repeats: int, before: Callable[[], Any] | None = None, length: int = CHAIN) -> list[float]:
+def chain_us(calls: Callable[..., Any], repeats: int, before: Callable[[], Any] | None = None, length: int = CHAIN) -> list[float]:
     """Return microseconds per call of `repeats` chains; `calls` makes `length` calls. The device is idle when a chain begins."""
-    times = []
-    for i in range(3 + repeats):
-        given = before() if before is not None else None
+    given: list[Any] = []
+    made: list[Any] = []
+
+    def prepare() -> None:
+        made.clear()
+        given.clear()
+        given.extend([before()] if before is not None else [])
         torch.cuda.synchronize()
-        begin = time.perf_counter()
-        made = calls() if before is None else calls(given)  # type: ignore[call-arg]
-        end = time.perf_counter()
-        torch.cuda.synchronize()
-        del made, given
-        if i >= 3:
-            times.append((end - begin) * 1e6 / length)
-    return times
+
+    return [us / length for us in wall_us(lambda: made.append(calls(*given)), repeats, prepare)]
 
 
 def _repeat(call: Callable[[], Any]) -> Callable[[], list[Any]]:
@@ -87,8 +85,8 @@ def exchange_us(shape: Shape, repeats: int, dtype: torch.dtype = torch.bfloat16)
     times = {
         "host layer forward": chain_us(lambda: chain(CHAIN), repeats),
         "host layer forward alone": chain_us(lambda: chain(1), repeats, length=1),
-        "host layer backward": chain_us(backward, repeats, before=lambda: chain(CHAIN)),  # type: ignore[arg-type]
-        "host layer backward alone": chain_us(backward, repeats, before=lambda: chain(1), length=1),  # type: ignore[arg-type]
+        "host layer backward": chain_us(backward, repeats, before=lambda: chain(CHAIN)),
+        "host layer backward alone": chain_us(backward, repeats, before=lambda: chain(1), length=1),
     }
     calls = {
         "dispatch bounded": partial(buffer.dispatch, x, idx, weights, num_recv_rows=len(out.recv_x)),
@@ -138,7 +136,7 @@ def experts_us(shape: Shape, repeats: int, hidden: int = 1024, intermediate: int
 
     return {
         "host experts forward": chain_us(forward, repeats),
-        "host experts backward": chain_us(backward, repeats, before=forward),  # type: ignore[arg-type]
+        "host experts backward": chain_us(backward, repeats, before=forward),
     }
 
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from benchmarks.common.report import show_layers
 from benchmarks.layers import harness
 from benchmarks.layers.deepspeed_passes import AutoEPPass, CommunicationPass, LayerPass
-from benchmarks.layers.passes import PARTS, describe, differences, draw_inputs, slowest
+from benchmarks.layers.passes import PARTS, beyond, describe, differences, draw_inputs, slowest
 from deepep_moe.testing import RankFailedError, run_ranks
 from deepep_moe.tune.records import DTYPES, write_json
 
@@ -196,20 +196,6 @@ def fewest_kernel_us(ranks: list[Measured], what: str, kind: str) -> float:
     return min(rank.kernel_us[what, kind] for rank in ranks)
 
 
-def disagreements(ranks: list[Measured], shape: Shape) -> list[str]:
-    """Return a line for each result that differs from DeepSpeed's by more than rounding, or is NaN."""
-    return sorted(
-        {
-            f"{shape}, {what}, {mode}: {kind} differs by {value:.1e}, more than rounding ({tolerance(shape):.1e})"
-            for rank in ranks
-            for what, modes in rank.differences.items()
-            for mode, kinds in modes.items()
-            for kind, value in kinds.items()
-            if not value <= tolerance(shape)
-        }
-    )
-
-
 def records_of(ranks: list[Measured], shape: Shape, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a record per thing timed, mode and part."""
     first, times, records = ranks[0], slowest(ranks), []
@@ -275,7 +261,7 @@ def main(options: argparse.Namespace) -> None:
         made = records_of(ranks, shape, options)
         show(ranks, made, shape, options)
         records += made
-        wrong += disagreements(ranks, shape)
+        wrong += [f"{shape}, {line}, more than rounding ({tolerance(shape):.1e})" for line in beyond(ranks, tolerance(shape))]
         write_json(options.json, records)
         sys.stdout.flush()
     if wrong:

@@ -34,13 +34,13 @@ from deepep_moe.testing import run_ranks
 from deepep_moe.tune.records import write_json
 
 _WARMUP = 2
+_SHOWN_KERNELS = 12  # of each layer; the records have all
 _MIN_CHAIN = 4  # passes between two looks at the clock
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = {"num_tokens": 4096, "hidden": 7168, "ffn_hidden": 2048, "num_topk": 8, "num_experts": 32, "micro_batches": 4, "repeats": 20}
     harness.add_arguments(parser, "cuda", "1; ranks share the GPUs there are", **sizes)
-    parser.add_argument("--kernels", type=int, default=12, help="how many kernels of each layer to print; the records have all")
     parser.set_defaults(num_ranks=1)
 
 
@@ -247,8 +247,8 @@ def show(ranks: list[Measured], records: list[dict[str, Any]], options: argparse
         f"{first.wire.ratio:.4f}x; kept copies {first.kept_bytes / 1e9:.2f} GB"
     )
     for name, of_layer in first.kernels.items():
-        print(f"kernels of {name}, us a pass, the longest {options.kernels}:")
-        for kernel, us in sorted(of_layer.items(), key=lambda item: -item[1])[: options.kernels]:
+        print(f"kernels of {name}, us a pass, the longest {_SHOWN_KERNELS}:")
+        for kernel, us in sorted(of_layer.items(), key=lambda item: -item[1])[:_SHOWN_KERNELS]:
             print(f"  {us:9.1f}  {kernel[:120]}")
 
 

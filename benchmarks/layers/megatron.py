@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.common.report import show_layers
 from benchmarks.layers import harness, megatron_steps
 from benchmarks.layers.megatron_steps import GROUPED
-from benchmarks.layers.passes import PARTS, Pass, StepTimes, describe, differences, draw_inputs, slowest, slowest_steps
+from benchmarks.layers.passes import PARTS, Pass, StepTimes, beyond, describe, differences, draw_inputs, slowest, slowest_steps, worst
 from benchmarks.layers.passes import difference as difference
 from benchmarks.layers.passes import kind_of as kind_of
 from deepep_moe.testing import run_ranks
@@ -197,17 +197,6 @@ def tolerance(options: argparse.Namespace) -> float:
     return options.num_topk * torch.finfo(DTYPES[options.dtype]).eps / 2
 
 
-def worst(ranks: list[Measured]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the differences, each the maximum over ranks. NaN counts as the largest."""
-    return {
-        what: {
-            baseline: {kind: max((rank.differences[what][baseline][kind] for rank in ranks), key=lambda d: (d != d, d)) for kind in kinds}
-            for baseline, kinds in baselines.items()
-        }
-        for what, baselines in ranks[0].differences.items()
-    }
-
-
 def records_of(ranks: list[Measured], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a record per thing timed, part and baseline."""
     first, times, found = ranks[0], slowest(ranks), worst(ranks)
@@ -256,12 +245,6 @@ def main(options: argparse.Namespace) -> None:
     records = records_of(ranks, options) + step_records(ranks, options)
     show(ranks, records, options)
     write_json(options.json, records)
-    wrong = [
-        f"{what}, {baseline}: {kind} differs by {value:.1e}"
-        for what, baselines in worst(ranks).items()
-        for baseline, kinds in baselines.items()
-        for kind, value in kinds.items()
-        if not value <= tolerance(options)
-    ]
+    wrong = beyond(ranks, tolerance(options))
     if wrong:
         sys.exit(f"dispatchers disagree by more than rounding ({tolerance(options):.1e}): " + "; ".join(wrong))

@@ -121,6 +121,8 @@ class Timed(Protocol):
 
     times: dict[tuple[str, str], list[list[float]]]
     """Times by what is timed and who does it: an entry per turn, as `times_of` returns it."""
+    differences: dict[str, dict[str, dict[str, float]]]
+    """The largest differences of results by what is timed, who did it, and kind of result."""
 
 
 def slowest(ranks: Sequence[Timed]) -> dict[tuple[str, str], dict[str, list[float]]]:
@@ -130,6 +132,28 @@ def slowest(ranks: Sequence[Timed]) -> dict[tuple[str, str], dict[str, list[floa
         turns = [list(map(max, zip(*turn, strict=True))) for turn in zip(*(rank.times[key] for rank in ranks), strict=True)]
         found[key] = {part: [turn[i] for turn in turns] for i, part in enumerate(PARTS)}
     return found
+
+
+def worst(ranks: Sequence[Timed]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the differences, each the maximum over ranks. NaN counts as the largest."""
+    return {
+        what: {
+            name: {kind: max((rank.differences[what][name][kind] for rank in ranks), key=lambda d: (d != d, d)) for kind in kinds}
+            for name, kinds in names.items()
+        }
+        for what, names in ranks[0].differences.items()
+    }
+
+
+def beyond(ranks: Sequence[Timed], tolerance: float) -> list[str]:
+    """Return a line for each result that differs by more than `tolerance`, or is NaN."""
+    return [
+        f"{what}, {name}: {kind} differs by {value:.1e}"
+        for what, names in worst(ranks).items()
+        for name, kinds in names.items()
+        for kind, value in kinds.items()
+        if not value <= tolerance
+    ]
 
 
 def describe(package: str, device: torch.device, num_ranks: int) -> tuple[str, str]:

@@ -256,7 +256,6 @@ def test_gate_records(monkeypatch, capsys):
         assert set(r) >= RECORD_FIELDS
         assert (r["us_median"], r["rival_us"], r["us_called"], r["num_tokens"], r["num_experts"]) == (4.0, 4.0, 20.0, 9, 16)
         assert (r["backend"], r["rival"], r["ratio"], r["num_groups"]) == ("cpu", "torch operators", 1.0, 4)
-    assert len(list(gate.sweep(8))) == 36
 
 
 @pytest.mark.gpu

@@ -64,7 +64,7 @@ def test_graphs_that_change_results(monkeypatch, tmp_path):
     first = measured((BF16, EACH, SHARED, KEPT))
     first.num_different_from_eager = 2
     monkeypatch.setattr(fp8, "run_ranks", lambda *_, **__: [first])
-    options = options_of("--device", "cpu", "--kernels", "0")
+    options = options_of("--device", "cpu")
     options.json = tmp_path / "fp8.json"
     with pytest.raises(SystemExit, match="^2 results differ between passes and their CUDA graphs$"):
         fp8.main(options)

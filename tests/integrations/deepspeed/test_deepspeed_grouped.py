@@ -225,21 +225,23 @@ def test_grouped_under_autocast(rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", (False, True))
 @on_deepspeed_ranks()
-def test_compiled_layers(rank, option):
+def test_compiled_layers(rank):
     """Dynamo warns of nothing, neither in the first forward, which constructs the buffer, nor later."""
-    layer = make_layer(sequential(), k=1, use_rts=False)  # whose gate draws no random numbers
-    replace_moe_layers(layer, grouped_experts=option)
-    x = torch.randn(20, HIDDEN)
-    compiled = torch.compile(layer, backend="eager")
-    with warnings.catch_warnings(record=True) as caught, grouped_calls(3 * option):
-        warnings.simplefilter("always")
-        first, second = (compiled(x)[0] for _ in range(2))
-        first.sum().backward()
-        assert torch.equal(first, second) and torch.equal(first, layer(x)[0])
-    assert not [str(warning.message) for warning in caught if "Dynamo" in str(warning.message)]
-    assert all(parameter.grad is not None for parameter in layer.deepspeed_moe.experts.parameters())
+    for option in (False, True):
+        layer = make_layer(sequential(), k=1, use_rts=False)  # whose gate draws no random numbers
+        replace_moe_layers(layer, grouped_experts=option)
+        x = torch.randn(20, HIDDEN)
+        compiled = torch.compile(layer, backend="eager")
+        with warnings.catch_warnings(record=True) as caught, grouped_calls(3 * option):
+            warnings.simplefilter("always")
+            first, second = (compiled(x)[0] for _ in range(2))
+            first.sum().backward()
+            assert torch.equal(first, second) and torch.equal(first, layer(x)[0])
+        assert not [str(warning.message) for warning in caught if "Dynamo" in str(warning.message)]
+        assert all(parameter.grad is not None for parameter in layer.deepspeed_moe.experts.parameters())
+        restore_moe_layers(layer)  # the next one constructs a buffer too
+        torch.compiler.reset()
 
 
 # ---- steps of the optimizer ----

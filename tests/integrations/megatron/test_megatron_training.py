@@ -106,12 +106,16 @@ def _load(run: Training, folder: Path, kind: str) -> None:
     load_plain(run, folder) if kind == "torch" else load(run, folder, kind)
 
 
+WAYS = (
+    (("stock", "grouped"), ("grouped", "stock"), ("grouped", "grouped")),
+    (("stock TE", "grouped for TE"), ("grouped for TE", "stock TE")),
+)
+
+
 @pytest.mark.slow
-@on_ranks(4, kinds=(("stock", "grouped"), ("stock TE", "grouped for TE")), timeout_s=400)
-def test_formats_of_the_distributed_optimizer(rank: int, kinds: tuple[str, str], tmp_path) -> None:
+@on_ranks(4, ways=WAYS, timeout_s=400)
+def test_formats_of_the_distributed_optimizer(rank: int, ways: tuple[tuple[str, str], ...], tmp_path) -> None:
     """Experts of each kind load what the other kind has saved, in every format of the distributed optimizer and in several buckets."""
-    stock, grouped = kinds
-    ways = ((stock, grouped), (grouped, stock), (grouped, grouped))
     folder = str(tmp_path)
     for source, target in ways:
         cell = Setting(source, ep=2, overlap_grad_reduce=True)
@@ -127,10 +131,7 @@ def test_formats_of_the_distributed_optimizer(rank: int, kinds: tuple[str, str],
                 assert max(abs(a - b) for a, b in zip(got, want, strict=True)) < 2e-5, f"{source} to {target}, {kind}: {got}, {want}"
 
 
-OTHER_KIND = (("stock TE", "grouped for TE"), ("grouped for TE", "stock TE"))
-
-
-@on_ranks(4, source_and_target=OTHER_KIND, timeout_s=400)
+@on_ranks(4, source_and_target=WAYS[1], timeout_s=400)
 def test_other_expert_parallel_sizes(rank: int, source_and_target: tuple[str, str], tmp_path) -> None:
     """Model and optimizer load with another expert-parallel size."""
     source, target = source_and_target
