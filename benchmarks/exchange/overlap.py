@@ -19,7 +19,7 @@ from benchmarks.exchange.beside_gemms import NUM_SMS, OPS, BesideGemms, Schedule
 from deepep_moe.tune.workload import gather_counts, link_rows, tokens_per_rank
 
 TOKENS = {"cuda": 4096, "cpu": 512}
-GEMM = {"cuda": (4096, 2048, 2048), "cpu": (256, 256, 256)}
+GEMM = {"cuda": (4096, 2048, 2048), "cpu": (32, 32, 32)}
 """Rows, columns and depth of a GEMM."""
 
 

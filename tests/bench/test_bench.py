@@ -106,7 +106,7 @@ def test_overlap_records(tmp_path):
     assert [(r["op"], r["num_tokens"]) for r in records] == [(f"{op}+gemm", n) for n in (3, 8) for op in ("dispatch", "combine")]
     for r in records:
         assert set(r) >= RECORD_FIELDS | {"gemm_speed", "exchange_hidden", "link_gbps"}
-        assert (r["backend"], r["num_ranks"], r["num_sms"], r["iterations"], r["gemm"]) == ("shm", 2, None, 2, [256, 256, 256])
+        assert (r["backend"], r["num_ranks"], r["num_sms"], r["iterations"], r["gemm"]) == ("shm", 2, None, 2, [32, 32, 32])
         assert r["hidden"] == 144 and r["num_gemms"] >= 1 and r["bytes_moved"] % 288 == 0
         assert r["gemm_speed"] == pytest.approx(r["alone_gemms_us"] / r["gemms_us"])
         hidden = (r["exchange_us"] + r["alone_gemms_us"] - r["us_median"]) / r["exchange_us"]
