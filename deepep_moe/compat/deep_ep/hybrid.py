@@ -96,7 +96,7 @@ class HybridEPBuffer:
             as_int("num_sms_combine_api", num_sms_combine_api or 0) or None,
         )
         self._buffers = GrowingBuffers(group)
-        self._num_lanes = 0  # of routing maps, agreed on; 0: not yet
+        self._num_lanes = self._num_bounded_lanes = 0  # of routing maps without and with a bound on the rows, agreed on; 0: not yet
         self._bounded: tuple[int, torch.device] | None = None
         """The experts and the device of the latest dispatch with a bound."""
 
@@ -325,14 +325,17 @@ class HybridEPBuffer:
     ) -> tuple[DispatchOutput, HybridHandle]:
         """Dispatch with as many lanes as any token of any rank needs. The ranks agree on the number in the first call, and again where a
         token needs more: the dispatch refuses such a token on all ranks, and all meet and dispatch again. With a bound on the rows nobody
-        looks after the first call, and lanes behind the last count as dropped."""
+        looks after the first such call, and lanes behind the last count as dropped."""
         num_experts, probs = routing_map.shape[1], None if routing.probs is None else detached(routing.probs)
-        if self._num_lanes == 0:
-            self._agree_on_lanes(routing_map)
         if routing.num_rows is not None:
-            topk_idx, is_lost = to_lanes(routing_map, self._num_lanes), (routing_map.sum(1) > self._num_lanes).any()
+            if self._num_bounded_lanes == 0:
+                self._num_bounded_lanes = self._agree_on_lanes(routing_map, is_bounded=True)
+            num_lanes = self._num_bounded_lanes
+            topk_idx, is_lost = to_lanes(routing_map, num_lanes), (routing_map.sum(1) > num_lanes).any()
             topk_idx, has_dropped = keep_within(topk_idx, num_experts, routing.num_rows, routing.alignment, self.group, is_lost)
             return self._send_lanes(rows, scales, routing, (topk_idx, routing.weights(topk_idx)), num_experts, layout, has_dropped)
+        if self._num_lanes == 0:
+            self._num_lanes = self._agree_on_lanes(routing_map)
         for _ in range(2):
             lanes = lanes_of_map(routing_map, probs, self._num_lanes)
             try:
@@ -340,7 +343,7 @@ class HybridEPBuffer:
             except (ValueError, EPPeerError) as error:
                 if not _is_wider(error, num_experts):
                     raise
-            self._agree_on_lanes(routing_map)
+            self._num_lanes = self._agree_on_lanes(routing_map)
         raise AssertionError("the ranks agreed on too few lanes")
 
     def _send_lanes(
@@ -374,7 +377,7 @@ class HybridEPBuffer:
         """Tell the peers that this rank does not make its dispatch. Those of a dispatch with a bound are in `keep_within` first."""
         if handle is not None:
             return handle.buffer.refuse(error)
-        is_first_map = routing.routing_map is not None and self._num_lanes == 0  # for which the peers agree on lanes before
+        is_first_map = routing.routing_map is not None and self._num_bounded_lanes == 0  # for which the peers agree on lanes before
         if is_bounded and not is_first_map:
             keep_nothing(*self._shared_with_peers(routing))
         return self._buffers.refuse(error)
@@ -396,11 +399,16 @@ class HybridEPBuffer:
         assert idx is not None  # of the rank layout
         return torch.where(idx >= 0, idx + buffer.rank % buffer.ranks_per_node * buffer.num_local_experts, -1)
 
-    def _agree_on_lanes(self, routing_map: Tensor) -> None:
-        """Agree on the most experts that a token of any rank has in this call or had in one before, at least 1. Collective. Raises
-        ValueError on all ranks where no buffer has so many lanes, and leaves the number as it was."""
+    def _agree_on_lanes(self, routing_map: Tensor, is_bounded: bool = False) -> int:
+        """Return the most experts that a token of any rank has in this call or had in one before, at least 1. Collective. With a bound on
+        the rows, tokens that differ in their number may have any number later, as when experts are padded to their capacity. Raises
+        ValueError on all ranks where no buffer has so many lanes."""
         self._buffers.meet()
-        needed = int(routing_map.sum(1).max()) if len(routing_map) else 0
+        counts = routing_map.sum(1)
+        counts = counts[counts > 0].tolist()  # tokens without experts are padding
+        needed = max(counts, default=0)
+        if is_bounded and needed > min(counts, default=0):
+            needed = max(needed, min(routing_map.shape[1], _C.MAX_TOPK))
         needs = gather_objects(
             max(needed, self._num_lanes, 1), self.group, self.group_size, "experts of a token", library_config.timeout_s(), int
         )
@@ -410,7 +418,7 @@ class HybridEPBuffer:
                 f"routing_map has a token with {most} experts on rank {needs.index(most)}; a token has at most {_C.MAX_TOPK}: drop experts "
                 "of such tokens first"
             )
-        self._num_lanes = most
+        return most
 
 
 def _bound_of(num_permuted_tokens: Any) -> int | None:
