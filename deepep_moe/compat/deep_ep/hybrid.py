@@ -404,8 +404,7 @@ class HybridEPBuffer:
         the rows, tokens that differ in their number may have any number later, as when experts are padded to their capacity. Raises
         ValueError on all ranks where no buffer has so many lanes."""
         self._buffers.meet()
-        counts = routing_map.sum(1)
-        counts = counts[counts > 0].tolist()  # tokens without experts are padding
+        counts = [count for count in routing_map.sum(1).tolist() if count > 0]  # tokens without experts are padding
         needed = max(counts, default=0)
         if is_bounded and needed > min(counts, default=0):
             needed = max(needed, min(routing_map.shape[1], _C.MAX_TOPK))
