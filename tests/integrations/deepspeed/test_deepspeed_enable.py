@@ -48,7 +48,7 @@ def test_enable_and_disable(rank):
     with contextlib.redirect_stderr(lines):  # without any setting of logging
         run_steps(engine, rank, 2)
     start = f"deepep_moe {deepep_moe.__version__}: 2 MoE layers on this rank, backend shm (fast mode)"
-    line = f"{start}, experts are DeepSpeed's, grouped_experts=None"
+    line = f"{start}, experts are DeepSpeed's, in grouped products where that is fast"
     assert [told for told in lines.getvalue().splitlines() if "deepep_moe" in told] == [line] * (rank == 0)
     assert _name(_build(case, asked | {"deepep_moe": {"enabled": False}})) == "MOELayer"
     with pytest.raises(ValueError, match="unknown keys"):
