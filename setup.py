@@ -328,6 +328,7 @@ def configuration(extensions: list[Extension]) -> str:
     """Return all that a build depends on besides the files of this repository."""
     nvcc = find_nvcc()
     lines = [subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True).stdout] if nvcc else []
+    lines += [f"{name}={os.environ.get(name, '')}" for name in ("CC", "CXX", "CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS")]
     if nvcc and any(ext.name != "deepep_moe._torch" for ext in extensions):
         lines += architecture_flags(nvcc)
     for ext in extensions:

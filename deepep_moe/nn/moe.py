@@ -178,7 +178,11 @@ class MoELayer(RankExperts):
         """
         check_is_first_microbatch(is_first_microbatch)
         rows, out = notify_peers_on_failure(self.buffer, self._dispatch, x, mask)
-        return notify_peers_on_failure(self.buffer, self._combine, rows, out, is_first_microbatch).view(x.shape)
+        y, shared = notify_peers_on_failure(self.buffer, self._run_both, rows, out, is_first_microbatch)
+        settled = self.buffer.settle(out)  # if it raises, the dispatch has failed, which the peers know
+        if settled is not out:
+            y = notify_peers_on_failure(self.buffer, self._run_experts, settled, is_first_microbatch)
+        return notify_peers_on_failure(self.buffer, self._combine, y, shared, settled).view(x.shape)
 
     def _dispatch(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, DispatchOutput]:
         self.check_wrappers()
@@ -188,24 +192,26 @@ class MoELayer(RankExperts):
         topk_idx, topk_weights, _ = self.router(rows, mask)
         if self.fp8:
             check_products(rows.device)
-        guesses = self.num_recv_rows is None and isinstance(self.experts, GroupedExperts)
+        # Experts of another class, or with another forward, may not know of rows behind the last group.
+        guesses = self.num_recv_rows is None and type(self.experts).forward is GroupedExperts.forward
         num_rows = GUESS if guesses else self.num_recv_rows
         how: dict[str, Any] = {"expert_alignment": self.expert_alignment, "num_recv_rows": num_rows, "fp8": self.fp8}
         if not torch.compiler.is_compiling():  # layers share one compiled graph
             how["layer"] = self._layer
         return rows, self.buffer.dispatch(rows, topk_idx, topk_weights, **how)
 
-    def _combine(self, rows: Tensor, out: DispatchOutput, is_first_microbatch: bool | None) -> Tensor:
+    def _run_both(self, rows: Tensor, out: DispatchOutput, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor | None]:
+        """Return the outputs of the experts and of the shared expert."""
         y, shared = self._run_experts(out, is_first_microbatch), None
         if self.shared_expert is not None:
             shared = self.shared_expert(rows)
             _check_output("the shared expert", shared, rows)
             shared = shared.to(y.dtype).contiguous()  # under autocast one of them may be in fp32
-        settled = self.buffer.settle(out)
-        if settled is not out:
-            y = self._run_experts(settled, is_first_microbatch)
-        weights = None if self.fp8 else settled.recv_topk_weights
-        return self.buffer.combine(y.contiguous(), settled.handle, weights, bias=shared, fp8=self.fp8)
+        return y, shared
+
+    def _combine(self, y: Tensor, shared: Tensor | None, out: DispatchOutput) -> Tensor:
+        weights = None if self.fp8 else out.recv_topk_weights
+        return self.buffer.combine(y.contiguous(), out.handle, weights, bias=shared, fp8=self.fp8)
 
     def _run_experts(self, out: DispatchOutput, is_first_microbatch: bool | None) -> Tensor:
         counts = out.handle.num_rows_per_expert_list if isinstance(self.experts, LocalExperts) else out.handle.num_rows_per_expert

@@ -92,8 +92,9 @@ def _growing(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> GrowingBu
 def _whose_experts(layer: Any, options: Options) -> str:
     if getattr(layer, "_is_autoep_layer", False):
         return "experts are AutoEP's"
-    ways = {None: "in grouped products where that is fast", False: "one by one"}  # which of them is known in the forward
-    return f"experts are DeepSpeed's, {ways.get(options.grouped_experts, 'in grouped products where they can be read')}"
+    option = options.grouped_experts  # where they can be grouped is known in the forward
+    grouped = f"in grouped products where {'that is fast' if option is None else 'they can be read'}"
+    return f"experts are DeepSpeed's, {'one by one' if option is False else grouped}"
 
 
 def _check_same_plan(group: dist.ProcessGroup, plan: Plan) -> None:

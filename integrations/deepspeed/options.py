@@ -51,8 +51,8 @@ class Options:
             )
         if self.fp8 and (self.exact or self.grouped_experts is False):
             raise ValueError(
-                f"fp8 is True with exact={self.exact} and grouped_experts={self.grouped_experts}; it needs exact=False and "
-                "grouped_experts, or leave it out"
+                f"fp8 is True with exact={self.exact} and grouped_experts={self.grouped_experts}; pass exact=False, and do not "
+                "set grouped_experts to False, or leave fp8 out"
             )
         if self.backend not in BACKENDS:
             raise ValueError(f"backend is {self.backend!r}; it must be one of {list(BACKENDS)}")

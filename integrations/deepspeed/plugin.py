@@ -45,7 +45,8 @@ def replace_moe_layers(
     Args:
         model: the module, or DeepSpeed's engine.
         exact: True: everything outside the experts repeats DeepSpeed's bits (fp32, top-1 and top-2, DeepSpeed 0.19.4 and newer). Experts
-            do too if their matrix products do not depend on zeros between the rows. Otherwise results are equal within rounding. False:
+            do too if they run one by one, and their products do not depend on zeros between the rows. Else results are equal within
+            rounding. False:
             a token crosses a link once per rank and is weighted there. Results are equal within rounding, and less data moves.
         backend, num_sms, ranks_per_node: as for `deepep_moe.Buffer`.
         num_max_tokens_per_rank: the most tokens that a rank ever has in a forward; more raise an error, on CPUs too. None: on GPUs

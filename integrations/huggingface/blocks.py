@@ -51,7 +51,11 @@ class SpreadExperts(RankExperts):
         wrapper has mixed the experts of ranks, and what `Buffer.dispatch` and `GroupedExperts` raise.
         """
         out = notify_peers_on_failure(self.buffer, self._dispatch, hidden_states, top_k_index, top_k_weights)
-        return notify_peers_on_failure(self.buffer, self._combine, out).view(hidden_states.shape)
+        y = notify_peers_on_failure(self.buffer, self._run_experts, out)
+        settled = self.buffer.settle(out)  # if it raises, the dispatch has failed, which the peers know
+        if settled is not out:
+            y = notify_peers_on_failure(self.buffer, self._run_experts, settled)
+        return self.buffer.combine(y, settled.handle, settled.recv_topk_weights).view(hidden_states.shape)
 
     def _dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
         self.check_wrappers()
@@ -67,12 +71,8 @@ class SpreadExperts(RankExperts):
                 )
         return self.buffer.dispatch(rows, top_k_index, top_k_weights.float(), num_recv_rows=GUESS, layer=layer)
 
-    def _combine(self, out: Any) -> Tensor:
-        y = self.experts(out.recv_x, out.handle.num_rows_per_expert)
-        settled = self.buffer.settle(out)
-        if settled is not out:
-            y = self.experts(settled.recv_x, settled.handle.num_rows_per_expert)
-        return self.buffer.combine(y.contiguous(), settled.handle, settled.recv_topk_weights)
+    def _run_experts(self, out: Any) -> Tensor:
+        return self.experts(out.recv_x, out.handle.num_rows_per_expert).contiguous()
 
 
 def spread_experts(

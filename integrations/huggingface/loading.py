@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from deepep_moe.group.rendezvous import join
-from deepep_moe.integrations.huggingface.agreement import together
+from deepep_moe.integrations.huggingface.agreement import agree, together
 from deepep_moe.integrations.huggingface.blocks import spread_experts
 from deepep_moe.integrations.huggingface.proof import WEIGHTS
 
@@ -41,6 +41,7 @@ def load_spread(
         EPPeerError: a peer has raised an error. Errors of `from_pretrained` are raised too.
     """
     members, num_ranks, _ = join(group, "spread model")
+    agree("load_spread, which every rank calls", None, members, num_ranks)  # before anybody waits for a disk
     with together("load_spread", members, num_ranks):
         with contextlib.nullcontext() if members is None else _shares(members, num_ranks, _device_type(kwargs.get("device_map"))):
             loaded = auto_class.from_pretrained(path, *args, **kwargs)

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import types
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from deepep_moe.errors import EPMismatchError
 from deepep_moe.group.rendezvous import hanging_up, moves_cpu_tensors
-from deepep_moe.integrations.huggingface.agreement import together
+from deepep_moe.integrations.huggingface.agreement import agree, together
 from deepep_moe.integrations.huggingface.proof import WEIGHTS
 from deepep_moe.nn.rank_parameters import RankExperts
 
@@ -39,6 +41,8 @@ class _WholeState:
         if not layers:
             raise ValueError(f"{type(model).__name__} has no spread experts; call spread_experts first, or take its state_dict()")
         buffer = layers[0].buffer
+        if len({layer.buffer._group for layer in layers}) > 1:
+            raise ValueError("the experts of the model are spread over several groups; take the state_dict() of each rank")
         self.group, self.num_ranks, self.rank = buffer._group, buffer.num_ranks, buffer.rank
         self._convert, self._shares, tensors = _conversion(model, in_original_format), dict[str, Tensor](), dict[str, Tensor]()
         leaves = {
@@ -47,6 +51,14 @@ class _WholeState:
             if isinstance(module, RankExperts)
             for ours, theirs in zip(("up", "down"), WEIGHTS, strict=True)
         }
+        own = {id(parameter) for layer in layers for parameter in layer.expert_parameters()}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if id(parameter) in own and name not in leaves:
+                raise ValueError(
+                    f"{name} differs from rank to rank, and is no weight that spread_experts makes; take the state_dict() of each"
+                )
+            if hasattr(parameter, "full_tensor"):
+                raise ValueError(f"{name} is a DTensor, as FSDP makes them; save before fully_shard, or take the state_dict() of each rank")
         state = model.state_dict()
         plain = _without_tied({name: tensor for name, tensor in state.items() if name not in leaves}, model)
         for name, tensor in state.items():
@@ -60,6 +72,13 @@ class _WholeState:
         for leaf in self._shares:
             self._places.update(self._place(leaf, tensors[leaf]))
         self._converted: tuple[str, list[Tensor]] = "", []
+
+    def meet(self) -> None:
+        """Raise EPMismatchError unless all ranks have the same names, shapes and dtypes. Collective."""
+        forms = repr([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()])
+        for rank, told in enumerate(agree("save_pretrained", None, self.group, self.num_ranks, zlib.crc32(forms.encode()))):
+            if told != zlib.crc32(forms.encode()):
+                raise EPMismatchError(f"rank {rank} has other tensors than this rank, or in other dtypes; give all ranks one model")
 
     def _place(self, leaf: str, whole: Tensor) -> Iterator[tuple[str, tuple[str, list[tuple[int, int]]]]]:
         """Yield each name of a weight's tensors, with the ranks that have them and their places in what these ranks' shares convert to.
@@ -110,10 +129,15 @@ def gathered_state_dict(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]
     Collective over the ranks of the experts: each of them iterates to the end. Rank 0 gets the tensors, those of experts on the CPU; the
     others get None. An expert's weights travel alone, or with those of the other experts where transformers saves them as one tensor.
 
+    `model` is the one that `spread_experts` got, without a wrapper. With a group of NCCL alone each step has to end in the group's timeout.
+
     Raises:
-        ValueError: `model` has no spread experts, or transformers saves them in an order that is not known here.
+        ValueError: `model` has no spread experts or others beside them, is sharded by FSDP, or transformers saves the experts in an order
+            that is not known here.
+        EPMismatchError: the ranks have different models.
     """
     state = _WholeState(model)
+    state.meet()
     for name in state.tensors:
         yield name, state.fetch(name)
 
@@ -121,23 +145,26 @@ def gathered_state_dict(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]
 def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
     """Save the whole model, as `PreTrainedModel.save_pretrained` saves the plain one. Collective over the ranks of the experts.
 
-    Rank 0 of all writes, and gathers a file's tensors at a time. The files are complete when the ranks of its group return. A `state_dict`
-    of whole weights is saved without the others' help. Arguments are those of the plain method.
+    Global rank 0 writes the files, and gathers a file's tensors at a time; groups without it are taken for copies of its group. The files
+    are complete when the ranks of its group return. With a group of NCCL alone a file has to be written in the group's timeout. A
+    `state_dict` of whole weights is saved without the others' help. Arguments are those of the plain method.
 
     Raises:
         ValueError: `state_dict` has experts of one rank, the model is quantized, or `push_to_hub` or `distributed_checkpoint` is set.
-        EPPeerError: a peer has failed, as its disk is full, say.
+        EPPeerError: a peer has failed, as its disk is full, say. EPTimeoutError: a peer did not call it.
     """
     stock = type(self).save_pretrained
     call = inspect.signature(stock).bind(self, save_directory, *args, **kwargs)
     call.apply_defaults()
     given = call.arguments
     own = {id(parameter) for layer in _layers(self) for parameter in layer.expert_parameters()}
-    names = {name for name, parameter in self.named_parameters(remove_duplicate=False) if id(parameter) in own}
-    is_whole = given["state_dict"] is not None and names.isdisjoint(given["state_dict"])
+    names = tuple(name for name, parameter in self.named_parameters(remove_duplicate=False) if id(parameter) in own)
+    # A wrapper puts its name before those of the model.
+    is_whole = given["state_dict"] is not None and not any(name.endswith(names) for name in given["state_dict"])
     if is_whole or getattr(self, "_hf_peft_config_loaded", False):
         return stock(self, save_directory, *args, **kwargs)
     buffer = _layers(self)[0].buffer
+    agree("save_pretrained, which every rank calls", None, buffer._group, buffer.num_ranks)  # before anybody waits for a disk
     with together("save_pretrained", buffer._group, buffer.num_ranks):
         if given["state_dict"] is not None:
             raise ValueError("state_dict has the experts of one rank; leave it out, and save_pretrained gathers those of all ranks")
@@ -154,6 +181,7 @@ def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) 
         split, filename = _split(state.tensors, given["variant"], given["max_shard_size"])
     if not is_written:
         return None
+    state.meet()
     for file, members in split.filename_to_tensors.items():
         shard: dict[str, Tensor] = {}
         for name in members:
@@ -248,32 +276,38 @@ def install_in_trainer() -> None:
         layers = _layers(self.model)
         if not layers or hasattr(self.model, "get_base_model"):
             if any(map(_is_trained, layers)):
-                raise ValueError("Trainer.save_model of an adapter has no trained experts of other ranks; freeze the experts")
+                raise ValueError("Trainer.save_model of a PEFT model would lose the trained experts of the other ranks; freeze the experts")
             return save_model(self, output_dir, _internal_call)
-        self._save(output_dir)
+        if "save_pretrained" not in vars(self.model):
+            raise ValueError("Trainer.save_model would save the experts of one rank; write the tensors of gathered_state_dict(model)")
+        if self.args.should_save:
+            self._save(output_dir)
+        else:
+            self.model.save_pretrained(output_dir or self.args.output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
 
     save_on_all_ranks.knows_spread_models = True  # type: ignore[attr-defined]
     trainer.save_model = save_on_all_ranks
-    advice = "pass save_only_model=True, and load_spread the model to go on with a new optimizer"
-    for name, why in (
-        ("_save_optimizer_and_scheduler", f"would save the optimizer's state of rank 0 for the experts of all ranks; {advice}"),
-        ("_load_from_checkpoint", "cannot load the experts of a spread model; load_spread the checkpoint, and train without it"),
-        ("_load_best_model", "cannot load the experts of a spread model; load_spread the best checkpoint instead"),
-    ):
-        setattr(trainer, name, _refusing(getattr(trainer, name), f"Trainer {why}", only_trained=name.startswith("_save")))
+    train = trainer.train
 
+    @functools.wraps(train)
+    def train_whole(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        layers, given = _layers(self.model), self.args
+        saves = getattr(given.save_strategy, "value", given.save_strategy) != "no"
+        if saves and not given.save_only_model and any(map(_is_trained, layers)):
+            raise ValueError(
+                "Trainer would save the optimizer's state of rank 0 for the experts of all ranks; pass save_only_model=True, and "
+                "load_spread the model to go on with a new optimizer"
+            )
+        if layers and not hasattr(self.model, "get_base_model") and (resume_from_checkpoint or given.load_best_model_at_end):
+            raise ValueError(
+                "Trainer cannot load the experts of a spread model; load_spread the checkpoint, and train without resume_from_checkpoint "
+                "and load_best_model_at_end"
+            )
+        return train(self, resume_from_checkpoint, *args, **kwargs)
 
-def _refusing(function: Any, message: str, only_trained: bool) -> Any:
-    @functools.wraps(function)
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        layers = _layers(self.model)
-        if any(map(_is_trained, layers)) if only_trained else layers and not hasattr(self.model, "get_base_model"):
-            raise ValueError(message)
-        return function(self, *args, **kwargs)
-
-    return refuse
+    trainer.train = train_whole
 
 
 def _layers(model: nn.Module) -> list[RankExperts]:

@@ -400,6 +400,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         forward = self._current
         settle, forward.settle = forward.settle, None
         assert settle is not None  # the dispatch has guessed
+        forward.num_calls = -1  # if it raises, the dispatch has failed, which the peers know
         forward.buffer, settled = settle()
         forward.num_calls = forward.buffer.num_calls
         record(Dispatched(forward.buffer, settled.handle))

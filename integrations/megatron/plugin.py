@@ -139,7 +139,7 @@ def _checking_the_layer(stock: Callable[..., None]) -> Callable[..., None]:
         if isinstance(self.token_dispatcher, NativeTokenDispatcher):
             self.token_dispatcher.join(self)
         elif not _is_ours(self.config):
-            warn_once(f"deepep_moe is enabled, but MoE layers do not use it: {_why_off(self.config)}", stage_group())
+            warn_once(f"deepep_moe is enabled, but a MoE layer does not use it: {_why_off(self.config)}", stage_group())
 
     return __init__
 

@@ -187,8 +187,14 @@ def test_layers_with_grouped_experts(rank):
             results.append([y.detach(), *(parameter.grad.clone() for parameter in module.parameters())])
         for made, expected in zip(*results, strict=True):
             torch.testing.assert_close(made, expected, rtol=0, atol=0)
+    for _ in range(2):
+        layer(x)
+    error = ValueError if rank == 0 else EPPeerError  # the peer has a guess, and learns of it when it settles
+    with pytest.raises(error, match=r"its last dimension must be hidden, 16"):
+        layer(x[:, :8] if rank == 0 else x)
+    torch.testing.assert_close(layer(x), called(x), rtol=0, atol=0)
     (report,) = metrics.take()
-    assert (report.num_repeats, sum(report.rows_per_expert)) == (1, 5 * 2 * 4 * 2), report
+    assert (report.num_repeats, sum(report.rows_per_expert)) == (1, 8 * 2 * 4 * 2), report
 
 
 @on_ranks(2)

@@ -27,6 +27,7 @@ from deepep_moe.integrations.common.untraced import untraced
 from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights, Reader, name_of, read_known
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks, is_replaced
 from deepep_moe.ops.grouped_mlp import grouped_mlp
+from deepep_moe.ops.grouped_products import why_not_grouped
 
 _ALIGNMENT = 16  # bytes: where matrices must begin for grouped products to read them in place
 
@@ -199,9 +200,18 @@ def stack(tensors: Sequence[Tensor | None], dtype: torch.dtype | None = None) ->
     return None if tensors[0] is None else _Stacked.apply(dtype or tensors[0].dtype, *tensors)
 
 
-def lie_in_place(weights: Sequence[ExpertWeights]) -> bool:
-    """Return whether grouped products read the matrices of all experts where they lie, without a copy."""
-    return all(_at_equal_distances([own[i] for own in weights]) is not None for i in (0, 2))  # type: ignore[misc]
+def why_not_by_default(weights: Sequence[ExpertWeights], dtype: torch.dtype) -> str | None:
+    """Return why grouped products of rows of this dtype would be slow, or copy the weights in each forward; None if not."""
+    first = weights[0]
+    for matrix in (first.w1, first.w2):
+        reason = why_not_grouped(matrix[:0], len(matrix))
+        if reason is not None:
+            return reason
+    if first.w1.dtype == dtype and all(_at_equal_distances([own[i] for own in weights]) is not None for i in (0, 2)):  # type: ignore[misc]
+        return None
+    return (
+        "their weights do not lie in one memory in the rows' dtype, as with ZeRO 1 or 2; grouped_experts=True copies them in each forward"
+    )
 
 
 class _Stacked(torch.autograd.Function):

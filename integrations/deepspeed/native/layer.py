@@ -23,7 +23,7 @@ from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.buffers import Plan, default_plan, groups_of, ready, why_not_rows
 from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights
 from deepep_moe.integrations.deepspeed.native.fp8 import fp8_weights, run_fp8
-from deepep_moe.integrations.deepspeed.native.grouped import lie_in_place, run_grouped, run_joined, weights_of
+from deepep_moe.integrations.deepspeed.native.grouped import run_grouped, run_joined, weights_of, why_not_by_default
 from deepep_moe.integrations.deepspeed.native.routing import Routing, route
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks, is_replaced
 from deepep_moe.ops.dense import nodes_per_token
@@ -173,8 +173,8 @@ class PackedMOELayer(MOELayer):
         if option is False:
             return None
         weights = weights_of(experts, True if option is None else option)
-        if option is None and not (isinstance(weights, str) or lie_in_place(weights)):
-            weights = "their weights do not lie in one memory, as with ZeRO 1 or 2; grouped_experts=True copies them in each forward"
+        if option is None and not isinstance(weights, str):
+            weights = why_not_by_default(weights, rows.dtype) or weights
         if isinstance(weights, str):
             warn_once(f"experts of a MoE layer run one by one, without grouped products: {weights}", on_all_ranks=True)
             return None

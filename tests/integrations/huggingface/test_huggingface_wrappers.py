@@ -113,11 +113,12 @@ def test_trainer_and_accelerate(rank: int, num_ranks: int, tmp_path: Path) -> No
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29678")
     data = [{"input_ids": tokens_of(index, 7)[0], "labels": tokens_of(index, 7)[0]} for index in range(12)]
     arguments = TrainingArguments(
-        str(tmp_path), per_device_train_batch_size=2, max_steps=3, learning_rate=0.5, optim="sgd", max_grad_norm=0.5, report_to=[],
+        "", per_device_train_batch_size=2, max_steps=3, learning_rate=0.5, optim="sgd", max_grad_norm=0.5, report_to=[],
         use_cpu=True, ddp_backend="gloo", save_steps=2, save_only_model=True, disable_tqdm=True,
     )  # fmt: skip
     states = []
     for is_spread in (False, True):
+        arguments.output_dir = str(tmp_path / f"spread {is_spread}")
         model = build("qwen3")
         if is_spread:
             spread_experts(model, num_max_tokens_per_rank=64)
@@ -126,18 +127,24 @@ def test_trainer_and_accelerate(rank: int, num_ranks: int, tmp_path: Path) -> No
         states.append(gathered(model))
     for name, parameter in states[0].items():
         torch.testing.assert_close(states[1][name], parameter, rtol=1e-4, atol=1e-5)
-    assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
+    assert (tmp_path / "spread True" / "checkpoint-2" / "model.safetensors").exists()
     trainer.save_model(str(tmp_path))
     loaded, own = type(model).from_pretrained(tmp_path), dict(gathered_state_dict(model))
     assert rank or all(torch.equal(tensor, own[name]) for name, tensor in revert_weight_conversion(loaded, loaded.state_dict()).items())
-    arguments.save_only_model = False
-    for refused, why in (
-        (lambda: trainer._save_checkpoint(model, None), "optimizer's state of rank 0.*save_only_model"),
-        (lambda: trainer.train(resume_from_checkpoint=str(tmp_path)), "load_spread the checkpoint"),
-        (trainer._load_best_model, "load_spread the best checkpoint"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            refused()
+    with pytest.raises(ValueError, match="load_spread the checkpoint"):
+        trainer.train(resume_from_checkpoint=str(tmp_path))
+    arguments.load_best_model_at_end = True
+    with pytest.raises(ValueError, match="load_spread the checkpoint"):
+        trainer.train()
+    arguments.load_best_model_at_end = arguments.save_only_model = False
+    with pytest.raises(ValueError, match="optimizer's state of rank 0.*save_only_model"):
+        trainer.train()
+    trainer.model = torch.nn.Sequential(model)
+    with pytest.raises(ValueError, match="would save the experts of one rank; write the tensors of gathered_state_dict"):
+        trainer.save_model(str(tmp_path))
+    whole = {f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match="state_dict has the experts of one rank"):
+        model.save_pretrained(tmp_path, state_dict=whole)
     accelerator = Accelerator()
     options = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save}
     accelerator.unwrap_model(accelerator.prepare(model)).save_pretrained(tmp_path / "unwrapped", **options)
