@@ -85,7 +85,8 @@ def _growing(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> GrowingBu
     growing = GrowingBuffer(group, x.shape[0], x.device, construct, plan.options.num_max_tokens_per_rank, _OPTION)
     layers, mode = list(plan.layers), "exact" if plan.options.exact else "fast"
     experts = {_whose_experts(layer, plan.options) for layer in layers}
-    say_on(len(layers), f"{growing.buffer.backend} ({mode} mode)", experts, *groups_of(layers[0]))
+    if layers:
+        say_on(len(layers), f"{growing.buffer.backend} ({mode} mode)", experts, *groups_of(layers[0]))
     return growing
 
 
