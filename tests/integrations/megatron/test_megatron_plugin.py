@@ -113,10 +113,10 @@ def test_one_line_says_whether_it_is_on(rank: int, num_ranks: int) -> None:
     *off, on = told
     if len(off) == 2:
         assert off[0].endswith(
-            "do not use it: moe_token_dispatcher_type is 'alltoall' and moe_flex_dispatcher_backend is 'deepep'; "
+            "does not use it: moe_token_dispatcher_type is 'alltoall' and moe_flex_dispatcher_backend is 'deepep'; "
             "set moe_token_dispatcher_type='flex' and moe_flex_dispatcher_backend='deepep_moe'"
         )
-    assert off[-1].endswith("do not use it: moe_token_dispatcher_type is 'alltoall'; set moe_token_dispatcher_type='flex'")
+    assert off[-1].endswith("does not use it: moe_token_dispatcher_type is 'alltoall'; set moe_token_dispatcher_type='flex'")
     start = f"deepep_moe {deepep_moe.__version__}: 3 MoE layers on this rank, backend shm"
     assert on.startswith(f"{start}, experts are Megatron-Core's SequentialMLP: params_dtype is")
 
