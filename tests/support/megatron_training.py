@@ -150,7 +150,7 @@ def training(setting: Setting, *, seed: int = 7) -> Iterator[Training]:
     """Groups, a model of two MoE layers with weights from `seed`, DDP and an optimizer."""
     import megatron_ranks as ranks
 
-    options = EXPERTS[setting.experts]
+    options, own = EXPERTS[setting.experts], _groups()
     with ranks.model_parallel("cpu", ep=setting.ep, seed=seed, options=options), on_cpus():
         config = _config(setting)
         with te_experts() if "TE" in setting.experts else contextlib.nullcontext(), _fused() if setting.fuses else contextlib.nullcontext():
@@ -159,6 +159,13 @@ def training(setting: Setting, *, seed: int = 7) -> Iterator[Training]:
             if hasattr(module, "gradient_accumulation_fusion"):
                 module.gradient_accumulation_fusion = False
         yield Training(config, *_wrap(setting, config, model))
+    dist.barrier()
+    for group in _groups() - own:  # Megatron-Core destroys none, and each group of gloo has threads that never rest
+        dist.destroy_process_group(group)
+
+
+def _groups() -> set[Any]:
+    return set(dist.distributed_c10d._world.pg_map)
 
 
 @contextlib.contextmanager
