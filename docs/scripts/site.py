@@ -4,6 +4,7 @@ Pages link to sources, records and examples of this repository, as the clone has
 files that a page links to: Markdown as pages, sources as pages of code, the rest as it is.
 """
 
+import contextlib
 import os
 import posixpath
 import re
@@ -33,9 +34,11 @@ def on_startup(**_: Any) -> None:
     package = ROOT / "build" / "documented" / "deepep_moe"
     package.mkdir(parents=True, exist_ok=True)
     for link in package.iterdir():
-        link.unlink()
+        if not link.exists():  # its file has gone
+            link.unlink(missing_ok=True)
     for path in [*(ROOT / "deepep_moe").iterdir(), ROOT / "integrations"]:
-        (package / path.name).symlink_to(path)
+        with contextlib.suppress(FileExistsError):  # of an earlier build, or of one that runs now
+            (package / path.name).symlink_to(path)
 
 
 def on_files(files: Files, config: Any) -> Files:
