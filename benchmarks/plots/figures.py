@@ -19,7 +19,7 @@ GROUPS = (  # title, operation of the records
     ("combine, bf16, rows by expert", "combine bf16 expert"),
 )
 LIBRARIES = {  # the name in the records, and the colour
-    "deepep_moe, 12 SMs": ("", "#4d9a5f"),  # 14 in a combine of rows by expert
+    "deepep_moe, 12 or 14 SMs": ("", "#4d9a5f"),  # 14 in a combine of rows by expert
     "DeepEP V1, 24 SMs": ("deep_ep ", "#8fa8d8"),
     "DeepEP V2, 16 SMs": ("deep_ep_v2 ", "#5b7fc7"),
 }
