@@ -4,11 +4,12 @@ The first argument is a checkout of Megatron-LM (core_v0.19.0 was run). Megatron
 The model is one like DeepSeek-V2-Lite: MLA, 64 experts of width 1408, a shared expert, sequences of 4096, bf16, the distributed optimizer.
 
 Runs are: `alltoall` and `allgather`, with TransformerEngine's experts and all fused operations; `flag`, ours by the flag alone;
-`framework`, the same with TransformerEngine's experts; `deepep`, Megatron-Core's code for DeepEP on the drop-in.
+`framework`, the same with TransformerEngine's experts; `deepep`, Megatron-Core's code for DeepEP on the drop-in. Those that end in
+`_graphs` replay CUDA graphs of attention, dense layers and routers; `flag_captured` replays the whole MoE layer too, by `--sync-free`.
 
-Times are Megatron-LM's "elapsed time per iteration" without the first six iterations. The last two iterations are traced and not timed:
-"kernels" is the time in which GPU 0 was busy in one of them. Speed-ups are against the better one of `alltoall` and `allgather` in the
-same round.
+Times are Megatron-LM's "elapsed time per iteration" without the first six iterations and the last four. The profiler warms up in two of
+these and traces two: "kernels" is the time in which GPU 0 was busy in one of them. Speed-ups are against the best baseline of the round,
+which has graphs only where the run has them.
 """
 
 import argparse
@@ -30,14 +31,21 @@ from benchmarks.common.report import number, show_table
 from deepep_moe.tune.records import record, write_json
 
 _WARMUP, _TRACED = 6, 2
+_NOT_TIMED = 2 * _TRACED  # iterations at the end: the profiler slows down as many as it traces before it traces
 _TE = "--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"
 _OURS = "-m deepep_moe.integrations.megatron"
+_CAPTURED = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn mlp"
+_GRAPHS = f"{_CAPTURED} moe_router"
 _BACKEND = "--moe-grouped-gemm --moe-flex-dispatcher-backend deepep_moe"
-BASELINES = ("alltoall", "allgather")
+BASELINES = ("alltoall", "allgather", "alltoall_graphs", "allgather_graphs")
 RUNS = {  # what starts the script, and arguments of the script
     "alltoall": ("", f"{_TE} --moe-token-dispatcher-type alltoall"),
     "allgather": ("", f"{_TE} --moe-token-dispatcher-type allgather"),
+    "alltoall_graphs": ("", f"{_TE} --moe-token-dispatcher-type alltoall {_GRAPHS}"),
+    "allgather_graphs": ("", f"{_TE} --moe-token-dispatcher-type allgather {_GRAPHS}"),
     "flag": (_OURS, _BACKEND),
+    "flag_graphs": (_OURS, f"{_BACKEND} {_GRAPHS}"),
+    "flag_captured": (f"{_OURS} --sync-free", f"{_BACKEND} {_CAPTURED} moe"),
     "framework": (f"{_OURS} --experts framework", f"{_BACKEND} --moe-permute-fusion"),
     "deepep": ("-m deepep_moe.compat.run", f"{_TE} --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep"),
 }
@@ -73,8 +81,8 @@ def main(options: argparse.Namespace) -> None:
         sys.exit(
             f"{options.megatron_lm} has no pretrain_gpt.py, or there are no ranks; give a checkout of Megatron-LM, on a host with GPUs"
         )
-    if options.iterations <= _WARMUP + _TRACED:
-        sys.exit(f"--iterations is {options.iterations}, but the first {_WARMUP} and the last {_TRACED} are not timed")
+    if options.iterations <= _WARMUP + _NOT_TIMED:
+        sys.exit(f"--iterations is {options.iterations}, but the first {_WARMUP} and the last {_NOT_TIMED} are not timed")
     records: list[dict[str, Any]] = []
     failures: list[str] = []
     for turn in range(1, options.rounds + 1):
@@ -100,7 +108,7 @@ class Step:
     """What a log of Megatron-LM, and a trace of `_TRACED` steps, say of a step."""
 
     def __init__(self, log: str, trace: Path):
-        self.us = [1e3 * float(ms) for ms in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", log)][_WARMUP:-_TRACED]
+        self.us = [1e3 * float(ms) for ms in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", log)][_WARMUP:-_NOT_TIMED]
         losses = re.findall(r"lm loss: ([\d.E+-]+)", log)
         self.losses = [f"{float(loss):.4f}" for loss in (*losses[:1], *losses[-1:])]
         self.peak_bytes = 1e6 * max(map(float, re.findall(r"max allocated: ([\d.]+)", log)), default=0.0)
@@ -110,13 +118,14 @@ class Step:
 def measured(name: str, turn: int, options: argparse.Namespace) -> Step:
     """Train once. Raises RuntimeError, which names the log, if that fails."""
     folder = (options.logs / f"{name}-{turn}").resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    tensorboard = folder / "tensorboard"  # Megatron-LM puts its traces beside it
+    tensorboard.mkdir(parents=True, exist_ok=True)
     launcher, dispatcher = RUNS[name]
     sizes = {
         "num-layers": options.num_layers, "moe-layer-freq": f"([0]+[1]*{options.num_layers - 1})", "hidden-size": options.hidden,
         "moe-router-topk": options.num_topk, "expert-model-parallel-size": options.num_ranks, "train-iters": options.iterations,
         "micro-batch-size": options.micro_batch_size, "global-batch-size": options.global_batch_size,
-        "profile-step-start": options.iterations - _TRACED, "profile-step-end": options.iterations, "tensorboard-dir": folder,
+        "profile-step-start": options.iterations - _TRACED, "profile-step-end": options.iterations, "tensorboard-dir": tensorboard,
     }  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.num_ranks)]
     command += [*launcher.split(), "pretrain_gpt.py", *_MODEL.split(), *_TRAINING.split(), *dispatcher.split(), *shlex.split(options.extra)]
@@ -148,7 +157,11 @@ def _busy_us(trace: Path) -> float:
 
 
 def _records(steps: dict[str, Step], turn: int, options: argparse.Namespace) -> Sequence[dict[str, Any]]:
-    best = min((name for name in BASELINES if name in steps), key=lambda name: statistics.median(steps[name].us), default=None)
+    def best_for(run: str) -> str | None:
+        has_graphs = _CAPTURED in RUNS[run][1]
+        rivals = [name for name in BASELINES if name in steps and (has_graphs or _CAPTURED not in RUNS[name][1])]
+        return min(rivals, key=lambda name: statistics.median(steps[name].us), default=None)
+
     tokens = options.global_batch_size * 4096 // options.num_ranks
     settings = {"num_ranks": options.num_ranks, "num_tokens": tokens, "hidden": options.hidden, "num_topk": options.num_topk}
     settings |= {"num_experts": 64, "dtype": "bfloat16"}
@@ -159,4 +172,5 @@ def _records(steps: dict[str, Step], turn: int, options: argparse.Namespace) -> 
             us_least=min(step.us), us_kernels=step.us_kernels, peak_bytes=step.peak_bytes, losses=step.losses, **hardware,
         )
         for name, step in steps.items()
+        for best in [best_for(name)]
     ]  # fmt: skip
