@@ -20,9 +20,9 @@ TOKENS = torch.randint(0, 64, (2, 6), generator=torch.Generator().manual_seed(0)
 pytestmark = pytest.mark.slow
 
 
-def spread(name: str, device: str = "cpu") -> nn.Module:
+def spread(name: str, device: str = "cpu", group: dist.ProcessGroup | None = None) -> nn.Module:
     model = build(name).to(device)
-    spread_experts(model, num_max_tokens_per_rank=64)
+    spread_experts(model, num_max_tokens_per_rank=64, group=group)
     return model
 
 
@@ -41,10 +41,13 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 def test_train_save_load(rank: int, num_ranks: int, name: str, device: str, tmp_path: Path) -> None:
     """The model is loaded without this library, on as many ranks, and on a rank alone."""
     auto_class = pytest.importorskip("transformers", minversion="5").AutoModelForCausalLM
+    kind = "gloo"
     if device == "cuda":
         torch.cuda.set_device(rank)
-    model, tokens = spread(name, device), TOKENS.to(device)
-    wrapped, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.5)
+        kind = "nccl"
+    group = dist.new_group(backend=kind)
+    model, tokens = spread(name, device, group), TOKENS.to(device)
+    wrapped, optimizer = DistributedDataParallel(model, process_group=group), torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(3):
         optimizer.zero_grad()
         wrapped(input_ids=tokens).logits.square().mean().backward()
@@ -53,13 +56,14 @@ def test_train_save_load(rank: int, num_ranks: int, name: str, device: str, tmp_
     model.save_pretrained(tmp_path, max_shard_size="30KB")
     model.eval()
     assert len(list(tmp_path.glob("*.safetensors"))) > 2 and (rank or files(tmp_path)), "more than one file"
-    alone, options = [dist.new_group([one]) for one in range(num_ranks)][rank], {"num_max_tokens_per_rank": 64, "device_map": device}
+    alone = [dist.new_group([one], backend=kind) for one in range(num_ranks)][rank]
+    options = {"num_max_tokens_per_rank": 64, "device_map": device}
     with torch.no_grad():
         want = model(input_ids=tokens).logits
         assert (build(name).to(device)(input_ids=tokens).logits - want).abs().max() > 1e-3
         for loaded in (
             auto_class.from_pretrained(tmp_path, device_map=device),
-            load_spread(auto_class, tmp_path, **options),
+            load_spread(auto_class, tmp_path, group=group, **options),
             load_spread(auto_class, tmp_path, group=alone, **options),
         ):
             torch.testing.assert_close(loaded(input_ids=tokens).logits, want, rtol=1e-5, atol=1e-5)
