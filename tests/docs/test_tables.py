@@ -152,6 +152,19 @@ def test_fast_mode_of_deepspeed():
         assert (ms, ratio) == (f"{record['us_median'] / 1e3:.1f}", f"{record['ratio']:.1f}"), op
 
 
+def test_a_step_of_megatron_lm():
+    records = records_of("h200-trainer-ep2")
+    rows = rows_below("megatron.md", "| run | ms an iteration, median (least) |")
+    assert len(rows) == len(records)
+    for name, ms, kernels, memory, times in rows:
+        run = "flag" if name.startswith("deepep_moe") else "alltoall" if "alltoall" in name else "allgather"
+        record = only(records, op=f"trainer {run}{'_graphs' if name.endswith('graphs') else ''}")
+        assert ms == f"{record['us_median'] / 1e3:.0f} ({record['us_least'] / 1e3:.0f})", name
+        assert (kernels, memory) == (f"{record['us_kernels'] / 1e3:.0f}", f"{record['peak_bytes'] / 1e9:.1f} GB"), name
+        rival = record["rival"].replace("_", " with ")
+        assert times == ("" if run != "flag" else f"{record['ratio']:.2f}x of `{rival.split()[0]}`{rival[len(rival.split()[0]) :]}"), name
+
+
 def figures_of(file):
     """Microseconds by (backend, operation, wire, half)."""
     return {(r["backend"], r["op"], r["wire"], r["half"]): f"{r['us_median']:.1f}" for r in records_of(file)}
