@@ -2,7 +2,7 @@
 
 `TopKRouter.routing` calls `topk_routing_with_score_function`, which returns the dense pair (probs, routing_map). A flex dispatcher then
 searches it for the experts. `serve_routers` puts one call of the gate in that place, for routers of layers that dispatch through
-deepep_moe. The gate returns the pair too, as others read it (counts for the expert bias), and its top-k lists are attached to the pair.
+deepep_moe. The gate returns the pair too, as others read it, and its top-k lists and counts are attached to the pair.
 Auxiliary losses call `compute_routing_scores_for_aux_loss` for scores of all experts and a choice by them. A second call of the gate
 computes those.
 """
@@ -32,6 +32,7 @@ class Choice(NamedTuple):
     versions: tuple[int, int]  # of probs and routing_map; a tensor that was changed in place no longer says what the gate chose
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
+    num_tokens_per_expert: torch.Tensor
 
     def weights_for(self, probs: torch.Tensor) -> torch.Tensor:
         """Return the weights of the choice, [num_tokens, num_topk] fp32.
@@ -50,8 +51,9 @@ def choice_for(routing_map: torch.Tensor) -> Choice | None:
     return choice if choice is not None and choice.versions[1] == routing_map._version else None
 
 
-def _attach_choice(routing_map: torch.Tensor, probs: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> None:
-    setattr(routing_map, _CHOICE, Choice(probs, (probs._version, routing_map._version), topk_idx, topk_weights))
+def _attach_choice(routing_map: torch.Tensor, probs: torch.Tensor, *lists: torch.Tensor) -> None:
+    """Attach what the gate chose. `lists` are the last fields of `Choice`."""
+    setattr(routing_map, _CHOICE, Choice(probs, (probs._version, routing_map._version), *lists))
     setattr(probs, _MAP, weakref.ref(routing_map))
 
 
@@ -105,6 +107,25 @@ def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
         else:
             patches.set(router, name, replacement(name, ours, known))
     patches.set(router.TopKRouter, "routing", route)
+    _serve_counts(patches, router)
+
+
+def _serve_counts(patches: Patches, router: Any) -> None:
+    """Let routers with an expert bias add the gate's counts, and not count their routing map in a compiled region of its own, which takes
+    the host several times as long as the gate."""
+    stock = getattr(router.TopKRouter, "_apply_expert_bias", None)
+    if stock is None or stock.__module__ != router.__name__:  # before 0.16, or somebody else's
+        return
+
+    @functools.wraps(stock)
+    def _apply_expert_bias(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        choice = None if padding_mask is not None else choice_for(routing_map)
+        if choice is None:
+            stock(self, routing_map, padding_mask=padding_mask)
+        elif self.enable_expert_bias and torch.is_grad_enabled():
+            self.local_tokens_per_expert.add_(choice.num_tokens_per_expert)
+
+    patches.set(router.TopKRouter, "_apply_expert_bias", _apply_expert_bias)
 
 
 def has_loss_scaler(config: Any) -> bool:
@@ -178,7 +199,7 @@ def _route(given: dict[str, Any], check_finite: bool) -> tuple[torch.Tensor, tor
     )  # fmt: skip
     assert out.probs is not None and out.routing_map is not None  # they were asked for
     if not out.probs.is_inference():  # tensors of the inference mode have no versions that tell whether they were changed
-        _attach_choice(out.routing_map, out.probs, out.topk_idx, out.topk_weights)
+        _attach_choice(out.routing_map, out.probs, out.topk_idx, out.topk_weights, out.num_tokens_per_expert)
     return out.probs, out.routing_map
 
 
@@ -236,7 +257,7 @@ def _serve_losses(patches: Patches) -> None:
             attached: torch.Tensor = stock(output, loss)
             return attached
         probs, topk_weights = _AttachLoss.apply(output, choice.topk_weights, loss)
-        _attach_choice(routing_map, probs, choice.topk_idx, topk_weights)
+        _attach_choice(routing_map, probs, choice.topk_idx, topk_weights, choice.num_tokens_per_expert)
         return probs
 
     patches.set(MoEAuxLossAutoScaler, "apply", staticmethod(apply))

@@ -111,6 +111,26 @@ def test_equals_megatron(rank, num_ranks, device):
 
 
 @on_megatron(1)
+def test_the_bias_takes_counts_from_the_gate(rank, num_ranks, sizes):
+    """A map that somebody has changed, and one with masked tokens, are counted as Megatron-Core does."""
+    router = biased_layer(sizes, moe_router_load_balancing_type="none").router
+    if not hasattr(router, "_apply_expert_bias"):
+        pytest.skip("this Megatron-Core counts inside of its routing")
+    _, routing_map = router(draw(6, 11, 2)[0])
+    counts = router.local_tokens_per_expert.clone()
+    assert torch.equal(counts, routing_map.sum(0).float()) and counts.sum() == routing_map.sum() > 0
+    choice_for(routing_map).num_tokens_per_expert.fill_(7)
+    router._apply_expert_bias(routing_map)
+    assert torch.equal(router.local_tokens_per_expert, counts + 7)
+    with torch.no_grad():
+        router._apply_expert_bias(routing_map)
+    assert torch.equal(router.local_tokens_per_expert, counts + 7)
+    routing_map.logical_and_(torch.arange(len(routing_map))[:, None] < 5)
+    router._apply_expert_bias(routing_map)
+    assert torch.equal(router.local_tokens_per_expert, counts + 7 + routing_map.sum(0))
+
+
+@on_megatron(1)
 def test_padding_masks(rank, num_ranks, sizes):
     from megatron.core.transformer.moe import router as router_module
 
