@@ -108,6 +108,17 @@ def test_product_of_groups_that_end_anywhere(ops):
     check_product(ops, [5, 0, 130, 1], 128, 256, 136)
 
 
+def test_a_row_does_not_depend_on_the_others(ops):
+    """The last group's first rows have the same bits with other rows behind them, in other places, and beside other groups."""
+    x, x_scales, w, w_scales = product_case([7], 256, 384, 7)[0]
+    seen = []
+    for counts in ([7], [200, 7], [1, 0, 300, 130], [*[3] * 40, 129]):
+        given, first = product_case(counts, 256, 384, sum(counts))[0], sum(counts[:-1])
+        given[0][first : first + 7], given[1][first : first + 7], given[2][-1], given[3][-1] = x, x_scales, w[0], w_scales[0]
+        seen.append(ops.grouped_fp8_product(*placed(ops, *given, ends_of(counts)))[first : first + 7].cpu())
+    assert all(torch.equal(rows, seen[0]) for rows in seen) and seen[0].abs().sum() > 0
+
+
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
