@@ -17,7 +17,7 @@ def write(title: str, results: list[Result], entropy: float, folder: Path, about
     report.plot_expert_load(results[:2], folder / files["Tokens of each expert"])
     report.plot_times(results[:2], folder / files["Time of each step"])
     if timelines := {result.name: result.timeline for result in results if result.timeline is not None}:
-        files["What ran when in a step"] = "timeline.png"
+        files["What ran when in one step, under the profiler"] = "timeline.png"
         timeline.plot(timelines, folder / "timeline.png")
     pictures = [Picture.of_file(caption, folder / name) for caption, name in files.items()]
     told = showed(results, entropy)

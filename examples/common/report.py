@@ -143,11 +143,10 @@ def plot_expert_load(results: list[Result], path: Path, num_bins: int = 60) -> N
     beyond = "max" if relative.max() > norm.vmax else "neither"  # an arrow at the end of the scale
     for (layer, run), panel in np.ndenumerate(axes):
         drawn = relative[run, layer]
-        image = panel.imshow(
-            drawn, aspect="auto", origin="lower", cmap="RdBu_r", norm=norm, extent=(1, steps, -0.5, num_experts - 0.5)
-        )
+        image = panel.imshow(drawn, aspect="auto", origin="lower", cmap="RdBu_r", norm=norm, extent=(1, steps, -0.5, num_experts - 0.5))
         busiest = drawn.max(axis=0)
-        panel.set_title(f"{results[run].name}, MoE layer {layer + 1}: busiest {busiest[0]:.1f}x, then {busiest[-1]:.1f}x", loc="left", fontsize=9)
+        told = f"busiest expert {busiest[0]:.1f}x at first, {busiest[-1]:.1f}x at last"
+        panel.set_title(f"{results[run].name}, MoE layer {layer + 1}: {told}", loc="left", fontsize=8)
         panel.set(yticks=range(0, num_experts, max(1, num_experts // 4)))
     for panel in axes[:, 0]:
         panel.set_ylabel("expert")

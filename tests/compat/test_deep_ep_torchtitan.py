@@ -130,7 +130,7 @@ def test_hybridep_trains(rank, num_ranks, backend, capacity_factor, pad_multiple
     num_local = NUM_EXPERTS // num_ranks
     buffer, device = make(
         "HybridEPBuffer", backend, rank, hidden_dim=HIDDEN, max_num_of_tokens_per_rank=2 * NUM_TOKENS, num_local_experts=num_local,
-        use_fp8=False, num_sms_dispatch_api=16, num_sms_combine_api=16, load_cached_kernels=True, use_shared_buffer=True,
+        use_fp8=False, num_sms_dispatch_api=12, num_sms_combine_api=12, load_cached_kernels=True, use_shared_buffer=True,
         enable_custom_allgather=True,
     )  # fmt: skip
     config = buffer.configurer.buffer_config
