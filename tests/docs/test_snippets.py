@@ -31,7 +31,14 @@ ALONE = [
     ("docs/watch.md", 0),
 ]
 STEPS = [("docs/steps.md", number) for number in range(7)]
-UNDER_TORCHRUN = [("README.md", 0), ("docs/guide.md", 0), ("docs/huggingface.md", 0), ("docs/huggingface.md", 1), ("docs/data_parallel.md", 0), *STEPS]
+UNDER_TORCHRUN = [
+    ("README.md", 0),
+    ("docs/guide.md", 0),
+    ("docs/huggingface.md", 0),
+    ("docs/huggingface.md", 1),
+    ("docs/data_parallel.md", 0),
+    *STEPS,
+]
 IN_DEEPSPEED = [("docs/deepspeed.md", number) for number in range(4)]
 
 
