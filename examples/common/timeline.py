@@ -1,14 +1,11 @@
 """Show what a GPU, or the training thread of a CPU, does in a step: what runs side by side, and how much of the exchange is hidden."""
 
-import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # ranks that start later print no line for each stage of the profiler
 
 _WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
 _COLOURS = {"dispatch": "#3b7d4f", "combine": "#9b2d30", "all-to-all": "#7d5fa0", "products": "#1f5fa8", "other": "#b9c0c7"}

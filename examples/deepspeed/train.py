@@ -106,6 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _arguments(argv)
     fields = {field.name for field in dataclasses.fields(worker.Settings)}
     settings = worker.Settings(**{name: value for name, value in vars(arguments).items() if name in fields})
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler of the ranks prints no line for each of its stages
     if settings.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed would take a GPU it sees
     names = [worker.OURS] + ([worker.DEEPSPEED] if arguments.compare else [])

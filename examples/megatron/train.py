@@ -178,6 +178,7 @@ def _sweep(settings: worker.Settings) -> list[worker.Settings]:
 
 
 def run_all(runs: list[worker.Settings], arguments: argparse.Namespace) -> list[parts.Run]:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler of the ranks prints no line for each of its stages
     if arguments.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron-Core would reach for a GPU it sees
     elif any(run.exact for run in runs):

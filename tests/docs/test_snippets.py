@@ -31,19 +31,13 @@ ALONE = [
     ("docs/watch.md", 0),
 ]
 STEPS = [("docs/steps.md", number) for number in range(7)]
-UNDER_TORCHRUN = [
-    ("README.md", 0),
-    ("docs/guide.md", 0),
-    ("docs/huggingface.md", 0),
-    ("docs/huggingface.md", 1),
-    ("docs/data_parallel.md", 0),
-    *STEPS,
-]
+UNDER_TORCHRUN = [("README.md", 0), ("docs/guide.md", 0), ("docs/huggingface.md", 0), ("docs/huggingface.md", 1), *STEPS]
+FSDP2_BLOCK = "docs/data_parallel.md", 0
 IN_DEEPSPEED = [("docs/deepspeed.md", number) for number in range(4)]
 
 
 def test_every_block_is_run_below():
-    assert sorted(BLOCKS) == sorted([*ALONE, *UNDER_TORCHRUN, *IN_DEEPSPEED]), "add new blocks to one of these lists"
+    assert sorted(BLOCKS) == sorted([*ALONE, *UNDER_TORCHRUN, FSDP2_BLOCK, *IN_DEEPSPEED]), "add new blocks to one of these lists"
 
 
 @pytest.mark.parametrize("key", ALONE, ids=str)
@@ -123,7 +117,7 @@ print(len(dense), len(experts), float(norm)); dist.destroy_process_group()
 
 
 def test_fsdp2_block_runs(tmp_path):
-    one, other = run_under_torchrun(FSDP2.format(block=BLOCKS["docs/data_parallel.md", 0]), tmp_path, "cpu")
+    one, other = run_under_torchrun(FSDP2.format(block=BLOCKS[FSDP2_BLOCK]), tmp_path, "cpu")
     assert one == other and re.fullmatch(r"3 2 0\.\d+\n", one), "all ranks have the same norm"
 
 
