@@ -59,10 +59,11 @@ $(BIN)/python:
 
 # $(call install,extras,environment of the build). Without kernels of GPUs nothing needs NVSHMEM.
 define install
-	@echo "installing PyTorch and building deepep_moe into $(VENV)$(if $(2), for CPUs), which takes some minutes"
-	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(CONSTRAINTS) torch
+	@echo "1 of 2: installing PyTorch into $(VENV)"
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) $(CONSTRAINTS) torch
 	$(if $(and $(NVSHMEM),$(if $(2),,x)),$(BIN)/python -c 'import nvidia.nvshmem' 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check -q --no-deps $(PIP_ARGS) $(NVSHMEM))
-	$(2) $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(CONSTRAINTS) -e ".[$(1)]"
+	@echo "2 of 2: building deepep_moe$(if $(2), for CPUs) and installing its extras $(1), which takes some minutes"
+	$(2) $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) $(CONSTRAINTS) -e ".[$(1)]"
 endef
 
 $(STAMP): $(SOURCES) | $(BIN)/python

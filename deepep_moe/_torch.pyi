@@ -1,4 +1,4 @@
-"""Of csrc/torch. Calls with gradients return None where an argument is not what C++ takes."""
+"""The functions of csrc/torch. Calls with gradients return None where an argument is not what C++ takes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

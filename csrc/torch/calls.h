@@ -23,13 +23,13 @@ struct Mode {
     bool is_beside() const { return is_async && !is_split; }
 };
 
-// What a dispatch sends. Undefined tensors: not given.
+// The inputs of a dispatch. A tensor that the caller did not give is undefined.
 struct Outgoing {
     Tensor x, x_scales, topk_idx, topk_weights;  // the last of as many entries as topk_idx
     int64_t tokens_per_row = 1;                  // of x, one after another
 };
 
-// What a combine takes besides its rows. Undefined tensors: not given.
+// The inputs of a combine besides its rows. A tensor that the caller did not give is undefined.
 struct CombineInputs {
     Tensor weights;            // [num_rows]
     Tensor bias;               // [num_tokens, hidden]
@@ -39,7 +39,7 @@ struct CombineInputs {
     bool sums_lanes = false;  // of topk_weight_grads, as `GpuCombineParams` has it
 };
 
-// What a dispatch brings.
+// The results of a dispatch.
 struct Received : InFlight {
     Tensor x, x_scales, topk_weights;
     Tensor grad_weights;  // with a scaling
@@ -112,7 +112,7 @@ public:
 
     HandleShape shape_of(int64_t num_tokens, bool is_expert_layout) const;
     int64_t num_handle_numbers() const { return deepep_moe::num_handle_numbers(settings.num_ranks, settings.num_local_experts); }
-    // Of an operator, which gets a handle in parts.
+    // Returns the handle of an operator, which gets it in parts.
     Handle handle_of(const Tensor& memory, const Tensor& call, int64_t num_tokens, bool is_expert_layout, int64_t expert_alignment,
                      int64_t num_rows) const;
     const int64_t* counts_of(const Handle& handle) const;  // of each local expert, on the host

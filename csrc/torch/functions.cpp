@@ -72,7 +72,7 @@ variable_list natively(int64_t number, const Call& call) {
 
 // ---- a pass that fails ----
 
-// Of the backward pass that runs. PyTorch calls what is queued at the end of a pass, and only drops it where the pass fails.
+// Watches the backward pass that runs. PyTorch calls what is queued at the end of a pass, and only drops it where the pass fails.
 struct PassWatch {
     const int64_t number, num_calls;
     bool is_over = false;
@@ -133,7 +133,7 @@ struct DispatchFunction : torch::autograd::Function<DispatchFunction> {
     }
 
 private:
-    // Of all arguments of the forward.
+    // Returns the gradients of all arguments of the forward.
     static variable_list all_gradients(const Kept& kept, const variable_list& saved, const variable_list& grads) {
         const Handle handle = kept.handle.with(saved[0], saved[1]);
         const Tensor grad_weights = kept.has_weights ? grads[0] : Tensor();
@@ -218,7 +218,7 @@ private:
         return made;
     }
 
-    // Of weights, then of rows. scaled: the weights and the rows, or nothing.
+    // Returns the gradients of the weights, then of the rows. scaled: the weights and the rows, or nothing.
     static variable_list gradients(Calls& calls, const Handle& handle, const Tensor& grad, at::TensorList scaled, const Kept& kept) {
         if (!calls.is_here(grad) || (!scaled.empty() && !calls.can_fuse())) return {};
         Outgoing out;

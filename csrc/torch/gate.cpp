@@ -211,7 +211,7 @@ GateOptions backward_options(const Tensor& logits, const Tensor& topk_idx, Score
 
 // ---- the function ----
 
-// What a backward keeps beside logits and topk_idx.
+// A backward keeps this beside logits and topk_idx.
 struct Kept : torch::CustomClassHolder {
     ScoreFunction score_function;
     bool normalize, has_probs, has_shares;

@@ -10,8 +10,9 @@
 
 namespace deepep_moe {
 
-// Sections of a handle's memory, in int32: tokens of each local expert, tokens from each rank, the rows of lanes; over several nodes the
-// routing of the tokens that this rank serves, and how many are of each node; the routing, whose length alone is not the buffer's.
+// Sections of a handle's memory, in int32. The first three hold the tokens of each local expert, the tokens from each rank, and the rows of
+// lanes. The next two, over several nodes only, hold the routing of the tokens that this rank serves, and how many are of each node. The
+// last holds the routing; the buffer does not determine its length.
 enum HandleSection { kTokensPerExpert, kRecvCounts, kRecvRowIdx, kNodeTopkIdx, kInCounts, kTopkIdx, kNumHandleSections };
 
 struct HandleShape {
@@ -33,7 +34,7 @@ struct Handle {
     std::shared_ptr<bool> is_unfit;   // of a late dispatch, and of what its backward keeps: its first outputs hold no rows
     std::array<uint32_t, 3> versions{};
 
-    // Of memory, call and recv_topk_idx, by which PyTorch counts changes in place.
+    // The versions of memory, call and recv_topk_idx, by which PyTorch counts changes in place.
     std::array<uint32_t, 3> current_versions() const {
         const auto version_of = [](const Tensor& tensor) { return tensor.defined() ? static_cast<uint32_t>(tensor._version()) : 0; };
         return {version_of(memory), version_of(call), version_of(recv_topk_idx)};

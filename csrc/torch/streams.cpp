@@ -11,7 +11,7 @@ namespace {
 
 using c10::impl::VirtualGuardImpl;
 
-// Of the device's current stream. PyTorch's C++ has no function for it that a module built without CUDA could call.
+// Asks Python for the device's current stream, because a module built without CUDA can call no function of PyTorch's C++ for it.
 uintptr_t current_address(const at::Device& device) {
     static PyObject* getter = nullptr;  // under the GIL; never destroyed
     if (getter == nullptr) getter = py::object(py::module_::import("torch._C").attr("_cuda_getCurrentRawStream")).release().ptr();

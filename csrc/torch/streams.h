@@ -20,9 +20,9 @@ uintptr_t call_stream(const at::Device& device);
 class Recorded {
 public:
     explicit Recorded(const at::Device& device);  // of the current stream: what it has been given by now
-    // Of a stream that began after what `caller` had been given, and uses `tensors` until this moment. They are held until `caller` waits
-    // for it, which orders whatever has their memory next, if that is memory of `caller`; `record_stream` of each would cost more than the
-    // rest of an asynchronous call.
+    // `stream` began after what `caller` had been given, and uses `tensors` until this moment. They are held until `caller` waits for it.
+    // That wait orders whatever has their memory next, if it is memory of `caller`. `record_stream` of each tensor would cost more than
+    // the rest of an asynchronous call.
     Recorded(const c10::Stream& stream, const c10::Stream& caller, variable_list tensors);
     ~Recorded();
     void wait();         // lets the device's current stream wait for it
@@ -47,7 +47,7 @@ private:
     const std::function<bool()> rest_;
 };
 
-// What is left of a call that has returned.
+// The rest of a call that has returned.
 struct InFlight {
     std::shared_ptr<SecondHalf> second_half;  // of a split call
     std::shared_ptr<Recorded> recorded;       // of an asynchronous one: when its results are there

@@ -40,7 +40,7 @@ inline py::object packed(const Tensor& tensor) { return tensor.defined() ? py::c
     throw error;
 }
 
-// What the shim keeps is raised by the method `raise_failure` of the Python object that owns it.
+// Raises the failure that the shim keeps, by the method `raise_failure` of the Python object that owns it.
 [[noreturn]] inline void raise_failure_of(const py::object& shim) {
     const py::object method = py::reinterpret_steal<py::object>(PyObject_GetAttrString(shim.ptr(), "raise_failure"));
     if (method) py::reinterpret_steal<py::object>(PyObject_CallNoArgs(method.ptr()));
@@ -59,7 +59,7 @@ void call_unlocked(py::object owner, Shim& shim, const Call& call) {
     if (!was_made) raise_failure_of(owner);
 }
 
-// What the capsule of that name holds.
+// Returns the content of the capsule, which must have that name.
 template <class Shim>
 Shim* shim_in(const py::capsule& capsule, const char* name) {
     if (std::string_view(capsule.name()) != name)

@@ -114,8 +114,10 @@ class Calls:
         return self._native
 
     def make(self, name: str, *args: Any, handle: Any = None, waits: bool = False, is_async: bool = False) -> Any:
-        """Return the result of the method `name` of `_torch.Calls`; None if it declines, and on CPUs. handle: the one that the call uses.
-        waits: its host waits for counts. is_async: part of the call stays in flight."""
+        """Return the result of the method `name` of `_torch.Calls`; None if it declines, and on CPUs.
+
+        The call uses `handle`. With `waits` its host waits for counts; with `is_async` part of it stays in flight.
+        """
         if self._native is None or self._num_forks != _num_forks:
             return None
         if self._pending is not None:

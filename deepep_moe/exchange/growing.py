@@ -39,11 +39,10 @@ class GrowingBuffer:
 
         Args:
             num_tokens: the tokens of this rank in the first dispatch.
-            device: where the tokens are. Buffers that move CPU tensors need no bound; a chosen bound holds there too.
+            device: the device of the tokens. CPU tensors need no bound, and keep a chosen one.
             construct: returns a buffer with room for that many tokens of a rank.
-            chosen: the user's bound in tokens, which is kept. None: the largest number of the first dispatch over all ranks, and more when
-                a rank has more.
-            option: what the user sets to choose the bound, for messages.
+            chosen: the bound that the user chose, which stays. None: the most tokens of any rank so far.
+            option: the name of the user's option for the bound, for messages.
             is_bounded: agree on a bound for CPU tensors too.
         """
         self.group, self._device, self._construct, self._chosen, self._option = group, device, construct, chosen, option

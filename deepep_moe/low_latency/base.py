@@ -1,4 +1,4 @@
-"""What a backend of a `LowLatencyBuffer` does."""
+"""The methods of a backend of a `LowLatencyBuffer`."""
 
 import os
 from typing import TYPE_CHECKING, Any

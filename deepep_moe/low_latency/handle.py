@@ -19,11 +19,11 @@ class LowLatencyHandle:
 
     buffer_id: int
     num_tokens: int
-    """Of this rank."""
+    """The tokens of this rank."""
     state: Tensor
     """uint8, on the device of the dispatch: csrc/common/low_latency.h says what it holds."""
     event: Event | None = None
-    """Of a dispatch with `async_op` or `return_hook`."""
+    """The end of a dispatch with `async_op` or `return_hook`."""
 
     made: ClassVar[tuple[Any, ...]] = ()
     """The fields as the dispatch made them, and the version of `state`, by which PyTorch counts changes in place."""
@@ -44,14 +44,14 @@ class LowLatencyHandle:
 
 
 class LowLatencyOutput(NamedTuple):
-    """What a rank received. `capacity` is num_ranks * num_max_tokens_per_rank."""
+    """The results of a dispatch. `capacity` is num_ranks * num_max_tokens_per_rank."""
 
     recv_x: Tensor
     """[num_local_experts, capacity, hidden], dtype of `x` or float8_e4m3fn: rows of each local expert, by (source rank, token); behind the
     `num_recv_tokens_per_expert` first of an expert nothing is written."""
     recv_x_scales: Tensor | None
-    """With `fp8`, column-major (`stride(1) == 1`), as grouped GEMMs in fp8 take them: [num_local_experts, capacity, hidden / 128] fp32, or,
-    with `scale_format="ue8m0"`, [num_local_experts, capacity, ceil(hidden / 512)] int32, each four biased exponents, the first in its
+    """With `fp8`: [num_local_experts, capacity, hidden / 128] fp32, column-major (`stride(1) == 1`), as grouped GEMMs in fp8 take them.
+    With `scale_format="ue8m0"`: [num_local_experts, capacity, ceil(hidden / 512)] int32 of four biased exponents each, the first in the
     lowest byte."""
     num_recv_tokens_per_expert: Tensor
     """[num_local_experts] int32, on the device."""

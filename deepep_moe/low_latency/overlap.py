@@ -83,13 +83,13 @@ def routed_experts(
 
     Args:
         buffer: any number of layers and both micro-batches share it.
-        experts: of this rank, called as `experts(recv_x, num_recv_tokens_per_expert)`, with `fp8` as `experts(recv_x,
-            num_recv_tokens_per_expert, recv_x_scales)`, of what `LowLatencyOutput` has; returns [num_local_experts, capacity, hidden]
-            bf16, fp16 or fp32, contiguous. Rows behind an expert's count hold anything and may become anything. The result may not be
-            `buffer.combine_input()`: there is one, and the combine of the other micro-batch may still read it.
+        experts: those of this rank, called as `experts(recv_x, num_recv_tokens_per_expert)` with what `LowLatencyOutput` has. With `fp8`
+            they get `recv_x_scales` too. They return [num_local_experts, capacity, hidden] bf16, fp16 or fp32, contiguous. Rows behind an
+            expert's count hold anything and may become anything. The result may not be `buffer.combine_input()`: there is one, and the
+            combine of the other micro-batch may still read it.
         x, topk_idx, topk_weights, fp8, scale_format: as for `LowLatencyBuffer.dispatch`. The number of tokens may be another, or 0, on each
             rank and in each micro-batch.
-        shared_expert: called as `shared_expert(x)` while the dispatch flies; its result, [num_tokens, hidden], is added.
+        shared_expert: called as `shared_expert(x)` while the dispatch flies. Its result, [num_tokens, hidden], is added.
         wire: as for `LowLatencyBuffer.combine`.
         timeline: gets the spans "send dispatch", "shared expert", "receive dispatch", "experts", "send combine" and "receive combine".
 
@@ -155,7 +155,7 @@ def overlapped(*batches: Generator[Any, None, T], timeline: Timeline | None = No
 
     Raises:
         ValueError, TypeError: more than two or none; something else than a generator.
-        What a micro-batch raises, at once. The other stays where it is, and ranks are no longer in the same call: destroy the buffer.
+        Exception: a micro-batch has raised it. The other stays where it is, and ranks are no longer in the same call: destroy the buffer.
     """
     if not 1 <= len(batches) <= MAX_IN_FLIGHT:
         raise ValueError(f"{len(batches)} micro-batches were given; at least 1 and at most {MAX_IN_FLIGHT} can take turns in one buffer")

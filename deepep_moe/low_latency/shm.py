@@ -21,14 +21,14 @@ from deepep_moe.worker import Worker
 
 
 class Combined(NamedTuple):
-    """What a combine has made."""
+    """The results of a combine."""
 
     combined_x: Tensor
     event: Event | None
 
 
 class Received(NamedTuple):
-    """What a dispatch has made."""
+    """The results of a dispatch."""
 
     num_tokens: int
     recv_x: Tensor

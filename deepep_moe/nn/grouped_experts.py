@@ -31,11 +31,11 @@ class GroupedExperts(nn.Module):
         device, dtype: those of the parameters. PyTorch's grouped kernels need bfloat16, and `hidden` and `intermediate` multiples of 8.
 
     Attributes:
-        up: [num_local_experts, intermediate, hidden] parameter. With `gated` it is [num_local_experts, 2 * intermediate, hidden]; the rows
-            of the gate come first, as in `SwiGLU.gate_up`.
+        up: [num_local_experts, intermediate, hidden] parameter. With `gated` it has twice as many rows. Those of the gate come first, as in
+            `SwiGLU.gate_up`.
         down: [num_local_experts, hidden, intermediate] parameter.
         up_bias, down_bias: [num_local_experts, rows of a matrix] parameters, or None.
-        kept_weights: the fp8 copies that forwards with `is_first_microbatch` share, see `deepep_moe.ops.KeptWeights`.
+        kept_weights: the fp8 copies that forwards share (`deepep_moe.ops.KeptWeights`).
 
     Raises:
         TypeError: a setting has another type.
@@ -97,8 +97,8 @@ class GroupedExperts(nn.Module):
             num_rows_per_expert: [num_local_experts], on the device of x or on the host. Their sum is at most num_rows. Later rows may
                 hold any value; their output is zero with `zero_tail`.
             probs: [num_rows] fp32, or None for ones. A `MoELayer` without fp8 passes None, as its combine weights the rows.
-            is_first_microbatch: only with `QuantizedRows`. Pass True in the first forward after an optimizer step: it quantizes the weights
-                and keeps the copies. Pass False in the other forwards, which use the copies. None: each forward quantizes.
+            is_first_microbatch: only with `QuantizedRows`. True, for the first forward after an optimizer step, quantizes the weights and
+                keeps the copies. False uses the copies. None: each forward quantizes.
 
         Returns:
             [num_rows, hidden] in the dtype of x, which for `QuantizedRows` is bfloat16.

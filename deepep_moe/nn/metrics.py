@@ -115,8 +115,8 @@ class Metrics:
 
     Args:
         model: the model whose layers are observed from now on, on every rank.
-        writers: objects with `add_scalar(name, value, step)`, such as TensorBoard's writer and `EventFile`, or `log(values, step=step)`,
-            such as a run of Weights & Biases and `JsonLines`. Pass them on one rank only.
+        writers: objects with `add_scalar(name, value, step)` or `log(values, step=step)`. TensorBoard's writer and `EventFile` have the
+            former, a run of Weights & Biases and `JsonLines` the latter. Pass them on one rank only.
 
     Raises:
         TypeError: a writer has neither method.

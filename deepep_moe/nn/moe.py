@@ -90,17 +90,17 @@ class MoELayer(RankExperts):
 
     Args:
         router: chooses the experts; its hidden, num_experts and num_topk are the layer's. Its parameters are replicated on all ranks.
-        experts: the experts of this rank: a sequence of modules [num_rows, hidden] -> [num_rows, hidden], one per local expert; or one
-            module called as `experts(x [num_rows, hidden], num_rows_per_expert [num_local_experts])`, with the counts on the device of x:
-            `GroupedExperts`, or your own module.
+        experts: the experts of this rank. A sequence has a module [num_rows, hidden] -> [num_rows, hidden] for each local expert. One
+            module, such as `GroupedExperts`, is called as `experts(x, num_rows_per_expert)`. `x` is [num_rows, hidden]; the counts are
+            [num_local_experts] on its device.
         shared_expert: a module [num_tokens, hidden] -> [num_tokens, hidden], replicated on all ranks.
-        buffer: a buffer for the router's settings. None: the layer makes its own. Layers that run one after another should share a
-            buffer: on a GPU, for 4096 tokens, it takes from 0.4 GiB (4 ranks, hidden 4096) to 1.5 GiB (8 ranks, hidden 7168).
+        buffer: a buffer for the router's settings. Layers that run one after another should share one: on a GPU, for 4096 tokens, it takes
+            from 0.4 GiB (4 ranks, hidden 4096) to 1.5 GiB (8 ranks, hidden 7168). None: the layer makes its own.
         group, num_max_tokens_per_rank (default 4096), backend: arguments of `Buffer`, only without `buffer`.
         expert_alignment: rows of an expert are padded with zero rows to a multiple of it. None: 1, or 128 with `fp8`.
         num_recv_rows: a bound on the rows that this rank receives in a forward, padding included, as in `Buffer.dispatch`. The host then
-            waits for nothing. Not allowed with a sequence of experts, which needs counts on the host. None: no bound. A bound of ranks x
-            tokens of a rank x min(top-k, experts of a rank), plus padding, is always enough.
+            waits for nothing. Not allowed with a sequence of experts, which needs counts on the host. A bound of ranks x tokens of a rank x
+            min(top-k, experts of a rank), plus padding, is always enough. None: no bound.
         fp8: send rows as fp8 in both passes, quantized once; the experts' products take them (docs/design/fp8_training.md). Needs bf16
             tokens, `GroupedExperts` without biases, and multiples of 128 for `hidden`, `intermediate`, `expert_alignment` and
             `num_recv_rows`. The experts weight the rows, so a token's sum is rounded at another place than without `fp8`.

@@ -17,10 +17,10 @@ class Router(nn.Module):
 
     Args:
         hidden: size of a token.
-        num_experts: experts of the layer, over all ranks.
+        num_experts: experts of all ranks.
         num_topk: experts per token.
-        expert_bias: keep a bias per expert that balances the load without an auxiliary loss (arXiv 2408.15664); see
-            `update_expert_bias`.
+        expert_bias: keep a bias per expert that balances the load without an auxiliary loss (arXiv 2408.15664). `update_expert_bias`
+            moves it.
         num_groups, topk_groups, group_score_topk, score_function, normalize, routed_scaling_factor, index_dtype, check_finite: as in
             `deepep_moe.ops.gate`.
         compute_dtype: dtype of the linear map. Inputs and weight are cast to it; autocast does not apply.

@@ -77,7 +77,7 @@ def sequence_aux_loss(shares: Tensor, topk_idx: Tensor, num_tokens_per_sequence:
         shares: `[num_tokens, num_experts]` fp32, as `gate_full(..., shares=True)` returns them. The loss is differentiable in them.
         topk_idx: `[num_tokens, num_topk]` int64 or int32 experts that count as chosen. The paper's are the best by score, without bias
             and groups. Rows of -1 (masked tokens) do not count as tokens.
-        num_tokens_per_sequence: tokens of each sequence, in order, with sum num_tokens; or one number for all.
+        num_tokens_per_sequence: tokens of each sequence, in order, with sum num_tokens, or one number.
         coefficient: the paper's alpha; DeepSeek-V3 trains with 0.0001.
 
     Returns:
@@ -117,7 +117,7 @@ def global_aux_loss(
         shares: `[num_tokens, num_experts]` fp32, as `gate_full(..., shares=True)` returns them. The loss is differentiable in them, and
             in no tensor of other ranks.
         topk_idx: `[num_tokens, num_topk]` int64 or int32. Rows of -1 (masked tokens) do not count as tokens.
-        num_tokens_per_expert: `[num_experts]` int64 or int32 choices of each expert from the gate, or their sum over the micro-batches of
+        num_tokens_per_expert: `[num_experts]` int64 or int32 choices of each expert, or their sum over the micro-batches of
             a step so far. They are not changed.
         coefficient: the weight of the loss. Switch Transformer trains with 0.01.
         group: choices are summed over its ranks, in one all-reduce. None: `num_tokens_per_expert` is complete.

@@ -32,8 +32,8 @@ def fp8_mlp(
     x: QuantizedRows, counts: Tensor | Sequence[int], w1: Tensor, w2: Tensor, probs: Tensor | None, act: Any,
     recompute: bool, zero_tail: bool, makers: "Sequence[WeightGradient]", copies: Sequence[Fp8Copies] | None,
 ) -> Tensor:  # fmt: skip
-    """Do what `grouped_mlp` documents; it has checked the shapes. act: the activation, an object with `forward` and `backward`; None for
-    SwiGLU. makers: of the gradients of w1 and w2. copies: fp8 copies of w1 and w2; None quantizes them here."""
+    """Do what `grouped_mlp` documents; it has checked the shapes. The activation `act` is an object with `forward` and `backward`, None for
+    SwiGLU. The `makers` make the gradients of w1 and w2. The `copies` are w1 and w2 in fp8; None quantizes them here."""
     groups = Groups(counts, len(w1), x)
     keeps = torch.is_grad_enabled() and not recompute
     first, second = copies or (None, None)

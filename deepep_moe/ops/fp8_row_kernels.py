@@ -143,8 +143,8 @@ def swiglu_quantized(inner: torch.Tensor, probs: torch.Tensor | None, offsets: t
     """Return silu(gate) * up * probs of inner [rows, 2 * width] bf16, gate and up side by side, as e4m3 [rows, width] and its scales.
 
     Each operation rounds to bf16, as in `swiglu`. The result is quantized in blocks of 128 columns with scales that are powers of two.
-    width: a multiple of 128. probs: [rows] fp32, or None for ones. offsets: [experts] int32, the end of each expert's rows. Rows after
-    the last end are not set. Scales: [rows, width / 128] fp32.
+    The width is a multiple of 128. The probs are [rows] fp32, or None for ones. The offsets, [experts] int32, are the ends of the experts'
+    rows. Rows after the last end are not set. The scales are [rows, width / 128] fp32.
     """
     num_rows, width = inner.shape[0], inner.shape[1] // 2
     y = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=inner.device)

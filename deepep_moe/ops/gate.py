@@ -72,26 +72,26 @@ def gate(
     consecutive experts, by the sum of each group's `group_score_topk` best biased scores, and then only experts in them.
     `deepep_moe.reference.gate` is the exact definition.
 
-    On a GPU the call is one launch and waits for nothing. So a logit or bias that is not finite is found there: the token chooses no
-    expert (-1), and the next call on that GPU that looks, of the gate, its backward or `check_gate`, raises, whichever layer it is of.
+    On a GPU the call is one launch and waits for nothing. So a logit or bias that is not finite is found there, and the token chooses no
+    expert (-1). The next gate, backward of one or `check_gate` on that GPU raises, whichever layer it is of.
 
     Args:
         logits: `[num_tokens, num_experts]` float32, bfloat16 or float16, on the CPU or a GPU; there at most 1024 experts. The gradient
             has the same dtype.
         num_topk: experts per token, at most 32.
-        num_groups: groups of experts; divides `num_experts`. 1: no limit.
+        num_groups: groups of experts; divides `num_experts`. With 1 there is no limit.
         topk_groups: groups a token may choose from; together they hold at least `num_topk` experts.
         group_score_topk: experts that make a group's score. DeepSeek-V3: 2. Megatron-Core: `num_topk // topk_groups`.
-        score_function: "sigmoid" (DeepSeek-V3); "sqrtsoftplus", the root of log(1 + exp(x)); "softmax" over all experts; or
-            "softmax_topk": the choice is by logits and the weights are the softmax over the chosen ones (Mixtral; Megatron-Core's default).
-        expert_bias: `[num_experts]` fp32, moves the choice only (arXiv 2408.15664).
+        score_function: "sigmoid" (DeepSeek-V3); "sqrtsoftplus", the root of log(1 + exp(x)); "softmax" over all experts; "softmax_topk".
+            The last chooses by logits, and the weights are the softmax over the chosen ones (Mixtral; Megatron-Core's default).
+        expert_bias: `[num_experts]` fp32. It moves the choice only (arXiv 2408.15664).
         normalize: divide the weights by their sum + 1e-20. Without effect for "softmax_topk", whose weights have sum 1.
         routed_scaling_factor: multiplies the weights.
         mask: `[num_tokens]` bool, True for tokens to leave out, such as padding. Their logits are not read; their gradient is 0.
         index_dtype: int64 or int32, of `topk_idx`.
-        check_finite: False lets logits through that are NaN or infinite, for training with a loss scaler, which skips such a step. They go
-            through the arithmetic above as other numbers do, and NaN is greater than all. So each token chooses `num_topk` different
-            experts, and its weights are NaN where PyTorch's functions make them so.
+        check_finite: False lets NaN and infinite logits through, for a loss scaler, which skips such a step. They go through the
+            arithmetic above as other numbers do, and NaN is greater than all. So each token chooses `num_topk` different experts, and its
+            weights are NaN where PyTorch's functions make them so.
 
     Raises:
         TypeError: a tensor has another dtype, or an option another type.
@@ -122,11 +122,12 @@ def gate_full(
     Args:
         logits, num_topk: as in `gate`.
         dense: also the pair `(probs, routing_map)`, as `to_dense` makes it.
-        num_ranks: also `num_tokens_per_rank` and `is_token_in_rank` of the experts in equal shares on so many ranks; divides
-            `num_experts`. 0: not wanted.
-        shares: also `shares`, of which auxiliary losses are made: scores divided by the sum of the token's scores + 1e-20, and for both
-            softmax functions the softmax over all experts. In double from the scores in fp32, rounded once; `expert_bias`, groups,
-            `normalize` and `routed_scaling_factor` have no effect on them. `deepep_moe.reference.gate_shares` is the exact definition.
+        num_ranks: also `num_tokens_per_rank` and `is_token_in_rank` of the experts in equal shares on so many ranks. It divides
+            `num_experts`; 0: not wanted.
+        shares: also `shares`, of which auxiliary losses are made: scores divided by the sum of the token's scores + 1e-20. For both softmax
+            functions they are the softmax over all experts. They are computed in double from the scores in fp32 and rounded once.
+            `expert_bias`, groups, `normalize` and `routed_scaling_factor` have no effect on them. `deepep_moe.reference.gate_shares` is the
+            exact definition.
         options: the other arguments of `gate`.
 
     Raises:

@@ -51,31 +51,31 @@ def grouped_mlp(
     the last expert's, the tail, have no expert. They may hold anything, NaN too: no other row and no gradient of a weight, bias or prob
     reads them.
 
-    `QuantizedRows`, which a dispatch with `fp8="blockwise"` delivers, are multiplied as fp8 (docs/design/fp8_training.md): with groups of
-    multiples of 128 rows, matrices of multiples of 128 rows and columns in fp32 or bf16, and no biases. The result is bf16.
+    `QuantizedRows`, which a dispatch with `fp8="blockwise"` delivers, are multiplied as fp8 (docs/design/fp8_training.md). Groups
+    have multiples of 128 rows, and matrices multiples of 128 rows and columns in fp32 or bf16. There are no biases. The result is bf16.
 
     bfloat16 rows on Hopper and Blackwell GPUs use `torch.nn.functional.grouped_mm`. Otherwise the products run one expert after another;
     on GPUs a warning says why, once. Under autocast x, weights and biases are cast first.
 
     Args:
         x: [num_rows, in], grouped by expert, fp32, bf16 or fp16, or `QuantizedRows`.
-        counts: [num_experts] int64 or int32, the rows of each expert: on the device of x, or on the CPU, or a list. Their sum is at most
+        counts: [num_experts] int64 or int32, the rows of each expert: on the device of x or the CPU, or a list. Their sum is at most
             num_rows. On a GPU this is not checked: rows that do not exist are not read.
-            With fp8 rows all are multiples of 128, as a dispatch makes them; on a GPU others give wrong gradients.
+            With fp8 rows all are multiples of 128, as a dispatch makes them. Others give wrong gradients on a GPU.
         w1: [num_experts, inner, in] in the dtype of x; for "swiglu" inner is 2 x intermediate, the gate's rows first. Each expert's matrix
             is contiguous. There may be other memory between the matrices.
-        w2: [num_experts, out, intermediate] in the dtype of x, likewise.
+        w2: [num_experts, out, intermediate], likewise.
         b1, b2: [num_experts, inner] and [num_experts, out] in the dtype of x.
-        probs: [num_rows] fp32 or another floating-point dtype. None stands for ones.
-        activation: "swiglu" for `silu(gate) * up`, or a function [num_rows, inner] -> [num_rows, intermediate] that treats each row alone.
-        recompute_activation: keep only `x @ w1.T` and probs for the backward, and compute the activation there once more.
+        probs: [num_rows], of a floating-point dtype. None stands for ones.
+        activation: "swiglu" for `silu(gate) * up`, or a function [num_rows, inner] -> [num_rows, intermediate]. It treats each row alone.
+        recompute_activation: keep only `x @ w1.T` and probs for the backward, which computes the activation again.
         zero_tail: clear the tail of the result and of x's gradient. With counts on a GPU that costs a pass over each. False leaves any
             values there, for a caller that does not read them. The tail of the probs' gradient is always zero.
         delay: the backward makes no gradients of weights. It calls `delay("w2", compute)`, then `delay("w1", compute)`, where `compute()`
             returns the gradient, for a schedule that makes them later, and `compute(main_grad)` adds it there. Until then `compute` holds
             what it needs.
-        main_grads: for w1 and w2, tensors of their shapes, fp32 as a rule, to which the backward adds their gradients. Those that autograd
-            gets then have the shape of the weight, but their values mean nothing.
+        main_grads: for w1 and w2, tensors of their shapes, fp32 as a rule, to which the backward adds their gradients. Autograd then gets
+            gradients of the right shape. Their values mean nothing.
         kept, is_first_microbatch: where fp8 copies of the weights stay between forwards, and whether this one makes them (True) or takes
             them (False), as `KeptWeights.take` says. Only for `QuantizedRows`. None: each forward quantizes the weights.
 

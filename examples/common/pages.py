@@ -4,16 +4,22 @@ from pathlib import Path
 
 import numpy as np
 import report
+import timeline
 from page import Page, Picture, Table
 from report import Result
 
 
-def write(title: str, results: list[Result], entropy: float, folder: Path, about: dict[str, str], timelines: dict[str, str]) -> str:
-    """Write report.html with the pictures that lie in `folder`, `timelines` by their captions among them. Return what the run showed."""
-    files = {"Loss": "loss.png", "Tokens of each expert": "expert_load.png"}
-    if report.plot_exchange(results, folder / "exchange.png"):
-        files["Exchange and nodes"] = "exchange.png"
-    pictures = [Picture.of_file(caption, folder / name) for caption, name in (files | timelines).items()]
+def write(title: str, results: list[Result], entropy: float, folder: Path, about: dict[str, str]) -> str:
+    """Write report.html and its pictures of the first two runs to `folder`; a timeline has all that recorded one. Return what the runs
+    showed."""
+    files = {"Loss": "loss.png", "Tokens of each expert": "expert_load.png", "Time of each step": "times.png"}
+    report.plot_loss(results[:2], entropy, folder / files["Loss"])
+    report.plot_expert_load(results[:2], folder / files["Tokens of each expert"])
+    report.plot_times(results[:2], folder / files["Time of each step"])
+    if timelines := {result.name: result.timeline for result in results if result.timeline is not None}:
+        files["What ran when in one step, under the profiler"] = "timeline.png"
+        timeline.plot(timelines, folder / "timeline.png")
+    pictures = [Picture.of_file(caption, folder / name) for caption, name in files.items()]
     told = showed(results, entropy)
     Page(title, told, about, [_table(results)], pictures).write(folder / "report.html")
     return told

@@ -93,14 +93,14 @@ def agreement(results: list[Result]) -> str:
     return f"{steps} equal to the bit, the largest difference is {max_difference(results):.1e}"
 
 
-def _new_axes(rows: int = 1, height: float = 4.2, **kwargs: Any) -> tuple[Any, Any]:
+def _new_axes(rows: int = 1, height: float = 4.2, columns: int = 1, **kwargs: Any) -> tuple[Any, Any]:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"font.size": 10, "axes.titlesize": 12, "axes.spines.top": False, "axes.spines.right": False})
-    return plt.subplots(rows, 1, figsize=(8, height), dpi=150, layout="constrained", **kwargs)
+    return plt.subplots(rows, columns, figsize=(5 + 3 * columns, height), dpi=150, layout="constrained", **kwargs)
 
 
 def plot_loss(results: list[Result], entropy: float, path: Path) -> None:
@@ -129,57 +129,54 @@ def plot_loss(results: list[Result], entropy: float, path: Path) -> None:
     figure.savefig(path)
 
 
-def plot_expert_load(result: Result, path: Path, num_bins: int = 60) -> None:
-    """Tokens of each expert over time, relative to an even share, one panel per MoE layer."""
+def plot_expert_load(results: list[Result], path: Path, num_bins: int = 60) -> None:
+    """Draw the tokens of each expert over time, relative to an even share: a column of panels for each run, a panel for each MoE layer."""
     from matplotlib.colors import TwoSlopeNorm
 
-    steps, num_layers, num_experts = result.load.shape
+    steps, num_layers, num_experts = results[0].load.shape
     bins = np.array_split(np.arange(steps), min(num_bins, steps))
-    # [layers, experts, bins]: share of the bin's tokens x number of experts, 1 = even.
-    load = np.stack([result.load[steps_of_bin].sum(0) for steps_of_bin in bins], axis=-1)
-    relative = load / load.mean(axis=1, keepdims=True)
-    figure, axes = _new_axes(num_layers, 1.2 + 1.7 * num_layers, sharex=True, squeeze=False)
+    # [runs, layers, experts, bins]: share of the bin's tokens x number of experts, 1 = even.
+    load = np.stack([np.stack([result.load[steps_of_bin].sum(0) for steps_of_bin in bins], axis=-1) for result in results])
+    relative = load / load.mean(axis=2, keepdims=True)
+    figure, axes = _new_axes(num_layers, 1.2 + 1.7 * num_layers, len(results), sharex=True, sharey=True, squeeze=False)
     norm = TwoSlopeNorm(1.0, 0.0, max(2.0, float(np.percentile(relative, 99.5))))
     beyond = "max" if relative.max() > norm.vmax else "neither"  # an arrow at the end of the scale
-    for layer, panel in enumerate(axes[:, 0]):
-        image = panel.imshow(
-            relative[layer], aspect="auto", origin="lower", cmap="RdBu_r", norm=norm, extent=(1, steps, -0.5, num_experts - 0.5)
-        )
-        busiest = relative[layer].max(axis=0)
-        panel.set_title(
-            f"MoE layer {layer + 1}: busiest expert {busiest[0]:.1f}x even at first, {busiest[-1]:.1f}x at last", loc="left", fontsize=10
-        )
-        panel.set(ylabel="expert", yticks=range(0, num_experts, max(1, num_experts // 4)))
-    axes[-1, 0].set_xlabel("step")
-    figure.suptitle("Tokens of each expert over time", x=0.01, ha="left", fontsize=12)
+    for (layer, run), panel in np.ndenumerate(axes):
+        drawn = relative[run, layer]
+        image = panel.imshow(drawn, aspect="auto", origin="lower", cmap="RdBu_r", norm=norm, extent=(1, steps, -0.5, num_experts - 0.5))
+        busiest = drawn.max(axis=0)
+        told = f"busiest expert {busiest[0]:.1f}x at first, {busiest[-1]:.1f}x at last"
+        panel.set_title(f"{results[run].name}, MoE layer {layer + 1}: {told}", loc="left", fontsize=8)
+        panel.set(yticks=range(0, num_experts, max(1, num_experts // 4)))
+    for panel in axes[:, 0]:
+        panel.set_ylabel("expert")
+    for panel in axes[-1]:
+        panel.set_xlabel("step")
     label = "tokens relative to an even share" + (f", at most {relative.max():.1f}" if beyond == "max" else "")
     ticks = [0, 0.5, 1, norm.vmax]
-    figure.colorbar(image, ax=axes[:, 0], label=label, ticks=ticks, format="%.1f", aspect=30, extend=beyond)
+    figure.colorbar(image, ax=axes, label=label, ticks=ticks, format="%.1f", aspect=30, extend=beyond)
     figure.savefig(path)
 
 
-def plot_exchange(results: list[Result], path: Path) -> bool:
-    """Draw milliseconds of the exchange in each forward, nodes of a token, and tokens of the busiest of several nodes, over steps. Return
-    False where nobody counted any."""
-    panels = {
-        "exchange of a forward, ms": [(result.name, result.of_layers("exchange_ms")) for result in results],
-        "nodes of a token": [(result.name, result.nodes_per_token if result.num_nodes > 1 else []) for result in results],
-        "tokens of the busiest node, x even": [(r.name, _over_even(r.of_nodes()) if r.num_nodes > 1 else []) for r in results],
+def plot_times(results: list[Result], path: Path) -> None:
+    """Draw over steps what all of these runs measured: milliseconds of a step and of the exchange in its forward, nodes of a token, and
+    tokens of the busiest of several nodes."""
+    panels: dict[str, list[Any]] = {
+        "step, ms": [1e3 * np.array(result.step_s) for result in results],
+        "exchange of a forward, ms": [result.of_layers("exchange_ms") for result in results],
+        "nodes of a token": [result.nodes_per_token if result.num_nodes > 1 else [] for result in results],
+        "tokens of the busiest node, x even": [_over_even(r.of_nodes()) if r.num_nodes > 1 else [] for r in results],
     }
-    panels = {label: [(name, values) for name, values in curves if any(values)] for label, curves in panels.items()}
-    panels = {label: curves for label, curves in panels.items() if curves}
-    if not panels:
-        return False
+    panels = {label: curves for label, curves in panels.items() if all(any(values) for values in curves)}
     figure, axes = _new_axes(len(panels), 1.0 + 2.0 * len(panels), squeeze=False)
     for panel, (label, curves) in zip(axes[:, 0], panels.items(), strict=True):
-        for (name, values), colour in zip(curves, _COLOURS, strict=False):
-            panel.plot(range(1, len(values) + 1), values, color=colour, label=name, linewidth=1.2)
+        for result, values, colour in zip(results, curves, _COLOURS, strict=False):
+            panel.plot(range(1, len(values) + 1), values, color=colour, label=result.name, linewidth=1.2)
         panel.set(ylabel=label, ylim=(0, None))
         panel.grid(axis="y", color="#e4e6e9", linewidth=0.8)
         panel.legend(frameon=False, loc="upper right")
     axes[-1, 0].set_xlabel("step")
     figure.savefig(path)
-    return True
 
 
 def table(results: list[Result], entropy: float) -> str:

@@ -163,27 +163,29 @@ def _is_kernel(event: Any) -> bool:
     return not event.name().startswith(("Optimizer.", "ProfilerStep"))
 
 
-def plot(timeline: Timeline, title: str, path: Path, num_ms: float | None = None) -> None:
-    """A row for each stream."""
+def plot(timelines: dict[str, Timeline], path: Path) -> None:
+    """Draw one step of each run, by its name, with a row for each stream. All rows have the same scale of time."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
-    streams = sorted({kernel.stream for kernel in timeline.kernels})
-    end = num_ms or max(kernel.end for kernel in timeline.kernels) / timeline.num_steps
-    figure, axes = plt.subplots(figsize=(11, 1.6 + 0.5 * len(streams)), dpi=150, layout="constrained")
-    for row, stream in enumerate(streams):
-        for kind, colour in _COLOURS.items():
-            bars = [(k.start, k.end - k.start) for k in timeline.kernels if k.stream == stream and k.kind == kind and k.start < end]
-            axes.broken_barh(bars, (row - 0.4, 0.8), color=colour)
-    names = ["CPU"] if timeline.device == "cpu" else [f"stream {stream}" for stream in streams]
-    axes.set(yticks=range(len(streams)), yticklabels=names, xlim=(0, end), xlabel="ms")
+    rows = [(name, stream) for name, seen in timelines.items() for stream in sorted({kernel.stream for kernel in seen.kernels})]
+    ends = {name: max(kernel.end for kernel in seen.kernels) / seen.num_steps for name, seen in timelines.items()}
+    figure, axes = plt.subplots(figsize=(11, 1.8 + 0.7 * len(rows)), dpi=150, layout="constrained")
+    kinds = {kernel.kind for seen in timelines.values() for kernel in seen.kernels}
+    colours = {kind: colour for kind, colour in _COLOURS.items() if kind in kinds}
+    for row, (name, stream) in enumerate(rows):
+        shown = [kernel for kernel in timelines[name].kernels if kernel.stream == stream and kernel.start < ends[name]]
+        for kind in reversed(colours):  # the exchange over the others
+            bars = [(k.start, min(k.end, ends[name]) - k.start) for k in shown if k.kind == kind]
+            axes.broken_barh(bars, (row - 0.4, 0.8), color=colours[kind], linewidth=0)
+    labels = [name if timelines[name].device == "cpu" else f"{name}, stream {stream}" for name, stream in rows]
+    axes.set(yticks=range(len(rows)), yticklabels=labels, xlim=(0, max(ends.values())), xlabel="time from the start of the step, ms")
     axes.invert_yaxis()
-    axes.set_title(f"{title}\n{timeline}", loc="left", fontsize=9)
-    figure.legend(
-        handles=[Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()], loc="outside lower center", ncols=5, frameon=False
-    )
+    axes.set_title("\n".join(f"{name}: {seen}" for name, seen in timelines.items()), loc="left", fontsize=9)
+    handles = [Patch(color=colour, label=kind) for kind, colour in colours.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     figure.savefig(path)
     plt.close(figure)

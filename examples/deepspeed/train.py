@@ -24,7 +24,6 @@ import launch
 import pages
 import parts
 import report
-import timeline
 
 from deepep_moe.topology.option import add_bind
 from deepep_moe.tune.records import cpu_name
@@ -107,6 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _arguments(argv)
     fields = {field.name for field in dataclasses.fields(worker.Settings)}
     settings = worker.Settings(**{name: value for name, value in vars(arguments).items() if name in fields})
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler of the ranks prints no line for each of its stages
     if settings.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed would take a GPU it sees
     names = [worker.OURS] + ([worker.DEEPSPEED] if arguments.compare else [])
@@ -125,11 +125,9 @@ def _report(arguments: argparse.Namespace, runs: list[worker.Settings], results:
     entropy = data.unigram_entropy(data.load_corpus())
     arguments.out.mkdir(parents=True, exist_ok=True)
     report.write_metrics(results, arguments.out / "metrics.jsonl")
-    report.plot_loss(results, entropy, arguments.out / "loss.png")
-    report.plot_expert_load(results[0], arguments.out / "expert_load.png")
     print(report.table(results, entropy))
     print(parts.told(results[0].parts))
-    print(f"wrote {arguments.out}/metrics.jsonl, loss.png, expert_load.png, checkpoints")
+    print(f"wrote {arguments.out}/metrics.jsonl, checkpoints")
     print(_write_page(arguments, results, entropy))
     if not arguments.compare:
         return 0
@@ -138,14 +136,10 @@ def _report(arguments: argparse.Namespace, runs: list[worker.Settings], results:
 
 
 def _write_page(arguments: argparse.Namespace, results: list[parts.Run], entropy: float) -> str:
-    files = {}
-    for result in (result for result in results if result.timeline is not None):
-        files[f"What {result.name} did when"] = f"timeline_{result.name}.png"
-        timeline.plot(result.timeline, result.name, arguments.out / f"timeline_{result.name}.png")
     hardware = torch.cuda.get_device_name() if arguments.device == "cuda" else cpu_name()
     about = {"hardware": hardware, "torch": torch.__version__, "ranks": str(arguments.num_ranks), "ZeRO": str(arguments.zero)}
     about |= results[0].parts | launch.order(len(results), arguments.device)
-    return pages.write("A small DeepSeek-V3 trained with DeepSpeed", results, entropy, arguments.out, about, files)
+    return pages.write("A small DeepSeek-V3 trained with DeepSpeed", results, entropy, arguments.out, about)
 
 
 if __name__ == "__main__":

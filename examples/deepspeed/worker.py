@@ -157,6 +157,8 @@ def _timeline(engine: Any, settings: Settings, device: torch.device, turn: Turn)
     else:
         found = timeline.record_cpu(partial(_step, *again))
     turn.give()
+    turn.take()  # a run that ends while the other one is profiled would slow it
+    turn.give()
     return found
 
 

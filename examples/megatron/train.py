@@ -30,7 +30,6 @@ import launch
 import pages
 import parts
 import report
-import timeline
 
 # Rounding apart, another dispatcher must not change training. One fp32 rounding of a loss near 5 is 5e-7. In bf16 a last bit soon changes
 # which experts some tokens go to, and training makes another run of that; so the first ten steps are compared.
@@ -178,11 +177,8 @@ def _sweep(settings: worker.Settings) -> list[worker.Settings]:
     return [_plain(plain, "alltoall"), *options, _plain(shared, "alltoall"), shared]
 
 
-def _timeline_file(result: report.Result) -> str:
-    return f"timeline_{result.name.replace(' ', '').replace('+', '_')}.png"
-
-
 def run_all(runs: list[worker.Settings], arguments: argparse.Namespace) -> list[parts.Run]:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler of the ranks prints no line for each of its stages
     if arguments.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron-Core would reach for a GPU it sees
     elif any(run.exact for run in runs):
@@ -207,6 +203,9 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.sweep:
         runs = _sweep(settings)
     arguments.out.mkdir(parents=True, exist_ok=True)
+    if launch.is_reporting():
+        names = ", ".join(run.name for run in runs)
+        print(f"training on {arguments.num_ranks} ranks, {arguments.steps} steps for each dispatcher: {names}", flush=True)
     with launch.joined(arguments.device, bind=arguments.bind):
         results = run_all(runs, arguments)
     return _report(arguments, runs, results, entropy) if launch.is_reporting() else 0
@@ -222,17 +221,13 @@ def _report(arguments: argparse.Namespace, runs: list[worker.Settings], results:
     about |= {name: value for name in names if (value := getattr(arguments, name)) is not None} | results[0].parts
     about |= launch.order(len(results), arguments.device)
     report.write_summary(results, arguments.out / "summary.json", op="example step", **about)
-    report.plot_loss(results[:2], entropy, arguments.out / "loss.png")
-    report.plot_expert_load(results[0], arguments.out / "expert_load.png")
     for result in (result for result in results if result.timeline is not None):
         print(f"{result.name}: {np.median(result.tokens_per_s):,.0f} tokens/s; {result.timeline}")
-        timeline.plot(result.timeline, result.name, arguments.out / _timeline_file(result))
     print(report.comparison(results) if arguments.sweep else report.table(results, entropy))
     print(parts.told(results[0].parts))
-    print(f"wrote {arguments.out}/metrics.jsonl, summary.json, loss.png, expert_load.png")
-    pictures = {f"What {result.name} did when": _timeline_file(result) for result in results if result.timeline is not None}
+    print(f"wrote {arguments.out}/metrics.jsonl, summary.json")
     title = "A small DeepSeek-V3 trained with Megatron-Core"
-    print(pages.write(title, results, entropy, arguments.out, {name: str(value) for name, value in about.items()}, pictures))
+    print(pages.write(title, results, entropy, arguments.out, {name: str(value) for name, value in about.items()}))
     if len(results) == 1:
         return 0
     num_steps, tolerance = _COMPARED[arguments.dtype]

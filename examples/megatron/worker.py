@@ -254,6 +254,8 @@ def _loop(trainer: Trainer, corpus: np.ndarray, rank: int, num_ranks: int, turn:
         else:
             result.timeline = timeline.record_cpu(step_again)
         turn.give()
+        turn.take()  # a run that ends while the other one is profiled would slow it
+        turn.give()
     result.backend = getattr(getattr(trainer.dispatchers[0], "buffer", None), "backend", "megatron")
     return result
 

@@ -46,10 +46,10 @@ def replace_moe_layers(
         model: the module, or DeepSpeed's engine.
         exact: True: everything outside the experts repeats DeepSpeed's bits (fp32, top-1 and top-2, DeepSpeed 0.19.4 and newer). Experts
             do too if they run one by one, and their products do not depend on zeros between the rows. Else results are equal within
-            rounding. False:
-            a token crosses a link once per rank and is weighted there. Results are equal within rounding, and less data moves.
+            rounding. False: a token crosses a link once per rank and is weighted there. Results are equal within rounding, and less data
+            moves.
         backend, num_sms, ranks_per_node: as for `deepep_moe.Buffer`.
-        num_max_tokens_per_rank: the most tokens that a rank ever has in a forward; more raise an error, on CPUs too. None: on GPUs
+        num_max_tokens_per_rank: the most tokens that a rank ever has in a forward. More raise an error, on CPUs too. None: on GPUs
             it is the most of any rank in the first forward, rounded up to a multiple of 128. Buffers are replaced by larger ones when a
             rank has more. On CPUs there is no bound.
         gate: let `deepep_moe.ops.gate` choose the experts for AutoEP's routers, in one pass. Where it cannot, a log line says why and the
@@ -63,7 +63,7 @@ def replace_moe_layers(
             rounding. Parameters stay the experts' own. Without ZeRO 1 or 2 each forward copies the weights. Where experts cannot be
             grouped, they run one by one, and a log line says why. None: as True for bf16 rows on GPUs that PyTorch has grouped products
             for, where no copy is needed.
-        fp8: with `exact=False` and grouped experts, rows travel as fp8 in both passes and the products of `deepspeed.moe.layer.MoE`'s
+        fp8: with `exact=False` and grouped experts, rows travel as fp8 in both passes. The products of `deepspeed.moe.layer.MoE`'s
             experts take them (docs/design/fp8_training.md). For bf16 tokens, experts without biases, and widths that are multiples of 128;
             a forward with others raises ValueError or TypeError before it sends anything. Not for AutoEP's layers.
 

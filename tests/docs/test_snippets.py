@@ -32,11 +32,12 @@ ALONE = [
 ]
 STEPS = [("docs/steps.md", number) for number in range(7)]
 UNDER_TORCHRUN = [("README.md", 0), ("docs/guide.md", 0), ("docs/huggingface.md", 0), ("docs/huggingface.md", 1), *STEPS]
+FSDP2_BLOCK = "docs/data_parallel.md", 0
 IN_DEEPSPEED = [("docs/deepspeed.md", number) for number in range(4)]
 
 
 def test_every_block_is_run_below():
-    assert sorted(BLOCKS) == sorted([*ALONE, *UNDER_TORCHRUN, *IN_DEEPSPEED]), "add new blocks to one of these lists"
+    assert sorted(BLOCKS) == sorted([*ALONE, *UNDER_TORCHRUN, FSDP2_BLOCK, *IN_DEEPSPEED]), "add new blocks to one of these lists"
 
 
 @pytest.mark.parametrize("key", ALONE, ids=str)
@@ -102,6 +103,22 @@ def test_hugging_face_blocks_run(tmp_path):
     blocks = BLOCKS["docs/huggingface.md", 0] + BLOCKS["docs/huggingface.md", 1]
     for output in run_under_torchrun(HUGGING_FACE.format(blocks=blocks, directory=str(tmp_path / "saved")), tmp_path, "cpu"):
         assert output.splitlines()[-1] == "4", "up and down of two blocks; DeepSpeed may say something before"
+
+
+FSDP2 = """
+import torch, torch.distributed as dist
+from deepep_moe.nn import GroupedExperts, MoELayer, Router
+dist.init_process_group("gloo"); torch.manual_seed(dist.get_rank())
+layer = MoELayer(Router(16, 4, 2), GroupedExperts(2, 16, 8), num_max_tokens_per_rank=8)
+model, x = torch.nn.Sequential(torch.nn.Linear(16, 16), layer), torch.randn(8, 16)
+{block}
+print(len(dense), len(experts), float(norm)); dist.destroy_process_group()
+"""
+
+
+def test_fsdp2_block_runs(tmp_path):
+    one, other = run_under_torchrun(FSDP2.format(block=BLOCKS[FSDP2_BLOCK]), tmp_path, "cpu")
+    assert one == other and re.fullmatch(r"3 2 0\.\d+\n", one), "all ranks have the same norm"
 
 
 class Gated(nn.Module):

@@ -90,7 +90,7 @@ def test_nodes_of_a_group(monkeypatch):
     assert [launch.num_nodes(4, each) for each in (None, 1)] == [2, 4], "two hosts"
 
 
-def test_what_a_run_showed(tmp_path):
+def test_what_a_run_showed():
     ours = report.Result("deepep_moe", losses=[5.0, 3.0], step_s=[0.010, 0.010], tokens_per_s=[1.0, 1.0])
     ours.scalars = [{"deepep_moe/layer_2/exchange_ms": 1.0, "deepep_moe/layer_3/exchange_ms": 2.0}] * 2
     theirs = report.Result("alltoall", losses=[5.0, 3.0], step_s=[0.020, 0.020], tokens_per_s=[1.0, 1.0])
@@ -111,5 +111,31 @@ def test_what_a_run_showed(tmp_path):
     table = pages._table([ours, theirs])
     assert [row[table.columns.index("busiest node")] for row in table.rows] == [1.25] * 2, "6 of 8 tokens, and 4 of 8"
     assert result.of_nodes().tolist() == [[[6, 2], [4, 4]]] * 2
-    assert report.plot_exchange([ours, theirs], tmp_path / "exchange.png")
-    assert (tmp_path / "exchange.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_chart_shows_both_runs(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+    runs = []
+    for name in ("deepep_moe", "alltoall"):
+        spans = (("_Dispatch" if name == "deepep_moe" else "_AllToAll", 0.0, 2.0), ("aten::mm", 2.0, 5.0))
+        seen = timeline.Timeline([timeline.Kernel(kind, 0, begin, end) for kind, begin, end in spans], 1, 0, "cpu")
+        run = report.Result(name, losses=[5.0, 3.0], step_s=[0.01, 0.01], tokens_per_s=[1.0, 1.0], timeline=seen)
+        run.load = np.array([[[4, 0, 1, 3], [2, 2, 2, 2]]] * 2)
+        runs.append(run)
+    runs[0].scalars = [{"deepep_moe/layer_2/exchange_ms": 1.0}] * 2  # which nobody measures of the other
+    words, save = {}, Figure.savefig
+
+    def savefig(figure, path, **how):
+        words[path.name] = {text.get_text() for text in figure.findobj(Text)}
+        save(figure, path, **how)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    pages.write("A demo", runs, 3.5, tmp_path, {})
+    assert set(words) == {"loss.png", "expert_load.png", "times.png", "timeline.png"} == {path.name for path in tmp_path.glob("*.png")}
+    for name, seen in words.items():
+        assert all(any(run.name in text for text in seen) for run in runs), f"{name}: {seen}"
+    assert words["times.png"].isdisjoint({"exchange of a forward, ms"}) and "step, ms" in words["times.png"]
+    assert {"time from the start of the step, ms", "dispatch", "all-to-all", "products"} <= words["timeline.png"]
+    assert words["timeline.png"].isdisjoint({"combine", "other"}), "which did not happen"

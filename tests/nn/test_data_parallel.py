@@ -74,14 +74,47 @@ def test_wrappers_that_mix_experts_are_refused(rank: int, num_ranks: int) -> Non
         flat = FullyShardedDataParallel(make_model(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
         with pytest.raises(ValueError, match="FullyShardedDataParallel shards the experts.*ignored_states"):
             flat(x)
-    model = make_model()
-    want = model(x)
-    fully_shard(model, mesh=mesh, ignored_params=set(model[1].expert_parameters()))
-    y = model(x)
-    torch.testing.assert_close(y, want)
     inner = make_model()
+    want = inner(x)
     fully_shard(inner[1].experts, mesh=init_device_mesh("cpu", (num_ranks, 1), mesh_dim_names=("ranks", "copies"))["copies"])
     torch.testing.assert_close(inner(x), want)
+
+
+@on_ranks(2)
+def test_fsdp2_trains_as_one_model(rank: int, num_ranks: int) -> None:
+    """With its experts ignored, a model in FSDP2 trains as one with all experts on each rank does, which sees the rows of all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    alone = [dist.new_group([other]) for other in range(num_ranks)][rank]
+    one, many = make_model(alone), make_model()
+    experts = list(many[1].expert_parameters())
+    fully_shard(many, mesh=init_device_mesh("cpu", (num_ranks,)), ignored_params=set(experts))
+    dense = [parameter for parameter in many.parameters() if hasattr(parameter, "full_tensor")]
+    assert {id(parameter) for parameter in many.parameters()} == {id(parameter) for parameter in dense + experts}
+    groups = [{"params": dense}, {"params": experts}]
+    optimizers = (torch.optim.SGD(one.parameters(), lr=1.0), torch.optim.SGD(groups, lr=1.0, foreach=True))
+    mine = slice(rank * NUM_EXPERTS // num_ranks, (rank + 1) * NUM_EXPERTS // num_ranks)
+    for step in range(3):
+        for seed in (step, step + 50):  # two micro-batches
+            losses = [one(rows_of(other, seed)).square().mean() for other in range(num_ranks)]
+            torch.stack(losses).mean().backward()
+            loss = many(rows_of(rank, seed)).square().mean()
+            loss.backward()
+            torch.testing.assert_close(loss, losses[rank])
+        for parameter in experts:
+            parameter.grad /= num_ranks
+        for (name, wanted), parameter in zip(one.named_parameters(), many.parameters(), strict=True):
+            found, want = parameter.grad, wanted.grad[mine] if "experts" in name else wanted.grad
+            torch.testing.assert_close(found.full_tensor() if hasattr(found, "full_tensor") else found, want)
+        norms = [torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3, foreach=False) for model in (one, many)]
+        torch.testing.assert_close(norms[1], norms[0])
+        assert norms[0] > 1e-3, "gradients are clipped"
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    x = rows_of(rank, 99)
+    torch.testing.assert_close(many(x), one(x))
 
 
 @on_ranks(2)

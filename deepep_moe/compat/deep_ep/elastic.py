@@ -110,7 +110,7 @@ class ElasticBuffer(_BufferOfGroup):
     Args:
         group: the process group, of any backend.
         num_bytes: kept for callers that read it. Memory is allocated in the first call and grows in later calls.
-        num_max_tokens_per_rank: the most tokens that a rank dispatches, the same on every rank. 0: the dispatch passes it, or the ranks
+        num_max_tokens_per_rank: the most tokens that a rank dispatches, the same on every rank. With 0 the dispatch passes it, or the ranks
             agree on it.
 
     The other arguments choose among DeepEP's variants or configure networks; they have no effect here. `num_cpu_bytes`, for Engram, raises
@@ -170,14 +170,14 @@ class ElasticBuffer(_BufferOfGroup):
             x: [num_tokens, hidden] bf16 (fp32 and fp16 too), or a pair of fp8 rows and scales [num_tokens, hidden / 128] fp32, or
                 [num_tokens, ceil(hidden / 512)] int32 of four biased exponents each.
             topk_idx, topk_weights: [num_tokens, num_topk] int64 or int32, -1 = no expert; and fp32. With a handle, pass only weights.
-            cumulative_local_expert_recv_stats: [num_local_experts] int32; the tokens of each local expert are added to it.
+            cumulative_local_expert_recv_stats: [num_local_experts] int32. The tokens of each local expert are added to it.
             num_experts: experts of all ranks together; needed without a handle.
             num_max_tokens_per_rank: the same on every rank. None: the buffer's.
-            num_sms: SMs that send rows. 0: deepep_moe chooses.
+            num_sms: SMs that send rows. With 0 deepep_moe chooses.
             previous_event, previous_event_before_epilogue: the call begins after both events.
             async_with_compute_stream: run on the communication stream. The event returned marks the end of the call.
             handle: the handle of an earlier dispatch, whose routing is used again. Pass the same `do_expand` as in that dispatch.
-            do_handle_copy: keep a copy of `topk_idx` in the handle, so that the caller may change the original.
+            do_handle_copy: keep a copy of `topk_idx` in the handle. The caller may then change the original.
             do_cpu_sync: False: the host waits for nothing, and the results have the most rows that can arrive. These are num_ranks *
                 num_max_tokens_per_rank; expanded, min(num_topk, num_local_experts) times as many and room for padding. Rows without a
                 token are zero, with recv_topk_idx -1. None: True.
@@ -218,7 +218,7 @@ class ElasticBuffer(_BufferOfGroup):
             x: [num_rows, hidden] bf16 (fp32 and fp16 too), rows as the dispatch of `handle` returned them.
             topk_weights: fp32 [num_rows, num_topk], expanded [num_rows], sent back with the rows. Rows are not weighted.
             bias: [num_tokens, hidden], dtype of `x`, or a pair of such tensors, added on the token's rank.
-            num_sms: SMs that send rows. 0: as many as in the dispatch.
+            num_sms: SMs that send rows. With 0 they are as many as in the dispatch.
 
         Returns the sums [num_tokens, hidden], the weights [num_tokens, num_topk] fp32 or None, and the event.
 

@@ -160,14 +160,14 @@ class HybridEPBuffer:
             hidden: [num_tokens, hidden] bf16 (fp32 and fp16 too), or fp8, as float8_e4m3fn or its bytes in uint8.
             routing_map, probs: [num_tokens, num_experts] bool, and floats or None. The host waits to learn how many experts a token has,
                 unless `num_permuted_tokens` is given.
-            topk_idx, topk_weights, num_of_experts: instead of the map. topk_idx is [num_tokens, num_topk] int32 or int64; an index that
-                is no expert counts as none. The weights are floats or None. num_of_experts None: as many as the buffer was made for.
+            topk_idx, topk_weights, num_of_experts: instead of the map. `topk_idx` is [num_tokens, num_topk] int32 or int64; an index that
+                is no expert counts as none. The weights are floats or None. `num_of_experts` None: as many as the buffer was made for.
             scaling_factor: [num_tokens, hidden / 128] fp32, for fp8 rows only.
-            num_permuted_tokens: the number of rows of this rank's results, an int or a tensor (the host waits for a GPU tensor). Rows
+            num_permuted_tokens: the number of rows of this rank's results. An int or a tensor; the host waits for one on a GPU. Rows
                 behind the last group are zero. Rows that do not fit are dropped; the last item of the handle is then 1 on every rank.
                 The host waits for nothing else. None: as many rows as arrive.
             pad_multiple: zero rows pad each expert's rows to a multiple of it.
-            handle: the handle of an earlier dispatch, whose routing, padding and bound are used again.
+            handle: the handle of an earlier dispatch. Its routing, padding and bound are used again.
             non_blocking: return tokens_per_expert on the device of the rows. It needs `num_permuted_tokens`.
 
         Returns:
