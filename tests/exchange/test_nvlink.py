@@ -211,7 +211,7 @@ def test_memory_of_an_asynchronous_call_on_this_and_on_other_stream(rank, waits)
     buffer, x, idx = make_buffer(rank)
     out = buffer.dispatch(x, idx)
     buffer.combine(out.recv_x, out.handle, async_op=True)[1].wait()
-    torch.full_like(out.recv_x, 7)  # like the call above, so that no kernel is loaded later: the host may wait for that until the GPU is idle
+    torch.full_like(out.recv_x, 7)  # as the call above: to load a kernel later, the host may wait until the GPU is idle
     rows = out.recv_x.clone()
     address, other = rows.data_ptr(), torch.cuda.Stream()
     torch.cuda.synchronize()
