@@ -4,7 +4,7 @@ import re
 from enum import IntEnum
 
 # How every backend passes a peer's error on: as its class, a colon and its message.
-_TOLD = re.compile(r"(?:rank \d+ in [^:]*: )?rank \d+ (?:did not make its call|left its call|could not create its Buffer): ([^\W\d]\w*): ")
+_TOLD = re.compile(r"(?:rank \d+ in [^:]*: )?rank \d+ (?:did not make its call|left its call|could not create its Buffer|did not suspend its buffer): ([^\W\d]\w*): ")
 
 
 def told(error: BaseException) -> str:
@@ -89,6 +89,10 @@ class BackendUnavailableError(EPError):
     def __init__(self, *args: object):
         super().__init__(*args)
         self.add_note("deepep-moe doctor says what this machine can run, and what to do where it cannot")
+
+
+class BufferSuspendedError(EPError):
+    """A buffer was used between its `suspend()` and its `resume()`, or its `resume()` has found no memory on some rank."""
 
 
 class BufferDestroyedError(EPError):

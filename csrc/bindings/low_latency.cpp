@@ -106,6 +106,7 @@ void bind_low_latency(py::module_& m) {
         .def_property_readonly("masks", &ShmLowLatency::masks)
         .def("connect", &ShmLowLatency::connect, py::arg("paths"), py::arg("pids"))
         .def("seal", &ShmLowLatency::seal)
+        .def("free", &ShmLowLatency::free)
         .def("mask", &ShmLowLatency::mask, py::arg("rank"), py::arg("masked"), Released())
         .def("rejoin", &ShmLowLatency::rejoin, Released())
         .def("refuse", &ShmLowLatency::refuse, py::arg("reason"), Released())

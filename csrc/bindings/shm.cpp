@@ -122,6 +122,7 @@ void bind_shm_exchange(py::module_& m) {
         .def_property_readonly("num_calls", &ShmExchange::num_calls)
         .def("connect", &ShmExchange::connect, py::arg("paths"), py::arg("pids"))
         .def("seal", &ShmExchange::seal)
+        .def("free", &ShmExchange::free)
         .def("refuse", &ShmExchange::refuse, py::arg("message"), py::arg("cause"), Released())
         .def("abandon", &ShmExchange::abandon, py::arg("reason"), Released());
     bind_calls(exchange);

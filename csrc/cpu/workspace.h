@@ -93,6 +93,7 @@ public:
     size_t counts(uint64_t sequence) const { return counts_offset_ + (sequence % kEntries) * counts_bytes_; }
     size_t control(int source, int channel) const { return control_offset_ + sizeof(RingControl) * index(source, channel); }
     size_t ring(int source, int channel) const { return rings_offset_ + ring_bytes_ * index(source, channel); }
+    size_t rings_offset() const { return rings_offset_; }
     size_t ring_bytes() const { return ring_bytes_; }
     size_t total_bytes() const { return rings_offset_ + ring_bytes_ * config_.num_ranks * config_.num_channels; }
 

@@ -37,6 +37,7 @@ from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, Layout
 from deepep_moe.group.nodes import find_nodes
 from deepep_moe.group.rendezvous import gather_objects, hanging_up, introduce, join
 from deepep_moe.group.settings import Settings, Sizes, check_settings
+from deepep_moe.group.suspension import Memory
 from deepep_moe.library import call
 from deepep_moe.ops.quant import quantize_fp8
 from deepep_moe.ops.quantized import QuantizedRows
@@ -179,7 +180,7 @@ class Buffer(Sizes):
         raise TypeError("a Buffer is memory of running processes and cannot be saved; save the state_dict() of what holds it")
 
     def __repr__(self) -> str:
-        state = "destroyed" if self.calls.is_destroyed else self.backend
+        state = "destroyed" if self.calls.is_destroyed else "suspended" if self.calls.is_suspended else self.backend
         what = f"{self.num_experts} experts, top-{self.num_topk}, hidden {self.hidden}"
         return f"Buffer({state}, rank {self.rank} of {self.num_ranks}, {what})"
 
@@ -408,6 +409,32 @@ class Buffer(Sizes):
         """Tell the peers that this rank does not make its next call; they raise EPPeerError with the same reason. Wrappers with their own
         checks may use it too. Return `error`, for the caller to raise."""
         return self.calls.refuse(error)
+
+    def memory(self) -> Memory:
+        """Return the bytes of exchange memory that this rank holds, and that `suspend` has given back. Not collective."""
+        return self.calls.memory
+
+    def suspend(self) -> None:
+        """Give the exchange memory back until `resume`. Calls raise BufferSuspendedError meanwhile.
+
+        Collective: every rank of the group calls it after the same number of calls. Returns once the memory is free. First finishes this
+        rank's calls; settle a dispatch with `num_recv_rows="guess"` before. Does nothing if the buffer is suspended. Handles stay valid, so
+        a backward may follow after `resume`. A failure that a GPU has reported is raised by the first call after `resume`. GPUs give the
+        workspace back to the driver (`memory`), and keep some MiB of scratch. CUDA graphs that were captured before must not be replayed
+        any more; capture them again. `shm` gives its pages back, and `collective` suspends the group's backend if PyTorch can.
+
+        Raises EPError on `nvshmem`, whose memory cannot be given back. EPMismatchError: ranks have made different numbers of calls.
+        EPPeerError: a rank cannot suspend. EPTimeoutError: a peer died or does not come; the buffer can then only be destroyed.
+        """
+        self.calls.suspend(self._group)
+
+    def resume(self) -> None:
+        """Make the memory again that `suspend` has given back. Collective. Does nothing if the buffer is not suspended.
+
+        Raises BufferSuspendedError on all ranks if one has no memory; the message names it, and all may call `resume` again.
+        EPTimeoutError: a peer died or does not come; the buffer can then only be destroyed.
+        """
+        self.calls.resume(self._group)
 
     def destroy(self) -> None:
         """Free the workspace and threads. Not collective, may be repeated. Peers in a call get an error that says so. On GPUs, peers may

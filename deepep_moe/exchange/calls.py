@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe.device import is_gpu
-from deepep_moe.errors import BufferDestroyedError, Cause, EPError, OutgrownError, told
+from deepep_moe.errors import BufferDestroyedError, BufferSuspendedError, Cause, EPError, OutgrownError, told
 from deepep_moe.event import Event
 from deepep_moe.exchange.backends.base import (
     Backend,
@@ -39,6 +39,7 @@ from deepep_moe.exchange.checks import (
     check_num_sms,
 )
 from deepep_moe.exchange.handle import DispatchHandle
+from deepep_moe.group import suspension
 from deepep_moe.group.settings import Settings
 from deepep_moe.library import is_dry_run, unwatched
 from deepep_moe.worker import Worker
@@ -81,6 +82,8 @@ class Calls:
         """The mode of gradients, and the default of calls."""
         self._calling = threading.Lock()
         self._backend: Backend | None = backend
+        self._suspended: tuple[Backend, Any] | None = None  # what `_backend` and `_native` were, from `suspend` to `resume`
+        self._suspended_bytes = 0
         self._for_gpu = for_gpu
         self._native = backend.native_calls(self.number, self.own_mode)
         self._worker: Worker | None = None
@@ -94,14 +97,20 @@ class Calls:
 
     @property
     def backend(self) -> Backend:
-        """Raises BufferDestroyedError after `destroy`."""
+        """Raises BufferDestroyedError after `destroy`, BufferSuspendedError after `suspend`."""
+        if self._suspended is not None:
+            raise BufferSuspendedError(suspension.SUSPENDED)
         if self._backend is None:
             raise BufferDestroyedError("this buffer was destroyed; create a new Buffer")
         return self._backend
 
     @property
     def is_destroyed(self) -> bool:
-        return self._backend is None
+        return self._backend is None and self._suspended is None
+
+    @property
+    def is_suspended(self) -> bool:
+        return self._suspended is not None
 
     @property
     def num_calls(self) -> int:
@@ -239,7 +248,45 @@ class Calls:
             raise failure
         self.backend.check()
 
+    @property
+    def memory(self) -> suspension.Memory:
+        backend = self.backend if self._suspended is None else self._suspended[0]
+        return suspension.Memory(backend.workspace_bytes - self._suspended_bytes, self._suspended_bytes)
+
+    def suspend(self, group: Any) -> None:
+        """Give the memory back together with the peers of `group`. A failure of an earlier call is kept for the next call."""
+        if self._suspended is not None:
+            return
+        self._refuse_other_process()
+        self._refuse_second_caller()
+        backend, error = self.backend, None
+        try:
+            backend.check_usable()
+            self._wait_for_pending()
+        except Exception as failure:
+            error = failure
+        suspension.agree(backend, self.settings, group, backend.num_calls, error)
+        self._suspended = backend, self._native
+        self._backend = self._native = None
+        self._suspended_bytes, failure = suspension.release(backend, self.settings, group)
+        self._earlier_failure = failure or self._earlier_failure
+
+    def resume(self, group: Any) -> None:
+        """Make the memory again together with the peers of `group`."""
+        self._refuse_other_process()
+        if self._suspended is None:
+            self.backend  # noqa: B018  # raises after `destroy`
+            return
+        suspension.resume(self._suspended[0], self.settings, group)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._suspended is not None:
+            self._backend, self._native = self._suspended
+            self._suspended, self._suspended_bytes = None, 0
+
     def destroy(self) -> None:
+        self._wake()
         if self._backend is None:
             return
         if self._worker is not None and os.getpid() == self._process_id:

@@ -13,6 +13,7 @@ from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.checks import MAX_ALIGNMENT
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.group.rendezvous import gather_objects
+from deepep_moe.group.suspension import Memory
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -82,6 +83,20 @@ class GrowingBuffer:
         self.buffer.destroy()
         while self._outgrown:
             self._outgrown.pop().destroy()
+
+    def suspend(self) -> None:
+        """Suspend the buffer and those that it replaced, as `Buffer.suspend`. Collective over the group."""
+        for buffer in (*self._outgrown, self.buffer):
+            buffer.suspend()
+
+    def resume(self) -> None:
+        """Do as `Buffer.resume`, for what `suspend` has suspended."""
+        for buffer in (*self._outgrown, self.buffer):
+            buffer.resume()
+
+    def memory(self) -> Memory:
+        """Return `Buffer.memory` of all."""
+        return sum((buffer.memory() for buffer in self._outgrown), self.buffer.memory())
 
     def meet(self) -> None:
         """Dispatch nothing, in a way that no layer uses: in the layout that pads no rows, with the largest alignment to pad them to.

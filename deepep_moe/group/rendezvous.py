@@ -47,6 +47,10 @@ class _Connectable(Protocol):
         """Unmap the memory of the peers, as some rank could not map another's."""
         ...
 
+    def free(self) -> object:
+        """Free this rank's memory, once no rank maps it."""
+        ...
+
     def seal(self) -> None:
         """Close this rank's memory to everybody else, once all ranks are connected."""
         ...
@@ -395,6 +399,8 @@ def _connect(make: "Callable[[], _Backend]", settings: Settings, group: "dist.Pr
         if backend is not None:
             backend.disconnect()
         gather_objects(None, group, settings.num_ranks, "unmapping of workspaces", settings.timeout_s, _read_failure)
+        if backend is not None:
+            backend.free()
         return told[0]
     assert backend is not None
     backend.seal()

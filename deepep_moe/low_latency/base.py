@@ -26,6 +26,8 @@ class LowLatencyBackend:
 
     name: str
     device: torch.device
+    why_not_suspend = ""
+    """Why `disconnect`, `free` and `resume` cannot be called; empty if they can."""
     calls: "LowLatencyCalls | None" = None
     """What makes calls from C++, of arguments that nobody has checked; None on CPUs."""
 
@@ -57,6 +59,26 @@ class LowLatencyBackend:
 
     def event(self, made: Any) -> Event:
         """Return the event of a call with `async_op` or `return_hook`."""
+        raise NotImplementedError
+
+    # ---- memory: as `deepep_moe.group.suspension.Suspendable` has it ----
+
+    def address(self) -> Any:
+        raise NotImplementedError
+
+    def connect(self, addresses: list[Any]) -> None:
+        raise NotImplementedError
+
+    def disconnect(self) -> None:
+        raise NotImplementedError
+
+    def seal(self) -> None:
+        raise NotImplementedError
+
+    def free(self) -> int:
+        raise NotImplementedError
+
+    def resume(self) -> None:
         raise NotImplementedError
 
     # ---- the rest ----

@@ -15,8 +15,9 @@ from torch import Tensor
 from deepep_moe import config
 from deepep_moe.arguments import as_int, check_bool
 from deepep_moe.device import is_gpu, making_on
-from deepep_moe.errors import BufferDestroyedError, EPError, told
+from deepep_moe.errors import BufferDestroyedError, BufferSuspendedError, EPError, told
 from deepep_moe.event import Event
+from deepep_moe.group import suspension
 from deepep_moe.group.nodes import find_nodes
 from deepep_moe.group.rendezvous import introduce, join
 from deepep_moe.group.settings import Settings, Sizes, check_settings
@@ -93,6 +94,7 @@ class LowLatencyBuffer(Sizes):
             error = refused
         peers = introduce(s, backend, num_threads, error, group, kind="LowLatencyBuffer", mask_stalled=mask_stalled)
         self._settings = s = find_nodes(s, peers)
+        self._group, self._suspended, self._suspended_bytes = group, False, 0
         self._number = next(_numbers)
         self._in_flight: list[tuple[int, Event]] = []
         """Calls that may not be received yet, by number."""
@@ -155,7 +157,8 @@ class LowLatencyBuffer(Sizes):
     def __repr__(self) -> str:
         s = self._settings
         what = f"{s.num_experts} experts, top-{s.num_topk}, hidden {s.hidden}, {s.num_max_tokens_per_rank} tokens"
-        return f"LowLatencyBuffer({self.backend if self._backend is not None else 'destroyed'}, rank {s.rank} of {s.num_ranks}, {what})"
+        state = "destroyed" if self._backend is None else "suspended" if self._suspended else self.backend
+        return f"LowLatencyBuffer({state}, rank {s.rank} of {s.num_ranks}, {what})"
 
     # ---- what it does ----
 
@@ -350,8 +353,40 @@ class LowLatencyBuffer(Sizes):
         if errors:
             raise errors[0]
 
+    def memory(self) -> suspension.Memory:
+        """Return the bytes of exchange memory that this rank holds, and that `suspend` has given back. Not collective.
+
+        Tensors of `combine_input` are PyTorch's and do not count."""
+        return suspension.Memory(self._owner().workspace_bytes - self._suspended_bytes, self._suspended_bytes)
+
+    def suspend(self) -> None:
+        """Give the exchange memory back until `resume`, as `Buffer.suspend`. Collective. Receives calls that were not received.
+
+        Raises as `Buffer.suspend`, and ValueError while a rank is masked; the peers then raise EPPeerError."""
+        if self._suspended:
+            return
+        backend, error = self._alive(), None
+        try:
+            self.finish_calls()
+            if masked := self._masked():
+                raise ValueError(f"ranks {masked} are masked; take them back before the buffer is suspended")
+        except Exception as failure:
+            error = failure
+        suspension.agree(backend, self._settings, self._group, backend.num_calls(), error)
+        self._suspended = True
+        self._suspended_bytes, failed = suspension.release(backend, self._settings, self._group)
+        self._earlier_failure = failed or self._earlier_failure
+
+    def resume(self) -> None:
+        """Make the memory again, as `Buffer.resume`. Collective."""
+        backend = self._owner()
+        if self._suspended:
+            suspension.resume(backend, self._settings, self._group)
+            self._suspended, self._suspended_bytes = False, 0
+
     def destroy(self) -> None:
         """Free the workspace and threads. Not collective, may be repeated. On GPUs memory stays as long as that of a `Buffer`."""
+        self._group, self._suspended = None, False
         backend, self._backend = self._backend, None
         self._in_flight.clear()
         self._combine_input.clear()
@@ -459,6 +494,12 @@ class LowLatencyBuffer(Sizes):
                 logger.warning("LowLatencyBuffer: rank %d masks rank %d, which %s", self.rank, rank, why)
 
     def _alive(self) -> LowLatencyBackend:
+        if self._suspended:
+            raise BufferSuspendedError(suspension.SUSPENDED)
+        return self._owner()
+
+    def _owner(self) -> LowLatencyBackend:
+        """Return the backend, suspended or not."""
         if self._backend is None:
             raise BufferDestroyedError(DESTROYED)
         if os.getpid() != self._backend.process_id:

@@ -44,6 +44,13 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
     def seal(self) -> None:
         """Nothing to close: CUDA's handles end with the allocation."""
 
+    def free(self) -> int:
+        self._native.free()
+        return self.workspace_bytes
+
+    def resume(self) -> None:
+        self._native.resume()
+
     def open(self, statistics: Tensor) -> None:
         s = self.settings
         self.calls = torch_module.needed().LowLatencyCalls(

@@ -10,6 +10,7 @@ class NvshmemLowLatencyBackend(NvlinkLowLatencyBackend):
     """The ranks of a node as `NvlinkLowLatencyBackend`, and what crosses through memory of NVSHMEM's symmetric heap."""
 
     name = "nvshmem"
+    why_not_suspend = nvshmem_rail.WHY_NOT_SUSPEND
 
     def __init__(self, settings: Settings, mask_stalled: bool):
         super().__init__(settings, mask_stalled)

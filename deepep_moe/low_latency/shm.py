@@ -67,6 +67,14 @@ class ShmLowLatencyBackend(LowLatencyBackend):
     def seal(self) -> None:
         self._native.seal()
 
+    def free(self) -> int:
+        """Give back the pages of rows, and of results that nobody uses. The words by which calls stay in step remain."""
+        self._pool.trim()
+        return self._native.free()
+
+    def resume(self) -> None:
+        """Do nothing: the next call takes the pages."""
+
     def open(self, statistics: Tensor) -> None:
         s = self.settings
         self._statistics, self._wait_ns = statistics, statistics[s.num_local_experts : s.num_local_experts + s.num_ranks]

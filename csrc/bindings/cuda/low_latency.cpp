@@ -36,7 +36,9 @@ void bind_gpu_low_latency(py::module_& m) {
             },
             py::arg("shim"), py::arg("addresses"), py::arg("pes"))
         .def("leak", [](const py::object& self) { self.inc_ref(); })
-        .def("disconnect", &NvlinkLowLatency::disconnect)
+        .def("disconnect", &NvlinkLowLatency::disconnect, Released())
+        .def("free", &NvlinkLowLatency::free, Released())
+        .def("resume", &NvlinkLowLatency::resume, Released())
         .def("refuse", &NvlinkLowLatency::refuse, py::arg("reason"), py::arg("stream"), Released())
         .def("mask", &NvlinkLowLatency::mask, py::arg("rank"), py::arg("masked"), py::arg("stream"), Released())
         .def("rejoin", &NvlinkLowLatency::rejoin, py::arg("stream"), Released())

@@ -6,7 +6,9 @@
 namespace deepep_moe {
 
 void check_cuda(cudaError_t status, const char* what) {
-    if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
+    if (status == cudaSuccess) return;
+    cudaGetLastError();  // or a later launch would report it again
+    throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
 int attribute(cudaDeviceAttr which, int device) {

@@ -45,7 +45,11 @@ public:
     int num_multiprocessors() const { return num_multiprocessors_; }
     std::string handle() const { return memory_.handle(); }  // the CUDA IPC handle of the workspace, for the peers
     void connect(const std::vector<std::string>& handles) { memory_.connect(handles); }
-    void disconnect() { memory_.disconnect(); }  // if some rank could not connect
+    // Unmap the peers' workspaces, between calls. Once all ranks have done so, each may call `free`, and later `resume`, `handle` and
+    // `connect`. Calls of the same numbers go on then; a split call must be over before, and a late dispatch is lost.
+    void disconnect() { memory_.disconnect(); }
+    void free();
+    void resume();
     // Call it with several nodes, before any call. The memory at `base` is symmetric memory of RailLayout::total_bytes, zeroed and
     // allocated on all ranks; it must outlive this object. pes: NVSHMEM's numbers of the ranks of this index, by node.
     void attach_rail(const RailShim& shim, uintptr_t base, const std::vector<int>& pes);

@@ -90,6 +90,20 @@ void NvlinkExchange::allocate_scratch() {
     }
 }
 
+void NvlinkExchange::free() {
+    void_plan_ = num_plans_;
+    memory_.free();
+}
+
+// All flags are 0 then, which is older than any call. A plan that looks for an earlier call would wait for it, so this rank notes that all
+// ranks have met in the last one.
+void NvlinkExchange::resume() {
+    const DeviceGuard guard(device_);
+    memory_.allocate(layout_.total_bytes, layout_.inbox, layout_.left);
+    check_cuda(cudaMemcpy(&state_->last_met, &state_->sequence, sizeof(state_->sequence), cudaMemcpyDeviceToDevice), "cudaMemcpy");
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
 NvlinkExchange::~NvlinkExchange() {
     if (getpid() != owner_pid_) return;  // a forked child has no CUDA
     const DeviceGuard guard(device_, std::nothrow);

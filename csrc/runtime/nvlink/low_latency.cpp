@@ -67,6 +67,13 @@ void NvlinkLowLatency::allocate() {
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
+void NvlinkLowLatency::resume() {
+    const DeviceGuard guard(device_);
+    memory_.allocate(layout_.total_bytes, layout_.total_bytes, layout_.left);
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    num_to_catch_up_ = 0;  // all ranks have sent all calls, and the flags that say so are gone
+}
+
 NvlinkLowLatency::~NvlinkLowLatency() {
     if (getpid() != owner_pid_) return;  // a forked child has no CUDA
     const DeviceGuard guard(device_, std::nothrow);

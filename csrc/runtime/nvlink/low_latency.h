@@ -31,7 +31,10 @@ public:
     std::string handle() const;  // the CUDA IPC handle of the workspace and the bus of its GPU, for the peers
     // Throws if a peer's GPU is reached without NVLink: rows rely on a property (cuda/low_latency.h) that is not known of such links.
     void connect(const std::vector<std::string>& handles);  // of the ranks of this node
-    void disconnect() { memory_.disconnect(); }             // if some rank could not connect
+    // As those of NvlinkExchange; all calls must be received before.
+    void disconnect() { memory_.disconnect(); }
+    void free() { memory_.free(); }
+    void resume();
     // See LowLatencyRail.
     void attach_rail(const LowLatencyRailShim& shim, const std::vector<uintptr_t>& bases, const std::vector<int>& pes);
     // Upper bound of a kernel's blocks; all must be on the GPU at once. `.ci/sanitize` takes fewer.

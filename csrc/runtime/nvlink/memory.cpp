@@ -65,10 +65,11 @@ GpuMemory::GpuMemory(int num_ranks, int rank, int device, int first_rank)
 void GpuMemory::allocate(int64_t bytes, int64_t zeroed_bytes, int64_t left) {
     free_those_left();
     left_ = left;
-    void* workspace = nullptr;
-    check_cuda(cudaMalloc(&workspace, bytes), "cannot allocate the workspace");
+    void* workspace = workspaces_[index_];
+    if (workspace == nullptr) check_cuda(cudaMalloc(&workspace, bytes), "cannot allocate the workspace");
     workspaces_[index_] = static_cast<std::byte*>(workspace);
     check_cuda(cudaMemset(workspace, 0, zeroed_bytes), "cudaMemset");
+    if (ended_ != nullptr) return;
     void* ended = nullptr;
     check_cuda(cudaHostAlloc(&ended, sizeof(*ended_), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
     ended_ = new (ended) std::atomic<unsigned>(0);
@@ -77,12 +78,13 @@ void GpuMemory::allocate(int64_t bytes, int64_t zeroed_bytes, int64_t left) {
 GpuMemory::~GpuMemory() {
     if (getpid() != owner_pid_) return;  // a forked child has no CUDA
     const DeviceGuard guard(device_, std::nothrow);
-    const bool is_shared = is_connected_ && cudaDeviceSynchronize() == cudaSuccess;
+    const bool is_shared = is_mapped_ && cudaDeviceSynchronize() == cudaSuccess;
     watch_.reset();
     cudaFreeHost(ended_);
-    if (is_shared) tell_peers();
-    for (int rank = 0; rank < num_ranks_; ++rank)
+    for (int rank = 0; rank < num_ranks_; ++rank) {
+        if (is_shared) leave(rank);
         if (rank != index_ && workspaces_[rank] != nullptr) cudaIpcCloseMemHandle(workspaces_[rank]);
+    }
     if (is_shared) keep_until_left({workspaces_[index_], left_ + 8 * first_, device_, {processes_, processes_ + num_ranks_}});
     if (!is_shared) cudaFree(workspaces_[index_]);
     free_those_left();
@@ -90,17 +92,25 @@ GpuMemory::~GpuMemory() {
 
 void GpuMemory::disconnect() {
     const DeviceGuard guard(device_);
-    is_connected_ = false;
+    check_cuda(cudaDeviceSynchronize(), "the GPU failed");
     watch_.reset();
-    for (int rank = 0; rank < num_ranks_; ++rank)
+    for (int rank = 0; rank < num_ranks_; ++rank) {
+        leave(rank);  // a peer that learns of no other rank any more may free its memory
         if (rank != index_ && workspaces_[rank] != nullptr)
             check_cuda(cudaIpcCloseMemHandle(std::exchange(workspaces_[rank], nullptr)), "cudaIpcCloseMemHandle");
+    }
 }
 
-void GpuMemory::tell_peers() const {
+void GpuMemory::free() {
+    const DeviceGuard guard(device_);
+    is_mapped_ = false;
+    check_cuda(cudaFree(std::exchange(workspaces_[index_], nullptr)), "cudaFree");
+}
+
+// Tell a rank that this one writes to its memory no more.
+void GpuMemory::leave(int rank) const {
     constexpr unsigned long long kYes = 1;
-    for (int rank = 0; rank < num_ranks_; ++rank)
-        cudaMemcpy(workspaces_[rank] + left_ + 8 * rank_, &kYes, sizeof(kYes), cudaMemcpyHostToDevice);
+    if (workspaces_[rank] != nullptr) cudaMemcpy(workspaces_[rank] + left_ + 8 * rank_, &kYes, sizeof(kYes), cudaMemcpyHostToDevice);
 }
 
 GpuWaits GpuMemory::waits(double timeout_s, GpuFailure* failure, int* gave_up, GpuEnded* ended) const {
@@ -128,6 +138,7 @@ std::string GpuMemory::handle() const {
 
 void GpuMemory::connect(const std::vector<std::string>& handles) {
     const DeviceGuard guard(device_);
+    is_mapped_ = true;
     for (int rank = 0; rank < num_ranks_; ++rank) {
         Handle handle;
         std::memcpy(&handle, handles[rank].data(), sizeof(handle));
@@ -139,7 +150,6 @@ void GpuMemory::connect(const std::vector<std::string>& handles) {
         workspaces_[rank] = static_cast<std::byte*>(workspace);
     }
     watch_ = std::make_unique<Watch>(std::vector<Process>(processes_, processes_ + num_ranks_), ended_, first_);
-    is_connected_ = true;
 }
 
 }  // namespace deepep_moe

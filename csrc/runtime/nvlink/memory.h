@@ -25,12 +25,13 @@ public:
     ~GpuMemory();
     GpuMemory(const GpuMemory&) = delete;
 
-    // left: offset of the word of rank 0 in `GpuWaits::left`.
+    // left: offset of the word of rank 0 in `GpuWaits::left`. Also called after `free`, with the same numbers.
     void allocate(int64_t bytes, int64_t zeroed_bytes, int64_t left);
     std::string handle() const;  // of kHandleBytes
     void connect(const std::vector<std::string>& handles);
-    // Unmap what `connect` has mapped, if some rank could not connect. Once all ranks have done so, each may free its own memory.
+    // Unmap what `connect` has mapped, with no call under way. Once all ranks have done so, each calls `free`.
     void disconnect();
+    void free();
     std::byte* of(int rank) const { return workspaces_[rank - first_]; }
 
     // Wait parameters of a kernel; `failure` is host memory, the other pointers are device memory.
@@ -41,11 +42,11 @@ public:
     static const size_t kHandleBytes;
 
 private:
-    void tell_peers() const;
+    void leave(int rank) const;
 
     const int num_ranks_, rank_, first_, index_, device_, owner_pid_;  // index_: rank_ - first_
     int64_t left_ = 0;
-    bool is_connected_ = false;
+    bool is_mapped_ = false;  // peers may map the workspace
     std::byte* workspaces_[kMaxGpus] = {};
     Process processes_[kMaxGpus];
     std::atomic<unsigned>* ended_ = nullptr;  // pinned, set by

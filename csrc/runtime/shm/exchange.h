@@ -43,6 +43,8 @@ public:
     // `paths[r]`, `pids[r]` of every rank. Afterwards, once all ranks are connected, call `seal`.
     void connect(const std::vector<std::string>& paths, const std::vector<int>& pids);
     void seal() { peers_.seal(); }
+    // Return the memory of rows to the system, between calls. The next call takes it again. Returns its bytes.
+    int64_t free() const { return peers_.give_back(layout_.rings_offset(), layout_.total_bytes() - layout_.rings_offset()); }
 
     // Dispatch in two halves: `plan` exchanges the counts, the caller allocates, `dispatch` moves the rows.
     PlanResult plan(const PlanParams& params);

@@ -196,6 +196,13 @@ ShmLowLatency::ShmLowLatency(const LowLatencyConfig& config, int rank, double ti
     resumed(rank, rank).store(kMagic + rank, std::memory_order_release);
 }
 
+int64_t ShmLowLatency::free() const {
+    int64_t bytes = 0;
+    for (int turn = 0; turn < kTurns; ++turn)
+        bytes += peers_.give_back(layout_.turns + turn * layout_.turn_bytes + layout_.areas, layout_.turn_bytes - layout_.areas);
+    return bytes;
+}
+
 ShmLowLatency::~ShmLowLatency() {
     if (!peers_.is_owner()) return;
     for (int peer = 0; peer < config_.num_ranks; ++peer)

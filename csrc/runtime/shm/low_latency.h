@@ -101,6 +101,7 @@ public:
     // `paths[r]`, `pids[r]` of every rank. Afterwards, once all ranks are connected, call `seal`.
     void connect(const std::vector<std::string>& paths, const std::vector<int>& pids);
     void seal() { peers_.seal(); }
+    int64_t free() const;  // as that of ShmExchange; all calls must be received before
 
     // Run a half of a call, or both. Throws std::invalid_argument for bad arguments, and tells the peers.
     void run(ShmLowLatencyCall call, bool sends, bool receives);

@@ -1,9 +1,12 @@
 #include "runtime/shm/peers.h"
 
+#include <sys/mman.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <stdexcept>
+#include <system_error>
 
 #include "common/errors.h"
 
@@ -20,8 +23,16 @@ HostPeers::HostPeers(int num_ranks, int rank, size_t segment_bytes)
 void HostPeers::connect(const std::vector<std::string>& paths, const std::vector<int>& pids) {
     for (size_t rank = 0; rank < others_.size(); ++rank) {
         processes_[rank] = running(pids[rank]);
-        if (static_cast<int>(rank) != rank_) others_[rank] = Segment::open(paths[rank], segment_bytes_);
+        if (static_cast<int>(rank) != rank_ && others_[rank].data() == nullptr) others_[rank] = Segment::open(paths[rank], segment_bytes_);
     }
+}
+
+int64_t HostPeers::give_back(int64_t offset, int64_t bytes) const {
+    const int64_t page = sysconf(_SC_PAGESIZE), begin = (offset + page - 1) / page * page, end = (offset + bytes) / page * page;
+    if (end <= begin) return 0;
+    if (madvise(own_.data() + begin, static_cast<size_t>(end - begin), MADV_REMOVE) != 0)
+        throw std::system_error(errno, std::generic_category(), "cannot give shared memory back (madvise)");
+    return end - begin;
 }
 
 bool HostPeers::is_owner() const { return getpid() == owner_pid_; }

@@ -21,6 +21,9 @@ public:
     void seal() { own_.hide(); }                                                                      // once all ranks are connected
     std::byte* memory(int rank) const { return rank == rank_ ? own_.data() : others_[rank].data(); }  // nullptr before `connect`
 
+    // Return whole pages of this rank's segment to the system, between calls; they read as zeros from then on. Returns their bytes.
+    int64_t give_back(int64_t offset, int64_t bytes) const;
+
     bool is_owner() const;                                     // false in a process forked from the one that made this
     void check_owner() const;                                  // throws DestroyedError there
     bool is_gone(int rank) const;                              // its process

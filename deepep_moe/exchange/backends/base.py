@@ -118,6 +118,8 @@ class Backend(Protocol):
     device: torch.device | None
     """The only device whose tensors it takes; None: any device of its types."""
     workspace_bytes: int
+    why_not_suspend: str
+    """Why `disconnect`, `free` and `resume` cannot be called; empty if they can."""
 
     @property
     def num_calls(self) -> int:
@@ -179,6 +181,20 @@ class Backend(Protocol):
 
         Raises the error of `check_usable`."""
         ...
+
+    # As `deepep_moe.group.suspension.Suspendable` has them; the first four also make connections.
+
+    def address(self) -> Any: ...
+
+    def connect(self, addresses: list[Any]) -> None: ...
+
+    def disconnect(self) -> None: ...
+
+    def seal(self) -> None: ...
+
+    def free(self) -> int: ...
+
+    def resume(self) -> None: ...
 
     def destroy(self) -> None: ...
 

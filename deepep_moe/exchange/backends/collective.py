@@ -47,6 +47,7 @@ class CollectiveBackend:
     capabilities = Capabilities(device_types=("cpu", "cuda"))  # no thread: the caller may be using the group at the same time
     device: torch.device | None = None
     workspace_bytes = 0
+    why_not_suspend = ""
 
     def __init__(self, settings: Settings, group: "dist.ProcessGroup | None", peers: list[Introduction]):
         self._number = peers[0].number
@@ -137,6 +138,30 @@ class CollectiveBackend:
 
     def allow_excess(self) -> None:
         """Do nothing: the host learns of excess rows before they are sent, and raises."""
+
+    def address(self) -> None:
+        """Return nothing: the group has the connections."""
+
+    def connect(self, addresses: list[None]) -> None:
+        pass
+
+    def disconnect(self) -> None:
+        pass
+
+    def seal(self) -> None:
+        pass
+
+    def free(self) -> int:
+        """Suspend the group's backend of GPUs, if PyTorch can do so. This backend has no memory of its own."""
+        self._forward("suspend")
+        return 0
+
+    def resume(self) -> None:
+        self._forward("resume")
+
+    def _forward(self, method: str) -> None:
+        if self.group is not None and "nccl" in str(dist.get_backend_config(self.group)):
+            getattr(self.group._get_backend(torch.device("cuda")), method, lambda: None)()
 
     def check(self) -> None:
         """Do nothing: each call raises its own failure."""

@@ -35,6 +35,7 @@ class NvlinkBackend:
     """
 
     name = "nvlink"
+    why_not_suspend = ""
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -97,6 +98,13 @@ class NvlinkBackend:
 
     def seal(self) -> None:
         """Do nothing: CUDA's handles end with the allocation."""
+
+    def free(self) -> int:
+        self._exchange.free()
+        return self.workspace_bytes
+
+    def resume(self) -> None:
+        self._exchange.resume()
 
     # ---- calls ----
 

@@ -16,6 +16,7 @@ class NvshmemBackend(NvlinkBackend):
     through NVSHMEM's symmetric heap."""
 
     name = "nvshmem"
+    why_not_suspend = nvshmem_rail.WHY_NOT_SUSPEND
 
     def __init__(self, settings: Settings):
         super().__init__(settings)

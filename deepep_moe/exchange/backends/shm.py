@@ -26,6 +26,7 @@ class ShmBackend:
     """Implements `deepep_moe.exchange.backends.base.Backend`. Construction is collective: see `connect`."""
 
     name = "shm"
+    why_not_suspend = ""
     device: torch.device | None = None
 
     def __init__(self, settings: Settings, num_channels: int):
@@ -59,6 +60,14 @@ class ShmBackend:
     def seal(self) -> None:
         """Remove the name of this rank's shared memory once all ranks are connected, so that nobody else can open it."""
         self._exchange.seal()
+
+    def free(self) -> int:
+        """Give back the pages of rows, and of results that nobody uses. The words by which calls stay in step remain."""
+        self._pool.trim()
+        return self._exchange.free()
+
+    def resume(self) -> None:
+        """Do nothing: the next call takes the pages."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._pool.empty(shape, dtype)

@@ -1,0 +1,104 @@
+"""Memory of buffers that the ranks give back together, and make again together."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from deepep_moe.errors import BufferSuspendedError, EPError, EPPeerError, told
+from deepep_moe.group.rendezvous import check_same, connect, gather_objects, hanging_up
+from deepep_moe.group.settings import Settings
+
+SUSPENDED = "this buffer is suspended; call resume() on every rank before its next call"
+_Read = TypeVar("_Read")
+
+
+class Memory(NamedTuple):
+    """The exchange memory of this rank, in bytes."""
+
+    held: int
+    """Bytes that it has now."""
+    suspended: int
+    """Bytes that `suspend` has given back, and `resume` takes again."""
+
+    def __add__(self, other: "Memory") -> "Memory":  # type: ignore[override]
+        return Memory(self.held + other.held, self.suspended + other.suspended)
+
+
+class Suspendable(Protocol):
+    """A backend whose memory can be given back between calls."""
+
+    why_not_suspend: str
+    """Why it cannot; empty if it can."""
+
+    def check(self) -> None: ...
+    def disconnect(self) -> None:
+        """Wait for this rank's calls, and unmap the memory of the peers."""
+        ...
+
+    def free(self) -> int:
+        """Give this rank's memory back, which no rank maps any more. Return its bytes."""
+        ...
+
+    def resume(self) -> None:
+        """Make this rank's memory again. Raises OSError or RuntimeError if there is none."""
+        ...
+
+    def address(self) -> Any: ...
+    def connect(self, addresses: list[Any]) -> None: ...
+    def seal(self) -> None: ...
+
+
+def agree(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup | None", num_calls: int, error: Exception | None) -> None:
+    """Let all ranks agree to suspend. Collective. If one must not, nothing changes, and all ranks raise an error.
+
+    `error`: why this rank must not suspend; it raises it, and its peers raise EPPeerError. Raises EPError if the backend cannot, and
+    EPMismatchError if ranks have made different numbers of calls.
+    """
+    if backend.why_not_suspend:
+        raise EPError(f"this buffer cannot be suspended: {backend.why_not_suspend}; destroy it, and make another when it is needed")
+    with hanging_up(group):
+        votes = _gather([num_calls, None if error is None else told(error)], settings, group, _vote)
+    if error is not None:
+        raise error
+    for rank, (_, reason) in enumerate(votes):
+        if reason is not None:
+            raise EPPeerError(f"rank {rank} did not suspend its buffer: {reason}", rank=rank)
+    check_same([{"the number of calls made": number} for number, _ in votes], "call recover() on every rank, then suspend()")
+
+
+def release(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup | None") -> tuple[int, Exception | None]:
+    """Give the memory back once all ranks have unmapped it. Collective. Return its bytes, and the failure that a GPU has reported of an
+    earlier call."""
+    failure: Exception | None = None
+    with hanging_up(group):
+        backend.disconnect()
+        try:
+            backend.check()
+        except (EPError, ValueError) as error:
+            failure = error
+        _gather([0, None], settings, group, _vote)
+    return backend.free(), failure
+
+
+def resume(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup | None") -> None:
+    """Make the memory again and map that of the peers. Collective. If a rank cannot, no rank has memory, and all raise
+    BufferSuspendedError."""
+
+    def make() -> Suspendable:
+        backend.resume()
+        return backend
+
+    if isinstance(made := connect(make, settings, group), str):
+        raise BufferSuspendedError(f"the buffer is still suspended, {made}; free memory there, then call resume() again on every rank")
+
+
+def _gather(own: Any, settings: Settings, group: "dist.ProcessGroup | None", read: Callable[[Any], _Read]) -> list[_Read]:
+    return gather_objects(own, group, settings.num_ranks, "suspension of a buffer", settings.timeout_s, read)
+
+
+def _vote(told: Any) -> tuple[int, str | None]:
+    num_calls, reason = told
+    if type(num_calls) is not int or not isinstance(reason, (str, type(None))):
+        raise TypeError("vote")
+    return num_calls, reason

@@ -1,0 +1,392 @@
+"""Buffers whose memory is given back for a while: calls go on as if nothing had been, and all ranks fail together."""
+
+import contextlib
+import os
+import resource
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import emulated_gpu
+import pytest
+import torch
+import torch.distributed as dist
+from exchange_cases import device_of, poison_outputs
+from fault_cases import SOON_S, inputs, make, make_call, make_step, outcome
+from on_ranks import on_ranks
+
+from deepep_moe import Buffer, LowLatencyBuffer
+from deepep_moe.errors import (
+    BufferDestroyedError,
+    BufferSuspendedError,
+    EPCapacityError,
+    EPError,
+    EPMismatchError,
+    EPPeerError,
+    EPTimeoutError,
+)
+from deepep_moe.exchange.growing import GrowingBuffer
+
+ON_GPUS = [pytest.param(kind, marks=pytest.mark.gpu) for kind in ("nvlink", "low latency nvlink")]
+KINDS = ("shm", "collective", "low latency", *ON_GPUS)
+BUFFERS = ("shm", "collective", ON_GPUS[0])
+MIB = 2**20
+
+
+def backend_of(buffer):
+    return buffer._owner() if isinstance(buffer, LowLatencyBuffer) else (buffer.calls._suspended or (buffer.calls.backend,))[0]
+
+
+def rows_of(buffer, step):
+    """Return what a dispatch and a combine of random rows return, and the handle."""
+    poison_outputs()
+    x, idx = inputs(buffer, 0)
+    x = torch.randn(x.shape, generator=torch.Generator().manual_seed(10 * step + buffer.rank)).to(x.device)
+    out = buffer.dispatch(x, idx)
+    return out.recv_x[out.recv_x.isfinite()].clone(), buffer.combine(out.recv_x, out.handle), out
+
+
+@on_ranks((1, 3), kind=KINDS)
+def test_same_bits(rank, num_ranks, kind):
+    buffer = make(kind, num_ranks)
+    recv_x, combined_x, out = rows_of(buffer, 1)
+    kept = out.recv_x.clone()
+    for _ in range(2):
+        buffer.suspend()
+        buffer.resume()
+        again = rows_of(buffer, 1)
+        assert torch.equal(again[0], recv_x) and torch.equal(again[1], combined_x)
+        assert torch.equal(buffer.combine(kept, out.handle), combined_x), "a handle from before"
+        make_step(buffer, 2)
+
+
+@on_ranks(2, kind=BUFFERS)
+def test_gradients_along_a_handle_from_before(rank, kind):
+    buffer = make(kind, 2)
+    x, idx = inputs(buffer, 3)
+    weights = torch.rand(idx.shape, device=x.device)
+
+    def gradients(between):
+        rows, scales = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        out = buffer.dispatch(rows, idx, scales)
+        y = buffer.combine(out.recv_x * 2, out.handle, out.recv_topk_weights)
+        between()
+        y.square().sum().backward()
+        return rows.grad, scales.grad
+
+    def cycle():
+        buffer.suspend()
+        buffer.resume()
+
+    wanted, got = gradients(lambda: None), gradients(cycle)
+    assert all(map(torch.equal, wanted, got)) and wanted[0].abs().min() > 0
+
+
+@on_ranks(2, kind=KINDS)
+def test_calls_of_a_suspended_buffer(rank, kind):
+    buffer = make(kind, 2, hidden=4096)
+    x, idx = inputs(buffer, 0)
+    out = buffer.dispatch(x, idx)
+    held = buffer.memory().held
+    assert buffer.memory() == (buffer.workspace_bytes, 0)
+    buffer.suspend()
+    buffer.suspend()
+    given = buffer.memory().suspended
+    assert sum(buffer.memory()) == held and (given > 0.5 * held or kind == "collective"), buffer.memory()
+    assert "suspended" in repr(buffer)
+    began = time.monotonic()
+    calls = [partial(buffer.dispatch, x, idx), partial(buffer.combine, out.recv_x, out.handle), partial(buffer.refuse, ValueError())]
+    for call in (*calls, partial(buffer.dispatch, x[:, :3], idx), buffer.check):
+        with pytest.raises(BufferSuspendedError, match=r"call resume\(\) on every rank"):
+            call()
+    assert time.monotonic() - began < SOON_S
+    buffer.resume()
+    buffer.resume()
+    assert buffer.memory() == (held, 0)
+    make_step(buffer, 1)
+
+
+@on_ranks(2, kind=KINDS)
+def test_destroyed_while_suspended(rank, kind):
+    buffer = make(kind, 2)
+    make_step(buffer, 0)
+    buffer.suspend()
+    buffer.destroy()
+    for call in (buffer.memory, buffer.suspend, buffer.resume, partial(make_step, buffer, 0)):
+        with pytest.raises(BufferDestroyedError):
+            call()
+    make_step(make(kind, 2), 1)
+
+
+@on_ranks(3, kind=KINDS)
+def test_a_rank_without_memory(rank, kind):
+    """All ranks raise the same error, as often as it lasts; nobody keeps memory meanwhile."""
+    buffer = make(kind, 3)
+    make_step(buffer, 0)
+    buffer.suspend()
+    backend = backend_of(buffer)
+    given = buffer.memory()
+
+    def fail():
+        raise RuntimeError("no memory")
+
+    for _ in range(2):
+        if rank == 1:
+            backend.resume = fail
+        with pytest.raises(BufferSuspendedError, match=r"still suspended, on rank 1: no memory; free memory"):
+            buffer.resume()
+        assert buffer.memory() == given
+        with pytest.raises(BufferSuspendedError):
+            make_step(buffer, 0)
+    if rank == 1:
+        del backend.resume
+    buffer.resume()
+    make_step(buffer, 1)
+
+
+@contextlib.contextmanager
+def full_device():
+    """Leave no room for a large workspace."""
+    if emulated_gpu.is_chosen():
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + 256 * MIB, limits[1]))
+        yield
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    else:
+        torch.cuda.empty_cache()
+        taken = torch.empty(torch.cuda.mem_get_info()[0] - 256 * MIB, dtype=torch.uint8, device="cuda")
+        yield
+        del taken
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+@on_ranks(2)
+def test_a_gpu_without_memory(rank):
+    """The driver's error does not stay behind for the next launch."""
+    device_of("nvlink", rank)
+    buffer = Buffer(None, 32768, 8192, 4, 2, backend="nvlink", timeout_s=60)
+    buffer.suspend()
+    with full_device() if rank == 1 else contextlib.nullcontext():
+        with pytest.raises(BufferSuspendedError, match="on rank 1: cannot allocate the workspace"):
+            buffer.resume()
+    dist.barrier()
+    buffer.resume()
+    x = torch.ones(1, 8192, device=device_of("nvlink", rank))
+    assert (buffer.combine(*_rows_and_handle(buffer.dispatch(x, torch.tensor([[0, 2]], device=x.device)))) == 2).all()
+
+
+def _rows_and_handle(out):
+    return out.recv_x, out.handle
+
+
+@pytest.mark.gpu
+@on_ranks(2)
+def test_memory_of_a_gpu(rank):
+    """The driver has it back."""
+    from test_nvlink_peers import memory_used
+
+    device = device_of("nvlink", rank)
+    buffer = Buffer(None, 32768, 8192, 4, 2, backend="nvlink", timeout_s=60)
+    held, used = buffer.memory().held, []
+    for change in (lambda: None, buffer.suspend, buffer.resume):
+        change()
+        dist.barrier()
+        used.append(memory_used(device))
+        dist.barrier()
+    assert held > 2**30 and used[0] - used[1] > 0.99 * held and abs(used[2] - used[0]) < 0.01 * held, (held, used)
+
+
+@on_ranks(2)
+def test_memory_of_a_cpu(rank):
+    buffer = Buffer(None, 512, 4096, 4, 2, backend="shm")
+    x, idx = torch.ones(512, 4096), torch.tensor([[0, 2]]).expand(512, 2).contiguous()
+
+    def used():
+        kib = sum(int(line.split()[1]) for line in Path("/proc/self/smaps").read_text().split("deepep_moe")[1].splitlines() if "Pss:" in line)
+        return kib * 1024
+
+    out = buffer.dispatch(x, idx)
+    before = used()
+    del out
+    buffer.suspend()
+    dist.barrier()
+    assert before > MIB / 4 and used() < before / 10
+    buffer.resume()
+    assert (buffer.dispatch(x, idx).recv_x == 1).all()
+
+
+@on_ranks(2, kind=[kind for kind in KINDS if kind != "collective"])
+def test_different_numbers_of_calls(rank, kind):
+    """Nobody suspends. The buffer goes on once the ranks are in step. (A refusal of `collective` waits for the peers' call.)"""
+    buffer = make(kind, 2)
+    make_step(buffer, 0)
+    if rank == 1:
+        buffer.refuse(ValueError("not now"))
+    with pytest.raises(EPMismatchError, match="ranks disagree on the number of calls made"):
+        buffer.suspend()
+    assert buffer.memory().suspended == 0
+    if rank == 0:
+        with pytest.raises(EPPeerError, match="not now"):
+            make_step(buffer, 1)
+            torch.cuda.synchronize()
+            buffer.check()
+    if kind.startswith("low"):
+        return
+    buffer.recover()
+    buffer.suspend()
+    buffer.resume()
+    make_step(buffer, 1)
+
+
+@on_ranks(2, kind=KINDS)
+def test_after_a_refusal(rank, kind):
+    """Ranks do not wait for flags that went with the memory; also not those of a call that they have refused."""
+    buffer = make(kind, 2)
+    for turn in range(3):
+        for _ in range(turn):
+            error, _ = outcome(partial(_refuse_or_call, buffer, rank == 1))
+            assert isinstance(error, EPPeerError if rank == 0 else ValueError), repr(error)
+        buffer.suspend()
+        buffer.resume()
+    for _ in range(9):
+        error, _ = outcome(partial(_refuse_or_call, buffer, rank == 0))
+        assert isinstance(error, EPPeerError if rank == 1 else ValueError), repr(error)
+    make_step(buffer, 1)
+
+
+def _refuse_or_call(buffer, refuses):
+    if refuses:
+        raise buffer.refuse(ValueError("not now"))
+    buffer.dispatch(*inputs(buffer, 0))
+    torch.cuda.synchronize()
+    buffer.check()
+
+
+@on_ranks(2, kind=("low latency", ON_GPUS[1]))
+def test_masked_rank(rank, kind):
+    buffer = make(kind, 2)
+    if rank == 0:
+        buffer.mask_rank(1)
+    with pytest.raises(ValueError if rank == 0 else EPPeerError, match=r"ranks \[1\] are masked"):
+        buffer.suspend()
+    assert buffer.memory().suspended == 0
+
+
+@pytest.mark.gpu
+@on_ranks(2)
+def test_a_failure_that_nobody_has_seen(rank):
+    buffer = make("nvlink", 2)
+    make_call(buffer, "dispatch", None, num_recv_rows=1)
+    buffer.suspend()
+    buffer.resume()
+    with pytest.raises(EPCapacityError, match="more than its num_recv_rows of 1"):
+        make_call(buffer, "dispatch", None, num_recv_rows=100)
+    make_step(buffer, 1)
+
+
+@on_ranks(2, kind=KINDS, how=("async_op", "return_hook"))
+def test_a_call_in_flight(rank, kind, how):
+    """The call is finished first."""
+    buffer = make(kind, 2)
+    x, idx = inputs(buffer, 5)
+    out = buffer.dispatch(x, idx, **{how: True})
+    buffer.suspend()
+    (out.hook or out.event.wait)()
+    kept = out.recv_x.clone()
+    buffer.resume()
+    assert torch.equal(buffer.combine(kept, out.handle), 2 * x)
+
+
+@on_ranks(3, kind=KINDS, moment=("before suspend", "in suspend", "before resume", "in resume"), expected_dead=[2])
+def test_a_rank_that_is_killed(rank, kind, moment):
+    buffer = make(kind, 3)
+    make_step(buffer, 0)
+    dist.barrier()
+    backend = backend_of(buffer)
+
+    def die(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 2:
+        backend.disconnect, backend.connect = (die if moment == "in suspend" else backend.disconnect), die
+    began = time.monotonic()
+    with pytest.raises(EPTimeoutError) as caught:
+        if rank == 2 and moment == "before suspend":
+            die()
+        buffer.suspend()
+        if rank == 2 and moment == "before resume":
+            die()
+        buffer.resume()
+    assert caught.value.rank == 2 and time.monotonic() - began < SOON_S, caught.value
+    with pytest.raises(EPError):
+        make_step(buffer, 1)
+    buffer.destroy()
+    assert time.monotonic() - began < SOON_S
+
+
+def held():
+    """Descriptors, threads and mappings that this process holds."""
+    mappings = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd" in line or "nvidia" in line]
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(mappings)
+
+
+@on_ranks(2, kind=KINDS)
+def test_many_cycles(rank, kind):
+    buffer = make(kind, 2)
+    before = None
+    for step in range(20):
+        make_step(buffer, step)
+        buffer.suspend()
+        buffer.resume()
+        before = before or held()
+    make_step(buffer, 20)
+    assert held() == before
+
+
+@on_ranks(2, kind=BUFFERS)
+def test_growing_buffer(rank, kind):
+    """Buffers that a larger one has replaced serve a backward, so they come back too."""
+    device = device_of(kind, rank)
+    growing = GrowingBuffer(
+        dist.group.WORLD, 4, device, lambda bound: Buffer(None, 4 if bound < 1000 else bound, 16, 4, 2, backend=kind), None, "the option"
+    )
+    growing.num_max_tokens = 4
+    x, idx = inputs(growing.buffer, 0)
+    rows = x.clone().requires_grad_()
+    first, out = growing.dispatch(4, lambda buffer: buffer.dispatch(rows, idx))
+    second, _ = growing.dispatch(5, lambda buffer: buffer.dispatch(x, idx))
+    held = growing.memory()
+    assert first is not second and held.held == first.workspace_bytes + second.workspace_bytes
+    growing.suspend()
+    assert sum(growing.memory()) == held.held
+    for buffer in (first, second):
+        with pytest.raises(BufferSuspendedError):
+            make_call(buffer, "dispatch", None)
+    growing.resume()
+    out.recv_x.sum().backward()
+    assert growing.memory() == held and (rows.grad == 2).all()
+    growing.destroy()
+
+
+def test_alone():
+    buffer = Buffer(None, 4, 16, 2, 1)
+    x, idx = torch.ones(4, 16), torch.zeros(4, 1, dtype=torch.int64)
+    out = buffer.dispatch(x, idx)
+    buffer.suspend()
+    with pytest.raises(BufferSuspendedError):
+        buffer.dispatch(x, idx)
+    buffer.resume()
+    assert torch.equal(buffer.combine(out.recv_x, out.handle), x)
+
+
+@pytest.mark.gpu
+@on_ranks(2)
+def test_nvshmem_refuses(rank):
+    buffer = make("nvshmem", 2)
+    with pytest.raises(EPError, match="cannot be suspended: NVSHMEM"):
+        buffer.suspend()
+    assert buffer.memory().held == buffer.workspace_bytes
+    buffer.resume()
