@@ -4,7 +4,9 @@ import re
 from enum import IntEnum
 
 # How every backend passes a peer's error on: as its class, a colon and its message.
-_TOLD = re.compile(r"(?:rank \d+ in [^:]*: )?rank \d+ (?:did not make its call|left its call|could not create its Buffer|did not suspend its buffer): ([^\W\d]\w*): ")
+_TOLD = re.compile(
+    r"(?:rank \d+ in [^:]*: )?rank \d+ (?:did not make its call|left its call|could not (?:create|suspend) its Buffer): ([^\W\d]\w*): "
+)
 
 
 def told(error: BaseException) -> str:

@@ -268,8 +268,8 @@ class Calls:
         suspension.agree(backend, self.settings, group, backend.num_calls, error)
         self._suspended = backend, self._native
         self._backend = self._native = None
-        self._suspended_bytes, failure = suspension.release(backend, self.settings, group)
-        self._earlier_failure = failure or self._earlier_failure
+        self._suspended_bytes, failed = suspension.release(backend, self.settings, group)
+        self._earlier_failure = failed or self._earlier_failure
 
     def resume(self, group: Any) -> None:
         """Make the memory again together with the peers of `group`."""

@@ -63,7 +63,7 @@ def agree(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup | 
         raise error
     for rank, (_, reason) in enumerate(votes):
         if reason is not None:
-            raise EPPeerError(f"rank {rank} did not suspend its buffer: {reason}", rank=rank)
+            raise EPPeerError(f"rank {rank} could not suspend its Buffer: {reason}", rank=rank)
     check_same([{"the number of calls made": number} for number, _ in votes], "call recover() on every rank, then suspend()")
 
 

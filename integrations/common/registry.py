@@ -38,6 +38,17 @@ class BufferRegistry:
         self.release(is_destroyed)
         return [growing.buffer for growing in self._buffers.values()]
 
+    def suspend(self) -> None:
+        """Suspend all buffers, as `Buffer.suspend`. Collective over their groups."""
+        self.release(is_destroyed)
+        for growing in self._buffers.values():
+            growing.suspend()
+
+    def resume(self) -> None:
+        """Make the memory of all buffers again, as `Buffer.resume`. Collective over their groups."""
+        for growing in self._buffers.values():
+            growing.resume()
+
     def release(self, is_dead: Callable[["dist.ProcessGroup | None"], bool]) -> None:
         """Destroy the buffers of groups that are dead. Makes no call of a group."""
         for key in [key for key, growing in self._buffers.items() if is_dead(growing.group)]:

@@ -309,6 +309,23 @@ def recover() -> None:
             buffer.recover()
 
 
+def suspend() -> None:
+    """Give the exchange memory of all layers back until `resume`, as `Buffer.suspend` does, such as while a rollout runs in the same
+    process. Collective over the groups of all buffers, between steps; does nothing without `enable()`.
+
+    Forwards raise BufferSuspendedError meanwhile. Raises what `Buffer.suspend` raises, and ValueError where calls are part of CUDA graphs.
+    """
+    if _enabled is not None:
+        _enabled.buffers.suspend()
+
+
+def resume() -> None:
+    """Make the memory again that `suspend` has given back, as `Buffer.resume` does. Collective as `suspend`. May be called again if a rank
+    had no memory: all ranks then raise BufferSuspendedError."""
+    if _enabled is not None:
+        _enabled.buffers.resume()
+
+
 def grow_recv_capacity(times: float = 2.0) -> None:
     """Let all layers have room for that many times more rows, never more than for every routing. All ranks must call it alike."""
     check_capacity_factor("times", times)

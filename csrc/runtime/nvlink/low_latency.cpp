@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <stdexcept>
 
 #include "cuda/workspace.h"
@@ -67,11 +68,15 @@ void NvlinkLowLatency::allocate() {
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
+// All ranks have sent the calls so far, and the flags that say so are gone. So nobody waits for a rank in a call before the next one.
 void NvlinkLowLatency::resume() {
     const DeviceGuard guard(device_);
     memory_.allocate(layout_.total_bytes, layout_.total_bytes, layout_.left);
+    unsigned long long next = 0, first_calls[kLowLatencyMaxRanks];
+    failures_.read(&next, state_->num_sent, sizeof(next));
+    std::fill(first_calls, std::end(first_calls), next + 1);
+    check_cuda(cudaMemcpy(state_->first_calls, first_calls, sizeof(first_calls), cudaMemcpyHostToDevice), "cudaMemcpy");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    num_to_catch_up_ = 0;  // all ranks have sent all calls, and the flags that say so are gone
 }
 
 NvlinkLowLatency::~NvlinkLowLatency() {

@@ -9,7 +9,7 @@ from torch import Tensor
 from deepep_moe.arguments import as_int
 from deepep_moe.compat.deep_ep.arguments import as_given, combine_arguments, in_rows, rows_and_scales, senders_of
 from deepep_moe.compat.deep_ep.config import Config
-from deepep_moe.compat.deep_ep.core import GrowingBuffers, members_of
+from deepep_moe.compat.deep_ep.core import GrowingBuffers, Suspending, members_of
 from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.handle import Handle
@@ -23,7 +23,7 @@ from deepep_moe.compat.deep_ep.widths import combine_along
 
 
 @outside_graphs
-class Buffer(LowLatencyCalls):
+class Buffer(Suspending, LowLatencyCalls):
     """The exchange of a group of ranks, with DeepEP's arguments and results. It serves GPUs, and CPU tensors for tests without one.
 
     Memory is made at the first call and grows with calls. `num_nvl_bytes` and `num_rdma_bytes` are kept for callers that read them.
@@ -124,6 +124,9 @@ class Buffer(LowLatencyCalls):
                 f"size is {list(shape)} of {dtype} at offset {offset}; the buffer was made with {num_bytes} bytes: construct it with more"
             )
         return torch.empty(shape, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
+
+    def _parts(self) -> tuple[Suspending, ...]:
+        return self._buffers, self._low_latency
 
     def destroy(self) -> None:
         """Free the memory. Not collective; may be called with and without `explicitly_destroy`, and again. Later calls raise

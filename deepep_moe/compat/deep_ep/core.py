@@ -1,7 +1,7 @@
 """The buffers behind a DeepEP buffer: DeepEP's constructor names no sizes, so they are made at the first call that shows some."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from deepep_moe.errors import told as told_of
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.group.rendezvous import gather_objects, host_id, join
+from deepep_moe.group.suspension import Memory
 
 _Result = TypeVar("_Result")
 _Error = TypeVar("_Error", bound=Exception)
@@ -27,7 +28,28 @@ MAX_SIZES = 8
 """The buffers that are kept for calls of different sizes; the oldest one goes where there are more, once no handle needs it."""
 
 
-class GrowingBuffers:
+class Suspending:
+    """Memory that is given back for a while, and made again: by parts, in the order in which all ranks have made them."""
+
+    def _parts(self) -> Iterable[Any]:
+        raise NotImplementedError
+
+    def suspend(self) -> None:
+        """Give the memory back until `resume`, as `deepep_moe.Buffer.suspend`. Collective. Calls raise BufferSuspendedError meanwhile."""
+        for part in self._parts():
+            part.suspend()
+
+    def resume(self) -> None:
+        """Make the memory again, as `deepep_moe.Buffer.resume`. Collective."""
+        for part in self._parts():
+            part.resume()
+
+    def memory(self) -> Memory:
+        """Return the bytes of exchange memory that this rank holds, and that `suspend` has given back. Not collective."""
+        return sum((part.memory() for part in self._parts()), Memory(0, 0))
+
+
+class GrowingBuffers(Suspending):
     """One growing `Buffer` for each (hidden, num_experts, num_topk, device) that calls have had, over one group.
 
     The first call for new sizes makes a buffer, so all ranks make it together. The ranks agree there on the tokens of a rank, and again
@@ -49,6 +71,10 @@ class GrowingBuffers:
         """Raise BufferDestroyedError after `destroy`."""
         if self._is_destroyed:
             raise BufferDestroyedError(DESTROYED)
+
+    def _parts(self) -> Iterable[GrowingBuffer]:
+        self.check_alive()
+        return self._buffers.values()
 
     def dispatch(
         self, x: Tensor, num_experts: int, num_topk: int, send: Callable[[Buffer], _Result], num_least_tokens: int = 0

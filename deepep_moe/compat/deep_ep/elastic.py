@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe.arguments import as_int
-from deepep_moe.compat.deep_ep.core import members_of
+from deepep_moe.compat.deep_ep.core import Suspending, members_of
 from deepep_moe.compat.deep_ep.elastic_calls import DeferredResults, ElasticCalls, Mode, Routing
 from deepep_moe.compat.deep_ep.elastic_handle import EPHandle
 from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
@@ -21,7 +21,7 @@ _Received = tuple[Any, Tensor | None, Tensor | None, EPHandle, EventOverlap]
 
 
 @outside_graphs
-class _BufferOfGroup:
+class _BufferOfGroup(Suspending):
     """The common part of the buffers of both versions."""
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int | None, sizes: tuple[int, int, int], num_qps: int, is_hybrid: bool) -> None:
@@ -94,6 +94,9 @@ class _BufferOfGroup:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         dist.barrier(self.group)
+
+    def _parts(self) -> tuple[Suspending, ...]:
+        return (self._calls.buffers,)
 
     def destroy(self) -> None:
         """Free the memory. Not collective; may be repeated, and needs no `explicitly_destroy`. Later calls raise BufferDestroyedError."""

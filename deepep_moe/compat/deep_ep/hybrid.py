@@ -12,7 +12,7 @@ from deepep_moe import _C
 from deepep_moe import config as library_config
 from deepep_moe.arguments import as_int, check_is_tensor, check_tensor
 from deepep_moe.compat.deep_ep.arguments import checked_routing, combine_arguments, detached, rows_and_scales
-from deepep_moe.compat.deep_ep.core import GrowingBuffers, members_of
+from deepep_moe.compat.deep_ep.core import GrowingBuffers, Suspending, members_of
 from deepep_moe.compat.deep_ep.dense_routing import experts_only, keep_nothing, keep_within, to_dense, to_lanes
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.hybrid_handle import Configurer, HybridConfig, HybridHandle
@@ -54,7 +54,7 @@ class _Routing(NamedTuple):
 
 
 @outside_graphs
-class HybridEPBuffer:
+class HybridEPBuffer(Suspending):
     """The exchange of a group of ranks, with HybridEP's arguments and results. Construction is not collective; the first call is.
 
     It serves GPUs, and CPU tensors for tests without one. Token counts may differ from rank to rank. Results are not differentiable, as
@@ -109,6 +109,9 @@ class HybridEPBuffer:
     def num_of_hybrid_ep_ranks_per_nvlink_domain(self) -> int:
         """Ranks of a node."""
         return self.group_size // self.num_of_nodes
+
+    def _parts(self) -> tuple[Suspending, ...]:
+        return (self._buffers,)
 
     def empty_jit_cache(self) -> None:
         """Do nothing: kernels are compiled when deepep_moe is installed."""

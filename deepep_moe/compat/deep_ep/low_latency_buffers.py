@@ -2,7 +2,7 @@
 
 import bisect
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.compat.deep_ep.core import DESTROYED, greet, keep
+from deepep_moe.compat.deep_ep.core import DESTROYED, Suspending, greet, keep
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.device import is_gpu
 from deepep_moe.errors import BufferDestroyedError, EPError, EPTimeoutError
@@ -22,7 +22,7 @@ _SIZES = "num_max_dispatch_tokens_per_rank", "hidden", "num_experts", "num_topk"
 _GROWTH = 2  # least factor between two bounds, so that all buffers together take no more than twice the memory of the largest
 
 
-class LowLatencyBuffers:
+class LowLatencyBuffers(Suspending):
     """One `LowLatencyBuffer` for each (hidden, num_experts, num_topk) of calls, over one group.
 
     A buffer has room for the tokens that fit `num_bytes` (from `get_low_latency_rdma_size_hint`), or for the most that a call has asked
@@ -46,6 +46,10 @@ class LowLatencyBuffers:
         """Raise BufferDestroyedError after `destroy`."""
         if self._is_destroyed:
             raise BufferDestroyedError(DESTROYED)
+
+    def _parts(self) -> Iterable[LowLatencyBuffer]:
+        self.check_alive()
+        return self._buffers.values()
 
     def get(self, x: Tensor, topk_idx: Tensor, num_max_tokens: int, num_experts: int) -> LowLatencyBuffer:
         """Return the buffer for a dispatch of the matrices `x` and `topk_idx`, with room for `num_max_tokens` tokens of a rank or more.
