@@ -9,6 +9,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import emulated_gpu
 import pytest
@@ -416,6 +417,27 @@ def test_a_hook_on_cudamalloc(tmp_path):
     (tmp_path / "hook.c").write_text(HOOK)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "hook.so", tmp_path / "hook.c", "-ldl"], check=True)
     subprocess.run([sys.executable, "-c", HOOKED], env=os.environ | {"LD_PRELOAD": str(tmp_path / "hook.so")}, check=True)
+
+
+def test_collective_suspends_its_group(monkeypatch):
+    """If its backend can: gloo's says that it does not support it, and another failure is raised."""
+    buffer, told = Buffer(None, 4, 16, 2, 1, backend="collective"), []
+
+    def refuse(words):
+        raise RuntimeError(words)
+
+    def suspended_with(suspend):
+        group = SimpleNamespace(suspend=suspend, resume=lambda: told.append("resume"))
+        buffer.calls.backend.group = SimpleNamespace(_get_backend=lambda _: group)
+        buffer.suspend()
+        buffer.resume()
+
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo,cuda:nccl")
+    suspended_with(lambda: told.append("suspend"))
+    suspended_with(lambda: refuse("Backend nccl does not support suspend"))
+    assert told == ["suspend", "resume", "resume"]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        suspended_with(lambda: refuse("out of memory"))
 
 
 @pytest.mark.gpu
