@@ -34,7 +34,7 @@ _numbers = itertools.count()
 _TOLD_WITHIN_S = 0.2  # of the end of a rank's connections, on whom it has given up
 
 
-class _Connectable(Protocol):
+class Connectable(Protocol):
     def address(self) -> Any:
         """Return what peers need to reach this rank's memory."""
         ...
@@ -56,7 +56,7 @@ class _Connectable(Protocol):
         ...
 
 
-_Backend = TypeVar("_Backend", bound=_Connectable)
+_Backend = TypeVar("_Backend", bound=Connectable)
 _Message = TypeVar("_Message")
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch.distributed as dist
 
 from deepep_moe.errors import BufferSuspendedError, EPError, EPPeerError, told
-from deepep_moe.group.rendezvous import check_same, connect, gather_objects, hanging_up
+from deepep_moe.group.rendezvous import Connectable, check_same, connect, gather_objects, hanging_up
 from deepep_moe.group.settings import Settings
 
 SUSPENDED = "this buffer is suspended; call resume() on every rank before its next call"
@@ -25,15 +25,14 @@ class Memory(NamedTuple):
         return Memory(self.held + other.held, self.suspended + other.suspended)
 
 
-class Suspendable(Protocol):
+class Suspendable(Connectable, Protocol):
     """A backend whose memory can be given back between calls."""
 
-    why_not_suspend: str
+    why_not_suspend: str = ""
     """Why it cannot; empty if it can."""
 
-    def check(self) -> None: ...
-    def disconnect(self) -> None:
-        """Wait for this rank's calls, and unmap the memory of the peers."""
+    def check(self) -> None:
+        """Raise the failure that an earlier call has reported, if any."""
         ...
 
     def free(self) -> int:
@@ -43,10 +42,6 @@ class Suspendable(Protocol):
     def resume(self) -> None:
         """Make this rank's memory again. Raises OSError or RuntimeError if there is none."""
         ...
-
-    def address(self) -> Any: ...
-    def connect(self, addresses: list[Any]) -> None: ...
-    def seal(self) -> None: ...
 
 
 def agree(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup | None", num_calls: int, error: Exception | None) -> None:

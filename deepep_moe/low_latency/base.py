@@ -9,6 +9,7 @@ from torch import Tensor
 from deepep_moe.errors import EPError
 from deepep_moe.event import Event
 from deepep_moe.group.settings import Settings
+from deepep_moe.group.suspension import Suspendable
 
 if TYPE_CHECKING:
     from deepep_moe._torch import LowLatencyCalls
@@ -21,13 +22,11 @@ NOT_RECEIVED = (
 )
 
 
-class LowLatencyBackend:
+class LowLatencyBackend(Suspendable):
     """One way to move the rows. A call has two halves, sending and receiving."""
 
     name: str
     device: torch.device
-    why_not_suspend = ""
-    """Why `disconnect`, `free` and `resume` cannot be called; empty if they can."""
     calls: "LowLatencyCalls | None" = None
     """What makes calls from C++, of arguments that nobody has checked; None on CPUs."""
 
@@ -59,26 +58,6 @@ class LowLatencyBackend:
 
     def event(self, made: Any) -> Event:
         """Return the event of a call with `async_op` or `return_hook`."""
-        raise NotImplementedError
-
-    # ---- memory: as `deepep_moe.group.suspension.Suspendable` has it ----
-
-    def address(self) -> Any:
-        raise NotImplementedError
-
-    def connect(self, addresses: list[Any]) -> None:
-        raise NotImplementedError
-
-    def disconnect(self) -> None:
-        raise NotImplementedError
-
-    def seal(self) -> None:
-        raise NotImplementedError
-
-    def free(self) -> int:
-        raise NotImplementedError
-
-    def resume(self) -> None:
         raise NotImplementedError
 
     # ---- the rest ----

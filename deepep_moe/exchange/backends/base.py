@@ -10,6 +10,7 @@ from torch import Tensor
 from deepep_moe.errors import Cause, EPError, told
 from deepep_moe.event import Recorded
 from deepep_moe.exchange.handle import DispatchHandle
+from deepep_moe.group.suspension import Suspendable
 
 LAYOUTS = ("expert", "rank")
 
@@ -110,7 +111,7 @@ class Capabilities:
     """Columns of `DispatchHandle.recv_counts`."""
 
 
-class Backend(Protocol):
+class Backend(Suspendable, Protocol):
     """One way to move rows. Every method is collective over the buffer's group, in the same order on every rank."""
 
     name: str
@@ -118,8 +119,6 @@ class Backend(Protocol):
     device: torch.device | None
     """The only device whose tensors it takes; None: any device of its types."""
     workspace_bytes: int
-    why_not_suspend: str
-    """Why `disconnect`, `free` and `resume` cannot be called; empty if they can."""
 
     @property
     def num_calls(self) -> int:
@@ -152,10 +151,6 @@ class Backend(Protocol):
         """Return the event that ends the asynchronous call of `x` just made; None if it runs on no stream or is `InFlight`."""
         ...
 
-    def check(self) -> None:
-        """Raise the failure that an earlier call has reported, if any."""
-        ...
-
     def take_failure(self) -> Exception | None:
         """Return the failure that an earlier call has reported. The caller raises it after the present call, so that ranks stay in step.
 
@@ -181,20 +176,6 @@ class Backend(Protocol):
 
         Raises the error of `check_usable`."""
         ...
-
-    # As `deepep_moe.group.suspension.Suspendable` has them; the first four also make connections.
-
-    def address(self) -> Any: ...
-
-    def connect(self, addresses: list[Any]) -> None: ...
-
-    def disconnect(self) -> None: ...
-
-    def seal(self) -> None: ...
-
-    def free(self) -> int: ...
-
-    def resume(self) -> None: ...
 
     def destroy(self) -> None: ...
 

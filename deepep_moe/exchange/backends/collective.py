@@ -47,7 +47,7 @@ class CollectiveBackend:
     capabilities = Capabilities(device_types=("cpu", "cuda"))  # no thread: the caller may be using the group at the same time
     device: torch.device | None = None
     workspace_bytes = 0
-    why_not_suspend = ""
+    why_not_suspend: str = ""
 
     def __init__(self, settings: Settings, group: "dist.ProcessGroup | None", peers: list[Introduction]):
         self._number = peers[0].number

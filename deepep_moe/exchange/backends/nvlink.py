@@ -35,7 +35,7 @@ class NvlinkBackend:
     """
 
     name = "nvlink"
-    why_not_suspend = ""
+    why_not_suspend: str = ""
 
     def __init__(self, settings: Settings):
         self.settings = settings

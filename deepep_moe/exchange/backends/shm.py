@@ -26,7 +26,7 @@ class ShmBackend:
     """Implements `deepep_moe.exchange.backends.base.Backend`. Construction is collective: see `connect`."""
 
     name = "shm"
-    why_not_suspend = ""
+    why_not_suspend: str = ""
     device: torch.device | None = None
 
     def __init__(self, settings: Settings, num_channels: int):
