@@ -1,5 +1,5 @@
-"""Convert dense routing (a map of chosen experts with values) to lanes of top-k and back, and count lanes: one kernel each on GPUs, PyTorch's
-operators elsewhere."""
+"""Convert dense routing (a map of chosen experts with values) to lanes of top-k and back, and count lanes: one kernel each on GPUs,
+operators of PyTorch elsewhere."""
 
 from typing import Any
 
