@@ -108,7 +108,6 @@ struct LowLatencyLayout {
     }
     // Offsets of the words that a rank writes in the workspace of another.
     DEEPEP_MOE_HD int64_t resumed_of(int source) const { return resumed + 8 * source; }
-    DEEPEP_MOE_HD int64_t left_of(int source) const { return left + 8 * source; }
     // Each turn has its own reason, because a rank may refuse two calls before a peer reads the first reason.
     DEEPEP_MOE_HD int64_t reason_of(int source, unsigned long long call) const {
         return reasons + kMaxReasonBytes * (static_cast<int64_t>(call % kTurns) * num_ranks + source);

@@ -76,12 +76,6 @@ class Rows:
     recv_topk_weights: Tensor | None
     grad_weights: Tensor | None = None  # [num_rows] fp32, with `RowScaling`
 
-    def shrink(self, num_rows: int) -> None:
-        """Keep only the first rows, in place. Autograd would refuse in-place operations on views."""
-        for tensor in (self.recv_x, self.recv_x_scales, self.recv_topk_weights):
-            if tensor is not None and tensor.shape[0] > num_rows:
-                tensor.resize_(num_rows, *tensor.shape[1:])
-
 
 class InFlight(Protocol):
     """The unfinished part of a call that runs on a GPU (`_torch.InFlight`)."""
