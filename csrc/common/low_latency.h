@@ -1,4 +1,5 @@
-// Low-latency dispatch and combine, on CPUs and GPUs: the layout of a rank's workspace, which its peers write, and the parameters of calls.
+// Low-latency dispatch and combine: flags and handles on CPUs and GPUs, and on GPUs the layout of a rank's workspace, which its peers
+// write, and the parameters of calls. deepep_moe/low_latency/shm_calls has the layout on CPUs.
 //
 //   resumed u64[num_ranks] | left u64[num_ranks] | reasons char[kTurns][num_ranks][kMaxReasonBytes] | kTurns turns, each:
 //     entered u64[num_ranks] | counts u64[num_ranks][num_local_experts] | rows of each backend's format [num_ranks][num_max_tokens].
@@ -107,7 +108,6 @@ struct LowLatencyLayout {
     }
     // Offsets of the words that a rank writes in the workspace of another.
     DEEPEP_MOE_HD int64_t resumed_of(int source) const { return resumed + 8 * source; }
-    DEEPEP_MOE_HD int64_t left_of(int source) const { return left + 8 * source; }
     // Each turn has its own reason, because a rank may refuse two calls before a peer reads the first reason.
     DEEPEP_MOE_HD int64_t reason_of(int source, unsigned long long call) const {
         return reasons + kMaxReasonBytes * (static_cast<int64_t>(call % kTurns) * num_ranks + source);

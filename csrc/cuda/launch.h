@@ -1,7 +1,7 @@
 // Launchers of the GPU kernels. All are asynchronous on `stream` (a cudaStream_t) and throw std::runtime_error where CUDA refuses.
 #pragma once
 
-#include "common/dense_routing.h"
+#include "cuda/dense_routing.h"
 #include "common/gate.h"
 #include "cuda/low_latency_rail.h"
 #include "cuda/params.h"

@@ -7,7 +7,6 @@
 #include "cuda/rail.h"
 #include "cuda/low_latency_rail.h"
 #include "nvshmem/low_latency.h"
-#include "nvshmem/ping.h"
 #include "nvshmem/rail.h"
 #include "nvshmem/world.h"
 
@@ -37,13 +36,7 @@ PYBIND11_MODULE(_nvshmem, m) {
     m.def("free", &nvshmem::free, WithoutGil(), py::arg("address"));
     m.def("mapped", &nvshmem::mapped, py::arg("address"), py::arg("pe"));
     m.def("orders_network_writes", &nvshmem::orders_network_writes, py::arg("device"));
-    m.def("barrier", &nvshmem::barrier, WithoutGil());
     m.def("quiet", &nvshmem::quiet, WithoutGil(), py::arg("timeout_s"));
-    m.def("link_bytes", &ping_bytes, py::arg("num_pes"));
-    m.def("check_links", &nvshmem::check_links, WithoutGil(), py::arg("address"), py::arg("timeout_s"));
     m.def("rail_shim", [] { return py::capsule(&rail_shim(), kRailShimName); });
     m.def("low_latency_rail_shim", [] { return py::capsule(&low_latency_rail_shim(), kLowLatencyRailShimName); });
-    m.attr("ARRIVED") = static_cast<int>(kPingArrived);
-    m.attr("SILENT") = static_cast<int>(kPingSilent);
-    m.attr("WRONG") = static_cast<int>(kPingWrong);
 }

@@ -3,17 +3,13 @@
 
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <future>
-#include <memory>
 #include <stdexcept>
 #include <thread>
 
 #include <nvshmem_host.h>
-
-#include "nvshmem/ping.h"
 
 namespace deepep_moe::nvshmem {
 namespace {
@@ -167,11 +163,6 @@ bool orders_network_writes(int device) {
     return ordering >= cudaGPUDirectRDMAWritesOrderingOwner;
 }
 
-void barrier() {
-    require_initialized("barrier");
-    nvshmem_barrier_all();
-}
-
 bool quiet(double timeout_s) {
     require_initialized("quiet");
     std::promise<void> quieted;
@@ -187,21 +178,6 @@ bool quiet(double timeout_s) {
     if (is_quiet.wait_for(std::chrono::duration<double>(timeout_s)) != std::future_status::ready) return false;
     is_quiet.get();
     return true;
-}
-
-std::vector<int> check_links(uint64_t address, double timeout_s) {
-    require_initialized("check_links");
-    if (!(timeout_s > 0)) throw std::invalid_argument("timeout_s is " + std::to_string(timeout_s) + "; it must be positive");
-    const int pes = nvshmem_n_pes();
-    int* states = nullptr;
-    check_cuda(cudaHostAlloc(reinterpret_cast<void**>(&states), pes * sizeof(int), cudaHostAllocMapped), "cudaHostAlloc");
-    const std::unique_ptr<int, void (*)(int*)> owner(states, [](int* memory) { cudaFreeHost(memory); });
-    std::fill_n(states, pes, static_cast<int>(kPingSilent));
-    auto* const words = reinterpret_cast<unsigned long long*>(address);
-    launch_ping({{words, words + pes, words + 2 * pes}, nvshmem_my_pe(), pes, static_cast<unsigned long long>(timeout_s * 1e9), states},
-                nullptr);
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    return {states, states + pes};
 }
 
 }  // namespace deepep_moe::nvshmem

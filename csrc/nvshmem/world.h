@@ -6,7 +6,6 @@
 
 #include <cstdint>
 #include <string>
-#include <vector>
 
 namespace deepep_moe::nvshmem {
 
@@ -43,14 +42,9 @@ void free(uint64_t address);                // collective
 uint64_t mapped(uint64_t address, int pe);  // address in this process of `address` on a PE, if loads of this GPU reach it, else 0
 // Whether kernels of a GPU see a network card's writes to its memory in the order of writing, without a call of the host.
 bool orders_network_writes(int device);
-void barrier();  // collective, without a deadline
 
 // Wait until everything that this process has put has arrived: first its kernels, then the network. Needs no other PE. False: not within
 // the deadline; then a thread that may never end goes on waiting, and so does anything that synchronizes the device.
 bool quiet(double timeout_s);
-
-// Send a word from every PE to every other one, and return a PingState for each PE. `address`: `ping_bytes(num_pes())` from `allocate` that
-// no earlier call has used. Collective.
-std::vector<int> check_links(uint64_t address, double timeout_s);
 
 }  // namespace deepep_moe::nvshmem

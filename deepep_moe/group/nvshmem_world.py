@@ -152,24 +152,6 @@ class World:
         mapped: int = self._module.mapped(address, self.pe_of[rank])
         return mapped
 
-    def check_links(self, timeout_s: float = 10.0) -> list[str]:
-        """Send a word from every rank to every other one; return a sentence for each that did not arrive. Collective."""
-        address, error, states = self.allocate(self._module.link_bytes(len(self.pe_of))), None, []
-        try:
-            states = self._module.check_links(address, timeout_s)
-        except RuntimeError as failure:
-            error = str(failure)
-        rows = self._ranks.gather(error, states, "check of links", _read_numbers)
-        lines = []
-        for rank, row in enumerate(rows):
-            for peer, pe in enumerate(self.pe_of):
-                if row[pe] != self._module.ARRIVED:
-                    what = "no word" if row[pe] == self._module.SILENT else "a wrong word"
-                    lines.append(f"rank {rank} has {what} from rank {peer} after {timeout_s:g} s")
-        if not lines:  # else a late word may still come, and must find its place
-            self.free(address)
-        return lines
-
 
 def join(settings: Settings, group: "dist.ProcessGroup | None", *, hosts: list[str], device: int | None, heap_bytes: int) -> World:
     """Return the world of the group's ranks: the one that there is, or a new one. Collective.

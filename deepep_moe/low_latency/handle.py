@@ -89,7 +89,7 @@ def row_sources(handle: LowLatencyHandle, sizes: Sizes) -> RowSources:
     """
     num_ranks, num_topk, num_max = sizes.num_ranks, sizes.num_topk, sizes.num_max_tokens_per_rank
     num_local, capacity, state = sizes.num_local_experts, sizes.num_ranks * sizes.num_max_tokens_per_rank, handle.state
-    first_count, _, first_row = _C.low_latency_handle_offsets(
+    first_count, _, first_row, _ = _C.low_latency_handle_offsets(
         num_ranks=num_ranks, num_experts=sizes.num_experts, num_topk=num_topk, hidden=sizes.hidden, num_max_tokens=num_max
     )  # behind a rank's number of tokens nothing was written
     counts = state[first_count : first_count + 4 * num_ranks].view(torch.int32)

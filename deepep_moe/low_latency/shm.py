@@ -1,22 +1,21 @@
-"""Backend `shm` of low latency: processes of one host, CPU tensors. Calls are those of csrc/runtime/shm, their rows `shm_rows`."""
+"""Backend `shm` of low latency: processes of one host, CPU tensors. Its calls are `shm_calls`, their rows `shm_rows`."""
 
 import os
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deepep_moe import _C
 from deepep_moe.device import DTYPES
-from deepep_moe.errors import BufferDestroyedError, EPError
 from deepep_moe.event import Event
 from deepep_moe.group.settings import Settings
 from deepep_moe.host_pool import HostPool
 from deepep_moe.library import unwatched
-from deepep_moe.low_latency.base import DESTROYED, LowLatencyBackend, native_settings
+from deepep_moe.low_latency.base import LowLatencyBackend
 from deepep_moe.low_latency.checks import num_scale_columns
-from deepep_moe.low_latency.shm_rows import Areas, CombineRows, DispatchRows
+from deepep_moe.low_latency.shm_calls import Rows, ShmCalls, What
+from deepep_moe.low_latency.shm_rows import CombineRows, DispatchRows
 from deepep_moe.worker import Worker
 
 
@@ -43,11 +42,10 @@ class ShmLowLatencyBackend(LowLatencyBackend):
 
     name = "shm"
     device = torch.device("cpu")
-    _native: _C.ShmLowLatency
+    _native: ShmCalls
 
     def __init__(self, settings: Settings, mask_stalled: bool):
-        super().__init__(settings, _C.ShmLowLatency(**native_settings(settings, mask_stalled)))
-        self._areas = Areas(self._native, settings)
+        super().__init__(settings, ShmCalls(settings, mask_stalled))
         self._worker: Worker | None = None
         self._pool = HostPool()
 
@@ -55,11 +53,10 @@ class ShmLowLatencyBackend(LowLatencyBackend):
         return self._pool.empty(shape, dtype)
 
     def address(self) -> tuple[str, int]:
-        """What peers need to open this rank's shared memory: its path and this process's id."""
-        return self._native.path, os.getpid()
+        return self._native.address()
 
     def connect(self, addresses: list[tuple[str, int]]) -> None:
-        self._native.connect([path for path, _ in addresses], [pid for _, pid in addresses])
+        self._native.connect(addresses)
 
     def disconnect(self) -> None:
         """Mappings end with the backend: each keeps the memory."""
@@ -85,9 +82,9 @@ class ShmLowLatencyBackend(LowLatencyBackend):
         recv_x, scales, counts, state = self._receive_buffers(x.dtype, fp8, scale_format)
         is_rounded = scale_format == "ue8m0"
         with unwatched(), torch.inference_mode():
-            rows = DispatchRows(self._areas, x, topk_idx, topk_weights, state, recv_x, scales, counts, self._statistics, is_rounded)
-        what = DTYPES[x.dtype], scales is not None, is_rounded, topk_weights is not None, len(x)
-        event = self._run("dispatch", (rows, *what), async_op, return_hook)
+            rows = DispatchRows(self._native, x, topk_idx, topk_weights, state, recv_x, scales, counts, self._statistics, is_rounded)
+        what = What(False, DTYPES[x.dtype], scales is not None, is_rounded, topk_weights is not None)
+        event = self._run(rows, what, len(x), async_op, return_hook)
         return Received(len(x), recv_x, scales, counts, state, event)
 
     def combine(
@@ -96,10 +93,10 @@ class ShmLowLatencyBackend(LowLatencyBackend):
     ) -> Combined:  # fmt: skip
         fp8, combined_x = wire == "fp8", self.empty((num_tokens, self.settings.hidden), x.dtype) if out is None else out
         with unwatched(), torch.inference_mode():
-            rows = CombineRows(self._areas, x, state, topk_weights, combined_x, fp8)
+            rows = CombineRows(self._native, x, state, topk_weights, combined_x, fp8)
             last_bits = int(state[:8].view(torch.int64)) & 0xFFFF  # of the number of its dispatch
-        what = DTYPES[x.dtype], fp8, False, topk_weights is not None, last_bits
-        return Combined(combined_x, self._run("combine", (rows, *what), async_op, return_hook))
+        what = What(True, DTYPES[x.dtype], fp8, False, topk_weights is not None)
+        return Combined(combined_x, self._run(rows, what, last_bits, async_op, return_hook))
 
     def event(self, made: Received | Combined) -> Event:
         assert made.event is not None
@@ -117,24 +114,18 @@ class ShmLowLatencyBackend(LowLatencyBackend):
         with torch.inference_mode(False):  # in which PyTorch counts no changes
             return recv_x, scales, counts, self.empty((self.handle_bytes,), torch.uint8)
 
-    def _run(self, operation: str, arguments: tuple[Any, ...], async_op: bool, return_hook: bool) -> Event | None:
+    def _run(self, rows: Rows, what: What, value: int, async_op: bool, return_hook: bool) -> Event | None:
         """Receive now, with the event's wait, or on a thread. All that both halves need is made: what fails later loses the call."""
-        move = partial(self._move, operation, *arguments, self._wait_ns)
+        calls, wait_ns = self._native, self._wait_ns
         if not (async_op or return_hook):
-            move(True, True)
+            calls.run(rows, what, value, wait_ns)
             return None
+        receive = partial(calls.receive, rows, what, wait_ns)
         if return_hook:
-            move(True, False)
-            return Event(second_half=partial(move, False, True))
+            return Event(second_half=partial(receive, calls.send(rows, what, value, wait_ns)))
         if self._worker is None:
             self._worker = Worker()
-        move(True, False)
-        return Event(self._worker.submit(move, False, True))
-
-    def _move(self, operation: str, *arguments: Any) -> None:
-        if self._native is None:
-            raise BufferDestroyedError(DESTROYED)
-        getattr(self._native, operation)(*arguments)
+        return Event(self._worker.submit(receive, calls.send(rows, what, value, wait_ns)))
 
     def mask(self, rank: int, masked: bool) -> None:
         self._native.mask(rank, masked)
@@ -147,10 +138,14 @@ class ShmLowLatencyBackend(LowLatencyBackend):
         return bool(min(state[16 : 16 + 4 * self.settings.num_ranks].view(torch.int32).tolist()) < 0)
 
     def is_untold(self, error: BaseException, num_calls: int) -> bool:
-        """Native code tells why it refuses a call, and not what a signal's handler or PyTorch has raised, of whatever class."""
+        """The peers know what has ended the half that sends, and each call's own errors; not what a signal's handler or PyTorch has raised
+        while it was received."""
         if self._native is None or self.num_calls() == num_calls:  # another thread has destroyed the buffer, or the call has no number
             return super().is_untold(error, num_calls)
-        return self._native.is_interrupted(num_calls + 1) or not isinstance(error, (EPError, ValueError))
+        return getattr(error, "known_in_call", 0) != num_calls + 1
+
+    def check(self) -> None:
+        """Do nothing: each call raises its own failure."""
 
     def refuse(self, reason: str) -> None:
         self._native.refuse(reason)
@@ -158,5 +153,6 @@ class ShmLowLatencyBackend(LowLatencyBackend):
     def destroy(self) -> None:
         if self._worker is not None and os.getpid() == self.process_id:
             self._worker.finish()
-        self._areas.close()
+        if self._native is not None:
+            self._native.destroy()
         super().destroy()

@@ -1,79 +1,31 @@
 """The rows of low-latency calls on CPUs: what a rank writes for its peers, and what it makes of what they have written.
 
-The results are those of `deepep_moe.reference.low_latency`. Native code tells when something may be written and read, and waits.
+The results are those of `deepep_moe.reference.low_latency`. `shm_calls` says when something may be written and read, and waits.
 """
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.group.settings import Settings
 from deepep_moe.library import unwatched
-from deepep_moe.low_latency.base import DESTROYED
+from deepep_moe.low_latency.shm_calls import Rows, ShmCalls, handle_offsets, members
 from deepep_moe.ops import ue8m0
 from deepep_moe.ops.quant import FP8, dequantize_fp8, next_powers_of_two, quantize_fp8
+from deepep_moe.ops.routing import refuse_bad_routing
 
 _CPU = torch.device("cpu")  # whatever the caller's default device is
-
-
-class ArgumentError(ValueError):
-    """Bad values of an argument. The caller gets a ValueError, and native code tells the peers."""
-
-
-class Area(NamedTuple):
-    """One rank's part of the memory of another, for one call."""
-
-    experts: Tensor
-    """[num_max_tokens, num_topk] int32, -1 for no expert."""
-    weights: Tensor
-    """[num_max_tokens, num_topk] fp32."""
-    slots: Tensor
-    """[num_max_tokens, slot_bytes] uint8: the rows."""
-
-
-class Areas:
-    """The memory of all ranks that their peers write to, until it is closed."""
-
-    def __init__(self, native: Any, settings: Settings):
-        self.settings = settings
-        self.counting = threading.RLock()
-        """Held while rows are counted: two threads may receive, and so may a signal's handler of one that does."""
-        self._slots, self._slot_bytes = native.slots, native.slot_bytes
-        self._area: Callable[[int, int, int], memoryview] = native.area
-
-    def close(self) -> None:
-        """Let go of the memory, whatever still refers to this: peers learn that a buffer was destroyed once it is freed."""
-        self._area = _destroyed_area
-
-    def of(self, owner: int, source: int, number: int) -> Area:
-        """Return what `source` writes for call `number` into the memory of `owner`."""
-        s = self.settings
-        memory = torch.frombuffer(self._area(owner, source, number), dtype=torch.uint8)
-        num_bytes = 4 * s.num_max_tokens_per_rank * s.num_topk
-        shape = (s.num_max_tokens_per_rank, s.num_topk)
-        experts = memory[:num_bytes].view(torch.int32).view(shape)
-        weights = memory[num_bytes : 2 * num_bytes].view(torch.float32).view(shape)
-        return Area(experts, weights, memory[self._slots :].view(s.num_max_tokens_per_rank, self._slot_bytes))
-
-
-def _destroyed_area(*_: int) -> memoryview:
-    raise BufferDestroyedError(DESTROYED)
 
 
 class State:
     """Views of a handle's memory, which LowLatencyHandleLayout describes. PyTorch does not count changes made through them."""
 
     def __init__(self, state: Tensor, s: Settings):
-        first_count, first_mask, first_row = _C.low_latency_handle_offsets(
-            num_ranks=s.num_ranks, num_experts=s.num_experts, num_topk=s.num_topk, hidden=s.hidden,
-            num_max_tokens=s.num_max_tokens_per_rank,
-        )  # fmt: skip
+        first_count, first_mask, first_row, _ = handle_offsets(s)
         memory = state.data
         num_tokens, num_lanes = s.num_max_tokens_per_rank, s.num_ranks * s.num_max_tokens_per_rank * s.num_topk
         rows = memory[first_row : first_row + 8 * num_lanes]
@@ -86,7 +38,7 @@ class State:
 
 
 def _unwatched(move: Callable[..., None]) -> Callable[..., None]:
-    """Let nobody see what `move` does, which native code calls in the middle of a call."""
+    """Let nobody see what `move` does in the middle of a call."""
 
     @wraps(move)
     def move_unwatched(*args: Any) -> None:
@@ -96,27 +48,22 @@ def _unwatched(move: Callable[..., None]) -> Callable[..., None]:
     return move_unwatched
 
 
-class DispatchRows:
+class DispatchRows(Rows):
     """The rows of one dispatch of this rank."""
 
-    argument_error = ArgumentError
-    number = 0
-    """The number of the call, once it is sent."""
-
     def __init__(
-        self, areas: Areas, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, state: Tensor, recv_x: Tensor,
+        self, calls: ShmCalls, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, state: Tensor, recv_x: Tensor,
         recv_x_scales: Tensor | None, counts: Tensor, statistics: Tensor, is_rounded: bool,
     ):  # fmt: skip
-        self._areas, self._s = areas, areas.settings
+        self._calls, self._s = calls, calls.settings
         self._x, self._topk_idx, self._topk_weights, self._is_rounded = x, topk_idx, topk_weights, is_rounded
         self._state = State(state, self._s)
         self._recv_x, self._recv_x_scales, self._counts, self._statistics = recv_x, recv_x_scales, counts, statistics
 
     @_unwatched
     def write(self, number: int, ranks: int) -> None:
-        self.number = number
         s, state = self._s, self._state
-        check_routing(self._topk_idx, s.num_experts)
+        refuse_bad_routing(self._topk_idx, s.num_experts)
         state.number.fill_(number)
         state.num_tokens.fill_(-1)
         num_tokens, rows = len(self._x), self._rows_on_their_way()
@@ -129,7 +76,7 @@ class DispatchRows:
             else:
                 self._statistics[-1] += goes.sum()
         for rank in members(ranks):
-            area = self._areas.of(rank, s.rank, number)
+            area = self._calls.area(rank, s.rank, number)
             area.experts[:num_tokens] = self._topk_idx
             area.weights[:num_tokens] = 1.0 if self._topk_weights is None else self._topk_weights
             area.slots[:num_tokens, : rows.shape[1]] = rows
@@ -146,7 +93,7 @@ class DispatchRows:
     def read(self, number: int, entered: int, arrived: int, values: list[int]) -> None:
         s, state = self._s, self._state
         num_local, capacity = s.num_local_experts, s.num_ranks * s.num_max_tokens_per_rank
-        areas = {source: self._areas.of(s.rank, source, number) for source in members(entered)}
+        areas = {source: self._calls.area(s.rank, source, number) for source in members(entered)}
         local = torch.full(state.rows.shape, -1, dtype=torch.int64, device=_CPU)
         for source, area in areas.items():
             local[source, : values[source]] = area.experts[: values[source]].long() - s.rank * num_local
@@ -159,7 +106,7 @@ class DispatchRows:
         state.rows.copy_(torch.where(is_here, local * capacity + places, -1))
         num_rows = chosen[:, :num_local].sum(0)
         self._counts.copy_(num_rows)
-        with self._areas.counting:
+        with self._calls.counting:
             self._statistics[:num_local] += num_rows
         for source, area in areas.items():
             tokens, lanes = is_here[source].nonzero(as_tuple=True)
@@ -175,26 +122,21 @@ class DispatchRows:
             self._recv_x_scales.view(torch.int32)[experts, places] = words[tokens]
 
 
-class CombineRows:
+class CombineRows(Rows):
     """The rows of one combine of this rank."""
 
-    argument_error = ArgumentError
-    number = 0
-    """The number of the call, once it is sent."""
-
-    def __init__(self, areas: Areas, x: Tensor, state: Tensor, topk_weights: Tensor | None, combined_x: Tensor, fp8: bool):
-        self._areas, self._s, self._fp8 = areas, areas.settings, fp8
+    def __init__(self, calls: ShmCalls, x: Tensor, state: Tensor, topk_weights: Tensor | None, combined_x: Tensor, fp8: bool):
+        self._calls, self._s, self._fp8 = calls, calls.settings, fp8
         self._x, self._topk_weights, self._combined_x = x, topk_weights, combined_x
         self._state = State(state, self._s)
 
     @_unwatched
     def write(self, number: int, ranks: int) -> None:
-        self.number = number
         self._check_state()
         if self._topk_weights is None:
             return self._write_sums(number, ranks)
         for rank in members(ranks):
-            self._areas.of(rank, self._s.rank, number).weights[: len(self._topk_weights)] = self._topk_weights
+            self._calls.area(rank, self._s.rank, number).weights[: len(self._topk_weights)] = self._topk_weights
 
     @_unwatched
     def write_weighted(self, number: int, ranks: int) -> None:
@@ -204,18 +146,18 @@ class CombineRows:
         """PyTorch does not count every change of the handle's memory."""
         s, state = self._s, self._state
         if (state.num_tokens < 0).any():
-            raise ArgumentError("handle is of a dispatch that was not received; call its hook, or wait for its event, before combine")
+            raise ValueError("handle is of a dispatch that was not received; call its hook, or wait for its event, before combine")
         is_token = torch.arange(s.num_max_tokens_per_rank, device=_CPU) < state.num_tokens[:, None]
         most_rows = s.num_experts * s.num_max_tokens_per_rank
         is_out = (state.num_tokens > s.num_max_tokens_per_rank).any() or (state.rows.amax(2) >= most_rows)[is_token].any()
         if is_out or (state.rank_masks[: len(self._combined_x)] >> s.num_ranks != 0).any():
-            raise ArgumentError("the state of this handle was changed after its dispatch; dispatch again")
+            raise ValueError("the state of this handle was changed after its dispatch; dispatch again")
 
     def _write_sums(self, number: int, ranks: int) -> None:
         s, x = self._s, self._x.view(-1, self._s.hidden)
         for rank in members(ranks):
             num_tokens = int(self._state.num_tokens[rank])
-            weights = self._state.weights[rank] if self._topk_weights is None else self._areas.of(s.rank, rank, number).weights
+            weights = self._state.weights[rank] if self._topk_weights is None else self._calls.area(s.rank, rank, number).weights
             rows = self._state.rows[rank, :num_tokens].long()
             sums = torch.zeros((num_tokens, s.hidden), dtype=torch.float32, device=_CPU)
             for lane in range(s.num_topk):
@@ -224,7 +166,7 @@ class CombineRows:
             sent = (
                 torch.cat([part.view(torch.uint8) for part in quantize_fp8(sums)], 1) if self._fp8 else sums.to(x.dtype).view(torch.uint8)
             )
-            self._areas.of(rank, s.rank, number).slots[:num_tokens, : sent.shape[1]] = sent
+            self._calls.area(rank, s.rank, number).slots[:num_tokens, : sent.shape[1]] = sent
 
     @_unwatched
     def read(self, number: int, entered: int, arrived: int, values: list[int]) -> None:
@@ -233,7 +175,7 @@ class CombineRows:
         total = torch.zeros(out.shape, dtype=torch.float32, device=_CPU)
         for rank in members(arrived):
             tokens = (masks >> rank & 1).nonzero()[:, 0]
-            total[tokens] += self._values(self._areas.of(s.rank, rank, number).slots, tokens)
+            total[tokens] += self._values(self._calls.area(s.rank, rank, number).slots, tokens)
         out.copy_(total)
 
     def _values(self, slots: Tensor, tokens: Tensor) -> Tensor:
@@ -244,11 +186,6 @@ class CombineRows:
         return dequantize_fp8(y[tokens].view(FP8), scales.view(torch.float32)[tokens])
 
 
-def members(ranks: int) -> Iterator[int]:
-    """Yield the ranks whose bits are set."""
-    return (rank for rank in range(ranks.bit_length()) if ranks >> rank & 1)
-
-
 def quantize_low_latency(x: Tensor, is_rounded: bool) -> tuple[Tensor, Tensor]:
     """Return `x` as fp8 and its scales, rounded up to powers of two if so: then a block is divided by its scale."""
     y, scales = quantize_fp8(x)
@@ -257,19 +194,3 @@ def quantize_low_latency(x: Tensor, is_rounded: bool) -> tuple[Tensor, Tensor]:
     scales = next_powers_of_two(scales)
     y = (x.float() / scales.repeat_interleave(_C.SCALE_BLOCK, dim=1)).clamp(-448, 448)
     return y.to(FP8), scales
-
-
-def check_routing(topk_idx: Tensor, num_experts: int) -> None:
-    """Raise ArgumentError for the first token with an expert that does not exist, or the same one twice."""
-    ordered = topk_idx.sort(1).values
-    is_twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-    if not (is_twice.any() or (topk_idx < -1).any() or (topk_idx >= num_experts).any()):
-        return
-    for token, lanes in enumerate(topk_idx.tolist()):
-        for lane, expert in enumerate(lanes):
-            if not -1 <= expert < num_experts:
-                raise ArgumentError(f"topk_idx[{token}, {lane}] is {expert}; it must be -1 (no expert) or 0 to {num_experts - 1}")
-            if expert >= 0 and (first := lanes.index(expert)) < lane:
-                raise ArgumentError(
-                    f"topk_idx[{token}] names expert {expert} twice, in lanes {first} and {lane}; a token may choose an expert once"
-                )

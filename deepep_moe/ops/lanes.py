@@ -1,4 +1,5 @@
-"""Convert dense routing (a map of chosen experts with values) to lanes of top-k and back, and count lanes: one kernel each."""
+"""Convert dense routing (a map of chosen experts with values) to lanes of top-k and back, and count lanes: one kernel each on GPUs,
+operators of PyTorch elsewhere."""
 
 from typing import Any
 
@@ -25,7 +26,7 @@ def lanes_of_map(routing_map: Tensor, values: Tensor | None, num_topk: int) -> t
         topk_idx [num_tokens, num_topk] int64, a token's experts ascending, then -1; and their values [num_tokens, num_topk] fp32, 0 in
         lanes without an expert, or None.
     """
-    if is_watched((routing_map, values)) or not _is_served(routing_map):  # by operators, with the same values
+    if is_watched((routing_map, values)) or not _has_kernels(routing_map):
         topk_idx = topk_from_map(routing_map.bool(), num_topk)
         return topk_idx, None if values is None else weights_at(values, topk_idx)
     num_tokens, routing_map = routing_map.shape[0], routing_map.bool()
@@ -43,7 +44,7 @@ def dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, num_experts: int) -> T
     topk_idx: [num_tokens, num_topk] int64; -1 and any other invalid index = no expert. Without gradient.
     """
     is_differentiated = needs_gradients((topk_values,))  # a backward, once more
-    if is_differentiated or is_watched((topk_idx, topk_values)) or not _is_served(topk_idx):
+    if is_differentiated or is_watched((topk_idx, topk_values)) or not _has_kernels(topk_idx):
         dense = topk_values.new_zeros(topk_idx.shape[0], num_experts + 1)
         columns = torch.where(topk_idx < num_experts, topk_idx, -1) + 1
         return dense.scatter_(1, columns, topk_values)[:, 1:].contiguous()  # lanes without an expert write column 0, which goes
@@ -65,7 +66,7 @@ def count_lanes(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Ten
     """
     counts = torch.zeros(num_ranks + num_experts, dtype=torch.int32, device=topk_idx.device)
     is_token_in_rank = torch.empty(topk_idx.shape[0], num_ranks, dtype=torch.bool, device=topk_idx.device)
-    if not is_watched((topk_idx,)) and _is_served(topk_idx):
+    if not is_watched((topk_idx,)) and _has_kernels(topk_idx):
         _run("count_lanes", readable(topk_idx), counts, is_token_in_rank)
     else:
         columns = torch.where(topk_idx < num_experts, topk_idx, -1).clamp(min=-1).long() + 1
@@ -96,7 +97,7 @@ class LanesOfMap(torch.autograd.Function):
 
 
 def topk_from_map(routing_map: Tensor, num_topk: int) -> Tensor:
-    """Return topk_idx of `lanes_of_map` with PyTorch's operators, for GPU tensors in a build without GPU kernels."""
+    """Return topk_idx of `lanes_of_map` with PyTorch's operators."""
     num_experts = routing_map.shape[1]
     # Chosen experts get distinct positive keys, larger for lower experts, and the rest get 0. So top-k has one answer, in ascending order.
     keys = routing_map * torch.arange(num_experts, 0, -1, device=routing_map.device)
@@ -112,16 +113,13 @@ def weights_at(probs: Tensor, topk_idx: Tensor) -> Tensor:
     return probs.gather(1, topk_idx.clamp(0, probs.shape[1] - 1)).float().masked_fill(topk_idx < 0, 0.0)
 
 
-def _is_served(tensor: Tensor) -> bool:
-    return not is_gpu(tensor.device) or hasattr(_C, "gpu_lanes_of_map")
+def _has_kernels(tensor: Tensor) -> bool:
+    return is_gpu(tensor.device) and hasattr(_C, "gpu_lanes_of_map")
 
 
 def _run(name: str, *tensors: Tensor | None) -> None:
-    """Run the conversion `name` where the first of `tensors` lies."""
+    """Run the kernel `name` where the first of `tensors` lies."""
     first = tensors[0]
     assert first is not None
-    if not is_gpu(first.device):
-        getattr(_C, name)(*tensors)
-        return
     with on_device(first):
         getattr(_C, f"gpu_{name}")(*tensors, current_stream(first.device))

@@ -177,19 +177,6 @@ def test_symmetric_memory(rank, num_ranks):
     assert last in module.sizes and second not in module.sizes and third not in module.sizes
 
 
-@on_ranks(3)
-def test_links(rank, num_ranks):
-    module = FakeNvshmem()
-    world = join(rank, num_ranks, module)
-    assert world.check_links() == []
-    module.silent = (0,) if rank == 0 else ()  # PE 0 is the last rank
-    assert world.check_links(2.0) == ["rank 0 has no word from rank 2 after 2 s"]
-    kept = world.allocate(8)
-    assert sorted(module.sizes.values()) == [8, module.link_bytes(num_ranks)] and kept in module.sizes  # a late word finds its place
-    module.check_links = lambda address, timeout_s: (_ for _ in ()).throw(RuntimeError("launch of ping failed"))
-    refused_by_all(rank, num_ranks, "on ranks 0, 1, 2: launch of ping failed", world.check_links)
-
-
 # ---- the module ----
 
 
@@ -243,7 +230,7 @@ def test_real_calls_too_early(rank):
     """NVSHMEM itself ends the process for each of these."""
     module = real_module()
     assert module.version_built()[:2] == module.version_found()[:2] and module.status() == 0
-    for name, arguments in (("my_pe", ()), ("num_pes", ()), ("allocate", (8,)), ("free", (8,)), ("barrier", ()), ("check_links", (8, 1.0))):
+    for name, arguments in (("my_pe", ()), ("num_pes", ()), ("allocate", (8,)), ("free", (8,))):
         with pytest.raises(RuntimeError, match=f"{name} needs an initialized NVSHMEM, and its status is 0; call init first"):
             getattr(module, name)(*arguments)
     with pytest.raises(RuntimeError, match="attach needs an initialized NVSHMEM"):
@@ -295,8 +282,6 @@ def test_real_world(rank, num_ranks):
     torch.cuda.set_device(device)
     world = join_really(rank, num_ranks, timeout_s=120.0, device=device, heap_bytes=1 << 28)
     assert sorted(world.pe_of) == list(range(num_ranks)) and world.pe_of[rank] == real_module().my_pe()
-    for _ in range(3):  # in memory that was used before
-        assert world.check_links() == []
     again = join_really(rank, num_ranks, dist.new_group(backend="gloo"), 120.0, device)
     assert again.pe_of == world.pe_of and again.variables == {} and world.variables["NVSHMEM_REMOTE_TRANSPORT"] == "none"
     with pytest.raises(BackendUnavailableError, match=r"on ranks? 0.*: NVSHMEM's symmetric heap has no \d+ bytes left"):

@@ -259,7 +259,7 @@ def test_calls_from_a_handler(rank):
         partial(buffer.dispatch, x, idx), partial(buffer.dispatch, x, idx, return_hook=True), partial(buffer.dispatch, x, idx + 9),
         partial(buffer.refuse, ValueError("of a handler")), partial(buffer.mask_rank, 1 - rank), buffer.rejoin,
     )  # fmt: skip
-    own, refused = shm_rows.check_routing, []
+    own, refused = shm_rows.refuse_bad_routing, []
 
     def handle(*_):
         for call in calls:
@@ -272,7 +272,7 @@ def test_calls_from_a_handler(rank):
         own(*arguments)
 
     signal.signal(signal.SIGALRM, handle)
-    with mock.patch.object(shm_rows, "check_routing", interrupts) if rank == 0 else nullcontext():
+    with mock.patch.object(shm_rows, "refuse_bad_routing", interrupts) if rank == 0 else nullcontext():
         check_usable(buffer, x, idx)
     assert len(refused) == (len(calls) if rank == 0 else 0)
     check_usable(buffer, x, idx)

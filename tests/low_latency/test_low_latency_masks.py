@@ -270,12 +270,12 @@ def test_returns_that_fail(rank):
 
 
 def layout(case):
-    """Offsets of csrc/common/low_latency.h and csrc/runtime/shm/low_latency.h."""
+    """Offsets of deepep_moe/low_latency/shm_calls."""
     ranks = case.num_ranks
     turns = -(-(16 * ranks + 4 * 240 * ranks) // 128) * 128
-    arrived = -(-(8 * ranks + 8 * case.num_experts) // 128) * 128
+    arrived = 8 * ranks
     area_bytes = -(-8 * case.max_tokens * case.num_topk // 128) * 128 + case.max_tokens * -(-4 * case.hidden // 128) * 128
-    turn_bytes = arrived + -(-8 * ranks // 128) * 128 + ranks * area_bytes
+    turn_bytes = -(-16 * ranks // 128) * 128 + ranks * area_bytes
     return turns, arrived, turn_bytes, turns + 4 * turn_bytes
 
 

@@ -11,13 +11,11 @@ FIRST_ADDRESS = 1 << 40
 
 
 class FakeNvshmem:
-    ARRIVED, SILENT, WRONG = 0, 1, 2
-
     def __init__(self, *, built=(3, 4, 5), found=(3, 4, 5), status=0, pe=-1, num_pes=0, heap_bytes=1 << 20):
         self.built, self.found, self.now, self.pe, self.num = built, found, status, pe, num_pes
         self.gpu_bytes = 1 << 40
         self.heap_bytes, self.sizes, self.calls, self.next_address = heap_bytes, {}, [], FIRST_ADDRESS
-        self.init_error, self.init_takes_s, self.pe_after_init, self.silent = None, 0.0, None, ()
+        self.init_error, self.init_takes_s, self.pe_after_init = None, 0.0, None
 
     def version_built(self):
         return self.built
@@ -70,13 +68,6 @@ class FakeNvshmem:
     def quiet(self, timeout_s):
         self.calls.append("quiet")
         return True
-
-    def link_bytes(self, num_pes):
-        return 24 * num_pes
-
-    def check_links(self, address, timeout_s):
-        assert address in self.sizes
-        return [self.SILENT if pe in self.silent else self.ARRIVED for pe in range(self.num)]
 
 
 def join(rank, num_ranks, module, *, group=None, timeout_s=60.0, hosts=None, device=0, heap_bytes=1 << 20):

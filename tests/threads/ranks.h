@@ -121,7 +121,6 @@ struct Tokens {
 };
 
 void run_exchange();
-void run_low_latency();
 void run_failures();
 
 }  // namespace deepep_moe

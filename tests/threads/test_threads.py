@@ -8,4 +8,4 @@ import rank_threads
 @pytest.mark.timeout(3600)  # compiles the CPU library
 def test_ranks_as_threads():
     result = rank_threads.run()
-    assert result.returncode == 0 and result.stdout.count("is right") == 3, result.stdout[-20000:]
+    assert result.returncode == 0 and result.stdout.count("is right") == 2, result.stdout[-20000:]

@@ -238,7 +238,6 @@ void bind_gpu(py::module_& m) {
         .def("free", &NvlinkExchange::free, Released())
         .def("resume", &NvlinkExchange::resume, Released())
         .def("leak", [](const py::object& self) { self.inc_ref(); })
-        .def("copy_block", &NvlinkExchange::copy_block, py::arg("peer"), py::arg("bytes"), py::arg("stream"), Released())
         .def("refuse", &NvlinkExchange::refuse, py::arg("reason"), py::arg("cause"), py::arg("stream"), Released())
         .def("settle", &NvlinkExchange::settle, Released())
         .def("check", &NvlinkExchange::check, Released())

@@ -421,14 +421,6 @@ int NvlinkExchange::num_tiles(int64_t row_bytes) const {
 // Whether a kernel may start while the plan runs. Not in a graph: the kernel waits for the plan's number, and each replay has the same.
 bool NvlinkExchange::follows_plan(cudaStream_t stream) const { return has_early_launch_ && !is_capturing(stream); }
 
-void NvlinkExchange::copy_block(int peer, int64_t bytes, uintptr_t stream) {
-    if (peer == rank_ || bytes > layout_.box_bytes)
-        throw std::invalid_argument("a block to rank " + std::to_string(peer) + " of " + std::to_string(bytes) +
-                                    " bytes; the workspace has room for " + std::to_string(layout_.box_bytes) + " to another rank");
-    const DeviceGuard guard(device_);
-    check_cuda(cudaMemcpyAsync(inbox_of(peer), outbox_for(peer), bytes, cudaMemcpyDeviceToDevice, as_stream(stream)), "cudaMemcpyAsync");
-}
-
 // This rank's slots in the memory of `peer`, and the slots for `peer` in this rank's memory.
 std::byte* NvlinkExchange::inbox_of(int peer) const { return memory_.of(peer) + layout_.inbox_of(peer, rank_); }
 std::byte* NvlinkExchange::outbox_for(int peer) const { return memory_.of(rank_) + layout_.outbox_of(rank_, peer); }

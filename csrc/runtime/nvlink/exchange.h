@@ -86,8 +86,6 @@ public:
     void check_untold();
     bool has_failed() const { return deepep_moe::has_failed(host_->failure) || !is_told_; }  // `check` or `check_untold` would throw
     bool is_void() const { return void_plan_ == num_plans_; }  // a kernel's failure in the last call has been thrown
-    // Copy workspace bytes of any content to a peer, between calls, to measure the link in benchmarks.
-    void copy_block(int peer, int64_t bytes, uintptr_t stream);
 
 private:
     class Step;  // the time in which one thread makes a call

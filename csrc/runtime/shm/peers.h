@@ -16,6 +16,7 @@ public:
     HostPeers(int num_ranks, int rank, size_t segment_bytes);  // this rank's segment only
 
     std::string path() const { return own_.path(); }
+    size_t segment_bytes() const { return segment_bytes_; }
     // Maps the segments of all ranks; `paths[r]`, `pids[r]` of rank r.
     void connect(const std::vector<std::string>& paths, const std::vector<int>& pids);
     void seal() { own_.hide(); }                                                                      // once all ranks are connected

@@ -77,12 +77,6 @@ class Rows:
     recv_topk_weights: Tensor | None
     grad_weights: Tensor | None = None  # [num_rows] fp32, with `RowScaling`
 
-    def shrink(self, num_rows: int) -> None:
-        """Keep only the first rows, in place. Autograd would refuse in-place operations on views."""
-        for tensor in (self.recv_x, self.recv_x_scales, self.recv_topk_weights):
-            if tensor is not None and tensor.shape[0] > num_rows:
-                tensor.resize_(num_rows, *tensor.shape[1:])
-
 
 class InFlight(Protocol):
     """The unfinished part of a call that runs on a GPU (`_torch.InFlight`)."""
@@ -111,8 +105,11 @@ class Capabilities:
     """Columns of `DispatchHandle.recv_counts`."""
 
 
-class Backend(Suspendable, Protocol):
-    """One way to move rows. Every method is collective over the buffer's group, in the same order on every rank."""
+class Backend(Suspendable):
+    """One way to move rows. Every method is collective over the buffer's group, in the same order on every rank.
+
+    Methods that do nothing here are for backends of GPUs, whose calls go on when they have returned.
+    """
 
     name: str
     capabilities: Capabilities
@@ -123,61 +120,64 @@ class Backend(Suspendable, Protocol):
     @property
     def num_calls(self) -> int:
         """How many calls this rank has entered or refused."""
-        ...
+        raise NotImplementedError
 
     def limit_sms(self, max_sms: int) -> None:
-        """Let a call take at most `max_sms` SMs. CPU backends ignore it."""
-        ...
+        """Let a call take at most `max_sms` SMs."""
 
     def allow_excess(self) -> None:
         """Report no error for rows beyond `num_recv_rows` if the host would learn of them only after the dispatch."""
-        ...
 
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
         """Exchange counts and allocate the results."""
-        ...
+        raise NotImplementedError
 
-    def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]: ...
+    def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
+        raise NotImplementedError
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
         """Return combined_x [num_tokens, hidden], gradients of topk_weights [num_tokens, num_topk] if `args` has some, and the move."""
-        ...
+        raise NotImplementedError
 
     def native_calls(self, number: int, mode: Mode) -> Any:
         """Return the `_torch.Calls` that makes the GPU calls of buffer `number` in `mode`; None if Python makes them."""
-        ...
+        return None
 
     def recorded(self, x: Tensor) -> Recorded | None:
         """Return the event that ends the asynchronous call of `x` just made; None if it runs on no stream or is `InFlight`."""
-        ...
+        return None
+
+    def check(self) -> None:
+        """Raise the failure that an earlier call has reported, if any. On CPUs each call raises its own."""
 
     def take_failure(self) -> Exception | None:
         """Return the failure that an earlier call has reported. The caller raises it after the present call, so that ranks stay in step.
 
         Raises EPTimeoutError if a peer may be gone, and EPCapacityError if other nodes do not know of it. The caller then refuses the
         present call."""
-        ...
+        return None
 
     def refuse(self, message: str, cause: Cause = Cause.OTHER) -> None:
         """Tell the peers that this rank does not make its next call, in which they are or will be."""
-        ...
+        raise NotImplementedError
 
     def abandon(self, message: str) -> None:
         """Tell the peers that this rank cannot finish the call that it entered last. Peers that already have its rows learn it in their
         next call."""
-        ...
+        raise NotImplementedError
 
     def check_usable(self) -> None:
         """Raise EPError if the buffer cannot be used any more and only a new Buffer helps."""
-        ...
 
     def settle(self) -> int:
         """Wait for this rank's calls in flight, forget failures, and return how many calls it has entered or refused. Not collective.
 
         Raises the error of `check_usable`."""
-        ...
+        self.check_usable()
+        return self.num_calls
 
-    def destroy(self) -> None: ...
+    def destroy(self) -> None:
+        raise NotImplementedError
 
 
 def tell_peers(backend: Backend, error: BaseException, has_entered: bool) -> None:

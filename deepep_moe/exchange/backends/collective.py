@@ -18,7 +18,7 @@ from torch import Tensor
 from deepep_moe import _C
 from deepep_moe.device import DTYPE_NAMES
 from deepep_moe.errors import Cause, EPCapacityError, EPError, EPMismatchError, EPPeerError, EPTimeoutError, told
-from deepep_moe.exchange.backends.base import LAYOUTS, CachedDispatchArgs, Capabilities, CombineArgs, DispatchArgs, Mode, Move, Rows
+from deepep_moe.exchange.backends.base import LAYOUTS, Backend, CachedDispatchArgs, Capabilities, CombineArgs, DispatchArgs, Move, Rows
 from deepep_moe.exchange.backends.entry import NUM_FIELDS, Entry, find_difference
 from deepep_moe.exchange.backends.two_hops import Step, Steps, Sums, TwoHops, picked
 from deepep_moe.exchange.handle import DispatchHandle, padded
@@ -40,8 +40,8 @@ def _at_once(step: Step) -> Steps[list[Tensor]]:
     return (yield step)
 
 
-class CollectiveBackend:
-    """Implements `deepep_moe.exchange.backends.base.Backend` over `group` (None: a single rank)."""
+class CollectiveBackend(Backend):
+    """The ranks of `group` (None: a single rank)."""
 
     name = "collective"
     capabilities = Capabilities(device_types=("cpu", "cuda"))  # no thread: the caller may be using the group at the same time
@@ -57,16 +57,17 @@ class CollectiveBackend:
         self._num_nodes = settings.num_ranks // settings.ranks_per_node
         host = peers[settings.rank].host
         self._neighbours = {rank: _C.running(peer.process_id) for rank, peer in enumerate(peers) if peer.host == host}
-        self.num_calls = 0
+        self._num_calls = 0
         # After an interrupt, `abandon` runs what is left of the last call: its entry, then the exchange of rows that peers wait for.
         self._arriving: Callable[[], object] | None = None
         self._owed: Callable[[], object] | None = None
         self._broken: str | None = None  # why the group's messages are out of step, for good
 
-    # ---- the three operations ----
+    @property
+    def num_calls(self) -> int:
+        return self._num_calls
 
-    def limit_sms(self, max_sms: int) -> None:
-        pass
+    # ---- the three operations ----
 
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
         s, topk_idx = self.settings, args.topk_idx
@@ -126,18 +127,12 @@ class CollectiveBackend:
 
         return combined_x, topk_weight_grads, move
 
-    def native_calls(self, number: int, mode: Mode) -> None:
-        """Return None: this backend's calls are made from Python."""
-
     def recorded(self, x: Tensor) -> "torch.cuda.Event | None":
         if not x.is_cuda:
             return None
         event = torch.cuda.Event()
         event.record()
         return event
-
-    def allow_excess(self) -> None:
-        """Do nothing: the host learns of excess rows before they are sent, and raises."""
 
     def address(self) -> None:
         """Return nothing: the group has the connections."""
@@ -169,12 +164,6 @@ class CollectiveBackend:
             if "does not support" not in str(error):
                 raise
 
-    def check(self) -> None:
-        """Do nothing: each call raises its own failure."""
-
-    def take_failure(self) -> None:
-        return None
-
     def refuse(self, message: str, cause: Cause = Cause.OTHER) -> None:
         entry = Entry(self._number, 0, 1 + cause, 0, 0, 0, 1, 0, -1, 0)
         with contextlib.suppress(EPPeerError):  # `_enter` raises this rank's own refusal too
@@ -195,10 +184,6 @@ class CollectiveBackend:
                 raise
         if self._broken is None:
             self.refuse(message)
-
-    def settle(self) -> int:
-        self.check_usable()
-        return self.num_calls
 
     def check_usable(self) -> None:
         if self._broken is not None:
@@ -414,7 +399,7 @@ class CollectiveBackend:
         is_alone = self.group is None or s.num_ranks == 1
         messages = None if is_alone else Exchange(vector, self.group, "entry into the call", s.timeout_s)  # type: ignore[arg-type]
         arrive = self._arriving = partial(self._arrive, own, vector, messages, owe)
-        self.num_calls += 1
+        self._num_calls += 1
         return arrive()
 
     def _arrive(

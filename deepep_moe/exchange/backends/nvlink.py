@@ -12,6 +12,7 @@ from deepep_moe import _C, device, torch_module
 from deepep_moe.device import call_stream, device_index
 from deepep_moe.errors import Cause, EPCapacityError, EPMismatchError, EPPeerError
 from deepep_moe.exchange.backends.base import (
+    Backend,
     CachedDispatchArgs,
     Capabilities,
     CombineArgs,
@@ -26,8 +27,8 @@ from deepep_moe.group.settings import Settings
 from deepep_moe.tuning import SETTINGS, Machine, Values
 
 
-class NvlinkBackend:
-    """Implements `deepep_moe.exchange.backends.base.Backend`. Work is enqueued on the caller's current stream, or beside it.
+class NvlinkBackend(Backend):
+    """Work is enqueued on the caller's current stream, or beside it.
 
     A dispatch starts before this rank knows how many rows it will receive. If the last two dispatches received about as many rows, it
     allocates a sixteenth more and `recv_x` is the first rows of that. Otherwise its kernels send while the host waits for the number. A
@@ -80,10 +81,6 @@ class NvlinkBackend:
 
     def limit_sms(self, max_sms: int) -> None:
         self._exchange.tuning.max_sms = max_sms
-
-    def copy_to(self, peer: int, num_bytes: int) -> None:
-        """Copy workspace memory to `peer` with a copy engine, on the current stream, between calls. Benchmarks measure the link with it."""
-        self._exchange.copy_block(peer, num_bytes, call_stream(self.device))
 
     def address(self) -> bytes:
         """The CUDA IPC handle of this rank's workspace."""
@@ -145,9 +142,6 @@ class NvlinkBackend:
         )  # fmt: skip
         return self._native
 
-    def recorded(self, x: Tensor) -> None:
-        """Return None: this backend's asynchronous calls are `InFlight`."""
-
     def allow_excess(self) -> None:
         self._exchange.allows_excess = True
 
@@ -176,9 +170,6 @@ class NvlinkBackend:
         it already."""
         if not self._exchange.is_void:
             self.refuse(message)
-
-    def check_usable(self) -> None:
-        """Do nothing: `settle` can forget every failure."""
 
     def settle(self) -> int:
         number = self._exchange.settle()

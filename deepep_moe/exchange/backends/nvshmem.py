@@ -12,7 +12,7 @@ from deepep_moe.group.settings import Settings
 
 
 class NvshmemBackend(NvlinkBackend):
-    """Implements `deepep_moe.exchange.backends.base.Backend`. Ranks of a node exchange rows as in `NvlinkBackend`; rows between nodes go
+    """Ranks of a node exchange rows as in `NvlinkBackend`; rows between nodes go
     through NVSHMEM's symmetric heap."""
 
     name = "nvshmem"

@@ -8,7 +8,7 @@ from torch import Tensor
 from deepep_moe import _C
 from deepep_moe.device import DTYPES
 from deepep_moe.errors import Cause
-from deepep_moe.exchange.backends.base import CachedDispatchArgs, Capabilities, CombineArgs, DispatchArgs, Mode, Move, Rows
+from deepep_moe.exchange.backends.base import Backend, CachedDispatchArgs, Capabilities, CombineArgs, DispatchArgs, Move, Rows
 from deepep_moe.exchange.handle import DispatchHandle, padded
 from deepep_moe.group.settings import Settings
 from deepep_moe.host_pool import HostPool
@@ -22,8 +22,8 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-class ShmBackend:
-    """Implements `deepep_moe.exchange.backends.base.Backend`. Construction is collective: see `connect`."""
+class ShmBackend(Backend):
+    """Construction is collective: see `connect`."""
 
     name = "shm"
     why_not_suspend: str = ""
@@ -75,9 +75,6 @@ class ShmBackend:
     @property
     def num_calls(self) -> int:
         return self._exchange.num_calls
-
-    def limit_sms(self, max_sms: int) -> None:
-        pass
 
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
         s, num_tokens = self.settings, args.topk_idx.shape[0]
@@ -137,32 +134,11 @@ class ShmBackend:
 
         return combined_x, topk_weight_grads, move
 
-    def native_calls(self, number: int, mode: Mode) -> None:
-        """Return None: this backend's calls are made from Python."""
-
-    def recorded(self, x: Tensor) -> None:
-        """Return None: asynchronous calls run on a thread."""
-
-    def allow_excess(self) -> None:
-        """Do nothing: the host learns of excess rows before they are sent, and raises."""
-
-    def check(self) -> None:
-        """Do nothing: each call raises its own failure."""
-
-    def take_failure(self) -> None:
-        return None
-
     def refuse(self, message: str, cause: Cause = Cause.OTHER) -> None:
         self._exchange.refuse(message, cause)
 
     def abandon(self, message: str) -> None:
         self._exchange.abandon(message)
-
-    def check_usable(self) -> None:
-        """Do nothing: `settle` can forget every failure."""
-
-    def settle(self) -> int:
-        return self.num_calls
 
     def destroy(self) -> None:
         del self._exchange  # tells the peers, unmaps

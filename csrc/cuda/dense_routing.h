@@ -1,4 +1,4 @@
-// Parameters of dense routing on CPUs and GPUs: a map of chosen experts with a number for each, converted to top-k entries and back, and
+// Parameters of dense routing on GPUs: a map of chosen experts with a number for each, converted to top-k entries and back, and
 // counts of top-k entries.
 #pragma once
 

@@ -1,0 +1,497 @@
+"""The ranks of one host and their low-latency calls: numbers, waits, refusals, masks. docs/design/low_latency.md has the protocol.
+
+One thread sends while others receive. The fate of a call decides when the call after next may be sent. Its turn may be overwritten only
+once all ranks are known to have entered it. A call that was received shows that; a call that failed or was refused does not.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepep_moe import _C
+from deepep_moe.errors import BufferDestroyedError, EPError, EPMismatchError, EPPeerError, EPTimeoutError, told
+from deepep_moe.group.settings import Settings
+from deepep_moe.library import unwatched
+from deepep_moe.low_latency.base import DESTROYED, NOT_RECEIVED
+
+_MAGIC = 0x64656570_4C4C0001  # plus the rank; stored in the rank's own word of `resumed`, which no peer writes
+_TURNS, _MAX_IN_FLIGHT, _REASON_BYTES = 4, 2, 240
+_VALUE_BITS, _NUMBER_BIT = 16, 24  # of a flag: number of its call | what the rank does in it | a value
+_VALUES = (1 << _VALUE_BITS) - 1
+_ROUNDS_PER_LOOK, _YIELDS, _NAP_S = 64, 256, 50e-6
+_HURRIED_S = 1.0
+_FROM_HANDLER = "a signal's handler calls the buffer whose call it interrupts; make the call once that one is over"
+
+
+class What(NamedTuple):
+    """The action of a rank in a call. All ranks must do the same."""
+
+    is_combine: bool
+    dtype: _C.DType
+    fp8: bool
+    is_rounded: bool
+    has_weights: bool
+
+    def packed(self) -> int:
+        return _C.low_latency_what(*self)
+
+
+class Rows:
+    """The rows of one call, in this rank's areas of the others' turns and in its own turn."""
+
+    def write(self, number: int, ranks: int) -> None:
+        """Write what `ranks`, a bit for each, read once this rank has entered the call. Raises ValueError for bad arguments."""
+        raise NotImplementedError
+
+    def write_weighted(self, number: int, ranks: int) -> None:
+        """Write the rows of a combine that brings weights, for ranks whose weights have come."""
+        raise NotImplementedError
+
+    def read(self, number: int, entered: int, arrived: int, values: list[int]) -> None:
+        """Read the rows. `values` are those of the ranks' flags. Ranks that `entered` and have not `arrived` were masked; they send no
+        rows."""
+        raise NotImplementedError
+
+
+class Fate(Enum):
+    OPEN = 0
+    FAILED = 1
+    """Or refused."""
+    HEARD = 2
+    """All ranks have entered the call."""
+
+
+class _Layout:
+    """Offsets in the memory of a rank, which its peers write. Only rank `source` writes word or area `source`.
+
+    resumed u64[num_ranks] | left u64[num_ranks] | reasons char[_TURNS][num_ranks][_REASON_BYTES] | turns, each:
+      entered u64[num_ranks] | arrived u64[num_ranks] | areas [num_ranks], each:
+        experts i32[num_max_tokens][num_topk] | weights f32[num_max_tokens][num_topk] | slots [num_max_tokens] of slot_bytes.
+    """
+
+    def __init__(self, s: Settings):
+        self._num_ranks = s.num_ranks
+        self.slots = _padded(8 * s.num_max_tokens_per_rank * s.num_topk)
+        self.slot_bytes = _padded(4 * s.hidden)
+        self.area_bytes = self.slots + s.num_max_tokens_per_rank * self.slot_bytes
+        self._turns = _padded((16 + _TURNS * _REASON_BYTES) * s.num_ranks)
+        self._areas = _padded(16 * s.num_ranks)
+        self._turn_bytes = self._areas + s.num_ranks * self.area_bytes
+        self.total_bytes = self._turns + _TURNS * self._turn_bytes
+
+    def resumed(self, source: int) -> int:
+        return 8 * source
+
+    def left(self, source: int) -> int:
+        return 8 * (self._num_ranks + source)
+
+    def reason(self, source: int, number: int) -> int:
+        """Each turn has its own, because a rank may refuse two calls before a peer reads the first reason."""
+        return 16 * self._num_ranks + _REASON_BYTES * (number % _TURNS * self._num_ranks + source)
+
+    def entered(self, source: int, number: int) -> int:
+        return self._turns + number % _TURNS * self._turn_bytes + 8 * source
+
+    def arrived(self, source: int, number: int) -> int:
+        """The flag of the rows."""
+        return self.entered(self._num_ranks + source, number)
+
+    def area(self, source: int, number: int) -> int:
+        return self._turns + number % _TURNS * self._turn_bytes + self._areas + source * self.area_bytes
+
+
+class Area(NamedTuple):
+    """One rank's part of the memory of another, for one call."""
+
+    experts: Tensor
+    """[num_max_tokens, num_topk] int32, -1 for no expert."""
+    weights: Tensor
+    """[num_max_tokens, num_topk] fp32."""
+    slots: Tensor
+    """[num_max_tokens, slot_bytes] uint8: the rows."""
+
+
+class ShmCalls:
+    """The calls of one rank. Calls after `destroy` raise BufferDestroyedError."""
+
+    def __init__(self, settings: Settings, mask_stalled: bool):
+        self.settings, self.mask_stalled = settings, mask_stalled
+        self.layout = _Layout(settings)
+        self.workspace_bytes = self.layout.total_bytes
+        *_, self.handle_bytes = handle_offsets(settings)
+        self._peers: _C.HostPeers | None = _C.HostPeers(settings.num_ranks, settings.rank, self.workspace_bytes)
+        self.num_calls = 0
+        """How many were sent or refused."""
+        self.masks = 0
+        self.counting = threading.RLock()
+        """Held while counters are written: two threads may receive, and so may a signal's handler of one that does."""
+        self._sending = threading.RLock()  # guards sending, the number of calls and the masks
+        self._is_sending = False
+        self._fates = [(0, Fate.HEARD)] * _TURNS  # of the calls of these numbers, by turn
+        self._first_calls = [0] * settings.num_ranks  # first call of each rank since it was last masked
+        self.peers.store(settings.rank, self.layout.resumed(settings.rank), _MAGIC + settings.rank)
+
+    # ---- memory ----
+
+    @property
+    def peers(self) -> _C.HostPeers:
+        if self._peers is None:
+            raise BufferDestroyedError(DESTROYED)
+        return self._peers
+
+    def address(self) -> tuple[str, int]:
+        """What peers need to open this rank's shared memory: its path and this process's id."""
+        return self.peers.path, os.getpid()
+
+    def connect(self, addresses: list[tuple[str, int]]) -> None:
+        self.peers.connect([path for path, _ in addresses], [pid for _, pid in addresses])
+        for rank, (path, _) in enumerate(addresses):
+            if self.peers.load(rank, self.layout.resumed(rank)) != _MAGIC + rank:
+                raise ValueError(f"{path} is not the shared memory of rank {rank}; are the ranks in different containers?")
+
+    def seal(self) -> None:
+        self.peers.seal()
+
+    def free(self) -> int:
+        """Return the memory of rows to the system, between calls that were received. The next call takes it again. Return its bytes."""
+        num_bytes = self.settings.num_ranks * self.layout.area_bytes
+        return sum(self.peers.give_back(self.layout.area(0, turn), num_bytes) for turn in range(_TURNS))
+
+    def area(self, owner: int, source: int, number: int) -> Area:
+        """Return what `source` writes for call `number` into the memory of `owner`."""
+        s, first = self.settings, self.layout.area(source, number)
+        memory = torch.frombuffer(self.peers.memory(owner)[first : first + self.layout.area_bytes], dtype=torch.uint8)
+        shape = (s.num_max_tokens_per_rank, s.num_topk)
+        num_bytes = 4 * s.num_max_tokens_per_rank * s.num_topk
+        experts = memory[:num_bytes].view(torch.int32).view(shape)
+        weights = memory[num_bytes : 2 * num_bytes].view(torch.float32).view(shape)
+        return Area(experts, weights, memory[self.layout.slots :].view(s.num_max_tokens_per_rank, self.layout.slot_bytes))
+
+    def destroy(self) -> None:
+        """Tell the peers, and let go of the memory, whatever still refers to this."""
+        peers, self._peers = self._peers, None
+        if peers is None or not peers.is_owner:
+            return
+        for peer in range(self.settings.num_ranks):
+            if peers.is_mapped(peer):
+                peers.store(peer, self.layout.left(self.settings.rank), self.num_calls + 1)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_peers"):
+            self.destroy()
+
+    # ---- words ----
+
+    def entered(self, source: int, number: int) -> int:
+        """Return the flag of `source` in call `number`."""
+        return self.peers.load(self.settings.rank, self.layout.entered(source, number))
+
+    def arrived(self, source: int, number: int) -> int:
+        return self.peers.load(self.settings.rank, self.layout.arrived(source, number))
+
+    def has_left(self, source: int, number: int) -> bool:
+        """Whether the rank has destroyed its buffer before call `number`. It leaves the number of calls that it made, plus 1."""
+        left = self.peers.load(self.settings.rank, self.layout.left(source))
+        return 0 < left <= number
+
+    def takes_part(self, rank: int, number: int) -> bool:
+        return not self.masks >> rank & 1 and number >= self._first_calls[rank]
+
+    def ranks_in(self, number: int) -> int:
+        return sum(1 << rank for rank in range(self.settings.num_ranks) if self.takes_part(rank, number))
+
+    def check_refusal(self, peer: int, number: int, entered: int) -> None:
+        """Raise EPPeerError if `entered`, the flag of `peer`, says that it has refused the call."""
+        if entered >> _VALUE_BITS & 0xFF == _C.LOW_LATENCY_REFUSED:
+            first = self.layout.reason(peer, number)
+            reason = bytes(self.peers.memory(self.settings.rank)[first : first + _REASON_BYTES]).partition(b"\0")[0]
+            words = f"rank {peer} did not make its call: {reason.decode(errors='replace')}"
+            raise known_to_peers(EPPeerError(words, rank=peer), number)
+
+    # ---- calls ----
+
+    def send(self, rows: Rows, what: What, value: int, wait_ns: Tensor) -> int:
+        """Send a call, whose flag has `value`, and return its number. If it fails once it has a number, the peers learn why.
+
+        wait_ns: [num_ranks] int64; how long each rank was waited for is added to it."""
+        peers, own = self.peers, self.settings.rank
+        peers.check_owner()
+        with self._one_sender():
+            before, served = self.num_calls, 0
+            try:
+                number = self._begin()
+                ranks, kind = self.ranks_in(number), number << _NUMBER_BIT | what.packed() << _VALUE_BITS
+
+                def arrive(rank: int) -> None:
+                    nonlocal served
+                    peers.store(rank, self.layout.arrived(own, number), kind | 1)
+                    served |= 1 << rank
+
+                def arrive_weighted(rank: int) -> None:
+                    if self.entered(rank, number) == kind | value:  # a rank that does something else learns so when it receives
+                        rows.write_weighted(number, 1 << rank)
+                        arrive(rank)
+
+                rows.write(number, ranks)
+                for rank in members(ranks):
+                    peers.store(rank, self.layout.entered(own, number), kind | value)
+                if what.is_combine and what.has_weights:  # a rank's sums are sent once its weights have come, even if others are late
+                    _Waits(self, number).wait_entered(wait_ns, arrive_weighted)
+                else:
+                    for rank in members(ranks):
+                        arrive(rank)
+            except BaseException as error:
+                if self.num_calls > before:
+                    self._publish_refusal(peers, before + 1, self.ranks_in(before + 1) & ~served, told(error))
+                    known_to_peers(error, before + 1)
+                raise
+        return number
+
+    def receive(self, rows: Rows, what: What, wait_ns: Tensor, number: int) -> None:
+        """Receive call `number`. `wait_ns`: as of `send`."""
+        peers = self.peers  # the memory stays until the call is over
+        peers.check_owner()
+        waits, fate = _Waits(self, number), Fate.FAILED
+        try:
+            entered = waits.wait_entered(wait_ns)
+            fate = Fate.HEARD
+            flags = {rank: self.entered(rank, number) for rank in members(entered)}  # read once: a refusal may replace one
+            self._check_flags(number, flags, what)
+            wanted = number << _NUMBER_BIT | what.packed() << _VALUE_BITS | 1
+            phase = f"{'combine' if what.is_combine else 'dispatch'} rows"
+            arrived = sum(1 << rank for rank in flags if waits.wait_rows(rank, wanted, phase))
+            rows.read(number, entered, arrived, [flags.get(rank, 0) & _VALUES for rank in range(self.settings.num_ranks)])
+        finally:
+            self._set_fate(number, fate)
+
+    def run(self, rows: Rows, what: What, value: int, wait_ns: Tensor) -> None:
+        """Make both halves of a call. An interrupt between them leaves it as one that failed."""
+        before = self.num_calls
+        try:
+            self.receive(rows, what, wait_ns, self.send(rows, what, value, wait_ns))
+        finally:
+            if self.num_calls > before and self._fate(before + 1) is Fate.OPEN:
+                self._set_fate(before + 1, Fate.FAILED)
+
+    def _check_flags(self, number: int, flags: dict[int, int], what: What) -> None:
+        """Raise EPMismatchError, or EPPeerError for a refusal, unless all flags are of the same call."""
+        for rank, flag in flags.items():
+            self.check_refusal(rank, number, flag)
+        self._check_same(number, {rank: _C.describe_low_latency(flag >> _VALUE_BITS & 0xFF) for rank, flag in flags.items()})
+        if what.is_combine:  # the dispatch of its handle, of which the flag has the last bits
+            near = {rank: number + ((flag - number + 0x8000) & _VALUES) - 0x8000 for rank, flag in flags.items()}
+            self._check_same(number, {rank: f"combine with the handle of call {dispatch}" for rank, dispatch in near.items()})
+
+    def _check_same(self, number: int, calls: dict[int, str]) -> None:
+        own = self.settings.rank
+        if others := [rank for rank, call in calls.items() if call != calls[own]]:
+            listed = "; ".join(f"rank {rank}: {calls[rank]}" for rank in (own, *others))
+            raise known_to_peers(EPMismatchError(f"ranks make different calls: {listed}"), number)
+
+    def refuse(self, reason: str) -> None:
+        """Enter a call whose arguments were refused, so that the peers learn why instead of waiting."""
+        peers = self.peers
+        peers.check_owner()
+        with self._one_sender():
+            number = self._begin()
+            self._publish_refusal(peers, number, self.ranks_in(number), reason)
+
+    def _begin(self) -> int:
+        """Return the number of the next call, once it may be sent because nobody reads its turn any more."""
+        number = self.num_calls + 1
+        fate = self._fate(number - _MAX_IN_FLIGHT)
+        if fate is Fate.OPEN:
+            raise ValueError(NOT_RECEIVED)
+        if fate is Fate.FAILED:
+            _Waits(self, number - _MAX_IN_FLIGHT).wait_entered()
+        self._set_fate(number, Fate.OPEN)
+        self.num_calls = number
+        return number
+
+    def _publish_refusal(self, peers: _C.HostPeers, number: int, ranks: int, reason: str) -> None:
+        own = self.settings.rank
+        text = reason.encode()[: _REASON_BYTES - 1].decode(errors="ignore").encode() + b"\0"  # not cut inside a character
+        first = self.layout.reason(own, number)
+        for peer in members(ranks):
+            peers.memory(peer)[first : first + len(text)] = text
+            peers.store(peer, self.layout.entered(own, number), number << _NUMBER_BIT | _C.LOW_LATENCY_REFUSED << _VALUE_BITS)
+        self._set_fate(number, Fate.FAILED)
+
+    def _fate(self, number: int) -> Fate:
+        known, fate = self._fates[number % _TURNS]
+        return fate if known == number else Fate.HEARD
+
+    def _set_fate(self, number: int, fate: Fate) -> None:
+        self._fates[number % _TURNS] = number, fate
+
+    @contextlib.contextmanager
+    def _one_sender(self) -> Iterator[None]:
+        """Hold the lock of senders. A signal's handler may run while this rank writes rows, and may call the same buffer."""
+        with self._sending:
+            if self._is_sending:
+                raise EPError(_FROM_HANDLER)
+            self._is_sending = True
+            try:
+                yield
+            finally:
+                self._is_sending = False
+
+    # ---- ranks that are gone ----
+
+    def mask(self, rank: int, masked: bool) -> None:
+        """Leave a rank out; not `masked`: it takes part again from this rank's next call on."""
+        self.peers.check_owner()
+        with self._one_sender():
+            if masked:
+                self.masks |= 1 << rank
+                return
+            own, following = self.settings.rank, self.num_calls + 1
+            for number in range(_TURNS):  # it may repeat calls that it has already sent
+                self.peers.store(own, self.layout.entered(rank, number), 0)
+                self.peers.store(own, self.layout.arrived(rank, number), 0)
+            self._first_calls[rank] = following
+            self.masks &= ~(1 << rank)
+            self.peers.store(rank, self.layout.resumed(own), following + 1)
+
+    def rejoin(self) -> None:
+        """Wait until all peers have taken this rank back, and go on with their next call."""
+        self.peers.check_owner()
+        s, own = self.settings, self.settings.rank
+        others = [rank for rank in range(s.num_ranks) if rank != own]
+        with self._one_sender():
+            for peer in others:
+                _Waits(self, self.num_calls).wait_resumed(peer)
+            following = {peer: self.peers.load(own, self.layout.resumed(peer)) - 1 for peer in others}
+            for peer in others:
+                self.peers.store(own, self.layout.resumed(peer), 0)
+            for peer in others[1:]:
+                if following[peer] != following[others[0]]:
+                    raise EPMismatchError(
+                        f"ranks take rank {own} back between different calls: rank {others[0]} at call {following[others[0]]}, "
+                        f"rank {peer} at call {following[peer]}"
+                    )
+            if others:
+                self.num_calls = following[others[0]] - 1
+            self._first_calls = [self.num_calls + 1] * s.num_ranks  # earlier calls are over, even for a rank that still waits in one
+            self.masks = 0
+            self._fates = [(0, Fate.HEARD)] * _TURNS
+
+
+class _Waits:
+    """The waits of one call."""
+
+    def __init__(self, calls: ShmCalls, number: int):
+        self._calls, self._number, self._rank = calls, number, calls.settings.rank
+        self._progress()
+
+    def wait_entered(self, wait_ns: Tensor | None = None, heard: Callable[[int], None] = lambda rank: None) -> int:
+        """Wait until all ranks that take part have entered the call, and return them. Calls `heard` for each, even if it is masked
+        meanwhile. `wait_ns`: as of `ShmCalls.send`."""
+        calls, number, entered = self._calls, self._number, 0
+        missing = calls.ranks_in(number)
+        began, waited = time.monotonic_ns(), [0] * calls.settings.num_ranks
+        self._progress()
+        try:
+            while missing:
+                for peer in members(missing):
+                    is_here = peer == self._rank or calls.entered(peer, number) >> _NUMBER_BIT == number
+                    if is_here or not calls.takes_part(peer, number):
+                        entered |= is_here << peer
+                        missing &= ~(1 << peer)
+                        waited[peer] = time.monotonic_ns() - began
+                        heard(peer)
+                if missing:
+                    self._idle(missing, "entry into the call", number, self._last_entered)
+        finally:
+            if wait_ns is not None:
+                with calls.counting, unwatched(), torch.inference_mode():
+                    wait_ns += torch.tensor(waited, device="cpu")
+        return entered
+
+    def _last_entered(self, peer: int) -> int:
+        return max(self._calls.entered(peer, number) >> _NUMBER_BIT for number in range(_TURNS))
+
+    def wait_rows(self, peer: int, wanted: int, phase: str) -> bool:
+        """Wait for the rows of `peer`, whose flag they set to `wanted`. False: it is masked."""
+        calls, number = self._calls, self._number
+        self._progress()
+        while calls.arrived(peer, number) != wanted:
+            if not calls.takes_part(peer, number):
+                return False
+            calls.check_refusal(peer, number, calls.entered(peer, number))  # it may have been interrupted after it entered
+            self._idle(1 << peer, phase, number, lambda peer: calls.arrived(peer, number) >> _NUMBER_BIT)
+        return True
+
+    def wait_resumed(self, peer: int) -> None:
+        while self._calls.peers.load(self._rank, self._calls.layout.resumed(peer)) == 0:
+            self._idle(1 << peer, "return to the calls", 1, lambda peer: 0, masks=False)
+
+    def _progress(self) -> None:
+        self._rounds, self._began = 0, time.monotonic()
+        self._is_suspected = self._is_overdue = False
+
+    def _idle(self, missing: int, phase: str, expected: int, seen: Callable[[int], int], masks: bool = True) -> None:
+        """Wait a little for `missing`. If ranks are given up, mask them or raise EPTimeoutError or EPPeerError."""
+        self._rounds += 1
+        time.sleep(0 if self._rounds <= _YIELDS else _NAP_S)
+        if self._rounds % _ROUNDS_PER_LOOK:
+            return
+        calls, hurries = self._calls, _C.are_waits_hurried()
+        gone = [peer for peer in members(missing) if calls.has_left(peer, self._number) or calls.peers.is_gone(peer)]
+        timeout_s = min(_HURRIED_S, calls.settings.timeout_s) if hurries else calls.settings.timeout_s
+        is_late = time.monotonic() - self._began >= timeout_s
+        # A peer may deliver and leave between the look at its flags and this one, and the time may pass while this process is stopped. So
+        # only a second look counts.
+        is_gone, is_overdue = bool(gone) and self._is_suspected, is_late and self._is_overdue
+        self._is_suspected, self._is_overdue = self._is_suspected or bool(gone), is_late
+        if not is_gone and not is_overdue:
+            return
+        blamed = gone[0] if is_gone else next(members(missing))
+        if hurries and not is_gone:
+            raise EPError(
+                f"this process ends, and rank {blamed} is late in phase '{phase}'; wait for the event of an asynchronous call before the "
+                "process ends"
+            )
+        if masks and calls.mask_stalled:
+            calls.masks |= 1 << blamed if is_gone else missing  # a deadline that has passed applies to all of them
+            return self._progress()
+        raise known_to_peers(self._error(blamed, phase, expected, seen(blamed)), self._number)
+
+    def _error(self, peer: int, phase: str, expected: int, seen: int) -> EPError:
+        calls, here = self._calls, f"rank {self._rank} in call {self._number}"
+        if calls.has_left(peer, self._number):
+            return EPPeerError(f"{here}, waiting for {phase}: rank {peer}{_C.HAS_LEFT}", rank=peer)
+        silent, advice = calls.peers.why_silent(peer, calls.settings.timeout_s)
+        return EPTimeoutError(
+            f"{here}: rank {peer} did not deliver, {silent}; phase '{phase}', expected {expected}, seen {seen}{advice}",
+            rank=peer, phase=phase, expected=expected, seen=seen,
+        )  # fmt: skip
+
+
+def known_to_peers(error: Any, number: int) -> Any:
+    """Mark and return an error of call `number` of which the peers need not be told."""
+    error.known_in_call = number
+    return error
+
+
+def handle_offsets(s: Settings) -> tuple[int, int, int, int]:
+    """Return where a handle's memory has num_tokens, rank_masks and rows, and its bytes."""
+    return _C.low_latency_handle_offsets(
+        num_ranks=s.num_ranks, num_experts=s.num_experts, num_topk=s.num_topk, hidden=s.hidden, num_max_tokens=s.num_max_tokens_per_rank
+    )
+
+
+def members(ranks: int) -> Iterator[int]:
+    """Yield the ranks whose bits are set."""
+    return (rank for rank in range(ranks.bit_length()) if ranks >> rank & 1)
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // 128) * 128
