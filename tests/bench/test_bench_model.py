@@ -196,10 +196,5 @@ def test_documented_low_latency_calls():
 
 
 def test_documented_errors_of_other_tables():
-    rows = re.findall(r"^\| (.+) \| (network|NVLink) \| ([^|]+) \| ([^|]+) \|$", PAGE, re.MULTILINE)
-    assert len(rows) == 3
-    for source, way, *cells in rows:
-        records = [r for r in SMALL if (r["part"], r["rival"]) == ("published", source)]
-        assert {r["over_nvlink"] for r in records} == {way == "NVLink"}
-        for cell, op in zip(cells, ("dispatch", "combine"), strict=True):
-            assert cell == spread([r["error"] for r in records if r["op"] == f"model low-latency {op}"]), (source, op)
+    errors = [-100 * r["error"] for r in SMALL if r["part"] == "published" and r["rival"] != "DeepEP V1"]
+    assert len(errors) == 14 and f"too fast by {min(errors):.0f}% to {max(errors):.0f}%" in " ".join(PAGE.split())
