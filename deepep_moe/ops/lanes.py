@@ -45,9 +45,10 @@ def dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, num_experts: int) -> T
     """
     is_differentiated = needs_gradients((topk_values,))  # a backward, once more
     if is_differentiated or is_watched((topk_idx, topk_values)) or not _has_kernels(topk_idx):
-        dense = topk_values.new_zeros(topk_idx.shape[0], num_experts + 1)
+        values = topk_values.to_dense() if topk_values.is_sparse else topk_values
+        dense = values.new_zeros(topk_idx.shape[0], num_experts + 1)
         columns = torch.where(topk_idx < num_experts, topk_idx, -1) + 1
-        return dense.scatter_(1, columns, topk_values)[:, 1:].contiguous()  # lanes without an expert write column 0, which goes
+        return dense.scatter_(1, columns, values)[:, 1:].contiguous()  # lanes without an expert write column 0, which goes
     dense = torch.empty(topk_idx.shape[0], num_experts, dtype=torch.float32, device=topk_idx.device)
     _run("dense_of_lanes", readable(topk_idx), readable(topk_values), dense)
     return dense
