@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -118,6 +119,7 @@ class Step:
 def measured(name: str, turn: int, options: argparse.Namespace) -> Step:
     """Train once. Raises RuntimeError, which names the log, if that fails."""
     folder = (options.logs / f"{name}-{turn}").resolve()
+    shutil.rmtree(folder, ignore_errors=True)  # no run reads the trace of an earlier one
     tensorboard = folder / "tensorboard"  # Megatron-LM puts its traces beside it
     tensorboard.mkdir(parents=True, exist_ok=True)
     launcher, dispatcher = RUNS[name]

@@ -259,26 +259,34 @@ class Calls:
             return
         self._refuse_other_process()
         self._refuse_second_caller()
-        backend, error = self.backend, None
-        try:
-            backend.check_usable()
-            self._wait_for_pending()
-        except Exception as failure:
-            error = failure
-        suspension.agree(backend, self.settings, group, backend.num_calls, error)
-        self._suspended = backend, self._native
-        self._backend = self._native = None
-        self._suspended_bytes, failed = suspension.release(backend, self.settings, group)
-        self._earlier_failure = failed or self._earlier_failure
+        with self._calling:
+            backend, native, error = self.backend, self._native, None
+            self._native = None  # so that other threads' calls look at the lock
+            try:
+                try:
+                    backend.check_usable()
+                    self._wait_for_pending(refuses=False)
+                except BaseException as failure:
+                    error = failure
+                suspension.agree(backend, self.settings, group, backend.num_calls, error)
+            except BaseException:
+                self._native = native
+                raise
+            self._suspended, self._backend = (backend, native), None
+            failed = suspension.release(backend, self.settings, group)
+            self._earlier_failure = failed or self._earlier_failure
+            self._suspended_bytes = backend.free()
 
     def resume(self, group: Any) -> None:
         """Make the memory again together with the peers of `group`."""
         self._refuse_other_process()
-        if self._suspended is None:
-            self.backend  # noqa: B018  # raises after `destroy`
-            return
-        suspension.resume(self._suspended[0], self.settings, group)
-        self._wake()
+        self._refuse_second_caller()
+        with self._calling:
+            if self._suspended is None:
+                self.backend  # noqa: B018  # raises after `destroy`
+                return
+            suspension.resume(self._suspended[0], self.settings, group)
+            self._wake()
 
     def _wake(self) -> None:
         if self._suspended is not None:
@@ -436,8 +444,9 @@ class Calls:
     def _is_capturing(self) -> bool:
         return self.backend.device is not None and torch.cuda.is_current_stream_capturing()
 
-    def _wait_for_pending(self) -> None:
-        """Let the asynchronous call in flight finish. Raises EPError if it failed and nobody has seen its error."""
+    def _wait_for_pending(self, refuses: bool = True) -> None:
+        """Let the asynchronous call in flight finish. Raises EPError if it failed and nobody has seen its error, and then refuses the next
+        call if this one is it."""
         pending = self._pending
         if pending is None:
             return
@@ -451,7 +460,8 @@ class Calls:
         error = pending.failure()
         self._pending, self._num_submitted = None, 0
         if error is not None and not pending.seen:
-            raise self.refuse(EPError(f"an earlier asynchronous call of this buffer failed: {told(error)}")) from error
+            failed = EPError(f"an earlier asynchronous call of this buffer failed: {told(error)}")
+            raise (self.refuse(failed) if refuses else failed) from error
 
 
 def _ends_with_a_failure(args: DispatchArgs | CachedDispatchArgs | CombineArgs) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import torch_module
-from deepep_moe.errors import BufferDestroyedError
+from deepep_moe.errors import BufferDestroyedError, BufferSuspendedError
 from deepep_moe.event import Event
 from deepep_moe.exchange.backends.base import LAYOUTS
 from deepep_moe.exchange.calls import Calls, calls_of, live_calls
@@ -64,6 +64,8 @@ def settle(calls: Calls, output: DispatchOutput) -> DispatchOutput:
     check_owner(handle, calls.number)
     if calls.is_destroyed:
         raise BufferDestroyedError("the buffer was destroyed before the rows of this dispatch were counted")
+    if calls.is_suspended:
+        raise BufferSuspendedError("the buffer was suspended before the rows of this dispatch were counted; settle them before")
     made = calls.native.settle(handle.native) if handle.is_late else None
     if made is None:
         return output

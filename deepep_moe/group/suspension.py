@@ -44,7 +44,7 @@ class Suspendable(Connectable, Protocol):
         ...
 
 
-def agree(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup | None", num_calls: int, error: Exception | None) -> None:
+def agree(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup | None", num_calls: int, error: BaseException | None) -> None:
     """Let all ranks agree to suspend. Collective. If one must not, nothing changes, and all ranks raise an error.
 
     `error`: why this rank must not suspend; it raises it, and its peers raise EPPeerError. Raises EPError if the backend cannot, and
@@ -62,9 +62,9 @@ def agree(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup | 
     check_same([{"the number of calls made": number} for number, _ in votes], "call recover() on every rank, then suspend()")
 
 
-def release(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup | None") -> tuple[int, Exception | None]:
-    """Give the memory back once all ranks have unmapped it. Collective. Return its bytes, and the failure that a GPU has reported of an
-    earlier call."""
+def release(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup | None") -> Exception | None:
+    """Unmap the memory of the peers, and wait until all ranks have done so; this rank's may then be freed. Collective. Return the failure
+    that a GPU has reported of an earlier call."""
     failure: Exception | None = None
     with hanging_up(group):
         backend.disconnect()
@@ -73,7 +73,7 @@ def release(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup 
         except (EPError, ValueError) as error:
             failure = error
         _gather([0, None], settings, group, _vote)
-    return backend.free(), failure
+    return failure
 
 
 def resume(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup | None") -> None:

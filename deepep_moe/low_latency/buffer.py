@@ -370,12 +370,17 @@ class LowLatencyBuffer(Sizes):
             self.finish_calls()
             if masked := self._masked():
                 raise ValueError(f"ranks {masked} are masked; take them back before the buffer is suspended")
-        except Exception as failure:
+        except BaseException as failure:
             error = failure
-        suspension.agree(backend, self._settings, self._group, backend.num_calls(), error)
-        self._suspended = True
-        self._suspended_bytes, failed = suspension.release(backend, self._settings, self._group)
+        self._suspended = True  # before the vote, so that no other thread makes a call after it
+        try:
+            suspension.agree(backend, self._settings, self._group, backend.num_calls(), error)
+        except BaseException:
+            self._suspended = False
+            raise
+        failed = suspension.release(backend, self._settings, self._group)
         self._earlier_failure = failed or self._earlier_failure
+        self._suspended_bytes = backend.free()
 
     def resume(self) -> None:
         """Make the memory again, as `Buffer.resume`. Collective."""

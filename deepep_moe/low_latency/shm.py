@@ -115,17 +115,22 @@ class ShmLowLatencyBackend(LowLatencyBackend):
             return recv_x, scales, counts, self.empty((self.handle_bytes,), torch.uint8)
 
     def _run(self, rows: Rows, what: What, value: int, async_op: bool, return_hook: bool) -> Event | None:
-        """Receive now, with the event's wait, or on a thread. All that both halves need is made: what fails later loses the call."""
+        """Receive now, with the event's wait, or on a thread. What fails before there is an event loses the call."""
         calls, wait_ns = self._native, self._wait_ns
-        if not (async_op or return_hook):
-            calls.run(rows, what, value, wait_ns)
-            return None
-        receive = partial(calls.receive, rows, what, wait_ns)
-        if return_hook:
-            return Event(second_half=partial(receive, calls.send(rows, what, value, wait_ns)))
-        if self._worker is None:
-            self._worker = Worker()
-        return Event(self._worker.submit(receive, calls.send(rows, what, value, wait_ns)))
+        receive, before, has_hook = partial(calls.receive, rows, what, wait_ns), calls.num_calls, bool(return_hook)
+        worker = None if has_hook or not async_op else self._worker or Worker()
+        self._worker = worker or self._worker
+        try:
+            number = calls.send(rows, what, value, wait_ns)
+            if has_hook:
+                return Event(second_half=partial(receive, number))
+            if worker is not None:
+                return Event(worker.submit(receive, number))
+            receive(number)
+        except BaseException:
+            calls.lose(before)
+            raise
+        return None
 
     def mask(self, rank: int, masked: bool) -> None:
         self._native.mask(rank, masked)

@@ -4,13 +4,12 @@ One thread sends while others receive. The fate of a call decides when the call 
 once all ranks are known to have entered it. A call that was received shows that; a call that failed or was refused does not.
 """
 
-import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,8 +24,9 @@ _MAGIC = 0x64656570_4C4C0001  # plus the rank; stored in the rank's own word of 
 _TURNS, _MAX_IN_FLIGHT, _REASON_BYTES = 4, 2, 240
 _VALUE_BITS, _NUMBER_BIT = 16, 24  # of a flag: number of its call | what the rank does in it | a value
 _VALUES = (1 << _VALUE_BITS) - 1
-_ROUNDS_PER_LOOK, _YIELDS, _NAP_S = 64, 256, 50e-6
+_ROUNDS_PER_LOOK, _YIELDS, _NAP_S = 64, 2000, 50e-6
 _HURRIED_S = 1.0
+_Result = TypeVar("_Result")
 _FROM_HANDLER = "a signal's handler calls the buffer whose call it interrupts; make the call once that one is over"
 
 
@@ -221,37 +221,38 @@ class ShmCalls:
         """Send a call, whose flag has `value`, and return its number. If it fails once it has a number, the peers learn why.
 
         wait_ns: [num_ranks] int64; how long each rank was waited for is added to it."""
+        return self._as_only_sender(self._send, rows, what, value, wait_ns)
+
+    def _send(self, rows: Rows, what: What, value: int, wait_ns: Tensor) -> int:
         peers, own = self.peers, self.settings.rank
-        peers.check_owner()
-        with self._one_sender():
-            before, served = self.num_calls, 0
-            try:
-                number = self._begin()
-                ranks, kind = self.ranks_in(number), number << _NUMBER_BIT | what.packed() << _VALUE_BITS
+        before, served = self.num_calls, 0
+        try:
+            number = self._begin()
+            ranks, kind = self.ranks_in(number), number << _NUMBER_BIT | what.packed() << _VALUE_BITS
 
-                def arrive(rank: int) -> None:
-                    nonlocal served
-                    peers.store(rank, self.layout.arrived(own, number), kind | 1)
-                    served |= 1 << rank
+            def arrive(rank: int) -> None:
+                nonlocal served
+                peers.store(rank, self.layout.arrived(own, number), kind | 1)
+                served |= 1 << rank
 
-                def arrive_weighted(rank: int) -> None:
-                    if self.entered(rank, number) == kind | value:  # a rank that does something else learns so when it receives
-                        rows.write_weighted(number, 1 << rank)
-                        arrive(rank)
+            def arrive_weighted(rank: int) -> None:
+                if self.entered(rank, number) == kind | value:  # a rank that does something else learns so when it receives
+                    rows.write_weighted(number, 1 << rank)
+                    arrive(rank)
 
-                rows.write(number, ranks)
+            rows.write(number, ranks)
+            for rank in members(ranks):
+                peers.store(rank, self.layout.entered(own, number), kind | value)
+            if what.is_combine and what.has_weights:  # a rank's sums are sent once its weights have come, even if others are late
+                _Waits(self, number).wait_entered(wait_ns, arrive_weighted)
+            else:
                 for rank in members(ranks):
-                    peers.store(rank, self.layout.entered(own, number), kind | value)
-                if what.is_combine and what.has_weights:  # a rank's sums are sent once its weights have come, even if others are late
-                    _Waits(self, number).wait_entered(wait_ns, arrive_weighted)
-                else:
-                    for rank in members(ranks):
-                        arrive(rank)
-            except BaseException as error:
-                if self.num_calls > before:
-                    self._publish_refusal(peers, before + 1, self.ranks_in(before + 1) & ~served, told(error))
-                    known_to_peers(error, before + 1)
-                raise
+                    arrive(rank)
+        except BaseException as error:
+            if self.num_calls > before:
+                self._publish_refusal(peers, before + 1, self.ranks_in(before + 1) & ~served, told(error))
+                known_to_peers(error, before + 1)
+            raise
         return number
 
     def receive(self, rows: Rows, what: What, wait_ns: Tensor, number: int) -> None:
@@ -271,14 +272,10 @@ class ShmCalls:
         finally:
             self._set_fate(number, fate)
 
-    def run(self, rows: Rows, what: What, value: int, wait_ns: Tensor) -> None:
-        """Make both halves of a call. An interrupt between them leaves it as one that failed."""
-        before = self.num_calls
-        try:
-            self.receive(rows, what, wait_ns, self.send(rows, what, value, wait_ns))
-        finally:
-            if self.num_calls > before and self._fate(before + 1) is Fate.OPEN:
-                self._set_fate(before + 1, Fate.FAILED)
+    def lose(self, before: int) -> None:
+        """Note that the call after `before` will not be received, if it was sent."""
+        if self.num_calls > before and self._fate(before + 1) is Fate.OPEN:
+            self._set_fate(before + 1, Fate.FAILED)
 
     def _check_flags(self, number: int, flags: dict[int, int], what: What) -> None:
         """Raise EPMismatchError, or EPPeerError for a refusal, unless all flags are of the same call."""
@@ -297,11 +294,11 @@ class ShmCalls:
 
     def refuse(self, reason: str) -> None:
         """Enter a call whose arguments were refused, so that the peers learn why instead of waiting."""
-        peers = self.peers
-        peers.check_owner()
-        with self._one_sender():
-            number = self._begin()
-            self._publish_refusal(peers, number, self.ranks_in(number), reason)
+        self._as_only_sender(self._refuse, reason)
+
+    def _refuse(self, reason: str) -> None:
+        peers, number = self.peers, self._begin()
+        self._publish_refusal(peers, number, self.ranks_in(number), reason)
 
     def _begin(self) -> int:
         """Return the number of the next call, once it may be sent because nobody reads its turn any more."""
@@ -331,15 +328,15 @@ class ShmCalls:
     def _set_fate(self, number: int, fate: Fate) -> None:
         self._fates[number % _TURNS] = number, fate
 
-    @contextlib.contextmanager
-    def _one_sender(self) -> Iterator[None]:
-        """Hold the lock of senders. A signal's handler may run while this rank writes rows, and may call the same buffer."""
+    def _as_only_sender(self, make: Callable[..., _Result], *args: Any) -> _Result:
+        """Return what `make` returns under the lock of senders. A signal's handler may run meanwhile, and may call the same buffer."""
+        self.peers.check_owner()
         with self._sending:
             if self._is_sending:
                 raise EPError(_FROM_HANDLER)
-            self._is_sending = True
             try:
-                yield
+                self._is_sending = True
+                return make(*args)
             finally:
                 self._is_sending = False
 
@@ -347,41 +344,43 @@ class ShmCalls:
 
     def mask(self, rank: int, masked: bool) -> None:
         """Leave a rank out; not `masked`: it takes part again from this rank's next call on."""
-        self.peers.check_owner()
-        with self._one_sender():
-            if masked:
-                self.masks |= 1 << rank
-                return
-            own, following = self.settings.rank, self.num_calls + 1
-            for number in range(_TURNS):  # it may repeat calls that it has already sent
-                self.peers.store(own, self.layout.entered(rank, number), 0)
-                self.peers.store(own, self.layout.arrived(rank, number), 0)
-            self._first_calls[rank] = following
-            self.masks &= ~(1 << rank)
-            self.peers.store(rank, self.layout.resumed(own), following + 1)
+        self._as_only_sender(self._mask, rank, masked)
+
+    def _mask(self, rank: int, masked: bool) -> None:
+        if masked:
+            self.masks |= 1 << rank
+            return
+        own, following = self.settings.rank, self.num_calls + 1
+        for number in range(_TURNS):  # it may repeat calls that it has already sent
+            self.peers.store(own, self.layout.entered(rank, number), 0)
+            self.peers.store(own, self.layout.arrived(rank, number), 0)
+        self._first_calls[rank] = following
+        self.masks &= ~(1 << rank)
+        self.peers.store(rank, self.layout.resumed(own), following + 1)
 
     def rejoin(self) -> None:
         """Wait until all peers have taken this rank back, and go on with their next call."""
-        self.peers.check_owner()
+        self._as_only_sender(self._rejoin)
+
+    def _rejoin(self) -> None:
         s, own = self.settings, self.settings.rank
         others = [rank for rank in range(s.num_ranks) if rank != own]
-        with self._one_sender():
-            for peer in others:
-                _Waits(self, self.num_calls).wait_resumed(peer)
-            following = {peer: self.peers.load(own, self.layout.resumed(peer)) - 1 for peer in others}
-            for peer in others:
-                self.peers.store(own, self.layout.resumed(peer), 0)
-            for peer in others[1:]:
-                if following[peer] != following[others[0]]:
-                    raise EPMismatchError(
-                        f"ranks take rank {own} back between different calls: rank {others[0]} at call {following[others[0]]}, "
-                        f"rank {peer} at call {following[peer]}"
-                    )
-            if others:
-                self.num_calls = following[others[0]] - 1
-            self._first_calls = [self.num_calls + 1] * s.num_ranks  # earlier calls are over, even for a rank that still waits in one
-            self.masks = 0
-            self._fates = [(0, Fate.HEARD)] * _TURNS
+        for peer in others:
+            _Waits(self, self.num_calls).wait_resumed(peer)
+        following = {peer: self.peers.load(own, self.layout.resumed(peer)) - 1 for peer in others}
+        for peer in others:
+            self.peers.store(own, self.layout.resumed(peer), 0)
+        for peer in others[1:]:
+            if following[peer] != following[others[0]]:
+                raise EPMismatchError(
+                    f"ranks take rank {own} back between different calls: rank {others[0]} at call {following[others[0]]}, "
+                    f"rank {peer} at call {following[peer]}"
+                )
+        if others:
+            self.num_calls = following[others[0]] - 1
+        self._first_calls = [self.num_calls + 1] * s.num_ranks  # earlier calls are over, even for a rank that still waits in one
+        self.masks = 0
+        self._fates = [(0, Fate.HEARD)] * _TURNS
 
 
 class _Waits:
@@ -440,7 +439,7 @@ class _Waits:
     def _idle(self, missing: int, phase: str, expected: int, seen: Callable[[int], int], masks: bool = True) -> None:
         """Wait a little for `missing`. If ranks are given up, mask them or raise EPTimeoutError or EPPeerError."""
         self._rounds += 1
-        time.sleep(0 if self._rounds <= _YIELDS else _NAP_S)
+        os.sched_yield() if self._rounds <= _YIELDS else time.sleep(_NAP_S)
         if self._rounds % _ROUNDS_PER_LOOK:
             return
         calls, hurries = self._calls, _C.are_waits_hurried()

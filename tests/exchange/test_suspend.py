@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import emulated_gpu
 import pytest
@@ -29,6 +31,7 @@ from deepep_moe.errors import (
     EPPeerError,
     EPTimeoutError,
 )
+from deepep_moe.event import Event
 from deepep_moe.exchange.growing import GrowingBuffer
 
 ON_GPUS = [pytest.param(kind, marks=pytest.mark.gpu) for kind in ("nvlink", "low latency nvlink")]
@@ -291,6 +294,45 @@ def test_a_failure_that_nobody_has_seen(rank):
     make_step(buffer, 1)
 
 
+@on_ranks(2, kind=BUFFERS)
+def test_an_asynchronous_call_that_failed(rank, kind):
+    """The rank that has not seen it does not suspend. Nobody does then, and the ranks stay in step."""
+    buffer = make(kind, 2)
+    make_step(buffer, 0)
+    if rank == 0:
+        lost = Future()
+        lost.set_exception(RuntimeError("lost"))
+        buffer.calls._pending = Event(future=lost)
+    num_calls = buffer.num_calls
+    with pytest.raises(EPPeerError if rank else EPError, match="an earlier asynchronous call of this buffer failed: RuntimeError: lost"):
+        buffer.suspend()
+    assert buffer.num_calls == num_calls and buffer.memory().suspended == 0
+    make_step(buffer, 1)
+    buffer.suspend()
+    buffer.resume()
+    make_step(buffer, 2)
+
+
+@pytest.mark.gpu
+@on_ranks(2)
+def test_rows_that_were_not_counted(rank):
+    buffer = make("nvlink", 2)
+    x, idx = inputs(buffer, 0)
+    for _ in range(3):
+        out = buffer.dispatch(x, idx, num_recv_rows="guess")
+        first = buffer.settle(out)
+        buffer.combine(first.recv_x, first.handle)
+    late = buffer.dispatch(x, idx, num_recv_rows="guess")
+    assert late.handle.is_late
+    buffer.suspend()
+    with pytest.raises(BufferSuspendedError, match="suspended before the rows of this dispatch were counted"):
+        buffer.settle(late)
+    buffer.resume()
+    with pytest.raises(RuntimeError):
+        buffer.settle(late)
+    make_step(buffer, 1)
+
+
 @on_ranks(2, kind=KINDS, how=("async_op", "return_hook"))
 def test_a_call_in_flight(rank, kind, how):
     """The call is finished first."""
@@ -427,8 +469,8 @@ def test_collective_suspends_its_group(monkeypatch):
         raise RuntimeError(words)
 
     def suspended_with(suspend):
-        group = SimpleNamespace(suspend=suspend, resume=lambda: told.append("resume"))
-        buffer.calls.backend.group = SimpleNamespace(_get_backend=lambda _: group)
+        nccl = SimpleNamespace(suspend=suspend, resume=lambda: told.append("resume"))
+        buffer.calls.backend.group = mock.Mock(_get_backend=lambda _: nccl)
         buffer.suspend()
         buffer.resume()
 

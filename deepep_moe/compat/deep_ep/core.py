@@ -35,7 +35,9 @@ class Suspending:
         raise NotImplementedError
 
     def suspend(self) -> None:
-        """Give the memory back until `resume`, as `deepep_moe.Buffer.suspend`. Collective. Calls raise BufferSuspendedError meanwhile."""
+        """Give the memory back until `resume`, as `deepep_moe.Buffer.suspend`. Collective. Calls raise BufferSuspendedError meanwhile.
+
+        Memory of a buffer that later ones have replaced stays while handles refer to it."""
         for part in self._parts():
             part.suspend()
 

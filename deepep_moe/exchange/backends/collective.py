@@ -7,6 +7,7 @@ error), then an all-to-all whose rows carry their lane indices, weights and scal
 import contextlib
 import datetime
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -22,12 +23,13 @@ from deepep_moe.exchange.backends.base import LAYOUTS, Backend, CachedDispatchAr
 from deepep_moe.exchange.backends.entry import NUM_FIELDS, Entry, find_difference
 from deepep_moe.exchange.backends.two_hops import Step, Steps, Sums, TwoHops, picked
 from deepep_moe.exchange.handle import DispatchHandle, padded
-from deepep_moe.group.rendezvous import Exchange, Introduction, culprit_behind, hang_up, is_of_handler
+from deepep_moe.group.rendezvous import Exchange, Introduction, culprit_behind, hang_up, is_of_handler, moves_cpu_tensors
 from deepep_moe.group.settings import Settings
 from deepep_moe.ops.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
 
 _Result = TypeVar("_Result")
 _MESSAGE_BYTES = 512
+_asleep: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups whose NCCL a buffer has suspended
 
 
 def _reinterpret(rows: Tensor, dtype: torch.dtype, num_columns: int) -> Tensor:
@@ -147,17 +149,20 @@ class CollectiveBackend(Backend):
         pass
 
     def free(self) -> int:
-        """Suspend the group's backend of GPUs, if PyTorch can do so. This backend has no memory of its own."""
-        self._forward("suspend")
+        """Suspend the group's NCCL if PyTorch can do so, and if the ranks can agree without it. This backend has no memory of its own."""
+        group = self.group
+        if group is not None and group not in _asleep and moves_cpu_tensors(group) and "nccl" in str(dist.get_backend_config(group)):
+            self._forward(group, "suspend")
+            _asleep.add(group)
         return 0
 
     def resume(self) -> None:
-        self._forward("resume")
+        if self.group is not None and self.group in _asleep:  # it serves other buffers too, of which the first one wakes it
+            self._forward(self.group, "resume")
+            _asleep.discard(self.group)
 
-    def _forward(self, method: str) -> None:
-        if self.group is None or "nccl" not in str(dist.get_backend_config(self.group)):
-            return
-        forward = getattr(self.group._get_backend(torch.device("cuda")), method, lambda: None)  # PyTorch before 2.12 has none
+    def _forward(self, group: "dist.ProcessGroup", method: str) -> None:
+        forward = getattr(group._get_backend(torch.device("cuda")), method, lambda: None)  # PyTorch before 2.12 has none
         try:
             forward()
         except RuntimeError as error:
