@@ -316,21 +316,24 @@ def test_an_asynchronous_call_that_failed(rank, kind):
 @pytest.mark.gpu
 @on_ranks(2)
 def test_rows_that_were_not_counted(rank):
-    buffer = make("nvlink", 2)
+    """Calls from C++. The counts of a late dispatch do not outlive a suspension, and later ones come as before."""
+    made = make("nvlink", 2)
+    buffer = Buffer(None, made.num_max_tokens_per_rank, made.hidden, made.num_experts, made.num_topk, backend="nvlink")
     x, idx = inputs(buffer, 0)
-    for _ in range(3):
-        out = buffer.dispatch(x, idx, num_recv_rows="guess")
-        first = buffer.settle(out)
-        buffer.combine(first.recv_x, first.handle)
+    for _ in range(2):
+        buffer.combine((out := buffer.dispatch(x, idx)).recv_x, out.handle)
     late = buffer.dispatch(x, idx, num_recv_rows="guess")
-    assert late.handle.is_late
+    assert late.handle.is_late and buffer.calls.native is not None
     buffer.suspend()
     with pytest.raises(BufferSuspendedError, match="suspended before the rows of this dispatch were counted"):
         buffer.settle(late)
     buffer.resume()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="the counts of this dispatch are lost"):
         buffer.settle(late)
-    make_step(buffer, 1)
+    for _ in range(3):
+        out = buffer.settle(buffer.dispatch(x, idx, num_recv_rows="guess"))
+        assert torch.equal(buffer.combine(out.recv_x, out.handle), (idx >= 0).sum(1, keepdim=True) * x)
+    assert buffer.calls.native is not None
 
 
 @on_ranks(2, kind=KINDS, how=("async_op", "return_hook"))
