@@ -51,7 +51,9 @@ SLICE = (
     "tests/tuning/test_profile_of_buffer.py", "tests/tuning/test_tune_ranks.py::test_command",
     "tests/tuning/test_tune_ranks.py::test_nothing_is_faster",
 )  # fmt: skip
-NEEDS_A_GPU = "cuda_graph or cudamalloc or other_stream or dead_peer or interrupted or one_graph or gates_to_the_bit or layer_on_gpus or in_triton"
+NEEDS_A_GPU = (
+    "cuda_graph or cudamalloc or other_stream or dead_peer or interrupted or one_graph or gates_to_the_bit or layer_on_gpus or in_triton"
+)
 
 
 def is_chosen() -> bool:
