@@ -73,6 +73,8 @@ class Calls:
         num_sms: int,
         num_nodes: int,
         num_node_tokens: int,
+        lanes: int,
+        sums: str,
         device: device,
         tell: Callable[[BaseException, bool], None],
     ) -> None: ...

@@ -248,7 +248,8 @@ struct Kernel : CombineRows<kType> {
                 const int slot = k.p.routing.send_slot[number * k.config.num_ranks + to];
                 if (slot >= 0) rank = to, index = slot;
             }
-            if (rank == k.c.rank) row = k.p.recv_row_idx[first_from(k.p.recv_counts, rank) + index];
+            if (rank == k.c.rank) row = first_from(k.p.recv_counts, rank) + index;
+            if (row >= 0) row = k.p.is_expert_layout ? k.p.recv_row_idx[row] : static_cast<int>(k.within_bound(row));
             if (row >= 0) from = row_of(k.expert_rows, k.p.expert_rows.num_tensors, k.p.x, row, k.row_bytes);
             if (rank >= 0 && rank != k.c.rank) from = k.sum_from(rank, index);
         }
@@ -261,12 +262,25 @@ struct Kernel : CombineRows<kType> {
 
     __device__ void sum_tokens(int result, int tile, const Returned& token) const {
         const unsigned there = __ballot_sync(kFullWarp, token.from != nullptr);
-        const float own_weight = token.from != nullptr && p.source_weights != nullptr ? p.source_weights[token.number] : 1.0f;
-        const auto rows = [&](int n) { return pieces(shuffle(token.from, nth_set(there, n))); };
-        const auto weights = [&](int n) { return __shfl_sync(kFullWarp, own_weight, nth_set(there, n)); };
+        const int num_terms = __popc(there);
+        float own_weight = 1.0f;
+        if (token.from != nullptr && p.source_weights != nullptr) own_weight = p.source_weights[token.number];
+        if (token.from != nullptr && p.weights_are_sent) own_weight = token.topk_weight_grad(*this);
+        const std::byte* bias = p.bias == nullptr ? nullptr : p.bias + static_cast<int64_t>(result) * row_bytes;
+        const auto rows = [&](int n) {
+            const std::byte* row = shuffle(token.from, n < num_terms ? nth_set(there, n) : 0);
+            return pieces(n < num_terms ? row : bias);
+        };
+        const auto weights = [&](int n) {
+            const float weight = __shfl_sync(kFullWarp, own_weight, n < num_terms ? nth_set(there, n) : 0);
+            return n < num_terms ? weight : 1.0f;
+        };
         each_batch(tile, [&](int first, int end) {
             Sum sum = {};
-            sum_pieces<Values, kBatch>(sum, first, end, __popc(there), rows, weights, Pieces{});
+            if (p.is_fused)
+                sum_pieces<Values, kBatch, true>(sum, first, end, num_terms + (bias != nullptr), rows, weights, Pieces{});
+            else
+                sum_pieces<Values, kBatch>(sum, first, end, num_terms + (bias != nullptr), rows, weights, Pieces{});
             write(p.combined_x + static_cast<int64_t>(result) * row_bytes, first, end, sum);
         });
     }

@@ -183,7 +183,11 @@ struct GpuCombineParams {
     bool sums_lanes;  // a top-k entry gets the sum over all ranks that its token went to, not only the value of its expert's rank
     GpuRail rail;     // with several nodes; the five fields above are then about this rank's tokens
 
-    bool sums_tokens() const { return tokens_per_row > 1 || source_weights != nullptr; }
+    bool is_by_lane;        // every sum is one of single rows, as with `tokens_per_row`, which may be 1
+    bool weights_are_sent;  // topk_weight_grads are weights of the rows, for that sum
+    bool is_fused;          // in that sum a weight's product is not rounded before it is added
+
+    bool sums_tokens() const { return is_by_lane || tokens_per_row > 1 || source_weights != nullptr; }
 
     DEEPEP_MOE_HD int64_t tail_bytes() const { return has_topk_weight_grads ? 4 * context.config.num_topk : 0; }
 };
@@ -199,6 +203,7 @@ struct GpuScaleRowsParams {
 struct GpuWeightedSumParams {
     int64_t num_tokens, hidden, lane_stride, token_stride;  // rows of whole 16 bytes
     int num_topk;
+    bool is_fused;  // of the forward: a product is not rounded before it is added
     DType dtype;
     const std::byte* rows;  // [num_topk * num_tokens, hidden]
     const float* weights;   // [num_topk * num_tokens]

@@ -1,4 +1,5 @@
-// Weighted sums of rows, y = sum over top-k of weight * x, and their gradients. Products and sums are rounded to fp32, then rows once.
+// Weighted sums of rows, y = sum over top-k of weight * x, and their gradients. Sums are rounded to fp32, and so are products unless
+// they are fused with the sum; then rows once.
 //
 //   weighted_sum             Each warp sums one token, with 4 pieces of each row in flight, top-k entries ascending from +0.
 //
@@ -37,7 +38,10 @@ __global__ void __launch_bounds__(kThreads) weighted_sum(const __grid_constant__
         const int first = batch + threadIdx.x % 32;
         float sum[kBatch][Values::kCount] = {};
         const uint4 none[kBatch] = {};
-        sum_pieces<Values, kBatch>(sum, first, num_pieces, p.num_topk, rows, weights, none);
+        if (p.is_fused)
+            sum_pieces<Values, kBatch, true>(sum, first, num_pieces, p.num_topk, rows, weights, none);
+        else
+            sum_pieces<Values, kBatch>(sum, first, num_pieces, p.num_topk, rows, weights, none);
 #pragma unroll
         for (int j = 0; j < kBatch; ++j)
             if (first + 32 * j < num_pieces) to[first + 32 * j] = Values::store(sum[j]);

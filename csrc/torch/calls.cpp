@@ -80,8 +80,8 @@ bool Calls::are_rows(const Tensor& x, const Tensor& scales) const {
 bool Calls::takes(const Outgoing& out) const {
     const Tensor &idx = out.topk_idx, &weights = out.topk_weights;
     if (out.tokens_per_row < 1 || !is_here(idx) || idx.dim() != 2 || !are_rows(out.x, out.x_scales)) return false;
-    const int64_t num_tokens = out.x.size(0) * out.tokens_per_row;
-    if (num_tokens > settings.num_max_tokens) return false;
+    const int64_t num_tokens = out.x.size(0) * out.tokens_per_row * settings.lanes;
+    if (num_tokens > settings.num_max_tokens || (settings.is_by_lane && !can_fuse())) return false;
     if (out.tokens_per_row > 1 && (!can_fuse() || settings.num_topk != 1 || out.tokens_per_row > kMaxTopk)) return false;
     if (idx.size(0) != num_tokens || idx.size(1) != settings.num_topk) return false;
     if (idx.scalar_type() != at::kLong && idx.scalar_type() != at::kInt) return false;
@@ -91,7 +91,8 @@ bool Calls::takes(const Outgoing& out) const {
 
 bool Calls::takes_along(const Handle& handle, const Outgoing& out) const {
     const Tensor& weights = out.topk_weights;
-    if (!are_rows(out.x, out.x_scales) || out.x.size(0) != handle.shape.num_tokens) return false;
+    if (!are_rows(out.x, out.x_scales) || out.x.size(0) * settings.lanes != handle.shape.num_tokens) return false;
+    if (settings.is_by_lane && !can_fuse()) return false;
     return !weights.defined() || (is_here(weights) && weights.scalar_type() == at::kFloat &&
                                   weights.sizes() == at::IntArrayRef({handle.shape.num_tokens, settings.num_topk}));
 }
@@ -105,8 +106,10 @@ bool Calls::takes_inputs(const Handle& handle, const Tensor& x, const CombineInp
         return is_here(tensor) && tensor.scalar_type() == type && tensor.is_contiguous() && tensor.sizes() == sizes;
     };
     const Tensor &weights = inputs.weights, &source_weights = inputs.source_weights, &bias = inputs.bias;
+    if (settings.is_by_lane && (!can_fuse() || (weights.defined() && inputs.topk_weight_grads.defined()))) return false;
     if (weights.defined() && !is_like(weights, at::kFloat, {handle.num_rows})) return false;
-    if (bias.defined() && !(is_like(bias, x.scalar_type(), {handle.shape.num_tokens, settings.hidden}) && is_aligned(bias))) return false;
+    const int64_t num_sums = handle.shape.num_tokens / settings.lanes;
+    if (bias.defined() && !(is_like(bias, x.scalar_type(), {num_sums, settings.hidden}) && is_aligned(bias))) return false;
     if (inputs.topk_weight_grads.defined()) {
         const bool is_like_rows = handle.is_expert_layout
                                       ? is_like(inputs.topk_weight_grads, at::kFloat, {handle.num_rows})
@@ -342,11 +345,16 @@ Combined Calls::combine(const Handle& handle, const Tensor& x, const ExpertRows*
     check_counted(handle);
     TORCH_CHECK(expert_rows != nullptr || x.size(0) == handle.num_rows, "the rows did not fit; ask Buffer.settle before the combine");
     Combined made;
-    made.x = empty({handle.shape.num_tokens / inputs.tokens_per_row, settings.hidden}, x.scalar_type());
+    made.x = empty({handle.shape.num_tokens / (inputs.tokens_per_row * settings.lanes), settings.hidden}, x.scalar_type());
     if (inputs.topk_weight_grads.defined()) made.topk_weight_grads = empty({handle.shape.num_tokens, settings.num_topk}, at::kFloat);
-    GpuCombineCall call(handle.arg(), arg_of(x), expert_rows, arg_of(inputs.source_weights.defined() ? Tensor() : inputs.weights),
-                        arg_of(inputs.bias), arg_of(inputs.topk_weight_grads), arg_of(inputs.source_weights), arg_of(made.x),
-                        arg_of(made.topk_weight_grads), dtype_of(x.scalar_type()), inputs.sums_lanes);
+    const bool are_sent = settings.is_by_lane && inputs.weights.defined();  // the weights, beside their rows
+    const Tensor& beside = are_sent ? inputs.weights : inputs.topk_weight_grads;
+    GpuCombineCall call(handle.arg(), arg_of(x), expert_rows,
+                        arg_of(are_sent || inputs.source_weights.defined() ? Tensor() : inputs.weights), arg_of(inputs.bias),
+                        arg_of(beside), arg_of(inputs.source_weights), arg_of(made.x), arg_of(made.topk_weight_grads),
+                        dtype_of(x.scalar_type()), inputs.sums_lanes);
+    call.params.is_by_lane = settings.is_by_lane, call.params.is_fused = settings.is_fused;
+    call.params.weights_are_sent = are_sent;
     variable_list tensors{x,      inputs.weights,        inputs.bias, inputs.topk_weight_grads, inputs.source_weights, handle.memory,
                           made.x, made.topk_weight_grads};
     const CallMode mode = begin_along(handle, how);

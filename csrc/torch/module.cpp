@@ -139,10 +139,10 @@ Combined run_combine(Calls& calls, const Tensor& x, const std::shared_ptr<Handle
 // ---- what calls are made of ----
 
 std::shared_ptr<Calls> make(py::object shim, int64_t number, int64_t num_ranks, int64_t num_local_experts, int64_t num_topk, int64_t hidden,
-                            int64_t num_max_tokens, int num_sms, int64_t num_nodes, int64_t num_node_tokens, const at::Device& device,
-                            py::object tell) {
-    const Calls::Settings settings{number,         num_ranks, num_local_experts, num_topk,       hidden,
-                                   num_max_tokens, num_sms,   num_nodes,         num_node_tokens};
+                            int64_t num_max_tokens, int num_sms, int64_t num_nodes, int64_t num_node_tokens, int64_t lanes,
+                            const std::string& sums, const at::Device& device, py::object tell) {
+    const Calls::Settings settings{number,  num_ranks, num_local_experts, num_topk, hidden,          num_max_tokens,
+                                   num_sms, num_nodes, num_node_tokens,   lanes,    sums != "ranks", sums == "lanes_fma"};
     return std::make_shared<Calls>(std::move(shim), settings, device, std::move(tell));
 }
 
@@ -203,7 +203,7 @@ void bind_calls(py::module_& m) {
     py::class_<Calls, std::shared_ptr<Calls>>(m, "Calls")
         .def(py::init(&make), py::kw_only(), py::arg("shim"), py::arg("number"), py::arg("num_ranks"), py::arg("num_local_experts"),
              py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"), py::arg("num_sms"), py::arg("num_nodes"),
-             py::arg("num_node_tokens"), py::arg("device"), py::arg("tell"))
+             py::arg("num_node_tokens"), py::arg("lanes"), py::arg("sums"), py::arg("device"), py::arg("tell"))
         .def("release", &Calls::release)
         .def_property_readonly("has_failed", &Calls::has_failed)
         .def_property_readonly("can_fuse", &Calls::can_fuse)

@@ -32,6 +32,7 @@ from deepep_moe.exchange.checks import (
     check_quantizable,
     check_routing,
     check_tensors,
+    lane_by_lane,
 )
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, Layout
 from deepep_moe.group.nodes import find_nodes
@@ -83,6 +84,11 @@ class Buffer(Sizes):
         ranks_per_node: how many consecutive ranks are a node, a divisor of the group's size. Combine sums a token's rows node by node, so
             this value changes the rounding of results (docs/design/contract.md). None: the ranks of one host are a node. Set it on one
             host to get the bits that several nodes would compute.
+        sums: how combine adds a token's rows. "ranks": on each expert's rank, then over the ranks; the fewest rows cross. "lanes": over the
+            lanes of top-k, ascending, in fp32 with one rounding to the rows' dtype. Results and gradients then do not depend on ranks,
+            nodes, backend or the placement of experts. "lanes_fma": likewise, but a weight's product is not rounded before it is added.
+            Each (lane, token) crosses as a row of its own: both layouts have one for it, in the order (source rank, lane, token), the
+            handle's `topk_idx` is [num_topk * num_tokens, 1] lane by lane, and memory grows num_topk times (docs/rollout.md).
 
     Raises:
         ValueError: a bad argument, or a file of `DEEPEP_MOE_PROFILE` that cannot be read; the peers raise EPPeerError. All ranks raise
@@ -113,9 +119,10 @@ class Buffer(Sizes):
         max_sms: int | None = None,
         timeout_s: float | None = None,
         ranks_per_node: int | None = None,
+        sums: str = "ranks",
     ):
         group, num_ranks, rank = join(group, "Buffer")
-        self._settings = Settings(num_ranks, rank, num_max_tokens_per_rank, hidden, num_experts, num_topk, 300.0)
+        self._settings = Settings(num_ranks, rank, num_max_tokens_per_rank, hidden, num_experts, num_topk, 300.0, sums=sums)
         num_threads: int = 1
         loaded = Loaded()
         error: Exception | None = None
@@ -266,6 +273,9 @@ class Buffer(Sizes):
             if not is_blockwise and fp8:
                 calls.refuse_on_failure(check_quantizable, x, x_scales)
                 x, x_scales = calls.refuse_on_failure(quantize_fp8, x)
+        if self._settings.is_by_lane and isinstance(x, Tensor) and x.dim() == 2:
+            topk_idx = calls.refuse_on_failure(lane_by_lane, "topk_idx", topk_idx, len(x), self._settings)
+            topk_weights = calls.refuse_on_failure(lane_by_lane, "topk_weights", topk_weights, len(x), self._settings)
         if not is_blockwise and not torch.compiler.is_compiling():
             how = num_sms, async_op, return_hook
             if handle is None:
@@ -327,9 +337,10 @@ class Buffer(Sizes):
     ) -> Any:
         """Sum each token's expert outputs on the token's rank. Collective; differentiable in `x`, `topk_weights`, `bias`.
 
-        The sum is defined to the bit. An expert's rank first adds a token's rows in ascending lane of top-k, in fp32, and rounds once to
-        the dtype of `x`. The token's rank adds these over ascending ranks in fp32, adds `bias`, and rounds once. With several nodes, each
-        node's ranks are added first, rounded if the node is not the token's own, and then the nodes (docs/design/contract.md).
+        The sum is defined to the bit. By ranks, an expert's rank first adds a token's rows in ascending lane of top-k, in fp32, and rounds
+        once to the dtype of `x`. The token's rank adds these over ascending ranks in fp32, adds `bias`, and rounds once. With several
+        nodes, each node's ranks are added first, rounded if the node is not the token's own, and then the nodes (docs/design/contract.md).
+        `Buffer(sums=)` has other sums.
 
         Args:
             x: [num_rows, hidden] contiguous, fp32, bf16 or fp16, rows as the dispatch of `handle` returned them.

@@ -17,9 +17,9 @@ from deepep_moe.exchange.calls import Calls
 from deepep_moe.exchange.checks import EXCHANGE, check_source_weights
 from deepep_moe.exchange.handle import DispatchHandle, PackedHandle
 from deepep_moe.exchange.native import mode_of
-from deepep_moe.exchange.operators import combine, dispatch, joined, repeated
+from deepep_moe.exchange.operators import combine, dispatch, joined
 from deepep_moe.library import is_compiled, is_watched, refuse_watchers, unwatched
-from deepep_moe.ops.weighted import weighted_sum
+from deepep_moe.ops.weighted import repeated, weighted_sum
 
 
 def dispatch_by_expert(

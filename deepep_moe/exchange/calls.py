@@ -9,6 +9,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -42,11 +43,13 @@ from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.group import suspension
 from deepep_moe.group.settings import Settings
 from deepep_moe.library import is_dry_run, unwatched
+from deepep_moe.ops.weighted import repeated, sum_lanes
 from deepep_moe.worker import Worker
 
 live_calls: "weakref.WeakValueDictionary[int, Calls]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _Args = TypeVar("_Args", DispatchArgs, CachedDispatchArgs, CombineArgs)
+_Sent = TypeVar("_Sent", DispatchArgs, CachedDispatchArgs)
 _Result = TypeVar("_Result")
 _Error = TypeVar("_Error", bound=BaseException)
 
@@ -167,6 +170,7 @@ class Calls:
         self._refuse_second_caller()
         with self._calling, unwatched():
             backend = self._admit(check_dispatch, args)
+            args = self._with_row_per_lane(backend, args)
             num_calls = backend.num_calls
             rows, handle, move = self._tell_on_failure(num_calls, partial(backend.plan, args))
             self._move(args.mode, num_calls, move, args, rows, handle)
@@ -177,6 +181,7 @@ class Calls:
         self._refuse_second_caller()
         with self._calling, unwatched():
             backend = self._admit(check_cached_dispatch, args)
+            args = self._with_row_per_lane(backend, args)
             num_calls = backend.num_calls
             rows, move = self._tell_on_failure(num_calls, partial(backend.dispatch_cached, args))
             self._move(args.mode, num_calls, move, args, rows)
@@ -187,10 +192,39 @@ class Calls:
         self._refuse_second_caller()
         with self._calling, unwatched():
             backend = self._admit(check_combine, args)
+            if self.settings.is_by_lane and not backend.capabilities.shares_rows:
+                return self._combine_by_lane(backend, args)
             num_calls = backend.num_calls
             combined_x, topk_weight_grads, move = self._tell_on_failure(num_calls, partial(backend.combine, args))
             self._move(args.mode, num_calls, move, args, combined_x, topk_weight_grads)
             return combined_x, topk_weight_grads
+
+    def _with_row_per_lane(self, backend: Backend, args: _Sent) -> _Sent:
+        """Return `args` with rows as the backend takes them: with sums by lanes one for each (lane, token), unless it shares them."""
+        lanes = self.settings.lanes
+        if lanes == 1 or backend.capabilities.shares_rows:
+            return args
+        return replace(args, x=repeated(args.x, lanes), x_scales=None if args.x_scales is None else repeated(args.x_scales, lanes))
+
+    def _combine_by_lane(self, backend: Backend, args: CombineArgs) -> tuple[Tensor, Tensor | None]:
+        """Bring rows back one by one with their weights, and sum them here."""
+        s, mode, sent = self.settings, args.mode, args.weights
+        if not backend.capabilities.moves_on_thread:
+            mode = replace(mode, is_async=False, is_split=False)  # the sum follows on the caller's stream
+        if sent is not None and args.handle.layout == "rank":
+            sent = sent.unsqueeze(1)
+        one_by_one = CombineArgs(mode, args.x, None, None, args.topk_weight_grads if sent is None else sent, args.handle)
+        num_calls = backend.num_calls
+        rows, values, move = self._tell_on_failure(num_calls, partial(backend.combine, one_by_one))
+        combined_x = rows.new_empty(len(rows) // s.lanes, s.hidden)
+        add = partial(sum_lanes, combined_x, rows, None if sent is None else values, args.bias, s.sums == "lanes_fma")
+        keep_alive = args, one_by_one, rows, values, combined_x
+        if callable(move):
+            self._move(mode, num_calls, partial(_one_after_the_other, move, add), *keep_alive)
+        else:
+            self._move(mode, num_calls, move, *keep_alive)
+            add()
+        return combined_x, values if sent is None else None
 
     def _finish_earlier_call(self) -> None:
         """Wait for the call in flight. If an interrupt ends the wait, refuse the next call."""
@@ -468,6 +502,11 @@ def _ends_with_a_failure(args: DispatchArgs | CachedDispatchArgs | CombineArgs) 
     """Return whether an earlier failure is raised instead of this call. A dispatch whose host waits for counts would wait for the failed
     rank, whose next call may be far away. A handle of a failed dispatch allows no call."""
     return args.num_recv_rows < 0 if isinstance(args, DispatchArgs) else args.handle.has_failed
+
+
+def _one_after_the_other(*functions: Callable[[], None]) -> None:
+    for function in functions:
+        function()
 
 
 def _second_half(move: Callable[[], None], _keep_alive: Any) -> None:

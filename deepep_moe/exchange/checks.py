@@ -161,6 +161,15 @@ def _check_layout(layout: str, expert_alignment: int) -> None:
         raise ValueError(f"expert_alignment is {expert_alignment}; it must be at least 1 and at most {MAX_ALIGNMENT}")
 
 
+def lane_by_lane(name: str, tensor: Any, num_tokens: int, s: Settings) -> Any:
+    """Return a tensor [num_tokens, lanes] as the exchange takes it: [lanes * num_tokens, 1]."""
+    if not isinstance(tensor, Tensor):
+        return tensor  # None, or what the checks of the call refuse
+    if tuple(tensor.shape) != (num_tokens, s.lanes):
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be [{num_tokens}, {s.lanes}]")
+    return tensor.t().reshape(-1, 1)
+
+
 def check_source_weights(source_weights: Tensor, x: Tensor) -> None:
     """Check source_weights: [tokens that share a row, rows of x] fp32."""
     check_is_tensor("x", x)
@@ -182,14 +191,14 @@ def check_device(x: Tensor, backend: Backend) -> None:
 
 def check_dispatch(args: DispatchArgs, s: Settings) -> None:
     _check_rows("x", args.x, None, s, _ALL)
-    num_tokens = args.x.shape[0]
+    num_tokens = args.x.shape[0] * s.lanes
     check_tensor("topk_idx", args.topk_idx, (num_tokens, s.num_topk), (torch.int64, torch.int32), args.x.device, any_strides=True)
     _check_weights("topk_weights", args.topk_weights, (num_tokens, s.num_topk), args.x, any_strides=True)
     _check_scales(args.x, args.x_scales)
     _check_layout(args.layout, args.expert_alignment)
     if num_tokens > s.num_max_tokens_per_rank:
         raise ValueError(
-            f"x has {num_tokens} tokens, more than the buffer's num_max_tokens_per_rank of {s.num_max_tokens_per_rank}; "
+            f"x has {args.x.shape[0]} tokens, more than the buffer's num_max_tokens_per_rank of {s.num_max_tokens_per_rank // s.lanes}; "
             "create the Buffer with a larger bound"
         )
     if args.num_recv_rows < -1:
@@ -216,7 +225,7 @@ def check_handle(handle: DispatchHandle, s: Settings) -> None:
 
 def check_cached_dispatch(args: CachedDispatchArgs, s: Settings) -> None:
     num_tokens = args.handle.num_tokens
-    _check_rows("x", args.x, num_tokens, s, _ALL)
+    _check_rows("x", args.x, num_tokens // s.lanes, s, _ALL)
     _check_weights("topk_weights", args.topk_weights, (num_tokens, s.num_topk), args.x, any_strides=True)
     _check_scales(args.x, args.x_scales)
 
@@ -240,10 +249,12 @@ def check_combine(args: CombineArgs, s: Settings) -> None:
         )
     _check_weights("topk_weights", args.weights, (handle.num_rows,), x)
     if args.bias is not None:
-        check_tensor("bias", args.bias, (handle.num_tokens, s.hidden), (x.dtype,), x.device)
+        check_tensor("bias", args.bias, (handle.num_tokens // s.lanes, s.hidden), (x.dtype,), x.device)
         _check_address("bias", args.bias)
     shape = (handle.num_rows,) if handle.layout == "expert" else (handle.num_rows, s.num_topk)
     _check_weights("topk_weight_grads", args.topk_weight_grads, shape, x)
+    if s.is_by_lane and args.weights is not None and args.topk_weight_grads is not None:
+        raise ValueError(f"topk_weights and topk_weight_grads were both given; with sums={s.sums!r} one value travels beside a row")
 
 
 def check_max_sms(max_sms: Any) -> int | None:

@@ -24,7 +24,7 @@ from deepep_moe.exchange.failures import tell_failure, watch_backward
 from deepep_moe.exchange.handle import DispatchHandle, TracedHandle, traced
 from deepep_moe.library import call, define, is_watched, needs_gradients, refuse_watchers, register_operator
 from deepep_moe.ops.quantized import QuantizedRows
-from deepep_moe.ops.weighted import aligned, differentiable_scale_rows_backward
+from deepep_moe.ops.weighted import aligned, differentiable_scale_rows_backward, repeated
 
 _Received = tuple[Tensor, Tensor | None, Tensor | None, DispatchHandle]
 """recv_x, recv_x_scales, recv_topk_weights, the handle."""
@@ -424,11 +424,6 @@ def scaled_gradients(
     return gradients
 
 
-def repeated(rows: Tensor, times: int) -> Tensor:
-    """Return the whole of `rows`, `times` times in a row."""
-    return rows if times == 1 else rows.expand(times, *rows.shape).reshape(-1, rows.shape[1]).contiguous()  # a single row stays a view
-
-
 def joined(rows: Sequence[Tensor], handle: DispatchHandle, hidden: int) -> Tensor:
     """Join the tensors of all local experts into one. Raises TypeError or ValueError if `rows` has not one right tensor per expert."""
     counts = handle.num_rows_per_expert_list
@@ -460,10 +455,11 @@ def _combine_operator(
 
 
 def _fake_combine(
-    x: Tensor, _weights: Tensor | None, _bias: Tensor | None, topk_weight_grads: Tensor | None, handle: list[Tensor], *_: Any
+    x: Tensor, _weights: Tensor | None, _bias: Tensor | None, topk_weight_grads: Tensor | None, handle: list[Tensor], buffer: int, *_: Any
 ) -> tuple[Tensor, Tensor]:
     num_tokens, num_topk = handle[0].shape
-    return x.new_empty(num_tokens, x.shape[1]), x.new_empty(0 if topk_weight_grads is None else num_tokens, num_topk, dtype=torch.float32)
+    grads = x.new_empty(0 if topk_weight_grads is None else num_tokens, num_topk, dtype=torch.float32)
+    return x.new_empty(num_tokens // calls_of(buffer).settings.lanes, x.shape[1]), grads
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -121,8 +121,10 @@ def introduce(
     kind: str = "Buffer", mask_stalled: bool = False,
 ) -> list[Introduction]:  # fmt: skip
     """Exchange introductions. Raises the caller's own error, EPPeerError for a peer's, EPMismatchError where settings differ."""
-    common = {} if error else {name: value for name, value in asdict(settings).items() if name not in ("rank", "timeout_s")}
+    common: dict[str, Any] = {}
     if not error:
+        common["sums"] = settings.sums  # first: other numbers follow from it
+        common |= {name: value for name, value in asdict(settings).items() if name not in ("rank", "timeout_s")}
         common |= {"mask_stalled": mask_stalled, "kind": kind}
     message = None if error is None else told(error)[:_MAX_WORDS]
     group_backend = "none" if group is None else str(dist.get_backend_config(group))

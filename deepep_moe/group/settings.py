@@ -9,6 +9,8 @@ from deepep_moe.arguments import as_float, as_int
 logger = logging.getLogger("deepep_moe")
 MAX_NUMBER = 2**31 - 1
 """The largest number of rows, columns or experts: native code counts them in 32 bits."""
+SUMS = ("ranks", "lanes", "lanes_fma")
+"""How combine adds a token's rows (docs/design/contract.md): rank by rank, or lane by lane without or with fused multiply-adds."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,19 @@ class Settings:
     timeout_s: float
     ranks_per_node: int = 0
     """How many consecutive ranks are a node; 0 until `find_nodes` has set it."""
+    sums: str = "ranks"
+    """One of `SUMS`."""
+    lanes: int = 1
+    """The top-k of the caller's tokens, if sums go by lanes. The exchange then moves each (lane, token) as a token for top-1, lane by lane,
+    and `num_topk` and `num_max_tokens_per_rank` count these."""
 
     @property
     def num_local_experts(self) -> int:
         return self.num_experts // self.num_ranks
+
+    @property
+    def is_by_lane(self) -> bool:
+        return self.sums != "ranks"
 
     @property
     def num_nodes(self) -> int:
@@ -66,11 +77,16 @@ class Sizes:
 
     @property
     def num_topk(self) -> int:
-        return self._settings.num_topk
+        return self._settings.num_topk * self._settings.lanes
 
     @property
     def num_max_tokens_per_rank(self) -> int:
-        return self._settings.num_max_tokens_per_rank
+        return self._settings.num_max_tokens_per_rank // self._settings.lanes
+
+    @property
+    def sums(self) -> str:
+        """How combine adds a token's rows: "ranks", "lanes" or "lanes_fma"."""
+        return self._settings.sums
 
     def _log_backend(self, backend: str, workspace_bytes: int) -> None:
         """Say on rank 0 which backend serves."""
@@ -78,7 +94,7 @@ class Sizes:
         if s.rank == 0:
             logger.info(
                 "%s: backend %s, %d ranks, %d experts, top-%d, hidden %d, workspace of %.1f MiB per rank",
-                kind, backend, s.num_ranks, s.num_experts, s.num_topk, s.hidden, workspace_bytes / 2**20,
+                kind, backend, s.num_ranks, s.num_experts, self.num_topk, s.hidden, workspace_bytes / 2**20,
             )  # fmt: skip
 
 
@@ -112,4 +128,8 @@ def check_settings(
             raise ValueError(f"ranks_per_node is {s.ranks_per_node}; it must be None or divide the group's {s.num_ranks} ranks")
     if s.num_topk > min(s.num_experts, _C.MAX_TOPK):
         raise ValueError(f"num_topk is {s.num_topk}; it must be at most num_experts ({s.num_experts}) and at most {_C.MAX_TOPK}")
+    if s.sums not in SUMS:
+        raise ValueError(f"sums is {s.sums!r}; it must be one of {list(SUMS)}")
+    if s.is_by_lane:
+        s = replace(s, lanes=s.num_topk, num_topk=1, num_max_tokens_per_rank=s.num_topk * s.num_max_tokens_per_rank)
     return s

@@ -48,13 +48,17 @@ class _WeightedSum(torch.autograd.Function):
 def _weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
     sums = rows.new_empty(rows.shape[1:])
     if _has_kernels(rows):
-        rows, weights, is_by_token = _ordered(rows, weights)
-        with on_device(rows):
-            _C.gpu_weighted_sum(rows, weights, is_by_token, sums, DTYPES[rows.dtype], current_stream(rows.device))
+        _run_weighted_sum(rows, weights, False, sums)
         return sums
     for tokens in _blocks(rows):
         sums[tokens] = (rows[:, tokens] * weights[:, tokens, None]).sum(0)
     return sums
+
+
+def _run_weighted_sum(rows: Tensor, weights: Tensor, is_fused: bool, sums: Tensor) -> None:
+    rows, weights, is_by_token = _ordered(rows, weights)
+    with on_device(rows):
+        _C.gpu_weighted_sum(rows, weights, is_by_token, is_fused, sums, DTYPES[rows.dtype], current_stream(rows.device))
 
 
 def weighted_sum_backward(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,6 +84,45 @@ def _ordered(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, bool]:
     if by_token.is_contiguous() and not rows.is_contiguous():
         return aligned(by_token).transpose(0, 1), readable(weights.t()).t(), True
     return aligned(rows), readable(weights), False
+
+
+# ---- sums by lanes ----
+
+
+def sum_lanes(sums: Tensor, rows: Tensor, weights: Tensor | None, bias: Tensor | None, is_fused: bool) -> None:
+    """Write the sums of `Buffer(sums="lanes")` to `sums` [num_tokens, hidden], without gradient.
+
+    rows: [num_topk * num_tokens, hidden] in the dtype of `sums`, lane by lane. weights: as many, fp32, 0 where there is no row; None: ones.
+    bias: [num_tokens, hidden] or None. is_fused: a product is not rounded before it is added.
+    """
+    lanes = rows.view(-1, *sums.shape) if sums.numel() else rows.new_empty(0, *sums.shape)
+    if bias is None and weights is not None and _has_kernels(rows):
+        _run_weighted_sum(lanes, weights.view(lanes.shape[:2]), is_fused, sums)
+        return
+    total = torch.zeros(sums.shape, dtype=torch.float32, device=sums.device)
+    for lane, row in enumerate(lanes):
+        if weights is None:
+            total += row
+        else:
+            weight, term = weights.view(lanes.shape[:2])[lane, :, None], row.float()
+            total = fused_multiply_add(weight, term, total) if is_fused else total + weight * term
+    sums.copy_(total if bias is None else total + bias)
+
+
+def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return a * b + c of fp32 tensors with one rounding.
+
+    The product is exact in double precision. The sum is rounded to odd there: to the neighbour with an odd last bit, unless it is exact.
+    Then the rounding to fp32 is that of the exact sum (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
+    """
+    product, wide = a.double() * b.double(), c.double()
+    total = product + wide
+    back = total - product
+    rest = (product - (total - back)) + (wide - back)  # what the rounding of `total` has lost, exactly (Knuth's TwoSum)
+    bits = total.view(torch.int64)
+    is_inexact_even = (rest != 0) & (bits & 1 == 0) & total.isfinite()
+    towards = torch.where((rest > 0) == (total > 0), 1, -1)  # away from zero, or towards it
+    return torch.where(is_inexact_even, bits + towards, bits).view(torch.float64).float()
 
 
 # ---- gradients of scaled rows ----
@@ -117,7 +160,12 @@ define("scale_rows_backward(Tensor grad, Tensor x, Tensor weights) -> (Tensor, T
 register("scale_rows_backward", scale_rows_backward, _fake_scale_rows_backward)
 
 
-# ---- rows as kernels take them ----
+# ---- rows as calls and kernels take them ----
+
+
+def repeated(rows: Tensor, times: int) -> Tensor:
+    """Return the whole of `rows`, `times` times in a row."""
+    return rows if times == 1 else rows.expand(times, *rows.shape).reshape(-1, rows.shape[1]).contiguous()  # a single row stays a view
 
 
 def aligned(rows: Tensor) -> Tensor:

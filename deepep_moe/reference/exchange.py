@@ -5,6 +5,7 @@ Every backend must agree with these functions bit for bit. An argument or result
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -50,18 +51,25 @@ def _zero_rows(like: Tensor | None, num_rows: int) -> Tensor | None:
 
 def _receive(
     rank: int, x: Sequence[Tensor], topk_idx: Sequence[Tensor], topk_weights: Sequence[Tensor] | None, num_experts: int, layout: str,
-    expert_alignment: int, x_scales: Sequence[Tensor] | None,
+    expert_alignment: int, x_scales: Sequence[Tensor] | None, is_by_lane: bool,
 ) -> Received:  # fmt: skip
     num_local_experts = num_experts // len(x)
     first = rank * num_local_experts
     tokens: list[tuple[int, int]] = []
     local_lanes: list[list[int]] = []
+    one_by_one: list[tuple[int, int, int, list[int]]] = []
     for source, idx in enumerate(topk_idx):
         for token, lanes in enumerate(idx.tolist()):
             local = [expert - first if 0 <= expert - first < num_local_experts else -1 for expert in lanes]
-            if any(expert >= 0 for expert in local):
+            if not is_by_lane and any(expert >= 0 for expert in local):
                 tokens.append((source, token))
                 local_lanes.append(local)
+            for lane, expert in enumerate(local):
+                if is_by_lane and expert >= 0:
+                    one_by_one.append((source, lane, token, [-1] * lane + [expert]))
+    for source, _, token, local in sorted(one_by_one, key=lambda one: one[:3]):
+        tokens.append((source, token))
+        local_lanes.append(local)
 
     row_of_lane: list[dict[int, int]] = [{} for _ in tokens]
     counts, num_rows = [], 0
@@ -77,7 +85,8 @@ def _receive(
     recv_x, recv_x_scales = _zero_rows(x[0], num_rows), _zero_rows(None if x_scales is None else x_scales[0], num_rows)
     recv_topk_idx, recv_topk_weights = None, None
     if layout == "rank":
-        recv_topk_idx = torch.tensor(local_lanes, dtype=topk_idx[0].dtype).reshape(len(tokens), topk_idx[0].shape[1])
+        shown = [lanes[-1:] for lanes in local_lanes] if is_by_lane else local_lanes
+        recv_topk_idx = torch.tensor(shown, dtype=topk_idx[0].dtype).reshape(len(tokens), 1 if is_by_lane else topk_idx[0].shape[1])
         if topk_weights is not None:
             recv_topk_weights = torch.zeros(recv_topk_idx.shape)
     elif topk_weights is not None:
@@ -91,7 +100,7 @@ def _receive(
             if recv_x_scales is not None and x_scales is not None:
                 recv_x_scales[row] = x_scales[source][token]
             if recv_topk_weights is not None and topk_weights is not None:
-                recv_topk_weights[(row, lane) if layout == "rank" else row] = topk_weights[source][token, lane]
+                recv_topk_weights[(row, 0 if is_by_lane else lane) if layout == "rank" else row] = topk_weights[source][token, lane]
     return Received(layout, recv_x, recv_x_scales, recv_topk_idx, recv_topk_weights, counts, tokens, row_of_lane)
 
 
@@ -104,14 +113,17 @@ def dispatch(
     layout: str = "expert",
     expert_alignment: int = 1,
     x_scales: Sequence[Tensor] | None = None,
+    sums: str = "ranks",
 ) -> list[Received]:
     """Dispatch of all ranks.
 
     x: [num_tokens, hidden] of each rank; topk_idx: [num_tokens, num_topk], -1 = none; topk_weights: fp32, same shape, or None.
     Layout "rank": one row per token received, by (source rank, token). Layout "expert": one row per (token, local expert), grouped by
     expert, inside a group by (source rank, token), each group padded with zero rows to a multiple of `expert_alignment`.
+    sums: as in `deepep_moe.Buffer`. By lanes both layouts have one row per (lane, token), in the order (source rank, lane, token).
     """
-    return [_receive(r, x, topk_idx, topk_weights, num_experts, layout, expert_alignment, x_scales) for r in range(len(x))]
+    how = num_experts, layout, expert_alignment, x_scales, sums != "ranks"
+    return [_receive(r, x, topk_idx, topk_weights, *how) for r in range(len(x))]
 
 
 def expert_side(received: Received, x: Tensor, weights: Tensor | None, slot: int) -> Tensor:
@@ -131,13 +143,17 @@ def combine(
     weights: Sequence[Tensor] | None = None,
     bias: Sequence[Tensor] | None = None,
     ranks_per_node: int | None = None,
+    sums: str = "ranks",
 ) -> list[Tensor]:
     """Return the combine of all ranks for rows `x` in the order of `received`, the result of `dispatch`.
 
     x: [num_rows, hidden] of each rank; weights: [num_rows] fp32; bias: [num_tokens, hidden]. A token's rows are summed in three steps.
     First on each rank (`expert_side`). Then over the ranks of a node, ascending, in fp32, rounded to x's dtype if the token is another
     node's. Then over the nodes, ascending, in fp32, plus `bias`, rounded once. `ranks_per_node` None: all ranks are one node.
+    sums: as in `deepep_moe.Buffer`. With "lanes" and "lanes_fma" there is one step, over the lanes of top-k, ascending, in fp32.
     """
+    if sums != "ranks":
+        return _combine_by_lane(x, received, num_tokens, weights, bias, sums == "lanes_fma")
     per_node = ranks_per_node or len(x)
     totals = [torch.zeros(n, x[0].shape[1]) for n in num_tokens]
     for first in range(0, len(x), per_node):
@@ -154,6 +170,45 @@ def combine(
     return [total.to(x[0].dtype) for total in totals]
 
 
+def _combine_by_lane(
+    x: Sequence[Tensor], received: Sequence[Received], num_tokens: Sequence[int], weights: Sequence[Tensor] | None,
+    bias: Sequence[Tensor] | None, is_fused: bool,
+) -> list[Tensor]:  # fmt: skip
+    terms: list[list[dict[int, tuple[Tensor, Tensor]]]] = [[{} for _ in range(n)] for n in num_tokens]
+    for rank, there in enumerate(received):
+        for slot, (source, token) in enumerate(there.tokens):
+            for lane, row in there.row_of_lane[slot].items():
+                row = slot if there.layout == "rank" else row
+                weight = torch.ones(()) if weights is None else weights[rank][row]
+                terms[source][token][lane] = weight, x[rank][row].float()
+    totals = [torch.zeros(n, x[0].shape[1]) for n in num_tokens]
+    for source, of_tokens in enumerate(terms):
+        for token, by_lane in enumerate(of_tokens):
+            for _, (weight, row) in sorted(by_lane.items()):
+                total = totals[source][token]
+                totals[source][token] = fused_multiply_add(weight, row, total) if is_fused else total + weight * row
+    if bias is not None:
+        totals = [total + b.float() for total, b in zip(totals, bias, strict=True)]
+    return [total.to(x[0].dtype) for total in totals]
+
+
+def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return a * b + c, computed with rational numbers and rounded once to fp32. Slow. `a` and `c` are broadcast to `b`, [n]."""
+    values = zip(*(tensor.expand_as(b).tolist() for tensor in (a, b, c)), strict=True)
+    return torch.tensor([_rounded(Fraction(x) * Fraction(y) + Fraction(z)) for x, y, z in values], dtype=torch.float32)
+
+
+def _rounded(exact: Fraction) -> float:
+    """Round to the nearest fp32, ties to even."""
+    if exact == 0:
+        return 0.0
+    exponent = abs(exact.numerator).bit_length() - exact.denominator.bit_length()
+    if abs(exact) < Fraction(2) ** exponent:
+        exponent -= 1
+    unit = Fraction(2) ** (max(exponent, -126) - 23)
+    return float(round(exact / unit) * unit)
+
+
 def combine_lane_values(values: Sequence[Tensor], received: Sequence[Received], topk_idx: Sequence[Tensor]) -> list[Tensor]:
     """One value per lane brought back to its source, [num_tokens, num_topk] fp32, 0 where the lane has no expert: the gradient of
     `topk_weights`, from values that lie as `recv_topk_weights` does."""
@@ -161,5 +216,6 @@ def combine_lane_values(values: Sequence[Tensor], received: Sequence[Received], 
     for rank, there in enumerate(received):
         for slot, (source, token) in enumerate(there.tokens):
             for lane, row in there.row_of_lane[slot].items():
-                result[source][token, lane] = values[rank][slot, lane] if there.layout == "rank" else values[rank][row]
+                value = values[rank][slot] if there.layout == "rank" else values[rank][row]
+                result[source][token, lane] = value if value.numel() == 1 else value[lane]
     return result

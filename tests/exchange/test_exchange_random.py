@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from deepep_moe.testing import run_ranks
 
 LAYOUTS = ("expert", "rank")
+SUMS = ("ranks", "lanes", "lanes_fma")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -32,6 +33,7 @@ def test_random_routings(data):
         seed=data.draw(st.integers(0, 1000), "seed"),
         with_weights=data.draw(st.booleans(), "with_weights"),
         with_bias=data.draw(st.booleans(), "with_bias"),
+        sums=data.draw(st.sampled_from(SUMS), "sums"),
         ranks_per_node=data.draw(st.sampled_from([n for n in range(1, num_ranks + 1) if num_ranks % n == 0]), "ranks_per_node"),
     )
     run_ranks(check_case, num_ranks, case)

@@ -55,6 +55,7 @@ class Case:
     num_sms: int | None = None
     max_sms: int | None = None
     ranks_per_node: int | None = None
+    sums: str = "ranks"
     bulk_copies: bool = True  # nvlink: with the instructions of sm_90 where they are
     mode: str = "now"  # or "async", "hook"
     backends: tuple[str, ...] = field(default=("shm", "collective"))
@@ -101,19 +102,21 @@ def check_case(rank: int, _: int, case: Case) -> None:
     inputs = [case.inputs(r) for r in ranks]
     xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
     received = reference.dispatch(
-        xs, idxs, weights if case.with_weights else None, case.num_experts, layout=case.layout, expert_alignment=case.expert_alignment
-    )
+        xs, idxs, weights if case.with_weights else None, case.num_experts, layout=case.layout, expert_alignment=case.expert_alignment,
+        sums=case.sums,
+    )  # fmt: skip
     outputs = [case.expert_outputs(r, len(received[r].recv_x)) for r in ranks]
     row_weights = [torch.rand(len(output), generator=torch.Generator().manual_seed(r)) for r, output in enumerate(outputs)]
     biases = [case.bias(r) for r in ranks]
     combined = reference.combine(
         outputs, received, case.num_tokens, row_weights if case.with_weights else None, biases if case.with_bias else None,
-        ranks_per_node=case.ranks_per_node,
+        ranks_per_node=case.ranks_per_node, sums=case.sums,
     )  # fmt: skip
     for backend in case.backends:
         device = device_of(backend, rank)
         sizes = (max(case.num_tokens), case.hidden, case.num_experts, case.num_topk)
-        buffer = Buffer(None, *sizes, backend=backend, timeout_s=60, ranks_per_node=case.ranks_per_node, max_sms=case.max_sms)
+        options = {"ranks_per_node": case.ranks_per_node, "max_sms": case.max_sms, "sums": case.sums}
+        buffer = Buffer(None, *sizes, backend=backend, timeout_s=60, **options)
         assert buffer.backend == backend
         if backend == "nvlink" and not case.bulk_copies:
             buffer.calls.backend.tuning.uses_bulk_copies = False
@@ -186,7 +189,7 @@ def opened(case: Case, backend: str, rank: int, **options: Any) -> tuple[Any, ..
     device_of(backend, rank)
     poison_outputs()
     sizes = max(case.num_tokens), case.hidden, case.num_experts, case.num_topk
-    settings = {"timeout_s": 60, "ranks_per_node": case.ranks_per_node} | options
+    settings = {"timeout_s": 60, "ranks_per_node": case.ranks_per_node, "sums": case.sums} | options
     return Buffer(None, *sizes, backend=backend, **settings), *on_device(backend, rank, *case.inputs(rank))
 
 

@@ -59,8 +59,10 @@ GpuWeightedSumParams weighted_sum_of(const TensorArg& rows, const TensorArg& wei
     return params;
 }
 
-void weighted_sum(const TensorArg& rows, const TensorArg& weights, bool is_by_token, const TensorArg& sums, DType dtype, uintptr_t stream) {
+void weighted_sum(const TensorArg& rows, const TensorArg& weights, bool is_by_token, bool is_fused, const TensorArg& sums, DType dtype,
+                  uintptr_t stream) {
     GpuWeightedSumParams params = weighted_sum_of(rows, weights, is_by_token, dtype);
+    params.is_fused = is_fused;
     params.sums = sums.as<std::byte*>();
     launch_weighted_sum(params, as_stream(stream));
 }
@@ -180,7 +182,7 @@ void bind_rows(py::module_& m) {
           group_ends, py::arg("out"), py::arg("is_fp32"), stream);
     m.def("gpu_clear_tail", &clear_tail, py::arg("values"), group_ends, stream);
     m.def("gpu_swiglu_shim", [] { return py::capsule(&kSwigluShim, kSwigluShimName); });
-    m.def("gpu_weighted_sum", &weighted_sum, rows, weights, is_by_token, py::arg("sums"), dtype, stream);
+    m.def("gpu_weighted_sum", &weighted_sum, rows, weights, is_by_token, py::arg("is_fused"), py::arg("sums"), dtype, stream);
     m.def("gpu_weighted_sum_backward", &weighted_sum_backward, rows, weights, is_by_token, py::arg("grad"), py::arg("grad_rows"),
           py::arg("grad_weights"), dtype, stream);
     m.def("gpu_scale_rows_backward", &scale_rows_backward, py::arg("grad"), py::arg("x"), weights, py::arg("grad_x"),

@@ -46,8 +46,9 @@ __device__ __forceinline__ void zero_row(void* dst, int64_t bytes) {
 }
 
 // Sum pieces of several rows, in order. Row i is rows(i), or `held` if that is null, weighted by weights(i), for 0 <= i < num_rows. Loads
-// of kBatch pieces, 32 apart from `first` on, of kRowsInFlight rows are in flight at once. All threads of a warp must call it.
-template <class Values, int kBatch, class Rows, class Weights>
+// of kBatch pieces, 32 apart from `first` on, of kRowsInFlight rows are in flight at once. kFused: a product is not rounded before it is
+// added. All threads of a warp must call it.
+template <class Values, int kBatch, bool kFused = false, class Rows, class Weights>
 __device__ __forceinline__ void sum_pieces(float (&sum)[kBatch][Values::kCount], int first, int end, int num_rows, const Rows& rows,
                                            const Weights& weights, const uint4 (&held)[kBatch]) {
 #pragma unroll 1
@@ -71,7 +72,8 @@ __device__ __forceinline__ void sum_pieces(float (&sum)[kBatch][Values::kCount],
                 float x[Values::kCount];
                 Values::load(raw[i][j], x);
 #pragma unroll
-                for (int v = 0; v < Values::kCount; ++v) sum[j][v] = __fadd_rn(sum[j][v], __fmul_rn(weight, x[v]));
+                for (int v = 0; v < Values::kCount; ++v)
+                    sum[j][v] = kFused ? __fmaf_rn(weight, x[v], sum[j][v]) : __fadd_rn(sum[j][v], __fmul_rn(weight, x[v]));
             }
         }
     }

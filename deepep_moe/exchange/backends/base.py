@@ -101,6 +101,8 @@ class Capabilities:
     """Asynchronous calls move their rows on the buffer's thread. Otherwise they are asynchronous by themselves or not at all."""
     can_scale: bool = False
     """It takes a `RowScaling`, and computes the gradients on the rank that receives the rows."""
+    shares_rows: bool = False
+    """With sums by lanes it takes one row for all lanes of a token, and sums the rows that come back. Elsewhere `Calls` does both."""
     num_channels: int = 1
     """Columns of `DispatchHandle.recv_counts`."""
 

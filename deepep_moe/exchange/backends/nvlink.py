@@ -53,7 +53,7 @@ class NvlinkBackend(Backend):
             num_max_tokens=max(1, settings.num_max_tokens_per_rank),
             timeout_s=settings.timeout_s,
         )
-        self.capabilities = Capabilities(device_types=(device.GPU,), can_scale=True)
+        self.capabilities = Capabilities(device_types=(device.GPU,), can_scale=True, shares_rows=settings.num_nodes == 1)
         self.workspace_bytes: int = self._exchange.workspace_bytes
         self.fitted = Values(**{name: getattr(self._exchange.tuning, name) for name in SETTINGS})
         """Settings that the native code chose for the device, before any profile."""
@@ -137,7 +137,7 @@ class NvlinkBackend(Backend):
             shim=self._exchange.shim(), number=number, num_ranks=s.num_ranks, num_local_experts=s.num_local_experts,
             num_topk=s.num_topk, hidden=s.hidden, num_max_tokens=s.num_max_tokens_per_rank,
             num_sms=-1 if mode.num_sms is None else mode.num_sms, num_nodes=s.num_nodes,
-            num_node_tokens=0 if s.num_nodes == 1 else self._exchange.num_node_tokens, device=self.device,
+            num_node_tokens=0 if s.num_nodes == 1 else self._exchange.num_node_tokens, lanes=s.lanes, sums=s.sums, device=self.device,
             tell=partial(_tell, weakref.ref(self)),
         )  # fmt: skip
         return self._native
