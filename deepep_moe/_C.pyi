@@ -214,6 +214,7 @@ class NvlinkLowLatency:
         num_topk: int,
         hidden: int,
         num_max_tokens: int,
+        lanes: int,
         timeout_s: float,
         mask_stalled: bool,
         ranks_per_node: int,

@@ -169,6 +169,7 @@ class LowLatencyCalls:
         num_topk: int,
         hidden: int,
         num_max_tokens: int,
+        rows_of_expert: int,
         handle_bytes: int,
         statistics: Tensor,
     ) -> None: ...

@@ -62,6 +62,15 @@ class Event:
             else:
                 self._recorded.wait()
 
+    def then(self, function: Callable[[], None]) -> "Event":
+        """Return an event whose first `wait` waits for this one, and then calls `function`."""
+
+        def finish() -> None:
+            self.wait()
+            function()
+
+        return Event(self._future, self._recorded, finish, self._device, self.is_captured)
+
     def failure(self) -> BaseException | None:
         """Wait for the operation, and return its error or None."""
         if self._second_half is not None:

@@ -75,7 +75,7 @@ struct alignas(8) LowLatencyLane {
     float weight;    // 1 without topk_weights
 };
 
-// One top-k entry of a received token: its row (expert * capacity + place, or -1) and its weight.
+// One top-k entry of a received token: its row (expert * rows_of_expert + place, or -1) and its weight.
 struct alignas(8) LowLatencyRow {
     int32_t row;
     float weight;
@@ -84,8 +84,10 @@ struct alignas(8) LowLatencyRow {
 struct LowLatencyConfig {
     int num_ranks, num_experts, num_topk, hidden;
     int64_t num_max_tokens;
+    int lanes = 1;  // (lane, token) pairs that are tokens here and belong to one token of the caller, lane by lane
     int num_local_experts = num_ranks > 0 ? num_experts / num_ranks : 0;
-    DEEPEP_MOE_HD int64_t capacity() const { return num_ranks * num_max_tokens; }  // rows of a local expert
+    DEEPEP_MOE_HD int64_t capacity() const { return num_ranks * num_max_tokens; }  // tokens of all ranks
+    DEEPEP_MOE_HD int64_t rows_of_expert() const { return capacity() / lanes; }    // a token of the caller names an expert once
 };
 
 DEEPEP_MOE_HD constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }

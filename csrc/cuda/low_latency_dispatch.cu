@@ -203,7 +203,7 @@ struct Receiver {
         if (lane >= config.num_topk) there.expert = -1;
         int row = -1;
         if (there.expert >= 0)
-            row = there.expert * static_cast<int>(config.capacity()) +
+            row = there.expert * static_cast<int>(config.rows_of_expert()) +
                   tokens_before(c, shared().more, shared().came, from.source, there.expert) + there.index;
         LowLatencyRow* const rows =
             in_handle<LowLatencyRow>(handle().rows) + (from.source * config.num_max_tokens + from.token) * config.num_topk;
@@ -212,7 +212,7 @@ struct Receiver {
         const int nth = __popc(lanes & ((1u << lane) - 1));
         if (row >= 0) {
             out.rows[nth] = row * row_bytes;
-            out.scales[nth] = row + there.expert * (num_scale_words(config, p.what.is_rounded) - 1) * config.capacity();
+            out.scales[nth] = row + there.expert * (num_scale_words(config, p.what.is_rounded) - 1) * config.rows_of_expert();
         }
         if (lane == 0) out.num = __popc(lanes), out.is_here = is_here;
     }
@@ -383,7 +383,7 @@ constexpr const char* kTakes = "rows are quantized on their way; give them as th
 }  // namespace
 
 int64_t low_latency_shared_bytes(const LowLatencyConfig& c) {
-    return static_cast<int64_t>(sizeof(Shared)) + 4 * c.num_experts * (1 + round_up(c.num_max_tokens, 32) / 32);
+    return static_cast<int64_t>(sizeof(Shared)) + 4 * c.num_experts * (1 + round_up(c.num_max_tokens / c.lanes, 32) / 32);
 }
 
 // The same for all types of rows, because __launch_bounds__ limits the registers.

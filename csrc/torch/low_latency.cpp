@@ -83,7 +83,7 @@ void LowLatencyCalls::run(InFlight& made, py::handle async_op, py::handle return
 }
 
 void LowLatencyCalls::receive_into(LowLatencyReceived& made, at::ScalarType type, bool fp8, bool is_rounded) const {
-    const int64_t num_experts = settings_.num_local_experts, capacity = settings_.num_ranks * settings_.num_max_tokens;
+    const int64_t num_experts = settings_.num_local_experts, capacity = settings_.rows_of_expert;
     made.x = empty({num_experts, capacity, settings_.hidden}, fp8 ? at::kFloat8_e4m3fn : type);
     if (fp8) {
         const int64_t columns_each = kScaleBlock * (is_rounded ? 4 : 1), num_columns = (settings_.hidden + columns_each - 1) / columns_each;
@@ -142,8 +142,7 @@ std::optional<LowLatencyCombined> LowLatencyCalls::combine(py::handle x, py::han
     const bool fp8 = is_text(wire, "fp8");
     if (!is_checked) {
         if (fp8 ? settings_.hidden % kScaleBlock != 0 : !wire.is_none()) return std::nullopt;
-        if (!are_rows(rows, {settings_.num_local_experts, settings_.num_ranks * settings_.num_max_tokens, settings_.hidden}))
-            return std::nullopt;
+        if (!are_rows(rows, {settings_.num_local_experts, settings_.rows_of_expert, settings_.hidden})) return std::nullopt;
         if (!are_weights(weights, num_tokens) || !is_on(statistics_.device(), memory)) return std::nullopt;
         if (made.x.defined() && (!are_rows(made.x, sizes) || made.x.scalar_type() != rows.scalar_type())) return std::nullopt;
     }

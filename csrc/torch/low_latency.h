@@ -23,7 +23,7 @@ struct LowLatencyCombined : InFlight {
 class LowLatencyCalls : public std::enable_shared_from_this<LowLatencyCalls> {
 public:
     struct Settings {
-        int64_t num_ranks, num_local_experts, num_topk, hidden, num_max_tokens, handle_bytes;
+        int64_t num_ranks, num_local_experts, num_topk, hidden, num_max_tokens, rows_of_expert, handle_bytes;
     };
     // shim: `_C.NvlinkLowLatencyShim`. statistics: of the buffer, on its device.
     LowLatencyCalls(py::object shim, const Settings& settings, Tensor statistics);

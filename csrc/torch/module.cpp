@@ -240,8 +240,9 @@ void bind_calls(py::module_& m) {
 }
 
 std::shared_ptr<LowLatencyCalls> make_low_latency(py::object shim, int64_t num_ranks, int64_t num_local_experts, int64_t num_topk,
-                                                  int64_t hidden, int64_t num_max_tokens, int64_t handle_bytes, const Tensor& statistics) {
-    const LowLatencyCalls::Settings settings{num_ranks, num_local_experts, num_topk, hidden, num_max_tokens, handle_bytes};
+                                                  int64_t hidden, int64_t num_max_tokens, int64_t rows_of_expert, int64_t handle_bytes,
+                                                  const Tensor& statistics) {
+    const LowLatencyCalls::Settings settings{num_ranks, num_local_experts, num_topk, hidden, num_max_tokens, rows_of_expert, handle_bytes};
     return std::make_shared<LowLatencyCalls>(std::move(shim), settings, statistics);
 }
 
@@ -257,7 +258,8 @@ void bind_low_latency(py::module_& m) {
     py::class_<LowLatencyCombined, InFlight>(m, "LowLatencyCombined").def_readonly("combined_x", &LowLatencyCombined::x);
     py::class_<LowLatencyCalls, std::shared_ptr<LowLatencyCalls>>(m, "LowLatencyCalls")
         .def(py::init(&make_low_latency), py::kw_only(), py::arg("shim"), py::arg("num_ranks"), py::arg("num_local_experts"),
-             py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"), py::arg("handle_bytes"), py::arg("statistics"))
+             py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"), py::arg("rows_of_expert"), py::arg("handle_bytes"),
+             py::arg("statistics"))
         .def("release", &LowLatencyCalls::release)
         .def("dispatch", wrap_pybind_function(&LowLatencyCalls::dispatch), x, py::arg("topk_idx"), topk_weights, py::arg("fp8"),
              py::arg("scale_format"), async_op, return_hook, is_checked)

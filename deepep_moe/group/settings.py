@@ -37,6 +37,11 @@ class Settings:
         return self.num_experts // self.num_ranks
 
     @property
+    def rows_of_expert(self) -> int:
+        """The most rows of a local expert: a token of the caller names an expert once."""
+        return self.num_ranks * self.num_max_tokens_per_rank // self.lanes
+
+    @property
     def is_by_lane(self) -> bool:
         return self.sums != "ranks"
 

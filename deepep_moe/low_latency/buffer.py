@@ -17,15 +17,23 @@ from deepep_moe.arguments import as_int, check_bool
 from deepep_moe.device import is_gpu, making_on
 from deepep_moe.errors import BufferDestroyedError, BufferSuspendedError, EPError, told
 from deepep_moe.event import Event
+from deepep_moe.exchange.checks import lane_by_lane
 from deepep_moe.group import suspension
 from deepep_moe.group.nodes import find_nodes
 from deepep_moe.group.rendezvous import introduce, join
 from deepep_moe.group.settings import Settings, Sizes, check_settings
 from deepep_moe.library import is_dry_run
 from deepep_moe.low_latency.base import DESTROYED, FORKED, NOT_RECEIVED, LowLatencyBackend
-from deepep_moe.low_latency.checks import check_combine, check_combine_input, check_dispatch, check_low_latency_settings
+from deepep_moe.low_latency.checks import (
+    check_combine,
+    check_combine_input,
+    check_dispatch,
+    check_lane_weights,
+    check_low_latency_settings,
+)
 from deepep_moe.low_latency.handle import LowLatencyHandle, LowLatencyOutput, LowLatencyStatistics
 from deepep_moe.low_latency.select import BACKENDS, make_backend
+from deepep_moe.ops.weighted import repeated, sum_lanes
 
 if TYPE_CHECKING:
     from deepep_moe._torch import LowLatencyCalls
@@ -62,6 +70,8 @@ class LowLatencyBuffer(Sizes):
         mask_stalled: mask a rank that died or misses the deadline, and go on without it, instead of failing; see `mask_rank`.
         ranks_per_node: consecutive ranks that are a node, a divisor of their number; None: the ranks of one host. Fewer than a host has
             make virtual nodes, for tests.
+        sums: as in `Buffer`. By lanes a row crosses for each (lane, token), and lies where it does by ranks; `combine` weighs and adds the
+            rows on the token's rank. The workspace grows num_topk times.
 
     Raises:
         ValueError: a bad argument. The peers raise EPPeerError.
@@ -81,9 +91,10 @@ class LowLatencyBuffer(Sizes):
         timeout_s: float | None = None,
         mask_stalled: bool = False,
         ranks_per_node: int | None = None,
+        sums: str = "ranks",
     ):
         group, num_ranks, rank = join(group, "LowLatencyBuffer")
-        s = Settings(num_ranks, rank, num_max_tokens_per_rank, hidden, num_experts, num_topk, 300.0)
+        s = Settings(num_ranks, rank, num_max_tokens_per_rank, hidden, num_experts, num_topk, 300.0, sums=sums)
         error: Exception | None = None
         num_threads = 1
         try:
@@ -141,7 +152,7 @@ class LowLatencyBuffer(Sizes):
     @property
     def capacity(self) -> int:
         """Rows of a local expert: num_ranks * num_max_tokens_per_rank."""
-        return self._settings.num_ranks * self._settings.num_max_tokens_per_rank
+        return self._settings.rows_of_expert
 
     @property
     def workspace_bytes(self) -> int:
@@ -156,7 +167,7 @@ class LowLatencyBuffer(Sizes):
 
     def __repr__(self) -> str:
         s = self._settings
-        what = f"{s.num_experts} experts, top-{s.num_topk}, hidden {s.hidden}, {s.num_max_tokens_per_rank} tokens"
+        what = f"{s.num_experts} experts, top-{self.num_topk}, hidden {s.hidden}, {self.num_max_tokens_per_rank} tokens"
         state = "destroyed" if self._backend is None else "suspended" if self._suspended else self.backend
         return f"LowLatencyBuffer({state}, rank {s.rank} of {s.num_ranks}, {what})"
 
@@ -192,7 +203,10 @@ class LowLatencyBuffer(Sizes):
             EPMismatchError: ranks make different calls. EPTimeoutError: a peer died or stalled. BufferDestroyedError: after `destroy`.
         """
         calls = self._calls()
-        arguments = x, topk_idx, topk_weights, fp8, scale_format
+        is_sent, s = None, self._settings
+        if s.is_by_lane:
+            x, topk_idx, topk_weights, is_sent = self._by_lane(x, topk_idx, topk_weights)
+        arguments = x, topk_idx, None if s.is_by_lane else topk_weights, fp8, scale_format
         made = None if calls is None else calls.dispatch(*arguments, async_op, return_hook, False)
         if made is None:
             self._choose(x)
@@ -203,7 +217,8 @@ class LowLatencyBuffer(Sizes):
                 self._refuse(error)
             made = self._run(backend.dispatch, arguments, async_op, return_hook)
         event = self._in_flight_of(made) if async_op or return_hook else None
-        handle = LowLatencyHandle(self._number, made.num_tokens, made.state, event).seal()
+        of_lanes = topk_weights if s.is_by_lane else None, is_sent
+        handle = LowLatencyHandle(self._number, made.num_tokens // s.lanes, made.state, event, *of_lanes).seal()
         hook = event.wait if return_hook and event is not None else None
         return LowLatencyOutput(made.recv_x, made.recv_x_scales, made.num_recv_tokens_per_expert, handle, event, hook)
 
@@ -220,10 +235,10 @@ class LowLatencyBuffer(Sizes):
     ) -> Any:
         """Bring the experts' outputs back to the tokens' ranks, weighted and summed. Collective.
 
-        The sum is that of `Buffer.combine`, to the bit: on the experts' rank over a token's rows in ascending lane of top-k, in fp32,
-        rounded once to the wire's format; at the source over ranks ascending, in fp32, rounded once. Over nodes it is made node by node:
-        in a node over ranks ascending in fp32, rounded once where it crosses, and at the source over nodes ascending. There the half that
-        sends waits on SMs for the ranks of its node.
+        The sum is that of `Buffer.combine` with the same `sums`, to the bit. By ranks it is made on the experts' rank over a token's rows
+        in ascending lane of top-k, in fp32, rounded once to the wire's format; at the source over ranks ascending, in fp32, rounded once.
+        Over nodes it is made node by node: in a node over ranks ascending in fp32, rounded once where it crosses, and at the source over
+        nodes ascending. There the half that sends waits on SMs for the ranks of its node.
 
         Args:
             x: [num_local_experts, capacity, hidden] contiguous, bf16, fp16 or fp32, rows as the dispatch returned them; read where they lie
@@ -246,6 +261,8 @@ class LowLatencyBuffer(Sizes):
 
         Raises: as `dispatch`.
         """
+        if self._settings.is_by_lane:
+            return self._combine_by_lane(x, handle, topk_weights, out, wire, async_op, return_hook)
         calls, made = self._calls(), None
         arguments = topk_weights, out, wire
         if calls is not None and self._is_received(handle):
@@ -262,6 +279,45 @@ class LowLatencyBuffer(Sizes):
             return made.combined_x
         event = self._in_flight_of(made)
         return made.combined_x, event.wait if return_hook else event
+
+    def _by_lane(self, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any, Any, Tensor | None]:
+        """Return x and topk_idx lane by lane, the weights of the lanes, and which of these have an expert."""
+        s = self._settings
+        self._choose(x)
+        if not isinstance(x, Tensor) or x.dim() != 2 or not isinstance(topk_idx, Tensor):
+            return x, topk_idx, None, None  # which the checks refuse
+        try:
+            topk_idx = lane_by_lane("topk_idx", topk_idx, len(x), s)
+            is_sent = (topk_idx >= 0).view(s.lanes, len(x))
+            if topk_weights is not None:
+                check_lane_weights(topk_weights, len(x), s, self._alive())
+                topk_weights = topk_weights.t().masked_fill(~is_sent, 0.0)
+        except (TypeError, ValueError) as error:
+            self._begin()
+            self._refuse(error)
+        return repeated(x, s.lanes), topk_idx, topk_weights, is_sent
+
+    def _combine_by_lane(
+        self, x: Tensor, handle: LowLatencyHandle, topk_weights: Tensor | None, out: Tensor | None, wire: str | None, async_op: bool,
+        return_hook: bool,
+    ) -> Any:  # fmt: skip
+        backend, s = self._begin(), self._settings
+        try:
+            check_combine(x, handle, topk_weights, out, wire, s, backend, self._number)
+            self._raise_failure_of(handle)
+            weights = handle.topk_weights
+            if topk_weights is not None and handle.is_sent is not None:
+                weights = topk_weights.t().masked_fill(~handle.is_sent, 0.0)
+            sums = x.new_empty(handle.num_tokens, s.hidden) if out is None else out
+        except BaseException as error:
+            self._refuse(error)
+        made = self._run(backend.combine, (x, handle.state, s.lanes * handle.num_tokens, None, None, None), async_op, return_hook)
+        add = partial(sum_lanes, sums, made.combined_x, weights, None, s.sums == "lanes_fma")
+        if not (async_op or return_hook):
+            add()
+            return sums
+        event = self._in_flight_of(made).then(add)
+        return sums, event.wait if return_hook else event
 
     def combine_input(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """[num_local_experts, capacity, hidden] of the buffer's own, the same at every call, for the experts' last matrix product to

@@ -28,12 +28,13 @@ def num_scale_columns(hidden: int, scale_format: str) -> tuple[int, torch.dtype]
 def check_low_latency_settings(s: Settings) -> Settings:
     """Bounds beyond those of every buffer. Raises ValueError."""
     if not 1 <= s.num_max_tokens_per_rank <= _C.LOW_LATENCY_MAX_TOKENS:
-        raise ValueError(f"num_max_tokens_per_rank is {s.num_max_tokens_per_rank}; it must be 1 to {_C.LOW_LATENCY_MAX_TOKENS}")
+        given, most = s.num_max_tokens_per_rank // s.lanes, _C.LOW_LATENCY_MAX_TOKENS // s.lanes
+        raise ValueError(f"num_max_tokens_per_rank is {given}; it must be 1 to {most}")
     if s.num_local_experts > _C.LOW_LATENCY_MAX_LOCAL_EXPERTS:
         raise ValueError(
             f"num_experts is {s.num_experts}; a rank can hold {_C.LOW_LATENCY_MAX_LOCAL_EXPERTS}, give more ranks or fewer experts"
         )
-    num_rows = s.num_experts * s.num_max_tokens_per_rank
+    num_rows = s.num_local_experts * s.rows_of_expert
     if num_rows > _MAX_ROWS:
         raise ValueError(f"num_experts * num_max_tokens_per_rank is {num_rows}, the rows of a rank; at most {_MAX_ROWS} can be numbered")
     return s
@@ -62,10 +63,11 @@ def _check_rows(name: str, x: Tensor, shape: tuple[int, ...], backend: LowLatenc
         )
 
 
-def _check_weights(topk_weights: Tensor | None, num_tokens: int, s: Settings, backend: LowLatencyBackend) -> None:
+def check_lane_weights(topk_weights: Tensor | None, num_tokens: int, s: Settings, backend: LowLatencyBackend) -> None:
+    """Check weights of the lanes of the caller's tokens."""
     if topk_weights is None:
         return
-    check_tensor("topk_weights", topk_weights, (num_tokens, s.num_topk), (torch.float32,), backend.device)
+    check_tensor("topk_weights", topk_weights, (num_tokens, s.num_topk * s.lanes), (torch.float32,), backend.device)
     _check_no_gradient("topk_weights", topk_weights)
 
 
@@ -82,10 +84,12 @@ def check_dispatch(
     num_tokens = x.shape[0] if isinstance(x, Tensor) else 0
     _check_rows("x", x, (num_tokens, s.hidden), backend)
     check_tensor("topk_idx", topk_idx, (num_tokens, s.num_topk), (torch.int64, torch.int32), x.device)
-    _check_weights(topk_weights, num_tokens, s, backend)
+    if not s.is_by_lane:
+        check_lane_weights(topk_weights, num_tokens, s, backend)
     if num_tokens > s.num_max_tokens_per_rank:
         raise ValueError(
-            f"x has {num_tokens} tokens, more than the buffer's num_max_tokens_per_rank of {s.num_max_tokens_per_rank}; "
+            f"x has {num_tokens // s.lanes} tokens, more than the buffer's num_max_tokens_per_rank of "
+            f"{s.num_max_tokens_per_rank // s.lanes}; "
             "create the LowLatencyBuffer with a larger bound"
         )
     if not isinstance(scale_format, str) or scale_format not in _SCALE_FORMATS:
@@ -113,10 +117,10 @@ def check_combine(
         )
     if handle.event is not None and handle.event.is_half:
         raise ValueError("handle is of a dispatch that was not received; call its hook, or wait for its event, before combine")
-    _check_rows("x", x, (s.num_local_experts, s.num_ranks * s.num_max_tokens_per_rank, s.hidden), backend)
+    _check_rows("x", x, (s.num_local_experts, s.rows_of_expert, s.hidden), backend)
     if isinstance(topk_weights, Tensor):
         check_owns_memory("topk_weights", topk_weights)
-    _check_weights(topk_weights, handle.num_tokens, s, backend)
+    check_lane_weights(topk_weights, handle.num_tokens, s, backend)
     if out is not None:
         _check_rows("out", out, (handle.num_tokens, s.hidden), backend)
         check_tensor("out", out, (handle.num_tokens, s.hidden), (x.dtype,), x.device)
@@ -124,6 +128,8 @@ def check_combine(
         raise ValueError(f"wire is {wire!r}; it must be one of {list(_WIRES)}")
     if wire == "fp8":
         _check_blocks(s)
+        if s.is_by_lane:
+            raise ValueError(f"wire is 'fp8' with sums={s.sums!r}, whose bits are those of rows in the dtype of x; leave wire out")
 
 
 def check_combine_input(dtype: torch.dtype, s: Settings, backend: LowLatencyBackend) -> None:

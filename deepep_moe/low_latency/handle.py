@@ -24,6 +24,10 @@ class LowLatencyHandle:
     """uint8, on the device of the dispatch: csrc/common/low_latency.h says what it holds."""
     event: Event | None = None
     """The end of a dispatch with `async_op` or `return_hook`."""
+    topk_weights: Tensor | None = None
+    """[num_topk, num_tokens] fp32, 0 for no expert: the weights of the dispatch where sums go by lanes and weights were given."""
+    is_sent: Tensor | None = None
+    """[num_topk, num_tokens] bool where sums go by lanes: whether there is an expert."""
 
     made: ClassVar[tuple[Any, ...]] = ()
     """The fields as the dispatch made them, and the version of `state`, by which PyTorch counts changes in place."""
@@ -87,19 +91,21 @@ def row_sources(handle: LowLatencyHandle, sizes: Sizes) -> RowSources:
         handle: of a dispatch that was received.
         sizes: the buffer of that dispatch.
     """
-    num_ranks, num_topk, num_max = sizes.num_ranks, sizes.num_topk, sizes.num_max_tokens_per_rank
-    num_local, capacity, state = sizes.num_local_experts, sizes.num_ranks * sizes.num_max_tokens_per_rank, handle.state
+    s = sizes._settings
+    num_ranks, num_topk, num_max = s.num_ranks, s.num_topk, s.num_max_tokens_per_rank
+    num_local, capacity, state = s.num_local_experts, s.rows_of_expert, handle.state
     first_count, _, first_row, _ = _C.low_latency_handle_offsets(
         num_ranks=num_ranks, num_experts=sizes.num_experts, num_topk=num_topk, hidden=sizes.hidden, num_max_tokens=num_max
     )  # behind a rank's number of tokens nothing was written
     counts = state[first_count : first_count + 4 * num_ranks].view(torch.int32)
-    rows = state[first_row : first_row + 8 * capacity * num_topk].view(torch.int32).view(num_ranks, num_max, num_topk, 2)[..., 0]
+    rows = state[first_row : first_row + 8 * num_ranks * num_max * num_topk].view(torch.int32).view(num_ranks, num_max, num_topk, 2)[..., 0]
     tokens = torch.arange(num_max, dtype=torch.int32, device=state.device)
     is_row = (rows >= 0) & (tokens < counts[:, None])[..., None]
     nowhere = num_local * capacity
     places = torch.where(is_row, rows, nowhere).long()
     token_idx = torch.full((nowhere + 1,), -1, dtype=torch.int32, device=state.device)
-    token_idx.scatter_(0, places.flatten(), tokens[None, :, None].expand_as(rows).flatten())
+    numbers = tokens % (counts // s.lanes).clamp(min=1)[:, None]  # of the caller's tokens
+    token_idx.scatter_(0, places.flatten(), numbers[:, :, None].expand_as(rows).flatten())
     ranks = torch.arange(num_ranks, device=state.device)[:, None, None]
     num_tokens = torch.zeros((num_local + 1) * num_ranks, dtype=torch.int32, device=state.device)
     num_tokens.scatter_add_(0, (places // capacity * num_ranks + ranks).flatten(), torch.ones_like(rows).flatten())

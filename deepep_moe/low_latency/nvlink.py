@@ -55,7 +55,8 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
         s = self.settings
         self.calls = torch_module.needed().LowLatencyCalls(
             shim=self._native.shim(), num_ranks=s.num_ranks, num_local_experts=s.num_local_experts, num_topk=s.num_topk,
-            hidden=s.hidden, num_max_tokens=s.num_max_tokens_per_rank, handle_bytes=self.handle_bytes, statistics=statistics,
+            hidden=s.hidden, num_max_tokens=s.num_max_tokens_per_rank, rows_of_expert=s.rows_of_expert, handle_bytes=self.handle_bytes,
+            statistics=statistics,
         )  # fmt: skip
 
     def dispatch(self, *arguments: Any) -> Any:

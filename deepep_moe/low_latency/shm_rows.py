@@ -63,7 +63,7 @@ class DispatchRows(Rows):
     @_unwatched
     def write(self, number: int, ranks: int) -> None:
         s, state = self._s, self._state
-        refuse_bad_routing(self._topk_idx, s.num_experts)
+        refuse_bad_routing(self._topk_idx.view(s.lanes, -1).t() if s.lanes > 1 else self._topk_idx, s.num_experts)
         state.number.fill_(number)
         state.num_tokens.fill_(-1)
         num_tokens, rows = len(self._x), self._rows_on_their_way()
@@ -92,7 +92,7 @@ class DispatchRows(Rows):
     @_unwatched
     def read(self, number: int, entered: int, arrived: int, values: list[int]) -> None:
         s, state = self._s, self._state
-        num_local, capacity = s.num_local_experts, s.num_ranks * s.num_max_tokens_per_rank
+        num_local, capacity = s.num_local_experts, s.rows_of_expert
         areas = {source: self._calls.area(s.rank, source, number) for source in members(entered)}
         local = torch.full(state.rows.shape, -1, dtype=torch.int64, device=_CPU)
         for source, area in areas.items():
@@ -100,9 +100,14 @@ class DispatchRows(Rows):
             state.weights[source, : values[source]] = area.weights[: values[source]]
         is_here = (local >= 0) & (local < num_local)
         local = torch.where(is_here, local, num_local)
-        # Rows of an expert lie by source, those of a source by token.
-        chosen = torch.zeros((capacity, num_local + 1), dtype=torch.int64, device=_CPU).scatter_(1, local.view(capacity, -1), 1)
-        places = (chosen.cumsum(0) - 1).gather(1, local.view(capacity, -1)).view(local.shape)
+        # Rows of an expert lie by source, those of a source by the caller's token.
+        token = torch.arange(local.shape[1], device=_CPU)
+        first = torch.arange(s.num_ranks, device=_CPU)[:, None] * (capacity // s.num_ranks)
+        num_tokens = torch.tensor(values, device=_CPU)[:, None] // s.lanes
+        number = (first + token % num_tokens.clamp(min=1))[..., None]
+        chosen = torch.zeros((capacity, num_local + 1), dtype=torch.int64, device=_CPU)
+        chosen[number, local] = 1
+        places = (chosen.cumsum(0) - 1)[number, local]
         state.rows.copy_(torch.where(is_here, local * capacity + places, -1))
         num_rows = chosen[:, :num_local].sum(0)
         self._counts.copy_(num_rows)
@@ -148,7 +153,7 @@ class CombineRows(Rows):
         if (state.num_tokens < 0).any():
             raise ValueError("handle is of a dispatch that was not received; call its hook, or wait for its event, before combine")
         is_token = torch.arange(s.num_max_tokens_per_rank, device=_CPU) < state.num_tokens[:, None]
-        most_rows = s.num_experts * s.num_max_tokens_per_rank
+        most_rows = s.num_local_experts * s.rows_of_expert
         is_out = (state.num_tokens > s.num_max_tokens_per_rank).any() or (state.rows.amax(2) >= most_rows)[is_token].any()
         if is_out or (state.rank_masks[: len(self._combined_x)] >> s.num_ranks != 0).any():
             raise ValueError("the state of this handle was changed after its dispatch; dispatch again")

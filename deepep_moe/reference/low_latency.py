@@ -37,19 +37,19 @@ def round_scales(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def combine(
     x: Sequence[Tensor], received: Sequence[Received], num_tokens: Sequence[int], *, fp8: bool = False,
-    topk_weights: Sequence[Tensor] | None = None, ranks_per_node: int | None = None,
+    topk_weights: Sequence[Tensor] | None = None, ranks_per_node: int | None = None, sums: str = "ranks",
 ) -> list[Tensor]:  # fmt: skip
     """Return the combine of all ranks for rows `x` [num_rows, hidden] in the order of `received`. Rows are weighted by its
     `recv_topk_weights`, or by `topk_weights` [num_tokens, num_topk] of the tokens' ranks, as if the dispatch had sent these.
 
     fp8: sums are quantized from fp32 when they are sent: an expert rank's sum, and a node's sum if the token is another node's.
-    ranks_per_node: the same as in `exchange.combine`.
+    ranks_per_node, sums: the same as in `exchange.combine`.
     """
     weights = [there.recv_topk_weights for there in received if there.recv_topk_weights is not None]
     if topk_weights is not None:
         weights = [_weights_of_rows(there, topk_weights) for there in received]
     if not fp8:
-        return exchange.combine(x, received, num_tokens, weights, ranks_per_node=ranks_per_node)
+        return exchange.combine(x, received, num_tokens, weights, ranks_per_node=ranks_per_node, sums=sums)
     per_node = ranks_per_node or len(x)
     totals = [torch.zeros(n, x[0].shape[1]) for n in num_tokens]
     for first in range(0, len(x), per_node):

@@ -32,6 +32,7 @@ class Case:
     seed: int = 0
     without: int | tuple[int, ...] | None = None  # masked ranks: their tokens do not come, their experts are not reached
     ranks_per_node: int | None = None
+    sums: str = "ranks"
 
     @property
     def num_ranks(self) -> int:
@@ -96,7 +97,7 @@ class Expected:
         case = self.case
         return reference.low_latency.combine(
             self.outputs, self.received, case.num_tokens, fp8=case.wire == "fp8", topk_weights=self._weights,
-            ranks_per_node=case.ranks_per_node,
+            ranks_per_node=case.ranks_per_node, sums=case.sums,
         )  # fmt: skip
 
 
@@ -107,7 +108,7 @@ def make_buffer(case: Case, backend: str, rank: int, **options) -> LowLatencyBuf
     if dist.is_initialized():
         dist.barrier()
     sizes = (case.max_tokens, case.hidden, case.num_experts, case.num_topk)
-    options = {"timeout_s": 60, "ranks_per_node": case.ranks_per_node} | options
+    options = {"timeout_s": 60, "ranks_per_node": case.ranks_per_node, "sums": case.sums} | options
     buffer = LowLatencyBuffer(None, *sizes, backend=backend, **options)
     assert buffer.backend == backend and buffer.capacity == case.num_ranks * case.max_tokens
     return buffer

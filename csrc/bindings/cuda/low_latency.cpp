@@ -12,13 +12,14 @@ using Released = py::call_guard<py::gil_scoped_release>;
 
 void bind_gpu_low_latency(py::module_& m) {
     py::class_<NvlinkLowLatency, Unlocked<NvlinkLowLatency>>(m, "NvlinkLowLatency")
-        .def(py::init([](int num_ranks, int rank, int device, int num_experts, int num_topk, int hidden, int64_t num_max_tokens,
+        .def(py::init([](int num_ranks, int rank, int device, int num_experts, int num_topk, int hidden, int64_t num_max_tokens, int lanes,
                          double timeout_s, bool mask_stalled, int ranks_per_node) {
-                 const LowLatencyConfig config{num_ranks, num_experts, num_topk, hidden, num_max_tokens};
+                 const LowLatencyConfig config{num_ranks, num_experts, num_topk, hidden, num_max_tokens, lanes};
                  return Unlocked<NvlinkLowLatency>(new NvlinkLowLatency(config, rank, device, timeout_s, mask_stalled, ranks_per_node));
              }),
              py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("device"), py::arg("num_experts"), py::arg("num_topk"),
-             py::arg("hidden"), py::arg("num_max_tokens"), py::arg("timeout_s"), py::arg("mask_stalled"), py::arg("ranks_per_node"))
+             py::arg("hidden"), py::arg("num_max_tokens"), py::arg("lanes"), py::arg("timeout_s"), py::arg("mask_stalled"),
+             py::arg("ranks_per_node"))
         .def_property_readonly("workspace_bytes", &NvlinkLowLatency::workspace_bytes)
         .def_property_readonly("handle_bytes", &NvlinkLowLatency::handle_bytes)
         .def_property_readonly("failed_mark", &NvlinkLowLatency::failed_mark)

@@ -10,14 +10,18 @@ __device__ __forceinline__ int64_t expert_at(const LowLatencyDispatchParams& p, 
     return p.is_int64 ? static_cast<const int64_t*>(p.topk_idx)[i] : static_cast<const int32_t*>(p.topk_idx)[i];
 }
 
-// Bit matrix [expert][token] in shared memory: which tokens go to which expert.
+// Bit matrix [expert][token of the caller] in shared memory: which tokens go to which expert.
 struct Marks {
     uint32_t* const all;
-    const int words;  // of an expert
-    __device__ Marks(void* all, int num_tokens) : all(static_cast<uint32_t*>(all)), words((num_tokens + 31) / 32) {}
+    const int lanes, num_tokens, words;  // words of an expert
+    __device__ Marks(void* all, int num_tokens, int lanes)
+        : all(static_cast<uint32_t*>(all)), lanes(lanes), num_tokens(num_tokens / lanes), words((this->num_tokens + 31) / 32) {}
     __device__ uint32_t* of(int64_t expert) const { return all + expert * words; }
+    // The caller's token that a token belongs to.
+    __device__ int number(int token) const { return lanes == 1 ? token : token % num_tokens; }
     __device__ int count(int expert) const { return count(expert, words); }
     __device__ int before(int token, int expert) const {
+        token = number(token);
         return count(expert, token / 32) + __popc(of(expert)[token / 32] & ((1u << token % 32) - 1));
     }
 
@@ -58,12 +62,12 @@ struct FirstMarks {
 
 __device__ __forceinline__ void mark(const LowLatencyContext& c, const Marks& marks, int i, int64_t expert) {
     if (expert == -1) return;
-    const int token = i / c.config.num_topk;
+    const int entry = i / c.config.num_topk, token = marks.number(entry);
     const bool inside = 0 <= expert && expert < c.config.num_experts;
     const uint32_t bit = 1u << token % 32;
     if (inside && (atomicOr(marks.of(expert) + token / 32, bit) & bit) == 0) return;
     const GpuFailureKind kind = inside ? kDuplicateExpert : kIndexOutOfRange;
-    const int lane = i - token * c.config.num_topk;
+    const int lane = marks.lanes == 1 ? i - entry * c.config.num_topk : entry / marks.num_tokens;
     if (atomicCAS(&refusal().kind, 0, static_cast<int>(kind)) == 0)
         refusal() = {kind, lane, static_cast<int>(GpuPhase::kEntry), token, expert};
     report(c, kind, lane, GpuPhase::kEntry, token, expert);

@@ -35,9 +35,9 @@ __device__ __forceinline__ void write_scale(const LowLatencyDispatchParams& p, c
                                             int block, float scale) {
     uint32_t* const first = static_cast<uint32_t*>(p.recv_x_scales) + rows.scales[n];
     if (p.what.is_rounded)
-        write_exponent(reinterpret_cast<uint8_t*>(first + block / 4 * config.capacity()), block, config.hidden / kScaleBlock, scale);
+        write_exponent(reinterpret_cast<uint8_t*>(first + block / 4 * config.rows_of_expert()), block, config.hidden / kScaleBlock, scale);
     else
-        first[block * config.capacity()] = __float_as_uint(scale);
+        first[block * config.rows_of_expert()] = __float_as_uint(scale);
 }
 
 // All threads of a warp: write the scale of the block that begins in the line of `first_piece`, if one does; each thread takes some rows.

@@ -60,7 +60,7 @@ struct Sender {
           p(p),
           outside(outside),
           shared(shared),
-          marks(marks, p.num_tokens),
+          marks(marks, p.num_tokens, c.config.lanes),
           config(c.config),
           call(call),
           flag(p.what.flag(call, 0)),
