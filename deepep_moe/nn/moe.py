@@ -96,7 +96,7 @@ class MoELayer(RankExperts):
         shared_expert: a module [num_tokens, hidden] -> [num_tokens, hidden], replicated on all ranks.
         buffer: a buffer for the router's settings. Layers that run one after another should share one: on a GPU, for 4096 tokens, it takes
             from 0.4 GiB (4 ranks, hidden 4096) to 1.5 GiB (8 ranks, hidden 7168). None: the layer makes its own.
-        group, num_max_tokens_per_rank (default 4096), backend: arguments of `Buffer`, only without `buffer`.
+        group, num_max_tokens_per_rank (default 4096), backend, sums: arguments of `Buffer`, only without `buffer`.
         expert_alignment: rows of an expert are padded with zero rows to a multiple of it. None: 1, or 128 with `fp8`.
         num_recv_rows: a bound on the rows that this rank receives in a forward, padding included, as in `Buffer.dispatch`. The host then
             waits for nothing. Not allowed with a sequence of experts, which needs counts on the host. A bound of ranks x tokens of a rank x
@@ -123,6 +123,7 @@ class MoELayer(RankExperts):
         expert_alignment: int | None = None,
         num_recv_rows: int | None = None,
         fp8: bool = False,
+        sums: str | None = None,
     ):
         super().__init__()
         self._layer = new_layer()
@@ -142,14 +143,17 @@ class MoELayer(RankExperts):
             self.experts.zero_tail = False  # no combine reads it
         if fp8:
             _check_fp8(self.experts, router.hidden, self.expert_alignment, num_recv_rows)
-        settings = {"group": group, "num_max_tokens_per_rank": num_max_tokens_per_rank, "backend": backend}
+        settings = {"group": group, "num_max_tokens_per_rank": num_max_tokens_per_rank, "backend": backend, "sums": sums}
         beside = [name for name, value in settings.items() if value is not None]
         if buffer is not None and beside:
             raise ValueError(f"a buffer was given, which has its own {', '.join(beside)}; leave {'it' if len(beside) == 1 else 'them'} out")
         if buffer is None:
             num_tokens = 4096 if num_max_tokens_per_rank is None else num_max_tokens_per_rank
-            buffer = Buffer(group, num_tokens, router.hidden, router.num_experts, router.num_topk, backend=backend or "auto")
+            how = {"backend": backend or "auto", "sums": sums or "ranks"}
+            buffer = Buffer(group, num_tokens, router.hidden, router.num_experts, router.num_topk, **how)
         self.buffer = buffer
+        if fp8 and buffer.sums != "ranks":
+            raise ValueError(f"fp8 is True, whose experts weight the rows, but the buffer's sums={buffer.sums!r} weight them in combine")
         made_for = (self.buffer.hidden, self.buffer.num_experts, self.buffer.num_topk)
         if made_for != (router.hidden, router.num_experts, router.num_topk):
             raise ValueError(

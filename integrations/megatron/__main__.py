@@ -5,6 +5,7 @@ import os
 import runpy
 import sys
 
+from deepep_moe.group.settings import SUMS
 from deepep_moe.integrations.megatron import enable
 from deepep_moe.integrations.megatron.options import EXPERTS
 from deepep_moe.topology.option import add_bind, bind_this_rank
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--fp8-experts", action="store_true", help="send rows as fp8 in both passes; the grouped experts multiply them so (bf16 models)"
     )
+    parser.add_argument("--sums", choices=SUMS, default="ranks", help="add a token's rows by ranks (default) or lanes (docs/rollout.md)")
     parser.add_argument(
         "--sync-free",
         action="store_true",
@@ -98,6 +100,7 @@ def main() -> None:
         metrics=options.metrics,
         ranks_per_node=options.ranks_per_node,
         fp8=options.fp8_experts,
+        sums=options.sums,
     )
     # The script finds what `python script.py arguments` gives it: its arguments, and its folder first on the path. `-m` had put the
     # current folder there.

@@ -68,7 +68,7 @@ class LayerBuffers(BufferRegistry):
             options = self.options
             buffer = deepep_moe.Buffer(
                 group, bound, hidden, num_experts, num_topk, backend=options.backend, num_sms=num_sms, max_sms=options.max_sms,
-                ranks_per_node=options.ranks_per_node,
+                ranks_per_node=options.ranks_per_node, sums=options.sums,
             )  # fmt: skip
             if allows_excess:
                 buffer.allow_excess()

@@ -1,7 +1,7 @@
 """The token dispatcher that takes the place of Megatron-Core's flex dispatcher.
 
 A dispatch delivers rows grouped by local expert, so no permutation follows it and none precedes combine. The experts apply the probs, so
-combine is an unweighted sum.
+combine is an unweighted sum; with sums by lanes combine applies them.
 """
 
 import contextlib
@@ -81,6 +81,8 @@ class _Forward:
     out: DispatchOutput | None = None
     """Of the dispatch, until the combine."""
     tokens_per_expert: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    """Of the rows, if combine applies them."""
     counting: LayerMetrics | None = None
     """Where this forward counts."""
     settle: Callable[[], tuple[Buffer, DispatchOutput]] | None = None
@@ -200,7 +202,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             return forward(layer, hidden_states, *args, **kwargs)
         except BaseException as error:
             notify_peers(self.buffer, error, self._current.num_calls)
-            self._current.out = self._current.settle = None  # which hold the rows and the graph of this forward
+            self._current.out = self._current.settle = self._current.weights = None  # which hold the rows and the graph of this forward
             if isinstance(error, EPCapacityError):
                 error.add_note(HOW_TO_GO_ON)
                 if (metrics := self._metrics_of_forward()) is not None:
@@ -276,7 +278,10 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         num_experts, num_topk = self.num_local_experts * self.ep_size, self.config.moe_router_topk
         choice, first_run = choice_for(routing_map), recorded()
         if first_run is not None:
-            topk_idx = choice_of_shards(first_run.handle.topk_idx, self.num_local_experts, self.tp_size)
+            sent = first_run.handle.topk_idx
+            if self.buffers.options.sums != "ranks":
+                sent = sent.view(num_topk * self.tp_size, -1).t()  # they were sent lane by lane
+            topk_idx = choice_of_shards(sent, self.num_local_experts, self.tp_size)
             topk_weights = weights_at(probs.reshape(-1, num_experts), topk_idx)
         elif choice is not None:
             topk_idx, topk_weights = choice.topk_idx, choice.weights_for(probs)
@@ -370,6 +375,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         The counts are on the host, or if `sync_free`, and for guessed rows, on the rows' device. Rows behind their sum are zeros, or may
         hold anything where they were guessed.
         """
+        if self.buffers.options.sums != "ranks":
+            self._current.weights, probs = probs, torch.ones_like(probs)
         if self.config.moe_router_dtype == "fp64":
             probs = probs.double()
         return hidden_states, self._current.tokens_per_expert, probs
@@ -389,7 +396,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         if self._shared is not None:
             self._shared.before_combine()
         with _timed(forward.counting, hidden_states):
-            combined = forward.buffer.combine(hidden_states.contiguous(), out.handle, fp8=self._fp8)
+            combined = forward.buffer.combine(hidden_states.contiguous(), out.handle, forward.weights, fp8=self._fp8)
+        forward.weights = None
         forward.num_calls = forward.buffer.num_calls
         # Not in combine_postprocess, which may be a CUDA graph of its own, while the shared experts began outside of it.
         return combined if self._shared is None else self._shared.add_to(combined)

@@ -7,6 +7,7 @@ from typing import Any
 from deepep_moe.arguments import as_int
 from deepep_moe.exchange.backends.select import BACKENDS
 from deepep_moe.exchange.checks import check_max_sms, check_num_sms
+from deepep_moe.group.settings import SUMS
 from deepep_moe.ops.fp8_products import GROUP_ALIGNMENT, check_alignment
 
 EXPERTS = ("auto", "framework", "own")
@@ -28,6 +29,7 @@ class Options:
     ranks_per_node: int | None = None
     max_sms: int | None = None
     fp8: bool = False
+    sums: str = "ranks"
 
     def __post_init__(self) -> None:
         _check_positive("expert_alignment", self.expert_alignment)
@@ -43,6 +45,8 @@ class Options:
             raise ValueError(f"experts is {self.experts!r}; it must be one of {list(EXPERTS)}")
         if self.backend not in BACKENDS:
             raise ValueError(f"backend is {self.backend!r}; it must be one of {list(BACKENDS)}")
+        if self.sums not in SUMS:
+            raise ValueError(f"sums is {self.sums!r}; it must be one of {list(SUMS)}")
         if self.fp8:
             self._check_fp8()
         if self.recv_capacity_factor is not None:
@@ -53,6 +57,8 @@ class Options:
     def _check_fp8(self) -> None:
         if self.experts == "framework":
             raise ValueError("fp8 is True, but experts is 'framework', whose experts take no fp8 rows; leave one of the two out")
+        if self.sums != "ranks":
+            raise ValueError(f"fp8 is True, whose experts apply the probs, but sums={self.sums!r} applies them at the token's rank")
         if self.expert_alignment == 1:
             object.__setattr__(self, "expert_alignment", GROUP_ALIGNMENT)
         check_alignment("expert_alignment", self.expert_alignment)

@@ -177,6 +177,7 @@ def enable(
     ranks_per_node: int | None = None,
     max_sms: int | None = None,
     fp8: bool = False,
+    sums: str = "ranks",
 ) -> None:
     """Let Megatron-Core's MoE layers route and dispatch through deepep_moe. Call it before arguments are parsed and models are built.
 
@@ -229,6 +230,8 @@ def enable(
         fp8: rows travel as fp8 in both passes and the products of grouped experts take them (docs/design/fp8_training.md);
             nothing is padded or quantized again. For bf16 models, alone or beside `--fp8-recipe blockwise`, which then is for the other
             layers. `expert_alignment` 1 becomes 128. docs/megatron.md says what it does not go with, which is ValueError.
+        sums: as for `deepep_moe.Buffer`. By lanes the experts get ones for probs, and combine applies the probs at the token's rank, so the
+            layer's sum has the bits of a rollout on any number of ranks (docs/rollout.md). Not with `fp8`.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or deepep_moe is enabled already with other arguments.
@@ -249,6 +252,7 @@ def enable(
         ranks_per_node,
         max_sms,
         fp8,
+        sums,
     )
     if _enabled is not None:
         if _enabled.options != options:

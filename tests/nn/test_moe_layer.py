@@ -246,3 +246,43 @@ def test_example_learns(rank, num_ranks):
     example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_moe.py"))
     losses = example["train"](rank, num_ranks, 120)
     assert rank > 0 or losses[-1] < 0.5 * losses[0]
+
+
+class Scaled(torch.nn.Module):
+    """An expert whose product does not depend on other rows."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(factor, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        return x * self.factor
+
+
+@on_ranks((2, 4), sums=("lanes", "lanes_fma"))
+def test_same_bits_on_any_number_of_ranks(rank, num_ranks, sums):
+    alone = [dist.new_group([r]) for r in range(num_ranks)][rank]
+    torch.manual_seed(0)
+    router = Router(HIDDEN, 8, 3)
+    factors = torch.linspace(0.3, 2.9, 8).tolist()
+    found = []
+    for group, own in ((alone, factors), (None, torch.tensor(factors).tensor_split(num_ranks)[rank].tolist())):
+        layer = MoELayer(router, [Scaled(factor) for factor in own], Scaled(0.7), group=group, num_max_tokens_per_rank=64, sums=sums)
+        x = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(rank)).bfloat16().requires_grad_()
+        y = layer(x)
+        y.float().square().sum().backward()
+        found.append((y, x.grad, router.weight.grad.clone()))
+        router.zero_grad()
+    for ours, expected in zip(*found, strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_sums_of_a_given_buffer():
+    router, experts, _ = make_parts()
+    buffer = Buffer(None, 8, HIDDEN, NUM_EXPERTS, NUM_TOPK, sums="lanes")
+    with pytest.raises(ValueError, match="a buffer was given, which has its own sums"):
+        MoELayer(router, experts, buffer=buffer, sums="lanes")
+    assert MoELayer(router, experts, buffer=buffer).buffer.sums == "lanes"
+    router = Router(128, NUM_EXPERTS, NUM_TOPK)
+    with pytest.raises(ValueError, match="fp8 is True, whose experts weight the rows"):
+        MoELayer(router, GroupedExperts(NUM_EXPERTS, 128, 128), fp8=True, sums="lanes")
