@@ -78,6 +78,11 @@ def timeout_s() -> float:
     return _number("DEEPEP_MOE_TIMEOUT_S", _DEFAULT_TIMEOUT_S, 0.01, 1e6)
 
 
+def sums() -> str:
+    """How low-latency calls of DeepEP's interfaces add rows: `sums` of `LowLatencyBuffer`, which checks it."""
+    return os.environ.get("DEEPEP_MOE_SUMS") or "ranks"
+
+
 def profile_path() -> Path | None:
     """File of profiles with the highest priority (`DEEPEP_MOE_PROFILE`), else None."""
     name = os.environ.get("DEEPEP_MOE_PROFILE")

@@ -6,7 +6,7 @@
 //                     With several nodes, tokens of other nodes come first and their rounded sums go back. Then this rank's tokens
 //                     follow, in node order, with the sums that come from other nodes.
 //
-// Rows of the rank layout without weights skip the first step: they are sent from where they lie (`direct`).
+// Rows of the rank layout, or of top-1, without weights skip the first step: they are sent from where they lie (`direct`).
 #include "cuda/device/combine_rows.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/launch.h"
@@ -35,9 +35,12 @@ struct Kernel : CombineRows<kType> {
             const unsigned long long* reduced = p.routing.reduced + to.rank * own.layout.num_reduced + first / kReducedSlots;
             return p.direct || warp_wait_flag(c, reduced, (end - first) * num_tiles, c.rank, GpuPhase::kReducedRows);
         };
-        const auto find = [&](const Source& to, int index) { return recv_token(to, index); };
-        const auto rows = [&](const Source& to, int index, int recv_token, const std::byte*& row, const std::byte*& tail) {
-            const int64_t at = within_bound(recv_token);
+        const auto find = [&](const Source& to, int index) {
+            const int token = recv_token(to, index);
+            return p.direct && p.is_expert_layout ? p.recv_row_idx[token] : token;
+        };
+        const auto rows = [&](const Source& to, int index, int found, const std::byte*& row, const std::byte*& tail) {
+            const int64_t at = within_bound(found);
             row = p.direct ? p.x + at * row_bytes : own.outbox(to.rank) + index * slot.bytes;
             tail = p.direct ? reinterpret_cast<const std::byte*>(p.topk_weight_grads + at * config.num_topk) : row + row_bytes;
         };

@@ -135,6 +135,7 @@ class Buffer(Sizes):
             error = refused
         peers = introduce(self._settings, backend, num_threads, error, group)
         self._settings = find_nodes(self._settings, peers)
+        self._is_by_lane = self._settings.is_by_lane
         self._group, self._peers, self._loaded, self._max_sms, self._allows_excess = group, peers, loaded, max_sms, False
         made = make_backend(backend, self._settings, peers, group)
         self._use(made)
@@ -273,7 +274,7 @@ class Buffer(Sizes):
             if not is_blockwise and fp8:
                 calls.refuse_on_failure(check_quantizable, x, x_scales)
                 x, x_scales = calls.refuse_on_failure(quantize_fp8, x)
-        if self._settings.is_by_lane and isinstance(x, Tensor) and x.dim() == 2:
+        if self._is_by_lane and isinstance(x, Tensor) and x.dim() == 2:
             topk_idx = calls.refuse_on_failure(lane_by_lane, "topk_idx", topk_idx, len(x), self._settings)
             topk_weights = calls.refuse_on_failure(lane_by_lane, "topk_weights", topk_weights, len(x), self._settings)
         if not is_blockwise and not torch.compiler.is_compiling():

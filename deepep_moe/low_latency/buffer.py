@@ -105,6 +105,7 @@ class LowLatencyBuffer(Sizes):
             error = refused
         peers = introduce(s, backend, num_threads, error, group, kind="LowLatencyBuffer", mask_stalled=mask_stalled)
         self._settings = s = find_nodes(s, peers)
+        self._is_by_lane = s.is_by_lane
         self._group, self._suspended, self._suspended_bytes = group, False, 0
         self._number = next(_numbers)
         self._in_flight: list[tuple[int, Event]] = []
@@ -204,9 +205,9 @@ class LowLatencyBuffer(Sizes):
         """
         calls = self._calls()
         is_sent, s = None, self._settings
-        if s.is_by_lane:
+        if self._is_by_lane:
             x, topk_idx, topk_weights, is_sent = self._by_lane(x, topk_idx, topk_weights)
-        arguments = x, topk_idx, None if s.is_by_lane else topk_weights, fp8, scale_format
+        arguments = x, topk_idx, None if self._is_by_lane else topk_weights, fp8, scale_format
         made = None if calls is None else calls.dispatch(*arguments, async_op, return_hook, False)
         if made is None:
             self._choose(x)
@@ -217,7 +218,7 @@ class LowLatencyBuffer(Sizes):
                 self._refuse(error)
             made = self._run(backend.dispatch, arguments, async_op, return_hook)
         event = self._in_flight_of(made) if async_op or return_hook else None
-        of_lanes = topk_weights if s.is_by_lane else None, is_sent
+        of_lanes = topk_weights if self._is_by_lane else None, is_sent
         handle = LowLatencyHandle(self._number, made.num_tokens // s.lanes, made.state, event, *of_lanes).seal()
         hook = event.wait if return_hook and event is not None else None
         return LowLatencyOutput(made.recv_x, made.recv_x_scales, made.num_recv_tokens_per_expert, handle, event, hook)
@@ -261,7 +262,7 @@ class LowLatencyBuffer(Sizes):
 
         Raises: as `dispatch`.
         """
-        if self._settings.is_by_lane:
+        if self._is_by_lane:
             return self._combine_by_lane(x, handle, topk_weights, out, wire, async_op, return_hook)
         calls, made = self._calls(), None
         arguments = topk_weights, out, wire

@@ -110,6 +110,16 @@ def run_case(buffer, case, rank, *, round_scale=False, use_ue8m0=False, zero_cop
 
 
 @on_every_backend
+@on_ranks(3)
+def test_sums_by_lanes(rank, backend):
+    """One setting gives the bits of DeepEP's own sum, a fused multiply-add for each lane, and rows lie where they did."""
+    os.environ["DEEPEP_MOE_SUMS"] = "lanes_fma"
+    buffer = make_buffer(backend, rank)
+    run_case(buffer, replace(SMALL, sums="lanes_fma"), rank)
+    run_case(buffer, replace(SMALL, sums="lanes_fma", fp8=True, mode="hook"), rank, zero_copy=True)
+
+
+@on_every_backend
 @on_ranks(2)
 def test_by_hand(rank, backend):
     """Rank 0 holds experts 0 and 1, rank 1 holds 2 and 3; every expert returns 10 * x."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepep_moe import _C
+from deepep_moe import _C, config
 from deepep_moe.compat.deep_ep.core import DESTROYED, Suspending, greet, keep
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.device import is_gpu
@@ -86,7 +86,7 @@ class LowLatencyBuffers(Suspending):
         masked, room = self.masked_ranks(), self._room(sizes, num_max_tokens)
         try:
             where = self._where(device, len(set(greet(self._group))))
-            buffer = LowLatencyBuffer(self._group, room, *sizes, mask_stalled=self._enable_shrink, **where)
+            buffer = LowLatencyBuffer(self._group, room, *sizes, mask_stalled=self._enable_shrink, sums=config.sums(), **where)
         except EPTimeoutError as error:
             if not masked:
                 raise
@@ -106,7 +106,7 @@ class LowLatencyBuffers(Suspending):
         """Return the tokens of a rank that a new buffer has room for: as many as the caller's bytes are the size hint of, or more where a
         call asks for more."""
         hidden, num_experts, _ = sizes
-        smaller, most = self._buffers.get(sizes), _C.LOW_LATENCY_MAX_TOKENS
+        smaller, most = self._buffers.get(sizes), _C.LOW_LATENCY_MAX_TOKENS // (1 if config.sums() == "ranks" else sizes[2])
         at_least = num_max_tokens if smaller is None else max(num_max_tokens, min(most, _GROWTH * smaller.num_max_tokens_per_rank))
         num_ranks, tokens = self._group.size(), range(1, most + 1)
         held = bisect.bisect_right(tokens, self._num_bytes, key=lambda n: size_hint(n, hidden, num_ranks, num_experts))
