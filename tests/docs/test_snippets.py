@@ -31,7 +31,8 @@ ALONE = [
     ("docs/watch.md", 0),
 ]
 STEPS = [("docs/steps.md", number) for number in range(7)]
-UNDER_TORCHRUN = [("README.md", 0), ("docs/guide.md", 0), ("docs/huggingface.md", 0), ("docs/huggingface.md", 1), *STEPS]
+PAGES = [("README.md", 0), ("docs/guide.md", 0), ("docs/rollout.md", 0)]
+UNDER_TORCHRUN = [*PAGES, ("docs/huggingface.md", 0), ("docs/huggingface.md", 1), *STEPS]
 FSDP2_BLOCK = "docs/data_parallel.md", 0
 IN_DEEPSPEED = [("docs/deepspeed.md", number) for number in range(4)]
 
@@ -79,6 +80,13 @@ def test_scripts_of_readme_and_guide_run(device, tmp_path):
         assert all(lines[-1]), outputs
     assert sum(int(line[1]) for line in lines[0]) == 2 * 512 * 4
     assert all(int(line[1]) > 0 and float(line[2]) > 0 for line in lines[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rollout_has_the_bits_of_training(device, tmp_path):
+    printed, of_the_other = run_under_torchrun(BLOCKS["docs/rollout.md", 0], tmp_path, device)
+    by_ranks, by_lanes = re.findall(r"training and rollout differ by (\S+)", printed)
+    assert float(by_ranks) > 0 and by_lanes == "0" and not of_the_other
 
 
 def test_steps_print_what_the_page_says(tmp_path):
