@@ -84,7 +84,7 @@ struct alignas(8) LowLatencyRow {
 struct LowLatencyConfig {
     int num_ranks, num_experts, num_topk, hidden;
     int64_t num_max_tokens;
-    int lanes = 1;  // (lane, token) pairs that are tokens here and belong to one token of the caller, lane by lane
+    int lanes = 1;  // (token, lane) pairs that are tokens here and belong to one token of the caller, token by token
     int num_local_experts = num_ranks > 0 ? num_experts / num_ranks : 0;
     DEEPEP_MOE_HD int64_t capacity() const { return num_ranks * num_max_tokens; }  // tokens of all ranks
     DEEPEP_MOE_HD int64_t rows_of_expert() const { return capacity() / lanes; }    // a token of the caller names an expert once

@@ -229,7 +229,8 @@ struct Kernel : CombineRows<kType> {
         const int num_results = p.routing.num_tokens / p.tokens_per_row, num_tasks = num_results * num_tiles;
 #pragma unroll 1
         for (int task = tasks.take(); task < num_tasks; task = tasks.take()) {
-            const Returned token(*this, lane < p.tokens_per_row ? lane * num_results + task / num_tiles : -1);
+            const int result = task / num_tiles, number = p.is_by_lane ? result * p.tokens_per_row + lane : lane * num_results + result;
+            const Returned token(*this, lane < p.tokens_per_row ? number : -1);
             const bool is_remote = token.rank >= 0 && token.rank != c.rank;
             if (!__all_sync(kFullWarp,
                             !is_remote || wait_flag(c, own.arrived(token.rank, token.index), sequence, token.rank, GpuPhase::kCombineRows)))
@@ -237,7 +238,7 @@ struct Kernel : CombineRows<kType> {
             __syncwarp();  // all threads may read what one has seen arrive
             if (task % num_tiles == 0 && p.combined_topk_weight_grads != nullptr && token.number >= 0)
                 p.combined_topk_weight_grads[token.number] = token.topk_weight_grad(*this);
-            sum_tokens(task / num_tiles, task % num_tiles, token);
+            sum_tokens(result, task % num_tiles, token);
         }
     }
 

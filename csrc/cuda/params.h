@@ -139,7 +139,8 @@ struct GpuDispatchParams {
     bool is_guess;   // num_rows is a guess: if more rows come, this launch receives none, and a later launch receives them all
     int num_lane_blocks, num_send_blocks, num_receive_blocks, expert_alignment;
     int64_t row_bytes, scale_bytes, num_rows;
-    int num_x_rows;             // token t's row of x is t % num_x_rows
+    int num_x_rows;  // token t's row of x is t % num_x_rows, or with lanes > 1 t / lanes
+    int lanes;
     const std::byte* x;         // [num_x_rows, row_bytes]
     const std::byte* x_scales;  // [num_x_rows, scale_bytes], or nullptr
     const float* topk_weights;  // [num_tokens, num_topk], or nullptr
@@ -154,7 +155,10 @@ struct GpuDispatchParams {
     RowScaling scaling;                         // of the rows received; expert layout
     GpuRail rail;                               // where there are several nodes
 
-    DEEPEP_MOE_HD int64_t x_row(int token) const { return token < num_x_rows || num_x_rows == 0 ? token : token % num_x_rows; }
+    DEEPEP_MOE_HD int64_t x_row(int token) const {
+        if (lanes > 1) return token / lanes;
+        return token < num_x_rows || num_x_rows == 0 ? token : token % num_x_rows;
+    }
 };
 
 struct GpuCombineParams {
@@ -175,7 +179,8 @@ struct GpuCombineParams {
     const float* weights;            // [num_rows], or nullptr
     const float* topk_weight_grads;  // expert layout: [num_rows]; rank layout: [num_rows, num_topk]; or nullptr
     const std::byte* bias;           // [num_tokens, hidden], or nullptr
-    // With num_topk 1: row i of combined_x is the sum of the tokens t with t % (num_tokens / tokens_per_row) == i.
+    // With num_topk 1: row i of combined_x is the sum of the tokens t with t % (num_tokens / tokens_per_row) == i; with is_by_lane, with
+    // t / tokens_per_row == i.
     int tokens_per_row;
     const float* source_weights;        // [num_tokens] weights of the tokens in that sum, or nullptr
     std::byte* combined_x;              // [num_tokens / tokens_per_row, hidden]

@@ -249,6 +249,7 @@ Received Calls::dispatch(const Outgoing& out, bool is_expert_layout, int64_t exp
     }
     GpuDispatchCall call(handle.arg(), arg_of(out.x), arg_of(out.x_scales), matrix_of(out.topk_idx), matrix_of(out.topk_weights),
                          dtype_of(out.x.scalar_type()), num_recv_rows);
+    call.params.lanes = static_cast<int>(settings.lanes);
     Allocation allocation;
     allocation.make = [&](int64_t num_rows, bool is_guess) {
         receive_into(made, out, call, num_rows, is_guess, num_recv_rows >= 0);
@@ -327,6 +328,7 @@ Received Calls::dispatch_cached(const std::shared_ptr<Handle>& handle, const Out
     made.handle = handle;
     GpuDispatchCall call(handle->arg(), arg_of(out.x), arg_of(out.x_scales), {}, matrix_of(out.topk_weights), dtype_of(out.x.scalar_type()),
                          -1);
+    call.params.lanes = static_cast<int>(settings.lanes);
     receive_into(made, out, call, handle->num_rows, false, false);
     variable_list tensors{out.x, out.x_scales, out.topk_weights, handle->memory, made.x, made.x_scales, made.topk_weights};
     if (scaling != nullptr) {

@@ -72,7 +72,7 @@ public:
         int64_t number, num_ranks, num_local_experts, num_topk, hidden, num_max_tokens;
         int num_sms;                         // -1: the exchange's own
         int64_t num_nodes, num_node_tokens;  // the latter: 0 where there is one node
-        int64_t lanes;                       // (lane, token) pairs that share a row of x and of a sum, lane by lane; 1: none do
+        int64_t lanes;                       // (token, lane) pairs that share a row of x and of a sum, token by token; 1: none do
         bool is_by_lane, is_fused;           // sums go over lanes; as `GpuCombineParams` has it
     };
     // shim: `_C.ExchangeShim`. tell(error, has_entered): tells the peers that this rank does not make its call, or does not finish it.

@@ -32,7 +32,7 @@ from deepep_moe.exchange.checks import (
     check_quantizable,
     check_routing,
     check_tensors,
-    lane_by_lane,
+    one_by_one,
 )
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, Layout
 from deepep_moe.group.nodes import find_nodes
@@ -87,8 +87,8 @@ class Buffer(Sizes):
         sums: how combine adds a token's rows. "ranks": on each expert's rank, then over the ranks; the fewest rows cross. "lanes": over the
             lanes of top-k, ascending, in fp32 with one rounding to the rows' dtype. Results and gradients then do not depend on ranks,
             nodes, backend or the placement of experts. "lanes_fma": likewise, but a weight's product is not rounded before it is added.
-            Each (lane, token) crosses as a row of its own: both layouts have one for it, in the order (source rank, lane, token), the
-            handle's `topk_idx` is [num_topk * num_tokens, 1] lane by lane, and memory grows num_topk times (docs/rollout.md).
+            Each (token, lane) crosses as a row of its own. The rank layout has a row for each too, in the order (source rank, token, lane);
+            the handle's `topk_idx` is [num_tokens * num_topk, 1]; memory grows num_topk times (docs/rollout.md).
 
     Raises:
         ValueError: a bad argument, or a file of `DEEPEP_MOE_PROFILE` that cannot be read; the peers raise EPPeerError. All ranks raise
@@ -275,8 +275,8 @@ class Buffer(Sizes):
                 calls.refuse_on_failure(check_quantizable, x, x_scales)
                 x, x_scales = calls.refuse_on_failure(quantize_fp8, x)
         if self._is_by_lane and isinstance(x, Tensor) and x.dim() == 2:
-            topk_idx = calls.refuse_on_failure(lane_by_lane, "topk_idx", topk_idx, len(x), self._settings)
-            topk_weights = calls.refuse_on_failure(lane_by_lane, "topk_weights", topk_weights, len(x), self._settings)
+            topk_idx = calls.refuse_on_failure(one_by_one, "topk_idx", topk_idx, len(x), self._settings)
+            topk_weights = calls.refuse_on_failure(one_by_one, "topk_weights", topk_weights, len(x), self._settings)
         if not is_blockwise and not torch.compiler.is_compiling():
             how = num_sms, async_op, return_hook
             if handle is None:

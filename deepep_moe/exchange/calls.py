@@ -43,7 +43,7 @@ from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.group import suspension
 from deepep_moe.group.settings import Settings
 from deepep_moe.library import is_dry_run, unwatched
-from deepep_moe.ops.weighted import repeated, sum_lanes
+from deepep_moe.ops.weighted import for_lanes, sum_lanes
 from deepep_moe.worker import Worker
 
 live_calls: "weakref.WeakValueDictionary[int, Calls]" = weakref.WeakValueDictionary()
@@ -200,11 +200,11 @@ class Calls:
             return combined_x, topk_weight_grads
 
     def _with_row_per_lane(self, backend: Backend, args: _Sent) -> _Sent:
-        """Return `args` with rows as the backend takes them: with sums by lanes one for each (lane, token), unless it shares them."""
+        """Return `args` with rows as the backend takes them: with sums by lanes one for each (token, lane), unless it shares them."""
         lanes = self.settings.lanes
         if lanes == 1 or backend.capabilities.shares_rows:
             return args
-        return replace(args, x=repeated(args.x, lanes), x_scales=None if args.x_scales is None else repeated(args.x_scales, lanes))
+        return replace(args, x=for_lanes(args.x, lanes), x_scales=None if args.x_scales is None else for_lanes(args.x_scales, lanes))
 
     def _combine_by_lane(self, backend: Backend, args: CombineArgs) -> tuple[Tensor, Tensor | None]:
         """Bring rows back one by one with their weights, and sum them here."""

@@ -29,8 +29,8 @@ class Settings:
     sums: str = "ranks"
     """One of `SUMS`."""
     lanes: int = 1
-    """The top-k of the caller's tokens, if sums go by lanes. The exchange then moves each (lane, token) as a token for top-1, lane by lane,
-    and `num_topk` and `num_max_tokens_per_rank` count these."""
+    """The top-k of the caller's tokens, if sums go by lanes. The exchange then moves each (token, lane) as a token for top-1, token by
+    token, and `num_topk` and `num_max_tokens_per_rank` count these."""
 
     @property
     def num_local_experts(self) -> int:

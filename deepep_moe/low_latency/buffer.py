@@ -17,7 +17,7 @@ from deepep_moe.arguments import as_int, check_bool
 from deepep_moe.device import is_gpu, making_on
 from deepep_moe.errors import BufferDestroyedError, BufferSuspendedError, EPError, told
 from deepep_moe.event import Event
-from deepep_moe.exchange.checks import lane_by_lane
+from deepep_moe.exchange.checks import one_by_one
 from deepep_moe.group import suspension
 from deepep_moe.group.nodes import find_nodes
 from deepep_moe.group.rendezvous import introduce, join
@@ -33,7 +33,7 @@ from deepep_moe.low_latency.checks import (
 )
 from deepep_moe.low_latency.handle import LowLatencyHandle, LowLatencyOutput, LowLatencyStatistics
 from deepep_moe.low_latency.select import BACKENDS, make_backend
-from deepep_moe.ops.weighted import repeated, sum_lanes
+from deepep_moe.ops.weighted import for_lanes, sum_lanes
 
 if TYPE_CHECKING:
     from deepep_moe._torch import LowLatencyCalls
@@ -70,7 +70,7 @@ class LowLatencyBuffer(Sizes):
         mask_stalled: mask a rank that died or misses the deadline, and go on without it, instead of failing; see `mask_rank`.
         ranks_per_node: consecutive ranks that are a node, a divisor of their number; None: the ranks of one host. Fewer than a host has
             make virtual nodes, for tests.
-        sums: as in `Buffer`. By lanes a row crosses for each (lane, token), and lies where it does by ranks; `combine` weighs and adds the
+        sums: as in `Buffer`. By lanes a row crosses for each (token, lane), and lies where it does by ranks; `combine` weighs and adds the
             rows on the token's rank. The workspace grows num_topk times.
 
     Raises:
@@ -282,21 +282,21 @@ class LowLatencyBuffer(Sizes):
         return made.combined_x, event.wait if return_hook else event
 
     def _by_lane(self, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any, Any, Tensor | None]:
-        """Return x and topk_idx lane by lane, the weights of the lanes, and which of these have an expert."""
+        """Return x and topk_idx for each (token, lane), the weights of the lanes, and which of these have an expert."""
         s = self._settings
         self._choose(x)
         if not isinstance(x, Tensor) or x.dim() != 2 or not isinstance(topk_idx, Tensor):
             return x, topk_idx, None, None  # which the checks refuse
         try:
-            topk_idx = lane_by_lane("topk_idx", topk_idx, len(x), s)
-            is_sent = (topk_idx >= 0).view(s.lanes, len(x))
+            topk_idx = one_by_one("topk_idx", topk_idx, len(x), s)
+            is_sent = (topk_idx >= 0).view(len(x), s.lanes)
             if topk_weights is not None:
                 check_lane_weights(topk_weights, len(x), s, self._alive())
-                topk_weights = topk_weights.t().masked_fill(~is_sent, 0.0)
+                topk_weights = topk_weights.masked_fill(~is_sent, 0.0)
         except (TypeError, ValueError) as error:
             self._begin()
             self._refuse(error)
-        return repeated(x, s.lanes), topk_idx, topk_weights, is_sent
+        return for_lanes(x, s.lanes), topk_idx, topk_weights, is_sent
 
     def _combine_by_lane(
         self, x: Tensor, handle: LowLatencyHandle, topk_weights: Tensor | None, out: Tensor | None, wire: str | None, async_op: bool,
@@ -308,7 +308,7 @@ class LowLatencyBuffer(Sizes):
             self._raise_failure_of(handle)
             weights = handle.topk_weights
             if topk_weights is not None and handle.is_sent is not None:
-                weights = topk_weights.t().masked_fill(~handle.is_sent, 0.0)
+                weights = topk_weights.masked_fill(~handle.is_sent, 0.0)
             sums = x.new_empty(handle.num_tokens, s.hidden) if out is None else out
         except BaseException as error:
             self._refuse(error)

@@ -25,9 +25,9 @@ class LowLatencyHandle:
     event: Event | None = None
     """The end of a dispatch with `async_op` or `return_hook`."""
     topk_weights: Tensor | None = None
-    """[num_topk, num_tokens] fp32, 0 for no expert: the weights of the dispatch where sums go by lanes and weights were given."""
+    """[num_tokens, num_topk] fp32, 0 for no expert: the weights of the dispatch where sums go by lanes and weights were given."""
     is_sent: Tensor | None = None
-    """[num_topk, num_tokens] bool where sums go by lanes: whether there is an expert."""
+    """[num_tokens, num_topk] bool where sums go by lanes: whether there is an expert."""
 
     made: ClassVar[tuple[Any, ...]] = ()
     """The fields as the dispatch made them, and the version of `state`, by which PyTorch counts changes in place."""
@@ -104,8 +104,8 @@ def row_sources(handle: LowLatencyHandle, sizes: Sizes) -> RowSources:
     nowhere = num_local * capacity
     places = torch.where(is_row, rows, nowhere).long()
     token_idx = torch.full((nowhere + 1,), -1, dtype=torch.int32, device=state.device)
-    numbers = tokens % (counts // s.lanes).clamp(min=1)[:, None]  # of the caller's tokens
-    token_idx.scatter_(0, places.flatten(), numbers[:, :, None].expand_as(rows).flatten())
+    numbers = tokens // s.lanes  # of the caller's tokens
+    token_idx.scatter_(0, places.flatten(), numbers[None, :, None].expand_as(rows).flatten())
     ranks = torch.arange(num_ranks, device=state.device)[:, None, None]
     num_tokens = torch.zeros((num_local + 1) * num_ranks, dtype=torch.int32, device=state.device)
     num_tokens.scatter_add_(0, (places // capacity * num_ranks + ranks).flatten(), torch.ones_like(rows).flatten())

@@ -63,7 +63,7 @@ class DispatchRows(Rows):
     @_unwatched
     def write(self, number: int, ranks: int) -> None:
         s, state = self._s, self._state
-        refuse_bad_routing(self._topk_idx.view(s.lanes, -1).t() if s.lanes > 1 else self._topk_idx, s.num_experts)
+        refuse_bad_routing(self._topk_idx.view(-1, s.num_topk * s.lanes), s.num_experts)
         state.number.fill_(number)
         state.num_tokens.fill_(-1)
         num_tokens, rows = len(self._x), self._rows_on_their_way()
@@ -103,8 +103,7 @@ class DispatchRows(Rows):
         # Rows of an expert lie by source, those of a source by the caller's token.
         token = torch.arange(local.shape[1], device=_CPU)
         first = torch.arange(s.num_ranks, device=_CPU)[:, None] * (capacity // s.num_ranks)
-        num_tokens = torch.tensor(values, device=_CPU)[:, None] // s.lanes
-        number = (first + token % num_tokens.clamp(min=1))[..., None]
+        number = (first + token // s.lanes)[..., None]
         chosen = torch.zeros((capacity, num_local + 1), dtype=torch.int64, device=_CPU)
         chosen[number, local] = 1
         places = (chosen.cumsum(0) - 1)[number, local]

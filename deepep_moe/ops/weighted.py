@@ -92,19 +92,21 @@ def _ordered(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, bool]:
 def sum_lanes(sums: Tensor, rows: Tensor, weights: Tensor | None, bias: Tensor | None, is_fused: bool) -> None:
     """Write the sums of `Buffer(sums="lanes")` to `sums` [num_tokens, hidden], without gradient.
 
-    rows: [num_topk * num_tokens, hidden] in the dtype of `sums`, lane by lane. weights: as many, fp32, 0 where there is no row; None: ones.
-    bias: [num_tokens, hidden] or None. is_fused: a product is not rounded before it is added.
+    rows: [num_tokens * num_topk, hidden] in the dtype of `sums`, token by token. weights: as many, fp32, 0 where there is no row; None:
+    ones. bias: [num_tokens, hidden] or None. is_fused: a product is not rounded before it is added.
     """
-    lanes = rows.view(-1, *sums.shape) if sums.numel() else rows.new_empty(0, *sums.shape)
-    if bias is None and weights is not None and _has_kernels(rows):
-        _run_weighted_sum(lanes, weights.view(lanes.shape[:2]), is_fused, sums)
+    num_topk = len(rows) // max(1, len(sums))
+    lanes = rows.view(len(sums), num_topk, sums.shape[1]).transpose(0, 1)
+    of_lanes = None if weights is None else weights.view(len(sums), num_topk).t()
+    if bias is None and of_lanes is not None and len(sums) > 0 and _has_kernels(rows):
+        _run_weighted_sum(lanes, of_lanes, is_fused, sums)
         return
     total = torch.zeros(sums.shape, dtype=torch.float32, device=sums.device)
     for lane, row in enumerate(lanes):
-        if weights is None:
+        if of_lanes is None:
             total += row
         else:
-            weight, term = weights.view(lanes.shape[:2])[lane, :, None], row.float()
+            weight, term = of_lanes[lane, :, None], row.float()
             total = fused_multiply_add(weight, term, total) if is_fused else total + weight * term
     sums.copy_(total if bias is None else total + bias)
 
@@ -161,6 +163,11 @@ register("scale_rows_backward", scale_rows_backward, _fake_scale_rows_backward)
 
 
 # ---- rows as calls and kernels take them ----
+
+
+def for_lanes(rows: Tensor, num_lanes: int) -> Tensor:
+    """Return each of `rows` `num_lanes` times, one after another."""
+    return rows.repeat_interleave(num_lanes, 0)
 
 
 def repeated(rows: Tensor, times: int) -> Tensor:

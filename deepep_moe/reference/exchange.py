@@ -57,19 +57,14 @@ def _receive(
     first = rank * num_local_experts
     tokens: list[tuple[int, int]] = []
     local_lanes: list[list[int]] = []
-    one_by_one: list[tuple[int, int, int, list[int]]] = []
     for source, idx in enumerate(topk_idx):
         for token, lanes in enumerate(idx.tolist()):
             local = [expert - first if 0 <= expert - first < num_local_experts else -1 for expert in lanes]
-            if not is_by_lane and any(expert >= 0 for expert in local):
-                tokens.append((source, token))
-                local_lanes.append(local)
-            for lane, expert in enumerate(local):
-                if is_by_lane and expert >= 0:
-                    one_by_one.append((source, lane, token, [-1] * lane + [expert]))
-    for source, _, token, local in sorted(one_by_one, key=lambda one: one[:3]):
-        tokens.append((source, token))
-        local_lanes.append(local)
+            sent = [local] if not is_by_lane else [[-1] * lane + [expert] for lane, expert in enumerate(local)]
+            for one in sent:
+                if any(expert >= 0 for expert in one):
+                    tokens.append((source, token))
+                    local_lanes.append(one)
 
     row_of_lane: list[dict[int, int]] = [{} for _ in tokens]
     counts, num_rows = [], 0
@@ -120,7 +115,7 @@ def dispatch(
     x: [num_tokens, hidden] of each rank; topk_idx: [num_tokens, num_topk], -1 = none; topk_weights: fp32, same shape, or None.
     Layout "rank": one row per token received, by (source rank, token). Layout "expert": one row per (token, local expert), grouped by
     expert, inside a group by (source rank, token), each group padded with zero rows to a multiple of `expert_alignment`.
-    sums: as in `deepep_moe.Buffer`. By lanes both layouts have one row per (lane, token), in the order (source rank, lane, token).
+    sums: as in `deepep_moe.Buffer`. By lanes the rank layout has one row per (token, lane), in the order (source rank, token, lane).
     """
     how = num_experts, layout, expert_alignment, x_scales, sums != "ranks"
     return [_receive(r, x, topk_idx, topk_weights, *how) for r in range(len(x))]

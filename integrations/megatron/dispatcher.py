@@ -278,9 +278,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         num_experts, num_topk = self.num_local_experts * self.ep_size, self.config.moe_router_topk
         choice, first_run = choice_for(routing_map), recorded()
         if first_run is not None:
-            sent = first_run.handle.topk_idx
-            if self.buffers.options.sums != "ranks":
-                sent = sent.view(num_topk * self.tp_size, -1).t()  # they were sent lane by lane
+            sent = first_run.handle.topk_idx.view(-1, num_topk * self.tp_size)  # one by one with sums by lanes
             topk_idx = choice_of_shards(sent, self.num_local_experts, self.tp_size)
             topk_weights = weights_at(probs.reshape(-1, num_experts), topk_idx)
         elif choice is not None:

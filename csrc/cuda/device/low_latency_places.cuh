@@ -13,12 +13,12 @@ __device__ __forceinline__ int64_t expert_at(const LowLatencyDispatchParams& p, 
 // Bit matrix [expert][token of the caller] in shared memory: which tokens go to which expert.
 struct Marks {
     uint32_t* const all;
-    const int lanes, num_tokens, words;  // words of an expert
+    const int lanes, words;  // words of an expert
     __device__ Marks(void* all, int num_tokens, int lanes)
-        : all(static_cast<uint32_t*>(all)), lanes(lanes), num_tokens(num_tokens / lanes), words((this->num_tokens + 31) / 32) {}
+        : all(static_cast<uint32_t*>(all)), lanes(lanes), words((num_tokens / lanes + 31) / 32) {}
     __device__ uint32_t* of(int64_t expert) const { return all + expert * words; }
     // The caller's token that a token belongs to.
-    __device__ int number(int token) const { return lanes == 1 ? token : token % num_tokens; }
+    __device__ int number(int token) const { return lanes == 1 ? token : token / lanes; }
     __device__ int count(int expert) const { return count(expert, words); }
     __device__ int before(int token, int expert) const {
         token = number(token);
@@ -67,7 +67,7 @@ __device__ __forceinline__ void mark(const LowLatencyContext& c, const Marks& ma
     const uint32_t bit = 1u << token % 32;
     if (inside && (atomicOr(marks.of(expert) + token / 32, bit) & bit) == 0) return;
     const GpuFailureKind kind = inside ? kDuplicateExpert : kIndexOutOfRange;
-    const int lane = marks.lanes == 1 ? i - entry * c.config.num_topk : entry / marks.num_tokens;
+    const int lane = marks.lanes == 1 ? i - entry * c.config.num_topk : entry % marks.lanes;
     if (atomicCAS(&refusal().kind, 0, static_cast<int>(kind)) == 0)
         refusal() = {kind, lane, static_cast<int>(GpuPhase::kEntry), token, expert};
     report(c, kind, lane, GpuPhase::kEntry, token, expert);
