@@ -1,5 +1,5 @@
-// Low-latency dispatch and combine: flags and handles on CPUs and GPUs, and on GPUs the layout of a rank's workspace, which its peers
-// write, and the parameters of calls. deepep_moe/low_latency/shm_calls has the layout on CPUs.
+// Low-latency dispatch and combine have these flags and handles on CPUs and GPUs. The parameters of calls and this layout of a rank's
+// workspace, which its peers write, are for GPUs. deepep_moe/low_latency/shm_calls has the layout on CPUs.
 //
 //   resumed u64[num_ranks] | left u64[num_ranks] | reasons char[kTurns][num_ranks][kMaxReasonBytes] | kTurns turns, each:
 //     entered u64[num_ranks] | counts u64[num_ranks][num_local_experts] | rows of each backend's format [num_ranks][num_max_tokens].

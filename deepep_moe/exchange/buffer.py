@@ -64,23 +64,23 @@ class Buffer(Sizes):
     (one thread at a time). Several buffers may be alive; on GPUs all ranks must order their calls alike, by one stream or by events.
 
     Args:
-        group: the process group; None means the default group where torch.distributed is initialized, else this process alone.
+        group: the process group. None: the default group where torch.distributed is initialized, else this process alone.
         num_max_tokens_per_rank: most tokens one rank may dispatch in a call.
-        hidden: columns of a row; a row must be a multiple of 16 bytes.
-        num_experts: experts of all ranks together, a multiple of the group's size.
+        hidden: columns of a row. A row must be a multiple of 16 bytes.
+        num_experts: experts of all ranks together. Their number is a multiple of the group's size.
         num_topk: experts per token, at most 32.
         backend: "auto", or the name of a backend. If every rank sees a GPU and the group has NCCL, "auto" takes `nvlink` for one node
-            (GPUs that reach each other) and `nvshmem` for several nodes (it needs the module `deepep_moe._nvshmem`). Otherwise "auto"
+            (GPUs that reach each other) and `nvshmem` for several nodes. That needs the module `deepep_moe._nvshmem`. Otherwise "auto"
             takes `shm` (ranks of one host, CPU tensors). If that backend cannot serve, "auto" takes `collective` (`all_to_all_single`
             of the group, in two hops over several nodes) and logs the reason on rank 0. `buffer.backend` is the name of the backend in
-            use. A process without a group serves the device of its first dispatch; if that is a GPU, it switches to `nvlink` then.
-        num_sms: SMs of a GPU that send rows, 1 to all. 0 moves rows with the copy engines, so no SM is busy during the transfer. The host
+            use. A process without a group serves the device of its first dispatch. On a GPU it switches to `nvlink` then.
+        num_sms: SMs of a GPU that send rows, 1 to all. With 0 the copy engines move rows, so no SM is busy during the transfer. The host
             first waits until all peers have entered the call; such a call cannot be captured in a CUDA graph. None: the value from this
             machine's profile. If there is no profile, the GPU decides (docs/tuning.md): 12 on an H100 or H200, and 14 in a combine from
             the expert layout among three ranks or more. A call may override it. Results never depend on it. CPU backends ignore it.
         max_sms: most SMs of a GPU that a call takes, at least 2, including those that send. Other kernels may run on the rest.
             None: all SMs. Results never depend on it. CPU backends ignore it.
-        timeout_s: deadline of every wait for a peer, seconds; default `DEEPEP_MOE_TIMEOUT_S`, else 300.
+        timeout_s: deadline of every wait for a peer, in seconds. None: `DEEPEP_MOE_TIMEOUT_S`, else 300.
         ranks_per_node: how many consecutive ranks are a node, a divisor of the group's size. Combine sums a token's rows node by node, so
             this value changes the rounding of results (docs/design/contract.md). None: the ranks of one host are a node. Set it on one
             host to get the bits that several nodes would compute.
@@ -225,31 +225,30 @@ class Buffer(Sizes):
 
         Args:
             x: [num_tokens, hidden] contiguous, fp32, bf16, fp16, or fp8 with `x_scales`.
-            topk_idx: [num_tokens, num_topk] int64 or int32, any strides. -1 = no expert; a row must not name an expert twice. Not allowed
-                with `handle`.
+            topk_idx: [num_tokens, num_topk] int64 or int32, any strides. An index of -1 means no expert. A row must not name an expert
+                twice. Not allowed with `handle`.
             topk_weights: [num_tokens, num_topk] fp32, any strides. They are sent with the rows.
             x_scales: [num_tokens, ceil(hidden / 128)] fp32. Required for fp8 rows, not allowed otherwise.
-            layout: "expert": one row per (token, local expert), grouped by local expert, inside a group by (source rank, token), each
-                group padded with zero rows to a multiple of `expert_alignment`. "rank": one row per (token, this rank), by (source
-                rank, token).
+            layout: "expert": one row per (token, local expert), grouped by local expert. In a group rows are ordered by source rank, then
+                token. Zero rows pad each group to a multiple of `expert_alignment`. "rank": one row per (token, this rank), in that order.
             handle: the handle of an earlier dispatch of this buffer. The call repeats its routing, layout and alignment, and exchanges no
                 counts.
-            num_recv_rows: an upper bound on the rows received. The outputs have exactly that many rows; rows behind the last group are
+            num_recv_rows: an upper bound on the rows received. The outputs have exactly that many rows. Those behind the last group are
                 zero. On a GPU the host then waits for nothing, and the call may be captured in a CUDA graph.
-                "guess": on a GPU the outputs may have the rows that the host predicts, and the call returns before it knows how many come.
+                With "guess" the outputs on a GPU may have the rows that the host predicts. The call returns before it knows how many come.
                 Queue the work of the experts, with counts on the GPU (`handle.num_rows_per_expert`), then ask `settle`. Rows behind the
-                last group may hold anything, and so may all rows if they did not fit. Without a prediction, with `async_op` or
-                `return_hook`, in the rank layout, with "blockwise" rows, under activation checkpointing, in compiled functions and on CPUs
-                it is the same as None.
-            fp8: True quantizes rows to float8_e4m3fn with one scale per 128 columns (`deepep_moe.ops.quantize_fp8`), without gradient.
-                "blockwise" is for training: scales are powers of two in fp32 (`deepep_moe.ops.ue8m0.pack` packs them). recv_x is then
-                `deepep_moe.ops.QuantizedRows`, which `deepep_moe.ops.grouped_mlp` multiplies in fp8; its gradient is bf16. It needs
-                bf16 rows, the expert layout, and multiples of 128 for hidden, `expert_alignment` and `num_recv_rows`
+                last group may hold anything, and so may all rows if they did not fit. On CPUs and without a prediction it is the same
+                as None. It also is with `async_op` or `return_hook`, in the rank layout, with "blockwise" rows, under activation
+                checkpointing and in compiled functions.
+            fp8: True quantizes rows to float8_e4m3fn (`deepep_moe.ops.quantize_fp8`), without gradient. One scale is for 128 columns.
+                With "blockwise", which is for training, scales are powers of two in fp32 (`deepep_moe.ops.ue8m0.pack` packs them). Then
+                recv_x is `deepep_moe.ops.QuantizedRows`, which `deepep_moe.ops.grouped_mlp` multiplies in fp8. Its gradient is bf16.
+                Rows must be bf16, in the expert layout. The sizes hidden, `expert_alignment` and `num_recv_rows` must be multiples of 128
                 (docs/design/fp8_training.md).
-            num_sms: overrides the buffer's `num_sms` for this call; gradients use the buffer's.
-            layer: which of the layers that share the buffer makes the call. Any number; peers may use others. On a GPU the host predicts
-                the rows received from the last two dispatches of the layer, and waits for the count if it cannot; with more than 4096
-                layers it forgets them now and then.
+            num_sms: overrides the buffer's `num_sms` for this call. Gradients use the buffer's.
+            layer: which of the layers that share the buffer makes the call. Any number serves. Peers may use others. On a GPU the host
+                predicts the rows received from the last two dispatches of the layer, and waits for the count if it cannot. With more than
+                4096 layers it forgets them now and then.
             async_op: return at once. Read the results, or change the arguments, only after `output.event.wait()`. A call with `async_op`
                 or `return_hook` breaks the graph of a compiled function.
             return_hook: return at once. Read the results, or change the arguments, only after `output.hook()`. On a GPU the rows travel
@@ -346,17 +345,16 @@ class Buffer(Sizes):
         Args:
             x: [num_rows, hidden] contiguous, fp32, bf16 or fp16, rows as the dispatch of `handle` returned them.
             handle: the handle of a dispatch of this buffer.
-            topk_weights: [num_rows] fp32: the weight of each row (`recv_topk_weights` of the expert layout); None: a plain sum.
+            topk_weights: [num_rows] fp32. They are the rows' weights (`recv_topk_weights` of the expert layout). None: a plain sum.
             bias: [num_tokens, hidden], dtype of `x`. It is added on the token's rank.
             fp8: "blockwise": the backward dispatches its gradient as a dispatch with `fp8="blockwise"` does. The gradient of `x` is then
                 `QuantizedRows`, which `grouped_mlp` takes. The forward sends rows unchanged. Needs the handle of a blockwise dispatch and
                 no `topk_weights`.
             num_sms: overrides the buffer's `num_sms` for this call.
-            async_op: return at once with an Event.
-            return_hook: return at once with a hook, as in `dispatch`.
+            async_op, return_hook: return at once with an Event or a hook, as in `dispatch`.
 
         Returns:
-            combined_x [num_tokens, hidden], dtype of `x`; with `async_op`, (combined_x, Event); with `return_hook`, (combined_x, hook).
+            combined_x [num_tokens, hidden], dtype of `x`. With `async_op` it is (combined_x, Event), with `return_hook` (combined_x, hook).
             The row of a token without expert is 0 (+ bias).
 
         Raises: as `dispatch`.

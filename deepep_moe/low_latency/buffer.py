@@ -57,19 +57,19 @@ class LowLatencyBuffer(Sizes):
     last one was not received, but not while the one before that was not: what double-batch overlap needs (`deepep_moe.nn.overlap`).
 
     Args:
-        group: the process group; None means the default group where torch.distributed is initialized, else this process alone.
-        num_max_tokens_per_rank: most tokens one rank may dispatch in a call, 1 to 65535.
-        hidden: columns of a row: a multiple of 16 bytes; with `fp8`, of 128 columns.
-        num_experts: of all ranks together, a multiple of the group's size.
-        num_topk: experts per token, at most 32.
-        backend: "auto", `nvlink` (GPUs of one host linked by NVLink, which is not checked where a process sees its own GPU alone),
-            `nvshmem` (GPUs of several nodes, 32 ranks at most) or `shm` (ranks of one host, CPU tensors). "auto" takes `nvlink` or
-            `nvshmem` on GPUs with an NCCL group, else `shm`. `buffer.backend` says which; so does one log line on rank 0. A process without
-            a group serves the kind of device that its first dispatch's rows lie on.
-        timeout_s: deadline of every wait for a peer, seconds; default `DEEPEP_MOE_TIMEOUT_S`, else 300.
-        mask_stalled: mask a rank that died or misses the deadline, and go on without it, instead of failing; see `mask_rank`.
-        ranks_per_node: consecutive ranks that are a node, a divisor of their number; None: the ranks of one host. Fewer than a host has
-            make virtual nodes, for tests.
+        group: the process group. None: the default group where torch.distributed is initialized, else this process alone.
+        num_max_tokens_per_rank: most tokens one rank may dispatch in a call. It must be 1 to 65535.
+        hidden: columns of a row. A row must be a multiple of 16 bytes, and with `fp8` of 128 columns.
+        num_experts: experts of all ranks together. Their number is a multiple of the group's size.
+        num_topk: experts per token. At most 32 are allowed.
+        backend: "auto", `nvlink` (GPUs of one host), `nvshmem` (GPUs of several nodes, 32 ranks at most) or `shm` (ranks of one host,
+            CPU tensors). NVLink between the GPUs is not checked where a process sees its own GPU alone. On GPUs with an NCCL group
+            "auto" takes `nvlink` or `nvshmem`, else `shm`. The name is in `buffer.backend`, and in one log line on rank 0. A process
+            without a group serves the kind of device that its first dispatch's rows lie on.
+        timeout_s: deadline of every wait for a peer, in seconds. None: `DEEPEP_MOE_TIMEOUT_S`, else 300.
+        mask_stalled: go on without a rank that died or misses the deadline, instead of failing. The rank is masked (`mask_rank`).
+        ranks_per_node: how many consecutive ranks are a node, a divisor of the group's size. None: the ranks of one host are a node. Fewer
+            than a host has make virtual nodes, for tests.
         sums: as in `Buffer`. By lanes a row crosses for each (token, lane), and lies where it does by ranks; `combine` weighs and adds the
             rows on the token's rank. The workspace grows num_topk times.
 
@@ -188,13 +188,13 @@ class LowLatencyBuffer(Sizes):
         """Send every token to the ranks of its experts. Collective.
 
         Args:
-            x: [num_tokens, hidden] contiguous, bf16, fp16 or fp32; 0 to num_max_tokens_per_rank tokens.
-            topk_idx: [num_tokens, num_topk] contiguous, int64 or int32, -1 = no expert, no expert twice in a row.
-            topk_weights: [num_tokens, num_topk] contiguous, fp32: with which `combine` weighs the rows of this dispatch; None: a plain sum.
-            fp8: rows as float8_e4m3fn, quantized while they are sent (`deepep_moe.ops.quantize_fp8`), with one scale for 128 columns.
-            scale_format: of these, "fp32"; or "ue8m0": scales rounded up to powers of two.
-            async_op: return at once; the results may be read, and the arguments changed, after `output.event.wait()`.
-            return_hook: send and return; the results may be read, and the arguments changed, after `output.hook()`, which on a GPU receives
+            x: [num_tokens, hidden] contiguous, bf16, fp16 or fp32. It has 0 to num_max_tokens_per_rank tokens.
+            topk_idx: [num_tokens, num_topk] contiguous, int64 or int32. An index of -1 means no expert. A row must not name one twice.
+            topk_weights: [num_tokens, num_topk] contiguous, fp32, by which `combine` weighs the rows. None: a plain sum.
+            fp8: quantize rows to float8_e4m3fn while they are sent (`deepep_moe.ops.quantize_fp8`). Each 128 columns have a scale.
+            scale_format: "fp32", or "ue8m0" for scales that are rounded up to powers of two.
+            async_op: return at once. Read the results, or change the arguments, only after `output.event.wait()`.
+            return_hook: send and return. Read the results, or change the arguments, only after `output.hook()`. On a GPU the hook receives
                 on the stream that is current then.
 
         Raises:
@@ -236,28 +236,28 @@ class LowLatencyBuffer(Sizes):
     ) -> Any:
         """Bring the experts' outputs back to the tokens' ranks, weighted and summed. Collective.
 
-        The sum is that of `Buffer.combine` with the same `sums`, to the bit. By ranks it is made on the experts' rank over a token's rows
-        in ascending lane of top-k, in fp32, rounded once to the wire's format; at the source over ranks ascending, in fp32, rounded once.
-        Over nodes it is made node by node: in a node over ranks ascending in fp32, rounded once where it crosses, and at the source over
-        nodes ascending. There the half that sends waits on SMs for the ranks of its node.
+        The sum is that of `Buffer.combine` with the same `sums`, to the bit. By ranks, an expert's rank adds a token's rows in ascending lane of top-k, in fp32, and
+        rounds once to the wire's format. The token's rank adds these over ascending ranks, in fp32, and rounds once. With several nodes,
+        each node's ranks are added first, in ascending order and fp32, and rounded once where the sum crosses. The token's rank adds the
+        nodes in ascending order. The half that sends then waits on SMs for the ranks of its node.
 
         Args:
-            x: [num_local_experts, capacity, hidden] contiguous, bf16, fp16 or fp32, rows as the dispatch returned them; read where they lie
-                (`combine_input` gives such a tensor to write to). Rows that the dispatch did not fill are not read.
-            topk_weights: [num_tokens, num_topk] contiguous, fp32, of this rank's tokens; None: the weights of the dispatch. Weights given
+            x: [num_local_experts, capacity, hidden] contiguous, bf16, fp16 or fp32, rows as the dispatch returned them. They are read where
+                they lie (`combine_input` gives such a tensor to write to). Rows that the dispatch did not fill are not read.
+            topk_weights: [num_tokens, num_topk] contiguous, fp32, of this rank's tokens. None: the weights of the dispatch. Weights given
                 here replace those of the dispatch, and the result has the same bits as if the dispatch had been given them. All ranks give
-                weights, or none does. The experts' ranks need them before they sum: the half that sends then waits until all ranks
-                have entered the call (on a GPU its kernel waits, on a CPU the call itself), and the call takes one trip over the link
-                longer. So give weights to `dispatch` where they are known by then.
-            out: [num_tokens, hidden], dtype of `x`, to write to.
-            wire: None: rows travel in the dtype of `x`. "fp8": as e4m3 with one fp32 scale for 128 columns, half the bytes of bf16: each
-                rank's contribution is off by at most 1/16 of itself, or 2^-10 / 448 of the largest magnitude in its 128 columns (1e-4 at
-                least) where that is more. Over nodes the sum of a node is quantized again where it crosses, with such an error of its own.
-            async_op: return at once with an Event.
-            return_hook: return at once with a hook, as `dispatch`.
+                weights, or none does. The experts' ranks need them before they sum. So the half that sends waits until all ranks have
+                entered the call. On a GPU its kernel waits, on a CPU the call itself. The call takes one trip over the link longer.
+                Give weights to `dispatch` where they are known by then.
+            out: [num_tokens, hidden], dtype of `x`. The result is written to it.
+            wire: None: rows travel in the dtype of `x`. With "fp8" they travel as e4m3 with one fp32 scale for 128 columns, half the bytes
+                of bf16. Each rank's contribution is then off by at most 1/16 of itself. Where 2^-10 / 448 of the largest magnitude in its
+                128 columns (1e-4 at least) is more, that is the bound. The sum of a node is quantized again where it crosses to another
+                node, with such an error of its own.
+            async_op, return_hook: return at once with an Event or a hook, as `dispatch`.
 
         Returns:
-            combined_x [num_tokens, hidden], dtype of `x`; with `async_op`, (combined_x, Event); with `return_hook`, (combined_x, hook).
+            combined_x [num_tokens, hidden], dtype of `x`. With `async_op` it is (combined_x, Event), with `return_hook` (combined_x, hook).
             Tokens without expert are 0.
 
         Raises: as `dispatch`.
@@ -321,12 +321,11 @@ class LowLatencyBuffer(Sizes):
         return sums, event.wait if return_hook else event
 
     def combine_input(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """[num_local_experts, capacity, hidden] of the buffer's own, the same at every call, for the experts' last matrix product to
-        write to.
+        """Return the buffer's own [num_local_experts, capacity, hidden], to which the experts' last matrix product may write.
 
-        `combine` reads any tensor of this shape in place; this one has an address that stays, for graphs, and its rows may be written again
-        once the combine that read them has been received. Raises as `combine` for a dtype that it does not take, and EPError as
-        `statistics`."""
+        It is the same tensor in every call, so its address stays, for graphs. But `combine` reads any tensor of this shape in place. The
+        rows may be written again once the combine that read them has been received. Raises as `combine` for a dtype that it does not take,
+        and EPError as `statistics`."""
         if dtype not in self._combine_input:
             backend = self._settled()
             check_combine_input(dtype, self._settings, backend)
@@ -343,9 +342,9 @@ class LowLatencyBuffer(Sizes):
         counted in `statistics().num_dropped`. To take a rank back, all others call `mask_rank(rank, False)` between the same two calls, and
         the rank itself calls `rejoin`. Over nodes the ranks with its index in their nodes then wait for what it has sent to land.
 
-        Raises ValueError for this rank itself or one that does not exist, EPTimeoutError where one that is taken back over nodes has not
-        called `rejoin` within the deadline, or a rank of this node has not taken it back; it is masked still. Then all others mask it, and
-        take it back again.
+        Raises ValueError for this rank itself or one that does not exist. Raises EPTimeoutError where a rank that is taken back over nodes
+        has not called `rejoin` within the deadline, or a rank of this node has not taken it back. The rank is masked still. Then all
+        others mask it, and take it back again.
         """
         s = self._settings
         with contextlib.suppress(TypeError):
@@ -484,11 +483,11 @@ class LowLatencyBuffer(Sizes):
         return event
 
     def _check_room(self) -> None:
-        """Raises ValueError where there is none. What an asynchronous call has raised, and nobody waited for, is raised once this call is
-        made, so that ranks stay in step.
+        """Raise ValueError if the workspace has no room for another call. An error of an asynchronous call that nobody waited for is raised
+        once this call is made, so that ranks stay in step.
 
-        Calls may be received in any order, but each call needs the one before last to be received, as it says to the peers that what
-        was sent two calls before that may be overwritten. Nothing is sent where it is not, so the caller may try again."""
+        Calls may be received in any order, but each call needs the one before last to be received. It tells the peers that they may
+        overwrite what was sent two calls before that. Without room nothing is sent, so the caller may try again."""
         if not self._in_flight:
             return
         over = [(number, event) for number, event in self._in_flight if event.seen or event.is_over()]

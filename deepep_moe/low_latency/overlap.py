@@ -125,8 +125,8 @@ def routed_experts(
 def overlapped(*batches: Generator[Any, None, T], timeline: Timeline | None = None) -> list[T]:
     """Run two micro-batches by turns, each until it yields, the first one first; return what they return.
 
-    A micro-batch is a generator that yields whenever what it has sent is to fly: `routed_experts`, or what is made of it, over any number
-    of layers:
+    A micro-batch is a generator that yields whenever what it has sent is to fly. `routed_experts` is one. Others call it for any number of
+    layers:
 
         def decode(x):
             for layer in layers:

@@ -61,7 +61,7 @@ def grouped_fp8_product(x: Tensor, x_scales: Tensor, w: Tensor, w_scales: Tensor
     Args:
         x: [num_rows, k] e4m3. x_scales: [num_rows, k / 128] fp32.
         w: [num_experts, n, k] e4m3, contiguous. w_scales: [num_experts, n / 128, k / 128] fp32.
-        offsets: [num_experts] int32, where the rows of each expert end, multiples of 128.
+        offsets: [num_experts] int32. The rows of each expert end there, at multiples of 128.
     """
     if x.is_cuda:
         return fp8_kernels.grouped_fp8_product(x, x_scales, w, w_scales, offsets)

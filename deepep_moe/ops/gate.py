@@ -19,8 +19,8 @@ OPTIONS = ("num_groups", "topk_groups", "group_score_topk", "score_function", "n
 class GateOutput(NamedTuple):
     """Where tokens go.
 
-    topk_idx: `[num_tokens, num_topk]` expert of each lane, by descending selection score; -1 in rows of masked tokens.
-    topk_weights: `[num_tokens, num_topk]` fp32, differentiable; 0 in rows of masked tokens.
+    topk_idx: `[num_tokens, num_topk]` expert of each lane, by descending selection score. Rows of masked tokens have -1.
+    topk_weights: `[num_tokens, num_topk]` fp32, differentiable. Rows of masked tokens have 0.
     num_tokens_per_expert: `[num_experts]` int32, lanes that chose the expert.
     """
 
@@ -33,11 +33,11 @@ class FullGateOutput(NamedTuple):
     """Where tokens go, in the forms that were asked for; None for the others.
 
     topk_idx, topk_weights, num_tokens_per_expert: as in `GateOutput`.
-    probs: `[num_tokens, num_experts]` fp32 weights, 0 where not chosen, differentiable.
-    routing_map: `[num_tokens, num_experts]` bool, True where chosen.
+    probs: `[num_tokens, num_experts]` fp32 weights, differentiable. Those of experts that were not chosen are 0.
+    routing_map: `[num_tokens, num_experts]` bool. Chosen experts are True.
     num_tokens_per_rank: `[num_ranks]` int32, tokens that go to the rank.
     is_token_in_rank: `[num_tokens, num_ranks]` bool.
-    shares: `[num_tokens, num_experts]` fp32, each expert's part of the token's scores, differentiable; 0 in rows of masked tokens.
+    shares: `[num_tokens, num_experts]` fp32, each expert's part of the token's scores, differentiable. Rows of masked tokens have 0.
     """
 
     topk_idx: Tensor

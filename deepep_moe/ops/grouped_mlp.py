@@ -59,8 +59,8 @@ def grouped_mlp(
 
     Args:
         x: [num_rows, in], grouped by expert, fp32, bf16 or fp16, or `QuantizedRows`.
-        counts: [num_experts] int64 or int32, the rows of each expert: on the device of x or the CPU, or a list. Their sum is at most
-            num_rows. On a GPU this is not checked: rows that do not exist are not read.
+        counts: [num_experts] int64 or int32, the rows of each expert. A list will do, or a tensor on the CPU or the device of x. Their
+            sum is at most num_rows. On a GPU this is not checked: rows that do not exist are not read.
             With fp8 rows all are multiples of 128, as a dispatch makes them. Others give wrong gradients on a GPU.
         w1: [num_experts, inner, in] in the dtype of x; for "swiglu" inner is 2 x intermediate, the gate's rows first. Each expert's matrix
             is contiguous. There may be other memory between the matrices.

@@ -26,9 +26,9 @@ class Options:
     gate: for AutoEP only, let `deepep_moe.ops.gate` choose the experts where it can. The choice is the same up to rounding.
     expert_bias_update_rate: for AutoEP only, balance experts without auxiliary loss, by a bias that moves this much per optimizer step
         (DeepSeek-V3: 0.001). None: no bias moves.
-    grouped_experts: for native layers only, run all local experts in grouped products where their weights can be read: True by the
-        experts' classes, a function by its result. Where they cannot, experts run one by one, and a log line says why. None: as True for
-        bf16 rows on GPUs that PyTorch has grouped products for, where ZeRO 1 or 2 spares the copy of the weights.
+    grouped_experts: for native layers only, run all local experts in grouped products if their weights can be read. True reads them by
+        the experts' classes, a function by its result. Else experts run one by one, and a log line says why. None: as True for bf16
+        rows on GPUs that PyTorch has grouped products for, where ZeRO 1 or 2 spares the copy of the weights.
     """
 
     exact: bool = True

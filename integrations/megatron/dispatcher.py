@@ -79,7 +79,7 @@ class _Forward:
     """Calls that `buffer` has seen when the forward's last call returned. If the forward fails while this number stays, it failed outside
     of a call, and the peers have to be told."""
     out: DispatchOutput | None = None
-    """Of the dispatch, until the combine."""
+    """The result of the dispatch, kept until the combine."""
     tokens_per_expert: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     """Of the rows, if combine applies them."""

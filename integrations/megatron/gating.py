@@ -60,9 +60,9 @@ def _attach_choice(routing_map: torch.Tensor, probs: torch.Tensor, *lists: torch
 def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
     """Let the gate choose, and compute scores for auxiliary losses, for routers whose config `is_served`.
 
-    Megatron-Core's own routing runs where the gate cannot, and one log line says why: for logits that are not fp32 (Megatron-Core rounds
-    scores to their dtype before it chooses), while a router replays or records, for fused routing of TransformerEngine, for arguments that
-    came after 0.19, and where somebody else has replaced Megatron-Core's functions.
+    Megatron-Core's own routing runs where the gate cannot, and one log line says why. The gate takes only fp32 logits, because
+    Megatron-Core rounds scores to the dtype of the logits before it chooses. It does not run while a router replays or records, with fused
+    routing of TransformerEngine, with arguments that came after 0.19, or where somebody else has replaced Megatron-Core's functions.
     """
     from megatron.core.transformer.moe import router
 
@@ -111,8 +111,8 @@ def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
 
 
 def _serve_counts(patches: Patches, router: Any) -> None:
-    """Let routers with an expert bias add the gate's counts, and not count their routing map in a compiled region of its own, which takes
-    the host several times as long as the gate."""
+    """Let routers with an expert bias add the gate's counts. Megatron-Core counts the routing map in a compiled region of its own, which
+    takes the host several times as long as the gate."""
     stock = getattr(router.TopKRouter, "_apply_expert_bias", None)
     if stock is None or stock.__module__ != router.__name__:  # before 0.16, or somebody else's
         return

@@ -50,12 +50,12 @@ WeightGradient = Callable[[Tensor | None], Tensor]
 class GroupedMLP(SequentialMLP):
     """The experts of a MoELayer in grouped products.
 
-    `linear_fc1` and `linear_fc2` hold one parameter each for all local experts, [num_local_experts, out, in], because the host's time is
-    what it saves: a parameter for each expert has a hook of Megatron's DDP each, and views of one memory do not survive its buffers, which
-    move parameters. State dicts nevertheless have the names and tensors of the class whose place this one takes, so checkpoints go both
-    ways; those of either class load. SequentialMLP's own modules, without parameters, are the frame that makes and reads sharded ones, in
-    whichever form this Megatron-Core has. The frame is `local_experts` only while it does so. Whoever looks for modules to hook, to adapt
-    or to quantize does not find experts that nobody calls.
+    `linear_fc1` and `linear_fc2` hold one parameter each for all local experts, [num_local_experts, out, in]. That saves the host's time,
+    because Megatron's DDP has a hook for each parameter. Views of one memory would not survive its buffers, which move parameters.
+
+    State dicts nevertheless have the names and tensors of the class whose place this one takes, so checkpoints of either class load.
+    SequentialMLP's own modules, without parameters, make and read sharded ones, in whichever form this Megatron-Core has. These modules
+    are `local_experts` only while they do so. A search for modules to hook, to adapt or to quantize finds no experts that nobody calls.
 
     Biases have names that end with `.bias`, by which Megatron-Core leaves out weight decay. Optimizers for matrices only, such as Muon,
     see parameters of three dimensions.

@@ -29,8 +29,8 @@ _JUDGES = "_deepep_moe_judges_steps"  # attribute of our finalize_model_grads
 
 
 def is_judged_at_end(config: Any, group: Any) -> bool:
-    """Return whether the steps of layers with this config end with an agreement of all ranks of the job, because more ranks step together
-    than are in `group`, and the schedule calls our `finalize_model_grads`."""
+    """Return whether the steps of layers with this config end with an agreement of all ranks of the job. They do if more ranks step
+    together than are in `group`, and the schedule calls our `finalize_model_grads`."""
     judges = getattr(getattr(config, "finalize_model_grads_func", None), _JUDGES, False)
     return bool(judges) and dist.get_world_size() > dist.get_world_size(group)
 

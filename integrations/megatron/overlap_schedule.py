@@ -1,10 +1,8 @@
 """Megatron-Core's 1F1B schedule (`overlap_moe_expert_parallel_comm`), which runs a layer in parts, beside the backward of another batch.
 
-The schedule frees the inputs of a part that has run, by the name of the dispatcher. It cannot know ours. Two of them must stay:
-
-- tokens of the dispatch are a view of what router and shared experts keep for their backward;
-- rows for the experts are what the experts keep, as no permutation follows the dispatch. Experts that compute in fp8 or fp4 keep
-  quantized rows instead, and the rows may go.
+The schedule frees the inputs of a part that has run, by the name of the dispatcher. It cannot know ours. Two of them must stay. The
+tokens of the dispatch are a view of what router and shared experts keep for their backward. Experts keep the rows they are given, as no
+permutation follows the dispatch. But experts that compute in fp8 or fp4 keep quantized rows instead, and the rows may go.
 
 The experts' outputs may go: a combine keeps its handle only.
 """

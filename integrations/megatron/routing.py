@@ -18,7 +18,7 @@ def repeat_for_tp(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Address every tensor-parallel shard of each chosen expert as an expert of its own.
 
-    Rank `e * tp_size + t` of the group of all shards holds shard `t` of the experts of expert-parallel rank `e`, so expert
+    Rank `e * tp_size + t` of the group of all shards holds shard `t` of the experts of expert-parallel rank `e`. So the expert
     `e * num_local_experts + i` becomes experts `(e * tp_size + t) * num_local_experts + i` for all `t`. Combine then adds up the
     shards' partial outputs.
 

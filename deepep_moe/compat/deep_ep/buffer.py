@@ -180,18 +180,18 @@ class Buffer(Suspending, LowLatencyCalls):
         """Send every token to the ranks of its experts, one row per (token, rank). Collective.
 
         Args:
-            x: [num_tokens, hidden] bf16 (fp32 and fp16 too), or a pair of fp8 rows and scales [num_tokens, hidden / 128] fp32, or
+            x: [num_tokens, hidden] bf16, fp32 or fp16, or a pair of fp8 rows and scales. Scales are [num_tokens, hidden / 128] fp32, or
                 [num_tokens, ceil(hidden / 512)] int32 of four biased exponents each.
             handle: the handle of an earlier dispatch, whose routing is used again. No other argument about the routing is allowed then.
-            num_tokens_per_expert: [num_experts]; its length is the number of experts. The values are read only without `topk_idx`;
-                otherwise the tokens are counted again. num_tokens_per_rank is never read.
-            is_token_in_rank: [num_tokens, num_ranks] bool, read only without `topk_idx`.
-            topk_idx, topk_weights: [num_tokens, num_topk] int64 or int32, and fp32.
-            expert_alignment: counts of tokens per expert are rounded up to a multiple of it.
-            num_worst_tokens: if not 0, the number of rows of the results, the same on every rank. Rows without a token have
+            num_tokens_per_expert: [num_experts]. Its length is the number of experts. The values are read only without `topk_idx`.
+                With it the tokens are counted again. The argument num_tokens_per_rank is never read.
+            is_token_in_rank: [num_tokens, num_ranks] bool. It is read only without `topk_idx`.
+            topk_idx, topk_weights: [num_tokens, num_topk]. The first is int64 or int32, the second fp32.
+            expert_alignment: round tokens per expert up to a multiple of it.
+            num_worst_tokens: if not 0, the number of rows of the results. It is the same on every rank. Rows without a token have
                 recv_topk_idx -1. The host then waits for nothing, and the list of counts is empty.
             previous_event: the call begins after this event.
-            async_finish: run on the communication stream; the event returned marks the end of the call.
+            async_finish: run on the communication stream. The event returned marks the end of the call.
 
         Returns:
             recv_x, or the pair of rows and scales; recv_topk_idx [num_rows, num_topk], local experts, -1 for another rank's;

@@ -170,7 +170,7 @@ class ElasticBuffer(_BufferOfGroup):
         """Send every token to the ranks of its experts. Collective.
 
         Args:
-            x: [num_tokens, hidden] bf16 (fp32 and fp16 too), or a pair of fp8 rows and scales [num_tokens, hidden / 128] fp32, or
+            x: [num_tokens, hidden] bf16, fp32 or fp16, or a pair of fp8 rows and scales. Scales are [num_tokens, hidden / 128] fp32, or
                 [num_tokens, ceil(hidden / 512)] int32 of four biased exponents each.
             topk_idx, topk_weights: [num_tokens, num_topk] int64 or int32, -1 = no expert; and fp32. With a handle, pass only weights.
             cumulative_local_expert_recv_stats: [num_local_experts] int32. The tokens of each local expert are added to it.
@@ -189,8 +189,9 @@ class ElasticBuffer(_BufferOfGroup):
             use_tma_aligned_col_major_sf: scales are column-major, and each column begins at a multiple of 16 bytes.
 
         Returns:
-            recv_x, or the pair of rows and scales; recv_topk_idx [num_rows, num_topk], local experts, -1 for another rank's (None if
-            expanded); recv_topk_weights fp32 [num_rows, num_topk] (expanded: [num_rows]; None without weights); the handle; the event.
+            recv_x, or the pair of rows and scales; recv_topk_idx [num_rows, num_topk]; recv_topk_weights fp32 [num_rows, num_topk]; the
+            handle; the event. In recv_topk_idx are local experts, and -1 for another rank's. Expanded, it is None, and recv_topk_weights
+            is [num_rows]. Without weights that is None.
 
         Raises: ValueError if arguments are missing or contradict the handle; else the errors of `deepep_moe.Buffer.dispatch`.
         """

@@ -174,8 +174,8 @@ class HybridEPBuffer(Suspending):
             non_blocking: return tokens_per_expert on the device of the rows. It needs `num_permuted_tokens`.
 
         Returns:
-            Rows [num_rows, hidden] by expert, then source rank, then token; probs [num_rows] fp32 or None; scaling_factor or None;
-            tokens_per_expert [num_local_experts] int64, padding included; the handle. tokens_per_expert lies on the CPU, unless
+            Rows [num_rows, hidden]; probs [num_rows] fp32 or None; scaling_factor or None; tokens_per_expert [num_local_experts] int64;
+            the handle. Rows are ordered by expert, then source rank, then token. The counts include padding. They lie on the CPU, unless
             `non_blocking` or the handle has a bound.
 
         Raises: ValueError for missing or contradicting arguments; else the errors of `deepep_moe.Buffer.dispatch`.
