@@ -7,7 +7,6 @@ grouped experts take, SequentialMLP or TEGroupedMLP: what is saved is moved ther
 store parameters by name.
 """
 
-import bisect
 import contextlib
 import functools
 import math
@@ -16,20 +15,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies import torch as strategy
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch.distributed.checkpoint import FileSystemReader
 
 from deepep_moe.errors import EPError
 from deepep_moe.integrations.megatron.patches import Patches
 from deepep_moe.integrations.megatron.stacked_checkpoint import by_expert, is_stacked
 
 _START = 64  # elements: parameters begin at multiples of it
-_BOUNDS = "deepep_moe_bounds"  # an attribute of a part of a stacked parameter: begin and end of the expert's parameter in the file
 
 
 # ---- buckets ----
@@ -151,7 +144,7 @@ def _is_alone(parameter: torch.Tensor) -> bool:
 
 def serve_optimizers(patches: Patches) -> None:
     """Let distributed optimizers with stacked parameters save and load files in Megatron-Core's order, also after `disable()`."""
-    stock, stock_load = DistributedOptimizer.__init__, TorchDistLoadShardedStrategy.load
+    stock = DistributedOptimizer.__init__
 
     @functools.wraps(stock)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -164,13 +157,7 @@ def serve_optimizers(patches: Patches) -> None:
                 )
             self.__class__ = StackedDistributedOptimizer
 
-    @functools.wraps(stock_load)
-    def load(self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_parts(sharded_state_dict, checkpoint_dir)
-        return stock_load(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-
     patches.set(DistributedOptimizer, "__init__", __init__)
-    patches.set(TorchDistLoadShardedStrategy, "load", load)
 
 
 class StackedDistributedOptimizer(DistributedOptimizer):
@@ -302,9 +289,7 @@ def _split(tensor: Any, bucket: int, order: _Order) -> Any:
         pieces, end = [], 0
         for part, first, last in spans:
             begin, end = end, end + last - first
-            piece = _piece(tensor, key, data[begin:end], part.bucket_in_file, part.start_in_file + first, order)
-            setattr(piece, _BOUNDS, (part.start_in_file, part.start_in_file + part.numel))
-            pieces.append(piece)
+            pieces.append(_piece(tensor, key, data[begin:end], part.bucket_in_file, part.start_in_file + first, order))
         return pieces
 
     return ShardedTensorFactory(tensor.key, tensor.data, build, torch.cat, tensor.replica_id)
@@ -316,46 +301,3 @@ def _piece(tensor: ShardedTensor, key: str, data: torch.Tensor, bucket: int, sta
     return replace(
         tensor, key=key, data=data, local_shape=tuple(data.shape), global_shape=(order.in_file.numels[bucket],), global_offset=(start,)
     )
-
-
-def _check_parts(sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-    """Raise EPError, on all ranks, for a checkpoint that an older deepep_moe has saved with grouped experts, in the order of memory.
-
-    It is told by its pieces: Megatron-Core's begin and end with a parameter of an expert, and those go over several. Collective.
-    """
-    reason = _why_in_other_order([tensor for tensor in nested_values(sharded_state_dict) if hasattr(tensor, _BOUNDS)], checkpoint_dir)
-    reasons: list[Any] = [reason]
-    if dist.is_initialized():
-        reasons = [None] * dist.get_world_size()
-        dist.all_gather_object(reasons, reason)
-    for reason in filter(None, reasons):
-        raise EPError(
-            f"in {checkpoint_dir}, {reason}: an older deepep_moe has saved it with grouped experts, in another order; load it with that "
-            "version and save it with distrib_optim_sharding_type 'fully_reshardable' (--dist-ckpt-optim-fully-reshardable)"
-        )
-
-
-def _why_in_other_order(parts: list[ShardedTensor], checkpoint_dir: Any) -> str | None:
-    if not parts:
-        return None
-    stored = _reader(checkpoint_dir).read_metadata().state_dict_metadata
-    pieces = {key: _pieces(stored[key]) for key in {tensor.key for tensor in parts} & set(stored)}
-    for tensor in parts:
-        for bound in getattr(tensor, _BOUNDS):
-            start, end = _piece_at(pieces.get(tensor.key, []), bound)
-            if start < bound < end:
-                return f"{tensor.key} has elements {start} to {end} in one piece, but element {bound} begins or ends an expert's parameter"
-    return None
-
-
-def _reader(checkpoint_dir: Any) -> Any:
-    return getattr(strategy, "_get_filesystem_reader", FileSystemReader)(checkpoint_dir)
-
-
-def _pieces(stored: Any) -> list[tuple[int, int]]:
-    return sorted((chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in stored.chunks)
-
-
-def _piece_at(pieces: list[tuple[int, int]], element: int) -> tuple[int, int]:
-    index = bisect.bisect_left(pieces, (element, 0)) - 1
-    return pieces[index] if index >= 0 else (element, element)
