@@ -236,10 +236,10 @@ class LowLatencyBuffer(Sizes):
     ) -> Any:
         """Bring the experts' outputs back to the tokens' ranks, weighted and summed. Collective.
 
-        The sum is that of `Buffer.combine` with the same `sums`, to the bit. By ranks, an expert's rank adds a token's rows in ascending lane of top-k, in fp32, and
-        rounds once to the wire's format. The token's rank adds these over ascending ranks, in fp32, and rounds once. With several nodes,
-        each node's ranks are added first, in ascending order and fp32, and rounded once where the sum crosses. The token's rank adds the
-        nodes in ascending order. The half that sends then waits on SMs for the ranks of its node.
+        The sum is that of `Buffer.combine` with the same `sums`, to the bit. By ranks, an expert's rank adds a token's rows in ascending
+        lane of top-k, in fp32, and rounds once to the wire's format. The token's rank adds these over ascending ranks, in fp32, and rounds
+        once. With several nodes, each node's ranks are added first, in ascending order and fp32, and rounded once where the sum crosses.
+        The token's rank adds the nodes in ascending order. The half that sends then waits on SMs for the ranks of its node.
 
         Args:
             x: [num_local_experts, capacity, hidden] contiguous, bf16, fp16 or fp32, rows as the dispatch returned them. They are read where
