@@ -32,7 +32,7 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
         self.device = torch.device("cuda", index)
 
     def address(self) -> bytes:
-        """The CUDA IPC handle of this rank's workspace, and where its GPU is."""
+        """Return where peers may send the descriptors of their workspaces, and where this rank's GPU is."""
         return self._native.handle()
 
     def connect(self, addresses: list[bytes]) -> None:
@@ -42,7 +42,7 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
         self._native.disconnect()
 
     def seal(self) -> None:
-        """Nothing to close: CUDA's handles end with the allocation."""
+        """Do nothing: the descriptors are closed."""
 
     def free(self) -> int:
         self._native.free()

@@ -94,15 +94,15 @@ void NvlinkLowLatency::release() {
     cudaFreeHost(host_);
 }
 
-std::string NvlinkLowLatency::handle() const {
+std::string NvlinkLowLatency::handle() {
     char bus[32] = {};
     check_cuda(cudaDeviceGetPCIBusId(bus, sizeof(bus), device_), "cudaDeviceGetPCIBusId");
     return memory_.handle() + bus;
 }
 
 void NvlinkLowLatency::connect(const std::vector<std::string>& handles) {
+    memory_.connect(handles, timeout_s_);  // first, because the peers wait for this rank's descriptor
     for (int i = 0; i < ranks_per_node_; ++i) check_link(first_rank_ + i, handles[i].substr(GpuMemory::kHandleBytes));
-    memory_.connect(handles);
 }
 
 void NvlinkLowLatency::attach_rail(const LowLatencyRailShim& shim, const std::vector<uintptr_t>& bases, const std::vector<int>& pes) {

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstring>
 #include <mutex>
+#include <stdexcept>
 #include <thread>
 #include <utility>
 
@@ -17,14 +18,15 @@ namespace deepep_moe {
 namespace {
 
 struct Remains {
-    std::byte* workspace;
+    AddressRange workspace;
     int64_t left;  // offset of `GpuWaits::left`
     int device;
     std::vector<Process> processes;  // of the ranks
 
     bool have_all_left() const {
         std::vector<unsigned long long> words(processes.size());
-        if (cudaMemcpy(words.data(), workspace + left, 8 * words.size(), cudaMemcpyDeviceToHost) != cudaSuccess) return true;  // GPU failed
+        if (cudaMemcpy(words.data(), workspace.begin + left, 8 * words.size(), cudaMemcpyDeviceToHost) != cudaSuccess)
+            return true;  // GPU failed
         for (size_t rank = 0; rank < words.size(); ++rank)
             if (words[rank] == 0 && !processes[rank].is_gone()) return false;
         return true;
@@ -49,9 +51,9 @@ void keep_until_left(const Remains& remains) {
 
 void free_those_left() {
     const std::lock_guard lock(kept_mutex);
-    std::erase_if(kept(), [](const Remains& remains) {
+    std::erase_if(kept(), [](Remains& remains) {
         const DeviceGuard guard(remains.device, std::nothrow);
-        return remains.have_all_left() && (cudaFree(remains.workspace), true);
+        return remains.have_all_left() && (remains.workspace.free(), true);
     });
 }
 
@@ -59,16 +61,29 @@ void free_those_left() {
 
 // ---- a workspace ----
 
+namespace {
+
+// Do it. An error of CUDA begins with `failure`.
+template <class Do>
+void explained(const std::string& failure, const Do& it) {
+    try {
+        it();
+    } catch (const std::runtime_error& error) {
+        throw std::runtime_error(failure + " (" + error.what() + ")");
+    }
+}
+
+}  // namespace
+
 GpuMemory::GpuMemory(int num_ranks, int rank, int device, int first_rank)
     : num_ranks_(num_ranks), rank_(rank), first_(first_rank), index_(rank - first_rank), device_(device), owner_pid_(getpid()) {}
 
 void GpuMemory::allocate(int64_t bytes, int64_t zeroed_bytes, int64_t left) {
     free_those_left();
     left_ = left;
-    void* workspace = workspaces_[index_];
-    if (workspace == nullptr) check_cuda(cudaMalloc(&workspace, bytes), "cannot allocate the workspace");
-    workspaces_[index_] = static_cast<std::byte*>(workspace);
-    check_cuda(cudaMemset(workspace, 0, zeroed_bytes), "cudaMemset");
+    AddressRange& own = workspaces_[index_];
+    if (!own.is_mapped) explained("cannot allocate the workspace", [&] { own.create(bytes, device_); });
+    check_cuda(cudaMemset(own.begin, 0, zeroed_bytes), "cudaMemset");
     if (ended_ != nullptr) return;
     void* ended = nullptr;
     check_cuda(cudaHostAlloc(&ended, sizeof(*ended_), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
@@ -83,10 +98,10 @@ GpuMemory::~GpuMemory() {
     cudaFreeHost(ended_);
     for (int rank = 0; rank < num_ranks_; ++rank) {
         if (is_shared) leave(rank);
-        if (rank != index_ && workspaces_[rank] != nullptr) cudaIpcCloseMemHandle(workspaces_[rank]);
+        if (rank != index_) workspaces_[rank].free();
     }
-    if (is_shared) keep_until_left({workspaces_[index_], left_ + 8 * first_, device_, {processes_, processes_ + num_ranks_}});
-    if (!is_shared) cudaFree(workspaces_[index_]);
+    if (is_shared) keep_until_left({workspaces_[index_], left_ + 8 * first_, device_, processes_});
+    if (!is_shared) workspaces_[index_].free();
     free_those_left();
 }
 
@@ -96,60 +111,70 @@ void GpuMemory::disconnect() {
     watch_.reset();
     for (int rank = 0; rank < num_ranks_; ++rank) {
         leave(rank);  // a peer that learns of no other rank any more may free its memory
-        if (rank != index_ && workspaces_[rank] != nullptr)
-            check_cuda(cudaIpcCloseMemHandle(std::exchange(workspaces_[rank], nullptr)), "cudaIpcCloseMemHandle");
+        if (rank != index_) workspaces_[rank].unmap();
     }
 }
 
 void GpuMemory::free() {
     const DeviceGuard guard(device_);
     is_mapped_ = false;
-    check_cuda(cudaFree(std::exchange(workspaces_[index_], nullptr)), "cudaFree");
+    descriptors_.reset();
+    workspaces_[index_].unmap();
 }
 
 // Tell a rank that this one writes to its memory no more.
 void GpuMemory::leave(int rank) const {
     constexpr unsigned long long kYes = 1;
-    if (workspaces_[rank] != nullptr) cudaMemcpy(workspaces_[rank] + left_ + 8 * rank_, &kYes, sizeof(kYes), cudaMemcpyHostToDevice);
+    const AddressRange& there = workspaces_[rank];
+    if (there.is_mapped) cudaMemcpy(there.begin + left_ + 8 * rank_, &kYes, sizeof(kYes), cudaMemcpyHostToDevice);
 }
 
 GpuWaits GpuMemory::waits(double timeout_s, GpuFailure* failure, int* gave_up, GpuEnded* ended) const {
-    const auto* left = reinterpret_cast<unsigned long long*>(workspaces_[index_] + left_);
+    const auto* left = reinterpret_cast<unsigned long long*>(workspaces_[index_].begin + left_);
     return {rank_, static_cast<unsigned long long>(timeout_s * 1e9), failure, gave_up, left, reinterpret_cast<unsigned*>(ended_), ended};
 }
 
 namespace {
 
 struct Handle {
-    cudaIpcMemHandle_t memory;
-    int pid;
+    DescriptorExchange::Address address;
+    size_t bytes;
+    Process process;  // as its rank sees it: a peer may see that it has ended, but not when it began
 };
 
 }  // namespace
 
 const size_t GpuMemory::kHandleBytes = sizeof(Handle);
 
-std::string GpuMemory::handle() const {
+std::string GpuMemory::handle() {
     const DeviceGuard guard(device_);
-    Handle handle{{}, owner_pid_};
-    check_cuda(cudaIpcGetMemHandle(&handle.memory, workspaces_[index_]), "cannot share the workspace (cudaIpcGetMemHandle)");
+    const AddressRange& own = workspaces_[index_];
+    explained("cannot share the workspace", [&] { descriptors_ = std::make_unique<DescriptorExchange>(Descriptor(own.share())); });
+    const Handle handle{descriptors_->address(), own.bytes, running(owner_pid_)};
     return {reinterpret_cast<const char*>(&handle), sizeof(handle)};
 }
 
-void GpuMemory::connect(const std::vector<std::string>& handles) {
+void GpuMemory::connect(const std::vector<std::string>& handles, double timeout_s) {
     const DeviceGuard guard(device_);
-    is_mapped_ = true;
+    const auto descriptors = std::exchange(descriptors_, nullptr);
+    std::vector<DescriptorExchange::Address> addresses;
+    processes_.clear();
     for (int rank = 0; rank < num_ranks_; ++rank) {
         Handle handle;
         std::memcpy(&handle, handles[rank].data(), sizeof(handle));
-        processes_[rank] = running(handle.pid);
-        if (rank == index_) continue;
-        void* workspace = nullptr;
-        check_cuda(cudaIpcOpenMemHandle(&workspace, handle.memory, cudaIpcMemLazyEnablePeerAccess),
-                   ("cannot reach the GPU of rank " + std::to_string(first_ + rank) + " (cudaIpcOpenMemHandle)").c_str());
-        workspaces_[rank] = static_cast<std::byte*>(workspace);
+        if (handle.bytes != workspaces_[index_].bytes)
+            throw std::runtime_error("the workspace of rank " + std::to_string(first_ + rank) + " has " + std::to_string(handle.bytes) +
+                                     " bytes, and that of rank " + std::to_string(rank_) + " " + std::to_string(workspaces_[index_].bytes));
+        addresses.push_back(handle.address);
+        processes_.push_back(handle.process);
     }
-    watch_ = std::make_unique<Watch>(std::vector<Process>(processes_, processes_ + num_ranks_), ended_, first_);
+    is_mapped_ = true;
+    const auto theirs = descriptors->exchange(addresses, processes_, index_, first_, timeout_s);
+    for (int rank = 0; rank < num_ranks_; ++rank)
+        if (rank != index_)
+            explained("cannot reach the GPU of rank " + std::to_string(first_ + rank),
+                      [&] { workspaces_[rank].open(theirs[rank].number(), workspaces_[index_].bytes, device_); });
+    watch_ = std::make_unique<Watch>(processes_, ended_, first_);
 }
 
 }  // namespace deepep_moe

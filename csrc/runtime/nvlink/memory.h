@@ -9,15 +9,18 @@
 #include "cuda/waits.h"
 #include "common/types.h"
 #include "runtime/process.h"
+#include "runtime/nvlink/address_range.h"
+#include "runtime/nvlink/descriptors.h"
 #include "runtime/nvlink/watch.h"
 
 namespace deepep_moe {
 
 constexpr int kMaxGpus = 8;  // of one host, as ranks of one group
 
-// A rank's workspace; its first bytes are zeroed, and peers map it through CUDA IPC. Peers may write to it after this rank's last call. The
-// destructor waits up to 1 s for all of them to leave or end. If one has not, the memory is kept, and freed when the next GpuMemory of this
-// process is made or destroyed.
+// A rank's workspace, and those of its peers. Their addresses stay the same, so that CUDA graphs may hold them, while `free` and `allocate`
+// change what is mapped there; the first bytes are zeroed. Peers may write to a workspace after its rank's last call. The destructor waits
+// up to 1 s for all of them to leave or end. If one has not, the memory is kept, and freed when the next GpuMemory of this process is made
+// or destroyed.
 class GpuMemory {
 public:
     // num_ranks ranks, numbered from `first_rank` on in all functions here.
@@ -27,12 +30,12 @@ public:
 
     // left: offset of the word of rank 0 in `GpuWaits::left`. Also called after `free`, with the same numbers.
     void allocate(int64_t bytes, int64_t zeroed_bytes, int64_t left);
-    std::string handle() const;  // of kHandleBytes
-    void connect(const std::vector<std::string>& handles);
+    std::string handle();  // of kHandleBytes, for the next `connect`
+    void connect(const std::vector<std::string>& handles, double timeout_s);
     // Unmap what `connect` has mapped, with no call under way. Once all ranks have done so, each calls `free`.
     void disconnect();
     void free();
-    std::byte* of(int rank) const { return workspaces_[rank - first_]; }
+    std::byte* of(int rank) const { return workspaces_[rank - first_].begin; }
 
     // Wait parameters of a kernel; `failure` is host memory, the other pointers are device memory.
     GpuWaits waits(double timeout_s, GpuFailure* failure, int* gave_up, GpuEnded* ended) const;
@@ -47,9 +50,10 @@ private:
     const int num_ranks_, rank_, first_, index_, device_, owner_pid_;  // index_: rank_ - first_
     int64_t left_ = 0;
     bool is_mapped_ = false;  // peers may map the workspace
-    std::byte* workspaces_[kMaxGpus] = {};
-    Process processes_[kMaxGpus];
-    std::atomic<unsigned>* ended_ = nullptr;  // pinned, set by
+    AddressRange workspaces_[kMaxGpus];
+    std::vector<Process> processes_;                   // of the ranks
+    std::unique_ptr<DescriptorExchange> descriptors_;  // from `handle` to `connect`
+    std::atomic<unsigned>* ended_ = nullptr;           // pinned, set by
     std::unique_ptr<Watch> watch_;
 };
 

@@ -83,7 +83,7 @@ class NvlinkBackend(Backend):
         self._exchange.tuning.max_sms = max_sms
 
     def address(self) -> bytes:
-        """The CUDA IPC handle of this rank's workspace."""
+        """Return where peers may send the descriptors of their workspaces."""
         return self._exchange.handle()
 
     def connect(self, addresses: list[bytes]) -> None:
@@ -94,7 +94,7 @@ class NvlinkBackend(Backend):
         self._exchange.disconnect()
 
     def seal(self) -> None:
-        """Do nothing: CUDA's handles end with the allocation."""
+        """Do nothing: the descriptors are closed."""
 
     def free(self) -> int:
         self._exchange.free()
