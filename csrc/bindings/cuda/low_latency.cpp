@@ -26,8 +26,9 @@ void bind_gpu_low_latency(py::module_& m) {
         .def_property_readonly("num_calls", &NvlinkLowLatency::num_calls)
         .def_property_readonly("masks", &NvlinkLowLatency::masks)
         .def_readwrite("num_blocks", &NvlinkLowLatency::num_blocks)
-        .def("handle", [](NvlinkLowLatency& self) { return py::bytes(self.handle()); })
-        .def("connect", &NvlinkLowLatency::connect, py::arg("handles"), Released())
+        .def("handle", [](const NvlinkLowLatency& self) { return py::bytes(self.handle()); })
+        .def("share", &NvlinkLowLatency::share)
+        .def("connect", &NvlinkLowLatency::connect, py::arg("handles"), py::arg("descriptors"))
         .def_property_readonly("rail_bytes", &NvlinkLowLatency::rail_bytes)
         .def(
             "attach_rail",

@@ -17,35 +17,35 @@ void check(int status, const std::string& what) {
     throw std::runtime_error(what + ": " + (why != nullptr ? why : "error " + std::to_string(status)));
 }
 
-void check_support(CUdevice_attribute needed, const char* what, int device) {
-    int is_supported = 0;
-    check(DEEPEP_MOE_DRIVER(cuDeviceGetAttribute)(&is_supported, needed, device), "cuDeviceGetAttribute");
-    if (is_supported == 0) throw std::runtime_error(std::string("this GPU, or the share of it that this machine has, lacks ") + what);
-}
+// Call a function of the driver, and throw if it fails.
+#define CHECK_DRIVER(function, ...) check(DEEPEP_MOE_DRIVER(function)(__VA_ARGS__), #function)
 
 CUdeviceptr number(std::byte* address) { return reinterpret_cast<CUdeviceptr>(address); }
 
 }  // namespace
 
 void AddressRange::create(size_t wished_bytes, int device) {
-    check_support(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, "virtual memory management", device);
-    check_support(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, "memory that is shared by file descriptors", device);
+    for (const auto needed :
+         {CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED}) {
+        int is_there = 0;
+        CHECK_DRIVER(cuDeviceGetAttribute, &is_there, needed, device);
+        if (is_there == 0) throw std::runtime_error("this GPU, or the share of it that this machine has, lacks virtual memory management");
+    }
     CUmemAllocationProp kind{};
     kind.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     kind.requestedHandleTypes = kDescriptor;
     kind.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
     kind.location.id = device;
     size_t page = 0;
-    check(DEEPEP_MOE_DRIVER(cuMemGetAllocationGranularity)(&page, &kind, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
-          "cuMemGetAllocationGranularity");
+    CHECK_DRIVER(cuMemGetAllocationGranularity, &page, &kind, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED);
     const size_t whole_bytes = (wished_bytes + page - 1) / page * page;
-    check(DEEPEP_MOE_DRIVER(cuMemCreate)(&memory, whole_bytes, &kind, 0), "cuMemCreate");
+    CHECK_DRIVER(cuMemCreate, &memory, whole_bytes, &kind, 0);
     map(whole_bytes, device);
 }
 
 void AddressRange::open(int descriptor, size_t whole_bytes, int device) {
     void* const given = reinterpret_cast<void*>(static_cast<intptr_t>(descriptor));
-    check(DEEPEP_MOE_DRIVER(cuMemImportFromShareableHandle)(&memory, given, kDescriptor), "cuMemImportFromShareableHandle");
+    CHECK_DRIVER(cuMemImportFromShareableHandle, &memory, given, kDescriptor);
     map(whole_bytes, device);
 }
 
@@ -55,16 +55,16 @@ void AddressRange::map(size_t whole_bytes, int device) {
     try {
         if (begin == nullptr) {
             CUdeviceptr reserved = 0;
-            check(DEEPEP_MOE_DRIVER(cuMemAddressReserve)(&reserved, whole_bytes, 0, 0, 0), "cuMemAddressReserve");
+            CHECK_DRIVER(cuMemAddressReserve, &reserved, whole_bytes, 0, 0, 0);
             begin = reinterpret_cast<std::byte*>(reserved);
             bytes = whole_bytes;
         }
-        check(DEEPEP_MOE_DRIVER(cuMemMap)(number(begin), bytes, 0, memory, 0), "cuMemMap");
+        CHECK_DRIVER(cuMemMap, number(begin), bytes, 0, memory, 0);
         CUmemAccessDesc access{};
         access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
         access.location.id = device;
         access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-        check(DEEPEP_MOE_DRIVER(cuMemSetAccess)(number(begin), bytes, &access, 1), "cuMemSetAccess");
+        CHECK_DRIVER(cuMemSetAccess, number(begin), bytes, &access, 1);
     } catch (...) {
         release();
         throw;
@@ -73,7 +73,7 @@ void AddressRange::map(size_t whole_bytes, int device) {
 
 int AddressRange::share() const {
     int descriptor = -1;
-    check(DEEPEP_MOE_DRIVER(cuMemExportToShareableHandle)(&descriptor, memory, kDescriptor, 0), "cuMemExportToShareableHandle");
+    CHECK_DRIVER(cuMemExportToShareableHandle, &descriptor, memory, kDescriptor, 0);
     return descriptor;
 }
 

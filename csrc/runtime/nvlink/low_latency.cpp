@@ -94,15 +94,15 @@ void NvlinkLowLatency::release() {
     cudaFreeHost(host_);
 }
 
-std::string NvlinkLowLatency::handle() {
+std::string NvlinkLowLatency::handle() const {
     char bus[32] = {};
     check_cuda(cudaDeviceGetPCIBusId(bus, sizeof(bus), device_), "cudaDeviceGetPCIBusId");
     return memory_.handle() + bus;
 }
 
-void NvlinkLowLatency::connect(const std::vector<std::string>& handles) {
-    memory_.connect(handles, timeout_s_);  // first, because the peers wait for this rank's descriptor
+void NvlinkLowLatency::connect(const std::vector<std::string>& handles, const std::vector<int>& descriptors) {
     for (int i = 0; i < ranks_per_node_; ++i) check_link(first_rank_ + i, handles[i].substr(GpuMemory::kHandleBytes));
+    memory_.connect(handles, descriptors);
 }
 
 void NvlinkLowLatency::attach_rail(const LowLatencyRailShim& shim, const std::vector<uintptr_t>& bases, const std::vector<int>& pes) {

@@ -10,7 +10,6 @@
 #include "common/types.h"
 #include "runtime/process.h"
 #include "runtime/nvlink/address_range.h"
-#include "runtime/nvlink/descriptors.h"
 #include "runtime/nvlink/watch.h"
 
 namespace deepep_moe {
@@ -18,9 +17,8 @@ namespace deepep_moe {
 constexpr int kMaxGpus = 8;  // of one host, as ranks of one group
 
 // A rank's workspace, and those of its peers. Their addresses stay the same, so that CUDA graphs may hold them, while `free` and `allocate`
-// change what is mapped there; the first bytes are zeroed. Peers may write to a workspace after its rank's last call. The destructor waits
-// up to 1 s for all of them to leave or end. If one has not, the memory is kept, and freed when the next GpuMemory of this process is made
-// or destroyed.
+// change what is mapped there; the first bytes are zeroed. Peers may write to a workspace after its rank has destroyed it: the driver frees
+// memory once no process maps it.
 class GpuMemory {
 public:
     // num_ranks ranks, numbered from `first_rank` on in all functions here.
@@ -30,8 +28,10 @@ public:
 
     // left: offset of the word of rank 0 in `GpuWaits::left`. Also called after `free`, with the same numbers.
     void allocate(int64_t bytes, int64_t zeroed_bytes, int64_t left);
-    std::string handle();  // of kHandleBytes, for the next `connect`
-    void connect(const std::vector<std::string>& handles, double timeout_s);
+    std::string handle() const;  // of kHandleBytes
+    int share() const { return workspaces_[index_].share(); }
+    // The descriptors of the peers' workspaces are theirs, by rank, in this process; the caller closes them.
+    void connect(const std::vector<std::string>& handles, const std::vector<int>& descriptors);
     // Unmap what `connect` has mapped, with no call under way. Once all ranks have done so, each calls `free`.
     void disconnect();
     void free();
@@ -51,9 +51,8 @@ private:
     int64_t left_ = 0;
     bool is_mapped_ = false;  // peers may map the workspace
     AddressRange workspaces_[kMaxGpus];
-    std::vector<Process> processes_;                   // of the ranks
-    std::unique_ptr<DescriptorExchange> descriptors_;  // from `handle` to `connect`
-    std::atomic<unsigned>* ended_ = nullptr;           // pinned, set by
+    Process processes_[kMaxGpus];
+    std::atomic<unsigned>* ended_ = nullptr;  // pinned, set by
     std::unique_ptr<Watch> watch_;
 };
 
