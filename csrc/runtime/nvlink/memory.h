@@ -9,12 +9,32 @@
 #include "cuda/waits.h"
 #include "common/types.h"
 #include "runtime/process.h"
-#include "runtime/nvlink/address_range.h"
 #include "runtime/nvlink/watch.h"
 
 namespace deepep_moe {
 
 constexpr int kMaxGpus = 8;  // of one host, as ranks of one group
+
+// Addresses of this process, and the memory that is mapped there. A plain value, which a forked process may drop: it has no CUDA.
+struct AddressRange {
+    std::byte* begin = nullptr;
+    size_t bytes = 0;               // in whole pages
+    unsigned long long memory = 0;  // CUDA's handle
+    bool is_mapped = false;
+
+    // Map new memory of `device`, or that of a peer's descriptor, for `device` to use. The first time they also reserve the addresses. They
+    // throw std::runtime_error; nothing is mapped then.
+    void create(size_t wished_bytes, int device);
+    void open(int descriptor, size_t bytes, int device);
+    int share() const;  // return a descriptor of the memory
+    // Unmap the memory, which no kernel of this process may use then. The driver frees it once no process maps it.
+    void unmap();
+    void free() noexcept;  // unmap, and give the addresses back
+
+private:
+    void map(size_t whole_bytes, int device);
+    int release();
+};
 
 // A rank's workspace, and those of its peers. Their addresses stay the same, so that CUDA graphs may hold them, while `free` and `allocate`
 // change what is mapped there; the first bytes are zeroed. Peers may write to a workspace after its rank has destroyed it: the driver frees
