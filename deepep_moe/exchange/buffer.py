@@ -450,9 +450,8 @@ class Buffer(Sizes):
         self.calls.resume(self._group)
 
     def destroy(self) -> None:
-        """Free the workspace and threads. Not collective, may be repeated. Peers in a call get an error that says so. On GPUs, peers may
-        still write to the memory, so this waits up to a second until all have destroyed their buffers or ended. If they have not, the
-        memory is freed when this process makes or destroys its next buffer."""
+        """Free the workspace and threads. Not collective, may be repeated. Peers in a call get an error that says so. On GPUs the
+        driver frees the memory once all peers have destroyed their buffers or ended."""
         self.calls.destroy()
         self._group = None  # a process group that outlives destroy_process_group may abort the process as it ends
 

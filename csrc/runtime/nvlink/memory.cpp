@@ -127,7 +127,7 @@ void GpuMemory::allocate(int64_t bytes, int64_t zeroed_bytes, int64_t left) {
 GpuMemory::~GpuMemory() {
     if (getpid() != owner_pid_) return;  // a forked child has no CUDA
     const DeviceGuard guard(device_, std::nothrow);
-    const bool is_shared = is_mapped_ && cudaDeviceSynchronize() == cudaSuccess;
+    const bool is_shared = watch_ != nullptr && cudaDeviceSynchronize() == cudaSuccess;
     watch_.reset();
     cudaFreeHost(ended_);
     for (int rank = 0; rank < num_ranks_; ++rank) {
@@ -146,7 +146,6 @@ void GpuMemory::disconnect() {
 
 void GpuMemory::free() {
     const DeviceGuard guard(device_);
-    is_mapped_ = false;
     workspaces_[index_].unmap();
 }
 
@@ -166,7 +165,7 @@ namespace {
 
 struct Handle {
     size_t bytes;
-    Process process;  // as its rank sees it: a peer may see that it has ended, but not when it began
+    Process process;  // with its start as the rank itself sees it: to a peer it may have ended already
 };
 
 }  // namespace
@@ -180,7 +179,6 @@ std::string GpuMemory::handle() const {
 
 void GpuMemory::connect(const std::vector<std::string>& handles, const std::vector<int>& descriptors) {
     const DeviceGuard guard(device_);
-    is_mapped_ = true;
     for (int rank = 0; rank < num_ranks_; ++rank) {
         Handle handle;
         std::memcpy(&handle, handles[rank].data(), sizeof(handle));

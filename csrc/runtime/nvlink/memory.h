@@ -69,11 +69,10 @@ private:
 
     const int num_ranks_, rank_, first_, index_, device_, owner_pid_;  // index_: rank_ - first_
     int64_t left_ = 0;
-    bool is_mapped_ = false;  // peers may map the workspace
     AddressRange workspaces_[kMaxGpus];
     Process processes_[kMaxGpus];
     std::atomic<unsigned>* ended_ = nullptr;  // pinned, set by
-    std::unique_ptr<Watch> watch_;
+    std::unique_ptr<Watch> watch_;  // from `connect` to `disconnect`
 };
 
 }  // namespace deepep_moe
