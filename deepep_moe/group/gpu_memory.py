@@ -4,7 +4,6 @@ import array
 import contextlib
 import errno
 import os
-import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ class Mailbox:
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.settimeout(_BETWEEN_LOOKS_S)
-        self.address = b"\0deepep_moe-" + secrets.token_bytes(16)
+        self.address = b"\0deepep_moe-" + os.urandom(16)
         self._socket.bind(self.address)
 
     @contextlib.contextmanager

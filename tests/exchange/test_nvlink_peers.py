@@ -66,8 +66,7 @@ def test_a_rank_that_cannot_map_its_peers(rank):
 @on_ranks(2, how=("killed", "late"), expected_dead=lambda how: [1] if how == "killed" else [])
 def test_a_rank_that_does_not_send_its_memory(rank, how):
     """Rank 0 names it as soon as it has ended, else at the deadline."""
-    device_of("nvlink", rank)
-    dist.barrier()
+    make_buffer(rank)[0].destroy()  # so that the deadline does not include what a first buffer takes
     failures = []
 
     def connect(self, addresses):
@@ -109,12 +108,10 @@ def test_memory_stays_until_all_have_left(rank):
     measure()
     if rank == 0:
         buffer.destroy()
-    dist.barrier()
-    make_buffer(rank)[0].destroy()
     measure()
     assert used[1] - used[0] > ROOM
     assert used[1] - used[2] < ROOM / 2 or (rank == 1 and emulated_gpu.is_chosen()), "rank 0 has not left"
-    assert used[3] - used[0] < ROOM / 2, "both have left, and another buffer was made since"
+    assert used[3] - used[0] < ROOM / 2, "both have left"
 
 
 @on_ranks(2, expected_dead=[1])
