@@ -430,8 +430,9 @@ class Buffer(Sizes):
         Collective: every rank of the group calls it after the same number of calls. Returns once the memory is free. First finishes this
         rank's calls; settle a dispatch with `num_recv_rows="guess"` before. Does nothing if the buffer is suspended. Handles stay valid, so
         a backward may follow after `resume`. A failure that a GPU has reported is raised by the first call after `resume`. GPUs give the
-        workspace back to the driver (`memory`), and keep some MiB of scratch. CUDA graphs that were captured before must not be replayed
-        any more; capture them again. `shm` gives its pages back, and `collective` suspends the group's backend if PyTorch can.
+        workspace back to the driver (`memory`), and keep some MiB of scratch and the addresses. So CUDA graphs that were captured before
+        may be replayed after `resume`; a replay before it faults. `shm` gives its pages back, and `collective` suspends the group's backend
+        if PyTorch can.
 
         Raises EPError on `nvshmem`, whose memory cannot be given back. EPMismatchError: ranks have made different numbers of calls.
         EPPeerError: a rank cannot suspend. EPTimeoutError: a peer died or does not come; the buffer can then only be destroyed.
@@ -447,9 +448,8 @@ class Buffer(Sizes):
         self.calls.resume(self._group)
 
     def destroy(self) -> None:
-        """Free the workspace and threads. Not collective, may be repeated. Peers in a call get an error that says so. On GPUs, peers may
-        still write to the memory, so this waits up to a second until all have destroyed their buffers or ended. If they have not, the
-        memory is freed when this process makes or destroys its next buffer."""
+        """Free the workspace and threads. Not collective, may be repeated. Peers in a call get an error that says so. On GPUs the
+        driver frees the memory once all peers have destroyed their buffers or ended."""
         self.calls.destroy()
         self._group = None  # a process group that outlives destroy_process_group may abort the process as it ends
 

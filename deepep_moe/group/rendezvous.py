@@ -342,7 +342,7 @@ def _strange(rank: int, told: str, wanted: str, phase: str) -> EPError:
 
 
 def _as_json(value: Any) -> dict[str, str] | int:
-    if isinstance(value, bytes):  # a handle of CUDA
+    if isinstance(value, bytes):  # the address of a backend for GPUs
         return {"bytes": value.hex()}
     with contextlib.suppress(TypeError):
         return as_int("a number", value)

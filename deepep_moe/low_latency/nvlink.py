@@ -10,6 +10,7 @@ from deepep_moe import _C, torch_module
 from deepep_moe.device import call_stream
 from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.event import Event
+from deepep_moe.group.gpu_memory import GpuMemory
 from deepep_moe.group.settings import Settings
 from deepep_moe.library import unwatched
 from deepep_moe.low_latency.base import DESTROYED, LowLatencyBackend, native_settings
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from deepep_moe._torch import InFlight, SecondHalf
 
 
-class NvlinkLowLatencyBackend(LowLatencyBackend):
+class NvlinkLowLatencyBackend(GpuMemory, LowLatencyBackend):
     """Enqueues on the caller's stream, or beside it."""
 
     name = "nvlink"
@@ -31,25 +32,9 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
         )
         self.device = torch.device("cuda", index)
 
-    def address(self) -> bytes:
-        """The CUDA IPC handle of this rank's workspace, and where its GPU is."""
-        return self._native.handle()
-
-    def connect(self, addresses: list[bytes]) -> None:
-        self._native.connect(addresses)
-
-    def disconnect(self) -> None:
-        self._native.disconnect()
-
-    def seal(self) -> None:
-        """Nothing to close: CUDA's handles end with the allocation."""
-
-    def free(self) -> int:
-        self._native.free()
-        return self.workspace_bytes
-
-    def resume(self) -> None:
-        self._native.resume()
+    @property
+    def _owner(self) -> Any:
+        return self._native
 
     def open(self, statistics: Tensor) -> None:
         s = self.settings

@@ -141,14 +141,6 @@ class LayerBuffers(BufferRegistry):
         for buffer in self.buffers():
             buffer.check()
 
-    def suspend(self) -> None:
-        if self._has_graphs:
-            raise ValueError(
-                "the MoE layers' calls are part of CUDA graphs, which hold the addresses of their memory; leave cuda_graph_impl out of "
-                "the config to suspend"
-            )
-        super().suspend()
-
     def close(self) -> None:
         """Destroy all buffers and refuse new ones. May be called any number of times."""
         self.is_closed = True

@@ -325,7 +325,7 @@ def suspend() -> None:
     """Give the exchange memory of all layers back until `resume`, as `Buffer.suspend` does, such as while a rollout runs in the same
     process. Collective over the groups of all buffers, between steps; does nothing without `enable()`.
 
-    Forwards raise BufferSuspendedError meanwhile. Raises what `Buffer.suspend` raises, and ValueError where calls are part of CUDA graphs.
+    Forwards raise BufferSuspendedError meanwhile. Raises what `Buffer.suspend` raises. CUDA graphs stay valid, as it says.
     """
     if _enabled is not None:
         _enabled.buffers.suspend()

@@ -166,20 +166,16 @@ enum cudaDeviceAttr {
 enum cudaGPUDirectRDMAWritesOrdering { cudaGPUDirectRDMAWritesOrderingOwner = 100, cudaGPUDirectRDMAWritesOrderingAllDevices = 200 };
 enum cudaDeviceP2PAttr { cudaDevP2PAttrNativeAtomicSupported };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
-struct cudaIpcMemHandle_t {
-    char reserved[64];
-};
-constexpr unsigned cudaHostAllocMapped = 1, cudaHostAllocPortable = 2, cudaIpcMemLazyEnablePeerAccess = 1, cudaStreamNonBlocking = 1,
-                   cudaEventDisableTiming = 1;
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess, cudaDriverEntryPointSymbolNotFound };
+constexpr unsigned cudaHostAllocMapped = 1, cudaHostAllocPortable = 2, cudaStreamNonBlocking = 1, cudaEventDisableTiming = 1,
+                   cudaEnableDefault = 0;
 
 #pragma GCC visibility push(default)
 cudaError_t cudaMalloc(void** pointer, size_t bytes);
 cudaError_t cudaFree(void* pointer);
 cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned);
 cudaError_t cudaFreeHost(void* pointer);
-cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* pointer);
-cudaError_t cudaIpcOpenMemHandle(void** pointer, cudaIpcMemHandle_t handle, unsigned);
-cudaError_t cudaIpcCloseMemHandle(void* pointer);
+cudaError_t cudaGetDriverEntryPoint(const char* name, void** found, unsigned, cudaDriverEntryPointQueryResult* result);
 
 // Where the device of this process is: $DEEPEP_MOE_EMULATED_BUS, or 0 for all. Links to those elsewhere have no atomics, as over PCIe.
 cudaError_t cudaDeviceGetPCIBusId(char* id, int capacity, int);

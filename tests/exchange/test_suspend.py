@@ -154,12 +154,11 @@ def test_a_rank_without_memory(rank, kind):
 @contextlib.contextmanager
 def full_device():
     """Leave no room for a large workspace."""
-    if emulated_gpu.is_chosen():
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        limits = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (used + 256 * MIB, limits[1]))
+    if emulated_gpu.is_chosen():  # whose memory is in files
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (256 * MIB, limits[1]))
         yield
-        resource.setrlimit(resource.RLIMIT_AS, limits)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     else:
         torch.cuda.empty_cache()
         taken = torch.empty(torch.cuda.mem_get_info()[0] - 256 * MIB, dtype=torch.uint8, device="cuda")
@@ -377,9 +376,9 @@ def test_a_rank_that_is_killed(rank, kind, moment):
 
 
 def held():
-    """Descriptors and mappings that this process holds."""
+    """Descriptors and mappings that this process holds, and where it has the emulated GPU's memory."""
     mappings = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd" in line or "nvidia" in line]
-    return len(os.listdir("/proc/self/fd")), len(mappings)
+    return len(os.listdir("/proc/self/fd")), len(mappings), [line.split()[0] for line in mappings if "emulated-gpu" in line]
 
 
 @on_ranks(2, kind=KINDS)
@@ -388,11 +387,49 @@ def test_many_cycles(rank, kind):
     before = None
     for step in range(20):
         make_step(buffer, step)
+        before = before or held()
         buffer.suspend()
         buffer.resume()
-        before = before or held()
     make_step(buffer, 20)
     assert held() == before
+
+
+@pytest.mark.gpu
+@on_ranks(2, kind=("nvlink", "low latency nvlink"))
+def test_cuda_graph_replays_after_resume(rank, kind):
+    """Its kernels hold the addresses of all workspaces, and read their number on the GPU."""
+    make(kind, 2).destroy()  # what the device needs besides
+    low_latency = kind != "nvlink"
+    buffer = (LowLatencyBuffer if low_latency else Buffer)(None, 4, 16, 4, 2, backend="nvlink", timeout_s=60)
+    x, idx = inputs(buffer, 0)
+    bound = {} if low_latency else {"num_recv_rows": 16}
+
+    def step():
+        out = buffer.dispatch(x, idx, **bound)
+        return out.recv_x, buffer.combine(out.recv_x, out.handle)
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        results = step()
+    for turn in range(12):
+        if turn % 4 == 3:
+            torch.cuda.synchronize()
+            buffer.suspend()
+            buffer.resume()
+        x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(10 * turn + rank)))
+        for result in results:
+            result.fill_(float("nan"))
+        graph.replay()
+        got = [result[result.isfinite()].clone() for result in results]
+        assert all(len(rows) for rows in got)
+        if turn % 2:  # an eager call between replays, or none
+            poison_outputs()
+            wanted = [result[result.isfinite()] for result in step()]
+            assert all(map(torch.equal, got, wanted)), turn
+            buffer.check()
 
 
 @on_ranks(2, kind=BUFFERS)

@@ -27,7 +27,8 @@ void bind_gpu_low_latency(py::module_& m) {
         .def_property_readonly("masks", &NvlinkLowLatency::masks)
         .def_readwrite("num_blocks", &NvlinkLowLatency::num_blocks)
         .def("handle", [](const NvlinkLowLatency& self) { return py::bytes(self.handle()); })
-        .def("connect", &NvlinkLowLatency::connect, py::arg("handles"))
+        .def("share", &NvlinkLowLatency::share)
+        .def("connect", &NvlinkLowLatency::connect, py::arg("handles"), py::arg("descriptors"))
         .def_property_readonly("rail_bytes", &NvlinkLowLatency::rail_bytes)
         .def(
             "attach_rail",

@@ -3,13 +3,13 @@
 // 128B), so that the tensor cores read without bank conflicts. A tile begins at a multiple of kTileAlignment.
 #pragma once
 
-#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <stdexcept>
 #include <string>
 
 #include "cuda/device/ptx.cuh"
+#include "cuda/driver.h"
 
 namespace deepep_moe {
 
@@ -28,23 +28,13 @@ using TileMap = CUtensorMap;
 
 // A map of tiles of `tile_rows` rows, over a matrix of bytes [num_rows, num_columns]. Bytes outside of the matrix read as zero.
 inline TileMap tile_map(const void* matrix, int64_t num_rows, int64_t num_columns, int tile_rows) {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-#if CUDART_VERSION >= 12050
-    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-#else
-    const cudaError_t status = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
-#endif
-    if (status != cudaSuccess || result != cudaDriverEntryPointSuccess)
-        throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled; install a driver for CUDA 12 or newer");
     const cuuint64_t sizes[] = {static_cast<cuuint64_t>(num_columns), static_cast<cuuint64_t>(num_rows)};
     const cuuint64_t row_bytes[] = {static_cast<cuuint64_t>(num_columns)};
     const cuuint32_t box[] = {kTileBytes, static_cast<cuuint32_t>(tile_rows)}, steps[] = {1, 1};
     TileMap map;
-    const auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
-    const CUresult error = encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(matrix), sizes, row_bytes, box, steps,
-                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult error = DEEPEP_MOE_DRIVER(cuTensorMapEncodeTiled)(
+        &map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(matrix), sizes, row_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (error != CUDA_SUCCESS)
         throw std::runtime_error("no tiles of [" + std::to_string(num_rows) + ", " + std::to_string(num_columns) +
                                  "] bytes: the matrix must begin at a multiple of 16 bytes, and so must its rows");

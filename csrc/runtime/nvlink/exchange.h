@@ -43,8 +43,10 @@ public:
     int num_local_experts() const { return config_.num_experts / config_.num_ranks; }
     const GpuWorkspaceConfig& config() const { return config_; }
     int num_multiprocessors() const { return num_multiprocessors_; }
-    std::string handle() const { return memory_.handle(); }  // the CUDA IPC handle of the workspace, for the peers
-    void connect(const std::vector<std::string>& handles) { memory_.connect(handles); }
+    // What the peers need to know, and to map: a new descriptor of the workspace.
+    std::string handle() const { return memory_.handle(); }
+    int share() const { return memory_.share(); }
+    void connect(const std::vector<std::string>& handles, const std::vector<int>& descriptors) { memory_.connect(handles, descriptors); }
     // Unmap the peers' workspaces, between calls. Once all ranks have done so, each may call `free`, and later `resume`, `handle` and
     // `connect`. Calls of the same numbers go on then; a split call must be over before, and a late dispatch is lost.
     void disconnect() { memory_.disconnect(); }

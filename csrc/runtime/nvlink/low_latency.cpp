@@ -100,9 +100,9 @@ std::string NvlinkLowLatency::handle() const {
     return memory_.handle() + bus;
 }
 
-void NvlinkLowLatency::connect(const std::vector<std::string>& handles) {
+void NvlinkLowLatency::connect(const std::vector<std::string>& handles, const std::vector<int>& descriptors) {
     for (int i = 0; i < ranks_per_node_; ++i) check_link(first_rank_ + i, handles[i].substr(GpuMemory::kHandleBytes));
-    memory_.connect(handles);
+    memory_.connect(handles, descriptors);
 }
 
 void NvlinkLowLatency::attach_rail(const LowLatencyRailShim& shim, const std::vector<uintptr_t>& bases, const std::vector<int>& pes) {

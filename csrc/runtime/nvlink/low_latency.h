@@ -28,9 +28,10 @@ public:
     int64_t handle_bytes() const;
     int64_t num_calls() const { return num_calls_; }  // that this rank has sent or refused so far
     int64_t rail_bytes() const { return LowLatencyRailLayout(config_, num_nodes()).total_bytes; }  // of symmetric memory
-    std::string handle() const;  // the CUDA IPC handle of the workspace and the bus of its GPU, for the peers
+    std::string handle() const;                                                                    // with the bus of the GPU
+    int share() const { return memory_.share(); }
     // Throws if a peer's GPU is reached without NVLink: rows rely on a property (cuda/low_latency.h) that is not known of such links.
-    void connect(const std::vector<std::string>& handles);  // of the ranks of this node
+    void connect(const std::vector<std::string>& handles, const std::vector<int>& descriptors);  // of the ranks of this node
     // As those of NvlinkExchange; all calls must be received before.
     void disconnect() { memory_.disconnect(); }
     void free() { memory_.free(); }

@@ -2,60 +2,111 @@
 
 #include <unistd.h>
 
-#include <chrono>
 #include <cstring>
-#include <mutex>
-#include <thread>
+#include <stdexcept>
 #include <utility>
 
+#include "cuda/driver.h"
 #include "runtime/nvlink/device.h"
 
 namespace deepep_moe {
-
-// ---- workspaces that their rank has left, but a peer may still write to ----
-
 namespace {
 
-struct Remains {
-    std::byte* workspace;
-    int64_t left;  // offset of `GpuWaits::left`
-    int device;
-    std::vector<Process> processes;  // of the ranks
+constexpr CUmemAllocationHandleType kDescriptor = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
-    bool have_all_left() const {
-        std::vector<unsigned long long> words(processes.size());
-        if (cudaMemcpy(words.data(), workspace + left, 8 * words.size(), cudaMemcpyDeviceToHost) != cudaSuccess) return true;  // GPU failed
-        for (size_t rank = 0; rank < words.size(); ++rank)
-            if (words[rank] == 0 && !processes[rank].is_gone()) return false;
-        return true;
+void check(int status, const std::string& what) {
+    if (status == CUDA_SUCCESS) return;
+    const char* why = nullptr;
+    DEEPEP_MOE_DRIVER(cuGetErrorString)(static_cast<CUresult>(status), &why);
+    throw std::runtime_error(what + ": " + (why != nullptr ? why : "error " + std::to_string(status)));
+}
+
+// Call a function of the driver, and throw if it fails.
+#define CHECK_DRIVER(function, ...) check(DEEPEP_MOE_DRIVER(function)(__VA_ARGS__), #function)
+
+CUdeviceptr number(std::byte* address) { return reinterpret_cast<CUdeviceptr>(address); }
+
+// Do it. An error of CUDA begins with `failure`.
+template <class Do>
+void explained(const std::string& failure, const Do& it) {
+    try {
+        it();
+    } catch (const std::runtime_error& error) {
+        throw std::runtime_error(failure + " (" + error.what() + ")");
     }
-};
-
-std::mutex kept_mutex;
-std::vector<Remains>& kept() {
-    static auto* const made = new std::vector<Remains>;  // never destroyed, because CUDA may be gone by then
-    return *made;
-}
-
-// Wait up to 1 s for the peers, because they mostly leave at the same time.
-void keep_until_left(const Remains& remains) {
-    constexpr auto kPatience = std::chrono::seconds(1);
-    const auto deadline = std::chrono::steady_clock::now() + kPatience;
-    while (!remains.have_all_left() && std::chrono::steady_clock::now() < deadline)
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    const std::lock_guard lock(kept_mutex);
-    kept().push_back(remains);
-}
-
-void free_those_left() {
-    const std::lock_guard lock(kept_mutex);
-    std::erase_if(kept(), [](const Remains& remains) {
-        const DeviceGuard guard(remains.device, std::nothrow);
-        return remains.have_all_left() && (cudaFree(remains.workspace), true);
-    });
 }
 
 }  // namespace
+
+// ---- addresses ----
+
+void AddressRange::create(size_t wished_bytes, int device) {
+    for (const auto needed :
+         {CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED}) {
+        int is_there = 0;
+        CHECK_DRIVER(cuDeviceGetAttribute, &is_there, needed, device);
+        if (is_there == 0) throw std::runtime_error("this GPU, or the share of it that this machine has, lacks virtual memory management");
+    }
+    CUmemAllocationProp kind{};
+    kind.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    kind.requestedHandleTypes = kDescriptor;
+    kind.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    kind.location.id = device;
+    size_t page = 0;
+    CHECK_DRIVER(cuMemGetAllocationGranularity, &page, &kind, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED);
+    const size_t whole_bytes = (wished_bytes + page - 1) / page * page;
+    CHECK_DRIVER(cuMemCreate, &memory, whole_bytes, &kind, 0);
+    map(whole_bytes, device);
+}
+
+void AddressRange::open(int descriptor, size_t whole_bytes, int device) {
+    void* const given = reinterpret_cast<void*>(static_cast<intptr_t>(descriptor));
+    CHECK_DRIVER(cuMemImportFromShareableHandle, &memory, given, kDescriptor);
+    map(whole_bytes, device);
+}
+
+// Map `memory`, and release it if that fails.
+void AddressRange::map(size_t whole_bytes, int device) {
+    is_mapped = true;
+    try {
+        if (begin == nullptr) {
+            CUdeviceptr reserved = 0;
+            CHECK_DRIVER(cuMemAddressReserve, &reserved, whole_bytes, 0, 0, 0);
+            begin = reinterpret_cast<std::byte*>(reserved);
+            bytes = whole_bytes;
+        }
+        CHECK_DRIVER(cuMemMap, number(begin), bytes, 0, memory, 0);
+        CUmemAccessDesc access{};
+        access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+        access.location.id = device;
+        access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+        CHECK_DRIVER(cuMemSetAccess, number(begin), bytes, &access, 1);
+    } catch (...) {
+        release();
+        throw;
+    }
+}
+
+int AddressRange::share() const {
+    int descriptor = -1;
+    CHECK_DRIVER(cuMemExportToShareableHandle, &descriptor, memory, kDescriptor, 0);
+    return descriptor;
+}
+
+// Return CUDA's error, if any.
+int AddressRange::release() {
+    if (!std::exchange(is_mapped, false)) return CUDA_SUCCESS;
+    const CUresult unmapped = begin == nullptr ? CUDA_SUCCESS : DEEPEP_MOE_DRIVER(cuMemUnmap)(number(begin), bytes);
+    const CUresult released = DEEPEP_MOE_DRIVER(cuMemRelease)(memory);
+    return unmapped != CUDA_SUCCESS ? unmapped : released;
+}
+
+void AddressRange::unmap() { check(release(), "cannot unmap a workspace (cuMemUnmap, cuMemRelease)"); }
+
+void AddressRange::free() noexcept {
+    release();
+    if (begin != nullptr) DEEPEP_MOE_DRIVER(cuMemAddressFree)(number(std::exchange(begin, nullptr)), bytes);
+}
 
 // ---- a workspace ----
 
@@ -63,12 +114,10 @@ GpuMemory::GpuMemory(int num_ranks, int rank, int device, int first_rank)
     : num_ranks_(num_ranks), rank_(rank), first_(first_rank), index_(rank - first_rank), device_(device), owner_pid_(getpid()) {}
 
 void GpuMemory::allocate(int64_t bytes, int64_t zeroed_bytes, int64_t left) {
-    free_those_left();
     left_ = left;
-    void* workspace = workspaces_[index_];
-    if (workspace == nullptr) check_cuda(cudaMalloc(&workspace, bytes), "cannot allocate the workspace");
-    workspaces_[index_] = static_cast<std::byte*>(workspace);
-    check_cuda(cudaMemset(workspace, 0, zeroed_bytes), "cudaMemset");
+    AddressRange& own = workspaces_[index_];
+    if (!own.is_mapped) explained("cannot allocate the workspace", [&] { own.create(bytes, device_); });
+    check_cuda(cudaMemset(own.begin, 0, zeroed_bytes), "cudaMemset");
     if (ended_ != nullptr) return;
     void* ended = nullptr;
     check_cuda(cudaHostAlloc(&ended, sizeof(*ended_), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
@@ -78,51 +127,45 @@ void GpuMemory::allocate(int64_t bytes, int64_t zeroed_bytes, int64_t left) {
 GpuMemory::~GpuMemory() {
     if (getpid() != owner_pid_) return;  // a forked child has no CUDA
     const DeviceGuard guard(device_, std::nothrow);
-    const bool is_shared = is_mapped_ && cudaDeviceSynchronize() == cudaSuccess;
+    const bool is_shared = watch_ != nullptr && cudaDeviceSynchronize() == cudaSuccess;
     watch_.reset();
     cudaFreeHost(ended_);
     for (int rank = 0; rank < num_ranks_; ++rank) {
         if (is_shared) leave(rank);
-        if (rank != index_ && workspaces_[rank] != nullptr) cudaIpcCloseMemHandle(workspaces_[rank]);
+        workspaces_[rank].free();
     }
-    if (is_shared) keep_until_left({workspaces_[index_], left_ + 8 * first_, device_, {processes_, processes_ + num_ranks_}});
-    if (!is_shared) cudaFree(workspaces_[index_]);
-    free_those_left();
 }
 
 void GpuMemory::disconnect() {
     const DeviceGuard guard(device_);
     check_cuda(cudaDeviceSynchronize(), "the GPU failed");
     watch_.reset();
-    for (int rank = 0; rank < num_ranks_; ++rank) {
-        leave(rank);  // a peer that learns of no other rank any more may free its memory
-        if (rank != index_ && workspaces_[rank] != nullptr)
-            check_cuda(cudaIpcCloseMemHandle(std::exchange(workspaces_[rank], nullptr)), "cudaIpcCloseMemHandle");
-    }
+    for (int rank = 0; rank < num_ranks_; ++rank)
+        if (rank != index_) workspaces_[rank].unmap();
 }
 
 void GpuMemory::free() {
     const DeviceGuard guard(device_);
-    is_mapped_ = false;
-    check_cuda(cudaFree(std::exchange(workspaces_[index_], nullptr)), "cudaFree");
+    workspaces_[index_].unmap();
 }
 
 // Tell a rank that this one writes to its memory no more.
 void GpuMemory::leave(int rank) const {
     constexpr unsigned long long kYes = 1;
-    if (workspaces_[rank] != nullptr) cudaMemcpy(workspaces_[rank] + left_ + 8 * rank_, &kYes, sizeof(kYes), cudaMemcpyHostToDevice);
+    const AddressRange& there = workspaces_[rank];
+    if (there.is_mapped) cudaMemcpy(there.begin + left_ + 8 * rank_, &kYes, sizeof(kYes), cudaMemcpyHostToDevice);
 }
 
 GpuWaits GpuMemory::waits(double timeout_s, GpuFailure* failure, int* gave_up, GpuEnded* ended) const {
-    const auto* left = reinterpret_cast<unsigned long long*>(workspaces_[index_] + left_);
+    const auto* left = reinterpret_cast<unsigned long long*>(workspaces_[index_].begin + left_);
     return {rank_, static_cast<unsigned long long>(timeout_s * 1e9), failure, gave_up, left, reinterpret_cast<unsigned*>(ended_), ended};
 }
 
 namespace {
 
 struct Handle {
-    cudaIpcMemHandle_t memory;
-    int pid;
+    size_t bytes;
+    Process process;  // with its start as the rank itself sees it: to a peer it may have ended already
 };
 
 }  // namespace
@@ -130,24 +173,23 @@ struct Handle {
 const size_t GpuMemory::kHandleBytes = sizeof(Handle);
 
 std::string GpuMemory::handle() const {
-    const DeviceGuard guard(device_);
-    Handle handle{{}, owner_pid_};
-    check_cuda(cudaIpcGetMemHandle(&handle.memory, workspaces_[index_]), "cannot share the workspace (cudaIpcGetMemHandle)");
+    const Handle handle{workspaces_[index_].bytes, running(owner_pid_)};
     return {reinterpret_cast<const char*>(&handle), sizeof(handle)};
 }
 
-void GpuMemory::connect(const std::vector<std::string>& handles) {
+void GpuMemory::connect(const std::vector<std::string>& handles, const std::vector<int>& descriptors) {
     const DeviceGuard guard(device_);
-    is_mapped_ = true;
     for (int rank = 0; rank < num_ranks_; ++rank) {
         Handle handle;
         std::memcpy(&handle, handles[rank].data(), sizeof(handle));
-        processes_[rank] = running(handle.pid);
-        if (rank == index_) continue;
-        void* workspace = nullptr;
-        check_cuda(cudaIpcOpenMemHandle(&workspace, handle.memory, cudaIpcMemLazyEnablePeerAccess),
-                   ("cannot reach the GPU of rank " + std::to_string(first_ + rank) + " (cudaIpcOpenMemHandle)").c_str());
-        workspaces_[rank] = static_cast<std::byte*>(workspace);
+        processes_[rank] = handle.process;
+        const size_t own_bytes = workspaces_[index_].bytes;
+        explained("cannot reach the GPU of rank " + std::to_string(first_ + rank), [&] {
+            if (handle.bytes != own_bytes)
+                throw std::runtime_error("other pages: " + std::to_string(handle.bytes) + " bytes in place of " +
+                                         std::to_string(own_bytes));
+            if (rank != index_) workspaces_[rank].open(descriptors[rank], own_bytes, device_);
+        });
     }
     watch_ = std::make_unique<Watch>(std::vector<Process>(processes_, processes_ + num_ranks_), ended_, first_);
 }

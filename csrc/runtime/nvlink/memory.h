@@ -15,9 +15,30 @@ namespace deepep_moe {
 
 constexpr int kMaxGpus = 8;  // of one host, as ranks of one group
 
-// A rank's workspace; its first bytes are zeroed, and peers map it through CUDA IPC. Peers may write to it after this rank's last call. The
-// destructor waits up to 1 s for all of them to leave or end. If one has not, the memory is kept, and freed when the next GpuMemory of this
-// process is made or destroyed.
+// Addresses of this process, and the memory that is mapped there. A plain value, which a forked process may drop: it has no CUDA.
+struct AddressRange {
+    std::byte* begin = nullptr;
+    size_t bytes = 0;               // in whole pages
+    unsigned long long memory = 0;  // CUDA's handle
+    bool is_mapped = false;
+
+    // Map new memory of `device`, or that of a peer's descriptor, for `device` to use. The first time they also reserve the addresses. They
+    // throw std::runtime_error; nothing is mapped then.
+    void create(size_t wished_bytes, int device);
+    void open(int descriptor, size_t bytes, int device);
+    int share() const;  // return a descriptor of the memory
+    // Unmap the memory, which no kernel of this process may use then. The driver frees it once no process maps it.
+    void unmap();
+    void free() noexcept;  // unmap, and give the addresses back
+
+private:
+    void map(size_t whole_bytes, int device);
+    int release();
+};
+
+// A rank's workspace, and those of its peers. Their addresses stay the same, so that CUDA graphs may hold them, while `free` and `allocate`
+// change what is mapped there; the first bytes are zeroed. Peers may write to a workspace after its rank has destroyed it: the driver frees
+// memory once no process maps it.
 class GpuMemory {
 public:
     // num_ranks ranks, numbered from `first_rank` on in all functions here.
@@ -28,11 +49,13 @@ public:
     // left: offset of the word of rank 0 in `GpuWaits::left`. Also called after `free`, with the same numbers.
     void allocate(int64_t bytes, int64_t zeroed_bytes, int64_t left);
     std::string handle() const;  // of kHandleBytes
-    void connect(const std::vector<std::string>& handles);
+    int share() const { return workspaces_[index_].share(); }
+    // The descriptors of the peers' workspaces are theirs, by rank, in this process; the caller closes them.
+    void connect(const std::vector<std::string>& handles, const std::vector<int>& descriptors);
     // Unmap what `connect` has mapped, with no call under way. Once all ranks have done so, each calls `free`.
     void disconnect();
     void free();
-    std::byte* of(int rank) const { return workspaces_[rank - first_]; }
+    std::byte* of(int rank) const { return workspaces_[rank - first_].begin; }
 
     // Wait parameters of a kernel; `failure` is host memory, the other pointers are device memory.
     GpuWaits waits(double timeout_s, GpuFailure* failure, int* gave_up, GpuEnded* ended) const;
@@ -46,11 +69,10 @@ private:
 
     const int num_ranks_, rank_, first_, index_, device_, owner_pid_;  // index_: rank_ - first_
     int64_t left_ = 0;
-    bool is_mapped_ = false;  // peers may map the workspace
-    std::byte* workspaces_[kMaxGpus] = {};
+    AddressRange workspaces_[kMaxGpus];
     Process processes_[kMaxGpus];
     std::atomic<unsigned>* ended_ = nullptr;  // pinned, set by
-    std::unique_ptr<Watch> watch_;
+    std::unique_ptr<Watch> watch_;  // from `connect` to `disconnect`
 };
 
 }  // namespace deepep_moe

@@ -23,11 +23,12 @@ from deepep_moe.exchange.backends.base import (
     tell_peers,
 )
 from deepep_moe.exchange.handle import DispatchHandle, PackedHandle, TracedHandle
+from deepep_moe.group.gpu_memory import GpuMemory
 from deepep_moe.group.settings import Settings
 from deepep_moe.tuning import SETTINGS, Machine, Values
 
 
-class NvlinkBackend(Backend):
+class NvlinkBackend(GpuMemory, Backend):
     """Work is enqueued on the caller's current stream, or beside it.
 
     A dispatch starts before this rank knows how many rows it will receive. If the last two dispatches received about as many rows, it
@@ -82,26 +83,9 @@ class NvlinkBackend(Backend):
     def limit_sms(self, max_sms: int) -> None:
         self._exchange.tuning.max_sms = max_sms
 
-    def address(self) -> bytes:
-        """The CUDA IPC handle of this rank's workspace."""
-        return self._exchange.handle()
-
-    def connect(self, addresses: list[bytes]) -> None:
-        """Map the workspaces of all ranks. Raises RuntimeError if a GPU cannot reach another."""
-        self._exchange.connect(addresses)
-
-    def disconnect(self) -> None:
-        self._exchange.disconnect()
-
-    def seal(self) -> None:
-        """Do nothing: CUDA's handles end with the allocation."""
-
-    def free(self) -> int:
-        self._exchange.free()
-        return self.workspace_bytes
-
-    def resume(self) -> None:
-        self._exchange.resume()
+    @property
+    def _owner(self) -> Any:
+        return self._exchange
 
     # ---- calls ----
 

@@ -1,0 +1,29 @@
+// Functions of the CUDA driver, which no module links.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace deepep_moe {
+
+// The address of a function, as the driver for CUDA 12.0 has it.
+inline void* driver_function(const char* name) {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result{};
+#if CUDART_VERSION >= 12050
+    const cudaError_t status = cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
+#else
+    const cudaError_t status = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
+#endif
+    if (status != cudaSuccess || result != cudaDriverEntryPointSuccess)
+        throw std::runtime_error(std::string("the CUDA driver has no ") + name + "; install a driver for CUDA 12 or newer");
+    return found;
+}
+
+}  // namespace deepep_moe
+
+// The function itself, to be called.
+#define DEEPEP_MOE_DRIVER(function) reinterpret_cast<decltype(&function)>(deepep_moe::driver_function(#function))

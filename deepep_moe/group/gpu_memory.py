@@ -1,0 +1,112 @@
+"""Workspaces in GPU memory, which the ranks of one host share as file descriptors."""
+
+import array
+import contextlib
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from deepep_moe.group.settings import Settings
+
+_BETWEEN_LOOKS_S = 0.05  # at peers that have sent nothing
+
+
+class Mailbox:
+    """A socket for the descriptors of the peers. Its name is abstract: it needs no file, and ends with the socket."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.settimeout(_BETWEEN_LOOKS_S)
+        self.address = b"\0deepep_moe-" + os.urandom(16)
+        self._socket.bind(self.address)
+
+    @contextlib.contextmanager
+    def swap(self, make: Callable[[], int], addresses: Sequence[bytes], first_rank: int, timeout_s: float) -> Iterator[list[int]]:
+        """Send the descriptor that `make` returns to all peers. Yield those of all ranks in the order of `addresses`, and close them then.
+
+        Raises RuntimeError with a peer that has failed or ended, or sends nothing within the time. It is rank `first_rank` + its index.
+        """
+        deadline, found = time.monotonic() + timeout_s, dict[bytes, int]()
+        try:
+            own = found[self.address] = make()
+            for address in addresses:
+                if address != self.address:
+                    with contextlib.suppress(ConnectionRefusedError):  # it is gone: first the others get what they wait for
+                        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [own]))]
+                        self._socket.sendmsg([b"\0"], rights, 0, address)  # does not wait: a queue holds 10 messages
+            while len(found) < len(addresses):
+                gone = [address for address in addresses if address not in found and not _is_there(address)]
+                while len(found) < len(addresses) and self._receive(found, addresses):  # what it has sent before it went, too
+                    pass
+                lost = [address for address in gone if address not in found]
+                if lost or time.monotonic() > deadline:
+                    culprit = next(address for address in lost or addresses if address not in found)
+                    why = "failed or ended before it sent" if lost else f"did not send within {timeout_s:g} s"
+                    raise RuntimeError(f"rank {first_rank + addresses.index(culprit)} {why} the descriptor of its workspace")
+            yield [found[address] for address in addresses]
+        finally:
+            self._socket.close()
+            for descriptor in found.values():
+                os.close(descriptor)
+
+    def _receive(self, found: dict[bytes, int], addresses: Sequence[bytes]) -> bool:
+        """Add a message to `found`, by its sender. Return False if none comes for a while."""
+        try:
+            _, rights, flags, sender = self._socket.recvmsg(1, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC)  # room for one descriptor
+        except TimeoutError:
+            return False
+        if flags & socket.MSG_CTRUNC and not rights:
+            raise OSError(errno.EMFILE, "no room for a peer's descriptor (ulimit -n)")
+        for _, _, content in rights:
+            descriptor = array.array("i", content)[0]
+            if sender in addresses and sender not in found:
+                found[sender] = descriptor
+            else:
+                os.close(descriptor)
+        return True
+
+
+def _is_there(address: bytes) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        return probe.connect_ex(address) != errno.ECONNREFUSED
+
+
+class GpuMemory:
+    """What backends for GPUs do with their workspace (`Suspendable`)."""
+
+    settings: Settings
+    workspace_bytes: int
+    _mailbox: Mailbox
+
+    @property
+    def _owner(self) -> Any:
+        """The `_C.NvlinkExchange` or `_C.NvlinkLowLatency` that has the memory."""
+        raise NotImplementedError
+
+    def address(self) -> tuple[bytes, bytes]:
+        """Return where this rank takes the descriptors of its peers, and what they must know of its workspace."""
+        self._mailbox = Mailbox()
+        return self._mailbox.address, self._owner.handle()
+
+    def connect(self, addresses: list[Any]) -> None:
+        """Map the workspaces of the ranks of this node. Raises OSError or RuntimeError if a GPU cannot reach another."""
+        boxes, handles = zip(*addresses, strict=True)
+        s = self.settings
+        with self._mailbox.swap(self._owner.share, boxes, s.rank - s.rank % s.ranks_per_node, s.timeout_s) as descriptors:
+            self._owner.connect(handles, descriptors)
+
+    def disconnect(self) -> None:
+        self._owner.disconnect()
+
+    def seal(self) -> None:
+        """Do nothing: the descriptors are closed."""
+
+    def free(self) -> int:
+        self._owner.free()
+        return self.workspace_bytes
+
+    def resume(self) -> None:
+        self._owner.resume()
