@@ -249,7 +249,7 @@ Received Calls::dispatch(const Outgoing& out, bool is_expert_layout, int64_t exp
     }
     GpuDispatchCall call(handle.arg(), arg_of(out.x), arg_of(out.x_scales), matrix_of(out.topk_idx), matrix_of(out.topk_weights),
                          dtype_of(out.x.scalar_type()), num_recv_rows);
-    call.params.lanes = static_cast<int>(settings.lanes);
+    call.params.lanes = static_cast<int>(lanes());
     Allocation allocation;
     allocation.make = [&](int64_t num_rows, bool is_guess) {
         receive_into(made, out, call, num_rows, is_guess, num_recv_rows >= 0);
@@ -328,7 +328,7 @@ Received Calls::dispatch_cached(const std::shared_ptr<Handle>& handle, const Out
     made.handle = handle;
     GpuDispatchCall call(handle->arg(), arg_of(out.x), arg_of(out.x_scales), {}, matrix_of(out.topk_weights), dtype_of(out.x.scalar_type()),
                          -1);
-    call.params.lanes = static_cast<int>(settings.lanes);
+    call.params.lanes = static_cast<int>(lanes());
     receive_into(made, out, call, handle->num_rows, false, false);
     variable_list tensors{out.x, out.x_scales, out.topk_weights, handle->memory, made.x, made.x_scales, made.topk_weights};
     if (scaling != nullptr) {
@@ -347,15 +347,16 @@ Combined Calls::combine(const Handle& handle, const Tensor& x, const ExpertRows*
     check_counted(handle);
     TORCH_CHECK(expert_rows != nullptr || x.size(0) == handle.num_rows, "the rows did not fit; ask Buffer.settle before the combine");
     Combined made;
-    made.x = empty({handle.shape.num_tokens / (inputs.tokens_per_row * settings.lanes), settings.hidden}, x.scalar_type());
+    made.x = empty({handle.shape.num_tokens / (inputs.tokens_per_row * lanes()), settings.hidden}, x.scalar_type());
     if (inputs.topk_weight_grads.defined()) made.topk_weight_grads = empty({handle.shape.num_tokens, settings.num_topk}, at::kFloat);
-    const bool are_sent = settings.is_by_lane && inputs.weights.defined();  // the weights, beside their rows
+    const bool is_by_lane = settings.is_by_lane && can_fuse(),
+               are_sent = is_by_lane && inputs.weights.defined();  // the weights, beside their rows
     const Tensor& beside = are_sent ? inputs.weights : inputs.topk_weight_grads;
     GpuCombineCall call(handle.arg(), arg_of(x), expert_rows,
                         arg_of(are_sent || inputs.source_weights.defined() ? Tensor() : inputs.weights), arg_of(inputs.bias),
                         arg_of(beside), arg_of(inputs.source_weights), arg_of(made.x), arg_of(made.topk_weight_grads),
                         dtype_of(x.scalar_type()), inputs.sums_lanes);
-    call.params.is_by_lane = settings.is_by_lane, call.params.is_fused = settings.is_fused;
+    call.params.is_by_lane = is_by_lane, call.params.is_fused = settings.is_fused;
     call.params.weights_are_sent = are_sent;
     variable_list tensors{x,      inputs.weights,        inputs.bias, inputs.topk_weight_grads, inputs.source_weights, handle.memory,
                           made.x, made.topk_weight_grads};

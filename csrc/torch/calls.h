@@ -81,7 +81,8 @@ public:
     const Settings settings;
     bool is_released() const { return exchange_ == nullptr; }
     bool has_failed() const { return exchange_ != nullptr && exchange_->has_failed(); }  // by what kernels have reported
-    bool can_fuse() const { return settings.num_nodes == 1; }                            // rows by expert, shared rows and scaling
+    bool can_fuse() const { return settings.num_nodes == 1; }          // rows by expert, shared rows, scaling, sums by lanes
+    int64_t lanes() const { return can_fuse() ? settings.lanes : 1; }  // over nodes Python gives a row for each, and sums
     int64_t num_calls() const { return exchange_->num_calls(); }
     void release();  // the exchange: of a buffer that is destroyed, whoever still refers to this
 

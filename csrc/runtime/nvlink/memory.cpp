@@ -127,13 +127,12 @@ void GpuMemory::allocate(int64_t bytes, int64_t zeroed_bytes, int64_t left) {
 GpuMemory::~GpuMemory() {
     if (getpid() != owner_pid_) return;  // a forked child has no CUDA
     const DeviceGuard guard(device_, std::nothrow);
-    const bool is_shared = watch_ != nullptr && cudaDeviceSynchronize() == cudaSuccess;
+    const bool is_shared = cudaDeviceSynchronize() == cudaSuccess && watch_ != nullptr;
     watch_.reset();
+    for (int rank = 0; is_shared && rank < num_ranks_; ++rank) leave(rank);
+    cudaDeviceSynchronize();  // the words are on their way when cudaMemcpy returns; unmapped memory would be a fault
     cudaFreeHost(ended_);
-    for (int rank = 0; rank < num_ranks_; ++rank) {
-        if (is_shared) leave(rank);
-        workspaces_[rank].free();
-    }
+    for (AddressRange& range : workspaces_) range.free();
 }
 
 void GpuMemory::disconnect() {

@@ -72,7 +72,7 @@ private:
     AddressRange workspaces_[kMaxGpus];
     Process processes_[kMaxGpus];
     std::atomic<unsigned>* ended_ = nullptr;  // pinned, set by
-    std::unique_ptr<Watch> watch_;  // from `connect` to `disconnect`
+    std::unique_ptr<Watch> watch_;            // from `connect` to `disconnect`
 };
 
 }  // namespace deepep_moe
