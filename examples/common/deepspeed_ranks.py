@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from gpu_ranks import take_gpu
 
-from deepep_moe.integrations.common.process_groups import take_gpu
 from deepep_moe.integrations.common.registry import destroy_all
 
 DEVICES = ("cpu", "cuda")

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_ranks import take_gpu
 from megatron_cpu import disable_cpu, enable_cpu
 from megatron_without_te import disable_without_te, enable_without_te
 
-from deepep_moe.integrations.common.process_groups import take_gpu
 from deepep_moe.integrations.megatron.patches import Patches
 from deepep_moe.integrations.megatron.plugin import disable, enable
 

@@ -9,7 +9,17 @@ import torch.distributed as dist
 
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.growing import GrowingBuffer
-from deepep_moe.integrations.common.process_groups import is_destroyed
+
+
+def is_destroyed(group: "dist.ProcessGroup | None") -> bool:
+    """Return whether `group` was made by torch.distributed and then destroyed. None stands for the default group."""
+    if not dist.is_initialized():
+        return True
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:
+        return True
+    return False
 
 
 class BufferRegistry:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import modes_of_calls
+from gpu_ranks import default_group
 from megatron_cases import HIDDEN, enabled, layer_config, layer_of, model_parallel, on_megatron
 from on_ranks import on_ranks
 
@@ -24,7 +25,6 @@ import deepep_moe
 from deepep_moe.errors import BufferDestroyedError, EPPeerError, OutgrownError
 from deepep_moe.exchange import growing
 from deepep_moe.integrations.common import warn_once
-from deepep_moe.integrations.common.process_groups import default_group
 from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.megatron import disable, enable, plugin
 from deepep_moe.integrations.megatron.plugin import selection

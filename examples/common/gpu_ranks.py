@@ -1,4 +1,4 @@
-"""Process groups: whether one was destroyed; for a run of an adapter, a default group over another backend, and a GPU for each rank."""
+"""A GPU for each rank, and a default group over another backend while a run lasts."""
 
 import contextlib
 import shutil
@@ -9,17 +9,6 @@ import torch
 import torch.distributed as dist
 
 from deepep_moe import config
-
-
-def is_destroyed(group: "dist.ProcessGroup | None") -> bool:
-    """Return whether `group` was made by torch.distributed and then destroyed. None stands for the default group."""
-    if not dist.is_initialized():
-        return True
-    try:
-        dist.get_process_group_ranks(group)
-    except KeyError:
-        return True
-    return False
 
 
 @contextlib.contextmanager
