@@ -14,22 +14,7 @@ SECTION = "deepep_moe"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of how swapped layers move their tokens. Raises ValueError for values out of bounds, TypeError for wrong types.
-
-    exact: True: rows come back one per (token, expert), and this rank weights and sums them as DeepSpeed does. Everything outside the
-        experts repeats DeepSpeed's bits (fp32, top-1 and top-2, DeepSpeed 0.19.4 and newer). False: the experts' ranks weight and sum
-        the rows of a token first, so a token crosses a link once per rank. Results are equal within rounding.
-    backend, num_sms, ranks_per_node: as for `deepep_moe.Buffer`.
-    num_max_tokens_per_rank: the most tokens of a rank in a forward; more are an error, on CPUs too. None: on GPUs buffers grow with the
-        forwards, on CPUs there is no bound.
-
-    gate: for AutoEP only, let `deepep_moe.ops.gate` choose the experts where it can. The choice is the same up to rounding.
-    expert_bias_update_rate: for AutoEP only, balance experts without auxiliary loss, by a bias that moves this much per optimizer step
-        (DeepSeek-V3: 0.001). None: no bias moves.
-    grouped_experts: for native layers only, run all local experts in grouped products if their weights can be read. True reads them by
-        the experts' classes, a function by its result. Else experts run one by one, and a log line says why. None: as True for bf16
-        rows on GPUs that PyTorch has grouped products for, where ZeRO 1 or 2 spares the copy of the weights.
-    """
+    """The arguments of `replace_moe_layers`, which documents them. Raises ValueError for values out of bounds, TypeError for wrong types."""
 
     exact: bool = True
     backend: str = "auto"
