@@ -3,7 +3,7 @@
 Every backend must agree with these functions bit for bit. An argument or result that is a list has one element per rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -122,13 +122,13 @@ def dispatch(
 
 
 def expert_side(received: Received, x: Tensor, weights: Tensor | None, slot: int) -> Tensor:
-    """One token's row on one rank: the sum over its local lanes, ascending, in fp32, rounded once to x's dtype."""
+    """Return one token's row on one rank: the sum over its local lanes, ascending, in fp32."""
     rows = list(dict(sorted(received.row_of_lane[slot].items())).values()) if received.layout == "expert" else [slot]
     total = torch.zeros(x.shape[1])
     for row in rows:
         term = x[row].float()
         total = total + (term if weights is None else weights[row] * term)
-    return total.to(x.dtype)
+    return total
 
 
 def combine(
@@ -139,27 +139,29 @@ def combine(
     bias: Sequence[Tensor] | None = None,
     ranks_per_node: int | None = None,
     sums: str = "ranks",
+    rounded: Callable[[Tensor], Tensor] | None = None,
 ) -> list[Tensor]:
     """Return the combine of all ranks for rows `x` in the order of `received`, the result of `dispatch`.
 
     x: [num_rows, hidden] of each rank; weights: [num_rows] fp32; bias: [num_tokens, hidden]. A token's rows are summed in three steps.
-    First on each rank (`expert_side`). Then over the ranks of a node, ascending, in fp32, rounded to x's dtype if the token is another
-    node's. Then over the nodes, ascending, in fp32, plus `bias`, rounded once. `ranks_per_node` None: all ranks are one node.
+    First on each rank (`expert_side`), rounded. Then over the ranks of a node, ascending, in fp32, rounded if the token is another node's.
+    Then over the nodes, ascending, in fp32, plus `bias`, rounded once. `ranks_per_node` None: all ranks are one node. `rounded` is what the
+    wire makes of fp32 rows, by default rows of x's dtype.
     sums: as in `deepep_moe.Buffer`. With "lanes" and "lanes_fma" there is one step, over the lanes of top-k, ascending, in fp32.
     """
     if sums != "ranks":
         return _combine_by_lane(x, received, num_tokens, weights, bias, sums == "lanes_fma")
-    per_node = ranks_per_node or len(x)
+    per_node, rounded = ranks_per_node or len(x), rounded or (lambda rows: rows.to(x[0].dtype).float())
     totals = [torch.zeros(n, x[0].shape[1]) for n in num_tokens]
     for first in range(0, len(x), per_node):
         of_node = [torch.zeros_like(total) for total in totals]
         for rank in range(first, first + per_node):
             for slot, (source, token) in enumerate(received[rank].tokens):
                 row = expert_side(received[rank], x[rank], None if weights is None else weights[rank], slot)
-                of_node[source][token] = of_node[source][token] + row.float()
+                of_node[source][token] += rounded(row[None])[0]
         for source, rows in enumerate(of_node):
             crosses = source // per_node != first // per_node
-            totals[source] = totals[source] + (rows.to(x[0].dtype).float() if crosses else rows)
+            totals[source] += rounded(rows) if crosses else rows
     if bias is not None:
         totals = [total + b.float() for total, b in zip(totals, bias, strict=True)]
     return [total.to(x[0].dtype) for total in totals]

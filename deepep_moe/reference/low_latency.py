@@ -48,20 +48,8 @@ def combine(
     weights = [there.recv_topk_weights for there in received if there.recv_topk_weights is not None]
     if topk_weights is not None:
         weights = [_weights_of_rows(there, topk_weights) for there in received]
-    if not fp8:
-        return exchange.combine(x, received, num_tokens, weights, ranks_per_node=ranks_per_node, sums=sums)
-    per_node = ranks_per_node or len(x)
-    totals = [torch.zeros(n, x[0].shape[1]) for n in num_tokens]
-    for first in range(0, len(x), per_node):
-        of_node = [torch.zeros_like(total) for total in totals]
-        for rank in range(first, first + per_node):
-            for slot, (source, token) in enumerate(received[rank].tokens):
-                row = exchange.expert_side(received[rank], x[rank].float(), weights[rank], slot)
-                of_node[source][token] += _through_fp8(row[None])[0]
-        for source, rows in enumerate(of_node):
-            crosses = source // per_node != first // per_node
-            totals[source] += _through_fp8(rows) if crosses else rows
-    return [total.to(x[0].dtype) for total in totals]
+    sums, rounded = ("ranks", _through_fp8) if fp8 else (sums, None)
+    return exchange.combine(x, received, num_tokens, weights, ranks_per_node=ranks_per_node, sums=sums, rounded=rounded)
 
 
 def _through_fp8(rows: Tensor) -> Tensor:

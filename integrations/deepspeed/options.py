@@ -14,7 +14,7 @@ SECTION = "deepep_moe"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The arguments of `replace_moe_layers`, which documents them. Raises ValueError for values out of bounds, TypeError for wrong types."""
+    """The arguments of `replace_moe_layers`, which documents them. Raises ValueError or TypeError for wrong ones."""
 
     exact: bool = True
     backend: str = "auto"
