@@ -51,7 +51,44 @@ class Suspending:
         return sum((part.memory() for part in self._parts()), Memory(0, 0))
 
 
-class GrowingBuffers(Suspending):
+class Buffers(Suspending):
+    """The buffers of a group, by the sizes of calls."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._buffers: dict[Any, Any] = {}
+        self._latest: Any = None
+        """The buffer of the latest dispatch."""
+        self._is_destroyed = False
+
+    def check_alive(self) -> None:
+        """Raise BufferDestroyedError after `destroy`."""
+        if self._is_destroyed:
+            raise BufferDestroyedError(DESTROYED)
+
+    def _parts(self) -> Iterable[Any]:
+        self.check_alive()
+        return self._buffers.values()
+
+    def _refuse(self, error: _Error, buffer: Any) -> _Error:
+        """Tell the peers that this rank does not make its call in `buffer`, or with None their first call. Return `error`."""
+        if self._is_destroyed:
+            return error
+        with contextlib.suppress(EPError):  # of peers that do not come: `error` says more
+            if buffer is not None:
+                buffer.refuse(error)
+            else:
+                greet(self.group, error)
+        return error
+
+    def destroy(self) -> None:
+        """Destroy all buffers, for good. Not collective."""
+        self._is_destroyed, self._latest = True, None
+        while self._buffers:
+            self._buffers.popitem()[1].destroy()
+
+
+class GrowingBuffers(Buffers):
     """One growing `Buffer` for each (hidden, num_experts, num_topk, device) that calls have had, over one group.
 
     The first call for new sizes makes a buffer, so all ranks make it together. The ranks agree there on the tokens of a rank, and again
@@ -61,22 +98,10 @@ class GrowingBuffers(Suspending):
     """
 
     def __init__(self, group: dist.ProcessGroup, num_max_tokens_per_rank: int | None = None, ranks_per_node: int | None = None) -> None:
-        self.group = group
+        super().__init__(group)
         self.num_ranks = dist.get_world_size(group)
         self._num_max_tokens, self._ranks_per_node = num_max_tokens_per_rank, ranks_per_node
         self._num_hosts: int | None = None
-        self._buffers: dict[tuple[int, int, int, torch.device], GrowingBuffer] = {}
-        self._latest: GrowingBuffer | None = None
-        self._is_destroyed = False
-
-    def check_alive(self) -> None:
-        """Raise BufferDestroyedError after `destroy`."""
-        if self._is_destroyed:
-            raise BufferDestroyedError(DESTROYED)
-
-    def _parts(self) -> Iterable[GrowingBuffer]:
-        self.check_alive()
-        return self._buffers.values()
 
     def dispatch(
         self, x: Tensor, num_experts: int, num_topk: int, send: Callable[[Buffer], _Result], num_least_tokens: int = 0
@@ -115,14 +140,7 @@ class GrowingBuffers(Suspending):
         Without valid sizes this rank cannot tell in which buffer its peers are. It refuses in the buffer of the latest dispatch. If there
         is none, it meets the peers in their first call. After `destroy` the peers know that this rank is gone.
         """
-        if self._is_destroyed:
-            return error
-        with contextlib.suppress(EPError):  # of peers that do not come: `error` says more
-            if self._latest is not None:
-                self._latest.buffer.refuse(error)
-            else:
-                greet(self.group, error)
-        return error
+        return self._refuse(error, None if self._latest is None else self._latest.buffer)
 
     def backend_name(self, device: torch.device) -> str:
         """Return the backend that serves tensors on `device`. Collective the first time."""
@@ -138,12 +156,6 @@ class GrowingBuffers(Suspending):
         if self._ranks_per_node:
             return self.num_ranks // self._ranks_per_node
         return self._num_hosts or 1
-
-    def destroy(self) -> None:
-        """Destroy all buffers, for good. Not collective."""
-        self._is_destroyed, self._latest = True, None
-        while self._buffers:
-            self._buffers.popitem()[1].destroy()
 
     def _make(self, key: tuple[int, int, int, torch.device], num_tokens: int) -> GrowingBuffer:
         hidden, num_experts, num_topk, device = key

@@ -1,8 +1,7 @@
 """The low-latency buffers behind a DeepEP buffer, and what calls of them leave: handles, and how long ranks were waited for."""
 
 import bisect
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -10,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import _C, config
-from deepep_moe.compat.deep_ep.core import DESTROYED, Suspending, greet, keep
+from deepep_moe.compat.deep_ep.core import Buffers, greet, keep
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.device import is_gpu
-from deepep_moe.errors import BufferDestroyedError, EPError, EPTimeoutError
+from deepep_moe.errors import EPTimeoutError
 from deepep_moe.low_latency.buffer import LowLatencyBuffer
 from deepep_moe.low_latency.handle import LowLatencyHandle, row_sources
 
@@ -22,7 +21,7 @@ _SIZES = "num_max_dispatch_tokens_per_rank", "hidden", "num_experts", "num_topk"
 _GROWTH = 2  # least factor between two bounds, so that all buffers together take no more than twice the memory of the largest
 
 
-class LowLatencyBuffers(Suspending):
+class LowLatencyBuffers(Buffers):
     """One `LowLatencyBuffer` for each (hidden, num_experts, num_topk) of calls, over one group.
 
     A buffer has room for the tokens that fit `num_bytes` (from `get_low_latency_rdma_size_hint`), or for the most that a call has asked
@@ -34,30 +33,18 @@ class LowLatencyBuffers(Suspending):
     """
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, enable_shrink: bool, ranks_per_node: int | None = None) -> None:
-        self._group, self._num_bytes = group, num_bytes
-        self._enable_shrink, self._ranks_per_node = enable_shrink, ranks_per_node
-        self._buffers: dict[tuple[int, int, int], LowLatencyBuffer] = {}
-        self._latest: LowLatencyBuffer | None = None
-        self._is_destroyed = False
+        super().__init__(group)
+        self._num_bytes, self._enable_shrink, self._ranks_per_node = num_bytes, enable_shrink, ranks_per_node
         self._masked_early: set[int] = set()
         """Ranks that were masked before there was a buffer."""
-
-    def check_alive(self) -> None:
-        """Raise BufferDestroyedError after `destroy`."""
-        if self._is_destroyed:
-            raise BufferDestroyedError(DESTROYED)
-
-    def _parts(self) -> Iterable[LowLatencyBuffer]:
-        self.check_alive()
-        return self._buffers.values()
 
     def get(self, x: Tensor, topk_idx: Tensor, num_max_tokens: int, num_experts: int) -> LowLatencyBuffer:
         """Return the buffer for a dispatch of the matrices `x` and `topk_idx`, with room for `num_max_tokens` tokens of a rank or more.
         Collective where there is none yet. Raises what the construction of a LowLatencyBuffer raises."""
         sizes = x.shape[1], num_experts, topk_idx.shape[1]
         buffer = self._of(sizes, num_max_tokens)
-        self._latest = self._make(sizes, num_max_tokens, x.device) if buffer is None else buffer
-        return self._latest
+        self._latest = made = self._make(sizes, num_max_tokens, x.device) if buffer is None else buffer
+        return made
 
     def refuse_dispatch(self, error: _Error, x: Tensor, topk_idx: Tensor, num_max_tokens: int, num_experts: int) -> _Error:
         """Tell the peers that this rank does not make the dispatch for which they call `get` with these arguments. Return `error`."""
@@ -72,21 +59,11 @@ class LowLatencyBuffers(Suspending):
         buffer = self._buffers.get(sizes)
         return None if buffer is None or buffer.num_max_tokens_per_rank < num_max_tokens else buffer
 
-    def _refuse(self, error: _Error, buffer: LowLatencyBuffer | None) -> _Error:
-        if self._is_destroyed:
-            return error
-        with contextlib.suppress(EPError):  # of peers that do not come: `error` says more
-            if buffer is not None:
-                buffer.refuse(error)
-            else:
-                greet(self._group, error)
-        return error
-
     def _make(self, sizes: tuple[int, int, int], num_max_tokens: int, device: torch.device) -> LowLatencyBuffer:
         masked, room = self.masked_ranks(), self._room(sizes, num_max_tokens)
         try:
-            where = self._where(device, len(set(greet(self._group))))
-            buffer = LowLatencyBuffer(self._group, room, *sizes, mask_stalled=self._enable_shrink, sums=config.sums(), **where)
+            where = self._where(device, len(set(greet(self.group))))
+            buffer = LowLatencyBuffer(self.group, room, *sizes, mask_stalled=self._enable_shrink, sums=config.sums(), **where)
         except EPTimeoutError as error:
             if not masked:
                 raise
@@ -108,7 +85,7 @@ class LowLatencyBuffers(Suspending):
         hidden, num_experts, _ = sizes
         smaller, most = self._buffers.get(sizes), _C.LOW_LATENCY_MAX_TOKENS // (1 if config.sums() == "ranks" else sizes[2])
         at_least = num_max_tokens if smaller is None else max(num_max_tokens, min(most, _GROWTH * smaller.num_max_tokens_per_rank))
-        num_ranks, tokens = self._group.size(), range(1, most + 1)
+        num_ranks, tokens = self.group.size(), range(1, most + 1)
         held = bisect.bisect_right(tokens, self._num_bytes, key=lambda n: size_hint(n, hidden, num_ranks, num_experts))
         is_hint = held > 0 and size_hint(held, hidden, num_ranks, num_experts) == self._num_bytes
         return max(at_least, held) if is_hint else at_least
@@ -117,14 +94,14 @@ class LowLatencyBuffers(Suspending):
         if not is_gpu(device):
             return {"backend": "shm"}
         per_node = self._ranks_per_node
-        is_one_node = num_hosts == 1 if per_node is None else per_node == self._group.size()
+        is_one_node = num_hosts == 1 if per_node is None else per_node == self.group.size()
         return {"backend": "nvlink" if is_one_node else "nvshmem", "ranks_per_node": per_node}
 
     def mask(self, rank: int, masked: bool) -> None:
         """Leave a rank out in all buffers, those to come too, or take it back. Raises ValueError for this rank, or for one
         that does not exist."""
         self.check_alive()
-        num_ranks, own = self._group.size(), self._group.rank()
+        num_ranks, own = self.group.size(), self.group.rank()
         if not 0 <= rank < num_ranks or rank == own:
             raise ValueError(f"rank_to_mask is {rank}; it must be one of 0 to {num_ranks - 1}, and not this rank, {own}")
         if not self._buffers:
@@ -142,12 +119,6 @@ class LowLatencyBuffers(Suspending):
         self.check_alive()
         for buffer in self._buffers.values():
             buffer.rejoin()
-
-    def destroy(self) -> None:
-        """Destroy all buffers, for good. Not collective."""
-        self._is_destroyed, self._latest = True, None
-        while self._buffers:
-            self._buffers.popitem()[1].destroy()
 
 
 def size_hint(num_max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
