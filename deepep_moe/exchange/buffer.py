@@ -32,12 +32,11 @@ from deepep_moe.exchange.checks import (
     check_quantizable,
     check_routing,
     check_tensors,
-    one_by_one,
 )
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, Layout
 from deepep_moe.group.nodes import find_nodes
 from deepep_moe.group.rendezvous import gather_objects, hanging_up, introduce, join
-from deepep_moe.group.settings import Settings, Sizes, check_settings
+from deepep_moe.group.settings import Settings, Sizes, check_settings, one_by_one
 from deepep_moe.group.suspension import Memory
 from deepep_moe.library import call
 from deepep_moe.ops.quant import quantize_fp8

@@ -161,15 +161,6 @@ def _check_layout(layout: str, expert_alignment: int) -> None:
         raise ValueError(f"expert_alignment is {expert_alignment}; it must be at least 1 and at most {MAX_ALIGNMENT}")
 
 
-def one_by_one(name: str, tensor: Any, num_tokens: int, s: Settings) -> Any:
-    """Return a tensor [num_tokens, lanes] as the exchange takes it: [num_tokens * lanes, 1]."""
-    if not isinstance(tensor, Tensor):
-        return tensor  # None, or what the checks of the call refuse
-    if tuple(tensor.shape) != (num_tokens, s.lanes):
-        raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be [{num_tokens}, {s.lanes}]")
-    return tensor.reshape(-1, 1)
-
-
 def check_source_weights(source_weights: Tensor, x: Tensor) -> None:
     """Check source_weights: [tokens that share a row, rows of x] fp32."""
     check_is_tensor("x", x)

@@ -2,6 +2,9 @@
 
 import logging
 from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
 
 from deepep_moe import _C, config
 from deepep_moe.arguments import as_float, as_int
@@ -109,7 +112,7 @@ def check_settings(
     """`s` with plain numbers, the deadline in force and the nodes that were asked for. Raises TypeError or ValueError."""
     if backend not in backends:
         raise ValueError(f"backend is {backend!r}; it must be one of {list(backends)}")
-    plain = {}
+    plain: dict[str, Any] = {}
     for name, least in (("hidden", 1), ("num_experts", 1), ("num_topk", 1), ("num_max_tokens_per_rank", 0)):
         plain[name] = as_int(name, getattr(s, name))
         if plain[name] < least:
@@ -138,3 +141,12 @@ def check_settings(
     if s.is_by_lane:
         s = replace(s, lanes=s.num_topk, num_topk=1, num_max_tokens_per_rank=s.num_topk * s.num_max_tokens_per_rank)
     return s
+
+
+def one_by_one(name: str, tensor: Any, num_tokens: int, s: Settings) -> Any:
+    """Return a tensor [num_tokens, lanes] as the exchange takes it: [num_tokens * lanes, 1]."""
+    if not isinstance(tensor, Tensor):
+        return tensor  # None, or what the checks of the call refuse
+    if tuple(tensor.shape) != (num_tokens, s.lanes):
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be [{num_tokens}, {s.lanes}]")
+    return tensor.reshape(-1, 1)

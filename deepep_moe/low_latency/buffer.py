@@ -17,11 +17,10 @@ from deepep_moe.arguments import as_int, check_bool
 from deepep_moe.device import is_gpu, making_on
 from deepep_moe.errors import BufferDestroyedError, BufferSuspendedError, EPError, told
 from deepep_moe.event import Event
-from deepep_moe.exchange.checks import one_by_one
 from deepep_moe.group import suspension
 from deepep_moe.group.nodes import find_nodes
 from deepep_moe.group.rendezvous import introduce, join
-from deepep_moe.group.settings import Settings, Sizes, check_settings
+from deepep_moe.group.settings import Settings, Sizes, check_settings, one_by_one
 from deepep_moe.library import is_dry_run
 from deepep_moe.low_latency.base import DESTROYED, FORKED, NOT_RECEIVED, LowLatencyBackend
 from deepep_moe.low_latency.checks import (

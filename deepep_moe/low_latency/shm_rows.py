@@ -103,10 +103,10 @@ class DispatchRows(Rows):
         # Rows of an expert lie by source, those of a source by the caller's token.
         token = torch.arange(local.shape[1], device=_CPU)
         first = torch.arange(s.num_ranks, device=_CPU)[:, None] * (capacity // s.num_ranks)
-        number = (first + token // s.lanes)[..., None]
+        numbers = (first + token // s.lanes)[..., None]
         chosen = torch.zeros((capacity, num_local + 1), dtype=torch.int64, device=_CPU)
-        chosen[number, local] = 1
-        places = (chosen.cumsum(0) - 1)[number, local]
+        chosen[numbers, local] = 1
+        places = (chosen.cumsum(0) - 1)[numbers, local]
         state.rows.copy_(torch.where(is_here, local * capacity + places, -1))
         num_rows = chosen[:, :num_local].sum(0)
         self._counts.copy_(num_rows)

@@ -149,8 +149,8 @@ class MoELayer(RankExperts):
             raise ValueError(f"a buffer was given, which has its own {', '.join(beside)}; leave {'it' if len(beside) == 1 else 'them'} out")
         if buffer is None:
             num_tokens = 4096 if num_max_tokens_per_rank is None else num_max_tokens_per_rank
-            how = {"backend": backend or "auto", "sums": sums or "ranks"}
-            buffer = Buffer(group, num_tokens, router.hidden, router.num_experts, router.num_topk, **how)
+            sizes = num_tokens, router.hidden, router.num_experts, router.num_topk
+            buffer = Buffer(group, *sizes, backend=backend or "auto", sums=sums or "ranks")
         self.buffer = buffer
         if fp8 and buffer.sums != "ranks":
             raise ValueError(f"fp8 is True, whose experts weight the rows, but the buffer's sums={buffer.sums!r} weight them in combine")

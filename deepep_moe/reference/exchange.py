@@ -181,9 +181,9 @@ def _combine_by_lane(
     totals = [torch.zeros(n, x[0].shape[1]) for n in num_tokens]
     for source, of_tokens in enumerate(terms):
         for token, by_lane in enumerate(of_tokens):
-            for _, (weight, row) in sorted(by_lane.items()):
+            for _, (weight, values) in sorted(by_lane.items()):
                 total = totals[source][token]
-                totals[source][token] = fused_multiply_add(weight, row, total) if is_fused else total + weight * row
+                totals[source][token] = fused_multiply_add(weight, values, total) if is_fused else total + weight * values
     if bias is not None:
         totals = [total + b.float() for total, b in zip(totals, bias, strict=True)]
     return [total.to(x[0].dtype) for total in totals]
