@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from benchmarks.common.link_rate import link_gbps
+from benchmarks.common.link import link_gbps
 from benchmarks.common.peers import check_peers
 from benchmarks.common.report import Record
 from deepep_moe import config
 from deepep_moe.errors import EPError
 from deepep_moe.tune.ranks import Rank, add_ranks_and_tokens, resolve_ranks, start
-from deepep_moe.tune.records import record, write_json
+from deepep_moe.tune.records import cpu_name, nccl_version, record, write_json
 
 
 @dataclass
@@ -49,10 +50,18 @@ class BenchRank(Rank):
         gc.freeze()  # collections stay short
         if not options.on_gpu:
             torch.set_num_threads(config.num_threads(num_ranks))  # baselines and memcpy use as many threads as we do
+        self.peers: Any = dist.group.WORLD if self.group is None else self.group
+        """The group of all ranks that other libraries take: NCCL's on GPUs, else the default group."""
         self.transport = "NCCL" if options.on_gpu else "gloo"
         """The library that moves the rows of the baselines."""
         self.link_gbps = link_gbps(self.timer, self.link_iterations or options.iterations)
         self.report = Report(failures=self.failures)
+
+    def hardware(self) -> str:
+        if not self.options.on_gpu:
+            return cpu_name()
+        gpus = f"{self.shape.num_ranks} x {torch.cuda.get_device_name(self.device)}"
+        return f"{gpus}, CUDA {torch.version.cuda}, NCCL {nccl_version()}; {cpu_name()}"
 
     def record(
         self, op: str, num_tokens: int, dtype: str, layout: str, times: Sequence[float], link_bytes: int, *,

@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.common.link import gather_counts
 from benchmarks.common.verify import close_to, expected_combine, expected_dispatch
 from deepep_moe.tune.operations import compare_bits
-from deepep_moe.tune.workload import Inputs, Shape, gather_counts
+from deepep_moe.tune.workload import Inputs, Shape
 
 
 def words(*columns: Tensor) -> Tensor:

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.common.link import tokens_from_to
 from benchmarks.common.peers import load_package, version_of
 from benchmarks.common.verify import close_to, expected_combine
 from deepep_moe.errors import EPError
-from deepep_moe.tune.workload import SCALE_BLOCK, Inputs, Operation, Shape, gather_counts, tokens_per_rank
+from deepep_moe.tune.workload import SCALE_BLOCK, Inputs, Operation, Shape
 
 _NUM_SMS = 24  # as in DeepEP's own benchmark
 BF16, FP8 = "bfloat16", "float8_e4m3fn"
@@ -189,7 +190,7 @@ def dequantized_inputs(inputs: Inputs) -> Inputs:
 
 def num_rows_received(inputs: Inputs, shape: Shape) -> int:
     """Return the number of (token, rank) rows that this rank receives. Collective."""
-    return int(gather_counts(tokens_per_rank(inputs.topk_idx, shape))[:, dist.get_rank()].sum())
+    return int(tokens_from_to(inputs.topk_idx, shape)[:, dist.get_rank()].sum())
 
 
 def check_num_rows(what: str, rows: Any, expected: int) -> None:

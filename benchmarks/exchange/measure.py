@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from benchmarks.common.link import link_rows, tokens_from_to
 from benchmarks.common.peers import foreign, make_peer
 from benchmarks.common.ranks import BenchRank, Report
 from benchmarks.common.report import Record
@@ -12,7 +13,7 @@ from benchmarks.common.verify import verify
 from benchmarks.exchange.baselines import PLANNED, verify_baseline, words
 from deepep_moe.tune.operations import operations
 from deepep_moe.tune.records import spread
-from deepep_moe.tune.workload import Inputs, Operation, gather_counts, link_rows, tokens_per_rank
+from deepep_moe.tune.workload import Inputs, Operation
 
 Baselines = dict[tuple[str, str, str], tuple[list[float], list[float]]]
 """Times of an all-to-all by operation, dtype and layout: of its rows alone, and with the permutes that a layer needs."""
@@ -35,7 +36,7 @@ class ExchangeRank(BenchRank):
         baselines = self._time_baselines(everyone)
         if self.timer.is_gpu:
             torch.cuda.empty_cache()  # the baselines' rows take more memory than ours
-        rows = link_rows(gather_counts(tokens_per_rank(inputs.topk_idx, self.shape)))
+        rows = link_rows(tokens_from_to(inputs.topk_idx, self.shape))
         buffer = self.new_buffer(num_tokens)
         self.say(f"{num_tokens} tokens, workspace {buffer.workspace_bytes / 2**20:.1f} MiB per rank")
         found = []
@@ -57,7 +58,7 @@ class ExchangeRank(BenchRank):
         what = f"{name}, {num_tokens} tokens"
         if self.timer.is_gpu:
             torch.cuda.empty_cache()
-        peer = self.agreed(what, partial(make_peer, name, self.shape, self.group_of_peers(), num_tokens))
+        peer = self.agreed(what, partial(make_peer, name, self.shape, self.peers, num_tokens))
         if peer is None:
             return []
         self.say(f"{what}, version {peer.version}")

@@ -13,10 +13,10 @@ from functools import partial
 
 import torch
 
+from benchmarks.common.link import link_rows, tokens_from_to
 from benchmarks.common.ranks import BenchRank, Report, add_sizes, resolve_sizes, run
 from benchmarks.common.report import Record, number, show_head, show_table, sms_of, spread_of
 from benchmarks.exchange.beside_gemms import NUM_SMS, OPS, BesideGemms, Schedule, figures_of
-from deepep_moe.tune.workload import gather_counts, link_rows, tokens_per_rank
 
 TOKENS = {"cuda": 4096, "cpu": 512}
 GEMM = {"cuda": (4096, 2048, 2048), "cpu": (32, 32, 32)}
@@ -72,7 +72,7 @@ class OverlapRank(BenchRank):
         The baseline of `ratio` is the same two halves, and then the GEMMs. A plain call, which has no halves, takes less time.
         """
         exchange, gemms, both = schedules
-        rows = link_rows(gather_counts(tokens_per_rank(beside.inputs.topk_idx, self.shape)))[op]
+        rows = link_rows(tokens_from_to(beside.inputs.topk_idx, self.shape))[op]
         one_by_one = [a + b for a, b in zip(exchange.total, gemms.total, strict=True)]
         return self.record(
             f"{op}+gemm", len(beside.inputs.x), "bfloat16", "expert", both.total, rows * 2 * self.shape.hidden,

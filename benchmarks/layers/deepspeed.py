@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from benchmarks.common.report import show_layers
 from benchmarks.layers import harness
 from benchmarks.layers.deepspeed_passes import AutoEPPass, CommunicationPass, LayerPass
-from benchmarks.layers.passes import PARTS, beyond, describe, differences, draw_inputs, slowest
+from benchmarks.layers.passes import PARTS, MeasuredLayer, beyond, describe, differences, draw_inputs, slowest
 from deepep_moe.testing import RankFailedError, run_ranks
 from deepep_moe.tune.records import DTYPES, write_json
 
@@ -64,18 +64,9 @@ class Shape:
 
 
 @dataclass
-class Measured:
+class Measured(MeasuredLayer):
     """The measurements of one rank and shape."""
 
-    backend: str
-    hardware: str
-    versions: str
-    link_bytes: dict[str, int]
-    """Bytes that this rank must send in a dispatch, by mode."""
-    differences: dict[str, dict[str, dict[str, float]]]
-    """The largest difference from DeepSpeed's results, by what is timed, mode and kind of result."""
-    times: dict[tuple[str, str], list[list[float]]] = field(default_factory=dict)
-    """Times by what is timed and kind of layer: an entry per turn, as `times_of` returns it."""
     kernel_us: dict[tuple[str, str], float] = field(default_factory=dict)
     """Time in kernels of a forward and a backward on GPUs, without gaps, by the same keys."""
 
@@ -191,11 +182,6 @@ def tolerance(shape: Shape) -> float:
     return {"fp32": 1e-4, "bf16": 6e-2}[shape.dtype]
 
 
-def fewest_kernel_us(ranks: list[Measured], what: str, kind: str) -> float:
-    """Return the time of the kernels on the rank that waits least for others."""
-    return min(rank.kernel_us[what, kind] for rank in ranks)
-
-
 def records_of(ranks: list[Measured], shape: Shape, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a record per thing timed, mode and part."""
     first, times, records = ranks[0], slowest(ranks), []
@@ -204,7 +190,8 @@ def records_of(ranks: list[Measured], shape: Shape, options: argparse.Namespace)
         extra: dict[str, Any] = {"capacity_factor": None if options.autoep else options.capacity_factor, "num_layers": options.num_layers}
         extra |= {"ffn_hidden": options.ffn_hidden if what in ("layer", "autoep") else None, "differences": first.differences[what][mode]}
         if part == PARTS[2] and first.kernel_us:
-            extra["us_kernels"], extra["rival_us_kernels"] = (fewest_kernel_us(ranks, what, kind) for kind in (mode, DEEPSPEED))
+            fewest = (min(rank.kernel_us[what, kind] for rank in ranks) for kind in (mode, DEEPSPEED))  # of the rank that waits least
+            extra["us_kernels"], extra["rival_us_kernels"] = fewest
         num_bytes = max(rank.link_bytes[mode] for rank in ranks) * (4 if part == PARTS[2] else 2)
         made = harness.record(
             f"deepspeed {what} {mode} {shape} {part}", of_shape, first, len(ranks), str(DTYPES[shape.dtype]).removeprefix("torch."),

@@ -23,6 +23,7 @@ from benchmarks.common.report import show_layers
 from benchmarks.layers import harness, megatron_steps
 from benchmarks.layers.megatron_steps import GROUPED
 from benchmarks.layers.passes import PARTS, Pass, StepTimes, beyond, describe, differences, draw_inputs, slowest, slowest_steps, worst
+from benchmarks.layers.passes import MeasuredLayer as MeasuredBase
 from benchmarks.layers.passes import difference as difference
 from benchmarks.layers.passes import kind_of as kind_of
 from deepep_moe.testing import run_ranks
@@ -99,14 +100,10 @@ def make_passes(layers: dict[str, Any], x: Tensor, cotangent: Tensor, num_ranks:
     exchanges[ALONE] = Rows(x, routing_map, num_ranks, permutes=False)
     exchanges[GATHERS] = Rows(x, routing_map, num_ranks, permutes=True)
     whole = {
-        name: Pass(partial(_run_layer, layer, x), cotangent, {"input": x} | dict(layer.named_parameters()))
+        name: Pass(partial(lambda layer: layer(x)[0], layer), cotangent, {"input": x} | dict(layer.named_parameters()))
         for name, layer in layers.items()
     }
     return {"exchange": exchanges, "layer": whole}
-
-
-def _run_layer(layer: Any, x: Tensor) -> Tensor:
-    return layer(x)[0]
 
 
 def link_bytes(routing_map: Tensor, row_bytes: int, num_ranks: int) -> int:
@@ -132,19 +129,11 @@ def compare(passes: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 @dataclass
-class Measured:
+class Measured(MeasuredBase):
     """The measurements of one rank."""
 
-    backend: str
-    hardware: str
-    versions: str
-    permutes_are_fused: bool
+    permutes_are_fused: bool = False
     """True if Megatron-Core's permutes are fused."""
-    link_bytes: int
-    differences: dict[str, dict[str, dict[str, float]]]
-    """Differences by what is timed, baseline and kind of result."""
-    times: dict[tuple[str, str], list[list[float]]] = field(default_factory=dict)
-    """Times by what is timed and dispatcher: an entry per turn, as `times_of` returns it."""
     steps: dict[str, list[StepTimes]] = field(default_factory=dict)
     """Times of training steps by who does them: an entry per turn."""
 
@@ -167,7 +156,7 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
         with torch.no_grad():
             sent = link_bytes(layers[OURS].router(x)[1], options.hidden * x.element_size(), num_ranks)
         backend = layers[OURS].token_dispatcher.buffer.backend
-        measured = Measured(backend, *describe("megatron-core", device, num_ranks), permutes_are_fused(), sent, found)
+        measured = Measured(backend, *describe("megatron-core", device, num_ranks), sent, found, permutes_are_fused=permutes_are_fused())
         measured.times = harness.times_in_turns(passes, device, _WARMUP, options.repeats)
         measured.steps = _time_steps(
             {OURS: passes["layer"][OURS], "alltoall": passes["layer"]["alltoall"], **steps}, device, options.repeats

@@ -1,6 +1,7 @@
 """Passes of a layer, their times and their differences."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, NamedTuple, Protocol
 
@@ -116,16 +117,22 @@ def times_of(timed: Any, timer: Timer) -> list[float]:
     return [forward, both - forward, both]
 
 
-class Timed(Protocol):
-    """The times of one rank."""
+@dataclass
+class MeasuredLayer:
+    """The measurements of one rank."""
 
-    times: dict[tuple[str, str], list[list[float]]]
-    """Times by what is timed and who does it: an entry per turn, as `times_of` returns it."""
+    backend: str
+    hardware: str
+    versions: str
+    link_bytes: Any
+    """Bytes that this rank must send in a dispatch; for DeepSpeed by mode."""
     differences: dict[str, dict[str, dict[str, float]]]
     """The largest differences of results by what is timed, who did it, and kind of result."""
+    times: dict[tuple[str, str], list[list[float]]] = field(default_factory=dict)
+    """Times by what is timed and who does it: an entry per turn, as `times_of` returns it."""
 
 
-def slowest(ranks: Sequence[Timed]) -> dict[tuple[str, str], dict[str, list[float]]]:
+def slowest(ranks: Sequence[MeasuredLayer]) -> dict[tuple[str, str], dict[str, list[float]]]:
     """Return the maximum over ranks in every turn, by what is timed and who does it, then by part."""
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
     for key in ranks[0].times:
@@ -134,7 +141,7 @@ def slowest(ranks: Sequence[Timed]) -> dict[tuple[str, str], dict[str, list[floa
     return found
 
 
-def worst(ranks: Sequence[Timed]) -> dict[str, dict[str, dict[str, float]]]:
+def worst(ranks: Sequence[MeasuredLayer]) -> dict[str, dict[str, dict[str, float]]]:
     """Return the differences, each the maximum over ranks. NaN counts as the largest."""
     return {
         what: {
@@ -145,7 +152,7 @@ def worst(ranks: Sequence[Timed]) -> dict[str, dict[str, dict[str, float]]]:
     }
 
 
-def beyond(ranks: Sequence[Timed], tolerance: float) -> list[str]:
+def beyond(ranks: Sequence[MeasuredLayer], tolerance: float) -> list[str]:
     """Return a line for each result that differs by more than `tolerance`, or is NaN."""
     return [
         f"{what}, {name}: {kind} differs by {value:.1e}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.link import link_rows, tokens_from_to
 from benchmarks.common.peers import foreign
 from benchmarks.common.ranks import BenchRank, Report
 from benchmarks.common.report import Record
@@ -20,7 +21,7 @@ from benchmarks.low_latency.peers import PEERS, SmallBatches
 from deepep_moe import LowLatencyBuffer
 from deepep_moe.tune.operations import operations
 from deepep_moe.tune.ranks import TIMEOUT_S
-from deepep_moe.tune.workload import Inputs, gather_counts, link_rows, tokens_per_rank
+from deepep_moe.tune.workload import Inputs
 
 _MOST_HALVES = 1000  # most calls in halves, which pause in between
 _OTHER_ITERATIONS = 200  # most calls of the all-to-all
@@ -81,7 +82,7 @@ class LowLatencyRank(BenchRank):
 
     def _make_peers(self) -> list[SmallBatches]:
         """Construct the peers that can be, each once for all sizes."""
-        group, most, made = self.group_of_peers(), max(self.options.num_tokens), []
+        group, most, made = self.peers, max(self.options.num_tokens), []
         for name in dict.fromkeys(self.options.peer):
             made.append(self.agreed(name, partial(foreign, partial(PEERS[name], self.shape, group, most))))
         return [peer for peer in made if peer is not None]
@@ -123,7 +124,7 @@ class LowLatencyRank(BenchRank):
     ) -> list[Record]:
         num_tokens = len(mine.x)
         iterations = self.options.iterations_of[num_tokens]
-        rows = link_rows(gather_counts(tokens_per_rank(mine.topk_idx, self.shape)))[o.op]
+        rows = link_rows(tokens_from_to(mine.topk_idx, self.shape))[o.op]
         eager = self.batches.times(o.call, iterations)
         halves = None if o.send is None else self.batches.halves(o.send, min(iterations, _MOST_HALVES))
         graph = self._graphs_of(o, iterations) if self.timer.is_gpu else None

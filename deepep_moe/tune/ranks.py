@@ -13,7 +13,6 @@ from deepep_moe import Buffer, config
 from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
 from deepep_moe.testing import run_ranks
-from deepep_moe.tune.records import cpu_name, nccl_version
 from deepep_moe.tune.timing import Timer
 from deepep_moe.tune.workload import Inputs, Shape, make_inputs
 
@@ -89,12 +88,6 @@ class Rank:
         if self.rank == 0:
             print(f"[{time.monotonic() - self.started:6.1f} s] EP{self.shape.num_ranks}: {text}", file=sys.stderr, flush=True)
 
-    def hardware(self) -> str:
-        if not self.options.on_gpu:
-            return cpu_name()
-        gpus = f"{self.shape.num_ranks} x {torch.cuda.get_device_name(self.device)}"
-        return f"{gpus}, CUDA {torch.version.cuda}, NCCL {nccl_version()}; {cpu_name()}"
-
     def new_buffer(self, num_tokens: int) -> Buffer:
         o = self.options
         group = self.group if o.backend == "collective" else None
@@ -106,12 +99,6 @@ class Rank:
         if getattr(o, "num_rail_sms", None) is not None:
             buffer.calls.backend.tuning.num_rail_sms = o.num_rail_sms  # type: ignore[attr-defined]
         return buffer
-
-    def group_of_peers(self) -> "dist.ProcessGroup":
-        """Return the group of all ranks that other libraries take: NCCL's on GPUs, else the default group."""
-        group = dist.group.WORLD if self.group is None else self.group
-        assert group is not None
-        return group
 
     def agreed(self, what: str, attempt: Callable[[], Any]) -> Any:
         """Return what `attempt` returns on this rank, or None on all ranks where it raised on any of them; `failures` says why."""

@@ -1,14 +1,11 @@
-"""The workload of the exchange benchmarks: sizes, inputs, one timed call, and the rows that it sends over the link."""
+"""The workload of the exchange benchmarks: sizes, inputs, and one timed call."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-
-from deepep_moe.ops.routing import is_token_in_rank
 
 SCALE_BLOCK = 128
 
@@ -74,25 +71,3 @@ class Operation:
     def name(self) -> str:
         short = {"bfloat16": "bf16", "float8_e4m3fn": "fp8"}[self.dtype]
         return " ".join([*([self.backend] if self.backend else []), self.op, short, self.layout])
-
-
-def gather_counts(own: Tensor) -> Tensor:
-    """Return `own` of every rank, a CPU tensor of one shape, as [num_ranks, ...]. Collective."""
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)
-    return torch.stack(gathered)
-
-
-def tokens_per_rank(topk_idx: Tensor, shape: Shape) -> Tensor:
-    """Return how many of the tokens go to each rank, [num_ranks] int64 on the CPU."""
-    return is_token_in_rank(topk_idx, shape.num_ranks, shape.num_local_experts).sum(0).cpu()
-
-
-def link_rows(num_tokens: Tensor) -> dict[str, int]:
-    """Return, by operation, the most rows that one rank sends over the link, if num_tokens [num_ranks, num_ranks] go from rank to rank.
-
-    A token goes to a remote rank once, however many of its experts it chose. Combine sends the same rows back.
-    """
-    remote = num_tokens.clone().fill_diagonal_(0)
-    out, back = int(remote.sum(1).max()), int(remote.sum(0).max())
-    return {"dispatch": out, "cached dispatch": out, "combine": back}

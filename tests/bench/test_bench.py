@@ -9,7 +9,7 @@ import torch
 from bench_cases import RECORD_FIELDS, TORCHRUN, bench, options_of
 from on_ranks import on_ranks
 
-from benchmarks.common import ranks, verify
+from benchmarks.common import link, ranks, verify
 from benchmarks.exchange import beside_gemms, measure, overlap
 from benchmarks.exchange import command as exchange
 from benchmarks.exchange.beside_gemms import BesideGemms, Schedule, figures_of
@@ -56,14 +56,14 @@ def test_records(launcher, tmp_path):
 def counts_rows(rank, num_ranks):
     # rank 0: token 0 stays, token 1 goes to both, token 2 to rank 1; rank 1: one token, to both
     idx = torch.tensor([[[0, 1], [0, 2], [2, 3]], [[3, 1]]][rank])
-    return workload.link_rows(workload.gather_counts(workload.tokens_per_rank(idx, SHAPE)))
+    return link.link_rows(link.tokens_from_to(idx, SHAPE))
 
 
 def test_rows_over_the_link():
     """Rank 0 sends 2 rows and rank 1 sends 1; in combine it is the other way round."""
     assert run_ranks(counts_rows, 2) == [{"dispatch": 2, "cached dispatch": 2, "combine": 2}] * 2
     uneven = torch.tensor([[5, 1, 4], [0, 7, 2], [0, 3, 9]])
-    assert workload.link_rows(uneven) == {"dispatch": 5, "cached dispatch": 5, "combine": 6}
+    assert link.link_rows(uneven) == {"dispatch": 5, "cached dispatch": 5, "combine": 6}
 
 
 class Recorder:

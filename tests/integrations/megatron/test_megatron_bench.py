@@ -98,7 +98,7 @@ def _measured(difference: float, *times: list[float]) -> megatron.Measured:
     differences = {"exchange": {"alltoall": {"output": difference}, "allgather": {"output": 0.0}}, "step": {}}
     turns = {("exchange", name): list(times) for name in ("deepep_moe", "alltoall")}
     steps = {name: [megatron_steps.StepTimes(2.0, 1.0, None)] for name in ("deepep_moe, grouped", "alltoall")}
-    return megatron.Measured("shm", "here", "these", False, 640, differences, turns, steps)
+    return megatron.Measured("shm", "here", "these", 640, differences, turns, steps=steps)
 
 
 @pytest.mark.parametrize("difference", [0.5, float("nan")])
