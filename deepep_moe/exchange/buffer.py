@@ -83,11 +83,11 @@ class Buffer(Sizes):
         ranks_per_node: how many consecutive ranks are a node, a divisor of the group's size. Combine sums a token's rows node by node, so
             this value changes the rounding of results (docs/design/contract.md). None: the ranks of one host are a node. Set it on one
             host to get the bits that several nodes would compute.
-        sums: how combine adds a token's rows. "ranks": on each expert's rank, then over the ranks; the fewest rows cross. "lanes": over the
-            lanes of top-k, ascending, in fp32 with one rounding to the rows' dtype. Results and gradients then do not depend on ranks,
-            nodes, backend or the placement of experts. "lanes_fma": likewise, but a weight's product is not rounded before it is added.
-            Each (token, lane) crosses as a row of its own. The rank layout has a row for each too, in the order (source rank, token, lane);
-            the handle's `topk_idx` is [num_tokens * num_topk, 1]; memory grows num_topk times (docs/rollout.md).
+        sums: how combine adds a token's rows. With "ranks" it adds on each expert's rank, then over the ranks; the fewest rows cross. With
+            "lanes" it adds over the lanes of top-k, ascending, in fp32 with one rounding to the rows' dtype. Results and gradients then do
+            not depend on ranks, nodes, backend or the placement of experts. "lanes_fma": likewise, but a weight's product is not rounded
+            before it is added. Each (token, lane) crosses as a row of its own. The rank layout has a row for each too, in the order (source
+            rank, token, lane); the handle's `topk_idx` is [num_tokens * num_topk, 1]; memory grows num_topk times (docs/rollout.md).
 
     Raises:
         ValueError: a bad argument, or a file of `DEEPEP_MOE_PROFILE` that cannot be read; the peers raise EPPeerError. All ranks raise

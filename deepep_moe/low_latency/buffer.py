@@ -251,8 +251,8 @@ class LowLatencyBuffer(Sizes):
             out: [num_tokens, hidden], dtype of `x`. The result is written to it.
             wire: None: rows travel in the dtype of `x`. With "fp8" they travel as e4m3 with one fp32 scale for 128 columns, half the bytes
                 of bf16. Each rank's contribution is then off by at most 1/16 of itself. Where 2^-10 / 448 of the largest magnitude in its
-                128 columns (1e-4 at least) is more, that is the bound. The sum of a node is quantized again where it crosses to another
-                node, with such an error of its own.
+                128 columns (1e-4 at least) is more, that is the bound. A node's sum is quantized again where it crosses to another
+                node. That has such an error too.
             async_op, return_hook: return at once with an Event or a hook, as `dispatch`.
 
         Returns:

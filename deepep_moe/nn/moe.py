@@ -96,7 +96,7 @@ class MoELayer(RankExperts):
         shared_expert: a module [num_tokens, hidden] -> [num_tokens, hidden], replicated on all ranks.
         buffer: a buffer for the router's settings. Layers that run one after another should share one: on a GPU, for 4096 tokens, it takes
             from 0.4 GiB (4 ranks, hidden 4096) to 1.5 GiB (8 ranks, hidden 7168). None: the layer makes its own.
-        group, num_max_tokens_per_rank (default 4096), backend, sums: arguments of `Buffer`, only without `buffer`.
+        group, num_max_tokens_per_rank, backend, sums: arguments of `Buffer`, only without `buffer`. The default of tokens is 4096.
         expert_alignment: rows of an expert are padded with zero rows to a multiple of it. None: 1, or 128 with `fp8`.
         num_recv_rows: a bound on the rows that this rank receives in a forward, padding included, as in `Buffer.dispatch`. The host then
             waits for nothing. Not allowed with a sequence of experts, which needs counts on the host. A bound of ranks x tokens of a rank x

@@ -92,8 +92,8 @@ def _ordered(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, bool]:
 def sum_lanes(sums: Tensor, rows: Tensor, weights: Tensor | None, bias: Tensor | None, is_fused: bool) -> None:
     """Write the sums of `Buffer(sums="lanes")` to `sums` [num_tokens, hidden], without gradient.
 
-    rows: [num_tokens * num_topk, hidden] in the dtype of `sums`, token by token. weights: as many, fp32, 0 where there is no row; None:
-    ones. bias: [num_tokens, hidden] or None. is_fused: a product is not rounded before it is added.
+    rows: [num_tokens * num_topk, hidden] in the dtype of `sums`, token by token. weights: as many, fp32, 0 where there is no row. None
+    stands for ones. bias: [num_tokens, hidden] or None. is_fused: a product is not rounded before it is added.
     """
     num_topk = len(rows) // max(1, len(sums))
     lanes = rows.view(len(sums), num_topk, sums.shape[1]).transpose(0, 1)

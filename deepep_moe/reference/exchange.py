@@ -114,7 +114,7 @@ def dispatch(
 
     x: [num_tokens, hidden] of each rank; topk_idx: [num_tokens, num_topk], -1 = none; topk_weights: fp32, same shape, or None.
     Layout "rank": one row per token received, by (source rank, token). Layout "expert": one row per (token, local expert), grouped by
-    expert, inside a group by (source rank, token), each group padded with zero rows to a multiple of `expert_alignment`.
+    expert, inside a group by (source rank, token). Zero rows pad each group to a multiple of `expert_alignment`.
     sums: as in `deepep_moe.Buffer`. By lanes the rank layout has one row per (token, lane), in the order (source rank, token, lane).
     """
     how = num_experts, layout, expert_alignment, x_scales, sums != "ranks"

@@ -82,7 +82,7 @@ class _Forward:
     """The result of the dispatch, kept until the combine."""
     tokens_per_expert: torch.Tensor | None = None
     weights: torch.Tensor | None = None
-    """Of the rows, if combine applies them."""
+    """Those of the rows, if combine applies them."""
     counting: LayerMetrics | None = None
     """Where this forward counts."""
     settle: Callable[[], tuple[Buffer, DispatchOutput]] | None = None

@@ -43,7 +43,7 @@ public:
     int num_local_experts() const { return config_.num_experts / config_.num_ranks; }
     const GpuWorkspaceConfig& config() const { return config_; }
     int num_multiprocessors() const { return num_multiprocessors_; }
-    // What the peers need to know, and to map: a new descriptor of the workspace.
+    // The peers need to know `handle`, and to map `share`, a new descriptor of the workspace.
     std::string handle() const { return memory_.handle(); }
     int share() const { return memory_.share(); }
     void connect(const std::vector<std::string>& handles, const std::vector<int>& descriptors) { memory_.connect(handles, descriptors); }
