@@ -327,6 +327,26 @@ def gather_objects(
     return [_read(row[:size].numpy().tobytes(), read, rank, phase) for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))]
 
 
+def agree(
+    phase: str, error: Exception | None, group: "dist.ProcessGroup | None", num_ranks: int, value: Any = None,
+    timeout_s: float | None = None,
+) -> list[Any]:  # fmt: skip
+    """Return the value of each rank. Raises this rank's error, or EPPeerError where a peer has one. Collective; raises as
+    `gather_objects`."""
+
+    def read(message: Any) -> tuple[Any, str | None]:
+        return message[0], _read_failure(message[1])
+
+    own = value, None if error is None else told(error)[:_MAX_WORDS]
+    answers = gather_objects(own, group, num_ranks, phase, config.timeout_s() if timeout_s is None else timeout_s, read)
+    if error is not None:
+        raise error
+    for rank, (_, reason) in enumerate(answers):
+        if reason is not None:
+            raise EPPeerError(f"rank {rank} did not make its call: {reason}", rank=rank)
+    return [answer for answer, _ in answers]
+
+
 def _read(data: bytes, read: Callable[[Any], _Message], rank: int, phase: str) -> _Message:
     try:
         return read(json.loads(data, object_hook=_from_json))

@@ -11,10 +11,9 @@ from deepep_moe.errors import EPMismatchError
 from deepep_moe.exchange.buffer import Buffer, new_layer
 from deepep_moe.exchange.checks import GUESS
 from deepep_moe.exchange.failures import notify_peers_on_failure
-from deepep_moe.group.rendezvous import join
+from deepep_moe.group.rendezvous import agree, join
 from deepep_moe.integrations.common.warn_once import say_on
 from deepep_moe.integrations.huggingface import saving
-from deepep_moe.integrations.huggingface.agreement import agree
 from deepep_moe.integrations.huggingface.proof import WEIGHTS, check, is_stack
 from deepep_moe.nn import GroupedExperts, mark_experts
 from deepep_moe.nn.rank_parameters import RankExperts

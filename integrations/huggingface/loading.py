@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from deepep_moe.group.rendezvous import join
-from deepep_moe.integrations.huggingface.agreement import agree, together
+from deepep_moe.group.rendezvous import agree, join
 from deepep_moe.integrations.huggingface.blocks import spread_experts
 from deepep_moe.integrations.huggingface.proof import WEIGHTS
+from deepep_moe.integrations.huggingface.saving import together
 
 
 def load_spread(

@@ -1,5 +1,6 @@
 """Save a spread model as transformers saves the plain one: one tensor at a time goes to rank 0, which writes one file at a time."""
 
+import contextlib
 import functools
 import inspect
 import json
@@ -15,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepep_moe.errors import EPMismatchError
-from deepep_moe.group.rendezvous import hanging_up, moves_cpu_tensors
-from deepep_moe.integrations.huggingface.agreement import agree, together
+from deepep_moe.group.rendezvous import agree, hanging_up, moves_cpu_tensors
 from deepep_moe.integrations.huggingface.proof import WEIGHTS
 from deepep_moe.nn.rank_parameters import RankExperts
 
@@ -27,6 +27,18 @@ _SAVERS = {
     ("torch.distributed.checkpoint.state_dict", "get_state_dict"),
 }
 _ADAPTER_SAVERS = {("peft.utils.save_and_load", "get_peft_model_state_dict")}
+_DISK_TIMEOUT_S = 86_400.0  # peers wait for a rank that writes or reads a checkpoint
+
+
+@contextlib.contextmanager
+def together(what: str, group: "dist.ProcessGroup | None", num_ranks: int) -> Iterator[None]:
+    """Raise on all ranks if the body, which may read or write files, has failed on one. Collective."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as failed:
+        error = failed
+    agree(what, error, group, num_ranks, timeout_s=_DISK_TIMEOUT_S)
 
 
 class _WholeState:

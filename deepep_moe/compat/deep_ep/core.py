@@ -8,13 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepep_moe import config
 from deepep_moe.device import is_gpu
-from deepep_moe.errors import BufferDestroyedError, EPError, EPPeerError
-from deepep_moe.errors import told as told_of
+from deepep_moe.errors import BufferDestroyedError, EPError
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.growing import GrowingBuffer
-from deepep_moe.group.rendezvous import gather_objects, host_id, join
+from deepep_moe.group.rendezvous import agree, host_id, join
 from deepep_moe.group.suspension import Memory
 
 _Result = TypeVar("_Result")
@@ -23,7 +21,6 @@ _Key = TypeVar("_Key")
 _Buffer = TypeVar("_Buffer")
 DESTROYED = "this buffer of deep_ep was destroyed; construct another"
 _OPTION = "num_max_tokens_per_rank of the DeepEP buffer"
-_MAX_WORDS = 1000  # of an error that peers are told
 MAX_SIZES = 8
 """The buffers that are kept for calls of different sizes; the oldest one goes where there are more, once no handle needs it."""
 
@@ -74,7 +71,7 @@ class Buffers(Suspending):
         """Tell the peers that this rank does not make its call in `buffer`, or with None their first call. Return `error`."""
         if self._is_destroyed:
             return error
-        with contextlib.suppress(EPError):  # of peers that do not come: `error` says more
+        with contextlib.suppress(EPError, type(error)):  # of peers that do not come: `error` says more
             if buffer is not None:
                 buffer.refuse(error)
             else:
@@ -187,19 +184,6 @@ def keep(buffers: dict[_Key, _Buffer], key: _Key, buffer: _Buffer) -> None:
 def greet(group: dist.ProcessGroup, error: Exception | None = None) -> list[str]:
     """Return the host of every rank, before they make a buffer together. Collective.
 
-    error: why this rank does not make the call that needs the buffer. Its peers raise EPPeerError with the reason.
+    error: why this rank does not make the call that needs the buffer. It is raised, and the peers raise EPPeerError with the reason.
     """
-    reason = None if error is None else told_of(error)[:_MAX_WORDS]
-    num_ranks = dist.get_world_size(group)
-    told = gather_objects([host_id(), reason], group, num_ranks, "first call of a DeepEP buffer", config.timeout_s(), _greeting)
-    for rank, (_, theirs) in enumerate(told):
-        if theirs is not None and error is None:
-            raise EPPeerError(f"rank {rank} did not make its call: {theirs}", rank=rank)
-    return [host for host, _ in told]
-
-
-def _greeting(told: Any) -> tuple[str, str | None]:
-    host, reason = told
-    if not isinstance(host, str) or not isinstance(reason, (str, type(None))):
-        raise TypeError("greeting")
-    return host, reason
+    return agree("first call of a DeepEP buffer", error, group, dist.get_world_size(group), host_id())
