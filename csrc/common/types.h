@@ -17,7 +17,6 @@ namespace deepep_moe {
 
 constexpr int kMaxRanks = 64;
 constexpr int kMaxTopk = 32;
-constexpr int kMaxChannels = 64;
 constexpr int kScaleBlock = 128;                          // columns of an fp8 row that share one fp32 scale
 constexpr float kFp8Largest = 448.0f, kFp8Least = 1e-4f;  // of e4m3; a block's largest magnitude counts as at least kFp8Least
 constexpr float kFp8LeastTrained = 0x1p-100f;             // the same for blocks whose gradients may be small; their scale is normal

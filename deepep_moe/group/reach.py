@@ -36,6 +36,13 @@ def why_not_nvshmem(peers: list[Introduction], settings: Settings) -> str | None
     return None
 
 
+def why_not_one_node(settings: Settings) -> str | None:
+    """The reason a backend of one node cannot serve these ranks, or None."""
+    if settings.num_nodes == 1:
+        return None
+    return f"it serves one node, and ranks_per_node is {settings.ranks_per_node} for {settings.num_ranks} ranks; 'nvshmem' serves several"
+
+
 def why_not_nvlink(peers: list[Introduction]) -> str | None:
     """The reason the nvlink backend cannot serve these ranks, or None."""
     if not hasattr(_C, "NvlinkExchange"):

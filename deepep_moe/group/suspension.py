@@ -1,7 +1,6 @@
 """Memory of buffers that the ranks give back together, and make again together."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
@@ -10,7 +9,6 @@ from deepep_moe.group.rendezvous import Connectable, check_same, connect, gather
 from deepep_moe.group.settings import Settings
 
 SUSPENDED = "this buffer is suspended; call resume() on every rank before its next call"
-_Read = TypeVar("_Read")
 
 
 class Memory(NamedTuple):
@@ -53,7 +51,7 @@ def agree(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup | 
     if backend.why_not_suspend:
         raise EPError(f"this buffer cannot be suspended: {backend.why_not_suspend}; destroy it, and make another when it is needed")
     with hanging_up(group):
-        votes = _gather([num_calls, None if error is None else told(error)], settings, group, _vote)
+        votes = _vote(num_calls, None if error is None else told(error), settings, group)
     if error is not None:
         raise error
     for rank, (_, reason) in enumerate(votes):
@@ -72,7 +70,7 @@ def release(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup 
             backend.check()
         except (EPError, ValueError) as error:
             failure = error
-        _gather([0, None], settings, group, _vote)
+        _vote(0, None, settings, group)
     return failure
 
 
@@ -88,12 +86,10 @@ def resume(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup |
         raise BufferSuspendedError(f"the buffer is still suspended, {made}; free memory there, then call resume() again on every rank")
 
 
-def _gather(own: Any, settings: Settings, group: "dist.ProcessGroup | None", read: Callable[[Any], _Read]) -> list[_Read]:
-    return gather_objects(own, group, settings.num_ranks, "suspension of a buffer", settings.timeout_s, read)
+def _vote(num_calls: int, reason: str | None, settings: Settings, group: "dist.ProcessGroup | None") -> list[tuple[int, str | None]]:
+    def read(vote: Any) -> tuple[int, str | None]:
+        if type(vote[0]) is not int or not isinstance(vote[1], (str, type(None))):
+            raise TypeError("vote")
+        return vote[0], vote[1]
 
-
-def _vote(told: Any) -> tuple[int, str | None]:
-    num_calls, reason = told
-    if type(num_calls) is not int or not isinstance(reason, (str, type(None))):
-        raise TypeError("vote")
-    return num_calls, reason
+    return gather_objects([num_calls, reason], group, settings.num_ranks, "suspension of a buffer", settings.timeout_s, read)

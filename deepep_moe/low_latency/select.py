@@ -4,7 +4,7 @@ import torch.distributed as dist
 
 from deepep_moe import _C
 from deepep_moe.errors import BackendUnavailableError
-from deepep_moe.group.reach import are_on_gpus, check_torch, why_not_nvlink, why_not_nvshmem, why_not_shm
+from deepep_moe.group.reach import are_on_gpus, check_torch, why_not_nvlink, why_not_nvshmem, why_not_one_node, why_not_shm
 from deepep_moe.group.rendezvous import Introduction, connect
 from deepep_moe.group.settings import Settings
 from deepep_moe.low_latency.base import LowLatencyBackend
@@ -51,11 +51,11 @@ def _make(
             check_torch(peers)
         return reason or nvshmem_rail.make(lambda: NvshmemLowLatencyBackend(settings, mask_stalled), settings, peers, group)
     if name == "nvlink":
-        reason = why_not_nvlink(peers) or _why_several_nodes(settings)
+        reason = why_not_nvlink(peers) or why_not_one_node(settings)
         if reason is None:
             check_torch(peers)
         return reason or connect(lambda: NvlinkLowLatencyBackend(settings, mask_stalled), settings, group)
-    reason = too_many or why_not_shm(peers) or _why_several_nodes(settings)
+    reason = too_many or why_not_shm(peers) or why_not_one_node(settings)
     return reason or connect(lambda: ShmLowLatencyBackend(settings, mask_stalled), settings, group)
 
 
@@ -67,9 +67,3 @@ def _why_too_many(peers: list[Introduction], most: int) -> str | None:
     if len(peers) > most:
         return f"low-latency buffers serve at most {most} ranks, this group has {len(peers)}"
     return None
-
-
-def _why_several_nodes(settings: Settings) -> str | None:
-    if settings.num_nodes == 1:
-        return None
-    return f"it serves one node, and ranks_per_node is {settings.ranks_per_node} for {settings.num_ranks} ranks; 'nvshmem' serves several"

@@ -147,7 +147,7 @@ def test_same_bits(rank, num_ranks, tmp_path):
     profile_module.NvlinkBackend.use = lambda self, values: (heard.append(values), use(self, values))[1]
     how = {"dtype": torch.bfloat16, "with_bias": True, "backends": ("nvlink",)}
     for layout, mode in itertools.product(("expert", "rank"), ("now", "hook")):
-        profile_module._warned.clear()
+        profile_module._warn.cache_clear()
         check_case(rank, num_ranks, Case([140, 37, 200], layout=layout, mode=mode, **how))
         assert heard == [VALUES], (layout, mode)
         heard.clear()

@@ -1,5 +1,6 @@
 """Tuned settings of a buffer: all ranks take the same profile, or the construction fails."""
 
+import functools
 import logging
 from dataclasses import asdict
 from typing import Any
@@ -13,8 +14,6 @@ from deepep_moe.group.settings import Settings
 from deepep_moe.tuning import SETTINGS, Loaded, Profile, Shape, choose
 
 logger = logging.getLogger("deepep_moe")
-_warned: set[str] = set()
-"""Warnings of this process: one is enough, however many buffers a model has."""
 
 
 def agree_on_profile(backend: Backend, settings: Settings, loaded: Loaded, group: "dist.ProcessGroup | None") -> Profile | None:
@@ -53,10 +52,9 @@ def agree_on_profile(backend: Backend, settings: Settings, loaded: Loaded, group
     return found.profile
 
 
+@functools.cache  # one warning is enough for this process, however many buffers a model has
 def _warn(text: str) -> None:
-    if text not in _warned:
-        _warned.add(text)
-        logger.warning("Buffer: %s", text)
+    logger.warning("Buffer: %s", text)
 
 
 def _read(told: Any) -> tuple[str, dict[str, Any]]:

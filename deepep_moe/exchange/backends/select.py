@@ -9,7 +9,7 @@ from deepep_moe.exchange.backends.base import Backend
 from deepep_moe.exchange.backends.collective import CollectiveBackend
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
 from deepep_moe.exchange.backends.shm import ShmBackend
-from deepep_moe.group.reach import are_on_gpus, check_torch, why_not_nvlink, why_not_nvshmem, why_not_shm
+from deepep_moe.group.reach import are_on_gpus, check_torch, why_not_nvlink, why_not_nvshmem, why_not_one_node, why_not_shm
 from deepep_moe.group.rendezvous import Introduction, connect
 from deepep_moe.group.settings import Settings
 
@@ -28,11 +28,7 @@ def _make(name: str, settings: Settings, peers: list[Introduction], group: "dist
         if (reason := why_not_nvshmem(peers, settings)) is None:
             check_torch(peers)
         return reason or nvshmem.make(settings, peers, group)
-    if settings.num_nodes > 1:
-        return (
-            f"it serves one node, and ranks_per_node is {settings.ranks_per_node} for {settings.num_ranks} ranks; 'nvshmem' serves several"
-        )
-    if (reason := why_not_nvlink(peers)) is None:
+    if (reason := why_not_one_node(settings) or why_not_nvlink(peers)) is None:
         check_torch(peers)
     return reason or connect(lambda: NvlinkBackend(settings), settings, group)
 
