@@ -40,7 +40,7 @@ struct Kernel : CombineRows<kType> {
             return p.direct && p.is_expert_layout ? p.recv_row_idx[token] : token;
         };
         const auto rows = [&](const Source& to, int index, int found, const std::byte*& row, const std::byte*& tail) {
-            const int64_t at = within_bound(found);
+            const int64_t at = max(within_bound(found), int64_t{0});  // -1: a row that a bound has left out; its sum does not count
             row = p.direct ? p.x + at * row_bytes : own.outbox(to.rank) + index * slot.bytes;
             tail = p.direct ? reinterpret_cast<const std::byte*>(p.topk_weight_grads + at * config.num_topk) : row + row_bytes;
         };

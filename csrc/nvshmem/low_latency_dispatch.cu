@@ -127,7 +127,8 @@ __global__ void __launch_bounds__(kThreads, 2) rail_send(const __grid_constant__
 template <DType kType>
 const char* launch_type(const Launch& l, void* stream) noexcept {
     const LowLatencyConfig& config = l.rail.context.config;
-    const int64_t bytes = static_cast<int64_t>(sizeof(Shared)) + 4 * config.num_experts * ((config.num_max_tokens / config.lanes + 31) / 32);
+    const int64_t bytes =
+        static_cast<int64_t>(sizeof(Shared)) + 4 * config.num_experts * ((config.num_max_tokens / config.lanes + 31) / 32);
     return l.call.what.fp8 ? try_launch<rail_send<kType, true>>("rail_send", l.num_blocks, bytes, l, stream, starts_early())
                            : try_launch<rail_send<kType, false>>("rail_send", l.num_blocks, bytes, l, stream, starts_early());
 }

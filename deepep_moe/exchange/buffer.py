@@ -225,7 +225,7 @@ class Buffer(Sizes):
         Args:
             x: [num_tokens, hidden] contiguous, fp32, bf16, fp16, or fp8 with `x_scales`.
             topk_idx: [num_tokens, num_topk] int64 or int32, any strides. An index of -1 means no expert. A row must not name an expert
-                twice. Not allowed with `handle`.
+                twice, which GPUs do not check with sums by lanes. Not allowed with `handle`.
             topk_weights: [num_tokens, num_topk] fp32, any strides. They are sent with the rows.
             x_scales: [num_tokens, ceil(hidden / 128)] fp32. Required for fp8 rows, not allowed otherwise.
             layout: "expert": one row per (token, local expert), grouped by local expert. In a group rows are ordered by source rank, then
@@ -344,7 +344,8 @@ class Buffer(Sizes):
         Args:
             x: [num_rows, hidden] contiguous, fp32, bf16 or fp16, rows as the dispatch of `handle` returned them.
             handle: the handle of a dispatch of this buffer.
-            topk_weights: [num_rows] fp32. They are the rows' weights (`recv_topk_weights` of the expert layout). None: a plain sum.
+            topk_weights: [num_rows] fp32. They are the rows' weights (`recv_topk_weights` of the expert layout). None: a plain sum. With
+                sums by lanes all ranks give weights, or none does.
             bias: [num_tokens, hidden], dtype of `x`. It is added on the token's rank.
             fp8: "blockwise": the backward dispatches its gradient as a dispatch with `fp8="blockwise"` does. The gradient of `x` is then
                 `QuantizedRows`, which `grouped_mlp` takes. The forward sends rows unchanged. Needs the handle of a blockwise dispatch and

@@ -170,7 +170,7 @@ class Calls:
         self._refuse_second_caller()
         with self._calling, unwatched():
             backend = self._admit(check_dispatch, args)
-            args = self._with_row_per_lane(backend, args)
+            args = self.refuse_on_failure(self._with_row_per_lane, backend, args)
             num_calls = backend.num_calls
             rows, handle, move = self._tell_on_failure(num_calls, partial(backend.plan, args))
             self._move(args.mode, num_calls, move, args, rows, handle)
@@ -181,7 +181,7 @@ class Calls:
         self._refuse_second_caller()
         with self._calling, unwatched():
             backend = self._admit(check_cached_dispatch, args)
-            args = self._with_row_per_lane(backend, args)
+            args = self.refuse_on_failure(self._with_row_per_lane, backend, args)
             num_calls = backend.num_calls
             rows, move = self._tell_on_failure(num_calls, partial(backend.dispatch_cached, args))
             self._move(args.mode, num_calls, move, args, rows)
@@ -213,12 +213,12 @@ class Calls:
             mode = replace(mode, is_async=False, is_split=False)  # the sum follows on the caller's stream
         if sent is not None and args.handle.layout == "rank":
             sent = sent.unsqueeze(1)
-        one_by_one = CombineArgs(mode, args.x, None, None, args.topk_weight_grads if sent is None else sent, args.handle)
+        unsummed = CombineArgs(mode, args.x, None, None, args.topk_weight_grads if sent is None else sent, args.handle)
+        combined_x = self.refuse_on_failure(args.x.new_empty, args.handle.num_tokens // s.lanes, s.hidden)
         num_calls = backend.num_calls
-        rows, values, move = self._tell_on_failure(num_calls, partial(backend.combine, one_by_one))
-        combined_x = rows.new_empty(len(rows) // s.lanes, s.hidden)
+        rows, values, move = self._tell_on_failure(num_calls, partial(backend.combine, unsummed))
         add = partial(sum_lanes, combined_x, rows, None if sent is None else values, args.bias, s.sums == "lanes_fma")
-        keep_alive = args, one_by_one, rows, values, combined_x
+        keep_alive = args, unsummed, rows, values, combined_x
         if callable(move):
             self._move(mode, num_calls, partial(_one_after_the_other, move, add), *keep_alive)
         else:

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.arguments import as_int, check_is_tensor, check_plain, check_tensor, lacks_memory
-from deepep_moe.device import DTYPE_NAMES, FLOATS
+from deepep_moe.device import DTYPE_NAMES, FLOATS, is_gpu
 from deepep_moe.exchange.backends.base import LAYOUTS, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.group.settings import MAX_NUMBER, Settings
 from deepep_moe.library import refuse_watchers
 from deepep_moe.ops.fp8_products import check_alignment
 from deepep_moe.ops.quantized import QuantizedRows
+from deepep_moe.ops.routing import refuse_bad_routing
 
 MAX_ALIGNMENT = 1 << 16
 BLOCKWISE = "blockwise"
@@ -187,6 +188,8 @@ def check_dispatch(args: DispatchArgs, s: Settings) -> None:
     _check_weights("topk_weights", args.topk_weights, (num_tokens, s.num_topk), args.x, any_strides=True)
     _check_scales(args.x, args.x_scales)
     _check_layout(args.layout, args.expert_alignment)
+    if s.is_by_lane and not is_gpu(args.x.device):  # a backend does not see which lanes are of one token
+        refuse_bad_routing(args.topk_idx.reshape(-1, s.lanes), s.num_experts)
     if num_tokens > s.num_max_tokens_per_rank:
         raise ValueError(
             f"x has {args.x.shape[0]} tokens, more than the buffer's num_max_tokens_per_rank of {s.num_max_tokens_per_rank // s.lanes}; "

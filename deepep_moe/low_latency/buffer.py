@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepep_moe import config
 from deepep_moe.arguments import as_int, check_bool
-from deepep_moe.device import is_gpu, making_on
+from deepep_moe.device import current_stream, is_gpu, making_on
 from deepep_moe.errors import BufferDestroyedError, BufferSuspendedError, EPError, told
 from deepep_moe.event import Event
 from deepep_moe.group import suspension
@@ -48,16 +48,17 @@ class LowLatencyBuffer(Sizes):
     """Dispatch and combine with one kernel each, no wait on the host, and a hook to receive with.
 
     Rank r of R holds experts r * E / R to (r + 1) * E / R - 1. Every rank of the group must create the buffer and then make the same calls
-    in the same order; token counts may differ from rank to rank and call to call. A token crosses a link once per rank, and is copied to
-    its experts' rows there; `combine` sums on the experts' rank first, so one row per (token, rank) comes back. Calls may be captured in
-    CUDA graphs. No gradients: training with large batches has `Buffer`.
+    in the same order; token counts may differ from rank to rank and call to call. With sums by ranks a token crosses a link once per rank,
+    and is copied to its experts' rows there; `combine` sums on the experts' rank first, so one row per (token, rank) comes back. Calls may
+    be captured in CUDA graphs. No gradients: training with large batches has `Buffer`.
 
     With `return_hook=True` a call sends and returns, `hook()` receives; in between no SM is held. A call may be sent while the
     last one was not received, but not while the one before that was not: what double-batch overlap needs (`deepep_moe.nn.overlap`).
 
     Args:
         group: the process group. None: the default group where torch.distributed is initialized, else this process alone.
-        num_max_tokens_per_rank: most tokens one rank may dispatch in a call. It must be 1 to 65535.
+        num_max_tokens_per_rank: most tokens one rank may dispatch in a call. It must be 1 to 65535, with `sums`
+            by lanes 1 to 65535 / num_topk.
         hidden: columns of a row. A row must be a multiple of 16 bytes, and with `fp8` of 128 columns.
         num_experts: experts of all ranks together. Their number is a multiple of the group's size.
         num_topk: experts per token. At most 32 are allowed.
@@ -284,7 +285,8 @@ class LowLatencyBuffer(Sizes):
         """Return x and topk_idx for each (token, lane), the weights of the lanes, and which of these have an expert."""
         s = self._settings
         self._choose(x)
-        if not isinstance(x, Tensor) or x.dim() != 2 or not isinstance(topk_idx, Tensor):
+        is_like_rows = isinstance(x, Tensor) and x.dim() == 2 and x.shape[1] == s.hidden and x.is_contiguous()
+        if not is_like_rows or not isinstance(topk_idx, Tensor):
             return x, topk_idx, None, None  # which the checks refuse
         try:
             topk_idx = one_by_one("topk_idx", topk_idx, len(x), s)
@@ -292,10 +294,10 @@ class LowLatencyBuffer(Sizes):
             if topk_weights is not None:
                 check_lane_weights(topk_weights, len(x), s, self._alive())
                 topk_weights = topk_weights.masked_fill(~is_sent, 0.0)
-        except (TypeError, ValueError) as error:
+            return for_lanes(x, s.lanes), topk_idx, topk_weights, is_sent
+        except BaseException as error:
             self._begin()
             self._refuse(error)
-        return for_lanes(x, s.lanes), topk_idx, topk_weights, is_sent
 
     def _combine_by_lane(
         self, x: Tensor, handle: LowLatencyHandle, topk_weights: Tensor | None, out: Tensor | None, wire: str | None, async_op: bool,
@@ -316,7 +318,8 @@ class LowLatencyBuffer(Sizes):
         if not (async_op or return_hook):
             add()
             return sums
-        event = self._in_flight_of(made).then(add)
+        tensors, stream = (sums, made.combined_x, weights), current_stream(x.device)
+        event = self._in_flight_of(made).then(partial(_add_there, add, tensors, stream))
         return sums, event.wait if return_hook else event
 
     def combine_input(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -565,3 +568,11 @@ class LowLatencyBuffer(Sizes):
         if os.getpid() != self._backend.process_id:
             raise BufferDestroyedError(FORKED)
         return self._backend
+
+
+def _add_there(add: Callable[[], None], tensors: tuple[Tensor | None, ...], first: int) -> None:
+    """Call `add` on the stream that is current now, which reads and writes tensors of the stream `first`."""
+    for tensor in tensors:
+        if tensor is not None and tensor.is_cuda and current_stream(tensor.device) != first:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    add()

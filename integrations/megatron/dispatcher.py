@@ -98,6 +98,10 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
 
     def __init__(self, num_local_experts: int, local_expert_indices: list[int], config: Any, *, buffers: LayerBuffers, **groups: Any):
         _check_config(config, buffers.options.expert_alignment)
+        if buffers.options.sums != "ranks" and getattr(config, "moe_apply_probs_on_input", False):
+            raise ValueError(
+                f"moe_apply_probs_on_input is True, but sums={buffers.options.sums!r} applies the probs to outputs; set it to False"
+            )
         if buffers.options.fp8:
             check_fp8(config)
         # Not the flex dispatcher's own constructor: it would demand DeepEP and build its communication manager.

@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 from fractions import Fraction
+from unittest import mock
 
 import pytest
 import torch
@@ -180,6 +181,28 @@ def test_gradients(rank, num_ranks, backend, sums):
         torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-5, atol=1e-5, msg=lambda told, name=name: f"{name}: {told}")
 
 
+@on_ranks(2, backend=BACKENDS, how=("async_op", "return_hook"))
+def test_gradients_of_calls_in_flight(rank, num_ranks, backend, how):
+    """The sum on the buffer's thread is no part of autograd, and may end after an inference mode."""
+    found = []
+    for options in ({}, {how: True}):
+        buffer, x, idx, weights = opened(replace(CASE, num_tokens=[11, 6]), backend, rank, sums="lanes")
+        bias = torch.ones_like(x, requires_grad=True)
+        out = buffer.dispatch(x.requires_grad_(), idx, weights.requires_grad_())
+        y = buffer.combine(out.recv_x * 3, out.handle, out.recv_topk_weights, bias=bias, **options)
+        if options:
+            y, end = y
+            (end if how == "return_hook" else end.wait)()
+        y.float().square().sum().backward()
+        with torch.inference_mode():
+            again = buffer.combine(out.recv_x.detach(), out.handle, **options)
+        if options:
+            again, end = again
+            (end if how == "return_hook" else end.wait)()
+        found.append((y.detach(), x.grad, weights.grad, bias.grad, again.clone()))
+    assert_all_same("now and in flight", *found)
+
+
 @on_ranks(2, backend=BACKENDS)
 def test_along_a_handle(rank, num_ranks, backend):
     buffer, x, idx, weights = opened(replace(CASE, num_tokens=[11, 6], num_topk=3), backend, rank, sums="lanes")
@@ -248,6 +271,15 @@ def test_refusals():
         buffer.dispatch(x, idx[:, :1])
     with pytest.raises(ValueError, match="x has 5 tokens, more than the buffer's num_max_tokens_per_rank of 4"):
         buffer.dispatch(torch.ones(5, 8), torch.tensor([[0, 1]] * 5))
+    for wrong, told in ((9, r"topk_idx\[2, 1\] is 9; it must be -1"), (0, r"topk_idx\[2\] names expert 0 twice, in lanes 0 and 1")):
+        bad = idx.clone()
+        bad[2, 1] = wrong
+        with pytest.raises(ValueError, match=told):
+            buffer.dispatch(x, bad)
+    calls = buffer.num_calls
+    with mock.patch("deepep_moe.exchange.calls.for_lanes", side_effect=MemoryError), pytest.raises(MemoryError):
+        buffer.dispatch(x, idx)
+    assert buffer.num_calls == calls + 1, "the peers were told"
     out = buffer.dispatch(x, idx)
     with pytest.raises(ValueError, match=r"bias has shape \[8, 8\]; it must be \[4, 8\]"):
         buffer.combine(out.recv_x, out.handle, bias=torch.ones(8, 8))

@@ -97,10 +97,11 @@ def test_refusals(rank, backend):
     x, idx = on_device(backend, rank, torch.ones(3, 128, dtype=torch.bfloat16), torch.tensor([[0, 1, 2, 3, 4]] * 3))
     for wrong, words in (
         ({"topk_idx": idx[:, :1].contiguous()}, r"topk_idx has shape \[3, 1\]; it must be \[3, 5\]"),
+        ({"x": x[:, :64].contiguous(), "topk_idx": idx}, r"x has shape \[3, 64\]; it must be \[3, 128\]"),
         ({"topk_idx": idx, "topk_weights": torch.ones(3, 1, device=x.device)}, r"topk_weights has shape \[3, 1\]"),
     ):
         with pytest.raises(ValueError if rank == 0 else EPPeerError, match=words):
-            buffer.dispatch(x, **(wrong if rank == 0 else {"topk_idx": idx}))
+            buffer.dispatch(**({"x": x} | (wrong if rank == 0 else {"topk_idx": idx})))
             finish(buffer)
     twice = idx.clone()
     twice[2, 4] = 1

@@ -104,8 +104,11 @@ int AddressRange::release() {
 void AddressRange::unmap() { check(release(), "cannot unmap a workspace (cuMemUnmap, cuMemRelease)"); }
 
 void AddressRange::free() noexcept {
-    release();
-    if (begin != nullptr) DEEPEP_MOE_DRIVER(cuMemAddressFree)(number(std::exchange(begin, nullptr)), bytes);
+    try {
+        release();
+        if (begin != nullptr) DEEPEP_MOE_DRIVER(cuMemAddressFree)(number(std::exchange(begin, nullptr)), bytes);
+    } catch (const std::runtime_error&) {  // the driver has gone, and the memory with it
+    }
 }
 
 // ---- a workspace ----
@@ -130,9 +133,10 @@ GpuMemory::~GpuMemory() {
     const bool is_shared = cudaDeviceSynchronize() == cudaSuccess && watch_ != nullptr;
     watch_.reset();
     for (int rank = 0; is_shared && rank < num_ranks_; ++rank) leave(rank);
-    cudaDeviceSynchronize();  // the words are on their way when cudaMemcpy returns; unmapped memory would be a fault
+    const bool has_ended = cudaDeviceSynchronize() == cudaSuccess;  // also the words, which are on their way when cudaMemcpy returns
     cudaFreeHost(ended_);
-    for (AddressRange& range : workspaces_) range.free();
+    for (AddressRange& range : workspaces_)
+        if (has_ended) range.free();  // a kernel that still ran would fault
 }
 
 void GpuMemory::disconnect() {

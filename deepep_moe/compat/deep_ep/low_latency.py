@@ -165,7 +165,8 @@ class LowLatencyCalls:
         """Sum each token's expert outputs, weighted, on the token's rank. Collective.
 
         The sum equals `deepep_moe.LowLatencyBuffer.combine` with `topk_weights` to the bit: it is made in fp32 on the experts' rank and
-        rounded once, then in fp32 on the token's rank and rounded once. V1 sums all experts' rows in fp32 on the token's rank.
+        rounded once, then in fp32 on the token's rank and rounded once. V1 sums all experts' rows in fp32 on the token's rank; the
+        environment variable DEEPEP_MOE_SUMS=lanes_fma has that sum.
 
         Args:
             x: [num_local_experts, num_ranks * max, hidden] bf16, rows as the dispatch returned them.

@@ -40,3 +40,9 @@ def test_same_bits(rank: int, device: str, changes: dict) -> None:
     alone, spread = (step(rank, device, ep, **changes) for ep in (1, 2))
     for ours, expected in zip(spread, alone, strict=True):
         assert torch.equal(ours, expected)
+
+
+@on_ranks(2)
+def test_probs_on_the_input(rank: int) -> None:
+    with model_parallel("cpu", ep=2, sums="lanes") as sizes, pytest.raises(ValueError, match="moe_apply_probs_on_input is True"):
+        layer_of(sizes, moe_router_topk=1, moe_apply_probs_on_input=True, moe_router_num_groups=None, moe_router_group_topk=None)
