@@ -1,45 +1,47 @@
-""
-    "The emulated NVSHMEM with its hostile network, and the streams of the emulated device: what they let through and what they stop."
-    ""
+"""The emulated NVSHMEM with its hostile network, and the streams of the emulated device: what they let through and what they stop."""
 
-    import os import re import subprocess from pathlib import Path
+import os
+import re
+import subprocess
+from pathlib import Path
 
-        import emulated_gpu import pytest
+import emulated_gpu
+import pytest
 
-            pytestmark = pytest.mark.timeout(
-                900) #the first one builds the device FOLDER = Path(__file__).parent NETWORK = "DEEPEP_MOE_EMULATED_NETWORK" ALL_ARRIVE =
-                "right, stopped in round 0, 72 messages, 179880 bytes" #of 12 rounds with 5 chunks and a word of thanks LATE =
-                    "delay_us=1000000,depth=8" #what is put stays in flight
-#Programs that put wrongly, and what the network says.
-                        WRONG = {
-                            "to" : "the destination 0x.* with 64 bytes, of a put to PE ., is not in one block of the symmetric heap",
-                            "to end" : "the destination 0x.* with 3000 bytes, of a put to PE ., is not in one block of the symmetric heap",
-                            "from" : "the source 0x.* with 64 bytes, of a put to PE ., is not in one block of the symmetric heap",
-                            "from end" : "the source 0x.* with 3000 bytes, of a put to PE ., is not in one block of the symmetric heap",
-                            "signal" : "the signal 0x.* with 8 bytes, of a put to PE ., is not in one block of the symmetric heap",
-                            "odd signal" : "a put to PE . with a signal that is not aligned to 8 bytes",
-                            "signal in payload" : "the signal of a put to PE . lies in its own payload",
-                            "no bytes" : "a put of 0 bytes to PE .; call nvshmemx_signal_op",
-                            "lanes" : "the lanes of a warp ask for different puts",
-                            "same bytes" : "two puts in flight to PE . write the same bytes or the same signal",
-                            "same signal" : "two puts in flight to PE . write the same bytes or the same signal",
-                            "freed" : "memory is freed that a put to PE . still reads or writes; wait until it has arrived",
-                            "depth" : "9 puts to PE . are in flight; the queue holds depth=8",
-                            "add" : "a put to PE . with signal operation 10; only NVSHMEM_SIGNAL_SET keeps its meaning when puts overtake",
-                            "itself" : "a put to PE ., which is the sender itself",
-                            "nobody" : "a put to PE 2; there are 2",
-                            "unequal" : "nvshmem_align of 300. here and of 300. on PE .; all PEs must make the same calls",
-                            "gone" : "nvshmem_barrier_all waits for PE 1, whose process is gone",
-                        }
-
-                                @pytest.fixture(scope = "module") def ranks()
-    : program = emulated_gpu.build_program(FOLDER / "nvshmem_ranks.cu")
-
-                            def run(scenario : str, num_pes : int, network : str = "")
-                                ->subprocess.CompletedProcess[str] : environment = os.environ | {
-NETWORK:
-    network
+pytestmark = pytest.mark.timeout(900)  # the first one builds the device
+FOLDER = Path(__file__).parent
+NETWORK = "DEEPEP_MOE_EMULATED_NETWORK"
+ALL_ARRIVE = "right, stopped in round 0, 72 messages, 179880 bytes"  # of 12 rounds with 5 chunks and a word of thanks
+LATE = "delay_us=1000000,depth=8"  # what is put stays in flight
+# Programs that put wrongly, and what the network says.
+WRONG = {
+    "to": "the destination 0x.* with 64 bytes, of a put to PE ., is not in one block of the symmetric heap",
+    "to end": "the destination 0x.* with 3000 bytes, of a put to PE ., is not in one block of the symmetric heap",
+    "from": "the source 0x.* with 64 bytes, of a put to PE ., is not in one block of the symmetric heap",
+    "from end": "the source 0x.* with 3000 bytes, of a put to PE ., is not in one block of the symmetric heap",
+    "signal": "the signal 0x.* with 8 bytes, of a put to PE ., is not in one block of the symmetric heap",
+    "odd signal": "a put to PE . with a signal that is not aligned to 8 bytes",
+    "signal in payload": "the signal of a put to PE . lies in its own payload",
+    "no bytes": "a put of 0 bytes to PE .; call nvshmemx_signal_op",
+    "lanes": "the lanes of a warp ask for different puts",
+    "same bytes": "two puts in flight to PE . write the same bytes or the same signal",
+    "same signal": "two puts in flight to PE . write the same bytes or the same signal",
+    "freed": "memory is freed that a put to PE . still reads or writes; wait until it has arrived",
+    "depth": "9 puts to PE . are in flight; the queue holds depth=8",
+    "add": "a put to PE . with signal operation 10; only NVSHMEM_SIGNAL_SET keeps its meaning when puts overtake",
+    "itself": "a put to PE ., which is the sender itself",
+    "nobody": "a put to PE 2; there are 2",
+    "unequal": "nvshmem_align of 300. here and of 300. on PE .; all PEs must make the same calls",
+    "gone": "nvshmem_barrier_all waits for PE 1, whose process is gone",
 }
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    program = emulated_gpu.build_program(FOLDER / "nvshmem_ranks.cu")
+
+    def run(scenario: str, num_pes: int, network: str = "") -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {NETWORK: network}
         return subprocess.run([program, scenario, str(num_pes)], env=environment, capture_output=True, text=True, timeout=120)
 
     return run
