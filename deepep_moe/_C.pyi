@@ -260,6 +260,7 @@ class NvlinkExchange:
         timeout_s: float,
         num_nodes: int = 1,
         node: int = 0,
+        is_by_lane: bool = False,
     ) -> None: ...
     workspace_bytes: int
     num_node_tokens: int

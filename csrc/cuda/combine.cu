@@ -6,7 +6,8 @@
 //                     With several nodes, tokens of other nodes come first and their rounded sums go back. Then this rank's tokens
 //                     follow, in node order, with the sums that come from other nodes.
 //
-// Rows of the rank layout, or of top-1, without weights skip the first step: they are sent from where they lie (`direct`).
+// Rows of the rank layout, or of top-1, without weights skip the first step: they are sent from where they lie (`direct`). So are the rows
+// of sums by lanes, each on its own, and the second step adds them.
 #include "cuda/device/combine_rows.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/launch.h"
@@ -36,16 +37,31 @@ struct Kernel : CombineRows<kType> {
             return p.direct || warp_wait_flag(c, reduced, (end - first) * num_tiles, c.rank, GpuPhase::kReducedRows);
         };
         const auto find = [&](const Source& to, int index) {
+            if (p.is_by_lane()) return row_in_slot(to, index);
             const int token = recv_token(to, index);
             return p.direct && p.is_expert_layout ? p.recv_row_idx[token] : token;
         };
         const auto rows = [&](const Source& to, int index, int found, const std::byte*& row, const std::byte*& tail) {
-            const int64_t at = max(within_bound(found), int64_t{0});  // -1: a row that a bound has left out; its sum does not count
-            row = p.direct ? p.x + at * row_bytes : own.outbox(to.rank) + index * slot.bytes;
-            tail = p.direct ? reinterpret_cast<const std::byte*>(p.topk_weight_grads + at * config.num_topk) : row + row_bytes;
+            const int64_t at = p.direct ? within_bound(found) : -1;
+            row = own.outbox(to.rank) + (p.direct ? 0 : index) * slot.bytes;  // for a row that a bound has left out, anything
+            tail = row + row_bytes;
+            if (at < 0) return;
+            row = row_of(expert_rows, p.expert_rows.num_tensors, p.x, at, row_bytes);
+            tail = reinterpret_cast<const std::byte*>(p.topk_weight_grads + at * p.tail_values());
         };
         const int chunk_slots = p.direct ? kChunkSlots : kReducedSlots, first_node = (config.node + 1) % config.num_nodes;
-        push<Ring>(c, p.ring, slot, chunk_slots, p.recv_counts, false, first_node, ready, find, rows);
+        push<Ring>(c, p.ring, slot, chunk_slots, p.is_by_lane() ? config.num_topk : 1, p.recv_counts, false, first_node, ready, find, rows);
+    }
+
+    // By lanes: the row that goes into a slot of a source.
+    __device__ int row_in_slot(const Source& source, int index) const {
+        const int token = index / config.num_topk;
+        const int32_t* const entries = p.recv_row_idx + static_cast<int64_t>(recv_token(source, token)) * config.num_topk;
+        int rest = index - token * config.num_topk;  // rows of the token before this one
+#pragma unroll 1
+        for (int k = 0; k < config.num_topk; ++k)
+            if (entries[k] != -1 && rest-- == 0) return entries[k];
+        return kNoRow;
     }
 
     // ---- work blocks ----
@@ -222,38 +238,62 @@ struct Kernel : CombineRows<kType> {
         if (lane < config.num_topk) p.combined_topk_weight_grads[at * config.num_topk + lane] = value;
     }
 
-    // The same if tokens share rows of the result: each warp sums one tile of such a row. Each token went to at most one expert and came
-    // back unsummed. Thread n handles the n-th token.
-    __device__ void finish_sums() const {
+    // The same if every row comes back on its own: those of a token by lanes, or those of tokens of top-1 that share a row of the result.
+    // Each warp sums one tile of a result. Thread n handles its n-th row.
+    __device__ void finish_single_rows() const {
         WarpTasks tasks(&c.state->next_receive);
-        const int num_results = p.routing.num_tokens / p.tokens_per_row, num_tasks = num_results * num_tiles;
+        const int num_rows = p.is_by_lane() ? config.num_topk : p.tokens_per_row;  // of a result
+        const int num_results = p.is_by_lane() ? p.routing.num_tokens : p.routing.num_tokens / p.tokens_per_row;
 #pragma unroll 1
-        for (int task = tasks.take(); task < num_tasks; task = tasks.take()) {
-            const int result = task / num_tiles, number = p.is_by_lane ? result * p.tokens_per_row + lane : lane * num_results + result;
-            const Returned token(*this, lane < p.tokens_per_row ? number : -1);
-            const bool is_remote = token.rank >= 0 && token.rank != c.rank;
+        for (int task = tasks.take(); task < num_results * num_tiles; task = tasks.take()) {
+            const int result = task / num_tiles;
+            Returned row;
+            if (p.is_by_lane())
+                row.find_lane(*this, result, lane < num_rows);
+            else if (lane < num_rows)
+                row.find_token(*this, lane * num_results + result);
+            const bool is_remote = row.rank >= 0 && row.rank != c.rank;
             if (!__all_sync(kFullWarp,
-                            !is_remote || wait_flag(c, own.arrived(token.rank, token.index), sequence, token.rank, GpuPhase::kCombineRows)))
+                            !is_remote || wait_flag(c, own.arrived(row.rank, row.index), sequence, row.rank, GpuPhase::kCombineRows)))
                 return;
             __syncwarp();  // all threads may read what one has seen arrive
-            if (task % num_tiles == 0 && p.combined_topk_weight_grads != nullptr && token.number >= 0)
-                p.combined_topk_weight_grads[token.number] = token.topk_weight_grad(*this);
-            sum_tokens(result, task % num_tiles, token);
+            if (task % num_tiles == 0 && p.combined_topk_weight_grads != nullptr && row.number >= 0)
+                p.combined_topk_weight_grads[row.number] = row.topk_weight_grad(*this);
+            add_rows(result, task % num_tiles, row);
         }
     }
 
-    // Where a returned token's row lies; rank: -1 if the token went nowhere.
+    // A row that comes back: its top-k entry among those of all tokens, the rank and slot it comes from, and where it lies.
     struct Returned {
-        int number, rank = -1, index = -1, row = -1;
+        int number = -1, rank = -1, index = -1, row = -1;  // rank: -1 if there is no such row; row: of x, if it is on this rank
         const std::byte* from = nullptr;
 
-        __device__ Returned(const Kernel& k, int number) : number(number) {
-            for (int to = 0; number >= 0 && to < k.config.num_ranks; ++to) {
+        // Top-k entry `lane` of a token.
+        __device__ void find_lane(const Kernel& k, int token, bool is_lane) {
+            int slot = -1, expert = -1;
+            if (is_lane) number = token * k.config.num_topk + k.lane, expert = static_cast<int>(k.p.routing.expert(token, k.lane));
+            if (expert >= 0) rank = expert / (k.config.num_experts / k.config.num_ranks);
+            const unsigned earlier = __match_any_sync(kFullWarp, rank) & ((1u << k.lane) - 1);
+            if (rank < 0) return;
+            slot = k.p.routing.send_slot[token * k.config.num_ranks + rank];
+            index = slot * k.config.num_topk + __popc(earlier);
+            if (rank == k.c.rank) row = k.p.recv_row_idx[(first_from(k.p.recv_counts, rank) + slot) * k.config.num_topk + k.lane];
+            look_up(k);
+        }
+
+        // The row of a token of top-1.
+        __device__ void find_token(const Kernel& k, int token) {
+            number = token;
+            for (int to = 0; to < k.config.num_ranks; ++to) {
                 const int slot = k.p.routing.send_slot[number * k.config.num_ranks + to];
                 if (slot >= 0) rank = to, index = slot;
             }
             if (rank == k.c.rank) row = first_from(k.p.recv_counts, rank) + index;
             if (row >= 0) row = k.p.is_expert_layout ? k.p.recv_row_idx[row] : static_cast<int>(k.within_bound(row));
+            look_up(k);
+        }
+
+        __device__ void look_up(const Kernel& k) {
             if (row >= 0) from = row_of(k.expert_rows, k.p.expert_rows.num_tensors, k.p.x, row, k.row_bytes);
             if (rank >= 0 && rank != k.c.rank) from = k.sum_from(rank, index);
         }
@@ -264,16 +304,16 @@ struct Kernel : CombineRows<kType> {
         }
     };
 
-    __device__ void sum_tokens(int result, int tile, const Returned& token) const {
-        const unsigned there = __ballot_sync(kFullWarp, token.from != nullptr);
+    __device__ void add_rows(int result, int tile, const Returned& row) const {
+        const unsigned there = __ballot_sync(kFullWarp, row.from != nullptr);
         const int num_terms = __popc(there);
         float own_weight = 1.0f;
-        if (token.from != nullptr && p.source_weights != nullptr) own_weight = p.source_weights[token.number];
-        if (token.from != nullptr && p.weights_are_sent) own_weight = token.topk_weight_grad(*this);
+        if (row.from != nullptr && p.source_weights != nullptr) own_weight = p.source_weights[row.number];
+        if (row.from != nullptr && p.weights_are_sent) own_weight = row.topk_weight_grad(*this);
         const std::byte* bias = p.bias == nullptr ? nullptr : p.bias + static_cast<int64_t>(result) * row_bytes;
         const auto rows = [&](int n) {
-            const std::byte* row = shuffle(token.from, n < num_terms ? nth_set(there, n) : 0);
-            return pieces(n < num_terms ? row : bias);
+            const std::byte* from = shuffle(row.from, n < num_terms ? nth_set(there, n) : 0);
+            return pieces(n < num_terms ? from : bias);
         };
         const auto weights = [&](int n) {
             const float weight = __shfl_sync(kFullWarp, own_weight, n < num_terms ? nth_set(there, n) : 0);
@@ -295,8 +335,8 @@ struct Kernel : CombineRows<kType> {
     }
 };
 
-// Terms of a sum on the source rank: the rows of each token, in one node or over several, or the rows of several tokens.
-enum class Finish { kTokens, kTokensOfNodes, kSumsOfTokens };
+// Terms of a sum on the source rank: what the ranks of each token have summed, in one node or over several, or single rows.
+enum class Finish { kTokens, kTokensOfNodes, kSingleRows };
 
 template <DType kType, class Ring, Finish kFinish>
 __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ GpuCombineParams p) {
@@ -314,8 +354,8 @@ __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ G
         return wait_for_kernel_before();
     }
     if (p.reduces) kernel.reduce();
-    if constexpr (kFinish == Finish::kSumsOfTokens) {
-        if (p.finishes) kernel.finish_sums();
+    if constexpr (kFinish == Finish::kSingleRows) {
+        if (p.finishes) kernel.finish_single_rows();
     } else {
         if (p.finishes) kernel.template finish<kFinish == Finish::kTokensOfNodes>();
     }
@@ -333,7 +373,7 @@ void launch_for(const GpuCombineParams& p, void* stream, bool early) {
 
 template <DType kType>
 void launch_for(const GpuCombineParams& p, void* stream, bool early) {
-    if (p.sums_tokens()) return launch_for<kType, Finish::kSumsOfTokens>(p, stream, early);
+    if (p.adds_single_rows()) return launch_for<kType, Finish::kSingleRows>(p, stream, early);
     if (p.context.config.num_nodes > 1) return launch_for<kType, Finish::kTokensOfNodes>(p, stream, early);
     launch_for<kType, Finish::kTokens>(p, stream, early);
 }

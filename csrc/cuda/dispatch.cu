@@ -147,7 +147,7 @@ struct Receiver {
             if (lane < config.num_topk) write_lane(entry, what);
             return lane == 0 ? recv_token : -1;
         }
-        if (what.target >= num_rows) what.target = -1;
+        if (what.target >= num_rows) what.target = config.is_by_lane ? kLeftOut : -1;
         if (!p.cached && lane < config.num_topk) p.recv_row_idx[entry] = what.target;
         if (what.target >= 0 && p.recv_topk_weights != nullptr) p.recv_topk_weights[what.target] = what.weight;
         return what.target;
@@ -218,7 +218,7 @@ __device__ void send(const GpuDispatchParams& p, const GpuSlotLayout& slot) {
     const auto rows = [&](const Source& to, int, int token, const std::byte*& row, const std::byte*& tail) {
         find_row(p, slot, to.node, token, row, tail);
     };
-    push<Ring>(p.context, p.ring, slot, kChunkSlots, p.routing.send_counts, p.to_outbox, config.node, ready, find, rows);
+    push<Ring>(p.context, p.ring, slot, kChunkSlots, 1, p.routing.send_counts, p.to_outbox, config.node, ready, find, rows);
 }
 
 // Send every peer, ahead of the rows, the targets and weights of its tokens.

@@ -81,6 +81,9 @@ constexpr int node_segments(int num_tokens, int max_segments) {
 // A bit of recv_counts[0] that marks the handle of a failed dispatch: no call may use it.
 constexpr int32_t kFailed = INT32_MIN;
 
+// By lanes, in recv_row_idx: the row of a top-k entry of this rank that a bound has left out. (-1: the entry is not this rank's.)
+constexpr int32_t kLeftOut = -2;
+
 struct GpuPlanParams {
     GpuContext context;
     GpuRouting routing;
@@ -139,8 +142,7 @@ struct GpuDispatchParams {
     bool is_guess;   // num_rows is a guess: if more rows come, this launch receives none, and a later launch receives them all
     int num_lane_blocks, num_send_blocks, num_receive_blocks, expert_alignment;
     int64_t row_bytes, scale_bytes, num_rows;
-    int num_x_rows;  // token t's row of x is t % num_x_rows, or with lanes > 1 t / lanes
-    int lanes;
+    int num_x_rows;             // token t's row of x is t % num_x_rows
     const std::byte* x;         // [num_x_rows, row_bytes]
     const std::byte* x_scales;  // [num_x_rows, scale_bytes], or nullptr
     const float* topk_weights;  // [num_tokens, num_topk], or nullptr
@@ -155,10 +157,7 @@ struct GpuDispatchParams {
     RowScaling scaling;                         // of the rows received; expert layout
     GpuRail rail;                               // where there are several nodes
 
-    DEEPEP_MOE_HD int64_t x_row(int token) const {
-        if (lanes > 1) return token / lanes;
-        return token < num_x_rows || num_x_rows == 0 ? token : token % num_x_rows;
-    }
+    DEEPEP_MOE_HD int64_t x_row(int token) const { return token < num_x_rows || num_x_rows == 0 ? token : token % num_x_rows; }
 };
 
 struct GpuCombineParams {
@@ -179,8 +178,7 @@ struct GpuCombineParams {
     const float* weights;            // [num_rows], or nullptr
     const float* topk_weight_grads;  // expert layout: [num_rows]; rank layout: [num_rows, num_topk]; or nullptr
     const std::byte* bias;           // [num_tokens, hidden], or nullptr
-    // With num_topk 1: row i of combined_x is the sum of the tokens t with t % (num_tokens / tokens_per_row) == i; with is_by_lane, with
-    // t / tokens_per_row == i.
+    // With num_topk 1: row i of combined_x is the sum of the tokens t with t % (num_tokens / tokens_per_row) == i.
     int tokens_per_row;
     const float* source_weights;        // [num_tokens] weights of the tokens in that sum, or nullptr
     std::byte* combined_x;              // [num_tokens / tokens_per_row, hidden]
@@ -188,13 +186,15 @@ struct GpuCombineParams {
     bool sums_lanes;  // a top-k entry gets the sum over all ranks that its token went to, not only the value of its expert's rank
     GpuRail rail;     // with several nodes; the five fields above are then about this rank's tokens
 
-    bool is_by_lane;        // every sum is one of single rows, as with `tokens_per_row`, which may be 1
-    bool weights_are_sent;  // topk_weight_grads are weights of the rows, for that sum
-    bool is_fused;          // in that sum a weight's product is not rounded before it is added
+    // By lanes:
+    bool weights_are_sent;  // topk_weight_grads are the weights of the rows
+    bool is_fused;          // a weight's product is not rounded before it is added
 
-    bool sums_tokens() const { return is_by_lane || tokens_per_row > 1 || source_weights != nullptr; }
+    DEEPEP_MOE_HD bool is_by_lane() const { return context.config.is_by_lane; }
+    bool adds_single_rows() const { return is_by_lane() || tokens_per_row > 1 || source_weights != nullptr; }
 
-    DEEPEP_MOE_HD int64_t tail_bytes() const { return has_topk_weight_grads ? 4 * context.config.num_topk : 0; }
+    DEEPEP_MOE_HD int tail_values() const { return !has_topk_weight_grads ? 0 : is_by_lane() ? 1 : context.config.num_topk; }
+    DEEPEP_MOE_HD int64_t tail_bytes() const { return 4 * tail_values(); }
 };
 
 struct GpuScaleRowsParams {

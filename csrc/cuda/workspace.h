@@ -2,7 +2,7 @@
 //
 //   entered u64[2][num_ranks] | bounds u64[2][num_ranks] | lanes_ready u64[num_ranks] | left u64[num_ranks] |
 //   stamps GpuStamp[kStamps][num_ranks] | arrived u64[num_ranks][num_chunks][16] | counts u64[2][num_sources][columns] |
-//   lanes GpuLane[num_ranks][num_max_tokens][num_topk] | inbox [num_ranks - 1][num_max_tokens] slots |
+//   lanes GpuLane[num_ranks][num_max_tokens][num_topk] | inbox [num_ranks - 1][num_slots] slots |
 //   outbox [num_ranks - 1][num_max_tokens] slots
 //
 // With several nodes, this describes the ranks of one node. Each of them also serves the tokens that came from the ranks of its index in
@@ -35,8 +35,11 @@ struct GpuWorkspaceConfig {
     int num_ranks, num_experts, num_topk, hidden;  // ranks and experts of one node
     int64_t num_max_tokens;                        // tokens that a rank serves, over all nodes
     int num_nodes = 1, node = 0;                   // node: this rank's
+    bool is_by_lane = false;  // a combine sends the rows of a token one by one, and the token's rank adds them; with one node
 
     DEEPEP_MOE_HD int num_sources() const { return num_nodes * num_ranks; }
+    // Slots of one source in an inbox. By lanes, slot * num_topk + n is for the n-th row of the token in `slot`.
+    DEEPEP_MOE_HD int64_t num_slots() const { return is_by_lane ? num_max_tokens * num_topk : num_max_tokens; }
     // Tokens of one node's share, and slots to each rank for it. With several nodes this is a multiple of kReducedSlots.
     DEEPEP_MOE_HD int node_tokens() const { return static_cast<int>(num_max_tokens / num_nodes); }
 };
@@ -85,7 +88,7 @@ struct GpuSlotLayout {
 
 struct GpuWorkspaceLayout {
     int64_t entered, bounds, lanes_ready, left, stamps, arrived, counts, lanes, inbox, outbox, total_bytes;
-    int64_t box_bytes;  // slots of one peer
+    int64_t inbox_bytes, outbox_bytes;  // slots of one peer
     int num_ranks, num_sources;
     int columns, num_chunks, num_reduced;  // columns: experts, then ranks
 
@@ -100,14 +103,16 @@ struct GpuWorkspaceLayout {
           num_ranks(c.num_ranks),
           num_sources(c.num_sources()),
           columns(c.num_experts + c.num_ranks),
-          num_chunks(static_cast<int>(divide_up(c.num_max_tokens, kChunkSlots))),
+          num_chunks(static_cast<int>(divide_up(c.num_slots(), kChunkSlots))),
           num_reduced(static_cast<int>(divide_up(c.num_max_tokens, kReducedSlots))) {
         counts = arrived + int64_t{8} * kArrivedStride * c.num_ranks * num_chunks;
         lanes = divide_up(counts + int64_t{2 * 8} * num_sources * columns, 128) * 128;
         inbox = divide_up(lanes + static_cast<int64_t>(sizeof(GpuLane)) * c.num_ranks * c.num_max_tokens * c.num_topk, 128) * 128;
-        box_bytes = c.num_max_tokens * GpuSlotLayout(4 * static_cast<int64_t>(c.hidden), 4 * c.num_topk).bytes;
-        outbox = inbox + (c.num_ranks - 1) * box_bytes;
-        total_bytes = outbox + (c.num_ranks - 1) * box_bytes;
+        const int64_t slot_bytes = GpuSlotLayout(4 * static_cast<int64_t>(c.hidden), 4 * c.num_topk).bytes;
+        inbox_bytes = c.num_slots() * slot_bytes;
+        outbox_bytes = c.num_max_tokens * slot_bytes;
+        outbox = inbox + (c.num_ranks - 1) * inbox_bytes;
+        total_bytes = outbox + (c.num_ranks - 1) * outbox_bytes;
     }
 
     // Offsets of the words that `source` writes in the workspace of another rank; parity: of the call.
@@ -117,8 +122,8 @@ struct GpuWorkspaceLayout {
         return stamps + static_cast<int64_t>(sizeof(GpuStamp)) * (static_cast<int64_t>(call % kStamps) * num_ranks + source);
     }
     // Slots that come from a peer of the owner, and slots that go to one.
-    DEEPEP_MOE_HD int64_t inbox_of(int owner, int peer) const { return inbox + (peer - (peer > owner)) * box_bytes; }
-    DEEPEP_MOE_HD int64_t outbox_of(int owner, int peer) const { return outbox + (peer - (peer > owner)) * box_bytes; }
+    DEEPEP_MOE_HD int64_t inbox_of(int owner, int peer) const { return inbox + (peer - (peer > owner)) * inbox_bytes; }
+    DEEPEP_MOE_HD int64_t outbox_of(int owner, int peer) const { return outbox + (peer - (peer > owner)) * outbox_bytes; }
 };
 
 }  // namespace deepep_moe

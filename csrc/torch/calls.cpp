@@ -3,9 +3,11 @@
 namespace deepep_moe {
 namespace {
 
-MatrixArg matrix_of(const Tensor& tensor) {
-    MatrixArg arg{arg_of(tensor)};
-    if (tensor.defined()) arg.row_stride = tensor.stride(0), arg.column_stride = tensor.stride(1);
+// With `lanes` rows as one.
+MatrixArg matrix_of(const Tensor& tensor, int64_t lanes) {
+    const Tensor wide = tensor.defined() && lanes > 1 ? tensor.view({-1, lanes}) : tensor;
+    MatrixArg arg{arg_of(wide)};
+    if (wide.defined()) arg.row_stride = wide.stride(0), arg.column_stride = wide.stride(1);
     return arg;
 }
 
@@ -31,7 +33,7 @@ void Calls::release() {
 HandleShape Calls::shape_of(int64_t num_tokens, bool is_expert_layout) const {
     constexpr int64_t kSection = 32;  // int32: each section has its own cache lines
     const int64_t num_topk = settings.num_topk, num_slots = is_expert_layout ? settings.num_ranks * settings.num_max_tokens : 0;
-    HandleShape shape{num_tokens, num_topk, settings.num_node_tokens};
+    HandleShape shape{num_tokens, num_topk, settings.num_node_tokens, lanes()};
     shape.sizes = {{{settings.num_local_experts, 0},
                     {settings.num_ranks, 1},
                     {num_slots, num_topk},
@@ -82,7 +84,8 @@ bool Calls::takes(const Outgoing& out) const {
     if (out.tokens_per_row < 1 || !is_here(idx) || idx.dim() != 2 || !are_rows(out.x, out.x_scales)) return false;
     const int64_t num_tokens = out.x.size(0) * out.tokens_per_row * settings.lanes;
     if (num_tokens > settings.num_max_tokens || (settings.is_by_lane && !can_fuse())) return false;
-    if (out.tokens_per_row > 1 && (!can_fuse() || settings.num_topk != 1 || out.tokens_per_row > kMaxTopk)) return false;
+    const bool may_share = can_fuse() && settings.num_topk == 1 && !settings.is_by_lane && out.tokens_per_row <= kMaxTopk;
+    if (out.tokens_per_row > 1 && !may_share) return false;
     if (idx.size(0) != num_tokens || idx.size(1) != settings.num_topk) return false;
     if (idx.scalar_type() != at::kLong && idx.scalar_type() != at::kInt) return false;
     return !weights.defined() ||
@@ -118,8 +121,8 @@ bool Calls::takes_inputs(const Handle& handle, const Tensor& x, const CombineInp
     }
     if (!source_weights.defined()) return true;
     const int64_t shared = source_weights.dim() == 2 ? source_weights.size(0) : 0;
-    const bool are_shared =
-        weights.defined() && settings.num_topk == 1 && shared > 0 && shared <= kMaxTopk && handle.shape.num_tokens % shared == 0;
+    const bool are_shared = weights.defined() && settings.num_topk == 1 && !settings.is_by_lane && shared > 0 && shared <= kMaxTopk &&
+                            handle.shape.num_tokens % shared == 0;
     return are_shared && is_like(source_weights, at::kFloat, {shared, handle.shape.num_tokens / shared});
 }
 
@@ -247,9 +250,8 @@ Received Calls::dispatch(const Outgoing& out, bool is_expert_layout, int64_t exp
         handle.memory = empty({handle.shape.starts.back()}, at::kInt);
         handle.call = at::empty({num_handle_numbers()}, at::kLong);
     }
-    GpuDispatchCall call(handle.arg(), arg_of(out.x), arg_of(out.x_scales), matrix_of(out.topk_idx), matrix_of(out.topk_weights),
-                         dtype_of(out.x.scalar_type()), num_recv_rows);
-    call.params.lanes = static_cast<int>(lanes());
+    GpuDispatchCall call(handle.arg(), arg_of(out.x), arg_of(out.x_scales), matrix_of(out.topk_idx, lanes()),
+                         matrix_of(out.topk_weights, lanes()), dtype_of(out.x.scalar_type()), num_recv_rows);
     Allocation allocation;
     allocation.make = [&](int64_t num_rows, bool is_guess) {
         receive_into(made, out, call, num_rows, is_guess, num_recv_rows >= 0);
@@ -326,9 +328,8 @@ Received Calls::dispatch_cached(const std::shared_ptr<Handle>& handle, const Out
     check_counted(*handle);
     Received made;
     made.handle = handle;
-    GpuDispatchCall call(handle->arg(), arg_of(out.x), arg_of(out.x_scales), {}, matrix_of(out.topk_weights), dtype_of(out.x.scalar_type()),
-                         -1);
-    call.params.lanes = static_cast<int>(lanes());
+    GpuDispatchCall call(handle->arg(), arg_of(out.x), arg_of(out.x_scales), {}, matrix_of(out.topk_weights, lanes()),
+                         dtype_of(out.x.scalar_type()), -1);
     receive_into(made, out, call, handle->num_rows, false, false);
     variable_list tensors{out.x, out.x_scales, out.topk_weights, handle->memory, made.x, made.x_scales, made.topk_weights};
     if (scaling != nullptr) {
@@ -349,15 +350,13 @@ Combined Calls::combine(const Handle& handle, const Tensor& x, const ExpertRows*
     Combined made;
     made.x = empty({handle.shape.num_tokens / (inputs.tokens_per_row * lanes()), settings.hidden}, x.scalar_type());
     if (inputs.topk_weight_grads.defined()) made.topk_weight_grads = empty({handle.shape.num_tokens, settings.num_topk}, at::kFloat);
-    const bool is_by_lane = settings.is_by_lane && can_fuse(),
-               are_sent = is_by_lane && inputs.weights.defined();  // the weights, beside their rows
+    const bool are_sent = settings.is_by_lane && can_fuse() && inputs.weights.defined();  // the weights, beside their rows
     const Tensor& beside = are_sent ? inputs.weights : inputs.topk_weight_grads;
     GpuCombineCall call(handle.arg(), arg_of(x), expert_rows,
                         arg_of(are_sent || inputs.source_weights.defined() ? Tensor() : inputs.weights), arg_of(inputs.bias),
                         arg_of(beside), arg_of(inputs.source_weights), arg_of(made.x), arg_of(made.topk_weight_grads),
                         dtype_of(x.scalar_type()), inputs.sums_lanes);
-    call.params.is_by_lane = is_by_lane, call.params.is_fused = settings.is_fused;
-    call.params.weights_are_sent = are_sent;
+    call.params.is_fused = settings.is_fused, call.params.weights_are_sent = are_sent;
     variable_list tensors{x,      inputs.weights,        inputs.bias, inputs.topk_weight_grads, inputs.source_weights, handle.memory,
                           made.x, made.topk_weight_grads};
     const CallMode mode = begin_along(handle, how);

@@ -72,7 +72,7 @@ public:
         int64_t number, num_ranks, num_local_experts, num_topk, hidden, num_max_tokens;
         int num_sms;                         // -1: the exchange's own
         int64_t num_nodes, num_node_tokens;  // the latter: 0 where there is one node
-        int64_t lanes;                       // (token, lane) pairs that share a row of x and of a sum, token by token; 1: none do
+        int64_t lanes;                       // tokens of top-1 that are lanes of one token for the exchange; 1: none are
         bool is_by_lane, is_fused;           // sums go over lanes; as `GpuCombineParams` has it
     };
     // shim: `_C.ExchangeShim`. tell(error, has_entered): tells the peers that this rank does not make its call, or does not finish it.
@@ -82,7 +82,7 @@ public:
     bool is_released() const { return exchange_ == nullptr; }
     bool has_failed() const { return exchange_ != nullptr && exchange_->has_failed(); }  // by what kernels have reported
     bool can_fuse() const { return settings.num_nodes == 1; }          // rows by expert, shared rows, scaling, sums by lanes
-    int64_t lanes() const { return can_fuse() ? settings.lanes : 1; }  // over nodes Python gives a row for each, and sums
+    int64_t lanes() const { return can_fuse() ? settings.lanes : 1; }  // over nodes each is a token, and Python sums
     int64_t num_calls() const { return exchange_->num_calls(); }
     void release();  // the exchange: of a buffer that is destroyed, whoever still refers to this
 

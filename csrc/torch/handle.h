@@ -17,6 +17,7 @@ enum HandleSection { kTokensPerExpert, kRecvCounts, kRecvRowIdx, kNodeTopkIdx, k
 
 struct HandleShape {
     int64_t num_tokens = 0, num_topk = 0, num_node_tokens = 0;       // the last: that this rank serves at most; 0 where there is one node
+    int64_t lanes = 1;                                               // tokens that are one token with so many lanes for the exchange
     std::array<std::array<int64_t, 2>, kNumHandleSections> sizes{};  // rows and columns; no columns: of one dimension
     std::array<int64_t, kNumHandleSections + 1> starts{};            // and the end
 };
@@ -74,7 +75,8 @@ struct Handle {
         const auto experts_at = [&](HandleSection section, int64_t num_rows) {
             TensorArg experts;
             experts.address = at(section), experts.is_there = true;
-            experts.num_rows = num_rows, experts.num_columns = shape.num_topk, experts.element_bytes = sizeof(int32_t);
+            experts.num_rows = num_rows / shape.lanes, experts.num_columns = shape.num_topk * shape.lanes,
+            experts.element_bytes = sizeof(int32_t);
             return experts;
         };
         arg.topk_idx = experts_at(kTopkIdx, shape.num_tokens);

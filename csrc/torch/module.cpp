@@ -34,7 +34,7 @@ std::optional<Received> dispatch_rows(Calls& calls, py::handle x, py::handle x_s
     request.expert_alignment = expert_alignment;
     request.num_recv_rows = num_recv_rows;
     request.mode = mode;
-    if (!calls.takes(request.out)) return std::nullopt;
+    if (!calls.takes(request.out) || (calls.settings.is_by_lane && !is_expert_layout)) return std::nullopt;
     if (request.out.topk_weights.defined() && request.out.topk_weights.sizes() != request.out.topk_idx.sizes()) return std::nullopt;
     return dispatch(calls, request);
 }

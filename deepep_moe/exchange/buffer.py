@@ -225,11 +225,12 @@ class Buffer(Sizes):
         Args:
             x: [num_tokens, hidden] contiguous, fp32, bf16, fp16, or fp8 with `x_scales`.
             topk_idx: [num_tokens, num_topk] int64 or int32, any strides. An index of -1 means no expert. A row must not name an expert
-                twice, which GPUs do not check with sums by lanes. Not allowed with `handle`.
+                twice, which GPUs of several nodes do not check with sums by lanes. Not allowed with `handle`.
             topk_weights: [num_tokens, num_topk] fp32, any strides. They are sent with the rows.
             x_scales: [num_tokens, ceil(hidden / 128)] fp32. Required for fp8 rows, not allowed otherwise.
             layout: "expert": one row per (token, local expert), grouped by local expert. In a group rows are ordered by source rank, then
-                token. Zero rows pad each group to a multiple of `expert_alignment`. "rank": one row per (token, this rank), in that order.
+                token. Zero rows pad each group to a multiple of `expert_alignment`. "rank": one row per (token, this rank), in that order;
+                not with sums by lanes.
             handle: the handle of an earlier dispatch of this buffer. The call repeats its routing, layout and alignment, and exchanges no
                 counts.
             num_recv_rows: an upper bound on the rows received. The outputs have exactly that many rows. Those behind the last group are

@@ -211,8 +211,6 @@ class Calls:
         s, mode, sent = self.settings, args.mode, args.weights
         if not backend.capabilities.moves_on_thread:
             mode = replace(mode, is_async=False, is_split=False)  # the sum follows on the caller's stream
-        if sent is not None and args.handle.layout == "rank":
-            sent = sent.unsqueeze(1)
         unsummed = CombineArgs(mode, args.x, None, None, args.topk_weight_grads if sent is None else sent, args.handle)
         combined_x = self.refuse_on_failure(args.x.new_empty, args.handle.num_tokens // s.lanes, s.hidden)
         num_calls = backend.num_calls

@@ -188,6 +188,8 @@ def check_dispatch(args: DispatchArgs, s: Settings) -> None:
     _check_weights("topk_weights", args.topk_weights, (num_tokens, s.num_topk), args.x, any_strides=True)
     _check_scales(args.x, args.x_scales)
     _check_layout(args.layout, args.expert_alignment)
+    if s.is_by_lane and args.layout != "expert":
+        raise ValueError(f"layout is {args.layout!r}; with sums={s.sums!r} it must be 'expert': a rank's sum of a token is not by lanes")
     if s.is_by_lane and not is_gpu(args.x.device):  # a backend does not see which lanes are of one token
         refuse_bad_routing(args.topk_idx.reshape(-1, s.lanes), s.num_experts)
     if num_tokens > s.num_max_tokens_per_rank:

@@ -51,7 +51,7 @@ def _zero_rows(like: Tensor | None, num_rows: int) -> Tensor | None:
 
 def _receive(
     rank: int, x: Sequence[Tensor], topk_idx: Sequence[Tensor], topk_weights: Sequence[Tensor] | None, num_experts: int, layout: str,
-    expert_alignment: int, x_scales: Sequence[Tensor] | None, is_by_lane: bool,
+    expert_alignment: int, x_scales: Sequence[Tensor] | None,
 ) -> Received:  # fmt: skip
     num_local_experts = num_experts // len(x)
     first = rank * num_local_experts
@@ -60,11 +60,9 @@ def _receive(
     for source, idx in enumerate(topk_idx):
         for token, lanes in enumerate(idx.tolist()):
             local = [expert - first if 0 <= expert - first < num_local_experts else -1 for expert in lanes]
-            sent = [local] if not is_by_lane else [[-1] * lane + [expert] for lane, expert in enumerate(local)]
-            for one in sent:
-                if any(expert >= 0 for expert in one):
-                    tokens.append((source, token))
-                    local_lanes.append(one)
+            if any(expert >= 0 for expert in local):
+                tokens.append((source, token))
+                local_lanes.append(local)
 
     row_of_lane: list[dict[int, int]] = [{} for _ in tokens]
     counts, num_rows = [], 0
@@ -80,8 +78,7 @@ def _receive(
     recv_x, recv_x_scales = _zero_rows(x[0], num_rows), _zero_rows(None if x_scales is None else x_scales[0], num_rows)
     recv_topk_idx, recv_topk_weights = None, None
     if layout == "rank":
-        shown = [lanes[-1:] for lanes in local_lanes] if is_by_lane else local_lanes
-        recv_topk_idx = torch.tensor(shown, dtype=topk_idx[0].dtype).reshape(len(tokens), 1 if is_by_lane else topk_idx[0].shape[1])
+        recv_topk_idx = torch.tensor(local_lanes, dtype=topk_idx[0].dtype).reshape(len(tokens), topk_idx[0].shape[1])
         if topk_weights is not None:
             recv_topk_weights = torch.zeros(recv_topk_idx.shape)
     elif topk_weights is not None:
@@ -95,7 +92,7 @@ def _receive(
             if recv_x_scales is not None and x_scales is not None:
                 recv_x_scales[row] = x_scales[source][token]
             if recv_topk_weights is not None and topk_weights is not None:
-                recv_topk_weights[(row, 0 if is_by_lane else lane) if layout == "rank" else row] = topk_weights[source][token, lane]
+                recv_topk_weights[(row, lane) if layout == "rank" else row] = topk_weights[source][token, lane]
     return Received(layout, recv_x, recv_x_scales, recv_topk_idx, recv_topk_weights, counts, tokens, row_of_lane)
 
 
@@ -108,16 +105,14 @@ def dispatch(
     layout: str = "expert",
     expert_alignment: int = 1,
     x_scales: Sequence[Tensor] | None = None,
-    sums: str = "ranks",
 ) -> list[Received]:
     """Dispatch of all ranks.
 
     x: [num_tokens, hidden] of each rank; topk_idx: [num_tokens, num_topk], -1 = none; topk_weights: fp32, same shape, or None.
     Layout "rank": one row per token received, by (source rank, token). Layout "expert": one row per (token, local expert), grouped by
     expert, inside a group by (source rank, token). Zero rows pad each group to a multiple of `expert_alignment`.
-    sums: as in `deepep_moe.Buffer`. By lanes the rank layout has one row per (token, lane), in the order (source rank, token, lane).
     """
-    how = num_experts, layout, expert_alignment, x_scales, sums != "ranks"
+    how = num_experts, layout, expert_alignment, x_scales
     return [_receive(r, x, topk_idx, topk_weights, *how) for r in range(len(x))]
 
 
@@ -175,7 +170,6 @@ def _combine_by_lane(
     for rank, there in enumerate(received):
         for slot, (source, token) in enumerate(there.tokens):
             for lane, row in there.row_of_lane[slot].items():
-                row = slot if there.layout == "rank" else row
                 weight = torch.ones(()) if weights is None else weights[rank][row]
                 terms[source][token][lane] = weight, x[rank][row].float()
     totals = [torch.zeros(n, x[0].shape[1]) for n in num_tokens]

@@ -44,7 +44,8 @@ def case_of(split, num_tokens=NUM_TOKENS, **settings):
 @pytest.mark.parametrize("split", ("2x1", "2x2"))
 def test_equals_reference(split):
     how = {"expert_alignment": 4, "with_bias": True}
-    check_cases([case_of(split, layout=layout, sums=sums, **how) for layout in LAYOUTS for sums in ("ranks", "lanes", "lanes_fma")])
+    kinds = (("expert", "ranks"), ("rank", "ranks"), ("expert", "lanes"), ("expert", "lanes_fma"))
+    check_cases([case_of(split, layout=layout, sums=sums, **how) for layout, sums in kinds])
 
 
 PATTERNS = ("uniform", "one_expert", "one_rank", "skewed", "masked", "nobody")

@@ -26,10 +26,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepep_moe import Buffer, reference
-from deepep_moe.errors import EPMismatchError
+from deepep_moe.errors import EPMismatchError, EPPeerError
 from deepep_moe.ops import weighted
 
-LAYOUTS = ("expert", "rank")
 SUMS = ("lanes", "lanes_fma")
 BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
 ON_CPUS_AND_GPUS = pytest.mark.parametrize(
@@ -94,15 +93,15 @@ def test_rounding_of_the_reference():
 @pytest.mark.parametrize("num_tokens", ([13], [9, 21], [5, 0, 17], [60, 1, 33, 0]), ids=str)
 def test_equals_reference(num_tokens, backends):
     how = {"expert_alignment": 4, "with_bias": True, "backends": backends}
-    kinds = itertools.product((torch.float32, torch.bfloat16, torch.float16), LAYOUTS, SUMS)
-    check_cases([Case(num_tokens, dtype=dtype, layout=layout, sums=sums, **how) for dtype, layout, sums in kinds])
+    kinds = itertools.product((torch.float32, torch.bfloat16, torch.float16), (1, 3, 4, 6), SUMS)
+    check_cases([Case(num_tokens, dtype=dtype, num_topk=num_topk, sums=sums, **how) for dtype, num_topk, sums in kinds])
 
 
 @ON_CPUS_AND_GPUS
 def test_uneven_routings(backends):
     how = {"dtype": torch.bfloat16, "index_dtype": torch.int32, "backends": backends}
-    kinds = itertools.product(("one_expert", "one_rank", "masked", "nobody"), LAYOUTS, SUMS)
-    cases = [Case([40, 3, 0], pattern=pattern, layout=layout, sums=sums, **how) for pattern, layout, sums in kinds]
+    kinds = itertools.product(("one_expert", "one_rank", "masked", "nobody"), SUMS)
+    cases = [Case([40, 3, 0], pattern=pattern, sums=sums, **how) for pattern, sums in kinds]
     check_cases([*cases, Case([20, 7, 9], num_topk=1, sums="lanes", with_bias=True, **how), Case([0, 0, 0], sums="lanes", **how)])
 
 
@@ -237,7 +236,7 @@ def test_fp8_rows(rank, num_ranks, backend):
     xs, idxs, _ = inputs_of(case)
     quantized = [reference.quantize_fp8(rows) for rows in xs]
     expected = reference.dispatch(
-        [rows for rows, _ in quantized], idxs, None, case.num_experts, x_scales=[scales for _, scales in quantized], sums="lanes"
+        [rows for rows, _ in quantized], idxs, None, case.num_experts, x_scales=[scales for _, scales in quantized]
     )
     out = buffer.dispatch(x, idx, fp8=True)
     assert_fields_same(out, expected[rank], "recv_x", "recv_x_scales")
@@ -258,6 +257,31 @@ def test_late_counts(rank, num_ranks, sums):
     assert_all_same("late and early", *results)
 
 
+@pytest.mark.gpu
+@on_ranks(2)
+def test_rows_left_out(rank, num_ranks):
+    """Rows beyond a bound send something, so that no rank waits for them; sums of the other rows are right."""
+    for bound in (0, 8):
+        buffer, x, idx, weights = opened(replace(CASE, num_tokens=[11, 6], pattern="one_expert"), "nvlink", rank, sums="lanes")
+        buffer.allow_excess()
+        out = buffer.dispatch(x, idx, weights, num_recv_rows=bound)
+        y = buffer.combine(out.recv_x, out.handle, out.recv_topk_weights)
+        if rank == 0:
+            kept = slice(0, bound)
+            assert torch.equal(y[kept], (x.float() * weights[:, :1])[kept].to(x.dtype))
+        buffer.check()
+
+
+@pytest.mark.gpu
+@on_ranks(2)
+def test_bad_routing_on_gpus(rank, num_ranks):
+    buffer, x, idx, _ = opened(replace(CASE, num_tokens=[11, 6], pattern="uniform"), "nvlink", rank, sums="lanes")
+    bad = idx.clone()
+    bad[3, 2] = CASE.num_experts if rank == 0 else bad[3, 2]
+    with pytest.raises(*((ValueError, r"topk_idx\[3, 2\]") if rank == 0 else (EPPeerError, "rank 0"))[:1]):
+        buffer.dispatch(x, bad)
+
+
 # ---- refusals ----
 
 
@@ -271,6 +295,8 @@ def test_refusals():
         buffer.dispatch(x, idx[:, :1])
     with pytest.raises(ValueError, match="x has 5 tokens, more than the buffer's num_max_tokens_per_rank of 4"):
         buffer.dispatch(torch.ones(5, 8), torch.tensor([[0, 1]] * 5))
+    with pytest.raises(ValueError, match="layout is 'rank'; with sums='lanes'"):
+        buffer.dispatch(x, idx, layout="rank")
     for wrong, told in ((9, r"topk_idx\[2, 1\] is 9; it must be -1"), (0, r"topk_idx\[2\] names expert 0 twice, in lanes 0 and 1")):
         bad = idx.clone()
         bad[2, 1] = wrong

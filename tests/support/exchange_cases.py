@@ -102,8 +102,7 @@ def check_case(rank: int, _: int, case: Case) -> None:
     inputs = [case.inputs(r) for r in ranks]
     xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
     received = reference.dispatch(
-        xs, idxs, weights if case.with_weights else None, case.num_experts, layout=case.layout, expert_alignment=case.expert_alignment,
-        sums=case.sums,
+        xs, idxs, weights if case.with_weights else None, case.num_experts, layout=case.layout, expert_alignment=case.expert_alignment
     )  # fmt: skip
     outputs = [case.expert_outputs(r, len(received[r].recv_x)) for r in ranks]
     row_weights = [torch.rand(len(output), generator=torch.Generator().manual_seed(r)) for r, output in enumerate(outputs)]

@@ -38,11 +38,12 @@ void bind_tuning(py::module_& m) {
 
 // Arguments count all nodes, and the tokens of one rank. The config counts one node, and the tokens that a rank serves, each node's share
 // rounded up to kReducedSlots.
-GpuWorkspaceConfig config_of(int num_ranks, int num_experts, int num_topk, int hidden, int64_t num_max_tokens, int num_nodes, int node) {
+GpuWorkspaceConfig config_of(int num_ranks, int num_experts, int num_topk, int hidden, int64_t num_max_tokens, int num_nodes, int node,
+                             bool is_by_lane) {
     if (num_nodes < 1 || num_nodes > kMaxGpuNodes)
         throw std::invalid_argument("num_nodes is " + std::to_string(num_nodes) + "; it must be 1 to " + std::to_string(kMaxGpuNodes));
     if (num_nodes > 1) num_max_tokens = num_nodes * divide_up(num_max_tokens, kReducedSlots) * kReducedSlots;
-    return {num_ranks / num_nodes, num_experts / num_nodes, num_topk, hidden, num_max_tokens, num_nodes, node};
+    return {num_ranks / num_nodes, num_experts / num_nodes, num_topk, hidden, num_max_tokens, num_nodes, node, is_by_lane};
 }
 
 // rows: [num_topk, num_tokens, hidden]. The weights lie in memory by top-k entry or by token.
@@ -212,14 +213,16 @@ void bind_gpu(py::module_& m) {
     bind_shim(m, exchange);
     exchange
         .def(py::init([](int num_ranks, int rank, int device, int num_experts, int num_topk, int hidden, int64_t num_max_tokens,
-                         double timeout_s, int num_nodes, int node) {
-                 const GpuWorkspaceConfig config = config_of(num_ranks, num_experts, num_topk, hidden, num_max_tokens, num_nodes, node);
+                         double timeout_s, int num_nodes, int node, bool is_by_lane) {
+                 const GpuWorkspaceConfig config =
+                     config_of(num_ranks, num_experts, num_topk, hidden, num_max_tokens, num_nodes, node, is_by_lane);
                  Unlocked<NvlinkExchange> made(new NvlinkExchange(config, rank, device, timeout_s));
                  made->set_poll(poll_signals);
                  return made;
              }),
              py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("device"), py::arg("num_experts"), py::arg("num_topk"),
-             py::arg("hidden"), py::arg("num_max_tokens"), py::arg("timeout_s"), py::arg("num_nodes") = 1, py::arg("node") = 0)
+             py::arg("hidden"), py::arg("num_max_tokens"), py::arg("timeout_s"), py::arg("num_nodes") = 1, py::arg("node") = 0,
+             py::arg("is_by_lane") = false)
         .def_property_readonly("num_node_tokens", [](const NvlinkExchange& self) { return self.config().num_max_tokens; })
         .def_property_readonly("rail_bytes", [](const NvlinkExchange& self) { return RailLayout(self.config()).total_bytes; })
         .def(

@@ -6,6 +6,7 @@
 namespace deepep_moe {
 
 using tuning::kRowsBehindFlag;
+constexpr int kNoRow = INT32_MIN;  // what a thread finds in a slot that stays empty
 
 // Flags that the sending warps of a block ask another warp to set: a release over the link costs a round trip, and one serves all flags.
 class DueFlags {
@@ -65,13 +66,13 @@ public:
     __device__ Pusher(const GpuContext& context, const GpuRing& ring, const GpuSlotLayout& slot, const DueFlags& due)
         : context_(context), slot_(slot), own_(context, context.rank), ring_(ring, slot), due_(due), lane_(threadIdx.x % 32) {}
 
-    // Send counts[node, peer] rows to each peer, in chunks of `chunk_slots` that no other warp has taken, those of `first_node` first.
-    // The functor find(to, slot) returns what a thread needs to know of a row. The functor ready(to, first, end, found) waits for some
-    // rows; false: give up. The functor rows(to, slot, found, row, tail) sets the row's address. With `to_outbox` rows go to this rank's
-    // outbox, without flags.
+    // Send the rows of counts[node, peer] tokens to each peer, in chunks of `chunk_slots` that no other warp has taken, those of
+    // `first_node` first. A token has `token_slots` slots. The functor find(to, slot) returns what a thread needs to know of a row, or
+    // kNoRow. The functor ready(to, first, end, found) waits for some rows; false: give up. The functor rows(to, slot, found, row, tail)
+    // sets the row's address. With `to_outbox` rows go to this rank's outbox, without flags.
     template <class Ready, class Find, class Rows>
-    __device__ void push(int chunk_slots, const int32_t* counts, bool to_outbox, int first_node, const Ready& ready, const Find& find,
-                         const Rows& rows) {
+    __device__ void push(int chunk_slots, int token_slots, const int32_t* counts, bool to_outbox, int first_node, const Ready& ready,
+                         const Find& find, const Rows& rows) {
         const auto drain = [&](const RingRow& row) {
             const Note note(__shfl_sync(kFullWarp, row.note, 0));
             const Workspace theirs(context_, note.peer);
@@ -81,7 +82,8 @@ public:
         };
         const GpuWorkspaceConfig& config = context_.config;
         const auto is_own = [&](const Source& to) { return to.rank == context_.rank; };
-        const auto num_chunks = [&](const Source& to) { return is_own(to) ? 0 : divide_up(counts[to.number(config)], chunk_slots); };
+        const auto num_slots = [&](const Source& to) { return counts[to.number(config)] * token_slots; };
+        const auto num_chunks = [&](const Source& to) { return is_own(to) ? 0 : divide_up(num_slots(to), chunk_slots); };
         const auto target = [&](int turn) { return Source::at_turn(config, first_node, context_.rank, turn); };
         WarpTasks chunks(&context_.state->next_send);
         while (true) {
@@ -89,14 +91,16 @@ public:
             if (!chunk.is_there) break;
             const Source& to = chunk.source;
             const int begin = to.first_slot(config), first = begin + chunk.number * chunk_slots;
-            const int end = min(first + chunk_slots, begin + counts[to.number(config)]);
-            const int found = first + lane_ < end ? find(to, first + lane_) : 0;
+            const int end = min(first + chunk_slots, begin + num_slots(to));
+            const int found = first + lane_ < end ? find(to, first + lane_) : kNoRow;
             if (!ready(to, first, end, found)) break;
 #pragma unroll 1
-            for (int slot = first; slot < end; ++slot) {
+            for (unsigned rest = __ballot_sync(kFullWarp, found != kNoRow); rest != 0; rest &= rest - 1) {
+                const int i = __ffs(rest) - 1;
+                const unsigned behind_flag = ~0u << (i / kChunkSlots + 1) * kChunkSlots;  // slots of later flags
                 const std::byte *row = nullptr, *tail = nullptr;
-                rows(to, slot, __shfl_sync(kFullWarp, found, slot - first), row, tail);
-                ring_.add(row, tail, Note{to.rank, slot + 1 == end || (slot + 1) % kChunkSlots == 0, slot}.word(), drain);
+                rows(to, first + i, __shfl_sync(kFullWarp, found, i), row, tail);
+                ring_.add(row, tail, Note{to.rank, (rest & (rest - 1) & ~behind_flag) == 0, first + i}.word(), drain);
             }
         }
         finish(drain);  // also if the block gives up: no copy into its shared memory may be in flight when it ends
@@ -147,11 +151,12 @@ private:
 
 // A sending block: see Pusher::push. All its threads must call it; it has one warp more than the ring.
 template <class Ring, class Ready, class Find, class Rows>
-__device__ void push(const GpuContext& context, const GpuRing& ring, const GpuSlotLayout& slot, int chunk_slots, const int32_t* counts,
-                     bool to_outbox, int first_node, const Ready& ready, const Find& find, const Rows& rows) {
+__device__ void push(const GpuContext& context, const GpuRing& ring, const GpuSlotLayout& slot, int chunk_slots, int token_slots,
+                     const int32_t* counts, bool to_outbox, int first_node, const Ready& ready, const Find& find, const Rows& rows) {
     const DueFlags due;
     const int warp = threadIdx.x / 32;
-    if (warp < ring.warps) Pusher<Ring>(context, ring, slot, due).push(chunk_slots, counts, to_outbox, first_node, ready, find, rows);
+    if (warp < ring.warps)
+        Pusher<Ring>(context, ring, slot, due).push(chunk_slots, token_slots, counts, to_outbox, first_node, ready, find, rows);
     if (warp == ring.warps) due.serve(ring.warps, context.state->sequence);
 }
 

@@ -205,7 +205,7 @@ struct GpuCombineCall {
         params.combined_topk_weight_grads = combined_topk_weight_grads.as<float*>();
         params.sums_lanes = sums_lanes;
         const bool are_single = !handle.is_expert_layout || (handle.topk_idx.num_columns == 1 && expert_rows == nullptr);
-        params.direct = are_single && !weights.is_there && num_rows > 0 && topk_weight_grads.address % kRowAlignment == 0;
+        params.direct = are_single && !weights.is_there && topk_weight_grads.address % kRowAlignment == 0;
         params.context.config.num_topk = static_cast<int>(handle.topk_idx.num_columns);  // for `tail_bytes`
         row_bytes = x.row_bytes();
         rail.is_combine = true;

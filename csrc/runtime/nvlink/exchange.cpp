@@ -115,13 +115,15 @@ void NvlinkExchange::dispatch_cached(const GpuDispatchCall& call, const CallMode
 
 void NvlinkExchange::combine(const GpuCombineCall& call, const CallMode& mode) {
     const Step step(*this, mode.stream);
-    const bool is_for_several = call.params.is_expert_layout && config_.num_ranks > 2;
+    const bool is_for_several = call.params.is_expert_layout && config_.num_ranks > 2 && !config_.is_by_lane;
     const int num_sms = num_senders(mode, is_for_several ? tuning.num_sms_of_sums : tuning.num_sms);
+    if (num_sms == 0 && config_.is_by_lane)
+        throw std::invalid_argument("num_sms=0 cannot serve sums by lanes, whose rows leave one by one; give num_sms of 1 or more");
     const int64_t* counts = counts_for_copies(call.numbers, num_sms, false);
     const cudaStream_t stream = as_stream(mode.stream);
     GpuCombineParams params = call.params;
-    params.direct = params.direct && num_sms > 0;         // copy engines take rows from the outbox
-    const bool is_whole = num_sms > 0 && !mode.is_split;  // else the second half computes the sums that cross
+    params.direct = (params.direct && num_sms > 0) || config_.is_by_lane;  // copy engines take rows from the outbox
+    const bool is_whole = num_sms > 0 && !mode.is_split;                   // else the second half computes the sums that cross
     plan(call.plan, call.signature, call.rail, is_whole, stream);
     if (is_whole) {
         launch(params, num_sms, true, stream);

@@ -36,9 +36,9 @@ void NvlinkExchange::allocate() {
     const int capability_major = attribute(cudaDevAttrComputeCapabilityMajor, device_);
     tuning = fit_tuning({num_multiprocessors_, capability_major, link_gbps_of(capability_major)});
     has_early_launch_ = tuning.uses_bulk_copies;
-    if (config_.num_max_tokens >= static_cast<int64_t>(kRefused))
+    if (config_.num_slots() >= static_cast<int64_t>(kRefused))
         throw std::invalid_argument("num_max_tokens_per_rank is " + std::to_string(config_.num_max_tokens) + "; this backend counts to " +
-                                    std::to_string(kRefused - 1));
+                                    std::to_string((kRefused - 1) / (config_.num_slots() / config_.num_max_tokens)));
     const int64_t plan_bytes = plan_shared_bytes(config_);
     if (plan_bytes > shared_bytes_ - kStaticSharedBytes)
         throw std::runtime_error(std::to_string(config_.num_experts) + " experts need " + std::to_string(plan_bytes) +

@@ -42,6 +42,7 @@ class NvlinkBackend(GpuMemory, Backend):
     def __init__(self, settings: Settings):
         self.settings = settings
         self.device: torch.device | None = torch.device("cuda", torch.cuda.current_device())
+        shared = settings.lanes if settings.num_nodes == 1 else 1  # lanes of a token are one row on their way to a rank
         self._exchange = _C.NvlinkExchange(
             num_ranks=settings.num_ranks,
             rank=settings.rank % settings.ranks_per_node,
@@ -49,10 +50,11 @@ class NvlinkBackend(GpuMemory, Backend):
             node=settings.node,
             device=torch.cuda.current_device(),
             num_experts=settings.num_experts,
-            num_topk=settings.num_topk,
+            num_topk=settings.num_topk * shared,
             hidden=settings.hidden,
-            num_max_tokens=max(1, settings.num_max_tokens_per_rank),
+            num_max_tokens=max(1, settings.num_max_tokens_per_rank // shared),
             timeout_s=settings.timeout_s,
+            is_by_lane=settings.is_by_lane and settings.num_nodes == 1,
         )
         self.capabilities = Capabilities(device_types=(device.GPU,), can_scale=True, shares_rows=settings.num_nodes == 1)
         self.workspace_bytes: int = self._exchange.workspace_bytes
