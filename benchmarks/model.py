@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.common.records import record, write_json
 from deepep_moe.ops import gate
 from deepep_moe.ops.routing import is_token_in_rank
-from deepep_moe.tune.records import record, write_json
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
