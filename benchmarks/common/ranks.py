@@ -18,7 +18,7 @@ from benchmarks.common.records import nccl_version, record, write_json
 from benchmarks.common.report import Record
 from benchmarks.common.timing import Timer
 from deepep_moe import Buffer, config
-from deepep_moe.errors import EPError
+from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
 from deepep_moe.tune.ranks import TIMEOUT_S, add_ranks, resolve_ranks, start
 from deepep_moe.tune.records import cpu_name
@@ -140,6 +140,12 @@ def add_sizes(parser: argparse.ArgumentParser, backends: tuple[str, ...], defaul
 def resolve_sizes(options: argparse.Namespace, default_tokens: Sequence[int], most_topk: int) -> None:
     """Fill in ranks and tokens. Needs `options.on_gpu`. Raises EPError for what cannot run, ValueError for values that do not fit."""
     resolve_ranks(options)
+    needed, num_gpus = 1 if options.launched else max(options.num_ranks), torch.cuda.device_count()
+    if options.on_gpu and num_gpus < needed:
+        raise BackendUnavailableError(
+            f"backend {options.backend!r} needs a GPU for each of {needed} ranks, this machine has {num_gpus}; give --num-ranks, or "
+            "--backend shm, which needs none"
+        )
     options.num_tokens = sorted(set(options.num_tokens or default_tokens))
     for n in options.num_ranks:
         if n < 1 or options.num_experts % n:

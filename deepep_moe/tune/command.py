@@ -41,9 +41,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def resolve(options: argparse.Namespace) -> None:
-    """Fill in the defaults that depend on the machine. Raises EPError for what cannot run, ValueError for values that do not fit."""
+    """Fill in the defaults that depend on the machine. Raises ValueError for values that do not fit."""
     num_gpus = torch.cuda.device_count()
-    options.on_gpu = options.shares_gpus = True
+    options.on_gpu = True
     resolve_ranks(options)
     for name in ("num_tokens", "hidden", "num_topk", "num_experts", "expert_alignment", "time_limit"):
         if not 0 < getattr(options, name) < 1e9:
@@ -99,7 +99,7 @@ def main(arguments: list[str]) -> int:
     try:
         resolve(options)
         file = target_of(options)
-    except (EPError, ValueError) as error:
+    except ValueError as error:
         words.error(str(error))
     if options.bind and options.launched:
         bind_this_rank()

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from deepep_moe import config
-from deepep_moe.errors import BackendUnavailableError
 from deepep_moe.testing import run_ranks
 
 NUM_RANKS = (2, 4)
@@ -23,9 +22,8 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 def resolve_ranks(options: argparse.Namespace) -> None:
     """Set `options.num_ranks`, the EP sizes, and `options.launched`, whether a launcher started this rank. Needs `options.on_gpu`.
 
-    Raises ValueError for sizes that contradict the launcher, BackendUnavailableError for too few GPUs.
+    Raises ValueError for sizes that contradict the launcher.
     """
-    num_gpus = torch.cuda.device_count()
     options.launched = config.launched_rank() is not None
     if options.launched:
         world = config.world_size()
@@ -33,13 +31,7 @@ def resolve_ranks(options: argparse.Namespace) -> None:
             raise ValueError(f"--num-ranks {options.num_ranks} under a launcher that started {world} ranks; leave --num-ranks out")
         options.num_ranks = [world]
     elif options.num_ranks is None:
-        options.num_ranks = [n for n in NUM_RANKS if n <= num_gpus] or [2] if options.on_gpu else [2]
-    needed = 1 if options.launched or getattr(options, "shares_gpus", False) else max(options.num_ranks)
-    if options.on_gpu and num_gpus < needed:
-        raise BackendUnavailableError(
-            f"backend {options.backend!r} needs a GPU for each of {max(options.num_ranks)} ranks, this machine has {num_gpus}; "
-            "give --num-ranks, or --backend shm, which needs none"
-        )
+        options.num_ranks = [n for n in NUM_RANKS if n <= torch.cuda.device_count()] or [2] if options.on_gpu else [2]
 
 
 def start(measure: Callable[..., Any], options: argparse.Namespace) -> list[Any]:
