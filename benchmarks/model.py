@@ -10,7 +10,6 @@ It assumes:
 - A put is seen 5 us after its last byte and costs a NIC 0.1 us. Both are guesses.
 - All ranks start together. The library's gate chooses experts evenly, so the ranks of one node stand for those of every node.
 - NVLink has one rate at each end. Rows for the own node go by NVLink alone and share the SMs and the links.
-- In low-latency calls SMs handle rows in parallel, with the guesses of `Latencies`, and each put has one row.
 
 It leaves out congestion, routes, NICs that GPUs share, credits, the CPU of a proxy, other traffic, metadata of rows, and whatever happens
 on GPUs beside the call. Its times are what these sizes allow at best. Published tables stand beside it, with its error.
@@ -19,7 +18,6 @@ on GPUs beside the call. Its times are what these sizes allow at best. Published
 import argparse
 import dataclasses
 import functools
-import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,9 +27,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.common.records import record, write_json
 from deepep_moe.ops import gate
 from deepep_moe.ops.routing import is_token_in_rank
-from deepep_moe.tune.records import record, write_json
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -201,102 +199,6 @@ def simulate(op: str, goes: Ints, machine: Machine, row_bytes: int, chunk_rows: 
     return Call(us, busy, network_bytes, round(float(goes.any(3).sum(2).mean()) * goes.shape[1] * row_bytes))
 
 
-@dataclass(frozen=True)
-class Latencies:
-    """Guessed times of kernels with a few rows, in microseconds."""
-
-    start_us: float = 4.0  # from a launch to the first row that leaves, or that is looked for
-    pack_us: float = 3.0  # of a row that is put
-    hop_us: float = 4.0  # of a row that comes, until ranks of the node have it, without the bytes
-    place_us: float = 6.0  # from the last row to the end of a call
-
-
-MEASURED = {"dispatch": Latencies(4.0, 5.7, 4.0, 10.2), "combine": Latencies(4.0, 18.6, 4.0, 7.0)}
-"""The longest measured times of kernels, with one GPU a rank (`h200-low-latency-nodes-2x2-four-gpus-2026-11-26.json`)."""
-
-
-def draw(num_ranks: int, num_tokens: int = 128, num_experts: int = 256, seed: int = 0) -> Ints:
-    """Return how many experts of each rank each token chooses, [num_ranks, num_tokens, num_ranks]."""
-    generator = np.random.default_rng(seed)
-    chosen = generator.random((num_ranks, num_tokens, num_experts)).argpartition(NUM_TOPK, axis=2)[:, :, :NUM_TOPK]
-    counts: Ints = ((chosen // (num_experts // num_ranks))[..., None] == np.arange(num_ranks)).sum(2)
-    return counts
-
-
-class LowLatency:
-    """Low-latency calls of all ranks with the choices of `draw`. Each returns how long every rank takes, microseconds, [num_ranks]."""
-
-    def __init__(self, experts_of: Ints, machine: Machine, latencies: Latencies, row_bytes: int, per_node: int = PER_NODE):
-        self.experts_of, self.machine, self.latencies, self.row_bytes, self.per_node = experts_of, machine, latencies, row_bytes, per_node
-        self.num_ranks = len(experts_of)
-        self.by_node = experts_of.reshape(*experts_of.shape[:2], -1, per_node)
-        source, token, node = np.nonzero(self.by_node.sum(3))
-        away = source // per_node != node
-        self.source, self.token, self.node = source[away], token[away], node[away]
-        self.rail = self.node * per_node + self.source % per_node
-
-    def dispatch(self) -> Floats:
-        kernels, per_node = self.latencies, self.per_node
-        landed = self._network(self.source, self.rail, np.full(len(self.source), kernels.start_us + kernels.pack_us))
-        row, rank = np.nonzero(self.by_node[self.source, self.token, self.node])
-        told = np.maximum(landed[row], kernels.start_us) + kernels.hop_us
-        source, _, target = np.nonzero(self.experts_of)
-        own = source // per_node == target // per_node
-        source, target = source[own], target[own]
-        receiver = np.concatenate([self.node[row] * per_node + rank, target])
-        ready = np.concatenate([told, np.full(len(source), kernels.start_us + kernels.hop_us)])
-        return self._ends((receiver, self._nvlink(np.concatenate([self.rail[row], source]), receiver, ready)))
-
-    def combine(self) -> Floats:
-        kernels, per_node = self.latencies, self.per_node
-        source, token, rank = np.nonzero(self.experts_of)
-        order = np.lexsort(((source - rank - 1) % self.num_ranks, token))  # a rank pushes for all sources by turns
-        source, token, rank = source[order], token[order], rank[order]
-        node = rank // per_node
-        arrived = self._nvlink(rank, node * per_node + source % per_node, np.full(len(rank), kernels.start_us + kernels.hop_us))
-        summed = np.zeros(self.by_node.shape[:3])
-        np.maximum.at(summed, (source, token, node), arrived)  # a put waits for all sums of its row
-        ready = np.maximum(summed[self.source, self.token, self.node], kernels.start_us) + kernels.pack_us
-        own = node == source // per_node
-        return self._ends((self.source, self._network(self.rail, self.source, ready)), (source[own], arrived[own]))
-
-    def by_message(self, over_nvlink: bool = False) -> Floats:
-        """Simulate a message for each (token, expert), of either direction. All go over the network, or, with `over_nvlink`, those of
-        other nodes."""
-        kernels = self.latencies
-        source, token, target = np.nonzero(self.experts_of)
-        count = self.experts_of[source, token, target]
-        source, target = np.repeat(source, count), np.repeat(target, count)
-        own = source // self.per_node == target // self.per_node if over_nvlink else source == target
-        landed = self._network(source[~own], target[~own], np.full(int((~own).sum()), kernels.start_us + kernels.pack_us))
-        if not over_nvlink:
-            return self._ends((target[~own], landed))
-        arrived = self._nvlink(source[own], target[own], np.full(int(own.sum()), kernels.start_us + kernels.hop_us))
-        return self._ends((target[~own], landed), (target[own], arrived))
-
-    def _network(self, sender: Ints, receiver: Ints, ready: Floats) -> Floats:
-        """Return when rows have landed, a put each. Those that are ready together go to the next rank first, then to the one behind."""
-        pair = sender * self.num_ranks + receiver
-        sequence = np.argsort(pair, kind="stable")
-        first = np.flatnonzero(np.diff(pair[sequence], prepend=-1))
-        turn = np.empty(len(pair), dtype=np.int64)
-        turn[sequence] = np.arange(len(pair)) - np.repeat(first, np.diff(np.append(first, len(pair))))
-        wire = np.full(len(pair), self.row_bytes / (self.machine.nic_gbps * 1e3))
-        order = (turn * self.num_ranks + (receiver - sender) % self.num_ranks).astype(np.float64)
-        sent = serve(sender, ready, np.maximum(wire, self.machine.message_us), order)
-        return serve(receiver, sent + self.machine.put_us, wire, is_through=True)
-
-    def _nvlink(self, sender: Ints, receiver: Ints, ready: Floats) -> Floats:
-        work = np.full(len(sender), self.row_bytes / (self.machine.nvlink_gbps * 1e3))
-        return serve(receiver, serve(sender, ready, work, is_through=True), work, is_through=True)
-
-    def _ends(self, *arrivals: tuple[Ints, Floats]) -> Floats:
-        end = np.full(self.num_ranks, self.latencies.start_us)
-        for rank, arrived in arrivals:
-            np.maximum.at(end, rank, arrived)
-        return end + self.latencies.place_us
-
-
 # Rates that others have published, for hidden 7168, top-8 and 8 GPUs a node. Fields: source, machine, SMs, tokens, experts of a rank (None:
 # 256 experts in all, of 4 nodes). Then, by number of ranks, the GB/s of dispatch fp8, dispatch bf16 and combine bf16. They count a row for
 # each (token, node), including the own node. Chunks have 16 rows here; others tune theirs.
@@ -311,14 +213,6 @@ PUBLISHED: list[tuple[str, str, int, int, int | None, dict[int, Rates]]] = [
     ("HybridEP", "h100", 4, 4096, 8, {16: (34.0, 44.4, 52.0), 32: (38.5, 52.6, 51.0), 64: (37.5, 48.0, 46.0)}),
     ("HybridEP", "h100", 8, 4096, 8, {16: (62.0, 76.8, 68.0), 32: (51.3, 54.5, 56.4), 64: (46.6, 50.6, 51.0)}),
 ]
-# Fields: source, whether rows of the own node go over NVLink, and by number of ranks the us of a dispatch in fp8 and a combine in bf16 of
-# 128 tokens. If a range is published, its middle. pplx-garden does not give hidden and experts; they are taken to be DeepEP's.
-LOW_LATENCY: list[tuple[str, bool, dict[int, tuple[float, float]]]] = [
-    ("DeepEP V1", False, {16: (173, 329), 32: (182, 350), 64: (186, 353), 128: (192, 369), 256: (194, 360)}),
-    ("DeepEP V1, a third party", False, {16: (186, 337)}),
-    ("DeepEP V1, in pplx-garden's table", True, {16: (123.9, 203.0), 32: (159.1, 285.0), 64: (177.9, 325.0)}),
-    ("pplx-garden", True, {16: (110.2, 185.5), 32: (153.9, 266.3), 64: (187.5, 309.1)}),
-]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -328,7 +222,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine", choices=MACHINES, default="h100")
     for name in ("nvlink_gbps", "nic_gbps", "put_us", "message_us", "sm_gbps"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, help="of the machine, instead of its own")
-    parser.add_argument("--low-latency", action="store_true", help="low-latency calls of 128 tokens a rank, up to 256 ranks")
 
 
 def main(options: argparse.Namespace) -> None:
@@ -337,9 +230,8 @@ def main(options: argparse.Namespace) -> None:
     if wrong := [name for name, value in (given | sizes).items() if value is not None and value <= 0]:
         sys.exit(f"--{wrong[0].replace('_', '-')} is too small; sizes and rates are positive, and --num-sms is at least 2")
     machine = dataclasses.replace(MACHINES[options.machine], **{name: value for name, value in given.items() if value is not None})
-    parts = small_records(machine, options.num_nodes) if options.low_latency else records(machine, options)
     made = []
-    for one in parts:
+    for one in records(machine, options):
         made.append(one)
         beside = "" if one["rival"] is None else f"  {one['rival']}: {one['rival_us']:.0f} us, error {one['error']:+.0%}"
         print(f"EP{one['num_ranks']:<4} {one['name']:26} {one['part']:20} {one['us_median']:8.1f} us{beside}", flush=True)
@@ -384,21 +276,3 @@ def records(machine: Machine, options: argparse.Namespace) -> Iterator[Record]:
                     "published", op, dtype, num_ranks, [made.us], made.network_bytes, MACHINES[name], sizes=sizes, num_sms=num_sms,
                     bound=made.bound, logical_gbps=made.logical_gbps, error=made.logical_gbps / gbps - 1, **theirs,
                 )  # fmt: skip
-
-
-def small_records(machine: Machine, nums_nodes: list[int]) -> Iterator[Record]:
-    """Yield each low-latency call at each size, also with kernels as measured, and each published one beside a message each."""
-    sizes = {"num_tokens": 128, "num_experts": 256, "layout": "expert"}
-    for num_ranks in (num_nodes * PER_NODE for num_nodes in nums_nodes if num_nodes <= 32):
-        drawn = [draw(num_ranks, seed=seed) for seed in range(3)]
-        for op, dtype in OPERATIONS[::2]:
-            for part, latencies in {"two hops": Latencies(), "kernels as measured": MEASURED[op]}.items():
-                calls = [getattr(LowLatency(each, machine, latencies, ROW_BYTES[dtype]), op)() for each in drawn]
-                us_p99 = float(np.percentile(np.concatenate(calls), 99))
-                yield _record(part, op, dtype, num_ranks, np.concatenate(calls).tolist(), 0, machine, sizes=sizes, us_p99=us_p99)
-        for source, over_nvlink, by_ranks in LOW_LATENCY:
-            for (op, dtype), us in zip(OPERATIONS[::2], by_ranks.get(num_ranks, ()), strict=False):
-                calls = [LowLatency(each, machine, Latencies(), ROW_BYTES[dtype]).by_message(over_nvlink) for each in drawn]
-                times = np.concatenate(calls).tolist()
-                theirs = {"baseline": source, "baseline_times": [us], "error": statistics.median(times) / us - 1}
-                yield _record("a message each", op, dtype, num_ranks, times, 0, machine, sizes=sizes, over_nvlink=over_nvlink, **theirs)

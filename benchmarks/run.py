@@ -2,7 +2,6 @@
 
 exchange     dispatch and combine, on GPUs, or with --backend shm on the CPU
 low-latency  dispatch and combine of small batches
-overlap      dispatch and combine beside GEMMs
 gate         the gate
 host         the time of the host in calls on a GPU
 model        dispatch and combine over nodes, simulated
@@ -29,9 +28,8 @@ from deepep_moe import config
 from deepep_moe.topology.option import add_bind, bind_this_rank
 
 MODULES = {
-    "exchange": "exchange.command", "low-latency": "low_latency.command", "overlap": "exchange.overlap",
-    "gate": "gate.command", "host": "host.command", "model": "model", "megatron": "layers.megatron",
-    "trainer": "layers.trainer", "deepspeed": "layers.deepspeed", "fp8": "layers.fp8",
+    "exchange": "exchange.command", "low-latency": "low_latency.command", "gate": "gate.command", "host": "host.command",
+    "model": "model", "megatron": "layers.megatron", "trainer": "layers.trainer", "deepspeed": "layers.deepspeed", "fp8": "layers.fp8",
 }  # fmt: skip
 
 _UNBOUND = ("model", "trainer")  # they run nothing on ranks of their own

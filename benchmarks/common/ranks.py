@@ -4,6 +4,7 @@ import argparse
 import gc
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +14,15 @@ import torch.distributed as dist
 
 from benchmarks.common.link import link_gbps
 from benchmarks.common.peers import check_peers
+from benchmarks.common.records import nccl_version, record, write_json
 from benchmarks.common.report import Record
-from deepep_moe import config
-from deepep_moe.errors import EPError
-from deepep_moe.tune.ranks import Rank, add_ranks_and_tokens, resolve_ranks, start
-from deepep_moe.tune.records import cpu_name, nccl_version, record, write_json
+from benchmarks.common.timing import Timer
+from deepep_moe import Buffer, config
+from deepep_moe.errors import BackendUnavailableError, EPError
+from deepep_moe.exchange.backends.nvlink import NvlinkBackend
+from deepep_moe.tune.ranks import TIMEOUT_S, add_ranks, resolve_ranks, start
+from deepep_moe.tune.records import cpu_name
+from deepep_moe.tune.workload import Inputs, Shape, make_inputs
 
 
 @dataclass
@@ -29,7 +34,7 @@ class Report:
     """Operations that raised or had wrong results, and so are not timed."""
 
 
-class BenchRank(Rank):
+class BenchRank:
     """One rank of one run. Every method is collective."""
 
     link_iterations: int | None = None
@@ -45,7 +50,15 @@ class BenchRank(Rank):
         raise NotImplementedError
 
     def __init__(self, rank: int, num_ranks: int, device_idx: int, options: argparse.Namespace):
-        super().__init__(rank, num_ranks, device_idx, options)
+        self.options, self.rank, self.started = options, rank, time.monotonic()
+        sizes = num_ranks, options.hidden, options.num_experts, options.num_topk, options.expert_alignment
+        self.shape = Shape(*sizes, getattr(options, "ranks_per_node", None))
+        self.device = torch.device("cuda", device_idx) if options.on_gpu else torch.device("cpu")
+        self.group: dist.ProcessGroup | None = None
+        if options.on_gpu:
+            torch.cuda.set_device(self.device)
+            self.group = dist.new_group(backend="nccl")
+        self.timer = Timer(self.device, self.group)
         gc.collect()
         gc.freeze()  # collections stay short
         if not options.on_gpu:
@@ -55,7 +68,44 @@ class BenchRank(Rank):
         self.transport = "NCCL" if options.on_gpu else "gloo"
         """The library that moves the rows of the baselines."""
         self.link_gbps = link_gbps(self.timer, self.link_iterations or options.iterations)
-        self.report = Report(failures=self.failures)
+        self.report = Report()
+
+    def say(self, text: str) -> None:
+        """Print progress on rank 0."""
+        if self.rank == 0:
+            print(f"[{time.monotonic() - self.started:6.1f} s] EP{self.shape.num_ranks}: {text}", file=sys.stderr, flush=True)
+
+    def new_buffer(self, num_tokens: int) -> Buffer:
+        o = self.options
+        group = self.group if o.backend == "collective" else None
+        sizes = num_tokens, o.hidden, o.num_experts, o.num_topk
+        buffer = Buffer(group, *sizes, backend=o.backend, timeout_s=TIMEOUT_S, ranks_per_node=self.shape.ranks_per_node)
+        backend = buffer.calls.backend
+        if isinstance(backend, NvlinkBackend):
+            backend.use(backend.fitted)  # records of two machines are not to differ by a user's profile
+        if getattr(o, "num_rail_sms", None) is not None:
+            buffer.calls.backend.tuning.num_rail_sms = o.num_rail_sms  # type: ignore[attr-defined]
+        return buffer
+
+    def agreed(self, what: str, attempt: Callable[[], Any]) -> Any:
+        """Return what `attempt` returns on this rank, or None on all ranks where it raised on any of them; `report.failures` says why."""
+        result, reason = None, None
+        try:
+            result = attempt()
+        except (EPError, ValueError, TypeError, RuntimeError) as error:
+            reason = f"EP{self.shape.num_ranks}: {what}: rank {self.rank}: {type(error).__name__}: {error}"
+        reasons: list[str | None] = [None] * self.shape.num_ranks
+        dist.all_gather_object(reasons, reason)
+        first = next((r for r in reasons if r is not None), None)
+        if first is None:
+            return result
+        self.report.failures.append(first)
+        self.say(f"not timed: {first}")
+        return None
+
+    def everyones_inputs(self, num_tokens: int) -> list[Inputs]:
+        """Make the inputs of all ranks."""
+        return [make_inputs(self.shape, num_tokens, rank, self.device) for rank in range(self.shape.num_ranks)]
 
     def hardware(self) -> str:
         if not self.options.on_gpu:
@@ -81,7 +131,8 @@ class BenchRank(Rank):
 def add_sizes(parser: argparse.ArgumentParser, backends: tuple[str, ...], default_tokens: str, **sizes: int | None) -> None:
     """Add the options that the benchmarks share. The first of `backends` is the default. `sizes` are defaults of other options."""
     parser.add_argument("--backend", choices=backends, default=backends[0])
-    add_ranks_and_tokens(parser, default_tokens)
+    add_ranks(parser)
+    parser.add_argument("--num-tokens", type=int, nargs="+", help=f"per rank; default {default_tokens}")
     for name, default in {"num_experts": 256, "num_topk": 8, **sizes}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
 
@@ -89,6 +140,12 @@ def add_sizes(parser: argparse.ArgumentParser, backends: tuple[str, ...], defaul
 def resolve_sizes(options: argparse.Namespace, default_tokens: Sequence[int], most_topk: int) -> None:
     """Fill in ranks and tokens. Needs `options.on_gpu`. Raises EPError for what cannot run, ValueError for values that do not fit."""
     resolve_ranks(options)
+    needed, num_gpus = 1 if options.launched else max(options.num_ranks), torch.cuda.device_count()
+    if options.on_gpu and num_gpus < needed:
+        raise BackendUnavailableError(
+            f"backend {options.backend!r} needs a GPU for each of {needed} ranks, this machine has {num_gpus}; give --num-ranks, or "
+            "--backend shm, which needs none"
+        )
     options.num_tokens = sorted(set(options.num_tokens or default_tokens))
     for n in options.num_ranks:
         if n < 1 or options.num_experts % n:

@@ -1,14 +1,19 @@
-"""Time a call of one process, in microseconds: by the host's clock, or by CUDA events on a GPU."""
+"""Time a call of one process, or of all ranks together, in microseconds: by the host's clock, or by CUDA events on a GPU."""
 
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from deepep_moe.tune.timing import SLEEP_US, WARMUP, cycles_per_us
+from deepep_moe.tune.timing import SLEEP_US, cycles_per_us, meet, slowest
 
+WARMUP = 3  # calls that are made first and not counted
 _QUEUED = 20  # calls that wait on the device for their turn
+_MAX_MARKS = 4  # in one call
+
+Mark = Callable[[], None]
 
 
 def _nothing() -> None:
@@ -45,3 +50,107 @@ def kernel_us(call: Callable[[], Any], repeats: int) -> list[float]:
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / _QUEUED)
     return times
+
+
+class Timer:
+    """Times one call at a time. All ranks start each call within a few microseconds of each other; every method is collective.
+
+    `stream` keeps the device busy until the host has long entered the call. The time is what the call adds to the stream: from the point
+    where the stream reaches the call to the point where its result may be used there. `call` starts from an idle device, so the host's
+    time until the first launch counts. On the CPU both are the wall time of the call.
+    """
+
+    def __init__(self, device: torch.device, group: "dist.ProcessGroup | None" = None):
+        """Take an NCCL `group` for a GPU, by default the default group. `call` and `slowest` move CPU tensors over the default group, whose
+        ranks must be processes of one host."""
+        self.device, self.group = device, group
+        self.is_gpu = device.type == "cuda"
+        if self.is_gpu:
+            self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._marked = [torch.cuda.Event(enable_timing=True) for _ in range(_MAX_MARKS)]
+            self._token = torch.zeros(1, device=device)
+            dist.all_reduce(self._token, group=group)
+            self._cycles_per_us = cycles_per_us(torch.cuda.current_device())
+
+    def stream(self, call: Callable[[], Any], iterations: int) -> list[float]:
+        """Return the time of the slowest rank in every iteration."""
+        return slowest(self.own_stream(call, iterations))
+
+    def call(self, call: Callable[[], Any], iterations: int) -> list[float]:
+        """Return the time of the slowest rank in every iteration."""
+        return slowest([self._call_once(call) for _ in range(WARMUP + iterations)][WARMUP:])
+
+    def own_stream(self, call: Callable[[], Any], iterations: int) -> list[float]:
+        """Return the times of `stream` of this rank alone."""
+        once = self._stream_once if self.is_gpu else self._call_once
+        return [once(call) for _ in range(WARMUP + iterations)][WARMUP:]
+
+    def marks(self, call: Callable[[Mark], Any], iterations: int) -> list[list[float]]:
+        """Return, for every iteration, what `marks_once` returns."""
+        return [self.marks_once(call) for _ in range(WARMUP + iterations)][WARMUP:]
+
+    def marks_once(self, call: Callable[[Mark], Any]) -> list[float]:
+        """Return the times from the start of `call(mark)` to each of its calls of `mark`, on the stream of this rank."""
+        return self._marks_on_stream(call) if self.is_gpu else self._marks_by_clock(call)
+
+    def synchronize(self) -> None:
+        """Wait until all ranks and their devices have finished their work."""
+        if self.is_gpu:
+            torch.cuda.synchronize(self.device)
+        dist.barrier()
+
+    def sleep(self, us: float) -> None:
+        """Keep the GPU's current stream busy for `us` microseconds, or longer while its clock is slow."""
+        torch.cuda._sleep(int(us * self._cycles_per_us))
+
+    def _line_up(self) -> None:
+        self.sleep(SLEEP_US)
+        # After the sleep, so that GPUs leave it together, however late their hosts were.
+        dist.all_reduce(self._token, group=self.group)
+
+    def _stream_once(self, call: Callable[[], Any]) -> float:
+        self._line_up()
+        self._start.record()
+        result = call()
+        self._end.record()
+        self._end.synchronize()
+        del result  # memory goes back after the measurement
+        return self._start.elapsed_time(self._end) * 1e3
+
+    def _marks_on_stream(self, call: Callable[[Mark], Any]) -> list[float]:
+        unused, used = iter(self._marked), []
+
+        def mark() -> None:
+            used.append(next(unused))
+            used[-1].record()
+
+        self._line_up()
+        self._start.record()
+        result = call(mark)
+        used[-1].synchronize()
+        del result  # memory goes back after the measurement
+        return [self._start.elapsed_time(event) * 1e3 for event in used]
+
+    def _marks_by_clock(self, call: Callable[[Mark], Any]) -> list[float]:
+        meet()
+        moments = [time.perf_counter()]
+        result = call(lambda: moments.append(time.perf_counter()))
+        del result
+        return [(moment - moments[0]) * 1e6 for moment in moments[1:]]
+
+    def _call_once(self, call: Callable[[], Any]) -> float:
+        if self.is_gpu:
+            torch.cuda.synchronize(self.device)
+        meet()
+        if not self.is_gpu:
+            begin = time.perf_counter()
+            result = call()
+            elapsed = (time.perf_counter() - begin) * 1e6
+        else:
+            self._start.record()
+            result = call()
+            self._end.record()
+            self._end.synchronize()
+            elapsed = self._start.elapsed_time(self._end) * 1e3
+        del result
+        return elapsed

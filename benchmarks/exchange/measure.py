@@ -8,11 +8,11 @@ import torch
 from benchmarks.common.link import link_rows, tokens_from_to
 from benchmarks.common.peers import foreign, make_peer
 from benchmarks.common.ranks import BenchRank, Report
+from benchmarks.common.records import spread
 from benchmarks.common.report import Record
 from benchmarks.common.verify import verify
 from benchmarks.exchange.baselines import PLANNED, verify_baseline, words
 from deepep_moe.tune.operations import operations
-from deepep_moe.tune.records import spread
 from deepep_moe.tune.workload import Inputs, Operation
 
 Baselines = dict[tuple[str, str, str], tuple[list[float], list[float]]]

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.common.records import nccl_version
 from benchmarks.common.verify import close_to, expected_combine, expected_dispatch, lanes_of_rank
 from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.exchange.handle import padded
 from deepep_moe.tune.operations import compare_bits
-from deepep_moe.tune.records import nccl_version
 from deepep_moe.tune.workload import Inputs, Operation, Shape, make_inputs
 
 NAME = "nccl_ep"

@@ -5,10 +5,10 @@ import argparse
 
 import torch
 
+from benchmarks.common.records import write_json
 from benchmarks.common.report import number, show_table, spread_of
 from benchmarks.gate import measure
 from benchmarks.gate.baselines import Shape
-from deepep_moe.tune.records import write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,12 +10,12 @@ import torch
 import torch._functorch.config as autograd_config
 from torch import Tensor
 
+from benchmarks.common.records import record
 from benchmarks.common.timing import kernel_us, wall_us
 from benchmarks.gate import baselines
 from benchmarks.gate.baselines import Gate, Shape
 from deepep_moe import config
 from deepep_moe.errors import BackendUnavailableError
-from deepep_moe.tune.records import record
 
 
 def called_us(call: Callable[[], Any], repeats: int) -> float:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.records import record, write_json
 from benchmarks.common.report import number, show_table, spread_of
 from benchmarks.gate import baselines
 from benchmarks.host import drop_in, measure
 from deepep_moe.errors import BackendUnavailableError
-from deepep_moe.tune.records import record, write_json
 
 SMALLEST = "PyTorch operator (add of one element)"
 

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.common.records import write_json
 from benchmarks.common.report import show_layers
 from benchmarks.layers import fp8_layers, harness, megatron_steps
 from benchmarks.layers.fp8_layers import BF16, BF16_GRAPH, EACH, GRAPHS, KEPT, OURS, SHARED, Layer, Wire, graph_of
 from benchmarks.layers.graphs import Graphed
 from benchmarks.layers.passes import StepTimes, chain, describe, difference, slowest_steps
 from deepep_moe.testing import run_ranks
-from deepep_moe.tune.records import write_json
 
 _WARMUP = 2
 _SHOWN_KERNELS = 12  # of each layer; the records have all

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import records
 from benchmarks.common.report import Record
+from benchmarks.common.timing import Timer
 from benchmarks.layers.passes import StepTimes, times_of
-from deepep_moe.tune import records
-from deepep_moe.tune.timing import Timer
 
 
 def add_arguments(parser: argparse.ArgumentParser, device: str | None, num_ranks: str, **sizes: int | None) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.common.records import DTYPES, write_json
 from benchmarks.common.report import show_layers
 from benchmarks.layers import harness, megatron_steps
 from benchmarks.layers.megatron_steps import GROUPED
@@ -27,7 +28,6 @@ from benchmarks.layers.passes import MeasuredLayer as MeasuredBase
 from benchmarks.layers.passes import difference as difference
 from benchmarks.layers.passes import kind_of as kind_of
 from deepep_moe.testing import run_ranks
-from deepep_moe.tune.records import DTYPES, write_json
 
 OURS, ALONE, GATHERS = "deepep_moe", "rows alone", "rows, gathers"
 DISPATCHERS = (OURS, "alltoall", "allgather")

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from deepep_moe.tune.records import cpu_name, nccl_version
-from deepep_moe.tune.timing import Mark, Timer
+from benchmarks.common.records import nccl_version
+from benchmarks.common.timing import Mark, Timer
+from deepep_moe.tune.records import cpu_name
 
 PARTS = ("forward", "backward", "forward+backward")
 _FIRST_SEED = 1000  # of inputs, far from those of layers: rows that repeat a router's weights get probabilities of 1 and 0

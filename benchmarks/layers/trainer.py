@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.records import record, write_json
 from benchmarks.common.report import number, show_table
-from deepep_moe.tune.records import record, write_json
 
 _WARMUP, _TRACED = 6, 2
 _NOT_TIMED = 2 * _TRACED  # iterations at the end: the profiler slows down as many as it traces before it traces

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepep_moe.tune.timing import Mark, Timer
+from benchmarks.common.timing import Mark, Timer
 
 BATCH = 200
 """Calls of a batch. They keep their ranks in step themselves."""

@@ -61,12 +61,7 @@ def draw(path: Path) -> None:
             axes.tick_params(left=False, bottom=False, labelbottom=False)
             axes.spines[:].set_visible(False)
         figure.supxlabel(_BELOW, x=0.02, ha="left", fontsize=8)
-        save(figure, path)
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write `figure` without the date, so that equal records make equal files."""
-    figure.savefig(path, metadata={"Date": None})
+        figure.savefig(path, metadata={"Date": None})  # so that equal records make equal files
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@
 #pragma once
 
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 
 #include "common/types.h"
 
@@ -44,24 +42,6 @@ struct GateOptions {
     bool index64;              // topk_idx is int64, otherwise int32
     bool check_finite = true;  // a logit that is not finite is an error; else it goes through the arithmetic above as any other
 };
-
-// Whether kernels can run with these options without reading or writing outside their arrays.
-inline bool are_valid(const GateOptions& o) {
-    const int group_size = o.num_groups >= 1 ? o.num_experts / o.num_groups : 0;
-    return element_bytes(o.dtype) >= 2 && o.num_tokens >= 0 && o.num_topk >= 1 && o.num_topk <= kMaxTopk && o.num_topk <= o.num_experts &&
-           group_size >= 1 && o.num_experts % o.num_groups == 0 && o.topk_groups >= 1 && o.topk_groups <= o.num_groups &&
-           int64_t{group_size} * o.topk_groups >= o.num_topk &&
-           (o.topk_groups == o.num_groups || (o.group_score_topk >= 1 && o.group_score_topk <= group_size));
-}
-
-// Callers that want clearer messages check before.
-inline void check_gate_options(const GateOptions& o) {
-    if (are_valid(o)) return;
-    const auto str = [](int64_t value) { return std::to_string(value); };
-    throw std::invalid_argument("gate options out of bounds: num_tokens " + str(o.num_tokens) + ", num_experts " + str(o.num_experts) +
-                                ", num_topk " + str(o.num_topk) + ", num_groups " + str(o.num_groups) + ", topk_groups " +
-                                str(o.topk_groups) + ", group_score_topk " + str(o.group_score_topk));
-}
 
 struct GateParams {
     GateOptions options;
@@ -103,8 +83,15 @@ struct GpuGateBackwardParams {
     int device;               // the device whose failures are checked before
 };
 
+// Whether kernels can run with these options without reading or writing outside their arrays. Callers that want clear messages check
+// before.
 inline bool are_valid_on_gpu(const GateOptions& o, int num_ranks) {
-    return are_valid(o) && o.num_experts <= kMaxGateExperts && num_ranks >= 0 && (num_ranks == 0 || o.num_experts % num_ranks == 0);
+    const int group_size = o.num_groups >= 1 ? o.num_experts / o.num_groups : 0;
+    return element_bytes(o.dtype) >= 2 && o.num_tokens >= 0 && o.num_topk >= 1 && o.num_topk <= kMaxTopk && o.num_topk <= o.num_experts &&
+           group_size >= 1 && o.num_experts % o.num_groups == 0 && o.topk_groups >= 1 && o.topk_groups <= o.num_groups &&
+           int64_t{group_size} * o.topk_groups >= o.num_topk &&
+           (o.topk_groups == o.num_groups || (o.group_score_topk >= 1 && o.group_score_topk <= group_size)) &&
+           o.num_experts <= kMaxGateExperts && num_ranks >= 0 && (num_ranks == 0 || o.num_experts % num_ranks == 0);
 }
 
 // bias -= rate * sign(count - mean(counts)), one layer a row.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepep_moe import nvshmem_module
 from deepep_moe.errors import BackendUnavailableError
 from deepep_moe.group import nvshmem_world
-from deepep_moe.group.rendezvous import Introduction, connect, gather_objects
+from deepep_moe.group.rendezvous import Connectable, Introduction, connect, gather_objects
 from deepep_moe.group.settings import Settings
 
 _HEAP_GRANULARITY = 2**21
@@ -100,17 +100,12 @@ class Rail:
             self._world = None
 
 
-class RailBackend(Protocol):
+class RailBackend(Connectable, Protocol):
     """A backend over several nodes."""
 
     rail: Rail
 
     def attach(self, world: nvshmem_world.World) -> None: ...
-    def address(self) -> Any: ...
-    def connect(self, addresses: list[Any]) -> None: ...
-    def disconnect(self) -> None: ...
-    def free(self) -> object: ...
-    def seal(self) -> None: ...
     def destroy(self) -> None: ...
 
 
@@ -138,7 +133,7 @@ def make(new: Callable[[], _Backend], settings: Settings, peers: list[Introducti
         return str(error)
     except (RuntimeError, ValueError, AttributeError) as error:  # the last two: modules of different builds
         failure = str(error)
-    reasons = gather_objects(failure, group, settings.num_ranks, "memory between nodes", settings.timeout_s, lambda told: told)
+    reasons = gather_objects(failure, group, settings.num_ranks, "memory between nodes", settings.timeout_s)
     told = [f"on rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
     if told:
         with contextlib.suppress(RuntimeError):

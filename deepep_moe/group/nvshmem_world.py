@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -62,16 +62,6 @@ class _Standing:
     job_ranks: int = 0
     variables: dict[str, str] = field(default_factory=dict)
 
-    @classmethod
-    def read(cls, told: Any) -> "_Standing":
-        """Return what a rank has told. Raises KeyError or TypeError for anything but a standing."""
-        example = cls("")
-        for one in fields(cls):
-            wanted = (str, type(None)) if one.name == "error" else type(getattr(example, one.name))
-            if not isinstance(told[one.name], wanted):
-                raise TypeError(one.name)
-        return cls(**told)
-
 
 class _Ranks:
     """The ranks of a group, which tell each other how they fare."""
@@ -85,8 +75,6 @@ class _Ranks:
 
         def read_outcome(told: Any) -> tuple[str | None, _Message | None]:
             reason, theirs = told
-            if not isinstance(reason, (str, type(None))):
-                raise TypeError("reason")
             return reason, read(theirs) if reason is None else None
 
         told = [error and error[:_MAX_WORDS], value]
@@ -116,7 +104,7 @@ class World:
         """
         with _whole("an allocation of symmetric memory", BackendUnavailableError):
             own = [num_bytes, self._module.free_bytes(), *sorted(_process.freed)]
-            asked = self._ranks.gather(_process.broken or None, own, "request of symmetric memory", _read_numbers)
+            asked = self._ranks.gather(_process.broken or None, own, "request of symmetric memory", list)
             sizes = [size for size, *_ in asked]
             if len(set(sizes)) > 1:
                 told = _by_rank(sizes)
@@ -162,7 +150,7 @@ def join(settings: Settings, group: "dist.ProcessGroup | None", *, hosts: list[s
     defaults, group_ranks = _variables(hosts, heap_bytes), _Ranks(settings, group)
     module = nvshmem_module.load()
     own = _standing(module, device, defaults)
-    ranks = group_ranks.gather(own.error, asdict(own), "what ranks have of NVSHMEM", _Standing.read)
+    ranks = group_ranks.gather(own.error, asdict(own), "what ranks have of NVSHMEM", lambda told: _Standing(**told))
     _refuse(_why_not(ranks, hosts))
     assert not isinstance(module, str) and device is not None
     exists = own.status >= _INITIALIZED
@@ -273,7 +261,7 @@ def _start(module: Any, ranks: _Ranks, device: int) -> list[int]:
             own_id = module.unique_id()
         except RuntimeError as failure:
             error = str(failure)
-    unique_id = ranks.gather(error, own_id, "unique id of NVSHMEM", _read_bytes)[0]
+    unique_id = ranks.gather(error, own_id, "unique id of NVSHMEM", bytes)[0]
     error = _within(settings.timeout_s, lambda: module.init(unique_id, settings.rank, settings.num_ranks, device))
     pe = module.my_pe() if error is None else -1
     pe_of = ranks.gather(error, pe, "initialization of NVSHMEM", int, settings.timeout_s)
@@ -334,13 +322,3 @@ def _first_reason(reasons: list[str | None]) -> str | None:
 
 def _by_rank(values: list[Any]) -> str:
     return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-
-
-def _read_bytes(told: Any) -> bytes:
-    if not isinstance(told, bytes):
-        raise TypeError("bytes")
-    return told
-
-
-def _read_numbers(told: Any) -> list[int]:
-    return [int(number) for number in told]

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -77,19 +77,6 @@ class Introduction:
     number: int
     """The number of the buffer among those that this process has begun to make."""
 
-    @classmethod
-    def read(cls, told: Any) -> "Introduction":
-        """Return the introduction in a rank's message. Raises KeyError, TypeError or ValueError if it is none."""
-        types: dict[str, Any] = {"error": (str, type(None)), "settings": dict, "process_id": int, "num_threads": int, "has_gpu": bool}
-        types["number"] = int
-        for field in fields(cls):
-            if not isinstance(told[field.name], types.get(field.name, str)):
-                raise TypeError(field.name)
-        plain = (bool, int, float, str)
-        if told["error"] is None and not all(isinstance(value, plain) for value in told["settings"].values()):
-            raise TypeError("settings")
-        return cls(**told)
-
 
 def host_id() -> str:
     """The same for processes that can share memory: one kernel, one namespace of process ids."""
@@ -129,16 +116,19 @@ def introduce(
     message = None if error is None else told(error)[:_MAX_WORDS]
     group_backend = "none" if group is None else str(dist.get_backend_config(group))
 
-    def read(told: Any) -> Introduction:
-        peer = Introduction.read(told)
-        if error is None and peer.error is None and peer.settings.keys() != common.keys():
-            raise ValueError("settings")
-        return peer
-
     with hanging_up(group):
         number, has_gpu = next(_numbers), torch.cuda.is_available()
-        own = Introduction(message, str(backend), common, host_id(), os.getpid(), num_threads, group_backend, has_gpu, WHY_NOT, number)
-        peers = gather_objects(asdict(own), group, settings.num_ranks, "construction of a Buffer", settings.timeout_s, read)
+        own = asdict(
+            Introduction(message, str(backend), common, host_id(), os.getpid(), num_threads, group_backend, has_gpu, WHY_NOT, number)
+        )
+
+        def read(told: Any) -> Introduction:
+            unlike = {} if error is None and told["error"] is None else {"settings": {}}
+            if not _is_like(told | unlike, own | unlike):
+                raise ValueError("an introduction")
+            return Introduction(**told)
+
+        peers = gather_objects(own, group, settings.num_ranks, "construction of a Buffer", settings.timeout_s, read)
     if error is not None:
         raise error
     for rank, peer in enumerate(peers):
@@ -150,9 +140,9 @@ def introduce(
 
 
 def check_same(settings: list[dict[str, Any]], advice: str) -> None:
-    """`settings` of every rank, with the same names. Raises EPMismatchError for the first that is not the same everywhere."""
+    """`settings` of every rank. Raises EPMismatchError for the first that is not the same everywhere."""
     for name in settings[0]:
-        values = [one[name] for one in settings]
+        values = [one.get(name) for one in settings]
         if len(set(values)) > 1:
             told = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
             raise EPMismatchError(f"ranks disagree on {name} ({told}); {advice}")
@@ -306,8 +296,12 @@ class Exchange:
             self._works.extend(map(partial.__call__, itertools.chain.from_iterable(posts)))
 
 
+def _as_is(told: Any) -> Any:
+    return told
+
+
 def gather_objects(
-    value: Any, group: "dist.ProcessGroup | None", num_ranks: int, phase: str, timeout_s: float, read: Callable[[Any], _Message]
+    value: Any, group: "dist.ProcessGroup | None", num_ranks: int, phase: str, timeout_s: float, read: Callable[[Any], _Message] = _as_is
 ) -> list[_Message]:
     """Return `read(value)` for the `value` of every rank, which travels as JSON: None, bools, numbers, text, bytes, lists and dicts.
 
@@ -333,12 +327,8 @@ def agree(
 ) -> list[Any]:  # fmt: skip
     """Return the value of each rank. Raises this rank's error, or EPPeerError where a peer has one. Collective; raises as
     `gather_objects`."""
-
-    def read(message: Any) -> tuple[Any, str | None]:
-        return message[0], _read_failure(message[1])
-
     own = value, None if error is None else told(error)[:_MAX_WORDS]
-    answers = gather_objects(own, group, num_ranks, phase, config.timeout_s() if timeout_s is None else timeout_s, read)
+    answers = gather_objects(own, group, num_ranks, phase, config.timeout_s() if timeout_s is None else timeout_s, list)
     if error is not None:
         raise error
     for rank, (_, reason) in enumerate(answers):
@@ -374,16 +364,12 @@ def _from_json(value: dict[str, Any]) -> Any:
 
 
 def _is_like(theirs: Any, own: Any) -> bool:
-    """Do two addresses have the same types?"""
+    """Return whether two messages have the same form. Text may be None."""
+    if isinstance(own, dict):
+        return isinstance(theirs, dict) and theirs.keys() == own.keys() and all(_is_like(theirs[name], own[name]) for name in own)
     if isinstance(own, (list, tuple)):
         return isinstance(theirs, (list, tuple)) and len(theirs) == len(own) and all(map(_is_like, theirs, own))
-    return type(theirs) is type(own)
-
-
-def _read_failure(told: Any) -> str | None:
-    if told is None or isinstance(told, str):
-        return told
-    raise TypeError("failure")
+    return type(theirs) is type(own) or all(isinstance(one, (str, type(None))) for one in (theirs, own))
 
 
 def connect(make: "Callable[[], _Backend]", settings: Settings, group: "dist.ProcessGroup | None") -> "_Backend | str":
@@ -407,7 +393,7 @@ def _connect(make: "Callable[[], _Backend]", settings: Settings, group: "dist.Pr
         reason, theirs = told
         if failure is None and reason is None and not _is_like(theirs, address):
             raise TypeError("address")
-        return _read_failure(reason), theirs
+        return reason, theirs
 
     gathered = gather_objects([failure, address], group, settings.num_ranks, "sharing of workspaces", settings.timeout_s, read)
     if backend is not None and all(reason is None for reason, _ in gathered):
@@ -415,12 +401,12 @@ def _connect(make: "Callable[[], _Backend]", settings: Settings, group: "dist.Pr
             backend.connect([address for _, address in gathered])
         except (OSError, RuntimeError, ValueError) as error:
             failure = str(error)[:_MAX_WORDS]
-    reasons = gather_objects(failure, group, settings.num_ranks, "mapping of workspaces", settings.timeout_s, _read_failure)
+    reasons = gather_objects(failure, group, settings.num_ranks, "mapping of workspaces", settings.timeout_s)
     told = [f"on rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
     if told:
         if backend is not None:
             backend.disconnect()
-        gather_objects(None, group, settings.num_ranks, "unmapping of workspaces", settings.timeout_s, _read_failure)
+        gather_objects(None, group, settings.num_ranks, "unmapping of workspaces", settings.timeout_s)
         if backend is not None:
             backend.free()
         return told[0]

@@ -1,6 +1,6 @@
 """Memory of buffers that the ranks give back together, and make again together."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
@@ -8,6 +8,7 @@ from deepep_moe.errors import BufferSuspendedError, EPError, EPPeerError, told
 from deepep_moe.group.rendezvous import Connectable, check_same, connect, gather_objects, hanging_up
 from deepep_moe.group.settings import Settings
 
+_PHASE = "suspension of a buffer"
 SUSPENDED = "this buffer is suspended; call resume() on every rank before its next call"
 
 
@@ -51,7 +52,8 @@ def agree(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup | 
     if backend.why_not_suspend:
         raise EPError(f"this buffer cannot be suspended: {backend.why_not_suspend}; destroy it, and make another when it is needed")
     with hanging_up(group):
-        votes = _vote(num_calls, None if error is None else told(error), settings, group)
+        own = num_calls, None if error is None else told(error)
+        votes = gather_objects(own, group, settings.num_ranks, _PHASE, settings.timeout_s, list)
     if error is not None:
         raise error
     for rank, (_, reason) in enumerate(votes):
@@ -70,7 +72,7 @@ def release(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup 
             backend.check()
         except (EPError, ValueError) as error:
             failure = error
-        _vote(0, None, settings, group)
+        gather_objects(None, group, settings.num_ranks, _PHASE, settings.timeout_s)
     return failure
 
 
@@ -84,12 +86,3 @@ def resume(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup |
 
     if isinstance(made := connect(make, settings, group), str):
         raise BufferSuspendedError(f"the buffer is still suspended, {made}; free memory there, then call resume() again on every rank")
-
-
-def _vote(num_calls: int, reason: str | None, settings: Settings, group: "dist.ProcessGroup | None") -> list[tuple[int, str | None]]:
-    def read(vote: Any) -> tuple[int, str | None]:
-        if type(vote[0]) is not int or not isinstance(vote[1], (str, type(None))):
-            raise TypeError("vote")
-        return vote[0], vote[1]
-
-    return gather_objects([num_calls, reason], group, settings.num_ranks, "suspension of a buffer", settings.timeout_s, read)

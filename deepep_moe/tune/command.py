@@ -17,41 +17,34 @@ from deepep_moe.errors import EPError
 from deepep_moe.testing.launch import RankFailedError
 from deepep_moe.topology.option import add_bind, bind_this_rank
 from deepep_moe.tune.rank import Outcome, tune
-from deepep_moe.tune.ranks import add_ranks_and_tokens, resolve_ranks, start
-from deepep_moe.tune.records import write_json
+from deepep_moe.tune.ranks import add_ranks, resolve_ranks, start
 from deepep_moe.tuning import Files, write
 from deepep_moe.tuning.profiles import parse
 
 NOTHING_TO_TUNE = (
-    "backend 'shm' moves rows with threads of the CPU and has none of these settings, so there is nothing to tune; "
+    "there is no GPU; backend 'shm' moves rows with threads of the CPU and has none of these settings, so there is nothing to tune; "
     "DEEPEP_MOE_NUM_THREADS sets its threads (docs/tuning.md)"
 )
 
 
 def parser() -> argparse.ArgumentParser:
     found = Parser("deepep-moe tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--backend", choices=("nvlink", "shm"), help="default nvlink where there is a GPU, else shm")
-    add_ranks_and_tokens(found, "4096, one size")
-    for name, default in (("hidden", 7168), ("num-experts", 256), ("num-topk", 8)):
-        found.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    found.add_argument("--expert-alignment", type=int, default=128, help="default 128")
+    add_ranks(found)
+    sizes = {"num-tokens": 4096, "hidden": 7168, "num-experts": 256, "num-topk": 8, "expert-alignment": 128}
+    for name, default in sizes.items():
+        found.add_argument(f"--{name}", type=int, default=default, help=f"default {default}{', per rank' if name == 'num-tokens' else ''}")
     found.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="of dispatched rows; default bf16. Combined rows are bf16")
     found.add_argument("--time-limit", type=float, default=150.0, help="seconds for all EP sizes together; default 150")
     found.add_argument("--output", type=Path, help="file to add the profile to; default the one that Buffer finds by itself")
-    found.add_argument("--records", type=Path, help="file for the comparisons with the default, as records of a benchmark")
     add_bind(found)
     return found
 
 
 def resolve(options: argparse.Namespace) -> None:
-    """Fill in the defaults that depend on the machine. Raises EPError for what cannot run, ValueError for values that do not fit."""
+    """Fill in the defaults that depend on the machine. Raises ValueError for values that do not fit."""
     num_gpus = torch.cuda.device_count()
-    options.on_gpu, options.shares_gpus = options.backend == "nvlink", True
-    sizes = options.num_tokens or [4096]
-    if len(sizes) > 1:
-        raise ValueError(f"--num-tokens {' '.join(map(str, sizes))} are {len(sizes)} sizes; run the tuner once for each")
+    options.on_gpu = True
     resolve_ranks(options)
-    options.num_tokens = sizes[0]
     for name in ("num_tokens", "hidden", "num_topk", "num_experts", "expert_alignment", "time_limit"):
         if not 0 < getattr(options, name) < 1e9:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} must be above 0 and below 1e9")
@@ -99,15 +92,14 @@ def finish(outcomes: list[Outcome], num_ranks: list[int], file: Path) -> None:
 def main(arguments: list[str]) -> int:
     words = parser()
     options = words.parse_args(arguments)
-    options.backend = options.backend or ("nvlink" if torch.cuda.device_count() else "shm")
-    if options.backend == "shm":
+    if torch.cuda.device_count() == 0:
         if not config.launched_rank():
             print(NOTHING_TO_TUNE)
         return 0
     try:
         resolve(options)
         file = target_of(options)
-    except (EPError, ValueError) as error:
+    except ValueError as error:
         words.error(str(error))
     if options.bind and options.launched:
         bind_this_rank()
@@ -115,7 +107,6 @@ def main(arguments: list[str]) -> int:
         outcomes = start(tune, options)
         if not config.launched_rank():  # rank 0 reports
             finish(outcomes, options.num_ranks, file)
-            write_json(options.records, [outcome.record for outcome in outcomes if outcome.record is not None])
     except (EPError, OSError, ValueError, RankFailedError) as error:  # ValueError: the file was damaged meanwhile
         print(error, file=sys.stderr)
         return 1

@@ -2,8 +2,9 @@
 
 import argparse
 import gc
+import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ from deepep_moe.exchange.backends.nvlink import NvlinkBackend
 from deepep_moe.group.rendezvous import check_same, gather_objects
 from deepep_moe.tune.intervals import Verdict
 from deepep_moe.tune.operations import compare_bits, operations
-from deepep_moe.tune.ranks import Rank
-from deepep_moe.tune.records import command_line, commit, record
+from deepep_moe.tune.ranks import TIMEOUT_S
+from deepep_moe.tune.records import commit
 from deepep_moe.tune.search import SEARCH_SHARE, Meter, compare, search
-from deepep_moe.tune.timing import Mark, slowest
-from deepep_moe.tune.workload import Operation
+from deepep_moe.tune.timing import Timer, slowest
+from deepep_moe.tune.workload import Operation, make_inputs
+from deepep_moe.tune.workload import Shape as Sizes
 from deepep_moe.tuning import Machine, Profile, Shape, Values
 
 LEAST_GAIN = 0.005
@@ -31,28 +33,39 @@ _DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a run. `profile`: None if nothing is faster than the default; `text` then says so. `record`: the comparison with the
-    default, as benchmarks write it, or None."""
+    """The result of a run. `profile`: None if nothing is faster than the default; `text` then says so."""
 
     text: str
     profile: Profile | None
-    record: dict[str, Any] | None = None
 
 
-class TuneRank(Rank):
+class TuneRank:
     """One rank of one run, with one buffer. Every method is collective."""
 
     def __init__(self, rank: int, num_ranks: int, device_idx: int, options: argparse.Namespace):
-        super().__init__(rank, num_ranks, device_idx, options)
-        self._elapsed_s = 0.0
+        self.options, self.rank, self.started, self._elapsed_s = options, rank, time.monotonic(), 0.0
+        self.sizes = Sizes(num_ranks, options.hidden, options.num_experts, options.num_topk, options.expert_alignment)
+        self.device = torch.device("cuda", device_idx) if options.on_gpu else torch.device("cpu")
+        if options.on_gpu:
+            torch.cuda.set_device(self.device)
+        self.timer = Timer(self.device)
+
+    def say(self, text: str) -> None:
+        """Print progress on rank 0."""
+        if self.rank == 0:
+            print(f"[{time.monotonic() - self.started:6.1f} s] EP{self.sizes.num_ranks}: {text}", file=sys.stderr, flush=True)
+
+    def new_buffer(self) -> Buffer:
+        o = self.options
+        return Buffer(None, o.num_tokens, o.hidden, o.num_experts, o.num_topk, backend="nvlink", timeout_s=TIMEOUT_S)
 
     def run(self) -> Outcome:
         gc.collect()
         gc.freeze()  # collections stay short
         o = self.options
-        buffer = self.new_buffer(o.num_tokens)
+        buffer = self.new_buffer()
         backend = buffer.calls.backend
-        assert isinstance(backend, NvlinkBackend)  # options name it
+        assert isinstance(backend, NvlinkBackend)  # which was asked for
         default, machine = backend.fitted, backend.machine
         self.say(f"{machine}; {Shape.of(o.num_tokens, o.hidden, o.num_topk)}; default: {default}")
         try:
@@ -72,25 +85,23 @@ class TuneRank(Rank):
 
     def _check_alike(self, machine: str) -> None:
         """Raise EPMismatchError where ranks have unlike GPUs: no profile is for them, and each would try other settings."""
-        told = gather_objects(machine, dist.group.WORLD, self.shape.num_ranks, "comparison of GPUs", config.timeout_s(), str)
+        told = gather_objects(machine, dist.group.WORLD, self.sizes.num_ranks, "comparison of GPUs", config.timeout_s(), str)
         check_same([{"the GPU": rank_machine} for rank_machine in told], "tune ranks with equal GPUs and equal shares of them")
 
     def _calls(self, buffer: Buffer) -> list[Operation]:
         """Return the dispatch in the dtype that was asked for, and the combine, which has bf16 rows."""
-        inputs = self.everyones_inputs(self.options.num_tokens)[self.rank]
-        made = {(o.op, o.dtype): o for o in operations(buffer, self.shape, inputs, None) if o.layout == "expert"}
+        inputs = make_inputs(self.sizes, self.options.num_tokens, self.rank, self.device)
+        made = {(o.op, o.dtype): o for o in operations(buffer, self.sizes, inputs, None) if o.layout == "expert"}
         return [made["dispatch", _DTYPES[self.options.dtype]], made["combine", "bfloat16"]]
 
     def _sample(self, backend: NvlinkBackend, calls: list[Operation], values: Values, count: int) -> list[float]:
         """Return `count` times of a dispatch and the combine after it, with `values`."""
         backend.use(values)
 
-        def both(mark: Mark) -> Any:
-            results = [operation.call() for operation in calls]
-            mark()
-            return results
+        def both() -> Any:
+            return [operation.call() for operation in calls]
 
-        times = [self.timer.marks_once(both)[-1] for _ in range(1 + count)][1:]  # the first finds nothing in its caches
+        times = [self.timer.once(both) for _ in range(1 + count)][1:]  # the first finds nothing in its caches
         *times, self._elapsed_s = slowest([*times, time.monotonic() - self.started])
         return times
 
@@ -107,23 +118,15 @@ class TuneRank(Rank):
     def _outcome(self, machine: Machine, best: Values, verdict: Verdict | None) -> Outcome:
         if verdict is None:
             return Outcome("there was no time to compare the best settings with the default; give a longer --time-limit", None)
-        told = self._record(machine, best, verdict)
         if not verdict.is_faster or verdict.gain < LEAST_GAIN:
-            return Outcome(f"nothing is faster than the default settings for sure ({best}: {verdict}); no profile is written", None, told)
+            return Outcome(f"nothing is faster than the default settings for sure ({best}: {verdict}); no profile is written", None)
         o = self.options
         source = (
             f"deepep-moe tune, {time.strftime('%Y-%m-%d')}, deepep_moe {deepep_moe.__version__} {commit() or ''}, torch "
             f"{torch.__version__}: dispatch in {o.dtype} and combine in bf16, {o.num_tokens} tokens, {o.num_experts} experts; {verdict}"
         )
         profile = Profile(machine, Shape.of(o.num_tokens, o.hidden, o.num_topk), best, round(verdict.gain, 4), source)
-        return Outcome(f"faster: {best}: {verdict}", profile, told)
-
-    def _record(self, machine: Machine, best: Values, verdict: Verdict) -> dict[str, Any]:
-        settings = {**vars(self.options), "num_ranks": self.shape.num_ranks, "layout": "expert"}
-        defaults, bests = zip(*verdict.pairs, strict=True)
-        found = {"gain": verdict.gain, "gain_interval": [verdict.low, verdict.high], "tuned": asdict(best)}
-        made = record("dispatch + combine tuned", settings, bests, 0, baseline="default settings", baseline_times=defaults, **found)
-        return made | {"hardware": str(machine), "bytes_moved": None, "gbps": None, "command": command_line("deepep-moe")}
+        return Outcome(f"faster: {best}: {verdict}", profile)
 
 
 def tune(rank: int, num_ranks: int, options: argparse.Namespace, device_idx: int | None = None) -> Outcome:

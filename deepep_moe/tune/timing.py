@@ -1,4 +1,4 @@
-"""Time a call that all ranks make together, in microseconds: by the host's clock, or by CUDA events on a GPU."""
+"""Time a call that all ranks of a host make together, in microseconds: by CUDA events on a GPU, else by the host's clock."""
 
 import functools
 import time
@@ -8,12 +8,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-WARMUP = 3  # calls that are made first and not counted
 SLEEP_US = 1000.0  # the device sleeps while the host reaches the first launch of the call
 _LEAD_S = 1e-3  # ranks agree on a start that is this far ahead
-_MAX_MARKS = 4  # in one call
 
-Mark = Callable[[], None]
 _Times = TypeVar("_Times", list[float], list[list[float]])
 
 
@@ -33,49 +30,32 @@ def cycles_per_us(device_idx: int) -> float:
 
 
 class Timer:
-    """Times one call at a time. All ranks start each call within a few microseconds of each other; every method is collective.
+    """Times one call at a time, which all ranks start by their host's clock, also ranks that share a GPU. Every method is collective."""
 
-    `stream` keeps the device busy until the host has long entered the call. The time is what the call adds to the stream: from the point
-    where the stream reaches the call to the point where its result may be used there. `call` starts from an idle device, so the host's
-    time until the first launch counts. On the CPU both are the wall time of the call.
-    """
-
-    def __init__(self, device: torch.device, group: "dist.ProcessGroup | None" = None, *, meets_on_host: bool = False):
-        """Take an NCCL `group` for a GPU, by default the default group. `call` and `slowest` move CPU tensors over the default group, whose
-        ranks must be processes of one host.
-
-        `meets_on_host`: ranks start by their hosts' clock instead of NCCL, which has no groups of ranks that share a GPU.
-        """
-        self.device, self.group, self.meets_on_host = device, group, meets_on_host
-        self.is_gpu = device.type == "cuda"
+    def __init__(self, device: torch.device):
+        self.device, self.is_gpu = device, device.type == "cuda"
         if self.is_gpu:
             self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._marked = [torch.cuda.Event(enable_timing=True) for _ in range(_MAX_MARKS)]
-            self._token = torch.zeros(1, device=device)
-            if not meets_on_host:
-                dist.all_reduce(self._token, group=group)
-            self._cycles_per_us = cycles_per_us(torch.cuda.current_device())
+            self._cycles = int(SLEEP_US * cycles_per_us(torch.cuda.current_device()))
 
-    def stream(self, call: Callable[[], Any], iterations: int) -> list[float]:
-        """Return the time of the slowest rank in every iteration."""
-        return slowest(self.own_stream(call, iterations))
-
-    def call(self, call: Callable[[], Any], iterations: int) -> list[float]:
-        """Return the time of the slowest rank in every iteration."""
-        return slowest([self._call_once(call) for _ in range(WARMUP + iterations)][WARMUP:])
-
-    def own_stream(self, call: Callable[[], Any], iterations: int) -> list[float]:
-        """Return the times of `stream` of this rank alone."""
-        once = self._stream_once if self.is_gpu else self._call_once
-        return [once(call) for _ in range(WARMUP + iterations)][WARMUP:]
-
-    def marks(self, call: Callable[[Mark], Any], iterations: int) -> list[list[float]]:
-        """Return, for every iteration, what `marks_once` returns."""
-        return [self.marks_once(call) for _ in range(WARMUP + iterations)][WARMUP:]
-
-    def marks_once(self, call: Callable[[Mark], Any]) -> list[float]:
-        """Return the times from the start of `call(mark)` to each of its calls of `mark`, on the stream of this rank."""
-        return self._marks_on_stream(call) if self.is_gpu else self._marks_by_clock(call)
+    def once(self, call: Callable[[], Any]) -> float:
+        """Return what `call` adds to a busy stream of this rank; without a GPU its wall time."""
+        if not self.is_gpu:
+            meet()
+            begin = time.perf_counter()
+            result = call()
+            elapsed_us = (time.perf_counter() - begin) * 1e6
+        else:
+            torch.cuda.synchronize(self.device)
+            meet()
+            torch.cuda._sleep(self._cycles)
+            self._start.record()
+            result = call()
+            self._end.record()
+            self._end.synchronize()
+            elapsed_us = self._start.elapsed_time(self._end) * 1e3
+        del result  # memory goes back after the measurement
+        return elapsed_us
 
     def synchronize(self) -> None:
         """Wait until all ranks and their devices have finished their work."""
@@ -83,68 +63,8 @@ class Timer:
             torch.cuda.synchronize(self.device)
         dist.barrier()
 
-    def sleep(self, us: float) -> None:
-        """Keep the GPU's current stream busy for `us` microseconds, or longer while its clock is slow."""
-        torch.cuda._sleep(int(us * self._cycles_per_us))
 
-    def _line_up(self) -> None:
-        if self.meets_on_host:
-            torch.cuda.synchronize(self.device)
-            _meet()
-        self.sleep(SLEEP_US)
-        if not self.meets_on_host:
-            # After the sleep, so that GPUs leave it together, however late their hosts were.
-            dist.all_reduce(self._token, group=self.group)
-
-    def _stream_once(self, call: Callable[[], Any]) -> float:
-        self._line_up()
-        self._start.record()
-        result = call()
-        self._end.record()
-        self._end.synchronize()
-        del result  # memory goes back after the measurement
-        return self._start.elapsed_time(self._end) * 1e3
-
-    def _marks_on_stream(self, call: Callable[[Mark], Any]) -> list[float]:
-        unused, used = iter(self._marked), []
-
-        def mark() -> None:
-            used.append(next(unused))
-            used[-1].record()
-
-        self._line_up()
-        self._start.record()
-        result = call(mark)
-        used[-1].synchronize()
-        del result  # memory goes back after the measurement
-        return [self._start.elapsed_time(event) * 1e3 for event in used]
-
-    def _marks_by_clock(self, call: Callable[[Mark], Any]) -> list[float]:
-        _meet()
-        moments = [time.perf_counter()]
-        result = call(lambda: moments.append(time.perf_counter()))
-        del result
-        return [(moment - moments[0]) * 1e6 for moment in moments[1:]]
-
-    def _call_once(self, call: Callable[[], Any]) -> float:
-        if self.is_gpu:
-            torch.cuda.synchronize(self.device)
-        _meet()
-        if not self.is_gpu:
-            begin = time.perf_counter()
-            result = call()
-            elapsed = (time.perf_counter() - begin) * 1e6
-        else:
-            self._start.record()
-            result = call()
-            self._end.record()
-            self._end.synchronize()
-            elapsed = self._start.elapsed_time(self._end) * 1e3
-        del result
-        return elapsed
-
-
-def _meet() -> None:
+def meet() -> None:
     """Return on every rank at the same moment of the host's monotonic clock, which its processes share."""
     moment = torch.tensor([time.monotonic() + _LEAD_S], dtype=torch.float64)
     dist.all_reduce(moment, op=dist.ReduceOp.MAX)

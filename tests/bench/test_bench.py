@@ -1,18 +1,15 @@
 """The benchmarks of exchanges and of the gate: their records, byte counts, figures, checks, options and refusals, on the CPU."""
 
-import argparse
 import importlib.util
 import json
 
 import pytest
 import torch
 from bench_cases import RECORD_FIELDS, TORCHRUN, bench, options_of
-from on_ranks import on_ranks
 
-from benchmarks.common import link, ranks, verify
-from benchmarks.exchange import beside_gemms, measure, overlap
+from benchmarks.common import link, ranks, timing, verify
 from benchmarks.exchange import command as exchange
-from benchmarks.exchange.beside_gemms import BesideGemms, Schedule, figures_of
+from benchmarks.exchange import measure
 from benchmarks.gate import baselines as gate_baselines
 from benchmarks.gate import measure as gate
 from benchmarks.low_latency import command as low_latency
@@ -20,7 +17,7 @@ from benchmarks.run import main
 from deepep_moe import Buffer
 from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.testing import run_ranks
-from deepep_moe.tune import operations, timing, workload
+from deepep_moe.tune import operations, workload
 
 TINY = [
     "--num-tokens", "8", "3", "--hidden", "144", "--num-experts", "8", "--num-topk", "3", "--expert-alignment", "4", "--iterations", "2",
@@ -93,77 +90,7 @@ def test_operations(num_sms, count):
     assert {(o.dtype, o.row_bytes) for o in made} <= {("bfloat16", 288), ("float8_e4m3fn", 144 + 8)}
 
 
-# ---- exchanges beside GEMMs ----
-
-
-@pytest.mark.slow
-def test_overlap_records(tmp_path):
-    output = tmp_path / "records.json"
-    result = bench(*TINY, "--output", str(output), command="overlap")
-    assert result.returncode == 0, result.stderr
-    assert "dispatch+gemm bf16 expert" in result.stdout
-    records = json.loads(output.read_text())
-    assert [(r["op"], r["num_tokens"]) for r in records] == [(f"{op}+gemm", n) for n in (3, 8) for op in ("dispatch", "combine")]
-    for r in records:
-        assert set(r) >= RECORD_FIELDS | {"gemm_speed", "exchange_hidden", "link_gbps"}
-        assert (r["backend"], r["num_ranks"], r["num_sms"], r["iterations"], r["gemm"]) == ("shm", 2, None, 2, [32, 32, 32])
-        assert r["hidden"] == 144 and r["num_gemms"] >= 1 and r["bytes_moved"] % 288 == 0
-        assert r["gemm_speed"] == pytest.approx(r["alone_gemms_us"] / r["gemms_us"])
-        hidden = (r["exchange_us"] + r["alone_gemms_us"] - r["us_median"]) / r["exchange_us"]
-        assert r["exchange_hidden"] == (None if hidden > 1.1 else pytest.approx(min(hidden, 1.0)))
-
-
-EXCHANGE = Schedule(("start", "hook"), [[50.0, 600.0], [49.0, 590.0], [51.0, 610.0]], [[50.0, 550.0], [49.0, 541.0], [51.0, 559.0]])
-GEMMS = Schedule(("GEMMs",), [[800.0], [790.0], [805.0]], [[800.0], [790.0], [805.0]])
-
-
-def with_gemms(start: float, gemms: float, hook: float) -> Schedule:
-    return Schedule(("start", "GEMMs", "hook"), [[start, start + gemms, start + gemms + hook]] * 3, [[start, gemms, hook]] * 3)
-
-
-BOTH = with_gemms(50.0, 840.0, 70.0)
-"""Alone, the start takes 50 and the hook 550; behind the GEMMs, which take 840 instead of 800, the hook takes 70."""
-
-
-@pytest.mark.parametrize(
-    ("both", "hidden"),
-    [
-        (BOTH, (600 + 800 - 960) / 600),
-        (with_gemms(50.0, 840.0, 710.0), -1 / 3),
-        (with_gemms(50.0, 690.0, 50.0), 1.0),  # 10 us less than the GEMMs alone, which is noise
-        (with_gemms(5.0, 95.0, 10.0), None),  # other work has slowed the GEMMs alone: no more than all of an exchange can be hidden
-    ],
-)
-def test_overlap_figures(both, hidden):
-    figures = figures_of(EXCHANGE, GEMMS, both)
-    assert figures["exchange_hidden"] == (None if hidden is None else pytest.approx(hidden))
-    assert figures["gemm_speed"] == pytest.approx(800 / both.lengths[0][1])
-    assert (figures["start_us"], figures["gemms_us"], figures["hook_us"]) == tuple(both.lengths[0])
-    assert (figures["exchange_hook_us"], figures["exchange_hook_us_p10"], figures["exchange_hook_us_p90"]) == (550, 541, 559)
-    assert (figures["exchange_us"], figures["alone_gemms_us"]) == (600, 800)
-
-
-class WrongCounts:
-    """A buffer whose split dispatch says, in one number, something else than the plain call."""
-
-    def __init__(self, buffer):
-        self.buffer = buffer
-        self.combine = buffer.combine
-
-    def dispatch(self, *args, return_hook=False, **kwargs):
-        out = self.buffer.dispatch(*args, return_hook=return_hook, **kwargs)
-        return out._replace(num_recv_tokens_per_expert=out.num_recv_tokens_per_expert + return_hook)
-
-
-@on_ranks(2)
-def test_hooks_are_verified(rank, num_ranks):
-    device, options = torch.device("cpu"), argparse.Namespace(iterations=2, gemm=(8, 8, 8))
-    everyone = [workload.make_inputs(SHAPE, 5, source, device) for source in range(num_ranks)]
-    buffer = Buffer(None, 8, SHAPE.hidden, SHAPE.num_experts, SHAPE.num_topk, backend="shm")
-    right, wrong = (BesideGemms(timing.Timer(device), b, SHAPE, everyone, rank, options) for b in (buffer, WrongCounts(buffer)))
-    assert all(right.verify(op, None) for op in beside_gemms.OPS) and wrong.verify("combine", None)
-    with pytest.raises(EPError, match="num_recv_tokens_per_expert through the hook differs from the plain call's in 2 of 2 rows"):
-        wrong.verify("dispatch", None)
+# ---- times ----
 
 
 def test_marks_on_a_stream(monkeypatch):
@@ -270,10 +197,10 @@ def test_gate_is_timed_on_a_gpu():
 def test_commands(monkeypatch, capsys):
     main(["--help"])
     assert "low-latency  dispatch and combine of small batches" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="'exchanges' is no benchmark; choose from exchange, low-latency, overlap"):
+    with pytest.raises(SystemExit, match="'exchanges' is no benchmark; choose from exchange, low-latency, gate"):
         main(["exchanges"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    for arguments in ([], ["--sweep"], ["overlap"]):
+    for arguments in ([], ["--sweep"]):
         with pytest.raises(
             SystemExit, match="'nvlink' needs a GPU for each of 2 ranks, this machine has 0; give --num-ranks, or --backend shm"
         ):
@@ -285,8 +212,6 @@ def test_plan(monkeypatch):
     options = options_of(exchange, "--sweep")
     assert options.num_ranks == [2, 4] and options.num_tokens == [128, 512, 2048, 4096, 8192, 32768]
     assert options.num_sms_of[4096] == [None, 4, 8, 12, 16, 24, 32, 0] and options.num_sms_of[128] == [None]
-    options = options_of(overlap)
-    assert options.num_ranks == [2, 4] and options.num_tokens == [4096] and options.gemm == (4096, 2048, 2048)
     options = options_of(exchange, "--num-sms", "8", "16", "--num-tokens", "64", "--num-ranks", "4")
     assert options.num_sms_of == {64: [8, 16]} and options.num_ranks == [4]
     options = options_of(low_latency)
@@ -304,7 +229,7 @@ def test_plan(monkeypatch):
     ("commands", "arguments", "told"),
     [
         ((exchange, low_latency), "--num-experts 9", "--num-experts 9 must be a multiple of --num-ranks 2"),
-        ((exchange, low_latency, overlap), "--num-ranks 0", "--num-experts 256 must be a multiple of --num-ranks 0"),
+        ((exchange, low_latency), "--num-ranks 0", "--num-experts 256 must be a multiple of --num-ranks 0"),
         ((exchange, low_latency), "--num-tokens 0 4", "--num-tokens and --iterations must be at least 1"),
         ((exchange, low_latency), "--iterations 0", "--num-tokens and --iterations must be at least 1"),
         ((exchange, low_latency), "--peer deep_ep", "--peer deep_ep needs GPUs"),

@@ -63,21 +63,22 @@ void check(int device) {
         "mask the token");
 }
 
-void check_gpu_options(const GateOptions& o, int num_ranks) {
-    check_gate_options(o);
-    if (!are_valid_on_gpu(o, num_ranks)) {
-        throw std::invalid_argument("gate options out of bounds: num_experts " + std::to_string(o.num_experts) + ", at most " +
-                                    std::to_string(kMaxGateExperts) + " on a GPU; num_ranks " + std::to_string(num_ranks));
-    }
+void check_options(const GateOptions& o, int num_ranks) {
+    if (are_valid_on_gpu(o, num_ranks)) return;
+    const auto str = [](int64_t value) { return std::to_string(value); };
+    throw std::invalid_argument("gate options out of bounds: num_tokens " + str(o.num_tokens) + ", num_experts " + str(o.num_experts) +
+                                ", num_topk " + str(o.num_topk) + ", num_groups " + str(o.num_groups) + ", topk_groups " +
+                                str(o.topk_groups) + ", group_score_topk " + str(o.group_score_topk) + ", num_ranks " + str(num_ranks) +
+                                "; at most " + str(kMaxGateExperts) + " experts");
 }
 
 void launch_forward(const GpuGateParams& params, uintptr_t stream) {
-    check_gpu_options(params.gate.options, params.num_ranks);
+    check_options(params.gate.options, params.num_ranks);
     launch_gate(params, as_stream(stream));
 }
 
 void launch_backward(const GpuGateBackwardParams& params, uintptr_t stream) {
-    check_gpu_options(params.gate.options, 0);
+    check_options(params.gate.options, 0);
     launch_gate_backward(params, as_stream(stream));
 }
 

@@ -17,6 +17,17 @@ int attribute(cudaDeviceAttr which, int device) {
     return value;
 }
 
+void check_launch(const char* error) {
+    if (error != nullptr) throw std::runtime_error(error);
+}
+
+void check_rail(bool is_same_build, size_t num_pes, int num_nodes) {
+    if (!is_same_build)
+        throw std::invalid_argument("deepep_moe._nvshmem and deepep_moe._C are of different builds: install deepep_moe again");
+    if (static_cast<int>(num_pes) != num_nodes)
+        throw std::invalid_argument(std::to_string(num_pes) + " PEs were given for " + std::to_string(num_nodes) + " nodes");
+}
+
 DeviceGuard::DeviceGuard(int device) {
     check_cuda(cudaGetDevice(&before_), "cudaGetDevice");
     if (before_ != device) check_cuda(cudaSetDevice(device), "cudaSetDevice");

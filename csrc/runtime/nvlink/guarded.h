@@ -2,6 +2,7 @@
 #pragma once
 
 #include <exception>
+#include <new>
 #include <utility>
 
 #include "runtime/nvlink/exchange.h"
@@ -43,15 +44,37 @@ public:
     int64_t num_calls() noexcept override { return exchange_.num_calls(); }
     bool can_count() noexcept override { return exchange_.can_count(); }
     int64_t dispatch(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, AllocateFunction allocate,
-                     void* context) noexcept override;
+                     void* context) noexcept override {
+        int64_t num_rows = -1;
+        guarded([&] { num_rows = exchange_.dispatch(call, mode, numbers, allocating(allocate, context)); });
+        return num_rows;
+    }
     int64_t count_late(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, AllocateFunction allocate,
-                       void* context) noexcept override;
-    bool dispatch_cached(const GpuDispatchCall& call, const CallMode& mode) noexcept override;
-    bool combine(const GpuCombineCall& call, const CallMode& mode) noexcept override;
-    bool end_dispatch(const GpuDispatchCall& call, uintptr_t stream) noexcept override;
-    bool end_combine(const GpuCombineCall& call, uintptr_t stream) noexcept override;
+                       void* context) noexcept override {
+        int64_t num_rows = -1;
+        guarded([&] { num_rows = exchange_.count_late(call, mode, numbers, allocating(allocate, context)); });
+        return num_rows;
+    }
+    bool dispatch_cached(const GpuDispatchCall& call, const CallMode& mode) noexcept override {
+        return guarded([&] { exchange_.dispatch_cached(call, mode); });
+    }
+    bool combine(const GpuCombineCall& call, const CallMode& mode) noexcept override {
+        return guarded([&] { exchange_.combine(call, mode); });
+    }
+    bool end_dispatch(const GpuDispatchCall& call, uintptr_t stream) noexcept override {
+        return guarded([&] { exchange_.end_dispatch(call, stream); });
+    }
+    bool end_combine(const GpuCombineCall& call, uintptr_t stream) noexcept override {
+        return guarded([&] { exchange_.end_combine(call, stream); });
+    }
 
 private:
+    static Allocate allocating(AllocateFunction allocate, void* context) {
+        return [=](int64_t rows, bool is_guess) {
+            if (!allocate(context, rows, is_guess)) throw std::bad_alloc();  // the other module has kept the real error
+        };
+    }
+
     NvlinkExchange& exchange_;
 };
 
@@ -59,8 +82,12 @@ class GuardedLowLatency final : public LowLatencyShim, public Guarded {
 public:
     explicit GuardedLowLatency(NvlinkLowLatency& calls) : calls_(calls) {}
     bool is_ready() noexcept override { return !calls_.has_failed() && calls_.masks() == 0; }
-    bool dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream) noexcept override;
-    bool combine(const LowLatencyCombineParams& params, bool sends, bool receives, uintptr_t stream) noexcept override;
+    bool dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream) noexcept override {
+        return guarded([&] { calls_.dispatch(params, sends, receives, stream); });
+    }
+    bool combine(const LowLatencyCombineParams& params, bool sends, bool receives, uintptr_t stream) noexcept override {
+        return guarded([&] { calls_.combine(params, sends, receives, stream); });
+    }
 
 private:
     NvlinkLowLatency& calls_;

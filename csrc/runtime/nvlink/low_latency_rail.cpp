@@ -9,23 +9,13 @@
 #include "runtime/nvlink/streams.h"
 
 namespace deepep_moe {
-namespace {
-
-void check_launch(const char* error) {
-    if (error != nullptr) throw std::runtime_error(error);
-}
-
-}  // namespace
 
 LowLatencyRail::LowLatencyRail(const LowLatencyConfig& config, const LowLatencyRailShim& shim, const std::vector<uintptr_t>& bases,
                                const std::vector<int>& pes, int rank)
     : config_(config), shim_(shim) {
-    if (shim.bytes != kLowLatencyRailShimBytes)
-        throw std::invalid_argument("deepep_moe._nvshmem and deepep_moe._C are of different builds: install deepep_moe again");
     made_.ranks_per_node = static_cast<int>(bases.size());
     made_.num_nodes = config.num_ranks / made_.ranks_per_node;
-    if (static_cast<int>(pes.size()) != made_.num_nodes)
-        throw std::invalid_argument(std::to_string(pes.size()) + " PEs were given for " + std::to_string(made_.num_nodes) + " nodes");
+    check_rail(shim.bytes == kLowLatencyRailShimBytes, pes.size(), made_.num_nodes);
     made_.layout = LowLatencyRailLayout(config, made_.num_nodes);
     made_.node = rank / made_.ranks_per_node;
     made_.index = rank % made_.ranks_per_node;

@@ -9,20 +9,10 @@
 #include "runtime/nvlink/streams.h"
 
 namespace deepep_moe {
-namespace {
-
-void check_launch(const char* error) {
-    if (error != nullptr) throw std::runtime_error(error);
-}
-
-}  // namespace
 
 Rail::Rail(const GpuWorkspaceConfig& config, const RailShim& shim, std::byte* base, const std::vector<int>& pes, double timeout_s)
     : config_(config), shim_(shim), timeout_ns_(static_cast<unsigned long long>(timeout_s * 1e9)) {
-    if (shim.bytes != kRailShimBytes)
-        throw std::invalid_argument("deepep_moe._nvshmem and deepep_moe._C are of different builds: install deepep_moe again");
-    if (static_cast<int>(pes.size()) != config.num_nodes)
-        throw std::invalid_argument(std::to_string(pes.size()) + " PEs were given for " + std::to_string(config.num_nodes) + " nodes");
+    check_rail(shim.bytes == kRailShimBytes, pes.size(), config.num_nodes);
     made_.layout = RailLayout(config);
     made_.base = base;
     std::copy(pes.begin(), pes.end(), made_.pes);

@@ -234,7 +234,7 @@ Channel ShmExchange::channel(int index) {
 
 template <class Params, class Move>
 void ShmExchange::run_channels(const Params& params, Move move) {
-    parallel_ranges(config_.num_channels, config_.num_channels, [&](int index, int64_t, int64_t) { move(params, channel(index)); });
+    run_on_threads(config_.num_channels, [&](int index) { move(params, channel(index)); });
     end_call();
 }
 
@@ -269,7 +269,7 @@ void ShmExchange::count_own(const LayoutParams& params) {
     own_counts_.resize(static_cast<size_t>(config_.num_channels) * (config_.num_ranks + config_.num_experts));
     int32_t* own = own_counts_.data();
     int32_t* per_expert = own + config_.num_channels * config_.num_ranks;
-    parallel_ranges(config_.num_channels, config_.num_channels, [&](int index, int64_t, int64_t) {
+    run_on_threads(config_.num_channels, [&](int index) {
         count_tokens(params, channel_range(params.num_tokens, index, config_.num_channels),
                      {own + index * config_.num_ranks, per_expert + index * config_.num_experts});
     });
