@@ -89,6 +89,12 @@ def profile_path() -> Path | None:
     return Path(name) if name else None
 
 
+def trace_folder() -> Path | None:
+    """Folder for routing traces of layers whose metrics are gathered (`DEEPEP_MOE_TRACE`), else None."""
+    name = os.environ.get("DEEPEP_MOE_TRACE")
+    return Path(name) if name else None
+
+
 def cache_folder() -> Path | None:
     """Folder of what this library keeps for the user: in `XDG_CACHE_HOME`, else in ~/.cache; None where the user has no home."""
     given = os.environ.get("XDG_CACHE_HOME", "")

@@ -1,4 +1,4 @@
-"""What MoE layers do: rows of each expert, time of the exchange, nodes of a token. For the console, TensorBoard and Weights & Biases."""
+"""What MoE layers do: rows and overload, time of the exchange, nodes of a token. For the console, TensorBoard and Weights & Biases."""
 
 import contextlib
 import time
@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepep_moe.exchange.buffer import Buffer
-from deepep_moe.nn.writers import EventFile, JsonLines
+from deepep_moe.nn.overload import NUM_CALLS, overloads
+from deepep_moe.nn.writers import EventFile, JsonLines, rank_in_job, routing_trace
 from deepep_moe.ops.dense import nodes_per_token
 
 __all__ = ["EventFile", "JsonLines", "LayerMetrics", "LayerReport", "Metrics"]
+OVERLOADS = ("rank_overload", "max_rank_overload", "max_vio")  # fields of a report that are written as scalars
 NUM_TOTALS = 6  # of a layer: milliseconds, timed forwards, calls over capacity, repeats, nodes of all tokens, tokens
 
 
@@ -37,6 +39,18 @@ class LayerReport:
     """Nodes that a token goes to, mean over tokens. Its own node counts only if it has an expert there. 1 on a single node."""
     model: int = 1
     """The layer's model, from 1; under Megatron-Core in the order in which models first train in this process."""
+    rank_overload: float = 0.0
+    """Rows of the busiest rank of each forward over an even share (max / mean), both summed over forwards; 1 is balanced, 0 without rows.
+    The busiest rank sets the time of the experts, so balancing could divide that by no more than this.
+
+    This and the next three count rows as `rows_per_expert`, of the latest 128 forwards, by expert-parallel group."""
+    max_rank_overload: float = 0.0
+    """The largest max / mean of ranks in a single forward: the room for rows that no forward would have exceeded."""
+    rank_overload_of_sum: float = 0.0
+    """max / mean of ranks where rows are first summed over forwards. It is the part of `rank_overload` that a better placement of
+    experts could remove. The rest changes from forward to forward, and only a plan for each forward removes it."""
+    max_vio: float = 0.0
+    """MaxVio (arXiv 2408.15664): rows of the busiest expert of each forward over the mean of experts, less 1, summed as `rank_overload`."""
 
     @property
     def busiest(self) -> float:
@@ -51,7 +65,8 @@ class LayerMetrics:
     def __init__(self, num_local_experts: int):
         self.num_over_capacity = self.num_repeats = 0
         self._num_local_experts = num_local_experts
-        self._rows: torch.Tensor | None = None  # its address must not change: CUDA graphs add to it
+        self._rows: torch.Tensor | None = None  # addresses of this and the next two must not change: CUDA graphs write to them
+        self._calls = self._num_calls = torch.empty(0)  # [NUM_CALLS, num_local_experts] rows of the latest forwards, by turns, and their number
         self._nodes: torch.Tensor | None = None  # [nodes of all tokens, tokens]; its address must not change either
         self._ms, self._num_timed = 0.0, 0.0
         self._events: list[tuple[Any, Any]] = []  # before and after GPU calls whose times were not read yet
@@ -59,8 +74,12 @@ class LayerMetrics:
     def count(self, rows_per_expert: torch.Tensor) -> None:
         """Add [num_local_experts] rows of a forward, on any device."""
         if self._rows is None:
-            self._rows = torch.zeros(self._num_local_experts, dtype=torch.int64, device=rows_per_expert.device)
+            on_device: dict[str, Any] = {"dtype": torch.int64, "device": rows_per_expert.device}
+            self._rows, self._num_calls = torch.zeros(self._num_local_experts, **on_device), torch.zeros(1, **on_device)
+            self._calls = torch.zeros(NUM_CALLS, self._num_local_experts, **on_device)
         self._rows += rows_per_expert
+        self._calls.index_copy_(0, self._num_calls % NUM_CALLS, rows_per_expert[None].to(self._calls))
+        self._num_calls += 1
 
     def count_nodes(self, topk_idx: torch.Tensor, buffer: Buffer) -> None:
         """Count the nodes of the tokens of topk_idx [num_tokens, num_topk], whose experts are numbered as `buffer` numbers them."""
@@ -89,19 +108,24 @@ class LayerMetrics:
         events[1].record()
         self._events.append(events)
 
-    def take(self) -> tuple[torch.Tensor, list[float]]:
-        """Return the rows [num_local_experts] on the CPU and the totals, and begin anew. Calls that still run count in the next report."""
+    def take(self) -> tuple[torch.Tensor, list[float], torch.Tensor]:
+        """Return the rows [num_local_experts] on the CPU, the totals and the rows [num_calls, num_local_experts] of the latest forwards, and
+        begin anew. Exchanges that still run are timed in the next report."""
         while self._events and self._events[0][1].query():
             begin, end = self._events.pop(0)
             self._ms, self._num_timed = self._ms + begin.elapsed_time(end), self._num_timed + 0.5
         rows = torch.zeros(self._num_local_experts, dtype=torch.int64) if self._rows is None else self._rows.to("cpu", copy=True)
         nodes = [0.0, 0.0] if self._nodes is None else self._nodes.double().tolist()
         totals = [self._ms, self._num_timed, float(self.num_over_capacity), float(self.num_repeats), *nodes]
-        for counts in (self._rows, self._nodes):
+        calls = rows.new_zeros(0, self._num_local_experts)
+        if self._rows is not None:
+            end = int(self._num_calls)
+            calls = self._calls.roll(-end, 0)[max(NUM_CALLS - end, 0) :].cpu()
+        for counts in (self._rows, self._nodes, self._num_calls):
             if counts is not None:
                 counts.zero_()
         self._ms, self._num_timed, self.num_over_capacity, self.num_repeats = 0.0, 0.0, 0, 0
-        return rows, totals
+        return rows, totals, calls
 
 
 class Metrics:
@@ -110,8 +134,9 @@ class Metrics:
     Training forwards count: those in training mode with gradients enabled. Evaluation does not. If a layer is in eval mode when this object
     is made, as in a model that serves, all its forwards count.
 
-    A layer is a module with a `buffer` and `experts`: `MoELayer`, or a layer of `deepep_moe.integrations.huggingface.spread_experts`.
-    PyTorch hooks collect the values, so other layers have no overhead. A compiled layer is not observed inside a graph.
+    A layer is a `MoELayer`, a layer of `deepep_moe.integrations.huggingface.spread_experts`, or one that
+    `deepep_moe.integrations.deepspeed` has swapped (of AutoEP without the time of its exchange). PyTorch hooks collect the values of the
+    first two, so other layers have no overhead. A compiled layer is not observed inside a graph.
 
     Args:
         model: the model whose layers are observed from now on, on every rank.
@@ -127,44 +152,47 @@ class Metrics:
         for writer in writers:
             if not hasattr(writer, "add_scalar") and not hasattr(writer, "log"):
                 raise TypeError(f"{writer!r} has neither add_scalar (TensorBoard) nor log (Weights & Biases); pass such a writer")
-        layers = [
-            module for module in model.modules() if isinstance(getattr(module, "buffer", None), Buffer) and hasattr(module, "experts")
-        ]
+        layers = [layer for module in model.modules() if (layer := _follow(module)) is not None]
         if not layers:
             raise ValueError(f"{type(model).__name__} has no MoE layer of deepep_moe; pass a model that has one")
-        self.writers = list(writers)
-        self._layers = [_Followed(layer) for layer in layers]
+        self.writers, self._trace = list(writers), routing_trace()
+        self._layers = layers
 
     def take(self) -> list[LayerReport]:
         """Return a report of every layer, in the order of the model, and reset the values. Collective over all ranks."""
-        num_experts = max(layer.buffer.num_experts for layer in self._layers)
+        num_experts = max(layer.num_experts for layer in self._layers)
         table = torch.zeros(len(self._layers), num_experts + NUM_TOTALS, dtype=torch.float64)
+        calls = []
         for row, layer in zip(table, self._layers, strict=True):
-            rows, totals = layer.metrics.take()
-            first = layer.buffer.rank * layer.buffer.num_local_experts
-            row[first : first + len(rows)] = rows.double()
+            rows, totals, of_calls = layer.metrics.take()
+            row[layer.rank * len(rows) : (layer.rank + 1) * len(rows)] = rows.double()
             row[num_experts:] = torch.tensor(totals, dtype=torch.float64)
+            calls.append(of_calls)
+        if self._trace is not None:
+            self._trace.write(calls)
+        found = overloads(calls, [(layer.first_rank, layer.num_ranks) for layer in self._layers])
         if dist.is_available() and dist.is_initialized():
             table = table.to("cuda") if dist.get_backend() == "nccl" else table
             dist.all_reduce(table)
         reports = []
-        for number, (layer, row) in enumerate(zip(self._layers, table.tolist(), strict=True), start=1):
+        for number, (layer, row, overload) in enumerate(zip(self._layers, table.tolist(), found, strict=True), start=1):
             *rows, ms, num_timed, num_over, num_repeats, _, _ = row
-            counts = [int(count) for count in rows[: layer.buffer.num_experts]]
-            reports.append(LayerReport(number, counts, ms / max(num_timed, 1.0), int(num_over), int(num_repeats)))
+            counts = [int(count) for count in rows[: layer.num_experts]]
+            reports.append(LayerReport(number, counts, ms / max(num_timed, 1.0), int(num_over), int(num_repeats), **overload))
         return reports
 
     def write(self, step: int, values: dict[str, float] | None = None) -> dict[str, float]:
         """Return the scalars of all layers and `values`, and give them to the writers. Collective over all ranks.
 
         Names are `deepep_moe/layer_<number>/` and `busiest_expert` (rows of the busiest expert over an even share), `exchange_ms` (of a
-        forward), `rows` or `repeats`.
+        forward), `rows`, `repeats`, or those of OVERLOADS.
         """
         scalars = dict(values or {})
         for report in self.take():
             name = f"deepep_moe/layer_{report.layer}"
             scalars |= {f"{name}/busiest_expert": report.busiest, f"{name}/exchange_ms": report.exchange_ms}
             scalars |= {f"{name}/rows": float(sum(report.rows_per_expert)), f"{name}/repeats": float(report.num_repeats)}
+            scalars |= {f"{name}/{of}": getattr(report, of) for of in OVERLOADS}
         for writer in self.writers:
             if hasattr(writer, "add_scalar"):
                 for name, value in scalars.items():
@@ -174,12 +202,32 @@ class Metrics:
         return scalars
 
 
-class _Followed:
+class _Counted:
+    """A layer and its place in its expert-parallel group of `num_ranks` ranks, of which the first is `first_rank` of the job."""
+
+    def __init__(self, group: "dist.ProcessGroup | None", num_ranks: int, num_local_experts: int):
+        self.num_ranks, self.num_experts, self.metrics = num_ranks, num_ranks * num_local_experts, LayerMetrics(num_local_experts)
+        self.rank, self.first_rank = 0, rank_in_job()
+        if num_ranks > 1:
+            self.rank, self.first_rank = dist.get_rank(group), dist.get_global_rank(group or dist.group.WORLD, 0)  # type: ignore[arg-type]
+
+
+def _follow(module: Any) -> _Counted | None:
+    """Return a layer of ours, which is counted from now on, or None."""
+    if isinstance(getattr(module, "buffer", None), Buffer) and hasattr(module, "experts"):
+        return _Followed(module)
+    if not hasattr(module, "deepep_moe_metrics"):
+        return None
+    counted = _Counted(module.ep_group, module.ep_size, module.num_local_experts)
+    module.deepep_moe_metrics = counted.metrics  # a swapped layer of DeepSpeed adds to it
+    return counted
+
+
+class _Followed(_Counted):
     """A layer with hooks at the begin and the end of its two calls."""
 
     def __init__(self, layer: Any):
-        self.buffer: Buffer = layer.buffer
-        self.metrics = LayerMetrics(self.buffer.num_local_experts)
+        super().__init__(layer.buffer._group, layer.buffer.num_ranks, layer.buffer.num_local_experts)
         self._timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._num_runs = 0  # of the experts in this forward; the second one is for rows that did not fit
         serves = not layer.training

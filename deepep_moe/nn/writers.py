@@ -1,9 +1,16 @@
-"""Writers of scalars: a file for TensorBoard, and lines of JSON as Weights & Biases keeps them."""
+"""Writers of scalars, a file for TensorBoard and lines of JSON as Weights & Biases keeps them; and of routing traces."""
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepep_moe import config
 
 
 class EventFile:
@@ -42,3 +49,48 @@ class JsonLines:
     def log(self, values: dict[str, Any], step: int) -> None:
         with self.path.open("a") as file:
             file.write(json.dumps({"_step": step, "_timestamp": round(time.time(), 3), **values}) + "\n")
+
+
+class RoutingTrace:
+    """A file of this rank for NumPy, which grows: [num_calls, num_layers, num_local_experts] int32, the rows of each expert in each forward.
+
+    Ranks of one group make a trace: `numpy.stack([numpy.load(name) for name in sorted(glob.glob(f"{folder}/*.npy"))], 2)`.
+    """
+
+    def __init__(self, folder: Path, rank: int):
+        self.path, self._shape, self._num_files = folder / f"rank{rank:05}.npy", (0, 0, 0), 0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, calls: Sequence[Tensor]) -> None:
+        """Add the forwards of a report, [num_calls, num_local_experts] for each layer. Zeros stand where one has fewer calls or experts.
+
+        Other numbers of layers or experts than before go to another file, with a number in its name.
+        """
+        ran = [of_layer for of_layer in calls if len(of_layer)]
+        if not ran:
+            return
+        block = torch.zeros(max(map(len, ran)), len(ran), max(of_layer.shape[1] for of_layer in ran), dtype=torch.int32)
+        for i, of_layer in enumerate(ran):
+            block[: len(of_layer), i, : of_layer.shape[1]] = of_layer
+        before, *sizes = self._shape
+        if sizes != list(block.shape[1:]):
+            before, self._num_files = 0, self._num_files + 1
+            if self._num_files > 1:
+                self.path = self.path.with_name(f"{self.path.stem.split('-')[0]}-{self._num_files}.npy")
+            self.path.write_bytes(b"")
+        self._shape = before + len(block), *block.shape[1:]
+        text = f"{{'descr': '<i4', 'fortran_order': False, 'shape': {self._shape}}}".ljust(117) + "\n"
+        with self.path.open("r+b") as file:
+            file.write(b"\x93NUMPY\x01\x00\x76\x00" + text.encode())  # a header of 128 bytes, whose length does not change
+            file.seek(0, 2)
+            file.write(block.numpy().astype("<i4").tobytes())
+
+
+def routing_trace() -> RoutingTrace | None:
+    """Return the trace of this rank in the folder that `DEEPEP_MOE_TRACE` names, or None."""
+    folder = config.trace_folder()
+    return None if folder is None else RoutingTrace(folder, rank_in_job())
+
+
+def rank_in_job() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

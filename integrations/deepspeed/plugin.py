@@ -203,7 +203,7 @@ def restore_moe_layers(model: nn.Module) -> int:
     before = _plans_of(native + autoep)
     for layer in native:
         layer.__class__ = MOELayer
-        for name in ("deepep_moe_plan", "deepep_moe_number", "deepep_moe_topk_idx", "is_first_microbatch", "kept_weights"):
+        for name in PackedMOELayer.__annotations__:
             layer.__dict__.pop(name, None)
     if autoep:
         from deepep_moe.integrations.deepspeed.autoep.layer import restore

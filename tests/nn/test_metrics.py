@@ -52,7 +52,8 @@ def test_reports_of_layers(num_ranks):
         (n, [tokens, tokens, 0, 0], 2.0) for n in (1, 2)
     ]
     assert all(report.exchange_ms > 0 for report in first)
-    names = [f"deepep_moe/layer_{n}/{name}" for n in (1, 2) for name in ("busiest_expert", "exchange_ms", "rows", "repeats")]
+    of_layer = ("busiest_expert", "exchange_ms", "rows", "repeats", "rank_overload", "max_rank_overload", "max_vio")
+    names = [f"deepep_moe/layer_{n}/{name}" for n in (1, 2) for name in of_layer]
     assert list(scalars) == ["loss", *names] and scalars["loss"] == 2.0
     assert scalars["deepep_moe/layer_2/rows"] == 2 * 5 * num_ranks and scalars["deepep_moe/layer_1/busiest_expert"] == 2.0
     assert [(report.rows_per_expert, report.exchange_ms) for report in nothing] == [([0] * 4, 0.0)] * 2

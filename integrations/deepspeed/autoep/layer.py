@@ -18,7 +18,8 @@ from deepep_moe.integrations.deepspeed.autoep.bias import move_with
 from deepep_moe.integrations.deepspeed.autoep.older import forward_around
 from deepep_moe.integrations.deepspeed.autoep.router import check_bias, has_bias, has_moving_bias, restore_router, swap_router
 from deepep_moe.integrations.deepspeed.buffers import Plan, groups_of, ready, why_not_rows
-from deepep_moe.integrations.deepspeed.native.layer import lengthened, widened, with_gradient
+from deepep_moe.integrations.deepspeed.native.layer import count_rows, lengthened, widened, with_gradient
+from deepep_moe.nn.metrics import LayerMetrics
 from deepep_moe.ops.weighted import weighted_sum
 
 # 0.19.7 and newer route tokens in a method, so that a library can take over between router and shared experts.
@@ -35,6 +36,7 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
     deepep_moe_plan: Plan
     deepep_moe_number: int = 0
     """`layer` of its dispatches."""
+    deepep_moe_metrics: LayerMetrics | None = None
 
     def forward(self, hidden_states: Tensor) -> Any:
         """Take hidden_states [batch, sequence, hidden] in fp32, bf16 or fp16, and return what the replaced block of the model returns.
@@ -106,7 +108,9 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
         plan = self.deepep_moe_plan
         idx = widened(topk_idx, self.num_local_experts, plan.num_local_experts)
         send = methodcaller("dispatch", x, idx, topk_weights, layer=self.deepep_moe_number)
-        return ready(self.ep_group, x, plan).dispatch(num_tokens, send)
+        buffer, out = ready(self.ep_group, x, plan).dispatch(num_tokens, send)
+        count_rows(self, out.handle)
+        return buffer, out
 
     def _run_experts(self, rows: Tensor, out: DispatchOutput) -> Tensor:
         """Run the experts, also without rows, so that their parameters get a gradient and the dispatch its backward on every rank."""
@@ -179,5 +183,5 @@ def restore(layers: Sequence[PackedAutoEPMoELayer]) -> None:
     for layer in layers:
         restore_router(layer.router)
         layer.__class__ = AutoEPMoELayer
-        for name in ("deepep_moe_plan", "deepep_moe_number"):
+        for name in ("deepep_moe_plan", "deepep_moe_number", "deepep_moe_metrics"):
             layer.__dict__.pop(name, None)

@@ -26,6 +26,7 @@ from deepep_moe.integrations.deepspeed.native.fp8 import fp8_weights, run_fp8
 from deepep_moe.integrations.deepspeed.native.grouped import run_grouped, run_joined, weights_of, why_not_by_default
 from deepep_moe.integrations.deepspeed.native.routing import Routing, route
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks, is_replaced
+from deepep_moe.nn.metrics import LayerMetrics
 from deepep_moe.ops.dense import nodes_per_token
 from deepep_moe.ops.fp8_kept import KeptWeights
 from deepep_moe.ops.fp8_products import GROUP_ALIGNMENT
@@ -50,6 +51,8 @@ class PackedMOELayer(MOELayer):
     """True if the next forward is the first of an optimizer step, as `set_is_first_microbatch` says; None if it was not called."""
     kept_weights: KeptWeights | None = None
     """fp8 copies of the experts' weights, once forwards share some."""
+    deepep_moe_metrics: LayerMetrics | None = None
+    """What `deepep_moe.nn.Metrics` counts of this layer."""
 
     def forward(self, *inputs: Tensor, **kwargs: Any) -> Tensor:
         """Take x [..., hidden] in fp32, bf16 or fp16, and used_token [num_tokens] or None.
@@ -121,6 +124,7 @@ class PackedMOELayer(MOELayer):
 
         with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
             buffer, (parts, recv_topk_weights, handle) = growing.dispatch(x.shape[0], send)
+        count_rows(self, handle)
         outputs = notify_peers_on_failure(buffer, self._run_experts, parts)
         with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
             return combine_by_expert(buffer, outputs, recv_topk_weights, handle, source_weights)
@@ -142,6 +146,7 @@ class PackedMOELayer(MOELayer):
             buffer, settled = growing.settle(len(x), send, buffer, out)
             if settled is not out:
                 out, outputs = settled, notify_peers_on_failure(buffer, self._run_joined, own, settled)
+        count_rows(self, out.handle)
         with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
             if self.is_fp8:
                 return buffer.combine(outputs, out.handle, fp8=BLOCKWISE)
@@ -181,8 +186,12 @@ class PackedMOELayer(MOELayer):
         return weights
 
     def _timed(self, timer: str, attribute: str) -> contextlib.AbstractContextManager[None]:
-        """Under `wall_clock_breakdown`, write the milliseconds of a block to `attribute`, where the engine reads them."""
-        return self._timing(timer, attribute) if self.wall_clock_breakdown else _UNTIMED
+        """Under `wall_clock_breakdown`, write the milliseconds of a block to `attribute`, where the engine reads them. Else time the parts of
+        the exchange for metrics."""
+        if self.wall_clock_breakdown:
+            return self._timing(timer, attribute)
+        metrics = None if timer == MOE_TIMER else metrics_of(self)
+        return _UNTIMED if metrics is None else metrics.timed(self.gate.wg.weight.device)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy of a layer, whose plan is a copy too."""
@@ -198,6 +207,17 @@ class PackedMOELayer(MOELayer):
         finally:
             self.timers(timer).stop()
         setattr(self, attribute, self.timers(timer).elapsed(reset=False))
+
+
+def metrics_of(layer: Any) -> LayerMetrics | None:
+    """Return what this forward is counted in, or None: without metrics, and where it does not train."""
+    return layer.deepep_moe_metrics if layer.training and torch.is_grad_enabled() else None
+
+
+def count_rows(layer: Any, handle: DispatchHandle) -> None:
+    """Count the rows that the experts of this rank got."""
+    if (metrics := metrics_of(layer)) is not None:
+        metrics.count(handle.num_rows_per_expert[: layer.num_local_experts])
 
 
 def run_one_by_one(experts: list[torch.nn.Module], parts: tuple[Tensor, ...]) -> list[Tensor]:

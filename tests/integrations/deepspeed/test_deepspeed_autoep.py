@@ -15,6 +15,7 @@ from deepspeed_cases import assert_equal, logged, on_deepspeed_ranks
 from deepep_moe.errors import EPPeerError
 from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.deepspeed import replace_moe_layers, restore_moe_layers
+from deepep_moe.nn import Metrics
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="AutoEP came with DeepSpeed 0.19.2")
 pytest.importorskip("transformers.models.deepseek_v3", reason="AutoEP serves transformers' models")
@@ -87,6 +88,19 @@ def test_checkpoints_both_ways(rank, tmp_path):
 
 
 # ---- one layer ----
+
+
+@on_deepspeed_ranks()
+def test_metrics(rank):
+    engine = build_engine(case := Case(exact=False), True)
+    metrics = Metrics(engine)
+    run_steps(engine, rank, case, steps=1)
+    reports = metrics.take()
+    assert len(reports) == len(autoep_layers(engine))
+    for report in reports:
+        of_ranks = torch.tensor(report.rows_per_expert).double().unflatten(0, (2, -1)).sum(1)
+        assert report.rank_overload == of_ranks.max() / of_ranks.mean() >= 1 and report.max_vio == pytest.approx(report.busiest - 1)
+
 
 
 def _layer_pass(layer, x, cotangent):

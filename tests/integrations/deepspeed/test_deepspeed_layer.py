@@ -4,13 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from deepspeed_cases import HIDDEN, assert_equal, dispatches, logged, make_moe, most_experts, on_deepspeed_ranks, run_layer
+from deepspeed_cases import HIDDEN, assert_equal, dispatches, logged, make_moe, most_experts, on_deepspeed_ranks, run_layer, sequential
 from left_graphs import assert_leaves_no_graph
 from torch import nn
 
 from deepep_moe.integrations.common import warn_once
 from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.deepspeed import replace_moe_layers, restore_moe_layers
+from deepep_moe.nn import Metrics
 
 pytest.importorskip("deepspeed")
 
@@ -73,6 +74,26 @@ def test_nodes_of_tokens(rank):
     layer(x)
     assert moe.nodes_per_token(2).tolist() == [1, 2, 1] and moe.nodes_per_token(4).tolist() == [2, 2, 2]
     assert moe.nodes_per_token(1).tolist() == [1, 1, 1] and all_buffers()[0].ranks_per_node == 1
+
+
+@on_deepspeed_ranks()
+def test_metrics(rank):
+    """All tokens go to rank 1's last expert, in each mode. Experts of other layers of DeepSpeed do not count, nor does an evaluation."""
+    for options in ({"exact": True}, {"exact": False}, {"exact": False, "grouped_experts": True}):
+        layer = make_moe(4, k=1, use_rts=False, expert=sequential(bias=False), capacity_factor=4.0)
+        with torch.no_grad():
+            layer.deepspeed_moe.gate.wg.weight.copy_(100 * torch.eye(4, HIDDEN))
+        replace_moe_layers(layer, **options)
+        metrics, x = Metrics(layer), torch.eye(HIDDEN)[[3] * (2 + rank)]
+        layer(x)[0].sum().backward()
+        layer.eval()(x)
+        (report,) = metrics.take()
+        assert report.rows_per_expert == [0, 0, 0, 5] and report.exchange_ms > 0, options
+        assert (report.rank_overload, report.max_rank_overload, report.max_vio) == (2.0, 2.0, 3.0), options
+        restore_moe_layers(layer)
+        assert not hasattr(layer.deepspeed_moe, "deepep_moe_metrics")
+    with pytest.raises(ValueError, match="has no MoE layer of deepep_moe"):
+        Metrics(layer)
 
 
 @on_deepspeed_ranks()

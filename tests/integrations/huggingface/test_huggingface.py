@@ -15,6 +15,7 @@ from torch import nn
 import deepep_moe
 from deepep_moe.errors import EPMismatchError, EPPeerError
 from deepep_moe.integrations.huggingface import SpreadExperts, expert_parameters, spread_experts
+from deepep_moe.nn import Metrics
 from deepep_moe.testing import run_ranks
 
 
@@ -53,6 +54,18 @@ def test_one_line_says_that_it_is_on(rank: int, num_ranks: int) -> None:
     start = f"deepep_moe {deepep_moe.__version__}: 2 MoE layers on this rank, backend shm, "
     expected = [f"{start}deepep_moe's grouped experts in the place of the model's"] * (rank == 0)
     assert [line for line in lines.getvalue().splitlines() if "deepep_moe" in line] == expected
+
+
+@on_ranks(2)
+def test_metrics(rank: int, num_ranks: int) -> None:
+    model = build("stand-in")
+    spread_experts(model, num_max_tokens_per_rank=64)
+    metrics = Metrics(model)
+    model(input_ids=torch.randint(0, 64, (2, 5))).logits.sum().backward()
+    for report in metrics.take():
+        of_ranks = torch.tensor(report.rows_per_expert).unflatten(0, (num_ranks, -1)).sum(1)
+        assert report.rank_overload == report.max_rank_overload == of_ranks.max() / of_ranks.double().mean() >= 1
+        assert report.max_vio == pytest.approx(report.busiest - 1)
 
 
 def test_parity():

@@ -1,9 +1,11 @@
 """Reports of layers: rows of each expert, time of the exchange, calls over capacity; also through Megatron-Core's own report."""
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -62,6 +64,34 @@ def test_nodes_per_token(rank: int, num_ranks: int) -> None:
             assert layer.token_dispatcher.buffer.ranks_per_node == ranks_per_node
             (report,) = take_metrics()
             assert report.nodes_per_token == expected, ranks_per_node
+
+
+@on_ranks(4)
+def test_overload_of_single_forwards(rank: int, num_ranks: int) -> None:
+    """Groups of 2 ranks with 4 experts each. In the layer 1 both groups send all tokens to the first rank and then to the second; in
+    the layer 3 to both."""
+    with model_parallel(ep=2, metrics=True) as sizes:
+        layers = {number: numbered(sizes, number) for number in (1, 3)}
+        for number, first in ((1, 0), (1, 4), (3, 2)):
+            one_sided(layers[number], first)
+            layers[number](torch.randn(3, 1, HIDDEN))
+        values = [(report.rank_overload, report.max_rank_overload, report.rank_overload_of_sum, report.max_vio) for report in take_metrics()]
+        assert values == [(2.0, 2.0, 1.0, 1.0), (1.0, 1.0, 1.0, 1.0)]
+
+
+@on_megatron(2, metrics=True)
+def test_routing_trace(rank: int, num_ranks: int, sizes: dict[str, int], tmp_path: Path) -> None:
+    """Two layers and two reports. Each rank has its experts' rows of each forward in its file."""
+    layers = [numbered(sizes, number) for number in (1, 2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DEEPEP_MOE_TRACE", str(tmp_path))
+        for num_tokens, first in ((3, 0), (2, 4)):
+            for layer in layers:
+                one_sided(layer, first)
+                layer(torch.randn(num_tokens, 1, HIDDEN))
+            take_metrics()
+    calls = [[[num_tokens * num_ranks * (rank == target)] * 4] * 2 for num_tokens, target in ((3, 0), (2, 1))]
+    assert np.load(tmp_path / f"rank{rank:05}.npy").tolist() == calls
 
 
 @on_megatron(2, metrics=True)
@@ -161,7 +191,8 @@ def test_report_of_megatron_core(rank: int, num_ranks: int, sizes: dict[str, int
         get_moe_metrics_tracker().report(1.0, 7, writer, **how)
     if writer is not None:
         ours = {name.removeprefix("deepep_moe/layer_2/"): value for name, value in scalars.items() if name.startswith("deepep_moe/")}
-        assert set(ours) == {"busiest_expert", "exchange_ms", "over_capacity", "repeats", "nodes_per_token"}
+        overloads = {"rank_overload", "max_rank_overload", "max_vio"}
+        assert set(ours) == {"busiest_expert", "exchange_ms", "over_capacity", "repeats", "nodes_per_token"} | overloads
         assert (
             ours["busiest_expert"] == (2.0, 7)
             and ours["repeats"] == (0, 7)

@@ -1,0 +1,129 @@
+"""Overload of ranks and experts in single forwards, and the routing trace from which it can be computed again."""
+
+import glob
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from on_ranks import on_ranks
+
+from deepep_moe.nn import GroupedExperts, Metrics, MoELayer, Router
+from deepep_moe.nn.metrics import LayerMetrics
+from deepep_moe.nn.overload import NUM_CALLS, _by_layer, overloads
+from deepep_moe.nn.writers import RoutingTrace
+
+
+def one_layer(calls: list[list[list[int]]]) -> dict[str, float]:
+    """The overload of one group, whose rows are calls[rank][call][local expert]."""
+    rows = torch.tensor(calls)
+    num_ranks, num_calls, num_local = rows.shape
+    sizes = torch.tensor([0, num_ranks, num_ranks * num_local]).expand(num_ranks, -1)
+    return _by_layer(torch.cat([sizes, rows.sum(2), rows.amax(2)], 1).unsqueeze(1), num_calls)[0]
+
+
+def test_ranks_that_take_turns_are_balanced_in_the_sum_only():
+    """Two ranks with two experts each. First rank 0 gets 6 + 2 of 8 rows, then rank 1 does."""
+    values = one_layer([[[6, 2], [0, 0]], [[0, 0], [6, 2]]])
+    assert values == {"rank_overload": 2.0, "max_rank_overload": 2.0, "rank_overload_of_sum": 1.0, "max_vio": 2.0}
+
+
+def test_large_forwards_count_more():
+    """A forward of 30 + 10 rows (1.5 even shares), and one of 2 + 2."""
+    values = one_layer([[[15, 15], [1, 1]], [[5, 5], [1, 1]]])
+    assert values == {"rank_overload": (30 + 2) / (20 + 2), "max_rank_overload": 1.5, "rank_overload_of_sum": 32 / 22, "max_vio": 16 / 11 - 1}
+
+
+def test_without_rows_there_is_no_overload():
+    assert one_layer([[[0, 0]], [[0, 0]]]) == {} and overloads([torch.zeros(0, 4)], [(0, 1)]) == [{}] and overloads([], []) == []
+
+
+@on_ranks(4)
+def test_groups_count_apart(rank: int) -> None:
+    """Ranks 0 and 2 are a group, 1 and 3 another. In one all rows go to the first rank, in the other half of them. Each rank has the first
+    or the second layer only."""
+    rows = {0: [4, 4], 2: [0, 0], 1: [1, 1], 3: [1, 1]}[rank]
+    own, group = torch.tensor([rows]), (rank % 2, 2)
+    none = torch.zeros(0, 1)
+    expected = {
+        0: {"rank_overload": 2.0, "max_rank_overload": 2.0, "rank_overload_of_sum": 2.0, "max_vio": 1.0},
+        1: {"rank_overload": 1.0, "max_rank_overload": 1.0, "rank_overload_of_sum": 1.0, "max_vio": 0.0},
+    }
+    assert overloads([own, none] if rank % 2 == 0 else [none, own], [group, group]) == [expected[0], expected[1]]
+    both = {"rank_overload": 10 / 6, "max_rank_overload": 2.0, "rank_overload_of_sum": 10 / 6, "max_vio": 5 / 3 - 1}
+    assert overloads([own], [group]) == [pytest.approx(both)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_rows(data: st.DataObject) -> None:
+    num_ranks, num_calls, num_local = (data.draw(st.integers(1, 4)) for _ in range(3))
+    rows = data.draw(st.lists(st.integers(0, 50), min_size=num_ranks * num_calls * num_local, max_size=num_ranks * num_calls * num_local))
+    calls = np.array(rows).reshape(num_ranks, num_calls, num_local)
+    values = one_layer(calls.tolist())
+    if not calls.any():
+        assert values == {}
+        return
+    most = mean = most_expert = largest = 0.0
+    for call in range(num_calls):
+        of_ranks = [int(sum(calls[rank, call])) for rank in range(num_ranks)]
+        most, mean = most + max(of_ranks), mean + sum(of_ranks) / num_ranks
+        most_expert += max(int(of) for rank in range(num_ranks) for of in calls[rank, call])
+        if sum(of_ranks):
+            largest = max(largest, max(of_ranks) * num_ranks / sum(of_ranks))
+    of_sum = max(int(calls[rank].sum()) for rank in range(num_ranks)) / mean
+    expected = {"rank_overload": most / mean, "max_rank_overload": largest, "rank_overload_of_sum": of_sum}
+    assert values == pytest.approx(expected | {"max_vio": most_expert / (mean / num_local) - 1})
+    assert 1 - 1e-9 <= values["rank_overload_of_sum"] <= values["rank_overload"] + 1e-9 <= values["max_rank_overload"] + 2e-9
+
+
+def test_the_latest_forwards_are_kept():
+    metrics = LayerMetrics(2)
+    for num_calls in (3, NUM_CALLS, NUM_CALLS + 5, 0, 2 * NUM_CALLS):
+        for call in range(num_calls):
+            metrics.count(torch.tensor([call, 1]))
+        rows, _, calls = metrics.take()
+        kept = range(max(num_calls - NUM_CALLS, 0), num_calls)
+        assert rows.tolist() == [sum(range(num_calls)), num_calls] and calls.tolist() == [[call, 1] for call in kept]
+
+
+@on_ranks(2)
+def test_overload_and_trace_of_layers(rank: int, tmp_path: Path) -> None:
+    """All tokens go to rank 0, then all to rank 1. The trace of both ranks has the rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DEEPEP_MOE_TRACE", str(tmp_path / "trace"))
+        model = torch.nn.Sequential(*(MoELayer(Router(16, 4, 2, expert_bias=True), GroupedExperts(2, 16, 8)) for _ in range(2)))
+        metrics = Metrics(model)
+    for layer in model:
+        layer.router.expert_bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))
+    model(torch.randn(3, 16))
+    scalars = metrics.write(0)
+    assert [scalars[f"deepep_moe/layer_2/{name}"] for name in ("rank_overload", "max_rank_overload", "max_vio")] == [2.0, 2.0, 1.0]
+    for bias in ([9.0, 9.0, 0.0, 0.0], [0.0, 0.0, 9.0, 9.0]):
+        model[1].router.expert_bias.copy_(torch.tensor(bias))
+        model(torch.randn(3, 16))
+    reports = metrics.take()
+    assert [(report.rank_overload, report.rank_overload_of_sum, report.max_vio) for report in reports] == [(2.0, 2.0, 1.0), (2.0, 1.0, 1.0)]
+    assert metrics.take()[0].rank_overload == 0.0
+    dist.barrier()
+    counts = np.stack([np.load(name) for name in sorted(glob.glob(f"{tmp_path}/trace/*.npy"))], 2)  # calls, layers, ranks, experts
+    assert counts.dtype == np.int32 and counts.shape == (3, 2, 2, 2)
+    assert counts[:, 0].tolist() == [[[6, 6], [0, 0]]] * 3 and counts[:, 1].tolist() == [[[6, 6], [0, 0]]] * 2 + [[[0, 0], [6, 6]]]
+    of_ranks = counts[1:].sum(3)
+    assert (of_ranks.max(2).sum(0) / of_ranks.mean(2).sum(0)).tolist() == [report.rank_overload for report in reports]
+
+
+def test_a_trace_grows_and_layers_of_other_sizes_get_another_file(tmp_path):
+    trace = RoutingTrace(tmp_path / "new", 3)
+    trace.write([torch.tensor([[1, 2]]), torch.zeros(0, 5)])
+    trace.write([])
+    trace.write([torch.tensor([[3, 4], [5, 6]])])
+    assert np.load(tmp_path / "new" / "rank00003.npy").tolist() == [[[1, 2]], [[3, 4]], [[5, 6]]]
+    trace.write([torch.tensor([[7, 8]]), torch.tensor([[9], [10]])])
+    assert np.load(tmp_path / "new" / "rank00003-2.npy").tolist() == [[[7, 8], [9, 0]], [[0, 0], [10, 0]]]
+    again = RoutingTrace(tmp_path / "new", 3)
+    again.write([torch.tensor([[1]])])
+    assert np.load(again.path).tolist() == [[[1]]], "a new run begins its file anew"
