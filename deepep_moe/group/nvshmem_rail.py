@@ -133,7 +133,7 @@ def make(new: Callable[[], _Backend], settings: Settings, peers: list[Introducti
         return str(error)
     except (RuntimeError, ValueError, AttributeError) as error:  # the last two: modules of different builds
         failure = str(error)
-    reasons = gather_objects(failure, group, settings.num_ranks, "memory between nodes", settings.timeout_s)
+    reasons: list[str | None] = gather_objects(failure, group, settings.num_ranks, "memory between nodes", settings.timeout_s)
     told = [f"on rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
     if told:
         with contextlib.suppress(RuntimeError):

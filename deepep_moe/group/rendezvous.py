@@ -123,7 +123,7 @@ def introduce(
         )
 
         def read(told: Any) -> Introduction:
-            unlike = {} if error is None and told["error"] is None else {"settings": {}}
+            unlike: dict[str, Any] = {} if error is None and told["error"] is None else {"settings": {}}
             if not _is_like(told | unlike, own | unlike):
                 raise ValueError("an introduction")
             return Introduction(**told)
@@ -401,7 +401,7 @@ def _connect(make: "Callable[[], _Backend]", settings: Settings, group: "dist.Pr
             backend.connect([address for _, address in gathered])
         except (OSError, RuntimeError, ValueError) as error:
             failure = str(error)[:_MAX_WORDS]
-    reasons = gather_objects(failure, group, settings.num_ranks, "mapping of workspaces", settings.timeout_s)
+    reasons: list[str | None] = gather_objects(failure, group, settings.num_ranks, "mapping of workspaces", settings.timeout_s)
     told = [f"on rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
     if told:
         if backend is not None:

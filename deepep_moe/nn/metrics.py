@@ -66,7 +66,9 @@ class LayerMetrics:
         self.num_over_capacity = self.num_repeats = 0
         self._num_local_experts = num_local_experts
         self._rows: torch.Tensor | None = None  # addresses of this and the next two must not change: CUDA graphs write to them
-        self._calls = self._num_calls = torch.empty(0)  # [NUM_CALLS, num_local_experts] rows of the latest forwards, by turns, and their number
+        self._calls = self._num_calls = torch.empty(
+            0
+        )  # [NUM_CALLS, num_local_experts] rows of the latest forwards, by turns, and their number
         self._nodes: torch.Tensor | None = None  # [nodes of all tokens, tokens]; its address must not change either
         self._ms, self._num_timed = 0.0, 0.0
         self._events: list[tuple[Any, Any]] = []  # before and after GPU calls whose times were not read yet
@@ -109,8 +111,8 @@ class LayerMetrics:
         self._events.append(events)
 
     def take(self) -> tuple[torch.Tensor, list[float], torch.Tensor]:
-        """Return the rows [num_local_experts] on the CPU, the totals and the rows [num_calls, num_local_experts] of the latest forwards, and
-        begin anew. Exchanges that still run are timed in the next report."""
+        """Return the rows [num_local_experts] on the CPU, the totals and the rows [num_calls, num_local_experts] of the latest forwards,
+        and begin anew. Exchanges that still run are timed in the next report."""
         while self._events and self._events[0][1].query():
             begin, end = self._events.pop(0)
             self._ms, self._num_timed = self._ms + begin.elapsed_time(end), self._num_timed + 0.5

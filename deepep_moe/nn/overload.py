@@ -1,6 +1,7 @@
 """How uneven the rows of single forwards are over ranks and experts: what balancing could gain. `LayerReport` says what each value is."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ NUM_CALLS = 128
 _NUM_SIZES = 3  # columns before the rows: first rank of the group, its ranks, its experts
 
 
-def overloads(calls: Sequence[Tensor], groups: Sequence[tuple[int, int]]) -> list[dict[str, float]]:
+def overloads(calls: Sequence[Tensor], groups: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
     """Return the overload of each layer, by the names of `LayerReport`; nothing for one without rows. Collective over all ranks.
 
     calls: [num_calls, num_local_experts] rows for each layer of the job; no calls where this rank has no such layer. groups: the first
@@ -38,7 +39,7 @@ def overloads(calls: Sequence[Tensor], groups: Sequence[tuple[int, int]]) -> lis
     return _by_layer(torch.stack(tables).cpu(), num_calls)
 
 
-def _by_layer(table: Tensor, num_calls: int) -> list[dict[str, float]]:
+def _by_layer(table: Tensor, num_calls: int) -> list[dict[str, Any]]:
     """table: [num_ranks, num_layers, sizes and rows] of all ranks. Ranks of one group have the same first rank."""
     first_rank, num_ranks, num_experts = table[..., :_NUM_SIZES].unbind(-1)
     group = first_rank.unsqueeze(-1).expand(-1, -1, num_calls)

@@ -52,7 +52,7 @@ class JsonLines:
 
 
 class RoutingTrace:
-    """A file of this rank for NumPy, which grows: [num_calls, num_layers, num_local_experts] int32, the rows of each expert in each forward.
+    """A file of this rank for NumPy, which grows: [num_calls, num_layers, num_local_experts] int32, rows of each expert in each forward.
 
     Ranks of one group make a trace: `numpy.stack([numpy.load(name) for name in sorted(glob.glob(f"{folder}/*.npy"))], 2)`.
     """

@@ -51,7 +51,7 @@ class Metrics:
                 reports.append(LayerReport(layer + 1, counts, *totals, per_token, first_model + model, **overload))
         return reports
 
-    def _table(self) -> tuple[torch.Tensor, int, list[dict[str, float]]]:
+    def _table(self) -> tuple[torch.Tensor, int, list[dict[str, Any]]]:
         """Return [num_models, num_layers, num_experts + totals + 2] of this rank, the number of the first model, and the overload of each
         layer. The last two columns are the experts of the layer, and 1."""
         layers = list(self._layers.items())

@@ -34,7 +34,12 @@ def test_ranks_that_take_turns_are_balanced_in_the_sum_only():
 def test_large_forwards_count_more():
     """A forward of 30 + 10 rows (1.5 even shares), and one of 2 + 2."""
     values = one_layer([[[15, 15], [1, 1]], [[5, 5], [1, 1]]])
-    assert values == {"rank_overload": (30 + 2) / (20 + 2), "max_rank_overload": 1.5, "rank_overload_of_sum": 32 / 22, "max_vio": 16 / 11 - 1}
+    assert values == {
+        "rank_overload": (30 + 2) / (20 + 2),
+        "max_rank_overload": 1.5,
+        "rank_overload_of_sum": 32 / 22,
+        "max_vio": 16 / 11 - 1,
+    }
 
 
 def test_without_rows_there_is_no_overload():

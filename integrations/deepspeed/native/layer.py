@@ -186,8 +186,8 @@ class PackedMOELayer(MOELayer):
         return weights
 
     def _timed(self, timer: str, attribute: str) -> contextlib.AbstractContextManager[None]:
-        """Under `wall_clock_breakdown`, write the milliseconds of a block to `attribute`, where the engine reads them. Else time the parts of
-        the exchange for metrics."""
+        """Under `wall_clock_breakdown`, write the milliseconds of a block to `attribute`, where the engine reads them. Else time the parts
+        of the exchange for metrics."""
         if self.wall_clock_breakdown:
             return self._timing(timer, attribute)
         metrics = None if timer == MOE_TIMER else metrics_of(self)

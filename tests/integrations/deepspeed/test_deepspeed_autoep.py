@@ -102,7 +102,6 @@ def test_metrics(rank):
         assert report.rank_overload == of_ranks.max() / of_ranks.mean() >= 1 and report.max_vio == pytest.approx(report.busiest - 1)
 
 
-
 def _layer_pass(layer, x, cotangent):
     layer.zero_grad()
     x = x.clone().requires_grad_()

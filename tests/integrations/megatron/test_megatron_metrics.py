@@ -75,7 +75,9 @@ def test_overload_of_single_forwards(rank: int, num_ranks: int) -> None:
         for number, first in ((1, 0), (1, 4), (3, 2)):
             one_sided(layers[number], first)
             layers[number](torch.randn(3, 1, HIDDEN))
-        values = [(report.rank_overload, report.max_rank_overload, report.rank_overload_of_sum, report.max_vio) for report in take_metrics()]
+        values = [
+            (report.rank_overload, report.max_rank_overload, report.rank_overload_of_sum, report.max_vio) for report in take_metrics()
+        ]
         assert values == [(2.0, 2.0, 1.0, 1.0), (1.0, 1.0, 1.0, 1.0)]
 
 
