@@ -46,7 +46,8 @@ def test_block_runs_alone(key, tmp_path):
     assert len(BLOCKS[key].strip().splitlines()) <= 20
     result = subprocess.run([sys.executable, "-c", BLOCKS[key]], capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    scalars = ["loss", *(f"deepep_moe/layer_1/{name}" for name in ("busiest_expert", "exchange_ms", "rows", "repeats"))]
+    names = "busiest_expert exchange_ms rows repeats rank_overload max_rank_overload max_vio"
+    scalars = ["loss", *(f"deepep_moe/layer_1/{name}" for name in names.split())]
     expected = {"docs/index.md": "shm torch.Size([512, 256])\n", "docs/watch.md": f"{scalars}\n"}
     assert result.stdout == expected.get(key[0], "")
 
