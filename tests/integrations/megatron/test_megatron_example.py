@@ -16,6 +16,7 @@ import torch
 from example_page import read
 from megatron_cases import enabled
 
+from deepep_moe.nn.metrics import OVERLOADS
 from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")
@@ -66,7 +67,7 @@ def test_training_falls_below_unigram_entropy_and_equals_alltoall(tmp_path):
     assert all(set(record) == keys and record["tokens_per_s"] > 0 for record in records)
     for record in records:
         assert [sum(load) for load in record["load"]] == [2 * 8 * 128 * 2] * 3  # ranks x sequences x length x top-2, of each MoE layer
-        names = ("busiest_expert", "exchange_ms", "over_capacity", "repeats", "nodes_per_token")
+        names = ("busiest_expert", "exchange_ms", "over_capacity", "repeats", "nodes_per_token", *OVERLOADS)
         of_layers = {f"deepep_moe/layer_{n}/{name}" for n in (2, 3, 4) for name in names}
         ours = of_layers if record["dispatcher"] == "deepep_moe" else set()
         assert set(record["scalars"]) == ours | {"seq_load_balancing_loss"}
