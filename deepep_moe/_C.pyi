@@ -261,6 +261,7 @@ class NvlinkExchange:
         num_nodes: int = 1,
         node: int = 0,
         is_by_lane: bool = False,
+        expert_slot_bytes: int = 0,
     ) -> None: ...
     workspace_bytes: int
     num_node_tokens: int
@@ -280,6 +281,19 @@ class NvlinkExchange:
     allows_excess: bool
     def shim(self) -> ExchangeShim: ...
     def refuse(self, reason: str, cause: int, stream: int) -> None: ...
+    expert_slots: int
+    def move_experts(
+        self,
+        *,
+        copies: Tensor,
+        slots: list[Tensor],
+        home: list[Tensor],
+        returns: bool,
+        slot_dtype: DType,
+        home_dtype: DType,
+        num_sms: int,
+        stream: int,
+    ) -> None: ...
     def settle(self) -> int: ...
     def check(self) -> None: ...
     def check_untold(self) -> None: ...

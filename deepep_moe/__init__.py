@@ -29,12 +29,13 @@ except ModuleNotFoundError as error:
 if not _IS_DOCTOR:
     from deepep_moe.event import Event
     from deepep_moe.exchange.buffer import Buffer
+    from deepep_moe.exchange.expert_slots import ExpertSlots
     from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, Layout
     from deepep_moe.features import features
     from deepep_moe.low_latency.buffer import LowLatencyBuffer
     from deepep_moe.low_latency.handle import LowLatencyHandle, LowLatencyOutput
 
 __all__ = [
-    "Buffer", "DispatchHandle", "DispatchOutput", "Event", "Layout", "LowLatencyBuffer", "LowLatencyHandle", "LowLatencyOutput",
+    "Buffer", "DispatchHandle", "DispatchOutput", "Event", "ExpertSlots", "Layout", "LowLatencyBuffer", "LowLatencyHandle", "LowLatencyOutput",
     "__version__", "errors", "features",
 ]  # fmt: skip

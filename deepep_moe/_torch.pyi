@@ -10,6 +10,7 @@ from deepep_moe._C import ExchangeShim, NvlinkLowLatencyShim
 TORCH_VERSION: str
 SHIM_BYTES: int
 
+def bytes_at(address: int, num_bytes: int, device: device, owner: object) -> Tensor: ...
 def call_stream(device: device) -> int: ...
 
 class Mode:

@@ -6,6 +6,9 @@
 namespace deepep_moe {
 
 std::string describe(const Signature& s) {
+    if (s.operation == Operation::kExpertSlots)
+        return std::string(s.has_topk_weight_grads ? "return of gradients" : "fetch of experts") + " with tensors #" +
+               std::to_string(s.handle_call);
     const char* operations[] = {"dispatch", "cached dispatch", "combine"};
     std::string text =
         std::string(operations[static_cast<int>(s.operation)]) + " of " + name_of(s.dtype) + " rows, layout " + name_of(s.layout);

@@ -9,17 +9,17 @@
 
 namespace deepep_moe {
 
-enum class Operation : int { kDispatch = 0, kCachedDispatch = 1, kCombine = 2 };
+enum class Operation : int { kDispatch = 0, kCachedDispatch = 1, kCombine = 2, kExpertSlots = 3 };
 
 struct Signature {
     Operation operation;
     DType dtype;
     Layout layout;
     int expert_alignment;
-    int64_t handle_call;        // the dispatch whose handle is used, 0 without one
+    int64_t handle_call;        // the dispatch whose handle is used, 0 without one; expert slots: a digest of where their tensors lie
     int has_weights;            // dispatch: topk_weights travel
     int has_scales;             // dispatch: fp8 scales travel
-    int has_topk_weight_grads;  // combine: gradients of topk_weights travel
+    int has_topk_weight_grads;  // combine: gradients of topk_weights travel; expert slots: gradients return
     bool operator==(const Signature&) const = default;
 };
 

@@ -18,6 +18,7 @@ void load_combine_of_nodes();  // before calls over several nodes: the rail's ke
 void launch_quantize(const GpuQuantizeParams& params, void* stream);
 void launch_quantize_weights(const GpuQuantizeWeightsParams& params, void* stream);
 void launch_scale_rows_backward(const GpuScaleRowsParams& params, void* stream);
+void launch_expert_slots(const GpuExpertSlotsParams& params, void* stream);
 void launch_weighted_sum(const GpuWeightedSumParams& params, void* stream);
 void launch_weighted_sum_backward(const GpuWeightedSumParams& params, void* stream);
 void launch_swiglu(const GpuSwigluParams& params, void* stream);

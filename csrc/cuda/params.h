@@ -197,6 +197,24 @@ struct GpuCombineParams {
     DEEPEP_MOE_HD int64_t tail_bytes() const { return 4 * tail_values(); }
 };
 
+// Copies of experts, which lie in the workspaces' expert slots. Every tensor has an entry for each local expert at home, and one for each
+// slot, contiguous.
+constexpr int kMaxSlotTensors = 8;
+struct GpuExpertSlotsParams {
+    GpuContext context;
+    GpuRing ring;
+    bool returns;  // gradients go home; else weights come
+    int num_slots, num_local_experts, num_tensors, num_blocks;
+    const int32_t* copies;         // [num_ranks, num_slots] the expert in each slot of each rank; -1: none
+    DType slot_dtype, home_dtype;  // of gradients; weights are bytes
+    int64_t unit;                  // elements of gradients, or bytes of weights, that a warp moves at a time; it divides every num_units
+    struct Tensor {
+        int64_t slots;      // offset in every workspace
+        int64_t num_units;  // of an expert
+        std::byte* home;
+    } tensors[kMaxSlotTensors];
+};
+
 struct GpuScaleRowsParams {
     int64_t num_rows, row_bytes;  // rows of whole 16 bytes
     const std::byte* grad;        // [num_rows, row_bytes]

@@ -16,7 +16,8 @@ enum class GpuPhase : int {
     kCombineRows,
     kRejoin,
     kRailEntry,
-    kRailRows
+    kRailRows,
+    kExperts
 };
 
 constexpr const char* name_of(GpuPhase phase) {
@@ -31,6 +32,7 @@ constexpr const char* name_of(GpuPhase phase) {
         case GpuPhase::kRejoin: return "rejoining";
         case GpuPhase::kRailEntry: return "entry into the call, between nodes";
         case GpuPhase::kRailRows: return "rows of another node";
+        case GpuPhase::kExperts: return "copies of experts";
         default: return "";
     }
 }
@@ -46,7 +48,8 @@ enum GpuFailureKind : int {
     kMismatch,
     kOvertaken,
     kFailedHandle,
-    kExceededBound  // `peer` would receive `seen` rows and has room for `expected`
+    kExceededBound,  // `peer` would receive `seen` rows and has room for `expected`
+    kBadCopy         // slot `expected` of `peer` is said to hold expert `seen`
 };
 
 // Whether a failure of this kind ended a wait for a peer.

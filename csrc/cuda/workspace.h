@@ -3,7 +3,7 @@
 //   entered u64[2][num_ranks] | bounds u64[2][num_ranks] | lanes_ready u64[num_ranks] | left u64[num_ranks] |
 //   stamps GpuStamp[kStamps][num_ranks] | arrived u64[num_ranks][num_chunks][16] | counts u64[2][num_sources][columns] |
 //   lanes GpuLane[num_ranks][num_max_tokens][num_topk] | inbox [num_ranks - 1][num_slots] slots |
-//   outbox [num_ranks - 1][num_max_tokens] slots
+//   outbox [num_ranks - 1][num_max_tokens] slots | expert slots [expert_slot_bytes]
 //
 // With several nodes, this describes the ranks of one node. Each of them also serves the tokens that came from the ranks of its index in
 // other nodes. It is the *source* of num_nodes shares of tokens; share node * num_ranks + rank has its own part of the slots.
@@ -29,13 +29,15 @@ constexpr int kReducedSlots = 8;          // rows of the outbox that a sending w
 constexpr int kRailSlots = 8;             // rows that cross to another node at a time, announced by one word
 constexpr int kArrivedStride = 16;        // words from one flag of `arrived` to the next: many warps poll them, so each has its own line
 constexpr int kStamps = 8;                // calls whose stamps a rank keeps for its peers
+constexpr int kMaxExpertSlots = 32;       // copies of experts that a rank holds
 constexpr int kStaticSharedBytes = 1024;  // upper bound of a kernel's static shared memory
 
 struct GpuWorkspaceConfig {
     int num_ranks, num_experts, num_topk, hidden;  // ranks and experts of one node
     int64_t num_max_tokens;                        // tokens that a rank serves, over all nodes
     int num_nodes = 1, node = 0;                   // node: this rank's
-    bool is_by_lane = false;  // a combine sends the rows of a token one by one, and the token's rank adds them; with one node
+    bool is_by_lane = false;        // a combine sends the rows of a token one by one, and the token's rank adds them; with one node
+    int64_t expert_slot_bytes = 0;  // for copies of the peers' experts and their gradients
 
     DEEPEP_MOE_HD int num_sources() const { return num_nodes * num_ranks; }
     // Slots of one source in an inbox. By lanes, slot * num_topk + n is for the n-th row of the token in `slot`.
@@ -87,7 +89,7 @@ struct GpuSlotLayout {
 };
 
 struct GpuWorkspaceLayout {
-    int64_t entered, bounds, lanes_ready, left, stamps, arrived, counts, lanes, inbox, outbox, total_bytes;
+    int64_t entered, bounds, lanes_ready, left, stamps, arrived, counts, lanes, inbox, outbox, expert_slots, total_bytes;
     int64_t inbox_bytes, outbox_bytes;  // slots of one peer
     int num_ranks, num_sources;
     int columns, num_chunks, num_reduced;  // columns: experts, then ranks
@@ -112,7 +114,8 @@ struct GpuWorkspaceLayout {
         inbox_bytes = c.num_slots() * slot_bytes;
         outbox_bytes = c.num_max_tokens * slot_bytes;
         outbox = inbox + (c.num_ranks - 1) * inbox_bytes;
-        total_bytes = outbox + (c.num_ranks - 1) * outbox_bytes;
+        expert_slots = outbox + (c.num_ranks - 1) * outbox_bytes;
+        total_bytes = expert_slots + c.expert_slot_bytes;
     }
 
     // Offsets of the words that `source` writes in the workspace of another rank; parity: of the call.

@@ -195,6 +195,15 @@ void bind_results(py::module_& m) {
         .def_property_readonly("topk_weight_grads", [](const Combined& self) { return optional_of(self.topk_weight_grads); });
 }
 
+// The memory at `address` as bytes. The tensor keeps `owner`, whose memory it is.
+Tensor bytes_at(uintptr_t address, int64_t num_bytes, const at::Device& device, py::object owner) {
+    const auto release = [kept = new py::object(std::move(owner))](void*) {
+        const py::gil_scoped_acquire gil;
+        delete kept;
+    };
+    return at::from_blob(reinterpret_cast<void*>(address), {num_bytes}, release, at::dtype(at::kByte).device(device), device);
+}
+
 void bind_calls(py::module_& m) {
     using torch::wrap_pybind_function;
     const py::arg x("x"), x_scales("x_scales"), topk_idx("topk_idx"), topk_weights("topk_weights"), handle("handle"), mode("mode");
@@ -236,6 +245,7 @@ void bind_calls(py::module_& m) {
             hooks() = {std::move(ready), std::move(pass_failed), std::move(dispatch_gradients), std::move(combine_gradients)};
         },
         py::kw_only(), py::arg("ready"), py::arg("pass_failed"), py::arg("dispatch_gradients"), py::arg("combine_gradients"));
+    m.def("bytes_at", wrap_pybind_function(bytes_at), py::arg("address"), py::arg("num_bytes"), py::arg("device"), py::arg("owner"));
     m.def("call_stream", wrap_pybind_function(call_stream), py::arg("device"));
 }
 

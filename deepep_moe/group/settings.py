@@ -34,6 +34,8 @@ class Settings:
     lanes: int = 1
     """The top-k of the caller's tokens, if sums go by lanes. The exchange then moves each (token, lane) as a token for top-1, token by
     token, and `num_topk` and `num_max_tokens_per_rank` count these."""
+    expert_slot_bytes: int = 0
+    """Memory of a rank for copies of experts (`ExpertSlots`)."""
 
     @property
     def num_local_experts(self) -> int:

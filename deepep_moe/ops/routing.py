@@ -21,6 +21,15 @@ def refuse_bad_routing(topk_idx: Tensor, num_experts: int) -> None:
         raise ValueError(f"topk_idx[{token}] names expert {expert} twice, in lanes {first} and {second}; a token may choose an expert once")
 
 
+def refuse_bad_copies(copies: list[list[int]], num_experts: int) -> None:
+    """Raise ValueError for an entry of copies [num_ranks, num_slots] that is neither -1 nor an expert of another rank, once for a rank."""
+    num_local = num_experts // len(copies)
+    for rank, row in enumerate(copies):
+        for slot, expert in enumerate(row):
+            if not -1 <= expert < num_experts or (expert >= 0 and (expert // num_local == rank or expert in row[:slot])):
+                raise ValueError(f"copies[{rank}, {slot}] is {expert}; it must be -1 or an expert of another rank, once for each rank")
+
+
 def is_token_in_rank(topk_idx: Tensor, num_ranks: int, num_local_experts: int) -> Tensor:
     """Return [num_tokens, num_ranks] bool: whether the token of topk_idx [num_tokens, num_topk] goes to the rank."""
     ranks = torch.where(topk_idx >= 0, topk_idx // num_local_experts, num_ranks).long()

@@ -1,5 +1,8 @@
 // Bindings of the GPU library: its exchange, and kernels of one GPU.
+#include <algorithm>
+#include <numeric>
 #include <optional>
+#include <vector>
 
 #include "bindings/tensor.h"
 #include "cuda/clear_tail.h"
@@ -39,11 +42,12 @@ void bind_tuning(py::module_& m) {
 // Arguments count all nodes, and the tokens of one rank. The config counts one node, and the tokens that a rank serves, each node's share
 // rounded up to kReducedSlots.
 GpuWorkspaceConfig config_of(int num_ranks, int num_experts, int num_topk, int hidden, int64_t num_max_tokens, int num_nodes, int node,
-                             bool is_by_lane) {
+                             bool is_by_lane, int64_t expert_slot_bytes) {
     if (num_nodes < 1 || num_nodes > kMaxGpuNodes)
         throw std::invalid_argument("num_nodes is " + std::to_string(num_nodes) + "; it must be 1 to " + std::to_string(kMaxGpuNodes));
     if (num_nodes > 1) num_max_tokens = num_nodes * divide_up(num_max_tokens, kReducedSlots) * kReducedSlots;
-    return {num_ranks / num_nodes, num_experts / num_nodes, num_topk, hidden, num_max_tokens, num_nodes, node, is_by_lane};
+    return {num_ranks / num_nodes, num_experts / num_nodes, num_topk, hidden, num_max_tokens, num_nodes, node, is_by_lane,
+            expert_slot_bytes};
 }
 
 // rows: [num_topk, num_tokens, hidden]. The weights lie in memory by top-k entry or by token.
@@ -193,6 +197,42 @@ void bind_rows(py::module_& m) {
           py::arg("y_t"), py::arg("scales_t"), dtype, stream);
 }
 
+// The largest divisor of `number` that is at most `most`.
+int64_t largest_divisor(int64_t number, int64_t most) {
+    int64_t divisor = std::min(number, most);
+    while (number % divisor != 0) --divisor;
+    return divisor;
+}
+
+// slots, home: tensors [num_slots, elements] in the expert slots, and [num_local_experts, elements]; weights as bytes. A number of elements
+// is a multiple of kStep.
+void move_experts(NvlinkExchange& self, const TensorArg& copies, const std::vector<TensorArg>& slots, const std::vector<TensorArg>& home,
+                  bool returns, DType slot_dtype, DType home_dtype, int num_sms, uintptr_t stream) {
+    const int64_t kStep = returns ? 8 : kRowAlignment, kMostSteps = 1024;
+    if (slots.empty() || slots.size() != home.size() || slots.size() > kMaxSlotTensors) throw std::invalid_argument("not 1 to 8 tensors");
+    GpuExpertSlotsParams params{};
+    params.returns = returns;
+    params.copies = copies.as<const int32_t*>();
+    params.slot_dtype = slot_dtype, params.home_dtype = home_dtype;
+    params.num_slots = static_cast<int>(slots[0].num_rows);
+    params.num_local_experts = static_cast<int>(home[0].num_rows);
+    params.num_tensors = static_cast<int>(slots.size());
+    int64_t common = 0;
+    for (const TensorArg& tensor : slots) common = std::gcd(common, tensor.num_columns / kStep);
+    params.unit = kStep * largest_divisor(common, kMostSteps);
+    uint64_t digest = params.num_slots + 257 * params.num_local_experts + static_cast<int>(slot_dtype);
+    for (int i = 0; i < params.num_tensors; ++i) {
+        params.tensors[i] = {static_cast<int64_t>(slots[i].address - self.workspace()), slots[i].num_columns / params.unit,
+                             home[i].as<std::byte*>()};
+        for (const int64_t number : {params.tensors[i].slots, slots[i].row_bytes()})
+            digest = (digest ^ static_cast<uint64_t>(number)) * 0x9e3779b97f4a7c15ull, digest ^= digest >> 32;
+    }
+    Signature signature{Operation::kExpertSlots, slot_dtype};
+    signature.handle_call = static_cast<int64_t>(digest & 0x7fffffff);
+    signature.has_topk_weight_grads = returns;
+    self.move_experts(params, signature, {.num_sms = num_sms, .stream = stream});
+}
+
 void bind_shim(py::module_& m, py::class_<NvlinkExchange, Unlocked<NvlinkExchange>>& exchange) {
     m.attr("SHIM_BYTES") = kShimBytes;
     py::class_<GuardedExchange>(m, "ExchangeShim")
@@ -213,16 +253,16 @@ void bind_gpu(py::module_& m) {
     bind_shim(m, exchange);
     exchange
         .def(py::init([](int num_ranks, int rank, int device, int num_experts, int num_topk, int hidden, int64_t num_max_tokens,
-                         double timeout_s, int num_nodes, int node, bool is_by_lane) {
+                         double timeout_s, int num_nodes, int node, bool is_by_lane, int64_t expert_slot_bytes) {
                  const GpuWorkspaceConfig config =
-                     config_of(num_ranks, num_experts, num_topk, hidden, num_max_tokens, num_nodes, node, is_by_lane);
+                     config_of(num_ranks, num_experts, num_topk, hidden, num_max_tokens, num_nodes, node, is_by_lane, expert_slot_bytes);
                  Unlocked<NvlinkExchange> made(new NvlinkExchange(config, rank, device, timeout_s));
                  made->set_poll(poll_signals);
                  return made;
              }),
              py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("device"), py::arg("num_experts"), py::arg("num_topk"),
              py::arg("hidden"), py::arg("num_max_tokens"), py::arg("timeout_s"), py::arg("num_nodes") = 1, py::arg("node") = 0,
-             py::arg("is_by_lane") = false)
+             py::arg("is_by_lane") = false, py::arg("expert_slot_bytes") = 0)
         .def_property_readonly("num_node_tokens", [](const NvlinkExchange& self) { return self.config().num_max_tokens; })
         .def_property_readonly("rail_bytes", [](const NvlinkExchange& self) { return RailLayout(self.config()).total_bytes; })
         .def(
@@ -246,6 +286,9 @@ void bind_gpu(py::module_& m) {
         .def("leak", [](const py::object& self) { self.inc_ref(); })
         .def("refuse", &NvlinkExchange::refuse, py::arg("reason"), py::arg("cause"), py::arg("stream"), Released())
         .def("settle", &NvlinkExchange::settle, Released())
+        .def("move_experts", &move_experts, py::kw_only(), py::arg("copies"), py::arg("slots"), py::arg("home"), py::arg("returns"),
+             py::arg("slot_dtype"), py::arg("home_dtype"), py::arg("num_sms"), py::arg("stream"), Released())
+        .def_property_readonly("expert_slots", &NvlinkExchange::expert_slots)
         .def("check", &NvlinkExchange::check, Released())
         .def("check_untold", &NvlinkExchange::check_untold);
     m.def(

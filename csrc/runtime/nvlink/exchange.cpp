@@ -134,6 +134,19 @@ void NvlinkExchange::combine(const GpuCombineCall& call, const CallMode& mode) {
     if (!mode.is_split) finish(params, stream);
 }
 
+void NvlinkExchange::move_experts(GpuExpertSlotsParams params, const Signature& signature, const CallMode& mode) {
+    const Step step(*this, mode.stream);
+    const cudaStream_t stream = as_stream(mode.stream);
+    params.num_blocks = std::max(1, num_senders(mode, tuning.num_sms));
+    GpuPlanParams meeting{};
+    meeting.cached = true;
+    plan(meeting, signature, {}, false, stream);
+    params.context = context();
+    const GpuRing wished = tuning.uses_bulk_copies ? tuning.ring : GpuRing{};
+    params.ring = fit_ring(wished, params.unit, 0, tuning::kRingBytes, shared_bytes_ - kStaticSharedBytes);
+    launch_expert_slots(params, stream);
+}
+
 void NvlinkExchange::end_dispatch(const GpuDispatchCall& call, uintptr_t stream) {
     const Step step(*this, stream);
     finish(call.params, as_stream(stream));

@@ -73,6 +73,10 @@ public:
     int64_t count_late(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, const Allocate& allocate);
     void dispatch_cached(const GpuDispatchCall& call, const CallMode& mode);  // the outputs must be set
     void combine(const GpuCombineCall& call, const CallMode& mode);
+    // Fetch copies of experts, or return their gradients. params: without context, ring and blocks.
+    void move_experts(GpuExpertSlotsParams params, const Signature& signature, const CallMode& mode);
+    uintptr_t workspace() const { return reinterpret_cast<uintptr_t>(memory_.of(rank_)); }
+    uintptr_t expert_slots() const { return workspace() + layout_.expert_slots; }
     // The second half of a split call, on a stream that may differ from the first half's.
     void end_dispatch(const GpuDispatchCall& call, uintptr_t stream);
     void end_combine(const GpuCombineCall& call, uintptr_t stream);

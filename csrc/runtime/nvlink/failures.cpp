@@ -52,6 +52,9 @@ std::string Failures::describe(const GpuFailure& f, int reporter) const {
                    std::to_string(num_experts_ - 1);
         case kDuplicateExpert: return token + "] names expert " + seen + " twice; a token may choose an expert once";
         case kFailedHandle: return kHandleFailed;
+        case kBadCopy:
+            return "copies[" + std::to_string(f.peer) + ", " + std::to_string(f.expected) + "] is " + seen +
+                   "; it must be -1 or an expert of another rank, once for each rank";
         default: return ends_wait(f.kind) ? describe_lack(f, reporter) : "unknown";
     }
 }
@@ -87,6 +90,7 @@ void Failures::raise(const GpuFailure& f) const {
     switch (f.kind) {
         case kIndexOutOfRange:
         case kDuplicateExpert:
+        case kBadCopy:
         case kFailedHandle: throw std::invalid_argument(message);
         case kPeerLeft: throw PeerError(message, peer);
         default: throw TimeoutError(message, peer, name_of(static_cast<GpuPhase>(f.phase)), f.expected, f.seen);

@@ -69,6 +69,15 @@ class CombineArgs:
 
 
 @dataclass
+class MoveExpertsArgs:
+    copies: Tensor  # [num_ranks, num_slots] int32, contiguous
+    slots: list[Tensor]  # [num_slots, elements], in the memory of `Backend.expert_slots`
+    home: list[Tensor]  # [num_local_experts, elements]
+    returns: bool  # gradients of the slots are added to those at home; else weights come from home, as bytes
+    num_sms: int | None = None
+
+
+@dataclass
 class Rows:
     """Results of a dispatch. None: does not apply."""
 
@@ -139,6 +148,13 @@ class Backend(Suspendable):
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
         """Return combined_x [num_tokens, hidden], gradients of topk_weights [num_tokens, num_topk] if `args` has some, and the move."""
+        raise NotImplementedError
+
+    def expert_slots(self) -> Tensor:
+        """Return the memory for copies of experts, [settings.expert_slot_bytes] uint8, where there is some."""
+        raise NotImplementedError
+
+    def move_experts(self, args: MoveExpertsArgs) -> None:
         raise NotImplementedError
 
     def native_calls(self, number: int, mode: Mode) -> Any:

@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -19,13 +20,23 @@ from torch import Tensor
 from deepep_moe import _C
 from deepep_moe.device import DTYPE_NAMES
 from deepep_moe.errors import Cause, EPCapacityError, EPError, EPMismatchError, EPPeerError, EPTimeoutError, told
-from deepep_moe.exchange.backends.base import LAYOUTS, Backend, CachedDispatchArgs, Capabilities, CombineArgs, DispatchArgs, Move, Rows
-from deepep_moe.exchange.backends.entry import NUM_FIELDS, Entry, find_difference
+from deepep_moe.exchange.backends.base import (
+    LAYOUTS,
+    Backend,
+    CachedDispatchArgs,
+    Capabilities,
+    CombineArgs,
+    DispatchArgs,
+    Move,
+    MoveExpertsArgs,
+    Rows,
+)
+from deepep_moe.exchange.backends.entry import FETCH, NUM_FIELDS, Entry, find_difference
 from deepep_moe.exchange.backends.two_hops import Step, Steps, Sums, TwoHops, picked
 from deepep_moe.exchange.handle import DispatchHandle, padded
 from deepep_moe.group.rendezvous import Exchange, Introduction, culprit_behind, hang_up, is_of_handler, moves_cpu_tensors
 from deepep_moe.group.settings import Settings
-from deepep_moe.ops.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
+from deepep_moe.ops.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_copies, refuse_bad_routing
 
 _Result = TypeVar("_Result")
 _MESSAGE_BYTES = 512
@@ -128,6 +139,42 @@ class CollectiveBackend(Backend):
             self._combine(args, self._send_sums(args, self._num_to_forward(counts)), combined_x, topk_weight_grads)
 
         return combined_x, topk_weight_grads, move
+
+    def expert_slots(self) -> Tensor:
+        is_on_gpu = self.group is not None and not moves_cpu_tensors(self.group)
+        return torch.empty(self.settings.expert_slot_bytes, dtype=torch.uint8, device="cuda" if is_on_gpu else "cpu")
+
+    def move_experts(self, args: MoveExpertsArgs) -> None:
+        """Send entries of `home` to the ranks that hold copies, or entries of `slots` home, where they are added by ascending ranks."""
+        s, num_local = self.settings, args.home[0].shape[0]
+        copies = args.copies.tolist()
+        refuse_bad_copies(copies, s.num_ranks * num_local)
+        tensors = [(*tensor.shape, str(tensor.dtype)) for pair in zip(args.slots, args.home, strict=True) for tensor in pair]
+        digest = zlib.crc32(repr((copies, tensors)).encode())
+        held = sorted((expert // num_local, slot) for slot, expert in enumerate(copies[s.rank]) if expert >= 0)
+        lent = [(rank, copy % num_local) for rank, row in enumerate(copies) for copy in row if copy >= 0 and copy // num_local == s.rank]
+        slots, experts = ([index for _, index in side] for side in (held, lent))
+        num_held, num_lent = ([[rank for rank, _ in side].count(peer) for peer in range(s.num_ranks)] for side in (held, lent))
+        step = (
+            Step(picked(args.slots, torch.tensor(slots, dtype=torch.long)), num_held, num_lent, True)
+            if args.returns
+            else Step(picked(args.home, torch.tensor(experts, dtype=torch.long)), num_lent, num_held, True)
+        )
+
+        def owe(_: Tensor) -> Callable[[], object]:
+            return partial(self._go, _at_once(step), "copies of experts")
+
+        self._enter(Entry(self._number, 0, 0, FETCH + args.returns, 0, 0, 0, 0, -1, digest), self._own_counts(), owe)
+        arrived = self._go(_at_once(step), "copies of experts")
+        for tensor, rows in zip(args.home if args.returns else args.slots, arrived, strict=True):
+            if not args.returns:
+                tensor[torch.tensor(slots, dtype=torch.long, device=tensor.device)] = rows
+                continue
+            sums = {expert: tensor[expert].float() for expert in experts}
+            for expert, row in zip(experts, rows, strict=True):
+                sums[expert] += row.float()
+            for expert, total in sums.items():
+                tensor[expert] = total.to(tensor.dtype)
 
     def recorded(self, x: Tensor) -> "torch.cuda.Event | None":
         if not x.is_cuda:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from deepep_moe.device import DTYPE_NAMES
 from deepep_moe.exchange.backends.base import LAYOUTS
 
-_OPERATIONS = ("dispatch", "cached dispatch", "combine")
+_OPERATIONS = ("dispatch", "cached dispatch", "combine", "fetch of experts", "return of gradients")
+
+FETCH = 3
 
 
 @dataclass
@@ -21,7 +23,7 @@ class Entry:
     expert_alignment: int
     flags: int  # 1: topk_weights, 2: x_scales, 4: gradients of topk_weights
     num_recv_rows: int
-    handle_call: int  # the dispatch whose handle is used, 0 without one
+    handle_call: int  # the dispatch whose handle is used, 0 without one; for copies of experts a digest of what moves
 
     def signature(self) -> tuple[int, ...]:
         return (self.call, self.operation, self.dtype, self.layout, self.expert_alignment, self.flags, self.handle_call)
@@ -32,10 +34,10 @@ class Entry:
         if self.handle_call:
             extras.insert(0, f", with the handle of call {self.handle_call}")
         name = sorted(set(DTYPE_NAMES.values()))[self.dtype]
-        return (
-            f"{f'call {self.call}: ' if with_number else ''}{_OPERATIONS[self.operation]} of {name} rows, layout {LAYOUTS[self.layout]}, "
-            f"expert_alignment {self.expert_alignment}" + "".join(extras)
-        )
+        what = f"{f'call {self.call}: ' if with_number else ''}{_OPERATIONS[self.operation]}"
+        if self.operation >= FETCH:
+            return f"{what} with copies and tensors #{self.handle_call}"
+        return f"{what} of {name} rows, layout {LAYOUTS[self.layout]}, expert_alignment {self.expert_alignment}" + "".join(extras)
 
 
 NUM_FIELDS = len(Entry.__dataclass_fields__)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C, device, torch_module
-from deepep_moe.device import call_stream, device_index
+from deepep_moe.device import DTYPES, call_stream, device_index
 from deepep_moe.errors import Cause, EPCapacityError, EPMismatchError, EPPeerError
 from deepep_moe.exchange.backends.base import (
     Backend,
@@ -19,6 +19,7 @@ from deepep_moe.exchange.backends.base import (
     DispatchArgs,
     Mode,
     Move,
+    MoveExpertsArgs,
     Rows,
     tell_peers,
 )
@@ -55,6 +56,7 @@ class NvlinkBackend(GpuMemory, Backend):
             num_max_tokens=max(1, settings.num_max_tokens_per_rank // shared),
             timeout_s=settings.timeout_s,
             is_by_lane=settings.is_by_lane and settings.num_nodes == 1,
+            expert_slot_bytes=settings.expert_slot_bytes,
         )
         self.capabilities = Capabilities(device_types=(device.GPU,), can_scale=True, shares_rows=settings.num_nodes == 1)
         self.workspace_bytes: int = self._exchange.workspace_bytes
@@ -112,6 +114,19 @@ class NvlinkBackend(GpuMemory, Backend):
             native_mode(args.mode),
         )  # fmt: skip
         return made.combined_x, made.topk_weight_grads, made
+
+    def expert_slots(self) -> Tensor:
+        exchange = self._exchange
+        memory: Tensor = torch_module.needed().bytes_at(exchange.expert_slots, self.settings.expert_slot_bytes, self.device, exchange)
+        return memory
+
+    def move_experts(self, args: MoveExpertsArgs) -> None:
+        self._exchange.move_experts(
+            copies=args.copies, slots=args.slots, home=args.home, returns=args.returns,
+            slot_dtype=DTYPES[args.slots[0].dtype] if args.returns else DTYPES[torch.float32],
+            home_dtype=DTYPES[args.home[0].dtype] if args.returns else DTYPES[torch.float32],
+            num_sms=-1 if args.num_sms is None else args.num_sms, stream=call_stream(self.device),
+        )  # fmt: skip
 
     def _native_handle(self, handle: DispatchHandle) -> Any:
         """Return the `_torch.Handle`."""

@@ -1,0 +1,198 @@
+"""`ExpertSlots`: copies of experts of other ranks, and the way of their gradients home."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepep_moe import _C
+from deepep_moe.arguments import as_int, check_is_tensor
+from deepep_moe.device import FLOATS
+from deepep_moe.errors import EPError, told
+from deepep_moe.exchange.backends.base import Backend, MoveExpertsArgs, tell_peers
+from deepep_moe.exchange.backends.select import make_backend
+from deepep_moe.exchange.checks import check_num_sms
+from deepep_moe.group.nodes import find_nodes
+from deepep_moe.group.reach import are_on_gpus
+from deepep_moe.group.rendezvous import introduce, join
+from deepep_moe.group.settings import Settings, check_settings
+
+_BACKENDS = ("auto", "nvlink", "collective")
+_ALIGNMENT = 128
+"""Of a tensor in the slots, in bytes."""
+_MAX_TENSORS = 8
+"""Of one call."""
+
+
+class ExpertSlots:
+    """Memory in which a rank holds copies of experts of other ranks.
+
+    Rank r of R is the home of experts r * E / R to (r + 1) * E / R - 1, where E / R is the first dimension of the tensors at home. The
+    parameters stay at home, where `fetch` reads them and `return_gradients` adds gradients.
+
+    Both are collective: all ranks make the same calls in the same order, with equal `copies` and with slots at the same places, from one
+    thread. On GPUs the calls run on the current stream and return at once. A failure there is raised by the next call, or by `check`. Calls
+    of another object or of a Buffer may run beside them, on another stream.
+
+    Args:
+        group: the process group. None: the default group where torch.distributed is initialized, else this process alone.
+        num_bytes: memory of each rank for the slots.
+        backend: "auto", "nvlink" or "collective". "auto" takes `nvlink` if every rank sees a GPU of one host and the group has NCCL; else
+            the group's own collectives move the copies, on GPUs too. `nvlink` moves them by kernels. No host reads `copies` then, and
+            both calls can be captured in CUDA graphs.
+        timeout_s: deadline of every wait for a peer, in seconds. None: `DEEPEP_MOE_TIMEOUT_S`, else 300.
+
+    Raises ValueError, EPPeerError, EPMismatchError and BackendUnavailableError as `Buffer` does.
+    """
+
+    backend: str
+    """The name of the backend in use."""
+    memory: Tensor
+    """[num_bytes] uint8. Its tensors stay valid after `destroy`."""
+
+    def __init__(self, group: "dist.ProcessGroup | None", num_bytes: int, *, backend: str = "auto", timeout_s: float | None = None) -> None:
+        group, num_ranks, rank = join(group, "ExpertSlots")
+        s = Settings(num_ranks, rank, 1, _C.ROW_ALIGNMENT, num_ranks, 1, 300.0)  # of an exchange that moves no rows
+        error: Exception | None = None
+        try:
+            num_bytes = as_int("num_bytes", num_bytes)
+            if num_bytes < 1:
+                raise ValueError(f"num_bytes is {num_bytes}; it must be at least 1")
+            s = replace(check_settings(s, backend, _BACKENDS, timeout_s), expert_slot_bytes=_aligned(num_bytes))
+        except Exception as refused:
+            error = refused
+        peers = introduce(s, backend, 1, error, group, kind="ExpertSlots")
+        s = find_nodes(s, peers)
+        if backend == "auto" and not (are_on_gpus(peers) and s.num_nodes == 1):
+            backend = "collective"
+        self._num_ranks, self._used = num_ranks, 0
+        self._backend: Backend | None = make_backend(backend, s, peers, group)
+        self.backend = self._backend.name
+        self.memory = self._backend.expert_slots()
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Return a new tensor [num_slots, ...] in the memory, uninitialized; all ranks must take the same tensors in the same order. Raises
+        ValueError where the memory is full."""
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        end = self._used + num_bytes
+        if end > len(self.memory):
+            raise ValueError(f"{num_bytes} bytes were asked for, and {len(self.memory) - self._used} of num_bytes are left")
+        part = self.memory[self._used : end]
+        self._used = _aligned(end)
+        return part.view(dtype).view(shape)
+
+    def fetch(
+        self, copies: Tensor, slots: "Tensor | Sequence[Tensor]", weights: "Tensor | Sequence[Tensor]", *, num_sms: int | None = None
+    ) -> None:
+        """Fill slots with copies: slots[i][j] = the entry of weights[i] for expert copies[rank, j], at its home. Slots of -1 stay.
+
+        copies: [num_ranks, num_slots] int32, contiguous: the expert in each slot of each rank, -1 for none; of another rank, and at most
+            once on a rank. num_slots is at most 32 on GPUs.
+        slots: at most 8 tensors [num_slots, ...] in `memory`.
+        weights: as many, [num_local_experts, ...], contiguous, with as many bytes of an expert, a multiple of 16; any dtype and shape.
+        num_sms: SMs of a GPU that send, 1 or more. None: as many as a dispatch takes (docs/tuning.md).
+
+        Raises TypeError and ValueError; the peers raise EPPeerError. EPMismatchError where ranks disagree; on GPUs that of `copies` is not
+        seen. EPTimeoutError names a peer that died or stalled.
+        """
+        self._move(copies, slots, weights, False, num_sms)
+
+    def return_gradients(
+        self, copies: Tensor, slots: "Tensor | Sequence[Tensor]", grads: "Tensor | Sequence[Tensor]", *, num_sms: int | None = None
+    ) -> None:
+        """Add the gradients in slots to those at home: grads[i][e] += slots[i][j] of every copy of e, in fp32, ranks ascending, with one
+        rounding to the dtype of grads. So results are equal in every run.
+
+        slots, grads: as in `fetch`, of float32, bfloat16 or float16; all slots have one dtype, and all grads. An expert has a multiple of 8
+            elements in each.
+
+        Raises as `fetch` does.
+        """
+        self._move(copies, slots, grads, True, num_sms)
+
+    def check(self) -> None:
+        """Raise the failure that an earlier call has reported on a GPU, if any. Not collective."""
+        self._alive().check()
+
+    def destroy(self) -> None:
+        """Leave the peers. Not collective, may be repeated. The memory lives as long as tensors of it."""
+        if self._backend is not None:
+            self._backend.destroy()
+        self._backend = None
+
+    def _alive(self) -> Backend:
+        if self._backend is None:
+            raise EPError("these ExpertSlots were destroyed; create new ones")
+        return self._backend
+
+    def _move(self, copies: Any, slots: Any, home: Any, returns: bool, num_sms: int | None) -> None:
+        backend = self._alive()
+        try:
+            failure = backend.take_failure()  # raised once this call is made, so that ranks stay in step
+            args = self._checked(copies, slots, home, returns, num_sms)
+        except Exception as error:
+            backend.refuse(told(error))
+            raise
+        num_calls = backend.num_calls
+        try:
+            backend.move_experts(args)
+        except BaseException as error:
+            tell_peers(backend, error, has_entered=backend.num_calls > num_calls)
+            raise
+        if failure is not None:
+            raise failure
+
+    def _checked(self, copies: Any, slots: Any, home: Any, returns: bool, num_sms: int | None) -> MoveExpertsArgs:
+        """Return the call's arguments. Raises TypeError or ValueError."""
+        slots, home = ([given] if isinstance(given, Tensor) else list(given) for given in (slots, home))
+        name, at_home = ("slots", "grads" if returns else "weights")
+        if not 1 <= len(slots) == len(home) <= _MAX_TENSORS:
+            raise ValueError(
+                f"{len(slots)} tensors of slots and {len(home)} of {at_home} were given; give as many of both, 1 to {_MAX_TENSORS}"
+            )
+        check_is_tensor("copies", copies)
+        if copies.dtype != torch.int32 or copies.dim() != 2 or copies.shape[0] != self._num_ranks or not copies.is_contiguous():
+            raise ValueError(
+                f"copies is {copies.dtype} of shape {list(copies.shape)}; it must be contiguous int32 [{self._num_ranks}, num_slots]"
+            )
+        for which, tensors, count in ((name, slots, copies.shape[1]), (at_home, home, None)):
+            for tensor in tensors:
+                check_is_tensor(which, tensor)
+                if tensor.device != self.memory.device or not tensor.is_contiguous() or tensor.dim() < 2:
+                    raise ValueError(
+                        f"{which} has a tensor of shape {list(tensor.shape)} on {tensor.device}; each must be contiguous, of two dimensions "
+                        f"or more, on {self.memory.device}"
+                    )
+                if tensor.shape[0] != (tensors[0].shape[0] if count is None else count) or tensor.shape[0] == 0:
+                    raise ValueError(f"{which} has a tensor of shape {list(tensor.shape)}; all must have one first dimension, not 0")
+        if copies.device != self.memory.device:
+            raise ValueError(f"copies is on {copies.device}; it must be on {self.memory.device}, like the slots")
+        begin, end = self.memory.data_ptr(), self.memory.data_ptr() + len(self.memory)
+        if any(tensor.data_ptr() < begin or tensor.data_ptr() + tensor.nbytes > end for tensor in slots):
+            raise ValueError("slots has a tensor outside the memory of these ExpertSlots; take it from `empty`")
+        if returns:
+            for which, tensors in ((name, slots), (at_home, home)):
+                if any(tensor.dtype != tensors[0].dtype for tensor in tensors) or tensors[0].dtype not in FLOATS:
+                    raise TypeError(f"{which} has dtypes {[str(tensor.dtype) for tensor in tensors]}; all must be one of {list(FLOATS)}")
+        rows = [[_rows(tensor, returns) for tensor in tensors] for tensors in (slots, home)]
+        step, unit = (8, "elements") if returns else (_C.ROW_ALIGNMENT, "bytes")
+        for of_slot, of_home in zip(*rows, strict=True):
+            if of_slot.shape[1] != of_home.shape[1] or of_slot.shape[1] % step:
+                raise ValueError(
+                    f"an expert has {of_slot.shape[1]} {unit} in slots and {of_home.shape[1]} in {at_home}; both must be equal, and a "
+                    f"multiple of {step}"
+                )
+        return MoveExpertsArgs(copies, *rows, returns, check_num_sms(num_sms))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _rows(tensor: Tensor, are_elements: bool) -> Tensor:
+    """Return the elements or bytes of experts, [n, m]."""
+    rows = tensor.detach().view(tensor.shape[0], -1)
+    return rows if are_elements else rows.view(torch.uint8)

@@ -1,0 +1,268 @@
+"""Copies of experts in the slots of other ranks, and their gradients."""
+
+import math
+import os
+import random
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchange_cases import assert_all_same, device_of
+from on_ranks import on_ranks, refused
+
+from deepep_moe import ExpertSlots
+from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.reference import expert_slots as reference
+
+BACKENDS = ("collective", pytest.param("nvlink", marks=pytest.mark.gpu))
+COPIES = [[2, -1], [1, 0]]  # of two experts a rank
+
+
+def opened(backend, rank, num_bytes=1 << 16, timeout_s=60.0):
+    device = device_of(backend, rank)
+    dist.barrier()
+    slots = ExpertSlots(None, num_bytes, backend=backend, timeout_s=timeout_s)
+    slots.memory.fill_(0xFF)
+    return slots, device
+
+
+# ---- by hand ----
+
+
+@on_ranks(2, backend=BACKENDS)
+def test_by_hand(rank, backend):
+    slots, device = opened(backend, rank)
+    copies = torch.tensor(COPIES, dtype=torch.int32, device=device)
+    weights = torch.tensor([[1.0 + 2 * rank] * 8, [2.0 + 2 * rank] * 8], device=device)  # expert e: e + 1
+    held = slots.empty(2, 8, dtype=torch.float32)
+    slots.fetch(copies, held, weights)
+    slots.check()
+    held = held.cpu()
+    if rank == 0:
+        assert (held[0] == 3).all() and held[1].isnan().all()
+    else:
+        assert (held[0] == 2).all() and (held[1] == 1).all()
+    grads, parts = torch.full((2, 8), 0.5, device=device), slots.empty(2, 8, dtype=torch.float32)
+    parts.copy_(torch.tensor([[10.0 + rank] * 8, [20.0 + rank] * 8]))
+    slots.return_gradients(copies, parts, grads)
+    slots.check()
+    assert grads[:, 0].tolist() == ([21.5, 11.5] if rank == 0 else [10.5, 0.5])
+
+
+@on_ranks(3, backend=BACKENDS)
+def test_order_of_the_sum(rank, backend):
+    """1 + 2^-24 + 2^-24 in fp32 is 1; the copies of ranks 1 and 2 come one after the other."""
+    slots, device = opened(backend, rank)
+    copies = torch.tensor([[-1], [0], [0]], dtype=torch.int32, device=device)
+    grads, part = torch.ones(1, 8, device=device), slots.empty(1, 8, dtype=torch.float32)
+    part.fill_(2.0**-24)
+    slots.return_gradients(copies, part, grads)
+    assert (grads == 1).all()
+    if rank == 0:
+        grads.fill_(2.0**-24)
+    part.fill_(2.0**-24 if rank == 1 else 1.0)
+    slots.return_gradients(copies, part, grads)
+    assert (grads == (1 + 2.0**-23 if rank == 0 else 1)).all()
+
+
+# ---- against the reference ----
+
+
+def drawn(generator, num_ranks, num_local, num_slots):
+    """Copies of experts of other ranks, some slots empty."""
+    table = []
+    for rank in range(num_ranks):
+        others = [expert for expert in range(num_ranks * num_local) if expert // num_local != rank]
+        row = generator.sample(others, min(num_slots, len(others)))
+        row = [expert if generator.random() < 0.8 else -1 for expert in row]
+        table.append(row + [-1] * (num_slots - len(row)))
+    return table
+
+
+def values(seed, rank, shape, dtype):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * seed + rank)).to(dtype)
+
+
+SHAPES = [
+    ([(3, 8)], torch.float32, torch.float32),
+    ([(8192 + 8,), (24, 48)], torch.bfloat16, torch.float32),
+    ([(2, 3, 4096), (8,), (640, 72)], torch.bfloat16, torch.bfloat16),
+    ([(1024, 40)], torch.float32, torch.bfloat16),
+    ([(16,)], torch.float16, torch.float16),
+]
+
+
+@on_ranks((1, 2, 3, 4), backend=BACKENDS, number=range(len(SHAPES)))
+def test_equals_reference(rank, num_ranks, backend, number):
+    shapes, dtype, home_dtype = SHAPES[number]
+    generator = random.Random(number)
+    slots, device = opened(backend, rank, num_bytes=1 << 22)
+    ranks = range(num_ranks)
+    for round_ in range(4):
+        num_local, num_slots = generator.randint(1, 5), generator.randint(1, 4)
+        table = drawn(generator, num_ranks, num_local, num_slots)
+        copies = torch.tensor(table, dtype=torch.int32, device=device)
+        num_sms = generator.choice((None, 1, 3))
+        slots._used = 0
+        held = [slots.empty(num_slots, *shape, dtype=dtype) for shape in shapes]
+        weights = [[values(10 * round_ + i, r, (num_local, *shape), dtype) for i, shape in enumerate(shapes)] for r in ranks]
+        for tensor in held:
+            tensor.fill_(math.nan)
+        slots.fetch(copies, held, [w.to(device) for w in weights[rank]], num_sms=num_sms)
+        for i, shape in enumerate(shapes):
+            expected = [torch.full((num_slots, *shape), math.nan, dtype=dtype) for _ in ranks]
+            reference.fetch(table, expected, [weights[r][i] for r in ranks])
+            assert_all_same("slots", [held[i].cpu()], [expected[rank]])
+        parts = [[values(500 + 10 * round_ + i, r, (num_slots, *shape), dtype) for i, shape in enumerate(shapes)] for r in ranks]
+        grads = [[values(900 + 10 * round_ + i, r, (num_local, *shape), home_dtype) for i, shape in enumerate(shapes)] for r in ranks]
+        own = [grad.to(device, copy=True) for grad in grads[rank]]
+        for tensor, part in zip(held, parts[rank], strict=True):
+            tensor.copy_(part)
+        slots.return_gradients(copies, held, own, num_sms=num_sms)
+        slots.check()
+        for i in range(len(shapes)):
+            reference.return_gradients(table, [parts[r][i] for r in ranks], expected := [grads[r][i] for r in ranks])
+            assert_all_same("gradients", [own[i].cpu()], [expected[rank]])
+    slots.destroy()
+
+
+@on_ranks(2, backend=BACKENDS)
+def test_fp8_and_scales(rank, backend):
+    """Weights may be of any dtype, and several at once."""
+    slots, device = opened(backend, rank)
+    copies = torch.tensor(COPIES, dtype=torch.int32, device=device)
+    weights = [torch.full((2, 4, 16), 2.0 + rank).to(torch.float8_e4m3fn).to(device), torch.full((2, 4), 0.25 + rank, device=device)]
+    held = [slots.empty(2, 4, 16, dtype=torch.float8_e4m3fn), slots.empty(2, 4, dtype=torch.float32)]
+    slots.fetch(copies, held, weights)
+    slots.check()
+    assert (held[0][0].float() == 3 - rank).all() and (held[1][0] == 1.25 - rank).all()
+
+
+@on_ranks(2)
+@pytest.mark.gpu
+def test_cuda_graph(rank):
+    slots, device = opened("nvlink", rank)
+    copies = torch.full((2, 2), -1, dtype=torch.int32, device=device)
+    weights, held = torch.zeros(2, 64, device=device), slots.empty(2, 64, dtype=torch.float32)
+    grads = torch.zeros(2, 64, device=device)
+    slots.fetch(copies, held, weights)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        slots.fetch(copies, held, weights)
+        slots.return_gradients(copies, held, grads)
+    for seed in range(1, 4):
+        copies.copy_(torch.tensor(COPIES if seed % 2 else [[3, 2], [-1, 0]], dtype=torch.int32))
+        weights.fill_(seed + 10 * rank)
+        grads.fill_(0.5)
+        held.fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        slots.check()
+        expected = ([[seed, seed], [seed + 10, 0]] if seed % 2 else [[seed, 0], [seed + 10, seed + 10]])[rank]
+        assert grads[:, 0].tolist() == [0.5 + value for value in expected]
+
+
+# ---- errors ----
+
+
+@on_ranks(2, backend=BACKENDS)
+def test_bad_arguments(rank, backend):
+    """The peer of a rank with a bad argument raises EPPeerError, and later calls are right."""
+    slots, device = opened(backend, rank)
+    copies = torch.tensor(COPIES, dtype=torch.int32, device=device)
+    held, weights = slots.empty(2, 16, dtype=torch.float32), torch.ones(2, 16, device=device)
+    bad = {
+        "1 tensors of slots and 2 of weights": (copies, held, [weights, weights]),
+        "contiguous int32": (copies.long(), held, weights),
+        "outside the memory": (copies, torch.ones(2, 16, device=device), weights),
+        "of two dimensions": (copies, held, weights[0]),
+        "one first dimension": (copies, held[:1], weights),
+        "64 bytes in slots and 32 in weights": (copies, held, weights[:, :8].contiguous()),
+        "must be contiguous": (copies, held, weights.t().contiguous().t()),
+    }
+    for message, args in bad.items():
+        with refused(rank, 1, ValueError, message):
+            slots.fetch(*(args if rank == 1 else (copies, held, weights)))
+            slots.check() if backend == "collective" else (torch.cuda.synchronize(), slots.check())
+    with refused(rank, 0, TypeError, "all must be one of"):
+        slots.return_gradients(copies, held.view(torch.int32) if rank == 0 else held, weights)
+        torch.cuda.synchronize() if backend == "nvlink" else None
+        slots.check()
+    with pytest.raises(ValueError, match="bytes were asked for"):
+        slots.empty(1 << 16, dtype=torch.float32)
+    held.zero_()
+    slots.fetch(copies, held, weights)
+    slots.check()
+    assert (held[0] == 1).all()
+
+
+@on_ranks(2, backend=BACKENDS, copies=([[0], [-1]], [[2], [7]], [[2, 2], [-1, 0]]))
+def test_bad_copies(rank, backend, copies):
+    slots, device = opened(backend, rank)
+    held = slots.empty(len(copies[0]), 16, dtype=torch.float32)
+    copies = torch.tensor(copies, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=r"copies\[\d, \d\] is \d; it must be -1 or an expert of another rank"):
+        slots.fetch(copies, held, torch.ones(2, 16, device=device))
+        torch.cuda.synchronize() if backend == "nvlink" else None
+        slots.check()
+    slots.fetch(torch.full_like(copies, -1), held, torch.ones(2, 16, device=device))
+    slots.check()
+
+
+@on_ranks(2, backend=BACKENDS)
+def test_different_calls(rank, backend):
+    slots, device = opened(backend, rank)
+    copies = torch.tensor(COPIES, dtype=torch.int32, device=device)
+    held, weights = slots.empty(2, 16, dtype=torch.float32), torch.ones(2, 16, device=device)
+    other = slots.empty(2, 16, dtype=torch.float32)
+    calls = [(slots.fetch if rank else slots.return_gradients, copies, held)]
+    calls += (
+        [(slots.fetch, copies, other if rank else held)]
+        if backend == "nvlink"
+        else [(slots.fetch, copies if rank else torch.full_like(copies, -1), held)]
+    )
+    for call, table, tensor in calls:
+        with pytest.raises(EPMismatchError, match="ranks make different calls: rank"):
+            call(table, tensor, weights)
+            torch.cuda.synchronize() if backend == "nvlink" else None
+            slots.check()
+
+
+@on_ranks(2, backend=BACKENDS, call=("fetch", "return"), expected_dead=[1])
+def test_killed(rank, backend, call):
+    slots, device = opened(backend, rank)
+    copies = torch.tensor(COPIES, dtype=torch.int32, device=device)
+    held, weights = slots.empty(2, 16, dtype=torch.float32), torch.ones(2, 16, device=device)
+    slots.fetch(copies, held, weights)
+    slots.check()
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(EPTimeoutError, match="rank 1 did not deliver") as info:
+        (slots.fetch if call == "fetch" else slots.return_gradients)(copies, held, weights)
+        torch.cuda.synchronize() if backend == "nvlink" else None
+        slots.check()
+    assert info.value.rank == 1
+
+
+@on_ranks(2, backend=BACKENDS)
+def test_destroyed(rank, backend):
+    slots, device = opened(backend, rank, timeout_s=2.0)
+    copies = torch.tensor(COPIES, dtype=torch.int32, device=device)
+    held, weights = slots.empty(2, 16, dtype=torch.float32), torch.ones(2, 16, device=device)
+    slots.fetch(copies, held, weights)
+    slots.check()
+    if rank == 1:
+        slots.destroy()
+        slots.destroy()
+        assert (held[0] == 1).all()
+        with pytest.raises(EPError, match="were destroyed"):
+            slots.fetch(copies, held, weights)
+    else:
+        with pytest.raises((EPPeerError, EPTimeoutError)):
+            slots.fetch(copies, held, weights)
+            torch.cuda.synchronize() if backend == "nvlink" else None
+            slots.check()
+    dist.barrier() if backend == "nvlink" else None
