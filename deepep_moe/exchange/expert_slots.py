@@ -21,10 +21,12 @@ from deepep_moe.group.rendezvous import introduce, join
 from deepep_moe.group.settings import Settings, check_settings
 
 _BACKENDS = ("auto", "nvlink", "collective")
-_ALIGNMENT = 128
+ALIGNMENT = 128
 """Of a tensor in the slots, in bytes."""
 _MAX_TENSORS = 8
 """Of one call."""
+_MAX_SLOTS = 32
+"""Of one rank."""
 
 
 class ExpertSlots:
@@ -90,7 +92,7 @@ class ExpertSlots:
         """Fill slots with copies: slots[i][j] = the entry of weights[i] for expert copies[rank, j], at its home. Slots of -1 stay.
 
         copies: [num_ranks, num_slots] int32, contiguous: the expert in each slot of each rank, -1 for none; of another rank, and at most
-            once on a rank. num_slots is at most 32 on GPUs.
+            once on a rank. num_slots is at most 32.
         slots: at most 8 tensors [num_slots, ...] in `memory`.
         weights: as many, [num_local_experts, ...], contiguous, with as many bytes of an expert, a multiple of 16; any dtype and shape.
         num_sms: SMs of a GPU that send, 1 or more. None: as many as a dispatch takes (docs/tuning.md).
@@ -148,48 +150,51 @@ class ExpertSlots:
     def _checked(self, copies: Any, slots: Any, home: Any, returns: bool, num_sms: int | None) -> MoveExpertsArgs:
         """Return the call's arguments. Raises TypeError or ValueError."""
         slots, home = ([given] if isinstance(given, Tensor) else list(given) for given in (slots, home))
-        name, at_home = ("slots", "grads" if returns else "weights")
+        at_home = "grads" if returns else "weights"
         if not 1 <= len(slots) == len(home) <= _MAX_TENSORS:
-            raise ValueError(
-                f"{len(slots)} tensors of slots and {len(home)} of {at_home} were given; give as many of both, 1 to {_MAX_TENSORS}"
-            )
+            raise ValueError(f"{len(slots)} tensors of slots and {len(home)} of {at_home} were given; give 1 to {_MAX_TENSORS} of both")
         check_is_tensor("copies", copies)
-        if copies.dtype != torch.int32 or copies.dim() != 2 or copies.shape[0] != self._num_ranks or not copies.is_contiguous():
+        wanted = copies.dtype == torch.int32 and copies.dim() == 2 and copies.shape[0] == self._num_ranks and copies.is_contiguous()
+        if not wanted or not 1 <= copies.shape[1] <= _MAX_SLOTS or copies.device != self.memory.device:
             raise ValueError(
-                f"copies is {copies.dtype} of shape {list(copies.shape)}; it must be contiguous int32 [{self._num_ranks}, num_slots]"
+                f"copies is {copies.dtype} of shape {list(copies.shape)} on {copies.device}; it must be contiguous int32 "
+                f"[{self._num_ranks}, 1 to {_MAX_SLOTS}] on {self.memory.device}"
             )
-        for which, tensors, count in ((name, slots, copies.shape[1]), (at_home, home, None)):
-            for tensor in tensors:
-                check_is_tensor(which, tensor)
-                if tensor.device != self.memory.device or not tensor.is_contiguous() or tensor.dim() < 2:
-                    raise ValueError(
-                        f"{which} has a tensor of shape {list(tensor.shape)} on {tensor.device}; each must be contiguous, of two dimensions "
-                        f"or more, on {self.memory.device}"
-                    )
-                if tensor.shape[0] != (tensors[0].shape[0] if count is None else count) or tensor.shape[0] == 0:
-                    raise ValueError(f"{which} has a tensor of shape {list(tensor.shape)}; all must have one first dimension, not 0")
-        if copies.device != self.memory.device:
-            raise ValueError(f"copies is on {copies.device}; it must be on {self.memory.device}, like the slots")
+        self._check_tensors("slots", slots, copies.shape[1], returns)
+        self._check_tensors(at_home, home, None, returns)
         begin, end = self.memory.data_ptr(), self.memory.data_ptr() + len(self.memory)
         if any(tensor.data_ptr() < begin or tensor.data_ptr() + tensor.nbytes > end for tensor in slots):
             raise ValueError("slots has a tensor outside the memory of these ExpertSlots; take it from `empty`")
-        if returns:
-            for which, tensors in ((name, slots), (at_home, home)):
-                if any(tensor.dtype != tensors[0].dtype for tensor in tensors) or tensors[0].dtype not in FLOATS:
-                    raise TypeError(f"{which} has dtypes {[str(tensor.dtype) for tensor in tensors]}; all must be one of {list(FLOATS)}")
         rows = [[_rows(tensor, returns) for tensor in tensors] for tensors in (slots, home)]
         step, unit = (8, "elements") if returns else (_C.ROW_ALIGNMENT, "bytes")
         for of_slot, of_home in zip(*rows, strict=True):
-            if of_slot.shape[1] != of_home.shape[1] or of_slot.shape[1] % step:
+            if of_slot.shape[1] != of_home.shape[1] or of_slot.shape[1] % step or of_slot.shape[1] == 0:
                 raise ValueError(
-                    f"an expert has {of_slot.shape[1]} {unit} in slots and {of_home.shape[1]} in {at_home}; both must be equal, and a "
-                    f"multiple of {step}"
+                    f"an expert has {of_slot.shape[1]} {unit} in slots and {of_home.shape[1]} in {at_home}; both must be one multiple of {step}"
                 )
-        return MoveExpertsArgs(copies, *rows, returns, check_num_sms(num_sms))
+        num_sms = check_num_sms(num_sms)
+        if num_sms == 0:
+            raise ValueError("num_sms is 0; copy engines move no experts: give 1 or more, or None")
+        return MoveExpertsArgs(copies, *rows, returns, num_sms)
+
+    def _check_tensors(self, name: str, tensors: list[Any], count: int | None, are_gradients: bool) -> None:
+        """Raise ValueError or TypeError for a tensor that cannot be moved. count: the first dimension; None: any, the same for all."""
+        for tensor in tensors:
+            check_is_tensor(name, tensor)
+            is_whole = tensor.dim() > 1 and tensor.is_contiguous() and tensor.data_ptr() % _C.ROW_ALIGNMENT == 0
+            if not is_whole or tensor.device != self.memory.device:
+                raise ValueError(
+                    f"{name} has a tensor of shape {list(tensor.shape)} on {tensor.device}; each must be contiguous, of two dimensions or "
+                    f"more, on {self.memory.device}, at a multiple of {_C.ROW_ALIGNMENT} bytes"
+                )
+            if tensor.shape[0] != (tensors[0].shape[0] if count is None else count) or tensor.shape[0] == 0:
+                raise ValueError(f"{name} has a tensor of shape {list(tensor.shape)}; all must have one first dimension, not 0")
+            if are_gradients and (tensor.dtype != tensors[0].dtype or tensor.dtype not in FLOATS):
+                raise TypeError(f"{name} has a tensor of {tensor.dtype}; all must have one dtype of {list(FLOATS)}")
 
 
 def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _rows(tensor: Tensor, are_elements: bool) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deep_ep_cases import SIZES, Wanted, check_start, in_both_dtypes, in_both_modes, make, on_every_backend, padded, with_numbers_of_ranks
-from exchange_cases import Case, assert_same, on_device
+from exchange_cases import Case, assert_same, device_of, on_device
 from on_ranks import on_ranks
 
 from deepep_moe.compat import deep_ep
@@ -229,6 +229,8 @@ def test_refusals(rank):
     for error, message, call in (
         (NotImplementedError, "num_cpu_bytes=4096", lambda: deep_ep.ElasticBuffer(group, 8192, 4096)),
         (NotImplementedError, "lb_allocation_plan", lambda: deep_ep.EPBuffer(group, lb_allocation_plan_or_num_bytes=4096)),
+        (ValueError, "has no load-balancing region", lambda: newer.lb_prefetch_weights(x, x, topk_idx)),
+        (ValueError, "no tensor", lambda: deep_ep.EPBuffer(group, lb_allocation_plan_or_num_bytes=deep_ep.BufferAllocator())),
         (ValueError, "topk_idx and num_experts are needed without a handle", lambda: buffer.dispatch(x, topk_idx)),
         (ValueError, "do_cpu_sync is False", lambda: buffer.dispatch(x, topk_idx, num_experts=2, do_cpu_sync=False)),
         (ValueError, r"pass topk_idx.clone\(\)", lambda: newer.dispatch(x, topk_idx, num_experts=2, do_handle_copy=True)),
@@ -241,10 +243,35 @@ def test_refusals(rank):
             call()
 
 
+@on_ranks(2, backend=("collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
+def test_load_balancing_region(rank, backend):
+    """Weights and scales come into tensors of a plan; gradients are added to those at home."""
+    device = device_of(backend, rank)
+    plan = deep_ep.BufferAllocator()
+    slots, scales = plan.allocate((2, 64), torch.uint8), plan.allocate((2, 16), torch.uint8)
+    parts = plan.allocate((2, 16), torch.float32)
+    buffer = deep_ep.EPBuffer(dist.group.WORLD, lb_allocation_plan_or_num_bytes=plan)
+    mapping = torch.tensor([[3, -1], [0, 1]], dtype=torch.int32, device=device)
+    weights = torch.arange(2, dtype=torch.uint8, device=device)[:, None].repeat(1, 64) + 2 * rank
+    for tensor in (slots, scales):
+        tensor.fill_(255)
+    buffer.lb_prefetch_weights(slots, weights, mapping, previous_event=buffer.capture()).wait()
+    assert slots[:, 63].tolist() == ([3, 255] if rank == 0 else [0, 1]) and (scales == 255).all()
+    buffer.lb_prefetch_weights([slots.view(2, 4, 16), scales], [weights, weights[:, :16].contiguous()], mapping, num_sms=2).wait()
+    assert scales[:, 15].tolist() == ([3, 255] if rank == 0 else [0, 1])
+    parts.copy_(torch.full((2, 16), 2.0 + rank))
+    grads = torch.full((2, 16), 0.5, device=device)
+    buffer.lb_reduce_grads(parts, grads, mapping, num_sms=buffer.lb_get_theoretical_num_sms()).wait()
+    assert grads[:, 0].tolist() == ([3.5, 3.5] if rank == 0 else [0.5, 2.5])
+    with pytest.raises(ValueError, match="another buffer has it already"):
+        deep_ep.EPBuffer(dist.group.WORLD, lb_allocation_plan_or_num_bytes=plan)
+    buffer.destroy()
+    assert slots[:, 0].tolist() == ([3, 255] if rank == 0 else [0, 1])
+
+
 NOT_SERVED = {
     "ElasticBuffer": "engram_write engram_fetch pp_set_config pp_send pp_recv get_pp_buffer_size_hint all_gather create_agrs_session "
     "agrs_new_session agrs_set_config",
-    "EPBuffer": "lb_prefetch_weights lb_reduce_grads",
 }
 
 
@@ -253,7 +280,7 @@ def test_not_served():
         for name in names.split():
             with pytest.raises(NotImplementedError, match=f"^deep_ep.{kind}.{name} is not served: .* use DeepEP itself for it"):
                 getattr(getattr(deep_ep, kind), name)(1, some="thing")
-    for name in ("EngramBuffer", "PPBuffer", "BucketBuffer", "BufferAllocator"):
+    for name in ("EngramBuffer", "PPBuffer", "BucketBuffer"):
         with pytest.raises(NotImplementedError, match=f"^deep_ep.{name} is not served"):
             getattr(deep_ep, name)("group", 1)
 

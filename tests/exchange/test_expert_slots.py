@@ -176,6 +176,7 @@ def test_bad_arguments(rank, backend):
     bad = {
         "1 tensors of slots and 2 of weights": (copies, held, [weights, weights]),
         "contiguous int32": (copies.long(), held, weights),
+        "1 to 32": (copies.repeat(1, 17), held, weights),
         "outside the memory": (copies, torch.ones(2, 16, device=device), weights),
         "of two dimensions": (copies, held, weights[0]),
         "one first dimension": (copies, held[:1], weights),
@@ -185,8 +186,13 @@ def test_bad_arguments(rank, backend):
     for message, args in bad.items():
         with refused(rank, 1, ValueError, message):
             slots.fetch(*(args if rank == 1 else (copies, held, weights)))
-            slots.check() if backend == "collective" else (torch.cuda.synchronize(), slots.check())
-    with refused(rank, 0, TypeError, "all must be one of"):
+            torch.cuda.synchronize() if backend == "nvlink" else None
+            slots.check()
+    with refused(rank, 1, ValueError, "num_sms is 0"):
+        slots.fetch(copies, held, weights, num_sms=0 if rank == 1 else None)
+        torch.cuda.synchronize() if backend == "nvlink" else None
+        slots.check()
+    with refused(rank, 0, TypeError, "all must have one dtype"):
         slots.return_gradients(copies, held.view(torch.int32) if rank == 0 else held, weights)
         torch.cuda.synchronize() if backend == "nvlink" else None
         slots.check()

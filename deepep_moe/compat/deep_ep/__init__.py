@@ -11,9 +11,10 @@ from deepep_moe.compat.deep_ep.config import Config
 from deepep_moe.compat.deep_ep.elastic import ElasticBuffer, EPBuffer, get_logical_domain_size, get_physical_domain_size
 from deepep_moe.compat.deep_ep.elastic_handle import EPHandle
 from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
+from deepep_moe.compat.deep_ep.expert_slots import BufferAllocator
 from deepep_moe.compat.deep_ep.hybrid_ep_buffer import HybridEPBuffer
 from deepep_moe.compat.deep_ep.modules import install
-from deepep_moe.compat.deep_ep.refused import BucketBuffer, BufferAllocator, EngramBuffer, PPBuffer
+from deepep_moe.compat.deep_ep.refused import BucketBuffer, EngramBuffer, PPBuffer
 
 __version__ = "2.1.0"
 """The version of DeepEP whose names are here, for callers that choose by it; `deepep_moe.__version__` is this library's."""

@@ -11,6 +11,7 @@ from deepep_moe.compat.deep_ep.core import Suspending, members_of
 from deepep_moe.compat.deep_ep.elastic_calls import DeferredResults, ElasticCalls, Mode, Routing
 from deepep_moe.compat.deep_ep.elastic_handle import EPHandle
 from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
+from deepep_moe.compat.deep_ep.expert_slots import BufferAllocator, Region
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.refused import refuse, refused
 
@@ -252,7 +253,8 @@ class ElasticBuffer(_BufferOfGroup):
 class EPBuffer(_BufferOfGroup):
     """The exchange of a group of ranks, with the arguments and results of DeepEP 2.5: `ElasticBuffer` with `defer_epilogue`.
 
-    A load-balancing region (`lb_allocation_plan_or_num_bytes`) raises NotImplementedError.
+    lb_allocation_plan_or_num_bytes: a BufferAllocator, whose tensors hold copies of experts of other ranks. A number of bytes raises
+        NotImplementedError, and so does a group of several hosts.
     """
 
     def __init__(
@@ -274,11 +276,15 @@ class EPBuffer(_BufferOfGroup):
         num_gpu_timeout_secs: int = 100,
         explicitly_destroy: bool = False,
     ) -> None:
-        if lb_allocation_plan_or_num_bytes:
-            refuse("EPBuffer(lb_allocation_plan_or_num_bytes=...)")
+        plan = lb_allocation_plan_or_num_bytes
+        if plan and not isinstance(plan, BufferAllocator):
+            refuse("EPBuffer(lb_allocation_plan_or_num_bytes=<a number of bytes>)")
         super().__init__(group, num_bytes, (num_max_tokens_per_rank, hidden, num_topk), num_allocated_qps, allow_hybrid_mode)
         self.deterministic, self.allow_multiple_reduction = deterministic, allow_multiple_reduction
         self.prefer_overlap_with_compute, self.explicitly_destroy = prefer_overlap_with_compute, explicitly_destroy
+        if plan and self.num_rdma_ranks > 1:
+            refuse("EPBuffer(lb_allocation_plan_or_num_bytes=...) for several hosts")
+        self._region = Region(plan.place(group), self._calls.stream) if plan else None
 
     def dispatch(
         self,
@@ -339,9 +345,33 @@ class EPBuffer(_BufferOfGroup):
         mode = Mode(num_sms, (previous_event, None), async_with_compute_stream, defer_epilogue)
         return self._calls.combine(x, handle, topk_weights, bias, mode)
 
-    lb_prefetch_weights = refused("EPBuffer", "lb_prefetch_weights")
-    lb_reduce_grads = refused("EPBuffer", "lb_reduce_grads")
-    lb_get_theoretical_num_sms = refused("EPBuffer", "lb_get_theoretical_num_sms")
+    def lb_get_theoretical_num_sms(self) -> int:
+        """Return 12, the SMs that saturate NVLink."""
+        return _NUM_SENDERS
+
+    def lb_prefetch_weights(
+        self, redundant_expert_weights: Any, expert_weights: Any, redundancy_mapping: Tensor, num_sms: int = 0, previous_event: Any = None
+    ) -> EventOverlap:
+        """Copy experts of other ranks into tensors of the plan, as `deepep_moe.ExpertSlots.fetch` does. Collective."""
+        return self._moved("fetch", redundant_expert_weights, expert_weights, redundancy_mapping, num_sms, previous_event)
+
+    def lb_reduce_grads(
+        self, redundant_expert_grads: Any, expert_grads: Any, redundancy_mapping: Tensor, num_sms: int = 0, previous_event: Any = None
+    ) -> EventOverlap:
+        """Add the gradients of copies to those at home, as `deepep_moe.ExpertSlots.return_gradients` does: ranks ascending, where DeepEP's
+        order is open. Several tensors, bf16 and fp16 are taken too. Collective."""
+        return self._moved("return_gradients", redundant_expert_grads, expert_grads, redundancy_mapping, num_sms, previous_event)
+
+    def _moved(self, name: str, *given: Any) -> EventOverlap:
+        if self._region is None:
+            raise ValueError("this EPBuffer has no load-balancing region; give it lb_allocation_plan_or_num_bytes=BufferAllocator()")
+        return self._region.move(name, *given)
+
+    def destroy(self) -> None:
+        """Free the memory, as that of an ElasticBuffer; tensors of the plan keep theirs."""
+        super().destroy()
+        if self._region is not None:
+            self._region.slots.destroy()
 
 
 def domain_sizes(calls: ElasticCalls) -> tuple[int, int]:

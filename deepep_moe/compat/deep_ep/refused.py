@@ -34,7 +34,3 @@ class PPBuffer(_Refused):
 
 class BucketBuffer(_Refused):
     """Raises NotImplementedError when it is made."""
-
-
-class BufferAllocator(_Refused):
-    """Raises NotImplementedError when it is made."""
