@@ -13,8 +13,7 @@ namespace deepep_moe {
 namespace {
 
 using Params = GpuExpertSlotsParams;
-constexpr int kThreads = 512;  // of a block that adds gradients
-constexpr int kBatch = 4;      // steps of a thread in flight
+constexpr int kMostElements = 1024;  // of gradients, that a warp adds at a time
 constexpr int kMaxCopies = kMaxGpuRanks * kMaxExpertSlots;
 static_assert(kMaxCopies <= 256, "an entry is a byte");
 
@@ -109,75 +108,80 @@ __device__ void for_tasks(const Copies& copies, int num_warps, const Run& run) {
     for (int64_t nth = threadIdx.x / 32 * gridDim.x + blockIdx.x; copies.find(nth, task); nth += num_warps * gridDim.x) run(task);
 }
 
+// An address in the notes of a row's first two threads.
+__device__ int half_of(const std::byte* address) {
+    const auto word = reinterpret_cast<uint64_t>(address);
+    return static_cast<int>(threadIdx.x % 32 == 0 ? word : word >> 32);
+}
+__device__ std::byte* address_in(const RingRow& row) {
+    const auto low = static_cast<uint32_t>(__shfl_sync(kFullWarp, row.note, 0));
+    const auto high = static_cast<uint32_t>(__shfl_sync(kFullWarp, row.note, 1));
+    return reinterpret_cast<std::byte*>(static_cast<uint64_t>(high) << 32 | low);
+}
+
 template <class Ring>
 __device__ void fetch(const Params& p, const Copies& copies) {
-    const GpuSlotLayout unit(p.unit, 0);
-    Ring ring(p.ring, unit);
-    const bool is_low = threadIdx.x % 32 == 0;
-    const auto drain = [&](const RingRow& row) {  // the note has half of the address
-        const auto low = static_cast<uint32_t>(__shfl_sync(kFullWarp, row.note, 0)),
-                   high = static_cast<uint32_t>(__shfl_sync(kFullWarp, row.note, 1));
-        ring.store(reinterpret_cast<std::byte*>(static_cast<uint64_t>(high) << 32 | low), row);
-    };
+    Ring ring(p.ring, GpuSlotLayout(p.unit, 0));
+    const auto drain = [&](const RingRow& row) { ring.store(address_in(row), row); };
     for_tasks(copies, p.ring.warps, [&](const Task& task) {
         const Params::Tensor& tensor = p.tensors[task.tensor];
-        const int64_t bytes = tensor.num_units * p.unit, begin = task.unit * p.unit;
-        const auto to = reinterpret_cast<uint64_t>(p.context.workspaces[copies.rank_of(task.copy)] + tensor.slots +
-                                                   copies.slot_of(task.copy) * bytes + begin);
-        const std::byte* from = tensor.home + copies.local_expert(task.copy) * bytes + begin;
-        ring.add(from, nullptr, static_cast<int>(is_low ? to : to >> 32), drain);
+        const int slot = copies.slot_of(task.copy), expert = copies.local_expert(task.copy);
+        const std::byte* from = tensor.home + (expert * tensor.num_units + task.unit) * p.unit;
+        const std::byte* to =
+            p.context.workspaces[copies.rank_of(task.copy)] + tensor.slots + (slot * tensor.num_units + task.unit) * p.unit;
+        ring.add(from, nullptr, half_of(to), drain);
     });
     ring.flush(drain);
     ring.template settle<0>();
 }
 
-// One warp adds a unit of the gradients of an expert's copies. The elements of a step are whole pieces of both dtypes.
-template <class Home, class Slot>
-__device__ void add(const Params& p, const Copies& copies, const Task& task) {
-    constexpr int kStep = Home::kCount > Slot::kCount ? Home::kCount : Slot::kCount;
-    constexpr int kHome = kStep / Home::kCount, kSlot = kStep / Slot::kCount;  // pieces of a step
-    const Params::Tensor& tensor = p.tensors[task.tensor];
-    const int num_steps = static_cast<int>(p.unit / kStep), lane = threadIdx.x % 32;
-    const int64_t of_expert = tensor.num_units * num_steps, begin = task.unit * num_steps;
-    uint4* home = pieces(tensor.home) + (copies.local_expert(task.copy) * of_expert + begin) * kHome;
-    const int rank = lane, own_slot = rank < p.context.config.num_ranks && rank != p.context.rank ? copies.slot_in(rank, task.copy) : -1;
-    const unsigned ranks = __ballot_sync(kFullWarp, own_slot >= 0);
-    for (int first = lane; first - lane < num_steps; first += 32 * kBatch) {
-        float sum[kBatch][kStep];
+// Adds gradients to those at home. A row of the ring is a unit at home, and its tail that unit of a copy; copies of a unit follow each
+// other.
+template <class Ring, class Home, class Slot>
+__device__ void add(const Params& p, const Copies& copies) {
+    constexpr int kStep = Home::kCount > Slot::kCount ? Home::kCount : Slot::kCount;  // elements: whole pieces of both
+    constexpr int kHome = kStep / Home::kCount, kSlot = kStep / Slot::kCount, kSteps = kMostElements / kStep / 32;  // of a thread
+    enum : int { kIsFirst = 1, kIsLast = 2 };
+    const int lane = static_cast<int>(threadIdx.x % 32), num_steps = static_cast<int>(p.unit / kStep);
+    const int64_t home_bytes = p.unit / Home::kCount * 16, slot_bytes = p.unit / Slot::kCount * 16;
+    Ring ring(p.ring, GpuSlotLayout(home_bytes, slot_bytes));
+    float sum[kSteps][kStep];
+    const auto drain = [&](const RingRow& row) {  // the note: the address at home, and in the third thread what copy it is
+        uint4* home = pieces(address_in(row));
+        const int what = __shfl_sync(kFullWarp, row.note, 2);
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i)
+        for (int i = 0; i < kSteps; ++i) {
+            const int step = lane + 32 * i;
+            if (step >= num_steps) continue;
 #pragma unroll
             for (int j = 0; j < kHome; ++j)
-                if (first + 32 * i < num_steps) Home::load(home[(first + 32 * i) * kHome + j], sum[i] + j * Home::kCount);
+                if (what & kIsFirst) Home::load(pieces(row.row)[step * kHome + j], sum[i] + j * Home::kCount);
+#pragma unroll
+            for (int j = 0; j < kSlot; ++j) {
+                float values[Slot::kCount];
+                Slot::load(pieces(row.tail)[step * kSlot + j], values);
+#pragma unroll
+                for (int v = 0; v < Slot::kCount; ++v) sum[i][j * Slot::kCount + v] = __fadd_rn(sum[i][j * Slot::kCount + v], values[v]);
+            }
+#pragma unroll
+            for (int j = 0; j < kHome; ++j)
+                if (what & kIsLast) home[step * kHome + j] = Home::store(sum[i] + j * Home::kCount);
+        }
+    };
+    for_tasks(copies, p.ring.warps, [&](const Task& task) {
+        const Params::Tensor& tensor = p.tensors[task.tensor];
+        std::byte* home = tensor.home + (copies.local_expert(task.copy) * tensor.num_units + task.unit) * home_bytes;
+        const int own_slot = lane < p.context.config.num_ranks && lane != p.context.rank ? copies.slot_in(lane, task.copy) : -1;
+        const unsigned ranks = __ballot_sync(kFullWarp, own_slot >= 0);
 #pragma unroll 1
         for (unsigned rest = ranks; rest != 0; rest &= rest - 1) {
             const int from = __ffs(rest) - 1, slot = __shfl_sync(kFullWarp, own_slot, from);
-            const uint4* copy = pieces(p.context.workspaces[from] + tensor.slots) + (slot * of_expert + begin) * kSlot;
-            uint4 raw[kBatch][kSlot];
-#pragma unroll
-            for (int i = 0; i < kBatch; ++i)
-#pragma unroll
-                for (int j = 0; j < kSlot; ++j)
-                    if (first + 32 * i < num_steps) raw[i][j] = copy[(first + 32 * i) * kSlot + j];
-#pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                if (first + 32 * i >= num_steps) continue;
-#pragma unroll
-                for (int j = 0; j < kSlot; ++j) {
-                    float values[Slot::kCount];
-                    Slot::load(raw[i][j], values);
-#pragma unroll
-                    for (int v = 0; v < Slot::kCount; ++v)
-                        sum[i][j * Slot::kCount + v] = __fadd_rn(sum[i][j * Slot::kCount + v], values[v]);
-                }
-            }
+            const int what = (rest == ranks ? kIsFirst : 0) | ((rest & (rest - 1)) == 0 ? kIsLast : 0);
+            const std::byte* copy = p.context.workspaces[from] + tensor.slots + (slot * tensor.num_units + task.unit) * slot_bytes;
+            ring.add(home, copy, lane == 2 ? what : half_of(home), drain);
         }
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i)
-#pragma unroll
-            for (int j = 0; j < kHome; ++j)
-                if (first + 32 * i < num_steps) home[(first + 32 * i) * kHome + j] = Home::store(sum[i] + j * Home::kCount);
-    }
+    });
+    ring.flush(drain);
 }
 
 // The last block to finish tells the peers, and waits for them.
@@ -194,33 +198,40 @@ __device__ void finish(const Params& p) {
 template <class Ring>
 __global__ void __launch_bounds__(32 * tuning::kMaxRingWarps, 1) fetch_experts(const __grid_constant__ Params p) {
     if (!wait_for_plan(p.context, false)) return;
-    const Copies copies(p);
-    fetch<Ring>(p, copies);
+    fetch<Ring>(p, Copies(p));
     finish(p);
 }
 
-template <DType kHome, DType kSlot>
-__global__ void __launch_bounds__(kThreads) return_gradients(const __grid_constant__ Params p) {
+template <class Ring, DType kHome, DType kSlot>
+__global__ void __launch_bounds__(32 * tuning::kMaxRingWarps, 1) return_gradients(const __grid_constant__ Params p) {
     if (!wait_for_plan(p.context, false)) return;
-    const Copies copies(p);
-    for_tasks(copies, kThreads / 32, [&](const Task& task) { add<Piece<kHome>, Piece<kSlot>>(p, copies, task); });
+    fence_bulk_copies();  // they read what the peers have written before they met this rank
+    add<Ring, Piece<kHome>, Piece<kSlot>>(p, Copies(p));
     finish(p);
+}
+
+// Launches kKernel<BulkRing>, or where the ring has no stages kKernel<PlainRing>.
+template <auto kBulk, auto kPlain>
+void launch_with_ring(const char* name, const GpuExpertSlotsParams& p, const GpuSlotLayout& row, void* stream) {
+    const int threads = 32 * p.ring.warps;
+    if (p.ring.stages == 0) return launch<kPlain>(name, p.num_blocks, threads, 0, p, stream);
+    launch<kBulk>(name, p.num_blocks, threads, RingMemory::bytes(p.ring, row), p, stream);
 }
 
 }  // namespace
 
 void launch_expert_slots(const GpuExpertSlotsParams& p, void* stream) {
-    if (p.returns) {
-        constexpr const char* kWhy = "gradients are not fp8";
-        return with_dtype(p.home_dtype, kWhy, [&](auto home) {
-            with_dtype(p.slot_dtype, kWhy, [&](auto slot) {
-                launch<return_gradients<home.value, slot.value>>("return_gradients", p.num_blocks, kThreads, 0, p, stream);
-            });
-        });
-    }
-    const int threads = 32 * p.ring.warps;
-    if (p.ring.stages == 0) return launch<fetch_experts<PlainRing>>("fetch_experts", p.num_blocks, threads, 0, p, stream);
-    launch<fetch_experts<BulkRing>>("fetch_experts", p.num_blocks, threads, RingMemory::bytes(p.ring, GpuSlotLayout(p.unit, 0)), p, stream);
+    if (!p.returns)
+        return launch_with_ring<fetch_experts<BulkRing>, fetch_experts<PlainRing>>("fetch_experts", p, GpuSlotLayout(p.unit, 0), stream);
+    const GpuSlotLayout row(p.unit * element_bytes(p.home_dtype), p.unit * element_bytes(p.slot_dtype));
+    with_dtype(p.slot_dtype, "gradients are not fp8", [&](auto slot) {
+        const auto launch_for = [&](auto home) {
+            launch_with_ring<return_gradients<BulkRing, home.value, slot.value>, return_gradients<PlainRing, home.value, slot.value>>(
+                "return_gradients", p, row, stream);
+        };
+        if (p.home_dtype == DType::kFloat32) return launch_for(std::integral_constant<DType, DType::kFloat32>{});
+        launch_for(slot);
+    });
 }
 
 }  // namespace deepep_moe

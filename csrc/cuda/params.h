@@ -206,7 +206,7 @@ struct GpuExpertSlotsParams {
     bool returns;  // gradients go home; else weights come
     int num_slots, num_local_experts, num_tensors, num_blocks;
     const int32_t* copies;         // [num_ranks, num_slots] the expert in each slot of each rank; -1: none
-    DType slot_dtype, home_dtype;  // of gradients; weights are bytes
+    DType slot_dtype, home_dtype;  // of gradients: at home fp32, or as in the slots; weights are bytes
     int64_t unit;                  // elements of gradients, or bytes of weights, that a warp moves at a time; it divides every num_units
     struct Tensor {
         int64_t slots;      // offset in every workspace

@@ -27,8 +27,9 @@ namespace tuning {
 
 // Ring of a block.
 constexpr int kMaxRingWarps = 11;
-constexpr int kRingBytes = 184 * 1024;  // bytes of a block's rows in flight; the link is slower with more
-constexpr int kRowsBehindFlag = 3;      // rows sent after a chunk before its flag is set: by then the chunk has landed
+constexpr int kRingBytes = 184 * 1024;                 // bytes of a block's rows in flight; the link is slower with more
+constexpr GpuRing kRingOfGradients{kMaxRingWarps, 4};  // in a return of gradients, whose rows are small
+constexpr int kRowsBehindFlag = 3;                     // rows sent after a chunk before its flag is set: by then the chunk has landed
 
 // Plan.
 constexpr int kPlanThreads = 512;  // of one block, which counts one segment of the tokens

@@ -108,8 +108,8 @@ class ExpertSlots:
         """Add the gradients in slots to those at home: grads[i][e] += slots[i][j] of every copy of e, in fp32, ranks ascending, with one
         rounding to the dtype of grads. So results are equal in every run.
 
-        slots, grads: as in `fetch`, of float32, bfloat16 or float16; all slots have one dtype, and all grads. An expert has a multiple of 8
-            elements in each.
+        slots, grads: as in `fetch`. All slots have one dtype: float32, bfloat16 or float16; grads are float32, or as slots are. An expert
+            has a multiple of 8 elements in each.
 
         Raises as `fetch` does.
         """
@@ -162,6 +162,8 @@ class ExpertSlots:
             )
         self._check_tensors("slots", slots, copies.shape[1], returns)
         self._check_tensors(at_home, home, None, returns)
+        if returns and home[0].dtype not in (torch.float32, slots[0].dtype):
+            raise TypeError(f"grads are {home[0].dtype} and slots {slots[0].dtype}; grads must be float32, or as slots are")
         begin, end = self.memory.data_ptr(), self.memory.data_ptr() + len(self.memory)
         if any(tensor.data_ptr() < begin or tensor.data_ptr() + tensor.nbytes > end for tensor in slots):
             raise ValueError("slots has a tensor outside the memory of these ExpertSlots; take it from `empty`")

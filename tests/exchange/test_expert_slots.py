@@ -88,7 +88,7 @@ SHAPES = [
     ([(3, 8)], torch.float32, torch.float32),
     ([(8192 + 8,), (24, 48)], torch.bfloat16, torch.float32),
     ([(2, 3, 4096), (8,), (640, 72)], torch.bfloat16, torch.bfloat16),
-    ([(1024, 40)], torch.float32, torch.bfloat16),
+    ([(1024, 40)], torch.float16, torch.float32),
     ([(16,)], torch.float16, torch.float16),
 ]
 
@@ -190,6 +190,10 @@ def test_bad_arguments(rank, backend):
             slots.check()
     with refused(rank, 1, ValueError, "num_sms is 0"):
         slots.fetch(copies, held, weights, num_sms=0 if rank == 1 else None)
+        torch.cuda.synchronize() if backend == "nvlink" else None
+        slots.check()
+    with refused(rank, 1, TypeError, "grads must be float32, or as slots are"):
+        slots.return_gradients(copies, held, weights.bfloat16() if rank == 1 else weights)
         torch.cuda.synchronize() if backend == "nvlink" else None
         slots.check()
     with refused(rank, 0, TypeError, "all must have one dtype"):

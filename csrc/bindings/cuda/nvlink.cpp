@@ -208,7 +208,7 @@ int64_t largest_divisor(int64_t number, int64_t most) {
 // is a multiple of kStep.
 void move_experts(NvlinkExchange& self, const TensorArg& copies, const std::vector<TensorArg>& slots, const std::vector<TensorArg>& home,
                   bool returns, DType slot_dtype, DType home_dtype, int num_sms, uintptr_t stream) {
-    const int64_t kStep = returns ? 8 : kRowAlignment, kMostSteps = 1024;
+    const int64_t kStep = returns ? 8 : kRowAlignment, kMostSteps = returns ? 128 : 1024;
     if (slots.empty() || slots.size() != home.size() || slots.size() > kMaxSlotTensors) throw std::invalid_argument("not 1 to 8 tensors");
     GpuExpertSlotsParams params{};
     params.returns = returns;

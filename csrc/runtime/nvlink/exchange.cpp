@@ -142,8 +142,10 @@ void NvlinkExchange::move_experts(GpuExpertSlotsParams params, const Signature& 
     meeting.cached = true;
     plan(meeting, signature, {}, false, stream);
     params.context = context();
-    const GpuRing wished = tuning.uses_bulk_copies ? tuning.ring : GpuRing{};
-    params.ring = fit_ring(wished, params.unit, 0, tuning::kRingBytes, shared_bytes_ - kStaticSharedBytes);
+    const GpuRing wished = !tuning.uses_bulk_copies ? GpuRing{} : params.returns ? tuning::kRingOfGradients : tuning.ring;
+    const int64_t row_bytes = params.unit * (params.returns ? static_cast<int64_t>(element_bytes(params.home_dtype)) : 1);
+    const int64_t tail_bytes = params.returns ? params.unit * static_cast<int64_t>(element_bytes(params.slot_dtype)) : 0;
+    params.ring = fit_ring(wished, row_bytes, tail_bytes, tuning::kRingBytes, shared_bytes_ - kStaticSharedBytes);
     launch_expert_slots(params, stream);
 }
 
