@@ -212,9 +212,7 @@ def show(ranks: list[Measured], records: list[dict[str, Any]], shape: Shape, opt
 def resolve(options: argparse.Namespace) -> None:
     """Fill in the defaults that depend on the machine. Raises ValueError for options that do not fit."""
     options.device = options.device or ("cuda" if torch.cuda.device_count() else "cpu")
-    for name, value in _DEFAULTS[options.device].items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    harness.fill(options, _DEFAULTS[options.device])
     harness.resolve(options)
     if options.autoep:
         _check_autoep(options.num_ranks)

@@ -81,11 +81,8 @@ def _parallel(options: argparse.Namespace, num_ranks: int) -> Iterator[tuple[tor
 
         with model_parallel(options.device, ep=num_ranks, seed=1) as device:
             yield device, ""
-    elif options.device == "cuda":
-        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-        yield torch.device("cuda", torch.cuda.current_device()), why
     else:
-        yield torch.device("cpu"), why
+        yield harness.device_of(options), why
 
 
 def _why_no_rivals(options: argparse.Namespace, num_ranks: int) -> str:

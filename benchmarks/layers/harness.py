@@ -3,10 +3,11 @@
 import argparse
 import gc
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.common import records
 from benchmarks.common.report import Record
@@ -23,6 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser, device: str | None, num_ranks
     parser.add_argument("--num-ranks", type=int, help=f"expert-parallel size; default {num_ranks}")
     for name, default in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+
+
+def fill(options: argparse.Namespace, sizes: Mapping[str, Any]) -> None:
+    """Set the options that were not given."""
+    for name, value in sizes.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
 
 
 def resolve(options: argparse.Namespace, *, shares_gpus: bool = False) -> None:
@@ -45,6 +53,14 @@ def resolve(options: argparse.Namespace, *, shares_gpus: bool = False) -> None:
             f"--num-experts {options.num_experts} must be a multiple of --num-ranks {options.num_ranks}, each of --num-topk {topks} 1 to "
             "the experts"
         )
+
+
+def device_of(options: argparse.Namespace) -> torch.device:
+    """Return the device of this rank, and on GPUs make it the current one. Ranks share the GPUs there are."""
+    if options.device == "cpu":
+        return torch.device("cpu")
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def times_in_turns(
