@@ -29,6 +29,7 @@ from benchmarks.common.records import DTYPES, write_json
 from benchmarks.common.report import show_layers
 from benchmarks.layers import harness
 from benchmarks.layers.deepspeed_passes import AutoEPPass, CommunicationPass, LayerPass
+from benchmarks.layers.megatron_steps import kernel_times
 from benchmarks.layers.passes import PARTS, MeasuredLayer, beyond, describe, differences, draw_inputs, slowest
 from deepep_moe.testing import RankFailedError, run_ranks
 
@@ -160,14 +161,8 @@ def _kernel_us(timed: LayerPass) -> float:
     """Return the time of the kernels of one layer, the shortest of some runs, as kernels that wait for a late peer take longer."""
     runs = []
     for _ in range(_PROFILED):
-        timed.clear()
         dist.barrier()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            timed.forward()
-            timed.backward()
-            torch.cuda.synchronize()
-        spans = (event.time_range.elapsed_us() for event in profile.events() or () if event.device_type == torch.autograd.DeviceType.CUDA)
-        runs.append(sum(spans) / timed.num_layers)
+        runs.append(sum(kernel_times(timed, 1).values()) / timed.num_layers)
     return min(runs)
 
 
