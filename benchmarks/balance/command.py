@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.balance import workloads
 from benchmarks.balance.workloads import WORKLOADS, Routing
+from benchmarks.common.link import rows_to_others
 from benchmarks.common.records import spread, write_json
 from benchmarks.common.report import Record, number, show_table
 from benchmarks.layers import harness
@@ -33,7 +34,6 @@ from deepep_moe.ops.routing import is_token_in_rank
 from deepep_moe.testing import run_ranks
 from deepep_moe.tune.timing import slowest
 
-UNBALANCED, BALANCED = "unbalanced", "force-balanced"
 SHAPES = {  # tokens of a rank, hidden, ffn_hidden, experts of a token, experts
     "gpt-oss-20b": (8192, 2880, 2880, 4, 32),
     "deepseek-v3": (4096, 7168, 2048, 8, 256),
@@ -104,17 +104,12 @@ class Side:
         self.experts_us: list[float] = []
         self.rows: list[Tensor] = []
         """Rows of this rank's experts in each turn, [num_local_experts]."""
-        self.sent: list[float] = []
-        """Rows that this rank sends over the link in a dispatch."""
 
     def turn(self, step: int) -> None:
         """Draw the routing of a step, and time the layer and its experts."""
-        num_experts, num_tokens = self.options.num_experts, self.num_ranks * self.options.num_tokens
-        drawn = self.routing.draw(num_tokens, self.options.num_topk, step)
-        self.rows.append(drawn.flatten().bincount(minlength=num_experts).view(self.num_ranks, -1)[self.rank])
+        drawn = self.routing.draw(self.num_ranks * self.options.num_tokens, self.options.num_topk, step)
+        self.rows.append(drawn.flatten().bincount(minlength=self.options.num_experts).view(self.num_ranks, -1)[self.rank])
         self.router.topk_idx = drawn[self.own].contiguous().to(self.device)
-        goes = is_token_in_rank(self.router.topk_idx, self.num_ranks, num_experts // self.num_ranks).sum(0)
-        self.sent.append(float(goes.sum() - goes[self.rank]))
         chain(self.step, _UNTIMED)
         self.us.append(time_step(self.step, self.device).wall)
         self.step.clear()
@@ -125,7 +120,7 @@ class Side:
     def _time_experts(self, rows: Tensor, counts: Tensor) -> None:
         """Time the experts with the rows of a dispatch, one rank after the other."""
         alone = Pass(lambda: self.experts(rows, counts), torch.ones_like(rows), {"rows": rows} | dict(self.experts.named_parameters()))
-        chain(alone, 1)
+        time_step(alone, self.device, 1)  # afterwards no rank has work left
         for rank in range(self.num_ranks):
             if rank == self.rank:
                 self.experts_us.append(time_step(alone, self.device).wall)
@@ -152,18 +147,18 @@ def _record(
     routing: Routing, options: argparse.Namespace, first: MeasuredLayer, buffer: Buffer, experts: GroupedExperts, device: torch.device
 ) -> Record:
     """Time a routing and the balanced one in turns. Return the record of the balanced one, whose baseline is the other. Collective."""
-    both = routing, workloads.balanced(options.num_experts, options.seed)
+    both = routing, workloads.workload("W0", options.num_experts, options.seed)
     sides = [Side(each, options, buffer, experts, device) for each in both]
     for turn in range(options.repeats):
         for side in sides:
             side.turn(turn)
     (theirs, their_experts), (us, experts_us) = ((slowest(side.us), statistics.median(slowest(side.experts_us))) for side in sides)
     (overload,) = overloads([torch.stack(sides[0].rows)], [(0, buffer.num_ranks)])
-    num_bytes = 4 * 2 * options.hidden * int(statistics.median(slowest(sides[1].sent)))
-    _, p10, p90 = spread(theirs)
+    goes = is_token_in_rank(sides[1].router.topk_idx, buffer.num_ranks, buffer.num_local_experts)
+    num_bytes = 4 * 2 * options.hidden * int(slowest([float(rows_to_others(goes))])[0])
     return harness.record(
-        f"balance {routing.name}", options, first, buffer.num_ranks, "bfloat16", us, num_bytes, UNBALANCED, theirs,
-        rival_us_p10=p10, rival_us_p90=p90, experts_us=experts_us, rival_experts_us=their_experts, ffn_hidden=options.ffn_hidden,
+        f"balance {routing.name}", options, first, buffer.num_ranks, "bfloat16", us, num_bytes, "unbalanced", theirs,
+        rival_us_p90=spread(theirs)[2], experts_us=experts_us, rival_experts_us=their_experts, ffn_hidden=options.ffn_hidden,
         seed=options.seed, **overload,
     )  # fmt: skip
 

@@ -56,7 +56,8 @@ class Routing:
         shares = popularity * (num_tokens * num_topk / popularity.sum())
         if not float(shares.max()) <= num_tokens * (1 + 1e-9):
             most = float(shares.max()) / num_tokens
-            raise ValueError(f"{self.name}: an expert would be {most:.2f} times in each row of {num_topk}; give another --num-topk")
+            told = f"{self.name}: a token would choose the busiest expert {most:.2f} times"
+            raise ValueError(f"{told}; give a smaller --num-topk, or more --num-experts")
         rows = shares.floor().long()
         rows[(shares - rows).argsort(descending=True, stable=True)[: num_tokens * num_topk - int(rows.sum())]] += 1
         return rows
@@ -65,11 +66,9 @@ class Routing:
         """Return the experts of all tokens of the batch, [num_tokens, num_topk] int64, distinct in a row."""
         generator = generator_of(self.name, self.seed, step)
         rows = _lay(self.rows_per_expert(num_tokens, num_topk, step), num_tokens, generator)
-        mixed = [
-            _lay(some.flatten().bincount(), len(some), generator)
-            for some in rows[torch.randperm(num_tokens, generator=generator)].split(_COMPANY)
-        ]
-        return torch.cat(mixed)[torch.randperm(num_tokens, generator=generator)]
+        parts = rows[torch.randperm(num_tokens, generator=generator)].split(_COMPANY)
+        mixed = torch.cat([_lay(part.flatten().bincount(), len(part), generator) for part in parts])
+        return mixed[torch.randperm(num_tokens, generator=generator)]
 
     def tokens_of(self, rank: int, num_ranks: int, num_tokens: int) -> slice:
         """Return which of the batch's tokens a rank has."""
@@ -84,10 +83,6 @@ def _lay(rows_per_expert: Tensor, num_tokens: int, generator: torch.Generator) -
     """
     order = torch.randperm(len(rows_per_expert), generator=generator)
     return order.repeat_interleave(rows_per_expert[order]).view(-1, num_tokens).t()
-
-
-def balanced(num_experts: int, seed: int = 0) -> Routing:
-    return Routing("balanced", lambda step: torch.ones(num_experts, dtype=torch.float64), seed)
 
 
 def lognormal(max_vio: float, num_experts: int, seed: int) -> Routing:

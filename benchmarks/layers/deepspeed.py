@@ -25,12 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.common.link import rows_to_others
 from benchmarks.common.records import DTYPES, write_json
 from benchmarks.common.report import show_layers
 from benchmarks.layers import harness
 from benchmarks.layers.deepspeed_passes import AutoEPPass, CommunicationPass, LayerPass
 from benchmarks.layers.megatron_steps import kernel_times
 from benchmarks.layers.passes import PARTS, MeasuredLayer, beyond, describe, differences, draw_inputs, slowest
+from deepep_moe.ops.routing import is_token_in_rank
 from deepep_moe.testing import RankFailedError, run_ranks
 
 DEEPSPEED = "deepspeed"
@@ -83,10 +85,8 @@ def link_bytes(topk_idx: Tensor, num_local_experts: int, row_bytes: int) -> dict
 
     Exact mode sends a row for each remote expert of a token, the others one for each remote rank.
     """
-    ranks = topk_idx.div(num_local_experts, rounding_mode="floor")
-    elsewhere = (topk_idx >= 0) & (ranks != dist.get_rank())
-    per_rank = [((ranks == rank) & elsewhere).any(1).sum() for rank in range(dist.get_world_size())]
-    fast = int(sum(per_rank)) * row_bytes
+    elsewhere = (topk_idx >= 0) & (topk_idx // num_local_experts != dist.get_rank())
+    fast = rows_to_others(is_token_in_rank(topk_idx, dist.get_world_size(), num_local_experts)) * row_bytes
     return {"exact": int(elsewhere.sum()) * row_bytes, "fast": fast, "grouped": fast}
 
 

@@ -3,8 +3,8 @@
 import argparse
 import gc
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from benchmarks.common import records
 from benchmarks.common.report import Record
 from benchmarks.common.timing import Timer
 from benchmarks.layers.passes import StepTimes, times_of
+
+_Key, _Timed, _Times = TypeVar("_Key"), TypeVar("_Timed"), TypeVar("_Times")
 
 
 def add_arguments(parser: argparse.ArgumentParser, device: str | None, num_ranks: str, **sizes: int | None) -> None:
@@ -67,16 +69,17 @@ def times_in_turns(
     passes: dict[str, dict[str, Any]], device: torch.device, warmup: int, repeats: int, num_layers: int = 1
 ) -> dict[tuple[str, str], list[list[float]]]:
     """Time passes of `num_layers` layers in turns. Return the times of a layer by what is timed and who does it. Collective."""
-    timer, found = Timer(device), dict[tuple[str, str], list[list[float]]]()
+    timer = Timer(device)
+    flat = {(what, name): timed for what, of_one in passes.items() for name, timed in of_one.items()}
+    return in_turns(flat, lambda timed: [time / num_layers for time in times_of(timed, timer)], warmup, repeats)
+
+
+def in_turns(timed: Mapping[_Key, _Timed], time: Callable[[_Timed], _Times], warmup: int, repeats: int) -> dict[_Key, list[_Times]]:
+    """Return what `time` returns for each of `timed` in each turn, without the first `warmup` turns."""
     gc.collect()
     gc.freeze()  # collections stay short
-    for turn in range(warmup + repeats):
-        for what, of_one in passes.items():
-            for name, timed in of_one.items():
-                times = [time / num_layers for time in times_of(timed, timer)]
-                if turn >= warmup:
-                    found.setdefault((what, name), []).append(times)
-    return found
+    turns = [{key: time(each) for key, each in timed.items()} for _ in range(warmup + repeats)]
+    return {key: [turn[key] for turn in turns[warmup:]] for key in timed}
 
 
 def record(

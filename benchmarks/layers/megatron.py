@@ -19,14 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.common.link import rows_to_others
 from benchmarks.common.records import DTYPES, write_json
 from benchmarks.common.report import show_layers
 from benchmarks.layers import harness, megatron_steps
 from benchmarks.layers.megatron_steps import GROUPED
 from benchmarks.layers.passes import PARTS, Pass, StepTimes, beyond, describe, differences, draw_inputs, slowest, slowest_steps, worst
 from benchmarks.layers.passes import MeasuredLayer as MeasuredBase
-from benchmarks.layers.passes import difference as difference
-from benchmarks.layers.passes import kind_of as kind_of
 from deepep_moe.testing import run_ranks
 
 OURS, ALONE = "deepep_moe", "rows alone"
@@ -86,8 +85,7 @@ def make_passes(layers: dict[str, Any], x: Tensor, cotangent: Tensor, num_ranks:
 
 def link_bytes(routing_map: Tensor, row_bytes: int, num_ranks: int) -> int:
     """Return the bytes that this rank must send in a dispatch: a row for each other rank that a token goes to."""
-    goes = routing_map.view(len(routing_map), num_ranks, -1).any(2)
-    return (int(goes.sum()) - int(goes[:, dist.get_rank()].sum())) * row_bytes
+    return rows_to_others(routing_map.view(len(routing_map), num_ranks, -1).any(2)) * row_bytes
 
 
 # ---- comparison ----
@@ -114,6 +112,8 @@ class Measured(MeasuredBase):
     """True if Megatron-Core's permutes are fused."""
     steps: dict[str, list[StepTimes]] = field(default_factory=dict)
     """Times of training steps by who does them: an entry per turn."""
+    kernel_us: dict[str, float] = field(default_factory=dict)
+    """Times of all kernels of a step, by PyTorch's profiler; empty on CPUs."""
 
 
 def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
@@ -136,21 +136,12 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
         backend = layers[OURS].token_dispatcher.buffer.backend
         measured = Measured(backend, *describe("megatron-core", device, num_ranks), sent, found, permutes_are_fused=permutes_are_fused())
         measured.times = harness.times_in_turns(passes, device, _WARMUP, options.repeats)
-        measured.steps = _time_steps(
-            {OURS: passes["layer"][OURS], "alltoall": passes["layer"]["alltoall"], **steps}, device, options.repeats
-        )
+        steps = {OURS: passes["layer"][OURS], "alltoall": passes["layer"]["alltoall"], **steps}
+        megatron_steps.add_graph(steps)
+        measured.steps = harness.in_turns(steps, partial(megatron_steps.time_step, device=device), 1, options.repeats)
+        for name, step in steps.items() if device.type == "cuda" else ():
+            measured.kernel_us[name] = sum(megatron_steps.kernel_times(step).values())
         return measured
-
-
-def _time_steps(steps: dict[str, Any], device: torch.device, repeats: int) -> dict[str, list[StepTimes]]:
-    megatron_steps.add_graph(steps)
-    times: dict[str, list[StepTimes]] = {name: [] for name in steps}
-    for turn in range(-1, repeats):
-        for name, step in steps.items():
-            of_turn = megatron_steps.time_step(step, device, with_kernels=turn == repeats - 1)
-            if turn >= 0:
-                times[name].append(of_turn)
-    return times
 
 
 # ---- report ----
@@ -186,10 +177,14 @@ def step_records(ranks: list[Measured], options: argparse.Namespace) -> list[dic
         harness.record(
             "megatron step forward+backward", options, first, len(ranks), dtype, steps[GROUPED], sent * 4, name, theirs,
             rival_versions=f"{first.versions}; {megatron_steps.rivals()}", ffn_hidden=options.ffn_hidden,
-            kernel_us=steps[GROUPED][-1].kernels, rival_kernel_us=theirs[-1].kernels, differences=worst(ranks)["step"].get(name),
+            kernel_us=_kernel_us(ranks, GROUPED), rival_kernel_us=_kernel_us(ranks, name), differences=worst(ranks)["step"].get(name),
         )
         for name, theirs in steps.items() if name != GROUPED
     ]  # fmt: skip
+
+
+def _kernel_us(ranks: list[Measured], name: str) -> float | None:
+    return max(rank.kernel_us[name] for rank in ranks) if ranks[0].kernel_us else None
 
 
 def show(ranks: list[Measured], records: list[dict[str, Any]], options: argparse.Namespace) -> None:

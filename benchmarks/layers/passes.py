@@ -180,8 +180,6 @@ class StepTimes(NamedTuple):
     """A chain of them divided by its length, the device idle before and after."""
     host: float
     """Time until the host has enqueued them."""
-    kernels: float | None
-    """The sum of the times of all kernels, by PyTorch's profiler; None on CPUs."""
 
 
 def slowest_steps(ranks: Sequence[list[StepTimes]]) -> list[StepTimes]:
