@@ -4,7 +4,7 @@ import argparse
 import gc
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,6 @@ from benchmarks.common import records
 from benchmarks.common.report import Record
 from benchmarks.common.timing import Timer
 from benchmarks.layers.passes import StepTimes, times_of
-
-_Key, _Timed, _Times = TypeVar("_Key"), TypeVar("_Timed"), TypeVar("_Times")
 
 
 def add_arguments(parser: argparse.ArgumentParser, device: str | None, num_ranks: str, **sizes: int | None) -> None:
@@ -74,7 +72,7 @@ def times_in_turns(
     return in_turns(flat, lambda timed: [time / num_layers for time in times_of(timed, timer)], warmup, repeats)
 
 
-def in_turns(timed: Mapping[_Key, _Timed], time: Callable[[_Timed], _Times], warmup: int, repeats: int) -> dict[_Key, list[_Times]]:
+def in_turns(timed: Mapping[Any, Any], time: Callable[[Any], Any], warmup: int, repeats: int) -> dict[Any, list[Any]]:
     """Return what `time` returns for each of `timed` in each turn, without the first `warmup` turns."""
     gc.collect()
     gc.freeze()  # collections stay short
