@@ -88,8 +88,7 @@ def test_rows_of_the_rival_return(rank: int, num_ranks: int) -> None:
     rows = megatron.Rows(torch.zeros(5 + rank, 1, 8), routing_map, num_ranks)
     rank_of_expert = torch.arange(6) // (6 // num_ranks)
     assert rows.sent == [int(routing_map[:, rank_of_expert == r].sum()) for r in range(num_ranks)]
-    numbers = torch.randn(15 + 3 * rank, 8)
-    rows.there.copy_(numbers)
+    numbers = rows.there.normal_().clone()
     rows.forward()
     assert torch.equal(rows.there, numbers) and len(rows.here) == sum(rows.received)
 
