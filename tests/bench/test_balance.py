@@ -1,7 +1,6 @@
 """The benchmark of unbalanced ranks: what its routings are, and its records, on the CPU."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,8 +39,8 @@ def test_rows_of_a_token(name):
     drawn = routing.draw(TOKENS, TOPK, 3)
     ordered = drawn.sort(1).values
     assert (ordered[:, 1:] > ordered[:, :-1]).all() and torch.equal(drawn.flatten().bincount(minlength=EXPERTS) == 0, rows_of(name, 3) == 0)
-    assert torch.equal(drawn, workloads.workload(name, EXPERTS, 7).draw(TOKENS, TOPK, 3))
-    assert not torch.equal(drawn, routing.draw(TOKENS, TOPK, 2))
+    others = [workloads.workload(name, EXPERTS, 7).draw(TOKENS, TOPK, step) for step in (3, 2)]
+    assert [torch.equal(drawn, other) for other in others] == [True, False]
     by_size = {num: [drawn[routing.tokens_of(rank, num, TOKENS)] for rank in range(num)] for num in (2, 4)}
     assert torch.equal(torch.cat(by_size[4]), drawn) and torch.equal(torch.cat(by_size[4][2:]), by_size[2][1])
     assert list(map(len, by_size[4])) == ([256, 768, 1280, 1792] if name == "W4" else [1024] * 4)
@@ -74,7 +73,7 @@ def test_workloads():
     assert [overload(rows_of("W7", step), 8) > 4 for step in range(8)] == [False, False, False, True] * 2
 
 
-def recorded(folder: Path, num_local_experts: int):
+def recorded(folder, num_local_experts):
     """A trace of two ranks, three different forwards of two layers. Experts of rank 1 have 30 rows more."""
     traces = [RoutingTrace(folder, rank) for rank in range(2)]
     for rank, trace in enumerate(traces):
@@ -121,9 +120,7 @@ def test_options():
     options = options_of(command, "--device", "cpu", "--num-experts", "32")
     assert (options.shape, options.num_ranks, options.hidden, options.num_experts) == ("small", 2, 128, 32)
     assert [each.name for each in command.routings_of(options)] == [f"MaxVio {each}" for each in ("0", "0.5", "1", "2", "4")]
-    with pytest.raises(
-        ValueError, match="MaxVio 8: a token would choose the busiest expert 1.12 times; give a smaller --num-topk, or more"
-    ):
+    with pytest.raises(ValueError, match="MaxVio 8: a token would choose the busiest expert 1.12 times; give a smaller --num"):
         options_of(command, *TINY, "--max-vio", "8")
     with pytest.raises(OSError, match="nowhere.npy"):
         options_of(command, *TINY, "--trace", "nowhere.npy")
