@@ -1,7 +1,7 @@
 """Routings of a batch of tokens. The seed, the step and the name of a routing decide it, so it is the same for any number of ranks.
 
-In each step a routing says how popular the experts are. Rows of distinct experts are made by that: expert e has its share of all rows, to
-a row, and its company in a row is random. Contiguous experts lie on one rank.
+In each step a routing says how popular the experts are. The experts of a token are distinct. Each expert gets its share of all rows, give
+or take one, and the experts that it stands beside are random. Contiguous experts lie on one rank.
 
 W0 to W7 have the names of Megatron-LM#7488. Its text gives no constants, so these are ours: an eighth of the experts is hot, and a hot
 expert is 8 times as popular as another.
