@@ -9,6 +9,7 @@ trainer      a training step of Megatron-LM
 megatron     a layer of Megatron-Core
 deepspeed    a layer of DeepSpeed
 fp8          a layer with fp8 experts, against bf16 and TransformerEngine
+balance      a layer with unbalanced ranks, against balanced ones
 
 NAME --help lists the options of one. All but `model` and `trainer` take `--bind`.
 Without a name it is exchange.
@@ -30,6 +31,7 @@ from deepep_moe.topology.option import add_bind, bind_this_rank
 MODULES = {
     "exchange": "exchange.command", "low-latency": "low_latency.command", "gate": "gate.command", "host": "host.command",
     "model": "model", "megatron": "layers.megatron", "trainer": "layers.trainer", "deepspeed": "layers.deepspeed", "fp8": "layers.fp8",
+    "balance": "balance.command",
 }  # fmt: skip
 
 _UNBOUND = ("model", "trainer")  # they run nothing on ranks of their own

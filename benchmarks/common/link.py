@@ -51,6 +51,11 @@ def tokens_from_to(topk_idx: Tensor, shape: Shape) -> Tensor:
     return gather_counts(is_token_in_rank(topk_idx, shape.num_ranks, shape.num_local_experts).sum(0).cpu())
 
 
+def rows_to_others(goes: Tensor) -> int:
+    """Return the rows that this rank sends over the link in a dispatch. goes: [num_tokens, num_ranks] bool, where its tokens go."""
+    return int(goes.sum() - goes[:, dist.get_rank()].sum())
+
+
 def link_rows(from_to: Tensor) -> dict[str, int]:
     """Return, by operation, the most rows that one rank sends over the link. `from_to` is what `tokens_from_to` returns.
 

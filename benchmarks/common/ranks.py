@@ -159,11 +159,9 @@ def resolve_sizes(options: argparse.Namespace, default_tokens: Sequence[int], mo
 
 
 def run(
-    measure: Callable[..., Report],
-    resolve: Callable[[argparse.Namespace], None],
-    show: Callable[[list[Record]], None],
+    measure: Callable[..., Report], resolve: Callable[[argparse.Namespace], None], show: Callable[[list[Record]], None],
     options: argparse.Namespace,
-) -> None:
+) -> None:  # fmt: skip
     """Run `measure` on the ranks of each EP size, write the records to `--json`, and show them. Exit with what failed."""
     try:
         check_peers(options.peer)

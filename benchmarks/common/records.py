@@ -38,15 +38,9 @@ def spread(times: Sequence[float]) -> tuple[float, float, float]:
 
 
 def record(
-    op: str,
-    settings: dict[str, Any],
-    times: Sequence[float],
-    bytes_moved: int,
-    *,
-    baseline: str | None,
-    baseline_times: Sequence[float],
+    op: str, settings: dict[str, Any], times: Sequence[float], bytes_moved: int, *, baseline: str | None, baseline_times: Sequence[float],
     **extra: Any,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return one measurement in the form that all benchmarks of the project share.
 
     Times are microseconds. `gbps` is bytes_moved, the bytes of one rank, over the median. `rival` is the baseline and `ratio` is

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from deepep_moe.tune.timing import SLEEP_US, cycles_per_us, meet, slowest
+from deepep_moe.tune.timing import Timer as TunersTimer
 
 WARMUP = 3  # calls that are made first and not counted
 _QUEUED = 20  # calls that wait on the device for their turn
@@ -52,7 +53,7 @@ def kernel_us(call: Callable[[], Any], repeats: int) -> list[float]:
     return times
 
 
-class Timer:
+class Timer(TunersTimer):
     """Times one call at a time. All ranks start each call within a few microseconds of each other; every method is collective.
 
     `stream` keeps the device busy until the host has long entered the call. The time is what the call adds to the stream: from the point
@@ -63,10 +64,9 @@ class Timer:
     def __init__(self, device: torch.device, group: "dist.ProcessGroup | None" = None):
         """Take an NCCL `group` for a GPU, by default the default group. `call` and `slowest` move CPU tensors over the default group, whose
         ranks must be processes of one host."""
-        self.device, self.group = device, group
-        self.is_gpu = device.type == "cuda"
+        super().__init__(device)
+        self.group = group
         if self.is_gpu:
-            self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self._marked = [torch.cuda.Event(enable_timing=True) for _ in range(_MAX_MARKS)]
             self._token = torch.zeros(1, device=device)
             dist.all_reduce(self._token, group=group)
@@ -93,12 +93,6 @@ class Timer:
         """Return the times from the start of `call(mark)` to each of its calls of `mark`, on the stream of this rank."""
         return self._marks_on_stream(call) if self.is_gpu else self._marks_by_clock(call)
 
-    def synchronize(self) -> None:
-        """Wait until all ranks and their devices have finished their work."""
-        if self.is_gpu:
-            torch.cuda.synchronize(self.device)
-        dist.barrier()
-
     def sleep(self, us: float) -> None:
         """Keep the GPU's current stream busy for `us` microseconds, or longer while its clock is slow."""
         torch.cuda._sleep(int(us * self._cycles_per_us))
@@ -107,15 +101,6 @@ class Timer:
         self.sleep(SLEEP_US)
         # After the sleep, so that GPUs leave it together, however late their hosts were.
         dist.all_reduce(self._token, group=self.group)
-
-    def _stream_once(self, call: Callable[[], Any]) -> float:
-        self._line_up()
-        self._start.record()
-        result = call()
-        self._end.record()
-        self._end.synchronize()
-        del result  # memory goes back after the measurement
-        return self._start.elapsed_time(self._end) * 1e3
 
     def _marks_on_stream(self, call: Callable[[Mark], Any]) -> list[float]:
         unused, used = iter(self._marked), []
@@ -142,15 +127,8 @@ class Timer:
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
         meet()
-        if not self.is_gpu:
-            begin = time.perf_counter()
-            result = call()
-            elapsed = (time.perf_counter() - begin) * 1e6
-        else:
-            self._start.record()
-            result = call()
-            self._end.record()
-            self._end.synchronize()
-            elapsed = self._start.elapsed_time(self._end) * 1e3
-        del result
-        return elapsed
+        return self._timed(call)
+
+    def _stream_once(self, call: Callable[[], Any]) -> float:
+        self._line_up()
+        return self._timed(call)

@@ -19,35 +19,63 @@ _NUM_SMS = 24  # as in DeepEP's own benchmark
 BF16, FP8 = "bfloat16", "float8_e4m3fn"
 
 
-class DeepEP:
+class Library:
+    """What both generations share."""
+
+    name: str
+    buffer: Any
+
+    def __init__(self, shape: Shape):
+        self.shape, self.module = shape, load_package(self.name)
+        self.combine_how: dict[str, Any] = {}
+        """More arguments of its combine."""
+        self.version = version_of(self.module)
+
+    def destroy(self) -> None:
+        """Free the memory. Collective."""
+        self.buffer.destroy()
+
+    def checks(self, inputs: Inputs, layout: str, received: dict[str, tuple[Any, Any]], *, is_exact: bool) -> Callable[[], None]:
+        """Combine the rows that each dispatch received. Return a check of the sums, and if `is_exact` of the number of rows. Collective."""
+        combine = partial(self.buffer.combine, **self.combine_how)
+        sums = {what: combine(dequantized(rows), handle)[0] for what, (rows, handle) in received.items()}
+        num_rows = num_rows_received(inputs, self.shape)
+
+        def check() -> None:
+            for what, (rows, _) in received.items():
+                if is_exact:
+                    check_num_rows(what, rows, num_rows)
+                sent = dequantized_inputs(inputs) if what.startswith("fp8") else inputs
+                close_to(f"the combine of its {what}, layout {layout},", sums[what], self.expected_combine(sent, layout))
+
+        return check
+
+    def expected_combine(self, inputs: Inputs, layout: str) -> Tensor:
+        """Return the sums of a combine, which weights no row."""
+        unweighted = dataclasses.replace(inputs, topk_weights=torch.ones_like(inputs.topk_weights))
+        return expected_combine(unweighted, self.shape, layout)
+
+
+class DeepEP(Library):
     """Runs `deep_ep.Buffer` within one host, one row per (token, rank). A dispatch has its layout kernel in it; a cached one has not."""
 
     name = "deep_ep"
 
     def __init__(self, shape: Shape, group: "dist.ProcessGroup", num_max_tokens: int):
         """Collective. The size of its memory does not depend on `num_max_tokens`."""
-        self.shape, self.module = shape, load_package(self.name)
-        self.version = version_of(self.module)
+        super().__init__(shape)
         self.module.Buffer.set_num_sms(_NUM_SMS)
-        self.configs = [getattr(self.module.Buffer, f"get_{op}_config")(shape.num_ranks) for op in ("dispatch", "combine")]
-        size = max(config.get_nvl_buffer_size_hint(2 * shape.hidden, shape.num_ranks) for config in self.configs)
+        self.config, combine_config = (getattr(self.module.Buffer, f"get_{op}_config")(shape.num_ranks) for op in ("dispatch", "combine"))
+        self.combine_how = {"config": combine_config}
+        size = max(config.get_nvl_buffer_size_hint(2 * shape.hidden, shape.num_ranks) for config in (self.config, combine_config))
         self.buffer = self.module.Buffer(group, size, 0, explicitly_destroy=True)
-
-    def destroy(self) -> None:
-        """Free the memory. Collective."""
-        self.buffer.destroy()
 
     def _dispatch(self, x: Any, topk_idx: Tensor, topk_weights: Tensor) -> tuple[Any, ...]:
         per_rank, _, per_expert, is_token_in_rank, _ = self.buffer.get_dispatch_layout(topk_idx, self.shape.num_experts)
         return self.buffer.dispatch(
-            x,
-            num_tokens_per_rank=per_rank,
-            is_token_in_rank=is_token_in_rank,
-            num_tokens_per_expert=per_expert,
-            topk_idx=topk_idx,
-            topk_weights=topk_weights,
-            config=self.configs[0],
-        )
+            x, num_tokens_per_rank=per_rank, is_token_in_rank=is_token_in_rank, num_tokens_per_expert=per_expert, topk_idx=topk_idx,
+            topk_weights=topk_weights, config=self.config,
+        )  # fmt: skip
 
     def operations(self, inputs: Inputs) -> list[Operation]:
         """Return its calls, after a check that they do the same work. Collective; raises EPError."""
@@ -55,24 +83,12 @@ class DeepEP:
         calls = {("dispatch", dtype): partial(self._dispatch, x, *arguments) for dtype, x in rows_of(inputs).items()}
         received = {dtype: calls["dispatch", dtype]() for dtype in (BF16, FP8)}
         rows, handle = received[BF16][0], received[BF16][4]
-        calls["combine", BF16] = partial(self.buffer.combine, rows, handle, config=self.configs[1])
-        calls["cached dispatch", BF16] = partial(self.buffer.dispatch, inputs.x, handle=handle, config=self.configs[0])
+        calls["combine", BF16] = partial(self.buffer.combine, rows, handle, **self.combine_how)
+        calls["cached dispatch", BF16] = partial(self.buffer.dispatch, inputs.x, handle=handle, config=self.config)
         again = calls["cached dispatch", BF16]()[0]
-        self._check(
-            inputs, {"dispatch": (rows, handle), "cached dispatch": (again, handle), "fp8 dispatch": (received[FP8][0], received[FP8][4])}
-        )
+        sent = {"dispatch": (rows, handle), "cached dispatch": (again, handle), "fp8 dispatch": (received[FP8][0], received[FP8][4])}
+        self.checks(inputs, "rank", sent, is_exact=True)()
         return [Operation(op, t, "rank", row_bytes(self.shape, t), call, _NUM_SMS, self.name) for (op, t), call in calls.items()]
-
-    def _check(self, inputs: Inputs, received: dict[str, tuple[Any, Any]]) -> None:
-        """Raise EPError unless the rows of each dispatch are as many as they must be and combine to the right sums. Collective."""
-        sums = {
-            what: self.buffer.combine(dequantized(rows), handle, config=self.configs[1])[0] for what, (rows, handle) in received.items()
-        }
-        num_rows = num_rows_received(inputs, self.shape)
-        for what, (rows, _) in received.items():
-            check_num_rows(what, rows, num_rows)
-            sent = dequantized_inputs(inputs) if what.startswith("fp8") else inputs
-            close_to(f"the combine of its {what}", sums[what], expected_combine(sent, self.shape, "rank"))
 
 
 class DropIn(DeepEP):
@@ -81,7 +97,7 @@ class DropIn(DeepEP):
     name = "drop_in"
 
 
-class DeepEPV2:
+class DeepEPV2(Library):
     """Runs `deep_ep.ElasticBuffer` within one host, with its own choice of SMs.
 
     Layout `rank` is its compact one, a row per (token, rank). Layout `expert` is its expanded one, rows grouped and padded by expert; it
@@ -92,14 +108,9 @@ class DeepEPV2:
 
     def __init__(self, shape: Shape, group: "dist.ProcessGroup", num_max_tokens: int):
         """Collective. The buffer's size is that for rows in bf16, which rows in fp8 fit in."""
-        self.shape, self.module = shape, load_package(self.name)
-        self.version = version_of(self.module)
+        super().__init__(shape)
         sizes = {"num_max_tokens_per_rank": num_max_tokens, "hidden": shape.hidden, "num_topk": shape.num_topk}
         self.buffer = self.module.ElasticBuffer(group, **sizes, use_fp8_dispatch=False, explicitly_destroy=True)
-
-    def destroy(self) -> None:
-        """Free the memory. Collective."""
-        self.buffer.destroy()
 
     def operations(self, inputs: Inputs) -> list[Operation]:
         """Return its calls, after a check that they do the same work. Collective; raises EPError."""
@@ -127,28 +138,9 @@ class DeepEPV2:
         cached = partial(self.buffer.dispatch, inputs.x, topk_weights=inputs.topk_weights, **again)
         calls["cached dispatch", BF16] = cached
         sent = {"dispatch": (rows, handle), "cached dispatch": (cached()[0], handle), "fp8 dispatch": (received[FP8][0], received[FP8][3])}
-        check = self._checks(inputs, layout, sent, is_exact=not is_expert and do_cpu_sync is not False)
+        check = self.checks(inputs, layout, sent, is_exact=not is_expert and do_cpu_sync is not False)
         num_sms = getattr(handle, "num_sms", None)
         return [Operation(op, t, layout, row_bytes(self.shape, t), call, num_sms, self.name) for (op, t), call in calls.items()], check
-
-    def _checks(self, inputs: Inputs, layout: str, received: dict[str, tuple[Any, Any]], *, is_exact: bool) -> Callable[[], None]:
-        """Combine the rows that each dispatch received. Return a check of the sums, and if `is_exact` of the number of rows. Collective."""
-        sums = {what: self.buffer.combine(dequantized(rows), handle)[0] for what, (rows, handle) in received.items()}
-        num_rows = num_rows_received(inputs, self.shape)
-
-        def check() -> None:
-            for what, (rows, _) in received.items():
-                if is_exact:
-                    check_num_rows(what, rows, num_rows)
-                sent = dequantized_inputs(inputs) if what.startswith("fp8") else inputs
-                close_to(f"the combine of its {what}, layout {layout},", sums[what], self.expected_combine(sent, layout))
-
-        return check
-
-    def expected_combine(self, inputs: Inputs, layout: str) -> Tensor:
-        """Return the sums of a combine, which weights no row."""
-        unweighted = dataclasses.replace(inputs, topk_weights=torch.ones_like(inputs.topk_weights))
-        return expected_combine(unweighted, self.shape, layout)
 
 
 class DropInV2(DeepEPV2):

@@ -70,14 +70,9 @@ class ExchangeRank(BenchRank):
         return [made for made in found if made is not None]
 
     def _time(
-        self,
-        o: Operation,
-        num_tokens: int,
-        rows: dict[str, int],
-        baselines: Baselines,
-        workspace_bytes: int | None,
+        self, o: Operation, num_tokens: int, rows: dict[str, int], baselines: Baselines, workspace_bytes: int | None,
         version: str | None = None,
-    ) -> Record:
+    ) -> Record:  # fmt: skip
         iterations = self.options.iterations
         stream_us = self.timer.stream(o.call, iterations)
         call_us = self.timer.call(o.call, iterations) if self.timer.is_gpu else stream_us

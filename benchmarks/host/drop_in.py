@@ -117,8 +117,5 @@ def _hybrid(given: _Given) -> Calls:
         "HybridEP dispatch": (lambda: dispatch(routing_map=routing_map, probs=probs), lambda: given.dispatch("expert")),
         "HybridEP dispatch cached": (lambda: dispatch(handle=handle), lambda: native.dispatch(x, handle=out.handle)),
         "HybridEP combine": (lambda: drop_in.combine_with_unpermute(**back), lambda: native.combine(out.recv_x, out.handle)),
-        "HybridEP combine with probs": (
-            lambda: drop_in.combine_with_unpermute(**back, probs=recv_probs),
-            given.combine_with_lanes(out),
-        ),
+        "HybridEP combine with probs": (lambda: drop_in.combine_with_unpermute(**back, probs=recv_probs), given.combine_with_lanes(out)),
     }

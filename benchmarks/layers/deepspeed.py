@@ -25,11 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.common.link import rows_to_others
 from benchmarks.common.records import DTYPES, write_json
 from benchmarks.common.report import show_layers
 from benchmarks.layers import harness
 from benchmarks.layers.deepspeed_passes import AutoEPPass, CommunicationPass, LayerPass
+from benchmarks.layers.megatron_steps import kernel_times
 from benchmarks.layers.passes import PARTS, MeasuredLayer, beyond, describe, differences, draw_inputs, slowest
+from deepep_moe.ops.routing import is_token_in_rank
 from deepep_moe.testing import RankFailedError, run_ranks
 
 DEEPSPEED = "deepspeed"
@@ -82,10 +85,8 @@ def link_bytes(topk_idx: Tensor, num_local_experts: int, row_bytes: int) -> dict
 
     Exact mode sends a row for each remote expert of a token, the others one for each remote rank.
     """
-    ranks = topk_idx.div(num_local_experts, rounding_mode="floor")
-    elsewhere = (topk_idx >= 0) & (ranks != dist.get_rank())
-    per_rank = [((ranks == rank) & elsewhere).any(1).sum() for rank in range(dist.get_world_size())]
-    fast = int(sum(per_rank)) * row_bytes
+    elsewhere = (topk_idx >= 0) & (topk_idx // num_local_experts != dist.get_rank())
+    fast = rows_to_others(is_token_in_rank(topk_idx, dist.get_world_size(), num_local_experts)) * row_bytes
     return {"exact": int(elsewhere.sum()) * row_bytes, "fast": fast, "grouped": fast}
 
 
@@ -160,14 +161,8 @@ def _kernel_us(timed: LayerPass) -> float:
     """Return the time of the kernels of one layer, the shortest of some runs, as kernels that wait for a late peer take longer."""
     runs = []
     for _ in range(_PROFILED):
-        timed.clear()
         dist.barrier()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            timed.forward()
-            timed.backward()
-            torch.cuda.synchronize()
-        spans = (event.time_range.elapsed_us() for event in profile.events() or () if event.device_type == torch.autograd.DeviceType.CUDA)
-        runs.append(sum(spans) / timed.num_layers)
+        runs.append(sum(kernel_times(timed, 1).values()) / timed.num_layers)
     return min(runs)
 
 
@@ -212,9 +207,7 @@ def show(ranks: list[Measured], records: list[dict[str, Any]], shape: Shape, opt
 def resolve(options: argparse.Namespace) -> None:
     """Fill in the defaults that depend on the machine. Raises ValueError for options that do not fit."""
     options.device = options.device or ("cuda" if torch.cuda.device_count() else "cpu")
-    for name, value in _DEFAULTS[options.device].items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    harness.fill(options, _DEFAULTS[options.device])
     harness.resolve(options)
     if options.autoep:
         _check_autoep(options.num_ranks)

@@ -62,12 +62,8 @@ def autoep_layers(
     from transformers import MixtralConfig
     from transformers.models.auto import AutoModelForCausalLM
 
-    sizes: dict[str, Any] = {
-        "hidden_size": hidden,
-        "intermediate_size": ffn_hidden,
-        "num_local_experts": num_experts,
-        "num_experts_per_tok": num_topk,
-    }
+    sizes: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": ffn_hidden}
+    sizes |= {"num_local_experts": num_experts, "num_experts_per_tok": num_topk}
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
             MixtralConfig(vocab_size=8, num_hidden_layers=len(KINDS), num_attention_heads=4, num_key_value_heads=4, **sizes)

@@ -20,6 +20,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,11 +82,8 @@ def _parallel(options: argparse.Namespace, num_ranks: int) -> Iterator[tuple[tor
 
         with model_parallel(options.device, ep=num_ranks, seed=1) as device:
             yield device, ""
-    elif options.device == "cuda":
-        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-        yield torch.device("cuda", torch.cuda.current_device()), why
     else:
-        yield torch.device("cpu"), why
+        yield harness.device_of(options), why
 
 
 def _why_no_rivals(options: argparse.Namespace, num_ranks: int) -> str:
@@ -116,13 +114,8 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
             measured.peak_bytes[name] = _peak_bytes(layer, device, _chain_of(options))
         measured.kept_bytes = ours[KEPT].kept_bytes()
         steps: dict[str, Layer | Graphed] = {**ours, **_add_graphs(measured, ours, device, options.micro_batches), **theirs}
-        gc.collect()
-        gc.freeze()  # collections stay short
-        for turn in range(_WARMUP + options.repeats):
-            for name, step in steps.items():
-                times = megatron_steps.time_step(step, device, num_passes=_chain_of(options))
-                if turn >= _WARMUP:
-                    measured.times.setdefault(name, []).append(times)
+        time = partial(megatron_steps.time_step, device=device, num_passes=_chain_of(options))
+        measured.times = harness.in_turns(steps, time, _WARMUP, options.repeats)
         for name, step in steps.items() if device.type == "cuda" else ():
             measured.kernels[name] = megatron_steps.kernel_times(step, _chain_of(options))
         return measured

@@ -32,17 +32,10 @@ class Layer(Pass):
     """A pass that knows which micro-batch it is."""
 
     def __init__(
-        self,
-        run: Callable[[bool | None], Tensor],
-        cotangent: Tensor,
-        leaves: dict[str, Tensor],
-        *,
-        backend: str,
-        which: Callable[[int], bool | None] = lambda number: None,
-        release: Callable[[], None] = lambda: None,
-        kept_bytes: Callable[[], int] = lambda: 0,
-        why_no_graph: str = "",
-    ):
+        self, run: Callable[[bool | None], Tensor], cotangent: Tensor, leaves: dict[str, Tensor], *, backend: str,
+        which: Callable[[int], bool | None] = lambda number: None, release: Callable[[], None] = lambda: None,
+        kept_bytes: Callable[[], int] = lambda: 0, why_no_graph: str = "",
+    ):  # fmt: skip
         super().__init__(self._next, cotangent, leaves)
         self.why_no_graph = why_no_graph
         self._run, self._which, self._number = run, which, 0

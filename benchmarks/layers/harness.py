@@ -3,10 +3,11 @@
 import argparse
 import gc
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.common import records
 from benchmarks.common.report import Record
@@ -23,6 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser, device: str | None, num_ranks
     parser.add_argument("--num-ranks", type=int, help=f"expert-parallel size; default {num_ranks}")
     for name, default in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+
+
+def fill(options: argparse.Namespace, sizes: Mapping[str, Any]) -> None:
+    """Set the options that were not given."""
+    for name, value in sizes.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
 
 
 def resolve(options: argparse.Namespace, *, shares_gpus: bool = False) -> None:
@@ -47,20 +55,29 @@ def resolve(options: argparse.Namespace, *, shares_gpus: bool = False) -> None:
         )
 
 
+def device_of(options: argparse.Namespace) -> torch.device:
+    """Return the device of this rank, and on GPUs make it the current one. Ranks share the GPUs there are."""
+    if options.device == "cpu":
+        return torch.device("cpu")
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def times_in_turns(
     passes: dict[str, dict[str, Any]], device: torch.device, warmup: int, repeats: int, num_layers: int = 1
 ) -> dict[tuple[str, str], list[list[float]]]:
     """Time passes of `num_layers` layers in turns. Return the times of a layer by what is timed and who does it. Collective."""
-    timer, found = Timer(device), dict[tuple[str, str], list[list[float]]]()
+    timer = Timer(device)
+    flat = {(what, name): timed for what, of_one in passes.items() for name, timed in of_one.items()}
+    return in_turns(flat, lambda timed: [time / num_layers for time in times_of(timed, timer)], warmup, repeats)
+
+
+def in_turns(timed: Mapping[Any, Any], time: Callable[[Any], Any], warmup: int, repeats: int) -> dict[Any, list[Any]]:
+    """Return what `time` returns for each of `timed` in each turn, without the first `warmup` turns."""
     gc.collect()
     gc.freeze()  # collections stay short
-    for turn in range(warmup + repeats):
-        for what, of_one in passes.items():
-            for name, timed in of_one.items():
-                times = [time / num_layers for time in times_of(timed, timer)]
-                if turn >= warmup:
-                    found.setdefault((what, name), []).append(times)
-    return found
+    turns = [{key: time(each) for key, each in timed.items()} for _ in range(warmup + repeats)]
+    return {key: [turn[key] for turn in turns[warmup:]] for key in timed}
 
 
 def record(

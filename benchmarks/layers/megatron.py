@@ -2,9 +2,9 @@
 
 All dispatchers take turns in one run, on the same inputs, router and experts. The `exchange` is all between the router and the layer's
 output, with permutes and without experts (rows return as they came). `layer` is the whole layer with SwiGLU experts (Megatron-Core's
-SequentialMLP). Without TransformerEngine Megatron-Core's permutes are not fused, so there are two more baselines. `rows alone` sends the
-rows of `alltoall` by all_to_all_single and does nothing else. `rows, gathers` adds its permutes at one gather each, with all counts known
-beforehand. Results of all dispatchers are compared first. Times are of the slowest rank, by CUDA events on a GPU whose host is ahead.
+SequentialMLP). Without TransformerEngine Megatron-Core's permutes are not fused, so there is one more baseline: `rows alone` sends the rows
+of `alltoall` by all_to_all_single and does nothing else. Results of all dispatchers are compared first. Times are of the slowest rank, by
+CUDA events on a GPU whose host is ahead.
 
 "step" is the layer as a training step has it, with grouped experts, ours and TransformerEngine's: see `megatron_steps`.
 """
@@ -19,17 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.common.link import rows_to_others
 from benchmarks.common.records import DTYPES, write_json
 from benchmarks.common.report import show_layers
 from benchmarks.layers import harness, megatron_steps
 from benchmarks.layers.megatron_steps import GROUPED
 from benchmarks.layers.passes import PARTS, Pass, StepTimes, beyond, describe, differences, draw_inputs, slowest, slowest_steps, worst
 from benchmarks.layers.passes import MeasuredLayer as MeasuredBase
-from benchmarks.layers.passes import difference as difference
-from benchmarks.layers.passes import kind_of as kind_of
 from deepep_moe.testing import run_ranks
 
-OURS, ALONE, GATHERS = "deepep_moe", "rows alone", "rows, gathers"
+OURS, ALONE = "deepep_moe", "rows alone"
 DISPATCHERS = (OURS, "alltoall", "allgather")
 _WARMUP = 5
 
@@ -47,43 +46,22 @@ resolve = harness.resolve
 
 
 class Rows:
-    """Sends the rows of `alltoall`, one per (token, expert), there and back in the forward, and again in the backward.
+    """Sends the rows of `alltoall`, one per (token, expert), there and back in the forward, and again in the backward."""
 
-    With `permutes`, a gather sorts the rows by expert before they are sent, another sorts those that arrive by local expert, and both are
-    undone on the way back. The last one sums the rows of a token.
-    """
-
-    def __init__(self, x: Tensor, routing_map: Tensor, num_ranks: int, *, permutes: bool):
-        experts, tokens = routing_map.t().nonzero(as_tuple=True)
-        counts = x.new_empty(num_ranks, routing_map.shape[1], dtype=torch.int64)
-        dist.all_gather(list(counts), experts.bincount(minlength=routing_map.shape[1]))
-        counts = counts.view(num_ranks, num_ranks, -1)  # [from rank, to rank, local expert]
-        self.sent, self.received = counts[dist.get_rank()].sum(1).tolist(), counts[:, dist.get_rank()].sum(1).tolist()
-        self.x = x.detach().view(len(routing_map), -1)
-        self.there, self.here = (self.x.new_ones(sum(rows), self.x.shape[1]) for rows in (self.sent, self.received))
-        self.permutes, self.tokens, self.output = permutes, tokens, self.x
-        self.of_token = tokens.argsort(stable=True).view(len(routing_map), -1)
-        arriving = torch.arange(counts.shape[2], device=x.device).repeat(num_ranks)
-        self.to_expert = arriving.repeat_interleave(counts[:, dist.get_rank()].flatten()).argsort(stable=True)
-        self.from_expert = self.to_expert.argsort()
+    def __init__(self, x: Tensor, routing_map: Tensor, num_ranks: int):
+        counts = x.new_empty(num_ranks, num_ranks, dtype=torch.int64)  # [from rank, to rank]
+        dist.all_gather(list(counts), routing_map.sum(0).view(num_ranks, -1).sum(1))
+        self.sent, self.received = counts[dist.get_rank()].tolist(), counts[:, dist.get_rank()].tolist()
+        self.there, self.here = (x.new_ones(sum(rows), x.shape[-1]) for rows in (self.sent, self.received))
 
     def forward(self) -> None:
-        there = _gather(self.x, self.tokens) if self.permutes else self.there
-        dist.all_to_all_single(self.here, there, self.received, self.sent)
-        here = _gather(_gather(self.here, self.to_expert), self.from_expert) if self.permutes else self.here
-        dist.all_to_all_single(self.there, here, self.sent, self.received)
-        if self.permutes:
-            self.output = torch.nn.functional.embedding_bag(self.of_token, self.there, mode="sum")
+        dist.all_to_all_single(self.here, self.there, self.received, self.sent)
+        dist.all_to_all_single(self.there, self.here, self.sent, self.received)
 
     backward = forward
 
     def clear(self) -> None:
         """Do nothing, as no gradients are kept."""
-
-
-def _gather(rows: Tensor, idx: Tensor) -> Tensor:
-    """Gather rows in words of 8 bytes, which PyTorch copies at the speed of the memory."""
-    return rows.view(torch.int64).index_select(0, idx).view(rows.dtype)
 
 
 def make_passes(layers: dict[str, Any], x: Tensor, cotangent: Tensor, num_ranks: int) -> dict[str, dict[str, Any]]:
@@ -97,8 +75,7 @@ def make_passes(layers: dict[str, Any], x: Tensor, cotangent: Tensor, num_ranks:
         name: Pass(partial(exchange, layer.token_dispatcher, x, routing_map, probs, echo_experts), cotangent, {"input": x, "probs": probs})
         for name, layer in layers.items()
     }
-    exchanges[ALONE] = Rows(x, routing_map, num_ranks, permutes=False)
-    exchanges[GATHERS] = Rows(x, routing_map, num_ranks, permutes=True)
+    exchanges[ALONE] = Rows(x, routing_map, num_ranks)
     whole = {
         name: Pass(partial(lambda layer: layer(x)[0], layer), cotangent, {"input": x} | dict(layer.named_parameters()))
         for name, layer in layers.items()
@@ -108,8 +85,7 @@ def make_passes(layers: dict[str, Any], x: Tensor, cotangent: Tensor, num_ranks:
 
 def link_bytes(routing_map: Tensor, row_bytes: int, num_ranks: int) -> int:
     """Return the bytes that this rank must send in a dispatch: a row for each other rank that a token goes to."""
-    goes = routing_map.view(len(routing_map), num_ranks, -1).any(2)
-    return (int(goes.sum()) - int(goes[:, dist.get_rank()].sum())) * row_bytes
+    return rows_to_others(routing_map.view(len(routing_map), num_ranks, -1).any(2)) * row_bytes
 
 
 # ---- comparison ----
@@ -136,6 +112,8 @@ class Measured(MeasuredBase):
     """True if Megatron-Core's permutes are fused."""
     steps: dict[str, list[StepTimes]] = field(default_factory=dict)
     """Times of training steps by who does them: an entry per turn."""
+    kernel_us: dict[str, float] = field(default_factory=dict)
+    """Times of all kernels of a step, by PyTorch's profiler; empty on CPUs."""
 
 
 def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
@@ -158,21 +136,12 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
         backend = layers[OURS].token_dispatcher.buffer.backend
         measured = Measured(backend, *describe("megatron-core", device, num_ranks), sent, found, permutes_are_fused=permutes_are_fused())
         measured.times = harness.times_in_turns(passes, device, _WARMUP, options.repeats)
-        measured.steps = _time_steps(
-            {OURS: passes["layer"][OURS], "alltoall": passes["layer"]["alltoall"], **steps}, device, options.repeats
-        )
+        steps = {OURS: passes["layer"][OURS], "alltoall": passes["layer"]["alltoall"], **steps}
+        megatron_steps.add_graph(steps)
+        measured.steps = harness.in_turns(steps, partial(megatron_steps.time_step, device=device), 1, options.repeats)
+        for name, step in steps.items() if device.type == "cuda" else ():
+            measured.kernel_us[name] = sum(megatron_steps.kernel_times(step).values())
         return measured
-
-
-def _time_steps(steps: dict[str, Any], device: torch.device, repeats: int) -> dict[str, list[StepTimes]]:
-    megatron_steps.add_graph(steps)
-    times: dict[str, list[StepTimes]] = {name: [] for name in steps}
-    for turn in range(-1, repeats):
-        for name, step in steps.items():
-            of_turn = megatron_steps.time_step(step, device, with_kernels=turn == repeats - 1)
-            if turn >= 0:
-                times[name].append(of_turn)
-    return times
 
 
 # ---- report ----
@@ -208,10 +177,14 @@ def step_records(ranks: list[Measured], options: argparse.Namespace) -> list[dic
         harness.record(
             "megatron step forward+backward", options, first, len(ranks), dtype, steps[GROUPED], sent * 4, name, theirs,
             rival_versions=f"{first.versions}; {megatron_steps.rivals()}", ffn_hidden=options.ffn_hidden,
-            kernel_us=steps[GROUPED][-1].kernels, rival_kernel_us=theirs[-1].kernels, differences=worst(ranks)["step"].get(name),
+            kernel_us=_kernel_us(ranks, GROUPED), rival_kernel_us=_kernel_us(ranks, name), differences=worst(ranks)["step"].get(name),
         )
         for name, theirs in steps.items() if name != GROUPED
     ]  # fmt: skip
+
+
+def _kernel_us(ranks: list[Measured], name: str) -> float | None:
+    return max(rank.kernel_us[name] for rank in ranks) if ranks[0].kernel_us else None
 
 
 def show(ranks: list[Measured], records: list[dict[str, Any]], options: argparse.Namespace) -> None:

@@ -37,28 +37,12 @@ def layer_config(
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
-        num_layers=1,
-        num_attention_heads=1,
-        hidden_size=hidden,
-        ffn_hidden_size=ffn_hidden,
-        moe_ffn_hidden_size=ffn_hidden,
-        num_moe_experts=num_experts,
-        moe_router_topk=num_topk,
-        moe_router_dtype="fp32",
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        bias_activation_fusion=False,
-        gradient_accumulation_fusion=False,
-        moe_permute_fusion=permutes_are_fused(),
-        expert_model_parallel_size=ep,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        **selection(dispatcher),
-        **others,
-    )
+        num_layers=1, num_attention_heads=1, hidden_size=hidden, ffn_hidden_size=ffn_hidden, moe_ffn_hidden_size=ffn_hidden,
+        num_moe_experts=num_experts, moe_router_topk=num_topk, moe_router_dtype="fp32", moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0, gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
+        bias_activation_fusion=False, gradient_accumulation_fusion=False, moe_permute_fusion=permutes_are_fused(),
+        expert_model_parallel_size=ep, params_dtype=dtype, bf16=dtype == torch.bfloat16, **selection(dispatcher), **others,
+    )  # fmt: skip
 
 
 def sharing_layers(dispatchers: Sequence[str], *, seed: int, **sizes: Any) -> dict[str, Any]:

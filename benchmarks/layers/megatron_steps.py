@@ -7,6 +7,7 @@ only the experts' six products with known counts, a lower bound for any layer wi
 
 import importlib
 import time
+from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -118,23 +119,16 @@ def add_graph(steps: dict[str, Any]) -> None:
         steps[GRAPH] = Graphed(steps[GROUPED])
 
 
-def time_step(step: Step, device: torch.device, *, with_kernels: bool = False, num_passes: int = _CHAIN) -> StepTimes:
+def time_step(step: Step, device: torch.device, num_passes: int = _CHAIN) -> StepTimes:
     """Time a chain of passes. Collective. `num_passes` is a multiple of `step.num_passes`."""
-    _synchronize(device)
+    synchronize: Callable[[], Any] = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    synchronize()
+    dist.barrier()
     begin = time.perf_counter()
     chain(step, num_passes)
     enqueued = time.perf_counter()
-    _synchronize(device, meets=False)
-    wall = time.perf_counter()
-    kernels = sum(kernel_times(step, num_passes).values()) if with_kernels and device.type == "cuda" else None
-    return StepTimes((wall - begin) * 1e6 / num_passes, (enqueued - begin) * 1e6 / num_passes, kernels)
-
-
-def _synchronize(device: torch.device, meets: bool = True) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    if meets:
-        dist.barrier()
+    synchronize()
+    return StepTimes((time.perf_counter() - begin) * 1e6 / num_passes, (enqueued - begin) * 1e6 / num_passes)
 
 
 def kernel_times(step: Step, num_passes: int = _CHAIN) -> dict[str, float]:

@@ -166,7 +166,7 @@ def beyond(ranks: Sequence[MeasuredLayer], tolerance: float) -> list[str]:
 
 def describe(package: str, device: torch.device, num_ranks: int) -> tuple[str, str]:
     """Return the hardware, and the versions of `package` and of what it runs on."""
-    versions = f"{package} {metadata.version(package)}, torch {torch.__version__}"
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in dict.fromkeys((package, "torch")))
     if device.type == "cpu":
         return cpu_name(), versions
     gpus = f"{num_ranks} x {torch.cuda.get_device_name(device)}; {cpu_name()}"
@@ -180,8 +180,6 @@ class StepTimes(NamedTuple):
     """A chain of them divided by its length, the device idle before and after."""
     host: float
     """Time until the host has enqueued them."""
-    kernels: float | None
-    """The sum of the times of all kernels, by PyTorch's profiler; None on CPUs."""
 
 
 def slowest_steps(ranks: Sequence[list[StepTimes]]) -> list[StepTimes]:

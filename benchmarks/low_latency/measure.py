@@ -114,14 +114,9 @@ class LowLatencyRank(BenchRank):
         return result
 
     def _time_call(
-        self,
-        o: LowLatencyOperation,
-        mine: Inputs,
-        workspace_bytes: int | None,
-        baseline: Baseline | None,
-        buffer_us: list[float] | None,
+        self, o: LowLatencyOperation, mine: Inputs, workspace_bytes: int | None, baseline: Baseline | None, buffer_us: list[float] | None,
         version: str | None = None,
-    ) -> list[Record]:
+    ) -> list[Record]:  # fmt: skip
         num_tokens = len(mine.x)
         iterations = self.options.iterations_of[num_tokens]
         rows = link_rows(tokens_from_to(mine.topk_idx, self.shape))[o.op]

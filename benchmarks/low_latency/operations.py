@@ -46,7 +46,7 @@ def operations(buffer: LowLatencyBuffer, shape: Shape, everyone: Sequence[Inputs
     mine, made = everyone[rank], []
     arguments = (mine.x, mine.topk_idx, mine.topk_weights)
     out = buffer.dispatch(*arguments)
-    rows = expert_rows(out, shape, rank, buffer.combine_input())
+    rows = expert_rows(out.recv_x, out.num_recv_tokens_per_expert, shape, rank, buffer.combine_input())
     for wire in ("fp8", "bf16"):
         dispatch = partial(buffer.dispatch, *arguments, fp8=wire == "fp8")
         check = partial(_check_dispatch, expected_dispatch(everyone, shape, rank, wire))
@@ -84,10 +84,9 @@ def _send_dispatch(dispatch: Callable[..., LowLatencyOutput]) -> tuple[LowLatenc
     return out, out.hook
 
 
-def received(out: LowLatencyOutput) -> Tensor:
-    """Return which rows have arrived, [num_local_experts, capacity] bool."""
-    capacity = torch.arange(out.recv_x.shape[1], device=out.recv_x.device)
-    return capacity < out.num_recv_tokens_per_expert[:, None]
+def received(rows: Tensor, counts: Tensor) -> Tensor:
+    """Return which of rows [num_local_experts, capacity, hidden] have arrived, [num_local_experts, capacity] bool."""
+    return torch.arange(rows.shape[1], device=rows.device) < counts[:, None]
 
 
 def factors_of(shape: Shape, device: torch.device) -> Tensor:
@@ -95,14 +94,14 @@ def factors_of(shape: Shape, device: torch.device) -> Tensor:
     return (1 + torch.arange(shape.num_experts) / shape.num_experts).to(device)  # on the CPU, as a GPU rounds the quotients differently
 
 
-def expert_rows(out: LowLatencyOutput, shape: Shape, rank: int, rows: Tensor) -> Tensor:
-    """Fill `rows` [num_local_experts, capacity, hidden] bf16 with the experts' outputs for a dispatch, and with NaN where no row came."""
+def expert_rows(rows: Tensor, counts: Tensor, shape: Shape, rank: int, outputs: Tensor) -> Tensor:
+    """Fill `outputs` [num_local_experts, capacity, hidden] bf16 with the experts' outputs for rows, and with NaN where no row came."""
     first = rank * shape.num_local_experts
     factors = factors_of(shape, rows.device)[first : first + shape.num_local_experts]
-    rows.fill_(float("nan"))
-    there = received(out)
-    rows[there] = (out.recv_x[there].float() * factors.repeat_interleave(there.sum(1))[:, None]).to(rows.dtype)
-    return rows
+    outputs.fill_(float("nan"))
+    there = received(rows, counts)
+    outputs[there] = (rows[there].float() * factors.repeat_interleave(there.sum(1))[:, None]).to(outputs.dtype)
+    return outputs
 
 
 # ---- what must come out ----
@@ -137,7 +136,7 @@ def expected_dispatch(everyone: Sequence[Inputs], shape: Shape, rank: int, wire:
 
 def _check_dispatch(expected: dict[str, Tensor], out: LowLatencyOutput) -> None:
     compare_bits("num_recv_tokens_per_expert", out.num_recv_tokens_per_expert, expected["num_recv_tokens_per_expert"], "the reference")
-    there = received(out)
+    there = received(out.recv_x, out.num_recv_tokens_per_expert)
     rows = out.recv_x.view(torch.uint8)[there].view(out.recv_x.dtype)
     compare_bits("recv_x", rows, expected["recv_x"], "the reference")
     if out.recv_x_scales is not None:

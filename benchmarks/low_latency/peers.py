@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from benchmarks.common.peers import load_package, version_of
 from benchmarks.common.verify import close_to
-from benchmarks.exchange.deep_ep import FP8, DeepEPV2, dequantized, row_bytes, topk_dtype
-from benchmarks.low_latency.operations import Hook, LowLatencyOperation, expected_combine, expected_dispatch, factors_of
+from benchmarks.exchange.deep_ep import FP8, DeepEPV2, Library, dequantized, row_bytes, topk_dtype
+from benchmarks.low_latency.operations import Hook, LowLatencyOperation, expected_combine, expected_dispatch, expert_rows, received
 from deepep_moe.errors import EPError
 from deepep_moe.tune.workload import Inputs, Shape
 
@@ -19,21 +19,7 @@ _MULTIPLE = 4  # V1 wants a number of rows that its bulk copies can address
 _MOST_OFF = 0.02  # of sums of fp8 rows, which libraries round differently
 
 
-class SmallBatches(Protocol):
-    """Another library, for batches of all sizes of a run."""
-
-    name: str
-    version: str
-    workspace_bytes: int | None
-
-    def operations(self, everyone: Sequence[Inputs], rank: int) -> list[LowLatencyOperation]:
-        """Return its calls at the size of `everyone`, the inputs of all ranks. Collective."""
-
-    def destroy(self) -> None:
-        """Free its memory. Collective."""
-
-
-class DeepEPLowLatency:
+class DeepEPLowLatency(Library):
     """Runs `deep_ep.Buffer` in its low-latency mode, which needs NVSHMEM. Its dispatch quantizes the rows, its combine weights them.
 
     It sends a row for every (token, expert). Records count the bytes of one for every (token, rank), which are those that must move.
@@ -43,23 +29,13 @@ class DeepEPLowLatency:
 
     def __init__(self, shape: Shape, group: "dist.ProcessGroup", num_max_tokens: int):
         """Collective. NVSHMEM starts once in a process, so one buffer serves batches of up to `num_max_tokens` tokens a rank."""
-        self.shape, self.module = shape, load_package(self.name)
-        self.version = version_of(self.module)
+        super().__init__(shape)
         sizes = _rounded(num_max_tokens), shape.hidden, shape.num_ranks, shape.num_experts
         self.workspace_bytes: int | None = self.module.Buffer.get_low_latency_rdma_size_hint(*sizes)
         self.buffer = self.module.Buffer(
-            group,
-            0,
-            self.workspace_bytes,
-            low_latency_mode=True,
-            num_qps_per_rank=shape.num_local_experts,
-            allow_nvlink_for_low_latency_mode=True,
-            explicitly_destroy=True,
-        )
-
-    def destroy(self) -> None:
-        """Free the memory. Collective."""
-        self.buffer.destroy()
+            group, 0, self.workspace_bytes, low_latency_mode=True, num_qps_per_rank=shape.num_local_experts,
+            allow_nvlink_for_low_latency_mode=True, explicitly_destroy=True,
+        )  # fmt: skip
 
     def operations(self, everyone: Sequence[Inputs], rank: int) -> list[LowLatencyOperation]:
         """Return dispatch in fp8 and bf16, and combine. Collective: combine takes the rows of a dispatch, multiplied as our experts do."""
@@ -72,7 +48,7 @@ class DeepEPLowLatency:
             check = partial(_check_dispatch, expected_dispatch(everyone, self.shape, rank, wire))
             made.append(self._operation("dispatch", wire, dispatch, check))
         rows, counts, handle, *_ = dispatch()
-        outputs = _expert_rows(rows, counts, self.shape, rank)
+        outputs = expert_rows(rows, counts, self.shape, rank, torch.empty_like(rows))
         combine = partial(self.buffer.low_latency_combine, outputs, idx, mine.topk_weights, handle)
         expected = expected_combine(mine, self.shape, "bf16", rank)
         made.append(self._operation("combine", "bf16", combine, lambda out: close_to("its combined_x", out[0], expected)))
@@ -93,14 +69,6 @@ def _in_halves(call: Callable[..., Any]) -> tuple[Any, Hook]:
     return result, hook
 
 
-def _expert_rows(rows: Tensor, counts: Tensor, shape: Shape, rank: int) -> Tensor:
-    """Return the outputs of experts for rows [num_local_experts, capacity, hidden] bf16, and NaN where no row came."""
-    first = rank * shape.num_local_experts
-    factors = factors_of(shape, rows.device)[first : first + shape.num_local_experts]
-    there = torch.arange(rows.shape[1], device=rows.device) < counts[:, None]
-    return torch.where(there[:, :, None], (rows.float() * factors[:, None, None]).bfloat16(), float("nan")).contiguous()
-
-
 def _check_dispatch(expected: dict[str, Tensor], result: Any) -> None:
     """Raise EPError unless each expert got as many rows as it must, and their sum is right: a library may order them as it likes."""
     rows, counts = result[0], result[1]
@@ -108,8 +76,7 @@ def _check_dispatch(expected: dict[str, Tensor], result: Any) -> None:
     if counts.tolist() != wanted.tolist():
         raise EPError(f"its dispatch brought experts {counts.tolist()} rows, and not {wanted.tolist()}")
     rows = dequantized(rows)
-    there = torch.arange(rows.shape[1], device=rows.device) < counts[:, None]
-    found = torch.where(there[:, :, None], rows.float(), 0.0).sum(1)
+    found = torch.where(received(rows, counts)[:, :, None], rows.float(), 0.0).sum(1)
     right = dequantized((expected["recv_x"], expected["recv_x_scales"]) if "recv_x_scales" in expected else expected["recv_x"])
     experts = torch.arange(len(wanted), device=rows.device).repeat_interleave(wanted)
     sums = torch.zeros_like(found).index_add_(0, experts, right.float())
@@ -164,6 +131,7 @@ def _unchecked(_result: Any) -> None:
     """Accept a dispatch, which `of_layout` has checked through a combine."""
 
 
+SmallBatches = DeepEPLowLatency | DeepEPV2SmallBatches
 PEERS: dict[str, Callable[[Shape, "dist.ProcessGroup", int], SmallBatches]] = {
     "deep_ep": DeepEPLowLatency,
     "deep_ep_v2": DeepEPV2SmallBatches,

@@ -40,15 +40,19 @@ class Timer:
 
     def once(self, call: Callable[[], Any]) -> float:
         """Return what `call` adds to a busy stream of this rank; without a GPU its wall time."""
+        if self.is_gpu:
+            torch.cuda.synchronize(self.device)
+        meet()
+        if self.is_gpu:
+            torch.cuda._sleep(self._cycles)
+        return self._timed(call)
+
+    def _timed(self, call: Callable[[], Any]) -> float:
         if not self.is_gpu:
-            meet()
             begin = time.perf_counter()
             result = call()
             elapsed_us = (time.perf_counter() - begin) * 1e6
         else:
-            torch.cuda.synchronize(self.device)
-            meet()
-            torch.cuda._sleep(self._cycles)
             self._start.record()
             result = call()
             self._end.record()

@@ -53,7 +53,7 @@ def test_records(tmp_path):
 
 
 def measured(names):
-    times = {name: [StepTimes(100.0 * (i + 1), 50.0, None)] for i, name in enumerate(names)}
+    times = {name: [StepTimes(100.0 * (i + 1), 50.0)] for i, name in enumerate(names)}
     return Measured(
         "nvlink", "a GPU", "versions", "TransformerEngine 2", Wire(1, 1, 2), {EACH: {"output": 0.05}}, 0, times,
         {name: {"a_kernel": 7.0, "another": 3.0} for name in names}, dict.fromkeys(names, 10**9), 5,

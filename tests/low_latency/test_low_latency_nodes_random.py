@@ -33,7 +33,7 @@ def draw(shape, number, device):
 
 
 def check_dispatch(out, expected, number):
-    there = received(out)
+    there = received(out.recv_x, out.num_recv_tokens_per_expert)
     assert is_same(out.num_recv_tokens_per_expert, expected["num_recv_tokens_per_expert"]), number
     assert is_same(out.recv_x.view(torch.uint8)[there], expected["recv_x"].view(torch.uint8)), number
     if out.recv_x_scales is not None:
@@ -50,7 +50,7 @@ def one_round(buffer, shape, rank, number, device):
     check_dispatch(out, expected_dispatch(everyone, shape, rank, wire), number)
     if wire == "fp8":
         return
-    rows = expert_rows(out, shape, rank, buffer.combine_input())
+    rows = expert_rows(out.recv_x, out.num_recv_tokens_per_expert, shape, rank, buffer.combine_input())
     back = ("fp8", "bf16")[number // 2 % 2]
     combined = buffer.combine(rows, out.handle, wire="fp8" if back == "fp8" else None, return_hook=split)
     if split:

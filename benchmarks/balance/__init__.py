@@ -1,0 +1,1 @@
+"""What a layer loses to unbalanced ranks."""
