@@ -89,7 +89,7 @@ class ExpertSlots:
     def fetch(
         self, copies: Tensor, slots: "Tensor | Sequence[Tensor]", weights: "Tensor | Sequence[Tensor]", *, num_sms: int | None = None
     ) -> None:
-        """Fill slots with copies: slots[i][j] = the entry of weights[i] for expert copies[rank, j], at its home. Slots of -1 stay.
+        """Fill slots with copies: slot j gets, from its home, the weights of expert `copies[rank, j]`. Slots of -1 stay as they are.
 
         copies: [num_ranks, num_slots] int32, contiguous: the expert in each slot of each rank, -1 for none; of another rank, and at most
             once on a rank. num_slots is at most 32.
@@ -105,7 +105,7 @@ class ExpertSlots:
     def return_gradients(
         self, copies: Tensor, slots: "Tensor | Sequence[Tensor]", grads: "Tensor | Sequence[Tensor]", *, num_sms: int | None = None
     ) -> None:
-        """Add the gradients in slots to those at home: grads[i][e] += slots[i][j] of every copy of e, in fp32, ranks ascending, with one
+        """Add the gradients in slots to those of the same experts at home: in fp32, home first, then copies by ascending ranks, with one
         rounding to the dtype of grads. So results are equal in every run.
 
         slots, grads: as in `fetch`. All slots have one dtype: float32, bfloat16 or float16; grads are float32, or as slots are. An expert
