@@ -65,7 +65,7 @@ class RoutingTrace:
 
     def __init__(self, folder: Path, rank: int):
         self._first = self.path = folder / f"rank{rank:05}.npy"
-        self._shape = 0, 0, 0
+        self._shape: tuple[int, ...] = 0, 0, 0
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, calls: Sequence[Tensor]) -> None:
