@@ -65,9 +65,10 @@ class LayerMetrics:
     def __init__(self, num_local_experts: int, serves: bool = False):
         self.num_over_capacity = self.num_repeats = 0
         self._num_local_experts, self._serves = num_local_experts, serves
-        self._rows: torch.Tensor | None = None  # addresses of this and the next two must not change: CUDA graphs write to them
-        self._calls = self._num_calls = torch.empty(0)  # [NUM_CALLS, num_local_experts] rows of the latest forwards, and their number
-        self._nodes: torch.Tensor | None = None  # [nodes of all tokens, tokens]; its address must not change either
+        # [NUM_CALLS + 2, num_local_experts]: rows of the latest forwards by turns, then of all, then the number of forwards. The addresses
+        # of this and of `_nodes` must not change, because CUDA graphs write to them.
+        self._rows: torch.Tensor | None = None
+        self._nodes: torch.Tensor | None = None  # [nodes of all tokens, tokens]
         self._ms, self._num_timed = 0.0, 0.0
         self._events: list[tuple[Any, Any]] = []  # before and after GPU calls whose times were not read yet
 
@@ -86,13 +87,12 @@ class LayerMetrics:
     def count(self, rows_per_expert: torch.Tensor) -> None:
         """Add [num_local_experts] rows of a forward, on any device."""
         if self._rows is None:
-            on_device: dict[str, Any] = {"dtype": torch.int64, "device": rows_per_expert.device}
             with torch.inference_mode(False):  # a model that serves may leave and enter this mode
-                self._rows, self._num_calls = torch.zeros(self._num_local_experts, **on_device), torch.zeros(1, **on_device)
-                self._calls = torch.zeros(NUM_CALLS, self._num_local_experts, **on_device)
-        self._rows += rows_per_expert
-        self._calls.index_copy_(0, self._num_calls % NUM_CALLS, rows_per_expert[None].to(self._calls))
-        self._num_calls += 1
+                self._rows = torch.zeros(NUM_CALLS + 2, self._num_local_experts, dtype=torch.int64, device=rows_per_expert.device)
+        latest, of_all, number = self._rows[:NUM_CALLS], self._rows[NUM_CALLS], self._rows[NUM_CALLS + 1]
+        latest.index_copy_(0, number[:1] % NUM_CALLS, rows_per_expert[None].to(latest))
+        of_all += rows_per_expert
+        number += 1
 
     def count_nodes(self, topk_idx: torch.Tensor, buffer: Buffer) -> None:
         """Count the nodes of the tokens of topk_idx [num_tokens, num_topk], whose experts are numbered as `buffer` numbers them."""
@@ -127,18 +127,17 @@ class LayerMetrics:
         while self._events and self._events[0][1].query():
             begin, end = self._events.pop(0)
             self._ms, self._num_timed = self._ms + begin.elapsed_time(end), self._num_timed + 0.5
-        rows = torch.zeros(self._num_local_experts, dtype=torch.int64) if self._rows is None else self._rows.to("cpu", copy=True)
+        rows = torch.zeros(NUM_CALLS + 2, self._num_local_experts, dtype=torch.int64)
+        if self._rows is not None:
+            rows.copy_(self._rows)
+            self._rows[NUM_CALLS:].zero_()
         nodes = [0.0, 0.0] if self._nodes is None else self._nodes.double().tolist()
         totals = [self._ms, self._num_timed, float(self.num_over_capacity), float(self.num_repeats), *nodes]
-        calls = rows.new_zeros(0, self._num_local_experts)
-        if self._rows is not None:
-            end = int(self._num_calls)
-            calls = self._calls.roll(-end, 0)[max(NUM_CALLS - end, 0) :].cpu()
-        for counts in (self._rows, self._nodes, self._num_calls):
-            if counts is not None:
-                counts.zero_()
+        if self._nodes is not None:
+            self._nodes.zero_()
         self._ms, self._num_timed, self.num_over_capacity, self.num_repeats = 0.0, 0.0, 0, 0
-        return rows, totals, calls
+        num_calls = int(rows[-1, 0])
+        return rows[NUM_CALLS], totals, rows[:NUM_CALLS].roll(-num_calls, 0)[max(NUM_CALLS - num_calls, 0) :]
 
 
 class Metrics:
