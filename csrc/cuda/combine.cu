@@ -42,8 +42,8 @@ struct Kernel : CombineRows<kType> {
             return p.direct && p.is_expert_layout ? p.recv_row_idx[token] : token;
         };
         const auto rows = [&](const Source& to, int index, int found, const std::byte*& row, const std::byte*& tail) {
-            const int64_t at = p.direct ? within_bound(found) : -1;
-            row = own.outbox(to.rank) + (p.direct ? 0 : index) * slot.bytes;  // for a row that a bound has left out, anything
+            const int64_t at = p.direct ? within_bound(max(found, 0)) : -1;   // for a row that a bound has left out, another
+            row = own.outbox(to.rank) + (p.direct ? 0 : index) * slot.bytes;  // where there are no rows, anything
             tail = row + row_bytes;
             if (at < 0) return;
             row = row_of(expert_rows, p.expert_rows.num_tensors, p.x, at, row_bytes);

@@ -76,7 +76,8 @@ class Buffer(Sizes):
         num_sms: SMs of a GPU that send rows, 1 to all. With 0 the copy engines move rows, so no SM is busy during the transfer. The host
             first waits until all peers have entered the call; such a call cannot be captured in a CUDA graph. None: the value from this
             machine's profile. If there is no profile, the GPU decides (docs/tuning.md): 12 on an H100 or H200, and 14 in a combine from
-            the expert layout among three ranks or more. A call may override it. Results never depend on it. CPU backends ignore it.
+            the expert layout among three ranks or more. A call may override it. Results never depend on it. CPU backends ignore it. It
+            must not be 0 with sums by lanes.
         max_sms: most SMs of a GPU that a call takes, at least 2, including those that send. Other kernels may run on the rest.
             None: all SMs. Results never depend on it. CPU backends ignore it.
         timeout_s: deadline of every wait for a peer, in seconds. None: `DEEPEP_MOE_TIMEOUT_S`, else 300.
@@ -86,8 +87,8 @@ class Buffer(Sizes):
         sums: how combine adds a token's rows. With "ranks" it adds on each expert's rank, then over the ranks; the fewest rows cross. With
             "lanes" it adds over the lanes of top-k, ascending, in fp32 with one rounding to the rows' dtype. Results and gradients then do
             not depend on ranks, nodes, backend or the placement of experts. "lanes_fma": likewise, but a weight's product is not rounded
-            before it is added. Each (token, lane) crosses as a row of its own. The rank layout has a row for each too, in the order (source
-            rank, token, lane); the handle's `topk_idx` is [num_tokens * num_topk, 1]; memory grows num_topk times (docs/rollout.md).
+            before it is added. In a combine each (token, lane) crosses as a row of its own, and memory grows up to num_topk times
+            (docs/rollout.md). There is no rank layout, and the handle's `topk_idx` is [num_tokens * num_topk, 1].
 
     Raises:
         ValueError: a bad argument, or a file of `DEEPEP_MOE_PROFILE` that cannot be read; the peers raise EPPeerError. All ranks raise
@@ -128,6 +129,8 @@ class Buffer(Sizes):
         try:
             self._settings = check_settings(self._settings, backend, BACKENDS, timeout_s, ranks_per_node)
             num_sms, max_sms = check_num_sms(num_sms), check_max_sms(max_sms)
+            if num_sms == 0 and self._settings.is_by_lane:
+                raise ValueError(f"num_sms is 0; with sums={sums!r} it must be 1 or more: copy engines do not send rows one by one")
             num_threads = config.num_threads(num_ranks)
             loaded = load()
         except Exception as refused:

@@ -60,28 +60,39 @@ class LayerReport:
 
 
 class LayerMetrics:
-    """One layer of this rank since the last report."""
+    """One layer of this rank since the last report. `serves`: all its forwards count, else those that train."""
 
-    def __init__(self, num_local_experts: int):
+    def __init__(self, num_local_experts: int, serves: bool = False):
         self.num_over_capacity = self.num_repeats = 0
-        self._num_local_experts = num_local_experts
-        self._rows: torch.Tensor | None = None  # addresses of this and the next two must not change: CUDA graphs write to them
-        self._calls = self._num_calls = torch.empty(
-            0
-        )  # [NUM_CALLS, num_local_experts] rows of the latest forwards, by turns, and their number
-        self._nodes: torch.Tensor | None = None  # [nodes of all tokens, tokens]; its address must not change either
+        self._num_local_experts, self._serves = num_local_experts, serves
+        # [NUM_CALLS + 2, num_local_experts]: rows of the latest forwards by turns, then of all, then the number of forwards. The addresses
+        # of this and of `_nodes` must not change, because CUDA graphs write to them.
+        self._rows: torch.Tensor | None = None
+        self._nodes: torch.Tensor | None = None  # [nodes of all tokens, tokens]
         self._ms, self._num_timed = 0.0, 0.0
         self._events: list[tuple[Any, Any]] = []  # before and after GPU calls whose times were not read yet
+
+    def __reduce__(self) -> Any:
+        """Let a copy of a layer count anew: events of GPUs cannot be copied."""
+        return LayerMetrics, (self._num_local_experts, self._serves)
+
+    def counts(self, layer: nn.Module) -> bool:
+        """Return whether the present forward of `layer` counts. One that a checkpoint runs again in the backward does once: the first time
+        if it had gradients then, else the second."""
+        if self._serves:
+            return True
+        runs_again = torch._C._current_graph_task_id() != -1 and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        return layer.training and torch.is_grad_enabled() and not runs_again
 
     def count(self, rows_per_expert: torch.Tensor) -> None:
         """Add [num_local_experts] rows of a forward, on any device."""
         if self._rows is None:
-            on_device: dict[str, Any] = {"dtype": torch.int64, "device": rows_per_expert.device}
-            self._rows, self._num_calls = torch.zeros(self._num_local_experts, **on_device), torch.zeros(1, **on_device)
-            self._calls = torch.zeros(NUM_CALLS, self._num_local_experts, **on_device)
-        self._rows += rows_per_expert
-        self._calls.index_copy_(0, self._num_calls % NUM_CALLS, rows_per_expert[None].to(self._calls))
-        self._num_calls += 1
+            with torch.inference_mode(False):  # a model that serves may leave and enter this mode
+                self._rows = torch.zeros(NUM_CALLS + 2, self._num_local_experts, dtype=torch.int64, device=rows_per_expert.device)
+        latest, of_all, number = self._rows[:NUM_CALLS], self._rows[NUM_CALLS], self._rows[NUM_CALLS + 1]
+        latest.index_copy_(0, number[:1] % NUM_CALLS, rows_per_expert[None].to(latest))
+        of_all += rows_per_expert
+        number += 1
 
     def count_nodes(self, topk_idx: torch.Tensor, buffer: Buffer) -> None:
         """Count the nodes of the tokens of topk_idx [num_tokens, num_topk], whose experts are numbered as `buffer` numbers them."""
@@ -116,29 +127,28 @@ class LayerMetrics:
         while self._events and self._events[0][1].query():
             begin, end = self._events.pop(0)
             self._ms, self._num_timed = self._ms + begin.elapsed_time(end), self._num_timed + 0.5
-        rows = torch.zeros(self._num_local_experts, dtype=torch.int64) if self._rows is None else self._rows.to("cpu", copy=True)
+        rows = torch.zeros(NUM_CALLS + 2, self._num_local_experts, dtype=torch.int64)
+        if self._rows is not None:
+            rows.copy_(self._rows)
+            self._rows[NUM_CALLS:].zero_()
         nodes = [0.0, 0.0] if self._nodes is None else self._nodes.double().tolist()
         totals = [self._ms, self._num_timed, float(self.num_over_capacity), float(self.num_repeats), *nodes]
-        calls = rows.new_zeros(0, self._num_local_experts)
-        if self._rows is not None:
-            end = int(self._num_calls)
-            calls = self._calls.roll(-end, 0)[max(NUM_CALLS - end, 0) :].cpu()
-        for counts in (self._rows, self._nodes, self._num_calls):
-            if counts is not None:
-                counts.zero_()
+        if self._nodes is not None:
+            self._nodes.zero_()
         self._ms, self._num_timed, self.num_over_capacity, self.num_repeats = 0.0, 0.0, 0, 0
-        return rows, totals, calls
+        num_calls = int(rows[-1, 0])
+        return rows[NUM_CALLS], totals, rows[:NUM_CALLS].roll(-num_calls, 0)[max(NUM_CALLS - num_calls, 0) :]
 
 
 class Metrics:
     """Observes the MoE layers of a model, and writes their load and times since the last report as scalars.
 
-    Training forwards count: those in training mode with gradients enabled. Evaluation does not. If a layer is in eval mode when this object
-    is made, as in a model that serves, all its forwards count.
+    Training forwards count: those in training mode with gradients enabled, and once where a checkpoint runs them again. Evaluation does
+    not. If a layer is in eval mode when this object is made, as in a model that serves, all its forwards count.
 
     A layer is a `MoELayer`, a layer of `deepep_moe.integrations.huggingface.spread_experts`, or one that
-    `deepep_moe.integrations.deepspeed` has swapped (of AutoEP without the time of its exchange). PyTorch hooks collect the values of the
-    first two, so other layers have no overhead. A compiled layer is not observed inside a graph.
+    `deepep_moe.integrations.deepspeed` has swapped: of AutoEP, and under `wall_clock_breakdown`, without the time of its exchange. PyTorch
+    hooks collect the values of the first two, so other layers have no overhead. A compiled layer is not observed inside a graph.
 
     Args:
         model: the model whose layers are observed from now on, on every rank.
@@ -147,7 +157,7 @@ class Metrics:
 
     Raises:
         TypeError: a writer has neither method.
-        ValueError: the model has no such layer.
+        ValueError: the model has no such layer, or one of DeepSpeed before `deepspeed.initialize`.
     """
 
     def __init__(self, model: nn.Module, writers: Sequence[Any] = ()):
@@ -161,7 +171,10 @@ class Metrics:
         self._layers = layers
 
     def take(self) -> list[LayerReport]:
-        """Return a report of every layer, in the order of the model, and reset the values. Collective over all ranks."""
+        """Return a report of every layer, in the order of the model, and reset the values. Collective over all ranks of the job.
+
+        Raises ValueError on all ranks where they have unequal numbers of layers, as stages of a pipeline may.
+        """
         num_experts = max(layer.num_experts for layer in self._layers)
         table = torch.zeros(len(self._layers), num_experts + NUM_TOTALS, dtype=torch.float64)
         calls = []
@@ -170,12 +183,12 @@ class Metrics:
             row[layer.rank * len(rows) : (layer.rank + 1) * len(rows)] = rows.double()
             row[num_experts:] = torch.tensor(totals, dtype=torch.float64)
             calls.append(of_calls)
-        if self._trace is not None:
-            self._trace.write(calls)
         found = overloads(calls, [(layer.first_rank, layer.num_ranks) for layer in self._layers])
         if dist.is_available() and dist.is_initialized():
             table = table.to("cuda") if dist.get_backend() == "nccl" else table
             dist.all_reduce(table)
+        if self._trace is not None:
+            self._trace.write(calls)  # last: if it fails on a rank, no peer waits
         reports = []
         for number, (layer, row, overload) in enumerate(zip(self._layers, table.tolist(), found, strict=True), start=1):
             *rows, ms, num_timed, num_over, num_repeats, _, _ = row
@@ -207,8 +220,9 @@ class Metrics:
 class _Counted:
     """A layer and its place in its expert-parallel group of `num_ranks` ranks, of which the first is `first_rank` of the job."""
 
-    def __init__(self, group: "dist.ProcessGroup | None", num_ranks: int, num_local_experts: int):
-        self.num_ranks, self.num_experts, self.metrics = num_ranks, num_ranks * num_local_experts, LayerMetrics(num_local_experts)
+    def __init__(self, layer: nn.Module, group: "dist.ProcessGroup | None", num_ranks: int, num_local_experts: int):
+        self.num_ranks, self.num_experts = num_ranks, num_ranks * num_local_experts
+        self.metrics = LayerMetrics(num_local_experts, serves=not layer.training)
         self.rank, self.first_rank = 0, rank_in_job()
         if num_ranks > 1:
             self.rank, self.first_rank = dist.get_rank(group), dist.get_global_rank(group or dist.group.WORLD, 0)  # type: ignore[arg-type]
@@ -220,7 +234,9 @@ def _follow(module: Any) -> _Counted | None:
         return _Followed(module)
     if not hasattr(module, "deepep_moe_metrics"):
         return None
-    counted = _Counted(module.ep_group, module.ep_size, module.num_local_experts)
+    if module.ep_group is None and module.ep_size > 1:
+        raise ValueError(f"a {type(module).__name__} has no expert-parallel group yet; make Metrics after deepspeed.initialize")
+    counted = _Counted(module, module.ep_group, module.ep_size, module.num_local_experts)
     module.deepep_moe_metrics = counted.metrics  # a swapped layer of DeepSpeed adds to it
     return counted
 
@@ -229,11 +245,10 @@ class _Followed(_Counted):
     """A layer with hooks at the begin and the end of its two calls."""
 
     def __init__(self, layer: Any):
-        super().__init__(layer.buffer._group, layer.buffer.num_ranks, layer.buffer.num_local_experts)
+        super().__init__(layer, layer.buffer._group, layer.buffer.num_ranks, layer.buffer.num_local_experts)
         self._timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._num_runs = 0  # of the experts in this forward; the second one is for rows that did not fit
-        serves = not layer.training
-        self._counts: Callable[[], bool] = lambda: serves or (layer.training and torch.is_grad_enabled())
+        self._counts: Callable[[], bool] = lambda: self.metrics.counts(layer)
         # Dispatch begins behind the router, combine behind the shared expert, where the layer has them.
         if isinstance(router := getattr(layer, "router", None), nn.Module):
             router.register_forward_hook(lambda module, args, output: self._begin_forward(args[0]))

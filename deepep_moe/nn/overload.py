@@ -13,17 +13,20 @@ _NUM_SIZES = 3  # columns before the rows: first rank of the group, its ranks, i
 
 
 def overloads(calls: Sequence[Tensor], groups: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-    """Return the overload of each layer, by the names of `LayerReport`; nothing for one without rows. Collective over all ranks.
+    """Return the overload of each layer, by the names of `LayerReport`; nothing for one without rows. Collective over all ranks. Raises
+    ValueError on all of them where they give unequal numbers of layers.
 
     calls: [num_calls, num_local_experts] rows for each layer of the job; no calls where this rank has no such layer. groups: the first
     global rank and the number of ranks of each layer's expert-parallel group.
     """
     is_spread = dist.is_available() and dist.is_initialized()
     device = "cuda" if is_spread and dist.get_backend() == "nccl" else "cpu"
-    most = torch.tensor(max(map(len, calls), default=0), device=device)
+    most = torch.tensor([max(map(len, calls), default=0), len(calls), -len(calls)], device=device)
     if is_spread:
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    num_calls = int(most)
+    num_calls, most_layers, least_layers = most.tolist()
+    if most_layers != -least_layers:
+        raise ValueError(f"ranks count {-least_layers} to {most_layers} MoE layers; give Metrics as many layers on every rank of the job")
     if not num_calls:
         return [{} for _ in calls]
     own = torch.zeros(len(calls), _NUM_SIZES + 2 * num_calls, dtype=torch.int64)

@@ -1,7 +1,9 @@
 """Writers of scalars, a file for TensorBoard and lines of JSON as Weights & Biases keeps them; and of routing traces."""
 
 import json
+import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,10 @@ class JsonLines:
             file.write(json.dumps({"_step": step, "_timestamp": round(time.time(), 3), **values}) + "\n")
 
 
+_HEADER_BYTES = 128
+_num_files: Counter[Path] = Counter()  # that this process has begun, by the name of the first
+
+
 class RoutingTrace:
     """A file of this rank for NumPy, which grows: [num_calls, num_layers, num_local_experts] int32, rows of each expert in each forward.
 
@@ -58,13 +64,15 @@ class RoutingTrace:
     """
 
     def __init__(self, folder: Path, rank: int):
-        self.path, self._shape, self._num_files = folder / f"rank{rank:05}.npy", (0, 0, 0), 0
+        self._first = self.path = folder / f"rank{rank:05}.npy"
+        self._shape: tuple[int, ...] = 0, 0, 0
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, calls: Sequence[Tensor]) -> None:
         """Add the forwards of a report, [num_calls, num_local_experts] for each layer. Zeros stand where one has fewer calls or experts.
 
-        Other numbers of layers or experts than before go to another file, with a number in its name.
+        Other numbers of layers or experts than before go to another file, with a number in its name, and so does a second trace. A job
+        that is killed leaves files that can be read.
         """
         ran = [of_layer for of_layer in calls if len(of_layer)]
         if not ran:
@@ -72,18 +80,26 @@ class RoutingTrace:
         block = torch.zeros(max(map(len, ran)), len(ran), max(of_layer.shape[1] for of_layer in ran), dtype=torch.int32)
         for i, of_layer in enumerate(ran):
             block[: len(of_layer), i, : of_layer.shape[1]] = of_layer
-        before, *sizes = self._shape
-        if sizes != list(block.shape[1:]):
-            before, self._num_files = 0, self._num_files + 1
-            if self._num_files > 1:
-                self.path = self.path.with_name(f"{self.path.stem.split('-')[0]}-{self._num_files}.npy")
-            self.path.write_bytes(b"")
-        self._shape = before + len(block), *block.shape[1:]
-        text = f"{{'descr': '<i4', 'fortran_order': False, 'shape': {self._shape}}}".ljust(117) + "\n"
+        num_calls, *sizes = block.shape
+        if self._shape[1:] != (*sizes,):
+            _num_files[self._first] += 1
+            if (number := _num_files[self._first]) > 1:
+                self.path = self._first.with_stem(f"{self._first.stem}-{number}")
+            self._shape = 0, *sizes
+            self.path.write_bytes(_header(self._shape))
+        grown = self._shape[0] + num_calls, *sizes
         with self.path.open("r+b") as file:
-            file.write(b"\x93NUMPY\x01\x00\x76\x00" + text.encode())  # a header of 128 bytes, whose length does not change
-            file.seek(0, 2)
+            file.seek(_HEADER_BYTES + 4 * math.prod(self._shape))
             file.write(block.numpy().astype("<i4").tobytes())
+            file.seek(0)
+            file.write(_header(grown))
+        self._shape = grown
+
+
+def _header(shape: tuple[int, ...]) -> bytes:
+    """Return NumPy's header of such int32, [_HEADER_BYTES]."""
+    begin, text = b"\x93NUMPY\x01\x00\x76\x00", f"{{'descr': '<i4', 'fortran_order': False, 'shape': {shape}}}"
+    return begin + text.ljust(_HEADER_BYTES - len(begin) - 1).encode() + b"\n"
 
 
 def routing_trace() -> RoutingTrace | None:

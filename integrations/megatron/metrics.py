@@ -38,8 +38,12 @@ class Metrics:
 
     def take(self) -> list[LayerReport]:
         """Return a report of every layer that has trained, by model and layer, and begin anew. Collective over all ranks of the job."""
-        table, first_model, found = self._table()
+        table, first_model, calls, groups = self._table()
+        found = overloads(calls, groups)
         dist.all_reduce(table)
+        self._trace = self._trace or routing_trace()
+        if self._trace is not None:
+            self._trace.write(calls)  # last: if it fails on a rank, no peer waits
         reports = []
         places = itertools.product(*map(range, table.shape[:2]))
         for (model, layer), row, overload in zip(places, table.flatten(0, 1).tolist(), found, strict=True):
@@ -51,9 +55,9 @@ class Metrics:
                 reports.append(LayerReport(layer + 1, counts, *totals, per_token, first_model + model, **overload))
         return reports
 
-    def _table(self) -> tuple[torch.Tensor, int, list[dict[str, Any]]]:
-        """Return [num_models, num_layers, num_experts + totals + 2] of this rank, the number of the first model, and the overload of each
-        layer. The last two columns are the experts of the layer, and 1."""
+    def _table(self) -> tuple[torch.Tensor, int, list[torch.Tensor], list[tuple[int, int]]]:
+        """Return [num_models, num_layers, num_experts + totals + 2] of this rank, the number of the first model, and what `overloads` takes
+        of each layer. The last two columns are the experts of the layer, and 1."""
         layers = list(self._layers.items())
         sizes = [[layer.layer_number or 1, layer.config.num_moe_experts, model, -model] for layer, (model, _) in layers]
         device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
@@ -71,10 +75,7 @@ class Metrics:
             calls[place], groups[place] = of_calls, (dist.get_global_rank(group, 0), group.size())
             row[layer.local_expert_indices] += rows
             row[num_experts:] += torch.tensor([*totals, layer.config.num_moe_experts, 1.0], dtype=torch.float64)
-        self._trace = self._trace or routing_trace()
-        if self._trace is not None:
-            self._trace.write(calls)
-        return table.to(device), -first_model, overloads(calls, groups)
+        return table.to(device), -first_model, calls, groups
 
     def write(self, iteration: int, writer: Any, wandb_writer: Any) -> None:
         """Write the reports as scalars. Collective; writers are there on one rank. Names of a second model and of later ones have its

@@ -19,14 +19,14 @@ from exchange_cases import (
     opened,
     poison_outputs,
 )
-from on_ranks import on_ranks
+from on_ranks import on_ranks, refused
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepep_moe import Buffer, reference
-from deepep_moe.errors import EPMismatchError, EPPeerError
+from deepep_moe.errors import EPMismatchError
 from deepep_moe.ops import weighted
 
 SUMS = ("lanes", "lanes_fma")
@@ -260,15 +260,18 @@ def test_late_counts(rank, num_ranks, sums):
 @pytest.mark.gpu
 @on_ranks(2)
 def test_rows_left_out(rank, num_ranks):
-    """Rows beyond a bound send something, so that no rank waits for them; sums of the other rows are right."""
+    """Rows beyond a bound send another row, so that no rank waits for them; sums of the other rows are right, and all are finite, even if
+    the memory for copy engines holds NaN."""
     for bound in (0, 8):
         buffer, x, idx, weights = opened(replace(CASE, num_tokens=[11, 6], pattern="one_expert"), "nvlink", rank, sums="lanes")
         buffer.allow_excess()
+        buffer.dispatch(torch.full_like(x, torch.nan), torch.where(idx < 0, -1, 0), weights, num_sms=0)
         out = buffer.dispatch(x, idx, weights, num_recv_rows=bound)
         y = buffer.combine(out.recv_x, out.handle, out.recv_topk_weights)
         if rank == 0:
             kept = slice(0, bound)
             assert torch.equal(y[kept], (x.float() * weights[:, :1])[kept].to(x.dtype))
+            assert bound == 0 or y.isfinite().all()
         buffer.check()
 
 
@@ -276,10 +279,25 @@ def test_rows_left_out(rank, num_ranks):
 @on_ranks(2)
 def test_bad_routing_on_gpus(rank, num_ranks):
     buffer, x, idx, _ = opened(replace(CASE, num_tokens=[11, 6], pattern="uniform"), "nvlink", rank, sums="lanes")
-    bad = idx.clone()
-    bad[3, 2] = CASE.num_experts if rank == 0 else bad[3, 2]
-    with pytest.raises(*((ValueError, r"topk_idx\[3, 2\]") if rank == 0 else (EPPeerError, "rank 0"))[:1]):
-        buffer.dispatch(x, bad)
+    for wrong, told in ((CASE.num_experts, r"topk_idx\[3, 2\]"), (int(idx[3, 1]), r"topk_idx\[3\]")):
+        bad = idx.clone()
+        bad[3, 2] = wrong if rank == 0 else bad[3, 2]
+        with refused(rank, 0, ValueError, told):
+            buffer.dispatch(x, bad)
+
+
+@pytest.mark.gpu
+@on_ranks(2)
+def test_copy_engines_send_no_single_rows(rank, num_ranks):
+    """They serve the dispatch."""
+    buffer, x, idx, weights = opened(replace(CASE, num_tokens=[11, 6]), "nvlink", rank, sums="lanes")
+    out, expected = buffer.dispatch(x, idx, weights, num_sms=0), buffer.dispatch(x, idx, weights)
+    assert_all_same("rows", (out.recv_x, out.recv_topk_weights), (expected.recv_x, expected.recv_topk_weights))
+    for num_sms in (1, 3):
+        again = buffer.combine(out.recv_x, out.handle, out.recv_topk_weights, num_sms=num_sms)
+        assert torch.equal(again, buffer.combine(out.recv_x, out.handle, out.recv_topk_weights))
+    with pytest.raises(ValueError, match="num_sms=0 cannot serve sums by lanes"):
+        buffer.combine(out.recv_x, out.handle, out.recv_topk_weights, num_sms=0)
 
 
 # ---- refusals ----
@@ -288,6 +306,8 @@ def test_bad_routing_on_gpus(rank, num_ranks):
 def test_refusals():
     with pytest.raises(ValueError, match="sums is 'lane'"):
         Buffer(None, 4, 8, 4, 2, sums="lane")
+    with pytest.raises(ValueError, match="num_sms is 0; with sums='lanes' it must be 1 or more"):
+        Buffer(None, 4, 8, 4, 2, sums="lanes", num_sms=0)
     buffer = Buffer(None, 4, 8, 4, 2, sums="lanes", backend="shm")
     assert (buffer.num_topk, buffer.num_max_tokens_per_rank, buffer.sums) == (2, 4, "lanes")
     x, idx = torch.ones(4, 8), torch.tensor([[0, 1]] * 4)

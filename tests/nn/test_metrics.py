@@ -1,12 +1,16 @@
 """Metrics of MoE layers and the files that they go to."""
 
+import copy
 import json
 import sys
+import threading
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from deepep_moe.nn import EventFile, GroupedExperts, JsonLines, Metrics, MoELayer, Router, SwiGLU
+from deepep_moe.nn.metrics import LayerMetrics
 from deepep_moe.testing import run_ranks
 
 
@@ -75,6 +79,33 @@ def training_worker(rank: int, num_ranks: int):
 
 def test_evaluations_count_for_a_model_that_serves_only():
     assert run_ranks(training_worker, 1)[0] == [[0, 6], [0, 6], [6, 6]]
+
+
+@pytest.mark.parametrize("use_reentrant", (True, False))
+def test_a_checkpoint_counts_a_forward_once(use_reentrant):
+    model, x = layers(1), torch.randn(3, 16, requires_grad=True)
+    metrics = Metrics(model)
+    checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
+    assert [report.rows_per_expert for report in metrics.take()] == [[3, 3, 0, 0]] * 2
+
+
+def test_serving_in_and_out_of_inference_mode():
+    model, x = layers(1).eval(), torch.randn(3, 16)
+    metrics = Metrics(model)
+    for _ in range(2):
+        with torch.inference_mode():
+            model(x)
+        with torch.no_grad():
+            model(x)
+        assert [report.rows_per_expert for report in metrics.take()] == [[6, 6, 0, 0]] * 2
+
+
+def test_a_copy_of_a_layer_counts_anew():
+    metrics, event = LayerMetrics(2, serves=True), threading.Lock()  # an event of a GPU cannot be copied either
+    metrics.count(torch.tensor([1, 2]))
+    metrics._events.append((event, event))
+    copied = copy.deepcopy(metrics)
+    assert copied.counts(torch.nn.Linear(2, 2).eval()) and copied.take()[0].tolist() == [0, 0]
 
 
 def test_what_cannot_be_followed():

@@ -2,6 +2,7 @@
 
 import glob
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_ranks import on_ranks
 
-from deepep_moe.nn import GroupedExperts, Metrics, MoELayer, Router
+from deepep_moe.nn import GroupedExperts, Metrics, MoELayer, Router, writers
 from deepep_moe.nn.metrics import LayerMetrics
 from deepep_moe.nn.overload import NUM_CALLS, _by_layer, overloads
 from deepep_moe.nn.writers import RoutingTrace
@@ -60,6 +61,12 @@ def test_groups_count_apart(rank: int) -> None:
     assert overloads([own, none] if rank % 2 == 0 else [none, own], [group, group]) == [expected[0], expected[1]]
     both = {"rank_overload": 10 / 6, "max_rank_overload": 2.0, "rank_overload_of_sum": 10 / 6, "max_vio": 5 / 3 - 1}
     assert overloads([own], [group]) == [pytest.approx(both)]
+
+
+@on_ranks(2)
+def test_unequal_numbers_of_layers(rank: int) -> None:
+    with pytest.raises(ValueError, match="^ranks count 1 to 2 MoE layers; give Metrics as many layers on every rank of the job$"):
+        overloads([torch.ones(1, 2)] * (1 + rank), [(rank, 1)] * (1 + rank))
 
 
 @settings(max_examples=100, deadline=None)
@@ -129,6 +136,21 @@ def test_a_trace_grows_and_layers_of_other_sizes_get_another_file(tmp_path):
     assert np.load(tmp_path / "new" / "rank00003.npy").tolist() == [[[1, 2]], [[3, 4]], [[5, 6]]]
     trace.write([torch.tensor([[7, 8]]), torch.tensor([[9], [10]])])
     assert np.load(tmp_path / "new" / "rank00003-2.npy").tolist() == [[[7, 8], [9, 0]], [[0, 0], [10, 0]]]
-    again = RoutingTrace(tmp_path / "new", 3)
-    again.write([torch.tensor([[1]])])
-    assert np.load(again.path).tolist() == [[[1]]], "a new run begins its file anew"
+    RoutingTrace(tmp_path / "new", 3).write([torch.tensor([[1, 1]])])
+    trace.write([torch.tensor([[2, 3]]), torch.tensor([[4]])])
+    assert np.load(tmp_path / "new" / "rank00003-3.npy").tolist() == [[[1, 1]]], "a second trace has files of its own"
+    assert np.load(tmp_path / "new" / "rank00003-2.npy").tolist() == [[[7, 8], [9, 0]], [[0, 0], [10, 0]], [[2, 3], [4, 0]]]
+    writers._num_files.clear()
+    RoutingTrace(tmp_path / "new", 3).write([torch.tensor([[1]])])
+    assert np.load(tmp_path / "new" / "rank00003.npy").tolist() == [[[1]]], "a new run begins its file anew"
+
+
+def test_a_trace_whose_job_ends_in_a_write_can_be_read(tmp_path, monkeypatch):
+    trace = RoutingTrace(tmp_path, 0)
+    trace.write([torch.tensor([[1, 2]])])
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(writers, "_header", mock.Mock(side_effect=OSError("no space")))
+        trace.write([torch.tensor([[3, 4], [5, 6]])])
+    assert np.load(trace.path).tolist() == [[[1, 2]]]
+    trace.write([torch.tensor([[7, 8]])])
+    assert np.load(trace.path).tolist() == [[[1, 2]], [[7, 8]]]

@@ -157,7 +157,7 @@ def test_bad_arguments(num_gpus, arguments, message, capsys, monkeypatch, machin
     monkeypatch.setattr(command.torch.cuda, "device_count", lambda: num_gpus)
     (machine / "damaged.json").write_text("{}")
     with pytest.raises(SystemExit) as end:
-        command.main([*arguments])
+        command.main(arguments)
     assert end.value.code == 2 and message in capsys.readouterr().err
 
 

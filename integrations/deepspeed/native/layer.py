@@ -146,6 +146,8 @@ class PackedMOELayer(MOELayer):
             buffer, settled = growing.settle(len(x), send, buffer, out)
             if settled is not out:
                 out, outputs = settled, notify_peers_on_failure(buffer, self._run_joined, own, settled)
+                if (metrics := metrics_of(self)) is not None:
+                    metrics.num_repeats += 1
         count_rows(self, out.handle)
         with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
             if self.is_fp8:
@@ -210,8 +212,9 @@ class PackedMOELayer(MOELayer):
 
 
 def metrics_of(layer: Any) -> LayerMetrics | None:
-    """Return what this forward is counted in, or None: without metrics, and where it does not train."""
-    return layer.deepep_moe_metrics if layer.training and torch.is_grad_enabled() else None
+    """Return what this forward is counted in, or None: without metrics, and where it does not count."""
+    metrics: LayerMetrics | None = layer.deepep_moe_metrics
+    return metrics if metrics is not None and metrics.counts(layer) else None
 
 
 def count_rows(layer: Any, handle: DispatchHandle) -> None:

@@ -1,13 +1,17 @@
 """One swapped layer: by hand, with other numbers of tokens on every rank, and where DeepSpeed's forward runs."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from deepspeed_cases import HIDDEN, assert_equal, dispatches, logged, make_moe, most_experts, on_deepspeed_ranks, run_layer, sequential
 from left_graphs import assert_leaves_no_graph
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from deepep_moe.exchange.growing import GrowingBuffer
+from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.integrations.common import warn_once
 from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.deepspeed import replace_moe_layers, restore_moe_layers
@@ -78,7 +82,8 @@ def test_nodes_of_tokens(rank):
 
 @on_deepspeed_ranks()
 def test_metrics(rank):
-    """All tokens go to rank 1's last expert, in each mode. Experts of other layers of DeepSpeed do not count, nor does an evaluation."""
+    """All tokens go to rank 1's last expert, in each mode. Experts of other layers of DeepSpeed do not count, nor does an evaluation of a
+    model that trains. A forward that a checkpoint repeats counts once."""
     for options in ({"exact": True}, {"exact": False}, {"exact": False, "grouped_experts": True}):
         layer = make_moe(4, k=1, use_rts=False, expert=sequential(bias=False), capacity_factor=4.0)
         with torch.no_grad():
@@ -90,10 +95,34 @@ def test_metrics(rank):
         (report,) = metrics.take()
         assert report.rows_per_expert == [0, 0, 0, 5] and report.exchange_ms > 0, options
         assert (report.rank_overload, report.max_rank_overload, report.max_vio) == (2.0, 2.0, 3.0), options
+        checkpoint(layer.train(), x.requires_grad_(), use_reentrant=False)[0].sum().backward()
+        assert metrics.take()[0].rows_per_expert == [0, 0, 0, 5], options
+        serving = Metrics(layer.eval())
+        layer(x)
+        assert serving.take()[0].rows_per_expert == [0, 0, 0, 5], options
         restore_moe_layers(layer)
         assert not hasattr(layer.deepspeed_moe, "deepep_moe_metrics")
     with pytest.raises(ValueError, match="has no MoE layer of deepep_moe"):
         Metrics(layer)
+    layer = make_moe(4, with_groups=False)
+    replace_moe_layers(layer)
+    with pytest.raises(ValueError, match="^a PackedMOELayer has no expert-parallel group yet; make Metrics after deepspeed.initialize$"):
+        Metrics(layer)
+
+
+@on_deepspeed_ranks(1)
+def test_repeats_of_experts_count(rank):
+    """As where a GPU's host finds that the rows have not fitted."""
+    layer = make_moe(2, ep=1, k=1, expert=sequential(bias=False))
+    replace_moe_layers(layer, exact=False, grouped_experts=True)
+    metrics = Metrics(layer)
+    with (
+        mock.patch.object(DispatchHandle, "is_late", True),
+        mock.patch.object(GrowingBuffer, "settle", lambda self, n, send, buffer, out: (buffer, send(buffer))),
+    ):
+        layer(torch.randn(3, HIDDEN))
+    (report,) = metrics.take()
+    assert report.num_repeats == 1 and sum(report.rows_per_expert) == 3
 
 
 @on_deepspeed_ranks()
