@@ -152,7 +152,7 @@ class ExpertSlots:
         slots, home = ([given] if isinstance(given, Tensor) else list(given) for given in (slots, home))
         at_home = "grads" if returns else "weights"
         if not 1 <= len(slots) == len(home) <= _MAX_TENSORS:
-            raise ValueError(f"{len(slots)} tensors of slots and {len(home)} of {at_home} were given; give 1 to {_MAX_TENSORS} of both")
+            raise ValueError(f"{len(slots)} tensors of slots and {len(home)} of {at_home}; give 1 to {_MAX_TENSORS} of both")
         check_is_tensor("copies", copies)
         wanted = copies.dtype == torch.int32 and copies.dim() == 2 and copies.shape[0] == self._num_ranks and copies.is_contiguous()
         if not wanted or not 1 <= copies.shape[1] <= _MAX_SLOTS or copies.device != self.memory.device:
@@ -172,7 +172,8 @@ class ExpertSlots:
         for of_slot, of_home in zip(*rows, strict=True):
             if of_slot.shape[1] != of_home.shape[1] or of_slot.shape[1] % step or of_slot.shape[1] == 0:
                 raise ValueError(
-                    f"an expert has {of_slot.shape[1]} {unit} in slots and {of_home.shape[1]} in {at_home}; both must be one multiple of {step}"
+                    f"an expert has {of_slot.shape[1]} {unit} in slots and {of_home.shape[1]} in {at_home}; both must be equal, and a "
+                    f"multiple of {step}"
                 )
         num_sms = check_num_sms(num_sms)
         if num_sms == 0:

@@ -174,7 +174,7 @@ def test_bad_arguments(rank, backend):
     copies = torch.tensor(COPIES, dtype=torch.int32, device=device)
     held, weights = slots.empty(2, 16, dtype=torch.float32), torch.ones(2, 16, device=device)
     bad = {
-        "1 tensors of slots and 2 of weights": (copies, held, [weights, weights]),
+        "1 tensors of slots and 2 of weights; give 1 to 8 of both": (copies, held, [weights, weights]),
         "contiguous int32": (copies.long(), held, weights),
         "1 to 32": (copies.repeat(1, 17), held, weights),
         "outside the memory": (copies, torch.ones(2, 16, device=device), weights),
