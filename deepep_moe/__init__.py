@@ -36,6 +36,6 @@ if not _IS_DOCTOR:
     from deepep_moe.low_latency.handle import LowLatencyHandle, LowLatencyOutput
 
 __all__ = [
-    "Buffer", "DispatchHandle", "DispatchOutput", "Event", "ExpertSlots", "Layout", "LowLatencyBuffer", "LowLatencyHandle", "LowLatencyOutput",
-    "__version__", "errors", "features",
+    "Buffer", "DispatchHandle", "DispatchOutput", "Event", "ExpertSlots", "Layout", "LowLatencyBuffer", "LowLatencyHandle",
+    "LowLatencyOutput", "__version__", "errors", "features",
 ]  # fmt: skip
