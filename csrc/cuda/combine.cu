@@ -17,6 +17,7 @@ namespace {
 
 using tuning::kMaxRingWarps;
 constexpr int kThreads = tuning::kCombineThreads;
+constexpr int kEntriesAtOnce = 8;  // of recv_row_idx, which a thread looks at for one slot
 static_assert(kThreads >= kMaxExpertTensors);
 static_assert(kThreads >= 32 * (kMaxRingWarps + 1), "a block that sends needs a warp for flags");
 
@@ -57,11 +58,17 @@ struct Kernel : CombineRows<kType> {
     __device__ int row_in_slot(const Source& source, int index) const {
         const int token = index / config.num_topk;
         const int32_t* const entries = p.recv_row_idx + static_cast<int64_t>(recv_token(source, token)) * config.num_topk;
-        int rest = index - token * config.num_topk;  // rows of the token before this one
+        int rest = index - token * config.num_topk, found = kNoRow;  // rest: rows of the token before this one
 #pragma unroll 1
-        for (int k = 0; k < config.num_topk; ++k)
-            if (entries[k] != -1 && rest-- == 0) return entries[k];
-        return kNoRow;
+        for (int first = 0; first < config.num_topk; first += kEntriesAtOnce) {
+            int entry[kEntriesAtOnce];
+#pragma unroll
+            for (int i = 0; i < kEntriesAtOnce; ++i) entry[i] = first + i < config.num_topk ? entries[first + i] : -1;
+#pragma unroll
+            for (int i = 0; i < kEntriesAtOnce; ++i)
+                if (entry[i] != -1 && rest-- == 0) found = entry[i];
+        }
+        return found;
     }
 
     // ---- work blocks ----

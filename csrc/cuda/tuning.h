@@ -29,6 +29,7 @@ namespace tuning {
 constexpr int kMaxRingWarps = 11;
 constexpr int kRingBytes = 184 * 1024;                 // bytes of a block's rows in flight; the link is slower with more
 constexpr GpuRing kRingOfGradients{kMaxRingWarps, 4};  // in a return of gradients, whose rows are small
+constexpr int kReadersForSender = 2;                   // SMs that read over the link as fast as one writes
 constexpr int kRowsBehindFlag = 3;                     // rows sent after a chunk before its flag is set: by then the chunk has landed
 
 // Plan.

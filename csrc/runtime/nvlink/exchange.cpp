@@ -137,7 +137,7 @@ void NvlinkExchange::combine(const GpuCombineCall& call, const CallMode& mode) {
 void NvlinkExchange::move_experts(GpuExpertSlotsParams params, const Signature& signature, const CallMode& mode) {
     const Step step(*this, mode.stream);
     const cudaStream_t stream = as_stream(mode.stream);
-    params.num_blocks = std::max(1, num_senders(mode, tuning.num_sms));
+    params.num_blocks = std::max(1, num_senders(mode, params.returns ? tuning::kReadersForSender * tuning.num_sms : tuning.num_sms));
     GpuPlanParams meeting{};
     meeting.cached = true;
     plan(meeting, signature, {}, false, stream);
