@@ -26,6 +26,25 @@ def build_info() -> dict[str, bool | str]: ...
 def running(pid: int) -> Process: ...
 def workspace_bytes(*, num_ranks: int, num_channels: int, num_experts: int, num_topk: int, hidden: int) -> int: ...
 
+# copies of hot experts (csrc/common/copy_plan.h)
+
+def plan_copies(
+    topk_idx: Tensor, counts: Tensor, copies: Tensor, rows: Tensor, physical_topk_idx: Tensor, rank: int, cost: int, capacity: int
+) -> None: ...
+
+# only where the build found nvcc
+def gpu_plan_copies(
+    topk_idx: Tensor,
+    counts: Tensor,
+    copies: Tensor,
+    rows: Tensor,
+    physical_topk_idx: Tensor,
+    rank: int,
+    cost: int,
+    capacity: int,
+    stream: int,
+) -> None: ...
+
 # exchange (csrc/runtime/shm/exchange.h, call.h)
 
 class ShmExchange:

@@ -35,7 +35,7 @@ def plan_copies(counts: Tensor, num_slots: int, cost: int, capacity: int = -1) -
     With num_slots >= num_experts / num_ranks every capacity of at least `mean` is met. With fewer slots the result may exceed a capacity
     that other plans meet. The caller compares loads with its capacity.
     """
-    num_ranks, num_experts = counts.shape
+    num_ranks = counts.shape[0]
     num_rows: list[int] = counts.sum(0).tolist()
     no_copies: Copies = [[] for _ in range(num_ranks)]
     loads, _ = _loads(num_rows, no_copies)

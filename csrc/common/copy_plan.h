@@ -1,0 +1,167 @@
+// Copies of hot experts, and physical experts of top-k entries: what CPU and GPU compute alike. deepep_moe/reference/copies.py is the
+// definition. A slot is a number below num_ranks * num_slots, the slots of all ranks in order.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+#include "common/types.h"
+
+// For functions that run on the GPU in kernels, and on the CPU in the CPU library.
+#if defined(__CUDACC__)
+#define DEEPEP_MOE_TEAM __device__
+#else
+#define DEEPEP_MOE_TEAM
+#endif
+
+namespace deepep_moe {
+
+constexpr int kCopyThresholds = 32;
+
+struct CopyPlanParams {
+    int num_ranks, num_experts, num_slots, rank;
+    int cost, capacity;   // in rows; capacity -1: none
+    int64_t num_entries;  // num_tokens * num_topk
+    bool is_int64;        // topk_idx
+    const int32_t* counts;     // [num_ranks, num_experts]
+    const void* topk_idx;      // [num_entries] int64 or int32
+    int32_t *copies, *rows;    // [num_ranks, num_slots], out
+    void* physical_topk_idx;   // [num_entries], out
+
+    DEEPEP_MOE_HD int num_local() const { return num_experts / num_ranks; }
+    DEEPEP_MOE_HD int all_slots() const { return num_ranks * num_slots; }
+    DEEPEP_MOE_HD int num_physical() const { return num_experts + all_slots(); }
+    DEEPEP_MOE_HD int physical_home(int expert) const { return expert + expert / num_local() * num_slots; }
+    DEEPEP_MOE_HD int physical_slot(int slot) const { return slot + (slot / num_slots + 1) * num_local(); }
+};
+
+constexpr DEEPEP_MOE_HD int smaller(int a, int b) { return a < b ? a : b; }
+
+// What is largest, and where.
+struct Largest {
+    int value, index;
+};
+
+// How bad a plan is; the best is not worse than any other.
+struct CopyScore {
+    int64_t value;  // the objective of a plan that fits; of others kMisfit + the largest load
+    int num_copies;
+
+    static constexpr int64_t kMisfit = int64_t{1} << 60;
+    DEEPEP_MOE_HD bool fits() const { return value < kMisfit; }
+    DEEPEP_MOE_HD bool is_better_than(const CopyScore& other) const {
+        return value != other.value ? value < other.value : num_copies < other.num_copies;
+    }
+};
+
+// A plan in the making.
+struct CopyCandidate {
+    int32_t *copies, *rows;       // [all_slots]
+    int32_t* left;                // [num_experts] rows that stay at home
+    int32_t *loads, *sent, *got;  // [num_ranks]; copies that the rank sends, gets
+
+    static DEEPEP_MOE_HD int words(const CopyPlanParams& p) { return 2 * p.all_slots() + p.num_experts + 3 * p.num_ranks; }
+    DEEPEP_MOE_HD CopyCandidate(const CopyPlanParams& p, int32_t* memory)
+        : copies(memory),
+          rows(copies + p.all_slots()),
+          left(rows + p.all_slots()),
+          loads(left + p.num_experts),
+          sent(loads + p.num_ranks),
+          got(sent + p.num_ranks) {}
+};
+
+// The i-th threshold for the loads without copies.
+DEEPEP_MOE_HD inline int copy_threshold(const CopyPlanParams& p, const int32_t* loads, int i) {
+    int64_t total = 0;
+    int top = 0;
+    for (int rank = 0; rank < p.num_ranks; ++rank) {
+        total += loads[rank];
+        if (loads[rank] > top) top = loads[rank];
+    }
+    const int mean = static_cast<int>((total + p.num_ranks - 1) / p.num_ranks);
+    if (p.capacity >= 0 && p.capacity < top) top = p.capacity > mean ? p.capacity : mean;
+    return mean + static_cast<int>(int64_t{i} * (top - mean) / kCopyThresholds);
+}
+
+// A team is the threads that make a plan together. Each thread gets the result of `largest(count, value)`, the largest of value(0) ...,
+// none negative, at the lowest index. `each(count, work)` divides the indices among the threads; `once(work)` lets one of them work. Both
+// end when all threads see what was written.
+//
+// fills: `fill` of the reference, else `spread`. num_rows: [num_experts], loads: [num_ranks] without copies.
+template <class Team>
+DEEPEP_MOE_TEAM CopyScore make_copies(const Team& team, const CopyPlanParams& p, const CopyCandidate& c, const int32_t* num_rows,
+                                      const int32_t* loads, int threshold, bool fills) {
+    team.each(p.all_slots(), [&](int slot) { c.copies[slot] = -1, c.rows[slot] = 0; });
+    team.each(p.num_experts, [&](int expert) { c.left[expert] = num_rows[expert]; });
+    team.each(p.num_ranks, [&](int rank) { c.loads[rank] = loads[rank], c.sent[rank] = c.got[rank] = 0; });
+    const int num_local = p.num_local(), least = fills || p.cost < 1 ? 1 : p.cost;
+    const auto above_zero = [](int value) { return value > 0 ? value : 0; };
+    const auto has_slot = [&](int rank) { return c.got[rank] < p.num_slots; };
+    uint64_t gives_no_more = 0;  // a bit for each rank
+    int num_copies = 0;
+    Largest excess{}, room{};  // of the donor, of the receiver
+    while (true) {
+        const bool is_filling = fills && room.value > 0 && has_slot(room.index);
+        if (!is_filling) {
+            excess = team.largest(p.num_ranks, [&](int r) { return gives_no_more >> r & 1 ? 0 : above_zero(c.loads[r] - threshold); });
+            room = team.largest(p.num_ranks, [&](int r) { return has_slot(r) ? above_zero(threshold - c.loads[r]) : 0; });
+            if (smaller(excess.value, room.value) < least) break;
+        }
+        const int donor = excess.index, first = donor * num_local;
+        const Largest left = team.largest(num_local, [&](int i) { return above_zero(c.left[first + i]); });
+        if (left.value < least) {
+            gives_no_more |= uint64_t{1} << donor;
+            room.value = 0;
+            continue;
+        }
+        const int taken = smaller(smaller(left.value, room.value), fills ? room.value : excess.value);
+        team.once([&] {
+            const int slot = room.index * p.num_slots + c.got[room.index]++;
+            c.copies[slot] = first + left.index, c.rows[slot] = taken;
+            c.left[first + left.index] -= taken, c.loads[donor] -= taken, c.loads[room.index] += taken;
+            ++c.sent[donor];
+        });
+        room.value -= taken;
+        ++num_copies;
+    }
+    const int64_t load = team.largest(p.num_ranks, [&](int r) { return above_zero(c.loads[r]); }).value;
+    const int moves = team.largest(p.num_ranks, [&](int r) { return c.sent[r] > c.got[r] ? c.sent[r] : c.got[r]; }).value;
+    return {p.capacity >= 0 && load > p.capacity ? CopyScore::kMisfit + load : load + int64_t{p.cost} * moves, num_copies};
+}
+
+// Which rows of a source rank go to which copies: those of an expert in order, first to its first copy, then to the next, then home.
+struct CopyShares {
+    int32_t* first;  // [num_experts] the slot of the expert's first copy, -1: it has none
+    int32_t* next;   // [all_slots] the slot of the next copy of the same expert, -1: there is none
+    int32_t* ends;   // [all_slots] the number of rows of the expert, of this source rank, that this copy and those before take
+
+    DEEPEP_MOE_HD int target(const CopyPlanParams& p, int64_t expert, int row) const {
+        int slot = first[expert];
+        while (slot >= 0 && row >= ends[slot]) slot = next[slot];
+        return slot >= 0 ? p.physical_slot(slot) : p.physical_home(static_cast<int>(expert));
+    }
+};
+
+// Set the shares of an expert. left: [num_ranks, num_experts] counts, from which the rows that copies take are subtracted.
+DEEPEP_MOE_HD inline void share_rows(const CopyPlanParams& p, const int32_t* copies, const int32_t* rows, int expert, int32_t* left,
+                                     const CopyShares& shares) {
+    const int home = expert / p.num_local();
+    int32_t* link = shares.first + expert;
+    int end = 0;
+    for (int slot = 0; slot < p.all_slots(); ++slot) {
+        if (copies[slot] != expert) continue;
+        int quota = rows[slot], source = slot / p.num_slots;
+        for (int step = 0; step <= p.num_ranks && quota > 0; ++step, source = source + 1 == p.num_ranks ? 0 : source + 1) {
+            if (step < p.num_ranks && source == home) continue;  // it comes last
+            int32_t& here = left[(step < p.num_ranks ? source : home) * p.num_experts + expert];
+            const int taken = smaller(quota, here);
+            here -= taken, quota -= taken;
+            if ((step < p.num_ranks ? source : home) == p.rank) end += taken;
+        }
+        *link = slot, link = shares.next + slot;
+        shares.ends[slot] = end;
+    }
+    *link = -1;
+}
+
+}  // namespace deepep_moe

@@ -1,0 +1,104 @@
+"""Copies of hot experts, so that ranks have similar loads."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepep_moe import _C
+from deepep_moe.arguments import as_int, check_plain, check_tensor
+from deepep_moe.device import current_stream, is_gpu, on_device
+from deepep_moe.library import call, define, refuse_transforms, register
+
+_MOST = 2**31 - 1
+_INTS = (torch.int64, torch.int32)
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """Which experts have copies on which ranks, and where this rank's rows go then."""
+
+    copies: Tensor
+    """[num_ranks, num_slots] int32: the expert in each slot of each rank, or -1."""
+    rows: Tensor
+    """[num_ranks, num_slots] int32: rows that the copy takes, 0 where there is none."""
+    topk_idx: Tensor
+    """[num_tokens, num_topk]: this rank's topk_idx with physical experts, in its dtype. Those of a rank are its
+    num_experts / num_ranks home experts, then its slots."""
+
+
+def plan_copies(
+    topk_idx: Tensor, counts: Tensor, rank: int, *, num_slots: int, cost: int, capacity: int | None = None
+) -> CopyPlan:
+    """Plan copies of the experts with the most rows on ranks with few, and send this rank's rows to them. Without gradient.
+
+    All ranks get the same `copies` and `rows` from the same arguments; `deepep_moe.reference.plan_copies` defines them, and
+    `deepep_moe.reference.physical_topk_idx` defines `topk_idx`. On a GPU this is one kernel, for which the host does not wait.
+
+    Args:
+        topk_idx: [num_tokens, num_topk] int64 or int32, the experts of this rank's tokens, -1 = no expert. Any other index that is no expert
+            becomes one that a dispatch refuses.
+        counts: [num_ranks, num_experts] int32, rows that each rank sends to each expert, with a sum below 2^31, on the device of topk_idx.
+            Row `rank` counts topk_idx. At most 64 ranks; they divide the experts.
+        rank: this rank.
+        num_slots: copies that a rank may hold.
+        cost: what it costs to move one copy, in rows that a rank computes meanwhile. A copy takes at least as many rows, unless it needs
+            fewer to meet `capacity`.
+        capacity: rows that a rank has room for, or None. It is met if num_slots is num_experts / num_ranks or more, and it is the mean load
+            or more. With fewer slots the caller must compare.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape, device or number; on the CPU also negative counts. On a GPU, more ranks, experts and slots than fit
+            into its shared memory.
+    """
+    refuse_transforms("plan_copies", {"topk_idx": topk_idx, "counts": counts})
+    check_plain("topk_idx", topk_idx)
+    check_plain("counts", counts)
+    if topk_idx.dim() != 2 or counts.dim() != 2:
+        raise ValueError(
+            f"topk_idx and counts have shapes {list(topk_idx.shape)} and {list(counts.shape)}; they must be [num_tokens, num_topk] and "
+            "[num_ranks, num_experts]"
+        )
+    num_ranks, num_experts = counts.shape
+    check_tensor("topk_idx", topk_idx, tuple(topk_idx.shape), _INTS, any_strides=True)
+    check_tensor("counts", counts, (num_ranks, num_experts), (torch.int32,), any_strides=True)
+    if counts.device != topk_idx.device:
+        raise ValueError(f"counts is on {counts.device}; it must be on {topk_idx.device}, like topk_idx")
+    if not 1 <= num_ranks <= _C.MAX_RANKS or num_experts < 1 or num_experts % num_ranks:
+        raise ValueError(
+            f"counts has shape {[num_ranks, num_experts]}; it must be [num_ranks, num_experts] of at most {_C.MAX_RANKS} ranks that divide "
+            "the experts"
+        )
+    rank = _within("rank", rank, 0, num_ranks - 1)
+    num_slots = _within("num_slots", num_slots, 0, num_experts)
+    cost = _within("cost", cost, 0, _MOST)
+    capacity = -1 if capacity is None else _within("capacity", capacity, 0, _MOST)
+    return CopyPlan(*call("plan_copies", (topk_idx, counts), rank, num_slots, cost, capacity))
+
+
+def _within(name: str, value: int, least: int, most: int) -> int:
+    value = as_int(name, value)
+    if not least <= value <= most:
+        raise ValueError(f"{name} is {value}; it must be {least} to {most}")
+    return value
+
+
+def _plan(topk_idx: Tensor, counts: Tensor, rank: int, num_slots: int, cost: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    topk_idx, counts = topk_idx.contiguous(), counts.contiguous()
+    copies, rows, physical = _empty_plan(topk_idx, counts, rank, num_slots, cost, capacity)
+    if is_gpu(topk_idx.device):
+        with on_device(topk_idx):
+            _C.gpu_plan_copies(topk_idx, counts, copies, rows, physical, rank, cost, capacity, current_stream(topk_idx.device))
+    else:
+        _C.plan_copies(topk_idx, counts, copies, rows, physical, rank, cost, capacity)
+    return copies, rows, physical
+
+
+def _empty_plan(topk_idx: Tensor, counts: Tensor, _rank: int, num_slots: int, *_: int) -> tuple[Tensor, Tensor, Tensor]:
+    copies = counts.new_empty(counts.shape[0], num_slots)
+    return copies, torch.empty_like(copies), torch.empty_like(topk_idx, memory_format=torch.contiguous_format)
+
+
+define("plan_copies(Tensor topk_idx, Tensor counts, int rank, int num_slots, int cost, int capacity) -> (Tensor, Tensor, Tensor)")
+register("plan_copies", _plan, _empty_plan)
