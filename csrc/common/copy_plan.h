@@ -54,6 +54,11 @@ struct CopyScore {
     }
 };
 
+// The score of a plan with this largest load, where a rank sends or gets at most `most_moves` copies.
+DEEPEP_MOE_HD inline CopyScore copy_score(const CopyPlanParams& p, int load, int most_moves, int num_copies) {
+    return {p.capacity >= 0 && load > p.capacity ? CopyScore::kMisfit + load : load + int64_t{p.cost} * most_moves, num_copies};
+}
+
 // A plan in the making.
 struct CopyCandidate {
     int32_t *copies, *rows;       // [all_slots]
@@ -124,9 +129,9 @@ DEEPEP_MOE_TEAM CopyScore make_copies(const Team& team, const CopyPlanParams& p,
         room.value -= taken;
         ++num_copies;
     }
-    const int64_t load = team.largest(p.num_ranks, [&](int r) { return above_zero(c.loads[r]); }).value;
+    const int load = team.largest(p.num_ranks, [&](int r) { return above_zero(c.loads[r]); }).value;
     const int moves = team.largest(p.num_ranks, [&](int r) { return c.sent[r] > c.got[r] ? c.sent[r] : c.got[r]; }).value;
-    return {p.capacity >= 0 && load > p.capacity ? CopyScore::kMisfit + load : load + int64_t{p.cost} * moves, num_copies};
+    return copy_score(p, load, moves, num_copies);
 }
 
 // Which rows of a source rank go to which copies: those of an expert in order, first to its first copy, then to the next, then home.

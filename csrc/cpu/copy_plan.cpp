@@ -42,8 +42,7 @@ void choose_copies(const CopyPlanParams& p) {
         loads[expert / p.num_local()] += p.counts[i];
     }
     std::fill_n(p.copies, p.all_slots(), -1), std::fill_n(p.rows, p.all_slots(), 0);
-    const int64_t load = *std::max_element(loads.begin(), loads.end());
-    CopyScore best{p.capacity >= 0 && load > p.capacity ? CopyScore::kMisfit + load : load, 0};
+    CopyScore best = copy_score(p, *std::max_element(loads.begin(), loads.end()), 0, 0);
     const CopyCandidate candidate(p, memory.data());
     for (const bool fills : {false, true}) {
         for (int i = 0; i < kCopyThresholds; ++i) {

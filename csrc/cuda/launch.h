@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/dense_routing.h"
+#include "common/copy_plan.h"
 #include "common/gate.h"
 #include "cuda/low_latency_rail.h"
 #include "cuda/params.h"
@@ -33,6 +34,7 @@ void launch_top2_backward(const GpuTop2BackwardParams& params, void* stream);
 void launch_lanes_of_map(const LanesOfMapParams& params, void* stream);
 void launch_dense_of_lanes(const DenseOfLanesParams& params, void* stream);
 void launch_count_lanes(const CountLanesParams& params, void* stream);
+void launch_plan_copies(const CopyPlanParams& params, void* stream);
 void launch_update_expert_bias(const GpuExpertBiasParams& params, void* stream);
 
 // Sets the flags of the `num_slots` slots from `first_slot` on that a copy engine has filled in the inbox of `peer`.

@@ -1,0 +1,17 @@
+// Binding of copies of experts on GPUs; see deepep_moe/_C.pyi. The caller must check shapes and dtypes.
+#include "bindings/copies.h"
+#include "cuda/launch.h"
+
+using namespace deepep_moe;
+
+void bind_gpu_copies(py::module_& m) {
+    m.def(
+        "gpu_plan_copies",
+        [](const TensorArg& topk_idx, const TensorArg& counts, const TensorArg& copies, const TensorArg& rows,
+           const TensorArg& physical_topk_idx, int rank, int cost, int capacity, uintptr_t stream) {
+            launch_plan_copies(copy_plan_params(topk_idx, counts, copies, rows, physical_topk_idx, rank, cost, capacity),
+                               reinterpret_cast<void*>(stream));
+        },
+        py::arg("topk_idx"), py::arg("counts"), py::arg("copies"), py::arg("rows"), py::arg("physical_topk_idx"), py::arg("rank"),
+        py::arg("cost"), py::arg("capacity"), py::arg("stream"));
+}

@@ -1,0 +1,224 @@
+// Copies of hot experts and physical experts of top-k entries, in one kernel; common/copy_plan.h has what the CPU computes alike.
+//
+//   Every block makes the same plan: a warp makes the candidate of one threshold, and the best stays. So no block waits for another.
+//
+//   Each block then rewrites its part of topk_idx. It counts the entries before that part whose experts have copies, because a row's copy
+//   depends on its number among its expert's rows. Ballots number them, so the order is the same in every run.
+#include <algorithm>
+#include <string>
+
+#include "cuda/device/launch.cuh"
+#include "cuda/device/sync.cuh"
+#include "cuda/launch.h"
+
+namespace deepep_moe {
+namespace {
+
+constexpr int kWarps = kCopyThresholds, kThreads = 32 * kWarps;
+constexpr int kMostBlocks = 64;
+constexpr int kLoads = 8;  // that a thread has in flight
+
+struct WarpTeam {
+    const int lane = threadIdx.x % 32;
+
+    template <class Value>
+    __device__ Largest largest(int count, const Value& value) const {
+        int most = 0, at = INT32_MAX;
+        for (int i = lane; i < count; i += 32) {
+            const int other = value(i);
+            if (i == lane || other > most) most = other, at = i;
+        }
+        const unsigned top = __reduce_max_sync(kFullWarp, static_cast<unsigned>(most));
+        const unsigned index = __reduce_min_sync(kFullWarp, static_cast<unsigned>(most) == top ? static_cast<unsigned>(at) : UINT32_MAX);
+        return {static_cast<int>(top), static_cast<int>(index)};
+    }
+    template <class Work>
+    __device__ void each(int count, const Work& work) const {
+        for (int i = lane; i < count; i += 32) work(i);
+        __syncwarp();
+    }
+    template <class Work>
+    __device__ void once(const Work& work) const {
+        if (lane == 0) work();
+        __syncwarp();
+    }
+};
+
+// Shared memory of a block. `left` and `counts_of_warps` take the place of the candidates when the plan is made.
+struct PlanMemory {
+    CopyScore* scores;  // [kWarps], of the candidates; then of the best plan
+    int32_t* winner;    // the warp whose candidate is the best plan, -1: an earlier one
+    int32_t *num_rows, *loads, *copies, *rows;
+    CopyShares shares;
+    int32_t* counts_before;  // [all_slots] rows of each first copy's expert in the entries before this block's
+    int32_t* candidates;
+    int32_t* left;             // [num_ranks, num_experts]
+    int32_t* counts_of_warps;  // [kWarps, all_slots] likewise, in the part of each warp; then in all entries before that
+
+    __device__ PlanMemory(const CopyPlanParams& p, std::byte* memory) : scores(reinterpret_cast<CopyScore*>(memory)) {
+        const int slots = p.all_slots(), experts = p.num_experts;
+        winner = reinterpret_cast<int32_t*>(scores + kWarps);
+        num_rows = winner + 1, loads = num_rows + experts;
+        copies = loads + p.num_ranks, rows = copies + slots;
+        shares = {rows + slots, rows + slots + experts, rows + 2 * slots + experts};
+        counts_before = shares.ends + slots;
+        candidates = left = counts_before + slots;
+        counts_of_warps = left + p.num_ranks * experts;
+    }
+    __device__ CopyCandidate candidate(const CopyPlanParams& p, int warp) const {
+        return {p, candidates + warp * CopyCandidate::words(p)};
+    }
+    static int64_t bytes(const CopyPlanParams& p) {
+        const int slots = p.all_slots(), planning = kWarps * CopyCandidate::words(p), rewriting = p.num_ranks * p.num_experts + kWarps * slots;
+        return kWarps * sizeof(CopyScore) + 4 * (1 + 2 * p.num_experts + p.num_ranks + 5 * slots + std::max(planning, rewriting));
+    }
+};
+
+__device__ void sum_rows(const CopyPlanParams& p, const PlanMemory& m) {
+    for (int rank = threadIdx.x; rank < p.num_ranks; rank += kThreads) m.loads[rank] = 0;
+    for (int slot = threadIdx.x; slot < p.all_slots(); slot += kThreads) m.copies[slot] = -1, m.rows[slot] = 0;
+    __syncthreads();
+    for (int expert = threadIdx.x; expert < p.num_experts; expert += kThreads) {
+        int sum = 0;
+#pragma unroll 8
+        for (int source = 0; source < p.num_ranks; ++source) sum += p.counts[source * p.num_experts + expert];
+        m.num_rows[expert] = sum;
+        atomicAdd(m.loads + expert / p.num_local(), sum);
+    }
+    __syncthreads();
+}
+
+// Set copies and rows. Returns whether there are copies.
+__device__ bool choose_copies(const CopyPlanParams& p, const PlanMemory& m) {
+    const WarpTeam team;
+    const int warp = threadIdx.x / 32, threshold = copy_threshold(p, m.loads, warp);
+    CopyScore best = copy_score(p, team.largest(p.num_ranks, [&](int rank) { return m.loads[rank]; }).value, 0, 0);
+#pragma unroll 1
+    for (int pass = 0; pass < 2; ++pass) {
+        const CopyScore score = make_copies(team, p, m.candidate(p, warp), m.num_rows, m.loads, threshold, pass == 1);
+        if (team.lane == 0) m.scores[warp] = score;
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            int winner = -1;
+#pragma unroll 4
+            for (int i = 0; i < kWarps; ++i) {
+                const CopyScore other = m.scores[i];
+                if (other.is_better_than(best)) best = other, winner = i;
+            }
+            m.scores[0] = best, *m.winner = winner;
+        }
+        __syncthreads();
+        best = m.scores[0];
+        if (const int winner = *m.winner; winner >= 0) {
+            const CopyCandidate c = m.candidate(p, winner);
+            for (int slot = threadIdx.x; slot < p.all_slots(); slot += kThreads) m.copies[slot] = c.copies[slot], m.rows[slot] = c.rows[slot];
+        }
+        __syncthreads();
+        if (best.fits()) break;
+    }
+    return best.num_copies > 0;
+}
+
+__device__ void share_all_rows(const CopyPlanParams& p, const PlanMemory& m) {
+    for (int i = threadIdx.x; i < p.num_ranks * p.num_experts; i += kThreads) m.left[i] = p.counts[i];
+    for (int i = threadIdx.x; i < kWarps * p.all_slots(); i += kThreads) m.counts_of_warps[i] = 0;
+    for (int slot = threadIdx.x; slot < p.all_slots(); slot += kThreads) m.counts_before[slot] = 0;
+    __syncthreads();
+    for (int expert = threadIdx.x; expert < p.num_experts; expert += kThreads) share_rows(p, m.copies, m.rows, expert, m.left, m.shares);
+    __syncthreads();
+}
+
+// Rewrites a block's part of topk_idx.
+template <class Index>
+struct Rewriting {
+    const CopyPlanParams& p;
+    const PlanMemory& m;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int64_t warp_entries = divide_up(p.num_entries, int64_t{32} * kWarps * gridDim.x) * 32;
+    const int64_t block_begin = blockIdx.x * kWarps * warp_entries, begin = block_begin + warp * warp_entries;
+    const int64_t end = begin + warp_entries < p.num_entries ? begin + warp_entries : p.num_entries;
+    int32_t* const own_counts = m.counts_of_warps + warp * p.all_slots();
+
+    // -1 from `end` on.
+    __device__ Index entry(int64_t at, int64_t end) const { return at < end ? static_cast<const Index*>(p.topk_idx)[at] : -1; }
+    __device__ bool is_expert(Index value) const { return value >= 0 && value < p.num_experts; }
+    // The first copy of the expert, which counts its rows; -1: it has none.
+    __device__ int counter_of(Index value) const { return is_expert(value) ? m.shares.first[value] : -1; }
+
+    // For all threads of a warp. Returns how many threads before this one have the same counter.
+    __device__ int count(int32_t* counts, int counter) const {
+        if (!__any_sync(kFullWarp, counter >= 0)) return 0;
+        const unsigned same = __match_any_sync(kFullWarp, counter), before = same & ((1u << lane) - 1);
+        if (counter >= 0 && before == 0) atomicAdd(counts + counter, __popc(same));
+        return __popc(before);
+    }
+
+    __device__ void count_rows() const {
+        for (int64_t first = threadIdx.x - lane; first < block_begin; first += kThreads * kLoads) {
+            Index values[kLoads];
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) values[i] = entry(first + i * kThreads + lane, block_begin);
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) count(m.counts_before, counter_of(values[i]));
+        }
+        for (int64_t first = begin; first < end; first += 32) count(own_counts, counter_of(entry(first + lane, end)));
+        __syncthreads();
+        for (int slot = threadIdx.x; slot < p.all_slots(); slot += kThreads) {
+            int sum = m.counts_before[slot];
+#pragma unroll 8
+            for (int i = 0; i < kWarps; ++i) {
+                int32_t& counts = m.counts_of_warps[i * p.all_slots() + slot];
+                const int here = counts;
+                counts = sum, sum += here;
+            }
+        }
+        __syncthreads();
+    }
+
+    __device__ void write(bool has_copies) const {
+        for (int64_t first = begin; first < end; first += 32) {
+            const Index value = entry(first + lane, end);
+            const int counter = has_copies ? counter_of(value) : -1;
+            int row = counter >= 0 ? own_counts[counter] : 0;
+            __syncwarp();
+            row += count(own_counts, counter);
+            __syncwarp();
+            if (first + lane >= end) continue;
+            const int target = !is_expert(value) ? p.num_physical() : has_copies ? m.shares.target(p, value, row) : p.physical_home(value);
+            static_cast<Index*>(p.physical_topk_idx)[first + lane] = value == -1 ? -1 : target;
+        }
+    }
+};
+
+__global__ void __launch_bounds__(kThreads) plan_copies(const __grid_constant__ CopyPlanParams p) {
+    const PlanMemory m(p, shared_memory<std::byte>());
+    sum_rows(p, m);
+    const bool has_copies = choose_copies(p, m);
+    if (blockIdx.x == 0)
+        for (int slot = threadIdx.x; slot < p.all_slots(); slot += kThreads) p.copies[slot] = m.copies[slot], p.rows[slot] = m.rows[slot];
+    if (has_copies) share_all_rows(p, m);
+    const auto rewrite = [&](const auto& rewriting) {
+        if (has_copies) rewriting.count_rows();
+        rewriting.write(has_copies);
+    };
+    if (p.is_int64)
+        rewrite(Rewriting<int64_t>{p, m});
+    else
+        rewrite(Rewriting<int32_t>{p, m});
+}
+
+}  // namespace
+
+void launch_plan_copies(const CopyPlanParams& p, void* stream) {
+    const int64_t bytes = PlanMemory::bytes(p), blocks = divide_up(p.num_entries, int64_t{kThreads});
+    int device = 0, most = 0;
+    if (cudaGetDevice(&device) == cudaSuccess) cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (bytes > most - kStaticSharedBytes)
+        throw std::invalid_argument(std::to_string(p.num_slots) + " slots on each of " + std::to_string(p.num_ranks) + " ranks with " +
+                                    std::to_string(p.num_experts) + " experts need " + std::to_string(bytes) +
+                                    " bytes of shared memory, and this GPU has " + std::to_string(most) + "; use fewer slots");
+    launch<plan_copies>("plan_copies", static_cast<int>(blocks < 1 ? 1 : blocks < kMostBlocks ? blocks : kMostBlocks), kThreads, bytes, p,
+                        stream);
+}
+
+}  // namespace deepep_moe
