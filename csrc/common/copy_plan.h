@@ -77,13 +77,13 @@ struct CopyCandidate {
 
 // The i-th threshold for the loads without copies.
 DEEPEP_MOE_HD inline int copy_threshold(const CopyPlanParams& p, const int32_t* loads, int i) {
-    int64_t total = 0;
+    unsigned total = 0;
     int top = 0;
     for (int rank = 0; rank < p.num_ranks; ++rank) {
-        total += loads[rank];
+        total += static_cast<unsigned>(loads[rank]);
         if (loads[rank] > top) top = loads[rank];
     }
-    const int mean = static_cast<int>((total + p.num_ranks - 1) / p.num_ranks);
+    const int mean = static_cast<int>((total + p.num_ranks - 1) / static_cast<unsigned>(p.num_ranks));
     if (p.capacity >= 0 && p.capacity < top) top = p.capacity > mean ? p.capacity : mean;
     return mean + static_cast<int>(int64_t{i} * (top - mean) / kCopyThresholds);
 }

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.arguments import as_int, check_plain, check_tensor
+from deepep_moe.arguments import as_int, check_is_tensor, check_plain
 from deepep_moe.device import current_stream, is_gpu, on_device
 from deepep_moe.library import call, define, refuse_transforms, register
 
 _MOST = 2**31 - 1
-_INTS = (torch.int64, torch.int32)
 
 
 @dataclass(frozen=True)
@@ -53,16 +52,18 @@ def plan_copies(
             into its shared memory.
     """
     refuse_transforms("plan_copies", {"topk_idx": topk_idx, "counts": counts})
-    check_plain("topk_idx", topk_idx)
-    check_plain("counts", counts)
+    for name, tensor, dtypes in (("topk_idx", topk_idx, (torch.int64, torch.int32)), ("counts", counts, (torch.int32,))):
+        check_is_tensor(name, tensor)
+        check_plain(name, tensor)
+        if tensor.dtype not in dtypes:
+            allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise TypeError(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}; it must be {allowed}")
     if topk_idx.dim() != 2 or counts.dim() != 2:
         raise ValueError(
             f"topk_idx and counts have shapes {list(topk_idx.shape)} and {list(counts.shape)}; they must be [num_tokens, num_topk] and "
             "[num_ranks, num_experts]"
         )
     num_ranks, num_experts = counts.shape
-    check_tensor("topk_idx", topk_idx, tuple(topk_idx.shape), _INTS, any_strides=True)
-    check_tensor("counts", counts, (num_ranks, num_experts), (torch.int32,), any_strides=True)
     if counts.device != topk_idx.device:
         raise ValueError(f"counts is on {counts.device}; it must be on {topk_idx.device}, like topk_idx")
     if not 1 <= num_ranks <= _C.MAX_RANKS or num_experts < 1 or num_experts % num_ranks:

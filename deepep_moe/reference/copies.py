@@ -1,5 +1,7 @@
 """Copies of hot experts: which ranks hold them, and which rows they take."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -147,7 +149,7 @@ def physical_topk_idx(topk_idx: Tensor, counts: Tensor, copies: Tensor, rows: Te
     """
     num_ranks, num_experts = counts.shape
     num_local, num_slots = num_experts // num_ranks, copies.shape[1]
-    targets: list[list[int]] = []  # of each expert: the physical expert of each of this rank's rows
+    targets: list[Iterator[int]] = []  # of each expert: where each of this rank's rows goes that a copy takes
     for expert in range(num_experts):
         home, left, target = expert // num_local, counts[:, expert].tolist(), []
         for d, slot in (copies == expert).nonzero().tolist():
@@ -157,13 +159,11 @@ def physical_topk_idx(topk_idx: Tensor, counts: Tensor, copies: Tensor, rows: Te
                 quota, left[source] = quota - taken, left[source] - taken
                 if source == rank:
                     target += taken * [d * (num_local + num_slots) + num_local + slot]
-        targets.append(target)
-    result = topk_idx.clone()
-    for token, lanes in enumerate(topk_idx.tolist()):
-        for lane, expert in enumerate(lanes):
-            if expert >= num_experts or expert < -1:
-                result[token, lane] = num_ranks * (num_local + num_slots)
-            elif expert >= 0:
-                at_home = expert // num_local * (num_local + num_slots) + expert % num_local
-                result[token, lane] = targets[expert].pop(0) if targets[expert] else at_home
-    return result
+        targets.append(iter(target))
+
+    def place(expert: int) -> int:
+        if expert >= num_experts or expert < -1:
+            return num_ranks * (num_local + num_slots)
+        return expert if expert == -1 else next(targets[expert], expert + expert // num_local * num_slots)
+
+    return torch.tensor([place(expert) for expert in topk_idx.flatten().tolist()], dtype=topk_idx.dtype).view(topk_idx.shape)
