@@ -20,13 +20,13 @@ constexpr int kCopyThresholds = 32;
 
 struct CopyPlanParams {
     int num_ranks, num_experts, num_slots, rank;
-    int cost, capacity;   // in rows; capacity -1: none
-    int64_t num_entries;  // num_tokens * num_topk
-    bool is_int64;        // topk_idx
-    const int32_t* counts;     // [num_ranks, num_experts]
-    const void* topk_idx;      // [num_entries] int64 or int32
-    int32_t *copies, *rows;    // [num_ranks, num_slots], out
-    void* physical_topk_idx;   // [num_entries], out
+    int cost, capacity;       // in rows; capacity -1: none
+    int64_t num_entries;      // num_tokens * num_topk
+    bool is_int64;            // topk_idx
+    const int32_t* counts;    // [num_ranks, num_experts]
+    const void* topk_idx;     // [num_entries] int64 or int32
+    int32_t *copies, *rows;   // [num_ranks, num_slots], out
+    void* physical_topk_idx;  // [num_entries], out
 
     DEEPEP_MOE_HD int num_local() const { return num_experts / num_ranks; }
     DEEPEP_MOE_HD int all_slots() const { return num_ranks * num_slots; }

@@ -65,11 +65,10 @@ struct PlanMemory {
         candidates = left = counts_before + slots;
         counts_of_warps = left + p.num_ranks * experts;
     }
-    __device__ CopyCandidate candidate(const CopyPlanParams& p, int warp) const {
-        return {p, candidates + warp * CopyCandidate::words(p)};
-    }
+    __device__ CopyCandidate candidate(const CopyPlanParams& p, int warp) const { return {p, candidates + warp * CopyCandidate::words(p)}; }
     static int64_t bytes(const CopyPlanParams& p) {
-        const int slots = p.all_slots(), planning = kWarps * CopyCandidate::words(p), rewriting = p.num_ranks * p.num_experts + kWarps * slots;
+        const int slots = p.all_slots(), planning = kWarps * CopyCandidate::words(p),
+                  rewriting = p.num_ranks * p.num_experts + kWarps * slots;
         return kWarps * sizeof(CopyScore) + 4 * (1 + 2 * p.num_experts + p.num_ranks + 5 * slots + std::max(planning, rewriting));
     }
 };
@@ -111,7 +110,8 @@ __device__ bool choose_copies(const CopyPlanParams& p, const PlanMemory& m) {
         best = m.scores[0];
         if (const int winner = *m.winner; winner >= 0) {
             const CopyCandidate c = m.candidate(p, winner);
-            for (int slot = threadIdx.x; slot < p.all_slots(); slot += kThreads) m.copies[slot] = c.copies[slot], m.rows[slot] = c.rows[slot];
+            for (int slot = threadIdx.x; slot < p.all_slots(); slot += kThreads)
+                m.copies[slot] = c.copies[slot], m.rows[slot] = c.rows[slot];
         }
         __syncthreads();
         if (best.fits()) break;
@@ -217,8 +217,11 @@ void launch_plan_copies(const CopyPlanParams& p, void* stream) {
         throw std::invalid_argument(std::to_string(p.num_slots) + " slots on each of " + std::to_string(p.num_ranks) + " ranks with " +
                                     std::to_string(p.num_experts) + " experts need " + std::to_string(bytes) +
                                     " bytes of shared memory, and this GPU has " + std::to_string(most) + "; use fewer slots");
-    launch<plan_copies>("plan_copies", static_cast<int>(blocks < 1 ? 1 : blocks < kMostBlocks ? blocks : kMostBlocks), kThreads, bytes, p,
-                        stream);
+    launch<plan_copies>("plan_copies",
+                        static_cast<int>(blocks < 1             ? 1
+                                         : blocks < kMostBlocks ? blocks
+                                                                : kMostBlocks),
+                        kThreads, bytes, p, stream);
 }
 
 }  // namespace deepep_moe

@@ -26,17 +26,15 @@ class CopyPlan:
     num_experts / num_ranks home experts, then its slots."""
 
 
-def plan_copies(
-    topk_idx: Tensor, counts: Tensor, rank: int, *, num_slots: int, cost: int, capacity: int | None = None
-) -> CopyPlan:
+def plan_copies(topk_idx: Tensor, counts: Tensor, rank: int, *, num_slots: int, cost: int, capacity: int | None = None) -> CopyPlan:
     """Plan copies of the experts with the most rows on ranks with few, and send this rank's rows to them. Without gradient.
 
     All ranks get the same `copies` and `rows` from the same arguments; `deepep_moe.reference.plan_copies` defines them, and
     `deepep_moe.reference.physical_topk_idx` defines `topk_idx`. On a GPU this is one kernel, for which the host does not wait.
 
     Args:
-        topk_idx: [num_tokens, num_topk] int64 or int32, the experts of this rank's tokens, -1 = no expert. Any other index that is no expert
-            becomes one that a dispatch refuses.
+        topk_idx: [num_tokens, num_topk] int64 or int32, the experts of this rank's tokens, -1 = no expert. Another index that is no
+            expert becomes one that a dispatch refuses.
         counts: [num_ranks, num_experts] int32, rows that each rank sends to each expert, with a sum below 2^31, on the device of topk_idx.
             Row `rank` counts topk_idx. At most 64 ranks; they divide the experts.
         rank: this rank.

@@ -83,14 +83,15 @@ def _largest(values: list[int]) -> int:
 def spread(num_rows: list[int], num_ranks: int, num_slots: int, threshold: int, least: int) -> Copies:
     """Bring loads down to the threshold, the largest first, by copies of at least `least` rows.
 
-    Repeat: the donor is the rank with the largest load, the receiver the rank with the smallest load of those with a free slot. The donor's
+    Repeat: the donor is the rank with the largest load, the receiver that with the smallest of those with a free slot. The donor's
     expert with the most rows left at home gets a copy there, of as many rows as bring neither rank past the threshold. The lower rank or
     expert is taken if several are equal. If the expert has less than `least` rows, the donor gives no more. If donor or receiver is nearer
     to the threshold than that, so are all others, and the plan is complete.
 
     A copy exhausts its expert, its donor's excess or its receiver's room, so no receiver is asked to take a second copy of an expert.
     """
-    num_local, left, plan, gives_no_more = len(num_rows) // num_ranks, list(num_rows), [[] for _ in range(num_ranks)], set()
+    num_local, left, gives_no_more = len(num_rows) // num_ranks, list(num_rows), set()
+    plan: Copies = [[] for _ in range(num_ranks)]
     loads, _ = _loads(num_rows, plan)
     while True:
         excess = [0 if rank in gives_no_more else load - threshold for rank, load in enumerate(loads)]
@@ -116,7 +117,8 @@ def fill(num_rows: list[int], num_ranks: int, num_slots: int, threshold: int) ->
 
     This is Walker's alias method. A rank has one donor, so it needs no more slots than a rank has home experts.
     """
-    num_local, left, plan = len(num_rows) // num_ranks, list(num_rows), [[] for _ in range(num_ranks)]
+    num_local, left = len(num_rows) // num_ranks, list(num_rows)
+    plan: Copies = [[] for _ in range(num_ranks)]
     loads, _ = _loads(num_rows, plan)
     while True:
         room = [threshold - load if len(held) < num_slots else 0 for load, held in zip(loads, plan, strict=True)]

@@ -294,9 +294,12 @@ def test_errors(device):
 
 def test_bad_counts():
     idx, counts = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int32)
-    for value, message in ((-1, r"counts\[1\]\[2\] is -1; .* at least 0"), (2**31 - 1, r"counts\[1\]\[2\] is 2147483647; .* sum below 2\^31")):
+    for value, message in (
+        (-1, r"counts\[1\]\[2\] is -1; .* at least 0"),
+        (2**31 - 1, r"counts\[1\]\[2\] is 2147483647; .* sum below 2\^31"),
+    ):
         counts[0, 0], counts[1, 2] = 1, value
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=r"counts\[1\]\[2\] " + message):
             plan_copies(idx, counts, 0, num_slots=1, cost=0)
 
 
