@@ -46,8 +46,7 @@ struct WarpTeam {
 
 // Shared memory of a block. `left` and `counts_of_warps` take the place of the candidates when the plan is made.
 struct PlanMemory {
-    CopyScore* scores;  // [kWarps], of the candidates; then of the best plan
-    int32_t* winner;    // the warp whose candidate is the best plan, -1: an earlier one
+    CopyScore* scores;  // [kWarps]
     int32_t *num_rows, *loads, *copies, *rows;
     CopyShares shares;
     int32_t* counts_before;  // [all_slots] rows of each first copy's expert in the entries before this block's
@@ -57,8 +56,7 @@ struct PlanMemory {
 
     __device__ PlanMemory(const CopyPlanParams& p, std::byte* memory) : scores(reinterpret_cast<CopyScore*>(memory)) {
         const int slots = p.all_slots(), experts = p.num_experts;
-        winner = reinterpret_cast<int32_t*>(scores + kWarps);
-        num_rows = winner + 1, loads = num_rows + experts;
+        num_rows = reinterpret_cast<int32_t*>(scores + kWarps), loads = num_rows + experts;
         copies = loads + p.num_ranks, rows = copies + slots;
         shares = {rows + slots, rows + slots + experts, rows + 2 * slots + experts};
         counts_before = shares.ends + slots;
@@ -69,7 +67,7 @@ struct PlanMemory {
     static int64_t bytes(const CopyPlanParams& p) {
         const int slots = p.all_slots(), planning = kWarps * CopyCandidate::words(p),
                   rewriting = p.num_ranks * p.num_experts + kWarps * slots;
-        return kWarps * sizeof(CopyScore) + 4 * (1 + 2 * p.num_experts + p.num_ranks + 5 * slots + std::max(planning, rewriting));
+        return kWarps * sizeof(CopyScore) + 4 * (2 * p.num_experts + p.num_ranks + 5 * slots + std::max(planning, rewriting));
     }
 };
 
@@ -87,6 +85,19 @@ __device__ void sum_rows(const CopyPlanParams& p, const PlanMemory& m) {
     __syncthreads();
 }
 
+// For all threads of a warp: the candidate with the best score, the first if there are several.
+__device__ int best_of(const CopyScore* scores) {
+    const CopyScore own = scores[threadIdx.x % 32];
+    const auto is_least = [](bool may_be, unsigned value) {
+        const unsigned least = __reduce_min_sync(kFullWarp, may_be ? value : UINT32_MAX);
+        return may_be && value == least;
+    };
+    bool is_best = is_least(true, static_cast<unsigned>(own.value >> 32));
+    is_best = is_least(is_best, static_cast<unsigned>(own.value));
+    is_best = is_least(is_best, static_cast<unsigned>(own.num_copies));
+    return __ffs(__ballot_sync(kFullWarp, is_best)) - 1;
+}
+
 // Set copies and rows. Returns whether there are copies.
 __device__ bool choose_copies(const CopyPlanParams& p, const PlanMemory& m) {
     const WarpTeam team;
@@ -97,18 +108,9 @@ __device__ bool choose_copies(const CopyPlanParams& p, const PlanMemory& m) {
         const CopyScore score = make_copies(team, p, m.candidate(p, warp), m.num_rows, m.loads, threshold, pass == 1);
         if (team.lane == 0) m.scores[warp] = score;
         __syncthreads();
-        if (threadIdx.x == 0) {
-            int winner = -1;
-#pragma unroll 4
-            for (int i = 0; i < kWarps; ++i) {
-                const CopyScore other = m.scores[i];
-                if (other.is_better_than(best)) best = other, winner = i;
-            }
-            m.scores[0] = best, *m.winner = winner;
-        }
-        __syncthreads();
-        best = m.scores[0];
-        if (const int winner = *m.winner; winner >= 0) {
+        const int winner = best_of(m.scores);
+        if (m.scores[winner].is_better_than(best)) {
+            best = m.scores[winner];
             const CopyCandidate c = m.candidate(p, winner);
             for (int slot = threadIdx.x; slot < p.all_slots(); slot += kThreads)
                 m.copies[slot] = c.copies[slot], m.rows[slot] = c.rows[slot];
@@ -163,14 +165,10 @@ struct Rewriting {
         }
         for (int64_t first = begin; first < end; first += 32) count(own_counts, counter_of(entry(first + lane, end)));
         __syncthreads();
-        for (int slot = threadIdx.x; slot < p.all_slots(); slot += kThreads) {
-            int sum = m.counts_before[slot];
-#pragma unroll 8
-            for (int i = 0; i < kWarps; ++i) {
-                int32_t& counts = m.counts_of_warps[i * p.all_slots() + slot];
-                const int here = counts;
-                counts = sum, sum += here;
-            }
+        for (int slot = warp; slot < p.all_slots(); slot += kWarps) {
+            int32_t& counts = m.counts_of_warps[lane * p.all_slots() + slot];
+            const int here = counts;
+            counts = m.counts_before[slot] + prefix_sum(here) - here;
         }
         __syncthreads();
     }
