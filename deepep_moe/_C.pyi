@@ -29,11 +29,6 @@ def workspace_bytes(*, num_ranks: int, num_channels: int, num_experts: int, num_
 # copies of hot experts (csrc/common/copy_plan.h)
 
 def plan_copies(
-    topk_idx: Tensor, counts: Tensor, copies: Tensor, rows: Tensor, physical_topk_idx: Tensor, rank: int, cost: int, capacity: int
-) -> None: ...
-
-# only where the build found nvcc
-def gpu_plan_copies(
     topk_idx: Tensor,
     counts: Tensor,
     copies: Tensor,
@@ -42,7 +37,7 @@ def gpu_plan_copies(
     rank: int,
     cost: int,
     capacity: int,
-    stream: int,
+    stream: int | None,
 ) -> None: ...
 
 # exchange (csrc/runtime/shm/exchange.h, call.h)

@@ -18,12 +18,12 @@ class CopyPlan:
     """Which experts have copies on which ranks, and where this rank's rows go then."""
 
     copies: Tensor
-    """[num_ranks, num_slots] int32: the expert in each slot of each rank, or -1."""
+    """[num_ranks, num_slots] int32: the expert in each expert slot of each rank, or -1, as `ExpertSlots` takes it."""
     rows: Tensor
     """[num_ranks, num_slots] int32: rows that the copy takes, 0 where there is none."""
     topk_idx: Tensor
     """[num_tokens, num_topk]: this rank's topk_idx with physical experts, in its dtype. Those of a rank are its
-    num_experts / num_ranks home experts, then its slots."""
+    num_experts / num_ranks home experts, then its expert slots."""
 
 
 def plan_copies(topk_idx: Tensor, counts: Tensor, rank: int, *, num_slots: int, cost: int, capacity: int | None = None) -> CopyPlan:
@@ -86,11 +86,12 @@ def _within(name: str, value: int, least: int, most: int) -> int:
 def _plan(topk_idx: Tensor, counts: Tensor, rank: int, num_slots: int, cost: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     topk_idx, counts = topk_idx.contiguous(), counts.contiguous()
     copies, rows, physical = _empty_plan(topk_idx, counts, rank, num_slots, cost, capacity)
+    arguments = (topk_idx, counts, copies, rows, physical, rank, cost, capacity)
     if is_gpu(topk_idx.device):
         with on_device(topk_idx):
-            _C.gpu_plan_copies(topk_idx, counts, copies, rows, physical, rank, cost, capacity, current_stream(topk_idx.device))
+            _C.plan_copies(*arguments, current_stream(topk_idx.device))
     else:
-        _C.plan_copies(topk_idx, counts, copies, rows, physical, rank, cost, capacity)
+        _C.plan_copies(*arguments, None)
     return copies, rows, physical
 
 

@@ -106,8 +106,8 @@ def native_plan(idx, counts, rank, num_slots, cost, capacity):
     """Return copies, rows and physical experts as native code writes them over other numbers, on the CPU."""
     copies, rows = (torch.full((counts.shape[0], num_slots), -77, dtype=torch.int32, device=idx.device) for _ in range(2))
     physical = torch.full_like(idx, -77)
-    native, streams = (_C.gpu_plan_copies, (current_stream(idx.device),)) if is_gpu(idx.device) else (_C.plan_copies, ())
-    native(idx, counts.to(idx.device), copies, rows, physical, rank, cost, capacity, *streams)
+    stream = current_stream(idx.device) if is_gpu(idx.device) else None
+    _C.plan_copies(idx, counts.to(idx.device), copies, rows, physical, rank, cost, capacity, stream)
     return copies.cpu(), rows.cpu(), physical.cpu()
 
 
@@ -294,10 +294,7 @@ def test_errors(device):
 
 def test_bad_counts():
     idx, counts = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int32)
-    for value, message in (
-        (-1, r"counts\[1\]\[2\] is -1; .* at least 0"),
-        (2**31 - 1, r"counts\[1\]\[2\] is 2147483647; .* sum below 2\^31"),
-    ):
+    for value, message in ((-1, "is -1; .* at least 0"), (2**31 - 1, r"is 2147483647; .* sum below 2\^31")):
         counts[0, 0], counts[1, 2] = 1, value
         with pytest.raises(ValueError, match=r"counts\[1\]\[2\] " + message):
             plan_copies(idx, counts, 0, num_slots=1, cost=0)
