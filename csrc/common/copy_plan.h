@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 
 #include "common/types.h"
 
@@ -155,14 +154,18 @@ DEEPEP_MOE_HD inline void share_rows(const CopyPlanParams& p, const int32_t* cop
     int end = 0;
     for (int slot = 0; slot < p.all_slots(); ++slot) {
         if (copies[slot] != expert) continue;
-        int quota = rows[slot], source = slot / p.num_slots;
-        for (int step = 0; step <= p.num_ranks && quota > 0; ++step, source = source + 1 == p.num_ranks ? 0 : source + 1) {
-            if (step < p.num_ranks && source == home) continue;  // it comes last
-            int32_t& here = left[(step < p.num_ranks ? source : home) * p.num_experts + expert];
+        int quota = rows[slot];
+        const auto take_from = [&](int source) {
+            int32_t& here = left[source * p.num_experts + expert];
             const int taken = smaller(quota, here);
             here -= taken, quota -= taken;
-            if ((step < p.num_ranks ? source : home) == p.rank) end += taken;
+            if (source == p.rank) end += taken;
+        };
+        for (int step = 0, source = slot / p.num_slots; step < p.num_ranks && quota > 0; ++step) {
+            if (source != home) take_from(source);
+            source = source + 1 < p.num_ranks ? source + 1 : 0;
         }
+        take_from(home);
         *link = slot, link = shares.next + slot;
         shares.ends[slot] = end;
     }

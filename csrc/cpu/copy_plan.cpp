@@ -1,6 +1,7 @@
 #include "cpu/copy_plan.h"
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>

@@ -208,18 +208,14 @@ __global__ void __launch_bounds__(kThreads) plan_copies(const __grid_constant__ 
 }  // namespace
 
 void launch_plan_copies(const CopyPlanParams& p, void* stream) {
-    const int64_t bytes = PlanMemory::bytes(p), blocks = divide_up(p.num_entries, int64_t{kThreads});
+    const int64_t bytes = PlanMemory::bytes(p), blocks = std::clamp<int64_t>(divide_up(p.num_entries, int64_t{kThreads}), 1, kMostBlocks);
     int device = 0, most = 0;
     if (cudaGetDevice(&device) == cudaSuccess) cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     if (bytes > most - kStaticSharedBytes)
         throw std::invalid_argument(std::to_string(p.num_slots) + " slots on each of " + std::to_string(p.num_ranks) + " ranks with " +
                                     std::to_string(p.num_experts) + " experts need " + std::to_string(bytes) +
                                     " bytes of shared memory, and this GPU has " + std::to_string(most) + "; use fewer slots");
-    launch<plan_copies>("plan_copies",
-                        static_cast<int>(blocks < 1             ? 1
-                                         : blocks < kMostBlocks ? blocks
-                                                                : kMostBlocks),
-                        kThreads, bytes, p, stream);
+    launch<plan_copies>("plan_copies", static_cast<int>(blocks), kThreads, bytes, p, stream);
 }
 
 }  // namespace deepep_moe
