@@ -167,18 +167,18 @@ class ExpertSlots:
         begin, end = self.memory.data_ptr(), self.memory.data_ptr() + len(self.memory)
         if any(tensor.data_ptr() < begin or tensor.data_ptr() + tensor.nbytes > end for tensor in slots):
             raise ValueError("slots has a tensor outside the memory of these ExpertSlots; take it from `empty`")
-        rows = [[_rows(tensor, returns) for tensor in tensors] for tensors in (slots, home)]
+        of_slots, of_home = ([_rows(tensor, returns) for tensor in tensors] for tensors in (slots, home))
         step, unit = (8, "elements") if returns else (_C.ROW_ALIGNMENT, "bytes")
-        for of_slot, of_home in zip(*rows, strict=True):
-            if of_slot.shape[1] != of_home.shape[1] or of_slot.shape[1] % step or of_slot.shape[1] == 0:
+        for here, there in zip(of_slots, of_home, strict=True):
+            if here.shape[1] != there.shape[1] or here.shape[1] % step or here.shape[1] == 0:
                 raise ValueError(
-                    f"an expert has {of_slot.shape[1]} {unit} in slots and {of_home.shape[1]} in {at_home}; both must be equal, and a "
-                    f"multiple of {step}"
+                    f"an expert has {here.shape[1]} {unit} in slots and {there.shape[1]} in {at_home}; both must be equal, and a multiple "
+                    f"of {step}"
                 )
         num_sms = check_num_sms(num_sms)
         if num_sms == 0:
             raise ValueError("num_sms is 0; copy engines move no experts: give 1 or more, or None")
-        return MoveExpertsArgs(copies, *rows, returns, num_sms)
+        return MoveExpertsArgs(copies, of_slots, of_home, returns, num_sms)
 
     def _check_tensors(self, name: str, tensors: list[Any], count: int | None, are_gradients: bool) -> None:
         """Raise ValueError or TypeError for a tensor that cannot be moved. count: the first dimension; None: any, the same for all."""

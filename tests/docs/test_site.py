@@ -55,7 +55,7 @@ def test_api_pages_have_every_public_name(site):
         found = "\n".join(names_of((site / "api" / f"{page}.html").read_text()))
         missing = [name for name in module.__all__ if not re.search(rf"^{module.__name__}\.(\w+\.)?{name}$", found, re.MULTILINE)]
         assert not missing, f"{page}: {missing}"
-    names = set().union(*(names_of((site / "api" / f"{page}.html").read_text()) for page in ("buffer", "low_latency")))
+    names = set().union(*(names_of((site / "api" / f"{page}.html").read_text()) for page in ("buffer", "low_latency", "rest")))
     wanted = set(deepep_moe.__all__) - {"__version__", "errors", "features"}
     methods = [f"Buffer.{method}" for method in ("layout", "dispatch", "settle", "combine", "check", "recover", "destroy")]
     assert names >= {f"deepep_moe.{name}" for name in wanted | set(methods)}

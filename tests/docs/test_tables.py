@@ -152,6 +152,32 @@ def test_fast_mode_of_deepspeed():
         assert (ms, ratio) == (f"{record['us_median'] / 1e3:.1f}", f"{record['ratio']:.1f}"), op
 
 
+def test_other_steps_of_megatron_lm():
+    records = records_of("h200-trainer-shapes")
+    for step, ms, kernels, rival, rival_ms, rival_kernels, times in rows_below("megatron.md", "| step | the flag alone, ms | kernels |"):
+        sizes = {
+            "hidden": 4096 if "4096" in step else 2048,
+            "num_topk": 6 if "top-6" in step else 8,
+            "num_tokens": 65536 if "micro" in step else 16384,
+        }
+        ours, theirs = (only(records, op=f"trainer {run}", **sizes) for run in ("flag", rival.strip("`")))
+        for record, clock, busy in ((ours, ms, kernels), (theirs, rival_ms, rival_kernels)):
+            assert (
+                clock == f"{record['us_median'] / 1e3:.0f} ({record['us_least'] / 1e3:.0f})" and busy == f"{record['us_kernels'] / 1e3:.0f}"
+            ), step
+        assert ours["rival"] == rival.strip("`") and times == f"{ours['ratio']:.2f}x", step
+
+
+def test_unbalanced_ranks():
+    records = records_of("h200-balance-ep2")
+    rows = rows_below("benchmarks.md", "| MaxVio of experts | rows of the busiest rank |")
+    assert len(rows) == len(records) - 1
+    for max_vio, rows_of_rank, layer, balanced in rows:
+        record = only(records, op=f"balance MaxVio {max_vio}")
+        assert rows_of_rank == f"{record['rank_overload']:.2f}", max_vio
+        assert (layer, balanced) == tuple(f"{record[name] / 1e3:.2f} ms" for name in ("rival_us", "us_median")), max_vio
+
+
 def test_a_step_of_megatron_lm():
     records = {num_ranks: records_of(f"h200-trainer-ep{num_ranks}") for num_ranks in ("4", "2")}
     rows = rows_below("megatron.md", "| GPUs | run | ms an iteration, median (least) |")
