@@ -2,8 +2,9 @@
 //
 //   Every block makes the same plan: a warp makes the candidate of one threshold, and the best stays. So no block waits for another.
 //
-//   Each block then rewrites its part of topk_idx. It counts the entries before that part whose experts have copies, because a row's copy
-//   depends on its number among its expert's rows. Ballots number them, so the order is the same in every run.
+//   Each block then rewrites its part of topk_idx. A row's copy depends on its number among its expert's rows. So the block counts the
+//   entries before its part whose experts have copies, or, where these are fewer, the others. Ballots number those of its part, so the
+//   order is the same in every run.
 #include <algorithm>
 #include <string>
 
@@ -49,7 +50,7 @@ struct PlanMemory {
     CopyScore* scores;  // [kWarps]
     int32_t *num_rows, *loads, *copies, *rows;
     CopyShares shares;
-    int32_t* counts_before;  // [all_slots] rows of each first copy's expert in the entries before this block's
+    int32_t* counts_before;  // [all_slots] rows of each first copy's expert in the entries before this block's, or in the others
     int32_t* candidates;
     int32_t* left;             // [num_ranks, num_experts]
     int32_t* counts_of_warps;  // [kWarps, all_slots] likewise, in the part of each warp; then in all entries before that
@@ -156,19 +157,23 @@ struct Rewriting {
     }
 
     __device__ void count_rows() const {
-        for (int64_t first = threadIdx.x - lane; first < block_begin; first += kThreads * kLoads) {
+        const bool is_late = 2 * block_begin > p.num_entries;
+        const int64_t last = is_late ? p.num_entries : block_begin;
+        for (int64_t first = (is_late ? block_begin : 0) + threadIdx.x; first < last; first += kThreads * kLoads) {
             Index values[kLoads];
 #pragma unroll
-            for (int i = 0; i < kLoads; ++i) values[i] = entry(first + i * kThreads + lane, block_begin);
+            for (int i = 0; i < kLoads; ++i) values[i] = entry(first + i * kThreads, last);
 #pragma unroll
-            for (int i = 0; i < kLoads; ++i) count(m.counts_before, counter_of(values[i]));
+            for (int i = 0; i < kLoads; ++i)
+                if (const int counter = counter_of(values[i]); counter >= 0) atomicAdd(m.counts_before + counter, 1);
         }
         for (int64_t first = begin; first < end; first += 32) count(own_counts, counter_of(entry(first + lane, end)));
         __syncthreads();
         for (int slot = warp; slot < p.all_slots(); slot += kWarps) {
             int32_t& counts = m.counts_of_warps[lane * p.all_slots() + slot];
-            const int here = counts;
-            counts = m.counts_before[slot] + prefix_sum(here) - here;
+            const int here = counts, expert = m.copies[slot], counted = m.counts_before[slot];
+            const int before = is_late && expert >= 0 ? p.counts[p.rank * p.num_experts + expert] - counted : counted;
+            counts = before + prefix_sum(here) - here;
         }
         __syncthreads();
     }
