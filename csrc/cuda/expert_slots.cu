@@ -182,6 +182,7 @@ __device__ void add(const Params& p, const Copies& copies) {
         }
     });
     ring.flush(drain);
+    ring.template settle<0>();
 }
 
 // The last block to finish tells the peers, and waits for them.

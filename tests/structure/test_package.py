@@ -91,7 +91,7 @@ def test_numbers_come_from_results():
     "FILE NAME [graph] EPn [of num_tokens]" for GPUs. Sentences on memcpy, graphs of 20 calls and calls of the gate repeat records too."""
     rows = [line for line in DOCUMENTS.splitlines() if re.search(r"\| \d+\.\dx \|", line)]
     rows = [row for row in rows if len(re.findall(r"\d+\.\dx", row)) < 3]  # a summary of other rows' ratios
-    assert len(rows) > 60 and all(re.search(r"<!-- \S+\.json .+ -->$", row) for row in rows)
+    assert len(rows) > 50 and all(re.search(r"<!-- \S+\.json .+ -->$", row) for row in rows)
     for line in rows:
         file, key = re.search(r"<!-- (\S+) (.+) -->", line).groups()
         records = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
