@@ -53,7 +53,7 @@ class ExpertSlots:
     backend: str
     """The name of the backend in use."""
     memory: Tensor
-    """[num_bytes] uint8. Its tensors stay valid after `destroy`."""
+    """[num_bytes, rounded up to 128] uint8. Its tensors stay valid after `destroy`."""
 
     def __init__(self, group: "dist.ProcessGroup | None", num_bytes: int, *, backend: str = "auto", timeout_s: float | None = None) -> None:
         group, num_ranks, rank = join(group, "ExpertSlots")
@@ -95,7 +95,7 @@ class ExpertSlots:
             once on a rank. num_slots is at most 32.
         slots: at most 8 tensors [num_slots, ...] in `memory`.
         weights: as many, [num_local_experts, ...], contiguous, with as many bytes of an expert, a multiple of 16; any dtype and shape.
-        num_sms: SMs of a GPU that send, 1 or more. None: as many as a dispatch takes (docs/tuning.md).
+        num_sms: SMs of a GPU that send, 1 or more. None: as many as a dispatch takes without a profile (docs/tuning.md).
 
         Raises TypeError and ValueError; the peers raise EPPeerError. EPMismatchError where ranks disagree; on GPUs that of `copies` is not
         seen. EPTimeoutError names a peer that died or stalled.
@@ -110,6 +110,7 @@ class ExpertSlots:
 
         slots, grads: as in `fetch`. All slots have one dtype: float32, bfloat16 or float16; grads are float32, or as slots are. An expert
             has a multiple of 8 elements in each.
+        num_sms: SMs of a GPU that read. None: twice as many as in `fetch`.
 
         Raises as `fetch` does.
         """
@@ -120,7 +121,8 @@ class ExpertSlots:
         self._alive().check()
 
     def destroy(self) -> None:
-        """Leave the peers. Not collective, may be repeated. The memory lives as long as tensors of it."""
+        """End the calls of this rank. Not collective, may be repeated. The memory lives as long as this object or a tensor of it. While it
+        does, a GPU peer that still calls raises EPTimeoutError at its deadline."""
         if self._backend is not None:
             self._backend.destroy()
         self._backend = None

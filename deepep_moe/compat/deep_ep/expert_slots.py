@@ -12,8 +12,8 @@ from deepep_moe.exchange.expert_slots import ALIGNMENT, ExpertSlots
 
 
 class BufferAllocator:
-    """A plan of the tensors of a region. They are on the device `meta` until an `EPBuffer` is made with the plan. Views that were taken
-    before stay there."""
+    """A plan of the tensors of a region. They are on the device `meta` until an `EPBuffer` is made with the plan. That raises RuntimeError
+    while a tensor has views or weak references, so take views afterwards."""
 
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []
