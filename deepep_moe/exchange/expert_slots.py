@@ -27,6 +27,7 @@ _MAX_TENSORS = 8
 """Of one call."""
 _MAX_SLOTS = 32
 """Of one rank."""
+_MAX_EXPERTS = 2**15 - 1
 
 
 class ExpertSlots:
@@ -121,8 +122,8 @@ class ExpertSlots:
         self._alive().check()
 
     def destroy(self) -> None:
-        """End the calls of this rank. Not collective, may be repeated. The memory lives as long as this object or a tensor of it. While it
-        does, a GPU peer that still calls raises EPTimeoutError at its deadline."""
+        """Leave the peers: on `nvlink` their calls raise EPPeerError then. Not collective, may be repeated. The memory lives as long as
+        this object or a tensor of it."""
         if self._backend is not None:
             self._backend.destroy()
         self._backend = None
@@ -164,6 +165,10 @@ class ExpertSlots:
             )
         self._check_tensors("slots", slots, copies.shape[1], returns)
         self._check_tensors(at_home, home, None, returns)
+        if self._num_ranks * home[0].shape[0] > _MAX_EXPERTS:
+            raise ValueError(f"{at_home} have {home[0].shape[0]} experts a rank; all ranks together may have {_MAX_EXPERTS}")
+        if returns and len({tensor.data_ptr() for tensor in home}) < len(home):
+            raise ValueError("grads has a tensor twice; give each once")
         if returns and home[0].dtype not in (torch.float32, slots[0].dtype):
             raise TypeError(f"grads are {home[0].dtype} and slots {slots[0].dtype}; grads must be float32, or as slots are")
         begin, end = self.memory.data_ptr(), self.memory.data_ptr() + len(self.memory)

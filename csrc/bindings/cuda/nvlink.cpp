@@ -283,6 +283,7 @@ void bind_gpu(py::module_& m) {
         .def("disconnect", &NvlinkExchange::disconnect, Released())
         .def("free", &NvlinkExchange::free, Released())
         .def("resume", &NvlinkExchange::resume, Released())
+        .def("leave", &NvlinkExchange::leave, Released())
         .def("leak", [](const py::object& self) { self.inc_ref(); })
         .def("refuse", &NvlinkExchange::refuse, py::arg("reason"), py::arg("cause"), py::arg("stream"), Released())
         .def("settle", &NvlinkExchange::settle, Released())

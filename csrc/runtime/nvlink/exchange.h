@@ -52,6 +52,8 @@ public:
     void disconnect() { memory_.disconnect(); }
     void free();
     void resume();
+    // Let the peers know that this rank makes no more calls, where something else keeps this object: tensors of its expert slots.
+    void leave();
     // Call it with several nodes, before any call. The memory at `base` is symmetric memory of RailLayout::total_bytes, zeroed and
     // allocated on all ranks; it must outlive this object. pes: NVSHMEM's numbers of the ranks of this index, by node.
     void attach_rail(const RailShim& shim, uintptr_t base, const std::vector<int>& pes);

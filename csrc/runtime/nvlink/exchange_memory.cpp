@@ -104,6 +104,11 @@ void NvlinkExchange::resume() {
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
+void NvlinkExchange::leave() {
+    const DeviceGuard guard(device_);
+    memory_.leave();
+}
+
 NvlinkExchange::~NvlinkExchange() {
     if (getpid() != owner_pid_) return;  // a forked child has no CUDA
     const DeviceGuard guard(device_, std::nothrow);

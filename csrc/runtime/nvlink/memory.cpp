@@ -130,13 +130,17 @@ void GpuMemory::allocate(int64_t bytes, int64_t zeroed_bytes, int64_t left) {
 GpuMemory::~GpuMemory() {
     if (getpid() != owner_pid_) return;  // a forked child has no CUDA
     const DeviceGuard guard(device_, std::nothrow);
-    const bool is_shared = cudaDeviceSynchronize() == cudaSuccess && watch_ != nullptr;
-    watch_.reset();
-    for (int rank = 0; is_shared && rank < num_ranks_; ++rank) leave(rank);
+    leave();
     const bool has_ended = cudaDeviceSynchronize() == cudaSuccess;  // also the words, which are on their way when cudaMemcpy returns
     cudaFreeHost(ended_);
     for (AddressRange& range : workspaces_)
         if (has_ended) range.free();  // a kernel that still ran would fault
+}
+
+void GpuMemory::leave() noexcept {
+    const bool is_shared = cudaDeviceSynchronize() == cudaSuccess && watch_ != nullptr;
+    watch_.reset();
+    for (int rank = 0; is_shared && rank < num_ranks_; ++rank) tell_end(rank);
 }
 
 void GpuMemory::disconnect() {
@@ -153,7 +157,7 @@ void GpuMemory::free() {
 }
 
 // Tell a rank that this one writes to its memory no more.
-void GpuMemory::leave(int rank) const {
+void GpuMemory::tell_end(int rank) const {
     constexpr unsigned long long kYes = 1;
     const AddressRange& there = workspaces_[rank];
     if (there.is_mapped) cudaMemcpy(there.begin + left_ + 8 * rank_, &kYes, sizeof(kYes), cudaMemcpyHostToDevice);

@@ -55,6 +55,8 @@ public:
     // Unmap what `connect` has mapped, with no call under way. Once all ranks have done so, each calls `free`.
     void disconnect();
     void free();
+    // Tell the peers that this rank makes no more calls, once its GPU has done its work. The memory stays mapped.
+    void leave() noexcept;
     std::byte* of(int rank) const { return workspaces_[rank - first_].begin; }
 
     // Wait parameters of a kernel; `failure` is host memory, the other pointers are device memory.
@@ -65,7 +67,7 @@ public:
     static const size_t kHandleBytes;
 
 private:
-    void leave(int rank) const;
+    void tell_end(int rank) const;
 
     const int num_ranks_, rank_, first_, index_, device_, owner_pid_;  // index_: rank_ - first_
     int64_t left_ = 0;

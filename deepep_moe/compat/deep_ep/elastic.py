@@ -346,8 +346,8 @@ class EPBuffer(_BufferOfGroup):
         return self._calls.combine(x, handle, topk_weights, bias, mode)
 
     def lb_get_theoretical_num_sms(self) -> int:
-        """Return 12, the SMs that saturate NVLink."""
-        return _NUM_SENDERS
+        """Return 24, the SMs that saturate NVLink in both calls; 12 do in the first."""
+        return 2 * _NUM_SENDERS
 
     def lb_prefetch_weights(
         self, redundant_expert_weights: Any, expert_weights: Any, redundancy_mapping: Tensor, num_sms: int = 0, previous_event: Any = None

@@ -181,6 +181,8 @@ class NvlinkBackend(GpuMemory, Backend):
     def destroy(self) -> None:
         if self._native is not None:
             self._native.release()
+        if self.settings.expert_slot_bytes and self._exchange is not None:
+            self._exchange.leave()  # tensors of the slots keep it
         self._exchange = self._native = None  # type: ignore[assignment]  # no call comes after this
 
 
