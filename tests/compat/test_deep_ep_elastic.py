@@ -261,7 +261,8 @@ def test_load_balancing_region(rank, backend):
     assert scales[:, 15].tolist() == ([3, 255] if rank == 0 else [0, 1])
     parts.copy_(torch.full((2, 16), 2.0 + rank))
     grads = torch.full((2, 16), 0.5, device=device)
-    buffer.lb_reduce_grads(parts, grads, mapping, num_sms=buffer.lb_get_theoretical_num_sms()).wait()
+    assert buffer.lb_get_theoretical_num_sms() == 24
+    buffer.lb_reduce_grads(parts, grads, mapping, num_sms=12).wait()  # as many as the emulated GPU has
     assert grads[:, 0].tolist() == ([3.5, 3.5] if rank == 0 else [0.5, 2.5])
     with pytest.raises(ValueError, match="another buffer has it already"):
         deep_ep.EPBuffer(dist.group.WORLD, lb_allocation_plan_or_num_bytes=plan)
