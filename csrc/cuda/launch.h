@@ -24,6 +24,8 @@ void launch_weighted_sum(const GpuWeightedSumParams& params, void* stream);
 void launch_weighted_sum_backward(const GpuWeightedSumParams& params, void* stream);
 void launch_swiglu(const GpuSwigluParams& params, void* stream);
 void launch_swiglu_backward(const GpuSwigluParams& params, void* stream);
+// Returns false where the GPU, or what the library is built for, is not of compute capability 9.0; nothing is launched then.
+bool launch_add_weight_gradients(const GpuWeightGradientParams& params, void* stream);
 // Rows after the last group's are not set. For GPUs of compute capability 9.0.
 void launch_fp8_product(const GpuFp8ProductParams& params, void* stream);
 void launch_fp8_weight_gradient(const GpuFp8ProductParams& params, void* stream);

@@ -250,6 +250,16 @@ struct GpuSwigluParams {
     float* grad_probs;       // [num_rows], or null
 };
 
+// Gradients of the weights of grouped experts: for each group, the transposed rows of a [num_rows, n] times those of b [num_rows, k], in
+// bf16, are added to sums [num_groups, n, k]. n and k are multiples of 8; a, b and sums begin at multiples of 16 bytes.
+struct GpuWeightGradientParams {
+    int64_t num_rows;
+    int n, k, num_groups;
+    const std::byte *a, *b;
+    const int* group_ends;  // [num_groups]
+    float* sums;
+};
+
 // Grouped products of e4m3 rows, with one fp32 scale for each 128 values of the depth. n and k are multiples of 128.
 // A product has shape [num_rows, n], from a [num_rows, k] and b [num_groups, n, k]. a_scales is [num_rows, k / 128] and b_scales
 // [num_groups, n / 128, k / 128].

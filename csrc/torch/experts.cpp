@@ -12,7 +12,7 @@ namespace {
 using torch::autograd::AutogradContext;
 
 struct Hooks {
-    const SwigluShim* shim = nullptr;
+    const ExpertShim* shim = nullptr;
 };
 Hooks& hooks() {
     static Hooks* const made = new Hooks;  // never destroyed: Python may be gone by then
@@ -63,8 +63,22 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& group_ends) {
     return product.call(a, b, group_ends, std::nullopt, std::nullopt);
 }
 
+bool add_weight_gradients(const Tensor& grads, const Tensor& rows, const Tensor& group_ends, const Tensor& main_grad) {
+    if (main_grad.scalar_type() != at::kFloat || !main_grad.is_contiguous() || !is_aligned(main_grad)) return false;
+    GpuWeightGradientParams params{};
+    params.num_rows = grads.size(0);
+    params.n = static_cast<int>(grads.size(1)), params.k = static_cast<int>(rows.size(1));
+    params.num_groups = static_cast<int>(group_ends.size(0));
+    params.a = data_of<std::byte>(grads), params.b = data_of<std::byte>(rows);
+    params.group_ends = data_of<int>(group_ends);
+    params.sums = data_of<float>(main_grad);
+    return hooks().shim->add_weight_gradients(params, call_stream(grads.device()));
+}
+
 // As `weight_gradients` of grouped_products.py: adds the gradients to `main_grad`, if there is one, and what it returns then means nothing.
 Tensor weight_gradients(const Tensor& grads, const Tensor& rows, const Tensor& group_ends, const Tensor& main_grad) {
+    if (main_grad.defined() && add_weight_gradients(grads, rows, group_ends, main_grad))
+        return at::empty(main_grad.sizes(), grads.options());
     const Tensor made = grouped_mm(grads.t(), rows, group_ends);
     if (main_grad.defined()) main_grad.add_(made);
     return made;
@@ -159,7 +173,7 @@ private:
 
 }  // namespace
 
-void set_expert_hooks(const py::capsule& shim) { hooks() = {shim_in<const SwigluShim>(shim, kSwigluShimName)}; }
+void set_expert_hooks(const py::capsule& shim) { hooks() = {shim_in<const ExpertShim>(shim, kExpertShimName)}; }
 
 py::object grouped_swiglu(py::handle x, py::handle counts, py::handle w1, py::handle w2, py::handle probs, bool recompute_activation,
                           py::handle main_grad1, py::handle main_grad2) {

@@ -7,7 +7,7 @@
 
 namespace deepep_moe {
 
-// What Python gives, once. shim: `_C.gpu_swiglu_shim()`.
+// What Python gives, once. shim: `_C.gpu_expert_shim()`.
 void set_expert_hooks(const py::capsule& shim);
 
 // As `deepep_moe.ops.grouped_mlp` without biases and with zero_tail=False, arguments by those names.

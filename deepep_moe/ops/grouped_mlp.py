@@ -119,9 +119,9 @@ def clear_tail(values: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
 
 # ---- in C++ ----
 
-_IS_BUILT = torch_module.MODULE is not None and hasattr(_C, "gpu_swiglu_shim")
+_IS_BUILT = torch_module.MODULE is not None and hasattr(_C, "gpu_expert_shim")
 if _IS_BUILT:
-    torch_module.MODULE.set_expert_hooks(shim=_C.gpu_swiglu_shim())  # type: ignore[union-attr]
+    torch_module.MODULE.set_expert_hooks(shim=_C.gpu_expert_shim())  # type: ignore[union-attr]
 
 
 def _is_native(x: Tensor, counts: Tensor | Sequence[int]) -> bool:

@@ -193,16 +193,26 @@ def weight_gradients(grads: Tensor, rows: Tensor, groups: Groups, into: Tensor |
     """Return, for each expert, the transposed grads [num_rows, out] times the rows [num_rows, in]: [num_experts, out, in].
 
     Neither tail is read. An expert without rows has zeros. `into`: [num_experts, out, in], fp32 as a rule, to which they are added; what is
-    returned then means nothing, but has the shape and the dtype.
+    returned then means nothing, but has the shape and the dtype. Hopper GPUs add fp32 products, others products that are rounded to the
+    dtype first.
     """
+    if into is not None and _is_grouped(grads, rows.shape[1]) and _add_products(grads, rows, groups, into):
+        return grads.new_empty(into.shape)
     return add_to(into, _weight_gradients(grads, rows, groups))
 
 
-def add_to(into: Tensor | None, gradients: Tensor) -> Tensor:
-    """Add the gradients of weights to `into`, if it is given, and return a tensor of their shape.
+def _add_products(grads: Tensor, rows: Tensor, groups: Groups, into: Tensor) -> bool:
+    """Add the products to `into` by one kernel. Return False where there is none."""
+    if torch.compiler.is_compiling() or not (is_gpu(rows.device) and hasattr(_C, "gpu_add_weight_gradients")):
+        return False
+    if into.dtype != torch.float32 or not into.is_contiguous() or into.data_ptr() % _ALIGNMENT:
+        return False
+    with on_device(rows):
+        return _C.gpu_add_weight_gradients(_aligned(grads), _aligned(rows), groups.offsets, into, current_stream(rows.device))
 
-    A product that accumulates in fp32 would not make them first, and take the place of this pass.
-    """
+
+def add_to(into: Tensor | None, gradients: Tensor) -> Tensor:
+    """Add the gradients of weights to `into`, if it is given, and return a tensor of their shape."""
     if into is not None:
         into.add_(gradients)
     return gradients

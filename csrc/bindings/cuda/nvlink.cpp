@@ -122,6 +122,18 @@ void quantize_weights(const TensorArg& w, int64_t matrix_stride, const TensorArg
                             as_stream(stream));
 }
 
+bool add_weight_gradients(const TensorArg& grads, const TensorArg& rows, const TensorArg& group_ends, const TensorArg& sums,
+                          uintptr_t stream) {
+    GpuWeightGradientParams params{};
+    params.num_rows = grads.num_rows;
+    params.n = static_cast<int>(grads.num_columns), params.k = static_cast<int>(rows.num_columns);
+    params.num_groups = static_cast<int>(group_ends.num_rows);
+    params.a = grads.as<const std::byte*>(), params.b = rows.as<const std::byte*>();
+    params.group_ends = group_ends.as<const int*>();
+    params.sums = sums.as<float*>();
+    return launch_add_weight_gradients(params, as_stream(stream));
+}
+
 void clear_tail(const TensorArg& values, const TensorArg& group_ends, uintptr_t stream) {
     launch_clear_tail({values.num_rows, values.row_bytes(), group_ends.as<const int*>(), group_ends.num_rows, values.as<std::byte*>()},
                       as_stream(stream));
@@ -164,17 +176,20 @@ void scale_rows_backward(const TensorArg& grad, const TensorArg& x, const Tensor
 }
 
 // For csrc/torch: return whether the kernel could be launched.
-template <void (*kLaunch)(const GpuSwigluParams&, void*)>
-bool launched(const GpuSwigluParams& params, uintptr_t stream) noexcept {
+template <auto kLaunch, class Params>
+bool launched(const Params& params, uintptr_t stream) noexcept {
     try {
-        kLaunch(params, as_stream(stream));
-        return true;
+        if constexpr (std::is_void_v<decltype(kLaunch(params, as_stream(stream)))>)
+            return kLaunch(params, as_stream(stream)), true;
+        else
+            return kLaunch(params, as_stream(stream));
     } catch (const std::exception&) {
         return false;
     }
 }
 
-constexpr SwigluShim kSwigluShim{&launched<launch_swiglu>, &launched<launch_swiglu_backward>};
+constexpr ExpertShim kExpertShim{&launched<launch_swiglu, GpuSwigluParams>, &launched<launch_swiglu_backward, GpuSwigluParams>,
+                                 &launched<launch_add_weight_gradients, GpuWeightGradientParams>};
 
 void bind_rows(py::module_& m) {
     const py::arg rows("rows"), weights("weights"), is_by_token("is_by_token"), dtype("dtype"), stream("stream");
@@ -185,8 +200,9 @@ void bind_rows(py::module_& m) {
     m.def("gpu_fp8_product", &fp8_product, py::arg("x"), py::arg("x_scales"), py::arg("w"), py::arg("w_scales"), group_ends, y, stream);
     m.def("gpu_fp8_weight_gradient", &fp8_weight_gradient, py::arg("dy_t"), py::arg("dy_t_scales"), py::arg("x_t"), py::arg("x_t_scales"),
           group_ends, py::arg("out"), py::arg("is_fp32"), stream);
+    m.def("gpu_add_weight_gradients", &add_weight_gradients, py::arg("grads"), rows, group_ends, py::arg("sums"), stream);
     m.def("gpu_clear_tail", &clear_tail, py::arg("values"), group_ends, stream);
-    m.def("gpu_swiglu_shim", [] { return py::capsule(&kSwigluShim, kSwigluShimName); });
+    m.def("gpu_expert_shim", [] { return py::capsule(&kExpertShim, kExpertShimName); });
     m.def("gpu_weighted_sum", &weighted_sum, rows, weights, is_by_token, py::arg("is_fused"), py::arg("sums"), dtype, stream);
     m.def("gpu_weighted_sum_backward", &weighted_sum_backward, rows, weights, is_by_token, py::arg("grad"), py::arg("grad_rows"),
           py::arg("grad_weights"), dtype, stream);

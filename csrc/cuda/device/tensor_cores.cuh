@@ -1,13 +1,15 @@
-// Loads of byte tiles from global to shared memory, and products of fp8 tiles there, on Hopper (sm_90a). PTX ISA, sections "mbarrier",
-// "cp.async.bulk.tensor" and "wgmma.mma_async". A tile's rows are 128 bytes. Its 16-byte pieces are permuted within each 8 rows (swizzle
-// 128B), so that the tensor cores read without bank conflicts. A tile begins at a multiple of kTileAlignment.
+// Loads of byte tiles from global to shared memory, and products of fp8 and bf16 tiles there, on Hopper (sm_90a). PTX ISA, sections
+// "mbarrier", "cp.async.bulk.tensor" and "wgmma.mma_async". A tile's rows are 128 bytes. Its 16-byte pieces are permuted within each 8 rows
+// (swizzle 128B), so that the tensor cores read without bank conflicts. A tile begins at a multiple of kTileAlignment.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <stdexcept>
 #include <string>
 
+#include "cuda/device/launch.cuh"
 #include "cuda/device/ptx.cuh"
 #include "cuda/driver.h"
 
@@ -41,7 +43,37 @@ inline TileMap tile_map(const void* matrix, int64_t num_rows, int64_t num_column
     return map;
 }
 
+// Whether the current GPU runs the part of the kernel that is compiled for Hopper's tensor cores only.
+template <auto kKernel>
+bool runs_on_tensor_cores() {
+    constexpr int kUnknown = 0, kRuns = 1, kDoesNot = 2;
+    static std::atomic<int> states[kMaxDevices] = {};
+    int device = 0;
+    if (cudaGetDevice(&device) != cudaSuccess || device >= kMaxDevices) return false;
+    int state = states[device].load(std::memory_order_relaxed);
+    cudaFuncAttributes attributes;
+    if (state == kUnknown && cudaFuncGetAttributes(&attributes, kKernel) == cudaSuccess) {
+        state = attributes.ptxVersion == 90 ? kRuns : kDoesNot;
+        states[device].store(state, std::memory_order_relaxed);
+    }
+    return state == kRuns;
+}
+
+// ---- pairs of blocks that reach each other's shared memory ----
+
+constexpr int kPair = 2;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define DEEPEP_MOE_PAIRS
+#else
+#define DEEPEP_MOE_PAIRS __cluster_dims__(kPair, 1, 1)
+#endif
+
 #if DEEPEP_MOE_TENSOR_CORES
+
+// All threads of both blocks.
+__device__ __forceinline__ void sync_pair() {
+    asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+}
 
 // ---- barriers of several arrivals ----
 
@@ -51,6 +83,15 @@ __device__ __forceinline__ void pipe_init(uint64_t* barrier, int arrivals) {
 
 __device__ __forceinline__ void pipe_arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Arrive at the same barrier of the given block of the pair.
+__device__ __forceinline__ void pipe_arrive_in_pair(uint64_t* barrier, int block) {
+    asm volatile(
+        "{\n\t.reg .b32 there;\n\tmapa.shared::cluster.u32 there, %0, %1;\n\t"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t}" ::"r"(shared_address(barrier)),
+        "r"(block)
+        : "memory");
 }
 
 // Arrive and announce bytes.
@@ -65,6 +106,16 @@ __device__ __forceinline__ void load_tile(void* to, const TileMap& map, int colu
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(to)),
         "l"(reinterpret_cast<uint64_t>(&map)), "r"(shared_address(barrier)), "r"(column), "r"(row)
+        : "memory");
+}
+
+// The same into both blocks of the pair. Each one's barrier counts the bytes.
+__device__ __forceinline__ void load_tile_to_pair(void* to, const TileMap& map, int column, int row, uint64_t* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::
+            "r"(shared_address(to)),
+        "l"(reinterpret_cast<uint64_t>(&map)), "r"(shared_address(barrier)), "r"(column), "r"(row),
+        "h"(static_cast<uint16_t>((1 << kPair) - 1))
         : "memory");
 }
 
@@ -111,9 +162,10 @@ __device__ __forceinline__ void multiply_32(float (&d)[64], Operand a, Operand b
         : "memory");
 }
 
-__device__ __forceinline__ void keep_order(float (&d)[64]) {
+template <int kCount>
+__device__ __forceinline__ void keep_order(float (&d)[kCount]) {
 #pragma unroll
-    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i])::"memory");
+    for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // A warp group: begin to compute d, the products of 64 rows of one tile with 128 rows of another. Element d[i] has
@@ -128,10 +180,56 @@ __device__ __forceinline__ void begin_products(float (&d)[64], const uint8_t* a,
     keep_order(d);
 }
 
-// d may be used once this has returned.
-__device__ __forceinline__ void end_products(float (&d)[64]) {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+// d may be used once this has returned and kPending is 0; else all but the newest kPending products have read their operands.
+template <int kPending = 0, int kCount>
+__device__ __forceinline__ void end_products(float (&d)[kCount]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
     keep_order(d);
+}
+
+// The descriptor of bf16 columns of a tile, from the 64 at this address on. The next 64 begin `stride` bytes after them.
+__device__ __forceinline__ Operand column_operand(const void* columns, int stride) {
+    return (shared_address(columns) & 0x3ffff) >> 4 | uint64_t(stride >> 4) << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+}
+
+// Multiply 64 transposed columns by 256 columns, 16 rows of each, into d; with `adds` add to d. Asynchronous.
+#define DEEPEP_MOE_8(i) \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define DEEPEP_MOE_32(i) DEEPEP_MOE_8(i), DEEPEP_MOE_8(i + 8), DEEPEP_MOE_8(i + 16), DEEPEP_MOE_8(i + 24)
+__device__ __forceinline__ void multiply_16_rows(float (&d)[128], Operand a, Operand b, int adds) {
+    asm volatile(
+        "{\n\t.reg .pred adds;\n\tsetp.ne.b32 adds, %130, 0;\n\t"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,"
+        "%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,"
+        "%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,"
+        "%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127}, "
+        "%128, %129, adds, 1, 1, 1, 1;\n\t}"
+        : DEEPEP_MOE_32(0), DEEPEP_MOE_32(32), DEEPEP_MOE_32(64), DEEPEP_MOE_32(96)
+        : "l"(a), "l"(b), "r"(adds)
+        : "memory");
+}
+#undef DEEPEP_MOE_32
+#undef DEEPEP_MOE_8
+
+// The same of bf16 tiles that have 64 rows: 64 columns of one, transposed, with 256 columns of another, `stride` bytes for each 64. With
+// `adds` the products are added to d.
+__device__ __forceinline__ void begin_products(float (&d)[128], const uint8_t* a, const uint8_t* b, int stride, bool adds) {
+    keep_order(d);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    const Operand first = column_operand(a, stride), second = column_operand(b, stride);
+    constexpr int kStep = 16 * kTileBytes >> 4;  // 16 rows
+#pragma unroll
+    for (int k = 0; k < 4; ++k) multiply_16_rows(d, first + k * kStep, second + k * kStep, adds || k != 0);
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    keep_order(d);
+}
+
+// Add four floats to memory that no other thread touches meanwhile, without waiting.
+__device__ __forceinline__ void add_to_memory(float* to, const float (&x)[4]) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                 : "memory");
 }
 
 #endif

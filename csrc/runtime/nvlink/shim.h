@@ -48,10 +48,12 @@ struct GateShim {
     bool (*is_capturing)(uintptr_t stream) noexcept;
 };
 
-// SwiGLU. False: the kernel could not be launched.
-struct SwigluShim {
+// Grouped experts. False: the kernel could not be launched.
+struct ExpertShim {
     bool (*forward)(const GpuSwigluParams& params, uintptr_t stream) noexcept;
     bool (*backward)(const GpuSwigluParams& params, uintptr_t stream) noexcept;
+    bool (*add_weight_gradients)(const GpuWeightGradientParams& params,
+                                 uintptr_t stream) noexcept;  // false on other GPUs than Hopper's too
 };
 
 // Names of the capsules that hold a pointer to a shim, with a number that is raised when the shim changes. kShimBytes tells modules of
@@ -59,9 +61,9 @@ struct SwigluShim {
 constexpr const char* kShimName = "deepep_moe.ExchangeShim 5";
 constexpr const char* kLowLatencyShimName = "deepep_moe.LowLatencyShim 3";
 constexpr const char* kGateShimName = "deepep_moe.GateShim 3";
-constexpr const char* kSwigluShimName = "deepep_moe.SwigluShim 2";
+constexpr const char* kExpertShimName = "deepep_moe.ExpertShim 1";
 constexpr size_t kShimBytes = sizeof(GpuDispatchCall) + sizeof(GpuCombineCall) + sizeof(CallMode) + sizeof(LowLatencyDispatchParams) +
                               sizeof(LowLatencyCombineParams) + sizeof(GpuGateParams) + sizeof(GpuGateBackwardParams) +
-                              sizeof(GpuSwigluParams);
+                              sizeof(GpuSwigluParams) + sizeof(GpuWeightGradientParams);
 
 }  // namespace deepep_moe

@@ -6,6 +6,7 @@
 #include <cstdlib>
 
 #include "cuda/device/ptx.cuh"
+#include "cuda_bf16.h"
 #include "cuda_fp8.h"
 
 #define DEEPEP_MOE_TENSOR_CORES 1
@@ -79,6 +80,19 @@ inline void load_tile(void* to, const TileMap& map, int column, int row, uint64_
         }
     arrive_with(barrier, static_cast<uint32_t>(map.tile_rows * kTileBytes));
 }
+template <auto kKernel>
+bool runs_on_tensor_cores() {
+    return true;
+}
+
+// Blocks have no pairs here: the one block of a pair loads everything.
+constexpr int kPair = 1;
+#define DEEPEP_MOE_PAIRS
+inline void sync_pair() { __syncthreads(); }
+inline void pipe_arrive_in_pair(uint64_t* barrier, int) { pipe_arrive(barrier); }
+inline void load_tile_to_pair(void* to, const TileMap& map, int column, int row, uint64_t* barrier) {
+    load_tile(to, map, column, row, barrier);
+}
 inline void prefetch_map(const TileMap&) {}
 
 template <int kRegisters>
@@ -106,6 +120,28 @@ inline void begin_products(float (&d)[64], const uint8_t* a, const uint8_t* b) {
         d[i] = sum;
     }
 }
-inline void end_products(float (&)[64]) {}
+template <int kPending = 0, int kCount>
+void end_products(float (&)[kCount]) {}
+
+inline float bf16_at(const uint8_t* tile, int64_t row, int64_t column) {
+    __nv_bfloat16 value;
+    std::memcpy(&value, tile + permuted(row, 2 * column), sizeof(value));
+    return __bfloat162float(value);
+}
+
+inline void begin_products(float (&d)[128], const uint8_t* a, const uint8_t* b, int stride, bool adds) {
+    const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32 % 4);
+    for (int i = 0; i < 128; ++i) {
+        const int64_t row = 16 * warp + lane / 4 + 8 * (i / 2 % 2), column = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+        float sum = adds ? d[i] : 0.0f;
+        for (int64_t k = 0; k < 64; ++k) sum += bf16_at(a, k, row) * bf16_at(b + column / 64 * stride, k, column % 64);
+        d[i] = sum;
+    }
+}
+
+inline void add_to_memory(float* to, const float (&x)[4]) {
+    if (reinterpret_cast<uintptr_t>(to) % 16 != 0) std::abort();
+    for (int i = 0; i < 4; ++i) to[i] += x[i];
+}
 
 }  // namespace deepep_moe
