@@ -283,9 +283,6 @@ class BuildWithCuda(build_ext):
         sources = sorted(path.relative_to(ROOT) for path in (ROOT / "csrc" / folder).glob("*.cu"))
         targets = [Path(self.build_temp) / source.with_suffix(".o") for source in sources]
         codes = architecture_flags(nvcc, with_ptx)
-        if "--split-compile" in subprocess.run([nvcc, "--help"], check=True, capture_output=True, text=True).stdout:
-            # The kernels of the largest file, one after the other, would hold up a build on many cores. Their code stays the same.
-            flags += (f"--split-compile={-(-NUM_JOBS // 4)}",)
         with ThreadPoolExecutor(NUM_JOBS) as pool:
             list(pool.map(lambda pair: compile_cuda(nvcc, [*codes, *flags], *pair), zip(sources, targets, strict=True)))
         return list(map(str, targets))

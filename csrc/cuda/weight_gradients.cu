@@ -118,12 +118,13 @@ __device__ void clear_rows(const Params& p, Shared& shared) {
 
 // Add this thread's part of a row of a tile, 256 columns from `to` on of which `num_columns` exist. Neighbours exchange values, so that a
 // quad adds to 16 columns of two 8-column blocks at a time.
-__device__ void add_row(const float (&sums)[128], int which, float* to, int num_columns) {
+template <int kWhich>
+__device__ void add_row(const float (&sums)[128], float* to, int num_columns) {
     const int lane = threadIdx.x % 4;
     const bool is_odd = lane % 2 == 1;
 #pragma unroll
     for (int j = 0; j < 32; j += 2) {
-        const float *const first = sums + 4 * j + 2 * which, *const second = first + 4;
+        const float *const first = sums + 4 * j + 2 * kWhich, *const second = first + 4;
         const float x = __shfl_xor_sync(kFullWarp, is_odd ? first[0] : second[0], 1);
         const float y = __shfl_xor_sync(kFullWarp, is_odd ? first[1] : second[1], 1);
         const float four[4] = {is_odd ? x : first[0], is_odd ? y : first[1], is_odd ? second[0] : x, is_odd ? second[1] : y};
@@ -154,12 +155,10 @@ __device__ void multiply_tiles(const Params& p, Shared& shared) {
         }
         end_products<0>(sums);
         release(step - 1);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int row = tiles.row + 16 * warp + lane / 4 + 8 * i;
-            float* const to = p.sums + (static_cast<int64_t>(tiles.group) * p.n + row) * p.k + tiles.column;
-            add_row(sums, i, to, row < p.n ? p.k - tiles.column : 0);
-        }
+        const int row = tiles.row + 16 * warp + lane / 4;
+        float* const to = p.sums + (static_cast<int64_t>(tiles.group) * p.n + row) * p.k + tiles.column;
+        add_row<0>(sums, to, row < p.n ? p.k - tiles.column : 0);
+        add_row<1>(sums, to + 8 * static_cast<int64_t>(p.k), row + 8 < p.n ? p.k - tiles.column : 0);
     }
 }
 
