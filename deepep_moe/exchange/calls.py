@@ -133,7 +133,10 @@ class Calls:
         if self._native is None or self._num_forks != _num_forks:
             return None
         if self._pending is not None:
-            self._finish_earlier_call()
+            if self._pending.is_enqueued:
+                self._pending = None
+            else:
+                self._finish_earlier_call()
         call = getattr(self._native, name)
         made = call(*args)
         if made is None and self._native is not None and self._native.has_failed:  # an earlier call has reported a failure
