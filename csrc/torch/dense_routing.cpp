@@ -9,7 +9,10 @@ const DenseRoutingShim* shim = nullptr;
 
 bool is_matrix(const Tensor& tensor) { return tensor.defined() && tensor.dim() == 2 && is_on(tensor.device(), tensor); }
 
-Tensor contiguous(const Tensor& tensor, at::ScalarType type) { return tensor.defined() ? tensor.to(type).contiguous() : tensor; }
+Tensor contiguous(const Tensor& tensor, at::ScalarType type) {
+    if (!tensor.defined()) return tensor;
+    return tensor.scalar_type() == type ? tensor.contiguous() : tensor.to(type).contiguous();
+}
 
 Tensor empty_like_rows_of(const Tensor& tensor, int64_t num_columns, at::ScalarType type) {
     return at::empty({tensor.size(0), num_columns}, tensor.options().dtype(type));
