@@ -37,6 +37,7 @@ class Handle:
     memory: Tensor
     call: Tensor
     counts_on_host: list[int]
+    num_rows_per_expert_on_host: Tensor | None
     topk_idx: Tensor
     recv_row_idx: Tensor
     recv_counts: Tensor

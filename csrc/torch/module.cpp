@@ -157,11 +157,9 @@ void bind_handle(py::module_& m) {
         .def_property_readonly("num_tokens", [](const Handle& self) { return self.shape.num_tokens; })
         .def_readonly("memory", &Handle::memory)
         .def_readonly("call", &Handle::call)
-        .def_property_readonly("counts_on_host",
-                               [](const Handle& self) {
-                                   const int64_t* end = self.call.const_data_ptr<int64_t>() + self.call.numel();
-                                   return std::vector<int64_t>(end - self.shape.sizes[kTokensPerExpert][0], end);
-                               })
+        .def_property_readonly("counts_on_host", [](const Handle& self) { return self.counts_on_host().vec(); })
+        .def_property_readonly("num_rows_per_expert_on_host",
+                               [](const Handle& self) { return optional_of(self.num_rows_per_expert_on_host()); })
         .def_property_readonly("topk_idx", section(kTopkIdx))
         .def_property_readonly("recv_row_idx", section(kRecvRowIdx))
         .def_property_readonly("recv_counts", section(kRecvCounts))

@@ -97,21 +97,22 @@ void keep_for_current(const at::Device& device, at::TensorList tensors) {
     if (device.is_cuda()) keep_for(VirtualGuardImpl(device.type()).getStream(device), tensors);
 }
 
-uintptr_t OwnStream::address() {
-    if (device_.is_cuda() && !stream_) {
-        const VirtualGuardImpl guard(device_.type());
+uintptr_t OwnStream::begin() {
+    if (!device_.is_cuda()) return 0;
+    const VirtualGuardImpl guard(device_.type());
+    caller_ = guard.getStream(device_);
+    if (!stream_) {
         stream_ = guard.getStreamFromGlobalPool(device_);
         given_.emplace(device_.type());
-        const c10::Stream current = guard.exchangeStream(*stream_);
+        guard.exchangeStream(*stream_);
         address_ = current_address(device_);
-        guard.exchangeStream(current);
+        guard.exchangeStream(*caller_);
     }
     return address_;
 }
 
 uintptr_t OwnStream::follow() {
-    if (address() == 0) return 0;
-    caller_ = VirtualGuardImpl(device_.type()).getStream(device_);
+    if (begin() == 0) return 0;
     given_->record(*caller_);
     given_->block(*stream_);
     return address_;

@@ -64,14 +64,14 @@ void keep_for_current(const at::Device& device, at::TensorList tensors);
 class OwnStream {
 public:
     explicit OwnStream(const at::Device& device) : device_(device) {}
-    uintptr_t address();                      // 0 on a device without streams
-    uintptr_t follow();                       // lets it go on after what the current stream has been given; its address
+    uintptr_t begin();                        // a call of the current stream's; its address, 0 on a device without streams
+    uintptr_t follow();                       // `begin`, and lets it go on after what the current stream has been given
     void keep(at::TensorList tensors) const;  // as `keep_for_current`, for this stream
     std::shared_ptr<Recorded> record(variable_list tensors) const;  // of this stream, by now. tensors: that it has used since `follow`
 
 private:
     const at::Device device_;
-    std::optional<c10::Stream> stream_, caller_;  // the latter: that was current at the last `follow`
+    std::optional<c10::Stream> stream_, caller_;  // the latter: that was current at the last `begin`
     std::optional<c10::Event> given_;             // to the current stream, at the last `follow`
     uintptr_t address_ = 0;
     const std::shared_ptr<Recorded::Events> spares_ = std::make_shared<Recorded::Events>();

@@ -256,11 +256,11 @@ class Calls:
 
     def _keep_in_flight(self, made: InFlight) -> None:
         """Keep the unfinished part of a call that was enqueued on a GPU, and raise an earlier call's failure."""
-        if made.second_half is not None:
-            half, is_captured = partial(self._finish, made.second_half), self._is_capturing()
+        if (recorded := made.recorded) is not None:
+            self._pending = Event(recorded=recorded)
+        elif (second_half := made.second_half) is not None:
+            half, is_captured = partial(self._finish, second_half), self._is_capturing()
             self._pending = Event(second_half=half, device=self.backend.device, is_captured=is_captured)
-        elif made.recorded is not None:
-            self._pending = Event(recorded=made.recorded)
         if self._earlier_failure is not None:
             self._raise_earlier_failure(self._pending)
 

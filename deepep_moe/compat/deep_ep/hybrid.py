@@ -1,7 +1,6 @@
 """DeepEP's `HybridEPBuffer` on `deepep_moe.Buffer`: a dispatch with permutation is its expert layout, one without its rank layout."""
 
 import contextlib
-from array import array
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -13,7 +12,7 @@ from deepep_moe import config as library_config
 from deepep_moe.arguments import as_int, check_tensor
 from deepep_moe.compat.deep_ep.arguments import checked_routing, combine_arguments, detached, rows_and_scales
 from deepep_moe.compat.deep_ep.core import GrowingBuffers, Suspending, members_of
-from deepep_moe.compat.deep_ep.dense_routing import experts_only, keep_nothing, keep_within, to_dense, to_lanes
+from deepep_moe.compat.deep_ep.dense_routing import experts_only, keep_nothing, keep_within, to_lanes
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.hybrid_handle import Configurer, HybridConfig, HybridHandle
 from deepep_moe.compat.deep_ep.widths import combine_along, dispatch_along
@@ -196,7 +195,7 @@ class HybridEPBuffer(Suspending):
         routing = _Routing(*routed, *how)
         out, handle = self._send(hidden, scaling_factor, routing, handle, "expert")
         native = handle.native
-        counts = native.num_rows_per_expert.long() if non_blocking else _tensor_of(native.num_rows_per_expert_list)
+        counts = native.num_rows_per_expert.long() if non_blocking else native.num_rows_per_expert_on_host
         recv_x = out.recv_x if out.recv_x.dtype == hidden.dtype else out.recv_x.view(hidden.dtype)
         return recv_x, out.recv_topk_weights, out.recv_x_scales, counts, handle
 
@@ -247,7 +246,8 @@ class HybridEPBuffer(Suspending):
         out, handle = self._send(hidden, scaling_factor, routing, handle, "rank")
         dense = None
         if out.recv_topk_weights is not None:
-            dense = to_dense(self._of_node(handle), out.recv_topk_weights, handle.buffer.num_local_experts * handle.buffer.ranks_per_node)
+            num_columns = handle.buffer.num_local_experts * handle.buffer.ranks_per_node
+            dense = dense_of_lanes(self._of_node(handle), out.recv_topk_weights, num_columns)
         return out.recv_x.view(hidden.dtype), dense, out.recv_x_scales, handle
 
     def combine(self, hidden: Tensor, probs: Tensor | None = None, handle: HybridHandle | None = None) -> tuple[Tensor, Tensor | None]:
@@ -445,11 +445,6 @@ def _device_of(tensors: list[Tensor]) -> torch.device:
     if tensors:
         return tensors[0].device
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _tensor_of(counts: list[int]) -> Tensor:
-    """Return `counts` as int64. `torch.tensor` takes three times as long."""
-    return torch.frombuffer(array("q", counts), dtype=torch.int64)
 
 
 def _is_wider(error: Exception, num_experts: int) -> bool:
