@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C, torch_module
-from deepep_moe.device import is_gpu
+from deepep_moe.device import native_for
 
 
 def lanes_of_map(routing_map: Tensor, values: Tensor | None, num_topk: int) -> tuple[Tensor, Tensor | None]:
@@ -25,7 +25,7 @@ def lanes_of_map(routing_map: Tensor, values: Tensor | None, num_topk: int) -> t
         topk_idx [num_tokens, num_topk] int64, a token's experts ascending, then -1; and their values [num_tokens, num_topk] fp32, 0 in
         lanes without an expert, or None.
     """
-    native = _native(routing_map)
+    native = native_for(routing_map)
     made: tuple[Tensor, Tensor | None] | None = None if native is None else native.lanes_of_map(routing_map, values, num_topk)
     if made is not None:
         return made
@@ -38,7 +38,7 @@ def dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, num_experts: int) -> T
 
     topk_idx: [num_tokens, num_topk] int64; -1 and any other invalid index = no expert. Without gradient.
     """
-    native = _native(topk_idx)
+    native = native_for(topk_idx)
     made: Tensor | None = None if native is None else native.dense_of_lanes(topk_idx, topk_values, num_experts)
     if made is not None:
         return made
@@ -59,7 +59,7 @@ def count_lanes(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Ten
         num_tokens_per_rank [num_ranks] int32, num_tokens_per_expert [num_experts] int32, and is_token_in_rank [num_tokens, num_ranks]
         bool.
     """
-    native = _native(topk_idx)
+    native = native_for(topk_idx)
     made: tuple[Tensor, Tensor] | None = None if native is None else native.count_lanes(topk_idx, num_experts, num_ranks)
     if made is not None:
         counts, is_token_in_rank = made
@@ -105,11 +105,6 @@ def weights_at(probs: Tensor, topk_idx: Tensor) -> Tensor:
     """Return the probs of the chosen experts: probs [num_tokens, num_experts], topk_idx -> [num_tokens, num_topk] fp32, 0 at -1.
     Differentiable."""
     return probs.gather(1, topk_idx.clamp(0, probs.shape[1] - 1)).float().masked_fill(topk_idx < 0, 0.0)
-
-
-def _native(tensor: Tensor) -> Any:
-    """Return the module that serves plain tensors on a GPU with kernels, or None."""
-    return torch_module.MODULE if is_gpu(tensor.device) and not torch.compiler.is_compiling() else None
 
 
 if torch_module.MODULE is not None:

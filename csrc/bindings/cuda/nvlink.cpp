@@ -164,8 +164,8 @@ void scale_rows_backward(const TensorArg& grad, const TensorArg& x, const Tensor
 }
 
 // For csrc/torch: return whether the kernel could be launched.
-template <void (*kLaunch)(const GpuSwigluParams&, void*)>
-bool launched(const GpuSwigluParams& params, uintptr_t stream) noexcept {
+template <auto kLaunch, class Params>
+bool launched(const Params& params, uintptr_t stream) noexcept {
     try {
         kLaunch(params, as_stream(stream));
         return true;
@@ -175,6 +175,8 @@ bool launched(const GpuSwigluParams& params, uintptr_t stream) noexcept {
 }
 
 constexpr SwigluShim kSwigluShim{&launched<launch_swiglu>, &launched<launch_swiglu_backward>};
+constexpr DenseRoutingShim kDenseRoutingShim{&launched<launch_lanes_of_map>, &launched<launch_dense_of_lanes>,
+                                             &launched<launch_count_lanes>};
 
 void bind_rows(py::module_& m) {
     const py::arg rows("rows"), weights("weights"), is_by_token("is_by_token"), dtype("dtype"), stream("stream");
@@ -187,6 +189,7 @@ void bind_rows(py::module_& m) {
           group_ends, py::arg("out"), py::arg("is_fp32"), stream);
     m.def("gpu_clear_tail", &clear_tail, py::arg("values"), group_ends, stream);
     m.def("gpu_swiglu_shim", [] { return py::capsule(&kSwigluShim, kSwigluShimName); });
+    m.def("gpu_dense_routing_shim", [] { return py::capsule(&kDenseRoutingShim, kDenseRoutingShimName); });
     m.def("gpu_weighted_sum", &weighted_sum, rows, weights, is_by_token, py::arg("is_fused"), py::arg("sums"), dtype, stream);
     m.def("gpu_weighted_sum_backward", &weighted_sum_backward, rows, weights, is_by_token, py::arg("grad"), py::arg("grad_rows"),
           py::arg("grad_weights"), dtype, stream);

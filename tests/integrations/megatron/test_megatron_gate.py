@@ -204,7 +204,7 @@ def test_says_what_the_gate_refuses(rank, num_ranks, name):
         vars(_C).pop("gpu_gate_shim", None)
     else:
         _C.gpu_gate_shim, _C.MAX_GPU_GATE_EXPERTS = None, 1024
-    lanes._native = lambda tensor: None  # tensors are the CPU's after all
+    lanes.native_for = lambda tensor: None  # tensors are the CPU's after all
     lines, x, results = log_lines(), torch.randn(5, 1, HIDDEN), []
     with model_parallel(backend="collective") as sizes:
         for _ in range(2):
