@@ -20,12 +20,12 @@ uintptr_t call_stream(const at::Device& device);
 // A moment on a stream.
 class Recorded {
 public:
+    using Events = std::vector<c10::Event>;
     explicit Recorded(const at::Device& device);  // of the current stream: what it has been given by now
     // `stream` began after what `caller` had been given, and uses `tensors` until this moment. They are held until `caller` waits for it.
     // That wait orders whatever has their memory next, if it is memory of `caller`. `record_stream` of each tensor would cost more than
     // the rest of an asynchronous call. The event is one of `spares`, if there is one, and goes there at the end: to make an event and
     // destroy it takes as long as to record it and wait for it.
-    using Events = std::vector<c10::Event>;
     Recorded(const c10::Stream& stream, const c10::Stream& caller, std::shared_ptr<Events> spares, variable_list tensors);
     ~Recorded();
     void wait();         // lets the device's current stream wait for it
@@ -67,7 +67,7 @@ public:
     uintptr_t begin();                        // a call of the current stream's; its address, 0 on a device without streams
     uintptr_t follow();                       // `begin`, and lets it go on after what the current stream has been given
     void keep(at::TensorList tensors) const;  // as `keep_for_current`, for this stream
-    std::shared_ptr<Recorded> record(variable_list tensors) const;  // of this stream, by now. tensors: that it has used since `follow`
+    std::shared_ptr<Recorded> record(variable_list tensors) const;  // of this stream, by now. tensors: that it has used since `begin`
 
 private:
     const at::Device device_;
