@@ -160,15 +160,14 @@ Tensor Calls::joined(at::TensorList tensors) const {
 
 // ---- calls ----
 
-// follows: its own stream is to go on after what the caller's stream has been given.
-CallMode Calls::begin(const Mode& how, bool follows) {
-    const uintptr_t stream = !how.is_beside() ? call_stream(device_) : follows ? own_.follow() : own_.begin();
+CallMode Calls::begin(const Mode& how) {
+    const uintptr_t stream = how.is_beside() ? own_.follow() : call_stream(device_);
     return {how.num_sms == -1 ? settings.num_sms : how.num_sms, how.is_split, stream, how.layer, how.is_late};
 }
 
 // On its dispatch's stream or another: the caller may drop the handle at once.
 CallMode Calls::begin_along(const Handle& handle, const Mode& how) {
-    const CallMode mode = begin(how, true);
+    const CallMode mode = begin(how);
     if (handle.stream && *handle.stream != (how.is_beside() ? call_stream(device_) : mode.stream))
         keep_for_current(device_, {handle.memory, handle.recv_topk_idx});
     return mode;
@@ -254,7 +253,7 @@ Received Calls::dispatch(const Outgoing& out, bool is_expert_layout, int64_t exp
         receive_into(made, out, call, num_rows, is_guess, num_recv_rows >= 0);
         if (how.is_beside()) own_.follow();  // so that it is after what had the memory before, and after the `fill_`
     };
-    const CallMode mode = begin(how, num_recv_rows < 0);  // with a bound the allocation comes before all else
+    const CallMode mode = begin(how);
     int64_t* const numbers = handle.call.mutable_data_ptr<int64_t>();
     variable_list tensors{out.x, out.x_scales, out.topk_idx, out.topk_weights, handle.memory};
     const auto enqueue = [&](ExchangeShim& exchange) {

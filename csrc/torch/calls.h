@@ -137,7 +137,7 @@ private:
     bool are_rows(const Tensor& x, const Tensor& scales) const;
     void receive_into(Received& made, const Outgoing& out, GpuDispatchCall& call, int64_t num_rows, bool is_guess, bool is_bounded) const;
     void count_late();
-    CallMode begin(const Mode& how, bool follows);
+    CallMode begin(const Mode& how);
     CallMode begin_along(const Handle& handle, const Mode& how);
     template <class Call>
     void run(InFlight& made, const Mode& how, const CallMode& mode, Call& call, variable_list& tensors,

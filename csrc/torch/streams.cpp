@@ -47,27 +47,14 @@ Recorded::Recorded(const at::Device& device) : device_(device), event_(device.ty
     if (device.is_cuda()) event_.record(VirtualGuardImpl(device.type()).getStream(device));
 }
 
-static c10::Event taken_from(std::vector<c10::Event>& spares, const c10::Stream& stream) {
-    if (spares.empty()) return c10::Event(stream.device_type());
-    c10::Event event = std::move(spares.back());
-    spares.pop_back();
-    return event;
-}
-
-Recorded::Recorded(const c10::Stream& stream, const c10::Stream& caller, std::shared_ptr<Events> spares, variable_list tensors)
-    : device_(stream.device()),
-      spares_(std::move(spares)),
-      event_(taken_from(*spares_, stream)),
-      stream_(stream),
-      caller_(caller),
-      tensors_(std::move(tensors)) {
+Recorded::Recorded(const c10::Stream& stream, const c10::Stream& caller, variable_list tensors)
+    : device_(stream.device()), event_(stream.device_type()), stream_(stream), caller_(caller), tensors_(std::move(tensors)) {
     event_.record(stream);
 }
 
 Recorded::~Recorded() {
     try {
         release_to(nullptr);
-        if (spares_ != nullptr) spares_->push_back(std::move(event_));
     } catch (...) {  // at the end of the process, when the device is gone
     }
 }
@@ -97,23 +84,19 @@ void keep_for_current(const at::Device& device, at::TensorList tensors) {
     if (device.is_cuda()) keep_for(VirtualGuardImpl(device.type()).getStream(device), tensors);
 }
 
-uintptr_t OwnStream::begin() {
+uintptr_t OwnStream::follow() {
     if (!device_.is_cuda()) return 0;
     const VirtualGuardImpl guard(device_.type());
-    caller_ = guard.getStream(device_);
+    const c10::Stream current = guard.getStream(device_);
     if (!stream_) {
         stream_ = guard.getStreamFromGlobalPool(device_);
         given_.emplace(device_.type());
         guard.exchangeStream(*stream_);
         address_ = current_address(device_);
-        guard.exchangeStream(*caller_);
+        guard.exchangeStream(current);
     }
-    return address_;
-}
-
-uintptr_t OwnStream::follow() {
-    if (begin() == 0) return 0;
-    given_->record(*caller_);
+    caller_ = current;
+    given_->record(current);
     given_->block(*stream_);
     return address_;
 }
@@ -123,7 +106,7 @@ void OwnStream::keep(at::TensorList tensors) const {
 }
 
 std::shared_ptr<Recorded> OwnStream::record(variable_list tensors) const {
-    return stream_ ? std::make_shared<Recorded>(*stream_, *caller_, spares_, std::move(tensors)) : std::make_shared<Recorded>(device_);
+    return stream_ ? std::make_shared<Recorded>(*stream_, *caller_, std::move(tensors)) : std::make_shared<Recorded>(device_);
 }
 
 }  // namespace deepep_moe

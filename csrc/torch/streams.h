@@ -8,7 +8,6 @@
 #include <memory>
 #include <optional>
 #include <utility>
-#include <vector>
 
 #include "torch/tensors.h"
 
@@ -20,13 +19,11 @@ uintptr_t call_stream(const at::Device& device);
 // A moment on a stream.
 class Recorded {
 public:
-    using Events = std::vector<c10::Event>;
     explicit Recorded(const at::Device& device);  // of the current stream: what it has been given by now
     // `stream` began after what `caller` had been given, and uses `tensors` until this moment. They are held until `caller` waits for it.
     // That wait orders whatever has their memory next, if it is memory of `caller`. `record_stream` of each tensor would cost more than
-    // the rest of an asynchronous call. The event is one of `spares`, if there is one, and goes there at the end: to make an event and
-    // destroy it takes as long as to record it and wait for it.
-    Recorded(const c10::Stream& stream, const c10::Stream& caller, std::shared_ptr<Events> spares, variable_list tensors);
+    // the rest of an asynchronous call.
+    Recorded(const c10::Stream& stream, const c10::Stream& caller, variable_list tensors);
     ~Recorded();
     void wait();         // lets the device's current stream wait for it
     bool query() const;  // Has it come? While a CUDA graph is captured false, as CUDA lets nobody ask then what a GPU has done.
@@ -35,7 +32,6 @@ private:
     void release_to(const c10::Stream* waiting);
 
     const at::Device device_;
-    const std::shared_ptr<Events> spares_;
     c10::Event event_;
     std::optional<c10::Stream> stream_, caller_;
     variable_list tensors_;
@@ -64,17 +60,15 @@ void keep_for_current(const at::Device& device, at::TensorList tensors);
 class OwnStream {
 public:
     explicit OwnStream(const at::Device& device) : device_(device) {}
-    uintptr_t begin();                        // a call of the current stream's; its address, 0 on a device without streams
-    uintptr_t follow();                       // `begin`, and lets it go on after what the current stream has been given
+    uintptr_t follow();                       // lets it go on after what the current stream has been given; its address
     void keep(at::TensorList tensors) const;  // as `keep_for_current`, for this stream
-    std::shared_ptr<Recorded> record(variable_list tensors) const;  // of this stream, by now. tensors: that it has used since `begin`
+    std::shared_ptr<Recorded> record(variable_list tensors) const;  // of this stream, by now. tensors: that it has used since `follow`
 
 private:
     const at::Device device_;
-    std::optional<c10::Stream> stream_, caller_;  // the latter: that was current at the last `begin`
+    std::optional<c10::Stream> stream_, caller_;  // the latter: that was current at the last `follow`
     std::optional<c10::Event> given_;             // to the current stream, at the last `follow`
     uintptr_t address_ = 0;
-    const std::shared_ptr<Recorded::Events> spares_ = std::make_shared<Recorded::Events>();
 };
 
 }  // namespace deepep_moe

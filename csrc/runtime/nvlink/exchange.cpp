@@ -263,12 +263,12 @@ void NvlinkExchange::plan(GpuPlanParams params, const Signature& signature, cons
     if (rail_ != nullptr) rail_->meet(params.context, params.stamp, rail, params.cached ? params.recv_counts : nullptr, stream);
     launch_plan(params, stream);
     if (rail_ != nullptr && moves) move_on_rail(rail.row_bytes);
-    count_call();
+    count_call(stream);
 }
 
 // Captured calls are not made yet, and a capture may be dropped. So their numbers follow that of the last call made before.
-void NvlinkExchange::count_call() {
-    const unsigned long long capture = last_.capture();
+void NvlinkExchange::count_call(cudaStream_t stream) {
+    const unsigned long long capture = capture_of(stream);
     num_captured_ = capture == 0 ? 0 : capture == capture_ ? num_captured_ + 1 : 1;
     capture_ = capture;
     if (capture == 0) ++num_calls_;
@@ -320,7 +320,7 @@ void NvlinkExchange::launch(const GpuDispatchParams& call, int num_sms, bool sen
     params.num_send_blocks = sends && config_.num_ranks > 1 ? std::min(num_sms, std::max(1, most / 2)) : 0;
     params.num_receive_blocks = receives ? std::clamp(most - params.num_send_blocks, 1, tuning.num_receive_blocks) : 0;
     params.num_lane_blocks = params.has_lanes && sends ? std::min(most, lane_blocks(params.routing.num_tokens * config_.num_topk)) : 0;
-    launch_dispatch(params, stream, sends && receives && follows_plan());
+    launch_dispatch(params, stream, sends && receives && follows_plan(stream));
 }
 
 void NvlinkExchange::launch(const GpuCombineParams& call, int num_sms, bool finishes, cudaStream_t stream) {
@@ -333,7 +333,7 @@ void NvlinkExchange::launch(const GpuCombineParams& call, int num_sms, bool fini
     const int rest = std::max(1, most - params.num_send_blocks);
     params.num_work_blocks = tuning.num_work_blocks > 0 ? std::min(tuning.num_work_blocks, rest) : rest;
     if (!params.reduces && !finishes) params.num_work_blocks = 0;
-    if (params.num_send_blocks + params.num_work_blocks > 0) launch_combine(params, stream, finishes && follows_plan());
+    if (params.num_send_blocks + params.num_work_blocks > 0) launch_combine(params, stream, finishes && follows_plan(stream));
 }
 
 // The first half of a call: send beside `stream`, or pack rows for copy engines.
@@ -436,7 +436,7 @@ int NvlinkExchange::num_tiles(int64_t row_bytes) const {
 }
 
 // Whether a kernel may start while the plan runs. Not in a graph: the kernel waits for the plan's number, and each replay has the same.
-bool NvlinkExchange::follows_plan() const { return has_early_launch_ && last_.capture() == 0; }
+bool NvlinkExchange::follows_plan(cudaStream_t stream) const { return has_early_launch_ && !is_capturing(stream); }
 
 // This rank's slots in the memory of `peer`, and the slots for `peer` in this rank's memory.
 std::byte* NvlinkExchange::inbox_of(int peer) const { return memory_.of(peer) + layout_.inbox_of(peer, rank_); }

@@ -113,7 +113,7 @@ private:
 
     void plan(GpuPlanParams params, const Signature& signature, const RailCall& rail, bool moves, cudaStream_t stream);
     void move_on_rail(int64_t row_bytes);
-    void count_call();
+    void count_call(cudaStream_t stream);
     int64_t call_number() const { return num_calls_ + num_captured_; }
     int64_t wait_counts(int64_t* numbers);
     int64_t receive_counted(GpuDispatchCall& call, const CallMode& mode, int num_sms, int64_t room, int64_t* numbers,
@@ -131,7 +131,7 @@ private:
     void abandon();
     void join(cudaStream_t stream);
     void join_rail(cudaStream_t stream);
-    bool follows_plan() const;
+    bool follows_plan(cudaStream_t stream) const;
     int num_tiles(int64_t row_bytes) const;
     int num_sms_of_call() const;
     int num_rail_sms() const;

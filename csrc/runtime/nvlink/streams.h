@@ -28,7 +28,6 @@ public:
     cudaStream_t running() const { return running_.value_or(nullptr); }  // of the call in progress
     bool is_done() const;  // whether the last call's stream has finished: an external one what it had at the call's end, others all
     bool has_captured() const { return capture_ != 0; }
-    unsigned long long capture() const { return captures_ ? capture_ : 0; }  // that the call in progress is part of, or 0
 
 private:
     void go_on(cudaStream_t stream, unsigned long long capture);
