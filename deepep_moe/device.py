@@ -40,6 +40,14 @@ def is_gpu(device: torch.device) -> bool:
     return device.type == GPU
 
 
+def native_for(tensor: Any) -> Any:
+    """Return the module whose functions serve plain calls on the GPU of `tensor`, or None. They return None for a call that Python is to
+    make."""
+    if torch.compiler.is_compiling() or not isinstance(tensor, Tensor) or not is_gpu(tensor.device):
+        return None
+    return torch_module.MODULE
+
+
 def device_index(device: torch.device | None) -> int:
     """Return the number of the GPU, 0 without one."""
     return 0 if device is None or device.index is None else device.index

@@ -63,10 +63,6 @@ Handle Calls::handle_of(const Tensor& memory, const Tensor& call, int64_t num_to
     return handle.with(memory, call);
 }
 
-const int64_t* Calls::counts_of(const Handle& handle) const {
-    return handle.call.const_data_ptr<int64_t>() + handle.call.numel() - settings.num_local_experts;
-}
-
 // ---- what calls take ----
 
 // [num_rows, hidden] that a kernel can move, with scales where they are fp8.
@@ -141,12 +137,12 @@ std::optional<ExpertRows> Calls::expert_rows_of(at::TensorList tensors, const Ha
         if (!is_here(tensor) || tensor.scalar_type() != tensors[0].scalar_type() || !tensor.is_contiguous()) return std::nullopt;
         args[i] = arg_of(tensor);
     }
-    return deepep_moe::expert_rows_of({args, tensors.size()}, counts_of(handle), settings.hidden, handle.num_rows);
+    return deepep_moe::expert_rows_of({args, tensors.size()}, handle.counts_on_host().data(), settings.hidden, handle.num_rows);
 }
 
 bool Calls::can_join(at::TensorList tensors, const Handle& handle) const {
     if (static_cast<int64_t>(tensors.size()) != settings.num_local_experts) return false;
-    const int64_t* counts = counts_of(handle);
+    const at::ArrayRef<int64_t> counts = handle.counts_on_host();
     for (size_t i = 0; i < tensors.size(); ++i) {
         const Tensor& tensor = tensors[i];
         if (!tensor.defined() || tensor.device() != device_ || tensor.scalar_type() != tensors[0].scalar_type()) return false;
@@ -267,7 +263,7 @@ Received Calls::dispatch(const Outgoing& out, bool is_expert_layout, int64_t exp
     };
     run(made, how, mode, call, tensors, enqueue);
     if (allocation.failure) std::rethrow_exception(allocation.failure);
-    if (how.is_late && num_recv_rows < 0 && counts_of(handle)[0] < 0) {
+    if (how.is_late && num_recv_rows < 0 && handle.counts_on_host()[0] < 0) {
         handle.late = std::make_shared<Late>(Late{call, mode, out});
         handle.is_unfit = std::make_shared<bool>(false);
         late_ = made.handle;

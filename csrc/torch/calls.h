@@ -118,7 +118,6 @@ public:
     // Returns the handle of an operator, which gets it in parts.
     Handle handle_of(const Tensor& memory, const Tensor& call, int64_t num_tokens, bool is_expert_layout, int64_t expert_alignment,
                      int64_t num_rows) const;
-    const int64_t* counts_of(const Handle& handle) const;  // of each local expert, on the host
 
     // What `call` returns. If it fails, the peers are told. All calls that Python has not checked are made in this.
     template <class Call>

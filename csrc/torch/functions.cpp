@@ -23,12 +23,13 @@ Tensor rows_at(const Tensor& all, int64_t first_row, int64_t num_rows, int64_t n
 }
 
 // Appends `all`, or the rows of each local expert.
-void append_rows(variable_list& list, const Tensor& all, const Calls& calls, const Handle& handle, int64_t num_leading) {
+void append_rows(variable_list& list, const Tensor& all, const Handle& handle, int64_t num_leading) {
     if (num_leading < 0) return list.push_back(all);
-    const int64_t* counts = calls.counts_of(handle);
     int64_t first_row = 0;
-    for (int64_t expert = 0; expert < calls.settings.num_local_experts; first_row += counts[expert++])
-        list.push_back(rows_at(all, first_row, counts[expert], num_leading));
+    for (const int64_t count : handle.counts_on_host()) {
+        list.push_back(rows_at(all, first_row, count, num_leading));
+        first_row += count;
+    }
 }
 
 // Contiguous, on a boundary of kRowAlignment.
@@ -111,7 +112,7 @@ variable_list run_dispatch(Calls& calls, const DispatchRequest& request, const T
     });
     variable_list outputs;
     if (weights.defined()) outputs.push_back(made.topk_weights);
-    append_rows(outputs, made.x, calls, *made.handle, request.num_leading);
+    append_rows(outputs, made.x, *made.handle, request.num_leading);
     return outputs;
 }
 
@@ -238,7 +239,7 @@ private:
         const Received received = calls.dispatch_cached(along, out, scaled.empty() ? nullptr : &scaling, {});
         watch_pass(calls);
         variable_list made{received.grad_weights};
-        append_rows(made, received.x, calls, handle, kept.num_leading);
+        append_rows(made, received.x, handle, kept.num_leading);
         return made;
     }
 };

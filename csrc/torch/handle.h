@@ -1,6 +1,7 @@
 // The handle of a dispatch: where its rows came from, in one allocation. Python's `PackedHandle` shows it.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <optional>
@@ -54,6 +55,20 @@ struct Handle {
         const Tensor part = part_of(memory, shape.starts[i], sizes[1] == 0 ? sizes.slice(0, 1) : sizes);
         part.unsafeGetTensorImpl()->set_version_counter(memory.unsafeGetTensorImpl()->version_counter());  // a change shows
         return part;
+    }
+    // Of each local expert, -1 where the host does not know.
+    at::ArrayRef<int64_t> counts_on_host() const {
+        const int64_t num_experts = shape.sizes[kTokensPerExpert][0];
+        return {call.const_data_ptr<int64_t>() + call.numel() - num_experts, static_cast<size_t>(num_experts)};
+    }
+    // [num_local_experts] int64, padding included; undefined where the host does not know.
+    Tensor num_rows_per_expert_on_host() const {
+        const at::ArrayRef<int64_t> counts = counts_on_host();
+        if (counts[0] < 0) return {};
+        const Tensor rows = at::empty({static_cast<int64_t>(counts.size())}, at::kLong);
+        std::transform(counts.begin(), counts.end(), rows.mutable_data_ptr<int64_t>(),
+                       [&](int64_t count) { return (count + expert_alignment - 1) / expert_alignment * expert_alignment; });
+        return rows;
     }
     // A handle like this one, of other tensors: those that a backward has saved, or none.
     Handle with(const Tensor& saved_memory, const Tensor& saved_call) const {

@@ -1,4 +1,5 @@
 // The module `deepep_moe._torch`: what Python calls. Calls with gradients return None where an argument is not what C++ takes.
+#include "torch/dense_routing.h"
 #include "torch/experts.h"
 #include "torch/functions.h"
 #include "torch/gate.h"
@@ -156,11 +157,9 @@ void bind_handle(py::module_& m) {
         .def_property_readonly("num_tokens", [](const Handle& self) { return self.shape.num_tokens; })
         .def_readonly("memory", &Handle::memory)
         .def_readonly("call", &Handle::call)
-        .def_property_readonly("counts_on_host",
-                               [](const Handle& self) {
-                                   const int64_t* end = self.call.const_data_ptr<int64_t>() + self.call.numel();
-                                   return std::vector<int64_t>(end - self.shape.sizes[kTokensPerExpert][0], end);
-                               })
+        .def_property_readonly("counts_on_host", [](const Handle& self) { return self.counts_on_host().vec(); })
+        .def_property_readonly("num_rows_per_expert_on_host",
+                               [](const Handle& self) { return optional_of(self.num_rows_per_expert_on_host()); })
         .def_property_readonly("topk_idx", section(kTopkIdx))
         .def_property_readonly("recv_row_idx", section(kRecvRowIdx))
         .def_property_readonly("recv_counts", section(kRecvCounts))
@@ -295,6 +294,15 @@ void bind_gate(py::module_& m) {
           py::arg("num_ranks"), py::arg("shares"), py::arg("is_full"));
 }
 
+void bind_dense_routing(py::module_& m) {
+    using torch::wrap_pybind_function;
+    const py::arg topk_idx("topk_idx"), num_experts("num_experts");
+    m.def("set_dense_routing_shim", &set_dense_routing_shim, py::arg("shim"));
+    m.def("lanes_of_map", wrap_pybind_function(lanes_of_map), py::arg("routing_map"), py::arg("values"), py::arg("num_topk"));
+    m.def("dense_of_lanes", wrap_pybind_function(dense_of_lanes), topk_idx, py::arg("topk_values"), num_experts);
+    m.def("count_lanes", wrap_pybind_function(count_lanes), topk_idx, num_experts, py::arg("num_ranks"));
+}
+
 }  // namespace
 }  // namespace deepep_moe
 
@@ -306,6 +314,7 @@ PYBIND11_MODULE(_torch, m) {
     bind_results(m);
     bind_calls(m);
     bind_gate(m);
+    bind_dense_routing(m);
     m.def("set_expert_hooks", &set_expert_hooks, py::kw_only(), py::arg("shim"));
     m.def("grouped_swiglu", torch::wrap_pybind_function(grouped_swiglu), py::arg("x"), py::arg("counts"), py::arg("w1"), py::arg("w2"),
           py::arg("probs"), py::arg("recompute_activation"), py::arg("main_grad1"), py::arg("main_grad2"));

@@ -264,7 +264,8 @@ class Buffer(Sizes):
         """
         is_late = isinstance(num_recv_rows, str) and num_recv_rows == GUESS
         bound: Any = None if is_late else num_recv_rows
-        if (async_op or return_hook or fp8 == BLOCKWISE) and torch.compiler.is_compiling():
+        is_traced = torch.compiler.is_compiling()
+        if is_traced and (async_op or return_hook or fp8 == BLOCKWISE):
             return _call_outside_graph(  # without the layer's number, for which PyTorch would compile again
                 self.dispatch, x, topk_idx, topk_weights, x_scales=x_scales, layout=layout, expert_alignment=expert_alignment,
                 handle=handle, num_recv_rows=bound, fp8=fp8, num_sms=num_sms, async_op=async_op, return_hook=return_hook,
@@ -279,7 +280,7 @@ class Buffer(Sizes):
         if self._is_by_lane and isinstance(x, Tensor) and x.dim() == 2:
             topk_idx = calls.refuse_on_failure(one_by_one, "topk_idx", topk_idx, len(x), self._settings)
             topk_weights = calls.refuse_on_failure(one_by_one, "topk_weights", topk_weights, len(x), self._settings)
-        if not is_blockwise and not torch.compiler.is_compiling():
+        if not is_blockwise and not is_traced:
             how = num_sms, async_op, return_hook
             if handle is None:
                 routed = layout, expert_alignment, bound
@@ -363,7 +364,8 @@ class Buffer(Sizes):
 
         Raises: as `dispatch`.
         """
-        if (async_op or return_hook or fp8 == BLOCKWISE) and torch.compiler.is_compiling():
+        is_traced = torch.compiler.is_compiling()
+        if is_traced and (async_op or return_hook or fp8 == BLOCKWISE):
             return _call_outside_graph(
                 self.combine, x, handle, topk_weights, bias=bias, fp8=fp8, num_sms=num_sms, async_op=async_op, return_hook=return_hook
             )
@@ -372,7 +374,7 @@ class Buffer(Sizes):
             calls.refuse_on_failure(check_fp8_mode, fp8)
             if fp8 != BLOCKWISE:
                 raise calls.refuse(ValueError(f"fp8 is {fp8!r}; combine takes False, or {BLOCKWISE!r} for its gradient"))
-        elif not torch.compiler.is_compiling():
+        elif not is_traced:
             made = native.combine_rows(calls, x, handle, topk_weights, bias, num_sms, async_op, return_hook)
             if made is not None:
                 return _with_event(made.combined_x, calls.in_flight, return_hook) if async_op or return_hook else made.combined_x

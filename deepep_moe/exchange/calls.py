@@ -133,7 +133,10 @@ class Calls:
         if self._native is None or self._num_forks != _num_forks:
             return None
         if self._pending is not None:
-            self._finish_earlier_call()
+            if self._pending.is_enqueued:
+                self._pending = None
+            else:
+                self._finish_earlier_call()
         call = getattr(self._native, name)
         made = call(*args)
         if made is None and self._native is not None and self._native.has_failed:  # an earlier call has reported a failure
@@ -253,11 +256,11 @@ class Calls:
 
     def _keep_in_flight(self, made: InFlight) -> None:
         """Keep the unfinished part of a call that was enqueued on a GPU, and raise an earlier call's failure."""
-        if made.second_half is not None:
-            half, is_captured = partial(self._finish, made.second_half), self._is_capturing()
+        if (recorded := made.recorded) is not None:
+            self._pending = Event(recorded=recorded)
+        elif (second_half := made.second_half) is not None:
+            half, is_captured = partial(self._finish, second_half), self._is_capturing()
             self._pending = Event(second_half=half, device=self.backend.device, is_captured=is_captured)
-        elif made.recorded is not None:
-            self._pending = Event(recorded=made.recorded)
         if self._earlier_failure is not None:
             self._raise_earlier_failure(self._pending)
 

@@ -6,6 +6,7 @@ from functools import partial
 from operator import is_
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from deepep_moe.event import Event
@@ -126,6 +127,11 @@ class DispatchHandle:
         alignment = self.expert_alignment
         return counts if alignment == 1 else [-(-count // alignment) * alignment for count in counts]
 
+    @property
+    def num_rows_per_expert_on_host(self) -> Tensor:
+        """`num_rows_per_expert_list` as a tensor, int64 on the CPU, made at each read."""
+        return torch.tensor(self.num_rows_per_expert_list, dtype=torch.int64)
+
     def _counts_on_host(self) -> list[int]:
         """Return the [num_local_experts] tokens received. The list is empty or negative if the host does not know them."""
         counts: list[int] = self.call.tolist()[1 + 2 * self.recv_counts.shape[0] :]
@@ -226,6 +232,11 @@ class PackedHandle(DispatchHandle):
 
     def rebuild(self) -> Callable[..., DispatchHandle]:
         return partial(_of_memory, self.native.emptied())
+
+    @property
+    def num_rows_per_expert_on_host(self) -> Tensor:
+        rows: Tensor | None = self.native.num_rows_per_expert_on_host
+        return super().num_rows_per_expert_on_host if rows is None else rows
 
     def _counts_on_host(self) -> list[int]:
         counts: list[int] = self.native.counts_on_host

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deepep_moe import _C, torch_module
 from deepep_moe.arguments import as_float, as_int, check_bool, check_is_tensor, check_memory, lazy_negative
-from deepep_moe.device import FLOATS, is_gpu
+from deepep_moe.device import FLOATS, is_gpu, native_for
 from deepep_moe.library import call
 from deepep_moe.ops import gate_operators
 
@@ -98,7 +98,7 @@ def gate(
         ValueError: a shape or number is out of bounds, tensors are on different devices, or a logit (with `check_finite`)
             or a bias is NaN or infinite.
     """
-    native = _native(logits)
+    native = native_for(logits)
     if native is not None:
         made: GateOutput | None = native.gate(
             logits, num_topk, num_groups, topk_groups, group_score_topk, score_function, expert_bias, normalize, routed_scaling_factor,
@@ -137,7 +137,7 @@ def gate_full(
     if unknown := [name for name in options if name not in defaults]:
         raise TypeError(f"gate_full has no argument {', '.join(sorted(unknown))}; it takes dense, num_ranks, shares, {', '.join(defaults)}")
     options = defaults | options
-    native = _native(logits)
+    native = native_for(logits)
     made = None if native is None else native.gate(logits, num_topk, *options.values(), dense, num_ranks, shares, True)
     if made is not None:
         return made
@@ -164,13 +164,6 @@ def check_gate(device: torch.device | int | None = None) -> None:
         torch.cuda.synchronize(device)
         index = device if device is None or isinstance(device, int) else torch.device(device).index
         _C.gpu_gate_check(torch.cuda.current_device() if index is None else index)
-
-
-def _native(logits: Any) -> Any:
-    """The module that makes plain calls of the gate on a GPU, in C++, or None. It returns None itself for a call that Python is to make."""
-    if torch.compiler.is_compiling() or torch_module.MODULE is None or not isinstance(logits, Tensor) or not is_gpu(logits.device):
-        return None
-    return torch_module.MODULE
 
 
 def _checked(

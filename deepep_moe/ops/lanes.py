@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepep_moe import _C
-from deepep_moe.device import current_stream, is_gpu, on_device, readable
-from deepep_moe.library import is_watched, needs_gradients
+from deepep_moe import _C, torch_module
+from deepep_moe.device import native_for
 
 
 def lanes_of_map(routing_map: Tensor, values: Tensor | None, num_topk: int) -> tuple[Tensor, Tensor | None]:
@@ -26,16 +25,12 @@ def lanes_of_map(routing_map: Tensor, values: Tensor | None, num_topk: int) -> t
         topk_idx [num_tokens, num_topk] int64, a token's experts ascending, then -1; and their values [num_tokens, num_topk] fp32, 0 in
         lanes without an expert, or None.
     """
-    if is_watched((routing_map, values)) or not _has_kernels(routing_map):
-        topk_idx = topk_from_map(routing_map.bool(), num_topk)
-        return topk_idx, None if values is None else weights_at(values, topk_idx)
-    num_tokens, routing_map = routing_map.shape[0], routing_map.bool()
-    topk_idx = torch.empty(num_tokens, num_topk, dtype=torch.int64, device=routing_map.device)
-    topk_values = None
-    if values is not None:
-        topk_values, values = torch.empty(num_tokens, num_topk, dtype=torch.float32, device=values.device), readable(values.float())
-    _run("lanes_of_map", readable(routing_map), values, topk_idx, topk_values)
-    return topk_idx, topk_values
+    native = native_for(routing_map)
+    made: tuple[Tensor, Tensor | None] | None = None if native is None else native.lanes_of_map(routing_map, values, num_topk)
+    if made is not None:
+        return made
+    topk_idx = topk_from_map(routing_map.bool(), num_topk)
+    return topk_idx, None if values is None else weights_at(values, topk_idx)
 
 
 def dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, num_experts: int) -> Tensor:
@@ -43,15 +38,14 @@ def dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, num_experts: int) -> T
 
     topk_idx: [num_tokens, num_topk] int64; -1 and any other invalid index = no expert. Without gradient.
     """
-    is_differentiated = needs_gradients((topk_values,))  # a backward, once more
-    if is_differentiated or is_watched((topk_idx, topk_values)) or not _has_kernels(topk_idx):
-        values = topk_values.to_dense() if topk_values.is_sparse else topk_values
-        dense = values.new_zeros(topk_idx.shape[0], num_experts + 1)
-        columns = torch.where(topk_idx < num_experts, topk_idx, -1) + 1
-        return dense.scatter_(1, columns, values)[:, 1:].contiguous()  # lanes without an expert write column 0, which goes
-    dense = torch.empty(topk_idx.shape[0], num_experts, dtype=torch.float32, device=topk_idx.device)
-    _run("dense_of_lanes", readable(topk_idx), readable(topk_values), dense)
-    return dense
+    native = native_for(topk_idx)
+    made: Tensor | None = None if native is None else native.dense_of_lanes(topk_idx, topk_values, num_experts)
+    if made is not None:
+        return made
+    values = topk_values.to_dense() if topk_values.is_sparse else topk_values
+    dense = values.new_zeros(topk_idx.shape[0], num_experts + 1)
+    columns = torch.where(topk_idx < num_experts, topk_idx, -1) + 1
+    return dense.scatter_(1, columns, values)[:, 1:].contiguous()  # lanes without an expert write column 0, which goes
 
 
 def count_lanes(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,20 +56,19 @@ def count_lanes(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Ten
         num_experts: a multiple of `num_ranks`.
 
     Returns:
-        num_tokens_per_rank [num_ranks] int32 and num_tokens_per_expert [num_experts] int32, of one memory, and is_token_in_rank
-        [num_tokens, num_ranks] bool.
+        num_tokens_per_rank [num_ranks] int32, num_tokens_per_expert [num_experts] int32, and is_token_in_rank [num_tokens, num_ranks]
+        bool.
     """
-    counts = torch.zeros(num_ranks + num_experts, dtype=torch.int32, device=topk_idx.device)
-    is_token_in_rank = torch.empty(topk_idx.shape[0], num_ranks, dtype=torch.bool, device=topk_idx.device)
-    if not is_watched((topk_idx,)) and _has_kernels(topk_idx):
-        _run("count_lanes", readable(topk_idx), counts, is_token_in_rank)
-    else:
-        columns = torch.where(topk_idx < num_experts, topk_idx, -1).clamp(min=-1).long() + 1
-        chosen = torch.zeros(topk_idx.shape[0], num_experts + 1, dtype=torch.bool, device=topk_idx.device)
-        chosen = chosen.scatter_(1, columns, True)[:, 1:]  # lanes without an expert write column 0, which goes
-        is_token_in_rank.copy_(chosen.unflatten(1, (num_ranks, -1)).any(2))
-        counts[:num_ranks], counts[num_ranks:] = is_token_in_rank.sum(0), chosen.sum(0)
-    return counts[:num_ranks], counts[num_ranks:], is_token_in_rank
+    native = native_for(topk_idx)
+    made: tuple[Tensor, Tensor] | None = None if native is None else native.count_lanes(topk_idx, num_experts, num_ranks)
+    if made is not None:
+        counts, is_token_in_rank = made
+        return counts[:num_ranks], counts[num_ranks:], is_token_in_rank
+    columns = torch.where(topk_idx < num_experts, topk_idx, -1).clamp(min=-1).long() + 1
+    chosen = torch.zeros(topk_idx.shape[0], num_experts + 1, dtype=torch.bool, device=topk_idx.device)
+    chosen = chosen.scatter_(1, columns, True)[:, 1:]  # lanes without an expert write column 0, which goes
+    is_token_in_rank = chosen.unflatten(1, (num_ranks, -1)).any(2)
+    return is_token_in_rank.sum(0, dtype=torch.int32), chosen.sum(0, dtype=torch.int32), is_token_in_rank
 
 
 class LanesOfMap(torch.autograd.Function):
@@ -114,13 +107,5 @@ def weights_at(probs: Tensor, topk_idx: Tensor) -> Tensor:
     return probs.gather(1, topk_idx.clamp(0, probs.shape[1] - 1)).float().masked_fill(topk_idx < 0, 0.0)
 
 
-def _has_kernels(tensor: Tensor) -> bool:
-    return is_gpu(tensor.device) and hasattr(_C, "gpu_lanes_of_map")
-
-
-def _run(name: str, *tensors: Tensor | None) -> None:
-    """Run the kernel `name` where the first of `tensors` lies."""
-    first = tensors[0]
-    assert first is not None
-    with on_device(first):
-        getattr(_C, f"gpu_{name}")(*tensors, current_stream(first.device))
+if torch_module.MODULE is not None:
+    torch_module.MODULE.set_dense_routing_shim(_C.gpu_dense_routing_shim())

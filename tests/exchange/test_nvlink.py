@@ -226,3 +226,21 @@ def test_memory_of_an_asynchronous_call_on_this_and_on_other_stream(rank, waits)
     assert not torch.cuda.current_stream().query(), "the stream is idle already"
     torch.cuda.synchronize()
     assert_same("combined_x", combined, x * (idx >= 0).sum(1, keepdim=True))
+
+
+@on_ranks(2, layout=LAYOUTS)
+def test_asynchronous_calls_follow_this_and_run_on_other_stream(rank, layout):
+    """This stream is busy before it writes the arguments, and frees memory that the outputs may get. Events are used again meanwhile."""
+    buffer, x, idx = make_buffer(rank)
+    plain = buffer.dispatch(x, idx, layout=layout)
+    for value in range(1, 4):
+        torch.cuda._sleep(100_000_000)
+        rows, freed = torch.full_like(x, value), torch.full_like(plain.recv_x, -1)
+        del freed
+        bounded = buffer.dispatch(rows, idx, layout=layout, num_recv_rows=plain.handle.num_rows, async_op=True)
+        bounded.event.wait()
+        along = buffer.dispatch(bounded.recv_x[: len(x)] + 1, handle=plain.handle, async_op=True)
+        along.event.wait()
+        for out, want in ((bounded, value), (along, value + 1)):
+            assert_same("recv_x", out.recv_x, torch.full_like(out.recv_x, want))
+        assert along.event.query() and bounded.event.query()

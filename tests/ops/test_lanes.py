@@ -35,7 +35,14 @@ def test_equals_operators(sizes, device, monkeypatch):
     assert torch.equal(topk_idx, topk_from_map(routing_map, num_topk)) and torch.equal(weights, weights_at(values, topk_idx))
     assert torch.equal(lanes_of_map(routing_map, None, num_topk)[0], topk_idx)
     assert torch.equal(dense_of_lanes(topk_idx, weights, num_experts), torch.where(routing_map, values, 0.0))
-    monkeypatch.setattr(lanes, "_has_kernels", lambda tensor: False)  # as in a build without kernels
+    native = lanes.native_for(routing_map)
+    if native is not None:  # which declines none of these
+        assert native.lanes_of_map(routing_map, values, num_topk) is not None
+        assert native.dense_of_lanes(topk_idx, weights, num_experts) is not None
+        assert native.count_lanes(topk_idx, num_experts, 1) is not None
+        assert native.lanes_of_map(routing_map, values[:, 1:], num_topk) is None, "values of another shape"
+        assert native.dense_of_lanes(topk_idx, weights.clone().requires_grad_(), num_experts) is None, "a gradient is wanted"
+    monkeypatch.setattr(lanes, "native_for", lambda tensor: None)  # as in a build without kernels
     assert all(map(torch.equal, lanes_of_map(routing_map, values, num_topk), (topk_idx, weights)))
     assert torch.equal(dense_of_lanes(topk_idx, weights, num_experts), torch.where(routing_map, values, 0.0))
 
@@ -58,7 +65,7 @@ def test_counts_equal_operators(sizes, is_int64, device, monkeypatch):
     drawn = torch.randint(-2, num_experts + 2, (num_tokens, num_topk), generator=torch.Generator().manual_seed(1))
     topk_idx = (drawn if is_int64 else drawn.int()).to(device)
     found = count_lanes(topk_idx.T.contiguous().T, num_experts, num_ranks)
-    monkeypatch.setattr(lanes, "_has_kernels", lambda tensor: False)
+    monkeypatch.setattr(lanes, "native_for", lambda tensor: None)
     assert all(map(torch.equal, found, count_lanes(topk_idx, num_experts, num_ranks)))
 
 

@@ -190,6 +190,9 @@ bool launched(const Params& params, uintptr_t stream) noexcept {
 
 constexpr ExpertShim kExpertShim{&launched<launch_swiglu, GpuSwigluParams>, &launched<launch_swiglu_backward, GpuSwigluParams>,
                                  &launched<launch_add_weight_gradients, GpuWeightGradientParams>};
+constexpr DenseRoutingShim kDenseRoutingShim{&launched<launch_lanes_of_map, LanesOfMapParams>,
+                                             &launched<launch_dense_of_lanes, DenseOfLanesParams>,
+                                             &launched<launch_count_lanes, CountLanesParams>};
 
 void bind_rows(py::module_& m) {
     const py::arg rows("rows"), weights("weights"), is_by_token("is_by_token"), dtype("dtype"), stream("stream");
@@ -203,6 +206,7 @@ void bind_rows(py::module_& m) {
     m.def("gpu_add_weight_gradients", &add_weight_gradients, py::arg("grads"), rows, group_ends, py::arg("sums"), stream);
     m.def("gpu_clear_tail", &clear_tail, py::arg("values"), group_ends, stream);
     m.def("gpu_expert_shim", [] { return py::capsule(&kExpertShim, kExpertShimName); });
+    m.def("gpu_dense_routing_shim", [] { return py::capsule(&kDenseRoutingShim, kDenseRoutingShimName); });
     m.def("gpu_weighted_sum", &weighted_sum, rows, weights, is_by_token, py::arg("is_fused"), py::arg("sums"), dtype, stream);
     m.def("gpu_weighted_sum_backward", &weighted_sum_backward, rows, weights, is_by_token, py::arg("grad"), py::arg("grad_rows"),
           py::arg("grad_weights"), dtype, stream);

@@ -4,6 +4,7 @@
 
 #include "common/gate.h"
 #include "common/low_latency.h"
+#include "cuda/dense_routing.h"
 #include "runtime/nvlink/call.h"
 
 namespace deepep_moe {
@@ -52,8 +53,14 @@ struct GateShim {
 struct ExpertShim {
     bool (*forward)(const GpuSwigluParams& params, uintptr_t stream) noexcept;
     bool (*backward)(const GpuSwigluParams& params, uintptr_t stream) noexcept;
-    bool (*add_weight_gradients)(const GpuWeightGradientParams& params,
-                                 uintptr_t stream) noexcept;  // false on other GPUs than Hopper's too
+    bool (*add_weight_gradients)(const GpuWeightGradientParams& params, uintptr_t stream) noexcept;  // false on other GPUs than Hopper too
+};
+
+// Dense routing. False: the kernel could not be launched.
+struct DenseRoutingShim {
+    bool (*lanes_of_map)(const LanesOfMapParams& params, uintptr_t stream) noexcept;
+    bool (*dense_of_lanes)(const DenseOfLanesParams& params, uintptr_t stream) noexcept;
+    bool (*count_lanes)(const CountLanesParams& params, uintptr_t stream) noexcept;
 };
 
 // Names of the capsules that hold a pointer to a shim, with a number that is raised when the shim changes. kShimBytes tells modules of
@@ -62,8 +69,10 @@ constexpr const char* kShimName = "deepep_moe.ExchangeShim 5";
 constexpr const char* kLowLatencyShimName = "deepep_moe.LowLatencyShim 3";
 constexpr const char* kGateShimName = "deepep_moe.GateShim 3";
 constexpr const char* kExpertShimName = "deepep_moe.ExpertShim 1";
+constexpr const char* kDenseRoutingShimName = "deepep_moe.DenseRoutingShim 1";
 constexpr size_t kShimBytes = sizeof(GpuDispatchCall) + sizeof(GpuCombineCall) + sizeof(CallMode) + sizeof(LowLatencyDispatchParams) +
                               sizeof(LowLatencyCombineParams) + sizeof(GpuGateParams) + sizeof(GpuGateBackwardParams) +
-                              sizeof(GpuSwigluParams) + sizeof(GpuWeightGradientParams);
+                              sizeof(GpuSwigluParams) + sizeof(GpuWeightGradientParams) + sizeof(LanesOfMapParams) +
+                              sizeof(DenseOfLanesParams) + sizeof(CountLanesParams);
 
 }  // namespace deepep_moe

@@ -53,7 +53,7 @@ class Mode(NamedTuple):
 
     def in_ints(self) -> "Mode":
         """Return the same with plain numbers. Raises TypeError for what is none."""
-        return self._replace(num_sms=as_int("num_sms", self.num_sms))
+        return self if type(self.num_sms) is int else self._replace(num_sms=as_int("num_sms", self.num_sms))
 
 
 class Routing(NamedTuple):
@@ -71,6 +71,8 @@ class Routing(NamedTuple):
 
     def in_ints(self) -> "Routing":
         """Return the same with plain numbers. Raises TypeError for what is none."""
+        if type(self.num_max_tokens_per_rank) is type(self.expert_alignment) is int and type(self.num_experts) in (int, type(None)):
+            return self  # `_replace` takes a microsecond
         return self._replace(
             num_experts=None if self.num_experts is None else as_int("num_experts", self.num_experts),
             num_max_tokens_per_rank=as_int("num_max_tokens_per_rank", self.num_max_tokens_per_rank),

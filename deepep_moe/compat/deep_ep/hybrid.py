@@ -1,7 +1,6 @@
 """DeepEP's `HybridEPBuffer` on `deepep_moe.Buffer`: a dispatch with permutation is its expert layout, one without its rank layout."""
 
 import contextlib
-from array import array
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -10,10 +9,10 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe import config as library_config
-from deepep_moe.arguments import as_int, check_is_tensor, check_tensor
+from deepep_moe.arguments import as_int, check_tensor
 from deepep_moe.compat.deep_ep.arguments import checked_routing, combine_arguments, detached, rows_and_scales
 from deepep_moe.compat.deep_ep.core import GrowingBuffers, Suspending, members_of
-from deepep_moe.compat.deep_ep.dense_routing import experts_only, keep_nothing, keep_within, to_dense, to_lanes
+from deepep_moe.compat.deep_ep.dense_routing import experts_only, keep_nothing, keep_within, to_lanes
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.hybrid_handle import Configurer, HybridConfig, HybridHandle
 from deepep_moe.compat.deep_ep.widths import combine_along, dispatch_along
@@ -185,18 +184,18 @@ class HybridEPBuffer(Suspending):
             non_blocking = not use_host_meta
         elif handle is not None and is_bounded:
             non_blocking = True  # Megatron-Core's backward passes no flag here, and does not use the counts
-        routing = _Routing(routing_map, topk_idx, probs, topk_weights, num_of_experts)
+        routed = routing_map, topk_idx, probs, topk_weights, num_of_experts
         try:
             if non_blocking and not is_bounded:
                 told = "non_blocking is True and num_permuted_tokens is None; give the number of rows, as nobody waits to learn it"
                 raise ValueError(told)
-            if handle is None:
-                routing = routing._replace(num_rows=_bound_of(num_permuted_tokens), alignment=_alignment_of(pad_multiple))
+            how = () if handle is not None else (_bound_of(num_permuted_tokens), _alignment_of(pad_multiple))
         except (TypeError, ValueError) as error:
-            raise self._refuse(error, handle, routing, is_bounded) from None
+            raise self._refuse(error, handle, _Routing(*routed), is_bounded) from None
+        routing = _Routing(*routed, *how)
         out, handle = self._send(hidden, scaling_factor, routing, handle, "expert")
         native = handle.native
-        counts = native.num_rows_per_expert.long() if non_blocking else _tensor_of(native.num_rows_per_expert_list)
+        counts = native.num_rows_per_expert.long() if non_blocking else native.num_rows_per_expert_on_host
         recv_x = out.recv_x if out.recv_x.dtype == hidden.dtype else out.recv_x.view(hidden.dtype)
         return recv_x, out.recv_topk_weights, out.recv_x_scales, counts, handle
 
@@ -247,7 +246,8 @@ class HybridEPBuffer(Suspending):
         out, handle = self._send(hidden, scaling_factor, routing, handle, "rank")
         dense = None
         if out.recv_topk_weights is not None:
-            dense = to_dense(self._of_node(handle), out.recv_topk_weights, handle.buffer.num_local_experts * handle.buffer.ranks_per_node)
+            num_columns = handle.buffer.num_local_experts * handle.buffer.ranks_per_node
+            dense = dense_of_lanes(self._of_node(handle), out.recv_topk_weights, num_columns)
         return out.recv_x.view(hidden.dtype), dense, out.recv_x_scales, handle
 
     def combine(self, hidden: Tensor, probs: Tensor | None = None, handle: HybridHandle | None = None) -> tuple[Tensor, Tensor | None]:
@@ -261,7 +261,6 @@ class HybridEPBuffer(Suspending):
         if probs is None:
             return None
         topk_idx, buffer = self._of_node(handle), handle.buffer
-        check_is_tensor("probs", probs)
         shape = len(topk_idx), buffer.num_local_experts * buffer.ranks_per_node
         check_tensor("probs", probs, shape, _PROBS, topk_idx.device, any_strides=True)
         return weights_at(detached(probs), topk_idx)
@@ -295,21 +294,18 @@ class HybridEPBuffer(Suspending):
     def _check_routing(self, routing: _Routing, rows: Tensor) -> int:
         """Return the number of experts. Raises TypeError or ValueError for a routing of another shape."""
         routing_map, probs = routing.routing_map, routing.probs
-        num_experts = self._num_experts_of(routing)
+        num_tokens, device, num_experts = rows.shape[0], rows.device, self._num_experts_of(routing)
         if routing_map is not None:
-            check_is_tensor("routing_map", routing_map)
-            check_tensor("routing_map", routing_map, (len(rows), num_experts), (torch.bool,), rows.device, any_strides=True)
+            check_tensor("routing_map", routing_map, (num_tokens, num_experts), (torch.bool,), device, any_strides=True)
         elif routing.topk_idx is None:
             raise ValueError("routing_map and topk_idx are missing; give one of them, or the handle of an earlier dispatch")
         else:
             topk_idx = checked_routing(routing.topk_idx)
-            check_tensor("topk_idx", topk_idx, (len(rows), topk_idx.shape[1]), _INDICES, rows.device, any_strides=True)
+            check_tensor("topk_idx", topk_idx, (num_tokens, topk_idx.shape[1]), _INDICES, device, any_strides=True)
             if routing.topk_weights is not None and probs is None:
-                check_is_tensor("topk_weights", routing.topk_weights)
-                check_tensor("topk_weights", routing.topk_weights, tuple(topk_idx.shape), _PROBS, rows.device, any_strides=True)
+                check_tensor("topk_weights", routing.topk_weights, tuple(topk_idx.shape), _PROBS, device, any_strides=True)
         if probs is not None:
-            check_is_tensor("probs", probs)
-            check_tensor("probs", probs, (len(rows), num_experts), _PROBS, rows.device, any_strides=True)
+            check_tensor("probs", probs, (num_tokens, num_experts), _PROBS, device, any_strides=True)
         return num_experts
 
     def _num_experts_of(self, routing: _Routing) -> int:
@@ -449,11 +445,6 @@ def _device_of(tensors: list[Tensor]) -> torch.device:
     if tensors:
         return tensors[0].device
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _tensor_of(counts: list[int]) -> Tensor:
-    """Return `counts` as int64. `torch.tensor` takes three times as long."""
-    return torch.frombuffer(array("q", counts), dtype=torch.int64)
 
 
 def _is_wider(error: Exception, num_experts: int) -> bool:

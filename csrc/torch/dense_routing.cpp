@@ -1,0 +1,82 @@
+#include "torch/dense_routing.h"
+
+#include <stdexcept>
+
+namespace deepep_moe {
+namespace {
+
+const DenseRoutingShim* shim = nullptr;
+
+bool is_matrix(const Tensor& tensor) { return tensor.defined() && tensor.dim() == 2 && is_on(tensor.device(), tensor); }
+
+Tensor contiguous(const Tensor& tensor, at::ScalarType type) {
+    if (!tensor.defined()) return tensor;
+    return tensor.scalar_type() == type ? tensor.contiguous() : tensor.to(type).contiguous();
+}
+
+Tensor empty_like_rows_of(const Tensor& tensor, int64_t num_columns, at::ScalarType type) {
+    return at::empty({tensor.size(0), num_columns}, tensor.options().dtype(type));
+}
+
+template <class Params>
+void launch(bool (*kernel)(const Params&, uintptr_t) noexcept, const Params& params, const at::Device& device) {
+    const c10::OptionalDeviceGuard guard(device);
+    if (!kernel(params, call_stream(device))) throw std::runtime_error("a kernel of routing cannot be launched; the GPU has failed before");
+}
+
+}  // namespace
+
+void set_dense_routing_shim(const py::capsule& given) { shim = shim_in<const DenseRoutingShim>(given, kDenseRoutingShimName); }
+
+std::optional<std::pair<Tensor, OptionalTensor>> lanes_of_map(py::handle given_map, py::handle given_values, int64_t num_topk) {
+    if (is_watched() || !are_plain({given_map, given_values})) return std::nullopt;
+    Tensor routing_map = unpacked(given_map), values = unpacked(given_values), topk_values;
+    if (!is_matrix(routing_map)) return std::nullopt;
+    if (values.defined() && !(is_on(routing_map.device(), values) && values.sizes() == routing_map.sizes())) return std::nullopt;
+    const at::AutoDispatchBelowADInplaceOrView below;
+    routing_map = contiguous(routing_map, at::kBool), values = contiguous(values, at::kFloat);
+    const Tensor topk_idx = empty_like_rows_of(routing_map, num_topk, at::kLong);
+    if (values.defined()) topk_values = empty_like_rows_of(routing_map, num_topk, at::kFloat);
+    const LanesOfMapParams params{
+        {routing_map.size(0), routing_map.size(1), num_topk},
+        data_of<uint8_t>(routing_map),
+        data_of<float>(values),
+        data_of<int64_t>(topk_idx),
+        data_of<float>(topk_values),
+    };
+    if (topk_idx.numel() > 0) launch(shim->lanes_of_map, params, routing_map.device());
+    return std::pair(topk_idx, optional_of(topk_values));
+}
+
+OptionalTensor dense_of_lanes(py::handle given_idx, py::handle given_values, int64_t num_experts) {
+    if (is_watched() || !are_plain({given_idx, given_values})) return std::nullopt;
+    Tensor topk_idx = unpacked(given_idx), topk_values = unpacked(given_values);
+    if (!is_matrix(topk_idx) || !topk_values.defined() || !is_on(topk_idx.device(), topk_values)) return std::nullopt;
+    if (topk_values.sizes() != topk_idx.sizes() || needs_gradients({&topk_values})) return std::nullopt;
+    topk_idx = contiguous(topk_idx, at::kLong), topk_values = contiguous(topk_values, at::kFloat);
+    const Tensor values = empty_like_rows_of(topk_values, num_experts, at::kFloat);
+    const DenseOfLanesParams params{
+        {topk_idx.size(0), num_experts, topk_idx.size(1)}, data_of<int64_t>(topk_idx), data_of<float>(topk_values), data_of<float>(values)};
+    if (values.numel() > 0) launch(shim->dense_of_lanes, params, values.device());
+    return values;
+}
+
+std::optional<std::pair<Tensor, Tensor>> count_lanes(py::handle given_idx, int64_t num_experts, int64_t num_ranks) {
+    if (is_watched() || !are_plain({given_idx})) return std::nullopt;
+    const Tensor given = unpacked(given_idx);
+    if (!is_matrix(given) || (given.scalar_type() != at::kLong && given.scalar_type() != at::kInt)) return std::nullopt;
+    const Tensor topk_idx = given.contiguous(), in_rank = empty_like_rows_of(topk_idx, num_ranks, at::kBool);
+    const Tensor counts = at::zeros({num_ranks + num_experts}, topk_idx.options().dtype(at::kInt));
+    const CountLanesParams params{
+        {topk_idx.size(0), num_experts, topk_idx.size(1)},
+        num_ranks,
+        data_of<void>(topk_idx),
+        topk_idx.scalar_type() == at::kLong,
+        data_of<int32_t>(counts),
+        data_of<uint8_t>(in_rank),
+    };
+    if (in_rank.numel() > 0) launch(shim->count_lanes, params, counts.device());
+    return std::pair(counts, in_rank);
+}
+
+}  // namespace deepep_moe

@@ -1,0 +1,19 @@
+// Dense routing from C++, for plain tensors on a GPU without gradient: outputs and launch in one call of Python. Every other call is
+// declined by None, and Python makes it with PyTorch's operators (deepep_moe/ops/lanes.py, which says what the functions do).
+#pragma once
+
+#include "runtime/nvlink/shim.h"
+#include "torch/streams.h"
+
+namespace deepep_moe {
+
+// What Python gives, once: `_C.gpu_dense_routing_shim()`.
+void set_dense_routing_shim(const py::capsule& shim);
+
+// Returns topk_idx, and the values or None.
+std::optional<std::pair<Tensor, OptionalTensor>> lanes_of_map(py::handle routing_map, py::handle values, int64_t num_topk);
+OptionalTensor dense_of_lanes(py::handle topk_idx, py::handle topk_values, int64_t num_experts);
+// Returns the counts of ranks, then of experts, and is_token_in_rank.
+std::optional<std::pair<Tensor, Tensor>> count_lanes(py::handle topk_idx, int64_t num_experts, int64_t num_ranks);
+
+}  // namespace deepep_moe
