@@ -17,6 +17,8 @@ from torch._C import _TorchDispatchModeKey as ModeKey
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+Context = Any
+"""The context of an autograd function, which takes attributes of any name."""
 _library = torch.library.Library("deepep_moe", "FRAGMENT")
 _PLAIN = (Tensor, torch.nn.Parameter)
 _eager: dict[str, tuple[Any, type[torch.autograd.Function] | None]] = {}
@@ -43,7 +45,7 @@ def register(name: str, implementation: Any, fake: Any, save: Any = None, backwa
         _eager[name] = implementation, None
         return
 
-    def forward(ctx: Any, *inputs: Any) -> Any:  # a setup_context of its own costs PyTorch a look at signatures at every call
+    def forward(ctx: Context, *inputs: Any) -> Any:  # a setup_context of its own costs PyTorch a look at signatures at every call
         output = implementation(*inputs)
         save(ctx, inputs, output)
         return output

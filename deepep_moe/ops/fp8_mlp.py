@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deepep_moe.library import Context
 from deepep_moe.ops.fp8_kept import Fp8Copies
 from deepep_moe.ops.fp8_products import (
     GROUP_ALIGNMENT,
@@ -119,7 +120,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         x: QuantizedRows,
         w: Tensor,
         groups: Groups,
@@ -136,7 +137,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         (values, scales, w, *transposed), groups, needs = ctx.saved_tensors, ctx.groups, ctx.needs_input_grad
         grads = _quantized(grad)
         grad_x = _product(grads, _transposed(w, ctx.copies, transposed), groups) if needs[0] else None
@@ -151,7 +152,7 @@ class _ActivatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inner: Tensor, probs: Tensor | None, w: Tensor, groups: Groups, copies: Fp8Copies | None, act: Any, recompute: bool,
+        ctx: Context, inner: Tensor, probs: Tensor | None, w: Tensor, groups: Groups, copies: Fp8Copies | None, act: Any, recompute: bool,
         keeps: bool, zero_tail: bool, maker: WeightGradient,
     ) -> Tensor:  # fmt: skip
         rows = _activated(act, inner, probs, groups)
@@ -168,7 +169,7 @@ class _ActivatedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         (inner, probs, w, values, scales, *transposed), groups, needs = ctx.saved_tensors, ctx.groups, ctx.needs_input_grad
         grads = _quantized(grad)
         rows = _activated(ctx.act, inner, probs, groups) if values is None and needs[2] else (values, scales)

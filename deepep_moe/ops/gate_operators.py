@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deepep_moe import _C, reference, torch_module
 from deepep_moe.device import device_index, is_gpu, readable
-from deepep_moe.library import call, define, register
+from deepep_moe.library import Context, call, define, register
 from deepep_moe.ops.dense import shares_of, to_dense
 from deepep_moe.ops.gate_gradient import grad_logits
 
@@ -141,14 +141,14 @@ define(
 )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(inputs[0], output[0])
     ctx.weights, ctx.num_inputs = inputs[7:10], len(inputs)
 
 
 def _backward(
-    ctx: Any, grad_topk_idx: Any, grad_topk_weights: Tensor | None, grad_counts: Any, grad_probs: Tensor | None = None, *grads: Any
+    ctx: Context, grad_topk_idx: Any, grad_topk_weights: Tensor | None, grad_counts: Any, grad_probs: Tensor | None = None, *grads: Any
 ) -> tuple[Tensor | None, ...]:
     grad_shares, of_logits = grads[-1] if grads else None, None
     if not (grad_topk_weights is None and grad_probs is None and grad_shares is None):

@@ -2,14 +2,12 @@
 combine.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.device import DTYPES, current_stream, is_gpu, on_device, readable
-from deepep_moe.library import define, register
+from deepep_moe.library import Context, define, register
 
 # Rows or tokens at a time on the CPU: products in fp32 stay in the cache, and no memory is allocated for all of them.
 _BLOCK = 64
@@ -33,12 +31,12 @@ def weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
 
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
+    def forward(ctx: Context, rows: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights)
         return _weighted_sum(rows, weights)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor]:
         rows, weights = ctx.saved_tensors
         if not torch.is_grad_enabled():
             return weighted_sum_backward(grad, rows, weights)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.megatron.patches import Patches
+from deepep_moe.library import Context
 from deepep_moe.ops.gate import FullGateOutput, gate_full, why_not
 from deepep_moe.ops.lanes import weights_at
 
@@ -232,13 +233,13 @@ class _AttachLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, probs: torch.Tensor, topk_weights: torch.Tensor, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Context, probs: torch.Tensor, topk_weights: torch.Tensor, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(loss)
         return probs, topk_weights
 
     @staticmethod
-    def backward(ctx: Any, grad_probs: Any, grad_weights: Any) -> tuple[Any, Any, torch.Tensor]:
+    def backward(ctx: Context, grad_probs: Any, grad_weights: Any) -> tuple[Any, Any, torch.Tensor]:
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
         return grad_probs, grad_weights, MoEAuxLossAutoScaler.backward(ctx, grad_probs)[1]

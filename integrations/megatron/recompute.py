@@ -17,6 +17,7 @@ import torch
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.integrations.megatron.patches import Patches
+from deepep_moe.library import Context
 
 _ATTRIBUTE = "_deepep_moe_dispatches"  # of a checkpoint's context
 
@@ -92,7 +93,7 @@ def serve_recompute(patches: Patches) -> None:
         return stock_apply(*args)
 
     @functools.wraps(stock_forward)
-    def forward(ctx: Any, *args: Any) -> Any:
+    def forward(ctx: Context, *args: Any) -> Any:
         run = _Run(deque(), is_second=False, trains=_runs.trains)
         with _running(run):
             outputs = stock_forward(ctx, *args)
@@ -100,7 +101,7 @@ def serve_recompute(patches: Patches) -> None:
         return outputs
 
     @functools.wraps(stock_backward)
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Context, *grads: Any) -> Any:
         # A copy: a graph that is retained runs its backward again.
         with _running(_Run(deque(getattr(ctx, _ATTRIBUTE, ())), is_second=True, trains=False)):
             return stock_backward(ctx, *grads)

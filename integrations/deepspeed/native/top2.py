@@ -4,13 +4,13 @@ Decisions, weights, loss and gradients equal those of the operations in `gates` 
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.device import current_stream, is_gpu, on_device
+from deepep_moe.library import Context
 
 _ALL = 2**31  # the capacity of an expert that takes all tokens
 Decided = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -29,7 +29,7 @@ class Top2(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, scores: Tensor, capacity: int | None, by_operations: Callable[..., Decided]) -> Decided:
+    def forward(ctx: Context, logits: Tensor, scores: Tensor, capacity: int | None, by_operations: Callable[..., Decided]) -> Decided:
         gates, scores = logits.softmax(1), scores.contiguous()
         num_tokens, num_experts = gates.shape
         chosen, topk_idx = (gates.new_empty(2, num_tokens, dtype=torch.int32) for _ in range(2))
@@ -49,7 +49,7 @@ class Top2(torch.autograd.Function):
         return l_aux, counts, topk_idx, topk_weights
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         grad_l_aux, _, _, grad_weights = grads
         if grad_l_aux is None and grad_weights is None:
             return None, None, None, None
