@@ -31,12 +31,12 @@ def as_float(name: str, value: Any) -> float:
     return float(value)
 
 
-def check_bool(name: str, value: Any) -> None:
+def check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; it must be a bool")
 
 
-def check_is_tensor(name: str, value: Any) -> None:
+def check_is_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
 

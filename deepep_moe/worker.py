@@ -20,13 +20,13 @@ class Worker:
     """A thread that ends with the last reference to this, once it has made the calls that it was given."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[Future[None], Callable[..., None], tuple[Any, ...]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Future[None], Callable[..., None], tuple[object, ...]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=_run, args=(self._jobs,), name="deepep_moe", daemon=True)
         self._thread.start()
         _see_to_end()
         _alive.add(self)
 
-    def submit(self, function: Callable[..., None], *args: Any) -> "Future[None]":
+    def submit(self, function: Callable[..., None], *args: object) -> "Future[None]":
         future: Future[None] = Future()
         self._jobs.put((future, function, args))
         return future

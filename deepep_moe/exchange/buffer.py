@@ -4,7 +4,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -183,10 +183,10 @@ class Buffer(Sizes):
         """Bytes of exchange memory that this rank owns; docs/design/shm.md, nvlink.md and nvshmem.md have the formulas."""
         return self.calls.backend.workspace_bytes
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Buffer":
+    def __deepcopy__(self, memo: dict[int, object]) -> "Buffer":
         return self  # copies of a layer share the buffer
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError("a Buffer is memory of running processes and cannot be saved; save the state_dict() of what holds it")
 
     def __repr__(self) -> str:

@@ -109,7 +109,7 @@ class _Split(torch.autograd.Function):
         return torch.cat([grad.reshape(-1, grad.shape[-1]) for grad in dense]), None, None
 
 
-def _unseen(calls: Calls, tensors: Sequence[Tensor | None], make: Callable[[], Any]) -> Any:
+def _unseen(calls: Calls, tensors: Sequence[Tensor | None], make: Callable[[], object]) -> Any:
     """Return `make()`, hidden from dispatch modes: a mode may watch this rank only, but all ranks must make the same call."""
     made = make()
     if made is not None or not all(isinstance(tensor, Tensor) or tensor is None for tensor in tensors) or not is_watched(tensors):

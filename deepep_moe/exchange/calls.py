@@ -85,7 +85,7 @@ class Calls:
         """The mode of gradients, and the default of calls."""
         self._calling = threading.Lock()
         self._backend: Backend | None = backend
-        self._suspended: tuple[Backend, Any] | None = None  # what `_backend` and `_native` were, from `suspend` to `resume`
+        self._suspended: tuple[Backend, object] | None = None  # what `_backend` and `_native` were, from `suspend` to `resume`
         self._suspended_bytes = 0
         self._for_gpu = for_gpu
         self._native = backend.native_calls(self.number, self.own_mode)
@@ -125,7 +125,7 @@ class Calls:
         """`_torch.Calls`; None if the backend moves rows from Python."""
         return self._native
 
-    def make(self, name: str, *args: Any, handle: Any = None, waits: bool = False, is_async: bool = False) -> Any:
+    def make(self, name: str, *args: object, handle: object = None, waits: bool = False, is_async: bool = False) -> Any:
         """Return the result of the method `name` of `_torch.Calls`; None if it declines, and on CPUs.
 
         The call uses `handle`. With `waits` its host waits for counts; with `is_async` part of it stays in flight.
@@ -371,7 +371,7 @@ class Calls:
                 self._wait_for_pending()
             self.backend.refuse(reason, cause)
 
-    def refuse_on_failure(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+    def refuse_on_failure(self, function: Callable[..., _Result], *args: object, **kwargs: object) -> _Result:
         """Return the function's result. Refuse the call if the function raises anything. (A context manager would be slower.)"""
         try:
             return function(*args, **kwargs)
@@ -467,7 +467,7 @@ class Calls:
         if self._earlier_failure is not None:
             self._raise_earlier_failure(self.event(mode, keep_alive[0].x))
 
-    def _move_on_thread(self, number: int, move: Callable[[], None], keep_alive: Any) -> None:
+    def _move_on_thread(self, number: int, move: Callable[[], None], keep_alive: object) -> None:
         if self._worker is None:
             self._worker = Worker()
         self._num_submitted = number
@@ -507,5 +507,5 @@ def _one_after_the_other(*functions: Callable[[], None]) -> None:
         function()
 
 
-def _second_half(move: Callable[[], None], _keep_alive: Any) -> None:
+def _second_half(move: Callable[[], None], _keep_alive: object) -> None:
     move()

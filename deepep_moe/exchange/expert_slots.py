@@ -133,7 +133,7 @@ class ExpertSlots:
             raise EPError("these ExpertSlots were destroyed; create new ones")
         return self._backend
 
-    def _move(self, copies: Any, slots: Any, home: Any, returns: bool, num_sms: int | None) -> None:
+    def _move(self, copies: object, slots: object, home: object, returns: bool, num_sms: int | None) -> None:
         backend = self._alive()
         try:
             failure = backend.take_failure()  # raised once this call is made, so that ranks stay in step

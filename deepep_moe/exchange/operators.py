@@ -72,7 +72,7 @@ def _arguments(handle: DispatchHandle) -> tuple[Any, ...]:
     return _tensors(handle), handle.buffer_id, handle.layout, handle.expert_alignment, handle.num_rows
 
 
-def _to_save(buffer: int, layout: str, expert_alignment: int, num_rows: Any, tensors: Sequence[Tensor]) -> TracedHandle:
+def _to_save(buffer: int, layout: str, expert_alignment: int, num_rows: object, tensors: Sequence[Tensor]) -> TracedHandle:
     """Return the handle that a backward saves. If a GPU's memory holds its parts, anything small stands for the copies of them."""
     idx, *copies, call, memory = tensors
     if calls_of(buffer).native is not None:
@@ -100,7 +100,7 @@ def _keep(ctx: Context, handle: DispatchHandle, rows: Tensor, values: Tensor | N
     ctx.save_for_backward(*saved, *more)
 
 
-def _kept(ctx: Context, num_rows: Any) -> tuple[DispatchHandle, tuple[Tensor, ...]]:
+def _kept(ctx: Context, num_rows: object) -> tuple[DispatchHandle, tuple[Tensor, ...]]:
     """Return what `_keep` kept."""
     saved, num_saved = ctx.saved_tensors, ctx.num_saved  # unpacked once: checkpointing allows no more
     handle = ctx.rebuild(num_rows, *saved[:num_saved])
@@ -322,7 +322,7 @@ def _dispatch_cached_operator(
 
 def _fake_dispatch_cached(
     x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: list[Tensor], buffer: int, layout: str, expert_alignment: int,
-    num_rows: int, *_mode: Any,
+    num_rows: int, *_mode: object,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return _fake_rows(x, x_scales, topk_weights, handle[0].shape[1], layout, num_rows)
 

@@ -91,7 +91,7 @@ class GpuMemory:
         self._mailbox = Mailbox()
         return self._mailbox.address, self._owner.handle()
 
-    def connect(self, addresses: list[Any]) -> None:
+    def connect(self, addresses: list[object]) -> None:
         """Map the workspaces of the ranks of this node. Raises OSError or RuntimeError if a GPU cannot reach another."""
         boxes, handles = zip(*addresses, strict=True)
         s = self.settings

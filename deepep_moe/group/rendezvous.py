@@ -66,7 +66,7 @@ class Introduction:
 
     error: str | None  # its caller's mistake
     backend: str
-    settings: dict[str, Any]
+    settings: dict[str, object]
     host: str
     process_id: int
     num_threads: int
@@ -108,7 +108,7 @@ def introduce(
     kind: str = "Buffer", mask_stalled: bool = False,
 ) -> list[Introduction]:  # fmt: skip
     """Exchange introductions. Raises the caller's own error, EPPeerError for a peer's, EPMismatchError where settings differ."""
-    common: dict[str, Any] = {}
+    common: dict[str, object] = {}
     if not error:
         common["sums"] = settings.sums  # first: other numbers follow from it
         common |= {name: value for name, value in asdict(settings).items() if name not in ("rank", "timeout_s")}
@@ -123,7 +123,7 @@ def introduce(
         )
 
         def read(told: Any) -> Introduction:
-            unlike: dict[str, Any] = {} if error is None and told["error"] is None else {"settings": {}}
+            unlike: dict[str, object] = {} if error is None and told["error"] is None else {"settings": {}}
             if not _is_like(told | unlike, own | unlike):
                 raise ValueError("an introduction")
             return Introduction(**told)
@@ -139,7 +139,7 @@ def introduce(
     return peers
 
 
-def check_same(settings: list[dict[str, Any]], advice: str) -> None:
+def check_same(settings: list[dict[str, object]], advice: str) -> None:
     """`settings` of every rank. Raises EPMismatchError for the first that is not the same everywhere."""
     for name in settings[0]:
         values = [one.get(name) for one in settings]
@@ -322,7 +322,7 @@ def gather_objects(
 
 
 def agree(
-    phase: str, error: Exception | None, group: "dist.ProcessGroup | None", num_ranks: int, value: Any = None,
+    phase: str, error: Exception | None, group: "dist.ProcessGroup | None", num_ranks: int, value: object = None,
     timeout_s: float | None = None,
 ) -> list[Any]:  # fmt: skip
     """Return the value of each rank. Raises this rank's error, or EPPeerError where a peer has one. Collective; raises as
@@ -351,7 +351,7 @@ def _strange(rank: int, told: str, wanted: str, phase: str) -> EPError:
     )
 
 
-def _as_json(value: Any) -> dict[str, str] | int:
+def _as_json(value: object) -> dict[str, str] | int:
     if isinstance(value, bytes):  # the address of a backend for GPUs
         return {"bytes": value.hex()}
     with contextlib.suppress(TypeError):
@@ -363,7 +363,7 @@ def _from_json(value: dict[str, Any]) -> Any:
     return bytes.fromhex(value["bytes"]) if value.keys() == {"bytes"} else value
 
 
-def _is_like(theirs: Any, own: Any) -> bool:
+def _is_like(theirs: object, own: object) -> bool:
     """Return whether two messages have the same form. Text may be None."""
     if isinstance(own, dict):
         return isinstance(theirs, dict) and theirs.keys() == own.keys() and all(_is_like(theirs[name], own[name]) for name in own)
@@ -382,7 +382,7 @@ def connect(make: "Callable[[], _Backend]", settings: Settings, group: "dist.Pro
 def _connect(make: "Callable[[], _Backend]", settings: Settings, group: "dist.ProcessGroup | None") -> "_Backend | str":
     failure: str | None = None
     backend: _Backend | None = None
-    address: Any = None
+    address: object = None
     try:
         backend = make()
         address = backend.address()

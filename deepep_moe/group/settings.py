@@ -145,7 +145,7 @@ def check_settings(
     return s
 
 
-def one_by_one(name: str, tensor: Any, num_tokens: int, s: Settings) -> Any:
+def one_by_one(name: str, tensor: object, num_tokens: int, s: Settings) -> Any:
     """Return a tensor [num_tokens, lanes] as the exchange takes it: [num_tokens * lanes, 1]."""
     if not isinstance(tensor, Tensor):
         return tensor  # None, or what the checks of the call refuse

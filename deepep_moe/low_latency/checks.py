@@ -1,7 +1,5 @@
 """Checks of the arguments of a low-latency call, before anything moves."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -101,7 +99,7 @@ def check_dispatch(
 
 
 def check_combine(
-    x: Tensor, handle: Any, topk_weights: Tensor | None, out: Tensor | None, wire: str | None, s: Settings, backend: LowLatencyBackend,
+    x: Tensor, handle: object, topk_weights: Tensor | None, out: Tensor | None, wire: str | None, s: Settings, backend: LowLatencyBackend,
     buffer_id: int,
 ) -> None:  # fmt: skip
     """Raises TypeError or ValueError."""

@@ -44,13 +44,13 @@ class NvlinkLowLatencyBackend(GpuMemory, LowLatencyBackend):
             statistics=statistics,
         )  # fmt: skip
 
-    def dispatch(self, *arguments: Any) -> Any:
+    def dispatch(self, *arguments: object) -> Any:
         return self._checked("dispatch", arguments)
 
-    def combine(self, *arguments: Any) -> Any:
+    def combine(self, *arguments: object) -> Any:
         return self._checked("combine", arguments)
 
-    def _checked(self, operation: str, arguments: tuple[Any, ...]) -> Any:
+    def _checked(self, operation: str, arguments: tuple[object, ...]) -> Any:
         if self.calls is None:
             raise BufferDestroyedError(DESTROYED)
         with unwatched():

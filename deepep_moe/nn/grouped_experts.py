@@ -121,7 +121,7 @@ class GroupedExperts(nn.Module):
         return f"{sizes}, gated={self.gated}, bias={self.up_bias is not None}"
 
 
-def _positive(name: str, value: Any) -> int:
+def _positive(name: str, value: object) -> int:
     if (number := as_int(name, value)) < 1:
         raise ValueError(f"{name} is {number}; it must be a positive whole number")
     return number

@@ -126,7 +126,7 @@ class KeptWeights:
                 return f"{name} lies in other memory than when its fp8 copies were made"
         return None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "KeptWeights":
+    def __deepcopy__(self, memo: dict[int, object]) -> "KeptWeights":
         return KeptWeights()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -136,7 +136,7 @@ class KeptWeights:
         return f"KeptWeights({self.num_bytes} bytes)"
 
 
-def check_is_first_microbatch(value: Any) -> None:
+def check_is_first_microbatch(value: object) -> None:
     """Raise TypeError unless `value` is True, False or None."""
     if value is not None and not isinstance(value, bool):
         raise TypeError(f"is_first_microbatch is {value!r}; it must be True, False or None")
@@ -179,7 +179,7 @@ class _Steps:
         self.count = 0
         register_optimizer_step_post_hook(self._add)
 
-    def _add(self, *_: Any) -> None:
+    def _add(self, *_: object) -> None:
         self.count += 1
 
 

@@ -30,7 +30,7 @@ _Fp8 = tuple[Tensor, Tensor]  # values and scales
 
 @torch._disable_dynamo
 def fp8_mlp(
-    x: QuantizedRows, counts: Tensor | Sequence[int], w1: Tensor, w2: Tensor, probs: Tensor | None, act: Any,
+    x: QuantizedRows, counts: Tensor | Sequence[int], w1: Tensor, w2: Tensor, probs: Tensor | None, act: object,
     recompute: bool, zero_tail: bool, makers: "Sequence[WeightGradient]", copies: Sequence[Fp8Copies] | None,
 ) -> Tensor:  # fmt: skip
     """Do what `grouped_mlp` documents; it has checked the shapes. The activation `act` is an object with `forward` and `backward`, None for

@@ -166,7 +166,7 @@ def check_gate(device: torch.device | int | None = None) -> None:
         _C.gpu_gate_check(torch.cuda.current_device() if index is None else index)
 
 
-def _native(logits: Any) -> Any:
+def _native(logits: object) -> Any:
     """The module that makes plain calls of the gate on a GPU, in C++, or None. It returns None itself for a call that Python is to make."""
     if torch.compiler.is_compiling() or torch_module.MODULE is None or not isinstance(logits, Tensor) or not is_gpu(logits.device):
         return None

@@ -33,7 +33,7 @@ define(f"gate({_SETTINGS}) -> (Tensor, Tensor, Tensor)")
 define(f"gate_full({_SETTINGS}, bool dense, int num_ranks, bool shares) -> ({', '.join(['Tensor'] * 7)})")
 
 
-def _gate(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
+def _gate(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: object) -> tuple[Tensor, ...]:
     logits, expert_bias, mask = _readable(logits, expert_bias, mask)  # type: ignore[assignment]
     if is_gpu(logits.device):
         return tuple(_launch(logits, expert_bias, mask, settings, False, 0, False)[:3])
@@ -104,14 +104,14 @@ def _check_logits(logits: Tensor, mask: Tensor | None) -> None:
 
 
 def _launch(
-    logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, settings: tuple[Any, ...], dense: bool, num_ranks: int, shares: bool
+    logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, settings: tuple[object, ...], dense: bool, num_ranks: int, shares: bool
 ) -> Any:
     """Return what `run_gate` of csrc/torch does. Raises ValueError for what an earlier launch has found not to be finite."""
     *options, index_dtype = settings
     return _made(logits, "run_gate", logits, expert_bias, mask, *options, index_dtype, dense, num_ranks, shares)
 
 
-def _made(logits: Tensor, name: str, *args: Any) -> Any:
+def _made(logits: Tensor, name: str, *args: object) -> Any:
     make = getattr(torch_module.needed(), name)
     for _ in range(2):  # another thread may have raised what the first call has found
         if (made := make(*args)) is not None:
@@ -141,7 +141,7 @@ define(
 )
 
 
-def _save(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Context, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(inputs[0], output[0])
     ctx.weights, ctx.num_inputs = inputs[7:10], len(inputs)

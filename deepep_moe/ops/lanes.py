@@ -1,8 +1,6 @@
 """Convert dense routing (a map of chosen experts with values) to lanes of top-k and back, and count lanes: one kernel each on GPUs,
 operators of PyTorch elsewhere."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -92,7 +90,7 @@ class LanesOfMap(torch.autograd.Function):
         return topk_idx, topk_values
 
     @staticmethod
-    def backward(ctx: Context, _: Any, grad: Tensor | None) -> tuple[None, Tensor | None, None]:
+    def backward(ctx: Context, _: object, grad: Tensor | None) -> tuple[None, Tensor | None, None]:
         (topk_idx,) = ctx.saved_tensors
         return None, None if grad is None else dense_of_lanes(topk_idx, grad, ctx.num_experts).to(ctx.dtype), None
 

@@ -10,6 +10,8 @@ from deepep_moe.exchange.backends.select import BACKENDS
 from deepep_moe.integrations.deepspeed.expert_weights import Reader
 
 SECTION = "deepep_moe"
+Layer = Any
+"""A MOELayer or an AutoEPMoELayer of DeepSpeed, swapped or not. Its modules have no types."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Options:
             raise ValueError(f"expert_bias_update_rate is {rate}; it must be a positive number such as 0.001, or be left out for no bias")
 
 
-def options_of(ds_config: Mapping[str, Any]) -> Options | None:
+def options_of(ds_config: Mapping[str, object]) -> Options | None:
     """Return the options of the section "deepep_moe" of a ds_config, or None if there is no such section or it says `"enabled": false`.
 
     Raises ValueError for unknown keys, and TypeError or ValueError for wrong values, with the name of the section.

@@ -10,6 +10,8 @@ from deepep_moe.exchange.checks import check_max_sms, check_num_sms
 from deepep_moe.group.settings import SUMS
 from deepep_moe.ops.fp8_products import GROUP_ALIGNMENT, check_alignment
 
+Config = Any
+"""A TransformerConfig of Megatron-Core, whose fields depend on its version."""
 EXPERTS = ("auto", "framework", "own")
 
 
@@ -64,7 +66,7 @@ class Options:
         check_alignment("expert_alignment", self.expert_alignment)
 
 
-def check_capacity_factor(name: str, value: Any) -> None:
+def check_capacity_factor(name: str, value: object) -> None:
     """Raise TypeError or ValueError for what is no factor."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is {value!r}; it must be a number")
@@ -72,6 +74,6 @@ def check_capacity_factor(name: str, value: Any) -> None:
         raise ValueError(f"{name} is {value!r}; it must be a positive number, 1 for an even share of all rows")
 
 
-def _check_positive(name: str, value: Any) -> None:
+def _check_positive(name: str, value: object) -> None:
     if (number := as_int(name, value)) < 1:
         raise ValueError(f"{name} is {number}; it must be a positive whole number")

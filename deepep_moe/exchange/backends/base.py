@@ -90,7 +90,7 @@ class Rows:
 class InFlight(Protocol):
     """The unfinished part of a call that runs on a GPU (`_torch.InFlight`)."""
 
-    second_half: Any
+    second_half: object
     """In a split call: `finish()` enqueues the rest, and returns False if the buffer was destroyed before."""
     recorded: Recorded | None
     """In an asynchronous call: the event after which the results may be read."""

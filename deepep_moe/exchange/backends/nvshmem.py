@@ -2,7 +2,6 @@
 Within the node it travels as with `nvlink`. A combine adds rows in each node before the sums cross (docs/design/nvshmem.md)."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch.distributed as dist
 
@@ -25,7 +24,7 @@ class NvshmemBackend(NvlinkBackend):
         self.rail = nvshmem_rail.Rail(settings, self._exchange)
         self.workspace_bytes += self.rail.num_bytes
 
-    def connect(self, addresses: list[Any]) -> None:
+    def connect(self, addresses: list[object]) -> None:
         """Map the workspaces of the ranks of this node."""
         first = self.settings.node * self.settings.ranks_per_node
         super().connect(addresses[first : first + self.settings.ranks_per_node])

@@ -19,6 +19,7 @@ from deepep_moe.integrations.deepspeed.autoep.older import forward_around
 from deepep_moe.integrations.deepspeed.autoep.router import check_bias, has_bias, has_moving_bias, restore_router, swap_router
 from deepep_moe.integrations.deepspeed.buffers import Plan, groups_of, ready, why_not_rows
 from deepep_moe.integrations.deepspeed.native.layer import count_rows, lengthened, widened, with_gradient
+from deepep_moe.integrations.deepspeed.options import Layer
 from deepep_moe.nn.metrics import LayerMetrics
 from deepep_moe.ops.weighted import weighted_sum
 
@@ -62,7 +63,7 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
             notify_peers(buffer, error, num_calls)
             raise
 
-    def _deepep_route(self, tokens: Tensor, router_output: Any) -> Tensor:
+    def _deepep_route(self, tokens: Tensor, router_output: object) -> Tensor:
         """tokens [num_tokens, hidden] -> the same shape. AutoEP calls this between the router and the shared experts."""
         if why_own(self, tokens) is not None:
             return super()._deepep_route(tokens, router_output)
@@ -98,7 +99,7 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
             rows, weights = (rows.float() * weights.unsqueeze(-1)).to(rows.dtype), None
         return buffer.combine(notify_peers_on_failure(buffer, self._run_experts, rows, out), out.handle, weights)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """Restore a copy of a layer, whose plan is a copy too."""
         super().__setstate__(state)
         self.deepep_moe_plan.layers.add(self)
@@ -153,7 +154,7 @@ def why_own(layer: PackedAutoEPMoELayer, x: Tensor) -> str | None:
     return None
 
 
-def swap(layers: Sequence[Any], plans: Sequence[Plan], engine: Any | None) -> None:
+def swap(layers: Sequence[Layer], plans: Sequence[Plan], engine: Any | None) -> None:
     """Give AutoEPMoELayers our dispatch, and their routers our gate and a bias that moves with the steps of `engine`.
 
     `plans` has the plan of each layer. Raises ValueError, before anything is swapped, for a bias to move without an engine, or one that is

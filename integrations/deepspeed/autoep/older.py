@@ -7,8 +7,10 @@ import torch
 from deepspeed.module_inject.auto_ep_layer import RouterOutput
 from torch import Tensor
 
+from deepep_moe.integrations.deepspeed.options import Layer
 
-def forward_around(layer: Any, hidden_states: Tensor, route: Callable[[Tensor, Any], Tensor]) -> Any:
+
+def forward_around(layer: Layer, hidden_states: Tensor, route: Callable[[Tensor, Any], Tensor]) -> Any:
     """Run the router, `route(tokens [num_tokens, hidden], router_output)` and the shared experts; return what the layer's forward does."""
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     router_output = RouterOutput(*layer.router(tokens, layer.expert_bias))
@@ -24,7 +26,7 @@ def forward_around(layer: Any, hidden_states: Tensor, route: Callable[[Tensor, A
     return (output, logits) if layer.return_router_logits else output
 
 
-def _shared_output(layer: Any, tokens: Tensor, hidden_states: Tensor) -> Tensor:
+def _shared_output(layer: Layer, tokens: Tensor, hidden_states: Tensor) -> Tensor:
     """Return the output of the shared experts, whose input has the shape that the model gives them."""
     gate = layer.shared_experts_gate
     x = tokens if layer.moe_output_shape == "flat" or gate is not None else hidden_states

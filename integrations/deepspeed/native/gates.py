@@ -22,6 +22,8 @@ from torch.nn.modules import module as torch_module
 from deepep_moe.integrations.deepspeed.native.top2 import Top2, has_kernels
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks
 
+Gate = Any
+"""A TopKGate; DeepSpeed's modules have no types."""
 Decision = tuple[Tensor, Tensor, Tensor, Tensor]
 """l_aux, exp_counts [num_experts] int64, topk_idx [num_topk, num_tokens] int32 or int64 with -1 for dropped, topk_weights [num_topk,
 num_tokens] fp32."""
@@ -29,7 +31,7 @@ _FUNCTIONS = ("top1gating", "top2gating", "topkgating", "_capacity", "gumbel_rsa
 _KNOWN = {"0.19.4 to 0.19.7": "7537ab1b18ba5551", "0.19.8": "4224238c65e13fc0"}
 
 
-def decides_alike(gate: Any, x: Tensor, used_token: Tensor | None) -> bool:
+def decides_alike(gate: Gate, x: Tensor, used_token: Tensor | None) -> bool:
     """Return whether `decide(gate, x)` is what this gate would decide.
 
     It is not with masked tokens, where matrix products round the gate's weights, or with a default dtype other than fp32, in which the
@@ -59,14 +61,14 @@ def _multiplies_exactly() -> bool:
         return False
 
 
-def is_watched(gate: Any) -> bool:
+def is_watched(gate: Gate) -> bool:
     """Return whether a call of the gate does more than its class's forward, because of a hook, a timer or a forward of its own."""
     has_own = "forward" in gate.__dict__ or gate._compiled_call_impl is not None
     return has_hooks(gate) or torch_module._has_any_global_hook() or gate.wall_clock_breakdown or has_own
 
 
 @functools.cache
-def is_known(*functions: Callable[..., Any] | None) -> bool:
+def is_known(*functions: Callable[..., object] | None) -> bool:
     """Return whether these are the gate's forward and `_FUNCTIONS` of a version in `_KNOWN`, unpatched."""
     return digest(functions) in _KNOWN.values()
 
@@ -86,7 +88,7 @@ def digest(functions: tuple[Any, ...]) -> str:
     return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
-def decide(gate: Any, x: Tensor) -> Decision:
+def decide(gate: Gate, x: Tensor) -> Decision:
     """Return what the gate decides for x [num_tokens > 0, hidden] without a group and with a least capacity of no more than num_tokens."""
     rows = x.float()
     if gate.noisy_gate_policy == "Jitter" and gate.training:
