@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from deepspeed.moe import sharded_moe
+from deepspeed.moe.sharded_moe import TopKGate
 from torch import Tensor
 from torch.nn.modules import module as torch_module
 
 from deepep_moe.integrations.deepspeed.native.top2 import Top2, has_kernels
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks
 
-Gate = Any
-"""A TopKGate; DeepSpeed's modules have no types."""
 Decision = tuple[Tensor, Tensor, Tensor, Tensor]
 """l_aux, exp_counts [num_experts] int64, topk_idx [num_topk, num_tokens] int32 or int64 with -1 for dropped, topk_weights [num_topk,
 num_tokens] fp32."""
@@ -31,7 +30,7 @@ _FUNCTIONS = ("top1gating", "top2gating", "topkgating", "_capacity", "gumbel_rsa
 _KNOWN = {"0.19.4 to 0.19.7": "7537ab1b18ba5551", "0.19.8": "4224238c65e13fc0"}
 
 
-def decides_alike(gate: Gate, x: Tensor, used_token: Tensor | None) -> bool:
+def decides_alike(gate: TopKGate, x: Tensor, used_token: Tensor | None) -> bool:
     """Return whether `decide(gate, x)` is what this gate would decide.
 
     It is not with masked tokens, where matrix products round the gate's weights, or with a default dtype other than fp32, in which the
@@ -41,7 +40,7 @@ def decides_alike(gate: Gate, x: Tensor, used_token: Tensor | None) -> bool:
         used_token is None
         and torch.get_default_dtype() == torch.float32
         and not torch.compiler.is_compiling()
-        and type(gate) is sharded_moe.TopKGate
+        and type(gate) is TopKGate
         and not is_watched(gate)
         and not torch.is_autocast_enabled(x.device.type)
         and (gate.k != 2 or _multiplies_exactly())
@@ -51,7 +50,7 @@ def decides_alike(gate: Gate, x: Tensor, used_token: Tensor | None) -> bool:
 
 def knows_the_gate() -> bool:
     """Return whether the installed `TopKGate` decides as the functions here do."""
-    return is_known(sharded_moe.TopKGate.forward, *(getattr(sharded_moe, name, None) for name in _FUNCTIONS))
+    return is_known(TopKGate.forward, *(getattr(sharded_moe, name, None) for name in _FUNCTIONS))
 
 
 def _multiplies_exactly() -> bool:
@@ -61,7 +60,7 @@ def _multiplies_exactly() -> bool:
         return False
 
 
-def is_watched(gate: Gate) -> bool:
+def is_watched(gate: TopKGate) -> bool:
     """Return whether a call of the gate does more than its class's forward, because of a hook, a timer or a forward of its own."""
     has_own = "forward" in gate.__dict__ or gate._compiled_call_impl is not None
     return has_hooks(gate) or torch_module._has_any_global_hook() or gate.wall_clock_breakdown or has_own
@@ -88,7 +87,7 @@ def digest(functions: tuple[Any, ...]) -> str:
     return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
-def decide(gate: Gate, x: Tensor) -> Decision:
+def decide(gate: TopKGate, x: Tensor) -> Decision:
     """Return what the gate decides for x [num_tokens > 0, hidden] without a group and with a least capacity of no more than num_tokens."""
     rows = x.float()
     if gate.noisy_gate_policy == "Jitter" and gate.training:
