@@ -4,7 +4,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -182,12 +182,6 @@ class Buffer(Sizes):
     def workspace_bytes(self) -> int:
         """Bytes of exchange memory that this rank owns; docs/design/shm.md, nvlink.md and nvshmem.md have the formulas."""
         return self.calls.backend.workspace_bytes
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "Buffer":
-        return self  # copies of a layer share the buffer
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a Buffer is memory of running processes and cannot be saved; save the state_dict() of what holds it")
 
     def __repr__(self) -> str:
         state = "destroyed" if self.calls.is_destroyed else "suspended" if self.calls.is_suspended else self.backend

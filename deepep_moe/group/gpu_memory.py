@@ -93,16 +93,14 @@ class GpuMemory:
 
     def connect(self, addresses: list[object]) -> None:
         """Map the workspaces of the ranks of this node. Raises OSError or RuntimeError if a GPU cannot reach another."""
-        boxes, handles = zip(*addresses, strict=True)
         s = self.settings
-        with self._mailbox.swap(self._owner.share, boxes, s.rank - s.rank % s.ranks_per_node, s.timeout_s) as descriptors:
+        first = s.node * s.ranks_per_node
+        boxes, handles = zip(*addresses[first : first + s.ranks_per_node], strict=True)
+        with self._mailbox.swap(self._owner.share, boxes, first, s.timeout_s) as descriptors:
             self._owner.connect(handles, descriptors)
 
     def disconnect(self) -> None:
         self._owner.disconnect()
-
-    def seal(self) -> None:
-        """Do nothing: the descriptors are closed."""
 
     def free(self) -> int:
         self._owner.free()

@@ -35,17 +35,19 @@ _TOLD_WITHIN_S = 0.2  # of the end of a rank's connections, on whom it has given
 
 
 class Connectable(Protocol):
+    """What has memory that ranks reach. The methods that are not overridden do nothing."""
+
     def address(self) -> Any:
         """Return what peers need to reach this rank's memory."""
-        ...
+        return None
 
     def connect(self, addresses: list[Any]) -> None:
         """Map the memory of all ranks; `addresses` by rank. Raises OSError, RuntimeError or ValueError where one cannot be reached."""
-        ...
+        return None
 
     def disconnect(self) -> None:
-        """Unmap the memory of the peers, as some rank could not map another's."""
-        ...
+        """Unmap the memory of the peers, as some rank could not map another's, unless mappings end with this object."""
+        return None
 
     def free(self) -> object:
         """Free this rank's memory, once no rank maps it."""
@@ -53,7 +55,7 @@ class Connectable(Protocol):
 
     def seal(self) -> None:
         """Close this rank's memory to everybody else, once all ranks are connected."""
-        ...
+        return None
 
 
 _Backend = TypeVar("_Backend", bound=Connectable)

@@ -2,7 +2,7 @@
 
 import logging
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn, Self
 
 from torch import Tensor
 
@@ -64,6 +64,13 @@ class Sizes:
     """The properties with which a buffer shows its settings."""
 
     _settings: Settings
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self  # copies of a layer share the buffer
+
+    def __reduce__(self) -> NoReturn:
+        name = type(self).__name__
+        raise TypeError(f"a {name} is memory of running processes and cannot be saved; save the state_dict() of what holds it")
 
     @property
     def num_ranks(self) -> int:

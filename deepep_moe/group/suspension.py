@@ -31,16 +31,16 @@ class Suspendable(Connectable, Protocol):
     """Why it cannot; empty if it can."""
 
     def check(self) -> None:
-        """Raise the failure that an earlier call has reported, if any."""
-        ...
+        """Raise the failure that an earlier call has reported, if any. On CPUs each call raises its own."""
+        return None
 
     def free(self) -> int:
         """Give this rank's memory back, which no rank maps any more. Return its bytes."""
         ...
 
     def resume(self) -> None:
-        """Make this rank's memory again. Raises OSError or RuntimeError if there is none."""
-        ...
+        """Make this rank's memory again, unless the next call takes it. Raises OSError or RuntimeError if there is none."""
+        return None
 
 
 def agree(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup | None", num_calls: int, error: BaseException | None) -> None:

@@ -87,9 +87,6 @@ class LowLatencyBackend(Suspendable):
         masks: int = self._native.masks
         return masks
 
-    def check(self) -> None:
-        self._native.check()
-
     def has_failed(self, state: Tensor) -> bool:
         """Has the dispatch of a handle, of which this is the memory, failed, as far as it has come?"""
         raise NotImplementedError

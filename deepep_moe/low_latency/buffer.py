@@ -160,12 +160,6 @@ class LowLatencyBuffer(Sizes):
         """Memory for the exchange that this rank owns, bytes; docs/design/low_latency.md has the formula."""
         return self._alive().workspace_bytes
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "LowLatencyBuffer":
-        return self  # copies of a layer share it
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a LowLatencyBuffer is memory of running processes and cannot be saved; save the state_dict() of what holds it")
-
     def __repr__(self) -> str:
         s = self._settings
         what = f"{s.num_experts} experts, top-{self.num_topk}, hidden {s.hidden}, {self.num_max_tokens_per_rank} tokens"

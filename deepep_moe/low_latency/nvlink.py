@@ -72,7 +72,7 @@ class NvlinkLowLatencyBackend(GpuMemory, LowLatencyBackend):
 
     def check(self) -> None:
         if not torch.cuda.is_current_stream_capturing():  # where nobody may wait for a GPU; a failure stays
-            super().check()
+            self._native.check()
 
     def mask(self, rank: int, masked: bool) -> None:
         self._native.mask(rank, masked, self._stream())

@@ -17,11 +17,6 @@ class NvshmemLowLatencyBackend(NvlinkLowLatencyBackend):
         self.rail = nvshmem_rail.Rail(settings, self._native)
         self.workspace_bytes += self.rail.num_bytes
 
-    def connect(self, addresses: list[object]) -> None:
-        """Map the workspaces of the ranks of this node."""
-        first = self.settings.node * self.settings.ranks_per_node
-        super().connect(addresses[first : first + self.settings.ranks_per_node])
-
     def attach(self, world: nvshmem_world.World) -> None:
         """Let rows cross. Collective; raises BackendUnavailableError on all ranks alike."""
         self.rail.attach(world, "low_latency_rail_shim", maps_node=True)

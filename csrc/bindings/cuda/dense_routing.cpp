@@ -47,8 +47,7 @@ void count_lanes(const TensorArg& topk_idx, const TensorArg& counts, const Tenso
 }  // namespace
 
 void bind_gpu_dense_routing(py::module_& m) {
-    const py::arg topk_idx("topk_idx"), topk_values("topk_values"), values("values"), stream("stream");
-    m.def("gpu_lanes_of_map", &lanes_of_map, py::arg("routing_map"), values, topk_idx, topk_values, stream);
-    m.def("gpu_dense_of_lanes", &dense_of_lanes, topk_idx, topk_values, values, stream);
-    m.def("gpu_count_lanes", &count_lanes, topk_idx, py::arg("counts"), py::arg("is_token_in_rank"), stream);
+    m.def("gpu_lanes_of_map", &lanes_of_map);
+    m.def("gpu_dense_of_lanes", &dense_of_lanes);
+    m.def("gpu_count_lanes", &count_lanes);
 }

@@ -124,7 +124,7 @@ class Backend(Suspendable):
 
     name: str
     capabilities: Capabilities
-    device: torch.device | None
+    device: torch.device | None = None
     """The only device whose tensors it takes; None: any device of its types."""
     workspace_bytes: int
 
@@ -164,9 +164,6 @@ class Backend(Suspendable):
     def recorded(self, x: Tensor) -> Recorded | None:
         """Return the event that ends the asynchronous call of `x` just made; None if it runs on no stream or is `InFlight`."""
         return None
-
-    def check(self) -> None:
-        """Raise the failure that an earlier call has reported, if any. On CPUs each call raises its own."""
 
     def take_failure(self) -> Exception | None:
         """Return the failure that an earlier call has reported. The caller raises it after the present call, so that ranks stay in step.

@@ -38,7 +38,6 @@ class NvlinkBackend(GpuMemory, Backend):
     """
 
     name = "nvlink"
-    why_not_suspend: str = ""
 
     def __init__(self, settings: Settings):
         self.settings = settings
