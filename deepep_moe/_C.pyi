@@ -1,7 +1,7 @@
 """Native library: of a tensor it reads shape, element size and address; each must be contiguous unless said otherwise. Sizes are counts of
 elements. Callers keep the tensors alive."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -43,18 +43,7 @@ def plan_copies(
 # exchange (csrc/runtime/shm/exchange.h, call.h)
 
 class ShmExchange:
-    def __init__(
-        self,
-        *,
-        num_ranks: int,
-        ranks_per_node: int,
-        rank: int,
-        num_channels: int,
-        num_experts: int,
-        num_topk: int,
-        hidden: int,
-        timeout_s: float,
-    ) -> None: ...
+    def __init__(self, *, ranks_per_node: int, num_channels: int, **native: Any) -> None: ...  # of `Settings.native`
     path: str
     workspace_bytes: int
     num_calls: int
@@ -76,7 +65,7 @@ class ShmExchange:
     ) -> tuple[int, int]: ...
     def dispatch(
         self,
-        handle: Any,
+        handle: object,
         x: Tensor,
         x_scales: Tensor | None,
         topk_weights: Tensor | None,
@@ -87,7 +76,7 @@ class ShmExchange:
     ) -> None: ...
     def dispatch_cached(
         self,
-        handle: Any,
+        handle: object,
         dtype: DType,
         x: Tensor,
         x_scales: Tensor | None,
@@ -98,7 +87,7 @@ class ShmExchange:
     ) -> None: ...
     def combine(
         self,
-        handle: Any,
+        handle: object,
         dtype: DType,
         x: Tensor,
         weights: Tensor | None,
@@ -151,7 +140,7 @@ MAX_GPU_NODES: int
 SHIM_BYTES: int
 
 class ExchangeShim:
-    def capsule(self) -> Any: ...
+    def capsule(self) -> object: ...
     @staticmethod
     def raise_failure() -> None: ...
 
@@ -167,73 +156,29 @@ class GpuTuning:
     num_rail_sms: int
 
 def gpu_fit_tuning(*, num_multiprocessors: int, capability_major: int, link_gbps: float | None = None) -> GpuTuning: ...
-def gpu_clear_tail(values: Tensor, group_ends: Tensor, stream: int) -> None: ...
-def gpu_fp8_product(x: Tensor, x_scales: Tensor, w: Tensor, w_scales: Tensor, group_ends: Tensor, y: Tensor, stream: int) -> None: ...
-def gpu_fp8_weight_gradient(
-    dy_t: Tensor, dy_t_scales: Tensor, x_t: Tensor, x_t_scales: Tensor, group_ends: Tensor, out: Tensor, is_fp32: bool, stream: int
-) -> None: ...
-def gpu_quantize(x: Tensor, y: Tensor, scales: Tensor, is_rounded: bool, dtype: DType, stream: int) -> None: ...
-def gpu_quantize_weights(
-    w: Tensor,
-    matrix_stride: int,
-    y: Tensor | None,
-    scales: Tensor | None,
-    y_t: Tensor | None,
-    scales_t: Tensor | None,
-    dtype: DType,
-    stream: int,
-) -> None: ...
-def gpu_scale_rows_backward(
-    grad: Tensor,
-    x: Tensor,
-    weights: Tensor,
-    grad_x: Tensor,
-    grad_weights: Tensor,
-    dtype: DType,
-    device: int,
-    stream: int,
-) -> None: ...
-def gpu_swiglu(inner: Tensor, probs: Tensor | None, group_ends: Tensor | None, y: Tensor, dtype: DType, stream: int) -> None: ...
-def gpu_swiglu_backward(
-    inner: Tensor,
-    probs: Tensor | None,
-    group_ends: Tensor | None,
-    y: Tensor | None,
-    grad: Tensor,
-    grad_inner: Tensor,
-    grad_probs: Tensor | None,
-    dtype: DType,
-    stream: int,
-) -> None: ...
-def gpu_weighted_sum(rows: Tensor, weights: Tensor, is_by_token: bool, is_fused: bool, sums: Tensor, dtype: DType, stream: int) -> None: ...
-def gpu_weighted_sum_backward(
-    rows: Tensor,
-    weights: Tensor,
-    is_by_token: bool,
-    grad: Tensor,
-    grad_rows: Tensor,
-    grad_weights: Tensor,
-    dtype: DType,
-    stream: int,
-) -> None: ...
+
+# Kernels of one GPU, which `device.launch` calls: with the arguments of the C++ functions in csrc/bindings/cuda, of which a stream is last.
+Kernel = Callable[..., None]
+gpu_clear_tail: Kernel
+gpu_count_lanes: Kernel
+gpu_dense_of_lanes: Kernel
+gpu_fp8_product: Kernel
+gpu_fp8_weight_gradient: Kernel
+gpu_lanes_of_map: Kernel
+gpu_quantize: Kernel
+gpu_quantize_weights: Kernel
+gpu_scale_rows_backward: Kernel
+gpu_swiglu: Kernel
+gpu_swiglu_backward: Kernel
+gpu_weighted_sum: Kernel
+gpu_weighted_sum_backward: Kernel
+
 def gpu_workspace_bytes(*, num_ranks: int, num_experts: int, num_topk: int, hidden: int, num_max_tokens: int) -> int: ...
 
 class NvlinkLowLatency:
     def __init__(
-        self,
-        *,
-        num_ranks: int,
-        rank: int,
-        device: int,
-        num_experts: int,
-        num_topk: int,
-        hidden: int,
-        num_max_tokens: int,
-        lanes: int,
-        timeout_s: float,
-        mask_stalled: bool,
-        ranks_per_node: int,
-    ) -> None: ...
+        self, *, device: int, num_max_tokens: int, lanes: int, mask_stalled: bool, ranks_per_node: int, **native: Any
+    ) -> None: ...  # of `Settings.native`
     rail_bytes: int
     def attach_rail(self, shim: object, addresses: list[int], pes: list[int]) -> None: ...
     def leak(self) -> None: ...
@@ -256,7 +201,7 @@ class NvlinkLowLatency:
     def shim(self) -> NvlinkLowLatencyShim: ...
 
 class NvlinkLowLatencyShim:
-    def capsule(self) -> Any: ...
+    def capsule(self) -> object: ...
     @staticmethod
     def raise_failure() -> None: ...
 
@@ -313,18 +258,12 @@ class NvlinkExchange:
     def check(self) -> None: ...
     def check_untold(self) -> None: ...
 
-# routing as maps and lanes (csrc/cuda/dense_routing.h), only where the build found nvcc
-
-def gpu_lanes_of_map(routing_map: Tensor, values: Tensor | None, topk_idx: Tensor, topk_values: Tensor | None, stream: int) -> None: ...
-def gpu_dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, values: Tensor, stream: int) -> None: ...
-def gpu_count_lanes(topk_idx: Tensor, counts: Tensor, is_token_in_rank: Tensor, stream: int) -> None: ...
-
 # the gate on a GPU (csrc/common/gate.h), only where the build found nvcc
 MAX_GPU_GATE_EXPERTS: int
 
 def gpu_gate_check(device: int) -> None: ...
-def gpu_gate_shim() -> Any: ...
-def gpu_swiglu_shim() -> Any: ...
+def gpu_gate_shim() -> object: ...
+def gpu_swiglu_shim() -> object: ...
 def gpu_top2(
     *,
     gates: Tensor,

@@ -1,28 +1,26 @@
-"""The functions of csrc/torch. Calls with gradients return None where an argument is not what C++ takes."""
+"""The classes of csrc/torch. Calls with gradients return None where an argument is not what C++ takes.
+
+Functions of the module are not listed: callers find them in `torch_module.MODULE`, of which type checkers know nothing."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from torch import Tensor, device, dtype
+from torch import Tensor, device
 
 from deepep_moe._C import ExchangeShim, NvlinkLowLatencyShim
 
 TORCH_VERSION: str
 SHIM_BYTES: int
 
-def bytes_at(address: int, num_bytes: int, device: device, owner: object) -> Tensor: ...
-def call_stream(device: device) -> int: ...
-
 class Mode:
     def __init__(self, num_sms: int, is_async: bool, is_split: bool, layer: int, is_late: bool = False) -> None: ...
 
-class Recorded:
+class Recorded:  # the end of an asynchronous call, after which its results may be read
     def __init__(self, device: device) -> None: ...
     def wait(self) -> None: ...
     def query(self) -> bool: ...
 
-class SecondHalf:
-    def finish(self) -> bool: ...
+class SecondHalf:  # of a split call
+    def finish(self) -> bool: ...  # enqueues the rest; False: the buffer was destroyed before
 
 class InFlight:
     second_half: SecondHalf | None
@@ -198,61 +196,3 @@ class LowLatencyCalls:
         return_hook: bool,
         is_checked: bool,
     ) -> LowLatencyCombined | None: ...
-
-def set_hooks(
-    *,
-    ready: Callable[[int], Calls | None],
-    pass_failed: Callable[[int, int], None],
-    dispatch_gradients: Callable[..., Any],
-    combine_gradients: Callable[..., Any],
-) -> None: ...
-def gate(
-    logits: Tensor,
-    num_topk: int,
-    num_groups: int,
-    topk_groups: int,
-    group_score_topk: int,
-    score_function: str,
-    expert_bias: Tensor | None,
-    normalize: bool,
-    routed_scaling_factor: float,
-    mask: Tensor | None,
-    index_dtype: dtype,
-    check_finite: bool,
-    dense: bool,
-    num_ranks: int,
-    shares: bool,
-    is_full: bool,
-) -> Any: ...  # GateOutput, FullGateOutput or None
-def set_gate_hooks(*, shim: object, gradients: Callable[..., Tensor], output: type, full_output: type) -> None: ...
-def run_gate(
-    logits: Tensor,
-    expert_bias: Tensor | None,
-    mask: Tensor | None,
-    num_topk: int,
-    num_groups: int,
-    topk_groups: int,
-    group_score_topk: int,
-    score_function: str,
-    normalize: bool,
-    routed_scaling_factor: float,
-    check_finite: bool,
-    index_dtype: dtype,
-    dense: bool,
-    num_ranks: int,
-    shares: bool,
-) -> list[Tensor | None] | None: ...
-def run_gate_backward(
-    grad_topk_weights: Tensor | None,
-    grad_probs: Tensor | None,
-    grad_shares: Tensor | None,
-    logits: Tensor,
-    topk_idx: Tensor,
-    score_function: str,
-    normalize: bool,
-    routed_scaling_factor: float,
-) -> Tensor | None: ...
-def set_expert_hooks(*, shim: object) -> None: ...
-def grouped_swiglu(
-    x: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, probs: Tensor | None, recompute_activation: bool
-) -> Tensor | None: ...

@@ -34,7 +34,7 @@ from deepep_moe.exchange.checks import (
     check_tensors,
 )
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, Layout
-from deepep_moe.group.nodes import find_nodes
+from deepep_moe.group.reach import find_nodes
 from deepep_moe.group.rendezvous import gather_objects, hanging_up, introduce, join
 from deepep_moe.group.settings import Settings, Sizes, check_settings, one_by_one
 from deepep_moe.group.suspension import Memory

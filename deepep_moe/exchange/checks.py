@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.arguments import as_int, check_is_tensor, check_plain, check_tensor, lacks_memory
+from deepep_moe.arguments import as_int, check_choice, check_is_tensor, check_plain, check_tensor, lacks_memory
 from deepep_moe.device import DTYPE_NAMES, FLOATS, is_gpu
 from deepep_moe.exchange.backends.base import LAYOUTS, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs
 from deepep_moe.exchange.handle import DispatchHandle
@@ -158,8 +158,7 @@ def _check_weights(name: str, weights: Tensor | None, shape: tuple[int, ...], x:
 
 
 def _check_layout(layout: str, expert_alignment: int) -> None:
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; it must be one of {list(LAYOUTS)}")
+    check_choice("layout", layout, LAYOUTS)
     if not 1 <= expert_alignment <= MAX_ALIGNMENT:
         raise ValueError(f"expert_alignment is {expert_alignment}; it must be at least 1 and at most {MAX_ALIGNMENT}")
 
@@ -256,19 +255,13 @@ def check_combine(args: CombineArgs, s: Settings) -> None:
 
 
 def check_max_sms(max_sms: object) -> int | None:
-    """Return it as a plain number."""
-    number = None if max_sms is None else as_int("max_sms", max_sms, "None or a whole number")
-    if number is not None and number < 2:
-        raise ValueError(f"max_sms is {number}; it must be at least 2, as some SMs send and others receive")
-    return number
+    """Return it as a plain number. Some SMs send and others receive, so there are 2 at least."""
+    return None if max_sms is None else as_int("max_sms", max_sms, "None or a whole number", 2)
 
 
 def check_num_sms(num_sms: object) -> int | None:
     """Return it as a plain number."""
-    number = None if num_sms is None else as_int("num_sms", num_sms, "None or a whole number")
-    if number is not None and number < 0:
-        raise ValueError(f"num_sms is {number}; it must be at least 0")
-    return number
+    return None if num_sms is None else as_int("num_sms", num_sms, "None or a whole number", 0)
 
 
 def check_layer(layer: object) -> int:

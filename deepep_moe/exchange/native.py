@@ -66,7 +66,7 @@ def settle(calls: Calls, output: DispatchOutput) -> DispatchOutput:
         raise BufferDestroyedError("the buffer was destroyed before the rows of this dispatch were counted")
     if calls.is_suspended:
         raise BufferSuspendedError("the buffer was suspended before the rows of this dispatch were counted; settle them before")
-    made = calls.native.settle(handle.native) if handle.is_late else None
+    made = calls.native.settle(handle.native) if handle.is_late and calls.native is not None else None
     if made is None:
         return output
     return _output(made, handle, output.recv_x_scales is not None, output.recv_topk_weights is not None, None, False)

@@ -7,8 +7,8 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
+from deepep_moe import _C
 from deepep_moe.group.settings import Settings
 
 _BETWEEN_LOOKS_S = 0.05  # at peers that have sent nothing
@@ -82,8 +82,8 @@ class GpuMemory:
     _mailbox: Mailbox
 
     @property
-    def _owner(self) -> Any:
-        """The `_C.NvlinkExchange` or `_C.NvlinkLowLatency` that has the memory."""
+    def _owner(self) -> "_C.NvlinkExchange | _C.NvlinkLowLatency":
+        """What has the memory."""
         raise NotImplementedError
 
     def address(self) -> tuple[bytes, bytes]:

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -131,11 +131,7 @@ def introduce(
             return Introduction(**told)
 
         peers = gather_objects(own, group, settings.num_ranks, "construction of a Buffer", settings.timeout_s, read)
-    if error is not None:
-        raise error
-    for rank, peer in enumerate(peers):
-        if peer.error is not None:
-            raise EPPeerError(f"rank {rank} could not create its Buffer: {peer.error}", rank=rank)
+    raise_first(error, [peer.error for peer in peers], "could not create its Buffer")
     check_same([{"kind of buffer": peer.settings.pop("kind")} for peer in peers], "create the same kind on every rank")
     check_same([{"backend": peer.backend, **peer.settings} for peer in peers], "create the Buffer with the same value on every rank")
     return peers
@@ -331,11 +327,7 @@ def agree(
     `gather_objects`."""
     own = value, None if error is None else told(error)[:_MAX_WORDS]
     answers = gather_objects(own, group, num_ranks, phase, config.timeout_s() if timeout_s is None else timeout_s, list)
-    if error is not None:
-        raise error
-    for rank, (_, reason) in enumerate(answers):
-        if reason is not None:
-            raise EPPeerError(f"rank {rank} did not make its call: {reason}", rank=rank)
+    raise_first(error, [reason for _, reason in answers], "did not make its call")
     return [answer for answer, _ in answers]
 
 
@@ -374,6 +366,21 @@ def _is_like(theirs: object, own: object) -> bool:
     return type(theirs) is type(own) or all(isinstance(one, (str, type(None))) for one in (theirs, own))
 
 
+def first_reason(failure: str | None, group: "dist.ProcessGroup | None", settings: Settings, phase: str) -> str | None:
+    """Return the first `failure` among the ranks, with its rank, or None. Collective; raises as `gather_objects`."""
+    reasons: list[str | None] = gather_objects(failure, group, settings.num_ranks, phase, settings.timeout_s)
+    return next((f"on rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None), None)
+
+
+def raise_first(error: BaseException | None, reasons: Iterable[str | None], what: str) -> None:
+    """Raise this rank's `error`, or EPPeerError for the first rank that has a reason. `what`: what that rank could not do."""
+    if error is not None:
+        raise error
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            raise EPPeerError(f"rank {rank} {what}: {reason}", rank=rank)
+
+
 def connect(make: "Callable[[], _Backend]", settings: Settings, group: "dist.ProcessGroup | None") -> "_Backend | str":
     """Return the backend that `make` makes, with every rank's memory mapped, or the reason why some rank cannot reach another. The answer
     is the same on every rank. Collective."""
@@ -403,15 +410,14 @@ def _connect(make: "Callable[[], _Backend]", settings: Settings, group: "dist.Pr
             backend.connect([address for _, address in gathered])
         except (OSError, RuntimeError, ValueError) as error:
             failure = str(error)[:_MAX_WORDS]
-    reasons: list[str | None] = gather_objects(failure, group, settings.num_ranks, "mapping of workspaces", settings.timeout_s)
-    told = [f"on rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
-    if told:
+    reason = first_reason(failure, group, settings, "mapping of workspaces")
+    if reason is not None:
         if backend is not None:
             backend.disconnect()
         gather_objects(None, group, settings.num_ranks, "unmapping of workspaces", settings.timeout_s)
         if backend is not None:
             backend.free()
-        return told[0]
+        return reason
     assert backend is not None
     backend.seal()
     return backend

@@ -18,7 +18,7 @@ from deepep_moe.device import current_stream, is_gpu, making_on
 from deepep_moe.errors import BufferDestroyedError, BufferSuspendedError, EPError, told
 from deepep_moe.event import Event
 from deepep_moe.group import suspension
-from deepep_moe.group.nodes import find_nodes
+from deepep_moe.group.reach import find_nodes
 from deepep_moe.group.rendezvous import introduce, join
 from deepep_moe.group.settings import Settings, Sizes, check_settings, one_by_one
 from deepep_moe.library import is_dry_run

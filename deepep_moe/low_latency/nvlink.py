@@ -13,7 +13,7 @@ from deepep_moe.event import Event
 from deepep_moe.group.gpu_memory import GpuMemory
 from deepep_moe.group.settings import Settings
 from deepep_moe.library import unwatched
-from deepep_moe.low_latency.base import DESTROYED, LowLatencyBackend, native_settings
+from deepep_moe.low_latency.base import DESTROYED, LowLatencyBackend
 
 if TYPE_CHECKING:
     from deepep_moe._torch import InFlight, SecondHalf
@@ -26,14 +26,16 @@ class NvlinkLowLatencyBackend(GpuMemory, LowLatencyBackend):
     _native: "_C.NvlinkLowLatency"
 
     def __init__(self, settings: Settings, mask_stalled: bool):
-        index = torch.cuda.current_device()
-        super().__init__(
-            settings, _C.NvlinkLowLatency(device=index, ranks_per_node=settings.ranks_per_node, **native_settings(settings, mask_stalled))
-        )
+        index, s = torch.cuda.current_device(), settings
+        native = _C.NvlinkLowLatency(
+            device=index, ranks_per_node=s.ranks_per_node, num_max_tokens=s.num_max_tokens_per_rank, lanes=s.lanes,
+            mask_stalled=mask_stalled, **s.native,
+        )  # fmt: skip
+        super().__init__(settings, native)
         self.device = torch.device("cuda", index)
 
     @property
-    def _owner(self) -> Any:
+    def _owner(self) -> "_C.NvlinkLowLatency":
         return self._native
 
     def open(self, statistics: Tensor) -> None:

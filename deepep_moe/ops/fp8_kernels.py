@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.device import current_stream, on_device
+from deepep_moe.device import launch, on_device
 
 _ALIGNMENT = 16  # bytes: what the tensor memory accelerator asks of addresses
 
@@ -18,8 +18,7 @@ def grouped_fp8_product(x: Tensor, x_scales: Tensor, w: Tensor, w_scales: Tensor
     """Return each row times the transposed matrix of its expert: bf16 [num_rows, n]. Rows after the last group's are not set."""
     x, x_scales, w, w_scales = map(_ready, (x, x_scales, w, w_scales))
     y = torch.empty(len(x), w.shape[1], dtype=torch.bfloat16, device=x.device)
-    with on_device(x):
-        _C.gpu_fp8_product(x, x_scales, w, w_scales, offsets, y, current_stream(x.device))
+    launch(_C.gpu_fp8_product, x, x_scales, w, w_scales, offsets, y, on=x)
     return y
 
 
@@ -30,9 +29,7 @@ def grouped_fp8_weight_gradient(dy_t: Tensor, dy_t_scales: Tensor, x_t: Tensor, 
     dy_t, dy_t_scales, x_t, x_t_scales = map(_ready, (dy_t, dy_t_scales, x_t, x_t_scales))
     if dy_t.shape[1] == 0:
         return out.zero_()
-    with on_device(out):
-        is_fp32 = out.dtype == torch.float32
-        _C.gpu_fp8_weight_gradient(dy_t, dy_t_scales, x_t, x_t_scales, offsets, out, is_fp32, current_stream(out.device))
+    launch(_C.gpu_fp8_weight_gradient, dy_t, dy_t_scales, x_t, x_t_scales, offsets, out, out.dtype == torch.float32, on=out)
     return out
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deepep_moe.device import on_device
 from deepep_moe.library import Context
 from deepep_moe.ops.fp8_kept import Fp8Copies
 from deepep_moe.ops.fp8_products import (
@@ -19,10 +20,10 @@ from deepep_moe.ops.fp8_products import (
     grouped_fp8_weight_gradient,
     rescale_transpose,
 )
-from deepep_moe.ops.fp8_swiglu import swiglu_backward_fp8, swiglu_fp8
 from deepep_moe.ops.grouped_products import Groups, add_to
 from deepep_moe.ops.quant import quantize_fp8, quantize_fp8_weights, quantize_fp8_weights_both
 from deepep_moe.ops.quantized import QuantizedRows
+from deepep_moe.ops.swiglu import swiglu, swiglu_backward
 
 _GRADIENTS = (torch.float32, torch.bfloat16)
 _Fp8 = tuple[Tensor, Tensor]  # values and scales
@@ -180,3 +181,39 @@ class _ActivatedLinear(torch.autograd.Function):
             grad_inner, grad_probs, _ = ctx.act.backward(grad_activated, inner, probs, groups, False)
         grad_w = ctx.maker.make(partial(_weight_gradient, grads, rows, w, groups)) if needs[2] else None
         return grad_inner, grad_probs, grad_w, None, None, None, None, None, None, None
+
+
+# ---- SwiGLU between the products: its result, and the gradient of its input, as fp8 ----
+
+
+def swiglu_fp8(inner: Tensor, probs: Tensor | None, groups: Groups) -> tuple[Tensor, Tensor]:
+    """Return `swiglu` of the same arguments as fp8: values [num_rows, intermediate] e4m3 and scales [num_rows, intermediate / 128].
+
+    inner: [num_rows, 2 * intermediate] bf16, intermediate a multiple of 128. Rows of the tail are not set.
+    """
+    if _swiglu_has_kernels(inner, probs):
+        from deepep_moe.ops import fp8_row_kernels  # which imports Triton
+
+        with on_device(inner):
+            return fp8_row_kernels.swiglu_quantized(inner, _contiguous(probs), groups.offsets)
+    return quantize_fp8(swiglu(inner, probs, groups).contiguous(), power_of_two=True)
+
+
+def swiglu_backward_fp8(grad: Tensor, inner: Tensor, probs: Tensor | None, groups: Groups) -> tuple[QuantizedRows, Tensor | None]:
+    """Return the gradients of inner, as fp8, and of probs, which is zero in the tail. May overwrite grad [num_rows, intermediate] bf16."""
+    if _swiglu_has_kernels(inner, probs):
+        from deepep_moe.ops import fp8_row_kernels
+
+        with on_device(inner):
+            rows, grad_probs = fp8_row_kernels.swiglu_backward_quantized(grad, inner, _contiguous(probs), groups.offsets)
+        return QuantizedRows(*rows), grad_probs
+    grad_inner, grad_probs, _ = swiglu_backward(grad, inner, probs, groups, with_output=False)
+    return QuantizedRows.of(grad_inner), grad_probs
+
+
+def _contiguous(probs: Tensor | None) -> Tensor | None:
+    return None if probs is None else probs.contiguous()
+
+
+def _swiglu_has_kernels(inner: Tensor, probs: Tensor | None) -> bool:
+    return inner.is_cuda and (probs is None or probs.dtype == torch.float32)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.device import current_stream, is_gpu, on_device, readable
+from deepep_moe.device import is_gpu, launch, readable
 from deepep_moe.library import Context, is_watched, needs_gradients
 
 
@@ -32,7 +32,7 @@ def lanes_of_map(routing_map: Tensor, values: Tensor | None, num_topk: int) -> t
     topk_values = None
     if values is not None:
         topk_values, values = torch.empty(num_tokens, num_topk, dtype=torch.float32, device=values.device), readable(values.float())
-    _run("lanes_of_map", readable(routing_map), values, topk_idx, topk_values)
+    launch(_C.gpu_lanes_of_map, readable(routing_map), values, topk_idx, topk_values, on=topk_idx)
     return topk_idx, topk_values
 
 
@@ -48,7 +48,7 @@ def dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, num_experts: int) -> T
         columns = torch.where(topk_idx < num_experts, topk_idx, -1) + 1
         return dense.scatter_(1, columns, values)[:, 1:].contiguous()  # lanes without an expert write column 0, which goes
     dense = torch.empty(topk_idx.shape[0], num_experts, dtype=torch.float32, device=topk_idx.device)
-    _run("dense_of_lanes", readable(topk_idx), readable(topk_values), dense)
+    launch(_C.gpu_dense_of_lanes, readable(topk_idx), readable(topk_values), dense, on=dense)
     return dense
 
 
@@ -66,7 +66,7 @@ def count_lanes(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Ten
     counts = torch.zeros(num_ranks + num_experts, dtype=torch.int32, device=topk_idx.device)
     is_token_in_rank = torch.empty(topk_idx.shape[0], num_ranks, dtype=torch.bool, device=topk_idx.device)
     if not is_watched((topk_idx,)) and _has_kernels(topk_idx):
-        _run("count_lanes", readable(topk_idx), counts, is_token_in_rank)
+        launch(_C.gpu_count_lanes, readable(topk_idx), counts, is_token_in_rank, on=counts)
     else:
         columns = torch.where(topk_idx < num_experts, topk_idx, -1).clamp(min=-1).long() + 1
         chosen = torch.zeros(topk_idx.shape[0], num_experts + 1, dtype=torch.bool, device=topk_idx.device)
@@ -114,11 +114,3 @@ def weights_at(probs: Tensor, topk_idx: Tensor) -> Tensor:
 
 def _has_kernels(tensor: Tensor) -> bool:
     return is_gpu(tensor.device) and hasattr(_C, "gpu_lanes_of_map")
-
-
-def _run(name: str, *tensors: Tensor | None) -> None:
-    """Run the kernel `name` where the first of `tensors` lies."""
-    first = tensors[0]
-    assert first is not None
-    with on_device(first):
-        getattr(_C, f"gpu_{name}")(*tensors, current_stream(first.device))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.device import DTYPES, current_stream, is_gpu, on_device, readable
+from deepep_moe.device import DTYPES, current_stream, is_gpu, launch, readable
 from deepep_moe.library import Context, define, register
 
 # Rows or tokens at a time on the CPU: products in fp32 stay in the cache, and no memory is allocated for all of them.
@@ -55,8 +55,7 @@ def _weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
 
 def _run_weighted_sum(rows: Tensor, weights: Tensor, is_fused: bool, sums: Tensor) -> None:
     rows, weights, is_by_token = _ordered(rows, weights)
-    with on_device(rows):
-        _C.gpu_weighted_sum(rows, weights, is_by_token, is_fused, sums, DTYPES[rows.dtype], current_stream(rows.device))
+    launch(_C.gpu_weighted_sum, rows, weights, is_by_token, is_fused, sums, DTYPES[rows.dtype], on=rows)
 
 
 def weighted_sum_backward(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,9 +63,8 @@ def weighted_sum_backward(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[
     if _has_kernels(rows):
         rows, weights, is_by_token = _ordered(rows, weights)
         grad, grad_rows, grad_weights = aligned(grad), torch.empty_like(rows), torch.empty_like(weights)
-        how = DTYPES[rows.dtype], current_stream(rows.device)
-        with on_device(rows):
-            _C.gpu_weighted_sum_backward(rows, weights, is_by_token, grad, grad_rows, grad_weights, *how)
+        given = rows, weights, is_by_token, grad, grad_rows, grad_weights, DTYPES[rows.dtype]
+        launch(_C.gpu_weighted_sum_backward, *given, on=rows)
         return grad_rows, grad_weights
     grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
     for tokens in _blocks(rows):
@@ -135,13 +133,10 @@ def scale_rows_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tenso
     grad, x: [num_rows, hidden] contiguous, of the same dtype; on GPUs fp32, bf16 or fp16. weights: [num_rows] fp32.
     Returns [num_rows, hidden] in x's dtype and [num_rows] fp32.
     """
-    grad_x, grad_weights = torch.empty_like(grad), torch.empty_like(weights)
     if not _has_kernels(grad):
-        for rows in _blocks(x):
-            wide = grad[rows].float()
-            grad_x[rows] = wide * weights[rows, None]
-            grad_weights[rows] = (wide * x[rows]).sum(1)
-        return grad_x, grad_weights
+        grad_x, grad_weights = weighted_sum_backward(grad, x[None], weights[None])
+        return grad_x[0], grad_weights[0]
+    grad_x, grad_weights = torch.empty_like(grad), torch.empty_like(weights)
     index = max(0, grad.get_device())
     _C.gpu_scale_rows_backward(grad, x, weights, grad_x, grad_weights, DTYPES[grad.dtype], index, current_stream(grad.device))
     return grad_x, grad_weights

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from deepep_moe.arguments import as_int
+from deepep_moe.arguments import as_int, check_choice
 from deepep_moe.exchange.backends.select import BACKENDS
 from deepep_moe.integrations.deepspeed.expert_weights import Reader
 
@@ -41,14 +41,10 @@ class Options:
                 f"fp8 is True with exact={self.exact} and grouped_experts={self.grouped_experts}; pass exact=False, and do not "
                 "set grouped_experts to False, or leave fp8 out"
             )
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend is {self.backend!r}; it must be one of {list(BACKENDS)}")
+        check_choice("backend", self.backend, BACKENDS)
         for name, least in (("num_max_tokens_per_rank", 1), ("num_sms", 0), ("ranks_per_node", 1)):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if as_int(name, value, "a whole number or null") < least:
-                raise ValueError(f"{name} is {value}; it must be at least {least}")
+            if getattr(self, name) is not None:
+                as_int(name, getattr(self, name), "a whole number or null", least)
         rate = self.expert_bias_update_rate
         if rate is None:
             return

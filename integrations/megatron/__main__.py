@@ -1,13 +1,14 @@
 """Run a script with the dispatcher enabled: `python -m deepep_moe.integrations.megatron [options] script.py [arguments of the script]`."""
 
 import argparse
+import dataclasses
 import os
 import runpy
 import sys
 
 from deepep_moe.group.settings import SUMS
 from deepep_moe.integrations.megatron import enable
-from deepep_moe.integrations.megatron.options import EXPERTS
+from deepep_moe.integrations.megatron.options import EXPERTS, Options
 from deepep_moe.topology.option import add_bind, bind_this_rank
 
 _DESCRIPTION = """Enable deepep_moe in Megatron-Core, then run a script as if it had been started itself.
@@ -55,9 +56,8 @@ def _parser() -> argparse.ArgumentParser:
         help="run the experts of a layer in grouped products where that is fast and the config allows it (auto, the default), "
         "always (own), or never (framework)",
     )
-    parser.add_argument(
-        "--fp8-experts", action="store_true", help="send rows as fp8 in both passes; the grouped experts multiply them so (bf16 models)"
-    )
+    of_fp8 = "send rows as fp8 in both passes; the grouped experts multiply them so (bf16 models)"
+    parser.add_argument("--fp8-experts", dest="fp8", action="store_true", help=of_fp8)
     parser.add_argument("--sums", choices=SUMS, default="ranks", help="add a token's rows by ranks (default) or lanes (docs/rollout.md)")
     parser.add_argument(
         "--sync-free",
@@ -87,21 +87,8 @@ def main() -> None:
         parser.error(f"no such script: {options.script!r} (current folder: {os.getcwd()})")
     if options.bind:
         bind_this_rank()  # first, as memory that is there already stays where it is
-    enable(
-        num_max_tokens_per_rank=options.num_max_tokens_per_rank,
-        backend=options.backend,
-        expert_alignment=options.expert_alignment,
-        gate=options.gate,
-        num_sms=options.num_sms,
-        max_sms=options.max_sms,
-        experts=options.experts,
-        sync_free=options.sync_free,
-        recv_capacity_factor=options.recv_capacity_factor,
-        metrics=options.metrics,
-        ranks_per_node=options.ranks_per_node,
-        fp8=options.fp8_experts,
-        sums=options.sums,
-    )
+    given = vars(options)
+    enable(**{field.name: given[field.name] for field in dataclasses.fields(Options)})
     # The script finds what `python script.py arguments` gives it: its arguments, and its folder first on the path. `-m` had put the
     # current folder there.
     sys.argv = [options.script, *options.arguments]

@@ -1,8 +1,9 @@
 """Settings that Megatron-Core's config would refuse, or replace, for a dispatcher that it does not know."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
+from deepep_moe.integrations.common.meanwhile import meanwhile
 from deepep_moe.integrations.megatron.cuda_graphs import moe_part_hidden
 from deepep_moe.integrations.megatron.options import Config
 from deepep_moe.integrations.megatron.patches import Patches, Stock
@@ -44,17 +45,6 @@ def serve_config(
         with contextlib.ExitStack() as undo:
             if is_sync_free(config):
                 undo.enter_context(moe_part_hidden(config))
-            undo.enter_context(_without(config, {name: value for name, value in hidden.items() if hasattr(config, name)}))
+            undo.enter_context(meanwhile(config, **{name: value for name, value in hidden.items() if hasattr(config, name)}))
             stock(config, *args, **kwargs)
         check_shared_overlap(config)
-
-
-@contextlib.contextmanager
-def _without(config: object, values: dict[str, object]) -> Iterator[None]:
-    """Let the config have these values meanwhile."""
-    asked_for = {name: getattr(config, name) for name in values}
-    config.__dict__.update(values)
-    try:
-        yield
-    finally:
-        config.__dict__.update(asked_for)

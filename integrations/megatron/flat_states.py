@@ -7,7 +7,6 @@ grouped experts take, SequentialMLP or TEGroupedMLP: what is saved is moved ther
 store parameters by name.
 """
 
-import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +17,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from deepep_moe.errors import EPError
+from deepep_moe.integrations.common.meanwhile import meanwhile
 from deepep_moe.integrations.megatron.patches import Patches, Stock
 from deepep_moe.integrations.megatron.stacked_checkpoint import by_expert, is_stacked
 
@@ -239,16 +239,8 @@ class StackedDistributedOptimizer(DistributedOptimizer):
     # a format that stores parameters by name
 
     def sharded_param_state_fully_reshardable(self, *args: object, **kwargs: object) -> Any:
-        with self._reads_by_name():
+        with meanwhile(self, _is_by_name=True):
             return super().sharded_param_state_fully_reshardable(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _reads_by_name(self) -> Iterator[None]:
-        self._is_by_name = True
-        try:
-            yield
-        finally:
-            self._is_by_name = False
 
 
 # ---- entries of dp_reshardable ----

@@ -31,16 +31,7 @@ class ShmBackend(Backend):
         self.settings = settings
         self.num_channels = num_channels
         self.capabilities = Capabilities(device_types=("cpu",), moves_on_thread=True, num_channels=num_channels)
-        self._exchange = _C.ShmExchange(
-            num_ranks=settings.num_ranks,
-            ranks_per_node=settings.ranks_per_node,
-            rank=settings.rank,
-            num_channels=num_channels,
-            num_experts=settings.num_experts,
-            num_topk=settings.num_topk,
-            hidden=settings.hidden,
-            timeout_s=settings.timeout_s,
-        )
+        self._exchange = _C.ShmExchange(ranks_per_node=settings.ranks_per_node, num_channels=num_channels, **settings.native)
         self.workspace_bytes: int = self._exchange.workspace_bytes
         self._pool = HostPool()
 

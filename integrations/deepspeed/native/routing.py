@@ -8,6 +8,7 @@ import torch
 from deepspeed.moe.sharded_moe import TopKGate
 from torch import Tensor
 
+from deepep_moe.integrations.common.meanwhile import meanwhile
 from deepep_moe.integrations.common.untraced import untraced
 from deepep_moe.integrations.deepspeed.native import gates
 
@@ -70,13 +71,8 @@ def _ask_alone(gate: TopKGate, x: Tensor, used_token: Tensor | None) -> Any:
     Without its group the gate does not agree with other ranks on the fullest expert, which only padded slots need. The gate refuses fewer
     tokens than its least capacity, so that is lowered to their number. No token is dropped with either capacity.
     """
-    plain = gate.__dict__  # not by `Module.__setattr__`, which takes longer
-    saved = gate.ep_group, gate.min_capacity
-    plain["ep_group"], plain["min_capacity"] = None, min(gate.min_capacity, x.shape[0])
-    try:
+    with meanwhile(gate, ep_group=None, min_capacity=min(gate.min_capacity, x.shape[0])):
         return ask(gate, x, used_token)
-    finally:
-        plain["ep_group"], plain["min_capacity"] = saved
 
 
 def _route_nothing(gate: TopKGate, x: Tensor) -> Routing:
