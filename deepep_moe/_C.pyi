@@ -26,20 +26,6 @@ def build_info() -> dict[str, bool | str]: ...
 def running(pid: int) -> Process: ...
 def workspace_bytes(*, num_ranks: int, num_channels: int, num_experts: int, num_topk: int, hidden: int) -> int: ...
 
-# copies of hot experts (csrc/common/copy_plan.h)
-
-def plan_copies(
-    topk_idx: Tensor,
-    counts: Tensor,
-    copies: Tensor,
-    rows: Tensor,
-    physical_topk_idx: Tensor,
-    rank: int,
-    cost: int,
-    capacity: int,
-    stream: int | None,
-) -> None: ...
-
 # exchange (csrc/runtime/shm/exchange.h, call.h)
 
 class ShmExchange:
@@ -170,8 +156,12 @@ gpu_quantize_weights: Kernel
 gpu_scale_rows_backward: Kernel
 gpu_swiglu: Kernel
 gpu_swiglu_backward: Kernel
+gpu_top2: Kernel
+gpu_top2_backward: Kernel
+gpu_update_expert_bias: Kernel
 gpu_weighted_sum: Kernel
 gpu_weighted_sum_backward: Kernel
+plan_copies: Kernel  # without a GPU the stream is None
 
 def gpu_workspace_bytes(*, num_ranks: int, num_experts: int, num_topk: int, hidden: int, num_max_tokens: int) -> int: ...
 
@@ -264,27 +254,3 @@ MAX_GPU_GATE_EXPERTS: int
 def gpu_gate_check(device: int) -> None: ...
 def gpu_gate_shim() -> object: ...
 def gpu_swiglu_shim() -> object: ...
-def gpu_top2(
-    *,
-    gates: Tensor,
-    scores: Tensor,
-    capacity: int,
-    chosen: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    is_first: Tensor,
-    counts: Tensor,
-    stream: int,
-) -> None: ...
-def gpu_top2_backward(
-    *,
-    gates: Tensor,
-    chosen: Tensor,
-    topk_idx: Tensor,
-    grad: Tensor | None,
-    grad_loss: Tensor | None,
-    load: Tensor,
-    grad_gates: Tensor,
-    stream: int,
-) -> None: ...
-def gpu_update_expert_bias(*, num_tokens_per_expert: Tensor, expert_bias: Tensor, update_rate: float, stream: int) -> None: ...

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.device import DTYPES, current_stream, is_gpu, launch, readable
+from deepep_moe.device import DTYPES, is_gpu, launch, readable
 from deepep_moe.library import Context, define, register
 
 # Rows or tokens at a time on the CPU: products in fp32 stay in the cache, and no memory is allocated for all of them.
@@ -137,8 +137,7 @@ def scale_rows_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tenso
         grad_x, grad_weights = weighted_sum_backward(grad, x[None], weights[None])
         return grad_x[0], grad_weights[0]
     grad_x, grad_weights = torch.empty_like(grad), torch.empty_like(weights)
-    index = max(0, grad.get_device())
-    _C.gpu_scale_rows_backward(grad, x, weights, grad_x, grad_weights, DTYPES[grad.dtype], index, current_stream(grad.device))
+    launch(_C.gpu_scale_rows_backward, grad, x, weights, grad_x, grad_weights, DTYPES[grad.dtype], on=grad)
     return grad_x, grad_weights
 
 

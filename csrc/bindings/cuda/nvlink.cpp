@@ -7,7 +7,6 @@
 #include "bindings/tensor.h"
 #include "cuda/clear_tail.h"
 #include "cuda/launch.h"
-#include "runtime/nvlink/device.h"
 #include "runtime/nvlink/fit.h"
 #include "runtime/nvlink/guarded.h"
 
@@ -156,8 +155,7 @@ void swiglu_backward(const TensorArg& inner, const TensorArg& probs, const Tenso
 
 // grad_x and grad_weights: see GpuScaleRowsParams.
 void scale_rows_backward(const TensorArg& grad, const TensorArg& x, const TensorArg& weights, const TensorArg& grad_x,
-                         const TensorArg& grad_weights, DType dtype, int device, uintptr_t stream) {
-    const DeviceGuard guard(device);
+                         const TensorArg& grad_weights, DType dtype, uintptr_t stream) {
     launch_scale_rows_backward({grad.num_rows, grad.row_bytes(), grad.as<const std::byte*>(), grad_x.as<std::byte*>(),
                                 scaling_of(weights, x, nullptr, grad_weights, dtype)},
                                as_stream(stream));

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.modules import module as torch_module
 
 from deepep_moe import _C
-from deepep_moe.device import current_stream, is_gpu, on_device
+from deepep_moe.device import is_gpu, launch
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks
 from deepep_moe.library import Context
 
@@ -216,11 +216,8 @@ class Top2(torch.autograd.Function):
         chosen, topk_idx = (gates.new_empty(2, num_tokens, dtype=torch.int32) for _ in range(2))
         topk_weights, is_first = gates.new_empty(2, num_tokens), torch.empty_like(gates)
         counts = gates.new_empty(num_experts, dtype=torch.int64)
-        with on_device(gates):
-            _C.gpu_top2(
-                gates=gates, scores=scores, capacity=_ALL if capacity is None else capacity, chosen=chosen, topk_idx=topk_idx,
-                topk_weights=topk_weights, is_first=is_first, counts=counts, stream=current_stream(gates.device),
-            )  # fmt: skip
+        most = _ALL if capacity is None else capacity
+        launch(_C.gpu_top2, gates, scores, most, chosen, topk_idx, topk_weights, is_first, counts, on=gates)
         load = is_first.mean(0)
         l_aux = torch.mean(gates.mean(0) * load) * num_experts * num_experts
         ctx.set_materialize_grads(False)
@@ -243,9 +240,5 @@ class Top2(torch.autograd.Function):
             return *torch.autograd.grad(outputs, logits, given, create_graph=True), None, None, None
         grad_weights = None if grad_weights is None else grad_weights.contiguous()
         grad_gates = torch.empty_like(gates)
-        with on_device(gates):
-            _C.gpu_top2_backward(
-                gates=gates, chosen=chosen, topk_idx=topk_idx, grad=grad_weights, grad_loss=grad_l_aux, load=load, grad_gates=grad_gates,
-                stream=current_stream(gates.device),
-            )  # fmt: skip
+        launch(_C.gpu_top2_backward, gates, chosen, topk_idx, grad_weights, grad_l_aux, load, grad_gates, on=gates)
         return torch.ops.aten._softmax_backward_data(grad_gates, gates, 1, torch.float32), None, None, None
