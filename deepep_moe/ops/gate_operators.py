@@ -8,8 +8,9 @@ from torch import Tensor
 from deepep_moe import _C, reference, torch_module
 from deepep_moe.device import device_index, is_gpu, readable
 from deepep_moe.library import Context, call, define, register
-from deepep_moe.ops.dense import shares_of, to_dense
+from deepep_moe.ops.dense import to_dense
 from deepep_moe.ops.gate_gradient import grad_logits
+from deepep_moe.ops.routing import is_token_in_rank
 
 SCORE_FUNCTIONS = ("sigmoid", "sqrtsoftplus", "softmax", "softmax_topk")
 _SETTINGS = (
@@ -50,7 +51,7 @@ def _gate_full(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, 
     else:
         topk_idx, topk_weights, counts = _gate_cpu(*arguments)
         probs, routing_map = to_dense(topk_idx, topk_weights, logits.shape[1]) if dense else (None, None)
-        in_rank = shares_of(topk_idx, logits.shape[1], num_ranks) if num_ranks else None
+        in_rank = is_token_in_rank(topk_idx, num_ranks, logits.shape[1] // num_ranks) if num_ranks else None
         if in_rank is not None:
             counts = torch.cat((counts, in_rank.sum(0, dtype=torch.int32)))
         shares = reference.gate_shares(logits, score_function=settings[4], mask=mask) if has_shares else None
