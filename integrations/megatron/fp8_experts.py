@@ -7,7 +7,7 @@ import torch
 from deepep_moe.integrations.megatron.grouped_experts import GroupedMLP
 from deepep_moe.integrations.megatron.options import Config
 from deepep_moe.integrations.megatron.patches import Patches, Stock
-from deepep_moe.ops.fp8_kept import KeptWeights
+from deepep_moe.ops.fp8_kept import KeptWeights, is_captured
 from deepep_moe.ops.fp8_products import check_widths
 
 _REFUSED = {
@@ -47,7 +47,7 @@ class Fp8GroupedMLP(GroupedMLP):
         self.kept_weights.release()
 
     def _copies_of_weights(self, w1: torch.Tensor, w2: torch.Tensor) -> dict[str, Any]:
-        if _is_captured(w1):
+        if is_captured(w1):
             self.kept_weights.release()  # of forwards before the capture
             return {}
         if self.is_first_microbatch is None or getattr(self.config, "disable_parameter_transpose_cache", False):
@@ -55,11 +55,6 @@ class Fp8GroupedMLP(GroupedMLP):
         is_first = self.is_first_microbatch or not self.kept_weights.has(w1, w2)
         self.is_first_microbatch = False
         return {"kept": self.kept_weights, "is_first_microbatch": is_first}
-
-
-def _is_captured(weight: torch.Tensor) -> bool:
-    """Return whether the forward is captured into a CUDA graph, of which nobody knows to which micro-batches it will be replayed."""
-    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def serve_first_microbatches(patches: Patches) -> None:
