@@ -2,7 +2,6 @@
 elements. Callers keep the tensors alive."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -76,7 +75,7 @@ class ShmExchange:
     ) -> tuple[int, int]: ...
     def dispatch(
         self,
-        handle: Any,
+        handle: object,
         x: Tensor,
         x_scales: Tensor | None,
         topk_weights: Tensor | None,
@@ -87,7 +86,7 @@ class ShmExchange:
     ) -> None: ...
     def dispatch_cached(
         self,
-        handle: Any,
+        handle: object,
         dtype: DType,
         x: Tensor,
         x_scales: Tensor | None,
@@ -98,7 +97,7 @@ class ShmExchange:
     ) -> None: ...
     def combine(
         self,
-        handle: Any,
+        handle: object,
         dtype: DType,
         x: Tensor,
         weights: Tensor | None,
@@ -151,7 +150,7 @@ MAX_GPU_NODES: int
 SHIM_BYTES: int
 
 class ExchangeShim:
-    def capsule(self) -> Any: ...
+    def capsule(self) -> object: ...
     @staticmethod
     def raise_failure() -> None: ...
 
@@ -191,7 +190,6 @@ def gpu_scale_rows_backward(
     grad_x: Tensor,
     grad_weights: Tensor,
     dtype: DType,
-    device: int,
     stream: int,
 ) -> None: ...
 def gpu_swiglu(inner: Tensor, probs: Tensor | None, group_ends: Tensor | None, y: Tensor, dtype: DType, stream: int) -> None: ...
@@ -257,7 +255,7 @@ class NvlinkLowLatency:
     def shim(self) -> NvlinkLowLatencyShim: ...
 
 class NvlinkLowLatencyShim:
-    def capsule(self) -> Any: ...
+    def capsule(self) -> object: ...
     @staticmethod
     def raise_failure() -> None: ...
 
@@ -318,11 +316,10 @@ class NvlinkExchange:
 MAX_GPU_GATE_EXPERTS: int
 
 def gpu_gate_check(device: int) -> None: ...
-def gpu_gate_shim() -> Any: ...
-def gpu_expert_shim() -> Any: ...
-def gpu_dense_routing_shim() -> Any: ...
+def gpu_gate_shim() -> object: ...
+def gpu_expert_shim() -> object: ...
+def gpu_dense_routing_shim() -> object: ...
 def gpu_top2(
-    *,
     gates: Tensor,
     scores: Tensor,
     capacity: int,
@@ -334,7 +331,6 @@ def gpu_top2(
     stream: int,
 ) -> None: ...
 def gpu_top2_backward(
-    *,
     gates: Tensor,
     chosen: Tensor,
     topk_idx: Tensor,
@@ -344,4 +340,4 @@ def gpu_top2_backward(
     grad_gates: Tensor,
     stream: int,
 ) -> None: ...
-def gpu_update_expert_bias(*, num_tokens_per_expert: Tensor, expert_bias: Tensor, update_rate: float, stream: int) -> None: ...
+def gpu_update_expert_bias(num_tokens_per_expert: Tensor, expert_bias: Tensor, update_rate: float, stream: int) -> None: ...

@@ -2,6 +2,7 @@
 
 import numbers
 import operator
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -11,15 +12,23 @@ from torch import Tensor
 _INT64 = torch.int64
 
 
-def as_int(name: str, value: Any, what: str = "an int") -> int:
+def as_int(name: str, value: Any, what: str = "an int", least: int | None = None) -> int:
     """Return a plain int for any whole number, such as NumPy's or a tensor of one; PyTorch's symbols stay. Raises TypeError, which
-    says `what` it must be, for anything else, bools among it."""
-    if type(value) is int or isinstance(value, torch.SymInt):
-        return value  # type: ignore[return-value]
-    if not isinstance(value, bool) and getattr(value, "dtype", None) is not torch.bool:
+    says `what` it must be, for anything else, bools among it, and ValueError for less than `least`."""
+    number = value if type(value) is int or isinstance(value, torch.SymInt) else None
+    if number is None and not isinstance(value, bool) and getattr(value, "dtype", None) is not torch.bool:
         with suppress(TypeError):
-            return operator.index(value)
-    raise TypeError(f"{name} is {value!r}; it must be {what}")
+            number = operator.index(value)
+    if number is None:
+        raise TypeError(f"{name} is {value!r}; it must be {what}")
+    if least is not None and number < least:
+        raise ValueError(f"{name} is {number}; it must be at least {least}")
+    return number  # type: ignore[return-value]
+
+
+def check_choice(name: str, value: object, choices: Collection[object]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; it must be one of {list(choices)}")
 
 
 def as_float(name: str, value: Any) -> float:
@@ -31,12 +40,12 @@ def as_float(name: str, value: Any) -> float:
     return float(value)
 
 
-def check_bool(name: str, value: Any) -> None:
+def check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; it must be a bool")
 
 
-def check_is_tensor(name: str, value: Any) -> None:
+def check_is_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
 

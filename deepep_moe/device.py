@@ -1,7 +1,7 @@
 """Devices, streams and element types as native code takes them."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -69,6 +69,12 @@ def call_stream(device: torch.device | None) -> int:
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Make the tensor's GPU the current one meanwhile."""
     return contextlib.nullcontext() if tensor.device.index in (None, torch.cuda.current_device()) else torch.cuda.device(tensor.device)
+
+
+def launch(kernel: Callable[..., None], *arguments: object, on: Tensor) -> None:
+    """Call a kernel of `_C` for the GPU of the tensor `on`: its last argument is the current stream there."""
+    with on_device(on):
+        kernel(*arguments, current_stream(on.device))
 
 
 @contextlib.contextmanager

@@ -17,6 +17,8 @@ from torch._C import _TorchDispatchModeKey as ModeKey
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+Context = Any
+"""The context of an autograd function, which takes attributes of any name."""
 _library = torch.library.Library("deepep_moe", "FRAGMENT")
 _PLAIN = (Tensor, torch.nn.Parameter)
 _eager: dict[str, tuple[Any, type[torch.autograd.Function] | None]] = {}
@@ -43,7 +45,7 @@ def register(name: str, implementation: Any, fake: Any, save: Any = None, backwa
         _eager[name] = implementation, None
         return
 
-    def forward(ctx: Any, *inputs: Any) -> Any:  # a setup_context of its own costs PyTorch a look at signatures at every call
+    def forward(ctx: Context, *inputs: Any) -> Any:  # a setup_context of its own costs PyTorch a look at signatures at every call
         output = implementation(*inputs)
         save(ctx, inputs, output)
         return output
@@ -106,7 +108,7 @@ def watches_functions() -> bool:
     return any(not isinstance(mode, torch.utils._device.DeviceContext) for mode in modes)
 
 
-def has_tangent(tensor: Any) -> bool:
+def has_tangent(tensor: object) -> bool:
     """Is it a dual tensor of forward-mode AD?"""
     return forward_ad._current_level >= 0 and isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None
 
@@ -146,7 +148,7 @@ def _refuse_gradient_transforms(what: str) -> None:
             raise TypeError(_not_transformed(what))
 
 
-def refuse_tangents(what: str, tensors: Sequence[Any] | Mapping[str, Any]) -> None:
+def refuse_tangents(what: str, tensors: Sequence[object] | Mapping[str, object]) -> None:
     """Raise NotImplementedError for a tensor with a tangent, which would be lost. tensors: by name, if they have names."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
@@ -159,7 +161,7 @@ def refuse_tangents(what: str, tensors: Sequence[Any] | Mapping[str, Any]) -> No
             )
 
 
-def refuse_transforms(what: str, tensors: Sequence[Any] | Mapping[str, Any]) -> None:
+def refuse_transforms(what: str, tensors: Sequence[object] | Mapping[str, object]) -> None:
     """Raise TypeError under a transform of torch.func, NotImplementedError for tangents. tensors: as `refuse_tangents` takes them."""
     if torch.compiler.is_compiling():
         return
@@ -168,7 +170,7 @@ def refuse_transforms(what: str, tensors: Sequence[Any] | Mapping[str, Any]) -> 
     refuse_tangents(what, tensors)
 
 
-def refuse_watchers(what: str, tensors: Sequence[Any] | Mapping[str, Any], *, is_operator: bool = True) -> None:
+def refuse_watchers(what: str, tensors: Sequence[object] | Mapping[str, object], *, is_operator: bool = True) -> None:
     """As `refuse_transforms`, and raise NotImplementedError for tracers that would record the results of this call and not the call:
     torch.jit.trace, and where it `is_operator` not, make_fx and FakeTensorMode too."""
     refuse_transforms(what, tensors)

@@ -12,21 +12,21 @@ from typing import Any
 from deepep_moe import _C
 
 _alive: "weakref.WeakSet[Worker]" = weakref.WeakSet()
-_process_id = 0
-"""The process whose end `_see_to_end` has seen to."""
+_registered: set[tuple[int, Callable[[], None]]] = set()
+"""The processes whose end will call a function."""
 
 
 class Worker:
     """A thread that ends with the last reference to this, once it has made the calls that it was given."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[Future[None], Callable[..., None], tuple[Any, ...]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Future[None], Callable[..., None], tuple[object, ...]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=_run, args=(self._jobs,), name="deepep_moe", daemon=True)
         self._thread.start()
-        _see_to_end()
+        at_end_of_process(_end_of_process)
         _alive.add(self)
 
-    def submit(self, function: Callable[..., None], *args: Any) -> "Future[None]":
+    def submit(self, function: Callable[..., None], *args: object) -> "Future[None]":
         future: Future[None] = Future()
         self._jobs.put((future, function, args))
         return future
@@ -63,9 +63,9 @@ def _end_of_process() -> None:
         _C.hurry_waits(False)
 
 
-def _see_to_end() -> None:
-    """Register `_end_of_process` in this process. Processes of multiprocessing do not run `atexit`, and forked ones lose registrations."""
-    global _process_id
-    if _process_id != os.getpid():
-        _process_id = os.getpid()
-        Finalize(None, _end_of_process, exitpriority=0)
+def at_end_of_process(function: Callable[[], None]) -> None:
+    """Let this process call `function` when it ends. Processes of multiprocessing do not run `atexit`, and forked ones lose what their
+    parent has registered."""
+    if (os.getpid(), function) not in _registered:
+        _registered.add((os.getpid(), function))
+        Finalize(None, function, exitpriority=0)

@@ -39,7 +39,4 @@ void plan(const TensorArg& topk_idx, const TensorArg& counts, const TensorArg& c
 
 }  // namespace
 
-void bind_copies(py::module_& m) {
-    m.def("plan_copies", &plan, py::arg("topk_idx"), py::arg("counts"), py::arg("copies"), py::arg("rows"), py::arg("physical_topk_idx"),
-          py::arg("rank"), py::arg("cost"), py::arg("capacity"), py::arg("stream"));
-}
+void bind_copies(py::module_& m) { m.def("plan_copies", &plan); }

@@ -18,37 +18,24 @@ std::atomic_ref<uint64_t> word(const HostPeers& self, int rank, int64_t offset) 
 }
 
 void bind_peers(py::module_& m) {
-    const py::arg rank("rank"), offset("offset");
     py::class_<HostPeers>(m, "HostPeers")
-        .def(py::init<int, int, size_t>(), py::arg("num_ranks"), rank, py::arg("segment_bytes"))
+        .def(py::init<int, int, size_t>())
         .def_property_readonly("path", &HostPeers::path)
         .def_property_readonly("is_owner", &HostPeers::is_owner)
         .def("check_owner", &HostPeers::check_owner)
-        .def("connect", &HostPeers::connect, py::arg("paths"), py::arg("pids"))
+        .def("connect", &HostPeers::connect)
         .def("seal", &HostPeers::seal)
-        .def("give_back", &HostPeers::give_back, offset, py::arg("num_bytes"))
-        .def(
-            "is_mapped", [](const HostPeers& self, int rank) { return self.memory(rank) != nullptr; }, rank)
-        .def(
-            "memory", [](const HostPeers& self, int rank) { return py::memoryview::from_memory(self.memory(rank), self.segment_bytes()); },
-            rank)
-        .def(
-            "load",
-            [](const HostPeers& self, int rank, int64_t offset) { return word(self, rank, offset).load(std::memory_order_acquire); }, rank,
-            offset)
-        .def(
-            "store",
-            [](const HostPeers& self, int rank, int64_t offset, uint64_t value) {
-                word(self, rank, offset).store(value, std::memory_order_release);
-            },
-            rank, offset, py::arg("value"))
-        .def("is_gone", &HostPeers::is_gone, rank)
-        .def(
-            "why_silent",
-            [](const HostPeers& self, int rank, double timeout_s) {
-                return py::make_tuple(self.why_silent(rank, timeout_s), self.advice(rank));
-            },
-            rank, py::arg("timeout_s"));
+        .def("give_back", &HostPeers::give_back)
+        .def("is_mapped", [](const HostPeers& self, int rank) { return self.memory(rank) != nullptr; })
+        .def("memory", [](const HostPeers& self, int rank) { return py::memoryview::from_memory(self.memory(rank), self.segment_bytes()); })
+        .def("load",
+             [](const HostPeers& self, int rank, int64_t offset) { return word(self, rank, offset).load(std::memory_order_acquire); })
+        .def("store", [](const HostPeers& self, int rank, int64_t offset,
+                         uint64_t value) { word(self, rank, offset).store(value, std::memory_order_release); })
+        .def("is_gone", &HostPeers::is_gone)
+        .def("why_silent", [](const HostPeers& self, int rank, double timeout_s) {
+            return py::make_tuple(self.why_silent(rank, timeout_s), self.advice(rank));
+        });
 }
 
 }  // namespace
@@ -77,14 +64,11 @@ void bind_low_latency(py::module_& m) {
             return GpuLowLatencyLayout({num_ranks, num_experts, num_topk, hidden, num_max_tokens}, 1).total_bytes;
         },
         py::kw_only(), num_ranks, num_experts, num_topk, hidden, num_max_tokens);
-    m.def(
-        "low_latency_what",
-        [](bool is_combine, DType dtype, bool fp8, bool is_rounded, bool has_weights) {
-            const auto operation = is_combine ? LowLatencyOperation::kCombine : LowLatencyOperation::kDispatch;
-            return LowLatencyWhat{operation, dtype, fp8, is_rounded, has_weights, false}.packed();
-        },
-        py::arg("is_combine"), py::arg("dtype"), py::arg("fp8"), py::arg("is_rounded"), py::arg("has_weights"));
-    m.def("describe_low_latency", [](unsigned what) { return describe(LowLatencyWhat::unpacked(what)); }, py::arg("what"));
+    m.def("low_latency_what", [](bool is_combine, DType dtype, bool fp8, bool is_rounded, bool has_weights) {
+        const auto operation = is_combine ? LowLatencyOperation::kCombine : LowLatencyOperation::kDispatch;
+        return LowLatencyWhat{operation, dtype, fp8, is_rounded, has_weights, false}.packed();
+    });
+    m.def("describe_low_latency", [](unsigned what) { return describe(LowLatencyWhat::unpacked(what)); });
     m.def("are_waits_hurried", [] { return waits_hurry.load(); });
     bind_peers(m);
 }

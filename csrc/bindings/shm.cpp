@@ -88,26 +88,9 @@ void combine(ShmExchange& self, const HandleArg& handle, DType dtype, const Tens
                                        combined_topk_weight_grads, sums_lanes));
 }
 
-void bind_calls(py::class_<ShmExchange>& exchange) {
-    const py::call_guard<py::gil_scoped_release> released;
-    const py::arg handle("handle"), dtype("dtype"), x("x"), x_scales("x_scales"), topk_weights("topk_weights"), recv_x("recv_x"),
-        recv_x_scales("recv_x_scales"), recv_topk_weights("recv_topk_weights");
-    exchange
-        .def("plan", &plan, py::arg("topk_idx"), py::arg("narrow_topk_idx"), py::arg("recv_counts"), py::arg("num_recv_tokens_per_expert"),
-             dtype, py::arg("is_expert_layout"), py::arg("expert_alignment"), py::arg("has_weights"), py::arg("has_scales"),
-             py::arg("num_recv_rows"), released)
-        .def("dispatch", &dispatch, handle, x, x_scales, topk_weights, recv_x, recv_x_scales, py::arg("recv_topk_idx"), recv_topk_weights,
-             released)
-        .def("dispatch_cached", &dispatch_cached, handle, dtype, x, x_scales, topk_weights, recv_x, recv_x_scales, recv_topk_weights,
-             released)
-        .def("combine", &combine, handle, dtype, x, py::arg("weights"), py::arg("bias"), py::arg("topk_weight_grads"),
-             py::arg("combined_x"), py::arg("combined_topk_weight_grads"), py::arg("sums_lanes"), released);
-}
-
 void bind_shm_exchange(py::module_& m) {
     using Released = py::call_guard<py::gil_scoped_release>;
-    py::class_<ShmExchange> exchange(m, "ShmExchange");
-    exchange
+    py::class_<ShmExchange>(m, "ShmExchange")
         .def(py::init([](int num_ranks, int ranks_per_node, int rank, int num_channels, int num_experts, int num_topk, int hidden,
                          double timeout_s) {
                  const WorkspaceConfig config{num_ranks, num_channels, num_experts, num_topk, hidden, ranks_per_node};
@@ -120,12 +103,15 @@ void bind_shm_exchange(py::module_& m) {
         .def_property_readonly("path", &ShmExchange::path)
         .def_property_readonly("workspace_bytes", &ShmExchange::workspace_bytes)
         .def_property_readonly("num_calls", &ShmExchange::num_calls)
-        .def("connect", &ShmExchange::connect, py::arg("paths"), py::arg("pids"))
+        .def("connect", &ShmExchange::connect)
         .def("seal", &ShmExchange::seal)
         .def("free", &ShmExchange::free)
-        .def("refuse", &ShmExchange::refuse, py::arg("message"), py::arg("cause"), Released())
-        .def("abandon", &ShmExchange::abandon, py::arg("reason"), Released());
-    bind_calls(exchange);
+        .def("refuse", &ShmExchange::refuse, Released())
+        .def("abandon", &ShmExchange::abandon, Released())
+        .def("plan", &plan, Released())
+        .def("dispatch", &dispatch, Released())
+        .def("dispatch_cached", &dispatch_cached, Released())
+        .def("combine", &combine, Released());
 }
 
 }  // namespace
@@ -138,9 +124,9 @@ void bind_exchange(py::module_& m) {
     m.attr("ROW_ALIGNMENT") = kRowAlignment;
     bind_types(m);
     bind_shm_exchange(m);
-    m.def("hurry_waits", [](bool hurry) { waits_hurry.store(hurry); }, py::arg("hurry"));
+    m.def("hurry_waits", [](bool hurry) { waits_hurry.store(hurry); });
     py::class_<Process>(m, "Process").def("is_gone", &Process::is_gone);
-    m.def("running", &running, py::arg("pid"));
+    m.def("running", &running);
     m.def(
         "workspace_bytes",
         [](int num_ranks, int num_channels, int num_experts, int num_topk, int hidden) {

@@ -4,7 +4,6 @@
 // order. Threads own whole channels, so no two threads share a counter, and positions need no atomics.
 #pragma once
 
-#include <bit>
 #include <cstdint>
 #include <vector>
 

@@ -1,5 +1,6 @@
 #include "cpu/combine.h"
 
+#include <bit>
 #include <cstring>
 
 #include "cpu/row_ops.h"

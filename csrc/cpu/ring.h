@@ -1,7 +1,6 @@
 // A single-producer, single-consumer ring of slots in shared memory, for the length of one call.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 

@@ -168,7 +168,7 @@ void bind_handle(py::module_& m) {
         .def_property_readonly("is_late", [](const Handle& self) { return self.late != nullptr; })
         .def_property_readonly("is_unchanged", &Handle::is_unchanged)
         .def_property_readonly("has_recv_topk_idx", &Handle::has_recv_topk_idx)
-        .def("replaced", &Handle::with, py::arg("memory"), py::arg("call"))
+        .def("replaced", &Handle::with)
         .def("emptied", [](const Handle& self) { return self.with({}, {}); });
 }
 
@@ -177,7 +177,7 @@ void bind_results(py::module_& m) {
     py::class_<Mode>(m, "Mode").def(py::init<int, bool, bool, int64_t, bool>(), py::arg("num_sms"), py::arg("is_async"),
                                     py::arg("is_split"), py::arg("layer"), py::arg("is_late") = false);
     py::class_<Recorded, std::shared_ptr<Recorded>>(m, "Recorded")
-        .def(py::init([](const at::Device& device) { return std::make_shared<Recorded>(device); }), py::arg("device"))
+        .def(py::init([](const at::Device& device) { return std::make_shared<Recorded>(device); }))
         .def("wait", wrap_pybind_function(&Recorded::wait))
         .def("query", wrap_pybind_function(&Recorded::query));
     py::class_<SecondHalf, std::shared_ptr<SecondHalf>>(m, "SecondHalf").def("finish", wrap_pybind_function(&SecondHalf::finish));
@@ -206,9 +206,6 @@ Tensor bytes_at(uintptr_t address, int64_t num_bytes, const at::Device& device, 
 
 void bind_calls(py::module_& m) {
     using torch::wrap_pybind_function;
-    const py::arg x("x"), x_scales("x_scales"), topk_idx("topk_idx"), topk_weights("topk_weights"), handle("handle"), mode("mode");
-    const py::arg is_expert_layout("is_expert_layout"), expert_alignment("expert_alignment"), num_recv_rows("num_recv_rows");
-    const py::arg weights("weights"), bias("bias"), topk_weight_grads("topk_weight_grads"), sums_lanes("sums_lanes");
     py::class_<Calls, std::shared_ptr<Calls>>(m, "Calls")
         .def(py::init(&make), py::kw_only(), py::arg("shim"), py::arg("number"), py::arg("num_ranks"), py::arg("num_local_experts"),
              py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"), py::arg("num_sms"), py::arg("num_nodes"),
@@ -217,36 +214,28 @@ void bind_calls(py::module_& m) {
         .def_property_readonly("has_failed", &Calls::has_failed)
         .def_property_readonly("can_fuse", &Calls::can_fuse)
         .def_property_readonly("num_handle_numbers", &Calls::num_handle_numbers)
-        .def(
-            "num_handle_ints",
-            [](const Calls& self, const py::object& num_tokens, bool is_expert_layout) -> py::object {  // for PyTorch perhaps a symbol
-                return py::int_(self.shape_of(0, is_expert_layout).starts[kTopkIdx]) + num_tokens * py::int_(self.settings.num_topk);
-            },
-            py::arg("num_tokens"), is_expert_layout)
-        .def("handle_of", wrap_pybind_function(&Calls::handle_of), py::arg("memory"), py::arg("call"), py::arg("num_tokens"),
-             is_expert_layout, expert_alignment, py::arg("num_rows"))
-        .def("dispatch", wrap_pybind_function(dispatch_rows), x, x_scales, topk_idx, topk_weights, is_expert_layout, expert_alignment,
-             num_recv_rows, mode)
-        .def("settle", wrap_pybind_function(settle), handle)
-        .def("dispatch_cached", wrap_pybind_function(dispatch_along), x, x_scales, topk_weights, handle, mode)
-        .def("combine", wrap_pybind_function(combine_rows), x, handle, topk_weights, bias, topk_weight_grads, sums_lanes, mode)
-        .def("dispatch_by_expert", wrap_pybind_function(dispatch_by_expert), x, topk_idx, topk_weights, py::arg("num_leading"),
-             py::arg("tokens_per_row"), mode)
-        .def("combine_by_expert", wrap_pybind_function(combine_by_expert), py::arg("rows"), py::arg("are_joined"), weights,
-             py::arg("source_weights"), handle)
-        .def("run_dispatch", wrap_pybind_function(run_dispatch), x, x_scales, topk_idx, topk_weights, is_expert_layout, expert_alignment,
-             num_recv_rows, mode)
-        .def("run_dispatch_cached", wrap_pybind_function(run_dispatch_cached), x, x_scales, topk_weights, handle,
-             py::arg("scaling_weights"), py::arg("scaling_x"), mode)
-        .def("run_combine", wrap_pybind_function(run_combine), x, handle, weights, bias, topk_weight_grads, sums_lanes, mode);
+        .def("num_handle_ints",
+             [](const Calls& self, const py::object& num_tokens, bool is_expert_layout) -> py::object {  // for PyTorch perhaps a symbol
+                 return py::int_(self.shape_of(0, is_expert_layout).starts[kTopkIdx]) + num_tokens * py::int_(self.settings.num_topk);
+             })
+        .def("handle_of", wrap_pybind_function(&Calls::handle_of))
+        .def("dispatch", wrap_pybind_function(dispatch_rows))
+        .def("settle", wrap_pybind_function(settle))
+        .def("dispatch_cached", wrap_pybind_function(dispatch_along))
+        .def("combine", wrap_pybind_function(combine_rows))
+        .def("dispatch_by_expert", wrap_pybind_function(dispatch_by_expert))
+        .def("combine_by_expert", wrap_pybind_function(combine_by_expert))
+        .def("run_dispatch", wrap_pybind_function(run_dispatch))
+        .def("run_dispatch_cached", wrap_pybind_function(run_dispatch_cached))
+        .def("run_combine", wrap_pybind_function(run_combine));
     m.def(
         "set_hooks",
         [](py::object ready, py::object pass_failed, py::object dispatch_gradients, py::object combine_gradients) {
             hooks() = {std::move(ready), std::move(pass_failed), std::move(dispatch_gradients), std::move(combine_gradients)};
         },
         py::kw_only(), py::arg("ready"), py::arg("pass_failed"), py::arg("dispatch_gradients"), py::arg("combine_gradients"));
-    m.def("bytes_at", wrap_pybind_function(bytes_at), py::arg("address"), py::arg("num_bytes"), py::arg("device"), py::arg("owner"));
-    m.def("call_stream", wrap_pybind_function(call_stream), py::arg("device"));
+    m.def("bytes_at", wrap_pybind_function(bytes_at));
+    m.def("call_stream", wrap_pybind_function(call_stream));
 }
 
 std::shared_ptr<LowLatencyCalls> make_low_latency(py::object shim, int64_t num_ranks, int64_t num_local_experts, int64_t num_topk,
@@ -258,7 +247,6 @@ std::shared_ptr<LowLatencyCalls> make_low_latency(py::object shim, int64_t num_r
 
 void bind_low_latency(py::module_& m) {
     using torch::wrap_pybind_function;
-    const py::arg x("x"), topk_weights("topk_weights"), async_op("async_op"), return_hook("return_hook"), is_checked("is_checked");
     py::class_<LowLatencyReceived, InFlight>(m, "LowLatencyReceived")
         .def_readonly("num_tokens", &LowLatencyReceived::num_tokens)
         .def_readonly("recv_x", &LowLatencyReceived::x)
@@ -271,27 +259,17 @@ void bind_low_latency(py::module_& m) {
              py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"), py::arg("rows_of_expert"), py::arg("handle_bytes"),
              py::arg("statistics"))
         .def("release", &LowLatencyCalls::release)
-        .def("dispatch", wrap_pybind_function(&LowLatencyCalls::dispatch), x, py::arg("topk_idx"), topk_weights, py::arg("fp8"),
-             py::arg("scale_format"), async_op, return_hook, is_checked)
-        .def("combine", wrap_pybind_function(&LowLatencyCalls::combine), x, py::arg("state"), py::arg("num_tokens"), topk_weights,
-             py::arg("out"), py::arg("wire"), async_op, return_hook, is_checked);
+        .def("dispatch", wrap_pybind_function(&LowLatencyCalls::dispatch))
+        .def("combine", wrap_pybind_function(&LowLatencyCalls::combine));
 }
 
 void bind_gate(py::module_& m) {
     using torch::wrap_pybind_function;
     m.def("set_gate_hooks", &set_gate_hooks, py::kw_only(), py::arg("shim"), py::arg("gradients"), py::arg("output"),
           py::arg("full_output"));
-    m.def("run_gate", wrap_pybind_function(run_gate), py::arg("logits"), py::arg("expert_bias"), py::arg("mask"), py::arg("num_topk"),
-          py::arg("num_groups"), py::arg("topk_groups"), py::arg("group_score_topk"), py::arg("score_function"), py::arg("normalize"),
-          py::arg("routed_scaling_factor"), py::arg("check_finite"), py::arg("index_dtype"), py::arg("dense"), py::arg("num_ranks"),
-          py::arg("shares"));
-    m.def("run_gate_backward", wrap_pybind_function(run_gate_backward), py::arg("grad_topk_weights"), py::arg("grad_probs"),
-          py::arg("grad_shares"), py::arg("logits"), py::arg("topk_idx"), py::arg("score_function"), py::arg("normalize"),
-          py::arg("routed_scaling_factor"));
-    m.def("gate", wrap_pybind_function(gate), py::arg("logits"), py::arg("num_topk"), py::arg("num_groups"), py::arg("topk_groups"),
-          py::arg("group_score_topk"), py::arg("score_function"), py::arg("expert_bias"), py::arg("normalize"),
-          py::arg("routed_scaling_factor"), py::arg("mask"), py::arg("index_dtype"), py::arg("check_finite"), py::arg("dense"),
-          py::arg("num_ranks"), py::arg("shares"), py::arg("is_full"));
+    m.def("run_gate", wrap_pybind_function(run_gate));
+    m.def("run_gate_backward", wrap_pybind_function(run_gate_backward));
+    m.def("gate", wrap_pybind_function(gate));
 }
 
 void bind_dense_routing(py::module_& m) {

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deepep_moe import config, topology
+from deepep_moe.topology.sysfs import Tree
 
 OK, WARNING, FAULT, ABSENT = "ok", "warning", "fault", "not here"
 
@@ -55,10 +56,7 @@ class Environment:
 
     def read(self, path: str) -> str:
         """Return the text of a file under the root, "" where it cannot be read."""
-        try:
-            return (self.root / path).read_text(errors="replace").strip()
-        except OSError:
-            return ""
+        return Tree(self.root).text(path)
 
     def exists(self, path: str) -> bool:
         return os.path.exists(self.root / path)

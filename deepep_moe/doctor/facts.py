@@ -9,7 +9,7 @@ from typing import Any
 _P2P_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, which NVLink has
 
 
-def tell(**facts: Any) -> None:
+def tell(**facts: object) -> None:
     print(json.dumps(facts), flush=True)
 
 

@@ -43,7 +43,7 @@ def _is_right(rank: int, num_ranks: int, buffer: Buffer, device: torch.device, d
     return torch.equal(out.recv_x.cpu(), received[rank].recv_x) and torch.equal(back.cpu(), sums[rank])
 
 
-def _median_s(call: Callable[[], Any], device: torch.device) -> float:
+def _median_s(call: Callable[[], object], device: torch.device) -> float:
     """Return the median time of `call` on this rank, from a barrier to its end, in seconds. Collective."""
     times = []
     for _ in range(3 + _NUM_CALLS):

@@ -34,7 +34,7 @@ from deepep_moe.exchange.checks import (
     check_tensors,
 )
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, Layout
-from deepep_moe.group.nodes import find_nodes
+from deepep_moe.group.reach import find_nodes
 from deepep_moe.group.rendezvous import gather_objects, hanging_up, introduce, join
 from deepep_moe.group.settings import Settings, Sizes, check_settings, one_by_one
 from deepep_moe.group.suspension import Memory
@@ -182,12 +182,6 @@ class Buffer(Sizes):
     def workspace_bytes(self) -> int:
         """Bytes of exchange memory that this rank owns; docs/design/shm.md, nvlink.md and nvshmem.md have the formulas."""
         return self.calls.backend.workspace_bytes
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Buffer":
-        return self  # copies of a layer share the buffer
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a Buffer is memory of running processes and cannot be saved; save the state_dict() of what holds it")
 
     def __repr__(self) -> str:
         state = "destroyed" if self.calls.is_destroyed else "suspended" if self.calls.is_suspended else self.backend

@@ -18,7 +18,7 @@ from deepep_moe.exchange.checks import EXCHANGE, check_source_weights
 from deepep_moe.exchange.handle import DispatchHandle, PackedHandle
 from deepep_moe.exchange.native import mode_of
 from deepep_moe.exchange.operators import combine, dispatch, joined
-from deepep_moe.library import is_compiled, is_watched, refuse_watchers, unwatched
+from deepep_moe.library import Context, is_compiled, is_watched, refuse_watchers, unwatched
 from deepep_moe.ops.weighted import repeated, weighted_sum
 
 
@@ -100,16 +100,16 @@ class _Split(torch.autograd.Function):
     """`split_rows` with gradients that may be sparse; the backward of PyTorch's split cannot join sparse ones."""
 
     @staticmethod
-    def forward(_ctx: Any, rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tuple[Tensor, ...]:
+    def forward(_ctx: Context, rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tuple[Tensor, ...]:
         return split_rows(rows, counts, leading)
 
     @staticmethod
-    def backward(_ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(_ctx: Context, *grads: Tensor) -> tuple[Any, ...]:
         dense = [grad if grad.layout is torch.strided else grad.to_dense() for grad in grads]
         return torch.cat([grad.reshape(-1, grad.shape[-1]) for grad in dense]), None, None
 
 
-def _unseen(calls: Calls, tensors: Sequence[Tensor | None], make: Callable[[], Any]) -> Any:
+def _unseen(calls: Calls, tensors: Sequence[Tensor | None], make: Callable[[], object]) -> Any:
     """Return `make()`, hidden from dispatch modes: a mode may watch this rank only, but all ranks must make the same call."""
     made = make()
     if made is not None or not all(isinstance(tensor, Tensor) or tensor is None for tensor in tensors) or not is_watched(tensors):

@@ -11,9 +11,10 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe.device import is_gpu
@@ -24,7 +25,6 @@ from deepep_moe.exchange.backends.base import (
     CachedDispatchArgs,
     CombineArgs,
     DispatchArgs,
-    InFlight,
     Mode,
     Move,
     Rows,
@@ -45,6 +45,10 @@ from deepep_moe.group.settings import Settings
 from deepep_moe.library import is_dry_run, unwatched
 from deepep_moe.ops.weighted import for_lanes, sum_lanes
 from deepep_moe.worker import Worker
+
+if TYPE_CHECKING:
+    from deepep_moe._torch import Calls as NativeCalls
+    from deepep_moe._torch import InFlight, SecondHalf
 
 live_calls: "weakref.WeakValueDictionary[int, Calls]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -85,7 +89,7 @@ class Calls:
         """The mode of gradients, and the default of calls."""
         self._calling = threading.Lock()
         self._backend: Backend | None = backend
-        self._suspended: tuple[Backend, Any] | None = None  # what `_backend` and `_native` were, from `suspend` to `resume`
+        self._suspended: tuple[Backend, NativeCalls | None] | None = None  # what `_backend` and `_native` were, from `suspend` to `resume`
         self._suspended_bytes = 0
         self._for_gpu = for_gpu
         self._native = backend.native_calls(self.number, self.own_mode)
@@ -121,11 +125,11 @@ class Calls:
         return max(self.backend.num_calls, self._num_submitted)
 
     @property
-    def native(self) -> Any:
-        """`_torch.Calls`; None if the backend moves rows from Python."""
+    def native(self) -> "NativeCalls | None":
+        """None if the backend moves rows from Python."""
         return self._native
 
-    def make(self, name: str, *args: Any, handle: Any = None, waits: bool = False, is_async: bool = False) -> Any:
+    def make(self, name: str, *args: object, handle: object = None, waits: bool = False, is_async: bool = False) -> Any:
         """Return the result of the method `name` of `_torch.Calls`; None if it declines, and on CPUs.
 
         The call uses `handle`. With `waits` its host waits for counts; with `is_async` part of it stays in flight.
@@ -146,8 +150,8 @@ class Calls:
             self._keep_in_flight(made)
         return made
 
-    def native_for_gradients(self) -> Any:
-        """Return `_torch.Calls`, which may make the next call by itself; None if that call must raise an earlier failure."""
+    def native_for_gradients(self) -> "NativeCalls | None":
+        """Return what may make the next call by itself; None if that call must raise an earlier failure."""
         if self._native is None or self._earlier_failure is not None or self._native.has_failed or self._num_forks != _num_forks:
             return None
         if self._pending is not None:
@@ -254,7 +258,7 @@ class Calls:
         """The event of the asynchronous call just enqueued on a GPU."""
         return self._pending
 
-    def _keep_in_flight(self, made: InFlight) -> None:
+    def _keep_in_flight(self, made: "InFlight") -> None:
         """Keep the unfinished part of a call that was enqueued on a GPU, and raise an earlier call's failure."""
         if (recorded := made.recorded) is not None:
             self._pending = Event(recorded=recorded)
@@ -264,8 +268,8 @@ class Calls:
         if self._earlier_failure is not None:
             self._raise_earlier_failure(self._pending)
 
-    def _finish(self, half: Any) -> None:
-        """Finish `half` (`_torch.SecondHalf`). If it fails, tell the peers, since its call was entered."""
+    def _finish(self, half: "SecondHalf") -> None:
+        """Finish `half`. If it fails, tell the peers, since its call was entered."""
         try:
             is_finished = half.finish()
         except BaseException as error:
@@ -288,7 +292,7 @@ class Calls:
         backend = self.backend if self._suspended is None else self._suspended[0]
         return suspension.Memory(backend.workspace_bytes - self._suspended_bytes, self._suspended_bytes)
 
-    def suspend(self, group: Any) -> None:
+    def suspend(self, group: "dist.ProcessGroup | None") -> None:
         """Give the memory back together with the peers of `group`. A failure of an earlier call is kept for the next call."""
         if self._suspended is not None:
             return
@@ -312,7 +316,7 @@ class Calls:
             self._earlier_failure = failed or self._earlier_failure
             self._suspended_bytes = backend.free()
 
-    def resume(self, group: Any) -> None:
+    def resume(self, group: "dist.ProcessGroup | None") -> None:
         """Make the memory again together with the peers of `group`."""
         self._refuse_other_process()
         self._refuse_second_caller()
@@ -374,7 +378,7 @@ class Calls:
                 self._wait_for_pending()
             self.backend.refuse(reason, cause)
 
-    def refuse_on_failure(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+    def refuse_on_failure(self, function: Callable[..., _Result], *args: object, **kwargs: object) -> _Result:
         """Return the function's result. Refuse the call if the function raises anything. (A context manager would be slower.)"""
         try:
             return function(*args, **kwargs)
@@ -470,7 +474,7 @@ class Calls:
         if self._earlier_failure is not None:
             self._raise_earlier_failure(self.event(mode, keep_alive[0].x))
 
-    def _move_on_thread(self, number: int, move: Callable[[], None], keep_alive: Any) -> None:
+    def _move_on_thread(self, number: int, move: Callable[[], None], keep_alive: object) -> None:
         if self._worker is None:
             self._worker = Worker()
         self._num_submitted = number
@@ -510,5 +514,5 @@ def _one_after_the_other(*functions: Callable[[], None]) -> None:
         function()
 
 
-def _second_half(move: Callable[[], None], _keep_alive: Any) -> None:
+def _second_half(move: Callable[[], None], _keep_alive: object) -> None:
     move()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.arguments import as_int, check_is_tensor, check_plain, check_tensor, lacks_memory
+from deepep_moe.arguments import as_int, check_choice, check_is_tensor, check_plain, check_tensor, lacks_memory
 from deepep_moe.device import DTYPE_NAMES, FLOATS, is_gpu
 from deepep_moe.exchange.backends.base import LAYOUTS, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs
 from deepep_moe.exchange.handle import DispatchHandle
@@ -40,7 +40,7 @@ def check_tensors(x: Any, *, is_operator: bool = True, **tensors: Any) -> None:
             check_plain(name, tensor)
 
 
-def check_owner(handle: Any, buffer_id: int) -> None:
+def check_owner(handle: object, buffer_id: int) -> None:
     if not isinstance(handle, DispatchHandle):
         raise TypeError(f"handle must be the DispatchHandle of a dispatch, not {type(handle).__name__}")
     if not handle.is_traced and handle.made is None:
@@ -49,7 +49,7 @@ def check_owner(handle: Any, buffer_id: int) -> None:
         raise ValueError(f"handle belongs to buffer {handle.buffer_id}, this is buffer {buffer_id}; use the buffer that dispatched it")
 
 
-def check_routing(topk_idx: Tensor | None, layout: Any, expert_alignment: Any, num_recv_rows: Any) -> tuple[str, int, int]:
+def check_routing(topk_idx: Tensor | None, layout: object, expert_alignment: object, num_recv_rows: object) -> tuple[str, int, int]:
     """Return layout, expert_alignment and num_recv_rows, the numbers as plain ints; -1 for no bound of rows."""
     if topk_idx is None:
         raise ValueError("topk_idx is missing; give topk_idx, or the handle of an earlier dispatch")
@@ -62,7 +62,9 @@ def check_routing(topk_idx: Tensor | None, layout: Any, expert_alignment: Any, n
     return layout, as_int("expert_alignment", expert_alignment, "a whole number"), -1 if num_recv_rows is None else num_recv_rows
 
 
-def check_beside_handle(handle: DispatchHandle, topk_idx: Tensor | None, layout: Any, expert_alignment: Any, num_recv_rows: Any) -> None:
+def check_beside_handle(
+    handle: DispatchHandle, topk_idx: Tensor | None, layout: object, expert_alignment: object, num_recv_rows: object
+) -> None:
     """Refuse arguments that contradict the handle, and a handle whose recv_topk_idx was changed: the dispatch would return it again."""
     if not handle.has_recv_topk_idx:
         raise ValueError(
@@ -85,12 +87,12 @@ def check_quantizable(x: Any, x_scales: Tensor | None) -> None:
         raise ValueError("fp8=True has no gradient and x requires one; call it with x.detach()")
 
 
-def check_fp8_mode(fp8: Any) -> None:
+def check_fp8_mode(fp8: object) -> None:
     if not isinstance(fp8, bool) and fp8 != BLOCKWISE:
         raise ValueError(f"fp8 is {fp8!r}; it must be True, False or {BLOCKWISE!r}")
 
 
-def check_blockwise(x: Tensor, x_scales: Tensor | None, layout: Any, expert_alignment: int, num_rows: int) -> None:
+def check_blockwise(x: Tensor, x_scales: Tensor | None, layout: object, expert_alignment: int, num_rows: int) -> None:
     """Refuse rows that fp8 products cannot take, before anything is sent. num_rows: rows received, -1 if unknown."""
     if x_scales is not None:
         raise ValueError(f"fp8={BLOCKWISE!r} and x_scales were both given; rows with scales are fp8 already")
@@ -156,8 +158,7 @@ def _check_weights(name: str, weights: Tensor | None, shape: tuple[int, ...], x:
 
 
 def _check_layout(layout: str, expert_alignment: int) -> None:
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; it must be one of {list(LAYOUTS)}")
+    check_choice("layout", layout, LAYOUTS)
     if not 1 <= expert_alignment <= MAX_ALIGNMENT:
         raise ValueError(f"expert_alignment is {expert_alignment}; it must be at least 1 and at most {MAX_ALIGNMENT}")
 
@@ -253,23 +254,17 @@ def check_combine(args: CombineArgs, s: Settings) -> None:
         raise ValueError(f"topk_weights and topk_weight_grads were both given; with sums={s.sums!r} one value travels beside a row")
 
 
-def check_max_sms(max_sms: Any) -> int | None:
+def check_max_sms(max_sms: object) -> int | None:
+    """Return it as a plain number. Some SMs send and others receive, so there are 2 at least."""
+    return None if max_sms is None else as_int("max_sms", max_sms, "None or a whole number", 2)
+
+
+def check_num_sms(num_sms: object) -> int | None:
     """Return it as a plain number."""
-    number = None if max_sms is None else as_int("max_sms", max_sms, "None or a whole number")
-    if number is not None and number < 2:
-        raise ValueError(f"max_sms is {number}; it must be at least 2, as some SMs send and others receive")
-    return number
+    return None if num_sms is None else as_int("num_sms", num_sms, "None or a whole number", 0)
 
 
-def check_num_sms(num_sms: Any) -> int | None:
-    """Return it as a plain number."""
-    number = None if num_sms is None else as_int("num_sms", num_sms, "None or a whole number")
-    if number is not None and number < 0:
-        raise ValueError(f"num_sms is {number}; it must be at least 0")
-    return number
-
-
-def check_layer(layer: Any) -> int:
+def check_layer(layer: object) -> int:
     """Return it as a plain number."""
     number = as_int("layer", layer, "a whole number")
     if not isinstance(number, int) or not 0 <= number <= MAX_NUMBER:

@@ -15,8 +15,7 @@ from deepep_moe.errors import EPError, told
 from deepep_moe.exchange.backends.base import Backend, MoveExpertsArgs, tell_peers
 from deepep_moe.exchange.backends.select import make_backend
 from deepep_moe.exchange.checks import check_num_sms
-from deepep_moe.group.nodes import find_nodes
-from deepep_moe.group.reach import are_on_gpus
+from deepep_moe.group.reach import are_on_gpus, find_nodes
 from deepep_moe.group.rendezvous import introduce, join
 from deepep_moe.group.settings import Settings, check_settings
 
@@ -61,9 +60,7 @@ class ExpertSlots:
         s = Settings(num_ranks, rank, 1, _C.ROW_ALIGNMENT, num_ranks, 1, 300.0)  # of an exchange that moves no rows
         error: Exception | None = None
         try:
-            num_bytes = as_int("num_bytes", num_bytes)
-            if num_bytes < 1:
-                raise ValueError(f"num_bytes is {num_bytes}; it must be at least 1")
+            num_bytes = as_int("num_bytes", num_bytes, least=1)
             s = replace(check_settings(s, backend, _BACKENDS, timeout_s), expert_slot_bytes=_aligned(num_bytes))
         except Exception as refused:
             error = refused
@@ -133,7 +130,7 @@ class ExpertSlots:
             raise EPError("these ExpertSlots were destroyed; create new ones")
         return self._backend
 
-    def _move(self, copies: Any, slots: Any, home: Any, returns: bool, num_sms: int | None) -> None:
+    def _move(self, copies: object, slots: object, home: object, returns: bool, num_sms: int | None) -> None:
         backend = self._alive()
         try:
             failure = backend.take_failure()  # raised once this call is made, so that ranks stay in step

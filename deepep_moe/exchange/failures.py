@@ -5,7 +5,7 @@ Such failures come from an expert, from a gradient's hook, or from a forward tha
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch.utils.checkpoint import _StopRecomputationError
@@ -66,7 +66,7 @@ def tell_failure(calls: Calls, error: BaseException) -> None:
             calls.refuse(error)
 
 
-def notify_peers_on_failure(buffer: "Buffer", function: Callable[..., _Result], *args: Any) -> _Result:
+def notify_peers_on_failure(buffer: "Buffer", function: Callable[..., _Result], *args: object) -> _Result:
     """Return `function(*args)`, which makes no call of the buffer or ends with one. If it fails before that call, the peers raise
     EPPeerError with the same error instead of waiting."""
     if torch.compiler.is_compiling():

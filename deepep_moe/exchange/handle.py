@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ class DispatchHandle:
         """Whether the dispatch has failed on a GPU, as far as it has run. No call may use such a handle."""
         return int(self.recv_counts.flatten()[0]) < 0
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError("a DispatchHandle says where the rows of this process are and cannot be saved or sent; dispatch again")
 
     def to_save(self) -> tuple[Tensor, ...]:
@@ -142,7 +142,7 @@ def _of_tensors(buffer_id: int, layout: str, expert_alignment: int, num_rows: in
     return DispatchHandle(buffer_id, layout, expert_alignment, num_rows, *tensors, recv_topk_idx=None).seal()  # type: ignore[misc]
 
 
-def _versions(parts: tuple[Any, ...]) -> tuple[int, ...]:
+def _versions(parts: tuple[object, ...]) -> tuple[int, ...]:
     return tuple([part._version for part in parts if isinstance(part, Tensor)])
 
 
@@ -213,7 +213,7 @@ class PackedHandle(DispatchHandle):
 
     __slots__ = ("native",)
 
-    def __init__(self, native: Any):
+    def __init__(self, native: object):
         _set_native(self, native)
 
     @property

@@ -66,7 +66,7 @@ def settle(calls: Calls, output: DispatchOutput) -> DispatchOutput:
         raise BufferDestroyedError("the buffer was destroyed before the rows of this dispatch were counted")
     if calls.is_suspended:
         raise BufferSuspendedError("the buffer was suspended before the rows of this dispatch were counted; settle them before")
-    made = calls.native.settle(handle.native) if handle.is_late else None
+    made = calls.native.settle(handle.native) if handle.is_late and calls.native is not None else None
     if made is None:
         return output
     return _output(made, handle, output.recv_x_scales is not None, output.recv_topk_weights is not None, None, False)
@@ -98,7 +98,7 @@ def _are_saved_tensors_watched() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
-def mode_of(num_sms: Any, async_op: Any = False, return_hook: Any = False, layer: Any = 0, is_late: bool = False) -> Any:
+def mode_of(num_sms: object, async_op: object = False, return_hook: object = False, layer: object = 0, is_late: bool = False) -> Any:
     """Return `_torch.Mode`, or None if an argument has a wrong type or value."""
     if num_sms is None:
         num_sms = -1
@@ -124,7 +124,7 @@ def _ready(number: int) -> Any:
 
 
 def _dispatch_gradients(
-    native: Any, tokens_per_row: int, grad_weights: Tensor | None, grads: list[Tensor], is_by_expert: bool
+    native: object, tokens_per_row: int, grad_weights: Tensor | None, grads: list[Tensor], is_by_expert: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of x and, if they were sent, of topk_weights. `tokens_per_row` tokens share each row of x."""
     handle = PackedHandle(native)
@@ -134,7 +134,9 @@ def _dispatch_gradients(
     return grad_x if tokens_per_row == 1 else grad_x.view(tokens_per_row, -1, grad_x.shape[1]).sum(0), grad_topk_weights
 
 
-def _combine_gradients(native: Any, tokens_per_row: int, num_leading: int, grad: Tensor, scaled: list[Tensor]) -> tuple[Tensor | None, ...]:
+def _combine_gradients(
+    native: object, tokens_per_row: int, num_leading: int, grad: Tensor, scaled: list[Tensor]
+) -> tuple[Tensor | None, ...]:
     """Return the gradients of weights, or None, and of rows. num_leading: see csrc/torch/functions.h; -1 means all rows in one tensor.
     scaled: the weights and the rows; empty without weights."""
     handle, grad_weights, rows = PackedHandle(native), None, as_rows(grad)

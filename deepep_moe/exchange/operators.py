@@ -22,7 +22,7 @@ from deepep_moe.exchange.calls import Calls, calls_of
 from deepep_moe.exchange.checks import EXCHANGE
 from deepep_moe.exchange.failures import tell_failure, watch_backward
 from deepep_moe.exchange.handle import DispatchHandle, TracedHandle, traced
-from deepep_moe.library import call, define, is_watched, needs_gradients, refuse_watchers, register_operator
+from deepep_moe.library import Context, call, define, is_watched, needs_gradients, refuse_watchers, register_operator
 from deepep_moe.ops.quantized import QuantizedRows
 from deepep_moe.ops.weighted import aligned, differentiable_scale_rows_backward, repeated
 
@@ -72,7 +72,7 @@ def _arguments(handle: DispatchHandle) -> tuple[Any, ...]:
     return _tensors(handle), handle.buffer_id, handle.layout, handle.expert_alignment, handle.num_rows
 
 
-def _to_save(buffer: int, layout: str, expert_alignment: int, num_rows: Any, tensors: Sequence[Tensor]) -> TracedHandle:
+def _to_save(buffer: int, layout: str, expert_alignment: int, num_rows: object, tensors: Sequence[Tensor]) -> TracedHandle:
     """Return the handle that a backward saves. If a GPU's memory holds its parts, anything small stands for the copies of them."""
     idx, *copies, call, memory = tensors
     if calls_of(buffer).native is not None:
@@ -90,7 +90,7 @@ def _along(handle: DispatchHandle) -> DispatchHandle:
 # ---- saved tensors and incoming gradients of a backward ----
 
 
-def _keep(ctx: Any, handle: DispatchHandle, rows: Tensor, values: Tensor | None, *more: Tensor) -> None:
+def _keep(ctx: Context, handle: DispatchHandle, rows: Tensor, values: Tensor | None, *more: Tensor) -> None:
     """Save the handle and `more`. Only `rows` and `values` (which may be None) get gradients: PyTorch would otherwise launch a kernel to
     fill zeros for every other output."""
     ctx.set_materialize_grads(False)
@@ -100,14 +100,14 @@ def _keep(ctx: Any, handle: DispatchHandle, rows: Tensor, values: Tensor | None,
     ctx.save_for_backward(*saved, *more)
 
 
-def _kept(ctx: Any, num_rows: Any) -> tuple[DispatchHandle, tuple[Tensor, ...]]:
+def _kept(ctx: Context, num_rows: object) -> tuple[DispatchHandle, tuple[Tensor, ...]]:
     """Return what `_keep` kept."""
     saved, num_saved = ctx.saved_tensors, ctx.num_saved  # unpacked once: checkpointing allows no more
     handle = ctx.rebuild(num_rows, *saved[:num_saved])
     return handle if is_watched(saved) else _along(handle), saved[num_saved:]
 
 
-def _given(ctx: Any, *grads: Tensor | None) -> list[Any]:
+def _given(ctx: Context, *grads: Tensor | None) -> list[Any]:
     """Return contiguous gradients of the expected outputs. Unused outputs get zeros, so that all ranks make the same calls."""
     return [_or_zeros(grad, like) for grad, like in zip(grads, ctx.expected, strict=True)]
 
@@ -181,18 +181,18 @@ class _Dispatch(torch.autograd.Function):
     """A dispatch with fresh routing or along a handle."""
 
     @staticmethod
-    def forward(ctx: Any, _x: Tensor, _topk_weights: Tensor | None, send: Callable[[], _Received]) -> _Received:
+    def forward(ctx: Context, _x: Tensor, _topk_weights: Tensor | None, send: Callable[[], _Received]) -> _Received:
         received = send()
         recv_x, _, recv_topk_weights, handle = received
         _keep(ctx, handle, recv_x, recv_topk_weights)
         return received
 
     @staticmethod
-    def backward(ctx: Any, grad_recv_x: Any, _scales: Any, grad_recv_topk_weights: Any, _handle: Any) -> tuple[Any, ...]:
+    def backward(ctx: Context, grad_recv_x: Any, _scales: Any, grad_recv_topk_weights: Any, _handle: Any) -> tuple[Any, ...]:
         return *_dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights), None
 
 
-def _dispatch_gradients(ctx: Any, grad_recv_x: Tensor | None, grad_recv_topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _dispatch_gradients(ctx: Context, grad_recv_x: Tensor | None, grad_recv_topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of x and topk_weights."""
     rows, values = _given(ctx, grad_recv_x, grad_recv_topk_weights)
     handle, _ = _kept(ctx, rows.shape[0])
@@ -281,13 +281,13 @@ def _fake_dispatch(
     )  # fmt: skip
 
 
-def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_dispatch(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, _, topk_weights, buffer, layout, expert_alignment, *_ = inputs
     recv_x, _, _, recv_topk_weights, *rest = output
     _keep(ctx, _to_save(buffer, layout, expert_alignment, -1, rest), recv_x, None if topk_weights is None else recv_topk_weights)
 
 
-def _dispatch_backward(ctx: Any, grad_recv_x: Any, _scales: Any, _idx: Any, grad_recv_topk_weights: Any, *_: Any) -> tuple[Any, ...]:
+def _dispatch_backward(ctx: Context, grad_recv_x: Any, _scales: Any, _idx: Any, grad_recv_topk_weights: Any, *_: Any) -> tuple[Any, ...]:
     grad_x, grad_topk_weights = _dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
     return grad_x, None, None, grad_topk_weights, *[None] * 7
 
@@ -322,17 +322,17 @@ def _dispatch_cached_operator(
 
 def _fake_dispatch_cached(
     x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: list[Tensor], buffer: int, layout: str, expert_alignment: int,
-    num_rows: int, *_mode: Any,
+    num_rows: int, *_mode: object,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return _fake_rows(x, x_scales, topk_weights, handle[0].shape[1], layout, num_rows)
 
 
-def _save_dispatch_cached(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_dispatch_cached(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, topk_weights, tensors, buffer, layout, expert_alignment, *_ = inputs
     _keep(ctx, _to_save(buffer, layout, expert_alignment, -1, tensors), output[0], None if topk_weights is None else output[2])
 
 
-def _dispatch_cached_backward(ctx: Any, grad_recv_x: Any, _scales: Any, grad_recv_topk_weights: Any) -> tuple[Any, ...]:
+def _dispatch_cached_backward(ctx: Context, grad_recv_x: Any, _scales: Any, grad_recv_topk_weights: Any) -> tuple[Any, ...]:
     grad_x, grad_topk_weights = _dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
     return grad_x, None, grad_topk_weights, *_OF_HANDLE_AND_MODE
 
@@ -364,7 +364,7 @@ def combine_for_quantized(calls: Calls, mode: Mode, x: Tensor, bias: Tensor | No
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor | None, bias: Tensor | None, _topk_weight_grads: Tensor | None, handle: DispatchHandle,
+        ctx: Context, x: Tensor, weights: Tensor | None, bias: Tensor | None, _topk_weight_grads: Tensor | None, handle: DispatchHandle,
         bring_back: Callable[[], tuple[Tensor, Tensor | None]],
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         combined_x, grads = bring_back()
@@ -372,26 +372,26 @@ class _Combine(torch.autograd.Function):
         return combined_x, grads
 
     @staticmethod
-    def backward(ctx: Any, grad_combined_x: Any, grad_grads: Any) -> tuple[Any, ...]:
+    def backward(ctx: Context, grad_combined_x: Any, grad_grads: Any) -> tuple[Any, ...]:
         return *_combine_gradients(ctx, grad_combined_x, grad_grads), None, None
 
 
 class _CombineForQuantized(_Combine):
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_combined_x: Any, _grads: Any) -> tuple[Any, ...]:
+    def backward(ctx: Context, grad_combined_x: Any, _grads: Any) -> tuple[Any, ...]:
         return *_combine_gradients(ctx, grad_combined_x, None, quantizes=True), None, None
 
 
 def _keep_combine(
-    ctx: Any, handle: DispatchHandle, x: Tensor, weights: Tensor | None, bias: Tensor | None, combined_x: Tensor, values: Tensor | None
+    ctx: Context, handle: DispatchHandle, x: Tensor, weights: Tensor | None, bias: Tensor | None, combined_x: Tensor, values: Tensor | None
 ) -> None:
     ctx.with_bias, ctx.num_rows = bias is not None, handle.num_rows
     _keep(ctx, handle, combined_x, values, *(() if weights is None else (x, weights)))
 
 
 def _combine_gradients(
-    ctx: Any, grad_combined_x: Tensor | None, grad_grads: Tensor | None, quantizes: bool = False
+    ctx: Context, grad_combined_x: Tensor | None, grad_grads: Tensor | None, quantizes: bool = False
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of x, weights, bias and topk_weight_grads."""
     rows, grads = _given(ctx, grad_combined_x, grad_grads)
@@ -462,13 +462,13 @@ def _fake_combine(
     return x.new_empty(num_tokens // calls_of(buffer).settings.lanes, x.shape[1]), grads
 
 
-def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_combine(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weights, bias, topk_weight_grads, tensors, buffer, layout, expert_alignment, num_rows = inputs[:-3]
     handle = _to_save(buffer, layout, expert_alignment, num_rows, tensors)
     _keep_combine(ctx, handle, x, weights, bias, output[0], None if topk_weight_grads is None else output[1])
 
 
-def _combine_backward(ctx: Any, grad_combined_x: Any, grad_grads: Any) -> tuple[Any, ...]:
+def _combine_backward(ctx: Context, grad_combined_x: Any, grad_grads: Any) -> tuple[Any, ...]:
     return *_combine_gradients(ctx, grad_combined_x, grad_grads), *_OF_HANDLE_AND_MODE
 
 

@@ -7,8 +7,8 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
+from deepep_moe import _C
 from deepep_moe.group.settings import Settings
 
 _BETWEEN_LOOKS_S = 0.05  # at peers that have sent nothing
@@ -82,8 +82,8 @@ class GpuMemory:
     _mailbox: Mailbox
 
     @property
-    def _owner(self) -> Any:
-        """The `_C.NvlinkExchange` or `_C.NvlinkLowLatency` that has the memory."""
+    def _owner(self) -> "_C.NvlinkExchange | _C.NvlinkLowLatency":
+        """What has the memory."""
         raise NotImplementedError
 
     def address(self) -> tuple[bytes, bytes]:
@@ -91,18 +91,16 @@ class GpuMemory:
         self._mailbox = Mailbox()
         return self._mailbox.address, self._owner.handle()
 
-    def connect(self, addresses: list[Any]) -> None:
+    def connect(self, addresses: list[object]) -> None:
         """Map the workspaces of the ranks of this node. Raises OSError or RuntimeError if a GPU cannot reach another."""
-        boxes, handles = zip(*addresses, strict=True)
         s = self.settings
-        with self._mailbox.swap(self._owner.share, boxes, s.rank - s.rank % s.ranks_per_node, s.timeout_s) as descriptors:
+        first = s.node * s.ranks_per_node
+        boxes, handles = zip(*addresses[first : first + s.ranks_per_node], strict=True)
+        with self._mailbox.swap(self._owner.share, boxes, first, s.timeout_s) as descriptors:
             self._owner.connect(handles, descriptors)
 
     def disconnect(self) -> None:
         self._owner.disconnect()
-
-    def seal(self) -> None:
-        """Do nothing: the descriptors are closed."""
 
     def free(self) -> int:
         self._owner.free()

@@ -2,10 +2,8 @@
 
 import atexit
 import contextlib
-import os
 import weakref
 from collections.abc import Callable
-from multiprocessing.util import Finalize
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -14,15 +12,14 @@ import torch.distributed as dist
 from deepep_moe import nvshmem_module
 from deepep_moe.errors import BackendUnavailableError
 from deepep_moe.group import nvshmem_world
-from deepep_moe.group.rendezvous import Connectable, Introduction, connect, gather_objects
+from deepep_moe.group.rendezvous import Connectable, Introduction, connect, first_reason
 from deepep_moe.group.settings import Settings
+from deepep_moe.worker import at_end_of_process
 
 _HEAP_GRANULARITY = 2**21
 _LEAST_HEAP_BYTES = 2**28
 """NVSHMEM does not start with less."""
 _alive: "weakref.WeakSet[Rail]" = weakref.WeakSet()
-_settling_pid = 0
-"""The process whose end `_settle_at_end` has seen to."""
 
 
 @atexit.register
@@ -31,14 +28,6 @@ def _end_of_process() -> None:
     if not nvshmem_world.quiet():
         for rail in _alive:
             rail.leak()
-
-
-def _settle_at_end() -> None:
-    """A process that multiprocessing has forked ends without what `atexit` knows, and forgets what its parent has registered."""
-    global _settling_pid
-    if _settling_pid != os.getpid():
-        _settling_pid = os.getpid()
-        Finalize(None, _end_of_process, exitpriority=0)
 
 
 class Rail:
@@ -56,7 +45,7 @@ class Rail:
         the memory of all ranks of the node. Collective; raises BackendUnavailableError on all ranks alike, RuntimeError on those where
         the others' memory is not mapped."""
         self._address, self._world = world.allocate(self.num_bytes), world
-        _settle_at_end()
+        at_end_of_process(_end_of_process)
         s = self._settings
         ranks = range(s.rank % s.ranks_per_node, s.num_ranks, s.ranks_per_node)
         module = nvshmem_module.load()
@@ -133,10 +122,8 @@ def make(new: Callable[[], _Backend], settings: Settings, peers: list[Introducti
         return str(error)
     except (RuntimeError, ValueError, AttributeError) as error:  # the last two: modules of different builds
         failure = str(error)
-    reasons: list[str | None] = gather_objects(failure, group, settings.num_ranks, "memory between nodes", settings.timeout_s)
-    told = [f"on rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
-    if told:
+    reason = first_reason(failure, group, settings, "memory between nodes")
+    if reason is not None:
         with contextlib.suppress(RuntimeError):
             made.destroy()
-        return told[0]
-    return made
+    return reason or made

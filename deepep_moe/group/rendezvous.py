@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -35,17 +35,19 @@ _TOLD_WITHIN_S = 0.2  # of the end of a rank's connections, on whom it has given
 
 
 class Connectable(Protocol):
+    """What has memory that ranks reach. The methods that are not overridden do nothing."""
+
     def address(self) -> Any:
         """Return what peers need to reach this rank's memory."""
-        ...
+        return None
 
     def connect(self, addresses: list[Any]) -> None:
         """Map the memory of all ranks; `addresses` by rank. Raises OSError, RuntimeError or ValueError where one cannot be reached."""
-        ...
+        return None
 
     def disconnect(self) -> None:
-        """Unmap the memory of the peers, as some rank could not map another's."""
-        ...
+        """Unmap the memory of the peers, as some rank could not map another's, unless mappings end with this object."""
+        return None
 
     def free(self) -> object:
         """Free this rank's memory, once no rank maps it."""
@@ -53,7 +55,7 @@ class Connectable(Protocol):
 
     def seal(self) -> None:
         """Close this rank's memory to everybody else, once all ranks are connected."""
-        ...
+        return None
 
 
 _Backend = TypeVar("_Backend", bound=Connectable)
@@ -66,7 +68,7 @@ class Introduction:
 
     error: str | None  # its caller's mistake
     backend: str
-    settings: dict[str, Any]
+    settings: dict[str, object]
     host: str
     process_id: int
     num_threads: int
@@ -108,7 +110,7 @@ def introduce(
     kind: str = "Buffer", mask_stalled: bool = False,
 ) -> list[Introduction]:  # fmt: skip
     """Exchange introductions. Raises the caller's own error, EPPeerError for a peer's, EPMismatchError where settings differ."""
-    common: dict[str, Any] = {}
+    common: dict[str, object] = {}
     if not error:
         common["sums"] = settings.sums  # first: other numbers follow from it
         common |= {name: value for name, value in asdict(settings).items() if name not in ("rank", "timeout_s")}
@@ -123,23 +125,19 @@ def introduce(
         )
 
         def read(told: Any) -> Introduction:
-            unlike: dict[str, Any] = {} if error is None and told["error"] is None else {"settings": {}}
+            unlike: dict[str, object] = {} if error is None and told["error"] is None else {"settings": {}}
             if not _is_like(told | unlike, own | unlike):
                 raise ValueError("an introduction")
             return Introduction(**told)
 
         peers = gather_objects(own, group, settings.num_ranks, "construction of a Buffer", settings.timeout_s, read)
-    if error is not None:
-        raise error
-    for rank, peer in enumerate(peers):
-        if peer.error is not None:
-            raise EPPeerError(f"rank {rank} could not create its Buffer: {peer.error}", rank=rank)
+    raise_first(error, [peer.error for peer in peers], "could not create its Buffer")
     check_same([{"kind of buffer": peer.settings.pop("kind")} for peer in peers], "create the same kind on every rank")
     check_same([{"backend": peer.backend, **peer.settings} for peer in peers], "create the Buffer with the same value on every rank")
     return peers
 
 
-def check_same(settings: list[dict[str, Any]], advice: str) -> None:
+def check_same(settings: list[dict[str, object]], advice: str) -> None:
     """`settings` of every rank. Raises EPMismatchError for the first that is not the same everywhere."""
     for name in settings[0]:
         values = [one.get(name) for one in settings]
@@ -322,18 +320,14 @@ def gather_objects(
 
 
 def agree(
-    phase: str, error: Exception | None, group: "dist.ProcessGroup | None", num_ranks: int, value: Any = None,
+    phase: str, error: Exception | None, group: "dist.ProcessGroup | None", num_ranks: int, value: object = None,
     timeout_s: float | None = None,
 ) -> list[Any]:  # fmt: skip
     """Return the value of each rank. Raises this rank's error, or EPPeerError where a peer has one. Collective; raises as
     `gather_objects`."""
     own = value, None if error is None else told(error)[:_MAX_WORDS]
     answers = gather_objects(own, group, num_ranks, phase, config.timeout_s() if timeout_s is None else timeout_s, list)
-    if error is not None:
-        raise error
-    for rank, (_, reason) in enumerate(answers):
-        if reason is not None:
-            raise EPPeerError(f"rank {rank} did not make its call: {reason}", rank=rank)
+    raise_first(error, [reason for _, reason in answers], "did not make its call")
     return [answer for answer, _ in answers]
 
 
@@ -351,7 +345,7 @@ def _strange(rank: int, told: str, wanted: str, phase: str) -> EPError:
     )
 
 
-def _as_json(value: Any) -> dict[str, str] | int:
+def _as_json(value: object) -> dict[str, str] | int:
     if isinstance(value, bytes):  # the address of a backend for GPUs
         return {"bytes": value.hex()}
     with contextlib.suppress(TypeError):
@@ -363,13 +357,28 @@ def _from_json(value: dict[str, Any]) -> Any:
     return bytes.fromhex(value["bytes"]) if value.keys() == {"bytes"} else value
 
 
-def _is_like(theirs: Any, own: Any) -> bool:
+def _is_like(theirs: object, own: object) -> bool:
     """Return whether two messages have the same form. Text may be None."""
     if isinstance(own, dict):
         return isinstance(theirs, dict) and theirs.keys() == own.keys() and all(_is_like(theirs[name], own[name]) for name in own)
     if isinstance(own, (list, tuple)):
         return isinstance(theirs, (list, tuple)) and len(theirs) == len(own) and all(map(_is_like, theirs, own))
     return type(theirs) is type(own) or all(isinstance(one, (str, type(None))) for one in (theirs, own))
+
+
+def first_reason(failure: str | None, group: "dist.ProcessGroup | None", settings: Settings, phase: str) -> str | None:
+    """Return the first `failure` among the ranks, with its rank, or None. Collective; raises as `gather_objects`."""
+    reasons: list[str | None] = gather_objects(failure, group, settings.num_ranks, phase, settings.timeout_s)
+    return next((f"on rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None), None)
+
+
+def raise_first(error: BaseException | None, reasons: Iterable[str | None], what: str) -> None:
+    """Raise this rank's `error`, or EPPeerError for the first rank that has a reason. `what`: what that rank could not do."""
+    if error is not None:
+        raise error
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            raise EPPeerError(f"rank {rank} {what}: {reason}", rank=rank)
 
 
 def connect(make: "Callable[[], _Backend]", settings: Settings, group: "dist.ProcessGroup | None") -> "_Backend | str":
@@ -382,7 +391,7 @@ def connect(make: "Callable[[], _Backend]", settings: Settings, group: "dist.Pro
 def _connect(make: "Callable[[], _Backend]", settings: Settings, group: "dist.ProcessGroup | None") -> "_Backend | str":
     failure: str | None = None
     backend: _Backend | None = None
-    address: Any = None
+    address: object = None
     try:
         backend = make()
         address = backend.address()
@@ -401,15 +410,14 @@ def _connect(make: "Callable[[], _Backend]", settings: Settings, group: "dist.Pr
             backend.connect([address for _, address in gathered])
         except (OSError, RuntimeError, ValueError) as error:
             failure = str(error)[:_MAX_WORDS]
-    reasons: list[str | None] = gather_objects(failure, group, settings.num_ranks, "mapping of workspaces", settings.timeout_s)
-    told = [f"on rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
-    if told:
+    reason = first_reason(failure, group, settings, "mapping of workspaces")
+    if reason is not None:
         if backend is not None:
             backend.disconnect()
         gather_objects(None, group, settings.num_ranks, "unmapping of workspaces", settings.timeout_s)
         if backend is not None:
             backend.free()
-        return told[0]
+        return reason
     assert backend is not None
     backend.seal()
     return backend

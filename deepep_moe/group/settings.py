@@ -2,12 +2,12 @@
 
 import logging
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn, Self
 
 from torch import Tensor
 
 from deepep_moe import _C, config
-from deepep_moe.arguments import as_float, as_int
+from deepep_moe.arguments import as_float, as_int, check_choice
 
 logger = logging.getLogger("deepep_moe")
 MAX_NUMBER = 2**31 - 1
@@ -51,6 +51,12 @@ class Settings:
         return self.sums != "ranks"
 
     @property
+    def native(self) -> dict[str, Any]:
+        """The arguments of every native exchange."""
+        names = ("num_ranks", "rank", "num_experts", "num_topk", "hidden", "timeout_s")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def num_nodes(self) -> int:
         return self.num_ranks // self.ranks_per_node
 
@@ -60,30 +66,26 @@ class Settings:
         return self.rank // self.ranks_per_node
 
 
+def _shown(name: str) -> Any:
+    return property(lambda sizes: getattr(sizes._settings, name))
+
+
 class Sizes:
     """The properties with which a buffer shows its settings."""
 
     _settings: Settings
+    num_ranks: int = _shown("num_ranks")
+    rank: int = _shown("rank")
+    hidden: int = _shown("hidden")
+    num_experts: int = _shown("num_experts")
+    num_local_experts: int = _shown("num_local_experts")
 
-    @property
-    def num_ranks(self) -> int:
-        return self._settings.num_ranks
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self  # copies of a layer share the buffer
 
-    @property
-    def rank(self) -> int:
-        return self._settings.rank
-
-    @property
-    def hidden(self) -> int:
-        return self._settings.hidden
-
-    @property
-    def num_experts(self) -> int:
-        return self._settings.num_experts
-
-    @property
-    def num_local_experts(self) -> int:
-        return self._settings.num_local_experts
+    def __reduce__(self) -> NoReturn:
+        name = type(self).__name__
+        raise TypeError(f"a {name} is memory of running processes and cannot be saved; save the state_dict() of what holds it")
 
     @property
     def num_topk(self) -> int:
@@ -112,13 +114,10 @@ def check_settings(
     s: Settings, backend: str, backends: tuple[str, ...], timeout_s: float | None, ranks_per_node: int | None = None
 ) -> Settings:
     """`s` with plain numbers, the deadline in force and the nodes that were asked for. Raises TypeError or ValueError."""
-    if backend not in backends:
-        raise ValueError(f"backend is {backend!r}; it must be one of {list(backends)}")
+    check_choice("backend", backend, backends)
     plain: dict[str, Any] = {}
     for name, least in (("hidden", 1), ("num_experts", 1), ("num_topk", 1), ("num_max_tokens_per_rank", 0)):
-        plain[name] = as_int(name, getattr(s, name))
-        if plain[name] < least:
-            raise ValueError(f"{name} is {plain[name]}; it must be at least {least}")
+        plain[name] = as_int(name, getattr(s, name), least=least)
         if plain[name] > MAX_NUMBER:
             raise ValueError(f"{name} is {plain[name]}; it must be at most {MAX_NUMBER}")
     try:
@@ -145,7 +144,7 @@ def check_settings(
     return s
 
 
-def one_by_one(name: str, tensor: Any, num_tokens: int, s: Settings) -> Any:
+def one_by_one(name: str, tensor: object, num_tokens: int, s: Settings) -> Any:
     """Return a tensor [num_tokens, lanes] as the exchange takes it: [num_tokens * lanes, 1]."""
     if not isinstance(tensor, Tensor):
         return tensor  # None, or what the checks of the call refuse

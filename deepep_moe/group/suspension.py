@@ -4,8 +4,8 @@ from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from deepep_moe.errors import BufferSuspendedError, EPError, EPPeerError, told
-from deepep_moe.group.rendezvous import Connectable, check_same, connect, gather_objects, hanging_up
+from deepep_moe.errors import BufferSuspendedError, EPError, told
+from deepep_moe.group.rendezvous import Connectable, check_same, connect, gather_objects, hanging_up, raise_first
 from deepep_moe.group.settings import Settings
 
 _PHASE = "suspension of a buffer"
@@ -31,16 +31,16 @@ class Suspendable(Connectable, Protocol):
     """Why it cannot; empty if it can."""
 
     def check(self) -> None:
-        """Raise the failure that an earlier call has reported, if any."""
-        ...
+        """Raise the failure that an earlier call has reported, if any. On CPUs each call raises its own."""
+        return None
 
     def free(self) -> int:
         """Give this rank's memory back, which no rank maps any more. Return its bytes."""
         ...
 
     def resume(self) -> None:
-        """Make this rank's memory again. Raises OSError or RuntimeError if there is none."""
-        ...
+        """Make this rank's memory again, unless the next call takes it. Raises OSError or RuntimeError if there is none."""
+        return None
 
 
 def agree(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup | None", num_calls: int, error: BaseException | None) -> None:
@@ -54,11 +54,7 @@ def agree(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup | 
     with hanging_up(group):
         own = num_calls, None if error is None else told(error)
         votes = gather_objects(own, group, settings.num_ranks, _PHASE, settings.timeout_s, list)
-    if error is not None:
-        raise error
-    for rank, (_, reason) in enumerate(votes):
-        if reason is not None:
-            raise EPPeerError(f"rank {rank} could not suspend its Buffer: {reason}", rank=rank)
+    raise_first(error, [reason for _, reason in votes], "could not suspend its Buffer")
     check_same([{"the number of calls made": number} for number, _ in votes], "call recover() on every rank, then suspend()")
 
 

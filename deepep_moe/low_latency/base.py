@@ -87,9 +87,6 @@ class LowLatencyBackend(Suspendable):
         masks: int = self._native.masks
         return masks
 
-    def check(self) -> None:
-        self._native.check()
-
     def has_failed(self, state: Tensor) -> bool:
         """Has the dispatch of a handle, of which this is the memory, failed, as far as it has come?"""
         raise NotImplementedError
@@ -100,10 +97,3 @@ class LowLatencyBackend(Suspendable):
     def zeros(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):  # it outlives the mode that it is made in
             return torch.zeros(shape, dtype=dtype, device=self.device)
-
-
-def native_settings(s: Settings, mask_stalled: bool) -> dict[str, Any]:
-    return {
-        "num_ranks": s.num_ranks, "rank": s.rank, "num_experts": s.num_experts, "num_topk": s.num_topk, "hidden": s.hidden,
-        "num_max_tokens": s.num_max_tokens_per_rank, "lanes": s.lanes, "timeout_s": s.timeout_s, "mask_stalled": mask_stalled,
-    }  # fmt: skip

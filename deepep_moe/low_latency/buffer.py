@@ -18,7 +18,7 @@ from deepep_moe.device import current_stream, is_gpu, making_on
 from deepep_moe.errors import BufferDestroyedError, BufferSuspendedError, EPError, told
 from deepep_moe.event import Event
 from deepep_moe.group import suspension
-from deepep_moe.group.nodes import find_nodes
+from deepep_moe.group.reach import find_nodes
 from deepep_moe.group.rendezvous import introduce, join
 from deepep_moe.group.settings import Settings, Sizes, check_settings, one_by_one
 from deepep_moe.library import is_dry_run
@@ -130,7 +130,7 @@ class LowLatencyBuffer(Sizes):
         self.backend: str = made.name
         self._log_backend(made.name, made.workspace_bytes)
 
-    def _choose(self, x: Any) -> None:
+    def _choose(self, x: object) -> None:
         """Serve the device of the first rows from now on."""
         if self._make_for_gpu is not None and isinstance(x, Tensor) and is_gpu(x.device):
             with making_on(x):
@@ -159,12 +159,6 @@ class LowLatencyBuffer(Sizes):
     def workspace_bytes(self) -> int:
         """Memory for the exchange that this rank owns, bytes; docs/design/low_latency.md has the formula."""
         return self._alive().workspace_bytes
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LowLatencyBuffer":
-        return self  # copies of a layer share it
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a LowLatencyBuffer is memory of running processes and cannot be saved; save the state_dict() of what holds it")
 
     def __repr__(self) -> str:
         s = self._settings
@@ -458,7 +452,7 @@ class LowLatencyBuffer(Sizes):
 
     # ---- how calls run ----
 
-    def _run(self, call: Callable[..., Any], arguments: tuple[Any, ...], async_op: bool, return_hook: bool) -> Any:
+    def _run(self, call: Callable[..., object], arguments: tuple[object, ...], async_op: bool, return_hook: bool) -> Any:
         """Make a call that was checked, and raise then what earlier ones have left."""
         backend = self._alive()
         num_calls, failure = backend.num_calls(), self._earlier_failure
@@ -478,7 +472,7 @@ class LowLatencyBuffer(Sizes):
             raise failure
         return made
 
-    def _in_flight_of(self, made: Any) -> Event:
+    def _in_flight_of(self, made: object) -> Event:
         backend = self._alive()
         event = backend.event(made)
         self._in_flight.append((backend.num_calls(), event))
@@ -510,7 +504,7 @@ class LowLatencyBuffer(Sizes):
         self._check_room()
         return calls
 
-    def _is_received(self, handle: Any) -> bool:
+    def _is_received(self, handle: object) -> bool:
         """Is this a handle of this buffer, as its dispatch made it, which was received?"""
         if type(handle) is not LowLatencyHandle or handle.buffer_id != self._number or not handle.is_unchanged:
             return False

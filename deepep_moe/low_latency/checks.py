@@ -1,12 +1,10 @@
 """Checks of the arguments of a low-latency call, before anything moves."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.arguments import check_owns_memory, check_tensor, lacks_memory
+from deepep_moe.arguments import check_choice, check_owns_memory, check_tensor, lacks_memory
 from deepep_moe.device import FLOATS
 from deepep_moe.group.settings import Settings
 from deepep_moe.library import refuse_watchers
@@ -101,7 +99,7 @@ def check_dispatch(
 
 
 def check_combine(
-    x: Tensor, handle: Any, topk_weights: Tensor | None, out: Tensor | None, wire: str | None, s: Settings, backend: LowLatencyBackend,
+    x: Tensor, handle: object, topk_weights: Tensor | None, out: Tensor | None, wire: str | None, s: Settings, backend: LowLatencyBackend,
     buffer_id: int,
 ) -> None:  # fmt: skip
     """Raises TypeError or ValueError."""
@@ -124,8 +122,7 @@ def check_combine(
     if out is not None:
         _check_rows("out", out, (handle.num_tokens, s.hidden), backend)
         check_tensor("out", out, (handle.num_tokens, s.hidden), (x.dtype,), x.device)
-    if wire not in _WIRES:
-        raise ValueError(f"wire is {wire!r}; it must be one of {list(_WIRES)}")
+    check_choice("wire", wire, _WIRES)
     if wire == "fp8":
         _check_blocks(s)
         if s.is_by_lane:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import is_
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class LowLatencyHandle:
     is_sent: Tensor | None = None
     """[num_tokens, num_topk] bool where sums go by lanes: whether there is an expert."""
 
-    made: ClassVar[tuple[Any, ...]] = ()
+    made: ClassVar[tuple[object, ...]] = ()
     """The fields as the dispatch made them, and the version of `state`, by which PyTorch counts changes in place."""
 
     def seal(self) -> "LowLatencyHandle":
@@ -43,7 +43,7 @@ class LowLatencyHandle:
         fields = self.buffer_id, self.num_tokens, self.state, self.event
         return len(self.made) == 5 and all(map(is_, fields, self.made)) and self.state._version == self.made[4]
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError("a LowLatencyHandle says where the rows of this process are and cannot be saved or sent; dispatch again")
 
 

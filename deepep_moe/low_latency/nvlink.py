@@ -13,7 +13,7 @@ from deepep_moe.event import Event
 from deepep_moe.group.gpu_memory import GpuMemory
 from deepep_moe.group.settings import Settings
 from deepep_moe.library import unwatched
-from deepep_moe.low_latency.base import DESTROYED, LowLatencyBackend, native_settings
+from deepep_moe.low_latency.base import DESTROYED, LowLatencyBackend
 
 if TYPE_CHECKING:
     from deepep_moe._torch import InFlight, SecondHalf
@@ -26,14 +26,16 @@ class NvlinkLowLatencyBackend(GpuMemory, LowLatencyBackend):
     _native: "_C.NvlinkLowLatency"
 
     def __init__(self, settings: Settings, mask_stalled: bool):
-        index = torch.cuda.current_device()
-        super().__init__(
-            settings, _C.NvlinkLowLatency(device=index, ranks_per_node=settings.ranks_per_node, **native_settings(settings, mask_stalled))
-        )
+        index, s = torch.cuda.current_device(), settings
+        native = _C.NvlinkLowLatency(
+            device=index, ranks_per_node=s.ranks_per_node, num_max_tokens=s.num_max_tokens_per_rank, lanes=s.lanes,
+            mask_stalled=mask_stalled, **s.native,
+        )  # fmt: skip
+        super().__init__(settings, native)
         self.device = torch.device("cuda", index)
 
     @property
-    def _owner(self) -> Any:
+    def _owner(self) -> "_C.NvlinkLowLatency":
         return self._native
 
     def open(self, statistics: Tensor) -> None:
@@ -44,13 +46,13 @@ class NvlinkLowLatencyBackend(GpuMemory, LowLatencyBackend):
             statistics=statistics,
         )  # fmt: skip
 
-    def dispatch(self, *arguments: Any) -> Any:
+    def dispatch(self, *arguments: object) -> Any:
         return self._checked("dispatch", arguments)
 
-    def combine(self, *arguments: Any) -> Any:
+    def combine(self, *arguments: object) -> Any:
         return self._checked("combine", arguments)
 
-    def _checked(self, operation: str, arguments: tuple[Any, ...]) -> Any:
+    def _checked(self, operation: str, arguments: tuple[object, ...]) -> Any:
         if self.calls is None:
             raise BufferDestroyedError(DESTROYED)
         with unwatched():
@@ -72,7 +74,7 @@ class NvlinkLowLatencyBackend(GpuMemory, LowLatencyBackend):
 
     def check(self) -> None:
         if not torch.cuda.is_current_stream_capturing():  # where nobody may wait for a GPU; a failure stays
-            super().check()
+            self._native.check()
 
     def mask(self, rank: int, masked: bool) -> None:
         self._native.mask(rank, masked, self._stream())

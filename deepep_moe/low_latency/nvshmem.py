@@ -1,8 +1,6 @@
 """Backend `nvshmem` of low latency: GPUs of several nodes. A row crosses once to each node of its experts, to the rank there that has its
 sender's index; from there on it goes as with `nvlink` (docs/design/low_latency_nodes.md)."""
 
-from typing import Any
-
 from deepep_moe.group import nvshmem_rail, nvshmem_world
 from deepep_moe.group.settings import Settings
 from deepep_moe.low_latency.nvlink import NvlinkLowLatencyBackend
@@ -18,11 +16,6 @@ class NvshmemLowLatencyBackend(NvlinkLowLatencyBackend):
         super().__init__(settings, mask_stalled)
         self.rail = nvshmem_rail.Rail(settings, self._native)
         self.workspace_bytes += self.rail.num_bytes
-
-    def connect(self, addresses: list[Any]) -> None:
-        """Map the workspaces of the ranks of this node."""
-        first = self.settings.node * self.settings.ranks_per_node
-        super().connect(addresses[first : first + self.settings.ranks_per_node])
 
     def attach(self, world: nvshmem_world.World) -> None:
         """Let rows cross. Collective; raises BackendUnavailableError on all ranks alike."""

@@ -33,7 +33,7 @@ class Timeline:
         self.batch = 0
         """To which micro-batch spans belong that begin now. `overlapped` sets it; where nothing overlaps, whoever records does."""
         self._is_gpu = torch.device(device).type == "cuda"
-        self._marks: list[tuple[str, int, Any, Any]] = []
+        self._marks: list[tuple[str, int, object, object]] = []
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -122,7 +122,7 @@ def routed_experts(
     return combined[0] if shared is None else combined[0] + shared
 
 
-def overlapped(*batches: Generator[Any, None, T], timeline: Timeline | None = None) -> list[T]:
+def overlapped(*batches: Generator[object, None, T], timeline: Timeline | None = None) -> list[T]:
     """Run two micro-batches by turns, each until it yields, the first one first; return what they return.
 
     A micro-batch is a generator that yields whenever what it has sent is to fly. `routed_experts` is one. Others call it for any number of

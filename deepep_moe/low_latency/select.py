@@ -32,7 +32,7 @@ def make_backend(
     candidate = name if name != "auto" else of_gpus if has_gpu_tensors or are_on_gpus(peers) else "shm"
     made = _make(candidate, settings, peers, group, mask_stalled)
     if isinstance(made, str):
-        advice = "use Buffer" if name == "auto" or _why_too_many(peers, _most_ranks(name)) else "use backend='auto', or Buffer"
+        advice = "use Buffer" if name == "auto" or _why_too_many(peers, name) else "use backend='auto', or Buffer"
         raise BackendUnavailableError(f"no low-latency backend can serve, backend={name!r}: {made}; {advice}, which has more backends")
     return made
 
@@ -41,7 +41,7 @@ def _make(
     name: str, settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None", mask_stalled: bool
 ) -> LowLatencyBackend | str:
     """Return the backend, or the reason why it cannot serve these ranks."""
-    too_many = _why_too_many(peers, _most_ranks(name))
+    too_many = _why_too_many(peers, name)
     if name == "nvshmem":
         from deepep_moe.group import nvshmem_rail  # which loads what only several nodes need
         from deepep_moe.low_latency.nvshmem import NvshmemLowLatencyBackend
@@ -59,11 +59,6 @@ def _make(
     return reason or connect(lambda: ShmLowLatencyBackend(settings, mask_stalled), settings, group)
 
 
-def _most_ranks(name: str) -> int:
-    return _C.LOW_LATENCY_MAX_RANKS if name == "nvshmem" else _C.LOW_LATENCY_MAX_HOST_RANKS
-
-
-def _why_too_many(peers: list[Introduction], most: int) -> str | None:
-    if len(peers) > most:
-        return f"low-latency buffers serve at most {most} ranks, this group has {len(peers)}"
-    return None
+def _why_too_many(peers: list[Introduction], name: str) -> str | None:
+    most = _C.LOW_LATENCY_MAX_RANKS if name == "nvshmem" else _C.LOW_LATENCY_MAX_HOST_RANKS
+    return f"low-latency buffers serve at most {most} ranks, this group has {len(peers)}" if len(peers) > most else None

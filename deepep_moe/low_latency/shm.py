@@ -58,9 +58,6 @@ class ShmLowLatencyBackend(LowLatencyBackend):
     def connect(self, addresses: list[tuple[str, int]]) -> None:
         self._native.connect(addresses)
 
-    def disconnect(self) -> None:
-        """Mappings end with the backend: each keeps the memory."""
-
     def seal(self) -> None:
         self._native.seal()
 
@@ -68,9 +65,6 @@ class ShmLowLatencyBackend(LowLatencyBackend):
         """Give back the pages of rows, and of results that nobody uses. The words by which calls stay in step remain."""
         self._pool.trim()
         return self._native.free()
-
-    def resume(self) -> None:
-        """Do nothing: the next call takes the pages."""
 
     def open(self, statistics: Tensor) -> None:
         s = self.settings
@@ -148,9 +142,6 @@ class ShmLowLatencyBackend(LowLatencyBackend):
         if self._native is None or self.num_calls() == num_calls:  # another thread has destroyed the buffer, or the call has no number
             return super().is_untold(error, num_calls)
         return getattr(error, "known_in_call", 0) != num_calls + 1
-
-    def check(self) -> None:
-        """Do nothing: each call raises its own failure."""
 
     def refuse(self, reason: str) -> None:
         self._native.refuse(reason)

@@ -328,7 +328,7 @@ class ShmCalls:
     def _set_fate(self, number: int, fate: Fate) -> None:
         self._fates[number % _TURNS] = number, fate
 
-    def _as_only_sender(self, make: Callable[..., _Result], *args: Any) -> _Result:
+    def _as_only_sender(self, make: Callable[..., _Result], *args: object) -> _Result:
         """Return what `make` returns under the lock of senders. A signal's handler may run meanwhile, and may call the same buffer."""
         self.peers.check_owner()
         with self._sending:

@@ -5,7 +5,6 @@ The results are those of `deepep_moe.reference.low_latency`. `shm_calls` says wh
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ def _unwatched(move: Callable[..., None]) -> Callable[..., None]:
     """Let nobody see what `move` does in the middle of a call."""
 
     @wraps(move)
-    def move_unwatched(*args: Any) -> None:
+    def move_unwatched(*args: object) -> None:
         with unwatched(), torch.inference_mode():
             move(*args)
 

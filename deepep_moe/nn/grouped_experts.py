@@ -60,8 +60,8 @@ class GroupedExperts(nn.Module):
         switches = {"gated": gated, "bias": bias, "recompute_activation": recompute_activation, "zero_tail": zero_tail}
         for name, value in switches.items():
             check_bool(name, value)
-        self.num_local_experts = _positive("num_local_experts", num_local_experts)
-        self.hidden, self.intermediate = _positive("hidden", hidden), _positive("intermediate", intermediate)
+        self.num_local_experts = as_int("num_local_experts", num_local_experts, least=1)
+        self.hidden, self.intermediate = as_int("hidden", hidden, least=1), as_int("intermediate", intermediate, least=1)
         self.gated, self.recompute_activation, self.zero_tail = gated, recompute_activation, zero_tail
         self.activation = _activation(gated, activation)
         inner = 2 * self.intermediate if gated else self.intermediate
@@ -119,12 +119,6 @@ class GroupedExperts(nn.Module):
     def extra_repr(self) -> str:
         sizes = f"num_local_experts={self.num_local_experts}, hidden={self.hidden}, intermediate={self.intermediate}"
         return f"{sizes}, gated={self.gated}, bias={self.up_bias is not None}"
-
-
-def _positive(name: str, value: Any) -> int:
-    if (number := as_int(name, value)) < 1:
-        raise ValueError(f"{name} is {number}; it must be a positive whole number")
-    return number
 
 
 def _activation(gated: bool, activation: Callable[[Tensor], Tensor] | None) -> Activation:

@@ -48,7 +48,7 @@ class JsonLines:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text("")
 
-    def log(self, values: dict[str, Any], step: int) -> None:
+    def log(self, values: dict[str, object], step: int) -> None:
         with self.path.open("a") as file:
             file.write(json.dumps({"_step": step, "_timestamp": round(time.time(), 3), **values}) + "\n")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.arguments import as_int, lazy_negative
-from deepep_moe.device import current_stream, is_gpu, on_device
+from deepep_moe.device import is_gpu, launch
 
 
 @torch.no_grad()
@@ -39,10 +39,7 @@ def update_expert_bias(
     if not is_gpu(expert_bias.device) or not hasattr(_C, "gpu_update_expert_bias"):
         expert_bias.add_(torch.sign(counts.sum(-1, keepdim=True, dtype=torch.int64) - counts.long() * counts.shape[-1]), alpha=update_rate)
         return
-    with on_device(expert_bias):
-        _C.gpu_update_expert_bias(
-            num_tokens_per_expert=counts, expert_bias=expert_bias, update_rate=update_rate, stream=current_stream(expert_bias.device)
-        )
+    launch(_C.gpu_update_expert_bias, counts, expert_bias, update_rate, on=expert_bias)
 
 
 def _check_counts(expert_bias: Tensor, num_tokens_per_expert: Tensor) -> None:

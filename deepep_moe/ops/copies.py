@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.arguments import as_int, check_is_tensor, check_plain
-from deepep_moe.device import current_stream, is_gpu, on_device
+from deepep_moe.device import is_gpu, launch
 from deepep_moe.library import call, define, refuse_transforms, register
 
 _MOST = 2**31 - 1
@@ -88,8 +88,7 @@ def _plan(topk_idx: Tensor, counts: Tensor, rank: int, num_slots: int, cost: int
     copies, rows, physical = _empty_plan(topk_idx, counts, rank, num_slots, cost, capacity)
     arguments = (topk_idx, counts, copies, rows, physical, rank, cost, capacity)
     if is_gpu(topk_idx.device):
-        with on_device(topk_idx):
-            _C.plan_copies(*arguments, current_stream(topk_idx.device))
+        launch(_C.plan_copies, *arguments, on=topk_idx)
     else:
         _C.plan_copies(*arguments, None)
     return copies, rows, physical

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from deepep_moe.ops.routing import is_token_in_rank
+
 
 def to_dense(topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Return the dense pair that some frameworks take instead of indices and weights.
@@ -43,10 +45,4 @@ def nodes_per_token(topk_idx: Tensor, num_experts: int, num_nodes: int) -> Tenso
     """
     if num_nodes < 1 or num_experts % num_nodes:
         raise ValueError(f"num_nodes is {num_nodes}; it must divide the {num_experts} experts")
-    return shares_of(topk_idx, num_experts, num_nodes).sum(1)
-
-
-def shares_of(topk_idx: Tensor, num_experts: int, num_shares: int) -> Tensor:
-    """Return `[num_tokens, num_shares]` bool: whether a token chooses an expert in each of `num_shares` equal shares of the experts."""
-    shares = topk_idx // (num_experts // num_shares)  # -1 stays -1
-    return to_dense(shares, topk_idx.new_zeros(topk_idx.shape, dtype=torch.float32), num_shares)[1]
+    return is_token_in_rank(topk_idx, num_nodes, num_experts // num_nodes).sum(1)

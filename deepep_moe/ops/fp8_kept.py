@@ -101,7 +101,7 @@ class KeptWeights:
     def _quantize(self, weights: tuple[Tensor, ...]) -> None:
         self.release()  # before the new ones, which then may take the same memory
         self._copies = tuple(Fp8Copies.of(w) for w in weights)
-        self._states, self._captured, self._stream = _states_of(weights), _is_captured(weights[0]), _stream_of(weights[0])
+        self._states, self._captured, self._stream = _states_of(weights), is_captured(weights[0]), _stream_of(weights[0])
 
     def _record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory until the work enqueued on `stream` is done."""
@@ -115,7 +115,7 @@ class KeptWeights:
         """Return why the kept copies do not serve these weights, or None."""
         if not self._copies:
             return "no fp8 copies of the weights are kept"
-        if self._captured != _is_captured(weights[0]):
+        if self._captured != is_captured(weights[0]):
             how = ("inside", "outside") if self._captured else ("outside", "inside")
             return f"the fp8 copies were made {how[0]} of a CUDA graph's capture, and this forward is {how[1]}"
         for name, w, before in zip(("w1", "w2"), weights, self._states, strict=True):
@@ -126,7 +126,7 @@ class KeptWeights:
                 return f"{name} lies in other memory than when its fp8 copies were made"
         return None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "KeptWeights":
+    def __deepcopy__(self, memo: dict[int, object]) -> "KeptWeights":
         return KeptWeights()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -136,7 +136,7 @@ class KeptWeights:
         return f"KeptWeights({self.num_bytes} bytes)"
 
 
-def check_is_first_microbatch(value: Any) -> None:
+def check_is_first_microbatch(value: object) -> None:
     """Raise TypeError unless `value` is True, False or None."""
     if value is not None and not isinstance(value, bool):
         raise TypeError(f"is_first_microbatch is {value!r}; it must be True, False or None")
@@ -159,7 +159,8 @@ def _form(state: _State) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
 
 
-def _is_captured(w: Tensor) -> bool:
+def is_captured(w: Tensor) -> bool:
+    """Return whether the forward is captured into a CUDA graph, of which nobody knows to which micro-batches it will be replayed."""
     return w.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -179,7 +180,7 @@ class _Steps:
         self.count = 0
         register_optimizer_step_post_hook(self._add)
 
-    def _add(self, *_: Any) -> None:
+    def _add(self, *_: object) -> None:
         self.count += 1
 
 

@@ -4,22 +4,15 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.device import current_stream, on_device
-
-_ALIGNMENT = 16  # bytes: what the tensor memory accelerator asks of addresses
-
-
-def _ready(values: Tensor) -> Tensor:
-    values = values.contiguous()
-    return values.clone() if values.data_ptr() % _ALIGNMENT else values
+from deepep_moe.device import launch, on_device
+from deepep_moe.ops.weighted import aligned  # as the tensor memory accelerator asks
 
 
 def grouped_fp8_product(x: Tensor, x_scales: Tensor, w: Tensor, w_scales: Tensor, offsets: Tensor) -> Tensor:
     """Return each row times the transposed matrix of its expert: bf16 [num_rows, n]. Rows after the last group's are not set."""
-    x, x_scales, w, w_scales = map(_ready, (x, x_scales, w, w_scales))
+    x, x_scales, w, w_scales = map(aligned, (x, x_scales, w, w_scales))
     y = torch.empty(len(x), w.shape[1], dtype=torch.bfloat16, device=x.device)
-    with on_device(x):
-        _C.gpu_fp8_product(x, x_scales, w, w_scales, offsets, y, current_stream(x.device))
+    launch(_C.gpu_fp8_product, x, x_scales, w, w_scales, offsets, y, on=x)
     return y
 
 
@@ -27,12 +20,10 @@ def grouped_fp8_weight_gradient(dy_t: Tensor, dy_t_scales: Tensor, x_t: Tensor, 
     """Fill and return out [num_experts, n, k]: for each expert the product of its columns of dy_t with those of x_t."""
     if out.dtype not in (torch.float32, torch.bfloat16) or not out.is_contiguous():
         raise ValueError(f"out has dtype {out.dtype} and strides {list(out.stride())}; pass contiguous float32 or bfloat16")
-    dy_t, dy_t_scales, x_t, x_t_scales = map(_ready, (dy_t, dy_t_scales, x_t, x_t_scales))
+    dy_t, dy_t_scales, x_t, x_t_scales = map(aligned, (dy_t, dy_t_scales, x_t, x_t_scales))
     if dy_t.shape[1] == 0:
         return out.zero_()
-    with on_device(out):
-        is_fp32 = out.dtype == torch.float32
-        _C.gpu_fp8_weight_gradient(dy_t, dy_t_scales, x_t, x_t_scales, offsets, out, is_fp32, current_stream(out.device))
+    launch(_C.gpu_fp8_weight_gradient, dy_t, dy_t_scales, x_t, x_t_scales, offsets, out, out.dtype == torch.float32, on=out)
     return out
 
 

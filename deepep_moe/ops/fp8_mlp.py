@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deepep_moe.device import on_device
+from deepep_moe.library import Context
 from deepep_moe.ops.fp8_kept import Fp8Copies
 from deepep_moe.ops.fp8_products import (
     GROUP_ALIGNMENT,
@@ -18,10 +20,10 @@ from deepep_moe.ops.fp8_products import (
     grouped_fp8_weight_gradient,
     rescale_transpose,
 )
-from deepep_moe.ops.fp8_swiglu import swiglu_backward_fp8, swiglu_fp8
 from deepep_moe.ops.grouped_products import Groups, add_to
 from deepep_moe.ops.quant import quantize_fp8, quantize_fp8_weights, quantize_fp8_weights_both
 from deepep_moe.ops.quantized import QuantizedRows
+from deepep_moe.ops.swiglu import swiglu, swiglu_backward
 
 _GRADIENTS = (torch.float32, torch.bfloat16)
 _Fp8 = tuple[Tensor, Tensor]  # values and scales
@@ -29,7 +31,7 @@ _Fp8 = tuple[Tensor, Tensor]  # values and scales
 
 @torch._disable_dynamo
 def fp8_mlp(
-    x: QuantizedRows, counts: Tensor | Sequence[int], w1: Tensor, w2: Tensor, probs: Tensor | None, act: Any,
+    x: QuantizedRows, counts: Tensor | Sequence[int], w1: Tensor, w2: Tensor, probs: Tensor | None, act: object,
     recompute: bool, zero_tail: bool, makers: "Sequence[WeightGradient]", copies: Sequence[Fp8Copies] | None,
 ) -> Tensor:  # fmt: skip
     """Do what `grouped_mlp` documents; it has checked the shapes. The activation `act` is an object with `forward` and `backward`, None for
@@ -119,7 +121,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         x: QuantizedRows,
         w: Tensor,
         groups: Groups,
@@ -136,7 +138,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         (values, scales, w, *transposed), groups, needs = ctx.saved_tensors, ctx.groups, ctx.needs_input_grad
         grads = _quantized(grad)
         grad_x = _product(grads, _transposed(w, ctx.copies, transposed), groups) if needs[0] else None
@@ -151,7 +153,7 @@ class _ActivatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inner: Tensor, probs: Tensor | None, w: Tensor, groups: Groups, copies: Fp8Copies | None, act: Any, recompute: bool,
+        ctx: Context, inner: Tensor, probs: Tensor | None, w: Tensor, groups: Groups, copies: Fp8Copies | None, act: Any, recompute: bool,
         keeps: bool, zero_tail: bool, maker: WeightGradient,
     ) -> Tensor:  # fmt: skip
         rows = _activated(act, inner, probs, groups)
@@ -168,7 +170,7 @@ class _ActivatedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         (inner, probs, w, values, scales, *transposed), groups, needs = ctx.saved_tensors, ctx.groups, ctx.needs_input_grad
         grads = _quantized(grad)
         rows = _activated(ctx.act, inner, probs, groups) if values is None and needs[2] else (values, scales)
@@ -179,3 +181,39 @@ class _ActivatedLinear(torch.autograd.Function):
             grad_inner, grad_probs, _ = ctx.act.backward(grad_activated, inner, probs, groups, False)
         grad_w = ctx.maker.make(partial(_weight_gradient, grads, rows, w, groups)) if needs[2] else None
         return grad_inner, grad_probs, grad_w, None, None, None, None, None, None, None
+
+
+# ---- SwiGLU between the products: its result, and the gradient of its input, as fp8 ----
+
+
+def swiglu_fp8(inner: Tensor, probs: Tensor | None, groups: Groups) -> tuple[Tensor, Tensor]:
+    """Return `swiglu` of the same arguments as fp8: values [num_rows, intermediate] e4m3 and scales [num_rows, intermediate / 128].
+
+    inner: [num_rows, 2 * intermediate] bf16, intermediate a multiple of 128. Rows of the tail are not set.
+    """
+    if _swiglu_has_kernels(inner, probs):
+        from deepep_moe.ops import fp8_row_kernels  # which imports Triton
+
+        with on_device(inner):
+            return fp8_row_kernels.swiglu_quantized(inner, _contiguous(probs), groups.offsets)
+    return quantize_fp8(swiglu(inner, probs, groups).contiguous(), power_of_two=True)
+
+
+def swiglu_backward_fp8(grad: Tensor, inner: Tensor, probs: Tensor | None, groups: Groups) -> tuple[QuantizedRows, Tensor | None]:
+    """Return the gradients of inner, as fp8, and of probs, which is zero in the tail. May overwrite grad [num_rows, intermediate] bf16."""
+    if _swiglu_has_kernels(inner, probs):
+        from deepep_moe.ops import fp8_row_kernels
+
+        with on_device(inner):
+            rows, grad_probs = fp8_row_kernels.swiglu_backward_quantized(grad, inner, _contiguous(probs), groups.offsets)
+        return QuantizedRows(*rows), grad_probs
+    grad_inner, grad_probs, _ = swiglu_backward(grad, inner, probs, groups, with_output=False)
+    return QuantizedRows.of(grad_inner), grad_probs
+
+
+def _contiguous(probs: Tensor | None) -> Tensor | None:
+    return None if probs is None else probs.contiguous()
+
+
+def _swiglu_has_kernels(inner: Tensor, probs: Tensor | None) -> bool:
+    return inner.is_cuda and (probs is None or probs.dtype == torch.float32)

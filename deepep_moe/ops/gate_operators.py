@@ -7,9 +7,10 @@ from torch import Tensor
 
 from deepep_moe import _C, reference, torch_module
 from deepep_moe.device import device_index, is_gpu, readable
-from deepep_moe.library import call, define, register
-from deepep_moe.ops.dense import shares_of, to_dense
+from deepep_moe.library import Context, call, define, register
+from deepep_moe.ops.dense import to_dense
 from deepep_moe.ops.gate_gradient import grad_logits
+from deepep_moe.ops.routing import is_token_in_rank
 
 SCORE_FUNCTIONS = ("sigmoid", "sqrtsoftplus", "softmax", "softmax_topk")
 _SETTINGS = (
@@ -33,7 +34,7 @@ define(f"gate({_SETTINGS}) -> (Tensor, Tensor, Tensor)")
 define(f"gate_full({_SETTINGS}, bool dense, int num_ranks, bool shares) -> ({', '.join(['Tensor'] * 7)})")
 
 
-def _gate(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
+def _gate(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: object) -> tuple[Tensor, ...]:
     logits, expert_bias, mask = _readable(logits, expert_bias, mask)  # type: ignore[assignment]
     if is_gpu(logits.device):
         return tuple(_launch(logits, expert_bias, mask, settings, False, 0, False)[:3])
@@ -50,7 +51,7 @@ def _gate_full(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, 
     else:
         topk_idx, topk_weights, counts = _gate_cpu(*arguments)
         probs, routing_map = to_dense(topk_idx, topk_weights, logits.shape[1]) if dense else (None, None)
-        in_rank = shares_of(topk_idx, logits.shape[1], num_ranks) if num_ranks else None
+        in_rank = is_token_in_rank(topk_idx, num_ranks, logits.shape[1] // num_ranks) if num_ranks else None
         if in_rank is not None:
             counts = torch.cat((counts, in_rank.sum(0, dtype=torch.int32)))
         shares = reference.gate_shares(logits, score_function=settings[4], mask=mask) if has_shares else None
@@ -104,14 +105,14 @@ def _check_logits(logits: Tensor, mask: Tensor | None) -> None:
 
 
 def _launch(
-    logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, settings: tuple[Any, ...], dense: bool, num_ranks: int, shares: bool
+    logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, settings: tuple[object, ...], dense: bool, num_ranks: int, shares: bool
 ) -> Any:
     """Return what `run_gate` of csrc/torch does. Raises ValueError for what an earlier launch has found not to be finite."""
     *options, index_dtype = settings
     return _made(logits, "run_gate", logits, expert_bias, mask, *options, index_dtype, dense, num_ranks, shares)
 
 
-def _made(logits: Tensor, name: str, *args: Any) -> Any:
+def _made(logits: Tensor, name: str, *args: object) -> Any:
     make = getattr(torch_module.needed(), name)
     for _ in range(2):  # another thread may have raised what the first call has found
         if (made := make(*args)) is not None:
@@ -141,14 +142,14 @@ define(
 )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Context, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(inputs[0], output[0])
     ctx.weights, ctx.num_inputs = inputs[7:10], len(inputs)
 
 
 def _backward(
-    ctx: Any, grad_topk_idx: Any, grad_topk_weights: Tensor | None, grad_counts: Any, grad_probs: Tensor | None = None, *grads: Any
+    ctx: Context, grad_topk_idx: Any, grad_topk_weights: Tensor | None, grad_counts: Any, grad_probs: Tensor | None = None, *grads: Any
 ) -> tuple[Tensor | None, ...]:
     grad_shares, of_logits = grads[-1] if grads else None, None
     if not (grad_topk_weights is None and grad_probs is None and grad_shares is None):

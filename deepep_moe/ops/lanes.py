@@ -1,13 +1,12 @@
 """Convert dense routing (a map of chosen experts with values) to lanes of top-k and back, and count lanes: one kernel each on GPUs,
 operators of PyTorch elsewhere."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from deepep_moe import _C, torch_module
 from deepep_moe.device import native_for
+from deepep_moe.library import Context
 
 
 def lanes_of_map(routing_map: Tensor, values: Tensor | None, num_topk: int) -> tuple[Tensor, Tensor | None]:
@@ -75,7 +74,7 @@ class LanesOfMap(torch.autograd.Function):
     """`lanes_of_map` with the gradient of `values`, in their dtype."""
 
     @staticmethod
-    def forward(ctx: Any, routing_map: Tensor, values: Tensor, num_topk: int) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Context, routing_map: Tensor, values: Tensor, num_topk: int) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         topk_idx, topk_values = lanes_of_map(routing_map, values, num_topk)
         assert topk_values is not None  # there are values
@@ -85,7 +84,7 @@ class LanesOfMap(torch.autograd.Function):
         return topk_idx, topk_values
 
     @staticmethod
-    def backward(ctx: Any, _: Any, grad: Tensor | None) -> tuple[None, Tensor | None, None]:
+    def backward(ctx: Context, _: object, grad: Tensor | None) -> tuple[None, Tensor | None, None]:
         (topk_idx,) = ctx.saved_tensors
         return None, None if grad is None else dense_of_lanes(topk_idx, grad, ctx.num_experts).to(ctx.dtype), None
 

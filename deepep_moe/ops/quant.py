@@ -5,7 +5,7 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.arguments import check_memory
-from deepep_moe.device import DTYPES, FLOATS, current_stream, is_lazy, on_device
+from deepep_moe.device import DTYPES, FLOATS, is_lazy, launch
 from deepep_moe.library import call, define, refuse_transforms, register
 from deepep_moe.ops.weighted import aligned
 
@@ -43,8 +43,7 @@ def _quantize(x: Tensor, power_of_two: bool) -> _Quantized:
         return _with_operators(x, power_of_two)
     x = aligned(x)  # the kernel loads whole pieces
     y, scales = _empty_rows(x, power_of_two)
-    with on_device(x):
-        _C.gpu_quantize(x, y, scales, power_of_two, DTYPES[x.dtype], current_stream(x.device))
+    launch(_C.gpu_quantize, x, y, scales, power_of_two, DTYPES[x.dtype], on=x)
     return y, scales
 
 
@@ -91,17 +90,7 @@ def _quantized_weights(w: Tensor, *, with_plain: bool, with_transposed: bool) ->
         w = w.clone(memory_format=torch.contiguous_format)
     plain = _empty_weights(w, num_experts, n, k) if with_plain else None
     turned = _empty_weights(w, num_experts, k, n) if with_transposed else None
-    with on_device(w):
-        _C.gpu_quantize_weights(
-            w,
-            w.stride(0),
-            plain and plain[0],
-            plain and plain[1],
-            turned and turned[0],
-            turned and turned[1],
-            DTYPES[w.dtype],
-            current_stream(w.device),
-        )
+    launch(_C.gpu_quantize_weights, w, w.stride(0), *(plain or (None, None)), *(turned or (None, None)), DTYPES[w.dtype], on=w)
     return plain, turned
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from deepep_moe import _C
-from deepep_moe.device import DTYPES, current_stream, is_gpu, on_device, readable
+from deepep_moe.device import DTYPES, is_gpu, launch, readable
 from deepep_moe.ops.grouped_products import Groups
 from deepep_moe.ops.weighted import aligned
 
@@ -22,8 +22,7 @@ def swiglu(inner: Tensor, probs: Tensor | None, groups: Groups) -> Tensor:
         gate, up = inner.chunk(2, dim=-1)
         return scaled(silu(gate).mul_(up), probs)
     inner, y = aligned(inner), inner.new_empty(len(inner), inner.shape[1] // 2)
-    with on_device(inner):
-        _C.gpu_swiglu(inner, _contiguous(probs), groups.offsets, y, DTYPES[inner.dtype], current_stream(inner.device))
+    launch(_C.gpu_swiglu, inner, _contiguous(probs), groups.offsets, y, DTYPES[inner.dtype], on=inner)
     return y
 
 
@@ -39,9 +38,8 @@ def swiglu_backward(
     grad, inner, grad_inner = aligned(grad), aligned(inner), torch.empty_like(inner)
     y = torch.empty_like(grad) if with_output else None
     grad_probs = None if probs is None else torch.empty_like(probs, memory_format=torch.contiguous_format)
-    how = DTYPES[inner.dtype], current_stream(inner.device)
-    with on_device(inner):
-        _C.gpu_swiglu_backward(inner, _contiguous(probs), groups.offsets, y, grad, grad_inner, grad_probs, *how)
+    given = inner, _contiguous(probs), groups.offsets, y, grad, grad_inner, grad_probs, DTYPES[inner.dtype]
+    launch(_C.gpu_swiglu_backward, *given, on=inner)
     return grad_inner, grad_probs, y
 
 

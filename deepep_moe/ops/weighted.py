@@ -2,14 +2,12 @@
 combine.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.device import DTYPES, current_stream, is_gpu, on_device, readable
-from deepep_moe.library import define, register
+from deepep_moe.device import DTYPES, is_gpu, launch, readable
+from deepep_moe.library import Context, define, register
 
 # Rows or tokens at a time on the CPU: products in fp32 stay in the cache, and no memory is allocated for all of them.
 _BLOCK = 64
@@ -33,12 +31,12 @@ def weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
 
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
+    def forward(ctx: Context, rows: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights)
         return _weighted_sum(rows, weights)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor]:
         rows, weights = ctx.saved_tensors
         if not torch.is_grad_enabled():
             return weighted_sum_backward(grad, rows, weights)
@@ -57,8 +55,7 @@ def _weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
 
 def _run_weighted_sum(rows: Tensor, weights: Tensor, is_fused: bool, sums: Tensor) -> None:
     rows, weights, is_by_token = _ordered(rows, weights)
-    with on_device(rows):
-        _C.gpu_weighted_sum(rows, weights, is_by_token, is_fused, sums, DTYPES[rows.dtype], current_stream(rows.device))
+    launch(_C.gpu_weighted_sum, rows, weights, is_by_token, is_fused, sums, DTYPES[rows.dtype], on=rows)
 
 
 def weighted_sum_backward(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,9 +63,8 @@ def weighted_sum_backward(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[
     if _has_kernels(rows):
         rows, weights, is_by_token = _ordered(rows, weights)
         grad, grad_rows, grad_weights = aligned(grad), torch.empty_like(rows), torch.empty_like(weights)
-        how = DTYPES[rows.dtype], current_stream(rows.device)
-        with on_device(rows):
-            _C.gpu_weighted_sum_backward(rows, weights, is_by_token, grad, grad_rows, grad_weights, *how)
+        given = rows, weights, is_by_token, grad, grad_rows, grad_weights, DTYPES[rows.dtype]
+        launch(_C.gpu_weighted_sum_backward, *given, on=rows)
         return grad_rows, grad_weights
     grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
     for tokens in _blocks(rows):
@@ -137,15 +133,11 @@ def scale_rows_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tenso
     grad, x: [num_rows, hidden] contiguous, of the same dtype; on GPUs fp32, bf16 or fp16. weights: [num_rows] fp32.
     Returns [num_rows, hidden] in x's dtype and [num_rows] fp32.
     """
-    grad_x, grad_weights = torch.empty_like(grad), torch.empty_like(weights)
     if not _has_kernels(grad):
-        for rows in _blocks(x):
-            wide = grad[rows].float()
-            grad_x[rows] = wide * weights[rows, None]
-            grad_weights[rows] = (wide * x[rows]).sum(1)
-        return grad_x, grad_weights
-    index = max(0, grad.get_device())
-    _C.gpu_scale_rows_backward(grad, x, weights, grad_x, grad_weights, DTYPES[grad.dtype], index, current_stream(grad.device))
+        grad_x, grad_weights = weighted_sum_backward(grad, x[None], weights[None])
+        return grad_x[0], grad_weights[0]
+    grad_x, grad_weights = torch.empty_like(grad), torch.empty_like(weights)
+    launch(_C.gpu_scale_rows_backward, grad, x, weights, grad_x, grad_weights, DTYPES[grad.dtype], on=grad)
     return grad_x, grad_weights
 
 

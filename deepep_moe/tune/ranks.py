@@ -34,7 +34,7 @@ def resolve_ranks(options: argparse.Namespace) -> None:
         options.num_ranks = [n for n in NUM_RANKS if n <= torch.cuda.device_count()] or [2] if options.on_gpu else [2]
 
 
-def start(measure: Callable[..., Any], options: argparse.Namespace) -> list[Any]:
+def start(measure: Callable[..., object], options: argparse.Namespace) -> list[Any]:
     """Run `measure(rank, num_ranks, options, device_idx)` on every rank, once for each EP size.
 
     Returns what it returns on rank 0 of each EP size; under a launcher, what it returns on this rank.

@@ -3,7 +3,7 @@
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ class Timer:
             self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self._cycles = int(SLEEP_US * cycles_per_us(torch.cuda.current_device()))
 
-    def once(self, call: Callable[[], Any]) -> float:
+    def once(self, call: Callable[[], object]) -> float:
         """Return what `call` adds to a busy stream of this rank; without a GPU its wall time."""
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
@@ -47,7 +47,7 @@ class Timer:
             torch.cuda._sleep(self._cycles)
         return self._timed(call)
 
-    def _timed(self, call: Callable[[], Any]) -> float:
+    def _timed(self, call: Callable[[], object]) -> float:
         if not self.is_gpu:
             begin = time.perf_counter()
             result = call()

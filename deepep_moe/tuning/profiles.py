@@ -111,7 +111,7 @@ def as_text(profiles: Sequence[Profile]) -> str:
     return json.dumps({"format": FORMAT, "profiles": [asdict(profile) for profile in profiles]}, indent=2) + "\n"
 
 
-def _check_names(what: str, told: Any, names: Sequence[str]) -> None:
+def _check_names(what: str, told: object, names: Sequence[str]) -> None:
     if not isinstance(told, dict):
         raise ValueError(f"{what} is a {type(told).__name__}, not an object")
     for name in names:

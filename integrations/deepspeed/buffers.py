@@ -18,7 +18,7 @@ from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.group.rendezvous import check_same, gather_objects
 from deepep_moe.integrations.common.registry import BufferRegistry
 from deepep_moe.integrations.common.warn_once import say_on
-from deepep_moe.integrations.deepspeed.options import Options
+from deepep_moe.integrations.deepspeed.options import Layer, Options
 
 _OPTION = 'num_max_tokens_per_rank, an argument of replace_moe_layers and a key of "deepep_moe" in ds_config,'
 
@@ -64,7 +64,7 @@ def default_plan(num_local_experts: int, num_topk: int) -> Plan:
 _default_plans: "weakref.WeakValueDictionary[tuple[int, int], Plan]" = weakref.WeakValueDictionary()
 
 
-def groups_of(layer: Any) -> tuple[Any, ...]:
+def groups_of(layer: Layer) -> tuple[Any, ...]:
     """Return the groups that together have the ranks of a layer's pipeline stage; none where nobody has made the layer's groups."""
     from deepspeed.utils import groups
 
@@ -90,7 +90,7 @@ def _growing(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> GrowingBu
     return growing
 
 
-def _whose_experts(layer: Any, options: Options) -> str:
+def _whose_experts(layer: Layer, options: Options) -> str:
     if getattr(layer, "_is_autoep_layer", False):
         return "experts are AutoEP's"
     option = options.grouped_experts  # where they can be grouped is known in the forward

@@ -31,7 +31,7 @@ def enable() -> None:
     own = deepspeed.initialize
 
     @functools.wraps(own)
-    def honouring(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    def honouring(*args: object, **kwargs: object) -> tuple[Any, Any, Any, Any]:
         return _initialize_by(own, *args, **kwargs) if _enabled is honouring else own(*args, **kwargs)
 
     _enabled = deepspeed.initialize = honouring
@@ -47,7 +47,7 @@ def disable() -> None:
         deepspeed.initialize = ours.__wrapped__  # type: ignore[attr-defined]
 
 
-def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+def initialize(*args: object, **kwargs: object) -> tuple[Any, Any, Any, Any]:
     """Call `deepspeed.initialize` with the same arguments, and do what the section "deepep_moe" of ds_config asks for.
 
     The section is `{"enabled": true}` with any of the options of `replace_moe_layers`: "exact", "backend", "num_max_tokens_per_rank",
@@ -77,7 +77,7 @@ def _initialize_by(own: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[
     return initialized
 
 
-def _check_section(arguments: Mapping[str, Any]) -> None:
+def _check_section(arguments: Mapping[str, object]) -> None:
     """Raise for a wrong section before the engine is built, if ds_config is a dictionary or a file."""
     import hjson  # as DeepSpeed reads its files
 

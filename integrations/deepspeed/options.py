@@ -5,11 +5,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from deepep_moe.arguments import as_int
+from deepep_moe.arguments import as_int, check_choice
 from deepep_moe.exchange.backends.select import BACKENDS
 from deepep_moe.integrations.deepspeed.expert_weights import Reader
 
 SECTION = "deepep_moe"
+Layer = Any
+"""A MOELayer or an AutoEPMoELayer of DeepSpeed, swapped or not. Its modules have no types."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +41,10 @@ class Options:
                 f"fp8 is True with exact={self.exact} and grouped_experts={self.grouped_experts}; pass exact=False, and do not "
                 "set grouped_experts to False, or leave fp8 out"
             )
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend is {self.backend!r}; it must be one of {list(BACKENDS)}")
+        check_choice("backend", self.backend, BACKENDS)
         for name, least in (("num_max_tokens_per_rank", 1), ("num_sms", 0), ("ranks_per_node", 1)):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if as_int(name, value, "a whole number or null") < least:
-                raise ValueError(f"{name} is {value}; it must be at least {least}")
+            if getattr(self, name) is not None:
+                as_int(name, getattr(self, name), "a whole number or null", least)
         rate = self.expert_bias_update_rate
         if rate is None:
             return
@@ -56,7 +54,7 @@ class Options:
             raise ValueError(f"expert_bias_update_rate is {rate}; it must be a positive number such as 0.001, or be left out for no bias")
 
 
-def options_of(ds_config: Mapping[str, Any]) -> Options | None:
+def options_of(ds_config: Mapping[str, object]) -> Options | None:
     """Return the options of the section "deepep_moe" of a ds_config, or None if there is no such section or it says `"enabled": false`.
 
     Raises ValueError for unknown keys, and TypeError or ValueError for wrong values, with the name of the section.

@@ -14,7 +14,7 @@ from deepep_moe.errors import EPError
 from deepep_moe.exchange.buffer import new_layer
 from deepep_moe.integrations.deepspeed.buffers import Plan
 from deepep_moe.integrations.deepspeed.expert_weights import Reader
-from deepep_moe.integrations.deepspeed.options import Options
+from deepep_moe.integrations.deepspeed.options import Layer, Options
 from deepep_moe.ops.fp8_kept import check_is_first_microbatch
 
 _OLDEST, _NEWEST = (0, 14, 5), (0, 19, 8)
@@ -83,7 +83,7 @@ def replace_with(model: nn.Module, options: Options) -> int:
 
     from deepep_moe.integrations.deepspeed.native.layer import PackedMOELayer
 
-    found: list[Any] = [module for module in model.modules() if isinstance(module, MOELayer)]
+    found: list[Layer] = [module for module in model.modules() if isinstance(module, MOELayer)]
     native = [layer for layer in found if type(layer) in (MOELayer, PackedMOELayer) and isinstance(layer.gate, TopKGate)]
     native = [layer for layer in native if not _has_own_forward(layer)]
     made = _autoep_layers(model)
@@ -108,7 +108,7 @@ def replace_with(model: nn.Module, options: Options) -> int:
     return len(layers)
 
 
-def _has_own_forward(layer: Any) -> bool:
+def _has_own_forward(layer: Layer) -> bool:
     """Return whether a layer's forward was replaced before it was swapped. Another class would then change nothing, or too much."""
     from deepep_moe.integrations.deepspeed.native.watched import is_replaced
 
@@ -164,9 +164,9 @@ def _where_layers_come_from(model: nn.Module) -> str:
     return "those of AutoEP are there after deepspeed.initialize"
 
 
-def _plans(layers: Iterable[Any], options: Options) -> list[Plan]:
+def _plans(layers: Iterable[Layer], options: Options) -> list[Plan]:
     """Return the plan of each layer. Layers of one group and width get the same plan, which is large enough for all of them."""
-    widest: dict[Any, tuple[int, int]] = {}
+    widest: dict[object, tuple[int, int]] = {}
     sizes = [_size(layer) for layer in layers]
     for key, num_local_experts, num_topk in sizes:
         most_local_experts, most_topk = widest.get(key, (0, 1))
@@ -176,11 +176,11 @@ def _plans(layers: Iterable[Any], options: Options) -> list[Plan]:
     return [plans[key] for key, _, _ in sizes]
 
 
-def _plans_of(layers: Iterable[Any]) -> set[Plan]:
+def _plans_of(layers: Iterable[Layer]) -> set[Plan]:
     return {layer.deepep_moe_plan for layer in layers if getattr(layer, "deepep_moe_plan", None) is not None}
 
 
-def _size(layer: Any) -> tuple[tuple[str, int], int, int]:
+def _size(layer: Layer) -> tuple[tuple[str, int], int, int]:
     """Return ((group, width of rows), experts of a rank, experts of a token) of a layer of either kind."""
     is_autoep = getattr(layer, "_is_autoep_layer", False)
     hidden, num_topk = (layer.hidden_size, layer.top_k) if is_autoep else (layer.gate.wg.in_features, layer.gate.k)

@@ -304,7 +304,7 @@ def install_in_trainer() -> None:
     train = trainer.train
 
     @functools.wraps(train)
-    def train_whole(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def train_whole(self: Any, resume_from_checkpoint: object = None, *args: object, **kwargs: object) -> Any:
         layers, given = _layers(self.model), self.args
         saves = getattr(given.save_strategy, "value", given.save_strategy) != "no"
         if saves and not given.save_only_model and any(map(_is_trained, layers)):

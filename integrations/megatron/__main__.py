@@ -1,14 +1,12 @@
 """Run a script with the dispatcher enabled: `python -m deepep_moe.integrations.megatron [options] script.py [arguments of the script]`."""
 
 import argparse
-import os
-import runpy
-import sys
+import dataclasses
 
 from deepep_moe.group.settings import SUMS
+from deepep_moe.integrations.common import script
 from deepep_moe.integrations.megatron import enable
-from deepep_moe.integrations.megatron.options import EXPERTS
-from deepep_moe.topology.option import add_bind, bind_this_rank
+from deepep_moe.integrations.megatron.options import EXPERTS, Options
 
 _DESCRIPTION = """Enable deepep_moe in Megatron-Core, then run a script as if it had been started itself.
 
@@ -23,13 +21,7 @@ _EPILOG = """example:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m deepep_moe.integrations.megatron",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = script.parser_of("deepep_moe.integrations.megatron", _DESCRIPTION, _EPILOG)
     parser.add_argument("--backend", default="auto", help="backend of deepep_moe.Buffer: auto, shm, collective, ... (default: auto)")
     parser.add_argument(
         "--num-max-tokens-per-rank",
@@ -55,9 +47,8 @@ def _parser() -> argparse.ArgumentParser:
         help="run the experts of a layer in grouped products where that is fast and the config allows it (auto, the default), "
         "always (own), or never (framework)",
     )
-    parser.add_argument(
-        "--fp8-experts", action="store_true", help="send rows as fp8 in both passes; the grouped experts multiply them so (bf16 models)"
-    )
+    of_fp8 = "send rows as fp8 in both passes; the grouped experts multiply them so (bf16 models)"
+    parser.add_argument("--fp8-experts", dest="fp8", action="store_true", help=of_fp8)
     parser.add_argument("--sums", choices=SUMS, default="ranks", help="add a token's rows by ranks (default) or lanes (docs/rollout.md)")
     parser.add_argument(
         "--sync-free",
@@ -74,40 +65,14 @@ def _parser() -> argparse.ArgumentParser:
         "--metrics", action="store_true", help="write load, exchange time and calls over capacity of each MoE layer to TensorBoard and W&B"
     )
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="consecutive ranks that are a node (default: those of a host)")
-    add_bind(parser)
-    parser.add_argument("script", help="the script to run, for example pretrain_gpt.py")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script, passed on")
     return parser
 
 
 def main() -> None:
-    parser = _parser()
-    options = parser.parse_args()
-    if not os.path.isfile(options.script):
-        parser.error(f"no such script: {options.script!r} (current folder: {os.getcwd()})")
-    if options.bind:
-        bind_this_rank()  # first, as memory that is there already stays where it is
-    enable(
-        num_max_tokens_per_rank=options.num_max_tokens_per_rank,
-        backend=options.backend,
-        expert_alignment=options.expert_alignment,
-        gate=options.gate,
-        num_sms=options.num_sms,
-        max_sms=options.max_sms,
-        experts=options.experts,
-        sync_free=options.sync_free,
-        recv_capacity_factor=options.recv_capacity_factor,
-        metrics=options.metrics,
-        ranks_per_node=options.ranks_per_node,
-        fp8=options.fp8_experts,
-        sums=options.sums,
-    )
-    # The script finds what `python script.py arguments` gives it: its arguments, and its folder first on the path. `-m` had put the
-    # current folder there.
-    sys.argv = [options.script, *options.arguments]
-    if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.abspath(options.script))
-    runpy.run_path(options.script, run_name="__main__")
+    options = script.parse(_parser(), "pretrain_gpt.py")
+    given = vars(options)
+    enable(**{field.name: given[field.name] for field in dataclasses.fields(Options)})
+    script.run(options.script, options.arguments)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The buffers that the MoE layers of Megatron-Core share."""
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +13,9 @@ from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.integrations.common.registry import BufferRegistry
 from deepep_moe.integrations.megatron.cuda_graphs import holds_calls
 from deepep_moe.integrations.megatron.metrics import Metrics
-from deepep_moe.integrations.megatron.options import Options
+from deepep_moe.integrations.megatron.options import Config, Options
 from deepep_moe.integrations.megatron.over_budget import agree, excess_error, is_judged_at_end, take_notes
-from deepep_moe.integrations.megatron.patches import Patches
+from deepep_moe.integrations.megatron.patches import Patches, Stock
 from deepep_moe.integrations.megatron.recv_capacity import RecvCapacity, capacity_factor_of
 
 _OPTION = "num_max_tokens_per_rank of deepep_moe.integrations.megatron.enable(), the launcher's --num-max-tokens-per-rank,"
@@ -84,7 +83,7 @@ class LayerBuffers(BufferRegistry):
 
         return self.get((group, hidden, num_experts, num_topk, num_sms, is_bounded, allows_excess), construct_growing)
 
-    def capacity_for(self, config: Any) -> RecvCapacity | None:
+    def capacity_for(self, config: Config) -> RecvCapacity | None:
         """Return the room for rows of a layer, or None where its host waits for their number."""
         is_sync_free, factor = capacity_factor_of(config, self.options)
         if not is_sync_free:
@@ -101,7 +100,7 @@ class LayerBuffers(BufferRegistry):
     def note_runner(self) -> None:
         self.has_runner = True
 
-    def end_step(self, model: list[Any], *, is_ours: Callable[[Any], bool]) -> None:
+    def end_step(self, model: list[object], *, is_ours: Callable[[Config], bool]) -> None:
         """Raise what GPUs report of this step, for which the host waits. Does nothing where there is room for every routing and no call is
         part of a CUDA graph. Collective over all ranks of the job where they agree on rows without room (over_budget.py)."""
         if _is_capturing():
@@ -110,19 +109,19 @@ class LayerBuffers(BufferRegistry):
             self.check_replay()
         self._judge(model, is_ours)
 
-    def end_replay(self, model: Any, *, is_ours: Callable[[Any], bool]) -> None:
+    def end_replay(self, model: object, *, is_ours: Callable[[Config], bool]) -> None:
         """End a step that a CUDA graph has replayed, as `end_step`. `model`: a part of a model, or all that this rank has."""
         self.check_replay()
         self._judge(model if isinstance(model, list) else [model], is_ours)
 
-    def _judge(self, model: list[Any], is_ours: Callable[[Any], bool]) -> None:
+    def _judge(self, model: list[object], is_ours: Callable[[Config], bool]) -> None:
         capacities = [capacity for capacity in self._capacities if not capacity.has_runner]
         if self._is_agreed(model, is_ours):
             agree(capacities, _device_of_agreements())
         elif take_notes(capacities):  # of layers whose config is not that of the model
             raise excess_error(dist.get_rank())
 
-    def _is_agreed(self, model: list[Any], is_ours: Callable[[Any], bool]) -> bool:
+    def _is_agreed(self, model: list[object], is_ours: Callable[[Config], bool]) -> bool:
         """Return whether the step of this model ends with an agreement: the same on all ranks, those without MoE layers too."""
         if not model or self.has_runner:
             return False
@@ -151,16 +150,12 @@ def serve_new_groups(patches: Patches, buffers: LayerBuffers) -> None:
     """Let `parallel_state.destroy_model_parallel` release the buffers of the groups that it forgets. It does not destroy them."""
     from megatron.core import parallel_state
 
-    stock = parallel_state.destroy_model_parallel
-
-    @functools.wraps(stock)
-    def destroy_model_parallel(*args: Any, **kwargs: Any) -> None:
+    @patches.around(parallel_state, "destroy_model_parallel")
+    def release(stock: Stock, *args: object, **kwargs: object) -> None:
         forgotten = parallel_state.get_expert_tensor_and_model_parallel_group(check_initialized=False)
         stock(*args, **kwargs)
         if forgotten is not None:
             buffers.release(lambda group: group is forgotten)
-
-    patches.set(parallel_state, "destroy_model_parallel", destroy_model_parallel)
 
 
 def _is_capturing() -> bool:

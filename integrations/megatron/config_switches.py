@@ -1,21 +1,21 @@
 """Settings that Megatron-Core's config would refuse, or replace, for a dispatcher that it does not know."""
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
+from deepep_moe.integrations.common.meanwhile import meanwhile
 from deepep_moe.integrations.megatron.cuda_graphs import moe_part_hidden
-from deepep_moe.integrations.megatron.patches import Patches
+from deepep_moe.integrations.megatron.options import Config
+from deepep_moe.integrations.megatron.patches import Patches, Stock
 from deepep_moe.integrations.megatron.shared_experts import check_shared_overlap
 
 
 def serve_config(
     patches: Patches,
-    choose: Callable[[Any], None],
-    is_ours: Callable[[Any], bool],
+    choose: Callable[[Config], None],
+    is_ours: Callable[[Config], bool],
     backend_field: str,
-    is_sync_free: Callable[[Any], bool],
+    is_sync_free: Callable[[Config], bool],
 ) -> None:
     """Let `choose` complete configs, and let those of which `is_ours` is true then keep what they ask for.
 
@@ -26,39 +26,25 @@ def serve_config(
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    stock = TransformerConfig.__post_init__
-    hidden: dict[str, Any] = {"moe_expert_rank_capacity_factor": None}
+    hidden: dict[str, object] = {"moe_expert_rank_capacity_factor": None}
     if not hasattr(SharedExpertMLP, "wait_current_stream"):
         hidden["moe_shared_expert_overlap"] = False
 
-    @functools.wraps(stock)
-    def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        choose(self)
-        if not is_ours(self):
-            stock(self, *args, **kwargs)
+    @patches.around(TransformerConfig, "__post_init__")
+    def complete(stock: Stock, config: TransformerConfig, *args: object, **kwargs: object) -> None:
+        choose(config)
+        if not is_ours(config):
+            stock(config, *args, **kwargs)
             return
-        if hasattr(self, backend_field) and getattr(self, "moe_enable_deepep", False):
-            backend = getattr(self, backend_field)
+        if hasattr(config, backend_field) and getattr(config, "moe_enable_deepep", False):
+            backend = getattr(config, backend_field)
             raise ValueError(
                 f"moe_enable_deepep is True, which puts {backend_field}={backend!r} back to DeepEP's 'deepep'; leave "
                 "moe_enable_deepep out (drop --moe-enable-deepep)"
             )
         with contextlib.ExitStack() as undo:
-            if is_sync_free(self):
-                undo.enter_context(moe_part_hidden(self))
-            undo.enter_context(_without(self, {name: value for name, value in hidden.items() if hasattr(self, name)}))
-            stock(self, *args, **kwargs)
-        check_shared_overlap(self)
-
-    patches.set(TransformerConfig, "__post_init__", __post_init__)
-
-
-@contextlib.contextmanager
-def _without(config: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Let the config have these values meanwhile."""
-    asked_for = {name: getattr(config, name) for name in values}
-    vars(config).update(values)
-    try:
-        yield
-    finally:
-        vars(config).update(asked_for)
+            if is_sync_free(config):
+                undo.enter_context(moe_part_hidden(config))
+            undo.enter_context(meanwhile(config, **{name: value for name, value in hidden.items() if hasattr(config, name)}))
+            stock(config, *args, **kwargs)
+        check_shared_overlap(config)

@@ -5,19 +5,18 @@ graphs need nothing. A graph that holds dispatch and combine needs calls whose h
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from deepep_moe.integrations.megatron.options import Options
-from deepep_moe.integrations.megatron.patches import Patches
+from deepep_moe.integrations.megatron.options import Config, Options
+from deepep_moe.integrations.megatron.patches import Patches, Stock
 
 _FIELDS = ("cuda_graph_modules", "cuda_graph_scope")  # from 0.19; before
 _MOE, _ROUTER, _ITERATION = "moe", "moe_router", "full_iteration"
 _HOLDERS = frozenset({"full", _MOE, _ITERATION})  # parts with dispatch and combine
 
 
-def graphed_parts(config: Any) -> tuple[str, frozenset[str]]:
+def graphed_parts(config: Config) -> tuple[str, frozenset[str]]:
     """Return who captures ("none" for nobody) and the names of the parts. None named, or "full", is the whole layer.
 
     The config may have been checked by Megatron-Core or not yet, and be of any version. Before 0.16 `enable_cuda_graph` and
@@ -32,18 +31,18 @@ def graphed_parts(config: Any) -> tuple[str, frozenset[str]]:
     return impl, frozenset(getattr(part, "name", part) for field in _FIELDS for part in _parts_of(config, field))
 
 
-def _parts_of(config: Any, field: str) -> list[Any]:
+def _parts_of(config: Config, field: str) -> list[Any]:
     value = getattr(config, field, None) or []
     return value.split(",") if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else [value]
 
 
-def holds_calls(config: Any) -> bool:
+def holds_calls(config: Config) -> bool:
     """Return whether dispatch and combine of a layer with this config become part of a CUDA graph."""
     impl, parts = graphed_parts(config)
     return impl != "none" and (not parts or bool(parts & _HOLDERS))
 
 
-def check_graphs(config: Any, options: Options, is_sync_free: bool) -> None:
+def check_graphs(config: Config, options: Options, is_sync_free: bool) -> None:
     """Raise ValueError for CUDA graphs that would hold calls which cannot be captured."""
     if not holds_calls(config):
         return
@@ -67,7 +66,7 @@ def check_graphs(config: Any, options: Options, is_sync_free: bool) -> None:
 
 
 @contextlib.contextmanager
-def moe_part_hidden(config: Any) -> Iterator[None]:
+def moe_part_hidden(config: Config) -> Iterator[None]:
     """Hide the part "moe" from Megatron-Core's check, which knows it for experts with padding to a capacity only. Parts that exclude it
     stay for that check to refuse."""
     impl, parts = graphed_parts(config)
@@ -84,18 +83,15 @@ def moe_part_hidden(config: Any) -> Iterator[None]:
     setattr(config, checked, [*_parts_of(config, checked), names[_MOE]])
 
 
-def serve_full_graphs(patches: Patches, end: Callable[[Any], None]) -> None:
+def serve_full_graphs(patches: Patches, end: Callable[[object], None]) -> None:
     """Let each step of `FullCudaGraphWrapper`, which may be a replay without a line of Python in it, end with `end(model)`."""
     try:
         from megatron.core.full_cuda_graph import FullCudaGraphWrapper
     except ImportError:  # 0.13
         return
-    stock = FullCudaGraphWrapper.__call__
 
-    @functools.wraps(stock)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = stock(self, *args, **kwargs)
+    @patches.around(FullCudaGraphWrapper, "__call__")
+    def run(stock: Stock, *args: object, **kwargs: object) -> object:
+        result = stock(*args, **kwargs)
         end(kwargs["model"])
         return result
-
-    patches.set(FullCudaGraphWrapper, "__call__", __call__)

@@ -28,6 +28,7 @@ from deepep_moe.integrations.megatron.cuda_graphs import check_graphs
 from deepep_moe.integrations.megatron.fp8_experts import check_fp8
 from deepep_moe.integrations.megatron.gating import choice_for, stage_group
 from deepep_moe.integrations.megatron.grouped_experts import whose_experts
+from deepep_moe.integrations.megatron.options import Config
 from deepep_moe.integrations.megatron.over_budget import HOW_TO_GO_ON, is_judged_at_end
 from deepep_moe.integrations.megatron.recompute import Dispatched, record, recorded, take_recorded, trains
 from deepep_moe.integrations.megatron.recv_capacity import FACTOR_FIELD, RecvCapacity
@@ -50,7 +51,7 @@ class _CommManager(SimpleNamespace):
     factor to None before it runs a step again, and back afterwards.
     """
 
-    def __init__(self, capacity: RecvCapacity | None, count_rows: Callable[[], Any]):
+    def __init__(self, capacity: RecvCapacity | None, count_rows: Callable[[], object]):
         super().__init__(token_probs=None, dispatched_probs=None, get_number_of_tokens_per_expert=count_rows)
         self._capacity = capacity
 
@@ -96,7 +97,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
     Everything differentiable goes through arguments and returns. Raises ValueError for configurations that it does not serve.
     """
 
-    def __init__(self, num_local_experts: int, local_expert_indices: list[int], config: Any, *, buffers: LayerBuffers, **groups: Any):
+    def __init__(self, num_local_experts: int, local_expert_indices: list[int], config: Config, *, buffers: LayerBuffers, **groups: Any):
         _check_config(config, buffers.options.expert_alignment)
         if buffers.options.sums != "ranks" and getattr(config, "moe_apply_probs_on_input", False):
             raise ValueError(
@@ -128,7 +129,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         # Local graphs write the choices of later micro batches into the tensor of the first one, whose backward still needs it.
         self._choice_is_overwritten = getattr(config, "cuda_graph_impl", None) == "local"
 
-    def set_shared_experts(self, shared_experts: Any) -> None:
+    def set_shared_experts(self, shared_experts: object) -> None:
         """Let the shared experts [T, H] -> [T, H] run beside the calls, on their own stream. `moe_shared_expert_overlap` asks for it."""
         self._shared = SharedExperts(shared_experts)
 
@@ -192,7 +193,9 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             return capacity is not None
         return capacity.factor is not None and self._is_training and is_judged_at_end(self.config, self.tp_ep_group)
 
-    def run_layer(self, forward: Callable[..., Any], layer: Any, hidden_states: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
+    def run_layer(
+        self, forward: Callable[..., object], layer: object, hidden_states: torch.Tensor | None, *args: object, **kwargs: object
+    ) -> Any:
         """Run `forward(layer, hidden_states [S/TP, B, H], ...)`, which makes a dispatch and a combine.
 
         If it fails on this rank between these calls, in the router or an expert, the peers raise EPPeerError with its error in their next
@@ -215,7 +218,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
                 self._shared.forget()
             raise
 
-    def run_part(self, part: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_part(self, part: Callable[..., object], *args: object, **kwargs: object) -> Any:
         """Run `part(...)`, which makes no call of the buffer. If it fails on this rank, the peers are told.
 
         These are methods of the layer. A recomputation of it, and the 1F1B schedule, run its parts only, so `run_layer` cannot tell them.
@@ -231,7 +234,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
                 notify_peers(buffer, error, num_calls)
             raise
 
-    def run_first_part(self, part: Callable[..., Any], hidden_states: torch.Tensor, *args: Any) -> Any:
+    def run_first_part(self, part: Callable[..., object], hidden_states: torch.Tensor, *args: object) -> Any:
         """Run `part(hidden_states [S/TP, B, H], ...)`, which comes before the dispatch, as `run_part` does. Collective at first."""
         self._buffer_for(hidden_states)
         return self.run_part(part, hidden_states, *args)
@@ -293,7 +296,9 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self.topk_idx = topk_idx.clone() if self._choice_is_overwritten else topk_idx
         return x, topk_weights
 
-    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def token_dispatch(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, H], topk_weights [T, TP * topk] -> recv_x [R, H] grouped by local expert, recv_topk_weights [R] fp32."""
         if self._shared is not None:
             self._shared.before_dispatch(hidden_states)
@@ -342,7 +347,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
                 self._capacity.note(out.handle)
             return out
 
-        def explained(call: Callable[..., tuple[Buffer, DispatchOutput]], *dispatched: Any) -> tuple[Buffer, DispatchOutput]:
+        def explained(call: Callable[..., tuple[Buffer, DispatchOutput]], *dispatched: object) -> tuple[Buffer, DispatchOutput]:
             try:
                 return call(num_tokens, send, *dispatched)
             except ValueError as error:
@@ -387,7 +392,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         """Return the rows as they are, as there is no permutation to undo."""
         return hidden_states
 
-    def token_combine(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def token_combine(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """Expert outputs [R, H] -> their sum for each token [T, H], accumulated in fp32, plus the output of shared experts that ran beside
         the calls."""
         forward = self._current
@@ -437,7 +442,7 @@ def _timed(counting: LayerMetrics | None, rows: torch.Tensor) -> contextlib.Abst
     return contextlib.nullcontext() if counting is None else counting.timed(rows.device)
 
 
-def _check_config(config: Any, expert_alignment: int) -> None:
+def _check_config(config: Config, expert_alignment: int) -> None:
     """Raise ValueError for switches that the dispatcher would not honour."""
     check_shared_overlap(config)
     _check_rows(config)
@@ -464,7 +469,7 @@ def _check_config(config: Any, expert_alignment: int) -> None:
         )
 
 
-def _check_rows(config: Any) -> None:
+def _check_rows(config: Config) -> None:
     """Raise ValueError for rows that no buffer takes. (The width of a latent row is that of a smaller projection.)"""
     name = "moe_latent_size" if getattr(config, "moe_latent_size", None) else "hidden_size"
     hidden, dtype = getattr(config, name), config.params_dtype
@@ -475,7 +480,7 @@ def _check_rows(config: Any) -> None:
         )
 
 
-def _quantized_alignment(config: Any) -> int:
+def _quantized_alignment(config: Config) -> int:
     """Return the multiple of rows that an expert's matrix products need in the config's fp8 or fp4."""
     try:
         from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization

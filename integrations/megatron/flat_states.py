@@ -7,8 +7,6 @@ grouped experts take, SequentialMLP or TEGroupedMLP: what is saved is moved ther
 store parameters by name.
 """
 
-import contextlib
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +17,8 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from deepep_moe.errors import EPError
-from deepep_moe.integrations.megatron.patches import Patches
+from deepep_moe.integrations.common.meanwhile import meanwhile
+from deepep_moe.integrations.megatron.patches import Patches, Stock
 from deepep_moe.integrations.megatron.stacked_checkpoint import by_expert, is_stacked
 
 _START = 64  # elements: parameters begin at multiples of it
@@ -144,20 +143,17 @@ def _is_alone(parameter: torch.Tensor) -> bool:
 
 def serve_optimizers(patches: Patches) -> None:
     """Let distributed optimizers with stacked parameters save and load files in Megatron-Core's order, also after `disable()`."""
-    stock = DistributedOptimizer.__init__
 
-    @functools.wraps(stock)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        stock(self, *args, **kwargs)
-        if any(is_stacked(parameter) for buffer in getattr(self, "buffers", ()) for parameter in buffer.params):
-            if type(self) is not DistributedOptimizer:
+    @patches.around(DistributedOptimizer, "__init__")
+    def construct(stock: Stock, optimizer: DistributedOptimizer, *args: object, **kwargs: object) -> None:
+        stock(optimizer, *args, **kwargs)
+        if any(is_stacked(parameter) for buffer in getattr(optimizer, "buffers", ()) for parameter in buffer.params):
+            if type(optimizer) is not DistributedOptimizer:
                 raise EPError(
-                    f"{type(self).__name__} is not DistributedOptimizer itself; use that one, or keep Megatron-Core's experts "
+                    f"{type(optimizer).__name__} is not DistributedOptimizer itself; use that one, or keep Megatron-Core's experts "
                     "(experts='framework')"
                 )
-            self.__class__ = StackedDistributedOptimizer
-
-    patches.set(DistributedOptimizer, "__init__", __init__)
+            optimizer.__class__ = StackedDistributedOptimizer
 
 
 class StackedDistributedOptimizer(DistributedOptimizer):
@@ -165,7 +161,7 @@ class StackedDistributedOptimizer(DistributedOptimizer):
 
     _is_by_name = False  # while a format that stores parameters by name reads the flat buckets
 
-    def _orders(self: Any) -> dict[int, _Order]:
+    def _orders(self) -> dict[int, _Order]:
         """Return the order of each buffer with stacked parameters."""
         return {
             index: _Order(buffer, self.model_chunks[self.gbuf_idx_to_model_idx_map[index]].bucket_size)
@@ -175,7 +171,7 @@ class StackedDistributedOptimizer(DistributedOptimizer):
 
     # dp_reshardable
 
-    def sharded_param_state_dp_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def sharded_param_state_dp_reshardable(self, *args: object, **kwargs: object) -> Any:
         state = super().sharded_param_state_dp_reshardable(*args, **kwargs)
         for index, order in self._orders().items():
             for buckets in state[index].values():
@@ -184,7 +180,7 @@ class StackedDistributedOptimizer(DistributedOptimizer):
             state[name].data = numels
         return state
 
-    def load_parameter_state_from_dp_reshardable(self: Any, state_dict: Any) -> Any:
+    def load_parameter_state_from_dp_reshardable(self, state_dict: Any) -> Any:
         ours = {"per_bucket_numel": self.per_bucket_numel, "per_bucket_numel_unpadded": self.per_bucket_numel_unpadded}
         for name, numels in self._numels_in_file().items():
             if name == "per_bucket_numel_unpadded" and state_dict.get(name, numels) != numels:
@@ -195,7 +191,7 @@ class StackedDistributedOptimizer(DistributedOptimizer):
                 )
         super().load_parameter_state_from_dp_reshardable({**state_dict, **ours})
 
-    def _numels_in_file(self: Any) -> dict[str, list[dict[torch.dtype, list[int]]]]:
+    def _numels_in_file(self) -> dict[str, list[dict[torch.dtype, list[int]]]]:
         """Return `per_bucket_numel` and `per_bucket_numel_unpadded` of files."""
         padded, unpadded = list(self.per_bucket_numel), list(self.per_bucket_numel_unpadded)
         for index, order in self._orders().items():
@@ -208,11 +204,11 @@ class StackedDistributedOptimizer(DistributedOptimizer):
 
     # the gathered format
 
-    def get_parameter_state_dp_zero(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def get_parameter_state_dp_zero(self, *args: object, **kwargs: object) -> Any:
         state = super().get_parameter_state_dp_zero(*args, **kwargs)
         return state if state is None or self._is_by_name else self._moved(state, to_file=True)
 
-    def load_parameter_state_from_dp_zero(self: Any, state_dict: Any, *, update_legacy_format: bool = False) -> Any:
+    def load_parameter_state_from_dp_zero(self, state_dict: dict[int, Any] | None, *, update_legacy_format: bool = False) -> Any:
         if update_legacy_format:
             raise ValueError(
                 "update_legacy_format is True, but grouped experts do not read the optimizer's format of before February 2024; load the "
@@ -222,7 +218,7 @@ class StackedDistributedOptimizer(DistributedOptimizer):
             state_dict = self._moved(state_dict, to_file=False)
         super().load_parameter_state_from_dp_zero(state_dict)
 
-    def _moved(self: Any, state: dict[int, Any], *, to_file: bool) -> dict[int, Any]:
+    def _moved(self, state: dict[int, Any], *, to_file: bool) -> dict[int, Any]:
         state = dict(state)
         for index, order in self._orders().items():
             source, target = (order.here, order.in_file) if to_file else (order.in_file, order.here)
@@ -234,7 +230,7 @@ class StackedDistributedOptimizer(DistributedOptimizer):
 
     # the format of flat buckets before Megatron-Core 0.14
 
-    def sharded_param_state_fs_bucket_space(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def sharded_param_state_fs_bucket_space(self, *args: object, **kwargs: object) -> Any:
         raise EPError(
             "distrib_optim_sharding_type is 'fully_sharded_bucket_space', which grouped experts do not store in Megatron-Core's order; set "
             "it to 'dp_zero_gather_scatter', or keep Megatron-Core's experts (experts='framework')"
@@ -242,17 +238,9 @@ class StackedDistributedOptimizer(DistributedOptimizer):
 
     # a format that stores parameters by name
 
-    def sharded_param_state_fully_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._reads_by_name():
+    def sharded_param_state_fully_reshardable(self, *args: object, **kwargs: object) -> Any:
+        with meanwhile(self, _is_by_name=True):
             return super().sharded_param_state_fully_reshardable(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _reads_by_name(self) -> Iterator[None]:
-        self._is_by_name = True
-        try:
-            yield
-        finally:
-            self._is_by_name = False
 
 
 # ---- entries of dp_reshardable ----
@@ -269,13 +257,13 @@ def _split_entries(buckets: list[list[dict[str, Any]]], order: _Order, *, has_ga
     buckets[0] += gaps
 
 
-def _gap(entry: dict[str, Any], bucket: int, start: int, end: int, order: _Order) -> dict[str, Any]:
+def _gap(entry: dict[str, object], bucket: int, start: int, end: int, order: _Order) -> dict[str, Any]:
     tensors = {key: value for key, value in entry.items() if isinstance(value, ShardedTensor)}
     empty = {key: _piece(value, value.key, value.data.new_zeros(end - start), bucket, start, order) for key, value in tensors.items()}
     return {**empty, "padding": LocalNonpersistentObject(True)}
 
 
-def _split(tensor: Any, bucket: int, order: _Order) -> Any:
+def _split(tensor: object, bucket: int, order: _Order) -> Any:
     if not isinstance(tensor, ShardedTensor):
         return tensor
     if tensor.flattened_range is not None:
@@ -285,7 +273,7 @@ def _split(tensor: Any, bucket: int, order: _Order) -> Any:
         )
     spans = list(order.spans(bucket, tensor.global_offset[0], tensor.local_shape[0]))
 
-    def build(key: str, data: torch.Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
+    def build(key: str, data: torch.Tensor, replica_id: object, flattened_range: slice | None) -> list[ShardedTensor]:
         pieces, end = [], 0
         for part, first, last in spans:
             begin, end = end, end + last - first

@@ -1,13 +1,13 @@
 """Grouped experts whose products take the fp8 rows of a dispatch, and what their layers cannot be combined with (`enable(fp8=True)`)."""
 
-import functools
 from typing import Any
 
 import torch
 
 from deepep_moe.integrations.megatron.grouped_experts import GroupedMLP
-from deepep_moe.integrations.megatron.patches import Patches
-from deepep_moe.ops.fp8_kept import KeptWeights
+from deepep_moe.integrations.megatron.options import Config
+from deepep_moe.integrations.megatron.patches import Patches, Stock
+from deepep_moe.ops.fp8_kept import KeptWeights, is_captured
 from deepep_moe.ops.fp8_products import check_widths
 
 _REFUSED = {
@@ -29,12 +29,12 @@ class Fp8GroupedMLP(GroupedMLP):
     is_first_microbatch: bool | None = None
     """None: nobody has said so yet, and each forward quantizes. Forwards set True to False."""
 
-    def __init__(self, num_local_experts: int, config: Any, *args: Any, **kwargs: Any):
+    def __init__(self, num_local_experts: int, config: Config, *args: Any, **kwargs: Any):
         super().__init__(num_local_experts, config, *args, **kwargs)
         self.kept_weights = KeptWeights()
 
     @classmethod
-    def check_config(cls, config: Any, is_te: bool) -> None:
+    def check_config(cls, config: Config, is_te: bool) -> None:
         super().check_config(config, is_te)
         check_widths(moe_ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size)
 
@@ -47,7 +47,7 @@ class Fp8GroupedMLP(GroupedMLP):
         self.kept_weights.release()
 
     def _copies_of_weights(self, w1: torch.Tensor, w2: torch.Tensor) -> dict[str, Any]:
-        if _is_captured(w1):
+        if is_captured(w1):
             self.kept_weights.release()  # of forwards before the capture
             return {}
         if self.is_first_microbatch is None or getattr(self.config, "disable_parameter_transpose_cache", False):
@@ -57,29 +57,20 @@ class Fp8GroupedMLP(GroupedMLP):
         return {"kept": self.kept_weights, "is_first_microbatch": is_first}
 
 
-def _is_captured(weight: torch.Tensor) -> bool:
-    """Return whether the forward is captured into a CUDA graph, of which nobody knows to which micro-batches it will be replayed."""
-    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def serve_first_microbatches(patches: Patches) -> None:
     """Let `set_is_first_microbatch()` of a model reach fp8 experts whatever the config's `fp8` is, without which Megatron-Core does
     nothing in it."""
     from megatron.core.transformer.module import MegatronModule
 
-    stock = MegatronModule.set_is_first_microbatch
-
-    @functools.wraps(stock)
-    def set_is_first_microbatch(self: Any) -> None:
-        stock(self)
-        for module in self.modules():
+    @patches.around(MegatronModule, "set_is_first_microbatch")
+    def set_in_all(stock: Stock, model: MegatronModule) -> None:
+        stock(model)
+        for module in model.modules():
             if isinstance(module, Fp8GroupedMLP):
                 module.is_first_microbatch = True
 
-    patches.set(MegatronModule, "set_is_first_microbatch", set_is_first_microbatch)
 
-
-def check_fp8(config: Any) -> None:
+def check_fp8(config: Config) -> None:
     """Raise ValueError for a layer whose rows cannot travel as fp8."""
     if config.fp8 and config.fp8_recipe != "blockwise":
         raise ValueError(

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from deepep_moe.integrations.common.warn_once import warn_once
-from deepep_moe.integrations.megatron.patches import Patches
+from deepep_moe.integrations.megatron.options import Config
+from deepep_moe.integrations.megatron.patches import Patches, Stock
+from deepep_moe.library import Context
 from deepep_moe.ops.gate import FullGateOutput, gate_full, why_not
 from deepep_moe.ops.lanes import weights_at
 
@@ -57,7 +59,7 @@ def _attach_choice(routing_map: torch.Tensor, probs: torch.Tensor, *lists: torch
     setattr(probs, _MAP, weakref.ref(routing_map))
 
 
-def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
+def serve_routers(patches: Patches, is_served: Callable[[Config], bool]) -> None:
     """Let the gate choose, and compute scores for auxiliary losses, for routers whose config `is_served`.
 
     Megatron-Core's own routing runs where the gate cannot, and one log line says why. The gate takes only fp32 logits, because
@@ -66,22 +68,21 @@ def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
     """
     from megatron.core.transformer.moe import router
 
-    routing = router.TopKRouter.routing
-    served: list[Any] = [None]  # the configs of the routers that run, None where the gate does not serve
+    served: list[object] = [None]  # the configs of the routers that run, None where the gate does not serve
     _serve_losses(patches)
 
-    def replacement(name: str, ours: Callable[[dict[str, Any], bool], Any], known: set[str]) -> Callable[..., Any]:
+    def replacement(name: str, ours: Callable[[dict[str, object], bool], object], known: set[str]) -> Callable[..., Any]:
         original = getattr(router, name)
         parameters = inspect.signature(original)
         names = tuple(parameters.parameters)
 
-        def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        def named(args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Any]:
             given = dict(zip(names, args, strict=False)) | kwargs
             if len(given) == len(args) + len(kwargs) and parameters.parameters.keys() >= given.keys():
                 return given
             return parameters.bind(*args, **kwargs).arguments  # which says what is wrong
 
-        def choose(*args: Any, **kwargs: Any) -> Any:
+        def choose(*args: object, **kwargs: object) -> Any:
             if served[-1] is None:
                 return original(*args, **kwargs)
             reason = _replaced(name, original)
@@ -94,10 +95,11 @@ def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
 
         return choose
 
-    def route(self: Any, *args: Any, **kwargs: Any) -> Any:
-        served.append(self.config if is_served(self.config) else None)
+    @patches.around(router.TopKRouter, "routing")
+    def route(stock: Stock, module: router.TopKRouter, *args: object, **kwargs: object) -> object:
+        served.append(module.config if is_served(module.config) else None)
         try:
-            return routing(self, *args, **kwargs)
+            return stock(module, *args, **kwargs)
         finally:
             served.pop()
 
@@ -106,7 +108,6 @@ def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
             warn_once(f"Megatron-Core's own routing is used, without the gate of deepep_moe: this version has no {name}")
         else:
             patches.set(router, name, replacement(name, ours, known))
-    patches.set(router.TopKRouter, "routing", route)
     _serve_counts(patches, router)
 
 
@@ -117,18 +118,16 @@ def _serve_counts(patches: Patches, router: Any) -> None:
     if stock is None or stock.__module__ != router.__name__:  # before 0.16, or somebody else's
         return
 
-    @functools.wraps(stock)
-    def _apply_expert_bias(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+    @patches.around(router.TopKRouter, "_apply_expert_bias")
+    def count(stock: Stock, module: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
         choice = None if padding_mask is not None else choice_for(routing_map)
         if choice is None:
-            stock(self, routing_map, padding_mask=padding_mask)
-        elif self.enable_expert_bias and torch.is_grad_enabled():
-            self.local_tokens_per_expert.add_(choice.num_tokens_per_expert)
-
-    patches.set(router.TopKRouter, "_apply_expert_bias", _apply_expert_bias)
+            stock(module, routing_map, padding_mask=padding_mask)
+        elif module.enable_expert_bias and torch.is_grad_enabled():
+            module.local_tokens_per_expert.add_(choice.num_tokens_per_expert)
 
 
-def has_loss_scaler(config: Any) -> bool:
+def has_loss_scaler(config: Config) -> bool:
     """Return whether Megatron-Core scales the loss of a model with this config. It does for fp16, and skips steps that overflow, with a
     dynamic and with a constant scale alike."""
     return bool(getattr(config, "fp16", False))
@@ -143,7 +142,7 @@ def stage_group() -> "dist.ProcessGroup | None":
     return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
 
 
-def _replaced(name: str, original: Any) -> str | None:
+def _replaced(name: str, original: object) -> str | None:
     """Return the reason why `original`, or a function that it calls, is not Megatron-Core's own, or None.
 
     A wrapper may have the name of the function that it wraps, but its globals are those of its own module.
@@ -232,13 +231,13 @@ class _AttachLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, probs: torch.Tensor, topk_weights: torch.Tensor, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Context, probs: torch.Tensor, topk_weights: torch.Tensor, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(loss)
         return probs, topk_weights
 
     @staticmethod
-    def backward(ctx: Any, grad_probs: Any, grad_weights: Any) -> tuple[Any, Any, torch.Tensor]:
+    def backward(ctx: Context, grad_probs: object, grad_weights: object) -> tuple[Any, Any, torch.Tensor]:
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
         return grad_probs, grad_weights, MoEAuxLossAutoScaler.backward(ctx, grad_probs)[1]
@@ -248,9 +247,8 @@ def _serve_losses(patches: Patches) -> None:
     """Let the gate's choice stay with probs to which Megatron-Core attaches a loss."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    stock = MoEAuxLossAutoScaler.apply
-
-    def apply(output: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    @patches.around(MoEAuxLossAutoScaler, "apply")
+    def attach(stock: Stock, output: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
         routing_map: torch.Tensor | None = getattr(output, _MAP, lambda: None)()
         choice = None if routing_map is None else choice_for(routing_map)
         if routing_map is None or choice is None or choice.weights_for(output) is not choice.topk_weights:
@@ -259,8 +257,6 @@ def _serve_losses(patches: Patches) -> None:
         probs, topk_weights = _AttachLoss.apply(output, choice.topk_weights, loss)
         _attach_choice(routing_map, probs, choice.topk_idx, topk_weights, choice.num_tokens_per_expert)
         return probs
-
-    patches.set(MoEAuxLossAutoScaler, "apply", staticmethod(apply))
 
 
 _REPLACEMENTS: dict[str, tuple[Callable[[dict[str, Any], bool], Any], set[str]]] = {

@@ -19,7 +19,8 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 
-from deepep_moe.integrations.megatron.patches import Patches
+from deepep_moe.integrations.megatron.options import Config
+from deepep_moe.integrations.megatron.patches import Patches, Stock
 from deepep_moe.integrations.megatron.stacked_checkpoint import mark_stack, stack_sharded
 from deepep_moe.ops.grouped_mlp import Activation, clear_tail, grouped_mlp
 from deepep_moe.ops.grouped_products import why_not_grouped
@@ -70,7 +71,7 @@ class GroupedMLP(SequentialMLP):
 
     _frame: Any
 
-    def __init__(self, num_local_experts: int, config: Any, submodules: Any, *args: Any, is_te: bool = False, **kwargs: Any):
+    def __init__(self, num_local_experts: int, config: Config, submodules: Any, *args: Any, is_te: bool = False, **kwargs: Any):
         """`is_te`: this takes the place of a TEGroupedMLP, not of a SequentialMLP."""
         self.check_config(config, is_te)
         if is_te:
@@ -111,7 +112,7 @@ class GroupedMLP(SequentialMLP):
                     draw(weight)
 
     @classmethod
-    def check_config(cls, config: Any, is_te: bool) -> None:
+    def check_config(cls, config: Config, is_te: bool) -> None:
         """Raise ValueError for settings that these experts do not honour."""
         if (reason := why_not_honoured(config, cls.refused(is_te))) is not None:
             raise ValueError(f"{reason}, or keep Megatron-Core's experts: experts='framework' (--experts framework)")
@@ -168,12 +169,12 @@ class GroupedMLP(SequentialMLP):
 
     # ---- checkpoints ----
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: object, **kwargs: object) -> Any:
         """Return what the class whose place this one takes does: an entry for each expert, in the stacked parameters' memory."""
         with contextlib.nullcontext() if self._is_te else self._expanded():
             return super().state_dict(*args, **kwargs)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: object = None) -> dict[str, Any]:
         """Return entries that save and load what SequentialMLP's do, one for each stacked parameter. The optimizer finds it by them."""
         with self._expanded():
             entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
@@ -182,7 +183,7 @@ class GroupedMLP(SequentialMLP):
             entries[f"{prefix}{name}.{kind}"] = stack_sharded(of_experts, parameter, f"{prefix}experts.{name}.{kind}")
         return entries
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: object) -> None:
         is_stacked = f"{prefix}linear_fc1.weight" in state_dict  # which sharded checkpoints have
         has_frame = any(name.startswith(f"{prefix}local_experts.") for name in state_dict)
         is_te = not is_stacked and (f"{prefix}linear_fc1.weight0" in state_dict or (self._is_te and not has_frame))
@@ -236,7 +237,7 @@ class _Stacked(torch.nn.Module):
     reads_te = False
     """The state dict that is being loaded has TEGroupedMLP's names."""
 
-    def __init__(self, linears: list[Any], config: Any, is_te: bool):
+    def __init__(self, linears: list[Any], config: Config, is_te: bool):
         super().__init__()
         self._hooks: list[Callable[[], None]] = []
         self._is_te, self._fuses = is_te, bool(config.gradient_accumulation_fusion)
@@ -287,7 +288,7 @@ class _Stacked(torch.nn.Module):
 
     # ---- checkpoints ----
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, object], prefix: str, keep_vars: bool) -> None:
         """Save TEGroupedMLP's entries, or nothing, as the frame does."""
         if not self._is_te:
             return
@@ -339,7 +340,7 @@ def _stack(parameters: list[Any]) -> torch.nn.Parameter | None:
 # ---- configuration ----
 
 
-def why_not_honoured(config: Any, refused: dict[str, str]) -> str | None:
+def why_not_honoured(config: Config, refused: dict[str, str]) -> str | None:
     """Return which setting among `refused`, or which value of another one, grouped experts do not honour, and what to do."""
     for name, fix in refused.items():
         if getattr(config, name, None):
@@ -363,7 +364,7 @@ def _why_not_trained() -> str | None:
     return None
 
 
-def _why_not_fast(config: Any) -> str | None:
+def _why_not_fast(config: Config) -> str | None:
     """Return why the products of this config's experts are not made at once."""
     hidden, inner = getattr(config, "moe_latent_size", None) or config.hidden_size, config.moe_ffn_hidden_size or config.ffn_hidden_size
     if config.params_dtype != torch.bfloat16:
@@ -372,7 +373,7 @@ def _why_not_fast(config: Any) -> str | None:
     return why_not_grouped(torch.empty(0, hidden, dtype=config.params_dtype, device=device), inner)
 
 
-def _activation(config: Any) -> Activation:
+def _activation(config: Config) -> Activation:
     if not config.gated_linear_unit:
         return config.activation_func
     clamp, offset = getattr(config, "activation_func_clamp_value", None), getattr(config, "glu_linear_offset", 0.0)
@@ -392,7 +393,7 @@ def _gated(inner: Tensor, *, function: Callable[[Tensor], Tensor], clamp: float 
 
 
 def serve_experts(
-    patches: Patches, is_ours: Callable[[Any], bool], experts: type[GroupedMLP] = GroupedMLP, *, insists: bool = True
+    patches: Patches, is_ours: Callable[[Config], bool], experts: type[GroupedMLP] = GroupedMLP, *, insists: bool = True
 ) -> None:
     """Let `SequentialMLP(...)` and `TEGroupedMLP(...)` construct `experts` for the configs of which `is_ours` is true.
 
@@ -402,30 +403,28 @@ def serve_experts(
     Layer specs have the classes in several forms and were often made before. All of them call them. Their `__init__` is replaced and not
     their `__new__`, because Python does not forget a `__new__` that is taken back.
     """
-    for stock in (SequentialMLP, TEGroupedMLP):
-        patches.set(stock, "__init__", _serving(stock, is_ours, experts, insists))
+    for stock_class in (SequentialMLP, TEGroupedMLP):
+        patches.around(stock_class, "__init__")(functools.partial(_construct, stock_class, is_ours, experts, insists))
 
 
-def _serving(cls: Any, is_ours: Callable[[Any], bool], experts: type[GroupedMLP], insists: bool) -> Callable[..., None]:
-    stock, is_te = cls.__init__, cls is TEGroupedMLP
-
-    @functools.wraps(stock)
-    def __init__(self: Any, num_local_experts: int, config: Any, *args: Any, **kwargs: Any) -> None:
-        if type(self) is not cls or not is_ours(config):
-            stock(self, num_local_experts, config, *args, **kwargs)
-            return
-        reason = None if insists else why_not_honoured(config, experts.refused(is_te)) or _why_not_trained() or _why_not_fast(config)
+def _construct(
+    stock_class: type, is_ours: Callable[[Config], bool], experts: type[GroupedMLP], insists: bool, stock: Stock, module: Any,
+    num_local_experts: int, config: Config, *args: object, **kwargs: object,
+) -> None:  # fmt: skip
+    is_te, is_served = stock_class is TEGroupedMLP, type(module) is stock_class and is_ours(config)
+    reason = None
+    if is_served and not insists:
+        reason = why_not_honoured(config, experts.refused(is_te)) or _why_not_trained() or _why_not_fast(config)
+    if not is_served or reason is not None:
+        stock(module, num_local_experts, config, *args, **kwargs)
         if reason is not None:
-            stock(self, num_local_experts, config, *args, **kwargs)
-            self.why_not_grouped = reason
-            return
-        self.__class__ = experts
-        experts.__init__(self, num_local_experts, config, *args, is_te=is_te, **kwargs)
-
-    return __init__
+            module.why_not_grouped = reason
+        return
+    module.__class__ = experts
+    experts.__init__(module, num_local_experts, config, *args, is_te=is_te, **kwargs)
 
 
-def whose_experts(experts: Any) -> str:
+def whose_experts(experts: object) -> str:
     """Return whose the experts of a layer are, and why they are not grouped."""
     if isinstance(experts, GroupedMLP):
         return f"deepep_moe's grouped experts in the place of {'TEGroupedMLP' if experts._is_te else 'SequentialMLP'}"

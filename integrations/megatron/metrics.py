@@ -5,7 +5,6 @@ that train: in training mode, with a backward to come, and once where they are r
 """
 
 import collections
-import functools
 import itertools
 import weakref
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepep_moe.integrations.megatron.patches import Patches
+from deepep_moe.integrations.megatron.patches import Patches, Stock
 from deepep_moe.nn.metrics import NUM_TOTALS, OVERLOADS, LayerMetrics, LayerReport
 from deepep_moe.nn.overload import overloads
 from deepep_moe.nn.writers import RoutingTrace, routing_trace
@@ -95,16 +94,13 @@ class Metrics:
 def serve_reports(patches: Patches, metrics: Metrics) -> None:
     """Let Megatron-Core's report of MoE losses write the metrics too. It is made on all ranks, in every step."""
     owner, name = _report()
-    stock = getattr(owner, name)
 
-    @functools.wraps(stock)
-    def report(*args: Any, **kwargs: Any) -> Any:
+    @patches.around(owner, name)
+    def report(stock: Stock, *args: Any, **kwargs: Any) -> object:
         result = stock(*args, **kwargs)
         given = dict(zip(("self", *_ARGUMENTS) if name == "report" else _ARGUMENTS, args, strict=False)) | kwargs
         metrics.write(given["iteration"], given.get("writer"), given.get("wandb_writer"))
         return result
-
-    patches.set(owner, name, report)
 
 
 _ARGUMENTS = ("loss_scale", "iteration", "writer", "wandb_writer")

@@ -4,12 +4,14 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from deepep_moe.arguments import as_int
+from deepep_moe.arguments import as_int, check_choice
 from deepep_moe.exchange.backends.select import BACKENDS
 from deepep_moe.exchange.checks import check_max_sms, check_num_sms
 from deepep_moe.group.settings import SUMS
 from deepep_moe.ops.fp8_products import GROUP_ALIGNMENT, check_alignment
 
+Config = Any
+"""A TransformerConfig of Megatron-Core, whose fields depend on its version."""
 EXPERTS = ("auto", "framework", "own")
 
 
@@ -32,21 +34,17 @@ class Options:
     sums: str = "ranks"
 
     def __post_init__(self) -> None:
-        _check_positive("expert_alignment", self.expert_alignment)
+        as_int("expert_alignment", self.expert_alignment, least=1)
         for name in ("num_max_tokens_per_rank", "ranks_per_node"):
             if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name))
+                as_int(name, getattr(self, name), least=1)
         check_num_sms(self.num_sms)
         check_max_sms(self.max_sms)
         for name in ("gate", "sync_free", "metrics", "fp8"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name} is {value!r}; it must be True or False")
-        if self.experts not in EXPERTS:
-            raise ValueError(f"experts is {self.experts!r}; it must be one of {list(EXPERTS)}")
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend is {self.backend!r}; it must be one of {list(BACKENDS)}")
-        if self.sums not in SUMS:
-            raise ValueError(f"sums is {self.sums!r}; it must be one of {list(SUMS)}")
+        for name, choices in (("experts", EXPERTS), ("backend", BACKENDS), ("sums", SUMS)):
+            check_choice(name, getattr(self, name), choices)
         if self.fp8:
             self._check_fp8()
         if self.recv_capacity_factor is not None:
@@ -64,14 +62,9 @@ class Options:
         check_alignment("expert_alignment", self.expert_alignment)
 
 
-def check_capacity_factor(name: str, value: Any) -> None:
+def check_capacity_factor(name: str, value: object) -> None:
     """Raise TypeError or ValueError for what is no factor."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is {value!r}; it must be a number")
     if not 0 < value < math.inf:
         raise ValueError(f"{name} is {value!r}; it must be a positive number, 1 for an even share of all rows")
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if (number := as_int(name, value)) < 1:
-        raise ValueError(f"{name} is {number}; it must be a positive whole number")

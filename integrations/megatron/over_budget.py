@@ -10,7 +10,6 @@ the step goes on, and all ranks of the job agree at its end:
 On GPUs such a step has lost rows until it is run again. On CPUs the dispatch is repeated at once with room for every routing.
 """
 
-import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -18,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from deepep_moe.errors import EPCapacityError
-from deepep_moe.integrations.megatron.patches import Patches
+from deepep_moe.integrations.megatron.options import Config
+from deepep_moe.integrations.megatron.patches import Patches, Stock
 from deepep_moe.integrations.megatron.recv_capacity import RecvCapacity
 
 HOW_TO_GO_ON = (
@@ -28,7 +28,7 @@ HOW_TO_GO_ON = (
 _JUDGES = "_deepep_moe_judges_steps"  # attribute of our finalize_model_grads
 
 
-def is_judged_at_end(config: Any, group: Any) -> bool:
+def is_judged_at_end(config: Config, group: Any) -> bool:
     """Return whether the steps of layers with this config end with an agreement of all ranks of the job. They do if more ranks step
     together than are in `group`, and the schedule calls our `finalize_model_grads`."""
     judges = getattr(getattr(config, "finalize_model_grads_func", None), _JUDGES, False)
@@ -60,14 +60,12 @@ def excess_error(rank: int) -> EPCapacityError:
     return error
 
 
-def serve_step_ends(patches: Patches, end_step: Callable[[list[Any]], None]) -> None:
+def serve_step_ends(patches: Patches, end_step: Callable[[list[object]], None]) -> None:
     """Let `megatron.core.distributed.finalize_model_grads(model)`, which ends the backward of a step, begin with `end_step(model)`."""
     from megatron.core import distributed
 
-    stock = distributed.finalize_model_grads
-
-    @functools.wraps(stock)
-    def finalize_model_grads(model: list[Any], *args: Any, **kwargs: Any) -> Any:
+    @patches.around(distributed, "finalize_model_grads")
+    def judge(stock: Stock, model: list[object], *args: object, **kwargs: object) -> object:
         try:
             end_step(model)
         except EPCapacityError:
@@ -77,8 +75,7 @@ def serve_step_ends(patches: Patches, end_step: Callable[[list[Any]], None]) -> 
             raise
         return stock(model, *args, **kwargs)
 
-    setattr(finalize_model_grads, _JUDGES, True)
-    patches.set(distributed, "finalize_model_grads", finalize_model_grads)
+    setattr(distributed.finalize_model_grads, _JUDGES, True)
 
 
 def serve_runners(patches: Patches, note: Callable[[], None]) -> None:
@@ -90,14 +87,10 @@ def serve_runners(patches: Patches, note: Callable[[], None]) -> None:
         return
     from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
 
-    stock = PagedStashRunner.__init__
-
-    @functools.wraps(stock)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        stock(self, *args, **kwargs)
+    @patches.around(PagedStashRunner, "__init__")
+    def construct(stock: Stock, runner: PagedStashRunner, *args: object, **kwargs: object) -> None:
+        stock(runner, *args, **kwargs)
         note()
-        for layer in self.moe_layers:
+        for layer in runner.moe_layers:
             if isinstance(layer.token_dispatcher, NativeTokenDispatcher):
                 layer.token_dispatcher.follow_runner()
-
-    patches.set(PagedStashRunner, "__init__", __init__)

@@ -10,7 +10,7 @@ The experts' outputs may go: a combine keeps its handle only.
 import functools
 from typing import Any
 
-from deepep_moe.integrations.megatron.patches import Patches
+from deepep_moe.integrations.megatron.patches import Patches, Stock
 
 _FIRST_PARTS = ("attn", "pre_dispatch_computation")  # before 0.19, and from then on
 _OTHER_PARTS = ("post_attn", "mlp")  # 0.14 and 0.15; all
@@ -24,19 +24,15 @@ def serve_schedule(patches: Patches) -> None:
         return
     from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
 
-    stock = TransformerLayerSchedulePlan._build_callable_nodes
-
-    @functools.wraps(stock)
-    def _build_callable_nodes(self: Any, *args: Any, **kwargs: Any) -> None:
-        stock(self, *args, **kwargs)
-        dispatcher = _dispatcher_of(self.layer)
+    @patches.around(TransformerLayerSchedulePlan, "_build_callable_nodes")
+    def build(stock: Stock, plan: TransformerLayerSchedulePlan, *args: object, **kwargs: object) -> None:
+        stock(plan, *args, **kwargs)
+        dispatcher = _dispatcher_of(plan.layer)
         if isinstance(dispatcher, NativeTokenDispatcher):
-            _adapt(self, dispatcher)
-
-    patches.set(TransformerLayerSchedulePlan, "_build_callable_nodes", _build_callable_nodes)
+            _adapt(plan, dispatcher)
 
 
-def _dispatcher_of(layer: Any) -> Any:
+def _dispatcher_of(layer: object) -> Any:
     """Return the dispatcher of a transformer layer, or of the one in a layer for multi-token prediction. None for dense layers."""
     for name in ("transformer_layer", "mtp_model_layer"):
         layer = getattr(layer, name, layer)

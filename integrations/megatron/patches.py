@@ -1,7 +1,12 @@
 """Replace symbols of other libraries, and put them back."""
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
+Stock = Callable[..., Any]
+"""A function that was replaced."""
 _MISSING = object()
 
 
@@ -9,12 +14,26 @@ class Patches:
     """The symbols that were replaced, in order, and what they were."""
 
     def __init__(self) -> None:
-        self._saved: list[tuple[Any, str, Any, Any]] = []
+        self._saved: list[tuple[object, str, object, object]] = []
 
-    def set(self, owner: Any, name: str, value: Any) -> None:
+    def set(self, owner: object, name: str, value: object) -> None:
         """Replace or create `owner.name`, and remember what to restore."""
         self._saved.append((owner, name, vars(owner).get(name, _MISSING), value))
         setattr(owner, name, value)
+
+    def around(self, owner: object, name: str) -> Callable[[Callable[..., object]], None]:
+        """Decorate a function that takes the place of `owner.name`. It gets that one first, before the arguments of the call."""
+        stock: Stock = getattr(owner, name)
+        is_static = isinstance(owner, type) and isinstance(inspect.getattr_static(owner, name), staticmethod | classmethod)
+
+        def replace(function: Callable[..., object]) -> None:
+            @functools.wraps(stock)
+            def replacement(*args: object, **kwargs: object) -> object:
+                return function(stock, *args, **kwargs)
+
+            self.set(owner, name, staticmethod(replacement) if is_static else replacement)
+
+        return replace
 
     def restore(self) -> None:
         """Undo all replacements, the newest first, except those that somebody else has replaced since."""

@@ -9,14 +9,13 @@ import dataclasses
 import functools
 import logging
 import typing
-from collections.abc import Callable
 from typing import Any
 
 from deepep_moe.errors import EPError
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.megatron.buffers import LayerBuffers
-from deepep_moe.integrations.megatron.options import Options, check_capacity_factor
-from deepep_moe.integrations.megatron.patches import Patches
+from deepep_moe.integrations.megatron.options import Config, Options, check_capacity_factor
+from deepep_moe.integrations.megatron.patches import Patches, Stock
 from deepep_moe.nn.metrics import LayerReport
 
 BACKEND_NAME = "deepep_moe"
@@ -48,7 +47,7 @@ def selection(dispatcher: str = BACKEND_NAME) -> dict[str, Any]:
     return {"moe_token_dispatcher_type": "flex"} | ({_BACKEND_FIELD: BACKEND_NAME} if has_backend else {})
 
 
-def is_selected(config: Any) -> bool:
+def is_selected(config: Config) -> bool:
     """Return whether a flex configuration asks for this library.
 
     0.16 and newer name a backend, and ours is `deepep_moe`. 0.13 to 0.15 know flex with DeepEP only and refuse flex without it. There,
@@ -59,18 +58,18 @@ def is_selected(config: Any) -> bool:
     return getattr(config, _BACKEND_FIELD) == BACKEND_NAME
 
 
-def _is_ours(config: Any) -> bool:
+def _is_ours(config: Config) -> bool:
     return config.moe_token_dispatcher_type == "flex" and is_selected(config)
 
 
-def _choose_flex(config: Any) -> None:
+def _choose_flex(config: Config) -> None:
     """Let our backend alone select the flex dispatcher, but where the config names a dispatcher that is not the default."""
     default = type(config).__dataclass_fields__["moe_token_dispatcher_type"].default
     if getattr(config, _BACKEND_FIELD, None) == BACKEND_NAME and config.moe_token_dispatcher_type == default:
         config.moe_token_dispatcher_type = "flex"
 
 
-def _why_off(config: Any) -> str:
+def _why_off(config: Config) -> str:
     """Return why a layer of this config does not dispatch through deepep_moe although it is enabled, and what to do."""
     wanted = selection()
     if _BACKEND_FIELD not in wanted:
@@ -100,7 +99,7 @@ def _selecting_class(previous: type, buffers: LayerBuffers) -> type:
     class SelectingFlexTokenDispatcher(previous):
         """MoELayer calls this class, which has no instances of its own. A subclass that somebody else makes builds itself."""
 
-        def __new__(cls, num_local_experts: int, local_expert_indices: list[int], config: Any, **groups: Any) -> Any:
+        def __new__(cls, num_local_experts: int, local_expert_indices: list[int], config: Config, **groups: object) -> Any:
             if cls is not SelectingFlexTokenDispatcher:
                 return super().__new__(cls)
             if is_selected(config):
@@ -114,34 +113,31 @@ _PARTS = ("route", "router_and_preprocess", "shared_experts_compute", "routed_ex
 """Methods of MoELayer, of any version, that run between the calls of the dispatcher. A recomputation runs them, and the 1F1B schedule."""
 
 
-def _by_dispatcher(stock: Callable[..., Any], how: str) -> Callable[..., Any]:
-    """Wrap a method of MoELayer: a layer with our dispatcher runs it through the dispatcher's method `how`."""
-    from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
+def _serve_layers(patches: Patches) -> None:
+    """Let a layer with our dispatcher run its methods through it, which sees the layer once it is constructed. A warning says why a layer
+    has another dispatcher."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    @functools.wraps(stock)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        dispatcher = self.token_dispatcher
-        if isinstance(dispatcher, NativeTokenDispatcher):
-            return getattr(dispatcher, how)(stock, self, *args, **kwargs)
-        return stock(self, *args, **kwargs)
-
-    return method
-
-
-def _checking_the_layer(stock: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the constructor of MoELayer, at whose end our dispatcher sees the whole layer. A warning says why a layer has another one."""
     from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
     from deepep_moe.integrations.megatron.gating import stage_group
 
-    @functools.wraps(stock)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        stock(self, *args, **kwargs)
-        if isinstance(self.token_dispatcher, NativeTokenDispatcher):
-            self.token_dispatcher.join(self)
-        elif not _is_ours(self.config):
-            warn_once(f"deepep_moe is enabled, but a MoE layer does not use it: {_why_off(self.config)}", stage_group())
+    @patches.around(MoELayer, "__init__")
+    def construct(stock: Stock, layer: MoELayer, *args: object, **kwargs: object) -> None:
+        stock(layer, *args, **kwargs)
+        if isinstance(layer.token_dispatcher, NativeTokenDispatcher):
+            layer.token_dispatcher.join(layer)
+        elif not _is_ours(layer.config):
+            warn_once(f"deepep_moe is enabled, but a MoE layer does not use it: {_why_off(layer.config)}", stage_group())
 
-    return __init__
+    def run(how: str, stock: Stock, layer: MoELayer, *args: object, **kwargs: object) -> object:
+        dispatcher = layer.token_dispatcher
+        if isinstance(dispatcher, NativeTokenDispatcher):
+            return getattr(dispatcher, how)(stock, layer, *args, **kwargs)
+        return stock(layer, *args, **kwargs)
+
+    for name in ("forward", *_PARTS):
+        if name in vars(MoELayer):
+            patches.around(MoELayer, name)(functools.partial(run, "run_layer" if name == "forward" else "run_part"))
 
 
 def _experts_class(options: Options) -> type:
@@ -240,20 +236,9 @@ def enable(
     """
     global _enabled
     options = Options(
-        num_max_tokens_per_rank,
-        backend,
-        expert_alignment,
-        gate,
-        num_sms,
-        experts,
-        sync_free,
-        recv_capacity_factor,
-        metrics,
-        ranks_per_node,
-        max_sms,
-        fp8,
-        sums,
-    )
+        num_max_tokens_per_rank, backend, expert_alignment, gate, num_sms, experts, sync_free, recv_capacity_factor, metrics,
+        ranks_per_node, max_sms, fp8, sums,
+    )  # fmt: skip
     if _enabled is not None:
         if _enabled.options != options:
             raise ValueError(f"deepep_moe is already enabled with {_enabled.options}, and not with {options}; call disable() first")
@@ -274,10 +259,7 @@ def enable(
     buffers, patches = LayerBuffers(options), Patches()
     try:
         patches.set(moe_layer, "MoEFlexTokenDispatcher", _selecting_class(moe_layer.MoEFlexTokenDispatcher, buffers))
-        for name in ("forward", *_PARTS):
-            if (stock := vars(moe_layer.MoELayer).get(name)) is not None:
-                patches.set(moe_layer.MoELayer, name, _by_dispatcher(stock, "run_layer" if name == "forward" else "run_part"))
-        patches.set(moe_layer.MoELayer, "__init__", _checking_the_layer(moe_layer.MoELayer.__init__))
+        _serve_layers(patches)
         serve_config(patches, _choose_flex, _is_ours, _BACKEND_FIELD, lambda config: capacity_factor_of(config, options)[0])
         serve_new_groups(patches, buffers)
         serve_schedule(patches)

@@ -6,17 +6,17 @@ otherwise in the second run cannot come apart from its rows.
 """
 
 import contextlib
-import functools
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.handle import DispatchHandle
-from deepep_moe.integrations.megatron.patches import Patches
+from deepep_moe.integrations.megatron.patches import Patches, Stock
+from deepep_moe.library import Context
 
 _ATTRIBUTE = "_deepep_moe_dispatches"  # of a checkpoint's context
 
@@ -84,27 +84,21 @@ def serve_recompute(patches: Patches) -> None:
     """Let Megatron-Core's checkpoints keep the dispatches of their first run for the second."""
     from megatron.core.tensor_parallel.random import CheckpointFunction
 
-    stock_forward, stock_backward, stock_apply = CheckpointFunction.forward, CheckpointFunction.backward, CheckpointFunction.apply
-
-    @functools.wraps(stock_apply)
-    def apply(*args: Any) -> Any:
+    @patches.around(CheckpointFunction, "apply")
+    def apply(stock: Stock, *args: object) -> object:
         _runs.trains = trains()  # PyTorch switches gradients off before it calls `forward`
-        return stock_apply(*args)
+        return stock(*args)
 
-    @functools.wraps(stock_forward)
-    def forward(ctx: Any, *args: Any) -> Any:
+    @patches.around(CheckpointFunction, "forward")
+    def forward(stock: Stock, ctx: Context, *args: object) -> object:
         run = _Run(deque(), is_second=False, trains=_runs.trains)
         with _running(run):
-            outputs = stock_forward(ctx, *args)
+            outputs = stock(ctx, *args)
         setattr(ctx, _ATTRIBUTE, run.dispatches)
         return outputs
 
-    @functools.wraps(stock_backward)
-    def backward(ctx: Any, *grads: Any) -> Any:
+    @patches.around(CheckpointFunction, "backward")
+    def backward(stock: Stock, ctx: Context, *grads: object) -> object:
         # A copy: a graph that is retained runs its backward again.
         with _running(_Run(deque(getattr(ctx, _ATTRIBUTE, ())), is_second=True, trains=False)):
-            return stock_backward(ctx, *grads)
-
-    patches.set(CheckpointFunction, "apply", staticmethod(apply))
-    patches.set(CheckpointFunction, "forward", staticmethod(forward))
-    patches.set(CheckpointFunction, "backward", staticmethod(backward))
+            return stock(ctx, *grads)

@@ -1,13 +1,12 @@
 """Room for the rows that a dispatch brings, where the host does not wait to learn how many come (`sync_free`)."""
 
 import math
-from typing import Any
 
 import torch
 
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.handle import DispatchHandle
-from deepep_moe.integrations.megatron.options import Options, check_capacity_factor
+from deepep_moe.integrations.megatron.options import Config, Options, check_capacity_factor
 
 FACTOR_FIELD = "moe_expert_rank_capacity_factor"
 
@@ -59,7 +58,7 @@ class RecvCapacity:
         return self.over_budget
 
 
-def capacity_factor_of(config: Any, options: Options) -> tuple[bool, float | None]:
+def capacity_factor_of(config: Config, options: Options) -> tuple[bool, float | None]:
     """Return whether layers with this config are sync-free, and their factor. The config's own goes first."""
     factor = getattr(config, FACTOR_FIELD, None)
     if factor is None:

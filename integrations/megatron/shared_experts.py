@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepep_moe.integrations.megatron.options import Config
+
 _SWITCH = "moe_shared_expert_overlap"
 _BETWEEN_CALLS = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score")
 
@@ -60,7 +62,7 @@ class SharedExperts:
             self._module._overlap_state = type(self._module._overlap_state).IDLE
 
 
-def check_shared_overlap(config: Any) -> None:
+def check_shared_overlap(config: Config) -> None:
     """Raise ValueError for what cannot be with `moe_shared_expert_overlap`."""
     if not getattr(config, _SWITCH):
         return

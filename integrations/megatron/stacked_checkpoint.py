@@ -40,7 +40,7 @@ def stack_sharded(of_experts: list[ShardedTensor | ShardedTensorFactory], parame
     which may differ from one another, and the optimizer puts a name before it.
     """
 
-    def build(full_key: str, data: torch.Tensor, replica_id: Any, flattened_range: slice | None) -> list[Any]:
+    def build(full_key: str, data: torch.Tensor, replica_id: object, flattened_range: slice | None) -> list[Any]:
         if flattened_range is not None:
             raise ValueError(
                 f"{full_key}: the optimizer saves a flattened range of grouped experts, which cannot be split by expert; choose another "
@@ -49,7 +49,7 @@ def stack_sharded(of_experts: list[ShardedTensor | ShardedTensorFactory], parame
         pairs = zip(of_experts, data, strict=True)
         return [_entry(entry, full_key.replace(key, entry.key), of_expert, replica_id) for entry, of_expert in pairs]
 
-    def merge(loaded: list[Any]) -> torch.Tensor:
+    def merge(loaded: list[object]) -> torch.Tensor:
         with torch.no_grad():
             return torch.stack([_tensor(entry, part) for entry, part in zip(of_experts, loaded, strict=True)])
 

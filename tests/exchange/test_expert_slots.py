@@ -13,7 +13,7 @@ from on_ranks import on_ranks, refused
 
 from deepep_moe import ExpertSlots
 from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutError
-from deepep_moe.reference import expert_slots as reference
+from deepep_moe.reference import copies as reference
 
 BACKENDS = ("collective", pytest.param("nvlink", marks=pytest.mark.gpu))
 COPIES = [[2, -1], [1, 0]]  # of two experts a rank

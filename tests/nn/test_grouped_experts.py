@@ -92,7 +92,7 @@ def test_initialization_is_that_of_linear():
 
 
 REFUSED = {
-    "hidden is 0; it must be a positive whole number": {"hidden": 0},
+    "hidden is 0; it must be at least 1": {"hidden": 0},
     "but gated experts use SwiGLU; pass gated=False, or leave activation out": {"activation": torch.relu},
     "bias is 1; it must be a bool": {"bias": 1},
     "num_local_experts is 2.0; it must be an int": {"num_local_experts": 2.0},

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCES = (".py", ".pyi", ".cpp", ".h", ".cu", ".cuh")
 LIMITS = {
-    "lines of deepep_moe, csrc and integrations": 45_800,
+    "lines of deepep_moe, csrc and integrations": 45_500,
     "lines of benchmarks": 5_350,
     "lines of tests": 35_000,
     "words of docs and README": 50_000,

@@ -142,20 +142,13 @@ void top2_backward(const TensorArg& gates, const TensorArg& chosen, const Tensor
                          as_stream(stream));
 }
 
-void bind_top2(py::module_& m) {
-    m.def("gpu_top2", &top2, py::kw_only(), py::arg("gates"), py::arg("scores"), py::arg("capacity"), py::arg("chosen"),
-          py::arg("topk_idx"), py::arg("topk_weights"), py::arg("is_first"), py::arg("counts"), py::arg("stream"));
-    m.def("gpu_top2_backward", &top2_backward, py::kw_only(), py::arg("gates"), py::arg("chosen"), py::arg("topk_idx"), py::arg("grad"),
-          py::arg("grad_loss"), py::arg("load"), py::arg("grad_gates"), py::arg("stream"));
-}
-
 }  // namespace
 
 void bind_gpu_gate(py::module_& m) {
     m.attr("MAX_GPU_GATE_EXPERTS") = kMaxGateExperts;
-    m.def("gpu_gate_check", &check, py::arg("device"));
+    m.def("gpu_gate_check", &check);
     m.def("gpu_gate_shim", [] { return py::capsule(&kShim, kGateShimName); });
-    bind_top2(m);
-    m.def("gpu_update_expert_bias", &update_expert_bias, py::kw_only(), py::arg("num_tokens_per_expert"), py::arg("expert_bias"),
-          py::arg("update_rate"), py::arg("stream"));
+    m.def("gpu_top2", &top2);
+    m.def("gpu_top2_backward", &top2_backward);
+    m.def("gpu_update_expert_bias", &update_expert_bias);
 }

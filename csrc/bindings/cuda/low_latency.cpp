@@ -4,13 +4,8 @@
 
 using namespace deepep_moe;
 
-namespace {
-
-using Released = py::call_guard<py::gil_scoped_release>;
-
-}  // namespace
-
 void bind_gpu_low_latency(py::module_& m) {
+    using Released = py::call_guard<py::gil_scoped_release>;
     py::class_<NvlinkLowLatency, Unlocked<NvlinkLowLatency>>(m, "NvlinkLowLatency")
         .def(py::init([](int num_ranks, int rank, int device, int num_experts, int num_topk, int hidden, int64_t num_max_tokens, int lanes,
                          double timeout_s, bool mask_stalled, int ranks_per_node) {
@@ -28,22 +23,20 @@ void bind_gpu_low_latency(py::module_& m) {
         .def_readwrite("num_blocks", &NvlinkLowLatency::num_blocks)
         .def("handle", [](const NvlinkLowLatency& self) { return py::bytes(self.handle()); })
         .def("share", &NvlinkLowLatency::share)
-        .def("connect", &NvlinkLowLatency::connect, py::arg("handles"), py::arg("descriptors"))
+        .def("connect", &NvlinkLowLatency::connect)
         .def_property_readonly("rail_bytes", &NvlinkLowLatency::rail_bytes)
-        .def(
-            "attach_rail",
-            [](NvlinkLowLatency& self, const py::object& shim, const std::vector<uintptr_t>& addresses, const std::vector<int>& pes) {
-                self.attach_rail(*static_cast<const LowLatencyRailShim*>(PyCapsule_GetPointer(shim.ptr(), kLowLatencyRailShimName)),
-                                 addresses, pes);
-            },
-            py::arg("shim"), py::arg("addresses"), py::arg("pes"))
+        .def("attach_rail",
+             [](NvlinkLowLatency& self, const py::object& shim, const std::vector<uintptr_t>& addresses, const std::vector<int>& pes) {
+                 self.attach_rail(*static_cast<const LowLatencyRailShim*>(PyCapsule_GetPointer(shim.ptr(), kLowLatencyRailShimName)),
+                                  addresses, pes);
+             })
         .def("leak", [](const py::object& self) { self.inc_ref(); })
         .def("disconnect", &NvlinkLowLatency::disconnect, Released())
         .def("free", &NvlinkLowLatency::free, Released())
         .def("resume", &NvlinkLowLatency::resume, Released())
-        .def("refuse", &NvlinkLowLatency::refuse, py::arg("reason"), py::arg("stream"), Released())
-        .def("mask", &NvlinkLowLatency::mask, py::arg("rank"), py::arg("masked"), py::arg("stream"), Released())
-        .def("rejoin", &NvlinkLowLatency::rejoin, py::arg("stream"), Released())
+        .def("refuse", &NvlinkLowLatency::refuse, Released())
+        .def("mask", &NvlinkLowLatency::mask, Released())
+        .def("rejoin", &NvlinkLowLatency::rejoin, Released())
         .def("check", &NvlinkLowLatency::check, Released())
         .def("shim", [](NvlinkLowLatency& self) { return std::make_unique<GuardedLowLatency>(self); }, py::keep_alive<0, 1>());
     py::class_<GuardedLowLatency>(m, "NvlinkLowLatencyShim")

@@ -7,7 +7,6 @@
 #include "bindings/tensor.h"
 #include "cuda/clear_tail.h"
 #include "cuda/launch.h"
-#include "runtime/nvlink/device.h"
 #include "runtime/nvlink/fit.h"
 #include "runtime/nvlink/guarded.h"
 
@@ -168,8 +167,7 @@ void swiglu_backward(const TensorArg& inner, const TensorArg& probs, const Tenso
 
 // grad_x and grad_weights: see GpuScaleRowsParams.
 void scale_rows_backward(const TensorArg& grad, const TensorArg& x, const TensorArg& weights, const TensorArg& grad_x,
-                         const TensorArg& grad_weights, DType dtype, int device, uintptr_t stream) {
-    const DeviceGuard guard(device);
+                         const TensorArg& grad_weights, DType dtype, uintptr_t stream) {
     launch_scale_rows_backward({grad.num_rows, grad.row_bytes(), grad.as<const std::byte*>(), grad_x.as<std::byte*>(),
                                 scaling_of(weights, x, nullptr, grad_weights, dtype)},
                                as_stream(stream));
@@ -195,26 +193,19 @@ constexpr DenseRoutingShim kDenseRoutingShim{&launched<launch_lanes_of_map, Lane
                                              &launched<launch_count_lanes, CountLanesParams>};
 
 void bind_rows(py::module_& m) {
-    const py::arg rows("rows"), weights("weights"), is_by_token("is_by_token"), dtype("dtype"), stream("stream");
-    const py::arg inner("inner"), probs("probs"), group_ends("group_ends"), y("y");
-    m.def("gpu_swiglu", &swiglu, inner, probs, group_ends, y, dtype, stream);
-    m.def("gpu_swiglu_backward", &swiglu_backward, inner, probs, group_ends, y, py::arg("grad"), py::arg("grad_inner"),
-          py::arg("grad_probs"), dtype, stream);
-    m.def("gpu_fp8_product", &fp8_product, py::arg("x"), py::arg("x_scales"), py::arg("w"), py::arg("w_scales"), group_ends, y, stream);
-    m.def("gpu_fp8_weight_gradient", &fp8_weight_gradient, py::arg("dy_t"), py::arg("dy_t_scales"), py::arg("x_t"), py::arg("x_t_scales"),
-          group_ends, py::arg("out"), py::arg("is_fp32"), stream);
-    m.def("gpu_add_weight_gradients", &add_weight_gradients, py::arg("grads"), rows, group_ends, py::arg("sums"), stream);
-    m.def("gpu_clear_tail", &clear_tail, py::arg("values"), group_ends, stream);
+    m.def("gpu_swiglu", &swiglu);
+    m.def("gpu_swiglu_backward", &swiglu_backward);
+    m.def("gpu_fp8_product", &fp8_product);
+    m.def("gpu_fp8_weight_gradient", &fp8_weight_gradient);
+    m.def("gpu_add_weight_gradients", &add_weight_gradients);
+    m.def("gpu_clear_tail", &clear_tail);
     m.def("gpu_expert_shim", [] { return py::capsule(&kExpertShim, kExpertShimName); });
     m.def("gpu_dense_routing_shim", [] { return py::capsule(&kDenseRoutingShim, kDenseRoutingShimName); });
-    m.def("gpu_weighted_sum", &weighted_sum, rows, weights, is_by_token, py::arg("is_fused"), py::arg("sums"), dtype, stream);
-    m.def("gpu_weighted_sum_backward", &weighted_sum_backward, rows, weights, is_by_token, py::arg("grad"), py::arg("grad_rows"),
-          py::arg("grad_weights"), dtype, stream);
-    m.def("gpu_scale_rows_backward", &scale_rows_backward, py::arg("grad"), py::arg("x"), weights, py::arg("grad_x"),
-          py::arg("grad_weights"), dtype, py::arg("device"), stream);
-    m.def("gpu_quantize", &quantize, py::arg("x"), py::arg("y"), py::arg("scales"), py::arg("is_rounded"), dtype, stream);
-    m.def("gpu_quantize_weights", &quantize_weights, py::arg("w"), py::arg("matrix_stride"), py::arg("y"), py::arg("scales"),
-          py::arg("y_t"), py::arg("scales_t"), dtype, stream);
+    m.def("gpu_weighted_sum", &weighted_sum);
+    m.def("gpu_weighted_sum_backward", &weighted_sum_backward);
+    m.def("gpu_scale_rows_backward", &scale_rows_backward);
+    m.def("gpu_quantize", &quantize);
+    m.def("gpu_quantize_weights", &quantize_weights);
 }
 
 // The largest divisor of `number` that is at most `most`.
@@ -285,12 +276,10 @@ void bind_gpu(py::module_& m) {
              py::arg("is_by_lane") = false, py::arg("expert_slot_bytes") = 0)
         .def_property_readonly("num_node_tokens", [](const NvlinkExchange& self) { return self.config().num_max_tokens; })
         .def_property_readonly("rail_bytes", [](const NvlinkExchange& self) { return RailLayout(self.config()).total_bytes; })
-        .def(
-            "attach_rail",
-            [](NvlinkExchange& self, const py::capsule& shim, uintptr_t address, const std::vector<int>& pes) {
-                self.attach_rail(*static_cast<const RailShim*>(PyCapsule_GetPointer(shim.ptr(), kRailShimName)), address, pes);
-            },
-            py::arg("shim"), py::arg("address"), py::arg("pes"))
+        .def("attach_rail",
+             [](NvlinkExchange& self, const py::capsule& shim, uintptr_t address, const std::vector<int>& pes) {
+                 self.attach_rail(*static_cast<const RailShim*>(PyCapsule_GetPointer(shim.ptr(), kRailShimName)), address, pes);
+             })
         .def_property_readonly("workspace_bytes", &NvlinkExchange::workspace_bytes)
         .def_property_readonly("num_calls", &NvlinkExchange::num_calls)
         .def_property_readonly("is_void", &NvlinkExchange::is_void)
@@ -299,13 +288,13 @@ void bind_gpu(py::module_& m) {
         .def_readwrite("allows_excess", &NvlinkExchange::allows_excess)
         .def("handle", [](const NvlinkExchange& self) { return py::bytes(self.handle()); })
         .def("share", &NvlinkExchange::share)
-        .def("connect", &NvlinkExchange::connect, py::arg("handles"), py::arg("descriptors"))
+        .def("connect", &NvlinkExchange::connect)
         .def("disconnect", &NvlinkExchange::disconnect, Released())
         .def("free", &NvlinkExchange::free, Released())
         .def("resume", &NvlinkExchange::resume, Released())
         .def("leave", &NvlinkExchange::leave, Released())
         .def("leak", [](const py::object& self) { self.inc_ref(); })
-        .def("refuse", &NvlinkExchange::refuse, py::arg("reason"), py::arg("cause"), py::arg("stream"), Released())
+        .def("refuse", &NvlinkExchange::refuse, Released())
         .def("settle", &NvlinkExchange::settle, Released())
         .def("move_experts", &move_experts, py::kw_only(), py::arg("copies"), py::arg("slots"), py::arg("home"), py::arg("returns"),
              py::arg("slot_dtype"), py::arg("home_dtype"), py::arg("num_sms"), py::arg("stream"), Released())

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <chrono>
 #include <stdexcept>
-#include <utility>
 
 #include "cpu/wait.h"
 #include "cuda/launch.h"

@@ -1,6 +1,5 @@
 // Failures of an exchange: raise what kernels have reported, in terms of its calls, and settle.
 #include <algorithm>
-#include <utility>
 
 #include "runtime/nvlink/device.h"
 #include "runtime/nvlink/exchange.h"

@@ -1,8 +1,6 @@
 #include "runtime/nvlink/rail.h"
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 #include <utility>
 
 #include "runtime/nvlink/device.h"

@@ -1,6 +1,5 @@
 #include "runtime/shm/exchange.h"
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <new>

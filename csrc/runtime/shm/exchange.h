@@ -5,7 +5,6 @@
 #include <atomic>
 #include <exception>
 #include <functional>
-#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>

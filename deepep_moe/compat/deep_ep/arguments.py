@@ -18,7 +18,7 @@ def senders_of(num_sms: int) -> int | None:
     return None if num_sms == _DEFAULT_NUM_SMS else max(1, num_sms // 2)
 
 
-def rows_and_scales(x: Any) -> tuple[Tensor, Tensor | None]:
+def rows_and_scales(x: object) -> tuple[Tensor, Tensor | None]:
     """Return the rows [num_tokens, hidden] and the scales of `x`, rows or a pair, without gradient. DeepEP's callers keep scales in column
     order, which `in_rows` turns, on the stream of the call. Raises TypeError, or ValueError for rows of another shape."""
     x, x_scales = x if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
@@ -38,7 +38,7 @@ def _num_scales(x: Tensor) -> int:
     return -(-x.shape[1] // SCALE_BLOCK)
 
 
-def checked_routing(topk_idx: Any) -> Tensor:
+def checked_routing(topk_idx: object) -> Tensor:
     """Return `topk_idx` [num_tokens, num_topk]. Raises TypeError, or ValueError for another shape; the dispatch checks the rest."""
     if not isinstance(topk_idx, Tensor):
         raise TypeError(f"topk_idx is a {type(topk_idx).__name__}; it must be a torch.Tensor")

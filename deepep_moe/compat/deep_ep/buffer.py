@@ -52,7 +52,7 @@ class Buffer(Suspending, LowLatencyCalls):
         use_fabric: bool | None = None,
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
-        comm: Any = None,
+        comm: object = None,
         *,
         allow_nvlink_for_normal_mode: bool = True,
         num_max_tokens_per_rank: int | None = None,
@@ -141,7 +141,7 @@ class Buffer(Suspending, LowLatencyCalls):
         self,
         topk_idx: Tensor,
         num_experts: int,
-        previous_event: Any = None,
+        previous_event: object = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
@@ -231,7 +231,7 @@ class Buffer(Suspending, LowLatencyCalls):
         topk_weights: Tensor | None = None,
         bias: "Tensor | tuple[Tensor | None, Tensor | None] | None" = None,
         config: Config | None = None,
-        previous_event: Any = None,
+        previous_event: object = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
@@ -265,16 +265,16 @@ class Buffer(Suspending, LowLatencyCalls):
 
     # ---- calls of DeepEP that are not served ----
 
-    def internode_dispatch(self, *_: Any, **__: Any) -> NoReturn:
+    def internode_dispatch(self, *_: object, **__: object) -> NoReturn:
         """Raise NotImplementedError: `dispatch` serves several nodes too."""
         raise NotImplementedError("deep_ep.Buffer.internode_dispatch is not served; call dispatch, which serves several nodes too")
 
-    def internode_combine(self, *_: Any, **__: Any) -> NoReturn:
+    def internode_combine(self, *_: object, **__: object) -> NoReturn:
         """Raise NotImplementedError: `combine` serves several nodes too."""
         raise NotImplementedError("deep_ep.Buffer.internode_combine is not served; call combine, which serves several nodes too")
 
 
-def _senders_of(config: Any) -> int | None:
+def _senders_of(config: object) -> int | None:
     """Return how many SMs send with these settings. Raises TypeError if `config` is no Config."""
     if config is None:
         return senders_of(Buffer.num_sms)

@@ -40,7 +40,7 @@ class EventOverlap:
     def __init__(self, event: "EventHandle | None" = None, extra_tensors: "tuple[Tensor, ...] | None" = None) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
-        self.hook_after_wait: Callable[[], Any] | None = None
+        self.hook_after_wait: Callable[[], object] | None = None
         self._releases_handle = False
 
     def current_stream_wait(self, release_handle: bool = False) -> Any:
@@ -58,7 +58,7 @@ class EventOverlap:
         """Do the same as `current_stream_wait`."""
         return self.current_stream_wait(release_handle)
 
-    def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], object]) -> None:
         """Let the next `current_stream_wait` call `hook_after_wait` after its wait. Raises ValueError if a hook is registered already."""
         if self.hook_after_wait is not None:
             raise ValueError("this EventOverlap has a hook already, which its next current_stream_wait() calls; register one")
@@ -72,12 +72,12 @@ class EventOverlap:
     def __enter__(self) -> "EventOverlap":
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         releases, self._releases_handle = self._releases_handle, False
         self.current_stream_wait(releases)
 
 
-def recorded_of(event: Any) -> "torch.cuda.Event | None":
+def recorded_of(event: object) -> "torch.cuda.Event | None":
     """Return the event of CUDA in a caller's `previous_event`: an EventOverlap, an EventHandle, an event of PyTorch, or None.
 
     Raises TypeError for anything else.

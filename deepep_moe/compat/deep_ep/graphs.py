@@ -38,7 +38,7 @@ def outside_graph(function: Any) -> Any:
     return function
 
 
-def _outside(member: Any) -> Any:
+def _outside(member: object) -> Any:
     if isinstance(member, FunctionType):
         return outside_graph(member)
     if isinstance(member, staticmethod):

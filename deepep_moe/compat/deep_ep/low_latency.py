@@ -266,14 +266,14 @@ class LowLatencyCalls:
             as_int("num_ranks", num_ranks), as_int("num_experts", num_experts),
         )  # fmt: skip
 
-    def _checked(self, handle: Any) -> DispatchHandle:
+    def _checked(self, handle: object) -> DispatchHandle:
         if not isinstance(handle, DispatchHandle):
             told = f"handle is a {type(handle).__name__}; pass what low_latency_dispatch returned, not a copy of its elements"
             raise self._low_latency.refuse(TypeError(told))
         return handle
 
     def _run(
-        self, x: Tensor, is_async: bool, send: Callable[[], _Made], given: Iterable[Any], tensors_of: Callable[[_Made], Iterable[Any]]
+        self, x: Tensor, is_async: bool, send: Callable[[], _Made], given: Iterable[object], tensors_of: Callable[[_Made], Iterable[object]]
     ) -> tuple[_Made, EventOverlap]:
         """Return what `send()` returns, run where V1 runs a call on `x`, and the event of the call. It reads the tensors `given`, and has
         made those that `tensors_of` names."""

@@ -128,7 +128,7 @@ def size_hint(num_max_tokens: int, hidden: int, num_ranks: int, num_experts: int
     )
 
 
-def check_matrices(**tensors: Any) -> None:
+def check_matrices(**tensors: object) -> None:
     """Raise ValueError for what is no tensor of two dimensions."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.dim() != 2:
@@ -180,6 +180,6 @@ class Waits:
         if self.stats is not None:
             self.before = self.buffer.statistics().wait_ns.clone()
 
-    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if self.stats is not None and error is None:
             self.stats.add_(self.buffer.statistics().wait_ns - self.before)

@@ -1,7 +1,7 @@
 """Names of DeepEP that concern no exchange of tokens. They are there so that their use says what is missing."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 
 def refuse(name: str) -> NoReturn:
@@ -12,7 +12,7 @@ def refuse(name: str) -> NoReturn:
 def refused(class_name: str, name: str) -> Callable[..., NoReturn]:
     """Return a static method that raises NotImplementedError whatever it is given."""
 
-    def method(*_: Any, **__: Any) -> NoReturn:
+    def method(*_: object, **__: object) -> NoReturn:
         refuse(f"{class_name}.{name}")
 
     method.__name__, method.__doc__ = name, "Raise NotImplementedError."
@@ -20,7 +20,7 @@ def refused(class_name: str, name: str) -> Callable[..., NoReturn]:
 
 
 class _Refused:
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         refuse(type(self).__name__)
 
 

@@ -25,7 +25,7 @@ class CommStream:
             self._stream = torch.cuda.Stream(device)
         return self._stream
 
-    def begin(self, x: Any, previous_event: Any, is_async: bool, also: Any = None) -> "torch.cuda.Stream | None":
+    def begin(self, x: object, previous_event: object, is_async: bool, also: object = None) -> "torch.cuda.Stream | None":
         """Let what follows run where the call on `x` runs, after the events `previous_event` and `also`. Return what `end` and `abort`
         want: the caller's stream of an asynchronous call, else None. Raises TypeError for what is no event."""
         event = None if previous_event is None else recorded_of(previous_event)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,6 +11,10 @@ from deepep_moe.errors import Cause, EPError, told
 from deepep_moe.event import Recorded
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.group.suspension import Suspendable
+
+if TYPE_CHECKING:
+    from deepep_moe._torch import Calls as NativeCalls
+    from deepep_moe._torch import InFlight
 
 LAYOUTS = ("expert", "rank")
 
@@ -87,17 +91,8 @@ class Rows:
     grad_weights: Tensor | None = None  # [num_rows] fp32, with `RowScaling`
 
 
-class InFlight(Protocol):
-    """The unfinished part of a call that runs on a GPU (`_torch.InFlight`)."""
-
-    second_half: Any
-    """In a split call: `finish()` enqueues the rest, and returns False if the buffer was destroyed before."""
-    recorded: Recorded | None
-    """In an asynchronous call: the event after which the results may be read."""
-
-
-Move = Callable[[], None] | InFlight
-"""The second half of an operation: a function that moves the rows, perhaps on another thread, or a call in flight on a GPU."""
+Move: TypeAlias = "Callable[[], None] | InFlight"
+"""The second half of an operation: a function that moves the rows, perhaps on another thread, or the unfinished part of a call on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +119,7 @@ class Backend(Suspendable):
 
     name: str
     capabilities: Capabilities
-    device: torch.device | None
+    device: torch.device | None = None
     """The only device whose tensors it takes; None: any device of its types."""
     workspace_bytes: int
 
@@ -157,16 +152,13 @@ class Backend(Suspendable):
     def move_experts(self, args: MoveExpertsArgs) -> None:
         raise NotImplementedError
 
-    def native_calls(self, number: int, mode: Mode) -> Any:
+    def native_calls(self, number: int, mode: Mode) -> "NativeCalls | None":
         """Return the `_torch.Calls` that makes the GPU calls of buffer `number` in `mode`; None if Python makes them."""
         return None
 
     def recorded(self, x: Tensor) -> Recorded | None:
         """Return the event that ends the asynchronous call of `x` just made; None if it runs on no stream or is `InFlight`."""
         return None
-
-    def check(self) -> None:
-        """Raise the failure that an earlier call has reported, if any. On CPUs each call raises its own."""
 
     def take_failure(self) -> Exception | None:
         """Return the failure that an earlier call has reported. The caller raises it after the present call, so that ranks stay in step.

@@ -58,9 +58,7 @@ class CollectiveBackend(Backend):
 
     name = "collective"
     capabilities = Capabilities(device_types=("cpu", "cuda"))  # no thread: the caller may be using the group at the same time
-    device: torch.device | None = None
     workspace_bytes = 0
-    why_not_suspend: str = ""
 
     def __init__(self, settings: Settings, group: "dist.ProcessGroup | None", peers: list[Introduction]):
         self._number = peers[0].number
@@ -182,18 +180,6 @@ class CollectiveBackend(Backend):
         event = torch.cuda.Event()
         event.record()
         return event
-
-    def address(self) -> None:
-        """Return nothing: the group has the connections."""
-
-    def connect(self, addresses: list[None]) -> None:
-        pass
-
-    def disconnect(self) -> None:
-        pass
-
-    def seal(self) -> None:
-        pass
 
     def free(self) -> int:
         """Suspend the group's NCCL if PyTorch can do so, and if the ranks can agree without it. This backend has no memory of its own."""

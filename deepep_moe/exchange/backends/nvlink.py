@@ -3,7 +3,7 @@
 import contextlib
 import weakref
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,6 +28,11 @@ from deepep_moe.group.gpu_memory import GpuMemory
 from deepep_moe.group.settings import Settings
 from deepep_moe.tuning import SETTINGS, Machine, Values
 
+if TYPE_CHECKING:
+    from deepep_moe._torch import Calls as NativeCalls
+    from deepep_moe._torch import Handle as NativeHandle
+    from deepep_moe._torch import Mode as NativeMode
+
 
 class NvlinkBackend(GpuMemory, Backend):
     """Work is enqueued on the caller's current stream, or beside it.
@@ -38,7 +43,6 @@ class NvlinkBackend(GpuMemory, Backend):
     """
 
     name = "nvlink"
-    why_not_suspend: str = ""
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -62,14 +66,14 @@ class NvlinkBackend(GpuMemory, Backend):
         self.workspace_bytes: int = self._exchange.workspace_bytes
         self.fitted = Values(**{name: getattr(self._exchange.tuning, name) for name in SETTINGS})
         """Settings that the native code chose for the device, before any profile."""
-        self._native: Any = None
+        self._native: NativeCalls = None  # type: ignore[assignment]  # until `native_calls`
 
     @property
     def num_calls(self) -> int:
         return self._exchange.num_calls
 
     @property
-    def tuning(self) -> Any:
+    def tuning(self) -> "_C.GpuTuning":
         """How kernels divide the GPU (`_C.GpuTuning`); for benchmarks and tests."""
         return self._exchange.tuning
 
@@ -88,7 +92,7 @@ class NvlinkBackend(GpuMemory, Backend):
         self._exchange.tuning.max_sms = max_sms
 
     @property
-    def _owner(self) -> Any:
+    def _owner(self) -> "_C.NvlinkExchange":
         return self._exchange
 
     # ---- calls ----
@@ -102,7 +106,7 @@ class NvlinkBackend(GpuMemory, Backend):
         return Rows(made.recv_x, made.recv_x_scales, made.recv_topk_weights), PackedHandle(made.handle), made
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
-        scaling = (None, None) if args.scaling is None else (args.scaling.weights, args.scaling.x)
+        scaling: tuple[Tensor | None, Tensor | None] = (None, None) if args.scaling is None else (args.scaling.weights, args.scaling.x)
         made = self._native.run_dispatch_cached(
             args.x, args.x_scales, args.topk_weights, self._native_handle(args.handle), *scaling, native_mode(args.mode)
         )
@@ -128,11 +132,11 @@ class NvlinkBackend(GpuMemory, Backend):
             num_sms=-1 if args.num_sms is None else args.num_sms, stream=call_stream(self.device),
         )  # fmt: skip
 
-    def _native_handle(self, handle: DispatchHandle) -> Any:
-        """Return the `_torch.Handle`."""
-        return (handle.packed(self._native) if isinstance(handle, TracedHandle) else handle).native
+    def _native_handle(self, handle: DispatchHandle) -> "NativeHandle":
+        native: NativeHandle = (handle.packed(self._native) if isinstance(handle, TracedHandle) else handle).native
+        return native
 
-    def native_calls(self, number: int, mode: Mode) -> Any:
+    def native_calls(self, number: int, mode: Mode) -> "NativeCalls":
         s = self.settings
         self._native = torch_module.needed().Calls(
             shim=self._exchange.shim(), number=number, num_ranks=s.num_ranks, num_local_experts=s.num_local_experts,
@@ -191,6 +195,6 @@ def _tell(backend: "weakref.ref[NvlinkBackend]", error: BaseException, has_enter
         tell_peers(alive, error, has_entered)
 
 
-def native_mode(mode: Mode) -> Any:
-    """Return `_torch.Mode`."""
-    return torch_module.needed().Mode(-1 if mode.num_sms is None else mode.num_sms, mode.is_async, mode.is_split, mode.layer)
+def native_mode(mode: Mode) -> "NativeMode":
+    native: NativeMode = torch_module.needed().Mode(-1 if mode.num_sms is None else mode.num_sms, mode.is_async, mode.is_split, mode.layer)
+    return native

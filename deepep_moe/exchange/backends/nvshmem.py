@@ -2,13 +2,9 @@
 Within the node it travels as with `nvlink`. A combine adds rows in each node before the sums cross (docs/design/nvshmem.md)."""
 
 from dataclasses import replace
-from typing import Any
-
-import torch.distributed as dist
 
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
 from deepep_moe.group import nvshmem_rail, nvshmem_world
-from deepep_moe.group.rendezvous import Introduction
 from deepep_moe.group.settings import Settings
 
 
@@ -25,11 +21,6 @@ class NvshmemBackend(NvlinkBackend):
         self.rail = nvshmem_rail.Rail(settings, self._exchange)
         self.workspace_bytes += self.rail.num_bytes
 
-    def connect(self, addresses: list[Any]) -> None:
-        """Map the workspaces of the ranks of this node."""
-        first = self.settings.node * self.settings.ranks_per_node
-        super().connect(addresses[first : first + self.settings.ranks_per_node])
-
     def attach(self, world: nvshmem_world.World) -> None:
         """Connect the nodes. Collective; raises BackendUnavailableError on all ranks alike."""
         self.rail.attach(world, "rail_shim")
@@ -39,8 +30,3 @@ class NvshmemBackend(NvlinkBackend):
         self.rail.settle()
         super().destroy()
         self.rail.free()
-
-
-def make(settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None") -> "NvshmemBackend | str":
-    """Return the backend, or the reason why it cannot serve. The answer is the same on every rank. Collective."""
-    return nvshmem_rail.make(lambda: NvshmemBackend(settings), settings, peers, group)

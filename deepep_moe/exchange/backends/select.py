@@ -23,11 +23,12 @@ def _make(name: str, settings: Settings, peers: list[Introduction], group: "dist
         num_channels = min(peer.num_threads for peer in peers)
         return why_not_shm(peers) or connect(lambda: ShmBackend(settings, num_channels), settings, group)
     if name == "nvshmem":
-        from deepep_moe.exchange.backends import nvshmem  # it loads libraries that only several nodes need
+        from deepep_moe.exchange.backends.nvshmem import NvshmemBackend  # it loads what only several nodes need
+        from deepep_moe.group import nvshmem_rail
 
         if (reason := why_not_nvshmem(peers, settings)) is None:
             check_torch(peers)
-        return reason or nvshmem.make(settings, peers, group)
+        return reason or nvshmem_rail.make(lambda: NvshmemBackend(settings), settings, peers, group)
     if (reason := why_not_one_node(settings) or why_not_nvlink(peers)) is None:
         check_torch(peers)
     return reason or connect(lambda: NvlinkBackend(settings), settings, group)

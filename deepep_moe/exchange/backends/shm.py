@@ -26,23 +26,12 @@ class ShmBackend(Backend):
     """Construction is collective: see `connect`."""
 
     name = "shm"
-    why_not_suspend: str = ""
-    device: torch.device | None = None
 
     def __init__(self, settings: Settings, num_channels: int):
         self.settings = settings
         self.num_channels = num_channels
         self.capabilities = Capabilities(device_types=("cpu",), moves_on_thread=True, num_channels=num_channels)
-        self._exchange = _C.ShmExchange(
-            num_ranks=settings.num_ranks,
-            ranks_per_node=settings.ranks_per_node,
-            rank=settings.rank,
-            num_channels=num_channels,
-            num_experts=settings.num_experts,
-            num_topk=settings.num_topk,
-            hidden=settings.hidden,
-            timeout_s=settings.timeout_s,
-        )
+        self._exchange = _C.ShmExchange(ranks_per_node=settings.ranks_per_node, num_channels=num_channels, **settings.native)
         self.workspace_bytes: int = self._exchange.workspace_bytes
         self._pool = HostPool()
 
@@ -54,9 +43,6 @@ class ShmBackend(Backend):
         """Map the shared memory of all ranks; `addresses` by rank. Raises OSError or ValueError where one cannot be opened."""
         self._exchange.connect([path for path, _ in addresses], [pid for _, pid in addresses])
 
-    def disconnect(self) -> None:
-        """Mappings end with the backend: each keeps the memory."""
-
     def seal(self) -> None:
         """Remove the name of this rank's shared memory once all ranks are connected, so that nobody else can open it."""
         self._exchange.seal()
@@ -65,9 +51,6 @@ class ShmBackend(Backend):
         """Give back the pages of rows, and of results that nobody uses. The words by which calls stay in step remain."""
         self._pool.trim()
         return self._exchange.free()
-
-    def resume(self) -> None:
-        """Do nothing: the next call takes the pages."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._pool.empty(shape, dtype)

@@ -24,7 +24,7 @@ class StepWithBias:
         self.routers, self.own_step = routers, getattr(engine, _STEP)
         self._engine = engine
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         result = self.own_step(*args, **kwargs)
         routers = [router for router in self.routers if has_moving_bias(router)]
         if self._engine.was_step_applied():

@@ -1,24 +1,24 @@
 """DeepSpeed's AutoEPMoELayer with expert-sorted rows through a shared `Buffer`."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import methodcaller
 from typing import Any
 
 import torch
-from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer, RouterOutput
 from torch import Tensor
 
 from deepep_moe._C import MAX_TOPK
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.failures import notify_peers, notify_peers_on_failure
 from deepep_moe.exchange.handle import DispatchOutput
+from deepep_moe.integrations.common.meanwhile import meanwhile
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.autoep.bias import move_with
-from deepep_moe.integrations.deepspeed.autoep.older import forward_around
 from deepep_moe.integrations.deepspeed.autoep.router import check_bias, has_bias, has_moving_bias, restore_router, swap_router
 from deepep_moe.integrations.deepspeed.buffers import Plan, groups_of, ready, why_not_rows
 from deepep_moe.integrations.deepspeed.native.layer import count_rows, lengthened, widened, with_gradient
+from deepep_moe.integrations.deepspeed.options import Layer
 from deepep_moe.nn.metrics import LayerMetrics
 from deepep_moe.ops.weighted import weighted_sum
 
@@ -55,14 +55,14 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
         num_calls = buffer.num_calls
         try:
             if not hasattr(AutoEPMoELayer, _ROUTE):
-                return forward_around(self, hidden_states, self._route)
-            with _routing_by_method(self):
+                return _forward_around(self, hidden_states, self._route)
+            with meanwhile(self, comm_backend=_BACKEND):  # so it calls `_deepep_route`, whichever backend is configured
                 return super().forward(hidden_states)
         except BaseException as error:
             notify_peers(buffer, error, num_calls)
             raise
 
-    def _deepep_route(self, tokens: Tensor, router_output: Any) -> Tensor:
+    def _deepep_route(self, tokens: Tensor, router_output: object) -> Tensor:
         """tokens [num_tokens, hidden] -> the same shape. AutoEP calls this between the router and the shared experts."""
         if why_own(self, tokens) is not None:
             return super()._deepep_route(tokens, router_output)
@@ -98,7 +98,7 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
             rows, weights = (rows.float() * weights.unsqueeze(-1)).to(rows.dtype), None
         return buffer.combine(notify_peers_on_failure(buffer, self._run_experts, rows, out), out.handle, weights)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """Restore a copy of a layer, whose plan is a copy too."""
         super().__setstate__(state)
         self.deepep_moe_plan.layers.add(self)
@@ -121,15 +121,31 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
         return self.experts(rows, counts)[:num_rows].contiguous()
 
 
-@contextlib.contextmanager
-def _routing_by_method(layer: PackedAutoEPMoELayer) -> Iterator[None]:
-    """Let AutoEP's forward call `_deepep_route`, whichever backend the layer is configured for."""
-    configured = layer.comm_backend
-    layer.comm_backend = _BACKEND
-    try:
-        yield
-    finally:
-        layer.comm_backend = configured
+def _forward_around(layer: Layer, hidden_states: Tensor, route: Callable[[Tensor, Any], Tensor]) -> Any:
+    """Run the router, `route(tokens [num_tokens, hidden], router_output)` and the shared experts; return what the layer's forward does.
+
+    For DeepSpeed 0.19.2 to 0.19.6, whose own forward has no place for another dispatch.
+    """
+    tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+    router_output = RouterOutput(*layer.router(tokens, layer.expert_bias))
+    with torch.no_grad():
+        layer.tokens_per_expert.add_(router_output.num_tokens_per_expert)
+    output = route(tokens, router_output)
+    if layer.moe_output_shape != "flat":
+        output = output.view(hidden_states.shape)
+    if layer.shared_experts is not None:
+        output = output + _shared_output(layer, tokens, hidden_states).reshape(output.shape)
+    # A hook on the router has stored its logits there for models that want them.
+    logits, layer._cached_router_logits = layer._cached_router_logits, None
+    return (output, logits) if layer.return_router_logits else output
+
+
+def _shared_output(layer: Layer, tokens: Tensor, hidden_states: Tensor) -> Tensor:
+    """Return the output of the shared experts, whose input has the shape that the model gives them."""
+    gate = layer.shared_experts_gate
+    x = tokens if layer.moe_output_shape == "flat" or gate is not None else hidden_states
+    output: Tensor = layer.shared_experts(x)
+    return output if gate is None else gate(x).sigmoid() * output
 
 
 def why_own(layer: PackedAutoEPMoELayer, x: Tensor) -> str | None:
@@ -153,7 +169,7 @@ def why_own(layer: PackedAutoEPMoELayer, x: Tensor) -> str | None:
     return None
 
 
-def swap(layers: Sequence[Any], plans: Sequence[Plan], engine: Any | None) -> None:
+def swap(layers: Sequence[Layer], plans: Sequence[Plan], engine: Any | None) -> None:
     """Give AutoEPMoELayers our dispatch, and their routers our gate and a bias that moves with the steps of `engine`.
 
     `plans` has the plan of each layer. Raises ValueError, before anything is swapped, for a bias to move without an engine, or one that is

@@ -62,7 +62,7 @@ class GatedRouter(TokenChoiceTopKRouter):
         return torch.zeros(self.num_experts, dtype=torch.int64, device=self.gate.weight.device) if counts is None else counts
 
 
-def gate_options(router: Any) -> dict[str, Any]:
+def gate_options(router: TokenChoiceTopKRouter) -> dict[str, Any]:
     """Return a router's configuration as arguments of `gate`, without bias and normalization. Raises KeyError for unknown group scores."""
     options = {"num_topk": router.top_k, "score_function": router.score_func, "routed_scaling_factor": router.route_scale}
     if router.num_expert_groups is not None:
@@ -71,7 +71,7 @@ def gate_options(router: Any) -> dict[str, Any]:
     return options
 
 
-def why_own_choice(router: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+def why_own_choice(router: TokenChoiceTopKRouter, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return the reason why the gate cannot choose for a router whose tokens are on `device`, in `dtype`, or None."""
     if router.score_func not in ("sigmoid", "softmax"):
         return f"the gate does not know AutoEP's score function {router.score_func!r}"
@@ -80,12 +80,12 @@ def why_own_choice(router: Any, device: torch.device, dtype: torch.dtype) -> str
     return why_not(device, dtype, router.num_experts, **gate_options(router))
 
 
-def has_moving_bias(router: Any) -> bool:
+def has_moving_bias(router: TokenChoiceTopKRouter) -> bool:
     """Return whether the router is swapped, with the option that moves its bias."""
     return isinstance(router, GatedRouter) and router.deepep_moe_options.expert_bias_update_rate is not None
 
 
-def swap_router(router: Any, options: Options, *groups: "dist.ProcessGroup | None") -> None:
+def swap_router(router: TokenChoiceTopKRouter, options: Options, *groups: "dist.ProcessGroup | None") -> None:
     """Make the router of a layer of these groups a GatedRouter, or DeepSpeed's own router if the options ask for nothing that needs one.
 
     The caller has checked its bias.
@@ -102,7 +102,7 @@ def swap_router(router: Any, options: Options, *groups: "dist.ProcessGroup | Non
     router.deepep_moe_speaks = is_first(*groups)  # the groups themselves cannot be copied with the router
 
 
-def restore_router(router: Any) -> None:
+def restore_router(router: TokenChoiceTopKRouter) -> None:
     """Make a GatedRouter DeepSpeed's own router again. Its bias stays, as tokens are routed by it."""
     if type(router) is GatedRouter:
         router.__class__ = TokenChoiceTopKRouter
@@ -110,7 +110,7 @@ def restore_router(router: Any) -> None:
             router.__dict__.pop(name, None)
 
 
-def why_own_router(router: Any) -> str | None:
+def why_own_router(router: TokenChoiceTopKRouter) -> str | None:
     """Return the reason why the router cannot be made a GatedRouter, or None."""
     if type(router) not in (TokenChoiceTopKRouter, GatedRouter):
         return f"deepep_moe knows deepspeed's TokenChoiceTopKRouter, and this is a {type(router).__name__}"
@@ -119,7 +119,7 @@ def why_own_router(router: Any) -> str | None:
     return None
 
 
-def check_bias(router: Any) -> None:
+def check_bias(router: TokenChoiceTopKRouter) -> None:
     """Raise ValueError if the optimizer moves the bias of `router`, or if nobody would count what the router chooses."""
     if (reason := why_own_router(router)) is not None:
         raise ValueError(f"expert_bias_update_rate needs routers that count their choices: {reason}")
@@ -130,12 +130,12 @@ def check_bias(router: Any) -> None:
         )
 
 
-def has_bias(router: Any) -> bool:
+def has_bias(router: TokenChoiceTopKRouter) -> bool:
     """Return whether the router has a bias of its own for the choice of experts."""
     return getattr(router, _BIAS, None) is not None
 
 
-def _prepare_bias(router: Any) -> None:
+def _prepare_bias(router: TokenChoiceTopKRouter) -> None:
     """Give `router` an fp32 bias that training may move. It is zero if the router had none."""
     bias = getattr(router, _BIAS, None)
     if bias is None:

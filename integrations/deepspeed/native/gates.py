@@ -16,20 +16,24 @@ from typing import Any
 
 import torch
 from deepspeed.moe import sharded_moe
+from deepspeed.moe.sharded_moe import TopKGate
 from torch import Tensor
 from torch.nn.modules import module as torch_module
 
-from deepep_moe.integrations.deepspeed.native.top2 import Top2, has_kernels
+from deepep_moe import _C
+from deepep_moe.device import is_gpu, launch
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks
+from deepep_moe.library import Context
 
 Decision = tuple[Tensor, Tensor, Tensor, Tensor]
 """l_aux, exp_counts [num_experts] int64, topk_idx [num_topk, num_tokens] int32 or int64 with -1 for dropped, topk_weights [num_topk,
 num_tokens] fp32."""
 _FUNCTIONS = ("top1gating", "top2gating", "topkgating", "_capacity", "gumbel_rsample", "multiplicative_jitter", "einsum")
+_ALL = 2**31  # the capacity of an expert that takes all tokens
 _KNOWN = {"0.19.4 to 0.19.7": "7537ab1b18ba5551", "0.19.8": "4224238c65e13fc0"}
 
 
-def decides_alike(gate: Any, x: Tensor, used_token: Tensor | None) -> bool:
+def decides_alike(gate: TopKGate, x: Tensor, used_token: Tensor | None) -> bool:
     """Return whether `decide(gate, x)` is what this gate would decide.
 
     It is not with masked tokens, where matrix products round the gate's weights, or with a default dtype other than fp32, in which the
@@ -39,7 +43,7 @@ def decides_alike(gate: Any, x: Tensor, used_token: Tensor | None) -> bool:
         used_token is None
         and torch.get_default_dtype() == torch.float32
         and not torch.compiler.is_compiling()
-        and type(gate) is sharded_moe.TopKGate
+        and type(gate) is TopKGate
         and not is_watched(gate)
         and not torch.is_autocast_enabled(x.device.type)
         and (gate.k != 2 or _multiplies_exactly())
@@ -49,7 +53,7 @@ def decides_alike(gate: Any, x: Tensor, used_token: Tensor | None) -> bool:
 
 def knows_the_gate() -> bool:
     """Return whether the installed `TopKGate` decides as the functions here do."""
-    return is_known(sharded_moe.TopKGate.forward, *(getattr(sharded_moe, name, None) for name in _FUNCTIONS))
+    return is_known(TopKGate.forward, *(getattr(sharded_moe, name, None) for name in _FUNCTIONS))
 
 
 def _multiplies_exactly() -> bool:
@@ -59,14 +63,14 @@ def _multiplies_exactly() -> bool:
         return False
 
 
-def is_watched(gate: Any) -> bool:
+def is_watched(gate: TopKGate) -> bool:
     """Return whether a call of the gate does more than its class's forward, because of a hook, a timer or a forward of its own."""
     has_own = "forward" in gate.__dict__ or gate._compiled_call_impl is not None
     return has_hooks(gate) or torch_module._has_any_global_hook() or gate.wall_clock_breakdown or has_own
 
 
 @functools.cache
-def is_known(*functions: Callable[..., Any] | None) -> bool:
+def is_known(*functions: Callable[..., object] | None) -> bool:
     """Return whether these are the gate's forward and `_FUNCTIONS` of a version in `_KNOWN`, unpatched."""
     return digest(functions) in _KNOWN.values()
 
@@ -86,7 +90,7 @@ def digest(functions: tuple[Any, ...]) -> str:
     return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
-def decide(gate: Any, x: Tensor) -> Decision:
+def decide(gate: TopKGate, x: Tensor) -> Decision:
     """Return what the gate decides for x [num_tokens > 0, hidden] without a group and with a least capacity of no more than num_tokens."""
     rows = x.float()
     if gate.noisy_gate_policy == "Jitter" and gate.training:
@@ -185,3 +189,56 @@ def _best(scores: Tensor, num_tokens: int, *, is_sorted: bool) -> Tensor:
     """
     best = scores.topk(min(num_tokens, len(scores)), dim=0, sorted=is_sorted).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(0, best, True)
+
+
+# ---- top-2 gating in GPU kernels, as one autograd function ----
+
+
+def has_kernels(logits: Tensor) -> bool:
+    return is_gpu(logits.device) and hasattr(_C, "gpu_top2") and len(logits) > 0
+
+
+class Top2(torch.autograd.Function):
+    """Computes `by_operations(logits, scores, capacity)`, which it calls for the second derivative only.
+
+    It runs in GPU kernels, because the host limits the speed of a layer with few experts per token. Everything equals the operations to
+    the bit.
+
+    logits and scores are [num_tokens > 0, num_experts] fp32. scores have no gradient, and the second choices are the best of them.
+    capacity is the most tokens of an expert, or None. Returns l_aux, counts [num_experts] int64, topk_idx [2, num_tokens] int32 with -1
+    for dropped, and topk_weights [2, num_tokens] fp32.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, logits: Tensor, scores: Tensor, capacity: int | None, by_operations: Callable[..., Decision]) -> Decision:
+        gates, scores = logits.softmax(1), scores.contiguous()
+        num_tokens, num_experts = gates.shape
+        chosen, topk_idx = (gates.new_empty(2, num_tokens, dtype=torch.int32) for _ in range(2))
+        topk_weights, is_first = gates.new_empty(2, num_tokens), torch.empty_like(gates)
+        counts = gates.new_empty(num_experts, dtype=torch.int64)
+        most = _ALL if capacity is None else capacity
+        launch(_C.gpu_top2, gates, scores, most, chosen, topk_idx, topk_weights, is_first, counts, on=gates)
+        load = is_first.mean(0)
+        l_aux = torch.mean(gates.mean(0) * load) * num_experts * num_experts
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(counts, topk_idx)
+        ctx.save_for_backward(logits, scores, gates, chosen, topk_idx, load)
+        ctx.again = capacity, by_operations
+        return l_aux, counts, topk_idx, topk_weights
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        grad_l_aux, _, _, grad_weights = grads
+        if grad_l_aux is None and grad_weights is None:
+            return None, None, None, None
+        logits, scores, gates, chosen, topk_idx, load = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            capacity, by_operations = ctx.again
+            l_aux, _, _, topk_weights = by_operations(logits, scores, capacity)
+            wanted = [(out, grad) for out, grad in ((l_aux, grad_l_aux), (topk_weights, grad_weights)) if grad is not None]
+            outputs, given = zip(*wanted, strict=True)
+            return *torch.autograd.grad(outputs, logits, given, create_graph=True), None, None, None
+        grad_weights = None if grad_weights is None else grad_weights.contiguous()
+        grad_gates = torch.empty_like(gates)
+        launch(_C.gpu_top2_backward, gates, chosen, topk_idx, grad_weights, grad_l_aux, load, grad_gates, on=gates)
+        return torch.ops.aten._softmax_backward_data(grad_gates, gates, 1, torch.float32), None, None, None

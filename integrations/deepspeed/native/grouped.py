@@ -26,6 +26,7 @@ from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.integrations.common.untraced import untraced
 from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights, Reader, name_of, read_known
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks, is_replaced
+from deepep_moe.library import Context
 from deepep_moe.ops.grouped_mlp import grouped_mlp
 from deepep_moe.ops.grouped_products import why_not_grouped
 
@@ -218,7 +219,7 @@ class _Stacked(torch.autograd.Function):
     """A view of the memory that the tensors share, if they lie at equal distances there and have the dtype, else a copy."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Context, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
         ctx.dtype = tensors[0].dtype
         view = _at_equal_distances(tensors)
         if view is not None and dtype == ctx.dtype:
@@ -228,7 +229,7 @@ class _Stacked(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
         return None, *grad.to(ctx.dtype).unbind()
 
@@ -255,13 +256,13 @@ class _Joined(torch.autograd.Function):
     """[num_rows of all, hidden] of the rows [..., num_rows, hidden] of each expert."""
 
     @staticmethod
-    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+    def forward(ctx: Context, *parts: Tensor) -> Tensor:
         ctx.counts, ctx.leading = [part.shape[-2] for part in parts], parts[0].shape[:-2]
         return _joined(parts)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, ...]:
         return split_rows(grad, ctx.counts, ctx.leading)
 
 
@@ -269,12 +270,12 @@ class _Apart(torch.autograd.Function):
     """The rows of each expert, of all in one tensor."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tuple[Tensor, ...]:
+    def forward(ctx: Context, rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tuple[Tensor, ...]:
         return split_rows(rows, counts, leading)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _joined(grads), None, None
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from deepspeed.moe.experts import Experts
@@ -26,6 +25,7 @@ from deepep_moe.integrations.deepspeed.native.fp8 import fp8_weights, run_fp8
 from deepep_moe.integrations.deepspeed.native.grouped import run_grouped, run_joined, weights_of, why_not_by_default
 from deepep_moe.integrations.deepspeed.native.routing import Routing, route
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks, is_replaced
+from deepep_moe.integrations.deepspeed.options import Layer
 from deepep_moe.nn.metrics import LayerMetrics
 from deepep_moe.ops.dense import nodes_per_token
 from deepep_moe.ops.fp8_kept import KeptWeights
@@ -54,7 +54,7 @@ class PackedMOELayer(MOELayer):
     deepep_moe_metrics: LayerMetrics | None = None
     """What `deepep_moe.nn.Metrics` counts of this layer."""
 
-    def forward(self, *inputs: Tensor, **kwargs: Any) -> Tensor:
+    def forward(self, *inputs: Tensor, **kwargs: object) -> Tensor:
         """Take x [..., hidden] in fp32, bf16 or fp16, and used_token [num_tokens] or None.
 
         Returns the experts' outputs in the shape of x, in their dtype, and sets `l_aux` and `exp_counts`. Collective over the layer's
@@ -195,7 +195,7 @@ class PackedMOELayer(MOELayer):
         metrics = None if timer == MOE_TIMER else metrics_of(self)
         return _UNTIMED if metrics is None else metrics.timed(self.gate.wg.weight.device)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """Restore a copy of a layer, whose plan is a copy too."""
         super().__setstate__(state)
         if self.deepep_moe_plan is not None:
@@ -211,13 +211,13 @@ class PackedMOELayer(MOELayer):
         setattr(self, attribute, self.timers(timer).elapsed(reset=False))
 
 
-def metrics_of(layer: Any) -> LayerMetrics | None:
+def metrics_of(layer: Layer) -> LayerMetrics | None:
     """Return what this forward is counted in, or None: without metrics, and where it does not count."""
     metrics: LayerMetrics | None = layer.deepep_moe_metrics
     return metrics if metrics is not None and metrics.counts(layer) else None
 
 
-def count_rows(layer: Any, handle: DispatchHandle) -> None:
+def count_rows(layer: Layer, handle: DispatchHandle) -> None:
     """Count the rows that the experts of this rank got."""
     if (metrics := metrics_of(layer)) is not None:
         metrics.count(handle.num_rows_per_expert[: layer.num_local_experts])

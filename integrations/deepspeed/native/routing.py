@@ -8,6 +8,7 @@ import torch
 from deepspeed.moe.sharded_moe import TopKGate
 from torch import Tensor
 
+from deepep_moe.integrations.common.meanwhile import meanwhile
 from deepep_moe.integrations.common.untraced import untraced
 from deepep_moe.integrations.deepspeed.native import gates
 
@@ -25,7 +26,7 @@ class Routing(NamedTuple):
     """[num_experts] int64: tokens that chose each expert, before any were dropped."""
 
 
-def route(gate: Any, x: Tensor, used_token: Tensor | None) -> Routing:
+def route(gate: TopKGate, x: Tensor, used_token: Tensor | None) -> Routing:
     """Ask a `TopKGate` about x [num_tokens, hidden] and used_token, [num_tokens] or None. Not collective.
 
     Decisions, weights, losses and random numbers are those of the installed version's gate. Either the gate is called, or `gates` decides
@@ -47,7 +48,7 @@ def route(gate: Any, x: Tensor, used_token: Tensor | None) -> Routing:
     return Routing(topk_idx.masked_fill(topk_weights == 0, -1).t(), topk_weights.t(), l_aux, exp_counts)
 
 
-def ask(gate: Any, x: Tensor, used_token: Tensor | None) -> Any:
+def ask(gate: TopKGate, x: Tensor, used_token: Tensor | None) -> Any:
     """Return what the gate returns to its layer."""
     return gate(x, used_token, True, False) if has_sparse_routes(type(gate).forward) else gate(x, used_token)
 
@@ -64,22 +65,17 @@ def is_gate_unknown() -> bool:
     return has_sparse_routes(TopKGate.forward) and not gates.knows_the_gate()
 
 
-def _ask_alone(gate: Any, x: Tensor, used_token: Tensor | None) -> Any:
+def _ask_alone(gate: TopKGate, x: Tensor, used_token: Tensor | None) -> Any:
     """Ask the gate without a group and with a least capacity of no more than this rank's tokens.
 
     Without its group the gate does not agree with other ranks on the fullest expert, which only padded slots need. The gate refuses fewer
     tokens than its least capacity, so that is lowered to their number. No token is dropped with either capacity.
     """
-    plain = gate.__dict__  # not by `Module.__setattr__`, which takes longer
-    saved = gate.ep_group, gate.min_capacity
-    plain["ep_group"], plain["min_capacity"] = None, min(gate.min_capacity, x.shape[0])
-    try:
+    with meanwhile(gate, ep_group=None, min_capacity=min(gate.min_capacity, x.shape[0])):
         return ask(gate, x, used_token)
-    finally:
-        plain["ep_group"], plain["min_capacity"] = saved
 
 
-def _route_nothing(gate: Any, x: Tensor) -> Routing:
+def _route_nothing(gate: TopKGate, x: Tensor) -> Routing:
     """Return no decisions, but connected to the gate's weight: it gets a gradient of 0, as ranks reduce gradients together."""
     scores = torch.nn.functional.linear(x.float(), gate.wg.weight.float()).float().softmax(1)  # autocast narrows
     topk_idx = torch.empty(gate.k, 0, dtype=torch.int32, device=x.device)

@@ -17,7 +17,7 @@ from deepspeed.moe import sharded_moe
 from deepspeed_cases import logged, make_moe, on_deepspeed_ranks
 
 from deepep_moe.integrations.deepspeed import replace_moe_layers
-from deepep_moe.integrations.deepspeed.native import gates, top2
+from deepep_moe.integrations.deepspeed.native import gates
 from deepep_moe.integrations.deepspeed.native.routing import ask, has_sparse_routes, route
 
 pytestmark = pytest.mark.skipif(not has_sparse_routes(sharded_moe.TopKGate.forward), reason="DeepSpeed's gates name experts since 0.19.4")
@@ -142,7 +142,7 @@ def test_capacity_is_rounded_in_single_precision():
 def gpu(monkeypatch):
     device = device_of("nvlink", 0)
     if emulated_gpu.is_chosen():
-        monkeypatch.setattr(top2, "is_gpu", lambda device: True)
+        monkeypatch.setattr(gates, "is_gpu", lambda device: True)
     was_deterministic, was_only_warning = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -156,7 +156,7 @@ def gpu(monkeypatch):
 def test_kernels_by_hand(gpu):
     """As above: three tokens, room for 2 in each of experts 0 and 1."""
     logits = torch.tensor([[2.0, 1.0, 0.0], [2.0, 1.0, 0.0], [1.0, 2.0, 0.0]], device=gpu)
-    assert top2.has_kernels(logits) and not top2.has_kernels(logits[:0])
+    assert gates.has_kernels(logits) and not gates.has_kernels(logits[:0])
     _, counts, topk_idx, topk_weights = gates._decide_2(logits, 2, noise=False)
     assert topk_idx.dtype == torch.int32 and counts.tolist() == [3, 3, 0]
     assert topk_idx.tolist() == [[0, 0, 1], [1, -1, -1]]
@@ -193,7 +193,7 @@ def test_kernels_have_the_bits_of_operations(gpu, seed, num_tokens, num_experts,
         scores[torch.rand(scores.shape, generator=generator) < 0.3] = torch.nan if what == "some nan" else -torch.inf
     logits, scores = logits.to(gpu).requires_grad_(), scores.to(gpu)
     capacity = None if room is None else int(room * 2 * num_tokens / num_experts)
-    ours, theirs = top2.Top2.apply(logits, scores, capacity, None), gates._choose_2(logits, scores, capacity)
+    ours, theirs = gates.Top2.apply(logits, scores, capacity, None), gates._choose_2(logits, scores, capacity)
     for name, got, want in zip(NAMES, ours, theirs, strict=False):
         assert torch.equal(got, want.to(got.dtype)), f"{name} is not what operations make"
     for got, want in zip(gradients(ours, logits, seed), gradients(theirs, logits, seed), strict=True):
@@ -207,7 +207,7 @@ def test_kernels_have_the_bits_of_operations(gpu, seed, num_tokens, num_experts,
 def test_kernels_have_a_second_derivative(gpu):
     logits = torch.randn(40, 6, device=gpu, requires_grad=True)
     seconds = []
-    for decided in (top2.Top2.apply(logits, logits.detach(), 9, gates._choose_2), gates._choose_2(logits, logits.detach(), 9)):
+    for decided in (gates.Top2.apply(logits, logits.detach(), 9, gates._choose_2), gates._choose_2(logits, logits.detach(), 9)):
         for i in (0, 3):
             first = torch.autograd.grad(decided[i].square().sum(), logits, create_graph=True)[0]
             seconds.append(torch.autograd.grad(first.square().sum(), logits, retain_graph=True)[0])

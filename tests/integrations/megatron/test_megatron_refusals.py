@@ -17,7 +17,7 @@ GROUPED = {"experts": "own"}
 SYNC_FREE, FP8 = GROUPED | {"sync_free": True}, GROUPED | {"fp8": True}
 
 OPTIONS = [
-    ({"expert_alignment": 0}, ValueError, "expert_alignment is 0; it must be a positive whole number"),
+    ({"expert_alignment": 0}, ValueError, "expert_alignment is 0; it must be at least 1"),
     ({"num_max_tokens_per_rank": 0}, ValueError, "num_max_tokens_per_rank is 0"),
     ({"num_max_tokens_per_rank": True}, TypeError, "num_max_tokens_per_rank is True; it must be an int"),
     ({"expert_alignment": 2.0}, TypeError, "expert_alignment is 2.0"),

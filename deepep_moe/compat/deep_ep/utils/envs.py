@@ -1,7 +1,5 @@
 """`deep_ep.utils.envs`: what version 2 asks of a machine. Its start of processes and its measurements of links are DeepEP's tests' own."""
 
-from typing import Any
-
 import torch
 
 from deepep_moe.compat.deep_ep.elastic import get_logical_domain_size, get_physical_domain_size
@@ -9,7 +7,7 @@ from deepep_moe.compat.deep_ep.elastic import get_logical_domain_size, get_physi
 __all__ = ["check_nvlink_connections", "check_torch_deterministic", "get_logical_domain_size", "get_physical_domain_size"]
 
 
-def check_nvlink_connections(group: Any) -> None:
+def check_nvlink_connections(group: object) -> None:
     """Do nothing: a buffer looks itself whether its GPUs reach each other, and says which do not."""
 
 
