@@ -185,6 +185,8 @@ __global__ void __launch_bounds__(kThreads, 1) DEEPEP_MOE_PAIRS add_weight_gradi
         multiply_tiles(launch.params, shared);
     }
     sync_pair();  // a block's shared memory must last until the other block has loaded into it and released what it loaded
+#else
+    __trap();  // compiled from PTX of another kind than the launcher has asked for
 #endif
 }
 

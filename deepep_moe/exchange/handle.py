@@ -130,7 +130,7 @@ class DispatchHandle:
     @property
     def num_rows_per_expert_on_host(self) -> Tensor:
         """`num_rows_per_expert_list` as a tensor, int64 on the CPU, made at each read."""
-        return torch.tensor(self.num_rows_per_expert_list, dtype=torch.int64)
+        return torch.tensor(self.num_rows_per_expert_list, dtype=torch.int64, device="cpu")
 
     def _counts_on_host(self) -> list[int]:
         """Return the [num_local_experts] tokens received. The list is empty or negative if the host does not know them."""

@@ -75,7 +75,7 @@ def grouped_mlp(
             returns the gradient, for a schedule that makes them later, and `compute(main_grad)` adds it there. Until then `compute` holds
             what it needs.
         main_grads: for w1 and w2, tensors of their shapes, fp32 as a rule, to which the backward adds their gradients. Autograd then gets
-            gradients of the right shape. Their values mean nothing.
+            tensors of the right shape that are not initialized.
         kept, is_first_microbatch: where fp8 copies of the weights stay between forwards, and whether this one makes them (True) or takes
             them (False), as `KeptWeights.take` says. Only for `QuantizedRows`. None: each forward quantizes the weights.
 

@@ -193,8 +193,8 @@ def weight_gradients(grads: Tensor, rows: Tensor, groups: Groups, into: Tensor |
     """Return, for each expert, the transposed grads [num_rows, out] times the rows [num_rows, in]: [num_experts, out, in].
 
     Neither tail is read. An expert without rows has zeros. `into`: [num_experts, out, in], fp32 as a rule, to which they are added; what is
-    returned then means nothing, but has the shape and the dtype. Hopper GPUs add fp32 products, others products that are rounded to the
-    dtype first.
+    returned then is not initialized, but has the shape and the dtype. A Hopper GPU adds fp32 products to contiguous fp32 sums; elsewhere
+    products are rounded to the dtype first.
     """
     if into is not None and _is_grouped(grads, rows.shape[1]) and _add_products(grads, rows, groups, into):
         return grads.new_empty(into.shape)
@@ -202,10 +202,12 @@ def weight_gradients(grads: Tensor, rows: Tensor, groups: Groups, into: Tensor |
 
 
 def _add_products(grads: Tensor, rows: Tensor, groups: Groups, into: Tensor) -> bool:
-    """Add the products to `into` by one kernel. Return False where there is none."""
+    """Add the products to `into` by one kernel. Return False where there is none for these tensors."""
     if torch.compiler.is_compiling() or not (is_gpu(rows.device) and hasattr(_C, "gpu_add_weight_gradients")):
         return False
-    if into.dtype != torch.float32 or not into.is_contiguous() or into.data_ptr() % _ALIGNMENT:
+    if into.device != rows.device or into.dtype != torch.float32 or not into.is_contiguous() or into.data_ptr() % _ALIGNMENT:
+        return False
+    if into.shape != (len(groups.offsets), grads.shape[1], rows.shape[1]) or rows.dtype != grads.dtype:
         return False
     with on_device(rows):
         return _C.gpu_add_weight_gradients(_aligned(grads), _aligned(rows), groups.offsets, into, current_stream(rows.device))

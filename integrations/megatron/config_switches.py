@@ -31,7 +31,7 @@ def serve_config(
         hidden["moe_shared_expert_overlap"] = False
 
     @patches.around(TransformerConfig, "__post_init__")
-    def complete(stock: Stock, config: TransformerConfig, *args: object, **kwargs: object) -> None:
+    def complete(stock: Stock, config: TransformerConfig, /, *args: object, **kwargs: object) -> None:
         choose(config)
         if not is_ours(config):
             stock(config, *args, **kwargs)

@@ -366,7 +366,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
     def _counts_for_experts(self, handle: DispatchHandle) -> torch.Tensor:
         if self._capacity is not None or self._guesses_rows:
             return handle.num_rows_per_expert
-        return torch.tensor(handle.num_rows_per_expert_list, dtype=torch.int64, device="cpu")
+        return handle.num_rows_per_expert_on_host
 
     def _explain_excess(self) -> str:
         return (

@@ -145,7 +145,7 @@ def serve_optimizers(patches: Patches) -> None:
     """Let distributed optimizers with stacked parameters save and load files in Megatron-Core's order, also after `disable()`."""
 
     @patches.around(DistributedOptimizer, "__init__")
-    def construct(stock: Stock, optimizer: DistributedOptimizer, *args: object, **kwargs: object) -> None:
+    def construct(stock: Stock, optimizer: DistributedOptimizer, /, *args: object, **kwargs: object) -> None:
         stock(optimizer, *args, **kwargs)
         if any(is_stacked(parameter) for buffer in getattr(optimizer, "buffers", ()) for parameter in buffer.params):
             if type(optimizer) is not DistributedOptimizer:

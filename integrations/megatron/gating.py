@@ -96,7 +96,7 @@ def serve_routers(patches: Patches, is_served: Callable[[Config], bool]) -> None
         return choose
 
     @patches.around(router.TopKRouter, "routing")
-    def route(stock: Stock, module: router.TopKRouter, *args: object, **kwargs: object) -> object:
+    def route(stock: Stock, module: router.TopKRouter, /, *args: object, **kwargs: object) -> object:
         served.append(module.config if is_served(module.config) else None)
         try:
             return stock(module, *args, **kwargs)

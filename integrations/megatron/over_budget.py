@@ -88,7 +88,7 @@ def serve_runners(patches: Patches, note: Callable[[], None]) -> None:
     from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
 
     @patches.around(PagedStashRunner, "__init__")
-    def construct(stock: Stock, runner: PagedStashRunner, *args: object, **kwargs: object) -> None:
+    def construct(stock: Stock, runner: PagedStashRunner, /, *args: object, **kwargs: object) -> None:
         stock(runner, *args, **kwargs)
         note()
         for layer in runner.moe_layers:

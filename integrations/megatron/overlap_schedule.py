@@ -25,7 +25,7 @@ def serve_schedule(patches: Patches) -> None:
     from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
 
     @patches.around(TransformerLayerSchedulePlan, "_build_callable_nodes")
-    def build(stock: Stock, plan: TransformerLayerSchedulePlan, *args: object, **kwargs: object) -> None:
+    def build(stock: Stock, plan: TransformerLayerSchedulePlan, /, *args: object, **kwargs: object) -> None:
         stock(plan, *args, **kwargs)
         dispatcher = _dispatcher_of(plan.layer)
         if isinstance(dispatcher, NativeTokenDispatcher):

@@ -122,7 +122,7 @@ def _serve_layers(patches: Patches) -> None:
     from deepep_moe.integrations.megatron.gating import stage_group
 
     @patches.around(MoELayer, "__init__")
-    def construct(stock: Stock, layer: MoELayer, *args: object, **kwargs: object) -> None:
+    def construct(stock: Stock, layer: MoELayer, /, *args: object, **kwargs: object) -> None:
         stock(layer, *args, **kwargs)
         if isinstance(layer.token_dispatcher, NativeTokenDispatcher):
             layer.token_dispatcher.join(layer)

@@ -78,12 +78,12 @@ def test_memory_around_is_not_touched(device):
     assert torch.equal(here.cpu(), expected) and memory[:64].isnan().all() and memory[-64:].isnan().all()
 
 
-@pytest.mark.parametrize("kind", ("bf16", "strided", "odd address"))
+@pytest.mark.parametrize("kind", ("bf16", "strided", "odd address", "other shape"))
 def test_sums_that_the_kernel_declines(device, kind):
     grads, rows, sums, _ = case_of([5, 9], 16, 24)
     there, sums = [each.to(device) for each in (grads, rows)], sums.to(device)
     odd = sums.new_zeros(sums.numel() + 1)[1:].view_as(sums)
-    into = {"bf16": sums.bfloat16(), "strided": sums.transpose(1, 2), "odd address": odd}[kind]
+    into = {"bf16": sums.bfloat16(), "strided": sums.transpose(1, 2), "odd address": odd, "other shape": sums[:1]}[kind]
     assert not grouped_products._add_products(*there, Groups([5, 9], 2, there[1]), into)
 
 

@@ -53,7 +53,7 @@ bool runs_on_tensor_cores() {
     int state = states[device].load(std::memory_order_relaxed);
     cudaFuncAttributes attributes;
     if (state == kUnknown && cudaFuncGetAttributes(&attributes, kKernel) == cudaSuccess) {
-        state = attributes.ptxVersion == 90 ? kRuns : kDoesNot;
+        state = attributes.ptxVersion == 90 && attributes.binaryVersion == 90 ? kRuns : kDoesNot;
         states[device].store(state, std::memory_order_relaxed);
     }
     return state == kRuns;
