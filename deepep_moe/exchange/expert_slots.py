@@ -24,7 +24,7 @@ ALIGNMENT = 128
 """Of a tensor in the slots, in bytes."""
 _MAX_TENSORS = 8
 """Of one call."""
-_MAX_SLOTS = 32
+MAX_SLOTS = 32
 """Of one rank."""
 _MAX_EXPERTS = 2**15 - 1
 
@@ -155,10 +155,10 @@ class ExpertSlots:
             raise ValueError(f"{len(slots)} tensors of slots and {len(home)} of {at_home}; give 1 to {_MAX_TENSORS} of both")
         check_is_tensor("copies", copies)
         wanted = copies.dtype == torch.int32 and copies.dim() == 2 and copies.shape[0] == self._num_ranks and copies.is_contiguous()
-        if not wanted or not 1 <= copies.shape[1] <= _MAX_SLOTS or copies.device != self.memory.device:
+        if not wanted or not 1 <= copies.shape[1] <= MAX_SLOTS or copies.device != self.memory.device:
             raise ValueError(
                 f"copies is {copies.dtype} of shape {list(copies.shape)} on {copies.device}; it must be contiguous int32 "
-                f"[{self._num_ranks}, 1 to {_MAX_SLOTS}] on {self.memory.device}"
+                f"[{self._num_ranks}, 1 to {MAX_SLOTS}] on {self.memory.device}"
             )
         self._check_tensors("slots", slots, copies.shape[1], returns)
         self._check_tensors(at_home, home, None, returns)

@@ -1,6 +1,7 @@
 """Modules for mixture-of-experts layers, with no framework around them."""
 
 from deepep_moe.low_latency.overlap import Span, Timeline, overlapped, routed_experts
+from deepep_moe.nn.balance import Balance
 from deepep_moe.nn.grouped_experts import GroupedExperts
 from deepep_moe.nn.metrics import EventFile, JsonLines, Metrics
 from deepep_moe.nn.moe import LocalExperts, MoELayer, SwiGLU
@@ -8,6 +9,6 @@ from deepep_moe.nn.rank_parameters import mark_experts
 from deepep_moe.nn.router import Router
 
 __all__ = [
-    "EventFile", "GroupedExperts", "JsonLines", "LocalExperts", "Metrics", "MoELayer", "Router", "Span", "SwiGLU", "Timeline",
+    "Balance", "EventFile", "GroupedExperts", "JsonLines", "LocalExperts", "Metrics", "MoELayer", "Router", "Span", "SwiGLU", "Timeline",
     "mark_experts", "overlapped", "routed_experts",
 ]  # fmt: skip

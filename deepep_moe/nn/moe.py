@@ -12,6 +12,7 @@ from deepep_moe.exchange.buffer import Buffer, new_layer
 from deepep_moe.exchange.checks import BLOCKWISE, GUESS
 from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.exchange.handle import DispatchOutput
+from deepep_moe.nn.balance import Balance, Planned
 from deepep_moe.nn.grouped_experts import GroupedExperts
 from deepep_moe.nn.rank_parameters import RankExperts
 from deepep_moe.nn.router import Router
@@ -79,6 +80,14 @@ def _check_fp8(experts: nn.Module, hidden: int, expert_alignment: int, num_recv_
     check_alignment("num_recv_rows", num_recv_rows or 0)
 
 
+def _check_balance(experts: nn.Module, fp8: bool, num_recv_rows: int | None) -> None:
+    for name, is_given in (("fp8", fp8), ("num_recv_rows", num_recv_rows is not None)):
+        if is_given:
+            raise ValueError(f"balance and {name} are given; copies of experts serve layers without {name} so far")
+    if not isinstance(experts, GroupedExperts) or experts.up_bias is not None:
+        raise ValueError("balance needs experts that are GroupedExperts without biases")
+
+
 class MoELayer(RankExperts):
     """Routed experts spread over the ranks of a group, and an optional shared expert for all tokens.
 
@@ -104,6 +113,8 @@ class MoELayer(RankExperts):
         fp8: send rows as fp8 in both passes, quantized once; the experts' products take them (docs/design/fp8_training.md). Needs bf16
             tokens, `GroupedExperts` without biases, and multiples of 128 for `hidden`, `intermediate`, `expert_alignment` and
             `num_recv_rows`. The experts weight the rows, so a token's sum is rounded at another place than without `fp8`.
+        balance: plan copies of hot experts in each forward (`Balance`). Needs `GroupedExperts` without biases, and neither `fp8` nor
+            `num_recv_rows`. A `buffer` then has `balance.num_slots` more experts for each rank than the router.
 
     Raises:
         ValueError: the number of experts or the buffer does not fit the router, `buffer` was given with settings of a buffer, or fp8 does
@@ -124,6 +135,7 @@ class MoELayer(RankExperts):
         num_recv_rows: int | None = None,
         fp8: bool = False,
         sums: str | None = None,
+        balance: Balance | None = None,
     ):
         super().__init__()
         self._layer = new_layer()
@@ -147,26 +159,31 @@ class MoELayer(RankExperts):
         beside = [name for name, value in settings.items() if value is not None]
         if buffer is not None and beside:
             raise ValueError(f"a buffer was given, which has its own {', '.join(beside)}; leave {'it' if len(beside) == 1 else 'them'} out")
+        if balance is not None:
+            _check_balance(self.experts, fp8, num_recv_rows)
+        num_slots = 0 if balance is None else balance.num_slots
         if buffer is None:
             num_tokens = 4096 if num_max_tokens_per_rank is None else num_max_tokens_per_rank
-            sizes = num_tokens, router.hidden, router.num_experts, router.num_topk
+            num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+            sizes = num_tokens, router.hidden, router.num_experts + num_ranks * num_slots, router.num_topk
             buffer = Buffer(group, *sizes, backend=backend or "auto", sums=sums or "ranks")
         self.buffer = buffer
         if fp8 and buffer.sums != "ranks":
             raise ValueError(f"fp8 is True, whose experts weight the rows, but the buffer's sums={buffer.sums!r} weight them in combine")
-        made_for = (self.buffer.hidden, self.buffer.num_experts, self.buffer.num_topk)
+        made_for = (self.buffer.hidden, self.buffer.num_experts - self.buffer.num_ranks * num_slots, self.buffer.num_topk)
         if made_for != (router.hidden, router.num_experts, router.num_topk):
             raise ValueError(
                 f"the buffer was made for hidden, num_experts, num_topk = {made_for}, "
                 f"the router has {(router.hidden, router.num_experts, router.num_topk)}; they must be the same"
             )
         given = _num_experts(self.experts)
-        if given is not None and given != self.buffer.num_local_experts:
+        num_local_experts = self.buffer.num_local_experts - num_slots
+        if given is not None and given != num_local_experts:
             raise ValueError(
-                f"{given} experts were given; this rank of {self.buffer.num_ranks} holds "
-                f"{self.buffer.num_local_experts} of {router.num_experts}"
+                f"{given} experts were given; this rank of {self.buffer.num_ranks} holds {num_local_experts} of {router.num_experts}"
             )
         self.check_wrappers()
+        self._copies = None if balance is None else balance.of_layer(self.experts, self.buffer)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, is_first_microbatch: bool | None = None) -> Tensor:
         """Return the layer's output, in the shape of x and the dtype of the experts' outputs. Collective over the buffer's group.
@@ -181,32 +198,37 @@ class MoELayer(RankExperts):
         on a GPU without fp8 products. Also raises the errors of `Buffer.dispatch`, router and experts. The peers then raise EPPeerError.
         """
         check_is_first_microbatch(is_first_microbatch)
-        rows, out = notify_peers_on_failure(self.buffer, self._dispatch, x, mask)
-        y, shared = notify_peers_on_failure(self.buffer, self._run_both, rows, out, is_first_microbatch)
+        rows, out, planned = notify_peers_on_failure(self.buffer, self._dispatch, x, mask)
+        y, shared = notify_peers_on_failure(self.buffer, self._run_both, rows, out, is_first_microbatch, planned)
         settled = self.buffer.settle(out)  # if it raises, the dispatch has failed, which the peers know
         if settled is not out:
             y = notify_peers_on_failure(self.buffer, self._run_experts, settled, is_first_microbatch)
         return notify_peers_on_failure(self.buffer, self._combine, y, shared, settled).view(x.shape)
 
-    def _dispatch(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, DispatchOutput]:
+    def _dispatch(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, DispatchOutput, Planned | None]:
         self.check_wrappers()
         if x.shape[-1] != self.router.hidden:
             raise ValueError(f"x has shape {list(x.shape)}; its last dimension must be hidden, {self.router.hidden}")
         rows = x.reshape(-1, self.router.hidden).contiguous()
         topk_idx, topk_weights, _ = self.router(rows, mask)
+        planned = None if self._copies is None else self._copies.plan(topk_idx)
+        if planned is not None:
+            topk_idx = planned.plan.topk_idx
         if self.fp8:
             check_products(rows.device)
         # Experts of another class, or with another forward, may not know of rows behind the last group.
-        guesses = self.num_recv_rows is None and type(self.experts).forward is GroupedExperts.forward
+        guesses = planned is None and self.num_recv_rows is None and type(self.experts).forward is GroupedExperts.forward
         num_rows = GUESS if guesses else self.num_recv_rows
         how: dict[str, Any] = {"expert_alignment": self.expert_alignment, "num_recv_rows": num_rows, "fp8": self.fp8}
         if not torch.compiler.is_compiling():  # layers share one compiled graph
             how["layer"] = self._layer
-        return rows, self.buffer.dispatch(rows, topk_idx, topk_weights, **how)
+        return rows, self.buffer.dispatch(rows, topk_idx, topk_weights, **how), planned
 
-    def _run_both(self, rows: Tensor, out: DispatchOutput, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor | None]:
+    def _run_both(
+        self, rows: Tensor, out: DispatchOutput, is_first_microbatch: bool | None, planned: Planned | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the outputs of the experts and of the shared expert."""
-        y, shared = self._run_experts(out, is_first_microbatch), None
+        y, shared = self._run_experts(out, is_first_microbatch, planned), None
         if self.shared_expert is not None:
             shared = self.shared_expert(rows)
             _check_output("the shared expert", shared, rows)
@@ -217,7 +239,10 @@ class MoELayer(RankExperts):
         weights = None if self.fp8 else out.recv_topk_weights
         return self.buffer.combine(y.contiguous(), out.handle, weights, bias=shared, fp8=self.fp8)
 
-    def _run_experts(self, out: DispatchOutput, is_first_microbatch: bool | None) -> Tensor:
+    def _run_experts(self, out: DispatchOutput, is_first_microbatch: bool | None, planned: Planned | None = None) -> Tensor:
+        if planned is not None:
+            y: Tensor = self.experts(out.recv_x, out.handle.num_rows_per_expert_list, planned=planned)
+            return y
         counts = out.handle.num_rows_per_expert_list if isinstance(self.experts, LocalExperts) else out.handle.num_rows_per_expert
         if self.fp8:  # a weighted combine would need its rows, and their gradients in bf16
             which = {} if is_first_microbatch is None else {"is_first_microbatch": is_first_microbatch}

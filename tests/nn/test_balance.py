@@ -1,0 +1,194 @@
+"""Layers with copies of hot experts. Values are whole numbers, so that every order of adding gives the bits of the layer without copies."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchange_cases import device_of
+from on_ranks import on_ranks
+
+from deepep_moe import Buffer
+from deepep_moe.nn import Balance, GroupedExperts, LocalExperts, Metrics, MoELayer, Router
+
+BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
+HIDDEN, INNER, NUM_EXPERTS, NUM_TOPK = 8, 4, 8, 2
+
+
+class Skewed(torch.nn.Module):
+    """A router of fixed choices: the first experts have most of the tokens, and weights are powers of two. It counts its calls."""
+
+    hidden, num_experts, num_topk = HIDDEN, NUM_EXPERTS, NUM_TOPK
+
+    def __init__(self, rank, seed=0):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(100 * rank + seed)
+
+    def forward(self, rows, mask=None):
+        shares = torch.exp2(-torch.arange(NUM_EXPERTS).float())
+        idx = torch.multinomial(shares.expand(max(len(rows), 1), -1), NUM_TOPK, generator=self.generator)[: len(rows)]
+        return idx.to(rows.device), torch.tensor([1.0, 0.5], device=rows.device).expand(len(rows), -1).contiguous(), None
+
+
+def layer_of(rank, num_ranks, balance, backend="shm", activation=torch.relu, **others):
+    torch.manual_seed(7)
+    full = [torch.randint(-2, 3, shape).float() for shape in ((NUM_EXPERTS, INNER, HIDDEN), (NUM_EXPERTS, HIDDEN, INNER))]
+    num_local = NUM_EXPERTS // num_ranks
+    experts = GroupedExperts(num_local, HIDDEN, INNER, gated=False, activation=activation)
+    with torch.no_grad():
+        for parameter, weight in zip((experts.up, experts.down), full, strict=True):
+            parameter.copy_(weight[rank * num_local : (rank + 1) * num_local])
+    experts.to(device_of(backend, rank))
+    return MoELayer(Skewed(rank), experts, num_max_tokens_per_rank=64, backend=backend, balance=balance, **others)
+
+
+def tokens_of(rank, step):
+    """Uneven, and none on rank 1 in the first step."""
+    num_tokens = 0 if (rank, step) == (1, 0) else 12 + 5 * rank
+    return torch.randint(-3, 4, (num_tokens, HIDDEN), generator=torch.Generator().manual_seed(10 * rank + step)).float()
+
+
+def train(layer, rank, num_steps=4, **options):
+    """Return everything that the steps make: outputs, gradients of tokens and of weights, and the weights at the end."""
+    seen, optimizer = [], torch.optim.SGD(layer.experts.parameters(), lr=2**-8)
+    for step in range(num_steps):
+        x = tokens_of(rank, step).to(layer.experts.up.device).requires_grad_()
+        y = run(layer, x, **options)
+        y.backward(torch.randint(-2, 3, y.shape, generator=torch.Generator().manual_seed(step)).to(y))
+        seen += [y.detach(), x.grad, *(parameter.grad.clone() for parameter in layer.experts.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():  # whole numbers again, and small enough that fp32 holds all sums
+            for parameter in layer.experts.parameters():
+                parameter.copy_(parameter.round().clamp(-2, 2))
+    return seen + [parameter.detach().clone() for parameter in layer.experts.parameters()]
+
+
+def run(layer, x, recompute=None):
+    if recompute is None:
+        return layer(x)
+    state = layer.router.generator.get_state()
+
+    def forward(x):
+        layer.router.generator.set_state(state)  # the same choices in the second forward
+        return layer(x)
+
+    return torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=recompute)
+
+
+@pytest.mark.parametrize("num_ranks", (1, 2, 4, 8))
+@pytest.mark.parametrize("num_slots", (1, 3))
+@on_ranks(backend=BACKENDS)
+def test_training_has_the_bits_of_a_layer_without_copies(rank, num_ranks, num_slots, backend):
+    plain = train(layer_of(rank, num_ranks, None, backend), rank)
+    balance = Balance(num_slots, cost=1)
+    layer, plans = layer_of(rank, num_ranks, balance, backend), []
+    plan = layer._copies.plan
+    layer._copies.plan = lambda topk_idx: plans.append(plan(topk_idx)) or plans[-1]
+    layer._copies.weights.up.fill_(float("nan")), layer._copies.weights.down.fill_(float("nan"))
+    for number, (found, expected) in enumerate(zip(train(layer, rank), plain, strict=True)):
+        assert torch.equal(found, expected), number
+    assert num_ranks == 1 or all((each.plan.copies >= 0).any() for each in plans), "no plan has a copy"
+    balance.destroy()
+
+
+@pytest.mark.parametrize("recompute", (True, False), ids=("reentrant", "not reentrant"))
+@on_ranks(2)
+def test_recomputed_layers_replay_their_plans(rank, num_ranks, recompute):
+    plain = train(layer_of(rank, num_ranks, None), rank)
+    for found, expected in zip(train(layer_of(rank, num_ranks, Balance(2, cost=1)), rank, recompute=recompute), plain, strict=True):
+        assert torch.equal(found, expected)
+
+
+@on_ranks(2)
+def test_layers_share_the_copies(rank, num_ranks):
+    """The first layer's weights are fetched again for its backward, as the second layer has used the memory."""
+    seen = []
+    for balance in (None, Balance(2, cost=1)):
+        first, second = (layer_of(rank, num_ranks, balance) for _ in range(2))
+        with torch.no_grad():
+            second.experts.up.mul_(2)
+        x = tokens_of(rank, 1).requires_grad_()
+        second(first(x)).sum().backward()
+        seen.append([x.grad, *(parameter.grad for layer in (first, second) for parameter in layer.experts.parameters())])
+        assert balance is None or first._copies is second._copies
+    assert all(torch.equal(found, expected) for found, expected in zip(*seen, strict=True))
+
+
+@on_ranks(2)
+def test_by_hand(rank, num_ranks):
+    """Rank 0 sends 4 tokens to expert 0, which is at home there. Rank 1 computes half of them."""
+    balance = Balance(1, cost=1)
+    experts = GroupedExperts(1, 8, 8, gated=False, activation=torch.relu)
+    router = Router(8, 2, 1)
+    router.forward = lambda rows, mask=None: (torch.zeros(len(rows), 1, dtype=torch.int64), torch.ones(len(rows), 1), None)
+    layer = MoELayer(router, experts, num_max_tokens_per_rank=8, backend="shm", balance=balance)
+    with torch.no_grad():
+        experts.up.copy_(torch.eye(8)[None] * (rank + 1)), experts.down.copy_(torch.eye(8)[None])
+    _, out, planned = layer._dispatch(torch.ones(4 - 4 * rank, 8), None)
+    plan = planned.plan
+    assert plan.copies.tolist() == [[-1], [0]] and plan.rows.tolist() == [[0], [2]]
+    assert out.handle.num_rows_per_expert_list == [[2, 0], [0, 2]][rank]
+    y = layer._combine(layer._run_experts(out, None, planned), None, out)
+    y.sum().backward()
+    assert torch.equal(y, torch.ones(4 - 4 * rank, 8))
+    assert torch.equal(experts.down.grad, torch.full((1, 8, 8), 4.0 * (1 - rank)))
+
+
+@pytest.mark.parametrize("frozen", ("up", "down"))
+@on_ranks(2)
+def test_a_frozen_weight(rank, num_ranks, frozen):
+    seen = []
+    for balance in (None, Balance(2, cost=1)):
+        layer = layer_of(rank, num_ranks, balance)
+        getattr(layer.experts, frozen).requires_grad_(False)
+        layer(tokens_of(rank, 1)).sum().backward()
+        seen.append([parameter.grad for parameter in layer.experts.parameters() if parameter.requires_grad])
+    assert len(seen[1]) == 1 and torch.equal(*seen[0], *seen[1])
+
+
+@on_ranks(2)
+def test_metrics_count_rows_where_they_are_computed(rank, num_ranks):
+    """The busiest rank's load without copies is most of all rows; with a copy of each hot expert ranks differ by little."""
+    found = []
+    for balance in (None, Balance(2, cost=1)):
+        layer = layer_of(rank, num_ranks, balance)
+        metrics = Metrics(layer)
+        layer(tokens_of(rank, 1))
+        found.append(metrics.take()[0].max_rank_overload)
+    assert found[0] > 1.5 > 1.1 > found[1]
+
+
+@on_ranks(2)
+def test_without_gradients(rank, num_ranks):
+    """In evaluation, and with frozen experts."""
+    plain, layer = layer_of(rank, num_ranks, None), layer_of(rank, num_ranks, Balance(2, cost=1))
+    with torch.no_grad():
+        assert torch.equal(layer(tokens_of(rank, 1)), plain(tokens_of(rank, 1)))
+    seen = []
+    for each in (plain, layer):
+        each.experts.requires_grad_(False)
+        x = tokens_of(rank, 1).requires_grad_()
+        each(x).sum().backward()
+        seen.append(x.grad)
+    assert torch.equal(*seen)
+
+
+@on_ranks(2)
+def test_refusals(rank, num_ranks):
+    with pytest.raises(ValueError, match="num_slots is 33; at most 32"):
+        Balance(33)
+    with pytest.raises(ValueError, match="num_slots"):
+        Balance(0)
+    balance = Balance(1)
+    for others, message in (({"fp8": True}, "fp8"), ({"num_recv_rows": 64}, "balance and num_recv_rows are given")):
+        with pytest.raises(ValueError, match=message):
+            layer_of(rank, num_ranks, balance, **others)
+    with pytest.raises(ValueError, match="GroupedExperts without biases"):
+        MoELayer(Skewed(rank), LocalExperts([torch.nn.Identity()]), num_max_tokens_per_rank=8, backend="shm", balance=balance)
+    layer_of(rank, num_ranks, balance)
+    other = GroupedExperts(NUM_EXPERTS // num_ranks, HIDDEN, 2 * INNER, gated=False)
+    with pytest.raises(ValueError, match="other experts"):
+        MoELayer(Skewed(rank), other, num_max_tokens_per_rank=8, backend="shm", balance=balance)
+    buffer = Buffer(None, 8, HIDDEN, NUM_EXPERTS, NUM_TOPK, backend="shm")
+    with pytest.raises(ValueError, match="the buffer was made for"):
+        MoELayer(Skewed(rank), GroupedExperts(NUM_EXPERTS // num_ranks, HIDDEN, INNER), buffer=buffer, balance=balance)
+    dist.barrier()
