@@ -90,27 +90,48 @@ def test_training_has_the_bits_of_a_layer_without_copies(rank, num_ranks, num_sl
     balance.destroy()
 
 
+def check_equal(use):
+    """`use` returns the same tensors of layers without and with copies, which it makes."""
+    plain, balanced = use(None), use(Balance(2, cost=1))
+    assert len(plain) == len(balanced) > 0
+    for found, expected in zip(balanced, plain, strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("recompute", (True, False), ids=("reentrant", "not reentrant"))
 @on_ranks(2)
 def test_recomputed_layers_replay_their_plans(rank, num_ranks, recompute):
-    plain = train(layer_of(rank, num_ranks, None), rank)
-    for found, expected in zip(train(layer_of(rank, num_ranks, Balance(2, cost=1)), rank, recompute=recompute), plain, strict=True):
-        assert torch.equal(found, expected)
+    check_equal(lambda balance: train(layer_of(rank, num_ranks, balance), rank, recompute=recompute if balance else None))
 
 
 @on_ranks(2)
 def test_layers_share_the_copies(rank, num_ranks):
     """The first layer's weights are fetched again for its backward, as the second layer has used the memory."""
-    seen = []
-    for balance in (None, Balance(2, cost=1)):
+
+    def use(balance):
         first, second = (layer_of(rank, num_ranks, balance) for _ in range(2))
         with torch.no_grad():
             second.experts.up.mul_(2)
         x = tokens_of(rank, 1).requires_grad_()
         second(first(x)).sum().backward()
-        seen.append([x.grad, *(parameter.grad for layer in (first, second) for parameter in layer.experts.parameters())])
-        assert balance is None or first._copies is second._copies
-    assert all(torch.equal(found, expected) for found, expected in zip(*seen, strict=True))
+        return [x.grad, *(parameter.grad for layer in (first, second) for parameter in layer.experts.parameters())]
+
+    check_equal(use)
+
+
+@pytest.mark.parametrize("frozen", ((), ("up",), ("down",), ("up", "down")), ids=str)
+@on_ranks(2)
+def test_frozen_weights_and_evaluation(rank, num_ranks, frozen):
+    def use(balance):
+        layer, x = layer_of(rank, num_ranks, balance), tokens_of(rank, 1).requires_grad_()
+        for name in frozen:
+            getattr(layer.experts, name).requires_grad_(False)
+        with torch.no_grad():
+            evaluated = layer(x)
+        layer(x).sum().backward()
+        return [evaluated, x.grad, *(parameter.grad for parameter in layer.experts.parameters() if parameter.requires_grad)]
+
+    check_equal(use)
 
 
 @on_ranks(2)
@@ -133,18 +154,6 @@ def test_by_hand(rank, num_ranks):
     assert torch.equal(experts.down.grad, torch.full((1, 8, 8), 4.0 * (1 - rank)))
 
 
-@pytest.mark.parametrize("frozen", ("up", "down"))
-@on_ranks(2)
-def test_a_frozen_weight(rank, num_ranks, frozen):
-    seen = []
-    for balance in (None, Balance(2, cost=1)):
-        layer = layer_of(rank, num_ranks, balance)
-        getattr(layer.experts, frozen).requires_grad_(False)
-        layer(tokens_of(rank, 1)).sum().backward()
-        seen.append([parameter.grad for parameter in layer.experts.parameters() if parameter.requires_grad])
-    assert len(seen[1]) == 1 and torch.equal(*seen[0], *seen[1])
-
-
 @on_ranks(2)
 def test_metrics_count_rows_where_they_are_computed(rank, num_ranks):
     """The busiest rank's load without copies is most of all rows; with a copy of each hot expert ranks differ by little."""
@@ -155,21 +164,6 @@ def test_metrics_count_rows_where_they_are_computed(rank, num_ranks):
         layer(tokens_of(rank, 1))
         found.append(metrics.take()[0].max_rank_overload)
     assert found[0] > 1.5 > 1.1 > found[1]
-
-
-@on_ranks(2)
-def test_without_gradients(rank, num_ranks):
-    """In evaluation, and with frozen experts."""
-    plain, layer = layer_of(rank, num_ranks, None), layer_of(rank, num_ranks, Balance(2, cost=1))
-    with torch.no_grad():
-        assert torch.equal(layer(tokens_of(rank, 1)), plain(tokens_of(rank, 1)))
-    seen = []
-    for each in (plain, layer):
-        each.experts.requires_grad_(False)
-        x = tokens_of(rank, 1).requires_grad_()
-        each(x).sum().backward()
-        seen.append(x.grad)
-    assert torch.equal(*seen)
 
 
 @on_ranks(2)
