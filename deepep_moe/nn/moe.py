@@ -114,7 +114,8 @@ class MoELayer(RankExperts):
             tokens, `GroupedExperts` without biases, and multiples of 128 for `hidden`, `intermediate`, `expert_alignment` and
             `num_recv_rows`. The experts weight the rows, so a token's sum is rounded at another place than without `fp8`.
         balance: plan copies of hot experts in each forward (`Balance`). Needs `GroupedExperts` without biases, and neither `fp8` nor
-            `num_recv_rows`. A `buffer` then has `balance.num_slots` more experts for each rank than the router.
+            `num_recv_rows`. A `buffer` of several ranks then has `balance.num_slots` more experts for each than the router. One rank alone
+            has nothing to balance.
 
     Raises:
         ValueError: the number of experts or the buffer does not fit the router, `buffer` was given with settings of a buffer, or fp8 does
@@ -161,16 +162,16 @@ class MoELayer(RankExperts):
             raise ValueError(f"a buffer was given, which has its own {', '.join(beside)}; leave {'it' if len(beside) == 1 else 'them'} out")
         if balance is not None:
             _check_balance(self.experts, fp8, num_recv_rows)
-        num_slots = 0 if balance is None else balance.num_slots
+        num_ranks = buffer.num_ranks if buffer is not None else dist.get_world_size(group) if dist.is_initialized() else 1
+        num_slots = balance.num_slots if balance is not None and num_ranks > 1 else 0
         if buffer is None:
             num_tokens = 4096 if num_max_tokens_per_rank is None else num_max_tokens_per_rank
-            num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
             sizes = num_tokens, router.hidden, router.num_experts + num_ranks * num_slots, router.num_topk
             buffer = Buffer(group, *sizes, backend=backend or "auto", sums=sums or "ranks")
         self.buffer = buffer
         if fp8 and buffer.sums != "ranks":
             raise ValueError(f"fp8 is True, whose experts weight the rows, but the buffer's sums={buffer.sums!r} weight them in combine")
-        made_for = (self.buffer.hidden, self.buffer.num_experts - self.buffer.num_ranks * num_slots, self.buffer.num_topk)
+        made_for = (self.buffer.hidden, self.buffer.num_experts - num_ranks * num_slots, self.buffer.num_topk)
         if made_for != (router.hidden, router.num_experts, router.num_topk):
             raise ValueError(
                 f"the buffer was made for hidden, num_experts, num_topk = {made_for}, "
@@ -183,7 +184,7 @@ class MoELayer(RankExperts):
                 f"{given} experts were given; this rank of {self.buffer.num_ranks} holds {num_local_experts} of {router.num_experts}"
             )
         self.check_wrappers()
-        self._copies = None if balance is None else balance.of_layer(self.experts, self.buffer)  # type: ignore[arg-type]
+        self._copies = balance.of_layer(self.experts, self.buffer) if balance is not None and num_slots else None  # type: ignore[arg-type]
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, is_first_microbatch: bool | None = None) -> Tensor:
         """Return the layer's output, in the shape of x and the dtype of the experts' outputs. Collective over the buffer's group.
