@@ -5,8 +5,8 @@ what balancing could gain at best. Without --max-vio, --workload and --trace it 
 
 "MaxVio" is the rows of the busiest expert over the mean, less 1. "ranks" is the rows of the busiest rank over the mean. Both are means of
 all steps. Times are medians of the slowest rank. "layer" is the wall time of the whole layer, dispatch to combine. "experts" is that of the
-experts alone, each rank while the others wait. Where ranks share a GPU, the time of a layer is that of all ranks' work, which no routing
-changes much; then only "experts" tells.
+experts alone, each rank while the others wait. "copies" is the layer with `Balance(--slots)`. Where ranks share a GPU, the time of a layer
+is that of all ranks' work, which no routing changes much; then only "experts" tells.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from benchmarks.layers import harness
 from benchmarks.layers.megatron_steps import time_step
 from benchmarks.layers.passes import MeasuredLayer, Pass, chain, describe, draw_inputs
 from deepep_moe import Buffer
-from deepep_moe.nn import GroupedExperts, MoELayer
+from deepep_moe.nn import Balance, GroupedExperts, MoELayer
 from deepep_moe.nn.overload import overloads
 from deepep_moe.ops.routing import is_token_in_rank
 from deepep_moe.testing import run_ranks
@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", choices=WORKLOADS, nargs="+", default=[], help=told)
     parser.add_argument("--trace", type=Path, nargs="+", default=[], help="a trace that DEEPEP_MOE_TRACE wrote: the files of all ranks")
     parser.add_argument("--seed", type=int, default=0, help="of the routings")
+    parser.add_argument("--slots", type=int, default=0, help="time the layer with copies of experts too: expert slots of a rank")
     parser.add_argument("--shape", choices=SHAPES, help="where no size is given; default gpt-oss-20b, on the CPU small")
     harness.add_arguments(parser, None, "all GPUs, on the CPU 2; ranks share the GPUs there are", repeats=10, **dict.fromkeys(_SIZES))
 
@@ -91,13 +92,17 @@ class GivenRouting(nn.Module):
 class Side:
     """A layer with one routing, on this rank. `turn` is collective."""
 
-    def __init__(self, routing: Routing, options: argparse.Namespace, buffer: Buffer, experts: GroupedExperts, device: torch.device):
+    def __init__(
+        self, routing: Routing, options: argparse.Namespace, buffer: Buffer, experts: GroupedExperts, device: torch.device,
+        balance: Balance | None = None,
+    ):  # fmt: skip
         self.routing, self.options, self.experts, self.device = routing, options, experts, device
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.own = routing.tokens_of(self.rank, self.num_ranks, self.num_ranks * options.num_tokens)
         num_tokens = self.own.stop - self.own.start
         self.router = GivenRouting(options, num_tokens, device)
-        self.layer = MoELayer(self.router, experts, buffer=buffer)  # type: ignore[arg-type]
+        self.layer = MoELayer(self.router, experts, buffer=buffer, balance=balance)  # type: ignore[arg-type]
+        self.has_copies = balance is not None
         self.x, cotangent = draw_inputs(self.rank, (num_tokens, options.hidden), device, torch.bfloat16)
         self.step = Pass(partial(self.layer, self.x), cotangent, {"input": self.x} | dict(self.layer.named_parameters()))
         self.us: list[float] = []
@@ -113,6 +118,8 @@ class Side:
         chain(self.step, _UNTIMED)
         self.us.append(time_step(self.step, self.device).wall)
         self.step.clear()
+        if self.has_copies:
+            return
         with torch.no_grad():
             out = self.layer.buffer.dispatch(self.x, self.router.topk_idx, self.router.weights)
         self._time_experts(out.recv_x.requires_grad_(), out.handle.num_rows_per_expert)
@@ -138,28 +145,35 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> list[Reco
     torch.manual_seed(1 + rank)
     sizes = options.num_experts // num_ranks, options.hidden, options.ffn_hidden
     experts = GroupedExperts(*sizes, device=device, dtype=torch.bfloat16)
-    buffer = Buffer(None, most, options.hidden, options.num_experts, options.num_topk, backend=options.backend)
-    first = MeasuredLayer(buffer.backend, *describe("torch", device, num_ranks), 0, {})
-    return [_record(routing, options, first, buffer, experts, device) for routing in routings]
+    num_slots = 0, num_ranks * options.slots
+    buffers = [
+        Buffer(None, most, options.hidden, options.num_experts + more, options.num_topk, backend=options.backend) for more in num_slots
+    ]
+    balance = Balance(options.slots) if options.slots else None
+    first = MeasuredLayer(buffers[0].backend, *describe("torch", device, num_ranks), 0, {})
+    return [_record(routing, options, first, buffers, balance, experts, device) for routing in routings]
 
 
 def _record(
-    routing: Routing, options: argparse.Namespace, first: MeasuredLayer, buffer: Buffer, experts: GroupedExperts, device: torch.device
-) -> Record:
+    routing: Routing, options: argparse.Namespace, first: MeasuredLayer, buffers: list[Buffer], balance: Balance | None,
+    experts: GroupedExperts, device: torch.device,
+) -> Record:  # fmt: skip
     """Time a routing and the balanced one in turns. Return the record of the balanced one, whose baseline is the other. Collective."""
-    both = routing, workloads.workload("W0", options.num_experts, options.seed)
+    both, buffer = (routing, workloads.workload("W0", options.num_experts, options.seed)), buffers[0]
     sides = [Side(each, options, buffer, experts, device) for each in both]
+    sides += [Side(routing, options, buffers[1], experts, device, balance)] if balance else []
     for turn in range(options.repeats):
         for side in sides:
             side.turn(turn)
-    (theirs, their_experts), (us, experts_us) = ((slowest(side.us), statistics.median(slowest(side.experts_us))) for side in sides)
+    (theirs, their_experts), (us, experts_us) = ((slowest(side.us), statistics.median(slowest(side.experts_us))) for side in sides[:2])
+    with_copies = {"copies_us": statistics.median(slowest(sides[2].us)), "num_slots": options.slots} if balance else {}
     (overload,) = overloads([torch.stack(sides[0].rows)], [(0, buffer.num_ranks)])
     goes = is_token_in_rank(sides[1].router.topk_idx, buffer.num_ranks, buffer.num_local_experts)
     num_bytes = 4 * 2 * options.hidden * int(slowest([float(rows_to_others(goes))])[0])
     return harness.record(
         f"balance {routing.name}", options, first, buffer.num_ranks, "bfloat16", us, num_bytes, "unbalanced", theirs,
         rival_us_p90=spread(theirs)[2], experts_us=experts_us, rival_experts_us=their_experts, ffn_hidden=options.ffn_hidden,
-        seed=options.seed, **overload,
+        seed=options.seed, **overload, **with_copies,
     )  # fmt: skip
 
 
@@ -182,5 +196,5 @@ def main(options: argparse.Namespace) -> None:
     print(f"MoELayer, {harness.shape_of(options, options.num_ranks, records[0]['backend'])}")
     if options.device == "cuda" and options.num_ranks > torch.cuda.device_count():
         print("ranks share GPUs: the time of a layer is that of all ranks' work; compare the times of experts")
-    show_table(_COLUMNS, records)
+    show_table(_COLUMNS | ({"copies": number("copies_us", 2, 1e-3)} if options.slots else {}), records)
     write_json(options.json, records)

@@ -98,11 +98,12 @@ def test_records(tmp_path):
     """Ranks' loads by hand: of 16 experts two are hot, so W2 gives rank 0 of 2 (16 + 6) / 30 of the rows."""
     path, trace = tmp_path / "balance.json", [str(path) for path in recorded(tmp_path / "trace", 8)]
     arguments = ["--max-vio", "1", "--workload", "W2", "W4", "W5", "W7", "--trace", *trace, "--repeats", "4", "--json", str(path)]
-    done = bench(*TINY, *arguments, command="balance", backend="auto")
+    done = bench(*TINY, *arguments, "--slots", "2", command="balance", backend="auto")
     assert done.returncode == 0, done.stdout + done.stderr
     records = {record["op"].removeprefix("balance "): record for record in json.loads(path.read_text())}
     for r in records.values():
         assert set(r) >= RECORD_FIELDS and (r["num_ranks"], r["num_tokens"], r["num_topk"], r["rival"]) == (2, 96, 2, "unbalanced")
+        assert r["copies_us"] > 0 and r["num_slots"] == 2
         assert r["ratio"] == pytest.approx(r["rival_us"] / r["us_median"]) and r["rival_us_p90"] >= r["rival_us"]
         assert r["experts_us"] > 0 and r["rival_experts_us"] > 0
         assert 0 < r["bytes_moved"] <= 4 * 2 * 32 * 96 and r["bytes_moved"] % (4 * 2 * 32) == 0

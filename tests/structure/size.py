@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = (".py", ".pyi", ".cpp", ".h", ".cu", ".cuh")
 LIMITS = {
     "lines of deepep_moe, csrc and integrations": 45_500,
-    "lines of benchmarks": 5_350,
+    "lines of benchmarks": 5_360,
     "lines of tests": 35_100,
     "words of docs and README": 50_000,
     "lines of JSON in benchmarks": 2_000,
