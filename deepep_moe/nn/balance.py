@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepep_moe.arguments import as_int
+from deepep_moe.device import FLOATS
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.expert_slots import ALIGNMENT, MAX_SLOTS, ExpertSlots
 from deepep_moe.library import Context
@@ -56,7 +57,7 @@ class Balance:
         return self._copies
 
     def destroy(self) -> None:
-        """Free the copies, in every rank. Layers that have it cannot run any more."""
+        """Leave the peers, whose forwards raise EPPeerError then. Layers that have it cannot run any more. May be repeated."""
         if self._copies is not None:
             self._copies.slots.destroy()
 
@@ -77,12 +78,13 @@ class Copies:
     """The expert slots of this rank, and what goes through them: counts of rows, weights, gradients."""
 
     def __init__(self, balance: Balance, experts: "GroupedExperts", buffer: Buffer, sizes: tuple[object, ...]):
-        num_ranks = buffer.num_ranks
+        num_ranks, dtype = buffer.num_ranks, experts.up.dtype
+        if num_ranks > MAX_SLOTS or dtype not in FLOATS:
+            raise ValueError(f"balance serves {MAX_SLOTS} ranks and experts in {list(FLOATS)}; these are {num_ranks} and {dtype}")
         self.sizes, self._rank, self._num_slots, self._cost = sizes, buffer.rank, balance.num_slots, balance.cost
         self._num_experts = num_ranks * experts.num_local_experts
         width = -(-self._num_experts // _WORDS) * _WORDS
         shapes = [(balance.num_slots, *weight.shape[1:]) for weight in (experts.up, experts.down)]
-        dtype = experts.up.dtype
         bytes_of = [2 * torch.Size(shape).numel() * dtype.itemsize for shape in shapes] + [num_ranks * width * 4]
         self.slots = ExpertSlots(
             buffer._group, sum(bytes_of) + 5 * ALIGNMENT, backend=buffer.backend if buffer.backend == "nvlink" else "collective"
@@ -156,8 +158,10 @@ class _Balanced(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if not hasattr(ctx, "kept"):
+            raise RuntimeError("a layer with copies of experts keeps nothing for a second backward; run its forward again")
         copies, plan, rows, home, weights, outputs = ctx.kept
-        del ctx.kept
+        del ctx.kept  # the graphs, which would last as long as the output
         copies.fetch(plan, *home)
         inputs = [*rows, *home, *weights]
         wanted = [tensor for tensor in inputs if tensor.requires_grad]

@@ -183,6 +183,12 @@ def test_refusals(rank, num_ranks):
     other = GroupedExperts(NUM_EXPERTS // num_ranks, HIDDEN, 2 * INNER, gated=False)
     with pytest.raises(ValueError, match="other experts"):
         MoELayer(Skewed(rank), other, num_max_tokens_per_rank=8, backend="shm", balance=balance)
+    with pytest.raises(ValueError, match="these are 2 and torch.float64"):
+        MoELayer(Skewed(rank), other.double(), num_max_tokens_per_rank=8, backend="shm", balance=Balance(1))
+    y = layer_of(rank, num_ranks, Balance(1))(tokens_of(rank, 1).requires_grad_())
+    y.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="keeps nothing for a second backward"):
+        y.sum().backward()
     buffer = Buffer(None, 8, HIDDEN, NUM_EXPERTS, NUM_TOPK, backend="shm")
     with pytest.raises(ValueError, match="the buffer was made for"):
         MoELayer(Skewed(rank), GroupedExperts(NUM_EXPERTS // num_ranks, HIDDEN, INNER), buffer=buffer, balance=balance)
