@@ -25,7 +25,7 @@ FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off
 SANITIZE = f"-fsanitize={SANITIZERS} -fno-sanitize=vptr -fno-sanitize-recover=all -fno-omit-frame-pointer -g1".split() if SANITIZERS else []
 SANITIZE += ["-Wno-tsan"] if SANITIZERS == "thread" else []  # says of each fence that it is not followed
 SUITES = {
-    "exchange": ("tests/exchange", "tests/faults", "tests/compat", "tests/nn/test_fp8_layer.py", "tests/nn/test_balance.py"),
+    "exchange": ("tests/exchange", "tests/faults", "tests/compat", "tests/nn/test_fp8_layer.py", "tests/nn/test_expert_copies.py"),
     "low_latency": ("tests/low_latency", "tests/nn/test_overlap.py", "tests/examples/test_overlap_example.py"),
     "gate": ("tests/gate", "tests/nn/test_router.py", "tests/ops", "tests/integrations/deepspeed/test_deepspeed_gates.py"),
     "tuning": ("tests/tuning",),

@@ -145,7 +145,7 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> list[Reco
     torch.manual_seed(1 + rank)
     sizes = options.num_experts // num_ranks, options.hidden, options.ffn_hidden
     experts = GroupedExperts(*sizes, device=device, dtype=torch.bfloat16)
-    num_slots = 0, num_ranks * options.slots
+    num_slots = 0, num_ranks * options.slots if num_ranks > 1 else 0
     buffers = [
         Buffer(None, most, options.hidden, options.num_experts + more, options.num_topk, backend=options.backend) for more in num_slots
     ]

@@ -118,6 +118,16 @@ class ExpertSlots:
         """Raise the failure that an earlier call has reported on a GPU, if any. Not collective."""
         self._alive().check()
 
+    @property
+    def num_calls(self) -> int:
+        """Calls that this rank has made."""
+        return self._backend.num_calls if self._backend is not None else -1
+
+    def refuse(self, error: BaseException) -> None:
+        """Make the peers raise EPPeerError with this error in their next call, which this rank does not make."""
+        if self._backend is not None:
+            self._backend.refuse(told(error))
+
     def destroy(self) -> None:
         """Leave the peers: on `nvlink` their calls raise EPPeerError then. Not collective, may be repeated. The memory lives as long as
         this object or a tensor of it."""

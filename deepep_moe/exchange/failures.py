@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from deepep_moe.exchange.buffer import Buffer
 
 _Result = TypeVar("_Result")
-_ENDS = (_StopRecomputationError, GeneratorExit)
+ENDS = (_StopRecomputationError, GeneratorExit)
 """Exceptions with which checkpointing ends a recomputation, and Python a generator. They are no failures."""
 _REASON = "RuntimeError: its backward pass failed; see its output for the error"
 
@@ -59,7 +59,7 @@ def pass_failed(number: int, num_calls: int, reason: str = _REASON) -> None:
 def tell_failure(calls: Calls, error: BaseException) -> None:
     """Tell the peers that this rank does not make its next call because of `error`. If a backward pass repeats this forward, the peers are
     told only once that pass fails; the error may have been a way to end the repetition early."""
-    if isinstance(error, _ENDS):
+    if isinstance(error, ENDS):
         return
     with contextlib.suppress(EPError, RuntimeError):  # missing peers or a failed GPU: `error` says more
         if not watch_backward(calls, told(error)):

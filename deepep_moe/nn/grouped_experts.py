@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from deepep_moe.arguments import as_int, check_bool
 from deepep_moe.nn.balance import Planned
 from deepep_moe.ops.fp8_kept import KeptWeights
-from deepep_moe.ops.grouped_mlp import Activation, grouped_mlp
+from deepep_moe.ops.grouped_mlp import Activation, Delay, grouped_mlp
 
 
 class GroupedExperts(nn.Module):
@@ -113,9 +113,10 @@ class GroupedExperts(nn.Module):
             return planned.run(self, x, list(num_rows_per_expert))
         return self._run(x, num_rows_per_expert, self.up, self.down, probs, kept=self.kept_weights, is_first_microbatch=is_first_microbatch)
 
-    def with_weights(self, x: Tensor, num_rows_per_expert: Tensor | Sequence[int], up: Tensor, down: Tensor) -> Tensor:
-        """Return what `forward` would with other weights, for any number of experts: up [n, rows, hidden], down [n, hidden, columns]."""
-        return self._run(x, num_rows_per_expert, up, down, None)
+    def with_weights(self, x: Tensor, num_rows_per_expert: Sequence[int], up: Tensor, down: Tensor, *, delay: Delay) -> Tensor:
+        """Return what `forward` would with other weights, for any number of experts: up [n, rows, hidden], down [n, hidden, columns].
+        delay: as for `deepep_moe.ops.grouped_mlp`."""
+        return self._run(x, num_rows_per_expert, up, down, None, delay=delay)
 
     def _run(self, x: Tensor, counts: Tensor | Sequence[int], up: Tensor, down: Tensor, probs: Tensor | None, **options: Any) -> Tensor:
         return grouped_mlp(

@@ -1,6 +1,7 @@
 """A mixture-of-experts layer on `Buffer` and `Router`, and the experts most models use."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from deepep_moe.exchange.buffer import Buffer, new_layer
 from deepep_moe.exchange.checks import BLOCKWISE, GUESS
 from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.exchange.handle import DispatchOutput
-from deepep_moe.nn.balance import Balance, Planned
+from deepep_moe.nn.balance import Balance, Copies, Planned
 from deepep_moe.nn.grouped_experts import GroupedExperts
 from deepep_moe.nn.rank_parameters import RankExperts
 from deepep_moe.nn.router import Router
@@ -84,7 +85,7 @@ def _check_balance(experts: nn.Module, fp8: bool, num_recv_rows: int | None) -> 
     for name, is_given in (("fp8", fp8), ("num_recv_rows", num_recv_rows is not None)):
         if is_given:
             raise ValueError(f"balance and {name} are given; copies of experts serve layers without {name} so far")
-    if not isinstance(experts, GroupedExperts) or experts.up_bias is not None:
+    if not isinstance(experts, GroupedExperts) or type(experts).forward is not GroupedExperts.forward or experts.up_bias is not None:
         raise ValueError("balance needs experts that are GroupedExperts without biases")
 
 
@@ -184,7 +185,7 @@ class MoELayer(RankExperts):
                 f"{given} experts were given; this rank of {self.buffer.num_ranks} holds {num_local_experts} of {router.num_experts}"
             )
         self.check_wrappers()
-        self._copies = balance.of_layer(self.experts, self.buffer) if balance is not None and num_slots else None  # type: ignore[arg-type]
+        self._balance = balance if num_slots else None
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, is_first_microbatch: bool | None = None) -> Tensor:
         """Return the layer's output, in the shape of x and the dtype of the experts' outputs. Collective over the buffer's group.
@@ -199,20 +200,24 @@ class MoELayer(RankExperts):
         on a GPU without fp8 products. Also raises the errors of `Buffer.dispatch`, router and experts. The peers then raise EPPeerError.
         """
         check_is_first_microbatch(is_first_microbatch)
-        rows, out, planned = notify_peers_on_failure(self.buffer, self._dispatch, x, mask)
-        y, shared = notify_peers_on_failure(self.buffer, self._run_both, rows, out, is_first_microbatch, planned)
+        telling, copies = partial(notify_peers_on_failure, self.buffer), None
+        if self._balance is not None:
+            copies = telling(self._balance.of_layer, self.experts, self.buffer)
+            telling = partial(copies.telling, self.buffer)
+        rows, out, planned = telling(self._dispatch, x, mask, copies)
+        y, shared = telling(self._run_both, rows, out, is_first_microbatch, planned)
         settled = self.buffer.settle(out)  # if it raises, the dispatch has failed, which the peers know
         if settled is not out:
             y = notify_peers_on_failure(self.buffer, self._run_experts, settled, is_first_microbatch)
         return notify_peers_on_failure(self.buffer, self._combine, y, shared, settled).view(x.shape)
 
-    def _dispatch(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, DispatchOutput, Planned | None]:
+    def _dispatch(self, x: Tensor, mask: Tensor | None, copies: Copies | None = None) -> tuple[Tensor, DispatchOutput, Planned | None]:
         self.check_wrappers()
         if x.shape[-1] != self.router.hidden:
             raise ValueError(f"x has shape {list(x.shape)}; its last dimension must be hidden, {self.router.hidden}")
         rows = x.reshape(-1, self.router.hidden).contiguous()
         topk_idx, topk_weights, _ = self.router(rows, mask)
-        planned = None if self._copies is None else self._copies.plan(topk_idx)
+        planned = None if copies is None else copies.plan(topk_idx)
         if planned is not None:
             topk_idx = planned.plan.topk_idx
         if self.fp8:

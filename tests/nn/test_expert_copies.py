@@ -1,5 +1,8 @@
 """Layers with copies of hot experts. Values are whole numbers, so that every order of adding gives the bits of the layer without copies."""
 
+import copy
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +10,7 @@ from exchange_cases import device_of
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer
+from deepep_moe.errors import EPPeerError
 from deepep_moe.nn import Balance, GroupedExperts, LocalExperts, Metrics, MoELayer, Router
 
 BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
@@ -82,8 +86,9 @@ def test_training_has_the_bits_of_a_layer_without_copies(rank, num_ranks, num_sl
     balance = Balance(num_slots, cost=1)
     layer, plans = layer_of(rank, num_ranks, balance, backend), []
     if num_ranks > 1:
-        plan, weights = layer._copies.plan, layer._copies.weights
-        layer._copies.plan = lambda topk_idx: plans.append(plan(topk_idx)) or plans[-1]
+        copies = balance.of_layer(layer.experts, layer.buffer)
+        plan, weights = copies.plan, copies.weights
+        copies.plan = lambda topk_idx: plans.append(plan(topk_idx)) or plans[-1]
         weights.up.fill_(float("nan")), weights.down.fill_(float("nan"))
     for number, (found, expected) in enumerate(zip(train(layer, rank), plain, strict=True)):
         assert torch.equal(found, expected), number
@@ -127,10 +132,63 @@ def test_frozen_weights_and_evaluation(rank, num_ranks, frozen):
         layer, x = layer_of(rank, num_ranks, balance), tokens_of(rank, 1).requires_grad_()
         for name in frozen:
             getattr(layer.experts, name).requires_grad_(False)
-        with torch.no_grad():
+        with torch.inference_mode():
             evaluated = layer(x)
         layer(x).sum().backward()
         return [evaluated, x.grad, *(parameter.grad for parameter in layer.experts.parameters() if parameter.requires_grad)]
+
+    check_equal(use)
+
+
+@on_ranks(2)
+def test_two_layers_in_one_checkpoint(rank, num_ranks):
+    """Hooks of weights run once, and a copied layer shares the memory."""
+
+    def use(balance):
+        first, seen = layer_of(rank, num_ranks, balance), []
+        second, x = copy.deepcopy(first), tokens_of(rank, 1).requires_grad_()
+        for seed, layer in enumerate((first, second)):
+            layer.router.forward = lambda rows, mask=None, seed=seed: Skewed(rank, seed)(rows)
+        parameters = [*first.experts.parameters(), *second.experts.parameters()]
+        for parameter in parameters:
+            parameter.register_hook(lambda grad: seen.append(1) or grad / 2)
+        torch.utils.checkpoint.checkpoint(lambda x: second(first(x)), x, use_reentrant=False).sum().backward()
+        return [x.grad, torch.tensor(len(seen)), *(parameter.grad for parameter in parameters)]
+
+    check_equal(use)
+
+
+@pytest.mark.parametrize("where", ("router", "backward"))
+@on_ranks(2)
+def test_peers_learn_of_a_failure(rank, num_ranks, where):
+    def fail(*_):
+        raise ValueError("broken here")
+
+    def activation(rows):
+        y = torch.relu(rows)
+        if rank == 0 and where == "backward" and y.requires_grad:
+            y.register_hook(fail)
+        return y
+
+    layer = layer_of(rank, num_ranks, Balance(2, cost=1), activation=activation)
+    if rank == 0 and where == "router":
+        layer.router.forward = fail
+    begin = time.monotonic()
+    with pytest.raises(ValueError if rank == 0 else EPPeerError, match="broken here" if rank == 0 or where == "router" else "failed"):
+        layer(tokens_of(rank, 1).requires_grad_()).sum().backward()
+    assert time.monotonic() - begin < 30
+
+
+@on_ranks(2)
+def test_autocast_and_compilation(rank, num_ranks):
+    """Whole numbers are the same in bf16. A compiled layer runs outside of the graph."""
+
+    def use(balance):
+        layer, x = layer_of(rank, num_ranks, balance), tokens_of(rank, 1).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(x).float().sum().backward()
+        found = [x.grad, *(parameter.grad for parameter in layer.experts.parameters())]
+        return [*found, torch.compile(layer, backend="eager")(tokens_of(rank, 2))]
 
     check_equal(use)
 
@@ -145,7 +203,8 @@ def test_by_hand(rank, num_ranks):
     layer = MoELayer(router, experts, num_max_tokens_per_rank=8, backend="shm", balance=balance)
     with torch.no_grad():
         experts.up.copy_(torch.eye(8)[None] * (rank + 1)), experts.down.copy_(torch.eye(8)[None])
-    _, out, planned = layer._dispatch(torch.ones(4 - 4 * rank, 8), None)
+    copies = balance.of_layer(experts, layer.buffer)
+    _, out, planned = layer._dispatch(torch.ones(4 - 4 * rank, 8), None, copies)
     plan = planned.plan
     assert plan.copies.tolist() == [[-1], [0]] and plan.rows.tolist() == [[0], [2]]
     assert out.handle.num_rows_per_expert_list == [[2, 0], [0, 2]][rank]
@@ -179,16 +238,14 @@ def test_refusals(rank, num_ranks):
             layer_of(rank, num_ranks, balance, **others)
     with pytest.raises(ValueError, match="GroupedExperts without biases"):
         MoELayer(Skewed(rank), LocalExperts([torch.nn.Identity()]), num_max_tokens_per_rank=8, backend="shm", balance=balance)
-    layer_of(rank, num_ranks, balance)
-    other = GroupedExperts(NUM_EXPERTS // num_ranks, HIDDEN, 2 * INNER, gated=False)
-    with pytest.raises(ValueError, match="other experts"):
-        MoELayer(Skewed(rank), other, num_max_tokens_per_rank=8, backend="shm", balance=balance)
-    with pytest.raises(ValueError, match="these are 2 and torch.float64"):
-        MoELayer(Skewed(rank), other.double(), num_max_tokens_per_rank=8, backend="shm", balance=Balance(1))
-    y = layer_of(rank, num_ranks, Balance(1))(tokens_of(rank, 1).requires_grad_())
-    y.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="keeps nothing for a second backward"):
-        y.sum().backward()
+    layer_of(rank, num_ranks, balance)(tokens_of(rank, 1))
+    for other, given, message in (
+        (GroupedExperts(NUM_EXPERTS // num_ranks, HIDDEN, 2 * INNER, gated=False), balance, "other experts"),
+        (GroupedExperts(NUM_EXPERTS // num_ranks, HIDDEN, INNER, gated=False).double(), Balance(1), "2, torch.float64"),
+    ):
+        layer = MoELayer(Skewed(rank), other, num_max_tokens_per_rank=64, backend="shm", balance=given)
+        with pytest.raises(ValueError, match=message):
+            layer(tokens_of(rank, 1).to(other.up.dtype))
     buffer = Buffer(None, 8, HIDDEN, NUM_EXPERTS, NUM_TOPK, backend="shm")
     with pytest.raises(ValueError, match="the buffer was made for"):
         MoELayer(Skewed(rank), GroupedExperts(NUM_EXPERTS // num_ranks, HIDDEN, INNER), buffer=buffer, balance=balance)
