@@ -159,19 +159,15 @@ class Planned(NamedTuple):
         num_local = experts.num_local_experts
         at_home, in_slots = num_rows[:num_local], num_rows[num_local:]
         self.copies.fetch(self.plan, experts.up, experts.down)
-        weights = experts.up, experts.down
         # `data`, as autograd is not to see that other layers use the memory in between.
-        pairs = [weight.detach() for weight in weights], [part.data for part in self.copies.weights]
-        for pair in pairs if torch.is_grad_enabled() else ():
-            for part, weight in zip(pair, weights, strict=True):
-                part.requires_grad_(weight.requires_grad)
+        held = (part.data for part in self.copies.weights)
         due = _Due(self, sum(in_slots) > 0)
-        home, guests = _Begin.apply(x, *weights, sum(at_home), due)
+        home, guests, *weights = _Begin.apply(x, experts.up, experts.down, *held, sum(at_home), due)
         outputs = (
             experts.with_weights(rows, counts, *pair, delay=later.__setitem__)
-            for rows, counts, pair, later in zip((home, guests), (at_home, in_slots), pairs, (due.home, due.guests), strict=True)
+            for rows, counts, pair, later in ((home, at_home, weights[:2], due.home), (guests, in_slots, weights[2:], due.guests))
         )
-        y: Tensor = _End.apply(*outputs, *weights, due)
+        y: Tensor = _End.apply(*outputs, experts.up, experts.down, due)
         return y
 
 
@@ -186,25 +182,31 @@ class _Due:
 
 class _Begin(torch.autograd.Function):
     """Splits rows into those of the experts at home and those of copies. Its backward, after those of the products, makes the gradients of
-    the weights and brings those of copies home."""
+    the weights and brings those of copies home. So the products take their weights from it, at home and in slots, and return none."""
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, up: Tensor, down: Tensor, num_at_home: int, due: _Due) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Context, x: Tensor, up: Tensor, down: Tensor, held_up: Tensor, held_down: Tensor, num_at_home: int, due: _Due
+    ) -> tuple[Tensor, ...]:
         ctx.due = due
-        return x[:num_at_home], x[num_at_home:]
+        ctx.set_materialize_grads(False)
+        weights = [weight.view_as(weight) for weight in (up, down, held_up, held_down)]
+        is_trained = (up.requires_grad, down.requires_grad) * 2
+        ctx.mark_non_differentiable(*(weight for weight, trained in zip(weights, is_trained, strict=True) if not trained))
+        return x[:num_at_home], x[num_at_home:], *weights
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, grad_home: Tensor, grad_guests: Tensor) -> tuple[Tensor | None, ...]:
-        due, (_, needs_up, needs_down, *_) = ctx.due, ctx.needs_input_grad
+    def backward(ctx: Context, grad_home: Tensor, grad_guests: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        due, (needs_x, needs_up, needs_down, *_) = ctx.due, ctx.needs_input_grad
         names = ("w1" if needs_up else None, "w2" if needs_down else None)
         copies, plan = due.planned
         dtype = copies.weights.up.dtype  # that of the parameters, which autocast has cast
-        of_home = [due.home.pop(name)().to(dtype) if name else None for name in names]
-        of_guests = [due.guests.pop(name)() if name and due.has_guests else None for name in names]
-        due.guests.clear()
+        of_home = [due.home[name]().to(dtype) if name else None for name in names]
+        of_guests = [due.guests[name]() if name and due.has_guests else None for name in names]
+        due.home.clear(), due.guests.clear()
         copies.bring_home(plan, of_guests, of_home)
-        return torch.cat([grad_home, grad_guests]), *of_home, None, None
+        return torch.cat([grad_home, grad_guests]) if needs_x else None, *of_home, None, None, None, None
 
 
 class _End(torch.autograd.Function):

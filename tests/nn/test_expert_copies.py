@@ -135,6 +135,8 @@ def test_frozen_weights_and_evaluation(rank, num_ranks, frozen):
         with torch.inference_mode():
             evaluated = layer(x)
         layer(x).sum().backward()
+        wanted = [x, *(parameter for parameter in layer.experts.parameters() if parameter.requires_grad)]
+        evaluated = torch.cat([evaluated.flatten(), *(torch.autograd.grad(layer(x).sum(), each)[0].flatten() for each in wanted)])
         return [evaluated, x.grad, *(parameter.grad for parameter in layer.experts.parameters() if parameter.requires_grad)]
 
     check_equal(use)
