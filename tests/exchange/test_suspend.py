@@ -384,13 +384,16 @@ def held():
 @on_ranks(2, kind=KINDS)
 def test_many_cycles(rank, kind):
     buffer = make(kind, 2)
-    before = None
     for step in range(20):
         make_step(buffer, step)
-        before = before or held()
+        if step == 2:  # what threads open at their first work is there by now
+            before = held()
         buffer.suspend()
         buffer.resume()
     make_step(buffer, 20)
+    end = time.monotonic() + 10  # threads of a process group may have descriptors for a moment
+    while held() != before and time.monotonic() < end:
+        time.sleep(0.05)
     assert held() == before
 
 
