@@ -115,7 +115,7 @@ class MoELayer(RankExperts):
             tokens, `GroupedExperts` without biases, and multiples of 128 for `hidden`, `intermediate`, `expert_alignment` and
             `num_recv_rows`. The experts weight the rows, so a token's sum is rounded at another place than without `fp8`.
         balance: plan copies of hot experts in each forward (`Balance`). Needs `GroupedExperts` without biases, and neither `fp8` nor
-            `num_recv_rows`. A `buffer` of several ranks then has `balance.num_slots` more experts for each than the router. One rank alone
+            `num_recv_rows`. A `buffer` of several ranks then has `balance.num_slots` more experts for each rank. One rank alone
             has nothing to balance.
 
     Raises:
@@ -177,6 +177,7 @@ class MoELayer(RankExperts):
             raise ValueError(
                 f"the buffer was made for hidden, num_experts, num_topk = {made_for}, "
                 f"the router has {(router.hidden, router.num_experts, router.num_topk)}; they must be the same"
+                + (f", beside the {num_slots} expert slots of each rank that balance needs in its num_experts" if num_slots else "")
             )
         given = _num_experts(self.experts)
         num_local_experts = self.buffer.num_local_experts - num_slots
