@@ -1,6 +1,6 @@
 """Copies of hot experts in `MoELayer`: ranks with few rows compute rows of experts of other ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from deepep_moe.nn.grouped_experts import GroupedExperts
 
 _Result = TypeVar("_Result")
+_CALLS_OF_PLAN = 2  # of the slots
 _WORDS = 4  # of the rows that `ExpertSlots` moves: multiples of 16 bytes
 
 
@@ -54,7 +55,6 @@ class Balance:
     def __deepcopy__(self, _memo: object) -> "Balance":
         return self  # a copy of a layer shares it, as it shares the buffer
 
-    @torch.compiler.disable
     @torch.inference_mode(False)  # of the memory, which training uses too
     def of_layer(self, experts: "GroupedExperts", buffer: Buffer) -> "Copies":
         """Return the copies, which the first forward makes. Collective over the buffer's group then."""
@@ -109,32 +109,48 @@ class Copies:
         # As if the counts of rank r were the weights of expert r, of which every other rank has a copy.
         ranks = torch.arange(num_ranks, dtype=torch.int32, device=device)
         self._all = torch.where(torch.eye(num_ranks, dtype=torch.bool, device=device), -1, ranks)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # of fetches
 
-    @torch.compiler.disable
     def telling(self, buffer: Buffer, function: Callable[..., _Result], *args: object) -> _Result:
-        """`notify_peers_on_failure`, also for peers that wait in a call of the slots."""
-        num_calls = self.slots.num_calls
+        """`notify_peers_on_failure` for a function that calls `plan`. Peers that wait in one of its calls of the slots are told too."""
+        end = self.slots.num_calls + _CALLS_OF_PLAN
         try:
             return notify_peers_on_failure(buffer, function, *args)
         except BaseException as error:
-            if self.slots.num_calls == num_calls and not isinstance(error, ENDS):
-                self.slots.refuse(error)
+            if not isinstance(error, ENDS):
+                for _ in range(end - self.slots.num_calls):
+                    self.slots.refuse(error)
             raise
 
-    @torch.compiler.disable
-    def plan(self, topk_idx: Tensor) -> "Planned":
-        """Plan the copies of a forward. topk_idx: [num_tokens, num_topk], the experts of this rank's tokens. Collective."""
+    def plan(self, topk_idx: Tensor, experts: "GroupedExperts") -> "Planned":
+        """Plan the copies of a forward, and begin to fetch them. topk_idx: [num_tokens, num_topk], the experts of this rank's tokens.
+        Collective."""
+        self.join()
         own = self._counts.new_zeros(1, self._counts.shape[1])
         own[0, : self._num_experts] = count_lanes(topk_idx, self._num_experts, 1)[1]
         self.slots.fetch(self._all, self._counts, own)
         self._counts[self._rank] = own[0]
         counts = self._counts[:, : self._num_experts]
-        return Planned(self, plan_copies(topk_idx, counts, self._rank, num_slots=self._num_slots, cost=self._cost))
+        plan = plan_copies(topk_idx, counts, self._rank, num_slots=self._num_slots, cost=self._cost)
+        self.fetch(plan, experts.up, experts.down)
+        return Planned(self, plan, experts)
 
     def fetch(self, plan: CopyPlan, up: Tensor, down: Tensor) -> None:
-        self.slots.fetch(plan.copies, self.weights, (up.detach(), down.detach()))
+        """Begin to fetch the weights of the copies. On GPUs that runs beside the current stream until `join`. Collective."""
+        weights = up.detach(), down.detach()
+        if self._stream is None:
+            return self.slots.fetch(plan.copies, self.weights, weights)
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            self.slots.fetch(plan.copies, self.weights, weights)
+        plan.copies.record_stream(self._stream)
 
-    def bring_home(self, plan: CopyPlan, of_copies: list[Tensor | None], of_home: list[Tensor | None]) -> None:
+    def join(self) -> None:
+        """Let the current stream wait for the fetch."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def bring_home(self, plan: CopyPlan, of_copies: Sequence[Tensor | None], of_home: Sequence[Tensor | None]) -> None:
         """Add the gradients of copies to those of their experts at home. None in of_home: that weight is frozen, in all ranks. None in
         of_copies: this rank has no copy. Collective."""
         slots, home = [], []
@@ -146,87 +162,138 @@ class Copies:
             self.slots.return_gradients(plan.copies, slots, home)
 
 
-class Planned(NamedTuple):
-    """The copies of one forward."""
+class Planned:
+    """The copies of one forward, which calls its methods in their order. Products at home do not wait for the host or for copies."""
 
-    copies: Copies
-    plan: CopyPlan
+    def __init__(self, copies: Copies, plan: CopyPlan, experts: "GroupedExperts"):
+        self.plan = plan
+        self._copies, self._experts = copies, experts
 
-    @torch.compiler.disable
-    def run(self, experts: "GroupedExperts", x: Tensor, num_rows: list[int]) -> Tensor:
-        """Return the outputs of rows x [num_rows, hidden] of this rank's experts, then of its copies. num_rows: of each, in this order.
-        Collective, as its backward is."""
-        num_local = experts.num_local_experts
-        at_home, in_slots = num_rows[:num_local], num_rows[num_local:]
-        self.copies.fetch(self.plan, experts.up, experts.down)
-        # `data`, as autograd is not to see that other layers use the memory in between.
-        held = (part.data for part in self.copies.weights)
-        due = _Due(self, sum(in_slots) > 0)
-        home, guests, *weights = _Begin.apply(x, experts.up, experts.down, *held, sum(at_home), due)
-        outputs = (
-            experts.with_weights(rows, counts, *pair, delay=later.__setitem__)
-            for rows, counts, pair, later in ((home, at_home, weights[:2], due.home), (guests, in_slots, weights[2:], due.guests))
-        )
-        y: Tensor = _End.apply(*outputs, experts.up, experts.down, due)
-        return y
+    def run_home(self, x: Tensor, counts: Tensor) -> Tensor:
+        """Return the outputs of this rank's experts for the rows x [num_rows, hidden], behind which rows of copies lie. Their outputs are
+        missing. counts: rows of the experts and of the copies, on the device of x."""
+        experts = self._experts
+        held = (part.data for part in self._copies.weights)  # autograd is not to see that other layers use the memory
+        weights = _Weights.apply(experts.up, experts.down, *held, self._copies, self.plan)
+        self._of_guests: list[tuple[int, Tensor]] = []
+        rows, self._rows = _Rows.apply(x, self._of_guests)
+        at_home, self._in_slots = counts.split([experts.num_local_experts, len(weights[2])])
+        self._weights = weights[2:]
+        return experts.with_weights(rows, at_home, *weights[:2])
+
+    def add_guests(self, y: Tensor, num_rows: list[int]) -> Tensor:
+        """Write the outputs of copies into y, the result of `run_home`, and return it. num_rows: its counts, on the host."""
+        self._copies.join()
+        num_local = self._experts.num_local_experts
+        first, num_guests, guests = sum(num_rows[:num_local]), sum(num_rows[num_local:]), None
+        if num_guests:
+            rows = _Guests.apply(self._rows, first, num_guests, self._of_guests)
+            guests = self._experts.with_weights(rows, self._in_slots, *self._weights)
+        joined: Tensor = _Join.apply(y, guests, first, self._copies)
+        return joined
+
+    def fetch_in_backward(self, y: Tensor) -> Tensor:
+        """Return y, the output of the layer, whose backward begins with a fetch, as other layers have used the slots. Collective then."""
+        fetched: Tensor = _Fetch.apply(y, self._experts.up, self._experts.down, self._copies, self.plan)
+        return fetched
 
 
-class _Due:
-    """Gradients of weights that the products' backward has left, by the names w1 (up) and w2 (down)."""
-
-    def __init__(self, planned: Planned, has_guests: bool):
-        self.planned, self.has_guests = planned, has_guests
-        self.home: dict[str, Callable[..., Tensor]] = {}
-        self.guests: dict[str, Callable[..., Tensor]] = {}
-
-
-class _Begin(torch.autograd.Function):
-    """Splits rows into those of the experts at home and those of copies. Its backward, after those of the products, makes the gradients of
-    the weights and brings those of copies home. So the products take their weights from it, at home and in slots, and return none."""
+class _Weights(torch.autograd.Function):
+    """The weights of the products at home and of those of copies. Its backward, after those of the products, brings the gradients of
+    copies home."""
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, up: Tensor, down: Tensor, held_up: Tensor, held_down: Tensor, num_at_home: int, due: _Due
+        ctx: Context, up: Tensor, down: Tensor, held_up: Tensor, held_down: Tensor, copies: Copies, plan: CopyPlan
     ) -> tuple[Tensor, ...]:
-        ctx.due = due
+        ctx.copies, ctx.plan = copies, plan
         ctx.set_materialize_grads(False)
         weights = [weight.view_as(weight) for weight in (up, down, held_up, held_down)]
         is_trained = (up.requires_grad, down.requires_grad) * 2
         ctx.mark_non_differentiable(*(weight for weight, trained in zip(weights, is_trained, strict=True) if not trained))
-        return x[:num_at_home], x[num_at_home:], *weights
+        return tuple(weights)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, grad_home: Tensor, grad_guests: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        due, (needs_x, needs_up, needs_down, *_) = ctx.due, ctx.needs_input_grad
-        names = ("w1" if needs_up else None, "w2" if needs_down else None)
-        copies, plan = due.planned
-        dtype = copies.weights.up.dtype  # that of the parameters, which autocast has cast
-        of_home = [due.home[name]().to(dtype) if name else None for name in names]
-        of_guests = [due.guests[name]() if name and due.has_guests else None for name in names]
-        due.home.clear(), due.guests.clear()
-        copies.bring_home(plan, of_guests, of_home)
-        return torch.cat([grad_home, grad_guests]) if needs_x else None, *of_home, None, None, None, None
+    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        of_home = [
+            grad.contiguous() if grad is not None and needed else None
+            for grad, needed in zip(grads[:2], ctx.needs_input_grad[:2], strict=True)
+        ]
+        ctx.copies.bring_home(ctx.plan, grads[2:], of_home)
+        return *of_home, None, None, None, None
 
 
-class _End(torch.autograd.Function):
-    """Joins the outputs. Its backward, before those of the products, fetches the weights again."""
+class _Rows(torch.autograd.Function):
+    """The rows of the products at home, and again for `_Guests`, which the host takes out once it knows where they are."""
 
     @staticmethod
-    def forward(ctx: Context, home: Tensor, guests: Tensor, up: Tensor, down: Tensor, due: _Due) -> Tensor:
-        ctx.due, ctx.num_at_home, ctx.is_trained = due, len(home), any(ctx.needs_input_grad[2:4])
-        ctx.save_for_backward(up, down)
-        return torch.cat([home, guests])
+    def forward(ctx: Context, x: Tensor, of_guests: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
+        ctx.of_guests = of_guests
+        ctx.set_materialize_grads(False)
+        return x.view_as(x), x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
+        for first, of_guests in ctx.of_guests:
+            grad[first : first + len(of_guests)] = of_guests
+        ctx.of_guests.clear()
+        return grad, None
+
+
+class _Guests(torch.autograd.Function):
+    """Rows of copies. `_Rows` gets their gradient through a list, so that nobody adds zeros to all the other rows."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, first: int, num_guests: int, of_guests: list[tuple[int, Tensor]]) -> Tensor:
+        ctx.shape, ctx.first, ctx.of_guests = x.shape, first, of_guests
+        return x[first : first + num_guests]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.of_guests.append((ctx.first, grad))
+        return grad.new_empty(()).expand(ctx.shape), None, None, None
+
+
+class _Join(torch.autograd.Function):
+    """Writes the outputs of copies behind those at home."""
+
+    @staticmethod
+    def forward(ctx: Context, home: Tensor, guests: Tensor | None, first: int, copies: Copies) -> Tensor:
+        ctx.copies, ctx.guests = copies, slice(first, first + (0 if guests is None else len(guests)))
+        ctx.mark_dirty(home)
+        if guests is not None:
+            home[ctx.guests] = guests
+        return home
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
-        up, down = ctx.saved_tensors  # first: it may repeat the forward of a checkpoint, which uses the slots
-        copies, plan = ctx.due.planned
-        copies.fetch(plan, up, down)
-        if ctx.is_trained:
-            torch.autograd.Variable._execution_engine.queue_callback(_Watch(copies.slots))
-        return grad[: ctx.num_at_home], grad[ctx.num_at_home :], None, None, None
+        ctx.copies.join()
+        guests = ctx.guests
+        return grad, grad[guests] if guests.start < guests.stop else None, None, None
+
+
+class _Fetch(torch.autograd.Function):
+    """Fetches the weights of copies at the begin of the layer's backward, beside the dispatch of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Context, y: Tensor, up: Tensor, down: Tensor, copies: Copies, plan: CopyPlan) -> Tensor:
+        ctx.copies, ctx.plan = copies, plan
+        ctx.save_for_backward(up, down)
+        ctx.mark_dirty(y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weights = ctx.saved_tensors  # first: it may repeat the forward of a checkpoint, which uses the slots
+        ctx.copies.fetch(ctx.plan, *weights)
+        if any(ctx.needs_input_grad[1:3]):
+            torch.autograd.Variable._execution_engine.queue_callback(_Watch(ctx.copies.slots))
+        return grad, None, None, None, None
 
 
 class _Watch:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from deepep_moe.arguments import as_int, check_bool
 from deepep_moe.nn.balance import Planned
 from deepep_moe.ops.fp8_kept import KeptWeights
-from deepep_moe.ops.grouped_mlp import Activation, Delay, grouped_mlp
+from deepep_moe.ops.grouped_mlp import Activation, grouped_mlp
 
 
 class GroupedExperts(nn.Module):
@@ -101,7 +101,7 @@ class GroupedExperts(nn.Module):
             probs: [num_rows] fp32, or None for ones. A `MoELayer` without fp8 passes None, as its combine weights the rows.
             is_first_microbatch: only with `QuantizedRows`. True, for the first forward after an optimizer step, quantizes the weights and
                 keeps the copies. False uses the copies. None: each forward quantizes.
-            planned: what `Balance` has planned. A `MoELayer` passes it, and the counts, on the host, of experts and then of copies.
+            planned: what `Balance` has planned. A `MoELayer` passes it, and the counts of experts and then of copies.
 
         Returns:
             [num_rows, hidden] in the dtype of x, which for `QuantizedRows` is bfloat16.
@@ -110,13 +110,12 @@ class GroupedExperts(nn.Module):
             TypeError, ValueError: see `deepep_moe.ops.grouped_mlp` and `deepep_moe.ops.KeptWeights.take`.
         """
         if planned is not None:
-            return planned.run(self, x, list(num_rows_per_expert))
+            return planned.run_home(x, num_rows_per_expert)  # type: ignore[arg-type]
         return self._run(x, num_rows_per_expert, self.up, self.down, probs, kept=self.kept_weights, is_first_microbatch=is_first_microbatch)
 
-    def with_weights(self, x: Tensor, num_rows_per_expert: Sequence[int], up: Tensor, down: Tensor, *, delay: Delay) -> Tensor:
-        """Return what `forward` would with other weights, for any number of experts: up [n, rows, hidden], down [n, hidden, columns].
-        delay: as for `deepep_moe.ops.grouped_mlp`."""
-        return self._run(x, num_rows_per_expert, up, down, None, delay=delay)
+    def with_weights(self, x: Tensor, num_rows_per_expert: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        """Return what `forward` would with other weights, for any number of experts: up [n, rows, hidden], down [n, hidden, columns]."""
+        return self._run(x, num_rows_per_expert, up, down, None)
 
     def _run(self, x: Tensor, counts: Tensor | Sequence[int], up: Tensor, down: Tensor, probs: Tensor | None, **options: Any) -> Tensor:
         return grouped_mlp(

@@ -201,16 +201,22 @@ class MoELayer(RankExperts):
         on a GPU without fp8 products. Also raises the errors of `Buffer.dispatch`, router and experts. The peers then raise EPPeerError.
         """
         check_is_first_microbatch(is_first_microbatch)
+        return (self._forward if self._balance is None else self._forward_outside_graphs)(x, mask, is_first_microbatch)
+
+    def _forward(self, x: Tensor, mask: Tensor | None, is_first_microbatch: bool | None) -> Tensor:
         telling, copies = partial(notify_peers_on_failure, self.buffer), None
         if self._balance is not None:
             copies = telling(self._balance.of_layer, self.experts, self.buffer)
             telling = partial(copies.telling, self.buffer)
         rows, out, planned = telling(self._dispatch, x, mask, copies)
-        y, shared = telling(self._run_both, rows, out, is_first_microbatch, planned)
+        y, shared = notify_peers_on_failure(self.buffer, self._run_both, rows, out, is_first_microbatch, planned)
         settled = self.buffer.settle(out)  # if it raises, the dispatch has failed, which the peers know
         if settled is not out:
-            y = notify_peers_on_failure(self.buffer, self._run_experts, settled, is_first_microbatch)
-        return notify_peers_on_failure(self.buffer, self._combine, y, shared, settled).view(x.shape)
+            y = notify_peers_on_failure(self.buffer, self._run_experts, settled, is_first_microbatch, planned)
+        y = notify_peers_on_failure(self.buffer, self._combine, y, shared, settled, planned)
+        return (y if planned is None else planned.fetch_in_backward(y)).view(x.shape)
+
+    _forward_outside_graphs = torch.compiler.disable(_forward)
 
     def _dispatch(self, x: Tensor, mask: Tensor | None, copies: Copies | None = None) -> tuple[Tensor, DispatchOutput, Planned | None]:
         self.check_wrappers()
@@ -218,13 +224,13 @@ class MoELayer(RankExperts):
             raise ValueError(f"x has shape {list(x.shape)}; its last dimension must be hidden, {self.router.hidden}")
         rows = x.reshape(-1, self.router.hidden).contiguous()
         topk_idx, topk_weights, _ = self.router(rows, mask)
-        planned = None if copies is None else copies.plan(topk_idx)
+        planned = None if copies is None else copies.plan(topk_idx, self.experts)  # type: ignore[arg-type]
         if planned is not None:
             topk_idx = planned.plan.topk_idx
         if self.fp8:
             check_products(rows.device)
         # Experts of another class, or with another forward, may not know of rows behind the last group.
-        guesses = planned is None and self.num_recv_rows is None and type(self.experts).forward is GroupedExperts.forward
+        guesses = self.num_recv_rows is None and type(self.experts).forward is GroupedExperts.forward
         num_rows = GUESS if guesses else self.num_recv_rows
         how: dict[str, Any] = {"expert_alignment": self.expert_alignment, "num_recv_rows": num_rows, "fp8": self.fp8}
         if not torch.compiler.is_compiling():  # layers share one compiled graph
@@ -242,18 +248,19 @@ class MoELayer(RankExperts):
             shared = shared.to(y.dtype).contiguous()  # under autocast one of them may be in fp32
         return y, shared
 
-    def _combine(self, y: Tensor, shared: Tensor | None, out: DispatchOutput) -> Tensor:
+    def _combine(self, y: Tensor, shared: Tensor | None, out: DispatchOutput, planned: Planned | None = None) -> Tensor:
+        if planned is not None:
+            y = planned.add_guests(y, out.handle.num_rows_per_expert_list)
         weights = None if self.fp8 else out.recv_topk_weights
         return self.buffer.combine(y.contiguous(), out.handle, weights, bias=shared, fp8=self.fp8)
 
     def _run_experts(self, out: DispatchOutput, is_first_microbatch: bool | None, planned: Planned | None = None) -> Tensor:
-        if planned is not None:
-            y: Tensor = self.experts(out.recv_x, out.handle.num_rows_per_expert_list, planned=planned)
-            return y
         counts = out.handle.num_rows_per_expert_list if isinstance(self.experts, LocalExperts) else out.handle.num_rows_per_expert
         if self.fp8:  # a weighted combine would need its rows, and their gradients in bf16
             which = {} if is_first_microbatch is None else {"is_first_microbatch": is_first_microbatch}
             y = self.experts(out.recv_x, counts, out.recv_topk_weights, **which)
+        elif planned is not None:
+            y = self.experts(out.recv_x, counts, planned=planned)
         else:
             y = self.experts(out.recv_x, counts)
         _check_output("the experts", y, out.recv_x)
