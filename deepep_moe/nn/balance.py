@@ -1,5 +1,6 @@
 """Copies of hot experts in `MoELayer`: ranks with few rows compute rows of experts of other ranks."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -10,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from deepep_moe.arguments import as_int
 from deepep_moe.device import FLOATS
+from deepep_moe.errors import EPError
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.expert_slots import ALIGNMENT, MAX_SLOTS, ExpertSlots
 from deepep_moe.exchange.failures import ENDS, notify_peers_on_failure
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     from deepep_moe.nn.grouped_experts import GroupedExperts
 
 _Result = TypeVar("_Result")
-_CALLS_OF_PLAN = 2  # of the slots
+CALLS_OF_PLAN = 2
+"""Calls of the slots that `Copies.plan` makes."""
 _WORDS = 4  # of the rows that `ExpertSlots` moves: multiples of 16 bytes
 
 
@@ -55,13 +58,12 @@ class Balance:
     def __deepcopy__(self, _memo: object) -> "Balance":
         return self  # a copy of a layer shares it, as it shares the buffer
 
-    @torch.inference_mode(False)  # of the memory, which training uses too
     def of_layer(self, experts: "GroupedExperts", buffer: Buffer) -> "Copies":
         """Return the copies, which the first forward makes. Collective over the buffer's group then."""
-        group = tuple(dist.get_process_group_ranks(buffer._group))
-        sizes = (tuple(experts.up.shape), tuple(experts.down.shape), experts.up.dtype, experts.up.device, group)
+        weights = Parts(experts.up, experts.down)
+        sizes = sizes_of(weights, buffer)
         if self._copies is None:
-            self._copies = Copies(self, experts, buffer, sizes)
+            self._copies = Copies(self, weights, buffer)
         elif self._copies.sizes != sizes:
             raise ValueError(
                 "balance serves a layer with other experts or ranks (shapes, dtype, device, ranks): "
@@ -82,27 +84,39 @@ class Parts(NamedTuple):
     down: Tensor
 
 
+Product = Callable[[tuple[Tensor, ...], Tensor, Parts, bool], Tensor]
+"""Returns the outputs of rows: their tensors, the first of which is [num_rows, hidden]; the counts of groups; the groups' weights; whether
+these are the experts at home."""
+
+
+def sizes_of(weights: Parts, buffer: Buffer) -> tuple[object, ...]:
+    """Return what layers that share copies have in common."""
+    group = tuple(dist.get_process_group_ranks(buffer._group))
+    return tuple(weights.up.shape), tuple(weights.down.shape), weights.up.dtype, weights.up.device, group
+
+
 class Copies:
     """The expert slots of this rank, and what goes through them: counts of rows, weights, gradients."""
 
-    def __init__(self, balance: Balance, experts: "GroupedExperts", buffer: Buffer, sizes: tuple[object, ...]):
-        num_ranks, dtype = buffer.num_ranks, experts.up.dtype
-        self.sizes, self._rank, self._num_slots, self._cost = sizes, buffer.rank, balance.num_slots, balance.cost
-        self._num_experts = num_ranks * experts.num_local_experts
+    @torch.inference_mode(False)  # training uses the memory too
+    def __init__(self, balance: Balance, weights: Parts, buffer: Buffer):
+        num_ranks, dtype, self._num_local = buffer.num_ranks, weights.up.dtype, len(weights.up)
+        self.sizes, self._rank, self._num_slots, self._cost = sizes_of(weights, buffer), buffer.rank, balance.num_slots, balance.cost
+        self._num_experts = num_ranks * self._num_local
         if num_ranks > MAX_SLOTS or dtype not in FLOATS or self._num_slots > self._num_experts:
             raise ValueError(
                 f"balance serves up to {MAX_SLOTS} ranks, experts in {list(FLOATS)}, and no more slots than experts; these are "
                 f"{num_ranks}, {dtype}, {self._num_slots} and {self._num_experts}"
             )
         width = -(-self._num_experts // _WORDS) * _WORDS
-        shapes = [(self._num_slots, *weight.shape[1:]) for weight in (experts.up, experts.down)]
+        shapes = [(self._num_slots, *weight.shape[1:]) for weight in weights]
         bytes_of = [2 * torch.Size(shape).numel() * dtype.itemsize for shape in shapes] + [num_ranks * width * 4]
         backend = buffer.backend if buffer.backend == "nvlink" else "collective"
         self.slots = ExpertSlots(buffer._group, sum(bytes_of) + 5 * ALIGNMENT, backend=backend)
         device = self.slots.memory.device
-        if device.type != experts.up.device.type:
+        if device.type != weights.up.device.type:
             raise ValueError(
-                f"the group's collectives move memory on {device}, and the experts are on {experts.up.device}; use NCCL's group"
+                f"the group's collectives move memory on {device}, and the experts are on {weights.up.device}; use NCCL's group"
             )
         self._counts = self.slots.empty(num_ranks, width, dtype=torch.int32).fill_(0)
         self.weights, self._gradients = (Parts(*(self.slots.empty(*shape, dtype=dtype) for shape in shapes)) for _ in range(2))
@@ -113,16 +127,21 @@ class Copies:
 
     def telling(self, buffer: Buffer, function: Callable[..., _Result], *args: object) -> _Result:
         """`notify_peers_on_failure` for a function that calls `plan`. Peers that wait in one of its calls of the slots are told too."""
-        end = self.slots.num_calls + _CALLS_OF_PLAN
+        num_calls = self.slots.num_calls
         try:
             return notify_peers_on_failure(buffer, function, *args)
         except BaseException as error:
-            if not isinstance(error, ENDS):
-                for _ in range(end - self.slots.num_calls):
-                    self.slots.refuse(error)
+            self.tell(error, num_calls + CALLS_OF_PLAN)
             raise
 
-    def plan(self, topk_idx: Tensor, experts: "GroupedExperts") -> "Planned":
+    def tell(self, error: BaseException, num_calls: int) -> None:
+        """Tell the peers that this rank does not make its calls of the slots, up to this number, because of `error`."""
+        if not isinstance(error, ENDS):
+            with contextlib.suppress(EPError, RuntimeError):  # missing peers or a failed GPU: `error` says more
+                for _ in range(num_calls - self.slots.num_calls):
+                    self.slots.refuse(error)
+
+    def plan(self, topk_idx: Tensor, weights: Parts, product: Product) -> "Planned":
         """Plan the copies of a forward, and begin to fetch them. topk_idx: [num_tokens, num_topk], the experts of this rank's tokens.
         Collective."""
         self.join()
@@ -132,17 +151,30 @@ class Copies:
         self._counts[self._rank] = own[0]
         counts = self._counts[:, : self._num_experts]
         plan = plan_copies(topk_idx, counts, self._rank, num_slots=self._num_slots, cost=self._cost)
-        self.fetch(plan, experts.up, experts.down)
-        return Planned(self, plan, experts)
+        return self.follow(plan, weights, product)
 
-    def fetch(self, plan: CopyPlan, up: Tensor, down: Tensor) -> None:
+    def follow(self, plan: CopyPlan, weights: Parts, product: Product) -> "Planned":
+        """Begin to fetch the copies of a plan. Collective."""
+        self.join()
+        self.fetch(plan, weights)
+        return Planned(self, plan, weights, product)
+
+    @property
+    def is_over(self) -> bool:
+        return self.slots.num_calls < 0
+
+    def rows_of_experts(self) -> Tensor:
+        """Return the rows of this rank's experts in the latest plan, wherever they are computed. [num_local_experts] int32."""
+        return self._counts[:, self._rank * self._num_local : (self._rank + 1) * self._num_local].sum(0, dtype=torch.int32)
+
+    def fetch(self, plan: CopyPlan, weights: Parts) -> None:
         """Begin to fetch the weights of the copies. On GPUs that runs beside the current stream until `join`. Collective."""
-        weights = up.detach(), down.detach()
+        at_home = [weight.detach() for weight in weights]
         if self._stream is None:
-            return self.slots.fetch(plan.copies, self.weights, weights)
+            return self.slots.fetch(plan.copies, self.weights, at_home)
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            self.slots.fetch(plan.copies, self.weights, weights)
+            self.slots.fetch(plan.copies, self.weights, at_home)
         plan.copies.record_stream(self._stream)
 
     def join(self) -> None:
@@ -165,36 +197,40 @@ class Copies:
 class Planned:
     """The copies of one forward, which calls its methods in their order. Products at home do not wait for the host or for copies."""
 
-    def __init__(self, copies: Copies, plan: CopyPlan, experts: "GroupedExperts"):
+    def __init__(self, copies: Copies, plan: CopyPlan, weights: Parts, product: Product):
         self.plan = plan
-        self._copies, self._experts = copies, experts
+        self._copies, self._at_home, self._product = copies, weights, product
 
-    def run_home(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Return the outputs of this rank's experts for the rows x [num_rows, hidden], behind which rows of copies lie. Their outputs are
-        missing. counts: rows of the experts and of the copies, on the device of x."""
-        experts = self._experts
-        held = (part.data for part in self._copies.weights)  # autograd is not to see that other layers use the memory
-        weights = _Weights.apply(experts.up, experts.down, *held, self._copies, self.plan)
-        self._of_guests: list[tuple[int, Tensor]] = []
-        rows, self._rows = _Rows.apply(x, self._of_guests)
-        at_home, self._in_slots = counts.split([experts.num_local_experts, len(weights[2])])
-        self._weights = weights[2:]
-        return experts.with_weights(rows, at_home, *weights[:2])
+    def run_home(
+        self, tensors: tuple[Tensor, ...], counts: Tensor, main_grads: tuple[Tensor | None, Tensor | None] = (None, None)
+    ) -> Tensor:
+        """Return the outputs of this rank's experts, [num_rows, ...]. Those of the rows of copies, which lie behind, are missing.
+
+        tensors: the rows, [num_rows, ...] each. counts: the rows of the experts and of the copies, on any device. main_grads: fp32
+        tensors for up and down, to which the product at home adds gradients of weights; those of copies are added there too.
+        """
+        copies, num_local = self._copies, len(self._at_home.up)
+        held = (part.data for part in copies.weights)  # autograd is not to see that other layers use the memory
+        weights = _Weights.apply(*self._at_home, *held, copies, self.plan, main_grads)
+        self._grads: list[list[tuple[int, Tensor]]] = [[] for _ in tensors]
+        pairs = [_Rows.apply(tensor, grads) for tensor, grads in zip(tensors, self._grads, strict=True)]
+        self._rows, self._in_slots, self._weights = [rows for _, rows in pairs], counts[num_local:], Parts(*weights[2:])
+        return self._product(tuple(rows for rows, _ in pairs), counts[:num_local], Parts(*weights[:2]), True)
 
     def add_guests(self, y: Tensor, num_rows: list[int]) -> Tensor:
         """Write the outputs of copies into y, the result of `run_home`, and return it. num_rows: its counts, on the host."""
         self._copies.join()
-        num_local = self._experts.num_local_experts
+        num_local = len(self._at_home.up)
         first, num_guests, guests = sum(num_rows[:num_local]), sum(num_rows[num_local:]), None
         if num_guests:
-            rows = _Guests.apply(self._rows, first, num_guests, self._of_guests)
-            guests = self._experts.with_weights(rows, self._in_slots, *self._weights)
+            parts = [_Guests.apply(rows, first, num_guests, grads) for rows, grads in zip(self._rows, self._grads, strict=True)]
+            guests = self._product(tuple(parts), self._in_slots, self._weights, False)
         joined: Tensor = _Join.apply(y, guests, first, self._copies)
         return joined
 
     def fetch_in_backward(self, y: Tensor) -> Tensor:
         """Return y, the output of the layer, whose backward begins with a fetch, as other layers have used the slots. Collective then."""
-        fetched: Tensor = _Fetch.apply(y, self._experts.up, self._experts.down, self._copies, self.plan)
+        fetched: Tensor = _Fetch.apply(y, *self._at_home, self._copies, self.plan)
         return fetched
 
 
@@ -204,9 +240,10 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, up: Tensor, down: Tensor, held_up: Tensor, held_down: Tensor, copies: Copies, plan: CopyPlan
-    ) -> tuple[Tensor, ...]:
-        ctx.copies, ctx.plan = copies, plan
+        ctx: Context, up: Tensor, down: Tensor, held_up: Tensor, held_down: Tensor, copies: Copies, plan: CopyPlan,
+        main_grads: tuple[Tensor | None, Tensor | None],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.copies, ctx.plan, ctx.main_grads = copies, plan, main_grads
         ctx.set_materialize_grads(False)
         weights = [weight.view_as(weight) for weight in (up, down, held_up, held_down)]
         is_trained = (up.requires_grad, down.requires_grad) * 2
@@ -216,12 +253,13 @@ class _Weights(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        of_home = [
+        of_weights = [
             grad.contiguous() if grad is not None and needed else None
             for grad, needed in zip(grads[:2], ctx.needs_input_grad[:2], strict=True)
         ]
-        ctx.copies.bring_home(ctx.plan, grads[2:], of_home)
-        return *of_home, None, None, None, None
+        sums = [grad if grad is None or into is None else into for grad, into in zip(of_weights, ctx.main_grads, strict=True)]
+        ctx.copies.bring_home(ctx.plan, grads[2:], sums)
+        return *of_weights, None, None, None, None, None
 
 
 class _Rows(torch.autograd.Function):
@@ -289,8 +327,8 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weights = ctx.saved_tensors  # first: it may repeat the forward of a checkpoint, which uses the slots
-        ctx.copies.fetch(ctx.plan, *weights)
+        weights = Parts(*ctx.saved_tensors)  # first: it may repeat the forward of a checkpoint, which uses the slots
+        ctx.copies.fetch(ctx.plan, weights)
         if any(ctx.needs_input_grad[1:3]):
             torch.autograd.Variable._execution_engine.queue_callback(_Watch(ctx.copies.slots))
         return grad, None, None, None, None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from deepep_moe.arguments import as_int, check_bool
-from deepep_moe.nn.balance import Planned
+from deepep_moe.nn.balance import Parts, Planned
 from deepep_moe.ops.fp8_kept import KeptWeights
 from deepep_moe.ops.grouped_mlp import Activation, grouped_mlp
 
@@ -110,12 +110,12 @@ class GroupedExperts(nn.Module):
             TypeError, ValueError: see `deepep_moe.ops.grouped_mlp` and `deepep_moe.ops.KeptWeights.take`.
         """
         if planned is not None:
-            return planned.run_home(x, num_rows_per_expert)  # type: ignore[arg-type]
+            return planned.run_home((x,), num_rows_per_expert)  # type: ignore[arg-type]
         return self._run(x, num_rows_per_expert, self.up, self.down, probs, kept=self.kept_weights, is_first_microbatch=is_first_microbatch)
 
-    def with_weights(self, x: Tensor, num_rows_per_expert: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        """Return what `forward` would with other weights, for any number of experts: up [n, rows, hidden], down [n, hidden, columns]."""
-        return self._run(x, num_rows_per_expert, up, down, None)
+    def product(self, rows: tuple[Tensor, ...], counts: Tensor, weights: Parts, _: bool) -> Tensor:
+        """Be a `deepep_moe.nn.balance.Product`: return what `forward` would with these weights, of any number of experts."""
+        return self._run(rows[0], counts, weights.up, weights.down, None)
 
     def _run(self, x: Tensor, counts: Tensor | Sequence[int], up: Tensor, down: Tensor, probs: Tensor | None, **options: Any) -> Tensor:
         return grouped_mlp(

@@ -13,7 +13,7 @@ from deepep_moe.exchange.buffer import Buffer, new_layer
 from deepep_moe.exchange.checks import BLOCKWISE, GUESS
 from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.exchange.handle import DispatchOutput
-from deepep_moe.nn.balance import Balance, Copies, Planned
+from deepep_moe.nn.balance import Balance, Copies, Parts, Planned
 from deepep_moe.nn.grouped_experts import GroupedExperts
 from deepep_moe.nn.rank_parameters import RankExperts
 from deepep_moe.nn.router import Router
@@ -224,8 +224,10 @@ class MoELayer(RankExperts):
             raise ValueError(f"x has shape {list(x.shape)}; its last dimension must be hidden, {self.router.hidden}")
         rows = x.reshape(-1, self.router.hidden).contiguous()
         topk_idx, topk_weights, _ = self.router(rows, mask)
-        planned = None if copies is None else copies.plan(topk_idx, self.experts)  # type: ignore[arg-type]
-        if planned is not None:
+        planned = None
+        if copies is not None:
+            experts: Any = self.experts
+            planned = copies.plan(topk_idx, Parts(experts.up, experts.down), experts.product)
             topk_idx = planned.plan.topk_idx
         if self.fp8:
             check_products(rows.device)

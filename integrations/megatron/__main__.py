@@ -7,6 +7,7 @@ from deepep_moe.group.settings import SUMS
 from deepep_moe.integrations.common import script
 from deepep_moe.integrations.megatron import enable
 from deepep_moe.integrations.megatron.options import EXPERTS, Options
+from deepep_moe.nn.balance import Balance
 
 _DESCRIPTION = """Enable deepep_moe in Megatron-Core, then run a script as if it had been started itself.
 
@@ -65,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
         "--metrics", action="store_true", help="write load, exchange time and calls over capacity of each MoE layer to TensorBoard and W&B"
     )
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="consecutive ranks that are a node (default: those of a host)")
+    of_balance = "copies of hot experts that a rank may hold, planned in each forward (default: none)"
+    parser.add_argument("--balance", type=lambda slots: Balance(int(slots)), metavar="SLOTS", help=of_balance)
     return parser
 
 

@@ -34,6 +34,7 @@ from deepep_moe.integrations.megatron.recompute import Dispatched, record, recor
 from deepep_moe.integrations.megatron.recv_capacity import FACTOR_FIELD, RecvCapacity
 from deepep_moe.integrations.megatron.routing import choice_of_shards, repeat_for_tp, topk_from_dense
 from deepep_moe.integrations.megatron.shared_experts import SharedExperts, check_shared_overlap
+from deepep_moe.nn.balance import CALLS_OF_PLAN, Copies, Planned
 from deepep_moe.nn.metrics import LayerMetrics
 from deepep_moe.ops.fp8_products import check_products
 from deepep_moe.ops.lanes import weights_at
@@ -67,8 +68,8 @@ class _CommManager(SimpleNamespace):
             self._capacity.factor = factor
 
 
-_Dispatched = tuple[Buffer, DispatchOutput, Callable[[], tuple[Buffer, DispatchOutput]] | None]
-"""The buffer and the output of a dispatch, and `_Forward.settle`."""
+_Dispatched = tuple[Buffer, DispatchOutput, Callable[[], tuple[Buffer, DispatchOutput]] | None, Planned | None]
+"""The buffer and the output of a dispatch, `_Forward.settle` and `_Forward.planned`."""
 
 
 @dataclass
@@ -86,6 +87,8 @@ class _Forward:
     """Those of the rows, if combine applies them."""
     counting: LayerMetrics | None = None
     """Where this forward counts."""
+    planned: Planned | None = None
+    """Its copies of experts, until the combine."""
     settle: Callable[[], tuple[Buffer, DispatchOutput]] | None = None
     """`Buffer.settle` of a dispatch that has guessed its rows, until the combine. If a peer has had no room for its tokens, all ranks
     dispatch again into a larger buffer, which is returned then."""
@@ -105,6 +108,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             )
         if buffers.options.fp8:
             check_fp8(config)
+        if buffers.options.balance is not None:
+            _check_balance(config)
         # Not the flex dispatcher's own constructor: it would demand DeepEP and build its communication manager.
         MoETokenDispatcher.__init__(self, config=config, **groups)
         self.num_local_experts = num_local_experts
@@ -122,6 +127,9 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self._guesses_rows = False
         self._asked: tuple[Any, ...] = ()  # for which `_growing` was found
         self._growing: GrowingBuffer | None = None  # it replaces its buffer when a rank has more tokens
+        self._copies: Copies | None = None
+        balance = buffers.options.balance
+        self._num_slots = balance.num_slots if balance is not None and self.ep_size > 1 else 0  # of this rank, for copies of experts
         self._hidden = getattr(config, "moe_latent_size", None) or config.hidden_size  # width of a row, as far as the config tells
         # A CUDA graph of the preprocessing must hand this over. Dotted names crash the local graphs of 0.16 and 0.17.
         self.cudagraph_attrs = ["topk_idx"]
@@ -145,6 +153,11 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             raise ValueError(
                 f"fp8 is asked for, but {name} takes no fp8 rows; build the layer with SequentialMLP or TEGroupedMLP, whose place "
                 "grouped experts take, or leave out fp8"
+            )
+        if self._num_slots > 0 and not is_ours:
+            raise ValueError(
+                f"balance is given, but the layer has Megatron-Core's {name}, which runs no copies of experts; call "
+                "enable(experts='own') (--experts own), which says why grouped experts do not take its place, or leave out balance"
             )
         if self.buffers.options.experts == "own" and not is_ours:
             raise ValueError(
@@ -205,11 +218,14 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             return forward(layer, hidden_states, *args, **kwargs)
         buffer = self._buffer_for(hidden_states)
         self._forward = _Forward(buffer, buffer.num_calls)
+        last_call = 0 if self._copies is None else self._copies.slots.num_calls + (CALLS_OF_PLAN if recorded() is None else 1)
         try:
             return forward(layer, hidden_states, *args, **kwargs)
         except BaseException as error:
             notify_peers(self.buffer, error, self._current.num_calls)
-            self._current.out = self._current.settle = self._current.weights = None  # which hold the rows and the graph of this forward
+            if self._copies is not None:
+                self._copies.tell(error, last_call)
+            self._forward = _Forward(self._current.buffer, self._current.num_calls)  # without the rows and the graph of this forward
             if isinstance(error, EPCapacityError):
                 error.add_note(HOW_TO_GO_ON)
                 if (metrics := self._metrics_of_forward()) is not None:
@@ -232,6 +248,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         except BaseException as error:
             if type(error).__name__ != "MoECudaGraphPartialCaptureSignal":  # by which Megatron-Core leaves a layer that it captures
                 notify_peers(buffer, error, num_calls)
+                if self._copies is not None and recorded() is not None:  # a second run, before its dispatch; `run_layer` sees the first
+                    self._copies.tell(error, self._copies.slots.num_calls + 1)
             raise
 
     def run_first_part(self, part: Callable[..., object], hidden_states: torch.Tensor, *args: object) -> Any:
@@ -241,7 +259,10 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
 
     def _buffer_for(self, hidden_states: torch.Tensor) -> Buffer:
         """Return the buffer of a forward of hidden_states [S/TP, B, H], before its dispatch. Collective at first."""
-        return self._find(hidden_states.shape[:-1].numel(), self._hidden, hidden_states.device).buffer
+        buffer = self._find(hidden_states.shape[:-1].numel(), self._hidden, hidden_states.device).buffer
+        if self._num_slots > 0 and (self._copies is None or self._copies.is_over):
+            self._copies = self.buffers.copies_of(self._layer().experts.weights(), buffer)
+        return buffer
 
     @property
     def _current(self) -> _Forward:
@@ -259,7 +280,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         asked = hidden, device, num_sms, self._notes_excess
         if self._growing is not None and asked == self._asked and not self._growing.is_destroyed:
             return self._growing  # several calls of each forward come here
-        num_experts, num_topk = self.num_local_experts * self.ep_size * self.tp_size, self.config.moe_router_topk * self.tp_size
+        num_ranks, num_topk = self.ep_size * self.tp_size, self.config.moe_router_topk * self.tp_size
+        num_experts = (self.num_local_experts + self._num_slots) * num_ranks
         self._growing = self.buffers.ready(
             self.tp_ep_group, num_tokens, hidden, num_experts, num_topk, device=device, num_sms=num_sms,
             is_bounded=self._capacity is not None, allows_excess=asked[-1],
@@ -284,7 +306,10 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         num_experts, num_topk = self.num_local_experts * self.ep_size, self.config.moe_router_topk
         choice, first_run = choice_for(routing_map), recorded()
-        if first_run is not None:
+        if first_run is not None and first_run.choice is not None:
+            topk_idx = first_run.choice[1]
+            topk_weights = weights_at(probs.reshape(-1, num_experts), topk_idx)
+        elif first_run is not None:
             sent = first_run.handle.topk_idx.view(-1, num_topk * self.tp_size)  # one by one with sums by lanes
             topk_idx = choice_of_shards(sent, self.num_local_experts, self.tp_size)
             topk_weights = weights_at(probs.reshape(-1, num_experts), topk_idx)
@@ -304,15 +329,16 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             self._shared.before_dispatch(hidden_states)
         first_run, counting = take_recorded(), self._metrics_of_forward()
         with _timed(counting, hidden_states):
-            buffer, out, settle = (
+            buffer, out, settle, planned = (
                 self._dispatch(hidden_states, probs) if first_run is None else self._dispatch_again(hidden_states, probs, first_run)
             )
-        self._forward = _Forward(buffer, buffer.num_calls, out, counting=counting, settle=settle)  # before anything else can fail
+        # Before anything else can fail.
+        self._forward = _Forward(buffer, buffer.num_calls, out, counting=counting, planned=planned, settle=settle)
         self._forward.tokens_per_expert = counts = self._counts_for_experts(out.handle)
         if first_run is None and settle is None:
-            record(Dispatched(buffer, out.handle))
+            self._record(out.handle)
         if counting is not None:
-            counting.count(counts)
+            counting.count(counts if self._copies is None else self._copies.rows_of_experts())
             assert self.topk_idx is not None  # dispatch_preprocess has set it
             counting.count_nodes(self.topk_idx, buffer)
         assert out.recv_topk_weights is not None  # they were sent
@@ -325,6 +351,11 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         growing = self._find(num_tokens, self._hidden, hidden_states.device)
         x, topk_idx, alignment = hidden_states.contiguous(), self.topk_idx, self.buffers.options.expert_alignment
         assert topk_idx is not None  # dispatch_preprocess has set it
+        planned = None
+        if self._copies is not None:
+            experts = self._layer().experts
+            planned = self._copies.plan(topk_idx, experts.weights(), experts.product)
+            topk_idx = planned.plan.topk_idx
         notes_excess = self._notes_excess
 
         def send_rows(buffer: Buffer, every_routing: bool) -> DispatchOutput:
@@ -357,11 +388,19 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
                 raise
 
         buffer, out = explained(growing.dispatch)
-        return buffer, out, partial(explained, growing.settle, buffer, out) if out.handle.is_late else None
+        return buffer, out, partial(explained, growing.settle, buffer, out) if out.handle.is_late else None, planned
 
     def _dispatch_again(self, hidden_states: torch.Tensor, probs: torch.Tensor, first_run: Dispatched) -> _Dispatched:
-        x, buffer = hidden_states.contiguous(), first_run.buffer
-        return buffer, buffer.dispatch(x, None, probs, handle=first_run.handle, fp8=self._fp8), None
+        x, buffer, planned = hidden_states.contiguous(), first_run.buffer, None
+        if first_run.choice is not None:
+            experts = self._layer().experts
+            planned = self.buffers.copies_of(experts.weights(), buffer).follow(first_run.choice[0], experts.weights(), experts.product)
+        return buffer, buffer.dispatch(x, None, probs, handle=first_run.handle, fp8=self._fp8), None, planned
+
+    def _record(self, handle: DispatchHandle) -> None:
+        planned = self._current.planned
+        assert self.topk_idx is not None  # dispatch_preprocess has set it
+        record(Dispatched(self._current.buffer, handle, None if planned is None else (planned.plan, self.topk_idx)))
 
     def _counts_for_experts(self, handle: DispatchHandle) -> torch.Tensor:
         if self._capacity is not None or self._guesses_rows:
@@ -386,6 +425,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             self._current.weights, probs = probs, torch.ones_like(probs)
         if self.config.moe_router_dtype == "fp64":
             probs = probs.double()
+        if self._current.planned is not None:
+            self._layer().experts.planned = self._current.planned
         return hidden_states, self._current.tokens_per_expert, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -400,12 +441,17 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         assert out is not None  # a combine follows each dispatch
         if forward.settle is not None:
             hidden_states, out = self._of_all_rows(hidden_states, out)
+        planned, forward.planned = forward.planned, None
+        if planned is not None:
+            hidden_states = planned.add_guests(hidden_states, out.handle.num_rows_per_expert_list)
         if self._shared is not None:
             self._shared.before_combine()
         with _timed(forward.counting, hidden_states):
             combined = forward.buffer.combine(hidden_states.contiguous(), out.handle, forward.weights, fp8=self._fp8)
         forward.weights = None
         forward.num_calls = forward.buffer.num_calls
+        if planned is not None:
+            combined = planned.fetch_in_backward(combined)
         # Not in combine_postprocess, which may be a CUDA graph of its own, while the shared experts began outside of it.
         return combined if self._shared is None else self._shared.add_to(combined)
 
@@ -418,7 +464,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         forward.num_calls = -1  # if it raises, the dispatch has failed, which the peers know
         forward.buffer, settled = settle()
         forward.num_calls = forward.buffer.num_calls
-        record(Dispatched(forward.buffer, settled.handle))
+        self._record(settled.handle)
         if settled is out:
             return hidden_states, out
         forward.tokens_per_expert = self._counts_for_experts(settled.handle)
@@ -467,6 +513,13 @@ def _check_config(config: Config, expert_alignment: int) -> None:
             f"experts expect padded rows; call enable(expert_alignment={_quantized_alignment(config)}), or switch that padding off and let "
             "the experts pad"
         )
+
+
+def _check_balance(config: Config) -> None:
+    """Raise ValueError for switches that copies of experts do not go with."""
+    for name in ("delay_wgrad_compute", "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "add_bias_linear"):
+        if getattr(config, name, False):
+            raise ValueError(f"{name} is True, but balance is given, which does not go with it; leave one of the two out")
 
 
 def _check_rows(config: Config) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from deepep_moe.integrations.megatron.options import Config
 from deepep_moe.integrations.megatron.patches import Patches, Stock
 from deepep_moe.integrations.megatron.stacked_checkpoint import mark_stack, stack_sharded
+from deepep_moe.nn.balance import Parts, Planned
 from deepep_moe.ops.grouped_mlp import Activation, clear_tail, grouped_mlp
 from deepep_moe.ops.grouped_products import why_not_grouped
 
@@ -68,6 +69,9 @@ class GroupedMLP(SequentialMLP):
     """For `sync_free`, and for rows that a dispatch has guessed, whose tail may hold anything."""
 
     takes_fp8_rows = False
+
+    planned: Planned | None = None
+    """The copies of the next forward, which the dispatcher has planned."""
 
     _frame: Any
 
@@ -139,6 +143,8 @@ class GroupedMLP(SequentialMLP):
             tokens_per_expert: [num_local_experts], on the host, or on the device of the rows, where nothing waits for it. Rows behind their
                 sum may hold anything, and so may those of the output and of the gradient, which no combine reads.
             permuted_probs: [R] fp32 or fp64.
+
+        With copies of experts, `tokens_per_expert` counts their rows too, behind the others, and outputs of those rows are missing.
         """
         rows = permuted_local_hidden_states
         probs: Tensor | None = permuted_probs
@@ -146,12 +152,32 @@ class GroupedMLP(SequentialMLP):
             scale = clear_tail(permuted_probs, tokens_per_expert).unsqueeze(-1)
             rows, probs = (scale * clear_tail(rows, tokens_per_expert)).to(rows.dtype), None
         (w1, b1), (w2, b2) = self.linear_fc1(), self.linear_fc2()
+        planned, self.planned = self.planned, None
+        if planned is not None:
+            assert isinstance(tokens_per_expert, Tensor)  # as the dispatcher gives it
+            return planned.run_home((rows,) if probs is None else (rows, probs), tokens_per_expert, self._main_grads), None
         output = grouped_mlp(
-            rows, tokens_per_expert, w1, w2, b1=b1, b2=b2, probs=probs, activation=self._activation,
-            recompute_activation=self._recompute_activation, zero_tail=False, delay=self._delay if self._delays else None,
-            main_grads=(self.linear_fc1.main_grad, self.linear_fc2.main_grad), **self._copies_of_weights(w1, w2),
+            rows, tokens_per_expert, w1, w2, b1=b1, b2=b2, probs=probs, delay=self._delay if self._delays else None,
+            main_grads=self._main_grads, **self._how(), **self._copies_of_weights(w1, w2),
         )  # fmt: skip
         return output, None
+
+    def product(self, rows: tuple[Tensor, ...], counts: Tensor, weights: Parts, is_home: bool) -> Tensor:
+        """Be a `deepep_moe.nn.balance.Product`. Gradients of copies are not added to `main_grad` here."""
+        x, probs = rows if len(rows) == 2 else (rows[0], None)
+        main_grads = self._main_grads if is_home else (None, None)
+        return grouped_mlp(x, counts, weights.up, weights.down, probs=probs, main_grads=main_grads, **self._how())
+
+    def weights(self) -> Parts:
+        """Return the weights for a fetch, after the hooks that make them ready."""
+        return Parts(self.linear_fc1()[0], self.linear_fc2()[0])
+
+    @property
+    def _main_grads(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.linear_fc1.main_grad, self.linear_fc2.main_grad
+
+    def _how(self) -> dict[str, Any]:
+        return {"activation": self._activation, "recompute_activation": self._recompute_activation, "zero_tail": False}
 
     def _copies_of_weights(self, w1: Tensor, w2: Tensor) -> dict[str, Any]:
         """Return the arguments of `grouped_mlp` that say whether this forward shares copies of the weights. Here it has none."""

@@ -8,6 +8,7 @@ from deepep_moe.arguments import as_int, check_choice
 from deepep_moe.exchange.backends.select import BACKENDS
 from deepep_moe.exchange.checks import check_max_sms, check_num_sms
 from deepep_moe.group.settings import SUMS
+from deepep_moe.nn.balance import Balance
 from deepep_moe.ops.fp8_products import GROUP_ALIGNMENT, check_alignment
 
 Config = Any
@@ -32,6 +33,7 @@ class Options:
     max_sms: int | None = None
     fp8: bool = False
     sums: str = "ranks"
+    balance: Balance | None = None
 
     def __post_init__(self) -> None:
         as_int("expert_alignment", self.expert_alignment, least=1)
@@ -47,6 +49,8 @@ class Options:
             check_choice(name, getattr(self, name), choices)
         if self.fp8:
             self._check_fp8()
+        if self.balance is not None:
+            self._check_balance()
         if self.recv_capacity_factor is not None:
             check_capacity_factor("recv_capacity_factor", self.recv_capacity_factor)
             if not self.sync_free:
@@ -60,6 +64,16 @@ class Options:
         if self.expert_alignment == 1:
             object.__setattr__(self, "expert_alignment", GROUP_ALIGNMENT)
         check_alignment("expert_alignment", self.expert_alignment)
+
+    def _check_balance(self) -> None:
+        if not isinstance(self.balance, Balance):
+            raise TypeError(f"balance is a {type(self.balance).__name__}; pass deepep_moe.nn.Balance(num_slots)")
+        for name, is_given in (
+            ("experts='framework'", self.experts == "framework"), ("sync_free", self.sync_free), ("fp8", self.fp8),
+            ("sums", self.sums != "ranks"),
+        ):  # fmt: skip
+            if is_given:
+                raise ValueError(f"balance and {name} are given; copies of experts do not go with it; leave one of the two out")
 
 
 def check_capacity_factor(name: str, value: object) -> None:

@@ -16,6 +16,7 @@ from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.megatron.buffers import LayerBuffers
 from deepep_moe.integrations.megatron.options import Config, Options, check_capacity_factor
 from deepep_moe.integrations.megatron.patches import Patches, Stock
+from deepep_moe.nn.balance import Balance
 from deepep_moe.nn.metrics import LayerReport
 
 BACKEND_NAME = "deepep_moe"
@@ -174,6 +175,7 @@ def enable(
     max_sms: int | None = None,
     fp8: bool = False,
     sums: str = "ranks",
+    balance: Balance | None = None,
 ) -> None:
     """Let Megatron-Core's MoE layers route and dispatch through deepep_moe. Call it before arguments are parsed and models are built.
 
@@ -228,6 +230,9 @@ def enable(
             layers. An `expert_alignment` of 1 becomes 128. What fp8 does not go with (docs/megatron.md) is ValueError.
         sums: as for `deepep_moe.Buffer`. By lanes the experts get ones for probs, and combine applies the probs at the token's rank. The
             layer's sum then has the bits of a rollout on any number of ranks (docs/rollout.md). Not with `fp8`.
+        balance: plan copies of hot experts in each forward (`deepep_moe.nn.Balance`). Layers with equal experts share their memory, which
+            `suspend` gives back; a backward cannot come after it for a forward before it. Needs grouped experts without biases. Not with
+            `sync_free`, `fp8` or sums by lanes. Metrics count rows by expert, wherever they are computed.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or deepep_moe is enabled already with other arguments.
@@ -237,7 +242,7 @@ def enable(
     global _enabled
     options = Options(
         num_max_tokens_per_rank, backend, expert_alignment, gate, num_sms, experts, sync_free, recv_capacity_factor, metrics,
-        ranks_per_node, max_sms, fp8, sums,
+        ranks_per_node, max_sms, fp8, sums, balance,
     )  # fmt: skip
     if _enabled is not None:
         if _enabled.options != options:

@@ -17,6 +17,7 @@ from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.integrations.megatron.patches import Patches, Stock
 from deepep_moe.library import Context
+from deepep_moe.ops.copies import CopyPlan
 
 _ATTRIBUTE = "_deepep_moe_dispatches"  # of a checkpoint's context
 
@@ -26,6 +27,8 @@ class Dispatched(NamedTuple):
 
     buffer: Buffer
     handle: DispatchHandle
+    choice: tuple[CopyPlan, torch.Tensor] | None = None
+    """With copies of experts: their plan, and topk_idx before it."""
 
 
 class _Run:

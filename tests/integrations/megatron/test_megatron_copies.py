@@ -1,0 +1,133 @@
+"""`enable(balance=)`: layers with copies of hot experts, against the same layers without."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from megatron_cases import BF16, RECOMPUTED, assert_same, draw, expert_biases, layer_of, model_parallel
+from on_ranks import on_ranks
+
+from deepep_moe.errors import EPPeerError
+from deepep_moe.integrations.megatron import enable, resume, suspend, take_metrics
+from deepep_moe.nn import Balance
+from deepep_moe.nn.balance import Copies
+
+pytest.importorskip("megatron.core")
+ALONE = {"moe_shared_expert_intermediate_size": None, "add_bias_linear": False}
+FULL = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"], "moe_grouped_gemm": True}
+
+
+def balanced(ep: int, device: str = "cpu", **options: Any) -> Any:
+    return model_parallel(device, ep=ep, experts="own", balance=Balance(2, cost=1), **options)
+
+
+def two_passes(rank: int, layer: Any, fuses: bool, between: Any = lambda: None) -> dict[str, torch.Tensor]:
+    """Return what two passes of different routing make, and check that plans have made copies if the layer is to."""
+    linears, seen = (layer.experts.linear_fc1, layer.experts.linear_fc2), {}
+    for linear in linears if fuses else ():  # as Megatron's DDP does
+        linear.weight.main_grad, linear.weight.grad_added_to_main_grad = torch.ones_like(linear.weight, dtype=torch.float32), False
+    for number in range(2):
+        x, cotangent = (rows.to(layer.experts.linear_fc1.weight) for rows in draw(10 * number + rank, 12 - 11 * (rank % 2) * number))
+        x.requires_grad_()
+        output, bias = layer(x)
+        assert bias is None
+        output.backward(cotangent)
+        seen |= {f"output {number}": output.detach().float(), f"input gradient {number}": x.grad.float()}
+        between()
+    for name, parameter in layer.named_parameters():
+        is_fused = fuses and any(parameter is linear.weight for linear in linears)
+        assert not is_fused or parameter.grad_added_to_main_grad
+        seen[name] = parameter.main_grad - 1 if is_fused else parameter.grad.float()
+    return seen
+
+
+CASES = {
+    "plain": {},
+    "recomputed": RECOMPUTED,
+    "activations recomputed": FULL,
+    "fused": {"gradient_accumulation_fusion": True},
+    "bf16, fused": BF16 | {"gradient_accumulation_fusion": True},
+    "probs on the input": {
+        "moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_num_groups": None, "moe_router_group_topk": None,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
+@pytest.mark.parametrize("num_ranks", (2, 4))
+@on_ranks()
+def test_passes_are_those_without_copies(rank: int, num_ranks: int, device: str) -> None:
+    if num_ranks > 2 and device == "cuda" and torch.cuda.device_count() < num_ranks:
+        pytest.skip("needs a GPU for each rank")
+    plans, plan = [], Copies.plan
+    Copies.plan = lambda *args: plans.append(plan(*args)) or plans[-1]
+    for name, changes in CASES.items():
+        late = {"gradient_accumulation_fusion": changes.get("gradient_accumulation_fusion", False)}
+        changes = ALONE | changes | {"gradient_accumulation_fusion": False}
+        results = []
+        for groups in (model_parallel(device, ep=num_ranks, experts="own"), balanced(num_ranks, device)):
+            with groups as sizes:
+                layer = layer_of(sizes, late=late, **changes)
+                results.append(two_passes(rank, layer, late["gradient_accumulation_fusion"]))
+                copies = layer.token_dispatcher._copies
+        assert any((each.plan.copies >= 0).any() for each in plans) and len(plans) == 2, name
+        plans.clear()
+        assert isinstance(copies, Copies) and copies.slots.num_calls < 0, "disable() ends them"
+        assert_same(results[1], results[0], f"{name}, rank {rank}", tolerance=2e-2 if "bf16" in name else 4e-6)
+
+
+@on_ranks(2)
+def test_memory_goes_and_comes_with_the_buffers(rank: int, num_ranks: int) -> None:
+    """A suspended model has no slots, and metrics count rows by expert."""
+    results = []
+    for suspends in (False, True):
+        with balanced(2, metrics=True) as sizes:
+            layer = layer_of(sizes, **ALONE)
+
+            def cycle(layer: Any = layer) -> None:
+                copies = layer.token_dispatcher._copies
+                suspend()
+                assert copies.is_over
+                resume()
+
+            results.append(two_passes(rank, layer, False, cycle if suspends else lambda: None))
+            (report,) = take_metrics()
+            assert sum(report.rows_per_expert) == 4 * (12 + 12 + 12 + 1) and len(report.rows_per_expert) == 8
+    assert_same(results[1], results[0], f"rank {rank}")
+
+
+@pytest.mark.parametrize("where", ("router", "second router", "experts"))
+@on_ranks(2)
+def test_peers_learn_of_a_failure(rank: int, num_ranks: int, where: str) -> None:
+    with balanced(2) as sizes:
+        layer = layer_of(sizes, **ALONE, **(RECOMPUTED if where == "second router" else {}))
+        module, calls = layer.experts if where == "experts" else layer.router, []
+        forward = module.forward
+
+        def fails(*args: object) -> object:
+            calls.append(1)
+            if rank == 0 and len(calls) == (2 if where == "second router" else 1):
+                raise ValueError("broken here")
+            return forward(*args)
+
+        module.forward = fails
+        begin = time.monotonic()
+        with pytest.raises(ValueError if rank == 0 else EPPeerError, match="broken here"):
+            layer(draw(rank, 12)[0].requires_grad_())[0].sum().backward()
+        assert time.monotonic() - begin < 30
+
+
+@on_ranks(2)
+def test_refusals(rank: int, num_ranks: int) -> None:
+    for options, error in (({"balance": 4}, TypeError), *(({"balance": Balance(1), **more}, ValueError) for more in (
+        {"sync_free": True}, {"fp8": True}, {"sums": "lanes"}, {"experts": "framework"},
+    ))):  # fmt: skip
+        with pytest.raises(error, match="balance"):
+            enable(**options)
+    with balanced(2) as sizes:
+        for changes in (expert_biases(), {"moe_shared_expert_overlap": True}):
+            with pytest.raises(ValueError, match="balance is given") if changes else pytest.raises(ZeroDivisionError):
+                layer_of(sizes, **(changes or {"num_layers": 1 // 0}))
+    with model_parallel(ep=2, balance=Balance(1)) as sizes, pytest.raises(ValueError, match="runs no copies"):
+        layer_of(sizes)
