@@ -12,6 +12,7 @@ from deepep_moe.errors import EPPeerError
 from deepep_moe.integrations.megatron import enable, resume, suspend, take_metrics
 from deepep_moe.nn import Balance
 from deepep_moe.nn.balance import Copies
+from deepep_moe.testing import run_ranks
 
 pytest.importorskip("megatron.core")
 ALONE = {"moe_shared_expert_intermediate_size": None, "add_bias_linear": False}
@@ -54,27 +55,33 @@ CASES = {
 }  # fmt: skip
 
 
+def all_passes(rank: int, num_ranks: int, device: str, is_balanced: bool) -> list[dict[str, list]]:
+    plans, plan, results = [], Copies.plan, []
+    Copies.plan = lambda *args: plans.append(plan(*args)) or plans[-1]
+    with balanced(num_ranks, device) if is_balanced else model_parallel(device, ep=num_ranks, experts="own") as sizes:
+        for name, changes in CASES.items():
+            late = {"gradient_accumulation_fusion": changes.get("gradient_accumulation_fusion", False)}
+            layer = layer_of(sizes, late=late, **(ALONE | changes | {"gradient_accumulation_fusion": False}))
+            passes = two_passes(rank, layer, late["gradient_accumulation_fusion"])
+            results.append({key: value.tolist() for key, value in passes.items()})
+            assert any((each.plan.copies >= 0).any() for each in plans) == is_balanced and len(plans) == 2 * is_balanced, name
+            plans.clear()
+    copies = layer.token_dispatcher._copies
+    assert copies.is_over if is_balanced else copies is None
+    return results
+
+
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
 @pytest.mark.parametrize("num_ranks", (2, 4))
-@on_ranks()
-def test_passes_are_those_without_copies(rank: int, num_ranks: int, device: str) -> None:
+def test_passes_are_those_without_copies(num_ranks: int, device: str) -> None:
     if num_ranks > 2 and device == "cuda" and torch.cuda.device_count() < num_ranks:
         pytest.skip("needs a GPU for each rank")
-    plans, plan = [], Copies.plan
-    Copies.plan = lambda *args: plans.append(plan(*args)) or plans[-1]
-    for name, changes in CASES.items():
-        late = {"gradient_accumulation_fusion": changes.get("gradient_accumulation_fusion", False)}
-        changes = ALONE | changes | {"gradient_accumulation_fusion": False}
-        results = []
-        for groups in (model_parallel(device, ep=num_ranks, experts="own"), balanced(num_ranks, device)):
-            with groups as sizes:
-                layer = layer_of(sizes, late=late, **changes)
-                results.append(two_passes(rank, layer, late["gradient_accumulation_fusion"]))
-                copies = layer.token_dispatcher._copies
-        assert any((each.plan.copies >= 0).any() for each in plans) and len(plans) == 2, name
-        plans.clear()
-        assert isinstance(copies, Copies) and copies.slots.num_calls < 0, "disable() ends them"
-        assert_same(results[1], results[0], f"{name}, rank {rank}", tolerance=2e-2 if "bf16" in name else 4e-6)
+    plain, others = (run_ranks(all_passes, num_ranks, device, is_balanced) for is_balanced in (False, True))
+    for rank in range(num_ranks):
+        for name, *both in zip(CASES, plain[rank], others[rank], strict=True):
+            expected, actual = ({key: torch.tensor(value) for key, value in passes.items()} for passes in both)
+            tolerance = 2e-2 if "bf16" in name else 1e-5 if device == "cuda" else 4e-6
+            assert_same(actual, expected, f"{name}, rank {rank}", tolerance=tolerance)
 
 
 @on_ranks(2)
