@@ -2,14 +2,17 @@
 
 import sys
 
+import pytest
 import torch
 from by_expert_cases import doubled, equal
 from exchange_cases import Case, check_case, device_of
 from low_latency_cases import Case as LowLatencyCase
 from low_latency_cases import make_buffer, run_case
+from test_expert_copies import layer_of, train
 
 from deepep_moe import LowLatencyBuffer, ops, reference
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
+from deepep_moe.nn import Balance
 from deepep_moe.testing import run_ranks
 
 FEW_BLOCKS = 5
@@ -67,16 +70,31 @@ def gate(rank: int, num_ranks: int) -> None:
     torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
 
 
+def copies(rank: int, num_ranks: int) -> None:
+    """Count, plan, fetch, and bring gradients home."""
+    few_blocks()
+    plain, others = (train(layer_of(rank, num_ranks, balance, "nvlink"), rank, 1) for balance in (None, Balance(3, cost=1)))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(others, plain, strict=True))
+
+
+def products(rank: int, num_ranks: int) -> None:
+    """Products of experts and what stands between them, on one GPU."""
+    files = [f"tests/ops/test_{name}.py" for name in ("weight_gradients", "swiglu", "fp8_kernels")]
+    assert pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "gpu and not slow", *files]) == 0
+
+
 def main() -> None:
     parts = {
         "exchange": [(exchange, case) for case in EXCHANGES],
         "by_expert": [(by_expert, Case([9, 14], num_topk=4, dtype=torch.bfloat16))],
         "low_latency": [(low_latency, case) for case in LOW_LATENCY],
         "gate": [(gate,)],
+        "copies": [(copies,)],
+        "products": [(products,)],
     }
     for part in sys.argv[1:] or parts:
         for worker, *case in parts[part]:
-            run_ranks(worker, 2, *case, timeout_s=280)
+            run_ranks(worker, 1 if worker is products else 2, *case, timeout_s=280)
             print(f"{part} is right: {case}", flush=True)
 
 
