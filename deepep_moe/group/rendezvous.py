@@ -254,10 +254,11 @@ class Exchange:
             gathered = torch.empty(self._num_ranks, len(self._own), dtype=self._own.dtype, device="cuda")
             dist.all_gather_into_tensor(gathered, self._own.cuda(), group=self._group)
             return gathered.cpu()
-        num_over = 0
+        num_over, began = 0, time.monotonic()
         try:
             self._post()
             for work in self._works:
+                began = time.monotonic()
                 if not work.is_completed():  # who waits for it a second time waits for another message
                     work.wait(datetime.timedelta(seconds=self._timeout_s))
                 num_over += 1
@@ -265,7 +266,7 @@ class Exchange:
             if is_of_handler(error):
                 raise
             failed = num_over if len(self._works) == 2 * len(self._peers) else len(self._works)
-            culprit, why = self._culprit(self._peers[failed // 2], "Timed out" in str(error))
+            culprit, why = self._culprit(self._peers[failed // 2], time.monotonic() - began >= self._timeout_s)
             raise EPTimeoutError(
                 f"rank {self._rank}: {why}; phase '{self._phase}', expected 1 message, seen 0; torch.distributed says: {error}",
                 rank=culprit, phase=self._phase, expected=1, seen=0,

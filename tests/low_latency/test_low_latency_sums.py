@@ -37,7 +37,7 @@ def test_by_hand(rank, backend):
 
 
 @on_every_backend
-@pytest.mark.parametrize("num_tokens", ([24], [9, 0], [5, 24, 17, 0]), ids=str)
+@pytest.mark.parametrize("num_tokens", ([24], [9, 0], [5, 24, 17, 0], [3, 0, 5, 1, 2, 4, 6, 1]), ids=str)
 def test_equals_reference(num_tokens, backend):
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     cases = [Case(num_tokens, dtype=dtype, num_topk=5, sums=sums) for dtype, sums in itertools.product(dtypes, SUMS)]
@@ -75,7 +75,7 @@ def test_masked_rank(rank, backend):
     dist.barrier()
 
 
-@on_ranks((1, 2, 4), backend=BACKENDS, sums=SUMS)
+@on_ranks((1, 2, 4, 8), backend=BACKENDS, sums=SUMS)
 def test_bits_of_other_buffers(rank, num_ranks, backend, sums):
     """Training on all ranks with `Buffer` and rollout on one with `LowLatencyBuffer` return the same bits."""
     alone = [dist.new_group([r]) for r in range(num_ranks)][rank]
