@@ -32,7 +32,7 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
 
 
 def as_float(name: str, value: Any) -> float:
-    """A plain float, also of ints and of NumPy's. Raises TypeError for anything else, bools and tensors among it."""
+    """Return a plain float, also of ints and of NumPy's. Raises TypeError for anything else, bools and tensors among it."""
     if type(value) in (float, int):
         return float(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -93,14 +93,14 @@ def check_plain(name: str, tensor: Tensor) -> None:
 
 
 def check_owns_memory(name: str, tensor: Tensor) -> None:
-    """As `check_plain`, and refuse what only operators could read."""
+    """Refuse what `check_plain` refuses, and tensors that wrap others, which only operators could read."""
     check_plain(name, tensor)
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise TypeError(f"{name} is a {type(tensor).__name__}, which wraps other tensors; it must be a plain torch.Tensor")
 
 
 def lazy_negative(name: str) -> ValueError:
-    """For a tensor that is the negative of its memory: native code reads memory."""
+    """Return the error for a tensor that is the negative of its memory, which native code cannot read."""
     return ValueError(f"{name} is a lazy negative (its is_neg() is True); pass {name}.resolve_neg()")
 
 

@@ -28,23 +28,23 @@ def available_cpus() -> int:
 
 
 def world_size() -> int:
-    """Processes a launcher such as torchrun says it has started (`WORLD_SIZE`), else 1."""
+    """Return the number of processes a launcher such as torchrun says it has started (`WORLD_SIZE`), else 1."""
     return int(_number("WORLD_SIZE", 1, 1, 1e9))
 
 
 def launched_rank() -> int | None:
-    """This process's rank (`RANK`) where a launcher such as torchrun started it, else None."""
+    """Return this process's rank (`RANK`) where a launcher such as torchrun started it, else None."""
     rank = int(_number("RANK", -1, -1, 1e9))
     return None if rank < 0 else rank
 
 
 def local_rank() -> int:
-    """Its rank on this host (`LOCAL_RANK`), else 0."""
+    """Return the rank of this process on this host (`LOCAL_RANK`), else 0."""
     return int(_number("LOCAL_RANK", 0, 0, 1e6))
 
 
 def local_world_size() -> int:
-    """Processes that the launcher says it has started on this host (`LOCAL_WORLD_SIZE`), else 1."""
+    """Return the number of processes that the launcher says it has started on this host (`LOCAL_WORLD_SIZE`), else 1."""
     return int(_number("LOCAL_WORLD_SIZE", 1, 1, 1e6))
 
 
@@ -79,18 +79,18 @@ def timeout_s() -> float:
 
 
 def sums() -> str:
-    """How low-latency calls of DeepEP's interfaces add rows: `sums` of `LowLatencyBuffer`, which checks it."""
+    """Return `sums` of `LowLatencyBuffer`, which checks it, for low-latency calls of DeepEP's interfaces."""
     return os.environ.get("DEEPEP_MOE_SUMS") or "ranks"
 
 
 def profile_path() -> Path | None:
-    """File of profiles with the highest priority (`DEEPEP_MOE_PROFILE`), else None."""
+    """Return the file of profiles with the highest priority (`DEEPEP_MOE_PROFILE`), or None."""
     name = os.environ.get("DEEPEP_MOE_PROFILE")
     return Path(name) if name else None
 
 
 def trace_folder() -> Path | None:
-    """Folder for routing traces of layers whose metrics are gathered (`DEEPEP_MOE_TRACE`), else None."""
+    """Return the folder for routing traces of layers whose metrics are gathered (`DEEPEP_MOE_TRACE`), else None."""
     name = os.environ.get("DEEPEP_MOE_TRACE")
     return Path(name) if name else None
 
@@ -103,12 +103,12 @@ def cache_folder() -> Path | None:
 
 
 def nvshmem_home() -> str | None:
-    """Root of an NVSHMEM installation (`NVSHMEM_HOME`) to use in place of the pip package, else None."""
+    """Return the root of an NVSHMEM installation (`NVSHMEM_HOME`) to use in place of the pip package, else None."""
     return os.environ.get("NVSHMEM_HOME") or None
 
 
 def log_level() -> str | None:
-    """Least level of messages that go to stderr (`DEEPEP_MOE_LOG`), in capitals; None where the program's own logging decides.
+    """Return the least level of messages that go to stderr (`DEEPEP_MOE_LOG`), in capitals; None where the program's own logging decides.
 
     Raises ValueError where it is no level.
     """
@@ -125,7 +125,7 @@ def with_variables(values: dict[str, str]) -> dict[str, str]:
 
 
 def given(names: Iterable[str]) -> dict[str, str]:
-    """Those of the environment variables `names` that are set, with their values. NVSHMEM reads its settings from there itself."""
+    """Return the environment variables among `names` that are set, with their values. NVSHMEM reads its settings there itself."""
     return {name: os.environ[name] for name in names if name in os.environ}
 
 

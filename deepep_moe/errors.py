@@ -3,7 +3,7 @@
 import re
 from enum import IntEnum
 
-# How every backend passes a peer's error on: as its class, a colon and its message.
+# Every backend passes a peer's error on as its class, a colon and its message.
 _TOLD = re.compile(
     r"(?:rank \d+ in [^:]*: )?rank \d+ (?:did not make its call|left its call|could not (?:create|suspend) its Buffer): ([^\W\d]\w*): "
 )

@@ -87,12 +87,12 @@ class Event:
 
     @property
     def is_enqueued(self) -> bool:
-        """Whether all of the call is on the stream of a GPU, so that the host has nothing to finish."""
+        """Return whether all of the call is on the stream of a GPU, so that the host has nothing to finish."""
         return self._future is None and self._second_half is None
 
     @property
     def is_half(self) -> bool:
-        """Whether the second half of the call is still to be made."""
+        """Return whether the second half of the call is still to be made."""
         return self._second_half is not None
 
     def is_over(self) -> bool:

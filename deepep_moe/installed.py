@@ -1,4 +1,4 @@
-"""Whether this installation can work: one sentence for each way in which it cannot. `import deepep_moe` asks first of all."""
+"""Checks whether this installation can work, with one sentence for each way in which it cannot. `import deepep_moe` calls it first."""
 
 import importlib
 import re

@@ -39,7 +39,7 @@ def register_operator(name: str, implementation: Any, fake: Any, save: Any = Non
 
 
 def register(name: str, implementation: Any, fake: Any, save: Any = None, backward: Any = None) -> None:
-    """As `register_operator`, and let `call` serve it."""
+    """Register the operator as `register_operator` does, and let `call` serve it."""
     register_operator(name, implementation, fake, save, backward)
     if backward is None:
         _eager[name] = implementation, None
@@ -171,8 +171,8 @@ def refuse_transforms(what: str, tensors: Sequence[object] | Mapping[str, object
 
 
 def refuse_watchers(what: str, tensors: Sequence[object] | Mapping[str, object], *, is_operator: bool = True) -> None:
-    """As `refuse_transforms`, and raise NotImplementedError for tracers that would record the results of this call and not the call:
-    torch.jit.trace, and where it `is_operator` not, make_fx and FakeTensorMode too."""
+    """Refuse what `refuse_transforms` refuses, and tracers that would record the results of this call instead of the call. Those are
+    torch.jit.trace and, unless `is_operator`, make_fx and FakeTensorMode. Raises NotImplementedError for them."""
     refuse_transforms(what, tensors)
     if torch.compiler.is_compiling():
         return
@@ -182,7 +182,7 @@ def refuse_watchers(what: str, tensors: Sequence[object] | Mapping[str, object],
 
 
 def unwatched() -> contextlib.AbstractContextManager[None]:
-    """Let no mode, tracer or transform see what runs in this, as inside of an operator."""
+    """Hide what runs in this context from modes, tracers and transforms, as inside of an operator."""
     return _hidden() if _somebody_looks() else _NOBODY
 
 

@@ -1,4 +1,4 @@
-"""Where messages of this library go: to the logger "deepep_moe", which a program sets up as any other, or `DEEPEP_MOE_LOG` does."""
+"""Messages of this library go to the logger "deepep_moe". A program sets it up like any other, or `DEEPEP_MOE_LOG` does."""
 
 import logging
 

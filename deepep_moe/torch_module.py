@@ -18,7 +18,7 @@ _REBUILD = "`deepep-moe build _torch` builds it for this PyTorch, 2.7 or newer; 
 
 
 def _load() -> tuple[ModuleType | None, str]:
-    """The module, or None and why."""
+    """Return the module, or None and why."""
     if not _C.build_info()["nvlink"]:
         return None, f"not built; {without_nvcc('kernels, which it calls')}"
     try:

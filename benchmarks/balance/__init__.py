@@ -1,1 +1,1 @@
-"""What a layer loses to unbalanced ranks."""
+"""Measures what unbalanced ranks cost a layer."""

@@ -20,7 +20,7 @@ BF16, FP8 = "bfloat16", "float8_e4m3fn"
 
 
 class Library:
-    """What both generations share."""
+    """The parts that both generations share."""
 
     name: str
     buffer: Any

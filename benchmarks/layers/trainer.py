@@ -106,7 +106,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 class Step:
-    """What a log of Megatron-LM, and a trace of `_TRACED` steps, say of a step."""
+    """The figures of a step, from a log of Megatron-LM and a trace of `_TRACED` steps."""
 
     def __init__(self, log: str, trace: Path):
         self.us = [1e3 * float(ms) for ms in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", log)][_WARMUP:-_NOT_TIMED]

@@ -1,4 +1,4 @@
-// Helpers of the bindings.
+// Declares the parts of the bindings, and their helpers.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,7 +14,7 @@ inline void poll_signals() {
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-// Deleter for objects whose destructor waits for peers. It releases the GIL, because the peers may wait for a Python thread.
+// Deletes objects whose destructor waits for peers. It releases the GIL, because the peers may wait for a Python thread.
 struct DeleteUnlocked {
     template <class T>
     void operator()(T* object) const {

@@ -1,4 +1,4 @@
-// The native module. Each part has a file of bindings.
+// Makes the native module. Each part has a file of bindings.
 #include "bindings/bindings.h"
 
 void bind_copies(py::module_& m);

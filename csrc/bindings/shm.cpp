@@ -1,4 +1,4 @@
-// Bindings of the CPU library: the exchange between processes and its calls.
+// Binds the CPU library: the exchange between processes and its calls.
 #include <system_error>
 
 #include "bindings/handle.h"

@@ -6,7 +6,7 @@
 
 #include "common/types.h"
 
-// For functions that run on the GPU in kernels, and on the CPU in the CPU library.
+// Marks functions that run on the GPU in kernels, and on the CPU in the CPU library.
 #if defined(__CUDACC__)
 #define DEEPEP_MOE_TEAM __device__
 #else
@@ -36,12 +36,12 @@ struct CopyPlanParams {
 
 constexpr DEEPEP_MOE_HD int smaller(int a, int b) { return a < b ? a : b; }
 
-// What is largest, and where.
+// The largest of some values, and its index.
 struct Largest {
     int value, index;
 };
 
-// How bad a plan is; the best is not worse than any other.
+// The score of a plan. Lower is better.
 struct CopyScore {
     int64_t value;  // the objective of a plan that fits; of others kMisfit + the largest load
     int num_copies;
@@ -53,12 +53,12 @@ struct CopyScore {
     }
 };
 
-// The score of a plan with this largest load, where a rank sends or gets at most `most_moves` copies.
+// Returns the score of a plan with this largest load, in which a rank sends or gets at most `most_moves` copies.
 DEEPEP_MOE_HD inline CopyScore copy_score(const CopyPlanParams& p, int load, int most_moves, int num_copies) {
     return {p.capacity >= 0 && load > p.capacity ? CopyScore::kMisfit + load : load + int64_t{p.cost} * most_moves, num_copies};
 }
 
-// A plan in the making.
+// A plan while it is made.
 struct CopyCandidate {
     int32_t *copies, *rows;       // [all_slots]
     int32_t* left;                // [num_experts] rows that stay at home
@@ -74,7 +74,7 @@ struct CopyCandidate {
           got(sent + p.num_ranks) {}
 };
 
-// The i-th threshold for the loads without copies.
+// Returns the i-th threshold for these loads without copies.
 DEEPEP_MOE_HD inline int copy_threshold(const CopyPlanParams& p, const int32_t* loads, int i) {
     unsigned total = 0;
     int top = 0;
@@ -87,9 +87,9 @@ DEEPEP_MOE_HD inline int copy_threshold(const CopyPlanParams& p, const int32_t* 
     return mean + static_cast<int>(int64_t{i} * (top - mean) / kCopyThresholds);
 }
 
-// A team is the threads that make a plan together. Each thread gets the result of `largest(count, value)`, the largest of value(0) ...,
-// none negative, at the lowest index. `each(count, work)` divides the indices among the threads; `once(work)` lets one of them work. Both
-// end when all threads see what was written.
+// A team is the threads that make a plan together. `largest(count, value)` returns to each thread the largest of value(0) ..., which are
+// not negative, and its lowest index. `each(count, work)` divides the indices among the threads. `once(work)` runs in one of them. Both end
+// when all threads see what was written.
 //
 // fills: `fill` of the reference, else `spread`. num_rows: [num_experts], loads: [num_ranks] without copies.
 template <class Team>
@@ -133,7 +133,7 @@ DEEPEP_MOE_TEAM CopyScore make_copies(const Team& team, const CopyPlanParams& p,
     return copy_score(p, load, moves, num_copies);
 }
 
-// Which rows of a source rank go to which copies: those of an expert in order, first to its first copy, then to the next, then home.
+// Says to which copies the rows of a source rank go. An expert's rows fill its first copy, then the next, and the rest goes home.
 struct CopyShares {
     int32_t* first;  // [num_experts] the slot of the expert's first copy, -1: it has none
     int32_t* next;   // [all_slots] the slot of the next copy of the same expert, -1: there is none

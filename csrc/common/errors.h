@@ -1,4 +1,4 @@
-// Errors besides a wrong argument (std::invalid_argument). The bindings turn these into deepep_moe.errors.
+// Defines errors besides a wrong argument (std::invalid_argument). The bindings turn them into deepep_moe.errors.
 #pragma once
 
 #include <cstdint>
@@ -58,7 +58,7 @@ struct DestroyedError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// Text of an error for the peers: the name of its class in Python, a colon and its message.
+// Returns the text of an error for the peers: the name of its class in Python, a colon and its message.
 inline std::string told(const std::exception& error) {
     const char* name = "RuntimeError";
     if (dynamic_cast<const std::invalid_argument*>(&error) != nullptr) name = "ValueError";

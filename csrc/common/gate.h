@@ -1,4 +1,4 @@
-// Gate of a mixture-of-experts layer and its gradient: scores, group-limited top-k, weights, counts. Parameters of the kernels.
+// Defines the gate of a mixture-of-experts layer and its gradient: scores, group-limited top-k, weights, counts.
 //
 // The definition is exact, so that every implementation agrees bit for bit (deepep_moe/reference/gate.py is the reference).
 //
@@ -83,8 +83,8 @@ struct GpuGateBackwardParams {
     int device;               // the device whose failures are checked before
 };
 
-// Whether kernels can run with these options without reading or writing outside their arrays. Callers that want clear messages check
-// before.
+// Returns whether kernels can run with these options without reading or writing outside their arrays. Callers that want clear messages
+// check before.
 inline bool are_valid_on_gpu(const GateOptions& o, int num_ranks) {
     const int group_size = o.num_groups >= 1 ? o.num_experts / o.num_groups : 0;
     return element_bytes(o.dtype) >= 2 && o.num_tokens >= 0 && o.num_topk >= 1 && o.num_topk <= kMaxTopk && o.num_topk <= o.num_experts &&
@@ -119,7 +119,8 @@ struct GpuTop2Params {
     int64_t* counts;      // [num_experts], of all choices
 };
 
-// Gradients of the gates, from those of the weights and of the loss num_experts * sum over experts of mean(gates) * mean(is_first).
+// The backward computes gradients of the gates from those of the weights and of the loss num_experts * sum over experts of mean(gates) *
+// mean(is_first).
 struct GpuTop2BackwardParams {
     int64_t num_tokens;
     int num_experts;

@@ -50,7 +50,7 @@ struct LowLatencyWhat {
     DEEPEP_MOE_HD constexpr unsigned long long flag(unsigned long long call, int value) const {
         return call << kWhatBits | packed() << kValueBitsOfFlag | static_cast<unsigned>(value);
     }
-    // The dispatch whose last bits a combine has sent, if it was less than 2^15 calls from `own`.
+    // Returns the dispatch whose last bits a combine has sent, if it was less than 2^15 calls from `own`.
     static constexpr unsigned long long dispatch_near(unsigned long long own, int value) {
         return own + static_cast<long long>(static_cast<int16_t>(value - static_cast<int>(own % (1u << kValueBitsOfFlag))));
     }
@@ -108,7 +108,7 @@ struct LowLatencyLayout {
         turn_bytes = rows + bytes_of_rows;
         total_bytes = turns + kTurns * turn_bytes;
     }
-    // Offsets of the words that a rank writes in the workspace of another.
+    // The next functions return offsets of words that a rank writes in the workspace of another.
     DEEPEP_MOE_HD int64_t resumed_of(int source) const { return resumed + 8 * source; }
     // Each turn has its own reason, because a rank may refuse two calls before a peer reads the first reason.
     DEEPEP_MOE_HD int64_t reason_of(int source, unsigned long long call) const {

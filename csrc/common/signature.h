@@ -27,7 +27,7 @@ std::string describe(const Signature& signature);
 std::string describe(const LowLatencyWhat& what);
 std::string describe_combine(unsigned long long dispatch);  // low latency; dispatch: the call whose handle is used
 
-// Pack into one word, which is never 0. `handle_call` keeps its low 32 bits.
+// Packs a signature into one word, which is never 0. `handle_call` keeps its low 32 bits.
 uint64_t pack(const Signature& signature);
 Signature unpack(uint64_t packed);
 

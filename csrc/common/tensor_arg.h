@@ -1,4 +1,4 @@
-// Tensors as native code reads them.
+// Describes tensors as native code reads them.
 #pragma once
 
 #include <algorithm>

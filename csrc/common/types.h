@@ -1,4 +1,4 @@
-// Element types, and bounds of sizes.
+// Defines element types and bounds of sizes.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <type_traits>
 
-// For functions that both CPUs and GPUs call.
+// Marks functions that both CPUs and GPUs call.
 #if defined(__CUDACC__)
 #define DEEPEP_MOE_HD __host__ __device__
 #else
@@ -73,7 +73,7 @@ DEEPEP_MOE_HD constexpr uint32_t rounded_exponent(uint32_t scale_bits) {
     return exponent < kNotFiniteExponent ? exponent : kNotFiniteExponent;
 }
 
-// The tokens of channel `channel` of `num_channels`: [begin, end).
+// The tokens of a channel are [begin, end).
 struct Range {
     int64_t begin, end;
 };

@@ -1,4 +1,4 @@
-// State with which one thread exchanges rows with its counterparts on all other ranks.
+// A thread exchanges rows with its counterparts on all other ranks by this state.
 //
 // A call's tokens are split into channels, the same way on every rank; channel c of rank s feeds ring (s, c) of every peer, in token
 // order. Threads own whole channels, so no two threads share a counter, and positions need no atomics.
@@ -45,7 +45,8 @@ inline std::vector<uint64_t> rank_masks(const int32_t* topk_idx, Range range, in
     return masks;
 }
 
-// The first row, in rank order, that (source, channel) sent: rows lie by source, then channel. recv_counts: [num_ranks, num_channels].
+// Returns the first row, in rank order, that (source, channel) sent: rows lie by source, then channel. recv_counts: [num_ranks,
+// num_channels].
 inline int64_t first_slot(const int32_t* recv_counts, int source, int channel, int num_channels) {
     int64_t first = 0;
     for (int i = 0; i < source * num_channels + channel; ++i) first += recv_counts[i];

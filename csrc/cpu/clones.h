@@ -1,4 +1,4 @@
-// Function attributes for loops that the compiler vectorizes.
+// Defines function attributes for loops that the compiler vectorizes.
 #pragma once
 
 // DEEPEP_MOE_CLONES: compile the function for several x86-64 levels and pick one when the library is loaded (GCC's target_clones;

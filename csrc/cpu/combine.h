@@ -1,4 +1,4 @@
-// Combine: the sum of a token's rows on each rank, sent back once per rank and summed at the source in rank order.
+// A combine sums a token's rows on each rank, sends the sum back once per rank, and adds these sums at the source in rank order.
 #pragma once
 
 #include "cpu/channel.h"

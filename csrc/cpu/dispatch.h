@@ -1,4 +1,4 @@
-// Dispatch: every token to every rank that holds one of its experts, once; expanded there into its rows.
+// A dispatch sends every token once to every rank that holds one of its experts, which expands it into its rows.
 #pragma once
 
 #include "cpu/channel.h"

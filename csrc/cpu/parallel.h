@@ -1,4 +1,4 @@
-// A loop on threads.
+// Runs a loop on threads.
 #pragma once
 
 #include <exception>

@@ -50,7 +50,7 @@ public:
     RingReceiver(Ring ring, uint32_t sequence, uint32_t num_slots, size_t slot_bytes)
         : ring_(ring), sequence_(sequence), num_slots_(num_slots), slot_bytes_(slot_bytes) {}
 
-    // The next filled slot, or nullptr while there is none.
+    // Returns the next filled slot, or nullptr while there is none.
     const std::byte* next() {
         if (drained_ == filled_) {
             filled_ = ring_count(ring_.control->head.load(std::memory_order_acquire), sequence_);

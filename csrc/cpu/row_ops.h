@@ -1,4 +1,4 @@
-// Copying and summing rows: the inner loops of dispatch and combine.
+// Copies and sums rows: the inner loops of dispatch and combine.
 #pragma once
 
 #include <cstddef>
@@ -27,10 +27,10 @@ struct SumParams {
 // the rows' dtype (to nearest even). Not for fp8.
 void sum_rows(DType dtype, const SumParams& params);
 
-// The same for rows of `dtype`, without the last rounding: `sum` is fp32.
+// Does the same for rows of `dtype`, without the last rounding: `sum` is fp32.
 void sum_rows_to_float32(DType dtype, const SumParams& params);
 
-// The same for fp32 rows: `sum` and `bias` are of `dtype`.
+// Does the same for fp32 rows: `sum` and `bias` are of `dtype`.
 void sum_float32_rows(DType dtype, const SumParams& params);
 
 }  // namespace deepep_moe

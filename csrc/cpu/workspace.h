@@ -1,4 +1,4 @@
-// Layout of the shared memory of one rank. Every offset into it comes from here.
+// Lays out the shared memory of one rank. Every offset into it comes from here.
 //
 //   SegmentHeader | Entry[kEntries] | counts[kEntries] | RingControl[num_ranks][num_channels] | ring bytes[num_ranks][num_channels]
 //

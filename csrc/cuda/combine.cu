@@ -1,4 +1,4 @@
-// Combine on one NVLink host, or on one of several nodes. The second kernel of the call; it may start while the plan runs.
+// Combines on one NVLink host, or on one of several nodes. This second kernel of the call may start while the plan runs.
 //
 //   Send blocks    Push sums from the outbox to the tokens' sources, with one flag a chunk. Wait for the tiles that work blocks sum.
 //   Work blocks    1. Sum the rows of each peer's tokens on this rank into the outbox, in top-k order, rounded once.
@@ -54,7 +54,7 @@ struct Kernel : CombineRows<kType> {
         push<Ring>(c, p.ring, slot, chunk_slots, p.is_by_lane() ? config.num_topk : 1, p.recv_counts, false, first_node, ready, find, rows);
     }
 
-    // By lanes: the row that goes into a slot of a source.
+    // Returns the row that goes into a slot of a source, with sums by lanes.
     __device__ int row_in_slot(const Source& source, int index) const {
         const int token = index / config.num_topk;
         const int32_t* const entries = p.recv_row_idx + static_cast<int64_t>(recv_token(source, token)) * config.num_topk;
@@ -177,7 +177,7 @@ struct Kernel : CombineRows<kType> {
         if (tile == 0 && p.combined_topk_weight_grads != nullptr) take_topk_weight_grads(token, index, rows);
     }
 
-    // The same with several nodes. False: give up.
+    // Does the same with several nodes. False: give up.
     __device__ bool finish_token_of_nodes(int token, int tile, int index, const Rows& rows) const {
         const int node = token / config.node_tokens(), at = token - node * config.node_tokens();
         if (node == config.node) return at >= p.rail.num_tokens || finish_own_token(token, at, tile, index, rows);
@@ -245,7 +245,7 @@ struct Kernel : CombineRows<kType> {
         if (lane < config.num_topk) p.combined_topk_weight_grads[at * config.num_topk + lane] = value;
     }
 
-    // The same if every row comes back on its own: those of a token by lanes, or those of tokens of top-1 that share a row of the result.
+    // Does the same if every row comes back on its own: those of a token by lanes, or those of top-1 tokens that share a row of the result.
     // Each warp sums one tile of a result. Thread n handles its n-th row.
     __device__ void finish_single_rows() const {
         WarpTasks tasks(&c.state->next_receive);
@@ -275,7 +275,7 @@ struct Kernel : CombineRows<kType> {
         int number = -1, rank = -1, index = -1, row = -1;  // rank: -1 if there is no such row; row: of x, if it is on this rank
         const std::byte* from = nullptr;
 
-        // Top-k entry `lane` of a token.
+        // Finds top-k entry `lane` of a token.
         __device__ void find_lane(const Kernel& k, int token, bool is_lane) {
             int slot = -1, expert = -1;
             if (is_lane) number = token * k.config.num_topk + k.lane, expert = static_cast<int>(k.p.routing.expert(token, k.lane));
@@ -288,7 +288,7 @@ struct Kernel : CombineRows<kType> {
             look_up(k);
         }
 
-        // The row of a token of top-1.
+        // Finds the row of a token of top-1.
         __device__ void find_token(const Kernel& k, int token) {
             number = token;
             for (int to = 0; to < k.config.num_ranks; ++to) {

@@ -45,7 +45,7 @@ struct WarpTeam {
     }
 };
 
-// Shared memory of a block. `left` and `counts_of_warps` take the place of the candidates when the plan is made.
+// The shared memory of a block. `left` and `counts_of_warps` take the place of the candidates when the plan is made.
 struct PlanMemory {
     CopyScore* scores;  // [kWarps]
     int32_t *num_rows, *loads, *copies, *rows;
@@ -86,7 +86,7 @@ __device__ void sum_rows(const CopyPlanParams& p, const PlanMemory& m) {
     __syncthreads();
 }
 
-// For all threads of a warp: the candidate with the best score, the first if there are several.
+// Returns the candidate with the best score to all threads of a warp, the first if there are several.
 __device__ int best_of(const CopyScore* scores) {
     const CopyScore own = scores[threadIdx.x % 32];
     const auto is_least = [](bool may_be, unsigned value) {
@@ -148,7 +148,7 @@ struct Rewriting {
     // The first copy of the expert, which counts its rows; -1: it has none.
     __device__ int counter_of(Index value) const { return is_expert(value) ? m.shares.first[value] : -1; }
 
-    // For all threads of a warp. Returns how many threads before this one have the same counter.
+    // Returns how many threads before this one have the same counter. All threads of a warp call it.
     __device__ int count(int32_t* counts, int counter) const {
         if (!__any_sync(kFullWarp, counter >= 0)) return 0;
         const unsigned same = __match_any_sync(kFullWarp, counter), before = same & ((1u << lane) - 1);

@@ -1,4 +1,4 @@
-// Conversions of dense routing, and counts, on GPUs: one warp a token. No block waits for another.
+// Converts and counts dense routing on GPUs, with one warp a token. No block waits for another.
 //
 //   lanes_of_map     Reads 32 experts at a time; a chosen expert's top-k entry is the number of chosen ones before it.
 //

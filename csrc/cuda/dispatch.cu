@@ -1,4 +1,4 @@
-// Dispatch on one NVLink host. The second kernel of the call; it may start while the plan runs.
+// Dispatches on one NVLink host. This second kernel of the call may start while the plan runs.
 //
 //   lane blocks      Send the peers the target row and the weight of each (token, expert). Wait for the plan's counts.
 //   send blocks      Push whole rows into slots in the peers' memory, with one flag a chunk. Wait for `placed` and `met`.
@@ -22,7 +22,7 @@ constexpr int kMaxWarps = kMaxRingWarps + 1;  // of a block; one warp sets the f
 constexpr int kTaskRows = tuning::kReceiveTaskRows;
 static_assert(kChunkSlots % kTaskRows == 0);
 
-// What happens to rows when they are written to recv_x: nothing, or `scale_row`.
+// A receiver writes rows to recv_x unchanged (Unscaled), or with `scale_row` (Scaled).
 struct Unscaled {};
 template <DType kType>
 struct Scaled {

@@ -1,4 +1,4 @@
-// Functions of the CUDA driver, which no module links.
+// Finds functions of the CUDA driver, which no module links.
 #pragma once
 
 #include <cuda.h>
@@ -9,7 +9,7 @@
 
 namespace deepep_moe {
 
-// The address of a function, as the driver for CUDA 12.0 has it.
+// Returns the address of a function, as the driver for CUDA 12.0 has it.
 inline void* driver_function(const char* name) {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result{};
@@ -25,5 +25,5 @@ inline void* driver_function(const char* name) {
 
 }  // namespace deepep_moe
 
-// The function itself, to be called.
+// Gives the function itself, to be called.
 #define DEEPEP_MOE_DRIVER(function) reinterpret_cast<decltype(&function)>(deepep_moe::driver_function(#function))

@@ -1,7 +1,7 @@
-// Copies of experts. The second kernel of a call; its plan has met all peers.
+// Moves copies of experts. This is the second kernel of a call; the first, its plan, has met all peers.
 //
 //   fetch     Each rank pushes its experts' weights into the peers' slots that hold copies of them.
-//   return    Each rank reads the gradients of its experts' copies from the peers' slots, and adds them to its own, ranks ascending.
+//   return    Each rank reads the gradients of its experts' copies from the peers' slots. It adds them to its own, ranks ascending.
 //
 // All blocks do the same: task t goes to warp t modulo the number of warps. The last block to finish tells the peers, and waits until all
 // of them have told this rank. So the peers' slots are full after a fetch, and free after a return.
@@ -25,7 +25,7 @@ struct Task {
 
 class Copies {
 public:
-    // All threads of the block. Finds the copies of this rank's experts: none if a slot cannot be filled, which is reported.
+    // All threads of the block find the copies of this rank's experts. A slot that cannot be filled is reported, and there are none then.
     __device__ explicit Copies(const Params& p) : p_(p), rank_(p.context.rank), num_ranks_(p.context.config.num_ranks) {
         __shared__ int16_t experts[kMaxCopies];
         __shared__ uint8_t found[kMaxCopies];
@@ -53,7 +53,7 @@ public:
     __device__ int rank_of(int copy) const { return found_[copy] / p_.num_slots; }
     __device__ int local_expert(int copy) const { return experts_[found_[copy]] - rank_ * p_.num_local_experts; }
 
-    // The slot of `rank` that holds the same expert; -1: none.
+    // Returns the slot of `rank` that holds the same expert; -1: none.
     __device__ int slot_in(int rank, int copy) const {
         for (int slot = 0; slot < p_.num_slots; ++slot)
             if (experts_[rank * p_.num_slots + slot] == experts_[found_[copy]]) return slot;

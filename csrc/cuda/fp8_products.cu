@@ -1,4 +1,4 @@
-// Products of fp8 rows, grouped by expert, and of the weights' gradients, on Hopper's tensor cores.
+// Multiplies fp8 rows grouped by expert, and computes the weights' gradients, on Hopper's tensor cores.
 //
 //   fp8_product<false>   Multiplies rows with the transposed matrix of their expert.
 //   fp8_product<true>    For each expert, multiplies the transposed rows of one operand with those of the other.
@@ -41,7 +41,7 @@ constexpr int kScaleBlock = 128;
 
 __device__ int divide(int x, int by) { return (x + by - 1) / by; }
 
-// The tiles of a block, one after another: row and column of the result where each begins.
+// Walks the tiles of a block: row and column of the result where each begins.
 template <bool kOfWeights>
 struct Tiles {
     const Params& p;
@@ -113,7 +113,7 @@ struct Scales {
     }
 };
 
-// Whether 128 columns share a scale. They do in the output of `rescale_transpose`.
+// Returns whether 128 columns share a scale. They do in the output of `rescale_transpose`.
 __device__ bool are_equal(const float* column_scales) {
     const float4 four = *reinterpret_cast<const float4*>(column_scales + 4 * (threadIdx.x % 32));
     const float first = *column_scales;
@@ -169,7 +169,7 @@ __device__ void store_row(const float (&sums)[64], int which, __nv_bfloat16* to,
     }
 }
 
-// The same in fp32: neighbours exchange values, so that a quad stores 16 columns of two 8-column blocks.
+// Does the same in fp32: neighbours exchange values, so that a quad stores 16 columns of two 8-column blocks.
 __device__ void store_row(const float (&sums)[64], int which, float* to, bool is_inside) {
     const int lane = threadIdx.x % 4;
     const bool is_odd = lane % 2 == 1;

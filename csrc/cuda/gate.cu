@@ -176,7 +176,7 @@ struct Gate {
         return two;
     }
 
-    // The best expert of the winner's thread that ranks behind the winner, whose key is `top`.
+    // Returns the best expert of the winner's thread that ranks behind the winner, whose key is `top`.
     __device__ BestTwo best_behind(uint32_t top, unsigned winner) const {
         const unsigned at = winner % kMaxShare;
         const uint32_t key = lane < kShare ? keys[place_of(winner / kMaxShare, lane)] : 0;
@@ -187,7 +187,7 @@ struct Gate {
         return next;
     }
 
-    // Whether this thread's group is one of the best.
+    // Returns whether this thread's group is one of the best.
     __device__ bool is_in_best_groups(const BestTwo& two) const {
         uint32_t best = two.best, second = two.second;
 #pragma unroll 1
@@ -243,7 +243,7 @@ struct Gate {
         if (expert >= 0) probs[expert] = weight, routing_map[expert] = true;
     }
 
-    // One rank a thread.
+    // Each thread takes one rank.
     __device__ void write_ranks(int64_t token, int expert) const {
         const int rank_of_expert = expert >= 0 ? expert / (o.num_experts / p.num_ranks) : -1;
 #pragma unroll 1
@@ -294,14 +294,14 @@ bool is_quad_aligned(const void* numbers, DType dtype) {
     return reinterpret_cast<uintptr_t>(numbers) % (kQuad * element_bytes(dtype)) == 0;
 }
 
-// Threads for each of `num` groups: the largest power of two for which all fit into a warp, or 1.
+// Returns the threads for each of `num` groups: the largest power of two for which all fit into a warp, or 1.
 int lanes_for_each(int num) {
     int lanes = 32;
     while (lanes > 1 && lanes * num > 32) lanes /= 2;
     return lanes;
 }
 
-// Experts of each of `lanes` threads that share `size` experts; a multiple of kQuad if `size` is.
+// Returns the experts of each of `lanes` threads that share `size` experts. It is a multiple of kQuad if `size` is.
 int share_of(int size, int lanes) {
     const int unit = size % kQuad == 0 ? kQuad : 1;
     return divide_up(size / unit, lanes) * unit;

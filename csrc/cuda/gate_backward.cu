@@ -1,4 +1,4 @@
-// The gate's backward, which recomputes scores from the logits. Rounding to fp32 counts as the identity.
+// The gate's backward recomputes scores from the logits. Rounding to fp32 counts as the identity.
 //
 //   Blocks         Enough for all tokens, of 8 warps. None waits for another.
 //   A warp         Takes one token: thread k has the k-th chosen expert, and the gradient of its logit.
@@ -43,7 +43,7 @@ struct Gradient {
         zero_any_row(static_cast<std::byte*>(p.gate.grad_logits) + row * number_bytes, o.num_experts * number_bytes);
     }
 
-    // The expert of top-k entry `lane`; -1: none.
+    // Returns the expert of top-k entry `lane`; -1: none.
     __device__ int load_expert() const {
         if (lane >= o.num_topk) return -1;
         const int64_t at = token * o.num_topk + lane;
@@ -52,7 +52,7 @@ struct Gradient {
         return expert >= 0 && expert < o.num_experts ? static_cast<int>(expert) : -1;
     }
 
-    // The gradient of this entry's weight before routed_scaling_factor.
+    // Returns the gradient of this entry's weight before routed_scaling_factor.
     __device__ double load_grad(int expert) const {
         if (expert < 0) return 0.0;
         double grad = p.gate.grad_topk_weights != nullptr ? p.gate.grad_topk_weights[token * o.num_topk + lane] : 0.0f;
@@ -60,7 +60,7 @@ struct Gradient {
         return grad * o.routed_scaling_factor;
     }
 
-    // The gradient of the score s, from that of the weight w = s / (sum(s) + epsilon).
+    // Returns the gradient of the score s, from that of the weight w = s / (sum(s) + epsilon).
     __device__ double of_score(double grad, double score, int expert) const {
         if (!o.normalize) return grad;
         const double rounded = expert >= 0 ? static_cast<float>(score) : 0.0;
@@ -90,7 +90,7 @@ struct Gradient {
         return o.score_function == ScoreFunction::kSqrtSoftplus ? sqrt_softplus_of(logit) : sigmoid_of(bounded(logit));
     }
 
-    // The derivative of `part`.
+    // Returns the derivative of `part`.
     __device__ double slope(float logit, double value) const {
         if (is_exponential()) return value;
         return o.score_function == ScoreFunction::kSqrtSoftplus ? sqrt_softplus_slope(logit, value) : value * (1.0 - value);

@@ -12,7 +12,7 @@ namespace deepep_moe {
 void launch_plan(const GpuPlanParams& params, void* stream);
 int64_t plan_shared_bytes(const GpuWorkspaceConfig& config);
 int plan_blocks_per_multiprocessor(const GpuWorkspaceConfig& config);
-// early: these may start while the plan before them on the stream still runs, and then wait for the parts of it that they need.
+// With `early` these may start while the plan before them on the stream still runs. They then wait for the parts of it that they need.
 void launch_dispatch(const GpuDispatchParams& params, void* stream, bool early);
 void launch_combine(const GpuCombineParams& params, void* stream, bool early);
 void load_combine_of_nodes();  // before calls over several nodes: the rail's kernel waits for this one, so loading it must not block
@@ -50,13 +50,13 @@ void launch_announce(const GpuAnnounceParams& params, void* stream);
 
 void launch_low_latency_dispatch(LowLatencyLaunch<LowLatencyDispatchParams> launch, void* stream);
 void launch_low_latency_combine(LowLatencyLaunch<LowLatencyCombineParams> launch, void* stream);
-// Shared memory of a block: of a dispatch with any type of rows, and of a combine.
+// Return the shared memory of a block: for a dispatch with any type of rows, and for a combine.
 int64_t low_latency_shared_bytes(const LowLatencyConfig& config);
 int64_t low_latency_combine_shared_bytes();
 // Blocks of either kernel that one SM of the current device holds at once, at most two.
 int low_latency_blocks_per_multiprocessor(const LowLatencyConfig& config);
 int low_latency_combine_blocks_per_multiprocessor();
-// The receiving halves over nodes.
+// These launch the receiving halves over nodes.
 void launch_low_latency_receive(LowLatencyRailDispatch launch, void* stream);
 void launch_low_latency_relay(LowLatencyRailDispatch launch, void* stream);  // before the receiving half of a dispatch
 void launch_low_latency_finish(LowLatencyRailCombine launch, void* stream);

@@ -40,7 +40,7 @@ private:
     }
 };
 
-// State of one rank, in device memory.
+// The state of one rank, in device memory.
 struct LowLatencyState {
     unsigned long long num_sent[kLowLatencyMaxBlocks];  // number of the last call; each block of the next one reads and counts its entry
     // 2 * call + 1 where the blocks of this rank have agreed that the other rank came, 2 * call where it did not.

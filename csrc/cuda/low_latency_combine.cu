@@ -1,4 +1,4 @@
-// Low-latency combine: one kernel for the whole call, or two for its halves. No plan, no host.
+// A low-latency combine is one kernel for the whole call, or two for its halves. It has no plan and needs no host.
 //
 //   Sending      Each block takes one token, sums the rows of its experts on this rank, and pushes the sum in lines that bring their
 //                flags. The last warp sums nothing: it looks up the rows of the next token, and waits for its weights if the call has any.
@@ -32,7 +32,7 @@ struct TokenRows {
     float weights[kMaxTopk];
 };
 
-// In shared memory.
+// The data in shared memory.
 struct Shared {
     StagedPieces<kBatchPieces> staged;
     TokenRows tokens[2];  // used in turns: one is summed while the other is filled
@@ -40,7 +40,7 @@ struct Shared {
     alignas(16) uint4 rows[kRowsOnTheirWay * kBatchPieces];
 };
 
-static_assert(2 * (sizeof(Shared) + kStaticSharedBytes) <= 233472, "two blocks of a multiprocessor of an H100");
+static_assert(2 * (sizeof(Shared) + kStaticSharedBytes) <= 233472, "two blocks fit into an SM of an H100");
 
 // One thread: tell a rank why it gets nothing from this one in the call.
 __device__ __forceinline__ void refuse(const LowLatencyContext& c, LowLatencyWhat what, unsigned long long call, int to,
@@ -116,7 +116,7 @@ struct Kernel {
                 if (at + 32 * j < num_pieces) copy_async(place(i) + j * kSummingThreads, from + 32 * j);
         }
     }
-    // Where this thread's piece of the nth row is copied to; no other thread reads it.
+    // Returns the target of this thread's piece of the nth row. No other thread reads it.
     __device__ static uint4* place(int nth_row) { return shared().rows + nth_row * kBatchPieces + threadIdx.x; }
 
     // Add the rows to `sum`, in order. is_loaded: the copies of the first rows have been started.
@@ -148,7 +148,7 @@ struct Kernel {
             store_relaxed(Turn(c, threadIdx.x, call).entered(c.rank), flag + LowLatencyWhat::value_in(dispatch()));
     }
 
-    // The number of the dispatch whose handle this is.
+    // Returns the number of the dispatch whose handle this is.
     __device__ unsigned long long dispatch() const { return *in_handle<unsigned long long>(0); }
     __device__ bool has_failed() const { return *in_handle<unsigned long long>(handle.failed) == (dispatch() ^ c.failed); }
 
@@ -177,7 +177,7 @@ struct Kernel {
         }
     }
 
-    // All threads: whether rank `lane` has come. Without its weights, nothing is summed for it.
+    // All threads: return whether rank `lane` has come. Without its weights, nothing is summed for it.
     __device__ bool meet_weights() const {
         send_weights();
         if (warp == 0) meet_along();
@@ -290,7 +290,7 @@ struct Kernel {
         }
     }
 
-    // Bit mask of the ranks that have rows of the token.
+    // Returns the bit mask of the ranks that have rows of the token.
     __device__ unsigned ranks_of(int token) const { return token < p.num_tokens ? in_handle<unsigned>(handle.rank_masks)[token] : 0; }
 
     // Over nodes only ranks that bring weights meet here, and those of this node come first. The threads of a warp wait together, so a rank

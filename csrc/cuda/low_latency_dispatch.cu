@@ -1,4 +1,4 @@
-// Low-latency dispatch: one kernel for the whole call, or two for its halves. No plan, no host.
+// A low-latency dispatch is one kernel for the whole call, or two for its halves. It has no plan and needs no host.
 //
 //   Sending      One block for each destination enters the call there and stores how many tokens its experts get. The other blocks push
 //                one token at a time, head and row, in lines of 128 bytes that bring their flags; a row is quantized on the way.
@@ -21,7 +21,7 @@ using Launch = LowLatencyLaunch<LowLatencyDispatchParams>;
 
 constexpr int kThreads = SendShared::kThreads, kWarps = kThreads / 32;
 
-// In shared memory.
+// The data in shared memory.
 struct Shared {
     SendShared sending;
     unsigned came;                              // bit mask of the ranks that have entered the call
@@ -40,7 +40,7 @@ __device__ __noinline__ unsigned union_of_threads(unsigned bits) {
     return all;
 }
 
-// Where the words and rows of ranks outside this node are: OneNode if there is no other node.
+// Gives access to words and rows of the ranks. OneNode serves a single node; SeveralNodes also reaches ranks outside this node.
 struct OneNode {
     static constexpr bool kIsOne = true;
     using Words = WorkspaceWords;
@@ -139,7 +139,8 @@ struct Receiver {
         return block < 0 ? block + num_blocks() : block;
     }
 
-    // The n-th token if each rank has `most`, in the order in which rows come: this rank's, then those of the rank that pushes here first.
+    // Returns the n-th token if each rank has `most`, in the order in which rows come: this rank's, then those of the rank that pushes here
+    // first.
     __device__ SourceToken token_at(int nth, int most) const {
         const int turn = nth / most, source = c.rank - turn;
         return {source < 0 ? source + config.num_ranks : source, nth - turn * most};
@@ -286,7 +287,7 @@ struct Receiver {
         }
     }
 
-    // The same for a row that the network has written.
+    // Does the same for a row that the network has written.
     __device__ void copy_from_outside(const SourceToken& from, const TokenRows& rows, int num_groups) const {
         const RailCall& rail = nodes.rail;
         const int step = kThreads / num_groups, begin = warp / num_groups * 32 + lane;
@@ -352,7 +353,7 @@ __global__ void __launch_bounds__(kThreads, 2) low_latency_receive(const __grid_
     Receiver<kType, kQuantized, SeveralNodes>(l.rail.context, l.call, {rail}, rail.call, 0, blocks > num_relays ? num_relays : 0).receive();
 }
 
-// Relay for a dispatch whose hook comes later.
+// Relays for a dispatch whose hook comes later.
 __global__ void __launch_bounds__(kThreads, 1) low_latency_relay(const __grid_constant__ LowLatencyRailDispatch l) {
     wait_for_kernel_before();
     const RailCall rail(l.rail, *reinterpret_cast<const unsigned long long*>(l.call.handle));
@@ -386,7 +387,7 @@ int64_t low_latency_shared_bytes(const LowLatencyConfig& c) {
     return static_cast<int64_t>(sizeof(Shared)) + 4 * c.num_experts * (1 + round_up(c.num_max_tokens / c.lanes, 32) / 32);
 }
 
-// The same for all types of rows, because __launch_bounds__ limits the registers.
+// The result is the same for all types of rows, because __launch_bounds__ limits the registers.
 int low_latency_blocks_per_multiprocessor(const LowLatencyConfig& c) {
     const int blocks = blocks_per_multiprocessor<low_latency_dispatch<DType::kBFloat16, false>>(kThreads, low_latency_shared_bytes(c));
     return std::min({2, blocks, low_latency_combine_blocks_per_multiprocessor()});

@@ -1,4 +1,4 @@
-// The receiving half of a low-latency combine over nodes: adds the sums of all nodes, in node order.
+// The receiving half of a low-latency combine over nodes adds the sums of all nodes, in node order.
 //
 //   One warp        Waits until the rail is in the call. Each other warp of a block waits for rows from other nodes.
 //   Then all        Each thread adds one part of a token: the sums of this node's ranks, and one row of each other node.
@@ -16,7 +16,7 @@ using Launch = LowLatencyRailCombine;
 constexpr int kThreads = tuning::kLowLatencyThreads, kWarps = kThreads / 32;
 constexpr int kAhead = 4;  // rows of other nodes in flight at once
 
-// As many parts of a token as the block has threads, and the rows that are summed for them.
+// A task has one part of a token for each thread of the block, and the rows that are summed for them.
 struct Task {
     int token, first_part;
     TokenSums own;                   // of this node
@@ -57,7 +57,7 @@ struct Finisher {
 
     __device__ static Shared<kQuantized>& shared() { return *shared_memory<Shared<kQuantized>>(); }
 
-    // Bit mask of the ranks, of all nodes, that have rows of a token.
+    // Returns the bit mask of the ranks, of all nodes, that have rows of a token.
     __device__ unsigned ranks_of(int token) const {
         return reinterpret_cast<const unsigned*>(p.handle + LowLatencyHandleLayout(c.config).rank_masks)[token];
     }

@@ -54,8 +54,8 @@ struct LowLatencyRailLayout {
     DEEPEP_MOE_HD int64_t out_of(unsigned long long call, int node) const { return out + nth(call, node) * message_bytes; }
     DEEPEP_MOE_HD int64_t returned_of(int node) const { return returned + 8 * node; }
     DEEPEP_MOE_HD int64_t resumed_of(int rank) const { return resumed + 8 * rank; }
-    // The box, in the inbox or outbox of a rank of node `owner`, for node `other`. A dispatch stores each outgoing row once, for all nodes,
-    // in the box for the next node.
+    // Returns the box, in the inbox or outbox of a rank of node `owner`, for node `other`. A dispatch stores each outgoing row once, for
+    // all nodes, in the box for the next node.
     DEEPEP_MOE_HD int64_t box_of(unsigned long long call, int owner, int other) const {
         return (static_cast<int64_t>(call % kTurns) * (num_nodes - 1) + other - (other > owner)) * box_bytes;
     }

@@ -69,7 +69,7 @@ struct GpuRouting {
     }
 };
 
-// How a plan divides tokens among its warps, and the number of its blocks.
+// A plan divides tokens among its warps, and has one block for each segment.
 constexpr int kPlanWarps = tuning::kPlanThreads / 32;
 constexpr int tokens_per_warp(int num_tokens, int max_segments) {  // of one node
     return divide_up(num_tokens, max_segments * kPlanWarps * tuning::kTokensAtOnce) * tuning::kTokensAtOnce;
@@ -81,7 +81,8 @@ constexpr int node_segments(int num_tokens, int max_segments) {
 // A bit of recv_counts[0] that marks the handle of a failed dispatch: no call may use it.
 constexpr int32_t kFailed = INT32_MIN;
 
-// By lanes, in recv_row_idx: the row of a top-k entry of this rank that a bound has left out. (-1: the entry is not this rank's.)
+// recv_row_idx has this value for a top-k entry of this rank whose row does not fit the bound, with sums by lanes. (-1: the entry is
+// another rank's.)
 constexpr int32_t kLeftOut = -2;
 
 struct GpuPlanParams {
@@ -108,7 +109,7 @@ struct GpuRail {
     const int32_t* slots;             // [num_tokens, num_nodes] where a token is among those that cross to a node; -1: it does not
     const int32_t* topk_idx;          // [num_tokens, num_topk] experts of all nodes
 
-    // The slots that another node has in `box`.
+    // Returns the slots that another node has in `box`.
     template <class Box>
     DEEPEP_MOE_HD Box* of_node(Box* box, const GpuWorkspaceConfig& config, int node, int64_t slot_bytes) const {
         return box + (node - (node > config.node)) * config.node_tokens() * slot_bytes;
@@ -186,7 +187,7 @@ struct GpuCombineParams {
     bool sums_lanes;  // a top-k entry gets the sum over all ranks that its token went to, not only the value of its expert's rank
     GpuRail rail;     // with several nodes; the five fields above are then about this rank's tokens
 
-    // By lanes:
+    // The next two are for sums by lanes.
     bool weights_are_sent;  // topk_weight_grads are the weights of the rows
     bool is_fused;          // a weight's product is not rounded before it is added
 
@@ -250,8 +251,8 @@ struct GpuSwigluParams {
     float* grad_probs;       // [num_rows], or null
 };
 
-// Gradients of the weights of grouped experts: for each group, the transposed rows of a [num_rows, n] times those of b [num_rows, k], in
-// bf16, are added to sums [num_groups, n, k]. n and k are multiples of 8; a, b and sums begin at multiples of 16 bytes.
+// Gradients of the weights of grouped experts. Each group's product of the transposed rows of a [num_rows, n] and those of b [num_rows, k],
+// both bf16, is added to sums [num_groups, n, k]. n and k are multiples of 8; a, b and sums begin at multiples of 16 bytes.
 struct GpuWeightGradientParams {
     int64_t num_rows;
     int n, k, num_groups;

@@ -1,4 +1,4 @@
-// Plan: where this rank's tokens go. The first kernel of every call.
+// Plans where this rank's tokens go. This is the first kernel of every call.
 //
 //   Blocks          At most 64 of kPlanThreads; fewer if the GPU, or a share of it, holds fewer. All must be on the GPU at once, because
 //                   they wait for each other.
@@ -147,7 +147,7 @@ struct Plan : TokenCounts {
         if (!p.cached && failed) receive_nothing();
     }
 
-    // A failed dispatch: mark the handle, and set all counts to 0.
+    // After a failed dispatch, mark the handle and set all counts to 0.
     __device__ void receive_nothing() const {
 #pragma unroll 1
         for (int local = threadIdx.x; local < num_local; local += kPlanThreads) p.num_recv_tokens_per_expert[local] = 0;
@@ -274,7 +274,7 @@ struct Plan : TokenCounts {
         bounds[lane] = word == 0 ? -1 : static_cast<int>(word - expected);
     }
 
-    // One warp: whether every rank has room for its rows. All ranks of the node report the same rank that has not.
+    // One warp: return whether every rank has room for its rows. All ranks of the node report the same rank that has not.
     __device__ bool have_room(const int* bounds) const {
         const bool is_rank = lane < config.num_ranks;
         long long bound = is_rank && bounds[lane] != kNoBound ? bounds[lane] : INT32_MAX;

@@ -17,7 +17,7 @@ constexpr int kTileBytes = kScaleBlock * kScaleBlock;
 
 using Params = GpuQuantizeWeightsParams;
 
-// 8 rows of 8 elements as they lie in memory.
+// Holds 8 rows of 8 elements as they lie in memory.
 template <DType kType>
 struct Patch {
     using Values = Piece<kType>;

@@ -14,7 +14,7 @@
 
 namespace deepep_moe {
 
-// Message from a rank to another of its rail, ahead of the rows. RailLane[num_tokens][num_topk] follows it where the call needs lanes.
+// A rank sends this message to another of its rail, ahead of the rows. RailLane[num_tokens][num_topk] follows it if the call needs lanes.
 struct alignas(16) RailMessage {
     GpuStamp stamp;
     int num_tokens;  // tokens that cross
@@ -50,7 +50,7 @@ struct RailLayout {
     DEEPEP_MOE_HD int64_t arrived_of(int node, int chunk) const { return arrived + 8 * (int64_t{node} * num_chunks + chunk); }
 };
 
-// State of one rank's rail kernels, in its own memory. The counters are back at 0 when a call's first kernel has ended.
+// The state of one rank's rail kernels, in its own memory. The counters are back at 0 when a call's first kernel has ended.
 struct RailState {
     unsigned long long sequence;  // the current call
     unsigned long long last_met;  // the last call that this rank and all of its rail have entered without a refusal
@@ -72,7 +72,8 @@ struct RailContext {
     int32_t* out_counts;         // [num_nodes] tokens that cross to each node
 };
 
-// First kernel, one block for each node: announces which tokens cross, enters the call, waits for that node's rank and reads its message.
+// The first kernel has one block for each node. It announces which tokens cross, enters the call, waits for that node's rank and reads its
+// message.
 struct RailMeetParams {
     RailContext rail;
     GpuStamp stamp;                     // what == 0: the host refuses the call
@@ -91,7 +92,8 @@ struct RailMeetParams {
     const int32_t* handle_counts;  // recv_counts (with kFailed) of the handle that the call uses, or nullptr
 };
 
-// Second kernel, beside those of the node: sends rows, one put for each chunk, and tells the node's kernels which chunks have arrived.
+// The second kernel runs beside those of the node. It sends rows, one put for each chunk, and tells the node's kernels which chunks have
+// arrived.
 struct RailMoveParams {
     RailContext rail;
     unsigned long long timeout_ns;  // for a chunk

@@ -1,4 +1,4 @@
-// Gradients of scaling rows, y = weight * x, from that of y, with one warp a row. No block waits for another.
+// Computes the gradients of y = weight * x, for rows, from that of y, with one warp a row. No block waits for another.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/rows.cuh"
 #include "cuda/launch.h"

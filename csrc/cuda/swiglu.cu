@@ -1,4 +1,5 @@
-// SwiGLU of rows, y = silu(gate) * up * prob, and its gradients. Rows are grouped by expert; the last ones may have none and are skipped.
+// Computes SwiGLU of rows, y = silu(gate) * up * prob, and its gradients. Rows are grouped by expert. The last ones may have none and are
+// skipped.
 //
 //   swiglu             One warp a row, with kBatch pieces of gate and of up in flight.
 //   swiglu_backward    One warp a row: reads gate, up and the gradient once, and may write y again.
@@ -16,7 +17,7 @@ constexpr int kBatch = 2;  // pieces of a thread in flight
 
 using Params = GpuSwigluParams;
 
-// Rows that have an expert.
+// Returns the number of rows that have an expert.
 __device__ int64_t num_filled(const Params& p) {
     return p.group_ends == nullptr ? p.num_rows : min(p.num_rows, static_cast<int64_t>(p.group_ends[p.num_groups - 1]));
 }

@@ -1,4 +1,4 @@
-// Top-2 gating with a capacity, defined in common/gate.h, in the same order and with the same roundings as PyTorch's single operators.
+// Computes top-2 gating with a capacity, which common/gate.h defines, in the order and with the roundings of PyTorch's single operators.
 //
 //   choose_two       One warp a token: the best expert by gates, the best other one by scores.
 //
@@ -32,7 +32,7 @@ struct Choice {
     }
 };
 
-// All threads of a warp: the best expert of a row, where the value of `excluded` counts as -infinity.
+// All threads of a warp: return the best expert of a row, where the value of `excluded` counts as -infinity.
 __device__ int best_of(const float* row, int num_experts, int excluded) {
     Choice best{-INFINITY, num_experts};
     for (int expert = threadIdx.x % 32; expert < num_experts; expert += 32) {
@@ -103,7 +103,7 @@ struct Weights {
     }
 };
 
-// One thread a token.
+// Each thread takes one token.
 __global__ void __launch_bounds__(kThreads) weigh_two(const __grid_constant__ GpuTop2Params p) {
     const int64_t token = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     if (token >= p.num_tokens) return;
@@ -132,7 +132,7 @@ struct ChosenGradients {
     }
 };
 
-// One warp a token. Like PyTorch, divide by a number by multiplying with its reciprocal.
+// Each warp takes one token. Like PyTorch, it divides by multiplying with the reciprocal.
 __global__ void __launch_bounds__(kThreads) top2_backward(const __grid_constant__ GpuTop2BackwardParams p) {
     const int64_t token = warp_of_grid(), row = token * p.num_experts;
     if (token >= p.num_tokens) return;

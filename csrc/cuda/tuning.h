@@ -1,12 +1,12 @@
-// How the kernels of the exchange and of low-latency calls divide a GPU. These constants and settings change speed only, not results, nor
-// what ranks must agree on. docs/limits.md has the measurements.
+// The kernels of the exchange and of low-latency calls divide a GPU by these constants and settings. They change the speed only: not
+// results, and not what ranks must agree on. docs/limits.md has the measurements.
 #pragma once
 
 #include <cstdint>
 
 namespace deepep_moe {
 
-// How a kernel's rows travel through shared memory: `warps` rings of `stages` rows each. 0 stages: plain loads and stores instead.
+// A kernel's rows travel through shared memory in `warps` rings of `stages` rows each. 0 stages: plain loads and stores instead.
 struct GpuRing {
     int warps, stages;
 };

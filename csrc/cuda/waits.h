@@ -1,4 +1,4 @@
-// State that a kernel needs to wait for a peer, and to report that it waited in vain.
+// A kernel needs this state to wait for a peer, and to report that it waited in vain.
 #pragma once
 
 #include "common/types.h"
@@ -52,10 +52,10 @@ enum GpuFailureKind : int {
     kBadCopy         // slot `expected` of `peer` is said to hold expert `seen`
 };
 
-// Whether a failure of this kind ended a wait for a peer.
+// Returns whether a failure of this kind ended a wait for a peer.
 constexpr bool ends_wait(int kind) { return kind == kTimeout || kind == kPeerLeft || kind == kPeerEnded; }
 
-// Whether a rank is here, has left, or its process has ended.
+// A rank is here, has left, or its process has ended.
 enum class GpuPresence : int { kHere = 0, kLeft, kEnded };
 
 // Device copy of the host's bit mask of ended processes. Reading the host's takes microseconds, so kernels do so only at `next_look`.

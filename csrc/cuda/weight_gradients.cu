@@ -44,7 +44,7 @@ static_assert(kSharedBytes + kStaticSharedBytes <= 232448, "a block of an H100")
 
 __device__ int divide(int x, int by) { return (x + by - 1) / by; }
 
-// The tiles of a block, one after another: row and column of the matrix where each begins.
+// Walks the tiles of a block: row and column of the matrix where each begins.
 struct Tiles {
     const Params& p;
     int64_t number, first = 0;  // number of the pair's tile, and of the first tile of its group

@@ -19,7 +19,7 @@ constexpr int kLanes = 4;  // top-k entries that a warp of the backward takes
 
 using Params = GpuWeightedSumParams;
 
-// The row of (lane, token).
+// Returns the row of (lane, token).
 __device__ int64_t row_of(const Params& p, int64_t lane, int64_t token) { return lane * p.lane_stride + token * p.token_stride; }
 
 __device__ int64_t warp_of_grid() { return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32; }
@@ -94,7 +94,7 @@ int blocks_of(int64_t num_warps) { return static_cast<int>(divide_up(num_warps, 
 void launch_weighted_sum(const GpuWeightedSumParams& p, void* stream) {
     const int blocks = blocks_of(p.num_tokens);
     if (blocks == 0) return;
-    with_dtype(p.dtype, "fp8 rows are not weighed",
+    with_dtype(p.dtype, "fp8 rows are not weighted",
                [&](auto dtype) { launch<weighted_sum<dtype.value>>("weighted_sum", blocks, kThreads, 0, p, stream); });
 }
 

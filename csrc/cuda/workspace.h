@@ -1,4 +1,4 @@
-// Layout of one rank's workspace in GPU memory, which its peers map and write. Every offset into it comes from here.
+// Lays out one rank's workspace in GPU memory, which its peers map and write. Every offset into it comes from here.
 //
 //   entered u64[2][num_ranks] | bounds u64[2][num_ranks] | lanes_ready u64[num_ranks] | left u64[num_ranks] |
 //   stamps GpuStamp[kStamps][num_ranks] | arrived u64[num_ranks][num_chunks][16] | counts u64[2][num_sources][columns] |
@@ -40,7 +40,8 @@ struct GpuWorkspaceConfig {
     int64_t expert_slot_bytes = 0;  // for copies of the peers' experts and their gradients
 
     DEEPEP_MOE_HD int num_sources() const { return num_nodes * num_ranks; }
-    // Slots of one source in an inbox. By lanes, slot * num_topk + n is for the n-th row of the token in `slot`.
+    // Returns the number of slots of one source in an inbox. With sums by lanes, slot * num_topk + n is for the n-th row of the token in
+    // `slot`.
     DEEPEP_MOE_HD int64_t num_slots() const { return is_by_lane ? num_max_tokens * num_topk : num_max_tokens; }
     // Tokens of one node's share, and slots to each rank for it. With several nodes this is a multiple of kReducedSlots.
     DEEPEP_MOE_HD int node_tokens() const { return static_cast<int>(num_max_tokens / num_nodes); }
@@ -54,7 +55,7 @@ struct GpuStamp {
     GpuFailure why;                // set where the GPU refuses
     char reason[kMaxReasonBytes];  // set where the host refuses, with its cause in why.seen
 
-    // The deepep_moe.errors.Cause of the rank that refused first: this one, or a peer that its GPU has met.
+    // Returns the deepep_moe.errors.Cause of the rank that refused first: this one, or a peer that its GPU has met.
     DEEPEP_MOE_HD long long cause() const { return reason[0] != '\0' || why.kind == kPeerRefused ? why.seen : 0; }
 };
 
@@ -70,7 +71,7 @@ constexpr unsigned long long kRefused = (1u << kValueBits) - 1;  // as a count: 
 
 constexpr int kNoBound = (1 << kValueBits) - 1;  // as a bound: the rank has none, or one that is too large for a word
 
-// The value with which a rank enters a call. Ranks with different digests are in different calls; 0 is a refusal.
+// Returns the value with which a rank enters a call. Ranks with different digests are in different calls; 0 is a refusal.
 DEEPEP_MOE_HD constexpr unsigned long long digest(unsigned long long what) {
     const unsigned long long mixed = what * 0x9e3779b97f4a7c15ull >> (64 - kValueBits);
     return what == 0 ? 0 : mixed == 0 ? 1 : mixed;
@@ -118,13 +119,13 @@ struct GpuWorkspaceLayout {
         total_bytes = expert_slots + c.expert_slot_bytes;
     }
 
-    // Offsets of the words that `source` writes in the workspace of another rank; parity: of the call.
+    // The next functions return offsets of words that `source` writes in the workspace of another rank. parity: that of the call.
     DEEPEP_MOE_HD int64_t entered_of(int parity, int source) const { return entered + 8 * (parity * num_ranks + source); }
     DEEPEP_MOE_HD int64_t bound_of(int parity, int source) const { return bounds + 8 * (parity * num_ranks + source); }
     DEEPEP_MOE_HD int64_t stamp_of(unsigned long long call, int source) const {
         return stamps + static_cast<int64_t>(sizeof(GpuStamp)) * (static_cast<int64_t>(call % kStamps) * num_ranks + source);
     }
-    // Slots that come from a peer of the owner, and slots that go to one.
+    // Return the offsets of slots that come from a peer of the owner, and of those that go to one.
     DEEPEP_MOE_HD int64_t inbox_of(int owner, int peer) const { return inbox + (peer - (peer > owner)) * inbox_bytes; }
     DEEPEP_MOE_HD int64_t outbox_of(int owner, int peer) const { return outbox + (peer - (peer > owner)) * outbox_bytes; }
 };

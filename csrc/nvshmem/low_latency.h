@@ -1,4 +1,4 @@
-// Low-latency kernels that put to other nodes, for the module that does not link NVSHMEM.
+// Declares the low-latency kernels that put to other nodes, for the module that does not link NVSHMEM.
 #pragma once
 
 #include "cuda/low_latency_rail.h"

@@ -1,5 +1,5 @@
-// Low-latency combine over nodes: the sending kernel between nodes. The node's sending kernel (cuda/low_latency_combine.cu) runs before it.
-// That one has pushed this rank's sums to the rank of this node that has the index of the token's rank.
+// Sends between nodes in a low-latency combine. The node's sending kernel (cuda/low_latency_combine.cu) runs before it. That one has pushed
+// this rank's sums to the rank of this node that has the index of the token's rank.
 //
 //   sum    Meets the ranks of its node, enters the call in the other nodes, and adds up the sums of its node for tokens of those. Puts
 //          one row at a time.

@@ -1,4 +1,4 @@
-// Shared by the kernels of a low-latency combine that put to other nodes: the words of a call, and the entry in this node. Sources include
+// The kernels of a low-latency combine that put to other nodes share this: the words of a call, and the entry in this node. Sources include
 // NVSHMEM's headers before this one.
 #pragma once
 
@@ -25,9 +25,9 @@ struct RailCombine {
     __device__ bool has_failed() const {
         return *in_handle<unsigned long long>(LowLatencyHandleLayout(config).failed) == (dispatch() ^ c.failed);
     }
-    // The number of tokens of the rail's rank in `node`.
+    // Returns the number of tokens of the rail's rank in `node`.
     __device__ int tokens_of(int node) const { return in_handle<int32_t>(LowLatencyHandleLayout(config).num_tokens)[rail.rank_in(node)]; }
-    // The ranks of this node that have rows of a token of that rank, as bits of their index.
+    // Returns the ranks of this node that have rows of a token of that rank, as bits of their index.
     __device__ unsigned ranks_of(int node, int token) const {
         return in_handle<unsigned>(LowLatencyRailHandle(config, rail.r.num_nodes).in_ranks)[node * config.num_max_tokens + token];
     }

@@ -1,6 +1,6 @@
-// Low-latency dispatch over nodes, the sending half. It works as in one node (cuda/device/low_latency_send.cuh), and also sends each other
-// node a message and the rows that cross, stored once. It waits for nobody. The receiving half reads both where the network has written
-// them (cuda/low_latency_dispatch.cu).
+// Sends in a low-latency dispatch over nodes. It works as in one node (cuda/device/low_latency_send.cuh), and also sends each other node a
+// message and the rows that cross, stored once. It waits for nobody. The receiving half reads both where the network has written them
+// (cuda/low_latency_dispatch.cu).
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
@@ -30,7 +30,7 @@ struct OtherNodes {
     __device__ int num_ranks() const { return rail.r.ranks_per_node; }
     __device__ int num_nodes() const { return rail.r.num_nodes; }
 
-    // The ranks, of all nodes, that are not masked and whose rail's rank is not; ranks outside are reached through that one.
+    // Returns the ranks of all nodes that are not masked and whose rail's rank is not masked. Ranks outside are reached through that one.
     __device__ unsigned reached(unsigned masks) const {
         unsigned lost = masks;
         for (int node = 0; node < num_nodes(); ++node)

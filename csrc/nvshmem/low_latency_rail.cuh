@@ -33,12 +33,12 @@ struct RailPuts : RailCall {
                  r.layout.weighed_of(call, r.node)},
                 node, flag);
     }
-    // One warp of a block that has written the row (at row_for of any node) and has met since.
+    // One warp of a block puts the row, which the block has written (at row_for of any node) before it met.
     __device__ void put_row(int node, int token, const std::byte* row, int64_t row_bytes, unsigned long long flag) const {
         put(row_of(node, token, row - own(), row_bytes), node, flag);
     }
 
-    // One thread: words between ranks of a rail when one of them comes back.
+    // One thread uses these words between ranks of a rail when one of them comes back.
     __device__ unsigned long long* returned(int node) const { return own_word(r.layout.returned_of(node)); }
     __device__ unsigned long long* resumed(int rank) const { return own_word(r.layout.resumed_of(rank)); }
     __device__ void tell_returned(int node, bool has) const { signal(r.layout.returned_of(r.node), has, node); }
@@ -56,7 +56,7 @@ struct RailPuts : RailCall {
         __syncthreads();
     }
 
-    // One thread of the block that will put the message of a refusal.
+    // One thread writes it, of the block that will put the message of a refusal.
     __device__ void write_reason(int node, const GpuFailure& why) const {
         auto& reason = *reinterpret_cast<LowLatencyReason*>(message_for(node));
         reason.why = why;

@@ -1,4 +1,4 @@
-// The module `deepep_moe._nvshmem`; see deepep_moe/_nvshmem.pyi.
+// Makes the module `deepep_moe._nvshmem`; see deepep_moe/_nvshmem.pyi.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

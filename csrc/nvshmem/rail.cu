@@ -1,4 +1,4 @@
-// The hop between nodes: rows go to the rank with the same index in the other node, and rows from there are announced to the kernels of
+// On the hop between nodes, rows go to the rank with the same index in the other node, and rows from there are announced to the kernels of
 // this node. The NVSHMEM operations of the data path are a put with its signal word, and a test of a word that has arrived.
 //
 //   Meet   One block for each node. Counts which tokens cross and which experts they choose there, tells that node's rank, and waits for
@@ -68,7 +68,7 @@ struct Meeting {
         return !p.has_weights ? 0.0f : p.topk_weights[token * p.weights_token_stride + k * p.weights_lane_stride];
     }
 
-    // Bit mask of the top-k entries that choose this node. Refuses indices out of range, and duplicates.
+    // Returns the bit mask of the top-k entries that choose this node. Refuses indices out of range, and duplicates.
     __device__ unsigned lanes_to_node(int token) const {
         unsigned lanes = 0;
         for (int k = 0; k < num_topk; ++k) {
@@ -240,13 +240,14 @@ struct Mover {
           sequence(r.state->sequence) {}
 
     __device__ int num_out(int node) const { return p.is_combine ? p.in_counts[node] : r.out_counts[node]; }
-    // Rows that come. In a dispatch the sender's message says how many, because a handle that has failed here may not know it.
+    // Returns the number of rows that come. In a dispatch the sender's message has it, because a handle that has failed here may not know
+    // it.
     __device__ int num_in(int node) const {
         return p.is_combine ? r.out_counts[node]
                             : reinterpret_cast<const RailMessage*>(r.base + r.layout.in_of(sequence, node))->num_tokens;
     }
 
-    // Offset of this rank's slots for `other`, or of those that a rank of `owner` has for tokens of `other`.
+    // Returns the offset of this rank's slots for `other`, or of those that a rank of `owner` has for tokens of `other`.
     __device__ int64_t box_of(int owner, int other) const { return (other - (other > owner)) * node_tokens * slot.bytes; }
 
     // Send chunks to one node after the other, the next one first.

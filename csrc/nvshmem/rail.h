@@ -1,4 +1,4 @@
-// The kernels of rail.cu, for the module that does not link NVSHMEM.
+// Declares the kernels of rail.cu for the module that does not link NVSHMEM.
 #pragma once
 
 namespace deepep_moe {

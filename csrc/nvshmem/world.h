@@ -1,4 +1,5 @@
-// NVSHMEM in this process: one world, and its symmetric heap. Errors of NVSHMEM are std::runtime_error with its number and what to do.
+// Manages NVSHMEM in this process: one world, and its symmetric heap. Errors of NVSHMEM are std::runtime_error with its number and what to
+// do.
 //
 // NVSHMEM ends the process if a call comes at the wrong time, so every function here checks `status` first. A "Collective" function is one
 // that all PEs must call in the same order; it returns after all have called it.
@@ -15,13 +16,13 @@ struct Version {
 Version version_built();
 Version version_found();  // of the host library in this process
 
-// 0: not initialized, 1: bootstrapped and not initialized, 2 and more: initialized.
+// Returns 0: not initialized, 1: bootstrapped and not initialized, 2 and more: initialized.
 int status();
 
 // Return the id of a new world. Only rank 0 calls it, because the id is bound to an address of its host.
 std::string unique_id();
 
-// The first half of `init`. NVSHMEM stays at status 1 if it can use no GPU. Collective.
+// Runs the first half of `init`. NVSHMEM stays at status 1 if it can use no GPU. Collective.
 void bootstrap(const std::string& unique_id, int rank, int num_ranks);
 
 // Create the world of `num_ranks` processes, with `device` for this one. Collective.
@@ -40,7 +41,7 @@ int64_t free_bytes();
 uint64_t allocate(int64_t bytes);
 void free(uint64_t address);                // collective
 uint64_t mapped(uint64_t address, int pe);  // address in this process of `address` on a PE, if loads of this GPU reach it, else 0
-// Whether kernels of a GPU see a network card's writes to its memory in the order of writing, without a call of the host.
+// Returns whether kernels of a GPU see a network card's writes to its memory in the order of writing, without a call of the host.
 bool orders_network_writes(int device);
 
 // Wait until everything that this process has put has arrived: first its kernels, then the network. Needs no other PE. False: not within

@@ -12,7 +12,8 @@
 namespace deepep_moe {
 namespace {
 
-// The text of /proc/<pid>/stat. Empty: the process is gone. None: it cannot be read now, for example because no file can be opened.
+// Returns the text of /proc/<pid>/stat. It is empty if the process is gone, and nothing if it cannot be read now, for example because no
+// file can be opened.
 std::optional<std::string> status_of(int pid) {
     char path[64], text[1024];
     std::snprintf(path, sizeof(path), "/proc/%d/stat", pid);
@@ -37,7 +38,7 @@ uint64_t start_time_in(const std::string& status) {
     return field != nullptr ? std::strtoull(field, nullptr, 10) : 0;
 }
 
-// Whether /proc has the process numbers that are used here; false if it belongs to an outer container.
+// Returns whether /proc has the process numbers that are used here; false if it belongs to an outer container.
 bool is_own_proc() {
     char target[32];
     const ssize_t length = readlink("/proc/self", target, sizeof(target));

@@ -1,4 +1,4 @@
-// Whether a process of this host is still running.
+// Finds out whether a process of this host is still running.
 #pragma once
 
 #include <compare>
@@ -16,7 +16,7 @@ struct Process {
     auto operator<=>(const Process&) const = default;
 };
 
-// The process with this `pid`, which is running now.
+// Returns the process with this `pid`, which must be running.
 Process running(int pid);
 
 }  // namespace deepep_moe

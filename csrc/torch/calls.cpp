@@ -3,7 +3,7 @@
 namespace deepep_moe {
 namespace {
 
-// With `lanes` rows as one.
+// Views `lanes` rows as one.
 MatrixArg matrix_of(const Tensor& tensor, int64_t lanes) {
     const Tensor wide = tensor.defined() && lanes > 1 ? tensor.view({-1, lanes}) : tensor;
     MatrixArg arg{arg_of(wide)};
@@ -65,7 +65,7 @@ Handle Calls::handle_of(const Tensor& memory, const Tensor& call, int64_t num_to
 
 // ---- what calls take ----
 
-// [num_rows, hidden] that a kernel can move, with scales where they are fp8.
+// Returns whether a kernel can move x [num_rows, hidden], with scales if it is fp8.
 bool Calls::are_rows(const Tensor& x, const Tensor& scales) const {
     const int64_t hidden = settings.hidden;
     if (!is_here(x) || x.dim() != 2 || x.size(1) != hidden || !x.is_contiguous()) return false;
@@ -165,7 +165,7 @@ CallMode Calls::begin(const Mode& how) {
     return {how.num_sms == -1 ? settings.num_sms : how.num_sms, how.is_split, stream, how.layer, how.is_late};
 }
 
-// On its dispatch's stream or another: the caller may drop the handle at once.
+// A call may run on another stream than its dispatch, and the caller may drop the handle at once.
 CallMode Calls::begin_along(const Handle& handle, const Mode& how) {
     const CallMode mode = begin(how);
     if (handle.stream && *handle.stream != (how.is_beside() ? call_stream(device_) : mode.stream))
@@ -362,7 +362,7 @@ Combined Calls::combine(const Handle& handle, const Tensor& x, const ExpertRows*
 
 // ---- failures ----
 
-// The exception that is being handled, as Python's.
+// Raises the exception that is being handled as Python's.
 void Calls::raise_again(bool has_entered) {
     torch::translate_exception_to_python(std::current_exception());
     {

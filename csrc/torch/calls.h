@@ -14,18 +14,18 @@
 
 namespace deepep_moe {
 
-// How a call runs.
+// The mode of a call.
 struct Mode {
-    int num_sms = -1;                         // that send, 0: copy engines, -1: as the buffer's
-    bool is_async = false, is_split = false;  // on the buffer's own stream; without its second half, which the caller starts
+    int num_sms = -1;                         // SMs that send; 0: copy engines; -1: the buffer's
+    bool is_async = false, is_split = false;  // is_async: on the buffer's own stream; is_split: the caller starts the second half
     int64_t layer = 0;                        // as CallMode has it
-    bool is_late = false;                     // as CallMode has it; not with one of the two
+    bool is_late = false;                     // as CallMode has it; not if is_async or is_split
     bool is_beside() const { return is_async && !is_split; }
 };
 
 // The inputs of a dispatch. A tensor that the caller did not give is undefined.
 struct Outgoing {
-    Tensor x, x_scales, topk_idx, topk_weights;  // the last of as many entries as topk_idx
+    Tensor x, x_scales, topk_idx, topk_weights;  // topk_weights has as many entries as topk_idx
     int64_t tokens_per_row = 1;                  // of x, one after another
 };
 
@@ -84,29 +84,29 @@ public:
     bool can_fuse() const { return settings.num_nodes == 1; }          // rows by expert, shared rows, scaling, sums by lanes
     int64_t lanes() const { return can_fuse() ? settings.lanes : 1; }  // over nodes each is a token, and Python sums
     int64_t num_calls() const { return exchange_->num_calls(); }
-    void release();  // the exchange: of a buffer that is destroyed, whoever still refers to this
+    void release();  // releases the exchange of a destroyed buffer, even if something still refers to this object
 
     // num_recv_rows: -1 without a bound.
     Received dispatch(const Outgoing& out, bool is_expert_layout, int64_t expert_alignment, int64_t num_recv_rows, const Mode& how);
-    // If the last dispatch is late: wait for its counts. If its rows did not fit, they are received again, and its handle has as many.
-    // Every call begins with it; callers that look at a handle before do it themselves. If it fails, the peers are told.
+    // Waits for the counts of the last dispatch if it is late. Rows that did not fit are received again, and the handle then has their
+    // number. Every call begins with this; callers that read a handle before that call it themselves. A failure is told to the peers.
     void look_at_counts() {
         or_tell([&] { count_late(); }, true);
     }
-    Received take_late(const std::shared_ptr<Handle>& handle);  // those rows, once
-    // A row of `x` to each of its token's experts. scaling: or nullptr.
+    Received take_late(const std::shared_ptr<Handle>& handle);  // returns those rows, once
+    // Sends a row of `x` to each of its token's experts. scaling: nullptr for none.
     Received dispatch_cached(const std::shared_ptr<Handle>& handle, const Outgoing& out, const Scaling* scaling, const Mode& how);
-    // The sum of each token's rows, and, if asked for, its topk_weight_grads. x: the rows, or the first of several tensors that hold them
-    // as `expert_rows` says.
+    // Returns the sum of each token's rows, and its topk_weight_grads if asked for. x: the rows, or the first of several tensors that hold
+    // them as `expert_rows` says.
     Combined combine(const Handle& handle, const Tensor& x, const ExpertRows* expert_rows, const CombineInputs& inputs, const Mode& how);
 
-    // Are these what the calls take?
+    // Return whether the calls take these.
     bool takes(const Outgoing& out) const;
     bool takes_along(const Handle& handle, const Outgoing& out) const;
     bool takes_rows(const Handle& handle, const Tensor& x) const;
     bool takes_inputs(const Handle& handle, const Tensor& x, const CombineInputs& inputs) const;
     bool takes_handle(const Handle& handle) const;
-    // The tensors' rows if kernels can read them where they are: contiguous, of one type that can be summed, each with its expert's rows.
+    // Returns the tensors' rows if kernels can read them in place: contiguous, of one type that can be summed, each with its expert's rows.
     std::optional<ExpertRows> expert_rows_of(at::TensorList tensors, const Handle& handle) const;
     // Are these a tensor for each local expert, of its rows, wherever they lie? All rows in one tensor, of such.
     bool can_join(at::TensorList tensors, const Handle& handle) const;
@@ -119,11 +119,11 @@ public:
     Handle handle_of(const Tensor& memory, const Tensor& call, int64_t num_tokens, bool is_expert_layout, int64_t expert_alignment,
                      int64_t num_rows) const;
 
-    // What `call` returns. If it fails, the peers are told. All calls that Python has not checked are made in this.
+    // Returns the result of `call`. If it fails, this tells the peers. All calls that Python has not checked go through it.
     template <class Call>
     auto or_tell(const Call& call, bool was_entered = false) -> decltype(call()) {
         ExchangeShim& exchange = *exchange_;
-        const py::object kept = shim_;  // which owns the exchange
+        const py::object kept = shim_;  // the shim owns the exchange
         const int64_t before = exchange.num_calls();
         try {
             return call();

@@ -1,5 +1,5 @@
-// Dense routing from C++, for plain tensors on a GPU without gradient: outputs and launch in one call of Python. Every other call is
-// declined by None, and Python makes it with PyTorch's operators (deepep_moe/ops/lanes.py, which says what the functions do).
+// Runs dense routing from C++ for plain tensors on a GPU without gradient: outputs and launch in one call of Python. It declines every
+// other call by None, and Python makes that one with PyTorch's operators (deepep_moe/ops/lanes.py, which says what the functions do).
 #pragma once
 
 #include "runtime/nvlink/shim.h"
@@ -7,7 +7,7 @@
 
 namespace deepep_moe {
 
-// What Python gives, once: `_C.gpu_dense_routing_shim()`.
+// Python calls this once, with `_C.gpu_dense_routing_shim()`.
 void set_dense_routing_shim(const py::capsule& shim);
 
 // Returns topk_idx, and the values or None.

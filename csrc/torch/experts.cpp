@@ -75,7 +75,7 @@ bool add_weight_gradients(const Tensor& grads, const Tensor& rows, const Tensor&
     return hooks().shim->add_weight_gradients(params, call_stream(grads.device()));
 }
 
-// As `weight_gradients` of grouped_products.py: adds the gradients to `main_grad`, if there is one, and what it returns then means nothing.
+// Does what `weight_gradients` of grouped_products.py does. With `main_grad` it adds the gradients there, and the result has no meaning.
 Tensor weight_gradients(const Tensor& grads, const Tensor& rows, const Tensor& group_ends, const Tensor& main_grad) {
     if (main_grad.defined() && add_weight_gradients(grads, rows, group_ends, main_grad))
         return at::empty(main_grad.sizes(), grads.options());

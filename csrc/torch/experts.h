@@ -1,5 +1,5 @@
-// SwiGLU experts in grouped products from C++: forward and backward with few steps of the host, for bf16 rows on a GPU whose counts are
-// there too. It declines every other call by None, and Python makes that one (deepep_moe/ops/grouped_mlp.py), with the same bits.
+// Runs SwiGLU experts in grouped products from C++, with few steps of the host, for bf16 rows and counts on a GPU. It declines every other
+// call by None, and Python makes that one (deepep_moe/ops/grouped_mlp.py), with the same bits.
 #pragma once
 
 #include "runtime/nvlink/shim.h"
@@ -7,11 +7,11 @@
 
 namespace deepep_moe {
 
-// What Python gives, once. shim: `_C.gpu_expert_shim()`.
+// Python calls this once, with `_C.gpu_expert_shim()`.
 void set_expert_hooks(const py::capsule& shim);
 
-// As `deepep_moe.ops.grouped_mlp` without biases and with zero_tail=False, arguments by those names.
-// main_grad1 and main_grad2 are its `main_grads`.
+// Computes `deepep_moe.ops.grouped_mlp` without biases and with zero_tail=False. The arguments have the same names. main_grad1 and
+// main_grad2 are its `main_grads`.
 py::object grouped_swiglu(py::handle x, py::handle counts, py::handle w1, py::handle w2, py::handle probs, bool recompute_activation,
                           py::handle main_grad1, py::handle main_grad2);
 

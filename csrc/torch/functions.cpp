@@ -15,7 +15,7 @@ namespace {
 
 // ---- rows by expert ----
 
-// [1, ..., num_rows, hidden] with `num_leading` leading ones.
+// Returns [1, ..., num_rows, hidden] with `num_leading` leading ones.
 Tensor rows_at(const Tensor& all, int64_t first_row, int64_t num_rows, int64_t num_leading) {
     std::vector<int64_t> sizes(num_leading + 2, 1);
     sizes[num_leading] = num_rows, sizes[num_leading + 1] = all.size(1);
@@ -32,7 +32,7 @@ void append_rows(variable_list& list, const Tensor& all, const Handle& handle, i
     }
 }
 
-// Contiguous, on a boundary of kRowAlignment.
+// Returns the rows contiguous, on a boundary of kRowAlignment.
 Tensor as_rows(const Tensor& grad) {
     const Tensor rows = grad.contiguous();
     return reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % kRowAlignment == 0 ? rows : rows.clone();
@@ -100,7 +100,7 @@ void watch_pass(const Calls& calls) {
 
 // ---- dispatch ----
 
-// Outputs: recv_topk_weights, if weights are sent, then the rows.
+// Returns recv_topk_weights, if weights are sent, then the rows.
 variable_list run_dispatch(Calls& calls, const DispatchRequest& request, const Tensor& x, const Tensor& weights, Received& made) {
     Outgoing out = request.out;
     out.x = x, out.topk_weights = weights;
@@ -173,7 +173,7 @@ private:
 
 // ---- combine ----
 
-// Outputs: combined_x, then topk_weight_grads, if they were given.
+// Returns combined_x, then topk_weight_grads, if they were given.
 variable_list run_combine(Calls& calls, const Handle& handle, const CombineRequest& request, Combined& made) {
     made = calls.or_tell([&] { return calls.combine(handle, request.rows[0], request.expert_rows, request.inputs, request.mode); });
     variable_list outputs{made.x};

@@ -1,4 +1,4 @@
-// Dispatch and combine as autograd functions in C++, of all rows in one tensor or of a tensor for each local expert.
+// Makes dispatch and combine autograd functions in C++, for all rows in one tensor or for a tensor of each local expert.
 #pragma once
 
 #include "torch/calls.h"
@@ -20,7 +20,7 @@ struct DispatchRequest {
     bool is_expert_layout = true;
     int64_t expert_alignment = 1, num_recv_rows = -1;
     Mode mode;
-    int64_t num_leading = -1;  // of the rows of each local expert, [1, ..., num_rows, hidden] with so many ones; -1: all rows in one tensor
+    int64_t num_leading = -1;  // ones before [num_rows, hidden] in the tensor of each local expert; -1: all rows are in one tensor
 };
 
 Received dispatch(Calls& calls, const DispatchRequest& request);

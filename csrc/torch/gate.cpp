@@ -62,7 +62,7 @@ at::ScalarType index_type_in(py::handle argument) {
     return type;
 }
 
-// As `deepep_moe.ops.gate` was given them.
+// The arguments that `deepep_moe.ops.gate` got.
 struct Arguments {
     py::handle logits, num_topk, num_groups, topk_groups, group_score_topk, score_function, expert_bias, normalize, routed_scaling_factor,
         mask, index_dtype, check_finite;
@@ -188,7 +188,7 @@ struct Gradients {
     Tensor weights, probs, shares;  // undefined where there is none
 };
 
-// Undefined where a kernel does not take it.
+// Returns an undefined tensor if a kernel does not take the arguments.
 Tensor launch_backward(const Gradients& grads, const Tensor& given_logits, const Tensor& topk_idx, GateOptions options) {
     for (const Tensor* grad : {&grads.weights, &grads.probs, &grads.shares})
         if (grad->defined() && (!is_on(given_logits.device(), *grad) || grad->scalar_type() != at::kFloat)) return {};
@@ -219,7 +219,7 @@ struct Kept : torch::CustomClassHolder {
 };
 
 struct GateFunction : torch::autograd::Function<GateFunction> {
-    // Outputs: topk_weights, probs and shares as far as they are wanted, then what has no gradient.
+    // Returns topk_weights, probs and shares as far as they are wanted, then the outputs without gradient.
     static variable_list forward(AutogradContext* ctx, const Tensor& logits, const std::optional<Tensor>&, const std::optional<Tensor>&,
                                  const Request* request, Outputs* made) {
         const at::AutoDispatchBelowADInplaceOrView below;

@@ -1,5 +1,5 @@
-// The gate from C++, for plain tensors on a GPU: checks, outputs, launch and gradient in one call of Python. It declines every other call
-// by None, and Python makes that one.
+// Runs the gate from C++ for plain tensors on a GPU: checks, outputs, launch and gradient in one call of Python. It declines every other
+// call by None, and Python makes that one.
 #pragma once
 
 #include "runtime/nvlink/shim.h"
@@ -7,12 +7,13 @@
 
 namespace deepep_moe {
 
-// What Python gives, once. shim: `_C.gpu_gate_shim()`. gradients: of a backward that C++ declines, such as one that is to be
+// Python calls this once. shim: `_C.gpu_gate_shim()`. gradients: the function for a backward that C++ declines, such as one that is itself
 // differentiated. output, full_output: the classes `GateOutput` and `FullGateOutput`.
 void set_gate_hooks(const py::capsule& shim, py::object gradients, py::object output, py::object full_output);
 
-// Without gradient, of arguments that Python has checked. Nothing where a kernel has reported what was not finite. Returns topk_idx,
-// topk_weights, counts of experts and then of ranks, and what is wanted of probs, routing_map, in_rank and shares.
+// Runs the gate without gradient , for arguments that Python has checked. Returns topk_idx, topk_weights, the counts of experts and then of
+// ranks, and those of probs, routing_map, in_rank and shares that are wanted. Returns nothing if a kernel has reported a value that is not
+// finite.
 std::optional<variable_list> run_gate(const Tensor& logits, const OptionalTensor& expert_bias, const OptionalTensor& mask,
                                       py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
                                       py::handle score_function, py::handle normalize, py::handle routed_scaling_factor,

@@ -1,4 +1,4 @@
-// The handle of a dispatch: where its rows came from, in one allocation. Python's `PackedHandle` shows it.
+// The handle of a dispatch tells where its rows came from. It is one allocation, which Python's `PackedHandle` wraps.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +36,7 @@ struct Handle {
     std::shared_ptr<bool> is_unfit;   // of a late dispatch, and of what its backward keeps: its first outputs hold no rows
     std::array<uint32_t, 3> versions{};
 
-    // The versions of memory, call and recv_topk_idx, by which PyTorch counts changes in place.
+    // Returns the versions of memory, call and recv_topk_idx, by which PyTorch counts changes in place.
     std::array<uint32_t, 3> current_versions() const {
         const auto version_of = [](const Tensor& tensor) { return tensor.defined() ? static_cast<uint32_t>(tensor._version()) : 0; };
         return {version_of(memory), version_of(call), version_of(recv_topk_idx)};
@@ -50,18 +50,18 @@ struct Handle {
 
     Tensor section(int i) const {
         TORCH_CHECK(has_memory(memory), "a tensor of this handle was freed after its dispatch; dispatch again");
-        const c10::InferenceMode counts_changes(false);  // in which PyTorch counts changes in place
+        const c10::InferenceMode counts_changes(false);  // so that PyTorch counts changes in place
         const at::IntArrayRef sizes(shape.sizes.at(i));
         const Tensor part = part_of(memory, shape.starts[i], sizes[1] == 0 ? sizes.slice(0, 1) : sizes);
-        part.unsafeGetTensorImpl()->set_version_counter(memory.unsafeGetTensorImpl()->version_counter());  // a change shows
+        part.unsafeGetTensorImpl()->set_version_counter(memory.unsafeGetTensorImpl()->version_counter());  // a change in place is seen
         return part;
     }
-    // Of each local expert, -1 where the host does not know.
+    // Returns the number of rows of each local expert, or -1 if the host does not know it.
     at::ArrayRef<int64_t> counts_on_host() const {
         const int64_t num_experts = shape.sizes[kTokensPerExpert][0];
         return {call.const_data_ptr<int64_t>() + call.numel() - num_experts, static_cast<size_t>(num_experts)};
     }
-    // [num_local_experts] int64, padding included; undefined where the host does not know.
+    // Returns [num_local_experts] int64, padding included, or an undefined tensor if the host does not know the counts.
     Tensor num_rows_per_expert_on_host() const {
         const at::ArrayRef<int64_t> counts = counts_on_host();
         if (counts[0] < 0) return {};
@@ -70,7 +70,7 @@ struct Handle {
                        [&](int64_t count) { return (count + expert_alignment - 1) / expert_alignment * expert_alignment; });
         return rows;
     }
-    // A handle like this one, of other tensors: those that a backward has saved, or none.
+    // Returns a handle like this one with other tensors: those that a backward has saved, or none.
     Handle with(const Tensor& saved_memory, const Tensor& saved_call) const {
         Handle made = *this;
         made.memory = saved_memory, made.call = saved_call, made.recv_topk_idx = Tensor(), made.late = nullptr;

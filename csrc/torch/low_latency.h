@@ -29,7 +29,8 @@ public:
     LowLatencyCalls(py::object shim, const Settings& settings, Tensor statistics);
     void release();  // the communicator: of a buffer that is destroyed
 
-    // Arguments as those of the Python methods. Nothing where one is not what C++ takes; a call that Python `is_checked` is made anyway.
+    // Takes the arguments of the Python methods. Returns nothing if C++ does not take one of them, unless Python has checked the call
+    // (`is_checked`).
     std::optional<LowLatencyReceived> dispatch(py::handle x, py::handle topk_idx, py::handle topk_weights, py::handle fp8,
                                                py::handle scale_format, py::handle async_op, py::handle return_hook, bool is_checked);
     // state, num_tokens: of the handle.

@@ -194,7 +194,7 @@ void bind_results(py::module_& m) {
         .def_property_readonly("topk_weight_grads", [](const Combined& self) { return optional_of(self.topk_weight_grads); });
 }
 
-// The memory at `address` as bytes. The tensor keeps `owner`, whose memory it is.
+// Returns the memory at `address` as bytes. The tensor keeps `owner`, whose memory it is.
 Tensor bytes_at(uintptr_t address, int64_t num_bytes, const at::Device& device, py::object owner) {
     const auto release = [kept = new py::object(std::move(owner))](void*) {
         if (Py_IsInitialized() == 0) return;  // the process ends

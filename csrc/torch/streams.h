@@ -13,7 +13,7 @@
 
 namespace deepep_moe {
 
-// The address of the device's current stream, as calls take it (`kExternalStream`); 0 where there is none. The GIL is held.
+// Returns the address of the device's current stream, as calls take it (`kExternalStream`); 0 where there is none. The GIL is held.
 uintptr_t call_stream(const at::Device& device);
 
 // A moment on a stream.

@@ -88,7 +88,7 @@ using OptionalTensor = std::optional<Tensor>;
 inline OptionalTensor optional_of(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
 inline Tensor or_none(const OptionalTensor& tensor) { return tensor.value_or(Tensor()); }
 
-// What `gradients()` returns. Python's errors leave as the engine takes them from its threads.
+// Returns the result of `gradients()`. Errors of Python leave in the form that the autograd engine expects from its threads.
 template <class Gradients>
 variable_list with_errors(const Gradients& gradients) {
     const py::gil_scoped_acquire gil;
@@ -100,7 +100,7 @@ variable_list with_errors(const Gradients& gradients) {
     }
 }
 
-// What Python returns: a sequence of tensors and None.
+// Converts a sequence of tensors and None that Python returned.
 inline variable_list tensors_of(const py::object& made) {
     variable_list list;
     for (const py::handle item : made) list.push_back(item.is_none() ? Tensor() : item.cast<Tensor>());
@@ -109,7 +109,7 @@ inline variable_list tensors_of(const py::object& made) {
 
 // ---- memory ----
 
-// A part of `all`'s storage that is not registered as a view: autograd treats it as a tensor of its own.
+// Returns a part of `all`'s storage that is not registered as a view: autograd treats it as a tensor of its own.
 inline Tensor part_of(const Tensor& all, int64_t offset, at::IntArrayRef sizes) {
     auto part = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(all.storage()), all.key_set(), all.dtype());
     part.unsafeGetTensorImpl()->set_storage_offset(all.storage_offset() + offset);
@@ -117,7 +117,7 @@ inline Tensor part_of(const Tensor& all, int64_t offset, at::IntArrayRef sizes) 
     return part;
 }
 
-// Not where its storage was freed or cut.
+// Returns false if its storage was freed or cut.
 inline bool has_memory(const Tensor& tensor) {
     if (tensor.numel() == 0) return true;
     int64_t last = tensor.storage_offset();

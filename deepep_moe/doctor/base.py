@@ -19,7 +19,7 @@ OK, WARNING, FAULT, ABSENT = "ok", "warning", "fault", "not here"
 
 @dataclass(frozen=True)
 class Ran:
-    """How a program ended. `code` is None where it could not be started or was stopped at its deadline; `errors` then says which."""
+    """The end of a program. `code` is None if it could not be started or was stopped at its deadline; `errors` then says which."""
 
     code: int | None
     output: str = ""
@@ -67,8 +67,8 @@ class Environment:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What PyTorch and this library say of themselves (facts.py): `torch`, `cuda`, `features`, `nvshmem`. Where one is
-        missing, `error` says why."""
+        """Return what PyTorch and this library report (facts.py): `torch`, `cuda`, `features`, `nvshmem`. If one is missing, `error` says
+        why."""
         with self._lock:  # checks run at once, and the first asks
             return self._facts
 
@@ -82,12 +82,12 @@ class Environment:
 
     @property
     def gpus(self) -> list[dict[str, Any]]:
-        """The GPUs that CUDA lets this process use: `name`, `capability` and `num_sms`."""
+        """Return the GPUs that CUDA lets this process use: `name`, `capability` and `num_sms`."""
         return self.facts.get("cuda", {}).get("gpus", [])
 
     @functools.cached_property
     def machine(self) -> topology.Topology:
-        """The cards and NICs of the machine, whether CUDA and NVSHMEM can use them or not."""
+        """Return the cards and NICs of the machine, whether CUDA and NVSHMEM can use them or not."""
         return topology.read(self.root)
 
     def lacks(self, need: str) -> str:

@@ -68,22 +68,27 @@ class Buffer(Sizes):
         hidden: columns of a row. A row must be a multiple of 16 bytes.
         num_experts: experts of all ranks together. Their number is a multiple of the group's size.
         num_topk: experts per token, at most 32.
+
         backend: "auto", or the name of a backend. If every rank sees a GPU and the group has NCCL, "auto" takes `nvlink` for one node
             (GPUs that reach each other) and `nvshmem` for several nodes. That needs the module `deepep_moe._nvshmem`. Otherwise "auto"
             takes `shm` (ranks of one host, CPU tensors). If that backend cannot serve, "auto" takes `collective` (`all_to_all_single`
             of the group, in two hops over several nodes) and logs the reason on rank 0. `buffer.backend` is the name of the backend in
             use. A process without a group serves the device of its first dispatch. On a GPU it switches to `nvlink` then.
+
         num_sms: SMs of a GPU that send rows, 1 to all. With 0 the copy engines move rows, so no SM is busy during the transfer. The host
             first waits until all peers have entered the call; such a call cannot be captured in a CUDA graph. None: the value from this
             machine's profile. If there is no profile, the GPU decides (docs/tuning.md): 12 on an H100 or H200, and 14 in a combine from
             the expert layout among three ranks or more. A call may override it. Results never depend on it. CPU backends ignore it. It
             must not be 0 with sums by lanes.
+
         max_sms: most SMs of a GPU that a call takes, at least 2, including those that send. Other kernels may run on the rest.
             None: all SMs. Results never depend on it. CPU backends ignore it.
+
         timeout_s: deadline of every wait for a peer, in seconds. None: `DEEPEP_MOE_TIMEOUT_S`, else 300.
         ranks_per_node: how many consecutive ranks are a node, a divisor of the group's size. Combine sums a token's rows node by node, so
             this value changes the rounding of results (docs/design/contract.md). None: the ranks of one host are a node. Set it on one
             host to get the bits that several nodes would compute.
+
         sums: how combine adds a token's rows. With "ranks" it adds on each expert's rank, then over the ranks; the fewest rows cross. With
             "lanes" it adds over the lanes of top-k, ascending, in fp32 with one rounding to the rows' dtype. Results and gradients then do
             not depend on ranks, nodes, backend or the placement of experts. "lanes_fma": likewise, but a weight's product is not rounded
@@ -170,12 +175,12 @@ class Buffer(Sizes):
 
     @property
     def ranks_per_node(self) -> int:
-        """How many consecutive ranks are a node."""
+        """Return how many consecutive ranks are a node."""
         return self._settings.ranks_per_node
 
     @property
     def num_calls(self) -> int:
-        """How many calls this rank has begun or refused."""
+        """Return the number of calls that this rank has begun or refused."""
         return self.calls.num_calls
 
     @property
@@ -225,27 +230,31 @@ class Buffer(Sizes):
                 twice, which GPUs of several nodes do not check with sums by lanes. Not allowed with `handle`.
             topk_weights: [num_tokens, num_topk] fp32, any strides. They are sent with the rows.
             x_scales: [num_tokens, ceil(hidden / 128)] fp32. Required for fp8 rows, not allowed otherwise.
+
             layout: "expert": one row per (token, local expert), grouped by local expert. In a group rows are ordered by source rank, then
-                token. Zero rows pad each group to a multiple of `expert_alignment`. "rank": one row per (token, this rank), in that order;
-                not with sums by lanes.
+                token. Zero rows pad each group to a multiple of `expert_alignment`. With "rank" it is one row per (token, this rank), in
+                that order; not with sums by lanes.
             handle: the handle of an earlier dispatch of this buffer. The call repeats its routing, layout and alignment, and exchanges no
                 counts.
-            num_recv_rows: an upper bound on the rows received. The outputs have exactly that many rows. Those behind the last group are
-                zero. On a GPU the host then waits for nothing, and the call may be captured in a CUDA graph.
-                With "guess" the outputs on a GPU may have the rows that the host predicts. The call returns before it knows how many come.
-                Queue the work of the experts, with counts on the GPU (`handle.num_rows_per_expert`), then ask `settle`. Rows behind the
-                last group may hold anything, and so may all rows if they did not fit. On CPUs and without a prediction it is the same
-                as None. It also is with `async_op` or `return_hook`, in the rank layout, with "blockwise" rows, under activation
-                checkpointing and in compiled functions.
+
+            num_recv_rows: an upper bound on the rows received. The outputs have exactly that many, zero behind the last group. On a GPU the
+                host then waits for nothing, and the call may be captured in a CUDA graph. With "guess" a GPU's outputs may have the rows
+                that the host predicts, before it knows how many come. Queue the work of the experts, with counts on the GPU
+                (`handle.num_rows_per_expert`), then ask `settle`. Rows behind the last group may hold anything, and so may all if they did
+                not fit. On CPUs and without a prediction it is the same as None. It is also None with `async_op` or `return_hook`, in the
+                rank layout and with "blockwise" rows. The same holds under activation checkpointing and in compiled functions.
+
             fp8: True quantizes rows to float8_e4m3fn (`deepep_moe.ops.quantize_fp8`), without gradient. One scale is for 128 columns.
                 With "blockwise", which is for training, scales are powers of two in fp32 (`deepep_moe.ops.ue8m0.pack` packs them). Then
                 recv_x is `deepep_moe.ops.QuantizedRows`, which `deepep_moe.ops.grouped_mlp` multiplies in fp8. Its gradient is bf16.
                 Rows must be bf16, in the expert layout. The sizes hidden, `expert_alignment` and `num_recv_rows` must be multiples of 128
                 (docs/design/fp8_training.md).
             num_sms: overrides the buffer's `num_sms` for this call. Gradients use the buffer's.
+
             layer: which of the layers that share the buffer makes the call. Any number serves. Peers may use others. On a GPU the host
                 predicts the rows received from the last two dispatches of the layer, and waits for the count if it cannot. With more than
                 4096 layers it forgets them now and then.
+
             async_op: return at once. Read the results, or change the arguments, only after `output.event.wait()`. A call with `async_op`
                 or `return_hook` breaks the graph of a compiled function.
             return_hook: return at once. Read the results, or change the arguments, only after `output.hook()`. On a GPU the rows travel
@@ -343,12 +352,12 @@ class Buffer(Sizes):
         Args:
             x: [num_rows, hidden] contiguous, fp32, bf16 or fp16, rows as the dispatch of `handle` returned them.
             handle: the handle of a dispatch of this buffer.
-            topk_weights: [num_rows] fp32. They are the rows' weights (`recv_topk_weights` of the expert layout). None: a plain sum. With
-                sums by lanes all ranks give weights, or none does.
+            topk_weights: [num_rows] fp32, `recv_topk_weights` of the expert layout. Without them it is a plain sum. With sums by lanes all
+                ranks give weights, or none does.
             bias: [num_tokens, hidden], dtype of `x`. It is added on the token's rank.
+
             fp8: "blockwise": the backward dispatches its gradient as a dispatch with `fp8="blockwise"` does. The gradient of `x` is then
-                `QuantizedRows`, which `grouped_mlp` takes. The forward sends rows unchanged. Needs the handle of a blockwise dispatch and
-                no `topk_weights`.
+                `QuantizedRows`. The forward sends rows unchanged. Needs the handle of a blockwise dispatch and no `topk_weights`.
             num_sms: overrides the buffer's `num_sms` for this call.
             async_op, return_hook: return at once with an Event or a hook, as in `dispatch`.
 
@@ -394,7 +403,7 @@ class Buffer(Sizes):
         self.calls.check()
 
     def allow_excess(self) -> None:
-        """On GPUs, let later dispatches drop rows beyond `num_recv_rows` without an error, here or at the peers.
+        """Let later dispatches on GPUs drop rows beyond `num_recv_rows` without an error, here or at the peers.
 
         The caller must compare `handle.num_rows_per_expert`, which also counts dropped rows, with the bound, and repeat the step. With CPU
         backends the dispatch still raises EPCapacityError, on all ranks, before it moves any row.
@@ -427,12 +436,11 @@ class Buffer(Sizes):
     def suspend(self) -> None:
         """Give the exchange memory back until `resume`. Calls raise BufferSuspendedError meanwhile.
 
-        Collective: every rank of the group calls it after the same number of calls. Returns once the memory is free. First finishes this
-        rank's calls; settle a dispatch with `num_recv_rows="guess"` before. Does nothing if the buffer is suspended. Handles stay valid, so
-        a backward may follow after `resume`. A failure that a GPU has reported is raised by the first call after `resume`. GPUs give the
-        workspace back to the driver (`memory`), and keep some MiB of scratch and the addresses. So CUDA graphs that were captured before
-        may be replayed after `resume`; a replay before it faults. `shm` gives its pages back, and `collective` suspends the group's backend
-        if PyTorch can.
+        Collective: every rank of the group calls it after the same number of calls. It finishes this rank's calls and returns once the
+        memory is free. Settle a dispatch with `num_recv_rows="guess"` before. Does nothing if the buffer is suspended. Handles stay valid,
+        so a backward may follow after `resume`. A failure that a GPU has reported is raised by the first call after `resume`. GPUs give the
+        workspace back to the driver, and keep the addresses and some MiB of scratch. So earlier CUDA graphs may be replayed after `resume`;
+        a replay before it faults. `shm` gives its pages back, and `collective` suspends the group's backend if PyTorch can.
 
         Raises EPError on `nvshmem`, whose memory cannot be given back. EPMismatchError: ranks have made different numbers of calls.
         EPPeerError: a rank cannot suspend. EPTimeoutError: a peer died or does not come; the buffer can then only be destroyed.

@@ -121,12 +121,13 @@ class Calls:
 
     @property
     def num_calls(self) -> int:
-        """How many calls this rank has submitted, entered or refused. The thread will enter submitted calls, whatever fails now."""
+        """Return the number of calls that this rank has submitted, entered or refused. The thread enters submitted calls, whatever fails
+        now."""
         return max(self.backend.num_calls, self._num_submitted)
 
     @property
     def native(self) -> "NativeCalls | None":
-        """None if the backend moves rows from Python."""
+        """Return the native calls, or None if the backend moves rows from Python."""
         return self._native
 
     def make(self, name: str, *args: object, handle: object = None, waits: bool = False, is_async: bool = False) -> Any:
@@ -436,7 +437,7 @@ class Calls:
 
     @property
     def has_chosen(self) -> bool:
-        """Whether the backend is final. A process without a group may change it with the first rows."""
+        """Return whether the backend is final. A process without a group may change it with the first rows."""
         return self._for_gpu is None
 
     def _choose(self, x: Tensor) -> Backend:

@@ -1,4 +1,4 @@
-"""`ExpertSlots`: copies of experts of other ranks, and the way of their gradients home."""
+"""`ExpertSlots` holds copies of other ranks' experts, and brings their gradients home."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,19 +21,19 @@ from deepep_moe.group.settings import Settings, check_settings
 
 _BACKENDS = ("auto", "nvlink", "collective")
 ALIGNMENT = 128
-"""Of a tensor in the slots, in bytes."""
+"""Each tensor in the slots begins at a multiple of this many bytes."""
 _MAX_TENSORS = 8
-"""Of one call."""
+"""One call moves at most this many tensors."""
 MAX_SLOTS = 32
-"""Of one rank."""
+"""A rank holds at most this many copies."""
 _MAX_EXPERTS = 2**15 - 1
 
 
 class ExpertSlots:
-    """Memory in which a rank holds copies of experts of other ranks.
+    """Holds copies of other ranks' experts in memory of this rank.
 
-    Rank r of R is the home of experts r * E / R to (r + 1) * E / R - 1, where E / R is the first dimension of the tensors at home. The
-    parameters stay at home, where `fetch` reads them and `return_gradients` adds gradients.
+    Rank r of R is the home of experts r * E / R to (r + 1) * E / R - 1. The tensors at home have E / R as first dimension. The parameters
+    stay at home, where `fetch` reads them and `return_gradients` adds gradients.
 
     Both are collective: all ranks make the same calls in the same order, with equal `copies` and with slots at the same places, from one
     thread. On GPUs the calls run on the current stream and return at once. A failure there is raised by the next call, or by `check`. Calls
@@ -42,9 +42,10 @@ class ExpertSlots:
     Args:
         group: the process group. None: the default group where torch.distributed is initialized, else this process alone.
         num_bytes: memory of each rank for the slots.
-        backend: "auto", "nvlink" or "collective". "auto" takes `nvlink` if every rank sees a GPU of one host and the group has NCCL; else
-            the group's own collectives move the copies, on GPUs too. `nvlink` moves them by kernels. No host reads `copies` then, and
-            both calls can be captured in CUDA graphs.
+
+        backend: "auto", "nvlink" or "collective". "auto" takes `nvlink` if every rank sees a GPU of one host and the group has NCCL, else
+            `collective`. `nvlink` moves the copies by kernels: no host reads `copies`, and both calls can be captured in CUDA graphs.
+            `collective` uses the group's own collectives, on GPUs too.
         timeout_s: deadline of every wait for a peer, in seconds. None: `DEEPEP_MOE_TIMEOUT_S`, else 300.
 
     Raises ValueError, EPPeerError, EPMismatchError and BackendUnavailableError as `Buffer` does.
@@ -87,16 +88,17 @@ class ExpertSlots:
     def fetch(
         self, copies: Tensor, slots: "Tensor | Sequence[Tensor]", weights: "Tensor | Sequence[Tensor]", *, num_sms: int | None = None
     ) -> None:
-        """Fill slots with copies: slot j gets, from its home, the weights of expert `copies[rank, j]`. Slots of -1 stay as they are.
+        """Fill slots with copies: slot j gets the weights of expert `copies[rank, j]` from its home. Slots of -1 stay as they are.
 
-        copies: [num_ranks, num_slots] int32, contiguous: the expert in each slot of each rank, -1 for none; of another rank, and at most
-            once on a rank. num_slots is at most 32.
+        copies: [num_ranks, num_slots] int32, contiguous: the expert in each slot of each rank, or -1. A copy is on another rank than home,
+            and a rank holds an expert once. num_slots is at most 32.
         slots: at most 8 tensors [num_slots, ...] in `memory`.
-        weights: as many, [num_local_experts, ...], contiguous, with as many bytes of an expert, a multiple of 16; any dtype and shape.
+        weights: as many contiguous tensors [num_local_experts, ...] of any dtype and shape. An expert has as many bytes as its slot, a
+            multiple of 16.
         num_sms: SMs of a GPU that send, 1 or more. None: as many as a dispatch takes without a profile (docs/tuning.md).
 
-        Raises TypeError and ValueError; the peers raise EPPeerError. EPMismatchError where ranks disagree; on GPUs that of `copies` is not
-        seen. EPTimeoutError names a peer that died or stalled.
+        Raises TypeError and ValueError; the peers raise EPPeerError. EPMismatchError: ranks disagree, but different `copies` on GPUs are
+        not seen. EPTimeoutError names a peer that died or stalled.
         """
         self._move(copies, slots, weights, False, num_sms)
 
@@ -120,7 +122,7 @@ class ExpertSlots:
 
     @property
     def num_calls(self) -> int:
-        """Calls that this rank has made."""
+        """Return the number of calls that this rank has made."""
         return self._backend.num_calls if self._backend is not None else -1
 
     def refuse(self, error: BaseException) -> None:

@@ -54,7 +54,7 @@ class DispatchHandle:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors that lie on the device of the rows."""
+        """Return the tensors that lie on the device of the rows."""
         return self.topk_idx, self.recv_row_idx, self.recv_counts, self.num_recv_tokens_per_expert, self.recv_topk_idx
 
     def seal(self) -> "DispatchHandle":
@@ -68,32 +68,32 @@ class DispatchHandle:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """The fields that calls along the handle read."""
+        """Return the fields that calls along the handle read."""
         return self.buffer_id, self.layout, self.expert_alignment, self.num_rows, *self.to_save()
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether neither fields nor tensors have changed since the dispatch."""
+        """Return whether neither fields nor tensors have changed since the dispatch."""
         return self.has_parts and self.made is not None and self.made[1] == _versions(self.made[0])
 
     @property
     def has_parts(self) -> bool:
-        """Whether the fields are the dispatch's own objects; their contents are not checked."""
+        """Return whether the fields are the dispatch's own objects; their contents are not checked."""
         return self.made is not None and all(map(is_, self.parts, self.made[0]))
 
     @property
     def has_recv_topk_idx(self) -> bool:
-        """Whether `recv_topk_idx` is unchanged. A dispatch along the handle returns it again; combine does not read it."""
+        """Return whether `recv_topk_idx` is unchanged. A dispatch along the handle returns it again; combine does not read it."""
         return self.recv_topk_idx is None or self.is_traced or self.recv_topk_idx._version == self.__dict__.get("recv_topk_idx_version")
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens this rank dispatched."""
+        """Return the number of tokens that this rank dispatched."""
         return self.topk_idx.shape[0]
 
     @property
     def has_failed(self) -> bool:
-        """Whether the dispatch has failed on a GPU, as far as it has run. No call may use such a handle."""
+        """Return whether the dispatch has failed on a GPU, as far as it has run. No call may use such a handle."""
         return int(self.recv_counts.flatten()[0]) < 0
 
     def __reduce__(self) -> NoReturn:
@@ -109,7 +109,7 @@ class DispatchHandle:
 
     @property
     def num_rows_per_expert(self) -> Tensor:
-        """[num_local_experts] int32: rows of each expert's group, padding included."""
+        """Return [num_local_experts] int32: rows of each expert's group, padding included."""
         return padded(self.counts(), self.expert_alignment)
 
     def counts(self) -> Tensor:
@@ -119,8 +119,8 @@ class DispatchHandle:
 
     @property
     def num_rows_per_expert_list(self) -> list[int]:
-        """`num_rows_per_expert` on the host, [num_local_experts]. On a GPU it is known when `dispatch` returns, before the rows arrive; if
-        `num_recv_rows` was given, reading it waits for the stream."""
+        """Return `num_rows_per_expert` on the host, [num_local_experts]. On a GPU it is known when `dispatch` returns, before the rows
+        arrive; if `num_recv_rows` was given, reading it waits for the stream."""
         counts = self._counts_on_host()
         if not counts or counts[0] < 0:
             counts = self.num_recv_tokens_per_expert.tolist()
@@ -129,7 +129,7 @@ class DispatchHandle:
 
     @property
     def num_rows_per_expert_on_host(self) -> Tensor:
-        """`num_rows_per_expert_list` as a tensor, int64 on the CPU, made at each read."""
+        """Return `num_rows_per_expert_list` as a tensor, int64 on the CPU, made at each read."""
         return torch.tensor(self.num_rows_per_expert_list, dtype=torch.int64, device="cpu")
 
     def _counts_on_host(self) -> list[int]:

@@ -75,7 +75,7 @@ def _is_there(address: bytes) -> bool:
 
 
 class GpuMemory:
-    """What backends for GPUs do with their workspace (`Suspendable`)."""
+    """The `Suspendable` workspace of the backends for GPUs."""
 
     settings: Settings
     workspace_bytes: int
@@ -83,7 +83,7 @@ class GpuMemory:
 
     @property
     def _owner(self) -> "_C.NvlinkExchange | _C.NvlinkLowLatency":
-        """What has the memory."""
+        """Return the native object that owns the workspace."""
         raise NotImplementedError
 
     def address(self) -> tuple[bytes, bytes]:

@@ -1,4 +1,4 @@
-"""How a backend over several nodes gets its symmetric memory, and gives it back; `nvshmem_world` has the world that it lies in."""
+"""Gets the symmetric memory of a backend over several nodes, and gives it back. It lies in a world of `nvshmem_world`."""
 
 import atexit
 import contextlib
@@ -54,7 +54,7 @@ class Rail:
         self._native.attach_rail(getattr(module, shim)(), memory, [world.pe_of[rank] for rank in ranks])
 
     def _of_node(self, world: nvshmem_world.World) -> list[int]:
-        """Where the memory of each rank of this node is mapped."""
+        """Return the addresses at which the memory of each rank of this node is mapped."""
         module = nvshmem_module.load()
         if world.num_hosts > 1 and not module.orders_network_writes(torch.cuda.current_device()):  # type: ignore[union-attr]
             raise RuntimeError(

@@ -230,7 +230,7 @@ def _why_not(ranks: list[_Standing], hosts: list[str]) -> str | None:
 
 
 def _why_not_existing(ranks: list[_Standing]) -> str | None:
-    """The reason why the world that some processes have is not one of exactly these ranks, or None."""
+    """Return the reason why the world that some processes have is not one of exactly these ranks, or None."""
     count = len(ranks)
     told = [f"PE {one.pe} of {one.num_pes}" if one.status >= _INITIALIZED else "none" for one in ranks]
     fits = all(one.num_pes == count for one in ranks) and sorted(one.pe for one in ranks) == list(range(count))
@@ -312,7 +312,7 @@ def _refuse(reason: str | None) -> None:
 
 
 def _first_reason(reasons: list[str | None]) -> str | None:
-    """The first reason, and the ranks that have it."""
+    """Return the first reason, and the ranks that have it."""
     first = next((reason for reason in reasons if reason), None)
     if first is None:
         return None

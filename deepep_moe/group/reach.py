@@ -1,4 +1,4 @@
-"""Which ranks are a node, and which can reach each other's memory, from what they told of themselves."""
+"""Finds which ranks are a node and which can reach each other's memory, from what the ranks have told."""
 
 import itertools
 from dataclasses import replace

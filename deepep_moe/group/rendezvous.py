@@ -1,7 +1,5 @@
-"""How the ranks of a group find each other: small messages with a deadline, which name the rank that stays silent.
-
-A buffer is made in three steps. `join` finds the group, `introduce` tells every rank what the others were given, and `connect` maps the
-memory of all ranks.
+"""The ranks of a group find each other by small messages with a deadline. An error names the rank that stays silent. A buffer is made in
+three steps. `join` finds the group, `introduce` tells every rank what the others were given, and `connect` maps the memory of all ranks.
 """
 
 import contextlib
@@ -35,7 +33,7 @@ _TOLD_WITHIN_S = 0.2  # of the end of a rank's connections, on whom it has given
 
 
 class Connectable(Protocol):
-    """What has memory that ranks reach. The methods that are not overridden do nothing."""
+    """An object with memory that other ranks reach. The methods that are not overridden do nothing."""
 
     def address(self) -> Any:
         """Return what peers need to reach this rank's memory."""
@@ -81,7 +79,7 @@ class Introduction:
 
 
 def host_id() -> str:
-    """The same for processes that can share memory: one kernel, one namespace of process ids."""
+    """Return an id that is the same for processes that can share memory: one kernel, one namespace of process ids."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -138,7 +136,7 @@ def introduce(
 
 
 def check_same(settings: list[dict[str, object]], advice: str) -> None:
-    """`settings` of every rank. Raises EPMismatchError for the first that is not the same everywhere."""
+    """Return `settings` of every rank. Raises EPMismatchError for the first that is not the same everywhere."""
     for name in settings[0]:
         values = [one.get(name) for one in settings]
         if len(set(values)) > 1:

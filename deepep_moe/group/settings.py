@@ -43,7 +43,7 @@ class Settings:
 
     @property
     def rows_of_expert(self) -> int:
-        """The most rows of a local expert: a token of the caller names an expert once."""
+        """Return the most rows of a local expert: a token of the caller names an expert once."""
         return self.num_ranks * self.num_max_tokens_per_rank // self.lanes
 
     @property
@@ -62,7 +62,7 @@ class Settings:
 
     @property
     def node(self) -> int:
-        """The number of this rank's node."""
+        """Return the number of this rank's node."""
         return self.rank // self.ranks_per_node
 
 
@@ -97,7 +97,7 @@ class Sizes:
 
     @property
     def sums(self) -> str:
-        """How combine adds a token's rows: "ranks", "lanes" or "lanes_fma"."""
+        """The way in which combine adds a token's rows: "ranks", "lanes" or "lanes_fma"."""
         return self._settings.sums
 
     def _log_backend(self, backend: str, workspace_bytes: int) -> None:
@@ -113,7 +113,7 @@ class Sizes:
 def check_settings(
     s: Settings, backend: str, backends: tuple[str, ...], timeout_s: float | None, ranks_per_node: int | None = None
 ) -> Settings:
-    """`s` with plain numbers, the deadline in force and the nodes that were asked for. Raises TypeError or ValueError."""
+    """Return `s` with plain numbers, the deadline in force and the nodes that were asked for. Raises TypeError or ValueError."""
     check_choice("backend", backend, backends)
     plain: dict[str, Any] = {}
     for name, least in (("hidden", 1), ("num_experts", 1), ("num_topk", 1), ("num_max_tokens_per_rank", 0)):

@@ -83,7 +83,7 @@ class LowLatencyBackend(Suspendable):
         return self._native is not None and self.num_calls() == num_calls and not isinstance(error, EPError)
 
     def masks(self) -> int:
-        """Bit r: rank r is masked."""
+        """Return the masks: bit r says that rank r is masked."""
         masks: int = self._native.masks
         return masks
 

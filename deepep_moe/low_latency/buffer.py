@@ -49,11 +49,11 @@ class LowLatencyBuffer(Sizes):
 
     Rank r of R holds experts r * E / R to (r + 1) * E / R - 1. Every rank of the group must create the buffer and then make the same calls
     in the same order; token counts may differ from rank to rank and call to call. With sums by ranks a token crosses a link once per rank,
-    and is copied to its experts' rows there; `combine` sums on the experts' rank first, so one row per (token, rank) comes back. Calls may
+    and is copied to its experts' rows there. `combine` sums on the experts' rank first, so one row per (token, rank) comes back. Calls may
     be captured in CUDA graphs. No gradients: training with large batches has `Buffer`.
 
-    With `return_hook=True` a call sends and returns, `hook()` receives; in between no SM is held. A call may be sent while the
-    last one was not received, but not while the one before that was not: what double-batch overlap needs (`deepep_moe.nn.overlap`).
+    With `return_hook=True` a call sends and returns, `hook()` receives; in between no SM is held. A call may be sent before the last one
+    was received, but not before the one before that was. Double-batch overlap needs this (`deepep_moe.nn.overlap`).
 
     Args:
         group: the process group. None: the default group where torch.distributed is initialized, else this process alone.
@@ -62,15 +62,17 @@ class LowLatencyBuffer(Sizes):
         hidden: columns of a row. A row must be a multiple of 16 bytes, and with `fp8` of 128 columns.
         num_experts: experts of all ranks together. Their number is a multiple of the group's size.
         num_topk: experts per token. At most 32 are allowed.
+
         backend: "auto", `nvlink` (GPUs of one host), `nvshmem` (GPUs of several nodes, 32 ranks at most) or `shm` (ranks of one host,
             CPU tensors). NVLink between the GPUs is not checked where a process sees its own GPU alone. On GPUs with an NCCL group
             "auto" takes `nvlink` or `nvshmem`, else `shm`. The name is in `buffer.backend`, and in one log line on rank 0. A process
             without a group serves the kind of device that its first dispatch's rows lie on.
         timeout_s: deadline of every wait for a peer, in seconds. None: `DEEPEP_MOE_TIMEOUT_S`, else 300.
+
         mask_stalled: go on without a rank that died or misses the deadline, instead of failing. The rank is masked (`mask_rank`).
         ranks_per_node: how many consecutive ranks are a node, a divisor of the group's size. None: the ranks of one host are a node. Fewer
             than a host has make virtual nodes, for tests.
-        sums: as in `Buffer`. By lanes a row crosses for each (token, lane), and lies where it does by ranks; `combine` weighs and adds the
+        sums: as in `Buffer`. By lanes a row crosses for each (token, lane), to the same place as by ranks. `combine` weights and adds the
             rows on the token's rank. The workspace grows num_topk times.
 
     Raises:
@@ -152,7 +154,7 @@ class LowLatencyBuffer(Sizes):
 
     @property
     def capacity(self) -> int:
-        """Rows of a local expert: num_ranks * num_max_tokens_per_rank."""
+        """Return the number of rows of a local expert: num_ranks * num_max_tokens_per_rank."""
         return self._settings.rows_of_expert
 
     @property
@@ -182,14 +184,13 @@ class LowLatencyBuffer(Sizes):
         """Send every token to the ranks of its experts. Collective.
 
         Args:
-            x: [num_tokens, hidden] contiguous, bf16, fp16 or fp32. It has 0 to num_max_tokens_per_rank tokens.
+            x: [num_tokens, hidden] contiguous, bf16, fp16 or fp32.
             topk_idx: [num_tokens, num_topk] contiguous, int64 or int32. An index of -1 means no expert. A row must not name one twice.
-            topk_weights: [num_tokens, num_topk] contiguous, fp32, by which `combine` weighs the rows. None: a plain sum.
+            topk_weights: [num_tokens, num_topk] contiguous, fp32, by which `combine` multiplies the rows. None: a plain sum.
             fp8: quantize rows to float8_e4m3fn while they are sent (`deepep_moe.ops.quantize_fp8`). Each 128 columns have a scale.
             scale_format: "fp32", or "ue8m0" for scales that are rounded up to powers of two.
             async_op: return at once. Read the results, or change the arguments, only after `output.event.wait()`.
-            return_hook: send and return. Read the results, or change the arguments, only after `output.hook()`. On a GPU the hook receives
-                on the stream that is current then.
+            return_hook: send and return, likewise until `output.hook()`. On a GPU the hook receives on the stream that is current then.
 
         Raises:
             TypeError, ValueError: bad arguments; the peers raise EPPeerError. On a GPU, bad values inside of `topk_idx`, peers' refusals
@@ -239,15 +240,15 @@ class LowLatencyBuffer(Sizes):
             x: [num_local_experts, capacity, hidden] contiguous, bf16, fp16 or fp32, rows as the dispatch returned them. They are read where
                 they lie (`combine_input` gives such a tensor to write to). Rows that the dispatch did not fill are not read.
             topk_weights: [num_tokens, num_topk] contiguous, fp32, of this rank's tokens. None: the weights of the dispatch. Weights given
-                here replace those of the dispatch, and the result has the same bits as if the dispatch had been given them. All ranks give
-                weights, or none does. The experts' ranks need them before they sum. So the half that sends waits until all ranks have
-                entered the call. On a GPU its kernel waits, on a CPU the call itself. The call takes one trip over the link longer.
-                Give weights to `dispatch` where they are known by then.
+                here replace those, with the bits of a dispatch that was given them. All ranks give weights, or none does. The half that
+                sends waits until all ranks have entered the call (the kernel on a GPU, the call on a CPU). This costs one trip over the
+                link, so give weights to `dispatch` if they are known by then.
+
             out: [num_tokens, hidden], dtype of `x`. The result is written to it.
             wire: None: rows travel in the dtype of `x`. With "fp8" they travel as e4m3 with one fp32 scale for 128 columns, half the bytes
-                of bf16. Each rank's contribution is then off by at most 1/16 of itself. Where 2^-10 / 448 of the largest magnitude in its
-                128 columns (1e-4 at least) is more, that is the bound. A node's sum is quantized again where it crosses to another
-                node. That has such an error too.
+                of bf16. Each rank's contribution is then off by at most 1/16 of itself. If 2^-10 / 448 of the largest magnitude in its 128
+                columns (1e-4 at least) is more, that is the bound. A node's sum is quantized again where it crosses to another node, with
+                such an error too.
             async_op, return_hook: return at once with an Event or a hook, as `dispatch`.
 
         Returns:
@@ -353,8 +354,9 @@ class LowLatencyBuffer(Sizes):
         self._masks_told = self._masks_told | (now - before) if masked else self._masks_told & now
 
     def rejoin(self) -> None:
-        """After this rank has been masked: forget which ranks it masked itself, wait until all of them take it back, and go on with their
-        next call. Raises EPTimeoutError where one does not within the deadline, EPMismatchError where they are between different calls.
+        """Join the peers again after this rank was masked. It forgets its own masks, waits until all ranks take it back, and goes on with
+        their next call. Raises EPTimeoutError where one does not within the deadline, EPMismatchError where they are between different
+        calls.
         All others must be there: while another rank is gone or masked, nobody can rejoin.
 
         From the moment the first one takes this rank back until then, it must make no call."""
@@ -365,7 +367,8 @@ class LowLatencyBuffer(Sizes):
 
     @property
     def masked_ranks(self) -> list[int]:
-        """Ranks that are left out, by `mask_rank` or for a missed deadline, as far as the host can see: without waiting for the GPU."""
+        """Return the ranks that are left out, by `mask_rank` or for a missed deadline, as far as the host can see: without waiting for the
+        GPU."""
         self._tell_masks()
         return self._masked()
 
@@ -379,7 +382,7 @@ class LowLatencyBuffer(Sizes):
         return LowLatencyStatistics(statistics[:num_experts], statistics[num_experts:-1], statistics[-1])
 
     def reset_statistics(self) -> None:
-        """On the current stream."""
+        """Set the statistics to zero, on the current stream."""
         self._statistics.zero_()
 
     def check(self) -> None:

@@ -24,7 +24,7 @@ def num_scale_columns(hidden: int, scale_format: str) -> tuple[int, torch.dtype]
 
 
 def check_low_latency_settings(s: Settings) -> Settings:
-    """Bounds beyond those of every buffer. Raises ValueError."""
+    """Check the bounds that low-latency buffers add to those of every buffer. Raises ValueError."""
     if not 1 <= s.num_max_tokens_per_rank <= _C.LOW_LATENCY_MAX_TOKENS:
         given, most = s.num_max_tokens_per_rank // s.lanes, _C.LOW_LATENCY_MAX_TOKENS // s.lanes
         raise ValueError(f"num_max_tokens_per_rank is {given}; it must be 1 to {most}")

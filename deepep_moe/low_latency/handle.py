@@ -1,4 +1,4 @@
-"""What calls of a `LowLatencyBuffer` return."""
+"""The results of the calls of a `LowLatencyBuffer`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from deepep_moe.group.settings import Sizes
 
 @dataclass(frozen=True, eq=False)
 class LowLatencyHandle:
-    """Where the rows of one dispatch came from: what `combine` needs to bring them back, any number of times. Immutable."""
+    """Tells `combine` where the rows of one dispatch came from, to bring them back any number of times. Immutable."""
 
     buffer_id: int
     num_tokens: int
@@ -76,7 +76,7 @@ class LowLatencyStatistics(NamedTuple):
 
 
 class RowSources(NamedTuple):
-    """Where the rows of one dispatch came from."""
+    """The sources of the rows of one dispatch."""
 
     token_idx: Tensor
     """[num_local_experts, capacity] int32: the token that a row is of, by its index at its rank; -1 behind the rows of an expert."""

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Span(NamedTuple):
-    """What micro-batch `batch` did from `start` to `end`, in milliseconds since the first span of the timeline began."""
+    """Work of micro-batch `batch` from `start` to `end`, in milliseconds since the first span of the timeline began."""
 
     name: str
     batch: int
@@ -24,26 +24,26 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Records what ran when: by CUDA events on the current stream where `device` is a GPU, else by the clock.
+    """Records when work ran: by CUDA events on the current stream if `device` is a GPU, else by the clock.
 
     In a CUDA graph that is captured with it, the events are the graph's (PyTorch 2.8 or newer): `spans` tells of the last replay.
     """
 
     def __init__(self, device: torch.device | str = "cpu"):
         self.batch = 0
-        """To which micro-batch spans belong that begin now. `overlapped` sets it; where nothing overlaps, whoever records does."""
+        """The micro-batch of spans that begin now. `overlapped` sets it; where nothing overlaps, the code that records does."""
         self._is_gpu = torch.device(device).type == "cuda"
         self._marks: list[tuple[str, int, object, object]] = []
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """What runs inside gets an entry."""
+        """Record what runs inside as a span."""
         batch, start = self.batch, self._now()
         yield
         self._marks.append((name, batch, start, self._now()))
 
     def spans(self) -> list[Span]:
-        """In the order in which they ended. On a GPU, waits for it."""
+        """Return the spans in the order in which they ended. On a GPU this waits for it."""
         if self._is_gpu:
             torch.cuda.synchronize()
         if not self._marks:
@@ -79,15 +79,14 @@ def routed_experts(
     wire: str | None = None,
     timeline: Timeline | None = None,
 ) -> Generator[None, None, Tensor]:
-    """One micro-batch through the experts of all ranks, as a generator for `overlapped`: yields after its dispatch and its combine.
+    """Send one micro-batch through the experts of all ranks. A generator for `overlapped`, which yields after its dispatch and its combine.
 
     Args:
         buffer: any number of layers and both micro-batches share it.
-        experts: those of this rank, called as `experts(recv_x, num_recv_tokens_per_expert)` with what `LowLatencyOutput` has. With `fp8`
-            they get `recv_x_scales` too. They return [num_local_experts, capacity, hidden] bf16, fp16 or fp32, contiguous. Rows behind an
-            expert's count hold anything and may become anything. The result may not be `buffer.combine_input()`: there is one, and the
-            combine of the other micro-batch may still read it.
-        x, topk_idx, topk_weights, fp8, scale_format: as for `LowLatencyBuffer.dispatch`. The number of tokens may be another, or 0, on each
+        experts: called as `experts(recv_x, num_recv_tokens_per_expert)` with what `LowLatencyOutput` has. With `fp8` they get
+            `recv_x_scales` too. They return [num_local_experts, capacity, hidden] bf16, fp16 or fp32, contiguous. Rows behind an expert's
+            count hold anything. The result may not be `buffer.combine_input()`, which the other micro-batch's combine may still read.
+        x, topk_idx, topk_weights, fp8, scale_format: as for `LowLatencyBuffer.dispatch`. The number of tokens may differ, or be 0, on each
             rank and in each micro-batch.
         shared_expert: called as `shared_expert(x)` while the dispatch flies. Its result, [num_tokens, hidden], is added.
         wire: as for `LowLatencyBuffer.combine`.

@@ -1,4 +1,4 @@
-"""Which backend serves a low-latency buffer: by rule, the same on every rank."""
+"""Selects the backend of a low-latency buffer by a rule that gives the same result on every rank."""
 
 import torch.distributed as dist
 

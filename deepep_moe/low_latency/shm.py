@@ -97,7 +97,7 @@ class ShmLowLatencyBackend(LowLatencyBackend):
         return made.event
 
     def _receive_buffers(self, dtype: torch.dtype, fp8: bool, scale_format: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Rows, their scales, their number for each local expert, and the handle's state."""
+        """Return the rows, their scales, their number for each local expert, and the handle's state."""
         s, scales = self.settings, None
         capacity = s.rows_of_expert
         recv_x = self.empty((s.num_local_experts, capacity, s.hidden), torch.float8_e4m3fn if fp8 else dtype)

@@ -100,7 +100,7 @@ class _Layout:
         return self._turns + number % _TURNS * self._turn_bytes + 8 * source
 
     def arrived(self, source: int, number: int) -> int:
-        """The flag of the rows."""
+        """Return the flag of the rows."""
         return self.entered(self._num_ranks + source, number)
 
     def area(self, source: int, number: int) -> int:
@@ -147,7 +147,7 @@ class ShmCalls:
         return self._peers
 
     def address(self) -> tuple[str, int]:
-        """What peers need to open this rank's shared memory: its path and this process's id."""
+        """Return what peers need to open this rank's shared memory: its path and this process's id."""
         return self.peers.path, os.getpid()
 
     def connect(self, addresses: list[tuple[str, int]]) -> None:
@@ -197,7 +197,7 @@ class ShmCalls:
         return self.peers.load(self.settings.rank, self.layout.arrived(source, number))
 
     def has_left(self, source: int, number: int) -> bool:
-        """Whether the rank has destroyed its buffer before call `number`. It leaves the number of calls that it made, plus 1."""
+        """Return whether the rank has destroyed its buffer before call `number`. It leaves the number of calls that it made, plus 1."""
         left = self.peers.load(self.settings.rank, self.layout.left(source))
         return 0 < left <= number
 

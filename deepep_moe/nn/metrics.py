@@ -1,4 +1,4 @@
-"""What MoE layers do: rows and overload, time of the exchange, nodes of a token. For the console, TensorBoard and Weights & Biases."""
+"""Measures MoE layers: rows and overload, time of the exchange, nodes of a token. For the console, TensorBoard and Weights & Biases."""
 
 import contextlib
 import time
@@ -54,7 +54,7 @@ class LayerReport:
 
     @property
     def busiest(self) -> float:
-        """Rows of the busiest expert, relative to an even share; 0 without rows."""
+        """Return the rows of the busiest expert, relative to an even share; 0 without rows."""
         total = sum(self.rows_per_expert)
         return max(self.rows_per_expert) * len(self.rows_per_expert) / total if total else 0.0
 

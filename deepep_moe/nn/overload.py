@@ -1,4 +1,4 @@
-"""How uneven the rows of single forwards are over ranks and experts: what balancing could gain. `LayerReport` says what each value is."""
+"""Measures how uneven the rows of single forwards are over ranks and experts. `LayerReport` defines each value."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 NUM_CALLS = 128
-"""Forwards of a layer whose rows are kept apart until the next report. Of more, the latest count."""
+"""The report looks at this many forwards of a layer, the latest ones."""
 _NUM_SIZES = 3  # columns before the rows: first rank of the group, its ranks, its experts
 
 
@@ -16,8 +16,8 @@ def overloads(calls: Sequence[Tensor], groups: Sequence[tuple[int, int]]) -> lis
     """Return the overload of each layer, by the names of `LayerReport`; nothing for one without rows. Collective over all ranks. Raises
     ValueError on all of them where they give unequal numbers of layers.
 
-    calls: [num_calls, num_local_experts] rows for each layer of the job; no calls where this rank has no such layer. groups: the first
-    global rank and the number of ranks of each layer's expert-parallel group.
+    calls: for each layer of the job, [num_calls, num_local_experts] rows. It has no calls where this rank has no such layer. groups: the
+    first global rank and the number of ranks of each layer's expert-parallel group.
     """
     is_spread = dist.is_available() and dist.is_initialized()
     device = "cuda" if is_spread and dist.get_backend() == "nccl" else "cpu"

@@ -36,7 +36,7 @@ class RankExperts(nn.Module):
     """Whether `mark_experts` has marked the layer."""
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters that differ from rank to rank: keep them out of data-parallel averaging over the buffer's group.
+        """Return the parameters that differ from rank to rank: keep them out of data-parallel averaging over the buffer's group.
 
         Their gradients already hold the tokens of all ranks; with a loss averaged over R ranks, divide them by R. `mark_experts` does both
         for `torch.nn.parallel.DistributedDataParallel`. docs/data_parallel.md says what other wrappers need.
@@ -186,8 +186,8 @@ def _check_shards(layer: RankExperts, modules: list[nn.Module], was_flattened: b
 
 
 def _meshes_of(modules: set[int]) -> Iterator[Any]:
-    """The meshes over which `fully_shard` has sharded parameters of these modules. A forward does not show it: there the parameters are
-    whole and plain."""
+    """Return the meshes over which `fully_shard` has sharded parameters of these modules. A forward does not show it: there the parameters
+    are whole and plain."""
     for reference in list(_module_state_mapping.values()):
         state = reference()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]

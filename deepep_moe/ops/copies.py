@@ -15,7 +15,7 @@ _MOST = 2**31 - 1
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """Which experts have copies on which ranks, and where this rank's rows go then."""
+    """A plan of the copies of experts, and the way of this rank's rows to them."""
 
     copies: Tensor
     """[num_ranks, num_slots] int32: the expert in each expert slot of each rank, or -1, as `ExpertSlots` takes it."""
@@ -33,16 +33,16 @@ def plan_copies(topk_idx: Tensor, counts: Tensor, rank: int, *, num_slots: int, 
     `deepep_moe.reference.physical_topk_idx` defines `topk_idx`. On a GPU this is one kernel, for which the host does not wait.
 
     Args:
-        topk_idx: [num_tokens, num_topk] int64 or int32, the experts of this rank's tokens, -1 = no expert. Another index that is no
-            expert becomes one that a dispatch refuses.
-        counts: [num_ranks, num_experts] int32, rows that each rank sends to each expert, with a sum below 2^31, on the device of topk_idx.
-            Row `rank` counts topk_idx. At most 64 ranks; they divide the experts.
+        topk_idx: [num_tokens, num_topk] int64 or int32, the experts of this rank's tokens, -1 = none. A bad index becomes one that a
+            dispatch refuses.
+        counts: [num_ranks, num_experts] int32, rows that each rank sends to each expert, on the device of topk_idx. Their sum is below
+            2^31, and row `rank` counts topk_idx. At most 64 ranks; they divide the experts.
         rank: this rank.
+
         num_slots: copies that a rank may hold.
-        cost: what it costs to move one copy, in rows that a rank computes meanwhile. A copy takes at least as many rows, unless it needs
-            fewer to meet `capacity`.
-        capacity: rows that a rank has room for, or None. It is met if num_slots is num_experts / num_ranks or more, and it is the mean load
-            or more. With fewer slots the caller must compare.
+        cost: rows that a rank computes while one copy moves. A copy takes at least as many, unless it needs fewer to meet `capacity`.
+        capacity: rows that a rank has room for, or None. The plan meets a capacity of the mean load or more if num_slots is num_experts /
+            num_ranks or more. With fewer slots the caller must compare.
 
     Raises:
         TypeError: a wrong dtype.

@@ -103,7 +103,7 @@ def _activated(act: Any, inner: Tensor, probs: Tensor | None, groups: Groups) ->
 
 
 class WeightGradient:
-    """How the backward makes the gradient of one weight: now or later, and added to `main_grad` or not."""
+    """Makes the gradient of one weight in a backward: now or later, and added to `main_grad` or not."""
 
     def __init__(self, name: str, delay: Any, main_grad: Tensor | None):
         self._name, self._delay, self._main_grad = name, delay, main_grad

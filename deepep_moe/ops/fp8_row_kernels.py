@@ -1,4 +1,4 @@
-"""What fp8 rows need between products, in Triton: the transposed copy for weights' gradients, and SwiGLU that quantizes its result.
+"""Triton kernels for fp8 rows between products: the transposed copy for weights' gradients, and SwiGLU that quantizes its result.
 
 A scale is the smallest power of two that is 1/448 of its block's largest magnitude or more, as `quantize_fp8` has it; magnitudes below
 2^-100 count as that.
@@ -15,7 +15,7 @@ _ROWS = 16  # of such a program
 
 @triton.jit
 def _rescale_transpose(x_ptr, scales_ptr, y_ptr, y_scales_ptr, num_rows, k, BLOCK: tl.constexpr):
-    """One block of 128 rows and 128 columns."""
+    """Handle one block of 128 rows and 128 columns."""
     blocks = k // BLOCK
     block_row, block_column = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     rows, columns = block_row * BLOCK + tl.arange(0, BLOCK), block_column * BLOCK + tl.arange(0, BLOCK)
@@ -36,7 +36,7 @@ def _rounded(x):
 
 @triton.jit
 def _quantized(x, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """x [ROWS, BLOCKS * BLOCK] fp32 as e4m3, and the scales [ROWS, BLOCKS]."""
+    """Return x [ROWS, BLOCKS * BLOCK] fp32 as e4m3, and the scales [ROWS, BLOCKS]."""
     blocks = tl.reshape(x, (ROWS, BLOCKS, BLOCK))
     magnitudes = tl.abs(blocks)
     magnitudes = tl.where(magnitudes == magnitudes, magnitudes, float("inf"))

@@ -17,7 +17,7 @@ OPTIONS = ("num_groups", "topk_groups", "group_score_topk", "score_function", "n
 
 
 class GateOutput(NamedTuple):
-    """Where tokens go.
+    """The experts that tokens go to.
 
     topk_idx: `[num_tokens, num_topk]` expert of each lane, by descending selection score. Rows of masked tokens have -1.
     topk_weights: `[num_tokens, num_topk]` fp32, differentiable. Rows of masked tokens have 0.
@@ -30,7 +30,7 @@ class GateOutput(NamedTuple):
 
 
 class FullGateOutput(NamedTuple):
-    """Where tokens go, in the forms that were asked for; None for the others.
+    """The experts that tokens go to, in the forms that were asked for; None for the others.
 
     topk_idx, topk_weights, num_tokens_per_expert: as in `GateOutput`.
     probs: `[num_tokens, num_experts]` fp32 weights, differentiable. Those of experts that were not chosen are 0.
@@ -84,6 +84,7 @@ def gate(
         group_score_topk: experts that make a group's score. DeepSeek-V3: 2. Megatron-Core: `num_topk // topk_groups`.
         score_function: "sigmoid" (DeepSeek-V3); "sqrtsoftplus", the root of log(1 + exp(x)); "softmax" over all experts; "softmax_topk".
             The last chooses by logits, and the weights are the softmax over the chosen ones (Mixtral; Megatron-Core's default).
+
         expert_bias: `[num_experts]` fp32. It moves the choice only (arXiv 2408.15664).
         normalize: divide the weights by their sum + 1e-20. Without effect for "softmax_topk", whose weights have sum 1.
         routed_scaling_factor: multiplies the weights.
@@ -117,7 +118,7 @@ def gate(
 def gate_full(
     logits: Tensor, num_topk: int, *, dense: bool = False, num_ranks: int = 0, shares: bool = False, **options: Any
 ) -> FullGateOutput:
-    """`gate`, and in the same pass (on a GPU: the same launch) what else a router or a dispatch needs to know of the choice.
+    """Compute `gate`, and in the same pass (on a GPU: the same launch) what else a router or a dispatch needs to know.
 
     Args:
         logits, num_topk: as in `gate`.
@@ -169,14 +170,14 @@ def check_gate(device: torch.device | int | None = None) -> None:
 def _checked(
     logits: Tensor, num_topk: int, *, expert_bias: Any, mask: Any, index_dtype: Any, check_finite: Any, **options: Any
 ) -> tuple[Any, ...]:
-    """The arguments of the operator `gate` that follow its tensors."""
+    """Return the arguments of the operator `gate` that follow its tensors."""
     _check_tensors(logits, expert_bias, mask, index_dtype)
     check_bool("check_finite", check_finite)
     return *check_options(logits.shape[1], num_topk, **options), check_finite, index_dtype
 
 
 def why_not(device: torch.device, dtype: torch.dtype, num_experts: int, num_topk: int, **options: Any) -> str | None:
-    """The reason that `gate` refuses logits [any, num_experts] of this dtype on `device` with these of its options, or None."""
+    """Return the reason that `gate` refuses logits [any, num_experts] of this dtype on `device` with these of its options, or None."""
     defaults: dict[str, Any] = gate.__kwdefaults__  # type: ignore[assignment]
     try:
         _check_kind(device, dtype, num_experts)
@@ -197,7 +198,7 @@ def check_options(
     normalize: bool,
     routed_scaling_factor: float,
 ) -> tuple[int, int, int, int, str, bool, float]:
-    """`num_topk` and `OPTIONS` as plain values; the arguments are those of `gate`. Raises TypeError, or ValueError for settings that
+    """Return `num_topk` and `OPTIONS` as plain values; the arguments are those of `gate`. Raises TypeError, or ValueError for settings that
     `gate` cannot serve."""
     num_topk, num_groups = as_int("num_topk", num_topk), as_int("num_groups", num_groups)
     topk_groups, group_score_topk = as_int("topk_groups", topk_groups), as_int("group_score_topk", group_score_topk)

@@ -62,22 +62,25 @@ def grouped_mlp(
         counts: [num_experts] int64 or int32, the rows of each expert. A list will do, or a tensor on the CPU or the device of x. Their
             sum is at most num_rows. On a GPU this is not checked: rows that do not exist are not read.
             With fp8 rows all are multiples of 128, as a dispatch makes them. Others give wrong gradients on a GPU.
+
         w1: [num_experts, inner, in] in the dtype of x; for "swiglu" inner is 2 x intermediate, the gate's rows first. Each expert's matrix
             is contiguous. There may be other memory between the matrices.
         w2: [num_experts, out, intermediate], likewise.
         b1, b2: [num_experts, inner] and [num_experts, out] in the dtype of x.
         probs: [num_rows], of a floating-point dtype. None stands for ones.
+
         activation: "swiglu" for `silu(gate) * up`, or a function [num_rows, inner] -> [num_rows, intermediate]. It treats each row alone.
         recompute_activation: keep only `x @ w1.T` and probs for the backward, which computes the activation again.
         zero_tail: clear the tail of the result and of x's gradient. With counts on a GPU that costs a pass over each. False leaves any
             values there, for a caller that does not read them. The tail of the probs' gradient is always zero.
-        delay: the backward makes no gradients of weights. It calls `delay("w2", compute)`, then `delay("w1", compute)`, where `compute()`
-            returns the gradient, for a schedule that makes them later, and `compute(main_grad)` adds it there. Until then `compute` holds
-            what it needs.
+
+        delay: the backward makes no gradients of weights. It calls `delay("w2", compute)`, then `delay("w1", compute)`, for a schedule that
+            makes them later. `compute()` returns the gradient, `compute(main_grad)` adds it there. Until then `compute` holds the tensors
+            that it needs.
         main_grads: for w1 and w2, tensors of their shapes, fp32 as a rule, to which the backward adds their gradients. Autograd then gets
             tensors of the right shape that are not initialized.
-        kept, is_first_microbatch: where fp8 copies of the weights stay between forwards, and whether this one makes them (True) or takes
-            them (False), as `KeptWeights.take` says. Only for `QuantizedRows`. None: each forward quantizes the weights.
+        kept, is_first_microbatch: `kept` holds fp8 copies of the weights between forwards. This forward makes them (True) or takes them
+            (False), as `KeptWeights.take` says. Only for `QuantizedRows`. None: each forward quantizes the weights.
 
     Returns:
         [num_rows, out] in the dtype of x. Operations and roundings are those of the expression in this dtype, as PyTorch evaluates it

@@ -38,7 +38,8 @@ class Groups:
 
     @functools.cached_property
     def offsets(self) -> Tensor:
-        """[num_experts] int32 on the rows' device: where the rows of each expert end. No more than num_rows, whatever the counts are."""
+        """Return [num_experts] int32 on the rows' device: where the rows of each expert end. No more than num_rows, whatever the counts
+        are."""
         if self._sizes is None:
             return self._counts.cumsum(0, dtype=torch.int32).clamp_(max=self.num_rows)  # type: ignore[union-attr]
         # From memory that is not pinned, this copy does not wait for the GPU.
@@ -46,7 +47,7 @@ class Groups:
 
     @property
     def sizes(self) -> list[int]:
-        """The rows of each expert, on the host. Waits for the GPU if the counts are there."""
+        """Return the rows of each expert, on the host. Waits for the GPU if the counts are there."""
         if self._sizes is None:
             ends = self.offsets.tolist()
             self._sizes = [end - start for start, end in itertools.pairwise([0, *ends])]

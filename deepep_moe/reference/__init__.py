@@ -1,4 +1,4 @@
-"""What every operation of the library means, in plain PyTorch: slow, short and obviously right."""
+"""Defines every operation of the library in plain PyTorch: slow, short and obviously right."""
 
 from deepep_moe.reference import fp8, low_latency
 from deepep_moe.reference.copies import physical_topk_idx, plan_copies

@@ -1,4 +1,4 @@
-"""Copies of hot experts: which ranks hold them, which rows they take, and what `ExpertSlots` moves: copies, and their gradients."""
+"""Plans copies of hot experts, and moves them and their gradients as `ExpertSlots` does."""
 
 from collections.abc import Iterator
 
@@ -10,12 +10,13 @@ Copies = list[list[tuple[int, int]]]  # of each rank: (expert, rows), in the ord
 
 
 def plan_copies(counts: Tensor, num_slots: int, cost: int, capacity: int = -1) -> tuple[Tensor, Tensor]:
-    """Return which experts get a copy on which ranks, and how many rows each copy takes, so that ranks have similar loads.
+    """Plan which ranks get copies of which experts, and how many rows each copy takes, so that ranks have similar loads.
 
     Args:
         counts: [num_ranks, num_experts] int32, rows that each source rank sends to each expert. They sum up to less than 2^31.
+
         num_slots: copies that a rank may hold.
-        cost: what it costs to move one copy, in rows that a rank computes meanwhile; at least 0.
+        cost: at least 0. Rows that a rank computes while one copy moves.
         capacity: rows that a rank has room for, or -1 for no bound.
 
     Returns:
@@ -30,9 +31,9 @@ def plan_copies(counts: Tensor, num_slots: int, cost: int, capacity: int = -1) -
     `capacity` is less than that, `top` is the larger of `capacity` and `mean`. There are 32 thresholds, mean + i * (top - mean) // 32.
 
     Candidates are: no copy at all, then `spread` with each threshold in order. With a capacity, if none of them fits, `fill` with each
-    threshold too. A candidate fits if no load is above the capacity, and one that fits is better than one that does not. Of two that fit
-    the one with the smaller objective is better: the largest load + cost * the largest number of copies that one rank sends or gets. Of two
-    that do not fit it is the one with the smaller largest load. If these are equal, fewer copies are better, then the earlier candidate.
+    threshold too. A candidate fits if no load is above the capacity, and one that fits is better than one that does not. If two fit, the
+    smaller objective is better: the largest load + cost * the largest number of copies that one rank sends or gets. If two do not fit, the
+    smaller largest load is better. If these are equal, fewer copies are better, then the earlier candidate.
 
     With num_slots >= num_experts / num_ranks every capacity of at least `mean` is met. With fewer slots the result may exceed a capacity
     that other plans meet. The caller compares loads with its capacity.
@@ -111,9 +112,9 @@ def spread(num_rows: list[int], num_ranks: int, num_slots: int, threshold: int, 
 def fill(num_rows: list[int], num_ranks: int, num_slots: int, threshold: int) -> Copies:
     """Bring loads down to the threshold by filling one rank after the other up to it, each from one donor.
 
-    Repeat while a load is above the threshold: the donor is the rank with the largest load, the receiver the rank with the smallest of
-    those with a free slot. The donor fills it up to the threshold, or until its slots are taken, with copies of its experts that have the
-    most rows left at home. (The lower rank or expert, if several are equal.) The donor may fall below the threshold, and be filled later.
+    Repeat while a load is above the threshold. The donor is the rank with the largest load. The receiver has a free slot and the smallest
+    load. The donor fills it up to the threshold, or until its slots are taken, with copies of its experts that have the most rows left at
+    home. If several are equal, the lower rank or expert is taken. The donor may fall below the threshold, and be filled later.
 
     This is Walker's alias method. A rank has one donor, so it needs no more slots than a rank has home experts.
     """
@@ -144,10 +145,9 @@ def physical_topk_idx(topk_idx: Tensor, counts: Tensor, copies: Tensor, rows: Te
     There are num_ranks * (num_experts / num_ranks + num_slots) physical experts: those of a rank are its home experts, then its slots. An
     index that is no expert becomes their number, which every dispatch refuses.
 
-    counts, copies, rows: as `plan_copies` takes and returns them, for all ranks; each computes from them which of its rows go where. The
-    copies of an expert take rows by ascending rank, each as many as `rows` says, and home takes the rest. The copy on rank d takes rows of
-    source rank d first, then of d + 1, d + 2, ... (mod num_ranks) without the home rank, then of the home rank; of one source rank in the
-    order of topk_idx, by token.
+    counts, copies, rows: as `plan_copies` takes and returns them, for all ranks. The copies of an expert take rows by ascending rank, each
+    as many as `rows` says, and home takes the rest. The copy on rank d takes rows of source rank d first, then of d + 1, d + 2, ... (mod
+    num_ranks), and of the home rank last. It takes those of one source rank in the order of topk_idx, by token.
     """
     num_ranks, num_experts = counts.shape
     num_local, num_slots = num_experts // num_ranks, copies.shape[1]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass
 class Received:
-    """What one rank receives. Rows are as `deepep_moe.Buffer.dispatch` returns them."""
+    """The rows that one rank receives, as `deepep_moe.Buffer.dispatch` returns them."""
 
     layout: str
     recv_x: Tensor
@@ -28,7 +28,7 @@ class Received:
 
 
 def rank_of(expert: int, num_experts: int, num_ranks: int) -> int:
-    """The rank that holds `expert`: ranks hold equal, consecutive shares."""
+    """Return the rank that holds `expert`: ranks hold equal, consecutive shares."""
     return expert // (num_experts // num_ranks)
 
 
@@ -106,7 +106,7 @@ def dispatch(
     expert_alignment: int = 1,
     x_scales: Sequence[Tensor] | None = None,
 ) -> list[Received]:
-    """Dispatch of all ranks.
+    """Dispatch for all ranks.
 
     x: [num_tokens, hidden] of each rank; topk_idx: [num_tokens, num_topk], -1 = none; topk_weights: fp32, same shape, or None.
     Layout "rank": one row per token received, by (source rank, token). Layout "expert": one row per (token, local expert), grouped by
@@ -201,7 +201,7 @@ def _rounded(exact: Fraction) -> float:
 
 
 def combine_lane_values(values: Sequence[Tensor], received: Sequence[Received], topk_idx: Sequence[Tensor]) -> list[Tensor]:
-    """One value per lane brought back to its source, [num_tokens, num_topk] fp32, 0 where the lane has no expert: the gradient of
+    """Bring one value per lane back to its source, [num_tokens, num_topk] fp32, 0 where the lane has no expert: the gradient of
     `topk_weights`, from values that lie as `recv_topk_weights` does."""
     result = [torch.zeros(idx.shape) for idx in topk_idx]
     for rank, there in enumerate(received):

@@ -25,7 +25,7 @@ def power_of_two_scale(block: Tensor) -> float:
 
 
 def quantize_blocks(x: Tensor, rows_of_block: int) -> tuple[Tensor, Tensor]:
-    """x [num_rows, columns] to e4m3 in blocks of `rows_of_block` x 128: y, scales [num_rows / rows_of_block, columns / 128]."""
+    """Quantize x [num_rows, columns] to e4m3 in blocks of `rows_of_block` x 128: y, scales [num_rows / rows_of_block, columns / 128]."""
     y = torch.empty(x.shape, dtype=torch.float8_e4m3fn)
     scales = torch.empty(x.shape[0] // rows_of_block, x.shape[1] // BLOCK)
     for i in range(scales.shape[0]):
@@ -42,7 +42,8 @@ def dequantize_blocks(y: Tensor, scales: Tensor, rows_of_block: int) -> Tensor:
 
 
 def rescale(y: Tensor, scales: Tensor) -> Tensor:
-    """The fp32 values of rows y [num_rows, columns] e4m3, scales [num_rows, columns / 128], once the 128 rows of a block have one scale."""
+    """Return the fp32 values of rows y [num_rows, columns] e4m3, scales [num_rows, columns / 128], once the 128 rows of a block have one
+    scale."""
     values = torch.empty(y.shape)
     for block in range(0, y.shape[0], BLOCK):
         for j in range(scales.shape[1]):
@@ -54,7 +55,7 @@ def rescale(y: Tensor, scales: Tensor) -> Tensor:
 
 
 class Gradients(NamedTuple):
-    """What `fp8_mlp` returns: the output and the gradients."""
+    """The result of `fp8_mlp`: the output and the gradients."""
 
     y: Tensor
     x: Tensor
@@ -64,7 +65,7 @@ class Gradients(NamedTuple):
 
 
 def fp8_mlp(x: Tensor, counts: list[int], w1: Tensor, w2: Tensor, probs: Tensor, grad: Tensor) -> Gradients:
-    """SwiGLU experts whose products take fp8: bf16 x [num_rows, hidden] grouped by expert in multiples of 128, grad like it.
+    """Compute SwiGLU experts whose products take fp8. x is bf16 [num_rows, hidden] grouped by expert in multiples of 128, grad like it.
 
     Intermediate results are bf16, as `deepep_moe.ops.grouped_mlp` has them.
     """

@@ -18,8 +18,8 @@ def gate(
     mask: Tensor | None = None,
     index_dtype: torch.dtype = torch.int64,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `deepep_moe.ops.gate` computes, step by step and for valid arguments only; differentiable in `logits`. Logits that are not
-    finite are let through, as with `check_finite=False`.
+    """Compute `deepep_moe.ops.gate` step by step, for valid arguments only. Differentiable in `logits`. Logits that are not finite are let
+    through, as with `check_finite=False`.
 
     Returns `(topk_idx, topk_weights, num_tokens_per_expert)` as there.
     """
@@ -46,7 +46,7 @@ def gate(
 
 
 def gate_shares(logits: Tensor, *, score_function: str = "sigmoid", mask: Tensor | None = None) -> Tensor:
-    """What `deepep_moe.ops.gate_full` gives as `shares`: `[num_tokens, num_experts]` fp32; differentiable in `logits`."""
+    """Return the `shares` of `deepep_moe.ops.gate_full`: `[num_tokens, num_experts]` fp32, differentiable in `logits`."""
     if mask is not None:
         logits = logits.masked_fill(mask[:, None], 0)
     if score_function in ("softmax", "softmax_topk"):
@@ -58,7 +58,7 @@ def gate_shares(logits: Tensor, *, score_function: str = "sigmoid", mask: Tensor
 
 
 def _scores(logits: Tensor, score_function: str) -> Tensor:
-    """[num_tokens, num_experts] fp32, computed in double and rounded once."""
+    """Return [num_tokens, num_experts] fp32, computed in double and rounded once."""
     match score_function:
         case "sigmoid":
             return logits.double().sigmoid().float()

@@ -17,7 +17,7 @@ def grouped_mlp(
     probs: Tensor | None = None,
     activation: str | Callable[[Tensor], Tensor] = "swiglu",
 ) -> Tensor:
-    """What `deepep_moe.ops.grouped_mlp` computes, expert by expert and for valid arguments only; differentiable."""
+    """Compute `deepep_moe.ops.grouped_mlp` expert by expert, for valid arguments only. Differentiable."""
     outputs, start = [], 0
     for expert, count in enumerate(counts):
         rows = slice(start, start + count)

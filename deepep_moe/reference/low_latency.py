@@ -14,7 +14,7 @@ def dispatch(
     x: Sequence[Tensor], topk_idx: Sequence[Tensor], topk_weights: Sequence[Tensor] | None, num_experts: int, *, fp8: bool = False,
     is_rounded: bool = False,
 ) -> list[Received]:  # fmt: skip
-    """Dispatch of all ranks, in the expert layout without padding: the first rows of each expert of a `LowLatencyOutput`, one after the
+    """Dispatch for all ranks, in the expert layout without padding: the first rows of each expert of a `LowLatencyOutput`, one after the
     other, with scales [num_rows, hidden / 128] fp32."""
     scales = None
     if fp8:
@@ -25,8 +25,8 @@ def dispatch(
 
 
 def round_scales(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As `quantize_fp8`, with scales rounded up to powers of two. A block with NaN or infinity has an infinite scale (exponent 0xFF), zeros
-    in its finite columns and NaN in the others."""
+    """Quantize as `quantize_fp8` does, with scales rounded up to powers of two. A block with NaN or infinity has an infinite scale
+    (exponent 0xFF), zeros in its finite columns and NaN in the others."""
     _, scales = quantize_fp8(x)
     mantissas, exponents = scales.frexp()
     powers = torch.ldexp(torch.ones_like(scales), exponents - (mantissas == 0.5).int())

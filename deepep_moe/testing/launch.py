@@ -53,7 +53,7 @@ def _worker(
 
 
 def _collect(processes: list[Any], connections: list[Any], deadline: float, expected_dead: Collection[int]) -> list[Any]:
-    """Results by rank. Raises RankFailedError for the first rank that failed, died or was late."""
+    """Return results by rank. Raises RankFailedError for the first rank that failed, died or was late."""
     results: list[Any] = [None] * len(processes)
     pending = {connection: rank for rank, connection in enumerate(connections)}
     while pending:

@@ -1,4 +1,4 @@
-"""Which NUMA nodes, GPUs and NICs a machine has, and how near they are to each other. docs/topology.md shows the use."""
+"""Finds the NUMA nodes, GPUs and NICs of a machine, and how near they are to each other. docs/topology.md shows the use."""
 
 from deepep_moe.topology.binding import Binding, bind
 from deepep_moe.topology.machine import Cpu, Gpu, Nic, NumaNode, PciDevice, Port, Topology, distance

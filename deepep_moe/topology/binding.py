@@ -20,7 +20,7 @@ _LIBNUMA = "libnuma.so.1"
 
 @dataclass(frozen=True)
 class Binding:
-    """What `bind` did for a rank (`done`) and what it left as it was, with the reason (`left`)."""
+    """The settings that `bind` made for a rank (`done`), and those that it left as they were, with the reason (`left`)."""
 
     placement: Placement
     done: tuple[str, ...]

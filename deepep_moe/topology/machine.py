@@ -17,7 +17,7 @@ class NumaNode:
 
     @property
     def cpus(self) -> tuple[int, ...]:
-        """The CPUs of the node, ascending."""
+        """Return the CPUs of the node, ascending."""
         return tuple(sorted(cpu for core in self.cores for cpu in core))
 
 
@@ -65,7 +65,7 @@ class Nic:
 
     @property
     def active_ports(self) -> tuple[Port, ...]:
-        """Ports that can carry rows now."""
+        """Return the ports that can carry rows now."""
         return tuple(port for port in self.ports if port.state == "ACTIVE")
 
 
@@ -101,7 +101,7 @@ class Topology:
 
     @property
     def devices(self) -> "tuple[Gpu | Nic, ...]":
-        """All GPUs, then all NICs."""
+        """Return all GPUs, then all NICs."""
         return (*self.gpus, *self.nics)
 
     def node(self, index: int | None) -> NumaNode | None:

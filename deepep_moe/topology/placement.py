@@ -7,7 +7,7 @@ from deepep_moe.topology.machine import Gpu, NumaNode, Topology
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a rank belongs: its GPU, NUMA node, CPUs (none = leave as they are) and NICs as "name:port". `notes` say what is unknown."""
+    """The place of a rank: its GPU, NUMA node, CPUs (none = leave as they are) and NICs as "name:port". `notes` say what is unknown."""
 
     local_rank: int
     gpu: int | None

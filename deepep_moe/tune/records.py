@@ -1,4 +1,4 @@
-"""What profiles and records say of the machine and of this package."""
+"""Describes the machine and this package for profiles and records."""
 
 import functools
 import platform

@@ -15,7 +15,7 @@ _NAME = "profiles.json"
 
 @dataclass(frozen=True)
 class Files:
-    """Where to look. `user`: None where the user has no home; `given`: None where `DEEPEP_MOE_PROFILE` is not set."""
+    """The files of profiles. `user`: None if the user has no home; `given`: None if `DEEPEP_MOE_PROFILE` is not set."""
 
     user: Path | None
     given: Path | None

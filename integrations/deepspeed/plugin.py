@@ -48,21 +48,25 @@ def replace_moe_layers(
             do too if they run one by one, and their products do not depend on zeros between the rows. Else results are equal within
             rounding. False: a token crosses a link once per rank and is weighted there. Results are equal within rounding, and less data
             moves.
+
         backend, num_sms, ranks_per_node: as for `deepep_moe.Buffer`.
         num_max_tokens_per_rank: the most tokens that a rank ever has in a forward. More raise an error, on CPUs too. None: on GPUs
             it is the most of any rank in the first forward, rounded up to a multiple of 128. Buffers are replaced by larger ones when a
             rank has more. On CPUs there is no bound.
+
         gate: let `deepep_moe.ops.gate` choose the experts for AutoEP's routers, in one pass. Where it cannot, a log line says why and the
             routers choose by themselves, as with False. The choice is the same up to rounding.
         expert_bias_update_rate: balance AutoEP's experts without auxiliary loss. After each optimizer step the routers' bias
             `e_score_correction_bias` moves by this much towards equal load (DeepSeek-V3: 0.001). `model` must be the engine. Routers
             without such a bias get one of zeros, which checkpoints contain from then on. None: no bias moves.
+
         grouped_experts: run the local experts of `deepspeed.moe.layer.MoE` in grouped products instead of one after another. True: where
             experts are `deepep_moe.nn.SwiGLU` or `torch.nn.Sequential` of a Linear, an activation and a Linear. A function: it takes an
             expert in each forward, and returns its `ExpertWeights`, or None for experts that must be called. Results are equal within
             rounding. Parameters stay the experts' own. Without ZeRO 1 or 2 each forward copies the weights. Where experts cannot be
             grouped, they run one by one, and a log line says why. None: as True for bf16 rows on GPUs that PyTorch has grouped products
             for, where no copy is needed.
+
         fp8: with `exact=False` and grouped experts, rows travel as fp8 in both passes. The products of `deepspeed.moe.layer.MoE`'s
             experts take them (docs/design/fp8_training.md). For bf16 tokens, experts without biases, and widths that are multiples of 128;
             a forward with others raises ValueError or TypeError before it sends anything. Not for AutoEP's layers.

@@ -44,9 +44,9 @@ class SpreadExperts(RankExperts):
         self.check_wrappers()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden_states: [num_tokens, hidden]. top_k_index, top_k_weights: [num_tokens, num_topk]. Returns the shape of hidden_states.
-
-        Collective over the buffer's group. Raises ValueError for more tokens than `spread_experts` was told, or where a data-parallel
+        """Send hidden_states [num_tokens, hidden] to the experts in top_k_index with top_k_weights, [num_tokens, num_topk]. Returns the
+shape of hidden_states. Collective over the buffer's group. Raises ValueError for more tokens than `spread_experts` was told, or where a
+data-parallel
         wrapper has mixed the experts of ranks, and what `Buffer.dispatch` and `GroupedExperts` raise.
         """
         out = notify_peers_on_failure(self.buffer, self._dispatch, hidden_states, top_k_index, top_k_weights)
@@ -153,8 +153,9 @@ def spread_experts(
 
 
 def expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters that differ from rank to rank. Leave them out of an average over ranks: their gradients have the tokens of all ranks
-    already. With a loss averaged over R ranks, divide them by R, unless `DistributedDataParallel` wraps the model: then that is done."""
+    """Return the parameters that differ from rank to rank. Leave them out of an average over ranks: their gradients have the tokens of all
+    ranks already. With a loss averaged over R ranks, divide them by R, unless `DistributedDataParallel` wraps the model: then that is
+    done."""
     for module in model.modules():
         if isinstance(module, SpreadExperts):
             yield from module.expert_parameters()

@@ -46,7 +46,7 @@ _NO_PADDING = (
 
 
 class _CommManager(SimpleNamespace):
-    """What Megatron-Core reads of a flex dispatcher's communication manager, and writes to it.
+    """The fields of a flex dispatcher's communication manager that Megatron-Core reads and writes.
 
     Its 1F1B schedule writes the two kinds of probs and reads the count; nothing here reads what it writes. Its PagedStashRunner sets the
     factor to None before it runs a step again, and back afterwards.
@@ -59,7 +59,7 @@ class _CommManager(SimpleNamespace):
     @property
     def moe_expert_rank_capacity_factor(self) -> float | None:
         if self._capacity is None or not self._capacity.has_runner:
-            raise AttributeError(FACTOR_FIELD)  # by which Megatron-Core tells layers without a bound
+            raise AttributeError(FACTOR_FIELD)  # Megatron-Core sees by this that a layer has no bound
         return self._capacity.factor
 
     @moe_expert_rank_capacity_factor.setter
@@ -74,7 +74,7 @@ _Dispatched = tuple[Buffer, DispatchOutput, Callable[[], tuple[Buffer, DispatchO
 
 @dataclass
 class _Forward:
-    """What one forward keeps between its calls, beside `topk_idx` and `hidden_shape`, which a CUDA graph of its first part hands over."""
+    """The state of one forward between its calls, except `topk_idx` and `hidden_shape`, which a CUDA graph of its first part hands over."""
 
     buffer: Buffer
     num_calls: int
@@ -84,9 +84,9 @@ class _Forward:
     """The result of the dispatch, kept until the combine."""
     tokens_per_expert: torch.Tensor | None = None
     weights: torch.Tensor | None = None
-    """Those of the rows, if combine applies them."""
+    """The weights of the rows, if combine applies them."""
     counting: LayerMetrics | None = None
-    """Where this forward counts."""
+    """The metrics to which this forward adds."""
     planned: Planned | None = None
     """Its copies of experts, until the combine."""
     settle: Callable[[], tuple[Buffer, DispatchOutput]] | None = None
@@ -167,7 +167,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self._layer = weakref.ref(layer)
         self.buffers.layers.add(layer)
         takes_counts = self._capacity is None and not self._fp8 and getattr(layer.experts, "takes_counts_on_device", False)
-        # What runs beside the experts, or keeps their inputs, would need to run again with them.
+        # Work beside the experts, and work that keeps their inputs, would have to run again with them.
         runs_apart = self._shared is not None or getattr(self.config, "overlap_moe_expert_parallel_comm", False)
         self._guesses_rows = bool(takes_counts and not runs_apart and getattr(layer.experts, "is_fast", True))
 
@@ -294,7 +294,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden_states [S/TP, B, H], routing_map [T, E] bool, probs [T, E] -> x [T, H], topk_weights [T, TP * topk] fp32. Local.
+        """Take hidden_states [S/TP, B, H], routing_map [T, E] bool, probs [T, E]. Return x [T, H], topk_weights [T, TP * topk] fp32. Local.
 
         With fp8 it raises BackendUnavailableError on a GPU without fp8 products, before anything is sent.
         """
@@ -324,7 +324,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
     def token_dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [T, H], topk_weights [T, TP * topk] -> recv_x [R, H] grouped by local expert, recv_topk_weights [R] fp32."""
+        """Dispatch x [T, H] with topk_weights [T, TP * topk]. Return recv_x [R, H] grouped by local expert, recv_topk_weights [R] fp32."""
         if self._shared is not None:
             self._shared.before_dispatch(hidden_states)
         first_run, counting = take_recorded(), self._metrics_of_forward()
@@ -434,8 +434,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         return hidden_states
 
     def token_combine(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        """Expert outputs [R, H] -> their sum for each token [T, H], accumulated in fp32, plus the output of shared experts that ran beside
-        the calls."""
+        """Return the sum of expert outputs [R, H] for each token [T, H], accumulated in fp32, plus the output of shared experts that ran
+        beside the calls."""
         forward = self._current
         out, forward.out = forward.out, None
         assert out is not None  # a combine follows each dispatch
@@ -476,7 +476,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         return self.combine_preprocess(output), settled
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[T, H] -> [S/TP, B, H]."""
+        """Return [T, H] as [S/TP, B, H]."""
         return hidden_states.view(self.hidden_shape)
 
     def get_expert_zero_copy_buffers(self) -> tuple[None, None]:

@@ -28,7 +28,7 @@ _START = 64  # elements: parameters begin at multiples of it
 
 
 class _Buckets(NamedTuple):
-    """Where parameters lie in the buckets of one buffer."""
+    """The places of parameters in the buckets of one buffer."""
 
     places: list[tuple[int, int]]  # of each parameter: its bucket and where it begins in it
     numels: list[int]  # of each bucket, without the padding at its end

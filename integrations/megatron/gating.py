@@ -225,9 +225,9 @@ def _gate(logits: torch.Tensor, topk: int, **options: Any) -> FullGateOutput:
 
 
 class _AttachLoss(torch.autograd.Function):
-    """What Megatron-Core's `MoEAuxLossAutoScaler` does to probs, done to probs and to the gate's weights alike.
+    """Does to probs and to the gate's weights what Megatron-Core's `MoEAuxLossAutoScaler` does to probs.
 
-    The dispatch goes on with either. So it need not read the weights from the probs again, and the loss has its gradient once.
+    The dispatch uses one of both. So it need not read the weights from the probs again, and the loss gets its gradient once.
     """
 
     @staticmethod

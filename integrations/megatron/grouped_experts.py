@@ -130,7 +130,7 @@ class GroupedMLP(SequentialMLP):
 
     @property
     def is_fast(self) -> bool:
-        """Whether the products of all experts are made at once. Otherwise they need their counts on the host."""
+        """Return whether the products of all experts are made at once. Otherwise they need their counts on the host."""
         return _why_not_fast(self.config) is None
 
     def forward(
@@ -286,8 +286,8 @@ class _Stacked(torch.nn.Module):
 
     @property
     def main_grad(self) -> Tensor | None:
-        """Where backwards add the weight's gradient themselves (`gradient_accumulation_fusion`). None: they make `grad`, as without DDP.
-        Megatron's FSDP, whose parameters have `get_main_grad`, gets `grad` too."""
+        """Return the tensor to which backwards add the weight's gradient (`gradient_accumulation_fusion`). None: they make `grad`, as
+        without DDP. Megatron's FSDP, whose parameters have `get_main_grad`, gets `grad` too."""
         has_buffer = self._fuses and not hasattr(self.weight, "get_main_grad")
         return getattr(self.weight, "main_grad", None) if has_buffer else None
 

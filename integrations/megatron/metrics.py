@@ -1,7 +1,7 @@
-"""What MoE layers have done since the last report: rows of each expert, time of the exchange, calls over capacity, nodes per token.
+"""Counts since the last report: rows of each expert, time of the exchange, calls over capacity, nodes per token.
 
-`enable(metrics=True)` gathers it. Megatron-Core's own report of MoE losses, to TensorBoard and W&B, writes it too. Forwards count
-that train: in training mode, with a backward to come, and once where they are recomputed. Evaluations and reference models do not.
+`enable(metrics=True)` gathers it. Megatron-Core's own report of MoE losses, to TensorBoard and W&B, writes it too. Only training forwards
+count: in training mode, with a backward to come, and once if they are recomputed. Evaluations and reference models do not.
 """
 
 import collections

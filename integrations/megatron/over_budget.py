@@ -1,6 +1,6 @@
-"""Who says that a layer has received more rows than it has room for, and when: over budget, in Megatron-Core's words.
+"""Reports that a layer has received more rows than it has room for: it is over budget, in Megatron-Core's words.
 
-One expert-parallel group alone learns it from its dispatch, which raises EPCapacityError on all its ranks. Where other ranks step too (more
+A single expert-parallel group learns it from its dispatch, which raises EPCapacityError on all its ranks. If other ranks step too (more
 such groups, or pipeline stages), an error in the middle of a step would leave them waiting for this group. A dispatch then only notes it,
 the step goes on, and all ranks of the job agree at its end:
 

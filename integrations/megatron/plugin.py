@@ -200,31 +200,37 @@ def enable(
             forward, rounded up to a multiple of 128. Larger buffers replace it when a rank has more. On CPUs there is no bound.
         backend: as for `deepep_moe.Buffer`.
         expert_alignment: zeros pad the rows of each expert to a multiple of this.
+
         gate: let `deepep_moe.ops.gate` choose the experts. Its one pass serves the dispatch too. Where it cannot (logits that are not
             fp32, router replay, ...) a warning says why and Megatron-Core's own routing runs, as with False. Logits that are not finite
             raise ValueError, but in fp16 they go through, and Megatron-Core skips the step. The gate does not see changes of its probs and
             routing_map behind autograd's back (`.data`, `.numpy()`).
         num_sms: on GPUs, the SMs that send, as for `deepep_moe.Buffer`. `moe_flex_dispatcher_num_sms` of a config (0.19) overrides it.
+
         experts: which experts layers have that dispatch through deepep_moe. With "auto", grouped experts take the place of `SequentialMLP`
             and `TEGroupedMLP` where their products are fast (bf16, Hopper or Blackwell GPUs) and they honour the config. Their products
             run at once for all experts. Checkpoints stay those of the class. Otherwise Megatron-Core's stay. The line in the log says
             which, and why. "framework": Megatron-Core's always stay. "own": grouped experts always. A config that they do not honour is
             ValueError.
+
         sync_free: the host waits for nothing between router and combine, as counts of rows stay on the GPU. Rows get room for every
             routing: tokens of all ranks x min(top-k, experts of the rank), for hidden and intermediate values alike. With one rank these
             are the rows that come. Needs experts that take counts on the GPU, such as grouped ones.
+
         recv_capacity_factor: room for that many times an even share of all rows instead. More rows than that are EPCapacityError on all
             ranks of the expert-parallel group, at the latest from `finalize_model_grads` of Megatron-Core, which then waits for the GPU.
             Nothing is dropped. The step can be run again after `recover()` and `grow_recv_capacity()`. Where more ranks than this
             group step together and the schedule calls `finalize_model_grads`, that raises the error, on all ranks of the job.
             `moe_expert_rank_capacity_factor` of a config (0.19) stands for both arguments. Megatron-Core's PagedStashRunner then runs
             such a step again.
+
         metrics: gather rows of each expert, time of the exchange, calls over capacity and nodes per token for `take_metrics()`. Each model
             has its own. Only forwards that train count, and not those of an evaluation or of a reference model.
             Megatron-Core's report of MoE losses to TensorBoard and W&B (`track_moe_metrics`, from 0.18 `MoEMetricsTracker.report`) writes
             them too.
         ranks_per_node: as for `deepep_moe.Buffer`. Its ranks are those of the expert-parallel group. None: those of a host are a node.
         max_sms: as for `deepep_moe.Buffer`. Shared experts or the other micro batch run on SMs that it leaves free.
+
         fp8: rows travel as fp8 in both passes and the products of grouped experts take them (docs/design/fp8_training.md). Nothing is
             padded or quantized again. For bf16 models, alone or beside `--fp8-recipe blockwise`, which then is for the other
             layers. An `expert_alignment` of 1 becomes 128. What fp8 does not go with (docs/megatron.md) is ValueError.

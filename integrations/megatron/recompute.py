@@ -67,7 +67,7 @@ def recorded() -> Dispatched | None:
 
 
 def take_recorded() -> Dispatched | None:
-    """The same, to be dispatched now."""
+    """Take what `recorded` returns, to be dispatched now."""
     found = recorded()
     if found is not None:
         _runs.stack[-1].dispatches.popleft()

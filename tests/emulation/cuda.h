@@ -1,4 +1,4 @@
-// Of the driver, virtual memory: an allocation is a memory file, and its handle the number of that.
+// The driver's virtual memory. An allocation is a memory file, and its handle is the number of that file.
 #pragma once
 
 #include <cstddef>

@@ -177,7 +177,8 @@ cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned);
 cudaError_t cudaFreeHost(void* pointer);
 cudaError_t cudaGetDriverEntryPoint(const char* name, void** found, unsigned, cudaDriverEntryPointQueryResult* result);
 
-// Where the device of this process is: $DEEPEP_MOE_EMULATED_BUS, or 0 for all. Links to those elsewhere have no atomics, as over PCIe.
+// The bus of the device of this process: $DEEPEP_MOE_EMULATED_BUS, or 0 for all. Links to devices on another bus have no atomics, as over
+// PCIe.
 cudaError_t cudaDeviceGetPCIBusId(char* id, int capacity, int);
 cudaError_t cudaDeviceGetByPCIBusId(int* device, const char* id);
 

@@ -146,7 +146,7 @@ class Watches(TorchDispatchMode):
 
 @pytest.mark.gpu
 def test_operators_save_no_copies():
-    """Beside the routing and the call's numbers, a backward keeps the handle's memory, and no part of that."""
+    """A backward keeps the routing, the call's numbers and the whole memory of the handle, not parts of it."""
     case = Case([6], num_experts=4, num_topk=2, hidden=16)
     buffer, x, idx, _ = opened(case, "nvlink", 0)
     x, saved = x.requires_grad_(), []
@@ -167,7 +167,7 @@ def test_operators_save_no_copies():
 
 
 def test_import_in_inference_mode():
-    """What a backward saves is made then too."""
+    """The tensors that a backward saves are made then too."""
     made = "from deepep_moe.exchange.operators import _NO_MEMORY as made"
     code = f"import torch\nwith torch.inference_mode():\n    {made}\nassert not made.is_inference()"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -87,7 +87,7 @@ def test_guessed_rows_that_nobody_settles(rank):
 @pytest.mark.gpu
 @on_ranks(2)
 def test_counts_are_lost_with_a_refusal(rank):
-    """What a rank refuses after a late dispatch is its next call; then nobody can look at the counts."""
+    """A refusal after a late dispatch is the next call of the rank. Nobody can read the counts after it."""
     buffer, x, _ = make_buffer(rank)
     even = torch.tensor(EVEN, device=x.device)
     for _ in range(2):

@@ -165,7 +165,7 @@ def test_sums_by_ranks_depend_on_ranks(rank, num_ranks, backend):
 
 @on_ranks(2, backend=BACKENDS, sums=SUMS)
 def test_gradients(rank, num_ranks, backend, sums):
-    """Those of the sum as PyTorch's autograd has them, in double precision."""
+    """Return the gradients of the sum as PyTorch's autograd computes them, in double precision."""
     buffer, x, idx, weights = opened(replace(CASE, num_tokens=[11, 6], dtype=torch.float32), backend, rank, sums=sums)
     x, weights = x.requires_grad_(), weights.requires_grad_()
     bias = torch.zeros_like(x, requires_grad=True)
@@ -260,8 +260,8 @@ def test_late_counts(rank, num_ranks, sums):
 @pytest.mark.gpu
 @on_ranks(2)
 def test_rows_left_out(rank, num_ranks):
-    """Rows beyond a bound send another row, so that no rank waits for them; sums of the other rows are right, and all are finite, even if
-    the memory for copy engines holds NaN."""
+    """Another row is sent in place of rows beyond a bound, so that no rank waits for them. Sums of the other rows are right. All are
+    finite, even if the memory for copy engines holds NaN."""
     for bound in (0, 8):
         buffer, x, idx, weights = opened(replace(CASE, num_tokens=[11, 6], pattern="one_expert"), "nvlink", rank, sums="lanes")
         buffer.allow_excess()

@@ -121,7 +121,7 @@ def test_wheel_serves_machines_like_this(built):
 
 
 def test_library_knows_no_torch(environment):
-    """So one build serves every PyTorch: it links none, and imports where none is."""
+    """One build serves every PyTorch: it links none, and imports where none is."""
     (module,) = (environment.packages / "deepep_moe").glob("_C.*.so")
     linked = run("ldd", module, cwd=environment.folder)
     assert "libc.so" in linked and not re.search("torch|c10|cuda", " ".join(line.split()[0] for line in linked.splitlines())), linked

@@ -18,7 +18,8 @@ class Counted:
 
 
 def passed(natives, call):
-    """What `call` returns, the files of the package that it passes, and what it asks of C++. natives: owners, and their names for it."""
+    """Return the result of `call`, the files of the package that it passes, and what it asks of C++. natives: owners, and their names for
+    it."""
     files, asked, own = set(), [], [getattr(*native) for native in natives]
     root = str(Path(sys.modules["deepep_moe"].__file__).parent)
 

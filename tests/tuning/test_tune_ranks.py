@@ -31,7 +31,7 @@ def options(num_ranks: int, time_limit: float = 60.0, **changes) -> argparse.Nam
 
 
 def few_candidates() -> None:
-    """So that a test is short: two settings, two or three candidates each."""
+    """Keeps a test short: two settings, two or three candidates each."""
     search.SENDERS, search.RECEIVERS, search.RINGS = (2, 3), (64,), ((6, 4),)
     search._SAMPLES = 1
 

@@ -1,4 +1,4 @@
-// The GPU's gate, which csrc/torch launches, and bindings of what is around it. See deepep_moe/_C.pyi.
+// Runs the GPU's gate for csrc/torch, and binds the functions around it. See deepep_moe/_C.pyi.
 #include <cuda_runtime_api.h>
 
 #include <atomic>
@@ -82,7 +82,7 @@ void launch_backward(const GpuGateBackwardParams& params, uintptr_t stream) {
     launch_gate_backward(params, as_stream(stream));
 }
 
-// What csrc/torch calls. `call` is made where kernels have found nothing. False: `check` raises why.
+// Makes `call` for csrc/torch, unless kernels have reported a failure. Returns false if something failed; `check` raises it.
 template <class Call>
 bool guarded(int device, const Call& call) noexcept {
     refusal = nullptr;

@@ -1,4 +1,4 @@
-// Bindings of the GPU library: its exchange, and kernels of one GPU.
+// Binds the GPU library: its exchange, and kernels of one GPU.
 #include <algorithm>
 #include <numeric>
 #include <optional>
@@ -173,7 +173,7 @@ void scale_rows_backward(const TensorArg& grad, const TensorArg& x, const Tensor
                                as_stream(stream));
 }
 
-// For csrc/torch: return whether the kernel could be launched.
+// Returns to csrc/torch whether the kernel could be launched.
 template <auto kLaunch, class Params>
 bool launched(const Params& params, uintptr_t stream) noexcept {
     try {
@@ -208,7 +208,7 @@ void bind_rows(py::module_& m) {
     m.def("gpu_quantize_weights", &quantize_weights);
 }
 
-// The largest divisor of `number` that is at most `most`.
+// Returns the largest divisor of `number` that is at most `most`.
 int64_t largest_divisor(int64_t number, int64_t most) {
     int64_t divisor = std::min(number, most);
     while (number % divisor != 0) --divisor;

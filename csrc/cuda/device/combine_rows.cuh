@@ -41,7 +41,7 @@ struct CombineRows {
     // Clamp a row to those that exist: rows beyond a bound may have been left out, and must not be read.
     __device__ int64_t within_bound(int64_t row) const { return min(row, p.num_rows - 1); }
 
-    // The number of the received token in a slot of a source.
+    // Returns the number of the received token in a slot of a source.
     __device__ int recv_token(const Source& source, int slot) const {
         return first_from(c, p.routing, p.recv_counts, source) + slot - source.first_slot(config);
     }
@@ -73,7 +73,7 @@ struct CombineRows {
             if (k.p.weights != nullptr) weight = k.p.weights[row];
         }
 
-        // The gradient that comes with top-k entry `lane`.
+        // Returns the gradient that comes with top-k entry `lane`.
         __device__ float topk_weight_grad(const CombineRows& k) const {
             const GpuCombineParams& p = k.p;
             if (p.is_expert_layout) return row_of_lane >= 0 ? p.topk_weight_grads[row_of_lane] : 0.0f;
@@ -131,7 +131,7 @@ struct CombineRows {
         return sum;
     }
 
-    // The gradient of top-k entry `lane`; 0 if no rank of this node has its expert. `index`: the token's slot on rank `lane`.
+    // Returns the gradient of top-k entry `lane`; 0 if no rank of this node has its expert. `index`: the token's slot on rank `lane`.
     __device__ float topk_weight_grad(int token, int index, const Rows& rows) const {
         if (p.sums_lanes) return sum_of_lane(index, rows);
         int expert = -1;

@@ -17,7 +17,7 @@ __device__ __forceinline__ void load_columns(const std::byte* from, float (&x)[k
     for (int i = 0; i < kColumns / Values::kCount; ++i) Values::load(pieces(from)[i], x + i * Values::kCount);
 }
 
-// The largest magnitude of the columns that kThreads neighbouring threads hold, or `largest` if that is larger.
+// Returns the largest magnitude of the columns that kThreads neighbouring threads hold, or `largest` if that is larger.
 template <int kThreads, int kColumns>
 __device__ __forceinline__ float largest_of(const float (&x)[kColumns], float largest = kFp8Least) {
 #pragma unroll
@@ -47,7 +47,7 @@ __device__ __forceinline__ void add_fp8(float (&sum)[kColumns], const typename F
     for (int i = 0; i < kColumns; ++i) sum[i] = __fadd_rn(sum[i], __fmul_rn(load_fp8(y.values[i]), scale));
 }
 
-// How the columns of one scale are stored. is_rounded: the scale is the next power of two.
+// The scale of a block of columns, and the factor that quantizes them. is_rounded: the scale is the next power of two.
 struct Fp8Block {
     float scale, factor;
     __device__ Fp8Block(float largest, bool is_rounded) {

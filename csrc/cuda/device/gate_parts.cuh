@@ -1,5 +1,5 @@
-// Shared by the warps of a gate (csrc/cuda/gate.cu), and its rare paths. These are functions that are not inlined, and they take no address
-// of a variable that lies in registers.
+// The warps of a gate (csrc/cuda/gate.cu) share this. Its rare paths are functions that are not inlined. They take no address of a variable
+// that lies in registers.
 #pragma once
 
 #include "cuda/device/scores.cuh"
@@ -29,7 +29,7 @@ struct Launch {
     Sizes sizes;
 };
 
-// Where a thread's numbers lie in shared memory, which is [kQuads, 32, kQuad].
+// Returns the index of a thread's number `at` in shared memory, which is [kQuads, 32, kQuad].
 __device__ __forceinline__ unsigned place_of(unsigned lane, unsigned at) { return (32 * (at / kQuad) + lane) * kQuad + at % kQuad; }
 
 // The best two of a thread's experts. Key 0: none.
@@ -46,8 +46,8 @@ struct BestTwo {
     }
 };
 
-// False: a logit that must be finite, or a bias, is not finite; the failure is reported to the host. A finite logit and bias whose sum is
-// infinite are accepted.
+// Returns false if a bias, or a logit that must be finite, is not finite. It reports the failure to the host. A finite logit and bias whose
+// sum is infinite are accepted.
 __device__ __noinline__ bool is_accepted(const Launch& launch, int64_t token) {
     const GateParams& p = launch.params.gate;
     const GateOptions& o = p.options;

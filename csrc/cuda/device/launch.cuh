@@ -13,7 +13,7 @@ namespace deepep_moe {
 
 constexpr int kMaxDevices = 64;
 
-// Once for each kernel and device: let the kernel use all shared memory.
+// Lets the kernel use all shared memory, once for each kernel and device.
 template <auto kKernel>
 cudaError_t prepare() {
     static std::atomic<bool> is_prepared[kMaxDevices] = {};
@@ -39,7 +39,7 @@ void load() {
     if (status != cudaSuccess) throw std::runtime_error(std::string("cudaFuncGetAttributes: ") + cudaGetErrorString(status));
 }
 
-// Whether this GPU can start a kernel before the previous one on the stream has ended.
+// Returns whether this GPU can start a kernel before the previous one on the stream has ended.
 inline bool starts_early() {
     static std::atomic<int> generations[kMaxDevices] = {};
     int device = 0;
@@ -50,7 +50,7 @@ inline bool starts_early() {
     return generation >= 9;
 }
 
-// The same, but false while the stream is being captured: such kernels keep the stream's order in graphs.
+// Returns the same, but false while the stream is being captured: such kernels keep the stream's order in graphs.
 inline bool can_start_early(void* stream) {
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture) != cudaSuccess || capture != cudaStreamCaptureStatusNone)

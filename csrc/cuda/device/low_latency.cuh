@@ -1,4 +1,4 @@
-// Shared by the low-latency kernels: addresses in a turn, waits for ranks that may be masked, the end of a call.
+// The low-latency kernels share this: addresses in a turn, waits for ranks that may be masked, the end of a call.
 #pragma once
 
 #include "cuda/low_latency.h"
@@ -35,12 +35,13 @@ private:
     std::byte* const base;
 };
 
-// Where `source` writes its reason for refusing `call`, in the workspace of `owner`.
+// Points into the workspace of `owner`, where `source` writes its reason for refusing `call`.
 __device__ __forceinline__ LowLatencyReason* reason_at(const LowLatencyContext& c, int owner, int source, unsigned long long call) {
     return reinterpret_cast<LowLatencyReason*>(c.workspaces[owner] + c.layout.reason_of(source, call));
 }
 
-// Where `source` tells a rank that it takes back the next call, plus 1. Over nodes the rank of its rail in this node writes the word.
+// Points to the word in which `source` writes its next call plus 1, when it takes back a rank. Over nodes the rank of its rail in this node
+// writes the word.
 __device__ __forceinline__ unsigned long long* resumed_at(const LowLatencyContext& c, int owner, int source) {
     return reinterpret_cast<unsigned long long*>(c.workspaces[owner] + c.layout.resumed_of(source));
 }
@@ -48,7 +49,7 @@ __device__ __forceinline__ unsigned long long* resumed_at(const LowLatencyContex
 __device__ __forceinline__ unsigned masks_of(const LowLatencyContext& c) { return *static_cast<volatile unsigned*>(&c.state->masks); }
 __device__ __forceinline__ bool is_masked(const LowLatencyContext& c, int rank) { return masks_of(c) >> rank & 1; }
 
-// Whether `rank` takes part in the call.
+// Returns whether `rank` takes part in the call.
 __device__ __forceinline__ bool takes_part(const LowLatencyContext& c, int rank, unsigned long long call) {
     const unsigned long long first_call = c.state->first_calls[rank];  // loaded at once, in parallel with the masks
     return !is_masked(c, rank) & (call >= first_call);
@@ -59,7 +60,7 @@ __device__ __forceinline__ bool is_in_node(const LowLatencyContext& c, int rank)
 
 __device__ __forceinline__ unsigned ranks_of_node(const LowLatencyContext& c) { return ((1u << c.ranks_per_node) - 1) << c.first_rank; }
 
-// The ranks to mask with `rank`: for a rank of this node all of its rail, because their rows come through its memory.
+// Returns the ranks to mask with `rank`. For a rank of this node that is its whole rail, because their rows come through its memory.
 __device__ __forceinline__ unsigned masked_with(const LowLatencyContext& c, int rank) {
     return is_in_node(c, rank) ? c.rail << (rank - c.first_rank) : 1u << rank;
 }
@@ -138,14 +139,14 @@ __device__ __noinline__ inline void report_what(const LowLatencyContext& c, unsi
         report(c, kMismatch, source, GpuPhase::kEntry, expected, seen);
 }
 
-// Whether `source` does the same as this rank. Here and below, `flag` is this rank's flag of the call, with value 0.
+// Returns whether `source` does the same as this rank. Here and below, `flag` is this rank's flag of the call, with value 0.
 __device__ __forceinline__ bool check_what(const LowLatencyContext& c, unsigned long long flag, unsigned long long word, int source) {
     const bool is_same = ((word ^ flag) >> kValueBitsOfFlag) == 0;
     if (!is_same) report_what(c, flag, word, source);
     return is_same;
 }
 
-// Whether `source` has come to the call. The first block of this rank to ask decides for all.
+// Returns whether `source` has come to the call. The first block of this rank to ask decides for all.
 __device__ __noinline__ inline bool agree(const LowLatencyContext& c, unsigned long long call, int source, bool came) {
     unsigned long long* const verdict = &c.state->verdicts[call % kTurns][source];
     const unsigned long long own = 2 * call + came;
@@ -214,7 +215,7 @@ __device__ __noinline__ Sources agreed(const LowLatencyContext& c, Words words, 
 // The number of the call that is sent now. Each block counts it for itself, so that none has to wait for the others.
 __device__ __forceinline__ unsigned long long next_call(const LowLatencyContext& c) { return c.state->num_sent[blockIdx.x] + 1; }
 
-// One thread, for all blocks.
+// One thread counts for all blocks.
 __device__ inline void count_call(const LowLatencyContext& c, unsigned long long call) {
 #pragma unroll 1
     for (int block = 0; block < kLowLatencyMaxBlocks; ++block) c.state->num_sent[block] = call;

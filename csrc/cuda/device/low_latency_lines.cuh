@@ -18,9 +18,9 @@ __device__ __forceinline__ uint4 line_end(float first_scale, float last_scale, u
                       static_cast<unsigned>(flag >> 32));
 }
 
-// The piece in part `i` of a row's lines; meaningless where `ends_line`.
+// Returns the piece in part `i` of a row's lines; meaningless where `ends_line`.
 __device__ __forceinline__ int piece_of(int i) { return i / kPartsOfLine * kLinePieces + i % kPartsOfLine; }
-// Number of parts in the lines of a row.
+// Returns the number of parts in the lines of a row.
 __device__ __forceinline__ int parts_of(int num_pieces) {
     return static_cast<int>(GpuLowLatencyLayout::lines_of(num_pieces)) * kPartsOfLine;
 }
@@ -40,7 +40,7 @@ struct StagedPieces {
     uint4 pieces[kPieces];
     float scales[kPieces / kPiecesOfBlock];
 
-    // Part `i` of the lines of these pieces.
+    // Returns part `i` of the lines of these pieces.
     __device__ uint4 part(int i, int num_pieces, bool has_scales, unsigned long long flag) const {
         const int piece = piece_of(i);
         if (!ends_line()) return piece < num_pieces ? pieces[piece] : make_uint4(0, 0, 0, 0);
@@ -81,7 +81,7 @@ __device__ __forceinline__ uint4 head_part(const LowLatencyLane& own, unsigned l
                       static_cast<unsigned>(end >> 32));
 }
 
-// The inverse of head_part: return this thread's top-k entry from the parts that the warp has loaded.
+// Inverts head_part: return this thread's top-k entry from the parts that the warp has loaded.
 __device__ __forceinline__ LowLatencyLane lane_of_head(const uint4& part) {
     const int nth = threadIdx.x % 32 % kLineLanes, from = threadIdx.x % 32 / kLineLanes * kPartsOfLine + nth / 2;
     const unsigned first[2] = {__shfl_sync(kFullWarp, part.x, from), __shfl_sync(kFullWarp, part.z, from)};

@@ -1,5 +1,5 @@
-// Where the rows of a low-latency dispatch belong. A source counts its earlier tokens of the same expert; a receiver adds the tokens of
-// that expert from the sources before.
+// Computes where the rows of a low-latency dispatch belong. A source counts its earlier tokens of the same expert. A receiver adds the
+// tokens of that expert from the sources before.
 #pragma once
 
 #include "cuda/device/low_latency.cuh"
@@ -17,7 +17,7 @@ struct Marks {
     __device__ Marks(void* all, int num_tokens, int lanes)
         : all(static_cast<uint32_t*>(all)), lanes(lanes), words((num_tokens / lanes + 31) / 32) {}
     __device__ uint32_t* of(int64_t expert) const { return all + expert * words; }
-    // The caller's token that a token belongs to.
+    // Returns the caller's token that a token belongs to.
     __device__ int number(int token) const { return lanes == 1 ? token : token / lanes; }
     __device__ int count(int expert) const { return count(expert, words); }
     __device__ int before(int token, int expert) const {
@@ -34,13 +34,13 @@ private:
     }
 };
 
-// The first fault that a block finds in topk_idx: kind; peer is the top-k entry, expected the token, seen the value.
+// Returns the first fault that a block finds in topk_idx. In it, `peer` is the top-k entry, `expected` the token, `seen` the value.
 __device__ __forceinline__ GpuFailure& refusal() {
     __shared__ GpuFailure found;
     return found;
 }
 
-// All threads of a block; synchronize before they mark.
+// All threads of a block call it, and synchronize before they mark.
 __device__ __forceinline__ void clear(const LowLatencyContext& c, const Marks& marks) {
     if (threadIdx.x == 0) refusal() = {};
 #pragma unroll 1
@@ -112,7 +112,7 @@ __device__ __noinline__ inline void read_counts_again(const LowLatencyContext& c
         if ((sources >> i / c.config.num_local_experts & 1) != 0) counts[i] = LowLatencyWhat::value_in(seen_elsewhere(told + i, call));
 }
 
-// Number of tokens that the ranks of `came` before `source` have for a local expert.
+// Returns the number of tokens that the ranks of `came` before `source` have for a local expert.
 __device__ __forceinline__ int tokens_before(const LowLatencyContext& c, const int* counts, unsigned came, int source, int expert) {
     int count = 0;
 #pragma unroll 1

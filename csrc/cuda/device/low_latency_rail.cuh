@@ -1,4 +1,4 @@
-// Words and rows that have crossed between nodes, seen by the ranks of the receiving node. Only the rank whose memory the network card
+// Reads words and rows that have crossed between nodes, for the ranks of the receiving node. Only the rank whose memory the network card
 // writes polls these words, because only that rank's GPU is sure to see the card's writes in their order. It sets flags at the other ranks,
 // which then read the rows where they lie.
 #pragma once
@@ -82,7 +82,7 @@ struct RailCall {
     __device__ const LowLatencyReason& reason(int source) const {
         return *at<LowLatencyReason>(source, r.layout.in_of(call, node_of(source)));
     }
-    // [experts of this node]: tokens that `source` has for each.
+    // Returns the number of tokens that `source` has for each expert of this node.
     __device__ const int32_t* counts(int source) const { return at<int32_t>(source, r.layout.in_of(call, node_of(source))); }
     __device__ const LowLatencyLane* lanes(int source, int token) const {
         return at<LowLatencyLane>(source, r.layout.in_of(call, node_of(source)) + r.layout.lanes) + token * c.config.num_topk;
@@ -221,10 +221,10 @@ struct RailWords {
     }
 };
 
-// Timeout for a rank that may itself first wait for one of its own node.
+// Returns the timeout for a rank that may itself first wait for one of its own node.
 __device__ __forceinline__ unsigned long long behind_node_ns(const LowLatencyContext& c) { return 2 * c.timeout_ns; }
 
-// Bytes of a row between nodes; an fp8 row is followed by its scales.
+// Returns the bytes of a row between nodes; an fp8 row is followed by its scales.
 __device__ __forceinline__ int64_t rail_row_bytes(const LowLatencyConfig& config, int64_t row_bytes, bool has_scales) {
     return has_scales ? round_up(config.hidden + 4 * (config.hidden / kScaleBlock), 16) : row_bytes;
 }

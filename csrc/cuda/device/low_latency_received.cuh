@@ -1,4 +1,4 @@
-// Where the rows of a received token go, and how a warp writes them and their scales.
+// Finds where the rows of a received token go, and writes them and their scales with a warp.
 #pragma once
 
 #include "cuda/device/low_latency_lines.cuh"

@@ -13,7 +13,7 @@
 
 namespace deepep_moe {
 
-// In shared memory, before the kernel's other data there.
+// Lies in shared memory, before the kernel's other data.
 struct SendShared {
     static constexpr int kThreads = tuning::kLowLatencyThreads;
     static constexpr int kStagingThreads = kThreads / kPartsOfLine * kLinePieces;  // 8 parts of a line are 7 pieces
@@ -134,7 +134,7 @@ private:
 
     __device__ void fail() const { fail_handle(c, p.handle, call); }
 
-    // One thread: every word carries its own flag.
+    // One thread calls it. Every word carries its own flag.
     __device__ void enter(int to) const {
         if (threadIdx.x != 0) return;
         if (!is_masked(c, to)) store_relaxed(Turn(c, to, call).entered(c.rank), flag + p.num_tokens);
@@ -226,7 +226,7 @@ private:
             expert = static_cast<int>(chosen);
             rank = expert / s.num_local;
         }
-        // All ranks that the token goes to, by the masks that the warp's first thread has read.
+        // Returns all ranks that the token goes to, by the masks that the warp's first thread has read.
         __device__ unsigned ranks(const Outside& outside) {
             masks = __shfl_sync(kFullWarp, masks, 0);
             return __reduce_or_sync(kFullWarp, rank < 0 ? 0u : 1u << rank) & outside.reached(masks);

@@ -6,7 +6,8 @@
 
 namespace deepep_moe {
 
-// In shared memory: the ranks of this node that have a sum of a token, in rank order, and where these sums lie in this rank's memory.
+// Lists the ranks of this node that have a sum of a token, in rank order, and where these sums lie in this rank's memory. It is in shared
+// memory.
 struct TokenSums {
     int num;
     int ranks[kLowLatencyMaxHostRanks];
@@ -72,12 +73,12 @@ private:
     }
 };
 
-// The number of the dispatch whose handle the combine uses.
+// Returns the number of the dispatch whose handle the combine uses.
 __device__ __forceinline__ unsigned long long dispatch_of(const LowLatencyCombineParams& p) {
     return *reinterpret_cast<const unsigned long long*>(p.handle);
 }
 
-// Whether a rank's word says that it combines for the same dispatch. If not, report it.
+// Returns whether a rank's word says that it combines for the same dispatch. If not, it reports that.
 __device__ __forceinline__ bool check_along(const LowLatencyContext& c, const LowLatencyCombineParams& p, unsigned long long flag,
                                             unsigned long long word, int source) {
     if (!check_what(c, flag, word, source)) return false;

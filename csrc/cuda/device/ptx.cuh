@@ -14,7 +14,7 @@ __device__ __forceinline__ unsigned long long load_acquire(const unsigned long l
     return value;
 }
 
-// For a word that carries its own flag.
+// Used for a word that carries its own flag.
 __device__ __forceinline__ unsigned long long load_relaxed(const unsigned long long* word) {
     unsigned long long value;
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
@@ -25,19 +25,19 @@ __device__ __forceinline__ void store_release(unsigned long long* flag, unsigned
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
 
-// For flags that only this GPU reads.
+// Used for flags that only this GPU reads.
 __device__ __forceinline__ void store_release_local(unsigned long long* flag, unsigned long long value) {
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
 
-// For counters that only this GPU reads.
+// Used for counters that only this GPU reads.
 __device__ __forceinline__ void add_release_local(unsigned long long* counter, unsigned long long value) {
     asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"(value) : "memory");
 }
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
-// For words in shared memory that pass something on within a block. The first takes the word and leaves `value`; the second puts `value`
+// Used for words in shared memory that pass a value on within a block. The first takes the word and leaves `value`; the second puts `value`
 // if the word is `expected`.
 __device__ __forceinline__ unsigned long long exchange_acquire_block(unsigned long long* word, unsigned long long value) {
     unsigned long long old;
@@ -54,7 +54,7 @@ __device__ __forceinline__ bool replace_release_block(unsigned long long* word, 
     return old == expected;
 }
 
-// For a word that carries its own flag, and announces no other writes of this kernel.
+// Used for a word that carries its own flag, and announces no other writes of this kernel.
 __device__ __forceinline__ void store_relaxed(unsigned long long* flag, unsigned long long value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
@@ -91,7 +91,7 @@ __device__ __forceinline__ void pause_ns(unsigned ns) { asm volatile("nanosleep.
 
 // ---- arithmetic ----
 
-// 1 / x to about 20 bits, for a normal x.
+// Returns 1 / x to about 20 bits, for a normal x.
 __device__ __forceinline__ double approximate_reciprocal(double x) {
     double y;
     asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(y) : "d"(x));
@@ -198,7 +198,7 @@ __device__ __forceinline__ void wait_for_kernel_before() {
 #endif
 }
 
-// The dynamic shared memory of a block.
+// Returns the dynamic shared memory of a block.
 template <class T>
 __device__ __forceinline__ T* shared_memory() {
     extern __shared__ __align__(128) unsigned char deepep_moe_shared_memory[];

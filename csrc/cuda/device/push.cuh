@@ -1,4 +1,4 @@
-// The sending half of dispatch and combine: pushes chunks of rows into the inbox of a peer, with one flag a chunk.
+// The sending half of dispatch and combine pushes chunks of rows into the inbox of a peer, with one flag a chunk.
 #pragma once
 
 #include "cuda/device/ring.cuh"
@@ -8,10 +8,10 @@ namespace deepep_moe {
 using tuning::kRowsBehindFlag;
 constexpr int kNoRow = INT32_MIN;  // what a thread finds in a slot that stays empty
 
-// Flags that the sending warps of a block ask another warp to set: a release over the link costs a round trip, and one serves all flags.
+// The sending warps of a block ask another warp to set these flags. A release over the link costs a round trip, and one serves all flags.
 class DueFlags {
 public:
-    // All threads of the block.
+    // All threads of the block call it.
     __device__ DueFlags() {
         __shared__ unsigned long long words[32];
         words_ = words;
@@ -19,11 +19,11 @@ public:
         __syncthreads();
     }
 
-    // One thread of a sending warp: whoever sees `flag` set also sees what its warp has written so far.
+    // One thread of a sending warp calls it. A reader that sees `flag` set also sees what the warp has written before.
     __device__ void add(unsigned long long* flag) { post(reinterpret_cast<uintptr_t>(flag)); }
     __device__ void end() { post(kEnd); }
 
-    // The warp that sets the flags, until `num_warps` warps have ended.
+    // The warp that sets the flags runs this until `num_warps` warps have ended.
     __device__ void serve(int num_warps, unsigned long long sequence) const {
         const int lane = threadIdx.x % 32;
         while (num_warps > 0) {

@@ -1,5 +1,5 @@
-// How a warp moves whole rows: through a ring in shared memory with bulk copies (sm_90), or with 16-byte loads and stores. Both rings
-// take rows with `add` and hand each of them, in order, to `drain`, which says where it goes with `store`, `store_slot`, `store_tail`.
+// A warp moves whole rows through a ring in shared memory with bulk copies (sm_90), or with 16-byte loads and stores. Both rings take rows
+// with `add`, and pass them in order to `drain`, which stores them with `store`, `store_slot` and `store_tail`.
 #pragma once
 
 #include "cuda/device/rows.cuh"

@@ -79,7 +79,7 @@ __device__ __forceinline__ void sum_pieces(float (&sum)[kBatch][Values::kCount],
     }
 }
 
-// Row `row` of `x`, or of the first `num_tensors` of `expert_rows` if there are any.
+// Returns row `row` of `x`, or of the first `num_tensors` of `expert_rows` if there are any.
 __device__ inline const std::byte* row_of(const ExpertRows& expert_rows, int num_tensors, const std::byte* x, int64_t row,
                                           int64_t row_bytes) {
     int part = 0;

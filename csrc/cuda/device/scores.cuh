@@ -69,7 +69,7 @@ __device__ __forceinline__ uint32_t ordered(float x) {
     return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
 }
 
-// The same, but NaN of any sign is greater than all other numbers.
+// Returns the same, but NaN of any sign is greater than all other numbers.
 __device__ __forceinline__ uint32_t ordered_with_nan(float x) { return x == x ? ordered(x) : ~0u; }
 
 __device__ __forceinline__ float from_ordered(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
@@ -93,7 +93,8 @@ __device__ inline float warp_max(float x) { return from_ordered(__reduce_max_syn
 
 constexpr double kExpBound = 708.0;
 
-// exp(x) for |x| <= kExpBound: 2^n exp(r) with x = n ln2 + r, |r| <= ln2 / 2. ln2 has two parts; exp(r) is a Taylor series of degree 13.
+// Returns exp(x) for |x| <= kExpBound as 2^n exp(r), with x = n ln2 + r, |r| <= ln2 / 2. ln2 has two parts; exp(r) is a Taylor series of
+// degree 13.
 __device__ __forceinline__ double exp_of(double x) {
     constexpr double kLog2E = 1.4426950408889634, kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770002e-10;
     constexpr double kRound = 0x1.8p52;  // adding it leaves the nearest integer in the low bits
@@ -116,13 +117,13 @@ __device__ __forceinline__ double exp_of(double x) {
     return __longlong_as_double(__double_as_longlong(p) + (__double_as_longlong(shifted) << 52));  // 2^n at least 2^-1021
 }
 
-// exp(x - largest) for a softmax: the difference is 0 or less, or NaN.
+// Returns exp(x - largest) for a softmax: the difference is 0 or less, or NaN.
 __device__ __forceinline__ double exp_of_shifted(float x, double largest) {
     const double shifted = static_cast<double>(x) - largest;
     return exp_of(shifted < -kExpBound ? -kExpBound : shifted);  // fmax would lose NaN
 }
 
-// 1 / x of a normal number, with one third-order step; it has no branches, unlike a division.
+// Returns 1 / x of a normal number, with one third-order step; it has no branches, unlike a division.
 __device__ __forceinline__ double reciprocal_of(double x) {
     const double guess = approximate_reciprocal(x);
     const double error = fma(-x, guess, 1.0);
@@ -134,7 +135,7 @@ __device__ __forceinline__ double reciprocal_of_sum(double sum) { return sum == 
 
 constexpr float kSigmoidBound = 128.0f;  // beyond it the result, rounded to fp32, no longer changes
 
-// The sigmoid of x, for |x| <= kExpBound.
+// Returns the sigmoid of x, for |x| <= kExpBound.
 __device__ __forceinline__ double sigmoid_of(float x) { return reciprocal_of(1.0 + exp_of(-static_cast<double>(x))); }
 
 __device__ __forceinline__ float bounded(float x) { return x < -kSigmoidBound ? -kSigmoidBound : x > kSigmoidBound ? kSigmoidBound : x; }
@@ -143,7 +144,7 @@ __device__ __noinline__ inline double sqrt_softplus_of(float x) {
     return sqrt((x < 0.0f ? 0.0 : static_cast<double>(x)) + log1p(exp_of(fmax(-fabs(static_cast<double>(x)), -kExpBound))));
 }
 
-// The derivative of sqrt_softplus_of. For large |x| both the sigmoid and the root vanish, so both use the same bound.
+// Returns the derivative of sqrt_softplus_of. For large |x| both the sigmoid and the root vanish, so both use the same bound.
 __device__ inline double sqrt_softplus_slope(float x, double root) {
     constexpr float kBound = static_cast<float>(kExpBound);
     return sigmoid_of(fminf(fmaxf(x, -kBound), kBound)) / (2.0 * root);

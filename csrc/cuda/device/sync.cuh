@@ -101,7 +101,7 @@ struct SourceTask {
     }
 };
 
-// Whether this is the last of `num_blocks` blocks to call it. The writes of the others are then visible. All threads must call it.
+// Returns whether this is the last of `num_blocks` blocks to call it. The writes of the others are then visible. All threads must call it.
 __device__ inline bool is_last_block(int* counter, int num_blocks) {
     __shared__ int last;
     __syncthreads();
@@ -114,10 +114,10 @@ __device__ inline bool is_last_block(int* counter, int num_blocks) {
     return last != 0;
 }
 
-// The number of tokens received from `source`.
+// Returns the number of tokens received from `source`.
 __device__ __forceinline__ int count_from(const int32_t* recv_counts, int source) { return recv_counts[source] & ~kFailed; }
 
-// The number of the first token received from `source`.
+// Returns the number of the first token received from `source`.
 __device__ __forceinline__ int first_from(const int32_t* recv_counts, int source) {
     int first = 0;
 #pragma unroll 1
@@ -125,12 +125,13 @@ __device__ __forceinline__ int first_from(const int32_t* recv_counts, int source
     return first;
 }
 
-// The same; with several nodes the plan has added up the counts already.
+// Returns the same. With several nodes the plan has added up the counts already.
 __device__ __forceinline__ int first_from(const GpuContext& c, const GpuRouting& r, const int32_t* recv_counts, const Source& source) {
     return c.config.num_nodes == 1 ? first_from(recv_counts, source.rank) : r.recv_first[source.number(c.config)];
 }
 
-// The number of this rank's tokens for `column` (expert or rank) in the plan's warps before that of `token`, within the token's node.
+// Returns the number of this rank's tokens for `column` (expert or rank) in the plan's warps before that of `token`, within the token's
+// node.
 __device__ __forceinline__ int tokens_before(const GpuContext& c, const GpuRouting& r, int token, int column) {
     const int columns = c.layout.columns;
     int warp = token / r.tokens_per_warp;
@@ -150,22 +151,22 @@ struct Workspace {
         return flag(layout.bound_of(static_cast<int>(sequence & 1), source), 0);
     }
     __device__ unsigned long long* lanes_ready(int source) const { return flag(layout.lanes_ready, source); }
-    // The flag of the chunk of slot `index`.
+    // Returns the flag of the chunk of slot `index`.
     __device__ unsigned long long* arrived(int source, int index) const {
         return flag(layout.arrived, (source * layout.num_chunks + index / kChunkSlots) * kArrivedStride);
     }
     __device__ GpuStamp* stamp(unsigned long long sequence, int source) const {
         return reinterpret_cast<GpuStamp*>(base + layout.stamp_of(sequence, source));
     }
-    // [columns] words that a source writes.
+    // Returns the [columns] words that a source writes.
     __device__ unsigned long long* counts(unsigned long long sequence, int source) const {
         return flag(layout.counts, ((sequence & 1) * layout.num_sources + source) * layout.columns);
     }
-    // [num_topk] entries of the token in a slot.
+    // Returns the [num_topk] entries of the token in a slot.
     __device__ GpuLane* lanes(int source, int64_t slot) const {
         return reinterpret_cast<GpuLane*>(base + layout.lanes) + (source * config.num_max_tokens + slot) * config.num_topk;
     }
-    // Slots that come from a peer of the owner, and slots that go to one.
+    // Return the slots that come from a peer of the owner, and those that go to one.
     __device__ std::byte* inbox(int peer) const { return base + layout.inbox_of(owner, peer); }
     __device__ std::byte* outbox(int peer) const { return base + layout.outbox_of(owner, peer); }
 

@@ -43,7 +43,7 @@ inline TileMap tile_map(const void* matrix, int64_t num_rows, int64_t num_column
     return map;
 }
 
-// Whether the current GPU runs the part of the kernel that is compiled for Hopper's tensor cores only.
+// Returns whether the current GPU runs the part of the kernel that is compiled for Hopper's tensor cores only.
 template <auto kKernel>
 bool runs_on_tensor_cores() {
     constexpr int kUnknown = 0, kRuns = 1, kDoesNot = 2;
@@ -138,7 +138,7 @@ __device__ __forceinline__ void fewer_registers() {
 
 using Operand = uint64_t;
 
-// The descriptor of a tile's rows from this address on, which is a multiple of 8 rows: stride 1024 bytes for 8 rows, swizzle 128B.
+// Returns the descriptor of a tile's rows from this address on, which is a multiple of 8 rows: stride 1024 bytes for 8 rows, swizzle 128B.
 __device__ __forceinline__ Operand operand(const void* rows) {
     return (shared_address(rows) & 0x3ffff) >> 4 | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
@@ -187,7 +187,7 @@ __device__ __forceinline__ void end_products(float (&d)[kCount]) {
     keep_order(d);
 }
 
-// The descriptor of bf16 columns of a tile, from the 64 at this address on. The next 64 begin `stride` bytes after them.
+// Returns the descriptor of bf16 columns of a tile, from the 64 at this address on. The next 64 begin `stride` bytes after them.
 __device__ __forceinline__ Operand column_operand(const void* columns, int stride) {
     return (shared_address(columns) & 0x3ffff) >> 4 | uint64_t(stride >> 4) << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }

@@ -1,5 +1,5 @@
-// The counting half of a plan: how many of a block's tokens go to each expert and rank, and each token's place among them. It uses ballots
-// and prefix sums instead of atomics, so the order is the same in every run.
+// The counting half of a plan counts how many of a block's tokens go to each expert and rank, and finds each token's place among them. It
+// uses ballots and prefix sums instead of atomics, so the order is the same in every run.
 #pragma once
 
 #include "cuda/device/sync.cuh"
@@ -53,7 +53,7 @@ struct TokenCounts {
           own(c, c.rank),
           num_rows(num_rows) {}
 
-    // The first token of a node, and its first slot.
+    // Returns the first token of a node, and its first slot.
     __device__ int first_of(int node) const { return node * config.node_tokens(); }
 
     __device__ void count() const {
@@ -113,7 +113,7 @@ struct TokenCounts {
         __syncwarp();
     }
 
-    // One token a thread.
+    // Each thread takes one token.
     __device__ void count_ranks(int first, int num_tokens, int32_t* counts) const {
         unsigned ranks = 0;
 #pragma unroll 1
@@ -132,7 +132,7 @@ struct TokenCounts {
         }
     }
 
-    // One entry of topk_idx a thread (-1: none); entries with the same expert are numbered in thread order. Refuses duplicates.
+    // Each thread takes one entry of topk_idx (-1: none). Entries with the same expert are numbered in thread order. Refuses duplicates.
     __device__ void count_expert(int first_entry, int entry, int32_t* counts) const {
         const int expert = entry >= 0 ? experts[entry] : -1;
         const unsigned same = __match_any_sync(kFullWarp, expert), earlier = same & ((1u << lane) - 1);

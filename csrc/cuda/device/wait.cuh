@@ -35,8 +35,8 @@ __device__ __noinline__ inline GpuFailure own_failure(const GpuWaits& w) {
     return {failure->kind, failure->peer, failure->phase, failure->expected, failure->seen};
 }
 
-// Whether `peer` is here. Now and then the first waiting thread reads the host's mask for all. A rank that is not here writes nothing more,
-// and when this function says so, all of its writes are visible.
+// Returns whether `peer` is here. Now and then the first waiting thread reads the host's mask for all. A rank that is not here writes
+// nothing more, and when this function says so, all of its writes are visible.
 __device__ __forceinline__ GpuPresence presence_of(const GpuWaits& w, int peer, unsigned long long now) {
     if (is_rail_peer(peer)) return GpuPresence::kHere;  // unknown for ranks of other nodes
     volatile GpuEnded* ended = w.ended;

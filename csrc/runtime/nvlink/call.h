@@ -13,7 +13,7 @@ namespace deepep_moe {
 // Streams come as addresses. This bit of one says that its owner may destroy the stream once the call is made.
 constexpr uintptr_t kExternalStream = uintptr_t{1} << 63;
 
-// How a call runs; its results do not depend on it.
+// The mode of a call. Results do not depend on it.
 struct CallMode {
     int num_sms = -1;       // SMs that send; 0: copy engines; -1: as GpuTuning says
     bool is_split = false;  // true: the caller starts the second half later
@@ -45,7 +45,7 @@ inline GpuRouting routing_of(const TensorArg& topk_idx) {
     return routing;
 }
 
-// The plan of a cached dispatch or a combine.
+// Returns the plan of a cached dispatch or a combine.
 inline GpuPlanParams cached_plan(const HandleArg& handle) {
     GpuPlanParams plan{};
     plan.routing = routing_of(handle.topk_idx);
@@ -151,9 +151,9 @@ struct GpuDispatchCall {
     int64_t slot_bytes() const { return GpuSlotLayout(params.row_bytes, params.scale_bytes).bytes; }
 };
 
-// The rows of each local expert in a dispatch of `num_rows` rows without padding, with `counts` rows each. Return nothing if the kernels
-// cannot read the tensors in place: each must be [1, ..., num_rows, hidden] of whole pieces. Callers have checked that the tensors are
-// contiguous and have the same dtype and device.
+// Returns the rows of each local expert in a dispatch of `num_rows` rows without padding, with `counts` rows each. Returns nothing if the
+// kernels cannot read the tensors in place: each must be [1, ..., num_rows, hidden] of whole pieces. Callers have checked that the tensors
+// are contiguous and have the same dtype and device.
 inline std::optional<ExpertRows> expert_rows_of(std::span<const TensorArg> tensors, const int64_t* counts, int64_t hidden,
                                                 int64_t num_rows) {
     if (tensors.size() > kMaxExpertTensors) return std::nullopt;

@@ -1,4 +1,4 @@
-// CUDA on the host besides streams: checks, attributes, the current device.
+// Wraps CUDA on the host besides streams: checks, attributes, the current device.
 #pragma once
 
 #include <cuda_runtime_api.h>

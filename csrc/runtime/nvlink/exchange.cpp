@@ -187,7 +187,7 @@ int NvlinkExchange::num_senders(const CallMode& mode, int most_useful) const {
     return num_sms;
 }
 
-// [num_sources] rows that a cached call with these numbers sends to each source, if copy engines need them.
+// Returns the [num_sources] rows that a cached call with these numbers sends to each source, if copy engines need them.
 const int64_t* NvlinkExchange::counts_for_copies(const int64_t* numbers, int num_sms, bool is_dispatch) const {
     if (num_sms > 0) return nullptr;
     const int64_t* counts = numbers + 1 + (is_dispatch ? 0 : config_.num_sources());
@@ -429,15 +429,16 @@ void NvlinkExchange::join_rail(cudaStream_t stream) {
     if (rail_ != nullptr) rail_->join(stream);
 }
 
-// Number of tiles in which a row is summed.
+// Returns the number of tiles in which a row is summed.
 int NvlinkExchange::num_tiles(int64_t row_bytes) const {
     return static_cast<int>(divide_up(row_bytes / 16, config_.num_ranks > 2 ? tuning::kPiecesForLink : tuning::kPiecesForMemory));
 }
 
-// Whether a kernel may start while the plan runs. Not in a graph: the kernel waits for the plan's number, and each replay has the same.
+// Returns whether a kernel may start while the plan runs. Not in a graph: the kernel waits for the plan's number, and each replay has the
+// same.
 bool NvlinkExchange::follows_plan(cudaStream_t stream) const { return has_early_launch_ && !is_capturing(stream); }
 
-// This rank's slots in the memory of `peer`, and the slots for `peer` in this rank's memory.
+// Return this rank's slots in the memory of `peer`, and the slots for `peer` in this rank's memory.
 std::byte* NvlinkExchange::inbox_of(int peer) const { return memory_.of(peer) + layout_.inbox_of(peer, rank_); }
 std::byte* NvlinkExchange::outbox_for(int peer) const { return memory_.of(rank_) + layout_.outbox_of(rank_, peer); }
 

@@ -1,4 +1,5 @@
-// Dispatch and combine between the GPUs of one host, the host's side. csrc/torch makes the calls; Python refuses, checks and settles.
+// Runs the host's side of dispatch and combine between the GPUs of one host. csrc/torch makes the calls; Python refuses, checks and
+// settles.
 //
 //   Dispatch           Allocate by guess, plan, send (and receive), wait for the counts, allocate what the guess lacked, receive.
 //   Late               The same; the caller enqueues work on the guessed rows before the host waits for the counts.
@@ -68,7 +69,7 @@ public:
     // call's number, then the tokens to each rank, from each rank, and for each local expert. With a bound all except the first are -1,
     // and the bound is returned.
     int64_t dispatch(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, const Allocate& allocate);
-    // The rest of a late dispatch that has returned its room, with all numbers except the first -1, on the mode's stream. Only while
+    // Finishes a late dispatch that has returned its room, with all numbers except the first -1, on the mode's stream. Allowed only while
     // `can_count`: no call or refusal has come since, and no failure was thrown. Returns the number of rows; if they did not fit, they are
     // in new outputs.
     bool can_count() const { return late_plan_ == num_plans_ && !is_void(); }

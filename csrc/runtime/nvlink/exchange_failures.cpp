@@ -101,13 +101,13 @@ void NvlinkExchange::raise(const GpuFailure& f) const {
     }
 }
 
-// The reason that `peer` has given for its refusal.
+// Returns the reason that `peer` has given for its refusal.
 std::string NvlinkExchange::reason_of(int peer, long long call) const {
     const GpuStamp stamp = stamp_of(peer, call);
     return stamp.reason[0] != '\0' ? stamp.reason : Failures::reason_of(stamp.why, describe(in_calls(stamp.why, peer), peer));
 }
 
-// The last word with which `peer` has entered a call, as far as this rank knows: the call's number above the entry's value.
+// Returns the last word with which `peer` has entered a call, as far as this rank knows: the call's number above the entry's value.
 unsigned long long NvlinkExchange::last_entry_of(int peer) const {
     unsigned long long entered[2];
     for (int parity = 0; parity < 2; ++parity) {
@@ -149,8 +149,9 @@ GpuStamp NvlinkExchange::stamp_of(int peer, long long call) const {
     return lost;
 }
 
-// Whether a later call of `peer` may have reused the slot of this stamp; a rank writes its stamp before its entry. A peer keeps num_stamps
-// slots, and gets further ahead only after this rank has entered a later call, or if its GPU has failed; then all its stamps say why.
+// Returns whether a later call of `peer` may have reused the slot of this stamp; a rank writes its stamp before its entry. A peer keeps
+// num_stamps slots, and gets further ahead only after this rank has entered a later call, or if its GPU has failed; then all its stamps say
+// why.
 bool NvlinkExchange::may_be_overwritten(int peer, long long call) const {
     unsigned long long entered = 0;
     failures_.read(&entered, &state_->sequence, sizeof(entered));

@@ -70,7 +70,7 @@ std::string Failures::describe_lack(const GpuFailure& f, int reporter) const {
            std::to_string(f.seen) + (f.kind == kPeerEnded ? "" : kIfSlow);
 }
 
-// The deadline that the kernels used; wait_word doubles it for waits for the rank itself.
+// Returns the deadline that the kernels used; wait_word doubles it for waits for the rank itself.
 double Failures::deadline_of(const GpuFailure& f, int reporter) const {
     if (is_rail_peer(f.peer)) return rail_timeout_s_;
     return timeout_s_ * (numbers_.of(reporter, f.peer) == numbers_.of(reporter) ? 2 : 1);

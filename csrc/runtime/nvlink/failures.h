@@ -1,4 +1,4 @@
-// Failures that kernels have reported, as text and as exceptions, for calls of the exchange and of low latency.
+// Turns failures that kernels have reported into text and exceptions, for calls of the exchange and of low latency.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,21 +11,21 @@
 
 namespace deepep_moe {
 
-// Whether a kernel of this rank has reported a failure. slot: host memory that kernels write to. It does not wait for the GPU.
+// Returns whether a kernel of this rank has reported a failure. slot: host memory that kernels write to. It does not wait for the GPU.
 inline bool has_failed(const GpuFailure& slot) { return static_cast<const volatile GpuFailure&>(slot).kind != kNoFailure; }
 
 // Kernels name a peer by its index in this node, or as `rail_peer` of its node. Messages and exceptions use its number in the group.
 struct RankNumbers {
     int ranks_per_node, node, index;  // of this rank
 
-    // The group's number of the rank that `reporter` (a peer of this rank, or itself) names `peer`.
+    // Returns the number in the group of the rank that `reporter`, this rank or a peer, calls `peer`.
     int of(int reporter, int peer) const {
         const int its_node = is_rail_peer(reporter) ? reporter - kFirstRailPeer : node,
                   its_index = is_rail_peer(reporter) ? index : reporter;
         return is_rail_peer(peer) ? (peer - kFirstRailPeer) * ranks_per_node + its_index : its_node * ranks_per_node + peer;
     }
     int of(int peer) const { return of(index, peer); }
-    // The peer that has this number in the group; -1: none.
+    // Returns the peer that has this number in the group; -1: none.
     int peer(int number) const {
         if (number / ranks_per_node == node) return number % ranks_per_node;
         return number % ranks_per_node == index ? rail_peer(number / ranks_per_node) : -1;

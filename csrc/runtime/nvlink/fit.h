@@ -1,4 +1,4 @@
-// How many SMs send on a machine that nobody has tuned. docs/tuning.md has the reasoning and what was measured.
+// Chooses how many SMs send on a machine that nobody has tuned. docs/tuning.md has the reasoning and the measurements.
 #pragma once
 
 #include "cuda/tuning.h"
@@ -11,7 +11,7 @@ struct GpuMachine {
     double link_gbps;  // what SMs can push to the peers, in one direction; 0: unknown
 };
 
-// 0 if nobody has measured or published it.
+// Returns 0 if nobody has measured or published the rate.
 double link_gbps_of(int capability_major);
 
 GpuTuning fit_tuning(const GpuMachine& machine);

@@ -23,7 +23,7 @@ public:
     NvlinkLowLatency(const NvlinkLowLatency&) = delete;
 
     int64_t workspace_bytes() const { return layout_.total_bytes; }
-    // Value, xor the dispatch's number, that marks its handle as failed.
+    // Returns the value that marks a handle as failed, xor the number of its dispatch.
     int64_t failed_mark() const { return static_cast<int64_t>(failed_mark_); }
     int64_t handle_bytes() const;
     int64_t num_calls() const { return num_calls_; }  // that this rank has sent or refused so far
@@ -32,7 +32,7 @@ public:
     int share() const { return memory_.share(); }
     // Throws if a peer's GPU is reached without NVLink: rows rely on a property (cuda/low_latency.h) that is not known of such links.
     void connect(const std::vector<std::string>& handles, const std::vector<int>& descriptors);  // of the ranks of this node
-    // As those of NvlinkExchange; all calls must be received before.
+    // The next three do the same as in NvlinkExchange. All calls must be received before.
     void disconnect() { memory_.disconnect(); }
     void free() { memory_.free(); }
     void resume();

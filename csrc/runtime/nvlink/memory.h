@@ -1,4 +1,4 @@
-// Memory of the GPUs of one host: a rank's workspace and those of its peers, mapped here.
+// Maps memory of the GPUs of one host: a rank's workspace and those of its peers.
 #pragma once
 
 #include <atomic>

@@ -32,7 +32,7 @@ public:
     void complete(GpuDispatchParams& params) const;
     void complete(GpuCombineParams& params) const;
 
-    // Where the rail's rank of another node has written its entry word, and its stamp of a call.
+    // The entry word and the stamp of a call that the rail's rank of another node has written here.
     const std::byte* entered(unsigned long long call, int node) const { return made_.base + made_.layout.entered_of(call, node); }
     const std::byte* stamp(unsigned long long call, int node) const { return made_.base + made_.layout.in_of(call, node); }
 

@@ -1,4 +1,4 @@
-// How many rows to allocate before they are counted, so that the kernel that receives need not wait for the host.
+// Guesses how many rows to allocate before they are counted, so that the kernel that receives need not wait for the host.
 #pragma once
 
 #include <algorithm>

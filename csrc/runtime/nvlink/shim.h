@@ -34,7 +34,7 @@ protected:
 class LowLatencyShim {
 public:
     virtual bool is_ready() noexcept = 0;  // kernels have reported no failure, and no rank is masked
-    // As of NvlinkLowLatency; false where something failed.
+    // The next two call NvlinkLowLatency and return false if it fails.
     virtual bool dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream) noexcept = 0;
     virtual bool combine(const LowLatencyCombineParams& params, bool sends, bool receives, uintptr_t stream) noexcept = 0;
 
@@ -42,7 +42,7 @@ protected:
     ~LowLatencyShim() = default;
 };
 
-// The gate. False: the call was not made; `_C.gpu_gate_check` raises why, on the same thread.
+// Calls the gate. False: the call was not made, and `_C.gpu_gate_check` raises the reason on the same thread.
 struct GateShim {
     bool (*forward)(GpuGateParams params, uintptr_t stream) noexcept;  // without `failure`
     bool (*backward)(const GpuGateBackwardParams& params, uintptr_t stream) noexcept;

@@ -76,7 +76,7 @@ inline CombineParams combine_of(const WorkspaceConfig& config, const HandleArg& 
     return params;
 }
 
-// The signature of a cached dispatch or a combine.
+// Returns the signature of a cached dispatch or a combine.
 inline Signature signature_along(const HandleArg& handle, Operation operation, DType dtype) {
     return {operation, dtype, handle.layout(), 1, handle.number(), 0, 0, 0};
 }

@@ -45,7 +45,7 @@ public:
     // Return the memory of rows to the system, between calls. The next call takes it again. Returns its bytes.
     int64_t free() const { return peers_.give_back(layout_.rings_offset(), layout_.total_bytes() - layout_.rings_offset()); }
 
-    // Dispatch in two halves: `plan` exchanges the counts, the caller allocates, `dispatch` moves the rows.
+    // A dispatch has two halves: `plan` exchanges the counts, the caller allocates, `dispatch` moves the rows.
     PlanResult plan(const PlanParams& params);
     void dispatch(DispatchParams params);
     void dispatch_cached(const Signature& signature, const DispatchParams& params);

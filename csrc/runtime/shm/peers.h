@@ -1,4 +1,4 @@
-// The ranks of one host: their segments of shared memory, mapped here, and their processes.
+// Knows the ranks of one host: their segments of shared memory, mapped here, and their processes.
 #pragma once
 
 #include <cstddef>

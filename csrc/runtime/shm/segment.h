@@ -1,4 +1,4 @@
-// Shared memory that cannot outlive its processes.
+// Makes shared memory that cannot outlive its processes.
 //
 // A segment is an anonymous memory file: it has no name in any file system, so nothing is left behind however its owner ends.
 // Peers of the same user open it through the owner's /proc/<pid>/fd.

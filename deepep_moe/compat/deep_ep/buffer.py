@@ -184,9 +184,10 @@ class Buffer(Suspending, LowLatencyCalls):
                 [num_tokens, ceil(hidden / 512)] int32 of four biased exponents each.
             handle: the handle of an earlier dispatch, whose routing is used again. No other argument about the routing is allowed then.
             num_tokens_per_expert: [num_experts]. Its length is the number of experts. The values are read only without `topk_idx`.
-                With it the tokens are counted again. The argument num_tokens_per_rank is never read.
+                num_tokens_per_rank is never read.
             is_token_in_rank: [num_tokens, num_ranks] bool. It is read only without `topk_idx`.
             topk_idx, topk_weights: [num_tokens, num_topk]. The first is int64 or int32, the second fp32.
+
             expert_alignment: round tokens per expert up to a multiple of it.
             num_worst_tokens: if not 0, the number of rows of the results. It is the same on every rank. Rows without a token have
                 recv_topk_idx -1. The host then waits for nothing, and the list of counts is empty.

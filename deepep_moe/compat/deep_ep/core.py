@@ -149,7 +149,8 @@ class GrowingBuffers(Buffers):
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the group, as far as that is known: hosts from the first call on, or those that the caller made of ranks."""
+        """Return the number of nodes of the group, as far as that is known: hosts from the first call on, or those that the caller made of
+        ranks."""
         if self._ranks_per_node:
             return self.num_ranks // self._ranks_per_node
         return self._num_hosts or 1

@@ -45,7 +45,7 @@ def to_lanes(routing_map: Tensor, num_topk: int) -> Tensor:
 
 
 class Share(NamedTuple):
-    """What `keep_within` leaves of a routing."""
+    """The part of a routing that `keep_within` keeps."""
 
     topk_idx: Tensor
     """[num_tokens, num_topk], -1 where the lane was dropped."""
@@ -95,7 +95,8 @@ def keep_nothing(num_experts: int, group: dist.ProcessGroup, device: torch.devic
 
 
 def _empty_table(num_experts: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """[num_ranks, num_experts + 2] int64, a row for each rank: the rows it has room for, its tokens for each expert, has it lost lanes?"""
+    """Return [num_ranks, num_experts + 2] int64, a row for each rank: the rows it has room for, its tokens for each expert, has it lost
+    lanes?"""
     return torch.zeros(dist.get_world_size(group), num_experts + 2, dtype=torch.int64, device=device)
 
 

@@ -176,12 +176,14 @@ class ElasticBuffer(_BufferOfGroup):
             topk_idx, topk_weights: [num_tokens, num_topk] int64 or int32, -1 = no expert; and fp32. With a handle, pass only weights.
             cumulative_local_expert_recv_stats: [num_local_experts] int32. The tokens of each local expert are added to it.
             num_experts: experts of all ranks together; needed without a handle.
+
             num_max_tokens_per_rank: the same on every rank. None: the buffer's.
             num_sms: SMs that send rows. With 0 deepep_moe chooses.
             previous_event, previous_event_before_epilogue: the call begins after both events.
             async_with_compute_stream: run on the communication stream. The event returned marks the end of the call.
             handle: the handle of an earlier dispatch, whose routing is used again. Pass the same `do_expand` as in that dispatch.
             do_handle_copy: keep a copy of `topk_idx` in the handle. The caller may then change the original.
+
             do_cpu_sync: False: the host waits for nothing, and the results have the most rows that can arrive. These are num_ranks *
                 num_max_tokens_per_rank; expanded, min(num_topk, num_local_experts) times as many and room for padding. Rows without a
                 token are zero, with recv_topk_idx -1. None: True.

@@ -43,7 +43,7 @@ class DeferredResults(EventOverlap):
 
 
 class Mode(NamedTuple):
-    """How a call runs."""
+    """The mode of a call."""
 
     num_sms: int
     after: tuple[Any, Any]

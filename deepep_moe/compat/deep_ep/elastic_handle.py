@@ -42,53 +42,54 @@ class EPHandle:
 
     @property
     def topk_idx(self) -> Tensor:
-        """[num_tokens, num_topk], as the caller gave it, or a copy."""
+        """Return [num_tokens, num_topk], as the caller gave it, or a copy."""
         if self._topk_idx is None:
             self._topk_idx = self.native.topk_idx.to(self._index_dtype, copy=True)  # the dispatch has kept it
         return self._topk_idx
 
     @property
     def num_experts(self) -> int:
-        """Experts of all ranks."""
+        """Return the number of experts of all ranks."""
         return self.buffer.num_experts
 
     @property
     def expert_alignment(self) -> int:
-        """The multiple to which rows of each expert are padded."""
+        """Return the multiple to which rows of each expert are padded."""
         return self.native.expert_alignment
 
     @cached_property
     def num_recv_tokens_per_expert_list(self) -> list[int]:
-        """Rows of each local expert, rounded up to `expert_alignment`; empty after a dispatch with do_cpu_sync=False."""
+        """Return the number of rows of each local expert, rounded up to `expert_alignment`; empty after a dispatch with
+        do_cpu_sync=False."""
         return self.native.num_rows_per_expert_list if self.has_counts_on_host else []
 
     @cached_property
     def num_recv_tokens(self) -> int:
-        """Tokens received, each counted once; after a dispatch with do_cpu_sync=False the most that may come."""
+        """Return the number of tokens received, each counted once; after a dispatch with do_cpu_sync=False the most that may come."""
         if not self.has_counts_on_host:
             return self.buffer.num_ranks * self.num_max_tokens_per_rank
         return int(self.native.recv_counts.sum()) if self.do_expand else self.native.num_rows
 
     @property
     def num_expanded_tokens(self) -> int:
-        """Rows of the expanded layout, padding included; after a dispatch with do_cpu_sync=False the room for them. 0 where rows are
-        compact."""
+        """Return the number of rows of the expanded layout, padding included; after a dispatch with do_cpu_sync=False the room for them. 0
+        where rows are compact."""
         return self.native.num_rows if self.do_expand else 0
 
     @cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
-        """[num_ranks] int32: the running sum of the tokens received from each rank."""
+        """Return [num_ranks] int32: the running sum of the tokens received from each rank."""
         return self.native.recv_counts.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
     @property
     def num_unaligned_recv_tokens_per_expert(self) -> Tensor:
-        """[num_local_experts]: rows of each local expert, without padding."""
+        """Return [num_local_experts]: rows of each local expert, without padding."""
         return self.native.num_recv_tokens_per_expert
 
     @cached_property
     def psum_num_recv_tokens_per_expert(self) -> Tensor:
-        """[num_local_experts] int32: the end of each local expert's rows. Groups before it are rounded up to `expert_alignment`; its own
-        group is rounded up too, unless rows are expanded."""
+        """Return [num_local_experts] int32: the end of each local expert's rows. Groups before it are rounded up to `expert_alignment`; its
+        own group is rounded up too, unless rows are expanded."""
         ends = self.native.num_rows_per_expert.cumsum(0, dtype=torch.int32)
         if not self.do_expand:
             return ends
@@ -96,13 +97,14 @@ class EPHandle:
 
     @property
     def dst_buffer_slot_idx(self) -> Tensor:
-        """[num_tokens, num_topk]: the expert of each lane, -1 = none. There are no slots here; the routing determines each row's place."""
+        """Return [num_tokens, num_topk]: the expert of each lane, -1 = none. There are no slots here; the routing determines each row's
+        place."""
         return self.native.topk_idx
 
     @cached_property
     def recv_src_metadata(self) -> Tensor:
-        """[num_recv_tokens, 2 + num_topk] int32, one row per token received. Column 0 is source rank * num_max_tokens_per_rank + token.
-        Column 1 is the token's place among those received. The rest is the row of each lane in the expanded layout, -1 = none.
+        """Return [num_recv_tokens, 2 + num_topk] int32, one row per token received. Column 0 is source rank * num_max_tokens_per_rank +
+        token. Column 1 is the token's place among those received. The rest is the row of each lane in the expanded layout, -1 = none.
 
         No call needs it and no dispatch sends it. The first read is collective: all ranks must read it, and the host waits.
         """

@@ -1,4 +1,4 @@
-"""Where `torch.compile` breaks a graph: at the methods of this package, as it does at DeepEP's native functions."""
+"""Makes `torch.compile` break a graph at the methods of this package, as it does at DeepEP's native functions."""
 
 import functools
 from types import FunctionType

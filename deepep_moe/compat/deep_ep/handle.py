@@ -17,12 +17,12 @@ _NUM_TENSORS, _NUM_TENSORS_OF_NODES = 6, 10
 
 @outside_graphs
 class Handle(Sequence[Any]):
-    """What `combine` and a cached dispatch need. It holds `along`, the handle of deepep_moe, and the `buffer` that made it.
+    """The handle that `combine` and a cached dispatch take. It holds `along`, the handle of deepep_moe, and the `buffer` that made it.
 
     As a sequence it has DeepEP's six tensors: rank_prefix_matrix, channel_prefix_matrix, recv_channel_prefix_matrix, recv_src_idx,
-    is_token_in_rank, send_head; of several nodes the ten of DeepEP's internode handle. Calls do not read them. -1 stands for numbers that
-    a rank of this library does not know: columns of other ranks in rank_prefix_matrix, recv_src_idx, and what concerns DeepEP's channels
-    between nodes.
+    is_token_in_rank, send_head; with several nodes it has the ten of DeepEP's internode handle. Calls do not read them. -1 stands for
+    numbers that a rank of this library does not know: columns of other ranks in rank_prefix_matrix, recv_src_idx, and what concerns
+    DeepEP's channels between nodes.
     """
 
     def __init__(self, buffer: Buffer, along: DispatchHandle) -> None:
@@ -43,7 +43,7 @@ class Handle(Sequence[Any]):
 
     @cached_property
     def recv_rank_prefix_sum(self) -> Tensor:
-        """[num_ranks] int32: rows received from ranks up to each one."""
+        """Return [num_ranks] int32: rows received from ranks up to each one."""
         return self.along.recv_counts.sum(1).cumsum(0).to(torch.int32)
 
     @cached_property
@@ -75,5 +75,5 @@ class Handle(Sequence[Any]):
 
 
 def _heads(is_sent: Tensor) -> Tensor:
-    """[num_tokens, num_peers] int32: the how many-th row for a peer each token is, from 0; -1 where it does not go there."""
+    """Return [num_tokens, num_peers] int32: the index of each token among the rows for a peer, or -1 if it does not go there."""
     return torch.where(is_sent, is_sent.cumsum(0) - 1, -1).to(torch.int32)

@@ -31,7 +31,7 @@ _PROBS = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
 class _Routing(NamedTuple):
-    """Where tokens go, as a caller says it: by a map, by indices, or along a handle."""
+    """The routing that a caller gives: a map, indices, or neither beside a handle."""
 
     routing_map: Tensor | None
     topk_idx: Tensor | None
@@ -101,12 +101,12 @@ class HybridEPBuffer(Suspending):
 
     @property
     def num_of_nodes(self) -> int:
-        """Nodes of the group; 1 until the first call has looked for them."""
+        """Return the number of nodes of the group; 1 until the first call has looked for them."""
         return self._buffers.num_nodes
 
     @property
     def num_of_hybrid_ep_ranks_per_nvlink_domain(self) -> int:
-        """Ranks of a node."""
+        """Return the number of ranks of a node."""
         return self.group_size // self.num_of_nodes
 
     def _parts(self) -> tuple[Suspending, ...]:
@@ -165,6 +165,7 @@ class HybridEPBuffer(Suspending):
             topk_idx, topk_weights, num_of_experts: instead of the map. `topk_idx` is [num_tokens, num_topk] int32 or int64; an index that
                 is no expert counts as none. The weights are floats or None. `num_of_experts` None: as many as the buffer was made for.
             scaling_factor: [num_tokens, hidden / 128] fp32, for fp8 rows only.
+
             num_permuted_tokens: the number of rows of this rank's results. An int or a tensor; the host waits for one on a GPU. Rows
                 behind the last group are zero. Rows that do not fit are dropped; the last item of the handle is then 1 on every rank.
                 The host waits for nothing else. None: as many rows as arrive.
@@ -214,7 +215,7 @@ class HybridEPBuffer(Suspending):
 
         Args:
             hidden: [num_rows, hidden] bf16 (fp32 and fp16 too), rows as the dispatch of `handle` returned them.
-            probs: [num_rows] fp32, to come back beside the rows, which they do not weigh.
+            probs: [num_rows] fp32, which come back beside the rows. The rows are not multiplied by them.
 
         Returns the sums [num_tokens, hidden], and probs [num_tokens, num_experts] fp32, 0 where a token did not go, or None.
 

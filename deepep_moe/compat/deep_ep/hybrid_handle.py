@@ -1,4 +1,4 @@
-"""What HybridEP's callers see of a dispatch, and of a buffer's settings."""
+"""The objects that HybridEP's callers get: the handle of a dispatch, and a buffer's settings."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -68,27 +68,27 @@ class HybridHandle(Sequence[Any]):
 
     @property
     def tokens_per_expert(self) -> Tensor:
-        """[num_local_experts] int32: rows of each local expert, without padding."""
+        """Return [num_local_experts] int32: rows of each local expert, without padding."""
         return self.native.num_recv_tokens_per_expert
 
     @property
     def is_bounded(self) -> bool:
-        """Whether its dispatch was given the number of rows, so that the host does not know their counts."""
+        """Return whether its dispatch was given the number of rows, so that the host does not know their counts."""
         return self._has_dropped is not None
 
     @cached_property
     def overflow_flag(self) -> Tensor:
-        """[] int32: 1 where a rank of the group has dropped rows, else 0."""
+        """Return [] int32: 1 where a rank of the group has dropped rows, else 0."""
         return self.topk_idx.new_zeros((), dtype=torch.int32) if self._has_dropped is None else self._has_dropped.to(torch.int32)
 
     @cached_property
     def num_dispatched_tokens_tensor(self) -> Tensor:
-        """[1] int32: tokens received, each counted once."""
+        """Return [1] int32: tokens received, each counted once."""
         return self.native.recv_counts.sum(dtype=torch.int32).view(1)
 
     @cached_property
     def local_expert_routing_map(self) -> Tensor:
-        """[num_recv_tokens, num_local_experts] bool: the local experts of each token received. The host waits for their number."""
+        """Return [num_recv_tokens, num_local_experts] bool: the local experts of each token received. The host waits for their number."""
         num_tokens, num_local_experts = int(self.num_dispatched_tokens_tensor), self.buffer.num_local_experts
         if self.native.layout == "rank":
             assert self.native.recv_topk_idx is not None

@@ -1,4 +1,4 @@
-"""What DeepEP's callers count before a dispatch. The dispatch itself counts again, in its own kernels."""
+"""Counts for DeepEP's callers, before a dispatch. The dispatch counts again in its own kernels."""
 
 from typing import NamedTuple
 

@@ -66,13 +66,13 @@ class LowLatencyCalls:
             topk_idx: [num_tokens, num_topk] int64 or int32. An index of -1 means no expert.
             num_max_dispatch_tokens_per_rank: most tokens of any rank, the same on all ranks.
             num_experts: experts of all ranks together.
-            cumulative_local_expert_recv_stats: [num_local_experts] int32. The rows received are added to it.
+            cumulative_local_expert_recv_stats: [num_local_experts] int32. The rows received are added.
             dispatch_wait_recv_cost_stats: [num_ranks] int64. The nanoseconds waited for each rank are added to it.
-            use_fp8: return rows as e4m3. Each scale is that of 128 columns.
+            use_fp8: return rows as e4m3, with a scale for 128 columns.
             round_scale: with `use_fp8`, scales are powers of two.
             use_ue8m0: with `round_scale`, scales are their exponents. An int32 holds four.
             async_finish: the results may be read after `event`.
-            return_recv_hook: the call only sends. The hook receives.
+            return_recv_hook: the call sends, the hook receives.
             x_global_scale, use_nvfp4, use_ue8m0_for_sf: arguments of forks, refused if used.
 
         Returns:
@@ -170,10 +170,10 @@ class LowLatencyCalls:
 
         Args:
             x: [num_local_experts, num_ranks * max, hidden] bf16, rows as the dispatch returned them.
-            topk_idx: the topk_idx of the dispatch. Only its shape is read, as the handle knows where the rows lie.
+            topk_idx: the topk_idx of the dispatch. Only its shape is read.
             topk_weights: [num_tokens, num_topk] fp32.
             handle: the handle that `low_latency_dispatch` returned.
-            zero_copy: the rows lie in `get_next_low_latency_combine_buffer(handle)`. The call does not read `x`.
+            zero_copy: the rows lie in `get_next_low_latency_combine_buffer(handle)`. Then `x` is not read.
             async_finish, return_recv_hook: the same as in the dispatch.
             out: [num_tokens, hidden] bf16. The result is written to it.
             combine_wait_recv_cost_stats: [num_ranks] int64. The nanoseconds waited for each rank are added to it.

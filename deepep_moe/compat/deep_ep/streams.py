@@ -1,4 +1,4 @@
-"""On which stream a call runs: the current one, or the communication stream of a DeepEP buffer."""
+"""Chooses the stream of a call: the current one, or the communication stream of a DeepEP buffer."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -21,7 +21,7 @@ LAYOUTS = ("expert", "rank")
 
 @dataclass(frozen=True)
 class Mode:
-    """How a call runs; its results do not depend on it."""
+    """The mode of a call. Results do not depend on it."""
 
     is_async: bool = False  # beside the caller's stream or thread
     is_split: bool = False  # in two halves: the caller starts the second one
@@ -125,7 +125,7 @@ class Backend(Suspendable):
 
     @property
     def num_calls(self) -> int:
-        """How many calls this rank has entered or refused."""
+        """Return the number of calls that this rank has entered or refused."""
         raise NotImplementedError
 
     def limit_sms(self, max_sms: int) -> None:

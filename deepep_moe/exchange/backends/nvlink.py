@@ -74,7 +74,7 @@ class NvlinkBackend(GpuMemory, Backend):
 
     @property
     def tuning(self) -> "_C.GpuTuning":
-        """How kernels divide the GPU (`_C.GpuTuning`); for benchmarks and tests."""
+        """Return the settings by which kernels divide the GPU (`_C.GpuTuning`), for benchmarks and tests."""
         return self._exchange.tuning
 
     def use(self, values: Values) -> None:
@@ -84,7 +84,7 @@ class NvlinkBackend(GpuMemory, Backend):
 
     @property
     def machine(self) -> Machine:
-        """The machine, as profiles name it."""
+        """Return the machine, as profiles name it."""
         name = torch.cuda.get_device_name(torch.cuda.current_device())
         return Machine(name, self._exchange.num_multiprocessors, self.settings.num_ranks, self.settings.num_nodes)
 

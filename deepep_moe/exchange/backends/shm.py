@@ -36,7 +36,7 @@ class ShmBackend(Backend):
         self._pool = HostPool()
 
     def address(self) -> tuple[str, int]:
-        """What peers need to open this rank's shared memory: its path and this process's id."""
+        """Return what peers need to open this rank's shared memory: its path and this process's id."""
         return self._exchange.path, os.getpid()
 
     def connect(self, addresses: list[tuple[str, int]]) -> None:

@@ -63,7 +63,8 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
             raise
 
     def _deepep_route(self, tokens: Tensor, router_output: object) -> Tensor:
-        """tokens [num_tokens, hidden] -> the same shape. AutoEP calls this between the router and the shared experts."""
+        """Send tokens [num_tokens, hidden] to the experts, and return the same shape. AutoEP calls this between the router and the shared
+        experts."""
         if why_own(self, tokens) is not None:
             return super()._deepep_route(tokens, router_output)
         return self._route(tokens, router_output)

@@ -91,9 +91,8 @@ class PackedMOELayer(MOELayer):
         return nodes_per_token(self.deepep_moe_topk_idx.t(), self.num_local_experts * self.ep_size, num_nodes)
 
     def _exchange(self, growing: GrowingBuffer, x: Tensor, routing: Routing) -> Tensor:
-        """x [num_tokens, hidden] -> the weighted sums of the experts' outputs, shaped as x.
-
-        Exact mode sends a row per (lane, token) there and back, copied as it is, and weights and sums the rows here as DeepSpeed does.
+        """Send x [num_tokens, hidden] to the experts, and return the weighted sums of their outputs, shaped as x. Exact mode sends a row
+per (lane, token) there and back, copied as it is, and weights and sums the rows here as DeepSpeed does.
         Gates fill an expert's slots in the order (lane, token) for k = 1 and 2, so experts see rows in DeepSpeed's order. Otherwise there
         is a row per (rank, token), and the experts' rank weights and sums the rows of a token.
         """
@@ -188,7 +187,7 @@ class PackedMOELayer(MOELayer):
         return weights
 
     def _timed(self, timer: str, attribute: str) -> contextlib.AbstractContextManager[None]:
-        """Under `wall_clock_breakdown`, write the milliseconds of a block to `attribute`, where the engine reads them. Else time the parts
+        """Write the milliseconds of a block to `attribute`, where the engine reads them, under `wall_clock_breakdown`. Else time the parts
         of the exchange for metrics."""
         if self.wall_clock_breakdown:
             return self._timing(timer, attribute)

@@ -154,7 +154,7 @@ def gpu(monkeypatch):
 
 @pytest.mark.gpu
 def test_kernels_by_hand(gpu):
-    """As above: three tokens, room for 2 in each of experts 0 and 1."""
+    """The case above again: three tokens, room for 2 in each of experts 0 and 1."""
     logits = torch.tensor([[2.0, 1.0, 0.0], [2.0, 1.0, 0.0], [1.0, 2.0, 0.0]], device=gpu)
     assert gates.has_kernels(logits) and not gates.has_kernels(logits[:0])
     _, counts, topk_idx, topk_weights = gates._decide_2(logits, 2, noise=False)

@@ -112,7 +112,7 @@ def test_metrics(rank):
 
 @on_deepspeed_ranks(1)
 def test_repeats_of_experts_count(rank):
-    """As where a GPU's host finds that the rows have not fitted."""
+    """Plays a GPU's host that finds that the rows have not fitted."""
     layer = make_moe(2, ep=1, k=1, expert=sequential(bias=False))
     replace_moe_layers(layer, exact=False, grouped_experts=True)
     metrics = Metrics(layer)

@@ -166,8 +166,8 @@ def test_groups_of_several_sizes(rank):
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
 @on_deepspeed_ranks()
 def test_autocast(rank, device):
-    """Gates then have weights in bf16, in which DeepSpeed weighs. With k = 2 the gate's gradient, a difference of sums much larger than it,
-    is off by more than its size in DeepSpeed too, against the same pass in fp32."""
+    """Gates then have weights in bf16, in which DeepSpeed multiplies. With k = 2 the gate's gradient, a difference of sums much larger than
+    it, is off by more than its size in DeepSpeed too, against the same pass in fp32."""
     x, cotangent = torch.randn(2, 80, HIDDEN, generator=torch.Generator().manual_seed(rank)).to(device)
     for k in (1, 2):
         layer = make_moe(k=k).to(device)

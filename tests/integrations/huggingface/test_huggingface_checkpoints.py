@@ -95,7 +95,7 @@ def test_files_are_those_of_the_plain_model(rank: int, num_ranks: int, name: str
 
 @on_ranks(2)
 def test_rank_0_holds_one_file(rank: int, num_ranks: int, tmp_path: Path) -> None:
-    """Of what it gathers, it keeps the tensors of one file, and the last tensor of the file before."""
+    """It gathers all tensors, but keeps those of one file only, and the last tensor of the file before."""
     pytest.importorskip("transformers", minversion="5")
     model, gathered, sizes, fetch = spread("qwen3"), [], [], saving._WholeState.fetch
 

@@ -65,7 +65,7 @@ def test_peers_learn_what_failed(rank: int, num_ranks: int, device: str, num_for
 
 @on_megatron(2)
 def test_peers_learn_of_counts_that_fail(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    """What fails right after the dispatch is a failure outside of a call, too."""
+    """A failure right after the dispatch is outside of a call, too."""
     layer, x = layer_of(sizes, **FP32), torch.randn(12, 1, HIDDEN)
     layer(x)
 

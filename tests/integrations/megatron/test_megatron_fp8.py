@@ -122,7 +122,7 @@ def counting(calls: list[int]) -> None:
 
 @on_ranks(2, timeout_s=300)
 def test_micro_batches(rank: int, num_ranks: int) -> None:
-    """By Megatron-Core's signal, all forwards of a step use the copies of the first, with the same results."""
+    """All forwards of a step use the copies of the first, by Megatron-Core's signal, with the same results."""
     from megatron.core.transformer.module import MegatronModule
 
     stock, calls = MegatronModule.set_is_first_microbatch, []

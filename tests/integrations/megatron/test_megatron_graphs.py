@@ -200,7 +200,7 @@ def test_layers_with_a_graph_of_the_router(rank: int, num_ranks: int, overlap: b
             results[scope] = _te(build_layer(config), monkeypatch, "moe_preprocess" in scope)
         for name, result in results.items():
             for seed, (ours, theirs) in enumerate(zip(result, want, strict=True)):
-                # Without the preprocessing a graph leaves the dense map only, so experts come in another order and sums round otherwise.
+                # A graph without the preprocessing leaves the dense map only, so experts come in another order and sums round differently.
                 assert name == "moe_router" or torch.equal(ours[0], theirs[0]), f"{name}, micro batch {seed}"
                 for actual, expected in zip(ours, theirs, strict=True):
                     torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6)

@@ -96,7 +96,7 @@ def test_our_backend_selects_flex():
 
 @on_ranks(2)
 def test_one_line_says_whether_it_is_on(rank: int, num_ranks: int) -> None:
-    """Without any setting of logging. The first rank says it, once."""
+    """The first rank logs the line once, without any setting of logging."""
     warn_once.log_once.cache_clear()
     lines = io.StringIO()
     with contextlib.redirect_stderr(lines), model_parallel(ep=num_ranks) as sizes:

@@ -164,7 +164,7 @@ class Model(torch.nn.Module):
         return self.layer(x)[0]
 
     def finish_grad_sync(self) -> None:
-        """As Megatron-Core's DDP without overlap: sums of gradients, in which all ranks have to take part."""
+        """Sum the gradients as Megatron-Core's DDP without overlap does: all ranks have to take part."""
         from megatron.core import parallel_state
 
         for name, parameter in self.layer.named_parameters():

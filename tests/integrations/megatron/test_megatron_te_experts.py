@@ -110,7 +110,7 @@ def test_choice_of_auto(rank: int, num_ranks: int, sizes: dict[str, int], is_te:
 
 @on_megatron(1)
 def test_auto_asks_megatron_lm(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    """What its command line says of the optimizer and of FSDP counts too."""
+    """The options of its command line for the optimizer and for FSDP count too."""
     config = layer_config(**sizes, **selection(), **BF16)
     for arguments, expected in (
         ({"optimizer": "adam"}, GroupedMLP), ({"optimizer": "muon"}, SequentialMLP), ({"use_megatron_fsdp": True}, SequentialMLP),
@@ -208,7 +208,7 @@ def test_gradients_are_added_to_main_grad(rank: int, num_ranks: int, sizes: dict
 
 @on_megatron(1, experts="own")
 def test_gradients_without_main_grad(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    """Without DDP, and with a wrapper that makes `main_grad` later, gradients are in `grad`."""
+    """Gradients are in `grad` without DDP, and with a wrapper that makes `main_grad` later."""
     for has_getter in (False, True):
         fused, plain = (layer_of(sizes, late={"gradient_accumulation_fusion": fuses}, **ALONE).experts for fuses in (True, False))
         if has_getter:
