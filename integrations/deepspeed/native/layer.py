@@ -91,10 +91,11 @@ class PackedMOELayer(MOELayer):
         return nodes_per_token(self.deepep_moe_topk_idx.t(), self.num_local_experts * self.ep_size, num_nodes)
 
     def _exchange(self, growing: GrowingBuffer, x: Tensor, routing: Routing) -> Tensor:
-        """Send x [num_tokens, hidden] to the experts, and return the weighted sums of their outputs, shaped as x. Exact mode sends a row
-        per (lane, token) there and back, copied as it is, and weights and sums the rows here as DeepSpeed does.
-                Gates fill an expert's slots in the order (lane, token) for k = 1 and 2, so experts see rows in DeepSpeed's order. Otherwise there
-                is a row per (rank, token), and the experts' rank weights and sums the rows of a token.
+        """Send x [num_tokens, hidden] to the experts, and return the weighted sums of their outputs, shaped as x.
+
+        Exact mode sends a row per (lane, token) there and back, copied as it is, and weights and sums the rows here as DeepSpeed does.
+        Gates fill an expert's slots in the order (lane, token) for k = 1 and 2, so experts see rows in DeepSpeed's order. Otherwise there
+        is a row per (rank, token), and the experts' rank weights and sums the rows of a token.
         """
         if plan_of(self).options.exact:
             return self._exchange_by_expert(growing, x, routing.topk_idx.reshape(-1, 1), None, routing.topk_weights)
