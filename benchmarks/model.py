@@ -5,11 +5,11 @@
 
 It assumes:
 
-- Each GPU has its own NIC, which handles puts one after the other. The network carries nothing else and has no other bound.
+- Each GPU has its own NIC, which handles puts one after the other. The network has no other traffic or bound.
 - A ConnectX-7 of 400 Gb/s carries 46 GB/s, as in DeepEP's low-latency table at 8 ranks. NVLink and SMs have the rates of our records.
 - A put is seen 5 us after its last byte and costs a NIC 0.1 us. Both are guesses.
-- All ranks start together. The library's gate chooses experts evenly, so the ranks of one node stand for those of every node.
-- NVLink has one rate at each end. Rows for the own node go by NVLink alone and share the SMs and the links.
+- All ranks start together. The library's gate chooses experts evenly, so one node stands for all.
+- NVLink has one rate at each end. Rows for the own node use NVLink alone, and share SMs and links.
 
 It leaves out congestion, routes, NICs that GPUs share, credits, the CPU of a proxy, other traffic, metadata of rows, and whatever happens
 on GPUs beside the call. Its times are what these sizes allow at best. Published tables stand beside it, with its error.

@@ -12,7 +12,7 @@ fp8          a layer with fp8 experts, against bf16 and TransformerEngine
 balance      a layer with unbalanced ranks, against balanced ones
 
 NAME --help lists the options of one. All but `model` and `trainer` take `--bind`.
-Without a name it is exchange.
+The default name is exchange.
 """
 
 import argparse

@@ -3,10 +3,10 @@
 The routing is given, not learned. Each one takes turns with the same layer where all experts have the same number of rows, so "ratio" is
 what balancing could gain at best. Without --max-vio, --workload and --trace it is `--max-vio 0 0.5 1 2 4`.
 
-"MaxVio" is the rows of the busiest expert over the mean, less 1. "ranks" is the rows of the busiest rank over the mean. Both are means of
-all steps. Times are medians of the slowest rank. "layer" is the wall time of the whole layer, dispatch to combine. "experts" is that of the
-experts alone, each rank while the others wait. "copies" is the layer with `Balance(--slots)`. Where ranks share a GPU, the time of a layer
-is that of all ranks' work, which no routing changes much; then only "experts" tells.
+`MaxVio` is the rows of the busiest expert over the mean, less 1. `ranks` is the rows of the busiest rank over the mean. Both are means of
+all steps. Times are medians of the slowest rank. `layer` is the wall time of the whole layer, dispatch to combine. `experts` is that of the
+experts alone, each rank while the others wait. `copies` is the layer with `Balance(--slots)`. Ranks that share a GPU time the work of all
+ranks, which the routing hardly changes. Then only `experts` counts.
 """
 
 import argparse

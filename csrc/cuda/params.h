@@ -251,8 +251,8 @@ struct GpuSwigluParams {
     float* grad_probs;       // [num_rows], or null
 };
 
-// Gradients of the weights of grouped experts. Each group's product of the transposed rows of a [num_rows, n] and those of b [num_rows, k],
-// both bf16, is added to sums [num_groups, n, k]. n and k are multiples of 8; a, b and sums begin at multiples of 16 bytes.
+// Gradients of the weights of grouped experts. For each group, transposed rows of a [num_rows, n] times rows of b [num_rows, k], both bf16,
+// are added to sums [num_groups, n, k]. Both n and k are multiples of 8; a, b and sums begin at multiples of 16 bytes.
 struct GpuWeightGradientParams {
     int64_t num_rows;
     int n, k, num_groups;

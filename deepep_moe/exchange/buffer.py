@@ -238,11 +238,11 @@ class Buffer(Sizes):
                 counts.
 
             num_recv_rows: an upper bound on the rows received. The outputs have exactly that many, zero behind the last group. On a GPU the
-                host then waits for nothing, and the call may be captured in a CUDA graph. With "guess" a GPU's outputs may have the rows
-                that the host predicts, before it knows how many come. Queue the work of the experts, with counts on the GPU
-                (`handle.num_rows_per_expert`), then ask `settle`. Rows behind the last group may hold anything, and so may all if they did
-                not fit. On CPUs and without a prediction it is the same as None. It is also None with `async_op` or `return_hook`, in the
-                rank layout and with "blockwise" rows. The same holds under activation checkpointing and in compiled functions.
+                host then does not wait, and CUDA graphs may capture the call. With "guess" a GPU's outputs may have the rows that the host
+                predicts. Queue the work of the experts, with counts on the GPU (`handle.num_rows_per_expert`), then ask `settle`. Rows
+                behind the last group may hold anything, all rows if they did not fit. It is the same as None on CPUs, without a prediction,
+                with `async_op` or `return_hook`, in the rank layout, with "blockwise" rows, under activation checkpointing, and in compiled
+                functions.
 
             fp8: True quantizes rows to float8_e4m3fn (`deepep_moe.ops.quantize_fp8`), without gradient. One scale is for 128 columns.
                 With "blockwise", which is for training, scales are powers of two in fp32 (`deepep_moe.ops.ue8m0.pack` packs them). Then
@@ -352,8 +352,8 @@ class Buffer(Sizes):
         Args:
             x: [num_rows, hidden] contiguous, fp32, bf16 or fp16, rows as the dispatch of `handle` returned them.
             handle: the handle of a dispatch of this buffer.
-            topk_weights: [num_rows] fp32, `recv_topk_weights` of the expert layout. Without them it is a plain sum. With sums by lanes all
-                ranks give weights, or none does.
+            topk_weights: [num_rows] fp32. The rows' weights, `recv_topk_weights` of the expert layout. None: a plain sum. With sums by
+                lanes all ranks give weights, or none does.
             bias: [num_tokens, hidden], dtype of `x`. It is added on the token's rank.
 
             fp8: "blockwise": the backward dispatches its gradient as a dispatch with `fp8="blockwise"` does. The gradient of `x` is then

@@ -91,7 +91,7 @@ class ExpertSlots:
         """Fill slots with copies: slot j gets the weights of expert `copies[rank, j]` from its home. Slots of -1 stay as they are.
 
         copies: [num_ranks, num_slots] int32, contiguous: the expert in each slot of each rank, or -1. A copy is on another rank than home,
-            and a rank holds an expert once. num_slots is at most 32.
+            and a rank holds an expert once. At most 32 slots.
         slots: at most 8 tensors [num_slots, ...] in `memory`.
         weights: as many contiguous tensors [num_local_experts, ...] of any dtype and shape. An expert has as many bytes as its slot, a
             multiple of 16.

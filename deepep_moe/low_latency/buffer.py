@@ -189,8 +189,9 @@ class LowLatencyBuffer(Sizes):
             topk_weights: [num_tokens, num_topk] contiguous, fp32, by which `combine` multiplies the rows. None: a plain sum.
             fp8: quantize rows to float8_e4m3fn while they are sent (`deepep_moe.ops.quantize_fp8`). Each 128 columns have a scale.
             scale_format: "fp32", or "ue8m0" for scales that are rounded up to powers of two.
-            async_op: return at once. Read the results, or change the arguments, only after `output.event.wait()`.
-            return_hook: send and return, likewise until `output.hook()`. On a GPU the hook receives on the stream that is current then.
+            async_op: return at once. Read results or change arguments only after `output.event.wait()`.
+            return_hook: send and return. The same holds until `output.hook()`. On a GPU the hook receives on the stream that is current
+                then.
 
         Raises:
             TypeError, ValueError: bad arguments; the peers raise EPPeerError. On a GPU, bad values inside of `topk_idx`, peers' refusals
@@ -238,11 +239,11 @@ class LowLatencyBuffer(Sizes):
 
         Args:
             x: [num_local_experts, capacity, hidden] contiguous, bf16, fp16 or fp32, rows as the dispatch returned them. They are read where
-                they lie (`combine_input` gives such a tensor to write to). Rows that the dispatch did not fill are not read.
+                they lie (`combine_input` gives such a tensor to write to). Rows that were not filled are not read.
             topk_weights: [num_tokens, num_topk] contiguous, fp32, of this rank's tokens. None: the weights of the dispatch. Weights given
-                here replace those, with the bits of a dispatch that was given them. All ranks give weights, or none does. The half that
-                sends waits until all ranks have entered the call (the kernel on a GPU, the call on a CPU). This costs one trip over the
-                link, so give weights to `dispatch` if they are known by then.
+                here replace those, with the same bits. All ranks give weights, or none does. The half that sends waits until all ranks have
+                entered the call (the kernel on a GPU, the call on a CPU). This costs one trip over the link, so give weights to `dispatch`
+                if they are known by then.
 
             out: [num_tokens, hidden], dtype of `x`. The result is written to it.
             wire: None: rows travel in the dtype of `x`. With "fp8" they travel as e4m3 with one fp32 scale for 128 columns, half the bytes

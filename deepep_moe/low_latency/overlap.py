@@ -83,12 +83,12 @@ def routed_experts(
 
     Args:
         buffer: any number of layers and both micro-batches share it.
-        experts: called as `experts(recv_x, num_recv_tokens_per_expert)` with what `LowLatencyOutput` has. With `fp8` they get
-            `recv_x_scales` too. They return [num_local_experts, capacity, hidden] bf16, fp16 or fp32, contiguous. Rows behind an expert's
-            count hold anything. The result may not be `buffer.combine_input()`, which the other micro-batch's combine may still read.
+        experts: called as `experts(recv_x, num_recv_tokens_per_expert)`. With `fp8` they get `recv_x_scales` too. They return
+            [num_local_experts, capacity, hidden] bf16, fp16 or fp32, contiguous. Rows behind an expert's count hold anything. The result
+            may not be `buffer.combine_input()`, which the other micro-batch's combine may still read.
         x, topk_idx, topk_weights, fp8, scale_format: as for `LowLatencyBuffer.dispatch`. The number of tokens may differ, or be 0, on each
             rank and in each micro-batch.
-        shared_expert: called as `shared_expert(x)` while the dispatch flies. Its result, [num_tokens, hidden], is added.
+        shared_expert: called as `shared_expert(x)` while the dispatch flies. Its result is added.
         wire: as for `LowLatencyBuffer.combine`.
         timeline: gets the spans "send dispatch", "shared expert", "receive dispatch", "experts", "send combine" and "receive combine".
 

@@ -44,8 +44,8 @@ class SpreadExperts(RankExperts):
         self.check_wrappers()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Send hidden_states [num_tokens, hidden] to the experts top_k_index with top_k_weights, [num_tokens, num_topk]. Collective over the
-        buffer's group. Returns the shape of hidden_states.
+        """Send hidden_states [num_tokens, hidden] to the experts top_k_index with top_k_weights, [num_tokens, num_topk].
+        Collective over the buffer's group. Returns the shape of hidden_states.
 
         Raises ValueError for more tokens than `spread_experts` was told, or if a data-parallel wrapper has mixed the experts of ranks, and
         what `Buffer.dispatch` and `GroupedExperts` raise.

@@ -93,8 +93,8 @@ __device__ inline float warp_max(float x) { return from_ordered(__reduce_max_syn
 
 constexpr double kExpBound = 708.0;
 
-// Returns exp(x) for |x| <= kExpBound as 2^n exp(r), with x = n ln2 + r, |r| <= ln2 / 2. ln2 has two parts; exp(r) is a Taylor series of
-// degree 13.
+// Returns exp(x) for |x| <= kExpBound as 2^n exp(r), with x = n ln2 + r, |r| <= ln2 / 2. The constant ln2 has two parts, and exp(r) is a
+// Taylor series of degree 13.
 __device__ __forceinline__ double exp_of(double x) {
     constexpr double kLog2E = 1.4426950408889634, kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770002e-10;
     constexpr double kRound = 0x1.8p52;  // adding it leaves the nearest integer in the low bits

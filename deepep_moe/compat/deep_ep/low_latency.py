@@ -67,8 +67,8 @@ class LowLatencyCalls:
             num_max_dispatch_tokens_per_rank: most tokens of any rank, the same on all ranks.
             num_experts: experts of all ranks together.
             cumulative_local_expert_recv_stats: [num_local_experts] int32. The rows received are added.
-            dispatch_wait_recv_cost_stats: [num_ranks] int64. The nanoseconds waited for each rank are added to it.
-            use_fp8: return rows as e4m3, with a scale for 128 columns.
+            dispatch_wait_recv_cost_stats: [num_ranks] int64. The nanoseconds waited for each rank are added.
+            use_fp8: return rows as e4m3. Each scale is that of 128 columns.
             round_scale: with `use_fp8`, scales are powers of two.
             use_ue8m0: with `round_scale`, scales are their exponents. An int32 holds four.
             async_finish: the results may be read after `event`.
