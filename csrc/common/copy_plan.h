@@ -36,7 +36,7 @@ struct CopyPlanParams {
 
 constexpr DEEPEP_MOE_HD int smaller(int a, int b) { return a < b ? a : b; }
 
-// The largest of some values, and its index.
+// Holds the largest of some values, and its index.
 struct Largest {
     int value, index;
 };
@@ -58,7 +58,7 @@ DEEPEP_MOE_HD inline CopyScore copy_score(const CopyPlanParams& p, int load, int
     return {p.capacity >= 0 && load > p.capacity ? CopyScore::kMisfit + load : load + int64_t{p.cost} * most_moves, num_copies};
 }
 
-// A plan while it is made.
+// Holds a plan while it is made.
 struct CopyCandidate {
     int32_t *copies, *rows;       // [all_slots]
     int32_t* left;                // [num_experts] rows that stay at home

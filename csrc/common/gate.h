@@ -63,7 +63,7 @@ struct GateBackwardParams {
     void* grad_logits;               // [num_tokens, num_experts] dtype
 };
 
-// Parameters on a GPU. If wanted, the kernel also writes the token's experts as a dense row, and the ranks it goes to.
+// These are the parameters on a GPU. If wanted, the kernel also writes the token's experts as a dense row, and the ranks it goes to.
 constexpr int kMaxGateExperts = 1024;
 
 struct GpuGateParams {
@@ -94,7 +94,7 @@ inline bool are_valid_on_gpu(const GateOptions& o, int num_ranks) {
            o.num_experts <= kMaxGateExperts && num_ranks >= 0 && (num_ranks == 0 || o.num_experts % num_ranks == 0);
 }
 
-// bias -= rate * sign(count - mean(counts)), one layer a row.
+// The kernel computes bias -= rate * sign(count - mean(counts)), with one layer a row.
 struct GpuExpertBiasParams {
     int num_layers, num_experts;
     bool is_int64;
@@ -103,10 +103,10 @@ struct GpuExpertBiasParams {
     float update_rate;
 };
 
-// Top-2 gating with a capacity, of GShard (arXiv 2006.16668), in fp32, as DeepSpeed computes it. A token chooses its best expert by `gates`
-// and the best other one by `scores`. An expert takes `capacity` tokens, first choices before second ones, each in token order. Weights are
-// the gates of the choices that stay, over their sum, or over FLT_EPSILON if the sum is less. Among equals the lower index wins. NaN is
-// greater than all.
+// This is top-2 gating with a capacity, of GShard (arXiv 2006.16668), in fp32, as DeepSpeed computes it. A token chooses its best expert by
+// `gates` and the best other one by `scores`. An expert takes `capacity` tokens, first choices before second ones, each in token order.
+// Weights are the gates of the choices that stay, over their sum, or over FLT_EPSILON if the sum is less. Among equals the lower index
+// wins. NaN is greater than all.
 struct GpuTop2Params {
     int64_t num_tokens, capacity;
     int num_experts;
@@ -133,7 +133,7 @@ struct GpuTop2BackwardParams {
     float* grad_gates;        // [num_tokens, num_experts]
 };
 
-// A non-finite number that the gate has found, packed in one word so that it is read at once: token << 16 | what << 12 | expert.
+// The gate reports a non-finite number in one word, so that it is read at once: token << 16 | what << 12 | expert.
 enum class GateFailure : int { kNone = 0, kNan, kInf, kMinusInf, kBias = 4 };  // kBias is added if the number was a bias
 constexpr int kFailureTokenShift = 16, kFailureWhatShift = 12;
 

@@ -1,4 +1,4 @@
-// The fields of a `DispatchHandle` that a call reads.
+// Holds the fields of a `DispatchHandle` that a call reads.
 #pragma once
 
 #include "common/tensor_arg.h"

@@ -68,14 +68,14 @@ struct LowLatencyWhat {
     }
 };
 
-// One top-k entry of a token on its way to its expert's rank.
+// Describes one top-k entry of a token on its way to its expert's rank.
 struct alignas(8) LowLatencyLane {
     int16_t expert;  // number among that rank's experts; -1: not on that rank
     uint16_t index;  // tokens of the source before this one with the same expert
     float weight;    // 1 without topk_weights
 };
 
-// One top-k entry of a received token: its row (expert * rows_of_expert + place, or -1) and its weight.
+// Describes one top-k entry of a received token: its row (expert * rows_of_expert + place, or -1) and its weight.
 struct alignas(8) LowLatencyRow {
     int32_t row;
     float weight;

@@ -7,7 +7,7 @@
 
 namespace deepep_moe {
 
-// The fields of a contiguous tensor, or of None, that a call reads.
+// Holds the fields of a contiguous tensor, or of None, that a call reads.
 struct TensorArg {
     uintptr_t address = 0;  // 0: no memory
     bool is_there = false;
@@ -33,7 +33,7 @@ struct TensorArg {
     bool is_empty() const { return num_rows == 0 || num_columns == 0; }
 };
 
-// A tensor [num_rows, num_columns] with any strides, or None.
+// Holds a tensor [num_rows, num_columns] with any strides, or None.
 struct MatrixArg : TensorArg {
     int64_t row_stride = 0, column_stride = 0;
 };

@@ -7,7 +7,7 @@
 namespace deepep_moe {
 namespace {
 
-// A token as it arrives: from a ring slot, or from this rank's x.
+// Points to a token that arrives: from a ring slot, or from this rank's x.
 struct Arrival {
     const int32_t* experts;  // [num_topk] local experts, -1 = not here
     const float* weights;    // [num_topk]

@@ -1,4 +1,4 @@
-// A single-producer, single-consumer ring of slots in shared memory, for the length of one call.
+// The ring of slots in shared memory has one producer and one consumer, and lives for one call.
 #pragma once
 
 #include <cstddef>

@@ -64,7 +64,7 @@ struct WorkspaceConfig {
     int ranks_per_node = 0;  // 0: all of them
 };
 
-// Bytes of one ring slot: experts and values of the top-k entries, then the row, then its scales.
+// Lays out one ring slot: experts and values of the top-k entries, then the row, then its scales.
 struct SlotLayout {
     size_t values_offset, row_offset, scales_offset, bytes;
     SlotLayout(int num_topk, size_t row_bytes, size_t scale_bytes)

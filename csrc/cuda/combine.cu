@@ -86,8 +86,8 @@ struct Kernel : CombineRows<kType> {
         }
     }
 
-    // The part of a row that a task of `reduce` sums; peer: -1 past the last. It repeats the search of SourceTask, because using that made
-    // the compiler spill a register of the sums. Rows for other nodes come first, because their way is longer.
+    // Describes the part of a row that a task of `reduce` sums; peer: -1 past the last. It repeats the search of SourceTask, because using
+    // that made the compiler spill a register of the sums. Rows for other nodes come first, because their way is longer.
     struct Remote {
         int peer = -1, index = 0, tile = 0;
         Rows rows;
@@ -270,7 +270,7 @@ struct Kernel : CombineRows<kType> {
         }
     }
 
-    // A row that comes back: its top-k entry among those of all tokens, the rank and slot it comes from, and where it lies.
+    // Describes a row that comes back: its top-k entry among those of all tokens, the rank and slot it comes from, and where it lies.
     struct Returned {
         int number = -1, rank = -1, index = -1, row = -1;  // rank: -1 if there is no such row; row: of x, if it is on this rank
         const std::byte* from = nullptr;

@@ -72,7 +72,7 @@ __device__ int64_t expert_in(const CountLanesParams& p, int64_t at) {
     return p.is_int64 ? static_cast<const int64_t*>(p.topk_idx)[at] : static_cast<const int32_t*>(p.topk_idx)[at];
 }
 
-// Shared memory: counts of ranks, then of experts; then, for each warp, bits of experts, then of ranks.
+// Shared memory holds counts of ranks, then of experts, then for each warp bits of experts and of ranks.
 __global__ void __launch_bounds__(kThreads) count_lanes(const __grid_constant__ CountLanesParams p) {
     const int num_experts = static_cast<int>(p.sizes.num_experts), num_ranks = static_cast<int>(p.num_ranks);
     const int num_local = num_experts / num_ranks, num_counts = num_ranks + num_experts, num_words = words_of(num_counts);

@@ -1,5 +1,5 @@
-// Parameters of dense routing on GPUs: a map of chosen experts with a number for each, converted to top-k entries and back, and
-// counts of top-k entries.
+// Declares dense routing on GPUs. It converts a map of chosen experts, with a number for each, to top-k entries and back, and counts top-k
+// entries.
 #pragma once
 
 #include <cstdint>

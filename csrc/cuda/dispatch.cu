@@ -80,7 +80,8 @@ struct Receiver {
           lane(threadIdx.x % 32),
           ring(p.ring, slot) {}
 
-    // Rows that stay on this rank come first, because they are there already. Then the sources in the order in which they serve this rank.
+    // Rows that stay on this rank come first, because they are there already. Then come the sources in the order in which they serve this
+    // rank.
     __device__ void receive() {
         WarpTasks tasks(&c.state->next_receive);
         const auto drain = [&](const RingRow& row) { place(row); };

@@ -128,7 +128,7 @@ struct Gate {
         for (int i = 0; i < kShare; ++i) x[i] = score_of(x[i], o.score_function, largest, factor);
     }
 
-    // For a softmax over all experts: find the largest logit, and the factor for all exponentials, 1 / their sum.
+    // Finds the largest logit for a softmax over all experts, and the factor for all exponentials, 1 / their sum.
     __device__ void sum_exponentials(const float (&x)[kShare], double& largest, double& factor) const {
         float mine = -INFINITY;
 #pragma unroll
@@ -142,7 +142,7 @@ struct Gate {
 
     // ---- top-k: every thread knows its best two experts; the best of all wins, and its owner's next best takes its place ----
 
-    // In thread k, return (the thread that owns the k-th expert) * kMaxShare + the expert's position there.
+    // Returns in thread k (the thread that owns the k-th expert) * kMaxShare + the expert's position there.
     __device__ unsigned choose() const {
         const bool is_limited = o.topk_groups < o.num_groups;
         if (is_limited && !s.sets_are_groups) limit_groups(keys, group_keys, launch);

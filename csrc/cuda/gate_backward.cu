@@ -98,7 +98,8 @@ struct Gradient {
 
     __device__ float grad_share(int expert) const { return p.gate.grad_shares != nullptr ? p.gate.grad_shares[row + expert] : 0.0f; }
 
-    // Shared by all gradients of a row: the largest logit for exponentials, 1 / sum(f), and the dot product of shares and their gradients.
+    // All gradients of a row share these: the largest logit for exponentials, 1 / sum(f), and the dot product of shares and their
+    // gradients.
     struct Sums {
         double largest, factor, dot;
     };

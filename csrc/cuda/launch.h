@@ -1,4 +1,5 @@
-// Launchers of the GPU kernels. All are asynchronous on `stream` (a cudaStream_t) and throw std::runtime_error where CUDA refuses.
+// Declares the launchers of the GPU kernels. All are asynchronous on `stream` (a cudaStream_t) and throw std::runtime_error where CUDA
+// refuses.
 #pragma once
 
 #include "cuda/dense_routing.h"

@@ -63,7 +63,7 @@ struct LowLatencyContext : GpuWaits {
     std::byte* workspaces[kLowLatencyMaxRanks];  // of all ranks, mapped here
 };
 
-// Reason that a refusing rank writes to a peer, into the peer's `reasons`.
+// A refusing rank writes this reason to a peer, into the peer's `reasons`.
 struct LowLatencyReason {
     GpuFailure why;  // where the GPU refused topk_idx: kind; peer is the top-k entry, expected the token, seen the value
     char text[kMaxReasonBytes - sizeof(GpuFailure)];

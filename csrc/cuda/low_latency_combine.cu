@@ -26,7 +26,7 @@ constexpr int kBatch = tuning::kLowLatencyBatch;
 constexpr int kBatchPieces = kBatch * kSummingThreads;  // pieces that a block sums at a time: a bf16 row of 7168 columns
 using tuning::kRanksAtOnce, tuning::kRowsOnTheirWay;
 
-// The rows of a token that are summed, and their weights.
+// Holds the rows of a token that are summed, and their weights.
 struct TokenRows {
     int num, rows[kMaxTopk];
     float weights[kMaxTopk];

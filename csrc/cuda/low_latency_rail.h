@@ -16,7 +16,7 @@
 
 namespace deepep_moe {
 
-// Content of a message. The message of a refusal holds a LowLatencyReason instead.
+// A message has this content. The message of a refusal holds a LowLatencyReason instead.
 //   dispatch: counts i32[experts of the node] | lanes LowLatencyLane[num_tokens][num_topk]. The lanes' experts are numbers within the node.
 //   combine: nothing, or weights f32[num_tokens][num_topk], which cross ahead of the rows with a word in `weighed`.
 struct LowLatencyRailLayout {
@@ -61,7 +61,7 @@ struct LowLatencyRailLayout {
     }
 };
 
-// Part that a handle has only over nodes: in_ranks u32[num_nodes][num_max_tokens], a bit mask for each token of the rail's rank of a node.
+// A handle has this part only over nodes: in_ranks u32[num_nodes][num_max_tokens], a bit mask for each token of the rail's rank of a node.
 // Bit i: rank i of this node has the token. 0: the token has not crossed.
 struct LowLatencyRailHandle {
     int64_t in_ranks, total_bytes;
@@ -88,7 +88,8 @@ using LowLatencyRailDispatch = LowLatencyRailLaunch<LowLatencyDispatchParams>;
 using LowLatencyRailCombine = LowLatencyRailLaunch<LowLatencyCombineParams>;
 using LowLatencyRailControl = LowLatencyRailLaunch<LowLatencyControlParams>;  // one block
 
-// Functions of the module that links NVSHMEM, for the module that does not. They return nullptr, or why a kernel could not be launched.
+// The module that links NVSHMEM gives these functions to the module that does not. They return nullptr, or why a kernel could not be
+// launched.
 struct LowLatencyRailShim {
     int64_t bytes;  // size of the parameters; it shows that both modules come from the same build
     const char* (*send)(const LowLatencyRailDispatch&, void* stream) noexcept;

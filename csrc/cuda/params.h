@@ -16,7 +16,7 @@ struct GpuCounts {
     int send_counts[kMaxGpuSources], recv_counts[kMaxGpuSources];
 };
 
-// State shared by the kernels of one rank. The counters are back at 0 when a call's plan has ended.
+// The kernels of one rank share this state. The counters are back at 0 when a call's plan has ended.
 struct GpuState {
     unsigned long long sequence;  // the last call whose plan has summed up this rank's tokens
     unsigned long long last_met;  // the last call that this rank and its peers have entered without a refusal
@@ -98,8 +98,8 @@ struct GpuPlanParams {
     int32_t* num_recv_tokens_per_expert;  // [num_local_experts]; out unless cached
 };
 
-// Rows that cross between nodes, as a call's kernels see them (csrc/nvshmem moves them), in slots as in the workspace; a chunk is
-// kRailSlots slots.
+// A call's kernels see rows that cross between nodes here (csrc/nvshmem moves them). Slots are as in the workspace; a chunk is kRailSlots
+// slots.
 struct GpuRail {
     const std::byte* inbox;           // [num_nodes - 1, node_tokens] slots: tokens of the other nodes, or sums from there
     std::byte* outbox;                // same shape: sums for the other nodes
@@ -116,8 +116,8 @@ struct GpuRail {
     }
 };
 
-// Rows that lie in several tensors, one for each local expert. Row r is at rows[i] + r * row_bytes, where i is the last tensor whose
-// first_row is r or less.
+// Points to rows that lie in several tensors, one for each local expert. Row r is at rows[i] + r * row_bytes, where i is the last tensor
+// whose first_row is r or less.
 constexpr int kMaxExpertTensors = 32;
 struct ExpertRows {
     int num_tensors;  // 0: rows lie in one tensor
@@ -125,7 +125,7 @@ struct ExpertRows {
     uintptr_t rows[kMaxExpertTensors];
 };
 
-// Gradients of y = weight * x, by row. They are converted into the gradients of x and of weight.
+// The rows are gradients of y = weight * x. They are converted into the gradients of x and of weight.
 struct RowScaling {
     DType dtype;
     const float* weights;    // [num_rows], or nullptr: rows stay as they are
@@ -251,8 +251,9 @@ struct GpuSwigluParams {
     float* grad_probs;       // [num_rows], or null
 };
 
-// Gradients of the weights of grouped experts. For each group, transposed rows of a [num_rows, n] times rows of b [num_rows, k], both bf16,
-// are added to sums [num_groups, n, k]. Both n and k are multiples of 8; a, b and sums begin at multiples of 16 bytes.
+// The kernel computes gradients of the weights of grouped experts. For each group, transposed rows of a [num_rows, n] times rows of b
+// [num_rows, k], both bf16, are added to sums [num_groups, n, k]. Both n and k are multiples of 8; a, b and sums begin at multiples of 16
+// bytes.
 struct GpuWeightGradientParams {
     int64_t num_rows;
     int n, k, num_groups;
@@ -261,11 +262,10 @@ struct GpuWeightGradientParams {
     float* sums;
 };
 
-// Grouped products of e4m3 rows, with one fp32 scale for each 128 values of the depth. n and k are multiples of 128.
-// A product has shape [num_rows, n], from a [num_rows, k] and b [num_groups, n, k]. a_scales is [num_rows, k / 128] and b_scales
-// [num_groups, n / 128, k / 128].
-// A weight gradient has shape [num_groups, n, k], from a [n, num_rows] and b [k, num_rows]. a_scales is [num_rows / 128, n] and b_scales
-// [num_rows / 128, k]. Groups end at multiples of 128.
+// The kernel multiplies e4m3 rows in groups, with one fp32 scale for each 128 values of the depth. n and k are multiples of 128. A product
+// has shape [num_rows, n], from a [num_rows, k] and b [num_groups, n, k]. a_scales is [num_rows, k / 128] and b_scales [num_groups, n /
+// 128, k / 128]. A weight gradient has shape [num_groups, n, k], from a [n, num_rows] and b [k, num_rows]. a_scales is [num_rows / 128, n]
+// and b_scales [num_rows / 128, k]. Groups end at multiples of 128.
 struct GpuFp8ProductParams {
     int64_t num_rows;
     int n, k, num_groups;

@@ -25,14 +25,14 @@ using tuning::kMaxSegments, tuning::kQuickLooks;
 
 // Rare paths are functions that are not inlined, as in the counting half.
 
-// All threads of a block.
+// All threads of a block call it.
 __device__ __noinline__ void refuse_handle(const GpuContext& c) {
     if (threadIdx.x == 0) report(c, kFailedHandle, c.rank, GpuPhase::kNone, 0, 0);
     __syncthreads();
 }
 
-// All threads of a block, if this rank may not have met its peers in `call` or since. A peer that is behind still reads this rank's entry
-// or refusal stamp of the call before `call`, which this rank is about to overwrite. Once all peers have entered `call`, none does.
+// All threads of a block call it if this rank may not have met its peers in `call` or since. A peer that is behind still reads this rank's
+// entry or refusal stamp of the call before `call`, which this rank is about to overwrite. Once all peers have entered `call`, none does.
 __device__ __noinline__ void catch_up(const GpuContext& c, unsigned long long call) {
     const int peer = static_cast<int>(threadIdx.x);
     if (peer < c.config.num_ranks) wait_flag(c, Workspace(c, c.rank).entered(call, peer), call << kValueBits, peer, GpuPhase::kEntry);

@@ -20,7 +20,7 @@ struct alignas(16) RailMessage {
     int num_tokens;  // tokens that cross
 };
 
-// One top-k entry of a token that crosses: an expert of the node it goes to, or -1.
+// Names one top-k entry of a token that crosses: an expert of the node it goes to, or -1.
 struct alignas(8) RailLane {
     int32_t expert;
     float weight;
@@ -105,7 +105,8 @@ struct RailMoveParams {
     const int32_t* in_counts;   // of a combine: [num_nodes]
 };
 
-// Functions of the module that links NVSHMEM, for the module that does not. They return nullptr, or why a kernel could not be launched.
+// The module that links NVSHMEM gives these functions to the module that does not. They return nullptr, or why a kernel could not be
+// launched.
 struct RailShim {
     int64_t bytes;  // sizes of RailMeetParams and RailMoveParams; they show that both modules come from the same build
     const char* (*meet)(const RailMeetParams&, void* stream) noexcept;

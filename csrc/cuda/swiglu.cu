@@ -29,7 +29,7 @@ __device__ void round_to_dtype(float (&x)[Values::kCount]) {
     Values::load(Values::store(x), x);
 }
 
-// A piece of gate and of up, silu(gate) and its product with up.
+// Holds a piece of gate and of up, silu(gate) and its product with up.
 template <class Values>
 struct Unit {
     float gate[Values::kCount], up[Values::kCount], activated[Values::kCount], product[Values::kCount];

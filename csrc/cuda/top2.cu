@@ -49,7 +49,7 @@ __device__ int best_of(const float* row, int num_experts, int excluded) {
 
 __device__ int64_t warp_of_grid() { return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32; }
 
-// One warp a token.
+// Each warp takes one token.
 __global__ void __launch_bounds__(kThreads) choose_two(const __grid_constant__ GpuTop2Params p) {
     const int64_t token = warp_of_grid(), row = token * p.num_experts;
     const int lane = threadIdx.x % 32;
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads) choose_two(const __grid_constant__ G
     for (int expert = lane; expert < p.num_experts; expert += 32) p.is_first[row + expert] = expert == first ? 1.0f : 0.0f;
 }
 
-// One block an expert: each warp counts the expert's choices in its share, then numbers them behind those of the warps before.
+// Each block takes one expert. Each warp counts the expert's choices in its share, then numbers them behind those of the warps before.
 __global__ void __launch_bounds__(kNumberThreads) number_choices(const __grid_constant__ GpuTop2Params p) {
     int* const counts = shared_memory<int>();  // [kNumberWarps]
     const int expert = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kNumberThreads) number_choices(const __grid_co
     }
 }
 
-// The gates of a token's two choices (0 if a choice was dropped), their sum, and their divisor.
+// Holds the gates of a token's two choices (0 if a choice was dropped), their sum, and their divisor.
 template <class Params>
 struct Weights {
     float gates[2], stays[2], sum, divisor;
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads) weigh_two(const __grid_constant__ Gp
     for (int i = 0; i < 2; ++i) p.topk_weights[i * p.num_tokens + token] = __fdiv_rn(weights.gates[i], weights.divisor);
 }
 
-// Gradients of a token's chosen gates, from those of its weights.
+// Computes gradients of a token's chosen gates from those of its weights.
 struct ChosenGradients {
     float of[2] = {};
 

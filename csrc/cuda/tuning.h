@@ -11,7 +11,8 @@ struct GpuRing {
     int warps, stages;
 };
 
-// Settings of a buffer, fitted to the device at first (runtime/nvlink/fit.h); a profile or a benchmark may change them between calls.
+// The settings of a buffer are fitted to the device at first (runtime/nvlink/fit.h). A profile or a benchmark may change them between
+// calls.
 struct GpuTuning {
     GpuRing ring{6, 4};            // of one block, if its rows fit into kRingBytes
     bool uses_bulk_copies = true;  // false: 16-byte loads and stores, the only way before sm_90

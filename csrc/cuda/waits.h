@@ -64,7 +64,7 @@ struct GpuEnded {
     unsigned ranks;  // bit r: the process of rank r has ended
 };
 
-// The first failure of a rank's kernels; lies in host memory that the device sees.
+// Describes the first failure of a rank's kernels. It lies in host memory that the device sees.
 struct GpuFailure {
     int kind;  // a GpuFailureKind, written last
     int peer, phase;

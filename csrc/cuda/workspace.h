@@ -49,7 +49,7 @@ struct GpuWorkspaceConfig {
 
 constexpr unsigned long long kRefusedByGpu = 1ull << 62;  // a bit that no packed Signature has
 
-// Stamp: what a rank does in a call. The hosts of its peers read it for their error messages.
+// A stamp says what a rank does in a call. The hosts of its peers read it for their error messages.
 struct GpuStamp {
     unsigned long long what;       // a packed Signature; with kRefusedByGpu: this rank's GPU refuses, within a node; 0: its host refuses
     GpuFailure why;                // set where the GPU refuses
@@ -59,7 +59,7 @@ struct GpuStamp {
     DEEPEP_MOE_HD long long cause() const { return reason[0] != '\0' || why.kind == kPeerRefused ? why.seen : 0; }
 };
 
-// One top-k entry of a token on its way: its target (a row of recv_x, a local expert, or -1) and its weight.
+// Describes one top-k entry of a token on its way: its target (a row of recv_x, a local expert, or -1) and its weight.
 struct alignas(8) GpuLane {
     int32_t target;
     float weight;
@@ -82,7 +82,7 @@ DEEPEP_MOE_HD constexpr auto divide_up(Int value, Divisor divisor) {
     return (value + divisor - 1) / divisor;
 }
 
-// One row on its way: the row, then its tail (scales in a dispatch, values of the top-k entries in a combine).
+// Lays out one row on its way: the row, then its tail (scales in a dispatch, values of the top-k entries in a combine).
 struct GpuSlotLayout {
     int64_t row_bytes, tail_bytes, bytes;
     DEEPEP_MOE_HD GpuSlotLayout(int64_t row_bytes, int64_t tail_bytes)

@@ -21,7 +21,7 @@ constexpr int kThreads = tuning::kLowLatencyThreads, kLastWarp = kThreads / 32 -
 constexpr int kPiecesAtOnce = kThreads / kPartsOfLine * kLinePieces;  // pieces that a block handles at once
 static_assert(kPiecesAtOnce % kWholePieces == 0);
 
-// A token of another node; has_crossed: ranks of this node have rows of it.
+// Names a token of another node. has_crossed: ranks of this node have rows of it.
 struct Task {
     int node, token;  // node: -1 past the last
     bool has_crossed;

@@ -66,8 +66,8 @@ __device__ void tell_returned(const LowLatencyContext& c, const RailPuts& rail, 
     if (!is_missed && lane < rail.r.ranks_per_node) rail.tell_resumed(rail.node_of(rank), peer, next);
 }
 
-// One warp of a rank that comes back and whose puts have landed. Words from ranks of other nodes are copied to where this node's ranks
-// write theirs. If one does not come, the others must not keep this rank's word for its next return; late words are cleared then.
+// One warp calls it, of a rank that comes back and whose puts have landed. Words from ranks of other nodes are copied to where this node's
+// ranks write theirs. If one does not come, the others must not keep this rank's word for its next return; late words are cleared then.
 __device__ void rejoin(const LowLatencyContext& c, const RailPuts& rail) {
     const int peer = static_cast<int>(threadIdx.x);
     const bool is_outside = peer < c.config.num_ranks && rail.is_outside(peer);

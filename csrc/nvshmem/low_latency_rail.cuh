@@ -9,7 +9,7 @@
 
 namespace deepep_moe {
 
-// This rank's part of a rail, in one call.
+// Makes this rank's puts on a rail in one call.
 struct RailPuts : RailCall {
     using RailCall::RailCall;
 
@@ -83,7 +83,7 @@ private:
         return {from, r.layout.inbox + r.layout.box_of(call, node, r.node) + token * row_bytes, row_bytes,
                 r.layout.arrived_of(call, r.node, token)};
     }
-    // One warp. Without bytes only the word goes. The fence covers everything that the block had written before it met.
+    // One warp puts. Without bytes only the word goes. The fence covers everything that the block had written before it met.
     __device__ void put(const Put& what, int node, unsigned long long flag) const {
         fence_system();
         auto* const word = reinterpret_cast<uint64_t*>(own() + what.word);

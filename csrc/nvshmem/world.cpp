@@ -38,7 +38,7 @@ void use_device(int device) {
         fail("NVSHMEM needs a CUDA device, and cudaSetDevice(" + std::to_string(device) + ") says: " + cudaGetErrorString(error));
 }
 
-// On a separate stream, so that no other work has to wait behind it if it never ends.
+// Waits on a separate stream, so that no other work has to wait behind it if it never ends.
 void wait_until_quiet() {
     use_device(attached_device);
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // kernels that still put

@@ -6,7 +6,7 @@
 
 namespace deepep_moe {
 
-// A process. Its start time, in clock ticks since boot, tells it from a later one with the same pid; 0: unknown.
+// Identifies a process. Its start time, in clock ticks since boot, tells it from a later one with the same pid; 0: unknown.
 struct Process {
     int pid = 0;
     uint64_t start_time = 0;

@@ -57,7 +57,7 @@ struct Scaling {
     const ExpertRows* expert_rows = nullptr;
 };
 
-// A dispatch whose counts the host has not looked at, or whose rows did not fit.
+// Describes a dispatch whose counts the host has not looked at, or whose rows did not fit.
 struct Late {
     GpuDispatchCall call;
     CallMode mode;

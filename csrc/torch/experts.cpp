@@ -116,7 +116,7 @@ struct SwigluExperts : torch::autograd::Function<SwigluExperts> {
         const Tensor inner = grouped_mm(x, w1.transpose(1, 2), group_ends), y = like_half_of(inner);
         launch(hooks().shim->forward, params_of(inner, probs, group_ends, y), x.device());
         ctx->save_for_backward({x, w1, w2, probs, group_ends, inner, recomputes ? Tensor() : y});
-        // Not saved with the others: backwards of other micro-batches add to them in between.
+        // These are not saved with the others, because backwards of other micro-batches add to them in between.
         ctx->saved_data = {{"main_grad1", main_grad1}, {"main_grad2", main_grad2}};
         return grouped_mm(y, w2.transpose(1, 2), group_ends);
     }

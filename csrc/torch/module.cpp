@@ -1,4 +1,4 @@
-// The module `deepep_moe._torch`: what Python calls. Calls with gradients return None where an argument is not what C++ takes.
+// Makes the module `deepep_moe._torch`, which Python calls. Calls with gradients return None if C++ does not take an argument.
 #include "torch/dense_routing.h"
 #include "torch/experts.h"
 #include "torch/functions.h"
@@ -51,7 +51,7 @@ std::optional<Received> dispatch_along(Calls& calls, py::handle x, py::handle x_
     return dispatch(calls, request);
 }
 
-// All rows of a late dispatch whose rows did not fit, with the gradients of its arguments; None where they fit.
+// Returns all rows of a late dispatch whose rows did not fit, with the gradients of its arguments; None if they fit.
 std::optional<Received> settle(Calls& calls, const std::shared_ptr<Handle>& handle) {
     calls.look_at_counts();
     if (handle->late == nullptr) return std::nullopt;

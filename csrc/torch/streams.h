@@ -1,4 +1,4 @@
-// Streams as PyTorch has them: where calls go, what runs beside them, and when memory may be used again. A device without streams makes all
+// Follows PyTorch's streams: where calls go, what runs beside them, and when memory may be used again. A device without streams makes all
 // of this nothing: its calls are over when they return.
 #pragma once
 
@@ -16,7 +16,7 @@ namespace deepep_moe {
 // Returns the address of the device's current stream, as calls take it (`kExternalStream`); 0 where there is none. The GIL is held.
 uintptr_t call_stream(const at::Device& device);
 
-// A moment on a stream.
+// Marks a moment on a stream.
 class Recorded {
 public:
     explicit Recorded(const at::Device& device);  // of the current stream: what it has been given by now

@@ -1,7 +1,7 @@
-// PyTorch's tensors as native calls take them, and when a call is plain.
+// Converts PyTorch's tensors to what native calls take, and says when a call is plain.
 #pragma once
 
-// Not torch/extension.h, which brings PyTorch's C++ layers and optimizers, and nearly doubles the time of each file.
+// This is not torch/extension.h, which brings PyTorch's C++ layers and optimizers, and nearly doubles the time of each file.
 #include <ATen/ATen.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>

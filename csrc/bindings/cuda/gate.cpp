@@ -16,7 +16,7 @@ using namespace deepep_moe;
 
 namespace {
 
-// Host memory in which the kernels of a device report a non-finite number, so that reading it waits for nothing.
+// The kernels of a device report a non-finite number in this host memory, so that reading it waits for nothing.
 struct alignas(64) FailureWord {
     unsigned long long found = 0;
 };
@@ -115,7 +115,7 @@ constexpr GateShim kShim{
     },
 };
 
-// Tensors [num_experts] or [num_layers, num_experts].
+// Takes tensors [num_experts] or [num_layers, num_experts].
 void update_expert_bias(const TensorArg& num_tokens_per_expert, const TensorArg& expert_bias, float update_rate, uintptr_t stream) {
     const bool is_one_layer = expert_bias.num_dims == 1;
     const int64_t num_layers = is_one_layer ? 1 : expert_bias.num_rows,

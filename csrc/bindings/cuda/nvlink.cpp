@@ -215,8 +215,8 @@ int64_t largest_divisor(int64_t number, int64_t most) {
     return divisor;
 }
 
-// slots, home: tensors [num_slots, elements] in the expert slots, and [num_local_experts, elements]; weights as bytes. A number of elements
-// is a multiple of kStep.
+// Moves between slots [num_slots, elements] in the expert slots and home [num_local_experts, elements]. Weights are bytes. A number of
+// elements is a multiple of kStep.
 void move_experts(NvlinkExchange& self, const TensorArg& copies, const std::vector<TensorArg>& slots, const std::vector<TensorArg>& home,
                   bool returns, DType slot_dtype, DType home_dtype, int num_sms, uintptr_t stream) {
     const int64_t kStep = returns ? 8 : kRowAlignment, kMostSteps = returns ? 128 : 1024;

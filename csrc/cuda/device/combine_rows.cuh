@@ -46,7 +46,7 @@ struct CombineRows {
         return first_from(c, p.routing, p.recv_counts, source) + slot - source.first_slot(config);
     }
 
-    // The rows of one token on this rank, in top-k order; thread n holds the n-th.
+    // Holds the rows of one token on this rank, in top-k order; thread n holds the n-th.
     struct Rows {
         int recv_token = -1;
         int row_of_lane = -1;             // the row of top-k entry `lane`; in the rank layout thread 0 holds the one row

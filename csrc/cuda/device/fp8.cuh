@@ -1,4 +1,4 @@
-// Rows as fp8 (e4m3) with one fp32 scale for every kScaleBlock columns; common/types.h defines the scale.
+// Converts rows to fp8 (e4m3) and back, with one fp32 scale for every kScaleBlock columns. common/types.h defines the scale.
 #pragma once
 
 #include <cuda_fp8.h>

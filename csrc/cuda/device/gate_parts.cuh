@@ -12,7 +12,7 @@ constexpr int kMaxQuads = 8, kMaxShare = kMaxQuads * kQuad;  // of a thread
 
 constexpr int blocks_per_sm(int quads) { return quads <= 2 ? 2 : 1; }  // limited by the registers of a thread
 
-// Sizes that follow from the options; the same for all warps.
+// These sizes follow from the options, and are the same for all warps.
 struct Sizes {
     int share;                // experts of a thread, at most
     int set_size, set_shift;  // neighbouring experts that 2^set_shift threads own together: a group, or all
@@ -32,7 +32,7 @@ struct Launch {
 // Returns the index of a thread's number `at` in shared memory, which is [kQuads, 32, kQuad].
 __device__ __forceinline__ unsigned place_of(unsigned lane, unsigned at) { return (32 * (at / kQuad) + lane) * kQuad + at % kQuad; }
 
-// The best two of a thread's experts. Key 0: none.
+// Holds the best two of a thread's experts. Key 0: none.
 struct BestTwo {
     uint32_t best = 0, second = 0;
     unsigned best_at = 0, second_at = 0;  // positions in the thread's share

@@ -159,7 +159,7 @@ __device__ __noinline__ inline bool agree(const LowLatencyContext& c, unsigned l
     return seen % 2 != 0;
 }
 
-// The words by which ranks enter a call, in this rank's workspace. Each carries its own value.
+// Gives the words in this rank's workspace by which ranks enter a call. Each carries its own value.
 struct WorkspaceWords {
     const LowLatencyContext& c;
     const unsigned long long call;
@@ -171,7 +171,7 @@ struct WorkspaceWords {
     }
 };
 
-// Result of `meet`: bit mask of the ranks that have come, and in thread r the number of tokens of rank r.
+// Holds the result of `meet`: a bit mask of the ranks that have come, and in thread r the number of tokens of rank r.
 struct Sources {
     unsigned came;
     int num_tokens;

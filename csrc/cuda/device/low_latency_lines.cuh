@@ -33,7 +33,7 @@ __device__ __forceinline__ float scale_of(int piece, const uint4& end) {
 
 // ---- sending ----
 
-// Up to kPieces pieces of a row in shared memory, a multiple of kWholePieces, and their scales if they are fp8.
+// Holds up to kPieces pieces of a row in shared memory, a multiple of kWholePieces, and their scales if they are fp8.
 template <int kPieces>
 struct StagedPieces {
     static_assert(kPieces % kWholePieces == 0);
@@ -106,7 +106,7 @@ __device__ __forceinline__ bool look_until(const LowLatencyContext& c, const Don
     return true;
 }
 
-// Addresses of parts, computed before a polling loop, because the compiler does not hoist a functor's arithmetic out of it.
+// Holds addresses of parts, computed before a polling loop, because the compiler does not hoist a functor's arithmetic out of it.
 template <int kCount>
 struct Places {
     const uint4* at[kCount];
@@ -119,7 +119,7 @@ struct Places {
     __device__ const uint4* operator()(int i) const { return at[i]; }
 };
 
-// kCount parts of lines for each thread. All threads of a warp load them together. place(i): address of part i, or nullptr.
+// Holds kCount parts of lines for each thread. All threads of a warp load them together. place(i): address of part i, or nullptr.
 template <int kCount>
 struct Parts {
     static constexpr unsigned kAll = (1u << kCount) - 1;

@@ -10,7 +10,7 @@ __device__ __forceinline__ int64_t expert_at(const LowLatencyDispatchParams& p, 
     return p.is_int64 ? static_cast<const int64_t*>(p.topk_idx)[i] : static_cast<const int32_t*>(p.topk_idx)[i];
 }
 
-// Bit matrix [expert][token of the caller] in shared memory: which tokens go to which expert.
+// The bit matrix [expert][token of the caller] in shared memory says which tokens go to which expert.
 struct Marks {
     uint32_t* const all;
     const int lanes, words;  // words of an expert
@@ -47,7 +47,7 @@ __device__ __forceinline__ void clear(const LowLatencyContext& c, const Marks& m
     for (int i = threadIdx.x; i < c.config.num_experts * marks.words; i += blockDim.x) marks.of(0)[i] = 0;
 }
 
-// The first entries of topk_idx that each thread will mark, loaded early to hide the latency.
+// Loads the first entries of topk_idx that each thread will mark, early to hide the latency.
 struct FirstMarks {
     static constexpr int kCount = 2;
     int64_t experts[kCount];
@@ -73,7 +73,7 @@ __device__ __forceinline__ void mark(const LowLatencyContext& c, const Marks& ma
     report(c, kind, lane, GpuPhase::kEntry, token, expert);
 }
 
-// All threads of a block. False: topk_idx has a fault, which is reported; such an entry does not count.
+// All threads of a block mark their tokens. False: topk_idx has a fault, which is reported; such an entry does not count.
 __device__ __forceinline__ bool mark_tokens(const LowLatencyContext& c, const LowLatencyDispatchParams& p, const Marks& marks,
                                             const FirstMarks& first) {
     const int num_lanes = p.num_tokens * c.config.num_topk, step = static_cast<int>(blockDim.x);

@@ -69,7 +69,8 @@ struct RailCall {
     __device__ int experts_of_node() const { return r.ranks_per_node * c.config.num_local_experts; }
     __device__ unsigned ranks_of(int node) const { return ((1u << r.ranks_per_node) - 1) << node * r.ranks_per_node; }
 
-    // Memory that belongs to a rank outside. The network writes the first three words; only the rank of its rail here may read them.
+    // The next functions return memory that belongs to a rank outside. The network writes the first three words; only the rank of its rail
+    // here may read them.
     __device__ unsigned long long* entered(int source) const {
         return at<unsigned long long>(source, r.layout.entered_of(call, node_of(source)));
     }
@@ -98,7 +99,7 @@ struct RailCall {
     __device__ unsigned long long wait(const unsigned long long* word, int source, GpuPhase phase, unsigned long long timeout_ns) const {
         return wait_network_word(c, word, call, source, phase, timeout_ns);
     }
-    // The same for a thread that other ranks of this node depend on: it goes on waiting after this rank has given up, unless this rank
+    // Does the same for a thread that other ranks of this node depend on. It goes on waiting after this rank has given up, unless this rank
     // gave up on the same source.
     __device__ unsigned long long wait_to_tell(const unsigned long long* word, int source, GpuPhase phase,
                                                unsigned long long timeout_ns) const {
@@ -141,14 +142,14 @@ __device__ __noinline__ inline void tell_reason(const LowLatencyRailContext& r, 
         if ((masks >> to & 1) == 0) *reason_at(rail.c, to, source, call) = rail.reason(source);
 }
 
-// Threads that each wait for a word of the rail and pass it on to the ranks of this node: entries, counts and rows. All threads of a warp
-// wait for one rank, because they can only go on together.
+// Each thread waits for a word of the rail and passes it on to the ranks of this node: entries, counts and rows. All threads of a warp wait
+// for one rank, because they can only go on together.
 struct Relay {
     static constexpr int kLanes = 32;
     const RailCall& rail;
     const LowLatencyDispatchParams& p;
 
-    // One task for each possible word.
+    // There is one task for each possible word.
     __device__ static int num_tasks(const LowLatencyRailContext& r) {
         return (r.num_nodes - 1) * static_cast<int>(round_up(1 + r.context.config.num_max_tokens, kLanes));
     }
@@ -211,7 +212,8 @@ private:
     }
 };
 
-// Like WorkspaceWords, for ranks of all nodes. The word of a rank outside announces lanes that lie in the memory of its rail's rank here.
+// Does what WorkspaceWords does, for ranks of all nodes. The word of a rank outside announces lanes that lie in the memory of its rail's
+// rank here.
 struct RailWords {
     const RailCall rail;
     __device__ const unsigned long long* entered(int source) const { return Turn(rail.c, rail.c.rank, rail.call).entered(source); }

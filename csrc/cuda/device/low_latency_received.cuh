@@ -5,7 +5,7 @@
 
 namespace deepep_moe {
 
-// Offsets of a token's rows: bytes in recv_x, words in recv_x_scales.
+// Holds offsets of a token's rows: bytes in recv_x, words in recv_x_scales.
 struct TokenRows {
     int num;
     bool is_here;  // its row has come; set only where that is known

@@ -1,4 +1,4 @@
-// The sending half of a low-latency dispatch: counts and rows to the ranks of this node, and through `Outside` those for other nodes.
+// The sending half of a low-latency dispatch sends counts and rows to the ranks of this node, and through `Outside` to other nodes.
 //
 //   some blocks    Each serves one other node or one rank of this node, and sends the counts that must come before rows.
 //   All others     Send one token at a time: the row for other nodes, then head and row to the ranks of this node, in lines of 128
@@ -121,7 +121,7 @@ private:
         send_rows(tells ? num_ahead() + blockIdx.x : blockIdx.x - num_tasks, experts, tells);
     }
 
-    // One task per other node and one per rank of this node: write the flags that say how many rows come.
+    // There is one task for each other node and each rank of this node: write the flags that say how many rows come.
     __device__ int num_tasks() const { return outside.num_nodes() - 1 + outside.num_ranks(); }
     // Blocks that only send rows, and the number of tokens that they send before a block with a task sends one.
     __device__ int num_others() const { return max(0, static_cast<int>(gridDim.x) - num_tasks()); }
@@ -203,14 +203,14 @@ private:
 
     __device__ Staged& staged(int turn) const { return reinterpret_cast<Staged&>(shared.staged[turn]); }
 
-    // All threads. False: topk_idx has a fault; a block that sends counts tells the peers.
+    // All threads call it. False: topk_idx has a fault; a block that sends counts tells the peers.
     __device__ bool find_places(const FirstMarks& experts) const {
         clear(c, marks);
         __syncthreads();
         return mark_tokens(c, p, marks, experts);
     }
 
-    // One top-k entry: its expert, rank and weight, and the masked ranks. Only one warp holds them.
+    // Holds one top-k entry: its expert, rank and weight, and the masked ranks. Only one warp has them.
     struct Lane {
         int expert = -1, rank = -1;
         float weight = 1.0f;
@@ -248,7 +248,7 @@ private:
         }
     }
 
-    // The part of a row that this thread loads; `stage` converts it to fp8 if asked and puts it into shared memory.
+    // Holds the part of a row that this thread loads. `stage` converts it to fp8 if asked, and puts it into shared memory.
     struct Given {
         static constexpr int kLoads = kGivenBytes / 16;
         int num = 0;

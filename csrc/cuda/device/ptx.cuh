@@ -1,5 +1,5 @@
-// PTX instructions that CUDA C++ has no name for. They are all here, and nothing else is, because tests/emulation replaces these functions
-// on a machine without a GPU.
+// Wraps PTX instructions that CUDA C++ has no name for. They are all here, and nothing else is, because tests/emulation replaces these
+// functions on a machine without a GPU.
 #pragma once
 
 #include <cstdint>

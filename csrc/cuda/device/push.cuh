@@ -119,7 +119,7 @@ private:
     };
     static_assert(kRefused <= (1u << 31) / (2 * kMaxGpuRanks), "an index, a rank and a bit in an int");
 
-    // After each row: post the flag of the row kRowsBehindFlag before it, and keep this row's flag.
+    // Call it after each row: it posts the flag of the row kRowsBehindFlag before it, and keeps this row's flag.
     __device__ void follow(unsigned long long* flag) {
         if (flags_[kRowsBehindFlag - 1] != nullptr) ring_.template settle<kRowsBehindFlag - 1>();  // this row is not yet among them
         if (flags_[kRowsBehindFlag - 1] != nullptr && lane_ == 0) due_.add(flags_[kRowsBehindFlag - 1]);
@@ -149,7 +149,7 @@ private:
     unsigned long long* flags_[kRowsBehindFlag] = {};  // of the last rows sent, newest first; null: the row has no flag
 };
 
-// A sending block: see Pusher::push. All its threads must call it; it has one warp more than the ring.
+// Runs a sending block: see Pusher::push. All its threads must call it; it has one warp more than the ring.
 template <class Ring, class Ready, class Find, class Rows>
 __device__ void push(const GpuContext& context, const GpuRing& ring, const GpuSlotLayout& slot, int chunk_slots, int token_slots,
                      const int32_t* counts, bool to_outbox, int first_node, const Ready& ready, const Find& find, const Rows& rows) {

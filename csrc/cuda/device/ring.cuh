@@ -6,7 +6,7 @@
 
 namespace deepep_moe {
 
-// A row on its way, its tail, and this thread's note about it.
+// Holds a row on its way, its tail, and this thread's note about it.
 struct RingRow {
     const std::byte* row;
     const std::byte* tail;
@@ -47,7 +47,7 @@ private:
     const GpuSlotLayout slot_;
 };
 
-// Shared memory of a block: notes int32[warps][stages][32] | barriers u64[warps][stages] | stages, 128-byte aligned.
+// Lays out the shared memory of a block: notes int32[warps][stages][32] | barriers u64[warps][stages] | stages, 128-byte aligned.
 struct RingMemory {
     __host__ __device__ static int64_t header_bytes(const GpuRing& r) { return divide_up(r.warps * r.stages * (128 + 8), 128) * 128; }
     __host__ __device__ static int64_t bytes(const GpuRing& r, const GpuSlotLayout& slot) {

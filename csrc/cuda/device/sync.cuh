@@ -36,7 +36,7 @@ __device__ inline bool warp_wait_flag(const GpuContext& c, const unsigned long l
     return __shfl_sync(kFullWarp, ok, 0) != 0;
 }
 
-// Tasks that a warp takes from a counter; the next one is fetched while the warp works on the current one.
+// A warp takes tasks from a counter. The next one is fetched while the warp works on the current one.
 class WarpTasks {
 public:
     __device__ explicit WarpTasks(int* next) : next_(next) { ask(); }
@@ -81,7 +81,8 @@ struct Source {
     __device__ int first_slot(const GpuWorkspaceConfig& config) const { return config.num_nodes == 1 ? 0 : node * config.node_tokens(); }
 };
 
-// The nth of all tasks, where source_at(first_turn), source_at(first_turn + 1), ... have num_tasks(source) each: task `number` of `source`.
+// Finds the nth of all tasks, where source_at(first_turn), source_at(first_turn + 1), ... have num_tasks(source) each: task `number` of
+// `source`.
 struct SourceTask {
     Source source{};
     int number = 0;

@@ -213,8 +213,8 @@ __device__ __forceinline__ void multiply_16_rows(float (&d)[128], Operand a, Ope
 #undef DEEPEP_MOE_32
 #undef DEEPEP_MOE_8
 
-// The same of bf16 tiles that have 64 rows: 64 columns of one, transposed, with 256 columns of another, `stride` bytes for each 64. With
-// `adds` the products are added to d.
+// Does the same for bf16 tiles that have 64 rows: 64 columns of one, transposed, with 256 columns of another, `stride` bytes for each 64.
+// With `adds` the products are added to d.
 __device__ __forceinline__ void begin_products(float (&d)[128], const uint8_t* a, const uint8_t* b, int stride, bool adds) {
     keep_order(d);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

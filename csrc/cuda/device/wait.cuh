@@ -1,4 +1,4 @@
-// Flags between GPUs, and the one way to wait for one.
+// Defines flags between GPUs, and the one way to wait for one.
 #pragma once
 
 #include "cuda/tuning.h"

@@ -91,7 +91,7 @@ public:
     int64_t settle();
     // Throw the failure that a kernel of this rank has reported, once.
     void check();
-    // With several nodes: throw a failure that `check` has thrown but other nodes do not know, until `refuse` has told them.
+    // With several nodes, throws a failure that `check` has thrown but other nodes do not know, until `refuse` has told them.
     void check_untold();
     bool has_failed() const { return deepep_moe::has_failed(host_->failure) || !is_told_; }  // `check` or `check_untold` would throw
     bool is_void() const { return void_plan_ == num_plans_; }  // a kernel's failure in the last call has been thrown

@@ -7,7 +7,7 @@
 namespace deepep_moe {
 namespace {
 
-// The words of the state that are cleared after a failure, so that the next call starts afresh.
+// These words of the state are cleared after a failure, so that the next call starts afresh.
 constexpr size_t kStateBytes = sizeof(GpuState) - offsetof(GpuState, gave_up);
 
 }  // namespace

@@ -14,7 +14,7 @@
 namespace deepep_moe {
 namespace {
 
-// Odd multiples of 2^64 / (golden ratio): two of them never differ by a call's number, and memory does not hold one by chance.
+// Returns an odd multiple of 2^64 / (golden ratio). Two of them never differ by a call's number, and memory does not hold one by chance.
 unsigned long long new_mark() {
     static std::atomic<unsigned long long> num_made = 0;
     return (2 * num_made++ + 1) * 0x9e3779b97f4a7c15;

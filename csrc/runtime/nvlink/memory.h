@@ -15,7 +15,7 @@ namespace deepep_moe {
 
 constexpr int kMaxGpus = 8;  // of one host, as ranks of one group
 
-// Addresses of this process, and the memory that is mapped there. A plain value, which a forked process may drop: it has no CUDA.
+// Holds addresses of this process and the memory that is mapped there. It is a plain value, which a forked process without CUDA may drop.
 struct AddressRange {
     std::byte* begin = nullptr;
     size_t bytes = 0;               // in whole pages
@@ -36,9 +36,9 @@ private:
     int release();
 };
 
-// A rank's workspace, and those of its peers. Their addresses stay the same, so that CUDA graphs may hold them, while `free` and `allocate`
-// change what is mapped there; the first bytes are zeroed. Peers may write to a workspace after its rank has destroyed it: the driver frees
-// memory once no process maps it.
+// Maps a rank's workspace and those of its peers. Their addresses stay the same, so that CUDA graphs may hold them, while `free` and
+// `allocate` change what is mapped there; the first bytes are zeroed. Peers may write to a workspace after its rank has destroyed it: the
+// driver frees memory once no process maps it.
 class GpuMemory {
 public:
     // num_ranks ranks, numbered from `first_rank` on in all functions here.

@@ -49,14 +49,14 @@ struct GateShim {
     bool (*is_capturing)(uintptr_t stream) noexcept;
 };
 
-// Grouped experts. False: the kernel could not be launched.
+// Calls grouped experts. False: the kernel could not be launched.
 struct ExpertShim {
     bool (*forward)(const GpuSwigluParams& params, uintptr_t stream) noexcept;
     bool (*backward)(const GpuSwigluParams& params, uintptr_t stream) noexcept;
     bool (*add_weight_gradients)(const GpuWeightGradientParams& params, uintptr_t stream) noexcept;  // false on other GPUs than Hopper too
 };
 
-// Dense routing. False: the kernel could not be launched.
+// Calls dense routing. False: the kernel could not be launched.
 struct DenseRoutingShim {
     bool (*lanes_of_map)(const LanesOfMapParams& params, uintptr_t stream) noexcept;
     bool (*dense_of_lanes)(const DenseOfLanesParams& params, uintptr_t stream) noexcept;

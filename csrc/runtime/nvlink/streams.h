@@ -39,7 +39,7 @@ private:
     cudaEvent_t followed_ = nullptr, ended_ = nullptr;
 };
 
-// High-priority streams of the buffer, on which a call sends while its own stream goes on. `fork` lets `sending` follow the call's stream.
+// A call sends on these high-priority streams of the buffer while its own stream goes on. `fork` lets `sending` follow the call's stream.
 // `has_sent` marks the end of sending, and `join` lets the call's stream wait for it.
 class SendStreams {
 public:
