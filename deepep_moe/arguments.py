@@ -108,7 +108,7 @@ def check_tensor(
     name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device | None = None, *,
     any_strides: bool = False,
 ) -> None:  # fmt: skip
-    if not isinstance(tensor, Tensor):  # asked here, as a function takes as long as two of the checks
+    if not isinstance(tensor, Tensor):  # inline, because a function call costs as much as two of the checks
         check_is_tensor(name, tensor)
     if tensor.dtype not in dtypes:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -117,7 +117,7 @@ def check_tensor(
         raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}")
     if device is not None and tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}; it must be on {device}, like x")
-    if dtypes[0] is not _INT64 and tensor.is_neg():  # indices do not come so, and the question has a price
+    if dtypes[0] is not _INT64 and tensor.is_neg():  # indices are never lazy negatives, and the check costs time
         raise lazy_negative(name)
     if not any_strides and not tensor.is_contiguous():
         raise ValueError(f"{name} with shape {list(shape)} and strides {list(tensor.stride())} is not contiguous; pass {name}.contiguous()")

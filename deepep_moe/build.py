@@ -41,7 +41,7 @@ def build(modules: list[str], *, isolated: bool) -> tuple[list[str], str]:
         with zipfile.ZipFile(wheels[0]) as archive:
             files = {Path(name).name: name for name in archive.namelist() if name.endswith(".so")}
             for name, member in files.items():
-                unfinished = PACKAGE / f"{name}.unfinished"  # a process may have the old file loaded: it keeps that one
+                unfinished = PACKAGE / f"{name}.unfinished"  # a process that has the old file loaded keeps it
                 unfinished.write_bytes(archive.read(member))
                 unfinished.replace(PACKAGE / name)
         _record(list(files))

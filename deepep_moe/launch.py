@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> None:
     words = parser()
     options = words.parse_args(arguments)
     if options.bind:
-        for name in ("run_path", "virtual_local_rank", "numa_binding"):  # the last would bind the ranks too
+        for name in ("run_path", "virtual_local_rank", "numa_binding"):  # numa_binding would bind the ranks too
             if getattr(options, name, None):
                 words.error(f"--bind does not work with --{name.replace('_', '-')}; leave one of them out")
         options = bound(options)
@@ -46,5 +46,5 @@ def main(arguments: list[str]) -> None:
         print(f"NCCL settings: {' '.join(f'{name}={value}' for name, value in new.items()) or 'all are set already'}", file=sys.stderr)
     try:
         run.run(options)
-    except (AssertionError, ValueError) as error:  # of torchrun's options; what ranks raise is another error
+    except (AssertionError, ValueError) as error:  # torchrun refuses an option; an error of a rank has another class
         words.error(str(error) or f"--nnodes {options.nnodes} and --nproc-per-node {options.nproc_per_node} must be at least 1")

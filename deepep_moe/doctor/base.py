@@ -28,7 +28,7 @@ class Ran:
     def why(self) -> str:
         """Return what it said last, in one line."""
         lines = [line.strip() for line in (self.errors.strip() or self.output).splitlines()]
-        lines = [line for line in lines if line and not line.startswith("{")]  # which is a fact
+        lines = [line for line in lines if line and not line.startswith("{")]  # lines in braces are facts
         return lines[-1] if lines else f"it ended with code {self.code} and said nothing"
 
 
@@ -69,13 +69,13 @@ class Environment:
     def facts(self) -> dict[str, Any]:
         """Return what PyTorch and this library report (facts.py): `torch`, `cuda`, `features`, `nvshmem`. If one is missing, `error` says
         why."""
-        with self._lock:  # checks run at once, and the first asks
+        with self._lock:  # checks run in parallel, and the first one asks
             return self._facts
 
     @functools.cached_property
     def _facts(self) -> dict[str, Any]:
         folder = Path(__file__).parent
-        ran = self.python(str(folder / "facts.py"), str(folder.parents[1]))  # of the package that this module is of
+        ran = self.python(str(folder / "facts.py"), str(folder.parents[1]))  # the facts of the package that has this module
         lines = [json.loads(line) for line in ran.output.splitlines() if line.startswith("{")]
         found = {name: value for line in lines for name, value in line.items()}
         return found if ran.code == 0 else found | {"error": ran.why()}

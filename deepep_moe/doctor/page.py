@@ -16,7 +16,7 @@ CHECKS: tuple[Check, ...] = (
 )  # fmt: skip
 _LIBRARY = ("PyTorch", "deepep_moe")
 _NVLINK = (*_LIBRARY, "GPUs", "GPU kernels", "peer access", "test of nvlink")
-BACKENDS = {  # a backend serves where none of these is a fault, and each but `_MAY_BE_ABSENT` is there
+BACKENDS = {  # a backend serves if none of these is a fault, and all but `_MAY_BE_ABSENT` were checked
     "shm": (*_LIBRARY, "memory files", "test of shm"),
     "nvlink": _NVLINK,
     "nvshmem": (*_NVLINK, "NVSHMEM", "RDMA ports", "locked memory", "GPU memory at NICs"),
@@ -30,7 +30,7 @@ _TEST_S = 100.0
 
 def examine(env: Environment, checks: Sequence[Check] = CHECKS) -> list[Finding]:
     """Make all checks at once and return their findings in this order."""
-    with ThreadPoolExecutor(len(checks)) as pool:  # what takes time is programs that they run: one that hangs holds up no other
+    with ThreadPoolExecutor(len(checks)) as pool:  # checks wait for programs that they run: one that hangs delays no other
         return list(pool.map(lambda check: check(env), checks))
 
 

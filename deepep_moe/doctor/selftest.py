@@ -15,7 +15,7 @@ from torch import Tensor
 from deepep_moe import Buffer, reference
 from deepep_moe.testing import run_ranks
 
-_HIDDEN, _NUM_TOPK, _EXPERTS_PER_RANK, _NUM_TOKENS = 256, 4, 4, 32  # of the reference, whose loops are slow
+_HIDDEN, _NUM_TOPK, _EXPERTS_PER_RANK, _NUM_TOKENS = 256, 4, 4, 32  # small sizes, because the loops of the reference are slow
 _SPEED = {"shm": (512, 2048), "nvlink": (4096, 7168)}  # tokens and hidden
 _NUM_CALLS = 10
 _DEADLINE_S = 30.0
@@ -62,7 +62,7 @@ def exchange(rank: int, num_ranks: int, backend: str) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     num_experts = _EXPERTS_PER_RANK * num_ranks
-    dist.barrier()  # so that a deadline is not one for processes that start
+    dist.barrier()  # so that a deadline does not count the start of processes
     buffer = Buffer(None, _NUM_TOKENS, _HIDDEN, num_experts, _NUM_TOPK, backend=backend, timeout_s=_DEADLINE_S)
     wrong = [f"{dtype} {layout}" for dtype, layout in _CASES if not _is_right(rank, num_ranks, buffer, device, dtype, layout)]
     buffer.destroy()
@@ -80,7 +80,7 @@ def exchange(rank: int, num_ranks: int, backend: str) -> dict[str, Any]:
 
 def main(backend: str, num_ranks: int) -> None:
     """Print what the ranks have found as JSON: `wrong` (cases, with ranks), `dispatch` and `combine` (GB/s of the slowest rank)."""
-    from deepep_moe.doctor import selftest  # not this file as __main__: the ranks import what they run by its name
+    from deepep_moe.doctor import selftest  # not this file as __main__: ranks import their function by its module's name
 
     ranks = run_ranks(selftest.exchange, num_ranks, backend, timeout_s=90, start_method="spawn" if backend == "nvlink" else "forkserver")
     wrong = [f"{case} on rank {rank}" for rank, told in enumerate(ranks) for case in told["wrong"]]

@@ -92,7 +92,7 @@ def _integration(
         wanted = f"pip install '{package}>={dotted(first)},<{dotted(too_new)}'"
         return FAULT, f"version {version} is installed, and deepep_moe has no adapter for it", wanted
     ran = env.python("-c", f"import {modules}")
-    if ran.code != 0:  # nothing needs the packages without an adapter: Megatron-Core takes of them what imports
+    if ran.code != 0:  # packages without an adapter are optional: Megatron-Core uses those that import
         text = f"{version} does not import (import {modules}): {ran.why()}"
         return FAULT if first else WARNING, text, f"install what the message asks for, or {package} again"
     return OK, version

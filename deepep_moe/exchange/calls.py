@@ -89,7 +89,7 @@ class Calls:
         """The mode of gradients, and the default of calls."""
         self._calling = threading.Lock()
         self._backend: Backend | None = backend
-        self._suspended: tuple[Backend, NativeCalls | None] | None = None  # what `_backend` and `_native` were, from `suspend` to `resume`
+        self._suspended: tuple[Backend, NativeCalls | None] | None = None  # `_backend` and `_native` between `suspend` and `resume`
         self._suspended_bytes = 0
         self._for_gpu = for_gpu
         self._native = backend.native_calls(self.number, self.own_mode)
@@ -239,7 +239,7 @@ class Calls:
         except (EPError, ValueError):
             raise
         except BaseException as error:
-            with contextlib.suppress(EPError):  # the failure of the call before: `error` says more
+            with contextlib.suppress(EPError):  # the call before has failed: `error` says more
                 self.refuse(error)
             raise
 
@@ -275,7 +275,7 @@ class Calls:
             is_finished = half.finish()
         except BaseException as error:
             if self._backend is not None:
-                with contextlib.suppress(EPError):  # of peers that do not come: `error` says more
+                with contextlib.suppress(EPError):  # peers do not come: `error` says more
                     tell_peers(self._backend, error, True)
             raise
         if not is_finished:
@@ -342,7 +342,7 @@ class Calls:
         self._worker = None
         backend, self._backend, self._native = self._backend, None, None
         backend.destroy()
-        self._pending = None  # last: a GPU may have used the tensors that its second half holds until here
+        self._pending = None  # comes last: a GPU may have used the tensors of the second half until here
 
     def recover(self, meet: Callable[[int], list[int]]) -> None:
         """Bring the ranks back into step: ranks that have made fewer calls refuse the rest. meet(number) returns every rank's number."""
@@ -386,7 +386,7 @@ class Calls:
         except Exception as error:
             raise self.refuse(error) from None
         except BaseException as error:
-            with contextlib.suppress(EPError):  # the failure of an earlier call: an interrupt says more
+            with contextlib.suppress(EPError):  # an earlier call has failed: an interrupt says more
                 self.refuse(error)
             raise
 
@@ -398,7 +398,7 @@ class Calls:
         except BaseException as error:
             backend = self._backend
             if backend is not None:
-                with contextlib.suppress(EPError):  # of peers that do not come: `error` says more
+                with contextlib.suppress(EPError):  # peers do not come: `error` says more
                     tell_peers(backend, error, backend.num_calls != num_calls)
             raise
 

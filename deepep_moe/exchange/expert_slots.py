@@ -58,7 +58,7 @@ class ExpertSlots:
 
     def __init__(self, group: "dist.ProcessGroup | None", num_bytes: int, *, backend: str = "auto", timeout_s: float | None = None) -> None:
         group, num_ranks, rank = join(group, "ExpertSlots")
-        s = Settings(num_ranks, rank, 1, _C.ROW_ALIGNMENT, num_ranks, 1, 300.0)  # of an exchange that moves no rows
+        s = Settings(num_ranks, rank, 1, _C.ROW_ALIGNMENT, num_ranks, 1, 300.0)  # sizes of an exchange that moves no rows
         error: Exception | None = None
         try:
             num_bytes = as_int("num_bytes", num_bytes, least=1)

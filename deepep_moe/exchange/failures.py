@@ -52,7 +52,7 @@ def pass_failed(number: int, num_calls: int, reason: str = _REASON) -> None:
     calls = live_calls.get(number)
     if calls is None or calls.is_destroyed or calls.num_calls != num_calls:
         return
-    with contextlib.suppress(EPError, RuntimeError):  # the error of the pass says more
+    with contextlib.suppress(EPError, RuntimeError):  # the error of the forward or backward says more
         calls.tell(reason)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from deepep_moe import _C
 from deepep_moe.group.settings import Settings
 
-_BETWEEN_LOOKS_S = 0.05  # at peers that have sent nothing
+_BETWEEN_LOOKS_S = 0.05  # between looks at peers that have sent nothing
 
 
 class Mailbox:
@@ -34,12 +34,12 @@ class Mailbox:
             own = found[self.address] = make()
             for address in addresses:
                 if address != self.address:
-                    with contextlib.suppress(ConnectionRefusedError):  # it is gone: first the others get what they wait for
+                    with contextlib.suppress(ConnectionRefusedError):  # the peer is gone: first the others get what they wait for
                         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [own]))]
                         self._socket.sendmsg([b"\0"], rights, 0, address)  # does not wait: a queue holds 10 messages
             while len(found) < len(addresses):
                 gone = [address for address in addresses if address not in found and not _is_there(address)]
-                while len(found) < len(addresses) and self._receive(found, addresses):  # what it has sent before it went, too
+                while len(found) < len(addresses) and self._receive(found, addresses):  # a peer that is gone may have sent before
                     pass
                 lost = [address for address in gone if address not in found]
                 if lost or time.monotonic() > deadline:

@@ -121,7 +121,7 @@ class World:
             try:
                 _process.addresses[number] = self._module.allocate(num_bytes)
                 _process.sizes[number] = num_bytes
-            except RuntimeError as failure:  # on some ranks only: the others have memory that cannot be freed, as that takes all
+            except RuntimeError as failure:  # some ranks have failed: the others cannot free their memory, which is collective
                 error = str(failure)
             self._ranks.gather(error, 0, "allocation of symmetric memory", int)
             return _process.addresses[number]
@@ -177,7 +177,7 @@ def quiet() -> bool:
     assert not isinstance(module, str)  # the process has a world
     try:
         has_arrived = module.quiet(p.timeout_s)
-    except RuntimeError as error:  # of a GPU that has failed: nothing waits for it
+    except RuntimeError as error:  # the GPU has failed: nothing waits for it
         p.broken = f"what rank {p.rank} has put may not have arrived ({error}); start the processes again"
         logger.warning("NVSHMEM: %s", p.broken)
         return True

@@ -25,11 +25,11 @@ from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutEr
 from deepep_moe.group.settings import Settings
 from deepep_moe.torch_module import WHY_NOT
 
-_TAG = 0xDEE9  # of this library's point-to-point messages in the caller's group; that of a vector is larger by its bytes
-_MAX_BYTES = 1 << 20  # of a message: a few strings and numbers
+_TAG = 0xDEE9  # tag of this library's messages in the caller's group; a vector's tag is larger by its number of bytes
+_MAX_BYTES = 1 << 20  # a message is a few strings and numbers
 _MAX_WORDS = 10_000  # characters of an error in a message
 _numbers = itertools.count()
-_TOLD_WITHIN_S = 0.2  # of the end of a rank's connections, on whom it has given up
+_TOLD_WITHIN_S = 0.2  # a rank whose connections end says within this time whom it waited for
 
 
 class Connectable(Protocol):
@@ -64,7 +64,7 @@ _Message = TypeVar("_Message")
 class Introduction:
     """The message that a rank sends to all others before a buffer is made."""
 
-    error: str | None  # its caller's mistake
+    error: str | None  # a mistake of the caller
     backend: str
     settings: dict[str, object]
     host: str
@@ -257,7 +257,7 @@ class Exchange:
             self._post()
             for work in self._works:
                 began = time.monotonic()
-                if not work.is_completed():  # who waits for it a second time waits for another message
+                if not work.is_completed():  # a second wait would be for another message
                     work.wait(datetime.timedelta(seconds=self._timeout_s))
                 num_over += 1
         except RuntimeError as error:

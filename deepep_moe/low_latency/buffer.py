@@ -283,7 +283,7 @@ class LowLatencyBuffer(Sizes):
         self._choose(x)
         is_like_rows = isinstance(x, Tensor) and x.dim() == 2 and x.shape[1] == s.hidden and x.is_contiguous()
         if not is_like_rows or not isinstance(topk_idx, Tensor):
-            return x, topk_idx, None, None  # which the checks refuse
+            return x, topk_idx, None, None  # the checks refuse it
         try:
             topk_idx = one_by_one("topk_idx", topk_idx, len(x), s)
             is_sent = (topk_idx >= 0).view(len(x), s.lanes)
@@ -533,7 +533,7 @@ class LowLatencyBuffer(Sizes):
 
     def _refuse(self, error: BaseException) -> NoReturn:
         """Tell the peers why this rank does not make its call, and raise it."""
-        if not is_dry_run():  # which makes no call
+        if not is_dry_run():  # it makes no call
             self._alive().refuse(told(error))
         raise error
 

@@ -68,7 +68,7 @@ class NvlinkLowLatencyBackend(GpuMemory, LowLatencyBackend):
 
     def has_failed(self, state: Tensor) -> bool:
         if torch.cuda.is_current_stream_capturing():
-            return False  # a kernel finds out
+            return False  # a kernel checks it
         call, failed = state[:16].view(torch.int64).tolist()  # as LowLatencyHandleLayout has them
         return bool(call ^ failed == self._native.failed_mark)
 

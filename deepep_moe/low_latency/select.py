@@ -43,7 +43,7 @@ def _make(
     """Return the backend, or the reason why it cannot serve these ranks."""
     too_many = _why_too_many(peers, name)
     if name == "nvshmem":
-        from deepep_moe.group import nvshmem_rail  # which loads what only several nodes need
+        from deepep_moe.group import nvshmem_rail  # it loads what only several nodes need
         from deepep_moe.low_latency.nvshmem import NvshmemLowLatencyBackend
 
         reason = too_many or why_not_nvshmem(peers, settings)

@@ -105,7 +105,7 @@ class ShmLowLatencyBackend(LowLatencyBackend):
             num_columns, scale_dtype = num_scale_columns(s.hidden, scale_format)
             scales = self.empty((s.num_local_experts, num_columns, capacity), scale_dtype).transpose(1, 2)
         counts = self.empty((s.num_local_experts,), torch.int32)
-        with torch.inference_mode(False):  # in which PyTorch counts no changes
+        with torch.inference_mode(False):  # PyTorch counts no changes in this mode
             return recv_x, scales, counts, self.empty((self.handle_bytes,), torch.uint8)
 
     def _run(self, rows: Rows, what: What, value: int, async_op: bool, return_hook: bool) -> Event | None:
@@ -133,7 +133,7 @@ class ShmLowLatencyBackend(LowLatencyBackend):
         self._native.rejoin()
 
     def has_failed(self, state: Tensor) -> bool:
-        """As LowLatencyHandleLayout has it, no rank's tokens are known before they are received."""
+        """Return whether rows are missing: the numbers of tokens in the handle are negative until they are received."""
         return bool(min(state[16 : 16 + 4 * self.settings.num_ranks].view(torch.int32).tolist()) < 0)
 
     def is_untold(self, error: BaseException, num_calls: int) -> bool:

@@ -22,7 +22,7 @@ from deepep_moe.low_latency.base import DESTROYED, NOT_RECEIVED
 
 _MAGIC = 0x64656570_4C4C0001  # plus the rank; stored in the rank's own word of `resumed`, which no peer writes
 _TURNS, _MAX_IN_FLIGHT, _REASON_BYTES = 4, 2, 240
-_VALUE_BITS, _NUMBER_BIT = 16, 24  # of a flag: number of its call | what the rank does in it | a value
+_VALUE_BITS, _NUMBER_BIT = 16, 24  # a flag has the number of its call | what the rank does in it | a value
 _VALUES = (1 << _VALUE_BITS) - 1
 _ROUNDS_PER_LOOK, _YIELDS, _NAP_S = 64, 2000, 50e-6
 _HURRIED_S = 1.0

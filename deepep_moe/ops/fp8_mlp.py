@@ -192,7 +192,7 @@ def swiglu_fp8(inner: Tensor, probs: Tensor | None, groups: Groups) -> tuple[Ten
     inner: [num_rows, 2 * intermediate] bf16, intermediate a multiple of 128. Rows of the tail are not set.
     """
     if _swiglu_has_kernels(inner, probs):
-        from deepep_moe.ops import fp8_row_kernels  # which imports Triton
+        from deepep_moe.ops import fp8_row_kernels  # this imports Triton
 
         with on_device(inner):
             return fp8_row_kernels.swiglu_quantized(inner, _contiguous(probs), groups.offsets)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 128
-_BLOCKS = 2  # of 128 columns that a program of SwiGLU serves at a time
+_BLOCKS = 2  # blocks of 128 columns that a program of SwiGLU serves at a time
 _ROWS = 16  # of such a program
 
 

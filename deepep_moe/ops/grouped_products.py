@@ -16,7 +16,7 @@ from deepep_moe import _C
 from deepep_moe.device import current_stream, is_gpu, on_device
 
 _log = logging.getLogger(__name__)
-_ALIGNMENT = 16  # bytes: what the tensor memory accelerator of Hopper asks of addresses and row strides
+_ALIGNMENT = 16  # bytes: Hopper's tensor memory accelerator needs addresses and row strides that are multiples
 _LARGEST = torch.iinfo(torch.int32).max  # offsets are int32
 
 

@@ -44,7 +44,7 @@ def dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, num_experts: int) -> T
     values = topk_values.to_dense() if topk_values.is_sparse else topk_values
     dense = values.new_zeros(topk_idx.shape[0], num_experts + 1)
     columns = torch.where(topk_idx < num_experts, topk_idx, -1) + 1
-    return dense.scatter_(1, columns, values)[:, 1:].contiguous()  # lanes without an expert write column 0, which goes
+    return dense.scatter_(1, columns, values)[:, 1:].contiguous()  # lanes without an expert write column 0, which is dropped
 
 
 def count_lanes(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,7 +65,7 @@ def count_lanes(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Ten
         return counts[:num_ranks], counts[num_ranks:], is_token_in_rank
     columns = torch.where(topk_idx < num_experts, topk_idx, -1).clamp(min=-1).long() + 1
     chosen = torch.zeros(topk_idx.shape[0], num_experts + 1, dtype=torch.bool, device=topk_idx.device)
-    chosen = chosen.scatter_(1, columns, True)[:, 1:]  # lanes without an expert write column 0, which goes
+    chosen = chosen.scatter_(1, columns, True)[:, 1:]  # lanes without an expert write column 0, which is dropped
     is_token_in_rank = chosen.unflatten(1, (num_ranks, -1)).any(2)
     return is_token_in_rank.sum(0, dtype=torch.int32), chosen.sum(0, dtype=torch.int32), is_token_in_rank
 

@@ -11,7 +11,7 @@ from deepep_moe.ops.weighted import aligned
 
 BLOCK = _C.SCALE_BLOCK
 FP8 = torch.float8_e4m3fn
-_COLUMNS = 8  # that a thread of the kernel loads at once
+_COLUMNS = 8  # columns that a thread of the kernel loads at once
 _LARGEST = torch.finfo(FP8).max
 _LEAST, _LEAST_TRAINED = 1e-4, 2.0**-100  # kFp8Least and kFp8LeastTrained of csrc/common/types.h
 _FRACTION_BITS = 23  # of fp32

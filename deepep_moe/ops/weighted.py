@@ -85,7 +85,7 @@ def _ordered(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, bool]:
 # ---- sums by lanes ----
 
 
-@torch.inference_mode()  # PyTorch has no part in it, on whatever thread it runs
+@torch.inference_mode()  # PyTorch takes no part in it, on any thread
 def sum_lanes(sums: Tensor, rows: Tensor, weights: Tensor | None, bias: Tensor | None, is_fused: bool) -> None:
     """Write the sums of `Buffer(sums="lanes")` to `sums` [num_tokens, hidden], without gradient.
 

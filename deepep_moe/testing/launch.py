@@ -19,7 +19,7 @@ class RankFailedError(RuntimeError):
     """A worker raised or died. The message holds its traceback or exit code; `rank` says which."""
 
     def __init__(self, rank: int, message: str):
-        super().__init__(rank, message)  # from which pickle makes it again
+        super().__init__(rank, message)  # pickle makes it again from these
         self.rank = rank
 
     def __str__(self) -> str:

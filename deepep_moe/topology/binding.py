@@ -50,7 +50,7 @@ def bind(local_rank: int | None = None, num_ranks: int | None = None, *, root: s
     own = places[local_rank]
     if unknown:  # every process would take the place of rank 0
         return Binding(own, (), (unknown,))
-    if config.mark_bound():  # what this process may use is its own share already
+    if config.mark_bound():  # the CPUs that this process may use are its own share already
         return Binding(own, (), ("this process was bound before",))
     done: list[str] = []
     left = list(own.notes)

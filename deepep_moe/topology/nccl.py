@@ -13,7 +13,7 @@ from deepep_moe.errors import EPError
 from deepep_moe.topology.machine import Cpu, NumaNode, PciDevice, Topology
 from deepep_moe.topology.sysfs import is_bus_id
 
-_ARCHITECTURES = {"aarch64": "arm64", "ppc64le": "ppc64"}  # what NCCL calls them; others have one name
+_ARCHITECTURES = {"aarch64": "arm64", "ppc64le": "ppc64"}  # NCCL's names; others have one name
 _SHIPPED = "opt/microsoft"  # where Azure's images keep topology files
 SETTINGS = {
     "NCCL_IGNORE_CPU_AFFINITY": "1",

@@ -65,7 +65,7 @@ class TuneRank:
         o = self.options
         buffer = self.new_buffer()
         backend = buffer.calls.backend
-        assert isinstance(backend, NvlinkBackend)  # which was asked for
+        assert isinstance(backend, NvlinkBackend)  # it was asked for
         default, machine = backend.fitted, backend.machine
         self.say(f"{machine}; {Shape.of(o.num_tokens, o.hidden, o.num_topk)}; default: {default}")
         try:

@@ -15,9 +15,9 @@ from deepep_moe.tuning import Machine, Values
 SENDERS = (2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64)
 RECEIVERS = (4, 8, 16, 32, 48, 64, 96, 128)
 RINGS = ((4, 3), (4, 4), (6, 3), (6, 4), (6, 6), (8, 3), (8, 4), (11, 3), (11, 4))
-_SAMPLES = 8  # of each contender in the first round; twice as many in each later one
-_MARGIN = 0.002  # by which a contender must be faster to replace the best so far
-SEARCH_SHARE = 0.7  # of the time; the rest is for the last comparison
+_SAMPLES = 8  # calls of each contender in the first round; twice as many in each later one
+_MARGIN = 0.002  # a contender must be faster by this part to replace the best so far
+SEARCH_SHARE = 0.7  # part of the time; the rest is for the last comparison
 
 Say = Callable[[str], None]
 Axis = Callable[[Values], list[Values]]

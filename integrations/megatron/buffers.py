@@ -33,12 +33,12 @@ class LayerBuffers(BufferRegistry):
         super().__init__()
         self.options = options
         self.metrics = Metrics() if options.metrics else None
-        self.layers: weakref.WeakSet[Any] = weakref.WeakSet()  # that dispatch through them
+        self.layers: weakref.WeakSet[Any] = weakref.WeakSet()  # layers that dispatch through them
         self.is_closed = False
         self._capacities: weakref.WeakSet[RecvCapacity] = weakref.WeakSet()  # the layers own them
         self.has_runner = False  # Megatron-Core's, of the job: on ranks without MoE layers too
-        self._has_graphs = False  # with calls in them, which nobody sees fail
-        self._copies: dict[tuple[object, ...], tuple[dist.ProcessGroup | None, Copies]] = {}  # of experts, by `sizes_of`
+        self._has_graphs = False  # True: there are graphs with calls, whose failures nobody sees
+        self._copies: dict[tuple[object, ...], tuple[dist.ProcessGroup | None, Copies]] = {}  # memory for copies, by `sizes_of` the experts
 
     def ready(
         self,
@@ -144,7 +144,7 @@ class LayerBuffers(BufferRegistry):
         capacities = [capacity for capacity in self._capacities if not capacity.has_runner]
         if self._is_agreed(model, is_ours):
             agree(capacities, _device_of_agreements())
-        elif take_notes(capacities):  # of layers whose config is not that of the model
+        elif take_notes(capacities):  # for layers whose config is not that of the model
             raise excess_error(dist.get_rank())
 
     def _is_agreed(self, model: list[object], is_ours: Callable[[Config], bool]) -> bool:

@@ -125,7 +125,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self._layer: Callable[[], Any] = lambda: None
         self._layer_number = new_layer()
         self._guesses_rows = False
-        self._asked: tuple[Any, ...] = ()  # for which `_growing` was found
+        self._asked: tuple[Any, ...] = ()  # `_growing` was found for it
         self._growing: GrowingBuffer | None = None  # it replaces its buffer when a rank has more tokens
         self._copies: Copies | None = None
         balance = buffers.options.balance
@@ -246,7 +246,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         try:
             return part(*args, **kwargs)
         except BaseException as error:
-            if type(error).__name__ != "MoECudaGraphPartialCaptureSignal":  # by which Megatron-Core leaves a layer that it captures
+            if type(error).__name__ != "MoECudaGraphPartialCaptureSignal":  # Megatron-Core leaves a layer that it captures by this
                 notify_peers(buffer, error, num_calls)
                 if self._copies is not None and recorded() is not None:  # a second run, before its dispatch; `run_layer` sees the first
                     self._copies.tell(error, self._copies.slots.num_calls + 1)

@@ -31,7 +31,7 @@ class Choice(NamedTuple):
     """The gate's choice as top-k lists, attached to the dense pair that was made of it."""
 
     probs: torch.Tensor
-    versions: tuple[int, int]  # of probs and routing_map; a tensor that was changed in place no longer says what the gate chose
+    versions: tuple[int, int]  # versions of probs and routing_map; a tensor changed in place no longer has the gate's choice
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
     num_tokens_per_expert: torch.Tensor
@@ -80,7 +80,7 @@ def serve_routers(patches: Patches, is_served: Callable[[Config], bool]) -> None
             given = dict(zip(names, args, strict=False)) | kwargs
             if len(given) == len(args) + len(kwargs) and parameters.parameters.keys() >= given.keys():
                 return given
-            return parameters.bind(*args, **kwargs).arguments  # which says what is wrong
+            return parameters.bind(*args, **kwargs).arguments  # it says what is wrong
 
         def choose(*args: object, **kwargs: object) -> Any:
             if served[-1] is None:

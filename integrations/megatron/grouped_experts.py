@@ -81,7 +81,7 @@ class GroupedMLP(SequentialMLP):
         if is_te:
             submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         of_frame = copy.copy(config)
-        of_frame.gradient_accumulation_fusion = False  # with it the frame's layers, which nobody calls, would demand apex
+        of_frame.gradient_accumulation_fusion = False  # with it the frame's unused layers would demand apex
         draws = is_te and config.perform_initialization and not config.use_cpu_initialization
         if draws:
             of_frame.init_method = of_frame.output_layer_init_method = _leave
@@ -210,7 +210,7 @@ class GroupedMLP(SequentialMLP):
         return entries
 
     def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: object) -> None:
-        is_stacked = f"{prefix}linear_fc1.weight" in state_dict  # which sharded checkpoints have
+        is_stacked = f"{prefix}linear_fc1.weight" in state_dict  # sharded checkpoints have them
         has_frame = any(name.startswith(f"{prefix}local_experts.") for name in state_dict)
         is_te = not is_stacked and (f"{prefix}linear_fc1.weight0" in state_dict or (self._is_te and not has_frame))
         for linear in (self.linear_fc1, self.linear_fc2):
@@ -321,7 +321,7 @@ class _Stacked(torch.nn.Module):
         for index in range(len(self.weight)):
             for kind, parameter in self.named_parameters():
                 destination[f"{prefix}{kind}{index}"] = (parameter if keep_vars else parameter.detach())[index]
-        destination[f"{prefix}_extra_state"] = torch.empty(0, dtype=torch.uint8)  # which says that there is none
+        destination[f"{prefix}_extra_state"] = torch.empty(0, dtype=torch.uint8)  # it says that there is none
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool,

@@ -23,7 +23,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._layers: weakref.WeakKeyDictionary[Any, tuple[int, LayerMetrics]] = weakref.WeakKeyDictionary()  # with the model's number
-        self._num_models: collections.Counter[int] = collections.Counter()  # that have trained a layer of this number
+        self._num_models: collections.Counter[int] = collections.Counter()  # models that have trained a layer of this number
         self._trace: RoutingTrace | None = None
 
     def of(self, layer: Any) -> LayerMetrics:

@@ -36,7 +36,7 @@ class SharedExperts:
             self._module.pre_forward_comm(x)
 
     def after_dispatch(self, x: Tensor, recv_x: Tensor) -> None:
-        """`recv_x`, of the dispatch, decides the order of the backward."""
+        """Run the first product. `recv_x` of the dispatch decides the order of the backward."""
         if self._follows_the_call:
             self._module.pre_forward_comm(x, wait_current_stream=False)
         self._module.linear_fc1_forward_and_act(recv_x)
@@ -55,7 +55,7 @@ class SharedExperts:
         return combined_x.add_(self._module.get_output())
 
     def forget(self) -> None:
-        """After a forward that failed between the parts."""
+        """Forget a forward that failed between the parts."""
         for name in _BETWEEN_CALLS:
             setattr(self._module, name, None)
         if hasattr(self._module, "_overlap_state"):

@@ -61,7 +61,7 @@ class Buffer(Suspending, LowLatencyCalls):
         if comm is not None:
             raise NotImplementedError("deep_ep.Buffer's comm (an mpi4py communicator) is not served; pass a torch.distributed group")
         self.rank, self.group_size = members_of(group, "deep_ep.Buffer")
-        assert group is not None  # as `members_of` has seen
+        assert group is not None  # `members_of` has checked it
         self.group = group
         self.num_nvl_bytes, self.num_rdma_bytes = as_int("num_nvl_bytes", num_nvl_bytes), as_int("num_rdma_bytes", num_rdma_bytes)
         self.low_latency_mode, self.explicitly_destroy, self.enable_shrink = low_latency_mode, explicitly_destroy, enable_shrink

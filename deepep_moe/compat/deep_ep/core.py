@@ -71,7 +71,7 @@ class Buffers(Suspending):
         """Tell the peers that this rank does not make its call in `buffer`, or with None their first call. Return `error`."""
         if self._is_destroyed:
             return error
-        with contextlib.suppress(EPError, type(error)):  # of peers that do not come: `error` says more
+        with contextlib.suppress(EPError, type(error)):  # peers do not come: `error` says more
             if buffer is not None:
                 buffer.refuse(error)
             else:
@@ -116,7 +116,7 @@ class GrowingBuffers(Buffers):
             growing = self._make(key, max(num_tokens, num_least_tokens))
             keep(self._buffers, key, growing)
         elif growing.num_max_tokens < num_least_tokens and self._num_max_tokens is None:
-            self.meet()  # a rank that refuses the call does so in the buffer that was
+            self.meet()  # a rank refuses the call in the previous buffer
             growing.grow(num_least_tokens)
         self._latest = growing
         return growing.dispatch(num_tokens, send)

@@ -31,7 +31,7 @@ def indices_to_map(topk_idx: Tensor, topk_weights: Tensor | None, num_of_tokens:
 def to_dense(topk_idx: Tensor, values: Tensor, num_experts: int) -> Tensor:
     """Return [num_tokens, num_experts] with `values` [num_tokens, num_topk] in the columns of their experts, else 0."""
     dense = values.new_zeros(topk_idx.shape[0], num_experts + 1)
-    return dense.scatter_(1, topk_idx.long() + 1, values)[:, 1:].contiguous()  # lanes without an expert write column 0, which goes
+    return dense.scatter_(1, topk_idx.long() + 1, values)[:, 1:].contiguous()  # lanes without an expert write column 0, which is dropped
 
 
 def to_lanes(routing_map: Tensor, num_topk: int) -> Tensor:
@@ -39,7 +39,7 @@ def to_lanes(routing_map: Tensor, num_topk: int) -> Tensor:
     ascending, then -1."""
     num_tokens, num_experts = routing_map.shape
     lane = routing_map.cumsum(1) - 1
-    lane = torch.where(routing_map & (lane < num_topk), lane, num_topk)  # others write the last column, which goes
+    lane = torch.where(routing_map & (lane < num_topk), lane, num_topk)  # others write the last column, which is dropped
     experts = torch.arange(num_experts, device=routing_map.device).expand(num_tokens, -1)
     return torch.full((num_tokens, num_topk + 1), -1, device=routing_map.device).scatter_(1, lane, experts)[:, :num_topk].contiguous()
 

@@ -95,7 +95,9 @@ class HybridEPBuffer(Suspending):
             as_int("num_sms_combine_api", num_sms_combine_api or 0) or None,
         )
         self._buffers = GrowingBuffers(group)
-        self._num_lanes = self._num_bounded_lanes = 0  # of routing maps without and with a bound on the rows, agreed on; 0: not yet
+        self._num_lanes = self._num_bounded_lanes = (
+            0  # agreed by all ranks, for routing maps without and with a bound on the rows; 0: not yet
+        )
         self._bounded: tuple[int, torch.device] | None = None
         """The experts and the device of the latest dispatch with a bound."""
 
@@ -286,7 +288,7 @@ class HybridEPBuffer(Suspending):
             self._bounded = num_experts, rows.device
         if routing.routing_map is not None:
             return self._send_map(rows, scales, routing, routing.routing_map, layout)
-        assert routing.topk_idx is not None  # as `_check_routing` has seen
+        assert routing.topk_idx is not None  # `_check_routing` has checked it
         topk_idx, has_dropped = experts_only(routing.topk_idx, num_experts), None
         if routing.num_rows is not None:
             topk_idx, has_dropped = keep_within(topk_idx, num_experts, routing.num_rows, routing.alignment, self.group)
@@ -377,7 +379,7 @@ class HybridEPBuffer(Suspending):
         """Tell the peers that this rank does not make its dispatch. Those of a dispatch with a bound are in `keep_within` first."""
         if handle is not None:
             return handle.buffer.refuse(error)
-        is_first_map = routing.routing_map is not None and self._num_bounded_lanes == 0  # for which the peers agree on lanes before
+        is_first_map = routing.routing_map is not None and self._num_bounded_lanes == 0  # the peers agree on lanes before such a call
         if is_bounded and not is_first_map:
             keep_nothing(*self._shared_with_peers(routing))
         return self._buffers.refuse(error)

@@ -341,7 +341,7 @@ class Received:
         """Copy what was received, unless it lies there. Raises EPMismatchError where there is no room for it."""
         num_rows, scales, counts = self.rows.shape[1], self._out.recv_x_scales, self._out.num_recv_tokens_per_expert
         if self.rows is not self._out.recv_x:
-            if not counts.is_cuda and (counts > num_rows).any():  # a host that waits for no GPU cannot ask
+            if not counts.is_cuda and (counts > num_rows).any():  # the host does not wait for the GPU, so it cannot look
                 raise EPMismatchError(
                     f"an expert of this rank receives {int(counts.max())} rows and has room for {num_rows}; pass the same "
                     "num_max_dispatch_tokens_per_rank on every rank"

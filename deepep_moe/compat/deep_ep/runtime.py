@@ -15,7 +15,7 @@ class Runtime:
     """Answers about a buffer. Nodes are those that its calls have found: one until the first."""
 
     def __init__(self, buffer: "Buffer", buffers: "GrowingBuffers") -> None:
-        self._buffer: Buffer = weakref.proxy(buffer)  # which keeps this one, and must go with its memory when it is dropped
+        self._buffer: Buffer = weakref.proxy(buffer)  # weak, because the buffer keeps this object
         self._buffers = buffers
 
     def is_available(self) -> bool:

@@ -83,7 +83,7 @@ def _lanes_of(routing: Routing) -> tuple[int, Tensor, Tensor | None]:
     if routing.topk_idx is not None:
         weights = routing.topk_weights
         return num_experts, checked_routing(routing.topk_idx), None if weights is None else detached(weights)
-    assert routing.is_token_in_rank is not None  # as `_num_experts` has seen
+    assert routing.is_token_in_rank is not None  # `_num_experts` has checked it
     return num_experts, lanes_of_ranks(routing.is_token_in_rank, num_experts), None
 
 

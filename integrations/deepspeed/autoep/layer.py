@@ -45,7 +45,7 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
         recomputation dispatches once more, on all ranks alike. Raises what `Buffer.dispatch`, the router and the experts raise. When one
         of these fails on this rank, the peers raise EPPeerError.
         """
-        if not isinstance(self, PackedAutoEPMoELayer):  # it was restored, and somebody who kept this method calls it
+        if not isinstance(self, PackedAutoEPMoELayer):  # the layer was restored, and a caller kept this method
             return AutoEPMoELayer.forward(self, hidden_states)
         reason = why_own(self, hidden_states)
         if reason is not None:

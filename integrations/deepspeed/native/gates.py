@@ -122,7 +122,7 @@ def _decide_1(logits: Tensor, capacity: int | None, *, noise: bool, random: bool
     mask = torch.zeros_like(scores).scatter_(1, idx, 1.0)
     counts = mask.sum(0).long()
     l_aux = torch.sum(gates.mean(0) * mask.mean(0)) * gates.shape[1]
-    order = _in_random_order(mask) if random else mask.long()  # without random numbers all tie, and topk on integers decides
+    order = _in_random_order(mask) if random else mask.long()  # without random numbers all are equal, and topk on integers decides
     kept = _best(order, int(counts.max()) if capacity is None else capacity, is_sorted=True).gather(1, idx)
     weights = gates.gather(1, idx) * kept
     return l_aux, counts, idx.masked_fill(~kept, -1).t(), weights.t()

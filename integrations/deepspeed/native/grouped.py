@@ -30,7 +30,7 @@ from deepep_moe.library import Context
 from deepep_moe.ops.grouped_mlp import grouped_mlp
 from deepep_moe.ops.grouped_products import why_not_grouped
 
-_ALIGNMENT = 16  # bytes: where matrices must begin for grouped products to read them in place
+_ALIGNMENT = 16  # matrices must begin at multiples of this many bytes for grouped products to read them in place
 
 
 @untraced

@@ -61,7 +61,7 @@ class PackedMOELayer(MOELayer):
         expert-parallel group, in which numbers of tokens may differ. Raises what `Buffer.dispatch`, the gate and the experts raise. When
         one of these fails on this rank, the peers raise EPPeerError.
         """
-        if not isinstance(self, PackedMOELayer):  # it was restored, and somebody who kept this method calls it
+        if not isinstance(self, PackedMOELayer):  # the layer was restored, and a caller kept this method
             return MOELayer.forward(self, *inputs, **kwargs)
         reason = why_stock(self, inputs[0])
         if reason is not None:
