@@ -38,7 +38,7 @@ class LayerBuffers(BufferRegistry):
         self._capacities: weakref.WeakSet[RecvCapacity] = weakref.WeakSet()  # the layers own them
         self.has_runner = False  # Megatron-Core's, of the job: on ranks without MoE layers too
         self._has_graphs = False  # True: there are graphs with calls, whose failures nobody sees
-        self._copies: dict[tuple[object, ...], tuple[dist.ProcessGroup | None, Copies]] = {}  # memory for copies, by `sizes_of` the experts
+        self._copies: dict[tuple[object, ...], tuple[dist.ProcessGroup | None, Copies]] = {}  # by `sizes_of` experts
 
     def ready(
         self,

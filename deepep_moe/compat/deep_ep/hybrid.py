@@ -95,9 +95,7 @@ class HybridEPBuffer(Suspending):
             as_int("num_sms_combine_api", num_sms_combine_api or 0) or None,
         )
         self._buffers = GrowingBuffers(group)
-        self._num_lanes = self._num_bounded_lanes = (
-            0  # agreed by all ranks, for routing maps without and with a bound on the rows; 0: not yet
-        )
+        self._num_lanes = self._num_bounded_lanes = 0  # as all ranks agree, for routing maps without and with a bound; 0: not yet
         self._bounded: tuple[int, torch.device] | None = None
         """The experts and the device of the latest dispatch with a bound."""
 
