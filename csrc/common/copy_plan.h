@@ -103,7 +103,7 @@ DEEPEP_MOE_TEAM CopyScore make_copies(const Team& team, const CopyPlanParams& p,
     const auto has_slot = [&](int rank) { return c.got[rank] < p.num_slots; };
     uint64_t gives_no_more = 0;  // a bit for each rank
     int num_copies = 0;
-    Largest excess{}, room{};  // of the donor, of the receiver
+    Largest excess{}, room{};  // excess: of the donor; room: of the receiver
     while (true) {
         const bool is_filling = fills && room.value > 0 && has_slot(room.index);
         if (!is_filling) {

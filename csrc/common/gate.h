@@ -38,7 +38,7 @@ struct GateOptions {
     ScoreFunction score_function;
     bool normalize;
     double routed_scaling_factor;
-    DType dtype;               // of logits and grad_logits: kFloat32, kBFloat16 or kFloat16
+    DType dtype;               // type of logits and grad_logits: kFloat32, kBFloat16 or kFloat16
     bool index64;              // topk_idx is int64, otherwise int32
     bool check_finite = true;  // a logit that is not finite is an error; else it goes through the arithmetic above as any other
 };

@@ -17,7 +17,7 @@ struct HandleArg {
     int expert_alignment = 1;
     int64_t num_rows = 0;
 
-    int64_t number() const { return *call; }  // of the dispatch
+    int64_t number() const { return *call; }  // the number of the dispatch
     Layout layout() const { return is_expert_layout ? Layout::kExpert : Layout::kRank; }
 };
 

@@ -26,7 +26,7 @@
 namespace deepep_moe {
 
 constexpr int kTurns = 4, kMaxInFlight = 2;
-constexpr int kLowLatencyMaxHostRanks = 8, kLowLatencyMaxRanks = 32;    // of one host, of all; a mask has a bit for each rank
+constexpr int kLowLatencyMaxHostRanks = 8, kLowLatencyMaxRanks = 32;    // ranks of one host, and all ranks; a mask has a bit for each rank
 constexpr int kValueBitsOfFlag = 16, kWhatBits = 8 + kValueBitsOfFlag;  // bits of a flag below the number of its call
 
 enum class LowLatencyOperation : int { kDispatch = 0, kCombine = 1 };
@@ -158,8 +158,8 @@ struct LowLatencyDispatchParams {
 struct LowLatencyCombineParams {
     LowLatencyWhat what;
     int64_t* statistics;        // LowLatencyStatistics
-    int num_tokens;             // of this rank, in the dispatch
-    const std::byte* handle;    // of the dispatch
+    int num_tokens;             // this rank's tokens in the dispatch
+    const std::byte* handle;    // the handle of the dispatch
     std::byte* call;            // u64, out of the half that sends: the number of the call, for the half that receives
     const float* topk_weights;  // [num_tokens, num_topk] for this call, or nullptr: those of the dispatch
     const std::byte* x;         // [num_local_experts, capacity, hidden]

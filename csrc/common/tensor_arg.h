@@ -24,7 +24,7 @@ struct TensorArg {
     void set_shape(std::span<const int64_t> shape) {
         is_there = true;
         num_dims = static_cast<int>(shape.size());
-        const int last = std::max(0, num_dims - 2);  // of the dimensions of rows
+        const int last = std::max(0, num_dims - 2);  // index of the last dimension of rows
         if (num_dims > 1) num_columns = shape[num_dims - 1];
         for (int i = 0; i < last; ++i) num_leading *= shape[i];
         if (num_dims > 0) inner_rows = shape[last];

@@ -18,10 +18,10 @@ namespace deepep_moe {
 constexpr int kMaxRanks = 64;
 constexpr int kMaxTopk = 32;
 constexpr int kScaleBlock = 128;                          // columns of an fp8 row that share one fp32 scale
-constexpr float kFp8Largest = 448.0f, kFp8Least = 1e-4f;  // of e4m3; a block's largest magnitude counts as at least kFp8Least
+constexpr float kFp8Largest = 448.0f, kFp8Least = 1e-4f;  // largest e4m3 value; a block's largest magnitude counts as at least kFp8Least
 constexpr float kFp8LeastTrained = 0x1p-100f;             // the same for blocks whose gradients may be small; their scale is normal
 constexpr int kRowAlignment = 16;                         // bytes; a row's size must be a multiple of it
-constexpr int kMaxReasonBytes = 240;                      // of the reason that peers get for a refusal
+constexpr int kMaxReasonBytes = 240;                      // bytes of the reason that peers get for a refusal
 
 enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat8 = 3, kFloat8E5M2 = 4 };  // kFloat8: e4m3
 enum class Layout : int { kRank = 0, kExpert = 1 };

@@ -51,7 +51,7 @@ private:
     struct Peer {
         RingSender sender;
         RingReceiver receiver;
-        int64_t next_slot, last_slot;  // of the tokens that have come from the peer
+        int64_t next_slot, last_slot;  // slots of the tokens that have come from the peer
     };
 
     bool done() const {
@@ -211,7 +211,7 @@ private:
     const SlotLayout slot_;
     const int experts_per_rank_;
     const Range range_;
-    const std::vector<uint64_t> masks_;  // of the tokens of range_
+    const std::vector<uint64_t> masks_;  // a mask of ranks for each token of range_
     int64_t next_token_;
     std::vector<std::byte> own_slot_;
     std::vector<float> node_sums_;    // [num_nodes, hidden], if there are several nodes

@@ -11,14 +11,14 @@ struct CombineParams {
     int num_topk, num_experts, hidden;
     int ranks_per_node;
 
-    // of the tokens this rank received
+    // These are about the tokens that this rank received.
     const int32_t* recv_counts;   // [num_ranks, num_channels]
     const int32_t* recv_row_idx;  // expert layout: [num_recv_tokens, num_topk] row of each top-k entry, -1 = none; nullptr in rank layout
     const std::byte* x;           // [num_rows, hidden] (rank layout: num_rows = num_recv_tokens)
     const float* weights;         // [num_rows], or nullptr: a plain sum
     const float* topk_weight_grads;  // expert layout: [num_rows]; rank layout: [num_recv_tokens, num_topk]; or nullptr
 
-    // of this rank's own tokens
+    // These are about this rank's own tokens.
     int64_t num_tokens;
     const int32_t* topk_idx;            // [num_tokens, num_topk]
     const std::byte* bias;              // [num_tokens, hidden], or nullptr

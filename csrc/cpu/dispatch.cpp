@@ -62,7 +62,7 @@ private:
         RingSender sender;
         RingReceiver receiver;
         int64_t next_token;  // the next token of this rank for the peer, or the range's end
-        int64_t first_slot;  // of the peer's tokens here
+        int64_t first_slot;  // first slot of the peer's tokens here
         int64_t delivered = 0, expected;
         std::vector<int32_t> next_row;  // [num_local_experts] where the peer's next row of each expert goes
     };
@@ -182,7 +182,7 @@ private:
     const SlotLayout slot_;
     const int experts_per_rank_;
     const Range range_;
-    const std::vector<uint64_t> masks_;  // of the tokens of range_
+    const std::vector<uint64_t> masks_;  // a mask of ranks for each token of range_
     std::vector<Peer> peers_;            // [num_ranks], this rank included
 };
 

@@ -12,14 +12,14 @@ struct DispatchParams {
     int num_topk, num_experts;
     size_t row_bytes, scale_bytes;
 
-    // of this rank's tokens
+    // These are about this rank's tokens.
     int64_t num_tokens;
     const std::byte* x;         // [num_tokens, row_bytes]
     const std::byte* x_scales;  // [num_tokens, scale_bytes], or nullptr
     const int32_t* topk_idx;    // [num_tokens, num_topk]
     const float* topk_weights;  // [num_tokens, num_topk], or nullptr
 
-    // of the tokens this rank receives
+    // These are about the tokens that this rank receives.
     const int32_t* recv_counts;  // [num_ranks, num_channels]
     const int32_t* row_begin;    // [num_ranks, num_channels, num_local_experts] first row of each run (expert layout, not cached)
     std::byte* recv_x;           // [num_rows, row_bytes]

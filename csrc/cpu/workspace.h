@@ -19,7 +19,7 @@ namespace deepep_moe {
 constexpr size_t kCacheLine = 64;
 constexpr size_t kMessageBytes = 512;
 constexpr int kEntries = 16;  // calls whose entries are kept: a rank that refuses or gives up calls gets ahead of the others
-constexpr size_t kRingBytes = size_t{1} << 20;  // of all channels of one source together; more if rows are very long
+constexpr size_t kRingBytes = size_t{1} << 20;  // bytes of all channels of one source together; more if rows are very long
 constexpr size_t kMinRingSlots = 8;
 constexpr uint64_t kSegmentMagic = 0x64656570'65700003;  // changes with this layout
 
@@ -27,7 +27,7 @@ enum class SegmentState : int { kAlive = 1, kDestroyed = 2 };
 
 // Why this rank has left a call that it had entered, for peers that wait in the same call.
 struct FailureRecord {
-    std::atomic<uint64_t> sequence;  // of the call; 0 while the rest is written
+    std::atomic<uint64_t> sequence;  // number of the call; 0 while the rest is written
     int culprit;                     // the rank it gave up on, in `phase`; or this rank, with its own `reason`
     int64_t expected, seen;
     char phase[64];
@@ -46,8 +46,9 @@ struct SegmentHeader {
 
 // A rank's arrival in a call.
 struct Entry {
-    alignas(kCacheLine) std::atomic<uint64_t> sequence;  // of the call; 0 while the rest, or the counts of the same place, are written
-    int refused;                                         // not 0: 1 + Cause; the rank makes no call, and only `message`, the reason, is set
+    alignas(
+        kCacheLine) std::atomic<uint64_t> sequence;  // number of the call; 0 while the rest, or the counts of the same place, are written
+    int refused;                                     // not 0: 1 + Cause; the rank makes no call, and only `message`, the reason, is set
     Signature signature;
     int64_t num_recv_rows;  // the bound given by the caller, or -1
     char message[kMessageBytes];

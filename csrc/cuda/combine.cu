@@ -17,7 +17,7 @@ namespace {
 
 using tuning::kMaxRingWarps;
 constexpr int kThreads = tuning::kCombineThreads;
-constexpr int kEntriesAtOnce = 8;  // of recv_row_idx, which a thread looks at for one slot
+constexpr int kEntriesAtOnce = 8;  // entries of recv_row_idx that a thread looks at for one slot
 static_assert(kThreads >= kMaxExpertTensors);
 static_assert(kThreads >= 32 * (kMaxRingWarps + 1), "a block that sends needs a warp for flags");
 
@@ -44,7 +44,7 @@ struct Kernel : CombineRows<kType> {
         };
         const auto rows = [&](const Source& to, int index, int found, const std::byte*& row, const std::byte*& tail) {
             const int64_t at = p.direct ? within_bound(max(found, 0)) : -1;   // for a row that a bound has left out, another
-            row = own.outbox(to.rank) + (p.direct ? 0 : index) * slot.bytes;  // where there are no rows, anything
+            row = own.outbox(to.rank) + (p.direct ? 0 : index) * slot.bytes;  // any row if there are no rows
             tail = row + row_bytes;
             if (at < 0) return;
             row = row_of(expert_rows, p.expert_rows.num_tensors, p.x, at, row_bytes);
@@ -249,7 +249,7 @@ struct Kernel : CombineRows<kType> {
     // Each warp sums one tile of a result. Thread n handles its n-th row.
     __device__ void finish_single_rows() const {
         WarpTasks tasks(&c.state->next_receive);
-        const int num_rows = p.is_by_lane() ? config.num_topk : p.tokens_per_row;  // of a result
+        const int num_rows = p.is_by_lane() ? config.num_topk : p.tokens_per_row;  // rows of one result
         const int num_results = p.is_by_lane() ? p.routing.num_tokens : p.routing.num_tokens / p.tokens_per_row;
 #pragma unroll 1
         for (int task = tasks.take(); task < num_results * num_tiles; task = tasks.take()) {

@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kWarps = kCopyThresholds, kThreads = 32 * kWarps;
 constexpr int kMostBlocks = 64;
-constexpr int kLoads = 8;  // that a thread has in flight
+constexpr int kLoads = 8;  // loads that a thread has in flight
 
 struct WarpTeam {
     const int lane = threadIdx.x % 32;

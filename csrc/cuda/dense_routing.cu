@@ -16,7 +16,7 @@ namespace deepep_moe {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kMostBlocks = 512;  // of count_lanes
+constexpr int kMostBlocks = 512;  // blocks of count_lanes
 
 __host__ __device__ constexpr int words_of(int num_bits) { return (num_bits + 31) / 32; }
 

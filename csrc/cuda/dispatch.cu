@@ -18,7 +18,7 @@ namespace deepep_moe {
 namespace {
 
 using tuning::kMaxRingWarps;
-constexpr int kMaxWarps = kMaxRingWarps + 1;  // of a block; one warp sets the flags for the others
+constexpr int kMaxWarps = kMaxRingWarps + 1;  // warps of a block; one warp sets the flags for the others
 constexpr int kTaskRows = tuning::kReceiveTaskRows;
 static_assert(kChunkSlots % kTaskRows == 0);
 

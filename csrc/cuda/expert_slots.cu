@@ -13,7 +13,7 @@ namespace deepep_moe {
 namespace {
 
 using Params = GpuExpertSlotsParams;
-constexpr int kMostElements = 1024;  // of gradients, that a warp adds at a time
+constexpr int kMostElements = 1024;  // gradients that a warp adds at a time
 constexpr int kMaxCopies = kMaxGpuRanks * kMaxExpertSlots;
 static_assert(kMaxCopies <= 256, "an entry is a byte");
 
@@ -70,7 +70,7 @@ public:
         return false;
     }
 
-    int count;  // of tasks for a unit: the copies, or in a return the experts that have copies
+    int count;  // tasks for a unit: the copies, or in a return the experts that have copies
 
 private:
     // The expert of an entry of `copies`.
@@ -97,7 +97,7 @@ private:
 
     const Params& p_;
     const int rank_, num_ranks_;
-    const int16_t* experts_;  // of all entries
+    const int16_t* experts_;  // the experts of all entries
     const uint8_t* found_;    // the entries of the tasks
 };
 
@@ -140,7 +140,8 @@ __device__ void fetch(const Params& p, const Copies& copies) {
 template <class Ring, class Home, class Slot>
 __device__ void add(const Params& p, const Copies& copies) {
     constexpr int kStep = Home::kCount > Slot::kCount ? Home::kCount : Slot::kCount;  // elements: whole pieces of both
-    constexpr int kHome = kStep / Home::kCount, kSlot = kStep / Slot::kCount, kSteps = kMostElements / kStep / 32;  // of a thread
+    constexpr int kHome = kStep / Home::kCount, kSlot = kStep / Slot::kCount,
+                  kSteps = kMostElements / kStep / 32;  // pieces and steps of a thread
     enum : int { kIsFirst = 1, kIsLast = 2 };
     const int lane = static_cast<int>(threadIdx.x % 32), num_steps = static_cast<int>(p.unit / kStep);
     const int64_t home_bytes = p.unit / Home::kCount * 16, slot_bytes = p.unit / Slot::kCount * 16;

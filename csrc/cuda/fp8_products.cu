@@ -15,7 +15,7 @@
 namespace deepep_moe {
 namespace {
 
-constexpr int kRows = 128, kColumns = 256, kDepth = kTileBytes;  // of a tile
+constexpr int kRows = 128, kColumns = 256, kDepth = kTileBytes;  // sizes of a tile
 constexpr int kStages = 4;
 constexpr int kMathThreads = 256, kThreads = kMathThreads + 128;
 

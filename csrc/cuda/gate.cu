@@ -23,9 +23,9 @@ struct Gate {
     const Sizes& s;
     const int lane, set, member;  // this thread is number `member` of its set
     const int first, num_own;     // experts of this thread
-    float bias[kShare];           // of these experts
+    float bias[kShare];           // bias of these experts
     int32_t* const counts;        // shared memory [num_experts + num_ranks], of the block
-    float* const scores;          // of this warp, as are the keys
+    float* const scores;          // scores of this warp, as are the keys
     uint32_t* const keys;
     uint32_t* const group_keys;  // [num_groups]; unused where sets are groups
 

@@ -60,12 +60,12 @@ struct LowLatencyContext : GpuWaits {
     unsigned* seen_masks;  // host memory: copy of state->masks
     bool masks_stalled;
     unsigned long long failed;  // value that marks handles of failed dispatches; differs by buffer, because handles are not cleared before
-    std::byte* workspaces[kLowLatencyMaxRanks];  // of all ranks, mapped here
+    std::byte* workspaces[kLowLatencyMaxRanks];  // workspaces of all ranks, mapped here
 };
 
 // A refusing rank writes this reason to a peer, into the peer's `reasons`.
 struct LowLatencyReason {
-    GpuFailure why;  // where the GPU refused topk_idx: kind; peer is the top-k entry, expected the token, seen the value
+    GpuFailure why;  // set if the GPU refused topk_idx: kind; peer is the top-k entry, expected the token, seen the value
     char text[kMaxReasonBytes - sizeof(GpuFailure)];
 };
 static_assert(sizeof(LowLatencyReason) == kMaxReasonBytes);
@@ -85,7 +85,7 @@ struct LowLatencyControlParams {
     enum Action { kMask, kUnmask, kTellReturned, kRejoin, kRefuse, kCatchUp } action;
     LowLatencyContext context;
     int rank;                      // to mask or take back
-    char reason[kMaxReasonBytes];  // of a refusal
+    char reason[kMaxReasonBytes];  // reason of a refusal
 };
 
 }  // namespace deepep_moe

@@ -75,8 +75,8 @@ struct Kernel {
     using Values = Piece<kType>;
     using Columns = Fp8Columns<Values::kCount>;
     using Sum = float[kBatch][Values::kCount];
-    static constexpr int kColumns = kQuantized ? 16 : Values::kCount;             // of a piece as it travels
-    static constexpr int kSentPieces = kBatchPieces * Values::kCount / kColumns;  // of a batch as it travels
+    static constexpr int kColumns = kQuantized ? 16 : Values::kCount;             // columns of a piece as it travels
+    static constexpr int kSentPieces = kBatchPieces * Values::kCount / kColumns;  // pieces of a batch as it travels
     using Staged = StagedPieces<kSentPieces>;                                     // not larger than Shared::staged
 
     const LowLatencyContext& c;

@@ -66,8 +66,8 @@ struct Receiver {
     const LowLatencyConfig& config;
     const unsigned long long call, flag;  // flag: this rank's in the call, with value 0
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_local;
-    const int64_t row_bytes;  // of a row, without its scales
-    const int num_pieces;     // of a row, without its scales
+    const int64_t row_bytes;  // bytes of a row, without its scales
+    const int num_pieces;     // pieces of a row, without its scales
     const int num_senders;    // blocks that send before they receive
     const int num_relays;     // blocks that do not receive
 

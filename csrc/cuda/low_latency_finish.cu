@@ -19,7 +19,7 @@ constexpr int kAhead = 4;  // rows of other nodes in flight at once
 // A task has one part of a token for each thread of the block, and the rows that are summed for them.
 struct Task {
     int token, first_part;
-    TokenSums own;                   // of this node
+    TokenSums own;                   // the sums of this node
     int num, num_before;             // number of rows of other nodes, and of the nodes before this one
     int nodes[kLowLatencyMaxRanks];  // nodes of these rows
     const uint4* rows[kLowLatencyMaxRanks];
@@ -40,10 +40,10 @@ struct Finisher {
     const RailCall rail;
     const LowLatencyContext& c;
     const LowLatencyCombineParams& p;
-    const unsigned long long flag;  // of this rank in the call, with value 0
+    const unsigned long long flag;  // flag of this rank in the call, with value 0
     const Sums sums;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_nodes, num_tasks;  // num_tasks: of one token
-    const int64_t row_bytes;                                                           // of a row between nodes
+    const int64_t row_bytes;                                                           // bytes of a row between nodes
 
     __device__ Finisher(const Launch& l, unsigned long long call)
         : rail(l.rail, call),

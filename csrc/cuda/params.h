@@ -33,7 +33,7 @@ struct GpuState {
 struct GpuContext : GpuWaits {
     GpuWorkspaceConfig config;
     GpuWorkspaceLayout layout;
-    std::byte* workspaces[kMaxGpuRanks];  // of all ranks, mapped here
+    std::byte* workspaces[kMaxGpuRanks];  // workspaces of all ranks, mapped here
     GpuCounts* counts;                    // host memory
     int* expert_counts;                   // [num_local_experts] tokens received, host memory
     GpuState* state;
@@ -43,10 +43,10 @@ struct GpuContext : GpuWaits {
 // Everything a call knows about where this rank's tokens go. Scratch of the buffer, valid until its next call.
 struct GpuRouting {
     const void* topk_idx;               // [num_tokens, num_topk] int64 or int32
-    int64_t token_stride, lane_stride;  // of topk_idx, in entries
+    int64_t token_stride, lane_stride;  // strides of topk_idx, in entries
     bool is_int64;
     int num_tokens;       // tokens of this rank; over nodes num_nodes * node_tokens, where unused places of a node's share have no expert
-    int tokens_per_warp;  // of the plan
+    int tokens_per_warp;  // tokens of a warp of the plan
     int node_segments;    // segments (blocks of the plan) for the tokens of one node
     int32_t* segment_counts;      // [num_segments, columns] tokens for each expert, then rank; becomes the sum of the segments before
     int32_t* warp_counts;         // [num_segments, warps of the plan, columns] likewise, for the warps before in the same segment
@@ -71,7 +71,7 @@ struct GpuRouting {
 
 // A plan divides tokens among its warps, and has one block for each segment.
 constexpr int kPlanWarps = tuning::kPlanThreads / 32;
-constexpr int tokens_per_warp(int num_tokens, int max_segments) {  // of one node
+constexpr int tokens_per_warp(int num_tokens, int max_segments) {  // num_tokens: those of one node
     return divide_up(num_tokens, max_segments * kPlanWarps * tuning::kTokensAtOnce) * tuning::kTokensAtOnce;
 }
 constexpr int node_segments(int num_tokens, int max_segments) {
@@ -105,7 +105,7 @@ struct GpuRail {
     std::byte* outbox;                // same shape: sums for the other nodes
     const unsigned long long* ready;  // [num_nodes, chunks] the call's sequence number, once a chunk of the inbox has arrived
     unsigned long long* summed;       // [num_nodes, chunks] number of tiles summed so far in each chunk of the outbox
-    int num_tokens;                   // of this rank
+    int num_tokens;                   // tokens of this rank
     const int32_t* slots;             // [num_tokens, num_nodes] where a token is among those that cross to a node; -1: it does not
     const int32_t* topk_idx;          // [num_tokens, num_topk] experts of all nodes
 
@@ -130,7 +130,7 @@ struct RowScaling {
     DType dtype;
     const float* weights;    // [num_rows], or nullptr: rows stay as they are
     const std::byte* x;      // [num_rows, hidden], unless they lie in expert_rows
-    ExpertRows expert_rows;  // of x
+    ExpertRows expert_rows;  // the rows of x, if they lie in several tensors
     float* grad_weights;     // [num_rows]
 };
 
@@ -155,8 +155,8 @@ struct GpuDispatchParams {
     void* recv_topk_idx;                        // rank layout: [num_rows, num_topk], or nullptr
     float* recv_topk_weights;                   // expert layout: [num_rows]; rank layout: [num_rows, num_topk]; or nullptr
     int32_t* recv_row_idx;                      // expert layout: [num_recv_tokens, num_topk]; out unless cached
-    RowScaling scaling;                         // of the rows received; expert layout
-    GpuRail rail;                               // where there are several nodes
+    RowScaling scaling;                         // scaling of the rows received; expert layout only
+    GpuRail rail;                               // used with several nodes
 
     DEEPEP_MOE_HD int64_t x_row(int token) const { return token < num_x_rows || num_x_rows == 0 ? token : token % num_x_rows; }
 };
@@ -167,11 +167,11 @@ struct GpuCombineParams {
     GpuRing ring;
     bool is_expert_layout, has_topk_weight_grads;
     bool direct;             // rows need no sum on their way: they leave from x, not from the outbox
-    bool reduces, finishes;  // what the blocks that do not send do
+    bool reduces, finishes;  // the work of the blocks that do not send
     DType dtype;
     int num_send_blocks, num_work_blocks;
-    int max_tile_pieces;          // of 16 bytes, that a warp sums in one task
-    int64_t num_rows;             // of x
+    int max_tile_pieces;          // pieces of 16 bytes that a warp sums in one task
+    int64_t num_rows;             // rows of x
     const int32_t* recv_counts;   // [num_sources]
     const int32_t* recv_row_idx;  // expert layout: [num_recv_tokens, num_topk]
     const std::byte* x;           // [num_rows, hidden], unless they lie in expert_rows
@@ -207,11 +207,11 @@ struct GpuExpertSlotsParams {
     bool returns;  // gradients go home; else weights come
     int num_slots, num_local_experts, num_tensors, num_blocks;
     const int32_t* copies;         // [num_ranks, num_slots] the expert in each slot of each rank; -1: none
-    DType slot_dtype, home_dtype;  // of gradients: at home fp32, or as in the slots; weights are bytes
+    DType slot_dtype, home_dtype;  // types of gradients: at home fp32, or as in the slots; weights are bytes
     int64_t unit;                  // elements of gradients, or bytes of weights, that a warp moves at a time; it divides every num_units
     struct Tensor {
         int64_t slots;      // offset in every workspace
-        int64_t num_units;  // of an expert
+        int64_t num_units;  // units of an expert
         std::byte* home;
     } tensors[kMaxSlotTensors];
 };
@@ -227,7 +227,7 @@ struct GpuScaleRowsParams {
 struct GpuWeightedSumParams {
     int64_t num_tokens, hidden, lane_stride, token_stride;  // rows of whole 16 bytes
     int num_topk;
-    bool is_fused;  // of the forward: a product is not rounded before it is added
+    bool is_fused;  // in the forward, a product is not rounded before it is added
     DType dtype;
     const std::byte* rows;  // [num_topk * num_tokens, hidden]
     const float* weights;   // [num_topk * num_tokens]
@@ -239,7 +239,7 @@ struct GpuWeightedSumParams {
 
 // Rows of `inner` are gate, then up. Rows from the last of `group_ends` on have no expert: only their grad_probs is set, to 0.
 struct GpuSwigluParams {
-    int64_t num_rows, num_columns;  // of y, in whole 16 bytes
+    int64_t num_rows, num_columns;  // size of y; columns fill whole 16 bytes
     DType dtype;
     const int* group_ends;  // [num_groups] on the GPU, or null: all rows have an expert
     int64_t num_groups;

@@ -213,7 +213,7 @@ struct Plan : TokenCounts {
                     word[i] = first + i * kPlanThreads < num_words ? load_relaxed(words + first + i * kPlanThreads) : expected;
 #pragma unroll
                 for (int i = 0; i < kLoads; ++i)
-                    if (word[i] - expected >= kRefused) not_here |= 1u << i;  // of an older call, a refusal, or of a later call
+                    if (word[i] - expected >= kRefused) not_here |= 1u << i;  // the word is of an older call, a refusal, or of a later call
             }
 #pragma unroll
             for (int i = 0; i < kLoads; ++i)

@@ -8,7 +8,7 @@ namespace deepep_moe {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kColumns = 8;                               // of one thread
+constexpr int kColumns = 8;                               // columns of one thread
 constexpr int kThreadsPerBlock = kScaleBlock / kColumns;  // threads that share a scale
 
 template <DType kType>

@@ -28,7 +28,7 @@ struct alignas(8) RailLane {
 
 struct RailLayout {
     int64_t entered, arrived, in, out, inbox, outbox, total_bytes;
-    int64_t message_bytes, box_bytes;  // of one message, and of one node's slots
+    int64_t message_bytes, box_bytes;  // bytes of one message, and of one node's slots
     int num_nodes, num_chunks;         // num_chunks: of one node
 
     RailLayout() = default;
@@ -79,7 +79,7 @@ struct RailMeetParams {
     GpuStamp stamp;                     // what == 0: the host refuses the call
     bool cached;                        // the tokens that come are known from the handle
     const void* topk_idx;               // [num_tokens, num_topk] experts of all nodes, int64 or int32
-    int64_t token_stride, lane_stride;  // of topk_idx, in entries
+    int64_t token_stride, lane_stride;  // strides of topk_idx, in entries
     bool is_int64;
     int num_tokens;
     bool has_weights;           // topk_weights cross
@@ -100,9 +100,9 @@ struct RailMoveParams {
     bool is_combine;                // sums leave from the outbox as they are computed, and as many rows come back as tokens went
     int num_blocks, num_tiles;      // num_tiles: parts in which a row is summed
     int64_t row_bytes, tail_bytes;
-    const std::byte* x;         // of a dispatch: [num_tokens, row_bytes]
+    const std::byte* x;         // in a dispatch, [num_tokens, row_bytes]
     const std::byte* x_scales;  // [num_tokens, tail_bytes], or nullptr
-    const int32_t* in_counts;   // of a combine: [num_nodes]
+    const int32_t* in_counts;   // in a combine, [num_nodes]
 };
 
 // The module that links NVSHMEM gives these functions to the module that does not. They return nullptr, or why a kernel could not be

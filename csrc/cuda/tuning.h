@@ -14,10 +14,10 @@ struct GpuRing {
 // The settings of a buffer are fitted to the device at first (runtime/nvlink/fit.h). A profile or a benchmark may change them between
 // calls.
 struct GpuTuning {
-    GpuRing ring{6, 4};            // of one block, if its rows fit into kRingBytes
+    GpuRing ring{6, 4};            // ring of one block, if its rows fit into kRingBytes
     bool uses_bulk_copies = true;  // false: 16-byte loads and stores, the only way before sm_90
-    int num_receive_blocks = 64;   // of a dispatch
-    int num_work_blocks = 0;       // of a combine; 0: all SMs that do not send
+    int num_receive_blocks = 64;   // blocks of a dispatch that receive
+    int num_work_blocks = 0;       // blocks of a combine that work; 0: all SMs that do not send
     int num_sms = 1;               // SMs that send, unless the caller sets a number
     int num_sms_of_sums = 1;       // the same for a combine that sums rows for several peers
     int max_sms = 0;               // SMs that a call may use, including those that send; 0: all
@@ -34,9 +34,9 @@ constexpr int kReadersForSender = 2;                   // SMs that read over the
 constexpr int kRowsBehindFlag = 3;                     // rows sent after a chunk before its flag is set: by then the chunk has landed
 
 // Plan.
-constexpr int kPlanThreads = 512;  // of one block, which counts one segment of the tokens
+constexpr int kPlanThreads = 512;  // threads of one block, which counts one segment of the tokens
 constexpr int kMaxSegments = 64;   // blocks; fewer if the GPU cannot hold them all at once
-constexpr int kTokensAtOnce = 16;  // of a warp
+constexpr int kTokensAtOnce = 16;  // tokens that a warp counts at once
 constexpr int kPlanLoads = 8;      // loads that a thread has in flight
 constexpr int kQuickLooks = 32;    // polls of the peers' words, before the thread waits for each with a deadline
 
@@ -59,7 +59,7 @@ constexpr int kLowLatencyLooks = 64;                           // polls of a fla
 constexpr unsigned long long kNsBetweenHostLooks = 1'000'000;  // between two reads of the host's mask of ended processes
 
 // Low latency.
-constexpr int kLowLatencyThreads = 512;  // of a block of dispatch and of combine
+constexpr int kLowLatencyThreads = 512;  // threads of a block of dispatch and of combine
 constexpr int kLowLatencyControlThreads = 256;
 constexpr int kLowLatencyBatch = 2;  // pieces of 16 bytes that a thread of a combine sums at a time
 constexpr int kRowsOnTheirWay = 7;   // rows of a token that the block which sums them has in flight

@@ -15,7 +15,7 @@
 namespace deepep_moe {
 namespace {
 
-constexpr int kRows = 128, kColumns = 256, kDepth = 64;  // of a tile
+constexpr int kRows = 128, kColumns = 256, kDepth = 64;  // sizes of a tile
 constexpr int kWidth = kTileBytes / 2;                   // columns that one load takes
 constexpr int kLoadBytes = kDepth * kTileBytes;
 constexpr int kStages = 4;
@@ -67,7 +67,7 @@ struct Tiles {
     }
 
     __device__ int num_steps() const { return divide(end - start, kDepth); }
-    __device__ int last_rows() const { return (end - start - 1) % kDepth + 1; }  // of the last of these steps
+    __device__ int last_rows() const { return (end - start - 1) % kDepth + 1; }  // rows of the last of these steps
 };
 
 __device__ void load_tiles(const Launch& launch, Shared& shared) {

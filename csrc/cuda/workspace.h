@@ -21,7 +21,7 @@
 
 namespace deepep_moe {
 
-constexpr int kMaxGpuRanks = 8;  // of one node
+constexpr int kMaxGpuRanks = 8;  // ranks of one node
 constexpr int kMaxGpuNodes = 32;
 constexpr int kMaxGpuSources = kMaxGpuNodes * kMaxGpuRanks;
 constexpr int kChunkSlots = 4;            // rows that a warp sends at a time and one flag announces
@@ -67,9 +67,9 @@ struct alignas(8) GpuLane {
 
 // Words of `entered`, `bounds` and `counts` hold the sequence number of the call above kValueBits bits of a value.
 constexpr int kValueBits = 24;
-constexpr unsigned long long kRefused = (1u << kValueBits) - 1;  // as a count: the rank refuses its indices
+constexpr unsigned long long kRefused = (1u << kValueBits) - 1;  // this count says that the rank refuses its indices
 
-constexpr int kNoBound = (1 << kValueBits) - 1;  // as a bound: the rank has none, or one that is too large for a word
+constexpr int kNoBound = (1 << kValueBits) - 1;  // this bound says that the rank has none, or one that is too large for a word
 
 // Returns the value with which a rank enters a call. Ranks with different digests are in different calls; 0 is a refusal.
 DEEPEP_MOE_HD constexpr unsigned long long digest(unsigned long long what) {

@@ -11,7 +11,7 @@ struct RailCombine {
     const LowLatencyContext& c;
     const LowLatencyConfig& config;
     const LowLatencyCombineParams& p;
-    const unsigned long long flag;  // of this rank in the call, with value 0
+    const unsigned long long flag;  // flag of this rank in the call, with value 0
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
     __device__ RailCombine(const LowLatencyRailCombine& l, unsigned long long call)

@@ -165,7 +165,7 @@ struct Meeting {
         if (threadIdx.x == 0) {
             const unsigned long long seen = p.stamp.what == 0 || gave_up(c) ? 0 : wait_for_entry(sequence);
             met = seen == (sequence << kValueBits | digest(p.stamp.what));
-            const bool refuses = (seen & kRefused) == 0;  // that rank refuses this call, or a later one if it has failed
+            const bool refuses = (seen & kRefused) == 0;  // the rank refuses this call, or a later one if it has failed
             const unsigned long long call = refuses ? seen >> kValueBits : sequence;
             const auto* told = reinterpret_cast<const RailMessage*>(r.base + r.layout.in_of(call, node));
             if (seen != 0 && !met)

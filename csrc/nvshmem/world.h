@@ -14,7 +14,7 @@ struct Version {
     int major, minor, patch;
 };
 Version version_built();
-Version version_found();  // of the host library in this process
+Version version_found();  // version of the host library in this process
 
 // Returns 0: not initialized, 1: bootstrapped and not initialized, 2 and more: initialized.
 int status();

@@ -183,7 +183,7 @@ void Calls::run(InFlight& made, const Mode& how, const CallMode& mode, Call& cal
     try {
         call_unlocked(shim_, *exchange_, enqueue);
     } catch (...) {
-        if (how.is_beside()) own_.keep(tensors);  // which goes on with what it was given
+        if (how.is_beside()) own_.keep(tensors);  // the stream goes on with the tensors that it was given
         throw;
     }
     if (how.is_beside()) made.recorded = own_.record(std::move(tensors));

@@ -26,17 +26,17 @@ struct Mode {
 // The inputs of a dispatch. A tensor that the caller did not give is undefined.
 struct Outgoing {
     Tensor x, x_scales, topk_idx, topk_weights;  // topk_weights has as many entries as topk_idx
-    int64_t tokens_per_row = 1;                  // of x, one after another
+    int64_t tokens_per_row = 1;                  // tokens that share a row of x, one after another
 };
 
 // The inputs of a combine besides its rows. A tensor that the caller did not give is undefined.
 struct CombineInputs {
     Tensor weights;            // [num_rows]
     Tensor bias;               // [num_tokens, hidden]
-    Tensor topk_weight_grads;  // as the dispatch returned topk_weights
+    Tensor topk_weight_grads;  // in the form of the topk_weights that the dispatch returned
     Tensor source_weights;     // [tokens_per_row, num_tokens / tokens_per_row], applied at the source instead of `weights`
     int64_t tokens_per_row = 1;
-    bool sums_lanes = false;  // of topk_weight_grads, as `GpuCombineParams` has it
+    bool sums_lanes = false;  // sums topk_weight_grads, as `GpuCombineParams` says
 };
 
 // The results of a dispatch.
@@ -80,7 +80,7 @@ public:
 
     const Settings settings;
     bool is_released() const { return exchange_ == nullptr; }
-    bool has_failed() const { return exchange_ != nullptr && exchange_->has_failed(); }  // by what kernels have reported
+    bool has_failed() const { return exchange_ != nullptr && exchange_->has_failed(); }  // says what kernels have reported
     bool can_fuse() const { return settings.num_nodes == 1; }          // rows by expert, shared rows, scaling, sums by lanes
     int64_t lanes() const { return can_fuse() ? settings.lanes : 1; }  // over nodes each is a token, and Python sums
     int64_t num_calls() const { return exchange_->num_calls(); }

@@ -22,7 +22,7 @@ Hooks& hooks() {
 struct Experts {
     Tensor x, counts, w1, w2, probs;  // [R, in], [E], [E, 2 m, in], [E, out, m], [R] or undefined
     bool recomputes = false;
-    Tensor main_grad1, main_grad2;  // as w1 and w2, or undefined
+    Tensor main_grad1, main_grad2;  // in the form of w1 and w2, or undefined
 };
 
 // ---- which calls are made here ----
@@ -31,7 +31,7 @@ bool is_dense(const Tensor& tensor, const at::Device& device, at::ScalarType typ
     return is_on(device, tensor) && tensor.scalar_type() == type && tensor.dim() == dims && tensor.is_contiguous() && is_aligned(tensor);
 }
 
-bool are_whole_pieces(std::initializer_list<int64_t> columns) {  // of bf16
+bool are_whole_pieces(std::initializer_list<int64_t> columns) {  // columns are bf16
     return std::all_of(columns.begin(), columns.end(), [](int64_t count) { return count > 0 && count * 2 % kRowAlignment == 0; });
 }
 
@@ -139,7 +139,7 @@ struct SwigluExperts : torch::autograd::Function<SwigluExperts> {
                     static_cast<int64_t>(made.size()));
                 made = (*refused)(std::move(made));
             }
-            made.resize(8);  // of all arguments of the forward
+            made.resize(8);  // gradients of all arguments of the forward
             return made;
         });
     }

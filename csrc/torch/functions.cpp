@@ -41,7 +41,7 @@ Tensor as_rows(const Tensor& grad) {
 // ---- what a backward keeps ----
 
 struct Kept : torch::CustomClassHolder {
-    Handle handle;  // without its tensors, which autograd saves
+    Handle handle;  // has no tensors, because autograd saves them
     int64_t tokens_per_row, num_leading;
     bool has_weights, has_bias = false;
     std::vector<int64_t> weights_shape;

@@ -15,7 +15,7 @@ Hooks& hooks();
 
 struct DispatchRequest {
     Outgoing out;
-    std::shared_ptr<Handle> along;  // of an earlier dispatch, or null
+    std::shared_ptr<Handle> along;  // the handle of an earlier dispatch, or null
     bool is_late = false;           // true: the rows are those that did not fit into that dispatch's, which are there
     bool is_expert_layout = true;
     int64_t expert_alignment = 1, num_recv_rows = -1;

@@ -27,7 +27,7 @@ struct Declined {};  // thrown where Python is to make the call
 
 // ---- arguments ----
 
-constexpr const char* kScoreFunctions[] = {"sigmoid", "sqrtsoftplus", "softmax", "softmax_topk"};  // as ScoreFunction counts them
+constexpr const char* kScoreFunctions[] = {"sigmoid", "sqrtsoftplus", "softmax", "softmax_topk"};  // in the order of ScoreFunction
 
 int int_in(py::handle argument) {
     int overflow = 0;
@@ -111,7 +111,9 @@ Request request_of(const Arguments& a) {
 // ---- launches ----
 
 Tensor contiguous(const Tensor& tensor) { return tensor.defined() ? tensor.contiguous() : tensor; }
-int index_of(const at::Device& device) { return device.has_index() ? device.index() : 0; }  // as `device_index` of deepep_moe/device.py
+int index_of(const at::Device& device) {
+    return device.has_index() ? device.index() : 0;
+}  // does what `device_index` of deepep_moe/device.py does
 
 // Counts that the last launch on a stream has zeroed for the next one: a launch that does nothing else would take as long as half a gate.
 class Counts {
@@ -241,7 +243,7 @@ struct GateFunction : torch::autograd::Function<GateFunction> {
         const auto held = ctx->saved_data["kept"].toCapsule();
         const Kept& kept = *static_cast<const Kept*>(held.get());
         const Gradients given{grads[0], kept.has_probs ? grads[1] : Tensor(), kept.has_shares ? grads[1 + kept.has_probs] : Tensor()};
-        variable_list made(5);  // of all arguments of the forward
+        variable_list made(5);  // gradients of all arguments of the forward
         if (given.weights.defined() || given.probs.defined() || given.shares.defined())
             made[0] = gradient(given, ctx->get_saved_variables(), kept);
         return made;

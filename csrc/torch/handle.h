@@ -30,10 +30,10 @@ struct Handle {
     bool is_expert_layout = true;
     HandleShape shape;
     Tensor memory, call;              // int32, and on the host int64: `DispatchHandle` says what is in them
-    Tensor recv_topk_idx;             // of the rank layout
-    std::optional<uintptr_t> stream;  // of the dispatch's caller, which the memory belongs to
-    std::shared_ptr<Late> late;       // until the host knows that the rows fit
-    std::shared_ptr<bool> is_unfit;   // of a late dispatch, and of what its backward keeps: its first outputs hold no rows
+    Tensor recv_topk_idx;             // only in the rank layout
+    std::optional<uintptr_t> stream;  // stream of the dispatch's caller, to which the memory belongs
+    std::shared_ptr<Late> late;       // set until the host knows that the rows fit
+    std::shared_ptr<bool> is_unfit;   // shared by a late dispatch and its backward: its first outputs hold no rows
     std::array<uint32_t, 3> versions{};
 
     // Returns the versions of memory, call and recv_topk_idx, by which PyTorch counts changes in place.
@@ -41,7 +41,7 @@ struct Handle {
         const auto version_of = [](const Tensor& tensor) { return tensor.defined() ? static_cast<uint32_t>(tensor._version()) : 0; };
         return {version_of(memory), version_of(call), version_of(recv_topk_idx)};
     }
-    void seal() { versions = current_versions(); }  // whoever changes a tensor in place from now on gets an error in the next call
+    void seal() { versions = current_versions(); }  // a tensor that is changed in place from now on is an error in the next call
     bool is_unchanged() const {
         const auto now = current_versions();
         return now[0] == versions[0] && now[1] == versions[1];  // no call reads recv_topk_idx

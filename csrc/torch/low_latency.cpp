@@ -68,7 +68,7 @@ void LowLatencyCalls::run(InFlight& made, py::handle async_op, py::handle return
     try {
         call_unlocked(owner_, *shim_, [&](LowLatencyShim& shim) { return half(shim, true, !is_split, stream); });
     } catch (...) {
-        if (is_beside) own_.keep(tensors);  // which goes on with what it was given
+        if (is_beside) own_.keep(tensors);  // the stream goes on with the tensors that it was given
         throw;
     }
     if (is_beside) made.recorded = own_.record(std::move(tensors));

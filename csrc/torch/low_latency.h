@@ -12,7 +12,7 @@ namespace deepep_moe {
 
 struct LowLatencyReceived : InFlight {
     Tensor x, x_scales, counts, state;
-    int64_t num_tokens = 0;  // of this rank
+    int64_t num_tokens = 0;  // tokens of this rank
 };
 
 struct LowLatencyCombined : InFlight {

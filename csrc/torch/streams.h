@@ -19,7 +19,7 @@ uintptr_t call_stream(const at::Device& device);
 // Marks a moment on a stream.
 class Recorded {
 public:
-    explicit Recorded(const at::Device& device);  // of the current stream: what it has been given by now
+    explicit Recorded(const at::Device& device);  // records what the current stream has been given by now
     // `stream` began after what `caller` had been given, and uses `tensors` until this moment. They are held until `caller` waits for it.
     // That wait orders whatever has their memory next, if it is memory of `caller`. `record_stream` of each tensor would cost more than
     // the rest of an asynchronous call.
@@ -49,8 +49,8 @@ private:
 
 // The rest of a call that has returned.
 struct InFlight {
-    std::shared_ptr<SecondHalf> second_half;  // of a split call
-    std::shared_ptr<Recorded> recorded;       // of an asynchronous one: when its results are there
+    std::shared_ptr<SecondHalf> second_half;  // set in a split call
+    std::shared_ptr<Recorded> recorded;       // set in an asynchronous call: the end of its results
 };
 
 // Memory of these is not used again before the device's current stream is through with what it has been given by then.
@@ -61,8 +61,8 @@ class OwnStream {
 public:
     explicit OwnStream(const at::Device& device) : device_(device) {}
     uintptr_t follow();                       // lets it go on after what the current stream has been given; its address
-    void keep(at::TensorList tensors) const;  // as `keep_for_current`, for this stream
-    std::shared_ptr<Recorded> record(variable_list tensors) const;  // of this stream, by now. tensors: that it has used since `follow`
+    void keep(at::TensorList tensors) const;  // does what `keep_for_current` does, for this stream
+    std::shared_ptr<Recorded> record(variable_list tensors) const;  // records this stream by now. tensors: those used since `follow`
 
 private:
     const at::Device device_;

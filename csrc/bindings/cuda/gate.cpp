@@ -40,7 +40,7 @@ unsigned long long* failure_word(int device) {
 
 unsigned long long failure(int device) { return std::atomic_ref(*failure_word(device)).load(std::memory_order_relaxed); }
 
-thread_local std::exception_ptr refusal;  // of the thread's last launch
+thread_local std::exception_ptr refusal;  // the failure of this thread's last launch
 
 // Raise why the thread's last launch failed, or what a kernel of the device has reported since the last check. A report written meanwhile
 // stays for the next check.

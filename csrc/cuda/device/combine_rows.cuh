@@ -17,7 +17,7 @@ struct CombineRows {
     const GpuContext& c;
     const GpuWorkspaceConfig& config;
     const int64_t row_bytes;
-    const int num_pieces, num_tiles, tile_pieces;  // of a row
+    const int num_pieces, num_tiles, tile_pieces;  // pieces and tiles of a row, and pieces of a tile
     const GpuSlotLayout slot;
     const Workspace own;
     const unsigned long long sequence;

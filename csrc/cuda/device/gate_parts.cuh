@@ -8,7 +8,7 @@ namespace deepep_moe {
 namespace {
 
 constexpr int kWarps = 16, kThreads = 32 * kWarps;
-constexpr int kMaxQuads = 8, kMaxShare = kMaxQuads * kQuad;  // of a thread
+constexpr int kMaxQuads = 8, kMaxShare = kMaxQuads * kQuad;  // quads and experts of a thread
 
 constexpr int blocks_per_sm(int quads) { return quads <= 2 ? 2 : 1; }  // limited by the registers of a thread
 

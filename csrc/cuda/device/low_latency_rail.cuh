@@ -60,10 +60,10 @@ struct RailCall {
 
     __device__ RailCall(const LowLatencyRailContext& r, unsigned long long call) : r(r), c(r.context), call(call) {}
 
-    __device__ int first_rank() const { return r.node * r.ranks_per_node; }  // of this node
+    __device__ int first_rank() const { return r.node * r.ranks_per_node; }  // the first rank of this node
     __device__ int node_of(int rank) const { return rank / r.ranks_per_node; }
     __device__ bool is_outside(int rank) const { return node_of(rank) != r.node; }
-    __device__ int rank_in(int node) const { return node * r.ranks_per_node + r.index; }     // of this rail
+    __device__ int rank_in(int node) const { return node * r.ranks_per_node + r.index; }     // the rank of this rail in `node`
     __device__ int node_at(int turn) const { return (r.node + turn) % r.num_nodes; }         // the next node first
     __device__ bool is_lost(int node) const { return !takes_part(c, rank_in(node), call); }  // then nothing is sent there
     __device__ int experts_of_node() const { return r.ranks_per_node * c.config.num_local_experts; }

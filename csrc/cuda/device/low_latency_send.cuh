@@ -51,8 +51,8 @@ struct Sender {
     const LowLatencyConfig& config;
     const unsigned long long call, flag;  // flag: this rank's in the call, with value 0
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_local;
-    const int64_t x_bytes;  // of a row of x
-    const int num_pieces;   // of a row as it travels, without its scales
+    const int64_t x_bytes;  // bytes of a row of x
+    const int num_pieces;   // pieces of a row as it travels, without its scales
 
     __device__ Sender(const LowLatencyContext& c, const LowLatencyDispatchParams& p, const Outside& outside, SendShared& shared,
                       void* marks, unsigned long long call)

@@ -30,13 +30,13 @@ __device__ __forceinline__ void find_sums(const RailCall& rail, int node, int to
 template <DType kType, bool kQuantized>
 struct NodeSums {
     using Values = Piece<kType>;
-    static constexpr int kColumns = kQuantized ? 16 : Values::kCount;  // of a piece as it travels
+    static constexpr int kColumns = kQuantized ? 16 : Values::kCount;  // columns of a piece as it travels
     static constexpr int kRanksAtOnce = kQuantized ? 2 : 4;            // ranks whose parts a thread has in flight
     using Sum = float[kColumns];
 
     const LowLatencyContext& c;
     const unsigned long long flag;
-    const int num_pieces, num_parts;  // of a row as it travels
+    const int num_pieces, num_parts;  // pieces and parts of a row as it travels
 
     __device__ NodeSums(const LowLatencyContext& c, unsigned long long flag)
         : c(c), flag(flag), num_pieces(c.config.hidden / kColumns), num_parts(parts_of(num_pieces)) {}

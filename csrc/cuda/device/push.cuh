@@ -6,7 +6,7 @@
 namespace deepep_moe {
 
 using tuning::kRowsBehindFlag;
-constexpr int kNoRow = INT32_MIN;  // what a thread finds in a slot that stays empty
+constexpr int kNoRow = INT32_MIN;  // a thread finds this in a slot that stays empty
 
 // The sending warps of a block ask another warp to set these flags. A release over the link costs a round trip, and one serves all flags.
 class DueFlags {
@@ -146,7 +146,7 @@ private:
     Ring ring_;
     DueFlags due_;
     const int lane_;
-    unsigned long long* flags_[kRowsBehindFlag] = {};  // of the last rows sent, newest first; null: the row has no flag
+    unsigned long long* flags_[kRowsBehindFlag] = {};  // flags of the last rows sent, newest first; null: the row has no flag
 };
 
 // Runs a sending block: see Pusher::push. All its threads must call it; it has one warp more than the ring.

@@ -15,7 +15,7 @@
 
 namespace deepep_moe {
 
-constexpr int kTileBytes = 128;  // of one row of a tile
+constexpr int kTileBytes = 128;  // bytes of one row of a tile
 constexpr int kTileAlignment = 1024;
 
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)

@@ -17,7 +17,7 @@ constexpr uintptr_t kExternalStream = uintptr_t{1} << 63;
 struct CallMode {
     int num_sms = -1;       // SMs that send; 0: copy engines; -1: as GpuTuning says
     bool is_split = false;  // true: the caller starts the second half later
-    uintptr_t stream = 0;   // of the call
+    uintptr_t stream = 0;   // stream of the call
     int64_t layer = 0;      // number of the model's layer that makes the call; rows are guessed for each layer separately
     bool is_late = false;   // true: a dispatch that has a guess returns before the counts are there; see NvlinkExchange::count_late
 };
@@ -25,7 +25,7 @@ struct CallMode {
 // With several nodes this is the part of a call that crosses between them. The rest of the call is then about the tokens that are in this
 // node.
 struct RailCall {
-    GpuRouting routing{};      // of this rank's tokens, to experts of all nodes
+    GpuRouting routing{};      // routing of this rank's tokens to experts of all nodes
     bool has_weights = false;  // the same on all ranks, including those without tokens
     const float* topk_weights = nullptr;
     int64_t weights_token_stride = 0, weights_lane_stride = 0;
@@ -95,7 +95,7 @@ struct GpuDispatchCall {
     RailCall rail;
     GpuDispatchParams params{};
     Signature signature{};
-    const int64_t* numbers = nullptr;  // of the handle, if cached
+    const int64_t* numbers = nullptr;  // numbers of the handle, if cached
 
     // topk_idx: None for a cached dispatch; else the dispatch fills the handle. num_recv_rows: -1 without a bound.
     GpuDispatchCall(const HandleArg& handle, const TensorArg& x, const TensorArg& x_scales, const MatrixArg& topk_idx,
@@ -178,7 +178,7 @@ struct GpuCombineCall {
     RailCall rail;
     GpuCombineParams params{};
     Signature signature{};
-    const int64_t* numbers = nullptr;  // of the handle
+    const int64_t* numbers = nullptr;  // numbers of the handle
     int64_t row_bytes = 0;
 
     GpuCombineCall(const HandleArg& handle, const TensorArg& x, const ExpertRows* expert_rows, const TensorArg& weights,

@@ -40,7 +40,7 @@ public:
     NvlinkExchange(const NvlinkExchange&) = delete;
 
     int64_t workspace_bytes() const { return layout_.total_bytes; }
-    int64_t num_calls() const { return num_calls_; }  // that this rank has entered or refused so far
+    int64_t num_calls() const { return num_calls_; }  // calls that this rank has entered or refused so far
     int num_local_experts() const { return config_.num_experts / config_.num_ranks; }
     const GpuWorkspaceConfig& config() const { return config_; }
     int num_multiprocessors() const { return num_multiprocessors_; }
@@ -166,7 +166,7 @@ private:
     std::atomic<int64_t> num_calls_ = 0;                // another thread may ask
     int64_t num_captured_ = 0;                          // calls in the graph capture that the last call was in
     unsigned long long capture_ = 0;                    // the graph capture that the last call was in; 0: none
-    unsigned long long late_plan_ = 0;                  // of the last late dispatch
+    unsigned long long late_plan_ = 0;                  // number of the last late dispatch's plan
     unsigned long long num_plans_ = 0, void_plan_ = 0;  // void_plan_: its failure was thrown, so its second half must not be waited for
     GpuFailure lack_{};                                 // the last lack of room that `check` has thrown
     bool is_told_ = true;                               // other nodes know of lack_
@@ -182,7 +182,7 @@ private:
     LastStreams last_;
     SendStreams streams_;
     std::unique_ptr<Rail> rail_;                                  // only with several nodes
-    std::map<std::tuple<int64_t, bool, int>, RowGuess> guesses_;  // by the caller's layer, layout and alignment
+    std::map<std::tuple<int64_t, bool, int>, RowGuess> guesses_;  // key: the caller's layer, layout and alignment
     bool has_early_launch_ = false;
 };
 

@@ -16,7 +16,7 @@ inline bool has_failed(const GpuFailure& slot) { return static_cast<const volati
 
 // Kernels name a peer by its index in this node, or as `rail_peer` of its node. Messages and exceptions use its number in the group.
 struct RankNumbers {
-    int ranks_per_node, node, index;  // of this rank
+    int ranks_per_node, node, index;  // position of this rank
 
     // Returns the number in the group of the rank that `reporter`, this rank or a peer, calls `peer`.
     int of(int reporter, int peer) const {

@@ -8,7 +8,7 @@ namespace deepep_moe {
 struct GpuMachine {
     int num_multiprocessors;  // SMs that this process may use
     int capability_major;
-    double link_gbps;  // what SMs can push to the peers, in one direction; 0: unknown
+    double link_gbps;  // rate at which SMs can push to the peers, in one direction; 0: unknown
 };
 
 // Returns 0 if nobody has measured or published the rate.

@@ -26,12 +26,12 @@ public:
     // Returns the value that marks a handle as failed, xor the number of its dispatch.
     int64_t failed_mark() const { return static_cast<int64_t>(failed_mark_); }
     int64_t handle_bytes() const;
-    int64_t num_calls() const { return num_calls_; }  // that this rank has sent or refused so far
-    int64_t rail_bytes() const { return LowLatencyRailLayout(config_, num_nodes()).total_bytes; }  // of symmetric memory
+    int64_t num_calls() const { return num_calls_; }  // calls that this rank has sent or refused so far
+    int64_t rail_bytes() const { return LowLatencyRailLayout(config_, num_nodes()).total_bytes; }  // bytes of symmetric memory
     std::string handle() const;                                                                    // with the bus of the GPU
     int share() const { return memory_.share(); }
     // Throws if a peer's GPU is reached without NVLink: rows rely on a property (cuda/low_latency.h) that is not known of such links.
-    void connect(const std::vector<std::string>& handles, const std::vector<int>& descriptors);  // of the ranks of this node
+    void connect(const std::vector<std::string>& handles, const std::vector<int>& descriptors);  // takes those of the ranks of this node
     // The next three do the same as in NvlinkExchange. All calls must be received before.
     void disconnect() { memory_.disconnect(); }
     void free() { memory_.free(); }
@@ -85,7 +85,7 @@ private:
     };
     HostSlots* host_ = nullptr;  // pinned
     LastStreams last_;
-    std::mutex enqueuing_;                // by one thread at a time: one may send while another receives
+    std::mutex enqueuing_;                // one thread enqueues at a time: one may send while another receives
     std::atomic<int64_t> num_calls_ = 0;  // another thread may ask
     int num_to_catch_up_ = 0;             // calls whose call before last may have been refused, or have failed
 };

@@ -39,7 +39,7 @@ private:
     LowLatencyRailContext made_{};  // without the context of a call
     struct Sent {
         LowLatencyDispatchParams params;
-        unsigned long long capture;  // of the CUDA graph that the dispatch is part of, or 0
+        unsigned long long capture;  // number of the CUDA graph that the dispatch is part of, or 0
     };
     std::vector<Sent> to_relay_;
 };

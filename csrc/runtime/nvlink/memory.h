@@ -13,7 +13,7 @@
 
 namespace deepep_moe {
 
-constexpr int kMaxGpus = 8;  // of one host, as ranks of one group
+constexpr int kMaxGpus = 8;  // GPUs of one host, as ranks of one group
 
 // Holds addresses of this process and the memory that is mapped there. It is a plain value, which a forked process without CUDA may drop.
 struct AddressRange {
@@ -48,7 +48,7 @@ public:
 
     // left: offset of the word of rank 0 in `GpuWaits::left`. Also called after `free`, with the same numbers.
     void allocate(int64_t bytes, int64_t zeroed_bytes, int64_t left);
-    std::string handle() const;  // of kHandleBytes
+    std::string handle() const;  // returns kHandleBytes bytes
     int share() const { return workspaces_[index_].share(); }
     // The descriptors of the peers' workspaces are theirs, by rank, in this process; the caller closes them.
     void connect(const std::vector<std::string>& handles, const std::vector<int>& descriptors);

@@ -47,7 +47,7 @@ private:
     RailContext made_{};  // without the context of a call
     float* node_topk_weights_ = nullptr;
     void* scratch_ = nullptr;
-    RailCall call_{};  // of the last call
+    RailCall call_{};  // the last call
     cudaStream_t stream_ = nullptr;
     cudaEvent_t forked_ = nullptr, moved_ = nullptr;
     bool is_moving_ = false;

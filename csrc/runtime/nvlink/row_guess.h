@@ -8,7 +8,7 @@
 
 namespace deepep_moe {
 
-constexpr size_t kMaxGuesses = 4096;  // of a buffer
+constexpr size_t kMaxGuesses = 4096;  // guesses that a buffer keeps
 
 class RowGuess {
 public:
@@ -19,7 +19,7 @@ public:
     void remember(int64_t num_rows) { before_ = std::exchange(last_, num_rows); }
 
 private:
-    int64_t last_ = -1, before_ = -1;  // of the last two dispatches
+    int64_t last_ = -1, before_ = -1;  // rows of the last two dispatches
 };
 
 }  // namespace deepep_moe

@@ -25,7 +25,7 @@ public:
     void follow(cudaStream_t stream);                                       // a first half begins, and waits for the call before
     void go_on(cudaStream_t stream) { go_on(stream, capture_of(stream)); }  // the rest of the call is on this stream
     void ends();  // the call has enqueued its work on its stream; a second half may follow
-    cudaStream_t running() const { return running_.value_or(nullptr); }  // of the call in progress
+    cudaStream_t running() const { return running_.value_or(nullptr); }  // stream of the call in progress
     bool is_done() const;  // whether the last call's stream has finished: an external one what it had at the call's end, others all
     bool has_captured() const { return capture_ != 0; }
 

@@ -98,14 +98,14 @@ private:
     const WorkspaceLayout layout_;
     const int rank_;
     const double timeout_s_;
-    std::atomic<uint64_t> sequence_ = 0;  // of the last call; any thread may ask for it
+    std::atomic<uint64_t> sequence_ = 0;  // number of the last call; any thread may ask for it
     std::atomic<bool> busy_ = false;      // a thread is in a call
     std::mutex failing_;                  // several channels may fail at once
     std::exception_ptr stopped_;          // exception of `poll_` in this call, on one of its threads
     std::function<void()> poll_;
     HostPeers peers_;
-    std::vector<int32_t> own_counts_;  // of the current plan, before it is published
-    std::vector<int32_t> row_begin_;   // of the last plan: [num_ranks, num_channels, num_local_experts]
+    std::vector<int32_t> own_counts_;  // counts of the current plan, before it is published
+    std::vector<int32_t> row_begin_;   // first rows in the last plan: [num_ranks, num_channels, num_local_experts]
 };
 
 }  // namespace deepep_moe

@@ -218,7 +218,7 @@ def test_says_what_the_gate_refuses(rank, num_ranks, name):
 
 @on_ranks(4)
 def test_every_stage_says_why(rank, num_ranks):
-    """Where the first stage of a pipeline has no MoE layer, the first rank of the one that has says it."""
+    """If the first stage of a pipeline has no MoE layer, the first rank of the stage that has one logs the reason."""
     from megatron.core import parallel_state
 
     from deepep_moe.integrations.common.warn_once import warn_once
