@@ -20,7 +20,7 @@ def told(error: BaseException) -> str:
 
 
 class EPError(RuntimeError):
-    """Base of every error that is not a wrong argument of the caller."""
+    """The base of every error that is not a wrong argument of the caller."""
 
 
 class EPTimeoutError(EPError):

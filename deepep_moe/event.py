@@ -42,9 +42,9 @@ class Event:
         self._second_half = second_half
         self._device = device
         self.is_captured = is_captured
-        """Whether the call is part of a CUDA graph."""
+        """True if the call is part of a CUDA graph."""
         self.seen = False
-        """Whether `wait` has returned or raised."""
+        """True once `wait` has returned or raised."""
 
     def wait(self) -> None:
         """Return once the results may be used. Raises the operation's error; on CPU backends each call of `wait` raises it again."""

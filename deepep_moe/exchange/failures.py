@@ -24,7 +24,7 @@ _REASON = "RuntimeError: its backward pass failed; see its output for the error"
 
 
 class _Watch:
-    """A callback that PyTorch calls at the end of a backward pass, and drops without a call if the pass fails."""
+    """PyTorch calls this at the end of a backward pass, and drops it without a call if the pass fails."""
 
     def __init__(self, calls: Calls, reason: str):
         self._number, self._num_calls, self._reason = calls.number, calls.num_calls, reason

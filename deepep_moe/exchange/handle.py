@@ -48,9 +48,9 @@ class DispatchHandle:
     """The `parts` when the dispatch finished, and PyTorch's in-place version counters of the tensors among them. `seal` sets it on the
     instance."""
     is_late: ClassVar[bool] = False
-    """Whether the dispatch has guessed its rows, and the host does not know yet that they fit."""
+    """True while the dispatch has guessed its rows, and the host does not know yet that they fit."""
     is_traced: ClassVar[bool] = False
-    """Whether this is a `TracedHandle`."""
+    """True for a `TracedHandle`."""
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

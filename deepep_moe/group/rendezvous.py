@@ -73,7 +73,7 @@ class Introduction:
     group_backend: str
     has_gpu: bool
     lacks_torch: str
-    """Why the rank has no module `_torch`; empty if it has one."""
+    """The reason why the rank has no module `_torch`; empty if it has one."""
     number: int
     """The number of the buffer among those that this process has begun to make."""
 

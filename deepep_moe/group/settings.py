@@ -13,7 +13,7 @@ logger = logging.getLogger("deepep_moe")
 MAX_NUMBER = 2**31 - 1
 """The largest number of rows, columns or experts: native code counts them in 32 bits."""
 SUMS = ("ranks", "lanes", "lanes_fma")
-"""How combine adds a token's rows (docs/design/contract.md): rank by rank, or lane by lane without or with fused multiply-adds."""
+"""Combine adds a token's rows (docs/design/contract.md) rank by rank, or lane by lane without or with fused multiply-adds."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Settings:
     num_topk: int
     timeout_s: float
     ranks_per_node: int = 0
-    """How many consecutive ranks are a node; 0 until `find_nodes` has set it."""
+    """The number of consecutive ranks that are a node; 0 until `find_nodes` has set it."""
     sums: str = "ranks"
     """One of `SUMS`."""
     lanes: int = 1

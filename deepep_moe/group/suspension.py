@@ -16,7 +16,7 @@ class Memory(NamedTuple):
     """The exchange memory of this rank, in bytes."""
 
     held: int
-    """Bytes that it has now."""
+    """Bytes that the rank has now."""
     suspended: int
     """Bytes that `suspend` has given back, and `resume` takes again."""
 
@@ -28,7 +28,7 @@ class Suspendable(Connectable, Protocol):
     """A backend whose memory can be given back between calls."""
 
     why_not_suspend: str = ""
-    """Why it cannot; empty if it can."""
+    """The reason why it cannot; empty if it can."""
 
     def check(self) -> None:
         """Raise the failure that an earlier call has reported, if any. On CPUs each call raises its own."""

@@ -28,7 +28,7 @@ class LowLatencyBackend(Suspendable):
     name: str
     device: torch.device
     calls: "LowLatencyCalls | None" = None
-    """What makes calls from C++, of arguments that nobody has checked; None on CPUs."""
+    """The native object that makes calls with unchecked arguments; None on CPUs."""
 
     def __init__(self, settings: Settings, native: Any):
         self.settings = settings

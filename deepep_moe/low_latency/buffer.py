@@ -41,7 +41,7 @@ logger = logging.getLogger("deepep_moe")
 _numbers = itertools.count()
 _Error = TypeVar("_Error", bound=BaseException)
 MAX_IN_FLIGHT = 2
-"""Calls in a row of which none has been received: what a rank's workspace has room for."""
+"""A rank's workspace has room for this many calls in a row that were not received."""
 
 
 class LowLatencyBuffer(Sizes):

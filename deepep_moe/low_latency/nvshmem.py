@@ -7,7 +7,7 @@ from deepep_moe.low_latency.nvlink import NvlinkLowLatencyBackend
 
 
 class NvshmemLowLatencyBackend(NvlinkLowLatencyBackend):
-    """The ranks of a node as `NvlinkLowLatencyBackend`, and what crosses through memory of NVSHMEM's symmetric heap."""
+    """Serves the ranks of a node as `NvlinkLowLatencyBackend` does. Rows cross between nodes through NVSHMEM's symmetric heap."""
 
     name = "nvshmem"
     why_not_suspend = nvshmem_rail.WHY_NOT_SUSPEND

@@ -63,13 +63,13 @@ class Rows:
 class Fate(Enum):
     OPEN = 0
     FAILED = 1
-    """Or refused."""
+    """The call was sent, or refused."""
     HEARD = 2
     """All ranks have entered the call."""
 
 
 class _Layout:
-    """Offsets in the memory of a rank, which its peers write. Only rank `source` writes word or area `source`.
+    """Computes offsets in the memory of a rank, which its peers write. Only rank `source` writes word or area `source`.
 
     resumed u64[num_ranks] | left u64[num_ranks] | reasons char[_TURNS][num_ranks][_REASON_BYTES] | turns, each:
       entered u64[num_ranks] | arrived u64[num_ranks] | areas [num_ranks], each:
@@ -128,7 +128,7 @@ class ShmCalls:
         *_, self.handle_bytes = handle_offsets(settings)
         self._peers: _C.HostPeers | None = _C.HostPeers(settings.num_ranks, settings.rank, self.workspace_bytes)
         self.num_calls = 0
-        """How many were sent or refused."""
+        """The number of calls that were sent or refused."""
         self.masks = 0
         self.counting = threading.RLock()
         """Held while counters are written: two threads may receive, and so may a signal's handler of one that does."""

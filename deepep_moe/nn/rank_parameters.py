@@ -33,7 +33,7 @@ class RankExperts(nn.Module):
     buffer: Buffer
     experts: nn.Module
     is_marked = False
-    """Whether `mark_experts` has marked the layer."""
+    """True once `mark_experts` has marked the layer."""
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters that differ from rank to rank: keep them out of data-parallel averaging over the buffer's group.
@@ -77,7 +77,7 @@ def mark_experts(model: nn.Module) -> None:
 
 @dataclass
 class _Own:
-    """A parameter of one rank: the buffer whose ranks have others, and the wrapper under which its gradients become averages."""
+    """Describes a parameter of one rank: the buffer whose ranks have others, and the wrapper that averages its gradients."""
 
     buffer: Buffer
     ddp: "weakref.ref[DistributedDataParallel] | None" = None

@@ -12,7 +12,7 @@ from deepep_moe.ops.quant import quantize_fp8_weights_both
 
 
 class Fp8Copies(NamedTuple):
-    """One weight as fp8: values and scales as it is, for the forward, and transposed, for the backward."""
+    """Holds one weight as fp8: values and scales for the forward, and transposed ones for the backward."""
 
     plain: tuple[Tensor, Tensor]
     transposed: tuple[Tensor, Tensor]

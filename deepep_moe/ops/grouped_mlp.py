@@ -183,7 +183,7 @@ def _has_contiguous_matrices(weight: Tensor) -> bool:
 
 
 class _SwiGLU:
-    """silu(gate) * up * prob, for inner = gate and up side by side."""
+    """Computes silu(gate) * up * prob, for inner = gate and up side by side."""
 
     def forward(self, inner: Tensor, probs: Tensor | None, groups: Groups) -> Tensor:
         return swiglu(inner, probs, groups)
@@ -221,7 +221,7 @@ class _AnyActivation:
 
 
 class _Linear(torch.autograd.Function):
-    """x @ w.T + b. The tail of the result is not set."""
+    """Computes x @ w.T + b. The tail of the result is not set."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, groups: Groups, zero_tail: bool, maker: WeightGradient) -> Tensor:
@@ -242,7 +242,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _ActivatedLinear(torch.autograd.Function):
-    """act(inner) * prob @ w.T + b * prob."""
+    """Computes act(inner) * prob @ w.T + b * prob."""
 
     @staticmethod
     def forward(

@@ -23,7 +23,7 @@ def is_destroyed(group: "dist.ProcessGroup | None") -> bool:
 
 
 class BufferRegistry:
-    """Growing buffers by key, such as a group and sizes. Layers that share one run one after another.
+    """Keeps growing buffers by key, such as a group and sizes. Layers that share one run one after another.
 
     A buffer whose group was destroyed goes when somebody asks for a new buffer, or for all of them.
     """

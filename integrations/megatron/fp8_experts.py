@@ -27,7 +27,7 @@ class Fp8GroupedMLP(GroupedMLP):
     takes_fp8_rows = True
 
     is_first_microbatch: bool | None = None
-    """None: nobody has said so yet, and each forward quantizes. Forwards set True to False."""
+    """None: not set yet, and each forward quantizes. Forwards set True to False."""
 
     def __init__(self, num_local_experts: int, config: Config, *args: Any, **kwargs: Any):
         super().__init__(num_local_experts, config, *args, **kwargs)

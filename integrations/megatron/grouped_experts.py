@@ -46,7 +46,7 @@ _REFUSED_FOR_TE = {
 
 
 WeightGradient = Callable[[Tensor | None], Tensor]
-"""Makes the gradient of a weight. It adds it to a tensor, if given one, and what it returns then means nothing."""
+"""Makes the gradient of a weight. Given a tensor, it adds the gradient there, and its result has no meaning."""
 
 
 class GroupedMLP(SequentialMLP):

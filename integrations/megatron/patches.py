@@ -11,7 +11,7 @@ _MISSING = object()
 
 
 class Patches:
-    """The symbols that were replaced, in order, and what they were."""
+    """Keeps the symbols that were replaced, in order, and their old values."""
 
     def __init__(self) -> None:
         self._saved: list[tuple[object, str, object, object]] = []

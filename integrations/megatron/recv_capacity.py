@@ -12,7 +12,7 @@ FACTOR_FIELD = "moe_expert_rank_capacity_factor"
 
 
 class RecvCapacity:
-    """Room for rows of a rank in a layer, and a note whether more have come.
+    """Computes the room for rows of a rank in a layer, and notes whether more have come.
 
     If there is no factor, there is room for every routing: each token of each rank may come to all local experts that it can be routed to.
     With one there is room for that many times an even share. `over_budget.py` says what happens to a dispatch that brings more.

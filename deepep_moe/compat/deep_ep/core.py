@@ -26,7 +26,7 @@ MAX_SIZES = 8
 
 
 class Suspending:
-    """Memory that is given back for a while, and made again: by parts, in the order in which all ranks have made them."""
+    """Gives memory back for a while, and makes it again: part by part, in the order in which all ranks have made them."""
 
     def _parts(self) -> Iterable[Any]:
         raise NotImplementedError

@@ -50,7 +50,7 @@ class Share(NamedTuple):
     topk_idx: Tensor
     """[num_tokens, num_topk], -1 where the lane was dropped."""
     has_dropped: Tensor
-    """[] bool: has any rank of the group dropped a lane?"""
+    """[] bool: True if any rank of the group has dropped a lane."""
 
 
 def keep_within(

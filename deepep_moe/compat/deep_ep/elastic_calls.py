@@ -47,7 +47,7 @@ class Mode(NamedTuple):
 
     num_sms: int
     after: tuple[Any, Any]
-    """Events that it begins after, as `CommStream.begin` has them."""
+    """The call begins after these events, as `CommStream.begin` takes them."""
     is_async: bool
     is_deferred: bool = False
 

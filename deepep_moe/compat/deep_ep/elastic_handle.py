@@ -38,7 +38,7 @@ class EPHandle:
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.num_sms = num_sms
         self.has_counts_on_host = do_cpu_sync
-        """Did the dispatch wait for its counts?"""
+        """True if the dispatch has waited for its counts."""
 
     @property
     def topk_idx(self) -> Tensor:

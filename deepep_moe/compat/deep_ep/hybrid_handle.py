@@ -31,7 +31,7 @@ class HybridConfig:
 
 @dataclass(frozen=True)
 class Configurer:
-    """The holder of `buffer_config`, where callers look for it."""
+    """Holds `buffer_config`, where callers look for it."""
 
     buffer_config: HybridConfig
 

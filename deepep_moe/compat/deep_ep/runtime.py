@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Runtime:
-    """Answers about a buffer. Nodes are those that its calls have found: one until the first."""
+    """Answers questions about a buffer. It knows the nodes that calls have found: one until the first call."""
 
     def __init__(self, buffer: "Buffer", buffers: "GrowingBuffers") -> None:
         self._buffer: Buffer = weakref.proxy(buffer)  # weak, because the buffer keeps this object

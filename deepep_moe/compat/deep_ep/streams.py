@@ -10,7 +10,7 @@ from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap, recorded
 
 
 class CommStream:
-    """The communication stream of a buffer, made when it is first asked for. Calls on CPU tensors run at once, on no stream.
+    """Makes the communication stream of a buffer when it is first asked for. Calls on CPU tensors run at once, on no stream.
 
     A synchronous call runs on the current stream, once the previous event is reached. An asynchronous one runs on the communication stream:
     after the previous event, or without one after what the current stream has been given so far.

@@ -54,7 +54,7 @@ def _at_once(step: Step) -> Steps[list[Tensor]]:
 
 
 class CollectiveBackend(Backend):
-    """The ranks of `group` (None: a single rank)."""
+    """Moves rows by the collectives of `group` (None: a single rank)."""
 
     name = "collective"
     capabilities = Capabilities(device_types=("cpu", "cuda"))  # no thread: the caller may be using the group at the same time

@@ -27,7 +27,7 @@ def picked(parts: Iterable[Tensor], rows: Tensor) -> list[Tensor]:
 
 
 class Step(NamedTuple):
-    """Rows of several kinds to every rank, in one message: `all_to_all_single` of the group."""
+    """Holds rows of several kinds for every rank, which go in one message: `all_to_all_single` of the group."""
 
     parts: list[Tensor]
     """Rows of each kind, by destination."""

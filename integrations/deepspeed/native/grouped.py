@@ -253,7 +253,7 @@ def _at_equal_distances(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 class _Joined(torch.autograd.Function):
-    """[num_rows of all, hidden] of the rows [..., num_rows, hidden] of each expert."""
+    """Joins the rows [..., num_rows, hidden] of each expert to [num_rows of all, hidden]."""
 
     @staticmethod
     def forward(ctx: Context, *parts: Tensor) -> Tensor:
@@ -267,7 +267,7 @@ class _Joined(torch.autograd.Function):
 
 
 class _Apart(torch.autograd.Function):
-    """The rows of each expert, of all in one tensor."""
+    """Splits the rows of all experts in one tensor into those of each."""
 
     @staticmethod
     def forward(ctx: Context, rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tuple[Tensor, ...]:

@@ -52,7 +52,7 @@ class PackedMOELayer(MOELayer):
     kept_weights: KeptWeights | None = None
     """fp8 copies of the experts' weights, once forwards share some."""
     deepep_moe_metrics: LayerMetrics | None = None
-    """What `deepep_moe.nn.Metrics` counts of this layer."""
+    """The counts of this layer for `deepep_moe.nn.Metrics`."""
 
     def forward(self, *inputs: Tensor, **kwargs: object) -> Tensor:
         """Take x [..., hidden] in fp32, bf16 or fp16, and used_token [num_tokens] or None.
