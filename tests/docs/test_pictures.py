@@ -66,6 +66,18 @@ def test_table_of_losses_repeats_the_records():
     assert told.groups() == (f"{-mean:.2f}", f"{mean - half:.2f}", f"{mean + half:+.2f}") and len(many) == 33
 
 
+def test_readme_is_short_and_in_order():
+    text = PAGES[ROOT / "README.md"]
+    titles = ["deepep_moe", "One script", "Which framework?", "Before you choose it", "How fast is it?", "Read on"]
+    assert len(text.split()) <= 750 and re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE) == titles
+    lines = re.findall(r"^- \*\*.+", text, flags=re.MULTILINE)
+    parts = ("**Expert parallelism for PyTorch, ", "pictures/dispatch_combine.svg", *lines, "git clone", "make demo", "## One script")
+    places = [text.index(part) for part in (*parts, "## How fast is it?", "pictures/figures.svg")]
+    assert len(lines) == 5 and places == sorted(places)
+    figures = re.findall(r"\d+\.\d+ ?(?:ms|GB|x)", text)
+    assert len(figures) == 10 and len(set(figures)) == 10, "no figure twice"
+
+
 # ---- versions ----
 
 
