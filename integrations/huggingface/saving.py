@@ -163,7 +163,8 @@ def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) 
 
     Raises:
         ValueError: `state_dict` has experts of one rank, the model is quantized, or `push_to_hub` or `distributed_checkpoint` is set.
-        EPPeerError: a peer has failed, as its disk is full, say. EPTimeoutError: a peer did not call it.
+        EPPeerError: a peer has failed, as its disk is full, say.
+        EPTimeoutError: a peer did not call it.
     """
     stock = type(self).save_pretrained
     call = inspect.signature(stock).bind(self, save_directory, *args, **kwargs)

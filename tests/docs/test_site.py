@@ -63,4 +63,7 @@ def test_api_pages_have_every_public_name(site):
     places = [page.index(f'id="deepep_moe.{method}"') for method in methods]
     assert places == sorted(places), "in the order of use"
     assert "num_max_tokens_per_rank" in page[page.index('id="deepep_moe.Buffer"') : places[0]], "the signature of the constructor"
-    assert not {"deepep_moe.Buffer.refuse", "deepep_moe.Buffer.num_calls", "deepep_moe.LowLatencyBuffer.refuse"} & names, "inner names"
+    inner = {f"deepep_moe.{name}" for name in ("Buffer.calls", "Buffer.refuse", "Buffer.num_calls", "LowLatencyBuffer.refuse")}
+    assert not inner & names, "inner names"
+    sources = [path.read_text() for folder in ("deepep_moe", "integrations") for path in (ROOT / folder).rglob("*.py")]
+    assert not re.findall(r"^ +\w+Error: .*[.;] \w+Error: .*", "\n".join(sources), re.MULTILINE), "one line an error"
