@@ -43,10 +43,7 @@ def test_exchange_at_a_networks_pace():
     for rate, *cells, at_rate in rows[:3]:
         for op, us, ratio in (("dispatch", *cells[:2]), ("combine", *cells[2:])):
             record = only(records, op=f"{op} paced", rate_gbps=float(rate))
-            assert (us, ratio) == (
-                f"{record['us_median']:.0f}",
-                f"{record['pipeline_ratio']:.2f}",
-            ) and at_rate == f"{record['rival_us']:.0f}"
+            assert [us, ratio, at_rate] == [f"{record['us_median']:.0f}", f"{record['pipeline_ratio']:.2f}", f"{record['rival_us']:.0f}"]
 
 
 def test_small_batches_by_size():
@@ -75,11 +72,9 @@ def test_other_libraries_on_two_gpus():
     for label, num_tokens, *cells in rows:
         operation = label.replace(", layout `rank`", " rank").replace(", layout `expert`", " expert")
         small = operation.removeprefix("low-latency ") if num_tokens == "128" else None
-        files = (
-            ["h100-peers-low-latency-v1"] * 2 + ["h100-peers-low-latency-v2", None]
-            if small
-            else ["h100-peers"] * 3 + ["h100-peers-nccl-ep"]
-        )
+        files = ["h100-peers"] * 3 + ["h100-peers-nccl-ep"]
+        if small:
+            files = ["h100-peers-low-latency-v1"] * 2 + ["h100-peers-low-latency-v2", ""]
         for cell, file, prefix in zip(cells, files, ("", "deep_ep ", "deep_ep_v2 ", "nccl_ep "), strict=True):
             kind = {
                 "name": f"low-latency {prefix}{small}" if small else f"{prefix}{operation}",
@@ -97,12 +92,7 @@ def test_other_libraries_on_four_gpus():
     for label, num_tokens, *cells in rows:
         is_small = "no graph" in label
         records = records_of("h200-peers-low-latency-v1" if is_small else "h200-peers")
-        name = (
-            label.removeprefix("low-latency ")
-            .replace(", no graph", "")
-            .replace(", layout `rank`", " rank")
-            .replace(", layout `expert`", " expert")
-        )
+        name = re.sub(r", layout `(\w+)`", r" \1", label.removeprefix("low-latency ").removesuffix(", no graph"))
         for cell, library in zip(cells, ("", "deep_ep ", "deep_ep_v2 "), strict=True):
             kind = {"name": f"{'low-latency ' if is_small else ''}{library}{name}", "num_tokens": int(num_tokens), "num_ranks": 4}
             kind |= {"half": "both", "graph": False} if is_small else {} if library else {"num_sms": None}
