@@ -12,7 +12,7 @@ namespace deepep_moe {
 constexpr const char* kIfSlow =
     "; ranks must make the same calls; one that is only slow has more time with timeout_s or DEEPEP_MOE_TIMEOUT_S";
 constexpr const char* kHasLeft =
-    " destroyed its buffer, or its process is ending: then its own error is in its output; every rank must make the same calls";
+    " has destroyed its buffer or is exiting (if so, see that rank's output for its error); all ranks must make the same calls";
 constexpr const char* kHandleFailed = "the dispatch of this handle has failed, so nothing goes along it; dispatch again";
 constexpr const char* kTwoThreads = "two threads are in calls of one buffer; make its calls one after the other";
 

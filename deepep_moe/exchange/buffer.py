@@ -261,9 +261,13 @@ class Buffer(Sizes):
                 meanwhile. `hook`, or the buffer's next call if it comes first, enqueues the rest on the stream that is current then.
 
         Raises:
-            TypeError, ValueError: bad arguments; the peers raise EPPeerError instead of waiting.
-            EPMismatchError: ranks are in different operations. EPCapacityError: a rank would receive more than its `num_recv_rows`.
-            EPTimeoutError: a peer died or stalled. BufferDestroyedError: the buffer was destroyed.
+            TypeError: an argument has another type or dtype.
+            ValueError: an argument has another shape, device or value.
+            EPPeerError: a peer has raised an error, or has left.
+            EPMismatchError: ranks are in different operations.
+            EPCapacityError: a rank would receive more than its `num_recv_rows`.
+            EPTimeoutError: a peer died or stalled.
+            BufferDestroyedError: the buffer was destroyed.
         """
         is_late = isinstance(num_recv_rows, str) and num_recv_rows == GUESS
         bound: Any = None if is_late else num_recv_rows
@@ -443,7 +447,8 @@ class Buffer(Sizes):
         a replay before it faults. `shm` gives its pages back, and `collective` suspends the group's backend if PyTorch can.
 
         Raises EPError on `nvshmem`, whose memory cannot be given back. EPMismatchError: ranks have made different numbers of calls.
-        EPPeerError: a rank cannot suspend. EPTimeoutError: a peer died or does not come; the buffer can then only be destroyed.
+        EPPeerError: a rank cannot suspend.
+        EPTimeoutError: a peer died or does not come; the buffer can then only be destroyed.
         """
         self.calls.suspend(self._group)
 

@@ -194,10 +194,13 @@ class LowLatencyBuffer(Sizes):
                 then.
 
         Raises:
-            TypeError, ValueError: bad arguments; the peers raise EPPeerError. On a GPU, bad values inside of `topk_idx`, peers' refusals
-                and deadlines are raised by the next call or `check`. ValueError also while the call before last was not received; then the
-                peers learn nothing, and the call may be made again.
-            EPMismatchError: ranks make different calls. EPTimeoutError: a peer died or stalled. BufferDestroyedError: after `destroy`.
+            TypeError: an argument has another type or dtype.
+            ValueError: an argument has another shape, device or value. On a GPU the next call or `check` raises it for values inside of
+                `topk_idx`. Also while the call before last was not received; then the peers learn nothing, and the call may be made again.
+            EPPeerError: a peer has raised an error, or has left; on a GPU in the next call or `check`.
+            EPMismatchError: ranks make different calls.
+            EPTimeoutError: a peer died or stalled; on a GPU in the next call or `check`.
+            BufferDestroyedError: after `destroy`.
         """
         calls = self._calls()
         is_sent, s = None, self._settings

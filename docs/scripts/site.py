@@ -23,7 +23,7 @@ PAGES = {
     "examples/megatron/README.md": "examples/megatron.md",
 }
 CODE = {".py": "python", ".cu": "cpp", ".cuh": "cpp", ".h": "cpp", ".cpp": "cpp", ".sh": "bash", ".pyi": "python"}
-_BOOST = {"troubleshoot.md": 3}  # words of messages stand on many pages
+_BOOST = {"hardware.md": 3, "troubleshoot.md": 3}  # words of messages, and "GPU", stand on many pages
 _LINK = re.compile(r"(\]\()([^)#\s]*)(#[^)\s]*)?(\))")
 _RECORD = re.compile(r"(\|) *<!-- .* -->$", flags=re.MULTILINE)  # a row's key, which readers need not see
 _NO_SEARCH = "---\nsearch:\n  exclude: true\n---\n\n"

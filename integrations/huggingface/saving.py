@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import types
+import weakref
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -163,7 +164,8 @@ def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) 
 
     Raises:
         ValueError: `state_dict` has experts of one rank, the model is quantized, or `push_to_hub` or `distributed_checkpoint` is set.
-        EPPeerError: a peer has failed, as its disk is full, say. EPTimeoutError: a peer did not call it.
+        EPPeerError: a peer has failed, as its disk is full, say.
+        EPTimeoutError: a peer did not call it.
     """
     stock = type(self).save_pretrained
     call = inspect.signature(stock).bind(self, save_directory, *args, **kwargs)
@@ -264,6 +266,39 @@ def refuse_state_dict(layer: RankExperts, *_: Any) -> None:
                 "rank, or read the tensors from gathered_state_dict(model)"
             )
         frame = frame.f_back  # type: ignore[assignment]
+    _saved.add(layer)
+    _install_in_checkpoint()
+
+
+_saved: "weakref.WeakSet[RankExperts]" = weakref.WeakSet()
+"""Layers whose `state_dict()` somebody has."""
+
+
+def _install_in_checkpoint() -> None:
+    """Let `torch.distributed.checkpoint.save` and `async_save` refuse one rank's experts, which it would keep for those of all."""
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.utils._pytree import tree_leaves
+
+    flatten = getattr(state_dict_saver, "_stateful_to_state_dict", None)  # both call it first
+    if flatten is None or hasattr(flatten, "knows_spread_models"):
+        return
+
+    @functools.wraps(flatten)
+    def refuse_experts(state_dict: Any) -> Any:
+        state, options = flatten(state_dict), sys._getframe(1).f_locals
+        layers = [layer for layer in _saved if layer.buffer.num_ranks > 1]
+        own = {parameter.untyped_storage().data_ptr() for layer in layers for parameter in layer.expert_parameters()} - {0}
+        tensors = (leaf for leaf in tree_leaves(state) if type(leaf) in (Tensor, nn.Parameter))
+        is_shared = not options.get("no_dist") and dist.is_initialized() and dist.get_world_size(options.get("process_group")) > 1
+        if is_shared and any(tensor.untyped_storage().data_ptr() in own for tensor in tensors):
+            raise ValueError(
+                "torch.distributed.checkpoint would keep the experts of one rank for those of all; call model.save_pretrained(directory) "
+                "on every rank, read the tensors from gathered_state_dict(model), or save with no_dist=True to a directory for each rank"
+            )
+        return state
+
+    refuse_experts.knows_spread_models = True  # type: ignore[attr-defined]
+    state_dict_saver._stateful_to_state_dict = refuse_experts
 
 
 def install(model: nn.Module) -> None:

@@ -2,6 +2,9 @@
 
 import importlib.util
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from benchmarks.exchange import measure
 from benchmarks.gate import baselines as gate_baselines
 from benchmarks.gate import measure as gate
 from benchmarks.low_latency import command as low_latency
-from benchmarks.run import main
+from benchmarks.run import MODULES, main
 from deepep_moe import Buffer
 from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.testing import run_ranks
@@ -22,6 +25,7 @@ from deepep_moe.tune import operations, workload
 TINY = [
     "--num-tokens", "8", "3", "--hidden", "144", "--num-experts", "8", "--num-topk", "3", "--expert-alignment", "4", "--iterations", "2",
 ]  # fmt: skip
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SHAPE = workload.Shape(num_ranks=2, hidden=144, num_experts=4, num_topk=2, expert_alignment=4)
 OPERATIONS = {
     "dispatch bf16 rank", "dispatch fp8 rank", "combine bf16 rank", "dispatch bf16 expert", "dispatch fp8 expert", "combine bf16 expert",
@@ -205,6 +209,17 @@ def test_commands(monkeypatch, capsys):
             SystemExit, match="'nvlink' needs a GPU for each of 2 ranks, this machine has 0; give --num-ranks, or --backend shm"
         ):
             main(arguments)
+
+
+def test_commands_of_records_are_taken(monkeypatch):
+    """But for the tuner; other programs are in the history only, as docs/benchmarks.md says."""
+    records = [record for file in RESULTS.glob("*.json") for record in json.loads(file.read_text())]
+    for module in MODULES.values():
+        monkeypatch.setattr(importlib.import_module(f"benchmarks.{module}"), "main", lambda options: None)
+    gone = r"python (-m deepep_moe tune .+|-m deepep_moe\.bench( (nodes|overlap|pipeline)\b.*)?|benchmarks/probes/\w+\.py)"
+    for command in {record["command"] for record in records}:
+        if not re.fullmatch(gone, command):
+            main(shlex.split(command.removeprefix("python benchmarks/run.py ")))
 
 
 def test_plan(monkeypatch):

@@ -66,6 +66,18 @@ def test_table_of_losses_repeats_the_records():
     assert told.groups() == (f"{-mean:.2f}", f"{mean - half:.2f}", f"{mean + half:+.2f}") and len(many) == 33
 
 
+def test_readme_is_short_and_in_order():
+    text = PAGES[ROOT / "README.md"]
+    titles = ["deepep_moe", "One script", "Which framework?", "Before you choose it", "How fast is it?", "Read on"]
+    assert len(text.split()) <= 750 and re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE) == titles
+    lines = re.findall(r"^- \*\*.+", text, flags=re.MULTILINE)
+    parts = ("**Expert parallelism for PyTorch, ", "pictures/dispatch_combine.svg", *lines, "git clone", "make demo", "## One script")
+    places = [text.index(part) for part in (*parts, "## How fast is it?", "pictures/figures.svg")]
+    assert len(lines) == 5 and places == sorted(places)
+    figures = re.findall(r"\d+\.\d+ ?(?:ms|GB|x)", text)
+    assert len(figures) == 10 and len(set(figures)) == 10, "no figure twice"
+
+
 # ---- versions ----
 
 
@@ -89,16 +101,11 @@ def test_pages_name_the_same_versions_of_pytorch():
         found[page] = set(re.findall(r"\b2\.\d+", text))
     run = found["docs/hardware.md"]
     assert len(set(map(frozenset, found.values()))) == 1 and len(run) == 3, found
-    oldest, newest = (min(run, key=_minor), max(run, key=_minor))
-    assert f"badge/PyTorch-{oldest}_to_{newest}-" in PAGES[ROOT / "README.md"]
+    assert f"badge/PyTorch-{'%2C_'.join(sorted(run, key=lambda version: int(version[2:])))}-" in PAGES[ROOT / "README.md"], "these only"
     wheel = re.findall(r"^\| wheel beside PyTorch (.+?) \|", PAGES[ROOT / "docs" / "status.md"], flags=re.MULTILINE)[0]
     assert set(re.findall(r"\b2\.\d+", wheel)) <= run
     (pinned,) = re.findall(r"^torch==(2\.\d+)", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
     assert pinned in run
-
-
-def _minor(version: str) -> int:
-    return int(version.split(".")[1])
 
 
 def test_ci_runs_each_minor_version_of_megatron_core():

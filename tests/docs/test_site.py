@@ -2,6 +2,7 @@
 
 import html
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,4 +64,23 @@ def test_api_pages_have_every_public_name(site):
     places = [page.index(f'id="deepep_moe.{method}"') for method in methods]
     assert places == sorted(places), "in the order of use"
     assert "num_max_tokens_per_rank" in page[page.index('id="deepep_moe.Buffer"') : places[0]], "the signature of the constructor"
-    assert not {"deepep_moe.Buffer.refuse", "deepep_moe.Buffer.num_calls", "deepep_moe.LowLatencyBuffer.refuse"} & names, "inner names"
+    inner = {f"deepep_moe.{name}" for name in ("Buffer.calls", "Buffer.refuse", "Buffer.num_calls", "LowLatencyBuffer.refuse")}
+    assert not inner & names, "inner names"
+    sources = [path.read_text() for folder in ("deepep_moe", "integrations") for path in (ROOT / folder).rglob("*.py")]
+    assert not re.findall(r"^ +\w+Error: .*[.;] \w+Error: .*", "\n".join(sources), re.MULTILINE), "one line an error"
+
+
+ANSWERS = {  # by page, the questions that it answers
+    "hardware": ("AMD", "AMD GPU", "B200", "MI300"),
+    "troubleshoot": ("Invalid backend", "out of memory", "OOM"),
+    "huggingface": ("save_pretrained",),
+}
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="the site's search is JavaScript; needs Node.js")
+def test_search_answers_in_its_first_two_hits(site):
+    asked = {question: f"{page}.html" for page, questions in ANSWERS.items() for question in questions}
+    command = ["node", str(Path(__file__).with_name("ask_search.js")), str(site), *asked]
+    answers = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    missed = {question: hits for (question, page), hits in zip(asked.items(), answers, strict=True) if page not in hits.split()[:2]}
+    assert not missed

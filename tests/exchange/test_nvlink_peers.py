@@ -153,7 +153,7 @@ def test_peer_that_is_gone(rank, how, call):
     error, message = (
         (EPTimeoutError, rf"rank {rank}: rank 1 did not deliver, its process \d+ is gone; phase 'entry into the call', expected 2, seen 1$")
         if how == "killed"
-        else (EPPeerError, f"rank {rank}, waiting for entry into the call: rank 1 destroyed its buffer, or its process is ending")
+        else (EPPeerError, f"rank {rank}, waiting for entry into the call: rank 1 has destroyed its buffer or is exiting")
     )
     began = time.monotonic()
     with pytest.raises(error, match=message) as info:

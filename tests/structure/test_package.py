@@ -112,6 +112,10 @@ def test_numbers_come_from_results():
             if op == "gate dense":
                 called = f"takes {record['us_called']:.0f} us, and Megatron-Core's {record['rival_us_called']:.0f}."
                 assert called in " ".join(DOCUMENTS.split())
+            if "rival_peak_bytes" in record:
+                cells.append(f"{record['peak_bytes'] / 1e9:.1f}, {record['rival_peak_bytes'] / 1e9:.1f}")
+            elif "peak_bytes" in record:
+                assert f"{record['peak_bytes'] / 1e9:.1f} GB a GPU" in line
             if line.count("|") == 8:
                 ours, theirs = record["us_kernels"], record["rival_us_kernels"]
                 cells += [shown(ours), shown(theirs), f"{theirs / ours:.1f}x"]

@@ -173,7 +173,7 @@ private:
     __device__ void send_rows(int first, const FirstMarks& experts, bool knows_places) const {
         if (first >= p.num_tokens) return;
         const bool sends_head = warp == kWarps - 1;  // this warp loads no columns
-        Given given(*this, first, 0);
+        LoadedPieces loaded(*this, first, 0);
         Lane own(*this, first, sends_head);
         if (!knows_places) find_places(experts);
         unsigned ranks = 0;
@@ -183,9 +183,9 @@ private:
             const int count = min(kStagedPieces, num_pieces - begin);
             const bool is_last = begin + count == num_pieces;
             if (sends_head && begin == 0) shared.ranks[turn] = own.ranks(outside);
-            given.stage(*this, staged(turn), token, begin);
+            loaded.stage(*this, staged(turn), token, begin);
             const int next_token = is_last ? next(token) : token, next_begin = is_last ? 0 : begin + count;
-            if (next_token < p.num_tokens) given = Given(*this, next_token, next_begin);
+            if (next_token < p.num_tokens) loaded = LoadedPieces(*this, next_token, next_begin);
             __syncthreads();
             if (begin == 0) ranks = shared.ranks[turn];
             if constexpr (Outside::kIsAny) {
@@ -249,12 +249,12 @@ private:
     }
 
     // Holds the part of a row that this thread loads. `stage` converts it to fp8 if asked, and puts it into shared memory.
-    struct Given {
+    struct LoadedPieces {
         static constexpr int kLoads = kGivenBytes / 16;
         int num = 0;
         uint4 raw[kPieces][kLoads] = {};
 
-        __device__ Given(const Sender& s, int token, int begin) {
+        __device__ LoadedPieces(const Sender& s, int token, int begin) {
             if (threadIdx.x >= kStagingThreads) return;
 #pragma unroll
             for (int i = 0; i < kPieces; ++i) {

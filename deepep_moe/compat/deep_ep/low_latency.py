@@ -81,7 +81,8 @@ class LowLatencyCalls:
             Then recv_count [num_local_experts] int32; the handle; an EventOverlap; the hook, or None.
 
         Raises:
-            NotImplementedError: NVFP4. ValueError, TypeError: bad arguments. Else the errors of `deepep_moe.LowLatencyBuffer.dispatch`.
+            NotImplementedError: NVFP4.
+            ValueError, TypeError: bad arguments. Else the errors of `deepep_moe.LowLatencyBuffer.dispatch`.
         """
         self._low_latency.check_alive()
         try:
@@ -185,8 +186,8 @@ class LowLatencyCalls:
             combined_x [num_tokens, hidden] bf16; an EventOverlap; the hook, or None.
 
         Raises:
-            NotImplementedError: LogFMT, signals. ValueError, TypeError: bad arguments. Else the errors of
-            `deepep_moe.LowLatencyBuffer.combine`.
+            NotImplementedError: LogFMT, signals.
+            ValueError, TypeError: bad arguments. Else the errors of `deepep_moe.LowLatencyBuffer.combine`.
         """
         self._low_latency.check_alive()
         signals = (packed_recv_count, comp_signal, src_signals)
