@@ -116,7 +116,7 @@ def test_layer_with_fp8_experts():
     by_8, by_4 = records_of("h100-fp8-layer-8-graphs"), records_of("h100-fp8-layer")
     each, shared = (only(by_8, op=f"fp8 layer {name}", rival="bf16") for name in ("fp8", "fp8, micro-batches"))
     theirs = only(by_8, op="fp8 layer fp8, micro-batches", rival="alltoall, TE fp8, micro-batches")
-    rows = rows_below("benchmarks.md", "| of the run with 8 micro-batches | bf16 | fp8 |")
+    rows = rows_below("benchmarks.md", "| one H100, 8 micro-batches | bf16 | fp8 |")
     for (name, *cells), field in zip(rows, ("kernel_us", "host_us"), strict=True):
         found = each[f"rival_{field}"], each[field], shared[field], theirs[f"rival_{field}"]
         assert cells == [f"{value / 1e3:.1f}" for value in found], name
