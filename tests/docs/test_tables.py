@@ -166,6 +166,13 @@ def test_unbalanced_ranks():
         record = only(records, op=f"balance MaxVio {max_vio}")
         assert rows_of_rank == f"{record['rank_overload']:.2f}", max_vio
         assert (layer, balanced) == tuple(f"{record[name] / 1e3:.2f} ms" for name in ("rival_us", "us_median")), max_vio
+    records = sorted(records_of("h200-balance-copies-ep2"), key=lambda record: (record["hidden"], record["rank_overload"]))
+    for row, record in zip(rows_below("benchmarks.md", "| sizes of | rows of the busiest rank |"), records, strict=True):
+        layer, copies = record["rival_us"], record["copies_us"]
+        assert row[1:] == [
+            f"{record['rank_overload']:.2f}", f"{layer / 1e3:.2f} ms", f"{copies / 1e3:.2f} ms", f"{layer / copies:.2f}x"
+        ]  # fmt: skip
+        assert row[0] == {2880: "GPT-OSS-20B", 4096: "Qwen3-235B"}[record["hidden"]]
 
 
 def test_a_step_of_megatron_lm():
