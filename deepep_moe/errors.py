@@ -4,12 +4,12 @@ import re
 from enum import IntEnum
 
 # Every backend passes a peer's error on as its class, a colon and its message.
-_TOLD = re.compile(
+_RELAYED = re.compile(
     r"(?:rank \d+ in [^:]*: )?rank \d+ (?:did not make its call|left its call|could not (?:create|suspend) its Buffer): ([^\W\d]\w*): "
 )
 
 
-def told(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """Return the class and the words of an error, as peers are told them. The words may be anything: an error that has none, or whose
     words have no encoding, is told too."""
     try:
@@ -62,8 +62,8 @@ class EPPeerError(EPError):
     def __init__(self, message: str, *, rank: int = -1, code: int = Cause.OTHER):
         super().__init__(message)
         self.rank, self.code = rank, Cause(code)
-        told = _TOLD.match(message)
-        self.cause = told[1] if told else ""
+        match = _RELAYED.match(message)
+        self.cause = match[1] if match else ""
 
 
 class EPMismatchError(EPError):

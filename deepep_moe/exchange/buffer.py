@@ -144,32 +144,32 @@ class Buffer(Sizes):
         self._settings = find_nodes(self._settings, peers)
         self._is_by_lane = self._settings.is_by_lane
         self._group, self._peers, self._loaded, self._max_sms, self._allows_excess = group, peers, loaded, max_sms, False
-        made = make_backend(backend, self._settings, peers, group)
-        self._use(made)
+        chosen = make_backend(backend, self._settings, peers, group)
+        self._use(chosen)
         is_open = backend == "auto" and group is None and peers[0].has_gpu
-        self.calls = Calls(made, self._settings, num_sms, weakref.WeakMethod(self._make_for_gpu) if is_open else None)
+        self.calls = Calls(chosen, self._settings, num_sms, weakref.WeakMethod(self._make_for_gpu) if is_open else None)
 
-    def _use(self, made: Backend) -> None:
+    def _use(self, backend: Backend) -> None:
         """Make a new backend ready for calls, and log its name."""
-        self.profile = agree_on_profile(made, self._settings, self._loaded, self._group)
+        self.profile = agree_on_profile(backend, self._settings, self._loaded, self._group)
         if self._max_sms is not None:
-            made.limit_sms(self._max_sms)
-        self.backend = made.name
-        self.num_channels = made.capabilities.num_channels
-        self._log_backend(made.name, made.workspace_bytes)
+            backend.limit_sms(self._max_sms)
+        self.backend = backend.name
+        self.num_channels = backend.capabilities.num_channels
+        self._log_backend(backend.name, backend.workspace_bytes)
 
     def _make_for_gpu(self, x: Tensor) -> Backend:
         """Make a backend for the GPU of `x`, the first rows that a process without a group dispatches."""
         with making_on(x):
-            made = make_backend("auto", self._settings, self._peers, None, has_gpu_tensors=True)
+            backend = make_backend("auto", self._settings, self._peers, None, has_gpu_tensors=True)
             try:
-                self._use(made)
+                self._use(backend)
                 if self._allows_excess:
-                    made.allow_excess()
+                    backend.allow_excess()
             except BaseException:
-                made.destroy()
+                backend.destroy()
                 raise
-        return made
+        return backend
 
     # ---- properties ----
 
@@ -291,13 +291,13 @@ class Buffer(Sizes):
             how = num_sms, async_op, return_hook
             if handle is None:
                 routed = layout, expert_alignment, bound
-                made = native.dispatch(calls, x, x_scales, topk_idx, topk_weights, *routed, *how, layer, is_late)
+                output = native.dispatch(calls, x, x_scales, topk_idx, topk_weights, *routed, *how, layer, is_late)
             elif topk_idx is None and bound is None and layout == "expert" and expert_alignment == 1:
-                made = native.dispatch_along(calls, x, x_scales, topk_weights, handle, *how)
+                output = native.dispatch_along(calls, x, x_scales, topk_weights, handle, *how)
             else:
-                made = None  # arguments that contradict the handle are refused below
-            if made is not None:
-                return made
+                output = None  # arguments that contradict the handle are refused below
+            if output is not None:
+                return output
         mode = calls.mode_of(num_sms, async_op, return_hook, layer)
         tensors = {"x_scales": x_scales, "topk_idx": topk_idx, "topk_weights": topk_weights}
         calls.refuse_on_failure(check_tensors, x, is_operator=not is_blockwise, **tensors)
@@ -382,9 +382,9 @@ class Buffer(Sizes):
             if fp8 != BLOCKWISE:
                 raise calls.refuse(ValueError(f"fp8 is {fp8!r}; combine takes False, or {BLOCKWISE!r} for its gradient"))
         elif not is_traced:
-            made = native.combine_rows(calls, x, handle, topk_weights, bias, num_sms, async_op, return_hook)
-            if made is not None:
-                return _with_event(made.combined_x, calls.in_flight, return_hook) if async_op or return_hook else made.combined_x
+            output = native.combine_rows(calls, x, handle, topk_weights, bias, num_sms, async_op, return_hook)
+            if output is not None:
+                return _with_event(output.combined_x, calls.in_flight, return_hook) if async_op or return_hook else output.combined_x
         mode = calls.mode_of(num_sms, async_op, return_hook)
         calls.refuse_on_failure(check_tensors, x, is_operator=fp8 is False, topk_weights=topk_weights, bias=bias)
         calls.refuse_on_failure(check_owner, handle, calls.number)

@@ -50,8 +50,8 @@ def dispatch_by_expert(
         tensors = x, topk_idx, topk_weights
         mode = mode_of(None, layer=layer)
         make = partial(calls.make, "dispatch_by_expert", *tensors, len(leading), num_shared, mode, waits=True)
-        if mode is not None and (made := _unseen(calls, tensors, make)) is not None:
-            return made.parts, made.recv_topk_weights, PackedHandle(made.handle)
+        if mode is not None and (output := _unseen(calls, tensors, make)) is not None:
+            return output.parts, output.recv_topk_weights, PackedHandle(output.handle)
         if topk_weights is not None and source_weights is not None:
             topk_weights = topk_weights.reshape(-1, 1)
     x, how = repeated(x, num_shared), calls.mode_of(None, layer=layer)
@@ -75,15 +75,15 @@ def combine_by_expert(
     if calls.native is not None and (were_sent or (source_weights is None and not is_compiled((rows[0], topk_weights)))):
         source = None if source_weights is None else readable(source_weights.detach().as_subclass(Tensor))
         tensors, make = (*rows, topk_weights), partial(calls.make, "combine_by_expert", handle=handle)
-        made = _unseen(calls, tensors, partial(make, rows, False, topk_weights, source, handle))
-        if made is None and were_sent:  # peers expect rows to be weighted at the source, so this rank cannot take another path
+        output = _unseen(calls, tensors, partial(make, rows, False, topk_weights, source, handle))
+        if output is None and were_sent:  # peers expect rows to be weighted at the source, so this rank cannot take another path
             x = calls.refuse_on_failure(joined, rows, handle, buffer.hidden).as_subclass(Tensor)
             weights = topk_weights.as_subclass(Tensor)  # type: ignore[union-attr]
-            made = _unseen(calls, (x, weights), partial(make, [x], True, weights, source, handle))
-            if made is None:
+            output = _unseen(calls, (x, weights), partial(make, [x], True, weights, source, handle))
+            if output is None:
                 raise calls.refuse(ValueError("rows by expert, or their weights, are not those of this handle on this GPU"))
-        if made is not None:
-            combined_x: Tensor = made.combined_x
+        if output is not None:
+            combined_x: Tensor = output.combined_x
             return combined_x
     calls.refuse_on_failure(refuse_watchers, EXCHANGE, (*rows, topk_weights, source_weights))
     x = calls.refuse_on_failure(joined, rows, handle, buffer.hidden)
@@ -111,9 +111,9 @@ class _Split(torch.autograd.Function):
 
 def _unseen(calls: Calls, tensors: Sequence[Tensor | None], make: Callable[[], object]) -> Any:
     """Return `make()`, hidden from dispatch modes: a mode may watch this rank only, but all ranks must make the same call."""
-    made = make()
-    if made is not None or not all(isinstance(tensor, Tensor) or tensor is None for tensor in tensors) or not is_watched(tensors):
-        return made
+    output = make()
+    if output is not None or not all(isinstance(tensor, Tensor) or tensor is None for tensor in tensors) or not is_watched(tensors):
+        return output
     calls.refuse_on_failure(refuse_watchers, EXCHANGE, tensors, is_operator=False)
     with unwatched():
         return make()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe.device import is_gpu
-from deepep_moe.errors import BufferDestroyedError, BufferSuspendedError, Cause, EPError, OutgrownError, told
+from deepep_moe.errors import BufferDestroyedError, BufferSuspendedError, Cause, EPError, OutgrownError, describe
 from deepep_moe.event import Event
 from deepep_moe.exchange.backends.base import (
     Backend,
@@ -143,13 +143,13 @@ class Calls:
             else:
                 self._finish_earlier_call()
         call = getattr(self._native, name)
-        made = call(*args)
-        if made is None and self._native is not None and self._native.has_failed:  # an earlier call has reported a failure
+        output = call(*args)
+        if output is None and self._native is not None and self._native.has_failed:  # an earlier call has reported a failure
             self._note_failure(self.backend, lambda: waits or (isinstance(handle, DispatchHandle) and handle.has_failed))
-            made = call(*args)
-        if made is not None and (is_async or self._earlier_failure is not None):
-            self._keep_in_flight(made)
-        return made
+            output = call(*args)
+        if output is not None and (is_async or self._earlier_failure is not None):
+            self._keep_in_flight(output)
+        return output
 
     def native_for_gradients(self) -> "NativeCalls | None":
         """Return what may make the next call by itself; None if that call must raise an earlier failure."""
@@ -259,11 +259,11 @@ class Calls:
         """The event of the asynchronous call just enqueued on a GPU."""
         return self._pending
 
-    def _keep_in_flight(self, made: "InFlight") -> None:
+    def _keep_in_flight(self, call: "InFlight") -> None:
         """Keep the unfinished part of a call that was enqueued on a GPU, and raise an earlier call's failure."""
-        if (recorded := made.recorded) is not None:
+        if (recorded := call.recorded) is not None:
             self._pending = Event(recorded=recorded)
-        elif (second_half := made.second_half) is not None:
+        elif (second_half := call.second_half) is not None:
             half, is_captured = partial(self._finish, second_half), self._is_capturing()
             self._pending = Event(second_half=half, device=self.backend.device, is_captured=is_captured)
         if self._earlier_failure is not None:
@@ -367,11 +367,11 @@ class Calls:
     def refuse(self, error: _Error) -> _Error:
         """Tell the peers that this rank does not make its next call; they raise EPPeerError with the reason. Return `error`, for the
         caller to raise."""
-        self.tell(told(error), Cause.OUTGROWN if isinstance(error, OutgrownError) else Cause.OTHER)
+        self.tell(describe(error), Cause.OUTGROWN if isinstance(error, OutgrownError) else Cause.OTHER)
         return error
 
     def tell(self, reason: str, cause: Cause = Cause.OTHER) -> None:
-        """Do what `refuse` does, with a reason in the form that `told` returns."""
+        """Do what `refuse` does, with a reason in the form that `describe` returns."""
         if self._num_forks != _num_forks or is_dry_run():
             return  # a forked process would write to its owner's connections, and a dry run makes no call
         with unwatched():
@@ -444,9 +444,9 @@ class Calls:
         """Return the backend for the device of the first rows, and serve that device from now on."""
         make = None if self._for_gpu is None else self._for_gpu()
         if make is not None and is_gpu(x.device):
-            before, made = self.backend, make(x)
-            self._backend, self.capabilities = made, made.capabilities
-            self._native = made.native_calls(self.number, self.own_mode)
+            before, backend = self.backend, make(x)
+            self._backend, self.capabilities = backend, backend.capabilities
+            self._native = backend.native_calls(self.number, self.own_mode)
             before.destroy()
         self._for_gpu = None
         return self.backend
@@ -500,7 +500,7 @@ class Calls:
         error = pending.failure()
         self._pending, self._num_submitted = None, 0
         if error is not None and not pending.seen:
-            failed = EPError(f"an earlier asynchronous call of this buffer failed: {told(error)}")
+            failed = EPError(f"an earlier asynchronous call of this buffer failed: {describe(error)}")
             raise (self.refuse(failed) if refuses else failed) from error
 
 

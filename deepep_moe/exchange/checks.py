@@ -43,7 +43,7 @@ def check_tensors(x: Any, *, is_operator: bool = True, **tensors: Any) -> None:
 def check_owner(handle: object, buffer_id: int) -> None:
     if not isinstance(handle, DispatchHandle):
         raise TypeError(f"handle must be the DispatchHandle of a dispatch, not {type(handle).__name__}")
-    if not handle.is_traced and handle.made is None:
+    if not handle.is_traced and handle.sealed is None:
         raise ValueError("handle is not of a dispatch, but made by hand or a copy with other fields; pass the one that dispatch returned")
     if handle.buffer_id != buffer_id:
         raise ValueError(f"handle belongs to buffer {handle.buffer_id}, this is buffer {buffer_id}; use the buffer that dispatched it")
@@ -144,8 +144,8 @@ def _check_rows(name: str, x: Tensor, num_rows: int | None, settings: Settings, 
 
 def _check_scales(x: Tensor, x_scales: Tensor | None) -> None:
     if (x.dtype in _FP8) != (x_scales is not None):
-        given = "given" if x_scales is not None else "missing"
-        raise ValueError(f"x is {DTYPE_NAMES[x.dtype]} and x_scales is {given}; fp8 rows, and only they, have scales")
+        state = "given" if x_scales is not None else "missing"
+        raise ValueError(f"x is {DTYPE_NAMES[x.dtype]} and x_scales is {state}; fp8 rows, and only they, have scales")
     if x_scales is not None:
         num_scales = -(-x.shape[1] // _C.SCALE_BLOCK)
         check_tensor("x_scales", x_scales, (x.shape[0], num_scales), (torch.float32,), x.device)
@@ -172,14 +172,14 @@ def check_source_weights(source_weights: Tensor, x: Tensor) -> None:
 def check_device(x: Tensor, backend: Backend) -> None:
     if not isinstance(x, Tensor):
         return
-    device, own = x.device, backend.device
+    device, buffer_device = x.device, backend.device
     if device.type not in backend.capabilities.device_types:
         types = " or ".join(backend.capabilities.device_types)
         raise ValueError(
             f"x is on {device}; backend {backend.name!r} moves tensors on {types}; create a Buffer with another `backend` for {device.type}"
         )
-    if own is not None and device != own:
-        raise ValueError(f"x is on {device}; this buffer was made on {own}, the current device then")
+    if buffer_device is not None and device != buffer_device:
+        raise ValueError(f"x is on {device}; this buffer was made on {buffer_device}, the current device then")
 
 
 def check_dispatch(args: DispatchArgs, s: Settings) -> None:

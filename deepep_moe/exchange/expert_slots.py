@@ -11,7 +11,7 @@ from torch import Tensor
 from deepep_moe import _C
 from deepep_moe.arguments import as_int, check_is_tensor
 from deepep_moe.device import FLOATS
-from deepep_moe.errors import EPError, told
+from deepep_moe.errors import EPError, describe
 from deepep_moe.exchange.backends.base import Backend, MoveExpertsArgs, tell_peers
 from deepep_moe.exchange.backends.select import make_backend
 from deepep_moe.exchange.checks import check_num_sms
@@ -128,7 +128,7 @@ class ExpertSlots:
     def refuse(self, error: BaseException) -> None:
         """Make the peers raise EPPeerError with this error in their next call, which this rank does not make."""
         if self._backend is not None:
-            self._backend.refuse(told(error))
+            self._backend.refuse(describe(error))
 
     def destroy(self) -> None:
         """Leave the peers: on `nvlink` their calls raise EPPeerError then. Not collective, may be repeated. The memory lives as long as
@@ -148,7 +148,7 @@ class ExpertSlots:
             failure = backend.take_failure()  # raised once this call is made, so that ranks stay in step
             args = self._checked(copies, slots, home, returns, num_sms)
         except Exception as error:
-            backend.refuse(told(error))
+            backend.refuse(describe(error))
             raise
         num_calls = backend.num_calls
         try:
@@ -161,7 +161,7 @@ class ExpertSlots:
 
     def _checked(self, copies: Any, slots: Any, home: Any, returns: bool, num_sms: int | None) -> MoveExpertsArgs:
         """Return the call's arguments. Raises TypeError or ValueError."""
-        slots, home = ([given] if isinstance(given, Tensor) else list(given) for given in (slots, home))
+        slots, home = ([side] if isinstance(side, Tensor) else list(side) for side in (slots, home))
         at_home = "grads" if returns else "weights"
         if not 1 <= len(slots) == len(home) <= _MAX_TENSORS:
             raise ValueError(f"{len(slots)} tensors of slots and {len(home)} of {at_home}; give 1 to {_MAX_TENSORS} of both")

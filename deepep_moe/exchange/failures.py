@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
-from deepep_moe.errors import EPError, told
+from deepep_moe.errors import EPError, describe
 from deepep_moe.exchange.calls import Calls, live_calls
 from deepep_moe.library import is_dry_run
 
@@ -62,7 +62,7 @@ def tell_failure(calls: Calls, error: BaseException) -> None:
     if isinstance(error, ENDS):
         return
     with contextlib.suppress(EPError, RuntimeError):  # missing peers or a failed GPU: `error` says more
-        if not watch_backward(calls, told(error)):
+        if not watch_backward(calls, describe(error)):
             calls.refuse(error)
 
 

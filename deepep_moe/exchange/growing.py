@@ -122,8 +122,8 @@ class GrowingBuffer:
     def _agree_on_bound(self, num_tokens: int) -> int:
         """Return the largest `num_tokens` of the group, rounded up. Collective; works over groups that move tensors of one device only."""
         num_ranks = dist.get_world_size(self.group)
-        told = gather_objects(max(num_tokens, 1), self.group, num_ranks, "agreement on the tokens of a rank", config.timeout_s(), int)
-        return -(-max(told) // _HEADROOM) * _HEADROOM
+        bounds = gather_objects(max(num_tokens, 1), self.group, num_ranks, "agreement on the tokens of a rank", config.timeout_s(), int)
+        return -(-max(bounds) // _HEADROOM) * _HEADROOM
 
     def _too_many(self, num_tokens: int) -> OutgrownError:
         return OutgrownError(

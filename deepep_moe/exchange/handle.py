@@ -44,7 +44,7 @@ class DispatchHandle:
 
     native: ClassVar[Any] = None
     """`_torch.Handle` in a `PackedHandle`, else None."""
-    made: ClassVar[tuple[tuple[Any, ...], tuple[int, ...]] | None] = None
+    sealed: ClassVar[tuple[tuple[Any, ...], tuple[int, ...]] | None] = None
     """The `parts` when the dispatch finished, and PyTorch's in-place version counters of the tensors among them. `seal` sets it on the
     instance."""
     is_late: ClassVar[bool] = False
@@ -61,7 +61,7 @@ class DispatchHandle:
         """Record the tensors' versions once the dispatch has made them. If a caller changes one in place afterwards, the next call raises
         an error. A copy with other fields is not sealed."""
         parts = self.parts
-        self.__dict__["made"] = parts, _versions(parts)
+        self.__dict__["sealed"] = parts, _versions(parts)
         if self.recv_topk_idx is not None:
             self.__dict__["recv_topk_idx_version"] = self.recv_topk_idx._version
         return self
@@ -74,12 +74,12 @@ class DispatchHandle:
     @property
     def is_unchanged(self) -> bool:
         """Return whether neither fields nor tensors have changed since the dispatch."""
-        return self.has_parts and self.made is not None and self.made[1] == _versions(self.made[0])
+        return self.has_parts and self.sealed is not None and self.sealed[1] == _versions(self.sealed[0])
 
     @property
     def has_parts(self) -> bool:
         """Return whether the fields are the dispatch's own objects; their contents are not checked."""
-        return self.made is not None and all(map(is_, self.parts, self.made[0]))
+        return self.sealed is not None and all(map(is_, self.parts, self.sealed[0]))
 
     @property
     def has_recv_topk_idx(self) -> bool:
@@ -217,7 +217,7 @@ class PackedHandle(DispatchHandle):
         _set_native(self, native)
 
     @property
-    def made(self) -> Any:  # type: ignore[override]
+    def sealed(self) -> Any:  # type: ignore[override]
         return getattr(self, "native", None)  # None before __init__
 
     def seal(self) -> "PackedHandle":

@@ -36,11 +36,11 @@ def dispatch(
     if mode is None or not 1 <= expert_alignment <= MAX_ALIGNMENT or not -1 <= bound <= MAX_NUMBER or num_recv_rows == -1:
         return None
     how = layout == "expert", expert_alignment, bound, mode
-    made = calls.make("dispatch", x, x_scales, topk_idx, topk_weights, *how, waits=num_recv_rows is None, is_async=is_async)
-    if made is None:
+    output = calls.make("dispatch", x, x_scales, topk_idx, topk_weights, *how, waits=num_recv_rows is None, is_async=is_async)
+    if output is None:
         return None
     event = calls.in_flight if is_async else None
-    return _output(made, PackedHandle(made.handle), x_scales is not None, topk_weights is not None, event, return_hook)
+    return _output(output, PackedHandle(output.handle), x_scales is not None, topk_weights is not None, event, return_hook)
 
 
 def dispatch_along(
@@ -51,11 +51,11 @@ def dispatch_along(
     if calls.native is None or (mode := mode_of(num_sms, async_op, return_hook)) is None:
         return None
     is_async = bool(async_op or return_hook)
-    made = calls.make("dispatch_cached", x, x_scales, topk_weights, handle, mode, handle=handle, is_async=is_async)
-    if made is None:
+    output = calls.make("dispatch_cached", x, x_scales, topk_weights, handle, mode, handle=handle, is_async=is_async)
+    if output is None:
         return None
     event = calls.in_flight if is_async else None
-    return _output(made, handle, x_scales is not None, topk_weights is not None, event, return_hook)
+    return _output(output, handle, x_scales is not None, topk_weights is not None, event, return_hook)
 
 
 def settle(calls: Calls, output: DispatchOutput) -> DispatchOutput:
@@ -66,20 +66,20 @@ def settle(calls: Calls, output: DispatchOutput) -> DispatchOutput:
         raise BufferDestroyedError("the buffer was destroyed before the rows of this dispatch were counted")
     if calls.is_suspended:
         raise BufferSuspendedError("the buffer was suspended before the rows of this dispatch were counted; settle them before")
-    made = calls.native.settle(handle.native) if handle.is_late and calls.native is not None else None
-    if made is None:
+    settled = calls.native.settle(handle.native) if handle.is_late and calls.native is not None else None
+    if settled is None:
         return output
-    return _output(made, handle, output.recv_x_scales is not None, output.recv_topk_weights is not None, None, False)
+    return _output(settled, handle, output.recv_x_scales is not None, output.recv_topk_weights is not None, None, False)
 
 
 def _output(
-    made: Any, handle: DispatchHandle, has_scales: bool, has_weights: bool, event: Event | None, return_hook: bool
+    native_output: Any, handle: DispatchHandle, has_scales: bool, has_weights: bool, event: Event | None, return_hook: bool
 ) -> DispatchOutput:
     """Return the output of a call. Attributes of C++ objects are slow to read, so unused ones are not read."""
-    scales, weights = made.recv_x_scales if has_scales else None, made.recv_topk_weights if has_weights else None
+    scales, weights = native_output.recv_x_scales if has_scales else None, native_output.recv_topk_weights if has_weights else None
     hook = event.wait if return_hook and event is not None else None
     idx = handle.recv_topk_idx if handle.layout == "rank" else None
-    return DispatchOutput(made.recv_x, scales, idx, weights, handle.num_recv_tokens_per_expert, handle, event, hook)
+    return DispatchOutput(native_output.recv_x, scales, idx, weights, handle.num_recv_tokens_per_expert, handle, event, hook)
 
 
 def combine_rows(

@@ -429,17 +429,17 @@ def joined(rows: Sequence[Tensor], handle: DispatchHandle, hidden: int) -> Tenso
     counts = handle.num_rows_per_expert_list
     if len(rows) != len(counts):
         raise ValueError(f"there are rows of {len(rows)} experts, and {len(counts)} local experts; give each one's, if only 0 rows")
-    for i, (own, count) in enumerate(zip(rows, counts, strict=True)):
-        if not isinstance(own, Tensor):
-            raise TypeError(f"the rows of local expert {i} must be a torch.Tensor, not {type(own).__name__}")
-        if own.dim() == 0 or own.shape[-1] != hidden or own.numel() != count * hidden:
+    for i, (part, count) in enumerate(zip(rows, counts, strict=True)):
+        if not isinstance(part, Tensor):
+            raise TypeError(f"the rows of local expert {i} must be a torch.Tensor, not {type(part).__name__}")
+        if part.dim() == 0 or part.shape[-1] != hidden or part.numel() != count * hidden:
             raise ValueError(
-                f"the rows of local expert {i} have shape {list(own.shape)}; an expert must return as many rows and columns as it was "
+                f"the rows of local expert {i} have shape {list(part.shape)}; an expert must return as many rows and columns as it was "
                 f"given, here {count} and {hidden}"
             )
-        if own.device != rows[0].device:
-            raise ValueError(f"the rows of local expert {i} are on {own.device}, those of the first on {rows[0].device}")
-    return torch.cat([(own if own.layout is torch.strided else own.to_dense()).reshape(-1, hidden) for own in rows])
+        if part.device != rows[0].device:
+            raise ValueError(f"the rows of local expert {i} are on {part.device}, those of the first on {rows[0].device}")
+    return torch.cat([(part if part.layout is torch.strided else part.to_dense()).reshape(-1, hidden) for part in rows])
 
 
 define(f"combine(Tensor x, Tensor? weights, Tensor? bias, Tensor? topk_weight_grads, {_HANDLE}, {_MODE}) -> (Tensor, Tensor)")

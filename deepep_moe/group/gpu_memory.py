@@ -29,31 +29,31 @@ class Mailbox:
 
         Raises RuntimeError with a peer that has failed or ended, or sends nothing within the time. It is rank `first_rank` + its index.
         """
-        deadline, found = time.monotonic() + timeout_s, dict[bytes, int]()
+        deadline, descriptors = time.monotonic() + timeout_s, dict[bytes, int]()
         try:
-            own = found[self.address] = make()
+            own_descriptor = descriptors[self.address] = make()
             for address in addresses:
                 if address != self.address:
                     with contextlib.suppress(ConnectionRefusedError):  # the peer is gone: first the others get what they wait for
-                        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [own]))]
+                        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [own_descriptor]))]
                         self._socket.sendmsg([b"\0"], rights, 0, address)  # does not wait: a queue holds 10 messages
-            while len(found) < len(addresses):
-                gone = [address for address in addresses if address not in found and not _is_there(address)]
-                while len(found) < len(addresses) and self._receive(found, addresses):  # a peer that is gone may have sent before
+            while len(descriptors) < len(addresses):
+                gone = [address for address in addresses if address not in descriptors and not _is_there(address)]
+                while len(descriptors) < len(addresses) and self._receive(descriptors, addresses):  # a gone peer may have sent before
                     pass
-                lost = [address for address in gone if address not in found]
+                lost = [address for address in gone if address not in descriptors]
                 if lost or time.monotonic() > deadline:
-                    culprit = next(address for address in lost or addresses if address not in found)
+                    culprit = next(address for address in lost or addresses if address not in descriptors)
                     why = "failed or ended before it sent" if lost else f"did not send within {timeout_s:g} s"
                     raise RuntimeError(f"rank {first_rank + addresses.index(culprit)} {why} the descriptor of its workspace")
-            yield [found[address] for address in addresses]
+            yield [descriptors[address] for address in addresses]
         finally:
             self._socket.close()
-            for descriptor in found.values():
+            for descriptor in descriptors.values():
                 os.close(descriptor)
 
-    def _receive(self, found: dict[bytes, int], addresses: Sequence[bytes]) -> bool:
-        """Add a message to `found`, by its sender. Return False if none comes for a while."""
+    def _receive(self, descriptors: dict[bytes, int], addresses: Sequence[bytes]) -> bool:
+        """Add a message to `descriptors`, by its sender. Return False if none comes for a while."""
         try:
             _, rights, flags, sender = self._socket.recvmsg(1, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC)  # room for one descriptor
         except TimeoutError:
@@ -62,8 +62,8 @@ class Mailbox:
             raise OSError(errno.EMFILE, "no room for a peer's descriptor (ulimit -n)")
         for _, _, content in rights:
             descriptor = array.array("i", content)[0]
-            if sender in addresses and sender not in found:
-                found[sender] = descriptor
+            if sender in addresses and sender not in descriptors:
+                descriptors[sender] = descriptor
             else:
                 os.close(descriptor)
         return True

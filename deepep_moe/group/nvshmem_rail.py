@@ -104,26 +104,26 @@ WHY_NOT_SUSPEND = "NVSHMEM returns the memory of its symmetric heap only when th
 
 def make(new: Callable[[], _Backend], settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None") -> "_Backend | str":
     """Return the backend that `new` makes, or the reason why it cannot serve. The answer is the same on every rank. Collective."""
-    made = connect(new, settings, group)
-    if isinstance(made, str):
-        return made
-    heap_bytes = max(_LEAST_HEAP_BYTES, -(-made.rail.num_bytes // _HEAP_GRANULARITY) * _HEAP_GRANULARITY)
+    backend = connect(new, settings, group)
+    if isinstance(backend, str):
+        return backend
+    heap_bytes = max(_LEAST_HEAP_BYTES, -(-backend.rail.num_bytes // _HEAP_GRANULARITY) * _HEAP_GRANULARITY)
     failure: str | None = None
     try:
         hosts, device = [peer.host for peer in peers], torch.cuda.current_device()
         world = nvshmem_world.join(settings, group, hosts=hosts, device=device, heap_bytes=heap_bytes)
     except BackendUnavailableError as error:
-        made.destroy()
+        backend.destroy()
         return str(error)
     try:
-        made.attach(world)
+        backend.attach(world)
     except BackendUnavailableError as error:
-        made.destroy()
+        backend.destroy()
         return str(error)
     except (RuntimeError, ValueError, AttributeError) as error:  # the last two: modules of different builds
         failure = str(error)
     reason = first_reason(failure, group, settings, "memory between nodes")
     if reason is not None:
         with contextlib.suppress(RuntimeError):
-            made.destroy()
-    return reason or made
+            backend.destroy()
+    return reason or backend

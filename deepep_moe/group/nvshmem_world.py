@@ -54,7 +54,7 @@ class _Standing:
 
     error: str | None
     built: list[int] = field(default_factory=list)
-    found: list[int] = field(default_factory=list)
+    loaded: list[int] = field(default_factory=list)
     status: int = 0
     pe: int = -1
     num_pes: int = 0
@@ -73,14 +73,14 @@ class _Ranks:
         """Return `read(value)` for the `value` of every rank, by rank. Raises BackendUnavailableError, on all ranks alike, where one has an
         `error`. `after_s`: how much later than the first rank the last one may come without being late."""
 
-        def read_outcome(told: Any) -> tuple[str | None, _Message | None]:
-            reason, theirs = told
+        def read_outcome(outcome: Any) -> tuple[str | None, _Message | None]:
+            reason, theirs = outcome
             return reason, read(theirs) if reason is None else None
 
-        told = [error and error[:_MAX_WORDS], value]
+        own_outcome = [error and error[:_MAX_WORDS], value]
         with hanging_up(self._group):
             deadline_s = self.settings.timeout_s + after_s
-            outcomes = gather_objects(told, self._group, self.settings.num_ranks, phase, deadline_s, read_outcome)
+            outcomes = gather_objects(own_outcome, self._group, self.settings.num_ranks, phase, deadline_s, read_outcome)
         _refuse(_first_reason([reason for reason, _ in outcomes]))
         return [theirs for _, theirs in outcomes if theirs is not None]
 
@@ -103,12 +103,12 @@ class World:
         sizes or if the heap of one rank is exhausted.
         """
         with _whole("an allocation of symmetric memory", BackendUnavailableError):
-            own = [num_bytes, self._module.free_bytes(), *sorted(_process.freed)]
-            asked = self._ranks.gather(_process.broken or None, own, "request of symmetric memory", list)
+            request = [num_bytes, self._module.free_bytes(), *sorted(_process.freed)]
+            asked = self._ranks.gather(_process.broken or None, request, "request of symmetric memory", list)
             sizes = [size for size, *_ in asked]
             if len(set(sizes)) > 1:
-                told = _by_rank(sizes)
-                _refuse(f"ranks ask for different sizes of symmetric memory, in bytes ({told}); create the Buffer with the same values")
+                listed = _by_rank(sizes)
+                _refuse(f"ranks ask for different sizes of symmetric memory, in bytes ({listed}); create the Buffer with the same values")
             for number in sorted(set.intersection(*(set(freed) for _, _, *freed in asked))):
                 self._module.free(_process.addresses.pop(number))
                 _process.freed.remove(number)
@@ -149,11 +149,11 @@ def join(settings: Settings, group: "dist.ProcessGroup | None", *, hosts: list[s
     """
     defaults, group_ranks = _variables(hosts, heap_bytes), _Ranks(settings, group)
     module = nvshmem_module.load()
-    own = _standing(module, device, defaults)
-    ranks = group_ranks.gather(own.error, asdict(own), "what ranks have of NVSHMEM", lambda told: _Standing(**told))
+    state = _standing(module, device, defaults)
+    ranks = group_ranks.gather(state.error, asdict(state), "what ranks have of NVSHMEM", lambda fields: _Standing(**fields))
     _refuse(_why_not(ranks, hosts))
     assert not isinstance(module, str) and device is not None
-    exists = own.status >= _INITIALIZED
+    exists = state.status >= _INITIALIZED
     variables = {} if exists else config.set_unless_given(defaults)
     with _whole("NVSHMEM's initialization"):
         pe_of = (_attach if exists else _start)(module, group_ranks, device)
@@ -202,23 +202,23 @@ def _standing(module: Any, device: int | None, defaults: dict[str, str]) -> _Sta
     if device is None:
         return _Standing("this process sees no CUDA device; start it where there is one, or use backend='collective'")
     job_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    variables = defaults | config.given(defaults)
-    own = _Standing(None, [*module.version_built()], [*module.version_found()], module.status(), job_ranks=job_ranks, variables=variables)
-    if own.status >= _INITIALIZED:
-        own.pe, own.num_pes, own.world = module.my_pe(), module.num_pes(), _process.world
-    return own
+    variables = defaults | config.variables(defaults)
+    state = _Standing(None, [*module.version_built()], [*module.version_found()], module.status(), job_ranks=job_ranks, variables=variables)
+    if state.status >= _INITIALIZED:
+        state.pe, state.num_pes, state.world = module.my_pe(), module.num_pes(), _process.world
+    return state
 
 
 def _why_not(ranks: list[_Standing], hosts: list[str]) -> str | None:
     """The reason why these ranks cannot be one world, or None. The same on every rank."""
-    versions = [f"built for {nvshmem_module.dotted(one.built)}, found {nvshmem_module.dotted(one.found)}" for one in ranks]
-    if len({(*one.built[:2], *one.found[:2]) for one in ranks}) > 1:
+    versions = [f"built for {nvshmem_module.dotted(one.built)}, found {nvshmem_module.dotted(one.loaded)}" for one in ranks]
+    if len({(*one.built[:2], *one.loaded[:2]) for one in ranks}) > 1:
         return f"ranks have different versions of NVSHMEM ({_by_rank(versions)}); install the same one on every host"
     if any(one.status >= _INITIALIZED for one in ranks):
         return _why_not_existing(ranks)
     if any(one.status for one in ranks):
-        told = [one.status for one in ranks]
-        return f"an earlier initialization of NVSHMEM in this job ended half-way (status by rank: {told}); start the processes again"
+        statuses = [one.status for one in ranks]
+        return f"an earlier initialization of NVSHMEM in this job ended half-way (status by rank: {statuses}); start the processes again"
     sizes = {host: hosts.count(host) for host in hosts}
     if len(set(sizes.values())) > 1:
         return f"NVSHMEM needs the same number of ranks on every host, and these have {sizes}; start as many on each"
@@ -232,7 +232,7 @@ def _why_not(ranks: list[_Standing], hosts: list[str]) -> str | None:
 def _why_not_existing(ranks: list[_Standing]) -> str | None:
     """Return the reason why the world that some processes have is not one of exactly these ranks, or None."""
     count = len(ranks)
-    told = [f"PE {one.pe} of {one.num_pes}" if one.status >= _INITIALIZED else "none" for one in ranks]
+    places = [f"PE {one.pe} of {one.num_pes}" if one.status >= _INITIALIZED else "none" for one in ranks]
     fits = all(one.num_pes == count for one in ranks) and sorted(one.pe for one in ranks) == list(range(count))
     is_one = len({one.world for one in ranks}) == 1
     # PyTorch makes a world of all processes of the job, and does not say which one.
@@ -241,7 +241,7 @@ def _why_not_existing(ranks: list[_Standing]) -> str | None:
         return None
     return (
         f"NVSHMEM is initialized already, and not for exactly the {count} ranks of this group, 0 to {count - 1} "
-        f"(its PEs: {_by_rank(told)}; ranks of the job: {ranks[0].job_ranks}). A process has one NVSHMEM world: "
+        f"(its PEs: {_by_rank(places)}; ranks of the job: {ranks[0].job_ranks}). A process has one NVSHMEM world: "
         "make the Buffer for the group that it was made for, or use backend='collective'"
     )
 

@@ -18,12 +18,12 @@ def find_nodes(settings: Settings, peers: list[Introduction]) -> Settings:
         return settings
     sizes = [(host, len(list(ranks))) for host, ranks in itertools.groupby(peer.host for peer in peers)]
     if len({host for host, _ in sizes}) < len(sizes) or len({size for _, size in sizes}) > 1:
-        told, first = [], 0
+        parts, first = [], 0
         for host, size in sizes:
-            told.append(f"{_ranks(first, size)} on {host}")
+            parts.append(f"{_ranks(first, size)} on {host}")
             first += size
         raise ValueError(
-            f"ranks lie on hosts as {', '.join(told)}; every host must have the same number of ranks, one after the other. Start them so, "
+            f"ranks lie on hosts as {', '.join(parts)}; every host must have the same number of ranks, one after the other. Start them so, "
             "or pass ranks_per_node, which may be 1"
         )
     return replace(settings, ranks_per_node=sizes[0][1])

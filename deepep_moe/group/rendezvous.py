@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deepep_moe import config
 from deepep_moe.arguments import as_int
-from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutError, told
+from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutError, describe
 from deepep_moe.group.settings import Settings
 from deepep_moe.torch_module import WHY_NOT
 
@@ -113,22 +113,22 @@ def introduce(
         common["sums"] = settings.sums  # first: other numbers follow from it
         common |= {name: value for name, value in asdict(settings).items() if name not in ("rank", "timeout_s")}
         common |= {"mask_stalled": mask_stalled, "kind": kind}
-    message = None if error is None else told(error)[:_MAX_WORDS]
+    message = None if error is None else describe(error)[:_MAX_WORDS]
     group_backend = "none" if group is None else str(dist.get_backend_config(group))
 
     with hanging_up(group):
         number, has_gpu = next(_numbers), torch.cuda.is_available()
-        own = asdict(
+        introduction = asdict(
             Introduction(message, str(backend), common, host_id(), os.getpid(), num_threads, group_backend, has_gpu, WHY_NOT, number)
         )
 
-        def read(told: Any) -> Introduction:
-            unlike: dict[str, object] = {} if error is None and told["error"] is None else {"settings": {}}
-            if not _is_like(told | unlike, own | unlike):
+        def read(fields: Any) -> Introduction:
+            unlike: dict[str, object] = {} if error is None and fields["error"] is None else {"settings": {}}
+            if not _is_like(fields | unlike, introduction | unlike):
                 raise ValueError("an introduction")
-            return Introduction(**told)
+            return Introduction(**fields)
 
-        peers = gather_objects(own, group, settings.num_ranks, "construction of a Buffer", settings.timeout_s, read)
+        peers = gather_objects(introduction, group, settings.num_ranks, "construction of a Buffer", settings.timeout_s, read)
     raise_first(error, [peer.error for peer in peers], "could not create its Buffer")
     check_same([{"kind of buffer": peer.settings.pop("kind")} for peer in peers], "create the same kind on every rank")
     check_same([{"backend": peer.backend, **peer.settings} for peer in peers], "create the Buffer with the same value on every rank")
@@ -140,8 +140,8 @@ def check_same(settings: list[dict[str, object]], advice: str) -> None:
     for name in settings[0]:
         values = [one.get(name) for one in settings]
         if len(set(values)) > 1:
-            told = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
-            raise EPMismatchError(f"ranks disagree on {name} ({told}); {advice}")
+            listed = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
+            raise EPMismatchError(f"ranks disagree on {name} ({listed}); {advice}")
 
 
 def moves_cpu_tensors(group: "dist.ProcessGroup") -> bool:
@@ -183,9 +183,9 @@ def _gave_up_key(rank: int) -> str:
 def culprit_behind(group: "dist.ProcessGroup", peers: Sequence[int]) -> int | None:
     """Return the rank on which a peer has given up, by the first of `peers` that recorded it when it hung up. If that rank has given up on
     another one, follow the chain to its end. None: no peer has recorded one. -1: the store cannot be asked."""
-    found: list[int | None] = []
+    culprits: list[int | None] = []
 
-    def told(store: "torch._C._distributed_c10d.Store", rank: int) -> int | None:
+    def given_up_on(store: "torch._C._distributed_c10d.Store", rank: int) -> int | None:
         return int(store.get(_gave_up_key(rank))) if store.check([_gave_up_key(rank)]) else None
 
     def ask() -> None:
@@ -194,14 +194,14 @@ def culprit_behind(group: "dist.ProcessGroup", peers: Sequence[int]) -> int | No
             store = store.clone()  # type: ignore[attr-defined]
         deadline, culprit = time.monotonic() + _TOLD_WITHIN_S, None
         while culprit is None and time.monotonic() < deadline:
-            culprit = next((rank for rank in (told(store, peer) for peer in peers) if rank is not None), None)
+            culprit = next((rank for rank in (given_up_on(store, peer) for peer in peers) if rank is not None), None)
             time.sleep(0.01)
         passed: set[int] = set()
         while culprit is not None and culprit not in passed:
             passed.add(culprit)
-            behind = told(store, culprit)
+            behind = given_up_on(store, culprit)
             culprit = culprit if behind is None else behind
-        found.append(culprit)
+        culprits.append(culprit)
 
     def ask_or_not() -> None:
         with contextlib.suppress(Exception):
@@ -210,8 +210,8 @@ def culprit_behind(group: "dist.ProcessGroup", peers: Sequence[int]) -> int | No
     asking = threading.Thread(target=ask_or_not, daemon=True)  # a store whose process was stopped does not answer
     asking.start()
     asking.join(1.0)
-    if found:
-        return found[0]
+    if culprits:
+        return culprits[0]
     # Rank 0 of the job has the store, if nobody else has: it has ended, if it has closed its connections too.
     return None if len(peers) == 1 and dist.get_global_rank(group, peers[0]) == 0 else -1
 
@@ -229,16 +229,16 @@ def hanging_up(group: "dist.ProcessGroup | None") -> Iterator[None]:
 
 
 class Exchange:
-    """An all-gather of one vector `own` [n] per rank, a CPU tensor of the same size on each.
+    """An all-gather of one vector `message` [n] per rank, a CPU tensor of the same size on each.
 
     Ranks that are in different exchanges of one group may send different sizes. gloo ends a process that receives more bytes than expected.
     So only vectors of one size are matched; other ranks wait until the deadline.
     """
 
-    def __init__(self, own: Tensor, group: "dist.ProcessGroup", phase: str, timeout_s: float):
-        self._own, self._group, self._phase, self._timeout_s = own, group, phase, timeout_s
+    def __init__(self, message: Tensor, group: "dist.ProcessGroup", phase: str, timeout_s: float):
+        self._own, self._group, self._phase, self._timeout_s = message, group, phase, timeout_s
         self._num_ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
-        self._rows = own.repeat(self._num_ranks, 1)
+        self._rows = message.repeat(self._num_ranks, 1)
         self._peers = [(self._rank + offset) % self._num_ranks for offset in range(1, self._num_ranks)]
         self._works: list[Any] = []  # a send and a receive for each peer
 
@@ -293,8 +293,8 @@ class Exchange:
             self._works.extend(map(partial.__call__, itertools.chain.from_iterable(posts)))
 
 
-def _as_is(told: Any) -> Any:
-    return told
+def _as_is(value: Any) -> Any:
+    return value
 
 
 def gather_objects(
@@ -324,8 +324,8 @@ def agree(
 ) -> list[Any]:  # fmt: skip
     """Return the value of each rank. Raises this rank's error, or EPPeerError where a peer has one. Collective; raises as
     `gather_objects`."""
-    own = value, None if error is None else told(error)[:_MAX_WORDS]
-    answers = gather_objects(own, group, num_ranks, phase, config.timeout_s() if timeout_s is None else timeout_s, list)
+    own_answer = value, None if error is None else describe(error)[:_MAX_WORDS]
+    answers = gather_objects(own_answer, group, num_ranks, phase, config.timeout_s() if timeout_s is None else timeout_s, list)
     raise_first(error, [reason for _, reason in answers], "did not make its call")
     return [answer for answer, _ in answers]
 
@@ -337,9 +337,9 @@ def _read(data: bytes, read: Callable[[Any], _Message], rank: int, phase: str) -
         raise _strange(rank, repr(data[:80]), "JSON with the fields of this phase", phase) from error
 
 
-def _strange(rank: int, told: str, wanted: str, phase: str) -> EPError:
+def _strange(rank: int, fault: str, wanted: str, phase: str) -> EPError:
     return EPError(
-        f"the message of rank {rank} is {told}; it must be {wanted} (phase '{phase}'): run the same version of deepep_moe on every rank, "
+        f"the message of rank {rank} is {fault}; it must be {wanted} (phase '{phase}'): run the same version of deepep_moe on every rank, "
         "and let nothing else talk in its process group"
     )
 
@@ -356,13 +356,13 @@ def _from_json(value: dict[str, Any]) -> Any:
     return bytes.fromhex(value["bytes"]) if value.keys() == {"bytes"} else value
 
 
-def _is_like(theirs: object, own: object) -> bool:
+def _is_like(theirs: object, ours: object) -> bool:
     """Return whether two messages have the same form. Text may be None."""
-    if isinstance(own, dict):
-        return isinstance(theirs, dict) and theirs.keys() == own.keys() and all(_is_like(theirs[name], own[name]) for name in own)
-    if isinstance(own, (list, tuple)):
-        return isinstance(theirs, (list, tuple)) and len(theirs) == len(own) and all(map(_is_like, theirs, own))
-    return type(theirs) is type(own) or all(isinstance(one, (str, type(None))) for one in (theirs, own))
+    if isinstance(ours, dict):
+        return isinstance(theirs, dict) and theirs.keys() == ours.keys() and all(_is_like(theirs[name], ours[name]) for name in ours)
+    if isinstance(ours, (list, tuple)):
+        return isinstance(theirs, (list, tuple)) and len(theirs) == len(ours) and all(map(_is_like, theirs, ours))
+    return type(theirs) is type(ours) or all(isinstance(one, (str, type(None))) for one in (theirs, ours))
 
 
 def first_reason(failure: str | None, group: "dist.ProcessGroup | None", settings: Settings, phase: str) -> str | None:
@@ -397,8 +397,8 @@ def _connect(make: "Callable[[], _Backend]", settings: Settings, group: "dist.Pr
     except (OSError, RuntimeError) as error:
         failure = str(error)[:_MAX_WORDS]
 
-    def read(told: Any) -> tuple[str | None, Any]:
-        reason, theirs = told
+    def read(message: Any) -> tuple[str | None, Any]:
+        reason, theirs = message
         if failure is None and reason is None and not _is_like(theirs, address):
             raise TypeError("address")
         return reason, theirs

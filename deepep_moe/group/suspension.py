@@ -4,7 +4,7 @@ from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from deepep_moe.errors import BufferSuspendedError, EPError, told
+from deepep_moe.errors import BufferSuspendedError, EPError, describe
 from deepep_moe.group.rendezvous import Connectable, check_same, connect, gather_objects, hanging_up, raise_first
 from deepep_moe.group.settings import Settings
 
@@ -52,8 +52,8 @@ def agree(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup | 
     if backend.why_not_suspend:
         raise EPError(f"this buffer cannot be suspended: {backend.why_not_suspend}; destroy it, and make another when it is needed")
     with hanging_up(group):
-        own = num_calls, None if error is None else told(error)
-        votes = gather_objects(own, group, settings.num_ranks, _PHASE, settings.timeout_s, list)
+        vote = num_calls, None if error is None else describe(error)
+        votes = gather_objects(vote, group, settings.num_ranks, _PHASE, settings.timeout_s, list)
     raise_first(error, [reason for _, reason in votes], "could not suspend its Buffer")
     check_same([{"the number of calls made": number} for number, _ in votes], "call recover() on every rank, then suspend()")
 
@@ -80,5 +80,5 @@ def resume(backend: Suspendable, settings: Settings, group: "dist.ProcessGroup |
         backend.resume()
         return backend
 
-    if isinstance(made := connect(make, settings, group), str):
-        raise BufferSuspendedError(f"the buffer is still suspended, {made}; free memory there, then call resume() again on every rank")
+    if isinstance(reason := connect(make, settings, group), str):
+        raise BufferSuspendedError(f"the buffer is still suspended, {reason}; free memory there, then call resume() again on every rank")

@@ -56,7 +56,7 @@ class LowLatencyBackend(Suspendable):
         """Make a call that was checked. Return what has the fields of `_torch.LowLatencyCombined`."""
         raise NotImplementedError
 
-    def event(self, made: Any) -> Event:
+    def event(self, output: Any) -> Event:
         """Return the event of a call with `async_op` or `return_hook`."""
         raise NotImplementedError
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from deepep_moe import config
 from deepep_moe.arguments import as_int, check_bool
 from deepep_moe.device import current_stream, is_gpu, making_on
-from deepep_moe.errors import BufferDestroyedError, BufferSuspendedError, EPError, told
+from deepep_moe.errors import BufferDestroyedError, BufferSuspendedError, EPError, describe
 from deepep_moe.event import Event
 from deepep_moe.group import suspension
 from deepep_moe.group.reach import find_nodes
@@ -119,25 +119,25 @@ class LowLatencyBuffer(Sizes):
         is_open = backend == "auto" and group is None and peers[0].has_gpu  # its first rows may lie on a GPU
         self._make_for_gpu = partial(make_backend, backend, s, peers, None, mask_stalled, True) if is_open else None
 
-    def _use(self, made: LowLatencyBackend) -> None:
+    def _use(self, backend: LowLatencyBackend) -> None:
         """Make a new backend ready for calls, and say which it is."""
         try:
-            statistics = made.zeros(self.num_local_experts + self.num_ranks + 1, torch.int64)
-            made.open(statistics)
+            statistics = backend.zeros(self.num_local_experts + self.num_ranks + 1, torch.int64)
+            backend.open(statistics)
         except BaseException:
-            made.destroy()
+            backend.destroy()
             raise
         self._statistics = statistics
-        self._backend: LowLatencyBackend | None = made
-        self.backend: str = made.name
-        self._log_backend(made.name, made.workspace_bytes)
+        self._backend: LowLatencyBackend | None = backend
+        self.backend: str = backend.name
+        self._log_backend(backend.name, backend.workspace_bytes)
 
     def _choose(self, x: object) -> None:
         """Serve the device of the first rows from now on."""
         if self._make_for_gpu is not None and isinstance(x, Tensor) and is_gpu(x.device):
             with making_on(x):
-                made, before = self._make_for_gpu(), self._alive()
-            self._use(made)
+                backend, before = self._make_for_gpu(), self._alive()
+            self._use(backend)
             before.destroy()
         self._make_for_gpu = None
 
@@ -207,20 +207,20 @@ class LowLatencyBuffer(Sizes):
         if self._is_by_lane:
             x, topk_idx, topk_weights, is_sent = self._by_lane(x, topk_idx, topk_weights)
         arguments = x, topk_idx, None if self._is_by_lane else topk_weights, fp8, scale_format
-        made = None if calls is None else calls.dispatch(*arguments, async_op, return_hook, False)
-        if made is None:
+        output = None if calls is None else calls.dispatch(*arguments, async_op, return_hook, False)
+        if output is None:
             self._choose(x)
             backend = self._begin()
             try:
                 check_dispatch(*arguments, self._settings, backend)
             except BaseException as error:
                 self._refuse(error)
-            made = self._run(backend.dispatch, arguments, async_op, return_hook)
-        event = self._in_flight_of(made) if async_op or return_hook else None
+            output = self._run(backend.dispatch, arguments, async_op, return_hook)
+        event = self._in_flight_of(output) if async_op or return_hook else None
         of_lanes = topk_weights if self._is_by_lane else None, is_sent
-        handle = LowLatencyHandle(self._number, made.num_tokens // s.lanes, made.state, event, *of_lanes).seal()
+        handle = LowLatencyHandle(self._number, output.num_tokens // s.lanes, output.state, event, *of_lanes).seal()
         hook = event.wait if return_hook and event is not None else None
-        return LowLatencyOutput(made.recv_x, made.recv_x_scales, made.num_recv_tokens_per_expert, handle, event, hook)
+        return LowLatencyOutput(output.recv_x, output.recv_x_scales, output.num_recv_tokens_per_expert, handle, event, hook)
 
     def combine(
         self,
@@ -263,22 +263,22 @@ class LowLatencyBuffer(Sizes):
         """
         if self._is_by_lane:
             return self._combine_by_lane(x, handle, topk_weights, out, wire, async_op, return_hook)
-        calls, made = self._calls(), None
+        calls, output = self._calls(), None
         arguments = topk_weights, out, wire
         if calls is not None and self._is_received(handle):
-            made = calls.combine(x, handle.state, handle.num_tokens, *arguments, async_op, return_hook, False)
-        if made is None:
+            output = calls.combine(x, handle.state, handle.num_tokens, *arguments, async_op, return_hook, False)
+        if output is None:
             backend = self._begin()
             try:
                 check_combine(x, handle, *arguments, self._settings, backend, self._number)
                 self._raise_failure_of(handle)
             except BaseException as error:
                 self._refuse(error)
-            made = self._run(backend.combine, (x, handle.state, handle.num_tokens, *arguments), async_op, return_hook)
+            output = self._run(backend.combine, (x, handle.state, handle.num_tokens, *arguments), async_op, return_hook)
         if not (async_op or return_hook):
-            return made.combined_x
-        event = self._in_flight_of(made)
-        return made.combined_x, event.wait if return_hook else event
+            return output.combined_x
+        event = self._in_flight_of(output)
+        return output.combined_x, event.wait if return_hook else event
 
     def _by_lane(self, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any, Any, Tensor | None]:
         """Return x and topk_idx for each (token, lane), the weights of the lanes, and which of these have an expert."""
@@ -312,13 +312,13 @@ class LowLatencyBuffer(Sizes):
             sums = x.new_empty(handle.num_tokens, s.hidden) if out is None else out
         except BaseException as error:
             self._refuse(error)
-        made = self._run(backend.combine, (x, handle.state, s.lanes * handle.num_tokens, None, None, None), async_op, return_hook)
-        add = partial(sum_lanes, sums, made.combined_x, weights, None, s.sums == "lanes_fma")
+        output = self._run(backend.combine, (x, handle.state, s.lanes * handle.num_tokens, None, None, None), async_op, return_hook)
+        add = partial(sum_lanes, sums, output.combined_x, weights, None, s.sums == "lanes_fma")
         if not (async_op or return_hook):
             add()
             return sums
-        tensors, stream = (sums, made.combined_x, weights), current_stream(x.device)
-        event = self._in_flight_of(made).then(partial(_add_there, add, tensors, stream))
+        tensors, stream = (sums, output.combined_x, weights), current_stream(x.device)
+        event = self._in_flight_of(output).then(partial(_add_there, add, tensors, stream))
         return sums, event.wait if return_hook else event
 
     def combine_input(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -464,7 +464,7 @@ class LowLatencyBuffer(Sizes):
         backend = self._alive()
         num_calls, failure = backend.num_calls(), self._earlier_failure
         try:
-            made = call(*arguments, async_op, return_hook)
+            output = call(*arguments, async_op, return_hook)
         except BaseException as error:
             if backend.is_untold(error, num_calls):
                 self._refuse(error)  # this call where peers lack its rows, else the next
@@ -475,13 +475,13 @@ class LowLatencyBuffer(Sizes):
         self._earlier_failure = None
         if failure is not None:
             if async_op or return_hook:
-                self._in_flight_of(made).wait()  # nobody will be given it
+                self._in_flight_of(output).wait()  # nobody will be given it
             raise failure
-        return made
+        return output
 
-    def _in_flight_of(self, made: object) -> Event:
+    def _in_flight_of(self, output: object) -> Event:
         backend = self._alive()
-        event = backend.event(made)
+        event = backend.event(output)
         self._in_flight.append((backend.num_calls(), event))
         return event
 
@@ -498,7 +498,7 @@ class LowLatencyBuffer(Sizes):
         for _, event in over:
             error = None if event.seen else event.failure()
             if error is not None and self._earlier_failure is None:
-                self._earlier_failure = EPError(f"an earlier asynchronous call of this buffer failed: {told(error)}")
+                self._earlier_failure = EPError(f"an earlier asynchronous call of this buffer failed: {describe(error)}")
                 self._earlier_failure.__cause__ = error
         if self._in_flight and self._alive().num_calls() + 1 - self._in_flight[0][0] >= MAX_IN_FLIGHT:
             raise ValueError(NOT_RECEIVED)
@@ -531,13 +531,13 @@ class LowLatencyBuffer(Sizes):
     def refuse(self, error: _Error) -> _Error:
         """Tell the peers, which are or will be in a call, that this rank does not make it: they raise EPPeerError with the reason. Return
         `error`, to be raised. Raises ValueError where the call before last was not received: then the peers learn nothing."""
-        self._begin().refuse(told(error))
+        self._begin().refuse(describe(error))
         return error
 
     def _refuse(self, error: BaseException) -> NoReturn:
         """Tell the peers why this rank does not make its call, and raise it."""
         if not is_dry_run():  # it makes no call
-            self._alive().refuse(told(error))
+            self._alive().refuse(describe(error))
         raise error
 
     def _raise_failure_of(self, handle: LowLatencyHandle) -> None:

@@ -26,8 +26,8 @@ def num_scale_columns(hidden: int, scale_format: str) -> tuple[int, torch.dtype]
 def check_low_latency_settings(s: Settings) -> Settings:
     """Check the bounds that low-latency buffers add to those of every buffer. Raises ValueError."""
     if not 1 <= s.num_max_tokens_per_rank <= _C.LOW_LATENCY_MAX_TOKENS:
-        given, most = s.num_max_tokens_per_rank // s.lanes, _C.LOW_LATENCY_MAX_TOKENS // s.lanes
-        raise ValueError(f"num_max_tokens_per_rank is {given}; it must be 1 to {most}")
+        num_tokens, most = s.num_max_tokens_per_rank // s.lanes, _C.LOW_LATENCY_MAX_TOKENS // s.lanes
+        raise ValueError(f"num_max_tokens_per_rank is {num_tokens}; it must be 1 to {most}")
     if s.num_local_experts > _C.LOW_LATENCY_MAX_LOCAL_EXPERTS:
         raise ValueError(
             f"num_experts is {s.num_experts}; a rank can hold {_C.LOW_LATENCY_MAX_LOCAL_EXPERTS}, give more ranks or fewer experts"

@@ -29,19 +29,19 @@ class LowLatencyHandle:
     is_sent: Tensor | None = None
     """[num_tokens, num_topk] bool where sums go by lanes: whether there is an expert."""
 
-    made: ClassVar[tuple[object, ...]] = ()
+    sealed: ClassVar[tuple[object, ...]] = ()
     """The fields as the dispatch made them, and the version of `state`, by which PyTorch counts changes in place."""
 
     def seal(self) -> "LowLatencyHandle":
         """Mark the handle as that of a dispatch: a copy with other fields has no such mark, and a change shows."""
-        self.__dict__["made"] = self.buffer_id, self.num_tokens, self.state, self.event, self.state._version
+        self.__dict__["sealed"] = self.buffer_id, self.num_tokens, self.state, self.event, self.state._version
         return self
 
     @property
     def is_unchanged(self) -> bool:
         """Is the handle as a dispatch made it?"""
         fields = self.buffer_id, self.num_tokens, self.state, self.event
-        return len(self.made) == 5 and all(map(is_, fields, self.made)) and self.state._version == self.made[4]
+        return len(self.sealed) == 5 and all(map(is_, fields, self.sealed)) and self.state._version == self.sealed[4]
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a LowLatencyHandle says where the rows of this process are and cannot be saved or sent; dispatch again")

@@ -58,9 +58,9 @@ class NvlinkLowLatencyBackend(GpuMemory, LowLatencyBackend):
         with unwatched():
             return getattr(self.calls, operation)(*arguments, True)
 
-    def event(self, made: "InFlight") -> Event:
-        half = made.second_half
-        return Event(recorded=made.recorded, second_half=None if half is None else partial(self._receive, half))
+    def event(self, output: "InFlight") -> Event:
+        half = output.second_half
+        return Event(recorded=output.recorded, second_half=None if half is None else partial(self._receive, half))
 
     def _receive(self, half: "SecondHalf") -> None:
         if not half.finish():

@@ -30,11 +30,11 @@ def make_backend(
     """
     of_gpus = "nvlink" if settings.num_nodes == 1 else "nvshmem"
     candidate = name if name != "auto" else of_gpus if has_gpu_tensors or are_on_gpus(peers) else "shm"
-    made = _make(candidate, settings, peers, group, mask_stalled)
-    if isinstance(made, str):
+    outcome = _make(candidate, settings, peers, group, mask_stalled)
+    if isinstance(outcome, str):
         advice = "use Buffer" if name == "auto" or _why_too_many(peers, name) else "use backend='auto', or Buffer"
-        raise BackendUnavailableError(f"no low-latency backend can serve, backend={name!r}: {made}; {advice}, which has more backends")
-    return made
+        raise BackendUnavailableError(f"no low-latency backend can serve, backend={name!r}: {outcome}; {advice}, which has more backends")
+    return outcome
 
 
 def _make(

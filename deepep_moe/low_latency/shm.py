@@ -92,9 +92,9 @@ class ShmLowLatencyBackend(LowLatencyBackend):
         what = What(True, DTYPES[x.dtype], fp8, False, topk_weights is not None)
         return Combined(combined_x, self._run(rows, what, last_bits, async_op, return_hook))
 
-    def event(self, made: Received | Combined) -> Event:
-        assert made.event is not None
-        return made.event
+    def event(self, output: Received | Combined) -> Event:
+        assert output.event is not None
+        return output.event
 
     def _receive_buffers(self, dtype: torch.dtype, fp8: bool, scale_format: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Return the rows, their scales, their number for each local expert, and the handle's state."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.errors import BufferDestroyedError, EPError, EPMismatchError, EPPeerError, EPTimeoutError, told
+from deepep_moe.errors import BufferDestroyedError, EPError, EPMismatchError, EPPeerError, EPTimeoutError, describe
 from deepep_moe.group.settings import Settings
 from deepep_moe.library import unwatched
 from deepep_moe.low_latency.base import DESTROYED, NOT_RECEIVED
@@ -224,7 +224,7 @@ class ShmCalls:
         return self._as_only_sender(self._send, rows, what, value, wait_ns)
 
     def _send(self, rows: Rows, what: What, value: int, wait_ns: Tensor) -> int:
-        peers, own = self.peers, self.settings.rank
+        peers, own_rank = self.peers, self.settings.rank
         before, served = self.num_calls, 0
         try:
             number = self._begin()
@@ -232,7 +232,7 @@ class ShmCalls:
 
             def arrive(rank: int) -> None:
                 nonlocal served
-                peers.store(rank, self.layout.arrived(own, number), kind | 1)
+                peers.store(rank, self.layout.arrived(own_rank, number), kind | 1)
                 served |= 1 << rank
 
             def arrive_weighted(rank: int) -> None:
@@ -242,7 +242,7 @@ class ShmCalls:
 
             rows.write(number, ranks)
             for rank in members(ranks):
-                peers.store(rank, self.layout.entered(own, number), kind | value)
+                peers.store(rank, self.layout.entered(own_rank, number), kind | value)
             if what.is_combine and what.has_weights:  # a rank's sums are sent once its weights have come, even if others are late
                 _Waits(self, number).wait_entered(wait_ns, arrive_weighted)
             else:
@@ -250,7 +250,7 @@ class ShmCalls:
                     arrive(rank)
         except BaseException as error:
             if self.num_calls > before:
-                self._publish_refusal(peers, before + 1, self.ranks_in(before + 1) & ~served, told(error))
+                self._publish_refusal(peers, before + 1, self.ranks_in(before + 1) & ~served, describe(error))
                 known_to_peers(error, before + 1)
             raise
         return number
@@ -287,9 +287,9 @@ class ShmCalls:
             self._check_same(number, {rank: f"combine with the handle of call {dispatch}" for rank, dispatch in near.items()})
 
     def _check_same(self, number: int, calls: dict[int, str]) -> None:
-        own = self.settings.rank
-        if others := [rank for rank, call in calls.items() if call != calls[own]]:
-            listed = "; ".join(f"rank {rank}: {calls[rank]}" for rank in (own, *others))
+        own_rank = self.settings.rank
+        if others := [rank for rank, call in calls.items() if call != calls[own_rank]]:
+            listed = "; ".join(f"rank {rank}: {calls[rank]}" for rank in (own_rank, *others))
             raise known_to_peers(EPMismatchError(f"ranks make different calls: {listed}"), number)
 
     def refuse(self, reason: str) -> None:
@@ -313,12 +313,12 @@ class ShmCalls:
         return number
 
     def _publish_refusal(self, peers: _C.HostPeers, number: int, ranks: int, reason: str) -> None:
-        own = self.settings.rank
+        own_rank = self.settings.rank
         text = reason.encode()[: _REASON_BYTES - 1].decode(errors="ignore").encode() + b"\0"  # not cut inside a character
-        first = self.layout.reason(own, number)
+        first = self.layout.reason(own_rank, number)
         for peer in members(ranks):
             peers.memory(peer)[first : first + len(text)] = text
-            peers.store(peer, self.layout.entered(own, number), number << _NUMBER_BIT | _C.LOW_LATENCY_REFUSED << _VALUE_BITS)
+            peers.store(peer, self.layout.entered(own_rank, number), number << _NUMBER_BIT | _C.LOW_LATENCY_REFUSED << _VALUE_BITS)
         self._set_fate(number, Fate.FAILED)
 
     def _fate(self, number: int) -> Fate:
@@ -350,30 +350,30 @@ class ShmCalls:
         if masked:
             self.masks |= 1 << rank
             return
-        own, following = self.settings.rank, self.num_calls + 1
+        own_rank, following = self.settings.rank, self.num_calls + 1
         for number in range(_TURNS):  # it may repeat calls that it has already sent
-            self.peers.store(own, self.layout.entered(rank, number), 0)
-            self.peers.store(own, self.layout.arrived(rank, number), 0)
+            self.peers.store(own_rank, self.layout.entered(rank, number), 0)
+            self.peers.store(own_rank, self.layout.arrived(rank, number), 0)
         self._first_calls[rank] = following
         self.masks &= ~(1 << rank)
-        self.peers.store(rank, self.layout.resumed(own), following + 1)
+        self.peers.store(rank, self.layout.resumed(own_rank), following + 1)
 
     def rejoin(self) -> None:
         """Wait until all peers have taken this rank back, and go on with their next call."""
         self._as_only_sender(self._rejoin)
 
     def _rejoin(self) -> None:
-        s, own = self.settings, self.settings.rank
-        others = [rank for rank in range(s.num_ranks) if rank != own]
+        s, own_rank = self.settings, self.settings.rank
+        others = [rank for rank in range(s.num_ranks) if rank != own_rank]
         for peer in others:
             _Waits(self, self.num_calls).wait_resumed(peer)
-        following = {peer: self.peers.load(own, self.layout.resumed(peer)) - 1 for peer in others}
+        following = {peer: self.peers.load(own_rank, self.layout.resumed(peer)) - 1 for peer in others}
         for peer in others:
-            self.peers.store(own, self.layout.resumed(peer), 0)
+            self.peers.store(own_rank, self.layout.resumed(peer), 0)
         for peer in others[1:]:
             if following[peer] != following[others[0]]:
                 raise EPMismatchError(
-                    f"ranks take rank {own} back between different calls: rank {others[0]} at call {following[others[0]]}, "
+                    f"ranks take rank {own_rank} back between different calls: rank {others[0]} at call {following[others[0]]}, "
                     f"rank {peer} at call {following[peer]}"
                 )
         if others:

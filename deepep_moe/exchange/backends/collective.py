@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.device import DTYPE_NAMES
-from deepep_moe.errors import Cause, EPCapacityError, EPError, EPMismatchError, EPPeerError, EPTimeoutError, told
+from deepep_moe.errors import Cause, EPCapacityError, EPError, EPMismatchError, EPPeerError, EPTimeoutError, describe
 from deepep_moe.exchange.backends.base import (
     LAYOUTS,
     Backend,
@@ -39,6 +39,7 @@ from deepep_moe.group.settings import Settings
 from deepep_moe.ops.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_copies, refuse_bad_routing
 
 _Result = TypeVar("_Result")
+_Owe = Callable[[Tensor], Callable[[], object]]
 _MESSAGE_BYTES = 512
 _asleep: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups whose NCCL a buffer has suspended
 
@@ -91,8 +92,8 @@ class CollectiveBackend(Backend):
             self._check_bounds(args, counts)
             return partial(self._send_rows, args, narrow_topk_idx, counts[:, s.rank].tolist(), self._num_to_forward(counts))
 
-        own = self._own_counts(narrow_topk_idx, torch.cat([per_rank, per_expert]))
-        counts = self._enter(self._entry(0, args.x, args.layout, args), own, owe)
+        own_counts = self._own_counts(narrow_topk_idx, torch.cat([per_rank, per_expert]))
+        counts = self._enter(self._entry(0, args.x, args.layout, args), own_counts, owe)
         to_here = counts[:, s.rank : s.rank + 1]
         mine = slice(s.num_ranks + s.rank * s.num_local_experts, s.num_ranks + (s.rank + 1) * s.num_local_experts)
         tokens_per_expert = counts[:, mine].sum(0).to(torch.int32)
@@ -217,7 +218,7 @@ class CollectiveBackend(Backend):
         except (EPPeerError, EPMismatchError, EPCapacityError):
             return  # all ranks have failed in this call
         except BaseException as error:
-            self._broken = self._broken or f"{message}; then {told(error)}"
+            self._broken = self._broken or f"{message}; then {describe(error)}"
             if not isinstance(error, Exception):
                 raise
         if self._broken is None:
@@ -425,24 +426,22 @@ class CollectiveBackend(Backend):
         dtype = sorted(set(DTYPE_NAMES.values())).index(DTYPE_NAMES[x.dtype])
         return Entry(self._number, 0, 0, operation, dtype, LAYOUTS.index(layout), alignment, flags, bound, handle_call)
 
-    def _enter(self, own: Entry, counts: Tensor, owe: Callable[[Tensor], Callable[[], object]] | None = None, message: str = "") -> Tensor:
+    def _enter(self, entry: Entry, counts: Tensor, owe: _Owe | None = None, message: str = "") -> Tensor:
         """Exchange entries with all ranks, and check that they fit. Return the counts of all ranks, [num_ranks, *counts.shape] int64.
         owe(counts) returns the exchange that peers wait for once all have entered."""
         s = self.settings
         self.check_usable()
-        own.call, self._owed = self.num_calls + 1, None
+        entry.call, self._owed = self.num_calls + 1, None
         text = message.encode()[: _MESSAGE_BYTES - 1].ljust(_MESSAGE_BYTES, b"\0")
-        fields = torch.tensor(list(vars(own).values()), dtype=torch.int64, device="cpu")
+        fields = torch.tensor(list(vars(entry).values()), dtype=torch.int64, device="cpu")
         vector = torch.cat([fields, counts, torch.frombuffer(bytearray(text), dtype=torch.int64)])
         is_alone = self.group is None or s.num_ranks == 1
         messages = None if is_alone else Exchange(vector, self.group, "entry into the call", s.timeout_s)  # type: ignore[arg-type]
-        arrive = self._arriving = partial(self._arrive, own, vector, messages, owe)
+        arrive = self._arriving = partial(self._arrive, entry, vector, messages, owe)
         self._num_calls += 1
         return arrive()
 
-    def _arrive(
-        self, own: Entry, vector: Tensor, messages: Exchange | None, owe: Callable[[Tensor], Callable[[], object]] | None
-    ) -> Tensor:
+    def _arrive(self, entry: Entry, vector: Tensor, messages: Exchange | None, owe: _Owe | None) -> Tensor:
         """Finish `_enter`. After an interrupt, `abandon` calls it again."""
         entries = vector[None] if messages is None else self._received(messages)
         peers = [Entry(*row[:NUM_FIELDS].tolist()) for row in entries]

@@ -45,12 +45,12 @@ NUM_FIELDS = len(Entry.__dataclass_fields__)
 
 def find_difference(entries: list[Entry], rank: int) -> str:
     """Return how the calls of all ranks differ, in the view of `rank`; an empty string if they fit."""
-    own = entries[rank]
-    others = [peer for peer, entry in enumerate(entries) if entry.buffer != own.buffer]
+    own_entry = entries[rank]
+    others = [peer for peer, entry in enumerate(entries) if entry.buffer != own_entry.buffer]
     if others:
         buffers = "; ".join(f"rank {peer}: buffer {entries[peer].buffer}" for peer in [rank, *others])
         return f"ranks are in calls of different buffers of one group: {buffers} (as rank 0 counts them); call them in the same order"
-    others = [peer for peer, entry in enumerate(entries) if entry.signature() != own.signature()]
+    others = [peer for peer, entry in enumerate(entries) if entry.signature() != own_entry.signature()]
     numbers = {entry.call for entry in entries}
     calls = "; ".join(f"rank {peer}: {entries[peer].describe(with_number=len(numbers) > 1)}" for peer in [rank, *others])
     return f"ranks make different calls: {calls}" if others else ""

@@ -99,25 +99,25 @@ class NvlinkBackend(GpuMemory, Backend):
 
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
         """Make the whole call: csrc/runtime/nvlink/exchange.h has the sequence."""
-        made = self._native.run_dispatch(
+        output = self._native.run_dispatch(
             args.x, args.x_scales, args.topk_idx, args.topk_weights, args.layout == "expert", args.expert_alignment, args.num_recv_rows,
             native_mode(args.mode),
         )  # fmt: skip
-        return Rows(made.recv_x, made.recv_x_scales, made.recv_topk_weights), PackedHandle(made.handle), made
+        return Rows(output.recv_x, output.recv_x_scales, output.recv_topk_weights), PackedHandle(output.handle), output
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
         scaling: tuple[Tensor | None, Tensor | None] = (None, None) if args.scaling is None else (args.scaling.weights, args.scaling.x)
-        made = self._native.run_dispatch_cached(
+        output = self._native.run_dispatch_cached(
             args.x, args.x_scales, args.topk_weights, self._native_handle(args.handle), *scaling, native_mode(args.mode)
         )
-        return Rows(made.recv_x, made.recv_x_scales, made.recv_topk_weights, made.grad_weights), made
+        return Rows(output.recv_x, output.recv_x_scales, output.recv_topk_weights, output.grad_weights), output
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
-        made = self._native.run_combine(
+        output = self._native.run_combine(
             args.x, self._native_handle(args.handle), args.weights, args.bias, args.topk_weight_grads, args.sums_lanes,
             native_mode(args.mode),
         )  # fmt: skip
-        return made.combined_x, made.topk_weight_grads, made
+        return output.combined_x, output.topk_weight_grads, output
 
     def expert_slots(self) -> Tensor:
         exchange = self._exchange

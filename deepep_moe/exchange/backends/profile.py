@@ -27,29 +27,29 @@ def agree_on_profile(backend: Backend, settings: Settings, loaded: Loaded, group
     try:
         with hanging_up(group):
             machine, shape = backend.machine, Shape.of(settings.num_max_tokens_per_rank, settings.hidden, settings.num_topk)
-            found = choose(loaded, machine, shape)
-            own = [str(machine), dict.fromkeys(SETTINGS) if found is None else asdict(found.profile.values)]
-            told = gather_objects(own, group, settings.num_ranks, "agreement on a profile", settings.timeout_s, _read)
-        machines = [rank_machine for rank_machine, _ in told]
+            chosen = choose(loaded, machine, shape)
+            message = [str(machine), dict.fromkeys(SETTINGS) if chosen is None else asdict(chosen.profile.values)]
+            messages = gather_objects(message, group, settings.num_ranks, "agreement on a profile", settings.timeout_s, _read)
+        machines = [rank_machine for rank_machine, _ in messages]
         if len(set(machines)) == 1:
-            check_same([values for _, values in told], f"give every rank the same files of profiles ({_where(loaded)}; docs/tuning.md)")
+            check_same([values for _, values in messages], f"give every rank the same files of profiles ({_where(loaded)}; docs/tuning.md)")
     except BaseException:
         backend.destroy()
         raise
     if len(set(machines)) > 1:
-        if settings.rank == 0 and any(None not in values.values() for _, values in told):
+        if settings.rank == 0 and any(None not in values.values() for _, values in messages):
             unlike = "; ".join(f"rank {rank}: {rank_machine}" for rank, rank_machine in enumerate(machines))
             _warn(f"ranks have unlike GPUs or shares of them, so none uses a profile ({unlike})")
         return None
     if settings.rank % settings.ranks_per_node == 0:  # the ranks of a host read the same files
         for text in (*loaded.damaged, *loaded.of_other_machines(machine)):
             _warn(text)
-    if found is None:
+    if chosen is None:
         return None
-    backend.use(found.profile.values)
+    backend.use(chosen.profile.values)
     if settings.rank == 0:
-        logger.info("Buffer: profile of %s for %s: %s", found.file, shape, found.profile.values)
-    return found.profile
+        logger.info("Buffer: profile of %s for %s: %s", chosen.file, shape, chosen.profile.values)
+    return chosen.profile
 
 
 @functools.cache  # one warning is enough for this process, however many buffers a model has
@@ -57,13 +57,13 @@ def _warn(text: str) -> None:
     logger.warning("Buffer: %s", text)
 
 
-def _read(told: Any) -> tuple[str, dict[str, Any]]:
-    machine, values = told
+def _read(message: Any) -> tuple[str, dict[str, Any]]:
+    machine, values = message
     if type(machine) is not str or values.keys() != set(SETTINGS) or not all(v is None or type(v) is int for v in values.values()):
         raise ValueError("a machine and settings")
     return machine, {f"{name} of the profile": values[name] for name in SETTINGS}
 
 
 def _where(loaded: Loaded) -> str:
-    files = [str(file) for file in (loaded.files.user, loaded.files.given) if file is not None]
+    files = [str(file) for file in (loaded.files.user, loaded.files.from_variable) if file is not None]
     return " and ".join(files) or "this rank has neither a home nor DEEPEP_MOE_PROFILE"

@@ -47,12 +47,12 @@ def make_backend(
     of_gpus = "nvlink" if settings.num_nodes == 1 else "nvshmem"
     candidate = name if name != "auto" else of_gpus if on_gpus else "shm"
     if candidate != "collective":
-        made = _make(candidate, settings, peers, group)
-        if not isinstance(made, str):
-            return made
+        outcome = _make(candidate, settings, peers, group)
+        if not isinstance(outcome, str):
+            return outcome
         if name != "auto":
-            raise BackendUnavailableError(f"backend {name!r} cannot serve: {made}; backend='auto' takes one that can")
+            raise BackendUnavailableError(f"backend {name!r} cannot serve: {outcome}; backend='auto' takes one that can")
         if settings.rank == 0:
             level = logging.WARNING if on_gpus else logging.INFO  # on GPUs `collective` is much slower
-            logger.log(level, "Buffer: backend %r cannot serve: %s; taking 'collective'", candidate, made)
+            logger.log(level, "Buffer: backend %r cannot serve: %s; taking 'collective'", candidate, outcome)
     return CollectiveBackend(settings, group, peers)

@@ -100,8 +100,8 @@ class ShmBackend(Backend):
         handle, rows = args.handle, self._allocate(args, args.handle)
 
         def move() -> None:
-            given, received = (args.x, args.x_scales, args.topk_weights), (rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights)
-            self._exchange.dispatch_cached(handle, DTYPES[args.x.dtype], *given, *received)
+            inputs, outputs = (args.x, args.x_scales, args.topk_weights), (rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights)
+            self._exchange.dispatch_cached(handle, DTYPES[args.x.dtype], *inputs, *outputs)
 
         return rows, move
 
@@ -112,8 +112,8 @@ class ShmBackend(Backend):
         topk_weight_grads = _empty((handle.num_tokens, s.num_topk), torch.float32) if has_grads else None
 
         def move() -> None:
-            given = args.x, args.weights, args.bias, args.topk_weight_grads
-            self._exchange.combine(handle, DTYPES[args.x.dtype], *given, combined_x, topk_weight_grads, args.sums_lanes)
+            inputs = args.x, args.weights, args.bias, args.topk_weight_grads
+            self._exchange.combine(handle, DTYPES[args.x.dtype], *inputs, combined_x, topk_weight_grads, args.sums_lanes)
 
         return combined_x, topk_weight_grads, move
 

@@ -94,18 +94,18 @@ class TwoHops:
         per_rank = in_ranks.sum(0).tolist()
         rows = yield Step(picked(parts, order), sent, self._at(self._of_node, per_rank), False)
         sums = self._add_up(rows, in_ranks, lanes, per_rank)
-        own, others = self._own(num_to_forward)
+        own_rows, others = self._own(num_to_forward)
         back = [sums[0][others].to(parts[0].dtype), *(values[others] for values in sums[1:])]
         sent, received = (self._at(self._of_index, numbers) for numbers in (num_to_forward, per_node))
         sent[self.settings.rank] = received[self.settings.rank] = 0
         arrived = yield Step(back, sent, received, True)
-        found, first = [], 0
+        by_node, first = [], 0
         for node, of_node in enumerate(tokens.split(per_node)):
             end = first + (0 if node == self._node else len(of_node))
-            pieces = [part[own] for part in sums] if node == self._node else [part[first:end] for part in arrived]
-            found.append(Sums(of_node, pieces[0], pieces[1] if len(pieces) > 1 else None))
+            pieces = [part[own_rows] for part in sums] if node == self._node else [part[first:end] for part in arrived]
+            by_node.append(Sums(of_node, pieces[0], pieces[1] if len(pieces) > 1 else None))
             first = end
-        return found
+        return by_node
 
     def _add_up(self, rows: list[Tensor], in_ranks: Tensor, lanes: Tensor, per_rank: list[int]) -> list[Tensor]:
         """Return the sums over this node's ranks, in ascending order, in fp32, and the values of all lanes."""
@@ -136,10 +136,10 @@ class TwoHops:
 
     def _at(self, ranks: Iterable[int], numbers: Sequence[int]) -> list[int]:
         """Return one number for each rank: `numbers` for `ranks`, 0 for all others."""
-        found = [0] * self.settings.num_ranks
+        of_all = [0] * self.settings.num_ranks
         for rank, number in zip(ranks, numbers, strict=True):
-            found[rank] = number
-        return found
+            of_all[rank] = number
+        return of_all
 
     def _by_index(self, per_rank: list[int]) -> list[int]:
         """Return the sum over the ranks of each index."""
