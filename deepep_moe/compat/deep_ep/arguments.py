@@ -23,8 +23,8 @@ def rows_and_scales(x: object) -> tuple[Tensor, Tensor | None]:
     order, which `in_rows` turns, on the stream of the call. Raises TypeError, or ValueError for rows of another shape."""
     x, x_scales = x if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
     if not isinstance(x, Tensor) or not isinstance(x_scales, (Tensor, type(None))):
-        given = type(x if not isinstance(x, Tensor) else x_scales).__name__
-        raise TypeError(f"x holds a {given}; it must be a torch.Tensor, or a pair of fp8 rows and their scales")
+        wrong = type(x if not isinstance(x, Tensor) else x_scales).__name__
+        raise TypeError(f"x holds a {wrong}; it must be a torch.Tensor, or a pair of fp8 rows and their scales")
     if x.dim() != 2:
         raise ValueError(f"x has shape {list(x.shape)}; it must be [num_tokens, hidden]")
     if x_scales is not None and x_scales.dtype == torch.int32:

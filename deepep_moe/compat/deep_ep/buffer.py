@@ -154,11 +154,11 @@ class Buffer(Suspending, LowLatencyCalls):
         self._buffers.check_alive()
         callers = self._stream.begin(topk_idx, previous_event, async_finish)
         try:
-            made = dispatch_layout(topk_idx, as_int("num_experts", num_experts), self.group_size, self._buffers.num_nodes)
+            layout = dispatch_layout(topk_idx, as_int("num_experts", num_experts), self.group_size, self._buffers.num_nodes)
         except BaseException:
             self._stream.abort(callers)
             raise
-        return *made, self._stream.end(callers, async_finish, (topk_idx,), made)
+        return *layout, self._stream.end(callers, async_finish, (topk_idx,), layout)
 
     def dispatch(
         self,
@@ -208,22 +208,22 @@ class Buffer(Suspending, LowLatencyCalls):
             callers = self._stream.begin(x, previous_event, async_finish)
         except (TypeError, ValueError) as error:
             raise (handle.buffer if isinstance(handle, Handle) else self._buffers).refuse(error) from None
-        told: tuple[Any, ...] = (None, None, None, None)
+        routed: tuple[Any, ...] = (None, None, None, None)
         try:
             if handle is not None:
                 out = send_along(self._buffers, x, in_rows(x_scales, x), handle, topk_idx, num_sms)
             else:
                 routing = Routing(is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens)
-                out, told = send(self._buffers, x, in_rows(x_scales, x), routing, num_sms)
+                out, routed = send(self._buffers, x, in_rows(x_scales, x), routing, num_sms)
             recv_scales = as_given(out.recv_x_scales, x_scales)
         except BaseException:
             self._stream.abort(callers)
             raise
-        given = x, x_scales, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert
-        event = self._stream.end(callers, async_finish, given, (out.recv_x, recv_scales, *told[:2]))
-        recv_topk_idx, recv_topk_weights, counts, made = told
+        inputs = x, x_scales, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert
+        event = self._stream.end(callers, async_finish, inputs, (out.recv_x, recv_scales, *routed[:2]))
+        recv_topk_idx, recv_topk_weights, counts, new_handle = routed
         recv_x = out.recv_x if x_scales is None else (out.recv_x, recv_scales)
-        return recv_x, recv_topk_idx, recv_topk_weights, counts, made, event
+        return recv_x, recv_topk_idx, recv_topk_weights, counts, new_handle, event
 
     def combine(
         self,
@@ -261,8 +261,8 @@ class Buffer(Suspending, LowLatencyCalls):
         except BaseException:
             self._stream.abort(callers)
             raise
-        given = (x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,)))
-        return combined_x, back, self._stream.end(callers, async_finish, given, (combined_x, back))
+        inputs = (x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,)))
+        return combined_x, back, self._stream.end(callers, async_finish, inputs, (combined_x, back))
 
     # ---- calls of DeepEP that are not served ----
 

@@ -364,10 +364,10 @@ class EPBuffer(_BufferOfGroup):
         order is open. Several tensors, bf16 and fp16 are taken too. Collective."""
         return self._moved("return_gradients", redundant_expert_grads, expert_grads, redundancy_mapping, num_sms, previous_event)
 
-    def _moved(self, name: str, *given: Any) -> EventOverlap:
+    def _moved(self, name: str, *arguments: Any) -> EventOverlap:
         if self._region is None:
             raise ValueError("this EPBuffer has no load-balancing region; give it lb_allocation_plan_or_num_bytes=BufferAllocator()")
-        return self._region.move(name, *given)
+        return self._region.move(name, *arguments)
 
     def destroy(self) -> None:
         """Free the memory, as that of an ElasticBuffer; tensors of the plan keep theirs."""

@@ -111,13 +111,13 @@ class ElasticCalls:
             raise
         if not (mode.is_async or mode.is_deferred):
             return *_results(out, handle, scales, by_column), EventOverlap()
-        given = rows, scales, routing.topk_idx, routing.topk_weights, stats
-        made = out.recv_x, out.recv_x_scales, out.recv_topk_idx, out.recv_topk_weights, *handle.native.tensors
+        inputs = rows, scales, routing.topk_idx, routing.topk_weights, stats
+        outputs = out.recv_x, out.recv_x_scales, out.recv_topk_idx, out.recv_topk_weights, *handle.native.tensors
         if mode.is_deferred:
-            event = self.stream.end(callers, mode.is_async, given, made)
+            event = self.stream.end(callers, mode.is_async, inputs, outputs)
             return DeferredResults(event, _after(out.hook, partial(_results, out, handle, scales, by_column)))
         results = _results(out, handle, scales, by_column)
-        return *results, self.stream.end(callers, mode.is_async, given, (*made, *(results[0] if scales is not None else ())))
+        return *results, self.stream.end(callers, mode.is_async, inputs, (*outputs, *(results[0] if scales is not None else ())))
 
     def combine(
         self, x: Tensor, handle: EPHandle, topk_weights: Tensor | None, bias: Any, mode: Mode
@@ -142,8 +142,8 @@ class ElasticCalls:
             raise
         if not (mode.is_async or mode.is_deferred):
             return combined, back, EventOverlap()
-        given = x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,)), *handle.native.tensors
-        event = self.stream.end(callers, mode.is_async, given, (combined, back))
+        inputs = x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,)), *handle.native.tensors
+        event = self.stream.end(callers, mode.is_async, inputs, (combined, back))
         if mode.is_deferred:
             return DeferredResults(event, _after(hook, lambda: (combined, back)))
         return combined, back, event
@@ -171,8 +171,8 @@ class ElasticCalls:
         if routing.topk_idx is not None:
             raise buffer.refuse(ValueError("topk_idx and handle were both given; a handle repeats the routing of its own dispatch"))
         if routing.do_expand != handle.do_expand:
-            told = f"do_expand is {routing.do_expand}, and the handle's dispatch had {handle.do_expand}; pass do_expand=handle.do_expand"
-            raise buffer.refuse(ValueError(told))
+            message = f"do_expand is {routing.do_expand}, and the handle's dispatch had {handle.do_expand}; pass do_expand=handle.do_expand"
+            raise buffer.refuse(ValueError(message))
         weights, num_sms = routing.topk_weights, mode.num_sms or handle.num_sms or None
         return dispatch_along(
             buffer, rows, scales, handle.native, None if weights is None else detached(weights), num_sms, return_hook=mode.is_deferred
@@ -180,8 +180,8 @@ class ElasticCalls:
 
     def _checked(self, handle: object) -> EPHandle:
         if not isinstance(handle, EPHandle):
-            told = f"handle is a {type(handle).__name__}; it must be the EPHandle that a dispatch returned"
-            raise self.buffers.refuse(TypeError(told))
+            message = f"handle is a {type(handle).__name__}; it must be the EPHandle that a dispatch returned"
+            raise self.buffers.refuse(TypeError(message))
         return handle
 
 

@@ -50,5 +50,5 @@ class Region:
         except BaseException:
             self._stream.abort(callers)
             raise
-        given = [tensor for tensors in (slots, home) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)]
-        return self._stream.end(callers, True, [copies, *given], [])
+        moved = [tensor for tensors in (slots, home) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)]
+        return self._stream.end(callers, True, [copies, *moved], [])

@@ -188,8 +188,8 @@ class HybridEPBuffer(Suspending):
         routed = routing_map, topk_idx, probs, topk_weights, num_of_experts
         try:
             if non_blocking and not is_bounded:
-                told = "non_blocking is True and num_permuted_tokens is None; give the number of rows, as nobody waits to learn it"
-                raise ValueError(told)
+                message = "non_blocking is True and num_permuted_tokens is None; give the number of rows, as nobody waits to learn it"
+                raise ValueError(message)
             how = () if handle is not None else (_bound_of(num_permuted_tokens), _alignment_of(pad_multiple))
         except (TypeError, ValueError) as error:
             raise self._refuse(error, handle, _Routing(*routed), is_bounded) from None
@@ -314,8 +314,8 @@ class HybridEPBuffer(Suspending):
         if isinstance(routing.routing_map, Tensor):
             num_experts = routing.routing_map.shape[-1]
         else:
-            given = as_int("num_of_experts", routing.num_experts or 0)
-            num_experts = given or self.configurer.buffer_config.num_of_experts_per_rank * self.group_size
+            num_of_experts = as_int("num_of_experts", routing.num_experts or 0)
+            num_experts = num_of_experts or self.configurer.buffer_config.num_of_experts_per_rank * self.group_size
         if num_experts < 1 or num_experts % self.group_size:
             raise ValueError(f"the number of experts is {num_experts}; it must be a multiple of the group's {self.group_size} ranks")
         return num_experts
@@ -369,8 +369,8 @@ class HybridEPBuffer(Suspending):
 
     def _checked(self, handle: Any) -> HybridHandle:
         if not isinstance(handle, HybridHandle):
-            told = f"handle is a {type(handle).__name__}; it must be the handle that a dispatch of HybridEPBuffer returned"
-            raise self._buffers.refuse(TypeError(told))
+            message = f"handle is a {type(handle).__name__}; it must be the handle that a dispatch of HybridEPBuffer returned"
+            raise self._buffers.refuse(TypeError(message))
         return handle
 
     def _refuse(self, error: _Error, handle: HybridHandle | None, routing: _Routing, is_bounded: bool) -> _Error:

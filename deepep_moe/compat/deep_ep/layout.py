@@ -42,8 +42,8 @@ def lanes_of_ranks(is_token_in_rank: Tensor, num_experts: int) -> Tensor:
     """Return a topk_idx [num_tokens, num_ranks] int64 for tokens whose experts the caller keeps to himself: lane r names the first expert
     of rank r, or -1. Raises ValueError for another shape."""
     if is_token_in_rank.dim() != 2 or is_token_in_rank.dtype != torch.bool:
-        found = f"shape {list(is_token_in_rank.shape)} and dtype {is_token_in_rank.dtype}"
-        raise ValueError(f"is_token_in_rank has {found}; it must be [num_tokens, num_ranks] torch.bool")
+        wrong = f"shape {list(is_token_in_rank.shape)} and dtype {is_token_in_rank.dtype}"
+        raise ValueError(f"is_token_in_rank has {wrong}; it must be [num_tokens, num_ranks] torch.bool")
     num_ranks = is_token_in_rank.shape[1]
     first = torch.arange(0, num_experts, num_experts // num_ranks, device=is_token_in_rank.device)
     return torch.where(is_token_in_rank, first, -1)

@@ -18,7 +18,7 @@ from deepep_moe.low_latency.handle import LowLatencyOutput
 from deepep_moe.ops import ue8m0
 
 Hook = Callable[[], None]
-_Made = TypeVar("_Made")
+_Out = TypeVar("_Out")
 _REFUSED = {
     "x_global_scale": "as rows do not travel in NVFP4; pass use_fp8=True",
     "use_ue8m0_for_sf": "as rows do not travel in NVFP4; pass use_fp8=True, round_scale=True and use_ue8m0=True",
@@ -133,9 +133,9 @@ class LowLatencyCalls:
                 out.hook()
             finish(out, received)
 
-        given = x, topk_idx, stats, wait_stats
+        inputs = x, topk_idx, stats, wait_stats
         (out, received), event = self._run(
-            x, async_finish, send, given, lambda made: (*made[0], made[0].handle.state, made[1].rows, made[1].scales)
+            x, async_finish, send, inputs, lambda outputs: (*outputs[0], outputs[0].handle.state, outputs[1].rows, outputs[1].scales)
         )
         recv_x = (received.rows, received.scales) if use_fp8 else received.rows
         handle = DispatchHandle(buffer, out.handle, most)
@@ -208,8 +208,8 @@ class LowLatencyCalls:
 
         def send() -> tuple[Tensor, Hook | None]:
             with waits:
-                made = buffer.combine(rows, native, topk_weights=weights, out=out, return_hook=return_recv_hook)
-            return made if return_recv_hook else (made, None)
+                combined = buffer.combine(rows, native, topk_weights=weights, out=out, return_hook=return_recv_hook)
+            return combined if return_recv_hook else (combined, None)
 
         @outside_graph
         def receive() -> None:
@@ -217,8 +217,8 @@ class LowLatencyCalls:
             with waits:
                 hook()
 
-        given = x, rows, topk_weights, native.state, out, combine_wait_recv_cost_stats
-        (combined_x, hook), event = self._run(rows, async_finish, send, given, lambda made: made)
+        inputs = x, rows, topk_weights, native.state, out, combine_wait_recv_cost_stats
+        (combined_x, hook), event = self._run(rows, async_finish, send, inputs, lambda outputs: outputs)
         return combined_x, event, None if hook is None else receive
 
     def get_next_low_latency_combine_buffer(self, handle: DispatchHandle) -> Tensor:
@@ -269,22 +269,22 @@ class LowLatencyCalls:
 
     def _checked(self, handle: object) -> DispatchHandle:
         if not isinstance(handle, DispatchHandle):
-            told = f"handle is a {type(handle).__name__}; pass what low_latency_dispatch returned, not a copy of its elements"
-            raise self._low_latency.refuse(TypeError(told))
+            message = f"handle is a {type(handle).__name__}; pass what low_latency_dispatch returned, not a copy of its elements"
+            raise self._low_latency.refuse(TypeError(message))
         return handle
 
     def _run(
-        self, x: Tensor, is_async: bool, send: Callable[[], _Made], given: Iterable[object], tensors_of: Callable[[_Made], Iterable[object]]
-    ) -> tuple[_Made, EventOverlap]:
-        """Return what `send()` returns, run where V1 runs a call on `x`, and the event of the call. It reads the tensors `given`, and has
+        self, x: Tensor, is_async: bool, send: Callable[[], _Out], inputs: Iterable[object], tensors_of: Callable[[_Out], Iterable[object]]
+    ) -> tuple[_Out, EventOverlap]:
+        """Return what `send()` returns, run where V1 runs a call on `x`, and the event of the call. It reads the tensors `inputs`, and has
         made those that `tensors_of` names."""
         callers = self._stream.begin(x, None, is_async)
         try:
-            made = send()
+            outputs = send()
         except BaseException:
             self._stream.abort(callers)
             raise
-        return made, self._stream.end(callers, is_async, given, tensors_of(made))
+        return outputs, self._stream.end(callers, is_async, inputs, tensors_of(outputs))
 
 
 # ---- arguments ----

@@ -43,8 +43,8 @@ class LowLatencyBuffers(Buffers):
         Collective where there is none yet. Raises what the construction of a LowLatencyBuffer raises."""
         sizes = x.shape[1], num_experts, topk_idx.shape[1]
         buffer = self._of(sizes, num_max_tokens)
-        self._latest = made = self._make(sizes, num_max_tokens, x.device) if buffer is None else buffer
-        return made
+        self._latest = latest = self._make(sizes, num_max_tokens, x.device) if buffer is None else buffer
+        return latest
 
     def refuse_dispatch(self, error: _Error, x: Tensor, topk_idx: Tensor, num_max_tokens: int, num_experts: int) -> _Error:
         """Tell the peers that this rank does not make the dispatch for which they call `get` with these arguments. Return `error`."""
@@ -101,9 +101,9 @@ class LowLatencyBuffers(Buffers):
         """Leave a rank out in all buffers, those to come too, or take it back. Raises ValueError for this rank, or for one
         that does not exist."""
         self.check_alive()
-        num_ranks, own = self.group.size(), self.group.rank()
-        if not 0 <= rank < num_ranks or rank == own:
-            raise ValueError(f"rank_to_mask is {rank}; it must be one of 0 to {num_ranks - 1}, and not this rank, {own}")
+        num_ranks, own_rank = self.group.size(), self.group.rank()
+        if not 0 <= rank < num_ranks or rank == own_rank:
+            raise ValueError(f"rank_to_mask is {rank}; it must be one of 0 to {num_ranks - 1}, and not this rank, {own_rank}")
         if not self._buffers:
             (self._masked_early.add if masked else self._masked_early.discard)(rank)
         for buffer in self._buffers.values():

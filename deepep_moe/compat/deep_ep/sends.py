@@ -102,8 +102,8 @@ def _counts_of_all(buffers: GrowingBuffers, buffer: Buffer, routing: Routing, al
     """Return how many tokens each local expert receives. Without topk_idx the rows received do not show it, so ranks exchange their own
     counts. Collective."""
     assert routing.num_tokens_per_expert is not None
-    own = routing.num_tokens_per_expert.tolist()
-    told = gather_objects(own, buffers.group, buffers.num_ranks, "counts of a DeepEP dispatch without topk_idx", config.timeout_s(), list)
+    mine = routing.num_tokens_per_expert.tolist()
+    table = gather_objects(mine, buffers.group, buffers.num_ranks, "counts of a DeepEP dispatch without topk_idx", config.timeout_s(), list)
     first = buffer.rank * buffer.num_local_experts
-    counts = torch.tensor(told).sum(0)[first : first + buffer.num_local_experts].tolist()
+    counts = torch.tensor(table).sum(0)[first : first + buffer.num_local_experts].tolist()
     return [-(-count // alignment) * alignment for count in counts]

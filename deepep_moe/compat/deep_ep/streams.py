@@ -46,18 +46,18 @@ class CommStream:
             torch.cuda.set_stream(stream)
         return callers
 
-    def end(self, callers: "torch.cuda.Stream | None", is_async: bool, given: "Iterable[Any]", made: "Iterable[Any]") -> EventOverlap:
-        """Return to the caller's stream, and return the call's event. `given`, `made`: its tensors, whose memory both streams use."""
+    def end(self, callers: "torch.cuda.Stream | None", is_async: bool, inputs: "Iterable[Any]", outputs: "Iterable[Any]") -> EventOverlap:
+        """Return to the caller's stream, and return the call's event. `inputs`, `outputs`: its tensors, whose memory both streams use."""
         if not is_async:
             return EventOverlap()
         event = EventHandle()
         if callers is not None:
-            own = self.get()
+            stream = self.get()
             torch.cuda.set_stream(callers)
-            for tensor in given:
+            for tensor in inputs:
                 if isinstance(tensor, Tensor):
-                    tensor.record_stream(own)
-            for tensor in made:
+                    tensor.record_stream(stream)
+            for tensor in outputs:
                 if isinstance(tensor, Tensor):
                     tensor.record_stream(callers)
         return EventOverlap(event)

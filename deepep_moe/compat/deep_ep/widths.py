@@ -68,9 +68,9 @@ def combine_with_lanes(
     has the expert. Raises the errors of `Buffer.combine`.
     """
     calls = buffer.calls
-    made = native.combine_rows(calls, x, handle, None, bias, num_sms, lanes=lanes)
-    if made is not None:
-        return made.combined_x, made.topk_weight_grads
+    output = native.combine_rows(calls, x, handle, None, bias, num_sms, lanes=lanes)
+    if output is not None:
+        return output.combined_x, output.topk_weight_grads
     mode = calls.mode_of(num_sms)
     calls.refuse_on_failure(check_tensors, x, is_operator=False, topk_weights=lanes, bias=bias)
     calls.refuse_on_failure(check_owner, handle, calls.number)
