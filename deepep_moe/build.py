@@ -72,12 +72,12 @@ def main(arguments: list[str]) -> int:
     if not _C.build_info()["nvlink"]:
         parser.error(without_nvcc(f"kernels, which {' and '.join(wanted)} would call"))
     print(f"building {' and '.join(wanted)} for {sys.executable}, which takes some minutes")
-    built, told = build(wanted, isolated=not options.no_build_isolation)
+    built, output = build(wanted, isolated=not options.no_build_isolation)
     missing = [name for name in wanted if name not in built]
     if options.verbose:
-        print(told)
+        print(output)
     elif missing:
-        lines = [line.strip() for line in told.splitlines()]
+        lines = [line.strip() for line in output.splitlines()]
         print("\n".join([line for line in lines if line.startswith("deepep_moe")] or lines[-20:]))
     for name in wanted:
         print(f"{name}: {'built' if name in built else 'not built, see above; -v shows all that the build says'}")

@@ -23,15 +23,15 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the subcommand that `arguments` name, by default those of the program, and return its exit code."""
-    given = sys.argv[1:] if arguments is None else arguments
-    if given and given[0] in COMMANDS:
-        return importlib.import_module(COMMANDS[given[0]][0]).main(given[1:]) or 0
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in COMMANDS:
+        return importlib.import_module(COMMANDS[arguments[0]][0]).main(arguments[1:]) or 0
     from deepep_moe._C import __version__
 
-    told = "\n".join(f"  {name:<10}{what}" for name, (_, what) in COMMANDS.items())
-    parser = Parser("deepep-moe", epilog=f"commands:\n{told}", formatter_class=argparse.RawDescriptionHelpFormatter)
+    listed = "\n".join(f"  {name:<10}{what}" for name, (_, what) in COMMANDS.items())
+    parser = Parser("deepep-moe", epilog=f"commands:\n{listed}", formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"deepep_moe {__version__}")
     parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="COMMAND", help="deepep-moe COMMAND --help shows its options")
-    parser.parse_args(given)
+    parser.parse_args(arguments)
     parser.print_help()
     return 0

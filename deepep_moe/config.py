@@ -52,8 +52,8 @@ def names_no_local_rank() -> str:
     """Return why the local rank is unknown where Slurm or Open MPI started several processes and nobody set `LOCAL_RANK`, else ""."""
     for rank, size in (("SLURM_LOCALID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")):
         if "LOCAL_RANK" not in os.environ and rank in os.environ and os.environ.get(size, "1") != "1":
-            told = f"{size}={os.environ[size]} and LOCAL_RANK is not set"
-            return f"{told}; set LOCAL_RANK to {rank}, and LOCAL_WORLD_SIZE to the ranks of this host"
+            cause = f"{size}={os.environ[size]} and LOCAL_RANK is not set"
+            return f"{cause}; set LOCAL_RANK to {rank}, and LOCAL_WORLD_SIZE to the ranks of this host"
     return ""
 
 
@@ -97,8 +97,8 @@ def trace_folder() -> Path | None:
 
 def cache_folder() -> Path | None:
     """Folder of what this library keeps for the user: in `XDG_CACHE_HOME`, else in ~/.cache; None where the user has no home."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(given if os.path.isabs(given) else os.path.expanduser("~/.cache"))  # by its specification a relative one does not count
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(folder if os.path.isabs(folder) else os.path.expanduser("~/.cache"))  # by its specification a relative one does not count
     return base / "deepep_moe" if base.is_absolute() else None
 
 
@@ -114,8 +114,8 @@ def log_level() -> str | None:
     """
     level = os.environ.get("DEEPEP_MOE_LOG", "").strip().upper()
     if level not in ("", *_LEVELS):
-        given = os.environ["DEEPEP_MOE_LOG"]
-        raise ValueError(f"environment variable DEEPEP_MOE_LOG={given!r} is no level; unset it or give one of {', '.join(_LEVELS).lower()}")
+        value = os.environ["DEEPEP_MOE_LOG"]
+        raise ValueError(f"environment variable DEEPEP_MOE_LOG={value!r} is no level; unset it or give one of {', '.join(_LEVELS).lower()}")
     return level or None
 
 
@@ -124,7 +124,7 @@ def with_variables(values: dict[str, str]) -> dict[str, str]:
     return {**os.environ, **values}
 
 
-def given(names: Iterable[str]) -> dict[str, str]:
+def variables(names: Iterable[str]) -> dict[str, str]:
     """Return the environment variables among `names` that are set, with their values. NVSHMEM reads its settings there itself."""
     return {name: os.environ[name] for name in names if name in os.environ}
 

@@ -33,16 +33,16 @@ def check_torch() -> str:
             raise
         raise ModuleNotFoundError(f"deepep_moe needs PyTorch, which {sys.executable} does not have; {advice}", name="torch") from None
     numbers = tuple(map(int, re.findall(r"\d+", str(version))[:2]))
-    told = f"deepep_moe is made for PyTorch {'.'.join(map(str, TORCH[0]))} to {TORCH[1][0]}.{TORCH[1][1] - 1}, and {version} is installed"
+    reason = f"deepep_moe is made for PyTorch {'.'.join(map(str, TORCH[0]))} to {TORCH[1][0]}.{TORCH[1][1] - 1}, and {version} is installed"
     if numbers < TORCH[0]:
-        raise ImportError(f"{told}; {advice}")
-    return "" if numbers < TORCH[1] else f"{told}; where something fails, {advice}"
+        raise ImportError(f"{reason}; {advice}")
+    return "" if numbers < TORCH[1] else f"{reason}; where something fails, {advice}"
 
 
 def why_not_built(package: Path = _PACKAGE) -> str:
     """Return why `package` has no `_C` for this Python."""
     this = f"{sys.version_info.major}.{sys.version_info.minor}"
-    built_for = [found[1] for path in package.glob("_C.*.so") if (found := re.search(r"cpython-3(\d+)", path.name))]
+    built_for = [match[1] for path in package.glob("_C.*.so") if (match := re.search(r"cpython-3(\d+)", path.name))]
     if built_for:
         others = ", ".join(f"3.{minor}" for minor in sorted(built_for, key=int))
         return f"deepep_moe in {package} was built for Python {others}, and this is Python {this}; install it with {sys.executable} -m pip"

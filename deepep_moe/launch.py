@@ -14,18 +14,18 @@ from deepep_moe.topology.option import add_bind
 
 def parser() -> argparse.ArgumentParser:
     """Return torchrun's parser with the options of this module."""
-    found = Parser("deepep-moe launch", description=__doc__, parents=[run.get_args_parser()], conflict_handler="resolve")
-    own = found.add_argument_group("deepep_moe")
-    add_bind(own)
-    own.add_argument("--nccl-settings", action="store_true", help="set what `deepep-moe topology nccl` advises and nobody set")
-    return found
+    cli = Parser("deepep-moe launch", description=__doc__, parents=[run.get_args_parser()], conflict_handler="resolve")
+    group = cli.add_argument_group("deepep_moe")
+    add_bind(group)
+    group.add_argument("--nccl-settings", action="store_true", help="set what `deepep-moe topology nccl` advises and nobody set")
+    return cli
 
 
 def bound(options: argparse.Namespace) -> argparse.Namespace:
     """Return torchrun's `options` with the command wrapped into one that binds itself first."""
     command = [options.training_script, *options.training_script_args]
     if not options.no_python:
-        python = config.given(["PYTHON_EXEC"]).get("PYTHON_EXEC", sys.executable)
+        python = config.variables(["PYTHON_EXEC"]).get("PYTHON_EXEC", sys.executable)
         command = [python, "-u", *(["-m"] if options.module else []), *command]
     changed = {"no_python": True, "module": False, "training_script": sys.executable}
     arguments = ["-m", "deepep_moe.topology.bound", *command]

@@ -30,10 +30,10 @@ def load() -> ModuleType | str:
         module = importlib.import_module("deepep_moe._nvshmem")
     except ImportError as error:
         return f"the module deepep_moe._nvshmem does not load with {library}: {error}; {_REBUILD}"
-    built, found = module.version_built(), module.version_found()
-    if built[:2] != found[:2]:
+    built, loaded = module.version_built(), module.version_found()
+    if built[:2] != loaded[:2]:
         return (
-            f"deepep_moe._nvshmem was built for NVSHMEM {dotted(built)}, and this process has {dotted(found)} ({library}); "
+            f"deepep_moe._nvshmem was built for NVSHMEM {dotted(built)}, and this process has {dotted(loaded)} ({library}); "
             f"install NVSHMEM {built[0]}.{built[1]}, or build deepep_moe again for this one"
         )
     return module

@@ -50,7 +50,7 @@ class Environment:
     """The machine. `root`: the folder that has /proc, /sys and /dev; `variables`: those of the environment; `run`: runs a command."""
 
     root: Path = Path("/")
-    variables: Mapping[str, str] = field(default_factory=lambda: config.given(("CUDA_HOME", "CUDA_VISIBLE_DEVICES")))
+    variables: Mapping[str, str] = field(default_factory=lambda: config.variables(("CUDA_HOME", "CUDA_VISIBLE_DEVICES")))
     run: Callable[[list[str], float], Ran] = run
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -77,8 +77,8 @@ class Environment:
         folder = Path(__file__).parent
         ran = self.python(str(folder / "facts.py"), str(folder.parents[1]))  # the facts of the package that has this module
         lines = [json.loads(line) for line in ran.output.splitlines() if line.startswith("{")]
-        found = {name: value for line in lines for name, value in line.items()}
-        return found if ran.code == 0 else found | {"error": ran.why()}
+        facts = {name: value for line in lines for name, value in line.items()}
+        return facts if ran.code == 0 else facts | {"error": ran.why()}
 
     @property
     def gpus(self) -> list[dict[str, Any]]:

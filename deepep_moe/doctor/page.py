@@ -55,10 +55,10 @@ def _exchange(env: Environment, backend: str, num_ranks: int) -> tuple[str, ...]
     ran = env.python("-m", "deepep_moe.doctor.selftest", backend, str(num_ranks), timeout_s=_TEST_S)
     if ran.code != 0:
         return FAULT, f"{num_ranks} ranks failed: {ran.why()}", "mend what the lines above report; else file an issue with this page"
-    told = json.loads(ran.output.splitlines()[-1])
-    if told["wrong"]:
-        return FAULT, f"results differ from deepep_moe.reference: {', '.join(told['wrong'][:4])}", "file an issue with this page"
-    return OK, f"{num_ranks} ranks, the reference's bits; dispatch {told['dispatch']:.1f} GB/s, combine {told['combine']:.1f} GB/s"
+    results = json.loads(ran.output.splitlines()[-1])
+    if results["wrong"]:
+        return FAULT, f"results differ from deepep_moe.reference: {', '.join(results['wrong'][:4])}", "file an issue with this page"
+    return OK, f"{num_ranks} ranks, the reference's bits; dispatch {results['dispatch']:.1f} GB/s, combine {results['combine']:.1f} GB/s"
 
 
 def backends(findings: list[Finding]) -> dict[str, str]:

@@ -83,8 +83,8 @@ def main(backend: str, num_ranks: int) -> None:
     from deepep_moe.doctor import selftest  # not this file as __main__: ranks import their function by its module's name
 
     ranks = run_ranks(selftest.exchange, num_ranks, backend, timeout_s=90, start_method="spawn" if backend == "nvlink" else "forkserver")
-    wrong = [f"{case} on rank {rank}" for rank, told in enumerate(ranks) for case in told["wrong"]]
-    print(json.dumps({"wrong": wrong} | {op: min(told[op] for told in ranks) for op in ("dispatch", "combine")}))
+    wrong = [f"{case} on rank {rank}" for rank, results in enumerate(ranks) for case in results["wrong"]]
+    print(json.dumps({"wrong": wrong} | {op: min(results[op] for results in ranks) for op in ("dispatch", "combine")}))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ _INTEGRATIONS = (  # package, from, first that is too new (as pyproject.toml has
 
 def numbers(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version: (2, 13, 0) of "2.13.0+cu130"."""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def version_of(package: str) -> str | None:
@@ -60,9 +60,9 @@ def nvshmem(env: Environment) -> tuple[str, ...]:
     """The module `_nvshmem` is built, loads, and finds the NVSHMEM that it was built for."""
     if not env.facts["features"]["nvshmem"]:
         return ABSENT, "the module deepep_moe._nvshmem is not built; only GPUs of several hosts need it (docs/install.md)"
-    told = env.facts.get("nvshmem") or f"loading it ended the process: {env.facts['error']}; install NVSHMEM and deepep_moe again"
-    wrong, _, advice = told.partition("; ")
-    return (FAULT, wrong, advice) if advice else (OK, told)
+    finding = env.facts.get("nvshmem") or f"loading it ended the process: {env.facts['error']}; install NVSHMEM and deepep_moe again"
+    wrong, _, advice = finding.partition("; ")
+    return (FAULT, wrong, advice) if advice else (OK, finding)
 
 
 @check("GPU kernels", "features")

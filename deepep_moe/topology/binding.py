@@ -46,26 +46,26 @@ def bind(local_rank: int | None = None, num_ranks: int | None = None, *, root: s
     if not 0 <= local_rank < num_ranks:
         raise ValueError(f"`local_rank` is {local_rank} of {num_ranks} ranks; pass one from 0 to {num_ranks - 1}, or start with torchrun")
     topology = read(root)
-    places = place(topology, num_ranks, config.given(["CUDA_VISIBLE_DEVICES"]).get("CUDA_VISIBLE_DEVICES"))
-    own = places[local_rank]
+    places = place(topology, num_ranks, config.variables(["CUDA_VISIBLE_DEVICES"]).get("CUDA_VISIBLE_DEVICES"))
+    own_place = places[local_rank]
     if unknown:  # every process would take the place of rank 0
-        return Binding(own, (), (unknown,))
+        return Binding(own_place, (), (unknown,))
     if config.mark_bound():  # the CPUs that this process may use are its own share already
-        return Binding(own, (), ("this process was bound before",))
+        return Binding(own_place, (), ("this process was bound before",))
     done: list[str] = []
-    left = list(own.notes)
+    left = list(own_place.notes)
     # Another launcher, such as `srun --cpu-bind`, may have given this rank its share of the CPUs: dividing it again would leave a share of
     # a share. A cpuset that all ranks have together is larger.
     parent, allowed = allowed_cpus_of(os.getppid(), root) or (), topology.allowed_cpus or ()
     if num_ranks > 1 and allowed and len(allowed) * num_ranks <= len(parent):
         left.append(f"CPUs {format_cpulist(allowed)} are this rank's share already, by who started it")
         config.mark_bound(has_own_cpus=True)
-    elif own.cpus:
-        why_not = set_affinity(own.cpus)
+    elif own_place.cpus:
+        why_not = set_affinity(own_place.cpus)
         config.mark_bound(has_own_cpus=not why_not)
-        results = {f"CPUs {format_cpulist(own.cpus)}": why_not}
-        if own.node is not None:
-            results[f"memory of NUMA node {own.node}"] = prefer_memory(own.node)
+        results = {f"CPUs {format_cpulist(own_place.cpus)}": why_not}
+        if own_place.node is not None:
+            results[f"memory of NUMA node {own_place.node}"] = prefer_memory(own_place.node)
         done += [what for what, reason in results.items() if not reason]
         left += [f"{what}: {reason}" for what, reason in results.items() if reason]
     variables, reason = network_variables(topology, places)
@@ -75,7 +75,7 @@ def bind(local_rank: int | None = None, num_ranks: int | None = None, *, root: s
     new = config.set_unless_given(variables)
     done += [f"{name}={value}" for name, value in new.items()]
     left += [*filter(None, (reason,)), *(f"{name} is set" for name in variables if name not in new)]
-    return Binding(own, tuple(done), tuple(left))
+    return Binding(own_place, tuple(done), tuple(left))
 
 
 def set_affinity(cpus: tuple[int, ...]) -> str:
@@ -98,8 +98,8 @@ def prefer_memory(node: int) -> str:
     if numa.numa_available() < 0:
         return "the kernel has no memory policies, or this container forbids them"
     numa.numa_set_preferred(node)
-    found = numa.numa_preferred()
-    return "" if found == node else f"libnuma reports node {found} afterwards"
+    preferred = numa.numa_preferred()
+    return "" if preferred == node else f"libnuma reports node {preferred} afterwards"
 
 
 def network_variables(topology: Topology, places: tuple[Placement, ...]) -> tuple[dict[str, str], str]:
@@ -110,15 +110,15 @@ def network_variables(topology: Topology, places: tuple[Placement, ...]) -> tupl
     """
     if not topology.nics:
         return {}, ""
-    if not all(own.nics for own in places):
+    if not all(rank_place.nics for rank_place in places):
         return {}, "NICs: not every rank has a GPU and a NIC beside it; NVSHMEM and NCCL choose"
     if any(nic.driver == "efa" for nic in topology.nics):
         return {}, "NICs: EFA's libfabric chooses them"
-    allowed = dict.fromkeys(nic for own in places for nic in own.nics)
+    allowed = dict.fromkeys(nic for rank_place in places for nic in rank_place.nics)
     nccl = {"NCCL_IB_HCA": "=" + ",".join(allowed)}  # "=": else mlx5_1 would allow mlx5_10 too
-    if given := config.given(_NVSHMEM):
-        return nccl, f"NVSHMEM's NICs: {', '.join(given)} is set"
-    runs = [(nic, len(list(ranks))) for nic, ranks in groupby(own.nics[0] for own in places)]
+    if preset := config.variables(_NVSHMEM):
+        return nccl, f"NVSHMEM's NICs: {', '.join(preset)} is set"
+    runs = [(nic, len(list(ranks))) for nic, ranks in groupby(rank_place.nics[0] for rank_place in places)]
     if len({nic for nic, _ in runs}) < len(runs):
         return nccl, "NVSHMEM's NICs: ranks that share a NIC do not follow each other; NVSHMEM chooses"
     if len(runs) == len(places):

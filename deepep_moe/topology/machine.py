@@ -122,19 +122,19 @@ class Topology:
         NICs in another NUMA node, or in an unknown one, are never near. GPUs that have the same NICs nearest, such as those of a virtual
         machine that shows NUMA nodes only, share them evenly in the order of bus ids.
         """
-        found = self._candidates(gpu)
-        if not found:
+        nics = self._candidates(gpu)
+        if not nics:
             return ()
-        sharing = [other.index for other in self.gpus if self._candidates(other) == found]
-        first, last = (place * len(found) // len(sharing) for place in (sharing.index(gpu.index), sharing.index(gpu.index) + 1))
-        return found[first : max(last, first + 1)]
+        sharing = [other.index for other in self.gpus if self._candidates(other) == nics]
+        first, last = (place * len(nics) // len(sharing) for place in (sharing.index(gpu.index), sharing.index(gpu.index) + 1))
+        return nics[first : max(last, first + 1)]
 
     def _candidates(self, gpu: Gpu) -> tuple[Nic, ...]:
         usable = [(distance(gpu.pci, nic.pci), nic) for nic in self.nics if nic.active_ports]
         nearest = min((far for far, _ in usable), key=DISTANCES.index, default="SYS")
-        found = [nic for far, nic in usable if far == nearest != "SYS"]
-        fastest = max(map(_rate, found), default=0.0)
-        return tuple(nic for nic in found if _rate(nic) == fastest)
+        nearest_nics = [nic for far, nic in usable if far == nearest != "SYS"]
+        fastest = max(map(_rate, nearest_nics), default=0.0)
+        return tuple(nic for nic in nearest_nics if _rate(nic) == fastest)
 
 
 def _rate(nic: Nic) -> float:

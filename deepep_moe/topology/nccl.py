@@ -77,20 +77,20 @@ def cpu_mask(cpus: tuple[int, ...]) -> str:
 
 def configured(root: Path) -> dict[str, tuple[str, str]]:
     """Return the variables that files set for NCCL: the value and the file of each. NCCL prefers the environment to them."""
-    given = config.given(["NCCL_CONF_FILE"]).get("NCCL_CONF_FILE")
-    file = Path(given) if given else root / "etc/nccl.conf"
+    path = config.variables(["NCCL_CONF_FILE"]).get("NCCL_CONF_FILE")
+    file = Path(path) if path else root / "etc/nccl.conf"
     try:
         lines = file.read_text(errors="replace").splitlines()
     except OSError:
         return {}
     pairs = (re.match(r"\s*(NCCL_\w+)\s*=\s*(.*?)\s*$", line) for line in lines)
-    return {found[1]: (found[2], str(file)) for found in pairs if found}
+    return {match[1]: (match[2], str(file)) for match in pairs if match}
 
 
 def missing(root: Path) -> dict[str, str]:
     """Return the advised values of those `SETTINGS` that neither the environment nor NCCL's file sets."""
-    found = configured(root).keys() | config.given(SETTINGS).keys()
-    return {name: value for name, value in SETTINGS.items() if name not in found}
+    already_set = configured(root).keys() | config.variables(SETTINGS).keys()
+    return {name: value for name, value in SETTINGS.items() if name not in already_set}
 
 
 def report(root: Path, topology_file: Path | None = None) -> str:
@@ -99,7 +99,7 @@ def report(root: Path, topology_file: Path | None = None) -> str:
     files = [topology_file.resolve()] if topology_file else shipped
     settings = {"NCCL_TOPO_FILE": str(files[0]) if files else "FILE"} | SETTINGS
     now = {name: f"{value} ({file})" for name, (value, file) in configured(root).items()}
-    now |= {name: f"{value} (environment)" for name, value in config.given(settings).items()}
+    now |= {name: f"{value} (environment)" for name, value in config.variables(settings).items()}
     lines = [f"{name}={value}  # now: {now.get(name, 'not set')}" for name, value in settings.items()]
     if shipped:
         lines.append(f"The machine's image brings {', '.join(map(str, shipped))}; prefer it to a file made here.")

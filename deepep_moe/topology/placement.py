@@ -68,15 +68,15 @@ def visible_gpus(topology: Topology, visible_devices: str | None) -> tuple[tuple
         return (), "the GPUs are of different kinds, and CUDA orders them by speed; start ranks on GPUs of one kind"
     if visible_devices is None:
         return topology.gpus, ""
-    found: list[Gpu] = []
+    visible: list[Gpu] = []
     for entry in filter(None, map(str.strip, visible_devices.split(","))):
         known = [gpu for gpu in topology.gpus if str(gpu.index) == entry or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))]
         if not known:
             break
-        found.append(known[0])
-    if topology.gpus and visible_devices.strip() and not found:
+        visible.append(known[0])
+    if topology.gpus and visible_devices.strip() and not visible:
         return (
             (),
             f"CUDA_VISIBLE_DEVICES={visible_devices} names no whole GPU of this machine; give indices from 0 to {len(topology.gpus) - 1}",
         )
-    return tuple(found), ""
+    return tuple(visible), ""

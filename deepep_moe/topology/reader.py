@@ -32,8 +32,8 @@ def read(root: str | Path = "/") -> Topology:
 
 def allowed_cpus_of(process: int | str, root: str | Path = "/") -> tuple[int, ...] | None:
     """Return the CPUs that the process of this id may use, None where it is not to be seen."""
-    found = re.search(r"^Cpus_allowed_list:\s*([\d,-]+)$", Tree(Path(root)).text(f"proc/{process}/status"), flags=re.MULTILINE)
-    return parse_cpulist(found[1]) if found else None
+    match = re.search(r"^Cpus_allowed_list:\s*([\d,-]+)$", Tree(Path(root)).text(f"proc/{process}/status"), flags=re.MULTILINE)
+    return parse_cpulist(match[1]) if match else None
 
 
 def _cpu(tree: Tree) -> Cpu:

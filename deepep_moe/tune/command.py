@@ -28,16 +28,16 @@ NOTHING_TO_TUNE = (
 
 
 def parser() -> argparse.ArgumentParser:
-    found = Parser("deepep-moe tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_ranks(found)
+    cli = Parser("deepep-moe tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_ranks(cli)
     sizes = {"num-tokens": 4096, "hidden": 7168, "num-experts": 256, "num-topk": 8, "expert-alignment": 128}
     for name, default in sizes.items():
-        found.add_argument(f"--{name}", type=int, default=default, help=f"default {default}{', per rank' if name == 'num-tokens' else ''}")
-    found.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="of dispatched rows; default bf16. Combined rows are bf16")
-    found.add_argument("--time-limit", type=float, default=150.0, help="seconds for all EP sizes together; default 150")
-    found.add_argument("--output", type=Path, help="file to add the profile to; default the one that Buffer finds by itself")
-    add_bind(found)
-    return found
+        cli.add_argument(f"--{name}", type=int, default=default, help=f"default {default}{', per rank' if name == 'num-tokens' else ''}")
+    cli.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="of dispatched rows; default bf16. Combined rows are bf16")
+    cli.add_argument("--time-limit", type=float, default=150.0, help="seconds for all EP sizes together; default 150")
+    cli.add_argument("--output", type=Path, help="file to add the profile to; default the one that Buffer finds by itself")
+    add_bind(cli)
+    return cli
 
 
 def resolve(options: argparse.Namespace) -> None:

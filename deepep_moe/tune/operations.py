@@ -36,14 +36,14 @@ def _of_layout(buffer: Buffer, shape: Shape, inputs: Inputs, layout: str, num_sm
     return [Operation(op, dtype, layout, row_bytes[dtype], call, num_sms) for (op, dtype), call in calls.items()]
 
 
-def compare_bits(what: str, found: Tensor, expected: Tensor, source: str = "the definition") -> None:
+def compare_bits(what: str, actual: Tensor, expected: Tensor, source: str = "the definition") -> None:
     """Raise EPError unless both tensors are equal bit for bit. `source` says where `expected` comes from."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        raise EPError(f"{what} is {found.dtype} {list(found.shape)}, and not {expected.dtype} {list(expected.shape)}")
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        raise EPError(f"{what} is {actual.dtype} {list(actual.shape)}, and not {expected.dtype} {list(expected.shape)}")
     num_rows = len(expected)
     if num_rows == 0:
         return
-    same = found.contiguous().view(torch.uint8).view(num_rows, -1) == expected.contiguous().view(torch.uint8).view(num_rows, -1)
+    same = actual.contiguous().view(torch.uint8).view(num_rows, -1) == expected.contiguous().view(torch.uint8).view(num_rows, -1)
     num_wrong = int((~same.all(1)).sum())
     if num_wrong:
         raise EPError(f"{what} differs from {source} in {num_wrong} of {num_rows} rows")

@@ -85,14 +85,14 @@ class TuneRank:
 
     def _check_alike(self, machine: str) -> None:
         """Raise EPMismatchError where ranks have unlike GPUs: no profile is for them, and each would try other settings."""
-        told = gather_objects(machine, dist.group.WORLD, self.sizes.num_ranks, "comparison of GPUs", config.timeout_s(), str)
-        check_same([{"the GPU": rank_machine} for rank_machine in told], "tune ranks with equal GPUs and equal shares of them")
+        machines = gather_objects(machine, dist.group.WORLD, self.sizes.num_ranks, "comparison of GPUs", config.timeout_s(), str)
+        check_same([{"the GPU": rank_machine} for rank_machine in machines], "tune ranks with equal GPUs and equal shares of them")
 
     def _calls(self, buffer: Buffer) -> list[Operation]:
         """Return the dispatch in the dtype that was asked for, and the combine, which has bf16 rows."""
         inputs = make_inputs(self.sizes, self.options.num_tokens, self.rank, self.device)
-        made = {(o.op, o.dtype): o for o in operations(buffer, self.sizes, inputs, None) if o.layout == "expert"}
-        return [made["dispatch", _DTYPES[self.options.dtype]], made["combine", "bfloat16"]]
+        by_name = {(o.op, o.dtype): o for o in operations(buffer, self.sizes, inputs, None) if o.layout == "expert"}
+        return [by_name["dispatch", _DTYPES[self.options.dtype]], by_name["combine", "bfloat16"]]
 
     def _sample(self, backend: NvlinkBackend, calls: list[Operation], values: Values, count: int) -> list[float]:
         """Return `count` times of a dispatch and the combine after it, with `values`."""
@@ -112,8 +112,8 @@ class TuneRank:
             backend.use(values)
             out, combined = (operation.call() for operation in calls)
             results.append((out.recv_x.clone(), combined.clone()))
-        for what, expected, found in zip(("recv_x", "combined_x"), *results, strict=True):
-            compare_bits(f"{what} with {best}", found, expected, "that with the default settings")
+        for what, expected, actual in zip(("recv_x", "combined_x"), *results, strict=True):
+            compare_bits(f"{what} with {best}", actual, expected, "that with the default settings")
 
     def _outcome(self, machine: Machine, best: Values, verdict: Verdict | None) -> Outcome:
         if verdict is None:

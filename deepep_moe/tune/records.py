@@ -23,9 +23,9 @@ def commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        told = subprocess.run(
+        git = subprocess.run(
             ["git", "-C", root, "describe", "--always", "--abbrev=10", "--exclude=*", "--dirty=+changes"], capture_output=True, text=True
         )
     except OSError:
         return None
-    return told.stdout.strip() or None
+    return git.stdout.strip() or None

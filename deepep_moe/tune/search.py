@@ -56,10 +56,10 @@ def axes(machine: Machine) -> list[Axis]:
     senders = [n for n in SENDERS if n <= machine.num_sms // 2]
     receivers = [n for n in RECEIVERS if n < machine.num_sms]
     workers = [0, machine.num_sms // 4, machine.num_sms // 2, machine.num_sms * 3 // 4]
-    found = [along("num_sms", senders)]
+    searched = [along("num_sms", senders)]
     if machine.num_ranks > 2:  # with two ranks no sum is for several peers
-        found.append(along("num_sms_of_sums", senders))
-    return [*found, rings, along("num_receive_blocks", receivers), along("num_work_blocks", workers)]
+        searched.append(along("num_sms_of_sums", senders))
+    return [*searched, rings, along("num_receive_blocks", receivers), along("num_work_blocks", workers)]
 
 
 def search(default: Values, machine: Machine, meter: Meter) -> Values:

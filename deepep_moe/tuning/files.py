@@ -15,10 +15,10 @@ _NAME = "profiles.json"
 
 @dataclass(frozen=True)
 class Files:
-    """The files of profiles. `user`: None if the user has no home; `given`: None if `DEEPEP_MOE_PROFILE` is not set."""
+    """The files of profiles. `user`: None if the user has no home; `from_variable`: None if `DEEPEP_MOE_PROFILE` is not set."""
 
     user: Path | None
-    given: Path | None
+    from_variable: Path | None
     packaged: Sequence[Path] = ()
 
     @classmethod
@@ -37,22 +37,22 @@ class Found:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The contents of the files. Later profiles of `found` have priority. `own`: the user's files that were read. `damaged`: errors."""
+    """The contents of the files. Later `profiles` have priority. `user_files`: the user's files that were read. `damaged`: errors."""
 
-    found: tuple[Found, ...] = ()
-    own: tuple[Path, ...] = ()
+    profiles: tuple[Found, ...] = ()
+    user_files: tuple[Path, ...] = ()
     damaged: tuple[str, ...] = ()
     files: Files = field(default_factory=lambda: Files(None, None))
 
     def of_other_machines(self, machine: Machine) -> list[str]:
         """Return a sentence for each of the user's files that has profiles, and none of `machine`."""
-        told = []
-        for file in self.own:
-            machines = {found.profile.machine for found in self.found if found.file == file}
+        sentences = []
+        for file in self.user_files:
+            machines = {entry.profile.machine for entry in self.profiles if entry.file == file}
             if machines and machine not in machines:
                 others = "; ".join(sorted(map(str, machines)))
-                told.append(f"{file} has no profile of this machine ({machine}), only of: {others}; `deepep-moe tune` makes one")
-        return told
+                sentences.append(f"{file} has no profile of this machine ({machine}), only of: {others}; `deepep-moe tune` makes one")
+        return sentences
 
 
 def load(files: Files | None = None) -> Loaded:
@@ -61,14 +61,14 @@ def load(files: Files | None = None) -> Loaded:
     Raises ValueError if the file that `DEEPEP_MOE_PROFILE` names cannot be read.
     """
     files = files or Files.of_environment()
-    found: list[Found] = []
-    own: list[Path] = []
+    all_profiles: list[Found] = []
+    user_files: list[Path] = []
     damaged: list[str] = []
-    for file in (*files.packaged, *(path for path in (files.user, files.given) if path is not None)):
+    for file in (*files.packaged, *(path for path in (files.user, files.from_variable) if path is not None)):
         try:
             profiles = parse(file.read_text(encoding="utf-8"))
         except OSError as error:
-            if file == files.given:
+            if file == files.from_variable:
                 raise ValueError(
                     f"environment variable DEEPEP_MOE_PROFILE={str(file)!r} names a file that cannot be read ({error.strerror}); "
                     "give the path of a file of profiles, or unset it"
@@ -79,14 +79,14 @@ def load(files: Files | None = None) -> Loaded:
         except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
             damaged.append(f"{file} is no file of profiles: {error}. Its profiles are not used; repair or delete it")
             continue
-        found += [Found(profile, file) for profile in profiles]
-        own += [file] if file not in files.packaged else []
-    return Loaded(tuple(found), tuple(own), tuple(damaged), files)
+        all_profiles += [Found(profile, file) for profile in profiles]
+        user_files += [file] if file not in files.packaged else []
+    return Loaded(tuple(all_profiles), tuple(user_files), tuple(damaged), files)
 
 
 def choose(loaded: Loaded, machine: Machine, shape: Shape) -> Found | None:
     """Return the profile for a buffer of `shape` on `machine`, of the file with the highest priority, or None."""
-    fitting = [found for found in loaded.found if found.profile.key == (machine, shape)]
+    fitting = [entry for entry in loaded.profiles if entry.profile.key == (machine, shape)]
     return fitting[-1] if fitting else None
 
 

@@ -90,15 +90,15 @@ class Profile:
 
 def parse(text: str) -> list[Profile]:
     """Return the profiles of a file with this text. Raises ValueError that says what is wrong with which value."""
-    told = json.loads(text)  # its error is a ValueError
-    if not isinstance(told, dict):
-        raise ValueError(f"it holds a {type(told).__name__}, not an object")
-    if told.get("format") != FORMAT:
-        raise ValueError(f"its format is {told.get('format')!r}, this version of deepep_moe reads {FORMAT}")
-    _check_names("the file", told, ("format", "profiles"))
-    if not isinstance(told["profiles"], list):
-        raise ValueError(f"'profiles' is a {type(told['profiles']).__name__}, not a list")
-    profiles = [_profile(f"profile {index}", profile) for index, profile in enumerate(told["profiles"])]
+    content = json.loads(text)  # its error is a ValueError
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a {type(content).__name__}, not an object")
+    if content.get("format") != FORMAT:
+        raise ValueError(f"its format is {content.get('format')!r}, this version of deepep_moe reads {FORMAT}")
+    _check_names("the file", content, ("format", "profiles"))
+    if not isinstance(content["profiles"], list):
+        raise ValueError(f"'profiles' is a {type(content['profiles']).__name__}, not a list")
+    profiles = [_profile(f"profile {index}", profile) for index, profile in enumerate(content["profiles"])]
     keys = [profile.key for profile in profiles]
     for index, key in enumerate(keys):
         if key in keys[:index]:
@@ -111,27 +111,27 @@ def as_text(profiles: Sequence[Profile]) -> str:
     return json.dumps({"format": FORMAT, "profiles": [asdict(profile) for profile in profiles]}, indent=2) + "\n"
 
 
-def _check_names(what: str, told: object, names: Sequence[str]) -> None:
-    if not isinstance(told, dict):
-        raise ValueError(f"{what} is a {type(told).__name__}, not an object")
+def _check_names(what: str, record: object, names: Sequence[str]) -> None:
+    if not isinstance(record, dict):
+        raise ValueError(f"{what} is a {type(record).__name__}, not an object")
     for name in names:
-        if name not in told:
+        if name not in record:
             raise ValueError(f"{what} lacks {name!r}")
-    for name in told:
+    for name in record:
         if name not in names:
             raise ValueError(f"{what} has {name!r}, which this version does not know")
 
 
-def _profile(what: str, told: Any) -> Profile:
-    _check_names(what, told, [field.name for field in fields(Profile)])
-    gain, source = told["gain"], told["source"]
+def _profile(what: str, record: Any) -> Profile:
+    _check_names(what, record, [field.name for field in fields(Profile)])
+    gain, source = record["gain"], record["source"]
     if isinstance(gain, bool) or not isinstance(gain, (int, float)) or not 0 < gain < 1:
         raise ValueError(f"{what}: 'gain' is {gain!r}, not a number above 0 and below 1")
     if not isinstance(source, str):
         raise ValueError(f"{what}: 'source' is {source!r}, not a text")
-    machine = _record(f"{what}: machine", Machine, told["machine"])
-    shape = _record(f"{what}: shape", Shape, told["shape"])
-    values = _record(f"{what}: values", Values, told["values"])
+    machine = _record(f"{what}: machine", Machine, record["machine"])
+    shape = _record(f"{what}: shape", Shape, record["shape"])
+    values = _record(f"{what}: values", Values, record["values"])
     if shape.num_tokens & (shape.num_tokens - 1):
         raise ValueError(f"{what}: 'num_tokens' is {shape.num_tokens}, not a power of two")
     for name in ("num_sms", "num_sms_of_sums"):
@@ -140,9 +140,9 @@ def _profile(what: str, told: Any) -> Profile:
     return Profile(machine, shape, values, float(gain), source)
 
 
-def _record(what: str, cls: type[_Record], told: Any) -> _Record:
-    _check_names(what, told, [field.name for field in fields(cls)])
-    for name, value in told.items():
+def _record(what: str, cls: type[_Record], record: Any) -> _Record:
+    _check_names(what, record, [field.name for field in fields(cls)])
+    for name, value in record.items():
         if name == "gpu":
             if not isinstance(value, str) or not value:
                 raise ValueError(f"{what}: 'gpu' is {value!r}, not the name of a GPU")
@@ -150,4 +150,4 @@ def _record(what: str, cls: type[_Record], told: Any) -> _Record:
         low, high = _RANGES[name]
         if type(value) is not int or not low <= value <= high:
             raise ValueError(f"{what}: {name!r} is {value!r}, not a whole number from {low} to {high}")
-    return cls(**told)
+    return cls(**record)

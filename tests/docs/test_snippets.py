@@ -196,7 +196,7 @@ def test_profile_of_the_page_is_read_by_the_loader(tmp_path):
     (block,) = JSON["docs/tuning.md"]
     (tmp_path / "profiles.json").write_text(block)
     loaded = files.load(files.Files(None, tmp_path / "profiles.json"))
-    (profile,) = [found.profile for found in loaded.found]
+    (profile,) = [entry.profile for entry in loaded.profiles]
     assert not loaded.damaged and (profile.machine.num_sms, profile.shape.hidden, profile.values.num_sms) == (132, 7168, 12)
 
 

@@ -125,12 +125,12 @@ def test_write(tmp_path):
 def test_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("DEEPEP_MOE_PROFILE", raising=False)
-    assert (Files.of_environment().user, Files.of_environment().given) == (tmp_path / "deepep_moe" / "profiles.json", None)
+    assert (Files.of_environment().user, Files.of_environment().from_variable) == (tmp_path / "deepep_moe" / "profiles.json", None)
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
     monkeypatch.setenv("HOME", "/home/somebody")
     assert config.cache_folder() == Path("/home/somebody/.cache/deepep_moe")
     monkeypatch.setenv("DEEPEP_MOE_PROFILE", "/a/file")
-    assert Files.of_environment().given == Path("/a/file")
+    assert Files.of_environment().from_variable == Path("/a/file")
 
 
 def test_given_file(monkeypatch, tmp_path, caplog):

@@ -170,7 +170,7 @@ def test_outcomes_are_written(machine, capsys, monkeypatch):
     monkeypatch.setattr(command, "start", lambda measure, options: outcomes)
     assert command.main([]) == 0
     file = machine / "cache" / "deepep_moe" / "profiles.json"
-    assert [found.profile for found in load(Files(file, None)).found] == [PROFILE]
+    assert [entry.profile for entry in load(Files(file, None)).profiles] == [PROFILE]
     assert capsys.readouterr().out.splitlines() == [
         "EP2: nothing is faster", "EP4: faster: all", f"EP4: wrote a profile for {MACHINE}, {PROFILE.shape} to {file}",
     ]  # fmt: skip
