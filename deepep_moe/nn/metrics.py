@@ -183,14 +183,14 @@ class Metrics:
             row[layer.rank * len(rows) : (layer.rank + 1) * len(rows)] = rows.double()
             row[num_experts:] = torch.tensor(totals, dtype=torch.float64)
             calls.append(of_calls)
-        found = overloads(calls, [(layer.first_rank, layer.num_ranks) for layer in self._layers])
+        by_layer = overloads(calls, [(layer.first_rank, layer.num_ranks) for layer in self._layers])
         if dist.is_available() and dist.is_initialized():
             table = table.to("cuda") if dist.get_backend() == "nccl" else table
             dist.all_reduce(table)
         if self._trace is not None:
             self._trace.write(calls)  # last: if it fails on a rank, no peer waits
         reports = []
-        for number, (layer, row, overload) in enumerate(zip(self._layers, table.tolist(), found, strict=True), start=1):
+        for number, (layer, row, overload) in enumerate(zip(self._layers, table.tolist(), by_layer, strict=True), start=1):
             *rows, ms, num_timed, num_over, num_repeats, _, _ = row
             counts = [int(count) for count in rows[: layer.num_experts]]
             reports.append(LayerReport(number, counts, ms / max(num_timed, 1.0), int(num_over), int(num_repeats), **overload))

@@ -29,16 +29,16 @@ def overloads(calls: Sequence[Tensor], groups: Sequence[tuple[int, int]]) -> lis
         raise ValueError(f"ranks count {-least_layers} to {most_layers} MoE layers; give Metrics as many layers on every rank of the job")
     if not num_calls:
         return [{} for _ in calls]
-    own = torch.zeros(len(calls), _NUM_SIZES + 2 * num_calls, dtype=torch.int64)
-    for row, of_layer, (first_rank, num_ranks) in zip(own, calls, groups, strict=True):
+    table = torch.zeros(len(calls), _NUM_SIZES + 2 * num_calls, dtype=torch.int64)
+    for row, of_layer, (first_rank, num_ranks) in zip(table, calls, groups, strict=True):
         if len(of_layer):
             row[:_NUM_SIZES] = torch.tensor([first_rank, num_ranks, num_ranks * of_layer.shape[1]])
             of_rank, of_expert = row[_NUM_SIZES:].view(2, num_calls)
             of_rank[: len(of_layer)], of_expert[: len(of_layer)] = of_layer.sum(1), of_layer.amax(1)
-    tables = [own.to(device)]
+    tables = [table.to(device)]
     if is_spread:
         tables = [torch.empty_like(tables[0]) for _ in range(dist.get_world_size())]
-        dist.all_gather(tables, own.to(device))
+        dist.all_gather(tables, table.to(device))
     return _by_layer(torch.stack(tables).cpu(), num_calls)
 
 

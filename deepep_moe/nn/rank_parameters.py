@@ -76,7 +76,7 @@ def mark_experts(model: nn.Module) -> None:
 
 
 @dataclass
-class _Own:
+class _RankParameter:
     """Describes a parameter of one rank: the buffer whose ranks have others, and the wrapper that averages its gradients."""
 
     buffer: Buffer
@@ -113,7 +113,7 @@ class _Seen:
         return is_same and not getattr(self.parameter, "_fsdp_flattened", False)
 
 
-_own = WeakIdKeyDictionary()  # parameter -> _Own
+_records = WeakIdKeyDictionary()  # parameter -> _RankParameter
 _seen: "weakref.WeakKeyDictionary[RankExperts, _Seen]" = weakref.WeakKeyDictionary()
 
 
@@ -135,7 +135,7 @@ def _look(layer: RankExperts, seen: _Seen | None, ddp: DistributedDataParallel |
     if getattr(layer, "_is_replica", False):
         raise ValueError("DataParallel runs copies of this layer in one process; start a process for each GPU, with torchrun")
     places = [(module, name, p) for module in layer.experts.modules() for name, p in module._parameters.items() if p is not None]
-    is_known = all(parameter in _own for _, _, parameter in places)
+    is_known = all(parameter in _records for _, _, parameter in places)
     had_parameters = seen is not None and seen.parameter is not None
     was_flattened = had_parameters and (not places or getattr(seen.parameter, "_fsdp_flattened", False))  # type: ignore[union-attr]
     if was_flattened or not is_known:
@@ -145,12 +145,12 @@ def _look(layer: RankExperts, seen: _Seen | None, ddp: DistributedDataParallel |
         _check_ddp(layer, ddp)
     _teach_torch()
     for _, _, parameter in places:
-        own = _own.setdefault(parameter, _Own(layer.buffer))
+        record = _records.setdefault(parameter, _RankParameter(layer.buffer))
         parameter.allreduce, parameter.group_name = False, _NoGroup("deepep_moe")  # type: ignore[attr-defined]
-        own.ddp = wrapper if layer.is_marked else None
-        if parameter.requires_grad and not own.is_hooked:
-            parameter.register_hook(own.average)
-            own.is_hooked = True
+        record.ddp = wrapper if layer.is_marked else None
+        if parameter.requires_grad and not record.is_hooked:
+            parameter.register_hook(record.average)
+            record.is_hooked = True
     owner, name, parameter = places[0] if places else (None, "", None)  # type: ignore[assignment]
     return _Seen(owner, name, parameter, parameter is not None and parameter.requires_grad, wrapper)
 
@@ -211,11 +211,11 @@ def _teach_torch() -> None:
         tensors: Tensor | Iterable[Tensor], norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        owns = {id(parameter.grad): own for parameter, own in _own.items() if parameter.grad is not None}
+        records = {id(parameter.grad): record for parameter, record in _records.items() if parameter.grad is not None}
         groups: dict[dist.ProcessGroup | None, list[Tensor]] = {None: []}
         for tensor in tensors:
-            own = owns.get(id(tensor))
-            groups.setdefault(None if own is None else own.group, []).append(tensor)
+            record = records.get(id(tensor))
+            groups.setdefault(None if record is None else record.group, []).append(tensor)
         if len(groups) == 1:
             return total_norm(tensors, norm_type, error_if_nonfinite, foreach)
         norms = []
@@ -229,7 +229,7 @@ def _teach_torch() -> None:
     def unscale_on_ranks(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         found_inf = unscale(self, optimizer, *args, **kwargs)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        groups = dict.fromkeys(_own[parameter].group for parameter in parameters if parameter in _own)
+        groups = dict.fromkeys(_records[parameter].group for parameter in parameters if parameter in _records)
         for group in groups:
             for flag in found_inf.values():
                 dist.all_reduce(flag, dist.ReduceOp.MAX, group)

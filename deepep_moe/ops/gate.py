@@ -101,12 +101,12 @@ def gate(
     """
     native = native_for(logits)
     if native is not None:
-        made: GateOutput | None = native.gate(
+        output: GateOutput | None = native.gate(
             logits, num_topk, num_groups, topk_groups, group_score_topk, score_function, expert_bias, normalize, routed_scaling_factor,
             mask, index_dtype, check_finite, False, 0, False, False,
         )  # fmt: skip
-        if made is not None:
-            return made
+        if output is not None:
+            return output
     arguments = _checked(
         logits, num_topk, num_groups=num_groups, topk_groups=topk_groups, group_score_topk=group_score_topk,
         score_function=score_function, expert_bias=expert_bias, normalize=normalize, routed_scaling_factor=routed_scaling_factor,
@@ -139,9 +139,9 @@ def gate_full(
         raise TypeError(f"gate_full has no argument {', '.join(sorted(unknown))}; it takes dense, num_ranks, shares, {', '.join(defaults)}")
     options = defaults | options
     native = native_for(logits)
-    made = None if native is None else native.gate(logits, num_topk, *options.values(), dense, num_ranks, shares, True)
-    if made is not None:
-        return made
+    output = None if native is None else native.gate(logits, num_topk, *options.values(), dense, num_ranks, shares, True)
+    if output is not None:
+        return output
     arguments = _checked(logits, num_topk, **options)
     num_experts, num_ranks = logits.shape[1], as_int("num_ranks", num_ranks)
     check_bool("dense", dense)

@@ -47,7 +47,7 @@ def _gate_full(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, 
     logits, expert_bias, mask = _readable(logits, expert_bias, mask)  # type: ignore[assignment]
     arguments = (logits, expert_bias, mask, tuple(settings))
     if is_gpu(logits.device):
-        made = _launch(*arguments, dense, num_ranks, has_shares)
+        outputs = _launch(*arguments, dense, num_ranks, has_shares)
     else:
         topk_idx, topk_weights, counts = _gate_cpu(*arguments)
         probs, routing_map = to_dense(topk_idx, topk_weights, logits.shape[1]) if dense else (None, None)
@@ -55,10 +55,10 @@ def _gate_full(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, 
         if in_rank is not None:
             counts = torch.cat((counts, in_rank.sum(0, dtype=torch.int32)))
         shares = reference.gate_shares(logits, score_function=settings[4], mask=mask) if has_shares else None
-        made = topk_idx, topk_weights, counts, probs, routing_map, in_rank, shares
+        outputs = topk_idx, topk_weights, counts, probs, routing_map, in_rank, shares
     in_no_rank, no_shares = logits.new_empty(logits.shape[0], 0, dtype=torch.bool), _dense_shape(logits, False, torch.float32)
     unwanted = *_dense_shapes(logits, False), in_no_rank, no_shares
-    return *made[:3], *(other if tensor is None else tensor for tensor, other in zip(made[3:], unwanted, strict=True))
+    return *outputs[:3], *(other if tensor is None else tensor for tensor, other in zip(outputs[3:], unwanted, strict=True))
 
 
 def _dense_shape(logits: Tensor, is_wanted: bool, dtype: torch.dtype) -> Tensor:
@@ -109,14 +109,14 @@ def _launch(
 ) -> Any:
     """Return what `run_gate` of csrc/torch does. Raises ValueError for what an earlier launch has found not to be finite."""
     *options, index_dtype = settings
-    return _made(logits, "run_gate", logits, expert_bias, mask, *options, index_dtype, dense, num_ranks, shares)
+    return _call_native(logits, "run_gate", logits, expert_bias, mask, *options, index_dtype, dense, num_ranks, shares)
 
 
-def _made(logits: Tensor, name: str, *args: object) -> Any:
+def _call_native(logits: Tensor, name: str, *args: object) -> Any:
     make = getattr(torch_module.needed(), name)
     for _ in range(2):  # another thread may have raised what the first call has found
-        if (made := make(*args)) is not None:
-            return made
+        if (output := make(*args)) is not None:
+            return output
         _C.gpu_gate_check(device_index(logits.device))
     raise RuntimeError("the GPU's gate cannot be launched")
 
@@ -173,8 +173,8 @@ def _gate_backward(
     logits, topk_idx = _readable(logits, topk_idx)  # type: ignore[assignment]
     if not is_gpu(logits.device):
         return grad_logits(grad_topk_weights, grad_probs, grad_shares, logits, topk_idx, *weights)
-    made: Tensor = _made(logits, "run_gate_backward", grad_topk_weights, grad_probs, grad_shares, logits, topk_idx, *weights)
-    return made
+    grad: Tensor = _call_native(logits, "run_gate_backward", grad_topk_weights, grad_probs, grad_shares, logits, topk_idx, *weights)
+    return grad
 
 
 def _gate_backward_fake(

@@ -91,22 +91,22 @@ def grouped_mlp(
             kept.
     """
     if activation == "swiglu" and b1 is None and b2 is None and not zero_tail and delay is None and _is_native(x, counts):
-        made: Tensor | None = torch_module.MODULE.grouped_swiglu(  # type: ignore[union-attr]
+        output: Tensor | None = torch_module.MODULE.grouped_swiglu(  # type: ignore[union-attr]
             x, counts, w1, w2, probs, recompute_activation, *main_grads
         )
-        if made is not None:
-            return made
+        if output is not None:
+            return output
     refuse_transforms("grouped_mlp", {"x": x, "w1": w1, "w2": w2, "b1": b1, "b2": b2, "probs": probs})
     makers = [WeightGradient(name, delay, into) for name, into in zip(("w1", "w2"), main_grads, strict=True)]
     act: _SwiGLU | _AnyActivation = _SwiGLU() if _is_swiglu(activation) else _AnyActivation(activation)  # type: ignore[arg-type]
     if isinstance(x, QuantizedRows):
         _check(x, w1, w2, b1, b2, probs)
         check_fp8_mlp(x, counts, w1, w2, (b1, b2))
-        own = None if activation == "swiglu" else act
+        custom_act = None if activation == "swiglu" else act
         if kept is None and is_first_microbatch is not None:
             raise ValueError(f"is_first_microbatch is {is_first_microbatch}, but nothing keeps copies; pass kept=KeptWeights(), or None")
         copies = None if kept is None else kept.take(is_first_microbatch, w1, w2)
-        return fp8_mlp(x, counts, w1, w2, probs, own, recompute_activation, zero_tail, makers, copies)
+        return fp8_mlp(x, counts, w1, w2, probs, custom_act, recompute_activation, zero_tail, makers, copies)
     x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
     _check(x, w1, w2, b1, b2, probs)
     groups = Groups(counts, len(w1), x)

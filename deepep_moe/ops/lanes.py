@@ -25,9 +25,9 @@ def lanes_of_map(routing_map: Tensor, values: Tensor | None, num_topk: int) -> t
         lanes without an expert, or None.
     """
     native = native_for(routing_map)
-    made: tuple[Tensor, Tensor | None] | None = None if native is None else native.lanes_of_map(routing_map, values, num_topk)
-    if made is not None:
-        return made
+    lanes: tuple[Tensor, Tensor | None] | None = None if native is None else native.lanes_of_map(routing_map, values, num_topk)
+    if lanes is not None:
+        return lanes
     topk_idx = topk_from_map(routing_map.bool(), num_topk)
     return topk_idx, None if values is None else weights_at(values, topk_idx)
 
@@ -38,9 +38,9 @@ def dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, num_experts: int) -> T
     topk_idx: [num_tokens, num_topk] int64; -1 and any other invalid index = no expert. Without gradient.
     """
     native = native_for(topk_idx)
-    made: Tensor | None = None if native is None else native.dense_of_lanes(topk_idx, topk_values, num_experts)
-    if made is not None:
-        return made
+    dense: Tensor | None = None if native is None else native.dense_of_lanes(topk_idx, topk_values, num_experts)
+    if dense is not None:
+        return dense
     values = topk_values.to_dense() if topk_values.is_sparse else topk_values
     dense = values.new_zeros(topk_idx.shape[0], num_experts + 1)
     columns = torch.where(topk_idx < num_experts, topk_idx, -1) + 1
@@ -59,9 +59,9 @@ def count_lanes(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Ten
         bool.
     """
     native = native_for(topk_idx)
-    made: tuple[Tensor, Tensor] | None = None if native is None else native.count_lanes(topk_idx, num_experts, num_ranks)
-    if made is not None:
-        counts, is_token_in_rank = made
+    counted: tuple[Tensor, Tensor] | None = None if native is None else native.count_lanes(topk_idx, num_experts, num_ranks)
+    if counted is not None:
+        counts, is_token_in_rank = counted
         return counts[:num_ranks], counts[num_ranks:], is_token_in_rank
     columns = torch.where(topk_idx < num_experts, topk_idx, -1).clamp(min=-1).long() + 1
     chosen = torch.zeros(topk_idx.shape[0], num_experts + 1, dtype=torch.bool, device=topk_idx.device)

@@ -33,9 +33,9 @@ class QuantizedRows(Tensor):
                 f"scales is {str(scales.dtype).removeprefix('torch.')} {list(scales.shape)} for values {list(values.shape)}; it must be "
                 f"float32, one for {BLOCK} columns"
             )
-        made = Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.bfloat16, device=values.device)
-        made.values, made.scales = values, scales
-        return made
+        rows = Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.bfloat16, device=values.device)
+        rows.values, rows.scales = values, scales
+        return rows
 
     @classmethod
     def of(cls, x: Tensor) -> "QuantizedRows":

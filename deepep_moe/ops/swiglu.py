@@ -38,8 +38,8 @@ def swiglu_backward(
     grad, inner, grad_inner = aligned(grad), aligned(inner), torch.empty_like(inner)
     y = torch.empty_like(grad) if with_output else None
     grad_probs = None if probs is None else torch.empty_like(probs, memory_format=torch.contiguous_format)
-    given = inner, _contiguous(probs), groups.offsets, y, grad, grad_inner, grad_probs, DTYPES[inner.dtype]
-    launch(_C.gpu_swiglu_backward, *given, on=inner)
+    arguments = inner, _contiguous(probs), groups.offsets, y, grad, grad_inner, grad_probs, DTYPES[inner.dtype]
+    launch(_C.gpu_swiglu_backward, *arguments, on=inner)
     return grad_inner, grad_probs, y
 
 

@@ -63,8 +63,8 @@ def weighted_sum_backward(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[
     if _has_kernels(rows):
         rows, weights, is_by_token = _ordered(rows, weights)
         grad, grad_rows, grad_weights = aligned(grad), torch.empty_like(rows), torch.empty_like(weights)
-        given = rows, weights, is_by_token, grad, grad_rows, grad_weights, DTYPES[rows.dtype]
-        launch(_C.gpu_weighted_sum_backward, *given, on=rows)
+        arguments = rows, weights, is_by_token, grad, grad_rows, grad_weights, DTYPES[rows.dtype]
+        launch(_C.gpu_weighted_sum_backward, *arguments, on=rows)
         return grad_rows, grad_weights
     grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
     for tokens in _blocks(rows):
