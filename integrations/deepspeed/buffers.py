@@ -102,16 +102,16 @@ def _check_same_plan(group: dist.ProcessGroup, plan: Plan) -> None:
     """Compare what the ranks of `group` were given, in the words of the options. Collective. Raises EPMismatchError, and EPTimeoutError
     for a rank that does not come."""
     names = ("exact", "backend", "num_max_tokens_per_rank", "ranks_per_node", "fp8")
-    own = {name: getattr(plan.options, name) for name in names}
-    own |= {"num_local_experts": plan.num_local_experts, "num_topk": plan.num_topk}
+    settings = {name: getattr(plan.options, name) for name in names}
+    settings |= {"num_local_experts": plan.num_local_experts, "num_topk": plan.num_topk}
     phase = "comparison of the options of swapped MoE layers"
     try:
-        told = gather_objects(own, group, dist.get_world_size(group), phase, config.timeout_s(), dict)
+        by_rank = gather_objects(settings, group, dist.get_world_size(group), phase, config.timeout_s(), dict)
     except EPTimeoutError as error:
         raise EPTimeoutError(
             f"{error}; swap MoE layers on every rank, before the same forward", rank=error.rank, phase=phase, expected=1, seen=0
         ) from error
-    check_same(told, "swap MoE layers with the same options on every rank")
+    check_same(by_rank, "swap MoE layers with the same options on every rank")
 
 
 def _construct(group: dist.ProcessGroup, hidden: int, options: Options, num_local_experts: int, num_topk: int, num_tokens: int) -> Buffer:

@@ -28,11 +28,11 @@ def enable() -> None:
     global _enabled
     if _enabled is not None:
         return
-    own = deepspeed.initialize
+    stock = deepspeed.initialize
 
-    @functools.wraps(own)
+    @functools.wraps(stock)
     def honouring(*args: object, **kwargs: object) -> tuple[Any, Any, Any, Any]:
-        return _initialize_by(own, *args, **kwargs) if _enabled is honouring else own(*args, **kwargs)
+        return _initialize_by(stock, *args, **kwargs) if _enabled is honouring else stock(*args, **kwargs)
 
     _enabled = deepspeed.initialize = honouring
 
@@ -59,15 +59,15 @@ def initialize(*args: object, **kwargs: object) -> tuple[Any, Any, Any, Any]:
     """
     import deepspeed
 
-    own = deepspeed.initialize
-    is_ours = own is _enabled
-    return own(*args, **kwargs) if is_ours else _initialize_by(own, *args, **kwargs)
+    current = deepspeed.initialize
+    is_ours = current is _enabled
+    return current(*args, **kwargs) if is_ours else _initialize_by(current, *args, **kwargs)
 
 
-def _initialize_by(own: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """Call DeepSpeed's `own` function, and swap the layers of its engine."""
-    _check_section(inspect.signature(own).bind_partial(*args, **kwargs).arguments)
-    initialized = own(*args, **kwargs)
+def _initialize_by(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """Call DeepSpeed's `stock` function, and swap the layers of its engine."""
+    _check_section(inspect.signature(stock).bind_partial(*args, **kwargs).arguments)
+    initialized = stock(*args, **kwargs)
     engine = initialized[0]
     options = options_of(engine._config._param_dict)
     if options is not None:

@@ -87,13 +87,13 @@ def replace_with(model: nn.Module, options: Options) -> int:
 
     from deepep_moe.integrations.deepspeed.native.layer import PackedMOELayer
 
-    found: list[Layer] = [module for module in model.modules() if isinstance(module, MOELayer)]
-    native = [layer for layer in found if type(layer) in (MOELayer, PackedMOELayer) and isinstance(layer.gate, TopKGate)]
+    moe_layers: list[Layer] = [module for module in model.modules() if isinstance(module, MOELayer)]
+    native = [layer for layer in moe_layers if type(layer) in (MOELayer, PackedMOELayer) and isinstance(layer.gate, TopKGate)]
     native = [layer for layer in native if not _has_own_forward(layer)]
-    made = _autoep_layers(model)
-    if made and options.fp8:
-        raise ValueError(f"fp8 is True, but {len(made)} MoE layers are AutoEP's, whose own products take no fp8 rows; leave it out")
-    autoep = [layer for layer in made if not _has_own_forward(layer)]
+    of_autoep = _autoep_layers(model)
+    if of_autoep and options.fp8:
+        raise ValueError(f"fp8 is True, but {len(of_autoep)} MoE layers are AutoEP's, whose own products take no fp8 rows; leave it out")
+    autoep = [layer for layer in of_autoep if not _has_own_forward(layer)]
     layers = native + autoep
     plans, before = _plans(layers, options), _plans_of(layers)
     if autoep:
@@ -107,7 +107,7 @@ def replace_with(model: nn.Module, options: Options) -> int:
         layer.deepep_moe_number = new_layer()
     for plan in before:
         plan.release(layers)
-    left = [layer for layer in found + made if layer not in layers]
+    left = [layer for layer in moe_layers + of_autoep if layer not in layers]
     _report(model, left, len(native), len(autoep), options)
     return len(layers)
 
@@ -121,19 +121,19 @@ def _has_own_forward(layer: Layer) -> bool:
 
 def _autoep_layers(model: nn.Module) -> list[Any]:
     """Return the layers that AutoEP made, swapped or not. DeepSpeed older than 0.19.2 has none."""
-    found = [module for module in model.modules() if getattr(module, "_is_autoep_layer", False)]
-    if not found:
+    layers = [module for module in model.modules() if getattr(module, "_is_autoep_layer", False)]
+    if not layers:
         return []
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 
     from deepep_moe.integrations.deepspeed.autoep.layer import PackedAutoEPMoELayer
 
-    others = sorted({type(module).__name__ for module in found} - {"AutoEPMoELayer", "PackedAutoEPMoELayer"})
+    others = sorted({type(module).__name__ for module in layers} - {"AutoEPMoELayer", "PackedAutoEPMoELayer"})
     if others:
         say_on_first_rank(
             logging.WARNING, f"MoE layers of {others} keep their own forward: deepep_moe swaps deepspeed's AutoEPMoELayer only"
         )
-    return [module for module in found if type(module) in (AutoEPMoELayer, PackedAutoEPMoELayer)]
+    return [module for module in layers if type(module) in (AutoEPMoELayer, PackedAutoEPMoELayer)]
 
 
 def _report(model: nn.Module, left: list[Any], num_native: int, num_autoep: int, options: Options) -> None:

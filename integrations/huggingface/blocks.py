@@ -31,9 +31,9 @@ class SpreadExperts(RankExperts):
 
     def __init__(self, experts: nn.Module, buffer: Buffer):
         super().__init__()
-        own = slice(buffer.rank * buffer.num_local_experts, (buffer.rank + 1) * buffer.num_local_experts)
+        local = slice(buffer.rank * buffer.num_local_experts, (buffer.rank + 1) * buffer.num_local_experts)
         whole = [getattr(experts, weight) for weight in WEIGHTS]
-        shares = [(w.detach().to_local() if hasattr(w, "to_local") else w[own].detach()).clone() for w in whole]
+        shares = [(w.detach().to_local() if hasattr(w, "to_local") else w[local].detach()).clone() for w in whole]
         num_local, inner, hidden = shares[0].shape
         self.buffer, self._layer = buffer, new_layer()
         self.experts = GroupedExperts(num_local, hidden, inner // 2, zero_tail=False, device="meta")

@@ -64,9 +64,9 @@ class _WholeState:
             if isinstance(module, RankExperts)
             for ours, theirs in zip(("up", "down"), WEIGHTS, strict=True)
         }
-        own = {id(parameter) for layer in layers for parameter in layer.expert_parameters()}
+        of_experts = {id(parameter) for layer in layers for parameter in layer.expert_parameters()}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            if id(parameter) in own and name not in leaves:
+            if id(parameter) in of_experts and name not in leaves:
                 raise ValueError(
                     f"{name} differs from rank to rank, and is no weight that spread_experts makes; take the state_dict() of each"
                 )
@@ -89,8 +89,8 @@ class _WholeState:
     def meet(self) -> None:
         """Raise EPMismatchError unless all ranks have the same names, shapes and dtypes. Collective."""
         forms = repr([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()])
-        for rank, told in enumerate(agree("save_pretrained", None, self.group, self.num_ranks, zlib.crc32(forms.encode()))):
-            if told != zlib.crc32(forms.encode()):
+        for rank, checksum in enumerate(agree("save_pretrained", None, self.group, self.num_ranks, zlib.crc32(forms.encode()))):
+            if checksum != zlib.crc32(forms.encode()):
                 raise EPMismatchError(f"rank {rank} has other tensors than this rank, or in other dtypes; give all ranks one model")
 
     def _place(self, leaf: str, whole: Tensor) -> Iterator[tuple[str, tuple[str, list[tuple[int, int]]]]]:
@@ -170,29 +170,29 @@ def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) 
     stock = type(self).save_pretrained
     call = inspect.signature(stock).bind(self, save_directory, *args, **kwargs)
     call.apply_defaults()
-    given = call.arguments
-    own = {id(parameter) for layer in _layers(self) for parameter in layer.expert_parameters()}
-    names = tuple(name for name, parameter in self.named_parameters(remove_duplicate=False) if id(parameter) in own)
+    arguments = call.arguments
+    of_experts = {id(parameter) for layer in _layers(self) for parameter in layer.expert_parameters()}
+    names = tuple(name for name, parameter in self.named_parameters(remove_duplicate=False) if id(parameter) in of_experts)
     # A wrapper puts its name before those of the model.
-    is_whole = given["state_dict"] is not None and not any(name.endswith(names) for name in given["state_dict"])
+    is_whole = arguments["state_dict"] is not None and not any(name.endswith(names) for name in arguments["state_dict"])
     if is_whole or getattr(self, "_hf_peft_config_loaded", False):
         return stock(self, save_directory, *args, **kwargs)
     buffer = _layers(self)[0].buffer
     agree("save_pretrained, which every rank calls", None, buffer._group, buffer.num_ranks)  # before anybody waits for a disk
     with together("save_pretrained", buffer._group, buffer.num_ranks):
-        if given["state_dict"] is not None:
+        if arguments["state_dict"] is not None:
             raise ValueError("state_dict has the experts of one rank; leave it out, and save_pretrained gathers those of all ranks")
-        refused = [name for name in ("push_to_hub", "distributed_checkpoint") if given.get(name)]
+        refused = [name for name in ("push_to_hub", "distributed_checkpoint") if arguments.get(name)]
         if refused or getattr(self, "hf_quantizer", None) is not None:
             raise ValueError(
                 f"save_pretrained of a spread model does not take {refused[0] if refused else 'quantized weights'}; save plain weights "
                 "to a directory, and go on from there"
             )
         is_written = buffer._group is None or dist.get_process_group_ranks(buffer._group)[0] == 0  # other groups have the same weights
-        given.update(state_dict={}, is_main_process=is_written and buffer.rank == 0 and given["is_main_process"])
+        arguments.update(state_dict={}, is_main_process=is_written and buffer.rank == 0 and arguments["is_main_process"])
         stock(*call.args, **call.kwargs)  # everything but the weights
-        state = _WholeState(self, given.get("save_original_format", True))
-        split, filename = _split(state.tensors, given["variant"], given["max_shard_size"])
+        state = _WholeState(self, arguments.get("save_original_format", True))
+        split, filename = _split(state.tensors, arguments["variant"], arguments["max_shard_size"])
     if not is_written:
         return None
     state.meet()
@@ -200,7 +200,7 @@ def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) 
         shard: dict[str, Tensor] = {}
         for name in members:
             tensor = state.fetch(name)
-            if tensor is not None and given["is_main_process"]:
+            if tensor is not None and arguments["is_main_process"]:
                 shard[name] = tensor.contiguous()
         with together("save_pretrained", state.group, state.num_ranks):
             if shard:
@@ -208,7 +208,7 @@ def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) 
 
                 save_file(shard, os.path.join(save_directory, file), metadata={"format": "pt"})
     with together("save_pretrained", state.group, state.num_ranks):
-        if split.is_sharded and given["is_main_process"]:
+        if split.is_sharded and arguments["is_main_process"]:
             total = self.num_parameters() + (state.num_ranks - 1) * sum(share.numel() for share in state._shares.values())
             index = {"metadata": {"total_parameters": total, **split.metadata}, "weight_map": split.tensor_to_filename}
             with open(os.path.join(save_directory, filename), "w", encoding="utf-8") as out:
@@ -287,10 +287,10 @@ def _install_in_checkpoint() -> None:
     def refuse_experts(state_dict: Any) -> Any:
         state, options = flatten(state_dict), sys._getframe(1).f_locals
         layers = [layer for layer in _saved if layer.buffer.num_ranks > 1]
-        own = {parameter.untyped_storage().data_ptr() for layer in layers for parameter in layer.expert_parameters()} - {0}
+        of_experts = {parameter.untyped_storage().data_ptr() for layer in layers for parameter in layer.expert_parameters()} - {0}
         tensors = (leaf for leaf in tree_leaves(state) if type(leaf) in (Tensor, nn.Parameter))
         is_shared = not options.get("no_dist") and dist.is_initialized() and dist.get_world_size(options.get("process_group")) > 1
-        if is_shared and any(tensor.untyped_storage().data_ptr() in own for tensor in tensors):
+        if is_shared and any(tensor.untyped_storage().data_ptr() in of_experts for tensor in tensors):
             raise ValueError(
                 "torch.distributed.checkpoint would keep the experts of one rank for those of all; call model.save_pretrained(directory) "
                 "on every rank, read the tensors from gathered_state_dict(model), or save with no_dist=True to a directory for each rank"
@@ -340,14 +340,14 @@ def install_in_trainer() -> None:
 
     @functools.wraps(train)
     def train_whole(self: Any, resume_from_checkpoint: object = None, *args: object, **kwargs: object) -> Any:
-        layers, given = _layers(self.model), self.args
-        saves = getattr(given.save_strategy, "value", given.save_strategy) != "no"
-        if saves and not given.save_only_model and any(map(_is_trained, layers)):
+        layers, arguments = _layers(self.model), self.args
+        saves = getattr(arguments.save_strategy, "value", arguments.save_strategy) != "no"
+        if saves and not arguments.save_only_model and any(map(_is_trained, layers)):
             raise ValueError(
                 "Trainer would save the optimizer's state of rank 0 for the experts of all ranks; pass save_only_model=True, and "
                 "load_spread the model to go on with a new optimizer"
             )
-        if layers and not hasattr(self.model, "get_base_model") and (resume_from_checkpoint or given.load_best_model_at_end):
+        if layers and not hasattr(self.model, "get_base_model") and (resume_from_checkpoint or arguments.load_best_model_at_end):
             raise ValueError(
                 "Trainer cannot load the experts of a spread model; load_spread the checkpoint, and train without resume_from_checkpoint "
                 "and load_best_model_at_end"

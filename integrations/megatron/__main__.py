@@ -73,8 +73,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = script.parse(_parser(), "pretrain_gpt.py")
-    given = vars(options)
-    enable(**{field.name: given[field.name] for field in dataclasses.fields(Options)})
+    values = vars(options)
+    enable(**{field.name: values[field.name] for field in dataclasses.fields(Options)})
     script.run(options.script, options.arguments)
 
 

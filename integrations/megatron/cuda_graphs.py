@@ -73,8 +73,8 @@ def moe_part_hidden(config: Config) -> Iterator[None]:
     if impl == "none" or _MOE not in parts or _ROUTER in parts or getattr(config, "overlap_moe_expert_parallel_comm", False):
         yield
         return
-    given = next(field for field in _FIELDS if _MOE in {getattr(part, "name", part) for part in _parts_of(config, field)})
-    setattr(config, given, [part for part in _parts_of(config, given) if getattr(part, "name", part) != _MOE])
+    name = next(field for field in _FIELDS if _MOE in {getattr(part, "name", part) for part in _parts_of(config, field)})
+    setattr(config, name, [part for part in _parts_of(config, name) if getattr(part, "name", part) != _MOE])
     yield
     from megatron.core.transformer import enums
 

@@ -98,9 +98,9 @@ class _Order:
 
     def _check(self, buffer: Any) -> None:
         begins = [bucket.offset for bucket in buffer.buckets]
-        found = [(buffer.param_index_map[parameter][2], buffer.param_index_map[parameter][0]) for parameter in buffer.params[::-1]]
-        found = [(bucket, start - begins[bucket]) for bucket, start in found]
-        if found != self.here.places or [bucket.numel_unpadded for bucket in buffer.buckets] != self.here.numels:
+        places = [(buffer.param_index_map[parameter][2], buffer.param_index_map[parameter][0]) for parameter in buffer.params[::-1]]
+        places = [(bucket, start - begins[bucket]) for bucket, start in places]
+        if places != self.here.places or [bucket.numel_unpadded for bucket in buffer.buckets] != self.here.numels:
             raise EPError(
                 f"this megatron-core fills the {len(begins)} buckets of a buffer with grouped experts in a way that deepep_moe does not "
                 "know; set distrib_optim_sharding_type to 'fully_reshardable', or keep Megatron-Core's experts (experts='framework')"

@@ -77,19 +77,19 @@ def serve_routers(patches: Patches, is_served: Callable[[Config], bool]) -> None
         names = tuple(parameters.parameters)
 
         def named(args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Any]:
-            given = dict(zip(names, args, strict=False)) | kwargs
-            if len(given) == len(args) + len(kwargs) and parameters.parameters.keys() >= given.keys():
-                return given
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            if len(arguments) == len(args) + len(kwargs) and parameters.parameters.keys() >= arguments.keys():
+                return arguments
             return parameters.bind(*args, **kwargs).arguments  # it says what is wrong
 
         def choose(*args: object, **kwargs: object) -> Any:
             if served[-1] is None:
                 return original(*args, **kwargs)
             reason = _replaced(name, original)
-            given = {} if reason else named(args, kwargs)
-            reason = reason or _refusal(given, known)
+            arguments = {} if reason else named(args, kwargs)
+            reason = reason or _refusal(arguments, known)
             if reason is None:
-                return ours(given, not has_loss_scaler(served[-1]))
+                return ours(arguments, not has_loss_scaler(served[-1]))
             warn_once(f"Megatron-Core's own routing is used, without the gate of deepep_moe: {reason}", stage_group())
             return original(*args, **kwargs)
 
@@ -155,46 +155,46 @@ def _replaced(name: str, original: object) -> str | None:
     return None
 
 
-def _refusal(given: dict[str, Any], known: set[str]) -> str | None:
+def _refusal(arguments: dict[str, Any], known: set[str]) -> str | None:
     """Return the reason why the gate cannot serve a call of Megatron-Core's function with these arguments, or None if it can. `known` names
     the arguments that it can honour."""
-    logits, score_function = given["logits"], given.get("score_function", "softmax")
-    replay = given.get("router_replay")
+    logits, score_function = arguments["logits"], arguments.get("score_function", "softmax")
+    replay = arguments.get("router_replay")
     if logits.dtype != torch.float32:
         return f"it rounds scores to {logits.dtype} before it chooses; moe_router_dtype='fp32' keeps them, and the gate serves it"
-    if given.get("fused"):
+    if arguments.get("fused"):
         return "moe_router_fusion asks for TransformerEngine's routing"
     if replay is not None and replay.router_replay_action is not None:
         return f"a router replay is active ({replay.router_replay_action})"
-    if given.get("expert_bias") is not None and score_function == "softmax":
+    if arguments.get("expert_bias") is not None and score_function == "softmax":
         return "an expert bias has no effect on Megatron-Core's softmax routing"
-    reason = _why_not(logits.device, logits.dtype, logits.shape[-1], given["topk"], score_function=score_function, **_groups(given))
+    reason = _why_not(logits.device, logits.dtype, logits.shape[-1], arguments["topk"], score_function=score_function, **_groups(arguments))
     if reason is not None:
         return f"the gate refuses: {reason}"
-    others = sorted(name for name in given.keys() - known if given[name] is not None and given[name] is not False)
+    others = sorted(name for name in arguments.keys() - known if arguments[name] is not None and arguments[name] is not False)
     return f"the gate does not know {', '.join(others)}" if others else None
 
 
 _why_not = functools.lru_cache(maxsize=64)(why_not)
 
 
-def _groups(given: dict[str, Any]) -> dict[str, int]:
+def _groups(arguments: dict[str, Any]) -> dict[str, int]:
     """Return the gate's arguments for groups of experts."""
-    if not given.get("group_topk"):
+    if not arguments.get("group_topk"):
         return {}
-    group_topk = given["group_topk"]
-    return {"num_groups": given["num_groups"], "topk_groups": group_topk, "group_score_topk": given["topk"] // group_topk}
+    group_topk = arguments["group_topk"]
+    return {"num_groups": arguments["num_groups"], "topk_groups": group_topk, "group_score_topk": arguments["topk"] // group_topk}
 
 
-def _route(given: dict[str, Any], check_finite: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _route(arguments: dict[str, Any], check_finite: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the pair of topk_routing_with_score_function."""
-    topk, score_function = given["topk"], given.get("score_function", "softmax")
-    if score_function == "softmax" and not given.get("use_pre_softmax"):
+    topk, score_function = arguments["topk"], arguments.get("score_function", "softmax")
+    if score_function == "softmax" and not arguments.get("use_pre_softmax"):
         score_function = "softmax_topk"
     out = _gate(
-        given["logits"], topk, score_function=score_function, expert_bias=given.get("expert_bias"),
-        normalize=score_function in ("sigmoid", "sqrtsoftplus") and topk > 1, routed_scaling_factor=given.get("scaling_factor") or 1.0,
-        check_finite=check_finite, **_groups(given),
+        arguments["logits"], topk, score_function=score_function, expert_bias=arguments.get("expert_bias"),
+        normalize=score_function in ("sigmoid", "sqrtsoftplus") and topk > 1, routed_scaling_factor=arguments.get("scaling_factor") or 1.0,
+        check_finite=check_finite, **_groups(arguments),
     )  # fmt: skip
     assert out.probs is not None and out.routing_map is not None  # they were asked for
     if not out.probs.is_inference():  # tensors of the inference mode have no versions that tell whether they were changed
@@ -202,10 +202,10 @@ def _route(given: dict[str, Any], check_finite: bool) -> tuple[torch.Tensor, tor
     return out.probs, out.routing_map
 
 
-def _score(given: dict[str, Any], check_finite: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _score(arguments: dict[str, Any], check_finite: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the pair of compute_routing_scores_for_aux_loss: the experts chosen by scores alone, and each expert's share of the scores."""
     out = _gate(
-        given["logits"], given["topk"], shares=True, score_function=given["score_function"], mask=given.get("padding_mask"),
+        arguments["logits"], arguments["topk"], shares=True, score_function=arguments["score_function"], mask=arguments.get("padding_mask"),
         check_finite=check_finite,
     )  # fmt: skip
     assert out.routing_map is not None and out.shares is not None  # they were asked for

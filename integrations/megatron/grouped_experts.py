@@ -371,8 +371,8 @@ def why_not_honoured(config: Config, refused: dict[str, str]) -> str | None:
     for name, fix in refused.items():
         if getattr(config, name, None):
             return f"{name} is {getattr(config, name)!r}, which grouped experts do not support; {fix}"
-    if getattr(config, "fine_grained_activation_offloading", False) and (found := {"expert_fc1", "moe_act"} & set(config.offload_modules)):
-        return f"offload_modules has {sorted(found)}, which grouped experts do not offload; leave them out"
+    if getattr(config, "fine_grained_activation_offloading", False) and (names := {"expert_fc1", "moe_act"} & set(config.offload_modules)):
+        return f"offload_modules has {sorted(names)}, which grouped experts do not offload; leave them out"
     for name in ("expert_tensor_parallel_size", "expert_gtp_weight_remat_size"):
         if (size := getattr(config, name, None) or 1) > 1:
             return f"{name} is {size}, but grouped experts are not split; set it to 1 (--{name.replace('_', '-')} 1)"

@@ -38,14 +38,14 @@ class Metrics:
     def take(self) -> list[LayerReport]:
         """Return a report of every layer that has trained, by model and layer, and begin anew. Collective over all ranks of the job."""
         table, first_model, calls, groups = self._table()
-        found = overloads(calls, groups)
+        by_layer = overloads(calls, groups)
         dist.all_reduce(table)
         self._trace = self._trace or routing_trace()
         if self._trace is not None:
             self._trace.write(calls)  # last: if it fails on a rank, no peer waits
         reports = []
         places = itertools.product(*map(range, table.shape[:2]))
-        for (model, layer), row, overload in zip(places, table.flatten(0, 1).tolist(), found, strict=True):
+        for (model, layer), row, overload in zip(places, table.flatten(0, 1).tolist(), by_layer, strict=True):
             *rows, ms, num_timed, num_over, num_repeats, nodes, tokens, num_experts, num_ranks = row
             if any((*rows, num_timed, num_over)):
                 counts = [int(count) for count in rows[: round(num_experts / num_ranks)]]
@@ -98,8 +98,8 @@ def serve_reports(patches: Patches, metrics: Metrics) -> None:
     @patches.around(owner, name)
     def report(stock: Stock, *args: Any, **kwargs: Any) -> object:
         result = stock(*args, **kwargs)
-        given = dict(zip(("self", *_ARGUMENTS) if name == "report" else _ARGUMENTS, args, strict=False)) | kwargs
-        metrics.write(given["iteration"], given.get("writer"), given.get("wandb_writer"))
+        arguments = dict(zip(("self", *_ARGUMENTS) if name == "report" else _ARGUMENTS, args, strict=False)) | kwargs
+        metrics.write(arguments["iteration"], arguments.get("writer"), arguments.get("wandb_writer"))
         return result
 
 

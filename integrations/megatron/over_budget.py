@@ -41,8 +41,8 @@ def agree(capacities: Collection[RecvCapacity], device: torch.device) -> None:
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     lowest = torch.tensor([num_ranks - rank if is_over else 0], dtype=torch.int64, device=device)
     dist.all_reduce(lowest, op=dist.ReduceOp.MAX)
-    if (found := int(lowest.item())) > 0:
-        raise excess_error(num_ranks - found)
+    if (reversed_rank := int(lowest.item())) > 0:
+        raise excess_error(num_ranks - reversed_rank)
 
 
 def take_notes(capacities: Collection[RecvCapacity]) -> bool:

@@ -76,9 +76,9 @@ def _why_off(config: Config) -> str:
     if _BACKEND_FIELD not in wanted:
         wanted["moe_enable_deepep"] = False
     wrong = {name: value for name, value in wanted.items() if getattr(config, name) != value}
-    found = " and ".join(f"{name} is {getattr(config, name)!r}" for name in wrong)
+    settings = " and ".join(f"{name} is {getattr(config, name)!r}" for name in wrong)
     fix = " and ".join(f"{name}={value!r}" for name, value in wrong.items())
-    return f"{found}; set {fix}"
+    return f"{settings}; set {fix}"
 
 
 def _check_version() -> None:

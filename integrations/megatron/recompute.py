@@ -68,10 +68,10 @@ def recorded() -> Dispatched | None:
 
 def take_recorded() -> Dispatched | None:
     """Take what `recorded` returns, to be dispatched now."""
-    found = recorded()
-    if found is not None:
+    dispatch = recorded()
+    if dispatch is not None:
         _runs.stack[-1].dispatches.popleft()
-    return found
+    return dispatch
 
 
 @contextlib.contextmanager

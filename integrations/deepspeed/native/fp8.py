@@ -41,7 +41,7 @@ def run_fp8(
     """Return the experts' outputs [num_rows, hidden] bf16, times the weight of each row. Experts of the buffer beyond `weights` have no
     rows. `kept` and `is_first_microbatch` are as in `grouped_mlp`; without copies False makes some."""
     counts = out.handle.num_rows_per_expert[: len(weights)]
-    w1, w2 = (stack([getattr(own, name) for own in weights]) for name in ("w1", "w2"))
+    w1, w2 = (stack([getattr(expert, name) for expert in weights]) for name in ("w1", "w2"))
     assert w1 is not None and w2 is not None
     if kept is not None and is_first_microbatch is not None:
         if not (_is_in_place(w1, weights[0].w1) and _is_in_place(w2, weights[0].w2)):

@@ -236,8 +236,8 @@ class Top2(torch.autograd.Function):
             capacity, by_operations = ctx.again
             l_aux, _, _, topk_weights = by_operations(logits, scores, capacity)
             wanted = [(out, grad) for out, grad in ((l_aux, grad_l_aux), (topk_weights, grad_weights)) if grad is not None]
-            outputs, given = zip(*wanted, strict=True)
-            return *torch.autograd.grad(outputs, logits, given, create_graph=True), None, None, None
+            outputs, wanted_grads = zip(*wanted, strict=True)
+            return *torch.autograd.grad(outputs, logits, wanted_grads, create_graph=True), None, None, None
         grad_weights = None if grad_weights is None else grad_weights.contiguous()
         grad_gates = torch.empty_like(gates)
         launch(_C.gpu_top2_backward, gates, chosen, topk_idx, grad_weights, grad_l_aux, load, grad_gates, on=gates)

@@ -54,7 +54,7 @@ def run_joined(weights: Sequence[ExpertWeights], out: DispatchOutput) -> Tensor:
 def _products(weights: Sequence[ExpertWeights], rows: Tensor, counts: Tensor | list[int]) -> Tensor:
     device = rows.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    w1, b1, w2, b2 = (stack([getattr(own, name) for own in weights], dtype) for name in ("w1", "b1", "w2", "b2"))
+    w1, b1, w2, b2 = (stack([getattr(expert, name) for expert in weights], dtype) for name in ("w1", "b1", "w2", "b2"))
     assert w1 is not None and w2 is not None
     return grouped_mlp(rows, counts, w1, w2, b1=b1, b2=b2, activation=weights[0].activation, zero_tail=False)
 
@@ -74,10 +74,10 @@ def weights_of(experts: Sequence[nn.Module], option: bool | Reader) -> list[Expe
         return reason
     weights: list[ExpertWeights] = []
     for expert in experts:
-        own = read_known(expert) if option is True else _read(expert, option)
-        if own is None:
+        of_expert = read_known(expert) if option is True else _read(expert, option)
+        if of_expert is None:
             return _why_unread(expert, option)
-        weights.append(own)
+        weights.append(of_expert)
     return _why_different(experts, weights) or weights
 
 
@@ -95,10 +95,10 @@ def _why_called(experts: Sequence[nn.Module]) -> str | None:
 
 def _modules(expert: nn.Module) -> list[nn.Module]:
     """Return the expert and all modules in it, as `nn.Module.modules` does in several times the time. One may come twice."""
-    found = [expert]
-    for module in found:
-        found.extend(child for child in module._modules.values() if child is not None)
-    return found
+    modules = [expert]
+    for module in modules:
+        modules.extend(child for child in module._modules.values() if child is not None)
+    return modules
 
 
 def _why_module_is_called(module: nn.Module) -> str | None:
@@ -118,10 +118,10 @@ def _why_module_is_called(module: nn.Module) -> str | None:
 
 
 def _read(expert: nn.Module, read: Any) -> ExpertWeights | None:
-    own = read(expert)
-    if own is not None and not (isinstance(own, tuple) and len(own) == len(ExpertWeights._fields)):
-        raise TypeError(f"the function grouped_experts returned {type(own).__name__}; it must return ExpertWeights, or None")
-    return None if own is None else ExpertWeights(*own)
+    weights = read(expert)
+    if weights is not None and not (isinstance(weights, tuple) and len(weights) == len(ExpertWeights._fields)):
+        raise TypeError(f"the function grouped_experts returned {type(weights).__name__}; it must return ExpertWeights, or None")
+    return None if weights is None else ExpertWeights(*weights)
 
 
 def _why_unread(expert: nn.Module, option: bool | Reader) -> str:
@@ -138,16 +138,16 @@ def _why_different(experts: Sequence[nn.Module], weights: Sequence[ExpertWeights
     classes = sorted({type(expert).__name__ for expert in experts})
     if len(classes) > 1:
         return f"experts are of the classes {classes}; they must be of one"
-    for i, (expert, own) in enumerate(zip(experts, weights, strict=True)):
+    for i, (expert, of_expert) in enumerate(zip(experts, weights, strict=True)):
         for name in ("w1", "b1", "w2", "b2"):
-            mine, first = getattr(own, name), getattr(weights[0], name)
+            mine, first = getattr(of_expert, name), getattr(weights[0], name)
             if mine is not None and type(mine) not in (nn.Parameter, Tensor):
                 return f"{name} of local expert {i} is a {type(mine).__name__}; it must be a plain tensor"
             if not _is_alike(mine, first):
                 return f"{name} of local expert {i} is {_form(mine)}, and {_form(first)} in the first"
-        if own.activation != weights[0].activation:
+        if of_expert.activation != weights[0].activation:
             return f"local expert {i} has another activation than the first; it must be the same object"
-        if torch.is_grad_enabled() and (left := _parameters_left(expert, own)):
+        if torch.is_grad_enabled() and (left := _parameters_left(expert, of_expert)):
             return f"parameters {left} of local expert {i} are not among its ExpertWeights"
     return None
 
@@ -162,9 +162,9 @@ def _form(tensor: Any) -> str:
     return "None" if tensor is None else f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
 
 
-def _parameters_left(expert: nn.Module, own: ExpertWeights) -> list[str]:
+def _parameters_left(expert: nn.Module, weights: ExpertWeights) -> list[str]:
     """Return the names of parameters that want a gradient and would get none."""
-    tensors = [tensor for tensor in own[:4] if tensor is not None]
+    tensors = [tensor for tensor in weights[:4] if tensor is not None]
     served = {id(tensor) for tensor in tensors}
     computed = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     if computed:  # from parameters
@@ -181,16 +181,16 @@ def _wants_gradient(parameter: Tensor | None) -> bool:
 
 def _leaves(nodes: Iterable[Any]) -> set[int]:
     """Return the ids of the tensors to which the gradients of these nodes of autograd go."""
-    found, todo, seen = set(), list(nodes), set()
+    leaves, todo, seen = set(), list(nodes), set()
     while todo:
         node = todo.pop()
         if node in seen:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.add(id(node.variable))
+            leaves.add(id(node.variable))
         todo += [after for after, _ in node.next_functions if after is not None]
-    return found
+    return leaves
 
 
 # ---- weights ----
@@ -208,7 +208,7 @@ def why_not_by_default(weights: Sequence[ExpertWeights], dtype: torch.dtype) -> 
         reason = why_not_grouped(matrix[:0], len(matrix))
         if reason is not None:
             return reason
-    if first.w1.dtype == dtype and all(_at_equal_distances([own[i] for own in weights]) is not None for i in (0, 2)):  # type: ignore[misc]
+    if first.w1.dtype == dtype and all(_at_equal_distances([of_expert[i] for of_expert in weights]) is not None for i in (0, 2)):  # type: ignore[misc]
         return None
     return (
         "their weights do not lie in one memory in the rows' dtype, as with ZeRO 1 or 2; grouped_experts=True copies them in each forward"

@@ -130,7 +130,7 @@ class PackedMOELayer(MOELayer):
             return combine_by_expert(buffer, outputs, recv_topk_weights, handle, source_weights)
 
     def _exchange_joined(
-        self, growing: GrowingBuffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, own: Sequence[ExpertWeights]
+        self, growing: GrowingBuffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, weights: Sequence[ExpertWeights]
     ) -> Tensor:
         """Exchange rows in one tensor, for grouped products. On GPUs the host does not wait for the counts before these are queued."""
         x, idx = x.contiguous(), widened(topk_idx, self.num_local_experts, plan_of(self).num_local_experts)
@@ -141,11 +141,11 @@ class PackedMOELayer(MOELayer):
 
         with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
             buffer, out = growing.dispatch(len(x), send)
-        outputs = notify_peers_on_failure(buffer, self._run_joined, own, out)
+        outputs = notify_peers_on_failure(buffer, self._run_joined, weights, out)
         if out.handle.is_late:
             buffer, settled = growing.settle(len(x), send, buffer, out)
             if settled is not out:
-                out, outputs = settled, notify_peers_on_failure(buffer, self._run_joined, own, settled)
+                out, outputs = settled, notify_peers_on_failure(buffer, self._run_joined, weights, settled)
                 if (metrics := metrics_of(self)) is not None:
                     metrics.num_repeats += 1
         count_rows(self, out.handle)
@@ -154,12 +154,12 @@ class PackedMOELayer(MOELayer):
                 return buffer.combine(outputs, out.handle, fp8=BLOCKWISE)
             return buffer.combine(outputs, out.handle, out.recv_topk_weights)
 
-    def _run_joined(self, own: Sequence[ExpertWeights], out: DispatchOutput) -> Tensor:
+    def _run_joined(self, weights: Sequence[ExpertWeights], out: DispatchOutput) -> Tensor:
         if not self.is_fp8:
-            return run_joined(own, out)
+            return run_joined(weights, out)
         if self.is_first_microbatch is not None and self.kept_weights is None:
             self.kept_weights = KeptWeights()
-        return run_fp8(own, out, self.kept_weights, self.is_first_microbatch)
+        return run_fp8(weights, out, self.kept_weights, self.is_first_microbatch)
 
     def _run_experts(self, parts: tuple[Tensor, ...]) -> list[Tensor]:
         """Run every local expert, so that each has a gradient on every rank, in grouped products where the options ask for them.
