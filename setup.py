@@ -20,8 +20,8 @@ DEEPEP_MOE_BUILD_JOBS is the number of compilers that run at a time, by default 
 import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036, as pip asks for the version only after this file has run
-    found = ".".join(map(str, sys.version_info[:3]))
-    raise SystemExit(f"deepep_moe needs Python 3.11 or newer, and {sys.executable} is {found}; use another: python3.11 -m pip install .")
+    running = ".".join(map(str, sys.version_info[:3]))
+    raise SystemExit(f"deepep_moe needs Python 3.11 or newer, and {sys.executable} is {running}; use another: python3.11 -m pip install .")
 
 import importlib.util
 import os
@@ -77,8 +77,8 @@ def find_nvcc() -> str:
     if os.environ.get("DEEPEP_MOE_CUDA") == "0":
         return ""
     candidates = [Path(os.environ["CUDA_HOME"]) / "bin" / "nvcc"] if os.environ.get("CUDA_HOME") else []
-    if found := shutil.which("nvcc"):
-        candidates.append(Path(found))
+    if nvcc := shutil.which("nvcc"):
+        candidates.append(Path(nvcc))
     candidates.append(Path("/usr/local/cuda/bin/nvcc"))
     return next((str(path) for path in candidates if path.is_file()), "")
 
@@ -110,8 +110,8 @@ def find_torch() -> Path | None:
 
 def package_folders() -> list[Path]:
     """Return the package folders of the Python that builds, also those that pip's isolation hides."""
-    found = importlib.util.find_spec("torch")
-    folders = [Path(found.origin).parent.parent] if found and found.origin else []
+    torch = importlib.util.find_spec("torch")
+    folders = [Path(torch.origin).parent.parent] if torch and torch.origin else []
     folders += [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]
     folders += [
         Path(line) for folder in folders for file in folder.glob("*.pth") for line in file.read_text().splitlines() if line[:1] == "/"
@@ -135,9 +135,9 @@ def require_compiler() -> None:
         raise SystemExit(
             f"deepep_moe needs a C++20 compiler and found no {compiler!r}: install gcc {LEAST_GCC} or newer (apt install g++), or set CXX"
         )
-    told = subprocess.run([compiler, "-dumpversion"], capture_output=True, text=True).stdout.strip()
-    if "g++" in Path(compiler).name and "clang" not in compiler and told.split(".")[0].isdigit() and int(told.split(".")[0]) < LEAST_GCC:
-        raise SystemExit(f"deepep_moe needs gcc {LEAST_GCC} or newer, and {compiler} is {told}: install g++-{LEAST_GCC}, or set CXX")
+    version = subprocess.run([compiler, "-dumpversion"], capture_output=True, text=True).stdout.strip()
+    if "g++" in Path(compiler).name and "clang" not in compiler and (major := version.split(".")[0]).isdigit() and int(major) < LEAST_GCC:
+        raise SystemExit(f"deepep_moe needs gcc {LEAST_GCC} or newer, and {compiler} is {version}: install g++-{LEAST_GCC}, or set CXX")
     include = Path(sysconfig.get_path("include"))
     if not (include / "Python.h").is_file():
         raise SystemExit(f"deepep_moe needs Python's headers and found no {include / 'Python.h'}: install them (apt install python3-dev)")

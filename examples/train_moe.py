@@ -22,7 +22,7 @@ def train(rank: int, num_ranks: int, num_steps: int) -> list[float]:
     torch.manual_seed(1 + rank)  # other experts and other tokens on every rank
     experts = [SwiGLU(HIDDEN, INTERMEDIATE) for _ in range(NUM_EXPERTS // num_ranks)]
     layer = MoELayer(router, experts, shared, num_max_tokens_per_rank=NUM_TOKENS)
-    own = set(layer.expert_parameters())
+    of_experts = set(layer.expert_parameters())
     optimizer = torch.optim.AdamW(layer.parameters(), lr=3e-3)
 
     losses = []
@@ -32,7 +32,7 @@ def train(rank: int, num_ranks: int, num_steps: int) -> list[float]:
         optimizer.zero_grad()
         loss.backward()
         for parameter in layer.parameters():  # experts saw the tokens of all ranks already
-            if parameter not in own:
+            if parameter not in of_experts:
                 dist.all_reduce(parameter.grad)
             parameter.grad /= num_ranks
         optimizer.step()

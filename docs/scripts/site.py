@@ -102,9 +102,9 @@ def _place(path: str) -> str | None:
 def _links_out(file: File) -> set[str]:
     """Return the paths outside docs/ that a page links to, but for the pages among them."""
     folder = posixpath.dirname(_origin(file.src_uri))
-    found = set()
-    _outside_code(_LINK, lambda match: found.add(match[2]) or match[0], file.content_string)
-    paths = {_resolve(folder, link) for link in found if link and not _is_url(link)}
+    links = set()
+    _outside_code(_LINK, lambda match: links.add(match[2]) or match[0], file.content_string)
+    paths = {_resolve(folder, link) for link in links if link and not _is_url(link)}
     return {path for path in paths if not path.startswith("docs") and path not in PAGES and (ROOT / path).exists()}
 
 

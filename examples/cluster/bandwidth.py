@@ -36,10 +36,10 @@ def make_inputs(r: Rank, buffer: Buffer) -> Inputs:
     groups = {"num_groups": num_nodes, "topk_groups": min(o.topk_groups, num_nodes)}
     choice = gate(torch.randn(o.num_tokens, buffer.num_experts, generator=generator), o.num_topk, **groups)
     nodes = nodes_per_token(choice.topk_idx, buffer.num_experts, num_nodes)
-    own = (choice.topk_idx // (buffer.num_experts // num_nodes) == r.rank // per_node).any(1)
+    has_own_node = (choice.topk_idx // (buffer.num_experts // num_nodes) == r.rank // per_node).any(1)
     x = torch.randn(o.num_tokens, o.hidden, generator=generator).to(torch.bfloat16)
     tensors = (tensor.to(r.device) for tensor in (x, choice.topk_idx, choice.topk_weights))
-    return Inputs(*tensors, float(nodes.double().mean()), int(nodes.sum() - own.sum()))
+    return Inputs(*tensors, float(nodes.double().mean()), int(nodes.sum() - has_own_node.sum()))
 
 
 def time_us(r: Rank, call: Callable[[], object]) -> float:

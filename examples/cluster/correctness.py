@@ -28,8 +28,8 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    for made in itertools.product(PATTERNS, (torch.bfloat16, torch.float32), ("rank", "expert")):
-        yield Case(*made)
+    for values in itertools.product(PATTERNS, (torch.bfloat16, torch.float32), ("rank", "expert")):
+        yield Case(*values)
 
 
 def inputs(case: Case, rank: int, num_ranks: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,15 +73,15 @@ def differences(r: Rank, buffer: Buffer, case: Case) -> list[str]:
         "recv_x along the handle": (again.recv_x, mine.recv_x),
         "combined_x": (back, sums[r.rank]),
     }
-    return [name for name, (found, expected) in pairs.items() if not _same(found, expected)]
+    return [name for name, (actual, expected) in pairs.items() if not _same(actual, expected)]
 
 
-def _same(found: Tensor | None, expected: Tensor | None) -> bool:
+def _same(actual: Tensor | None, expected: Tensor | None) -> bool:
     """Return whether both have the same bits."""
-    if found is None or expected is None:
-        return found is expected
-    found = found.detach().cpu().contiguous()
-    return found.shape == expected.shape and torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8))
+    if actual is None or expected is None:
+        return actual is expected
+    actual = actual.detach().cpu().contiguous()
+    return actual.shape == expected.shape and torch.equal(actual.view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
 def run(r: Rank) -> bool:
@@ -91,9 +91,9 @@ def run(r: Rank) -> bool:
     lines, all_right = [r.shape(buffer), "", "| case | result |", "|---|---|"], True
     for case in cases():
         wrong = r.gather(differences(r, buffer, case))
-        told = [f"rank {rank}: {', '.join(names)}" for rank, names in enumerate(wrong) if names]
-        all_right = all_right and not told
-        lines.append(f"| {case.name} | {'DIFFERS on ' + '; '.join(told[:4]) if told else 'the same bits'} |")
+        differing = [f"rank {rank}: {', '.join(names)}" for rank, names in enumerate(wrong) if names]
+        all_right = all_right and not differing
+        lines.append(f"| {case.name} | {'DIFFERS on ' + '; '.join(differing[:4]) if differing else 'the same bits'} |")
     buffer.destroy()
     verdict = "all results have the reference's bits" if all_right else "SOME RESULTS DIFFER from the reference"
     if r.rank == 0:

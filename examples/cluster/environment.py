@@ -33,9 +33,9 @@ def checks() -> dict[str, str]:
         why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise RuntimeError(f"{' '.join(command[1:])} ended with code {done.returncode}: {why}; run it by hand on this host")
     page = json.loads(done.stdout)
-    found = {finding["check"]: finding for finding in page["findings"]}
+    findings = {finding["check"]: finding for finding in page["findings"]}
     serving = ", ".join(name for name, reason in page["backends"].items() if not reason) or "none"
-    return {"backends": serving} | {name: _words(finding) for name, finding in found.items()}
+    return {"backends": serving} | {name: _words(finding) for name, finding in findings.items()}
 
 
 def _words(finding: dict[str, str]) -> str:
@@ -44,12 +44,12 @@ def _words(finding: dict[str, str]) -> str:
 
 def nics(root: Path = Path("/")) -> str:
     """Return name, driver, link layers and NUMA node of each RDMA device; the doctor has rates and states."""
-    told = []
+    lines = []
     for nic in topology.read(root).nics:
         layers = "/".join(dict.fromkeys(port.link_layer for port in nic.ports)) or "no port"
         node = "unknown" if nic.pci.node is None else nic.pci.node
-        told.append(f"{nic.name}: {nic.driver or 'unknown driver'}, {layers}, NUMA node {node}")
-    return "; ".join(told) or "none"
+        lines.append(f"{nic.name}: {nic.driver or 'unknown driver'}, {layers}, NUMA node {node}")
+    return "; ".join(lines) or "none"
 
 
 def driver(root: Path = Path("/")) -> str:
@@ -73,7 +73,7 @@ def of_this_host() -> dict[str, str]:
     return facts | {"environment": "; ".join(variables) or "none that matter"}
 
 
-def told(hosts: list[list[int]], facts: list[dict[str, str]]) -> list[str]:
+def report_lines(hosts: list[list[int]], facts: list[dict[str, str]]) -> list[str]:
     """Return the lines of a report on `hosts`, each a list of ranks. Facts that all hosts share are listed once."""
     lines = [f"host {index}: ranks {ranks[0]} to {ranks[-1]}" for index, ranks in enumerate(hosts)]
     lines += ["", "| | |", "|---|---|"]
@@ -102,7 +102,7 @@ def run(r: Rank) -> bool:
     everyone = r.gather((platform.node(), of_this_host() if config.local_rank() == 0 else {}))
     names = list(dict.fromkeys(name for name, _ in everyone))
     hosts = [[rank for rank, (name, _) in enumerate(everyone) if name == host] for host in names]
-    lines = [_shape(r), *told(hosts, [next(filter(None, (everyone[rank][1] for rank in ranks))) for ranks in hosts])]
+    lines = [_shape(r), *report_lines(hosts, [next(filter(None, (everyone[rank][1] for rank in ranks))) for ranks in hosts])]
     if r.rank == 0:
         print(block("deepep_moe: environment", lines), flush=True)
     return True

@@ -13,7 +13,7 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { --line: #444; --soft: #aaa; --bar: #7fb2e555 } }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1500px; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.5rem; margin-bottom: .2rem } h2 { font-size: 1.1rem; margin: 1.6rem 0 .4rem }
-.told { font-size: 1.1rem; max-width: 60rem } .about { color: var(--soft); font-size: .85rem; overflow-wrap: anywhere }
+.summary { font-size: 1.1rem; max-width: 60rem } .about { color: var(--soft); font-size: .85rem; overflow-wrap: anywhere }
 table { border-collapse: collapse; display: block; overflow-x: auto } th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--line) }
 th { text-align: left; font-weight: 600 } td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
 td.bar { min-width: 12rem } img { max-width: 100%; background: #fff; border-radius: 4px } figure { margin: 1rem 0 }
@@ -46,18 +46,18 @@ class Picture:
 
 @dataclass(frozen=True)
 class Page:
-    """`told` is what the run showed, in a sentence or two; `about` says where and how it ran."""
+    """`summary` is what the run showed, in a sentence or two; `about` says where and how it ran."""
 
     title: str
-    told: str
+    summary: str
     about: dict[str, str]
     tables: list[Table] = field(default_factory=list)
     pictures: list[Picture] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
-        told = dataclasses.asdict(dataclasses.replace(self, pictures=[]))  # which the page shows from its own bytes
-        data = json.dumps(told).replace("<", "\\u003c")  # no text in it ends the script
-        body = f"{_head(self.title, self.told)}{_body(self)}\n<script type='application/json' id='page'>{data}</script>"
+        fields = dataclasses.asdict(dataclasses.replace(self, pictures=[]))  # which the page shows from its own bytes
+        data = json.dumps(fields).replace("<", "\\u003c")  # no text in it ends the script
+        body = f"{_head(self.title, self.summary)}{_body(self)}\n<script type='application/json' id='page'>{data}</script>"
         _write(path, self.title, body)
 
 
@@ -68,8 +68,8 @@ def _write(path: Path, title: str, body: str) -> None:
     print(f"wrote {path}")
 
 
-def _head(title: str, told: str) -> str:
-    return f"<h1>{html.escape(title)}</h1>\n<p class='told'>{html.escape(told)}</p>\n"
+def _head(title: str, summary: str) -> str:
+    return f"<h1>{html.escape(title)}</h1>\n<p class='summary'>{html.escape(summary)}</p>\n"
 
 
 def _body(page: Page) -> str:

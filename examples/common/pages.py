@@ -20,21 +20,21 @@ def write(title: str, results: list[Result], entropy: float, folder: Path, about
         files["What ran when in one step, under the profiler"] = "timeline.png"
         timeline.plot(timelines, folder / "timeline.png")
     pictures = [Picture.of_file(caption, folder / name) for caption, name in files.items()]
-    told = showed(results, entropy)
-    Page(title, told, about, [_table(results)], pictures).write(folder / "report.html")
-    return told
+    summary = showed(results, entropy)
+    Page(title, summary, about, [_table(results)], pictures).write(folder / "report.html")
+    return summary
 
 
 def showed(results: list[Result], entropy: float) -> str:
     """Return two sentences: what was learned, and how long a step took."""
     first, loss = results[0], last_loss(results[0])
     below = "below" if loss < entropy else "not yet below"
-    told = (
+    summary = (
         f"{first.name} trained to a loss of {loss:.3f} in {len(first.losses)} steps, {below} the {entropy:.3f} of a model without context"
     )
     if len(results) > 1:
-        told += f"; compared with {results[1].name}, {report.agreement(results)}"
-    return f"{told}. A step took {' and '.join(_step(result) for result in results[:2])}, in the median."
+        summary += f"; compared with {results[1].name}, {report.agreement(results)}"
+    return f"{summary}. A step took {' and '.join(_step(result) for result in results[:2])}, in the median."
 
 
 def last_loss(result: Result) -> float:

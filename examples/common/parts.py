@@ -21,7 +21,7 @@ def parts_of(model: nn.Module, optimizer: Any) -> dict[str, str]:
     return {"optimizer": ", ".join(sorted(set(_optimizers(optimizer)))), "norms": ", ".join(sorted(norms))}
 
 
-def told(parts: dict[str, str]) -> str:
+def line_of(parts: dict[str, str]) -> str:
     """Return a line for the terminal."""
     return "; ".join(f"{name}: {value}" for name, value in parts.items())
 

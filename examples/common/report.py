@@ -145,8 +145,8 @@ def plot_expert_load(results: list[Result], path: Path, num_bins: int = 60) -> N
         drawn = relative[run, layer]
         image = panel.imshow(drawn, aspect="auto", origin="lower", cmap="RdBu_r", norm=norm, extent=(1, steps, -0.5, num_experts - 0.5))
         busiest = drawn.max(axis=0)
-        told = f"busiest expert {busiest[0]:.1f}x at first, {busiest[-1]:.1f}x at last"
-        panel.set_title(f"{results[run].name}, MoE layer {layer + 1}: {told}", loc="left", fontsize=8)
+        peaks = f"busiest expert {busiest[0]:.1f}x at first, {busiest[-1]:.1f}x at last"
+        panel.set_title(f"{results[run].name}, MoE layer {layer + 1}: {peaks}", loc="left", fontsize=8)
         panel.set(yticks=range(0, num_experts, max(1, num_experts // 4)))
     for panel in axes[:, 0]:
         panel.set_ylabel("expert")
@@ -203,11 +203,11 @@ def table(results: list[Result], entropy: float) -> str:
 
 def differences(results: list[Result], num_steps: int | None = None, baseline: str = "alltoall") -> list[float]:
     """Return each run's difference from the last run of `baseline` before it, over all losses or those of the first `num_steps` steps."""
-    found, before = [], results[0]
+    by_run, before = [], results[0]
     for result in results:
         before = result if result.name.startswith(baseline) else before
-        found.append(max_difference([before, result], num_steps))
-    return found
+        by_run.append(max_difference([before, result], num_steps))
+    return by_run
 
 
 _COLUMNS = (("tokens/s", 10), ("step ms", 10), ("exchange ms", 13), ("last loss", 11), ("max |difference|", 18))

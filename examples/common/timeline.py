@@ -73,8 +73,8 @@ class Timeline:
     def figures(self) -> dict[str, float]:
         if self.device == "cpu":
             return {"exchange_ms": self.exchange_ms}
-        found = {"gpu_busy": self.busy, "exchange_ms": self.exchange_ms, "exchange_hidden": self.hidden(), "host_waits": self.num_waits}
-        return found | {f"{kind}_hidden": self.hidden([kind]) for kind in ("dispatch", "combine")}
+        figures = {"gpu_busy": self.busy, "exchange_ms": self.exchange_ms, "exchange_hidden": self.hidden(), "host_waits": self.num_waits}
+        return figures | {f"{kind}_hidden": self.hidden([kind]) for kind in ("dispatch", "combine")}
 
     def __str__(self) -> str:
         if self.device == "cpu":
@@ -140,12 +140,12 @@ def record(step: Callable[[], object], forward_backward: Callable[[], object], n
         for _ in range(1 + num_steps):
             step()
         torch.cuda.synchronize()
-    found = [event for event in _events(profile) if event.device_type() == torch.autograd.DeviceType.CUDA and _is_kernel(event)]
-    found = sorted(found, key=lambda event: event.start_ns())[len(found) // (1 + num_steps) :]
-    begin = found[0].start_ns()
+    events = [event for event in _events(profile) if event.device_type() == torch.autograd.DeviceType.CUDA and _is_kernel(event)]
+    events = sorted(events, key=lambda event: event.start_ns())[len(events) // (1 + num_steps) :]
+    begin = events[0].start_ns()
     kernels = [
         Kernel(event.name(), event.device_resource_id(), *((at - begin) / 1e6 for at in (event.start_ns(), event.end_ns())))
-        for event in found
+        for event in events
     ]
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:

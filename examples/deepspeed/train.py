@@ -73,12 +73,12 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def _cross(runs: list[worker.Settings], num_ranks: int, *, bind: bool) -> dict[tuple[str, str], float]:
     """Return the loss on the same text, by the run that saved and the run that loads."""
-    found = {}
+    losses = {}
     for saved in runs:
         for loads in runs:
             settings = dataclasses.replace(loads, checkpoint=saved.checkpoint)
-            found[saved.dispatcher, loads.dispatcher] = launch.on_ranks(worker.evaluate, num_ranks, settings, timeout_s=600, bind=bind)
-    return found
+            losses[saved.dispatcher, loads.dispatcher] = launch.on_ranks(worker.evaluate, num_ranks, settings, timeout_s=600, bind=bind)
+    return losses
 
 
 def _check_curves(results: list[report.Result]) -> bool:
@@ -86,8 +86,8 @@ def _check_curves(results: list[report.Result]) -> bool:
     ends = [float(np.mean(result.losses[-10:])) for result in results]
     agree = abs(ends[0] - ends[1]) <= _TOLERANCE
     verdict = "agree" if agree else "DIFFER"
-    told = f"{verdict}: {report.agreement(results)}; last 10 steps {ends[0]:.4f} and {ends[1]:.4f}"
-    print(f"loss curves of {results[0].name} and {results[1].name} {told}")
+    comparison = f"{verdict}: {report.agreement(results)}; last 10 steps {ends[0]:.4f} and {ends[1]:.4f}"
+    print(f"loss curves of {results[0].name} and {results[1].name} {comparison}")
     return agree
 
 
@@ -126,7 +126,7 @@ def _report(arguments: argparse.Namespace, runs: list[worker.Settings], results:
     arguments.out.mkdir(parents=True, exist_ok=True)
     report.write_metrics(results, arguments.out / "metrics.jsonl")
     print(report.table(results, entropy))
-    print(parts.told(results[0].parts))
+    print(parts.line_of(results[0].parts))
     print(f"wrote {arguments.out}/metrics.jsonl, checkpoints")
     print(_write_page(arguments, results, entropy))
     if not arguments.compare:

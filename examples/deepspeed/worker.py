@@ -153,13 +153,13 @@ def _timeline(engine: Any, settings: Settings, device: torch.device, turn: Turn)
     turn.take()
     again = engine, _batch(data.load_corpus(), settings, settings.steps, device), settings, settings.steps
     if device.type == "cuda":
-        found = timeline.record(partial(_step, *again), partial(_forward_backward, *again))
+        recorded = timeline.record(partial(_step, *again), partial(_forward_backward, *again))
     else:
-        found = timeline.record_cpu(partial(_step, *again))
+        recorded = timeline.record_cpu(partial(_step, *again))
     turn.give()
     turn.take()  # a run that ends while the other one is profiled would slow it
     turn.give()
-    return found
+    return recorded
 
 
 def train(rank: int, num_ranks: int, settings: Settings, turn: Turn | None = None) -> Run | None:

@@ -35,7 +35,7 @@ def train(rank: int, num_ranks: int, num_steps: int, stand_in: bool, out: str) -
         replaced = spread_experts(network, num_max_tokens_per_rank=4 * 33)  # the one call
         difference = (network(input_ids=tokens).logits - before).abs().max().item()
 
-    own = {id(parameter) for parameter in expert_parameters(network)}
+    of_experts = {id(parameter) for parameter in expert_parameters(network)}
     optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
     metrics, losses = Metrics(network, [JsonLines(Path(out) / "metrics.jsonl")] if rank == 0 else []), []
     for step in range(num_steps):
@@ -43,7 +43,7 @@ def train(rank: int, num_ranks: int, num_steps: int, stand_in: bool, out: str) -
         optimizer.zero_grad()
         loss.backward()
         for parameter in network.parameters():
-            if id(parameter) not in own:
+            if id(parameter) not in of_experts:
                 dist.all_reduce(parameter.grad)
             parameter.grad /= num_ranks
         optimizer.step()

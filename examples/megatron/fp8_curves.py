@@ -38,11 +38,11 @@ def _arguments(argv: list[str] | None) -> tuple[argparse.Namespace, argparse.Nam
     parser.add_argument("--tolerance", type=float, default=0.005, help="relative difference of the loss at the end")
     parser.add_argument("--json", type=Path, default=Path("runs/fp8_curves.json"))
     parser.add_argument("--nudged", action="store_true", help="train a third time, in bf16 with a learning rate a millionth larger")
-    own, others = parser.parse_known_args(argv)
+    flags, others = parser.parse_known_args(argv)
     arguments, settings = train.settings_of([*_DEFAULTS, *others])
-    if not 0 < own.window <= settings.steps:
-        parser.error(f"--window {own.window} must be positive, and at most the {settings.steps} steps")
-    return own, arguments, settings
+    if not 0 < flags.window <= settings.steps:
+        parser.error(f"--window {flags.window} must be positive, and at most the {settings.steps} steps")
+    return flags, arguments, settings
 
 
 def _means(losses: list[float], window: int) -> list[float]:
@@ -64,34 +64,34 @@ def compare(exact: list[float], ours: list[float], window: int) -> dict[str, Any
     }
 
 
-def _train(own: argparse.Namespace, arguments: argparse.Namespace, settings: worker.Settings, record: dict[str, Any]) -> None:
+def _train(flags: argparse.Namespace, arguments: argparse.Namespace, settings: worker.Settings, record: dict[str, Any]) -> None:
     """Train each from each seed, and write the record whenever a run is done."""
-    for seed in own.seeds:
+    for seed in flags.seeds:
         curves = {}
         experts = {"bf16": {"fp8_experts": False}, "fp8": {"fp8_experts": True}}
-        if own.nudged:
+        if flags.nudged:
             experts[_NUDGED] = {"fp8_experts": False, "lr": settings.lr * (1 + 1e-6)}
-        for name, options in experts.items():
-            [result] = train.run_all([dataclasses.replace(settings, seed=seed, **options)], arguments)
+        for name, changes in experts.items():
+            [result] = train.run_all([dataclasses.replace(settings, seed=seed, **changes)], arguments)
             if launch.is_reporting():
                 curves[name] = result.losses
                 record["runs"].append({"seed": seed, "experts": name, "seconds": result.seconds, "losses": result.losses})
-                _write(own, record)
+                _write(flags, record)
         if launch.is_reporting():
-            found = compare(curves["bf16"], curves["fp8"], own.window)
-            if own.nudged:
-                found["nudged_at_end"] = compare(curves["bf16"], curves[_NUDGED], own.window)["difference_at_end"]
-            record["compared"].append({"seed": seed} | found)
-            record["is_near"] = all(each["all_finite"] and abs(each["difference_at_end"]) <= own.tolerance for each in record["compared"])
-            _write(own, record)
+            comparison = compare(curves["bf16"], curves["fp8"], flags.window)
+            if flags.nudged:
+                comparison["nudged_at_end"] = compare(curves["bf16"], curves[_NUDGED], flags.window)["difference_at_end"]
+            record["compared"].append({"seed": seed} | comparison)
+            record["is_near"] = all(each["all_finite"] and abs(each["difference_at_end"]) <= flags.tolerance for each in record["compared"])
+            _write(flags, record)
 
 
-def _write(own: argparse.Namespace, record: dict[str, Any]) -> None:
-    own.json.parent.mkdir(parents=True, exist_ok=True)
-    own.json.write_text(json.dumps(record, indent=1) + "\n")
+def _write(flags: argparse.Namespace, record: dict[str, Any]) -> None:
+    flags.json.parent.mkdir(parents=True, exist_ok=True)
+    flags.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _new_record(own: argparse.Namespace, arguments: argparse.Namespace, settings: worker.Settings) -> dict[str, Any]:
+def _new_record(flags: argparse.Namespace, arguments: argparse.Namespace, settings: worker.Settings) -> dict[str, Any]:
     names = ("model", "expert_width", "steps", "lr", "ep", "micro_batches", "cuda_graph", "shares_gpus")
     return {
         "op": "loss curves of fp8 and bf16 experts",
@@ -99,9 +99,9 @@ def _new_record(own: argparse.Namespace, arguments: argparse.Namespace, settings
         "versions": {"deepep_moe": deepep_moe.__version__, "commit": commit(), "torch": torch.__version__},
         "num_ranks": arguments.num_ranks,
         **{name: getattr(settings, name) for name in names},
-        "seeds": own.seeds,
-        "window": own.window,
-        "tolerance": own.tolerance,
+        "seeds": flags.seeds,
+        "window": flags.window,
+        "tolerance": flags.tolerance,
         "is_near": False,
         "compared": [],
         "runs": [],
@@ -110,18 +110,18 @@ def _new_record(own: argparse.Namespace, arguments: argparse.Namespace, settings
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0, or 1 where a curve of fp8 is not near that of bf16."""
-    own, arguments, settings = _arguments(argv)
-    record = _new_record(own, arguments, settings)
+    flags, arguments, settings = _arguments(argv)
+    record = _new_record(flags, arguments, settings)
     with launch.joined(arguments.device, bind=arguments.bind):
-        _train(own, arguments, settings, record)
+        _train(flags, arguments, settings, record)
     if not launch.is_reporting():
         return 0
     print(f"{'seed':>6}{'bf16':>10}{'fp8':>10}{'at the end':>12}{'at most':>10}")
     for each in record["compared"]:
         losses = f"{each['bf16_at_end']:10.4f}{each['fp8_at_end']:10.4f}"
-        chance = f"   nudged bf16 {each['nudged_at_end']:.2%}" if own.nudged else ""
+        chance = f"   nudged bf16 {each['nudged_at_end']:.2%}" if flags.nudged else ""
         print(f"{each['seed']:6}{losses}{each['difference_at_end']:12.2%}{each['largest_difference']:10.2%}{chance}")
-    print(f"loss curves are {'near' if record['is_near'] else 'NOT near'} each other; wrote {own.json}")
+    print(f"loss curves are {'near' if record['is_near'] else 'NOT near'} each other; wrote {flags.json}")
     return 0 if record["is_near"] else 1
 
 

@@ -224,7 +224,7 @@ def _report(arguments: argparse.Namespace, runs: list[worker.Settings], results:
     for result in (result for result in results if result.timeline is not None):
         print(f"{result.name}: {np.median(result.tokens_per_s):,.0f} tokens/s; {result.timeline}")
     print(report.comparison(results) if arguments.sweep else report.table(results, entropy))
-    print(parts.told(results[0].parts))
+    print(parts.line_of(results[0].parts))
     print(f"wrote {arguments.out}/metrics.jsonl, summary.json")
     title = "A small DeepSeek-V3 trained with Megatron-Core"
     print(pages.write(title, results, entropy, arguments.out, {name: str(value) for name, value in about.items()}))

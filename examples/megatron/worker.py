@@ -90,12 +90,12 @@ class Settings:
     @property
     def switches(self) -> dict[str, Any]:
         """Fields of Megatron-Core's config."""
-        found: dict[str, Any] = {"moe_shared_expert_overlap": True} if self.shared_overlap else {}
+        fields: dict[str, Any] = {"moe_shared_expert_overlap": True} if self.shared_overlap else {}
         if self.shared_width is not None:
-            found["moe_shared_expert_intermediate_size"] = self.shared_width
+            fields["moe_shared_expert_intermediate_size"] = self.shared_width
         if self.expert_width is not None:
-            found["moe_ffn_hidden_size"] = self.expert_width
-        return found | ({"recompute_granularity": "selective", "recompute_modules": ["moe"]} if self.recompute else {})
+            fields["moe_ffn_hidden_size"] = self.expert_width
+        return fields | ({"recompute_granularity": "selective", "recompute_modules": ["moe"]} if self.recompute else {})
 
 
 class Outcome:

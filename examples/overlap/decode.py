@@ -179,8 +179,8 @@ def arguments_of(argv: list[str] | None) -> tuple[argparse.Namespace, Sizes]:
         )
     arguments = parser.parse_args(argv)
     defaults = CPU if arguments.device == "cpu" else GPU
-    given = {field.name: getattr(arguments, field.name) for field in fields(Sizes)}
-    sizes = Sizes(**{name: getattr(defaults, name) if value is None else value for name, value in given.items()})
+    sizes_given = {field.name: getattr(arguments, field.name) for field in fields(Sizes)}
+    sizes = Sizes(**{name: getattr(defaults, name) if value is None else value for name, value in sizes_given.items()})
     if launch.is_launched():
         parser.error("a launcher has started this process as one of several ranks; run it with plain python, it starts its ranks itself")
     if arguments.shares_gpus and arguments.device != "cuda":
@@ -199,13 +199,13 @@ def arguments_of(argv: list[str] | None) -> tuple[argparse.Namespace, Sizes]:
     return arguments, sizes
 
 
-def told_of(arguments: argparse.Namespace, results: dict[str, tuple[float, list[Span]]]) -> str:
+def summary_of(arguments: argparse.Namespace, results: dict[str, tuple[float, list[Span]]]) -> str:
     """Return the summary of a run. Ranks that share a GPU take turns on it, so the summary then does not call either way faster."""
     (one_by_one, _), (by_turns, _) = results.values()
-    told = f"Two micro-batches took {1e3 * one_by_one:.2f} ms one after the other, and {1e3 * by_turns:.2f} ms by turns"
+    times = f"Two micro-batches took {1e3 * one_by_one:.2f} ms one after the other, and {1e3 * by_turns:.2f} ms by turns"
     if arguments.shares_gpus:
-        return f"{told}. The outputs are equal to the bit. Ranks shared GPUs, so times say nothing."
-    return f"{told}, {one_by_one / by_turns:.2f}x as fast (medians of {arguments.repeats}). The outputs are equal to the bit."
+        return f"{times}. The outputs are equal to the bit. Ranks shared GPUs, so times say nothing."
+    return f"{times}, {one_by_one / by_turns:.2f}x as fast (medians of {arguments.repeats}). The outputs are equal to the bit."
 
 
 def about(arguments: argparse.Namespace, sizes: Sizes) -> dict[str, str]:
@@ -230,12 +230,12 @@ def main(argv: list[str] | None = None) -> None:
     draw.plot(timelines, f"Double-batch overlap, rank 0 of {arguments.num_ranks} ({arguments.device})", arguments.out / "timeline.png")
     print(f"wrote {arguments.out}/timeline.png")
     rows: list[list[str | float | None]] = [[name, 1e3 * seconds, num_tokens / seconds] for name, (seconds, _) in results.items()]
-    told = told_of(arguments, results)
+    summary = summary_of(arguments, results)
     pictures = [Picture.of_file("What rank 0 did when", arguments.out / "timeline.png")]
     columns = ["way", "both micro-batches, ms", "tokens/s"]
-    page = Page("Decoding with double-batch overlap", told, about(arguments, sizes), [Table("Ways", columns, rows)], pictures)
+    page = Page("Decoding with double-batch overlap", summary, about(arguments, sizes), [Table("Ways", columns, rows)], pictures)
     page.write(arguments.out / "report.html")
-    print(told)
+    print(summary)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def test_ranks_that_share_gpus_report_no_speed(rank):
         (["--share-gpus", "--ranks-per-node", "1"], "Ranks shared GPUs, so times say nothing.", False, ("1", "yes")),
     ):
         arguments, sizes = decode.arguments_of(["--device", "cuda", "--num-ranks", "2", *options])
-        told = decode.told_of(arguments, {"one after the other": (0.004, []), "overlapped": (0.002, [])})
+        told = decode.summary_of(arguments, {"one after the other": (0.004, []), "overlapped": (0.002, [])})
         assert ("2.00x as fast" in told) is is_as_fast and told.endswith(told_of_times)
         about = decode.about(arguments, sizes)
         assert (about["ranks_per_node"], about["share_gpus"]) == about_ranks

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from parts import parts_of, told
+from parts import line_of, parts_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -21,7 +21,7 @@ def test_parts_are_read_off_the_objects():
     norms = "torch.nn.modules.normalization.LayerNorm, torch.nn.modules.normalization.RMSNorm"
     found = parts_of(model, torch.optim.AdamW(model.parameters(), fused=True))
     assert found == {"optimizer": "torch.optim.adamw.AdamW (fused)", "norms": norms}
-    assert told(found) == f"optimizer: torch.optim.adamw.AdamW (fused); norms: {norms}"
+    assert line_of(found) == f"optimizer: torch.optim.adamw.AdamW (fused); norms: {norms}"
     wrapped = SimpleNamespace(optimizer=FusedAdam())  # as Megatron-Core and DeepSpeed have it
     chained = SimpleNamespace(chained_optimizers=[wrapped, SimpleNamespace(optimizer=wrapped)])
     assert parts_of(model, wrapped)["optimizer"] == parts_of(model, chained)["optimizer"] == f"{__name__}.FusedAdam"

@@ -207,7 +207,7 @@ def test_example(tmp_path):
     assert result.stdout.count("  batch 1 |") == 2
     png = (tmp_path / "timeline.png").read_bytes()
     page = read(tmp_path / "report.html")
-    assert page.told in result.stdout and page.told.endswith("The outputs are equal to the bit.") and page.about["num_layers"] == "2"
+    assert page.summary in result.stdout and page.summary.endswith("The outputs are equal to the bit.") and page.about["num_layers"] == "2"
     (ways,) = page.tables
     assert ways.columns == ["way", "both micro-batches, ms", "tokens/s"]
     assert [row[0] for row in ways.rows] == ["one after the other", "overlapped"]

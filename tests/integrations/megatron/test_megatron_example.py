@@ -86,7 +86,7 @@ def test_training_falls_below_unigram_entropy_and_equals_alltoall(tmp_path):
     ours, theirs = (dict(zip(runs.columns, row, strict=True)) for row in runs.rows)
     assert (ours["run"], theirs["run"], ours["steps"]) == ("deepep_moe", "alltoall", STEPS)
     assert all(run[column] > 0 for run in (ours, theirs) for column in ("exchange, ms", "step, ms"))
-    assert len(page.pictures) == 4 and page.told in told and "all steps are equal to the bit" in page.told
+    assert len(page.pictures) == 4 and page.summary in told and "all steps are equal to the bit" in page.summary
 
 
 def _run(rank: int, num_ranks: int, fields: dict):
