@@ -94,9 +94,9 @@ void bind_shm_exchange(py::module_& m) {
         .def(py::init([](int num_ranks, int ranks_per_node, int rank, int num_channels, int num_experts, int num_topk, int hidden,
                          double timeout_s) {
                  const WorkspaceConfig config{num_ranks, num_channels, num_experts, num_topk, hidden, ranks_per_node};
-                 auto made = std::make_unique<ShmExchange>(config, rank, timeout_s);
-                 made->set_poll(poll_signals);
-                 return made;
+                 auto exchange = std::make_unique<ShmExchange>(config, rank, timeout_s);
+                 exchange->set_poll(poll_signals);
+                 return exchange;
              }),
              py::kw_only(), py::arg("num_ranks"), py::arg("ranks_per_node"), py::arg("rank"), py::arg("num_channels"),
              py::arg("num_experts"), py::arg("num_topk"), py::arg("hidden"), py::arg("timeout_s"))

@@ -59,7 +59,7 @@ struct DestroyedError : std::runtime_error {
 };
 
 // Returns the text of an error for the peers: the name of its class in Python, a colon and its message.
-inline std::string told(const std::exception& error) {
+inline std::string describe(const std::exception& error) {
     const char* name = "RuntimeError";
     if (dynamic_cast<const std::invalid_argument*>(&error) != nullptr) name = "ValueError";
     if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr) name = "MemoryError";

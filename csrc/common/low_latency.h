@@ -50,9 +50,9 @@ struct LowLatencyWhat {
     DEEPEP_MOE_HD constexpr unsigned long long flag(unsigned long long call, int value) const {
         return call << kWhatBits | packed() << kValueBitsOfFlag | static_cast<unsigned>(value);
     }
-    // Returns the dispatch whose last bits a combine has sent, if it was less than 2^15 calls from `own`.
-    static constexpr unsigned long long dispatch_near(unsigned long long own, int value) {
-        return own + static_cast<long long>(static_cast<int16_t>(value - static_cast<int>(own % (1u << kValueBitsOfFlag))));
+    // Returns the dispatch whose last bits a combine has sent, if it was less than 2^15 calls from `own_call`.
+    static constexpr unsigned long long dispatch_near(unsigned long long own_call, int value) {
+        return own_call + static_cast<long long>(static_cast<int16_t>(value - static_cast<int>(own_call % (1u << kValueBitsOfFlag))));
     }
     DEEPEP_MOE_HD static constexpr unsigned packed_in(unsigned long long flag) {
         return static_cast<unsigned>(flag) % (1u << kWhatBits) >> kValueBitsOfFlag;

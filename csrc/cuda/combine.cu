@@ -26,7 +26,7 @@ struct Kernel : CombineRows<kType> {
     using Base = CombineRows<kType>;
     using Base::add_ranks, Base::each_batch, Base::recv_token, Base::slot, Base::sum_from, Base::topk_weight_grad, Base::within_bound;
     using Base::Base, Base::kBatch, typename Base::Pieces, typename Base::Rows, typename Base::Sum, typename Base::Values;
-    using Base::c, Base::config, Base::expert_rows, Base::lane, Base::num_tiles, Base::own, Base::p, Base::row_bytes, Base::sequence;
+    using Base::c, Base::config, Base::expert_rows, Base::lane, Base::num_tiles, Base::workspace, Base::p, Base::row_bytes, Base::sequence;
     using Base::write;
 
     // ---- sending blocks ----
@@ -34,7 +34,7 @@ struct Kernel : CombineRows<kType> {
     template <class Ring>
     __device__ void send() const {
         const auto ready = [&](const Source& to, int first, int end, int) {
-            const unsigned long long* reduced = p.routing.reduced + to.rank * own.layout.num_reduced + first / kReducedSlots;
+            const unsigned long long* reduced = p.routing.reduced + to.rank * workspace.layout.num_reduced + first / kReducedSlots;
             return p.direct || warp_wait_flag(c, reduced, (end - first) * num_tiles, c.rank, GpuPhase::kReducedRows);
         };
         const auto find = [&](const Source& to, int index) {
@@ -42,9 +42,9 @@ struct Kernel : CombineRows<kType> {
             const int token = recv_token(to, index);
             return p.direct && p.is_expert_layout ? p.recv_row_idx[token] : token;
         };
-        const auto rows = [&](const Source& to, int index, int found, const std::byte*& row, const std::byte*& tail) {
-            const int64_t at = p.direct ? within_bound(max(found, 0)) : -1;   // for a row that a bound has left out, another
-            row = own.outbox(to.rank) + (p.direct ? 0 : index) * slot.bytes;  // any row if there are no rows
+        const auto rows = [&](const Source& to, int index, int row_index, const std::byte*& row, const std::byte*& tail) {
+            const int64_t at = p.direct ? within_bound(max(row_index, 0)) : -1;     // for a row that a bound has left out, another
+            row = workspace.outbox(to.rank) + (p.direct ? 0 : index) * slot.bytes;  // any row if there are no rows
             tail = row + row_bytes;
             if (at < 0) return;
             row = row_of(expert_rows, p.expert_rows.num_tensors, p.x, at, row_bytes);
@@ -58,7 +58,7 @@ struct Kernel : CombineRows<kType> {
     __device__ int row_in_slot(const Source& source, int index) const {
         const int token = index / config.num_topk;
         const int32_t* const entries = p.recv_row_idx + static_cast<int64_t>(recv_token(source, token)) * config.num_topk;
-        int rest = index - token * config.num_topk, found = kNoRow;  // rest: rows of the token before this one
+        int rest = index - token * config.num_topk, row_index = kNoRow;  // rest: rows of the token before this one
 #pragma unroll 1
         for (int first = 0; first < config.num_topk; first += kEntriesAtOnce) {
             int entry[kEntriesAtOnce];
@@ -66,9 +66,9 @@ struct Kernel : CombineRows<kType> {
             for (int i = 0; i < kEntriesAtOnce; ++i) entry[i] = first + i < config.num_topk ? entries[first + i] : -1;
 #pragma unroll
             for (int i = 0; i < kEntriesAtOnce; ++i)
-                if (entry[i] != -1 && rest-- == 0) found = entry[i];
+                if (entry[i] != -1 && rest-- == 0) row_index = entry[i];
         }
-        return found;
+        return row_index;
     }
 
     // ---- work blocks ----
@@ -107,7 +107,7 @@ struct Kernel : CombineRows<kType> {
     };
 
     __device__ void reduce_row(const Remote& remote) const {
-        std::byte* to = own.outbox(remote.peer) + remote.index * slot.bytes;
+        std::byte* to = workspace.outbox(remote.peer) + remote.index * slot.bytes;
         if (remote.tile == 0 && p.has_topk_weight_grads && lane < config.num_topk)
             reinterpret_cast<float*>(to + row_bytes)[lane] = remote.rows.topk_weight_grad(*this);
         each_batch(remote.tile, [&](int first, int end) {
@@ -117,7 +117,7 @@ struct Kernel : CombineRows<kType> {
         });
         fence_bulk_copies();
         __syncwarp();
-        if (lane == 0) add_release_local(p.routing.reduced + remote.peer * own.layout.num_reduced + remote.index / kReducedSlots, 1);
+        if (lane == 0) add_release_local(p.routing.reduced + remote.peer * workspace.layout.num_reduced + remote.index / kReducedSlots, 1);
     }
 
     // On the source rank: each warp sums one tile of a token's row.
@@ -146,7 +146,7 @@ struct Kernel : CombineRows<kType> {
             const Rows next_rows = rows_of(next_index);
             rows.look_up(*this);
             const bool is_remote = index >= 0 && lane != c.rank;
-            if (!__all_sync(kFullWarp, !is_remote || wait_flag(c, own.arrived(lane, index), sequence, lane, GpuPhase::kCombineRows)))
+            if (!__all_sync(kFullWarp, !is_remote || wait_flag(c, workspace.arrived(lane, index), sequence, lane, GpuPhase::kCombineRows)))
                 return;
             __syncwarp();  // all threads may read what one has seen arrive
             if constexpr (!kHasNodes) finish_token(task / num_tiles, task % num_tiles, index, rows);
@@ -261,7 +261,7 @@ struct Kernel : CombineRows<kType> {
                 row.find_token(*this, lane * num_results + result);
             const bool is_remote = row.rank >= 0 && row.rank != c.rank;
             if (!__all_sync(kFullWarp,
-                            !is_remote || wait_flag(c, own.arrived(row.rank, row.index), sequence, row.rank, GpuPhase::kCombineRows)))
+                            !is_remote || wait_flag(c, workspace.arrived(row.rank, row.index), sequence, row.rank, GpuPhase::kCombineRows)))
                 return;
             __syncwarp();  // all threads may read what one has seen arrive
             if (task % num_tiles == 0 && p.combined_topk_weight_grads != nullptr && row.number >= 0)

@@ -88,14 +88,14 @@ __device__ void sum_rows(const CopyPlanParams& p, const PlanMemory& m) {
 
 // Returns the candidate with the best score to all threads of a warp, the first if there are several.
 __device__ int best_of(const CopyScore* scores) {
-    const CopyScore own = scores[threadIdx.x % 32];
+    const CopyScore score = scores[threadIdx.x % 32];
     const auto is_least = [](bool may_be, unsigned value) {
         const unsigned least = __reduce_min_sync(kFullWarp, may_be ? value : UINT32_MAX);
         return may_be && value == least;
     };
-    bool is_best = is_least(true, static_cast<unsigned>(own.value >> 32));
-    is_best = is_least(is_best, static_cast<unsigned>(own.value));
-    is_best = is_least(is_best, static_cast<unsigned>(own.num_copies));
+    bool is_best = is_least(true, static_cast<unsigned>(score.value >> 32));
+    is_best = is_least(is_best, static_cast<unsigned>(score.value));
+    is_best = is_least(is_best, static_cast<unsigned>(score.num_copies));
     return __ffs(__ballot_sync(kFullWarp, is_best)) - 1;
 }
 

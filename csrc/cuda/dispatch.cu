@@ -61,7 +61,7 @@ struct Receiver {
     const GpuContext& c;
     const GpuWorkspaceConfig& config;
     const GpuSlotLayout& slot;
-    const Workspace own;
+    const Workspace workspace;
     const unsigned long long sequence;
     const int64_t num_rows;
     const int warp, lane;
@@ -73,7 +73,7 @@ struct Receiver {
           c(p.context),
           config(c.config),
           slot(slot),
-          own(c, c.rank),
+          workspace(c, c.rank),
           sequence(c.state->sequence),
           num_rows(num_rows),
           warp(threadIdx.x / 32),
@@ -106,7 +106,7 @@ struct Receiver {
         const int source = from.rank, first_slot = from.first_slot(config);
         const bool is_local = source == c.rank;
         if (p.has_lanes && !(lanes_here >> source & 1)) {
-            if (!warp_wait_flag(c, own.lanes_ready(source), sequence, source, GpuPhase::kLanes)) return false;
+            if (!warp_wait_flag(c, workspace.lanes_ready(source), sequence, source, GpuPhase::kLanes)) return false;
             lanes_here |= 1u << source;
         }
         const int first = first_from(c, p.routing, p.recv_counts, from) - first_slot;  // plus a slot: the number of the token received
@@ -114,9 +114,9 @@ struct Receiver {
         GpuLane lanes[kTaskRows];  // loads fly while the warp waits for the rows
 #pragma unroll
         for (int i = 0; i < kTaskRows; ++i) lanes[i] = load_lane(source, min(begin + i, end - 1), first);
-        if (!is_local && !warp_wait_flag(c, own.arrived(source, begin), sequence, source, GpuPhase::kDispatchRows)) return false;
-        const int found = is_local && begin + lane < end ? p.routing.send_token[source * config.num_max_tokens + begin + lane] : 0;
-        if (is_local && !wait_for_rail(p, from.node, begin + lane < end, found)) return false;
+        if (!is_local && !warp_wait_flag(c, workspace.arrived(source, begin), sequence, source, GpuPhase::kDispatchRows)) return false;
+        const int sent_token = is_local && begin + lane < end ? p.routing.send_token[source * config.num_max_tokens + begin + lane] : 0;
+        if (is_local && !wait_for_rail(p, from.node, begin + lane < end, sent_token)) return false;
 #pragma unroll 1
         for (int index = begin; index < end; ++index) {
             GpuLane what = lanes[0];
@@ -124,8 +124,8 @@ struct Receiver {
             for (int i = 1; i < kTaskRows; ++i)
                 if (index == begin + i) what = lanes[i];
             const int target = take_lane(what, first + index);
-            const std::byte *row = own.inbox(source) + index * slot.bytes, *tail = row + slot.row_bytes;
-            if (is_local) find_row(p, slot, from.node, __shfl_sync(kFullWarp, found, index - begin), row, tail);
+            const std::byte *row = workspace.inbox(source) + index * slot.bytes, *tail = row + slot.row_bytes;
+            if (is_local) find_row(p, slot, from.node, __shfl_sync(kFullWarp, sent_token, index - begin), row, tail);
             ring.add(row, tail, target, drain);
         }
         return true;
@@ -135,7 +135,7 @@ struct Receiver {
     __device__ GpuLane load_lane(int source, int index, int first) const {
         GpuLane what{-1, 0.0f};
         if (lane >= config.num_topk) return what;
-        if (p.has_lanes) what = own.lanes(source, index)[lane];
+        if (p.has_lanes) what = workspace.lanes(source, index)[lane];
         if (p.cached && p.is_expert_layout) what.target = p.recv_row_idx[static_cast<int64_t>(first + index) * config.num_topk + lane];
         return what;
     }

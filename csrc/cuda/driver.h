@@ -11,16 +11,16 @@ namespace deepep_moe {
 
 // Returns the address of a function, as the driver for CUDA 12.0 has it.
 inline void* driver_function(const char* name) {
-    void* found = nullptr;
+    void* function = nullptr;
     cudaDriverEntryPointQueryResult result{};
 #if CUDART_VERSION >= 12050
-    const cudaError_t status = cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
+    const cudaError_t status = cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &result);
 #else
-    const cudaError_t status = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
+    const cudaError_t status = cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &result);
 #endif
     if (status != cudaSuccess || result != cudaDriverEntryPointSuccess)
         throw std::runtime_error(std::string("the CUDA driver has no ") + name + "; install a driver for CUDA 12 or newer");
-    return found;
+    return function;
 }
 
 }  // namespace deepep_moe

@@ -28,9 +28,9 @@ public:
     // All threads of the block find the copies of this rank's experts. A slot that cannot be filled is reported, and there are none then.
     __device__ explicit Copies(const Params& p) : p_(p), rank_(p.context.rank), num_ranks_(p.context.config.num_ranks) {
         __shared__ int16_t experts[kMaxCopies];
-        __shared__ uint8_t found[kMaxCopies];
+        __shared__ uint8_t entries[kMaxCopies];
         __shared__ int num_found;
-        experts_ = experts, found_ = found;
+        experts_ = experts, entries_ = entries;
         const int num_entries = num_ranks_ * p.num_slots;
         for (int i = threadIdx.x; i < num_entries; i += blockDim.x) experts[i] = static_cast<int16_t>(checked(i));
         __syncthreads();
@@ -40,7 +40,7 @@ public:
                 const int entry = entry_at(first + static_cast<int>(threadIdx.x));
                 const bool is_task = entry < num_entries && is_own(entry) && (!p.returns || is_first(entry));
                 const unsigned tasks = __ballot_sync(kFullWarp, is_task);
-                if (is_task) found[count + __popc(tasks & ((1u << threadIdx.x) - 1))] = static_cast<uint8_t>(entry);
+                if (is_task) entries[count + __popc(tasks & ((1u << threadIdx.x) - 1))] = static_cast<uint8_t>(entry);
                 count += __popc(tasks);
             }
             if (threadIdx.x == 0) num_found = gave_up(p.context) ? 0 : count;
@@ -49,14 +49,14 @@ public:
         count = num_found;
     }
 
-    __device__ int slot_of(int copy) const { return found_[copy] % p_.num_slots; }
-    __device__ int rank_of(int copy) const { return found_[copy] / p_.num_slots; }
-    __device__ int local_expert(int copy) const { return experts_[found_[copy]] - rank_ * p_.num_local_experts; }
+    __device__ int slot_of(int copy) const { return entries_[copy] % p_.num_slots; }
+    __device__ int rank_of(int copy) const { return entries_[copy] / p_.num_slots; }
+    __device__ int local_expert(int copy) const { return experts_[entries_[copy]] - rank_ * p_.num_local_experts; }
 
     // Returns the slot of `rank` that holds the same expert; -1: none.
     __device__ int slot_in(int rank, int copy) const {
         for (int slot = 0; slot < p_.num_slots; ++slot)
-            if (experts_[rank * p_.num_slots + slot] == experts_[found_[copy]]) return slot;
+            if (experts_[rank * p_.num_slots + slot] == experts_[entries_[copy]]) return slot;
         return -1;
     }
 
@@ -98,7 +98,7 @@ private:
     const Params& p_;
     const int rank_, num_ranks_;
     const int16_t* experts_;  // the experts of all entries
-    const uint8_t* found_;    // the entries of the tasks
+    const uint8_t* entries_;  // the entries of the tasks
 };
 
 // Calls run(task) for all tasks of this warp, of `num_warps` in each block.

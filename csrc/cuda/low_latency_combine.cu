@@ -194,9 +194,9 @@ struct Kernel {
 #pragma unroll 1
         for (int token = blockIdx.x + warp * gridDim.x; token < p.num_tokens; token += kWarps * gridDim.x) {
             const unsigned masks = __shfl_sync(kFullWarp, masks_of(c), 0);  // the same value in all threads
-            LowLatencyLane own{-1, 0, 0.0f};
-            if (lane < config.num_topk) own.weight = p.topk_weights[static_cast<int64_t>(token) * config.num_topk + lane];
-            const uint4 part = head_part(own, flag);
+            LowLatencyLane entry{-1, 0, 0.0f};
+            if (lane < config.num_topk) entry.weight = p.topk_weights[static_cast<int64_t>(token) * config.num_topk + lane];
+            const uint4 part = head_part(entry, flag);
 #pragma unroll 1
             for (unsigned rest = ranks_of(token) & node & ~masks; rest != 0; rest &= rest - 1)
                 store_part(Turn(c, __ffs(rest) - 1, call).head(c.rank, token) + lane, part, lane < num_parts);
@@ -228,16 +228,16 @@ struct Kernel {
     // One warp: find the rows of a received token; none if its rank does not take the sum. num_tokens: of rank r in thread r.
     __device__ void find_rows(int nth, int num_tokens, TokenRows& out) const {
         const SourceToken to = token_at(nth);
-        LowLatencyRow own{-1, 0.0f};
+        LowLatencyRow entry{-1, 0.0f};
         if (nth < config.capacity() && lane < config.num_topk)
-            own = in_handle<LowLatencyRow>(handle.rows)[(to.source * config.num_max_tokens + to.token) * config.num_topk + lane];
-        if (to.token >= __shfl_sync(kFullWarp, num_tokens, to.source) || is_masked(c, to.source)) own.row = -1;
-        unsigned lanes = __ballot_sync(kFullWarp, own.row >= 0);
+            entry = in_handle<LowLatencyRow>(handle.rows)[(to.source * config.num_max_tokens + to.token) * config.num_topk + lane];
+        if (to.token >= __shfl_sync(kFullWarp, num_tokens, to.source) || is_masked(c, to.source)) entry.row = -1;
+        unsigned lanes = __ballot_sync(kFullWarp, entry.row >= 0);
         if constexpr (kWeighted) {
-            if (lanes != 0 && !wait_weights(to, own.weight)) lanes = 0, own.row = -1;
+            if (lanes != 0 && !wait_weights(to, entry.weight)) lanes = 0, entry.row = -1;
         }
         const int n = __popc(lanes & ((1u << lane) - 1));
-        if (own.row >= 0) out.rows[n] = own.row, out.weights[n] = own.weight;
+        if (entry.row >= 0) out.rows[n] = entry.row, out.weights[n] = entry.weight;
         if (lane == 0) out.num = __popc(lanes);
     }
 
@@ -308,12 +308,12 @@ struct Kernel {
     }
     // One warp: wait until all ranks have come, and report those that combine for another dispatch.
     __device__ void meet_along() const {
-        const unsigned long long own = dispatch();
+        const unsigned long long our_dispatch = dispatch();
         const WorkspaceWords words{c, call};
         Sources sources = meet_all(words);
         if (c.masks_stalled) sources = agreed(c, words, flag, sources);
-        const bool is_same = sources.num_tokens == LowLatencyWhat::value_in(own), came = (sources.came >> lane & 1) != 0;
-        if (came && !is_same) report(c, kMismatch, lane, GpuPhase::kCombineRows, static_cast<long long>(own), sources.num_tokens);
+        const bool is_same = sources.num_tokens == LowLatencyWhat::value_in(our_dispatch), came = (sources.came >> lane & 1) != 0;
+        if (came && !is_same) report(c, kMismatch, lane, GpuPhase::kCombineRows, static_cast<long long>(our_dispatch), sources.num_tokens);
         const unsigned ranks = __ballot_sync(kFullWarp, came && is_same);
         if (lane == 0) shared().came = ranks;
     }
@@ -336,8 +336,8 @@ struct Kernel {
 
     // rank: -1 in unused places.
     __device__ void add_parts(float (&sum)[kColumns], int token, const int (&rank)[kRanksAtOnce], int i, int num_parts) const {
-        const Turn own(c, c.rank, call);
-        const Places<kRanksAtOnce> place([&](int n) { return rank[n] >= 0 && i < num_parts ? own.row(rank[n], token) + i : nullptr; });
+        const Turn turn(c, c.rank, call);
+        const Places<kRanksAtOnce> place([&](int n) { return rank[n] >= 0 && i < num_parts ? turn.row(rank[n], token) + i : nullptr; });
         Parts<kRanksAtOnce> parts;
         unsigned here = 0;
         const auto done = [&](bool masks_too) {

@@ -15,14 +15,14 @@ __device__ bool is_over_nodes(const LowLatencyContext& c) { return c.ranks_per_n
 // if the rank is of this node: lines in the place of a rank outside were written by its rail's rank here.
 __device__ void forget_flags(const LowLatencyContext& c, int source, bool has_lines) {
     for (int turn = 0; turn < kTurns; ++turn) {
-        const Turn own(c, c.rank, turn);
-        if (threadIdx.x == 0) *own.entered(source) = 0;
-        for (int expert = threadIdx.x; expert < c.config.num_local_experts; expert += kThreads) own.counts(source)[expert] = 0;
+        const Turn own_turn(c, c.rank, turn);
+        if (threadIdx.x == 0) *own_turn.entered(source) = 0;
+        for (int expert = threadIdx.x; expert < c.config.num_local_experts; expert += kThreads) own_turn.counts(source)[expert] = 0;
         if (is_over_nodes(c))
-            for (int token = threadIdx.x; token < c.config.num_max_tokens; token += kThreads) *own.landed(source, token) = 0;
+            for (int token = threadIdx.x; token < c.config.num_max_tokens; token += kThreads) *own_turn.landed(source, token) = 0;
         const int64_t num_lines = has_lines ? c.config.num_max_tokens * c.layout.slot_bytes / kLineBytes : 0;
         for (int64_t line = threadIdx.x; line < num_lines; line += kThreads)
-            own.head(source, 0)[line * kPartsOfLine + kLinePieces] = make_uint4(0, 0, 0, 0);
+            own_turn.head(source, 0)[line * kPartsOfLine + kLinePieces] = make_uint4(0, 0, 0, 0);
     }
 }
 
@@ -40,12 +40,12 @@ __device__ unsigned long long resumed_call(const LowLatencyContext& c) {
     for (int peer = 0; peer < c.config.num_ranks; ++peer) {
         if (peer == c.rank) continue;
         const unsigned long long* const word = resumed_at(c, c.rank, peer);
-        const unsigned long long told = watch_word<kLowLatencyPauseNs>(c, word, load, next > 0 ? next : 1, peer, c.timeout_ns);
-        if (told == 0) report_lack(c, peer, GpuPhase::kRejoin, 1, told);
-        if (told != 0 && told < next)
-            report(c, kMismatch, peer, GpuPhase::kRejoin, static_cast<long long>(next) - 1, static_cast<long long>(told) - 1);
-        if (told == 0 || told < next) return 0;
-        if (told > next) next = told, peer = -1;  // start again: the peers before must say it too
+        const unsigned long long peer_next = watch_word<kLowLatencyPauseNs>(c, word, load, next > 0 ? next : 1, peer, c.timeout_ns);
+        if (peer_next == 0) report_lack(c, peer, GpuPhase::kRejoin, 1, peer_next);
+        if (peer_next != 0 && peer_next < next)
+            report(c, kMismatch, peer, GpuPhase::kRejoin, static_cast<long long>(next) - 1, static_cast<long long>(peer_next) - 1);
+        if (peer_next == 0 || peer_next < next) return 0;
+        if (peer_next > next) next = peer_next, peer = -1;  // start again: the peers before must say it too
     }
     return next;
 }
@@ -75,10 +75,10 @@ __device__ void take_back(const LowLatencyContext& c, int rank) {
 __device__ void catch_up(const LowLatencyContext& c) {
     const unsigned long long call = next_call(c);
     if (call <= kMaxInFlight) return;
-    const Turn own(c, c.rank, call - kMaxInFlight);
+    const Turn turn(c, c.rank, call - kMaxInFlight);
     for (int peer = 0; peer < c.config.num_ranks; ++peer)
         if (peer != c.rank && is_in_node(c, peer) && takes_part(c, peer, call - kMaxInFlight))
-            wait_word_of(c, own.entered(peer), call - kMaxInFlight, peer, GpuPhase::kEntry, c.timeout_ns);
+            wait_word_of(c, turn.entered(peer), call - kMaxInFlight, peer, GpuPhase::kEntry, c.timeout_ns);
 }
 
 __device__ void refuse(const LowLatencyControlParams& p) {

@@ -109,19 +109,19 @@ struct Receiver {
         int most = max(1, p.num_tokens), end = static_cast<int>(config.capacity());
 #pragma unroll 1
         for (int first = begin; first < end; first += kWarps * step) {
-            const int own = first + warp * step;
-            bool is_loaded = own < min(end, config.num_ranks * most) && !is_outside(token_at(own, most).source);
+            const int nth = first + warp * step;
+            bool is_loaded = nth < min(end, config.num_ranks * most) && !is_outside(token_at(nth, most).source);
             Parts<1> head;
-            if (is_loaded) head.load(PartsOfHead(*this, token_at(own, most)));
+            if (is_loaded) head.load(PartsOfHead(*this, token_at(nth, most)));
             if (first == begin) {
                 wait_sources(begin == 0);
                 end = config.num_ranks * shared().most;
                 is_loaded &= shared().most == most;
                 most = max(1, shared().most);
             }
-            const SourceToken from = token_at(own, most);
+            const SourceToken from = token_at(nth, most);
             if (lane == 0) shared().tokens[warp].num = 0;
-            if (own < end) find_rows(from, head, is_loaded, shared().tokens[warp]);
+            if (nth < end) find_rows(from, head, is_loaded, shared().tokens[warp]);
             __syncthreads();
             const int num_groups = first + step < end ? kGroups : 1;
 #pragma unroll 1

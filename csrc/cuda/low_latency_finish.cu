@@ -19,7 +19,7 @@ constexpr int kAhead = 4;  // rows of other nodes in flight at once
 // A task has one part of a token for each thread of the block, and the rows that are summed for them.
 struct Task {
     int token, first_part;
-    TokenSums own;                   // the sums of this node
+    TokenSums node_sums;             // the sums of this node
     int num, num_before;             // number of rows of other nodes, and of the nodes before this one
     int nodes[kLowLatencyMaxRanks];  // nodes of these rows
     const uint4* rows[kLowLatencyMaxRanks];
@@ -106,7 +106,7 @@ struct Finisher {
         if (is_here) out.nodes[__popc(before)] = lane, out.rows[__popc(before)] = pieces(rail.row(source, token, row_bytes));
         if (lane == rail.r.node) out.num_before = __popc(before);
         if (lane == 0) out.token = token, out.first_part = (task - token * num_tasks) * kThreads, out.num = __popc(nodes);
-        find_sums(rail, rail.r.node, token, (ranks & rail.ranks_of(rail.r.node)) >> rail.first_rank(), out.own);
+        find_sums(rail, rail.r.node, token, (ranks & rail.ranks_of(rail.r.node)) >> rail.first_rank(), out.node_sums);
     }
 
     // Copies of other nodes' rows start before anything is waited for.
@@ -120,13 +120,13 @@ struct Finisher {
             copy_async(&shared().ahead[n][threadIdx.x], task.rows[n] + piece);
             if constexpr (kQuantized) copy_async(&shared().scales[n][4 * threadIdx.x], scales_of(task.rows[n]) + block / 4 * 4);
         }
-        float own[Sums::kColumns] = {}, total[Sums::kColumns] = {};
-        sums.add_ranks(own, task.own, part + lane);
+        float node_sum[Sums::kColumns] = {}, total[Sums::kColumns] = {};
+        sums.add_ranks(node_sum, task.node_sums, part + lane);
         if (!is_any) return;
         wait_copies();
         add_rows(total, task, 0, task.num_before, piece);
 #pragma unroll
-        for (int v = 0; v < Sums::kColumns; ++v) total[v] = __fadd_rn(total[v], own[v]);
+        for (int v = 0; v < Sums::kColumns; ++v) total[v] = __fadd_rn(total[v], node_sum[v]);
         add_rows(total, task, task.num_before, task.num, piece);
         constexpr int kPieces = Sums::kColumns / Sums::Values::kCount;
         uint4* const to = pieces(p.combined_x) + (task.token * static_cast<int64_t>(sums.num_pieces) + piece) * kPieces;

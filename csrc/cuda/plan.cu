@@ -42,11 +42,11 @@ __device__ __noinline__ void catch_up(const GpuContext& c, unsigned long long ca
 // Report that `peer` is not in call `sequence`. `word` is its refusal of this call or of a later one, because a rank that refuses waits
 // for nobody. If it has refused this call too, the stamp of this call says why.
 __device__ __noinline__ void report_refusal(const GpuContext& c, unsigned long long sequence, unsigned long long word, int peer) {
-    const Workspace own(c, c.rank);
-    const unsigned long long what = own.stamp(sequence, peer)->what;
+    const Workspace workspace(c, c.rank);
+    const unsigned long long what = workspace.stamp(sequence, peer)->what;
     const bool has_refused_this = what == 0 || (what & kRefusedByGpu) != 0;
     const unsigned long long call = has_refused_this ? sequence : word >> kValueBits;
-    report(c, kPeerRefused, peer, GpuPhase::kNone, static_cast<long long>(call), own.stamp(call, peer)->cause());
+    report(c, kPeerRefused, peer, GpuPhase::kNone, static_cast<long long>(call), workspace.stamp(call, peer)->cause());
 }
 
 __device__ __noinline__ bool wait_count(const GpuContext& c, const unsigned long long* words, int at, unsigned long long expected,
@@ -185,7 +185,7 @@ struct Plan : TokenCounts {
 
     // Wait for a peer to enter, and report one that is in another call or refuses.
     __device__ bool meet(int peer) const {
-        const unsigned long long seen = wait_word(c, own.entered(sequence, peer), sequence << kValueBits, peer, GpuPhase::kEntry);
+        const unsigned long long seen = wait_word(c, workspace.entered(sequence, peer), sequence << kValueBits, peer, GpuPhase::kEntry);
         if (seen == 0) return false;
         if (peer == c.rank || seen == (sequence << kValueBits | digest(p.stamp.what))) return true;
         if ((seen & kRefused) == 0)
@@ -199,7 +199,7 @@ struct Plan : TokenCounts {
     __device__ bool gather() const {
         const int num_words = config.num_sources() * columns;
         const unsigned long long expected = sequence << kValueBits;
-        const unsigned long long* words = own.counts(sequence, 0);
+        const unsigned long long* words = workspace.counts(sequence, 0);
         bool ok = true;
 #pragma unroll 1
         for (int first = threadIdx.x; first < num_words; first += kPlanThreads * kLoads) {
@@ -270,7 +270,7 @@ struct Plan : TokenCounts {
     __device__ void take_bounds(int* bounds) const {
         const unsigned long long expected = sequence << kValueBits;
         if (lane >= config.num_ranks) return;
-        const unsigned long long word = wait_word(c, own.bound(sequence, lane), expected, lane, GpuPhase::kCounts);
+        const unsigned long long word = wait_word(c, workspace.bound(sequence, lane), expected, lane, GpuPhase::kCounts);
         bounds[lane] = word == 0 ? -1 : static_cast<int>(word - expected);
     }
 

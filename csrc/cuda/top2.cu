@@ -80,8 +80,8 @@ __global__ void __launch_bounds__(kNumberThreads) number_choices(const __grid_co
     if (threadIdx.x == 0) p.counts[expert] = total;
     for (int64_t first = begin; first < end; first += 32) {
         const unsigned here = choices_of_expert(first);
-        const int64_t own = place + __popc(here & ((1u << lane) - 1));
-        if ((here >> lane & 1) != 0) p.topk_idx[first + lane] = own < p.capacity ? expert : -1;
+        const int64_t own_place = place + __popc(here & ((1u << lane) - 1));
+        if ((here >> lane & 1) != 0) p.topk_idx[first + lane] = own_place < p.capacity ? expert : -1;
         place += __popc(here);
     }
 }

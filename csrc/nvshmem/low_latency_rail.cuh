@@ -13,9 +13,9 @@ namespace deepep_moe {
 struct RailPuts : RailCall {
     using RailCall::RailCall;
 
-    __device__ std::byte* message_for(int node) const { return own() + r.layout.out_of(call, node); }
+    __device__ std::byte* message_for(int node) const { return base() + r.layout.out_of(call, node); }
     __device__ std::byte* row_for(int node, int token, int64_t row_bytes) const {
-        return own() + r.layout.outbox + r.layout.box_of(call, r.node, node) + token * row_bytes;
+        return base() + r.layout.outbox + r.layout.box_of(call, r.node, node) + token * row_bytes;
     }
 
     // All threads of a block, after they have written the message: put it and enter the call in a node, unless its rank is masked.
@@ -35,7 +35,7 @@ struct RailPuts : RailCall {
     }
     // One warp of a block puts the row, which the block has written (at row_for of any node) before it met.
     __device__ void put_row(int node, int token, const std::byte* row, int64_t row_bytes, unsigned long long flag) const {
-        put(row_of(node, token, row - own(), row_bytes), node, flag);
+        put(row_of(node, token, row - base(), row_bytes), node, flag);
     }
 
     // One thread uses these words between ranks of a rail when one of them comes back.
@@ -69,10 +69,10 @@ private:
         int64_t from, to, bytes, word;
     };
 
-    __device__ std::byte* own() const { return r.bases[r.index]; }
-    __device__ unsigned long long* own_word(int64_t offset) const { return reinterpret_cast<unsigned long long*>(own() + offset); }
+    __device__ std::byte* base() const { return r.bases[r.index]; }
+    __device__ unsigned long long* own_word(int64_t offset) const { return reinterpret_cast<unsigned long long*>(base() + offset); }
     __device__ void signal(int64_t offset, unsigned long long value, int node) const {
-        nvshmemx_signal_op(reinterpret_cast<uint64_t*>(own() + offset), value, NVSHMEM_SIGNAL_SET, r.pes[node]);
+        nvshmemx_signal_op(reinterpret_cast<uint64_t*>(base() + offset), value, NVSHMEM_SIGNAL_SET, r.pes[node]);
     }
     // One warp: all threads use the first one's answer, because each may read another mask.
     __device__ bool sees_lost(int node) const { return __shfl_sync(kFullWarp, is_lost(node), 0); }
@@ -86,9 +86,9 @@ private:
     // One warp puts. Without bytes only the word goes. The fence covers everything that the block had written before it met.
     __device__ void put(const Put& what, int node, unsigned long long flag) const {
         fence_system();
-        auto* const word = reinterpret_cast<uint64_t*>(own() + what.word);
+        auto* const word = reinterpret_cast<uint64_t*>(base() + what.word);
         if (what.bytes != 0) {
-            nvshmemx_putmem_signal_nbi_warp(own() + what.to, own() + what.from, what.bytes, word, flag, NVSHMEM_SIGNAL_SET, r.pes[node]);
+            nvshmemx_putmem_signal_nbi_warp(base() + what.to, base() + what.from, what.bytes, word, flag, NVSHMEM_SIGNAL_SET, r.pes[node]);
         } else if (threadIdx.x % 32 == 0) {
             nvshmemx_signal_op(word, flag, NVSHMEM_SIGNAL_SET, r.pes[node]);
         }

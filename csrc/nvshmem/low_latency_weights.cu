@@ -60,9 +60,9 @@ struct Weigher : RailCombine {
 #pragma unroll 1
         for (int token = warp; token < num_tokens; token += kWarps) {
             const unsigned masks = __shfl_sync(kFullWarp, masks_of(c), 0);  // the same value in all threads
-            LowLatencyLane own{-1, 0, 0.0f};
-            if (lane < config.num_topk) own.weight = __ldcg(rail.weights(source, token) + lane);
-            const uint4 part = head_part(own, flag);
+            LowLatencyLane entry{-1, 0, 0.0f};
+            if (lane < config.num_topk) entry.weight = __ldcg(rail.weights(source, token) + lane);
+            const uint4 part = head_part(entry, flag);
 #pragma unroll 1
             for (unsigned rest = ranks_of(node, token) & ~(masks >> rail.first_rank()); rest != 0; rest &= rest - 1)
                 store_part(Turn(c, rail.first_rank() + __ffs(rest) - 1, rail.call).head(source, token) + lane, part, lane < num_parts);

@@ -167,10 +167,10 @@ struct Meeting {
             met = seen == (sequence << kValueBits | digest(p.stamp.what));
             const bool refuses = (seen & kRefused) == 0;  // the rank refuses this call, or a later one if it has failed
             const unsigned long long call = refuses ? seen >> kValueBits : sequence;
-            const auto* told = reinterpret_cast<const RailMessage*>(r.base + r.layout.in_of(call, node));
+            const auto* message = reinterpret_cast<const RailMessage*>(r.base + r.layout.in_of(call, node));
             if (seen != 0 && !met)
                 report(c, refuses ? kPeerRefused : kMismatch, rail_peer(node), GpuPhase::kNone, static_cast<long long>(call),
-                       refuses ? told->stamp.cause() : 0);
+                       refuses ? message->stamp.cause() : 0);
         }
         __syncthreads();
         return met;

@@ -63,9 +63,9 @@ nvshmemx_uniqueid_t unpacked(const std::string& bytes) {
 Version version_built() { return {NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION, NVSHMEM_VENDOR_PATCH_VERSION}; }
 
 Version version_found() {
-    Version found{};
-    nvshmemx_vendor_get_version_info(&found.major, &found.minor, &found.patch);
-    return found;
+    Version version{};
+    nvshmemx_vendor_get_version_info(&version.major, &version.minor, &version.patch);
+    return version;
 }
 
 int status() { return nvshmemx_init_status(); }
@@ -105,11 +105,11 @@ void attach(int device) {
     require_initialized("attach");
     static bool is_attached = false;
     if (is_attached) return;
-    const Version built = version_built(), found = version_found();
+    const Version built = version_built(), loaded = version_found();
     // nvshmemx_init_attr ends the process if it fails. In an initialized world it only checks versions and registers this module.
-    if (built.major != found.major || built.minor != found.minor)
+    if (built.major != loaded.major || built.minor != loaded.minor)
         fail("built for NVSHMEM " + std::to_string(built.major) + "." + std::to_string(built.minor) + ", and found " +
-             std::to_string(found.major) + "." + std::to_string(found.minor));
+             std::to_string(loaded.major) + "." + std::to_string(loaded.minor));
     use_device(device);
     nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
     const int error = nvshmemx_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes);

@@ -178,7 +178,7 @@ static bool end_call(ExchangeShim& exchange, const GpuCombineCall& call, uintptr
 
 // Enqueues what the call does now. tensors: all of it, which whatever is left of it takes.
 template <class Call>
-void Calls::run(InFlight& made, const Mode& how, const CallMode& mode, Call& call, variable_list& tensors,
+void Calls::run(InFlight& out, const Mode& how, const CallMode& mode, Call& call, variable_list& tensors,
                 const std::function<bool(ExchangeShim&)>& enqueue) {
     try {
         call_unlocked(shim_, *exchange_, enqueue);
@@ -186,9 +186,9 @@ void Calls::run(InFlight& made, const Mode& how, const CallMode& mode, Call& cal
         if (how.is_beside()) own_.keep(tensors);  // the stream goes on with the tensors that it was given
         throw;
     }
-    if (how.is_beside()) made.recorded = own_.record(std::move(tensors));
+    if (how.is_beside()) out.recorded = own_.record(std::move(tensors));
     if (how.is_split)
-        made.second_half = std::make_shared<SecondHalf>([self = weak_from_this(), call, tensors = std::move(tensors), first = mode.stream] {
+        out.second_half = std::make_shared<SecondHalf>([self = weak_from_this(), call, tensors = std::move(tensors), first = mode.stream] {
             const std::shared_ptr<Calls> calls = self.lock();
             if (calls == nullptr || calls->is_released()) return false;
             const uintptr_t stream = call_stream(calls->device_);
@@ -198,20 +198,20 @@ void Calls::run(InFlight& made, const Mode& how, const CallMode& mode, Call& cal
         });
 }
 
-void Calls::receive_into(Received& made, const Outgoing& out, GpuDispatchCall& call, int64_t num_rows, bool is_guess,
+void Calls::receive_into(Received& rows, const Outgoing& out, GpuDispatchCall& call, int64_t num_rows, bool is_guess,
                          bool is_bounded) const {
     const bool is_expert_layout = call.params.is_expert_layout;
-    made.x = empty({num_rows, settings.hidden}, out.x.scalar_type());
-    if (out.x_scales.defined()) made.x_scales = empty({num_rows, out.x_scales.size(1)}, at::kFloat);
+    rows.x = empty({num_rows, settings.hidden}, out.x.scalar_type());
+    if (out.x_scales.defined()) rows.x_scales = empty({num_rows, out.x_scales.size(1)}, at::kFloat);
     if (out.topk_weights.defined())
-        made.topk_weights = is_expert_layout ? empty({num_rows}, at::kFloat) : empty({num_rows, settings.num_topk}, at::kFloat);
+        rows.topk_weights = is_expert_layout ? empty({num_rows}, at::kFloat) : empty({num_rows, settings.num_topk}, at::kFloat);
     Tensor topk_idx;
     if (!is_expert_layout && out.topk_idx.defined()) {
         const c10::InferenceMode counts_changes(false);  // a part of the handle, as in `dispatch`
-        topk_idx = made.handle->recv_topk_idx = empty({num_rows, settings.num_topk}, out.topk_idx.scalar_type());
+        topk_idx = rows.handle->recv_topk_idx = empty({num_rows, settings.num_topk}, out.topk_idx.scalar_type());
         if (is_bounded) topk_idx.fill_(-1);  // rows behind the last
     }
-    call.receive_into(arg_of(made.x), arg_of(made.x_scales), arg_of(topk_idx), arg_of(made.topk_weights), is_guess);
+    call.receive_into(arg_of(rows.x), arg_of(rows.x_scales), arg_of(topk_idx), arg_of(rows.topk_weights), is_guess);
 }
 
 // Gives outputs to a dispatch when their rows are known. Called from the other module, without the GIL: what fails is kept, and thrown once
@@ -234,9 +234,9 @@ struct Allocation {
 
 Received Calls::dispatch(const Outgoing& out, bool is_expert_layout, int64_t expert_alignment, int64_t num_recv_rows, const Mode& how) {
     count_late();
-    Received made;
-    made.handle = std::make_shared<Handle>();
-    Handle& handle = *made.handle;
+    Received received;
+    received.handle = std::make_shared<Handle>();
+    Handle& handle = *received.handle;
     handle.buffer_id = settings.number;
     handle.is_expert_layout = is_expert_layout;
     handle.expert_alignment = expert_alignment;
@@ -250,7 +250,7 @@ Received Calls::dispatch(const Outgoing& out, bool is_expert_layout, int64_t exp
                          matrix_of(out.topk_weights, lanes()), dtype_of(out.x.scalar_type()), num_recv_rows);
     Allocation allocation;
     allocation.make = [&](int64_t num_rows, bool is_guess) {
-        receive_into(made, out, call, num_rows, is_guess, num_recv_rows >= 0);
+        receive_into(received, out, call, num_rows, is_guess, num_recv_rows >= 0);
         if (how.is_beside()) own_.follow();  // so that it is after what had the memory before, and after the `fill_`
     };
     const CallMode mode = begin(how);
@@ -258,26 +258,26 @@ Received Calls::dispatch(const Outgoing& out, bool is_expert_layout, int64_t exp
     variable_list tensors{out.x, out.x_scales, out.topk_idx, out.topk_weights, handle.memory};
     const auto enqueue = [&](ExchangeShim& exchange) {
         handle.num_rows = exchange.dispatch(call, mode, numbers, &Allocation::call, &allocation);
-        for (const Tensor& tensor : {made.x, made.x_scales, made.topk_weights, handle.recv_topk_idx}) tensors.push_back(tensor);
+        for (const Tensor& tensor : {received.x, received.x_scales, received.topk_weights, handle.recv_topk_idx}) tensors.push_back(tensor);
         return handle.num_rows >= 0 || allocation.failure;
     };
-    run(made, how, mode, call, tensors, enqueue);
+    run(received, how, mode, call, tensors, enqueue);
     if (allocation.failure) std::rethrow_exception(allocation.failure);
     if (how.is_late && num_recv_rows < 0 && handle.counts_on_host()[0] < 0) {
         handle.late = std::make_shared<Late>(Late{call, mode, out});
         handle.is_unfit = std::make_shared<bool>(false);
-        late_ = made.handle;
+        late_ = received.handle;
     }
-    if (handle.num_rows < made.x.size(0)) {
-        for (Tensor* tensor : {&made.x_scales, &handle.recv_topk_idx, &made.topk_weights})
+    if (handle.num_rows < received.x.size(0)) {
+        for (Tensor* tensor : {&received.x_scales, &handle.recv_topk_idx, &received.topk_weights})
             if (tensor->defined())
                 tensor->resize_(tensor->dim() == 1 ? at::IntArrayRef({handle.num_rows})
                                                    : at::IntArrayRef({handle.num_rows, tensor->size(1)}));
-        made.x.resize_({handle.num_rows, settings.hidden});
+        received.x.resize_({handle.num_rows, settings.hidden});
     }
     handle.stream = how.is_beside() ? call_stream(device_) : mode.stream;
     handle.seal();
-    return made;
+    return received;
 }
 
 static void check_counted(const Handle& handle) {
@@ -294,10 +294,10 @@ void Calls::count_late() {
     *handle->is_unfit = true;  // also if this fails
     if (!exchange_->can_count()) return;
     late.mode.stream = call_stream(device_);
-    Received made;
-    made.handle = handle;
+    Received received;
+    received.handle = handle;
     Allocation allocation;
-    allocation.make = [&](int64_t num_rows, bool is_guess) { receive_into(made, late.out, late.call, num_rows, is_guess, false); };
+    allocation.make = [&](int64_t num_rows, bool is_guess) { receive_into(received, late.out, late.call, num_rows, is_guess, false); };
     int64_t num_rows = -1;
     int64_t* const numbers = handle->call.mutable_data_ptr<int64_t>();
     call_unlocked(shim_, *exchange_, [&](ExchangeShim& exchange) {
@@ -311,7 +311,7 @@ void Calls::count_late() {
         return;
     }
     handle->num_rows = num_rows;
-    late.received = std::move(made);
+    late.received = std::move(received);
 }
 
 Received Calls::take_late(const std::shared_ptr<Handle>& handle) {
@@ -322,20 +322,20 @@ Received Calls::take_late(const std::shared_ptr<Handle>& handle) {
 Received Calls::dispatch_cached(const std::shared_ptr<Handle>& handle, const Outgoing& out, const Scaling* scaling, const Mode& how) {
     count_late();
     check_counted(*handle);
-    Received made;
-    made.handle = handle;
+    Received received;
+    received.handle = handle;
     GpuDispatchCall call(handle->arg(), arg_of(out.x), arg_of(out.x_scales), {}, matrix_of(out.topk_weights, lanes()),
                          dtype_of(out.x.scalar_type()), -1);
-    receive_into(made, out, call, handle->num_rows, false, false);
-    variable_list tensors{out.x, out.x_scales, out.topk_weights, handle->memory, made.x, made.x_scales, made.topk_weights};
+    receive_into(received, out, call, handle->num_rows, false, false);
+    variable_list tensors{out.x, out.x_scales, out.topk_weights, handle->memory, received.x, received.x_scales, received.topk_weights};
     if (scaling != nullptr) {
-        made.grad_weights = at::empty_like(scaling->weights);
-        call.params.scaling = scaling_of(arg_of(scaling->weights), arg_of(scaling->x), scaling->expert_rows, arg_of(made.grad_weights),
+        received.grad_weights = at::empty_like(scaling->weights);
+        call.params.scaling = scaling_of(arg_of(scaling->weights), arg_of(scaling->x), scaling->expert_rows, arg_of(received.grad_weights),
                                          dtype_of(scaling->x.scalar_type()));
     }
     const CallMode mode = begin_along(*handle, how);
-    run(made, how, mode, call, tensors, [&](ExchangeShim& exchange) { return exchange.dispatch_cached(call, mode); });
-    return made;
+    run(received, how, mode, call, tensors, [&](ExchangeShim& exchange) { return exchange.dispatch_cached(call, mode); });
+    return received;
 }
 
 Combined Calls::combine(const Handle& handle, const Tensor& x, const ExpertRows* expert_rows, const CombineInputs& inputs,
@@ -343,21 +343,21 @@ Combined Calls::combine(const Handle& handle, const Tensor& x, const ExpertRows*
     count_late();
     check_counted(handle);
     TORCH_CHECK(expert_rows != nullptr || x.size(0) == handle.num_rows, "the rows did not fit; ask Buffer.settle before the combine");
-    Combined made;
-    made.x = empty({handle.shape.num_tokens / (inputs.tokens_per_row * lanes()), settings.hidden}, x.scalar_type());
-    if (inputs.topk_weight_grads.defined()) made.topk_weight_grads = empty({handle.shape.num_tokens, settings.num_topk}, at::kFloat);
+    Combined out;
+    out.x = empty({handle.shape.num_tokens / (inputs.tokens_per_row * lanes()), settings.hidden}, x.scalar_type());
+    if (inputs.topk_weight_grads.defined()) out.topk_weight_grads = empty({handle.shape.num_tokens, settings.num_topk}, at::kFloat);
     const bool are_sent = settings.is_by_lane && can_fuse() && inputs.weights.defined();  // the weights, beside their rows
     const Tensor& beside = are_sent ? inputs.weights : inputs.topk_weight_grads;
     GpuCombineCall call(handle.arg(), arg_of(x), expert_rows,
                         arg_of(are_sent || inputs.source_weights.defined() ? Tensor() : inputs.weights), arg_of(inputs.bias),
-                        arg_of(beside), arg_of(inputs.source_weights), arg_of(made.x), arg_of(made.topk_weight_grads),
+                        arg_of(beside), arg_of(inputs.source_weights), arg_of(out.x), arg_of(out.topk_weight_grads),
                         dtype_of(x.scalar_type()), inputs.sums_lanes);
     call.params.is_fused = settings.is_fused, call.params.weights_are_sent = are_sent;
-    variable_list tensors{x,      inputs.weights,        inputs.bias, inputs.topk_weight_grads, inputs.source_weights, handle.memory,
-                          made.x, made.topk_weight_grads};
+    variable_list tensors{x,     inputs.weights,       inputs.bias, inputs.topk_weight_grads, inputs.source_weights, handle.memory,
+                          out.x, out.topk_weight_grads};
     const CallMode mode = begin_along(handle, how);
-    run(made, how, mode, call, tensors, [&](ExchangeShim& exchange) { return exchange.combine(call, mode); });
-    return made;
+    run(out, how, mode, call, tensors, [&](ExchangeShim& exchange) { return exchange.combine(call, mode); });
+    return out;
 }
 
 // ---- failures ----

@@ -135,12 +135,12 @@ public:
 private:
     Tensor empty(at::IntArrayRef sizes, at::ScalarType type) const { return at::empty(sizes, at::TensorOptions(device_).dtype(type)); }
     bool are_rows(const Tensor& x, const Tensor& scales) const;
-    void receive_into(Received& made, const Outgoing& out, GpuDispatchCall& call, int64_t num_rows, bool is_guess, bool is_bounded) const;
+    void receive_into(Received& rows, const Outgoing& out, GpuDispatchCall& call, int64_t num_rows, bool is_guess, bool is_bounded) const;
     void count_late();
     CallMode begin(const Mode& how);
     CallMode begin_along(const Handle& handle, const Mode& how);
     template <class Call>
-    void run(InFlight& made, const Mode& how, const CallMode& mode, Call& call, variable_list& tensors,
+    void run(InFlight& out, const Mode& how, const CallMode& mode, Call& call, variable_list& tensors,
              const std::function<bool(ExchangeShim&)>& enqueue);
     [[noreturn]] void raise_again(bool has_entered);
 

@@ -26,7 +26,7 @@ void launch(bool (*kernel)(const Params&, uintptr_t) noexcept, const Params& par
 
 }  // namespace
 
-void set_dense_routing_shim(const py::capsule& given) { shim = shim_in<const DenseRoutingShim>(given, kDenseRoutingShimName); }
+void set_dense_routing_shim(const py::capsule& capsule) { shim = shim_in<const DenseRoutingShim>(capsule, kDenseRoutingShimName); }
 
 std::optional<std::pair<Tensor, OptionalTensor>> lanes_of_map(py::handle given_map, py::handle given_values, int64_t num_topk) {
     if (is_watched() || !are_plain({given_map, given_values})) return std::nullopt;
@@ -63,9 +63,9 @@ OptionalTensor dense_of_lanes(py::handle given_idx, py::handle given_values, int
 
 std::optional<std::pair<Tensor, Tensor>> count_lanes(py::handle given_idx, int64_t num_experts, int64_t num_ranks) {
     if (is_watched() || !are_plain({given_idx})) return std::nullopt;
-    const Tensor given = unpacked(given_idx);
-    if (!is_matrix(given) || (given.scalar_type() != at::kLong && given.scalar_type() != at::kInt)) return std::nullopt;
-    const Tensor topk_idx = given.contiguous(), in_rank = empty_like_rows_of(topk_idx, num_ranks, at::kBool);
+    const Tensor idx = unpacked(given_idx);
+    if (!is_matrix(idx) || (idx.scalar_type() != at::kLong && idx.scalar_type() != at::kInt)) return std::nullopt;
+    const Tensor topk_idx = idx.contiguous(), in_rank = empty_like_rows_of(topk_idx, num_ranks, at::kBool);
     const Tensor counts = at::zeros({num_ranks + num_experts}, topk_idx.options().dtype(at::kInt));
     const CountLanesParams params{
         {topk_idx.size(0), num_experts, topk_idx.size(1)},

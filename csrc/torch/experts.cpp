@@ -15,8 +15,8 @@ struct Hooks {
     const ExpertShim* shim = nullptr;
 };
 Hooks& hooks() {
-    static Hooks* const made = new Hooks;  // never destroyed: Python may be gone by then
-    return *made;
+    static Hooks* const instance = new Hooks;  // never destroyed: Python may be gone by then
+    return *instance;
 }
 
 struct Experts {
@@ -79,9 +79,9 @@ bool add_weight_gradients(const Tensor& grads, const Tensor& rows, const Tensor&
 Tensor weight_gradients(const Tensor& grads, const Tensor& rows, const Tensor& group_ends, const Tensor& main_grad) {
     if (main_grad.defined() && add_weight_gradients(grads, rows, group_ends, main_grad))
         return at::empty(main_grad.sizes(), grads.options());
-    const Tensor made = grouped_mm(grads.t(), rows, group_ends);
-    if (main_grad.defined()) main_grad.add_(made);
-    return made;
+    const Tensor grad_weights = grouped_mm(grads.t(), rows, group_ends);
+    if (main_grad.defined()) main_grad.add_(grad_weights);
+    return grad_weights;
 }
 
 GpuSwigluParams params_of(const Tensor& inner, const Tensor& probs, const Tensor& group_ends, const Tensor& y) {
@@ -124,23 +124,23 @@ struct SwigluExperts : torch::autograd::Function<SwigluExperts> {
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
         return with_errors([&] {
             const variable_list saved = ctx->get_saved_variables();
-            variable_list made;
+            variable_list input_grads;
             {
                 const at::AutoDispatchBelowADInplaceOrView below;
                 const auto main_grad = [&](const char* name) { return ctx->saved_data[name].toOptional<Tensor>().value_or(Tensor()); };
-                made = gradients(saved, grads[0], {ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2)},
-                                 main_grad("main_grad1"), main_grad("main_grad2"));
+                input_grads = gradients(saved, grads[0], {ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2)},
+                                        main_grad("main_grad1"), main_grad("main_grad2"));
             }
             if (at::GradMode::is_enabled()) {  // as once_differentiable does in Python
-                for (Tensor& gradient : made)
+                for (Tensor& gradient : input_grads)
                     if (gradient.defined()) gradient.set_requires_grad(true);
                 const auto refused = std::make_shared<torch::autograd::DelayedError>(
                     "deepep_moe.ops.grouped_mlp can be differentiated once; detach its gradients, or leave out create_graph",
-                    static_cast<int64_t>(made.size()));
-                made = (*refused)(std::move(made));
+                    static_cast<int64_t>(input_grads.size()));
+                input_grads = (*refused)(std::move(input_grads));
             }
-            made.resize(8);  // gradients of all arguments of the forward
-            return made;
+            input_grads.resize(8);  // gradients of all arguments of the forward
+            return input_grads;
         });
     }
 
@@ -162,12 +162,12 @@ private:
         params.grad_inner = data_of<std::byte>(grad_inner);
         params.grad_probs = data_of<float>(grad_probs);
         launch(hooks().shim->backward, params, x.device());
-        variable_list made(4);
-        if (needs.w2) made[2] = weight_gradients(grad, y, group_ends, main_grad2);
-        if (needs.x) made[0] = grouped_mm(grad_inner, w1, group_ends);
-        if (needs.w1) made[1] = weight_gradients(grad_inner, x, group_ends, main_grad1);
-        made[3] = grad_probs;
-        return made;
+        variable_list input_grads(4);
+        if (needs.w2) input_grads[2] = weight_gradients(grad, y, group_ends, main_grad2);
+        if (needs.x) input_grads[0] = grouped_mm(grad_inner, w1, group_ends);
+        if (needs.w1) input_grads[1] = weight_gradients(grad_inner, x, group_ends, main_grad1);
+        input_grads[3] = grad_probs;
+        return input_grads;
     }
 };
 

@@ -19,8 +19,8 @@ struct Hooks {
     py::object gradients, output, full_output;
 };
 Hooks& hooks() {
-    static Hooks* const made = new Hooks;  // never destroyed: Python may be gone by then
-    return *made;
+    static Hooks* const instance = new Hooks;  // never destroyed: Python may be gone by then
+    return *instance;
 }
 
 struct Declined {};  // thrown where Python is to make the call
@@ -124,9 +124,9 @@ public:
         : key_(logits.device().index(), stream, size, c10::InferenceMode::is_enabled()) {
         const at::TensorOptions options = logits.options().dtype(at::kInt);
         const bool brings_its_own = logits.size(0) == 0 || (stream & kExternalStream) != 0 || hooks().shim->is_capturing(stream);
-        if (const auto found = brings_its_own ? zeroed().end() : zeroed().find(key_); found != zeroed().end()) {
-            now = std::move(found->second);
-            zeroed().erase(found);
+        if (const auto zeros = brings_its_own ? zeroed().end() : zeroed().find(key_); zeros != zeroed().end()) {
+            now = std::move(zeros->second);
+            zeroed().erase(zeros);
         } else {
             now = at::zeros({size}, options);
         }
@@ -141,8 +141,8 @@ public:
 private:
     using Key = std::tuple<int, uintptr_t, int64_t, bool>;  // device, stream, size, and whether in inference mode
     static std::map<Key, Tensor>& zeroed() {
-        static auto* const made = new std::map<Key, Tensor>;
-        return *made;
+        static auto* const instance = new std::map<Key, Tensor>;
+        return *instance;
     }
     const Key key_;
 };
@@ -161,29 +161,29 @@ Outputs launch_forward(const Request& request) {
     };
     const uintptr_t stream = call_stream(logits.device());
     Counts counts(logits, o.num_experts + request.num_ranks, stream);
-    Outputs made{empty(o.num_topk, o.index64 ? at::kLong : at::kInt), empty(o.num_topk, at::kFloat), counts.now, {}, {}, {}, {}};
-    if (request.dense) made.probs = empty(o.num_experts, at::kFloat), made.routing_map = empty(o.num_experts, at::kBool);
-    if (request.num_ranks > 0) made.in_rank = empty(request.num_ranks, at::kBool);
-    if (request.shares) made.shares = empty(o.num_experts, at::kFloat);
+    Outputs out{empty(o.num_topk, o.index64 ? at::kLong : at::kInt), empty(o.num_topk, at::kFloat), counts.now, {}, {}, {}, {}};
+    if (request.dense) out.probs = empty(o.num_experts, at::kFloat), out.routing_map = empty(o.num_experts, at::kBool);
+    if (request.num_ranks > 0) out.in_rank = empty(request.num_ranks, at::kBool);
+    if (request.shares) out.shares = empty(o.num_experts, at::kFloat);
     const GateParams gate{o,
                           data_of<void>(logits),
                           data_of<float>(expert_bias),
                           data_of<bool>(mask),
-                          data_of<void>(made.topk_idx),
-                          data_of<float>(made.topk_weights),
-                          data_of<int32_t>(made.counts),
-                          data_of<float>(made.shares)};
+                          data_of<void>(out.topk_idx),
+                          data_of<float>(out.topk_weights),
+                          data_of<int32_t>(out.counts),
+                          data_of<float>(out.shares)};
     const GpuGateParams params{gate,
-                               data_of<float>(made.probs),
-                               data_of<bool>(made.routing_map),
+                               data_of<float>(out.probs),
+                               data_of<bool>(out.routing_map),
                                request.num_ranks,
-                               data_of<bool>(made.in_rank),
+                               data_of<bool>(out.in_rank),
                                data_of<int32_t>(counts.next),
                                nullptr,
                                index_of(logits.device())};
     if (!hooks().shim->forward(params, stream)) throw Declined{};
     counts.keep();
-    return made;
+    return out;
 }
 
 struct Gradients {
@@ -223,18 +223,18 @@ struct Kept : torch::CustomClassHolder {
 struct GateFunction : torch::autograd::Function<GateFunction> {
     // Returns topk_weights, probs and shares as far as they are wanted, then the outputs without gradient.
     static variable_list forward(AutogradContext* ctx, const Tensor& logits, const std::optional<Tensor>&, const std::optional<Tensor>&,
-                                 const Request* request, Outputs* made) {
+                                 const Request* request, Outputs* out) {
         const at::AutoDispatchBelowADInplaceOrView below;
-        *made = launch_forward(*request);
+        *out = launch_forward(*request);
         ctx->set_materialize_grads(false);
-        ctx->save_for_backward({logits, made->topk_idx});
+        ctx->save_for_backward({logits, out->topk_idx});
         const GateOptions& o = request->options;
         auto kept = c10::make_intrusive<Kept>();
         kept->score_function = o.score_function, kept->normalize = o.normalize, kept->routed_scaling_factor = o.routed_scaling_factor;
-        kept->has_probs = made->probs.defined(), kept->has_shares = made->shares.defined();
+        kept->has_probs = out->probs.defined(), kept->has_shares = out->shares.defined();
         ctx->saved_data["kept"] = c10::IValue::make_capsule(std::move(kept));
         variable_list outputs;
-        for (const Tensor* tensor : fields_of(*made))
+        for (const Tensor* tensor : fields_of(*out))
             if (tensor->defined()) outputs.push_back(*tensor);
         return outputs;
     }
@@ -242,65 +242,65 @@ struct GateFunction : torch::autograd::Function<GateFunction> {
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
         const auto held = ctx->saved_data["kept"].toCapsule();
         const Kept& kept = *static_cast<const Kept*>(held.get());
-        const Gradients given{grads[0], kept.has_probs ? grads[1] : Tensor(), kept.has_shares ? grads[1 + kept.has_probs] : Tensor()};
-        variable_list made(5);  // gradients of all arguments of the forward
-        if (given.weights.defined() || given.probs.defined() || given.shares.defined())
-            made[0] = gradient(given, ctx->get_saved_variables(), kept);
-        return made;
+        const Gradients out_grads{grads[0], kept.has_probs ? grads[1] : Tensor(), kept.has_shares ? grads[1 + kept.has_probs] : Tensor()};
+        variable_list input_grads(5);  // gradients of all arguments of the forward
+        if (out_grads.weights.defined() || out_grads.probs.defined() || out_grads.shares.defined())
+            input_grads[0] = gradient(out_grads, ctx->get_saved_variables(), kept);
+        return input_grads;
     }
 
-    static std::array<Tensor*, 7> fields_of(Outputs& made) {
-        return {&made.topk_weights, &made.probs, &made.shares, &made.topk_idx, &made.counts, &made.routing_map, &made.in_rank};
+    static std::array<Tensor*, 7> fields_of(Outputs& out) {
+        return {&out.topk_weights, &out.probs, &out.shares, &out.topk_idx, &out.counts, &out.routing_map, &out.in_rank};
     }
 
-    static void replace(Outputs& made, const variable_list& by) {
+    static void replace(Outputs& out, const variable_list& by) {
         size_t i = 0;
-        for (Tensor* tensor : fields_of(made))
+        for (Tensor* tensor : fields_of(out))
             if (tensor->defined()) *tensor = by[i++];
     }
 
 private:
     static Tensor gradient(const Gradients& grads, const variable_list& saved, const Kept& kept) {
         const Tensor &logits = saved[0], &topk_idx = saved[1];
-        Tensor made;
+        Tensor grad;
         with_errors([&] {
             if (!at::GradMode::is_enabled() && !is_watched()) {
                 const at::AutoDispatchBelowADInplaceOrView below;
-                made = launch_backward(grads, logits, topk_idx,
+                grad = launch_backward(grads, logits, topk_idx,
                                        backward_options(logits, topk_idx, kept.score_function, kept.normalize, kept.routed_scaling_factor));
             }
-            if (!made.defined())
-                made = hooks()
+            if (!grad.defined())
+                grad = hooks()
                            .gradients(packed(grads.weights), packed(grads.probs), packed(grads.shares), logits, topk_idx,
                                       kScoreFunctions[static_cast<int>(kept.score_function)], kept.normalize, kept.routed_scaling_factor)
                            .cast<Tensor>();
             return variable_list{};
         });
-        return made;
+        return grad;
     }
 };
 
-Outputs made_of(const Request& request) {
+Outputs outputs_of(const Request& request) {
     if (!needs_gradients({&request.logits, &request.expert_bias, &request.mask})) {
         const at::AutoDispatchBelowADInplaceOrView below;
         return launch_forward(request);
     }
-    Outputs made;
-    GateFunction::replace(
-        made, GateFunction::apply(request.logits, optional_of(request.expert_bias), optional_of(request.mask), &request, &made));
-    return made;
+    Outputs out;
+    GateFunction::replace(out,
+                          GateFunction::apply(request.logits, optional_of(request.expert_bias), optional_of(request.mask), &request, &out));
+    return out;
 }
 
-py::object packed_output(const Outputs& made) { return hooks().output(made.topk_idx, made.topk_weights, made.counts); }
+py::object packed_output(const Outputs& out) { return hooks().output(out.topk_idx, out.topk_weights, out.counts); }
 
-py::object packed_full_output(const Outputs& made, const Request& request) {
-    Tensor per_expert = made.counts, per_rank;
+py::object packed_full_output(const Outputs& out, const Request& request) {
+    Tensor per_expert = out.counts, per_rank;
     if (request.num_ranks > 0) {
-        per_expert = made.counts.narrow(0, 0, request.options.num_experts);
-        per_rank = made.counts.narrow(0, request.options.num_experts, request.num_ranks);
+        per_expert = out.counts.narrow(0, 0, request.options.num_experts);
+        per_rank = out.counts.narrow(0, request.options.num_experts, request.num_ranks);
     }
-    return hooks().full_output(made.topk_idx, made.topk_weights, per_expert, packed(made.probs), packed(made.routing_map), packed(per_rank),
-                               packed(made.in_rank), packed(made.shares));
+    return hooks().full_output(out.topk_idx, out.topk_weights, per_expert, packed(out.probs), packed(out.routing_map), packed(per_rank),
+                               packed(out.in_rank), packed(out.shares));
 }
 
 }  // namespace
@@ -317,8 +317,8 @@ py::object gate(py::handle logits, py::handle num_topk, py::handle num_groups, p
                                       routed_scaling_factor, mask, index_dtype, check_finite});
         request.dense = bool_in(dense), request.num_ranks = int_in(num_ranks), request.shares = bool_in(shares);
         if (!are_valid_on_gpu(request.options, request.num_ranks)) return py::none();
-        const Outputs made = made_of(request);
-        return is_full ? packed_full_output(made, request) : packed_output(made);
+        const Outputs out = outputs_of(request);
+        return is_full ? packed_full_output(out, request) : packed_output(out);
     } catch (const Declined&) {
         return py::none();
     }
@@ -343,8 +343,8 @@ std::optional<variable_list> run_gate(const Tensor& logits, const OptionalTensor
                                             index_dtype,
                                             check_finite})};
         request.dense = dense, request.num_ranks = num_ranks, request.shares = shares;
-        const Outputs made = launch_forward(request);
-        return variable_list{made.topk_idx, made.topk_weights, made.counts, made.probs, made.routing_map, made.in_rank, made.shares};
+        const Outputs out = launch_forward(request);
+        return variable_list{out.topk_idx, out.topk_weights, out.counts, out.probs, out.routing_map, out.in_rank, out.shares};
     } catch (const Declined&) {
         return std::nullopt;
     }

@@ -72,10 +72,10 @@ struct Handle {
     }
     // Returns a handle like this one with other tensors: those that a backward has saved, or none.
     Handle with(const Tensor& saved_memory, const Tensor& saved_call) const {
-        Handle made = *this;
-        made.memory = saved_memory, made.call = saved_call, made.recv_topk_idx = Tensor(), made.late = nullptr;
-        if (made.memory.defined()) made.seal();
-        return made;
+        Handle copy = *this;
+        copy.memory = saved_memory, copy.call = saved_call, copy.recv_topk_idx = Tensor(), copy.late = nullptr;
+        if (copy.memory.defined()) copy.seal();
+        return copy;
     }
 
     HandleArg arg() const {

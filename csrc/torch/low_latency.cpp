@@ -60,7 +60,7 @@ bool LowLatencyCalls::are_weights(const Tensor& topk_weights, int64_t num_tokens
 
 // Makes `half(shim, sends, receives, stream)` for both halves, or for the first. tensors: all of the call.
 template <class Half>
-void LowLatencyCalls::run(InFlight& made, py::handle async_op, py::handle return_hook, variable_list tensors, const Half& half) {
+void LowLatencyCalls::run(InFlight& out, py::handle async_op, py::handle return_hook, variable_list tensors, const Half& half) {
     TORCH_CHECK(shim_ != nullptr, "the buffer was destroyed");
     const bool is_split = is_true(return_hook), is_beside = !is_split && is_true(async_op);
     const at::Device device = statistics_.device();
@@ -71,9 +71,9 @@ void LowLatencyCalls::run(InFlight& made, py::handle async_op, py::handle return
         if (is_beside) own_.keep(tensors);  // the stream goes on with the tensors that it was given
         throw;
     }
-    if (is_beside) made.recorded = own_.record(std::move(tensors));
+    if (is_beside) out.recorded = own_.record(std::move(tensors));
     if (!is_split) return;
-    made.second_half = std::make_shared<SecondHalf>([self = shared_from_this(), device, tensors = std::move(tensors), half, stream] {
+    out.second_half = std::make_shared<SecondHalf>([self = shared_from_this(), device, tensors = std::move(tensors), half, stream] {
         if (self->shim_ == nullptr) return false;
         const uintptr_t now = call_stream(device);
         if (now != stream) keep_for_current(device, tensors);
@@ -82,16 +82,16 @@ void LowLatencyCalls::run(InFlight& made, py::handle async_op, py::handle return
     });
 }
 
-void LowLatencyCalls::receive_into(LowLatencyReceived& made, at::ScalarType type, bool fp8, bool is_rounded) const {
+void LowLatencyCalls::receive_into(LowLatencyReceived& received, at::ScalarType type, bool fp8, bool is_rounded) const {
     const int64_t num_experts = settings_.num_local_experts, capacity = settings_.rows_of_expert;
-    made.x = empty({num_experts, capacity, settings_.hidden}, fp8 ? at::kFloat8_e4m3fn : type);
+    received.x = empty({num_experts, capacity, settings_.hidden}, fp8 ? at::kFloat8_e4m3fn : type);
     if (fp8) {
         const int64_t columns_each = kScaleBlock * (is_rounded ? 4 : 1), num_columns = (settings_.hidden + columns_each - 1) / columns_each;
-        made.x_scales = empty({num_experts, num_columns, capacity}, is_rounded ? at::kInt : at::kFloat);
+        received.x_scales = empty({num_experts, num_columns, capacity}, is_rounded ? at::kInt : at::kFloat);
     }
-    made.counts = empty({num_experts}, at::kInt);
+    received.counts = empty({num_experts}, at::kInt);
     const c10::InferenceMode counts_changes(false);  // in which PyTorch counts changes in place
-    made.state = empty({settings_.handle_bytes}, at::kByte);
+    received.state = empty({settings_.handle_bytes}, at::kByte);
 }
 
 std::optional<LowLatencyReceived> LowLatencyCalls::dispatch(py::handle x, py::handle topk_idx, py::handle topk_weights, py::handle fp8,
@@ -105,10 +105,10 @@ std::optional<LowLatencyReceived> LowLatencyCalls::dispatch(py::handle x, py::ha
         if (is_fp8 ? settings_.hidden % kScaleBlock != 0 : is_rounded) return std::nullopt;
         if ((!is_rounded && !is_text(scale_format, "fp32")) || !takes(rows, idx, weights)) return std::nullopt;
     }
-    LowLatencyReceived made;
-    made.num_tokens = rows.size(0);
+    LowLatencyReceived received;
+    received.num_tokens = rows.size(0);
     try {
-        receive_into(made, rows.scalar_type(), is_fp8, is_rounded);
+        receive_into(received, rows.scalar_type(), is_fp8, is_rounded);
     } catch (const c10::Error&) {
         if (is_checked) throw;
         return std::nullopt;  // Python will find the same, and tells the peers
@@ -118,17 +118,17 @@ std::optional<LowLatencyReceived> LowLatencyCalls::dispatch(py::handle x, py::ha
     params.what.fp8 = is_fp8, params.what.is_rounded = is_rounded, params.what.has_weights = weights.defined();
     params.statistics = data_of<int64_t>(statistics_);
     params.is_int64 = idx.scalar_type() == at::kLong;
-    params.num_tokens = static_cast<int>(made.num_tokens);
+    params.num_tokens = static_cast<int>(received.num_tokens);
     params.x = data_of<std::byte>(rows), params.topk_idx = data_of<void>(idx), params.topk_weights = data_of<float>(weights);
-    params.handle = data_of<std::byte>(made.state);
-    params.recv_x = data_of<std::byte>(made.x), params.recv_x_scales = data_of<void>(made.x_scales);
-    params.num_recv_tokens_per_expert = data_of<int32_t>(made.counts);
-    run(made, async_op, return_hook, {rows, idx, weights, made.state, made.x, made.x_scales, made.counts, statistics_},
+    params.handle = data_of<std::byte>(received.state);
+    params.recv_x = data_of<std::byte>(received.x), params.recv_x_scales = data_of<void>(received.x_scales);
+    params.num_recv_tokens_per_expert = data_of<int32_t>(received.counts);
+    run(received, async_op, return_hook, {rows, idx, weights, received.state, received.x, received.x_scales, received.counts, statistics_},
         [params](LowLatencyShim& shim, bool sends, bool receives, uintptr_t stream) {
             return shim.dispatch(params, sends, receives, stream);
         });
-    if (is_fp8) made.x_scales = made.x_scales.transpose(1, 2);
-    return made;
+    if (is_fp8) received.x_scales = received.x_scales.transpose(1, 2);
+    return received;
 }
 
 std::optional<LowLatencyCombined> LowLatencyCalls::combine(py::handle x, py::handle state, int64_t num_tokens, py::handle topk_weights,
@@ -136,19 +136,19 @@ std::optional<LowLatencyCombined> LowLatencyCalls::combine(py::handle x, py::han
                                                            bool is_checked) {
     if (!is_checked && !(are_plain({x, state, topk_weights, out}) && are_bools({async_op, return_hook}) && is_ready())) return std::nullopt;
     const Tensor rows = unpacked(x), memory = unpacked(state), weights = unpacked(topk_weights);
-    LowLatencyCombined made;
-    made.x = unpacked(out);
+    LowLatencyCombined combined;
+    combined.x = unpacked(out);
     const int64_t sizes[] = {num_tokens, settings_.hidden};
     const bool fp8 = is_text(wire, "fp8");
     if (!is_checked) {
         if (fp8 ? settings_.hidden % kScaleBlock != 0 : !wire.is_none()) return std::nullopt;
         if (!are_rows(rows, {settings_.num_local_experts, settings_.rows_of_expert, settings_.hidden})) return std::nullopt;
         if (!are_weights(weights, num_tokens) || !is_on(statistics_.device(), memory)) return std::nullopt;
-        if (made.x.defined() && (!are_rows(made.x, sizes) || made.x.scalar_type() != rows.scalar_type())) return std::nullopt;
+        if (combined.x.defined() && (!are_rows(combined.x, sizes) || combined.x.scalar_type() != rows.scalar_type())) return std::nullopt;
     }
     Tensor number = number_;
     try {
-        if (!made.x.defined()) made.x = empty(sizes, rows.scalar_type());
+        if (!combined.x.defined()) combined.x = empty(sizes, rows.scalar_type());
         if (is_true(return_hook)) number = empty({1}, at::kLong);  // another combine may come before the second half
     } catch (const c10::Error&) {
         if (is_checked) throw;
@@ -161,13 +161,13 @@ std::optional<LowLatencyCombined> LowLatencyCalls::combine(py::handle x, py::han
     params.num_tokens = static_cast<int>(num_tokens);
     params.handle = data_of<std::byte>(memory), params.call = data_of<std::byte>(number);
     params.topk_weights = data_of<float>(weights);
-    params.x = data_of<std::byte>(rows), params.combined_x = data_of<std::byte>(made.x);
+    params.x = data_of<std::byte>(rows), params.combined_x = data_of<std::byte>(combined.x);
     keep_for_current(statistics_.device(), {memory});  // on its dispatch's stream or another: the caller may drop the handle at once
-    run(made, async_op, return_hook, {rows, memory, weights, number, made.x, statistics_},
+    run(combined, async_op, return_hook, {rows, memory, weights, number, combined.x, statistics_},
         [params](LowLatencyShim& shim, bool sends, bool receives, uintptr_t stream) {
             return shim.combine(params, sends, receives, stream);
         });
-    return made;
+    return combined;
 }
 
 }  // namespace deepep_moe

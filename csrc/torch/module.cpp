@@ -11,10 +11,10 @@ namespace {
 // The handle that a `PackedHandle` shows, if it is one of this buffer as its dispatch made it; else null.
 std::shared_ptr<Handle> handle_in(const Calls& calls, py::handle shown) {
     static PyObject* const name = PyUnicode_InternFromString("native");
-    const auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(shown.ptr(), name));
-    if (!found) PyErr_Clear();
-    if (!found || !py::isinstance<Handle>(found)) return nullptr;
-    auto handle = found.cast<std::shared_ptr<Handle>>();
+    const auto attribute = py::reinterpret_steal<py::object>(PyObject_GetAttr(shown.ptr(), name));
+    if (!attribute) PyErr_Clear();
+    if (!attribute || !py::isinstance<Handle>(attribute)) return nullptr;
+    auto handle = attribute.cast<std::shared_ptr<Handle>>();
     return calls.takes_handle(*handle) ? handle : nullptr;
 }
 

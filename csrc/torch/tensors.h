@@ -101,9 +101,9 @@ variable_list with_errors(const Gradients& gradients) {
 }
 
 // Converts a sequence of tensors and None that Python returned.
-inline variable_list tensors_of(const py::object& made) {
+inline variable_list tensors_of(const py::object& sequence) {
     variable_list list;
-    for (const py::handle item : made) list.push_back(item.is_none() ? Tensor() : item.cast<Tensor>());
+    for (const py::handle item : sequence) list.push_back(item.is_none() ? Tensor() : item.cast<Tensor>());
     return list;
 }
 

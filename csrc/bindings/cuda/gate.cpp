@@ -18,7 +18,7 @@ namespace {
 
 // The kernels of a device report a non-finite number in this host memory, so that reading it waits for nothing.
 struct alignas(64) FailureWord {
-    unsigned long long found = 0;
+    unsigned long long value = 0;
 };
 constexpr int kMaxDevices = 128;
 
@@ -35,7 +35,7 @@ FailureWord* failure_words() {
 
 unsigned long long* failure_word(int device) {
     if (device < 0 || device >= kMaxDevices) throw std::invalid_argument("device is " + std::to_string(device) + "; it must be 0 to 127");
-    return &failure_words()[device].found;
+    return &failure_words()[device].value;
 }
 
 unsigned long long failure(int device) { return std::atomic_ref(*failure_word(device)).load(std::memory_order_relaxed); }

@@ -267,9 +267,9 @@ void bind_gpu(py::module_& m) {
                          double timeout_s, int num_nodes, int node, bool is_by_lane, int64_t expert_slot_bytes) {
                  const GpuWorkspaceConfig config =
                      config_of(num_ranks, num_experts, num_topk, hidden, num_max_tokens, num_nodes, node, is_by_lane, expert_slot_bytes);
-                 Unlocked<NvlinkExchange> made(new NvlinkExchange(config, rank, device, timeout_s));
-                 made->set_poll(poll_signals);
-                 return made;
+                 Unlocked<NvlinkExchange> exchange(new NvlinkExchange(config, rank, device, timeout_s));
+                 exchange->set_poll(poll_signals);
+                 return exchange;
              }),
              py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("device"), py::arg("num_experts"), py::arg("num_topk"),
              py::arg("hidden"), py::arg("num_max_tokens"), py::arg("timeout_s"), py::arg("num_nodes") = 1, py::arg("node") = 0,

@@ -19,7 +19,7 @@ struct CombineRows {
     const int64_t row_bytes;
     const int num_pieces, num_tiles, tile_pieces;  // pieces and tiles of a row, and pieces of a tile
     const GpuSlotLayout slot;
-    const Workspace own;
+    const Workspace workspace;
     const unsigned long long sequence;
     const int warp, lane;
 
@@ -33,7 +33,7 @@ struct CombineRows {
           num_tiles(divide_up(num_pieces, p.max_tile_pieces)),
           tile_pieces(divide_up(num_pieces, 32 * num_tiles) * 32),
           slot(row_bytes, p.tail_bytes()),
-          own(c, c.rank),
+          workspace(c, c.rank),
           sequence(c.state->sequence),
           warp(threadIdx.x / 32),
           lane(threadIdx.x % 32) {}
@@ -118,7 +118,7 @@ struct CombineRows {
         sum_pieces<Values, kBatch>(sum, first, end, __popc(ranks), sums, [](int) { return 1.0f; }, held);
     }
 
-    __device__ const std::byte* sum_from(int rank, int index) const { return own.inbox(rank) + index * slot.bytes; }
+    __device__ const std::byte* sum_from(int rank, int index) const { return workspace.inbox(rank) + index * slot.bytes; }
 
     // The sum, in rank order, of the values of all ranks of this node for top-k entry `lane` of the token.
     __device__ float sum_of_lane(int index, const Rows& rows) const {

@@ -58,12 +58,12 @@ __device__ __noinline__ bool is_accepted(const Launch& launch, int64_t token) {
         const float logit = expert < o.num_experts ? load_number(p.logits, o.dtype, token * o.num_experts + expert) : 0.0f;
         const float bias = expert < o.num_experts && p.expert_bias != nullptr ? p.expert_bias[expert] : 0.0f;
         const bool is_wrong_logit = o.check_finite && !is_finite(logit);
-        const unsigned found = __ballot_sync(kFullWarp, is_wrong_logit || !is_finite(bias));
-        if (found == 0) continue;
+        const unsigned faulty = __ballot_sync(kFullWarp, is_wrong_logit || !is_finite(bias));
+        if (faulty == 0) continue;
         const float x = is_wrong_logit ? logit : bias;
         const GateFailure what = x != x ? GateFailure::kNan : x > 0.0f ? GateFailure::kInf : GateFailure::kMinusInf;
         const int whats = static_cast<int>(what) + (is_wrong_logit ? 0 : static_cast<int>(GateFailure::kBias));
-        if (lane == __ffs(found) - 1)
+        if (lane == __ffs(faulty) - 1)
             *static_cast<volatile unsigned long long*>(launch.params.failure) =
                 static_cast<unsigned long long>(token) << kFailureTokenShift | static_cast<unsigned>(whats << kFailureWhatShift | expert);
         return false;

@@ -67,13 +67,13 @@ __device__ __forceinline__ unsigned masked_with(const LowLatencyContext& c, int 
 
 __device__ __noinline__ inline void set_mask(const LowLatencyContext& c, int rank, bool masked) {
     const unsigned bits = masked_with(c, rank);
-    unsigned told, masks = masked ? atomicOr(&c.state->masks, bits) | bits : atomicAnd(&c.state->masks, ~bits) & ~bits;
+    unsigned written, masks = masked ? atomicOr(&c.state->masks, bits) | bits : atomicAnd(&c.state->masks, ~bits) & ~bits;
     do {  // other threads may change masks now; the last one to write for the host must write all of them
-        told = masks;
-        *static_cast<volatile unsigned*>(c.seen_masks) = told;
+        written = masks;
+        *static_cast<volatile unsigned*>(c.seen_masks) = written;
         __threadfence_system();
         masks = masks_of(c);
-    } while (masks != told);
+    } while (masks != written);
 }
 
 // `source` does not deliver; its flag is `seen`. Mask it or report it, unless the wait ended because of another failure.
@@ -149,10 +149,10 @@ __device__ __forceinline__ bool check_what(const LowLatencyContext& c, unsigned 
 // Returns whether `source` has come to the call. The first block of this rank to ask decides for all.
 __device__ __noinline__ inline bool agree(const LowLatencyContext& c, unsigned long long call, int source, bool came) {
     unsigned long long* const verdict = &c.state->verdicts[call % kTurns][source];
-    const unsigned long long own = 2 * call + came;
+    const unsigned long long own_verdict = 2 * call + came;
     unsigned long long seen = load_relaxed(verdict);
     while (seen / 2 < call) {
-        const unsigned long long before = atomicCAS(verdict, seen, own);
+        const unsigned long long before = atomicCAS(verdict, seen, own_verdict);
         if (before == seen) return came;
         seen = before;
     }
@@ -201,15 +201,15 @@ __device__ Sources meet(const LowLatencyContext& c, Words words, unsigned long l
 
 // All threads of a warp, if ranks may be masked meanwhile: replace what this block has found by what all blocks of this rank agree on.
 template <class Words>
-__device__ __noinline__ Sources agreed(const LowLatencyContext& c, Words words, unsigned long long flag, Sources own) {
+__device__ __noinline__ Sources agreed(const LowLatencyContext& c, Words words, unsigned long long flag, Sources sources) {
     const unsigned long long call = flag >> kWhatBits;
     const int source = threadIdx.x % 32;
-    const bool has_come = (own.came >> source & 1) != 0, came = source < c.config.num_ranks && agree(c, call, source, has_come);
+    const bool has_come = (sources.came >> source & 1) != 0, came = source < c.config.num_ranks && agree(c, call, source, has_come);
     if (came && !has_come) {
         seen_elsewhere(words.entered(source), call);
-        own.num_tokens = LowLatencyWhat::value_in(words.look(words.entered(source)));
+        sources.num_tokens = LowLatencyWhat::value_in(words.look(words.entered(source)));
     }
-    return {__ballot_sync(kFullWarp, came), came ? own.num_tokens : 0};
+    return {__ballot_sync(kFullWarp, came), came ? sources.num_tokens : 0};
 }
 
 // The number of the call that is sent now. Each block counts it for itself, so that none has to wait for the others.

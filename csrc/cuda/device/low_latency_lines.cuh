@@ -71,9 +71,9 @@ struct StagedPieces {
 // ---- heads ----
 
 // All threads of a warp: return the part of a head that this thread stores. Thread i holds the entry for top-k entry i.
-__device__ __forceinline__ uint4 head_part(const LowLatencyLane& own, unsigned long long flag) {
-    const unsigned long long word = static_cast<unsigned long long>(__float_as_uint(own.weight)) << 32 |
-                                    static_cast<unsigned>(own.index) << 16 | static_cast<uint16_t>(own.expert);
+__device__ __forceinline__ uint4 head_part(const LowLatencyLane& entry, unsigned long long flag) {
+    const unsigned long long word = static_cast<unsigned long long>(__float_as_uint(entry.weight)) << 32 |
+                                    static_cast<unsigned>(entry.index) << 16 | static_cast<uint16_t>(entry.expert);
     const int lane = threadIdx.x % 32, first = lane / kPartsOfLine * kLineLanes + 2 * (lane % kPartsOfLine);
     const unsigned long long a = __shfl_sync(kFullWarp, word, first % 32), b = __shfl_sync(kFullWarp, word, (first + 1) % 32),
                              end = ends_line() ? flag : b;

@@ -36,8 +36,8 @@ private:
 
 // Returns the first fault that a block finds in topk_idx. In it, `peer` is the top-k entry, `expected` the token, `seen` the value.
 __device__ __forceinline__ GpuFailure& refusal() {
-    __shared__ GpuFailure found;
-    return found;
+    __shared__ GpuFailure fault;
+    return fault;
 }
 
 // All threads of a block call it, and synchronize before they mark.
@@ -88,14 +88,14 @@ __device__ __forceinline__ bool mark_tokens(const LowLatencyContext& c, const Lo
 // Read [num_ranks][num_local_experts] token counts into shared memory; each of `step` threads reads its part, from `first` on. The counts
 // of a rank are 0 if it is masked or its failure is reported; return the bits of those ranks.
 __device__ __forceinline__ unsigned wait_counts(const LowLatencyContext& c, unsigned long long flag, int* counts, int first, int step) {
-    const unsigned long long call = flag >> kWhatBits, *const told = Turn(c, c.rank, call).counts(0);
+    const unsigned long long call = flag >> kWhatBits, *const words = Turn(c, c.rank, call).counts(0);
     unsigned lacking = 0;
 #pragma unroll 1
     for (int i = first; i < c.config.num_experts; i += step) {
-        unsigned long long word = load_relaxed(told + i);
+        unsigned long long word = load_relaxed(words + i);
         if (((word ^ flag) >> kValueBitsOfFlag) != 0) {
             const int source = i / c.config.num_local_experts;
-            word = is_masked(c, source) ? 0 : wait_word_of(c, told + i, call, source, GpuPhase::kEntry, c.timeout_ns);
+            word = is_masked(c, source) ? 0 : wait_word_of(c, words + i, call, source, GpuPhase::kEntry, c.timeout_ns);
             if (word != 0 && !check_what(c, flag, word, source)) word = 0;
             if (word == 0) lacking |= 1u << source;
         }
@@ -106,10 +106,10 @@ __device__ __forceinline__ unsigned wait_counts(const LowLatencyContext& c, unsi
 
 // All threads of a block: read the counts of `sources` again, once other blocks of this rank have seen them.
 __device__ __noinline__ inline void read_counts_again(const LowLatencyContext& c, unsigned long long flag, int* counts, unsigned sources) {
-    const unsigned long long call = flag >> kWhatBits, *const told = Turn(c, c.rank, call).counts(0);
+    const unsigned long long call = flag >> kWhatBits, *const words = Turn(c, c.rank, call).counts(0);
 #pragma unroll 1
     for (int i = threadIdx.x; i < c.config.num_experts; i += blockDim.x)
-        if ((sources >> i / c.config.num_local_experts & 1) != 0) counts[i] = LowLatencyWhat::value_in(seen_elsewhere(told + i, call));
+        if ((sources >> i / c.config.num_local_experts & 1) != 0) counts[i] = LowLatencyWhat::value_in(seen_elsewhere(words + i, call));
 }
 
 // Returns the number of tokens that the ranks of `came` before `source` have for a local expert.

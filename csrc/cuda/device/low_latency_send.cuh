@@ -146,7 +146,7 @@ private:
         const bool masked = is_masked(c, to);
         LowLatencyWhat what = p.what;
         what.is_refused = !accepted;
-        const unsigned long long told = what.flag(call, 0);
+        const unsigned long long counts_flag = what.flag(call, 0);
         if (!accepted) {  // threads may have read different values of `masked`
             if (threadIdx.x == 0 && !masked) tell_reason(c, to, call, refusal());
             __syncthreads();
@@ -155,7 +155,7 @@ private:
         for (int expert = threadIdx.x; expert < num_local; expert += kThreads) {
             const int count = marks.count(to * num_local + expert);
             if (!masked)
-                store_relaxed(there.counts(c.rank) + expert, told + count);
+                store_relaxed(there.counts(c.rank) + expert, counts_flag + count);
             else if (count > 0)
                 drop(count);
         }
@@ -174,7 +174,7 @@ private:
         if (first >= p.num_tokens) return;
         const bool sends_head = warp == kWarps - 1;  // this warp loads no columns
         LoadedPieces loaded(*this, first, 0);
-        Lane own(*this, first, sends_head);
+        Lane entry(*this, first, sends_head);
         if (!knows_places) find_places(experts);
         unsigned ranks = 0;
         int turn = 0, token = first, begin = 0;
@@ -182,7 +182,7 @@ private:
         while (token < p.num_tokens) {
             const int count = min(kStagedPieces, num_pieces - begin);
             const bool is_last = begin + count == num_pieces;
-            if (sends_head && begin == 0) shared.ranks[turn] = own.ranks(outside);
+            if (sends_head && begin == 0) shared.ranks[turn] = entry.ranks(outside);
             loaded.stage(*this, staged(turn), token, begin);
             const int next_token = is_last ? next(token) : token, next_begin = is_last ? 0 : begin + count;
             if (next_token < p.num_tokens) loaded = LoadedPieces(*this, next_token, next_begin);
@@ -191,8 +191,8 @@ private:
             if constexpr (Outside::kIsAny) {
                 if (is_last) outside.put(*this, token, ranks);
             }
-            if (sends_head && begin == 0) send_head(token, own, ranks);
-            if (is_last && next_token < p.num_tokens) own = Lane(*this, next_token, sends_head);
+            if (sends_head && begin == 0) send_head(token, entry, ranks);
+            if (is_last && next_token < p.num_tokens) entry = Lane(*this, next_token, sends_head);
             const int first_part = begin / kLinePieces * kPartsOfLine;
             staged(turn).push(c, outside.first_rank(), outside.num_ranks(), ranks, count, kQuantized, flag,
                               [&](int to) { return Turn(c, to, call).row(c.rank, token) + first_part; });
@@ -234,15 +234,15 @@ private:
     };
 
     // One warp: send each rank of this node its entries of the token.
-    __device__ void send_head(int token, const Lane& own, unsigned ranks) const {
+    __device__ void send_head(int token, const Lane& entry, unsigned ranks) const {
         const int num_parts = static_cast<int>(c.layout.head_bytes / 16), first_rank = outside.first_rank();
         if (lane == 0) in_handle<unsigned>(handle().rank_masks)[token] = ranks;
-        LowLatencyLane out{-1, 0, own.weight};
-        if (own.rank >= 0) out.index = static_cast<uint16_t>(marks.before(token, own.expert));
+        LowLatencyLane out{-1, 0, entry.weight};
+        if (entry.rank >= 0) out.index = static_cast<uint16_t>(marks.before(token, entry.expert));
 #pragma unroll 1
         for (int to = first_rank; to < first_rank + outside.num_ranks(); ++to) {
-            if ((own.masks >> to & 1) != 0) continue;
-            out.expert = static_cast<int16_t>(own.rank == to ? own.expert - to * num_local : -1);
+            if ((entry.masks >> to & 1) != 0) continue;
+            out.expert = static_cast<int16_t>(entry.rank == to ? entry.expert - to * num_local : -1);
             const uint4 part = head_part(out, flag);
             store_part(Turn(c, to, call).head(c.rank, token) + lane, part, lane < num_parts);
         }

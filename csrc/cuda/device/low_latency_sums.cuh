@@ -82,9 +82,9 @@ __device__ __forceinline__ unsigned long long dispatch_of(const LowLatencyCombin
 __device__ __forceinline__ bool check_along(const LowLatencyContext& c, const LowLatencyCombineParams& p, unsigned long long flag,
                                             unsigned long long word, int source) {
     if (!check_what(c, flag, word, source)) return false;
-    const int own = LowLatencyWhat::value_in(dispatch_of(p)), theirs = LowLatencyWhat::value_in(word);
-    if (own != theirs) report(c, kMismatch, source, GpuPhase::kCombineRows, static_cast<long long>(dispatch_of(p)), theirs);
-    return own == theirs;
+    const int ours = LowLatencyWhat::value_in(dispatch_of(p)), theirs = LowLatencyWhat::value_in(word);
+    if (ours != theirs) report(c, kMismatch, source, GpuPhase::kCombineRows, static_cast<long long>(dispatch_of(p)), theirs);
+    return ours == theirs;
 }
 
 __device__ __forceinline__ void count_wait(const LowLatencyContext& c, int64_t* statistics, int source, unsigned long long since) {

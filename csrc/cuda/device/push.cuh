@@ -64,7 +64,7 @@ template <class Ring>
 class Pusher {
 public:
     __device__ Pusher(const GpuContext& context, const GpuRing& ring, const GpuSlotLayout& slot, const DueFlags& due)
-        : context_(context), slot_(slot), own_(context, context.rank), ring_(ring, slot), due_(due), lane_(threadIdx.x % 32) {}
+        : context_(context), slot_(slot), workspace_(context, context.rank), ring_(ring, slot), due_(due), lane_(threadIdx.x % 32) {}
 
     // Send the rows of counts[node, peer] tokens to each peer, in chunks of `chunk_slots` that no other warp has taken, those of
     // `first_node` first. A token has `token_slots` slots. The functor find(to, slot) returns what a thread needs to know of a row, or
@@ -76,7 +76,7 @@ public:
         const auto drain = [&](const RingRow& row) {
             const Note note(__shfl_sync(kFullWarp, row.note, 0));
             const Workspace theirs(context_, note.peer);
-            std::byte* const box = to_outbox ? own_.outbox(note.peer) : theirs.inbox(context_.rank);
+            std::byte* const box = to_outbox ? workspace_.outbox(note.peer) : theirs.inbox(context_.rank);
             ring_.store_slot(box + note.index * slot_.bytes, row);
             follow(note.is_announced && !to_outbox ? theirs.arrived(context_.rank, note.index) : nullptr);
         };
@@ -92,14 +92,14 @@ public:
             const Source& to = chunk.source;
             const int begin = to.first_slot(config), first = begin + chunk.number * chunk_slots;
             const int end = min(first + chunk_slots, begin + num_slots(to));
-            const int found = first + lane_ < end ? find(to, first + lane_) : kNoRow;
-            if (!ready(to, first, end, found)) break;
+            const int row_index = first + lane_ < end ? find(to, first + lane_) : kNoRow;
+            if (!ready(to, first, end, row_index)) break;
 #pragma unroll 1
-            for (unsigned rest = __ballot_sync(kFullWarp, found != kNoRow); rest != 0; rest &= rest - 1) {
+            for (unsigned rest = __ballot_sync(kFullWarp, row_index != kNoRow); rest != 0; rest &= rest - 1) {
                 const int i = __ffs(rest) - 1;
                 const unsigned behind_flag = ~0u << (i / kChunkSlots + 1) * kChunkSlots;  // slots of later flags
                 const std::byte *row = nullptr, *tail = nullptr;
-                rows(to, first + i, __shfl_sync(kFullWarp, found, i), row, tail);
+                rows(to, first + i, __shfl_sync(kFullWarp, row_index, i), row, tail);
                 ring_.add(row, tail, Note{to.rank, (rest & (rest - 1) & ~behind_flag) == 0, first + i}.word(), drain);
             }
         }
@@ -142,7 +142,7 @@ private:
 
     const GpuContext& context_;
     const GpuSlotLayout slot_;
-    const Workspace own_;
+    const Workspace workspace_;
     Ring ring_;
     DueFlags due_;
     const int lane_;

@@ -31,7 +31,7 @@ struct TokenCounts {
     int32_t* const warp_counts;      // shared memory [kPlanWarps, columns]: tokens of each warp
     int32_t* const all_counts;       // [num_sources, columns] counts of each source; later, in the same memory
     int32_t* const experts;          // shared memory [32, num_topk]: experts of 32 tokens of this warp, -1 = none
-    const Workspace own;
+    const Workspace workspace;
     int* const num_rows;  // shared memory [kMaxGpuRanks]: rows that each rank receives
 
     __device__ TokenCounts(const GpuPlanParams& p, int32_t* shared, int* num_rows)
@@ -50,7 +50,7 @@ struct TokenCounts {
           warp_counts(shared),
           all_counts(shared),
           experts(shared + kPlanWarps * columns + warp * 32 * config.num_topk),
-          own(c, c.rank),
+          workspace(c, c.rank),
           num_rows(num_rows) {}
 
     // Returns the first token of a node, and its first slot.
@@ -60,7 +60,7 @@ struct TokenCounts {
 #pragma unroll 1
         for (int i = threadIdx.x; i < kPlanWarps * columns; i += kPlanThreads) warp_counts[i] = 0;
 #pragma unroll 1
-        for (int i = blockIdx.x * kPlanThreads + threadIdx.x; p.cached && i < config.num_ranks * own.layout.num_reduced;
+        for (int i = blockIdx.x * kPlanThreads + threadIdx.x; p.cached && i < config.num_ranks * workspace.layout.num_reduced;
              i += gridDim.x * kPlanThreads)
             r.reduced[i] = 0;  // only a combine uses it, and a combine is cached
         __syncthreads();

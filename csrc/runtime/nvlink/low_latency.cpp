@@ -266,10 +266,10 @@ std::string NvlinkLowLatency::describe_mismatch(const GpuFailure& f, int reporte
         return "ranks take " + me + " back between different calls: before call " + std::to_string(f.expected) + ", " + peer +
                " before call " + std::to_string(f.seen);
     const bool is_combine = phase == GpuPhase::kCombineRows;
-    const std::string own = is_combine ? describe_combine(f.expected) : deepep_moe::describe(LowLatencyWhat::unpacked(f.expected));
+    const std::string ours = is_combine ? describe_combine(f.expected) : deepep_moe::describe(LowLatencyWhat::unpacked(f.expected));
     const std::string theirs = is_combine ? describe_combine(LowLatencyWhat::dispatch_near(f.expected, static_cast<int>(f.seen)))
                                           : deepep_moe::describe(LowLatencyWhat::unpacked(f.seen));
-    return "ranks make different calls: " + me + ": " + own + "; " + peer + ": " + theirs;
+    return "ranks make different calls: " + me + ": " + ours + "; " + peer + ": " + theirs;
 }
 
 // If a peer's failure is a third rank's refusal, the text lacks the reason, because that lies in the peer's memory.

@@ -60,8 +60,8 @@ void AddressRange::create(size_t wished_bytes, int device) {
 }
 
 void AddressRange::open(int descriptor, size_t whole_bytes, int device) {
-    void* const given = reinterpret_cast<void*>(static_cast<intptr_t>(descriptor));
-    CHECK_DRIVER(cuMemImportFromShareableHandle, &memory, given, kDescriptor);
+    void* const handle = reinterpret_cast<void*>(static_cast<intptr_t>(descriptor));
+    CHECK_DRIVER(cuMemImportFromShareableHandle, &memory, handle, kDescriptor);
     map(whole_bytes, device);
 }
 
@@ -118,9 +118,9 @@ GpuMemory::GpuMemory(int num_ranks, int rank, int device, int first_rank)
 
 void GpuMemory::allocate(int64_t bytes, int64_t zeroed_bytes, int64_t left) {
     left_ = left;
-    AddressRange& own = workspaces_[index_];
-    if (!own.is_mapped) explained("cannot allocate the workspace", [&] { own.create(bytes, device_); });
-    check_cuda(cudaMemset(own.begin, 0, zeroed_bytes), "cudaMemset");
+    AddressRange& workspace = workspaces_[index_];
+    if (!workspace.is_mapped) explained("cannot allocate the workspace", [&] { workspace.create(bytes, device_); });
+    check_cuda(cudaMemset(workspace.begin, 0, zeroed_bytes), "cudaMemset");
     if (ended_ != nullptr) return;
     void* ended = nullptr;
     check_cuda(cudaHostAlloc(&ended, sizeof(*ended_), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");

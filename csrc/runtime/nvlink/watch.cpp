@@ -35,8 +35,8 @@ private:
 class Watcher {
 public:
     static Watcher& get() {
-        static auto* const made = new Watcher;  // never destroyed, because its thread may be the last to run
-        return *made;
+        static auto* const instance = new Watcher;  // never destroyed, because its thread may be the last to run
+        return *instance;
     }
 
     // CUDA frees the words that watches write when it ends, so no watch may be left then. Exit handlers set later run earlier.
@@ -86,9 +86,9 @@ private:
         for (const Watch* watch : watches_)
             for (size_t rank = 0; rank < watch->processes_.size(); ++rank) {
                 const Process& process = watch->processes_[rank];
-                const auto [found, is_new] = gone.try_emplace(process);
-                if (is_new) found->second = process.is_gone();
-                if (found->second) watch->ended_->fetch_or(1u << (watch->first_ + rank));
+                const auto [entry, is_new] = gone.try_emplace(process);
+                if (is_new) entry->second = process.is_gone();
+                if (entry->second) watch->ended_->fetch_or(1u << (watch->first_ + rank));
             }
     }
 

@@ -51,24 +51,24 @@ void ShmExchange::connect(const std::vector<std::string>& paths, const std::vect
 Entry& ShmExchange::begin_entry(const Signature& signature) {
     peers_.check_owner();
     ++sequence_;
-    Entry& own = entry(rank_);
-    own.sequence.store(0);  // so that late readers of the old entry notice
+    Entry& own_entry = entry(rank_);
+    own_entry.sequence.store(0);  // so that late readers of the old entry notice
     std::atomic_thread_fence(std::memory_order_release);
-    own.refused = 0;
-    own.signature = signature;
-    own.num_recv_rows = -1;
-    return own;
+    own_entry.refused = 0;
+    own_entry.signature = signature;
+    own_entry.num_recv_rows = -1;
+    return own_entry;
 }
 
-void ShmExchange::publish(Entry& own) {
-    own.sequence.store(sequence_, std::memory_order_release);
+void ShmExchange::publish(Entry& own_entry) {
+    own_entry.sequence.store(sequence_, std::memory_order_release);
     header(rank_).entered.store(sequence_, std::memory_order_release);
 }
 
-void ShmExchange::publish_refusal(Entry& own, const std::string& message, int cause) {
-    own.refused = 1 + cause;
-    copy_text(own.message, kMessageBytes, message);
-    publish(own);
+void ShmExchange::publish_refusal(Entry& own_entry, const std::string& message, int cause) {
+    own_entry.refused = 1 + cause;
+    copy_text(own_entry.message, kMessageBytes, message);
+    publish(own_entry);
 }
 
 void ShmExchange::refuse(const std::string& message, int cause) {
@@ -76,8 +76,8 @@ void ShmExchange::refuse(const std::string& message, int cause) {
     publish_refusal(begin_entry({}), message, cause);
 }
 
-void ShmExchange::enter(Entry& own) {
-    publish(own);
+void ShmExchange::enter(Entry& own_entry) {
+    publish(own_entry);
     wait_entered();
     check_entries();
 }
@@ -246,16 +246,16 @@ void ShmExchange::end_call() {
 
 PlanResult ShmExchange::plan(const PlanParams& params) {
     const Call call(*this);
-    Entry& own = begin_entry(params.signature);
-    own.num_recv_rows = params.num_recv_rows_bound;
+    Entry& own_entry = begin_entry(params.signature);
+    own_entry.num_recv_rows = params.num_recv_rows_bound;
     try {
         count_own(params.layout);
     } catch (const std::exception& error) {
-        publish_refusal(own, told(error));
+        publish_refusal(own_entry, describe(error));
         throw;
     }
     std::memcpy(const_cast<int32_t*>(counts(rank_)), own_counts_.data(), own_counts_.size() * sizeof(int32_t));
-    enter(own);
+    enter(own_entry);
     const PlanResult result = read_counts(params);
     const std::optional<CapacityError> exceeded = exceeded_bound(params.signature.expert_alignment, params.signature.layout);
     std::atomic_thread_fence(std::memory_order_acquire);
@@ -266,11 +266,11 @@ PlanResult ShmExchange::plan(const PlanParams& params) {
 
 void ShmExchange::count_own(const LayoutParams& params) {
     own_counts_.resize(static_cast<size_t>(config_.num_channels) * (config_.num_ranks + config_.num_experts));
-    int32_t* own = own_counts_.data();
-    int32_t* per_expert = own + config_.num_channels * config_.num_ranks;
+    int32_t* per_rank = own_counts_.data();
+    int32_t* per_expert = per_rank + config_.num_channels * config_.num_ranks;
     run_on_threads(config_.num_channels, [&](int index) {
         count_tokens(params, channel_range(params.num_tokens, index, config_.num_channels),
-                     {own + index * config_.num_ranks, per_expert + index * config_.num_experts});
+                     {per_rank + index * config_.num_ranks, per_expert + index * config_.num_experts});
     });
 }
 
@@ -278,7 +278,7 @@ void ShmExchange::count_own(const LayoutParams& params) {
 std::optional<CapacityError> ShmExchange::exceeded_bound(int expert_alignment, Layout layout) const {
     const int experts_per_rank = config_.num_experts / config_.num_ranks;
     for (int rank = 0; rank < config_.num_ranks; ++rank) {
-        const int64_t given = entry(rank).num_recv_rows, bound = given < 0 ? INT32_MAX : given;
+        const int64_t rank_bound = entry(rank).num_recv_rows, bound = rank_bound < 0 ? INT32_MAX : rank_bound;
         int64_t num_rows = 0;
         for (int expert = rank * experts_per_rank; expert < (rank + 1) * experts_per_rank && layout == Layout::kExpert; ++expert) {
             int64_t rows = 0;
@@ -291,8 +291,8 @@ std::optional<CapacityError> ShmExchange::exceeded_bound(int expert_alignment, L
             for (int c = 0; c < config_.num_channels; ++c) num_rows += counts(source)[c * config_.num_ranks + rank];
         if (num_rows > bound)
             return CapacityError("rank " + std::to_string(rank) + " would receive " + std::to_string(num_rows) + " rows, more than " +
-                                     (given < 0 ? std::string("a buffer can number (2^31 - 1); dispatch fewer tokens")
-                                                : "its num_recv_rows of " + std::to_string(bound) + "; give a larger bound or none"),
+                                     (rank_bound < 0 ? std::string("a buffer can number (2^31 - 1); dispatch fewer tokens")
+                                                     : "its num_recv_rows of " + std::to_string(bound) + "; give a larger bound or none"),
                                  rank);
     }
     return std::nullopt;

@@ -85,9 +85,9 @@ private:
     template <class Write>
     void record_failure(const Write& write);
     Entry& begin_entry(const Signature& signature);
-    void publish(Entry& own);
-    void publish_refusal(Entry& own, const std::string& message, int cause = 0);
-    void enter(Entry& own);  // publishes and waits for all ranks; throws PeerError, MismatchError
+    void publish(Entry& own_entry);
+    void publish_refusal(Entry& own_entry, const std::string& message, int cause = 0);
+    void enter(Entry& own_entry);  // publishes and waits for all ranks; throws PeerError, MismatchError
     void wait_entered();
     void check_entries() const;
     std::optional<CapacityError> exceeded_bound(int expert_alignment, Layout layout) const;
