@@ -113,19 +113,19 @@ def choose(num_nodes: int, num_tokens: int, num_experts: int, topk_groups: int |
 
 def chunks_of(goes: Ints, chunk_rows: int, *, crosses: bool) -> Chunks:
     """Return the rows to other nodes where `crosses`, else those to other ranks of the node. A source sends to these in turn."""
-    made, count = [], len(goes)
+    chunks, count = [], len(goes)
     for source, chosen in enumerate(goes):
         for distance in range(1, chosen.shape[1] if crosses else count):
             rows = chosen[:, distance] if crosses else chosen[:, 0, (source + distance) % count, None]
             rows = rows[rows.any(1)].astype(np.int64)
             for turn, first in enumerate(range(0, len(rows), chunk_rows)):
                 piece = rows[first : first + chunk_rows]
-                made.append((source, turn, distance, len(piece), piece.sum(0)))
-    if not made:
+                chunks.append((source, turn, distance, len(piece), piece.sum(0)))
+    if not chunks:
         none = np.zeros(0, dtype=np.int64)
         return Chunks(none, none, none, np.zeros(0), np.zeros((0, count), dtype=np.int64))
-    made.sort(key=lambda one: one[:3])
-    sources, _, distances, num_rows, parts = (np.array(column) for column in zip(*made, strict=True))
+    chunks.sort(key=lambda one: one[:3])
+    sources, _, distances, num_rows, parts = (np.array(column) for column in zip(*chunks, strict=True))
     order = np.concatenate([(np.arange(num) + 0.5) / max(num, 1) for num in np.bincount(sources, minlength=count)])
     return Chunks(sources, sources if crosses else (sources + distances) % count, num_rows, order, parts)
 
@@ -225,17 +225,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    given = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(Machine)}
+    rates = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(Machine)}
     sizes = {"num_tokens": options.num_tokens, "num_nodes": min(options.num_nodes), "num_sms": options.num_sms // 2}
-    if wrong := [name for name, value in (given | sizes).items() if value is not None and value <= 0]:
+    if wrong := [name for name, value in (rates | sizes).items() if value is not None and value <= 0]:
         sys.exit(f"--{wrong[0].replace('_', '-')} is too small; sizes and rates are positive, and --num-sms is at least 2")
-    machine = dataclasses.replace(MACHINES[options.machine], **{name: value for name, value in given.items() if value is not None})
-    made = []
+    machine = dataclasses.replace(MACHINES[options.machine], **{name: value for name, value in rates.items() if value is not None})
+    written = []
     for one in records(machine, options):
-        made.append(one)
+        written.append(one)
         beside = "" if one["rival"] is None else f"  {one['rival']}: {one['rival_us']:.0f} us, error {one['error']:+.0%}"
         print(f"EP{one['num_ranks']:<4} {one['name']:26} {one['part']:20} {one['us_median']:8.1f} us{beside}", flush=True)
-    write_json(options.json, made)
+    write_json(options.json, written)
 
 
 def _record(
@@ -243,8 +243,8 @@ def _record(
 ) -> Record:  # fmt: skip
     settings = {"backend": "model", "num_ranks": num_ranks, "hidden": HIDDEN, "num_topk": NUM_TOPK, "dtype": DTYPES[dtype]}
     baseline: dict[str, Any] = {"baseline": more.pop("baseline", None), "baseline_times": more.pop("baseline_times", [])}
-    made = record(f"model {op}", settings | sizes, times, num_bytes, **baseline)
-    return made | {"part": part, "name": f"{op} {dtype}", "hardware": f"modelled: {machine.name}", **more}
+    entry = record(f"model {op}", settings | sizes, times, num_bytes, **baseline)
+    return entry | {"part": part, "name": f"{op} {dtype}", "hardware": f"modelled: {machine.name}", **more}
 
 
 def records(machine: Machine, options: argparse.Namespace) -> Iterator[Record]:
@@ -256,12 +256,12 @@ def records(machine: Machine, options: argparse.Namespace) -> Iterator[Record]:
             for op, dtype in OPERATIONS:
                 call = functools.partial(simulate, op, machine=machine, row_bytes=ROW_BYTES[dtype], num_sms=options.num_sms)
                 by_chunk = {chunk_rows: call(goes=drawn[0], chunk_rows=chunk_rows) for chunk_rows in CHUNK_ROWS}
-                least = min(made.us for made in by_chunk.values())
-                best = next(chunk_rows for chunk_rows, made in by_chunk.items() if made.us <= 1.01 * least)
+                least = min(run.us for run in by_chunk.values())
+                best = next(chunk_rows for chunk_rows, run in by_chunk.items() if run.us <= 1.01 * least)
                 first, times = by_chunk[best], [call(goes=goes, chunk_rows=best).us for goes in drawn]
                 yield _record(
                     routing, op, dtype, num_nodes * PER_NODE, times, first.network_bytes, machine, sizes=sizes, chunk_rows=best,
-                    us_by_chunk_rows={str(rows): made.us for rows, made in by_chunk.items()}, bound=first.bound, busy_us=first.busy_us,
+                    us_by_chunk_rows={str(rows): run.us for rows, run in by_chunk.items()}, bound=first.bound, busy_us=first.busy_us,
                     nodes_per_token=float(drawn[0].any(3).sum(2).mean()),
                     network_workspace_bytes=2 * (num_nodes - 1) * options.num_tokens * ROW_BYTES["bf16"],
                 )  # fmt: skip
@@ -270,9 +270,9 @@ def records(machine: Machine, options: argparse.Namespace) -> Iterator[Record]:
             sizes = {"num_tokens": num_tokens, "num_experts": local_experts * num_ranks if local_experts else 256, "layout": "rank"}
             goes = choose(num_ranks // PER_NODE, num_tokens, sizes["num_experts"], None if local_experts else 4)
             for op, dtype, gbps in ((*each, gbps) for each, gbps in zip(OPERATIONS, rates, strict=True) if gbps is not None):
-                made = simulate(op, goes, MACHINES[name], ROW_BYTES[dtype], 16, num_sms)
-                theirs = {"baseline": source, "baseline_times": [made.logical_bytes / gbps / 1e3], "rival_logical_gbps": gbps}
+                run = simulate(op, goes, MACHINES[name], ROW_BYTES[dtype], 16, num_sms)
+                theirs = {"baseline": source, "baseline_times": [run.logical_bytes / gbps / 1e3], "rival_logical_gbps": gbps}
                 yield _record(
-                    "published", op, dtype, num_ranks, [made.us], made.network_bytes, MACHINES[name], sizes=sizes, num_sms=num_sms,
-                    bound=made.bound, logical_gbps=made.logical_gbps, error=made.logical_gbps / gbps - 1, **theirs,
+                    "published", op, dtype, num_ranks, [run.us], run.network_bytes, MACHINES[name], sizes=sizes, num_sms=num_sms,
+                    bound=run.bound, logical_gbps=run.logical_gbps, error=run.logical_gbps / gbps - 1, **theirs,
                 )  # fmt: skip

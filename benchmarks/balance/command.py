@@ -46,9 +46,9 @@ _UNTIMED = 2  # passes after a change of the routing: by then the buffer predict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    told = "; ".join(f"{name}: {what}" for name, what in WORKLOADS.items())
+    listed = "; ".join(f"{name}: {what}" for name, what in WORKLOADS.items())
     parser.add_argument("--max-vio", type=float, nargs="+", default=[], help="of experts with lognormal popularity")
-    parser.add_argument("--workload", choices=WORKLOADS, nargs="+", default=[], help=told)
+    parser.add_argument("--workload", choices=WORKLOADS, nargs="+", default=[], help=listed)
     parser.add_argument("--trace", type=Path, nargs="+", default=[], help="a trace that DEEPEP_MOE_TRACE wrote: the files of all ranks")
     parser.add_argument("--seed", type=int, default=0, help="of the routings")
     parser.add_argument("--slots", type=int, default=0, help="time the layer with copies of experts too: expert slots of a rank")
@@ -70,8 +70,8 @@ def resolve(options: argparse.Namespace) -> None:
 def routings_of(options: argparse.Namespace) -> list[Routing]:
     max_vio = options.max_vio or ([] if options.workload or options.trace else _MAX_VIO)
     settings = options.num_experts, options.seed
-    found = [workloads.lognormal(each, *settings) for each in max_vio] + [workloads.workload(name, *settings) for name in options.workload]
-    return found + ([workloads.trace(options.trace, *settings)] if options.trace else [])
+    wanted = [workloads.lognormal(each, *settings) for each in max_vio] + [workloads.workload(name, *settings) for name in options.workload]
+    return wanted + ([workloads.trace(options.trace, *settings)] if options.trace else [])
 
 
 class GivenRouting(nn.Module):
@@ -98,8 +98,8 @@ class Side:
     ):  # fmt: skip
         self.routing, self.options, self.experts, self.device = routing, options, experts, device
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        self.own = routing.tokens_of(self.rank, self.num_ranks, self.num_ranks * options.num_tokens)
-        num_tokens = self.own.stop - self.own.start
+        self.own_tokens = routing.tokens_of(self.rank, self.num_ranks, self.num_ranks * options.num_tokens)
+        num_tokens = self.own_tokens.stop - self.own_tokens.start
         self.router = GivenRouting(options, num_tokens, device)
         self.layer = MoELayer(self.router, experts, buffer=buffer, balance=balance)  # type: ignore[arg-type]
         self.has_copies = balance is not None
@@ -114,7 +114,7 @@ class Side:
         """Draw the routing of a step, and time the layer and its experts."""
         drawn = self.routing.draw(self.num_ranks * self.options.num_tokens, self.options.num_topk, step)
         self.rows.append(drawn.flatten().bincount(minlength=self.options.num_experts).view(self.num_ranks, -1)[self.rank])
-        self.router.topk_idx = drawn[self.own].contiguous().to(self.device)
+        self.router.topk_idx = drawn[self.own_tokens].contiguous().to(self.device)
         chain(self.step, _UNTIMED)
         self.us.append(time_step(self.step, self.device).wall)
         self.step.clear()

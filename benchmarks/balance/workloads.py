@@ -56,8 +56,8 @@ class Routing:
         shares = popularity * (num_tokens * num_topk / popularity.sum())
         if not float(shares.max()) <= num_tokens * (1 + 1e-9):
             most = float(shares.max()) / num_tokens
-            told = f"{self.name}: a token would choose the busiest expert {most:.2f} times"
-            raise ValueError(f"{told}; give a smaller --num-topk, or more --num-experts")
+            excess = f"{self.name}: a token would choose the busiest expert {most:.2f} times"
+            raise ValueError(f"{excess}; give a smaller --num-topk, or more --num-experts")
         rows = shares.floor().long()
         rows[(shares - rows).argsort(descending=True, stable=True)[: num_tokens * num_topk - int(rows.sum())]] += 1
         return rows
@@ -108,13 +108,13 @@ def workload(name: str, num_experts: int, seed: int) -> Routing:
             hot = hot * num_experts // num_hot
         elif name == "W6":
             hot = (hot + step * num_hot) % num_experts
-        made = torch.ones(num_experts, dtype=torch.float64)
+        weights = torch.ones(num_experts, dtype=torch.float64)
         if name in ("W1", "W2", "W3", "W6") or (name == "W7" and step % _PERIOD == _PERIOD - 1):
-            made[hot] = HEAT
+            weights[hot] = HEAT
         elif name == "W5":
-            made[3::4] = 0
-            made[num_experts - num_experts // 4 :] = 0
-        return made
+            weights[3::4] = 0
+            weights[num_experts - num_experts // 4 :] = 0
+        return weights
 
     return Routing(name, popularity, seed, is_ragged=name == "W4")
 

@@ -39,10 +39,10 @@ def link_gbps(timer: Timer, iterations: int) -> float | None:
     return num_bytes / median / 1e3
 
 
-def gather_counts(own: Tensor) -> Tensor:
-    """Return `own` of every rank, a CPU tensor of one shape, as [num_ranks, ...]. Collective."""
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)
+def gather_counts(counts: Tensor) -> Tensor:
+    """Return `counts` of every rank, a CPU tensor of one shape, as [num_ranks, ...]. Collective."""
+    gathered = [torch.empty_like(counts) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, counts)
     return torch.stack(gathered)
 
 

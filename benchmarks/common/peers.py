@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.tune.workload import Inputs, Operation, Shape
 
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
 
 class Peer(Protocol):
@@ -82,7 +82,7 @@ def make_peer(name: str, shape: Shape, group: "dist.ProcessGroup", num_max_token
     return foreign(lambda: getattr(importlib.import_module(f"{_ROOM}.{module}"), kind)(shape, group, num_max_tokens))
 
 
-def foreign(call: Callable[[], _Made]) -> _Made:
+def foreign(call: Callable[[], _Result]) -> _Result:
     """Return what `call` of another library returns. Raises EPError for any error of it, such as a failed assertion."""
     try:
         return call()

@@ -124,8 +124,8 @@ class BenchRank:
         settings |= {name: getattr(self.options, name) for name in names} | {"backend": backend or self.options.backend}
         percent = None if self.link_gbps is None else 100 * link_bytes / statistics.median(times) / 1e3 / self.link_gbps
         link = {"link_gbps": self.link_gbps, "percent_of_link": percent, "iterations": len(times), "hardware": self.hardware()}
-        made = record(op, settings, times, link_bytes, baseline=baseline, baseline_times=baseline_times, **link, **extra)
-        return made if version is None else made | {"versions": made["versions"] | {settings["backend"]: version}}
+        entry = record(op, settings, times, link_bytes, baseline=baseline, baseline_times=baseline_times, **link, **extra)
+        return entry if version is None else entry | {"versions": entry["versions"] | {settings["backend"]: version}}
 
 
 def add_sizes(parser: argparse.ArgumentParser, backends: tuple[str, ...], default_tokens: str, **sizes: int | None) -> None:
@@ -171,7 +171,7 @@ def run(
         sys.exit(str(error))
     if config.launched_rank():
         return  # rank 0 reports
-    records = [made for report in reports for made in report.records]
+    records = [entry for report in reports for entry in report.records]
     write_json(options.json, records)
     if records:
         show(records)

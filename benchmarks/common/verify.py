@@ -34,7 +34,7 @@ def expected_dispatch(inputs: Sequence[Inputs], shape: Shape, rank: int, layout:
         is_local = idx // shape.num_local_experts == rank
         tokens = is_local.any(1).nonzero().flatten()
         here = is_local[tokens]
-        found = {
+        parts = {
             "recv_topk_idx": torch.where(here, idx[tokens] - rank * shape.num_local_experts, -1),
             "recv_topk_weights": torch.where(here, weights[tokens], 0.0),
         }
@@ -45,11 +45,11 @@ def expected_dispatch(inputs: Sequence[Inputs], shape: Shape, rank: int, layout:
         groups = padded(counts, shape.expert_alignment)
         shifts = (groups.cumsum(0) - groups) - (counts.cumsum(0) - counts)
         target, num_rows = torch.arange(len(tokens), device=idx.device) + shifts[experts], int(groups.sum())
-        found = {"recv_topk_weights": _placed(weights[tokens, lanes][:, None], target, num_rows)[:, 0]}
-    found["recv_x"] = _placed(x.view(torch.uint8)[tokens].view(x.dtype), target, num_rows)
+        parts = {"recv_topk_weights": _placed(weights[tokens, lanes][:, None], target, num_rows)[:, 0]}
+    parts["recv_x"] = _placed(x.view(torch.uint8)[tokens].view(x.dtype), target, num_rows)
     if is_fp8:
-        found["recv_x_scales"] = _placed(scales[tokens], target, num_rows)
-    return found
+        parts["recv_x_scales"] = _placed(scales[tokens], target, num_rows)
+    return parts
 
 
 def in_bf16(rows: Tensor) -> Tensor:
@@ -57,9 +57,9 @@ def in_bf16(rows: Tensor) -> Tensor:
 
 
 def expected_combine(
-    inputs: Inputs, shape: Shape, layout: str, own: int = 0, factors: Tensor | None = None, travelled: Callable[[Tensor], Tensor] = in_bf16
+    inputs: Inputs, shape: Shape, layout: str, home: int = 0, factors: Tensor | None = None, travelled: Callable[[Tensor], Tensor] = in_bf16
 ) -> Tensor:
-    """Return the combined_x of the rank `own`, whose inputs these are, when rows are combined as they were dispatched, with weights in the
+    """Return the combined_x of the rank `home`, whose inputs these are, when rows are combined as they were dispatched, with weights in the
     expert layout. Experts multiply rows by `factors` [num_experts]. `travelled` rounds what crosses a link, in fp32."""
     x, ranks = inputs.x.float(), inputs.topk_idx // shape.num_local_experts
     per_node = shape.ranks_per_node or shape.num_ranks
@@ -75,7 +75,7 @@ def expected_combine(
                     y = x if factors is None else in_bf16(x * factors[inputs.topk_idx[:, lane, None]])
                     row = row + torch.where(here[:, lane, None], inputs.topk_weights[:, lane, None] * y, 0.0)
             of_node = of_node + travelled(row)
-        total = total + (of_node if own // per_node == first // per_node else travelled(of_node))
+        total = total + (of_node if home // per_node == first // per_node else travelled(of_node))
     return total.to(inputs.x.dtype)
 
 
@@ -91,9 +91,9 @@ def verify(operation: Operation, inputs: Sequence[Inputs], shape: Shape, rank: i
     return True
 
 
-def close_to(what: str, found: Tensor, expected: Tensor) -> None:
+def close_to(what: str, actual: Tensor, expected: Tensor) -> None:
     """Raise EPError unless both tensors agree to a few roundings of bf16."""
-    worst = float((found.float() - expected.float()).abs().max()) if len(expected) else 0.0
+    worst = float((actual.float() - expected.float()).abs().max()) if len(expected) else 0.0
     largest = float(expected.float().abs().max()) if len(expected) else 0.0
     if not worst <= 0.03 * largest:
         raise EPError(f"{what} is off by {worst:g} where values reach {largest:g}")

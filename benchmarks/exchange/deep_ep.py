@@ -114,10 +114,10 @@ class DeepEPV2(Library):
 
     def operations(self, inputs: Inputs) -> list[Operation]:
         """Return its calls, after a check that they do the same work. Collective; raises EPError."""
-        made = [self.of_layout(inputs, layout) for layout in ("rank", "expert")]
-        for _, check in made:
+        by_layout = [self.of_layout(inputs, layout) for layout in ("rank", "expert")]
+        for _, check in by_layout:
             check()  # last, as it may raise on one rank alone
-        return [operation for operations, _ in made for operation in operations]
+        return [operation for operations, _ in by_layout for operation in operations]
 
     def of_layout(self, inputs: Inputs, layout: str, *, do_cpu_sync: bool | None = None) -> tuple[list[Operation], Callable[[], None]]:
         """Return the calls of one layout, and a check of their results that raises EPError. Collective; the check is not.
@@ -187,6 +187,6 @@ def num_rows_received(inputs: Inputs, shape: Shape) -> int:
 
 def check_num_rows(what: str, rows: Any, expected: int) -> None:
     """Raise EPError unless a dispatch has returned `expected` rows."""
-    found = len(rows[0] if isinstance(rows, (tuple, list)) else rows)
-    if found != expected:
-        raise EPError(f"its {what} returned {found} rows, and not {expected}")
+    num_rows = len(rows[0] if isinstance(rows, (tuple, list)) else rows)
+    if num_rows != expected:
+        raise EPError(f"its {what} returned {num_rows} rows, and not {expected}")

@@ -39,22 +39,22 @@ class ExchangeRank(BenchRank):
         rows = link_rows(tokens_from_to(inputs.topk_idx, self.shape))
         buffer = self.new_buffer(num_tokens)
         self.say(f"{num_tokens} tokens, workspace {buffer.workspace_bytes / 2**20:.1f} MiB per rank")
-        found = []
+        records = []
         for num_sms in self.options.num_sms_of[num_tokens]:
             where = f"{num_tokens} tokens, num_sms {num_sms}"
             for o in self.agreed(f"every operation, {where}", partial(operations, buffer, self.shape, inputs, num_sms)) or []:
                 if self.agreed(f"{o.name}, {where}", partial(verify, o, everyone, self.shape, self.rank)):
-                    found.append(self._time(o, num_tokens, rows, baselines, buffer.workspace_bytes))
+                    records.append(self._time(o, num_tokens, rows, baselines, buffer.workspace_bytes))
         self.timer.synchronize()
         buffer.destroy()
         for name in dict.fromkeys(self.options.peer):
-            found += self._measure_peer(name, inputs, rows, baselines)
-        return found
+            records += self._measure_peer(name, inputs, rows, baselines)
+        return records
 
     def _measure_peer(self, name: str, inputs: Inputs, rows: dict[str, int], baselines: Baselines) -> list[Record]:
         """Time every operation of another library that is right, at one size. What it raises is reported; where it raises on some ranks
         only, the others may wait for these until its own deadline."""
-        num_tokens, found = len(inputs.x), []
+        num_tokens, records = len(inputs.x), []
         what = f"{name}, {num_tokens} tokens"
         if self.timer.is_gpu:
             torch.cuda.empty_cache()
@@ -64,10 +64,10 @@ class ExchangeRank(BenchRank):
         self.say(f"{what}, version {peer.version}")
         for o in self.agreed(what, partial(foreign, partial(peer.operations, inputs))) or []:
             time = partial(self._time, o, num_tokens, rows, baselines, None, peer.version)
-            found.append(self.agreed(f"{o.name}, {num_tokens} tokens", partial(foreign, time)))
+            records.append(self.agreed(f"{o.name}, {num_tokens} tokens", partial(foreign, time)))
         self.timer.synchronize()
         self.agreed(f"the end of {what}", partial(foreign, peer.destroy))
-        return [made for made in found if made is not None]
+        return [entry for entry in records if entry is not None]
 
     def _time(
         self, o: Operation, num_tokens: int, rows: dict[str, int], baselines: Baselines, workspace_bytes: int | None,
@@ -88,14 +88,14 @@ class ExchangeRank(BenchRank):
 
     def _time_baselines(self, everyone: list[Inputs]) -> Baselines:
         """Time the baseline of each operation, dtype and layout."""
-        iterations, inputs, stream, found = self.options.iterations, everyone[self.rank], self.timer.stream, {}
+        iterations, inputs, stream, times = self.options.iterations, everyone[self.rank], self.timer.stream, {}
         for layout, planned in PLANNED.items():
             for dtype, rows in (("float8_e4m3fn", words(inputs.x_fp8, inputs.x_scales)), ("bfloat16", words(inputs.x))):
                 baseline = planned(rows, inputs, self.shape, self.group)
                 alone = stream(baseline.exchange, iterations)
-                found["dispatch", dtype, layout] = alone, stream(baseline.dispatch, iterations)
+                times["dispatch", dtype, layout] = alone, stream(baseline.dispatch, iterations)
             arrived = verify_baseline(baseline, everyone, self.shape, self.rank)
-            found["cached dispatch", dtype, layout] = alone, stream(baseline.cached_dispatch, iterations)
+            times["cached dispatch", dtype, layout] = alone, stream(baseline.cached_dispatch, iterations)
             back = stream(baseline.exchange_back, iterations)
-            found["combine", dtype, layout] = back, stream(partial(baseline.combine, arrived), iterations)
-        return found
+            times["combine", dtype, layout] = back, stream(partial(baseline.combine, arrived), iterations)
+        return times

@@ -112,9 +112,9 @@ def check_dispatch(recv_x: Tensor, recv_weights: Tensor, counts: Tensor, everyon
     expected = expected_dispatch(everyone, shape, rank, "expert", is_fp8=False)
     if recv_x.shape != expected["recv_x"].shape:
         raise EPError(f"its recv_tokens is {list(recv_x.shape)}, and not {list(expected['recv_x'].shape)}")
-    found, order = _sorted_groups(recv_x, groups), _sorted_groups(expected["recv_x"], groups)
-    compare_bits("its recv_tokens", recv_x[found], expected["recv_x"][order])
-    compare_bits("its recv_topk_weights", recv_weights[found], expected["recv_topk_weights"][order])
+    actual_order, order = _sorted_groups(recv_x, groups), _sorted_groups(expected["recv_x"], groups)
+    compare_bits("its recv_tokens", recv_x[actual_order], expected["recv_x"][order])
+    compare_bits("its recv_topk_weights", recv_weights[actual_order], expected["recv_topk_weights"][order])
 
 
 def _sorted_groups(rows: Tensor, groups: Tensor) -> Tensor:

@@ -43,8 +43,8 @@ def _calls(shape: Shape, device: torch.device, group: Any) -> Calls:
     scores = torch.rand(shape.num_tokens, shape.num_experts, generator=generator)
     weights, idx = (tensor.to(device) for tensor in scores.topk(shape.num_topk, dim=1))
     native = Buffer(group, *shape, backend="shm" if device.type == "cpu" else "nvlink")
-    given = _Given(shape, group, native, x, idx, weights)
-    return {f"host drop-in {op}": pair for calls in (_version_1, _version_2, _hybrid) for op, pair in calls(given).items()}
+    setup = _Setup(shape, group, native, x, idx, weights)
+    return {f"host drop-in {op}": pair for calls in (_version_1, _version_2, _hybrid) for op, pair in calls(setup).items()}
 
 
 def layout_of(op: str) -> str:
@@ -53,7 +53,7 @@ def layout_of(op: str) -> str:
     return "expert" if is_by_expert else "rank"
 
 
-class _Given(NamedTuple):
+class _Setup(NamedTuple):
     shape: Shape
     group: Any
     native: Buffer
@@ -72,50 +72,50 @@ class _Given(NamedTuple):
         return lambda: combine_with_lanes(self.native, out.recv_x, out.handle, lanes)
 
 
-def _version_1(given: _Given) -> Calls:
-    native, x, idx, weights = given.native, given.x, given.topk_idx, given.topk_weights
-    drop_in = deep_ep.Buffer(given.group)
-    per_rank, _, per_expert, in_rank, _ = drop_in.get_dispatch_layout(idx, given.shape.num_experts)
+def _version_1(setup: _Setup) -> Calls:
+    native, x, idx, weights = setup.native, setup.x, setup.topk_idx, setup.topk_weights
+    drop_in = deep_ep.Buffer(setup.group)
+    per_rank, _, per_expert, in_rank, _ = drop_in.get_dispatch_layout(idx, setup.shape.num_experts)
     routing: dict[str, Any] = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
     routing |= {"topk_idx": idx, "topk_weights": weights}
-    out, (recv_x, _, lanes, _, handle, _) = given.dispatch("rank")[0], drop_in.dispatch(x, **routing)
+    out, (recv_x, _, lanes, _, handle, _) = setup.dispatch("rank")[0], drop_in.dispatch(x, **routing)
     assert handle is not None  # of a dispatch that was given none
     return {
-        "dispatch": (lambda: drop_in.dispatch(x, **routing), lambda: given.dispatch("rank")),
+        "dispatch": (lambda: drop_in.dispatch(x, **routing), lambda: setup.dispatch("rank")),
         "dispatch cached": (lambda: drop_in.dispatch(x, handle), lambda: native.dispatch(x, handle=out.handle)),
         "combine": (lambda: drop_in.combine(recv_x, handle), lambda: native.combine(out.recv_x, out.handle)),
-        "combine with weights": (lambda: drop_in.combine(recv_x, handle, lanes), given.combine_with_lanes(out)),
+        "combine with weights": (lambda: drop_in.combine(recv_x, handle, lanes), setup.combine_with_lanes(out)),
     }
 
 
-def _version_2(given: _Given) -> Calls:
-    native, x = given.native, given.x
-    drop_in = deep_ep.ElasticBuffer(given.group, num_max_tokens_per_rank=given.shape.num_tokens)
-    routing: dict[str, Any] = {"topk_idx": given.topk_idx, "topk_weights": given.topk_weights, "num_experts": given.shape.num_experts}
-    out, (recv_x, _, lanes, handle, _) = given.dispatch("expert")[0], drop_in.dispatch(x, **routing, do_expand=True)
+def _version_2(setup: _Setup) -> Calls:
+    native, x = setup.native, setup.x
+    drop_in = deep_ep.ElasticBuffer(setup.group, num_max_tokens_per_rank=setup.shape.num_tokens)
+    routing: dict[str, Any] = {"topk_idx": setup.topk_idx, "topk_weights": setup.topk_weights, "num_experts": setup.shape.num_experts}
+    out, (recv_x, _, lanes, handle, _) = setup.dispatch("expert")[0], drop_in.dispatch(x, **routing, do_expand=True)
     along: dict[str, Any] = {"handle": handle, "do_expand": True}
     return {
-        "V2 dispatch": (lambda: drop_in.dispatch(x, **routing), lambda: given.dispatch("rank")),
-        "V2 dispatch expanded": (lambda: drop_in.dispatch(x, **routing, do_expand=True), lambda: given.dispatch("expert")),
+        "V2 dispatch": (lambda: drop_in.dispatch(x, **routing), lambda: setup.dispatch("rank")),
+        "V2 dispatch expanded": (lambda: drop_in.dispatch(x, **routing, do_expand=True), lambda: setup.dispatch("expert")),
         "V2 dispatch cached": (lambda: drop_in.dispatch(x, **along), lambda: native.dispatch(x, handle=out.handle)),
         "V2 combine": (lambda: drop_in.combine(recv_x, handle), lambda: native.combine(out.recv_x, out.handle)),
-        "V2 combine with weights": (lambda: drop_in.combine(recv_x, handle, lanes), given.combine_with_lanes(out)),
+        "V2 combine with weights": (lambda: drop_in.combine(recv_x, handle, lanes), setup.combine_with_lanes(out)),
     }
 
 
-def _hybrid(given: _Given) -> Calls:
-    native, x, shape = given.native, given.x, given.shape
-    drop_in = deep_ep.HybridEPBuffer(given.group, shape.hidden, shape.num_tokens, shape.num_experts)
-    routing_map, probs = indices_to_map(given.topk_idx, given.topk_weights, shape.num_tokens, shape.num_experts)
+def _hybrid(setup: _Setup) -> Calls:
+    native, x, shape = setup.native, setup.x, setup.shape
+    drop_in = deep_ep.HybridEPBuffer(setup.group, shape.hidden, shape.num_tokens, shape.num_experts)
+    routing_map, probs = indices_to_map(setup.topk_idx, setup.topk_weights, shape.num_tokens, shape.num_experts)
 
     def dispatch(**how: Any) -> Any:
         return drop_in.dispatch_with_permute(hidden=x, **how)
 
-    out, (recv_x, recv_probs, _, _, handle) = given.dispatch("expert")[0], dispatch(routing_map=routing_map, probs=probs)
+    out, (recv_x, recv_probs, _, _, handle) = setup.dispatch("expert")[0], dispatch(routing_map=routing_map, probs=probs)
     back: dict[str, Any] = {"hidden": recv_x, "handle": handle}
     return {
-        "HybridEP dispatch": (lambda: dispatch(routing_map=routing_map, probs=probs), lambda: given.dispatch("expert")),
+        "HybridEP dispatch": (lambda: dispatch(routing_map=routing_map, probs=probs), lambda: setup.dispatch("expert")),
         "HybridEP dispatch cached": (lambda: dispatch(handle=handle), lambda: native.dispatch(x, handle=out.handle)),
         "HybridEP combine": (lambda: drop_in.combine_with_unpermute(**back), lambda: native.combine(out.recv_x, out.handle)),
-        "HybridEP combine with probs": (lambda: drop_in.combine_with_unpermute(**back, probs=recv_probs), given.combine_with_lanes(out)),
+        "HybridEP combine with probs": (lambda: drop_in.combine_with_unpermute(**back, probs=recv_probs), setup.combine_with_lanes(out)),
     }

@@ -27,16 +27,16 @@ class Shape(NamedTuple):
 
 def chain_us(calls: Callable[..., Any], repeats: int, before: Callable[[], Any] | None = None, length: int = CHAIN) -> list[float]:
     """Return microseconds per call of `repeats` chains; `calls` makes `length` calls. The device is idle when a chain begins."""
-    given: list[Any] = []
-    made: list[Any] = []
+    arguments: list[Any] = []
+    outputs: list[Any] = []
 
     def prepare() -> None:
-        made.clear()
-        given.clear()
-        given.extend([before()] if before is not None else [])
+        outputs.clear()
+        arguments.clear()
+        arguments.extend([before()] if before is not None else [])
         torch.cuda.synchronize()
 
-    return [us / length for us in wall_us(lambda: made.append(calls(*given)), repeats, prepare)]
+    return [us / length for us in wall_us(lambda: outputs.append(calls(*arguments)), repeats, prepare)]
 
 
 def _repeat(call: Callable[[], Any]) -> Callable[[], list[Any]]:
@@ -45,8 +45,8 @@ def _repeat(call: Callable[[], Any]) -> Callable[[], list[Any]]:
 
 def _to_its_end(call: Callable[..., Any], **how: bool) -> None:
     """Make an asynchronous call, or one in two halves, and wait for its event or call its hook."""
-    made = call(**how)
-    end = made[-1] or made[-2]
+    output = call(**how)
+    end = output[-1] or output[-2]
     (end.wait if isinstance(end, Event) else end)()
 
 

@@ -109,12 +109,12 @@ def _measure(shape: Shape, rank: int, num_ranks: int, options: argparse.Namespac
     torch.manual_seed(1)
     make = _autoep_passes if options.autoep else _native_passes
     passes, topk_idx = make(x, cotangent, options, settings)
-    found = {what: compare(of_one) for what, of_one in passes.items()}
-    for kinds in found.get("exchange", {}).values():
+    differences = {what: compare(of_one) for what, of_one in passes.items()}
+    for kinds in differences.get("exchange", {}).values():
         del kinds["gate"]  # as all experts are the same, its gradient is only rounding
     sent = link_bytes(topk_idx, options.num_experts // num_ranks, options.hidden * x.element_size())
     hardware, versions = describe("deepspeed", device, num_ranks)
-    measured = Measured(all_buffers()[0].backend, hardware, versions, sent, found)
+    measured = Measured(all_buffers()[0].backend, hardware, versions, sent, differences)
     for timed in (timed for of_one in passes.values() for timed in of_one.values()):
         timed.num_layers = options.num_layers
     measured.times = harness.times_in_turns(passes, device, _WARMUP, options.repeats, options.num_layers)
@@ -188,11 +188,11 @@ def records_of(ranks: list[Measured], shape: Shape, options: argparse.Namespace)
             fewest = (min(rank.kernel_us[what, kind] for rank in ranks) for kind in (mode, DEEPSPEED))  # of the rank that waits least
             extra["us_kernels"], extra["rival_us_kernels"] = fewest
         num_bytes = max(rank.link_bytes[mode] for rank in ranks) * (4 if part == PARTS[2] else 2)
-        made = harness.record(
+        entry = harness.record(
             f"deepspeed {what} {mode} {shape} {part}", of_shape, first, len(ranks), str(DTYPES[shape.dtype]).removeprefix("torch."),
             times[what, mode][part], num_bytes, DEEPSPEED, times[what, DEEPSPEED][part], **extra,
         )  # fmt: skip
-        records.append(made)
+        records.append(entry)
     return records
 
 
@@ -238,9 +238,9 @@ def main(options: argparse.Namespace) -> None:
             continue
         if not records:
             print(f"{ranks[0].hardware}; {ranks[0].versions}")
-        made = records_of(ranks, shape, options)
-        show(ranks, made, shape, options)
-        records += made
+        new_records = records_of(ranks, shape, options)
+        show(ranks, new_records, shape, options)
+        records += new_records
         wrong += [f"{shape}, {line}, more than rounding ({tolerance(shape):.1e})" for line in beyond(ranks, tolerance(shape))]
         write_json(options.json, records)
         sys.stdout.flush()

@@ -70,10 +70,10 @@ def autoep_layers(
         )
     config = {"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"enabled": True, "autoep_size": ep}}
     engine = deepspeed.initialize(model=model, config=config)[0]
-    found = [module.to(dtype) for module in engine.modules() if getattr(module, "_is_autoep_layer", False)]
-    layers = dict(zip(KINDS, found, strict=True))
+    modules = [module.to(dtype) for module in engine.modules() if getattr(module, "_is_autoep_layer", False)]
+    layers = dict(zip(KINDS, modules, strict=True))
     for kind, layer in layers.items():
-        layer.load_state_dict(found[0].state_dict())
+        layer.load_state_dict(modules[0].state_dict())
         if kind != DEEPSPEED:
             replace_moe_layers(layer, exact=kind == EXACT, backend=backend, num_max_tokens_per_rank=num_max_tokens_per_rank, gate=False)
     return layers

@@ -76,9 +76,9 @@ class CommunicationPass(OutputPass):
 
     def results(self) -> dict[str, Tensor]:
         """Return the results of a pass. Gates before 0.19.4 return weights of all slots; gradients of empty slots are set to 0."""
-        found = super().results()
+        results = super().results()
         tables = {name: leaf for name, leaf in self._leaves.items() if leaf.dim() == 3}
-        return found | {name: found[name] * (leaf != 0) for name, leaf in tables.items()}
+        return results | {name: results[name] * (leaf != 0) for name, leaf in tables.items()}
 
 
 def _has_gradient(value: Any) -> bool:

@@ -134,8 +134,8 @@ def _add_graphs(measured: Measured, layers: dict[str, Layer], device: torch.devi
         if graph is None:
             measured.not_captured[graph_of(name)] = why
             continue
-        eager, found = layers[name].results(), graph.results()
-        measured.num_different_from_eager += sum(not torch.equal(value, eager[kind]) for kind, value in found.items())
+        eager, replayed = layers[name].results(), graph.results()
+        measured.num_different_from_eager += sum(not torch.equal(value, eager[kind]) for kind, value in replayed.items())
         measured.peak_bytes[graph_of(name)] = graph.peak_bytes
         graphs[graph_of(name)] = graph
         layers[name].release()
@@ -159,13 +159,13 @@ def _capture(layer: Layer, device: torch.device, num_micro_batches: int) -> tupl
 
 def _compare(layers: dict[str, Layer]) -> tuple[dict[str, dict[str, float]], int]:
     exact, each = layers[BF16].results(), layers[EACH].results()
-    found = {EACH: {name: _distance(value, exact[name]) for name, value in each.items()}}
-    found[EACH]["largest output"] = difference(each["output"].float(), exact["output"].float())
+    distances = {EACH: {name: _distance(value, exact[name]) for name, value in each.items()}}
+    distances[EACH]["largest output"] = difference(each["output"].float(), exact["output"].float())
     num_different = 0
     for _ in range(3):  # the first one quantizes
         shared = layers[SHARED].results()
         num_different += sum(not torch.equal(value, shared[name]) for name, value in each.items())
-    return found, num_different
+    return distances, num_different
 
 
 def _distance(ours: torch.Tensor, exact: torch.Tensor) -> float:

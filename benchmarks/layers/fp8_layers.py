@@ -142,15 +142,15 @@ def make_rivals(options: argparse.Namespace, rank: int, num_ranks: int, device: 
 
 def _running(layers: dict[str, Layer]) -> tuple[dict[str, Layer], dict[str, str]]:
     """Return the layers that run, and why others do not."""
-    found, failures = {}, {}
+    running, failures = {}, {}
     for name, layer in layers.items():
         try:
             layer.results()
-            found[name] = layer
+            running[name] = layer
         except Exception as error:  # whatever another library raises
             failures[name] = f"{type(error).__name__}: {str(error)[:200]}"
             layer.clear()
-    return found, failures
+    return running, failures
 
 
 def _make_rivals(options: argparse.Namespace, rank: int, num_ranks: int, device: torch.device, *, fuses: bool) -> dict[str, Layer]:

@@ -93,12 +93,12 @@ def link_bytes(routing_map: Tensor, row_bytes: int, num_ranks: int) -> int:
 
 def compare(passes: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Return the largest difference from ours, by baseline, then by kind of result."""
-    ours, found = passes[OURS].results(), {}
+    ours, by_rival = passes[OURS].results(), {}
     for name, rival in passes.items():
         if name != OURS and isinstance(rival, Pass):
             theirs = megatron_steps.by_expert(rival.results())
-            found[name] = differences({kind: ours[kind] for kind in theirs}, theirs)
-    return found
+            by_rival[name] = differences({kind: ours[kind] for kind in theirs}, theirs)
+    return by_rival
 
 
 # ---- timing ----
@@ -129,12 +129,12 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
         x, cotangent = draw_inputs(rank, (options.num_tokens, 1, options.hidden), device, DTYPES[options.dtype])
         passes = make_passes(layers, x, cotangent, num_ranks)
         steps = megatron_steps.make_steps(layers[OURS], x, cotangent, seed=1, ep=num_ranks, dtype=DTYPES[options.dtype], **sizes)
-        found = {what: compare(of_one) for what, of_one in passes.items()}
-        found["step"] = compare({OURS: passes["layer"][OURS], **steps})
+        compared = {what: compare(of_one) for what, of_one in passes.items()}
+        compared["step"] = compare({OURS: passes["layer"][OURS], **steps})
         with torch.no_grad():
             sent = link_bytes(layers[OURS].router(x)[1], options.hidden * x.element_size(), num_ranks)
         backend = layers[OURS].token_dispatcher.buffer.backend
-        measured = Measured(backend, *describe("megatron-core", device, num_ranks), sent, found, permutes_are_fused=permutes_are_fused())
+        measured = Measured(backend, *describe("megatron-core", device, num_ranks), sent, compared, permutes_are_fused=permutes_are_fused())
         measured.times = harness.times_in_turns(passes, device, _WARMUP, options.repeats)
         steps = {OURS: passes["layer"][OURS], "alltoall": passes["layer"]["alltoall"], **steps}
         megatron_steps.add_graph(steps)
@@ -157,13 +157,13 @@ def tolerance(options: argparse.Namespace) -> float:
 
 def records_of(ranks: list[Measured], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a record per thing timed, part and baseline."""
-    first, times, found = ranks[0], slowest(ranks), worst(ranks)
+    first, times, differences = ranks[0], slowest(ranks), worst(ranks)
     dtype, sent = str(DTYPES[options.dtype]).removeprefix("torch."), max(rank.link_bytes for rank in ranks)
     return [
         harness.record(
             f"megatron {what} {part}", options, first, len(ranks), dtype, times[what, OURS][part], sent * (4 if part == PARTS[2] else 2),
             baseline, times[what, baseline][part], rival_permutes_are_fused=first.permutes_are_fused,
-            ffn_hidden=options.ffn_hidden if what == "layer" else None, differences=found[what].get(baseline),
+            ffn_hidden=options.ffn_hidden if what == "layer" else None, differences=differences[what].get(baseline),
         )
         for what, baseline in times if baseline != OURS for part in PARTS
     ]  # fmt: skip

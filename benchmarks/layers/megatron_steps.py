@@ -98,8 +98,8 @@ def make_steps(like: Any, x: Tensor, cotangent: Tensor, *, seed: int, **sizes: A
         layers |= {name: megatron_layers.te_layer(of, like, seed=seed, **sizes) for name, of in dispatchers.items()}
     steps: dict[str, Any] = {}
     for name, layer in layers.items():
-        own = x.detach().clone().requires_grad_()
-        steps[name] = Pass(partial(_run, layer, own), cotangent, {"input": own} | dict(layer.named_parameters()))
+        leaf = x.detach().clone().requires_grad_()
+        steps[name] = Pass(partial(_run, layer, leaf), cotangent, {"input": leaf} | dict(layer.named_parameters()))
     counts: list[Tensor] = []
     hook = layers[GROUPED].experts.register_forward_pre_hook(lambda module, arguments: counts.append(arguments[1].clone()))
     with torch.no_grad():

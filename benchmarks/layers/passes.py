@@ -94,10 +94,10 @@ def kind_of(name: str) -> str:
     return name.removeprefix("deepspeed_moe.").split(".")[0]
 
 
-def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+def differences(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the largest difference by kind of result. NaN counts as the largest."""
     kinds: dict[str, float] = {}
-    for name, value in found.items():
+    for name, value in actual.items():
         distance = difference(value.float(), expected[name].float())
         kinds[kind_of(name)] = max(kinds.get(kind_of(name), 0.0), distance) if distance == distance else distance
     return kinds
@@ -135,11 +135,11 @@ class MeasuredLayer:
 
 def slowest(ranks: Sequence[MeasuredLayer]) -> dict[tuple[str, str], dict[str, list[float]]]:
     """Return the maximum over ranks in every turn, by what is timed and who does it, then by part."""
-    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    by_key: dict[tuple[str, str], dict[str, list[float]]] = {}
     for key in ranks[0].times:
         turns = [list(map(max, zip(*turn, strict=True))) for turn in zip(*(rank.times[key] for rank in ranks), strict=True)]
-        found[key] = {part: [turn[i] for turn in turns] for i, part in enumerate(PARTS)}
-    return found
+        by_key[key] = {part: [turn[i] for turn in turns] for i, part in enumerate(PARTS)}
+    return by_key
 
 
 def worst(ranks: Sequence[MeasuredLayer]) -> dict[str, dict[str, dict[str, float]]]:

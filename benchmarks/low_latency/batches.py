@@ -110,15 +110,15 @@ class Batches:
         rows: list[list[float]] = []
         sleep_us, all_ahead, hosts = _FIRST_SLEEP_US, True, []
         while len(rows) < iterations:
-            found, host_us, was_ahead = self._batch(marked, min(batch, iterations - len(rows) + drop), sleep_us)
+            of_batch, host_us, was_ahead = self._batch(marked, min(batch, iterations - len(rows) + drop), sleep_us)
             state = torch.tensor([host_us, not was_ahead], dtype=torch.float64)
             dist.all_reduce(state, op=dist.ReduceOp.MAX)
             if state[1] and sleep_us < _LONGEST_SLEEP_US:  # the batch is not counted, but repeated
                 sleep_us = min(max(2 * sleep_us, 1.5 * float(state[0])), _LONGEST_SLEEP_US)
                 continue
             all_ahead = all_ahead and not state[1]
-            rows += found[drop:]
-            hosts.append(host_us / len(found))
+            rows += of_batch[drop:]
+            hosts.append(host_us / len(of_batch))
         return rows, statistics.median(hosts), all_ahead
 
     def _batch(self, marked: Callable[[Mark], None], count: int, sleep_us: float) -> tuple[list[list[float]], float, bool]:

@@ -57,7 +57,7 @@ class LowLatencyRank(BenchRank):
 
     def _measure_size(self, num_tokens: int, peers: list[SmallBatches]) -> list[Record]:
         """Time every operation that is right, at one size."""
-        everyone, what, found = self.everyones_inputs(num_tokens), f"{num_tokens} tokens", list[Record]()
+        everyone, what, records = self.everyones_inputs(num_tokens), f"{num_tokens} tokens", list[Record]()
         baselines = self._time_all_to_all(everyone)
         buffers = self._time_buffer(everyone)
         self._free()
@@ -70,26 +70,26 @@ class LowLatencyRank(BenchRank):
             if self.agreed(name, partial(self._checked, buffer, partial(low_latency_operations.verify, operation))):
                 baseline, other = baselines.get((operation.op, operation.dtype)), buffers.get((operation.op, operation.dtype))
                 time = partial(self._time_call, operation, everyone[self.rank], buffer.workspace_bytes, baseline, other)
-                found += self.agreed(name, partial(self._checked, buffer, time)) or []
+                records += self.agreed(name, partial(self._checked, buffer, time)) or []
         self.timer.synchronize()
         buffer.destroy()
         for peer in peers:
-            found += self._time_peer(peer, everyone, baselines)
+            records += self._time_peer(peer, everyone, baselines)
         self._free()
-        return found
+        return records
 
     # ---- other libraries ----
 
     def _make_peers(self) -> list[SmallBatches]:
         """Construct the peers that can be, each once for all sizes."""
-        group, most, made = self.peers, max(self.options.num_tokens), []
+        group, most, peers = self.peers, max(self.options.num_tokens), []
         for name in dict.fromkeys(self.options.peer):
-            made.append(self.agreed(name, partial(foreign, partial(PEERS[name], self.shape, group, most))))
-        return [peer for peer in made if peer is not None]
+            peers.append(self.agreed(name, partial(foreign, partial(PEERS[name], self.shape, group, most))))
+        return [peer for peer in peers if peer is not None]
 
     def _time_peer(self, peer: SmallBatches, everyone: list[Inputs], baselines: dict[tuple[str, str], Baseline]) -> list[Record]:
         """Time every operation of another library that is right, at one size."""
-        what, found = f"{len(everyone[0].x)} tokens", list[Record]()
+        what, records = f"{len(everyone[0].x)} tokens", list[Record]()
         self.say(f"{what}, {peer.name} {peer.version}")
         make = partial(foreign, partial(peer.operations, everyone, self.rank))
         for o in self.agreed(f"{peer.name}, {what}", make) or []:
@@ -97,9 +97,9 @@ class LowLatencyRank(BenchRank):
             if self.agreed(name, partial(foreign, partial(low_latency_operations.verify, o))):
                 baseline = baselines.get((o.op, o.dtype)) if o.layout == "expert" else None
                 time = partial(self._time_call, o, everyone[self.rank], peer.workspace_bytes, baseline, None, peer.version)
-                found += self.agreed(name, partial(foreign, time)) or []
+                records += self.agreed(name, partial(foreign, time)) or []
         self.timer.synchronize()
-        return found
+        return records
 
     def _free(self) -> None:
         if self.timer.is_gpu:
@@ -161,7 +161,7 @@ class LowLatencyRank(BenchRank):
 
     def _time_all_to_all(self, everyone: list[Inputs]) -> dict[tuple[str, str], Baseline]:
         """Time the all-to-all of each operation and dtype, if its results are right."""
-        inputs, made = everyone[self.rank], {}
+        inputs, times_of = everyone[self.rank], {}
         what, time = f"{len(inputs.x)} tokens", partial(self._time_baseline, len(inputs.x))
         baseline = PlannedByExpert(words(inputs.x), inputs, self.shape, self.group)
         expert_rows = self.agreed(f"all-to-all, {what}", partial(verify_baseline, baseline, everyone, self.shape, self.rank))
@@ -174,8 +174,8 @@ class LowLatencyRank(BenchRank):
             ("combine", "bfloat16"): partial(baseline.combine, expert_rows),
         }
         for key, call in calls.items():
-            made[key] = self.agreed(f"all-to-all {' '.join(key)}, {what}", partial(time, call))
-        return {key: times for key, times in made.items() if times is not None}
+            times_of[key] = self.agreed(f"all-to-all {' '.join(key)}, {what}", partial(time, call))
+        return {key: times for key, times in times_of.items() if times is not None}
 
     def _time_baseline(self, num_tokens: int, call: Callable[[], Any]) -> Baseline:
         iterations = min(self.options.iterations_of[num_tokens], _OTHER_ITERATIONS)
@@ -185,15 +185,15 @@ class LowLatencyRank(BenchRank):
 
     def _time_buffer(self, everyone: list[Inputs]) -> dict[tuple[str, str], list[float]]:
         """Time each operation and dtype of `Buffer` that is right, not in graphs, as its dispatch waits on the host for counts."""
-        what, made = f"Buffer, {len(everyone[0].x)} tokens", {}
+        what, times_of = f"Buffer, {len(everyone[0].x)} tokens", {}
         buffer = self.new_buffer(len(everyone[0].x))
         for o in self.agreed(what, partial(operations, buffer, self.shape, everyone[self.rank], None)) or []:
             is_same = o.layout == "expert" and o.op in ("dispatch", "combine")
             if is_same and self.agreed(f"{what}, {o.name}", partial(verify, o, everyone, self.shape, self.rank)):
-                made[o.op, o.dtype] = self.timer.stream(o.call, _BUFFER_ITERATIONS)
+                times_of[o.op, o.dtype] = self.timer.stream(o.call, _BUFFER_ITERATIONS)
         self.timer.synchronize()
         buffer.destroy()
-        return made
+        return times_of
 
 
 def records_of(
@@ -205,8 +205,8 @@ def records_of(
     `graph` has the times of a graph of one call, and the mean of a call in a graph of many.
     """
     eager_baseline, graph_baseline = (None, None) if baseline is None else (baseline.eager, baseline.graph)
-    made = [record("both", eager, eager_baseline, buffer_us)]
+    records = [record("both", eager, eager_baseline, buffer_us)]
     if graph is not None:
         of_graph = record("both", graph[0], graph_baseline or eager_baseline, buffer_us, graph=True)
-        made.insert(0, of_graph | {"rival_graph": graph_baseline is not None, "us_graph_of_20": graph[1]})
-    return made + [record(half, times) for half, times in zip(("send", "receive"), halves or (), strict=False)]
+        records.insert(0, of_graph | {"rival_graph": graph_baseline is not None, "us_graph_of_20": graph[1]})
+    return records + [record(half, times) for half, times in zip(("send", "receive"), halves or (), strict=False)]

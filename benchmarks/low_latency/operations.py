@@ -43,7 +43,7 @@ def operations(buffer: LowLatencyBuffer, shape: Shape, everyone: Sequence[Inputs
     """Return dispatch and combine, each with bf16 and fp8 rows on the wire. Collective, as combine needs the results of a dispatch."""
     if len(everyone[0].x) <= _REFERENCE_TOKENS and shape.ranks_per_node in (None, shape.num_ranks):
         confirm(everyone, shape, rank)
-    mine, made = everyone[rank], []
+    mine, listed = everyone[rank], []
     arguments = (mine.x, mine.topk_idx, mine.topk_weights)
     out = buffer.dispatch(*arguments)
     rows = expert_rows(out.recv_x, out.num_recv_tokens_per_expert, shape, rank, buffer.combine_input())
@@ -52,14 +52,14 @@ def operations(buffer: LowLatencyBuffer, shape: Shape, everyone: Sequence[Inputs
         check = partial(_check_dispatch, expected_dispatch(everyone, shape, rank, wire))
         dtype = "float8_e4m3fn" if wire == "fp8" else "bfloat16"
         bytes_each = _row_bytes(shape, wire)
-        made.append(LowLatencyOperation("dispatch", dtype, wire, bytes_each, dispatch, partial(_send_dispatch, dispatch), check))
+        listed.append(LowLatencyOperation("dispatch", dtype, wire, bytes_each, dispatch, partial(_send_dispatch, dispatch), check))
     for wire in ("bf16", "fp8"):
         combine = partial(buffer.combine, rows, out.handle, wire="fp8" if wire == "fp8" else None)
         check = partial(compare_bits, "combined_x", expected=expected_combine(mine, shape, wire, rank), source="the reference")
-        made.append(
+        listed.append(
             LowLatencyOperation("combine", "bfloat16", wire, _row_bytes(shape, wire), combine, partial(combine, return_hook=True), check)
         )
-    return made
+    return listed
 
 
 def verify(operation: LowLatencyOperation) -> bool:
@@ -143,10 +143,10 @@ def _check_dispatch(expected: dict[str, Tensor], out: LowLatencyOutput) -> None:
         compare_bits("recv_x_scales", out.recv_x_scales[there], expected["recv_x_scales"], "the reference")
 
 
-def expected_combine(mine: Inputs, shape: Shape, wire: str, own: int = 0) -> Tensor:
-    """Return the combined_x of rank `own`, which has `mine`, [num_tokens, hidden] bf16: experts multiply their rows by their factor."""
+def expected_combine(mine: Inputs, shape: Shape, wire: str, rank: int = 0) -> Tensor:
+    """Return the combined_x of rank `rank`, which has `mine`, [num_tokens, hidden] bf16: experts multiply their rows by their factor."""
     factors = factors_of(shape, mine.x.device)
-    return combined(mine, shape, "expert", own, factors, in_bf16 if wire == "bf16" else _in_fp8)
+    return combined(mine, shape, "expert", rank, factors, in_bf16 if wire == "bf16" else _in_fp8)
 
 
 def confirm(everyone: Sequence[Inputs], shape: Shape, rank: int) -> None:
@@ -156,10 +156,10 @@ def confirm(everyone: Sequence[Inputs], shape: Shape, rank: int) -> None:
     factors = factors_of(shape, torch.device("cpu")).view(shape.num_ranks, -1)
     for wire in ("bf16", "fp8"):
         theirs = reference.low_latency.dispatch(x, idx, weights, shape.num_experts, fp8=wire == "fp8")
-        found = expected_dispatch(everyone, shape, rank, wire)
+        expected = expected_dispatch(everyone, shape, rank, wire)
         for name in ("recv_x", "recv_x_scales"):
-            if name in found:
-                compare_bits(f"the expected {name}", found[name], getattr(theirs[rank], name).to(device), "the reference")
+            if name in expected:
+                compare_bits(f"the expected {name}", expected[name], getattr(theirs[rank], name).to(device), "the reference")
     there = reference.low_latency.dispatch(x, idx, weights, shape.num_experts)
     counts = [torch.tensor(r.num_recv_tokens_per_expert) for r in there]
     rows = [(r.recv_x.float() * f.repeat_interleave(n)[:, None]).bfloat16() for r, f, n in zip(there, factors, counts, strict=True)]

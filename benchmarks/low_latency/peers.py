@@ -42,17 +42,17 @@ class DeepEPLowLatency(Library):
         mine, most = everyone[rank], _rounded(len(everyone[rank].x))
         self.buffer.clean_low_latency_buffer(most, self.shape.hidden, self.shape.num_experts)  # places of flags depend on the size
         dist.barrier()
-        idx, made = mine.topk_idx.to(topk_dtype(self.module)), []
+        idx, listed = mine.topk_idx.to(topk_dtype(self.module)), []
         for wire in ("fp8", "bf16"):
             dispatch = partial(self.buffer.low_latency_dispatch, mine.x, idx, most, self.shape.num_experts, use_fp8=wire == "fp8")
             check = partial(_check_dispatch, expected_dispatch(everyone, self.shape, rank, wire))
-            made.append(self._operation("dispatch", wire, dispatch, check))
+            listed.append(self._operation("dispatch", wire, dispatch, check))
         rows, counts, handle, *_ = dispatch()
         outputs = expert_rows(rows, counts, self.shape, rank, torch.empty_like(rows))
         combine = partial(self.buffer.low_latency_combine, outputs, idx, mine.topk_weights, handle)
         expected = expected_combine(mine, self.shape, "bf16", rank)
-        made.append(self._operation("combine", "bf16", combine, lambda out: close_to("its combined_x", out[0], expected)))
-        return made
+        listed.append(self._operation("combine", "bf16", combine, lambda out: close_to("its combined_x", out[0], expected)))
+        return listed
 
     def _operation(self, op: str, wire: str, call: Callable[..., Any], check: Callable[[Any], None]) -> LowLatencyOperation:
         dtype = "bfloat16" if wire == "bf16" else FP8
@@ -76,11 +76,11 @@ def _check_dispatch(expected: dict[str, Tensor], result: Any) -> None:
     if counts.tolist() != wanted.tolist():
         raise EPError(f"its dispatch brought experts {counts.tolist()} rows, and not {wanted.tolist()}")
     rows = dequantized(rows)
-    found = torch.where(received(rows, counts)[:, :, None], rows.float(), 0.0).sum(1)
+    sums_here = torch.where(received(rows, counts)[:, :, None], rows.float(), 0.0).sum(1)
     right = dequantized((expected["recv_x"], expected["recv_x_scales"]) if "recv_x_scales" in expected else expected["recv_x"])
     experts = torch.arange(len(wanted), device=rows.device).repeat_interleave(wanted)
-    sums = torch.zeros_like(found).index_add_(0, experts, right.float())
-    off = float((found - sums).norm() / sums.norm().clamp_min(1e-6))
+    sums = torch.zeros_like(sums_here).index_add_(0, experts, right.float())
+    off = float((sums_here - sums).norm() / sums.norm().clamp_min(1e-6))
     if not off <= _MOST_OFF:
         raise EPError(f"the sums of the rows that its dispatch brought to experts are off by {off:.1%}")
 
@@ -113,14 +113,14 @@ class DeepEPV2SmallBatches:
         expected = sized.expected_combine(mine, "rank")
         operations, check_all = sized.of_layout(mine, "rank", do_cpu_sync=False)
         check_all()
-        made = []
+        listed = []
         for o in operations:
             if o.op in ("dispatch", "combine"):
                 wire = "fp8" if o.dtype == FP8 else "bf16"
                 check = partial(close_to, "its combined_x", expected=expected) if o.op == "combine" else _unchecked
                 what = o.op, o.dtype, wire, o.row_bytes
-                made.append(LowLatencyOperation(*what, partial(_first, o.call), None, check, layout="rank", backend=self.name))
-        return made
+                listed.append(LowLatencyOperation(*what, partial(_first, o.call), None, check, layout="rank", backend=self.name))
+        return listed
 
 
 def _first(call: Callable[[], Any]) -> Any:

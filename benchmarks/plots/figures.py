@@ -34,14 +34,14 @@ STYLE = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "deepep_moe"}  
 def bars_of(operation: str) -> dict[str, float]:
     """Return GB/s by library, in the order of the bars. Libraries without such a call are left out."""
     records: list[dict[str, Any]] = json.loads(RECORD.read_text())
-    found = {
+    by_library = {
         library: record
         for library, (prefix, _) in LIBRARIES.items()
         for record in records
         if record["name"] == f"{prefix}{operation}" and record["num_sms"] != 0
     }
-    ours = next(iter(found.values()))
-    return {library: record["gbps"] for library, record in found.items()} | {_NCCL: ours["bytes_moved"] / ours["rival_us"] / 1e3}
+    ours = next(iter(by_library.values()))
+    return {library: record["gbps"] for library, record in by_library.items()} | {_NCCL: ours["bytes_moved"] / ours["rival_us"] / 1e3}
 
 
 def draw(path: Path) -> None:

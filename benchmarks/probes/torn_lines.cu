@@ -29,7 +29,7 @@ using deepep_moe::store_part;
 constexpr int kBlocks = 64, kThreads = 512, kThreadsInAll = kBlocks * kThreads, kRepeats = 8;  // parts of each thread, in as many lines
 constexpr unsigned kRounds = 20000;
 
-struct Found {
+struct Counts {
     unsigned long long loaded, changed, torn;
 };
 
@@ -50,10 +50,10 @@ __global__ void write_lines(uint4* lines, bool flag_first) {
     }
 }
 
-__global__ void read_lines(const uint4* lines, Found* found) {
+__global__ void read_lines(const uint4* lines, Counts* totals) {
     const int thread = blockIdx.x * kThreads + threadIdx.x, lane = threadIdx.x % 32;
     unsigned last[kRepeats] = {};
-    Found own{};
+    Counts counts{};
     for (bool done = false; !done;) {
         done = true;
         for (int i = 0; i < kRepeats; ++i) {
@@ -62,9 +62,9 @@ __global__ void read_lines(const uint4* lines, Found* found) {
             const bool torn = part.x < flag || part.y < flag || part.z < flag || part.w < flag;
             const unsigned torn_lanes = __ballot_sync(0xffffffffu, torn) >> (lane & 24) & 0xff;
             if (lane % 8 == 0) {
-                ++own.loaded;
-                own.changed += flag != last[i];
-                own.torn += torn_lanes != 0;
+                ++counts.loaded;
+                counts.changed += flag != last[i];
+                counts.torn += torn_lanes != 0;
             }
             last[i] = flag;
             done = done && flag == kRounds;
@@ -72,9 +72,9 @@ __global__ void read_lines(const uint4* lines, Found* found) {
         done = __all_sync(0xffffffffu, done);
     }
     if (lane % 8 != 0) return;
-    atomicAdd(&found->loaded, own.loaded);
-    atomicAdd(&found->changed, own.changed);
-    atomicAdd(&found->torn, own.torn);
+    atomicAdd(&totals->loaded, counts.loaded);
+    atomicAdd(&totals->changed, counts.changed);
+    atomicAdd(&totals->torn, counts.torn);
 }
 
 // A kernel that is loaded while another waits for it would wait for that one.
@@ -85,28 +85,28 @@ void load_kernels(int device) {
     CHECK(cudaFuncGetAttributes(&attributes, read_lines));
 }
 
-Found probe(int writer, int reader, bool flag_first) {
+Counts probe(int writer, int reader, bool flag_first) {
     uint4* lines;
-    Found *found, result;
+    Counts *totals, result;
     load_kernels(writer);
     load_kernels(reader);
     CHECK(cudaMalloc(&lines, sizeof(uint4) * kRepeats * kThreadsInAll));
     CHECK(cudaMemset(lines, 0, sizeof(uint4) * kRepeats * kThreadsInAll));
-    CHECK(cudaMalloc(&found, sizeof(Found)));
-    CHECK(cudaMemset(found, 0, sizeof(Found)));
+    CHECK(cudaMalloc(&totals, sizeof(Counts)));
+    CHECK(cudaMemset(totals, 0, sizeof(Counts)));
     CHECK(cudaDeviceSynchronize());
     cudaStream_t reading, writing;
     CHECK(cudaStreamCreate(&reading));
-    read_lines<<<kBlocks, kThreads, 0, reading>>>(lines, found);
+    read_lines<<<kBlocks, kThreads, 0, reading>>>(lines, totals);
     CHECK(cudaSetDevice(writer));
     CHECK(cudaStreamCreate(&writing));
     write_lines<<<kBlocks, kThreads, 0, writing>>>(lines, flag_first);
     CHECK(cudaStreamSynchronize(writing));
     CHECK(cudaSetDevice(reader));
     CHECK(cudaStreamSynchronize(reading));
-    CHECK(cudaMemcpy(&result, found, sizeof(Found), cudaMemcpyDeviceToHost));
+    CHECK(cudaMemcpy(&result, totals, sizeof(Counts), cudaMemcpyDeviceToHost));
     CHECK(cudaFree(lines));
-    CHECK(cudaFree(found));
+    CHECK(cudaFree(totals));
     return result;
 }
 
@@ -117,7 +117,7 @@ int main(int argc, char** argv) {
     CHECK(cudaGetDeviceProperties(&properties, 0));
     std::FILE* json = argc == 3 && std::strcmp(argv[1], "--json") == 0 ? std::fopen(argv[2], "w") : nullptr;
     const char* separator = "[";
-    const auto show = [&](const char* what, int writer, int reader, const Found& f) {
+    const auto show = [&](const char* what, int writer, int reader, const Counts& f) {
         std::printf("%-28s GPU %d to %d: %llu lines loaded, %llu times another, %llu torn\n", what, writer, reader, f.loaded, f.changed,
                     f.torn);
         if (json == nullptr) return;
