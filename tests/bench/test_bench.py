@@ -86,12 +86,12 @@ class Recorder:
 @pytest.mark.parametrize(("num_sms", "count"), [(None, 7), (12, 7), (0, 2)])
 def test_operations(num_sms, count):
     buffer, inputs = Recorder(), workload.make_inputs(SHAPE, 5, 0, torch.device("cpu"))
-    made = operations.operations(buffer, SHAPE, inputs, num_sms)
-    for operation in made:
+    listed = operations.operations(buffer, SHAPE, inputs, num_sms)
+    for operation in listed:
         operation.call()
-    assert len(made) == count and set(buffer.num_sms) == {num_sms}
-    assert {o.name for o in made} == OPERATIONS if num_sms != 0 else {"dispatch bf16 expert", "combine bf16 expert"}
-    assert {(o.dtype, o.row_bytes) for o in made} <= {("bfloat16", 288), ("float8_e4m3fn", 144 + 8)}
+    assert len(listed) == count and set(buffer.num_sms) == {num_sms}
+    assert {o.name for o in listed} == OPERATIONS if num_sms != 0 else {"dispatch bf16 expert", "combine bf16 expert"}
+    assert {(o.dtype, o.row_bytes) for o in listed} <= {("bfloat16", 288), ("float8_e4m3fn", 144 + 8)}
 
 
 # ---- times ----
@@ -241,7 +241,7 @@ def test_plan(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("commands", "arguments", "told"),
+    ("commands", "arguments", "message"),
     [
         ((exchange, low_latency), "--num-experts 9", "--num-experts 9 must be a multiple of --num-ranks 2"),
         ((exchange, low_latency), "--num-ranks 0", "--num-experts 256 must be a multiple of --num-ranks 0"),
@@ -253,9 +253,9 @@ def test_plan(monkeypatch):
         ((low_latency,), "--hidden 200", "--hidden 200 must be a multiple of 128"),
     ],
 )
-def test_refusals(commands, arguments, told):
+def test_refusals(commands, arguments, message):
     for command in commands:
-        with pytest.raises(ValueError, match=f"^{told}"):
+        with pytest.raises(ValueError, match=f"^{message}"):
             options_of(command, "--backend", "shm", *arguments.split())
 
 

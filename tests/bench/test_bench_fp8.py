@@ -27,8 +27,8 @@ def test_bytes_by_hand():
     """A row of 7168 columns has 56 scales of 4 bytes."""
     wire = Wire(num_rows=3, fp8_bytes=7168 + 4 * 56, bf16_bytes=2 * 7168)
     assert wire.ratio == pytest.approx(0.515625)
-    found = wire.of_record()
-    assert found["dispatch_bytes"] == found["combine_gradient_bytes"] == {"fp8": 3 * 7392, "bf16": 3 * 14336}
+    volumes = wire.of_record()
+    assert volumes["dispatch_bytes"] == volumes["combine_gradient_bytes"] == {"fp8": 3 * 7392, "bf16": 3 * 14336}
 
 
 def test_records(tmp_path):
@@ -97,12 +97,12 @@ def graphs_of_which_one_is_wrong(rank, num_ranks):
         peak_bytes = 3
 
         def __init__(self, layer, num_passes):
-            self.found = layer.results()
+            self.values = layer.results()
             if layer is layers[EACH]:
-                self.found["weight"] = self.found["weight"] + 1
+                self.values["weight"] = self.values["weight"] + 1
 
         def results(self):
-            return self.found
+            return self.values
 
     fp8.Graphed = Fake
     weight = torch.ones(3, requires_grad=True)
@@ -111,9 +111,9 @@ def graphs_of_which_one_is_wrong(rank, num_ranks):
         name: fp8_layers.Layer(lambda _: 2 * weight, torch.ones(3), {"weight": weight}, backend="nvlink", why_no_graph=why.get(name, ""))
         for name in (BF16, EACH, SHARED, KEPT)
     }
-    found = measured(())
-    names = list(fp8._add_graphs(found, layers, torch.device("cuda"), 4))
-    return names, found.not_captured, found.num_different_from_eager, found.peak_bytes
+    measures = measured(())
+    names = list(fp8._add_graphs(measures, layers, torch.device("cuda"), 4))
+    return names, measures.not_captured, measures.num_different_from_eager, measures.peak_bytes
 
 
 def test_graphs_are_compared_with_eager_passes():
@@ -139,7 +139,7 @@ def test_micro_batches_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     (
         ("--num-experts 3 --num-ranks 2", "--num-experts 3 must be a multiple of --num-ranks 2"),
         ("--num-topk 33", r"each of --num-topk \[33\] 1 to the experts"),
@@ -147,9 +147,9 @@ def test_micro_batches_by_hand():
         ("--device cuda", "--device cuda needs a GPU for each of 1 ranks, this machine has 0"),
     ),
 )
-def test_refusals(arguments, told, monkeypatch):
+def test_refusals(arguments, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(SystemExit, match=told):
+    with pytest.raises(SystemExit, match=message):
         fp8.main(options_of("--device", "cpu", *arguments.split()))
 
 

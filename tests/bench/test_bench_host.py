@@ -29,12 +29,12 @@ DROP_IN_OPS = [
 
 def test_time_is_that_of_one_call(monkeypatch):
     """A chain's time by its length; what comes before it, the wait for the device and the first three chains are not counted."""
-    clock, told = iter(range(0, 10**6, 64)), []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append("idle"))
+    clock, events = iter(range(0, 10**6, 64)), []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("idle"))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock) / 1e6)
-    times = measure.chain_us(lambda given: told.append(given), repeats=2, before=lambda: "made", length=16)
+    times = measure.chain_us(lambda event: events.append(event), repeats=2, before=lambda: "made", length=16)
     assert times == pytest.approx([4.0, 4.0])
-    assert told == ["idle", "made"] * 5
+    assert events == ["idle", "made"] * 5
 
 
 def test_needs_a_gpu(monkeypatch):

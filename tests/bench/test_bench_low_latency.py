@@ -120,9 +120,9 @@ def test_wrong_results_are_found():
     shape = workload.Shape(1, 256, 8, 3, 1)
     everyone = [workload.make_inputs(shape, 9, 0, torch.device("cpu"))]
     buffer = LowLatencyBuffer(None, 9, shape.hidden, shape.num_experts, shape.num_topk, backend="shm")
-    made = low_latency_operations.operations(buffer, shape, everyone, 0)
-    assert {o.name for o in made} == NAMES and {(o.wire, o.row_bytes) for o in made} == {("bf16", 512), ("fp8", 264)}
-    for operation in made:
+    listed = low_latency_operations.operations(buffer, shape, everyone, 0)
+    assert {o.name for o in listed} == NAMES and {(o.wire, o.row_bytes) for o in listed} == {("bf16", 512), ("fp8", 264)}
+    for operation in listed:
         assert low_latency_operations.verify(operation)
         result = operation.call()
         tensors = {"combined_x": result} if operation.op == "combine" else result._asdict()

@@ -69,13 +69,13 @@ def test_records_of_one_host():
         assert us == pytest.approx(r["us_median"], rel=0.035 if r["layout"] == "rank" else 0.095), r["name"]
 
 
-def committed(made):
-    """The committed record of what `made` is of."""
-    same = {name: made[name] for name in ("op", "rival", "dtype", "num_ranks", "num_tokens", "num_experts")}
-    if made["part"] in ("uniform", "group-limited"):
-        same["routing"] = made["part"]
-    if made["part"] == "published":
-        same["num_sms"] = made["num_sms"]
+def committed(entry):
+    """The committed record of what `entry` is of."""
+    same = {name: entry[name] for name in ("op", "rival", "dtype", "num_ranks", "num_tokens", "num_experts")}
+    if entry["part"] in ("uniform", "group-limited"):
+        same["routing"] = entry["part"]
+    if entry["part"] == "published":
+        same["num_sms"] = entry["num_sms"]
     (record,) = [r for r in MODELLED if {name: r.get(name) for name in same} == same]
     return record
 
@@ -136,5 +136,5 @@ def test_documented_sizes():
     table = re.findall(r"^\| (\d+) nodes \| ([\d.]+) \| ([\d.]+) \|$", (ROOT / "docs" / "multi_node.md").read_text(), flags=re.MULTILINE)
     assert len(table) == 4
     for num_nodes, *nodes in table:
-        found = [of["model combine", "bfloat16", 8 * int(num_nodes), routing] for routing in ("uniform", "group-limited")]
-        assert [f"{r['nodes_per_token']:.2f}" for r in found] == nodes
+        records = [of["model combine", "bfloat16", 8 * int(num_nodes), routing] for routing in ("uniform", "group-limited")]
+        assert [f"{r['nodes_per_token']:.2f}" for r in records] == nodes

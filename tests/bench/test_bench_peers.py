@@ -225,7 +225,7 @@ def old_nccl():
 
 
 @pytest.mark.parametrize(
-    ("package", "ep", "told"),
+    ("package", "ep", "message"),
     [
         (None, None, r"--peer nccl_ep: NCCL EP cannot be used here \(.*\); install transformer_engine"),
         (SimpleNamespace(require_nccl_ep=old_nccl), SimpleNamespace(), r"found 2\.28\.9\); .* nvidia-nccl-cu13 2\.32\.3"),
@@ -237,9 +237,9 @@ def old_nccl():
     ],
     ids=("missing", "old", "without NCCL EP"),
 )
-def test_nccl_ep_that_cannot_be_used(package, ep, told, monkeypatch):
+def test_nccl_ep_that_cannot_be_used(package, ep, message, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", package)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.ep", ep)
     monkeypatch.setattr(nccl_ep, "nccl_version", lambda: "2.30.7")
-    with pytest.raises(BackendUnavailableError, match=told):
+    with pytest.raises(BackendUnavailableError, match=message):
         nccl_ep.load()

@@ -106,7 +106,7 @@ def test_equal_to_eager(rank, make):
     for num_tokens in (9, 9, 5, 0, 12):
         with torch.no_grad():
             ours, theirs = compiled(*inputs(rank, num_tokens)), eager(*inputs(rank, num_tokens))
-        assert all(torch.equal(own, other) for own, other in zip(ours, theirs, strict=True))
+        assert all(torch.equal(result, other) for result, other in zip(ours, theirs, strict=True))
     assert not torch.compiler.is_compiling() and torch._dynamo.utils.counters["graph_break"]
 
 
@@ -152,9 +152,9 @@ def test_trains(rank):
         x, idx, w = inputs(rank, num_tokens)
         results = []
         for layer in (compiled, layers[1]):
-            given = x.float().requires_grad_(), w.clone().requires_grad_()
-            loss = layer(given[0], idx, given[1])
+            leaves = x.float().requires_grad_(), w.clone().requires_grad_()
+            loss = layer(leaves[0], idx, leaves[1])
             loss.backward()
-            results.append((loss.detach(), given[0].grad, given[1].grad))
-        assert all(torch.equal(own, other) for own, other in zip(*results, strict=True))
+            results.append((loss.detach(), leaves[0].grad, leaves[1].grad))
+        assert all(torch.equal(result, other) for result, other in zip(*results, strict=True))
         assert torch.equal(layers[0].inner.weight.grad, layers[1].inner.weight.grad)

@@ -40,7 +40,7 @@ def worker(rank, _, cases):
     with engine_ready(), pytest.MonkeyPatch.context() as monkeypatch:
         on_cpu(monkeypatch)
         for case in cases:
-            own = run_steps(build_engine(case, False, config=config_of(case, "comm")), rank, case)
+            theirs = run_steps(build_engine(case, False, config=config_of(case, "comm")), rank, case)
             engine = build_engine(case, False, config=config_of(case, "deepep"))
             with counted() as calls:
                 ours = run_steps(engine, rank, case)
@@ -48,8 +48,8 @@ def worker(rank, _, cases):
             exchanges = {layer._deepep_exchange for layer in autoep_layers(engine)}
             assert {type(exchange.buffer) for exchange in exchanges} == {deep_ep.ElasticBuffer}
             if case.dtype == "bf16":  # a rounding may change a token's experts, and so all that follows but the losses
-                ours, own = ({name: value for name, value in run.items() if name.startswith("loss")} for run in (ours, own))
-            worst[str(case)] = assert_equal(ours, own, f"{case}, rank {rank}", tolerance=case.tolerance)
+                ours, theirs = ({name: value for name, value in run.items() if name.startswith("loss")} for run in (ours, theirs))
+            worst[str(case)] = assert_equal(ours, theirs, f"{case}, rank {rank}", tolerance=case.tolerance)
             auto_ep_comm.destroy_exchanges(engine.module)
     return worst
 

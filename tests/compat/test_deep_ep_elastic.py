@@ -63,7 +63,7 @@ def test_two_ranks_by_hand(rank, version, backend):
 def scenario(rank, num_ranks, backend, case, fp8, is_async, knows_counts):
     buffer, device = make("ElasticBuffer", backend, rank, explicitly_destroy=True)
     want = Wanted(case, rank, case.layout, fp8)
-    most, x, routing = max(case.num_tokens) + 1, want.given(device), want.routing(device)
+    most, x, routing = max(case.num_tokens) + 1, want.x_on(device), want.routing(device)
 
     def dispatch(**more):
         previous = {"previous_event": buffer.capture(), "previous_event_before_epilogue": deep_ep.EventOverlap()} if is_async else {}
@@ -175,7 +175,7 @@ def test_more_tokens_than_before(rank, backend):
 def test_deferred_epilogue(rank, backend, is_async):
     buffer, device = make("EPBuffer", backend, rank, explicitly_destroy=True)
     want = Wanted(Case([13, 30], layout="expert", **SIZES), rank, "expert", fp8=True)
-    x, topk_idx, topk_weights = want.given(device), *want.routing(device).values()
+    x, topk_idx, topk_weights = want.x_on(device), *want.routing(device).values()
     how = {"async_with_compute_stream": is_async, "defer_epilogue": True, "do_expand": True}
     event = buffer.dispatch(x, topk_idx, topk_weights, num_experts=12, use_tma_aligned_col_major_sf=True, **how)
     results = event.current_stream_wait()

@@ -141,13 +141,13 @@ def scenario(rank, num_ranks, backend, case, fp8, by_map, bound):
         rows, row_probs, scales, counts, handle = results
         assert rows.dtype == hidden["hidden"].dtype and len(rows) == num_rows
         check_start("rows", rows.view(want.mine.recv_x.dtype), want.mine.recv_x)
-        for name, ours, told, is_there in (
+        for name, ours, expected, is_there in (
             ("probs", row_probs, want.mine.recv_topk_weights, with_probs),
             ("scales", scales, want.mine.recv_x_scales, fp8),
         ):
             assert (ours is not None) == is_there, name
             if is_there:
-                check_start(name, ours, told)
+                check_start(name, ours, expected)
         assert counts.dtype == torch.int64 and counts.tolist() == want.num_rows_per_expert
         assert handle[-1].tolist() == 0
         return handle

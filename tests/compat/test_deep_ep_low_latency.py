@@ -68,12 +68,12 @@ def check_sources(case, rank, handle, counts, expected):
     sources = {row: mine.tokens[slot] for slot, rows in enumerate(mine.row_of_lane) for row in rows.values()}
     first = 0
     for expert, count in enumerate(counts):
-        told = [None] * count
+        received = [None] * count
         for source in range(case.num_ranks):
             begin, num_rows = int(layout_range[expert, source]) >> 32, int(layout_range[expert, source]) & COUNT
             for row in range(begin, begin + num_rows):
-                told[row] = (source, int(src_info[expert, row]))
-        assert told == [sources[first + row] for row in range(count)], f"expert {expert}"
+                received[row] = (source, int(src_info[expert, row]))
+        assert received == [sources[first + row] for row in range(count)], f"expert {expert}"
         first += count
 
 
@@ -181,13 +181,13 @@ def test_two_batches(rank, backend):
     for _ in range(3):
         sent = [dispatch(buffer, case, rank) for case in cases]
         back = []
-        for case, told, (rows, counts, _, _, hook) in zip(cases, expected, sent, strict=True):
+        for case, wanted, (rows, counts, _, _, hook) in zip(cases, expected, sent, strict=True):
             hook()
-            back.append(combine_rows(case, rank, check_received(case, rank, rows, counts, told), told))
+            back.append(combine_rows(case, rank, check_received(case, rank, rows, counts, wanted), wanted))
         back = [combine(buffer, case, rank, rows, handle) for case, rows, (_, _, handle, _, _) in zip(cases, back, sent, strict=True)]
-        for told, (y, _, hook) in zip(expected, back, strict=True):
+        for wanted, (y, _, hook) in zip(expected, back, strict=True):
             hook()
-            assert_same("combined_x", y, told.combined[rank])
+            assert_same("combined_x", y, wanted.combined[rank])
 
 
 @on_every_backend
@@ -294,7 +294,7 @@ def test_statistics(rank, mode, backend):
     """Rows, over all calls, and how long rank 2 was waited for. The first call makes the buffer, in which all ranks wait."""
     case = replace(SMALL, mode=mode)
     expected, buffer = Expected(case), make_buffer(backend, rank)
-    told = torch.tensor(expected.received[rank].num_recv_tokens_per_expert)
+    counted = torch.tensor(expected.received[rank].num_recv_tokens_per_expert)
     rows_stats = torch.zeros(3, dtype=torch.int32, device=buffer.test_device)
     for calls in (1, 2):
         dispatch_stats, combine_stats = (torch.zeros(3, dtype=torch.int64, device=buffer.test_device) for _ in range(2))
@@ -303,9 +303,9 @@ def test_statistics(rank, mode, backend):
         counters = {"cumulative_local_expert_recv_stats": rows_stats, "dispatch_wait_recv_cost_stats": dispatch_stats}
         rows, counts, handle, event, hook = dispatch(buffer, case, rank, **counters)
         if mode == "hook":
-            assert torch.equal(rows_stats.cpu(), told * (calls - 1))
+            assert torch.equal(rows_stats.cpu(), counted * (calls - 1))
         end(case, event, hook)
-        assert torch.equal(counts.cpu(), told) and torch.equal(rows_stats.cpu(), told * calls)
+        assert torch.equal(counts.cpu(), counted) and torch.equal(rows_stats.cpu(), counted * calls)
         rows = combine_rows(case, rank, check_received(case, rank, rows, counts, expected), expected)
         dist.barrier()
         time.sleep(0.6 if rank == 2 else 0)
@@ -319,9 +319,9 @@ def test_statistics(rank, mode, backend):
 
 
 def status(buffer):
-    told = torch.full((3,), 7, dtype=torch.int32, device=buffer.test_device)
-    buffer.low_latency_query_mask_buffer(told)
-    return told.tolist()
+    mask = torch.full((3,), 7, dtype=torch.int32, device=buffer.test_device)
+    buffer.low_latency_query_mask_buffer(mask)
+    return mask.tolist()
 
 
 def masks(rank, _, backend):
@@ -380,7 +380,7 @@ def test_what_is_refused(rank, backend):
     sent = {"x": x, "topk_idx": idx, "num_max_dispatch_tokens_per_rank": SMALL.max_tokens, "num_experts": SMALL.num_experts}
     returned = {"x": rows, "topk_idx": idx, "topk_weights": weights, "handle": handle}
     one = torch.zeros(1)
-    for call, given, options, error, message in [
+    for call, arguments, options, error, message in [
         (buffer.low_latency_dispatch, sent, dict(use_nvfp4=True), NotImplementedError, "use_nvfp4 is not served"),
         (buffer.low_latency_dispatch, sent, dict(x_global_scale=one), NotImplementedError, "x_global_scale is not served"),
         (buffer.low_latency_dispatch, sent, dict(async_finish=True, return_recv_hook=True), ValueError, "are both True; choose one"),
@@ -396,7 +396,7 @@ def test_what_is_refused(rank, backend):
         (buffer.low_latency_combine, returned, dict(topk_idx=idx[:2]), ValueError, r"topk_idx has shape \[2, 4\]"),
     ]:
         with pytest.raises(error, match=message):
-            call(**(given | options))
+            call(**(arguments | options))
     run_case(buffer, SMALL, rank)
 
 

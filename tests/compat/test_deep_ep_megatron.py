@@ -34,5 +34,5 @@ def test_stock_backends_equal_alltoall(num_ranks, modes, tmp_path):
     )
     logs = {path: path.read_text() for path in sorted(tmp_path.glob("*/attempt_0/*/std*.log"))}
     assert result.returncode == 0, result.stderr + "".join(logs.values())
-    told = re.findall(r"^rank \d, (.+): 5 steps", "".join(logs.values()), flags=re.MULTILINE)
-    assert sorted(told) == sorted(served * num_ranks)
+    reported = re.findall(r"^rank \d, (.+): 5 steps", "".join(logs.values()), flags=re.MULTILINE)
+    assert sorted(reported) == sorted(served * num_ranks)

@@ -35,7 +35,7 @@ def check_layout(buffer, want, device):
 def scenario(rank, num_ranks, backend, case, fp8, with_topk, is_async, with_previous):
     buffer, device = make_buffer(backend, rank)
     want = Wanted(case, rank, "rank", fp8)
-    mine, x = want.mine, want.given(device)
+    mine, x = want.mine, want.x_on(device)
     routing = check_layout(buffer, want, device)
     if with_topk:
         routing |= want.routing(device)
@@ -139,7 +139,7 @@ def test_uneven_routings(pattern):
 
 def plain_dispatch(buffer, want, device):
     *_, per_expert, in_rank, _ = buffer.get_dispatch_layout(want.topk_idx.to(device), want.case.num_experts)
-    return buffer.dispatch(want.given(device), num_tokens_per_expert=per_expert, is_token_in_rank=in_rank, **want.routing(device))
+    return buffer.dispatch(want.x_on(device), num_tokens_per_expert=per_expert, is_token_in_rank=in_rank, **want.routing(device))
 
 
 @on_every_backend
@@ -151,13 +151,13 @@ def test_packed_scales(rank, backend):
     exponents = torch.randint(0, 255, (len(want.x), 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
     exponents[:, 5:] = 0  # of a word whose columns do not exist
     want.scales = ue8m0.unpack(exponents.view(torch.int32), 5)
-    told = plain_dispatch(buffer, want, device)
+    plain = plain_dispatch(buffer, want, device)
     want.scales = exponents.view(torch.int32)
     (recv_x, recv_scales), *_, handle, _ = plain_dispatch(buffer, want, device)
     assert recv_scales.dtype == torch.int32 and recv_scales.shape == (len(recv_x), 2)
-    assert_same("scales", ue8m0.unpack(recv_scales, 5), told[0][1])
-    assert_same("rows", recv_x, told[0][0])
-    again = buffer.dispatch(want.given(device), handle)[0]
+    assert_same("scales", ue8m0.unpack(recv_scales, 5), plain[0][1])
+    assert_same("rows", recv_x, plain[0][0])
+    again = buffer.dispatch(want.x_on(device), handle)[0]
     assert_same("scales", again[1], recv_scales)
 
 
@@ -167,17 +167,17 @@ def test_grows(rank, backend):
     """More tokens on one rank than any had before, other widths, and handles of before, all in one buffer."""
     buffer, device = make_buffer(backend, rank)
     cases = [Case([4, 9], **SIZES), Case([4, 300], **SIZES), Case([5, 5], **(SIZES | {"hidden": 128})), Case([4, 9], **SIZES)]
-    made = []
+    dispatched = []
     for case in cases:
         want = Wanted(case, rank)
         recv_x, *_, handle, _ = plain_dispatch(buffer, want, device)
         want.check_rows(recv_x)
-        made.append((want, handle, recv_x))
-    assert (made[0][1].buffer is made[1][1].buffer) == (device.type == "cpu" and backend == "shm")
-    for want, handle, recv_x in made:  # all alive
+        dispatched.append((want, handle, recv_x))
+    assert (dispatched[0][1].buffer is dispatched[1][1].buffer) == (device.type == "cpu" and backend == "shm")
+    for want, handle, recv_x in dispatched:  # all alive
         combined, _, _ = buffer.combine(recv_x, handle)
         assert_same("combined_x", combined, want.combined(outputs=[received.recv_x for received in want.received]))
-        want.check_rows(buffer.dispatch(want.given(device), handle=handle)[0])
+        want.check_rows(buffer.dispatch(want.x_on(device), handle=handle)[0])
 
 
 @on_ranks(4, backend=("shm", pytest.param("nvshmem", marks=pytest.mark.gpu)))

@@ -25,8 +25,8 @@ IDX = torch.tensor([[0], [2]])
 def fails_on_rank_1(rank, call, error, message):
     """`call` raises `error` on rank 1, and soon an EPPeerError with its message on the others."""
     began = time.monotonic()
-    told = message if rank == 1 else f"rank 1 did not make its call: {error.__name__}: .*{message}"
-    with pytest.raises(error if rank == 1 else EPPeerError, match=told):
+    expected = message if rank == 1 else f"rank 1 did not make its call: {error.__name__}: .*{message}"
+    with pytest.raises(error if rank == 1 else EPPeerError, match=expected):
         call()
     assert time.monotonic() - began < SOON_S
 

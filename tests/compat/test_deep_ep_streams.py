@@ -116,7 +116,7 @@ def test_other_stream_on_a_gpu(tmp_path):
     try:
         buffer, want = Buffer(torch.distributed.group.WORLD), Wanted(Case([64], hidden=1024, dtype=torch.bfloat16), 0)
         device = torch.device("cuda", torch.cuda.current_device())
-        x, routing = want.given(device), want.routing(device)
+        x, routing = want.x_on(device), want.routing(device)
         for _ in range(3):
             busy = torch.randn(2048, 2048, device=device)
             for _ in range(10):

@@ -51,8 +51,8 @@ def local_experts(rank, num_ranks, device):
     return experts().detach().to(device).chunk(num_ranks)[rank].clone().requires_grad_()
 
 
-def check(found, want, name):
-    torch.testing.assert_close(found.cpu(), want, msg=lambda told: f"{name}: {told}")
+def check(actual, want, name):
+    torch.testing.assert_close(actual.cpu(), want, msg=lambda text: f"{name}: {text}")
 
 
 def make_elastic(backend, rank):

@@ -61,9 +61,9 @@ def test_table_of_losses_repeats_the_records():
             assert each["all_finite"] and (fp8 - exact) / exact == pytest.approx(each["difference_at_end"], abs=1e-5)
         if (model, num_ranks, gpu) == ("tiny", 1, "H100"):
             many = ours
-    told = re.search(r"33 seeds of tiny were trained, .+ fp8 ends ([\d.]+)% below bf16, with a 95% interval from\s+(\S+)% to (\S+)%", text)
+    match = re.search(r"33 seeds of tiny were trained, .+ fp8 ends ([\d.]+)% below bf16, with a 95% interval from\s+(\S+)% to (\S+)%", text)
     mean, half = statistics.mean(many), T_OF_32 * statistics.stdev(many) / len(many) ** 0.5
-    assert told.groups() == (f"{-mean:.2f}", f"{mean - half:.2f}", f"{mean + half:+.2f}") and len(many) == 33
+    assert match.groups() == (f"{-mean:.2f}", f"{mean - half:.2f}", f"{mean + half:+.2f}") and len(many) == 33
 
 
 def test_readme_is_short_and_in_order():
@@ -95,12 +95,12 @@ def test_pages_name_the_same_versions_of_pytorch():
         "docs/install.md": r"^pip install \. .*\((.+) were run\)$",
         "docs/status.md": r"^\| Linux x86-64, gcc 12; PyTorch (.+) \| run \|",
     }
-    found = {}
+    versions = {}
     for page, pattern in said.items():
         (text,) = re.findall(pattern, PAGES[ROOT / page], flags=re.MULTILINE)
-        found[page] = set(re.findall(r"\b2\.\d+", text))
-    run = found["docs/hardware.md"]
-    assert len(set(map(frozenset, found.values()))) == 1 and len(run) == 3, found
+        versions[page] = set(re.findall(r"\b2\.\d+", text))
+    run = versions["docs/hardware.md"]
+    assert len(set(map(frozenset, versions.values()))) == 1 and len(run) == 3, versions
     assert f"badge/PyTorch-{'%2C_'.join(sorted(run, key=lambda version: int(version[2:])))}-" in PAGES[ROOT / "README.md"], "these only"
     wheel = re.findall(r"^\| wheel beside PyTorch (.+?) \|", PAGES[ROOT / "docs" / "status.md"], flags=re.MULTILINE)[0]
     assert set(re.findall(r"\b2\.\d+", wheel)) <= run

@@ -35,8 +35,8 @@ def test_built_pages_lead_somewhere_and_load_nothing_from_outside(site):
     for path, text in pages.items():
         assert all(re.search(r'\balt="?[^"\s]', image) for image in re.findall(r"<img\b[^>]*>", text)), path
         elements = [element for element in re.findall(r"<(?:a|img|script|link)\b[^>]*>", text) if "canonical" not in element]
-        found = [(element, re.search(r'\b(?:src|href)="?([^"\s>]*)', element)) for element in elements]
-        for element, target in ((element, html.unescape(match[1])) for element, match in found if match):
+        targets = [(element, re.search(r'\b(?:src|href)="?([^"\s>]*)', element)) for element in elements]
+        for element, target in ((element, html.unescape(match[1])) for element, match in targets if match):
             assert "://" not in target or element.startswith("<a"), f"{path}: {target}; it must work without a network"
             if "://" in target or target.startswith(("data:", "mailto:", "javascript:")):
                 continue
@@ -53,8 +53,8 @@ def test_api_pages_have_every_public_name(site):
     from deepep_moe.integrations import deepspeed, huggingface, megatron
 
     for page, module in (("ops", ops), ("nn", nn), ("deepspeed", deepspeed), ("megatron", megatron), ("huggingface", huggingface)):
-        found = "\n".join(names_of((site / "api" / f"{page}.html").read_text()))
-        missing = [name for name in module.__all__ if not re.search(rf"^{module.__name__}\.(\w+\.)?{name}$", found, re.MULTILINE)]
+        listed = "\n".join(names_of((site / "api" / f"{page}.html").read_text()))
+        missing = [name for name in module.__all__ if not re.search(rf"^{module.__name__}\.(\w+\.)?{name}$", listed, re.MULTILINE)]
         assert not missing, f"{page}: {missing}"
     names = set().union(*(names_of((site / "api" / f"{page}.html").read_text()) for page in ("buffer", "low_latency", "rest")))
     wanted = set(deepep_moe.__all__) - {"__version__", "errors", "features"}

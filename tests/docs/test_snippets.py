@@ -73,11 +73,11 @@ def test_scripts_of_readme_and_guide_run(device, tmp_path):
     readme, backend = BLOCKS["README.md", 0], "nvlink" if device == "cuda" else "shm"
     printed = {readme: r"(\d+) rows received, \[512, 256\] came back", BLOCKS["docs/guide.md", 0]: r"(\d+) rows, gradient of x (\d+\.\d+)"}
     lines = []
-    for number, (script, told) in enumerate(printed.items()):
+    for number, (script, shown) in enumerate(printed.items()):
         folder = tmp_path / str(number)
         folder.mkdir()
         outputs = run_under_torchrun(script, folder, device)
-        lines.append([re.fullmatch(rf"rank {rank}: {backend}, {told}\n", output) for rank, output in enumerate(outputs)])
+        lines.append([re.fullmatch(rf"rank {rank}: {backend}, {shown}\n", output) for rank, output in enumerate(outputs)])
         assert all(lines[-1]), outputs
     assert sum(int(line[1]) for line in lines[0]) == 2 * 512 * 4
     assert all(int(line[1]) > 0 and float(line[2]) > 0 for line in lines[1])
@@ -93,8 +93,8 @@ def test_rollout_has_the_bits_of_training(device, tmp_path):
 def test_steps_print_what_the_page_says(tmp_path):
     """The page is one script in pieces, each with what rank 0 prints for both."""
     printed, of_the_other = run_under_torchrun("\n".join(BLOCKS[key] for key in STEPS), tmp_path, "cpu")
-    told = re.findall(r"```text\n(.*?)```", TEXTS["docs/steps.md"], flags=re.DOTALL)
-    assert len(told) == len(STEPS) and printed == "".join(told) and not of_the_other
+    shown = re.findall(r"```text\n(.*?)```", TEXTS["docs/steps.md"], flags=re.DOTALL)
+    assert len(shown) == len(STEPS) and printed == "".join(shown) and not of_the_other
 
 
 HUGGING_FACE = """
@@ -159,9 +159,9 @@ def _deepspeed_worker(rank: int, num_ranks: int, blocks: list[str]) -> None:
         exec(compile(group, "grouped experts", "exec"), {"model": model, "torch": torch})
         assert torch.isfinite(model(torch.randn(8, 16))[0]).all()
 
-        given = {"torch": torch, "losses": torch.full((3 + rank,), 2.0)}
-        exec(compile(loss, "the loss", "exec"), given)
-        total = given["loss"].clone()
+        variables = {"torch": torch, "losses": torch.full((3 + rank,), 2.0)}
+        exec(compile(loss, "the loss", "exec"), variables)
+        total = variables["loss"].clone()
         torch.distributed.all_reduce(total)
         assert total / num_ranks == 2.0, "the mean over all tokens, after ranks were averaged"
 
@@ -186,10 +186,10 @@ def test_every_json_block_is_read_below():
 def test_sections_of_ds_config_are_read_by_the_adapter():
     (block,) = JSON["docs/deepspeed_autoep.md"]
     assert options_of(json.loads(block)) == Options()
-    told = [json.loads(f"{{{key}}}") for key in KEYS]
-    assert {"exact": False} in told and {"deepep_moe": {"enabled": True}} in told
-    for given in told:
-        assert options_of(given if "deepep_moe" in given else {"deepep_moe": given}) is not None, given
+    sections = [json.loads(f"{{{key}}}") for key in KEYS]
+    assert {"exact": False} in sections and {"deepep_moe": {"enabled": True}} in sections
+    for section in sections:
+        assert options_of(section if "deepep_moe" in section else {"deepep_moe": section}) is not None, section
 
 
 def test_profile_of_the_page_is_read_by_the_loader(tmp_path):
@@ -222,7 +222,7 @@ SUBCOMMANDS = {"benchmarks/run.py", "deepep_moe", "deepep_moe topology"}
 
 def commands() -> dict[str, set[str]]:
     """Return the modules that the texts start, with subcommand, and the options that they give them."""
-    found: dict[str, set[str]] = {}
+    listed: dict[str, set[str]] = {}
     pattern = r"(?:python|torchrun[^`\n]*?) (?:-m )?(deepep_moe(?:[\w.]*\w)?|benchmarks/run\.py)([^`\n]*)"
     text = re.sub(rf"deepep-moe (?={'|'.join(COMMANDS)})", "python -m deepep_moe ", "\n".join(TEXTS.values()))
     for name, rest in re.findall(pattern, text):
@@ -232,8 +232,8 @@ def commands() -> dict[str, set[str]]:
         if name == "benchmarks/run.py" and words[:1] != ["--help"]:
             name = "benchmarks/run.py exchange"  # what runs without a name
         script = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
-        found.setdefault(name, set()).update(re.findall(r"--[a-z][\w-]+", " ".join(words[:script])))
-    return found
+        listed.setdefault(name, set()).update(re.findall(r"--[a-z][\w-]+", " ".join(words[:script])))
+    return listed
 
 
 def test_modules_and_their_options_exist():

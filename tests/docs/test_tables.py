@@ -82,8 +82,8 @@ def test_other_libraries_on_two_gpus():
                 "num_tokens": int(num_tokens),
             }
             kind |= {"half": "both", "graph": True} if small else {} if prefix else {"num_sms": None}
-            found = [record for record in records_of(file) if {field: record[field] for field in kind} == kind] if file else []
-            assert [cell] == ([f"{record['us_median']:.0f} us" for record in found] or ["none"]), (label, prefix)
+            fitting = [record for record in records_of(file) if {field: record[field] for field in kind} == kind] if file else []
+            assert [cell] == ([f"{record['us_median']:.0f} us" for record in fitting] or ["none"]), (label, prefix)
 
 
 def test_other_libraries_on_four_gpus():
@@ -96,8 +96,8 @@ def test_other_libraries_on_four_gpus():
         for cell, library in zip(cells, ("", "deep_ep ", "deep_ep_v2 "), strict=True):
             kind = {"name": f"{'low-latency ' if is_small else ''}{library}{name}", "num_tokens": int(num_tokens), "num_ranks": 4}
             kind |= {"half": "both", "graph": False} if is_small else {} if library else {"num_sms": None}
-            found = [record for record in records if {key: record.get(key) for key in kind} == kind]
-            assert cell in ("none", "not timed") if not found else cell == f"{only(found)['us_median']:.0f} us", (label, library)
+            fitting = [record for record in records if {key: record.get(key) for key in kind} == kind]
+            assert cell in ("none", "not timed") if not fitting else cell == f"{only(fitting)['us_median']:.0f} us", (label, library)
 
 
 def test_drop_in_on_four_gpus():
@@ -118,8 +118,8 @@ def test_layer_with_fp8_experts():
     theirs = only(by_8, op="fp8 layer fp8, micro-batches", rival="alltoall, TE fp8, micro-batches")
     rows = rows_below("benchmarks.md", "| one H100, 8 micro-batches | bf16 | fp8 |")
     for (name, *cells), field in zip(rows, ("kernel_us", "host_us"), strict=True):
-        found = each[f"rival_{field}"], each[field], shared[field], theirs[f"rival_{field}"]
-        assert cells == [f"{value / 1e3:.1f}" for value in found], name
+        values = each[f"rival_{field}"], each[field], shared[field], theirs[f"rival_{field}"]
+        assert cells == [f"{value / 1e3:.1f}" for value in values], name
     text = " ".join((DOCS / "benchmarks.md").read_text().split())
     fewer = only(by_4, op="fp8 layer fp8, micro-batches", rival="bf16")
     ratios = f"{shared['ratio']:.2f}, by 4 in another run {fewer['ratio']:.2f}, by kernels alone"

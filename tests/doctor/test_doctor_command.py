@@ -69,8 +69,8 @@ def test_check_that_fails_is_a_finding(tmp_path):
     def broken(env):
         raise KeyError("rate")
 
-    (found,) = examine(Machine(tmp_path).environment, [broken])
-    assert found.state == FAULT and "broken" in found.check and found.text == "the check itself failed: KeyError: 'rate'"
+    (finding,) = examine(Machine(tmp_path).environment, [broken])
+    assert finding.state == FAULT and "broken" in finding.check and finding.text == "the check itself failed: KeyError: 'rate'"
 
 
 def test_program_that_does_not_start_or_end():
@@ -81,24 +81,24 @@ def test_program_that_does_not_start_or_end():
 
 @pytest.mark.gpu
 def test_gpus_of_this_machine():
-    found = Environment().facts["cuda"]
-    assert found["error"] == "" and len(found["gpus"]) == torch.cuda.device_count()
-    assert [gpu["name"] for gpu in found["gpus"]] == [torch.cuda.get_device_name(index) for index in range(len(found["gpus"]))]
+    cuda = Environment().facts["cuda"]
+    assert cuda["error"] == "" and len(cuda["gpus"]) == torch.cuda.device_count()
+    assert [gpu["name"] for gpu in cuda["gpus"]] == [torch.cuda.get_device_name(index) for index in range(len(cuda["gpus"]))]
 
 
 def test_exchange_between_ranks():
-    found = exchange_over_shm(Environment())
-    assert found.state == OK and found.text.startswith("2 ranks, the reference's bits; dispatch "), found
+    finding = exchange_over_shm(Environment())
+    assert finding.state == OK and finding.text.startswith("2 ranks, the reference's bits; dispatch "), finding
 
 
 def test_program_that_hangs_holds_up_no_other(tmp_path):
     """Checks run at once, so the page takes as long as the slowest."""
     machine = Machine(tmp_path)
-    told = machine.environment.run
+    run = machine.environment.run
 
     def slow(command, timeout_s):
         time.sleep(1)
-        return told(command, timeout_s)
+        return run(command, timeout_s)
 
     started = time.monotonic()
     findings = examine(dataclasses.replace(machine.environment, run=slow))

@@ -25,14 +25,14 @@ def machine(tmp_path, monkeypatch):
 def only(machine, check, state):
     """The one finding that is neither ok nor absent: all others of a healthy machine stay as they were."""
     findings = examine(machine.environment)
-    (found,) = [finding for finding in findings if finding.state in (FAULT, WARNING)]
-    assert (found.check, found.state) == (check, state), as_text(findings)
-    assert exit_code(findings) == (state == FAULT) and found.advice
-    return found, backends(findings)
+    (fault,) = [finding for finding in findings if finding.state in (FAULT, WARNING)]
+    assert (fault.check, fault.state) == (check, state), as_text(findings)
+    assert exit_code(findings) == (state == FAULT) and fault.advice
+    return fault, backends(findings)
 
 
 def finding(machine, check):
-    return {found.check: found for found in examine(machine.environment)}[check]
+    return {each.check: each for each in examine(machine.environment)}[check]
 
 
 def test_healthy_machine(machine):
@@ -123,14 +123,14 @@ def test_no_fault(put, machine):
     assert exit_code(findings) == 0 and backends(findings) == HEALTHY
     page = as_text(findings)
     assert "can serve here" in page and page.endswith("faults: 0, warnings: 0") and max(map(len, page.splitlines())) <= 140
-    assert all(found.state in (OK, ABSENT) for found in findings), as_text(findings)
+    assert all(each.state in (OK, ABSENT) for each in findings), as_text(findings)
 
 
 @pytest.mark.parametrize(("put", "check", "state", "words", "failing"), FAULTS)
 def test_fault(put, check, state, words, failing, machine):
     put(machine)
-    found, serves = only(machine, check, state)
-    assert words in f"{found.text} {found.advice}"
+    fault, serves = only(machine, check, state)
+    assert words in f"{fault.text} {fault.advice}"
     assert {name for name, reason in serves.items() if reason} == set(failing.split())
     assert all(check in reason.split(", ") for reason in serves.values() if reason)
 
@@ -159,21 +159,21 @@ def test_pytorch_that_does_not_import(machine):
 )
 def test_cuda_that_ends_or_hangs_the_process(code, errors, words, machine):
     machine.ran["facts.py"] = Ran(code, json.dumps({"torch": machine.torch}) + "\n", errors)
-    found, serves = only(machine, "GPUs", FAULT)
-    assert words in found.text and "nvidia-smi" in found.advice and "{" not in found.text
+    fault, serves = only(machine, "GPUs", FAULT)
+    assert words in fault.text and "nvidia-smi" in fault.advice and "{" not in fault.text
     assert serves["nvlink"] and serves["nvshmem"]
     assert finding(machine, "deepep_moe").text.startswith("not looked at")
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("ran", "words"),
     [
         (Ran(0, '{"wrong": ["torch.float32 rank on rank 1"], "dispatch": 1.0, "combine": 1.0}\n'), "results differ from"),
         (Ran(1, errors="RankFailedError: rank 1 failed"), "2 ranks failed: RankFailedError: rank 1 failed"),
     ],
 )
-def test_exchange_that_goes_wrong(machine, told, words):
-    machine.ran["deepep_moe.doctor.selftest"] = told
+def test_exchange_that_goes_wrong(machine, ran, words):
+    machine.ran["deepep_moe.doctor.selftest"] = ran
     findings = examine(machine.environment) + examine(machine.environment, TESTS)
     assert words in findings[-1].text and findings[-1].state == FAULT
     assert backends(findings)["nvlink"] == "test of nvlink" and backends(findings)["shm"] == "test of shm"

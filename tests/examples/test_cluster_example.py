@@ -153,9 +153,9 @@ def test_nics(tmp_path):
     (environment_module,) = modules("environment")
     assert environment_module.nics(tmp_path) == "none"
     machine_trees.dgx_h100(tmp_path)
-    found = environment_module.nics(tmp_path).split("; ")
-    assert len(found) == 12 and found[0] == "mlx5_0: mlx5_core, InfiniBand, NUMA node 0"
-    assert "mlx5_7: mlx5_core, Ethernet, NUMA node 1" in found
+    nics = environment_module.nics(tmp_path).split("; ")
+    assert len(nics) == 12 and nics[0] == "mlx5_0: mlx5_core, InfiniBand, NUMA node 0"
+    assert "mlx5_7: mlx5_core, Ethernet, NUMA node 1" in nics
 
 
 def test_doctor_of_each_host(monkeypatch):

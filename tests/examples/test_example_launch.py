@@ -58,12 +58,12 @@ def test_deepspeed(tmp_path):
 def test_ranks(monkeypatch, capsys):
     def settled(**arguments) -> int | str:
         """Return the number of ranks, or the message of the refusal."""
-        given = argparse.Namespace(**arguments)
+        options = argparse.Namespace(**arguments)
         try:
-            launch.settle_ranks(argparse.ArgumentParser(), given)
+            launch.settle_ranks(argparse.ArgumentParser(), options)
         except SystemExit:
             return capsys.readouterr().err
-        return given.num_ranks
+        return options.num_ranks
 
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)

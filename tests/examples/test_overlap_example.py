@@ -69,12 +69,12 @@ def test_ranks_that_share_gpus_report_no_speed(rank):
     decode = example()
     torch.cuda.device_count, torch.cuda.get_device_name = lambda: 2, lambda: "a GPU"
     os.environ.pop("RANK", None)
-    for options, told_of_times, is_as_fast, about_ranks in (
+    for options, about_times, is_as_fast, about_ranks in (
         ([], "equal to the bit.", True, ("2", "no")),
         (["--share-gpus", "--ranks-per-node", "1"], "Ranks shared GPUs, so times say nothing.", False, ("1", "yes")),
     ):
         arguments, sizes = decode.arguments_of(["--device", "cuda", "--num-ranks", "2", *options])
-        told = decode.summary_of(arguments, {"one after the other": (0.004, []), "overlapped": (0.002, [])})
-        assert ("2.00x as fast" in told) is is_as_fast and told.endswith(told_of_times)
+        summary = decode.summary_of(arguments, {"one after the other": (0.004, []), "overlapped": (0.002, [])})
+        assert ("2.00x as fast" in summary) is is_as_fast and summary.endswith(about_times)
         about = decode.about(arguments, sizes)
         assert (about["ranks_per_node"], about["share_gpus"]) == about_ranks

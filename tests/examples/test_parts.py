@@ -19,9 +19,9 @@ class FusedAdam:
 def test_parts_are_read_off_the_objects():
     model = torch.nn.Sequential(torch.nn.RMSNorm(4), torch.nn.Linear(4, 4), torch.nn.RMSNorm(4), torch.nn.LayerNorm(4))
     norms = "torch.nn.modules.normalization.LayerNorm, torch.nn.modules.normalization.RMSNorm"
-    found = parts_of(model, torch.optim.AdamW(model.parameters(), fused=True))
-    assert found == {"optimizer": "torch.optim.adamw.AdamW (fused)", "norms": norms}
-    assert line_of(found) == f"optimizer: torch.optim.adamw.AdamW (fused); norms: {norms}"
+    parts = parts_of(model, torch.optim.AdamW(model.parameters(), fused=True))
+    assert parts == {"optimizer": "torch.optim.adamw.AdamW (fused)", "norms": norms}
+    assert line_of(parts) == f"optimizer: torch.optim.adamw.AdamW (fused); norms: {norms}"
     wrapped = SimpleNamespace(optimizer=FusedAdam())  # as Megatron-Core and DeepSpeed have it
     chained = SimpleNamespace(chained_optimizers=[wrapped, SimpleNamespace(optimizer=wrapped)])
     assert parts_of(model, wrapped)["optimizer"] == parts_of(model, chained)["optimizer"] == f"{__name__}.FusedAdam"

@@ -52,22 +52,22 @@ def test_a_run_that_fails_ends_the_other():
 
 
 @pytest.mark.parametrize(
-    "num_runs, device, launched, told",
+    "num_runs, device, launched, order",
     (
         (1, "cpu", False, None), (2, "cpu", False, "steps by turns"), (2, "cuda", False, "one run after the other"),
         (3, "cpu", False, "one run after the other"), (2, "cpu", True, "one run after the other"),
     ),
 )  # fmt: skip
-def test_order_of_runs(num_runs, device, launched, told, monkeypatch):
+def test_order_of_runs(num_runs, device, launched, order, monkeypatch):
     """The order that a page names is the order of the runs. A single run waits for nobody."""
     assert launch.Turn().take() == 0.0
     monkeypatch.setattr(launch, "is_launched", lambda: launched)
     monkeypatch.setattr(launch, "by_turns", lambda fn, num_ranks, runs, timeout_s, bind: "by turns")
     monkeypatch.setattr(launch, "on_ranks", lambda fn, num_ranks, run, timeout_s, bind: run)
     runs = list(range(num_runs))
-    assert launch.order(num_runs, device) == ({"order": told} if told else {})
+    assert launch.order(num_runs, device) == ({"order": order} if order else {})
     done = launch.all_runs(steps, 1, runs, 60, device=device, bind=False)
-    assert done == ("by turns" if told == "steps by turns" else runs)
+    assert done == ("by turns" if order == "steps by turns" else runs)
 
 
 def test_timeline_of_a_cpu():
@@ -94,12 +94,12 @@ def test_what_a_run_showed():
     ours = report.Result("deepep_moe", losses=[5.0, 3.0], step_s=[0.010, 0.010], tokens_per_s=[1.0, 1.0])
     ours.scalars = [{"deepep_moe/layer_2/exchange_ms": 1.0, "deepep_moe/layer_3/exchange_ms": 2.0}] * 2
     theirs = report.Result("alltoall", losses=[5.0, 3.0], step_s=[0.020, 0.020], tokens_per_s=[1.0, 1.0])
-    told = pages.showed([ours, theirs], 3.5)
+    text = pages.showed([ours, theirs], 3.5)
     for words in (
         "trained to a loss of 4.000 in 2 steps, not yet below the 3.500", "all steps are equal to the bit",
         "A step took 10.0 ms with deepep_moe (3.0 ms in the exchange) and 20.0 ms with alltoall",
     ):  # fmt: skip
-        assert words in told
+        assert words in text
     assert "below the 4.500 of a model without context. A step took 20.0 ms" in pages.showed([theirs], 4.5)
     ours.load = theirs.load = np.array([[[4, 0, 1, 3], [2, 2, 2, 2]]] * 2)  # steps, layers, experts
     table = pages._table([ours, theirs])

@@ -168,8 +168,8 @@ def test_operators_save_no_copies():
 
 def test_import_in_inference_mode():
     """The tensors that a backward saves are made then too."""
-    made = "from deepep_moe.exchange.operators import _NO_MEMORY as made"
-    code = f"import torch\nwith torch.inference_mode():\n    {made}\nassert not made.is_inference()"
+    line = "from deepep_moe.exchange.operators import _NO_MEMORY"
+    code = f"import torch\nwith torch.inference_mode():\n    {line}\nassert not _NO_MEMORY.is_inference()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -192,8 +192,8 @@ def test_num_sms_reaches_the_backend(is_compiled):
     torch._dynamo.config.capture_dynamic_output_shape_ops = True
     run = torch.compile(layer, fullgraph=True, backend="aot_eager") if is_compiled else layer
     run(torch.ones(2, 8, requires_grad=True)).sum().backward()
-    told = [mode.num_sms for mode in modes]
-    assert told[:4] == [5, 6, 7, 9] and len(told) > 4 and set(told[4:]) == {9}
+    numbers = [mode.num_sms for mode in modes]
+    assert numbers[:4] == [5, 6, 7, 9] and len(numbers) > 4 and set(numbers[4:]) == {9}
     assert not any(mode.is_async or mode.is_split for mode in modes)
 
 

@@ -60,24 +60,24 @@ def weighed_at_the_source(rank, num_ranks, backend, dtype, num_topk, expert, num
     x, weights = rows[:num_tokens].contiguous(), torch.rand(num_topk, num_tokens, device=rows.device)
     scale = torch.arange(1.0, 1 + num_experts // num_ranks, device=x.device).to(dtype) / 2
     buffer = Buffer(None, max(case.num_tokens), case.hidden, num_experts, 1, backend=backend)
-    found = []
+    results = []
     for at_once in (False, True, watched):
         leaves = [tensor.clone().requires_grad_() for tensor in (x, weights, scale)]
         source_weights = leaves[1] if at_once else None
         with watched(rank) if at_once is watched else contextlib.nullcontext():
-            given = leaves[0] if at_once else leaves[0].expand(num_topk, *x.shape).reshape(-1, case.hidden).contiguous()
-            parts, recv_weights, handle = dispatch_by_expert(buffer, given, idx, None, source_weights=source_weights)
+            sent_x = leaves[0] if at_once else leaves[0].expand(num_topk, *x.shape).reshape(-1, case.hidden).contiguous()
+            parts, recv_weights, handle = dispatch_by_expert(buffer, sent_x, idx, None, source_weights=source_weights)
             y = [expert(part, s) for part, s in zip(parts, leaves[2], strict=True)]
             combined_x = combine_by_expert(buffer, y, recv_weights, handle, source_weights)
             if not at_once:
                 combined_x = weighted_sum(combined_x.view(num_topk, num_tokens, case.hidden), leaves[1])
             combined_x.backward(x)
-        found.append([combined_x, *(leaf.grad for leaf in leaves)])
-    for combined_x, grad_x, *grads in found[1:]:
-        assert_same("combined_x", combined_x, found[0][0])
+        results.append([combined_x, *(leaf.grad for leaf in leaves)])
+    for combined_x, grad_x, *grads in results[1:]:
+        assert_same("combined_x", combined_x, results[0][0])
         if num_topk <= 2:  # more are added in another order
-            assert_same("x.grad", grad_x, found[0][1])
-        torch.testing.assert_close([grad_x, *grads], found[0][1:], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+            assert_same("x.grad", grad_x, results[0][1])
+        torch.testing.assert_close([grad_x, *grads], results[0][1:], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("expert", (doubled, strided, unlike, tagged), ids=lambda expert: expert.__name__)
@@ -125,9 +125,9 @@ def test_what_cannot_be_combined(rank, backend):
         ([parts[0]], ValueError, "there are rows of 1 experts, and 2 local experts"),
     )
     learns = pytest.raises(EPPeerError, match="rank 1 did not make its call")
-    for given, error, message in wrong:
+    for rows, error, message in wrong:
         with pytest.raises(error, match=message) if rank == 1 else learns if backend != "nvlink" else contextlib.nullcontext():
-            combine_by_expert(buffer, given if rank == 1 else parts, None, handle)
+            combine_by_expert(buffer, rows if rank == 1 else parts, None, handle)
         if backend == "nvlink":  # a combine waits for nothing: the next call learns of it
             torch.cuda.synchronize()
             dist.barrier()
@@ -195,12 +195,12 @@ def test_a_buffer_that_is_gone(rank, backend):
 @on_ranks(2, backend=NVLINK)
 def test_calls_by_copy_engines(rank, backend):
     """The calls of a buffer whose rows copy engines send have the bits of those whose rows SMs send."""
-    made = []
+    results = []
     for num_sms in (None, 0):
         buffer, x, idx, weights = opened(Case([5, 6], num_topk=2, num_experts=4), backend, rank, num_sms=num_sms)
         parts, recv_weights, handle = dispatch_by_expert(buffer, x, idx, weights)
-        made.append((*parts, combine_by_expert(buffer, parts, recv_weights, handle)))
-    assert_all_same("rows", *made)
+        results.append((*parts, combine_by_expert(buffer, parts, recv_weights, handle)))
+    assert_all_same("rows", *results)
 
 
 @pytest.mark.gpu
@@ -216,13 +216,13 @@ def test_gradients_of_gradients(rank, backend):
     """A gradient of a gradient: rows are joined then, and equal those of the calls that know one tensor only."""
     buffer, x, idx, _ = opened(Case([5, 6], num_topk=2, num_experts=4), backend, rank)
     scale = torch.arange(1.0, 3.0, device=x.device)
-    found = []
+    grads = []
     for way in (in_one_tensor, in_parts):
         leaf = x.clone().requires_grad_()
         (grad,) = torch.autograd.grad(way(buffer, leaf, idx, None, scale, squared).sum(), leaf, create_graph=True)
         grad.sum().backward()
-        found.append(leaf.grad)
-    assert_same("x.grad", found[1], found[0])
+        grads.append(leaf.grad)
+    assert_same("x.grad", grads[1], grads[0])
 
 
 @pytest.mark.gpu
@@ -231,13 +231,13 @@ def test_experts_that_write_into_their_rows(rank):
     """Experts that write into their rows: in C++ each expert's are a tensor of their own for autograd, though they lie in one."""
     buffer, x, idx, weights = opened(Case([5, 6], num_topk=2, num_experts=4), "nvlink", rank)
     scale = torch.arange(1.0, 3.0, device=x.device)
-    found = []
+    results = []
     for expert in (doubled, torch.Tensor.mul_):
         leaves = [tensor.clone().requires_grad_() for tensor in (x, weights, scale)]
         combined_x = in_parts(buffer, leaves[0], idx, leaves[1], leaves[2], expert)
         combined_x.backward(x)
-        found.append([combined_x, *(leaf.grad for leaf in leaves)])
-    assert_all_same("combined_x, x.grad, topk_weights.grad, scale.grad", *found)
+        results.append([combined_x, *(leaf.grad for leaf in leaves)])
+    assert_all_same("combined_x, x.grad, topk_weights.grad, scale.grad", *results)
 
 
 class Wrapped(torch.Tensor):
@@ -323,10 +323,10 @@ def test_activation_checkpointing(rank, backend, use_reentrant):
     """Under activation checkpointing a forward is made once more, its dispatch and combine too."""
     buffer, x, idx, weights = opened(Case([6, 9], num_topk=2, num_experts=4, dtype=torch.bfloat16), backend, rank)
     scale = torch.tensor([0.5, 2.0], device=x.device)
-    found = []
+    results = []
     for call in (in_parts, partial(checkpoint, in_parts, use_reentrant=use_reentrant)):
         leaves = [tensor.clone().requires_grad_() for tensor in (x, weights)]
         combined_x = call(buffer, leaves[0], idx, leaves[1], scale, doubled)
         combined_x.backward(x)
-        found.append([combined_x, *(leaf.grad for leaf in leaves)])
-    assert_all_same("combined_x, x.grad, topk_weights.grad", *found)
+        results.append([combined_x, *(leaf.grad for leaf in leaves)])
+    assert_all_same("combined_x, x.grad, topk_weights.grad", *results)

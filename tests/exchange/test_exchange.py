@@ -239,12 +239,12 @@ def test_routing_that_lies_lane_by_lane(rank, backend, index_dtype):
     by_lane = [tensor.t().contiguous().t() for tensor in (idx, weights)]
     assert not any(tensor.is_contiguous() for tensor in by_lane)
     for layout in ("expert", "rank"):
-        expected, found = (buffer.dispatch(x, *routing, layout=layout) for routing in ((idx, weights), by_lane))
+        expected, actual = (buffer.dispatch(x, *routing, layout=layout) for routing in ((idx, weights), by_lane))
         for name in ("recv_x", "recv_topk_weights", "recv_topk_idx", "num_recv_tokens_per_expert"):
             if getattr(expected, name) is not None:
-                assert_same(name, getattr(found, name), getattr(expected, name))
-        assert_same("handle.topk_idx", found.handle.topk_idx, expected.handle.topk_idx)
-        again = buffer.dispatch(x, topk_weights=by_lane[1], handle=found.handle)
+                assert_same(name, getattr(actual, name), getattr(expected, name))
+        assert_same("handle.topk_idx", actual.handle.topk_idx, expected.handle.topk_idx)
+        again = buffer.dispatch(x, topk_weights=by_lane[1], handle=actual.handle)
         assert_same("recv_topk_weights", again.recv_topk_weights, expected.recv_topk_weights)
         y = expected.recv_x * 2
-        assert_same("combined_x", buffer.combine(y, found.handle), buffer.combine(y, expected.handle))
+        assert_same("combined_x", buffer.combine(y, actual.handle), buffer.combine(y, expected.handle))

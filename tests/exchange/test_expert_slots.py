@@ -116,14 +116,14 @@ def test_equals_reference(rank, num_ranks, backend, number):
             assert_all_same("slots", [held[i].cpu()], [expected[rank]])
         parts = [[values(500 + 10 * round_ + i, r, (num_slots, *shape), dtype) for i, shape in enumerate(shapes)] for r in ranks]
         grads = [[values(900 + 10 * round_ + i, r, (num_local, *shape), home_dtype) for i, shape in enumerate(shapes)] for r in ranks]
-        own = [grad.to(device, copy=True) for grad in grads[rank]]
+        own_grads = [grad.to(device, copy=True) for grad in grads[rank]]
         for tensor, part in zip(held, parts[rank], strict=True):
             tensor.copy_(part)
-        slots.return_gradients(copies, held, own, num_sms=num_sms)
+        slots.return_gradients(copies, held, own_grads, num_sms=num_sms)
         slots.check()
         for i in range(len(shapes)):
             reference.return_gradients(table, [parts[r][i] for r in ranks], expected := [grads[r][i] for r in ranks])
-            assert_all_same("gradients", [own[i].cpu()], [expected[rank]])
+            assert_all_same("gradients", [own_grads[i].cpu()], [expected[rank]])
     slots.destroy()
 
 

@@ -161,7 +161,7 @@ def recomputed(rank, num_ranks, backend):
 # ---- refusals ----
 
 
-def told(message, rank):
+def error_on(message, rank):
     """Return the error on `rank` when rank 0 refuses. Rank 3, on the other node and off the rail, hears of it from rank 2."""
     return message if rank < 3 else "rank 2 did not make its call: EPPeerError: rank 0 did not make its call"
 
@@ -185,7 +185,7 @@ def refusals(rank, num_ranks, backend):
         ({"handle": other.handle, "topk_idx": None, "expert_alignment": 1}, "expert_alignment is 1, "),
         ({"handle": odd.handle, "topk_idx": None}, "num_recv_rows is 5000, .*; pass 5120"),
     ):
-        with pytest.raises((ValueError, TypeError) if rank == 0 else EPPeerError, match=told(message, rank)):
+        with pytest.raises((ValueError, TypeError) if rank == 0 else EPPeerError, match=error_on(message, rank)):
             buffer.dispatch(**(good_how | how if rank == 0 else good_how))
     rows = good.recv_x.dequantized()
     good_how = {"x": rows, "handle": good.handle, "fp8": "blockwise"}
@@ -195,7 +195,7 @@ def refusals(rank, num_ranks, backend):
         ({"x": good.recv_x}, "x is QuantizedRows"),
         ({"x": good.recv_x, "fp8": False}, "was called with fp8 rows, which only grouped_mlp takes"),
     ):
-        with pytest.raises((ValueError, TypeError, NotImplementedError) if rank == 0 else EPPeerError, match=told(message, rank)):
+        with pytest.raises((ValueError, TypeError, NotImplementedError) if rank == 0 else EPPeerError, match=error_on(message, rank)):
             buffer.combine(**(good_how | how if rank == 0 else good_how))
             if backend in ON_GPUS:  # whose host does not wait for a combine
                 torch.cuda.synchronize()

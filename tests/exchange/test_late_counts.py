@@ -40,8 +40,8 @@ def late_layer(buffer, x, idx, weights, before_settle=lambda: None):
     return was_late, settled is not out, (y, *torch.autograd.grad(y.sum(), (x, weights)))
 
 
-def assert_all_same(made, expected):
-    for name, *pair in zip(("combined_x", "grad_x", "grad_weights"), made, expected, strict=True):
+def assert_all_same(actual, expected):
+    for name, *pair in zip(("combined_x", "grad_x", "grad_weights"), actual, expected, strict=True):
         assert_same(name, *pair)
 
 
@@ -60,9 +60,9 @@ def test_rows_that_fit_and_rows_that_do_not(rank, calls_between):
             assert_same("combined_x", buffer.combine(other.recv_x, other.handle), 2 * x)
 
     for idx, is_late, misses in ((even, False, False), (even, False, False), (even, True, False), (to_one, True, rank == 0)):
-        was_late, has_missed, made = late_layer(buffer, x, idx, weights, between)
+        was_late, has_missed, results = late_layer(buffer, x, idx, weights, between)
         assert (was_late, has_missed) == (is_late, misses)
-        assert_all_same(made, plain_layer(twin, x, idx, weights))
+        assert_all_same(results, plain_layer(twin, x, idx, weights))
 
 
 @pytest.mark.gpu
@@ -175,7 +175,7 @@ def test_layers_with_grouped_experts(rank):
     (buffer, x, _), (twin, _, _) = make_buffer(rank), make_buffer(rank)
     router = Router(16, 4, 2, expert_bias=True, device=x.device)
     experts, shared = GroupedExperts(2, 16, 8, device=x.device), SwiGLU(16, 8, device=x.device)
-    layer, called = (MoELayer(router, module, shared, buffer=own) for module, own in ((experts, buffer), (Called(deepcopy(experts)), twin)))
+    layer, called = (MoELayer(router, module, shared, buffer=one) for module, one in ((experts, buffer), (Called(deepcopy(experts)), twin)))
     metrics = Metrics(layer)
     for bias in ([1.0, 0, 1, 0], [0, 1.0, 0, 1], [1.0, 0, 1, 0], [1.0, 1, 0, 0], [0, 0, 1.0, 1]):
         router.expert_bias.copy_(torch.tensor(bias) * 10)
@@ -185,8 +185,8 @@ def test_layers_with_grouped_experts(rank):
             y = module(x)
             y.square().sum().backward()
             results.append([y.detach(), *(parameter.grad.clone() for parameter in module.parameters())])
-        for made, expected in zip(*results, strict=True):
-            torch.testing.assert_close(made, expected, rtol=0, atol=0)
+        for actual, expected in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     for _ in range(2):
         layer(x)
     error = ValueError if rank == 0 else EPPeerError  # the peer has a guess, and learns of it when it settles

@@ -39,14 +39,14 @@ def gradients_of_layers(buffer, x, idx, weights, grad):
     combined, plain = buffer.combine(rows, out.handle, row_weights, bias=x), buffer.combine(rows, out.handle)
     parts, sent, handle = dispatch_by_expert(buffer, x, idx, weights)
     by_expert = combine_by_expert(buffer, parts, sent, handle)
-    found = []
+    gradients = []
     for output, leaves in (
         (out.recv_x, (x,)), (out.recv_topk_weights, (weights,)), (again.recv_x, (x,)), (combined, (rows, row_weights, x)), (plain, (rows,)),
         (by_expert, (x, weights)), (parts[0], (x,)),
     ):  # fmt: skip
         grads = torch.autograd.grad(output, leaves, grad(output), retain_graph=True)
-        found += [grad.to_dense() if grad.is_sparse else grad for grad in grads]  # that of a bias is the gradient itself
-    return found
+        gradients += [grad.to_dense() if grad.is_sparse else grad for grad in grads]  # that of a bias is the gradient itself
+    return gradients
 
 
 @on_ranks(2, backend=("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
@@ -55,24 +55,24 @@ def test_gradients_of_the_exchange(rank, backend):
     buffer, inputs = make_buffer(backend), [tensor.to(device) for tensor in (X, IDX, WEIGHTS)]
     for name, (lazy, plain) in PAIRS.items():
         for is_one_rank in (False, True):  # lazy
-            made = gradients_of_layers(buffer, *inputs, plain if is_one_rank and rank == 0 else lazy)
+            actual = gradients_of_layers(buffer, *inputs, plain if is_one_rank and rank == 0 else lazy)
             expected = gradients_of_layers(buffer, *inputs, plain)
-            assert all(map(torch.equal, made, expected)), name
+            assert all(map(torch.equal, actual, expected)), name
 
 
 def test_gradients_of_operations():
     logits, routing_map = torch.randn(5, 8), torch.rand(5, 8) > 0.7
     for name, (lazy, plain) in PAIRS.items():
-        found = []
+        grads = []
         for grad in (lazy, plain):
             leaf = logits.clone().requires_grad_()
-            made = ops.gate_full(leaf, 2, dense=True, shares=True)
+            actual = ops.gate_full(leaf, 2, dense=True, shares=True)
             lanes = LanesOfMap.apply(routing_map, leaf, 8)[1]
-            for output in (made.topk_weights, made.probs, made.shares, lanes):
-                found += torch.autograd.grad(output, leaf, grad(output), retain_graph=True)
-        assert all(map(torch.equal, found[:4], found[4:])), name
+            for output in (actual.topk_weights, actual.probs, actual.shares, lanes):
+                grads += torch.autograd.grad(output, leaf, grad(output), retain_graph=True)
+        assert all(map(torch.equal, grads[:4], grads[4:])), name
     values = torch.rand(5, 8)
-    for made, expected in zip(LanesOfMap.apply(routing_map, negative(values), 8), LanesOfMap.apply(routing_map, values, 8), strict=True):
-        assert torch.equal(made, expected)
-    for made, expected in zip(ops.quantize_fp8(negative(X)), ops.quantize_fp8(X), strict=True):
-        assert torch.equal(made.float(), expected.float())
+    for actual, expected in zip(LanesOfMap.apply(routing_map, negative(values), 8), LanesOfMap.apply(routing_map, values, 8), strict=True):
+        assert torch.equal(actual, expected)
+    for actual, expected in zip(ops.quantize_fp8(negative(X)), ops.quantize_fp8(X), strict=True):
+        assert torch.equal(actual.float(), expected.float())

@@ -101,16 +101,16 @@ def test_ranks_of_a_host_are_a_node(hosts, per_node):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "told"), [("aaab", "ranks 0 to 2 on host a, rank 3 on host b"), ("abab", "rank 0 on host a, rank 1 on host b, rank 2 on")]
+    ("hosts", "places"), [("aaab", "ranks 0 to 2 on host a, rank 3 on host b"), ("abab", "rank 0 on host a, rank 1 on host b, rank 2 on")]
 )
-def test_hosts_that_are_no_nodes(hosts, told):
+def test_hosts_that_are_no_nodes(hosts, places):
     (message,) = set(run_ranks(on_hosts, 4, hosts))
-    assert f"ranks lie on hosts as {told}" in message and "pass ranks_per_node" in message
+    assert f"ranks lie on hosts as {places}" in message and "pass ranks_per_node" in message
 
 
 @on_ranks(2)
 def test_bad_nodes(rank: int) -> None:
-    for given, error, told in (
+    for number, error, message in (
         (0, ValueError, "ranks_per_node is 0"),
         (3, ValueError, "ranks_per_node is 3; it must be None or divide the group's 2 ranks"),
         (-1, ValueError, "ranks_per_node is -1"),
@@ -118,8 +118,8 @@ def test_bad_nodes(rank: int) -> None:
         (1.0, TypeError, "ranks_per_node is 1.0; it must be an int"),
         (1, EPMismatchError, r"ranks disagree on ranks_per_node \(rank 0: 2, rank 1: 1\)"),
     ):
-        with pytest.raises(error if rank == 1 or error is EPMismatchError else EPPeerError, match=told):
-            Buffer(None, 1, 8, 4, 1, timeout_s=60, ranks_per_node=given if rank == 1 else 2)
+        with pytest.raises(error if rank == 1 or error is EPMismatchError else EPPeerError, match=message):
+            Buffer(None, 1, 8, 4, 1, timeout_s=60, ranks_per_node=number if rank == 1 else 2)
 
 
 # ---- what crosses ----
@@ -132,12 +132,12 @@ def test_one_row_crosses_for_each_token_and_node(rank: int, num_ranks):
     idxs = [case.routing(r) for r in range(num_ranks)]
     buffer = Buffer(None, 17, case.hidden, case.num_experts, 4, backend="collective", ranks_per_node=2)
     backend, crossed = buffer.calls.backend, []
-    own = backend._all_to_all
+    stock = backend._all_to_all
 
     def counting(step: Any, *rest: Any) -> Any:
         if step.parts[0].shape[1] == case.hidden:  # rows, and not what leads them
             crossed.append(sum(number for peer, number in enumerate(step.num_sent) if peer // 2 != rank // 2))
-        return own(step, *rest)
+        return stock(step, *rest)
 
     backend._all_to_all = counting
     out = buffer.dispatch(torch.zeros(case.num_tokens[rank], case.hidden), idxs[rank])

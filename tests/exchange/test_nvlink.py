@@ -177,15 +177,15 @@ def test_default_device(rank):
 @on_ranks(2, how=MODES, with_gradient=(False, True))
 def test_files_that_a_call_passes(rank, how, with_gradient):
     buffer, x, idx = make_buffer(rank)
-    natives, given = [(buffer.calls, "_native"), (buffer.calls.backend, "_exchange")], MODES[how]
+    natives, options = [(buffer.calls, "_native"), (buffer.calls.backend, "_exchange")], MODES[how]
     x.requires_grad_(with_gradient)
 
     for _ in range(2):  # the first one warms up
-        out, *of_dispatch = passed(natives, lambda: buffer.dispatch(x, idx, **given))
+        out, *of_dispatch = passed(natives, lambda: buffer.dispatch(x, idx, **options))
         finish(out.hook or out.event)
-        along, *of_along = passed(natives, lambda: buffer.dispatch(x, handle=out.handle, **given))  # noqa: B023
+        along, *of_along = passed(natives, lambda: buffer.dispatch(x, handle=out.handle, **options))  # noqa: B023
         finish(along.hook or along.event)
-        combined, *of_combine = passed(natives, lambda: buffer.combine(out.recv_x, out.handle, **given))  # noqa: B023
+        combined, *of_combine = passed(natives, lambda: buffer.combine(out.recv_x, out.handle, **options))  # noqa: B023
         finish(None if how == "now" else combined[1])
     for files, asked in (of_dispatch, of_along, of_combine):
         assert len(files) <= 5 and len(asked) == 1, (files, asked)

@@ -124,9 +124,9 @@ def test_fp8_rows(rank):
     received = reference.dispatch(list(rows), idxs, weights, case.num_experts, x_scales=list(scales), expert_alignment=8)[rank]
     buffer, x, idx, weight = opened(case, "nvshmem", rank)
     own_rows, own_scales = on_device("nvshmem", rank, rows[rank], scales[rank])
-    given = buffer.dispatch(own_rows, idx, weight, x_scales=own_scales, expert_alignment=8)
-    made = buffer.dispatch(x, idx, weight, fp8=True, expert_alignment=8)
-    for out in (given, made):
+    quantized_before = buffer.dispatch(own_rows, idx, weight, x_scales=own_scales, expert_alignment=8)
+    quantized_in_call = buffer.dispatch(x, idx, weight, fp8=True, expert_alignment=8)
+    for out in (quantized_before, quantized_in_call):
         assert_fields_same(out, received, "recv_x", "recv_x_scales")
     buffer.destroy()
 

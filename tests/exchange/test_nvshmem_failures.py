@@ -129,10 +129,10 @@ def test_different_calls(rank, culprit):
             me, peer = rank, rank ^ 2
             raised(call, EPMismatchError, f"ranks make different calls: rank {me}: ", f"; rank {peer}: ", words)
         else:
-            found = rank ^ 1  # the other rank of its node met another call
-            told = f"rank {found} did not make its call: EPMismatchError: ranks make different calls: rank {found}: "
-            error = raised(call, EPPeerError, told)
-            assert (error.rank, error.cause) == (found, "EPMismatchError")
+            neighbour = rank ^ 1  # the other rank of its node met another call
+            message = f"rank {neighbour} did not make its call: EPMismatchError: ranks make different calls: rank {neighbour}: "
+            error = raised(call, EPPeerError, message)
+            assert (error.rank, error.cause) == (neighbour, "EPMismatchError")
         make_step(buffer, step + 1)
     buffer.destroy()
 
@@ -262,8 +262,8 @@ def test_network_that_loses(rank, num_ranks, num_arriving):
         assert isinstance(error, EPTimeoutError) and (error.rank, error.phase) == (rank ^ 1, "dispatch rows"), repr(error)
     else:
         assert isinstance(error, EPPeerError) and error.rank == rank ^ 1, repr(error)
-        told = f"rank {rank ^ 1} did not make its call: EPTimeoutError: rank {rank ^ 1}: rank {rank ^ 3} did not deliver within the"
-        assert told in str(error) and error.cause == "EPTimeoutError", error
+        message = f"rank {rank ^ 1} did not make its call: EPTimeoutError: rank {rank ^ 1}: rank {rank ^ 3} did not deliver within the"
+        assert message in str(error) and error.cause == "EPTimeoutError", error
     buffer.destroy()
 
 
@@ -335,7 +335,7 @@ def without_nvshmem(rank, num_ranks, how):
     elif rank == 2:
         nvshmem_module.load = lambda: "it is not built; install it"
     sizes = NUM_TOKENS, 16, 2 * num_ranks, num_ranks
-    told = [refusal_of(sizes, backend="nvshmem", ranks_per_node=2) for _ in range(2)]
+    refusals = [refusal_of(sizes, backend="nvshmem", ranks_per_node=2) for _ in range(2)]
     select.are_on_gpus = lambda peers: True  # as with an NCCL group, which CPU tensors cannot have
     lines = logged()
     buffer = Buffer(None, *sizes, backend="auto", ranks_per_node=2, timeout_s=60)
@@ -343,7 +343,7 @@ def without_nvshmem(rank, num_ranks, how):
     assert rank > 0 or any("WARNING" in line and "backend 'nvshmem' cannot serve: " in line for line in lines), lines
     make_step(buffer, 1)
     buffer.destroy()
-    return told
+    return refusals
 
 
 @emulated_only
@@ -429,9 +429,9 @@ def test_rows_of_a_refused_dispatch(rank, num_ranks, along_handle):
     handle = buffer.dispatch(x, idx).handle
     for step in range(1, 5):
         is_culprit = rank == step % num_ranks
-        given = x.double() if is_culprit else x
+        rows = x.double() if is_culprit else x
         routing = {"handle": handle} if along_handle else {"topk_idx": idx}
-        error, elapsed_s = outcome(lambda given=given: (buffer.dispatch(given, **routing), look(buffer)))  # noqa: B023
+        error, elapsed_s = outcome(lambda rows=rows: (buffer.dispatch(rows, **routing), look(buffer)))  # noqa: B023
         assert isinstance(error, TypeError if is_culprit else EPPeerError) and elapsed_s < SOON_S, (error, elapsed_s)
         make_step(buffer, step)
     buffer.destroy()

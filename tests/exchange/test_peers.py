@@ -101,15 +101,15 @@ def test_peer_that_stalls_between_the_halves(rank):
 @on_ranks(3)
 def test_peer_that_stops_in_the_middle(rank):
     """Rank 2 stops with its rings half full; rank 1 finds out first and tells rank 0, who waits for rank 1 as well."""
-    hidden, num_tokens, own = 4096, 2000, os.getpid()
+    hidden, num_tokens, process = 4096, 2000, os.getpid()
     buffer = Buffer(None, num_tokens, hidden, 6, 6, timeout_s=DEADLINE_S)
     x, idx = torch.ones(num_tokens, hidden), torch.arange(6).repeat(num_tokens, 1)
     if rank == 2:
         if os.fork() == 0:  # a process that stops its parent for a while
             time.sleep(0.1)
-            os.kill(own, signal.SIGSTOP)
+            os.kill(process, signal.SIGSTOP)
             wait_for("rank 0 knows", "rank 1 knows")
-            os.kill(own, signal.SIGCONT)
+            os.kill(process, signal.SIGCONT)
             os._exit(0)
         with pytest.raises((EPPeerError, EPTimeoutError)):
             while True:

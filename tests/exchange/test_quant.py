@@ -90,13 +90,13 @@ def test_kernel_of_weights(dtype, copies):
     memory = (torch.randn(num_experts, n * k + 64, generator=torch.Generator().manual_seed(3)) * 0.02).to(dtype).to(device)
     w = memory[:, : n * k].view(num_experts, n, k)  # with other memory between the matrices
     w[1, 200, 300] = torch.inf
-    made = {}
+    copies_of = {}
     for transposed in copies:
         rows, columns = (k, n) if transposed else (n, k)
         y = torch.empty(num_experts, rows, columns, dtype=torch.float8_e4m3fn, device=device)
-        made[transposed] = y, torch.full((num_experts, rows // 128, columns // 128), -1.0, device=device)
-    _C.gpu_quantize_weights(w, w.stride(0), *made.get(False, (None, None)), *made.get(True, (None, None)), *how_of(dtype))
-    for transposed, pair in made.items():
+        copies_of[transposed] = y, torch.full((num_experts, rows // 128, columns // 128), -1.0, device=device)
+    _C.gpu_quantize_weights(w, w.stride(0), *copies_of.get(False, (None, None)), *copies_of.get(True, (None, None)), *how_of(dtype))
+    for transposed, pair in copies_of.items():
         for name, ours, theirs in zip(("y", "scales"), pair, quantize_fp8_weights(w.cpu(), transposed=transposed), strict=True):
             torch.testing.assert_close(ours.cpu().float(), theirs.float(), rtol=0, atol=0, equal_nan=True, msg=name)
 

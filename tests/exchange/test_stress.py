@@ -47,9 +47,9 @@ def test_random_passes(rank, num_ranks, backend):
         weights = torch.randint(1, 8, lanes.shape, generator=generator, device=device) / 8 * (lanes >= 0)
         cotangent = torch.randint(-4, 5, x.shape, generator=generator, device=device).float()
         late = torch.randint(0, 6, (3,), generator=torch.Generator().manual_seed(seed * 17 + rank)).tolist()
-        given, weighed = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        leaf, weighed = x.clone().requires_grad_(), weights.clone().requires_grad_()
         delay(device, late[0])
-        parts, recv_weights, handle = dispatch_by_expert(buffer, given, lanes.reshape(-1, 1), None, (), weighed)
+        parts, recv_weights, handle = dispatch_by_expert(buffer, leaf, lanes.reshape(-1, 1), None, (), weighed)
         delay(device, late[1])
         y = combine_by_expert(buffer, [rows * scales[3 * rank + i] for i, rows in enumerate(parts)], recv_weights, handle, weighed)
         delay(device, late[2])
@@ -57,7 +57,7 @@ def test_random_passes(rank, num_ranks, backend):
         factor = scales[lanes.clamp(min=0)] * (lanes >= 0)
         factors = (factor * weights).sum(0).unsqueeze(1)
         for i, (got, want) in enumerate(
-            ((y, x * factors), (given.grad, cotangent * factors), (weighed.grad, factor * (x * cotangent).sum(1)))
+            ((y, x * factors), (leaf.grad, cotangent * factors), (weighed.grad, factor * (x * cotangent).sum(1)))
         ):
             differ[i] += (got != want).any()
         if seed % 10 == 9 or seed == rounds - 1:

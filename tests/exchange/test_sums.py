@@ -137,8 +137,8 @@ def layer(rank, num_ranks, group, backend, sums, is_placed_backwards=False):
     buffer = Buffer(group, 48, CASE.hidden, CASE.num_experts, CASE.num_topk, backend=backend, sums=sums)
     x, weights = x.requires_grad_(), weights.requires_grad_()
     out = buffer.dispatch(x, idx, weights)
-    own = experts.tensor_split(num_ranks)[rank].to(x.device)
-    factors = (own + 1).sqrt().repeat_interleave(out.num_recv_tokens_per_expert.long())
+    of_rank = experts.tensor_split(num_ranks)[rank].to(x.device)
+    factors = (of_rank + 1).sqrt().repeat_interleave(out.num_recv_tokens_per_expert.long())
     y = buffer.combine((out.recv_x * factors[:, None]).to(x.dtype), out.handle, out.recv_topk_weights)
     (y.float() ** 2).sum().backward()
     return y.detach(), x.grad, weights.grad
@@ -149,15 +149,15 @@ def test_same_bits(rank, num_ranks, backend, sums):
     alone = [dist.new_group([r]) for r in range(num_ranks)][rank]
     expected = layer(0, 1, alone, backend, sums)
     for is_placed_backwards in (False, True):
-        found = layer(rank, num_ranks, None, backend, sums, is_placed_backwards)
-        assert_all_same("result and gradients", found, (tensor.tensor_split(num_ranks)[rank] for tensor in expected))
+        actual = layer(rank, num_ranks, None, backend, sums, is_placed_backwards)
+        assert_all_same("result and gradients", actual, (tensor.tensor_split(num_ranks)[rank] for tensor in expected))
 
 
 @on_ranks(2, backend=BACKENDS)
 def test_sums_by_ranks_depend_on_ranks(rank, num_ranks, backend):
     alone = [dist.new_group([r]) for r in range(num_ranks)][rank]
-    expected, found = layer(0, 1, alone, backend, "ranks")[0], layer(rank, num_ranks, None, backend, "ranks")[0]
-    assert not torch.equal(found, expected.tensor_split(num_ranks)[rank])
+    expected, actual = layer(0, 1, alone, backend, "ranks")[0], layer(rank, num_ranks, None, backend, "ranks")[0]
+    assert not torch.equal(actual, expected.tensor_split(num_ranks)[rank])
 
 
 # ---- gradients, compiled functions, fp8 ----
@@ -177,13 +177,13 @@ def test_gradients(rank, num_ranks, backend, sums):
     total = (wide_weights * (idx >= 0)).sum(1, keepdim=True)
     (wide.sin() * total).backward(grad.double())
     for name, ours, theirs in (("x", x.grad, wide.grad), ("weights", weights.grad, wide_weights.grad), ("bias", bias.grad, grad)):
-        torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-5, atol=1e-5, msg=lambda told, name=name: f"{name}: {told}")
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @on_ranks(2, backend=BACKENDS, how=("async_op", "return_hook"))
 def test_gradients_of_calls_in_flight(rank, num_ranks, backend, how):
     """The sum on the buffer's thread is no part of autograd, and may end after an inference mode."""
-    found = []
+    results = []
     for options in ({}, {how: True}):
         buffer, x, idx, weights = opened(replace(CASE, num_tokens=[11, 6]), backend, rank, sums="lanes")
         bias = torch.ones_like(x, requires_grad=True)
@@ -198,8 +198,8 @@ def test_gradients_of_calls_in_flight(rank, num_ranks, backend, how):
         if options:
             again, end = again
             (end if how == "return_hook" else end.wait)()
-        found.append((y.detach(), x.grad, weights.grad, bias.grad, again.clone()))
-    assert_all_same("now and in flight", *found)
+        results.append((y.detach(), x.grad, weights.grad, bias.grad, again.clone()))
+    assert_all_same("now and in flight", *results)
 
 
 @on_ranks(2, backend=BACKENDS)
@@ -219,13 +219,13 @@ def test_compiled(rank, num_ranks, backend):
         out = buffer.dispatch(x, idx, weights)
         return buffer.combine(out.recv_x * 3, out.handle, out.recv_topk_weights)
 
-    found = []
+    results = []
     for function in (run, torch.compile(run, backend="aot_eager")):
-        own, own_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
-        y = function(own, idx, own_weights)
+        own_x, own_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        y = function(own_x, idx, own_weights)
         y.float().sum().backward()
-        found.append((y.detach(), own.grad, own_weights.grad))
-    assert_all_same("eager and compiled", *found)
+        results.append((y.detach(), own_x.grad, own_weights.grad))
+    assert_all_same("eager and compiled", *results)
 
 
 @on_ranks(2, backend=BACKENDS)
@@ -279,10 +279,10 @@ def test_rows_left_out(rank, num_ranks):
 @on_ranks(2)
 def test_bad_routing_on_gpus(rank, num_ranks):
     buffer, x, idx, _ = opened(replace(CASE, num_tokens=[11, 6], pattern="uniform"), "nvlink", rank, sums="lanes")
-    for wrong, told in ((CASE.num_experts, r"topk_idx\[3, 2\]"), (int(idx[3, 1]), r"topk_idx\[3\]")):
+    for wrong, message in ((CASE.num_experts, r"topk_idx\[3, 2\]"), (int(idx[3, 1]), r"topk_idx\[3\]")):
         bad = idx.clone()
         bad[3, 2] = wrong if rank == 0 else bad[3, 2]
-        with refused(rank, 0, ValueError, told):
+        with refused(rank, 0, ValueError, message):
             buffer.dispatch(x, bad)
 
 
@@ -317,10 +317,10 @@ def test_refusals():
         buffer.dispatch(torch.ones(5, 8), torch.tensor([[0, 1]] * 5))
     with pytest.raises(ValueError, match="layout is 'rank'; with sums='lanes'"):
         buffer.dispatch(x, idx, layout="rank")
-    for wrong, told in ((9, r"topk_idx\[2, 1\] is 9; it must be -1"), (0, r"topk_idx\[2\] names expert 0 twice, in lanes 0 and 1")):
+    for wrong, message in ((9, r"topk_idx\[2, 1\] is 9; it must be -1"), (0, r"topk_idx\[2\] names expert 0 twice, in lanes 0 and 1")):
         bad = idx.clone()
         bad[2, 1] = wrong
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             buffer.dispatch(x, bad)
     calls = buffer.num_calls
     with mock.patch("deepep_moe.exchange.calls.for_lanes", side_effect=MemoryError), pytest.raises(MemoryError):

@@ -98,8 +98,8 @@ def test_calls_of_a_suspended_buffer(rank, kind):
     assert buffer.memory() == (buffer.workspace_bytes, 0)
     buffer.suspend()
     buffer.suspend()
-    given = buffer.memory().suspended
-    assert sum(buffer.memory()) == held and (given > 0.5 * held or kind == "collective"), buffer.memory()
+    suspended = buffer.memory().suspended
+    assert sum(buffer.memory()) == held and (suspended > 0.5 * held or kind == "collective"), buffer.memory()
     assert "suspended" in repr(buffer)
     began = time.monotonic()
     calls = [partial(buffer.dispatch, x, idx), partial(buffer.combine, out.recv_x, out.handle), partial(buffer.refuse, ValueError())]
@@ -132,7 +132,7 @@ def test_a_rank_without_memory(rank, kind):
     make_step(buffer, 0)
     buffer.suspend()
     backend = backend_of(buffer)
-    given = buffer.memory()
+    before = buffer.memory()
 
     def fail():
         raise RuntimeError("no memory")
@@ -142,7 +142,7 @@ def test_a_rank_without_memory(rank, kind):
             backend.resume = fail
         with pytest.raises(BufferSuspendedError, match=r"still suspended, on rank 1: no memory; free memory"):
             buffer.resume()
-        assert buffer.memory() == given
+        assert buffer.memory() == before
         with pytest.raises(BufferSuspendedError):
             make_step(buffer, 0)
     if rank == 1:
@@ -210,8 +210,8 @@ def test_memory_of_a_cpu(rank):
     x, idx = torch.ones(512, 4096), torch.tensor([[0, 2]]).expand(512, 2).contiguous()
 
     def used():
-        own = Path("/proc/self/smaps").read_text().split("memfd:deepep_moe")[1]
-        return 1024 * next(int(line.split()[1]) for line in own.splitlines() if line.startswith("Pss:"))
+        mapping = Path("/proc/self/smaps").read_text().split("memfd:deepep_moe")[1]
+        return 1024 * next(int(line.split()[1]) for line in mapping.splitlines() if line.startswith("Pss:"))
 
     out = buffer.dispatch(x, idx)
     before = used()
@@ -316,8 +316,8 @@ def test_an_asynchronous_call_that_failed(rank, kind):
 @on_ranks(2)
 def test_rows_that_were_not_counted(rank):
     """Calls from C++. The counts of a late dispatch do not outlive a suspension, and later ones come as before."""
-    made = make("nvlink", 2)
-    buffer = Buffer(None, made.num_max_tokens_per_rank, made.hidden, made.num_experts, made.num_topk, backend="nvlink")
+    other = make("nvlink", 2)
+    buffer = Buffer(None, other.num_max_tokens_per_rank, other.hidden, other.num_experts, other.num_topk, backend="nvlink")
     x, idx = inputs(buffer, 0)
     for _ in range(2):
         buffer.combine((out := buffer.dispatch(x, idx)).recv_x, out.handle)
@@ -504,21 +504,21 @@ def test_a_hook_on_cudamalloc(tmp_path):
 
 def test_collective_suspends_its_group(monkeypatch):
     """If its backend can: gloo's says that it does not support it, and another failure is raised."""
-    buffer, told = Buffer(None, 4, 16, 2, 1, backend="collective"), []
+    buffer, calls = Buffer(None, 4, 16, 2, 1, backend="collective"), []
 
     def refuse(words):
         raise RuntimeError(words)
 
     def suspended_with(suspend):
-        nccl = SimpleNamespace(suspend=suspend, resume=lambda: told.append("resume"))
+        nccl = SimpleNamespace(suspend=suspend, resume=lambda: calls.append("resume"))
         buffer.calls.backend.group = mock.Mock(_get_backend=lambda _: nccl)
         buffer.suspend()
         buffer.resume()
 
     monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo,cuda:nccl")
-    suspended_with(lambda: told.append("suspend"))
+    suspended_with(lambda: calls.append("suspend"))
     suspended_with(lambda: refuse("Backend nccl does not support suspend"))
-    assert told == ["suspend", "resume", "resume"]
+    assert calls == ["suspend", "resume", "resume"]
     with pytest.raises(RuntimeError, match="out of memory"):
         suspended_with(lambda: refuse("out of memory"))
 

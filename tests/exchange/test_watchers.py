@@ -232,14 +232,14 @@ def test_graphs_repeat_calls(tracing_mode, pre_dispatch):
     trace = partial(make_fx, tracing_mode=tracing_mode, pre_dispatch=pre_dispatch)
     graph = trace(lambda x, idx: buffer.combine((out := buffer.dispatch(x, idx)).recv_x * 2, out.handle))(X, IDX)
     assert torch.equal(graph(-X, IDX.flip(0)), -2 * X * (IDX.flip(0) >= 0).sum(1, keepdim=True))
-    for function, given in (
+    for function, example in (
         (lambda logits: ops.gate(logits, 2).topk_idx, LOGITS),
         (lambda idx: buffer.layout(idx).num_tokens_per_expert, IDX),
         (lambda x: ops.quantize_fp8(x)[1], X),
         (lambda routing_map: LanesOfMap.apply(routing_map, routing_map.float(), 2)[0], LOGITS.median(1, keepdim=True).values < LOGITS),
     ):
-        other = given.flip(0)
-        assert torch.equal(trace(function)(given)(other), function(other))
+        other = example.flip(0)
+        assert torch.equal(trace(function)(example)(other), function(other))
     with pytest.raises(NotImplementedError, match="low-latency calls cannot be recorded in a graph"):
         trace(lambda x: low_latency.dispatch(x, IDX).recv_x)(X)
 

@@ -34,13 +34,13 @@ def fail(error, *_):
     raise error
 
 
-def learns(rank, error, found, elapsed_s, reason):
+def learns(rank, error, raised, elapsed_s, reason):
     if rank == 1:
-        assert found is error, repr(found)
+        assert raised is error, repr(raised)
     else:
-        assert isinstance(found, EPPeerError) and found.rank == 1 and elapsed_s < SOON_S, repr(found)
-        assert f"rank 1 did not make its call: {reason}" in str(found), found
-        assert found.cause == reason.split(":")[0], found.cause
+        assert isinstance(raised, EPPeerError) and raised.rank == 1 and elapsed_s < SOON_S, repr(raised)
+        assert f"rank 1 did not make its call: {reason}" in str(raised), raised
+        assert raised.cause == reason.split(":")[0], raised.cause
 
 
 def make_model(rank, num_ranks, backend):
@@ -135,11 +135,11 @@ def test_asynchronous_calls(rank, num_ranks):
         if rank == 1:
             buffer.calls._worker, go_on = Worker(), threading.Event()
             buffer.calls._worker.submit(go_on.wait)  # before it enters the call
-            found, elapsed_s = outcome(partial(notify_peers_on_failure, buffer, fail_once_entered, go_on, call()))
+            raised, elapsed_s = outcome(partial(notify_peers_on_failure, buffer, fail_once_entered, go_on, call()))
         else:
             call().wait()
-            found, elapsed_s = outcome(combine().wait)
-        learns(rank, error, found, elapsed_s, "RuntimeError: of an expert")
+            raised, elapsed_s = outcome(combine().wait)
+        learns(rank, error, raised, elapsed_s, "RuntimeError: of an expert")
         if rank == 1:
             buffer.calls._worker, go_on = Worker(), threading.Event()
             buffer.calls._worker.submit(go_on.wait)
@@ -160,9 +160,9 @@ def test_recovery(rank, num_ranks, backend):
     for turn in range(3):
         error = RuntimeError("of an expert")
         expert.fails = error if rank == turn % num_ranks else None
-        found, elapsed_s = outcome(partial(model, x))
+        raised, elapsed_s = outcome(partial(model, x))
         expert.fails = None
-        assert (found is error if rank == turn % num_ranks else isinstance(found, EPPeerError)) and elapsed_s < SOON_S, repr(found)
+        assert (raised is error if rank == turn % num_ranks else isinstance(raised, EPPeerError)) and elapsed_s < SOON_S, repr(raised)
         if backend != "collective":  # there a refusal waits for the peers
             for _ in range(rank * turn):
                 buffer.refuse(RuntimeError("alone"))

@@ -76,12 +76,12 @@ def test_rank_that_leaves(rank, kind, leave):
     dist.barrier()
     if rank == 1:
         (ShmBackend, ShmLowLatencyBackend)[kind is LowLatencyBuffer].connect = leave
-    found, elapsed_s = outcome(lambda: kind(None, 8, 16, 6, 2, timeout_s=25.0))
+    raised, elapsed_s = outcome(lambda: kind(None, 8, 16, 6, 2, timeout_s=25.0))
     if rank == 1:
-        assert isinstance(found, KeyboardInterrupt)
+        assert isinstance(raised, KeyboardInterrupt)
     else:
-        assert isinstance(found, EPTimeoutError) and found.rank == 1 and elapsed_s < SOON_S, repr(found)
-        assert leave is end or found.phase == "mapping of workspaces", repr(found)
+        assert isinstance(raised, EPTimeoutError) and raised.rank == 1 and elapsed_s < SOON_S, repr(raised)
+        assert leave is end or raised.phase == "mapping of workspaces", repr(raised)
     tell(f"rank {rank} knows")
     wait_for("rank 0 knows", "rank 2 knows")
 

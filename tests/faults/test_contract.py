@@ -85,13 +85,13 @@ def test_refusals_of_low_latency(rank, num_ranks, kind):
         "weighted combine": lambda rows=out.recv_x: buffer.combine(rows, out.handle, topk_weights=weights),
     }
     wrong = {"dispatch": x.double(), "combine": out.recv_x.double(), "weighted combine": out.recv_x.double()}
-    for step, (refused, made) in enumerate(itertools.product(calls, calls)):
+    for step, (refused, other) in enumerate(itertools.product(calls, calls)):
         culprit = step % num_ranks
         if rank == culprit:
             error, elapsed_s = outcome(partial(calls[refused], wrong[refused]))
             assert isinstance(error, TypeError), repr(error)
         else:
-            error, elapsed_s = outcome(lambda made=made: (calls[made](), look(buffer)))
+            error, elapsed_s = outcome(lambda other=other: (calls[other](), look(buffer)))
             assert isinstance(error, EPPeerError) and (error.rank, error.cause) == (culprit, "TypeError"), repr(error)
         assert elapsed_s < SOON_S
         for bad in (-1, num_ranks, rank, True, None):  # which tells nobody anything
@@ -121,8 +121,8 @@ def test_too_small_a_bound_on_gpus(rank, num_ranks, kind, layout, by_native):
     def hears(call, culprit):
         error, elapsed_s = outcome(call)
         assert isinstance(error, EPCapacityError) and error.rank == culprit and elapsed_s < SOON_S, repr(error)
-        told = f"rank {culprit} would receive {num_rows} rows, more than its num_recv_rows of {num_rows - 1}; give a larger bound or none"
-        assert str(error) == told
+        text = f"rank {culprit} would receive {num_rows} rows, more than its num_recv_rows of {num_rows - 1}; give a larger bound or none"
+        assert str(error) == text
 
     for step, (who_looks, then) in enumerate(itertools.product(("all", "culprit", "nobody"), ("combine", "along", "dispatch"))):
         culprit, (x, idx) = (1, num_ranks - 1)[step % 2], inputs(buffer, step)

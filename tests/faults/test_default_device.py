@@ -40,7 +40,7 @@ def results(buffer, x, idx, weights):
         ]
         y = buffer.combine(again.recv_x, again.handle)
         return [*rows, out.num_recv_tokens_per_expert, y, buffer.combine_input(torch.float32)[:, :0]]
-    found = []
+    tensors = []
     for layout in ("expert", "rank"):
         leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
         out = buffer.dispatch(leaves[0], idx, leaves[1], layout=layout, expert_alignment=4 if layout == "expert" else 1)
@@ -51,10 +51,10 @@ def results(buffer, x, idx, weights):
         y = buffer.combine(out.recv_x * 2, out.handle, out.recv_topk_weights if layout == "expert" else None, bias=x)
         (y.square().sum() + out.recv_topk_weights.sum()).backward()
         counted = buffer.layout(idx)
-        found += [out.recv_x, out.recv_topk_weights, along.recv_x, bounded.recv_x, scaled.recv_x.float(), scaled.recv_x_scales, y]
-        found += [leaf.grad for leaf in leaves]
-        found += [out.num_recv_tokens_per_expert, counted.num_tokens_per_rank, out.handle.num_rows_per_expert]
-    return found
+        tensors += [out.recv_x, out.recv_topk_weights, along.recv_x, bounded.recv_x, scaled.recv_x.float(), scaled.recv_x_scales, y]
+        tensors += [leaf.grad for leaf in leaves]
+        tensors += [out.num_recv_tokens_per_expert, counted.num_tokens_per_rank, out.handle.num_rows_per_expert]
+    return tensors
 
 
 @on_ranks(2, kind=KINDS)
@@ -65,8 +65,8 @@ def test_calls(rank, num_ranks, kind):
     expected = results(buffer, x, idx, weights)
     for how in HOW:
         with default_device(how):
-            found = results(buffer, x, idx, weights)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            actual = results(buffer, x, idx, weights)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     make_step(buffer, 2)
 
 
@@ -91,8 +91,8 @@ def test_gate():
     expected = results()
     for how in HOW:
         with default_device(how):
-            found = results()
-        assert all(map(torch.equal, found, expected))
+            actual = results()
+        assert all(map(torch.equal, actual, expected))
 
 
 def layer_of(num_ranks, backend):
@@ -113,6 +113,6 @@ def test_layers(rank, num_ranks, backend):
             layer = layer_of(num_ranks, backend)
             layer.to_empty(device="cpu")
             layer.load_state_dict(plain.state_dict())
-            found = layer(x)
-            found.sum().backward()
-        assert torch.equal(found, expected) and all(p.grad is not None for p in layer.experts.parameters())
+            actual = layer(x)
+            actual.sum().backward()
+        assert torch.equal(actual, expected) and all(p.grad is not None for p in layer.experts.parameters())

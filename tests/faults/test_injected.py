@@ -19,16 +19,16 @@ GPUS = [pytest.param("nvlink", num_ranks, marks=pytest.mark.gpu) for num_ranks i
 on_all_sizes = pytest.mark.parametrize(("kind", "num_ranks"), CPUS)
 
 
-def check_told(buffer, culprit, error, found, elapsed_s, what):
+def check_told(buffer, culprit, error, raised, elapsed_s, what):
     """The culprit raises its own error. A peer raises EPPeerError in the same call, or in the next one if it has all rows of this one."""
     if buffer.rank == culprit:
-        assert found is error, f"{what}: {found!r}"
+        assert raised is error, f"{what}: {raised!r}"
         return
-    in_next_call = found is None
+    in_next_call = raised is None
     if in_next_call:
-        found, elapsed_s = outcome(lambda: buffer.dispatch(*inputs(buffer, 0)))
-    assert isinstance(found, EPPeerError) and found.rank == culprit, f"{what}: {found!r}"
-    assert f"{type(error).__name__}: {error}" in str(found) and f"rank {culprit}" in str(found), f"{what}: {found}"
+        raised, elapsed_s = outcome(lambda: buffer.dispatch(*inputs(buffer, 0)))
+    assert isinstance(raised, EPPeerError) and raised.rank == culprit, f"{what}: {raised!r}"
+    assert f"{type(error).__name__}: {error}" in str(raised) and f"rank {culprit}" in str(raised), f"{what}: {raised}"
     assert elapsed_s < SOON_S, what
     is_entered = what[1] != "before entry" and (buffer.backend, what[1]) != ("nvlink", "before rows are allocated")  # there is a guess
     is_over = what[1] in ("after rows", "waiting for rows")
@@ -40,9 +40,9 @@ def fails(rank, num_ranks, kind, is_async):
     handle = buffer.dispatch(*inputs(buffer, 0)).handle
 
     def call(operation):
-        made = make_call(buffer, operation, handle, async_op=is_async)
+        output = make_call(buffer, operation, handle, async_op=is_async)
         if is_async:  # the event raises
-            (made[1] if operation == "combine" else made.event).wait()
+            (output[1] if operation == "combine" else output.event).wait()
         if kind == "nvlink":  # the host of a peer waits for nothing in a call along a handle
             torch.cuda.synchronize()
             buffer.check()
@@ -51,8 +51,8 @@ def fails(rank, num_ranks, kind, is_async):
         for kind_of_error in (ERRORS[step % 2 * 2],) if is_async else ERRORS:  # an interrupt is for the main thread
             culprit, error = (step + len(kind_of_error.__name__)) % num_ranks, kind_of_error(f"fault {step}")
             with fault(buffer, moment, error) if rank == culprit else contextlib.nullcontext():
-                found = outcome(partial(call, operation))
-            check_told(buffer, culprit, error, *found, (operation, moment, kind_of_error))
+                ended = outcome(partial(call, operation))
+            check_told(buffer, culprit, error, *ended, (operation, moment, kind_of_error))
             make_step(buffer, step)
 
 
@@ -80,10 +80,10 @@ def test_interrupts_in_entry(rank, num_ranks, kind):
         if rank != culprit:
             wait_for(f"left {step}") if kind == "shm" else time.sleep(0.3)
         with alarm(0.1, error) if rank == culprit else contextlib.nullcontext():
-            found = outcome(partial(make_call, buffer, operation, handle))
+            ended = outcome(partial(make_call, buffer, operation, handle))
         if rank == culprit:
             tell(f"left {step}")
-        check_told(buffer, culprit, error, *found, (operation, "in entry"))
+        check_told(buffer, culprit, error, *ended, (operation, "in entry"))
         make_step(buffer, step)
 
 
@@ -97,11 +97,11 @@ def test_interrupts_between_chunks(rank, num_ranks):
     if rank == late:
         buffer.calls._move = lambda *args: (wait_for("left"), move(*args))
     with alarm(0.3, error) if rank == culprit else contextlib.nullcontext():
-        found = outcome(lambda: buffer.dispatch(x, idx))
+        ended = outcome(lambda: buffer.dispatch(x, idx))
     if rank == culprit:
         tell("left")
     buffer.calls._move = move
-    check_told(buffer, culprit, error, *found, ("a dispatch", "between chunks"))
+    check_told(buffer, culprit, error, *ended, ("a dispatch", "between chunks"))
     out = buffer.dispatch(x, idx)
     sources = out.recv_x.view(2, num_ranks, -1, hidden)  # by local expert, then source
     assert (sources == torch.arange(num_ranks).view(1, -1, 1, 1)).all()

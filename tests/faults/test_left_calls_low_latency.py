@@ -12,13 +12,13 @@ from on_ranks import on_ranks
 from deepep_moe.errors import EPPeerError
 
 
-def check_told(rank, culprit, error, found, elapsed_s, what):
+def check_told(rank, culprit, error, raised, elapsed_s, what):
     if rank == culprit:
-        assert found is error, f"{what}: {found!r}"
+        assert raised is error, f"{what}: {raised!r}"
         return
-    assert isinstance(found, EPPeerError) and found.rank == culprit and elapsed_s < SOON_S, f"{what}: {found!r}"
-    assert f"rank {culprit} did not make its call: {type(error).__name__}: {error}" in str(found), what
-    assert found.cause == type(error).__name__, what
+    assert isinstance(raised, EPPeerError) and raised.rank == culprit and elapsed_s < SOON_S, f"{what}: {raised!r}"
+    assert f"rank {culprit} did not make its call: {type(error).__name__}: {error}" in str(raised), what
+    assert raised.cause == type(error).__name__, what
 
 
 @pytest.mark.parametrize("is_interrupt", (False, True), ids=("faults before entry", "interrupts"))
@@ -26,7 +26,7 @@ def check_told(rank, culprit, error, found, elapsed_s, what):
 def test_left_calls(rank, num_ranks, is_interrupt):
     buffer = make("low latency", num_ranks)
     x, idx = inputs(buffer, 0)
-    handle, own = buffer.dispatch(x, idx).handle, buffer._backend.empty
+    handle, stock = buffer.dispatch(x, idx).handle, buffer._backend.empty
     rows = x.new_ones(buffer.num_local_experts, buffer.capacity, buffer.hidden)
     calls = {"dispatch": partial(buffer.dispatch, x, idx), "combine": partial(buffer.combine, rows, handle)}
     for (step, (operation, call)), kind_of_error in itertools.product(enumerate(calls.items()), ERRORS):
@@ -35,16 +35,16 @@ def test_left_calls(rank, num_ranks, is_interrupt):
         if is_interrupt and rank != culprit:
             wait_for(left)
         if not is_interrupt and rank == culprit:
-            buffer._backend.empty = once(own, error)
+            buffer._backend.empty = once(stock, error)
         with alarm(0.1, error) if is_interrupt and rank == culprit else contextlib.nullcontext():
-            found = outcome(call)
-        buffer._backend.empty = own
+            ended = outcome(call)
+        buffer._backend.empty = stock
         if rank == culprit:
             tell(left)
         elif is_interrupt:
-            assert found[0] is None, f"the rows were there: {found[0]!r}"
-            found = outcome(calls["dispatch"])
-        check_told(rank, culprit, error, *found, (operation, kind_of_error))
+            assert ended[0] is None, f"the rows were there: {ended[0]!r}"
+            ended = outcome(calls["dispatch"])
+        check_told(rank, culprit, error, *ended, (operation, kind_of_error))
         make_step(buffer, step)
 
 
@@ -62,12 +62,12 @@ def test_interrupts_of_a_combine_with_weights(rank, num_ranks):
                 wait_for(f"left {step} {return_hook}")
 
             def call(return_hook=return_hook):
-                made = buffer.combine(rows, handle, topk_weights=weights, return_hook=return_hook)
-                return made[1]() if return_hook else made
+                output = buffer.combine(rows, handle, topk_weights=weights, return_hook=return_hook)
+                return output[1]() if return_hook else output
 
             with alarm(0.1, error) if rank == culprit else contextlib.nullcontext():
-                found = outcome(call)
+                ended = outcome(call)
             if rank == culprit:
                 tell(f"left {step} {return_hook}")
-            check_told(rank, culprit, error, *found, what)
+            check_told(rank, culprit, error, *ended, what)
             make_step(buffer, step)

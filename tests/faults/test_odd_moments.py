@@ -20,12 +20,12 @@ from deepep_moe.exchange import calls as of_calls
 from deepep_moe.group import rendezvous
 
 
-def check_outcome(rank, error, found, elapsed_s, reason):
+def check_outcome(rank, error, raised, elapsed_s, reason):
     """Rank 0 raises its own error, and the peers learn it at once."""
     if rank == 0:
-        assert found is error, repr(found)
+        assert raised is error, repr(raised)
     else:
-        assert isinstance(found, EPPeerError) and found.rank == 0 and reason in str(found) and elapsed_s < SOON_S, repr(found)
+        assert isinstance(raised, EPPeerError) and raised.rank == 0 and reason in str(raised) and elapsed_s < SOON_S, repr(raised)
 
 
 # ---- words, and what fails on the way to a call ----
@@ -52,13 +52,13 @@ def test_failures_before_a_call(rank, num_ranks, kind):
     buffer = make(kind, num_ranks)
     x, idx = inputs(buffer, 0)
     owner, name = (of_buffers, "quantize_fp8") if isinstance(buffer, Buffer) else (buffer._backend, "_receive_buffers")
-    own = getattr(owner, name)
+    stock = getattr(owner, name)
     for step, (error, reason) in enumerate(TOLD.items()):
         if rank == 0:
-            setattr(owner, name, once(own, error))
-        found = outcome(partial(buffer.dispatch, x, idx, fp8=isinstance(buffer, Buffer)))
-        setattr(owner, name, own)
-        check_outcome(rank, error, *found, reason)
+            setattr(owner, name, once(stock, error))
+        ended = outcome(partial(buffer.dispatch, x, idx, fp8=isinstance(buffer, Buffer)))
+        setattr(owner, name, stock)
+        check_outcome(rank, error, *ended, reason)
         make_step(buffer, step)
 
 
@@ -89,7 +89,7 @@ def test_no_thread_for_an_asynchronous_call(rank, num_ranks):
         def __init__(self):
             raise error
 
-    buffer, own = make("shm", num_ranks), of_calls.Worker
+    buffer, stock = make("shm", num_ranks), of_calls.Worker
     x, idx = inputs(buffer, 0)
     out = buffer.dispatch(x, idx)
     for step, call in enumerate((partial(buffer.combine, out.recv_x, out.handle), partial(buffer.dispatch, x, idx))):
@@ -98,12 +98,12 @@ def test_no_thread_for_an_asynchronous_call(rank, num_ranks):
             of_calls.Worker = NoThreads
 
         def run(call=call):
-            made = call(async_op=True)
-            (made[1] if isinstance(made[1], of_calls.Event) else made.event).wait()
+            output = call(async_op=True)
+            (output[1] if isinstance(output[1], of_calls.Event) else output.event).wait()
 
-        found = outcome(run)
-        of_calls.Worker = own
-        check_outcome(rank, error, *found, "RuntimeError: can't start new thread")
+        ended = outcome(run)
+        of_calls.Worker = stock
+        check_outcome(rank, error, *ended, "RuntimeError: can't start new thread")
         buffer.recover()
         make_step(buffer, step)
         buffer.calls._worker = None  # the next asynchronous call starts another one
@@ -170,7 +170,7 @@ def test_buffers_of_a_group_in_another_order(rank, num_ranks):
 @on_ranks(2)
 def test_calls_from_threads_and_handlers(rank, num_ranks, kind, is_handler):
     """A second thread calls the buffer that is in a call, or a handler does, which interrupts its call. That is refused."""
-    buffer, found = make(kind, num_ranks), []
+    buffer, errors = make(kind, num_ranks), []
     x, idx = inputs(buffer, 0)
     if rank:
         wait_for("refused")
@@ -178,7 +178,7 @@ def test_calls_from_threads_and_handlers(rank, num_ranks, kind, is_handler):
     else:
 
         def call(*_):
-            found.append(outcome(partial(buffer.dispatch, x + 1, idx))[0])
+            errors.append(outcome(partial(buffer.dispatch, x + 1, idx))[0])
             tell("refused")
 
         signal.signal(signal.SIGALRM, call)
@@ -186,7 +186,7 @@ def test_calls_from_threads_and_handlers(rank, num_ranks, kind, is_handler):
         thread.start()
         buffer.dispatch(x, idx)
         thread.join()
-        assert isinstance(found[0], EPError) and "two threads are in calls of one buffer" in str(found[0]), found
+        assert isinstance(errors[0], EPError) and "two threads are in calls of one buffer" in str(errors[0]), errors
     make_step(buffer, 1)
 
 
@@ -217,19 +217,19 @@ def test_interrupted_recovery(rank, num_ranks):
     make_step(buffer, 1)
 
 
-@on_ranks(2, told=(EPPeerError, EPTimeoutError))
-def test_construction_without_files(rank, num_ranks, told):
+@on_ranks(2, learned=(EPPeerError, EPTimeoutError))
+def test_construction_without_files(rank, num_ranks, learned):
     """Nothing is left to open a file with, say: no argument is wrong."""
     error = OSError(24, "Too many open files")
     if rank == 0:
-        owner, name = (config, "num_threads") if told is EPPeerError else (rendezvous, "host_id")
+        owner, name = (config, "num_threads") if learned is EPPeerError else (rendezvous, "host_id")
         setattr(owner, name, once(getattr(owner, name), error))
-    found, elapsed_s = outcome(partial(make, "shm", num_ranks))
+    raised, elapsed_s = outcome(partial(make, "shm", num_ranks))
     if rank == 0:
-        assert type(found) is type(error), repr(found)
+        assert type(raised) is type(error), repr(raised)
     else:
-        assert isinstance(found, told) and found.rank == 0 and elapsed_s < SOON_S, repr(found)
-    if told is EPPeerError:
+        assert isinstance(raised, learned) and raised.rank == 0 and elapsed_s < SOON_S, repr(raised)
+    if learned is EPPeerError:
         make_step(make("shm", num_ranks), 1)
 
 

@@ -125,7 +125,7 @@ def test_stall_before_rows_in_process_group(rank, num_ranks):
     assert isinstance(error, EPTimeoutError) and error.phase == "dispatch rows", repr(error)
     assert rank == late or error.rank == (late if num_ranks == 2 else -1), repr(error)
     again, _ = outcome(partial(make_step, buffer, 1))
-    assert type(again) is EPError and all("rank -1" not in str(found) for found in (error, again)), (error, again)
+    assert type(again) is EPError and all("rank -1" not in str(each) for each in (error, again)), (error, again)
     wait_for(*others, f"rank {late} has its error")
 
 

@@ -64,11 +64,11 @@ def test_strange_tensors(rank, num_ranks, kind):
         calls.append((x, lambda x: buffer.dispatch(x, handle=out.handle)))
     for number, (make_strange, text) in enumerate(STRANGE.items()):
         for rows, call in calls:
-            given = make_strange(rows) if make_strange is distributed or rank == culprit else rows  # a mesh is made by all
-            given = given if rank == culprit else rows
-            error, elapsed_s = outcome(lambda call=call, given=given: call(given))
+            tensor = make_strange(rows) if make_strange is distributed or rank == culprit else rows  # a mesh is made by all
+            tensor = tensor if rank == culprit else rows
+            error, elapsed_s = outcome(lambda call=call, tensor=tensor: call(tensor))
             assert type(error) is (TypeError if rank == culprit else EPPeerError) and elapsed_s < SOON_S, repr(error)
-            own = text or (FOR_LOW_LATENCY if kind == "low latency" else "no rule for")
-            expected = own if rank == culprit else f"rank {culprit} did not make its call: TypeError"
+            reason = text or (FOR_LOW_LATENCY if kind == "low latency" else "no rule for")
+            expected = reason if rank == culprit else f"rank {culprit} did not make its call: TypeError"
             assert expected in str(error), repr(error)
         make_step(buffer, number)

@@ -27,9 +27,9 @@ def refused_by_all(rank, num_ranks, message, join_or_allocate, *args, **options)
     """All ranks raise the same."""
     with pytest.raises(BackendUnavailableError) as info:
         join_or_allocate(*args, **options)
-    told = [None] * num_ranks
-    dist.all_gather_object(told, str(info.value))
-    assert told == [told[0]] * num_ranks and re.match(REFUSED + ".*" + message, told[0]), (message, told)
+    messages = [None] * num_ranks
+    dist.all_gather_object(messages, str(info.value))
+    assert messages == [messages[0]] * num_ranks and re.match(REFUSED + ".*" + message, messages[0]), (message, messages)
 
 
 def has_world(pe, num_pes):
@@ -118,9 +118,9 @@ def test_world_that_may_be_another_ones(rank):
 def test_worlds_of_parts_of_a_job(rank):
     """Each pair has its world; a pair of processes of both has PEs of the right numbers, and no world."""
     groups = {ranks: dist.new_group(list(ranks), backend="gloo") for ranks in ((0, 1), (2, 3), (0, 3), (1, 2))}
-    module, own = FakeNvshmem(), (0, 1) if rank < 2 else (2, 3)
+    module, pair = FakeNvshmem(), (0, 1) if rank < 2 else (2, 3)
     for _ in range(2):  # the second time it is there
-        assert join(rank % 2, 2, module, group=groups[own]).pe_of == (1, 0)
+        assert join(rank % 2, 2, module, group=groups[pair]).pe_of == (1, 0)
     across = (0, 3) if rank in (0, 3) else (1, 2)
     with pytest.raises(BackendUnavailableError, match=r"initialized already, and not for exactly .*rank 0: PE \d of 2, rank 1: PE \d of 2"):
         join(across.index(rank), 2, module, group=groups[across])

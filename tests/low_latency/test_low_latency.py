@@ -48,20 +48,20 @@ def test_by_hand(rank, backend):
     idx = torch.tensor([[[0, 2], [3, -1]], [[2, 3], [0, 1]]])[rank]
     weights = torch.tensor([[[0.5, 0.25], [2.0, 9.0]], [[1.0, 1.0], [3.0, 0.0]]])[rank]
     x, idx, weights = on_device(backend, rank, x, idx, weights)
-    told = [[[7.5] * 8, [40.0] * 8], [[60.0] * 8, [120.0] * 8]][rank]
+    wanted = [[[7.5] * 8, [40.0] * 8], [[60.0] * 8, [120.0] * 8]][rank]
     out = buffer.dispatch(x, idx, weights)
     counts = out.num_recv_tokens_per_expert.tolist()
     assert counts == [[2, 1], [2, 2]][rank]
     rows = [out.recv_x[expert, :count, 0].tolist() for expert, count in enumerate(counts)]
     assert rows == [[[1.0, 4.0], [4.0]], [[1.0, 3.0], [2.0, 3.0]]][rank]
-    assert buffer.combine(out.recv_x * 10, out.handle).tolist() == told
+    assert buffer.combine(out.recv_x * 10, out.handle).tolist() == wanted
     y = buffer.combine(out.recv_x, buffer.dispatch(x, idx).handle)  # a plain sum
     assert y[:, 0].tolist() == [[2.0, 2.0], [6.0, 8.0]][rank]
-    for given in (None, torch.full_like(weights, 7)):  # weights of the dispatch do not count beside those of the combine
-        out = buffer.dispatch(x, idx, given)
+    for some in (None, torch.full_like(weights, 7)):  # weights of the dispatch do not count beside those of the combine
+        out = buffer.dispatch(x, idx, some)
         into = torch.full_like(x, torch.nan)
         assert buffer.combine(out.recv_x * 10, out.handle, topk_weights=weights, out=into) is into
-        assert into.tolist() == told
+        assert into.tolist() == wanted
         y = buffer.combine(out.recv_x, out.handle, topk_weights=2 * weights)  # along the same handle
         assert y[:, 0].tolist() == [[1.5, 8.0], [12.0, 24.0]][rank]
     assert buffer.combine(out.recv_x, out.handle)[:, 0].tolist() == [[14.0, 14.0], [42.0, 56.0]][rank]
@@ -99,11 +99,11 @@ def test_files_that_a_call_passes(rank, how):
     device_of("nvlink", rank)
     buffer = LowLatencyBuffer(None, 8, 128, 4, 2, backend="nvlink", timeout_s=60)
     x, idx = on_device("nvlink", rank, torch.randn(8, 128), torch.tensor([0, 2]).repeat(8, 1))
-    natives, given, rows = [(buffer._backend, "calls"), (buffer._backend, "_native")], MODES[how], buffer.combine_input()
+    natives, options, rows = [(buffer._backend, "calls"), (buffer._backend, "_native")], MODES[how], buffer.combine_input()
     for _ in range(2):  # the first one warms up
-        out, *of_dispatch = passed(natives, lambda: buffer.dispatch(x, idx, fp8=True, **given))
+        out, *of_dispatch = passed(natives, lambda: buffer.dispatch(x, idx, fp8=True, **options))
         finish(out.hook or out.event)
-        combined, *of_combine = passed(natives, lambda: buffer.combine(rows, out.handle, **given))  # noqa: B023
+        combined, *of_combine = passed(natives, lambda: buffer.combine(rows, out.handle, **options))  # noqa: B023
         finish(None if how == "now" else combined[1])
     for files, asked in (of_dispatch, of_combine):
         assert len(files) <= 5 and len(set(asked) - {"num_calls"}) == 1, (files, asked)
@@ -324,14 +324,14 @@ def test_overlapping_calls(rank, backend):
     expected = [Expected(case) for case in cases]
     buffer = make_buffer(cases[0], backend, rank)
     last = None
-    for case, told in zip(cases, expected, strict=True):
+    for case, wanted in zip(cases, expected, strict=True):
         out, hook = start_dispatch(buffer, case, rank, backend)
         if last is not None:
             last[1]()
             assert_same("combined_x", last[0], last[2])
         hook()
-        check_dispatch(case, rank, out, told)
-        last = (*start_combine(buffer, case, combine_rows(case, rank, out, told), out.handle), told.combined[rank])
+        check_dispatch(case, rank, out, wanted)
+        last = (*start_combine(buffer, case, combine_rows(case, rank, out, wanted), out.handle), wanted.combined[rank])
     last[1]()
 
 
@@ -365,14 +365,14 @@ def test_out_and_combine_input_and_one_handle(rank, backend):
     rows = buffer.combine_input(case.dtype)
     assert rows.shape == out.recv_x.shape and rows is buffer.combine_input(case.dtype)
     rows.copy_(combine_rows(case, rank, out, expected))
-    given = torch.empty_like(expected.combined[rank], device=rows.device)
+    target = torch.empty_like(expected.combined[rank], device=rows.device)
     for _ in range(2):  # along one handle
-        given.fill_(7)
-        assert buffer.combine(rows, out.handle, out=given) is given
-        assert_same("combined_x", given, expected.combined[rank])
+        target.fill_(7)
+        assert buffer.combine(rows, out.handle, out=target) is target
+        assert_same("combined_x", target, expected.combined[rank])
     doubled = buffer.combine((rows * 2).float(), out.handle)
     assert doubled.dtype == torch.float32
-    assert torch.allclose(doubled, 2 * given.float(), rtol=0.02, atol=0.1)
+    assert torch.allclose(doubled, 2 * target.float(), rtol=0.02, atol=0.1)
 
 
 def late_rank(rank, buffer, start):
@@ -392,7 +392,7 @@ def late_rank(rank, buffer, start):
 def test_statistics(rank, backend):
     case = Case([24, 6, 9], combine_weights=True)
     buffer, expected = make_buffer(case, backend, rank), Expected(case)
-    told = torch.tensor(expected.received[rank].num_recv_tokens_per_expert)
+    counted = torch.tensor(expected.received[rank].num_recv_tokens_per_expert)
     for calls, mode in ((1, "now"), (2, "hook")):
         case = replace(case, mode=mode)
         out = late_rank(rank, buffer, partial(start_dispatch, buffer, case, rank, backend))
@@ -400,7 +400,7 @@ def test_statistics(rank, backend):
         y = late_rank(rank, buffer, partial(start_combine, buffer, case, rows, out.handle))
         assert_same("combined_x", y, expected.combined[rank])
         seen = buffer.statistics()
-        assert torch.equal(seen.num_tokens_per_expert.cpu(), told * calls) and seen.num_dropped.item() == 0
+        assert torch.equal(seen.num_tokens_per_expert.cpu(), counted * calls) and seen.num_dropped.item() == 0
     buffer.reset_statistics()
     assert not buffer.statistics().num_tokens_per_expert.any() and not buffer.statistics().wait_ns.any()
 
@@ -472,5 +472,5 @@ def test_cuda_graph_of_weights(rank):
         y.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
-        told = buffer.combine(rows, buffer.dispatch(x, idx, weights).handle)
-        assert_same("combined_x", y, told)
+        eager = buffer.combine(rows, buffer.dispatch(x, idx, weights).handle)
+        assert_same("combined_x", y, eager)

@@ -74,8 +74,8 @@ def test_bad_arguments_of_dispatch(rank, backend):
         (dict(return_hook=torch.ones(2)), RuntimeError, "Boolean value of Tensor with more than one value is ambiguous"),
         (dict(scale_format="ue8m0"), ValueError, "scale_format 'ue8m0' was given without fp8=True"),
     ]
-    given = dict(x=x, topk_idx=idx, topk_weights=weights)
-    refuse_each(rank, 0, table, buffer.dispatch, given, partial(finish, buffer), partial(check_usable, buffer, x, idx))
+    good = dict(x=x, topk_idx=idx, topk_weights=weights)
+    refuse_each(rank, 0, table, buffer.dispatch, good, partial(finish, buffer), partial(check_usable, buffer, x, idx))
 
 
 @on_every_backend
@@ -101,8 +101,8 @@ def test_bad_arguments_of_combine(rank, backend):
         (dict(topk_weights=freed(weights, 16)), ValueError, "topk_weights has shape .* its storage was freed or cut"),
         (dict(wire="fp4"), ValueError, "wire is 'fp4'"),
     ]
-    given = dict(x=y, handle=out.handle, topk_weights=weights)
-    refuse_each(rank, 1, table, buffer.combine, given, partial(finish, buffer), partial(check_usable, buffer, x, idx))
+    good = dict(x=y, handle=out.handle, topk_weights=weights)
+    refuse_each(rank, 1, table, buffer.combine, good, partial(finish, buffer), partial(check_usable, buffer, x, idx))
 
 
 # Changes that a caller may make to a handle, or values that it may pass for one.

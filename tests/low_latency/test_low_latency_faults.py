@@ -230,7 +230,7 @@ def test_interrupt_while_rows_are_moved(rank):
         kind = shm_rows.DispatchRows if operation == "dispatch" else shm_rows.CombineRows
         error, out = kind_of_error("while it moves"), buffer.dispatch(x, idx)
         weights = torch.ones(4, 2) if half == "write_weighted" else None
-        told = partial(pytest.raises, EPPeerError, match=f"rank 1 did not make its call: {kind_of_error.__name__}: while it moves")
+        learns = partial(pytest.raises, EPPeerError, match=f"rank 1 did not make its call: {kind_of_error.__name__}: while it moves")
 
         def moves(*_, error=error):
             time.sleep(0.2)  # the peer waits for the rows by now
@@ -246,7 +246,7 @@ def test_interrupt_while_rows_are_moved(rank):
         else:
             if half == "read":
                 call()
-            with told():
+            with learns():
                 call()
         check_usable(buffer, x, idx)
 
@@ -259,7 +259,7 @@ def test_calls_from_a_handler(rank):
         partial(buffer.dispatch, x, idx), partial(buffer.dispatch, x, idx, return_hook=True), partial(buffer.dispatch, x, idx + 9),
         partial(buffer.refuse, ValueError("of a handler")), partial(buffer.mask_rank, 1 - rank), buffer.rejoin,
     )  # fmt: skip
-    own, refused = shm_rows.refuse_bad_routing, []
+    stock, refused = shm_rows.refuse_bad_routing, []
 
     def handle(*_):
         for call in calls:
@@ -269,7 +269,7 @@ def test_calls_from_a_handler(rank):
 
     def interrupts(*arguments):
         signal.raise_signal(signal.SIGALRM)
-        own(*arguments)
+        stock(*arguments)
 
     signal.signal(signal.SIGALRM, handle)
     with mock.patch.object(shm_rows, "refuse_bad_routing", interrupts) if rank == 0 else nullcontext():
@@ -352,10 +352,10 @@ def test_destroy_beside_a_call(rank, return_hook):
         buffer.dispatch(x, idx)  # the peer had sent its rows before
         return
     sent, errors = threading.Event(), []
-    own = shm_rows.DispatchRows.write
+    stock = shm_rows.DispatchRows.write
 
     def write(*arguments):
-        own(*arguments)
+        stock(*arguments)
         sent.set()
 
     def call():

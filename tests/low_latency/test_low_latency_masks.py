@@ -288,8 +288,8 @@ def test_workspace_formula(backend):
     ):
         slot = 128 * -(-case.num_topk // 15) + 128 * -(-case.hidden // 28)
         turn = -(-(8 + 8 * case.num_experts) // 128) * 128 + case.max_tokens * slot
-        told = layout(case)[-1] if backend == "shm" else 1024 + 4 * turn
-        assert make_buffer(case, backend, 0).workspace_bytes == told
+        num_bytes = layout(case)[-1] if backend == "shm" else 1024 + 4 * turn
+        assert make_buffer(case, backend, 0).workspace_bytes == num_bytes
 
 
 def lose_rows(case, paths, call, owner, source):
@@ -321,8 +321,8 @@ def test_lost_rows(rank, operation, mask_stalled):
     dist.barrier()
     if rank != 1:
         result, hook = start()
-    told = f"rank 1 did not deliver, nothing came for 2 s; phase '{operation} rows', expected {call}, seen 0"
-    with pytest.raises(EPTimeoutError, match=told) if rank == 0 and not mask_stalled else nullcontext():
+    message = f"rank 1 did not deliver, nothing came for 2 s; phase '{operation} rows', expected {call}, seen 0"
+    with pytest.raises(EPTimeoutError, match=message) if rank == 0 and not mask_stalled else nullcontext():
         hook()
     if operation == "dispatch" and rank == 0 and mask_stalled:
         assert_same("rows of rank 1", result.recv_x[0, 4:8], torch.zeros(4, case.hidden))

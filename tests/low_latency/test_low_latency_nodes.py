@@ -111,12 +111,12 @@ def fp8_by_hand(rank, num_ranks, per_node):
     rows[:, :3] = torch.tensor([[0.0, 3.5, 0.0], [448.0, 0.0, 0.0], [448.0, 1.0, 0.0], [0.0, 0.0625, 0.875]])
     idx = torch.arange(4)[None]
     there = reference.low_latency.dispatch([torch.zeros(1, 128)] * 4, [idx] * 4, None, 4)
-    told = reference.low_latency.combine([row.expand(4, 128) for row in rows], there, [1] * 4, fp8=True, ranks_per_node=per_node)
+    sums = reference.low_latency.combine([row.expand(4, 128) for row in rows], there, [1] * 4, fp8=True, ranks_per_node=per_node)
     device = device_of("nvshmem", rank)
     buffer = LowLatencyBuffer(None, 1, 128, 4, 4, backend="nvshmem", ranks_per_node=per_node, timeout_s=60)
     out = buffer.dispatch(torch.zeros(1, 128, device=device), idx.to(device))
     y = buffer.combine(rows[rank].expand(1, 4, 128).contiguous().to(device), out.handle, wire="fp8")
-    assert_same("combined_x", y, told[rank])
+    assert_same("combined_x", y, sums[rank])
     return y[0, :3].tolist()
 
 
@@ -171,8 +171,8 @@ def in_graph(rank, _, split):
     with torch.cuda.graph(graph):
         out, combined = step()
     for case in cases[1:]:
-        for to, given in zip((x, idx, weights), case.inputs(rank), strict=True):
-            to.copy_(given)
+        for to, new in zip((x, idx, weights), case.inputs(rank), strict=True):
+            to.copy_(new)
         out.recv_x.fill_(float("nan"))
         dist.barrier()
         graph.replay()

@@ -57,7 +57,7 @@ def test_bad_indices(rank):
     """The GPU finds them, and tells why. Along a dispatch that has failed on every rank, nobody waits for a deadline."""
     buffer, device = make_buffer(CASE, "nvshmem", rank), device_of("nvshmem", rank)
     x, idx, weights = (tensor.to(device) for tensor in CASE.inputs(rank))
-    for wrong, message, given in (
+    for wrong, message, some in (
         (idx * 0 + 24, r"is 24; it must be -1 \(no expert\) or 0 to 23", None),
         (idx * 0, "twice", weights),
     ):
@@ -67,7 +67,7 @@ def test_bad_indices(rank):
         assert rank == CULPRIT or caught.value.rank == CULPRIT
         began = time.monotonic()
         with pytest.raises((ValueError, EPPeerError), match="handle"):
-            buffer.combine(rows_for(out), out.handle, topk_weights=given)
+            buffer.combine(rows_for(out), out.handle, topk_weights=some)
             finish(buffer)
         assert time.monotonic() - began < 30
         check_usable(buffer, rank)
@@ -98,9 +98,9 @@ def test_different_calls(rank):
     outputs = [start_dispatch(buffer, CASE, rank, "nvshmem")[0] for _ in range(2)]
     rows = rows_for(outputs[0])
     weights = CASE.inputs(rank)[2].to(rows.device)
-    for given in (None, weights):
+    for some in (None, weights):
         with pytest.raises((EPMismatchError, EPPeerError), match="combine with the handle of call"):
-            buffer.combine(rows, outputs[rank // 2].handle, topk_weights=given)
+            buffer.combine(rows, outputs[rank // 2].handle, topk_weights=some)
             finish(buffer)
         check_usable(buffer, rank)
     out, _ = start_dispatch(buffer, CASE, rank, "nvshmem")
@@ -164,9 +164,9 @@ def wait_that_tells(buffer, rank, late, case, name, pause):
     finish(buffer)
     waited = buffer.statistics().wait_ns.cpu()
     in_time = [other for other in range(4) if other not in {rank, late} | may_share_the_blame(rank, late)]
-    told = waited[late] * (waited[late] > waited[in_time].max()) if rank != late else torch.tensor(2**62)
-    dist.all_reduce(told, dist.ReduceOp.MIN)
-    return told.item()
+    least = waited[late] * (waited[late] > waited[in_time].max()) if rank != late else torch.tensor(2**62)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return least.item()
 
 
 @on_ranks(4)

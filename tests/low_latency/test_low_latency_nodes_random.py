@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 MAX_TOKENS, NUM_EXPERTS = 16, 24
 
 
-def is_same(found, expected):
-    return found.shape == expected.shape and torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+def is_same(actual, expected):
+    return actual.shape == expected.shape and torch.equal(actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
 def draw(shape, number, device):

@@ -48,7 +48,7 @@ def test_equals_reference(num_tokens, backend):
 @on_every_backend
 @pytest.mark.parametrize("mode", ("async", "hook"))
 def test_modes(mode, backend):
-    run_ranks(check_cases, 4, backend, [replace(CASE, mode=mode, combine_weights=given) for given in (False, True)])
+    run_ranks(check_cases, 4, backend, [replace(CASE, mode=mode, combine_weights=weighted) for weighted in (False, True)])
 
 
 @on_every_backend

@@ -105,8 +105,8 @@ def test_fsdp2_trains_as_one_model(rank: int, num_ranks: int) -> None:
         for parameter in experts:
             parameter.grad /= num_ranks
         for (name, wanted), parameter in zip(one.named_parameters(), many.parameters(), strict=True):
-            found, want = parameter.grad, wanted.grad[mine] if "experts" in name else wanted.grad
-            torch.testing.assert_close(found.full_tensor() if hasattr(found, "full_tensor") else found, want)
+            grad, want = parameter.grad, wanted.grad[mine] if "experts" in name else wanted.grad
+            torch.testing.assert_close(grad.full_tensor() if hasattr(grad, "full_tensor") else grad, want)
         norms = [torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3, foreach=False) for model in (one, many)]
         torch.testing.assert_close(norms[1], norms[0])
         assert norms[0] > 1e-3, "gradients are clipped"
@@ -123,11 +123,11 @@ def test_ranks_decide_alike(rank: int, num_ranks: int) -> None:
     model = make_model()
     layer = model[1]
 
-    def set_gradients(own: float) -> None:
+    def set_gradients(value: float) -> None:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         model[0].bias.grad[0] = 3.0
-        layer.experts.up.grad[0, 0, 0] = own
+        layer.experts.up.grad[0, 0, 0] = value
 
     for norm_type, want in ((2.0, math.sqrt(9 + 16 + 64)), (1.0, 3 + 4 + 8), (math.inf, 8.0)):
         set_gradients(4.0 * (rank + 1))

@@ -90,8 +90,8 @@ def test_training_has_the_bits_of_a_layer_without_copies(rank, num_ranks, num_sl
         plan, weights = copies.plan, copies.weights
         copies.plan = lambda *args: plans.append(plan(*args)) or plans[-1]
         weights.up.fill_(float("nan")), weights.down.fill_(float("nan"))
-    for number, (found, expected) in enumerate(zip(train(layer, rank), plain, strict=True)):
-        assert torch.equal(found, expected), number
+    for number, (actual, expected) in enumerate(zip(train(layer, rank), plain, strict=True)):
+        assert torch.equal(actual, expected), number
     assert len(plans) == (0 if num_ranks == 1 else 4) and all((each.plan.copies >= 0).any() for each in plans)
     balance.destroy()
 
@@ -100,8 +100,8 @@ def check_equal(use):
     """`use` returns the same tensors of layers without and with copies, which it makes."""
     plain, balanced = use(None), use(Balance(2, cost=1))
     assert len(plain) == len(balanced) > 0
-    for found, expected in zip(balanced, plain, strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(balanced, plain, strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("recompute", (True, False), ids=("reentrant", "not reentrant"))
@@ -189,8 +189,8 @@ def test_autocast_and_compilation(rank, num_ranks):
         layer, x = layer_of(rank, num_ranks, balance), tokens_of(rank, 1).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
             layer(x).float().sum().backward()
-        found = [x.grad, *(parameter.grad for parameter in layer.experts.parameters())]
-        return [*found, torch.compile(layer, backend="eager")(tokens_of(rank, 2))]
+        grads = [x.grad, *(parameter.grad for parameter in layer.experts.parameters())]
+        return [*grads, torch.compile(layer, backend="eager")(tokens_of(rank, 2))]
 
     check_equal(use)
 
@@ -219,13 +219,13 @@ def test_by_hand(rank, num_ranks):
 @on_ranks(2)
 def test_metrics_count_rows_where_they_are_computed(rank, num_ranks):
     """The busiest rank's load without copies is most of all rows; with a copy of each hot expert ranks differ by little."""
-    found = []
+    loads = []
     for balance in (None, Balance(2, cost=1)):
         layer = layer_of(rank, num_ranks, balance)
         metrics = Metrics(layer)
         layer(tokens_of(rank, 1))
-        found.append(metrics.take()[0].max_rank_overload)
-    assert found[0] > 1.5 > 1.1 > found[1]
+        loads.append(metrics.take()[0].max_rank_overload)
+    assert loads[0] > 1.5 > 1.1 > loads[1]
 
 
 @on_ranks(2)
@@ -241,11 +241,11 @@ def test_refusals(rank, num_ranks):
     with pytest.raises(ValueError, match="GroupedExperts without biases"):
         MoELayer(Skewed(rank), LocalExperts([torch.nn.Identity()]), num_max_tokens_per_rank=8, backend="shm", balance=balance)
     layer_of(rank, num_ranks, balance)(tokens_of(rank, 1))
-    for other, given, message in (
+    for other, plan, message in (
         (GroupedExperts(NUM_EXPERTS // num_ranks, HIDDEN, 2 * INNER, gated=False), balance, "other experts"),
         (GroupedExperts(NUM_EXPERTS // num_ranks, HIDDEN, INNER, gated=False).double(), Balance(1), "2, torch.float64"),
     ):
-        layer = MoELayer(Skewed(rank), other, num_max_tokens_per_rank=64, backend="shm", balance=given)
+        layer = MoELayer(Skewed(rank), other, num_max_tokens_per_rank=64, backend="shm", balance=plan)
         with pytest.raises(ValueError, match=message):
             layer(tokens_of(rank, 1).to(other.up.dtype))
     buffer = Buffer(None, 8, HIDDEN, NUM_EXPERTS, NUM_TOPK, backend="shm")

@@ -26,13 +26,13 @@ class Writer:
 
 def layers(num_ranks: int) -> torch.nn.Sequential:
     """One layer with a shared expert and experts one by one, and one with grouped experts alone. All tokens choose the experts 0 and 1."""
-    found = []
+    listed = []
     for experts in ([SwiGLU(16, 8) for _ in range(4 // num_ranks)], GroupedExperts(4 // num_ranks, 16, 8)):
         router = Router(16, 4, 2, expert_bias=True)
         router.expert_bias.copy_(torch.tensor([2.0, 1.0, -5.0, -5.0]))
         shared = SwiGLU(16, 8) if isinstance(experts, list) else None
-        found.append(MoELayer(router, experts, shared, num_max_tokens_per_rank=8))
-    return torch.nn.Sequential(*found)
+        listed.append(MoELayer(router, experts, shared, num_max_tokens_per_rank=8))
+    return torch.nn.Sequential(*listed)
 
 
 def reports_worker(rank: int, num_ranks: int):
@@ -68,13 +68,13 @@ def training_worker(rank: int, num_ranks: int):
     model, x = layers(num_ranks), torch.randn(3, 16)
     metrics = Metrics(model)
     served = Metrics(model.eval())
-    found = []
+    sums = []
     for is_training, has_gradient in ((False, True), (True, False), (True, True)):
         model.train(is_training)
         with torch.set_grad_enabled(has_gradient):
             model(x)
-        found.append([sum(metrics.take()[0].rows_per_expert), sum(served.take()[0].rows_per_expert)])
-    return found
+        sums.append([sum(metrics.take()[0].rows_per_expert), sum(served.take()[0].rows_per_expert)])
+    return sums
 
 
 def test_evaluations_count_for_a_model_that_serves_only():

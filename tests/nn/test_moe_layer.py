@@ -191,7 +191,7 @@ def test_peers_learn_what_failed(rank, num_ranks):
     layer = MoELayer(router, experts[2 * rank : 2 * rank + 2], shared, num_max_tokens_per_rank=8)
     x = torch.randn(5, HIDDEN)
     not_finite = torch.full_like(x, torch.nan) if rank == 1 else x
-    for given, hooked, why in (
+    for tokens, hooked, why in (
         (not_finite, None, "ValueError: logits has -?nan for token"),
         (x[:, : HIDDEN - rank], None, "ValueError: x has shape .5, 15.; its last dimension must be hidden, 16"),
         (x, layer.experts.experts[1], "ArithmeticError: no module of rank 1"),
@@ -207,7 +207,7 @@ def test_peers_learn_what_failed(rank, num_ranks):
         error, message = (EPPeerError, f"rank 1 did not make its call: {why}") if rank == 0 else (Exception, why.split(": ", 1)[1])
         began = time.monotonic()
         with pytest.raises(error, match=message):
-            layer(given)
+            layer(tokens)
         assert time.monotonic() - began < 60, "far from the deadline of 300 s"
         layer.shared_expert = shared
         if hook is not None:
@@ -265,15 +265,15 @@ def test_same_bits_on_any_number_of_ranks(rank, num_ranks, sums):
     torch.manual_seed(0)
     router = Router(HIDDEN, 8, 3)
     factors = torch.linspace(0.3, 2.9, 8).tolist()
-    found = []
-    for group, own in ((alone, factors), (None, torch.tensor(factors).tensor_split(num_ranks)[rank].tolist())):
-        layer = MoELayer(router, [Scaled(factor) for factor in own], Scaled(0.7), group=group, num_max_tokens_per_rank=64, sums=sums)
+    results = []
+    for group, of_rank in ((alone, factors), (None, torch.tensor(factors).tensor_split(num_ranks)[rank].tolist())):
+        layer = MoELayer(router, [Scaled(factor) for factor in of_rank], Scaled(0.7), group=group, num_max_tokens_per_rank=64, sums=sums)
         x = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(rank)).bfloat16().requires_grad_()
         y = layer(x)
         y.float().square().sum().backward()
-        found.append((y, x.grad, router.weight.grad.clone()))
+        results.append((y, x.grad, router.weight.grad.clone()))
         router.zero_grad()
-    for ours, expected in zip(*found, strict=True):
+    for ours, expected in zip(*results, strict=True):
         assert torch.equal(ours, expected)
 
 

@@ -214,6 +214,6 @@ def test_example(tmp_path):
     assert all(row[2] == pytest.approx(2e3 / row[1]) for row in ways.rows), "a token of each rank"
     (picture,) = page.pictures
     assert picture == Picture.of_file("What rank 0 did when", tmp_path / "timeline.png") and png.startswith(b"\x89PNG")
-    for wrong, told in ((("--num-experts", "3"), "a multiple of --num-ranks 2"), (("--num-topk", "5"), "must be at most --num-experts 4")):
+    for wrong, text in ((("--num-experts", "3"), "a multiple of --num-ranks 2"), (("--num-topk", "5"), "must be at most --num-experts 4")):
         result = subprocess.run([*command, *wrong], capture_output=True, text=True)
-        assert result.returncode == 2 and told in result.stderr
+        assert result.returncode == 2 and text in result.stderr

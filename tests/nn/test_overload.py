@@ -52,15 +52,15 @@ def test_groups_count_apart(rank: int) -> None:
     """Ranks 0 and 2 are a group, 1 and 3 another. In one all rows go to the first rank, in the other half of them. Each rank has the first
     or the second layer only."""
     rows = {0: [4, 4], 2: [0, 0], 1: [1, 1], 3: [1, 1]}[rank]
-    own, group = torch.tensor([rows]), (rank % 2, 2)
+    counts, group = torch.tensor([rows]), (rank % 2, 2)
     none = torch.zeros(0, 1)
     expected = {
         0: {"rank_overload": 2.0, "max_rank_overload": 2.0, "rank_overload_of_sum": 2.0, "max_vio": 1.0},
         1: {"rank_overload": 1.0, "max_rank_overload": 1.0, "rank_overload_of_sum": 1.0, "max_vio": 0.0},
     }
-    assert overloads([own, none] if rank % 2 == 0 else [none, own], [group, group]) == [expected[0], expected[1]]
+    assert overloads([counts, none] if rank % 2 == 0 else [none, counts], [group, group]) == [expected[0], expected[1]]
     both = {"rank_overload": 10 / 6, "max_rank_overload": 2.0, "rank_overload_of_sum": 10 / 6, "max_vio": 5 / 3 - 1}
-    assert overloads([own], [group]) == [pytest.approx(both)]
+    assert overloads([counts], [group]) == [pytest.approx(both)]
 
 
 @on_ranks(2)

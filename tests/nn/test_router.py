@@ -189,11 +189,11 @@ def test_aux_losses_equal_the_formulas_and_ignore_masked_tokens(device, score_fu
         return sum(6 / (2 * len(tokens)) * chosen[expert] * shares[list(tokens), expert].mean() for expert in range(6))
 
     all_tokens = (*range(4), *range(5, 12))
-    given = output.shares, output.topk_idx
+    routed = output.shares, output.topk_idx
     losses = (
-        (ops.sequence_aux_loss(*given, [5, 7], coefficient=3.0), 3 * (loss_of(range(4)) + loss_of(range(5, 12))) / 2),
-        (ops.sequence_aux_loss(*given, 12, coefficient=1.0), loss_of(all_tokens)),
-        (ops.global_aux_loss(*given, output.num_tokens_per_expert, coefficient=1.0), loss_of(all_tokens)),
+        (ops.sequence_aux_loss(*routed, [5, 7], coefficient=3.0), 3 * (loss_of(range(4)) + loss_of(range(5, 12))) / 2),
+        (ops.sequence_aux_loss(*routed, 12, coefficient=1.0), loss_of(all_tokens)),
+        (ops.global_aux_loss(*routed, output.num_tokens_per_expert, coefficient=1.0), loss_of(all_tokens)),
     )
     for ours, theirs in losses:
         torch.testing.assert_close(ours.cpu(), theirs)
@@ -209,10 +209,10 @@ def test_aux_losses_under_a_default_dtype(dtype):
     expected = all_losses(shares, topk_idx)
     torch.set_default_dtype(dtype)
     try:
-        found = all_losses(shares, topk_idx)
+        actual = all_losses(shares, topk_idx)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert found.dtype == torch.float32 and torch.equal(found, expected)
+    assert actual.dtype == torch.float32 and torch.equal(actual, expected)
 
 
 def all_losses(shares, topk_idx):

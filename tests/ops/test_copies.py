@@ -30,8 +30,8 @@ def plan(device, counts, num_slots, cost, capacity=None):
     """Return copies and rows as lists, for counts of one source rank given as a list, or of all."""
     counts = torch.tensor(counts, dtype=torch.int32).to(device)
     no_tokens = torch.empty(0, 2, dtype=torch.int64, device=device)
-    made = plan_copies(no_tokens, counts, 0, num_slots=num_slots, cost=cost, capacity=capacity)
-    return made.copies.tolist(), made.rows.tolist()
+    planned = plan_copies(no_tokens, counts, 0, num_slots=num_slots, cost=cost, capacity=capacity)
+    return planned.copies.tolist(), planned.rows.tolist()
 
 
 # ---- by hand ----
@@ -79,8 +79,8 @@ def test_rows_by_hand(device):
     plans = [plan_copies(idx[rank].to(device), counts.to(device), rank, num_slots=1, cost=0) for rank in range(3)]
     assert plans[0].copies.tolist() == [[-1], [0], [0]] and plans[0].rows.tolist() == [[0], [3], [3]]
     # Physical experts: 0 and a slot, 1, on rank 0; 2 and a slot, 3, on rank 1; 4 and a slot, 5, on rank 2.
-    assert [made.topk_idx[:, 0].tolist() for made in plans] == [[5, 5, 5, 0, 0, 0], [3], [3, 3]]
-    assert all((made.topk_idx[:, 1] == -1).all() for made in plans)
+    assert [each.topk_idx[:, 0].tolist() for each in plans] == [[5, 5, 5, 0, 0, 0], [3], [3, 3]]
+    assert all((each.topk_idx[:, 1] == -1).all() for each in plans)
 
 
 def test_indices_that_are_no_expert(device):
@@ -257,18 +257,18 @@ def test_every_row_has_one_place(drawn, random):
         entries = [expert for expert, count in enumerate(counts[rank].tolist()) for _ in range(count)]
         random.shuffle(entries)
         idx = torch.tensor(entries, dtype=torch.int64).view(-1, 1)
-        made = plan_copies(idx, counts, rank, num_slots=num_slots, cost=cost)
-        logical = torch.cat([torch.arange(num_experts, dtype=torch.int32).view(num_ranks, -1), made.copies], 1).flatten()
-        assert torch.equal(logical[made.topk_idx], idx.int())
-        arrived[rank] = torch.bincount(made.topk_idx.flatten(), minlength=len(logical))
+        planned = plan_copies(idx, counts, rank, num_slots=num_slots, cost=cost)
+        logical = torch.cat([torch.arange(num_experts, dtype=torch.int32).view(num_ranks, -1), planned.copies], 1).flatten()
+        assert torch.equal(logical[planned.topk_idx], idx.int())
+        arrived[rank] = torch.bincount(planned.topk_idx.flatten(), minlength=len(logical))
     by_rank = arrived.view(num_ranks, num_ranks, num_local + num_slots)  # source rank, rank, place
-    assert torch.equal(by_rank[:, :, num_local:].sum(0).int(), made.rows)
-    for rank, experts in enumerate(made.copies.tolist()):
+    assert torch.equal(by_rank[:, :, num_local:].sum(0).int(), planned.rows)
+    for rank, experts in enumerate(planned.copies.tolist()):
         for slot, expert in enumerate(experts):
-            is_first_copy = expert >= 0 and not (made.copies[:rank] == expert).any()
+            is_first_copy = expert >= 0 and not (planned.copies[:rank] == expert).any()
             if is_first_copy:
-                own = min(int(counts[rank, expert]), int(made.rows[rank, slot]))
-                assert by_rank[rank, rank, num_local + slot] == own
+                own_rows = min(int(counts[rank, expert]), int(planned.rows[rank, slot]))
+                assert by_rank[rank, rank, num_local + slot] == own_rows
 
 
 # ---- errors, graphs ----
@@ -317,11 +317,11 @@ def test_in_a_cuda_graph():
     plan_copies(idx, counts, 3, num_slots=4, cost=50)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = plan_copies(idx, counts, 3, num_slots=4, cost=50)
+        planned = plan_copies(idx, counts, 3, num_slots=4, cost=50)
     for topk_idx in (first, second):
         idx.copy_(topk_idx[3]), counts.copy_(counts_of(topk_idx, 64))
         graph.replay()
         want = plan_copies(topk_idx[3], counts_of(topk_idx, 64), 3, num_slots=4, cost=50)
         assert (want.copies >= 0).any()
         for name in ("copies", "rows", "topk_idx"):
-            assert torch.equal(getattr(made, name).cpu(), getattr(want, name))
+            assert torch.equal(getattr(planned, name).cpu(), getattr(want, name))

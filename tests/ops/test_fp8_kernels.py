@@ -113,9 +113,9 @@ def test_a_row_does_not_depend_on_the_others(ops):
     x, x_scales, w, w_scales = product_case([7], 256, 384, 7)[0]
     seen = []
     for counts in ([7], [200, 7], [1, 0, 300, 130], [*[3] * 40, 129]):
-        given, first = product_case(counts, 256, 384, sum(counts))[0], sum(counts[:-1])
-        given[0][first : first + 7], given[1][first : first + 7], given[2][-1], given[3][-1] = x, x_scales, w[0], w_scales[0]
-        seen.append(ops.grouped_fp8_product(*placed(ops, *given, ends_of(counts)))[first : first + 7].cpu())
+        case, first = product_case(counts, 256, 384, sum(counts))[0], sum(counts[:-1])
+        case[0][first : first + 7], case[1][first : first + 7], case[2][-1], case[3][-1] = x, x_scales, w[0], w_scales[0]
+        seen.append(ops.grouped_fp8_product(*placed(ops, *case, ends_of(counts)))[first : first + 7].cpu())
     assert all(torch.equal(rows, seen[0]) for rows in seen) and seen[0].abs().sum() > 0
 
 
@@ -162,8 +162,8 @@ def test_swiglu_that_quantizes_in_triton(device, with_probs):
     grad, weights = torch.randn(num_rows, width, generator=generator).bfloat16(), torch.rand(num_rows, generator=generator)
     gate, up = inner[:filled].chunk(2, 1)
     product = silu(gate) * up
-    given = weights if with_probs else torch.ones(num_rows)
-    wanted, grads = product.float() * given[:filled, None], (grad[:filled].float() * given[:filled, None]).bfloat16()
+    factors = weights if with_probs else torch.ones(num_rows)
+    wanted, grads = product.float() * factors[:filled, None], (grad[:filled].float() * factors[:filled, None]).bfloat16()
     wanted_inner = torch.cat([torch.ops.aten.silu_backward(grads * up, gate), grads * silu(gate)], 1)
     inner[filled:], grad[filled:], weights[filled:] = NAN, NAN, NAN
     probs, ends, here = weights.to(device) if with_probs else None, ends_of([5, filled - 5], device), inner.to(device)

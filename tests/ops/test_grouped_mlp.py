@@ -210,7 +210,7 @@ def test_gradients_are_added_to_main_grads(case, dtype, activation):
         actual = run(ops.grouped_mlp, leaves, grad, counts, activation=activation, main_grads=tuple(main_grads))
         assert_added(main_grads, expected, times)
         assert all(actual[name].shape == leaves[name].shape and actual[name].dtype == dtype for name in ("w1", "w2"))
-        assert_equal(*({name: value for name, value in found.items() if name not in ("w1", "w2")} for found in (actual, expected)))
+        assert_equal(*({name: value for name, value in results.items() if name not in ("w1", "w2")} for results in (actual, expected)))
 
 
 def test_delayed_gradients_are_added_where_the_caller_says():
@@ -333,18 +333,18 @@ def device(monkeypatch):
 
 
 @pytest.fixture
-def made(monkeypatch):
+def natives(monkeypatch):
     """Return C++'s results of each call: a tensor, or None if it declined."""
-    found = []
+    results = []
 
     class Module:
         @staticmethod
         def grouped_swiglu(*arguments):
-            found.append(torch_module.MODULE.grouped_swiglu(*arguments))
-            return found[-1]
+            results.append(torch_module.MODULE.grouped_swiglu(*arguments))
+            return results[-1]
 
     monkeypatch.setattr(module, "torch_module", type("Modules", (), {"MODULE": Module}))
-    return found
+    return results
 
 
 def make_on(device, counts, tail=0, **options):
@@ -359,25 +359,25 @@ def run_on(leaves, grad, counts, **options):
 
 
 def output_of(leaves, **changes):
-    given = {"counts": torch.tensor([2, 3], device=leaves["x"].device)} | leaves | changes
-    return ops.grouped_mlp(**given, zero_tail=False)
+    arguments = {"counts": torch.tensor([2, 3], device=leaves["x"].device)} | leaves | changes
+    return ops.grouped_mlp(**arguments, zero_tail=False)
 
 
 @pytest.mark.parametrize("recompute", (False, True), ids=("kept", "recomputed"))
 @pytest.mark.parametrize("probs", (True, False), ids=("probs", "no probs"))
 @pytest.mark.parametrize("case", ("even", "an expert without rows", "a tail", "a tail alone"))
-def test_has_the_bits_of_python(case, probs, recompute, device, made, monkeypatch):
+def test_has_the_bits_of_python(case, probs, recompute, device, natives, monkeypatch):
     counts, tail = CASES[case]
     leaves, grad = make_on(device, counts, tail, probs=probs)
     actual = run_on(leaves, grad, counts, recompute_activation=recompute)
-    assert len(made) == 1 and made[0] is not None and set(actual) == {"y", *leaves}
+    assert len(natives) == 1 and natives[0] is not None and set(actual) == {"y", *leaves}
     monkeypatch.setattr(module, "_IS_BUILT", False)
     assert_equal(actual, run_on(leaves, grad, counts, recompute_activation=recompute))
-    assert len(made) == 1
+    assert len(natives) == 1
 
 
 @pytest.mark.parametrize("in_python", (False, True), ids=("C++", "Python"))
-def test_adds_to_main_grads(device, made, in_python, monkeypatch):
+def test_adds_to_main_grads(device, natives, in_python, monkeypatch):
     """A GPU may add products that are not rounded to bf16."""
     monkeypatch.setattr(module, "_IS_BUILT", not in_python)
     leaves, grad = make_on(device, [2, 3], 1)
@@ -387,19 +387,19 @@ def test_adds_to_main_grads(device, made, in_python, monkeypatch):
         for main_grad, name in zip(main_grads, ("w1", "w2"), strict=True):
             added = times * expected[name].float()
             assert ((main_grad - 0.5 - added).abs() <= added.abs() * 2**-8 + 1e-6).all(), name
-    assert None not in made
+    assert None not in natives
 
 
 @pytest.mark.parametrize("frozen", ("x", "w1", "w2"))
-def test_makes_only_the_gradients_that_are_wanted(frozen, device, made):
+def test_makes_only_the_gradients_that_are_wanted(frozen, device, natives):
     leaves, grad = make_on(device, [2, 3], 1)
     everything = run_on(leaves, grad, [2, 3])
     del everything[frozen]
     assert_equal(run_on(leaves, grad, [2, 3], frozen=(frozen,)), everything)
-    assert None not in made
+    assert None not in natives
 
 
-def test_gradient_of_any_strides(device, made):
+def test_gradient_of_any_strides(device, natives):
     """One row of the gradient lies beside another's, or begins at an odd address."""
     leaves, grad = make_on(device, [2, 3])
     expected = run_on(leaves, grad, [2, 3])
@@ -408,23 +408,23 @@ def test_gradient_of_any_strides(device, made):
     for view in (wide[:, ::2], shifted[1:].view(5, OUT)):
         view.copy_(grad)
         assert_equal(run_on(leaves, view, [2, 3]), expected)
-    assert None not in made
+    assert None not in natives
 
 
-def test_counts_beyond_the_rows_read_none_that_do_not_exist(device, made):
+def test_counts_beyond_the_rows_read_none_that_do_not_exist(device, natives):
     leaves, grad = make_on(device, [2, 3])
     assert_equal(run_on(leaves, grad, [2, 300]), run_on(leaves, grad, [2, 3]))
-    assert None not in made
+    assert None not in natives
 
 
-def test_without_gradients(device, made):
+def test_without_gradients(device, natives):
     leaves, grad = make_on(device, [2, 3], 1)
     with torch.no_grad():
         y = output_of({name: leaf.requires_grad_() for name, leaf in leaves.items()})
-    assert torch.equal(y[:5], run_on(leaves, grad, [2, 3])["y"]) and not y.requires_grad and None not in made
+    assert torch.equal(y[:5], run_on(leaves, grad, [2, 3])["y"]) and not y.requires_grad and None not in natives
 
 
-def test_differentiable_once(device, made):
+def test_differentiable_once(device, natives):
     leaves, grad = make_on(device, [2, 3], probs=False)
     expected = run_on(leaves, grad, [2, 3])["x"]
     y = output_of({name: leaf.requires_grad_() for name, leaf in leaves.items()})
@@ -434,7 +434,7 @@ def test_differentiable_once(device, made):
         grad_x.sum().backward()
 
 
-def test_weights_changed_before_the_backward_are_noticed(device, made):
+def test_weights_changed_before_the_backward_are_noticed(device, natives):
     leaves, grad = make_on(device, [2, 3])
     y = output_of({name: leaf.requires_grad_() for name, leaf in leaves.items()})
     with torch.no_grad():
@@ -471,8 +471,8 @@ def test_what_is_left_to_python(device):
         assert is_declined({})
 
 
-def test_errors_are_those_of_python(device, made):
+def test_errors_are_those_of_python(device, natives):
     leaves, _ = make_on(device, [2, 3])
     with pytest.raises(ValueError, match=r"counts has shape \[3\]"):
         output_of(leaves, counts=torch.tensor([2, 3, 0], device=device))
-    assert made == [None]
+    assert natives == [None]

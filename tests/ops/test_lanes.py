@@ -64,9 +64,9 @@ def test_counts_equal_operators(sizes, is_int64, device, monkeypatch):
     num_tokens, num_experts, num_topk, num_ranks = sizes
     drawn = torch.randint(-2, num_experts + 2, (num_tokens, num_topk), generator=torch.Generator().manual_seed(1))
     topk_idx = (drawn if is_int64 else drawn.int()).to(device)
-    found = count_lanes(topk_idx.T.contiguous().T, num_experts, num_ranks)
+    actual = count_lanes(topk_idx.T.contiguous().T, num_experts, num_ranks)
     monkeypatch.setattr(lanes, "native_for", lambda tensor: None)
-    assert all(map(torch.equal, found, count_lanes(topk_idx, num_experts, num_ranks)))
+    assert all(map(torch.equal, actual, count_lanes(topk_idx, num_experts, num_ranks)))
 
 
 def test_strides_and_dtypes(device):
@@ -75,8 +75,8 @@ def test_strides_and_dtypes(device):
     values = values.bfloat16()
     want = lanes_of_map(routing_map, values.float(), 4)
     dense = dense_of_lanes(*want, 16)
-    for given in (torch.bool, torch.int32, torch.float32):
-        assert all(map(torch.equal, lanes_of_map(routing_map.to(given).T.contiguous().T, values.T.contiguous().T, 4), want))
+    for dtype in (torch.bool, torch.int32, torch.float32):
+        assert all(map(torch.equal, lanes_of_map(routing_map.to(dtype).T.contiguous().T, values.T.contiguous().T, 4), want))
     assert torch.equal(dense_of_lanes(*(lanes.T.contiguous().T for lanes in want), 16), dense)
     for default in (torch.bfloat16, torch.float64):
         torch.set_default_dtype(default)

@@ -30,7 +30,7 @@ def rows(text: str) -> dict[str, tuple[str, str]]:
 
 def write() -> None:
     text = PAGE.read_text()
-    holds = {folder: told for folder, (told, _) in rows(text).items()}
+    holds = {folder: text_of for folder, (text_of, _) in rows(text).items()}
     first, *_, last = ROW.finditer(text)
     table = "\n".join(f"| `{folder}` | {holds.get(folder, '')} | {files} |" for folder, files in rooms().items())
     PAGE.write_text(text[: first.start()] + table + text[last.end() :])

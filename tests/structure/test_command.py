@@ -24,8 +24,8 @@ def test_command_and_module_are_one():
 
 def test_help_without_a_subcommand(capsys):
     assert main([]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("usage: deepep-moe ") and all(f"  {name} " in told for name in COMMANDS)
+    output = capsys.readouterr().out
+    assert output.startswith("usage: deepep-moe ") and all(f"  {name} " in output for name in COMMANDS)
 
 
 @pytest.mark.parametrize(
@@ -44,5 +44,5 @@ def test_help_without_a_subcommand(capsys):
 def test_wrong_values_are_named_in_one_line(arguments, message, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments.split())
-    told = capsys.readouterr()
-    assert end.value.code == 2 and not told.out and told.err.startswith(message) and told.err.count("\n") == 1, told
+    output = capsys.readouterr()
+    assert end.value.code == 2 and not output.out and output.err.startswith(message) and output.err.count("\n") == 1, output

@@ -23,9 +23,9 @@ def test_targets_install_what_they_need(target, extras, tmp_path):
         command = ["make", "-n", name, f"VENV={tmp_path}", "DEVICE=cpu"]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
-    told = dry_run(target)
-    assert re.findall(r'-e "\.\[(.+)\]"', told) == [extras]
-    for stamp in re.findall(r"^touch (.+)$", told, re.MULTILINE)[0].split():
+    commands = dry_run(target)
+    assert re.findall(r'-e "\.\[(.+)\]"', commands) == [extras]
+    for stamp in re.findall(r"^touch (.+)$", commands, re.MULTILINE)[0].split():
         Path(stamp).touch()
     assert "pip install" not in dry_run("demo") and ("pip install" in dry_run("test")) == (target != "install")
 

@@ -62,8 +62,8 @@ def test_objects_stay(tmp_path):
 
 
 def test_what_setup_refuses(tmp_path):
-    told = setup_says("sys.version_info = (3, 10, 4, 'final', 0)")
-    assert told.startswith(f"deepep_moe needs Python 3.11 or newer, and {sys.executable} is 3.10.4; ")
+    message = setup_says("sys.version_info = (3, 10, 4, 'final', 0)")
+    assert message.startswith(f"deepep_moe needs Python 3.11 or newer, and {sys.executable} is 3.10.4; ")
     assert "found no 'no-such-g++': install gcc 11" in setup_says(CXX="no-such-g++")
     compiler = tool(tmp_path, "g++-9", "9.4.0")
     assert f"needs gcc 11 or newer, and {compiler} is 9.4.0" in setup_says(CXX=str(compiler))
@@ -101,7 +101,7 @@ def test_gpus_of_a_build_that_names_none(flags):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("names", "expected"),
     [
         *((spelling, ["90a,code=[sm_90a]"]) for spelling in ("9.0", "9.0a", "90", "90a", "sm_90a", "compute_90a", "9.0, sm_90")),
         *((spelling, ["90a,code=[sm_90a]", "90,code=[compute_90]"]) for spelling in ("9.0+PTX", "9.0a+ptx", "9.0;9.0+PTX", "Hopper")),
@@ -112,9 +112,9 @@ def test_gpus_of_a_build_that_names_none(flags):
         ("Blackwell", ["100,code=[sm_100]", "120,code=[sm_120]"]),  # 10.3 and 12.1 are newer than this nvcc
     ],
 )
-def test_gpus_that_are_named(flags, given, expected):
-    assert flags(DEEPEP_MOE_ARCHITECTURES=given) == flags(TORCH_CUDA_ARCH_LIST=given) == expected
-    assert flags(DEEPEP_MOE_ARCHITECTURES=given, TORCH_CUDA_ARCH_LIST="8.9") == expected
+def test_gpus_that_are_named(flags, names, expected):
+    assert flags(DEEPEP_MOE_ARCHITECTURES=names) == flags(TORCH_CUDA_ARCH_LIST=names) == expected
+    assert flags(DEEPEP_MOE_ARCHITECTURES=names, TORCH_CUDA_ARCH_LIST="8.9") == expected
 
 
 def test_gpus_of_this_machine(flags, monkeypatch, tmp_path):
@@ -126,11 +126,11 @@ def test_gpus_of_this_machine(flags, monkeypatch, tmp_path):
         flags(DEEPEP_MOE_ARCHITECTURES="native")
 
 
-@pytest.mark.parametrize("given", ["9.9", "sm_", "hooper", "8.0a", "9.0f", "7.5", "8.0;9.0+SASS"])
-def test_gpus_that_nvcc_does_not_know(flags, given):
+@pytest.mark.parametrize("names", ["9.9", "sm_", "hooper", "8.0a", "9.0f", "7.5", "8.0;9.0+SASS"])
+def test_gpus_that_nvcc_does_not_know(flags, names):
     with pytest.raises(SystemExit) as error:
-        flags(DEEPEP_MOE_ARCHITECTURES=given)
-    assert f"{given.split(';')[-1]} of DEEPEP_MOE_ARCHITECTURES: " in str(error.value) and "knows 8.0, 8.6, 8.9, 9.0" in str(error.value)
+        flags(DEEPEP_MOE_ARCHITECTURES=names)
+    assert f"{names.split(';')[-1]} of DEEPEP_MOE_ARCHITECTURES: " in str(error.value) and "knows 8.0, 8.6, 8.9, 9.0" in str(error.value)
 
 
 def test_older_gpus_of_pytorch_are_left_out(flags):
@@ -190,10 +190,10 @@ def test_two_copies_on_the_path(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     assert installed.other_copies() == "", "a folder of this name alone is none"
     (other / "_C.pyi").touch()
-    told = f"{PACKAGE} is imported, and sys.path has another deepep_moe in {other}"
-    assert told in installed.other_copies()
+    message = f"{PACKAGE} is imported, and sys.path has another deepep_moe in {other}"
+    assert message in installed.other_copies()
     code = f"import sys; sys.path.append({str(tmp_path)!r}); import deepep_moe"
-    assert told in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+    assert message in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
 
 
 # ---- messages ----
@@ -231,13 +231,13 @@ def test_modules_that_cannot_be_built(monkeypatch, tmp_path, capsys, code, named
         build.subprocess, "run", lambda command, **how: SimpleNamespace(returncode=code, stdout="" if "-P" in command else output)
     )
     assert build.main(named) == 1
-    told = capsys.readouterr().out
-    assert f"{failed}: not built, see above" in told and f"\n{says}\n" in told and "more" not in told
+    printed = capsys.readouterr().out
+    assert f"{failed}: not built, see above" in printed and f"\n{says}\n" in printed and "more" not in printed
 
 
 def test_clones_and_wrong_names_are_refused(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(build, "PACKAGE", tmp_path / "deepep_moe")
-    for arguments, told in ((["_triton"], "no module _triton; choose from _torch, _nvshmem"), ([], "is a clone, which builds all modules")):
+    for arguments, text in ((["_triton"], "no module _triton; choose from _torch, _nvshmem"), ([], "is a clone, which builds all modules")):
         with pytest.raises(SystemExit):
             build.main(arguments)
-        assert told in capsys.readouterr().err
+        assert text in capsys.readouterr().err

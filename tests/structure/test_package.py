@@ -25,15 +25,15 @@ SHIM_BYTES = getattr(deepep_moe._C, "SHIM_BYTES", 0)
 
 
 def test_features():
-    found = deepep_moe.features()
-    assert found["shm"] is True and found["collective"] is True and found["nvlink"] is found["found_nvcc"]
-    assert found["nvshmem"] is (found["found_nvcc"] and found["found_nvshmem"])
-    assert found["version"] == deepep_moe.__version__ and f'version = "{found["version"]}"' in (ROOT / "pyproject.toml").read_text()
-    assert {"compiler", "found_nvcc", "found_nvshmem"} <= set(found)
-    if found["found_nvcc"]:
-        assert found["autograd"] is True  # as `make install` builds it
+    built = deepep_moe.features()
+    assert built["shm"] is True and built["collective"] is True and built["nvlink"] is built["found_nvcc"]
+    assert built["nvshmem"] is (built["found_nvcc"] and built["found_nvshmem"])
+    assert built["version"] == deepep_moe.__version__ and f'version = "{built["version"]}"' in (ROOT / "pyproject.toml").read_text()
+    assert {"compiler", "found_nvcc", "found_nvshmem"} <= set(built)
+    if built["found_nvcc"]:
+        assert built["autograd"] is True  # as `make install` builds it
     else:
-        assert found["autograd"].startswith("not built; deepep_moe was built without nvcc, so it has no kernels, which it calls; install")
+        assert built["autograd"].startswith("not built; deepep_moe was built without nvcc, so it has no kernels, which it calls; install")
 
 
 def test_modules_without_kernels_are_not_built(monkeypatch, tmp_path, capsys):
@@ -59,8 +59,8 @@ def test_modules_without_kernels_are_not_built(monkeypatch, tmp_path, capsys):
 def test_autograd_functions_of_another_build(monkeypatch, values, reason):
     monkeypatch.setitem(sys.modules, "deepep_moe._torch", SimpleNamespace(**values) if values else None)
     monkeypatch.setattr(torch_module._C, "build_info", lambda: {"nvlink": True})
-    module, told = torch_module._load()
-    assert (module is None) is bool(reason) is bool(told) and told.startswith(reason)
+    module, message = torch_module._load()
+    assert (module is None) is bool(reason) is bool(message) and message.startswith(reason)
 
 
 # ---- README ----
@@ -95,8 +95,8 @@ def test_numbers_come_from_results():
     for line in rows:
         file, key = re.search(r"<!-- (\S+) (.+) -->", line).groups()
         records = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
-        if found := re.fullmatch(r"(.+?)( graph)? EP(\d)(?: of (\d+))?", key):
-            name, graph, num_ranks, num_tokens = found.groups()
+        if match := re.fullmatch(r"(.+?)( graph)? EP(\d)(?: of (\d+))?", key):
+            name, graph, num_ranks, num_tokens = match.groups()
             kind = {"num_tokens": 128, "half": "both", "graph": True} if graph else {"num_tokens": int(num_tokens or 4096), "num_sms": None}
             kind |= {"name": name, "num_ranks": int(num_ranks)}
             (record,) = [record for record in records if {field: record[field] for field in kind} == kind]
@@ -129,12 +129,12 @@ def test_tables_of_memory(name):
     """Ranks, hidden and tokens a rank, then GiB: of Megatron's layers, of DeepSpeed's in exact mode with top-2 and top-8, and fast."""
     rows = re.findall(r"^\| (\d+), (\d+), (\d+) \| (.+) \|$", (ROOT / "docs" / name).read_text(), flags=re.MULTILINE)
     assert len(rows) >= 4
-    for num_ranks, hidden, num_tokens, told in rows:
+    for num_ranks, hidden, num_tokens, cells in rows:
         ways = ((8, 1),) if name == "megatron.md" else ((1, 2), (1, 8), (8, 1))
-        for (num_topk, num_rows), cell in zip(ways, told.split(" | "), strict=True):
+        for (num_topk, num_rows), cell in zip(ways, cells.split(" | "), strict=True):
             sizes = {"num_ranks": int(num_ranks), "num_experts": 16 * int(num_ranks), "num_topk": num_topk, "hidden": int(hidden)}
-            found = deepep_moe._C.gpu_workspace_bytes(**sizes, num_max_tokens=num_rows * int(num_tokens)) / 2**30
-            assert found == pytest.approx(float(cell.removesuffix(" GiB")), rel=0.04), (num_ranks, hidden, num_tokens, cell)
+            gib = deepep_moe._C.gpu_workspace_bytes(**sizes, num_max_tokens=num_rows * int(num_tokens)) / 2**30
+            assert gib == pytest.approx(float(cell.removesuffix(" GiB")), rel=0.04), (num_ranks, hidden, num_tokens, cell)
 
 
 # ---- settings ----

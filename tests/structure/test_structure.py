@@ -40,9 +40,9 @@ ROOM = 1.03  # over the limits of sizes
 
 
 def test_page_lists_every_folder_and_file():
-    told = rooms.rows(rooms.PAGE.read_text())
-    assert {folder: files for folder, (_, files) in told.items()} == rooms.rooms(), "run python tests/structure/rooms.py"
-    assert not [folder for folder, (holds, _) in told.items() if not holds.strip()], "say what they hold"
+    listed = rooms.rows(rooms.PAGE.read_text())
+    assert {folder: files for folder, (_, files) in listed.items()} == rooms.rooms(), "run python tests/structure/rooms.py"
+    assert not [folder for folder, (holds, _) in listed.items() if not holds.strip()], "say what they hold"
 
 
 @pytest.mark.parametrize("name", LIMITS)
@@ -82,13 +82,13 @@ def imports_of(path: Path):
 
 @pytest.mark.parametrize(("path", "module"), list(python_modules()), ids=lambda value: value if isinstance(value, str) else "")
 def test_python_arrows(path, module):
-    own, is_foundation = place_of(module), module.removeprefix("deepep_moe.") in FOUNDATION
-    known = own is not None or is_foundation or module == "deepep_moe" or module.startswith(APART)
+    ours, is_foundation = place_of(module), module.removeprefix("deepep_moe.") in FOUNDATION
+    known = ours is not None or is_foundation or module == "deepep_moe" or module.startswith(APART)
     assert known, f"{module} is in no room and not part of the foundation"
     for imported in imports_of(path):
         theirs = place_of(imported)
-        if own is not None and theirs is not None:
-            points_down = own[0] < theirs[0] or own == theirs
+        if ours is not None and theirs is not None:
+            points_down = ours[0] < theirs[0] or ours == theirs
             assert points_down, f"{module} imports {imported}: the arrow points the wrong way"
         if is_foundation and imported.startswith("deepep_moe."):
             assert imported.split(".")[1] in FOUNDATION, f"{module} is part of the foundation and imports {imported}"

@@ -51,9 +51,9 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> str:
 def built(tmp_path_factory):
     """Build both like `make wheel`, from a clean copy, because a clone may have outdated lists of files. If DEEPEP_MOE_DIST names a folder,
     take the built ones there, as before a release."""
-    if given := os.environ.get("DEEPEP_MOE_DIST"):
+    if dist := os.environ.get("DEEPEP_MOE_DIST"):
         python = f"cp{sys.version_info.major}{sys.version_info.minor}"
-        return SimpleNamespace(sdist=next(Path(given).glob("*.tar.gz")), wheel=next(Path(given).glob(f"*-{python}-*.whl")).absolute())
+        return SimpleNamespace(sdist=next(Path(dist).glob("*.tar.gz")), wheel=next(Path(dist).glob(f"*-{python}-*.whl")).absolute())
     pytest.importorskip("auditwheel")
     folder = tmp_path_factory.mktemp("built")
     shutil.copytree(
@@ -108,9 +108,9 @@ def test_files_of_the_wheel(built):
 def test_files_of_the_source_distribution(built):
     with tarfile.open(built.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()}
-    own = {name for name in names if not name.startswith("deepep_moe.egg-info/")}
+    packed = {name for name in names if not name.startswith("deepep_moe.egg-info/")}
     beside = {"PKG-INFO", "MANIFEST.in", "CHANGELOG.md", "setup.cfg"}
-    assert own == SOURCES | CSRC | of_package() | files_of("integrations", ".py") | beside
+    assert packed == SOURCES | CSRC | of_package() | files_of("integrations", ".py") | beside
 
 
 def test_wheel_serves_machines_like_this(built):
@@ -136,8 +136,8 @@ def test_wheel_exchanges_rows(environment):
     """The script runs outside of the clone, without a compiler."""
     script = environment.folder / "exchange.py"
     script.write_text(EXCHANGE)
-    told = run(environment.python, script, cwd=environment.folder, CXX="none", CUDA_HOME="/none", CUDA_VISIBLE_DEVICES="")
-    assert told.strip() == "[('shm', True), ('shm', True)]"
+    output = run(environment.python, script, cwd=environment.folder, CXX="none", CUDA_HOME="/none", CUDA_VISIBLE_DEVICES="")
+    assert output.strip() == "[('shm', True), ('shm', True)]"
 
 
 SHOW = "import deepep_moe; print({name: deepep_moe.features()[name] for name in ('autograd', 'nvshmem')})"
@@ -153,8 +153,8 @@ def test_modules_are_built_on_demand_and_go_with_the_library(environment):
     assert "`deepep-moe build _torch` builds it for this PyTorch" in before
     both = features["nvshmem"] and "DEEPEP_MOE_DIST" in os.environ  # the other takes minutes, and is built the same way
     wanted = ["_torch", "_nvshmem"] if both else ["_torch"]
-    told = run(environment.python.parent / "deepep-moe", "build", *wanted, cwd=environment.folder)
-    assert all(f"{name}: built" in told for name in wanted), told
+    output = run(environment.python.parent / "deepep-moe", "build", *wanted, cwd=environment.folder)
+    assert all(f"{name}: built" in output for name in wanted), output
     after = run(environment.python, "-P", "-c", SHOW, cwd=environment.folder)
     assert after.strip() == str({"autograd": True, "nvshmem": both})
     run(environment.python, "-m", "pip", "uninstall", "-q", "-y", "deepep-moe", cwd=environment.folder)

@@ -104,17 +104,17 @@ def tokens(rank: int, step: int, uneven: bool = False) -> torch.Tensor:
 
 def run_steps(engine: Any, rank: int, case: Case, steps: int = STEPS) -> dict[str, torch.Tensor]:
     """Losses and logits of every step, gradients of the first and last, parameters at the end."""
-    found: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
     for step in range(steps):
         ids = tokens(rank, step, case.uneven).to(engine.device)
         with recorded_gradients(engine) as gradients:
             output = engine(input_ids=ids, labels=ids)
             engine.backward(output.loss)
         engine.step()
-        found |= {f"loss {step}": output.loss.detach().clone(), f"logits {step}": output.logits.detach().clone()}
+        results |= {f"loss {step}": output.loss.detach().clone(), f"logits {step}": output.logits.detach().clone()}
         if step in (0, steps - 1):
-            found |= {f"gradient {step} {name}": gradient for name, gradient in gradients.items()}
-    return found | {"parameter " + name: owned(parameter).detach().clone() for name, parameter in engine.module.named_parameters()}
+            results |= {f"gradient {step} {name}": gradient for name, gradient in gradients.items()}
+    return results | {"parameter " + name: owned(parameter).detach().clone() for name, parameter in engine.module.named_parameters()}
 
 
 def owned(parameter: torch.Tensor) -> torch.Tensor:
@@ -136,13 +136,13 @@ def counted() -> Iterator[dict[str, int]]:
             (auto_ep_layer._AllToAllV, "apply", "AutoEP's all-to-all"),
             (TokenChoiceTopKRouter, "forward", "AutoEP's choice"),
         ):
-            own = getattr(owner, name)
+            stock = getattr(owner, name)
 
-            def count(*args: Any, own: Any = own, key: str = key, **kwargs: Any) -> Any:
+            def count(*args: Any, stock: Any = stock, key: str = key, **kwargs: Any) -> Any:
                 calls[key] += 1
-                return own(*args, **kwargs)
+                return stock(*args, **kwargs)
 
             inherited = name not in vars(owner)
             setattr(owner, name, staticmethod(count) if owner is auto_ep_layer._AllToAllV else count)
-            undo.callback(delattr, owner, name) if inherited else undo.callback(setattr, owner, name, own)
+            undo.callback(delattr, owner, name) if inherited else undo.callback(setattr, owner, name, stock)
         yield calls

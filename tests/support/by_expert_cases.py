@@ -75,20 +75,20 @@ def equal(rank, num_ranks, backend, case, expert):
     scales = [torch.arange(1.0, num_local + 1).to(case.dtype) / 4 + r for r in range(num_ranks)]
     x, idx, weights, scale = on_device(backend, rank, xs[rank], idxs[rank], all_weights[rank], scales[rank])
     (grad,) = on_device(backend, rank, torch.randn(x.shape, generator=torch.Generator().manual_seed(rank)).to(case.dtype))
-    found = []
+    results = []
     for way in (in_one_tensor, in_parts):
         leaves = [tensor.clone().requires_grad_() for tensor in (x, weights, scale)]
         combined_x = way(buffer, leaves[0], idx, leaves[1] if case.with_weights else None, leaves[2], expert)
         combined_x.backward(grad)
-        found.append([combined_x, *(leaf.grad for leaf in leaves)])
-    for name, value, expected in zip(("combined_x", "x.grad", "topk_weights.grad", "scale.grad"), found[1], found[0], strict=True):
+        results.append([combined_x, *(leaf.grad for leaf in leaves)])
+    for name, value, expected in zip(("combined_x", "x.grad", "topk_weights.grad", "scale.grad"), results[1], results[0], strict=True):
         if value is None:
             assert expected is None and not case.with_weights, name
         elif name == "scale.grad":
             torch.testing.assert_close(value, expected)
         else:
             assert_same(name, value, expected)
-    assert ("CombineFunction" in found[1][0].grad_fn.name()) is (backend == "nvlink")
+    assert ("CombineFunction" in results[1][0].grad_fn.name()) is (backend == "nvlink")
     if expert is doubled:
         received = reference.dispatch(xs, idxs, all_weights if case.with_weights else None, case.num_experts)
         rows = [
@@ -96,15 +96,15 @@ def equal(rank, num_ranks, backend, case, expert):
             for there, ours in zip(received, scales, strict=True)
         ]
         row_weights = [there.recv_topk_weights for there in received] if case.with_weights else None
-        assert_same("combined_x", found[1][0], reference.combine(rows, received, case.num_tokens, row_weights)[rank])
+        assert_same("combined_x", results[1][0], reference.combine(rows, received, case.num_tokens, row_weights)[rank])
     leaves = [tensor.clone().requires_grad_() for tensor in (x, weights, scale)]
     combined_x = in_parts(buffer, leaves[0], idx, leaves[1] if case.with_weights else None, leaves[2], expert)
     with watched(rank):
         combined_x.backward(grad)
-    for name, leaf, expected in zip(("x.grad", "topk_weights.grad"), leaves, found[1][1:], strict=False):
+    for name, leaf, expected in zip(("x.grad", "topk_weights.grad"), leaves, results[1][1:], strict=False):
         torch.testing.assert_close(leaf.grad, expected, msg=lambda text, name=name: f"watched {name}: {text}")
     with torch.no_grad():
-        assert_same("combined_x", in_parts(buffer, x, idx, weights if case.with_weights else None, scale, expert), found[1][0])
+        assert_same("combined_x", in_parts(buffer, x, idx, weights if case.with_weights else None, scale, expert), results[1][0])
 
 
 @contextlib.contextmanager

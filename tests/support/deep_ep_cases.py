@@ -44,7 +44,7 @@ class Wanted:
         dtype = torch.bfloat16 if fp8 else case.dtype
         self.outputs = [case.expert_outputs(r, len(there.recv_x)).to(dtype) for r, there in enumerate(self.received)]
 
-    def given(self, device: torch.device) -> Any:
+    def x_on(self, device: torch.device) -> Any:
         """x, or a pair whose scales lie in column order, as DeepEP's callers keep them."""
         return self.x.to(device) if self.scales is None else (self.x.to(device), self.scales.to(device).T.contiguous().T)
 

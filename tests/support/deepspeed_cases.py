@@ -110,12 +110,12 @@ def dispatches(num: int) -> Iterator[None]:
     """Asserts that so many exchanges of swapped layers begin meanwhile."""
     from deepep_moe.integrations.deepspeed.native.layer import PackedMOELayer
 
-    own, calls = PackedMOELayer._exchange, []
-    PackedMOELayer._exchange = lambda *arguments: calls.append(1) or own(*arguments)
+    stock, calls = PackedMOELayer._exchange, []
+    PackedMOELayer._exchange = lambda *arguments: calls.append(1) or stock(*arguments)
     try:
         yield
     finally:
-        PackedMOELayer._exchange = own
+        PackedMOELayer._exchange = stock
     assert len(calls) == num, f"{len(calls)} exchanges, not {num}"
 
 
@@ -203,11 +203,11 @@ def build_engine(case: Case, ours: bool, *, model: nn.Module | None = None, **ar
 @contextlib.contextmanager
 def recorded_gradients(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
     """This rank's gradients before they are reduced, in every stage of ZeRO."""
-    found: dict[str, torch.Tensor] = {}
+    gradients: dict[str, torch.Tensor] = {}
     handles = []
     for name, parameter in engine.module.named_parameters():
-        handles.append(parameter.register_hook(lambda grad, name=name: found.__setitem__(name, grad.clone())))
-    yield found
+        handles.append(parameter.register_hook(lambda grad, name=name: gradients.__setitem__(name, grad.clone())))
+    yield gradients
     for handle in handles:
         handle.remove()
 

@@ -106,13 +106,13 @@ def at_random(function: Any, num_ranks: int, kind: str, *, is_killed: bool = Fal
 
 def signal_later(seed: int, within_s: float, number: int, stopped_s: float = 0.0) -> None:
     """Let another process send this one a signal at some moment. If it stops this process, it continues `stopped_s` later."""
-    own = os.getpid()
+    process = os.getpid()
     if os.fork() == 0:
         time.sleep(random.Random(seed).uniform(0, within_s))
-        os.kill(own, number)
+        os.kill(process, number)
         if number == signal.SIGSTOP:
             time.sleep(stopped_s)
-            os.kill(own, signal.SIGCONT)
+            os.kill(process, signal.SIGCONT)
             tell("resumed")
         os._exit(0)
 
@@ -145,7 +145,7 @@ class Interposed:
         def run(*args: Any) -> Any:
             if name in self._before:
                 raise self._error
-            made = method(*args)  # noqa: F841  # lives as long as the error: kernels may be still at work on it
+            output = method(*args)  # noqa: F841  # lives as long as the error: kernels may be still at work on it
             raise self._error
 
         return run
@@ -162,10 +162,10 @@ MOMENTS = {
 def moments(kind: str) -> list[tuple[str, str]]:
     """(operation, moment) of the faults that can be put into the calls of a backend. The native call of `shm` that enters also moves rows,
     but for a dispatch: see `interrupted`."""
-    found = [(operation, moment) for operation, those in MOMENTS.items() for moment in those]
+    cases = [(operation, moment) for operation, those in MOMENTS.items() for moment in those]
     if kind == "nvlink":  # one native call does it all
-        return [case for case in found if case[1] != "before rows"]
-    return [case for case in found if kind != "shm" or case[0] == "dispatch" or case[1] != "before rows"]
+        return [case for case in cases if case[1] != "before rows"]
+    return [case for case in cases if kind != "shm" or case[0] == "dispatch" or case[1] != "before rows"]
 
 
 def once(method: Any, error: BaseException, is_after: bool = False) -> Any:
@@ -193,15 +193,15 @@ def allocations_fail(error: BaseException, which: Any) -> Any:
     """Let the first `torch.empty`, in C++ too, of a size and dtype that `which` takes raise the error. What was made lives as long as that
     does: kernels of the emulated GPU may be still at work on it."""
     failed: list[bool] = []
-    error.made = made = []  # type: ignore[attr-defined]
+    error.made = tensors = []  # type: ignore[attr-defined]
 
     def empty(size: Any, *, dtype: torch.dtype | None = None, **how: Any) -> torch.Tensor:
         if not failed and which(size, dtype):
             failed.append(True)
             raise error
         strides = [math.prod(size[i + 1 :]) for i in range(len(size))]
-        made.append(torch.empty_strided(size, strides, dtype=dtype, device=how.get("device"), pin_memory=bool(how.get("pin_memory"))))
-        return made[-1]
+        tensors.append(torch.empty_strided(size, strides, dtype=dtype, device=how.get("device"), pin_memory=bool(how.get("pin_memory"))))
+        return tensors[-1]
 
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("empty.memory_format", empty, "CPU" if device.GPU == "cpu" else "CUDA")
@@ -228,12 +228,12 @@ def fault(buffer: Buffer, moment: str, error: BaseException) -> Any:
         if isinstance(backend, NvlinkBackend):
             name, before, after = "_native", *(tuple(f"run_{entry}" for entry in entries) for entries in (before, after))
         faulty = Interposed(getattr(backend, name), error, before, after)
-    own = getattr(backend, name)
+    stock = getattr(backend, name)
     setattr(backend, name, faulty)
     try:
         yield
     finally:
-        setattr(backend, name, own)
+        setattr(backend, name, stock)
 
 
 @contextlib.contextmanager

@@ -5,13 +5,13 @@ import torch
 
 def negative(tensor):
     """Return a tensor equal to `tensor`, in contiguous memory that holds the negative."""
-    made = torch._neg_view(-tensor)
-    assert made.is_neg() and made.is_contiguous() and torch.equal(made, tensor)
-    return made
+    lazy = torch._neg_view(-tensor)
+    assert lazy.is_neg() and lazy.is_contiguous() and torch.equal(lazy, tensor)
+    return lazy
 
 
 def imaginary(tensor):
     """Return a lazily negative tensor equal to `tensor`, with other strides. Programs get such tensors from complex ones."""
-    made = torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
-    assert made.is_neg() and torch.equal(made, tensor)
-    return made
+    lazy = torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
+    assert lazy.is_neg() and torch.equal(lazy, tensor)
+    return lazy

@@ -26,5 +26,5 @@ def assert_leaves_no_graph(step: Callable[[], Any]) -> None:
 
 
 def _tensors_with_graph() -> list[str]:
-    found = (x for x in gc.get_objects() if type(x) is torch.Tensor and x.grad_fn is not None)
-    return [f"{tuple(tensor.shape)} of {tensor.grad_fn}" for tensor in found]
+    tensors = (x for x in gc.get_objects() if type(x) is torch.Tensor and x.grad_fn is not None)
+    return [f"{tuple(tensor.shape)} of {tensor.grad_fn}" for tensor in tensors]

@@ -31,10 +31,10 @@ def combined_without(case, masked):
     expected, weights, per_node = Expected(case), [], case.ranks_per_node or case.num_ranks
     node, index = divmod(masked, per_node)
     for rank in range(case.num_ranks):
-        _, idx, given = case.inputs(rank)
+        _, idx, all_weights = case.inputs(rank)
         to = idx // (case.num_experts // case.num_ranks)
         by_it = rank // per_node != node and rank % per_node == index
-        weights.append(torch.where((to == masked) | (by_it & (to // per_node == node)), 0, given))
+        weights.append(torch.where((to == masked) | (by_it & (to // per_node == node)), 0, all_weights))
     return reference.low_latency.combine(
         expected.outputs, expected.received, case.num_tokens, topk_weights=weights, ranks_per_node=case.ranks_per_node
     )

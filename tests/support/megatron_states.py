@@ -31,8 +31,8 @@ def sharded_tensors(entries: Any) -> list[tuple]:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
     apply_factories(entries)
-    found = [(v.key, *_place(v)) if isinstance(v, ShardedTensor) else (v.unique_key,) for v in nested_values(entries)]
-    return sorted(found, key=repr)
+    places = [(v.key, *_place(v)) if isinstance(v, ShardedTensor) else (v.unique_key,) for v in nested_values(entries)]
+    return sorted(places, key=repr)
 
 
 def _place(value: Any) -> tuple:

@@ -119,9 +119,9 @@ def _set_states(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
         group, order = self.model_param_group_index_map[model_param]
-        own = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        own["step"] = own["step"].clone()  # all parameters share one, to which each would add
-        return stock(self, model_param, tensors | {"step": own["step"]})
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        state["step"] = state["step"].clone()  # all parameters share one, to which each would add
+        return stock(self, model_param, tensors | {"step": state["step"]})
 
     return call
 
@@ -150,7 +150,7 @@ def training(setting: Setting, *, seed: int = 7) -> Iterator[Training]:
     """Groups, a model of two MoE layers with weights from `seed`, DDP and an optimizer."""
     import megatron_ranks as ranks
 
-    options, own = EXPERTS[setting.experts], _groups()
+    options, before = EXPERTS[setting.experts], _groups()
     with ranks.model_parallel("cpu", ep=setting.ep, seed=seed, options=options), on_cpus():
         config = _config(setting)
         with te_experts() if "TE" in setting.experts else contextlib.nullcontext(), _fused() if setting.fuses else contextlib.nullcontext():
@@ -160,7 +160,7 @@ def training(setting: Setting, *, seed: int = 7) -> Iterator[Training]:
                 module.gradient_accumulation_fusion = False
         yield Training(config, *_wrap(setting, config, model))
     dist.barrier()
-    for group in _groups() - own:  # Megatron-Core destroys none, and each group of gloo has threads that never rest
+    for group in _groups() - before:  # Megatron-Core destroys none, and each group of gloo has threads that never rest
         dist.destroy_process_group(group)
 
 
@@ -283,7 +283,7 @@ def _train_step(run: Training, step: int) -> float:
 
     run.model.zero_grad_buffer()
     run.optimizer.zero_grad()
-    found = get_forward_backward_func()(
+    outputs = get_forward_backward_func()(
         forward_step_func=lambda batches, chunk: (chunk(**next(batches)), _loss_of),
         data_iterator=iter([_batch(step, micro) for micro in range(MICRO_BATCHES)]),
         model=run.model,
@@ -293,7 +293,7 @@ def _train_step(run: Training, step: int) -> float:
         forward_only=False,
     )
     assert run.optimizer.step()[0]
-    loss = torch.stack([one["loss"] for one in found]).mean()
+    loss = torch.stack([one["loss"] for one in outputs]).mean()
     dist.all_reduce(loss)
     return float(loss / dist.get_world_size())
 

@@ -13,7 +13,7 @@ from deepep_moe.errors import EPPeerError
 from deepep_moe.testing import run_ranks
 
 
-def on_ranks(num_ranks: int | Sequence[Any] = (), **given: Any) -> Callable[..., Any]:
+def on_ranks(num_ranks: int | Sequence[Any] = (), **how: Any) -> Callable[..., Any]:
     """Make a test of a function that every rank runs. It takes `rank` and, where it names it, `num_ranks`, beside what pytest gives it.
 
     Keywords that name its parameters say which values they have, as `pytest.mark.parametrize` does. The others are options of `run_ranks`,
@@ -23,14 +23,14 @@ def on_ranks(num_ranks: int | Sequence[Any] = (), **given: Any) -> Callable[...,
 
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
         parameters = inspect.signature(body).parameters
-        marks = {name: given[name] for name in given if name in parameters}
-        options = {name: given[name] for name in given if name not in parameters}
+        marks = {name: how[name] for name in how if name in parameters}
+        options = {name: how[name] for name in how if name not in parameters}
         is_fixed = isinstance(num_ranks, int)
         of_pytest = [name for name in parameters if name not in (("rank", "num_ranks") if is_fixed else ("rank",))]
         sent = [name for name in of_pytest if name != "num_ranks"]
 
         @functools.wraps(body)
-        def test(*of_rank: Any, **given: Any) -> str | None:
+        def test(*of_rank: Any, **how: Any) -> str | None:
             if of_rank:
                 of_ranks = dict(zip(("rank", "num_ranks", *sent), of_rank, strict=True))
                 try:
@@ -38,9 +38,9 @@ def on_ranks(num_ranks: int | Sequence[Any] = (), **given: Any) -> Callable[...,
                 except pytest.skip.Exception as skipped:
                     return str(skipped)
                 return None
-            values = [given[name] for name in sent]
+            values = [how[name] for name in sent]
             chosen = {name: option(*values) if callable(option) else option for name, option in options.items()}
-            for skipped in filter(None, run_ranks(test, num_ranks if is_fixed else given["num_ranks"], *values, **chosen)):
+            for skipped in filter(None, run_ranks(test, num_ranks if is_fixed else how["num_ranks"], *values, **chosen)):
                 pytest.skip(skipped)
             return None
 

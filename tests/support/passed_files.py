@@ -20,23 +20,23 @@ class Counted:
 def passed(natives, call):
     """Return the result of `call`, the files of the package that it passes, and what it asks of C++. natives: owners, and their names for
     it."""
-    files, asked, own = set(), [], [getattr(*native) for native in natives]
+    files, asked, values = set(), [], [getattr(*native) for native in natives]
     root = str(Path(sys.modules["deepep_moe"].__file__).parent)
 
     def look(frame, event, _):
         if event == "call" and frame.f_code.co_filename.startswith(root):
             files.add(Path(frame.f_code.co_filename).name)
 
-    for native, value in zip(natives, own, strict=True):
+    for native, value in zip(natives, values, strict=True):
         setattr(*native, Counted(value, asked))
     sys.setprofile(look)
     try:
-        made = call()
+        output = call()
     finally:
         sys.setprofile(None)
-        for native, value in zip(natives, own, strict=True):
+        for native, value in zip(natives, values, strict=True):
             setattr(*native, value)
-    return made, files, asked
+    return output, files, asked
 
 
 def finish(event):

@@ -20,7 +20,7 @@ def no_variables(monkeypatch):
 @pytest.fixture
 def bound_to(monkeypatch):
     """The CPUs that this process would be bound to, in a kernel that refuses nothing."""
-    found = []
-    monkeypatch.setattr(binding, "set_affinity", lambda cpus: found.append(cpus) or "")
+    bound = []
+    monkeypatch.setattr(binding, "set_affinity", lambda cpus: bound.append(cpus) or "")
     monkeypatch.setattr(binding, "prefer_memory", lambda node: "")
-    return found
+    return bound

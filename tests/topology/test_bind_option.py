@@ -15,7 +15,7 @@ from deepep_moe.topology import place, read
 from deepep_moe.topology.sysfs import format_cpulist
 
 ROOT = Path(__file__).parents[2]
-OWN = [own.cpus for own in place(read(), 2, "")]
+OWN = [each.cpus for each in place(read(), 2, "")]
 
 pytestmark = pytest.mark.skipif(not all(OWN) or OWN[0] == OWN[1] or bool(read().gpus), reason="needs two cores, known to sysfs, and no GPU")
 

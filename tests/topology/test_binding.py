@@ -44,9 +44,9 @@ TABLES = [
 @pytest.mark.parametrize(("name", "num_ranks", "visible", "table"), TABLES)
 def test_places_equal_table(name, num_ranks, visible, table, tmp_path):
     getattr(machine_trees, name)(tmp_path)
-    found = place(read(tmp_path), num_ranks, visible)
-    assert [(own.gpu, own.node, format_cpulist(own.cpus), (*own.nics, "")[0]) for own in found] == table
-    assert [own.local_rank for own in found] == list(range(num_ranks))
+    places = place(read(tmp_path), num_ranks, visible)
+    assert [(each.gpu, each.node, format_cpulist(each.cpus), (*each.nics, "")[0]) for each in places] == table
+    assert [each.local_rank for each in places] == list(range(num_ranks))
 
 
 @pytest.mark.parametrize(
@@ -60,15 +60,15 @@ def test_places_equal_table(name, num_ranks, visible, table, tmp_path):
 def test_cpusets(change, num_ranks, cpus, note, tmp_path):
     machine_trees.azure_h100(tmp_path)
     (tmp_path / "proc/self/status").write_text(change)
-    found = place(read(tmp_path), num_ranks)
-    assert [format_cpulist(own.cpus) for own in found] == cpus
-    assert [own.notes[0][: len(note)] for own in found if own.notes] == [note] * (4 if note else 0)
+    places = place(read(tmp_path), num_ranks)
+    assert [format_cpulist(each.cpus) for each in places] == cpus
+    assert [each.notes[0][: len(note)] for each in places if each.notes] == [note] * (4 if note else 0)
 
 
 def test_ranks_without_gpus_are_spread(tmp_path):
     machine_trees.dgx_h100(tmp_path)
-    found = place(read(tmp_path), 3, "")
-    assert [(own.gpu, own.node, own.notes) for own in found] == [(None, 0, ()), (None, 0, ()), (None, 1, ())]
+    places = place(read(tmp_path), 3, "")
+    assert [(each.gpu, each.node, each.notes) for each in places] == [(None, 0, ()), (None, 0, ()), (None, 1, ())]
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_unknown_gpu_binds_nothing(file, text, visible, note, tmp_path):
     folders = {"numa_node": "sys/bus/pci/devices/0001:00:00.0", "information": "proc/driver/nvidia/gpus/0001:00:00.0"}
     if file:
         (tmp_path / folders[file] / file).write_text(text)
-    own = place(read(tmp_path), 2, visible)[0]
-    assert own.cpus == () and own.node is None and own.notes[0].startswith(note)
+    first = place(read(tmp_path), 2, visible)[0]
+    assert first.cpus == () and first.node is None and first.notes[0].startswith(note)
 
 
 def test_wrong_numbers(tmp_path):
@@ -118,17 +118,17 @@ def test_wrong_numbers(tmp_path):
 )  # fmt: skip
 def test_network_variables(name, num_ranks, visible, variables, reason, tmp_path):
     getattr(machine_trees, name)(tmp_path)
-    found = read(tmp_path)
-    assert binding.network_variables(found, place(found, num_ranks, visible)) == (variables, reason)
+    machine = read(tmp_path)
+    assert binding.network_variables(machine, place(machine, num_ranks, visible)) == (variables, reason)
 
 
 def test_variables_that_are_set_stay(tmp_path, monkeypatch, bound_to):
     monkeypatch.setenv("NVSHMEM_HCA_LIST", "mlx5_7:1")
     monkeypatch.setenv("NCCL_IB_HCA", "mlx5_6")
     machine_trees.azure_h100(tmp_path)
-    found = bind(0, 8, root=tmp_path)
+    bound = bind(0, 8, root=tmp_path)
     assert os.environ["NCCL_IB_HCA"] == "mlx5_6" and "NVSHMEM_ENABLE_NIC_PE_MAPPING" not in os.environ
-    assert str(found) == (
+    assert str(bound) == (
         "local rank 0 bound: CPUs 0-11; memory of NUMA node 0. left alone: NVSHMEM's NICs: NVSHMEM_HCA_LIST is set; NCCL_IB_HCA is set"
     )
 
@@ -144,9 +144,9 @@ def test_failures_are_told(tmp_path, monkeypatch):
         raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    found = bind(1, 8, root=tmp_path)
-    assert found.left[0] == "CPUs 14-27,126-139: the kernel refused (Invalid argument)"
-    assert found.left[1].startswith("memory of NUMA node 0: libnone.so.1 is not installed; the kernel still prefers")
+    bound = bind(1, 8, root=tmp_path)
+    assert bound.left[0] == "CPUs 14-27,126-139: the kernel refused (Invalid argument)"
+    assert bound.left[1].startswith("memory of NUMA node 0: libnone.so.1 is not installed; the kernel still prefers")
     assert os.environ["NVSHMEM_HCA_LIST"].startswith("mlx5_0:1,mlx5_3:1,")
 
 
@@ -172,10 +172,10 @@ def test_share_that_another_launcher_gave(cpus, of_parent, num_ranks, keeps, tmp
     (tmp_path / "proc/self/status").write_text(f"Cpus_allowed_list:\t{cpus}\n")
     (tmp_path / f"proc/{os.getppid()}").mkdir()
     (tmp_path / f"proc/{os.getppid()}/status").write_text(f"Cpus_allowed_list:\t{of_parent}\n")
-    found = bind(0, num_ranks, root=tmp_path)
+    bound = bind(0, num_ranks, root=tmp_path)
     assert bool(bound_to) is not keeps
-    assert ("CPUs 12-23 are this rank's share already, by who started it" in found.left) is keeps
-    assert any(what.startswith("NCCL_IB_HCA=") for what in found.done)
+    assert ("CPUs 12-23 are this rank's share already, by who started it" in bound.left) is keeps
+    assert any(what.startswith("NCCL_IB_HCA=") for what in bound.done)
 
 
 @pytest.mark.parametrize(
@@ -191,8 +191,8 @@ def test_processes_of_launchers_that_name_no_local_rank(variables, left, tmp_pat
     machine_trees.azure_h100(tmp_path)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    found = bind(root=tmp_path)
-    assert bool(found.done) is (left is None) and (left is None or found.left[0].startswith(left))
+    bound = bind(root=tmp_path)
+    assert bool(bound.done) is (left is None) and (left is None or bound.left[0].startswith(left))
 
 
 def test_bound_once(tmp_path, monkeypatch, bound_to):
@@ -241,12 +241,12 @@ def test_launched_ranks_are_bound(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     seen = set()
-    for rank, own in enumerate(place(read(), 2, "")):
+    for rank, each in enumerate(place(read(), 2, "")):
         (out,), (error,) = (list(tmp_path.glob(f"*/attempt_0/{rank}/{name}.log")) for name in ("stdout", "stderr"))
-        assert out.read_text() == f"{rank} {list(own.cpus)} {list(own.cpus)}\n"
-        assert f"local rank {rank} bound: CPUs {format_cpulist(own.cpus)}" in error.read_text()
-        assert own.cpus and not seen & set(own.cpus)
-        seen |= set(own.cpus)
+        assert out.read_text() == f"{rank} {list(each.cpus)} {list(each.cpus)}\n"
+        assert f"local rank {rank} bound: CPUs {format_cpulist(each.cpus)}" in error.read_text()
+        assert each.cpus and not seen & set(each.cpus)
+        seen |= set(each.cpus)
 
 
 # ---- the commands ----

@@ -41,9 +41,9 @@ def test_virtual_machine(tmp_path):
 
 def test_switches_are_nested(tmp_path):
     first, second = nodes_of("dgx_h100", tmp_path)
-    found = nesting(first)
-    assert found["0000:16:00.0"] == {"0000:19:00.0": {"0000:1b:00.0": GPU}, "0000:18:00.0": INFINIBAND}
-    assert found["0000:29:00.0"] == ETHERNET and len(found) == 6 and set(nesting(second)) >= {"0000:98:00.0", "0000:da:00.0"}
+    nested = nesting(first)
+    assert nested["0000:16:00.0"] == {"0000:19:00.0": {"0000:1b:00.0": GPU}, "0000:18:00.0": INFINIBAND}
+    assert nested["0000:29:00.0"] == ETHERNET and len(nested) == 6 and set(nesting(second)) >= {"0000:98:00.0", "0000:da:00.0"}
 
 
 def test_one_switch_for_two_pairs(tmp_path):
@@ -95,18 +95,18 @@ def test_shipped_file_is_preferred(tmp_path):
     file = tmp_path / "opt/microsoft/ndv5-topo.xml"
     file.parent.mkdir(parents=True)
     file.write_text("<system/>")
-    found = nccl.report(tmp_path)
-    assert f"NCCL_TOPO_FILE={file} " in found and f"The machine's image brings {file}; prefer it to a file made here." in found
+    report = nccl.report(tmp_path)
+    assert f"NCCL_TOPO_FILE={file} " in report and f"The machine's image brings {file}; prefer it to a file made here." in report
 
 
 def test_launcher_sets_what_nobody_set(tmp_path, capsys, monkeypatch):
     (tmp_path / "nccl.conf").write_text("NCCL_PXN_DISABLE=0\n")
     monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / "nccl.conf"))
     monkeypatch.setenv("NCCL_MIN_NCHANNELS", "16")
-    told = "NCCL settings: NCCL_IGNORE_CPU_AFFINITY=1 NCCL_P2P_NET_CHUNKSIZE=524288 NCCL_IB_QPS_PER_CONNECTION=4\n"
+    line = "NCCL settings: NCCL_IGNORE_CPU_AFFINITY=1 NCCL_P2P_NET_CHUNKSIZE=524288 NCCL_IB_QPS_PER_CONNECTION=4\n"
     ran = []
     monkeypatch.setattr(launch.run, "run", ran.append)
-    for options, expected in (([], ""), (["--nccl-settings"], told), (["--nccl-settings"], "NCCL settings: all are set already\n")):
+    for options, expected in (([], ""), (["--nccl-settings"], line), (["--nccl-settings"], "NCCL settings: all are set already\n")):
         launch.main([*options, "a.py"])
         assert capsys.readouterr().err == expected
     assert len(ran) == 3
@@ -116,5 +116,5 @@ def test_binding_leaves_what_the_file_sets(tmp_path, bound_to):
     machine_trees.azure_h100(tmp_path)
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc/nccl.conf").write_text("NCCL_IB_HCA=mlx5\n")
-    found = bind(0, 8, root=tmp_path)
-    assert f"NCCL_IB_HCA is set in {tmp_path}/etc/nccl.conf" in found.left and "NCCL_IB_HCA" not in " ".join(found.done)
+    bound = bind(0, 8, root=tmp_path)
+    assert f"NCCL_IB_HCA is set in {tmp_path}/etc/nccl.conf" in bound.left and "NCCL_IB_HCA" not in " ".join(bound.done)

@@ -67,22 +67,22 @@ MACHINES = {
 @pytest.mark.parametrize("name", MACHINES)
 def test_equals_table(name, tmp_path):
     getattr(machine_trees, name)(tmp_path)
-    found = read(tmp_path)
+    host = read(tmp_path)
     nodes, gpus, num_nics, notes = MACHINES[name]
-    assert [(len(node.cores), format_cpulist(node.cpus)) for node in found.nodes] == nodes
-    near = [(gpu, found.nearest_nics(gpu)) for gpu in found.gpus]
+    assert [(len(node.cores), format_cpulist(node.cpus)) for node in host.nodes] == nodes
+    near = [(gpu, host.nearest_nics(gpu)) for gpu in host.gpus]
     table = [(g.pci.bus_id, g.pci.node, " ".join(n.name for n in nics), distance(g.pci, nics[0].pci)) for g, nics in near]
-    assert table == gpus and [gpu.index for gpu in found.gpus] == list(range(len(gpus)))
-    assert len(found.nics) == num_nics and list(found.notes) == notes
-    assert json.loads(json.dumps(found.to_dict()))["notes"] == notes
+    assert table == gpus and [gpu.index for gpu in host.gpus] == list(range(len(gpus)))
+    assert len(host.nics) == num_nics and list(host.notes) == notes
+    assert json.loads(json.dumps(host.to_dict()))["notes"] == notes
 
 
 def test_facts_of_devices(tmp_path):
     machine_trees.dgx_h100(tmp_path)
-    found = read(tmp_path)
-    assert (found.cpu.vendor, found.cpu.family, found.cpu.model) == ("GenuineIntel", 6, 143)
-    assert found.nodes[0].cores[0] == (0, 112) and found.nodes[1].cores[-1] == (111, 223)
-    gpu, nics = found.gpus[0], {nic.name: nic for nic in found.nics}
+    host = read(tmp_path)
+    assert (host.cpu.vendor, host.cpu.family, host.cpu.model) == ("GenuineIntel", 6, 143)
+    assert host.nodes[0].cores[0] == (0, 112) and host.nodes[1].cores[-1] == (111, 223)
+    gpu, nics = host.gpus[0], {nic.name: nic for nic in host.nics}
     assert (gpu.name, gpu.uuid) == ("NVIDIA H100 80GB HBM3", "GPU-0000:1b:00.0")
     assert (gpu.pci.pci_class, gpu.pci.link_speed, gpu.pci.link_width) == ("0x030200", "32.0 GT/s PCIe", "16")
     (port,) = nics["mlx5_0"].ports
@@ -90,15 +90,15 @@ def test_facts_of_devices(tmp_path):
     assert nics["mlx5_0"].driver == "mlx5_core" and nics["mlx5_1"].active_ports == ()
     assert distance(nics["mlx5_1"].pci, nics["mlx5_2"].pci) == "PIX"  # two functions of one card
     assert distance(gpu.pci, nics["mlx5_3"].pci) == "NODE" and distance(gpu.pci, nics["mlx5_6"].pci) == "SYS"
-    assert {bridge.pci_class for bridge in found.bridges} == {"0x060400"}
+    assert {bridge.pci_class for bridge in host.bridges} == {"0x060400"}
 
 
 def test_cpuset_and_siblings(tmp_path):
     machine_trees.dgx_h100(tmp_path)
     (tmp_path / "proc/self/status").write_text("Cpus_allowed_list:\t0-3,113,60\n")
-    found = read(tmp_path)
-    assert found.allowed_cpus == (0, 1, 2, 3, 60, 113)
-    assert found.allowed_cores(found.nodes[0]) == ((0,), (1, 113), (2,), (3,)) and found.allowed_cores(found.nodes[1]) == ((60,),)
+    host = read(tmp_path)
+    assert host.allowed_cpus == (0, 1, 2, 3, 60, 113)
+    assert host.allowed_cores(host.nodes[0]) == ((0,), (1, 113), (2,), (3,)) and host.allowed_cores(host.nodes[1]) == ((60,),)
 
 
 @pytest.fixture
@@ -107,23 +107,23 @@ def azure(tmp_path):
     return tmp_path
 
 
-def nic_of(found, name="mlx5_0"):
-    return next(nic for nic in found.nics if nic.name == name)
+def nic_of(host, name="mlx5_0"):
+    return next(nic for nic in host.nics if nic.name == name)
 
 
 def test_fewer_nics_than_gpus(azure):
     for name in ("mlx5_1", "mlx5_3"):
         (azure / f"sys/class/infiniband/{name}/ports/1/state").write_text("1: DOWN\n")
-    found = read(azure)
-    assert [found.nearest_nics(gpu)[0].name for gpu in found.gpus[:4]] == ["mlx5_0", "mlx5_0", "mlx5_2", "mlx5_2"]
+    host = read(azure)
+    assert [host.nearest_nics(gpu)[0].name for gpu in host.gpus[:4]] == ["mlx5_0", "mlx5_0", "mlx5_2", "mlx5_2"]
 
 
 def test_container_with_some_gpus(azure):
     """One has no device file, one no folder of the driver; the others keep CUDA's order. Without the driver GPUs have no name."""
     (azure / "dev/nvidia0").unlink()
     shutil.rmtree(azure / "proc/driver/nvidia/gpus/0003:00:00.0")
-    found = read(azure)
-    assert [(gpu.index, gpu.pci.bus_id) for gpu in found.gpus[:2]] == [(0, "0002:00:00.0"), (1, "0004:00:00.0")] and len(found.gpus) == 6
+    host = read(azure)
+    assert [(gpu.index, gpu.pci.bus_id) for gpu in host.gpus[:2]] == [(0, "0002:00:00.0"), (1, "0004:00:00.0")] and len(host.gpus) == 6
     shutil.rmtree(azure / "proc/driver")
     assert [gpu.name for gpu in read(azure).gpus] == ["NVIDIA GPU"] * 8
 
@@ -152,10 +152,10 @@ GPU = "sys/bus/pci/devices/0001:00:00.0"  # of azure_h100, in NUMA node 0
 )
 def test_damaged_file_is_noted(file, text, note, azure):
     (azure / file).write_text(text)
-    found = read(azure)
-    assert any(note in told for told in found.notes), found.notes
-    assert len(found.gpus) == 8 and len(found.nodes) == 2  # the rest is there
-    assert picture.text(found).count("Note: ") == len(found.notes)
+    host = read(azure)
+    assert any(note in each for each in host.notes), host.notes
+    assert len(host.gpus) == 8 and len(host.nodes) == 2  # the rest is there
+    assert picture.text(host).count("Note: ") == len(host.notes)
 
 
 @pytest.mark.parametrize("rate", ("fast", "1.2.3 Gb/sec\n"))
@@ -168,9 +168,9 @@ def test_damaged_nic(rate, azure):
     (ports / "1/state").write_bytes(b"\xff")
     (ports / "1/link_layer").unlink()
     (ports / "1/link_layer").mkdir()  # reading it fails as the driver's refusal does
-    found = read(azure)
-    (port,) = nic_of(found).ports
-    assert (port.number, port.rate_gbps, port.link_layer, port.state == "ACTIVE") == (1, 0.0, "", False) and found.cpu.model == 0
+    host = read(azure)
+    (port,) = nic_of(host).ports
+    assert (port.number, port.rate_gbps, port.link_layer, port.state == "ACTIVE") == (1, 0.0, "", False) and host.cpu.model == 0
 
 
 def test_links_in_a_circle(azure):
@@ -178,14 +178,14 @@ def test_links_in_a_circle(azure):
     for link in (azure / GPU, nic / "mlx5_0/device/driver", nic / "mlx5_1"):
         link.unlink()
         link.symlink_to(link)
-    found = read(azure)
-    assert nic_of(found).driver == "" and nic_of(found, "mlx5_1").ports == () and nic_of(found, "mlx5_1").pci.path == ()
-    assert [own.node for own in place(found, 8)] == [None, 0, 0, 0, 1, 1, 1, 1], "the driver's folder still has the first GPU"
+    host = read(azure)
+    assert nic_of(host).driver == "" and nic_of(host, "mlx5_1").ports == () and nic_of(host, "mlx5_1").pci.path == ()
+    assert [each.node for each in place(host, 8)] == [None, 0, 0, 0, 1, 1, 1, 1], "the driver's folder still has the first GPU"
 
 
 def test_empty_root(tmp_path):
-    found = read(tmp_path / "nowhere")
-    assert (found.nodes, found.gpus, found.nics, found.allowed_cpus) == ((), (), (), None) and len(found.notes) == 2
+    host = read(tmp_path / "nowhere")
+    assert (host.nodes, host.gpus, host.nics, host.allowed_cpus) == ((), (), (), None) and len(host.notes) == 2
 
 
 def test_offline_cpus_and_holes(tmp_path):
@@ -197,10 +197,10 @@ def test_offline_cpus_and_holes(tmp_path):
     tree.gpu("pci0000:10/0000:10:01.0/0000:11:00.0", 0)
     tree.gpu("pci0000:20/0000:20:01.0/0000:21:00.0", 2)
     tree.gpu("pci0000:30/0000:30:01.0/0000:31:00.0", 3)
-    found = read(tmp_path)
-    assert [(own.node, own.cpus) for own in place(found, 3)] == [(0, (0, 1, 2)), (2, (4, 5, 6, 7)), (3, ())]
-    assert place(found, 3)[2].notes == ("this process may use no CPU of NUMA node 3",)
-    assert 'numaid="2"' in nccl.topology_xml(found) and "0000:31:00.0" not in nccl.topology_xml(found)
+    host = read(tmp_path)
+    assert [(each.node, each.cpus) for each in place(host, 3)] == [(0, (0, 1, 2)), (2, (4, 5, 6, 7)), (3, ())]
+    assert place(host, 3)[2].notes == ("this process may use no CPU of NUMA node 3",)
+    assert 'numaid="2"' in nccl.topology_xml(host) and "0000:31:00.0" not in nccl.topology_xml(host)
 
 
 @pytest.mark.parametrize(
@@ -214,9 +214,9 @@ def test_masked_folders(masked, nodes, azure):
     """A container runtime mounts an empty folder over what it hides. Ranks whose GPU has an unknown node are not bound."""
     shutil.rmtree(azure / masked)
     (azure / masked).mkdir()
-    found = read(azure)
-    assert {rank.node for rank in place(found, 8)} == nodes and len(found.gpus) == 8
-    assert picture.text(found) and (found.allowed_cpus is None) == (masked == "proc")
+    host = read(azure)
+    assert {rank.node for rank in place(host, 8)} == nodes and len(host.gpus) == 8
+    assert picture.text(host) and (host.allowed_cpus is None) == (masked == "proc")
 
 
 def test_rdma_in_software(tmp_path):
@@ -224,10 +224,10 @@ def test_rdma_in_software(tmp_path):
     machine_trees.small_vm(tmp_path)
     (tmp_path / "sys/class/infiniband/rxe0/ports/1").mkdir(parents=True)
     (tmp_path / "sys/class/infiniband/rxe0/ports/1/state").write_text("4: ACTIVE\n")
-    found = read(tmp_path)
-    assert [(nic.name, nic.pci.bus_id, nic.driver) for nic in found.nics] == [("rxe0", "rxe0", "")]
+    host = read(tmp_path)
+    assert [(nic.name, nic.pci.bus_id, nic.driver) for nic in host.nics] == [("rxe0", "rxe0", "")]
     with pytest.raises(EPError, match="no GPU and no NIC with a known NUMA node is found"):
-        nccl.topology_xml(found)
+        nccl.topology_xml(host)
 
 
 # ---- the command ----

@@ -13,8 +13,8 @@ if not _C.build_info()["nvlink"]:
 
 
 def fit(num_sms: int, capability: int = 9, link_gbps: float | None = None) -> tuple[int, int]:
-    found = _C.gpu_fit_tuning(num_multiprocessors=num_sms, capability_major=capability, link_gbps=link_gbps)
-    return found.num_sms, found.num_sms_of_sums
+    fitted = _C.gpu_fit_tuning(num_multiprocessors=num_sms, capability_major=capability, link_gbps=link_gbps)
+    return fitted.num_sms, fitted.num_sms_of_sums
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def test_table_of_the_sweep():
     assert len(rows) == 6
     for num_ranks, op, layout, cells in rows:
         what = {"num_ranks": int(num_ranks), "op": op, "layout": layout, "dtype": "bfloat16", "num_tokens": 4096}
-        found = {r["num_sms"]: r["gbps"] for r in records if {name: r[name] for name in what} == what}
-        assert [f"{found[num_sms]:.0f}" for num_sms in (4, 8, 12, 16, 24, 32)] == cells.split(" | ")
+        gbps = {r["num_sms"]: r["gbps"] for r in records if {name: r[name] for name in what} == what}
+        assert [f"{gbps[num_sms]:.0f}" for num_sms in (4, 8, 12, 16, 24, 32)] == cells.split(" | ")
 
 
 def test_table_of_machines():

@@ -35,12 +35,12 @@ class Warnings(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def set_files(user: Path | None, given: Path | None) -> None:
+def set_files(user: Path | None, named: Path | None) -> None:
     """Set the profile files of this rank. `user` is the folder of the user's cache."""
     os.environ["XDG_CACHE_HOME"] = str(user or "/nonexistent")
     os.environ.pop("DEEPEP_MOE_PROFILE", None)
-    if given is not None:
-        os.environ["DEEPEP_MOE_PROFILE"] = str(given)
+    if named is not None:
+        os.environ["DEEPEP_MOE_PROFILE"] = str(named)
 
 
 def new_buffer(rank: int, **arguments) -> Buffer:
@@ -107,8 +107,8 @@ def disagree(rank, num_ranks, folder):
     set_files(None, folder / "given.json" if rank != 1 else None)
     with pytest.raises(EPMismatchError) as error:
         new_buffer(rank)
-    told = str(error.value)
-    assert "ranks disagree on num_sms of the profile (rank 0: 2, rank 1: None, rank 2: 2); give every rank the same files" in told
+    message = str(error.value)
+    assert "ranks disagree on num_sms of the profile (rank 0: 2, rank 1: None, rank 2: 2); give every rank the same files" in message
     set_files(folder / "cache" if rank == 0 else None, None if rank == 0 else folder / "given.json")
     with pytest.raises(EPMismatchError, match=r"num_sms of the profile \(rank 0: 1, rank 1: 2, rank 2: 2\)"):
         new_buffer(rank)

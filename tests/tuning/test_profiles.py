@@ -34,16 +34,16 @@ def test_shapes_are_powers_of_two(num_tokens, bucket):
 
 def changed(path: str, value) -> bytes:
     """The file with `PROFILE` and another value at `path`, or none where `value` is KeyError."""
-    told = json.loads(as_text([PROFILE]))
+    content = json.loads(as_text([PROFILE]))
     *parents, last = path.split(".")
-    place = told
+    place = content
     for name in parents:
         place = place[0] if name == "0" else place[name]
     if value is KeyError:
         del place[last]
     else:
         place[last] = value
-    return json.dumps(told).encode()
+    return json.dumps(content).encode()
 
 
 @pytest.mark.parametrize(
@@ -76,24 +76,24 @@ def test_damaged(content, message, tmp_path):
     file = tmp_path / "profiles.json"
     file.write_bytes(content)
     loaded = load(Files(file, None))
-    (told,) = loaded.damaged
-    assert message in told and told.startswith(f"{file} is no file of profiles: ")
+    (damage,) = loaded.damaged
+    assert message in damage and damage.startswith(f"{file} is no file of profiles: ")
     assert choose(loaded, MACHINE, PROFILE.shape) is None
 
 
 def test_later_files_win(tmp_path):
     """packaged < the user's < the one that is given; each for its own machine and shape only."""
     values = [replace(VALUES, num_sms=n) for n in (8, 10, 12)]
-    packaged, user, given = (file_of(tmp_path, f"{v.num_sms}.json", replace(PROFILE, values=v)) for v in values)
+    packaged, user, named = (file_of(tmp_path, f"{v.num_sms}.json", replace(PROFILE, values=v)) for v in values)
     for files, file in (
         (Files(None, None, (packaged,)), packaged),
         (Files(user, None, (packaged,)), user),
-        (Files(user, given, (packaged,)), given),
+        (Files(user, named, (packaged,)), named),
         (Files(tmp_path / "not there", None, (packaged,)), packaged),
     ):
-        found = choose(load(files), MACHINE, PROFILE.shape)
-        assert found is not None and found.file == file and f"{found.profile.values.num_sms}.json" == file.name
-    loaded = load(Files(user, given, (packaged,)))
+        chosen = choose(load(files), MACHINE, PROFILE.shape)
+        assert chosen is not None and chosen.file == file and f"{chosen.profile.values.num_sms}.json" == file.name
+    loaded = load(Files(user, named, (packaged,)))
     for machine in (replace(MACHINE, num_ranks=2), replace(MACHINE, num_sms=66), replace(MACHINE, gpu="NVIDIA H200")):
         assert choose(loaded, machine, PROFILE.shape) is None
     assert choose(loaded, MACHINE, Shape.of(4097, 7168, 8)) is None and choose(loaded, MACHINE, Shape.of(4096, 7168, 4)) is None
@@ -104,8 +104,8 @@ def test_other_machines(tmp_path):
     user, packaged = file_of(tmp_path, "user.json", PROFILE), file_of(tmp_path, "packaged.json", PROFILE)
     loaded, other = load(Files(user, None, (packaged,))), replace(MACHINE, num_sms=66)
     assert loaded.of_other_machines(MACHINE) == []
-    (told,) = loaded.of_other_machines(other)
-    assert told.startswith(f"{user} has no profile of this machine (NVIDIA H100 80GB HBM3 with 66 SMs, ")
+    (sentence,) = loaded.of_other_machines(other)
+    assert sentence.startswith(f"{user} has no profile of this machine (NVIDIA H100 80GB HBM3 with 66 SMs, ")
     assert load(Files(file_of(tmp_path, "empty.json"), None)).of_other_machines(other) == []
 
 
@@ -136,8 +136,8 @@ def test_environment(monkeypatch, tmp_path):
 def test_given_file(monkeypatch, tmp_path, caplog):
     """A file that the user names is read on any backend. CPUs have no profile, whatever the file holds."""
     file = tmp_path / "profiles.json"
-    for given, message in ((file, "names a file that cannot be read .No such file"), (tmp_path, "cannot be read .Is a directory")):
-        monkeypatch.setenv("DEEPEP_MOE_PROFILE", str(given))
+    for file_named, message in ((file, "names a file that cannot be read .No such file"), (tmp_path, "cannot be read .Is a directory")):
+        monkeypatch.setenv("DEEPEP_MOE_PROFILE", str(file_named))
         with pytest.raises(ValueError, match=f"DEEPEP_MOE_PROFILE=.*{message}"):
             Buffer(None, 4, 16, 4, 2)
     file.write_text("{")

@@ -36,7 +36,7 @@ def few_candidates() -> None:
     search._SAMPLES = 1
 
 
-def tuned(rank: int, num_ranks: int, given: argparse.Namespace) -> tuple[Outcome, int]:
+def tuned(rank: int, num_ranks: int, options: argparse.Namespace) -> tuple[Outcome, int]:
     """Tune with times of which all but those of `BEST` are longer; return what was found and the number of buffers."""
     device_of("nvlink", rank)
     few_candidates()
@@ -53,7 +53,7 @@ def tuned(rank: int, num_ranks: int, given: argparse.Namespace) -> tuple[Outcome
         return [min(us, 2e4) + 1e3 * SLOW * off for us in times]  # a busy machine may be late by more than the difference
 
     rank_module.TuneRank.new_buffer, rank_module.TuneRank._sample = counted, skewed
-    return tune(rank, num_ranks, given), len(buffers)
+    return tune(rank, num_ranks, options), len(buffers)
 
 
 def test_finds_and_writes_what_a_buffer_loads(tmp_path):
@@ -76,9 +76,9 @@ def loads(rank: int, num_ranks: int, file: Path) -> Values | None:
         return buffer.profile.values
 
 
-def through_the_command(rank: int, num_ranks: int, given: argparse.Namespace) -> Outcome:
-    given.on_gpu = not emulated_gpu.is_chosen()
-    return tuned(rank, num_ranks, given)[0]
+def through_the_command(rank: int, num_ranks: int, options: argparse.Namespace) -> Outcome:
+    options.on_gpu = not emulated_gpu.is_chosen()
+    return tuned(rank, num_ranks, options)[0]
 
 
 def test_command(tmp_path, monkeypatch, capsys):
@@ -89,17 +89,17 @@ def test_command(tmp_path, monkeypatch, capsys):
     file = tmp_path / "profiles.json"
     sizes = ["--num-tokens", "24", "--hidden", "128", "--num-experts", "8", "--num-topk", "2", "--expert-alignment", "4"]
     assert command.main(["--num-ranks", "2", *sizes, "--output", str(file)]) == 0
-    found, wrote = capsys.readouterr().out.splitlines()
-    assert found.startswith("EP2: faster: num_sms 2, ") and wrote.startswith("EP2: wrote a profile for ") and wrote.endswith(str(file))
+    said, wrote = capsys.readouterr().out.splitlines()
+    assert said.startswith("EP2: faster: num_sms 2, ") and wrote.startswith("EP2: wrote a profile for ") and wrote.endswith(str(file))
     assert [values.num_sms for values in run_ranks(loads, 2, file)] == [2, 2]
 
 
-def without_a_difference(rank: int, num_ranks: int, given: argparse.Namespace) -> Outcome:
+def without_a_difference(rank: int, num_ranks: int, options: argparse.Namespace) -> Outcome:
     device_of("nvlink", rank)
     few_candidates()
     sample = rank_module.TuneRank._sample
     rank_module.TuneRank._sample = lambda self, *arguments: [100.0 for _ in sample(self, *arguments)]
-    return tune(rank, num_ranks, given)
+    return tune(rank, num_ranks, options)
 
 
 def test_nothing_is_faster():
@@ -112,11 +112,11 @@ def test_no_time_for_anything():
         assert outcome[0] == Outcome(rank_module.NOTHING_IN_TIME, None) and "give a longer --time-limit" in outcome[0].text
 
 
-def refused(rank: int, num_ranks: int, given: argparse.Namespace, change) -> tuple[type, str]:
+def refused(rank: int, num_ranks: int, options: argparse.Namespace, change) -> tuple[type, str]:
     device_of("nvlink", rank)
     change(rank)
     with pytest.raises(EPError) as error:
-        tuned(rank, num_ranks, given)
+        tuned(rank, num_ranks, options)
     return type(error.value), str(error.value)
 
 
@@ -141,17 +141,17 @@ def other_bits(rank: int) -> None:
     ],
 )
 def test_what_ends_the_run(change, error, words):
-    for kind, told in run_ranks(refused, 2, options(2), change):
-        assert kind is error and all(word in told for word in words), told
+    for kind, message in run_ranks(refused, 2, options(2), change):
+        assert kind is error and all(word in message for word in words), message
 
 
-def within_a_limit(rank: int, num_ranks: int, given: argparse.Namespace) -> tuple[Outcome, float]:
+def within_a_limit(rank: int, num_ranks: int, options: argparse.Namespace) -> tuple[Outcome, float]:
     device_of("nvlink", rank)
-    made = []
+    tuners = []
     init = rank_module.TuneRank.__init__
-    rank_module.TuneRank.__init__ = lambda self, *arguments: (made.append(self), init(self, *arguments))[1]
-    outcome = tune(rank, num_ranks, given)
-    return outcome, made[0]._elapsed_s
+    rank_module.TuneRank.__init__ = lambda self, *arguments: (tuners.append(self), init(self, *arguments))[1]
+    outcome = tune(rank, num_ranks, options)
+    return outcome, tuners[0]._elapsed_s
 
 
 def test_time_limit():
@@ -163,10 +163,10 @@ def test_time_limit():
     assert all((outcome.profile is None) == ("faster: " not in outcome.text) for outcome, _ in outcomes)
 
 
-def slowest_counts(rank: int, num_ranks: int, given: argparse.Namespace) -> list[float]:
+def slowest_counts(rank: int, num_ranks: int, options: argparse.Namespace) -> list[float]:
     """Rank 1 is late by 50 ms in each call."""
     device_of("nvlink", rank)
-    tuner = rank_module.TuneRank(rank, num_ranks, 0, given)
+    tuner = rank_module.TuneRank(rank, num_ranks, 0, options)
     buffer = tuner.new_buffer()
     backend = buffer.calls.backend
     if rank == 1:

@@ -61,9 +61,9 @@ def test_search_leaves_time_to_compare():
 def test_axes(num_ranks, count):
     """Candidates fit the machine, and differ from where they start in one setting, or in the two of the ring."""
     machine = Machine("made up", 33, num_ranks, 1)
-    found = axes(machine)
-    assert len(found) == count
-    for axis in found:
+    searched = axes(machine)
+    assert len(searched) == count
+    for axis in searched:
         for values in axis(DEFAULT):
             changed = {name for name, value in vars(values).items() if value != getattr(DEFAULT, name)}
             assert changed and (len(changed) == 1 or changed <= {"ring_warps", "ring_stages"})
@@ -92,11 +92,11 @@ def test_intervals_cover():
 
 def test_equal_settings_are_seldom_told_apart():
     """All looks together keep the promised confidence."""
-    source, told = random.Random(5), 0
+    source, num_settled = random.Random(5), 0
     for _ in range(500):
         pairs = [(100 + source.random(), 100 + source.random()) for _ in range(max(LOOKS))]
-        told += any(judge(pairs[:look]).is_settled for look in LOOKS)
-    assert told <= 500 * (1 - CONFIDENCE) + 5
+        num_settled += any(judge(pairs[:look]).is_settled for look in LOOKS)
+    assert num_settled <= 500 * (1 - CONFIDENCE) + 5
 
 
 def test_compare_stops_early_and_alternates():

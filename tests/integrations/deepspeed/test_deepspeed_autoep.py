@@ -41,14 +41,14 @@ CASES = [
 def _run_cases(rank: int, cases: list[Case]) -> None:
     for case in cases:
         with counted() as calls:
-            own = run_steps(build_engine(case, False), rank, case)
+            theirs = run_steps(build_engine(case, False), rank, case)
         num_forwards = autoep_cases.STEPS * 2 * (1 if case.recomputed is None else 2)
         assert calls == {"dispatch": 0, "AutoEP's all-to-all": 2 * num_forwards, "AutoEP's choice": num_forwards}, f"{case}: {calls}"
         with counted() as calls:
             ours = run_steps(build_engine(case, True), rank, case)
         chosen = 0 if case.gate else num_forwards
         assert calls == {"dispatch": num_forwards, "AutoEP's all-to-all": 0, "AutoEP's choice": chosen}, f"{case}: {calls}"
-        assert_equal(ours, own, f"{case}, rank {rank}", tolerance=case.tolerance)
+        assert_equal(ours, theirs, f"{case}, rank {rank}", tolerance=case.tolerance)
 
 
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))

@@ -145,13 +145,13 @@ def _biases(engine):
 
 def _forward_backward(engine, rank, step):
     """One micro step; the counts over all ranks, by layer."""
-    found = []
-    hooks = [layer.router.register_forward_hook(lambda *call: found.append(call[2][2].long())) for layer in autoep_layers(engine)]
+    counted = []
+    hooks = [layer.router.register_forward_hook(lambda *call: counted.append(call[2][2].long())) for layer in autoep_layers(engine)]
     ids = tokens(rank, step)
     engine.backward(engine(input_ids=ids, labels=ids).loss)
     for hook in hooks:
         hook.remove()
-    counts = torch.stack(found)
+    counts = torch.stack(counted)
     torch.distributed.all_reduce(counts)
     return counts
 

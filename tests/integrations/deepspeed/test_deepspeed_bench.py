@@ -96,8 +96,8 @@ def test_kernels_are_timed_on_a_gpu(tmp_path):
 @on_ranks(2)
 def test_link_bytes(rank):
     """Each rank has two of the 4 experts. Token 0 goes to both of rank 1, token 1 to one each, token 2 to one of rank 0 and is dropped."""
-    found = bench.link_bytes(torch.tensor([[2, 3], [0, 2], [1, -1]]), 2, 10)
-    assert found == {"exact": (30, 20)[rank], "fast": 20, "grouped": 20}
+    num_bytes = bench.link_bytes(torch.tensor([[2, 3], [0, 2], [1, -1]]), 2, 10)
+    assert num_bytes == {"exact": (30, 20)[rank], "fast": 20, "grouped": 20}
 
 
 def _measured(value: float, *times: list[float]) -> bench.Measured:

@@ -35,12 +35,12 @@ def _name(engine) -> str:
 def test_enable_and_disable(rank):
     import deepspeed
 
-    own, case = deepspeed.initialize, Case(zero=2)
+    stock, case = deepspeed.initialize, Case(zero=2)
     asked = ds_config(case) | {"deepep_moe": {"enabled": True, "exact": False}}
     assert _name(_build(case, asked)) == "MOELayer", "DeepSpeed alone ignores the key"
     enable()
     enable()
-    assert deepspeed.initialize.__wrapped__ is own and deepspeed.initialize.__doc__ == own.__doc__
+    assert deepspeed.initialize.__wrapped__ is stock and deepspeed.initialize.__doc__ == stock.__doc__
     for how in (None, initialize):
         engine = _build(case, asked, how)
         assert engine.module.layers[1].deepspeed_moe.deepep_moe_plan.options == Options(exact=False)
@@ -49,7 +49,7 @@ def test_enable_and_disable(rank):
         run_steps(engine, rank, 2)
     start = f"deepep_moe {deepep_moe.__version__}: 2 MoE layers on this rank, backend shm (fast mode)"
     line = f"{start}, experts are DeepSpeed's, in grouped products where that is fast"
-    assert [told for told in lines.getvalue().splitlines() if "deepep_moe" in told] == [line] * (rank == 0)
+    assert [each for each in lines.getvalue().splitlines() if "deepep_moe" in each] == [line] * (rank == 0)
     assert _name(_build(case, asked | {"deepep_moe": {"enabled": False}})) == "MOELayer"
     with pytest.raises(ValueError, match="unknown keys"):
         deepspeed.initialize(model=None, config=asked | {"deepep_moe": {"on": True}})
@@ -57,7 +57,7 @@ def test_enable_and_disable(rank):
     kept = deepspeed.initialize
     disable()
     disable()
-    assert deepspeed.initialize is own
+    assert deepspeed.initialize is stock
     assert _name(_build(case, asked, kept)) == "MOELayer", "what somebody kept of ours is DeepSpeed's own again"
 
     enable()
@@ -81,12 +81,12 @@ def test_launcher_enables(tmp_path):
     (tmp_path / "scripts" / "helper.py").write_text("WORD = 'found'")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "DS_ACCELERATOR": "cpu"}
     launcher = [sys.executable, "-W", "ignore", "-m", "deepep_moe.integrations.deepspeed"]
-    for arguments, code, told in (
+    for arguments, code, words in (
         (["--local_rank=1", "scripts/train.py", "--bind", "-x"], 0, "found ['--local_rank=1', '--bind', '-x'] __main__ train.py True"),
         (["nowhere.py"], 2, "no such script: 'nowhere.py'"),
     ):
         done = subprocess.run([*launcher, *arguments], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
-        assert done.returncode == code and told in done.stdout + done.stderr
+        assert done.returncode == code and words in done.stdout + done.stderr
 
 
 BEFORE = """

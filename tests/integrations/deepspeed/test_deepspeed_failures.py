@@ -54,9 +54,9 @@ def test_peers_learn_what_failed(rank, device):
         x = torch.randn(20, HIDDEN, device=device)
         for place in places:
             failing.update({place} if rank == 1 else ())
-            told = "rank 1 did not make its call: ArithmeticError: "
+            prefix = "rank 1 did not make its call: ArithmeticError: "
             began = time.monotonic()
-            with pytest.raises(ArithmeticError if rank == 1 else EPPeerError, match=f"{told if rank == 0 else ''}no {place} on rank 1"):
+            with pytest.raises(ArithmeticError if rank == 1 else EPPeerError, match=f"{prefix if rank == 0 else ''}no {place} on rank 1"):
                 layer(x)
                 if device.type == "cuda":  # whose host does not wait for a combine
                     torch.cuda.synchronize()
@@ -107,14 +107,14 @@ def test_no_room_where_a_peer_refuses_for_a_reason_of_its_own(rank):
 
 @on_deepspeed_ranks()
 def test_ranks_with_other_options(rank):
-    for options, told in (
+    for options, difference in (
         ({"exact": rank == 0}, "exact (rank 0: True, rank 1: False)"),
         ({"num_max_tokens_per_rank": (None, 64)[rank]}, "num_max_tokens_per_rank (rank 0: None, rank 1: 64)"),
         ({"backend": ("auto", "collective")[rank]}, "backend (rank 0: 'auto', rank 1: 'collective')"),
     ):
         layer = make_moe()
         replace_moe_layers(layer, **options)
-        with pytest.raises(EPMismatchError, match=re.escape(f"{told}; swap MoE layers with the same options on every rank")):
+        with pytest.raises(EPMismatchError, match=re.escape(f"{difference}; swap MoE layers with the same options on every rank")):
             layer(torch.randn(20, HIDDEN))
 
 

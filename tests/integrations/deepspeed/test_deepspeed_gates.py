@@ -229,11 +229,11 @@ def test_who_decides(who, monkeypatch):
     x = torch.randn(20, 16)
     assert who == "a subclass" or gates.decides_alike(gate, x, None)
     monkeypatch.setattr(gate, "wall_clock_breakdown", who == "a timer")
-    own = sharded_moe.top2gating
+    stock = sharded_moe.top2gating
 
     def counted(*arguments, **options):
         calls.append(1)
-        return own(*arguments, **options)
+        return stock(*arguments, **options)
 
     if who == "a hook":
         gate.register_forward_hook(lambda *_: None)
@@ -245,7 +245,7 @@ def test_who_decides(who, monkeypatch):
         gate.k, used = 1, torch.ones(20, dtype=torch.bool)
     monkeypatch.setattr(sharded_moe, "top2gating", counted)
     if who == "a wrapper":
-        monkeypatch.setattr(sharded_moe, "top2gating", functools.wraps(own)(counted))
+        monkeypatch.setattr(sharded_moe, "top2gating", functools.wraps(stock)(counted))
     elif who != "another source":  # which the counting function has
         monkeypatch.setattr(gates, "is_known", lambda *_: True)
     default = torch.get_default_dtype()
@@ -269,5 +269,5 @@ def test_gates_that_are_called_are_said(rank):
 
 def test_a_wrapper_of_a_compiled_function_is_unknown():
     """`_capacity` is scripted or compiled, as versions have it."""
-    own = sharded_moe._capacity
-    assert gates.digest((own,)) and not gates.digest((functools.wraps(own)(lambda *_: torch.tensor(1)),))
+    stock = sharded_moe._capacity
+    assert gates.digest((stock,)) and not gates.digest((functools.wraps(stock)(lambda *_: torch.tensor(1)),))

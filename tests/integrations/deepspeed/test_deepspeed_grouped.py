@@ -62,17 +62,17 @@ def grouped_calls(num: int | None = None) -> Iterator[list[bool]]:
     """Yield a list with one entry per grouped forward: True if its weights were not copied. Assert that there are `num` entries."""
     from deepep_moe.integrations.deepspeed.native import grouped
 
-    own, calls = grouped.grouped_mlp, []
+    stock, calls = grouped.grouped_mlp, []
 
     def counting(rows: torch.Tensor, counts: Any, w1: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         calls.append(not w1.is_contiguous())
-        return own(rows, counts, w1, *args, **kwargs)
+        return stock(rows, counts, w1, *args, **kwargs)
 
     grouped.grouped_mlp = counting
     try:
         yield calls
     finally:
-        grouped.grouped_mlp = own
+        grouped.grouped_mlp = stock
     assert num is None or len(calls) == num, f"{len(calls)} layers ran in grouped products, not {num}"
 
 

@@ -55,12 +55,12 @@ def test_known_experts_compute_what_is_read(name):
     parts = [torch.randn(1, 1, num_rows, HIDDEN, dtype=torch.float64, requires_grad=True) for num_rows in (5, 0, 3)]
     weights = grouped.weights_of(experts, True)
     assert not isinstance(weights, str), weights
-    found = []
+    results = []
     for outputs in ([expert(part) for expert, part in zip(experts, parts, strict=True)], grouped.run_grouped(weights, parts)):
         leaves = [*parts, *(parameter for expert in experts for parameter in expert.parameters())]
         loss = sum((output * torch.arange(HIDDEN)).square().sum() for output in outputs)
-        found.append([*outputs, *torch.autograd.grad(loss, leaves)])
-    for ours, theirs in zip(*found, strict=True):
+        results.append([*outputs, *torch.autograd.grad(loss, leaves)])
+    for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
@@ -195,15 +195,15 @@ LAYOUTS = {
 def test_weights_are_copied_only_where_they_must_be(name):
     tensors = [nn.Parameter(torch.randn(8, 8)) for _ in range(3)]
     arrange, is_view = LAYOUTS[name]
-    given = arrange(tensors)
-    stacked = grouped.stack(given)
-    assert torch.equal(stacked, torch.stack([tensor.detach() for tensor in given]))
+    arranged = arrange(tensors)
+    stacked = grouped.stack(arranged)
+    assert torch.equal(stacked, torch.stack([tensor.detach() for tensor in arranged]))
     assert (stacked.data_ptr() in {tensor.data_ptr() for tensor in tensors}) == is_view and (is_view or stacked.is_contiguous())
     grad = torch.randn(stacked.shape)
-    want = torch.autograd.grad(torch.stack(given), tensors, grad, allow_unused=True)
+    want = torch.autograd.grad(torch.stack(arranged), tensors, grad, allow_unused=True)
     stacked.backward(grad)
-    for tensor, own in zip(tensors, want, strict=True):
-        assert tensor.grad is own is None or torch.equal(tensor.grad, own)
+    for tensor, grad_of in zip(tensors, want, strict=True):
+        assert tensor.grad is grad_of is None or torch.equal(tensor.grad, grad_of)
 
 
 @pytest.mark.parametrize("in_one_memory", (True, False))

@@ -199,9 +199,9 @@ def test_where_deepspeeds_forward_runs_one_line_says_why(rank):
         for _ in range(2):
             assert_equal(run_layer(layer, x.double(), cotangent.double(), num_forwards=0), want, "fp64")
         layer.float()
-        own = make_moe(k=1, ep=1, with_groups=False)
-        replace_moe_layers(own)
-        own(x)
+        alone = make_moe(k=1, ep=1, with_groups=False)
+        replace_moe_layers(alone)
+        alone(x)
     said = [line for line in lines if line.startswith("DeepSpeed's own MoE forward runs")]
     assert len(said) == 2 * (rank == 0) and all(map(str.__contains__, said, ("torch.float64", "no expert-parallel group")))
 
@@ -284,13 +284,13 @@ def test_what_is_around_the_experts(rank):
     """A replaced forward or a hook around all experts is not lost, or a log line names it."""
     from deepspeed.moe.experts import Experts
 
-    own = Experts.forward
+    stock = Experts.forward
     x = torch.randn(20, HIDDEN)
     layer = make_moe(4, k=1, capacity_factor=4.0)
     experts = layer.deepspeed_moe.experts
     for change, undo in (
-        (lambda: setattr(experts, "forward", lambda *args: own(experts, *args) * 3), lambda: delattr(experts, "forward")),
-        (lambda: setattr(Experts, "forward", lambda *args: own(*args) * 3), lambda: setattr(Experts, "forward", own)),
+        (lambda: setattr(experts, "forward", lambda *args: stock(experts, *args) * 3), lambda: delattr(experts, "forward")),
+        (lambda: setattr(Experts, "forward", lambda *args: stock(*args) * 3), lambda: setattr(Experts, "forward", stock)),
     ):
         replace_moe_layers(layer)
         plain = layer(x)[0]

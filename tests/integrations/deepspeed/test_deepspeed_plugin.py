@@ -154,13 +154,13 @@ def test_swapping_changes_the_forward_only(rank):
     layers[0].deepspeed_moe.__class__ = Own
     layers.append(make_moe())
     layers[2].deepspeed_moe.gate = nn.Linear(HIDDEN, 8)
-    for model, num_swapped, told in (
+    for model, num_swapped, message in (
         (wrapped, 0, "1 MoE layers keep their forward, which was replaced"),
         (layers, 1, "MoE layers ['MOELayer with Linear', 'Own with TopKGate'] keep their own forward"),
     ):
         with logged() as messages:
             assert replace_moe_layers(model, exact=False) == num_swapped
-        assert len(messages) == (rank == 0) and (rank or messages[0].startswith(told))
+        assert len(messages) == (rank == 0) and (rank or messages[0].startswith(message))
 
 
 @on_deepspeed_ranks()
@@ -230,22 +230,22 @@ def test_initialize_honours_ds_config(rank, tmp_path):
     config = ds_config(case) | {"deepep_moe": {"enabled": True, "exact": False, "backend": "collective"}}
     path = tmp_path / f"{rank}.json"
     path.write_text(json.dumps(config))
-    for given in (config, str(path)):
+    for ds in (config, str(path)):
         model = make_model(case)
-        engine, optimizer, *_ = initialize(model=model, model_parameters=model.parameters(), config=given)
+        engine, optimizer, *_ = initialize(model=model, model_parameters=model.parameters(), config=ds)
         assert optimizer is engine.optimizer
         plan = engine.module.layers[1].deepspeed_moe.deepep_moe_plan
         assert plan.options == Options(exact=False, backend="collective")
         run_steps(engine, rank, 1)
     assert {buffer.backend for buffer in all_buffers()} == {"collective"}
 
-    for model, given, told in (
+    for model, ds, start in (
         (make_model(case), ds_config(case), 'ds_config has no section "deepep_moe"'),
         (nn.Linear(HIDDEN, HIDDEN), config, "this model has no MoE layers of DeepSpeed"),
     ):
         with logged() as messages:
-            engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=given)
-        assert len(messages) == (rank == 0) and all(line.startswith(told) for line in messages)
+            engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=ds)
+        assert len(messages) == (rank == 0) and all(line.startswith(start) for line in messages)
         assert not any(hasattr(module, "deepep_moe_plan") for module in engine.modules()), "no section, no change"
     wrong = ds_config(case) | {"deepep_moe": {"on": True}}
     path.write_text(json.dumps(wrong))

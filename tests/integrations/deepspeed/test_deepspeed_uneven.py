@@ -104,9 +104,9 @@ def test_uneven_tokens_equal_a_dense_layer(rank, exact):
         torch.manual_seed(5)
         y = layer(x)[0]
         (y * cotangent).sum().backward()
-        found = {"output": y.detach()} | ({"input gradient": x.grad} if len(x) else {})
+        actual = {"output": y.detach()} | ({"input gradient": x.grad} if len(x) else {})
         for module in (*experts, layer.deepspeed_moe.gate):
-            found |= {"gate": module.wg.weight.grad.clone()} if hasattr(module, "wg") else {}
+            actual |= {"gate": module.wg.weight.grad.clone()} if hasattr(module, "wg") else {}
             module.zero_grad()
         expected = _dense(layer, experts, x.detach(), cotangent)
         expected |= {"gate": layer.deepspeed_moe.gate.wg.weight.grad if len(x) else torch.zeros(4, HIDDEN)}
@@ -116,9 +116,9 @@ def test_uneven_tokens_equal_a_dense_layer(rank, exact):
                 dist.all_reduce(grad)
                 if index // 2 == rank:
                     expected[f"expert {index} {name}"] = grad
-                    found[f"expert {index} {name}"] = dict(local[index % 2].named_parameters())[name].grad
-        found.setdefault("input gradient", torch.zeros(0, HIDDEN))
-        assert_equal(found, expected, f"{num_tokens}, exact {exact}, rank {rank}", tolerance=1e-5)
+                    actual[f"expert {index} {name}"] = dict(local[index % 2].named_parameters())[name].grad
+        actual.setdefault("input gradient", torch.zeros(0, HIDDEN))
+        assert_equal(actual, expected, f"{num_tokens}, exact {exact}, rank {rank}", tolerance=1e-5)
 
 
 # ---- room ----

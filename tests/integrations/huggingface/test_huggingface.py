@@ -32,10 +32,10 @@ def parity(rank: int, num_ranks: int, name: str) -> tuple[list[str], int]:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     for logits in (theirs, ours):
         logits.square().sum().backward()
-    own = {id(parameter) for parameter in expert_parameters(spread)}
+    of_experts = {id(parameter) for parameter in expert_parameters(spread)}
     gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
     for key, parameter in spread.named_parameters():
-        if id(parameter) not in own:
+        if id(parameter) not in of_experts:
             torch.testing.assert_close(parameter.grad, gradients[key], rtol=1e-4, atol=1e-5)
     for place, module in zip(replaced, experts, strict=True):
         for ours_name, theirs_name in (("up", "gate_up_proj"), ("down", "down_proj")):
@@ -76,7 +76,7 @@ def test_parity():
 def test_parity_of_transformers():
     pytest.importorskip("transformers", minversion="5")
     blocks = {"mixtral": (0, 1), "qwen3": (0, 1), "deepseek": (1,)}
-    expected = [([f"model.layers.{block}.mlp.experts" for block in found], 1) for found in blocks.values()]
+    expected = [([f"model.layers.{block}.mlp.experts" for block in chosen], 1) for chosen in blocks.values()]
     assert run_ranks(parity_worker, 2, tuple(blocks)) == [expected] * 2
 
 

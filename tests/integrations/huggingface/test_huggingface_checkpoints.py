@@ -148,9 +148,9 @@ def test_a_rank_reads_its_own_experts(rank: int, num_ranks: int, in_original_for
     modeling_utils.safe_open = lambda *args, **kwargs: Read(opened(*args, **kwargs))
     model = load_spread(transformers.AutoModelForCausalLM, tmp_path, num_max_tokens_per_rank=64)
     torch.testing.assert_close(model(input_ids=TOKENS).logits, plain(input_ids=TOKENS).logits, rtol=1e-5, atol=1e-5)
-    own = sum(parameter.nbytes for parameter in expert_parameters(model))
-    assert own > 0 and Read.num_bytes == sum(parameter.nbytes for parameter in plain.parameters()) - own
-    assert sum(parameter.untyped_storage().nbytes() for parameter in expert_parameters(model)) == own
+    own_bytes = sum(parameter.nbytes for parameter in expert_parameters(model))
+    assert own_bytes > 0 and Read.num_bytes == sum(parameter.nbytes for parameter in plain.parameters()) - own_bytes
+    assert sum(parameter.untyped_storage().nbytes() for parameter in expert_parameters(model)) == own_bytes
 
 
 @on_ranks(2)

@@ -21,11 +21,11 @@ def tokens_of(rank: int, step: int) -> torch.Tensor:
 
 def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters of all ranks under the names of the stock model. Raises where a replicated one differs from rank 0's."""
-    own, state = {id(parameter) for parameter in expert_parameters(model)}, {}
+    of_experts, state = {id(parameter) for parameter in expert_parameters(model)}, {}
     for name, parameter in model.named_parameters():
         parts = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, parameter.detach().contiguous())
-        if id(parameter) in own:
+        if id(parameter) in of_experts:
             name = name.replace("experts.experts.up", "experts.gate_up_proj").replace("experts.experts.down", "experts.down_proj")
             state[name] = torch.cat(parts)
         else:
@@ -136,8 +136,8 @@ def test_trainer_and_accelerate(rank: int, num_ranks: int, tmp_path: Path) -> No
         torch.testing.assert_close(states[1][name], parameter, rtol=1e-4, atol=1e-5)
     assert (tmp_path / "spread True" / "checkpoint-2" / "model.safetensors").exists()
     trainer.save_model(str(tmp_path))
-    loaded, own = type(model).from_pretrained(tmp_path), dict(gathered_state_dict(model))
-    assert rank or all(torch.equal(tensor, own[name]) for name, tensor in revert_weight_conversion(loaded, loaded.state_dict()).items())
+    loaded, tensors = type(model).from_pretrained(tmp_path), dict(gathered_state_dict(model))
+    assert rank or all(torch.equal(tensor, tensors[name]) for name, tensor in revert_weight_conversion(loaded, loaded.state_dict()).items())
     with pytest.raises(ValueError, match="load_spread the checkpoint"):
         trainer.train(resume_from_checkpoint=str(tmp_path))
     arguments.load_best_model_at_end = True

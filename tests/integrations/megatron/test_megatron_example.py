@@ -41,23 +41,23 @@ def run_example(command: str, *arguments: str, code: int = 0) -> str:
 @pytest.mark.slow
 def test_stock_deepep_trains_to_the_same_loss(tmp_path):
     """Megatron-Core's own code for DeepEP, on the drop-in module, beside our dispatcher."""
-    told = run_example("train.py --steps 4 --dispatcher deepep --compare deepep_moe --out", str(tmp_path))
-    assert "loss curves of deepep and deepep_moe agree" in told
+    output = run_example("train.py --steps 4 --dispatcher deepep --compare deepep_moe --out", str(tmp_path))
+    assert "loss curves of deepep and deepep_moe agree" in output
     runs = json.loads((tmp_path / "summary.json").read_text())
     assert [run["run"] for run in runs] == ["deepep", "deepep_moe"] and runs[0]["loss_last_10"] < 5
 
 
 @pytest.mark.multi_gpu(2)
 def test_example_on_gpus(tmp_path):
-    told = run_example("train.py --device cuda --num-ranks 2 --steps 8 --compare alltoall --out", str(tmp_path))
-    assert "nvlink" in told and "loss curves of deepep_moe and alltoall agree" in told
+    output = run_example("train.py --device cuda --num-ranks 2 --steps 8 --compare alltoall --out", str(tmp_path))
+    assert "nvlink" in output and "loss curves of deepep_moe and alltoall agree" in output
 
 
 @pytest.mark.slow
 def test_training_falls_below_unigram_entropy_and_equals_alltoall(tmp_path):
-    told = run_example(f"train.py --steps {STEPS} --compare alltoall --timeline --out", str(tmp_path))
-    assert "loss curves of deepep_moe and alltoall agree" in told
-    (entropy,) = {float(line.split()[-1]) for line in told.splitlines() if line.startswith("unigram entropy")}
+    output = run_example(f"train.py --steps {STEPS} --compare alltoall --timeline --out", str(tmp_path))
+    assert "loss curves of deepep_moe and alltoall agree" in output
+    (entropy,) = {float(line.split()[-1]) for line in output.splitlines() if line.startswith("unigram entropy")}
 
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(record["dispatcher"], record["step"]) for record in records] == [
@@ -86,7 +86,7 @@ def test_training_falls_below_unigram_entropy_and_equals_alltoall(tmp_path):
     ours, theirs = (dict(zip(runs.columns, row, strict=True)) for row in runs.rows)
     assert (ours["run"], theirs["run"], ours["steps"]) == ("deepep_moe", "alltoall", STEPS)
     assert all(run[column] > 0 for run in (ours, theirs) for column in ("exchange, ms", "step, ms"))
-    assert len(page.pictures) == 4 and page.summary in told and "all steps are equal to the bit" in page.summary
+    assert len(page.pictures) == 4 and page.summary in output and "all steps are equal to the bit" in page.summary
 
 
 def _run(rank: int, num_ranks: int, fields: dict):

@@ -50,9 +50,9 @@ def test_peers_learn_what_failed(rank: int, num_ranks: int, device: str, num_for
             layer(x)
         for place, module in (("router", layer.router), ("expert", layer.experts), ("shared expert", layer.shared_experts)):
             hook = fail_by_hook(module, f"no {place} on rank 1") if rank == 1 else None
-            told = "" if rank == 1 else "rank 1 did not make its call: ArithmeticError: "
+            prefix = "" if rank == 1 else "rank 1 did not make its call: ArithmeticError: "
             began = time.monotonic()
-            with pytest.raises(ArithmeticError if rank == 1 else EPPeerError, match=f"{told}no {place} on rank 1"):
+            with pytest.raises(ArithmeticError if rank == 1 else EPPeerError, match=f"{prefix}no {place} on rank 1"):
                 layer(x)
                 if device == "cuda":  # whose host does not wait for a combine
                     torch.cuda.synchronize()

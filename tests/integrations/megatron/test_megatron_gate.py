@@ -71,17 +71,17 @@ def routed(sizes, switches, device):
 
     layer = biased_layer(sizes, **switches).to(device)
     x = draw(3, 11, 2)[0].to(device)
-    given = x.clone().requires_grad_()
+    leaf = x.clone().requires_grad_()
     torch.manual_seed(5)
     moe_utils.RandomSTE.generator = None  # of random logits; 0.15 keeps it
     (noting_losses, losses), (noting_gates, gates) = recorded(router, LOSS), recorded(gating, "gate_full")
     with noting_losses, noting_gates:
-        probs, routing_map = layer.router(given)
+        probs, routing_map = layer.router(leaf)
     results = {f"auxiliary loss {i}": loss for i, loss in enumerate(losses)}
     # Attached losses have a gradient, whether or not the probs have one.
     of_losses = torch.autograd.grad(probs, layer.router.weight, torch.zeros_like(probs), retain_graph=True)[0]
     probs.backward(torch.randn(probs.shape, generator=torch.Generator().manual_seed(4)).to(device))
-    results |= {"probs": probs, "input gradient": given.grad, "weight gradient": layer.router.weight.grad, "gradient of losses": of_losses}
+    results |= {"probs": probs, "input gradient": leaf.grad, "weight gradient": layer.router.weight.grad, "gradient of losses": of_losses}
     if layer.router.local_tokens_per_expert is not None:
         results["tokens per expert"] = layer.router.local_tokens_per_expert
     results = {name: value.detach().clone() for name, value in results.items()}

@@ -87,19 +87,19 @@ def test_layers_are_refused_when_they_are_built(rank: int, num_ranks: int) -> No
 def test_the_part_moe():
     """Megatron-Core allows it with padding to a capacity. A dispatch whose host waits for nothing can be captured without."""
     needs_parts()
-    given = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn,moe"}
+    options = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn,moe"}
     with enabled(experts="own"), pytest.raises(AssertionError, match="drop-padding"):
-        layer_config(**selection(), **given)
+        layer_config(**selection(), **options)
     with enabled(**SYNC_FREE):
-        assert graphed_parts(layer_config(**selection(), **given)) == ("transformer_engine", {"attn", "moe"})
-        alone = layer_config(**selection(), **given | {"cuda_graph_scope": ["moe"]})
+        assert graphed_parts(layer_config(**selection(), **options)) == ("transformer_engine", {"attn", "moe"})
+        alone = layer_config(**selection(), **options | {"cuda_graph_scope": ["moe"]})
         assert graphed_parts(alone)[1] == {"moe"}
         for field in ("cuda_graph_modules", "cuda_graph_scope"):
             assert all(not isinstance(part, str) for part in getattr(alone, field, None) or []), "as Megatron-Core leaves them"
         with pytest.raises(AssertionError, match="must not contain both moe and moe_router"):
-            layer_config(**selection(), **given | {"cuda_graph_scope": "moe,moe_router"})
+            layer_config(**selection(), **options | {"cuda_graph_scope": "moe,moe_router"})
         with pytest.raises(AssertionError, match="drop-padding"):
-            layer_config(moe_token_dispatcher_type="alltoall", **given)
+            layer_config(moe_token_dispatcher_type="alltoall", **options)
 
 
 @on_ranks(1)
@@ -173,13 +173,13 @@ def _te(layer: Any, monkeypatch: pytest.MonkeyPatch, with_preprocess: bool) -> l
             capturing.setattr(moe_utils, "is_graph_capturing", lambda: True)
             left = list(layer(x))
         shared = None if layer.shared_expert_overlap else left.pop()
-        given = dict(zip(("hidden_states", "probs"), left, strict=False))
+        inputs = dict(zip(("hidden_states", "probs"), left, strict=False))
         if with_preprocess:
             layer.token_dispatcher.topk_idx = left[2].clone()
         else:
-            given["routing_map"] = left[2].detach()  # a replay returns new tensors
-        layer.cudagraph_tensor_store.set(shared_expert_output=shared, **given)
-        output = layer(given["hidden_states"])[0]
+            inputs["routing_map"] = left[2].detach()  # a replay returns new tensors
+        layer.cudagraph_tensor_store.set(shared_expert_output=shared, **inputs)
+        output = layer(inputs["hidden_states"])[0]
         layer.cudagraph_tensor_store.clear()
         output.backward(cotangent)
         results.append([output.detach().view_as(x), x.grad])

@@ -137,8 +137,8 @@ def _step(model: torch.nn.Module, data_iterator: list[Any], **_: Any) -> dict[st
             parameter.grad.zero_()
     output, _ = model(data["x"])
     output.backward(data["cotangent"])
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return found | {"output": output.detach()}
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return grads | {"output": output.detach()}
 
 
 @ON_GPUS
@@ -178,6 +178,6 @@ def test_experts_run_again_where_more_rows_come_than_were_guessed(
     plain.token_dispatcher._guesses_rows = False
     for seed, num_tokens in enumerate((24, 24, 24, 48, 24)):
         x, cotangent = (tensor.to("cuda", torch.bfloat16) for tensor in draw(seed, num_tokens))
-        made, expected = (forward_backward(each, x, cotangent) for each in (layer, plain))
-        assert_same(made, expected, f"forward {seed}", tolerance=0.0)
+        actual, expected = (forward_backward(each, x, cotangent) for each in (layer, plain))
+        assert_same(actual, expected, f"forward {seed}", tolerance=0.0)
     assert sum(report.num_repeats for report in take_metrics()) == 1

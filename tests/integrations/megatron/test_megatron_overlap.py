@@ -42,11 +42,11 @@ def build_model(config: Any) -> Any:
 def batches(rank: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(rank)
     positions = torch.arange(LENGTH).expand(2, -1)
-    found = []
+    drawn = []
     for _ in range(NUM_BATCHES):
         tokens = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=generator)
-        found.append({"input_ids": tokens[:, :-1], "position_ids": positions, "attention_mask": None, "labels": tokens[:, 1:]})
-    return found
+        drawn.append({"input_ids": tokens[:, :-1], "position_ids": positions, "attention_mask": None, "labels": tokens[:, 1:]})
+    return drawn
 
 
 def one_after_another(model: Any, batches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -134,12 +134,12 @@ def test_delayed_gradients_of_grouped_experts(rank: int, num_ranks: int, sizes: 
             knows = {} if "not know" in ddp else {"delay_wgrad_compute": True}
             wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=False, **knows), model)
             wrapped.zero_grad_buffer()
-        made: list[str] = []
+        calls: list[str] = []
         experts = model.decoder.layers[0].mlp.experts
         stock = experts.linear_fc1.add_delayed
-        experts.linear_fc1.add_delayed = lambda compute, made=made, stock=stock: (made.append("w1"), stock(compute))
+        experts.linear_fc1.add_delayed = lambda compute, calls=calls, stock=stock: (calls.append("w1"), stock(compute))
         got = interleaved(model, batches(rank))
-        assert made == ["w1"] * NUM_BATCHES and not experts._due
+        assert calls == ["w1"] * NUM_BATCHES and not experts._due
         for name, parameter in model.named_parameters():
             got[name] = parameter.grad if ddp == "without DDP" else parameter.main_grad
         assert_repeated(got, want, f"{ddp}, rank {rank}")

@@ -142,5 +142,5 @@ def test_every_shard_of_an_expert_is_addressed():
 def test_the_choice_is_read_from_its_shards(tp_size):
     choice = torch.tensor([[1, 2, -1], [7, 0, 5], [-1, -1, -1]])
     topk_idx, _ = repeat_for_tp(choice, torch.ones(3, 3), 2, tp_size)
-    found = choice_of_shards(topk_idx.to(torch.int32), 2, tp_size)
-    assert torch.equal(found, choice) and found.dtype == torch.int64
+    actual = choice_of_shards(topk_idx.to(torch.int32), 2, tp_size)
+    assert torch.equal(actual, choice) and actual.dtype == torch.int64

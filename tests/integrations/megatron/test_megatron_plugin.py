@@ -106,11 +106,11 @@ def test_one_line_says_whether_it_is_on(rank: int, num_ranks: int) -> None:
         for _ in range(2):
             for layer in layers:
                 layer(torch.randn(4, 1, HIDDEN))
-    told = [line for line in lines.getvalue().splitlines() if "deepep_moe" in line]
+    reported = [line for line in lines.getvalue().splitlines() if "deepep_moe" in line]
     if rank:
-        assert told == []
+        assert reported == []
         return
-    *off, on = told
+    *off, on = reported
     if len(off) == 2:
         assert off[0].endswith(
             "does not use it: moe_token_dispatcher_type is 'alltoall' and moe_flex_dispatcher_backend is 'deepep'; "
@@ -212,8 +212,8 @@ def test_launcher_runs_a_script_enabled(tmp_path):
     assert done.returncode == 0, done.stderr
     missing = _launch("nowhere.py", folder=tmp_path)
     assert missing.returncode == 2 and "no such script: 'nowhere.py'" in missing.stderr
-    found = f"found {['--backend', 'nccl', *OURS]} __main__ pretrain.py SelectingFlexTokenDispatcher"
-    assert done.stdout.strip().splitlines()[-1] == found
+    line = f"found {['--backend', 'nccl', *OURS]} __main__ pretrain.py SelectingFlexTokenDispatcher"
+    assert done.stdout.strip().splitlines()[-1] == line
 
 
 OWN_SCRIPT = """

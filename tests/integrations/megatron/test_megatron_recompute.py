@@ -63,10 +63,10 @@ def test_recomputed_layer_on_gpus(rank: int, num_ranks: int) -> None:
     with model_parallel("cuda", ep=num_ranks, backend="nvlink") as sizes:
         recomputed, plain = layers_of(sizes)
         for seed in range(3):
-            given = [tensor.cuda() for tensor in draw(10 * seed + rank, 12)]
-            expected = forward_backward(plain, *given)
+            inputs = [tensor.cuda() for tensor in draw(10 * seed + rank, 12)]
+            expected = forward_backward(plain, *inputs)
             handles = watch(plain.token_dispatcher.buffer)
-            assert_same(forward_backward(recomputed, *given), expected, f"rank {rank}", tolerance=0.0)
+            assert_same(forward_backward(recomputed, *inputs), expected, f"rank {rank}", tolerance=0.0)
             assert [handle is None for handle in handles] == [True, False]
             del plain.token_dispatcher.buffer.dispatch
 
@@ -116,25 +116,25 @@ def test_a_second_run_goes_where_the_first_went(rank: int, num_ranks: int, sizes
 def test_handles_go_with_the_backward(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     layer, _ = layers_of(sizes)
     layer(draw(rank, 12)[0])
-    made: list[Any] = []
+    handles: list[Any] = []
     stock = layer.token_dispatcher.buffer.dispatch
 
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         out = stock(*args, **kwargs)
-        made.append(weakref.ref(out.handle))
+        handles.append(weakref.ref(out.handle))
         return out
 
     layer.token_dispatcher.buffer.dispatch = dispatch
     output, _ = layer(draw(rank, 12)[0].requires_grad_())
-    assert made[0]() is not None
+    assert handles[0]() is not None
     output.backward(draw(rank, 12)[1])
     del output
     gc.collect()
-    assert [reference() for reference in made] == [None, None]
+    assert [reference() for reference in handles] == [None, None]
     with torch.no_grad():
         layer(draw(rank, 12)[0])
     gc.collect()
-    assert made[-1]() is None and recompute._runs.stack == []
+    assert handles[-1]() is None and recompute._runs.stack == []
 
 
 def test_disable_puts_checkpoints_back():

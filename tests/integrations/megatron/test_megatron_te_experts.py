@@ -33,11 +33,11 @@ def layer(sizes: dict, kind: str, **changes: Any) -> Any:
 
 def by_name(experts: Any, gradients: bool = False) -> dict[str, torch.Tensor]:
     """The parameters of each expert, or their gradients, by TEGroupedMLP's names."""
-    found: dict[str, torch.Tensor] = {}
+    values_of: dict[str, torch.Tensor] = {}
     for name, parameter in experts.named_parameters():
         values = parameter.grad if gradients else parameter.detach()
-        found |= {f"{name}{index}": one for index, one in enumerate(values)} if isinstance(experts, GroupedMLP) else {name: values}
-    return found
+        values_of |= {f"{name}{index}": one for index, one in enumerate(values)} if isinstance(experts, GroupedMLP) else {name: values}
+    return values_of
 
 
 def run(experts: Any, rows: torch.Tensor, counts: list[int], probs: torch.Tensor, grad: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -130,9 +130,9 @@ def built_experts(config: Any) -> Any:
     spec = get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False)
     submodules = spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    given = (submodules.experts, 8, config) if isinstance(submodules.experts, ModuleSpec) else (8, config)
+    arguments = (submodules.experts, 8, config) if isinstance(submodules.experts, ModuleSpec) else (8, config)
     make = build_module if isinstance(submodules.experts, ModuleSpec) else submodules.experts
-    return make(*given, pg_collection=groups)
+    return make(*arguments, pg_collection=groups)
 
 
 @on_megatron(1, experts="own")
@@ -185,8 +185,8 @@ def test_gradients_are_added_to_main_grad(rank: int, num_ranks: int, sizes: dict
     ):
         alike = changes | ALONE
         fused, plain = (layer_of(sizes, late=late if is_fused else {}, **alike).experts for is_fused in (True, False))
-        given = inputs(plain.config, COUNTS)
-        run(plain, *given)
+        batch = inputs(plain.config, COUNTS)
+        run(plain, *batch)
         weights = [linear.weight for linear in (fused.linear_fc1, fused.linear_fc2)]
         calls: list[torch.Tensor] = []
         for linear in (fused.linear_fc1, fused.linear_fc2) if delays else ():
@@ -194,7 +194,7 @@ def test_gradients_are_added_to_main_grad(rank: int, num_ranks: int, sizes: dict
         for weight in weights:  # as Megatron's DDP does
             weight.main_grad, weight.grad_added_to_main_grad = torch.ones(weight.shape), False
         for number in (1, 2):
-            result = run(fused, *given)
+            result = run(fused, *batch)
             assert not calls and all(weight.grad_added_to_main_grad is not delays for weight in weights)
             fused.backward_dw()
             assert [any(one is weight for one in calls) for weight in weights] == [delays, delays]
@@ -203,7 +203,7 @@ def test_gradients_are_added_to_main_grad(rank: int, num_ranks: int, sizes: dict
                 torch.testing.assert_close(weight.main_grad, 1 + number * expected.grad.float(), rtol=1e-6, atol=1e-6)
                 weight.grad, weight.grad_added_to_main_grad = None, False
             calls.clear()
-        assert_same(result, run(plain, *given), "the other gradients")
+        assert_same(result, run(plain, *batch), "the other gradients")
 
 
 @on_megatron(1, experts="own")
@@ -215,8 +215,8 @@ def test_gradients_without_main_grad(rank: int, num_ranks: int, sizes: dict[str,
             for linear in (fused.linear_fc1, fused.linear_fc2):
                 linear.weight.get_main_grad = lambda: None
                 linear.weight.main_grad = torch.full(linear.weight.shape, torch.nan)
-        given = inputs(plain.config, COUNTS)
+        batch = inputs(plain.config, COUNTS)
         for experts in (fused, plain):
-            run(experts, *given)
+            run(experts, *batch)
         assert_same(by_name(fused, gradients=True), by_name(plain, gradients=True), "grad")
         assert not any(getattr(linear.weight, "grad_added_to_main_grad", False) for linear in (fused.linear_fc1, fused.linear_fc2))
