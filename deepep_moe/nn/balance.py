@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from deepep_moe.arguments import as_int
@@ -14,7 +14,7 @@ from deepep_moe.device import FLOATS
 from deepep_moe.errors import EPError
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.expert_slots import ALIGNMENT, MAX_SLOTS, ExpertSlots
-from deepep_moe.exchange.failures import ENDS, notify_peers_on_failure
+from deepep_moe.exchange.failures import ENDS, notify_peers
 from deepep_moe.library import Context
 from deepep_moe.ops.copies import CopyPlan, plan_copies
 from deepep_moe.ops.lanes import count_lanes
@@ -37,6 +37,9 @@ class Balance:
     parameters' dtype, added in fp32 and rounded once. Parameters, optimizers and checkpoints stay as they are. A weight is frozen on all
     ranks or on none.
 
+    On GPUs the host looks at counts only once the products at home are queued. Hooks of the experts' outputs get those of copies too, for which
+    it waits at once.
+
     A token's rows are summed by the ranks that compute them, so outputs may differ in last bits from those without copies. `Metrics` count
     rows where they are computed: the slots of a rank come after its experts.
 
@@ -54,6 +57,15 @@ class Balance:
         if self.num_slots > MAX_SLOTS:
             raise ValueError(f"num_slots is {self.num_slots}; at most {MAX_SLOTS} are possible")
         self._copies: Copies | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Balance) and (self.num_slots, self.cost) == (other.num_slots, other.cost)
+
+    def __hash__(self) -> int:
+        return hash((self.num_slots, self.cost))
+
+    def __repr__(self) -> str:
+        return f"Balance({self.num_slots}, cost={self.cost})"
 
     def __deepcopy__(self, _memo: object) -> "Balance":
         return self  # a copy of a layer shares it, as it shares the buffer
@@ -74,7 +86,7 @@ class Balance:
     def destroy(self) -> None:
         """Leave the peers: on `nvlink` their forwards raise EPPeerError then. Layers that have it cannot run any more. May be repeated."""
         if self._copies is not None:
-            self._copies.slots.destroy()
+            self._copies.destroy()
 
 
 class Parts(NamedTuple):
@@ -87,6 +99,12 @@ class Parts(NamedTuple):
 Product = Callable[[tuple[Tensor, ...], Tensor, Parts, bool], Tensor]
 """Returns the outputs of rows: their tensors, the first of which is [num_rows, hidden]; the counts of groups; the groups' weights; whether
 these are the experts at home."""
+
+
+def has_hooks(experts: nn.Module) -> bool:
+    """Return whether hooks see what the experts return, or its gradient. The outputs of copies are then to be among it."""
+    hooks = (*experts._forward_hooks.values(), *experts._backward_hooks.values(), *experts._backward_pre_hooks.values())
+    return any(not getattr(hook, "ignores_output", False) for hook in hooks)
 
 
 def sizes_of(weights: Parts, buffer: Buffer) -> tuple[object, ...]:
@@ -126,12 +144,13 @@ class Copies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # of fetches
 
     def telling(self, buffer: Buffer, function: Callable[..., _Result], *args: object) -> _Result:
-        """`notify_peers_on_failure` for a function that calls `plan`. Peers that wait in one of its calls of the slots are told too."""
-        num_calls = self.slots.num_calls
+        """`notify_peers_on_failure` for a function that calls `plan`. Peers that wait in its calls of the slots are told first."""
+        num_calls, of_buffer = self.slots.num_calls, buffer.num_calls
         try:
-            return notify_peers_on_failure(buffer, function, *args)
+            return function(*args)
         except BaseException as error:
             self.tell(error, num_calls + CALLS_OF_PLAN)
+            notify_peers(buffer, error, of_buffer)
             raise
 
     def tell(self, error: BaseException, num_calls: int) -> None:
@@ -141,9 +160,17 @@ class Copies:
                 for _ in range(num_calls - self.slots.num_calls):
                     self.slots.refuse(error)
 
-    def plan(self, topk_idx: Tensor, weights: Parts, product: Product) -> "Planned":
+    def destroy(self) -> None:
+        """Leave the peers, and give the memory back. A graph that has used it may live on."""
+        self.slots.destroy()
+        for part in (self.slots.memory, self._counts, *self.weights, *self._gradients):
+            part.data = part.new_empty(0)
+
+    def plan(self, topk_idx: Tensor, weights: Parts, product: Product, is_whole: bool) -> "Planned":
         """Plan the copies of a forward, and begin to fetch them. topk_idx: [num_tokens, num_topk], the experts of this rank's tokens.
-        Collective."""
+        is_whole: see `Planned`. Collective. Raises ValueError for weights that FSDP has taken apart."""
+        if any(hasattr(weight, "device_mesh") for weight in weights):
+            raise ValueError("FSDP wraps the experts themselves, but balance is given; wrap the whole layer, or leave out balance")
         self.join()
         own = self._counts.new_zeros(1, self._counts.shape[1])
         own[0, : self._num_experts] = count_lanes(topk_idx, self._num_experts, 1)[1]
@@ -151,13 +178,13 @@ class Copies:
         self._counts[self._rank] = own[0]
         counts = self._counts[:, : self._num_experts]
         plan = plan_copies(topk_idx, counts, self._rank, num_slots=self._num_slots, cost=self._cost)
-        return self.follow(plan, weights, product)
+        return self.follow(plan, weights, product, is_whole)
 
-    def follow(self, plan: CopyPlan, weights: Parts, product: Product) -> "Planned":
+    def follow(self, plan: CopyPlan, weights: Parts, product: Product, is_whole: bool) -> "Planned":
         """Begin to fetch the copies of a plan. Collective."""
         self.join()
         self.fetch(plan, weights)
-        return Planned(self, plan, weights, product)
+        return Planned(self, plan, weights, product, is_whole)
 
     @property
     def is_over(self) -> bool:
@@ -195,16 +222,15 @@ class Copies:
 
 
 class Planned:
-    """The copies of one forward, which calls its methods in their order. Products at home do not wait for the host or for copies."""
+    """The copies of one forward, which calls its methods in their order. Products at home do not wait for the host or for copies, unless
+    it `is_whole`: then `run` returns the outputs of copies too, for hooks of the experts, and its counts are on the host."""
 
-    def __init__(self, copies: Copies, plan: CopyPlan, weights: Parts, product: Product):
-        self.plan = plan
+    def __init__(self, copies: Copies, plan: CopyPlan, weights: Parts, product: Product, is_whole: bool):
+        self.plan, self.is_whole = plan, is_whole
         self._copies, self._at_home, self._product = copies, weights, product
 
-    def run_home(
-        self, tensors: tuple[Tensor, ...], counts: Tensor, main_grads: tuple[Tensor | None, Tensor | None] = (None, None)
-    ) -> Tensor:
-        """Return the outputs of this rank's experts, [num_rows, ...]. Those of the rows of copies, which lie behind, are missing.
+    def run(self, tensors: tuple[Tensor, ...], counts: Tensor, main_grads: tuple[Tensor | None, Tensor | None] = (None, None)) -> Tensor:
+        """Return the outputs of this rank's experts, [num_rows, ...]. Those of the rows of copies, which lie behind, `end` adds.
 
         tensors: the rows, [num_rows, ...] each. counts: the rows of the experts and of the copies, on any device. main_grads: fp32
         tensors for up and down, to which the product at home adds gradients of weights; those of copies are added there too.
@@ -215,10 +241,17 @@ class Planned:
         self._grads: list[list[tuple[int, Tensor]]] = [[] for _ in tensors]
         pairs = [_Rows.apply(tensor, grads) for tensor, grads in zip(tensors, self._grads, strict=True)]
         self._rows, self._in_slots, self._weights = [rows for _, rows in pairs], counts[num_local:], Parts(*weights[2:])
-        return self._product(tuple(rows for rows, _ in pairs), counts[:num_local], Parts(*weights[:2]), True)
+        y = self._product(tuple(rows for rows, _ in pairs), counts[:num_local], Parts(*weights[:2]), True)
+        return self._add_guests(y, counts.tolist()) if self.is_whole else y
 
-    def add_guests(self, y: Tensor, num_rows: list[int]) -> Tensor:
-        """Write the outputs of copies into y, the result of `run_home`, and return it. num_rows: its counts, on the host."""
+    def rows_of_experts(self) -> Tensor:
+        return self._copies.rows_of_experts()
+
+    def end(self, y: Tensor, num_rows: list[int]) -> Tensor:
+        """Return y, the result of `run`, with the outputs of copies. num_rows: its counts, on the host."""
+        return y if self.is_whole else self._add_guests(y, num_rows)
+
+    def _add_guests(self, y: Tensor, num_rows: list[int]) -> Tensor:
         self._copies.join()
         num_local = len(self._at_home.up)
         first, num_guests, guests = sum(num_rows[:num_local]), sum(num_rows[num_local:]), None

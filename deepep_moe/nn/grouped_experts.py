@@ -101,7 +101,8 @@ class GroupedExperts(nn.Module):
             probs: [num_rows] fp32, or None for ones. A `MoELayer` without fp8 passes None, as its combine weights the rows.
             is_first_microbatch: only with `QuantizedRows`. True, for the first forward after an optimizer step, quantizes the weights and
                 keeps the copies. False uses the copies. None: each forward quantizes.
-            planned: what `Balance` has planned. A `MoELayer` passes it, and the counts of experts and then of copies.
+            planned: what `Balance` has planned. A `MoELayer` passes it, and the counts of experts and then of copies. The outputs of
+                rows of copies are missing then, unless the module has hooks.
 
         Returns:
             [num_rows, hidden] in the dtype of x, which for `QuantizedRows` is bfloat16.
@@ -110,7 +111,7 @@ class GroupedExperts(nn.Module):
             TypeError, ValueError: see `deepep_moe.ops.grouped_mlp` and `deepep_moe.ops.KeptWeights.take`.
         """
         if planned is not None:
-            return planned.run_home((x,), num_rows_per_expert)  # type: ignore[arg-type]
+            return planned.run((x,), num_rows_per_expert)  # type: ignore[arg-type]
         return self._run(x, num_rows_per_expert, self.up, self.down, probs, kept=self.kept_weights, is_first_microbatch=is_first_microbatch)
 
     def product(self, rows: tuple[Tensor, ...], counts: Tensor, weights: Parts, _: bool) -> Tensor:

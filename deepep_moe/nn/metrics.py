@@ -258,9 +258,13 @@ class _Followed(_Counted):
         shared = getattr(layer, "shared_expert", None)
         if shared is not None:
             shared.register_forward_hook(lambda module, args, output: self._begin(args[0]))
-        layer.experts.register_forward_hook(
-            lambda module, args, output: self._begin(args[0]) if shared is None or self._num_runs > 1 else None
-        )
+
+        def begin_combine(module: nn.Module, args: Any, output: Any) -> None:
+            if shared is None or self._num_runs > 1:
+                self._begin(args[0])
+
+        begin_combine.ignores_output = True  # type: ignore[attr-defined]  # for `deepep_moe.nn.balance`
+        layer.experts.register_forward_hook(begin_combine)
         layer.register_forward_hook(lambda module, args, output: self._end())
 
     def _begin_forward(self, x: Tensor) -> None:

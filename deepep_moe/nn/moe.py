@@ -13,7 +13,7 @@ from deepep_moe.exchange.buffer import Buffer, new_layer
 from deepep_moe.exchange.checks import BLOCKWISE, GUESS
 from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.exchange.handle import DispatchOutput
-from deepep_moe.nn.balance import Balance, Copies, Parts, Planned
+from deepep_moe.nn.balance import Balance, Copies, Parts, Planned, has_hooks
 from deepep_moe.nn.grouped_experts import GroupedExperts
 from deepep_moe.nn.rank_parameters import RankExperts
 from deepep_moe.nn.router import Router
@@ -227,12 +227,13 @@ class MoELayer(RankExperts):
         planned = None
         if copies is not None:
             experts: Any = self.experts
-            planned = copies.plan(topk_idx, Parts(experts.up, experts.down), experts.product)
+            planned = copies.plan(topk_idx, Parts(experts.up, experts.down), experts.product, has_hooks(experts))
             topk_idx = planned.plan.topk_idx
         if self.fp8:
             check_products(rows.device)
         # Experts of another class, or with another forward, may not know of rows behind the last group.
         guesses = self.num_recv_rows is None and type(self.experts).forward is GroupedExperts.forward
+        guesses = guesses and not (planned is not None and planned.is_whole)
         num_rows = GUESS if guesses else self.num_recv_rows
         how: dict[str, Any] = {"expert_alignment": self.expert_alignment, "num_recv_rows": num_rows, "fp8": self.fp8}
         if not torch.compiler.is_compiling():  # layers share one compiled graph
@@ -252,7 +253,7 @@ class MoELayer(RankExperts):
 
     def _combine(self, y: Tensor, shared: Tensor | None, out: DispatchOutput, planned: Planned | None = None) -> Tensor:
         if planned is not None:
-            y = planned.add_guests(y, out.handle.num_rows_per_expert_list)
+            y = planned.end(y, out.handle.num_rows_per_expert_list)
         weights = None if self.fp8 else out.recv_topk_weights
         return self.buffer.combine(y.contiguous(), out.handle, weights, bias=shared, fp8=self.fp8)
 
@@ -262,7 +263,7 @@ class MoELayer(RankExperts):
             which = {} if is_first_microbatch is None else {"is_first_microbatch": is_first_microbatch}
             y = self.experts(out.recv_x, counts, out.recv_topk_weights, **which)
         elif planned is not None:
-            y = self.experts(out.recv_x, counts, planned=planned)
+            y = self.experts(out.recv_x, out.handle.num_rows_per_expert_on_host if planned.is_whole else counts, planned=planned)
         else:
             y = self.experts(out.recv_x, counts)
         _check_output("the experts", y, out.recv_x)

@@ -67,13 +67,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="consecutive ranks that are a node (default: those of a host)")
     of_balance = "copies of hot experts that a rank may hold, planned in each forward (default: none)"
-    parser.add_argument("--balance", type=lambda slots: Balance(int(slots)), metavar="SLOTS", help=of_balance)
+    parser.add_argument("--balance", type=int, metavar="SLOTS", help=of_balance)
     return parser
 
 
 def main() -> None:
     options = script.parse(_parser(), "pretrain_gpt.py")
     values = vars(options)
+    values["balance"] = None if options.balance is None else Balance(options.balance)
     enable(**{field.name: values[field.name] for field in dataclasses.fields(Options)})
     script.run(options.script, options.arguments)
 

@@ -93,6 +93,12 @@ class LayerBuffers(BufferRegistry):
             self._copies[key] = buffer._group, Copies(self.options.balance, weights, buffer)
         return self._copies[key][1]
 
+    def recover(self) -> None:
+        """Bring all buffers back into step. Copies of experts are made anew by the next forward."""
+        self._end_copies(lambda group: True)
+        for buffer in self.buffers():
+            buffer.recover()
+
     def suspend(self) -> None:
         self._end_copies(lambda group: True)
         super().suspend()
@@ -107,7 +113,7 @@ class LayerBuffers(BufferRegistry):
 
     def _end_copies(self, is_dead: Callable[["dist.ProcessGroup | None"], bool]) -> None:
         for key in [key for key, (group, _) in self._copies.items() if is_dead(group)]:
-            self._copies.pop(key)[1].slots.destroy()
+            self._copies.pop(key)[1].destroy()
 
     def capacity_for(self, config: Config) -> RecvCapacity | None:
         """Return the room for rows of a layer, or None where its host waits for their number."""

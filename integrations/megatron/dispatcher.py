@@ -19,7 +19,7 @@ from deepep_moe._C import MAX_TOPK, ROW_ALIGNMENT
 from deepep_moe.errors import EPCapacityError
 from deepep_moe.exchange.buffer import Buffer, new_layer
 from deepep_moe.exchange.checks import BLOCKWISE, GUESS
-from deepep_moe.exchange.failures import notify_peers
+from deepep_moe.exchange.failures import notify_peers, notify_peers_on_failure
 from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
 from deepep_moe.integrations.common.warn_once import say_on
@@ -34,7 +34,7 @@ from deepep_moe.integrations.megatron.recompute import Dispatched, record, recor
 from deepep_moe.integrations.megatron.recv_capacity import FACTOR_FIELD, RecvCapacity
 from deepep_moe.integrations.megatron.routing import choice_of_shards, repeat_for_tp, topk_from_dense
 from deepep_moe.integrations.megatron.shared_experts import SharedExperts, check_shared_overlap
-from deepep_moe.nn.balance import CALLS_OF_PLAN, Copies, Planned
+from deepep_moe.nn.balance import CALLS_OF_PLAN, Copies, Planned, has_hooks
 from deepep_moe.nn.metrics import LayerMetrics
 from deepep_moe.ops.fp8_products import check_products
 from deepep_moe.ops.lanes import weights_at
@@ -127,7 +127,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self._guesses_rows = False
         self._asked: tuple[Any, ...] = ()  # `_growing` was found for it
         self._growing: GrowingBuffer | None = None  # it replaces its buffer when a rank has more tokens
-        self._copies: Copies | None = None
+        self._copies: Callable[[], Copies | None] = lambda: None  # those of the latest forward, while the buffers hold them
+        self._runs_layer = False
         balance = buffers.options.balance
         self._num_slots = balance.num_slots if balance is not None and self.ep_size > 1 else 0  # of this rank, for copies of experts
         self._hidden = getattr(config, "moe_latent_size", None) or config.hidden_size  # width of a row, as far as the config tells
@@ -218,13 +219,16 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             return forward(layer, hidden_states, *args, **kwargs)
         buffer = self._buffer_for(hidden_states)
         self._forward = _Forward(buffer, buffer.num_calls)
-        last_call = 0 if self._copies is None else self._copies.slots.num_calls + (CALLS_OF_PLAN if recorded() is None else 1)
+        copies = self._copies()
+        last_call = 0 if copies is None else copies.slots.num_calls + (CALLS_OF_PLAN if recorded() is None else 1)
+        self._runs_layer = True
         try:
             return forward(layer, hidden_states, *args, **kwargs)
         except BaseException as error:
+            if copies is not None:
+                self._layer().experts.planned = None
+                copies.tell(error, last_call)
             notify_peers(self.buffer, error, self._current.num_calls)
-            if self._copies is not None:
-                self._copies.tell(error, last_call)
             self._forward = _Forward(self._current.buffer, self._current.num_calls)  # without the rows and the graph of this forward
             if isinstance(error, EPCapacityError):
                 error.add_note(HOW_TO_GO_ON)
@@ -233,6 +237,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             if self._shared is not None:
                 self._shared.forget()
             raise
+        finally:
+            self._runs_layer = False
 
     def run_part(self, part: Callable[..., object], *args: object, **kwargs: object) -> Any:
         """Run `part(...)`, which makes no call of the buffer. If it fails on this rank, the peers are told.
@@ -246,10 +252,12 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         try:
             return part(*args, **kwargs)
         except BaseException as error:
-            if type(error).__name__ != "MoECudaGraphPartialCaptureSignal":  # Megatron-Core leaves a layer that it captures by this
+            # Megatron-Core leaves a layer that it captures by this signal; `run_layer` tells of the rest.
+            if type(error).__name__ != "MoECudaGraphPartialCaptureSignal" and not self._runs_layer:
+                copies = self._copies()
+                if copies is not None and recorded() is not None:  # a second run, before its dispatch
+                    copies.tell(error, copies.slots.num_calls + 1)
                 notify_peers(buffer, error, num_calls)
-                if self._copies is not None and recorded() is not None:  # a second run, before its dispatch; `run_layer` sees the first
-                    self._copies.tell(error, self._copies.slots.num_calls + 1)
             raise
 
     def run_first_part(self, part: Callable[..., object], hidden_states: torch.Tensor, *args: object) -> Any:
@@ -260,9 +268,17 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
     def _buffer_for(self, hidden_states: torch.Tensor) -> Buffer:
         """Return the buffer of a forward of hidden_states [S/TP, B, H], before its dispatch. Collective at first."""
         buffer = self._find(hidden_states.shape[:-1].numel(), self._hidden, hidden_states.device).buffer
-        if self._num_slots > 0 and (self._copies is None or self._copies.is_over):
-            self._copies = self.buffers.copies_of(self._layer().experts.weights(), buffer)
+        if self._num_slots > 0 and buffer.num_calls >= 0:  # a buffer that cannot be used raises here
+            self._copies_for(buffer)
         return buffer
+
+    def _copies_for(self, buffer: Buffer) -> Copies:
+        """Return the copies of the layer's experts. Collective at first, and after `suspend`."""
+        copies = self._copies()
+        if copies is None or copies.is_over:
+            copies = self.buffers.copies_of(self._layer().experts.weights(), buffer)
+            self._copies = weakref.ref(copies)
+        return copies
 
     @property
     def _current(self) -> _Forward:
@@ -334,11 +350,14 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             )
         # Before anything else can fail.
         self._forward = _Forward(buffer, buffer.num_calls, out, counting=counting, planned=planned, settle=settle)
-        self._forward.tokens_per_expert = counts = self._counts_for_experts(out.handle)
+        is_whole = planned is not None and planned.is_whole
+        self._forward.tokens_per_expert = counts = (
+            out.handle.num_rows_per_expert_on_host if is_whole else self._counts_for_experts(out.handle)
+        )
         if first_run is None and settle is None:
             self._record(out.handle)
         if counting is not None:
-            counting.count(counts if self._copies is None else self._copies.rows_of_experts())
+            counting.count(counts if planned is None else planned.rows_of_experts())
             assert self.topk_idx is not None  # dispatch_preprocess has set it
             counting.count_nodes(self.topk_idx, buffer)
         assert out.recv_topk_weights is not None  # they were sent
@@ -352,14 +371,14 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         x, topk_idx, alignment = hidden_states.contiguous(), self.topk_idx, self.buffers.options.expert_alignment
         assert topk_idx is not None  # dispatch_preprocess has set it
         planned = None
-        if self._copies is not None:
+        if self._num_slots > 0:
             experts = self._layer().experts
-            planned = self._copies.plan(topk_idx, experts.weights(), experts.product)
+            planned = self._copies_for(growing.buffer).plan(topk_idx, experts.weights(), experts.product, has_hooks(experts))
             topk_idx = planned.plan.topk_idx
         notes_excess = self._notes_excess
 
         def send_rows(buffer: Buffer, every_routing: bool) -> DispatchOutput:
-            num_rows: int | str | None = GUESS if self._guesses_rows else None
+            num_rows: int | str | None = GUESS if self._guesses_rows and not (planned is not None and planned.is_whole) else None
             if self._capacity is not None:
                 num_rows = self._capacity.num_rows(buffer, alignment, every_routing=every_routing)
             how: dict[str, Any] = {"expert_alignment": alignment, "num_recv_rows": num_rows, "fp8": self._fp8}
@@ -394,7 +413,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         x, buffer, planned = hidden_states.contiguous(), first_run.buffer, None
         if first_run.choice is not None:
             experts = self._layer().experts
-            planned = self.buffers.copies_of(experts.weights(), buffer).follow(first_run.choice[0], experts.weights(), experts.product)
+            follow = self._copies_for(buffer).follow
+            planned = notify_peers_on_failure(buffer, follow, first_run.choice[0], experts.weights(), experts.product, has_hooks(experts))
         return buffer, buffer.dispatch(x, None, probs, handle=first_run.handle, fp8=self._fp8), None, planned
 
     def _record(self, handle: DispatchHandle) -> None:
@@ -443,7 +463,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             hidden_states, out = self._of_all_rows(hidden_states, out)
         planned, forward.planned = forward.planned, None
         if planned is not None:
-            hidden_states = planned.add_guests(hidden_states, out.handle.num_rows_per_expert_list)
+            hidden_states = notify_peers_on_failure(forward.buffer, planned.end, hidden_states, out.handle.num_rows_per_expert_list)
         if self._shared is not None:
             self._shared.before_combine()
         with _timed(forward.counting, hidden_states):

@@ -155,7 +155,7 @@ class GroupedMLP(SequentialMLP):
         planned, self.planned = self.planned, None
         if planned is not None:
             assert isinstance(tokens_per_expert, Tensor)  # as the dispatcher gives it
-            return planned.run_home((rows,) if probs is None else (rows, probs), tokens_per_expert, self._main_grads), None
+            return planned.run((rows,) if probs is None else (rows, probs), tokens_per_expert, self._main_grads), None
         output = grouped_mlp(
             rows, tokens_per_expert, w1, w2, b1=b1, b2=b2, probs=probs, delay=self._delay if self._delays else None,
             main_grads=self._main_grads, **self._how(), **self._copies_of_weights(w1, w2),
@@ -169,7 +169,10 @@ class GroupedMLP(SequentialMLP):
         return grouped_mlp(x, counts, weights.up, weights.down, probs=probs, main_grads=main_grads, **self._how())
 
     def weights(self) -> Parts:
-        """Return the weights for a fetch, after the hooks that make them ready."""
+        """Return the weights for a fetch, after the hooks that make them ready. Raises ValueError for Megatron's FSDP, which may take them
+        apart before."""
+        if hasattr(self.linear_fc1.weight, "get_main_grad"):
+            raise ValueError("Megatron's FSDP wraps the experts, but balance is given; leave one of the two out")
         return Parts(self.linear_fc1()[0], self.linear_fc2()[0])
 
     @property

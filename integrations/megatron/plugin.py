@@ -303,8 +303,7 @@ def recover() -> None:
     """Bring the buffers of all layers back into step after an error, as `Buffer.recover` does. Collective over their groups; does nothing
     without `enable()`."""
     if _enabled is not None:
-        for buffer in _enabled.buffers.buffers():
-            buffer.recover()
+        _enabled.buffers.recover()
 
 
 def suspend() -> None:

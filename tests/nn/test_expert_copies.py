@@ -142,6 +142,21 @@ def test_frozen_weights_and_evaluation(rank, num_ranks, frozen):
     check_equal(use)
 
 
+@pytest.mark.parametrize("kind", ("forward", "full_backward"))
+@on_ranks(2)
+def test_hooks_of_experts_see_the_rows_of_copies(rank, num_ranks, kind):
+    def use(balance):
+        layer, x = layer_of(rank, num_ranks, balance), tokens_of(rank, 1).requires_grad_()
+        if kind == "forward":
+            layer.experts.register_forward_hook(lambda module, args, y: y * 2)
+        else:
+            layer.experts.register_full_backward_hook(lambda module, grads, of_outputs: (grads[0] * 2, *grads[1:]))
+        layer(x).sum().backward()
+        return [x.grad, *(parameter.grad for parameter in layer.experts.parameters())]
+
+    check_equal(use)
+
+
 @on_ranks(2)
 def test_two_layers_in_one_checkpoint(rank, num_ranks):
     """Hooks of weights run once, and a copied layer shares the memory."""

@@ -8,7 +8,7 @@ import torch
 from megatron_cases import BF16, RECOMPUTED, assert_same, draw, expert_biases, layer_of, model_parallel
 from on_ranks import on_ranks
 
-from deepep_moe.errors import EPPeerError
+from deepep_moe.errors import BufferSuspendedError, EPPeerError
 from deepep_moe.integrations.megatron import enable, resume, suspend, take_metrics
 from deepep_moe.nn import Balance
 from deepep_moe.nn.balance import Copies
@@ -66,8 +66,7 @@ def all_passes(rank: int, num_ranks: int, device: str, is_balanced: bool) -> lis
             results.append({key: value.tolist() for key, value in passes.items()})
             assert any((each.plan.copies >= 0).any() for each in plans) == is_balanced and len(plans) == 2 * is_balanced, name
             plans.clear()
-    copies = layer.token_dispatcher._copies
-    assert copies.is_over if is_balanced else copies is None
+    assert layer.token_dispatcher._copies() is None  # disable() ends them
     return results
 
 
@@ -93,9 +92,11 @@ def test_memory_goes_and_comes_with_the_buffers(rank: int, num_ranks: int) -> No
             layer = layer_of(sizes, **ALONE)
 
             def cycle(layer: Any = layer) -> None:
-                copies = layer.token_dispatcher._copies
+                copies = layer.token_dispatcher._copies()
                 suspend()
-                assert copies.is_over
+                assert copies.is_over and copies.slots.memory.nbytes == copies.weights.up.nbytes == 0
+                with pytest.raises(BufferSuspendedError):
+                    layer(draw(rank, 12)[0])
                 resume()
 
             results.append(two_passes(rank, layer, False, cycle if suspends else lambda: None))
