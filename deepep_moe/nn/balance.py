@@ -37,8 +37,8 @@ class Balance:
     parameters' dtype, added in fp32 and rounded once. Parameters, optimizers and checkpoints stay as they are. A weight is frozen on all
     ranks or on none.
 
-    On GPUs the host looks at counts only once the products at home are queued. Hooks of the experts' outputs get those of copies too, for which
-    it waits at once.
+    On GPUs the host looks at counts only once the products at home are queued. Hooks of the experts' outputs get those of copies too, for
+    which it waits at once.
 
     A token's rows are summed by the ranks that compute them, so outputs may differ in last bits from those without copies. `Metrics` count
     rows where they are computed: the slots of a rank come after its experts.

@@ -245,7 +245,7 @@ def test_own_script_on_cpus(tmp_path, monkeypatch):
     """It has no options of Megatron-LM, and begins with the line of the page."""
     _backend_choices()  # skips where the config has no backend
     line, folder = re.search(
-        r"begins with `([^`]*)` and runs with `PYTHONPATH=([^`]*)`", (ROOT / "docs" / "megatron.md").read_text()
+        r"begins with `([^`]*)` and runs with\s`PYTHONPATH=([^`]*)`", (ROOT / "docs" / "megatron.md").read_text()
     ).groups()
     monkeypatch.setenv("PYTHONPATH", str(ROOT / folder))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
