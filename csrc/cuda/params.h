@@ -82,7 +82,7 @@ constexpr int node_segments(int num_tokens, int max_segments) {
 constexpr int32_t kFailed = INT32_MIN;
 
 // recv_row_idx has this value for a top-k entry of this rank whose row does not fit the bound, with sums by lanes. (-1: the entry is
-// another rank's.)
+// not this rank's.)
 constexpr int32_t kLeftOut = -2;
 
 struct GpuPlanParams {

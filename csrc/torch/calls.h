@@ -80,7 +80,7 @@ public:
 
     const Settings settings;
     bool is_released() const { return exchange_ == nullptr; }
-    bool has_failed() const { return exchange_ != nullptr && exchange_->has_failed(); }  // says what kernels have reported
+    bool has_failed() const { return exchange_ != nullptr && exchange_->has_failed(); }  // kernels have reported a failure
     bool can_fuse() const { return settings.num_nodes == 1; }          // rows by expert, shared rows, scaling, sums by lanes
     int64_t lanes() const { return can_fuse() ? settings.lanes : 1; }  // over nodes each is a token, and Python sums
     int64_t num_calls() const { return exchange_->num_calls(); }

@@ -11,7 +11,7 @@ namespace deepep_moe {
 // differentiated. output, full_output: the classes `GateOutput` and `FullGateOutput`.
 void set_gate_hooks(const py::capsule& shim, py::object gradients, py::object output, py::object full_output);
 
-// Runs the gate without gradient , for arguments that Python has checked. Returns topk_idx, topk_weights, the counts of experts and then of
+// Runs the gate without gradient, for arguments that Python has checked. Returns topk_idx, topk_weights, the counts of experts and then of
 // ranks, and those of probs, routing_map, in_rank and shares that are wanted. Returns nothing if a kernel has reported a value that is not
 // finite.
 std::optional<variable_list> run_gate(const Tensor& logits, const OptionalTensor& expert_bias, const OptionalTensor& mask,

@@ -50,7 +50,7 @@ private:
 // The rest of a call that has returned.
 struct InFlight {
     std::shared_ptr<SecondHalf> second_half;  // set in a split call
-    std::shared_ptr<Recorded> recorded;       // set in an asynchronous call: the end of its results
+    std::shared_ptr<Recorded> recorded;       // set in an asynchronous call: when its results are there
 };
 
 // Memory of these is not used again before the device's current stream is through with what it has been given by then.

@@ -136,7 +136,7 @@ def introduce(
 
 
 def check_same(settings: list[dict[str, object]], advice: str) -> None:
-    """Return `settings` of every rank. Raises EPMismatchError for the first that is not the same everywhere."""
+    """Compare the settings of all ranks. Raises EPMismatchError for the first that is not the same everywhere."""
     for name in settings[0]:
         values = [one.get(name) for one in settings]
         if len(set(values)) > 1:

@@ -1,4 +1,4 @@
-"""Copies of hot experts in `MoELayer`: ranks with few rows compute rows of experts of other ranks."""
+"""Copies of hot experts, for `MoELayer` and Megatron-Core: ranks with few rows compute rows of experts of other ranks."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -48,8 +48,8 @@ class Balance:
         cost: rows that a rank computes in the time that moving a copy takes. A copy takes at least as many rows. The default is for bf16 on
             H100 and H200 GPUs of one host, where it does not depend on the size of experts.
 
-    Layers of one group with equal experts that run one after another should share one. The first forward makes the memory. `destroy` ends
-    it for all of them.
+    Instances of `MoELayer` of one group with equal experts that run one after another should share one. The first forward makes the memory.
+    `destroy` ends it for all of them.
     """
 
     def __init__(self, num_slots: int = 4, *, cost: int = 2048):
@@ -102,7 +102,7 @@ these are the experts at home."""
 
 
 def has_hooks(experts: nn.Module) -> bool:
-    """Return whether hooks see what the experts return, or its gradient. The outputs of copies are then to be among it."""
+    """Return whether hooks see what the experts return, or the gradient of that. The outputs of copies must be part of it then."""
     hooks = (*experts._forward_hooks.values(), *experts._backward_hooks.values(), *experts._backward_pre_hooks.values())
     return any(not getattr(hook, "ignores_output", False) for hook in hooks)
 

@@ -108,14 +108,14 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             )
         if buffers.options.fp8:
             check_fp8(config)
-        if buffers.options.balance is not None:
-            _check_balance(config)
         # Not the flex dispatcher's own constructor: it would demand DeepEP and build its communication manager.
         MoETokenDispatcher.__init__(self, config=config, **groups)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
         self.buffers = buffers
         self._capacity = buffers.capacity_for(config)
+        if buffers.options.balance is not None:
+            _check_balance(config, is_sync_free=self._capacity is not None)
         self._fp8: str | bool = BLOCKWISE if buffers.options.fp8 else False
         check_graphs(config, buffers.options, self._capacity is not None)
         self.hidden_shape = torch.Size()
@@ -273,7 +273,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         return buffer
 
     def _copies_for(self, buffer: Buffer) -> Copies:
-        """Return the copies of the layer's experts. Collective at first, and after `suspend`."""
+        """Return the copies of the layer's experts. Collective at first, and after `suspend` and `recover`."""
         copies = self._copies()
         if copies is None or copies.is_over:
             copies = self.buffers.copies_of(self._layer().experts.weights(), buffer)
@@ -535,8 +535,10 @@ def _check_config(config: Config, expert_alignment: int) -> None:
         )
 
 
-def _check_balance(config: Config) -> None:
+def _check_balance(config: Config, is_sync_free: bool) -> None:
     """Raise ValueError for switches that copies of experts do not go with."""
+    if is_sync_free:
+        raise ValueError(f"{FACTOR_FIELD} is set, but balance is given, whose host reads counts; leave one of the two out")
     for name in ("delay_wgrad_compute", "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "add_bias_linear"):
         if getattr(config, name, False):
             raise ValueError(f"{name} is True, but balance is given, which does not go with it; leave one of the two out")

@@ -144,7 +144,8 @@ class GroupedMLP(SequentialMLP):
                 sum may hold anything, and so may those of the output and of the gradient, which no combine reads.
             permuted_probs: [R] fp32 or fp64.
 
-        With copies of experts, `tokens_per_expert` counts their rows too, behind the others, and outputs of those rows are missing.
+        With copies of experts, `tokens_per_expert` counts their rows too, behind the others, and outputs of those rows are
+        missing, unless the module has hooks.
         """
         rows = permuted_local_hidden_states
         probs: Tensor | None = permuted_probs

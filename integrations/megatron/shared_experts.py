@@ -26,7 +26,7 @@ class SharedExperts:
         self._follows_the_call = hasattr(module, "wait_current_stream")  # 0.18: the input's all-gather is enqueued after the dispatch
 
     def before_dispatch(self, x: Tensor) -> None:
-        """Return x [T, H], which the dispatch sends."""
+        """Run what comes before the dispatch of x [T, H]: hooks of the gate, and communication."""
         takes_kwargs = self._module._forward_pre_hooks_with_kwargs
         for key, hook in self._module._forward_pre_hooks.items():  # Megatron's DDP gathers the gate's weight in one, and nobody calls us
             hook(self._module, (x,), *([{}] if key in takes_kwargs else []))

@@ -165,7 +165,7 @@ def test_sums_by_ranks_depend_on_ranks(rank, num_ranks, backend):
 
 @on_ranks(2, backend=BACKENDS, sums=SUMS)
 def test_gradients(rank, num_ranks, backend, sums):
-    """Return the gradients of the sum as PyTorch's autograd computes them, in double precision."""
+    """Gradients are those of PyTorch's autograd, in double precision."""
     buffer, x, idx, weights = opened(replace(CASE, num_tokens=[11, 6], dtype=torch.float32), backend, rank, sums=sums)
     x, weights = x.requires_grad_(), weights.requires_grad_()
     bias = torch.zeros_like(x, requires_grad=True)

@@ -68,8 +68,8 @@ public:
 
     // Send the rows of counts[node, peer] tokens to each peer, in chunks of `chunk_slots` that no other warp has taken, those of
     // `first_node` first. A token has `token_slots` slots. The functor find(to, slot) returns what a thread needs to know of a row, or
-    // kNoRow. The functor ready(to, first, end, found) waits for some rows; false: give up. The functor rows(to, slot, found, row, tail)
-    // sets the row's address. With `to_outbox` rows go to this rank's outbox, without flags.
+    // kNoRow. The functor ready(to, first, end, row_index) waits for some rows; false: give up. The functor rows(to, slot, row_index, row,
+    // tail) sets the row's address. With `to_outbox` rows go to this rank's outbox, without flags.
     template <class Ready, class Find, class Rows>
     __device__ void push(int chunk_slots, int token_slots, const int32_t* counts, bool to_outbox, int first_node, const Ready& ready,
                          const Find& find, const Rows& rows) {

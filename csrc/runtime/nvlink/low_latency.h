@@ -23,7 +23,7 @@ public:
     NvlinkLowLatency(const NvlinkLowLatency&) = delete;
 
     int64_t workspace_bytes() const { return layout_.total_bytes; }
-    // Returns the value that marks a handle as failed, xor the number of its dispatch.
+    // Returns the mark. A failed handle holds it xor the number of its dispatch.
     int64_t failed_mark() const { return static_cast<int64_t>(failed_mark_); }
     int64_t handle_bytes() const;
     int64_t num_calls() const { return num_calls_; }  // calls that this rank has sent or refused so far
