@@ -1,6 +1,7 @@
 """Small calls of most kernels for compute-sanitizer (`.ci/sanitize`): two ranks, few blocks, each result compared."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,12 +9,14 @@ from by_expert_cases import doubled, equal
 from exchange_cases import Case, check_case, device_of
 from low_latency_cases import Case as LowLatencyCase
 from low_latency_cases import make_buffer, run_case
-from test_expert_copies import layer_of, train
 
 from deepep_moe import LowLatencyBuffer, ops, reference
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
 from deepep_moe.nn import Balance
 from deepep_moe.testing import run_ranks
+
+sys.path.append(str(Path(__file__).parent / "nn"))
+from test_expert_copies import layer_of, train
 
 FEW_BLOCKS = 5
 EXCHANGES = [
