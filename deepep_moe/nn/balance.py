@@ -31,11 +31,12 @@ _WORDS = 4  # of the rows that `ExpertSlots` moves: multiples of 16 bytes
 class Balance:
     """Copies of hot experts, planned in each forward from the rows of all ranks, so that ranks compute similar numbers of rows.
 
-    In a forward every rank computes the same plan (`deepep_moe.ops.plan_copies`), and the homes of the chosen experts send their weights to
-    the ranks that hold copies. Rows go to the copies as to any expert. The backward fetches the weights again, as layers share the memory,
-    and brings the gradients home: an expert's gradient is home's part and then the copies', by ascending ranks, each rounded to the
-    parameters' dtype, added in fp32 and rounded once. Parameters, optimizers and checkpoints stay as they are. A weight is frozen on all
-    ranks or on none.
+    In a forward every rank computes the same plan (`deepep_moe.ops.plan_copies`). The homes of the chosen experts send their weights to the
+    ranks that hold copies. Rows go to the copies as to any expert. The backward fetches the weights again, as layers share the memory, and
+    brings the gradients home. An expert's gradient is home's part and then the copies', by ascending ranks. Each part is rounded to the
+    parameters' dtype; they are added in fp32, and the sum is rounded once.
+
+    Parameters, optimizers and checkpoints stay as they are. A weight is frozen on all ranks or on none.
 
     On GPUs the host looks at counts only once the products at home are queued. Hooks of the experts' outputs get those of copies too, for
     which it waits at once.
@@ -99,6 +100,11 @@ class Parts(NamedTuple):
 Product = Callable[[tuple[Tensor, ...], Tensor, Parts, bool], Tensor]
 """Returns the outputs of rows: their tensors, the first of which is [num_rows, hidden]; the counts of groups; the groups' weights; whether
 these are the experts at home."""
+
+
+def check_is_balance(balance: object) -> None:
+    if not isinstance(balance, Balance):
+        raise TypeError(f"balance is {balance!r}; pass deepep_moe.nn.Balance(num_slots)")
 
 
 def has_hooks(experts: nn.Module) -> bool:
@@ -222,8 +228,11 @@ class Copies:
 
 
 class Planned:
-    """The copies of one forward, which calls its methods in their order. Products at home do not wait for the host or for copies, unless
-    it `is_whole`: then `run` returns the outputs of copies too, for hooks of the experts, and its counts are on the host."""
+    """The copies of one forward, which calls `run`, `end` and `fetch_in_backward` in this order.
+
+    Products at home do not wait for the host or for copies. If it `is_whole`, they do: `run` returns the outputs of copies too, for hooks of
+    the experts, and takes counts on the host.
+    """
 
     def __init__(self, copies: Copies, plan: CopyPlan, weights: Parts, product: Product, is_whole: bool):
         self.plan, self.is_whole = plan, is_whole
@@ -232,8 +241,10 @@ class Planned:
     def run(self, tensors: tuple[Tensor, ...], counts: Tensor, main_grads: tuple[Tensor | None, Tensor | None] = (None, None)) -> Tensor:
         """Return the outputs of this rank's experts, [num_rows, ...]. Those of the rows of copies, which lie behind, `end` adds.
 
-        tensors: the rows, [num_rows, ...] each. counts: the rows of the experts and of the copies, on any device. main_grads: fp32
-        tensors for up and down, to which the product at home adds gradients of weights; those of copies are added there too.
+        Args:
+            tensors: the rows, [num_rows, ...] each.
+            counts: the rows of the experts and of the copies, on any device.
+            main_grads: fp32 tensors for up and down, or None. The gradients of weights are added there, those of copies too.
         """
         copies, num_local = self._copies, len(self._at_home.up)
         held = (part.data for part in copies.weights)  # autograd is not to see that other layers use the memory

@@ -13,7 +13,7 @@ from deepep_moe.exchange.buffer import Buffer, new_layer
 from deepep_moe.exchange.checks import BLOCKWISE, GUESS
 from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.exchange.handle import DispatchOutput
-from deepep_moe.nn.balance import Balance, Copies, Parts, Planned, has_hooks
+from deepep_moe.nn.balance import Balance, Copies, Parts, Planned, check_is_balance, has_hooks
 from deepep_moe.nn.grouped_experts import GroupedExperts
 from deepep_moe.nn.rank_parameters import RankExperts
 from deepep_moe.nn.router import Router
@@ -162,6 +162,7 @@ class MoELayer(RankExperts):
         if buffer is not None and beside:
             raise ValueError(f"a buffer was given, which has its own {', '.join(beside)}; leave {'it' if len(beside) == 1 else 'them'} out")
         if balance is not None:
+            check_is_balance(balance)
             _check_balance(self.experts, fp8, num_recv_rows)
         num_ranks = buffer.num_ranks if buffer is not None else dist.get_world_size(group) if dist.is_initialized() else 1
         num_slots = balance.num_slots if balance is not None and num_ranks > 1 else 0

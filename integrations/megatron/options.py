@@ -8,7 +8,7 @@ from deepep_moe.arguments import as_int, check_choice
 from deepep_moe.exchange.backends.select import BACKENDS
 from deepep_moe.exchange.checks import check_max_sms, check_num_sms
 from deepep_moe.group.settings import SUMS
-from deepep_moe.nn.balance import Balance
+from deepep_moe.nn.balance import Balance, check_is_balance
 from deepep_moe.ops.fp8_products import GROUP_ALIGNMENT, check_alignment
 
 Config = Any
@@ -66,8 +66,7 @@ class Options:
         check_alignment("expert_alignment", self.expert_alignment)
 
     def _check_balance(self) -> None:
-        if not isinstance(self.balance, Balance):
-            raise TypeError(f"balance is a {type(self.balance).__name__}; pass deepep_moe.nn.Balance(num_slots)")
+        check_is_balance(self.balance)
         for name, is_given in (
             ("experts='framework'", self.experts == "framework"), ("sync_free", self.sync_free), ("fp8", self.fp8),
             ("sums", self.sums != "ranks"),

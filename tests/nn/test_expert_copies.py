@@ -249,6 +249,8 @@ def test_refusals(rank, num_ranks):
         Balance(33)
     with pytest.raises(ValueError, match="num_slots"):
         Balance(0)
+    with pytest.raises(TypeError, match=r"balance is 4; pass deepep_moe.nn.Balance"):
+        layer_of(rank, num_ranks, 4)
     balance = Balance(1)
     for others, message in (({"fp8": True}, "fp8"), ({"num_recv_rows": 64}, "balance and num_recv_rows are given")):
         with pytest.raises(ValueError, match=message):
