@@ -230,8 +230,8 @@ class Copies:
 class Planned:
     """The copies of one forward, which calls `run`, `end` and `fetch_in_backward` in this order.
 
-    Products at home do not wait for the host or for copies. If it `is_whole`, they do: `run` returns the outputs of copies too, for hooks of
-    the experts, and takes counts on the host.
+    Products at home do not wait for the host or for copies. If it `is_whole`, they do: `run` returns the outputs of copies too, for hooks
+    of the experts, and takes counts on the host.
     """
 
     def __init__(self, copies: Copies, plan: CopyPlan, weights: Parts, product: Product, is_whole: bool):
