@@ -126,7 +126,7 @@ __device__ void fetch(const Params& p, const Copies& copies) {
     for_tasks(copies, p.ring.warps, [&](const Task& task) {
         const Params::Tensor& tensor = p.tensors[task.tensor];
         const int slot = copies.slot_of(task.copy), expert = copies.local_expert(task.copy);
-        const std::byte* from = tensor.home + (expert * tensor.num_units + task.unit) * p.unit;
+        const std::byte* from = tensor.home + expert * tensor.home_stride + task.unit * p.unit;
         const std::byte* to =
             p.context.workspaces[copies.rank_of(task.copy)] + tensor.slots + (slot * tensor.num_units + task.unit) * p.unit;
         ring.add(from, nullptr, half_of(to), drain);
@@ -171,7 +171,7 @@ __device__ void add(const Params& p, const Copies& copies) {
     };
     for_tasks(copies, p.ring.warps, [&](const Task& task) {
         const Params::Tensor& tensor = p.tensors[task.tensor];
-        std::byte* home = tensor.home + (copies.local_expert(task.copy) * tensor.num_units + task.unit) * home_bytes;
+        std::byte* home = tensor.home + copies.local_expert(task.copy) * tensor.home_stride + task.unit * home_bytes;
         const int own_slot = lane < p.context.config.num_ranks && lane != p.context.rank ? copies.slot_in(lane, task.copy) : -1;
         const unsigned ranks = __ballot_sync(kFullWarp, own_slot >= 0);
 #pragma unroll 1

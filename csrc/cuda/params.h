@@ -199,7 +199,7 @@ struct GpuCombineParams {
 };
 
 // Copies of experts, which lie in the workspaces' expert slots. Every tensor has an entry for each local expert at home, and one for each
-// slot, contiguous.
+// slot. Entries are contiguous, and those of slots lie one behind the other.
 constexpr int kMaxSlotTensors = 8;
 struct GpuExpertSlotsParams {
     GpuContext context;
@@ -213,6 +213,7 @@ struct GpuExpertSlotsParams {
         int64_t slots;      // offset in every workspace
         int64_t num_units;  // units of an expert
         std::byte* home;
+        int64_t home_stride;  // bytes from an expert to the next
     } tensors[kMaxSlotTensors];
 };
 

@@ -93,8 +93,8 @@ class ExpertSlots:
         copies: [num_ranks, num_slots] int32, contiguous: the expert in each slot of each rank, or -1. A copy is on another rank than home,
             and a rank holds an expert once. At most 32 slots.
         slots: at most 8 tensors [num_slots, ...] in `memory`.
-        weights: as many contiguous tensors [num_local_experts, ...] of any dtype and shape. An expert has as many bytes as its slot, a
-            multiple of 16.
+        weights: as many tensors [num_local_experts, ...] of any dtype and shape. Each expert is contiguous, and may lie anywhere at equal
+            distances. It has as many bytes as its slot; bytes and distances are multiples of 16.
         num_sms: SMs of a GPU that send, 1 or more. None: as many as a dispatch takes without a profile (docs/tuning.md).
 
         Raises TypeError and ValueError; the peers raise EPPeerError. EPMismatchError: ranks disagree, but different `copies` on GPUs are
@@ -173,7 +173,7 @@ class ExpertSlots:
                 f"[{self._num_ranks}, 1 to {MAX_SLOTS}] on {self.memory.device}"
             )
         self._check_tensors("slots", slots, copies.shape[1], returns)
-        self._check_tensors(at_home, home, None, returns)
+        self._check_tensors(at_home, home, None, returns, may_be_apart=not returns)
         if self._num_ranks * home[0].shape[0] > _MAX_EXPERTS:
             raise ValueError(f"{at_home} have {home[0].shape[0]} experts a rank; all ranks together may have {_MAX_EXPERTS}")
         if returns and len({tensor.data_ptr() for tensor in home}) < len(home):
@@ -196,11 +196,16 @@ class ExpertSlots:
             raise ValueError("num_sms is 0; copy engines move no experts: give 1 or more, or None")
         return MoveExpertsArgs(copies, of_slots, of_home, returns, num_sms)
 
-    def _check_tensors(self, name: str, tensors: list[Any], count: int | None, are_gradients: bool) -> None:
-        """Raise ValueError or TypeError for a tensor that cannot be moved. count: the first dimension; None: any, the same for all."""
+    def _check_tensors(self, name: str, tensors: list[Any], count: int | None, are_gradients: bool, *, may_be_apart: bool = False) -> None:
+        """Raise ValueError or TypeError for a tensor that cannot be moved. count: the first dimension; None: any, the same for all.
+        may_be_apart: only each of its entries must be contiguous."""
         for tensor in tensors:
             check_is_tensor(name, tensor)
-            is_whole = tensor.dim() > 1 and tensor.is_contiguous() and tensor.data_ptr() % _C.ROW_ALIGNMENT == 0
+            is_whole = tensor.dim() > 1 and tensor.data_ptr() % _C.ROW_ALIGNMENT == 0
+            if is_whole and may_be_apart and len(tensor) > 0:
+                is_whole = tensor[0].is_contiguous() and tensor.stride(0) * tensor.element_size() % _C.ROW_ALIGNMENT == 0
+            elif is_whole:
+                is_whole = tensor.is_contiguous()
             if not is_whole or tensor.device != self.memory.device:
                 raise ValueError(
                     f"{name} has a tensor of shape {list(tensor.shape)} on {tensor.device}; each must be contiguous, of two dimensions or "

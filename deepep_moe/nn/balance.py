@@ -255,6 +255,10 @@ class Planned:
         y = self._product(tuple(rows for rows, _ in pairs), counts[:num_local], Parts(*weights[:2]), True)
         return self._add_guests(y, counts.tolist()) if self.is_whole else y
 
+    @property
+    def num_slots(self) -> int:
+        return len(self._copies.weights.up)
+
     def rows_of_experts(self) -> Tensor:
         return self._copies.rows_of_experts()
 

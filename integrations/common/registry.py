@@ -1,4 +1,4 @@
-"""The buffers that the layers of one process share."""
+"""The buffers, and the copies of experts, that the layers of one process share."""
 
 import atexit
 import weakref
@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.growing import GrowingBuffer
+from deepep_moe.nn.balance import Balance, Copies, Parts, sizes_of
 
 
 def is_destroyed(group: "dist.ProcessGroup | None") -> bool:
@@ -23,13 +24,15 @@ def is_destroyed(group: "dist.ProcessGroup | None") -> bool:
 
 
 class BufferRegistry:
-    """Keeps growing buffers by key, such as a group and sizes. Layers that share one run one after another.
+    """Keeps growing buffers by key, such as a group and sizes, and copies of experts. Layers that share one run one after another.
 
-    A buffer whose group was destroyed goes when somebody asks for a new buffer, or for all of them.
+    A buffer whose group was destroyed goes when somebody asks for a new buffer, or for all of them. Copies go with their group, and end
+    where buffers are suspended or recover: the next forward makes new ones.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[Hashable, GrowingBuffer] = {}
+        self._copies: dict[tuple[object, ...], tuple[dist.ProcessGroup | None, Copies]] = {}  # by `sizes_of` experts
         _registries.add(self)
 
     def get(self, key: Hashable, construct: Callable[[], GrowingBuffer]) -> GrowingBuffer:
@@ -43,6 +46,18 @@ class BufferRegistry:
         growing = self._buffers[key] = construct()
         return growing
 
+    def copies_of(self, balance: Balance, weights: Parts, buffer: Buffer) -> Copies:
+        """Return the copies of experts with these weights. Collective over the buffer's group where they are made."""
+        key = sizes_of(weights, buffer)
+        if key not in self._copies:
+            self._copies[key] = buffer._group, Copies(balance, weights, buffer)
+        return self._copies[key][1]
+
+    def end_copies(self, is_dead: Callable[["dist.ProcessGroup | None"], bool] = lambda group: True) -> None:
+        """End the copies of groups that are dead, or all."""
+        for key in [key for key, (group, _) in self._copies.items() if is_dead(group)]:
+            self._copies.pop(key)[1].destroy()
+
     def buffers(self) -> list[Buffer]:
         """Return the buffers in use."""
         self.release(is_destroyed)
@@ -51,6 +66,7 @@ class BufferRegistry:
     def suspend(self) -> None:
         """Suspend all buffers, as `Buffer.suspend`. Collective over their groups."""
         self.release(is_destroyed)
+        self.end_copies()
         for growing in self._buffers.values():
             growing.suspend()
 
@@ -60,12 +76,14 @@ class BufferRegistry:
             growing.resume()
 
     def release(self, is_dead: Callable[["dist.ProcessGroup | None"], bool]) -> None:
-        """Destroy the buffers of groups that are dead. Makes no call of a group."""
+        """Destroy the buffers and copies of groups that are dead. Makes no call of a group."""
+        self.end_copies(is_dead)
         for key in [key for key, growing in self._buffers.items() if is_dead(growing.group)]:
             self._buffers.pop(key).destroy()
 
     def destroy(self) -> None:
-        """Destroy all buffers. May be called any number of times; the next `get` constructs a new one."""
+        """Destroy all buffers and copies. May be called any number of times; the next `get` constructs a new one."""
+        self.end_copies()
         while self._buffers:
             self._buffers.popitem()[1].destroy()
 

@@ -19,6 +19,7 @@ from deepep_moe.group.rendezvous import check_same, gather_objects
 from deepep_moe.integrations.common.registry import BufferRegistry
 from deepep_moe.integrations.common.warn_once import say_on
 from deepep_moe.integrations.deepspeed.options import Layer, Options
+from deepep_moe.nn.balance import Copies
 
 _OPTION = 'num_max_tokens_per_rank, an argument of replace_moe_layers and a key of "deepep_moe" in ds_config,'
 
@@ -37,13 +38,15 @@ class Plan:
 
     options: Options
     num_local_experts: int
-    """Experts of a rank in the buffer: the largest count of the layers that share it."""
+    """Experts of a rank in the buffer: the largest count of the layers that share it, and slots for copies."""
     num_topk: int
     """Experts of a token: the largest count of the layers that share it."""
     buffers: BufferRegistry = field(default_factory=BufferRegistry, init=False, repr=False)
     """Keys are a group, a width of rows and a type of device. Layers that share a buffer run one after another, in any dtype."""
     layers: "weakref.WeakSet[nn.Module]" = field(default_factory=weakref.WeakSet, init=False, repr=False)
     """The layers that use the plan. The buffers may go when there are none."""
+    copies: "weakref.WeakKeyDictionary[nn.Module, Copies]" = field(default_factory=weakref.WeakKeyDictionary, init=False, repr=False)
+    """The copies of experts of each layer's latest forward."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, (self.options, self.num_local_experts, self.num_topk)  # copies of layers get buffers of their own
@@ -102,7 +105,7 @@ def _check_same_plan(group: dist.ProcessGroup, plan: Plan) -> None:
     """Compare what the ranks of `group` were given, in the words of the options. Collective. Raises EPMismatchError, and EPTimeoutError
     for a rank that does not come."""
     names = ("exact", "backend", "num_max_tokens_per_rank", "ranks_per_node", "fp8")
-    settings = {name: getattr(plan.options, name) for name in names}
+    settings = {name: getattr(plan.options, name) for name in names} | {"balance": repr(plan.options.balance)}
     settings |= {"num_local_experts": plan.num_local_experts, "num_topk": plan.num_topk}
     phase = "comparison of the options of swapped MoE layers"
     try:

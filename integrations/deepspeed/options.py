@@ -8,6 +8,7 @@ from typing import Any
 from deepep_moe.arguments import as_int, check_choice
 from deepep_moe.exchange.backends.select import BACKENDS
 from deepep_moe.integrations.deepspeed.expert_weights import Reader
+from deepep_moe.nn.balance import Balance, check_is_balance
 
 SECTION = "deepep_moe"
 Layer = Any
@@ -27,6 +28,7 @@ class Options:
     grouped_experts: bool | Reader | None = None
     ranks_per_node: int | None = None
     fp8: bool = False
+    balance: Balance | None = None
 
     def __post_init__(self) -> None:
         for name in ("exact", "gate", "fp8"):
@@ -41,6 +43,13 @@ class Options:
                 f"fp8 is True with exact={self.exact} and grouped_experts={self.grouped_experts}; pass exact=False, and do not "
                 "set grouped_experts to False, or leave fp8 out"
             )
+        if self.balance is not None:
+            check_is_balance(self.balance)
+            if self.exact or self.grouped_experts is False or self.fp8:
+                raise ValueError(
+                    f"balance is given with exact={self.exact}, grouped_experts={self.grouped_experts} and fp8={self.fp8}; pass "
+                    "exact=False, leave out fp8, and do not set grouped_experts to False, or leave balance out"
+                )
         check_choice("backend", self.backend, BACKENDS)
         for name, least in (("num_max_tokens_per_rank", 1), ("num_sms", 0), ("ranks_per_node", 1)):
             if getattr(self, name) is not None:
@@ -75,6 +84,8 @@ def options_of(ds_config: Mapping[str, object]) -> Options | None:
     if callable(values.get("grouped_experts")):
         raise TypeError(f'"{SECTION}" of ds_config: grouped_experts is a function; pass it to replace_moe_layers, here only true or false')
     try:
+        if (num_slots := values.get("balance")) is not None:  # a dictionary has no Balance
+            values["balance"] = Balance(num_slots)
         options = Options(**values)
     except (TypeError, ValueError) as error:
         raise type(error)(f'"{SECTION}" of ds_config: {error}') from None

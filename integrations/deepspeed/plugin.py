@@ -15,6 +15,7 @@ from deepep_moe.exchange.buffer import new_layer
 from deepep_moe.integrations.deepspeed.buffers import Plan
 from deepep_moe.integrations.deepspeed.expert_weights import Reader
 from deepep_moe.integrations.deepspeed.options import Layer, Options
+from deepep_moe.nn.balance import Balance
 from deepep_moe.ops.fp8_kept import check_is_first_microbatch
 
 _OLDEST, _NEWEST = (0, 14, 5), (0, 19, 8)
@@ -33,6 +34,7 @@ def replace_moe_layers(
     grouped_experts: bool | Reader | None = None,
     ranks_per_node: int | None = None,
     fp8: bool = False,
+    balance: Balance | None = None,
 ) -> int:
     """Let the MoE layers of `model` move packed tokens through deepep_moe, and return how many layers that are.
 
@@ -70,13 +72,18 @@ def replace_moe_layers(
         fp8: with `exact=False` and grouped experts, rows travel as fp8 in both passes. The products of `deepspeed.moe.layer.MoE`'s
             experts take them (docs/design/fp8_training.md). For bf16 tokens, experts without biases, and widths that are multiples of 128;
             a forward with others raises ValueError or TypeError before it sends anything. Not for AutoEP's layers.
+        balance: with `exact=False`, plan copies of hot experts in each forward (`deepep_moe.nn.Balance`). Layers with equal experts share
+            their memory. Experts run in grouped products, on CPUs too. They have no biases; a forward of others raises ValueError. Not
+            for AutoEP's layers.
 
     Raises:
         ValueError, TypeError: an option is wrong, a bias to move is a parameter, or `model` is no engine.
         EPError: DeepSpeed is older than 0.14.5.
         ImportError: DeepSpeed is not installed.
     """
-    options = Options(exact, backend, num_max_tokens_per_rank, num_sms, gate, expert_bias_update_rate, grouped_experts, ranks_per_node, fp8)
+    options = Options(
+        exact, backend, num_max_tokens_per_rank, num_sms, gate, expert_bias_update_rate, grouped_experts, ranks_per_node, fp8, balance
+    )
     return replace_with(model, options)
 
 
@@ -91,8 +98,11 @@ def replace_with(model: nn.Module, options: Options) -> int:
     native = [layer for layer in moe_layers if type(layer) in (MOELayer, PackedMOELayer) and isinstance(layer.gate, TopKGate)]
     native = [layer for layer in native if not _has_own_forward(layer)]
     of_autoep = _autoep_layers(model)
-    if of_autoep and options.fp8:
-        raise ValueError(f"fp8 is True, but {len(of_autoep)} MoE layers are AutoEP's, whose own products take no fp8 rows; leave it out")
+    for name in ("fp8", "balance"):
+        if of_autoep and getattr(options, name):
+            raise ValueError(
+                f"{name} is given, but {len(of_autoep)} MoE layers are AutoEP's, which have products of their own; leave it out"
+            )
     autoep = [layer for layer in of_autoep if not _has_own_forward(layer)]
     layers = native + autoep
     plans, before = _plans(layers, options), _plans_of(layers)
@@ -176,7 +186,8 @@ def _plans(layers: Iterable[Layer], options: Options) -> list[Plan]:
         most_local_experts, most_topk = widest.get(key, (0, 1))
         served_topk = num_topk if options.exact or num_topk <= MAX_TOPK else 1  # a layer with more keeps its own dispatch
         widest[key] = max(num_local_experts, most_local_experts), max(served_topk, most_topk)
-    plans = {key: Plan(options, *most) for key, most in widest.items()}
+    num_slots = 0 if options.balance is None else options.balance.num_slots
+    plans = {key: Plan(options, most_local + num_slots, most_topk) for key, (most_local, most_topk) in widest.items()}
     return [plans[key] for key, _, _ in sizes]
 
 

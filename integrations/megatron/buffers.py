@@ -17,7 +17,6 @@ from deepep_moe.integrations.megatron.options import Config, Options
 from deepep_moe.integrations.megatron.over_budget import agree, excess_error, is_judged_at_end, take_notes
 from deepep_moe.integrations.megatron.patches import Patches, Stock
 from deepep_moe.integrations.megatron.recv_capacity import RecvCapacity, capacity_factor_of
-from deepep_moe.nn.balance import Copies, Parts, sizes_of
 
 _OPTION = "num_max_tokens_per_rank of deepep_moe.integrations.megatron.enable(), the launcher's --num-max-tokens-per-rank,"
 
@@ -38,7 +37,6 @@ class LayerBuffers(BufferRegistry):
         self._capacities: weakref.WeakSet[RecvCapacity] = weakref.WeakSet()  # the layers own them
         self.has_runner = False  # Megatron-Core's, of the job: on ranks without MoE layers too
         self._has_graphs = False  # True: there are graphs with calls, whose failures nobody sees
-        self._copies: dict[tuple[object, ...], tuple[dist.ProcessGroup | None, Copies]] = {}  # by `sizes_of` experts
 
     def ready(
         self,
@@ -85,35 +83,11 @@ class LayerBuffers(BufferRegistry):
 
         return self.get((group, hidden, num_experts, num_topk, num_sms, is_bounded, allows_excess), construct_growing)
 
-    def copies_of(self, weights: Parts, buffer: deepep_moe.Buffer) -> Copies:
-        """Return the copies of experts with these weights. Collective over the buffer's group where they are made."""
-        key = sizes_of(weights, buffer)
-        if key not in self._copies:
-            assert self.options.balance is not None  # layers ask with it alone
-            self._copies[key] = buffer._group, Copies(self.options.balance, weights, buffer)
-        return self._copies[key][1]
-
     def recover(self) -> None:
         """Bring all buffers back into step. Copies of experts are made anew by the next forward."""
-        self._end_copies(lambda group: True)
+        self.end_copies()
         for buffer in self.buffers():
             buffer.recover()
-
-    def suspend(self) -> None:
-        self._end_copies(lambda group: True)
-        super().suspend()
-
-    def release(self, is_dead: Callable[["dist.ProcessGroup | None"], bool]) -> None:
-        self._end_copies(is_dead)
-        super().release(is_dead)
-
-    def destroy(self) -> None:
-        self._end_copies(lambda group: True)
-        super().destroy()
-
-    def _end_copies(self, is_dead: Callable[["dist.ProcessGroup | None"], bool]) -> None:
-        for key in [key for key, (group, _) in self._copies.items() if is_dead(group)]:
-            self._copies.pop(key)[1].destroy()
 
     def capacity_for(self, config: Config) -> RecvCapacity | None:
         """Return the room for rows of a layer, or None where its host waits for their number."""

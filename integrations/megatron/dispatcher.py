@@ -276,7 +276,9 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         """Return the copies of the layer's experts. Collective at first, and after `suspend` and `recover`."""
         copies = self._copies()
         if copies is None or copies.is_over:
-            copies = self.buffers.copies_of(self._layer().experts.weights(), buffer)
+            balance = self.buffers.options.balance
+            assert balance is not None  # layers without it have no slots
+            copies = self.buffers.copies_of(balance, self._layer().experts.weights(), buffer)
             self._copies = weakref.ref(copies)
         return copies
 

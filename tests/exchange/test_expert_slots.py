@@ -84,6 +84,12 @@ def values(seed, rank, shape, dtype):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * seed + rank)).to(dtype)
 
 
+def apart(weights, distance):
+    """The same values, `distance` elements between two experts."""
+    wide = torch.full((len(weights), weights[0].numel() + distance), math.nan, dtype=weights.dtype, device=weights.device)
+    return wide[:, : weights[0].numel()].view(weights.shape).copy_(weights)
+
+
 SHAPES = [
     ([(3, 8)], torch.float32, torch.float32),
     ([(8192 + 8,), (24, 48)], torch.bfloat16, torch.float32),
@@ -109,7 +115,8 @@ def test_equals_reference(rank, num_ranks, backend, number):
         weights = [[values(10 * round_ + i, r, (num_local, *shape), dtype) for i, shape in enumerate(shapes)] for r in ranks]
         for tensor in held:
             tensor.fill_(math.nan)
-        slots.fetch(copies, held, [w.to(device) for w in weights[rank]], num_sms=num_sms)
+        distance = 8 * (round_ % 2)
+        slots.fetch(copies, held, [apart(weight.to(device), distance) for weight in weights[rank]], num_sms=num_sms)
         for i, shape in enumerate(shapes):
             expected = [torch.full((num_slots, *shape), math.nan, dtype=dtype) for _ in ranks]
             reference.fetch(table, expected, [weights[r][i] for r in ranks])
@@ -182,6 +189,7 @@ def test_bad_arguments(rank, backend):
         "one first dimension": (copies, held[:1], weights),
         "64 bytes in slots and 32 in weights": (copies, held, weights[:, :8].contiguous()),
         "must be contiguous": (copies, held, weights.t().contiguous().t()),
+        "at a multiple of 16": (copies, held, torch.ones(2, 18, device=device)[:, :16]),
     }
     for message, args in bad.items():
         with refused(rank, 1, ValueError, message):

@@ -108,14 +108,14 @@ def num_swapped(model: nn.Module) -> int:
 @contextlib.contextmanager
 def dispatches(num: int) -> Iterator[None]:
     """Asserts that so many exchanges of swapped layers begin meanwhile."""
-    from deepep_moe.integrations.deepspeed.native.layer import PackedMOELayer
+    from deepep_moe.integrations.deepspeed.native import layer
 
-    stock, calls = PackedMOELayer._exchange, []
-    PackedMOELayer._exchange = lambda *arguments: calls.append(1) or stock(*arguments)
+    stock, calls = layer.ready, []
+    layer.ready = lambda *arguments: calls.append(1) or stock(*arguments)
     try:
         yield
     finally:
-        PackedMOELayer._exchange = stock
+        layer.ready = stock
     assert len(calls) == num, f"{len(calls)} exchanges, not {num}"
 
 

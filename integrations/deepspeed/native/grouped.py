@@ -27,6 +27,7 @@ from deepep_moe.integrations.common.untraced import untraced
 from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights, Reader, name_of, read_known
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks, is_replaced
 from deepep_moe.library import Context
+from deepep_moe.nn.balance import Parts, Product
 from deepep_moe.ops.grouped_mlp import grouped_mlp
 from deepep_moe.ops.grouped_products import why_not_grouped
 
@@ -45,6 +46,25 @@ def run_grouped(weights: Sequence[ExpertWeights], parts: Sequence[Tensor]) -> li
 
 
 @untraced
+def parts_of(weights: Sequence[ExpertWeights], device: torch.device) -> Parts:
+    """Return the matrices of all experts as copies of experts need them. Raises ValueError for experts with biases."""
+    w1, b1, w2, b2 = _stacked(weights, device)
+    if b1 is not None or b2 is not None:
+        raise ValueError("balance is given, but experts have biases, which copies do not have; leave balance out")
+    return Parts(w1, w2)
+
+
+def product_of(weights: Sequence[ExpertWeights]) -> Product:
+    """Return what runs the rows of experts, and of copies, with such weights."""
+    activation = weights[0].activation
+
+    def product(rows: tuple[Tensor, ...], counts: Tensor, parts: Parts, _: bool) -> Tensor:
+        return grouped_mlp(rows[0], counts, parts.up, parts.down, activation=activation, zero_tail=False)
+
+    return product
+
+
+@untraced
 def run_joined(weights: Sequence[ExpertWeights], out: DispatchOutput) -> Tensor:
     """Run all experts at once on the rows of a dispatch, and return [num_rows, hidden]. Experts of the buffer beyond `weights` have no
     rows. Rows behind the last group hold anything. Raises as `deepep_moe.ops.grouped_mlp`."""
@@ -52,11 +72,16 @@ def run_joined(weights: Sequence[ExpertWeights], out: DispatchOutput) -> Tensor:
 
 
 def _products(weights: Sequence[ExpertWeights], rows: Tensor, counts: Tensor | list[int]) -> Tensor:
-    device = rows.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    w1, b1, w2, b2 = _stacked(weights, rows.device)
+    return grouped_mlp(rows, counts, w1, w2, b1=b1, b2=b2, activation=weights[0].activation, zero_tail=False)
+
+
+def _stacked(weights: Sequence[ExpertWeights], device: torch.device) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Return w1, b1, w2 and b2 of all experts, [num_experts, ...], under autocast in its dtype."""
+    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     w1, b1, w2, b2 = (stack([getattr(expert, name) for expert in weights], dtype) for name in ("w1", "b1", "w2", "b2"))
     assert w1 is not None and w2 is not None
-    return grouped_mlp(rows, counts, w1, w2, b1=b1, b2=b2, activation=weights[0].activation, zero_tail=False)
+    return w1, b1, w2, b2
 
 
 # ---- which experts ----

@@ -18,14 +18,16 @@ from deepep_moe.exchange.checks import BLOCKWISE, GUESS
 from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
+from deepep_moe.integrations.common.untraced import untraced
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.buffers import Plan, default_plan, groups_of, ready, why_not_rows
 from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights
 from deepep_moe.integrations.deepspeed.native.fp8 import fp8_weights, run_fp8
-from deepep_moe.integrations.deepspeed.native.grouped import run_grouped, run_joined, weights_of, why_not_by_default
+from deepep_moe.integrations.deepspeed.native.grouped import parts_of, product_of, run_grouped, run_joined, weights_of, why_not_by_default
 from deepep_moe.integrations.deepspeed.native.routing import Routing, route
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks, is_replaced
 from deepep_moe.integrations.deepspeed.options import Layer
+from deepep_moe.nn.balance import Copies, Parts, Planned
 from deepep_moe.nn.metrics import LayerMetrics
 from deepep_moe.ops.dense import nodes_per_token
 from deepep_moe.ops.fp8_kept import KeptWeights
@@ -54,7 +56,7 @@ class PackedMOELayer(MOELayer):
     deepep_moe_metrics: LayerMetrics | None = None
     """The counts of this layer for `deepep_moe.nn.Metrics`."""
 
-    def forward(self, *inputs: Tensor, **kwargs: object) -> Tensor:
+    def forward(self, *inputs: Tensor, **kwargs: Tensor | None) -> Tensor:
         """Take x [..., hidden] in fp32, bf16 or fp16, and used_token [num_tokens] or None.
 
         Returns the experts' outputs in the shape of x, in their dtype, and sets `l_aux` and `exp_counts`. Collective over the layer's
@@ -71,10 +73,41 @@ class PackedMOELayer(MOELayer):
         with self._timed(MOE_TIMER, "time_moe"):
             x = with_gradient(inputs[0].reshape(-1, inputs[0].shape[-1]))
             growing = ready(self.ep_group, x, plan_of(self))
-            routing = notify_peers_on_failure(growing.buffer, route, self.gate, x, used_token)
-            # Faster than `self.l_aux = ...`, which calls `Module.__setattr__`.
-            self.__dict__.update(l_aux=routing.l_aux, exp_counts=routing.exp_counts, deepep_moe_topk_idx=routing.topk_idx)
+            if plan_of(self).options.balance is not None and self.ep_size > 1:
+                return self._forward_with_copies(growing, x, used_token).view(inputs[0].shape)
+            routing = notify_peers_on_failure(growing.buffer, self._choose, x, used_token)
             return self._exchange(growing, x, routing).view(inputs[0].shape)
+
+    def _choose(self, x: Tensor, used_token: Tensor | None) -> Routing:
+        routing = route(self.gate, x, used_token)
+        # Faster than `self.l_aux = ...`, which calls `Module.__setattr__`.
+        self.__dict__.update(l_aux=routing.l_aux, exp_counts=routing.exp_counts, deepep_moe_topk_idx=routing.topk_idx)
+        return routing
+
+    @untraced
+    def _forward_with_copies(self, growing: GrowingBuffer, x: Tensor, used_token: Tensor | None) -> Tensor:
+        """Run the layer with copies of hot experts. Collective."""
+        of_layer, buffer = plan_of(self), growing.buffer
+        balance, last = of_layer.options.balance, of_layer.copies.get(self)
+        assert balance is not None
+
+        def prepare() -> tuple[list[ExpertWeights], Parts, Copies]:
+            weights = self._weights_to_group(x)
+            assert weights is not None  # it raises with balance
+            parts = parts_of(weights, x.device)
+            return weights, parts, of_layer.buffers.copies_of(balance, parts, buffer)
+
+        telling = notify_peers_on_failure if last is None or last.is_over else last.telling
+        weights, parts, copies = telling(buffer, prepare)
+        of_layer.copies[self] = copies
+
+        def plan() -> tuple[Tensor, Tensor, Planned]:
+            topk_idx, topk_weights = self._lanes(x, self._choose(x, used_token))
+            planned = copies.plan(topk_idx.contiguous(), parts, product_of(weights), False)
+            return planned.plan.topk_idx, topk_weights, planned
+
+        topk_idx, topk_weights, planned = copies.telling(buffer, plan)
+        return planned.fetch_in_backward(self._exchange_joined(growing, x, topk_idx, topk_weights, weights, planned))
 
     @property
     def is_fp8(self) -> bool:
@@ -124,16 +157,25 @@ class PackedMOELayer(MOELayer):
 
         with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
             buffer, (parts, recv_topk_weights, handle) = growing.dispatch(x.shape[0], send)
-        count_rows(self, handle)
+        count_rows(self, handle.num_rows_per_expert)
         outputs = notify_peers_on_failure(buffer, self._run_experts, parts)
         with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
             return combine_by_expert(buffer, outputs, recv_topk_weights, handle, source_weights)
 
     def _exchange_joined(
-        self, growing: GrowingBuffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, weights: Sequence[ExpertWeights]
+        self,
+        growing: GrowingBuffer,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        weights: Sequence[ExpertWeights],
+        planned: Planned | None = None,
     ) -> Tensor:
-        """Exchange rows in one tensor, for grouped products. On GPUs the host does not wait for the counts before these are queued."""
-        x, idx = x.contiguous(), widened(topk_idx, self.num_local_experts, plan_of(self).num_local_experts)
+        """Exchange rows in one tensor, for grouped products. On GPUs the host does not wait for the counts before these are queued.
+
+        planned: the copies of experts, which topk_idx chooses as the experts behind those of their rank."""
+        num_experts = self.num_local_experts + (0 if planned is None else planned.num_slots)
+        x, idx = x.contiguous(), widened(topk_idx, num_experts, plan_of(self).num_local_experts)
         how = {"expert_alignment": GROUP_ALIGNMENT, "fp8": BLOCKWISE} if self.is_fp8 else {"num_recv_rows": GUESS}
 
         def send(buffer: Buffer) -> DispatchOutput:
@@ -141,20 +183,24 @@ class PackedMOELayer(MOELayer):
 
         with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
             buffer, out = growing.dispatch(len(x), send)
-        outputs = notify_peers_on_failure(buffer, self._run_joined, weights, out)
+        outputs = notify_peers_on_failure(buffer, self._run_joined, weights, out, planned)
         if out.handle.is_late:
             buffer, settled = growing.settle(len(x), send, buffer, out)
             if settled is not out:
-                out, outputs = settled, notify_peers_on_failure(buffer, self._run_joined, weights, settled)
+                out, outputs = settled, notify_peers_on_failure(buffer, self._run_joined, weights, settled, planned)
                 if (metrics := metrics_of(self)) is not None:
                     metrics.num_repeats += 1
-        count_rows(self, out.handle)
+        if planned is not None:
+            outputs = notify_peers_on_failure(buffer, planned.end, outputs, out.handle.num_rows_per_expert_list)
+        count_rows(self, out.handle.num_rows_per_expert if planned is None else planned.rows_of_experts())
         with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
             if self.is_fp8:
                 return buffer.combine(outputs, out.handle, fp8=BLOCKWISE)
             return buffer.combine(outputs, out.handle, out.recv_topk_weights)
 
-    def _run_joined(self, weights: Sequence[ExpertWeights], out: DispatchOutput) -> Tensor:
+    def _run_joined(self, weights: Sequence[ExpertWeights], out: DispatchOutput, planned: Planned | None) -> Tensor:
+        if planned is not None:
+            return planned.run((out.recv_x,), out.handle.num_rows_per_expert[: self.num_local_experts + planned.num_slots])
         if not self.is_fp8:
             return run_joined(weights, out)
         if self.is_first_microbatch is not None and self.kept_weights is None:
@@ -175,6 +221,11 @@ class PackedMOELayer(MOELayer):
         experts, option = list(self.experts.deepspeed_experts), plan_of(self).options.grouped_experts
         if self.is_fp8:
             return fp8_weights(experts, True if option is None else option, rows)
+        if plan_of(self).options.balance is not None:
+            weights = weights_of(experts, True if option is None else option)
+            if isinstance(weights, str):
+                raise ValueError(f"balance is given, but experts cannot run in grouped products: {weights}; leave balance out")
+            return weights
         if option is None and not (is_gpu(rows.device) and has_kernels(rows.device) and rows.dtype == torch.bfloat16):
             option = False
         if option is False:
@@ -217,10 +268,10 @@ def metrics_of(layer: Layer) -> LayerMetrics | None:
     return metrics if metrics is not None and metrics.counts(layer) else None
 
 
-def count_rows(layer: Layer, handle: DispatchHandle) -> None:
-    """Count the rows that the experts of this rank got."""
+def count_rows(layer: Layer, counts: Tensor) -> None:
+    """Count the rows that the experts of this rank got. counts: [num_local_experts, or more]."""
     if (metrics := metrics_of(layer)) is not None:
-        metrics.count(handle.num_rows_per_expert[: layer.num_local_experts])
+        metrics.count(counts[: layer.num_local_experts])
 
 
 def run_one_by_one(experts: list[torch.nn.Module], parts: tuple[Tensor, ...]) -> list[Tensor]:
