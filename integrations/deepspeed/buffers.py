@@ -104,7 +104,7 @@ def _whose_experts(layer: Layer, options: Options) -> str:
 def _check_same_plan(group: dist.ProcessGroup, plan: Plan) -> None:
     """Compare what the ranks of `group` were given, in the words of the options. Collective. Raises EPMismatchError, and EPTimeoutError
     for a rank that does not come."""
-    names = ("exact", "backend", "num_max_tokens_per_rank", "ranks_per_node", "fp8")
+    names = ("exact", "backend", "num_max_tokens_per_rank", "ranks_per_node", "fp8", "sums")
     settings = {name: getattr(plan.options, name) for name in names} | {"balance": repr(plan.options.balance)}
     settings |= {"num_local_experts": plan.num_local_experts, "num_topk": plan.num_topk}
     phase = "comparison of the options of swapped MoE layers"
@@ -122,5 +122,6 @@ def _construct(group: dist.ProcessGroup, hidden: int, options: Options, num_loca
     num_rows, lanes = (num_tokens * num_topk, 1) if options.exact else (num_tokens, num_topk)
     num_experts = num_local_experts * dist.get_world_size(group)
     return Buffer(
-        group, num_rows, hidden, num_experts, lanes, backend=options.backend, num_sms=options.num_sms, ranks_per_node=options.ranks_per_node
-    )
+        group, num_rows, hidden, num_experts, lanes, backend=options.backend, num_sms=options.num_sms,
+        ranks_per_node=options.ranks_per_node, sums=options.sums,
+    )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 from deepep_moe.arguments import as_int, check_choice
 from deepep_moe.exchange.backends.select import BACKENDS
+from deepep_moe.group.settings import SUMS
 from deepep_moe.integrations.deepspeed.expert_weights import Reader
 from deepep_moe.nn.balance import Balance, check_is_balance
 
@@ -28,6 +29,7 @@ class Options:
     grouped_experts: bool | Reader | None = None
     ranks_per_node: int | None = None
     fp8: bool = False
+    sums: str = "ranks"
     balance: Balance | None = None
 
     def __post_init__(self) -> None:
@@ -45,12 +47,18 @@ class Options:
             )
         if self.balance is not None:
             check_is_balance(self.balance)
-            if self.exact or self.grouped_experts is False or self.fp8:
+            if self.exact or self.grouped_experts is False or self.fp8 or self.sums != "ranks":
                 raise ValueError(
-                    f"balance is given with exact={self.exact}, grouped_experts={self.grouped_experts} and fp8={self.fp8}; pass "
-                    "exact=False, leave out fp8, and do not set grouped_experts to False, or leave balance out"
+                    f"balance is given with exact={self.exact}, grouped_experts={self.grouped_experts}, fp8={self.fp8}, sums={self.sums!r}"
+                    "; pass exact=False, leave out fp8 and sums, and do not set grouped_experts to False, or leave balance out"
                 )
-        check_choice("backend", self.backend, BACKENDS)
+        for name, choices in (("backend", BACKENDS), ("sums", SUMS)):
+            check_choice(name, getattr(self, name), choices)
+        if self.sums != "ranks" and (self.exact or self.fp8):
+            raise ValueError(
+                f"sums is {self.sums!r} with exact={self.exact} and fp8={self.fp8}; pass exact=False, as exact mode has DeepSpeed's sums, "
+                "and leave fp8 out, whose experts apply the weights"
+            )
         for name, least in (("num_max_tokens_per_rank", 1), ("num_sms", 0), ("ranks_per_node", 1)):
             if getattr(self, name) is not None:
                 as_int(name, getattr(self, name), "a whole number or null", least)
@@ -61,6 +69,11 @@ class Options:
             raise TypeError(f"expert_bias_update_rate is {rate!r}; it must be a number or null")
         if not 0 < rate < math.inf:
             raise ValueError(f"expert_bias_update_rate is {rate}; it must be a positive number such as 0.001, or be left out for no bias")
+
+    def refuse_lanes(self, reason: str) -> None:
+        """Raise ValueError if sums go by lanes: DeepSpeed's own forward, which would run for this reason, adds in another order."""
+        if self.sums != "ranks":
+            raise ValueError(f"sums is {self.sums!r}, but DeepSpeed's own dispatch would run: {reason}")
 
 
 def options_of(ds_config: Mapping[str, object]) -> Options | None:

@@ -34,6 +34,7 @@ def replace_moe_layers(
     grouped_experts: bool | Reader | None = None,
     ranks_per_node: int | None = None,
     fp8: bool = False,
+    sums: str = "ranks",
     balance: Balance | None = None,
 ) -> int:
     """Let the MoE layers of `model` move packed tokens through deepep_moe, and return how many layers that are.
@@ -75,6 +76,8 @@ def replace_moe_layers(
         balance: with `exact=False`, plan copies of hot experts in each forward (`deepep_moe.nn.Balance`). Layers with equal experts share
             their memory. Experts run in grouped products, on CPUs too. They have no biases; a forward of others raises ValueError. Not
             for AutoEP's layers.
+        sums: as for `deepep_moe.Buffer`; by lanes only with `exact=False`. A forward that DeepSpeed's own dispatch would serve, and one of
+            an AutoEP layer that applies its scores before the experts, raises ValueError.
 
     Raises:
         ValueError, TypeError: an option is wrong, a bias to move is a parameter, or `model` is no engine.
@@ -82,7 +85,7 @@ def replace_moe_layers(
         ImportError: DeepSpeed is not installed.
     """
     options = Options(
-        exact, backend, num_max_tokens_per_rank, num_sms, gate, expert_bias_update_rate, grouped_experts, ranks_per_node, fp8, balance
+        exact, backend, num_max_tokens_per_rank, num_sms, gate, expert_bias_update_rate, grouped_experts, ranks_per_node, fp8, sums, balance
     )
     return replace_with(model, options)
 

@@ -49,6 +49,7 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
             return AutoEPMoELayer.forward(self, hidden_states)
         reason = why_own(self, hidden_states)
         if reason is not None:
+            self.deepep_moe_plan.options.refuse_lanes(reason)
             warn_once(f"AutoEP's own dispatch is used, without deepep_moe: {reason}", *groups_of(self))
             return super().forward(hidden_states)
         buffer = ready(self.ep_group, hidden_states.reshape(-1, hidden_states.shape[-1]), self.deepep_moe_plan).buffer
@@ -56,7 +57,8 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
         try:
             if not hasattr(AutoEPMoELayer, _ROUTE):
                 return _forward_around(self, hidden_states, self._route)
-            with meanwhile(self, comm_backend=_BACKEND):  # so it calls `_deepep_route`, whichever backend is configured
+            # So it calls `_deepep_route`, whichever backend is configured, also on one rank with all experts.
+            with meanwhile(self, comm_backend=_BACKEND, ep_size=max(self.ep_size, 2)):
                 return super().forward(hidden_states)
         except BaseException as error:
             notify_peers(buffer, error, num_calls)
@@ -90,7 +92,7 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
         return weighted_sum(combined.transpose(0, 1), topk_weights.t())
 
     def _route_fast(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-        """Send a row per (token, rank) there and back. The experts' rank weights and sums the rows of a token."""
+        """Send a row per (token, rank) there, and weight and sum the rows as the buffer does."""
         topk_idx, topk_weights = lengthened(topk_idx, topk_weights, self.deepep_moe_plan.num_topk)
         buffer, out = self._dispatch(x.contiguous(), topk_idx, topk_weights, len(x))
         rows, weights = out.recv_x, out.recv_topk_weights
@@ -152,7 +154,9 @@ def _shared_output(layer: Layer, tokens: Tensor, hidden_states: Tensor) -> Tenso
 def why_own(layer: PackedAutoEPMoELayer, x: Tensor) -> str | None:
     """Return the reason why our dispatch cannot serve this layer and x [..., hidden], or None. It is the same on all ranks of its group."""
     options = layer.deepep_moe_plan.options
-    if layer.ep_size == 1:
+    if options.sums != "ranks" and layer.score_apply == "pre":
+        return "score_apply is 'pre', which applies scores before the experts, not to their outputs"
+    if layer.ep_size == 1 and options.sums == "ranks":
         return "autoep_size is 1, every rank has all experts"
     if layer.ep_group is None:
         return "the layer has no expert-parallel group; deepspeed.initialize makes one"

@@ -13,11 +13,12 @@ from torch import Tensor
 from deepep_moe._C import MAX_TOPK
 from deepep_moe.device import is_gpu
 from deepep_moe.exchange.buffer import Buffer
-from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert
+from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert, split_rows
 from deepep_moe.exchange.checks import BLOCKWISE, GUESS
 from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
+from deepep_moe.exchange.operators import joined
 from deepep_moe.integrations.common.untraced import untraced
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.buffers import Plan, default_plan, groups_of, ready, why_not_rows
@@ -67,6 +68,7 @@ class PackedMOELayer(MOELayer):
             return MOELayer.forward(self, *inputs, **kwargs)
         reason = why_stock(self, inputs[0])
         if reason is not None:
+            plan_of(self).options.refuse_lanes(reason)
             warn_once(f"DeepSpeed's own MoE forward runs, without deepep_moe: {reason}", *groups_of(self))
             return super().forward(*inputs, **kwargs)
         used_token = inputs[1] if len(inputs) > 1 else kwargs.get("used_token")
@@ -128,13 +130,13 @@ class PackedMOELayer(MOELayer):
 
         Exact mode sends a row per (lane, token) there and back, copied as it is, and weights and sums the rows here as DeepSpeed does.
         Gates fill an expert's slots in the order (lane, token) for k = 1 and 2, so experts see rows in DeepSpeed's order. Otherwise there
-        is a row per (rank, token), and the experts' rank weights and sums the rows of a token.
+        is a row per (rank, token), and the experts' rank weights and sums the rows of a token; by lanes the token's rank does.
         """
         if plan_of(self).options.exact:
             return self._exchange_by_expert(growing, x, routing.topk_idx.reshape(-1, 1), None, routing.topk_weights)
         weights = notify_peers_on_failure(growing.buffer, self._weights_to_group, x)
         lanes = self._lanes(x, routing)
-        if weights is None:
+        if weights is None and plan_of(self).options.sums == "ranks":
             return self._exchange_by_expert(growing, x, *lanes, None)
         return self._exchange_joined(growing, x, *lanes, weights)
 
@@ -168,15 +170,17 @@ class PackedMOELayer(MOELayer):
         x: Tensor,
         topk_idx: Tensor,
         topk_weights: Tensor,
-        weights: Sequence[ExpertWeights],
+        weights: Sequence[ExpertWeights] | None,
         planned: Planned | None = None,
     ) -> Tensor:
-        """Exchange rows in one tensor, for grouped products. On GPUs the host does not wait for the counts before these are queued.
+        """Exchange rows in one tensor, for grouped products of `weights`. On GPUs the host does not wait for the counts before these are
+        queued. Without `weights` the experts run one by one.
 
         planned: the copies of experts, which topk_idx chooses as the experts behind those of their rank."""
         num_experts = self.num_local_experts + (0 if planned is None else planned.num_slots)
         x, idx = x.contiguous(), widened(topk_idx, num_experts, plan_of(self).num_local_experts)
-        how = {"expert_alignment": GROUP_ALIGNMENT, "fp8": BLOCKWISE} if self.is_fp8 else {"num_recv_rows": GUESS}
+        how = {} if weights is None else {"num_recv_rows": GUESS}
+        how = {"expert_alignment": GROUP_ALIGNMENT, "fp8": BLOCKWISE} if self.is_fp8 else how
 
         def send(buffer: Buffer) -> DispatchOutput:
             return buffer.dispatch(x, idx, topk_weights, layer=self.deepep_moe_number, **how)
@@ -198,7 +202,10 @@ class PackedMOELayer(MOELayer):
                 return buffer.combine(outputs, out.handle, fp8=BLOCKWISE)
             return buffer.combine(outputs, out.handle, out.recv_topk_weights)
 
-    def _run_joined(self, weights: Sequence[ExpertWeights], out: DispatchOutput, planned: Planned | None) -> Tensor:
+    def _run_joined(self, weights: Sequence[ExpertWeights] | None, out: DispatchOutput, planned: Planned | None) -> Tensor:
+        if weights is None:
+            parts = split_rows(out.recv_x, out.handle.num_rows_per_expert_list, (1, 1))
+            return joined(run_one_by_one(list(self.experts.deepspeed_experts), parts), out.handle, out.recv_x.shape[1])
         if planned is not None:
             return planned.run((out.recv_x,), out.handle.num_rows_per_expert[: self.num_local_experts + planned.num_slots])
         if not self.is_fp8:

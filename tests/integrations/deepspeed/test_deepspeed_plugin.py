@@ -45,7 +45,7 @@ def test_section():
     assert options_of({}) is None and options_of({"deepep_moe": {"enabled": False, "exact": False}}) is None
     assert options_of({"deepep_moe": {}}) == options_of({"deepep_moe": {"enabled": True}}) == Options()
     chosen = {"exact": False, "backend": "collective", "num_max_tokens_per_rank": 64, "num_sms": 0, "gate": False}
-    for more in (chosen, {"expert_bias_update_rate": 0.001, "ranks_per_node": 2}, FP8):
+    for more in (chosen, {"expert_bias_update_rate": 0.001, "ranks_per_node": 2}, {"exact": False, "sums": "lanes"}, FP8):
         assert options_of({"deepep_moe": {"enabled": True, **more}}) == Options(**more)
 
 
@@ -72,6 +72,9 @@ def test_section():
         (FP8 | {"exact": True}, ValueError, "fp8 is True with exact=True"),
         (FP8 | {"grouped_experts": False}, ValueError, "fp8 is True with .*grouped_experts=False"),
         (FP8 | {"fp8": 1}, TypeError, "fp8 is 1"),
+        ({"exact": False, "sums": "lane"}, ValueError, "sums is 'lane'; it must be one of"),
+        ({"sums": "lanes"}, ValueError, "sums is 'lanes' with exact=True"),
+        (FP8 | {"sums": "lanes_fma"}, ValueError, "sums is 'lanes_fma' with .*fp8=True"),
     ],
 )
 def test_section_refused(section, error, message):
