@@ -77,7 +77,7 @@ def test_masked_rank(rank, backend):
 
 @on_ranks((1, 2, 4, 8), backend=BACKENDS, sums=SUMS)
 def test_bits_of_other_buffers(rank, num_ranks, backend, sums):
-    """Training on all ranks with `Buffer` and rollout on one with `LowLatencyBuffer` return the same bits."""
+    """Training on all ranks with `Buffer`, and rollout on one or on all with `LowLatencyBuffer`, return the same bits."""
     alone = [dist.new_group([r]) for r in range(num_ranks)][rank]
     case = Case([24], num_topk=5)
     x, idx, weights = (tensor.tensor_split(num_ranks)[rank].contiguous() for tensor in case.inputs(0))
@@ -86,9 +86,10 @@ def test_bits_of_other_buffers(rank, num_ranks, backend, sums):
     buffer = Buffer(None, *sizes, backend=backend, sums=sums)
     out = buffer.dispatch(x, idx, weights)
     trained = buffer.combine(out.recv_x, out.handle, out.recv_topk_weights)
-    buffer = LowLatencyBuffer(alone, *sizes, backend=backend, sums=sums)
-    received = buffer.dispatch(x, idx, weights)
-    assert_same("combined_x", buffer.combine(received.recv_x, received.handle), trained)
+    for group in (alone, None):
+        buffer = LowLatencyBuffer(group, *sizes, backend=backend, sums=sums)
+        received = buffer.dispatch(x, idx, weights)
+        assert_same("combined_x", buffer.combine(received.recv_x, received.handle), trained)
 
 
 @on_ranks(2, backend=BACKENDS)
