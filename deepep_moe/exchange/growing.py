@@ -99,14 +99,15 @@ class GrowingBuffer:
         return sum((buffer.memory() for buffer in self._outgrown), self.buffer.memory())
 
     def meet(self) -> None:
-        """Dispatch nothing, in a way that no layer uses: in the layout that pads no rows, with the largest alignment to pad them to.
+        """Dispatch nothing, in a way that no layer uses: with the largest alignment, in the layout that pads no rows where there is one.
 
         A peer that refused the dispatch for a reason of its own does not come. Then this raises EPTimeoutError or EPMismatchError, which
         name its rank and the call that it is in. The agreement that follows does not know the call.
         """
         x = torch.empty(0, self.buffer.hidden, dtype=torch.float32, device=self._device)
         topk_idx = torch.empty(0, self.buffer.num_topk, dtype=torch.int64, device=self._device)
-        self.buffer.dispatch(x, topk_idx, layout="rank", expert_alignment=MAX_ALIGNMENT)
+        layout = "rank" if self.buffer.sums == "ranks" else "expert"
+        self.buffer.dispatch(x, topk_idx, layout=layout, expert_alignment=MAX_ALIGNMENT)
 
     def grow(self, num_tokens: int) -> None:
         """Replace the buffer by one with room for `num_tokens` tokens of a rank, or more. Collective over the group."""

@@ -12,6 +12,9 @@ from deepep_moe.errors import Cause, EPMismatchError, EPPeerError
 from deepep_moe.exchange.growing import GrowingBuffer
 
 
+BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
+
+
 class OutgrownError(ValueError):
     """It has the name of the library's."""
 
@@ -31,9 +34,9 @@ def send(buffer):
     return buffer.dispatch(*inputs(buffer, 0))
 
 
-@on_ranks(2, backend=["shm", "collective"])
-def test_a_peer_with_more_tokens(rank, backend):
-    growing = make(backend)
+@on_ranks(2, backend=BACKENDS, sums=("ranks", "lanes"))
+def test_a_peer_with_more_tokens(rank, backend, sums):
+    growing = make(backend, rank=rank, sums=sums)
     first = growing.buffer
     buffer, out = growing.dispatch(5 if rank == 1 else 4, send)
     assert buffer is growing.buffer is not first and growing.num_max_tokens == 128 and len(out.recv_x) == 8
@@ -67,14 +70,14 @@ def test_a_peer_that_fails_otherwise(rank, backend):
     assert growing.buffer is first and len(growing.dispatch(4, send)[1].recv_x) == 8
 
 
-@on_ranks(2, backend=["shm", "collective"])
-def test_a_peer_in_another_call(rank, backend):
+@on_ranks(2, backend=["shm", "collective"], sums=("ranks", "lanes"))
+def test_a_peer_in_another_call(rank, backend, sums):
     """A meeting is no dispatch that a layer makes, such as one of the drop-in for DeepEP: in the rank layout, of fp32 rows."""
-    growing = make(backend)
+    growing = make(backend, sums=sums)
     x, idx = inputs(growing.buffer, 0)
     with pytest.raises(EPMismatchError):
         if rank == 1:
-            growing.buffer.dispatch(x.float(), idx, layout="rank")
+            growing.buffer.dispatch(x.float(), idx, layout="rank" if sums == "ranks" else "expert")
         else:
             growing.meet()
     growing.meet()
