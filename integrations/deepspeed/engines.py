@@ -52,7 +52,8 @@ def initialize(*args: object, **kwargs: object) -> tuple[Any, Any, Any, Any]:
 
     The section is `{"enabled": true}` with any of the options of `replace_moe_layers`: "exact", "backend", "num_max_tokens_per_rank",
     "num_sms", "gate", "expert_bias_update_rate", "grouped_experts" (true or false), "ranks_per_node", "fp8", "sums", "balance" (a number of
-    slots). With `"enabled": false` nothing else happens than in `deepspeed.initialize`. The same holds without the section, and a log line says so.
+    slots). With `"enabled": false` nothing else happens than in `deepspeed.initialize`. The same holds without the section, and a log line
+    says so.
 
     Returns what `deepspeed.initialize` returns. Raises what `deepspeed.initialize` and `replace_moe_layers` raise, and ValueError for
     unknown keys of the section.
