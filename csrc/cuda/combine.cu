@@ -54,11 +54,11 @@ struct Kernel : CombineRows<kType> {
         push<Ring>(c, p.ring, slot, chunk_slots, p.is_by_lane() ? config.num_topk : 1, p.recv_counts, false, first_node, ready, find, rows);
     }
 
-    // Returns the row that goes into a slot of a source, with sums by lanes.
+    // With sums by lanes: return the row that goes into a slot of a source, or kNoRow if the slot stays empty.
     __device__ int row_in_slot(const Source& source, int index) const {
         const int token = index / config.num_topk;
         const int32_t* const entries = p.recv_row_idx + static_cast<int64_t>(recv_token(source, token)) * config.num_topk;
-        int rest = index - token * config.num_topk, row_index = kNoRow;  // rest: rows of the token before this one
+        int rest = index - token * config.num_topk, row_index = kNoRow;  // rest: rows of the token still to skip
 #pragma unroll 1
         for (int first = 0; first < config.num_topk; first += kEntriesAtOnce) {
             int entry[kEntriesAtOnce];
@@ -73,7 +73,7 @@ struct Kernel : CombineRows<kType> {
 
     // ---- work blocks ----
 
-    // On the experts' rank: each warp sums one tile of a row, in the order in which rows are sent.
+    // On the experts' rank each warp sums one tile of a row, in the order in which rows are sent.
 
     __device__ void reduce() const {
         WarpTasks tasks(&c.state->next_reduce);
@@ -120,17 +120,17 @@ struct Kernel : CombineRows<kType> {
         if (lane == 0) add_release_local(p.routing.reduced + remote.peer * workspace.layout.num_reduced + remote.index / kReducedSlots, 1);
     }
 
-    // On the source rank: each warp sums one tile of a token's row.
+    // On the token's rank each warp sums one tile of the token's row.
 
     template <bool kHasNodes>
     __device__ void finish() const {
         WarpTasks tasks(&c.state->next_receive);
         const int own_first = first_from(p.recv_counts, c.rank), num_tasks = p.routing.num_tokens * num_tiles;
-        const auto token_of = [&](int task) {  // tokens of other nodes first
+        const auto token_of = [&](int task) {  // tokens of other nodes come first
             if constexpr (!kHasNodes) return task / num_tiles;
             return (task / num_tiles + (config.node + 1) * config.node_tokens()) % p.routing.num_tokens;
         };
-        const auto slot_of = [&](int task) {  // slot of the token on rank `lane`; -1: it did not go there
+        const auto slot_of = [&](int task) {  // the token's slot on rank `lane`, or -1 if it did not go there
             return task < num_tasks && lane < config.num_ranks ? p.routing.send_slot[token_of(task) * config.num_ranks + lane] : -1;
         };
         const auto rows_of = [&](int index) {
@@ -177,7 +177,7 @@ struct Kernel : CombineRows<kType> {
         if (tile == 0 && p.combined_topk_weight_grads != nullptr) take_topk_weight_grads(token, index, rows);
     }
 
-    // Does the same with several nodes. False: give up.
+    // Finish a token if there are several nodes. Returns false if this rank gives up.
     __device__ bool finish_token_of_nodes(int token, int tile, int index, const Rows& rows) const {
         const int node = token / config.node_tokens(), at = token - node * config.node_tokens();
         if (node == config.node) return at >= p.rail.num_tokens || finish_own_token(token, at, tile, index, rows);
@@ -227,7 +227,7 @@ struct Kernel : CombineRows<kType> {
         return true;
     }
 
-    // `from`: the token's sum that came from node `lane`.
+    // Write the gradients of the token's weights. `from` is the token's sum that came from node `lane`, or null.
     __device__ void take_topk_weight_grads_of_nodes(int token, int at, int index, const std::byte* from, const Rows& rows) const {
         float value = topk_weight_grad(token, index, rows);
         if (p.sums_lanes) {
@@ -245,8 +245,8 @@ struct Kernel : CombineRows<kType> {
         if (lane < config.num_topk) p.combined_topk_weight_grads[at * config.num_topk + lane] = value;
     }
 
-    // Does the same if every row comes back on its own: those of a token by lanes, or those of top-1 tokens that share a row of the result.
-    // Each warp sums one tile of a result. Thread n handles its n-th row.
+    // Finish where every row comes back on its own: the rows of a token by lanes, or of the top-1 tokens that share a row of the result.
+    // Each warp sums one tile of a result, and thread n finds the n-th row.
     __device__ void finish_single_rows() const {
         WarpTasks tasks(&c.state->next_receive);
         const int num_rows = p.is_by_lane() ? config.num_topk : p.tokens_per_row;  // rows of one result
@@ -342,7 +342,7 @@ struct Kernel : CombineRows<kType> {
     }
 };
 
-// Terms of a sum on the source rank: what the ranks of each token have summed, in one node or over several, or single rows.
+// What a work block adds up on the token's rank: the sums of the ranks, in one node or over several, or single rows.
 enum class Finish { kTokens, kTokensOfNodes, kSingleRows };
 
 template <DType kType, class Ring, Finish kFinish>

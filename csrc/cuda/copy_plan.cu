@@ -1,4 +1,4 @@
-// Copies of hot experts and physical experts of top-k entries, in one kernel; common/copy_plan.h has what the CPU computes alike.
+// Plans copies of hot experts and rewrites top-k entries, in one kernel. It shares the arithmetic of common/copy_plan.h with the CPU.
 //
 //   Every block makes the same plan: a warp makes the candidate of one threshold, and the best stays. So no block waits for another.
 //
@@ -45,15 +45,15 @@ struct WarpTeam {
     }
 };
 
-// The shared memory of a block. `left` and `counts_of_warps` take the place of the candidates when the plan is made.
+// The shared memory of a block. Once the plan is made, `left` and `counts_of_warps` take the place of the candidates.
 struct PlanMemory {
     CopyScore* scores;  // [kWarps]
     int32_t *num_rows, *loads, *copies, *rows;
     CopyShares shares;
-    int32_t* counts_before;  // [all_slots] rows of each first copy's expert in the entries before this block's, or in the others
+    int32_t* counts_before;  // [all_slots] for each first copy, its expert's rows in the entries before this block's, or from there on
     int32_t* candidates;
     int32_t* left;             // [num_ranks, num_experts]
-    int32_t* counts_of_warps;  // [kWarps, all_slots] likewise, in the part of each warp; then in all entries before that
+    int32_t* counts_of_warps;  // [kWarps, all_slots] the same rows in each warp's part, later in all entries before that part
 
     __device__ PlanMemory(const CopyPlanParams& p, std::byte* memory) : scores(reinterpret_cast<CopyScore*>(memory)) {
         const int slots = p.all_slots(), experts = p.num_experts;
@@ -86,7 +86,7 @@ __device__ void sum_rows(const CopyPlanParams& p, const PlanMemory& m) {
     __syncthreads();
 }
 
-// Returns the candidate with the best score to all threads of a warp, the first if there are several.
+// Returns to all threads of a warp the first candidate with the best score.
 __device__ int best_of(const CopyScore* scores) {
     const CopyScore score = scores[threadIdx.x % 32];
     const auto is_least = [](bool may_be, unsigned value) {
@@ -142,10 +142,10 @@ struct Rewriting {
     const int64_t end = begin + warp_entries < p.num_entries ? begin + warp_entries : p.num_entries;
     int32_t* const own_counts = m.counts_of_warps + warp * p.all_slots();
 
-    // -1 from `end` on.
+    // Returns the entry at `at`, or -1 from `end` on.
     __device__ Index entry(int64_t at, int64_t end) const { return at < end ? static_cast<const Index*>(p.topk_idx)[at] : -1; }
     __device__ bool is_expert(Index value) const { return value >= 0 && value < p.num_experts; }
-    // The first copy of the expert, which counts its rows; -1: it has none.
+    // Returns the expert's first copy, whose number indexes the counters, or -1 if it has no copy.
     __device__ int counter_of(Index value) const { return is_expert(value) ? m.shares.first[value] : -1; }
 
     // Returns how many threads before this one have the same counter. All threads of a warp call it.

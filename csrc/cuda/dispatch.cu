@@ -44,7 +44,8 @@ __device__ __forceinline__ void find_row(const GpuDispatchParams& p, const GpuSl
     tail = p.x_scales + x_row * p.scale_bytes;
 }
 
-// Wait for the token of each thread that `uses` one. Then all threads, and their bulk copies, may read the rows. False: give up.
+// Wait until the rail has brought the token of every thread that `uses` one; then all threads, and their bulk copies, may read the rows.
+// Returns false if this rank gives up.
 __device__ inline bool wait_for_rail(const GpuDispatchParams& p, int node, bool uses, int token) {
     const GpuContext& c = p.context;
     if (node == c.config.node) return true;
@@ -80,8 +81,8 @@ struct Receiver {
           lane(threadIdx.x % 32),
           ring(p.ring, slot) {}
 
-    // Rows that stay on this rank come first, because they are there already. Then come the sources in the order in which they serve this
-    // rank.
+    // Take the rows that stay on this rank first, because they are there already, then those of each source in the order in which they
+    // come.
     __device__ void receive() {
         WarpTasks tasks(&c.state->next_receive);
         const auto drain = [&](const RingRow& row) { place(row); };
@@ -100,7 +101,7 @@ struct Receiver {
         ring.template settle<0>();
     }
 
-    // Receive some rows of one chunk.
+    // Receive rows [begin, end) of a source, which lie in one chunk. Returns false if this rank gives up.
     template <class Drain>
     __device__ bool take(const Source& from, int begin, int end, const Drain& drain) {
         const int source = from.rank, first_slot = from.first_slot(config);
@@ -109,9 +110,9 @@ struct Receiver {
             if (!warp_wait_flag(c, workspace.lanes_ready(source), sequence, source, GpuPhase::kLanes)) return false;
             lanes_here |= 1u << source;
         }
-        const int first = first_from(c, p.routing, p.recv_counts, from) - first_slot;  // plus a slot: the number of the token received
+        const int first = first_from(c, p.routing, p.recv_counts, from) - first_slot;  // first + slot numbers the token
         begin += first_slot, end += first_slot;
-        GpuLane lanes[kTaskRows];  // loads fly while the warp waits for the rows
+        GpuLane lanes[kTaskRows];  // these loads fly while the warp waits for the rows
 #pragma unroll
         for (int i = 0; i < kTaskRows; ++i) lanes[i] = load_lane(source, min(begin + i, end - 1), first);
         if (!is_local && !warp_wait_flag(c, workspace.arrived(source, begin), sequence, source, GpuPhase::kDispatchRows)) return false;
@@ -131,7 +132,7 @@ struct Receiver {
         return true;
     }
 
-    // Load this thread's top-k entry of a token. With a cached handle of expert layout, the handle has the target.
+    // Load this thread's top-k entry of a token. A cached handle of the expert layout has the target already.
     __device__ GpuLane load_lane(int source, int index, int first) const {
         GpuLane what{-1, 0.0f};
         if (lane >= config.num_topk) return what;
@@ -173,9 +174,9 @@ struct Receiver {
         }
     }
 
-    // Zero the rows that nobody sends: padding of the experts' groups, and the rest up to a bound. `me`: this warp among `num_warps`.
+    // Zero the rows that nobody sends: the padding of the experts' groups, and the rows behind them. This is warp `me` of `num_warps`.
     __device__ void zero_rest(int me, int num_warps) {
-        int end = 0, padding = 0;  // rows, and padding rows, of the groups before
+        int end = 0, padding = 0;  // rows of the groups before, and how many of them are padding
 #pragma unroll 1
         for (int first = 0; p.is_expert_layout && first < config.num_experts / config.num_ranks; first += 32) {
             const bool inside = first + lane < config.num_experts / config.num_ranks;

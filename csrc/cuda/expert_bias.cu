@@ -1,5 +1,5 @@
-// Update of expert biases that balances loads without an auxiliary loss (Wang et al. 2024, arXiv 2408.15664, algorithm 1). One warp handles
-// one layer and sums the layer's counts first. No block waits for another.
+// Updates expert biases to balance loads without an auxiliary loss (Wang et al. 2024, arXiv 2408.15664, algorithm 1). One warp handles one
+// layer and sums the layer's counts first. No block waits for another.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/sync.cuh"
 #include "cuda/launch.h"

@@ -17,7 +17,7 @@ constexpr int kMostElements = 1024;  // gradients that a warp adds at a time
 constexpr int kMaxCopies = kMaxGpuRanks * kMaxExpertSlots;
 static_assert(kMaxCopies <= 256, "an entry is a byte");
 
-// A warp's share of the work: `unit` of `tensor`, for the copy with number `copy`.
+// A warp moves one unit at a time: `unit` of `tensor`, for the copy with number `copy`.
 struct Task {
     int copy, tensor;
     int64_t unit;
@@ -25,7 +25,7 @@ struct Task {
 
 class Copies {
 public:
-    // All threads of the block find the copies of this rank's experts. A slot that cannot be filled is reported, and there are none then.
+    // Finds the copies of this rank's experts. A slot that cannot be filled is reported, and then there are no tasks. All threads call it.
     __device__ explicit Copies(const Params& p) : p_(p), rank_(p.context.rank), num_ranks_(p.context.config.num_ranks) {
         __shared__ int16_t experts[kMaxCopies];
         __shared__ uint8_t entries[kMaxCopies];
@@ -53,7 +53,7 @@ public:
     __device__ int rank_of(int copy) const { return entries_[copy] / p_.num_slots; }
     __device__ int local_expert(int copy) const { return experts_[entries_[copy]] - rank_ * p_.num_local_experts; }
 
-    // Returns the slot of `rank` that holds the same expert; -1: none.
+    // Returns the slot of `rank` that holds the same expert, or -1.
     __device__ int slot_in(int rank, int copy) const {
         for (int slot = 0; slot < p_.num_slots; ++slot)
             if (experts_[rank * p_.num_slots + slot] == experts_[entries_[copy]]) return slot;
@@ -73,7 +73,7 @@ public:
     int count;  // tasks for a unit: the copies, or in a return the experts that have copies
 
 private:
-    // The expert of an entry of `copies`.
+    // Returns the expert of an entry of `copies`, and reports one that the slot cannot hold.
     __device__ int checked(int entry) const {
         const int rank = entry / p_.num_slots, slot = entry % p_.num_slots, expert = p_.copies[entry];
         bool is_bad = expert < -1 || expert >= num_ranks_ * p_.num_local_experts || (expert >= 0 && expert / p_.num_local_experts == rank);
@@ -82,7 +82,7 @@ private:
         return expert;
     }
 
-    // The entries by turns of all ranks, the next one first, so that all links are busy; a return takes them in their order.
+    // A fetch goes by turns over all ranks, the next one first, so that all links are busy. A return takes the entries in their order.
     __device__ int entry_at(int turn) const {
         return p_.returns || turn >= num_ranks_ * p_.num_slots
                    ? turn
@@ -108,7 +108,7 @@ __device__ void for_tasks(const Copies& copies, int num_warps, const Run& run) {
     for (int64_t nth = threadIdx.x / 32 * gridDim.x + blockIdx.x; copies.find(nth, task); nth += num_warps * gridDim.x) run(task);
 }
 
-// An address in the notes of a row's first two threads.
+// An address does not fit one note, so the first two threads of a row keep half of it each.
 __device__ int half_of(const std::byte* address) {
     const auto word = reinterpret_cast<uint64_t>(address);
     return static_cast<int>(threadIdx.x % 32 == 0 ? word : word >> 32);
@@ -135,8 +135,8 @@ __device__ void fetch(const Params& p, const Copies& copies) {
     ring.template settle<0>();
 }
 
-// Adds gradients to those at home. A row of the ring is a unit at home, and its tail that unit of a copy; copies of a unit follow each
-// other.
+// Adds gradients of copies to those at home. A row of the ring holds a unit at home, its tail the same unit of a copy. Copies of one unit
+// follow each other.
 template <class Ring, class Home, class Slot>
 __device__ void add(const Params& p, const Copies& copies) {
     constexpr int kStep = Home::kCount > Slot::kCount ? Home::kCount : Slot::kCount;  // elements: whole pieces of both
@@ -147,7 +147,7 @@ __device__ void add(const Params& p, const Copies& copies) {
     const int64_t home_bytes = p.unit / Home::kCount * 16, slot_bytes = p.unit / Slot::kCount * 16;
     Ring ring(p.ring, GpuSlotLayout(home_bytes, slot_bytes));
     float sum[kSteps][kStep];
-    const auto drain = [&](const RingRow& row) {  // the note: the address at home, and in the third thread what copy it is
+    const auto drain = [&](const RingRow& row) {  // the third note: is the copy the unit's first, its last
         uint4* home = pieces(address_in(row));
         const int what = __shfl_sync(kFullWarp, row.note, 2);
 #pragma unroll
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(32 * tuning::kMaxRingWarps, 1) fetch_experts(c
 template <class Ring, DType kHome, DType kSlot>
 __global__ void __launch_bounds__(32 * tuning::kMaxRingWarps, 1) return_gradients(const __grid_constant__ Params p) {
     if (!wait_for_plan(p.context, false)) return;
-    fence_bulk_copies();  // they read what the peers have written before they met this rank
+    fence_bulk_copies();  // bulk copies read what the peers wrote before they met this rank
     add<Ring, Piece<kHome>, Piece<kSlot>>(p, Copies(p));
     finish(p);
 }

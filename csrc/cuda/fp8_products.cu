@@ -41,7 +41,7 @@ constexpr int kScaleBlock = 128;
 
 __device__ int divide(int x, int by) { return (x + by - 1) / by; }
 
-// Walks the tiles of a block: row and column of the result where each begins.
+// Walks the tiles of a block, and says at which row and column of the result each begins.
 template <bool kOfWeights>
 struct Tiles {
     const Params& p;
@@ -91,7 +91,7 @@ __device__ void load_tiles(const Launch& launch, Shared& shared) {
     }
 }
 
-// The scales of this thread's two rows of a tile, and, in a product, those of its columns.
+// Holds the scales of this thread's two rows of a tile, and in a product those of its columns.
 template <bool kOfWeights>
 struct Scales {
     float rows[2], halves[2];
@@ -120,13 +120,13 @@ __device__ bool are_equal(const float* column_scales) {
     return __all_sync(kFullWarp, four.x == first && four.y == first && four.z == first && four.w == first) != 0;
 }
 
-// sums += part * scales of its rows.
+// Add `part`, times the scales of its two rows, to `sums`.
 __device__ void add_scaled(float (&sums)[64], const float (&part)[64], float first, float second) {
 #pragma unroll
     for (int i = 0; i < 64; ++i) sums[i] = __fmaf_rn(part[i], i % 4 < 2 ? first : second, sums[i]);
 }
 
-// The same with a scale for each column.
+// Add `part`, times the scales of its rows and columns, to `sums`.
 __device__ void add_scaled(float (&sums)[64], const float (&part)[64], const float (&rows)[2], const float* column_scales) {
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
@@ -169,7 +169,7 @@ __device__ void store_row(const float (&sums)[64], int which, __nv_bfloat16* to,
     }
 }
 
-// Does the same in fp32: neighbours exchange values, so that a quad stores 16 columns of two 8-column blocks.
+// Store the row in fp32. Neighbours exchange values, so that a quad stores 16 columns of two 8-column blocks.
 __device__ void store_row(const float (&sums)[64], int which, float* to, bool is_inside) {
     const int lane = threadIdx.x % 4;
     const bool is_odd = lane % 2 == 1;
@@ -234,7 +234,7 @@ __device__ void multiply_tiles(const Params& p, Shared& shared) {
                     add_scaled(sums[half], part, scales.rows, column_scales);
             }
             if (kOfWeights) {
-                __syncwarp();  // all threads have read the columns' scales
+                __syncwarp();  // orders the release below behind all threads' reads of the columns' scales
                 if (lane == 0) pipe_arrive(&shared.empty[stage]);
             }
         }

@@ -22,10 +22,10 @@ struct Gate {
     const GateOptions& o;
     const Sizes& s;
     const int lane, set, member;  // this thread is number `member` of its set
-    const int first, num_own;     // experts of this thread
+    const int first, num_own;     // it owns num_own experts from `first` on
     float bias[kShare];           // bias of these experts
-    int32_t* const counts;        // shared memory [num_experts + num_ranks], of the block
-    float* const scores;          // scores of this warp, as are the keys
+    int32_t* const counts;        // [num_experts + num_ranks] counts of the block, in shared memory
+    float* const scores;          // scores and keys of the warp's token, in shared memory
     uint32_t* const keys;
     uint32_t* const group_keys;  // [num_groups]; unused where sets are groups
 
@@ -60,7 +60,7 @@ struct Gate {
         load_quads(p.gate.logits, o.dtype, token * o.num_experts + first, count, s.is_aligned, logits);
     }
 
-    // Route one token: thread k gets its k-th expert, or -1.
+    // Route one token. Thread k gets the token's k-th expert, or -1.
     __device__ void route(int64_t token, float (&logits)[kShare]) const {
         int expert = -1;
         float weight = 0.0f;
@@ -80,7 +80,7 @@ struct Gate {
 
     // ---- scores, and selection scores as ordered integers; 0: cannot be chosen ----
 
-    // Turn logits into scores. False: a logit or the bias is not accepted; the failure is reported.
+    // Turn logits into scores. Returns false, with the failure reported, if a logit or the bias is not accepted.
     __device__ bool score(int64_t token, float (&x)[kShare]) const {
         float largest_logit = 0.0f, largest_bias = 0.0f;
 #pragma unroll
@@ -128,7 +128,7 @@ struct Gate {
         for (int i = 0; i < kShare; ++i) x[i] = score_of(x[i], o.score_function, largest, factor);
     }
 
-    // Finds the largest logit for a softmax over all experts, and the factor for all exponentials, 1 / their sum.
+    // For a softmax over all experts: find the largest logit, and the factor of all exponentials, 1 / their sum.
     __device__ void sum_exponentials(const float (&x)[kShare], double& largest, double& factor) const {
         float mine = -INFINITY;
 #pragma unroll
@@ -142,7 +142,7 @@ struct Gate {
 
     // ---- top-k: every thread knows its best two experts; the best of all wins, and its owner's next best takes its place ----
 
-    // Returns in thread k (the thread that owns the k-th expert) * kMaxShare + the expert's position there.
+    // Returns the k-th expert in thread k, as owner * kMaxShare + position in the owner's share.
     __device__ unsigned choose() const {
         const bool is_limited = o.topk_groups < o.num_groups;
         if (is_limited && !s.sets_are_groups) limit_groups(keys, group_keys, launch);
@@ -243,7 +243,7 @@ struct Gate {
         if (expert >= 0) probs[expert] = weight, routing_map[expert] = true;
     }
 
-    // Each thread takes one rank.
+    // Write to which ranks the token goes; each thread takes one rank.
     __device__ void write_ranks(int64_t token, int expert) const {
         const int rank_of_expert = expert >= 0 ? expert / (o.num_experts / p.num_ranks) : -1;
 #pragma unroll 1
@@ -294,14 +294,14 @@ bool is_quad_aligned(const void* numbers, DType dtype) {
     return reinterpret_cast<uintptr_t>(numbers) % (kQuad * element_bytes(dtype)) == 0;
 }
 
-// Returns the threads for each of `num` groups: the largest power of two for which all fit into a warp, or 1.
+// Returns how many threads each of `num` groups gets: the largest power of two for which all groups fit into a warp, or 1.
 int lanes_for_each(int num) {
     int lanes = 32;
     while (lanes > 1 && lanes * num > 32) lanes /= 2;
     return lanes;
 }
 
-// Returns the experts of each of `lanes` threads that share `size` experts. It is a multiple of kQuad if `size` is.
+// Returns how many of `size` experts each of `lanes` threads owns at most. It is a multiple of kQuad if `size` is.
 int share_of(int size, int lanes) {
     const int unit = size % kQuad == 0 ? kQuad : 1;
     return divide_up(size / unit, lanes) * unit;

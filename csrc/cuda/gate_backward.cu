@@ -13,13 +13,13 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// kHasRow: all experts of the token have a gradient, not only the chosen ones.
+// With kHasRow all experts of the token have a gradient, not only the chosen ones.
 template <bool kHasRow>
 struct Gradient {
     const GpuGateBackwardParams& p;
     const GateOptions& o;
     const int lane;
-    const int64_t token, row;  // row: offset of the token's experts
+    const int64_t token, row;  // `row` is the offset of the token's first expert
 
     __device__ Gradient(const GpuGateBackwardParams& p, int64_t token)
         : p(p), o(p.gate.options), lane(threadIdx.x % 32), token(token), row(token * o.num_experts) {}
@@ -43,7 +43,7 @@ struct Gradient {
         zero_any_row(static_cast<std::byte*>(p.gate.grad_logits) + row * number_bytes, o.num_experts * number_bytes);
     }
 
-    // Returns the expert of top-k entry `lane`; -1: none.
+    // Returns the expert of top-k entry `lane`, or -1.
     __device__ int load_expert() const {
         if (lane >= o.num_topk) return -1;
         const int64_t at = token * o.num_topk + lane;
@@ -98,8 +98,8 @@ struct Gradient {
 
     __device__ float grad_share(int expert) const { return p.gate.grad_shares != nullptr ? p.gate.grad_shares[row + expert] : 0.0f; }
 
-    // All gradients of a row share these: the largest logit for exponentials, 1 / sum(f), and the dot product of shares and their
-    // gradients.
+    // All gradients of a row share three numbers: the largest logit (for exponentials), 1 / sum(f), and the dot product of shares and
+    // their gradients.
     struct Sums {
         double largest, factor, dot;
     };
@@ -127,7 +127,7 @@ struct Gradient {
         return (grad_share(expert) - sums.dot) * sums.factor * slope(logit, part(logit, sums.largest));
     }
 
-    // Also write the gradients of the experts that were not chosen.
+    // Write the gradients that all experts have through their shares. Returns the whole gradient of this thread's chosen expert.
     __device__ double with_row(float logit, double grad, int expert) const {
         Sums sums = sum_row();
         double grad_logit = 0.0;

@@ -42,7 +42,7 @@ struct Shared {
 
 static_assert(2 * (sizeof(Shared) + kStaticSharedBytes) <= 233472, "two blocks fit into an SM of an H100");
 
-// One thread: tell a rank why it gets nothing from this one in the call.
+// Tell a rank why it gets nothing from this one in the call. One thread calls it.
 __device__ __forceinline__ void refuse(const LowLatencyContext& c, LowLatencyWhat what, unsigned long long call, int to,
                                        const GpuFailure& why) {
     if (is_masked(c, to)) return;
@@ -51,7 +51,7 @@ __device__ __forceinline__ void refuse(const LowLatencyContext& c, LowLatencyWha
     store_relaxed(Turn(c, to, call).entered(c.rank), what.flag(call, 0));
 }
 
-// All threads of a block: refuse the call if the dispatch of its handle has failed.
+// Refuse the call, because the dispatch of its handle has failed. All threads of a block call it.
 __device__ __noinline__ void refuse_handle(const LowLatencyContext& c, LowLatencyWhat what, unsigned long long call,
                                            unsigned long long dispatch) {
     const int to = static_cast<int>(threadIdx.x);
@@ -61,7 +61,7 @@ __device__ __noinline__ void refuse_handle(const LowLatencyContext& c, LowLatenc
     if (to < c.config.num_ranks) refuse(c, what, call, to, why);
 }
 
-// One warp: refuse the ranks that this one has given up. It has no weights of theirs and sums nothing for them, even if they come late.
+// Refuse the ranks that this one has given up: without their weights it sums nothing for them, even if they come late. One warp calls it.
 __device__ __noinline__ void refuse_late(const LowLatencyContext& c, LowLatencyWhat what, unsigned long long call, unsigned came) {
     const int to = static_cast<int>(threadIdx.x % 32);
     if (!gave_up(c) || to >= c.config.num_ranks || to == c.rank || !is_in_node(c, to) || (came >> to & 1) != 0) return;
@@ -69,7 +69,7 @@ __device__ __noinline__ void refuse_late(const LowLatencyContext& c, LowLatencyW
     refuse(c, what, call, to, own_failure(c));
 }
 
-// kWeighted: the call brings weights.
+// With kWeighted the call brings weights.
 template <DType kType, bool kQuantized, bool kWeighted>
 struct Kernel {
     using Values = Piece<kType>;
@@ -116,7 +116,7 @@ struct Kernel {
                 if (at + 32 * j < num_pieces) copy_async(place(i) + j * kSummingThreads, from + 32 * j);
         }
     }
-    // Returns the target of this thread's piece of the nth row. No other thread reads it.
+    // Returns where this thread's piece of the nth row lies in shared memory. No other thread reads it.
     __device__ static uint4* place(int nth_row) { return shared().rows + nth_row * kBatchPieces + threadIdx.x; }
 
     // Add the rows to `sum`, in order. is_loaded: the copies of the first rows have been started.
@@ -177,7 +177,7 @@ struct Kernel {
         }
     }
 
-    // All threads: return whether rank `lane` has come. Without its weights, nothing is summed for it.
+    // Returns whether rank `lane` has come. If not, its weights are missing, and nothing is summed for it. All threads call it.
     __device__ bool meet_weights() const {
         send_weights();
         if (warp == 0) meet_along();
@@ -203,7 +203,7 @@ struct Kernel {
         }
     }
 
-    // One warp: wait for the weight of each top-k entry of a token. False: they do not come.
+    // Wait for the weight of each top-k entry of a token. Returns false if they do not come. One warp calls it.
     __device__ bool wait_weights(const SourceToken& from, float& weight) const {
         const uint4* const head = Turn(c, c.rank, call).head(from.source, from.token) + lane;
         const auto place = [&](int) { return lane < c.layout.head_bytes / 16 ? head : nullptr; };
@@ -219,13 +219,13 @@ struct Kernel {
         return is_here;
     }
 
-    // Take one token of each rank in turn. Each rank begins with another one, so that not all push to the same rank.
+    // Tokens go round all ranks. Each rank begins with the next one, so that not all push to the same rank at once.
     __device__ SourceToken token_at(int nth) const {
         const int source = (nth + c.rank + 1) % config.num_ranks;
         return {source, nth / config.num_ranks};
     }
 
-    // One warp: find the rows of a received token; none if its rank does not take the sum. num_tokens: of rank r in thread r.
+    // Find the rows of a received token; there are none if its rank is masked. Thread r has rank r's num_tokens. One warp calls it.
     __device__ void find_rows(int nth, int num_tokens, TokenRows& out) const {
         const SourceToken to = token_at(nth);
         LowLatencyRow entry{-1, 0.0f};
@@ -306,7 +306,7 @@ struct Kernel {
             if (among != node || c.ranks_per_node == static_cast<unsigned>(config.num_ranks)) return all;
         }
     }
-    // One warp: wait until all ranks have come, and report those that combine for another dispatch.
+    // Wait until all ranks have come, and report those that combine for another dispatch. One warp calls it.
     __device__ void meet_along() const {
         const unsigned long long our_dispatch = dispatch();
         const WorkspaceWords words{c, call};
@@ -318,7 +318,7 @@ struct Kernel {
         if (lane == 0) shared().came = ranks;
     }
 
-    // One warp: add part `i` of the token's sums from `ranks`, in rank order. A rank that is masked meanwhile is left out.
+    // Add part `i` of the token's sums from `ranks`, in rank order. A rank that is masked meanwhile is left out. One warp calls it.
     __device__ void add_up(int token, unsigned ranks, int i, int num_parts) const {
         float sum[kColumns] = {};
 #pragma unroll 1
@@ -334,7 +334,7 @@ struct Kernel {
         for (int j = 0; j < kColumns / Values::kCount; ++j) to[j] = Values::store(sum + j * Values::kCount);
     }
 
-    // rank: -1 in unused places.
+    // Unused places of `rank` hold -1.
     __device__ void add_parts(float (&sum)[kColumns], int token, const int (&rank)[kRanksAtOnce], int i, int num_parts) const {
         const Turn turn(c, c.rank, call);
         const Places<kRanksAtOnce> place([&](int n) { return rank[n] >= 0 && i < num_parts ? turn.row(rank[n], token) + i : nullptr; });

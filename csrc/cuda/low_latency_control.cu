@@ -11,8 +11,8 @@ constexpr int kThreads = tuning::kLowLatencyControlThreads;
 
 __device__ bool is_over_nodes(const LowLatencyContext& c) { return c.ranks_per_node < static_cast<unsigned>(c.config.num_ranks); }
 
-// All threads: clear the flags of a rank that comes back, and of its rail's ranks, whose words and sums it writes. Lines are cleared only
-// if the rank is of this node: lines in the place of a rank outside were written by its rail's rank here.
+// Clear the flags that lie here for `source`. Its lines stay if the rank that comes back is of another node, because the rank of its rail
+// in this node wrote them. All threads call it.
 __device__ void forget_flags(const LowLatencyContext& c, int source, bool has_lines) {
     for (int turn = 0; turn < kTurns; ++turn) {
         const Turn own_turn(c, c.rank, turn);
@@ -26,7 +26,7 @@ __device__ void forget_flags(const LowLatencyContext& c, int source, bool has_li
     }
 }
 
-// All threads: clear the flags of a rank that comes back, because it may repeat calls that it has already sent.
+// Clear the flags that a rank which comes back has written, because it may repeat calls that it has sent. All threads call it.
 __device__ void forget(const LowLatencyContext& c, int rank) {
     for (unsigned rest = masked_with(c, rank); rest != 0; rest &= rest - 1) forget_flags(c, __ffs(rest) - 1, is_in_node(c, rank));
     __syncthreads();

@@ -21,7 +21,6 @@ using Launch = LowLatencyLaunch<LowLatencyDispatchParams>;
 
 constexpr int kThreads = SendShared::kThreads, kWarps = kThreads / 32;
 
-// The data in shared memory.
 struct Shared {
     SendShared sending;
     unsigned came;                              // bit mask of the ranks that have entered the call
@@ -30,7 +29,7 @@ struct Shared {
     int more[];  // counts of each rank for the local experts, then Marks
 };
 
-// All threads of a block: return the union of their bits.
+// Returns the union of the bits of all threads of a block.
 __device__ __noinline__ unsigned union_of_threads(unsigned bits) {
     __shared__ unsigned all;
     if (threadIdx.x == 0) all = 0;
@@ -40,7 +39,7 @@ __device__ __noinline__ unsigned union_of_threads(unsigned bits) {
     return all;
 }
 
-// Gives access to words and rows of the ranks. OneNode serves a single node; SeveralNodes also reaches ranks outside this node.
+// Tells a receiver where the words of the ranks lie: in one node, or also for ranks of other nodes.
 struct OneNode {
     static constexpr bool kIsOne = true;
     using Words = WorkspaceWords;
@@ -139,14 +138,14 @@ struct Receiver {
         return block < 0 ? block + num_blocks() : block;
     }
 
-    // Returns the n-th token if each rank has `most`, in the order in which rows come: this rank's, then those of the rank that pushes here
-    // first.
+    // Returns the n-th token, as if each rank had `most`, in the order in which rows come: this rank's first, then those of the rank whose
+    // pushes arrive here first.
     __device__ SourceToken token_at(int nth, int most) const {
         const int turn = nth / most, source = c.rank - turn;
         return {source < 0 ? source + config.num_ranks : source, nth - turn * most};
     }
 
-    // Wait until all ranks have come, with their counts. tells: this block publishes the counts and keeps statistics.
+    // Wait until all ranks and their counts have come. The block that `tells` publishes the counts and keeps statistics.
     __device__ void wait_sources(bool tells) const {
         unsigned lacking;  // ranks that have not entered the call, or whose counts have not come, as far as this thread knows
         if (warp == 0) {
@@ -164,7 +163,6 @@ struct Receiver {
         if (tells) publish_counts();
     }
 
-    // One warp.
     __device__ void store_sources(const Sources& sources) const {
         const unsigned most = __reduce_max_sync(kFullWarp, static_cast<unsigned>(sources.num_tokens));
         if (lane == 0) shared().came = sources.came, shared().most = static_cast<int>(most);
@@ -192,7 +190,7 @@ struct Receiver {
         }
     }
 
-    // One warp: find places for the rows of a token, for the block and the handle. is_loaded: the head is loaded, perhaps incomplete.
+    // Find places for a token's rows, for the block and the handle. The head may be loaded already, perhaps not whole. One warp calls it.
     __device__ void find_rows(const SourceToken& from, Parts<1>& head, bool is_loaded, TokenRows& out) const {
         if (from.token >= shared().num_tokens[from.source]) return;
         LowLatencyLane there{-1, 0, 0.0f};
@@ -218,7 +216,7 @@ struct Receiver {
         if (lane == 0) out.num = __popc(lanes), out.is_here = is_here;
     }
 
-    // One warp: return this thread's top-k entry of a token from another node, and set is_here if its row has landed.
+    // Returns this thread's top-k entry of a token from another node, and sets is_here if the row has landed. One warp calls it.
     __device__ LowLatencyLane lane_from_outside(const SourceToken& from, bool& is_here) const {
         const RailCall& rail = nodes.rail;
         LowLatencyLane there{-1, 0, 0.0f};
@@ -229,7 +227,7 @@ struct Receiver {
         return there;
     }
 
-    // All threads of a warp: wait until all parts have come. False: give up. is_loaded: the parts have been loaded once already.
+    // Wait until all parts have come; is_loaded says that they were loaded once. Returns false if this rank gives up. One warp calls it.
     template <int kCount, class Place>
     __device__ bool wait(Parts<kCount>& parts, const Place& place, int source, bool is_loaded) const {
         bool are_here = false;
@@ -246,7 +244,7 @@ struct Receiver {
         return are_here;
     }
 
-    // Addresses of a warp's parts: of a head, and of a row from `first` on.
+    // These functors give the address of each part that a warp loads, of a head and of a row from `first` on.
     struct PartsOfHead {
         const uint4* const head;
         const bool is_any;
@@ -266,7 +264,7 @@ struct Receiver {
         __device__ const uint4* operator()(int i) const { return nth(i) < num ? row + nth(i) : nullptr; }
     };
 
-    // All warps of a group: copy a token's row to its places. Parts that do not come are zeros.
+    // Copy a token's row to its places, with zeros for parts that do not come. All warps of a group call it.
     __device__ void copy(const SourceToken& from, const TokenRows& rows, int num_groups) const {
         if constexpr (!Nodes::kIsOne) {
             if (is_outside(from.source)) return copy_from_outside(from, rows, num_groups);
@@ -287,7 +285,7 @@ struct Receiver {
         }
     }
 
-    // Does the same for a row that the network has written.
+    // Copy a row that the network has written, which has no lines.
     __device__ void copy_from_outside(const SourceToken& from, const TokenRows& rows, int num_groups) const {
         const RailCall& rail = nodes.rail;
         const int step = kThreads / num_groups, begin = warp / num_groups * 32 + lane;
@@ -311,7 +309,7 @@ struct Receiver {
         }
     }
 
-    // One warp: wait until a row from another node has landed.
+    // Wait until a row from another node has landed. One warp calls it.
     __device__ bool wait_row(const SourceToken& from) const {
         bool is_here = false;
         if (lane == 0) {
@@ -340,7 +338,7 @@ __global__ void __launch_bounds__(kThreads, 2) low_latency_dispatch(const __grid
     if (l.sends) end_send(c, call);
 }
 
-// The first blocks pass on to this node's ranks what the rail has brought. They also receive if there are no other blocks.
+// The first blocks pass on to this node's ranks what the rail has brought. They receive too if there are no other blocks.
 template <DType kType, bool kQuantized>
 __global__ void __launch_bounds__(kThreads, 2) low_latency_receive(const __grid_constant__ LowLatencyRailDispatch l) {
     let_next_kernel_start();
@@ -353,7 +351,7 @@ __global__ void __launch_bounds__(kThreads, 2) low_latency_receive(const __grid_
     Receiver<kType, kQuantized, SeveralNodes>(l.rail.context, l.call, {rail}, rail.call, 0, blocks > num_relays ? num_relays : 0).receive();
 }
 
-// Relays for a dispatch whose hook comes later.
+// Passes on what the rail has brought for a dispatch whose hook comes later.
 __global__ void __launch_bounds__(kThreads, 1) low_latency_relay(const __grid_constant__ LowLatencyRailDispatch l) {
     wait_for_kernel_before();
     const RailCall rail(l.rail, *reinterpret_cast<const unsigned long long*>(l.call.handle));

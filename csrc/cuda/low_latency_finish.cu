@@ -19,8 +19,8 @@ constexpr int kAhead = 4;  // rows of other nodes in flight at once
 // A task has one part of a token for each thread of the block, and the rows that are summed for them.
 struct Task {
     int token, first_part;
-    TokenSums node_sums;             // the sums of this node
-    int num, num_before;             // number of rows of other nodes, and of the nodes before this one
+    TokenSums node_sums;             // sums of this node's ranks
+    int num, num_before;             // rows of other nodes, and those of the nodes before this one
     int nodes[kLowLatencyMaxRanks];  // nodes of these rows
     const uint4* rows[kLowLatencyMaxRanks];
 };
@@ -77,7 +77,7 @@ struct Finisher {
         }
     }
 
-    // One warp: find which nodes have come, as a bit mask.
+    // Store the bit mask of the nodes that have come. One warp calls it.
     __device__ void meet_rail() const {
         bool came = lane == rail.r.node;
         if (lane < num_nodes && !came && !rail.is_lost(lane)) {
@@ -94,7 +94,7 @@ struct Finisher {
         if (lane == 0) shared().came = nodes;
     }
 
-    // One warp, one thread for each node: wait for the rows of a task's token, and collect those that come.
+    // Wait for the rows of a task's token, a thread for each node, and collect those that come. One warp calls it.
     __device__ void find(int task, int end, Task& out) const {
         if (task >= end) return;
         const int token = task / num_tasks, source = rail.rank_in(min(lane, num_nodes - 1));
@@ -109,7 +109,7 @@ struct Finisher {
         find_sums(rail, rail.r.node, token, (ranks & rail.ranks_of(rail.r.node)) >> rail.first_rank(), out.node_sums);
     }
 
-    // Copies of other nodes' rows start before anything is waited for.
+    // Add up one part of a token. Copies of other nodes' rows start before the wait for this node's sums.
     __device__ void add_up(const Task& task) const {
         const int part = task.first_part + warp * 32, piece = piece_of(part + lane);
         if (part >= sums.num_parts) return;

@@ -10,7 +10,7 @@ namespace deepep_moe {
 
 // Counts that the host polls; they lie in host memory that the device can write.
 struct GpuCounts {
-    // Each holds a GpuContext::plan: of the last plan that met its peers, that wrote the counts below, that found a rank without room.
+    // Numbers of plans (GpuContext::plan): the last that met its peers, the last that wrote these counts, the last that lacked room.
     unsigned long long met, ready, lacking;
     long long num_recv_tokens, num_rows;
     int send_counts[kMaxGpuSources], recv_counts[kMaxGpuSources];
@@ -20,11 +20,11 @@ struct GpuCounts {
 struct GpuState {
     unsigned long long sequence;  // the last call whose plan has summed up this rank's tokens
     unsigned long long last_met;  // the last call that this rank and its peers have entered without a refusal
-    // Each holds a GpuContext::plan: of the last plan that has placed its tokens, met its peers, counted their rows.
+    // Numbers of plans (GpuContext::plan): the last that placed its tokens, the last that met its peers, the last that counted rows.
     unsigned long long placed, met, counted;
     int gave_up;  // set with a failure: all waits of this rank end
     GpuEnded ended;
-    // Blocks of the plan that have counted, and that have placed; lane blocks of the dispatch that have sent their lanes.
+    // Count blocks: those of the plan that have counted, those that have placed, and the lane blocks that have sent their lanes.
     int num_counted, num_placed, num_told;
     int next_send, next_reduce, next_receive;  // the next chunk or task that no warp has taken
     long long num_rows;                        // rows that this rank receives; set by a plan that exchanges counts
@@ -89,8 +89,8 @@ struct GpuPlanParams {
     GpuContext context;
     GpuRouting routing;
     GpuStamp stamp;
-    bool cached;          // counts are known
-    bool reports_counts;  // to the host
+    bool cached;          // counts are known, and not exchanged
+    bool reports_counts;  // counts go to host memory
     bool is_expert_layout;
     int expert_alignment;
     long long num_recv_rows_bound;        // rows that this rank has room for; -1: no bound, or further rows are left out
@@ -198,8 +198,8 @@ struct GpuCombineParams {
     DEEPEP_MOE_HD int64_t tail_bytes() const { return 4 * tail_values(); }
 };
 
-// Copies of experts, which lie in the workspaces' expert slots. Every tensor has an entry for each local expert at home, and one for each
-// slot. Entries are contiguous, and those of slots lie one behind the other.
+// The kernel moves copies of experts between their homes and the workspaces' expert slots. A tensor has a contiguous entry for each local
+// expert at home, and one for each slot. Entries of slots lie one behind the other.
 constexpr int kMaxSlotTensors = 8;
 struct GpuExpertSlotsParams {
     GpuContext context;
@@ -224,7 +224,7 @@ struct GpuScaleRowsParams {
     RowScaling scaling;
 };
 
-// Row (lane, token) of a sum over lanes is number lane * lane_stride + token * token_stride of num_topk * num_tokens.
+// A sum over lanes reads row (lane, token) at number lane * lane_stride + token * token_stride of num_topk * num_tokens rows.
 struct GpuWeightedSumParams {
     int64_t num_tokens, hidden, lane_stride, token_stride;  // rows of whole 16 bytes
     int num_topk;

@@ -23,16 +23,14 @@ namespace {
 
 using tuning::kMaxSegments, tuning::kQuickLooks;
 
-// Rare paths are functions that are not inlined, as in the counting half.
-
-// All threads of a block call it.
+// Rare paths are not inlined (token_counts.cuh says why). All threads of a block call it.
 __device__ __noinline__ void refuse_handle(const GpuContext& c) {
     if (threadIdx.x == 0) report(c, kFailedHandle, c.rank, GpuPhase::kNone, 0, 0);
     __syncthreads();
 }
 
-// All threads of a block call it if this rank may not have met its peers in `call` or since. A peer that is behind still reads this rank's
-// entry or refusal stamp of the call before `call`, which this rank is about to overwrite. Once all peers have entered `call`, none does.
+// Wait until all peers have entered `call`. A peer that is behind still reads this rank's entry or refusal stamp of the call before it,
+// which this rank is about to overwrite. All threads of a block call it, if this rank may not have met its peers in `call` or since.
 __device__ __noinline__ void catch_up(const GpuContext& c, unsigned long long call) {
     const int peer = static_cast<int>(threadIdx.x);
     if (peer < c.config.num_ranks) wait_flag(c, Workspace(c, c.rank).entered(call, peer), call << kValueBits, peer, GpuPhase::kEntry);
@@ -97,7 +95,7 @@ struct Plan : TokenCounts {
         store_release(theirs.entered(sequence, c.rank), sequence << kValueBits);
     }
 
-    // ---- the last block done: sums over the segments, and those of all ranks ----
+    // ---- the last block to count sums the segments and exchanges the sums ----
 
     __device__ void exchange() const {
         __shared__ bool refuses, failed;
@@ -116,7 +114,7 @@ struct Plan : TokenCounts {
         if (threadIdx.x == 0) let_place();
         if (warp == kPlanWarps - 1) {
             const bool met = !refuses && __all_sync(kFullWarp, lane >= config.num_ranks || meet(lane));
-            __syncwarp();  // order after what all threads of the warp have seen
+            __syncwarp();  // orders the stores below behind what all threads of the warp have seen
             if (lane == 0 && met) {
                 c.state->last_met = sequence;
                 store_release_local(&c.state->met, c.plan);
@@ -125,7 +123,7 @@ struct Plan : TokenCounts {
             if (lane == 0 && !met) failed = true;
             let_next_kernel_start();
         }
-        if (!refuses) place();  // before the counts of others: the senders wait for this block's tokens too
+        if (!refuses) place();  // ahead of the peers' counts, as the senders wait for this block's tokens too
         if (!p.cached && !gather()) failed = true;
         __syncthreads();
         const bool is_laid_out = !p.cached && !failed;
@@ -228,7 +226,7 @@ struct Plan : TokenCounts {
 
     __device__ int count_of(int source, int column) const { return all_counts[source * columns + column]; }
 
-    // One warp: compute where each expert's group begins on `rank`, and in it the first row of this rank's tokens.
+    // Compute where each expert's group begins on `rank`, and in it the first row of this rank's tokens. One warp calls it.
     __device__ void lay_out(int rank) const {
         int rows = 0;
 #pragma unroll 1
@@ -266,7 +264,7 @@ struct Plan : TokenCounts {
         return num_tokens;
     }
 
-    // One warp: read into shared memory how many rows each rank has room for.
+    // Read into shared memory how many rows each rank has room for. One warp calls it.
     __device__ void take_bounds(int* bounds) const {
         const unsigned long long expected = sequence << kValueBits;
         if (lane >= config.num_ranks) return;
@@ -274,7 +272,7 @@ struct Plan : TokenCounts {
         bounds[lane] = word == 0 ? -1 : static_cast<int>(word - expected);
     }
 
-    // One warp: return whether every rank has room for its rows. All ranks of the node report the same rank that has not.
+    // Returns whether every rank has room for its rows. If not, all ranks of the node report the same rank. One warp calls it.
     __device__ bool have_room(const int* bounds) const {
         const bool is_rank = lane < config.num_ranks;
         long long bound = is_rank && bounds[lane] != kNoBound ? bounds[lane] : INT32_MAX;
@@ -287,14 +285,14 @@ struct Plan : TokenCounts {
         return false;
     }
 
-    // Let other blocks place their tokens: for that they need the sums over this rank's segments only.
+    // Let the other blocks place their tokens, for which they need nothing but the sums of this rank's segments.
     __device__ void let_place() const {
         GpuState& state = *c.state;
         state.num_counted = state.num_told = state.next_send = state.next_reduce = state.next_receive = 0;
         store_release_local(&state.sequence, sequence);
     }
 
-    // One warp: write the counts to host memory.
+    // Write the counts to host memory. One warp calls it.
     __device__ void tell() const {
         volatile GpuCounts* counts = c.counts;
         if (!p.reports_counts) return;
@@ -312,7 +310,7 @@ struct Plan : TokenCounts {
         counts->ready = c.plan;
     }
 
-    // ---- all blocks except the last to count ----
+    // ---- all other blocks wait for the sums, and every block places its tokens ----
 
     __device__ bool wait_until_summed() const {
         __shared__ int ok;
@@ -322,7 +320,7 @@ struct Plan : TokenCounts {
     }
 
     __device__ void place() const {
-        const bool has_rank = warp_begin < warp_end && lane < config.num_ranks;  // rank `lane`
+        const bool has_rank = warp_begin < warp_end && lane < config.num_ranks;  // this thread counts for rank `lane`
         const int before = has_rank ? first_of(node) + tokens_before(c, r, warp_begin, config.num_experts + lane) : 0;
 #pragma unroll 1
         for (int first = warp_begin; first < warp_end; first += 32) {

@@ -1,4 +1,4 @@
-// Quantize matrices of fp32, bf16 or fp16 to fp8 (e4m3), with a power of two as the scale of each kScaleBlock x kScaleBlock block. The
+// Quantizes matrices of fp32, bf16 or fp16 to fp8 (e4m3), with a power of two as the scale of each kScaleBlock x kScaleBlock block. The
 // output is the matrix, its transpose, or both. A thread block reads one such block once; every thread has 8 columns of 8 rows. It
 // transposes them in registers, and shared memory collects the rows of the transposed matrix.
 #include "cuda/device/fp8.cuh"

@@ -32,7 +32,7 @@ struct Choice {
     }
 };
 
-// All threads of a warp: return the best expert of a row, where the value of `excluded` counts as -infinity.
+// Returns the best expert of a row, where the value of `excluded` counts as -infinity. All threads of a warp call it.
 __device__ int best_of(const float* row, int num_experts, int excluded) {
     Choice best{-INFINITY, num_experts};
     for (int expert = threadIdx.x % 32; expert < num_experts; expert += 32) {
@@ -49,7 +49,6 @@ __device__ int best_of(const float* row, int num_experts, int excluded) {
 
 __device__ int64_t warp_of_grid() { return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32; }
 
-// Each warp takes one token.
 __global__ void __launch_bounds__(kThreads) choose_two(const __grid_constant__ GpuTop2Params p) {
     const int64_t token = warp_of_grid(), row = token * p.num_experts;
     const int lane = threadIdx.x % 32;
@@ -59,7 +58,6 @@ __global__ void __launch_bounds__(kThreads) choose_two(const __grid_constant__ G
     for (int expert = lane; expert < p.num_experts; expert += 32) p.is_first[row + expert] = expert == first ? 1.0f : 0.0f;
 }
 
-// Each block takes one expert. Each warp counts the expert's choices in its share, then numbers them behind those of the warps before.
 __global__ void __launch_bounds__(kNumberThreads) number_choices(const __grid_constant__ GpuTop2Params p) {
     int* const counts = shared_memory<int>();  // [kNumberWarps]
     const int expert = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -103,7 +101,6 @@ struct Weights {
     }
 };
 
-// Each thread takes one token.
 __global__ void __launch_bounds__(kThreads) weigh_two(const __grid_constant__ GpuTop2Params p) {
     const int64_t token = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     if (token >= p.num_tokens) return;
@@ -112,7 +109,7 @@ __global__ void __launch_bounds__(kThreads) weigh_two(const __grid_constant__ Gp
     for (int i = 0; i < 2; ++i) p.topk_weights[i * p.num_tokens + token] = __fdiv_rn(weights.gates[i], weights.divisor);
 }
 
-// Computes gradients of a token's chosen gates from those of its weights.
+// Computes the gradients of a token's chosen gates from those of its weights.
 struct ChosenGradients {
     float of[2] = {};
 
@@ -132,7 +129,7 @@ struct ChosenGradients {
     }
 };
 
-// Each warp takes one token. Like PyTorch, it divides by multiplying with the reciprocal.
+// Like PyTorch, it divides by multiplying with the reciprocal.
 __global__ void __launch_bounds__(kThreads) top2_backward(const __grid_constant__ GpuTop2BackwardParams p) {
     const int64_t token = warp_of_grid(), row = token * p.num_experts;
     if (token >= p.num_tokens) return;

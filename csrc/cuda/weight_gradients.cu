@@ -1,4 +1,4 @@
-// Gradients of the weights of grouped experts, added to fp32 sums in memory, on Hopper's tensor cores.
+// Adds gradients of the weights of grouped experts to fp32 sums in memory, on Hopper's tensor cores.
 //
 //   add_weight_gradients   For each group, multiplies the transposed rows of one operand with those of the other, and adds the product to
 //                          the group's matrix.
@@ -35,7 +35,7 @@ struct Stage {
 struct Shared {
     Stage stages[kStages];
     uint64_t full[kStages], empty[kStages];
-    uint64_t partial[kStages];  // instead of `full`, for a step whose rows are not all of the group
+    uint64_t partial[kStages];  // stands for `full` in a step whose rows are not all of the group
 };
 constexpr int64_t kSharedBytes = sizeof(Shared) + kTileAlignment;
 static_assert(kSharedBytes + kStaticSharedBytes <= 232448, "a block of an H100");
@@ -44,7 +44,7 @@ static_assert(kSharedBytes + kStaticSharedBytes <= 232448, "a block of an H100")
 
 __device__ int divide(int x, int by) { return (x + by - 1) / by; }
 
-// Walks the tiles of a block: row and column of the matrix where each begins.
+// Walks the tiles of a block, and says at which row and column of the matrix each begins.
 struct Tiles {
     const Params& p;
     int64_t number, first = 0;  // number of the pair's tile, and of the first tile of its group
@@ -94,7 +94,7 @@ __device__ void load_tiles(const Launch& launch, Shared& shared) {
     }
 }
 
-// One warp: rows of a group's last step that belong to other groups, or are not set, become zero before the step is multiplied.
+// Zero the rows of a group's last step that are not the group's, before the step is multiplied. One warp calls it.
 __device__ void clear_rows(const Params& p, Shared& shared) {
     Tiles tiles(p);
     constexpr int kRowPieces = kTileBytes / 16, kStageLoads = sizeof(Stage) / kLoadBytes;
@@ -135,7 +135,7 @@ __device__ void add_row(const float (&sums)[128], float* to, int num_columns) {
 
 __device__ void multiply_tiles(const Params& p, Shared& shared) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    // Both blocks of a pair must have read what the two of them load.
+    // Tell both blocks that this warp has read a stage, because each of them loads a part of it for both.
     const auto release = [&](uint32_t step) {
         if (lane < kPair) pipe_arrive_in_pair(&shared.empty[step % kStages], lane);
     };

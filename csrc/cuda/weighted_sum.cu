@@ -1,5 +1,5 @@
-// Weighted sums of rows, y = sum over top-k of weight * x, and their gradients. Sums are rounded to fp32, and so are products unless
-// they are fused with the sum; then rows once.
+// Computes weighted sums of rows, y = sum over top-k of weight * x, and their gradients. Every sum is rounded to fp32, and every product
+// unless it is fused with the sum. A row is rounded once.
 //
 //   weighted_sum             Each warp sums one token, with 4 pieces of each row in flight, top-k entries ascending from +0.
 //
@@ -24,7 +24,6 @@ __device__ int64_t row_of(const Params& p, int64_t lane, int64_t token) { return
 
 __device__ int64_t warp_of_grid() { return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32; }
 
-// One warp sums one token, top-k entries ascending from +0.
 template <DType kType>
 __global__ void __launch_bounds__(kThreads) weighted_sum(const __grid_constant__ Params p) {
     using Values = Piece<kType>;
@@ -48,7 +47,6 @@ __global__ void __launch_bounds__(kThreads) weighted_sum(const __grid_constant__
     }
 }
 
-// One warp computes the gradients of kLanes rows of one token.
 template <DType kType>
 __global__ void __launch_bounds__(kThreads) weighted_sum_backward(const __grid_constant__ Params p) {
     using Values = Piece<kType>;

@@ -1,4 +1,4 @@
-// Shared by the blocks of a combine: where the rows of a token lie on this rank, and how they are summed.
+// The blocks of a combine share this: it says where the rows of a token lie on this rank, and how they are summed.
 #pragma once
 
 #include "cuda/device/push.cuh"
@@ -50,7 +50,7 @@ struct CombineRows {
     struct Rows {
         int recv_token = -1;
         int row_of_lane = -1;             // the row of top-k entry `lane`; in the rank layout thread 0 holds the one row
-        const std::byte* from = nullptr;  // the lane-th of `count` rows
+        const std::byte* from = nullptr;  // the row in place `lane` of `count` rows
         int count = 0;
         float weight = 1.0f;
 
@@ -90,7 +90,7 @@ struct CombineRows {
         }
     };
 
-    // Walk a tile of a row in batches: use(first piece of this thread, end).
+    // Call use(first piece of this thread, end) for each batch of a tile.
     template <class Use>
     __device__ void each_batch(int tile, const Use& use) const {
         const int end = min((tile + 1) * tile_pieces, num_pieces);
@@ -120,7 +120,7 @@ struct CombineRows {
 
     __device__ const std::byte* sum_from(int rank, int index) const { return workspace.inbox(rank) + index * slot.bytes; }
 
-    // The sum, in rank order, of the values of all ranks of this node for top-k entry `lane` of the token.
+    // Returns the sum, in rank order, of the values that the ranks of this node have for top-k entry `lane` of the token.
     __device__ float sum_of_lane(int index, const Rows& rows) const {
         float sum = 0.0f;
         for (int rank = 0; rank < config.num_ranks; ++rank) {
@@ -131,7 +131,7 @@ struct CombineRows {
         return sum;
     }
 
-    // Returns the gradient of top-k entry `lane`; 0 if no rank of this node has its expert. `index`: the token's slot on rank `lane`.
+    // Returns the gradient of top-k entry `lane`, or 0 if no rank of this node has its expert. `index` is the token's slot on rank `lane`.
     __device__ float topk_weight_grad(int token, int index, const Rows& rows) const {
         if (p.sums_lanes) return sum_of_lane(index, rows);
         int expert = -1;

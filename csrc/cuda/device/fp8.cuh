@@ -27,7 +27,7 @@ __device__ __forceinline__ float largest_of(const float (&x)[kColumns], float la
     return largest;
 }
 
-// kColumns of e4m3.
+// Holds kColumns columns of e4m3, as words and as numbers.
 template <int kColumns>
 union Fp8Columns {
     using Raw = std::conditional_t<kColumns == 16, uint4, std::conditional_t<kColumns == 8, uint2, unsigned>>;
@@ -38,7 +38,7 @@ union Fp8Columns {
 
 __device__ __forceinline__ float load_fp8(__nv_fp8_storage_t x) { return __half2float(__half(__nv_cvt_fp8_to_halfraw(x, __NV_E4M3))); }
 
-// Add columns of e4m3 that have one scale.
+// Add columns of e4m3, times the scale that they share, to `sum`.
 template <int kColumns>
 __device__ __forceinline__ void add_fp8(float (&sum)[kColumns], const typename Fp8Columns<kColumns>::Raw& raw, float scale) {
     Fp8Columns<kColumns> y;
@@ -47,7 +47,7 @@ __device__ __forceinline__ void add_fp8(float (&sum)[kColumns], const typename F
     for (int i = 0; i < kColumns; ++i) sum[i] = __fadd_rn(sum[i], __fmul_rn(load_fp8(y.values[i]), scale));
 }
 
-// The scale of a block of columns, and the factor that quantizes them. is_rounded: the scale is the next power of two.
+// Holds the scale of a block of columns, and the factor that quantizes them. With is_rounded the scale is the next power of two.
 struct Fp8Block {
     float scale, factor;
     __device__ Fp8Block(float largest, bool is_rounded) {

@@ -1,5 +1,5 @@
-// The warps of a gate (csrc/cuda/gate.cu) share this. Its rare paths are functions that are not inlined. They take no address of a variable
-// that lies in registers.
+// The warps of a gate (csrc/cuda/gate.cu) share this. Its rare paths are not inlined, and take no address of a variable in registers, as
+// that would move the variable to memory.
 #pragma once
 
 #include "cuda/device/scores.cuh"
@@ -12,7 +12,7 @@ constexpr int kMaxQuads = 8, kMaxShare = kMaxQuads * kQuad;  // quads and expert
 
 constexpr int blocks_per_sm(int quads) { return quads <= 2 ? 2 : 1; }  // limited by the registers of a thread
 
-// These sizes follow from the options, and are the same for all warps.
+// The sizes follow from the options, and are the same for all warps.
 struct Sizes {
     int share;                // experts of a thread, at most
     int set_size, set_shift;  // neighbouring experts that 2^set_shift threads own together: a group, or all
@@ -32,7 +32,7 @@ struct Launch {
 // Returns the index of a thread's number `at` in shared memory, which is [kQuads, 32, kQuad].
 __device__ __forceinline__ unsigned place_of(unsigned lane, unsigned at) { return (32 * (at / kQuad) + lane) * kQuad + at % kQuad; }
 
-// Holds the best two of a thread's experts. Key 0: none.
+// Holds the best two of a thread's experts. Key 0 means that there is none.
 struct BestTwo {
     uint32_t best = 0, second = 0;
     unsigned best_at = 0, second_at = 0;  // positions in the thread's share
@@ -123,7 +123,7 @@ __device__ __forceinline__ void for_members(uint32_t* keys, const Launch& launch
     }
 }
 
-// The sum of a group's best scores. Each round finds the best one that ranks behind the one before.
+// Returns the sum of a group's best scores. Each round finds the best one that ranks behind the one before.
 __device__ float score_of_group(uint32_t* keys, const Launch& launch, int group, int member) {
     unsigned long long bound = ~0ull;
     float sum = 0.0f;

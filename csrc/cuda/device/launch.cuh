@@ -1,4 +1,4 @@
-// The one way to launch a kernel.
+// All kernels are launched by `launch`.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -29,8 +29,8 @@ cudaError_t prepare() {
     return status;
 }
 
-// Load a kernel now. Else CUDA loads it at its first launch, and then waits for all running kernels; if one of these waits for the new
-// kernel, that is a deadlock.
+// Load a kernel now. Otherwise CUDA loads it at its first launch, and first waits for all running kernels. If one of these waits for the
+// new kernel, that is a deadlock.
 template <auto kKernel>
 void load() {
     cudaFuncAttributes attributes;
@@ -50,7 +50,7 @@ inline bool starts_early() {
     return generation >= 9;
 }
 
-// Returns the same, but false while the stream is being captured: such kernels keep the stream's order in graphs.
+// Returns whether a kernel may start early on this stream. While the stream is captured it may not, so graphs keep the stream's order.
 inline bool can_start_early(void* stream) {
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture) != cudaSuccess || capture != cudaStreamCaptureStatusNone)
@@ -58,7 +58,7 @@ inline bool can_start_early(void* stream) {
     return starts_early();
 }
 
-// early: the kernel may start once the previous one on the stream calls let_next_kernel_start, or its blocks end.
+// With `early` the kernel may start once all blocks of the previous one on the stream have called let_next_kernel_start or ended.
 template <auto kKernel, class Params>
 void launch(const char* name, int blocks, int threads, int64_t shared_bytes, const Params& params, void* stream, bool early = false) {
     cudaError_t status = prepare<kKernel>();
@@ -71,7 +71,7 @@ void launch(const char* name, int blocks, int threads, int64_t shared_bytes, con
     if (status != cudaSuccess) throw std::runtime_error(std::string("launch of ") + name + " failed: " + cudaGetErrorString(status));
 }
 
-// Blocks of a kernel that one SM holds at once.
+// Returns how many blocks of a kernel one SM holds at once.
 template <auto kKernel>
 int blocks_per_multiprocessor(int threads, int64_t shared_bytes) {
     int blocks = 0;

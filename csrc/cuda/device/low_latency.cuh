@@ -9,7 +9,7 @@ namespace deepep_moe {
 using tuning::kLowLatencyPauseNs;
 constexpr int kLooks = tuning::kLowLatencyLooks;
 
-// The arrays of a call in the workspace of `owner`.
+// Gives the addresses of a call's arrays in the workspace of `owner`.
 struct Turn {
     __device__ Turn(const LowLatencyContext& c, int owner, unsigned long long call)
         : c(c), base(c.workspaces[owner] + c.layout.turns + static_cast<int64_t>(call % kTurns) * c.layout.turn_bytes) {}
@@ -35,13 +35,13 @@ private:
     std::byte* const base;
 };
 
-// Points into the workspace of `owner`, where `source` writes its reason for refusing `call`.
+// Returns where `source` writes its reason for refusing `call`, in the workspace of `owner`.
 __device__ __forceinline__ LowLatencyReason* reason_at(const LowLatencyContext& c, int owner, int source, unsigned long long call) {
     return reinterpret_cast<LowLatencyReason*>(c.workspaces[owner] + c.layout.reason_of(source, call));
 }
 
-// Points to the word in which `source` writes its next call plus 1, when it takes back a rank. Over nodes the rank of its rail in this node
-// writes the word.
+// Returns the word in which `source` writes its next call plus 1 when it takes a rank back. Over nodes the rank of its rail in this node
+// writes it.
 __device__ __forceinline__ unsigned long long* resumed_at(const LowLatencyContext& c, int owner, int source) {
     return reinterpret_cast<unsigned long long*>(c.workspaces[owner] + c.layout.resumed_of(source));
 }
@@ -76,7 +76,7 @@ __device__ __noinline__ inline void set_mask(const LowLatencyContext& c, int ran
     } while (masks != written);
 }
 
-// `source` does not deliver; its flag is `seen`. Mask it or report it, unless the wait ended because of another failure.
+// Mask or report `source`, which does not deliver and whose flag is `seen`, unless the wait ended because of another failure.
 __device__ __noinline__ inline void mask_or_report(const LowLatencyContext& c, int source, GpuPhase phase, unsigned long long call,
                                                    unsigned long long seen) {
     if (gave_up(c) || is_masked(c, source)) return;
@@ -86,15 +86,15 @@ __device__ __noinline__ inline void mask_or_report(const LowLatencyContext& c, i
         report_lack(c, source, phase, call, seen >> kWhatBits);
 }
 
-// Rare paths are functions that are not inlined. A kernel of microseconds starts with a cold instruction cache, so code that it does not
-// need must not lie between code that it needs.
+// Rare paths are not inlined. A kernel of microseconds starts with a cold instruction cache, so code that it does not need must not lie
+// between code that it needs.
 
 // Mark the handle of a failed dispatch: rows that a block has not received have no place in it, so no combine may use it.
 __device__ __noinline__ inline void fail_handle(const LowLatencyContext& c, std::byte* handle, unsigned long long call) {
     *reinterpret_cast<unsigned long long*>(handle + LowLatencyHandleLayout(c.config).failed) = call ^ c.failed;
 }
 
-// One thread: write to a rank why this one refuses. The rank reads it after it has seen the flag that follows.
+// Write to a rank why this one refuses. The rank reads it once it has seen the flag that follows. One thread calls it.
 __device__ __noinline__ inline void tell_reason(const LowLatencyContext& c, int to, unsigned long long call, const GpuFailure& why) {
     LowLatencyReason* const reason = reason_at(c, to, c.rank, call);
     reason->why = why;
@@ -177,7 +177,7 @@ struct Sources {
     int num_tokens;
 };
 
-// One warp: wait until all ranks, or those in `among`, have entered the call, as this block sees it. counts: it keeps the statistics.
+// Wait until all ranks, or those in `among`, have entered the call, as this block sees it. One block `counts` the waits. One warp calls it.
 template <class Words>
 __device__ Sources meet(const LowLatencyContext& c, Words words, unsigned long long flag, int64_t* statistics, bool counts,
                         unsigned among = kFullWarp) {
@@ -199,7 +199,7 @@ __device__ Sources meet(const LowLatencyContext& c, Words words, unsigned long l
     return {__ballot_sync(kFullWarp, came), came ? LowLatencyWhat::value_in(word) : 0};
 }
 
-// All threads of a warp, if ranks may be masked meanwhile: replace what this block has found by what all blocks of this rank agree on.
+// If ranks may be masked meanwhile, replace what this block has found by what all blocks of this rank agree on. One warp calls it.
 template <class Words>
 __device__ __noinline__ Sources agreed(const LowLatencyContext& c, Words words, unsigned long long flag, Sources sources) {
     const unsigned long long call = flag >> kWhatBits;
@@ -215,13 +215,13 @@ __device__ __noinline__ Sources agreed(const LowLatencyContext& c, Words words, 
 // The number of the call that is sent now. Each block counts it for itself, so that none has to wait for the others.
 __device__ __forceinline__ unsigned long long next_call(const LowLatencyContext& c) { return c.state->num_sent[blockIdx.x] + 1; }
 
-// One thread counts for all blocks.
+// Count the call for all blocks. One thread calls it.
 __device__ inline void count_call(const LowLatencyContext& c, unsigned long long call) {
 #pragma unroll 1
     for (int block = 0; block < kLowLatencyMaxBlocks; ++block) c.state->num_sent[block] = call;
 }
 
-// All threads of all blocks, at the end of a sending kernel.
+// All threads of all blocks call it at the end of a sending kernel.
 __device__ inline void end_send(const LowLatencyContext& c, unsigned long long call) {
     __syncthreads();
     if (threadIdx.x == 0) c.state->num_sent[blockIdx.x] = call;
@@ -231,7 +231,7 @@ __device__ inline void end_send(const LowLatencyContext& c, unsigned long long c
     }
 }
 
-// A token of a rank.
+// Names a token of a rank.
 struct SourceToken {
     int source, token;
 };

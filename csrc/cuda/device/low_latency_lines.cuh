@@ -1,4 +1,4 @@
-// Rows of low-latency calls in the lines of cuda/low_latency.h: how a block stores them, and how a warp waits for them and adds them up.
+// Rows of low-latency calls travel in the lines of cuda/low_latency.h. A block stores them; a warp waits for them and adds them up.
 #pragma once
 
 #include "cuda/device/fp8.cuh"
@@ -20,12 +20,11 @@ __device__ __forceinline__ uint4 line_end(float first_scale, float last_scale, u
 
 // Returns the piece in part `i` of a row's lines; meaningless where `ends_line`.
 __device__ __forceinline__ int piece_of(int i) { return i / kPartsOfLine * kLinePieces + i % kPartsOfLine; }
-// Returns the number of parts in the lines of a row.
 __device__ __forceinline__ int parts_of(int num_pieces) {
     return static_cast<int>(GpuLowLatencyLayout::lines_of(num_pieces)) * kPartsOfLine;
 }
 
-// The scale of a piece, one of the two at the end of its line.
+// Returns the scale of a piece, which is one of the two at the end of its line.
 __device__ __forceinline__ float scale_of(int piece, const uint4& end) {
     const int first = piece / kLinePieces * kLinePieces;
     return __uint_as_float(piece / kPiecesOfBlock == first / kPiecesOfBlock ? end.x : end.y);
@@ -48,8 +47,8 @@ struct StagedPieces {
         return line_end(scales[(piece - kLinePieces) / kPiecesOfBlock], scales[(min(piece, num_pieces) - 1) / kPiecesOfBlock], flag);
     }
 
-    // All threads of a block: store the pieces to those of the num_ranks ranks from first_rank on that are in `ranks`. The order begins at
-    // this rank, so that not all ranks store to the same one at a time. row_at(rank): address of the first part. flag: of each line.
+    // Store the pieces at row_at(rank), with `flag` in each line, for each of the num_ranks ranks from first_rank on that is in `ranks`.
+    // The order begins at this rank, so that not all ranks store to the same one at a time. All threads of a block call it.
     template <class RowAt>
     __device__ void push(const LowLatencyContext& c, int first_rank, int num_ranks, unsigned ranks, int num_pieces, bool has_scales,
                          unsigned long long flag, const RowAt& row_at) const {
@@ -70,7 +69,7 @@ struct StagedPieces {
 
 // ---- heads ----
 
-// All threads of a warp: return the part of a head that this thread stores. Thread i holds the entry for top-k entry i.
+// Returns the part of a head that this thread stores, where thread i holds top-k entry i. All threads of a warp call it.
 __device__ __forceinline__ uint4 head_part(const LowLatencyLane& entry, unsigned long long flag) {
     const unsigned long long word = static_cast<unsigned long long>(__float_as_uint(entry.weight)) << 32 |
                                     static_cast<unsigned>(entry.index) << 16 | static_cast<uint16_t>(entry.expert);
@@ -92,8 +91,8 @@ __device__ __forceinline__ LowLatencyLane lane_of_head(const uint4& part) {
 
 // ---- receiving ----
 
-// All threads of a warp: poll until done(masks_too). Every kLooks-th poll has masks_too set, and `done` then also checks for masked ranks.
-// False: the deadline has passed, or another wait of this rank has failed.
+// Poll until done(masks_too); every kLooks-th poll has masks_too set, for `done` to check for masked ranks too. Returns false past the
+// deadline, or if another wait of this rank has failed. All threads of a warp call it.
 template <class Done>
 __device__ __forceinline__ bool look_until(const LowLatencyContext& c, const Done& done) {
     unsigned long long deadline = 0;
@@ -106,7 +105,7 @@ __device__ __forceinline__ bool look_until(const LowLatencyContext& c, const Don
     return true;
 }
 
-// Holds addresses of parts, computed before a polling loop, because the compiler does not hoist a functor's arithmetic out of it.
+// Computes addresses of parts before a polling loop, because the compiler does not hoist a functor's arithmetic out of it.
 template <int kCount>
 struct Places {
     const uint4* at[kCount];
@@ -119,7 +118,7 @@ struct Places {
     __device__ const uint4* operator()(int i) const { return at[i]; }
 };
 
-// Holds kCount parts of lines for each thread. All threads of a warp load them together. place(i): address of part i, or nullptr.
+// Holds kCount parts of lines for each thread. All threads of a warp load them together; place(i) is the address of part i, or nullptr.
 template <int kCount>
 struct Parts {
     static constexpr unsigned kAll = (1u << kCount) - 1;
@@ -135,7 +134,7 @@ struct Parts {
         }
     }
 
-    // Bit i is set if all lines of parts i have arrived: the threads at their ends have `flag`.
+    // Returns a mask whose bit i says that all lines of parts i have arrived, as the threads at their ends have `flag`.
     template <class Place>
     __device__ unsigned here(const Place& place, unsigned long long flag) const {
         unsigned here = 0;
@@ -156,7 +155,7 @@ __device__ __forceinline__ void add_piece(float (&sum)[kColumns], const uint4& p
     for (int v = 0; v < kColumns; ++v) sum[v] = __fadd_rn(sum[v], x[v]);
 }
 
-// All threads of a warp: add the columns of part `i`, which are kType, or fp8 with the scales at the end of their line.
+// Add the columns of part `i`, which are kType, or fp8 with the scales at the end of their line. All threads of a warp call it.
 template <DType kType, bool kQuantized, int kColumns>
 __device__ __forceinline__ void add_part(float (&sum)[kColumns], const uint4& part, int i) {
     if constexpr (kQuantized) {

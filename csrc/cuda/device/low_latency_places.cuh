@@ -34,20 +34,20 @@ private:
     }
 };
 
-// Returns the first fault that a block finds in topk_idx. In it, `peer` is the top-k entry, `expected` the token, `seen` the value.
+// Returns the block's place for the first fault in topk_idx: `peer` is the top-k entry, `expected` the token, `seen` the value.
 __device__ __forceinline__ GpuFailure& refusal() {
     __shared__ GpuFailure fault;
     return fault;
 }
 
-// All threads of a block call it, and synchronize before they mark.
+// Clear the marks. All threads of a block call it, and synchronize before they mark.
 __device__ __forceinline__ void clear(const LowLatencyContext& c, const Marks& marks) {
     if (threadIdx.x == 0) refusal() = {};
 #pragma unroll 1
     for (int i = threadIdx.x; i < c.config.num_experts * marks.words; i += blockDim.x) marks.of(0)[i] = 0;
 }
 
-// Loads the first entries of topk_idx that each thread will mark, early to hide the latency.
+// Loads the first entries of topk_idx that each thread will mark, early, to hide the latency.
 struct FirstMarks {
     static constexpr int kCount = 2;
     int64_t experts[kCount];
@@ -73,7 +73,7 @@ __device__ __forceinline__ void mark(const LowLatencyContext& c, const Marks& ma
     report(c, kind, lane, GpuPhase::kEntry, token, expert);
 }
 
-// All threads of a block mark their tokens. False: topk_idx has a fault, which is reported; such an entry does not count.
+// Mark this rank's tokens. Returns false, with the fault reported, if topk_idx has one; such an entry does not count. All threads call it.
 __device__ __forceinline__ bool mark_tokens(const LowLatencyContext& c, const LowLatencyDispatchParams& p, const Marks& marks,
                                             const FirstMarks& first) {
     const int num_lanes = p.num_tokens * c.config.num_topk, step = static_cast<int>(blockDim.x);
@@ -104,7 +104,7 @@ __device__ __forceinline__ unsigned wait_counts(const LowLatencyContext& c, unsi
     return lacking;
 }
 
-// All threads of a block: read the counts of `sources` again, once other blocks of this rank have seen them.
+// Read the counts of `sources` again, once other blocks of this rank have seen them. All threads of a block call it.
 __device__ __noinline__ inline void read_counts_again(const LowLatencyContext& c, unsigned long long flag, int* counts, unsigned sources) {
     const unsigned long long call = flag >> kWhatBits, *const words = Turn(c, c.rank, call).counts(0);
 #pragma unroll 1

@@ -8,7 +8,7 @@
 
 namespace deepep_moe {
 
-// See RailCall::wait. Not inlined: the kernel has the code once, though it waits in several places.
+// RailCall::wait says what it does. It is not inlined, so that a kernel that waits in several places has the code once.
 __device__ __noinline__ inline unsigned long long wait_network_word(const LowLatencyContext& c, const unsigned long long* word,
                                                                     unsigned long long call, int source, GpuPhase phase,
                                                                     unsigned long long timeout_ns) {
@@ -95,18 +95,18 @@ struct RailCall {
         return at<std::byte>(source, r.layout.inbox + r.layout.box_of(call, r.node, node_of(source))) + token * row_bytes;
     }
 
-    // One thread: wait for a word of the network until it is of this call. Return 0 if its rank is masked, or its failure is reported.
+    // Wait for a word of the network until it is of this call. Return 0 if its rank is masked or its failure reported. One thread calls it.
     __device__ unsigned long long wait(const unsigned long long* word, int source, GpuPhase phase, unsigned long long timeout_ns) const {
         return wait_network_word(c, word, call, source, phase, timeout_ns);
     }
-    // Does the same for a thread that other ranks of this node depend on. It goes on waiting after this rank has given up, unless this rank
-    // gave up on the same source.
+    // Wait for a word that other ranks of this node depend on. The thread goes on after this rank has given up, unless this rank gave up on
+    // the same source.
     __device__ unsigned long long wait_to_tell(const unsigned long long* word, int source, GpuPhase phase,
                                                unsigned long long timeout_ns) const {
         return wait_network_word_to_tell(c, word, call, source, phase, timeout_ns);
     }
 
-    // One thread: wait until the weights of a rank have come, or its entry says that it does something other than `flag`.
+    // Wait until the weights of a rank have come, or its entry says that it does something other than `flag`. One thread calls it.
     __device__ unsigned long long wait_weights_to_tell(int source, unsigned long long flag) const {
         const unsigned long long *const weighed = this->weighed(source), *const entered = this->entered(source);
         const auto look = [&] {
@@ -117,11 +117,11 @@ struct RailCall {
         return look_to_tell(c, look, call, source, GpuPhase::kRailEntry, c.timeout_ns);
     }
 
-    // One thread: pass the entry of a rank of the rail on to the ranks of this node, with its reason if it refuses.
+    // Pass the entry of a rank of the rail on to the ranks of this node, with its reason if it refuses. One thread calls it.
     __device__ void tell_entered(int source, unsigned long long word) const {
         const unsigned masks = masks_of(c);
         if (LowLatencyWhat::unpacked(LowLatencyWhat::packed_in(word)).is_refused) tell_reason(r, call, source, masks);
-        fence_system();  // once: what this thread has seen is visible to whoever sees the words below
+        fence_system();  // whoever sees one of the words below sees what this thread has seen
 #pragma unroll 1
         for (int to = first_rank(); to < first_rank() + r.ranks_per_node; ++to)
             if ((masks >> to & 1) == 0) store_relaxed(Turn(c, to, call).entered(source), word);
@@ -134,7 +134,7 @@ private:
     }
 };
 
-// One thread: copy the reason to the ranks of this node that are not masked, where their hosts look for it.
+// Copy the reason to the ranks of this node that are not masked, where their hosts look for it. One thread calls it.
 __device__ __noinline__ inline void tell_reason(const LowLatencyRailContext& r, unsigned long long call, int source, unsigned masks) {
     const RailCall rail(r, call);
 #pragma unroll 1
@@ -154,7 +154,7 @@ struct Relay {
         return (r.num_nodes - 1) * static_cast<int>(round_up(1 + r.context.config.num_max_tokens, kLanes));
     }
 
-    // first: the first task of this thread; step: number of all threads, a multiple of kLanes.
+    // Run tasks first, first + step, ... The step is the number of all threads, a multiple of kLanes.
     __device__ void run(int first, int step) const {
         const unsigned long long flag = p.what.flag(rail.call, 0);
         const int num_peers = rail.r.num_nodes - 1;
@@ -212,8 +212,8 @@ private:
     }
 };
 
-// Does what WorkspaceWords does, for ranks of all nodes. The word of a rank outside announces lanes that lie in the memory of its rail's
-// rank here.
+// Gives the words by which ranks of all nodes enter a call, as WorkspaceWords does for one node. The word of a rank outside announces lanes
+// that lie in the memory of its rail's rank here.
 struct RailWords {
     const RailCall rail;
     __device__ const unsigned long long* entered(int source) const { return Turn(rail.c, rail.c.rank, rail.call).entered(source); }

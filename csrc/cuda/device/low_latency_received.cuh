@@ -8,11 +8,11 @@ namespace deepep_moe {
 // Holds offsets of a token's rows: bytes in recv_x, words in recv_x_scales.
 struct TokenRows {
     int num;
-    bool is_here;  // its row has come; set only where that is known
+    bool is_here;  // the row is known to have come
     int64_t rows[kMaxTopk], scales[kMaxTopk];
 };
 
-// Words of one row's scales: one fp32 a word, or four rounded exponents a word.
+// Returns the words of one row's scales, each of which holds one fp32 scale or four rounded exponents.
 __device__ __forceinline__ int64_t num_scale_words(const LowLatencyConfig& config, bool is_rounded) {
     const int num_scales = config.hidden / kScaleBlock;
     return is_rounded ? (num_scales + 3) / 4 : num_scales;
@@ -30,7 +30,7 @@ __device__ __forceinline__ void write_exponent(uint8_t* word, int block, int num
     for (int rest = block + 1; block == num_scales - 1 && rest % 4 != 0; ++rest) word[rest % 4] = 0;
 }
 
-// Write the scale of one block of columns of the n-th row. Scales are column-major: those of one column of blocks lie together.
+// Write the scale of one block of columns of the n-th row. Scales are column-major, so those of one column of blocks lie together.
 __device__ __forceinline__ void write_scale(const LowLatencyDispatchParams& p, const LowLatencyConfig& config, const TokenRows& rows, int n,
                                             int block, float scale) {
     uint32_t* const first = static_cast<uint32_t*>(p.recv_x_scales) + rows.scales[n];
@@ -40,7 +40,7 @@ __device__ __forceinline__ void write_scale(const LowLatencyDispatchParams& p, c
         first[block * config.rows_of_expert()] = __float_as_uint(scale);
 }
 
-// All threads of a warp: write the scale of the block that begins in the line of `first_piece`, if one does; each thread takes some rows.
+// Write the scale of the block that begins in the line of `first_piece`, if one does. Each thread of the warp takes some rows.
 __device__ __forceinline__ void write_scales(const LowLatencyDispatchParams& p, const LowLatencyConfig& config, const TokenRows& rows,
                                              int lane, int first_piece, const uint4& part) {
     const int num_scales = config.hidden / kScaleBlock, block = (first_piece + kPiecesOfBlock - 1) / kPiecesOfBlock,

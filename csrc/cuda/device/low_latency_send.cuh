@@ -1,6 +1,6 @@
 // The sending half of a low-latency dispatch sends counts and rows to the ranks of this node, and through `Outside` to other nodes.
 //
-//   some blocks    Each serves one other node or one rank of this node, and sends the counts that must come before rows.
+//   Some blocks    Each serves one other node or one rank of this node, and sends the counts that must come before rows.
 //   All others     Send one token at a time: the row for other nodes, then head and row to the ranks of this node, in lines of 128
 //                  bytes that bring their flags. A head has the weight and the place among this rank's tokens of each expert.
 //
@@ -21,7 +21,7 @@ struct SendShared {
     unsigned ranks[2];                            // destinations of each, as a bit mask
 };
 
-// All ranks are of one node.
+// Stands for `Outside` where all ranks are of one node.
 struct NobodyOutside {
     static constexpr bool kIsAny = false;
     const LowLatencyContext& c;
@@ -31,7 +31,7 @@ struct NobodyOutside {
     __device__ unsigned reached(unsigned masks) const { return ~masks; }
 };
 
-// marks: memory for the Marks of all experts.
+// Runs the sending half of one block. The caller gives it memory for the Marks of all experts.
 template <DType kType, bool kQuantized, class Outside>
 struct Sender {
     static constexpr int kThreads = SendShared::kThreads, kWarps = kThreads / 32, kStagingThreads = SendShared::kStagingThreads;
@@ -49,7 +49,7 @@ struct Sender {
     SendShared& shared;
     const Marks marks;
     const LowLatencyConfig& config;
-    const unsigned long long call, flag;  // flag: this rank's in the call, with value 0
+    const unsigned long long call, flag;  // this rank's flag in the call, with value 0
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_local;
     const int64_t x_bytes;  // bytes of a row of x
     const int num_pieces;   // pieces of a row as it travels, without its scales
@@ -121,9 +121,9 @@ private:
         send_rows(tells ? num_ahead() + blockIdx.x : blockIdx.x - num_tasks, experts, tells);
     }
 
-    // There is one task for each other node and each rank of this node: write the flags that say how many rows come.
+    // For each other node and each rank of this node, one task writes the flags that say how many rows come.
     __device__ int num_tasks() const { return outside.num_nodes() - 1 + outside.num_ranks(); }
-    // Blocks that only send rows, and the number of tokens that they send before a block with a task sends one.
+    // Return how many blocks only send rows, and how many tokens these send before a block with a task sends one.
     __device__ int num_others() const { return max(0, static_cast<int>(gridDim.x) - num_tasks()); }
     __device__ int num_ahead() const { return kTokensOfTelling * num_others(); }
     __device__ int next(int token) const {
@@ -134,7 +134,7 @@ private:
 
     __device__ void fail() const { fail_handle(c, p.handle, call); }
 
-    // One thread calls it. Every word carries its own flag.
+    // Enter the call at a rank. Every word carries its own flag, so no fence is needed.
     __device__ void enter(int to) const {
         if (threadIdx.x != 0) return;
         if (!is_masked(c, to)) store_relaxed(Turn(c, to, call).entered(c.rank), flag + p.num_tokens);
@@ -203,7 +203,8 @@ private:
 
     __device__ Staged& staged(int turn) const { return reinterpret_cast<Staged&>(shared.staged[turn]); }
 
-    // All threads call it. False: topk_idx has a fault; a block that sends counts tells the peers.
+    // Find all tokens' places. Returns false if topk_idx has a fault, of which the blocks that send counts tell the peers. All threads call
+    // it.
     __device__ bool find_places(const FirstMarks& experts) const {
         clear(c, marks);
         __syncthreads();
@@ -233,7 +234,7 @@ private:
         }
     };
 
-    // One warp: send each rank of this node its entries of the token.
+    // Send each rank of this node its entries of the token. One warp calls it.
     __device__ void send_head(int token, const Lane& entry, unsigned ranks) const {
         const int num_parts = static_cast<int>(c.layout.head_bytes / 16), first_rank = outside.first_rank();
         if (lane == 0) in_handle<unsigned>(handle().rank_masks)[token] = ranks;

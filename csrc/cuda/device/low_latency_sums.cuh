@@ -1,4 +1,4 @@
-// Sums of a node: what its ranks have sent for a token, added up by the rank of the token, or by the rank of its rail in this node.
+// Adds up what the ranks of this node have sent for a token. The token's rank does this, or the rank of its rail in this node.
 #pragma once
 
 #include "cuda/device/low_latency_lines.cuh"
@@ -6,16 +6,15 @@
 
 namespace deepep_moe {
 
-// Lists the ranks of this node that have a sum of a token, in rank order, and where these sums lie in this rank's memory. It is in shared
-// memory.
+// Lists, in shared memory, the ranks of this node that have a sum of a token, in rank order, and where these sums lie here.
 struct TokenSums {
     int num;
     int ranks[kLowLatencyMaxHostRanks];
     const uint4* rows[kLowLatencyMaxHostRanks];
 };
 
-// One warp: find the sums of a token of the rail's rank in `node`. `ranks` has bit r set if rank r of this node has one. It lies in the
-// slot that the rank with index r of `node` would use.
+// Find the sums of a token of the rail's rank in `node`. Bit r of `ranks` says that rank r of this node has one, which lies in the slot
+// that the rank with index r of `node` would use. One warp calls it.
 __device__ __forceinline__ void find_sums(const RailCall& rail, int node, int token, unsigned ranks, TokenSums& out) {
     const int lane = threadIdx.x % 32;
     if ((ranks >> lane & 1) != 0) {
@@ -26,7 +25,7 @@ __device__ __forceinline__ void find_sums(const RailCall& rail, int node, int to
     if (lane == 0) out.num = __popc(ranks);
 }
 
-// kQuantized: sums travel as fp8.
+// With kQuantized sums travel as fp8.
 template <DType kType, bool kQuantized>
 struct NodeSums {
     using Values = Piece<kType>;
@@ -41,8 +40,8 @@ struct NodeSums {
     __device__ NodeSums(const LowLatencyContext& c, unsigned long long flag)
         : c(c), flag(flag), num_pieces(c.config.hidden / kColumns), num_parts(parts_of(num_pieces)) {}
 
-    // One warp, each thread for its part `i`: add the sums of all ranks, in rank order. A rank that is masked meanwhile is left out, even
-    // if it has come back since.
+    // Add part `i` of the sums of all ranks, in rank order. A rank that is masked meanwhile is left out, even if it has come back since.
+    // One warp calls it, each thread with its own part.
     __device__ void add_ranks(Sum& sum, const TokenSums& from, int i) const {
 #pragma unroll 1
         for (int first = 0; first < from.num; first += kRanksAtOnce) add_parts(sum, from, first, i);

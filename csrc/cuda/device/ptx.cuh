@@ -14,7 +14,7 @@ __device__ __forceinline__ unsigned long long load_acquire(const unsigned long l
     return value;
 }
 
-// Used for a word that carries its own flag.
+// For a word that carries its own flag.
 __device__ __forceinline__ unsigned long long load_relaxed(const unsigned long long* word) {
     unsigned long long value;
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
@@ -25,19 +25,19 @@ __device__ __forceinline__ void store_release(unsigned long long* flag, unsigned
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
 
-// Used for flags that only this GPU reads.
+// For flags that only this GPU reads.
 __device__ __forceinline__ void store_release_local(unsigned long long* flag, unsigned long long value) {
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
 
-// Used for counters that only this GPU reads.
+// For counters that only this GPU reads.
 __device__ __forceinline__ void add_release_local(unsigned long long* counter, unsigned long long value) {
     asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"(value) : "memory");
 }
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
-// Used for words in shared memory that pass a value on within a block. The first takes the word and leaves `value`; the second puts `value`
+// A word in shared memory passes a value on within a block. The first function takes the word and leaves `value`; the second puts `value`
 // if the word is `expected`.
 __device__ __forceinline__ unsigned long long exchange_acquire_block(unsigned long long* word, unsigned long long value) {
     unsigned long long old;
@@ -54,14 +54,14 @@ __device__ __forceinline__ bool replace_release_block(unsigned long long* word, 
     return old == expected;
 }
 
-// Used for a word that carries its own flag, and announces no other writes of this kernel.
+// For a word that carries its own flag, and announces no other writes of this kernel.
 __device__ __forceinline__ void store_relaxed(unsigned long long* flag, unsigned long long value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
 
 // ---- 16 bytes of a line that eight threads store, or load, at once ----
 
-// All threads of a warp must call these together, so that a line is one instruction; `uses`: whether this thread's part counts.
+// All threads of a warp must call these together, so that one instruction accesses a whole line. A thread whose part counts `uses` it.
 __device__ __forceinline__ void store_part(uint4* to, const uint4& value, bool uses) {
     if (uses)
         asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y), "r"(value.z),
@@ -123,7 +123,7 @@ __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;
 
 #if DEEPEP_MOE_BULK_COPIES
 
-// Initialize a barrier that completes with one arrival and the bytes that it announces.
+// Initialize a barrier that completes once one thread has arrived and the bytes that it announced are there.
 __device__ __forceinline__ void barrier_init(uint64_t* barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }

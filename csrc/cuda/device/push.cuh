@@ -6,7 +6,7 @@
 namespace deepep_moe {
 
 using tuning::kRowsBehindFlag;
-constexpr int kNoRow = INT32_MIN;  // a thread finds this in a slot that stays empty
+constexpr int kNoRow = INT32_MIN;  // `find` returns this for a slot that stays empty
 
 // The sending warps of a block ask another warp to set these flags. A release over the link costs a round trip, and one serves all flags.
 class DueFlags {
@@ -67,9 +67,9 @@ public:
         : context_(context), slot_(slot), workspace_(context, context.rank), ring_(ring, slot), due_(due), lane_(threadIdx.x % 32) {}
 
     // Send the rows of counts[node, peer] tokens to each peer, in chunks of `chunk_slots` that no other warp has taken, those of
-    // `first_node` first. A token has `token_slots` slots. The functor find(to, slot) returns what a thread needs to know of a row, or
-    // kNoRow. The functor ready(to, first, end, row_index) waits for some rows; false: give up. The functor rows(to, slot, row_index, row,
-    // tail) sets the row's address. With `to_outbox` rows go to this rank's outbox, without flags.
+    // `first_node` first. A token has `token_slots` slots. The functor find(to, slot) returns a row's number, or kNoRow. The functor
+    // ready(to, first, end, row_index) waits for the rows, and returns false if this rank gives up. The functor rows(to, slot, row_index,
+    // row, tail) sets the addresses of row and tail. With `to_outbox` rows go to this rank's outbox, without flags.
     template <class Ready, class Find, class Rows>
     __device__ void push(int chunk_slots, int token_slots, const int32_t* counts, bool to_outbox, int first_node, const Ready& ready,
                          const Find& find, const Rows& rows) {
@@ -107,7 +107,7 @@ public:
     }
 
 private:
-    // Note about a row in the ring, packed into an int.
+    // A note about a row in the ring, packed into an int.
     struct Note {
         int peer;
         bool is_announced;  // the row is the last before a flag
@@ -119,7 +119,7 @@ private:
     };
     static_assert(kRefused <= (1u << 31) / (2 * kMaxGpuRanks), "an index, a rank and a bit in an int");
 
-    // Call it after each row: it posts the flag of the row kRowsBehindFlag before it, and keeps this row's flag.
+    // Keep this row's flag, and post the flag of the row kRowsBehindFlag rows before it. It is called after each row.
     __device__ void follow(unsigned long long* flag) {
         if (flags_[kRowsBehindFlag - 1] != nullptr) ring_.template settle<kRowsBehindFlag - 1>();  // this row is not yet among them
         if (flags_[kRowsBehindFlag - 1] != nullptr && lane_ == 0) due_.add(flags_[kRowsBehindFlag - 1]);
@@ -149,7 +149,7 @@ private:
     unsigned long long* flags_[kRowsBehindFlag] = {};  // flags of the last rows sent, newest first; null: the row has no flag
 };
 
-// Runs a sending block: see Pusher::push. All its threads must call it; it has one warp more than the ring.
+// Runs a sending block, as Pusher::push describes. It has one warp more than the ring. All its threads must call this.
 template <class Ring, class Ready, class Find, class Rows>
 __device__ void push(const GpuContext& context, const GpuRing& ring, const GpuSlotLayout& slot, int chunk_slots, int token_slots,
                      const int32_t* counts, bool to_outbox, int first_node, const Ready& ready, const Find& find, const Rows& rows) {

@@ -1,4 +1,4 @@
-// Work of one warp on a row: each thread handles 16 bytes at a time, with several loads in flight.
+// One warp works on a row: each thread handles 16 bytes at a time, with several loads in flight.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,14 +11,14 @@ namespace deepep_moe {
 constexpr int kRowsInFlight = 4;  // rows in flight in a sum
 constexpr int kInFlight = 7;      // 16-byte loads a thread issues before it uses the first; a bf16 row of 7168 columns is 4 such batches
 
-// The position of the n-th set bit (from 0), or 0 if there are fewer.
+// Returns the position of the n-th set bit (from 0), or 0 if there are fewer.
 __device__ __forceinline__ int nth_set(unsigned bits, int n) {
 #pragma unroll 1
     for (int i = 0; i < n; ++i) bits &= bits - 1;
     return bits != 0 ? __ffs(bits) - 1 : 0;
 }
 
-// Walks the 16-byte pieces of a row in batches: load(piece) for each, then use(piece, value) for each.
+// Walks the 16-byte pieces of a row in batches: it calls load(piece) for all of a batch, then use(piece, value).
 template <class Load, class Use>
 __device__ __forceinline__ void for_pieces(int64_t num_pieces, Load load, Use use) {
     const int lane = threadIdx.x % 32;
@@ -139,8 +139,8 @@ struct Piece<DType::kBFloat16> : HalfPiece<__nv_bfloat162, __nv_bfloat16, store_
 template <>
 struct Piece<DType::kFloat16> : HalfPiece<__half2, __half, store_fp16, load_fp16> {};
 
-// One warp: compute the gradient of x at `grad_x`, and of the weight, for row `row`, whose gradient is at `grad` (null: zeros). Each
-// product and sum is rounded to fp32, and the row once to its dtype.
+// Compute the gradients of x, at `grad_x`, and of the weight, for row `row`, whose gradient is at `grad` (null: zeros). Each product and
+// sum is rounded to fp32, and the row once to its dtype. One warp calls it.
 template <DType kType>
 __device__ void scale_row(const RowScaling& w, const std::byte* grad, std::byte* grad_x, int64_t row, int64_t row_bytes) {
     using Values = Piece<kType>;

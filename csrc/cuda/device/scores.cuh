@@ -1,4 +1,4 @@
-// Shared by the gate's forward and backward: rows of logits, score functions, sums over a warp.
+// The gate's forward and backward share this: loads of logits, score functions, sums over a warp.
 #pragma once
 
 #include "common/gate.h"
@@ -53,7 +53,7 @@ __device__ __forceinline__ void load_quads(const void* from, DType dtype, int64_
     }
 }
 
-// One warp: zero a row, in pieces of 16 bytes if it is aligned.
+// Zero a row, in pieces of 16 bytes if it is aligned. One warp calls it.
 __device__ inline void zero_any_row(void* row, int64_t bytes) {
     if (reinterpret_cast<uintptr_t>(row) % 16 == 0 && bytes % 16 == 0) return zero_row(row, bytes);
 #pragma unroll 1
@@ -69,14 +69,14 @@ __device__ __forceinline__ uint32_t ordered(float x) {
     return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
 }
 
-// Returns the same, but NaN of any sign is greater than all other numbers.
+// Orders numbers as `ordered` does, with NaN of any sign greater than all others.
 __device__ __forceinline__ uint32_t ordered_with_nan(float x) { return x == x ? ordered(x) : ~0u; }
 
 __device__ __forceinline__ float from_ordered(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
 
 // ---- a warp's reductions ----
 
-// The sum over the first `num_lanes` threads, returned in these; the others must have x = 0.
+// Returns the sum over the first `num_lanes` threads, in these. The others must have x = 0.
 __device__ __forceinline__ double warp_sum(double x, int num_lanes = 32) {
 #pragma unroll
     for (int step = 1; step < 8; step *= 2) x += __shfl_xor_sync(kFullWarp, x, step);
@@ -123,14 +123,14 @@ __device__ __forceinline__ double exp_of_shifted(float x, double largest) {
     return exp_of(shifted < -kExpBound ? -kExpBound : shifted);  // fmax would lose NaN
 }
 
-// Returns 1 / x of a normal number, with one third-order step; it has no branches, unlike a division.
+// Returns 1 / x of a normal number by one third-order step. Unlike a division it has no branches.
 __device__ __forceinline__ double reciprocal_of(double x) {
     const double guess = approximate_reciprocal(x);
     const double error = fma(-x, guess, 1.0);
     return fma(guess, fma(error, error, error), guess);
 }
 
-// 1 / sum; the sum may be infinite.
+// Returns 1 / sum, also for an infinite sum.
 __device__ __forceinline__ double reciprocal_of_sum(double sum) { return sum == INFINITY ? 0.0 : reciprocal_of(sum); }
 
 constexpr float kSigmoidBound = 128.0f;  // beyond it the result, rounded to fp32, no longer changes

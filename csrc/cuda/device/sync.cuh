@@ -1,4 +1,4 @@
-// Shared by the kernels of a call: waits of warps and blocks, tasks, addresses in a workspace.
+// The kernels of a call share this: waits of warps and blocks, tasks, addresses in a workspace.
 #pragma once
 
 #include "cuda/params.h"
@@ -12,7 +12,7 @@ __device__ __forceinline__ const std::byte* shuffle(const std::byte* pointer, in
     return reinterpret_cast<const std::byte*>(__shfl_sync(kFullWarp, reinterpret_cast<uintptr_t>(pointer), lane));
 }
 
-// The sum of the values of all threads of the warp up to this one.
+// Returns the sum of the values of all threads of the warp up to this one.
 __device__ __forceinline__ int prefix_sum(int value) {
     const int lane = static_cast<int>(threadIdx.x % 32);
     for (int step = 1; step < 32; step *= 2) {
@@ -24,7 +24,7 @@ __device__ __forceinline__ int prefix_sum(int value) {
 
 // ---- waits, tasks, addresses ----
 
-// `wait_flag` for a warp: thread 0 waits; then all threads and their bulk copies may read what it has seen arrive.
+// Wait for a flag with a whole warp. Thread 0 waits; then all threads and their bulk copies may read what it has seen arrive.
 __device__ inline bool warp_wait_flag(const GpuContext& c, const unsigned long long* flag, unsigned long long expected, int peer,
                                       GpuPhase phase) {
     int ok = 1;
@@ -54,8 +54,8 @@ private:
     int asked_ = 0;
 };
 
-// All threads of a block, before anything else: wait until the plan of this call, which may still run, has placed this rank's tokens and
-// met the peers. With `for_counts` also wait until it knows what this rank receives. False: give up.
+// Wait until the plan of this call, which may still run, has placed this rank's tokens and met the peers, and with `for_counts` until it
+// knows what this rank receives. Returns false if this rank gives up. All threads of a block call it before anything else.
 __device__ inline bool wait_for_plan(const GpuContext& c, bool for_counts) {
     __shared__ int ok;
     if (threadIdx.x == 0) {
@@ -67,11 +67,11 @@ __device__ inline bool wait_for_plan(const GpuContext& c, bool for_counts) {
     return ok != 0;
 }
 
-// A rank of this node with one node's share of the tokens; rows come from it or go to it.
+// Names a rank of this node with its share of one node's tokens. Rows come from it or go to it.
 struct Source {
     int node, rank;
 
-    // The source at `turn`, from `first_node` and rank `rank` on. With step -1 ranks go backwards.
+    // Returns the source whose turn it is, counted from `first_node` and `rank` on. With step -1 ranks go backwards.
     static __device__ Source at_turn(const GpuWorkspaceConfig& config, int first_node, int rank, int turn, int step = 1) {
         if (config.num_nodes == 1) return {0, (rank + (step > 0 ? turn : config.num_ranks - turn)) % config.num_ranks};
         const int nodes = turn / config.num_ranks, ranks = turn - nodes * config.num_ranks;
@@ -81,8 +81,8 @@ struct Source {
     __device__ int first_slot(const GpuWorkspaceConfig& config) const { return config.num_nodes == 1 ? 0 : node * config.node_tokens(); }
 };
 
-// Finds the nth of all tasks, where source_at(first_turn), source_at(first_turn + 1), ... have num_tasks(source) each: task `number` of
-// `source`.
+// Finds the nth of all tasks, which is task `number` of `source`. The sources source_at(first_turn), source_at(first_turn + 1), ... have
+// num_tasks(source) tasks each.
 struct SourceTask {
     Source source{};
     int number = 0;
@@ -126,7 +126,7 @@ __device__ __forceinline__ int first_from(const int32_t* recv_counts, int source
     return first;
 }
 
-// Returns the same. With several nodes the plan has added up the counts already.
+// Returns that number too; with several nodes the plan has added up the counts already.
 __device__ __forceinline__ int first_from(const GpuContext& c, const GpuRouting& r, const int32_t* recv_counts, const Source& source) {
     return c.config.num_nodes == 1 ? first_from(recv_counts, source.rank) : r.recv_first[source.number(c.config)];
 }

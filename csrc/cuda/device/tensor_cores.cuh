@@ -1,6 +1,6 @@
-// Loads of byte tiles from global to shared memory, and products of fp8 and bf16 tiles there, on Hopper (sm_90a). PTX ISA, sections
-// "mbarrier", "cp.async.bulk.tensor" and "wgmma.mma_async". A tile's rows are 128 bytes. Its 16-byte pieces are permuted within each 8 rows
-// (swizzle 128B), so that the tensor cores read without bank conflicts. A tile begins at a multiple of kTileAlignment.
+// Loads tiles of bytes from global to shared memory and multiplies fp8 and bf16 tiles there, on Hopper (sm_90a). The PTX ISA describes this
+// under "mbarrier", "cp.async.bulk.tensor" and "wgmma.mma_async". A tile's rows are 128 bytes. Their 16-byte pieces are permuted within
+// each 8 rows (swizzle 128B), so that tensor cores read without bank conflicts. A tile begins at a multiple of kTileAlignment.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,7 +28,7 @@ constexpr int kTileAlignment = 1024;
 
 using TileMap = CUtensorMap;
 
-// A map of tiles of `tile_rows` rows, over a matrix of bytes [num_rows, num_columns]. Bytes outside of the matrix read as zero.
+// Returns a map of tiles of `tile_rows` rows over a matrix of bytes [num_rows, num_columns]. Bytes outside of the matrix read as zero.
 inline TileMap tile_map(const void* matrix, int64_t num_rows, int64_t num_columns, int tile_rows) {
     const cuuint64_t sizes[] = {static_cast<cuuint64_t>(num_columns), static_cast<cuuint64_t>(num_rows)};
     const cuuint64_t row_bytes[] = {static_cast<cuuint64_t>(num_columns)};
@@ -70,7 +70,7 @@ constexpr int kPair = 2;
 
 #if DEEPEP_MOE_TENSOR_CORES
 
-// All threads of both blocks.
+// Synchronize all threads of both blocks.
 __device__ __forceinline__ void sync_pair() {
     asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 }
@@ -94,7 +94,6 @@ __device__ __forceinline__ void pipe_arrive_in_pair(uint64_t* barrier, int block
         : "memory");
 }
 
-// Arrive and announce bytes.
 __device__ __forceinline__ void pipe_expect(uint64_t* barrier, uint32_t bytes) { barrier_expect(barrier, bytes); }
 __device__ __forceinline__ void pipe_wait(uint64_t* barrier, uint32_t parity) { barrier_wait(barrier, parity); }
 __device__ __forceinline__ void pipe_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
@@ -109,7 +108,7 @@ __device__ __forceinline__ void load_tile(void* to, const TileMap& map, int colu
         : "memory");
 }
 
-// The same into both blocks of the pair. Each one's barrier counts the bytes.
+// Load a tile into both blocks of the pair. Each one's barrier counts the bytes.
 __device__ __forceinline__ void load_tile_to_pair(void* to, const TileMap& map, int column, int row, uint64_t* barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::
@@ -143,7 +142,7 @@ __device__ __forceinline__ Operand operand(const void* rows) {
     return (shared_address(rows) & 0x3ffff) >> 4 | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
 
-// Multiply 64 rows by 128 rows, 32 bytes of each, into d; with `adds` add to d. Asynchronous.
+// Begin to multiply 64 rows by 128 rows, 32 bytes of each, into d; with `adds` the products are added to d.
 __device__ __forceinline__ void multiply_32(float (&d)[64], Operand a, Operand b, int adds) {
     asm volatile(
         "{\n\t.reg .pred adds;\n\tsetp.ne.b32 adds, %66, 0;\n\t"
@@ -168,7 +167,7 @@ __device__ __forceinline__ void keep_order(float (&d)[kCount]) {
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// A warp group: begin to compute d, the products of 64 rows of one tile with 128 rows of another. Element d[i] has
+// Begin to compute d, the products of 64 rows of one tile with 128 rows of another. A warp group calls it. Element d[i] has
 // row 16 * (warp of the group) + lane / 4 + 8 * (i / 2 % 2). Its column is 8 * (i / 4) + 2 * (lane % 4) + i % 2.
 __device__ __forceinline__ void begin_products(float (&d)[64], const uint8_t* a, const uint8_t* b) {
     keep_order(d);
@@ -180,7 +179,7 @@ __device__ __forceinline__ void begin_products(float (&d)[64], const uint8_t* a,
     keep_order(d);
 }
 
-// d may be used once this has returned and kPending is 0; else all but the newest kPending products have read their operands.
+// Wait until all but the newest kPending products have read their operands. With kPending 0 d may be used afterwards.
 template <int kPending = 0, int kCount>
 __device__ __forceinline__ void end_products(float (&d)[kCount]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -192,7 +191,7 @@ __device__ __forceinline__ Operand column_operand(const void* columns, int strid
     return (shared_address(columns) & 0x3ffff) >> 4 | uint64_t(stride >> 4) << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
 
-// Multiply 64 transposed columns by 256 columns, 16 rows of each, into d; with `adds` add to d. Asynchronous.
+// Begin to multiply 64 transposed columns by 256 columns, 16 rows of each, into d; with `adds` the products are added to d.
 #define DEEPEP_MOE_8(i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define DEEPEP_MOE_32(i) DEEPEP_MOE_8(i), DEEPEP_MOE_8(i + 8), DEEPEP_MOE_8(i + 16), DEEPEP_MOE_8(i + 24)
@@ -213,8 +212,8 @@ __device__ __forceinline__ void multiply_16_rows(float (&d)[128], Operand a, Ope
 #undef DEEPEP_MOE_32
 #undef DEEPEP_MOE_8
 
-// Does the same for bf16 tiles that have 64 rows: 64 columns of one, transposed, with 256 columns of another, `stride` bytes for each 64.
-// With `adds` the products are added to d.
+// Begin the products of bf16 tiles of 64 rows: 64 columns of one, transposed, with 256 columns of another, `stride` bytes for each 64. With
+// `adds` they are added to d.
 __device__ __forceinline__ void begin_products(float (&d)[128], const uint8_t* a, const uint8_t* b, int stride, bool adds) {
     keep_order(d);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

@@ -8,7 +8,7 @@ namespace deepep_moe {
 
 using tuning::kPlanThreads;
 
-// Rare paths are functions that are not inlined: a kernel that runs once for microseconds must fetch every line of its code.
+// Rare paths are not inlined, because a kernel that runs once for microseconds must fetch every line of its code.
 __device__ __noinline__ inline void refuse_index(const GpuContext& c, int entry, long long expert) {
     report(c, kIndexOutOfRange, entry % c.config.num_topk, GpuPhase::kNone, entry / c.config.num_topk, expert);
 }
@@ -53,7 +53,7 @@ struct TokenCounts {
           workspace(c, c.rank),
           num_rows(num_rows) {}
 
-    // Returns the first token of a node, and its first slot.
+    // Returns the number of a node's first token, which is that of its first slot too.
     __device__ int first_of(int node) const { return node * config.node_tokens(); }
 
     __device__ void count() const {
@@ -62,7 +62,7 @@ struct TokenCounts {
 #pragma unroll 1
         for (int i = blockIdx.x * kPlanThreads + threadIdx.x; p.cached && i < config.num_ranks * workspace.layout.num_reduced;
              i += gridDim.x * kPlanThreads)
-            r.reduced[i] = 0;  // only a combine uses it, and a combine is cached
+            r.reduced[i] = 0;  // only combines use it, and they are cached
         __syncthreads();
         int32_t* counts = warp_counts + warp * columns;
 #pragma unroll 1
@@ -113,7 +113,7 @@ struct TokenCounts {
         __syncwarp();
     }
 
-    // Each thread takes one token.
+    // Give each token its slots on the way to its ranks, and count these. Each thread takes one token.
     __device__ void count_ranks(int first, int num_tokens, int32_t* counts) const {
         unsigned ranks = 0;
 #pragma unroll 1
@@ -132,7 +132,7 @@ struct TokenCounts {
         }
     }
 
-    // Each thread takes one entry of topk_idx (-1: none). Entries with the same expert are numbered in thread order. Refuses duplicates.
+    // Number the entries with the same expert in thread order, and refuse duplicates. Each thread takes one entry of topk_idx, or -1.
     __device__ void count_expert(int first_entry, int entry, int32_t* counts) const {
         const int expert = entry >= 0 ? experts[entry] : -1;
         const unsigned same = __match_any_sync(kFullWarp, expert), earlier = same & ((1u << lane) - 1);

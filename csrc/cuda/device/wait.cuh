@@ -9,7 +9,7 @@ namespace deepep_moe {
 
 constexpr unsigned kFullWarp = 0xffffffffu;
 using tuning::kNsBetweenHostLooks, tuning::kPauseNs;
-constexpr unsigned long long kNsToReport = 100'000'000;  // upper bound for writing a failure to host memory, which takes microseconds
+constexpr unsigned long long kNsToReport = 100'000'000;  // far above the microseconds that a failure takes to host memory
 
 __device__ __forceinline__ bool gave_up(const GpuWaits& w) { return *static_cast<volatile int*>(w.gave_up) != 0; }
 
@@ -63,7 +63,7 @@ __device__ __forceinline__ unsigned long long watch_word(const GpuWaits& w, cons
         if (round % kLooks != kLooks - 1) continue;
         const unsigned long long now = now_ns();
         if (gave_up(w) || now >= deadline) break;
-        if (presence_of(w, peer, now) != GpuPresence::kHere) return load(word);  // it may have written after the last poll
+        if (presence_of(w, peer, now) != GpuPresence::kHere) return load(word);  // the peer may have written since the last poll
     }
     return seen;
 }
