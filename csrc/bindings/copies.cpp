@@ -1,4 +1,4 @@
-// Bindings of plans of copies; see deepep_moe/_C.pyi. The caller must check shapes and dtypes.
+// Binds plans of copies (deepep_moe/_C.pyi). The caller must check shapes and dtypes.
 #include <optional>
 
 #include "bindings/tensor.h"
@@ -11,7 +11,7 @@ using namespace deepep_moe;
 
 namespace {
 
-// stream: of a GPU's tensors; none: they lie on the CPU.
+// With a stream the tensors lie on its GPU, without one on the CPU.
 void plan(const TensorArg& topk_idx, const TensorArg& counts, const TensorArg& copies, const TensorArg& rows,
           const TensorArg& physical_topk_idx, int rank, int cost, int capacity, std::optional<uintptr_t> stream) {
     const CopyPlanParams params{

@@ -1,4 +1,4 @@
-// Bindings of low-latency calls: sizes, the words of calls, and the memory of ranks on one host, whose calls Python makes.
+// Binds what low-latency calls need: sizes, the words of calls, and the memory of ranks on one host, whose calls Python makes.
 #include <atomic>
 #include <limits>
 

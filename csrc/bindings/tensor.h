@@ -12,7 +12,7 @@ inline py::object owned(PyObject* result) {
     return py::reinterpret_steal<py::object>(result);
 }
 
-// The name of an attribute, interned once when the module is loaded.
+// Holds the name of an attribute, interned once when the module is loaded.
 struct Name {
     PyObject* const text;
     explicit Name(const char* name) : text(PyUnicode_InternFromString(name)) {}
@@ -28,12 +28,12 @@ inline int64_t to_int(py::handle number) {
     return value;
 }
 
-constexpr int kMaxDims = 64;  // of a tensor
+constexpr int kMaxDims = 64;  // dimensions of a tensor
 inline const Name kShape{"shape"}, kItemsize{"itemsize"}, kDataPtr{"data_ptr"}, kStride{"stride"};
 
 inline uintptr_t address_of(py::handle tensor) { return static_cast<uintptr_t>(to_int(called(tensor, kDataPtr))); }
 
-// known_element_bytes: 0 if they must be read from the tensor.
+// Reads a tensor, and also its element size if known_element_bytes is 0.
 inline TensorArg tensor_arg_of(py::handle tensor, int64_t known_element_bytes) {
     TensorArg arg;
     arg.element_bytes = known_element_bytes;

@@ -1,5 +1,5 @@
-// Copies of hot experts, and physical experts of top-k entries: what CPU and GPU compute alike. deepep_moe/reference/copies.py is the
-// definition. A slot is a number below num_ranks * num_slots, the slots of all ranks in order.
+// CPU and GPU plan copies of hot experts, and find physical experts of top-k entries, by this arithmetic. deepep_moe/reference/copies.py
+// defines it. A slot is a number below num_ranks * num_slots, the slots of all ranks in order.
 #pragma once
 
 #include <cstdint>
@@ -19,9 +19,9 @@ constexpr int kCopyThresholds = 32;
 
 struct CopyPlanParams {
     int num_ranks, num_experts, num_slots, rank;
-    int cost, capacity;       // in rows; capacity -1: none
+    int cost, capacity;       // both in rows; -1 means no capacity
     int64_t num_entries;      // num_tokens * num_topk
-    bool is_int64;            // topk_idx
+    bool is_int64;            // topk_idx is int64
     const int32_t* counts;    // [num_ranks, num_experts]
     const void* topk_idx;     // [num_entries] int64 or int32
     int32_t *copies, *rows;   // [num_ranks, num_slots], out
@@ -41,9 +41,9 @@ struct Largest {
     int value, index;
 };
 
-// The score of a plan. Lower is better.
+// Scores a plan. Lower is better.
 struct CopyScore {
-    int64_t value;  // the objective of a plan that fits; of others kMisfit + the largest load
+    int64_t value;  // the objective, or kMisfit + the largest load if the plan does not fit
     int num_copies;
 
     static constexpr int64_t kMisfit = int64_t{1} << 60;
@@ -62,7 +62,7 @@ DEEPEP_MOE_HD inline CopyScore copy_score(const CopyPlanParams& p, int load, int
 struct CopyCandidate {
     int32_t *copies, *rows;       // [all_slots]
     int32_t* left;                // [num_experts] rows that stay at home
-    int32_t *loads, *sent, *got;  // [num_ranks]; copies that the rank sends, gets
+    int32_t *loads, *sent, *got;  // [num_ranks] rows of the rank, copies that it sends, copies that it gets
 
     static DEEPEP_MOE_HD int words(const CopyPlanParams& p) { return 2 * p.all_slots() + p.num_experts + 3 * p.num_ranks; }
     DEEPEP_MOE_HD CopyCandidate(const CopyPlanParams& p, int32_t* memory)
@@ -91,7 +91,8 @@ DEEPEP_MOE_HD inline int copy_threshold(const CopyPlanParams& p, const int32_t* 
 // not negative, and its lowest index. `each(count, work)` divides the indices among the threads. `once(work)` runs in one of them. Both end
 // when all threads see what was written.
 //
-// fills: `fill` of the reference, else `spread`. num_rows: [num_experts], loads: [num_ranks] without copies.
+// Makes a plan as `fill` of the reference does, or without `fills` as `spread` does, from the rows of each expert and each rank's load
+// without copies.
 template <class Team>
 DEEPEP_MOE_TEAM CopyScore make_copies(const Team& team, const CopyPlanParams& p, const CopyCandidate& c, const int32_t* num_rows,
                                       const int32_t* loads, int threshold, bool fills) {
@@ -101,9 +102,9 @@ DEEPEP_MOE_TEAM CopyScore make_copies(const Team& team, const CopyPlanParams& p,
     const int num_local = p.num_local(), least = fills || p.cost < 1 ? 1 : p.cost;
     const auto above_zero = [](int value) { return value > 0 ? value : 0; };
     const auto has_slot = [&](int rank) { return c.got[rank] < p.num_slots; };
-    uint64_t gives_no_more = 0;  // a bit for each rank
+    uint64_t gives_no_more = 0;  // bit r: rank r has no expert left that is worth a copy
     int num_copies = 0;
-    Largest excess{}, room{};  // excess: of the donor; room: of the receiver
+    Largest excess{}, room{};  // the donor's excess and the receiver's room
     while (true) {
         const bool is_filling = fills && room.value > 0 && has_slot(room.index);
         if (!is_filling) {
@@ -135,9 +136,9 @@ DEEPEP_MOE_TEAM CopyScore make_copies(const Team& team, const CopyPlanParams& p,
 
 // Says to which copies the rows of a source rank go. An expert's rows fill its first copy, then the next, and the rest goes home.
 struct CopyShares {
-    int32_t* first;  // [num_experts] the slot of the expert's first copy, -1: it has none
-    int32_t* next;   // [all_slots] the slot of the next copy of the same expert, -1: there is none
-    int32_t* ends;   // [all_slots] the number of rows of the expert, of this source rank, that this copy and those before take
+    int32_t* first;  // [num_experts] the slot of the expert's first copy, or -1
+    int32_t* next;   // [all_slots] the slot of the next copy of the same expert, or -1
+    int32_t* ends;   // [all_slots] how many of the source rank's rows of the expert this copy and those before take
 
     DEEPEP_MOE_HD int target(const CopyPlanParams& p, int64_t expert, int row) const {
         int slot = first[expert];
@@ -146,7 +147,7 @@ struct CopyShares {
     }
 };
 
-// Set the shares of an expert. left: [num_ranks, num_experts] counts, from which the rows that copies take are subtracted.
+// Set the shares of an expert. The rows that copies take are subtracted from the counts `left` [num_ranks, num_experts].
 DEEPEP_MOE_HD inline void share_rows(const CopyPlanParams& p, const int32_t* copies, const int32_t* rows, int expert, int32_t* left,
                                      const CopyShares& shares) {
     const int home = expert / p.num_local();

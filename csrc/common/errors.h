@@ -8,7 +8,7 @@
 
 namespace deepep_moe {
 
-// Ends of messages about a peer that lives and does not come, and about one that has left.
+// Messages about a peer that lives and does not come, or that has left, end in these.
 constexpr const char* kIfSlow =
     "; ranks must make the same calls; one that is only slow has more time with timeout_s or DEEPEP_MOE_TIMEOUT_S";
 constexpr const char* kHasLeft =
@@ -25,7 +25,7 @@ struct TimeoutError : std::runtime_error {
     int64_t expected, seen;
 };
 
-// Another rank left this call with an error of its own.
+// Another rank has left this call with an error of its own.
 struct PeerError : std::runtime_error {
     PeerError(const std::string& message, int rank, int cause = 0) : std::runtime_error(message), rank(rank), cause(cause) {}
     int rank;

@@ -6,7 +6,7 @@
 
 namespace deepep_moe {
 
-// Numbers in the `call` of a handle: that of the dispatch, tokens to and from each source, tokens of each local expert.
+// Returns how many numbers a handle's `call` has: the dispatch's own, tokens to and from each source, tokens of each local expert.
 constexpr int64_t num_handle_numbers(int64_t num_sources, int64_t num_local_experts) { return 1 + 2 * num_sources + num_local_experts; }
 
 struct HandleArg {

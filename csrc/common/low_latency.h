@@ -1,4 +1,4 @@
-// Low-latency dispatch and combine have these flags and handles on CPUs and GPUs. The parameters of calls and this layout of a rank's
+// Low-latency dispatch and combine share these flags and handles on CPUs and GPUs. The parameters of calls, and this layout of a rank's
 // workspace, which its peers write, are for GPUs. deepep_moe/low_latency/shm_calls has the layout on CPUs.
 //
 //   resumed u64[num_ranks] | left u64[num_ranks] | reasons char[kTurns][num_ranks][kMaxReasonBytes] | kTurns turns, each:
@@ -31,16 +31,16 @@ constexpr int kValueBitsOfFlag = 16, kWhatBits = 8 + kValueBitsOfFlag;  // bits 
 
 enum class LowLatencyOperation : int { kDispatch = 0, kCombine = 1 };
 
-// The action of a rank in a call, in the low bits of its flags. All ranks must do the same.
+// Says what a rank does in a call, in the low bits of its flags. All ranks must do the same.
 struct LowLatencyWhat {
     LowLatencyOperation operation;
     DType dtype;       // of x
     bool fp8;          // rows travel as e4m3 with a scale for kScaleBlock columns
-    bool is_rounded;   // dispatch: scales are powers of two
+    bool is_rounded;   // scales of a dispatch are powers of two
     bool has_weights;  // topk_weights travel
     bool is_refused;   // the rank refuses its arguments, for the reason in `reasons`
 
-    // Replaces all fields: the rank did not come, as the rank of its rail tells its node.
+    // The rank of the rail tells its node by this, in place of all fields, that the rank did not come.
     static constexpr unsigned kAbsent = 1u << 7;
 
     DEEPEP_MOE_HD constexpr unsigned packed() const {
@@ -70,8 +70,8 @@ struct LowLatencyWhat {
 
 // Describes one top-k entry of a token on its way to its expert's rank.
 struct alignas(8) LowLatencyLane {
-    int16_t expert;  // number among that rank's experts; -1: not on that rank
-    uint16_t index;  // tokens of the source before this one with the same expert
+    int16_t expert;  // number among that rank's experts, or -1 if the expert is not there
+    uint16_t index;  // how many earlier tokens of the source have the same expert
     float weight;    // 1 without topk_weights
 };
 
@@ -84,7 +84,7 @@ struct alignas(8) LowLatencyRow {
 struct LowLatencyConfig {
     int num_ranks, num_experts, num_topk, hidden;
     int64_t num_max_tokens;
-    int lanes = 1;  // (token, lane) pairs that are tokens here and belong to one token of the caller, token by token
+    int lanes = 1;  // with sums by lanes, each (token, lane) of the caller is a token here; a token has so many
     int num_local_experts = num_ranks > 0 ? num_experts / num_ranks : 0;
     DEEPEP_MOE_HD int64_t capacity() const { return num_ranks * num_max_tokens; }  // tokens of all ranks
     DEEPEP_MOE_HD int64_t rows_of_expert() const { return capacity() / lanes; }    // a token of the caller names an expert once
@@ -116,8 +116,8 @@ struct LowLatencyLayout {
     }
 };
 
-// Handle of a dispatch: what a rank needs for its combines, in memory of the caller. `failed` is call ^ LowLatencyContext::failed if the
-// dispatch failed on a GPU.
+// Lays out the handle of a dispatch, in memory of the caller, which has what a rank needs for its combines. `failed` is
+// call ^ LowLatencyContext::failed if the dispatch failed on a GPU.
 //   call u64 | failed u64 | num_tokens i32[kLowLatencyMaxRanks] from each rank | rank_masks u32[num_max_tokens] |
 //   rows LowLatencyRow[num_ranks][num_max_tokens][num_topk].
 // Bit r of a rank mask: the token was sent to rank r.
@@ -131,8 +131,8 @@ struct LowLatencyHandleLayout {
           total_bytes(round_up(rows + static_cast<int64_t>(sizeof(LowLatencyRow)) * c.capacity() * c.num_topk, 16)) {}
 };
 
-// Sums over all calls, in memory of the caller. `num_tokens_per_expert` counts received tokens. `wait_ns` is the time from a receiver's
-// start until it had heard of each rank. `num_dropped` counts (token, expert) pairs of this rank whose rank was masked.
+// Lays out sums over all calls, in memory of the caller. `num_tokens_per_expert` counts received tokens. `wait_ns` is the time from a
+// receiver's start until it had heard of each rank. `num_dropped` counts (token, expert) pairs of this rank whose rank was masked.
 //   num_tokens_per_expert i64[num_local_experts] | wait_ns i64[num_ranks] | num_dropped i64
 struct LowLatencyStatistics {
     int64_t *num_tokens_per_expert, *wait_ns, *num_dropped;
@@ -143,7 +143,7 @@ struct LowLatencyStatistics {
 struct LowLatencyDispatchParams {
     LowLatencyWhat what;
     int64_t* statistics;  // LowLatencyStatistics
-    bool is_int64;        // topk_idx
+    bool is_int64;        // topk_idx is int64
     int num_tokens;
     const std::byte* x;         // [num_tokens, hidden]
     const void* topk_idx;       // [num_tokens, num_topk] int32 or int64, -1 = no expert
@@ -160,7 +160,7 @@ struct LowLatencyCombineParams {
     int64_t* statistics;        // LowLatencyStatistics
     int num_tokens;             // this rank's tokens in the dispatch
     const std::byte* handle;    // the handle of the dispatch
-    std::byte* call;            // u64, out of the half that sends: the number of the call, for the half that receives
+    std::byte* call;            // u64: the half that sends writes the number of the call, for the half that receives
     const float* topk_weights;  // [num_tokens, num_topk] for this call, or nullptr: those of the dispatch
     const std::byte* x;         // [num_local_experts, capacity, hidden]
     std::byte* combined_x;      // [num_tokens, hidden]

@@ -1,4 +1,4 @@
-// The properties of a call that all ranks must agree on, and how they are packed and described.
+// Holds the properties of a call that all ranks must agree on, packs them into a word, and describes them.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct Signature {
 
 std::string describe(const Signature& signature);
 std::string describe(const LowLatencyWhat& what);
-std::string describe_combine(unsigned long long dispatch);  // low latency; dispatch: the call whose handle is used
+std::string describe_combine(unsigned long long dispatch);  // a low-latency combine along the handle of call `dispatch`
 
 // Packs a signature into one word, which is never 0. `handle_call` keeps its low 32 bits.
 uint64_t pack(const Signature& signature);

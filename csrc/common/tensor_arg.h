@@ -9,7 +9,7 @@ namespace deepep_moe {
 
 // Holds the fields of a contiguous tensor, or of None, that a call reads.
 struct TensorArg {
-    uintptr_t address = 0;  // 0: no memory
+    uintptr_t address = 0;  // 0 means no memory
     bool is_there = false;
     int num_dims = 0;
     int64_t num_rows = 1, num_columns = 1, element_bytes = 0;  // [num_rows], or [..., num_columns]: rows of all dimensions before

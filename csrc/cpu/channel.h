@@ -1,4 +1,4 @@
-// A thread exchanges rows with its counterparts on all other ranks by this state.
+// Holds the state with which a thread exchanges rows with its counterparts on all other ranks.
 //
 // A call's tokens are split into channels, the same way on every rank; channel c of rank s feeds ring (s, c) of every peer, in token
 // order. Threads own whole channels, so no two threads share a counter, and positions need no atomics.
@@ -35,7 +35,7 @@ struct Channel {
     }
 };
 
-// The ranks each token of `range` goes to, one bit a rank.
+// Returns the ranks that each token of `range` goes to, as one bit a rank.
 inline std::vector<uint64_t> rank_masks(const int32_t* topk_idx, Range range, int num_topk, int experts_per_rank) {
     std::vector<uint64_t> masks(range.end - range.begin, 0);
     for (int64_t token = range.begin; token < range.end; ++token)

@@ -61,7 +61,7 @@ private:
         return true;
     }
 
-    // Writes, on the experts' rank, one row of the wire's dtype and one value per top-k entry, for the token in `slot_idx`.
+    // On the experts' rank, writes one row of the wire's dtype and one value per top-k entry, for the token in `slot_idx`.
     void reduce(int64_t slot_idx, bool is_last, std::byte* slot) const {
         const void* rows[kMaxTopk] = {p_.x + slot_idx * row_bytes_};
         float weights[kMaxTopk] = {p_.weights != nullptr ? p_.weights[slot_idx] : 1.0f};
@@ -114,7 +114,7 @@ private:
         return count > 0;
     }
 
-    // Sums, on the source rank, the tokens whose rows have all come.
+    // On the source rank, sums the tokens whose rows have all come.
     bool finish_tokens() {
         int count = 0;
         for (; count < kBatch && next_token_ < range_.end && finish(next_token_, masks_[next_token_ - range_.begin]); ++count)
@@ -152,7 +152,7 @@ private:
         return true;
     }
 
-    // Sums of.rows, one row of each rank of `mask`, ascending. A node's sum is rounded if it would cross to this node.
+    // Sums of.rows, which has one row for each rank of `mask`, ascending. A node's sum is rounded if it would cross to this node.
     void sum_over_nodes(uint64_t mask, const SumParams& of) {
         const void* sums[kMaxRanks];
         int num_sums = 0;
@@ -215,7 +215,7 @@ private:
     int64_t next_token_;
     std::vector<std::byte> own_slot_;
     std::vector<float> node_sums_;    // [num_nodes, hidden], if there are several nodes
-    std::vector<std::byte> rounded_;  // a row
+    std::vector<std::byte> rounded_;  // one row, a node's rounded sum
     std::vector<Peer> peers_;         // [num_ranks], this rank included
 };
 

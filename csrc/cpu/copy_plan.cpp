@@ -29,7 +29,7 @@ struct Alone {
     }
 };
 
-// Write copies and rows.
+// Write the plan's copies and rows, having checked the counts.
 void choose_copies(const CopyPlanParams& p) {
     std::vector<int32_t> num_rows(p.num_experts), loads(p.num_ranks), memory(CopyCandidate::words(p));
     int64_t total = 0;

@@ -1,4 +1,4 @@
-// Copies of hot experts on the CPU.
+// Plans copies of hot experts on the CPU.
 #pragma once
 
 #include "common/copy_plan.h"

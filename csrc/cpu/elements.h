@@ -1,5 +1,5 @@
-// Floating-point element types: how they are stored and how they convert to and from fp32 (to nearest even). Half precision is done
-// in integer arithmetic, so that loops vectorize without half-precision instructions.
+// Defines how floating-point elements are stored, and how they convert to and from fp32 (to nearest even). Half precision is done in
+// integer arithmetic, so that loops vectorize without half-precision instructions.
 #pragma once
 
 #include <bit>

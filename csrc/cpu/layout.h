@@ -1,4 +1,4 @@
-// Counts of a rank's tokens per rank and per expert.
+// Counts a rank's tokens for each rank and each expert.
 #pragma once
 
 #include <cstdint>

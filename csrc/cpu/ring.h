@@ -1,4 +1,4 @@
-// The ring of slots in shared memory has one producer and one consumer, and lives for one call.
+// A ring of slots in shared memory has one producer and one consumer, and lives for one call.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ public:
     RingSender(Ring ring, uint32_t sequence, uint32_t num_slots, size_t slot_bytes)
         : ring_(ring), sequence_(sequence), num_slots_(num_slots), slot_bytes_(slot_bytes) {}
 
-    // The next slot to fill, or nullptr while the ring is full.
+    // Returns the next slot to fill, or nullptr while the ring is full.
     std::byte* next() {
         if (filled_ - drained_ == num_slots_) {
             drained_ = ring_count(ring_.control->tail.load(std::memory_order_acquire), sequence_);

@@ -1,4 +1,4 @@
-// Copies and sums rows: the inner loops of dispatch and combine.
+// Copies and sums rows, in the inner loops of dispatch and combine.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ struct SumParams {
     const void* bias;         // [hidden] added last, or nullptr
     int num_rows, hidden;
 
-    // Rows of the next sum, prefetched meanwhile: they lie anywhere, so the hardware cannot predict them.
+    // The rows of the next sum are prefetched meanwhile. They lie anywhere, so the hardware cannot predict them.
     const void* const* next_rows;  // num_next_rows pointers to [hidden]
     int num_next_rows;
 };
@@ -27,10 +27,10 @@ struct SumParams {
 // the rows' dtype (to nearest even). Not for fp8.
 void sum_rows(DType dtype, const SumParams& params);
 
-// Does the same for rows of `dtype`, without the last rounding: `sum` is fp32.
+// Compute the sum of rows of `dtype` without the last rounding: `sum` is fp32.
 void sum_rows_to_float32(DType dtype, const SumParams& params);
 
-// Does the same for fp32 rows: `sum` and `bias` are of `dtype`.
+// Compute the sum of fp32 rows: `sum` and `bias` are of `dtype`.
 void sum_float32_rows(DType dtype, const SumParams& params);
 
 }  // namespace deepep_moe

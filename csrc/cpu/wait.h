@@ -1,4 +1,4 @@
-// The one way to wait for a peer.
+// Every wait for a peer goes through this.
 #pragma once
 
 #include <sched.h>
@@ -39,7 +39,7 @@ public:
     [[noreturn]] virtual void fail(const Lack& lack) = 0;
 };
 
-// Set while this process ends. Then a wait fails after kHurriedTimeout seconds without progress, whatever its deadline.
+// While this process ends, this is set, and a wait fails after kHurriedTimeout seconds without progress, whatever its deadline.
 inline std::atomic<bool> waits_hurry{false};
 constexpr double kHurriedTimeout = 1.0;
 

@@ -25,7 +25,7 @@ constexpr uint64_t kSegmentMagic = 0x64656570'65700003;  // changes with this la
 
 enum class SegmentState : int { kAlive = 1, kDestroyed = 2 };
 
-// Why this rank has left a call that it had entered, for peers that wait in the same call.
+// Says why this rank has left a call that it had entered, for peers that wait in the same call.
 struct FailureRecord {
     std::atomic<uint64_t> sequence;  // number of the call; 0 while the rest is written
     int culprit;                     // the rank it gave up on, in `phase`; or this rank, with its own `reason`
@@ -44,7 +44,7 @@ struct SegmentHeader {
     alignas(kCacheLine) FailureRecord failure;
 };
 
-// A rank's arrival in a call.
+// A rank announces its call by this.
 struct Entry {
     alignas(
         kCacheLine) std::atomic<uint64_t> sequence;  // number of the call; 0 while the rest, or the counts of the same place, are written
@@ -62,7 +62,7 @@ struct RingControl {
 
 struct WorkspaceConfig {
     int num_ranks, num_channels, num_experts, num_topk, hidden;
-    int ranks_per_node = 0;  // 0: all of them
+    int ranks_per_node = 0;  // 0 means all of them
 };
 
 // Lays out one ring slot: experts and values of the top-k entries, then the row, then its scales.

@@ -342,7 +342,7 @@ struct Kernel : CombineRows<kType> {
     }
 };
 
-// What a work block adds up on the token's rank: the sums of the ranks, in one node or over several, or single rows.
+// On the token's rank a work block adds up the sums of the ranks, in one node or over several, or single rows.
 enum class Finish { kTokens, kTokensOfNodes, kSingleRows };
 
 template <DType kType, class Ring, Finish kFinish>

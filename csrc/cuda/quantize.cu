@@ -1,5 +1,5 @@
-// Quantizes rows of fp32, bf16 or fp16 to fp8 (e4m3), with one scale for each kScaleBlock columns. 16 neighbouring threads with 8 columns
-// each share a scale, and find the largest magnitude by shuffles. No block waits for another.
+// Quantizes rows of fp32, bf16 or fp16 to fp8 (e4m3), with one scale for each kScaleBlock columns. The 16 neighbouring threads that share a
+// scale have 8 columns each, and find the largest magnitude by shuffles. No block waits for another.
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/launch.h"

@@ -21,9 +21,9 @@ constexpr int kThreads = tuning::kLowLatencyThreads, kLastWarp = kThreads / 32 -
 constexpr int kPiecesAtOnce = kThreads / kPartsOfLine * kLinePieces;  // pieces that a block handles at once
 static_assert(kPiecesAtOnce % kWholePieces == 0);
 
-// Names a token of another node. has_crossed: ranks of this node have rows of it.
+// Names a token of another node. It has_crossed if ranks of this node have rows of it.
 struct Task {
-    int node, token;  // node: -1 past the last
+    int node, token;  // the node is -1 past the last token
     bool has_crossed;
     TokenSums sums;
 };
@@ -32,7 +32,7 @@ struct Shared {
     unsigned came;  // bit mask of the ranks of this node that combine for the same dispatch
     bool gave_up;
     Task tasks[2];                                // used in turns: one is added up while the next is found
-    alignas(16) float largest[2][kPiecesAtOnce];  // largest magnitude of each piece, in turns
+    alignas(16) float largest[2][kPiecesAtOnce];  // largest magnitude of each piece, also used in turns
 };
 
 template <DType kType, bool kQuantized>
@@ -57,7 +57,7 @@ struct Summer : RailCombine {
         }
         __syncthreads();
         const int num_peers = rail.r.num_nodes - 1, step = static_cast<int>(gridDim.x);
-        int nth = blockIdx.x;  // entries first, then tokens of one node after the other
+        int nth = blockIdx.x;  // entries come first, then the tokens of one node after the other
 #pragma unroll 1
         for (; nth < num_peers; nth += step) enter_rail(rail.node_at(nth + 1), failed);
         nth -= num_peers;
@@ -70,7 +70,7 @@ struct Summer : RailCombine {
         }
     }
 
-    // One warp: find the nth token of other nodes, and its sums.
+    // Find the nth token of other nodes, and its sums. One warp calls it.
     __device__ void find(int nth, bool failed, Task& out) const {
         int node = -1;
 #pragma unroll 1
@@ -86,7 +86,7 @@ struct Summer : RailCombine {
         if (lane == 0) out.node = node, out.token = nth, out.has_crossed = ranks != 0;
     }
 
-    // One warp: return which ranks of this node have come, as bits of their index.
+    // Returns which ranks of this node have come, as bits of their index. One warp calls it.
     __device__ unsigned meet_node() const {
         const int source = rail.first_rank() + lane;
         bool came = false;
@@ -101,7 +101,7 @@ struct Summer : RailCombine {
         return __ballot_sync(kFullWarp, came);
     }
 
-    // All threads: write this rank's entry in another node. It is a refusal if this rank has failed, or has heard of a failure.
+    // Enter the call in another node, as a refusal if this rank has failed or has heard of a failure. All threads call it.
     __device__ void enter_rail(int node, bool failed) const {
         if (threadIdx.x == 0) shared().gave_up = gave_up(c);
         __syncthreads();
@@ -110,7 +110,7 @@ struct Summer : RailCombine {
         rail.put_message(node, refuses ? static_cast<int64_t>(sizeof(LowLatencyReason)) : 0, refuses ? refusing_word() : own_word());
     }
 
-    // All threads: send the sum of this node's ranks for a token of the rail's rank in another node. All threads have met when it returns;
+    // Send the sum of this node's ranks for a token of the rail's rank in another node. All threads call it, and have met when it returns;
     // one warp puts while the others go on.
     __device__ void send_sum(const Task& task) const {
         const bool has_crossed = task.has_crossed;
@@ -132,7 +132,7 @@ struct Summer : RailCombine {
         if (has_crossed && warp == 0 && __shfl_sync(kFullWarp, gave_up(c), 0) == 0) rail.put_row(node, token, to, row_bytes, flag);
     }
 
-    // All threads: write a row and its scales. Eight threads, not always of one warp, share a scale.
+    // Write a row and its scales. Eight threads, not always of one warp, share a scale. All threads call it.
     __device__ void write_fp8(std::byte* to, const TokenSums& from) const {
 #pragma unroll 1
         for (int first = 0; first < sums.num_parts; first += kThreads) {
@@ -146,7 +146,7 @@ struct Summer : RailCombine {
             if (is_any) write_fp8_piece(to, piece, sum, largest + nth / kPiecesOfBlock * kPiecesOfBlock);
         }
     }
-    // One thread. largest: magnitudes of the pieces that share its scale.
+    // Write a piece as fp8, and its scale, from the largest magnitudes of the pieces that share the scale.
     __device__ void write_fp8_piece(std::byte* to, int piece, const float (&sum)[Sums::kColumns], const float* largest) const {
         float values[kPiecesOfBlock];
 #pragma unroll
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kThreads, 2) rail_sum(const __grid_constant__ 
 
 template <DType kType>
 const char* launch_type(const Launch& l, void* stream) noexcept {
-    if (l.call.what.fp8)  // whatever the dtype
+    if (l.call.what.fp8)  // for every dtype
         return try_launch<rail_sum<DType::kBFloat16, true>>("rail_sum", l.num_blocks, sizeof(Shared), l, stream, starts_early());
     return try_launch<rail_sum<kType, false>>("rail_sum", l.num_blocks, sizeof(Shared), l, stream, starts_early());
 }

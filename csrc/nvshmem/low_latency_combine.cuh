@@ -11,7 +11,7 @@ struct RailCombine {
     const LowLatencyContext& c;
     const LowLatencyConfig& config;
     const LowLatencyCombineParams& p;
-    const unsigned long long flag;  // flag of this rank in the call, with value 0
+    const unsigned long long flag;  // this rank's flag in the call, with value 0
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
     __device__ RailCombine(const LowLatencyRailCombine& l, unsigned long long call)
@@ -42,7 +42,7 @@ struct RailCombine {
         return {kFailedHandle, c.rank, static_cast<int>(GpuPhase::kEntry), static_cast<long long>(dispatch()), 0};
     }
 
-    // One warp: thread r writes the entry at rank r of this node. It may be done twice.
+    // Enter the call in this node: thread r writes the entry at rank r. It may be done twice. One warp calls it.
     __device__ void enter_node(bool failed) const {
         const int to = rail.first_rank() + lane;
         if (lane == 0) *reinterpret_cast<unsigned long long*>(p.call) = rail.call;

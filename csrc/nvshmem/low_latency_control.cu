@@ -1,4 +1,4 @@
-// Words between the ranks of a rail between low-latency calls; cuda/low_latency_control.cu has the part within a node.
+// Between low-latency calls the ranks of a rail exchange words here. cuda/low_latency_control.cu has the part within a node.
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
@@ -12,7 +12,8 @@ using Launch = LowLatencyRailControl;
 
 constexpr int kThreads = tuning::kLowLatencyThreads;
 
-// All threads: send the refusal to the rail's ranks. The other ranks of their nodes learn of it from them, or read it in their memory.
+// Send the refusal to the rail's ranks. The other ranks of their nodes learn of it from them, or read it in their memory. All threads call
+// it.
 __device__ void refuse(const Launch& l, const RailPuts& rail) {
     LowLatencyWhat what{};
     what.is_refused = true;
@@ -40,7 +41,7 @@ __device__ void catch_up(const Launch& l, const LowLatencyContext& c, unsigned l
     }
 }
 
-// All threads, before a rank of this rail is taken back: wait until all that it has sent has landed.
+// Before a rank of this rail is taken back, wait until all that it has sent has landed. All threads call it.
 __device__ void await_return(const LowLatencyContext& c, const RailPuts& rail, int rank) {
     __shared__ bool is_back;
     unsigned long long* const word = rail.returned(rail.node_of(rank));
@@ -51,8 +52,8 @@ __device__ void await_return(const LowLatencyContext& c, const RailPuts& rail, i
     rail.forget(rail.node_of(rank));
 }
 
-// One warp, after this rank has taken `rank` back: thread i asks rank i of this node before which call it takes `rank` back. If one has not
-// taken it back, it stays masked.
+// After this rank has taken `rank` back, tell `rank` before which call each rank of this node does so; thread i hears of rank i. If one has
+// not taken it back, it stays masked. One warp calls it.
 __device__ void tell_returned(const LowLatencyContext& c, const RailPuts& rail, int rank) {
     const int lane = static_cast<int>(threadIdx.x), peer = rail.first_rank() + lane;
     unsigned long long next = 1;
@@ -66,8 +67,8 @@ __device__ void tell_returned(const LowLatencyContext& c, const RailPuts& rail, 
     if (!is_missed && lane < rail.r.ranks_per_node) rail.tell_resumed(rail.node_of(rank), peer, next);
 }
 
-// One warp calls it, of a rank that comes back and whose puts have landed. Words from ranks of other nodes are copied to where this node's
-// ranks write theirs. If one does not come, the others must not keep this rank's word for its next return; late words are cleared then.
+// Come back once this rank's puts have landed: copy the words from ranks of other nodes to where this node's ranks write theirs. If one
+// does not come, take this rank's own word back, so that no rank keeps it for the next return. One warp calls it.
 __device__ void rejoin(const LowLatencyContext& c, const RailPuts& rail) {
     const int peer = static_cast<int>(threadIdx.x);
     const bool is_outside = peer < c.config.num_ranks && rail.is_outside(peer);

@@ -38,7 +38,7 @@ struct OtherNodes {
         return ~lost;
     }
 
-    // All threads: send the message to the turn-th node after this one. For a masked one only count what is dropped.
+    // Send the message to the turn-th node after this one, or only count what is dropped if its rank is masked. All threads call it.
     template <class Sender>
     __device__ void tell(const Sender& s, int turn, bool accepted) const {
         const int node = rail.node_at(turn);
@@ -63,8 +63,8 @@ struct OtherNodes {
         reinterpret_cast<float*>(row(s, token) + 16 * s.num_pieces)[at] = scale;
     }
 
-    // All threads of a block that has stored the row and met: put it to all nodes that it goes to. The last warp begins, because it loads
-    // no columns; it puts while the others go on.
+    // Put a row, which the block has stored before it met, to all nodes that it goes to. The last warp begins, because it loads no columns;
+    // it puts while the others go on. All threads call it.
     template <class Sender>
     __device__ void put(const Sender& s, int token, unsigned ranks) const {
 #pragma unroll 1
@@ -84,7 +84,7 @@ private:
         return rail.row_for(rail.node_at(1), token, row_bytes(s));
     }
 
-    // reached: ranks of all nodes.
+    // Write the counts and top-k entries of a node's message. `reached` has the ranks of all nodes.
     template <class Sender>
     __device__ void write_routing(const Sender& s, int node, unsigned reached) const {
         std::byte* const message = rail.message_for(node);

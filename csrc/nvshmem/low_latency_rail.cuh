@@ -1,4 +1,4 @@
-// Puts of low-latency kernels to the ranks of their rail. Sources include NVSHMEM's headers before this one.
+// Low-latency kernels put to the ranks of their rail by this. Sources include NVSHMEM's headers before this one.
 #pragma once
 
 #include <string>
@@ -18,13 +18,13 @@ struct RailPuts : RailCall {
         return base() + r.layout.outbox + r.layout.box_of(call, r.node, node) + token * row_bytes;
     }
 
-    // All threads of a block, after they have written the message: put it and enter the call in a node, unless its rank is masked.
+    // Put the message that the block has written, and enter the call in a node, unless its rank is masked. All threads of a block call it.
     __device__ void put_message(int node, int64_t bytes, unsigned long long flag) const {
         __syncthreads();
         if (threadIdx.x / 32 == 0 && !sees_lost(node)) put(message_of(node, bytes), node, flag);
         __syncthreads();
     }
-    // All threads of a block, after they have written weights behind the message: put these, before the call's entry in the node.
+    // Put the weights that the block has written behind the message, before the call's entry in the node. All threads of a block call it.
     __device__ void put_weights(int node, int64_t bytes, unsigned long long flag) const {
         __syncthreads();
         const int64_t at = r.layout.weights;
@@ -33,7 +33,7 @@ struct RailPuts : RailCall {
                  r.layout.weighed_of(call, r.node)},
                 node, flag);
     }
-    // One warp of a block puts the row, which the block has written (at row_for of any node) before it met.
+    // Put the row that the block has written, at row_for of any node, before it met. One warp of the block calls it.
     __device__ void put_row(int node, int token, const std::byte* row, int64_t row_bytes, unsigned long long flag) const {
         put(row_of(node, token, row - base(), row_bytes), node, flag);
     }
@@ -44,7 +44,7 @@ struct RailPuts : RailCall {
     __device__ void tell_returned(int node, bool has) const { signal(r.layout.returned_of(r.node), has, node); }
     __device__ void tell_resumed(int node, int rank, unsigned long long next) const { signal(r.layout.resumed_of(rank), next, node); }
 
-    // All threads of a block: clear the words of a node's rank that comes back, because it may repeat calls that it has already sent.
+    // Clear the words of a node's rank that comes back, because it may repeat calls that it has sent. All threads of a block call it.
     __device__ void forget(int node) const {
 #pragma unroll 1
         for (int turn = 0; turn < kTurns; ++turn) {
@@ -56,7 +56,7 @@ struct RailPuts : RailCall {
         __syncthreads();
     }
 
-    // One thread writes it, of the block that will put the message of a refusal.
+    // Write the message of a refusal. One thread of the block that will put it calls this.
     __device__ void write_reason(int node, const GpuFailure& why) const {
         auto& reason = *reinterpret_cast<LowLatencyReason*>(message_for(node));
         reason.why = why;
@@ -64,7 +64,7 @@ struct RailPuts : RailCall {
     }
 
 private:
-    // Offsets in symmetric memory.
+    // Describes a put by offsets in symmetric memory.
     struct Put {
         int64_t from, to, bytes, word;
     };
@@ -74,7 +74,7 @@ private:
     __device__ void signal(int64_t offset, unsigned long long value, int node) const {
         nvshmemx_signal_op(reinterpret_cast<uint64_t*>(base() + offset), value, NVSHMEM_SIGNAL_SET, r.pes[node]);
     }
-    // One warp: all threads use the first one's answer, because each may read another mask.
+    // Returns to all threads of a warp the first one's answer, because each may read another mask.
     __device__ bool sees_lost(int node) const { return __shfl_sync(kFullWarp, is_lost(node), 0); }
     __device__ Put message_of(int node, int64_t bytes) const {
         return {r.layout.out_of(call, node), r.layout.in_of(call, r.node), round_up(bytes, 16), r.layout.entered_of(call, r.node)};

@@ -1,4 +1,4 @@
-// Weights that a low-latency combine over nodes brings. This kernel runs before the node's sending kernel, which then finds weights of
+// Brings the weights of a low-latency combine over nodes. This kernel runs before the node's sending kernel, which then finds weights of
 // other nodes as if their ranks were in this one. One block for each other node puts this rank's weights there and waits for those of the
 // rail's rank there. It pushes these, in heads like a dispatch's, to the ranks of this node that have rows of the token.
 #include <nvshmem.h>
@@ -15,7 +15,7 @@ using Launch = LowLatencyRailCombine;
 constexpr int kThreads = tuning::kLowLatencyThreads, kWarps = kThreads / 32;
 
 struct Shared {
-    unsigned long long word;  // from the rail's rank in the block's node
+    unsigned long long word;  // the word of the rail's rank in the block's node
 };
 
 struct Weigher : RailCombine {
@@ -41,13 +41,13 @@ struct Weigher : RailCombine {
         rail.put_weights(node, int64_t{4} * num_lanes, own_word());
     }
 
-    // Refuse instead of sending weights, because the other rank may have failed too and wait here.
+    // Refuse instead of sending weights, so that the other rank does not wait for them.
     __device__ void refuse(int node) const {
         if (threadIdx.x == 0) rail.write_reason(node, failed_handle());
         rail.put_message(node, sizeof(LowLatencyReason), refusing_word());
     }
 
-    // One thread: wait for the rail's rank and pass its word on, or that it did not come, because this node's ranks wait for the same rank.
+    // Wait for the rail's rank, and tell this node's ranks, which wait for it too, its word or that it did not come. One thread calls it.
     __device__ unsigned long long hear(int source) const {
         const unsigned long long word = rail.wait_weights_to_tell(source, flag);
         rail.tell_entered(source, word != 0 ? word : rail.call << kWhatBits | LowLatencyWhat::kAbsent << kValueBitsOfFlag);

@@ -130,7 +130,7 @@ struct Meeting {
         if (p.has_weights) p.node_topk_weights[entry] = weight;
     }
 
-    // All threads: send the message and enter the call in `node`.
+    // Send the message and enter the call in `node`. All threads call it.
     __device__ void enter(int num_tokens) const {
         __shared__ bool refuses;
         __syncthreads();  // all threads have found their slots and written their lanes
@@ -152,7 +152,7 @@ struct Meeting {
             reinterpret_cast<uint64_t*>(r.base + r.layout.entered_of(sequence, config.node)), value, NVSHMEM_SIGNAL_SET, r.pes[node]);
     }
 
-    // Thread 0: wait until the node's rank has entered `call`.
+    // Wait until the node's rank has entered `call`. Thread 0 calls it.
     __device__ unsigned long long wait_for_entry(unsigned long long call) const {
         unsigned long long* word = word_at(r, r.layout.entered_of(call, node));
         const unsigned long long seen = wait_word(c, word, call << kValueBits, rail_peer(node), GpuPhase::kRailEntry);
@@ -176,7 +176,7 @@ struct Meeting {
         return met;
     }
 
-    // Read the message of the node's rank: its tokens are the first of this node's share, the other places have no expert.
+    // Read the message of the node's rank. Its tokens are the first of this node's share; the other places get no expert.
     __device__ void take_lanes(int num_tokens) const {
         const auto* in = reinterpret_cast<const RailLane*>(r.base + r.layout.in_of(sequence, node) + sizeof(RailMessage));
         for (int i = threadIdx.x; i < config.node_tokens() * num_topk; i += kMeetThreads) {
@@ -240,8 +240,7 @@ struct Mover {
           sequence(r.state->sequence) {}
 
     __device__ int num_out(int node) const { return p.is_combine ? p.in_counts[node] : r.out_counts[node]; }
-    // Returns the number of rows that come. In a dispatch the sender's message has it, because a handle that has failed here may not know
-    // it.
+    // Returns the number of rows that come. In a dispatch the sender's message has it, which serves also where the handle has failed.
     __device__ int num_in(int node) const {
         return p.is_combine ? r.out_counts[node]
                             : reinterpret_cast<const RailMessage*>(r.base + r.layout.in_of(sequence, node))->num_tokens;
@@ -278,14 +277,15 @@ struct Mover {
         return true;
     }
 
-    // One warp: pack a row of x and its scales.
+    // Pack a row of x and its scales. One warp calls it.
     __device__ void pack(int token, std::byte* to) const {
         copy_row(to, p.x + int64_t{token} * p.row_bytes, p.row_bytes);
         const auto* scales = reinterpret_cast<const float*>(p.x_scales + int64_t{token} * p.tail_bytes);
         for (int i = lane; i < p.tail_bytes / 4; i += 32) reinterpret_cast<float*>(to + p.row_bytes)[i] = scales[i];
     }
 
-    // One warp: each thread polls one chunk, and its next chunk once that has arrived, so that chunks need not wait for each other.
+    // Each thread polls one chunk, and its next chunk once that has arrived, so that chunks need not wait for each other. One warp calls
+    // it.
     __device__ void receive() const {
         GpuWaits waits = c;
         waits.timeout_ns = p.timeout_ns;

@@ -1,4 +1,4 @@
-// Host calls of NVSHMEM. Only this file and the kernels include its headers.
+// Makes the host calls of NVSHMEM. Only this file and the kernels include its headers.
 #include "nvshmem/world.h"
 
 #include <cuda_runtime_api.h>
@@ -41,7 +41,7 @@ void use_device(int device) {
 // Waits on a separate stream, so that no other work has to wait behind it if it never ends.
 void wait_until_quiet() {
     use_device(attached_device);
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // kernels that still put
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // waits for kernels that still put
     cudaStream_t stream = nullptr;
     check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
     nvshmemx_quiet_on_stream(stream);

@@ -34,7 +34,7 @@ void attach(int device);
 int my_pe();
 int num_pes();
 
-// Free memory of this GPU, in bytes; it bounds how much the heap can grow.
+// Returns the free memory of this GPU, in bytes, which bounds how much the heap can grow.
 int64_t free_bytes();
 
 // Allocate symmetric memory, aligned to 128 bytes and zeroed. Other PEs may write to it once they know that all have it. Collective.
@@ -44,8 +44,8 @@ uint64_t mapped(uint64_t address, int pe);  // address in this process of `addre
 // Returns whether kernels of a GPU see a network card's writes to its memory in the order of writing, without a call of the host.
 bool orders_network_writes(int device);
 
-// Wait until everything that this process has put has arrived: first its kernels, then the network. Needs no other PE. False: not within
-// the deadline; then a thread that may never end goes on waiting, and so does anything that synchronizes the device.
+// Wait until everything that this process has put has arrived. It needs no other PE. Returns false past the deadline; then a thread that
+// may never end goes on waiting, and so does anything that synchronizes the device.
 bool quiet(double timeout_s);
 
 }  // namespace deepep_moe::nvshmem

@@ -25,11 +25,11 @@ std::optional<std::string> status_of(int pid) {
     return failed ? std::nullopt : std::optional<std::string>({text, length});
 }
 
-// The start time in that text, or 0 if the process has ended.
+// Returns the start time in that text, or 0 if the process has ended.
 uint64_t start_time_in(const std::string& status) {
     const char* field = std::strrchr(status.c_str(), ')');  // the name before it may hold anything
     if (field == nullptr || field[1] != ' ') return 0;
-    field += 2;  // field 3, the state
+    field += 2;  // field 3 is the state
     if (*field == 'Z' || *field == 'X') return 0;
     for (int index = 3; index < 22 && field != nullptr; ++index) {
         field = std::strchr(field, ' ');

@@ -6,12 +6,12 @@
 
 namespace deepep_moe {
 
-// Identifies a process. Its start time, in clock ticks since boot, tells it from a later one with the same pid; 0: unknown.
+// Identifies a process. Its start time, in clock ticks since boot and 0 if unknown, tells it from a later one with the same pid.
 struct Process {
     int pid = 0;
     uint64_t start_time = 0;
 
-    // Whether it has ended, or only waits to be reaped. False if that cannot be known.
+    // Returns whether it has ended, or only waits to be reaped; false if that cannot be known.
     bool is_gone() const;
     auto operator<=>(const Process&) const = default;
 };

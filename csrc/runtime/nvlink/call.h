@@ -1,4 +1,4 @@
-// A call of the exchange as tensors and a handle describe it.
+// Describes a call of the exchange by tensors and a handle.
 #pragma once
 
 #include <optional>
@@ -10,16 +10,16 @@
 
 namespace deepep_moe {
 
-// Streams come as addresses. This bit of one says that its owner may destroy the stream once the call is made.
+// Streams come as addresses. This bit says that the stream's owner may destroy it once the call is made.
 constexpr uintptr_t kExternalStream = uintptr_t{1} << 63;
 
-// The mode of a call. Results do not depend on it.
+// Says how a call is made. Results do not depend on it.
 struct CallMode {
-    int num_sms = -1;       // SMs that send; 0: copy engines; -1: as GpuTuning says
-    bool is_split = false;  // true: the caller starts the second half later
+    int num_sms = -1;       // SMs that send; 0 for copy engines, -1 for what GpuTuning says
+    bool is_split = false;  // the caller starts the second half later
     uintptr_t stream = 0;   // stream of the call
     int64_t layer = 0;      // number of the model's layer that makes the call; rows are guessed for each layer separately
-    bool is_late = false;   // true: a dispatch that has a guess returns before the counts are there; see NvlinkExchange::count_late
+    bool is_late = false;   // a dispatch that has a guess returns before the counts are there (NvlinkExchange::count_late)
 };
 
 // With several nodes this is the part of a call that crosses between them. The rest of the call is then about the tokens that are in this
@@ -97,7 +97,7 @@ struct GpuDispatchCall {
     Signature signature{};
     const int64_t* numbers = nullptr;  // numbers of the handle, if cached
 
-    // topk_idx: None for a cached dispatch; else the dispatch fills the handle. num_recv_rows: -1 without a bound.
+    // A cached dispatch has None for topk_idx; any other dispatch fills the handle. num_recv_rows is -1 without a bound.
     GpuDispatchCall(const HandleArg& handle, const TensorArg& x, const TensorArg& x_scales, const MatrixArg& topk_idx,
                     const MatrixArg& topk_weights, DType dtype, int64_t num_recv_rows) {
         const bool cached = !topk_idx.is_there;
@@ -137,7 +137,7 @@ struct GpuDispatchCall {
                      false};
     }
 
-    // Set the outputs. is_guess: as in GpuDispatchParams.
+    // Set the outputs. GpuDispatchParams says what is_guess means.
     void receive_into(const TensorArg& recv_x, const TensorArg& recv_x_scales, const TensorArg& recv_topk_idx,
                       const TensorArg& recv_topk_weights, bool is_guess) {
         params.num_rows = recv_x.num_rows;

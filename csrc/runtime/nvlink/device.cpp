@@ -7,7 +7,7 @@ namespace deepep_moe {
 
 void check_cuda(cudaError_t status, const char* what) {
     if (status == cudaSuccess) return;
-    cudaGetLastError();  // or a later launch would report it again
+    cudaGetLastError();  // otherwise a later launch would report it again
     throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
 }
 

@@ -16,7 +16,7 @@ constexpr int64_t kRoundsToLook = 1 << 10;  // rounds of a host wait between two
 constexpr int64_t kRoundsToAsk = 1 << 20;   // rounds between two calls of `ask`: some tens of milliseconds
 constexpr int kSecondsOfWork = 10;          // time allowed for other work of the GPU before a call
 
-// Number of blocks that send `num_lanes` top-k entries to the peers; that takes them microseconds.
+// Returns how many blocks send `num_lanes` top-k entries to the peers, which takes them microseconds.
 int lane_blocks(int64_t num_lanes) {
     return static_cast<int>(std::clamp<int64_t>(divide_up(num_lanes, tuning::kLanesOfLaneBlock), 1, tuning::kMaxLaneBlocks));
 }
@@ -53,7 +53,7 @@ int64_t NvlinkExchange::dispatch(GpuDispatchCall& call, const CallMode& mode, in
         throw std::invalid_argument("num_sms=0 and num_recv_rows were both given: copy engines need counts on the host; give one of them");
     const int64_t room = is_bounded ? bound : starts_apart ? -1 : guess_of(call, mode).room();
     const bool is_late = mode.is_late && !is_bounded && room >= 0;
-    if (room >= 0) allocate(room, !is_bounded);  // before the call is entered, because it may fail
+    if (room >= 0) allocate(room, !is_bounded);  // before this rank enters the call, as it may fail
     plan(call.plan, call.signature, call.rail, true, stream);
     if (is_bounded || is_late) {
         std::fill_n(numbers, num_handle_numbers(config_.num_sources(), num_local_experts()), -1);
@@ -72,11 +72,11 @@ int64_t NvlinkExchange::dispatch(GpuDispatchCall& call, const CallMode& mode, in
 int64_t NvlinkExchange::count_late(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, const Allocate& allocate) {
     const Step step(*this, mode.stream);
     last_.follow(as_stream(mode.stream));
-    return receive_counted(call, mode, 1, call.params.num_rows, numbers, allocate);  // its rows are sent, by SMs
+    return receive_counted(call, mode, 1, call.params.num_rows, numbers, allocate);  // SMs have sent its rows already
 }
 
-// Wait for the counts, and receive what is not received into `room` rows. From the counts on the peers' rows wait for this rank's
-// receivers.
+// Wait for the counts. If more than `room` rows come, allocate outputs for them, and receive them unless the call is split. Until then the
+// peers' rows wait in the inbox.
 int64_t NvlinkExchange::receive_counted(GpuDispatchCall& call, const CallMode& mode, int num_sms, int64_t room, int64_t* numbers,
                                         const Allocate& allocate) {
     try {
@@ -93,7 +93,7 @@ int64_t NvlinkExchange::receive_counted(GpuDispatchCall& call, const CallMode& m
 }
 
 RowGuess& NvlinkExchange::guess_of(const GpuDispatchCall& call, const CallMode& mode) {
-    if (guesses_.size() > kMaxGuesses) guesses_.clear();  // numbers of layers may have no end
+    if (guesses_.size() > kMaxGuesses) guesses_.clear();  // a program may number layers without end
     return guesses_[{mode.layer, call.params.is_expert_layout, call.params.expert_alignment}];
 }
 
@@ -122,7 +122,7 @@ void NvlinkExchange::combine(const GpuCombineCall& call, const CallMode& mode) {
     const cudaStream_t stream = as_stream(mode.stream);
     GpuCombineParams params = call.params;
     params.direct = (params.direct && num_sms > 0) || config_.is_by_lane;  // copy engines take rows from the outbox
-    const bool is_whole = num_sms > 0 && !mode.is_split;                   // else the second half computes the sums that cross
+    const bool is_whole = num_sms > 0 && !mode.is_split;                   // otherwise the second half computes the sums that cross
     plan(call.plan, call.signature, call.rail, is_whole, stream);
     if (is_whole) {
         launch(params, num_sms, true, stream);
@@ -251,7 +251,7 @@ void NvlinkExchange::plan(GpuPlanParams params, const Signature& signature, cons
     if (params.reports_counts && is_capturing(stream))
         throw std::invalid_argument(
             "a dispatch that waits for its counts cannot be captured in a CUDA graph; give num_recv_rows or a handle");
-    if (streams_.is_sending() || (rail_ != nullptr && rail_->is_moving())) join(stream);  // a first half whose second half never came
+    if (streams_.is_sending() || (rail_ != nullptr && rail_->is_moving())) join(stream);  // the second half never came
     last_.follow(stream);
     complete(params.routing);
     ++num_plans_;
@@ -265,7 +265,7 @@ void NvlinkExchange::plan(GpuPlanParams params, const Signature& signature, cons
     count_call(stream);
 }
 
-// Captured calls are not made yet, and a capture may be dropped. So their numbers follow that of the last call made before.
+// Number the call. Captured calls are not made yet, and a capture may be dropped, so their numbers follow that of the last call made.
 void NvlinkExchange::count_call(cudaStream_t stream) {
     const unsigned long long capture = capture_of(stream);
     num_captured_ = capture == 0 ? 0 : capture == capture_ ? num_captured_ + 1 : 1;
@@ -304,7 +304,7 @@ void NvlinkExchange::wait_for_plan(const volatile unsigned long long& word, GpuP
     check();
 }
 
-// During a long wait: let the caller interrupt it, and check whether the GPU has failed in earlier work.
+// Let the caller interrupt a long wait, and check whether the GPU has failed in earlier work.
 void NvlinkExchange::ask() const {
     if (poll_) poll_();
     const cudaError_t status = cudaStreamQuery(last_.running());
@@ -335,7 +335,7 @@ void NvlinkExchange::launch(const GpuCombineParams& call, int num_sms, bool fini
     if (params.num_send_blocks + params.num_work_blocks > 0) launch_combine(params, stream, finishes && follows_plan(stream));
 }
 
-// The first half of a call: send beside `stream`, or pack rows for copy engines.
+// Start the first half of a call: send beside `stream`, or pack rows for copy engines.
 void NvlinkExchange::start(GpuDispatchParams params, int num_sms, cudaStream_t stream) {
     params.to_outbox = num_sms == 0;
     if (params.to_outbox) return launch(params, num_multiprocessors_, true, false, stream);
@@ -351,14 +351,14 @@ void NvlinkExchange::start(const GpuCombineParams& params, int num_sms, cudaStre
     streams_.has_sent(streams_.sending);
 }
 
-// At any time each rank copies to a different peer. Each of two streams gets half of the rows, because one copy engine
-// does not fill the link. It also pauses between copies. A copy cannot be cancelled once enqueued, so all peers must first have entered the
-// call. A late peer may still read rows of the call before. The `counts` are [num_sources] rows to each source.
+// Send by copy engines counts[source] rows to each source. At any time each rank copies to a different peer. Each of two streams gets half
+// of the rows, because one copy engine does not fill the link and pauses between copies. An enqueued copy cannot be cancelled, and a late
+// peer may still read rows of the call before, so all peers must first have entered the call.
 void NvlinkExchange::send_by_copies(const int64_t* counts, int64_t slot_bytes, cudaStream_t stream) {
     wait_for_plan(host_->counts.met, GpuPhase::kEntry);
     streams_.fork(stream);
     streams_.follow_fork(streams_.copying);
-    const auto copy_part = [&](int peer, int64_t begin, int64_t end, cudaStream_t copies) {  // begin, end: bytes of the peer's slots
+    const auto copy_part = [&](int peer, int64_t begin, int64_t end, cudaStream_t copies) {  // bytes [begin, end) of the peer's slots
         check_cuda(cudaMemcpyAsync(inbox_of(peer) + begin, outbox_for(peer) + begin, end - begin, cudaMemcpyDeviceToDevice, copies),
                    "cudaMemcpyAsync");
         streams_.announce_after(copies);
@@ -376,7 +376,7 @@ void NvlinkExchange::send_by_copies(const int64_t* counts, int64_t slot_bytes, c
     streams_.has_sent(streams_.announcing);
 }
 
-// The second half of a call, on a stream that may differ from the first half's.
+// Start the second half of a call, on a stream that may differ from the first half's.
 void NvlinkExchange::finish(const GpuDispatchParams& params, cudaStream_t stream) {
     if (!is_void()) {
         if (streams_.is_sending()) streams_.follow_fork(stream);  // the plan may be on another stream
@@ -401,7 +401,7 @@ void NvlinkExchange::finish(const GpuCombineParams& call, cudaStream_t stream) {
 
 void NvlinkExchange::move_on_rail(int64_t row_bytes) { rail_->move(context(), num_tiles(row_bytes), num_rail_sms()); }
 
-// SMs for the exchange within the node: all except those of the rail's kernels, for which a combine's blocks wait.
+// Returns the SMs for the exchange within the node: all except those of the rail's kernels, for which a combine's blocks wait.
 int NvlinkExchange::num_sms_of_call() const {
     const int all = num_multiprocessors_ - num_rail_sms();
     return tuning.max_sms > 0 ? std::clamp(tuning.max_sms - num_rail_sms(), 2, all) : all;
@@ -411,7 +411,7 @@ int NvlinkExchange::num_rail_sms() const {
     return config_.num_nodes == 1 ? 0 : std::clamp(tuning.num_rail_sms, 1, num_multiprocessors_ - 1);
 }
 
-// Upper bound of a plan's blocks: they wait for each other, so all must be on the GPU at once, beside the blocks of the rail.
+// Returns the upper bound of a plan's blocks. They wait for each other, so all must be on the GPU at once, beside the blocks of the rail.
 int NvlinkExchange::max_segments() const {
     return std::min(plan_blocks_per_multiprocessor_ * (num_multiprocessors_ - num_rail_sms()), tuning::kMaxSegments);
 }
@@ -434,8 +434,8 @@ int NvlinkExchange::num_tiles(int64_t row_bytes) const {
     return static_cast<int>(divide_up(row_bytes / 16, config_.num_ranks > 2 ? tuning::kPiecesForLink : tuning::kPiecesForMemory));
 }
 
-// Returns whether a kernel may start while the plan runs. Not in a graph: the kernel waits for the plan's number, and each replay has the
-// same.
+// Returns whether a kernel may start while the plan runs. In a graph it may not, because it waits for the plan's number, which is the same
+// in each replay.
 bool NvlinkExchange::follows_plan(cudaStream_t stream) const { return has_early_launch_ && !is_capturing(stream); }
 
 // Return this rank's slots in the memory of `peer`, and the slots for `peer` in this rank's memory.

@@ -2,7 +2,7 @@
 // settles.
 //
 //   Dispatch           Allocate by guess, plan, send (and receive), wait for the counts, allocate what the guess lacked, receive.
-//   Late               The same; the caller enqueues work on the guessed rows before the host waits for the counts.
+//   Late               Dispatch, where the caller enqueues work on the guessed rows before the host waits for the counts.
 //   Bounded            Allocate the bound, plan, send and receive. The host does not wait.
 //   Cached, combine    Plan, send and receive.
 //   Split              As above without `receive`, which the caller starts later: end_dispatch, end_combine.
@@ -53,34 +53,34 @@ public:
     void disconnect() { memory_.disconnect(); }
     void free();
     void resume();
-    // Let the peers know that this rank makes no more calls, where something else keeps this object: tensors of its expert slots.
+    // Let the peers know that this rank makes no more calls, while tensors of its expert slots keep this object alive.
     void leave();
     // Call it with several nodes, before any call. The memory at `base` is symmetric memory of RailLayout::total_bytes, zeroed and
-    // allocated on all ranks; it must outlive this object. pes: NVSHMEM's numbers of the ranks of this index, by node.
+    // allocated on all ranks; it must outlive this object. `pes` has NVSHMEM's numbers of the ranks of this index, by node.
     void attach_rail(const RailShim& shim, uintptr_t base, const std::vector<int>& pes);
     void set_poll(std::function<void()> poll) { poll_ = std::move(poll); }  // waits call it now and then, and end if it throws
     GpuTuning tuning;
-    bool allows_excess = false;  // true: rows beyond a bound are left out without a failure
+    bool allows_excess = false;  // rows beyond a bound are left out without a failure
 
-    // Calls. All enqueue work on the mode's stream, or beside it if they send separately, and return. A call on another stream than the
-    // last one waits for that call. They throw std::logic_error if two threads are in calls of one buffer.
+    // All calls enqueue work on the mode's stream, or beside it if they send separately, and return. A call on another stream than the last
+    // one waits for that call. They throw std::logic_error if two threads are in calls of one buffer.
 
-    // Return the number of rows that come; the outputs may have room for more. numbers: host memory of num_handle_numbers. It gets the
+    // Return the number of rows that come; the outputs may have room for more. `numbers` is host memory of num_handle_numbers. It gets the
     // call's number, then the tokens to each rank, from each rank, and for each local expert. With a bound all except the first are -1,
     // and the bound is returned.
     int64_t dispatch(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, const Allocate& allocate);
-    // Finishes a late dispatch that has returned its room, with all numbers except the first -1, on the mode's stream. Allowed only while
+    // Finish a late dispatch, which has returned its room with all numbers except the first -1, on the mode's stream. It is allowed while
     // `can_count`: no call or refusal has come since, and no failure was thrown. Returns the number of rows; if they did not fit, they are
     // in new outputs.
     bool can_count() const { return late_plan_ == num_plans_ && !is_void(); }
     int64_t count_late(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, const Allocate& allocate);
     void dispatch_cached(const GpuDispatchCall& call, const CallMode& mode);  // the outputs must be set
     void combine(const GpuCombineCall& call, const CallMode& mode);
-    // Fetch copies of experts, or return their gradients. params: without context, ring and blocks.
+    // Fetch copies of experts, or return their gradients. It fills in context, ring and blocks of `params`.
     void move_experts(GpuExpertSlotsParams params, const Signature& signature, const CallMode& mode);
     uintptr_t workspace() const { return reinterpret_cast<uintptr_t>(memory_.of(rank_)); }
     uintptr_t expert_slots() const { return workspace() + layout_.expert_slots; }
-    // The second half of a split call, on a stream that may differ from the first half's.
+    // Make the second half of a split call, on a stream that may differ from the first half's.
     void end_dispatch(const GpuDispatchCall& call, uintptr_t stream);
     void end_combine(const GpuCombineCall& call, uintptr_t stream);
     // Enter a call only to tell the peers that this rank does not make it. The host does not wait, and the GPU waits only if this rank has
@@ -97,7 +97,7 @@ public:
     bool is_void() const { return void_plan_ == num_plans_; }  // a kernel's failure in the last call has been thrown
 
 private:
-    class Step;  // the time in which one thread makes a call
+    class Step;  // it lives while one thread makes a call
     int num_senders(const CallMode& mode, int most_useful) const;
     const int64_t* counts_for_copies(const int64_t* numbers, int num_sms, bool is_dispatch) const;
 
@@ -165,9 +165,9 @@ private:
     GpuState* state_ = nullptr;
     std::atomic<int64_t> num_calls_ = 0;                // another thread may ask
     int64_t num_captured_ = 0;                          // calls in the graph capture that the last call was in
-    unsigned long long capture_ = 0;                    // the graph capture that the last call was in; 0: none
+    unsigned long long capture_ = 0;                    // the graph capture that the last call was in, or 0
     unsigned long long late_plan_ = 0;                  // number of the last late dispatch's plan
-    unsigned long long num_plans_ = 0, void_plan_ = 0;  // void_plan_: its failure was thrown, so its second half must not be waited for
+    unsigned long long num_plans_ = 0, void_plan_ = 0;  // the failure of void_plan_ was thrown, so its second half must not be waited for
     GpuFailure lack_{};                                 // the last lack of room that `check` has thrown
     bool is_told_ = true;                               // other nodes know of lack_
     std::function<void()> poll_;

@@ -1,4 +1,4 @@
-// Failures of an exchange: raise what kernels have reported, in terms of its calls, and settle.
+// Raises what the kernels of an exchange have reported, in terms of its calls, and settles.
 #include <algorithm>
 
 #include "runtime/nvlink/device.h"
@@ -35,7 +35,7 @@ void NvlinkExchange::check() {
     void_plan_ = num_plans_;
     if (failure.kind == kExceededBound) {
         lack_ = failure;
-        is_told_ = rail_ == nullptr || host_->counts.lacking != num_plans_;  // true: a later call has told them
+        is_told_ = rail_ == nullptr || host_->counts.lacking != num_plans_;  // a later call has told them
     }
     raise(in_calls(origin(failure), rank_));
 }
@@ -158,7 +158,7 @@ bool NvlinkExchange::may_be_overwritten(int peer, long long call) const {
     return static_cast<long long>(entered) > call && last_call_of(peer) >= call + num_stamps(peer) - 1;
 }
 
-// The number of calls whose stamps of `peer` are kept here.
+// Returns the number of calls whose stamps of `peer` are kept here.
 int NvlinkExchange::num_stamps(int peer) const { return is_rail_peer(peer) ? 2 : kStamps; }
 
 }  // namespace deepep_moe

@@ -1,4 +1,4 @@
-// Memory and streams of an exchange: the workspace that peers write to, scratch of this rank, pinned words, streams.
+// Makes and frees what an exchange owns: the workspace that peers write to, scratch of this rank, pinned words, streams.
 #include <unistd.h>
 
 #include <stdexcept>

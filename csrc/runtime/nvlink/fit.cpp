@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kMeasuredSms = 12;     // the best of a sweep on 2 and on 4 H200s
 constexpr double kLinkOfSm90 = 357;  // GB/s that their SMs push at most
-// Microseconds of link time in flight at the link's highest rate: 11 to 12 rings of 184 KiB at 357 GB/s.
+// As many bytes are in flight as the link carries in this time at its highest rate: 11 to 12 rings of 184 KiB at 357 GB/s.
 constexpr double kUsOnTheirWay = 5.9;
 constexpr int kSmsPerSender = 4;     // the other SMs receive and sum, and touch each row more often than senders do
 constexpr int kSendersPerExtra = 6;  // a sender of sums sometimes waits for them; one more for each 6 senders makes up for it

@@ -1,4 +1,4 @@
-// The exchange and low-latency calls behind their shims: exceptions are kept, not thrown.
+// Puts the exchange and low-latency calls behind their shims: exceptions are kept, not thrown.
 #pragma once
 
 #include <exception>
@@ -19,7 +19,7 @@ public:
     }
 
 protected:
-    // False: `call` failed.
+    // Returns false if `call` has failed.
     template <class Call>
     static bool guarded(const Call& call) noexcept {
         failure_ = nullptr;

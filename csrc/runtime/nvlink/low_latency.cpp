@@ -68,7 +68,7 @@ void NvlinkLowLatency::allocate() {
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
-// All ranks have sent the calls so far, and the flags that say so are gone. So nobody waits for a rank in a call before the next one.
+// The flags by which all ranks have sent their calls are gone, so nobody may wait for a rank in a call before the next one.
 void NvlinkLowLatency::resume() {
     const DeviceGuard guard(device_);
     memory_.allocate(layout_.total_bytes, layout_.total_bytes, layout_.left);
@@ -115,7 +115,7 @@ int64_t NvlinkLowLatency::handle_bytes() const {
 }
 
 void NvlinkLowLatency::check_link(int rank, const std::string& bus) const {
-    int peer = 0, atomics = 1;  // NVLink has atomics, and PCIe has not
+    int peer = 0, atomics = 1;  // NVLink has atomics, PCIe does not
     if (cudaDeviceGetByPCIBusId(&peer, bus.c_str()) != cudaSuccess)
         cudaGetLastError();  // this process does not see that GPU, so it learns nothing of the link
     else if (peer != device_)
@@ -220,7 +220,7 @@ void NvlinkLowLatency::mask(int rank, bool masked, uintptr_t stream) {
         check_cuda(cudaStreamSynchronize(as_stream(stream)), "the GPU failed");
         if (rail_ && !masked) check();
     };
-    settle();  // so that an earlier failure is not taken for one of this action
+    settle();  // an earlier failure must not be taken for one of this action
     control(params, stream);
     settle();
 }

@@ -1,4 +1,5 @@
-// Low-latency calls of GPUs, of one host or, with a rail, of several nodes. Owns workspace and counters, launches kernels, raises failures.
+// Makes low-latency calls of the GPUs of one host, or with a rail of several nodes. It owns workspace and counters, launches kernels and
+// raises failures.
 #pragma once
 
 #include <atomic>
@@ -17,13 +18,13 @@ namespace deepep_moe {
 
 class NvlinkLowLatency {
 public:
-    // ranks_per_node: consecutive ranks that map each other's memory; if fewer than all, call `attach_rail` before any call.
+    // ranks_per_node consecutive ranks map each other's memory. If these are not all, call `attach_rail` before any call.
     NvlinkLowLatency(const LowLatencyConfig& config, int rank, int device, double timeout_s, bool masks_stalled, int ranks_per_node);
     ~NvlinkLowLatency();
     NvlinkLowLatency(const NvlinkLowLatency&) = delete;
 
     int64_t workspace_bytes() const { return layout_.total_bytes; }
-    // Returns the mark. A failed handle holds it xor the number of its dispatch.
+    // A failed handle holds this mark xor the number of its dispatch.
     int64_t failed_mark() const { return static_cast<int64_t>(failed_mark_); }
     int64_t handle_bytes() const;
     int64_t num_calls() const { return num_calls_; }  // calls that this rank has sent or refused so far
@@ -32,16 +33,16 @@ public:
     int share() const { return memory_.share(); }
     // Throws if a peer's GPU is reached without NVLink: rows rely on a property (cuda/low_latency.h) that is not known of such links.
     void connect(const std::vector<std::string>& handles, const std::vector<int>& descriptors);  // takes those of the ranks of this node
-    // The next three do the same as in NvlinkExchange. All calls must be received before.
+    // NvlinkExchange says what the next three do. All calls must be received before.
     void disconnect() { memory_.disconnect(); }
     void free() { memory_.free(); }
     void resume();
-    // See LowLatencyRail.
+    // LowLatencyRail describes the arguments.
     void attach_rail(const LowLatencyRailShim& shim, const std::vector<uintptr_t>& bases, const std::vector<int>& pes);
     // Upper bound of a kernel's blocks; all must be on the GPU at once. `.ci/sanitize` takes fewer.
     int num_blocks;
 
-    // All enqueue work and return. Work on another stream than the last call's waits for that call.
+    // Calls enqueue work and return. Work on another stream than the last call's waits for that call.
     void dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream);
     void combine(const LowLatencyCombineParams& params, bool sends, bool receives, uintptr_t stream);
     void refuse(const std::string& reason, uintptr_t stream);  // waits for nobody

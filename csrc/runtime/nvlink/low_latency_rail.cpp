@@ -41,7 +41,7 @@ void LowLatencyRail::relay(const LowLatencyContext& context, const std::byte* bu
         if (sent.capture == 0 && capture != 0)
             throw std::invalid_argument(
                 "a dispatch outside of the CUDA graph that is captured has not been received; call its hook before the capture");
-    for (const Sent& sent : std::exchange(to_relay_, {}))  // drops dispatches of an earlier capture, which are no calls
+    for (const Sent& sent : std::exchange(to_relay_, {}))  // this drops dispatches of an earlier capture, which are no calls
         if (sent.capture == capture && sent.params.handle != but) launch_low_latency_relay({of(context), sent.params, num_blocks}, stream);
 }
 

@@ -26,7 +26,7 @@ void check(int status, const std::string& what) {
 
 CUdeviceptr number(std::byte* address) { return reinterpret_cast<CUdeviceptr>(address); }
 
-// Do it. An error of CUDA begins with `failure`.
+// Call `it`. If CUDA fails in it, the error begins with `failure`.
 template <class Do>
 void explained(const std::string& failure, const Do& it) {
     try {
@@ -93,7 +93,7 @@ int AddressRange::share() const {
     return descriptor;
 }
 
-// Return CUDA's error, if any.
+// Unmap and release the memory, if it is mapped, and return CUDA's error.
 int AddressRange::release() {
     if (!std::exchange(is_mapped, false)) return CUDA_SUCCESS;
     const CUresult unmapped = begin == nullptr ? CUDA_SUCCESS : DEEPEP_MOE_DRIVER(cuMemUnmap)(number(begin), bytes);
@@ -131,7 +131,7 @@ GpuMemory::~GpuMemory() {
     if (getpid() != owner_pid_) return;  // a forked child has no CUDA
     const DeviceGuard guard(device_, std::nothrow);
     leave();
-    const bool has_ended = cudaDeviceSynchronize() == cudaSuccess;  // also the words, which are on their way when cudaMemcpy returns
+    const bool has_ended = cudaDeviceSynchronize() == cudaSuccess;  // the words too may still be on their way
     cudaFreeHost(ended_);
     for (AddressRange& range : workspaces_)
         if (has_ended) range.free();  // a kernel that still ran would fault
@@ -172,7 +172,7 @@ namespace {
 
 struct Handle {
     size_t bytes;
-    Process process;  // with its start as the rank itself sees it: to a peer it may have ended already
+    Process process;  // the rank itself has read its start time, because to a peer it may have ended already
 };
 
 }  // namespace

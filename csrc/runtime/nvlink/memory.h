@@ -13,7 +13,7 @@
 
 namespace deepep_moe {
 
-constexpr int kMaxGpus = 8;  // GPUs of one host, as ranks of one group
+constexpr int kMaxGpus = 8;  // ranks of one group on one host, each with a GPU
 
 // Holds addresses of this process and the memory that is mapped there. It is a plain value, which a forked process without CUDA may drop.
 struct AddressRange {
@@ -41,12 +41,12 @@ private:
 // driver frees memory once no process maps it.
 class GpuMemory {
 public:
-    // num_ranks ranks, numbered from `first_rank` on in all functions here.
+    // All functions here number the num_ranks ranks from `first_rank` on.
     GpuMemory(int num_ranks, int rank, int device, int first_rank = 0);
     ~GpuMemory();
     GpuMemory(const GpuMemory&) = delete;
 
-    // left: offset of the word of rank 0 in `GpuWaits::left`. Also called after `free`, with the same numbers.
+    // `left` is the offset of rank 0's word in `GpuWaits::left`. It is called again after `free`, with the same numbers.
     void allocate(int64_t bytes, int64_t zeroed_bytes, int64_t left);
     std::string handle() const;  // returns kHandleBytes bytes
     int share() const { return workspaces_[index_].share(); }
@@ -59,7 +59,7 @@ public:
     void leave() noexcept;
     std::byte* of(int rank) const { return workspaces_[rank - first_].begin; }
 
-    // Wait parameters of a kernel; `failure` is host memory, the other pointers are device memory.
+    // Returns what a kernel needs to wait; `failure` is host memory, the other pointers are device memory.
     GpuWaits waits(double timeout_s, GpuFailure* failure, int* gave_up, GpuEnded* ended) const;
     bool has(int rank) const { return rank >= first_ && rank < first_ + num_ranks_; }
     int process_of(int rank) const { return processes_[rank - first_].pid; }

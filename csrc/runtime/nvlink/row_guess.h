@@ -14,7 +14,7 @@ class RowGuess {
 public:
     static constexpr int64_t kShare = 16;  // 1 / kShare more rows than last time are allocated
 
-    // A little more than the last count if that was close to the one before; -1: no guess.
+    // Returns a little more than the last count if that was close to the one before, or -1 for no guess.
     int64_t room() const { return last_ < 0 || std::max(last_ - before_, before_ - last_) * kShare > last_ ? -1 : last_ + last_ / kShare; }
     void remember(int64_t num_rows) { before_ = std::exchange(last_, num_rows); }
 

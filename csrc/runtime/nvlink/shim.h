@@ -1,5 +1,5 @@
-// GPU calls for a module that does not link them (csrc/torch). It may be built by another compiler, so no exception crosses the border. A
-// failure is kept, and `raise_failure` of the Python object raises it on the same thread.
+// Offers GPU calls to a module that does not link them (csrc/torch). It may be built by another compiler, so no exception crosses the
+// border. A failure is kept, and `raise_failure` of the Python object raises it on the same thread.
 #pragma once
 
 #include "common/gate.h"
@@ -11,12 +11,12 @@ namespace deepep_moe {
 
 class ExchangeShim {
 public:
-    // Calls `allocate(context, num_rows, is_guess)` of the other module. False: it failed, and has kept the reason.
+    // The other module allocates by this. It returns false if it has failed, and keeps the reason.
     using AllocateFunction = bool (*)(void* context, int64_t num_rows, bool is_guess) noexcept;
 
     virtual bool has_failed() noexcept = 0;    // whether kernels have reported a failure
     virtual int64_t num_calls() noexcept = 0;  // entered or refused so far
-    // See NvlinkExchange; -1 or false: the call failed.
+    // NvlinkExchange describes these calls. They return -1 or false if they fail.
     virtual int64_t dispatch(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, AllocateFunction allocate,
                              void* context) noexcept = 0;
     virtual bool can_count() noexcept = 0;
@@ -42,21 +42,21 @@ protected:
     ~LowLatencyShim() = default;
 };
 
-// Calls the gate. False: the call was not made, and `_C.gpu_gate_check` raises the reason on the same thread.
+// Calls the gate. If a function returns false, the call was not made, and `_C.gpu_gate_check` raises the reason on the same thread.
 struct GateShim {
     bool (*forward)(GpuGateParams params, uintptr_t stream) noexcept;  // without `failure`
     bool (*backward)(const GpuGateBackwardParams& params, uintptr_t stream) noexcept;
     bool (*is_capturing)(uintptr_t stream) noexcept;
 };
 
-// Calls grouped experts. False: the kernel could not be launched.
+// Calls grouped experts. A function returns false if the kernel could not be launched.
 struct ExpertShim {
     bool (*forward)(const GpuSwigluParams& params, uintptr_t stream) noexcept;
     bool (*backward)(const GpuSwigluParams& params, uintptr_t stream) noexcept;
     bool (*add_weight_gradients)(const GpuWeightGradientParams& params, uintptr_t stream) noexcept;  // false on other GPUs than Hopper too
 };
 
-// Calls dense routing. False: the kernel could not be launched.
+// Calls dense routing. A function returns false if the kernel could not be launched.
 struct DenseRoutingShim {
     bool (*lanes_of_map)(const LanesOfMapParams& params, uintptr_t stream) noexcept;
     bool (*dense_of_lanes)(const DenseOfLanesParams& params, uintptr_t stream) noexcept;

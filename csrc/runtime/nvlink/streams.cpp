@@ -13,7 +13,7 @@ cudaEvent_t new_event() {
     return event;
 }
 
-// Throw if the GPU has failed in the work that was queried.
+// Returns whether the work that was queried has ended. Throws if the GPU has failed in it.
 bool is_ready(cudaError_t status) {
     if (status != cudaErrorNotReady) check_cuda(status, "the GPU failed");
     return status == cudaSuccess;
@@ -25,7 +25,7 @@ void wait(cudaStream_t stream, cudaEvent_t event) { check_cuda(cudaStreamWaitEve
 }  // namespace
 
 bool is_capturing(cudaStream_t stream) {
-    if (stream == nullptr) return false;  // the legacy stream cannot, and must not be asked while another captures
+    if (stream == nullptr) return false;  // the legacy stream cannot capture, and must not be asked while another does
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
     return status != cudaStreamCaptureStatusNone;

@@ -1,4 +1,4 @@
-// The streams of a buffer's calls: the order in which calls run, and streams that send beside them.
+// Keeps a buffer's calls in order, whatever streams they are on, and lets them send beside their stream.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,8 +15,8 @@ inline cudaStream_t as_stream(uintptr_t stream) { return reinterpret_cast<cudaSt
 bool is_capturing(cudaStream_t stream);
 unsigned long long capture_of(cudaStream_t stream);  // the number of the stream's capture in progress, or 0
 
-// The streams of a buffer's last calls. A call on another stream than the last one waits for that call; a call that is captured in a graph
-// waits for the last one of that capture. An external stream is not touched once its call has ended.
+// Holds the streams of a buffer's last calls. A call on another stream than the last one waits for that call; a call that is captured in a
+// graph waits for the last one of that capture. An external stream is not touched once its call has ended.
 class LastStreams {
 public:
     void create();  // on the current device, before use
@@ -59,7 +59,7 @@ public:
 private:
     cudaEvent_t forked_ = nullptr, sent_ = nullptr, copied_ = nullptr;
     bool is_sending_ = false;
-    unsigned long long sends_in_ = 0;  // the capture that the fork was in; 0: none
+    unsigned long long sends_in_ = 0;  // the capture that the fork was in, or 0
 };
 
 }  // namespace deepep_moe

@@ -1,4 +1,4 @@
-// A call of the exchange as tensors and a handle describe it.
+// Describes a call of the exchange by tensors and a handle.
 #pragma once
 
 #include "common/handle_arg.h"
@@ -10,7 +10,7 @@ namespace deepep_moe {
 // Larger outputs are written past the caches, which could not hold them anyway.
 constexpr int64_t kStreamingBytes = 8 << 20;
 
-// Inputs and outputs of a dispatch.
+// Holds inputs and outputs of a dispatch.
 struct DispatchArg {
     TensorArg x, x_scales, topk_weights, recv_x, recv_x_scales, recv_topk_idx, recv_topk_weights;
 };

@@ -1,4 +1,4 @@
-// The ranks of one host and their calls, in step. Every call begins with an entry that all ranks publish and read. So they agree on the
+// Keeps the calls of the ranks of one host in step. Every call begins with an entry that all ranks publish and read. So they agree on the
 // call, and learn of an error before any row moves.
 #pragma once
 
@@ -22,7 +22,7 @@ namespace deepep_moe {
 struct PlanParams {
     Signature signature;
     LayoutParams layout;
-    int64_t num_recv_rows_bound;          // -1: none
+    int64_t num_recv_rows_bound;          // -1 without a bound
     int32_t* recv_counts;                 // out [num_ranks, num_channels] tokens this rank receives
     int32_t* num_recv_tokens_per_expert;  // out [num_local_experts]
 };
@@ -39,7 +39,7 @@ public:
     const WorkspaceConfig& config() const { return config_; }
     size_t workspace_bytes() const { return layout_.total_bytes(); }
     std::string path() const { return peers_.path(); }
-    // `paths[r]`, `pids[r]` of every rank. Afterwards, once all ranks are connected, call `seal`.
+    // Connect to the segments at `paths[r]` of the processes `pids[r]`. Once all ranks are connected, call `seal`.
     void connect(const std::vector<std::string>& paths, const std::vector<int>& pids);
     void seal() { peers_.seal(); }
     // Return the memory of rows to the system, between calls. The next call takes it again. Returns its bytes.

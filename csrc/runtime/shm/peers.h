@@ -17,7 +17,7 @@ public:
 
     std::string path() const { return own_.path(); }
     size_t segment_bytes() const { return segment_bytes_; }
-    // Maps the segments of all ranks; `paths[r]`, `pids[r]` of rank r.
+    // Map the segments of all ranks; rank r has paths[r] and pids[r].
     void connect(const std::vector<std::string>& paths, const std::vector<int>& pids);
     void seal() { own_.hide(); }                                                                      // once all ranks are connected
     std::byte* memory(int rank) const { return rank == rank_ ? own_.data() : others_[rank].data(); }  // nullptr before `connect`
@@ -27,7 +27,7 @@ public:
 
     bool is_owner() const;                                     // false in a process forked from the one that made this
     void check_owner() const;                                  // throws DestroyedError there
-    bool is_gone(int rank) const;                              // its process
+    bool is_gone(int rank) const;                              // its process has ended
     std::string why_silent(int rank, double timeout_s) const;  // text for a message about a wait that ended in vain
     const char* advice(int rank) const;                        // text for the end of that message
 
