@@ -256,19 +256,19 @@ def padded(counts: Tensor, alignment: int) -> Tensor:
 
 
 class DispatchOutput(NamedTuple):
-    """The results of a dispatch. `num_rows` counts (token, expert) pairs and padding in the expert layout, tokens in the rank layout."""
+    """The results of a dispatch. docs/design/contract.md has the symbols of shapes. N counts (token, expert) pairs and padding in the
+    expert layout, tokens in the rank layout."""
 
     recv_x: Tensor
-    """[num_rows, hidden], dtype of `x`. With backend `nvlink` it may be the first rows of an allocation up to a sixteenth larger."""
+    """[N, H], dtype of `x`. With backend `nvlink` it may be the first rows of an allocation up to a sixteenth larger."""
     recv_x_scales: Tensor | None
-    """[num_rows, ceil(hidden / 128)] fp32, with `x_scales` or `fp8=True`."""
+    """[N, ceil(H / 128)] fp32, with `x_scales` or `fp8=True`."""
     recv_topk_idx: Tensor | None
-    """[num_rows, num_topk] local experts, -1 = another rank's; rank layout only."""
+    """[N, K] local experts, -1 = another rank's; rank layout only."""
     recv_topk_weights: Tensor | None
-    """fp32, when `topk_weights` was given: [num_rows] in the expert layout (0 in padding), [num_rows, num_topk] in the rank layout
-    (0 where recv_topk_idx is -1)."""
+    """fp32, with `topk_weights`: [N] in the expert layout (0 in padding), [N, K] in the rank layout (0 where no expert is here)."""
     num_recv_tokens_per_expert: Tensor
-    """[num_local_experts] int32: rows of each local expert, without padding."""
+    """[E / R] int32: rows of each local expert, without padding."""
     handle: DispatchHandle
     event: Event | None
     """With `async_op=True`: wait for it before you read any of the tensors above, except the counts."""

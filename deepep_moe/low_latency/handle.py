@@ -48,17 +48,16 @@ class LowLatencyHandle:
 
 
 class LowLatencyOutput(NamedTuple):
-    """The results of a dispatch. `capacity` is num_ranks * num_max_tokens_per_rank."""
+    """The results of a dispatch. docs/design/contract.md has the symbols of shapes. C is num_ranks * num_max_tokens_per_rank."""
 
     recv_x: Tensor
-    """[num_local_experts, capacity, hidden], dtype of `x` or float8_e4m3fn: rows of each local expert, by (source rank, token); behind the
-    `num_recv_tokens_per_expert` first of an expert nothing is written."""
+    """[E / R, C, H], dtype of `x` or float8_e4m3fn: rows of each local expert, by (source rank, token). Nothing is written behind the first
+    `num_recv_tokens_per_expert` of an expert."""
     recv_x_scales: Tensor | None
-    """With `fp8`: [num_local_experts, capacity, hidden / 128] fp32, column-major (`stride(1) == 1`), as grouped GEMMs in fp8 take them.
-    With `scale_format="ue8m0"`: [num_local_experts, capacity, ceil(hidden / 512)] int32 of four biased exponents each, the first in the
-    lowest byte."""
+    """With `fp8`: [E / R, C, H / 128] fp32, column-major (`stride(1) == 1`), as grouped GEMMs in fp8 take them. With
+    `scale_format="ue8m0"`: [E / R, C, ceil(H / 512)] int32 of four biased exponents each, the first in the lowest byte."""
     num_recv_tokens_per_expert: Tensor
-    """[num_local_experts] int32, on the device."""
+    """[E / R] int32, on the device."""
     handle: LowLatencyHandle
     event: Event | None
     hook: Callable[[], None] | None
