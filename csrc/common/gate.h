@@ -47,7 +47,7 @@ struct GateParams {
     GateOptions options;
     const void* logits;              // [num_tokens, num_experts] dtype; rows of masked tokens have no effect
     const float* expert_bias;        // [num_experts] or null
-    const bool* mask;                // [num_tokens] or null; true: the token chooses no expert (index -1, weight 0)
+    const bool* mask;                // [num_tokens] or null; a token with true chooses no expert (index -1, weight 0)
     void* topk_idx;                  // [num_tokens, num_topk], by descending selection score
     float* topk_weights;             // [num_tokens, num_topk]
     int32_t* num_tokens_per_expert;  // [num_experts]

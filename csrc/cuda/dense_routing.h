@@ -1,5 +1,4 @@
-// Declares dense routing on GPUs. It converts a map of chosen experts, with a number for each, to top-k entries and back, and counts top-k
-// entries.
+// Declares dense routing on GPUs: a map of chosen experts, with a number for each, becomes top-k entries, and back; these are counted.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +10,7 @@ struct DenseRouting {
     int64_t num_experts, num_topk;
 };
 
-// Write a token's experts, ascending, then -1. With more than num_topk experts, the first entry is num_experts, which every dispatch
-// refuses.
+// Write a token's experts, ascending, then -1. If it has more than num_topk, the first entry is num_experts, which dispatches refuse.
 struct LanesOfMapParams {
     DenseRouting sizes;
     const uint8_t* routing_map;  // [num_tokens, num_experts] bool

@@ -81,8 +81,7 @@ struct Receiver {
           lane(threadIdx.x % 32),
           ring(p.ring, slot) {}
 
-    // Take the rows that stay on this rank first, because they are there already, then those of each source in the order in which they
-    // come.
+    // Take the rows that stay on this rank first, as they are there already, then those of the sources in the order in which they send.
     __device__ void receive() {
         WarpTasks tasks(&c.state->next_receive);
         const auto drain = [&](const RingRow& row) { place(row); };

@@ -1,5 +1,4 @@
-// Declares the launchers of the GPU kernels. All are asynchronous on `stream` (a cudaStream_t) and throw std::runtime_error where CUDA
-// refuses.
+// Declares the launchers of the GPU kernels. All are asynchronous on `stream` (a cudaStream_t), and throw std::runtime_error if CUDA fails.
 #pragma once
 
 #include "cuda/dense_routing.h"

@@ -1,4 +1,4 @@
-// Low-latency calls over nodes: memory through which the ranks of a rail (the same index in their nodes) exchange rows, and launch
+// For low-latency calls over nodes: the memory by which the ranks of a rail (the same index in their nodes) exchange rows, and launch
 // parameters. docs/design/low_latency_nodes.md has the protocol.
 //
 // Symmetric memory of a rank, at the same offsets on all ranks; [kTurns] is indexed by the call, as in common/low_latency.h:
@@ -88,8 +88,7 @@ using LowLatencyRailDispatch = LowLatencyRailLaunch<LowLatencyDispatchParams>;
 using LowLatencyRailCombine = LowLatencyRailLaunch<LowLatencyCombineParams>;
 using LowLatencyRailControl = LowLatencyRailLaunch<LowLatencyControlParams>;  // one block
 
-// The module that links NVSHMEM gives these functions to the module that does not. They return nullptr, or why a kernel could not be
-// launched.
+// The module that links NVSHMEM gives these functions to the one that does not. They return nullptr, or why a launch has failed.
 struct LowLatencyRailShim {
     int64_t bytes;  // size of the parameters; it shows that both modules come from the same build
     const char* (*send)(const LowLatencyRailDispatch&, void* stream) noexcept;

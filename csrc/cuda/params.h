@@ -98,8 +98,7 @@ struct GpuPlanParams {
     int32_t* num_recv_tokens_per_expert;  // [num_local_experts]; out unless cached
 };
 
-// A call's kernels see rows that cross between nodes here (csrc/nvshmem moves them). Slots are as in the workspace; a chunk is kRailSlots
-// slots.
+// A call's kernels see rows that cross between nodes here (csrc/nvshmem moves them). Slots are as in the workspace, kRailSlots a chunk.
 struct GpuRail {
     const std::byte* inbox;           // [num_nodes - 1, node_tokens] slots: tokens of the other nodes, or sums from there
     std::byte* outbox;                // same shape: sums for the other nodes
@@ -179,7 +178,7 @@ struct GpuCombineParams {
     const float* weights;            // [num_rows], or nullptr
     const float* topk_weight_grads;  // expert layout: [num_rows]; rank layout: [num_rows, num_topk]; or nullptr
     const std::byte* bias;           // [num_tokens, hidden], or nullptr
-    // With num_topk 1: row i of combined_x is the sum of the tokens t with t % (num_tokens / tokens_per_row) == i.
+    // With num_topk 1, tokens may share a row: row i of combined_x sums the tokens t with t % (num_tokens / tokens_per_row) == i.
     int tokens_per_row;
     const float* source_weights;        // [num_tokens] weights of the tokens in that sum, or nullptr
     std::byte* combined_x;              // [num_tokens / tokens_per_row, hidden]
@@ -204,7 +203,7 @@ constexpr int kMaxSlotTensors = 8;
 struct GpuExpertSlotsParams {
     GpuContext context;
     GpuRing ring;
-    bool returns;  // gradients go home; else weights come
+    bool returns;  // gradients go home, not weights to the copies
     int num_slots, num_local_experts, num_tensors, num_blocks;
     const int32_t* copies;         // [num_ranks, num_slots] the expert in each slot of each rank; -1: none
     DType slot_dtype, home_dtype;  // types of gradients: at home fp32, or as in the slots; weights are bytes
@@ -252,9 +251,8 @@ struct GpuSwigluParams {
     float* grad_probs;       // [num_rows], or null
 };
 
-// The kernel computes gradients of the weights of grouped experts. For each group, transposed rows of a [num_rows, n] times rows of b
-// [num_rows, k], both bf16, are added to sums [num_groups, n, k]. Both n and k are multiples of 8; a, b and sums begin at multiples of 16
-// bytes.
+// The kernel computes gradients of the weights of grouped experts. For each group it adds the transposed rows of a [num_rows, n] times
+// those of b [num_rows, k], both bf16, to sums [num_groups, n, k]. n and k are multiples of 8; a, b and sums are aligned to 16 bytes.
 struct GpuWeightGradientParams {
     int64_t num_rows;
     int n, k, num_groups;

@@ -1,5 +1,5 @@
-// Exchange between nodes. A *rail* is the ranks with the same index in their nodes. This file has the memory that they write to each other,
-// and the parameters of the two kernels of csrc/nvshmem/rail.cu. docs/design/nvshmem.md has the protocol.
+// Exchanges rows between nodes. A *rail* is the ranks with the same index in their nodes. This file has the memory that they write to each
+// other, and the parameters of the two kernels of csrc/nvshmem/rail.cu. docs/design/nvshmem.md has the protocol.
 //
 // Symmetric memory of a rank, at the same offsets on all ranks:
 //
@@ -72,8 +72,7 @@ struct RailContext {
     int32_t* out_counts;         // [num_nodes] tokens that cross to each node
 };
 
-// The first kernel has one block for each node. It announces which tokens cross, enters the call, waits for that node's rank and reads its
-// message.
+// The first kernel has one block for each node, which announces the tokens that cross, enters the call, and reads that node's message.
 struct RailMeetParams {
     RailContext rail;
     GpuStamp stamp;                     // what == 0: the host refuses the call
@@ -92,8 +91,7 @@ struct RailMeetParams {
     const int32_t* handle_counts;  // recv_counts (with kFailed) of the handle that the call uses, or nullptr
 };
 
-// The second kernel runs beside those of the node. It sends rows, one put for each chunk, and tells the node's kernels which chunks have
-// arrived.
+// The second kernel runs beside those of the node. It sends rows, a put for each chunk, and tells these which chunks have arrived.
 struct RailMoveParams {
     RailContext rail;
     unsigned long long timeout_ns;  // for a chunk
@@ -105,8 +103,7 @@ struct RailMoveParams {
     const int32_t* in_counts;   // in a combine, [num_nodes]
 };
 
-// The module that links NVSHMEM gives these functions to the module that does not. They return nullptr, or why a kernel could not be
-// launched.
+// The module that links NVSHMEM gives these functions to the one that does not. They return nullptr, or why a launch has failed.
 struct RailShim {
     int64_t bytes;  // sizes of RailMeetParams and RailMoveParams; they show that both modules come from the same build
     const char* (*meet)(const RailMeetParams&, void* stream) noexcept;

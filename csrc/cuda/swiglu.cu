@@ -1,5 +1,4 @@
-// Computes SwiGLU of rows, y = silu(gate) * up * prob, and its gradients. Rows are grouped by expert. The last ones may have none and are
-// skipped.
+// Computes SwiGLU of rows, y = silu(gate) * up * prob, and its gradients. Rows are grouped by expert; last rows without one are skipped.
 //
 //   swiglu             One warp a row, with kBatch pieces of gate and of up in flight.
 //   swiglu_backward    One warp a row: reads gate, up and the gradient once, and may write y again.

@@ -11,11 +11,10 @@ struct GpuRing {
     int warps, stages;
 };
 
-// The settings of a buffer are fitted to the device at first (runtime/nvlink/fit.h). A profile or a benchmark may change them between
-// calls.
+// The settings of a buffer are fitted to the device at first (runtime/nvlink/fit.h). A profile or benchmark may change them between calls.
 struct GpuTuning {
     GpuRing ring{6, 4};            // ring of one block, if its rows fit into kRingBytes
-    bool uses_bulk_copies = true;  // false: 16-byte loads and stores, the only way before sm_90
+    bool uses_bulk_copies = true;  // if not, rows move by 16-byte loads and stores, the only way before sm_90
     int num_receive_blocks = 64;   // blocks of a dispatch that receive
     int num_work_blocks = 0;       // blocks of a combine that work; 0: all SMs that do not send
     int num_sms = 1;               // SMs that send, unless the caller sets a number

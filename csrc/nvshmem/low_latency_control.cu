@@ -12,8 +12,7 @@ using Launch = LowLatencyRailControl;
 
 constexpr int kThreads = tuning::kLowLatencyThreads;
 
-// Send the refusal to the rail's ranks. The other ranks of their nodes learn of it from them, or read it in their memory. All threads call
-// it.
+// Send the refusal to the rail's ranks. Others learn of it from these, or read it in their memory. All threads call it.
 __device__ void refuse(const Launch& l, const RailPuts& rail) {
     LowLatencyWhat what{};
     what.is_refused = true;

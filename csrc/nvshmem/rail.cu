@@ -284,8 +284,7 @@ struct Mover {
         for (int i = lane; i < p.tail_bytes / 4; i += 32) reinterpret_cast<float*>(to + p.row_bytes)[i] = scales[i];
     }
 
-    // Each thread polls one chunk, and its next chunk once that has arrived, so that chunks need not wait for each other. One warp calls
-    // it.
+    // Each thread polls one chunk, and its next once that has arrived, so chunks need not wait for each other. One warp calls it.
     __device__ void receive() const {
         GpuWaits waits = c;
         waits.timeout_ns = p.timeout_ns;

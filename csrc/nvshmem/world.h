@@ -1,5 +1,4 @@
-// Manages NVSHMEM in this process: one world, and its symmetric heap. Errors of NVSHMEM are std::runtime_error with its number and what to
-// do.
+// Manages NVSHMEM in this process: one world, and its symmetric heap. Its errors are std::runtime_error with their number and what to do.
 //
 // NVSHMEM ends the process if a call comes at the wrong time, so every function here checks `status` first. A "Collective" function is one
 // that all PEs must call in the same order; it returns after all have called it.

@@ -203,8 +203,7 @@ private:
 
     __device__ Staged& staged(int turn) const { return reinterpret_cast<Staged&>(shared.staged[turn]); }
 
-    // Find all tokens' places. Returns false if topk_idx has a fault, of which the blocks that send counts tell the peers. All threads call
-    // it.
+    // Find all tokens' places. Returns false if topk_idx has a fault, of which the blocks that send counts tell. All threads call it.
     __device__ bool find_places(const FirstMarks& experts) const {
         clear(c, marks);
         __syncthreads();

@@ -131,8 +131,7 @@ __device__ __forceinline__ int first_from(const GpuContext& c, const GpuRouting&
     return c.config.num_nodes == 1 ? first_from(recv_counts, source.rank) : r.recv_first[source.number(c.config)];
 }
 
-// Returns the number of this rank's tokens for `column` (expert or rank) in the plan's warps before that of `token`, within the token's
-// node.
+// Returns how many of this rank's tokens for `column` (expert or rank) the plan's warps before that of `token` have, in its node.
 __device__ __forceinline__ int tokens_before(const GpuContext& c, const GpuRouting& r, int token, int column) {
     const int columns = c.layout.columns;
     int warp = token / r.tokens_per_warp;

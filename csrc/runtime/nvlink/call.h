@@ -22,8 +22,7 @@ struct CallMode {
     bool is_late = false;   // a dispatch that has a guess returns before the counts are there (NvlinkExchange::count_late)
 };
 
-// With several nodes this is the part of a call that crosses between them. The rest of the call is then about the tokens that are in this
-// node.
+// With several nodes this is the part of a call that crosses. The rest of the call is then about the tokens that are in this node.
 struct RailCall {
     GpuRouting routing{};      // routing of this rank's tokens to experts of all nodes
     bool has_weights = false;  // the same on all ranks, including those without tokens

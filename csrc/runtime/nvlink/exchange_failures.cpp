@@ -62,7 +62,7 @@ GpuFailure NvlinkExchange::in_calls(GpuFailure f, int reporter) const {
     const auto phase = static_cast<GpuPhase>(f.phase);
     if (!ends_wait(f.kind) || (phase != GpuPhase::kEntry && phase != GpuPhase::kCounts && phase != GpuPhase::kRailEntry)) return f;
     f.expected >>= kValueBits;
-    const bool is_known = numbers_.of(reporter, f.peer) == numbers_.of(f.peer);  // both ranks name the same peer so
+    const bool is_known = numbers_.of(reporter, f.peer) == numbers_.of(f.peer);  // both ranks give the peer the same number
     f.seen = phase != GpuPhase::kCounts && is_known ? last_call_of(f.peer) : f.seen >> kValueBits;
     return f;
 }
@@ -150,8 +150,7 @@ GpuStamp NvlinkExchange::stamp_of(int peer, long long call) const {
 }
 
 // Returns whether a later call of `peer` may have reused the slot of this stamp; a rank writes its stamp before its entry. A peer keeps
-// num_stamps slots, and gets further ahead only after this rank has entered a later call, or if its GPU has failed; then all its stamps say
-// why.
+// num_stamps slots, and gets further ahead only after this rank has entered a later call, or if its GPU has failed; all stamps then say so.
 bool NvlinkExchange::may_be_overwritten(int peer, long long call) const {
     unsigned long long entered = 0;
     failures_.read(&entered, &state_->sequence, sizeof(entered));

@@ -13,8 +13,7 @@ namespace deepep_moe {
 
 class Rail {
 public:
-    // NvlinkExchange::attach_rail describes the arguments. Uses the current device. Throws std::invalid_argument for a shim of another
-    // build.
+    // NvlinkExchange::attach_rail describes the arguments. Uses the current device. Throws std::invalid_argument for another build's shim.
     Rail(const GpuWorkspaceConfig& config, const RailShim& shim, std::byte* base, const std::vector<int>& pes, double timeout_s);
     ~Rail();
     Rail(const Rail&) = delete;
