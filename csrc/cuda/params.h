@@ -251,8 +251,8 @@ struct GpuSwigluParams {
     float* grad_probs;       // [num_rows], or null
 };
 
-// The kernel computes gradients of the weights of grouped experts. For each group it adds the transposed rows of a [num_rows, n] times
-// those of b [num_rows, k], both bf16, to sums [num_groups, n, k]. n and k are multiples of 8; a, b and sums are aligned to 16 bytes.
+// The kernel computes gradients of grouped experts' weights. For each group it adds the transposed rows of a [num_rows, n] times those of
+// b [num_rows, k], both bf16, to sums [num_groups, n, k]. Both n and k are multiples of 8; a, b and sums are aligned to 16 bytes.
 struct GpuWeightGradientParams {
     int64_t num_rows;
     int n, k, num_groups;
