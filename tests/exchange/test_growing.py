@@ -11,7 +11,6 @@ from deepep_moe import Buffer
 from deepep_moe.errors import Cause, EPMismatchError, EPPeerError
 from deepep_moe.exchange.growing import GrowingBuffer
 
-
 BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
 
 
