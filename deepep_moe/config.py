@@ -79,7 +79,7 @@ def timeout_s() -> float:
 
 
 def sums() -> str:
-    """Return `sums` of `LowLatencyBuffer`, which checks it, for low-latency calls of DeepEP's interfaces."""
+    """Return `sums` of buffers, which check it, for DeepEP's interfaces, but for normal calls of version 1."""
     return os.environ.get("DEEPEP_MOE_SUMS") or "ranks"
 
 

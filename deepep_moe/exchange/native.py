@@ -86,10 +86,11 @@ def combine_rows(
     calls: Calls, x: Tensor, handle: DispatchHandle, topk_weights: Tensor | None, bias: Tensor | None, num_sms: int | None,
     async_op: bool = False, return_hook: bool = False, *, lanes: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """Make a combine, and return `_torch.Combined`. With `lanes` it also sums lanes of top-k, without gradient."""
+    """Make a combine, and return `_torch.Combined`. With `lanes` it also sums lanes of top-k, without gradient. By lanes each
+    has one row, so there is no sum."""
     if calls.native is None or (mode := mode_of(num_sms, async_op, return_hook)) is None:
         return None
-    how = lanes, lanes is not None, mode
+    how = lanes, lanes is not None and not calls.settings.is_by_lane, mode
     return calls.make("combine", x, handle, topk_weights, bias, *how, handle=handle, is_async=bool(async_op or return_hook))
 
 

@@ -138,7 +138,7 @@ def check_settings(
     if s.num_topk > min(s.num_experts, _C.MAX_TOPK):
         raise ValueError(f"num_topk is {s.num_topk}; it must be at most num_experts ({s.num_experts}) and at most {_C.MAX_TOPK}")
     if s.sums not in SUMS:
-        raise ValueError(f"sums is {s.sums!r}; it must be one of {list(SUMS)} (DEEPEP_MOE_SUMS sets it for deep_ep's low-latency calls)")
+        raise ValueError(f"sums is {s.sums!r}; it must be one of {list(SUMS)} (DEEPEP_MOE_SUMS sets it for deep_ep)")
     if s.is_by_lane:
         s = replace(s, lanes=s.num_topk, num_topk=1, num_max_tokens_per_rank=s.num_topk * s.num_max_tokens_per_rank)
     return s

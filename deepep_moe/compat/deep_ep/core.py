@@ -94,8 +94,12 @@ class GrowingBuffers(Buffers):
     the same order, so they also drop the same one.
     """
 
-    def __init__(self, group: dist.ProcessGroup, num_max_tokens_per_rank: int | None = None, ranks_per_node: int | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, num_max_tokens_per_rank: int | None = None, ranks_per_node: int | None = None, sums: str = "ranks"
+    ) -> None:
         super().__init__(group)
+        self.sums = sums
+        """`sums` of the buffers. By lanes they serve the expert layout."""
         self.num_ranks = dist.get_world_size(group)
         self._num_max_tokens, self._ranks_per_node = num_max_tokens_per_rank, ranks_per_node
         self._num_hosts: int | None = None
@@ -139,6 +143,13 @@ class GrowingBuffers(Buffers):
         """
         return self._refuse(error, None if self._latest is None else self._latest.buffer)
 
+    def check_layout(self, layout: str, instead: str) -> None:
+        """Raise ValueError for compact rows where sums go by lanes. `instead`: what the caller should do."""
+        if self.sums != "ranks" and layout == "rank":
+            raise ValueError(
+                f"DEEPEP_MOE_SUMS is {self.sums!r}, but of compact rows the caller adds up those of a token on one rank; {instead}"
+            )
+
     def backend_name(self, device: torch.device) -> str:
         """Return the backend that serves tensors on `device`. Collective the first time."""
         if self._num_hosts is None:
@@ -158,12 +169,21 @@ class GrowingBuffers(Buffers):
     def _make(self, key: tuple[int, int, int, torch.device], num_tokens: int) -> GrowingBuffer:
         hidden, num_experts, num_topk, device = key
         self.meet()
-        backend, group, ranks_per_node = self.backend_name(device), self.group, self._ranks_per_node
+        backend, group, ranks_per_node, sums = self.backend_name(device), self.group, self._ranks_per_node, self.sums
 
         def construct(bound: int) -> Buffer:
-            return Buffer(group, bound, hidden, num_experts, num_topk, backend=backend, ranks_per_node=ranks_per_node)
+            return Buffer(group, bound, hidden, num_experts, num_topk, backend=backend, ranks_per_node=ranks_per_node, sums=sums)
 
         return GrowingBuffer(self.group, num_tokens, device, construct, self._num_max_tokens, _OPTION, is_bounded=is_gpu(device))
+
+
+def check_knows_tokens(buffer: Buffer, name: str) -> None:
+    """Raise NotImplementedError for the field `name` of a handle where sums go by lanes: a rank then knows rows, and not which are of one
+    token."""
+    if buffer.sums != "ranks":
+        raise NotImplementedError(
+            f"{name} is not known with DEEPEP_MOE_SUMS={buffer.sums}; leave the variable out for callers that read it"
+        )
 
 
 def members_of(group: Any, what: str) -> "tuple[int, int]":

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from deepep_moe import config
 from deepep_moe.arguments import as_int
 from deepep_moe.compat.deep_ep.arguments import as_given, checked_routing, combine_arguments, detached, in_rows, rows_and_scales
 from deepep_moe.compat.deep_ep.core import GrowingBuffers
@@ -85,7 +86,7 @@ class ElasticCalls:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.buffers = GrowingBuffers(group)
+        self.buffers = GrowingBuffers(group, sums=config.sums())
         self.stream = CommStream()
 
     def dispatch(
@@ -150,7 +151,9 @@ class ElasticCalls:
 
     def _send(self, rows: Tensor, scales: Tensor | None, routing: Routing, mode: Mode) -> tuple[DispatchOutput, EPHandle]:
         most, buffers = routing.num_max_tokens_per_rank, self.buffers
+        layout = "expert" if routing.do_expand else "rank"
         try:
+            buffers.check_layout(layout, "pass do_expand=True")
             topk_idx, topk_weights, num_experts = _lanes_of(routing)
             bound = None if routing.do_cpu_sync else _most_rows(routing, topk_idx.shape[1], num_experts, buffers.num_ranks)
         except (TypeError, ValueError) as error:
@@ -158,7 +161,7 @@ class ElasticCalls:
 
         def send(buffer: Buffer) -> DispatchOutput:
             return buffer.dispatch(
-                rows, topk_idx, topk_weights, x_scales=scales, layout="expert" if routing.do_expand else "rank",
+                rows, topk_idx, topk_weights, x_scales=scales, layout=layout,
                 expert_alignment=routing.expert_alignment, num_recv_rows=bound, num_sms=mode.num_sms or None, return_hook=mode.is_deferred,
             )  # fmt: skip
 

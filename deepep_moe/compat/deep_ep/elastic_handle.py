@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepep_moe.compat.deep_ep.core import check_knows_tokens
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.handle import DispatchHandle
@@ -44,7 +45,7 @@ class EPHandle:
     def topk_idx(self) -> Tensor:
         """Return [num_tokens, num_topk], as the caller gave it, or a copy."""
         if self._topk_idx is None:
-            self._topk_idx = self.native.topk_idx.to(self._index_dtype, copy=True)  # the dispatch has kept it
+            self._topk_idx = self.dst_buffer_slot_idx.to(self._index_dtype, copy=True)  # the dispatch has kept it
         return self._topk_idx
 
     @property
@@ -68,6 +69,7 @@ class EPHandle:
         """Return the number of tokens received, each counted once; after a dispatch with do_cpu_sync=False the most that may come."""
         if not self.has_counts_on_host:
             return self.buffer.num_ranks * self.num_max_tokens_per_rank
+        check_knows_tokens(self.buffer, "num_recv_tokens")
         return int(self.native.recv_counts.sum()) if self.do_expand else self.native.num_rows
 
     @property
@@ -79,6 +81,7 @@ class EPHandle:
     @cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
         """Return [num_ranks] int32: the running sum of the tokens received from each rank."""
+        check_knows_tokens(self.buffer, "psum_num_recv_tokens_per_scaleup_rank")
         return self.native.recv_counts.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
     @property
@@ -99,7 +102,7 @@ class EPHandle:
     def dst_buffer_slot_idx(self) -> Tensor:
         """Return [num_tokens, num_topk]: the expert of each lane, -1 = none. There are no slots here; the routing determines each row's
         place."""
-        return self.native.topk_idx
+        return self.native.topk_idx.view(-1, self.buffer.num_topk)
 
     @cached_property
     def recv_src_metadata(self) -> Tensor:
@@ -108,6 +111,7 @@ class EPHandle:
 
         No call needs it and no dispatch sends it. The first read is collective: all ranks must read it, and the host waits.
         """
+        check_knows_tokens(self.buffer, "recv_src_metadata")
         sources = _tokens_received(self.native, self.buffer, self._group, self.num_max_tokens_per_rank)
         num_tokens = len(sources)
         place = torch.arange(num_tokens, device=sources.device)

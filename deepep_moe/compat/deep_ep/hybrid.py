@@ -94,7 +94,7 @@ class HybridEPBuffer(Suspending):
             as_int("num_sms_dispatch_api", num_sms_dispatch_api or 0) or None,
             as_int("num_sms_combine_api", num_sms_combine_api or 0) or None,
         )
-        self._buffers = GrowingBuffers(group)
+        self._buffers = GrowingBuffers(group, sums=library_config.sums())
         self._num_lanes = self._num_bounded_lanes = 0  # as all ranks agree, for routing maps without and with a bound; 0: not yet
         self._bounded: tuple[int, torch.device] | None = None
         """The experts and the device of the latest dispatch with a bound."""
@@ -278,6 +278,7 @@ class HybridEPBuffer(Suspending):
             return dispatch_along(buffer, rows, scales, native, weights, self._num_sms[0]), handle
         self._buffers.check_alive()
         try:
+            self._buffers.check_layout(layout, "call dispatch_with_permute")
             rows, scales = _rows_of(hidden, scaling_factor)
             num_experts = self._check_routing(routing, rows)
         except (TypeError, ValueError) as error:

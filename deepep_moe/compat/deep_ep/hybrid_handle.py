@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepep_moe.compat.deep_ep.core import check_knows_tokens
 from deepep_moe.compat.deep_ep.dense_routing import local_routing_map
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.exchange.buffer import Buffer
@@ -41,7 +42,8 @@ class HybridHandle(Sequence[Any]):
     """The handle for a combine, or a dispatch, along the same routing: `native`, the handle of deepep_moe, and the `buffer` that made it.
 
     As a sequence it has HybridEP's items: 7, or 11 after a dispatch with permutation. HybridEP's maps of memory slots do not exist here
-    and are `None`. Items that need work are computed on access, on the stream that is current then.
+    and are `None`; so are the tokens received and their map, where sums go by lanes. Items that need work are computed on access, on the
+    stream that is current then.
     """
 
     def __init__(self, buffer: Buffer, native: DispatchHandle, topk_idx: Tensor, config: HybridConfig, has_dropped: Tensor | None) -> None:
@@ -64,7 +66,7 @@ class HybridHandle(Sequence[Any]):
         return iter(self._items)
 
     def __repr__(self) -> str:
-        return f"HybridHandle({self.native.num_tokens} tokens sent, {self.native.num_rows} rows received, {self.buffer!r})"
+        return f"HybridHandle({len(self.topk_idx)} tokens sent, {self.native.num_rows} rows received, {self.buffer!r})"
 
     @property
     def tokens_per_expert(self) -> Tensor:
@@ -84,6 +86,7 @@ class HybridHandle(Sequence[Any]):
     @cached_property
     def num_dispatched_tokens_tensor(self) -> Tensor:
         """Return [1] int32: tokens received, each counted once."""
+        check_knows_tokens(self.buffer, "num_dispatched_tokens_tensor")
         return self.native.recv_counts.sum(dtype=torch.int32).view(1)
 
     @cached_property
@@ -100,8 +103,9 @@ class HybridHandle(Sequence[Any]):
 
     @cached_property
     def _items(self) -> tuple[Any, ...]:
-        received = self.num_dispatched_tokens_tensor, self.local_expert_routing_map
+        knows_tokens = self.buffer.sums == "ranks"
+        received = (self.num_dispatched_tokens_tensor, self.local_expert_routing_map) if knows_tokens else (None, None)
         if self.native.layout == "rank":
-            return None, None, None, *received, self.native.num_tokens, self.config
-        per_expert = self.tokens_per_expert, self.native.num_tokens, self.config
+            return None, None, None, *received, len(self.topk_idx), self.config
+        per_expert = self.tokens_per_expert, len(self.topk_idx), self.config
         return None, None, None, *received, None, None, *per_expert, self.overflow_flag

@@ -11,7 +11,7 @@ from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.checks import check_cached_dispatch, check_combine, check_owner, check_tensors
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
-from deepep_moe.group.settings import Settings
+from deepep_moe.group.settings import Settings, one_by_one
 
 _WORD = torch.float32  # rows of any dtype are sent as this one, as a dispatch copies bits; every row is a multiple of 16 bytes
 
@@ -70,13 +70,13 @@ def combine_with_lanes(
     calls = buffer.calls
     output = native.combine_rows(calls, x, handle, None, bias, num_sms, lanes=lanes)
     if output is not None:
-        return output.combined_x, output.topk_weight_grads
+        return output.combined_x, output.topk_weight_grads.view(-1, buffer.num_topk)
     mode = calls.mode_of(num_sms)
     calls.refuse_on_failure(check_tensors, x, is_operator=False, topk_weights=lanes, bias=bias)
     calls.refuse_on_failure(check_owner, handle, calls.number)
-    combined_x, sums = calls.combine(CombineArgs(mode, x, None, bias, lanes, handle, sums_lanes=True))
+    combined_x, sums = calls.combine(CombineArgs(mode, x, None, bias, lanes, handle, sums_lanes=not calls.settings.is_by_lane))
     assert sums is not None  # as lanes were given
-    return combined_x, sums
+    return combined_x, sums.view(-1, buffer.num_topk)
 
 
 def _hear_refusals(buffer: Buffer, x: Tensor) -> None:
@@ -97,7 +97,8 @@ def _as_wide_as(buffer: Buffer, x: Tensor) -> Settings:
 
 def _check_dispatch(buffer: Buffer, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle) -> None:
     check_tensors(x, x_scales=x_scales, topk_weights=topk_weights)
-    args = CachedDispatchArgs(buffer.calls.own_mode, x, x_scales, topk_weights, handle)
+    weights = one_by_one("topk_weights", topk_weights, len(x), buffer.calls.settings) if buffer.sums != "ranks" else topk_weights
+    args = CachedDispatchArgs(buffer.calls.own_mode, x, x_scales, weights, handle)
     check_cached_dispatch(args, _as_wide_as(buffer, x))
 
 
