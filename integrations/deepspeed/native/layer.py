@@ -179,8 +179,8 @@ class PackedMOELayer(MOELayer):
         planned: the copies of experts, which topk_idx chooses as the experts behind those of their rank."""
         num_experts = self.num_local_experts + (0 if planned is None else planned.num_slots)
         x, idx = x.contiguous(), widened(topk_idx, num_experts, plan_of(self).num_local_experts)
-        how = {} if weights is None else {"num_recv_rows": GUESS}
-        how = {"expert_alignment": GROUP_ALIGNMENT, "fp8": BLOCKWISE} if self.is_fp8 else how
+        guess = None if weights is None else GUESS
+        how = {"expert_alignment": GROUP_ALIGNMENT, "fp8": BLOCKWISE} if self.is_fp8 else {"num_recv_rows": guess}
 
         def send(buffer: Buffer) -> DispatchOutput:
             return buffer.dispatch(x, idx, topk_weights, layer=self.deepep_moe_number, **how)
