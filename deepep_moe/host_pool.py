@@ -31,7 +31,9 @@ class HostPool:
         with self._lock:
             storage = self._unused(num_bytes) or self._fresh(num_bytes, shape, dtype)
             # A tensor of its own, not a view: autograd forbids changing an operator's output in place if it is one.
-            return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape)  # type: ignore[call-overload]
+            tensor = torch.empty(0, dtype=dtype, device="cpu")
+            tensor.set_(storage, 0, shape)  # type: ignore[call-overload]
+            return tensor
 
     def trim(self) -> None:
         """Forget all memory. Memory in use is freed with its last tensor."""

@@ -8,17 +8,27 @@ import contextlib
 import functools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._C import _TorchDispatchModeKey as ModeKey
+from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 Context = Any
 """The context of an autograd function, which takes attributes of any name."""
+if TYPE_CHECKING:
+
+    class Function(torch.autograd.Function):
+        """`torch.autograd.Function`, whose `apply` PyTorch gives no types."""
+
+        @classmethod
+        def apply(cls, *inputs: object) -> Any: ...
+else:
+    Function = torch.autograd.Function
 _library = torch.library.Library("deepep_moe", "FRAGMENT")
 _PLAIN = (Tensor, torch.nn.Parameter)
 _eager: dict[str, tuple[Any, type[torch.autograd.Function] | None]] = {}
@@ -32,7 +42,7 @@ def define(schema: str) -> None:
 def register_operator(name: str, implementation: Any, fake: Any, save: Any = None, backward: Any = None) -> None:
     """Make `implementation` that of the defined operator `name`. `save` and `backward` are its gradient, if it has one."""
     # After a break of a graph Dynamo looks at every Python function that is called, those that an operator calls too.
-    _library.impl(name, torch._disable_dynamo(implementation), "CompositeExplicitAutograd")
+    _library.impl(name, _disable_dynamo(implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"deepep_moe::{name}", fake, lib=_library)
     if backward is not None:
         torch.library.register_autograd(f"deepep_moe::{name}", backward, setup_context=save, lib=_library)

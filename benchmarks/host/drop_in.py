@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from benchmarks.host.measure import CHAIN, Shape, chain_us
 from deepep_moe import Buffer
@@ -23,7 +24,7 @@ def times(shape: Shape, repeats: int, device: str = "cuda") -> dict[str, tuple[l
     DeepEP's constructor, if there is none."""
     makes_group = not dist.is_initialized()
     if makes_group:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         with torch.no_grad():
             pairs = _calls(shape, torch.device(device), dist.group.WORLD)

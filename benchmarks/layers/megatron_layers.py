@@ -8,6 +8,7 @@ import torch
 
 from deepep_moe.integrations.megatron.patches import Patches
 from deepep_moe.integrations.megatron.plugin import selection
+from deepep_moe.library import Function
 
 
 def build_moe_layer(config: Any, *, seed: int, use_te: bool = False) -> Any:
@@ -128,7 +129,7 @@ def exchange(dispatcher: Any, x: torch.Tensor, routing_map: torch.Tensor, probs:
     return dispatcher.combine_postprocess(dispatcher.token_combine(rows))
 
 
-class _Echo(torch.autograd.Function):
+class _Echo(Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, row_probs: torch.Tensor) -> torch.Tensor:
         ctx.dtype = row_probs.dtype

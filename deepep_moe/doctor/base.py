@@ -83,7 +83,8 @@ class Environment:
     @property
     def gpus(self) -> list[dict[str, Any]]:
         """Return the GPUs that CUDA lets this process use: `name`, `capability` and `num_sms`."""
-        return self.facts.get("cuda", {}).get("gpus", [])
+        gpus: list[dict[str, Any]] = self.facts.get("cuda", {}).get("gpus", [])
+        return gpus
 
     @functools.cached_property
     def machine(self) -> topology.Topology:

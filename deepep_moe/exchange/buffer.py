@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from deepep_moe import config
 from deepep_moe.arguments import check_is_tensor, check_plain
@@ -473,7 +474,7 @@ def _with_event(combined_x: Tensor, event: Event | None, return_hook: bool) -> A
     return combined_x, event.wait if return_hook else event
 
 
-@torch._disable_dynamo
+@_disable_dynamo
 def _call_outside_graph(call: Callable[_Given, _Result], *args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
     """Make a call outside the graphs of a compiled function: events, hooks and `QuantizedRows` cannot be part of a graph. With
     `fullgraph=True` PyTorch raises an error that names this function."""

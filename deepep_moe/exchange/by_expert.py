@@ -18,7 +18,7 @@ from deepep_moe.exchange.checks import EXCHANGE, check_source_weights
 from deepep_moe.exchange.handle import DispatchHandle, PackedHandle
 from deepep_moe.exchange.native import mode_of
 from deepep_moe.exchange.operators import combine, dispatch, joined
-from deepep_moe.library import Context, is_compiled, is_watched, refuse_watchers, unwatched
+from deepep_moe.library import Context, Function, is_compiled, is_watched, refuse_watchers, unwatched
 from deepep_moe.ops.weighted import repeated, weighted_sum
 
 
@@ -96,7 +96,7 @@ def split_rows(rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tup
     return torch.split_with_sizes(rows.view(*leading, *rows.shape) if leading else rows, counts, -2)
 
 
-class _Split(torch.autograd.Function):
+class _Split(Function):
     """`split_rows` with gradients that may be sparse; the backward of PyTorch's split cannot join sparse ones."""
 
     @staticmethod

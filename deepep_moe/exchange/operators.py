@@ -22,7 +22,7 @@ from deepep_moe.exchange.calls import Calls, calls_of
 from deepep_moe.exchange.checks import EXCHANGE
 from deepep_moe.exchange.failures import tell_failure, watch_backward
 from deepep_moe.exchange.handle import DispatchHandle, TracedHandle, traced
-from deepep_moe.library import Context, call, define, is_watched, needs_gradients, refuse_watchers, register_operator
+from deepep_moe.library import Context, Function, call, define, is_watched, needs_gradients, refuse_watchers, register_operator
 from deepep_moe.ops.quantized import QuantizedRows
 from deepep_moe.ops.weighted import aligned, differentiable_scale_rows_backward, repeated
 
@@ -177,7 +177,7 @@ def _differentiable(x: Tensor, topk_weights: Tensor | None, send: Callable[[], _
     return received
 
 
-class _Dispatch(torch.autograd.Function):
+class _Dispatch(Function):
     """A dispatch with fresh routing or along a handle."""
 
     @staticmethod
@@ -361,7 +361,7 @@ def combine_for_quantized(calls: Calls, mode: Mode, x: Tensor, bias: Tensor | No
     return combined_x
 
 
-class _Combine(torch.autograd.Function):
+class _Combine(Function):
     @staticmethod
     def forward(
         ctx: Context, x: Tensor, weights: Tensor | None, bias: Tensor | None, _topk_weight_grads: Tensor | None, handle: DispatchHandle,

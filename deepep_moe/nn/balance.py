@@ -15,7 +15,7 @@ from deepep_moe.errors import EPError
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.expert_slots import ALIGNMENT, MAX_SLOTS, ExpertSlots
 from deepep_moe.exchange.failures import ENDS, notify_peers
-from deepep_moe.library import Context
+from deepep_moe.library import Context, Function
 from deepep_moe.ops.copies import CopyPlan, plan_copies
 from deepep_moe.ops.lanes import count_lanes
 
@@ -282,7 +282,7 @@ class Planned:
         return fetched
 
 
-class _Weights(torch.autograd.Function):
+class _Weights(Function):
     """The weights of the products at home and of those of copies. Its backward, after those of the products, brings the gradients of
     copies home."""
 
@@ -310,7 +310,7 @@ class _Weights(torch.autograd.Function):
         return *of_weights, None, None, None, None, None
 
 
-class _Rows(torch.autograd.Function):
+class _Rows(Function):
     """The rows of the products at home, and again for `_Guests`, which the host takes out once it knows where they are."""
 
     @staticmethod
@@ -328,7 +328,7 @@ class _Rows(torch.autograd.Function):
         return grad, None
 
 
-class _Guests(torch.autograd.Function):
+class _Guests(Function):
     """Rows of copies. `_Rows` gets their gradient through a list, so that nobody adds zeros to all the other rows."""
 
     @staticmethod
@@ -343,7 +343,7 @@ class _Guests(torch.autograd.Function):
         return grad.new_empty(()).expand(ctx.shape), None, None, None
 
 
-class _Join(torch.autograd.Function):
+class _Join(Function):
     """Writes the outputs of copies behind those at home."""
 
     @staticmethod
@@ -362,7 +362,7 @@ class _Join(torch.autograd.Function):
         return grad, grad[guests] if guests.start < guests.stop else None, None, None
 
 
-class _Fetch(torch.autograd.Function):
+class _Fetch(Function):
     """Fetches the weights of copies at the begin of the layer's backward, beside the dispatch of the gradients."""
 
     @staticmethod

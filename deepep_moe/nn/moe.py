@@ -35,7 +35,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(nn.functional.silu(gate) * up)
+        y: Tensor = self.down(nn.functional.silu(gate) * up)
+        return y
 
 
 class LocalExperts(nn.Module):
@@ -256,13 +257,14 @@ class MoELayer(RankExperts):
         if planned is not None:
             y = planned.end(y, out.handle.num_rows_per_expert_list)
         weights = None if self.fp8 else out.recv_topk_weights
-        return self.buffer.combine(y.contiguous(), out.handle, weights, bias=shared, fp8=self.fp8)
+        combined: Tensor = self.buffer.combine(y.contiguous(), out.handle, weights, bias=shared, fp8=self.fp8)
+        return combined
 
     def _run_experts(self, out: DispatchOutput, is_first_microbatch: bool | None, planned: Planned | None = None) -> Tensor:
         counts = out.handle.num_rows_per_expert_list if isinstance(self.experts, LocalExperts) else out.handle.num_rows_per_expert
         if self.fp8:  # a weighted combine would need its rows, and their gradients in bf16
             which = {} if is_first_microbatch is None else {"is_first_microbatch": is_first_microbatch}
-            y = self.experts(out.recv_x, counts, out.recv_topk_weights, **which)
+            y: Tensor = self.experts(out.recv_x, counts, out.recv_topk_weights, **which)
         elif planned is not None:
             y = self.experts(out.recv_x, out.handle.num_rows_per_expert_on_host if planned.is_whole else counts, planned=planned)
         else:

@@ -1,6 +1,7 @@
 """The router: a linear map from hidden states to expert logits, and the gate."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -138,10 +139,10 @@ class Router(nn.Module):
         options = ", ".join(f"{name}={value}" for name, value in self.gate_options.items())
         return f"hidden={self.hidden}, num_experts={self.num_experts}, num_topk={self.num_topk}, {options}"
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         # Casting the module must not round the bias: its steps are smaller than half precision resolves.
         bias = self.expert_bias
-        super()._apply(fn, recurse)
+        torch.nn.Module._apply(self, fn, recurse)
         if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
             self.expert_bias = bias.to(self.expert_bias.device)
         return self

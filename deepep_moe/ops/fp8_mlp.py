@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from deepep_moe.device import on_device
-from deepep_moe.library import Context
+from deepep_moe.library import Context, Function
 from deepep_moe.ops.fp8_kept import Fp8Copies
 from deepep_moe.ops.fp8_products import (
     GROUP_ALIGNMENT,
@@ -29,7 +30,7 @@ _GRADIENTS = (torch.float32, torch.bfloat16)
 _Fp8 = tuple[Tensor, Tensor]  # values and scales
 
 
-@torch._disable_dynamo
+@_disable_dynamo
 def fp8_mlp(
     x: QuantizedRows, counts: Tensor | Sequence[int], w1: Tensor, w2: Tensor, probs: Tensor | None, act: object,
     recompute: bool, zero_tail: bool, makers: "Sequence[WeightGradient]", copies: Sequence[Fp8Copies] | None,
@@ -40,10 +41,12 @@ def fp8_mlp(
     keeps = torch.is_grad_enabled() and not recompute
     first, second = copies or (None, None)
     inner = _Linear.apply(x, w1, groups, first, keeps and x.requires_grad, zero_tail, makers[0])
-    return _ActivatedLinear.apply(inner, probs, w2, groups, second, act, recompute, keeps and inner.requires_grad, zero_tail, makers[1])
+    keeps = keeps and inner.requires_grad
+    y: Tensor = _ActivatedLinear.apply(inner, probs, w2, groups, second, act, recompute, keeps, zero_tail, makers[1])
+    return y
 
 
-@torch._disable_dynamo
+@_disable_dynamo
 def check_fp8_mlp(x: QuantizedRows, counts: Tensor | Sequence[int], w1: Tensor, w2: Tensor, biases: Sequence[Tensor | None]) -> None:
     """Raise for arguments that fp8 products do not take."""
     check_products(x.device)
@@ -116,7 +119,7 @@ class WeightGradient:
         return None
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Function):
     """Computes x @ w.T in bf16. The tail of the result is not set."""
 
     @staticmethod
@@ -148,7 +151,7 @@ class _Linear(torch.autograd.Function):
         return grad_x, ctx.maker.make(compute) if needs[1] else None, None, None, None, None, None
 
 
-class _ActivatedLinear(torch.autograd.Function):
+class _ActivatedLinear(Function):
     """Computes (act(inner) * prob) @ w.T with the activation in fp8. Its gradient may be `QuantizedRows`."""
 
     @staticmethod

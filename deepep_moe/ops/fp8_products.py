@@ -10,6 +10,7 @@ import itertools
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from deepep_moe import _C
 from deepep_moe.errors import BackendUnavailableError
@@ -34,7 +35,7 @@ def why_no_products(device: torch.device) -> str | None:
     return None
 
 
-@torch._disable_dynamo
+@_disable_dynamo
 def check_products(device: torch.device) -> None:
     """Raise BackendUnavailableError if the device has no products of fp8 rows."""
     if (reason := why_no_products(device)) is not None:
@@ -108,9 +109,9 @@ def rescale_transpose(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     return y.t().contiguous(), largest.squeeze(1).repeat_interleave(BLOCK, dim=1)
 
 
-@torch.autocast("cpu", enabled=False)
 def _in_fp32(a: Tensor, b: Tensor) -> Tensor:
-    return a @ b.t()
+    with torch.autocast("cpu", enabled=False):
+        return a @ b.t()
 
 
 def _groups(offsets: Tensor) -> list[slice]:

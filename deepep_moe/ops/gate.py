@@ -139,7 +139,9 @@ def gate_full(
         raise TypeError(f"gate_full has no argument {', '.join(sorted(unknown))}; it takes dense, num_ranks, shares, {', '.join(defaults)}")
     options = defaults | options
     native = native_for(logits)
-    output = None if native is None else native.gate(logits, num_topk, *options.values(), dense, num_ranks, shares, True)
+    output: FullGateOutput | None = (
+        None if native is None else native.gate(logits, num_topk, *options.values(), dense, num_ranks, shares, True)
+    )
     if output is not None:
         return output
     arguments = _checked(logits, num_topk, **options)

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from deepep_moe import _C, torch_module
 from deepep_moe.arguments import check_is_tensor, check_memory
 from deepep_moe.device import is_gpu
-from deepep_moe.library import refuse_transforms
+from deepep_moe.library import Function, refuse_transforms
 from deepep_moe.ops.fp8_kept import KeptWeights
 from deepep_moe.ops.fp8_mlp import WeightGradient, check_fp8_mlp, fp8_mlp
 from deepep_moe.ops.grouped_products import Groups, group_sums, has_kernels, multiply, multiply_back, weight_gradients
@@ -111,13 +111,15 @@ def grouped_mlp(
     _check(x, w1, w2, b1, b2, probs)
     groups = Groups(counts, len(w1), x)
     inner = _Linear.apply(x, w1, b1, groups, zero_tail, makers[0])
-    return _ActivatedLinear.apply(inner, probs, w2, b2, groups, act, recompute_activation, zero_tail, makers[1])
+    y: Tensor = _ActivatedLinear.apply(inner, probs, w2, b2, groups, act, recompute_activation, zero_tail, makers[1])
+    return y
 
 
 def clear_tail(values: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
     """Return values [num_rows, ...] with zeros behind the rows that `counts` [num_experts] names. Differentiable; does not wait."""
     refuse_transforms("clear_tail", {"values": values})
-    return _ClearTail.apply(values, Groups(counts, len(counts), values))
+    cleared: Tensor = _ClearTail.apply(values, Groups(counts, len(counts), values))
+    return cleared
 
 
 # ---- in C++ ----
@@ -220,7 +222,7 @@ class _AnyActivation:
 # ---- autograd ----
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Function):
     """Computes x @ w.T + b. The tail of the result is not set."""
 
     @staticmethod
@@ -241,7 +243,7 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_w, group_sums(grad, groups) if needs[2] else None, None, None, None
 
 
-class _ActivatedLinear(torch.autograd.Function):
+class _ActivatedLinear(Function):
     """Computes act(inner) * prob @ w.T + b * prob."""
 
     @staticmethod
@@ -290,7 +292,7 @@ def _times(rows: Tensor, probs: Tensor | None) -> Tensor:
     return rows if probs is None else (rows * probs.unsqueeze(-1)).to(rows.dtype)
 
 
-class _ClearTail(torch.autograd.Function):
+class _ClearTail(Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, groups: Groups) -> Tensor:
         ctx.groups = groups

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from deepep_moe import _C, torch_module
 from deepep_moe.device import native_for
-from deepep_moe.library import Context
+from deepep_moe.library import Context, Function
 
 
 def lanes_of_map(routing_map: Tensor, values: Tensor | None, num_topk: int) -> tuple[Tensor, Tensor | None]:
@@ -70,7 +70,7 @@ def count_lanes(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Ten
     return is_token_in_rank.sum(0, dtype=torch.int32), chosen.sum(0, dtype=torch.int32), is_token_in_rank
 
 
-class LanesOfMap(torch.autograd.Function):
+class LanesOfMap(Function):
     """`lanes_of_map` with the gradient of `values`, in their dtype."""
 
     @staticmethod

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.device import DTYPES, is_gpu, launch, readable
-from deepep_moe.library import Context, define, register
+from deepep_moe.library import Context, Function, define, register
 
 # Rows or tokens at a time on the CPU: products in fp32 stay in the cache, and no memory is allocated for all of them.
 _BLOCK = 64
@@ -26,10 +26,11 @@ def weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
     holds for sums of one and two lanes; more are added in ascending order. It does not hold there for the gradient of weights, a sum over
     columns.
     """
-    return _WeightedSum.apply(rows, weights)
+    summed: Tensor = _WeightedSum.apply(rows, weights)
+    return summed
 
 
-class _WeightedSum(torch.autograd.Function):
+class _WeightedSum(Function):
     @staticmethod
     def forward(ctx: Context, rows: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights)

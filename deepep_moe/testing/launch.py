@@ -27,7 +27,7 @@ class RankFailedError(RuntimeError):
 
 
 def _worker(
-    fn: Callable[..., Any], rank: int, num_ranks: int, store: str, timeout_s: float, bind: bool, args: tuple, connection: Any
+    fn: Callable[..., Any], rank: int, num_ranks: int, store: str, timeout_s: float, bind: bool, args: tuple[object, ...], connection: Any
 ) -> None:
     import torch
     import torch.distributed as dist

@@ -68,7 +68,7 @@ def initialize(*args: object, **kwargs: object) -> tuple[Any, Any, Any, Any]:
 def _initialize_by(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """Call DeepSpeed's `stock` function, and swap the layers of its engine."""
     _check_section(inspect.signature(stock).bind_partial(*args, **kwargs).arguments)
-    initialized = stock(*args, **kwargs)
+    initialized: tuple[Any, Any, Any, Any] = stock(*args, **kwargs)
     engine = initialized[0]
     options = options_of(engine._config._param_dict)
     if options is not None:

@@ -1,7 +1,6 @@
 """The experts of a MoE block of transformers, each rank with its share of them."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +10,7 @@ from deepep_moe.errors import EPMismatchError
 from deepep_moe.exchange.buffer import Buffer, new_layer
 from deepep_moe.exchange.checks import GUESS
 from deepep_moe.exchange.failures import notify_peers_on_failure
+from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.group.rendezvous import agree, join
 from deepep_moe.integrations.common.warn_once import say_on
 from deepep_moe.integrations.huggingface import saving
@@ -40,7 +40,7 @@ class SpreadExperts(RankExperts):
         self.experts.up, self.experts.down = (
             nn.Parameter(share, requires_grad=weight.requires_grad) for share, weight in zip(shares, whole, strict=True)
         )
-        self.register_state_dict_pre_hook(saving.refuse_state_dict)
+        nn.Module.register_state_dict_pre_hook(self, saving.refuse_state_dict)
         self.check_wrappers()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -55,9 +55,10 @@ class SpreadExperts(RankExperts):
         settled = self.buffer.settle(out)  # if it raises, the dispatch has failed, which the peers know
         if settled is not out:
             y = notify_peers_on_failure(self.buffer, self._run_experts, settled)
-        return self.buffer.combine(y, settled.handle, settled.recv_topk_weights).view(hidden_states.shape)
+        combined: Tensor = self.buffer.combine(y, settled.handle, settled.recv_topk_weights)
+        return combined.view(hidden_states.shape)
 
-    def _dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+    def _dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> DispatchOutput:
         self.check_wrappers()
         rows, most = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous(), self.buffer.num_max_tokens_per_rank
         layer = 0  # in a graph, which serves all layers
@@ -71,8 +72,9 @@ class SpreadExperts(RankExperts):
                 )
         return self.buffer.dispatch(rows, top_k_index, top_k_weights.float(), num_recv_rows=GUESS, layer=layer)
 
-    def _run_experts(self, out: Any) -> Tensor:
-        return self.experts(out.recv_x, out.handle.num_rows_per_expert).contiguous()
+    def _run_experts(self, out: DispatchOutput) -> Tensor:
+        y: Tensor = self.experts(out.recv_x, out.handle.num_rows_per_expert)
+        return y.contiguous()
 
 
 def spread_experts(

@@ -219,7 +219,8 @@ def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) 
 def _split(tensors: dict[str, Tensor], variant: str | None, max_shard_size: int | str) -> tuple[Any, str]:
     """Return the files of the tensors, and the name of their index. Tensors of one storage share a file, as with transformers."""
     from huggingface_hub import get_torch_storage_id, get_torch_storage_size, split_state_dict_into_shards_factory
-    from transformers.modeling_utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, _add_variant
+    from transformers.modeling_utils import _add_variant
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
     def storage_of(tensor: Tensor) -> Any:
         return tensor.untyped_storage()._cdata if tensor.is_meta else get_torch_storage_id(tensor)
@@ -324,7 +325,8 @@ def install_in_trainer() -> None:
         if not layers or hasattr(self.model, "get_base_model"):
             if any(map(_is_trained, layers)):
                 raise ValueError("Trainer.save_model of a PEFT model would lose the trained experts of the other ranks; freeze the experts")
-            return save_model(self, output_dir, _internal_call)
+            save_model(self, output_dir, _internal_call)
+            return
         if "save_pretrained" not in vars(self.model):
             raise ValueError("Trainer.save_model would save the experts of one rank; write the tensors of gathered_state_dict(model)")
         if self.args.should_save:

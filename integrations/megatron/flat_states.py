@@ -180,7 +180,7 @@ class StackedDistributedOptimizer(DistributedOptimizer):
             state[name].data = numels
         return state
 
-    def load_parameter_state_from_dp_reshardable(self, state_dict: Any) -> Any:
+    def load_parameter_state_from_dp_reshardable(self, state_dict: dict[str, Any]) -> None:
         ours = {"per_bucket_numel": self.per_bucket_numel, "per_bucket_numel_unpadded": self.per_bucket_numel_unpadded}
         for name, numels in self._numels_in_file().items():
             if name == "per_bucket_numel_unpadded" and state_dict.get(name, numels) != numels:
@@ -208,7 +208,7 @@ class StackedDistributedOptimizer(DistributedOptimizer):
         state = super().get_parameter_state_dp_zero(*args, **kwargs)
         return state if state is None or self._is_by_name else self._moved(state, to_file=True)
 
-    def load_parameter_state_from_dp_zero(self, state_dict: dict[int, Any] | None, *, update_legacy_format: bool = False) -> Any:
+    def load_parameter_state_from_dp_zero(self, state_dict: dict[int, Any] | None, *, update_legacy_format: bool = False) -> None:
         if update_legacy_format:
             raise ValueError(
                 "update_legacy_format is True, but grouped experts do not read the optimizer's format of before February 2024; load the "

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.megatron.options import Config
 from deepep_moe.integrations.megatron.patches import Patches, Stock
-from deepep_moe.library import Context
+from deepep_moe.library import Context, Function
 from deepep_moe.ops.gate import FullGateOutput, gate_full, why_not
 from deepep_moe.ops.lanes import weights_at
 
@@ -139,7 +139,8 @@ def stage_group() -> "dist.ProcessGroup | None":
 
     if not parallel_state.model_parallel_is_initialized():
         return None
-    return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    group: dist.ProcessGroup = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return group
 
 
 def _replaced(name: str, original: object) -> str | None:
@@ -224,7 +225,7 @@ def _gate(logits: torch.Tensor, topk: int, **options: Any) -> FullGateOutput:
 # ---- auxiliary losses ----
 
 
-class _AttachLoss(torch.autograd.Function):
+class _AttachLoss(Function):
     """Does to probs and to the gate's weights what Megatron-Core's `MoEAuxLossAutoScaler` does to probs.
 
     The dispatch uses one of both. So it need not read the weights from the probs again, and the loss gets its gradient once.
@@ -252,8 +253,8 @@ def _serve_losses(patches: Patches) -> None:
         routing_map: torch.Tensor | None = getattr(output, _MAP, lambda: None)()
         choice = None if routing_map is None else choice_for(routing_map)
         if routing_map is None or choice is None or choice.weights_for(output) is not choice.topk_weights:
-            attached: torch.Tensor = stock(output, loss)
-            return attached
+            probs: torch.Tensor = stock(output, loss)
+            return probs
         probs, topk_weights = _AttachLoss.apply(output, choice.topk_weights, loss)
         _attach_choice(routing_map, probs, choice.topk_idx, topk_weights, choice.num_tokens_per_expert)
         return probs

@@ -199,7 +199,7 @@ class GroupedMLP(SequentialMLP):
 
     # ---- checkpoints ----
 
-    def state_dict(self, *args: object, **kwargs: object) -> Any:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the class whose place this one takes does: an entry for each expert, in the stacked parameters' memory."""
         with contextlib.nullcontext() if self._is_te else self._expanded():
             return super().state_dict(*args, **kwargs)
@@ -405,7 +405,8 @@ def _why_not_fast(config: Config) -> str | None:
 
 def _activation(config: Config) -> Activation:
     if not config.gated_linear_unit:
-        return config.activation_func
+        activation: Activation = config.activation_func
+        return activation
     clamp, offset = getattr(config, "activation_func_clamp_value", None), getattr(config, "glu_linear_offset", 0.0)
     if config.activation_func is torch.nn.functional.silu and clamp is None and not offset:
         return "swiglu"

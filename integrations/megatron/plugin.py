@@ -56,7 +56,7 @@ def is_selected(config: Config) -> bool:
     """
     if not hasattr(config, _BACKEND_FIELD):
         return not config.moe_enable_deepep
-    return getattr(config, _BACKEND_FIELD) == BACKEND_NAME
+    return bool(getattr(config, _BACKEND_FIELD) == BACKEND_NAME)
 
 
 def _is_ours(config: Config) -> bool:
@@ -97,17 +97,18 @@ def _selecting_class(previous: type, buffers: LayerBuffers) -> type:
     """Return a class that takes the place of `previous` and builds our dispatcher or a `previous`, whichever the config asks for."""
     from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
 
-    class SelectingFlexTokenDispatcher(previous):
-        """MoELayer calls this class, which has no instances of its own. A subclass that somebody else makes builds itself."""
+    base: type[object] = previous
 
-        def __new__(cls, num_local_experts: int, local_expert_indices: list[int], config: Config, **groups: object) -> Any:
-            if cls is not SelectingFlexTokenDispatcher:
-                return super().__new__(cls)
-            if is_selected(config):
-                return NativeTokenDispatcher(num_local_experts, local_expert_indices, config, buffers=buffers, **groups)
-            return previous(num_local_experts, local_expert_indices, config=config, **groups)
+    def construct(cls: type[object], num_local_experts: int, local_expert_indices: list[int], config: Config, **groups: object) -> object:
+        if cls is not selecting:  # a subclass that somebody else has made
+            return base.__new__(cls)
+        if is_selected(config):
+            return NativeTokenDispatcher(num_local_experts, local_expert_indices, config, buffers=buffers, **groups)
+        return previous(num_local_experts, local_expert_indices, config=config, **groups)
 
-    return SelectingFlexTokenDispatcher
+    # MoELayer calls this class, which has no instances of its own.
+    selecting: type = type("SelectingFlexTokenDispatcher", (previous,), {"__new__": construct})
+    return selecting
 
 
 _PARTS = ("route", "router_and_preprocess", "shared_experts_compute", "routed_experts_compute", "experts_compute", "backward_dw")

@@ -10,7 +10,8 @@ def topk_from_dense(routing_map: torch.Tensor, probs: torch.Tensor, num_topk: in
 
     routing_map [num_tokens, num_experts] bool, probs the same -> topk_idx [num_tokens, num_topk] int64, topk_weights fp32.
     """
-    return LanesOfMap.apply(routing_map, probs, num_topk)
+    lanes: tuple[torch.Tensor, torch.Tensor] = LanesOfMap.apply(routing_map, probs, num_topk)
+    return lanes
 
 
 def repeat_for_tp(

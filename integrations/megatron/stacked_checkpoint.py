@@ -62,5 +62,6 @@ def _entry(entry: Any, key: str, data: torch.Tensor, replica_id: Any) -> Any:
     return replace(entry, key=key, data=data, dtype=data.dtype, replica_id=replica_id)
 
 
-def _tensor(entry: Any, loaded: Any) -> torch.Tensor:
-    return entry.merge_fn(loaded) if isinstance(entry, ShardedTensorFactory) else loaded
+def _tensor(entry: object, loaded: Any) -> torch.Tensor:
+    tensor: torch.Tensor = entry.merge_fn(loaded) if isinstance(entry, ShardedTensorFactory) else loaded
+    return tensor

@@ -5,6 +5,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
+from torch._compile import _disable_dynamo
 
 _Class = TypeVar("_Class", bound=type)
 _eval_frame: Any = torch._C._dynamo.eval_frame
@@ -31,7 +32,7 @@ def outside_graph(function: Any) -> Any:
     The wrapper of `torch.compiler.disable` takes microseconds a call. PyTorch 2.13 can mark the function itself, which takes none.
     """
     if not _CAN_MARK:
-        return torch._disable_dynamo(function)
+        return _disable_dynamo(function)
     function._torchdynamo_disable = True  # it is not traced as a part of its caller
     skip = _eval_frame._FrameAction.SKIP
     _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))  # nor by itself

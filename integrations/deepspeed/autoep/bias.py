@@ -49,7 +49,7 @@ def move_biases(routers: Sequence[GatedRouter], group: dist.ProcessGroup) -> Non
 
     for (_, rate), alike in groupby(sorted(routers, key=kind), kind):
         stack = list(alike)
-        biases = [router.e_score_correction_bias for router in stack]
+        biases = [bias for router in stack if (bias := router.e_score_correction_bias) is not None]
         narrow = {str(bias.dtype).removeprefix("torch.") for bias in biases} - {"float32"}
         if narrow:
             raise TypeError(

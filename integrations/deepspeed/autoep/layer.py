@@ -86,7 +86,8 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
             rows = (rows.float() * topk_weights.unsqueeze(-1)).to(x.dtype)
         buffer, out = self._dispatch(rows.reshape(-1, x.shape[1]).contiguous(), topk_idx.reshape(-1, 1), None, num_tokens)
         y = notify_peers_on_failure(buffer, self._run_experts, out.recv_x, out)
-        combined = buffer.combine(y, out.handle).view(num_tokens, num_topk, x.shape[1])
+        sent_back: Tensor = buffer.combine(y, out.handle)
+        combined = sent_back.view(num_tokens, num_topk, x.shape[1])
         if self.score_apply == "pre":
             return combined.sum(1)
         return weighted_sum(combined.transpose(0, 1), topk_weights.t())
@@ -99,7 +100,8 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
         assert weights is not None  # they were sent
         if self.score_apply == "pre":
             rows, weights = (rows.float() * weights.unsqueeze(-1)).to(rows.dtype), None
-        return buffer.combine(notify_peers_on_failure(buffer, self._run_experts, rows, out), out.handle, weights)
+        combined: Tensor = buffer.combine(notify_peers_on_failure(buffer, self._run_experts, rows, out), out.handle, weights)
+        return combined
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Restore a copy of a layer, whose plan is a copy too."""
@@ -121,7 +123,8 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
         if num_rows == 0:  # grouped matrix products then have no backward, so the first expert gets a row of zeros, which is dropped
             rows, counts = torch.nn.functional.pad(rows, (0, 0, 0, 1)), counts.clone()
             counts[0] = 1
-        return self.experts(rows, counts)[:num_rows].contiguous()
+        y: Tensor = self.experts(rows, counts)
+        return y[:num_rows].contiguous()
 
 
 def _forward_around(layer: Layer, hidden_states: Tensor, route: Callable[[Tensor, Any], Tensor]) -> Any:
@@ -199,7 +202,7 @@ def swap(layers: Sequence[Layer], plans: Sequence[Plan], engine: Any | None) -> 
         move_with(engine, [layer.router for layer in layers if has_moving_bias(layer.router)])
 
 
-def restore(layers: Sequence[PackedAutoEPMoELayer]) -> None:
+def restore(layers: Sequence[Layer]) -> None:
     """Make the layers DeepSpeed's AutoEPMoELayers again, with its routers. Biases keep their values and no longer move."""
     for layer in layers:
         restore_router(layer.router)

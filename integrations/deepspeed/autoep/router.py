@@ -98,13 +98,16 @@ def swap_router(router: TokenChoiceTopKRouter, options: Options, *groups: "dist.
     elif not options.gate:
         restore_router(router)
         return
-    router.__class__, router.deepep_moe_options = GatedRouter, options
+    router.__class__ = GatedRouter
+    assert isinstance(router, GatedRouter)
+    router.deepep_moe_options = options
     router.deepep_moe_speaks = is_first(*groups)  # the groups themselves cannot be copied with the router
 
 
 def restore_router(router: TokenChoiceTopKRouter) -> None:
     """Make a GatedRouter DeepSpeed's own router again. Its bias stays, as tokens are routed by it."""
-    if type(router) is GatedRouter:
+    is_swapped = type(router) is GatedRouter
+    if is_swapped:
         router.__class__ = TokenChoiceTopKRouter
         for name in ("deepep_moe_options", "deepep_moe_speaks", "deepep_moe_counts"):
             router.__dict__.pop(name, None)

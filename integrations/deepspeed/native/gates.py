@@ -23,7 +23,7 @@ from torch.nn.modules import module as torch_module
 from deepep_moe import _C
 from deepep_moe.device import is_gpu, launch
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks
-from deepep_moe.library import Context
+from deepep_moe.library import Context, Function
 
 Decision = tuple[Tensor, Tensor, Tensor, Tensor]
 """l_aux, exp_counts [num_experts] int64, topk_idx [num_topk, num_tokens] int32 or int64 with -1 for dropped, topk_weights [num_topk,
@@ -198,7 +198,7 @@ def has_kernels(logits: Tensor) -> bool:
     return is_gpu(logits.device) and hasattr(_C, "gpu_top2") and len(logits) > 0
 
 
-class Top2(torch.autograd.Function):
+class Top2(Function):
     """Computes `by_operations(logits, scores, capacity)`, which it calls for the second derivative only.
 
     It runs in GPU kernels, because the host limits the speed of a layer with few experts per token. Everything equals the operations to

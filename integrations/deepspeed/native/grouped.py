@@ -26,7 +26,7 @@ from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.integrations.common.untraced import untraced
 from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights, Reader, name_of, read_known
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks, is_replaced
-from deepep_moe.library import Context
+from deepep_moe.library import Context, Function
 from deepep_moe.nn.balance import Parts, Product
 from deepep_moe.ops.grouped_mlp import grouped_mlp
 from deepep_moe.ops.grouped_products import why_not_grouped
@@ -240,7 +240,7 @@ def why_not_by_default(weights: Sequence[ExpertWeights], dtype: torch.dtype) -> 
     )
 
 
-class _Stacked(torch.autograd.Function):
+class _Stacked(Function):
     """A view of the memory that the tensors share, if they lie at equal distances there and have the dtype, else a copy."""
 
     @staticmethod
@@ -277,7 +277,7 @@ def _at_equal_distances(tensors: Sequence[Tensor]) -> Tensor | None:
 # ---- rows ----
 
 
-class _Joined(torch.autograd.Function):
+class _Joined(Function):
     """Joins the rows [..., num_rows, hidden] of each expert to [num_rows of all, hidden]."""
 
     @staticmethod
@@ -291,7 +291,7 @@ class _Joined(torch.autograd.Function):
         return split_rows(grad, ctx.counts, ctx.leading)
 
 
-class _Apart(torch.autograd.Function):
+class _Apart(Function):
     """Splits the rows of all experts in one tensor into those of each."""
 
     @staticmethod

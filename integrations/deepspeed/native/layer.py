@@ -198,9 +198,9 @@ class PackedMOELayer(MOELayer):
             outputs = notify_peers_on_failure(buffer, planned.end, outputs, out.handle.num_rows_per_expert_list)
         count_rows(self, out.handle.num_rows_per_expert if planned is None else planned.rows_of_experts())
         with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
-            if self.is_fp8:
-                return buffer.combine(outputs, out.handle, fp8=BLOCKWISE)
-            return buffer.combine(outputs, out.handle, out.recv_topk_weights)
+            weighting = {"fp8": BLOCKWISE} if self.is_fp8 else {"topk_weights": out.recv_topk_weights}
+            combined: Tensor = buffer.combine(outputs, out.handle, **weighting)
+            return combined
 
     def _run_joined(self, weights: Sequence[ExpertWeights] | None, out: DispatchOutput, planned: Planned | None) -> Tensor:
         if weights is None:

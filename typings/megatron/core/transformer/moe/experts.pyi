@@ -1,0 +1,13 @@
+from typing import Any
+
+from torch import nn
+
+class SequentialMLP(nn.Module):
+    config: Any
+    num_local_experts: int
+
+    def __init__(self, num_local_experts: int, config: Any, submodules: object, *args: object, **kwargs: object) -> None: ...
+    def register_load_state_dict_post_hook(self, hook: object) -> None: ...
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: object = None) -> dict[str, Any]: ...
+
+class TEGroupedMLP(SequentialMLP): ...
