@@ -7,7 +7,7 @@ autograd function where a gradient is wanted, else straight to the implementatio
 import contextlib
 import functools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 Context = Any
 """The context of an autograd function, which takes attributes of any name."""
+Inputs = tuple[Any, ...]
+"""The arguments of an operator."""
 if TYPE_CHECKING:
 
     class Function(torch.autograd.Function):
@@ -29,9 +31,10 @@ if TYPE_CHECKING:
         def apply(cls, *inputs: object) -> Any: ...
 else:
     Function = torch.autograd.Function
+_Implementation = Callable[..., object]
 _library = torch.library.Library("deepep_moe", "FRAGMENT")
 _PLAIN = (Tensor, torch.nn.Parameter)
-_eager: dict[str, tuple[Any, type[torch.autograd.Function] | None]] = {}
+_eager: dict[str, tuple[_Implementation, type[Function] | None]] = {}
 
 
 def define(schema: str) -> None:
@@ -39,23 +42,25 @@ def define(schema: str) -> None:
     _library.define(schema)
 
 
-def register_operator(name: str, implementation: Any, fake: Any, save: Any = None, backward: Any = None) -> None:
-    """Make `implementation` that of the defined operator `name`. `save` and `backward` are its gradient, if it has one."""
+def register_operator(name: str, implementation: _Implementation, fake: _Implementation, *gradient: _Implementation) -> None:
+    """Make `implementation` that of the defined operator `name`. gradient: what saves for the backward, and the backward, if it has one."""
     # After a break of a graph Dynamo looks at every Python function that is called, those that an operator calls too.
     _library.impl(name, _disable_dynamo(implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"deepep_moe::{name}", fake, lib=_library)
-    if backward is not None:
+    if gradient:
+        save, backward = gradient
         torch.library.register_autograd(f"deepep_moe::{name}", backward, setup_context=save, lib=_library)
 
 
-def register(name: str, implementation: Any, fake: Any, save: Any = None, backward: Any = None) -> None:
+def register(name: str, implementation: _Implementation, fake: _Implementation, *gradient: _Implementation) -> None:
     """Register the operator as `register_operator` does, and let `call` serve it."""
-    register_operator(name, implementation, fake, save, backward)
-    if backward is None:
+    register_operator(name, implementation, fake, *gradient)
+    if not gradient:
         _eager[name] = implementation, None
         return
+    save, backward = gradient
 
-    def forward(ctx: Context, *inputs: Any) -> Any:  # a setup_context of its own costs PyTorch a look at signatures at every call
+    def forward(ctx: Context, *inputs: object) -> object:  # a setup_context of its own costs PyTorch a look at signatures at every call
         output = implementation(*inputs)
         save(ctx, inputs, output)
         return output
@@ -64,7 +69,7 @@ def register(name: str, implementation: Any, fake: Any, save: Any = None, backwa
     _eager[name] = implementation, type(name, (torch.autograd.Function,), methods)
 
 
-def call(name: str, tensors: tuple[Tensor | None, ...], *arguments: Any) -> Any:
+def call(name: str, tensors: tuple[Tensor | None, ...], *arguments: object) -> Any:
     """Call the operator `name` with `tensors`, which may need gradients or be of a class of their own, and further `arguments`.
 
     Raises NotImplementedError for tangents of forward-mode AD, and TypeError under torch.func.grad and the like: no operator has rules for
@@ -206,7 +211,7 @@ def _hidden() -> Iterator[None]:
         hidden.enter_context(_disable_current_modes())
         hidden.enter_context(temporarily_clear_interpreter_stack())
         if (tracing := torch._C._get_tracing_state()) is not None:
-            set_tracing_state: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]
+            set_tracing_state: Callable[[object], None] = torch._C._set_tracing_state  # type: ignore[attr-defined]
             set_tracing_state(None)
             hidden.callback(set_tracing_state, tracing)
         yield

@@ -104,7 +104,7 @@ class _Split(Function):
         return split_rows(rows, counts, leading)
 
     @staticmethod
-    def backward(_ctx: Context, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(_ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dense = [grad if grad.layout is torch.strided else grad.to_dense() for grad in grads]
         return torch.cat([grad.reshape(-1, grad.shape[-1]) for grad in dense]), None, None
 

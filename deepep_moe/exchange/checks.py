@@ -1,7 +1,5 @@
 """Checks of the arguments of one call, before anything moves. Wrong types raise TypeError, wrong values ValueError."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -30,14 +28,13 @@ _ALL = tuple(DTYPE_NAMES)
 # ---- before an operator can be called at all ----
 
 
-def check_tensors(x: Any, *, is_operator: bool = True, **tensors: Any) -> None:
+def check_tensors(x: Tensor, *, is_operator: bool = True, **tensors: Tensor | None) -> None:
     """Check the types of `x`, and of `tensors` that may be None. is_operator: see `refuse_watchers`."""
-    named = {"x": x, **tensors}
+    named = {"x": x} | {name: tensor for name, tensor in tensors.items() if tensor is not None}
     refuse_watchers(EXCHANGE, named, is_operator=is_operator)
     for name, tensor in named.items():
-        if tensor is not None or name == "x":
-            check_is_tensor(name, tensor)
-            check_plain(name, tensor)
+        check_is_tensor(name, tensor)
+        check_plain(name, tensor)
 
 
 def check_owner(handle: object, buffer_id: int) -> None:
@@ -79,7 +76,7 @@ def check_beside_handle(
         )
 
 
-def check_quantizable(x: Any, x_scales: Tensor | None) -> None:
+def check_quantizable(x: Tensor, x_scales: Tensor | None) -> None:
     check_tensors(x)
     if x_scales is not None:
         raise ValueError("fp8 and x_scales were both given; rows with scales are fp8 already")

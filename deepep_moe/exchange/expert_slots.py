@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from deepep_moe.group.reach import are_on_gpus, find_nodes
 from deepep_moe.group.rendezvous import introduce, join
 from deepep_moe.group.settings import Settings, check_settings
 
+_Tensors = Tensor | Sequence[Tensor]
 _BACKENDS = ("auto", "nvlink", "collective")
 ALIGNMENT = 128
 """Each tensor in the slots begins at a multiple of this many bytes."""
@@ -86,7 +86,7 @@ class ExpertSlots:
         return part.view(dtype).view(shape)
 
     def fetch(
-        self, copies: Tensor, slots: "Tensor | Sequence[Tensor]", weights: "Tensor | Sequence[Tensor]", *, num_sms: int | None = None
+        self, copies: Tensor, slots: Tensor | Sequence[Tensor], weights: Tensor | Sequence[Tensor], *, num_sms: int | None = None
     ) -> None:
         """Fill slots with copies: slot j gets the weights of expert `copies[rank, j]` from its home. Slots of -1 stay as they are.
 
@@ -103,7 +103,7 @@ class ExpertSlots:
         self._move(copies, slots, weights, False, num_sms)
 
     def return_gradients(
-        self, copies: Tensor, slots: "Tensor | Sequence[Tensor]", grads: "Tensor | Sequence[Tensor]", *, num_sms: int | None = None
+        self, copies: Tensor, slots: Tensor | Sequence[Tensor], grads: Tensor | Sequence[Tensor], *, num_sms: int | None = None
     ) -> None:
         """Add the gradients in slots to those of the same experts at home: in fp32, home first, then copies by ascending ranks, with one
         rounding to the dtype of grads. So results are equal in every run.
@@ -142,7 +142,7 @@ class ExpertSlots:
             raise EPError("these ExpertSlots were destroyed; create new ones")
         return self._backend
 
-    def _move(self, copies: object, slots: object, home: object, returns: bool, num_sms: int | None) -> None:
+    def _move(self, copies: Tensor, slots: _Tensors, home: _Tensors, returns: bool, num_sms: int | None) -> None:
         backend = self._alive()
         try:
             failure = backend.take_failure()  # raised once this call is made, so that ranks stay in step
@@ -159,9 +159,9 @@ class ExpertSlots:
         if failure is not None:
             raise failure
 
-    def _checked(self, copies: Any, slots: Any, home: Any, returns: bool, num_sms: int | None) -> MoveExpertsArgs:
+    def _checked(self, copies: Tensor, of_slots: _Tensors, of_home: _Tensors, returns: bool, num_sms: int | None) -> MoveExpertsArgs:
         """Return the call's arguments. Raises TypeError or ValueError."""
-        slots, home = ([side] if isinstance(side, Tensor) else list(side) for side in (slots, home))
+        slots, home = ([side] if isinstance(side, Tensor) else list(side) for side in (of_slots, of_home))
         at_home = "grads" if returns else "weights"
         if not 1 <= len(slots) == len(home) <= _MAX_TENSORS:
             raise ValueError(f"{len(slots)} tensors of slots and {len(home)} of {at_home}; give 1 to {_MAX_TENSORS} of both")
@@ -183,9 +183,9 @@ class ExpertSlots:
         begin, end = self.memory.data_ptr(), self.memory.data_ptr() + len(self.memory)
         if any(tensor.data_ptr() < begin or tensor.data_ptr() + tensor.nbytes > end for tensor in slots):
             raise ValueError("slots has a tensor outside the memory of these ExpertSlots; take it from `empty`")
-        of_slots, of_home = ([_rows(tensor, returns) for tensor in tensors] for tensors in (slots, home))
+        slots, home = ([_rows(tensor, returns) for tensor in tensors] for tensors in (slots, home))
         step, unit = (8, "elements") if returns else (_C.ROW_ALIGNMENT, "bytes")
-        for here, there in zip(of_slots, of_home, strict=True):
+        for here, there in zip(slots, home, strict=True):
             if here.shape[1] != there.shape[1] or here.shape[1] % step or here.shape[1] == 0:
                 raise ValueError(
                     f"an expert has {here.shape[1]} {unit} in slots and {there.shape[1]} in {at_home}; both must be equal, and a multiple "
@@ -194,9 +194,11 @@ class ExpertSlots:
         num_sms = check_num_sms(num_sms)
         if num_sms == 0:
             raise ValueError("num_sms is 0; copy engines move no experts: give 1 or more, or None")
-        return MoveExpertsArgs(copies, of_slots, of_home, returns, num_sms)
+        return MoveExpertsArgs(copies, slots, home, returns, num_sms)
 
-    def _check_tensors(self, name: str, tensors: list[Any], count: int | None, are_gradients: bool, *, may_be_apart: bool = False) -> None:
+    def _check_tensors(
+        self, name: str, tensors: list[Tensor], count: int | None, are_gradients: bool, *, may_be_apart: bool = False
+    ) -> None:
         """Raise ValueError or TypeError for a tensor that cannot be moved. count: the first dimension; None: any, the same for all.
         may_be_apart: only each of its entries must be contiguous."""
         for tensor in tensors:

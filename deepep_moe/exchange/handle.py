@@ -4,12 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from deepep_moe.event import Event
+
+if TYPE_CHECKING:
+    from deepep_moe._torch import Calls as NativeCalls
+    from deepep_moe._torch import Handle as NativeHandle
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +48,7 @@ class DispatchHandle:
 
     native: ClassVar[Any] = None
     """`_torch.Handle` in a `PackedHandle`, else None."""
-    sealed: ClassVar[tuple[tuple[Any, ...], tuple[int, ...]] | None] = None
+    sealed: ClassVar[tuple[tuple[object, ...], tuple[int, ...]] | None] = None
     """The `parts` when the dispatch finished, and PyTorch's in-place version counters of the tensors among them. `seal` sets it on the
     instance."""
     is_late: ClassVar[bool] = False
@@ -67,7 +71,7 @@ class DispatchHandle:
         return self
 
     @property
-    def parts(self) -> tuple[Any, ...]:
+    def parts(self) -> tuple[object, ...]:
         """Return the fields that calls along the handle read."""
         return self.buffer_id, self.layout, self.expert_alignment, self.num_rows, *self.to_save()
 
@@ -161,7 +165,7 @@ class TracedHandle(DispatchHandle):
     def rebuild(self) -> Callable[..., DispatchHandle]:
         return partial(traced, self.buffer_id, self.layout, self.expert_alignment)
 
-    def packed(self, calls: Any) -> "PackedHandle":
+    def packed(self, calls: "NativeCalls") -> "PackedHandle":
         """Return the handle that `memory` holds. calls: `_torch.Calls` of its buffer."""
         how = self.num_tokens, self.layout == "expert", self.expert_alignment, self.num_rows
         return PackedHandle(calls.handle_of(self.memory, self.call, *how))
@@ -186,7 +190,7 @@ class _Kept:
     def __init__(self, name: str):
         self._name = name
 
-    def __get__(self, handle: Any, owner: Any) -> Any:
+    def __get__(self, handle: DispatchHandle, owner: object) -> object:
         value = handle.__dict__[self._name] = getattr(handle.native, self._name)
         return value
 
@@ -217,7 +221,7 @@ class PackedHandle(DispatchHandle):
         _set_native(self, native)
 
     @property
-    def sealed(self) -> Any:  # type: ignore[override]
+    def sealed(self) -> "NativeHandle | None":  # type: ignore[override]
         return getattr(self, "native", None)  # None before __init__
 
     def seal(self) -> "PackedHandle":
@@ -246,7 +250,7 @@ class PackedHandle(DispatchHandle):
 _set_native = PackedHandle.native.__set__  # a frozen class refuses plain assignment
 
 
-def _of_memory(native: Any, _num_rows: int, memory: Tensor, call: Tensor) -> DispatchHandle:
+def _of_memory(native: "NativeHandle", _num_rows: int, memory: Tensor, call: Tensor) -> DispatchHandle:
     return PackedHandle(native.replaced(memory, call))
 
 

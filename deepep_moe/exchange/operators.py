@@ -9,7 +9,6 @@ handle, the fields of a mode. All other calls bypass PyTorch's dispatcher (`deep
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from deepep_moe.exchange.calls import Calls, calls_of
 from deepep_moe.exchange.checks import EXCHANGE
 from deepep_moe.exchange.failures import tell_failure, watch_backward
 from deepep_moe.exchange.handle import DispatchHandle, TracedHandle, traced
-from deepep_moe.library import Context, Function, call, define, is_watched, needs_gradients, refuse_watchers, register_operator
+from deepep_moe.library import Context, Function, Inputs, call, define, is_watched, needs_gradients, refuse_watchers, register_operator
 from deepep_moe.ops.quantized import QuantizedRows
 from deepep_moe.ops.weighted import aligned, differentiable_scale_rows_backward, repeated
 
@@ -44,7 +43,9 @@ def _mode(calls: Calls, num_sms: int, is_async: bool, is_split: bool) -> Mode:
     return calls.mode_of(None if num_sms < 0 else num_sms, is_async, is_split)
 
 
-def _call_operator(calls: Calls, operator: Any, tensors: tuple[Tensor | None, ...], *args: Any) -> Any:
+def _call_operator(
+    calls: Calls, operator: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor | None, ...], *args: object
+) -> tuple[Tensor, ...]:
     """Call an operator. Tell the peers if something fails before its call, such as a tensor's own `__torch_dispatch__`."""
     if torch.compiler.is_compiling():
         return operator(*tensors, *args)
@@ -68,7 +69,7 @@ def _tensors(handle: DispatchHandle) -> list[Tensor]:
     return [*DispatchHandle.to_save(handle), _NO_MEMORY if handle.native is None else handle.native.memory]
 
 
-def _arguments(handle: DispatchHandle) -> tuple[Any, ...]:
+def _arguments(handle: DispatchHandle) -> tuple[object, ...]:
     return _tensors(handle), handle.buffer_id, handle.layout, handle.expert_alignment, handle.num_rows
 
 
@@ -107,14 +108,13 @@ def _kept(ctx: Context, num_rows: object) -> tuple[DispatchHandle, tuple[Tensor,
     return handle if is_watched(saved) else _along(handle), saved[num_saved:]
 
 
-def _given(ctx: Context, *grads: Tensor | None) -> list[Any]:
+def _given(ctx: Context, rows: Tensor | None, values: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return contiguous gradients of the expected outputs. Unused outputs get zeros, so that all ranks make the same calls."""
-    return [_or_zeros(grad, like) for grad, like in zip(grads, ctx.expected, strict=True)]
+    of_rows, of_values = ctx.expected
+    return _or_zeros(rows, of_rows), None if of_values is None else _or_zeros(values, of_values)
 
 
-def _or_zeros(grad: Tensor | None, like: tuple[Any, ...] | None) -> Tensor | None:
-    if like is None:
-        return None
+def _or_zeros(grad: Tensor | None, like: tuple[torch.Size, torch.dtype, torch.device]) -> Tensor:
     return torch.zeros(like[0], dtype=like[1], device=like[2]) if grad is None else as_rows(grad)
 
 
@@ -188,7 +188,9 @@ class _Dispatch(Function):
         return received
 
     @staticmethod
-    def backward(ctx: Context, grad_recv_x: Any, _scales: Any, grad_recv_topk_weights: Any, _handle: Any) -> tuple[Any, ...]:
+    def backward(
+        ctx: Context, grad_recv_x: Tensor | None, _scales: object, grad_recv_topk_weights: Tensor | None, _handle: object
+    ) -> tuple[Tensor | None, ...]:
         return *_dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights), None
 
 
@@ -244,7 +246,7 @@ def _filled(rows: Rows, num_topk: int, layout: str) -> tuple[Tensor, Tensor, Ten
 
 
 def _fake_rows(
-    x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, num_topk: int, layout: str, num_rows: Any
+    x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, num_topk: int, layout: str, num_rows: int | torch.SymInt
 ) -> tuple[Tensor, ...]:
     num_weights = 0 if topk_weights is None else num_rows
     return (
@@ -256,7 +258,7 @@ def _fake_rows(
 
 def _fake_dispatch(
     x: Tensor, x_scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, buffer: int, layout: str, expert_alignment: int,
-    num_recv_rows: int, *_mode: Any,
+    num_recv_rows: int, *_mode: object,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     calls, context = calls_of(buffer), torch.library.get_ctx()
     is_expert, (num_tokens, num_topk) = layout == "expert", topk_idx.shape
@@ -266,7 +268,7 @@ def _fake_dispatch(
     # If the first rows lie on a GPU, they may still switch the backend, whose sizes are unknown here.
     known = calls.capabilities if calls.has_chosen or not is_gpu(x.device) else None
     if known is None:
-        sizes: tuple[Any, ...] = tuple(context.new_dynamic_size() for _ in range(3))
+        sizes: tuple[int | torch.SymInt, ...] = tuple(context.new_dynamic_size() for _ in range(3))
     elif calls.native is None:
         sizes = known.num_channels, 1, 0
     else:
@@ -281,13 +283,15 @@ def _fake_dispatch(
     )  # fmt: skip
 
 
-def _save_dispatch(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_dispatch(ctx: Context, inputs: Inputs, output: tuple[Tensor, ...]) -> None:
     _, _, _, topk_weights, buffer, layout, expert_alignment, *_ = inputs
     recv_x, _, _, recv_topk_weights, *rest = output
     _keep(ctx, _to_save(buffer, layout, expert_alignment, -1, rest), recv_x, None if topk_weights is None else recv_topk_weights)
 
 
-def _dispatch_backward(ctx: Context, grad_recv_x: Any, _scales: Any, _idx: Any, grad_recv_topk_weights: Any, *_: Any) -> tuple[Any, ...]:
+def _dispatch_backward(
+    ctx: Context, grad_recv_x: Tensor | None, _scales: object, _idx: object, grad_recv_topk_weights: Tensor | None, *_: object
+) -> tuple[Tensor | None, ...]:
     grad_x, grad_topk_weights = _dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
     return grad_x, None, None, grad_topk_weights, *[None] * 7
 
@@ -313,10 +317,10 @@ define(f"dispatch_cached(Tensor x, Tensor? x_scales, Tensor? topk_weights, {_HAN
 
 def _dispatch_cached_operator(
     x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: list[Tensor], buffer: int, layout: str, expert_alignment: int,
-    num_rows: int, *mode: Any,
+    num_rows: int, num_sms: int, is_async: bool, is_split: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     calls, along = calls_of(buffer), _along(traced(buffer, layout, expert_alignment, num_rows, *handle))
-    rows = calls.dispatch_cached(CachedDispatchArgs(_mode(calls, *mode), x, x_scales, topk_weights, along))
+    rows = calls.dispatch_cached(CachedDispatchArgs(_mode(calls, num_sms, is_async, is_split), x, x_scales, topk_weights, along))
     return _filled(rows, handle[0].shape[1], layout)
 
 
@@ -327,12 +331,14 @@ def _fake_dispatch_cached(
     return _fake_rows(x, x_scales, topk_weights, handle[0].shape[1], layout, num_rows)
 
 
-def _save_dispatch_cached(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_dispatch_cached(ctx: Context, inputs: Inputs, output: tuple[Tensor, ...]) -> None:
     _, _, topk_weights, tensors, buffer, layout, expert_alignment, *_ = inputs
     _keep(ctx, _to_save(buffer, layout, expert_alignment, -1, tensors), output[0], None if topk_weights is None else output[2])
 
 
-def _dispatch_cached_backward(ctx: Context, grad_recv_x: Any, _scales: Any, grad_recv_topk_weights: Any) -> tuple[Any, ...]:
+def _dispatch_cached_backward(
+    ctx: Context, grad_recv_x: Tensor | None, _scales: object, grad_recv_topk_weights: Tensor | None
+) -> tuple[object, ...]:
     grad_x, grad_topk_weights = _dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
     return grad_x, None, grad_topk_weights, *_OF_HANDLE_AND_MODE
 
@@ -372,14 +378,14 @@ class _Combine(Function):
         return combined_x, grads
 
     @staticmethod
-    def backward(ctx: Context, grad_combined_x: Any, grad_grads: Any) -> tuple[Any, ...]:
+    def backward(ctx: Context, grad_combined_x: Tensor | None, grad_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return *_combine_gradients(ctx, grad_combined_x, grad_grads), None, None
 
 
 class _CombineForQuantized(_Combine):
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, grad_combined_x: Any, _grads: Any) -> tuple[Any, ...]:
+    def backward(ctx: Context, grad_combined_x: Tensor | None, _grads: object) -> tuple[Tensor | None, ...]:
         return *_combine_gradients(ctx, grad_combined_x, None, quantizes=True), None, None
 
 
@@ -447,28 +453,28 @@ define(f"combine(Tensor x, Tensor? weights, Tensor? bias, Tensor? topk_weight_gr
 
 def _combine_operator(
     x: Tensor, weights: Tensor | None, bias: Tensor | None, topk_weight_grads: Tensor | None, handle: list[Tensor], buffer: int,
-    layout: str, expert_alignment: int, num_rows: int, *mode: Any,
+    layout: str, expert_alignment: int, num_rows: int, num_sms: int, is_async: bool, is_split: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     calls, along = calls_of(buffer), _along(traced(buffer, layout, expert_alignment, num_rows, *handle))
-    combined_x, grads = calls.combine(CombineArgs(_mode(calls, *mode), x, weights, bias, topk_weight_grads, along))
+    combined_x, grads = calls.combine(CombineArgs(_mode(calls, num_sms, is_async, is_split), x, weights, bias, topk_weight_grads, along))
     return combined_x, x.new_empty(0, handle[0].shape[1], dtype=torch.float32) if grads is None else grads
 
 
 def _fake_combine(
-    x: Tensor, _weights: Tensor | None, _bias: Tensor | None, topk_weight_grads: Tensor | None, handle: list[Tensor], buffer: int, *_: Any
+    x: Tensor, _weights: object, _bias: object, topk_weight_grads: Tensor | None, handle: list[Tensor], buffer: int, *_: object
 ) -> tuple[Tensor, Tensor]:
     num_tokens, num_topk = handle[0].shape
     grads = x.new_empty(0 if topk_weight_grads is None else num_tokens, num_topk, dtype=torch.float32)
     return x.new_empty(num_tokens // calls_of(buffer).settings.lanes, x.shape[1]), grads
 
 
-def _save_combine(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_combine(ctx: Context, inputs: Inputs, output: tuple[Tensor, ...]) -> None:
     x, weights, bias, topk_weight_grads, tensors, buffer, layout, expert_alignment, num_rows = inputs[:-3]
     handle = _to_save(buffer, layout, expert_alignment, num_rows, tensors)
     _keep_combine(ctx, handle, x, weights, bias, output[0], None if topk_weight_grads is None else output[1])
 
 
-def _combine_backward(ctx: Context, grad_combined_x: Any, grad_grads: Any) -> tuple[Any, ...]:
+def _combine_backward(ctx: Context, grad_combined_x: Tensor | None, grad_grads: Tensor | None) -> tuple[object, ...]:
     return *_combine_gradients(ctx, grad_combined_x, grad_grads), *_OF_HANDLE_AND_MODE
 
 

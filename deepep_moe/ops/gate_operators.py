@@ -149,7 +149,7 @@ def _save(ctx: Context, inputs: tuple[object, ...], output: tuple[Tensor, ...]) 
 
 
 def _backward(
-    ctx: Context, grad_topk_idx: Any, grad_topk_weights: Tensor | None, grad_counts: Any, grad_probs: Tensor | None = None, *grads: Any
+    ctx: Context, _idx: object, grad_topk_weights: Tensor | None, _counts: object, grad_probs: Tensor | None = None, *grads: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     grad_shares, of_logits = grads[-1] if grads else None, None
     if not (grad_topk_weights is None and grad_probs is None and grad_shares is None):

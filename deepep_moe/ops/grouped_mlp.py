@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from deepep_moe import _C, torch_module
 from deepep_moe.arguments import check_is_tensor, check_memory
 from deepep_moe.device import is_gpu
-from deepep_moe.library import Function, refuse_transforms
+from deepep_moe.library import Context, Function, refuse_transforms
 from deepep_moe.ops.fp8_kept import KeptWeights
 from deepep_moe.ops.fp8_mlp import WeightGradient, check_fp8_mlp, fp8_mlp
 from deepep_moe.ops.grouped_products import Groups, group_sums, has_kernels, multiply, multiply_back, weight_gradients
@@ -226,7 +226,7 @@ class _Linear(Function):
     """Computes x @ w.T + b. The tail of the result is not set."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, groups: Groups, zero_tail: bool, maker: WeightGradient) -> Tensor:
+    def forward(ctx: Context, x: Tensor, w: Tensor, b: Tensor | None, groups: Groups, zero_tail: bool, maker: WeightGradient) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.groups, ctx.zero_tail, ctx.maker = groups, zero_tail, maker
         result = multiply(x, w, groups)
@@ -234,7 +234,7 @@ class _Linear(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, w), groups, needs = ctx.saved_tensors, ctx.groups, ctx.needs_input_grad
         grad_x = multiply_back(grad, w, groups) if needs[0] else None
         if grad_x is not None and ctx.zero_tail:
@@ -248,7 +248,7 @@ class _ActivatedLinear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         inner: Tensor,
         probs: Tensor | None,
         w: Tensor,
@@ -275,7 +275,7 @@ class _ActivatedLinear(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         (inner, probs, w, b, activated), groups, needs = ctx.saved_tensors, ctx.groups, ctx.needs_input_grad
         grad_inner, grad_probs, again = ctx.act.backward(multiply_back(grad, w, groups), inner, probs, groups, activated is None)
         compute = partial(weight_gradients, grad, again if activated is None else activated, groups)
@@ -294,10 +294,10 @@ def _times(rows: Tensor, probs: Tensor | None) -> Tensor:
 
 class _ClearTail(Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, groups: Groups) -> Tensor:
+    def forward(ctx: Context, values: Tensor, groups: Groups) -> Tensor:
         ctx.groups = groups
         return groups.clear_tail(values.clone())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         return _ClearTail.apply(grad, ctx.groups), None

@@ -11,7 +11,8 @@ from typing import Any
 from deepep_moe.integrations.deepspeed.options import SECTION, options_of
 from deepep_moe.integrations.deepspeed.plugin import replace_with, say_on_first_rank
 
-_enabled: Callable[..., Any] | None = None
+_Initialized = tuple[Any, Any, Any, Any]  # engine, optimizer, loader, scheduler
+_enabled: Callable[..., _Initialized] | None = None
 """The function that `enable` has put in the place of `deepspeed.initialize`, which is its `__wrapped__`."""
 
 
@@ -31,7 +32,7 @@ def enable() -> None:
     stock = deepspeed.initialize
 
     @functools.wraps(stock)
-    def honouring(*args: object, **kwargs: object) -> tuple[Any, Any, Any, Any]:
+    def honouring(*args: object, **kwargs: object) -> _Initialized:
         return _initialize_by(stock, *args, **kwargs) if _enabled is honouring else stock(*args, **kwargs)
 
     _enabled = deepspeed.initialize = honouring
@@ -47,7 +48,7 @@ def disable() -> None:
         deepspeed.initialize = ours.__wrapped__  # type: ignore[attr-defined]
 
 
-def initialize(*args: object, **kwargs: object) -> tuple[Any, Any, Any, Any]:
+def initialize(*args: object, **kwargs: object) -> _Initialized:
     """Call `deepspeed.initialize` with the same arguments, and do what the section "deepep_moe" of ds_config asks for.
 
     The section is `{"enabled": true}` with any of the options of `replace_moe_layers`: "exact", "backend", "num_max_tokens_per_rank",
@@ -65,10 +66,10 @@ def initialize(*args: object, **kwargs: object) -> tuple[Any, Any, Any, Any]:
     return current(*args, **kwargs) if is_ours else _initialize_by(current, *args, **kwargs)
 
 
-def _initialize_by(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+def _initialize_by(stock: Callable[..., _Initialized], *args: object, **kwargs: object) -> _Initialized:
     """Call DeepSpeed's `stock` function, and swap the layers of its engine."""
     _check_section(inspect.signature(stock).bind_partial(*args, **kwargs).arguments)
-    initialized: tuple[Any, Any, Any, Any] = stock(*args, **kwargs)
+    initialized: _Initialized = stock(*args, **kwargs)
     engine = initialized[0]
     options = options_of(engine._config._param_dict)
     if options is not None:

@@ -71,7 +71,7 @@ def serve_routers(patches: Patches, is_served: Callable[[Config], bool]) -> None
     served: list[object] = [None]  # the configs of the routers that run, None where the gate does not serve
     _serve_losses(patches)
 
-    def replacement(name: str, ours: Callable[[dict[str, object], bool], object], known: set[str]) -> Callable[..., Any]:
+    def replacement(name: str, ours: Callable[[dict[str, object], bool], object], known: set[str]) -> Callable[..., object]:
         original = getattr(router, name)
         parameters = inspect.signature(original)
         names = tuple(parameters.parameters)
@@ -82,7 +82,7 @@ def serve_routers(patches: Patches, is_served: Callable[[Config], bool]) -> None
                 return arguments
             return parameters.bind(*args, **kwargs).arguments  # it says what is wrong
 
-        def choose(*args: object, **kwargs: object) -> Any:
+        def choose(*args: object, **kwargs: object) -> object:
             if served[-1] is None:
                 return original(*args, **kwargs)
             reason = _replaced(name, original)
@@ -238,7 +238,7 @@ class _AttachLoss(Function):
         return probs, topk_weights
 
     @staticmethod
-    def backward(ctx: Context, grad_probs: object, grad_weights: object) -> tuple[Any, Any, torch.Tensor]:
+    def backward(ctx: Context, grad_probs: object, grad_weights: object) -> tuple[object, object, torch.Tensor]:
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
         return grad_probs, grad_weights, MoEAuxLossAutoScaler.backward(ctx, grad_probs)[1]

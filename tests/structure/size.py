@@ -3,6 +3,7 @@
 `test_structure.py` fails where a number is more than 3% above its limit. To allow more, raise the limit here on purpose.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ LIMITS = {
     "lines of tests": 35_400,
     "words of docs and README": 48_500,
     "lines of JSON in benchmarks": 2_000,
+    "times the word Any in Python code of deepep_moe and integrations": 485,
 }
 
 
@@ -30,6 +32,10 @@ def words(paths: Iterable[Path]) -> int:
     return sum(len(path.read_text().split()) for path in paths)
 
 
+def words_any(paths: Iterable[Path]) -> int:
+    return sum(len(re.findall(r"\bAny\b", path.read_text())) for path in paths)
+
+
 def sizes() -> dict[str, int]:
     """Return each number of LIMITS as it is now."""
     product = [path for folder in ("deepep_moe", "csrc", "integrations") for path in files(folder, SOURCES)]
@@ -39,6 +45,7 @@ def sizes() -> dict[str, int]:
         (lines, files("tests", SOURCES)),
         (words, [ROOT / "README.md", *files("docs", [".md"])]),
         (lines, files("benchmarks", [".json"])),
+        (words_any, [path for path in product if path.suffix in (".py", ".pyi")]),
     ]
     return {name: count(paths) for name, (count, paths) in zip(LIMITS, counted, strict=True)}
 

@@ -11,7 +11,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -379,7 +379,7 @@ class CollectiveBackend(Backend):
             result: _Result = end.value
             return result
 
-    def _all_to_all(self, step: Step, ways: Steps[Any], phase: str) -> list[Tensor]:
+    def _all_to_all(self, step: Step, ways: Steps[object], phase: str) -> list[Tensor]:
         """Send rows of all parts (by destination), and receive the same kinds of rows (by source), in one message per peer."""
         parts, num_sent, num_received, is_last = step
         if self.settings.num_ranks == 1:
@@ -398,7 +398,7 @@ class CollectiveBackend(Backend):
                     raise
                 raise self._timeout(self._dead_rank(), phase, sum(num_received), 0, str(error)) from error
 
-        works: list[Any] = []
+        works: list[dist.Work] = []
 
         def arrived() -> list[Tensor]:
             with naming_the_culprit():
