@@ -13,6 +13,7 @@ from types import ModuleType
 
 from deepep_moe import config
 
+WHY_NOT_SUSPEND = "NVSHMEM returns the memory of its symmetric heap only when the process ends its use of NVSHMEM"
 _HOST_LIBRARY = "libnvshmem_host.so.3"
 _REBUILD = "install NVSHMEM (pip install nvidia-nvshmem-cu13==3.4.5, or NVSHMEM_HOME), then, with nvcc, `deepep-moe build _nvshmem`"
 

@@ -17,8 +17,7 @@ from deepep_moe.device import making_on
 from deepep_moe.event import Event
 from deepep_moe.exchange import native, operators
 from deepep_moe.exchange.backends.base import Backend
-from deepep_moe.exchange.backends.profile import agree_on_profile
-from deepep_moe.exchange.backends.select import BACKENDS, make_backend
+from deepep_moe.exchange.backends.select import BACKENDS, agree_on_profile, make_backend
 from deepep_moe.exchange.calls import Calls
 from deepep_moe.exchange.checks import (
     BLOCKWISE,

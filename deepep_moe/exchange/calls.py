@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import _StopRecomputationError
 
 from deepep_moe.device import is_gpu
 from deepep_moe.errors import BufferDestroyedError, BufferSuspendedError, Cause, EPError, OutgrownError, describe
@@ -49,6 +50,7 @@ from deepep_moe.worker import Worker
 if TYPE_CHECKING:
     from deepep_moe._torch import Calls as NativeCalls
     from deepep_moe._torch import InFlight, SecondHalf
+    from deepep_moe.exchange.buffer import Buffer
 
 live_calls: "weakref.WeakValueDictionary[int, Calls]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -56,6 +58,11 @@ _Args = TypeVar("_Args", DispatchArgs, CachedDispatchArgs, CombineArgs)
 _Sent = TypeVar("_Sent", DispatchArgs, CachedDispatchArgs)
 _Result = TypeVar("_Result")
 _Error = TypeVar("_Error", bound=BaseException)
+
+ENDS = (_StopRecomputationError, GeneratorExit)
+"""Exceptions with which checkpointing ends a recomputation, and Python a generator. They are no failures."""
+PASS_FAILED = RuntimeError("its backward pass failed; see its output for the error")
+_PASS_FAILED = describe(PASS_FAILED)
 
 _num_forks = 0  # forks between the first process and this one
 
@@ -517,3 +524,72 @@ def _one_after_the_other(*functions: Callable[[], None]) -> None:
 
 def _second_half(move: Callable[[], None], _keep_alive: object) -> None:
     move()
+
+
+# ---- failures between two calls: of an expert, of a gradient's hook, of a forward that a backward pass repeats ----
+
+
+class _Watch:
+    """PyTorch calls this at the end of a backward pass, and drops it without a call if the pass fails."""
+
+    def __init__(self, tell: Callable[[], None]):
+        self._tell, self._is_over = tell, False
+
+    def __call__(self) -> None:
+        self._is_over = True
+
+    def __del__(self) -> None:
+        if not self._is_over:
+            self._tell()
+
+
+def watch_pass(tell: Callable[[], None]) -> bool:
+    """Call `tell` if the running backward pass fails. (A backward in csrc/torch does the same.) Return False if no backward pass runs."""
+    runs = not is_dry_run() and torch._C._current_graph_task_id() >= 0
+    if runs:
+        torch.autograd.Variable._execution_engine.queue_callback(_Watch(tell))
+    return runs
+
+
+def watch_backward(calls: Calls, reason: str = _PASS_FAILED) -> bool:
+    """Make the peers raise EPPeerError if the running backward pass fails before its next call of the buffer. Return False if none runs."""
+    return watch_pass(partial(pass_failed, calls.number, calls.num_calls, reason))
+
+
+def pass_failed(number: int, num_calls: int, reason: str = _PASS_FAILED) -> None:
+    """Tell the peers, unless the buffer has made more than `num_calls` calls: then a later call has told them."""
+    calls = live_calls.get(number)
+    if calls is None or calls.is_destroyed or calls.num_calls != num_calls:
+        return
+    with contextlib.suppress(EPError, RuntimeError):  # the error of the forward or backward says more
+        calls.tell(reason)
+
+
+def tell_failure(calls: Calls, error: BaseException) -> None:
+    """Tell the peers that this rank does not make its next call because of `error`. If a backward pass repeats this forward, the peers are
+    told only once that pass fails; the error may have been a way to end the repetition early."""
+    if isinstance(error, ENDS):
+        return
+    with contextlib.suppress(EPError, RuntimeError):  # missing peers or a failed GPU: `error` says more
+        if not watch_backward(calls, describe(error)):
+            calls.refuse(error)
+
+
+def notify_peers_on_failure(buffer: "Buffer", function: Callable[..., _Result], *args: object) -> _Result:
+    """Return `function(*args)`, which makes no call of the buffer or ends with one. If it fails before that call, the peers raise
+    EPPeerError with the same error instead of waiting."""
+    if torch.compiler.is_compiling():
+        return function(*args)
+    num_calls = buffer.num_calls
+    try:
+        return function(*args)
+    except BaseException as error:
+        notify_peers(buffer, error, num_calls)
+        raise
+
+
+def notify_peers(buffer: "Buffer", error: BaseException, num_calls: int | None = None) -> None:
+    """Make the peers raise EPPeerError with this error in their next call of the buffer. If this rank has made more than `num_calls`
+    calls, they know already."""
+    if not buffer.calls.is_destroyed and num_calls in (None, buffer.num_calls):
+        tell_failure(buffer.calls, error)

@@ -14,9 +14,8 @@ from deepep_moe import torch_module
 from deepep_moe.errors import BufferDestroyedError, BufferSuspendedError
 from deepep_moe.event import Event
 from deepep_moe.exchange.backends.base import LAYOUTS
-from deepep_moe.exchange.calls import Calls, calls_of, live_calls
+from deepep_moe.exchange.calls import Calls, calls_of, live_calls, pass_failed, watch_backward
 from deepep_moe.exchange.checks import MAX_ALIGNMENT, check_owner
-from deepep_moe.exchange.failures import pass_failed, watch_backward
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, PackedHandle
 from deepep_moe.exchange.operators import as_rows, combine, dispatch_cached, joined, scaled_gradients
 from deepep_moe.group.settings import MAX_NUMBER

@@ -17,9 +17,8 @@ from torch.autograd.function import once_differentiable
 from deepep_moe.device import is_gpu
 from deepep_moe.errors import EPError
 from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Rows, RowScaling
-from deepep_moe.exchange.calls import Calls, calls_of
+from deepep_moe.exchange.calls import Calls, calls_of, tell_failure, watch_backward
 from deepep_moe.exchange.checks import EXCHANGE
-from deepep_moe.exchange.failures import tell_failure, watch_backward
 from deepep_moe.exchange.handle import DispatchHandle, TracedHandle, traced
 from deepep_moe.library import Context, Function, Inputs, call, define, is_watched, needs_gradients, refuse_watchers, register_operator
 from deepep_moe.ops.quantized import QuantizedRows

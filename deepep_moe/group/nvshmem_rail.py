@@ -31,27 +31,28 @@ def _end_of_process() -> None:
 
 
 class Rail:
-    """The symmetric memory of one backend. `native`: what the kernels belong to, with `rail_bytes`, `attach_rail` and `leak`."""
+    """The symmetric memory of one backend."""
 
-    def __init__(self, settings: Settings, native: Any):
+    def __init__(self, settings: Settings, native: Any, shim: str, *, maps_node: bool = False):
+        """`native`: the owner of the kernels, with `rail_bytes`, `attach_rail` and `leak`. `shim`: the function of `_nvshmem` that returns
+        the kernels. `maps_node`: they read the memory of all ranks of the node."""
         self.num_bytes: int = native.rail_bytes
-        self._settings, self._native = settings, native
+        self._settings, self._native, self._shim, self._maps_node = settings, native, shim, maps_node
         self._world: nvshmem_world.World | None = None
         self._address = 0
         _alive.add(self)
 
-    def attach(self, world: nvshmem_world.World, shim: str, *, maps_node: bool = False) -> None:
-        """Let rows cross: allocate symmetric memory. `shim`: the function of `_nvshmem` that returns the kernels. `maps_node`: they read
-        the memory of all ranks of the node. Collective; raises BackendUnavailableError on all ranks alike, RuntimeError on those where
-        the others' memory is not mapped."""
+    def attach(self, world: nvshmem_world.World) -> None:
+        """Let rows cross: allocate symmetric memory. Collective; raises BackendUnavailableError on all ranks alike, RuntimeError on those
+        where the others' memory is not mapped."""
         self._address, self._world = world.allocate(self.num_bytes), world
         at_end_of_process(_end_of_process)
         s = self._settings
         ranks = range(s.rank % s.ranks_per_node, s.num_ranks, s.ranks_per_node)
         module = nvshmem_module.load()
         assert not isinstance(module, str)  # the world has it
-        memory = self._of_node(world) if maps_node else self._address
-        self._native.attach_rail(getattr(module, shim)(), memory, [world.pe_of[rank] for rank in ranks])
+        memory = self._of_node(world) if self._maps_node else self._address
+        self._native.attach_rail(getattr(module, self._shim)(), memory, [world.pe_of[rank] for rank in ranks])
 
     def _of_node(self, world: nvshmem_world.World) -> list[int]:
         """Return the addresses at which the memory of each rank of this node is mapped."""
@@ -94,12 +95,10 @@ class RailBackend(Connectable, Protocol):
 
     rail: Rail
 
-    def attach(self, world: nvshmem_world.World) -> None: ...
     def destroy(self) -> None: ...
 
 
 _Backend = TypeVar("_Backend", bound=RailBackend)
-WHY_NOT_SUSPEND = "NVSHMEM returns the memory of its symmetric heap only when the process ends its use of NVSHMEM"
 
 
 def make(new: Callable[[], _Backend], settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None") -> "_Backend | str":
@@ -116,7 +115,7 @@ def make(new: Callable[[], _Backend], settings: Settings, peers: list[Introducti
         backend.destroy()
         return str(error)
     try:
-        backend.attach(world)
+        backend.rail.attach(world)
     except BackendUnavailableError as error:
         backend.destroy()
         return str(error)

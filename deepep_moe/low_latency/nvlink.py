@@ -1,4 +1,5 @@
-"""Backend `nvlink` of low latency: GPUs of one host that reach each other's memory (csrc/cuda/low_latency*.cu)."""
+"""Backends of low latency for GPUs that reach each other's memory (csrc/cuda/low_latency*.cu): `nvlink` within a host, `nvshmem` over
+several nodes."""
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -6,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deepep_moe import _C, torch_module
+from deepep_moe import _C, nvshmem_module, torch_module
 from deepep_moe.device import call_stream
 from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.event import Event
@@ -95,3 +96,24 @@ class NvlinkLowLatencyBackend(GpuMemory, LowLatencyBackend):
             self.calls.release()
         self.calls = None
         super().destroy()
+
+
+class NvshmemLowLatencyBackend(NvlinkLowLatencyBackend):
+    """Serves the ranks of a node as `NvlinkLowLatencyBackend` does. A row crosses once to each node of its experts, to the rank with the
+    sender's index there, through NVSHMEM's symmetric heap (docs/design/low_latency_nodes.md)."""
+
+    name = "nvshmem"
+    why_not_suspend = nvshmem_module.WHY_NOT_SUSPEND
+
+    def __init__(self, settings: Settings, mask_stalled: bool):
+        from deepep_moe.group.nvshmem_rail import Rail  # it loads what only several nodes need
+
+        super().__init__(settings, mask_stalled)
+        self.rail = Rail(settings, self._native, "low_latency_rail_shim", maps_node=True)
+        self.workspace_bytes += self.rail.num_bytes
+
+    def destroy(self) -> None:
+        """Free the memory once all puts of this rank have arrived. If they do not arrive before the deadline, the memory is never freed."""
+        self.rail.settle()
+        super().destroy()
+        self.rail.free()

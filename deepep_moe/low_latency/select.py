@@ -8,7 +8,7 @@ from deepep_moe.group.reach import are_on_gpus, check_torch, why_not_nvlink, why
 from deepep_moe.group.rendezvous import Introduction, connect
 from deepep_moe.group.settings import Settings
 from deepep_moe.low_latency.base import LowLatencyBackend
-from deepep_moe.low_latency.nvlink import NvlinkLowLatencyBackend
+from deepep_moe.low_latency.nvlink import NvlinkLowLatencyBackend, NvshmemLowLatencyBackend
 from deepep_moe.low_latency.shm import ShmLowLatencyBackend
 
 BACKENDS = ("auto", "shm", "nvlink", "nvshmem")
@@ -44,7 +44,6 @@ def _make(
     too_many = _why_too_many(peers, name)
     if name == "nvshmem":
         from deepep_moe.group import nvshmem_rail  # it loads what only several nodes need
-        from deepep_moe.low_latency.nvshmem import NvshmemLowLatencyBackend
 
         reason = too_many or why_not_nvshmem(peers, settings)
         if reason is None:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
@@ -13,8 +14,8 @@ from deepep_moe.arguments import as_int
 from deepep_moe.device import FLOATS
 from deepep_moe.errors import EPError
 from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.exchange.calls import ENDS, PASS_FAILED, notify_peers, watch_pass
 from deepep_moe.exchange.expert_slots import ALIGNMENT, MAX_SLOTS, ExpertSlots
-from deepep_moe.exchange.failures import ENDS, notify_peers
 from deepep_moe.library import Context, Function
 from deepep_moe.ops.copies import CopyPlan, plan_copies
 from deepep_moe.ops.lanes import count_lanes
@@ -378,20 +379,11 @@ class _Fetch(Function):
         weights = Parts(*ctx.saved_tensors)  # first: it may repeat the forward of a checkpoint, which uses the slots
         ctx.copies.fetch(ctx.plan, weights)
         if any(ctx.needs_input_grad[1:3]):
-            torch.autograd.Variable._execution_engine.queue_callback(_Watch(ctx.copies.slots))
+            watch_pass(partial(_pass_failed, ctx.copies.slots, ctx.copies.slots.num_calls))
         return grad, None, None, None, None
 
 
-class _Watch:
-    """A callback that PyTorch calls at the end of a backward pass, and drops without a call if the pass fails. The peers, which wait for
-    this rank's gradients then, are told."""
-
-    def __init__(self, slots: ExpertSlots):
-        self._slots, self._num_calls, self._is_over = slots, slots.num_calls, False
-
-    def __call__(self) -> None:
-        self._is_over = True
-
-    def __del__(self) -> None:
-        if not self._is_over and self._slots.num_calls == self._num_calls:
-            self._slots.refuse(RuntimeError("its backward pass failed; see its output for the error"))
+def _pass_failed(slots: ExpertSlots, num_calls: int) -> None:
+    """Tell the peers, which wait for this rank's gradients of copies."""
+    if slots.num_calls == num_calls:
+        slots.refuse(PASS_FAILED)

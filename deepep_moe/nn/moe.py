@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from deepep_moe.arguments import check_bool, check_is_tensor
 from deepep_moe.exchange.buffer import Buffer, new_layer
+from deepep_moe.exchange.calls import notify_peers_on_failure
 from deepep_moe.exchange.checks import BLOCKWISE, GUESS
-from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.nn.balance import Balance, Copies, Parts, Planned, check_is_balance, has_hooks
 from deepep_moe.nn.grouped_experts import GroupedExperts

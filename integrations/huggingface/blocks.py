@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from deepep_moe.errors import EPMismatchError
 from deepep_moe.exchange.buffer import Buffer, new_layer
+from deepep_moe.exchange.calls import notify_peers_on_failure
 from deepep_moe.exchange.checks import GUESS
-from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.group.rendezvous import agree, join
 from deepep_moe.integrations.common.warn_once import say_on

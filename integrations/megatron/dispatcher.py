@@ -18,8 +18,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatche
 from deepep_moe._C import MAX_TOPK, ROW_ALIGNMENT
 from deepep_moe.errors import EPCapacityError
 from deepep_moe.exchange.buffer import Buffer, new_layer
+from deepep_moe.exchange.calls import notify_peers, notify_peers_on_failure
 from deepep_moe.exchange.checks import BLOCKWISE, GUESS
-from deepep_moe.exchange.failures import notify_peers, notify_peers_on_failure
 from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
 from deepep_moe.integrations.common.warn_once import say_on

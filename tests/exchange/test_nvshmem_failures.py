@@ -23,7 +23,7 @@ from on_ranks import on_ranks
 from deepep_moe import Buffer, nvshmem_module
 from deepep_moe.errors import BackendUnavailableError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.exchange.backends import select
-from deepep_moe.exchange.failures import notify_peers
+from deepep_moe.exchange.calls import notify_peers
 from deepep_moe.testing import run_ranks
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import BufferDestroyedError, EPPeerError
-from deepep_moe.exchange.failures import notify_peers_on_failure
+from deepep_moe.exchange.calls import notify_peers_on_failure
 from deepep_moe.nn import MoELayer, Router
 from deepep_moe.testing import run_ranks
 from deepep_moe.worker import Worker

@@ -1,14 +1,16 @@
-"""Backend `nvlink`: GPUs of one host that reach each other's memory; kernels push rows into it (csrc/cuda, csrc/runtime)."""
+"""Backends of GPUs, whose kernels push rows into each other's memory (csrc/cuda, csrc/runtime): `nvlink` within a host, `nvshmem` over
+several nodes."""
 
 import contextlib
 import weakref
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from deepep_moe import _C, device, torch_module
+from deepep_moe import _C, device, nvshmem_module, torch_module
 from deepep_moe.device import DTYPES, call_stream, device_index
 from deepep_moe.errors import Cause, EPCapacityError, EPMismatchError, EPPeerError
 from deepep_moe.exchange.backends.base import (
@@ -188,6 +190,28 @@ class NvlinkBackend(GpuMemory, Backend):
         if self.settings.expert_slot_bytes and self._exchange is not None:
             self._exchange.leave()  # tensors of the slots keep it
         self._exchange = self._native = None  # type: ignore[assignment]  # no call comes after this
+
+
+class NvshmemBackend(NvlinkBackend):
+    """Ranks of a node exchange rows as in `NvlinkBackend`. A row crosses once to each node of its experts, to the rank with the sender's
+    index there, through NVSHMEM's symmetric heap. A combine adds rows in each node before the sums cross (docs/design/nvshmem.md)."""
+
+    name = "nvshmem"
+    why_not_suspend = nvshmem_module.WHY_NOT_SUSPEND
+
+    def __init__(self, settings: Settings):
+        from deepep_moe.group.nvshmem_rail import Rail  # it loads what only several nodes need
+
+        super().__init__(settings)
+        self.capabilities = replace(self.capabilities, can_scale=False)
+        self.rail = Rail(settings, self._exchange, "rail_shim")
+        self.workspace_bytes += self.rail.num_bytes
+
+    def destroy(self) -> None:
+        """Free the memory once all puts of this rank have arrived. If they do not arrive before the deadline, the memory is never freed."""
+        self.rail.settle()
+        super().destroy()
+        self.rail.free()
 
 
 def _tell(backend: "weakref.ref[NvlinkBackend]", error: BaseException, has_entered: bool) -> None:

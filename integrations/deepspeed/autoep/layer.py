@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepep_moe._C import MAX_TOPK
 from deepep_moe.exchange.buffer import Buffer
-from deepep_moe.exchange.failures import notify_peers, notify_peers_on_failure
+from deepep_moe.exchange.calls import notify_peers, notify_peers_on_failure
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.integrations.common.meanwhile import meanwhile
 from deepep_moe.integrations.common.warn_once import warn_once

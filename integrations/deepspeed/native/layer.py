@@ -14,8 +14,8 @@ from deepep_moe._C import MAX_TOPK
 from deepep_moe.device import is_gpu
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert, split_rows
+from deepep_moe.exchange.calls import notify_peers_on_failure
 from deepep_moe.exchange.checks import BLOCKWISE, GUESS
-from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
 from deepep_moe.exchange.operators import joined
