@@ -52,6 +52,7 @@ BAD_DISPATCHES = [  # changes of the arguments, the error, a piece of its messag
     *((dict(num_recv_rows=bound), ValueError, f"num_recv_rows is {bound}") for bound in (2**62, 2**31, -1)),
     *((dict(layer=layer), ValueError, f"layer is {layer}") for layer in (2**31, -1)),
     (dict(layer=None), TypeError, "layer is None"),
+    (dict(num_sms=2**31), ValueError, "num_sms is 2147483648"),
     (dict(topk_idx=None), ValueError, "topk_idx is missing"),
     (ALONG | dict(handle="other"), ValueError, "handle belongs to buffer 1, this is buffer 0"),
     (ALONG | dict(handle="own", layout="rank"), ValueError, "layout 'rank', .* beside a handle with layout 'expert'"),
