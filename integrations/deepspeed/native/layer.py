@@ -179,11 +179,12 @@ class PackedMOELayer(MOELayer):
         planned: the copies of experts, which topk_idx chooses as the experts behind those of their rank."""
         num_experts = self.num_local_experts + (0 if planned is None else planned.num_slots)
         x, idx = x.contiguous(), widened(topk_idx, num_experts, plan_of(self).num_local_experts)
-        guess = None if weights is None else GUESS
-        how = {"expert_alignment": GROUP_ALIGNMENT, "fp8": BLOCKWISE} if self.is_fp8 else {"num_recv_rows": guess}
+        fp8: bool | str = BLOCKWISE if self.is_fp8 else False
+        alignment, bound = GROUP_ALIGNMENT if fp8 else 1, None if fp8 or weights is None else GUESS
 
         def send(buffer: Buffer) -> DispatchOutput:
-            return buffer.dispatch(x, idx, topk_weights, layer=self.deepep_moe_number, **how)
+            number = self.deepep_moe_number
+            return buffer.dispatch(x, idx, topk_weights, expert_alignment=alignment, num_recv_rows=bound, fp8=fp8, layer=number)
 
         with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
             buffer, out = growing.dispatch(len(x), send)
@@ -198,8 +199,7 @@ class PackedMOELayer(MOELayer):
             outputs = notify_peers_on_failure(buffer, planned.end, outputs, out.handle.num_rows_per_expert_list)
         count_rows(self, out.handle.num_rows_per_expert if planned is None else planned.rows_of_experts())
         with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
-            weighting = {"fp8": BLOCKWISE} if self.is_fp8 else {"topk_weights": out.recv_topk_weights}
-            combined: Tensor = buffer.combine(outputs, out.handle, **weighting)
+            combined: Tensor = buffer.combine(outputs, out.handle, None if fp8 else out.recv_topk_weights, fp8=fp8)
             return combined
 
     def _run_joined(self, weights: Sequence[ExpertWeights] | None, out: DispatchOutput, planned: Planned | None) -> Tensor:
