@@ -37,8 +37,8 @@ from deepep_moe.exchange.checks import (
     check_device,
     check_dispatch,
     check_handle,
-    check_layer,
     check_num_sms,
+    check_number,
 )
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.group import suspension
@@ -173,7 +173,7 @@ class Calls:
         if not (is_async or is_split) and num_sms is None and layer == 0:
             return self.own_mode
         num_sms = self.refuse_on_failure(check_num_sms, num_sms)
-        layer = self.refuse_on_failure(check_layer, layer)
+        layer = self.refuse_on_failure(check_number, "layer", layer, "a whole number")
         return Mode(is_async, is_split, self.own_mode.num_sms if num_sms is None else num_sms, layer)
 
     # ---- calls ----

@@ -76,7 +76,9 @@ def agree_on_profile(backend: Backend, settings: Settings, loaded: Loaded, group
             messages = gather_objects(message, group, settings.num_ranks, "agreement on a profile", settings.timeout_s, _read)
         machines = [rank_machine for rank_machine, _ in messages]
         if len(set(machines)) == 1:
-            check_same([values for _, values in messages], f"give every rank the same files of profiles ({_where(loaded)}; docs/tuning.md)")
+            files = [str(file) for file in (loaded.files.user, loaded.files.from_variable) if file is not None]
+            where = " and ".join(files) or "this rank has neither a home nor DEEPEP_MOE_PROFILE"
+            check_same([values for _, values in messages], f"give every rank the same files of profiles ({where}; docs/tuning.md)")
     except BaseException:
         backend.destroy()
         raise
@@ -106,8 +108,3 @@ def _read(message: tuple[str, dict[str, object]]) -> tuple[str, dict[str, object
     if type(machine) is not str or values.keys() != set(SETTINGS) or not all(v is None or type(v) is int for v in values.values()):
         raise ValueError("a machine and settings")
     return machine, {f"{name} of the profile": values[name] for name in SETTINGS}
-
-
-def _where(loaded: Loaded) -> str:
-    files = [str(file) for file in (loaded.files.user, loaded.files.from_variable) if file is not None]
-    return " and ".join(files) or "this rank has neither a home nor DEEPEP_MOE_PROFILE"
