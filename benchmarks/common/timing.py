@@ -12,9 +12,6 @@ from deepep_moe.tune.timing import Timer as TunersTimer
 
 WARMUP = 3  # calls that are made first and not counted
 _QUEUED = 20  # calls that wait on the device for their turn
-_MAX_MARKS = 4  # in one call
-
-Mark = Callable[[], None]
 
 
 def _nothing() -> None:
@@ -67,10 +64,8 @@ class Timer(TunersTimer):
         super().__init__(device)
         self.group = group
         if self.is_gpu:
-            self._marked = [torch.cuda.Event(enable_timing=True) for _ in range(_MAX_MARKS)]
             self._token = torch.zeros(1, device=device)
             dist.all_reduce(self._token, group=group)
-            self._cycles_per_us = cycles_per_us(torch.cuda.current_device())
 
     def stream(self, call: Callable[[], Any], iterations: int) -> list[float]:
         """Return the time of the slowest rank in every iteration."""
@@ -78,57 +73,23 @@ class Timer(TunersTimer):
 
     def call(self, call: Callable[[], Any], iterations: int) -> list[float]:
         """Return the time of the slowest rank in every iteration."""
-        return slowest([self._call_once(call) for _ in range(WARMUP + iterations)][WARMUP:])
+        return slowest([self._from_idle(call) for _ in range(WARMUP + iterations)][WARMUP:])
 
     def own_stream(self, call: Callable[[], Any], iterations: int) -> list[float]:
         """Return the times of `stream` of this rank alone."""
-        once = self._stream_once if self.is_gpu else self._call_once
-        return [once(call) for _ in range(WARMUP + iterations)][WARMUP:]
+        return [self.once(call) for _ in range(WARMUP + iterations)][WARMUP:]
 
-    def marks(self, call: Callable[[Mark], Any], iterations: int) -> list[list[float]]:
-        """Return, for every iteration, what `marks_once` returns."""
-        return [self.marks_once(call) for _ in range(WARMUP + iterations)][WARMUP:]
-
-    def marks_once(self, call: Callable[[Mark], Any]) -> list[float]:
-        """Return the times from the start of `call(mark)` to each of its calls of `mark`, on the stream of this rank."""
-        return self._marks_on_stream(call) if self.is_gpu else self._marks_by_clock(call)
-
-    def sleep(self, us: float) -> None:
-        """Keep the GPU's current stream busy for `us` microseconds, or longer while its clock is slow."""
-        torch.cuda._sleep(int(us * self._cycles_per_us))
-
-    def _line_up(self) -> None:
+    def once(self, call: Callable[[], Any]) -> float:
+        """Return one time of `own_stream`."""
+        if not self.is_gpu:
+            return self._from_idle(call)
         self.sleep(SLEEP_US)
         # After the sleep, so that GPUs leave it together, however late their hosts were.
         dist.all_reduce(self._token, group=self.group)
+        return self._timed(call)
 
-    def _marks_on_stream(self, call: Callable[[Mark], Any]) -> list[float]:
-        unused, used = iter(self._marked), []
-
-        def mark() -> None:
-            used.append(next(unused))
-            used[-1].record()
-
-        self._line_up()
-        self._start.record()
-        result = call(mark)
-        used[-1].synchronize()
-        del result  # memory goes back after the measurement
-        return [self._start.elapsed_time(event) * 1e3 for event in used]
-
-    def _marks_by_clock(self, call: Callable[[Mark], Any]) -> list[float]:
-        meet()
-        moments = [time.perf_counter()]
-        result = call(lambda: moments.append(time.perf_counter()))
-        del result
-        return [(moment - moments[0]) * 1e6 for moment in moments[1:]]
-
-    def _call_once(self, call: Callable[[], Any]) -> float:
+    def _from_idle(self, call: Callable[[], Any]) -> float:
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
         meet()
-        return self._timed(call)
-
-    def _stream_once(self, call: Callable[[], Any]) -> float:
-        self._line_up()
         return self._timed(call)

@@ -31,7 +31,7 @@ from benchmarks.common.report import show_layers
 from benchmarks.layers import harness
 from benchmarks.layers.deepspeed_passes import AutoEPPass, CommunicationPass, LayerPass
 from benchmarks.layers.megatron_steps import kernel_times
-from benchmarks.layers.passes import PARTS, MeasuredLayer, beyond, describe, differences, draw_inputs, slowest
+from benchmarks.layers.passes import MeasuredLayer, beyond, describe, differences, draw_inputs, slowest
 from deepep_moe.ops.routing import is_token_in_rank
 from deepep_moe.testing import RankFailedError, run_ranks
 
@@ -178,19 +178,19 @@ def tolerance(shape: Shape) -> float:
 
 
 def records_of(ranks: list[Measured], shape: Shape, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a record per thing timed, mode and part."""
+    """Return a record per thing timed and mode."""
     first, times, records = ranks[0], slowest(ranks), []
     of_shape = argparse.Namespace(**vars(options) | {"num_topk": shape.num_topk})
-    for what, mode, part in [(what, mode, part) for what, modes in first.differences.items() for mode in modes for part in PARTS]:
+    for what, mode in [(what, mode) for what, modes in first.differences.items() for mode in modes]:
         extra: dict[str, Any] = {"capacity_factor": None if options.autoep else options.capacity_factor, "num_layers": options.num_layers}
         extra |= {"ffn_hidden": options.ffn_hidden if what in ("layer", "autoep") else None, "differences": first.differences[what][mode]}
-        if part == PARTS[2] and first.kernel_us:
+        if first.kernel_us:
             fewest = (min(rank.kernel_us[what, kind] for rank in ranks) for kind in (mode, DEEPSPEED))  # of the rank that waits least
             extra["us_kernels"], extra["rival_us_kernels"] = fewest
-        num_bytes = max(rank.link_bytes[mode] for rank in ranks) * (4 if part == PARTS[2] else 2)
+        num_bytes = 4 * max(rank.link_bytes[mode] for rank in ranks)
         entry = harness.record(
-            f"deepspeed {what} {mode} {shape} {part}", of_shape, first, len(ranks), str(DTYPES[shape.dtype]).removeprefix("torch."),
-            times[what, mode][part], num_bytes, DEEPSPEED, times[what, DEEPSPEED][part], **extra,
+            f"deepspeed {what} {mode} {shape} forward+backward", of_shape, first, len(ranks),
+            str(DTYPES[shape.dtype]).removeprefix("torch."), times[what, mode], num_bytes, DEEPSPEED, times[what, DEEPSPEED], **extra,
         )  # fmt: skip
         records.append(entry)
     return records

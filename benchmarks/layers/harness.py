@@ -12,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.common import records
 from benchmarks.common.report import Record
 from benchmarks.common.timing import Timer
-from benchmarks.layers.passes import StepTimes, times_of
+from benchmarks.layers.passes import StepTimes, time_of
 
 
 def add_arguments(parser: argparse.ArgumentParser, device: str | None, num_ranks: str, **sizes: int | None) -> None:
@@ -65,11 +65,11 @@ def device_of(options: argparse.Namespace) -> torch.device:
 
 def times_in_turns(
     passes: dict[str, dict[str, Any]], device: torch.device, warmup: int, repeats: int, num_layers: int = 1
-) -> dict[tuple[str, str], list[list[float]]]:
+) -> dict[tuple[str, str], list[float]]:
     """Time passes of `num_layers` layers in turns. Return the times of a layer by what is timed and who does it. Collective."""
     timer = Timer(device)
     flat = {(what, name): timed for what, of_one in passes.items() for name, timed in of_one.items()}
-    return in_turns(flat, lambda timed: [time / num_layers for time in times_of(timed, timer)], warmup, repeats)
+    return in_turns(flat, lambda timed: time_of(timed, timer) / num_layers, warmup, repeats)
 
 
 def in_turns(timed: Mapping[Any, Any], time: Callable[[Any], Any], warmup: int, repeats: int) -> dict[Any, list[Any]]:

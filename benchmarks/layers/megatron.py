@@ -1,12 +1,12 @@
 """Benchmark of Megatron-Core's MoELayer, forward and backward, with our dispatcher and with Megatron-Core's own.
 
 All dispatchers take turns in one run, on the same inputs, router and experts. The `exchange` is all between the router and the layer's
-output, with permutes and without experts (rows return as they came). `layer` is the whole layer with SwiGLU experts (Megatron-Core's
-SequentialMLP). Without TransformerEngine Megatron-Core's permutes are not fused, so there is one more baseline: `rows alone` sends the rows
-of `alltoall` by all_to_all_single and does nothing else. Results of all dispatchers are compared first. Times are of the slowest rank, by
-CUDA events on a GPU whose host is ahead.
+output, with permutes and without experts (rows return as they came). Without TransformerEngine Megatron-Core's permutes are not fused, so
+there is one more baseline: `rows alone` sends the rows of `alltoall` by all_to_all_single and does nothing else. Results of all dispatchers
+are compared first. Times are of the slowest rank, by CUDA events on a GPU whose host is ahead.
 
-"step" is the layer as a training step has it, with grouped experts, ours and TransformerEngine's: see `megatron_steps`.
+"step" is the layer as a training step has it, with grouped experts, ours and TransformerEngine's: see `megatron_steps`. Two of its layers
+have Megatron-Core's SequentialMLP.
 """
 
 import argparse
@@ -22,10 +22,9 @@ from torch import Tensor
 from benchmarks.common.link import rows_to_others
 from benchmarks.common.records import DTYPES, write_json
 from benchmarks.common.report import show_layers
-from benchmarks.layers import harness, megatron_steps
+from benchmarks.layers import harness, megatron_steps, passes
 from benchmarks.layers.megatron_steps import GROUPED
-from benchmarks.layers.passes import PARTS, Pass, StepTimes, beyond, describe, differences, draw_inputs, slowest, slowest_steps, worst
-from benchmarks.layers.passes import MeasuredLayer as MeasuredBase
+from benchmarks.layers.passes import MeasuredLayer, Pass, StepTimes, slowest
 from deepep_moe.testing import run_ranks
 
 OURS, ALONE = "deepep_moe", "rows alone"
@@ -64,48 +63,30 @@ class Rows:
         """Do nothing, as no gradients are kept."""
 
 
-def make_passes(layers: dict[str, Any], x: Tensor, cotangent: Tensor, num_ranks: int) -> dict[str, dict[str, Any]]:
-    """Return the passes by what is timed and by dispatcher."""
+def exchanges_of(layers: dict[str, Any], x: Tensor, cotangent: Tensor, probs: Tensor, routing_map: Tensor) -> dict[str, Any]:
+    """Return the passes without experts, by dispatcher."""
     from benchmarks.layers.megatron_layers import echo_experts, exchange
 
-    with torch.no_grad():
-        probs, routing_map = layers[OURS].router(x)
     probs.requires_grad_()
     exchanges: dict[str, Any] = {
         name: Pass(partial(exchange, layer.token_dispatcher, x, routing_map, probs, echo_experts), cotangent, {"input": x, "probs": probs})
         for name, layer in layers.items()
     }
-    exchanges[ALONE] = Rows(x, routing_map, num_ranks)
-    whole = {
-        name: Pass(partial(lambda layer: layer(x)[0], layer), cotangent, {"input": x} | dict(layer.named_parameters()))
-        for name, layer in layers.items()
-    }
-    return {"exchange": exchanges, "layer": whole}
+    return exchanges | {ALONE: Rows(x, routing_map, dist.get_world_size())}
 
 
-def link_bytes(routing_map: Tensor, row_bytes: int, num_ranks: int) -> int:
-    """Return the bytes that this rank must send in a dispatch: a row for each other rank that a token goes to."""
-    return rows_to_others(routing_map.view(len(routing_map), num_ranks, -1).any(2)) * row_bytes
-
-
-# ---- comparison ----
-
-
-def compare(passes: dict[str, Any]) -> dict[str, dict[str, float]]:
+def compare(steps: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Return the largest difference from ours, by baseline, then by kind of result."""
-    ours, by_rival = passes[OURS].results(), {}
-    for name, rival in passes.items():
+    ours, by_rival = steps[OURS].results(), {}
+    for name, rival in steps.items():
         if name != OURS and isinstance(rival, Pass):
             theirs = megatron_steps.by_expert(rival.results())
-            by_rival[name] = differences({kind: ours[kind] for kind in theirs}, theirs)
+            by_rival[name] = passes.differences({kind: ours[kind] for kind in theirs}, theirs)
     return by_rival
 
 
-# ---- timing ----
-
-
 @dataclass
-class Measured(MeasuredBase):
+class Measured(MeasuredLayer):
     """The measurements of one rank."""
 
     permutes_are_fused: bool = False
@@ -126,17 +107,19 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
     with model_parallel(options.device, ep=num_ranks, seed=1, options=bound) as device:
         sizes = {name: getattr(options, name) for name in ("hidden", "ffn_hidden", "num_experts", "num_topk")}
         layers = sharing_layers(DISPATCHERS, ep=num_ranks, dtype=DTYPES[options.dtype], seed=1, **sizes)
-        x, cotangent = draw_inputs(rank, (options.num_tokens, 1, options.hidden), device, DTYPES[options.dtype])
-        passes = make_passes(layers, x, cotangent, num_ranks)
-        steps = megatron_steps.make_steps(layers[OURS], x, cotangent, seed=1, ep=num_ranks, dtype=DTYPES[options.dtype], **sizes)
-        compared = {what: compare(of_one) for what, of_one in passes.items()}
-        compared["step"] = compare({OURS: passes["layer"][OURS], **steps})
+        x, cotangent = passes.draw_inputs(rank, (options.num_tokens, 1, options.hidden), device, DTYPES[options.dtype])
         with torch.no_grad():
-            sent = link_bytes(layers[OURS].router(x)[1], options.hidden * x.element_size(), num_ranks)
+            probs, routing_map = layers[OURS].router(x)
+        exchanges = exchanges_of(layers, x, cotangent, probs, routing_map)
+        steps = {name: megatron_steps.pass_of(layers[name], x, cotangent) for name in (OURS, "alltoall")}
+        steps |= megatron_steps.make_steps(layers[OURS], x, cotangent, seed=1, ep=num_ranks, dtype=DTYPES[options.dtype], **sizes)
+        compared = {"exchange": compare(exchanges), "step": compare(steps)}
+        sent = rows_to_others(routing_map.view(len(routing_map), num_ranks, -1).any(2)) * options.hidden * x.element_size()
         backend = layers[OURS].token_dispatcher.buffer.backend
-        measured = Measured(backend, *describe("megatron-core", device, num_ranks), sent, compared, permutes_are_fused=permutes_are_fused())
-        measured.times = harness.times_in_turns(passes, device, _WARMUP, options.repeats)
-        steps = {OURS: passes["layer"][OURS], "alltoall": passes["layer"]["alltoall"], **steps}
+        measured = Measured(
+            backend, *passes.describe("megatron-core", device, num_ranks), sent, compared, permutes_are_fused=permutes_are_fused()
+        )
+        measured.times = harness.times_in_turns({"exchange": exchanges}, device, _WARMUP, options.repeats)
         megatron_steps.add_graph(steps)
         measured.steps = harness.in_turns(steps, partial(megatron_steps.time_step, device=device), 1, options.repeats)
         for name, step in steps.items() if device.type == "cuda" else ():
@@ -156,35 +139,25 @@ def tolerance(options: argparse.Namespace) -> float:
 
 
 def records_of(ranks: list[Measured], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a record per thing timed, part and baseline."""
-    first, times, differences = ranks[0], slowest(ranks), worst(ranks)
-    dtype, sent = str(DTYPES[options.dtype]).removeprefix("torch."), max(rank.link_bytes for rank in ranks)
-    return [
-        harness.record(
-            f"megatron {what} {part}", options, first, len(ranks), dtype, times[what, OURS][part], sent * (4 if part == PARTS[2] else 2),
-            baseline, times[what, baseline][part], rival_permutes_are_fused=first.permutes_are_fused,
-            ffn_hidden=options.ffn_hidden if what == "layer" else None, differences=differences[what].get(baseline),
-        )
-        for what, baseline in times if baseline != OURS for part in PARTS
-    ]  # fmt: skip
-
-
-def step_records(ranks: list[Measured], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a record of the layer with grouped experts for each who makes the same step: by wall time, host and kernel times beside."""
-    first, steps = ranks[0], {name: slowest_steps([rank.steps[name] for rank in ranks]) for name in ranks[0].steps}
-    dtype, sent = str(DTYPES[options.dtype]).removeprefix("torch."), max(rank.link_bytes for rank in ranks)
-    return [
-        harness.record(
-            "megatron step forward+backward", options, first, len(ranks), dtype, steps[GROUPED], sent * 4, name, theirs,
-            rival_versions=f"{first.versions}; {megatron_steps.rivals()}", ffn_hidden=options.ffn_hidden,
-            kernel_us=_kernel_us(ranks, GROUPED), rival_kernel_us=_kernel_us(ranks, name), differences=worst(ranks)["step"].get(name),
-        )
-        for name, theirs in steps.items() if name != GROUPED
-    ]  # fmt: skip
-
-
-def _kernel_us(ranks: list[Measured], name: str) -> float | None:
-    return max(rank.kernel_us[name] for rank in ranks) if ranks[0].kernel_us else None
+    """Return a record of the exchange for each baseline; and of the layer with grouped experts for each who makes the same step, by wall
+    time, host and kernel times beside."""
+    first, sent = ranks[0], max(rank.link_bytes for rank in ranks)
+    dtype, differences = str(DTYPES[options.dtype]).removeprefix("torch."), passes.worst(ranks)
+    kernel_us = {name: max(rank.kernel_us[name] for rank in ranks) for name in first.kernel_us}
+    steps = {name: passes.slowest_steps([rank.steps[name] for rank in ranks]) for name in first.steps}
+    records = []
+    for what, ours, times in (("exchange", OURS, {name: us for (_, name), us in slowest(ranks).items()}), ("step", GROUPED, steps)):
+        for name in (name for name in times if name != ours):
+            extra = {"ffn_hidden": None, "rival_permutes_are_fused": first.permutes_are_fused}
+            if what == "step":
+                extra = {"ffn_hidden": options.ffn_hidden, "rival_versions": f"{first.versions}; {megatron_steps.rivals()}"}
+                extra |= {"kernel_us": kernel_us.get(GROUPED), "rival_kernel_us": kernel_us.get(name)}
+            entry = harness.record(
+                f"megatron {what} forward+backward", options, first, len(ranks), dtype, times[ours], sent * 4, name, times[name], **extra,
+                differences=differences[what].get(name),
+            )  # fmt: skip
+            records.append(entry)
+    return records
 
 
 def show(ranks: list[Measured], records: list[dict[str, Any]], options: argparse.Namespace) -> None:
@@ -204,9 +177,9 @@ def main(options: argparse.Namespace) -> None:
     except ValueError as error:
         sys.exit(str(error))
     ranks = run_ranks(measure, options.num_ranks, options, timeout_s=900, bind=options.bind)
-    records = records_of(ranks, options) + step_records(ranks, options)
+    records = records_of(ranks, options)
     show(ranks, records, options)
     write_json(options.json, records)
-    wrong = beyond(ranks, tolerance(options))
+    wrong = passes.beyond(ranks, tolerance(options))
     if wrong:
         sys.exit(f"dispatchers disagree by more than rounding ({tolerance(options):.1e}): " + "; ".join(wrong))

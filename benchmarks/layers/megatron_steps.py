@@ -98,8 +98,7 @@ def make_steps(like: Any, x: Tensor, cotangent: Tensor, *, seed: int, **sizes: A
         layers |= {name: megatron_layers.te_layer(of, like, seed=seed, **sizes) for name, of in dispatchers.items()}
     steps: dict[str, Any] = {}
     for name, layer in layers.items():
-        leaf = x.detach().clone().requires_grad_()
-        steps[name] = Pass(partial(_run, layer, leaf), cotangent, {"input": leaf} | dict(layer.named_parameters()))
+        steps[name] = pass_of(layer, x.detach().clone().requires_grad_(), cotangent)
     counts: list[Tensor] = []
     hook = layers[GROUPED].experts.register_forward_pre_hook(lambda module, arguments: counts.append(arguments[1].clone()))
     with torch.no_grad():
@@ -109,8 +108,9 @@ def make_steps(like: Any, x: Tensor, cotangent: Tensor, *, seed: int, **sizes: A
     return steps
 
 
-def _run(layer: Any, x: Tensor) -> Tensor:
-    return layer(x)[0]
+def pass_of(layer: Any, x: Tensor, cotangent: Tensor) -> Pass:
+    """Return the pass of a MoELayer with the input x."""
+    return Pass(lambda: layer(x)[0], cotangent, {"input": x} | dict(layer.named_parameters()))
 
 
 def add_graph(steps: dict[str, Any]) -> None:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.records import nccl_version
-from benchmarks.common.timing import Mark, Timer
+from benchmarks.common.timing import Timer
 from deepep_moe.tune.records import cpu_name
 
-PARTS = ("forward", "backward", "forward+backward")
 _FIRST_SEED = 1000  # of inputs, far from those of layers: rows that repeat a router's weights get probabilities of 1 and 0
 
 
@@ -103,19 +102,12 @@ def differences(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
     return kinds
 
 
-def times_of(timed: Any, timer: Timer) -> list[float]:
-    """Time one forward and one backward of a pass, in microseconds: forward, backward, both. Collective."""
-
-    def run(mark: Mark) -> None:
-        timed.forward()
-        mark()
-        timed.backward()
-        mark()
-
+def time_of(timed: Any, timer: Timer) -> float:
+    """Return the microseconds of a forward and backward of a pass. Collective."""
     timed.clear()
-    forward, both = timer.marks_once(run)
+    us = timer.once(lambda: (timed.forward(), timed.backward()))
     timed.clear()
-    return [forward, both - forward, both]
+    return us
 
 
 @dataclass
@@ -129,17 +121,13 @@ class MeasuredLayer:
     """Bytes that this rank must send in a dispatch; for DeepSpeed by mode."""
     differences: dict[str, dict[str, dict[str, float]]]
     """The largest differences of results by what is timed, who did it, and kind of result."""
-    times: dict[tuple[str, str], list[list[float]]] = field(default_factory=dict)
-    """Times by what is timed and who does it: an entry per turn, as `times_of` returns it."""
+    times: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    """Times of forward and backward by what is timed and who does it: an entry per turn."""
 
 
-def slowest(ranks: Sequence[MeasuredLayer]) -> dict[tuple[str, str], dict[str, list[float]]]:
-    """Return the maximum over ranks in every turn, by what is timed and who does it, then by part."""
-    by_key: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for key in ranks[0].times:
-        turns = [list(map(max, zip(*turn, strict=True))) for turn in zip(*(rank.times[key] for rank in ranks), strict=True)]
-        by_key[key] = {part: [turn[i] for turn in turns] for i, part in enumerate(PARTS)}
-    return by_key
+def slowest(ranks: Sequence[MeasuredLayer]) -> dict[tuple[str, str], list[float]]:
+    """Return the maximum over ranks in every turn, by what is timed and who does it."""
+    return {key: list(map(max, zip(*(rank.times[key] for rank in ranks), strict=True))) for key in ranks[0].times}
 
 
 def worst(ranks: Sequence[MeasuredLayer]) -> dict[str, dict[str, dict[str, float]]]:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.common.timing import Mark, Timer
+from benchmarks.common.timing import WARMUP, Timer
+from deepep_moe.tune.timing import meet
 
 BATCH = 200
 """Calls of a batch. They keep their ranks in step themselves."""
@@ -19,6 +20,8 @@ GRAPH_CALLS = 20
 _DROP = 10  # the first calls of a batch, until ranks are in step
 _GAP_US = 60.0  # the time between halves, in which the rows arrive
 _FIRST_SLEEP_US, _LONGEST_SLEEP_US = 1e3, 1e5
+
+Mark = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,6 @@ class Batches:
             self._stream = torch.cuda.Stream(timer.device)
 
     def times(self, call: Callable[[], Any], iterations: int, batch: int = BATCH, drop: int = _DROP) -> Times:
-        if not self.timer.is_gpu:
-            return of_slowest_rank(self.timer.own_stream(call, iterations))
-
         def marked(mark: Mark) -> None:
             call()
             mark()
@@ -68,11 +68,7 @@ class Batches:
             mark()
             del result
 
-        if self.timer.is_gpu:
-            rows, host_us, is_ahead = self._rows(marked, iterations, BATCH // 2, _DROP)
-        else:
-            ends = self.timer.marks(marked, iterations)
-            rows, host_us, is_ahead = [[row[0], row[1] - row[0], row[2] - row[1]] for row in ends], None, True
+        rows, host_us, is_ahead = self._rows(marked, iterations, BATCH // 2, _DROP)
         sent, _, received = zip(*rows, strict=True)
         return of_slowest_rank(list(sent), host_us, is_ahead), of_slowest_rank(list(received), host_us, is_ahead)
 
@@ -105,8 +101,10 @@ class Batches:
             while time.perf_counter() < end:
                 pass
 
-    def _rows(self, marked: Callable[[Mark], None], iterations: int, batch: int, drop: int) -> tuple[list[list[float]], float, bool]:
+    def _rows(self, marked: Callable[[Mark], None], iterations: int, batch: int, drop: int) -> tuple[list[list[float]], float | None, bool]:
         """Return the times from mark to mark, a row for each call, the host's mean time of a call, and whether the host was ahead."""
+        if not self.timer.is_gpu:
+            return [_by_clock(marked) for _ in range(WARMUP + iterations)][WARMUP:], None, True
         rows: list[list[float]] = []
         sleep_us, all_ahead, hosts = _FIRST_SLEEP_US, True, []
         while len(rows) < iterations:
@@ -144,6 +142,14 @@ class Batches:
         lengths = [a.elapsed_time(b) * 1e3 for a, b in pairwise(events)]
         marks = len(lengths) // count
         return [lengths[i : i + marks] for i in range(0, len(lengths), marks)], host_us, was_ahead
+
+
+def _by_clock(marked: Callable[[Mark], None]) -> list[float]:
+    """Return the times from mark to mark of a call that all ranks start at the same moment."""
+    meet()
+    moments = [time.perf_counter()]
+    marked(lambda: moments.append(time.perf_counter()))
+    return [(after - before) * 1e6 for before, after in pairwise(moments)]
 
 
 def of_slowest_rank(us: list[float], host_us: float | None = None, is_ahead: bool = True) -> Times:

@@ -36,7 +36,7 @@ class Timer:
         self.device, self.is_gpu = device, device.type == "cuda"
         if self.is_gpu:
             self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._cycles = int(SLEEP_US * cycles_per_us(torch.cuda.current_device()))
+            self._cycles_per_us = cycles_per_us(torch.cuda.current_device())
 
     def once(self, call: Callable[[], object]) -> float:
         """Return what `call` adds to a busy stream of this rank; without a GPU its wall time."""
@@ -44,8 +44,12 @@ class Timer:
             torch.cuda.synchronize(self.device)
         meet()
         if self.is_gpu:
-            torch.cuda._sleep(self._cycles)
+            self.sleep(SLEEP_US)
         return self._timed(call)
+
+    def sleep(self, us: float) -> None:
+        """Keep the GPU's current stream busy for `us` microseconds, or longer while its clock is slow."""
+        torch.cuda._sleep(int(us * self._cycles_per_us))
 
     def _timed(self, call: Callable[[], object]) -> float:
         if not self.is_gpu:

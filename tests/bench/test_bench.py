@@ -10,7 +10,7 @@ import pytest
 import torch
 from bench_cases import RECORD_FIELDS, TORCHRUN, bench, options_of
 
-from benchmarks.common import link, ranks, timing, verify
+from benchmarks.common import link, ranks, verify
 from benchmarks.exchange import command as exchange
 from benchmarks.exchange import measure
 from benchmarks.gate import baselines as gate_baselines
@@ -92,29 +92,6 @@ def test_operations(num_sms, count):
     assert len(listed) == count and set(buffer.num_sms) == {num_sms}
     assert {o.name for o in listed} == OPERATIONS if num_sms != 0 else {"dispatch bf16 expert", "combine bf16 expert"}
     assert {(o.dtype, o.row_bytes) for o in listed} <= {("bfloat16", 288), ("float8_e4m3fn", 144 + 8)}
-
-
-# ---- times ----
-
-
-def test_marks_on_a_stream(monkeypatch):
-    """Each mark is an event; times count from the event before the call, the first calls do not count."""
-    clock, synchronized = iter(range(1000)), []
-
-    class Event:
-        def record(self):
-            self.at = next(clock)
-
-        def synchronize(self):
-            synchronized.append(self.at)
-
-        def elapsed_time(self, other):
-            return float(other.at - self.at)
-
-    timer = timing.Timer.__new__(timing.Timer)
-    timer.is_gpu, timer._start, timer._marked, timer._line_up = True, Event(), [Event() for _ in range(4)], lambda: None
-    assert timer.marks(lambda mark: (mark(), mark(), mark()), 2) == [[1e3, 2e3, 3e3]] * 2
-    assert synchronized == [3, 7, 11, 15, 19], "the last event of every call"
 
 
 # ---- it measures nothing that is wrong ----
