@@ -1,7 +1,7 @@
 """Benchmark of a MoE layer with fp8 experts, router to combine, forward and backward, against bf16 and TransformerEngine.
 
-Ours is `deepep_moe.nn.MoELayer` with `GroupedExperts`, sync-free, in bf16 and in fp8. In fp8 there are three ways: each forward quantizes
-the weights; the first micro-batch of a step quantizes them and the others use its copies (`is_first_microbatch`); copies exist already.
+Ours is `deepep_moe.nn.MoELayer` with `GroupedExperts`, sync-free, in bf16 and in fp8. In fp8 there are two ways: each forward quantizes
+the weights; or the first micro-batch of a step quantizes them and the others use its copies (`is_first_microbatch`).
 On GPUs ours runs from CUDA graphs too: a replay runs all micro-batches of an optimizer step and quantizes the weights (see `graphs`).
 
 The baseline, if Megatron-Core and TransformerEngine are installed, is Megatron-Core's MoELayer in bf16 and with the blockwise fp8 recipe.
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from benchmarks.common.records import write_json
 from benchmarks.common.report import show_layers
 from benchmarks.layers import fp8_layers, harness, megatron_steps
-from benchmarks.layers.fp8_layers import BF16, BF16_GRAPH, EACH, GRAPHS, KEPT, OURS, SHARED, Layer, Wire, graph_of
+from benchmarks.layers.fp8_layers import BF16, BF16_GRAPH, EACH, GRAPHS, OURS, SHARED, Layer, Wire, graph_of
 from benchmarks.layers.graphs import Graphed
 from benchmarks.layers.passes import StepTimes, chain, describe, difference, slowest_steps
 from deepep_moe.testing import run_ranks
@@ -99,7 +99,7 @@ def _why_no_rivals(options: argparse.Namespace, num_ranks: int) -> str:
 def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
     """Do the work of one rank: build layers, compare results, and time them in turns."""
     with _parallel(options, num_ranks) as (device, why):
-        ours, wire = fp8_layers.make_layers(options, rank, num_ranks, device)
+        ours, wire, kept = fp8_layers.make_layers(options, rank, num_ranks, device)
         theirs: dict[str, Layer] = {}
         rivals = megatron_steps.rivals()
         if why:
@@ -112,7 +112,7 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
         measured = Measured(ours[BF16].backend, *describe(package, device, num_ranks), rivals, wire, differences, num_different)
         for name, layer in (ours | theirs).items():
             measured.peak_bytes[name] = _peak_bytes(layer, device, _chain_of(options))
-        measured.kept_bytes = ours[KEPT].kept_bytes()
+            measured.kept_bytes = max(measured.kept_bytes, kept.num_bytes)
         steps: dict[str, Layer | Graphed] = {**ours, **_add_graphs(measured, ours, device, options.micro_batches), **theirs}
         time = partial(megatron_steps.time_step, device=device, num_passes=_chain_of(options))
         measured.times = harness.in_turns(steps, time, _WARMUP, options.repeats)
@@ -144,7 +144,7 @@ def _add_graphs(measured: Measured, layers: dict[str, Layer], device: torch.devi
 
 def _capture(layer: Layer, device: torch.device, num_micro_batches: int) -> tuple[Graphed | None, str]:
     """Return the graph of a layer, or None and why there is none: on one rank, or on all. Collective."""
-    graph, why = None, layer.why_no_graph or ("" if device.type == "cuda" else "CUDA graphs need a GPU")
+    graph, why = None, "" if device.type == "cuda" else "CUDA graphs need a GPU"
     if not why:
         try:
             graph = Graphed(layer, num_micro_batches)
@@ -210,16 +210,16 @@ def _record(ranks: list[Measured], options: argparse.Namespace, name: str, basel
     first, (mine, theirs) = ranks[0], (slowest_steps([rank.times[each] for rank in ranks]) for each in (name, baseline))
     is_fp8 = name != BF16_GRAPH
     dtype, row_bytes = ("float8_e4m3fn", first.wire.fp8_bytes) if is_fp8 else ("bfloat16", first.wire.bf16_bytes)
-    keeps = name in (SHARED, KEPT, graph_of(SHARED))
+    shares, row_sizes = name in (SHARED, graph_of(SHARED)), {"fp8": first.wire.fp8_bytes, "bf16": first.wire.bf16_bytes}
     extra = {
         "rival_versions": f"{first.versions}; {first.rivals}", "ffn_hidden": options.ffn_hidden,
-        "micro_batches": options.micro_batches if name in (SHARED, graph_of(SHARED)) else None,
+        "micro_batches": options.micro_batches if shares else None,
         "graph_passes": options.micro_batches if name in GRAPHS else None,
         "rival_graph_passes": options.micro_batches if baseline in GRAPHS else None, "not_captured": first.not_captured,
         "kernel_us": _kernel_us(ranks, name), "rival_kernel_us": _kernel_us(ranks, baseline),
         "peak_bytes": max(rank.peak_bytes[name] for rank in ranks),
-        "rival_peak_bytes": max(rank.peak_bytes[baseline] for rank in ranks), "kept_bytes": first.kept_bytes if keeps else 0,
-        "wire": first.wire.of_record(), "differences": first.differences[EACH] if is_fp8 else None,
+        "rival_peak_bytes": max(rank.peak_bytes[baseline] for rank in ranks), "kept_bytes": first.kept_bytes if shares else 0,
+        "wire": {"rows": first.wire.num_rows, "row_bytes": row_sizes}, "differences": first.differences[EACH] if is_fp8 else None,
         "kernels": {kernel: round(us, 1) for kernel, us in first.kernels.get(name, {}).items()},
     }  # fmt: skip
     num_bytes = first.wire.num_rows * (row_bytes + first.wire.bf16_bytes) * 2
@@ -235,10 +235,8 @@ def show(ranks: list[Measured], records: list[dict[str, Any]], options: argparse
         print(f"{name}: not captured: {why}")
     if graphs := [name for name in first.times if name in GRAPHS]:
         print(f"CUDA graphs of {options.micro_batches} forwards and backwards, a replay's times divided by them: {'; '.join(graphs)}")
-    print(
-        f"wire, bytes of a row: dispatch and combine's gradient {first.wire.fp8_bytes} in fp8, {first.wire.bf16_bytes} in bf16 = "
-        f"{first.wire.ratio:.4f}x; kept copies {first.kept_bytes / 1e9:.2f} GB"
-    )
+    print(f"wire, bytes of a row in a dispatch and in combine's gradient: {first.wire.fp8_bytes} in fp8, {first.wire.bf16_bytes} in bf16")
+    print(f"kept copies of weights: {first.kept_bytes / 1e9:.2f} GB")
     for name, of_layer in first.kernels.items():
         print(f"kernels of {name}, us a pass, the longest {_SHOWN_KERNELS}:")
         for kernel, us in sorted(of_layer.items(), key=lambda item: -item[1])[:_SHOWN_KERNELS]:

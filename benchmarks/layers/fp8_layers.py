@@ -9,13 +9,12 @@ from torch import Tensor
 
 from benchmarks.layers.passes import Pass, draw_inputs
 from deepep_moe.nn import GroupedExperts, MoELayer, Router
-from deepep_moe.ops import QuantizedRows
+from deepep_moe.ops import KeptWeights, QuantizedRows
 from deepep_moe.ops.fp8_products import GROUP_ALIGNMENT
 from deepep_moe.ops.routing import is_token_in_rank
 
-BF16, EACH, SHARED, KEPT = "bf16", "fp8", "fp8, micro-batches", "fp8, copies kept"
+BF16, EACH, SHARED = "bf16", "fp8", "fp8, micro-batches"
 TE_BF16, TE_EACH, TE_SHARED = "alltoall, TE bf16", "alltoall, TE fp8", "alltoall, TE fp8, micro-batches"
-TE_PADDED = "alltoall, TE fp8, router pads"
 
 
 def graph_of(name: str) -> str:
@@ -24,7 +23,7 @@ def graph_of(name: str) -> str:
 
 
 BF16_GRAPH = graph_of(BF16)
-OURS = BF16, EACH, SHARED, KEPT
+OURS = BF16, EACH, SHARED
 GRAPHS = tuple(map(graph_of, OURS))
 
 
@@ -34,12 +33,10 @@ class Layer(Pass):
     def __init__(
         self, run: Callable[[bool | None], Tensor], cotangent: Tensor, leaves: dict[str, Tensor], *, backend: str,
         which: Callable[[int], bool | None] = lambda number: None, release: Callable[[], None] = lambda: None,
-        kept_bytes: Callable[[], int] = lambda: 0, why_no_graph: str = "",
     ):  # fmt: skip
         super().__init__(self._next, cotangent, leaves)
-        self.why_no_graph = why_no_graph
         self._run, self._which, self._number = run, which, 0
-        self.backend, self._release, self.kept_bytes = backend, release, kept_bytes
+        self.backend, self._release = backend, release
 
     def _next(self) -> Tensor:
         number, self._number = self._number, self._number + 1
@@ -60,23 +57,14 @@ class Wire(NamedTuple):
     """Bytes of a row, values and scales."""
     bf16_bytes: int
 
-    @property
-    def ratio(self) -> float:
-        return self.fp8_bytes / self.bf16_bytes
-
-    def of_record(self) -> dict[str, Any]:
-        names = {"fp8": self.fp8_bytes, "bf16": self.bf16_bytes}
-        sums = {dtype: size * self.num_rows for dtype, size in names.items()}
-        return {"rows": self.num_rows, "row_bytes": names, "dispatch_bytes": sums, "combine_gradient_bytes": sums, "ratio": self.ratio}
-
 
 def _inputs(options: argparse.Namespace, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
     x, cotangent = draw_inputs(rank, (options.num_tokens, options.hidden), device, torch.bfloat16)
     return x, cotangent * 1e-3
 
 
-def make_layers(options: argparse.Namespace, rank: int, num_ranks: int, device: torch.device) -> tuple[dict[str, Layer], Wire]:
-    """Return our layers by name, which share router, experts and buffer, and what they send."""
+def make_layers(options: argparse.Namespace, rank: int, num_ranks: int, device: torch.device) -> tuple[dict[str, Layer], Wire, KeptWeights]:
+    """Return our layers by name, which share router, experts and buffer, what they send, and the copies of their weights."""
     num_local_experts = options.num_experts // num_ranks
     torch.manual_seed(1)
     router = Router(options.hidden, options.num_experts, options.num_topk, device=device)
@@ -90,23 +78,15 @@ def make_layers(options: argparse.Namespace, rank: int, num_ranks: int, device: 
     fp8 = MoELayer(router, experts, buffer=exact.buffer, fp8=True, **how)
     x, cotangent = _inputs(options, rank, device)
     leaves = {"input": x} | dict(fp8.named_parameters())
-    kept = experts.kept_weights
 
-    def layer(module: MoELayer, which: Callable[[int], bool | None] = lambda number: None, why_no_graph: str = "") -> Layer:
+    def layer(module: MoELayer, which: Callable[[int], bool | None] = lambda number: None) -> Layer:
         return Layer(
             lambda is_first: module(x, is_first_microbatch=is_first), cotangent, leaves, backend=module.buffer.backend, which=which,
-            release=experts.release_fp8_weights, kept_bytes=lambda: kept.num_bytes, why_no_graph=why_no_graph,
+            release=experts.release_fp8_weights,
         )  # fmt: skip
 
-    count = options.micro_batches
-    why_not = f'copies made outside of a graph serve no forward inside; "{graph_of(SHARED)}" makes its own'
-    layers = {
-        BF16: layer(exact),
-        EACH: layer(fp8),
-        SHARED: layer(fp8, lambda number: number % count == 0),
-        KEPT: layer(fp8, lambda number: not kept.num_bytes, why_not),
-    }
-    return layers, _wire(fp8, x, num_ranks, num_local_experts)
+    layers = {BF16: layer(exact), EACH: layer(fp8), SHARED: layer(fp8, lambda number: number % options.micro_batches == 0)}
+    return layers, _wire(fp8, x, num_ranks, num_local_experts), experts.kept_weights
 
 
 @torch.no_grad()
@@ -127,44 +107,28 @@ def _wire(layer: MoELayer, x: Tensor, num_ranks: int, num_local_experts: int) ->
 def make_rivals(options: argparse.Namespace, rank: int, num_ranks: int, device: torch.device) -> tuple[dict[str, Layer], str]:
     """Return Megatron-Core's layers with the dispatcher `alltoall`, and what is to be said of them.
 
-    Their activation is fused by `torch.compile`. Where that fails, it is not fused. Layers that do not run at all are left out. The one
-    whose router pads may fail by itself, which says nothing of the others.
+    Their activation is fused by `torch.compile`. Layers that do not run are left out.
     """
     torch.compiler.set_stance("default")
-    layers, failures = _running(_make_rivals(options, rank, num_ranks, device, fuses=True))
-    how = "SwiGLU fused"
-    if failures.keys() - {TE_PADDED}:
-        torch.compiler.set_stance("force_eager")
-        layers, others = _running(_make_rivals(options, rank, num_ranks, device, fuses=False))
-        failures, how = failures | {f"{name}, not fused": why for name, why in others.items()}, "SwiGLU not fused"
-    return layers, "; ".join([how, *(f"{name} failed with {why}" for name, why in failures.items())])
-
-
-def _running(layers: dict[str, Layer]) -> tuple[dict[str, Layer], dict[str, str]]:
-    """Return the layers that run, and why others do not."""
-    running, failures = {}, {}
-    for name, layer in layers.items():
+    running, said = {}, ["SwiGLU fused"]
+    for name, layer in _make_rivals(options, rank, num_ranks, device).items():
         try:
             layer.results()
             running[name] = layer
         except Exception as error:  # whatever another library raises
-            failures[name] = f"{type(error).__name__}: {str(error)[:200]}"
+            said.append(f"{name} failed with {type(error).__name__}: {str(error)[:200]}")
             layer.clear()
-    return running, failures
+    return running, "; ".join(said)
 
 
-def _make_rivals(options: argparse.Namespace, rank: int, num_ranks: int, device: torch.device, *, fuses: bool) -> dict[str, Layer]:
-    """Return the baselines' layers. Those in fp8 share one layer, except the one whose router pads."""
+def _make_rivals(options: argparse.Namespace, rank: int, num_ranks: int, device: torch.device) -> dict[str, Layer]:
+    """Return the baselines' layers. Those in fp8 share one layer."""
     from benchmarks.layers import megatron_layers
 
     sizes = {name: getattr(options, name) for name in ("hidden", "ffn_hidden", "num_experts", "num_topk")}
     x, cotangent = _inputs(options, rank, device)
     x = x.detach().unsqueeze(1).requires_grad_()
-    exact, fp8, padded = (
-        megatron_layers.te_fp8_layer(fp8=fp8, router_pads=pads, fuses=fuses, seed=1, ep=num_ranks, dtype=torch.bfloat16, **sizes)
-        for fp8, pads in ((False, False), (True, False), (True, True))
-    )
-    count = options.micro_batches
+    exact, fp8 = (megatron_layers.te_fp8_layer(fp8=fp8, seed=1, ep=num_ranks, dtype=torch.bfloat16, **sizes) for fp8 in (False, True))
 
     def layer(module: Any, which: Callable[[int], bool | None]) -> Layer:
         leaves = {"input": x} | dict(module.named_parameters())
@@ -176,6 +140,5 @@ def _make_rivals(options: argparse.Namespace, rank: int, num_ranks: int, device:
     return {
         TE_BF16: layer(exact, lambda number: None),
         TE_EACH: layer(fp8, lambda number: True),
-        TE_SHARED: layer(fp8, lambda number: number % count == 0),
-        TE_PADDED: layer(padded, lambda number: True),
+        TE_SHARED: layer(fp8, lambda number: number % options.micro_batches == 0),
     }

@@ -85,14 +85,13 @@ def te_layer(dispatcher: str, like: Any, *, seed: int, **sizes: Any) -> Any:
     return layer
 
 
-def te_fp8_layer(*, fp8: bool, router_pads: bool, fuses: bool, seed: int, **sizes: Any) -> Any:
+def te_fp8_layer(*, fp8: bool, seed: int, **sizes: Any) -> Any:
     """Build a layer with the dispatcher `alltoall`, TransformerEngine's grouped experts and its fused router, with its blockwise fp8 recipe
-    or without. `router_pads`: groups of rows are padded by the router's map and not copied by the experts. `fuses`: SwiGLU and its prob are
-    one kernel, which `torch.compile` makes."""
+    or without. SwiGLU and its prob are one kernel, which `torch.compile` makes."""
     if fp8:
-        sizes |= {"fp8": "e4m3", "fp8_recipe": "blockwise", "moe_router_padding_for_quantization": router_pads}
+        sizes |= {"fp8": "e4m3", "fp8_recipe": "blockwise"}
     config = layer_config("alltoall", moe_router_fusion=True, **sizes)
-    config.bias_activation_fusion = fuses
+    config.bias_activation_fusion = True
     return build_moe_layer(config, seed=seed, use_te=True)
 
 

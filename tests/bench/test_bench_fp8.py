@@ -10,7 +10,7 @@ from on_ranks import on_ranks
 
 from benchmarks.layers import fp8, fp8_layers, megatron_steps
 from benchmarks.layers.fp8 import Measured
-from benchmarks.layers.fp8_layers import BF16, BF16_GRAPH, EACH, GRAPHS, KEPT, SHARED, Wire, graph_of
+from benchmarks.layers.fp8_layers import BF16, BF16_GRAPH, EACH, GRAPHS, SHARED, Wire, graph_of
 from benchmarks.layers.passes import StepTimes
 from deepep_moe.testing import run_ranks
 
@@ -23,33 +23,23 @@ def options_of(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments, argparse.Namespace(bind=False, json=None))
 
 
-def test_bytes_by_hand():
-    """A row of 7168 columns has 56 scales of 4 bytes."""
-    wire = Wire(num_rows=3, fp8_bytes=7168 + 4 * 56, bf16_bytes=2 * 7168)
-    assert wire.ratio == pytest.approx(0.515625)
-    volumes = wire.of_record()
-    assert volumes["dispatch_bytes"] == volumes["combine_gradient_bytes"] == {"fp8": 3 * 7392, "bf16": 3 * 14336}
-
-
 def test_records(tmp_path):
     path = tmp_path / "fp8.json"
     done = bench("--device", "cpu", "--num-ranks", "2", *SIZES, "--micro-batches", "3", "--json", str(path), command="fp8")
     assert done.returncode == 0, done.stdout + done.stderr
     records = json.loads(path.read_text())
-    assert [(each["op"], each["rival"]) for each in records] == [(f"fp8 layer {name}", BF16) for name in (EACH, SHARED, KEPT)]
+    assert [(each["op"], each["rival"]) for each in records] == [(f"fp8 layer {name}", BF16) for name in (EACH, SHARED)]
     for each in records:
         assert set(each) >= RECORD_FIELDS and each["num_ranks"] == 2 and each["wire"]["row_bytes"] == {"fp8": 132, "bf16": 256}
         assert 48 <= each["wire"]["rows"] <= 96 and each["host_us"] > 0 and each["kernel_us"] is None
         assert 0.01 < each["differences"]["output"] < 0.12 and each["rival_versions"].endswith("TransformerEngine needs a GPU")
     # Two bytes and the scales of two of the four experts' parameters.
     parameters = 2 * 3 * 128 * 128
-    assert [each["kept_bytes"] for each in records] == [0, *[2 * parameters + 8 * parameters // 128**2] * 2]
-    assert [each["micro_batches"] for each in records] == [None, 3, None]
+    assert [each["kept_bytes"] for each in records] == [0, 2 * parameters + 8 * parameters // 128**2]
+    assert [each["micro_batches"] for each in records] == [None, 3]
     rows = [line for line in done.stdout.splitlines() if "not captured: " in line]
-    assert len(rows) == len(GRAPHS) == 4, "each layer that has no graph has a row"
-    for name, row in zip(GRAPHS, rows, strict=True):
-        why = "copies made outside of a graph serve no forward" if name == graph_of(KEPT) else "CUDA graphs need a GPU"
-        assert row.startswith(name) and why in row and why in records[0]["not_captured"][name]
+    assert rows == [f"{name}: not captured: CUDA graphs need a GPU" for name in GRAPHS] and len(rows) == 3
+    assert records[0]["not_captured"] == dict.fromkeys(GRAPHS, "CUDA graphs need a GPU")
 
 
 def measured(names):
@@ -61,7 +51,7 @@ def measured(names):
 
 
 def test_graphs_that_change_results(monkeypatch, tmp_path):
-    first = measured((BF16, EACH, SHARED, KEPT))
+    first = measured((BF16, EACH, SHARED))
     first.num_different_from_eager = 2
     monkeypatch.setattr(fp8, "run_ranks", lambda *_, **__: [first])
     options = options_of("--device", "cpu")
@@ -106,10 +96,8 @@ def graphs_of_which_one_is_wrong(rank, num_ranks):
 
     fp8.Graphed = Fake
     weight = torch.ones(3, requires_grad=True)
-    why = {KEPT: "copies are outside"}
     layers = {
-        name: fp8_layers.Layer(lambda _: 2 * weight, torch.ones(3), {"weight": weight}, backend="nvlink", why_no_graph=why.get(name, ""))
-        for name in (BF16, EACH, SHARED, KEPT)
+        name: fp8_layers.Layer(lambda _: 2 * weight, torch.ones(3), {"weight": weight}, backend="nvlink") for name in (BF16, EACH, SHARED)
     }
     measures = measured(())
     names = list(fp8._add_graphs(measures, layers, torch.device("cuda"), 4))
@@ -118,7 +106,7 @@ def graphs_of_which_one_is_wrong(rank, num_ranks):
 
 def test_graphs_are_compared_with_eager_passes():
     names = [BF16_GRAPH, graph_of(EACH), graph_of(SHARED)]
-    expected = names, {graph_of(KEPT): "copies are outside"}, 1, dict.fromkeys(names, 3)
+    expected = names, {}, 1, dict.fromkeys(names, 3)
     assert run_ranks(graphs_of_which_one_is_wrong, 1) == [expected]
 
 
@@ -164,11 +152,11 @@ def test_layers_in_a_cuda_graph(rank, num_ranks):
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     options = argparse.Namespace(num_tokens=256, hidden=512, ffn_hidden=256, num_topk=2, num_experts=4, micro_batches=3, backend="nvlink")
-    layers, wire = fp8_layers.make_layers(options, rank, num_ranks, device)
+    layers, wire, _ = fp8_layers.make_layers(options, rank, num_ranks, device)
     measured = fp8.Measured("nvlink", "", "", "", wire, {}, 0)
     graphs = fp8._add_graphs(measured, layers, device, options.micro_batches)
-    assert list(graphs) == list(fp8_layers.GRAPHS[:3]), measured.not_captured
-    assert list(measured.not_captured) == [fp8_layers.GRAPHS[3]] and measured.num_different_from_eager == 0
+    assert list(graphs) == list(fp8_layers.GRAPHS), measured.not_captured
+    assert measured.not_captured == {} and measured.num_different_from_eager == 0
     for _ in range(2):  # eager passes and replays take turns
         for step in (layers | graphs).values():
             times = megatron_steps.time_step(step, device, num_passes=3)
