@@ -26,6 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "common")
 
 from benchmarks.common.report import add_json
 from deepep_moe import config
+from deepep_moe.errors import EPError
 from deepep_moe.topology.option import add_bind, bind_this_rank
 
 MODULES = {
@@ -55,6 +56,11 @@ def main(arguments: list[str]) -> None:
     if name not in _UNBOUND:
         add_bind(parser)
     options = parser.parse_args(rest)
+    if hasattr(module, "resolve"):
+        try:
+            module.resolve(options)
+        except (EPError, ValueError, OSError) as error:
+            sys.exit(str(error))
     if options.bind and (name in _ONE_PROCESS or config.launched_rank() is not None):
         bind_this_rank()
     module.main(options)

@@ -11,7 +11,6 @@ ranks, which the routing hardly changes. Then only `experts` counts.
 
 import argparse
 import statistics
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -187,10 +186,6 @@ _COLUMNS = {
 
 def main(options: argparse.Namespace) -> None:
     """Print a table and write the records to `--json`."""
-    try:
-        resolve(options)
-    except (ValueError, OSError) as error:
-        sys.exit(str(error))
     records = run_ranks(measure, options.num_ranks, options, timeout_s=1800, bind=options.bind)[0]
     print(f"{records[0]['hardware']}; {records[0]['rival_versions']}")
     print(f"MoELayer, {harness.shape_of(options, options.num_ranks, records[0]['backend'])}")

@@ -156,16 +156,12 @@ def resolve_sizes(options: argparse.Namespace, default_tokens: Sequence[int], mo
         raise ValueError("--num-tokens and --iterations must be at least 1")
     if options.peer and not options.on_gpu:
         raise ValueError(f"--peer {options.peer[0]} needs GPUs; give --backend nvlink")
+    check_peers(options.peer)
 
 
-def run(
-    measure: Callable[..., Report], resolve: Callable[[argparse.Namespace], None], show: Callable[[list[Record]], None],
-    options: argparse.Namespace,
-) -> None:  # fmt: skip
+def run(measure: Callable[..., Report], show: Callable[[list[Record]], None], options: argparse.Namespace) -> None:
     """Run `measure` on the ranks of each EP size, write the records to `--json`, and show them. Exit with what failed."""
     try:
-        check_peers(options.peer)
-        resolve(options)
         reports = start(measure, options)
     except (EPError, ValueError) as error:
         sys.exit(str(error))

@@ -66,4 +66,4 @@ def show(records: list[Record]) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    run(ExchangeRank.measure, resolve, show, options)
+    run(ExchangeRank.measure, show, options)

@@ -45,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(num_ranks=1)
 
 
+resolve = partial(harness.resolve, shares_gpus=True)
+
+
 @dataclass
 class Measured:
     """The measurements of one rank."""
@@ -245,10 +248,6 @@ def show(ranks: list[Measured], records: list[dict[str, Any]], options: argparse
 
 def main(options: argparse.Namespace) -> None:
     """Print tables and write the records to `--json`. Exit with 1 if copies of weights, or graphs, change results."""
-    try:
-        harness.resolve(options, shares_gpus=True)
-    except ValueError as error:
-        sys.exit(str(error))
     ranks = run_ranks(measure, options.num_ranks, options, timeout_s=900, bind=options.bind)
     records = records_of(ranks, options)
     show(ranks, records, options)

@@ -172,10 +172,6 @@ def show(ranks: list[Measured], records: list[dict[str, Any]], options: argparse
 
 def main(options: argparse.Namespace) -> None:
     """Print a table and write the records to `--json`. Exit with 1 if dispatchers disagree."""
-    try:
-        resolve(options)
-    except ValueError as error:
-        sys.exit(str(error))
     ranks = run_ranks(measure, options.num_ranks, options, timeout_s=900, bind=options.bind)
     records = records_of(ranks, options)
     show(ranks, records, options)

@@ -63,4 +63,4 @@ def show(records: list[Record]) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    run(LowLatencyRank.measure, resolve, show, options)
+    run(LowLatencyRank.measure, show, options)

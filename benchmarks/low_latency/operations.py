@@ -10,12 +10,11 @@ from torch import Tensor
 
 from benchmarks.common.verify import expected_combine as combined
 from benchmarks.common.verify import in_bf16, lanes_of_rank
-from deepep_moe import LowLatencyBuffer, LowLatencyOutput, reference
+from deepep_moe import LowLatencyBuffer, LowLatencyOutput
 from deepep_moe.tune.operations import compare_bits
 from deepep_moe.tune.workload import SCALE_BLOCK, Inputs, Shape
 
 Hook = Callable[[], None]
-_REFERENCE_TOKENS = 8  # most tokens for which the reference, loops in Python, is fast enough
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,6 @@ class LowLatencyOperation:
 
 def operations(buffer: LowLatencyBuffer, shape: Shape, everyone: Sequence[Inputs], rank: int) -> list[LowLatencyOperation]:
     """Return dispatch and combine, each with bf16 and fp8 rows on the wire. Collective, as combine needs the results of a dispatch."""
-    if len(everyone[0].x) <= _REFERENCE_TOKENS and shape.ranks_per_node in (None, shape.num_ranks):
-        confirm(everyone, shape, rank)
     mine, listed = everyone[rank], []
     arguments = (mine.x, mine.topk_idx, mine.topk_weights)
     out = buffer.dispatch(*arguments)
@@ -147,22 +144,3 @@ def expected_combine(mine: Inputs, shape: Shape, wire: str, rank: int = 0) -> Te
     """Return the combined_x of rank `rank`, which has `mine`, [num_tokens, hidden] bf16: experts multiply their rows by their factor."""
     factors = factors_of(shape, mine.x.device)
     return combined(mine, shape, "expert", rank, factors, in_bf16 if wire == "bf16" else _in_fp8)
-
-
-def confirm(everyone: Sequence[Inputs], shape: Shape, rank: int) -> None:
-    """Raise EPError unless `expected_dispatch` and `expected_combine` equal `deepep_moe.reference.low_latency` for `rank`."""
-    device = everyone[0].x.device
-    x, idx, weights = ([getattr(i, name).cpu() for i in everyone] for name in ("x", "topk_idx", "topk_weights"))
-    factors = factors_of(shape, torch.device("cpu")).view(shape.num_ranks, -1)
-    for wire in ("bf16", "fp8"):
-        theirs = reference.low_latency.dispatch(x, idx, weights, shape.num_experts, fp8=wire == "fp8")
-        expected = expected_dispatch(everyone, shape, rank, wire)
-        for name in ("recv_x", "recv_x_scales"):
-            if name in expected:
-                compare_bits(f"the expected {name}", expected[name], getattr(theirs[rank], name).to(device), "the reference")
-    there = reference.low_latency.dispatch(x, idx, weights, shape.num_experts)
-    counts = [torch.tensor(r.num_recv_tokens_per_expert) for r in there]
-    rows = [(r.recv_x.float() * f.repeat_interleave(n)[:, None]).bfloat16() for r, f, n in zip(there, factors, counts, strict=True)]
-    for wire in ("bf16", "fp8"):
-        combined = reference.low_latency.combine(rows, there, [len(rows_of) for rows_of in x], fp8=wire == "fp8")[rank]
-        compare_bits("the expected combined_x", expected_combine(everyone[rank], shape, wire), combined.to(device), "the reference")

@@ -137,8 +137,8 @@ def test_micro_batches_by_hand():
 )
 def test_refusals(arguments, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(SystemExit, match=message):
-        fp8.main(options_of("--device", "cpu", *arguments.split()))
+    with pytest.raises(ValueError, match=message):
+        fp8.resolve(options_of("--device", "cpu", *arguments.split()))
 
 
 @pytest.mark.parametrize("micro_batches, num_passes", ((1, 4), (3, 6), (4, 4), (8, 8)))
