@@ -27,10 +27,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "common")
 from benchmarks.common.report import add_json
 from deepep_moe import config
 from deepep_moe.errors import EPError
-from deepep_moe.topology.option import add_bind, bind_this_rank
+from deepep_moe.topology.binding import add_bind, bind_this_rank
 
 MODULES = {
-    "exchange": "exchange.command", "low-latency": "low_latency.command", "gate": "gate.command", "host": "host.command",
+    "exchange": "exchange.command", "low-latency": "low_latency.command", "gate": "gate.measure", "host": "host.command",
     "model": "model", "megatron": "layers.megatron", "trainer": "layers.trainer", "deepspeed": "layers.deepspeed", "fp8": "layers.fp8",
     "balance": "balance.command",
 }  # fmt: skip

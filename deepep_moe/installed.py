@@ -23,6 +23,12 @@ def wanted_torch() -> str:
     return "torch>={}.{},<{}.{}".format(*TORCH[0], *TORCH[1])
 
 
+def numbers(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version: (2, 13, 0) of "2.13.0+cu130"."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
 def check_torch() -> str:
     """Return a warning, or "", of the PyTorch that is installed. Raises ImportError without one, and for one that is too old."""
     advice = f"{sys.executable} -m pip install '{wanted_torch()}'"
@@ -32,11 +38,11 @@ def check_torch() -> str:
         if error.name != "torch":
             raise
         raise ModuleNotFoundError(f"deepep_moe needs PyTorch, which {sys.executable} does not have; {advice}", name="torch") from None
-    numbers = tuple(map(int, re.findall(r"\d+", str(version))[:2]))
+    found = numbers(str(version))[:2]
     reason = f"deepep_moe is made for PyTorch {'.'.join(map(str, TORCH[0]))} to {TORCH[1][0]}.{TORCH[1][1] - 1}, and {version} is installed"
-    if numbers < TORCH[0]:
+    if found < TORCH[0]:
         raise ImportError(f"{reason}; {advice}")
-    return "" if numbers < TORCH[1] else f"{reason}; where something fails, {advice}"
+    return "" if found < TORCH[1] else f"{reason}; where something fails, {advice}"
 
 
 def why_not_built(package: Path = _PACKAGE) -> str:

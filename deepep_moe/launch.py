@@ -9,7 +9,7 @@ from torch.distributed import run
 from deepep_moe import config
 from deepep_moe.command import Parser
 from deepep_moe.topology import nccl
-from deepep_moe.topology.option import add_bind
+from deepep_moe.topology.binding import add_bind
 
 
 def parser() -> argparse.ArgumentParser:

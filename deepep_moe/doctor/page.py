@@ -1,5 +1,9 @@
-"""All checks in their order, and the page and the JSON that they make."""
+"""Say whether this machine can run each backend and each integration, and what to do where not.
 
+Exit code: 0 without a fault, 1 with one, 2 for wrong arguments.
+"""
+
+import argparse
 import dataclasses
 import json
 import textwrap
@@ -7,12 +11,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from deepep_moe.doctor import gpus, host, software
+from deepep_moe.command import Parser
+from deepep_moe.doctor import machine, software
 from deepep_moe.doctor.base import ABSENT, FAULT, OK, WARNING, Check, Environment, Finding, check
 
 CHECKS: tuple[Check, ...] = (
     software.torch, software.library, software.nvshmem, software.gpu_kernels, *software.INTEGRATIONS,
-    gpus.gpus, gpus.peer_access, host.memory_files, host.locked_memory, host.rdma, host.gpu_memory,
+    machine.gpus, machine.peer_access, machine.memory_files, machine.locked_memory, machine.rdma, machine.gpu_memory,
 )  # fmt: skip
 _LIBRARY = ("PyTorch", "deepep_moe")
 _NVLINK = (*_LIBRARY, "GPUs", "GPU kernels", "peer access", "test of nvlink")
@@ -98,3 +103,16 @@ def as_text(findings: list[Finding]) -> str:
 def _folded(head: str, text: str) -> list[str]:
     indents: Any = {"initial_indent": head, "subsequent_indent": " " * len(head)}
     return textwrap.wrap(text, len(head) + _WIDTH, break_long_words=False, break_on_hyphens=False, **indents)
+
+
+def main(arguments: list[str]) -> int:
+    parser = Parser("deepep-moe doctor", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--test", action="store_true", help="also exchange rows between ranks: correctness and bandwidth (up to 4 minutes)")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the page")
+    options = parser.parse_args(arguments)
+    env = Environment()
+    findings = examine(env, CHECKS)
+    for test in TESTS if options.test else ():  # nothing runs beside what is timed
+        findings += examine(env, [test])
+    print(json.dumps(as_json(findings), indent=2) if options.json else as_text(findings))
+    return exit_code(findings)

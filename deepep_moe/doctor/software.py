@@ -2,12 +2,12 @@
 
 import functools
 import importlib.metadata
-import re
 import shutil
 
 from deepep_moe import installed
 from deepep_moe.doctor.base import ABSENT, FAULT, OK, WARNING, Environment, check
-from deepep_moe.installed import BUILD_AGAIN
+from deepep_moe.installed import BUILD_AGAIN, numbers
+from deepep_moe.nvshmem_module import dotted
 
 _INTEGRATIONS = (  # package, from, first that is too new (as pyproject.toml has them), modules to import
     ("megatron-core", (0, 13), (0, 20), "megatron.core"),
@@ -17,21 +17,11 @@ _INTEGRATIONS = (  # package, from, first that is too new (as pyproject.toml has
 )
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: (2, 13, 0) of "2.13.0+cu130"."""
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, match[0].split("."))) if match else ()
-
-
 def version_of(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def dotted(version: tuple[int, ...] | list[int]) -> str:
-    return ".".join(map(str, version))
 
 
 @check("PyTorch")

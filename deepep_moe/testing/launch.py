@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from multiprocessing.connection import wait as wait_connections
 from typing import Any
 
-from deepep_moe.topology.option import bind_this_rank
+from deepep_moe.topology.binding import bind_this_rank
 
 _PRELOAD = ["torch", "torch.distributed", "deepep_moe"]
 

@@ -1,8 +1,10 @@
 """Bind a rank to the cores, the memory and the NICs beside its GPU. Call it first thing, before CUDA starts and memory is allocated."""
 
+import argparse
 import contextlib
 import ctypes
 import os
+import sys
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -76,6 +78,17 @@ def bind(local_rank: int | None = None, num_ranks: int | None = None, *, root: s
     done += [f"{name}={value}" for name, value in new.items()]
     left += [*filter(None, (reason,)), *(f"{name} is set" for name in variables if name not in new)]
     return Binding(own_place, tuple(done), tuple(left))
+
+
+def add_bind(parser: argparse._ActionsContainer) -> None:
+    """Add the option `--bind` of programs whose ranks a launcher starts, or that start ranks themselves."""
+    parser.add_argument("--bind", action="store_true", help="bind each rank to cores, memory and NICs beside its GPU (docs/topology.md)")
+
+
+def bind_this_rank() -> None:
+    """Bind this process, the local rank that its launcher says it is, and print what was done as one line on stderr."""
+    sys.stderr.write(f"{bind()}\n")  # at once: torchrun's ranks do not buffer, and print would write the end of the line on its own
+    sys.stderr.flush()
 
 
 def set_affinity(cpus: tuple[int, ...]) -> str:

@@ -6,7 +6,7 @@ The command replaces this process, so it has the affinity, the memory policy and
 import os
 import sys
 
-from deepep_moe.topology.option import bind_this_rank
+from deepep_moe.topology.binding import bind_this_rank
 
 
 def main(command: list[str]) -> None:

@@ -2,12 +2,17 @@
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from deepep_moe.command import Parser
 from deepep_moe.errors import EPError
-from deepep_moe.topology import nccl, picture
+from deepep_moe.topology import nccl
+from deepep_moe.topology.machine import Gpu, Nic, Topology, distance
 from deepep_moe.topology.reader import read
+from deepep_moe.topology.sysfs import format_cpulist
+
+LEGEND = "PIX = one PCIe switch, PXB = several, PHB = host bridge, NODE = NUMA node, SYS = between nodes or unknown"
 
 
 def main(arguments: list[str]) -> None:
@@ -22,7 +27,7 @@ def main(arguments: list[str]) -> None:
         parser.error(f"--root {options.root} is no folder; give the one that holds sys and proc")
     topology = read(options.root)
     if options.command != "nccl":
-        print(json.dumps(topology.to_dict(), indent=2) if options.json else picture.text(topology))
+        print(json.dumps(asdict(topology), indent=2) if options.json else text(topology))
         return
     if options.output:
         try:
@@ -30,3 +35,40 @@ def main(arguments: list[str]) -> None:
         except (EPError, OSError) as error:
             sys.exit(f"cannot write {options.output}: {error}")
     print(nccl.report(options.root, options.output))
+
+
+def text(topology: Topology) -> str:
+    """Return the picture: what each NUMA node has, then the distances from each GPU to every GPU and NIC, then the notes."""
+    cpu, allowed = topology.cpu, topology.allowed_cpus
+    counts = f"NUMA nodes: {len(topology.nodes)}, GPUs: {len(topology.gpus)}, RDMA NICs: {len(topology.nics)}"
+    lines = [f"{cpu.vendor} {cpu.arch}. {counts}".strip()]
+    lines.append(f"CPUs of this process: {'unknown' if allowed is None else format_cpulist(allowed)}")
+    heads: dict[int | None, str] = {
+        node.index: f"{node.index}: {len(node.cores)} cores, CPUs {format_cpulist(node.cpus) or 'none'}" for node in topology.nodes
+    }
+    for index, head in (heads | {None: "unknown"}).items():
+        devices = [_line(topology, device) for device in topology.devices if device.pci.node == index]
+        if devices or index is not None:
+            lines += ["", f"NUMA node {head}", *(f"├─ {line}" for line in devices[:-1]), *(f"└─ {line}" for line in devices[-1:])]
+    if topology.gpus:
+        lines += ["", *_matrix(topology), LEGEND]
+    if topology.notes:
+        lines += ["", *(f"Note: {note}" for note in topology.notes)]
+    return "\n".join(lines)
+
+
+def _line(topology: Topology, device: Gpu | Nic) -> str:
+    if isinstance(device, Gpu):
+        near = ", ".join(f"{nic.name} ({distance(device.pci, nic.pci)})" for nic in topology.nearest_nics(device))
+        return f"GPU {device.index} at {device.pci.bus_id}: {device.name}, nearest NIC: {near or 'none'}"
+    ports = [f"port {port.number} {port.link_layer or '?'} {port.rate_gbps:g} Gb/s {port.state or '?'}" for port in device.ports]
+    return f"NIC {device.name} at {device.pci.bus_id}: {'; '.join(ports) or 'no port'}"
+
+
+def _matrix(topology: Topology) -> list[str]:
+    rows = [["", *(f"GPU{gpu.index}" for gpu in topology.gpus)]]
+    for other in topology.devices:
+        name = f"GPU{other.index}" if isinstance(other, Gpu) else other.name
+        rows.append([name, *("X" if other is gpu else distance(gpu.pci, other.pci) for gpu in topology.gpus)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

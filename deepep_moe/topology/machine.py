@@ -1,7 +1,6 @@
 """The parts of a machine that matter to ranks: NUMA nodes, GPUs, NICs, and the distances between them."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
 """Distances between two PCI devices, nearest first, in the words of `nvidia-smi topo`: one switch; several switches; the host bridge;
@@ -94,10 +93,6 @@ class Topology:
     bridges: tuple[PciDevice, ...]
     allowed_cpus: tuple[int, ...] | None
     notes: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON can hold it."""
-        return asdict(self)
 
     @property
     def devices(self) -> "tuple[Gpu | Nic, ...]":

@@ -15,7 +15,7 @@ from deepep_moe import config
 from deepep_moe.command import Parser
 from deepep_moe.errors import EPError
 from deepep_moe.testing.launch import RankFailedError
-from deepep_moe.topology.option import add_bind, bind_this_rank
+from deepep_moe.topology.binding import add_bind, bind_this_rank
 from deepep_moe.tune.rank import Outcome, tune
 from deepep_moe.tune.ranks import add_ranks, resolve_ranks, start
 from deepep_moe.tuning import Files, write

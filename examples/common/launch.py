@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from deepep_moe import config
 from deepep_moe.testing.launch import run_ranks
-from deepep_moe.topology.option import bind_this_rank
+from deepep_moe.topology.binding import bind_this_rank
 
 
 def is_launched() -> bool:

@@ -25,7 +25,7 @@ import pages
 import parts
 import report
 
-from deepep_moe.topology.option import add_bind
+from deepep_moe.topology.binding import add_bind
 from deepep_moe.tune.records import cpu_name
 
 # Bits of sums over rows differ where DeepSpeed pads, and routing amplifies a last bit: README.md says how far curves part.

@@ -20,7 +20,7 @@ import torch
 import worker
 
 from deepep_moe.integrations.megatron.options import EXPERTS
-from deepep_moe.topology.option import add_bind
+from deepep_moe.topology.binding import add_bind
 from deepep_moe.tune.records import cpu_name
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))

@@ -25,7 +25,7 @@ from tqdm import trange
 from deepep_moe import LowLatencyBuffer
 from deepep_moe.nn import Span, Timeline, overlapped
 from deepep_moe.testing import run_ranks
-from deepep_moe.topology.option import add_bind
+from deepep_moe.topology.binding import add_bind
 from deepep_moe.tune.records import cpu_name
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))

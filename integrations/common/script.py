@@ -5,7 +5,7 @@ import os
 import runpy
 import sys
 
-from deepep_moe.topology.option import add_bind, bind_this_rank
+from deepep_moe.topology.binding import add_bind, bind_this_rank
 
 
 def parser_of(module: str, description: str, epilog: str) -> argparse.ArgumentParser:

@@ -5,13 +5,13 @@ import platform
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 
 import machine_trees
 import pytest
 
 from deepep_moe.errors import EPError
-from deepep_moe.topology import distance, nccl, picture, place, read
-from deepep_moe.topology.command import main
+from deepep_moe.topology import command, distance, nccl, place, read
 from deepep_moe.topology.sysfs import format_cpulist
 
 NO_NODES = "NUMA nodes are unknown: /sys/devices/system/node is missing or empty, as in some containers."
@@ -74,7 +74,7 @@ def test_equals_table(name, tmp_path):
     table = [(g.pci.bus_id, g.pci.node, " ".join(n.name for n in nics), distance(g.pci, nics[0].pci)) for g, nics in near]
     assert table == gpus and [gpu.index for gpu in host.gpus] == list(range(len(gpus)))
     assert len(host.nics) == num_nics and list(host.notes) == notes
-    assert json.loads(json.dumps(host.to_dict()))["notes"] == notes
+    assert json.loads(json.dumps(asdict(host)))["notes"] == notes
 
 
 def test_facts_of_devices(tmp_path):
@@ -155,7 +155,7 @@ def test_damaged_file_is_noted(file, text, note, azure):
     host = read(azure)
     assert any(note in each for each in host.notes), host.notes
     assert len(host.gpus) == 8 and len(host.nodes) == 2  # the rest is there
-    assert picture.text(host).count("Note: ") == len(host.notes)
+    assert command.text(host).count("Note: ") == len(host.notes)
 
 
 @pytest.mark.parametrize("rate", ("fast", "1.2.3 Gb/sec\n"))
@@ -216,7 +216,7 @@ def test_masked_folders(masked, nodes, azure):
     (azure / masked).mkdir()
     host = read(azure)
     assert {rank.node for rank in place(host, 8)} == nodes and len(host.gpus) == 8
-    assert picture.text(host) and (host.allowed_cpus is None) == (masked == "proc")
+    assert command.text(host) and (host.allowed_cpus is None) == (masked == "proc")
 
 
 def test_rdma_in_software(tmp_path):
@@ -234,7 +234,7 @@ def test_rdma_in_software(tmp_path):
 
 
 def test_picture(azure, capsys):
-    main(["--root", str(azure)])
+    command.main(["--root", str(azure)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("NUMA nodes: 2, GPUs: 8, RDMA NICs: 9") and lines[1] == "CPUs of this process: 0-95"
     assert "├─ GPU 0 at 0001:00:00.0: NVIDIA H100 80GB HBM3, nearest NIC: mlx5_0 (NODE)" in lines
@@ -243,4 +243,4 @@ def test_picture(azure, capsys):
 
 def test_this_machine():
     result = subprocess.run([sys.executable, "-m", "deepep_moe", "topology", "--json"], capture_output=True, text=True, check=True)
-    assert json.loads(result.stdout) == json.loads(json.dumps(read().to_dict()))
+    assert json.loads(result.stdout) == json.loads(json.dumps(asdict(read())))
