@@ -3,12 +3,9 @@
 import math
 import sys
 import threading
-from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-
-_count: Any = getattr(torch._C, "_storage_Use_Count", None)  # where PyTorch lacks it, no memory is used again
 
 
 class HostPool:
@@ -54,9 +51,8 @@ class HostPool:
             storage = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
         except RuntimeError:
             raise MemoryError(f"no memory for {num_bytes} bytes of {list(shape)} {str(dtype).removeprefix('torch.')}") from None
-        if _count is not None:
-            self._forget_excess(num_bytes)
-            self._storages.append(storage)
+        self._forget_excess(num_bytes)
+        self._storages.append(storage)
         return storage
 
     def _forget_excess(self, num_new_bytes: int) -> None:
@@ -76,10 +72,10 @@ class HostPool:
 
 def _users(storages: list[UntypedStorage], i: int) -> tuple[int, int]:
     """Return how many tensors and objects of Python refer to a storage, the list among them."""
-    return _count(storages[i]._cdata), sys.getrefcount(storages[i])
+    return torch._C._storage_Use_Count(storages[i]._cdata), sys.getrefcount(storages[i])
 
 
-_NOBODY = None if _count is None else _users([torch.empty(1, device="cpu").untyped_storage()], 0)
+_NOBODY = _users([torch.empty(1, device="cpu").untyped_storage()], 0)
 
 
 def _is_unused(storages: list[UntypedStorage], i: int) -> bool:

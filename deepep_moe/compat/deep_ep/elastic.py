@@ -1,5 +1,7 @@
 """DeepEP's `ElasticBuffer` (version 2) and `EPBuffer` (version 2.5)."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +13,10 @@ from deepep_moe.compat.deep_ep.core import Suspending, members_of
 from deepep_moe.compat.deep_ep.elastic_calls import DeferredResults, ElasticCalls, Mode, Routing
 from deepep_moe.compat.deep_ep.elastic_handle import EPHandle
 from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
-from deepep_moe.compat.deep_ep.expert_slots import BufferAllocator, Region
+from deepep_moe.compat.deep_ep.expert_slots import BufferAllocator, move
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.refused import refuse, refused
+from deepep_moe.exchange.expert_slots import ExpertSlots
 
 _NUM_SENDERS = 12  # SMs that saturate NVLink, as `deepep_moe.Buffer` uses where nobody says otherwise
 _SIZE_UNIT = 2**21  # DeepEP's sizes are multiples of it
@@ -286,7 +289,7 @@ class EPBuffer(_BufferOfGroup):
         self.prefer_overlap_with_compute, self.explicitly_destroy = prefer_overlap_with_compute, explicitly_destroy
         if plan and self.num_rdma_ranks > 1:
             refuse("EPBuffer(lb_allocation_plan_or_num_bytes=...) for several hosts")
-        self._region = Region(plan.place(group), self._calls.stream) if plan else None
+        self._slots = plan.place(group) if plan else None
 
     def dispatch(
         self,
@@ -355,25 +358,25 @@ class EPBuffer(_BufferOfGroup):
         self, redundant_expert_weights: Any, expert_weights: Any, redundancy_mapping: Tensor, num_sms: int = 0, previous_event: Any = None
     ) -> EventOverlap:
         """Copy experts of other ranks into tensors of the plan, as `deepep_moe.ExpertSlots.fetch` does. Collective."""
-        return self._moved("fetch", redundant_expert_weights, expert_weights, redundancy_mapping, num_sms, previous_event)
+        return self._moved(ExpertSlots.fetch, redundant_expert_weights, expert_weights, redundancy_mapping, num_sms, previous_event)
 
     def lb_reduce_grads(
         self, redundant_expert_grads: Any, expert_grads: Any, redundancy_mapping: Tensor, num_sms: int = 0, previous_event: Any = None
     ) -> EventOverlap:
         """Add the gradients of copies to those at home, as `deepep_moe.ExpertSlots.return_gradients` does: ranks ascending, where DeepEP's
         order is open. Several tensors, bf16 and fp16 are taken too. Collective."""
-        return self._moved("return_gradients", redundant_expert_grads, expert_grads, redundancy_mapping, num_sms, previous_event)
+        return self._moved(ExpertSlots.return_gradients, redundant_expert_grads, expert_grads, redundancy_mapping, num_sms, previous_event)
 
-    def _moved(self, name: str, *arguments: Any) -> EventOverlap:
-        if self._region is None:
+    def _moved(self, call: Callable[..., None], *arguments: Any) -> EventOverlap:
+        if self._slots is None:
             raise ValueError("this EPBuffer has no load-balancing region; give it lb_allocation_plan_or_num_bytes=BufferAllocator()")
-        return self._region.move(name, *arguments)
+        return move(self._calls.stream, partial(call, self._slots), *arguments)
 
     def destroy(self) -> None:
         """Free the memory, as that of an ElasticBuffer; tensors of the plan keep theirs."""
         super().destroy()
-        if self._region is not None:
-            self._region.slots.destroy()
+        if self._slots is not None:
+            self._slots.destroy()
 
 
 def domain_sizes(calls: ElasticCalls) -> tuple[int, int]:

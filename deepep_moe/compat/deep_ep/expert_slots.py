@@ -1,5 +1,6 @@
 """The load-balancing region of DeepEP 2.5: tensors for copies of other ranks' experts."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,19 +37,13 @@ class BufferAllocator:
         return slots
 
 
-class Region:
-    """The region of one buffer, and the stream of its calls."""
-
-    def __init__(self, slots: ExpertSlots, stream: CommStream) -> None:
-        self.slots, self._stream = slots, stream
-
-    def move(self, name: str, slots: Any, home: Any, copies: Tensor, num_sms: int, previous_event: Any) -> EventOverlap:
-        """Make the call `name` of the slots on the communication stream."""
-        callers = self._stream.begin(copies, previous_event, True)
-        try:
-            getattr(self.slots, name)(copies, slots, home, num_sms=num_sms or None)
-        except BaseException:
-            self._stream.abort(callers)
-            raise
-        moved = [tensor for tensors in (slots, home) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)]
-        return self._stream.end(callers, True, [copies, *moved], [])
+def move(stream: CommStream, call: Callable[..., None], slots: Any, home: Any, copies: Tensor, num_sms: int, after: Any) -> EventOverlap:
+    """Make a call of `ExpertSlots` on the communication stream, after the event `after`."""
+    callers = stream.begin(copies, after, True)
+    try:
+        call(copies, slots, home, num_sms=num_sms or None)
+    except BaseException:
+        stream.abort(callers)
+        raise
+    moved = [tensor for tensors in (slots, home) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)]
+    return stream.end(callers, True, [copies, *moved], [])

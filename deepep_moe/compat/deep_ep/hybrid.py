@@ -1,6 +1,7 @@
 """DeepEP's `HybridEPBuffer` on `deepep_moe.Buffer`: a dispatch with permutation is its expert layout, one without its rank layout."""
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from deepep_moe.compat.deep_ep.arguments import checked_routing, combine_argumen
 from deepep_moe.compat.deep_ep.core import GrowingBuffers, Suspending, members_of
 from deepep_moe.compat.deep_ep.dense_routing import experts_only, keep_nothing, keep_within, to_lanes
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
-from deepep_moe.compat.deep_ep.hybrid_handle import Configurer, HybridConfig, HybridHandle
+from deepep_moe.compat.deep_ep.hybrid_handle import HybridConfig, HybridHandle
 from deepep_moe.compat.deep_ep.widths import combine_along, dispatch_along
 from deepep_moe.errors import EPPeerError
 from deepep_moe.exchange.buffer import Buffer
@@ -89,7 +90,11 @@ class HybridEPBuffer(Suspending):
         self.rank, self.group_size = members_of(group, "HybridEPBuffer")
         sizes = {"hidden_dim": hidden_dim, "max_num_of_tokens_per_rank": max_num_of_tokens_per_rank, "num_local_experts": num_local_experts}
         hidden_dim, self._num_max_tokens, num_local_experts = (as_int(name, value) for name, value in sizes.items())
-        self.configurer = Configurer(HybridConfig(hidden_dim, self._num_max_tokens, num_local_experts))
+        self.configurer = SimpleNamespace(
+            buffer_config=HybridConfig(
+                hidden_dim=hidden_dim, max_num_of_tokens_per_rank=self._num_max_tokens, num_of_experts_per_rank=num_local_experts
+            )
+        )
         self._num_sms = (
             as_int("num_sms_dispatch_api", num_sms_dispatch_api or 0) or None,
             as_int("num_sms_combine_api", num_sms_combine_api or 0) or None,
@@ -132,7 +137,7 @@ class HybridEPBuffer(Suspending):
         changes = {name: value for name, value in zip(names, named, strict=True) if value is not None}
         most = max(changes.get("max_num_of_tokens_per_rank", 0), config.max_num_of_tokens_per_rank)
         config.max_num_of_tokens_per_rank = most
-        return config.updated(**{**changes, "max_num_of_tokens_per_rank": most}, **kwargs)
+        return HybridConfig(**{**vars(config), **changes, "max_num_of_tokens_per_rank": most, **kwargs})
 
     # ---- one row per (token, local expert), grouped by expert ----
 

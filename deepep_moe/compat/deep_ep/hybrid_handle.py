@@ -1,8 +1,8 @@
 """The objects that HybridEP's callers get: the handle of a dispatch, and a buffer's settings."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,26 +15,9 @@ from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.handle import DispatchHandle
 
 
-class HybridConfig:
-    """Settings of a buffer. Callers read the three sizes; other names may be set, and change nothing."""
-
-    def __init__(self, hidden_dim: int, max_num_of_tokens_per_rank: int, num_of_experts_per_rank: int) -> None:
-        self.hidden_dim = hidden_dim
-        self.max_num_of_tokens_per_rank = max_num_of_tokens_per_rank
-        self.num_of_experts_per_rank = num_of_experts_per_rank
-
-    def updated(self, **changes: Any) -> "HybridConfig":
-        """Return a copy with `changes`."""
-        copy = HybridConfig(self.hidden_dim, self.max_num_of_tokens_per_rank, self.num_of_experts_per_rank)
-        vars(copy).update(vars(self), **changes)
-        return copy
-
-
-@dataclass(frozen=True)
-class Configurer:
-    """Holds `buffer_config`, where callers look for it."""
-
-    buffer_config: HybridConfig
+class HybridConfig(SimpleNamespace):
+    """Settings of a buffer. Callers read hidden_dim, max_num_of_tokens_per_rank and num_of_experts_per_rank; other names may be set, and
+    change nothing."""
 
 
 @outside_graphs

@@ -1,30 +1,16 @@
 """Counts for DeepEP's callers, before a dispatch. The dispatch counts again in its own kernels."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from deepep_moe.ops.lanes import count_lanes
 
 
-class DispatchLayout(NamedTuple):
-    """Counts of this rank's tokens."""
+def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_nodes: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Return the counts of `Buffer.get_dispatch_layout` for `topk_idx` [num_tokens, num_topk] int32 or int64, -1 = no expert.
 
-    num_tokens_per_rank: Tensor
-    """[num_ranks] int32."""
-    num_tokens_per_rdma_rank: Tensor | None
-    """[num_nodes] int32; None for one node."""
-    num_tokens_per_expert: Tensor
-    """[num_experts] int32."""
-    is_token_in_rank: Tensor
-    """[num_tokens, num_ranks] bool."""
-
-
-def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_nodes: int) -> DispatchLayout:
-    """Count the tokens of `topk_idx` [num_tokens, num_topk] int32 or int64, -1 = no expert. The host waits for nothing.
-
-    An index out of range is found by the dispatch, not here. Raises ValueError for another shape or number of experts.
+    The host waits for nothing. An index out of range is found by the dispatch, not here. Raises ValueError for another shape or number
+    of experts.
     """
     if topk_idx.dim() != 2:
         raise ValueError(f"topk_idx has shape {list(topk_idx.shape)}; it must be [num_tokens, num_topk]")
@@ -35,7 +21,7 @@ def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_node
     per_node = None
     if num_nodes > 1:
         per_node = in_rank.unflatten(1, (num_nodes, -1)).any(2).sum(0, dtype=torch.int32)
-    return DispatchLayout(per_rank, per_node, per_expert, in_rank)
+    return per_rank, per_node, per_expert, in_rank
 
 
 def lanes_of_ranks(is_token_in_rank: Tensor, num_experts: int) -> Tensor:
