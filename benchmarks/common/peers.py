@@ -4,27 +4,14 @@ import argparse
 import importlib
 import importlib.metadata
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from deepep_moe.errors import BackendUnavailableError, EPError
-from deepep_moe.tune.workload import Inputs, Operation, Shape
+from deepep_moe.tune.workload import Shape
 
 _Result = TypeVar("_Result")
-
-
-class Peer(Protocol):
-    """Another library, for batches of one size."""
-
-    name: str
-    version: str
-
-    def operations(self, inputs: Inputs) -> list[Operation]:
-        """Return its calls, after a check that they do the same work. Collective; raises EPError where they do not."""
-
-    def destroy(self) -> None:
-        """Free its memory. Collective."""
 
 
 _ROOM = "benchmarks.exchange"
@@ -32,10 +19,12 @@ _CLASSES = {
     "deep_ep": ("deep_ep", "DeepEP"),
     "deep_ep_v2": ("deep_ep", "DeepEPV2"),
     "nccl_ep": ("nccl_ep", "NcclEP"),
-    "drop_in": ("deep_ep", "DropIn"),
-    "drop_in_v2": ("deep_ep", "DropInV2"),
+    "drop_in": ("deep_ep", "DeepEP"),
+    "drop_in_v2": ("deep_ep", "DeepEPV2"),
 }
-"""The module of each peer, which is imported when the peer is asked for, and its class: `(shape, group, num_max_tokens)`."""
+"""The module of each peer, which is imported when the peer is asked for, and its class: `(shape, group, num_max_tokens)`, with `name`,
+`version`, `operations(inputs)`, which checks that its calls do the same work, and `destroy()`. Both are collective. The drop-in is DeepEP's
+interface on deepep_moe, as programs written for DeepEP call it."""
 _DROP_IN = "deepep_moe.compat.deep_ep"
 _PACKAGES = {"deep_ep": "deep_ep", "deep_ep_v2": "deep_ep", "drop_in": _DROP_IN, "drop_in_v2": _DROP_IN}
 PEERS = tuple(_CLASSES)
@@ -76,10 +65,11 @@ def version_of(package: Any) -> str:
     return " of ".join([*([package.__version__] if hasattr(package, "__version__") else []), *installed[:1]])
 
 
-def make_peer(name: str, shape: Shape, group: "dist.ProcessGroup", num_max_tokens: int) -> Peer:
+def make_peer(name: str, shape: Shape, group: "dist.ProcessGroup", num_max_tokens: int) -> Any:
     """Construct the peer for batches of at most `num_max_tokens` tokens a rank. Collective; raises EPError for any failure."""
     module, kind = _CLASSES[name]
-    return foreign(lambda: getattr(importlib.import_module(f"{_ROOM}.{module}"), kind)(shape, group, num_max_tokens))
+    peer = getattr(importlib.import_module(f"{_ROOM}.{module}"), kind)
+    return foreign(lambda: type(kind, (peer,), {"name": name})(shape, group, num_max_tokens))
 
 
 def foreign(call: Callable[[], _Result]) -> _Result:

@@ -1,10 +1,8 @@
 """The benchmarks of exchanges share their options, their ranks, which return records, and the end of a run."""
 
 import argparse
-import gc
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,9 +18,9 @@ from benchmarks.common.timing import Timer
 from deepep_moe import Buffer, config
 from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
-from deepep_moe.tune.ranks import TIMEOUT_S, add_ranks, resolve_ranks, start
+from deepep_moe.tune.ranks import TIMEOUT_S, Rank, add_ranks, resolve_ranks, start
 from deepep_moe.tune.records import cpu_name
-from deepep_moe.tune.workload import Inputs, Shape, make_inputs
+from deepep_moe.tune.workload import Inputs, make_inputs
 
 
 @dataclass
@@ -34,7 +32,7 @@ class Report:
     """Operations that raised or had wrong results, and so are not timed."""
 
 
-class BenchRank:
+class BenchRank(Rank):
     """One rank of one run. Every method is collective."""
 
     link_iterations: int | None = None
@@ -50,17 +48,9 @@ class BenchRank:
         raise NotImplementedError
 
     def __init__(self, rank: int, num_ranks: int, device_idx: int, options: argparse.Namespace):
-        self.options, self.rank, self.started = options, rank, time.monotonic()
-        sizes = num_ranks, options.hidden, options.num_experts, options.num_topk, options.expert_alignment
-        self.shape = Shape(*sizes, getattr(options, "ranks_per_node", None))
-        self.device = torch.device("cuda", device_idx) if options.on_gpu else torch.device("cpu")
-        self.group: dist.ProcessGroup | None = None
-        if options.on_gpu:
-            torch.cuda.set_device(self.device)
-            self.group = dist.new_group(backend="nccl")
+        super().__init__(rank, num_ranks, device_idx, options)
+        self.group: dist.ProcessGroup | None = dist.new_group(backend="nccl") if options.on_gpu else None
         self.timer = Timer(self.device, self.group)
-        gc.collect()
-        gc.freeze()  # collections stay short
         if not options.on_gpu:
             torch.set_num_threads(config.num_threads(num_ranks))  # baselines and memcpy use as many threads as we do
         self.peers: Any = dist.group.WORLD if self.group is None else self.group
@@ -69,11 +59,6 @@ class BenchRank:
         """The library that moves the rows of the baselines."""
         self.link_gbps = link_gbps(self.timer, self.link_iterations or options.iterations)
         self.report = Report()
-
-    def say(self, text: str) -> None:
-        """Print progress on rank 0."""
-        if self.rank == 0:
-            print(f"[{time.monotonic() - self.started:6.1f} s] EP{self.shape.num_ranks}: {text}", file=sys.stderr, flush=True)
 
     def new_buffer(self, num_tokens: int) -> Buffer:
         o = self.options

@@ -88,13 +88,7 @@ class DeepEP(Library):
         again = calls["cached dispatch", BF16]()[0]
         sent = {"dispatch": (rows, handle), "cached dispatch": (again, handle), "fp8 dispatch": (received[FP8][0], received[FP8][4])}
         self.checks(inputs, "rank", sent, is_exact=True)()
-        return [Operation(op, t, "rank", row_bytes(self.shape, t), call, _NUM_SMS, self.name) for (op, t), call in calls.items()]
-
-
-class DropIn(DeepEP):
-    """DeepEP's interface on deepep_moe, as programs written for DeepEP call it: what the interface costs."""
-
-    name = "drop_in"
+        return [Operation(op, t, "rank", self.shape.row_bytes(t), call, _NUM_SMS, self.name) for (op, t), call in calls.items()]
 
 
 class DeepEPV2(Library):
@@ -140,13 +134,7 @@ class DeepEPV2(Library):
         sent = {"dispatch": (rows, handle), "cached dispatch": (cached()[0], handle), "fp8 dispatch": (received[FP8][0], received[FP8][3])}
         check = self.checks(inputs, layout, sent, is_exact=not is_expert and do_cpu_sync is not False)
         num_sms = getattr(handle, "num_sms", None)
-        return [Operation(op, t, layout, row_bytes(self.shape, t), call, num_sms, self.name) for (op, t), call in calls.items()], check
-
-
-class DropInV2(DeepEPV2):
-    """DeepEP's interface on deepep_moe, as programs written for DeepEP call it: what the interface costs."""
-
-    name = "drop_in_v2"
+        return [Operation(op, t, layout, self.shape.row_bytes(t), call, num_sms, self.name) for (op, t), call in calls.items()], check
 
 
 # ---- for both generations ----
@@ -159,11 +147,6 @@ def topk_dtype(module: Any) -> torch.dtype:
 def rows_of(inputs: Inputs) -> dict[str, Any]:
     """Return what a dispatch takes, by dtype: rows, or a pair of fp8 rows and scales."""
     return {BF16: inputs.x, FP8: (inputs.x_fp8, inputs.x_scales)}
-
-
-def row_bytes(shape: Shape, dtype: str) -> int:
-    """Return the bytes of a row that travel, scales included."""
-    return 2 * shape.hidden if dtype == BF16 else shape.hidden + 4 * shape.num_scales
 
 
 def dequantized(rows: Any) -> Tensor:

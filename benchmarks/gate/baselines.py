@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,24 +28,6 @@ Gate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logits, expert_bias) -> (differentiable weights, indices or map): `[num_tokens, num_topk]`, or `[num_tokens, num_experts]` if dense."""
 
 
-def torch_gate(
-    logits: Tensor, num_topk: int, num_groups: int, topk_groups: int, expert_bias: Tensor, routed_scaling_factor: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what training frameworks do with PyTorch operators in fp32, and return the outputs of `ops.gate`."""
-    num_tokens, num_experts = logits.shape
-    scores = logits.float().sigmoid()
-    selection = scores + expert_bias
-    if topk_groups < num_groups:
-        group_scores = selection.view(num_tokens, num_groups, -1).topk(2, dim=2).values.sum(dim=2)
-        chosen = group_scores.topk(topk_groups, dim=1, sorted=False).indices
-        excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, chosen, False)
-        selection = selection.masked_fill(excluded.repeat_interleave(num_experts // num_groups, dim=1), -torch.inf)
-    topk_idx = selection.topk(num_topk, dim=1).indices
-    topk_weights = scores.gather(1, topk_idx)
-    topk_weights = topk_weights / (topk_weights.sum(dim=1, keepdim=True) + 1e-20) * routed_scaling_factor
-    return topk_idx, topk_weights, torch.bincount(topk_idx.view(-1), minlength=num_experts)
-
-
 def ours(shape: Shape, dense: bool) -> Gate:
     options: dict[str, Any] = {
         "num_groups": shape.num_groups, "topk_groups": shape.topk_groups, "routed_scaling_factor": SCALING,
@@ -61,8 +44,21 @@ def ours(shape: Shape, dense: bool) -> Gate:
 
 
 def operators(shape: Shape, dense: bool) -> Gate:
+    """Return what training frameworks do with PyTorch operators in fp32. Experts are counted too, as `ops.gate` does."""
+    group_size = shape.num_experts // shape.num_groups
+
     def gate(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        topk_idx, topk_weights, _ = torch_gate(logits, shape.num_topk, shape.num_groups, shape.topk_groups, bias, SCALING)
+        scores = logits.float().sigmoid()
+        selection = scores + bias
+        if shape.topk_groups < shape.num_groups:
+            group_scores = selection.view(len(logits), shape.num_groups, -1).topk(2, dim=2).values.sum(dim=2)
+            chosen = group_scores.topk(shape.topk_groups, dim=1, sorted=False).indices
+            excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, chosen, False)
+            selection = selection.masked_fill(excluded.repeat_interleave(group_size, dim=1), -torch.inf)
+        topk_idx = selection.topk(shape.num_topk, dim=1).indices
+        topk_weights = scores.gather(1, topk_idx)
+        topk_weights = topk_weights / (topk_weights.sum(dim=1, keepdim=True) + 1e-20) * SCALING
+        torch.bincount(topk_idx.view(-1), minlength=shape.num_experts)
         if not dense:
             return topk_weights, topk_idx
         probs = torch.zeros_like(logits, dtype=topk_weights.dtype).scatter(1, topk_idx, topk_weights)
@@ -74,16 +70,6 @@ def operators(shape: Shape, dense: bool) -> Gate:
 def compiled(shape: Shape, dense: bool) -> Gate:
     torch.compiler.reset()  # code of earlier shapes counts towards a limit, above which nothing is compiled
     return torch.compile(operators(shape, dense), dynamic=False)
-
-
-def megatron(shape: Shape, dense: bool) -> Gate:
-    """Return Megatron-Core's router in PyTorch operators."""
-    return _foreign("megatron.core.transformer.moe.moe_utils", "topk_routing_with_score_function", shape, dense)
-
-
-def transformer_engine(shape: Shape, dense: bool) -> Gate:
-    """Return Transformer Engine's fused router."""
-    return _foreign("transformer_engine.pytorch.router", "fused_topk_with_score_function", shape, dense)
 
 
 def _foreign(module: str, function: str, shape: Shape, dense: bool) -> Gate:
@@ -107,6 +93,10 @@ def _foreign(module: str, function: str, shape: Shape, dense: bool) -> Gate:
     return gate
 
 
+megatron = partial(_foreign, "megatron.core.transformer.moe.moe_utils", "topk_routing_with_score_function")
+"""Megatron-Core's router in PyTorch operators."""
+transformer_engine = partial(_foreign, "transformer_engine.pytorch.router", "fused_topk_with_score_function")
+"""Transformer Engine's fused router."""
 BASELINES: dict[str, Callable[[Shape, bool], Gate]] = {
     "torch operators": operators,
     "torch.compile": compiled,

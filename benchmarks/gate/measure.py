@@ -1,5 +1,8 @@
-"""Time the gate: on a GPU its kernels alone and its calls with the host's part, on the CPU its calls."""
+"""Benchmark of the gate against the same computation in PyTorch operators; on a GPU also compiled, and against the routers of
+Megatron-Core and Transformer Engine where they are installed. On a GPU its kernels are timed alone, and its calls with the host's part.
+"""
 
+import argparse
 import functools
 import statistics
 import sys
@@ -10,30 +13,28 @@ import torch
 import torch._functorch.config as autograd_config
 from torch import Tensor
 
-from benchmarks.common.records import record
+from benchmarks.common.records import record, write_json
+from benchmarks.common.report import number, show_table, spread_of
 from benchmarks.common.timing import kernel_us, wall_us
 from benchmarks.gate import baselines
 from benchmarks.gate.baselines import Gate, Shape
 from deepep_moe import config
 from deepep_moe.errors import BackendUnavailableError
 
+Times = tuple[list[float], float | None]
 
-def called_us(call: Callable[[], Any], repeats: int) -> float:
-    """Return the median wall time in microseconds from an idle GPU until the result is there."""
 
-    def run() -> None:
+def times_on_gpu(call: Callable[[], Any], repeats: int) -> Times:
+    """Return the times of the kernels, and the median wall time in microseconds from an idle GPU until the result is there."""
+
+    def to_its_end() -> None:
         call()
         torch.cuda.synchronize()
 
-    return statistics.median(wall_us(run, repeats, before=torch.cuda.synchronize))
+    return kernel_us(call, repeats), statistics.median(wall_us(to_its_end, repeats, before=torch.cuda.synchronize))
 
 
-def times_on_gpu(call: Callable[[], Any], repeats: int) -> tuple[list[float], float | None]:
-    """Return the times of the kernels, and the median with the host's part."""
-    return kernel_us(call, repeats), called_us(call, repeats)
-
-
-def times_on_cpu(call: Callable[[], Any], repeats: int) -> tuple[list[float], float | None]:
+def times_on_cpu(call: Callable[[], Any], repeats: int) -> Times:
     return wall_us(call, repeats), None
 
 
@@ -77,14 +78,18 @@ def run(shape: Shape, dtype: torch.dtype, repeats: int, device: torch.device) ->
     time = times_on_gpu if on_gpu else times_on_cpu
     records = []
     for dense in (False, True):
-        times = _times(time, baselines.ours(shape, dense), logits, bias, dense, repeats)
+
+        def times_of(gate: Gate, dense: bool = dense) -> dict[str, Times]:
+            return {op: time(call, repeats) for op, call in calls(gate, logits, bias, dense).items()}
+
+        times = times_of(baselines.ours(shape, dense))
         for baseline, make in (baselines.BASELINES if on_gpu else baselines.ON_CPU).items():
             try:
                 gate = make(shape, dense)
             except BackendUnavailableError as error:
                 _print_once(f"not measured: {baseline} ({error})")
                 continue
-            baseline_times = _times(time, gate, logits, bias, dense, repeats)
+            baseline_times = times_of(gate)
             for op, (kernel, called) in times.items():
                 called_too = {"us_called": called, "rival_us_called": baseline_times[op][1]}
                 moved = _bytes(op, logits, shape.num_topk)
@@ -99,8 +104,31 @@ def _print_once(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _times(
-    time: Callable[[Callable[[], Any], int], tuple[list[float], float | None]], gate: Gate, logits: Tensor, bias: Tensor, dense: bool,
-    repeats: int,
-) -> dict[str, tuple[list[float], float | None]]:  # fmt: skip
-    return {op: time(call, repeats) for op, call in calls(gate, logits, bias, dense).items()}
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = [("num-tokens", 4096), ("num-experts", 256), ("num-topk", 8), ("num-groups", 8), ("topk-groups", 4), ("repeats", 50)]
+    for name, default in defaults:
+        parser.add_argument(f"--{name}", type=int, default=default)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+
+
+def main(options: argparse.Namespace) -> None:
+    """Print a line for each record and write all records to `--json`."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("the gate's kernels need a GPU, which PyTorch does not see here; use --device cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
+    shape = Shape(*(getattr(options, name) for name in Shape._fields))
+    records = run(shape, getattr(torch, options.dtype), options.repeats, device)
+    show_table(_COLUMNS, records)
+    print(records[0]["hardware"])
+    write_json(options.json, records)
+
+
+_COLUMNS = {
+    "operation": lambda r: r["op"], "tokens": number("num_tokens", 0), "experts": number("num_experts", 0),
+    "groups": number("num_groups", 0),
+    "us": number("us_median"), "p10-p90": spread_of, "GB/s": number("gbps", 2), "baseline us": number("rival_us"),
+    "speed-up": number("ratio", unit="x"), "as called us": number("us_called"), "baseline called": number("rival_us_called"),
+    "baseline": lambda r: r["rival"],
+}  # fmt: skip

@@ -36,12 +36,15 @@ def main(options: argparse.Namespace) -> None:
 def run(shape: measure.Shape, repeats: int) -> list[dict[str, Any]]:
     """One record for each operation and baseline. Times are the host's, per call; no bytes are counted."""
     settings = {"backend": "nvlink", "num_ranks": 1, "dtype": "bfloat16", "layout": "expert", **shape._asdict()}
-    hardware = torch.cuda.get_device_name()
+    records: list[dict[str, Any]] = []
+
+    def add(op: str, times: list[float], baseline: str, baseline_times: list[float], **how: str) -> None:
+        others: dict[str, Any] = {"baseline": baseline, "baseline_times": baseline_times, "hardware": torch.cuda.get_device_name()}
+        records.append(record(op, settings | how, times, 0, **others))
+
     smallest = measure.empty_operator_us(repeats)
-    records = [
-        record(op, settings, times, 0, baseline=SMALLEST, baseline_times=smallest, hardware=hardware)
-        for op, times in measure.all_us(shape, repeats).items()
-    ]
+    for op, times in measure.all_us(shape, repeats).items():
+        add(op, times, SMALLEST, smallest)
     gate_shape = baselines.Shape(shape.num_tokens, shape.num_experts, shape.num_topk, 1, 1)
     for dense, op in ((False, "host gate"), (True, "host gate dense")):
         try:
@@ -50,12 +53,7 @@ def run(shape: measure.Shape, repeats: int) -> list[dict[str, Any]]:
             print(f"not measured: Transformer Engine's router ({error})")
             break
         theirs = measure.gate_us(router, shape, repeats)
-        ours = measure.gate_us(measure.own_gate(shape, dense), shape, repeats)
-        records.append(record(op, settings, ours, 0, baseline="Transformer Engine", baseline_times=theirs, hardware=hardware))
+        add(op, measure.gate_us(baselines.ours(gate_shape, dense), shape, repeats), "Transformer Engine", theirs)
     for op, (theirs, ours) in drop_in.times(shape, repeats).items():
-        records.append(
-            record(
-                op, settings | {"layout": drop_in.layout_of(op)}, theirs, 0, baseline=drop_in.NATIVE, baseline_times=ours, hardware=hardware
-            )
-        )
+        add(op, theirs, drop_in.NATIVE, ours, layout=drop_in.layout_of(op))
     return records

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.timing import wall_us
-from deepep_moe import Buffer, LowLatencyBuffer, nn, ops
+from benchmarks.gate import baselines
+from deepep_moe import Buffer, LowLatencyBuffer, nn
 from deepep_moe.event import Event
 
 CHAIN = 16  # calls between two looks at the clock
@@ -147,16 +148,10 @@ def gate_us(gate: Callable[[Tensor, Tensor], Any], shape: Shape, repeats: int) -
     return chain_us(_repeat(lambda: gate(logits, bias)), repeats)
 
 
-def own_gate(shape: Shape, dense: bool) -> Callable[[Tensor, Tensor], Any]:
-    """Our gate without groups, with the lanes alone or with the dense pair."""
-    if dense:
-        return lambda logits, bias: ops.gate_full(logits, shape.num_topk, dense=True, expert_bias=bias)
-    return lambda logits, bias: ops.gate(logits, shape.num_topk, expert_bias=bias)
-
-
 def all_us(shape: Shape, repeats: int) -> dict[str, list[float]]:
     """Every operation of this library."""
     times = exchange_us(shape, repeats) | experts_us(shape, repeats)
     for dense in (False, True):
-        times["host gate dense" if dense else "host gate"] = gate_us(own_gate(shape, dense), shape, repeats)
+        gate = baselines.ours(baselines.Shape(shape.num_tokens, shape.num_experts, shape.num_topk, 1, 1), dense)
+        times["host gate dense" if dense else "host gate"] = gate_us(gate, shape, repeats)
     return times | {"host low-latency": low_latency_us(shape, repeats)}

@@ -17,6 +17,7 @@ Mixtral's; it needs transformers.
 
 import argparse
 import importlib.util
+import itertools
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,17 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--autoep", action="store_true", help="a layer that AutoEP makes, with three matrices an expert and no capacity")
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The settings that differ between the measurements of a run."""
-
-    num_topk: int
-    dtype: str
-
-    def __str__(self) -> str:
-        return f"top-{self.num_topk} {self.dtype}"
-
-
 @dataclass
 class Measured(MeasuredLayer):
     """The measurements of one rank and shape."""
@@ -90,22 +80,21 @@ def link_bytes(topk_idx: Tensor, num_local_experts: int, row_bytes: int) -> dict
     return {"exact": int(elsewhere.sum()) * row_bytes, "fast": fast, "grouped": fast}
 
 
-def measure(rank: int, num_ranks: int, options: argparse.Namespace, shape: Shape) -> Measured:
-    """Do the work of one rank for one shape: build layers, compare results, and time them in turns."""
+def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
+    """Do the work of one rank for one top-k and dtype: build layers, compare results, and time them in turns."""
     from deepspeed_ranks import engine_ready
 
     with engine_ready(options.device) as device:
-        return _measure(shape, rank, num_ranks, options, device)
+        return _measure(rank, num_ranks, options, device)
 
 
-def _measure(shape: Shape, rank: int, num_ranks: int, options: argparse.Namespace, device: torch.device) -> Measured:
+def _measure(rank: int, num_ranks: int, options: argparse.Namespace, device: torch.device) -> Measured:
     from deepep_moe.integrations.common.registry import all_buffers, destroy_all
 
-    dtype = DTYPES[shape.dtype]
+    dtype = DTYPES[options.dtype]
     x, cotangent = draw_inputs(rank, (options.num_tokens, options.hidden), device, dtype)
-    settings = {name: getattr(options, name) for name in ("hidden", "num_experts", "backend")}
-    settings |= {"num_topk": shape.num_topk, "ep": num_ranks, "num_max_tokens_per_rank": options.num_tokens}
-    settings |= {"device": device, "dtype": dtype}
+    settings = {name: getattr(options, name) for name in ("hidden", "num_experts", "num_topk", "backend")}
+    settings |= {"ep": num_ranks, "num_max_tokens_per_rank": options.num_tokens, "device": device, "dtype": dtype}
     torch.manual_seed(1)
     make = _autoep_passes if options.autoep else _native_passes
     passes, topk_idx = make(x, cotangent, options, settings)
@@ -169,18 +158,18 @@ def _kernel_us(timed: LayerPass) -> float:
 # ---- report ----
 
 
-def tolerance(shape: Shape) -> float:
+def tolerance(dtype: str) -> float:
     """Return how much results may differ, relative to the largest entry, which is far less than the effect of a wrong row.
 
     DeepSpeed pads the rows of the experts' matrix products, which regroups their sums. Gradients of the gate are differences of such sums.
     """
-    return {"fp32": 1e-4, "bf16": 6e-2}[shape.dtype]
+    return {"fp32": 1e-4, "bf16": 6e-2}[dtype]
 
 
-def records_of(ranks: list[Measured], shape: Shape, options: argparse.Namespace) -> list[dict[str, Any]]:
+def records_of(ranks: list[Measured], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a record per thing timed and mode."""
     first, times, records = ranks[0], slowest(ranks), []
-    of_shape = argparse.Namespace(**vars(options) | {"num_topk": shape.num_topk})
+    dtype = str(DTYPES[options.dtype]).removeprefix("torch.")
     for what, mode in [(what, mode) for what, modes in first.differences.items() for mode in modes]:
         extra: dict[str, Any] = {"capacity_factor": None if options.autoep else options.capacity_factor, "num_layers": options.num_layers}
         extra |= {"ffn_hidden": options.ffn_hidden if what in ("layer", "autoep") else None, "differences": first.differences[what][mode]}
@@ -188,19 +177,16 @@ def records_of(ranks: list[Measured], shape: Shape, options: argparse.Namespace)
             fewest = (min(rank.kernel_us[what, kind] for rank in ranks) for kind in (mode, DEEPSPEED))  # of the rank that waits least
             extra["us_kernels"], extra["rival_us_kernels"] = fewest
         num_bytes = 4 * max(rank.link_bytes[mode] for rank in ranks)
-        entry = harness.record(
-            f"deepspeed {what} {mode} {shape} forward+backward", of_shape, first, len(ranks),
-            str(DTYPES[shape.dtype]).removeprefix("torch."), times[what, mode], num_bytes, DEEPSPEED, times[what, DEEPSPEED], **extra,
-        )  # fmt: skip
-        records.append(entry)
+        op = f"deepspeed {what} {mode} top-{options.num_topk} {options.dtype} forward+backward"
+        ours, theirs = times[what, mode], times[what, DEEPSPEED]
+        records.append(harness.record(op, options, first, len(ranks), dtype, ours, num_bytes, DEEPSPEED, theirs, **extra))
     return records
 
 
-def show(ranks: list[Measured], records: list[dict[str, Any]], shape: Shape, options: argparse.Namespace) -> None:
-    of_shape = argparse.Namespace(**vars(options) | {"num_topk": shape.num_topk})
+def show(ranks: list[Measured], records: list[dict[str, Any]], options: argparse.Namespace) -> None:
     capacity = "AutoEP" if options.autoep else f"capacity factor {options.capacity_factor:g}"
-    more = f", {shape.dtype}, {capacity}, layers at a time: {options.num_layers}"
-    print(f"\nMoE, {harness.shape_of(of_shape, len(ranks), ranks[0].backend, more)}")
+    more = f", {options.dtype}, {capacity}, layers at a time: {options.num_layers}"
+    print(f"\nMoE, {harness.shape_of(options, len(ranks), ranks[0].backend, more)}")
     show_layers(records)
 
 
@@ -226,18 +212,19 @@ def main(options: argparse.Namespace) -> None:
     shape could not be measured."""
     records: list[dict[str, Any]] = []
     wrong: list[str] = []
-    for shape in [Shape(num_topk, dtype) for num_topk in options.num_topk for dtype in options.dtype]:
+    for num_topk, dtype in itertools.product(options.num_topk, options.dtype):
+        name, one = f"top-{num_topk} {dtype}", argparse.Namespace(**vars(options) | {"num_topk": num_topk, "dtype": dtype})
         try:
-            ranks = run_ranks(measure, options.num_ranks, options, shape, timeout_s=LIMIT_S, bind=options.bind)
+            ranks = run_ranks(measure, options.num_ranks, one, timeout_s=LIMIT_S, bind=options.bind)
         except RankFailedError as error:
-            wrong.append(f"{shape}: {error}")
+            wrong.append(f"{name}: {error}")
             continue
         if not records:
             print(f"{ranks[0].hardware}; {ranks[0].versions}")
-        new_records = records_of(ranks, shape, options)
-        show(ranks, new_records, shape, options)
+        new_records = records_of(ranks, one)
+        show(ranks, new_records, one)
         records += new_records
-        wrong += [f"{shape}, {line}, more than rounding ({tolerance(shape):.1e})" for line in beyond(ranks, tolerance(shape))]
+        wrong += [f"{name}, {line}, more than rounding ({tolerance(dtype):.1e})" for line in beyond(ranks, tolerance(dtype))]
         write_json(options.json, records)
         sys.stdout.flush()
     if wrong:

@@ -13,6 +13,8 @@ class LayerPass(Pass):
     """Forwards and backwards of a MoE layer with its auxiliary loss. Gates draw the same random numbers every time."""
 
     num_layers = 1
+    has_loss = True
+    """False: the backward leaves the auxiliary loss out."""
 
     def __init__(self, layer: Any, x: Tensor, cotangent: Tensor):
         super().__init__(self._run, cotangent, {"input": x} | dict(layer.named_parameters()))
@@ -31,6 +33,7 @@ class LayerPass(Pass):
 
     def backward(self) -> None:
         outputs, losses = zip(*self._made, strict=True)
+        losses = losses if self.has_loss else ()
         gradients = [self._cotangent] * len(outputs) + [torch.ones_like(loss) for loss in losses]
         torch.autograd.backward([*outputs, *losses], gradients)
 
@@ -39,24 +42,20 @@ class LayerPass(Pass):
         self._made = []
 
 
-class OutputPass(LayerPass):
-    """A LayerPass whose backward leaves the auxiliary loss out."""
+class AutoEPPass(LayerPass):
+    """A pass without that loss of layers that AutoEP makes, which take and return [1, num_tokens, hidden]."""
 
-    def backward(self) -> None:
-        outputs = [output for output, _ in self._made]
-        torch.autograd.backward(outputs, [self._cotangent] * len(outputs))
-
-
-class AutoEPPass(OutputPass):
-    """An OutputPass of layers that AutoEP makes, which take and return [1, num_tokens, hidden]."""
+    has_loss = False
 
     def _one(self) -> tuple[Tensor, Tensor]:
         output = self._layer(self._x.unsqueeze(0))
         return (output[0] if isinstance(output, tuple) else output).view(self._x.shape), self._x
 
 
-class CommunicationPass(OutputPass):
-    """An OutputPass without the gate. The gate has decided before, and its weights are leaves."""
+class CommunicationPass(LayerPass):
+    """A pass without that loss and without the gate. The gate has decided before, and its weights are leaves."""
+
+    has_loss = False
 
     def __init__(self, layer: Any, x: Tensor, cotangent: Tensor):
         from deepep_moe.integrations.deepspeed.native.routing import ask

@@ -96,7 +96,7 @@ def _why_no_rivals(options: argparse.Namespace, num_ranks: int) -> str:
         return "NCCL needs a GPU for each rank"
     if importlib.util.find_spec("megatron") is None:
         return "Megatron-Core is not installed"
-    return "" if megatron_steps.has_te() else "TransformerEngine is not installed"
+    return "" if megatron_steps.te_version() else "TransformerEngine is not installed"
 
 
 def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
@@ -252,13 +252,9 @@ def main(options: argparse.Namespace) -> None:
     records = records_of(ranks, options)
     show(ranks, records, options)
     write_json(options.json, records)
-    wrong = [
-        f"{max(counts)} results differ between {what}"
-        for what, counts in (
-            ("forwards that quantize and those that share copies", [rank.num_different for rank in ranks]),
-            ("passes and their CUDA graphs", [rank.num_different_from_eager for rank in ranks]),
-        )
-        if any(counts)
-    ]
-    if wrong:
+    counts = {
+        "forwards that quantize and those that share copies": max(rank.num_different for rank in ranks),
+        "passes and their CUDA graphs": max(rank.num_different_from_eager for rank in ranks),
+    }
+    if wrong := [f"{count} results differ between {what}" for what, count in counts.items() if count]:
         sys.exit("; ".join(wrong))

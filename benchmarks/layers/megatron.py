@@ -89,8 +89,6 @@ def compare(steps: dict[str, Any]) -> dict[str, dict[str, float]]:
 class Measured(MeasuredLayer):
     """The measurements of one rank."""
 
-    permutes_are_fused: bool = False
-    """True if Megatron-Core's permutes are fused."""
     steps: dict[str, list[StepTimes]] = field(default_factory=dict)
     """Times of training steps by who does them: an entry per turn."""
     kernel_us: dict[str, float] = field(default_factory=dict)
@@ -101,7 +99,7 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
     """Do the work of one rank: build layers, compare results, and time them in turns."""
     from megatron_ranks import model_parallel
 
-    from benchmarks.layers.megatron_layers import permutes_are_fused, sharing_layers
+    from benchmarks.layers.megatron_layers import sharing_layers
 
     bound = {"num_max_tokens_per_rank": options.num_tokens, "backend": options.backend, "experts": "framework"}
     with model_parallel(options.device, ep=num_ranks, seed=1, options=bound) as device:
@@ -116,9 +114,7 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
         compared = {"exchange": compare(exchanges), "step": compare(steps)}
         sent = rows_to_others(routing_map.view(len(routing_map), num_ranks, -1).any(2)) * options.hidden * x.element_size()
         backend = layers[OURS].token_dispatcher.buffer.backend
-        measured = Measured(
-            backend, *passes.describe("megatron-core", device, num_ranks), sent, compared, permutes_are_fused=permutes_are_fused()
-        )
+        measured = Measured(backend, *passes.describe("megatron-core", device, num_ranks), sent, compared)
         measured.times = harness.times_in_turns({"exchange": exchanges}, device, _WARMUP, options.repeats)
         megatron_steps.add_graph(steps)
         measured.steps = harness.in_turns(steps, partial(megatron_steps.time_step, device=device), 1, options.repeats)
@@ -148,7 +144,7 @@ def records_of(ranks: list[Measured], options: argparse.Namespace) -> list[dict[
     records = []
     for what, ours, times in (("exchange", OURS, {name: us for (_, name), us in slowest(ranks).items()}), ("step", GROUPED, steps)):
         for name in (name for name in times if name != ours):
-            extra = {"ffn_hidden": None, "rival_permutes_are_fused": first.permutes_are_fused}
+            extra: dict[str, Any] = {"ffn_hidden": None, "rival_permutes_are_fused": megatron_steps.te_version() is not None}
             if what == "step":
                 extra = {"ffn_hidden": options.ffn_hidden, "rival_versions": f"{first.versions}; {megatron_steps.rivals()}"}
                 extra |= {"kernel_us": kernel_us.get(GROUPED), "rival_kernel_us": kernel_us.get(name)}
@@ -163,7 +159,7 @@ def records_of(ranks: list[Measured], options: argparse.Namespace) -> list[dict[
 def show(ranks: list[Measured], records: list[dict[str, Any]], options: argparse.Namespace) -> None:
     first = ranks[0]
     print(f"{first.hardware}; {first.versions}; {megatron_steps.rivals()}")
-    permutes = "fused" if first.permutes_are_fused else "not fused, as TransformerEngine is missing"
+    permutes = "fused" if megatron_steps.te_version() else "not fused, as TransformerEngine is missing"
     shape = harness.shape_of(options, len(ranks), first.backend, f", {options.dtype}")
     print(f"MoELayer, {shape}; Megatron-Core's permutes are {permutes}")
     show_layers(records)

@@ -1,11 +1,11 @@
 """MoE layers that differ only in their dispatcher, to compare dispatchers."""
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from benchmarks.layers.megatron_steps import te_version
 from deepep_moe.integrations.megatron.patches import Patches
 from deepep_moe.integrations.megatron.plugin import selection
 from deepep_moe.library import Function
@@ -26,11 +26,6 @@ def build_moe_layer(config: Any, *, seed: int, use_te: bool = False) -> Any:
     return layer.to(torch.cuda.current_device())
 
 
-def permutes_are_fused() -> bool:
-    """Return whether Megatron-Core's dispatchers permute rows in one kernel, which is TransformerEngine's."""
-    return importlib.util.find_spec("transformer_engine") is not None
-
-
 def layer_config(
     dispatcher: str, *, ep: int, hidden: int, ffn_hidden: int, num_experts: int, num_topk: int, dtype: torch.dtype, **others: Any
 ) -> Any:
@@ -41,7 +36,7 @@ def layer_config(
         num_layers=1, num_attention_heads=1, hidden_size=hidden, ffn_hidden_size=ffn_hidden, moe_ffn_hidden_size=ffn_hidden,
         num_moe_experts=num_experts, moe_router_topk=num_topk, moe_router_dtype="fp32", moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0, gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
-        bias_activation_fusion=False, gradient_accumulation_fusion=False, moe_permute_fusion=permutes_are_fused(),
+        bias_activation_fusion=False, gradient_accumulation_fusion=False, moe_permute_fusion=te_version() is not None,
         expert_model_parallel_size=ep, params_dtype=dtype, bf16=dtype == torch.bfloat16, **selection(dispatcher), **others,
     )  # fmt: skip
 

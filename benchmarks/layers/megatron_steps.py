@@ -24,11 +24,8 @@ TE_OURS, TE_ALLTOALL, TE_ALLGATHER = "deepep_moe, TE experts", "alltoall, TE exp
 _CHAIN = 5  # passes between two looks at the clock
 
 
-def has_te() -> bool:
-    return _te_version() is not None
-
-
-def _te_version() -> str | None:
+def te_version() -> str | None:
+    """Return the version of TransformerEngine, whose kernel permutes rows for Megatron-Core's dispatchers, or None."""
     try:
         importlib.import_module("transformer_engine.pytorch")
     except ImportError:
@@ -38,7 +35,7 @@ def _te_version() -> str | None:
 
 def rivals() -> str:
     """Say which experts there are to compare with."""
-    version = _te_version()
+    version = te_version()
     return "TransformerEngine is not installed" if version is None else f"TransformerEngine {version}"
 
 
@@ -93,7 +90,7 @@ def make_steps(like: Any, x: Tensor, cotangent: Tensor, *, seed: int, **sizes: A
     from benchmarks.layers import megatron_layers
 
     layers = {GROUPED: megatron_layers.grouped_layer(like, seed=seed, **sizes)}
-    if x.is_cuda and has_te():
+    if x.is_cuda and te_version():
         dispatchers = {TE_ALLTOALL: "alltoall", TE_ALLGATHER: "allgather", TE_OURS: "deepep_moe"}
         layers |= {name: megatron_layers.te_layer(of, like, seed=seed, **sizes) for name, of in dispatchers.items()}
     steps: dict[str, Any] = {}

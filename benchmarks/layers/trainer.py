@@ -87,7 +87,7 @@ def main(options: argparse.Namespace) -> None:
     records: list[dict[str, Any]] = []
     failures: list[str] = []
     for turn in range(1, options.rounds + 1):
-        steps: dict[str, Step] = {}
+        steps: dict[str, dict[str, Any]] = {}
         for name in options.runs:
             try:
                 steps[name] = measured(name, turn, options)
@@ -105,18 +105,18 @@ def main(options: argparse.Namespace) -> None:
         sys.exit("\n".join(failures))
 
 
-class Step:
-    """The figures of a step, from a log of Megatron-LM and a trace of `_TRACED` steps."""
+def figures_of(log: str, trace: Path) -> dict[str, Any]:
+    """Return the figures of a step, from a log of Megatron-LM and a trace of `_TRACED` steps: `us`, and fields of its record."""
+    us = [1e3 * float(ms) for ms in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", log)][_WARMUP:-_NOT_TIMED]
+    losses = re.findall(r"lm loss: ([\d.E+-]+)", log)
+    return {
+        "us": us, "us_least": min(us), "us_kernels": _busy_us(trace) / _TRACED,
+        "peak_bytes": 1e6 * max(map(float, re.findall(r"max allocated: ([\d.]+)", log)), default=0.0),
+        "losses": [f"{float(loss):.4f}" for loss in (*losses[:1], *losses[-1:])],
+    }  # fmt: skip
 
-    def __init__(self, log: str, trace: Path):
-        self.us = [1e3 * float(ms) for ms in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", log)][_WARMUP:-_NOT_TIMED]
-        losses = re.findall(r"lm loss: ([\d.E+-]+)", log)
-        self.losses = [f"{float(loss):.4f}" for loss in (*losses[:1], *losses[-1:])]
-        self.peak_bytes = 1e6 * max(map(float, re.findall(r"max allocated: ([\d.]+)", log)), default=0.0)
-        self.us_kernels = _busy_us(trace) / _TRACED
 
-
-def measured(name: str, turn: int, options: argparse.Namespace) -> Step:
+def measured(name: str, turn: int, options: argparse.Namespace) -> dict[str, Any]:
     """Train once. Raises RuntimeError, which names the log, if that fails."""
     folder = (options.logs / f"{name}-{turn}").resolve()
     shutil.rmtree(folder, ignore_errors=True)  # no run reads the trace of an earlier one
@@ -144,7 +144,7 @@ def measured(name: str, turn: int, options: argparse.Namespace) -> Step:
     traces = sorted(folder.rglob("*.json*"), key=lambda file: file.stat().st_mtime)
     if done.returncode or not traces:
         raise RuntimeError(f"{name} ended with {done.returncode} and {len(traces)} traces; see {folder}/log.txt")
-    return Step((folder / "log.txt").read_text(errors="replace"), traces[-1])
+    return figures_of((folder / "log.txt").read_text(errors="replace"), traces[-1])
 
 
 def _busy_us(trace: Path) -> float:
@@ -158,11 +158,11 @@ def _busy_us(trace: Path) -> float:
     return busy
 
 
-def _records(steps: dict[str, Step], turn: int, options: argparse.Namespace) -> Sequence[dict[str, Any]]:
+def _records(steps: dict[str, dict[str, Any]], turn: int, options: argparse.Namespace) -> Sequence[dict[str, Any]]:
     def best_for(run: str) -> str | None:
         has_graphs = _CAPTURED in RUNS[run][1]
         rivals = [name for name in BASELINES if name in steps and (has_graphs or _CAPTURED not in RUNS[name][1])]
-        return min(rivals, key=lambda name: statistics.median(steps[name].us), default=None)
+        return min(rivals, key=lambda name: statistics.median(steps[name]["us"]), default=None)
 
     tokens = options.global_batch_size * 4096 // options.num_ranks
     settings = {"num_ranks": options.num_ranks, "num_tokens": tokens, "hidden": options.hidden, "num_topk": options.num_topk}
@@ -170,8 +170,8 @@ def _records(steps: dict[str, Step], turn: int, options: argparse.Namespace) -> 
     hardware = {"hardware": f"{options.num_ranks} x {torch.cuda.get_device_name()}"} if torch.cuda.is_available() else {}
     return [
         record(
-            f"trainer {name}", settings, step.us, 0, baseline=best, baseline_times=steps[best].us if best else [], round=turn,
-            us_least=min(step.us), us_kernels=step.us_kernels, peak_bytes=step.peak_bytes, losses=step.losses, **hardware,
+            f"trainer {name}", settings, step["us"], 0, baseline=best, baseline_times=steps[best]["us"] if best else [], round=turn,
+            **{field: value for field, value in step.items() if field != "us"}, **hardware,
         )
         for name, step in steps.items()
         for best in [best_for(name)]

@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,12 +29,8 @@ _BUFFER_ITERATIONS = 30
 _GRAPH_REPLAYS = 30
 
 
-@dataclass(frozen=True)
-class Baseline:
-    """Times of the all-to-all of every (token, expert) row, with its permutes."""
-
-    eager: Times
-    graph: Times | None
+Baseline = tuple[Times, Times | None]
+"""Times of the all-to-all of every (token, expert) row, with its permutes: eager, and from a graph."""
 
 
 class LowLatencyRank(BenchRank):
@@ -56,48 +51,43 @@ class LowLatencyRank(BenchRank):
         return self.report
 
     def _measure_size(self, num_tokens: int, peers: list[SmallBatches]) -> list[Record]:
-        """Time every operation that is right, at one size."""
-        everyone, what, records = self.everyones_inputs(num_tokens), f"{num_tokens} tokens", list[Record]()
-        baselines = self._time_all_to_all(everyone)
-        buffers = self._time_buffer(everyone)
+        """Time every operation that is right, at one size: of ours, then of other libraries."""
+        everyone, what, o = self.everyones_inputs(num_tokens), f"{num_tokens} tokens", self.options
+        baselines, buffers = self._time_all_to_all(everyone), self._time_buffer(everyone)
         self._free()
-        o = self.options
         buffer = LowLatencyBuffer(None, num_tokens, o.hidden, o.num_experts, o.num_topk, backend=o.backend, timeout_s=TIMEOUT_S)
         self.say(f"{what}, workspace {buffer.workspace_bytes / 2**20:.1f} MiB per rank")
         make = partial(low_latency_operations.operations, buffer, self.shape, everyone, self.rank)
-        for operation in self.agreed(f"every operation, {what}", make) or []:
-            name = f"{operation.name}, {what}"
-            if self.agreed(name, partial(self._checked, buffer, partial(low_latency_operations.verify, operation))):
-                baseline, other = baselines.get((operation.op, operation.dtype)), buffers.get((operation.op, operation.dtype))
-                time = partial(self._time_call, operation, everyone[self.rank], buffer.workspace_bytes, baseline, other)
-                records += self.agreed(name, partial(self._checked, buffer, time)) or []
-        self.timer.synchronize()
+        listed = self.agreed(f"every operation, {what}", make) or []
+        records = self._time_calls(listed, partial(self._checked, buffer), everyone, buffer.workspace_bytes, baselines, buffers)
         buffer.destroy()
         for peer in peers:
-            records += self._time_peer(peer, everyone, baselines)
+            self.say(f"{what}, {peer.name} {peer.version}")
+            listed = self.agreed(f"{peer.name}, {what}", partial(foreign, partial(peer.operations, everyone, self.rank))) or []
+            records += self._time_calls(listed, foreign, everyone, peer.workspace_bytes, baselines, {}, peer.version)
         self._free()
         return records
 
-    # ---- other libraries ----
-
     def _make_peers(self) -> list[SmallBatches]:
         """Construct the peers that can be, each once for all sizes."""
-        group, most, peers = self.peers, max(self.options.num_tokens), []
-        for name in dict.fromkeys(self.options.peer):
-            peers.append(self.agreed(name, partial(foreign, partial(PEERS[name], self.shape, group, most))))
+        most = max(self.options.num_tokens)
+        names = dict.fromkeys(self.options.peer)
+        peers = [self.agreed(name, partial(foreign, partial(PEERS[name], self.shape, self.peers, most))) for name in names]
         return [peer for peer in peers if peer is not None]
 
-    def _time_peer(self, peer: SmallBatches, everyone: list[Inputs], baselines: dict[tuple[str, str], Baseline]) -> list[Record]:
-        """Time every operation of another library that is right, at one size."""
-        what, records = f"{len(everyone[0].x)} tokens", list[Record]()
-        self.say(f"{what}, {peer.name} {peer.version}")
-        make = partial(foreign, partial(peer.operations, everyone, self.rank))
-        for o in self.agreed(f"{peer.name}, {what}", make) or []:
-            name = f"{o.name}, {what}"
-            if self.agreed(name, partial(foreign, partial(low_latency_operations.verify, o))):
-                baseline = baselines.get((o.op, o.dtype)) if o.layout == "expert" else None
-                time = partial(self._time_call, o, everyone[self.rank], peer.workspace_bytes, baseline, None, peer.version)
-                records += self.agreed(name, partial(foreign, time)) or []
+    def _time_calls(
+        self, listed: list[LowLatencyOperation], guarded: Callable[[Callable[[], Any]], Any], everyone: list[Inputs],
+        workspace_bytes: int | None, baselines: dict[tuple[str, str], Baseline], buffers: dict[tuple[str, str], list[float]],
+        version: str | None = None,
+    ) -> list[Record]:  # fmt: skip
+        """Time those of the operations that are right. `guarded` makes a call, and raises what went wrong in it."""
+        mine, records = everyone[self.rank], list[Record]()
+        for o in listed:
+            name, key = f"{o.name}, {len(mine.x)} tokens", (o.op, o.dtype)
+            if self.agreed(name, partial(guarded, partial(low_latency_operations.verify, o))):
+                baseline = baselines.get(key) if o.layout == "expert" else None
+                time = partial(self._time_call, o, mine, workspace_bytes, baseline, buffers.get(key), version)
+                records += self.agreed(name, partial(guarded, time)) or []
         self.timer.synchronize()
         return records
 
@@ -115,16 +105,23 @@ class LowLatencyRank(BenchRank):
 
     def _time_call(
         self, o: LowLatencyOperation, mine: Inputs, workspace_bytes: int | None, baseline: Baseline | None, buffer_us: list[float] | None,
-        version: str | None = None,
+        version: str | None,
     ) -> list[Record]:  # fmt: skip
+        """Return a record of the call as a graph, if there is one, of the eager call, and of each half that it has."""
         num_tokens = len(mine.x)
         iterations = self.options.iterations_of[num_tokens]
-        rows = link_rows(tokens_from_to(mine.topk_idx, self.shape))[o.op]
+        num_bytes = link_rows(tokens_from_to(mine.topk_idx, self.shape))[o.op] * o.row_bytes
         eager = self.batches.times(o.call, iterations)
-        halves = None if o.send is None else self.batches.halves(o.send, min(iterations, _MOST_HALVES))
+        halves = () if o.send is None else self.batches.halves(o.send, min(iterations, _MOST_HALVES))
         graph = self._graphs_of(o, iterations) if self.timer.is_gpu else None
-        record = partial(self._record, o, num_tokens, rows * o.row_bytes, workspace_bytes, version)
-        return records_of(record, eager, halves, graph, baseline, statistics.median(buffer_us) if buffer_us else None)
+        record = partial(self._record, o, num_tokens, num_bytes, workspace_bytes, version)
+        other_us = statistics.median(buffer_us) if buffer_us else None
+        eager_baseline, graph_baseline = baseline or (None, None)
+        records = [record("both", eager, eager_baseline, other_us)]
+        if graph is not None:
+            of_graph = record("both", graph[0], graph_baseline or eager_baseline, other_us, graph=True)
+            records.insert(0, of_graph | {"rival_graph": graph_baseline is not None, "us_graph_of_20": graph[1]})
+        return records + [record(half, times) for half, times in zip(("send", "receive"), halves, strict=False)]
 
     def _record(
         self, o: LowLatencyOperation, num_tokens: int, link_bytes: int, workspace_bytes: int | None, version: str | None, half: str,
@@ -144,9 +141,7 @@ class LowLatencyRank(BenchRank):
     def _graphs_of(self, o: LowLatencyOperation, iterations: int) -> tuple[Times, float] | None:
         """Time graphs of a call. A call of another library that cannot be captured is timed eagerly, and that it cannot is reported."""
         time = partial(self._time_graphs, o, iterations)
-        if o.backend is None:
-            return time()
-        return self.agreed(f"{o.name} in a graph", partial(foreign, time))
+        return time() if o.backend is None else self.agreed(f"{o.name} in a graph", partial(foreign, time))
 
     def _time_graphs(self, o: LowLatencyOperation, iterations: int) -> tuple[Times, float]:
         """Time a graph of one call, whose last result is checked too, and return the mean of a call in a graph of many."""
@@ -181,7 +176,7 @@ class LowLatencyRank(BenchRank):
         iterations = min(self.options.iterations_of[num_tokens], _OTHER_ITERATIONS)
         eager = self.batches.times(call, iterations, _OTHER_BATCH, _OTHER_DROP)
         captured = self.agreed("all-to-all in a graph", partial(self.batches.graph, call)) if self.timer.is_gpu else None
-        return Baseline(eager, None if captured is None else self.batches.times(captured[0].replay, iterations, _OTHER_BATCH, _OTHER_DROP))
+        return eager, None if captured is None else self.batches.times(captured[0].replay, iterations, _OTHER_BATCH, _OTHER_DROP)
 
     def _time_buffer(self, everyone: list[Inputs]) -> dict[tuple[str, str], list[float]]:
         """Time each operation and dtype of `Buffer` that is right, not in graphs, as its dispatch waits on the host for counts."""
@@ -194,19 +189,3 @@ class LowLatencyRank(BenchRank):
         self.timer.synchronize()
         buffer.destroy()
         return times_of
-
-
-def records_of(
-    record: Callable[..., Record], eager: Times, halves: tuple[Times, Times] | None, graph: tuple[Times, float] | None,
-    baseline: Baseline | None, buffer_us: float | None,
-) -> list[Record]:  # fmt: skip
-    """Return a record of the call as a graph, if there is one, of the eager call, and of each half that it has.
-
-    `graph` has the times of a graph of one call, and the mean of a call in a graph of many.
-    """
-    eager_baseline, graph_baseline = (None, None) if baseline is None else (baseline.eager, baseline.graph)
-    records = [record("both", eager, eager_baseline, buffer_us)]
-    if graph is not None:
-        of_graph = record("both", graph[0], graph_baseline or eager_baseline, buffer_us, graph=True)
-        records.insert(0, of_graph | {"rival_graph": graph_baseline is not None, "us_graph_of_20": graph[1]})
-    return records + [record(half, times) for half, times in zip(("send", "receive"), halves or (), strict=False)]

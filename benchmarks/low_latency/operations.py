@@ -11,10 +11,12 @@ from torch import Tensor
 from benchmarks.common.verify import expected_combine as combined
 from benchmarks.common.verify import in_bf16, lanes_of_rank
 from deepep_moe import LowLatencyBuffer, LowLatencyOutput
+from deepep_moe.ops import quantize_fp8
 from deepep_moe.tune.operations import compare_bits
 from deepep_moe.tune.workload import SCALE_BLOCK, Inputs, Shape
 
 Hook = Callable[[], None]
+_DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,14 @@ def operations(buffer: LowLatencyBuffer, shape: Shape, everyone: Sequence[Inputs
     for wire in ("fp8", "bf16"):
         dispatch = partial(buffer.dispatch, *arguments, fp8=wire == "fp8")
         check = partial(_check_dispatch, expected_dispatch(everyone, shape, rank, wire))
-        dtype = "float8_e4m3fn" if wire == "fp8" else "bfloat16"
-        bytes_each = _row_bytes(shape, wire)
-        listed.append(LowLatencyOperation("dispatch", dtype, wire, bytes_each, dispatch, partial(_send_dispatch, dispatch), check))
+        dtype = _DTYPES[wire]
+        send = partial(_send_dispatch, dispatch)
+        listed.append(LowLatencyOperation("dispatch", dtype, wire, shape.row_bytes(dtype), dispatch, send, check))
     for wire in ("bf16", "fp8"):
         combine = partial(buffer.combine, rows, out.handle, wire="fp8" if wire == "fp8" else None)
         check = partial(compare_bits, "combined_x", expected=expected_combine(mine, shape, wire, rank), source="the reference")
-        listed.append(
-            LowLatencyOperation("combine", "bfloat16", wire, _row_bytes(shape, wire), combine, partial(combine, return_hook=True), check)
-        )
+        send, num_bytes = partial(combine, return_hook=True), shape.row_bytes(_DTYPES[wire])
+        listed.append(LowLatencyOperation("combine", "bfloat16", wire, num_bytes, combine, send, check))
     return listed
 
 
@@ -69,10 +70,6 @@ def verify(operation: LowLatencyOperation) -> bool:
     for result in results:
         operation.check(result)  # last, as it may raise on one rank alone
     return True
-
-
-def _row_bytes(shape: Shape, wire: str) -> int:
-    return 2 * shape.hidden if wire == "bf16" else shape.hidden + 4 * shape.num_scales
 
 
 def _send_dispatch(dispatch: Callable[..., LowLatencyOutput]) -> tuple[LowLatencyOutput, Hook]:
@@ -104,18 +101,9 @@ def expert_rows(rows: Tensor, counts: Tensor, shape: Shape, rank: int, outputs: 
 # ---- what must come out ----
 
 
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bits of `reference.quant.quantize_fp8`, on any device, for `hidden` that is a multiple of 128."""
-    blocks = x.float().unflatten(1, (-1, SCALE_BLOCK))
-    largest = blocks.abs().amax(2, keepdim=True).clamp_min(1e-4)
-    limit = torch.full_like(largest, 448.0)  # a tensor, as GPUs divide by a number by multiplying with its inverse, which rounds twice
-    y = (blocks * (limit / largest)).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return y.flatten(1), (largest / limit)[:, :, 0]
-
-
 def _in_fp8(rows: Tensor) -> Tensor:
     """Return sums [num_rows, hidden] fp32 as they are after they have travelled in fp8."""
-    y, scales = quantize(rows)
+    y, scales = quantize_fp8(rows)
     return y.float() * scales.repeat_interleave(SCALE_BLOCK, dim=1)
 
 
@@ -126,7 +114,7 @@ def expected_dispatch(everyone: Sequence[Inputs], shape: Shape, rank: int, wire:
     counts = experts.bincount(minlength=shape.num_local_experts).int()
     if wire == "bf16":
         return {"num_recv_tokens_per_expert": counts, "recv_x": x[tokens]}
-    y, scales = quantize(x)
+    y, scales = quantize_fp8(x)
     rows = y.view(torch.uint8)[tokens].view(y.dtype)
     return {"num_recv_tokens_per_expert": counts, "recv_x": rows, "recv_x_scales": scales[tokens]}
 

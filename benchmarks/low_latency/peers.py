@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.common.peers import load_package, version_of
 from benchmarks.common.verify import close_to
-from benchmarks.exchange.deep_ep import FP8, DeepEPV2, Library, dequantized, row_bytes, topk_dtype
+from benchmarks.exchange.deep_ep import FP8, DeepEPV2, Library, dequantized, topk_dtype
 from benchmarks.low_latency.operations import Hook, LowLatencyOperation, expected_combine, expected_dispatch, expert_rows, received
 from deepep_moe.errors import EPError
 from deepep_moe.tune.workload import Inputs, Shape
@@ -57,7 +57,7 @@ class DeepEPLowLatency(Library):
     def _operation(self, op: str, wire: str, call: Callable[..., Any], check: Callable[[Any], None]) -> LowLatencyOperation:
         dtype = "bfloat16" if wire == "bf16" else FP8
         send = partial(_in_halves, call)
-        return LowLatencyOperation(op, dtype, wire, row_bytes(self.shape, dtype), call, send, check, backend=self.name)
+        return LowLatencyOperation(op, dtype, wire, self.shape.row_bytes(dtype), call, send, check, backend=self.name)
 
 
 def _rounded(num_tokens: int) -> int:

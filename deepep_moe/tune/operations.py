@@ -32,8 +32,7 @@ def _of_layout(buffer: Buffer, shape: Shape, inputs: Inputs, layout: str, num_sm
     calls["combine", "bfloat16"] = partial(buffer.combine, out.recv_x, out.handle, out.recv_topk_weights if is_expert else None, **sms)
     if is_expert and num_sms != 0:
         calls["cached dispatch", "bfloat16"] = partial(buffer.dispatch, x, topk_weights=weights, handle=out.handle, **sms)
-    row_bytes = {"bfloat16": 2 * shape.hidden, "float8_e4m3fn": shape.hidden + 4 * shape.num_scales}
-    return [Operation(op, dtype, layout, row_bytes[dtype], call, num_sms) for (op, dtype), call in calls.items()]
+    return [Operation(op, dtype, layout, shape.row_bytes(dtype), call, num_sms) for (op, dtype), call in calls.items()]
 
 
 def compare_bits(what: str, actual: Tensor, expected: Tensor, source: str = "the definition") -> None:

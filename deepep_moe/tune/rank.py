@@ -1,8 +1,6 @@
 """The work of one rank: time settings of one buffer, and make a profile of the fastest."""
 
 import argparse
-import gc
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +14,11 @@ from deepep_moe.exchange.backends.nvlink import NvlinkBackend
 from deepep_moe.group.rendezvous import check_same, gather_objects
 from deepep_moe.tune.intervals import Verdict
 from deepep_moe.tune.operations import compare_bits, operations
-from deepep_moe.tune.ranks import TIMEOUT_S
+from deepep_moe.tune.ranks import TIMEOUT_S, Rank
 from deepep_moe.tune.records import commit
 from deepep_moe.tune.search import SEARCH_SHARE, Meter, compare, search
 from deepep_moe.tune.timing import Timer, slowest
 from deepep_moe.tune.workload import Operation, make_inputs
-from deepep_moe.tune.workload import Shape as Sizes
 from deepep_moe.tuning import Machine, Profile, Shape, Values
 
 LEAST_GAIN = 0.005
@@ -39,29 +36,18 @@ class Outcome:
     profile: Profile | None
 
 
-class TuneRank:
+class TuneRank(Rank):
     """One rank of one run, with one buffer. Every method is collective."""
 
     def __init__(self, rank: int, num_ranks: int, device_idx: int, options: argparse.Namespace):
-        self.options, self.rank, self.started, self._elapsed_s = options, rank, time.monotonic(), 0.0
-        self.sizes = Sizes(num_ranks, options.hidden, options.num_experts, options.num_topk, options.expert_alignment)
-        self.device = torch.device("cuda", device_idx) if options.on_gpu else torch.device("cpu")
-        if options.on_gpu:
-            torch.cuda.set_device(self.device)
-        self.timer = Timer(self.device)
-
-    def say(self, text: str) -> None:
-        """Print progress on rank 0."""
-        if self.rank == 0:
-            print(f"[{time.monotonic() - self.started:6.1f} s] EP{self.sizes.num_ranks}: {text}", file=sys.stderr, flush=True)
+        super().__init__(rank, num_ranks, device_idx, options)
+        self.timer, self._elapsed_s = Timer(self.device), 0.0
 
     def new_buffer(self) -> Buffer:
         o = self.options
         return Buffer(None, o.num_tokens, o.hidden, o.num_experts, o.num_topk, backend="nvlink", timeout_s=TIMEOUT_S)
 
     def run(self) -> Outcome:
-        gc.collect()
-        gc.freeze()  # collections stay short
         o = self.options
         buffer = self.new_buffer()
         backend = buffer.calls.backend
@@ -85,13 +71,13 @@ class TuneRank:
 
     def _check_alike(self, machine: str) -> None:
         """Raise EPMismatchError where ranks have unlike GPUs: no profile is for them, and each would try other settings."""
-        machines = gather_objects(machine, dist.group.WORLD, self.sizes.num_ranks, "comparison of GPUs", config.timeout_s(), str)
+        machines = gather_objects(machine, dist.group.WORLD, self.shape.num_ranks, "comparison of GPUs", config.timeout_s(), str)
         check_same([{"the GPU": rank_machine} for rank_machine in machines], "tune ranks with equal GPUs and equal shares of them")
 
     def _calls(self, buffer: Buffer) -> list[Operation]:
         """Return the dispatch in the dtype that was asked for, and the combine, which has bf16 rows."""
-        inputs = make_inputs(self.sizes, self.options.num_tokens, self.rank, self.device)
-        by_name = {(o.op, o.dtype): o for o in operations(buffer, self.sizes, inputs, None) if o.layout == "expert"}
+        inputs = make_inputs(self.shape, self.options.num_tokens, self.rank, self.device)
+        by_name = {(o.op, o.dtype): o for o in operations(buffer, self.shape, inputs, None) if o.layout == "expert"}
         return [by_name["dispatch", _DTYPES[self.options.dtype]], by_name["combine", "bfloat16"]]
 
     def _sample(self, backend: NvlinkBackend, calls: list[Operation], values: Values, count: int) -> list[float]:

@@ -1,6 +1,9 @@
 """The ranks of the tuner and of benchmarks: how many there are, and how they start."""
 
 import argparse
+import gc
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +12,29 @@ import torch.distributed as dist
 
 from deepep_moe import config
 from deepep_moe.testing import run_ranks
+from deepep_moe.tune.workload import Shape
 
 NUM_RANKS = (2, 4)
 TIMEOUT_S = 30.0  # how long a call waits for a peer
+
+
+class Rank:
+    """One rank of one run, on the GPU `device_idx` or on the CPU, as `options.on_gpu` says. Every method is collective."""
+
+    def __init__(self, rank: int, num_ranks: int, device_idx: int, options: argparse.Namespace):
+        self.options, self.rank, self.started = options, rank, time.monotonic()
+        sizes = num_ranks, options.hidden, options.num_experts, options.num_topk, options.expert_alignment
+        self.shape = Shape(*sizes, getattr(options, "ranks_per_node", None))
+        self.device = torch.device("cuda", device_idx) if options.on_gpu else torch.device("cpu")
+        if options.on_gpu:
+            torch.cuda.set_device(self.device)
+        gc.collect()
+        gc.freeze()  # collections stay short
+
+    def say(self, text: str) -> None:
+        """Print progress on rank 0."""
+        if self.rank == 0:
+            print(f"[{time.monotonic() - self.started:6.1f} s] EP{self.shape.num_ranks}: {text}", file=sys.stderr, flush=True)
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:

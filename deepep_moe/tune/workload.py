@@ -30,6 +30,10 @@ class Shape:
     def num_scales(self) -> int:
         return -(-self.hidden // SCALE_BLOCK)
 
+    def row_bytes(self, dtype: str) -> int:
+        """Return the bytes of a row that travel, scales included. dtype: "bfloat16" or "float8_e4m3fn"."""
+        return 2 * self.hidden if dtype == "bfloat16" else self.hidden + 4 * self.num_scales
+
 
 @dataclass(frozen=True)
 class Inputs:
