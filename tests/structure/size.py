@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = (".py", ".pyi", ".cpp", ".h", ".cu", ".cuh")
 LIMITS = {
     "lines of deepep_moe, csrc and integrations": 45_500,
-    "lines of benchmarks": 5_360,
+    "lines of benchmarks": 5_220,
     "lines of tests": 35_400,
     "words of docs and README": 48_500,
     "lines of JSON in benchmarks": 2_000,
