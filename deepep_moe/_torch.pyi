@@ -10,6 +10,7 @@ from deepep_moe._C import ExchangeShim, NvlinkLowLatencyShim
 TORCH_VERSION: str
 SHIM_BYTES: int
 
+def connect(shim: object) -> None: ...
 def bytes_at(address: int, num_bytes: int, device: device, owner: object) -> Tensor: ...
 def call_stream(device: device) -> int: ...
 
@@ -82,6 +83,7 @@ class Calls:
     ) -> None: ...
     def release(self) -> None: ...
     has_failed: bool
+    is_held: bool
     can_fuse: bool
     num_handle_numbers: int
     def num_handle_ints(self, num_tokens: int, is_expert_layout: bool) -> int: ...
@@ -200,13 +202,6 @@ class LowLatencyCalls:
         is_checked: bool,
     ) -> LowLatencyCombined | None: ...
 
-def set_hooks(
-    *,
-    ready: Callable[[int], Calls | None],
-    pass_failed: Callable[[int, int], None],
-    dispatch_gradients: Callable[..., Any],
-    combine_gradients: Callable[..., Any],
-) -> None: ...
 def gate(
     logits: Tensor,
     num_topk: int,
@@ -225,7 +220,6 @@ def gate(
     shares: bool,
     is_full: bool,
 ) -> Any: ...  # GateOutput, FullGateOutput or None
-def set_gate_hooks(*, shim: object, gradients: Callable[..., Tensor], output: type, full_output: type) -> None: ...
 def run_gate(
     logits: Tensor,
     expert_bias: Tensor | None,
@@ -253,7 +247,6 @@ def run_gate_backward(
     normalize: bool,
     routed_scaling_factor: float,
 ) -> Tensor | None: ...
-def set_expert_hooks(*, shim: object) -> None: ...
 def grouped_swiglu(
     x: Tensor,
     counts: Tensor,
@@ -264,7 +257,6 @@ def grouped_swiglu(
     main_grad1: Tensor | None,
     main_grad2: Tensor | None,
 ) -> Tensor | None: ...
-def set_dense_routing_shim(shim: object) -> None: ...
 def lanes_of_map(routing_map: Tensor, values: Tensor | None, num_topk: int) -> tuple[Tensor, Tensor | None] | None: ...
 def dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, num_experts: int) -> Tensor | None: ...
 def count_lanes(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor] | None: ...

@@ -31,6 +31,7 @@ def _load() -> tuple[ModuleType | None, str]:
         return None, f"built for torch {module.TORCH_VERSION}, this is {torch.__version__}; {_REBUILD}"
     if getattr(_C, "SHIM_BYTES", 0) != module.SHIM_BYTES:
         return None, f"of another build than deepep_moe._C; {_REBUILD}"
+    module.connect(_C.gpu_kernel_shim())
     return module, ""
 
 

@@ -188,7 +188,7 @@ void Calls::run(InFlight& out, const Mode& how, const CallMode& mode, Call& call
     }
     if (how.is_beside()) out.recorded = own_.record(std::move(tensors));
     if (how.is_split)
-        out.second_half = std::make_shared<SecondHalf>([self = weak_from_this(), call, tensors = std::move(tensors), first = mode.stream] {
+        half_ = out.second_half = std::make_shared<SecondHalf>([self = weak_from_this(), call, tensors = std::move(tensors), first = mode.stream] {
             const std::shared_ptr<Calls> calls = self.lock();
             if (calls == nullptr || calls->is_released()) return false;
             const uintptr_t stream = call_stream(calls->device_);

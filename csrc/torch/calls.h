@@ -2,6 +2,8 @@
 // no to the arguments of a call; where they say no, Python finds out what is wrong with them.
 #pragma once
 
+#include <unistd.h>
+
 #include <exception>
 #include <functional>
 #include <memory>
@@ -81,6 +83,12 @@ public:
     const Settings settings;
     bool is_released() const { return exchange_ == nullptr; }
     bool has_failed() const { return exchange_ != nullptr && exchange_->has_failed(); }  // kernels have reported a failure
+    bool is_held = false;  // the buffer is suspended, or its next call raises an earlier failure: Python makes that call
+    // Returns false too where a second half is to come first, and in a forked process.
+    bool can_begin() const {
+        const std::shared_ptr<SecondHalf> half = half_.lock();
+        return !is_released() && !is_held && !has_failed() && (half == nullptr || half->is_begun()) && getpid() == process_id_;
+    }
     bool can_fuse() const { return settings.num_nodes == 1; }          // rows by expert, shared rows, scaling, sums by lanes
     int64_t lanes() const { return can_fuse() ? settings.lanes : 1; }  // over nodes each is a token, and Python sums
     int64_t num_calls() const { return exchange_->num_calls(); }
@@ -149,6 +157,8 @@ private:
     const at::Device device_;
     OwnStream own_;
     std::weak_ptr<Handle> late_;
+    std::weak_ptr<SecondHalf> half_;  // of the last call in two halves
+    const pid_t process_id_ = getpid();
 };
 
 }  // namespace deepep_moe

@@ -5,8 +5,6 @@
 namespace deepep_moe {
 namespace {
 
-const DenseRoutingShim* shim = nullptr;
-
 bool is_matrix(const Tensor& tensor) { return tensor.defined() && tensor.dim() == 2 && is_on(tensor.device(), tensor); }
 
 Tensor contiguous(const Tensor& tensor, at::ScalarType type) {
@@ -26,8 +24,6 @@ void launch(bool (*kernel)(const Params&, uintptr_t) noexcept, const Params& par
 
 }  // namespace
 
-void set_dense_routing_shim(const py::capsule& capsule) { shim = shim_in<const DenseRoutingShim>(capsule, kDenseRoutingShimName); }
-
 std::optional<std::pair<Tensor, OptionalTensor>> lanes_of_map(py::handle given_map, py::handle given_values, int64_t num_topk) {
     if (is_watched() || !are_plain({given_map, given_values})) return std::nullopt;
     Tensor routing_map = unpacked(given_map), values = unpacked(given_values), topk_values;
@@ -44,7 +40,7 @@ std::optional<std::pair<Tensor, OptionalTensor>> lanes_of_map(py::handle given_m
         data_of<int64_t>(topk_idx),
         data_of<float>(topk_values),
     };
-    if (topk_idx.numel() > 0) launch(shim->lanes_of_map, params, routing_map.device());
+    if (topk_idx.numel() > 0) launch(kernels->dense_routing.lanes_of_map, params, routing_map.device());
     return std::pair(topk_idx, optional_of(topk_values));
 }
 
@@ -57,7 +53,7 @@ OptionalTensor dense_of_lanes(py::handle given_idx, py::handle given_values, int
     const Tensor values = empty_like_rows_of(topk_values, num_experts, at::kFloat);
     const DenseOfLanesParams params{
         {topk_idx.size(0), num_experts, topk_idx.size(1)}, data_of<int64_t>(topk_idx), data_of<float>(topk_values), data_of<float>(values)};
-    if (values.numel() > 0) launch(shim->dense_of_lanes, params, values.device());
+    if (values.numel() > 0) launch(kernels->dense_routing.dense_of_lanes, params, values.device());
     return values;
 }
 
@@ -75,7 +71,7 @@ std::optional<std::pair<Tensor, Tensor>> count_lanes(py::handle given_idx, int64
         data_of<int32_t>(counts),
         data_of<uint8_t>(in_rank),
     };
-    if (in_rank.numel() > 0) launch(shim->count_lanes, params, counts.device());
+    if (in_rank.numel() > 0) launch(kernels->dense_routing.count_lanes, params, counts.device());
     return std::pair(counts, in_rank);
 }
 

@@ -2,13 +2,9 @@
 // other call by None, and Python makes that one with PyTorch's operators (deepep_moe/ops/lanes.py, which says what the functions do).
 #pragma once
 
-#include "runtime/nvlink/shim.h"
 #include "torch/streams.h"
 
 namespace deepep_moe {
-
-// Python calls this once, with `_C.gpu_dense_routing_shim()`.
-void set_dense_routing_shim(const py::capsule& shim);
 
 // Returns topk_idx, and the values or None.
 std::optional<std::pair<Tensor, OptionalTensor>> lanes_of_map(py::handle routing_map, py::handle values, int64_t num_topk);

@@ -11,14 +11,6 @@ namespace {
 
 using torch::autograd::AutogradContext;
 
-struct Hooks {
-    const ExpertShim* shim = nullptr;
-};
-Hooks& hooks() {
-    static Hooks* const instance = new Hooks;  // never destroyed: Python may be gone by then
-    return *instance;
-}
-
 struct Experts {
     Tensor x, counts, w1, w2, probs;  // [R, in], [E], [E, 2 m, in], [E, out, m], [R] or undefined
     bool recomputes = false;
@@ -72,7 +64,7 @@ bool add_weight_gradients(const Tensor& grads, const Tensor& rows, const Tensor&
     params.a = data_of<std::byte>(grads), params.b = data_of<std::byte>(rows);
     params.group_ends = data_of<int>(group_ends);
     params.sums = data_of<float>(main_grad);
-    return hooks().shim->add_weight_gradients(params, call_stream(grads.device()));
+    return kernels->experts.add_weight_gradients(params, call_stream(grads.device()));
 }
 
 // Does what `weight_gradients` of grouped_products.py does. With `main_grad` it adds the gradients there, and the result has no meaning.
@@ -114,7 +106,7 @@ struct SwigluExperts : torch::autograd::Function<SwigluExperts> {
         const c10::OptionalDeviceGuard guard(x.device());
         const Tensor probs = given_probs.value_or(Tensor());
         const Tensor inner = grouped_mm(x, w1.transpose(1, 2), group_ends), y = like_half_of(inner);
-        launch(hooks().shim->forward, params_of(inner, probs, group_ends, y), x.device());
+        launch(kernels->experts.forward, params_of(inner, probs, group_ends, y), x.device());
         ctx->save_for_backward({x, w1, w2, probs, group_ends, inner, recomputes ? Tensor() : y});
         // These are not saved with the others, because backwards of other micro-batches add to them in between.
         ctx->saved_data = {{"main_grad1", main_grad1}, {"main_grad2", main_grad2}};
@@ -161,7 +153,7 @@ private:
         params.grad = data_of<std::byte>(grad_y);
         params.grad_inner = data_of<std::byte>(grad_inner);
         params.grad_probs = data_of<float>(grad_probs);
-        launch(hooks().shim->backward, params, x.device());
+        launch(kernels->experts.backward, params, x.device());
         variable_list input_grads(4);
         if (needs.w2) input_grads[2] = weight_gradients(grad, y, group_ends, main_grad2);
         if (needs.x) input_grads[0] = grouped_mm(grad_inner, w1, group_ends);
@@ -173,11 +165,9 @@ private:
 
 }  // namespace
 
-void set_expert_hooks(const py::capsule& shim) { hooks() = {shim_in<const ExpertShim>(shim, kExpertShimName)}; }
-
 py::object grouped_swiglu(py::handle x, py::handle counts, py::handle w1, py::handle w2, py::handle probs, bool recompute_activation,
                           py::handle main_grad1, py::handle main_grad2) {
-    if (hooks().shim == nullptr || is_watched() || !are_plain({x, counts, w1, w2, probs, main_grad1, main_grad2})) return py::none();
+    if (is_watched() || !are_plain({x, counts, w1, w2, probs, main_grad1, main_grad2})) return py::none();
     const Experts e{unpacked(x),     unpacked(counts),     unpacked(w1),         unpacked(w2),
                     unpacked(probs), recompute_activation, unpacked(main_grad1), unpacked(main_grad2)};
     if (!takes(e)) return py::none();

@@ -2,13 +2,9 @@
 // call by None, and Python makes that one (deepep_moe/ops/grouped_mlp.py), with the same bits.
 #pragma once
 
-#include "runtime/nvlink/shim.h"
 #include "torch/streams.h"
 
 namespace deepep_moe {
-
-// Python calls this once, with `_C.gpu_expert_shim()`.
-void set_expert_hooks(const py::capsule& shim);
 
 // Computes `deepep_moe.ops.grouped_mlp` without biases and with zero_tail=False. The arguments have the same names. main_grad1 and
 // main_grad2 are its `main_grads`.

@@ -6,11 +6,6 @@ namespace deepep_moe {
 
 using torch::autograd::AutogradContext;
 
-Hooks& hooks() {
-    static Hooks* const made = new Hooks;  // never destroyed: Python may be gone by then
-    return *made;
-}
-
 namespace {
 
 // ---- rows by expert ----
@@ -41,13 +36,14 @@ Tensor as_rows(const Tensor& grad) {
 // ---- what a backward keeps ----
 
 struct Kept : torch::CustomClassHolder {
+    std::weak_ptr<Calls> calls;
     Handle handle;  // has no tensors, because autograd saves them
     int64_t tokens_per_row, num_leading;
     bool has_weights, has_bias = false;
     std::vector<int64_t> weights_shape;
 
-    Kept(const Handle& handle, int64_t tokens_per_row, int64_t num_leading, bool has_weights)
-        : handle(handle.with({}, {})), tokens_per_row(tokens_per_row), num_leading(num_leading), has_weights(has_weights) {}
+    Kept(Calls& calls, const Handle& handle, int64_t tokens_per_row, int64_t num_leading, bool has_weights)
+        : calls(calls.weak_from_this()), handle(handle.with({}, {})), tokens_per_row(tokens_per_row), num_leading(num_leading), has_weights(has_weights) {}
 };
 
 void keep(AutogradContext* ctx, c10::intrusive_ptr<Kept> kept) { ctx->saved_data["kept"] = c10::IValue::make_capsule(std::move(kept)); }
@@ -59,16 +55,22 @@ const Kept& kept_in(AutogradContext* ctx) {
 
 // ---- gradients ----
 
-// `call(calls)` by the buffer of that number, if it can make it; an empty list where Python is to. The GIL is held.
+// `call(calls)` by the buffer, if it can make it; an empty list where Python is to. The GIL is held.
 template <class Call>
-variable_list natively(int64_t number, const Call& call) {
+variable_list natively(const Kept& kept, const Call& call) {
     if (at::GradMode::is_enabled() || is_watched()) return {};
-    const py::object found = hooks().ready(number);
-    if (found.is_none()) return {};
-    auto& calls = found.cast<Calls&>();
+    const std::shared_ptr<Calls> calls = kept.calls.lock();
+    if (calls == nullptr || !calls->can_begin()) return {};
     const at::AutoDispatchBelowADInplaceOrView below;
-    calls.look_at_counts();
-    return calls.or_tell([&] { return call(calls); });
+    calls->look_at_counts();
+    return calls->or_tell([&] { return call(*calls); });
+}
+
+// Returns the gradients by a function of exchange/native.py: C++ declines those of higher order, under a transform, of tensors that kernels
+// cannot read, and of a buffer that cannot begin a call.
+template <class... Arguments>
+variable_list in_python(const char* function, const Arguments&... arguments) {
+    return tensors_of(py::module_::import("deepep_moe.exchange.native").attr(function)(arguments...));
 }
 
 // ---- a pass that fails ----
@@ -84,7 +86,7 @@ struct PassWatch {
         if (is_over || Py_IsInitialized() == 0) return;
         const py::gil_scoped_acquire gil;
         try {
-            hooks().pass_failed(number, num_calls);
+            py::module_::import("deepep_moe.exchange.calls").attr("pass_failed")(number, num_calls);
         } catch (py::error_already_set& error) {
             error.discard_as_unraisable("deepep_moe");
         }
@@ -121,7 +123,8 @@ struct DispatchFunction : torch::autograd::Function<DispatchFunction> {
                                  const DispatchRequest* request, Received* made) {
         const at::AutoDispatchBelowADInplaceOrView below;
         variable_list outputs = run_dispatch(*calls, *request, x, topk_weights.value_or(Tensor()), *made);
-        auto kept = c10::make_intrusive<Kept>(*made->handle, request->out.tokens_per_row, request->num_leading, topk_weights.has_value());
+        auto kept =
+            c10::make_intrusive<Kept>(*calls, *made->handle, request->out.tokens_per_row, request->num_leading, topk_weights.has_value());
         if (request->along != nullptr) kept->handle.is_unfit = nullptr;  // these rows are there
         if (topk_weights) kept->weights_shape = topk_weights->sizes().vec();
         keep(ctx, std::move(kept));
@@ -139,10 +142,9 @@ private:
         const Handle handle = kept.handle.with(saved[0], saved[1]);
         const Tensor grad_weights = kept.has_weights ? grads[0] : Tensor();
         const at::TensorList rows(grads.data() + kept.has_weights, grads.size() - kept.has_weights);
-        variable_list made = natively(handle.buffer_id, [&](Calls& calls) { return gradients(calls, handle, grad_weights, rows, kept); });
+        variable_list made = natively(kept, [&](Calls& calls) { return gradients(calls, handle, grad_weights, rows, kept); });
         if (made.empty())
-            made = tensors_of(
-                hooks().dispatch_gradients(handle, kept.tokens_per_row, packed(grad_weights), py::cast(rows.vec()), kept.num_leading >= 0));
+            made = in_python("dispatch_gradients", handle, kept.tokens_per_row, packed(grad_weights), rows.vec(), kept.num_leading >= 0);
         if (kept.has_weights) made[1] = made[1].view(kept.weights_shape);
         return {made[0], made[1], {}, {}, {}};
     }
@@ -187,7 +189,7 @@ struct CombineFunction : torch::autograd::Function<CombineFunction> {
         const at::AutoDispatchBelowADInplaceOrView below;
         variable_list outputs = run_combine(*calls, *handle, *request, *made);
         const int64_t num_leading = request->expert_rows == nullptr ? -1 : rows[0].dim() - 2;
-        auto kept = c10::make_intrusive<Kept>(*handle, request->inputs.tokens_per_row, num_leading, weights.has_value());
+        auto kept = c10::make_intrusive<Kept>(*calls, *handle, request->inputs.tokens_per_row, num_leading, weights.has_value());
         kept->has_bias = bias.has_value();
         keep(ctx, std::move(kept));
         variable_list saved{handle->memory, handle->call};
@@ -213,9 +215,8 @@ private:
     static variable_list all_gradients(const Kept& kept, const variable_list& saved, const variable_list& grads) {
         const Handle handle = kept.handle.with(saved[0], saved[1]);
         const at::TensorList scaled(saved.data() + 2, saved.size() - 2);
-        variable_list made = natively(handle.buffer_id, [&](Calls& calls) { return gradients(calls, handle, grads[0], scaled, kept); });
-        if (made.empty())
-            made = tensors_of(hooks().combine_gradients(handle, kept.tokens_per_row, kept.num_leading, grads[0], py::cast(scaled.vec())));
+        variable_list made = natively(kept, [&](Calls& calls) { return gradients(calls, handle, grads[0], scaled, kept); });
+        if (made.empty()) made = in_python("combine_gradients", handle, kept.tokens_per_row, kept.num_leading, grads[0], scaled.vec());
         return made;
     }
 

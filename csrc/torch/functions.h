@@ -5,14 +5,6 @@
 
 namespace deepep_moe {
 
-// Python sets these functions once. `ready(number)` returns the `Calls` of a buffer that can make a call now, or None.
-// `pass_failed(number, num_calls)` tells the peers that a backward pass has failed, if the buffer has made no call since. The others make
-// the gradients that C++ declines: of higher order, under a transform, of tensors that kernels cannot read.
-struct Hooks {
-    py::object ready, pass_failed, dispatch_gradients, combine_gradients;
-};
-Hooks& hooks();
-
 struct DispatchRequest {
     Outgoing out;
     std::shared_ptr<Handle> along;  // the handle of an earlier dispatch, or null

@@ -7,21 +7,13 @@
 #include <limits>
 #include <map>
 #include <optional>
+#include <string_view>
 #include <tuple>
 
 namespace deepep_moe {
 namespace {
 
 using torch::autograd::AutogradContext;
-
-struct Hooks {
-    const GateShim* shim = nullptr;
-    py::object gradients, output, full_output;
-};
-Hooks& hooks() {
-    static Hooks* const instance = new Hooks;  // never destroyed: Python may be gone by then
-    return *instance;
-}
 
 struct Declined {};  // thrown where Python is to make the call
 
@@ -96,7 +88,7 @@ GateOptions options_of(const Tensor& logits, const Arguments& a) {
 }
 
 Request request_of(const Arguments& a) {
-    if (hooks().shim == nullptr || is_watched() || !are_plain({a.logits, a.expert_bias, a.mask})) throw Declined{};
+    if (is_watched() || !are_plain({a.logits, a.expert_bias, a.mask})) throw Declined{};
     Request request{unpacked(a.logits), unpacked(a.expert_bias), unpacked(a.mask), {}};
     const Tensor& logits = request.logits;
     if (!logits.defined() || logits.dim() != 2 || !is_on(logits.device(), logits) || !can_be_summed(logits.scalar_type())) throw Declined{};
@@ -123,7 +115,7 @@ public:
     Counts(const Tensor& logits, int64_t size, uintptr_t stream)
         : key_(logits.device().index(), stream, size, c10::InferenceMode::is_enabled()) {
         const at::TensorOptions options = logits.options().dtype(at::kInt);
-        const bool brings_its_own = logits.size(0) == 0 || (stream & kExternalStream) != 0 || hooks().shim->is_capturing(stream);
+        const bool brings_its_own = logits.size(0) == 0 || (stream & kExternalStream) != 0 || kernels->gate.is_capturing(stream);
         if (const auto zeros = brings_its_own ? zeroed().end() : zeroed().find(key_); zeros != zeroed().end()) {
             now = std::move(zeros->second);
             zeroed().erase(zeros);
@@ -181,7 +173,7 @@ Outputs launch_forward(const Request& request) {
                                data_of<int32_t>(counts.next),
                                nullptr,
                                index_of(logits.device())};
-    if (!hooks().shim->forward(params, stream)) throw Declined{};
+    if (!kernels->gate.forward(params, stream)) throw Declined{};
     counts.keep();
     return out;
 }
@@ -200,7 +192,7 @@ Tensor launch_backward(const Gradients& grads, const Tensor& given_logits, const
     const GateBackwardParams gate{
         options, data_of<void>(logits), data_of<void>(chosen), data_of<float>(weights), data_of<float>(shares), data_of<void>(grad_logits)};
     const uintptr_t stream = call_stream(logits.device());
-    return hooks().shim->backward({gate, data_of<float>(probs), index_of(logits.device())}, stream) ? grad_logits : Tensor();
+    return kernels->gate.backward({gate, data_of<float>(probs), index_of(logits.device())}, stream) ? grad_logits : Tensor();
 }
 
 GateOptions backward_options(const Tensor& logits, const Tensor& topk_idx, ScoreFunction score_function, bool normalize,
@@ -270,8 +262,8 @@ private:
                                        backward_options(logits, topk_idx, kept.score_function, kept.normalize, kept.routed_scaling_factor));
             }
             if (!grad.defined())
-                grad = hooks()
-                           .gradients(packed(grads.weights), packed(grads.probs), packed(grads.shares), logits, topk_idx,
+                grad = py::module_::import("deepep_moe.ops.gate_operators")
+                           .attr("gradient_of_logits")(packed(grads.weights), packed(grads.probs), packed(grads.shares), logits, topk_idx,
                                       kScoreFunctions[static_cast<int>(kept.score_function)], kept.normalize, kept.routed_scaling_factor)
                            .cast<Tensor>();
             return variable_list{};
@@ -291,7 +283,15 @@ Outputs outputs_of(const Request& request) {
     return out;
 }
 
-py::object packed_output(const Outputs& out) { return hooks().output(out.topk_idx, out.topk_weights, out.counts); }
+// Returns the class of that name in deepep_moe/ops/gate.py.
+py::object& class_of(const char* name) {
+    static auto& classes = *new std::map<std::string_view, py::object>;  // never destroyed: Python may be gone by then
+    py::object& named = classes[name];
+    if (!named) named = py::module_::import("deepep_moe.ops.gate").attr(name);
+    return named;
+}
+
+py::object packed_output(const Outputs& out) { return class_of("GateOutput")(out.topk_idx, out.topk_weights, out.counts); }
 
 py::object packed_full_output(const Outputs& out, const Request& request) {
     Tensor per_expert = out.counts, per_rank;
@@ -299,15 +299,11 @@ py::object packed_full_output(const Outputs& out, const Request& request) {
         per_expert = out.counts.narrow(0, 0, request.options.num_experts);
         per_rank = out.counts.narrow(0, request.options.num_experts, request.num_ranks);
     }
-    return hooks().full_output(out.topk_idx, out.topk_weights, per_expert, packed(out.probs), packed(out.routing_map), packed(per_rank),
+    return class_of("FullGateOutput")(out.topk_idx, out.topk_weights, per_expert, packed(out.probs), packed(out.routing_map), packed(per_rank),
                                packed(out.in_rank), packed(out.shares));
 }
 
 }  // namespace
-
-void set_gate_hooks(const py::capsule& shim, py::object gradients, py::object output, py::object full_output) {
-    hooks() = {shim_in<const GateShim>(shim, kGateShimName), std::move(gradients), std::move(output), std::move(full_output)};
-}
 
 py::object gate(py::handle logits, py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
                 py::handle score_function, py::handle expert_bias, py::handle normalize, py::handle routed_scaling_factor, py::handle mask,

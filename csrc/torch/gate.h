@@ -2,14 +2,9 @@
 // call by None, and Python makes that one.
 #pragma once
 
-#include "runtime/nvlink/shim.h"
 #include "torch/streams.h"
 
 namespace deepep_moe {
-
-// Python calls this once. shim: `_C.gpu_gate_shim()`. gradients: the function for a backward that C++ declines, such as one that is itself
-// differentiated. output, full_output: the classes `GateOutput` and `FullGateOutput`.
-void set_gate_hooks(const py::capsule& shim, py::object gradients, py::object output, py::object full_output);
 
 // Runs the gate without gradient, for arguments that Python has checked. Returns topk_idx, topk_weights, the counts of experts and then of
 // ranks, and those of probs, routing_map, in_rank and shares that are wanted. Returns nothing if a kernel has reported a value that is not

@@ -212,6 +212,7 @@ void bind_calls(py::module_& m) {
              py::arg("num_node_tokens"), py::arg("lanes"), py::arg("sums"), py::arg("device"), py::arg("tell"))
         .def("release", &Calls::release)
         .def_property_readonly("has_failed", &Calls::has_failed)
+        .def_readwrite("is_held", &Calls::is_held)
         .def_property_readonly("can_fuse", &Calls::can_fuse)
         .def_property_readonly("num_handle_numbers", &Calls::num_handle_numbers)
         .def("num_handle_ints",
@@ -228,12 +229,6 @@ void bind_calls(py::module_& m) {
         .def("run_dispatch", wrap_pybind_function(run_dispatch))
         .def("run_dispatch_cached", wrap_pybind_function(run_dispatch_cached))
         .def("run_combine", wrap_pybind_function(run_combine));
-    m.def(
-        "set_hooks",
-        [](py::object ready, py::object pass_failed, py::object dispatch_gradients, py::object combine_gradients) {
-            hooks() = {std::move(ready), std::move(pass_failed), std::move(dispatch_gradients), std::move(combine_gradients)};
-        },
-        py::kw_only(), py::arg("ready"), py::arg("pass_failed"), py::arg("dispatch_gradients"), py::arg("combine_gradients"));
     m.def("bytes_at", wrap_pybind_function(bytes_at));
     m.def("call_stream", wrap_pybind_function(call_stream));
 }
@@ -265,8 +260,6 @@ void bind_low_latency(py::module_& m) {
 
 void bind_gate(py::module_& m) {
     using torch::wrap_pybind_function;
-    m.def("set_gate_hooks", &set_gate_hooks, py::kw_only(), py::arg("shim"), py::arg("gradients"), py::arg("output"),
-          py::arg("full_output"));
     m.def("run_gate", wrap_pybind_function(run_gate));
     m.def("run_gate_backward", wrap_pybind_function(run_gate_backward));
     m.def("gate", wrap_pybind_function(gate));
@@ -275,7 +268,6 @@ void bind_gate(py::module_& m) {
 void bind_dense_routing(py::module_& m) {
     using torch::wrap_pybind_function;
     const py::arg topk_idx("topk_idx"), num_experts("num_experts");
-    m.def("set_dense_routing_shim", &set_dense_routing_shim, py::arg("shim"));
     m.def("lanes_of_map", wrap_pybind_function(lanes_of_map), py::arg("routing_map"), py::arg("values"), py::arg("num_topk"));
     m.def("dense_of_lanes", wrap_pybind_function(dense_of_lanes), topk_idx, py::arg("topk_values"), num_experts);
     m.def("count_lanes", wrap_pybind_function(count_lanes), topk_idx, num_experts, py::arg("num_ranks"));
@@ -288,12 +280,12 @@ PYBIND11_MODULE(_torch, m) {
     using namespace deepep_moe;
     m.attr("TORCH_VERSION") = DEEPEP_MOE_TORCH;
     m.attr("SHIM_BYTES") = kShimBytes;
+    m.def("connect", [](const py::capsule& shim) { kernels = shim_in<const KernelShim>(shim, kKernelShimName); }, py::arg("shim"));
     bind_handle(m);
     bind_results(m);
     bind_calls(m);
     bind_gate(m);
     bind_dense_routing(m);
-    m.def("set_expert_hooks", &set_expert_hooks, py::kw_only(), py::arg("shim"));
     m.def("grouped_swiglu", torch::wrap_pybind_function(grouped_swiglu), py::arg("x"), py::arg("counts"), py::arg("w1"), py::arg("w2"),
           py::arg("probs"), py::arg("recompute_activation"), py::arg("main_grad1"), py::arg("main_grad2"));
     bind_low_latency(m);

@@ -2,7 +2,7 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <unordered_set>
+#include <unordered_map>
 
 #include "runtime/nvlink/call.h"
 
@@ -11,14 +11,16 @@ namespace {
 
 using c10::impl::VirtualGuardImpl;
 
-// Asks Python for the device's current stream, because a module built without CUDA can call no function of PyTorch's C++ for it.
-uintptr_t current_address(const at::Device& device) {
-    static PyObject* getter = nullptr;  // under the GIL; never destroyed
-    if (getter == nullptr) getter = py::object(py::module_::import("torch._C").attr("_cuda_getCurrentRawStream")).release().ptr();
-    const auto index = py::reinterpret_steal<py::object>(PyLong_FromLong(device.index()));
-    const auto address = py::reinterpret_steal<py::object>(PyObject_CallOneArg(getter, index.ptr()));
-    if (!address) throw py::error_already_set();
-    return PyLong_AsUnsignedLongLong(address.ptr());
+// Asks Python, once for each of PyTorch's own streams, which it never destroys: PyTorch 2.7 has no function in C++ for this without CUDA.
+uintptr_t address_of(const c10::Stream& stream) {
+    static auto& addresses = *new std::unordered_map<c10::Stream, uintptr_t>;  // under the GIL
+    if (const auto known = addresses.find(stream); known != addresses.end()) return known->second;
+    const py::object in_python = py::module_::import("torch.cuda").attr("Stream")(
+        py::arg("stream_id") = stream.id(), py::arg("device_index") = static_cast<int>(stream.device_index()),
+        py::arg("device_type") = static_cast<int>(stream.device_type()));
+    const auto address = in_python.attr("cuda_stream").cast<uintptr_t>();
+    if (address != 0 && static_cast<uintptr_t>(stream.id()) == address) return address | kExternalStream;  // PyTorch has not made it
+    return addresses[stream] = address;
 }
 
 void keep_for(const c10::Stream& stream, at::TensorList tensors) {
@@ -31,14 +33,7 @@ void keep_for(const c10::Stream& stream, at::TensorList tensors) {
 }  // namespace
 
 uintptr_t call_stream(const at::Device& device) {
-    static auto& lasting = *new std::unordered_set<uintptr_t>{0};  // PyTorch never destroys its own streams
-    if (!device.is_cuda()) return 0;
-    const uintptr_t address = current_address(device);
-    if (lasting.contains(address)) return address;
-    const auto id = VirtualGuardImpl(device.type()).getStream(device).id();  // the address, of a stream that PyTorch has not made
-    if (static_cast<uintptr_t>(id) == address) return address | kExternalStream;
-    lasting.insert(address);
-    return address;
+    return device.is_cuda() ? address_of(VirtualGuardImpl(device.type()).getStream(device)) : 0;
 }
 
 // ---- moments ----
@@ -75,7 +70,7 @@ void Recorded::release_to(const c10::Stream* waiting) {
 
 bool Recorded::query() const {
     if (!device_.is_cuda()) return true;
-    return !py::module_::import("torch.cuda").attr("is_current_stream_capturing")().cast<bool>() && event_.query();
+    return event_.query();
 }
 
 // ---- memory, and the stream beside the caller's ----
@@ -91,14 +86,11 @@ uintptr_t OwnStream::follow() {
     if (!stream_) {
         stream_ = guard.getStreamFromGlobalPool(device_);
         given_.emplace(device_.type());
-        guard.exchangeStream(*stream_);
-        address_ = current_address(device_);
-        guard.exchangeStream(current);
     }
     caller_ = current;
     given_->record(current);
     given_->block(*stream_);
-    return address_;
+    return address_of(*stream_);
 }
 
 void OwnStream::keep(at::TensorList tensors) const {

@@ -26,7 +26,7 @@ public:
     Recorded(const c10::Stream& stream, const c10::Stream& caller, variable_list tensors);
     ~Recorded();
     void wait();         // lets the device's current stream wait for it
-    bool query() const;  // Has it come? While a CUDA graph is captured false, as CUDA lets nobody ask then what a GPU has done.
+    bool query() const;  // Has it come? CUDA lets nobody ask while a graph is captured.
 
 private:
     void release_to(const c10::Stream* waiting);
@@ -41,10 +41,15 @@ private:
 class SecondHalf {
 public:
     explicit SecondHalf(std::function<bool()> rest) : rest_(std::move(rest)) {}
-    bool finish() const { return rest_(); }  // on the stream that is current by now; false where the buffer was destroyed before
+    bool finish() {  // on the stream that is current by now; false where the buffer was destroyed before
+        is_begun_ = true;
+        return rest_();
+    }
+    bool is_begun() const { return is_begun_; }
 
 private:
     const std::function<bool()> rest_;
+    bool is_begun_ = false;
 };
 
 // The rest of a call that has returned.
@@ -68,7 +73,6 @@ private:
     const at::Device device_;
     std::optional<c10::Stream> stream_, caller_;  // the latter: that was current at the last `follow`
     std::optional<c10::Event> given_;             // to the current stream, at the last `follow`
-    uintptr_t address_ = 0;
 };
 
 }  // namespace deepep_moe

@@ -17,6 +17,7 @@
 
 #include "common/tensor_arg.h"
 #include "common/types.h"
+#include "runtime/nvlink/shim.h"
 
 namespace deepep_moe {
 
@@ -66,6 +67,8 @@ Shim* shim_in(const py::capsule& capsule, const char* name) {
         throw py::type_error("deepep_moe._C and deepep_moe._torch are of different builds; install deepep_moe again");
     return capsule.get_pointer<Shim>();
 }
+
+inline const KernelShim* kernels = nullptr;  // Python sets it once, by `connect`
 
 // ---- of autograd ----
 

@@ -158,14 +158,6 @@ class Calls:
             self._keep_in_flight(output)
         return output
 
-    def native_for_gradients(self) -> "NativeCalls | None":
-        """Return what may make the next call by itself; None if that call must raise an earlier failure."""
-        if self._native is None or self._earlier_failure is not None or self._native.has_failed or self._num_forks != _num_forks:
-            return None
-        if self._pending is not None:
-            self._finish_earlier_call()
-        return self._native
-
     def mode_of(self, num_sms: int | None, is_async: bool = False, is_split: bool = False, layer: int = 0) -> Mode:
         """Return how a call with these arguments runs. `num_sms`: None for the buffer's."""
         if torch.compiler.is_compiling():
@@ -290,8 +282,7 @@ class Calls:
 
     def check(self) -> None:
         """Raise the failure that an earlier call has reported, if any."""
-        failure, self._earlier_failure = self._earlier_failure, None
-        if failure is not None:
+        if (failure := self._take_earlier_failure()) is not None:
             raise failure
         self.backend.check()
 
@@ -308,7 +299,7 @@ class Calls:
         self._refuse_second_caller()
         with self._calling:
             backend, native, error = self.backend, self._native, None
-            self._native = None  # so that other threads' calls look at the lock
+            self._serve(None)  # so that other threads' calls look at the lock
             try:
                 try:
                     backend.check_usable()
@@ -317,7 +308,7 @@ class Calls:
                     error = failure
                 suspension.agree(backend, self.settings, group, backend.num_calls, error)
             except BaseException:
-                self._native = native
+                self._serve(native)
                 raise
             self._suspended, self._backend = (backend, native), None
             failed = suspension.release(backend, self.settings, group)
@@ -337,8 +328,16 @@ class Calls:
 
     def _wake(self) -> None:
         if self._suspended is not None:
-            self._backend, self._native = self._suspended
+            self._backend, native = self._suspended
             self._suspended, self._suspended_bytes = None, 0
+            self._serve(native)
+
+    def _serve(self, native: "NativeCalls | None") -> None:
+        """Let `native` make calls, or none. It makes a gradient by itself unless it is held."""
+        for calls in (self._native, native):
+            if calls is not None:
+                calls.is_held = native is None or self._earlier_failure is not None
+        self._native = native
 
     def destroy(self) -> None:
         self._wake()
@@ -356,7 +355,8 @@ class Calls:
         self._refuse_other_process()
         backend, pending = self.backend, self._pending
         backend.check_usable()  # else this rank would wait for peers in a group that is out of step
-        self._pending = self._earlier_failure = None
+        self._pending = None
+        self._take_earlier_failure()
         if pending is not None and not pending.is_half:
             pending.failure()
         self._num_submitted = 0
@@ -433,10 +433,16 @@ class Calls:
         if failure is not None and ends_call():
             raise self.refuse(failure)
         self._earlier_failure = failure or self._earlier_failure
+        self._serve(self._native)
+
+    def _take_earlier_failure(self) -> Exception | None:
+        failure, self._earlier_failure = self._earlier_failure, None
+        self._serve(self._native)
+        return failure
 
     def _raise_earlier_failure(self, event: Event | None) -> NoReturn:
         """Raise the failure of an earlier call, after the call of `event` is made."""
-        failure, self._earlier_failure = self._earlier_failure, None
+        failure = self._take_earlier_failure()
         if event is not None:
             event.wait()  # the caller will not get it
         assert failure is not None

@@ -14,7 +14,7 @@ from deepep_moe import torch_module
 from deepep_moe.errors import BufferDestroyedError, BufferSuspendedError
 from deepep_moe.event import Event
 from deepep_moe.exchange.backends.base import LAYOUTS
-from deepep_moe.exchange.calls import Calls, calls_of, live_calls, pass_failed, watch_backward
+from deepep_moe.exchange.calls import Calls, calls_of, watch_backward
 from deepep_moe.exchange.checks import MAX_ALIGNMENT, check_owner
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, PackedHandle
 from deepep_moe.exchange.operators import as_rows, combine, dispatch_cached, joined, scaled_gradients
@@ -114,16 +114,10 @@ def _mode_of(num_sms: int, is_async: bool, is_split: bool, layer: int, is_late: 
     return torch_module.needed().Mode(num_sms, is_async, is_split, layer, is_late)
 
 
-# ---- hooks that C++ calls: it declines some gradients too, of higher order or under a mode ----
+# ---- gradients that C++ declines, such as those of higher order or under a mode ----
 
 
-def _ready(number: int) -> Any:
-    """Return `_torch.Calls` for a gradient; None if an earlier failure must be raised after it."""
-    calls = live_calls.get(number)
-    return None if calls is None else calls.native_for_gradients()
-
-
-def _dispatch_gradients(
+def dispatch_gradients(
     native: object, tokens_per_row: int, grad_weights: Tensor | None, grads: list[Tensor], is_by_expert: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of x and, if they were sent, of topk_weights. `tokens_per_row` tokens share each row of x."""
@@ -134,7 +128,7 @@ def _dispatch_gradients(
     return grad_x if tokens_per_row == 1 else grad_x.view(tokens_per_row, -1, grad_x.shape[1]).sum(0), grad_topk_weights
 
 
-def _combine_gradients(
+def combine_gradients(
     native: object, tokens_per_row: int, num_leading: int, grad: Tensor, scaled: list[Tensor]
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of weights, or None, and of rows. num_leading: see csrc/torch/functions.h; -1 means all rows in one tensor.
@@ -152,9 +146,3 @@ def _combine_gradients(
         return grad_weights, grad_x
     shaped = grad_x.view(*(1,) * num_leading, *grad_x.shape)
     return grad_weights, *torch.split_with_sizes(shaped, handle.num_rows_per_expert_list, -2)
-
-
-if torch_module.MODULE is not None:
-    torch_module.MODULE.set_hooks(
-        ready=_ready, pass_failed=pass_failed, dispatch_gradients=_dispatch_gradients, combine_gradients=_combine_gradients
-    )

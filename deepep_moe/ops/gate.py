@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepep_moe import _C, torch_module
+from deepep_moe import _C
 from deepep_moe.arguments import as_float, as_int, check_bool, check_is_tensor, check_memory, lazy_negative
 from deepep_moe.device import FLOATS, is_gpu, native_for
 from deepep_moe.library import call
@@ -259,13 +259,7 @@ def _check_kind(device: torch.device, dtype: torch.dtype, num_experts: int) -> N
         raise ValueError(f"logits is on {device}; it must be on the CPU or a CUDA device")
     if not is_gpu(device):
         return
-    if not hasattr(_C, "gpu_gate_shim"):
+    if not hasattr(_C, "MAX_GPU_GATE_EXPERTS"):
         raise ValueError(f"logits are on {device} and this build has no CUDA kernels: build deepep_moe where nvcc is found")
     if num_experts > _C.MAX_GPU_GATE_EXPERTS:
         raise ValueError(f"logits has {num_experts} experts; on a GPU it must have at most {_C.MAX_GPU_GATE_EXPERTS}: pass logits.cpu()")
-
-
-if torch_module.MODULE is not None:
-    torch_module.MODULE.set_gate_hooks(
-        shim=_C.gpu_gate_shim(), gradients=gate_operators.gradient_of_logits, output=GateOutput, full_output=FullGateOutput
-    )

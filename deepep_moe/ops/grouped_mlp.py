@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepep_moe import _C, torch_module
+from deepep_moe import torch_module
 from deepep_moe.arguments import check_is_tensor, check_memory
 from deepep_moe.device import is_gpu
 from deepep_moe.library import Context, Function, refuse_transforms
@@ -124,14 +124,10 @@ def clear_tail(values: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
 
 # ---- in C++ ----
 
-_IS_BUILT = torch_module.MODULE is not None and hasattr(_C, "gpu_expert_shim")
-if _IS_BUILT:
-    torch_module.MODULE.set_expert_hooks(shim=_C.gpu_expert_shim())  # type: ignore[union-attr]
-
 
 def _is_native(x: Tensor, counts: Tensor | Sequence[int]) -> bool:
     """Return whether C++ may take the call; it looks at the tensors itself."""
-    if not _IS_BUILT or torch.compiler.is_compiling() or isinstance(x, QuantizedRows):
+    if torch_module.MODULE is None or torch.compiler.is_compiling() or isinstance(x, QuantizedRows):
         return False
     return isinstance(x, Tensor) and isinstance(counts, Tensor) and is_gpu(x.device) and has_kernels(x.device)
 

@@ -4,7 +4,6 @@ operators of PyTorch elsewhere."""
 import torch
 from torch import Tensor
 
-from deepep_moe import _C, torch_module
 from deepep_moe.device import native_for
 from deepep_moe.library import Context, Function
 
@@ -104,7 +103,3 @@ def weights_at(probs: Tensor, topk_idx: Tensor) -> Tensor:
     """Return the probs of the chosen experts: probs [num_tokens, num_experts], topk_idx -> [num_tokens, num_topk] fp32, 0 at -1.
     Differentiable."""
     return probs.gather(1, topk_idx.clamp(0, probs.shape[1] - 1)).float().masked_fill(topk_idx < 0, 0.0)
-
-
-if torch_module.MODULE is not None:
-    torch_module.MODULE.set_dense_routing_shim(_C.gpu_dense_routing_shim())

@@ -144,10 +144,11 @@ void top2_backward(const TensorArg& gates, const TensorArg& chosen, const Tensor
 
 }  // namespace
 
+const GateShim& gate_shim() { return kShim; }
+
 void bind_gpu_gate(py::module_& m) {
     m.attr("MAX_GPU_GATE_EXPERTS") = kMaxGateExperts;
     m.def("gpu_gate_check", &check);
-    m.def("gpu_gate_shim", [] { return py::capsule(&kShim, kGateShimName); });
     m.def("gpu_top2", &top2);
     m.def("gpu_top2_backward", &top2_backward);
     m.def("gpu_update_expert_bias", &update_expert_bias);

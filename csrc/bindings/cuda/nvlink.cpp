@@ -12,6 +12,8 @@
 
 using namespace deepep_moe;
 
+const GateShim& gate_shim();
+
 namespace {
 
 void bind_tuning(py::module_& m) {
@@ -186,11 +188,15 @@ bool launched(const Params& params, uintptr_t stream) noexcept {
     }
 }
 
-constexpr ExpertShim kExpertShim{&launched<launch_swiglu, GpuSwigluParams>, &launched<launch_swiglu_backward, GpuSwigluParams>,
-                                 &launched<launch_add_weight_gradients, GpuWeightGradientParams>};
-constexpr DenseRoutingShim kDenseRoutingShim{&launched<launch_lanes_of_map, LanesOfMapParams>,
-                                             &launched<launch_dense_of_lanes, DenseOfLanesParams>,
-                                             &launched<launch_count_lanes, CountLanesParams>};
+py::capsule kernel_shim() {
+    static const KernelShim shim{
+        gate_shim(),
+        {&launched<launch_swiglu, GpuSwigluParams>, &launched<launch_swiglu_backward, GpuSwigluParams>,
+         &launched<launch_add_weight_gradients, GpuWeightGradientParams>},
+        {&launched<launch_lanes_of_map, LanesOfMapParams>, &launched<launch_dense_of_lanes, DenseOfLanesParams>,
+         &launched<launch_count_lanes, CountLanesParams>}};
+    return py::capsule(&shim, kKernelShimName);
+}
 
 void bind_rows(py::module_& m) {
     m.def("gpu_swiglu", &swiglu);
@@ -199,8 +205,7 @@ void bind_rows(py::module_& m) {
     m.def("gpu_fp8_weight_gradient", &fp8_weight_gradient);
     m.def("gpu_add_weight_gradients", &add_weight_gradients);
     m.def("gpu_clear_tail", &clear_tail);
-    m.def("gpu_expert_shim", [] { return py::capsule(&kExpertShim, kExpertShimName); });
-    m.def("gpu_dense_routing_shim", [] { return py::capsule(&kDenseRoutingShim, kDenseRoutingShimName); });
+    m.def("gpu_kernel_shim", &kernel_shim);
     m.def("gpu_weighted_sum", &weighted_sum);
     m.def("gpu_weighted_sum_backward", &weighted_sum_backward);
     m.def("gpu_scale_rows_backward", &scale_rows_backward);

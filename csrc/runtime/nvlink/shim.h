@@ -63,13 +63,18 @@ struct DenseRoutingShim {
     bool (*count_lanes)(const CountLanesParams& params, uintptr_t stream) noexcept;
 };
 
+// Kernels of one GPU.
+struct KernelShim {
+    GateShim gate;
+    ExpertShim experts;
+    DenseRoutingShim dense_routing;
+};
+
 // Names of the capsules that hold a pointer to a shim, with a number that is raised when the shim changes. kShimBytes tells modules of
 // different sources apart.
 constexpr const char* kShimName = "deepep_moe.ExchangeShim 5";
 constexpr const char* kLowLatencyShimName = "deepep_moe.LowLatencyShim 3";
-constexpr const char* kGateShimName = "deepep_moe.GateShim 3";
-constexpr const char* kExpertShimName = "deepep_moe.ExpertShim 1";
-constexpr const char* kDenseRoutingShimName = "deepep_moe.DenseRoutingShim 1";
+constexpr const char* kKernelShimName = "deepep_moe.KernelShim 1";
 constexpr size_t kShimBytes = sizeof(GpuDispatchCall) + sizeof(GpuCombineCall) + sizeof(CallMode) + sizeof(LowLatencyDispatchParams) +
                               sizeof(LowLatencyCombineParams) + sizeof(GpuGateParams) + sizeof(GpuGateBackwardParams) +
                               sizeof(GpuSwigluParams) + sizeof(GpuWeightGradientParams) + sizeof(LanesOfMapParams) +
