@@ -220,7 +220,18 @@ def gate(
     shares: bool,
     is_full: bool,
 ) -> Any: ...  # GateOutput, FullGateOutput or None
+
+class Gated:
+    topk_idx: Tensor
+    topk_weights: Tensor
+    counts: Tensor
+    probs: Tensor | None
+    routing_map: Tensor | None
+    is_token_in_rank: Tensor | None
+    shares: Tensor | None
+
 def run_gate(
+    *,
     logits: Tensor,
     expert_bias: Tensor | None,
     mask: Tensor | None,
@@ -236,8 +247,9 @@ def run_gate(
     dense: bool,
     num_ranks: int,
     shares: bool,
-) -> list[Tensor | None] | None: ...
+) -> Gated | None: ...
 def run_gate_backward(
+    *,
     grad_topk_weights: Tensor | None,
     grad_probs: Tensor | None,
     grad_shares: Tensor | None,

@@ -139,11 +139,7 @@ private:
     const Key key_;
 };
 
-struct Outputs {
-    Tensor topk_idx, topk_weights, counts, probs, routing_map, in_rank, shares;  // counts: of experts, then of ranks
-};
-
-Outputs launch_forward(const Request& request) {
+Gated launch_forward(const Request& request) {
     const c10::OptionalDeviceGuard guard(request.logits.device());
     const GateOptions& o = request.options;
     const Tensor logits = request.logits.contiguous();
@@ -153,9 +149,9 @@ Outputs launch_forward(const Request& request) {
     };
     const uintptr_t stream = call_stream(logits.device());
     Counts counts(logits, o.num_experts + request.num_ranks, stream);
-    Outputs out{empty(o.num_topk, o.index64 ? at::kLong : at::kInt), empty(o.num_topk, at::kFloat), counts.now, {}, {}, {}, {}};
+    Gated out{empty(o.num_topk, o.index64 ? at::kLong : at::kInt), empty(o.num_topk, at::kFloat), counts.now, {}, {}, {}, {}};
     if (request.dense) out.probs = empty(o.num_experts, at::kFloat), out.routing_map = empty(o.num_experts, at::kBool);
-    if (request.num_ranks > 0) out.in_rank = empty(request.num_ranks, at::kBool);
+    if (request.num_ranks > 0) out.is_token_in_rank = empty(request.num_ranks, at::kBool);
     if (request.shares) out.shares = empty(o.num_experts, at::kFloat);
     const GateParams gate{o,
                           data_of<void>(logits),
@@ -169,7 +165,7 @@ Outputs launch_forward(const Request& request) {
                                data_of<float>(out.probs),
                                data_of<bool>(out.routing_map),
                                request.num_ranks,
-                               data_of<bool>(out.in_rank),
+                               data_of<bool>(out.is_token_in_rank),
                                data_of<int32_t>(counts.next),
                                nullptr,
                                index_of(logits.device())};
@@ -215,7 +211,7 @@ struct Kept : torch::CustomClassHolder {
 struct GateFunction : torch::autograd::Function<GateFunction> {
     // Returns topk_weights, probs and shares as far as they are wanted, then the outputs without gradient.
     static variable_list forward(AutogradContext* ctx, const Tensor& logits, const std::optional<Tensor>&, const std::optional<Tensor>&,
-                                 const Request* request, Outputs* out) {
+                                 const Request* request, Gated* out) {
         const at::AutoDispatchBelowADInplaceOrView below;
         *out = launch_forward(*request);
         ctx->set_materialize_grads(false);
@@ -241,11 +237,11 @@ struct GateFunction : torch::autograd::Function<GateFunction> {
         return input_grads;
     }
 
-    static std::array<Tensor*, 7> fields_of(Outputs& out) {
-        return {&out.topk_weights, &out.probs, &out.shares, &out.topk_idx, &out.counts, &out.routing_map, &out.in_rank};
+    static std::array<Tensor*, 7> fields_of(Gated& out) {
+        return {&out.topk_weights, &out.probs, &out.shares, &out.topk_idx, &out.counts, &out.routing_map, &out.is_token_in_rank};
     }
 
-    static void replace(Outputs& out, const variable_list& by) {
+    static void replace(Gated& out, const variable_list& by) {
         size_t i = 0;
         for (Tensor* tensor : fields_of(out))
             if (tensor->defined()) *tensor = by[i++];
@@ -272,12 +268,12 @@ private:
     }
 };
 
-Outputs outputs_of(const Request& request) {
+Gated outputs_of(const Request& request) {
     if (!needs_gradients({&request.logits, &request.expert_bias, &request.mask})) {
         const at::AutoDispatchBelowADInplaceOrView below;
         return launch_forward(request);
     }
-    Outputs out;
+    Gated out;
     GateFunction::replace(out,
                           GateFunction::apply(request.logits, optional_of(request.expert_bias), optional_of(request.mask), &request, &out));
     return out;
@@ -291,16 +287,16 @@ py::object& class_of(const char* name) {
     return named;
 }
 
-py::object packed_output(const Outputs& out) { return class_of("GateOutput")(out.topk_idx, out.topk_weights, out.counts); }
+py::object packed_output(const Gated& out) { return class_of("GateOutput")(out.topk_idx, out.topk_weights, out.counts); }
 
-py::object packed_full_output(const Outputs& out, const Request& request) {
+py::object packed_full_output(const Gated& out, const Request& request) {
     Tensor per_expert = out.counts, per_rank;
     if (request.num_ranks > 0) {
         per_expert = out.counts.narrow(0, 0, request.options.num_experts);
         per_rank = out.counts.narrow(0, request.options.num_experts, request.num_ranks);
     }
     return class_of("FullGateOutput")(out.topk_idx, out.topk_weights, per_expert, packed(out.probs), packed(out.routing_map), packed(per_rank),
-                               packed(out.in_rank), packed(out.shares));
+                               packed(out.is_token_in_rank), packed(out.shares));
 }
 
 }  // namespace
@@ -313,17 +309,17 @@ py::object gate(py::handle logits, py::handle num_topk, py::handle num_groups, p
                                       routed_scaling_factor, mask, index_dtype, check_finite});
         request.dense = bool_in(dense), request.num_ranks = int_in(num_ranks), request.shares = bool_in(shares);
         if (!are_valid_on_gpu(request.options, request.num_ranks)) return py::none();
-        const Outputs out = outputs_of(request);
+        const Gated out = outputs_of(request);
         return is_full ? packed_full_output(out, request) : packed_output(out);
     } catch (const Declined&) {
         return py::none();
     }
 }
 
-std::optional<variable_list> run_gate(const Tensor& logits, const OptionalTensor& expert_bias, const OptionalTensor& mask,
-                                      py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
-                                      py::handle score_function, py::handle normalize, py::handle routed_scaling_factor,
-                                      py::handle check_finite, py::handle index_dtype, bool dense, int num_ranks, bool shares) {
+std::optional<Gated> run_gate(const Tensor& logits, const OptionalTensor& expert_bias, const OptionalTensor& mask, py::handle num_topk,
+                              py::handle num_groups, py::handle topk_groups, py::handle group_score_topk, py::handle score_function,
+                              py::handle normalize, py::handle routed_scaling_factor, py::handle check_finite, py::handle index_dtype,
+                              bool dense, int num_ranks, bool shares) {
     try {
         Request request{logits, or_none(expert_bias), or_none(mask),
                         options_of(logits, {{},
@@ -339,8 +335,7 @@ std::optional<variable_list> run_gate(const Tensor& logits, const OptionalTensor
                                             index_dtype,
                                             check_finite})};
         request.dense = dense, request.num_ranks = num_ranks, request.shares = shares;
-        const Outputs out = launch_forward(request);
-        return variable_list{out.topk_idx, out.topk_weights, out.counts, out.probs, out.routing_map, out.in_rank, out.shares};
+        return launch_forward(request);
     } catch (const Declined&) {
         return std::nullopt;
     }

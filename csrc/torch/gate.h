@@ -6,13 +6,17 @@
 
 namespace deepep_moe {
 
-// Runs the gate without gradient, for arguments that Python has checked. Returns topk_idx, topk_weights, the counts of experts and then of
-// ranks, and those of probs, routing_map, in_rank and shares that are wanted. Returns nothing if a kernel has reported a value that is not
+// The results of the gate, those that are wanted.
+struct Gated {
+    Tensor topk_idx, topk_weights, counts, probs, routing_map, is_token_in_rank, shares;  // counts: of experts, then of ranks
+};
+
+// Runs the gate without gradient, for arguments that Python has checked. Returns nothing if a kernel has reported a value that is not
 // finite.
-std::optional<variable_list> run_gate(const Tensor& logits, const OptionalTensor& expert_bias, const OptionalTensor& mask,
-                                      py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
-                                      py::handle score_function, py::handle normalize, py::handle routed_scaling_factor,
-                                      py::handle check_finite, py::handle index_dtype, bool dense, int num_ranks, bool shares);
+std::optional<Gated> run_gate(const Tensor& logits, const OptionalTensor& expert_bias, const OptionalTensor& mask, py::handle num_topk,
+                              py::handle num_groups, py::handle topk_groups, py::handle group_score_topk, py::handle score_function,
+                              py::handle normalize, py::handle routed_scaling_factor, py::handle check_finite, py::handle index_dtype,
+                              bool dense, int num_ranks, bool shares);
 OptionalTensor run_gate_backward(const OptionalTensor& grad_topk_weights, const OptionalTensor& grad_probs,
                                  const OptionalTensor& grad_shares, const Tensor& logits, const Tensor& topk_idx, py::handle score_function,
                                  bool normalize, double routed_scaling_factor);

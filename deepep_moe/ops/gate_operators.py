@@ -17,6 +17,7 @@ _SETTINGS = (
     "Tensor logits, Tensor? expert_bias, Tensor? mask, int num_topk, int num_groups, int topk_groups, int group_score_topk, "
     "str score_function, bool normalize, float routed_scaling_factor, bool check_finite, ScalarType index_dtype"
 )
+_NAMES = [setting.split()[1] for setting in _SETTINGS.split(", ")[3:]]
 
 
 def _readable(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -37,7 +38,8 @@ define(f"gate_full({_SETTINGS}, bool dense, int num_ranks, bool shares) -> ({', 
 def _gate(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: object) -> tuple[Tensor, ...]:
     logits, expert_bias, mask = _readable(logits, expert_bias, mask)  # type: ignore[assignment]
     if is_gpu(logits.device):
-        return tuple(_launch(logits, expert_bias, mask, settings, False, 0, False)[:3])
+        gated = _launch(logits, expert_bias, mask, settings, False, 0, False)
+        return gated.topk_idx, gated.topk_weights, gated.counts
     return _gate_cpu(logits, expert_bias, mask, settings)
 
 
@@ -47,7 +49,8 @@ def _gate_full(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, 
     logits, expert_bias, mask = _readable(logits, expert_bias, mask)  # type: ignore[assignment]
     arguments = (logits, expert_bias, mask, tuple(settings))
     if is_gpu(logits.device):
-        outputs = _launch(*arguments, dense, num_ranks, has_shares)
+        g = _launch(*arguments, dense, num_ranks, has_shares)
+        outputs = g.topk_idx, g.topk_weights, g.counts, g.probs, g.routing_map, g.is_token_in_rank, g.shares
     else:
         topk_idx, topk_weights, counts = _gate_cpu(*arguments)
         probs, routing_map = to_dense(topk_idx, topk_weights, logits.shape[1]) if dense else (None, None)
@@ -71,18 +74,17 @@ def _dense_shapes(logits: Tensor, dense: bool) -> tuple[Tensor, Tensor]:
 
 def _gate_cpu(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, settings: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Run the definition of the gate, after a look for numbers that are not finite."""
-    num_topk, num_groups, topk_groups, group_score_topk, score_function, normalize, routed_scaling_factor, check_finite, index_dtype = (
-        settings
-    )
+    options = _named(settings)
     _check_bias(expert_bias)
-    if check_finite:
+    if options.pop("check_finite"):
         _check_logits(logits, mask)
-    topk_idx, topk_weights, num_tokens_per_expert = reference.gate(
-        logits, num_topk, num_groups=num_groups, topk_groups=topk_groups, group_score_topk=group_score_topk,
-        score_function=score_function, expert_bias=expert_bias, normalize=normalize, routed_scaling_factor=routed_scaling_factor, mask=mask,
-        index_dtype=index_dtype,
-    )  # fmt: skip
+    topk_idx, topk_weights, num_tokens_per_expert = reference.gate(logits, expert_bias=expert_bias, mask=mask, **options)
     return topk_idx.contiguous(), topk_weights.contiguous(), num_tokens_per_expert
+
+
+def _named(settings: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the settings of the operator `gate` by the names that its schema gives them."""
+    return dict(zip(_NAMES, settings, strict=True))
 
 
 def _check_bias(expert_bias: Tensor | None) -> None:
@@ -108,14 +110,14 @@ def _launch(
     logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, settings: tuple[object, ...], dense: bool, num_ranks: int, shares: bool
 ) -> Any:
     """Return what `run_gate` of csrc/torch does. Raises ValueError for what an earlier launch has found not to be finite."""
-    *options, index_dtype = settings
-    return _call_native(logits, "run_gate", logits, expert_bias, mask, *options, index_dtype, dense, num_ranks, shares)
+    wanted = {"dense": dense, "num_ranks": num_ranks, "shares": shares}
+    return _call_native("run_gate", logits, expert_bias=expert_bias, mask=mask, **_named(settings), **wanted)
 
 
-def _call_native(logits: Tensor, name: str, *args: object) -> Any:
+def _call_native(name: str, logits: Tensor, **arguments: object) -> Any:
     make = getattr(torch_module.needed(), name)
     for _ in range(2):  # another thread may have raised what the first call has found
-        if (output := make(*args)) is not None:
+        if (output := make(logits=logits, **arguments)) is not None:
             return output
         _C.gpu_gate_check(device_index(logits.device))
     raise RuntimeError("the GPU's gate cannot be launched")
@@ -173,7 +175,9 @@ def _gate_backward(
     logits, topk_idx = _readable(logits, topk_idx)  # type: ignore[assignment]
     if not is_gpu(logits.device):
         return grad_logits(grad_topk_weights, grad_probs, grad_shares, logits, topk_idx, *weights)
-    grad: Tensor = _call_native(logits, "run_gate_backward", grad_topk_weights, grad_probs, grad_shares, logits, topk_idx, *weights)
+    grads = {"grad_topk_weights": grad_topk_weights, "grad_probs": grad_probs, "grad_shares": grad_shares}
+    options = dict(zip(("score_function", "normalize", "routed_scaling_factor"), weights, strict=True))
+    grad: Tensor = _call_native("run_gate_backward", logits, topk_idx=topk_idx, **grads, **options)
     return grad
 
 
