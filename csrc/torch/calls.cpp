@@ -75,22 +75,22 @@ bool Calls::are_rows(const Tensor& x, const Tensor& scales) const {
            scales.size(0) == x.size(0) && scales.size(1) == (hidden + kScaleBlock - 1) / kScaleBlock;
 }
 
-bool Calls::takes(const Outgoing& out) const {
-    const Tensor &idx = out.topk_idx, &weights = out.topk_weights;
-    if (out.tokens_per_row < 1 || !is_here(idx) || idx.dim() != 2 || !are_rows(out.x, out.x_scales)) return false;
-    const int64_t num_tokens = out.x.size(0) * out.tokens_per_row * settings.lanes;
+bool Calls::takes(const Outgoing& sent) const {
+    const Tensor &idx = sent.topk_idx, &weights = sent.topk_weights;
+    if (sent.tokens_per_row < 1 || !is_here(idx) || idx.dim() != 2 || !are_rows(sent.x, sent.x_scales)) return false;
+    const int64_t num_tokens = sent.x.size(0) * sent.tokens_per_row * settings.lanes;
     if (num_tokens > settings.num_max_tokens || (settings.is_by_lane && !can_fuse())) return false;
-    const bool may_share = can_fuse() && settings.num_topk == 1 && !settings.is_by_lane && out.tokens_per_row <= kMaxTopk;
-    if (out.tokens_per_row > 1 && !may_share) return false;
+    const bool may_share = can_fuse() && settings.num_topk == 1 && !settings.is_by_lane && sent.tokens_per_row <= kMaxTopk;
+    if (sent.tokens_per_row > 1 && !may_share) return false;
     if (idx.size(0) != num_tokens || idx.size(1) != settings.num_topk) return false;
     if (idx.scalar_type() != at::kLong && idx.scalar_type() != at::kInt) return false;
     return !weights.defined() ||
            (is_here(weights) && weights.scalar_type() == at::kFloat && weights.dim() == 2 && weights.numel() == idx.numel());
 }
 
-bool Calls::takes_along(const Handle& handle, const Outgoing& out) const {
-    const Tensor& weights = out.topk_weights;
-    if (!are_rows(out.x, out.x_scales) || out.x.size(0) * settings.lanes != handle.shape.num_tokens) return false;
+bool Calls::takes_along(const Handle& handle, const Outgoing& sent) const {
+    const Tensor& weights = sent.topk_weights;
+    if (!are_rows(sent.x, sent.x_scales) || sent.x.size(0) * settings.lanes != handle.shape.num_tokens) return false;
     if (settings.is_by_lane && !can_fuse()) return false;
     return !weights.defined() || (is_here(weights) && weights.scalar_type() == at::kFloat &&
                                   weights.sizes() == at::IntArrayRef({handle.shape.num_tokens, settings.num_topk}));
@@ -178,7 +178,7 @@ static bool end_call(ExchangeShim& exchange, const GpuCombineCall& call, uintptr
 
 // Enqueues what the call does now. tensors: all of it, which whatever is left of it takes.
 template <class Call>
-void Calls::run(InFlight& out, const Mode& how, const CallMode& mode, Call& call, variable_list& tensors,
+void Calls::run(InFlight& in_flight, const Mode& how, const CallMode& mode, Call& call, variable_list& tensors,
                 const std::function<bool(ExchangeShim&)>& enqueue) {
     try {
         call_unlocked(shim_, *exchange_, enqueue);
@@ -186,29 +186,30 @@ void Calls::run(InFlight& out, const Mode& how, const CallMode& mode, Call& call
         if (how.is_beside()) own_.keep(tensors);  // the stream goes on with the tensors that it was given
         throw;
     }
-    if (how.is_beside()) out.recorded = own_.record(std::move(tensors));
+    if (how.is_beside()) in_flight.recorded = own_.record(std::move(tensors));
     if (how.is_split)
-        half_ = out.second_half = std::make_shared<SecondHalf>([self = weak_from_this(), call, tensors = std::move(tensors), first = mode.stream] {
-            const std::shared_ptr<Calls> calls = self.lock();
-            if (calls == nullptr || calls->is_released()) return false;
-            const uintptr_t stream = call_stream(calls->device_);
-            if (stream != first) keep_for_current(calls->device_, tensors);
-            call_unlocked(calls->shim_, *calls->exchange_, [&](ExchangeShim& exchange) { return end_call(exchange, call, stream); });
-            return true;
-        });
+        half_ = in_flight.second_half =
+            std::make_shared<SecondHalf>([self = weak_from_this(), call, tensors = std::move(tensors), first = mode.stream] {
+                const std::shared_ptr<Calls> calls = self.lock();
+                if (calls == nullptr || calls->is_released()) return false;
+                const uintptr_t stream = call_stream(calls->device_);
+                if (stream != first) keep_for_current(calls->device_, tensors);
+                call_unlocked(calls->shim_, *calls->exchange_, [&](ExchangeShim& exchange) { return end_call(exchange, call, stream); });
+                return true;
+            });
 }
 
-void Calls::receive_into(Received& rows, const Outgoing& out, GpuDispatchCall& call, int64_t num_rows, bool is_guess,
+void Calls::receive_into(Received& rows, const Outgoing& sent, GpuDispatchCall& call, int64_t num_rows, bool is_guess,
                          bool is_bounded) const {
     const bool is_expert_layout = call.params.is_expert_layout;
-    rows.x = empty({num_rows, settings.hidden}, out.x.scalar_type());
-    if (out.x_scales.defined()) rows.x_scales = empty({num_rows, out.x_scales.size(1)}, at::kFloat);
-    if (out.topk_weights.defined())
+    rows.x = empty({num_rows, settings.hidden}, sent.x.scalar_type());
+    if (sent.x_scales.defined()) rows.x_scales = empty({num_rows, sent.x_scales.size(1)}, at::kFloat);
+    if (sent.topk_weights.defined())
         rows.topk_weights = is_expert_layout ? empty({num_rows}, at::kFloat) : empty({num_rows, settings.num_topk}, at::kFloat);
     Tensor topk_idx;
-    if (!is_expert_layout && out.topk_idx.defined()) {
+    if (!is_expert_layout && sent.topk_idx.defined()) {
         const c10::InferenceMode counts_changes(false);  // a part of the handle, as in `dispatch`
-        topk_idx = rows.handle->recv_topk_idx = empty({num_rows, settings.num_topk}, out.topk_idx.scalar_type());
+        topk_idx = rows.handle->recv_topk_idx = empty({num_rows, settings.num_topk}, sent.topk_idx.scalar_type());
         if (is_bounded) topk_idx.fill_(-1);  // rows behind the last
     }
     call.receive_into(arg_of(rows.x), arg_of(rows.x_scales), arg_of(topk_idx), arg_of(rows.topk_weights), is_guess);
@@ -232,7 +233,7 @@ struct Allocation {
     }
 };
 
-Received Calls::dispatch(const Outgoing& out, bool is_expert_layout, int64_t expert_alignment, int64_t num_recv_rows, const Mode& how) {
+Received Calls::dispatch(const Outgoing& sent, bool is_expert_layout, int64_t expert_alignment, int64_t num_recv_rows, const Mode& how) {
     count_late();
     Received received;
     received.handle = std::make_shared<Handle>();
@@ -240,22 +241,22 @@ Received Calls::dispatch(const Outgoing& out, bool is_expert_layout, int64_t exp
     handle.buffer_id = settings.number;
     handle.is_expert_layout = is_expert_layout;
     handle.expert_alignment = expert_alignment;
-    handle.shape = shape_of(out.topk_idx.size(0), is_expert_layout);
+    handle.shape = shape_of(sent.topk_idx.size(0), is_expert_layout);
     {
         const c10::InferenceMode counts_changes(false);  // in which PyTorch counts changes in place
         handle.memory = empty({handle.shape.starts.back()}, at::kInt);
         handle.call = at::empty({num_handle_numbers()}, at::kLong);
     }
-    GpuDispatchCall call(handle.arg(), arg_of(out.x), arg_of(out.x_scales), matrix_of(out.topk_idx, lanes()),
-                         matrix_of(out.topk_weights, lanes()), dtype_of(out.x.scalar_type()), num_recv_rows);
+    GpuDispatchCall call(handle.arg(), arg_of(sent.x), arg_of(sent.x_scales), matrix_of(sent.topk_idx, lanes()),
+                         matrix_of(sent.topk_weights, lanes()), dtype_of(sent.x.scalar_type()), num_recv_rows);
     Allocation allocation;
     allocation.make = [&](int64_t num_rows, bool is_guess) {
-        receive_into(received, out, call, num_rows, is_guess, num_recv_rows >= 0);
+        receive_into(received, sent, call, num_rows, is_guess, num_recv_rows >= 0);
         if (how.is_beside()) own_.follow();  // so that it is after what had the memory before, and after the `fill_`
     };
     const CallMode mode = begin(how);
     int64_t* const numbers = handle.call.mutable_data_ptr<int64_t>();
-    variable_list tensors{out.x, out.x_scales, out.topk_idx, out.topk_weights, handle.memory};
+    variable_list tensors{sent.x, sent.x_scales, sent.topk_idx, sent.topk_weights, handle.memory};
     const auto enqueue = [&](ExchangeShim& exchange) {
         handle.num_rows = exchange.dispatch(call, mode, numbers, &Allocation::call, &allocation);
         for (const Tensor& tensor : {received.x, received.x_scales, received.topk_weights, handle.recv_topk_idx}) tensors.push_back(tensor);
@@ -264,7 +265,7 @@ Received Calls::dispatch(const Outgoing& out, bool is_expert_layout, int64_t exp
     run(received, how, mode, call, tensors, enqueue);
     if (allocation.failure) std::rethrow_exception(allocation.failure);
     if (how.is_late && num_recv_rows < 0 && handle.counts_on_host()[0] < 0) {
-        handle.late = std::make_shared<Late>(Late{call, mode, out});
+        handle.late = std::make_shared<Late>(Late{call, mode, sent});
         handle.is_unfit = std::make_shared<bool>(false);
         late_ = received.handle;
     }
@@ -297,7 +298,7 @@ void Calls::count_late() {
     Received received;
     received.handle = handle;
     Allocation allocation;
-    allocation.make = [&](int64_t num_rows, bool is_guess) { receive_into(received, late.out, late.call, num_rows, is_guess, false); };
+    allocation.make = [&](int64_t num_rows, bool is_guess) { receive_into(received, late.sent, late.call, num_rows, is_guess, false); };
     int64_t num_rows = -1;
     int64_t* const numbers = handle->call.mutable_data_ptr<int64_t>();
     call_unlocked(shim_, *exchange_, [&](ExchangeShim& exchange) {
@@ -319,15 +320,15 @@ Received Calls::take_late(const std::shared_ptr<Handle>& handle) {
     return *std::move(std::exchange(handle->late, nullptr)->received);
 }
 
-Received Calls::dispatch_cached(const std::shared_ptr<Handle>& handle, const Outgoing& out, const Scaling* scaling, const Mode& how) {
+Received Calls::dispatch_cached(const std::shared_ptr<Handle>& handle, const Outgoing& sent, const Scaling* scaling, const Mode& how) {
     count_late();
     check_counted(*handle);
     Received received;
     received.handle = handle;
-    GpuDispatchCall call(handle->arg(), arg_of(out.x), arg_of(out.x_scales), {}, matrix_of(out.topk_weights, lanes()),
-                         dtype_of(out.x.scalar_type()), -1);
-    receive_into(received, out, call, handle->num_rows, false, false);
-    variable_list tensors{out.x, out.x_scales, out.topk_weights, handle->memory, received.x, received.x_scales, received.topk_weights};
+    GpuDispatchCall call(handle->arg(), arg_of(sent.x), arg_of(sent.x_scales), {}, matrix_of(sent.topk_weights, lanes()),
+                         dtype_of(sent.x.scalar_type()), -1);
+    receive_into(received, sent, call, handle->num_rows, false, false);
+    variable_list tensors{sent.x, sent.x_scales, sent.topk_weights, handle->memory, received.x, received.x_scales, received.topk_weights};
     if (scaling != nullptr) {
         received.grad_weights = at::empty_like(scaling->weights);
         call.params.scaling = scaling_of(arg_of(scaling->weights), arg_of(scaling->x), scaling->expert_rows, arg_of(received.grad_weights),
@@ -343,21 +344,21 @@ Combined Calls::combine(const Handle& handle, const Tensor& x, const ExpertRows*
     count_late();
     check_counted(handle);
     TORCH_CHECK(expert_rows != nullptr || x.size(0) == handle.num_rows, "the rows did not fit; ask Buffer.settle before the combine");
-    Combined out;
-    out.x = empty({handle.shape.num_tokens / (inputs.tokens_per_row * lanes()), settings.hidden}, x.scalar_type());
-    if (inputs.topk_weight_grads.defined()) out.topk_weight_grads = empty({handle.shape.num_tokens, settings.num_topk}, at::kFloat);
+    Combined combined;
+    combined.x = empty({handle.shape.num_tokens / (inputs.tokens_per_row * lanes()), settings.hidden}, x.scalar_type());
+    if (inputs.topk_weight_grads.defined()) combined.topk_weight_grads = empty({handle.shape.num_tokens, settings.num_topk}, at::kFloat);
     const bool are_sent = settings.is_by_lane && can_fuse() && inputs.weights.defined();  // the weights, beside their rows
     const Tensor& beside = are_sent ? inputs.weights : inputs.topk_weight_grads;
     GpuCombineCall call(handle.arg(), arg_of(x), expert_rows,
                         arg_of(are_sent || inputs.source_weights.defined() ? Tensor() : inputs.weights), arg_of(inputs.bias),
-                        arg_of(beside), arg_of(inputs.source_weights), arg_of(out.x), arg_of(out.topk_weight_grads),
+                        arg_of(beside), arg_of(inputs.source_weights), arg_of(combined.x), arg_of(combined.topk_weight_grads),
                         dtype_of(x.scalar_type()), inputs.sums_lanes);
     call.params.is_fused = settings.is_fused, call.params.weights_are_sent = are_sent;
-    variable_list tensors{x,     inputs.weights,       inputs.bias, inputs.topk_weight_grads, inputs.source_weights, handle.memory,
-                          out.x, out.topk_weight_grads};
+    variable_list tensors{x, inputs.weights, inputs.bias, inputs.topk_weight_grads, inputs.source_weights, handle.memory};
+    tensors.insert(tensors.end(), {combined.x, combined.topk_weight_grads});
     const CallMode mode = begin_along(handle, how);
-    run(out, how, mode, call, tensors, [&](ExchangeShim& exchange) { return exchange.combine(call, mode); });
-    return out;
+    run(combined, how, mode, call, tensors, [&](ExchangeShim& exchange) { return exchange.combine(call, mode); });
+    return combined;
 }
 
 // ---- failures ----

@@ -63,7 +63,7 @@ struct Scaling {
 struct Late {
     GpuDispatchCall call;
     CallMode mode;
-    Outgoing out;
+    Outgoing sent;
     std::optional<Received> received = std::nullopt;  // all rows, if they did not fit
 };
 
@@ -95,7 +95,7 @@ public:
     void release();  // releases the exchange of a destroyed buffer, even if something still refers to this object
 
     // num_recv_rows: -1 without a bound.
-    Received dispatch(const Outgoing& out, bool is_expert_layout, int64_t expert_alignment, int64_t num_recv_rows, const Mode& how);
+    Received dispatch(const Outgoing& sent, bool is_expert_layout, int64_t expert_alignment, int64_t num_recv_rows, const Mode& how);
     // Waits for the counts of the last dispatch if it is late. Rows that did not fit are received again, and the handle then has their
     // number. Every call begins with this; callers that read a handle before that call it themselves. A failure is told to the peers.
     void look_at_counts() {
@@ -103,14 +103,14 @@ public:
     }
     Received take_late(const std::shared_ptr<Handle>& handle);  // returns those rows, once
     // Sends a row of `x` to each of its token's experts. scaling: nullptr for none.
-    Received dispatch_cached(const std::shared_ptr<Handle>& handle, const Outgoing& out, const Scaling* scaling, const Mode& how);
+    Received dispatch_cached(const std::shared_ptr<Handle>& handle, const Outgoing& sent, const Scaling* scaling, const Mode& how);
     // Returns the sum of each token's rows, and its topk_weight_grads if asked for. x: the rows, or the first of several tensors that hold
     // them as `expert_rows` says.
     Combined combine(const Handle& handle, const Tensor& x, const ExpertRows* expert_rows, const CombineInputs& inputs, const Mode& how);
 
     // Return whether the calls take these.
-    bool takes(const Outgoing& out) const;
-    bool takes_along(const Handle& handle, const Outgoing& out) const;
+    bool takes(const Outgoing& sent) const;
+    bool takes_along(const Handle& handle, const Outgoing& sent) const;
     bool takes_rows(const Handle& handle, const Tensor& x) const;
     bool takes_inputs(const Handle& handle, const Tensor& x, const CombineInputs& inputs) const;
     bool takes_handle(const Handle& handle) const;
@@ -143,12 +143,12 @@ public:
 private:
     Tensor empty(at::IntArrayRef sizes, at::ScalarType type) const { return at::empty(sizes, at::TensorOptions(device_).dtype(type)); }
     bool are_rows(const Tensor& x, const Tensor& scales) const;
-    void receive_into(Received& rows, const Outgoing& out, GpuDispatchCall& call, int64_t num_rows, bool is_guess, bool is_bounded) const;
+    void receive_into(Received& rows, const Outgoing& sent, GpuDispatchCall& call, int64_t num_rows, bool is_guess, bool is_bounded) const;
     void count_late();
     CallMode begin(const Mode& how);
     CallMode begin_along(const Handle& handle, const Mode& how);
     template <class Call>
-    void run(InFlight& out, const Mode& how, const CallMode& mode, Call& call, variable_list& tensors,
+    void run(InFlight& in_flight, const Mode& how, const CallMode& mode, Call& call, variable_list& tensors,
              const std::function<bool(ExchangeShim&)>& enqueue);
     [[noreturn]] void raise_again(bool has_entered);
 

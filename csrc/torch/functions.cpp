@@ -43,7 +43,11 @@ struct Kept : torch::CustomClassHolder {
     std::vector<int64_t> weights_shape;
 
     Kept(Calls& calls, const Handle& handle, int64_t tokens_per_row, int64_t num_leading, bool has_weights)
-        : calls(calls.weak_from_this()), handle(handle.with({}, {})), tokens_per_row(tokens_per_row), num_leading(num_leading), has_weights(has_weights) {}
+        : calls(calls.weak_from_this()),
+          handle(handle.with({}, {})),
+          tokens_per_row(tokens_per_row),
+          num_leading(num_leading),
+          has_weights(has_weights) {}
 };
 
 void keep(AutogradContext* ctx, c10::intrusive_ptr<Kept> kept) { ctx->saved_data["kept"] = c10::IValue::make_capsule(std::move(kept)); }
@@ -103,32 +107,32 @@ void watch_pass(const Calls& calls) {
 // ---- dispatch ----
 
 // Returns recv_topk_weights, if weights are sent, then the rows.
-variable_list run_dispatch(Calls& calls, const DispatchRequest& request, const Tensor& x, const Tensor& weights, Received& made) {
-    Outgoing out = request.out;
-    out.x = x, out.topk_weights = weights;
-    made = calls.or_tell([&] {
-        if (request.along == nullptr && weights.defined()) out.topk_weights = weights.reshape(out.topk_idx.sizes());  // lane by lane
+variable_list run_dispatch(Calls& calls, const DispatchRequest& request, const Tensor& x, const Tensor& weights, Received& received) {
+    Outgoing sent = request.sent;
+    sent.x = x, sent.topk_weights = weights;
+    received = calls.or_tell([&] {
+        if (request.along == nullptr && weights.defined()) sent.topk_weights = weights.reshape(sent.topk_idx.sizes());  // lane by lane
         if (request.is_late) return calls.take_late(request.along);
-        if (request.along != nullptr) return calls.dispatch_cached(request.along, out, nullptr, request.mode);
-        return calls.dispatch(out, request.is_expert_layout, request.expert_alignment, request.num_recv_rows, request.mode);
+        if (request.along != nullptr) return calls.dispatch_cached(request.along, sent, nullptr, request.mode);
+        return calls.dispatch(sent, request.is_expert_layout, request.expert_alignment, request.num_recv_rows, request.mode);
     });
     variable_list outputs;
-    if (weights.defined()) outputs.push_back(made.topk_weights);
-    append_rows(outputs, made.x, *made.handle, request.num_leading);
+    if (weights.defined()) outputs.push_back(received.topk_weights);
+    append_rows(outputs, received.x, *received.handle, request.num_leading);
     return outputs;
 }
 
 struct DispatchFunction : torch::autograd::Function<DispatchFunction> {
     static variable_list forward(AutogradContext* ctx, const Tensor& x, const std::optional<Tensor>& topk_weights, Calls* calls,
-                                 const DispatchRequest* request, Received* made) {
+                                 const DispatchRequest* request, Received* received) {
         const at::AutoDispatchBelowADInplaceOrView below;
-        variable_list outputs = run_dispatch(*calls, *request, x, topk_weights.value_or(Tensor()), *made);
-        auto kept =
-            c10::make_intrusive<Kept>(*calls, *made->handle, request->out.tokens_per_row, request->num_leading, topk_weights.has_value());
+        variable_list outputs = run_dispatch(*calls, *request, x, topk_weights.value_or(Tensor()), *received);
+        auto kept = c10::make_intrusive<Kept>(*calls, *received->handle, request->sent.tokens_per_row, request->num_leading,
+                                              topk_weights.has_value());
         if (request->along != nullptr) kept->handle.is_unfit = nullptr;  // these rows are there
         if (topk_weights) kept->weights_shape = topk_weights->sizes().vec();
         keep(ctx, std::move(kept));
-        ctx->save_for_backward({made->handle->memory, made->handle->call});
+        ctx->save_for_backward({received->handle->memory, received->handle->call});
         return outputs;
     }
 
@@ -142,11 +146,12 @@ private:
         const Handle handle = kept.handle.with(saved[0], saved[1]);
         const Tensor grad_weights = kept.has_weights ? grads[0] : Tensor();
         const at::TensorList rows(grads.data() + kept.has_weights, grads.size() - kept.has_weights);
-        variable_list made = natively(kept, [&](Calls& calls) { return gradients(calls, handle, grad_weights, rows, kept); });
-        if (made.empty())
-            made = in_python("dispatch_gradients", handle, kept.tokens_per_row, packed(grad_weights), rows.vec(), kept.num_leading >= 0);
-        if (kept.has_weights) made[1] = made[1].view(kept.weights_shape);
-        return {made[0], made[1], {}, {}, {}};
+        variable_list input_grads = natively(kept, [&](Calls& calls) { return gradients(calls, handle, grad_weights, rows, kept); });
+        if (input_grads.empty())
+            input_grads =
+                in_python("dispatch_gradients", handle, kept.tokens_per_row, packed(grad_weights), rows.vec(), kept.num_leading >= 0);
+        if (kept.has_weights) input_grads[1] = input_grads[1].view(kept.weights_shape);
+        return {input_grads[0], input_grads[1], {}, {}, {}};
     }
 
     static variable_list gradients(Calls& calls, const Handle& handle, const Tensor& grad_weights, at::TensorList grads, const Kept& kept) {
@@ -168,26 +173,27 @@ private:
             rows = as_rows(rows);
             if (!calls.takes_rows(handle, rows)) return {};
         }
-        const Combined made = calls.combine(handle, rows, expert_rows ? &*expert_rows : nullptr, inputs, {});
-        return {made.x, made.topk_weight_grads};
+        const Combined combined = calls.combine(handle, rows, expert_rows ? &*expert_rows : nullptr, inputs, {});
+        return {combined.x, combined.topk_weight_grads};
     }
 };
 
 // ---- combine ----
 
 // Returns combined_x, then topk_weight_grads, if they were given.
-variable_list run_combine(Calls& calls, const Handle& handle, const CombineRequest& request, Combined& made) {
-    made = calls.or_tell([&] { return calls.combine(handle, request.rows[0], request.expert_rows, request.inputs, request.mode); });
-    variable_list outputs{made.x};
-    if (made.topk_weight_grads.defined()) outputs.push_back(made.topk_weight_grads);
+variable_list run_combine(Calls& calls, const Handle& handle, const CombineRequest& request, Combined& combined) {
+    combined = calls.or_tell([&] { return calls.combine(handle, request.rows[0], request.expert_rows, request.inputs, request.mode); });
+    variable_list outputs{combined.x};
+    if (combined.topk_weight_grads.defined()) outputs.push_back(combined.topk_weight_grads);
     return outputs;
 }
 
 struct CombineFunction : torch::autograd::Function<CombineFunction> {
     static variable_list forward(AutogradContext* ctx, const std::optional<Tensor>& weights, const std::optional<Tensor>& bias,
-                                 at::TensorList rows, Calls* calls, const Handle* handle, const CombineRequest* request, Combined* made) {
+                                 at::TensorList rows, Calls* calls, const Handle* handle, const CombineRequest* request,
+                                 Combined* combined) {
         const at::AutoDispatchBelowADInplaceOrView below;
-        variable_list outputs = run_combine(*calls, *handle, *request, *made);
+        variable_list outputs = run_combine(*calls, *handle, *request, *combined);
         const int64_t num_leading = request->expert_rows == nullptr ? -1 : rows[0].dim() - 2;
         auto kept = c10::make_intrusive<Kept>(*calls, *handle, request->inputs.tokens_per_row, num_leading, weights.has_value());
         kept->has_bias = bias.has_value();
@@ -204,10 +210,10 @@ struct CombineFunction : torch::autograd::Function<CombineFunction> {
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
         return with_errors([&] {
             const Kept& kept = kept_in(ctx);
-            variable_list made = all_gradients(kept, ctx->get_saved_variables(), grads);
-            made.insert(made.begin() + 1, kept.has_bias ? grads[0] : Tensor());
-            made.insert(made.end(), 4, Tensor());
-            return made;
+            variable_list input_grads = all_gradients(kept, ctx->get_saved_variables(), grads);
+            input_grads.insert(input_grads.begin() + 1, kept.has_bias ? grads[0] : Tensor());
+            input_grads.insert(input_grads.end(), 4, Tensor());
+            return input_grads;
         });
     }
 
@@ -215,20 +221,21 @@ private:
     static variable_list all_gradients(const Kept& kept, const variable_list& saved, const variable_list& grads) {
         const Handle handle = kept.handle.with(saved[0], saved[1]);
         const at::TensorList scaled(saved.data() + 2, saved.size() - 2);
-        variable_list made = natively(kept, [&](Calls& calls) { return gradients(calls, handle, grads[0], scaled, kept); });
-        if (made.empty()) made = in_python("combine_gradients", handle, kept.tokens_per_row, kept.num_leading, grads[0], scaled.vec());
-        return made;
+        variable_list input_grads = natively(kept, [&](Calls& calls) { return gradients(calls, handle, grads[0], scaled, kept); });
+        if (input_grads.empty())
+            input_grads = in_python("combine_gradients", handle, kept.tokens_per_row, kept.num_leading, grads[0], scaled.vec());
+        return input_grads;
     }
 
     // Returns the gradients of the weights, then of the rows. scaled: the weights and the rows, or nothing.
     static variable_list gradients(Calls& calls, const Handle& handle, const Tensor& grad, at::TensorList scaled, const Kept& kept) {
         if (!calls.is_here(grad) || (!scaled.empty() && !calls.can_fuse())) return {};
-        Outgoing out;
-        out.x = as_rows(grad);
+        Outgoing sent;
+        sent.x = as_rows(grad);
         std::optional<ExpertRows> expert_rows;
         Tensor x = scaled.empty() ? Tensor() : scaled[1];
         if (!scaled.empty()) {
-            if (!calls.is_here(scaled[0]) || scaled[1].scalar_type() != out.x.scalar_type()) return {};
+            if (!calls.is_here(scaled[0]) || scaled[1].scalar_type() != sent.x.scalar_type()) return {};
             if (kept.num_leading >= 0) {
                 expert_rows = calls.expert_rows_of(scaled.slice(1), handle);
                 if (!expert_rows) x = calls.joined(scaled.slice(1));
@@ -237,43 +244,44 @@ private:
         }
         const Scaling scaling = scaled.empty() ? Scaling{} : Scaling{scaled[0], x, expert_rows ? &*expert_rows : nullptr};
         const auto along = std::make_shared<Handle>(handle);
-        const Received received = calls.dispatch_cached(along, out, scaled.empty() ? nullptr : &scaling, {});
+        const Received received = calls.dispatch_cached(along, sent, scaled.empty() ? nullptr : &scaling, {});
         watch_pass(calls);
-        variable_list made{received.grad_weights};
-        append_rows(made, received.x, handle, kept.num_leading);
-        return made;
+        variable_list input_grads{received.grad_weights};
+        append_rows(input_grads, received.x, handle, kept.num_leading);
+        return input_grads;
     }
 };
 
 }  // namespace
 
 Received dispatch(Calls& calls, const DispatchRequest& request) {
-    Received made;
-    const Tensor &x = request.out.x, &weights = request.out.topk_weights;
-    variable_list outputs = needs_gradients({&x, &weights}) ? DispatchFunction::apply(x, optional_of(weights), &calls, &request, &made)
-                                                            : run_dispatch(calls, request, x, weights, made);
-    if (request.along == nullptr && made.handle->late != nullptr) made.handle->late->out = request.out;  // with the caller's gradients
+    Received received;
+    const Tensor &x = request.sent.x, &weights = request.sent.topk_weights;
+    variable_list outputs = needs_gradients({&x, &weights}) ? DispatchFunction::apply(x, optional_of(weights), &calls, &request, &received)
+                                                            : run_dispatch(calls, request, x, weights, received);
+    if (request.along == nullptr && received.handle->late != nullptr)
+        received.handle->late->sent = request.sent;  // with the caller's gradients
     const size_t first = weights.defined();
-    if (weights.defined()) made.topk_weights = outputs[0];
+    if (weights.defined()) received.topk_weights = outputs[0];
     if (request.num_leading < 0)
-        made.x = outputs[first];
+        received.x = outputs[first];
     else
-        made.parts.assign(outputs.begin() + first, outputs.end());
-    return made;
+        received.parts.assign(outputs.begin() + first, outputs.end());
+    return received;
 }
 
 Combined combine(Calls& calls, const Handle& handle, const CombineRequest& request) {
-    Combined made;
+    Combined combined;
     const CombineInputs& inputs = request.inputs;
     const bool rows_need = at::GradMode::is_enabled() &&
                            std::any_of(request.rows.begin(), request.rows.end(), [](const Tensor& t) { return t.requires_grad(); });
     if (!rows_need && !needs_gradients({&inputs.weights, &inputs.bias})) {
-        run_combine(calls, handle, request, made);
-        return made;
+        run_combine(calls, handle, request, combined);
+        return combined;
     }
-    made.x = CombineFunction::apply(optional_of(inputs.weights), optional_of(inputs.bias), at::TensorList(request.rows), &calls, &handle,
-                                    &request, &made)[0];
-    return made;
+    combined.x = CombineFunction::apply(optional_of(inputs.weights), optional_of(inputs.bias), at::TensorList(request.rows), &calls,
+                                        &handle, &request, &combined)[0];
+    return combined;
 }
 
 }  // namespace deepep_moe

@@ -6,7 +6,7 @@
 namespace deepep_moe {
 
 struct DispatchRequest {
-    Outgoing out;
+    Outgoing sent;
     std::shared_ptr<Handle> along;  // the handle of an earlier dispatch, or null
     bool is_late = false;           // true: the rows are those that did not fit into that dispatch's, which are there
     bool is_expert_layout = true;

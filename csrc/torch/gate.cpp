@@ -260,7 +260,8 @@ private:
             if (!grad.defined())
                 grad = py::module_::import("deepep_moe.ops.gate_operators")
                            .attr("gradient_of_logits")(packed(grads.weights), packed(grads.probs), packed(grads.shares), logits, topk_idx,
-                                      kScoreFunctions[static_cast<int>(kept.score_function)], kept.normalize, kept.routed_scaling_factor)
+                                                       kScoreFunctions[static_cast<int>(kept.score_function)], kept.normalize,
+                                                       kept.routed_scaling_factor)
                            .cast<Tensor>();
             return variable_list{};
         });
@@ -295,8 +296,8 @@ py::object packed_full_output(const Gated& out, const Request& request) {
         per_expert = out.counts.narrow(0, 0, request.options.num_experts);
         per_rank = out.counts.narrow(0, request.options.num_experts, request.num_ranks);
     }
-    return class_of("FullGateOutput")(out.topk_idx, out.topk_weights, per_expert, packed(out.probs), packed(out.routing_map), packed(per_rank),
-                               packed(out.is_token_in_rank), packed(out.shares));
+    return class_of("FullGateOutput")(out.topk_idx, out.topk_weights, per_expert, packed(out.probs), packed(out.routing_map),
+                                      packed(per_rank), packed(out.is_token_in_rank), packed(out.shares));
 }
 
 }  // namespace

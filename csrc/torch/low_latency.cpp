@@ -60,7 +60,7 @@ bool LowLatencyCalls::are_weights(const Tensor& topk_weights, int64_t num_tokens
 
 // Makes `half(shim, sends, receives, stream)` for both halves, or for the first. tensors: all of the call.
 template <class Half>
-void LowLatencyCalls::run(InFlight& out, py::handle async_op, py::handle return_hook, variable_list tensors, const Half& half) {
+void LowLatencyCalls::run(InFlight& in_flight, py::handle async_op, py::handle return_hook, variable_list tensors, const Half& half) {
     TORCH_CHECK(shim_ != nullptr, "the buffer was destroyed");
     const bool is_split = is_true(return_hook), is_beside = !is_split && is_true(async_op);
     const at::Device device = statistics_.device();
@@ -71,9 +71,9 @@ void LowLatencyCalls::run(InFlight& out, py::handle async_op, py::handle return_
         if (is_beside) own_.keep(tensors);  // the stream goes on with the tensors that it was given
         throw;
     }
-    if (is_beside) out.recorded = own_.record(std::move(tensors));
+    if (is_beside) in_flight.recorded = own_.record(std::move(tensors));
     if (!is_split) return;
-    out.second_half = std::make_shared<SecondHalf>([self = shared_from_this(), device, tensors = std::move(tensors), half, stream] {
+    in_flight.second_half = std::make_shared<SecondHalf>([self = shared_from_this(), device, tensors = std::move(tensors), half, stream] {
         if (self->shim_ == nullptr) return false;
         const uintptr_t now = call_stream(device);
         if (now != stream) keep_for_current(device, tensors);

@@ -44,7 +44,7 @@ private:
     bool are_weights(const Tensor& topk_weights, int64_t num_tokens) const;  // or none
     void receive_into(LowLatencyReceived& received, at::ScalarType type, bool fp8, bool is_rounded) const;
     template <class Half>
-    void run(InFlight& out, py::handle async_op, py::handle return_hook, variable_list tensors, const Half& half);
+    void run(InFlight& in_flight, py::handle async_op, py::handle return_hook, variable_list tensors, const Half& half);
     Tensor empty(at::IntArrayRef sizes, at::ScalarType type) const { return at::empty(sizes, statistics_.options().dtype(type)); }
 
     const Settings settings_;

@@ -30,13 +30,13 @@ std::optional<Received> dispatch_rows(Calls& calls, py::handle x, py::handle x_s
                                       bool is_expert_layout, int64_t expert_alignment, int64_t num_recv_rows, const Mode& mode) {
     if (!may_call(calls, {x, x_scales, topk_idx, topk_weights})) return std::nullopt;
     DispatchRequest request;
-    request.out = {unpacked(x), unpacked(x_scales), unpacked(topk_idx), unpacked(topk_weights)};
+    request.sent = {unpacked(x), unpacked(x_scales), unpacked(topk_idx), unpacked(topk_weights)};
     request.is_expert_layout = is_expert_layout;
     request.expert_alignment = expert_alignment;
     request.num_recv_rows = num_recv_rows;
     request.mode = mode;
-    if (!calls.takes(request.out) || (calls.settings.is_by_lane && !is_expert_layout)) return std::nullopt;
-    if (request.out.topk_weights.defined() && request.out.topk_weights.sizes() != request.out.topk_idx.sizes()) return std::nullopt;
+    if (!calls.takes(request.sent) || (calls.settings.is_by_lane && !is_expert_layout)) return std::nullopt;
+    if (request.sent.topk_weights.defined() && request.sent.topk_weights.sizes() != request.sent.topk_idx.sizes()) return std::nullopt;
     return dispatch(calls, request);
 }
 
@@ -45,9 +45,9 @@ std::optional<Received> dispatch_along(Calls& calls, py::handle x, py::handle x_
     if (!may_call(calls, {x, x_scales, topk_weights})) return std::nullopt;
     DispatchRequest request;
     request.along = handle_in(calls, handle);
-    request.out.x = unpacked(x), request.out.x_scales = unpacked(x_scales), request.out.topk_weights = unpacked(topk_weights);
+    request.sent.x = unpacked(x), request.sent.x_scales = unpacked(x_scales), request.sent.topk_weights = unpacked(topk_weights);
     request.mode = mode;
-    if (!request.along || !request.along->has_recv_topk_idx() || !calls.takes_along(*request.along, request.out)) return std::nullopt;
+    if (!request.along || !request.along->has_recv_topk_idx() || !calls.takes_along(*request.along, request.sent)) return std::nullopt;
     return dispatch(calls, request);
 }
 
@@ -57,7 +57,7 @@ std::optional<Received> settle(Calls& calls, const std::shared_ptr<Handle>& hand
     if (handle->late == nullptr) return std::nullopt;
     DispatchRequest request;
     request.along = handle, request.is_late = true;
-    request.out = handle->late->out;
+    request.sent = handle->late->sent;
     return dispatch(calls, request);
 }
 
@@ -81,10 +81,10 @@ std::optional<Received> dispatch_by_expert(Calls& calls, py::handle x, py::handl
                                            int64_t tokens_per_row, const Mode& mode) {
     if (!may_call(calls, {x, topk_idx, topk_weights})) return std::nullopt;
     DispatchRequest request;
-    request.out = {unpacked(x), Tensor(), unpacked(topk_idx), unpacked(topk_weights), tokens_per_row};
+    request.sent = {unpacked(x), Tensor(), unpacked(topk_idx), unpacked(topk_weights), tokens_per_row};
     request.num_leading = num_leading;
     request.mode = mode;
-    if (!calls.takes(request.out)) return std::nullopt;
+    if (!calls.takes(request.sent)) return std::nullopt;
     return dispatch(calls, request);
 }
 
@@ -118,16 +118,16 @@ std::optional<Combined> combine_by_expert(Calls& calls, py::handle tensors, bool
 Received run_dispatch(Calls& calls, const OptionalTensor& x, const OptionalTensor& x_scales, const OptionalTensor& topk_idx,
                       const OptionalTensor& topk_weights, bool is_expert_layout, int64_t expert_alignment, int64_t num_recv_rows,
                       const Mode& mode) {
-    const Outgoing out{or_none(x), or_none(x_scales), or_none(topk_idx), or_none(topk_weights)};
-    return calls.dispatch(out, is_expert_layout, expert_alignment, num_recv_rows, mode);
+    const Outgoing sent{or_none(x), or_none(x_scales), or_none(topk_idx), or_none(topk_weights)};
+    return calls.dispatch(sent, is_expert_layout, expert_alignment, num_recv_rows, mode);
 }
 
 Received run_dispatch_cached(Calls& calls, const Tensor& x, const OptionalTensor& x_scales, const OptionalTensor& topk_weights,
                              const std::shared_ptr<Handle>& handle, const OptionalTensor& scaling_weights, const OptionalTensor& scaling_x,
                              const Mode& mode) {
-    const Outgoing out{x, or_none(x_scales), Tensor(), or_none(topk_weights)};
+    const Outgoing sent{x, or_none(x_scales), Tensor(), or_none(topk_weights)};
     const Scaling scaling{or_none(scaling_weights), or_none(scaling_x)};
-    return calls.dispatch_cached(handle, out, scaling_weights ? &scaling : nullptr, mode);
+    return calls.dispatch_cached(handle, sent, scaling_weights ? &scaling : nullptr, mode);
 }
 
 Combined run_combine(Calls& calls, const Tensor& x, const std::shared_ptr<Handle>& handle, const OptionalTensor& weights,

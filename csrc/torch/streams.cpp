@@ -15,9 +15,10 @@ using c10::impl::VirtualGuardImpl;
 uintptr_t address_of(const c10::Stream& stream) {
     static auto& addresses = *new std::unordered_map<c10::Stream, uintptr_t>;  // under the GIL
     if (const auto known = addresses.find(stream); known != addresses.end()) return known->second;
-    const py::object in_python = py::module_::import("torch.cuda").attr("Stream")(
-        py::arg("stream_id") = stream.id(), py::arg("device_index") = static_cast<int>(stream.device_index()),
-        py::arg("device_type") = static_cast<int>(stream.device_type()));
+    const py::object in_python =
+        py::module_::import("torch.cuda")
+            .attr("Stream")(py::arg("stream_id") = stream.id(), py::arg("device_index") = static_cast<int>(stream.device_index()),
+                            py::arg("device_type") = static_cast<int>(stream.device_type()));
     const auto address = in_python.attr("cuda_stream").cast<uintptr_t>();
     if (address != 0 && static_cast<uintptr_t>(stream.id()) == address) return address | kExternalStream;  // PyTorch has not made it
     return addresses[stream] = address;

@@ -189,12 +189,11 @@ bool launched(const Params& params, uintptr_t stream) noexcept {
 }
 
 py::capsule kernel_shim() {
-    static const KernelShim shim{
-        gate_shim(),
-        {&launched<launch_swiglu, GpuSwigluParams>, &launched<launch_swiglu_backward, GpuSwigluParams>,
-         &launched<launch_add_weight_gradients, GpuWeightGradientParams>},
-        {&launched<launch_lanes_of_map, LanesOfMapParams>, &launched<launch_dense_of_lanes, DenseOfLanesParams>,
-         &launched<launch_count_lanes, CountLanesParams>}};
+    static const KernelShim shim{gate_shim(),
+                                 {&launched<launch_swiglu, GpuSwigluParams>, &launched<launch_swiglu_backward, GpuSwigluParams>,
+                                  &launched<launch_add_weight_gradients, GpuWeightGradientParams>},
+                                 {&launched<launch_lanes_of_map, LanesOfMapParams>, &launched<launch_dense_of_lanes, DenseOfLanesParams>,
+                                  &launched<launch_count_lanes, CountLanesParams>}};
     return py::capsule(&shim, kKernelShimName);
 }
 
