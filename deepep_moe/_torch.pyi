@@ -15,7 +15,9 @@ def bytes_at(address: int, num_bytes: int, device: device, owner: object) -> Ten
 def call_stream(device: device) -> int: ...
 
 class Mode:
-    def __init__(self, num_sms: int, is_async: bool, is_split: bool, layer: int, is_late: bool = False) -> None: ...
+    def __init__(
+        self, num_sms: int, is_async: bool, is_split: bool, layer: int, is_late: bool = False, is_checked: bool = False
+    ) -> None: ...
 
 class Recorded:
     def __init__(self, device: device) -> None: ...
@@ -103,7 +105,14 @@ class Calls:
     ) -> Received | None: ...
     def settle(self, handle: Handle) -> Received | None: ...
     def dispatch_cached(
-        self, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: object, mode: Mode
+        self,
+        x: Tensor,
+        x_scales: Tensor | None,
+        topk_weights: Tensor | None,
+        handle: object,
+        scaling_weights: Tensor | None,
+        scaling_x: Tensor | None,
+        mode: Mode,
     ) -> Received | None: ...
     def combine(
         self,
@@ -121,37 +130,6 @@ class Calls:
     def combine_by_expert(
         self, rows: Sequence[Tensor], are_joined: bool, weights: Tensor | None, source_weights: Tensor | None, handle: object
     ) -> Combined | None: ...
-    def run_dispatch(
-        self,
-        x: Tensor,
-        x_scales: Tensor | None,
-        topk_idx: Tensor,
-        topk_weights: Tensor | None,
-        is_expert_layout: bool,
-        expert_alignment: int,
-        num_recv_rows: int,
-        mode: Mode,
-    ) -> Received: ...
-    def run_dispatch_cached(
-        self,
-        x: Tensor,
-        x_scales: Tensor | None,
-        topk_weights: Tensor | None,
-        handle: Handle,
-        scaling_weights: Tensor | None,
-        scaling_x: Tensor | None,
-        mode: Mode,
-    ) -> Received: ...
-    def run_combine(
-        self,
-        x: Tensor,
-        handle: Handle,
-        weights: Tensor | None,
-        bias: Tensor | None,
-        topk_weight_grads: Tensor | None,
-        sums_lanes: bool,
-        mode: Mode,
-    ) -> Combined: ...
 
 class LowLatencyReceived(InFlight):
     num_tokens: int

@@ -22,6 +22,7 @@ struct Mode {
     bool is_async = false, is_split = false;  // is_async: on the buffer's own stream; is_split: the caller starts the second half
     int64_t layer = 0;                        // as CallMode has it
     bool is_late = false;                     // as CallMode has it; not if is_async or is_split
+    bool is_checked = false;                  // Python has checked the call
     bool is_beside() const { return is_async && !is_split; }
 };
 

@@ -8,8 +8,10 @@
 namespace deepep_moe {
 namespace {
 
-// The handle that a `PackedHandle` shows, if it is one of this buffer as its dispatch made it; else null.
-std::shared_ptr<Handle> handle_in(const Calls& calls, py::handle shown) {
+// The handle that a `PackedHandle` shows, if it is one of this buffer as its dispatch made it; else null. Python hands the handle itself
+// to a call that it has checked.
+std::shared_ptr<Handle> handle_in(const Calls& calls, py::handle shown, bool is_checked) {
+    if (is_checked) return shown.cast<std::shared_ptr<Handle>>();
     static PyObject* const name = PyUnicode_InternFromString("native");
     const auto attribute = py::reinterpret_steal<py::object>(PyObject_GetAttr(shown.ptr(), name));
     if (!attribute) PyErr_Clear();
@@ -18,9 +20,11 @@ std::shared_ptr<Handle> handle_in(const Calls& calls, py::handle shown) {
     return calls.takes_handle(*handle) ? handle : nullptr;
 }
 
-// ---- calls with gradients: None where an argument is not what C++ takes ----
+// ---- calls with gradients: None where an argument is not what C++ takes. Those that Python has checked have no gradients, and Python
+// tells the peers what fails ----
 
-bool may_call(Calls& calls, std::initializer_list<py::handle> tensors) {
+bool may_call(Calls& calls, std::initializer_list<py::handle> tensors, bool is_checked = false) {
+    if (is_checked) return true;
     if (is_watched() || calls.is_released() || calls.has_failed() || !are_plain(tensors)) return false;
     calls.look_at_counts();
     return true;
@@ -28,25 +32,30 @@ bool may_call(Calls& calls, std::initializer_list<py::handle> tensors) {
 
 std::optional<Received> dispatch_rows(Calls& calls, py::handle x, py::handle x_scales, py::handle topk_idx, py::handle topk_weights,
                                       bool is_expert_layout, int64_t expert_alignment, int64_t num_recv_rows, const Mode& mode) {
-    if (!may_call(calls, {x, x_scales, topk_idx, topk_weights})) return std::nullopt;
+    if (!may_call(calls, {x, x_scales, topk_idx, topk_weights}, mode.is_checked)) return std::nullopt;
     DispatchRequest request;
     request.sent = {unpacked(x), unpacked(x_scales), unpacked(topk_idx), unpacked(topk_weights)};
     request.is_expert_layout = is_expert_layout;
     request.expert_alignment = expert_alignment;
     request.num_recv_rows = num_recv_rows;
     request.mode = mode;
+    if (mode.is_checked) return calls.dispatch(request.sent, is_expert_layout, expert_alignment, num_recv_rows, mode);
     if (!calls.takes(request.sent) || (calls.settings.is_by_lane && !is_expert_layout)) return std::nullopt;
     if (request.sent.topk_weights.defined() && request.sent.topk_weights.sizes() != request.sent.topk_idx.sizes()) return std::nullopt;
     return dispatch(calls, request);
 }
 
 std::optional<Received> dispatch_along(Calls& calls, py::handle x, py::handle x_scales, py::handle topk_weights, py::handle handle,
-                                       const Mode& mode) {
-    if (!may_call(calls, {x, x_scales, topk_weights})) return std::nullopt;
+                                       const OptionalTensor& scaling_weights, const OptionalTensor& scaling_x, const Mode& mode) {
+    if (!may_call(calls, {x, x_scales, topk_weights}, mode.is_checked)) return std::nullopt;
     DispatchRequest request;
-    request.along = handle_in(calls, handle);
+    request.along = handle_in(calls, handle, mode.is_checked);
     request.sent.x = unpacked(x), request.sent.x_scales = unpacked(x_scales), request.sent.topk_weights = unpacked(topk_weights);
     request.mode = mode;
+    if (mode.is_checked) {
+        const Scaling scaling{or_none(scaling_weights), or_none(scaling_x)};
+        return calls.dispatch_cached(request.along, request.sent, scaling_weights ? &scaling : nullptr, mode);
+    }
     if (!request.along || !request.along->has_recv_topk_idx() || !calls.takes_along(*request.along, request.sent)) return std::nullopt;
     return dispatch(calls, request);
 }
@@ -64,13 +73,14 @@ std::optional<Received> settle(Calls& calls, const std::shared_ptr<Handle>& hand
 // With topk_weight_grads there is no gradient, and no weight.
 std::optional<Combined> combine_rows(Calls& calls, py::handle x, py::handle handle, py::handle topk_weights, py::handle bias,
                                      py::handle topk_weight_grads, bool sums_lanes, const Mode& mode) {
-    if (!may_call(calls, {x, topk_weights, bias, topk_weight_grads})) return std::nullopt;
-    const auto along = handle_in(calls, handle);
+    if (!may_call(calls, {x, topk_weights, bias, topk_weight_grads}, mode.is_checked)) return std::nullopt;
+    const auto along = handle_in(calls, handle, mode.is_checked);
     CombineRequest request;
     request.rows = {unpacked(x)};
     request.inputs = {unpacked(topk_weights), unpacked(bias), unpacked(topk_weight_grads)};
     request.inputs.sums_lanes = sums_lanes;
     request.mode = mode;
+    if (mode.is_checked) return calls.combine(*along, request.rows[0], nullptr, request.inputs, mode);
     if (!along || !calls.takes_rows(*along, request.rows[0]) || !calls.takes_inputs(*along, request.rows[0], request.inputs))
         return std::nullopt;
     const at::AutoGradMode with_gradients(at::GradMode::is_enabled() && topk_weight_grads.is_none());
@@ -97,7 +107,7 @@ std::optional<Combined> combine_by_expert(Calls& calls, py::handle tensors, bool
         if (!THPVariable_CheckExact(tensor.ptr())) return std::nullopt;
         request.rows.push_back(THPVariable_Unpack(tensor.ptr()));
     }
-    const auto along = handle_in(calls, handle);
+    const auto along = handle_in(calls, handle, false);
     if (!along || !along->is_expert_layout || along->expert_alignment != 1 || request.rows.empty()) return std::nullopt;
     const auto expert_rows = are_joined ? std::nullopt : calls.expert_rows_of(request.rows, *along);
     if (expert_rows) {
@@ -111,30 +121,6 @@ std::optional<Combined> combine_by_expert(Calls& calls, py::handle tensors, bool
     if (!calls.takes_inputs(*along, request.rows[0], request.inputs)) return std::nullopt;
     if (request.inputs.source_weights.defined()) request.inputs.tokens_per_row = request.inputs.source_weights.size(0);
     return combine(calls, *along, request);
-}
-
-// ---- calls that Python has checked: without gradients, and Python tells the peers what fails ----
-
-Received run_dispatch(Calls& calls, const OptionalTensor& x, const OptionalTensor& x_scales, const OptionalTensor& topk_idx,
-                      const OptionalTensor& topk_weights, bool is_expert_layout, int64_t expert_alignment, int64_t num_recv_rows,
-                      const Mode& mode) {
-    const Outgoing sent{or_none(x), or_none(x_scales), or_none(topk_idx), or_none(topk_weights)};
-    return calls.dispatch(sent, is_expert_layout, expert_alignment, num_recv_rows, mode);
-}
-
-Received run_dispatch_cached(Calls& calls, const Tensor& x, const OptionalTensor& x_scales, const OptionalTensor& topk_weights,
-                             const std::shared_ptr<Handle>& handle, const OptionalTensor& scaling_weights, const OptionalTensor& scaling_x,
-                             const Mode& mode) {
-    const Outgoing sent{x, or_none(x_scales), Tensor(), or_none(topk_weights)};
-    const Scaling scaling{or_none(scaling_weights), or_none(scaling_x)};
-    return calls.dispatch_cached(handle, sent, scaling_weights ? &scaling : nullptr, mode);
-}
-
-Combined run_combine(Calls& calls, const Tensor& x, const std::shared_ptr<Handle>& handle, const OptionalTensor& weights,
-                     const OptionalTensor& bias, const OptionalTensor& topk_weight_grads, bool sums_lanes, const Mode& mode) {
-    CombineInputs inputs{or_none(weights), or_none(bias), or_none(topk_weight_grads)};
-    inputs.sums_lanes = sums_lanes;
-    return calls.combine(*handle, x, nullptr, inputs, mode);
 }
 
 // ---- what calls are made of ----
@@ -174,8 +160,8 @@ void bind_handle(py::module_& m) {
 
 void bind_results(py::module_& m) {
     using torch::wrap_pybind_function;
-    py::class_<Mode>(m, "Mode").def(py::init<int, bool, bool, int64_t, bool>(), py::arg("num_sms"), py::arg("is_async"),
-                                    py::arg("is_split"), py::arg("layer"), py::arg("is_late") = false);
+    py::class_<Mode>(m, "Mode").def(py::init<int, bool, bool, int64_t, bool, bool>(), py::arg("num_sms"), py::arg("is_async"),
+                                    py::arg("is_split"), py::arg("layer"), py::arg("is_late") = false, py::arg("is_checked") = false);
     py::class_<Recorded, std::shared_ptr<Recorded>>(m, "Recorded")
         .def(py::init([](const at::Device& device) { return std::make_shared<Recorded>(device); }))
         .def("wait", wrap_pybind_function(&Recorded::wait))
@@ -225,10 +211,7 @@ void bind_calls(py::module_& m) {
         .def("dispatch_cached", wrap_pybind_function(dispatch_along))
         .def("combine", wrap_pybind_function(combine_rows))
         .def("dispatch_by_expert", wrap_pybind_function(dispatch_by_expert))
-        .def("combine_by_expert", wrap_pybind_function(combine_by_expert))
-        .def("run_dispatch", wrap_pybind_function(run_dispatch))
-        .def("run_dispatch_cached", wrap_pybind_function(run_dispatch_cached))
-        .def("run_combine", wrap_pybind_function(run_combine));
+        .def("combine_by_expert", wrap_pybind_function(combine_by_expert));
     m.def("bytes_at", wrap_pybind_function(bytes_at));
     m.def("call_stream", wrap_pybind_function(call_stream));
 }

@@ -50,7 +50,7 @@ def dispatch_along(
     if calls.native is None or (mode := mode_of(num_sms, async_op, return_hook)) is None:
         return None
     is_async = bool(async_op or return_hook)
-    output = calls.make("dispatch_cached", x, x_scales, topk_weights, handle, mode, handle=handle, is_async=is_async)
+    output = calls.make("dispatch_cached", x, x_scales, topk_weights, handle, None, None, mode, handle=handle, is_async=is_async)
     if output is None:
         return None
     event = calls.in_flight if is_async else None

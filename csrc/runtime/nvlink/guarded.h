@@ -1,4 +1,5 @@
-// Puts the exchange and low-latency calls behind their shims: exceptions are kept, not thrown.
+// Puts the exchange and low-latency calls behind their shims: exceptions are kept, not thrown, as the module that calls may link another
+// libstdc++, which could not catch them.
 #pragma once
 
 #include <exception>

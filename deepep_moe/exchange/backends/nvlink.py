@@ -101,24 +101,27 @@ class NvlinkBackend(GpuMemory, Backend):
 
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
         """Make the whole call: csrc/runtime/nvlink/exchange.h has the sequence."""
-        output = self._native.run_dispatch(
+        output = self._native.dispatch(
             args.x, args.x_scales, args.topk_idx, args.topk_weights, args.layout == "expert", args.expert_alignment, args.num_recv_rows,
             native_mode(args.mode),
         )  # fmt: skip
+        assert output is not None  # C++ declines no call that was checked
         return Rows(output.recv_x, output.recv_x_scales, output.recv_topk_weights), PackedHandle(output.handle), output
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
         scaling: tuple[Tensor | None, Tensor | None] = (None, None) if args.scaling is None else (args.scaling.weights, args.scaling.x)
-        output = self._native.run_dispatch_cached(
+        output = self._native.dispatch_cached(
             args.x, args.x_scales, args.topk_weights, self._native_handle(args.handle), *scaling, native_mode(args.mode)
         )
+        assert output is not None  # C++ declines no call that was checked
         return Rows(output.recv_x, output.recv_x_scales, output.recv_topk_weights, output.grad_weights), output
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
-        output = self._native.run_combine(
+        output = self._native.combine(
             args.x, self._native_handle(args.handle), args.weights, args.bias, args.topk_weight_grads, args.sums_lanes,
             native_mode(args.mode),
         )  # fmt: skip
+        assert output is not None  # C++ declines no call that was checked
         return output.combined_x, output.topk_weight_grads, output
 
     def expert_slots(self) -> Tensor:
@@ -220,5 +223,7 @@ def _tell(backend: "weakref.ref[NvlinkBackend]", error: BaseException, has_enter
 
 
 def native_mode(mode: Mode) -> "NativeMode":
-    native: NativeMode = torch_module.needed().Mode(-1 if mode.num_sms is None else mode.num_sms, mode.is_async, mode.is_split, mode.layer)
+    """Return the mode of a call that Python has checked."""
+    num_sms = -1 if mode.num_sms is None else mode.num_sms
+    native: NativeMode = torch_module.needed().Mode(num_sms, mode.is_async, mode.is_split, mode.layer, is_checked=True)
     return native
