@@ -1,11 +1,11 @@
 """The functions of csrc/torch. Calls with gradients return None where an argument is not what C++ takes."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor, device, dtype
 
 from deepep_moe._C import ExchangeShim, NvlinkLowLatencyShim
+from deepep_moe.ops.gate import FullGateOutput, GateOutput
 
 TORCH_VERSION: str
 SHIM_BYTES: int
@@ -180,6 +180,15 @@ class LowLatencyCalls:
         is_checked: bool,
     ) -> LowLatencyCombined | None: ...
 
+class Gated:
+    topk_idx: Tensor
+    topk_weights: Tensor
+    counts: Tensor
+    probs: Tensor | None
+    routing_map: Tensor | None
+    is_token_in_rank: Tensor | None
+    shares: Tensor | None
+
 def gate(
     logits: Tensor,
     num_topk: int,
@@ -196,36 +205,9 @@ def gate(
     dense: bool,
     num_ranks: int,
     shares: bool,
-    is_full: bool,
-) -> Any: ...  # GateOutput, FullGateOutput or None
-
-class Gated:
-    topk_idx: Tensor
-    topk_weights: Tensor
-    counts: Tensor
-    probs: Tensor | None
-    routing_map: Tensor | None
-    is_token_in_rank: Tensor | None
-    shares: Tensor | None
-
-def run_gate(
-    *,
-    logits: Tensor,
-    expert_bias: Tensor | None,
-    mask: Tensor | None,
-    num_topk: int,
-    num_groups: int,
-    topk_groups: int,
-    group_score_topk: int,
-    score_function: str,
-    normalize: bool,
-    routed_scaling_factor: float,
-    check_finite: bool,
-    index_dtype: dtype,
-    dense: bool,
-    num_ranks: int,
-    shares: bool,
-) -> Gated | None: ...
+    is_full: bool = False,
+    is_checked: bool = False,
+) -> GateOutput | FullGateOutput | Gated | None: ...
 def run_gate_backward(
     *,
     grad_topk_weights: Tensor | None,

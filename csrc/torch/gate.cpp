@@ -87,16 +87,19 @@ GateOptions options_of(const Tensor& logits, const Arguments& a) {
             bool_in(a.check_finite)};
 }
 
-Request request_of(const Arguments& a) {
-    if (is_watched() || !are_plain({a.logits, a.expert_bias, a.mask})) throw Declined{};
-    Request request{unpacked(a.logits), unpacked(a.expert_bias), unpacked(a.mask), {}};
+bool takes(const Request& request) {
     const Tensor& logits = request.logits;
-    if (!logits.defined() || logits.dim() != 2 || !is_on(logits.device(), logits) || !can_be_summed(logits.scalar_type())) throw Declined{};
+    if (!logits.defined() || logits.dim() != 2 || !is_on(logits.device(), logits) || !can_be_summed(logits.scalar_type())) return false;
     const int64_t num_tokens = logits.size(0), num_experts = logits.size(1);
-    if (num_experts > kMaxGateExperts) throw Declined{};
-    if (!is_like(request.expert_bias, logits, at::kFloat, num_experts) || !is_like(request.mask, logits, at::kBool, num_tokens))
-        throw Declined{};
-    request.options = options_of(logits, a);
+    return num_experts <= kMaxGateExperts && is_like(request.expert_bias, logits, at::kFloat, num_experts) &&
+           is_like(request.mask, logits, at::kBool, num_tokens);
+}
+
+Request request_of(const Arguments& a, bool is_checked) {
+    if (!is_checked && (is_watched() || !are_plain({a.logits, a.expert_bias, a.mask}))) throw Declined{};
+    Request request{unpacked(a.logits), unpacked(a.expert_bias), unpacked(a.mask), {}};
+    if (!is_checked && !takes(request)) throw Declined{};
+    request.options = options_of(request.logits, a);
     return request;
 }
 
@@ -304,41 +307,19 @@ py::object packed_full_output(const Gated& out, const Request& request) {
 
 py::object gate(py::handle logits, py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
                 py::handle score_function, py::handle expert_bias, py::handle normalize, py::handle routed_scaling_factor, py::handle mask,
-                py::handle index_dtype, py::handle check_finite, py::handle dense, py::handle num_ranks, py::handle shares, bool is_full) {
+                py::handle index_dtype, py::handle check_finite, py::handle dense, py::handle num_ranks, py::handle shares, bool is_full,
+                bool is_checked) {
     try {
         Request request = request_of({logits, num_topk, num_groups, topk_groups, group_score_topk, score_function, expert_bias, normalize,
-                                      routed_scaling_factor, mask, index_dtype, check_finite});
+                                      routed_scaling_factor, mask, index_dtype, check_finite},
+                                     is_checked);
         request.dense = bool_in(dense), request.num_ranks = int_in(num_ranks), request.shares = bool_in(shares);
+        if (is_checked) return py::cast(launch_forward(request));
         if (!are_valid_on_gpu(request.options, request.num_ranks)) return py::none();
         const Gated out = outputs_of(request);
         return is_full ? packed_full_output(out, request) : packed_output(out);
     } catch (const Declined&) {
         return py::none();
-    }
-}
-
-std::optional<Gated> run_gate(const Tensor& logits, const OptionalTensor& expert_bias, const OptionalTensor& mask, py::handle num_topk,
-                              py::handle num_groups, py::handle topk_groups, py::handle group_score_topk, py::handle score_function,
-                              py::handle normalize, py::handle routed_scaling_factor, py::handle check_finite, py::handle index_dtype,
-                              bool dense, int num_ranks, bool shares) {
-    try {
-        Request request{logits, or_none(expert_bias), or_none(mask),
-                        options_of(logits, {{},
-                                            num_topk,
-                                            num_groups,
-                                            topk_groups,
-                                            group_score_topk,
-                                            score_function,
-                                            {},
-                                            normalize,
-                                            routed_scaling_factor,
-                                            {},
-                                            index_dtype,
-                                            check_finite})};
-        request.dense = dense, request.num_ranks = num_ranks, request.shares = shares;
-        return launch_forward(request);
-    } catch (const Declined&) {
-        return std::nullopt;
     }
 }
 

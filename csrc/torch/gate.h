@@ -11,20 +11,16 @@ struct Gated {
     Tensor topk_idx, topk_weights, counts, probs, routing_map, is_token_in_rank, shares;  // counts: of experts, then of ranks
 };
 
-// Runs the gate without gradient, for arguments that Python has checked. Returns nothing if a kernel has reported a value that is not
-// finite.
-std::optional<Gated> run_gate(const Tensor& logits, const OptionalTensor& expert_bias, const OptionalTensor& mask, py::handle num_topk,
-                              py::handle num_groups, py::handle topk_groups, py::handle group_score_topk, py::handle score_function,
-                              py::handle normalize, py::handle routed_scaling_factor, py::handle check_finite, py::handle index_dtype,
-                              bool dense, int num_ranks, bool shares);
 OptionalTensor run_gate_backward(const OptionalTensor& grad_topk_weights, const OptionalTensor& grad_probs,
                                  const OptionalTensor& grad_shares, const Tensor& logits, const Tensor& topk_idx, py::handle score_function,
                                  bool normalize, double routed_scaling_factor);
 
 // Arguments in the order of `deepep_moe.ops.gate`, then those of `gate_full`. Returns `GateOutput`, or `FullGateOutput` where it `is_full`,
-// or None where Python is to make the call.
+// or None where Python is to make the call. A call that Python has checked has no gradient and returns `Gated`, or None if a kernel has
+// reported a value that is not finite.
 py::object gate(py::handle logits, py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
                 py::handle score_function, py::handle expert_bias, py::handle normalize, py::handle routed_scaling_factor, py::handle mask,
-                py::handle index_dtype, py::handle check_finite, py::handle dense, py::handle num_ranks, py::handle shares, bool is_full);
+                py::handle index_dtype, py::handle check_finite, py::handle dense, py::handle num_ranks, py::handle shares, bool is_full,
+                bool is_checked);
 
 }  // namespace deepep_moe

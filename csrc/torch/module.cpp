@@ -252,12 +252,12 @@ void bind_gate(py::module_& m) {
         .def_property_readonly("is_token_in_rank", [](const Gated& self) { return optional_of(self.is_token_in_rank); })
         .def_property_readonly("shares", [](const Gated& self) { return optional_of(self.shares); });
     const py::arg logits("logits"), score_function("score_function"), normalize("normalize"), factor("routed_scaling_factor");
-    m.def("run_gate", wrap_pybind_function(run_gate), py::kw_only(), logits, py::arg("expert_bias"), py::arg("mask"), py::arg("num_topk"),
-          py::arg("num_groups"), py::arg("topk_groups"), py::arg("group_score_topk"), score_function, normalize, factor,
-          py::arg("check_finite"), py::arg("index_dtype"), py::arg("dense"), py::arg("num_ranks"), py::arg("shares"));
+    m.def("gate", wrap_pybind_function(gate), logits, py::arg("num_topk"), py::arg("num_groups"), py::arg("topk_groups"),
+          py::arg("group_score_topk"), score_function, py::arg("expert_bias"), normalize, factor, py::arg("mask"), py::arg("index_dtype"),
+          py::arg("check_finite"), py::arg("dense"), py::arg("num_ranks"), py::arg("shares"), py::arg("is_full") = false,
+          py::arg("is_checked") = false);
     m.def("run_gate_backward", wrap_pybind_function(run_gate_backward), py::kw_only(), py::arg("grad_topk_weights"), py::arg("grad_probs"),
           py::arg("grad_shares"), logits, py::arg("topk_idx"), score_function, normalize, factor);
-    m.def("gate", wrap_pybind_function(gate));
 }
 
 void bind_dense_routing(py::module_& m) {

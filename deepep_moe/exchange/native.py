@@ -36,10 +36,7 @@ def dispatch(
         return None
     how = layout == "expert", expert_alignment, bound, mode
     output = calls.make("dispatch", x, x_scales, topk_idx, topk_weights, *how, waits=num_recv_rows is None, is_async=is_async)
-    if output is None:
-        return None
-    event = calls.in_flight if is_async else None
-    return _output(output, PackedHandle(output.handle), x_scales is not None, topk_weights is not None, event, return_hook)
+    return _output(output, None, x_scales, topk_weights, calls.in_flight if is_async else None, return_hook)
 
 
 def dispatch_along(
@@ -51,10 +48,7 @@ def dispatch_along(
         return None
     is_async = bool(async_op or return_hook)
     output = calls.make("dispatch_cached", x, x_scales, topk_weights, handle, None, None, mode, handle=handle, is_async=is_async)
-    if output is None:
-        return None
-    event = calls.in_flight if is_async else None
-    return _output(output, handle, x_scales is not None, topk_weights is not None, event, return_hook)
+    return _output(output, handle, x_scales, topk_weights, calls.in_flight if is_async else None, return_hook)
 
 
 def settle(calls: Calls, output: DispatchOutput) -> DispatchOutput:
@@ -66,16 +60,19 @@ def settle(calls: Calls, output: DispatchOutput) -> DispatchOutput:
     if calls.is_suspended:
         raise BufferSuspendedError("the buffer was suspended before the rows of this dispatch were counted; settle them before")
     settled = calls.native.settle(handle.native) if handle.is_late and calls.native is not None else None
-    if settled is None:
-        return output
-    return _output(settled, handle, output.recv_x_scales is not None, output.recv_topk_weights is not None, None, False)
+    return _output(settled, handle, output.recv_x_scales, output.recv_topk_weights, None, False) or output
 
 
 def _output(
-    native_output: Any, handle: DispatchHandle, has_scales: bool, has_weights: bool, event: Event | None, return_hook: bool
-) -> DispatchOutput:
-    """Return the output of a call. Attributes of C++ objects are slow to read, so unused ones are not read."""
-    scales, weights = native_output.recv_x_scales if has_scales else None, native_output.recv_topk_weights if has_weights else None
+    native_output: Any, along: DispatchHandle | None, x_scales: object, topk_weights: object, event: Event | None, return_hook: bool
+) -> DispatchOutput | None:
+    """Return the output of a call, which may have gone `along` a handle; None if it was declined. Attributes of C++ objects are slow to
+    read, so those that were not sent are not read."""
+    if native_output is None:
+        return None
+    handle = PackedHandle(native_output.handle) if along is None else along
+    scales = None if x_scales is None else native_output.recv_x_scales
+    weights = None if topk_weights is None else native_output.recv_topk_weights
     hook = event.wait if return_hook and event is not None else None
     idx = handle.recv_topk_idx if handle.layout == "rank" else None
     return DispatchOutput(native_output.recv_x, scales, idx, weights, handle.num_recv_tokens_per_expert, handle, event, hook)

@@ -103,7 +103,7 @@ def gate(
     if native is not None:
         output: GateOutput | None = native.gate(
             logits, num_topk, num_groups, topk_groups, group_score_topk, score_function, expert_bias, normalize, routed_scaling_factor,
-            mask, index_dtype, check_finite, False, 0, False, False,
+            mask, index_dtype, check_finite, False, 0, False,
         )  # fmt: skip
         if output is not None:
             return output

@@ -109,9 +109,9 @@ def _check_logits(logits: Tensor, mask: Tensor | None) -> None:
 def _launch(
     logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, settings: tuple[object, ...], dense: bool, num_ranks: int, shares: bool
 ) -> Any:
-    """Return what `run_gate` of csrc/torch does. Raises ValueError for what an earlier launch has found not to be finite."""
+    """Return `_torch.Gated`. Raises ValueError for what an earlier launch has found not to be finite."""
     wanted = {"dense": dense, "num_ranks": num_ranks, "shares": shares}
-    return _call_native("run_gate", logits, expert_bias=expert_bias, mask=mask, **_named(settings), **wanted)
+    return _call_native("gate", logits, expert_bias=expert_bias, mask=mask, **_named(settings), **wanted, is_checked=True)
 
 
 def _call_native(name: str, logits: Tensor, **arguments: object) -> Any:

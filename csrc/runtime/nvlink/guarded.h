@@ -46,15 +46,11 @@ public:
     bool can_count() noexcept override { return exchange_.can_count(); }
     int64_t dispatch(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, AllocateFunction allocate,
                      void* context) noexcept override {
-        int64_t num_rows = -1;
-        guarded([&] { num_rows = exchange_.dispatch(call, mode, numbers, allocating(allocate, context)); });
-        return num_rows;
+        return rows_of<&NvlinkExchange::dispatch>(call, mode, numbers, allocate, context);
     }
     int64_t count_late(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, AllocateFunction allocate,
                        void* context) noexcept override {
-        int64_t num_rows = -1;
-        guarded([&] { num_rows = exchange_.count_late(call, mode, numbers, allocating(allocate, context)); });
-        return num_rows;
+        return rows_of<&NvlinkExchange::count_late>(call, mode, numbers, allocate, context);
     }
     bool dispatch_cached(const GpuDispatchCall& call, const CallMode& mode) noexcept override {
         return guarded([&] { exchange_.dispatch_cached(call, mode); });
@@ -70,10 +66,15 @@ public:
     }
 
 private:
-    static Allocate allocating(AllocateFunction allocate, void* context) {
-        return [=](int64_t rows, bool is_guess) {
-            if (!allocate(context, rows, is_guess)) throw std::bad_alloc();  // the other module has kept the real error
-        };
+    template <auto kMethod>
+    int64_t rows_of(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, AllocateFunction allocate, void* context) noexcept {
+        int64_t num_rows = -1;
+        guarded([&] {
+            num_rows = (exchange_.*kMethod)(call, mode, numbers, [=](int64_t rows, bool is_guess) {
+                if (!allocate(context, rows, is_guess)) throw std::bad_alloc();  // the other module has kept the real error
+            });
+        });
+        return num_rows;
     }
 
     NvlinkExchange& exchange_;
