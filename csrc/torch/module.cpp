@@ -30,6 +30,15 @@ bool may_call(Calls& calls, std::initializer_list<py::handle> tensors, bool is_c
     return true;
 }
 
+// Makes of lanes [num_tokens, lanes], which sums by lanes are given, what the exchange takes: [num_tokens * lanes, 1]. Returns false for
+// another shape.
+bool make_one_by_one(const Calls& calls, Tensor& lanes) {
+    if (!calls.settings.is_by_lane || !lanes.defined()) return true;
+    if (!calls.is_here(lanes) || lanes.dim() != 2 || lanes.size(1) != calls.settings.lanes) return false;
+    lanes = lanes.reshape({-1, 1});
+    return true;
+}
+
 std::optional<Received> dispatch_rows(Calls& calls, py::handle x, py::handle x_scales, py::handle topk_idx, py::handle topk_weights,
                                       bool is_expert_layout, int64_t expert_alignment, int64_t num_recv_rows, const Mode& mode) {
     if (!may_call(calls, {x, x_scales, topk_idx, topk_weights}, mode.is_checked)) return std::nullopt;
@@ -40,6 +49,7 @@ std::optional<Received> dispatch_rows(Calls& calls, py::handle x, py::handle x_s
     request.num_recv_rows = num_recv_rows;
     request.mode = mode;
     if (mode.is_checked) return calls.dispatch(request.sent, is_expert_layout, expert_alignment, num_recv_rows, mode);
+    if (!make_one_by_one(calls, request.sent.topk_idx) || !make_one_by_one(calls, request.sent.topk_weights)) return std::nullopt;
     if (!calls.takes(request.sent) || (calls.settings.is_by_lane && !is_expert_layout)) return std::nullopt;
     if (request.sent.topk_weights.defined() && request.sent.topk_weights.sizes() != request.sent.topk_idx.sizes()) return std::nullopt;
     return dispatch(calls, request);
@@ -56,6 +66,7 @@ std::optional<Received> dispatch_along(Calls& calls, py::handle x, py::handle x_
         const Scaling scaling{or_none(scaling_weights), or_none(scaling_x)};
         return calls.dispatch_cached(request.along, request.sent, scaling_weights ? &scaling : nullptr, mode);
     }
+    if (!make_one_by_one(calls, request.sent.topk_weights)) return std::nullopt;
     if (!request.along || !request.along->has_recv_topk_idx() || !calls.takes_along(*request.along, request.sent)) return std::nullopt;
     return dispatch(calls, request);
 }

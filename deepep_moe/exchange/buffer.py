@@ -284,9 +284,6 @@ class Buffer(Sizes):
             if not is_blockwise and fp8:
                 calls.refuse_on_failure(check_quantizable, x, x_scales)
                 x, x_scales = calls.refuse_on_failure(quantize_fp8, x)
-        if self._is_by_lane and isinstance(x, Tensor) and x.dim() == 2:
-            topk_idx = calls.refuse_on_failure(one_by_one, "topk_idx", topk_idx, len(x), self._settings)
-            topk_weights = calls.refuse_on_failure(one_by_one, "topk_weights", topk_weights, len(x), self._settings)
         if not is_blockwise and not is_traced:
             how = num_sms, async_op, return_hook
             if handle is None:
@@ -298,6 +295,9 @@ class Buffer(Sizes):
                 output = None  # arguments that contradict the handle are refused below
             if output is not None:
                 return output
+        if self._is_by_lane and isinstance(x, Tensor) and x.dim() == 2:
+            topk_idx = calls.refuse_on_failure(one_by_one, "topk_idx", topk_idx, len(x), self._settings)
+            topk_weights = calls.refuse_on_failure(one_by_one, "topk_weights", topk_weights, len(x), self._settings)
         mode = calls.mode_of(num_sms, async_op, return_hook, layer)
         tensors = {"x_scales": x_scales, "topk_idx": topk_idx, "topk_weights": topk_weights}
         calls.refuse_on_failure(check_tensors, x, is_operator=not is_blockwise, **tensors)

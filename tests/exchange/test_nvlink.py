@@ -174,19 +174,30 @@ def test_default_device(rank):
 # ---- the host's way ----
 
 
-@on_ranks(2, how=MODES, with_gradient=(False, True))
-def test_files_that_a_call_passes(rank, how, with_gradient):
-    buffer, x, idx = make_buffer(rank)
+KINDS = {"rows": {}, "gradients": {}, "bounded": {}, "fp8": {}, "lanes": {"sums": "lanes"}, "nodes": {"ranks_per_node": 1}}
+
+
+@on_ranks(2, how=MODES, kind=KINDS)
+def test_files_that_a_call_passes(rank, how, kind):
+    buffer, x, idx = make_buffer(rank, backend="nvshmem" if kind == "nodes" else "nvlink", **KINDS[kind])
     natives, options = [(buffer.calls, "_native"), (buffer.calls.backend, "_exchange")], MODES[how]
-    x.requires_grad_(with_gradient)
+    rows = {"x": x.requires_grad_(kind not in ("rows", "fp8"))}
+    if kind == "fp8":
+        rows = {"x": x.to(torch.float8_e4m3fn), "x_scales": torch.ones(len(x), 1, device=x.device)}
+    bound = {"num_recv_rows": 8} if kind == "bounded" else {}
 
     for _ in range(2):  # the first one warms up
-        out, *of_dispatch = passed(natives, lambda: buffer.dispatch(x, idx, **options))
+        out, *of_dispatch = passed(natives, lambda: buffer.dispatch(**rows, topk_idx=idx, **bound, **options))
         finish(out.hook or out.event)
-        along, *of_along = passed(natives, lambda: buffer.dispatch(x, handle=out.handle, **options))  # noqa: B023
+        along, *of_along = passed(natives, lambda: buffer.dispatch(**rows, handle=out.handle, **options))  # noqa: B023
         finish(along.hook or along.event)
-        combined, *of_combine = passed(natives, lambda: buffer.combine(out.recv_x, out.handle, **options))  # noqa: B023
+        y = out.recv_x.float() if kind == "fp8" else out.recv_x
+        combined, *of_combine = passed(natives, lambda: buffer.combine(y, out.handle, **options))  # noqa: B023
         finish(None if how == "now" else combined[1])
+        combined_x = combined if how == "now" else combined[0]
+        if combined_x.requires_grad:
+            _, *of_backward = passed(natives, lambda: combined_x.backward(combined_x))  # noqa: B023
+            assert of_backward == [set(), []]
     for files, asked in (of_dispatch, of_along, of_combine):
         assert len(files) <= 5 and len(asked) == 1, (files, asked)
 

@@ -11,11 +11,11 @@ from deepep_moe import Buffer
 IDX = [[0, 2], [1, 3], [3, 0], [2, -1]]
 
 
-def make_buffer(rank, timeout_s=60.0, num_experts=4):
+def make_buffer(rank, timeout_s=60.0, num_experts=4, backend="nvlink", **settings):
     """Make a buffer on all ranks at once, so that a short deadline does not include the start of processes."""
-    device = device_of("nvlink", rank)
+    device = device_of(backend, rank)
     dist.barrier()
-    buffer = Buffer(None, 8, 16, num_experts, 2, backend="nvlink", timeout_s=timeout_s)
+    buffer = Buffer(None, 8, 16, num_experts, 2, backend=backend, timeout_s=timeout_s, **settings)
     return buffer, torch.randn(4, 16, device=device), torch.tensor(IDX, device=device)
 
 
