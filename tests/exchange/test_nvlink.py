@@ -203,6 +203,17 @@ def test_files_that_a_call_passes(rank, how, kind):
 
 
 @on_ranks(2)
+def test_a_gradient_finishes_a_call_in_two_halves(rank):
+    buffer, x, idx = make_buffer(rank)
+    out = buffer.dispatch(x.requires_grad_(), idx)
+    later = buffer.dispatch(x.detach(), idx, return_hook=True)
+    (grad,) = torch.autograd.grad(out.recv_x.sum(), x)
+    assert_same("recv_x", later.recv_x, out.recv_x.detach())
+    assert_same("grad", grad, (idx >= 0).sum(1, keepdim=True).expand_as(x).to(x.dtype))
+    later.hook()
+
+
+@on_ranks(2)
 def test_inference_mode(rank):
     """PyTorch counts no changes there, but those of a handle."""
     buffer, x, idx = make_buffer(rank)

@@ -93,7 +93,7 @@ def test_gradients_along_a_handle_from_before(rank, kind):
 def test_calls_of_a_suspended_buffer(rank, kind):
     buffer = make(kind, 2, hidden=4096)
     x, idx = inputs(buffer, 0)
-    out = buffer.dispatch(x, idx)
+    out = buffer.dispatch(x.requires_grad_(kind in BUFFERS), idx)
     held = buffer.memory().held
     assert buffer.memory() == (buffer.workspace_bytes, 0)
     buffer.suspend()
@@ -103,7 +103,8 @@ def test_calls_of_a_suspended_buffer(rank, kind):
     assert "suspended" in repr(buffer)
     began = time.monotonic()
     calls = [partial(buffer.dispatch, x, idx), partial(buffer.combine, out.recv_x, out.handle), partial(buffer.refuse, ValueError())]
-    for call in (*calls, partial(buffer.dispatch, x[:, :3], idx), buffer.check):
+    gradients = [out.recv_x.sum().backward] if kind in BUFFERS else []
+    for call in (*calls, partial(buffer.dispatch, x[:, :3], idx), buffer.check, *gradients):
         with pytest.raises(BufferSuspendedError, match=r"call resume\(\) on every rank"):
             call()
     assert time.monotonic() - began < SOON_S
