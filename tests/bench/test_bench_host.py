@@ -1,13 +1,10 @@
-"""The benchmark of the host's time: what it counts, its records, and what it says without a GPU."""
-
-import argparse
+"""The benchmark of the host's time: its records."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from bench_cases import RECORD_FIELDS
 
-from benchmarks.common import timing
 from benchmarks.host import command, drop_in, measure
 
 OPS = [
@@ -25,24 +22,6 @@ DROP_IN_OPS = [
         "HybridEP dispatch", "HybridEP dispatch cached", "HybridEP combine", "HybridEP combine with probs",
     )
 ]  # fmt: skip
-
-
-def test_time_is_that_of_one_call(monkeypatch):
-    """A chain's time by its length; what comes before it, the wait for the device and the first three chains are not counted."""
-    clock, events = iter(range(0, 10**6, 64)), []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("idle"))
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock) / 1e6)
-    times = measure.chain_us(lambda event: events.append(event), repeats=2, before=lambda: "made", length=16)
-    assert times == pytest.approx([4.0, 4.0])
-    assert events == ["idle", "made"] * 5
-
-
-def test_needs_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    with pytest.raises(SystemExit, match="the host's time is that of calls on a GPU, which PyTorch does not see here"):
-        command.main(parser.parse_args([]))
 
 
 def test_drop_in(monkeypatch):

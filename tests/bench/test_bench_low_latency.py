@@ -1,27 +1,19 @@
-"""The benchmark of low-latency calls: its records, batches, checks and refusals, on the CPU."""
+"""The benchmark of low-latency calls: its records and checks, on the CPU."""
 
 import json
-import statistics
-from types import SimpleNamespace
 
 import pytest
 import torch
-from bench_cases import RECORD_FIELDS, bench, options_of
-from on_ranks import on_ranks
+from bench_cases import RECORD_FIELDS, bench
 
-from benchmarks.low_latency import batches as low_latency_timing
-from benchmarks.low_latency import command as low_latency
-from benchmarks.low_latency import measure as low_latency_measure
 from benchmarks.low_latency import operations as low_latency_operations
 from deepep_moe import LowLatencyBuffer
 from deepep_moe.errors import EPError
-from deepep_moe.testing import run_ranks
 from deepep_moe.tune import workload
 
 TINY = [
     "--num-tokens", "9", "3", "--hidden", "256", "--num-experts", "8", "--num-topk", "3", "--iterations", "4",
 ]  # fmt: skip
-SHAPE = workload.Shape(num_ranks=2, hidden=256, num_experts=8, num_topk=3, expert_alignment=1)
 NAMES = {"dispatch fp8", "dispatch bf16", "combine bf16", "combine fp8"}
 FIELDS = RECORD_FIELDS | {
     "name", "wire", "half", "graph", "us_p99", "us_event", "us_host", "is_host_ahead", "num_sms", "link_gbps", "percent_of_link",
@@ -60,57 +52,7 @@ def test_records(tmp_path):
         check_record(r, r["half"])
         is_fp8 = r["name"] == "low-latency dispatch fp8"
         assert r["backend"] == "shm" and r["dtype"] == ("float8_e4m3fn" if is_fp8 else "bfloat16")
-    lines = [line.split()[:5] for line in result.stdout.splitlines()]
-    title = lines.index(["operation", "EP", "tokens", "part", "us"])
-    assert [line[-1] for line in lines[title + 1 : title + 4]] == ["both", "send", "receive"] and lines[title + 1][:2] == [
-        "dispatch",
-        "fp8",
-    ]
-
-
-# ---- how it measures ----
-
-
-@on_ranks(2)
-def test_batches(rank):
-    """A clock that only sleeps and calls move: a device. The host needs 20 us for a call; on rank 1 calls take longer."""
-    clock = SimpleNamespace(device=0.0, host=0.0, slept_until=0.0)
-    slept = []
-
-    class Event:
-        def __init__(self, enable_timing):
-            pass
-
-        def record(self):
-            self.at = clock.device
-
-        def query(self):
-            return clock.host >= self.at
-
-        def synchronize(self):
-            clock.host = max(clock.host, self.at)
-
-        def elapsed_time(self, other):
-            return (other.at - self.at) / 1e3
-
-    def sleep(us):
-        slept.append(us)
-        clock.device = clock.host + us
-
-    def call():
-        clock.host += 20.0
-        clock.device += 7.0 + rank
-
-    low_latency_timing.torch.cuda.Event = Event
-    low_latency_timing.time = SimpleNamespace(perf_counter=lambda: clock.host / 1e6)
-    batches = low_latency_timing.Batches.__new__(low_latency_timing.Batches)
-    batches.timer = SimpleNamespace(is_gpu=True, sleep=sleep, synchronize=lambda: None)
-    batches._events = []
-    times = batches.times(call, 300)
-    assert slept == [1e3, 6e3, 6e3] and low_latency_timing.BATCH == 200, "the first sleep was too short"
-    assert times.us == pytest.approx([8.0] * 300) and times.is_ahead and times.host_us == pytest.approx(20.0)
-    sent, received = batches.halves(lambda: (call(), lambda: (call(), call())), 30)
-    assert (len(sent.us), statistics.median(sent.us), statistics.median(received.us)) == (30, pytest.approx(8.0), pytest.approx(16.0))
+    assert "both" in result.stdout
 
 
 # ---- it measures nothing that is wrong ----
@@ -136,28 +78,6 @@ def test_wrong_results_are_found():
                 tensors[name].copy_(kept)
         operation.check(result)
     buffer.destroy()
-
-
-def combines_wrong_in_fp8(rank, num_ranks, options):
-    combine = LowLatencyBuffer.combine
-
-    def one_bit_off(self, *args, **kwargs):
-        result = combine(self, *args, **kwargs)
-        if kwargs["wire"] == "fp8" and rank == 1:
-            (result[0] if kwargs.get("return_hook") else result).view(torch.uint8)[0, 0] ^= 1
-        return result
-
-    LowLatencyBuffer.combine = one_bit_off
-    return low_latency_measure.LowLatencyRank.measure(rank, num_ranks, options)
-
-
-def test_wrong_operations_are_not_timed():
-    for report in run_ranks(combines_wrong_in_fp8, 2, options_of(low_latency, "--backend", "shm", *TINY)):
-        right = {(f"low-latency {name}", n) for name in NAMES - {"combine fp8"} for n in (3, 9)}
-        assert {(r["name"], r["num_tokens"]) for r in report.records} == right
-        assert report.failures == [
-            f"EP2: combine fp8, {n} tokens: rank 1: EPError: combined_x differs from the reference in 1 of {n} rows" for n in (3, 9)
-        ]
 
 
 @pytest.mark.multi_gpu(2)

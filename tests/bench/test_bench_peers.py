@@ -1,22 +1,17 @@
 """Other libraries in the benchmarks of exchanges and of small batches. deepep_moe's own `deep_ep` interface stands in for DeepEP."""
 
 import argparse
-import re
-import sys
-from types import ModuleType, SimpleNamespace
 
 import pytest
-import torch
 from bench_cases import options_of
 
 import deepep_moe
 from benchmarks.common import peers
 from benchmarks.exchange import command as exchange
-from benchmarks.exchange import measure, nccl_ep
+from benchmarks.exchange import measure
 from benchmarks.low_latency import command as low_latency
 from benchmarks.low_latency import measure as low_latency_measure
 from deepep_moe.compat import deep_ep
-from deepep_moe.errors import BackendUnavailableError
 from deepep_moe.testing import run_ranks
 
 SIZES = ["--backend", "shm", "--num-experts", "8", "--num-topk", "3", "--iterations", "2"]
@@ -77,20 +72,6 @@ def one_sum_is_wrong(result, _):
     return result
 
 
-def rows_of_fp8_are_wrong(result, _):
-    if isinstance(result[0], tuple):
-        result[0][1].mul_(1.5)
-    return result
-
-
-def a_row_of_small_batch_is_wrong(result, kwargs):
-    if kwargs.get("return_recv_hook"):
-        return result
-    scales = result[0][1] if isinstance(result[0], tuple) else result[0]
-    scales[:, 0] *= 2
-    return result
-
-
 def asks_for_experts(result, kwargs):
     assert kwargs["num_experts"] > 0, "DeepEP takes it modulo something, beside a handle too"
     return result
@@ -102,13 +83,9 @@ def refuses(*_, **__):
 
 FAULTS = {
     "V1 sum": lambda: changes(deep_ep.Buffer, "combine", one_sum_is_wrong),
-    "V1 rows": lambda: changes(deep_ep.Buffer, "dispatch", rows_of_fp8_are_wrong),
     "V2 sum": lambda: changes(deep_ep.ElasticBuffer, "combine", one_sum_is_wrong),
-    "V2 rows": lambda: changes(deep_ep.ElasticBuffer, "dispatch", rows_of_fp8_are_wrong),
     "V1 start": lambda: setattr(deep_ep.Buffer, "set_num_sms", refuses),
     "V2 start": lambda: setattr(deep_ep.ElasticBuffer, "__init__", refuses),
-    "small dispatch": lambda: changes(deep_ep.Buffer, "low_latency_dispatch", a_row_of_small_batch_is_wrong),
-    "small combine": lambda: changes(deep_ep.Buffer, "low_latency_combine", one_sum_is_wrong),
 }
 """The fault on rank 1."""
 
@@ -131,9 +108,7 @@ def test_records(capsys):
     assert len(same) == 3 + 7 and all(r["bytes_moved"] == ours[r["op"], r["dtype"], r["layout"]] for r in same)
     assert all("deep_ep" not in r["versions"] for r in records if r["backend"] == "shm")
     exchange.show(records)
-    printed = capsys.readouterr().out
-    assert f"other libraries: deep_ep is {VERSION}, deep_ep_v2 is {VERSION}" in printed
-    assert re.search(r"deep_ep_v2 cached dispatch bf16 expert +2 +9 ", printed)
+    assert f"other libraries: deep_ep is {VERSION}, deep_ep_v2 is {VERSION}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -179,67 +154,4 @@ def test_small_batches(capsys):
     halves = {(r["backend"], r["half"]) for r in records}
     assert halves >= {("deep_ep", "send"), ("deep_ep", "receive"), ("deep_ep_v2", "both")} and ("deep_ep_v2", "send") not in halves
     low_latency.show(records)
-    printed = capsys.readouterr().out.splitlines()
-    assert f"other libraries: deep_ep is {VERSION}, deep_ep_v2 is {VERSION}" in printed
-    (line,) = (line.split() for line in printed if re.match(r"deep_ep_v2 combine bf16 +\d+ +9 +both ", line))
-    assert line[-3:] == ["-", "-", "-"]
-
-
-@pytest.mark.parametrize(
-    ("fault", "left", "failure"),
-    [
-        ("V2 start", SMALL_V1, "deep_ep_v2, 3 tokens: rank 0: EPError: AssertionError: no such GPU"),
-        (
-            "small combine",
-            {"deep_ep dispatch fp8", "deep_ep dispatch bf16"} | SMALL_V2,
-            "deep_ep combine bf16, 3 tokens: rank 1: EPError: its",
-        ),
-        ("small dispatch", SMALL_V2, "deep_ep dispatch fp8, 3 tokens: rank 1: EPError: the sums of the rows that its dispatch brought to"),
-    ],
-)
-def test_what_fails_in_small_batches_is_not_timed(fault, left, failure):
-    report = measured(low_latency_measure.LowLatencyRank.measure, small_options("deep_ep", "deep_ep_v2"), fault)
-    assert set(names_of(report.records, of_peers=True)) == left
-    assert report.failures[0].startswith(f"EP2: {failure}")
-
-
-# ---- names and packages ----
-
-
-def test_the_package_is_looked_for_first(monkeypatch):
-    monkeypatch.setitem(sys.modules, "deep_ep", None)
-    missing = r"^--peer deep_ep_v2: the package deep_ep is not importable here \(.*\); install a wheel of DeepEP that was built"
-    with pytest.raises(BackendUnavailableError, match=missing):
-        peers.check_peers(["deep_ep_v2"])
-    monkeypatch.setitem(sys.modules, "deep_ep", deep_ep)
-    with pytest.raises(BackendUnavailableError, match="--peer deep_ep: the package deep_ep is deepep_moe's own interface here; uninstall"):
-        peers.check_peers(["deep_ep"])
-    real = ModuleType("deep_ep")
-    monkeypatch.setitem(sys.modules, "deep_ep", real)
-    peers.check_peers(["deep_ep", "nccl_ep"])
-    assert peers.version_of(real) == "" and peers.version_of(torch) == f"{torch.__version__} of torch {torch.__version__}"
-
-
-def old_nccl():
-    raise RuntimeError("NCCL EP requires NCCL >= 2.30.4 at runtime; found 2.28.9")
-
-
-@pytest.mark.parametrize(
-    ("package", "ep", "message"),
-    [
-        (None, None, r"--peer nccl_ep: NCCL EP cannot be used here \(.*\); install transformer_engine"),
-        (SimpleNamespace(require_nccl_ep=old_nccl), SimpleNamespace(), r"found 2\.28\.9\); .* nvidia-nccl-cu13 2\.32\.3"),
-        (
-            SimpleNamespace(require_nccl_ep=lambda: None, __version__="2.20.2"),
-            SimpleNamespace(tex=SimpleNamespace()),
-            "compiled without NVTE_WITH_NCCL_EP=1",
-        ),
-    ],
-    ids=("missing", "old", "without NCCL EP"),
-)
-def test_nccl_ep_that_cannot_be_used(package, ep, message, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformer_engine", package)
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.ep", ep)
-    monkeypatch.setattr(nccl_ep, "nccl_version", lambda: "2.30.7")
-    with pytest.raises(BackendUnavailableError, match=message):
-        nccl_ep.load()
+    assert f"other libraries: deep_ep is {VERSION}, deep_ep_v2 is {VERSION}" in capsys.readouterr().out

@@ -56,23 +56,8 @@ def test_times_are_against_the_best_baseline(megatron_lm, capsys):
     assert "1.50x" in capsys.readouterr().out
 
 
-def test_a_baseline_has_graphs_only_where_the_run_has_them(megatron_lm):
-    records = trainer(megatron_lm, "--runs", "allgather", "allgather_graphs", "flag", "flag_graphs", "flag_captured")
-    assert {record["op"].split()[1]: record["rival"] for record in records} == {
-        "allgather": "allgather", "allgather_graphs": "allgather_graphs", "flag": "allgather", "flag_graphs": "allgather_graphs",
-        "flag_captured": "allgather_graphs",
-    }  # fmt: skip
-
-
 def test_what_failed_is_said_beside_what_ran(megatron_lm):
     with pytest.raises(SystemExit, match="alltoall ended with 1 and 1 traces; see .*/alltoall-1/log.txt"):
         trainer(megatron_lm, "--runs", "alltoall", "deepep", "--extra=--fail")
     (record,) = json.loads((megatron_lm.parent / "records.json").read_text())
     assert (record["op"], record["rival"], record["ratio"]) == ("trainer deepep", None, None)
-
-
-def test_what_cannot_run(megatron_lm, tmp_path):
-    with pytest.raises(SystemExit, match="has no pretrain_gpt.py"):
-        trainer(tmp_path / "elsewhere")
-    with pytest.raises(SystemExit, match="--iterations is 8, but the first 6 and the last 4 are not timed"):
-        trainer(megatron_lm, "--iterations", "8")
