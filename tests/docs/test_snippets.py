@@ -255,11 +255,6 @@ def test_modules_and_their_options_exist():
         assert "usage: " in printed[name] and not missing, f"{name} has no {missing}"
 
 
-def test_clones_are_no_package():
-    """Python imports a folder whose name is a package's as an empty package."""
-    assert re.findall(r"git clone \S+ (\S+) && cd (\S+)", "\n".join(TEXTS.values())) == [("deepep-moe", "deepep-moe")]
-
-
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"(?:^|`)make ([\w-]+)", "\n".join(TEXTS.values()), flags=re.MULTILINE))

@@ -1,9 +1,8 @@
-"""The scripts for clusters, on virtual nodes: started as users start them, and what they say when something is wrong."""
+"""The scripts for clusters, on virtual nodes: started as users start them, and what they say of wrong results."""
 
 import argparse
 import contextlib
 import io
-import json
 import os
 import platform
 import re
@@ -12,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import machine_trees
 import pytest
 import torch
 
@@ -91,7 +89,7 @@ def test_slurm(tmp_path):
     assert f"| Python | {platform.python_version()} |" in lines
 
 
-# ---- what they say when something is wrong ----
+# ---- wrong results ----
 
 
 def modules(*names: str) -> list:
@@ -125,47 +123,3 @@ def test_wrong_results_are_found():
     assert not right and not also and nothing == "" and lines[-1] == "SOME RESULTS DIFFER from the reference"
     assert "| uniform, bfloat16, layout rank | DIFFERS on rank 1: combined_x |" in lines
     assert "| one rank without tokens, float32, layout expert | the same bits |" in lines, "rank 1 has no tokens there"
-
-
-def test_refusals(monkeypatch, capsys):
-    main, ranks = modules("main", "ranks")
-    with pytest.raises(SystemExit):
-        main.arguments(["bandwidth", "--iterations", "0"])
-    assert "--iterations must be positive" in capsys.readouterr().err
-    options = main.arguments(["correctness", "--device", "cpu"])
-    assert (options.num_tokens, options.backend, options.ranks_per_node) == (16, "auto", None)
-    assert main.arguments(["bandwidth", "--device", "cuda"]).num_tokens == 4096
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ValueError, match="no launcher started this process"), ranks.joined(options):
-        pass
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    options.device = "cuda"
-    with pytest.raises(ValueError, match="needs a GPU for local rank 3, this host has 2"), ranks.joined(options):
-        pass
-
-
-# ---- the environment ----
-
-
-def test_nics(tmp_path):
-    (environment_module,) = modules("environment")
-    assert environment_module.nics(tmp_path) == "none"
-    machine_trees.dgx_h100(tmp_path)
-    nics = environment_module.nics(tmp_path).split("; ")
-    assert len(nics) == 12 and nics[0] == "mlx5_0: mlx5_core, InfiniBand, NUMA node 0"
-    assert "mlx5_7: mlx5_core, Ethernet, NUMA node 1" in nics
-
-
-def test_doctor_of_each_host(monkeypatch):
-    (environment_module,) = modules("environment")
-    findings = [("PyTorch", "ok", "2.13.0"), ("MPS", "not here", "not started")]
-    findings = [{"check": check, "state": state, "text": text, "advice": ""} for check, state, text in findings]
-    page = {"backends": {"shm": "", "nvlink": "GPUs", "collective": ""}, "faults": 1, "findings": findings}
-    done = subprocess.CompletedProcess([], 1, json.dumps(page), "")
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
-    assert environment_module.checks() == {"backends": "shm, collective", "PyTorch": "2.13.0", "MPS": "not here: not started"}
-    done.returncode, done.stderr = 2, "usage: ...\nunknown option\n"
-    with pytest.raises(RuntimeError, match=r"ended with code 2: unknown option"):
-        environment_module.checks()

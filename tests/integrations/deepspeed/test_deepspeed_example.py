@@ -3,11 +3,9 @@
 import json
 import math
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from example_page import read
@@ -17,16 +15,6 @@ pytest.importorskip("matplotlib")
 
 ROOT = Path(__file__).parents[3]
 STEPS = 10
-
-
-def test_agreement_in_words():
-    agreement = runpy.run_path(str(ROOT / "examples" / "common" / "report.py"))["agreement"]
-    for losses, words in (
-        ([1.0, 2.0, 3.0], "all steps are equal to the bit"),
-        ([1.0, 2.0, 3.5], "the first 2 steps are equal to the bit, the largest difference is 5.0e-01"),
-        ([0.5, 2.0, 3.0], "no step is equal to the bit, the largest difference is 5.0e-01"),
-    ):
-        assert agreement([SimpleNamespace(losses=[1.0, 2.0, 3.0]), SimpleNamespace(losses=losses)]) == words
 
 
 @pytest.mark.slow

@@ -7,12 +7,9 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from example_page import read
 from megatron_cases import enabled
 
@@ -36,15 +33,6 @@ def run_example(command: str, *arguments: str, code: int = 0) -> str:
     done = subprocess.run(whole, capture_output=True, text=True, env=environment, timeout=800)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
-
-
-@pytest.mark.slow
-def test_stock_deepep_trains_to_the_same_loss(tmp_path):
-    """Megatron-Core's own code for DeepEP, on the drop-in module, beside our dispatcher."""
-    output = run_example("train.py --steps 4 --dispatcher deepep --compare deepep_moe --out", str(tmp_path))
-    assert "loss curves of deepep and deepep_moe agree" in output
-    runs = json.loads((tmp_path / "summary.json").read_text())
-    assert [run["run"] for run in runs] == ["deepep", "deepep_moe"] and runs[0]["loss_last_10"] < 5
 
 
 @pytest.mark.multi_gpu(2)
@@ -89,54 +77,8 @@ def test_training_falls_below_unigram_entropy_and_equals_alltoall(tmp_path):
     assert len(page.pictures) == 4 and page.summary in output and "all steps are equal to the bit" in page.summary
 
 
-def _run(rank: int, num_ranks: int, fields: dict):
-    (worker,) = _import_example("worker")
-    return worker.train(rank, num_ranks, worker.Settings(**fields))
-
-
-@pytest.mark.slow
-def test_fp8_experts_learn_as_those_in_bf16(monkeypatch, capsys, tmp_path):
-    """Micro-batches of a step share the copies of the weights.
-
-    After 12 steps of 256 tokens the curve is off by less than 0.1%. If copies stay those of the first step, or weights get no gradients, it
-    is off by 1%. If gradients have the other sign, it is off by 2%, and if rows get none, by 0.7%.
-    """
-    fp8_curves, train, config = _import_example("fp8_curves", "train", "config")
-    monkeypatch.setitem(config.TRAINING, "tiny", config.TRAINING["tiny"] | {"num_sequences": 4, "seq_length": 64})
-    monkeypatch.setattr(train, "run_all", lambda runs, _: [run_ranks(_run, 1, asdict(run), timeout_s=300)[0] for run in runs])
-    path = tmp_path / "curves.json"
-    how = "--seeds 1 --steps 12 --window 6 --tolerance 0.005 --nudged --num-ranks 1 --micro-batches 2 --json"
-    assert fp8_curves.main([*how.split(), str(path)]) == 0 and "curves are near" in capsys.readouterr().out
-    record = json.loads(path.read_text())
-    assert [(run["seed"], run["experts"], len(run["losses"])) for run in record["runs"]] == [
-        (1, experts, 12) for experts in ("bf16", "fp8", "bf16, nudged")
-    ]
-    exact, ours, _ = (run["losses"] for run in record["runs"])
-    assert exact != ours and record["micro_batches"] == 2 and record["is_near"]
-    assert exact[-1] < 0.85 * exact[0] and 0 < abs(record["compared"][0]["nudged_at_end"]) < 0.01
-    run_example("fp8_curves.py --steps 5 --num-ranks 1", code=2)  # as a script it refuses a window of 30 steps
-
-
-@pytest.mark.parametrize(("tolerance", "code"), [("0.2", 0), ("0.1", 1), ("0", 1)])
-def test_tolerance_of_two_curves(monkeypatch, capsys, tmp_path, tolerance, code):
-    """Curves of two seeds by hand: that of fp8 is an eighth off in the second."""
-    fp8_curves, train = _import_example("fp8_curves", "train")
-    asked = []
-
-    def run_all(runs, _):
-        asked.extend((run.seed, run.fp8_experts, run.lr) for run in runs)
-        return [SimpleNamespace(losses=[9.0, 2.25 if run.seed == 2 and run.fp8_experts else 2.0], seconds=1.0) for run in runs]
-
-    monkeypatch.setattr(train, "run_all", run_all)
-    how = "--seeds 1 2 --steps 2 --window 1 --num-ranks 1 --nudged --lr 1 --tolerance"
-    assert fp8_curves.main([*how.split(), tolerance, "--json", str(tmp_path / "curves.json")]) == code
-    assert ("curves are near" in capsys.readouterr().out) == (code == 0)
-    assert asked == [(seed, fp8, lr) for seed in (1, 2) for fp8, lr in ((False, 1.0), (True, 1.0), (False, 1 + 1e-6))]
-    record = json.loads((tmp_path / "curves.json").read_text())
-    assert record["is_near"] == (code == 0) and [each["difference_at_end"] for each in record["compared"]] == [0.0, 0.125]
-    assert [(run["seed"], run["experts"]) for run in record["runs"]] == [
-        (seed, experts) for seed in (1, 2) for experts in ("bf16", "fp8", "bf16, nudged")
-    ]
+def test_fp8_curves_need_more_steps_than_their_window():
+    run_example("fp8_curves.py --steps 5 --num-ranks 1", code=2)
 
 
 def _import_example(*names: str) -> list:
@@ -151,16 +93,6 @@ def _losses(rank: int, num_ranks: int, runs: list[dict]) -> list[list[float]]:
     (worker,) = _import_example("worker")
     results = [worker.train(rank, num_ranks, worker.Settings(num_sequences=2, progress=False, **changes)) for changes in runs]
     return [result.losses if result else [] for result in results]
-
-
-@pytest.mark.slow
-def test_tensor_parallel_training_equals_alltoall():
-    sizes, dispatchers = ({"tp": 2, "ep": 2}, {"tp": 2, "ep": 1, "etp": 2}), ("deepep_moe", "alltoall")
-    losses = run_ranks(_losses, 2, [{"dispatcher": name, "steps": 3, **size} for size in sizes for name in dispatchers])[0]
-    for ours, theirs in (losses[:2], losses[2:]):
-        # Shards are added up in another order here, so last bits may differ, which three steps hardly amplify.
-        assert ours == pytest.approx(theirs, abs=1e-5)
-        assert ours[-1] < ours[0] < 6
 
 
 OURS = {"dispatcher": "deepep_moe", "experts": "own", "sync_free": True}
@@ -206,35 +138,6 @@ def test_steps_from_a_graph():
     assert replayed[-1] < replayed[0]
 
 
-SHARED = ["--device", "cuda", "--num-ranks", "2", "--share-gpus"]
-REFUSED = [
-    (["--sync-free"], "--sync-free needs --experts own"),
-    (["--fp8-experts", "--experts", "own"], "--fp8-experts needs --experts own and --dtype bf16"),
-    (["--interleave", "--recompute"], "--interleave and --recompute exclude each other"),
-    (["--interleave", "--shared-overlap"], "--interleave and --shared-overlap exclude each other"),
-    (["--micro-batches", "3"], "--micro-batches 3 must divide the 8 sequences"),
-    (["--cuda-graph"], "--cuda-graph needs --device cuda and --sync-free"),
-    (["--sweep", "--compare", "alltoall"], "--sweep compares with alltoall itself"),
-    ([*SHARED, "--cuda-graph"], "--cuda-graph excludes --share-gpus"),
-    (SHARED[:-1], "--device cuda needs a GPU for each of 2 ranks, this machine has 1"),
-]
-
-
-def test_options_that_do_not_go_together(monkeypatch, capsys):
-    (train,) = _import_example("train")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for arguments, message in REFUSED:
-        with pytest.raises(SystemExit):
-            train.settings_of(arguments)
-        assert message in capsys.readouterr().err
-    _, settings = train.settings_of(SHARED)
-    assert settings.shares_gpus and settings.ep == 2 and settings.sync_free and not settings.cuda_graph, "no graph holds sums over gloo"
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(SystemExit):
-        train.settings_of(SHARED)
-    assert "this machine has 0" in capsys.readouterr().err
-
-
 def test_readme_has_the_command_line_of_the_full_model():
     (config,) = _import_example("config")
     assert config.pretrain_gpt_command() in (EXAMPLE / "README.md").read_text()
@@ -272,20 +175,3 @@ def test_figures_of_a_timeline():
     assert seen.figures() == figures | {"dispatch_hidden": 0.75, "combine_hidden": 0.0}
     nothing = timeline.Timeline(kernels[1:3], num_steps=1, num_waits=0)
     assert (nothing.exchange_ms, nothing.hidden()) == (0.0, 0.0)
-
-
-def test_defaults_on_a_gpu(monkeypatch):
-    """There a step is bf16, without waits and from a graph; each can be switched off."""
-    (train,) = _import_example("train")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    names = ("dtype", "experts", "sync_free", "cuda_graph")
-
-    def chosen(*arguments: str) -> tuple:
-        parsed = train._arguments(["--device", "cuda", *arguments])
-        return tuple(getattr(parsed, name) for name in names)
-
-    assert chosen("--compare", "alltoall") == ("bf16", "own", True, True)
-    assert chosen("--no-sync-free") == ("bf16", "own", False, False)
-    assert chosen("--interleave") == ("bf16", "own", True, False)
-    assert chosen("--dtype", "fp32") == ("fp32", "auto", False, False)
-    assert chosen("--dispatcher", "alltoall") == ("bf16", "auto", False, False)
