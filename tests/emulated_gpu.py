@@ -137,15 +137,6 @@ def build_device(package: Path) -> tuple[str, ...]:
     return f"-L{package}", f"-l:{DEVICE}"
 
 
-@alone()
-def build_program(source: Path) -> Path:
-    """A program with kernels, made of one file."""
-    package = SITE / "deepep_moe"
-    package.mkdir(parents=True, exist_ok=True)
-    device = build_device(package)
-    return link_objects(SITE.parent / source.stem, compile_objects([source]), libraries=(*device, f"-Wl,-rpath,{package}"))
-
-
 def torch_libraries() -> list[str]:
     from torch.utils.cpp_extension import library_paths
 

@@ -108,7 +108,7 @@ def test_many_calls(split):
 @pytest.mark.parametrize("seed", range(25))
 def test_networks(seed):
     """Networks that delay, tear and reorder in other ways."""
-    network = {NETWORK: f"seed={seed},stall_us={200 * (seed % 4)}"}
+    network = {NETWORK: f"seed={seed},stall_us={200 * (seed % 4)},flush={seed % 2}"}
     split = ("2x1", "2x2", "4x1", "3x2")[seed % 4]
     run_ranks(in_environment, SPLITS[split][0], network, many_calls, split, 4)
 
