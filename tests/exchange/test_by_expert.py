@@ -23,31 +23,19 @@ from deepep_moe.testing import run_ranks
 
 NVLINK = (pytest.param("nvlink", marks=pytest.mark.gpu),)
 BACKENDS = ("shm", "collective", *NVLINK)
-MANY = 80  # experts of two ranks: more parts than kernels take
 
 
-def all_equal(rank, num_ranks, backend, cases):
-    for case in cases:
+@on_ranks(3, backend=BACKENDS)
+def test_parts_are_the_rows_of_one_tensor(rank, num_ranks, backend):
+    for dtype, weighed in itertools.product((torch.float32, torch.bfloat16), (True, False)):
+        case = Case([9, 0, 21], num_topk=4, dtype=dtype, pattern="masked", with_weights=weighed)
         equal(rank, num_ranks, backend, case, doubled)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_parts_are_the_rows_of_one_tensor(backend):
-    kinds = itertools.product((torch.float32, torch.bfloat16), (True, False))
-    cases = [Case([9, 0, 21], num_topk=4, dtype=dtype, pattern="masked", with_weights=weighed) for dtype, weighed in kinds]
-    run_ranks(all_equal, 3, backend, cases)
 
 
 @pytest.mark.parametrize("expert", (strided, shifted, folded, unlike, ignored), ids=lambda expert: expert.__name__)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_outputs_that_cannot_be_read_where_they_are(backend, expert):
     run_ranks(equal, 2, backend, Case([9, 14], num_topk=4, dtype=torch.bfloat16), expert)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_few_and_many_experts(backend):
-    cases = [Case([9, 14], num_topk=2, num_experts=number, dtype=torch.bfloat16) for number in (2, 64, MANY)]
-    run_ranks(all_equal, 2, backend, cases)
 
 
 def weighed_at_the_source(rank, num_ranks, backend, dtype, num_topk, expert, num_experts=6):

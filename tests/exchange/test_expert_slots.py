@@ -27,6 +27,13 @@ def opened(backend, rank, num_bytes=1 << 16, timeout_s=60.0):
     return slots, device
 
 
+def called(slots, call, *arguments, **options):
+    """A call and its error, which a GPU reports afterwards."""
+    call(*arguments, **options)
+    torch.cuda.synchronize() if slots.backend == "nvlink" else None
+    slots.check()
+
+
 # ---- by hand ----
 
 
@@ -193,25 +200,17 @@ def test_bad_arguments(rank, backend):
     }
     for message, args in bad.items():
         with refused(rank, 1, ValueError, message):
-            slots.fetch(*(args if rank == 1 else (copies, held, weights)))
-            torch.cuda.synchronize() if backend == "nvlink" else None
-            slots.check()
+            called(slots, slots.fetch, *(args if rank == 1 else (copies, held, weights)))
     with refused(rank, 1, ValueError, "num_sms is 0"):
-        slots.fetch(copies, held, weights, num_sms=0 if rank == 1 else None)
-        torch.cuda.synchronize() if backend == "nvlink" else None
-        slots.check()
-    with refused(rank, 1, TypeError, "grads must be float32, or as slots are"):
-        slots.return_gradients(copies, held, weights.bfloat16() if rank == 1 else weights)
-        torch.cuda.synchronize() if backend == "nvlink" else None
-        slots.check()
-    with refused(rank, 1, ValueError, "grads has a tensor twice"):
-        slots.return_gradients(copies, [held, held], [weights, weights if rank == 1 else weights.clone()])
-        torch.cuda.synchronize() if backend == "nvlink" else None
-        slots.check()
-    with refused(rank, 0, TypeError, "all must have one dtype"):
-        slots.return_gradients(copies, held.view(torch.int32) if rank == 0 else held, weights)
-        torch.cuda.synchronize() if backend == "nvlink" else None
-        slots.check()
+        called(slots, slots.fetch, copies, held, weights, num_sms=0 if rank == 1 else None)
+    good = (held, weights)
+    for error, message, args in (
+        (TypeError, "grads must be float32, or as slots are", (held, weights.bfloat16())),
+        (ValueError, "grads has a tensor twice", ([held, held], [weights, weights])),
+        (TypeError, "all must have one dtype", (held.view(torch.int32), weights)),
+    ):
+        with refused(rank, 1, error, message):
+            called(slots, slots.return_gradients, copies, *(args if rank == 1 else good))
     with pytest.raises(ValueError, match="bytes were asked for"):
         slots.empty(1 << 16, dtype=torch.float32)
     held.zero_()
@@ -226,9 +225,7 @@ def test_bad_copies(rank, backend, copies):
     held = slots.empty(len(copies[0]), 16, dtype=torch.float32)
     copies = torch.tensor(copies, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match=r"copies\[\d, \d\] is \d; it must be -1 or an expert of another rank"):
-        slots.fetch(copies, held, torch.ones(2, 16, device=device))
-        torch.cuda.synchronize() if backend == "nvlink" else None
-        slots.check()
+        called(slots, slots.fetch, copies, held, torch.ones(2, 16, device=device))
     slots.fetch(torch.full_like(copies, -1), held, torch.ones(2, 16, device=device))
     slots.check()
 
@@ -247,9 +244,7 @@ def test_different_calls(rank, backend):
     )
     for call, table, tensor in calls:
         with pytest.raises(EPMismatchError, match="ranks make different calls: rank"):
-            call(table, tensor, weights)
-            torch.cuda.synchronize() if backend == "nvlink" else None
-            slots.check()
+            called(slots, call, table, tensor, weights)
 
 
 @on_ranks(2, backend=BACKENDS, call=("fetch", "return"), expected_dead=[1])
@@ -263,9 +258,7 @@ def test_killed(rank, backend, call):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(EPTimeoutError, match="rank 1 did not deliver") as info:
-        (slots.fetch if call == "fetch" else slots.return_gradients)(copies, held, weights)
-        torch.cuda.synchronize() if backend == "nvlink" else None
-        slots.check()
+        called(slots, slots.fetch if call == "fetch" else slots.return_gradients, copies, held, weights)
     assert info.value.rank == 1
 
 
@@ -284,7 +277,5 @@ def test_destroyed(rank, backend):
             slots.fetch(copies, held, weights)
     else:
         with pytest.raises(EPPeerError if backend == "nvlink" else EPTimeoutError):  # a process group does not tell
-            slots.fetch(copies, held, weights)
-            torch.cuda.synchronize() if backend == "nvlink" else None
-            slots.check()
+            called(slots, slots.fetch, copies, held, weights)
     dist.barrier() if backend == "nvlink" else None

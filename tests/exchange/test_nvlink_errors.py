@@ -31,12 +31,9 @@ def test_bad_arguments(rank):
     on_cpu = [] if emulated_gpu.is_chosen() else [(dict(x=x.cpu()), ValueError, "x is on cpu")]
     for changes, error, message in [
         *on_cpu,
-        (dict(x=x.double()), TypeError, "x has dtype float64"),
-        (dict(topk_idx=idx[:3]), ValueError, r"topk_idx has shape \[3, 2\]"),
         (dict(topk_idx=idx + 1), ValueError, r"topk_idx\[[12], [01]\] is 4"),
         (dict(topk_idx=idx * 0), ValueError, "names expert 0 twice"),
         (dict(num_recv_rows=-1), ValueError, "num_recv_rows is -1"),
-        (dict(num_recv_rows=2**31), ValueError, "num_recv_rows is 2147483648"),
         (dict(num_recv_rows=2**63), ValueError, "num_recv_rows is 9223372036854775808"),
     ]:
         with refused(rank, 0, error, message):

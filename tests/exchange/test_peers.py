@@ -13,7 +13,6 @@ from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import EPError, EPPeerError, EPTimeoutError
-from deepep_moe.testing import run_ranks
 
 DEADLINE_S = 3.0  # what must pass in tests of ranks that are late, and what the others must keep on a busy machine
 
@@ -144,7 +143,8 @@ def count_mappings() -> int:
         return sum("deepep_moe" in line and "memfd" in line for line in file)
 
 
-def frees_everything(rank, num_ranks):
+@on_ranks(2)
+def test_buffers_free_their_memory(rank, num_ranks):
     before, files = count_mappings(), len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         buffer = make_buffer()
@@ -156,8 +156,5 @@ def frees_everything(rank, num_ranks):
     del buffer  # without destroy
     assert count_mappings() == before
     assert len(os.listdir("/proc/self/fd")) <= files
-
-
-def test_buffers_free_their_memory():
-    run_ranks(frees_everything, 2)
+    dist.barrier()
     assert not [name for name in os.listdir("/dev/shm") if "deepep" in name]

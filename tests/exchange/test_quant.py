@@ -48,15 +48,6 @@ def test_what_is_not_finite_stays_in_its_block(bad, device):
     assert_same("scales of other blocks", scales[[0, 0, 1], [0, 1, 1]], good_scales[[0, 0, 1], [0, 1, 1]])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_error_is_that_of_the_format(dtype):
-    x = (torch.randn(50, 328, generator=torch.Generator().manual_seed(0)) * 30).to(dtype)
-    y, scales = quantize_fp8(x)
-    back = y.float() * scales.repeat_interleave(128, 1)[:, :328]
-    largest = torch.nn.functional.pad(x.float().abs(), (0, 56)).unflatten(1, (3, 128)).amax(2).repeat_interleave(128, 1)[:, :328]
-    assert ((back - x.float()).abs() <= x.float().abs() / 16 + largest / 448 / 512 * 1.01).all()  # half a step: 3 bits of mantissa
-
-
 def test_bad_rows():
     with pytest.raises(TypeError, match="x has dtype float64"):
         quantize_fp8(torch.zeros(2, 128, dtype=torch.float64))

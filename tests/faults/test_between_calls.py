@@ -7,14 +7,13 @@ from functools import partial
 import pytest
 import torch
 from exchange_cases import device_of
-from fault_cases import SOON_S, FailsInBackward, outcome
+from fault_cases import SOON_S, FailsInBackward, check_told, outcome
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import BufferDestroyedError, EPPeerError
 from deepep_moe.exchange.calls import notify_peers_on_failure
 from deepep_moe.nn import MoELayer, Router
-from deepep_moe.testing import run_ranks
 from deepep_moe.worker import Worker
 
 HIDDEN = 16
@@ -32,15 +31,6 @@ class Expert(torch.nn.Linear):
 
 def fail(error, *_):
     raise error
-
-
-def learns(rank, error, raised, elapsed_s, reason):
-    if rank == 1:
-        assert raised is error, repr(raised)
-    else:
-        assert isinstance(raised, EPPeerError) and raised.rank == 1 and elapsed_s < SOON_S, repr(raised)
-        assert f"rank 1 did not make its call: {reason}" in str(raised), raised
-        assert raised.cause == reason.split(":")[0], raised.cause
 
 
 def make_model(rank, num_ranks, backend):
@@ -70,14 +60,20 @@ IN_BACKWARD = [("in_backward", kind_of_error) for kind_of_error in (RuntimeError
 ON_GPUS = [("fails", RuntimeError), ("in_backward", RuntimeError)] * 2
 
 
-def fails(rank, num_ranks, backend):
+SIZES = [("shm", 2), ("collective", 2), *(pytest.param(*size, marks=pytest.mark.slow) for size in (("shm", 3), ("collective", 3)))]
+SIZES += [pytest.param("nvlink", num_ranks, marks=pytest.mark.gpu) for num_ranks in (2, 3)]
+
+
+@pytest.mark.parametrize(("backend", "num_ranks"), SIZES)
+@on_ranks(())
+def test_layer(rank, num_ranks, backend):
     model, x, experts, buffer = make_model(rank, num_ranks, backend)
     expert, step = experts[1], partial(make_step, model, x, buffer)
     step()
     for where, kind_of_error in ON_GPUS if backend == "nvlink" else IN_FORWARD + IN_BACKWARD:
         error = kind_of_error("of an expert")
         setattr(expert, where, error if rank == 1 else None)
-        learns(rank, error, *outcome(step), f"{kind_of_error.__name__}: of an expert" if where == "fails" else BACKWARD_FAILED)
+        check_told(rank, 1, error, *outcome(step), f"{kind_of_error.__name__}: of an expert" if where == "fails" else BACKWARD_FAILED)
         setattr(expert, where, None)
         if backend == "nvlink":  # a peer has made calls that the culprit has not by the time that it learns it, where it next looks
             buffer.recover()
@@ -86,23 +82,11 @@ def fails(rank, num_ranks, backend):
         return
     error = RuntimeError("of a hook")
     hook = expert.weight.register_hook(partial(fail, error)) if rank == 1 else None
-    learns(rank, error, *outcome(step), BACKWARD_FAILED)
+    check_told(rank, 1, error, *outcome(step), BACKWARD_FAILED)
     if hook is not None:
         hook.remove()
     for _ in range(2):
         step()
-
-
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-@pytest.mark.parametrize("num_ranks", (2, pytest.param(3, marks=pytest.mark.slow)))
-def test_layer(num_ranks, backend):
-    run_ranks(fails, num_ranks, backend)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_ranks", (2, 3))
-def test_layer_on_gpus(num_ranks):
-    run_ranks(fails, num_ranks, "nvlink")
 
 
 def test_ends_that_are_no_failures():
@@ -139,7 +123,7 @@ def test_asynchronous_calls(rank, num_ranks):
         else:
             call().wait()
             raised, elapsed_s = outcome(combine().wait)
-        learns(rank, error, raised, elapsed_s, "RuntimeError: of an expert")
+        check_told(rank, 1, error, raised, elapsed_s, "RuntimeError: of an expert")
         if rank == 1:
             buffer.calls._worker, go_on = Worker(), threading.Event()
             buffer.calls._worker.submit(go_on.wait)

@@ -4,7 +4,6 @@ import os
 from types import SimpleNamespace
 
 import pytest
-import torch
 import torch.distributed as dist
 from events import tell, wait_for
 from fault_cases import SOON_S, make, make_step, outcome
@@ -84,13 +83,3 @@ def test_rank_that_leaves(rank, kind, leave):
         assert leave is end or raised.phase == "mapping of workspaces", repr(raised)
     tell(f"rank {rank} knows")
     wait_for("rank 0 knows", "rank 2 knows")
-
-
-def test_options_of_low_latency():
-    buffer = LowLatencyBuffer(None, 8, 128, 4, 2)
-    with pytest.raises(ValueError, match=r"^scale_format is \['fp32'\]"):
-        buffer.dispatch(torch.ones(4, 128), torch.tensor([[0, 1]] * 4), fp8=True, scale_format=["fp32"])
-    with pytest.raises(TypeError, match="^dtype is 'float32'"):
-        buffer.combine_input("float32")
-    with pytest.raises(TypeError, match="^mask_stalled is 'yes'"):
-        LowLatencyBuffer(None, 8, 128, 4, 2, mask_stalled="yes")

@@ -6,19 +6,8 @@ from functools import partial
 
 import pytest
 from events import tell, wait_for
-from fault_cases import ERRORS, SOON_S, alarm, inputs, make, make_step, once, outcome
+from fault_cases import ERRORS, alarm, check_told, inputs, make, make_step, once, outcome
 from on_ranks import on_ranks
-
-from deepep_moe.errors import EPPeerError
-
-
-def check_told(rank, culprit, error, raised, elapsed_s, what):
-    if rank == culprit:
-        assert raised is error, f"{what}: {raised!r}"
-        return
-    assert isinstance(raised, EPPeerError) and raised.rank == culprit and elapsed_s < SOON_S, f"{what}: {raised!r}"
-    assert f"rank {culprit} did not make its call: {type(error).__name__}: {error}" in str(raised), what
-    assert raised.cause == type(error).__name__, what
 
 
 @pytest.mark.parametrize("is_interrupt", (False, True), ids=("faults before entry", "interrupts"))
@@ -28,8 +17,8 @@ def test_left_calls(rank, num_ranks, is_interrupt):
     x, idx = inputs(buffer, 0)
     handle, stock = buffer.dispatch(x, idx).handle, buffer._backend.empty
     rows = x.new_ones(buffer.num_local_experts, buffer.capacity, buffer.hidden)
-    calls = {"dispatch": partial(buffer.dispatch, x, idx), "combine": partial(buffer.combine, rows, handle)}
-    for (step, (operation, call)), kind_of_error in itertools.product(enumerate(calls.items()), ERRORS):
+    calls = partial(buffer.dispatch, x, idx), partial(buffer.combine, rows, handle)
+    for (step, call), kind_of_error in itertools.product(enumerate(calls), ERRORS):
         culprit, error = (step + len(kind_of_error.__name__)) % num_ranks, kind_of_error(f"fault {step}")
         left = f"left {step} {kind_of_error.__name__}"
         if is_interrupt and rank != culprit:
@@ -43,8 +32,8 @@ def test_left_calls(rank, num_ranks, is_interrupt):
             tell(left)
         elif is_interrupt:
             assert ended[0] is None, f"the rows were there: {ended[0]!r}"
-            ended = outcome(calls["dispatch"])
-        check_told(rank, culprit, error, *ended, (operation, kind_of_error))
+            ended = outcome(calls[0])
+        check_told(rank, culprit, error, *ended, f"{kind_of_error.__name__}: {error}")
         make_step(buffer, step)
 
 
@@ -57,7 +46,7 @@ def test_interrupts_of_a_combine_with_weights(rank, num_ranks):
     rows, weights = x.new_ones(buffer.num_local_experts, buffer.capacity, buffer.hidden), x.new_ones(idx.shape)
     for step, kind_of_error in enumerate(ERRORS):
         for return_hook in (False, True):
-            culprit, error, what = (step + return_hook) % num_ranks, kind_of_error(f"fault {step}"), (kind_of_error, return_hook)
+            culprit, error = (step + return_hook) % num_ranks, kind_of_error(f"fault {step}")
             if rank != culprit:
                 wait_for(f"left {step} {return_hook}")
 
@@ -69,5 +58,5 @@ def test_interrupts_of_a_combine_with_weights(rank, num_ranks):
                 ended = outcome(call)
             if rank == culprit:
                 tell(f"left {step} {return_hook}")
-            check_told(rank, culprit, error, *ended, what)
+            check_told(rank, culprit, error, *ended, f"{kind_of_error.__name__}: {error}")
             make_step(buffer, step)

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from events import tell, wait_for
-from fault_cases import SOON_S, at_random, inputs, make, make_step, once, outcome
+from fault_cases import SOON_S, at_random, check_told, inputs, make, make_step, once, outcome
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer, config
@@ -18,15 +18,6 @@ from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutEr
 from deepep_moe.exchange import buffer as of_buffers
 from deepep_moe.exchange import calls as of_calls
 from deepep_moe.group import rendezvous
-
-
-def check_outcome(rank, error, raised, elapsed_s, reason):
-    """Rank 0 raises its own error, and the peers learn it at once."""
-    if rank == 0:
-        assert raised is error, repr(raised)
-    else:
-        assert isinstance(raised, EPPeerError) and raised.rank == 0 and reason in str(raised) and elapsed_s < SOON_S, repr(raised)
-
 
 # ---- words, and what fails on the way to a call ----
 
@@ -58,7 +49,7 @@ def test_failures_before_a_call(rank, num_ranks, kind):
             setattr(owner, name, once(stock, error))
         ended = outcome(partial(buffer.dispatch, x, idx, fp8=isinstance(buffer, Buffer)))
         setattr(owner, name, stock)
-        check_outcome(rank, error, *ended, reason)
+        check_told(rank, 0, error, *ended, reason)
         make_step(buffer, step)
 
 
@@ -74,7 +65,7 @@ def test_interrupted_wait_for_an_earlier_call(rank, num_ranks):
     if rank == 0:
         signal.signal(signal.SIGALRM, lambda *_: (tell("interrupted"), fail(error)))
         signal.setitimer(signal.ITIMER_REAL, 0.3)
-    check_outcome(rank, error, *outcome(partial(buffer.dispatch, x, idx)), "KeyboardInterrupt: of the wait")
+    check_told(rank, 0, error, *outcome(partial(buffer.dispatch, x, idx)), "KeyboardInterrupt: of the wait")
     combined.wait()
     make_step(buffer, 1)
 
@@ -103,7 +94,7 @@ def test_no_thread_for_an_asynchronous_call(rank, num_ranks):
 
         ended = outcome(run)
         of_calls.Worker = stock
-        check_outcome(rank, error, *ended, "RuntimeError: can't start new thread")
+        check_told(rank, 0, error, *ended, "RuntimeError: can't start new thread")
         buffer.recover()
         make_step(buffer, step)
         buffer.calls._worker = None  # the next asynchronous call starts another one

@@ -12,41 +12,26 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 from events import event, tell, wait_for
-from fault_cases import ON_GPUS, SOON_S, at_random, inputs, look, make, make_step, outcome, signal_later
+from fault_cases import (
+    ON_GPUS,
+    OUT_OF_STEP,
+    SOON_S,
+    at_random,
+    back_in_step,
+    inputs,
+    look,
+    make,
+    make_step,
+    outcome,
+    signal_later,
+    step_until_right,
+)
 from on_ranks import on_ranks
 
-from deepep_moe import Buffer
-from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.errors import EPError, EPPeerError, EPTimeoutError
 
-OUT_OF_STEP = (EPTimeoutError, EPPeerError, EPMismatchError)
 GPU_DEADLINE_S = 6.0  # far from what a step takes on a busy machine
 on_gpus = pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.gpu) for kind in ON_GPUS])
-
-
-def step_until_right(buffer):
-    """Make the same step until it succeeds; return the errors."""
-    errors = []
-    for _ in range(10):
-        error, _ = outcome(partial(make_step, buffer, 1))
-        if error is None:
-            return errors
-        assert isinstance(error, OUT_OF_STEP), repr(error)
-        errors.append(error)
-    raise AssertionError(f"out of step: {errors}")
-
-
-def back_in_step(buffer):
-    """`recover` brings the ranks of a Buffer into step, once all have their errors: it waits for one deadline, and so does a late rank in
-    its call. Those of a LowLatencyBuffer repeat the step until it succeeds."""
-    tell(f"rank {buffer.rank} has its error")
-    if isinstance(buffer, Buffer):
-        wait_for(*(f"rank {peer} has its error" for peer in range(buffer.num_ranks)))
-        buffer.recover()
-    else:
-        step_until_right(buffer)
-    for step in range(2, 5):  # of the same numbers on all ranks
-        make_step(buffer, step)
-    dist.barrier()
 
 
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 2.0, 1.7), (5, 2.0, 2.6))]

@@ -26,7 +26,6 @@ from low_latency_cases import (
 )
 from low_latency_faults import BACKENDS, on_every_backend
 from on_ranks import on_ranks
-from passed_files import MODES, finish, passed
 
 from deepep_moe import LowLatencyBuffer, ops, reference
 from deepep_moe.testing import run_ranks
@@ -91,35 +90,6 @@ def test_combine_on_other_stream(rank, with_hook):
     assert all(tensor.data_ptr() != address for tensor in others)
     torch.cuda.synchronize()
     assert_same("combined_x", combined, 2 * x)
-
-
-@pytest.mark.gpu
-@on_ranks(2, how=MODES)
-def test_files_that_a_call_passes(rank, how):
-    device_of("nvlink", rank)
-    buffer = LowLatencyBuffer(None, 8, 128, 4, 2, backend="nvlink", timeout_s=60)
-    x, idx = on_device("nvlink", rank, torch.randn(8, 128), torch.tensor([0, 2]).repeat(8, 1))
-    natives, options, rows = [(buffer._backend, "calls"), (buffer._backend, "_native")], MODES[how], buffer.combine_input()
-    for _ in range(2):  # the first one warms up
-        out, *of_dispatch = passed(natives, lambda: buffer.dispatch(x, idx, fp8=True, **options))
-        finish(out.hook or out.event)
-        combined, *of_combine = passed(natives, lambda: buffer.combine(rows, out.handle, **options))  # noqa: B023
-        finish(None if how == "now" else combined[1])
-    for files, asked in (of_dispatch, of_combine):
-        assert len(files) <= 5 and len(set(asked) - {"num_calls"}) == 1, (files, asked)
-
-
-@on_every_backend
-def test_one_rank_without_group(backend):
-    device_of(backend, 0)
-    buffer = LowLatencyBuffer(None, 3, 16, 2, 1, backend=backend)
-    assert "rank 0 of 1, 2 experts, top-1, hidden 16, 3 tokens" in repr(buffer)
-    assert (buffer.num_ranks, buffer.rank, buffer.num_local_experts, buffer.capacity) == (1, 0, 2, 3)
-    x, idx = on_device(backend, 0, torch.randn(3, 16), torch.tensor([[1], [-1], [1]]))
-    out = buffer.dispatch(x, idx)
-    assert out.num_recv_tokens_per_expert.tolist() == [0, 2] and torch.equal(out.recv_x[1, :2], x[[0, 2]])
-    y = buffer.combine(out.recv_x, out.handle)
-    assert torch.equal(y[[0, 2]], x[[0, 2]]) and not y[1].any()
 
 
 @on_every_backend
@@ -274,12 +244,6 @@ def test_error_of_the_fp8_wire(rank, num_ranks, backend):
 # ---- ways to call ----
 
 
-def several_in_flight(rank, _, backend, pairs):
-    buffer = make_buffer(pairs[0][0], backend, rank)
-    for cases in pairs:
-        two_in_flight(rank, backend, buffer, cases)
-
-
 def two_in_flight(rank, backend, buffer, cases):
     """Calls of either kind, received in either order, which is not the same one on all ranks. A third one has to wait."""
     expected = [Expected(case) for case in cases]
@@ -310,32 +274,20 @@ OVER_NODES = [pytest.param("nvshmem", *split, marks=pytest.mark.gpu) for split i
 @pytest.mark.parametrize(
     "backend, num_ranks, per_node", [("shm", 3, None), pytest.param("nvlink", 3, None, marks=pytest.mark.gpu), *OVER_NODES]
 )
-def test_two_calls_in_flight(backend, num_ranks, per_node):
+@on_ranks(())
+def test_two_calls_in_flight(rank, num_ranks, backend, per_node):
     tokens = [9, 24, 0, 17, 1, 21, 5, 12][:num_ranks]
     cases = [Case(tokens, num_topk=5, mode="hook", seed=seed, combine_weights=seed == 1, ranks_per_node=per_node) for seed in range(3)]
-    run_ranks(several_in_flight, num_ranks, backend, (cases[:2], cases[::2]))
-
-
-@on_every_backend
-@on_ranks(2)
-def test_overlapping_calls(rank, backend):
-    """Double batching: while one batch is received, the other is sent."""
-    cases = [Case([20, 24], mode="hook", seed=seed) for seed in range(6)]
-    expected = [Expected(case) for case in cases]
     buffer = make_buffer(cases[0], backend, rank)
-    last = None
-    for case, wanted in zip(cases, expected, strict=True):
-        out, hook = start_dispatch(buffer, case, rank, backend)
-        if last is not None:
-            last[1]()
-            assert_same("combined_x", last[0], last[2])
-        hook()
-        check_dispatch(case, rank, out, wanted)
-        last = (*start_combine(buffer, case, combine_rows(case, rank, out, wanted), out.handle), wanted.combined[rank])
-    last[1]()
+    for pair in (cases[:2], cases[::2]):
+        two_in_flight(rank, backend, buffer, pair)
 
 
-def many_calls(rank, num_ranks, backend):
+@pytest.mark.parametrize(
+    ("backend", "num_ranks"), [("shm", 3), *(pytest.param(*size, marks=pytest.mark.gpu) for size in (("nvlink", 3), ("nvshmem", 4)))]
+)
+@on_ranks(())
+def test_many_calls(rank, num_ranks, backend):
     """Ranks that are late in turn, through all turns several times, in all modes. Those of nvshmem are of two nodes."""
     draw = random.Random(rank)
     cases = [
@@ -348,11 +300,6 @@ def many_calls(rank, num_ranks, backend):
     for case in cases:
         time.sleep(draw.choice((0, 0, 0.02)))
         run_case(buffer, case, rank, backend)
-
-
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
-def test_many_calls(backend):
-    run_ranks(many_calls, 4 if backend == "nvshmem" else 3, backend)
 
 
 @on_every_backend

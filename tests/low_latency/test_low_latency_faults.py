@@ -22,7 +22,6 @@ from on_ranks import on_ranks, refused
 from deepep_moe import LowLatencyBuffer
 from deepep_moe.errors import BufferDestroyedError, EPError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.low_latency import shm_rows
-from deepep_moe.testing import run_ranks
 
 WEIGHED = Case([6, 8, 7], max_tokens=8, num_experts=9, num_topk=4, masked=0.0, combine_weights=True)
 
@@ -64,7 +63,7 @@ def test_different_calls(rank, backend):
 @on_every_backend
 @on_ranks(2)
 def test_refusals_in_a_row(rank, backend):
-    """A rank that refuses call after call does not get ahead of ranks in the first call, and all stay in step."""
+    """A rank that refuses call after call does not get ahead of ranks in the first call, and they learn the reason of each."""
     buffer, x, idx = make(backend, rank)
     out, weights = buffer.dispatch(x, idx), torch.ones(4, 2, device=x.device)
     for name, bad, good, call in (
@@ -72,26 +71,12 @@ def test_refusals_in_a_row(rank, backend):
         ("wire", "fp4", None, partial(buffer.combine, out.recv_x, out.handle)),
         ("wire", "fp4", None, partial(buffer.combine, out.recv_x, out.handle, topk_weights=weights)),
     ):
-        for _ in range(7):
+        for number in range(7):
             time.sleep(0.05 if rank == 1 else 0)
-            with pytest.raises(ValueError if rank == 0 else EPPeerError, match=f"{name} is '{bad}'"):
-                call(**{name: bad if rank == 0 else good})
+            with pytest.raises(ValueError if rank == 0 else EPPeerError, match=f"{name} is '{bad}{number}'"):
+                call(**{name: f"{bad}{number}" if rank == 0 else good})
                 finish(buffer)
         check_usable(buffer, x, idx)
-
-
-@on_ranks(2)
-def test_each_refusal_has_its_reason(rank):
-    buffer, x, idx = make("shm", rank)
-    for number in range(0, 6, 2):
-        if rank == 1:
-            wait_for(f"refused {number}")
-        for reason in (f"e{number}", f"e{number + 1}"):
-            with pytest.raises(ValueError if rank == 0 else EPPeerError, match=f"scale_format is '{reason}'"):
-                buffer.dispatch(x, idx, scale_format=reason if rank == 0 else "fp32")
-        if rank == 0:
-            tell(f"refused {number}")
-    check_usable(buffer, x, idx)
 
 
 # ---- calls that fail before they have a number ----
@@ -278,7 +263,8 @@ def test_calls_from_a_handler(rank):
     check_usable(buffer, x, idx)
 
 
-def interrupted_around_native_code(rank, _):
+@on_ranks(2)
+def test_interrupt_around_native_code(rank):
     """All that may fail comes before a call has its number, so peers learn of it; receiving allocates nothing."""
     buffer, x, idx = make("shm", rank, timeout_s=300)
     out, error = buffer.dispatch(x, idx), KeyboardInterrupt("while it prepares")
@@ -300,10 +286,6 @@ def interrupted_around_native_code(rank, _):
         with fails:
             buffer.finish_calls()
         check_usable(buffer, x, idx)
-
-
-def test_interrupt_around_native_code():
-    run_ranks(interrupted_around_native_code, 2)
 
 
 @on_ranks(2, where=("deepep_moe.low_latency.shm_rows.DispatchRows.read", "torch.frombuffer"))
@@ -338,7 +320,6 @@ def test_use_after_destroy(rank, backend):
     dist.barrier()
     buffer.destroy()
     buffer.destroy()
-    assert "destroyed" in repr(buffer)
     for call in (lambda: buffer.dispatch(x, idx), lambda: buffer.combine(out.recv_x, out.handle), lambda: buffer.masked_ranks, hook):
         with pytest.raises(BufferDestroyedError, match="this LowLatencyBuffer was destroyed; create another"):
             call()
@@ -394,7 +375,10 @@ def test_use_in_a_forked_process(rank):
 # ---- ranks that are late or gone ----
 
 
-def late(rank, _, backend, operation):
+@on_every_backend
+@pytest.mark.parametrize("operation", ("dispatch", "combine"))
+@on_ranks(3)
+def test_late_peer(rank, operation, backend):
     """A late dispatch finds the rows of those who gave up, so all go on. A late combine with weights finds that the others have no weights
     of it, and have summed nothing for it: it hears so at once."""
     buffer = make_buffer(WEIGHED, backend, rank, timeout_s=4.0)
@@ -421,12 +405,6 @@ def late(rank, _, backend, operation):
         tell(f"rank {rank} knows")
     dist.barrier()
     run_case(buffer, WEIGHED, rank, backend)
-
-
-@on_every_backend
-@pytest.mark.parametrize("operation", ("dispatch", "combine"))
-def test_late_peer(operation, backend):
-    run_ranks(late, 3, backend, operation)
 
 
 @pytest.mark.gpu

@@ -1,7 +1,6 @@
 """Low-latency calls that go on without a rank, and its return."""
 
 import itertools
-import logging
 import mmap
 import os
 import signal
@@ -16,13 +15,13 @@ import torch
 import torch.distributed as dist
 from events import tell, wait_for
 from exchange_cases import assert_same, on_device
+from logs import heard
 from low_latency_cases import Case, Expected, check_dispatch, combine_rows, finish, make_buffer, run_case, start_combine, start_dispatch
-from low_latency_faults import combined_without, on_every_backend
+from low_latency_faults import combined_without, come_back, on_every_backend
 from on_ranks import on_ranks
 
 from deepep_moe.errors import EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.low_latency.shm import ShmLowLatencyBackend
-from deepep_moe.testing import run_ranks
 
 CASE = Case([6, 8, 7], max_tokens=8, num_experts=9, num_topk=4, masked=0.0)
 MASKED = 1
@@ -33,16 +32,6 @@ WEIGHED = replace(CASE, combine_weights=True)
 
 def lost_pairs(rank):
     return int((CASE.inputs(rank)[1] // 3 == MASKED).sum())
-
-
-def come_back(buffer, rank):
-    """All ranks but the masked one take it back, between the same calls."""
-    dist.barrier()
-    if rank == MASKED:
-        buffer.rejoin()
-    else:
-        buffer.mask_rank(MASKED, False)
-    assert buffer.masked_ranks == []
 
 
 def check_all(buffer, rank, backend):
@@ -62,24 +51,14 @@ def test_masked_by_hand(rank, backend):
             for mode, combine_weights in itertools.product(("now", "hook", "async"), (False, True)):
                 run_case(buffer, replace(WITHOUT, mode=mode, combine_weights=combine_weights), rank, backend)
             assert buffer.statistics().num_dropped.item() == 6 * times * lost_pairs(rank)
-        come_back(buffer, rank)
+        come_back(buffer, rank, MASKED)
         check_all(buffer, rank, backend)
 
 
-class Heard(logging.Handler):
-    """A handler that keeps the logged lines."""
-
-    def __init__(self):
-        super().__init__()
-        self.messages = []
-        logging.getLogger("deepep_moe").addHandler(self)
-
-    def emit(self, record):
-        self.messages.append(record.getMessage())
-
-
-def stalls(rank, _, backend):
-    heard = Heard()
+@on_every_backend
+@on_ranks(3)
+def test_rank_that_stalls(rank, backend):
+    lines = heard()
     buffer = make_buffer(CASE, backend, rank, timeout_s=DEADLINE_S, mask_stalled=True)
     run_case(buffer, CASE, rank, backend)
     dist.barrier()
@@ -88,22 +67,19 @@ def stalls(rank, _, backend):
         run_case(buffer, WITHOUT, rank, backend)
         took = time.monotonic() - began
         assert took > 0.8 * DEADLINE_S and buffer.masked_ranks == [MASKED], (took, buffer.masked_ranks)
-        assert [f"rank {rank} masks rank {MASKED}, which is gone or missed a deadline" in text for text in heard.messages].count(True) == 1
+        assert [f"rank {rank} masks rank {MASKED}, which is gone or missed a deadline" in text for text in lines].count(True) == 1
         expected, waited = Expected(WITHOUT), buffer.statistics().wait_ns[MASKED].item()
         for _ in range(5):
             run_case(buffer, WITHOUT, rank, backend, expected)
         assert buffer.statistics().wait_ns[MASKED].item() - waited < 1e9, "who is masked is not waited for"
-        assert len(heard.messages) <= 2
-    come_back(buffer, rank)
+        assert len(lines) <= 2
+    come_back(buffer, rank, MASKED)
     check_all(buffer, rank, backend)
 
 
 @on_every_backend
-def test_rank_that_stalls(backend):
-    run_ranks(stalls, 3, backend)
-
-
-def is_gone(rank, _, backend, how):
+@on_ranks(3, how=("killed", "destroyed"), expected_dead=lambda how, backend: [MASKED] if how == "killed" else [])
+def test_rank_that_is_gone(rank, how, backend):
     buffer = make_buffer(CASE, backend, rank, timeout_s=300, mask_stalled=True)
     run_case(buffer, CASE, rank, backend)
     dist.barrier()
@@ -118,12 +94,8 @@ def is_gone(rank, _, backend, how):
 
 
 @on_every_backend
-@pytest.mark.parametrize("how", ("killed", "destroyed"))
-def test_rank_that_is_gone(how, backend):
-    run_ranks(is_gone, 3, backend, how, expected_dead=[MASKED] if how == "killed" else [])
-
-
-def stalls_in_a_combine(rank, _, backend, how):
+@on_ranks(3, how=("late", "dead"), expected_dead=lambda how, backend: [MASKED] if how == "dead" else [])
+def test_rank_that_stalls_in_a_combine(rank, how, backend):
     """A rank that has received a dispatch does not make the combine; the others mask it within the call, and go on."""
     buffer = make_buffer(WEIGHED, backend, rank, timeout_s=DEADLINE_S if how == "late" else 300, mask_stalled=True)
     out, _ = start_dispatch(buffer, WEIGHED, rank, backend)
@@ -145,12 +117,6 @@ def stalls_in_a_combine(rank, _, backend, how):
     tell(f"rank {rank} is through")
 
 
-@on_every_backend
-@pytest.mark.parametrize("how", ("late", "dead"))
-def test_rank_that_stalls_in_a_combine(how, backend):
-    run_ranks(stalls_in_a_combine, 3, backend, how, expected_dead=[MASKED] if how == "dead" else [])
-
-
 def sends_first(rank, backend, case):
     """A buffer in which the masked rank has sent a call that the others have not begun."""
     buffer = make_buffer(CASE, backend, rank)
@@ -169,7 +135,7 @@ def sends_first(rank, backend, case):
 @on_ranks(3)
 def test_calls_that_the_masked_rank_has_sent(rank, backend):
     buffer = sends_first(rank, backend, replace(CASE, seed=5))
-    come_back(buffer, rank)  # for the call that it has sent: only what it sends after its return counts
+    come_back(buffer, rank, MASKED)  # for the call that it has sent: only what it sends after its return counts
     time.sleep(0.5 if rank == MASKED else 0)
     run_case(buffer, CASE, rank, backend)
     buffer = sends_first(rank, backend, replace(CASE, fp8=True))
@@ -220,7 +186,7 @@ def test_return_after_failed_calls(rank, backend):
             with pytest.raises((ValueError, EPPeerError), match="scale_format is 'e8'"):
                 buffer.dispatch(x, idx, weights, scale_format="fp32" if rank else "e8")
                 finish(buffer)
-        come_back(buffer, rank)
+        come_back(buffer, rank, MASKED)
         check_all(buffer, rank, backend)
 
 
@@ -234,7 +200,7 @@ def test_return_between_two_halves(rank, backend):
     if rank != MASKED:
         buffer.mask_rank(MASKED)
         out, hook = start_dispatch(buffer, replace(WITHOUT, mode="hook"), rank, backend)
-    come_back(buffer, rank)
+    come_back(buffer, rank, MASKED)
     if hook is not None:
         hook()
         check_dispatch(WITHOUT, rank, out, Expected(WITHOUT))

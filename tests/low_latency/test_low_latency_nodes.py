@@ -22,7 +22,7 @@ from low_latency_cases import (
     start_combine,
     start_dispatch,
 )
-from low_latency_faults import combined_without
+from low_latency_faults import combined_without, come_back
 from on_ranks import on_ranks
 
 from deepep_moe import LowLatencyBuffer, reference
@@ -151,7 +151,9 @@ def test_combine_is_sent_before_a_hook_or_behind_it(rank):
         assert_same("combined_x", back, expected[0].combined[rank])
 
 
-def in_graph(rank, _, split):
+@pytest.mark.parametrize(("split", "num_ranks"), (("2x2", 4), ("2x4", 8)))
+@on_ranks(())
+def test_cuda_graph(rank, num_ranks, split):
     """A dispatch and a combine with their hooks, captured once and replayed with other rows and routings."""
     cases = [case_of(split, [24] * 8, mode="hook", seed=seed) for seed in range(4)]
     buffer, device = make_buffer(cases[0], "nvshmem", rank), device_of("nvshmem", rank)
@@ -183,11 +185,6 @@ def in_graph(rank, _, split):
         assert_same("combined_x", combined, expected.combine()[rank])
 
 
-@pytest.mark.parametrize("split", ("2x2", "2x4"))
-def test_cuda_graph(split):
-    run_ranks(in_graph, SPLITS[split][0], split)
-
-
 # ---- memory ----
 
 
@@ -207,15 +204,12 @@ def expected_bytes(num_ranks, ranks_per_node, num_experts, tokens, hidden, num_t
     return symmetric + up(976 * num_ranks) + 4 * turn
 
 
-def check_bytes(rank, _, split):
+@pytest.mark.parametrize(("split", "num_ranks"), (("2x1", 2), ("3x2", 6)))
+@on_ranks(())
+def test_workspace_formula(rank, num_ranks, split):
     case = case_of(split)
     sizes = case.num_ranks, case.ranks_per_node, case.num_experts, case.max_tokens, case.hidden, case.num_topk
     assert make_buffer(case, "nvshmem", rank).workspace_bytes == expected_bytes(*sizes)
-
-
-@pytest.mark.parametrize("split", ("2x1", "3x2"))
-def test_workspace_formula(split):
-    run_ranks(check_bytes, SPLITS[split][0], split)
 
 
 def test_workspace_of_large_groups():
@@ -232,7 +226,15 @@ def test_workspace_of_large_groups():
 # ---- ranks that are left out ----
 
 
-def masked_ranks(rank, _, split, masked, mode):
+MASKED = [("2x1", 2, (1,)), ("2x2", 4, (1,)), ("2x2", 4, (2,)), ("2x2", 4, (2, 3)), ("3x2", 6, (3,))]
+MASKED += [pytest.param(*each, marks=pytest.mark.slow) for each in (("2x4", 8, (5,)), ("4x2", 8, (3,)))]
+
+
+@pytest.mark.parametrize("mode", ("now", "hook"))
+@pytest.mark.parametrize("split, num_ranks, masked", MASKED, ids=str)
+@on_ranks(())
+def test_masked_rank(rank, num_ranks, split, masked, mode):
+    """One rank, or all of a node."""
     case = case_of(split, [6, 8, 7, 5, 9, 3, 4, 2], masked=0.0, mode=mode, num_topk=6)
     buffer = make_buffer(case, "nvshmem", rank)
     run_case(buffer, case, rank, "nvshmem")
@@ -250,27 +252,9 @@ def masked_ranks(rank, _, split, masked, mode):
     assert buffer.statistics().num_dropped.item() == sum(int(each.sum()) for each in lost)
 
 
-MASKED = [("2x1", (1,)), ("2x2", (1,)), ("2x2", (2,)), ("2x2", (2, 3)), ("3x2", (3,))]
-MASKED += [pytest.param(*each, marks=pytest.mark.slow) for each in (("2x4", (5,)), ("4x2", (3,)))]
-
-
-@pytest.mark.parametrize("mode", ("now", "hook"))
-@pytest.mark.parametrize("split, masked", MASKED, ids=str)
-def test_masked_rank(split, masked, mode):
-    """One rank, or all of a node."""
-    run_ranks(masked_ranks, SPLITS[split][0], split, masked, mode)
-
-
-def come_back(buffer, rank, masked):
-    dist.barrier()
-    if rank == masked:
-        buffer.rejoin()
-    else:
-        buffer.mask_rank(masked, False)
-    assert buffer.masked_ranks == []
-
-
-def taken_back(rank, _, split, masked):
+@pytest.mark.parametrize("split, num_ranks, masked", (("2x1", 2, 1), ("2x2", 4, 1), ("2x2", 4, 2), ("3x2", 6, 3), ("2x4", 8, 5)))
+@on_ranks(())
+def test_taken_back(rank, num_ranks, split, masked):
     """Twice a rank is masked and comes back. Meanwhile it makes calls that it will repeat. The others make some calls, and the first
     half of a dispatch, or of the combine of a dispatch that it was in; they call that hook around the return."""
     case = case_of(split, [6, 8, 7, 5, 9, 3, 4, 2], masked=0.0, num_topk=6)
@@ -311,11 +295,6 @@ def taken_back(rank, _, split, masked):
             check_dispatch(without, rank, out, Expected(without))
         for seed in range(5):
             run_case(buffer, replace(case, seed=seed, mode=("now", "hook")[seed % 2], combine_weights=seed > 2), rank, "nvshmem")
-
-
-@pytest.mark.parametrize("split, masked", (("2x1", 1), ("2x2", 1), ("2x2", 2), ("3x2", 3), ("2x4", 5)))
-def test_taken_back(split, masked):
-    run_ranks(taken_back, SPLITS[split][0], split, masked)
 
 
 @on_ranks(4)

@@ -180,9 +180,12 @@ def test_who_is_late_to_a_dispatch(rank):
         assert any(waited > 1e7 for waited in waits), late
 
 
-def goes_on(rank, _, per_node, masked):
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks, masked", ((2, 1), (4, CULPRIT)))
+@on_ranks(())
+def test_rank_that_stalls(rank, num_ranks, masked):
     """A rank that stalls is masked, and so are rows that came by it, on its own node and on others. Later calls go on without it."""
-    case = replace(CASE, masked=0.0, num_tokens=CASE.num_tokens[: 2 * per_node], ranks_per_node=per_node)
+    case = replace(CASE, masked=0.0, num_tokens=CASE.num_tokens[:num_ranks], ranks_per_node=num_ranks // 2)
     buffer = make_buffer(case, "nvshmem", rank, timeout_s=5, mask_stalled=True)
     run_case(buffer, case, rank, "nvshmem")
     dist.barrier()
@@ -196,12 +199,6 @@ def goes_on(rank, _, per_node, masked):
         assert time.monotonic() - began < 60
     dist.barrier()
     buffer.destroy()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("per_node, masked", ((1, 1), (2, CULPRIT)))
-def test_rank_that_stalls(per_node, masked):
-    run_ranks(goes_on, 2 * per_node, per_node, masked)
 
 
 @pytest.mark.slow

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from events import tell
+from events import tell, wait_for
 from exchange_cases import device_of
 
 from deepep_moe import Buffer, LowLatencyBuffer, device
+from deepep_moe.errors import EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.exchange.backends.collective import CollectiveBackend
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
 from deepep_moe.exchange.backends.shm import ShmBackend
@@ -251,6 +252,15 @@ def alarm(after_s: float, error: BaseException) -> Any:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
+def check_told(rank: int, culprit: int, error: BaseException, raised: BaseException | None, elapsed_s: float, reason: str) -> None:
+    """The culprit raises its own error, and the others learn the reason, "kind: words", at once."""
+    if rank == culprit:
+        assert raised is error, repr(raised)
+        return
+    assert isinstance(raised, EPPeerError) and raised.rank == culprit and elapsed_s < SOON_S, repr(raised)
+    assert f"its call: {reason}" in str(raised) and raised.cause == reason.split(":")[0], (raised, raised.cause)
+
+
 def outcome(call: Any) -> tuple[BaseException | None, float]:
     """Return the error that the call raised, or None, and the seconds that it took."""
     began = time.monotonic()
@@ -259,3 +269,34 @@ def outcome(call: Any) -> tuple[BaseException | None, float]:
     except BaseException as error:
         return error, time.monotonic() - began
     return None, time.monotonic() - began
+
+
+# ---- ranks out of step ----
+
+OUT_OF_STEP = (EPTimeoutError, EPPeerError, EPMismatchError)
+
+
+def step_until_right(buffer: Any) -> list[BaseException]:
+    """Make the same step until it succeeds; return the errors."""
+    errors: list[BaseException] = []
+    for _ in range(10):
+        error, _ = outcome(lambda: make_step(buffer, 1))
+        if error is None:
+            return errors
+        assert isinstance(error, OUT_OF_STEP), repr(error)
+        errors.append(error)
+    raise AssertionError(f"out of step: {errors}")
+
+
+def back_in_step(buffer: Any) -> None:
+    """`recover` brings the ranks of a Buffer into step, once all have their errors: it waits for one deadline, and so does a late rank in
+    its call. Those of a LowLatencyBuffer repeat the step until it succeeds."""
+    tell(f"rank {buffer.rank} has its error")
+    if isinstance(buffer, Buffer):
+        wait_for(*(f"rank {peer} has its error" for peer in range(buffer.num_ranks)))
+        buffer.recover()
+    else:
+        step_until_right(buffer)
+    for step in range(2, 5):  # of the same numbers on all ranks
+        make_step(buffer, step)
+    dist.barrier()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from exchange_cases import on_device
 from low_latency_cases import Case, Expected, finish, make_buffer
 
@@ -23,6 +24,16 @@ def check_usable(buffer, x, idx):
     y = buffer.combine(out.recv_x, out.handle)
     finish(buffer)
     assert torch.allclose(y, x * (idx >= 0).sum(1, keepdim=True)), "usable afterwards"
+
+
+def come_back(buffer, rank, masked):
+    """All ranks but the masked one take it back, between the same calls."""
+    dist.barrier()
+    if rank == masked:
+        buffer.rejoin()
+    else:
+        buffer.mask_rank(masked, False)
+    assert buffer.masked_ranks == []
 
 
 def combined_without(case, masked):

@@ -1,7 +1,6 @@
 """The profile that a buffer of GPUs takes: agreed on by all ranks, overridden by arguments, without effect on results."""
 
 import itertools
-import logging
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,29 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import Case, assert_same, check_case, device_of
+from logs import heard
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer, reference
 from deepep_moe.errors import EPMismatchError
 from deepep_moe.exchange.backends import profile as profile_module
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
-from deepep_moe.testing import run_ranks
 from deepep_moe.tuning import Profile, Shape, Values
 from deepep_moe.tuning.profiles import as_text
 
 pytestmark = pytest.mark.gpu
 VALUES = Values(2, 5, 4, 3, 7, 3)
 HIDDEN, NUM_EXPERTS, NUM_TOPK = 72, 12, 3
-
-
-class Warnings(logging.Handler):
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-        logging.getLogger("deepep_moe").addHandler(self)
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
 
 
 def set_files(user: Path | None, named: Path | None) -> None:
@@ -83,7 +72,7 @@ def prepare(rank: int, folder: Path) -> tuple[Profile, Values]:
 def test_order_of_files(rank, tmp_path):
     mine, fitted = prepare(rank, tmp_path)
     assert fitted != VALUES
-    heard = Warnings()
+    lines = heard()
     set_files(tmp_path / "cache", None)
     assert tuning_of(new_buffer(rank)) == replace(VALUES, num_sms=1)
     set_files(tmp_path / "cache", tmp_path / "given.json")
@@ -96,28 +85,25 @@ def test_order_of_files(rank, tmp_path):
     for _ in range(2):
         buffer = new_buffer(rank)
         assert buffer.profile is None and tuning_of(buffer) == fitted
-    names = [text.split()[1] for text in heard.texts]
+    names = [text.split()[1] for text in lines]
     assert names == ([str(tmp_path / "other.json"), str(tmp_path / "damaged.json")] if rank == 0 else [])
-    assert rank or ("has no profile of this machine (" in heard.texts[0] and "another GPU with" in heard.texts[0])
-    assert rank or "its format is 7, this version of deepep_moe reads 1. Its profiles are not used" in heard.texts[1]
+    assert rank or ("has no profile of this machine (" in lines[0] and "another GPU with" in lines[0])
+    assert rank or "its format is 7, this version of deepep_moe reads 1. Its profiles are not used" in lines[1]
 
 
-def disagree(rank, num_ranks, folder):
-    prepare(rank, folder)
-    set_files(None, folder / "given.json" if rank != 1 else None)
+@on_ranks(3)
+def test_ranks_that_disagree(rank, tmp_path):
+    prepare(rank, tmp_path)
+    set_files(None, tmp_path / "given.json" if rank != 1 else None)
     with pytest.raises(EPMismatchError) as error:
         new_buffer(rank)
     message = str(error.value)
     assert "ranks disagree on num_sms of the profile (rank 0: 2, rank 1: None, rank 2: 2); give every rank the same files" in message
-    set_files(folder / "cache" if rank == 0 else None, None if rank == 0 else folder / "given.json")
+    set_files(tmp_path / "cache" if rank == 0 else None, None if rank == 0 else tmp_path / "given.json")
     with pytest.raises(EPMismatchError, match=r"num_sms of the profile \(rank 0: 1, rank 1: 2, rank 2: 2\)"):
         new_buffer(rank)
-    set_files(None, folder / "given.json")
+    set_files(None, tmp_path / "given.json")
     assert new_buffer(rank).profile is not None  # nothing is left behind
-
-
-def test_ranks_that_disagree(tmp_path):
-    run_ranks(disagree, 3, tmp_path)
 
 
 @on_ranks(2)
@@ -125,16 +111,16 @@ def test_unlike_gpus(rank, tmp_path):
     """Rank 1 has another GPU, for which the file has no profile."""
     prepare(rank, tmp_path)
     set_files(None, tmp_path / "given.json")
-    heard, machine = Warnings(), NvlinkBackend.machine
+    lines, machine = heard(), NvlinkBackend.machine
     if rank == 1:
         NvlinkBackend.machine = property(lambda self: replace(machine.fget(self), gpu="a third GPU"))
     for _ in range(2):
         assert new_buffer(rank).profile is None
     NvlinkBackend.machine = machine
     assert new_buffer(rank).profile is not None
-    assert len(heard.texts) == (rank == 0)
-    assert rank or "ranks have unlike GPUs or shares of them, so none uses a profile (rank 0: " in heard.texts[0]
-    assert rank or "; rank 1: a third GPU with" in heard.texts[0]
+    assert len(lines) == (rank == 0)
+    assert rank or "ranks have unlike GPUs or shares of them, so none uses a profile (rank 0: " in lines[0]
+    assert rank or "; rank 1: a third GPU with" in lines[0]
 
 
 @on_ranks(3)
