@@ -43,33 +43,6 @@ def make_by_hand(backend, rank):
 
 @on_every_backend
 @on_ranks(2)
-def test_two_ranks_by_hand(rank, backend):
-    buffer, x = make_by_hand(backend, rank)
-    probs = torch.tensor([[[0.5, 0, 0.25, 0], [0, 0, 0, 1.0]], [[0, 0, 2.0, 3.0], [4.0, 5.0, 0, 0]]])[rank].to(x.device)
-
-    rows, row_probs, scales, counts, handle = buffer.dispatch_with_permute(hidden=x, routing_map=probs > 0, probs=probs, pad_multiple=2)
-    assert rows[:, 0].tolist() == [[1.0, 20.0, 20.0, 0.0], [1.0, 2.0, 10.0, 2.0]][rank]
-    assert row_probs.tolist() == [[0.5, 4.0, 5.0, 0.0], [0.25, 2.0, 1.0, 3.0]][rank]
-    assert scales is None and counts.dtype == torch.int64 and counts.tolist() == [2, 2]
-    assert len(handle) == 11 and handle[-1].tolist() == 0 and handle[7].tolist() == [[2, 1], [2, 2]][rank]
-    assert handle[3].tolist() == [[2], [3]][rank]
-    assert handle[4].tolist() == [[[True, False], [True, True]], [[True, False], [False, True], [True, True]]][rank]
-    y, back = buffer.combine_with_unpermute(hidden=rows, probs=row_probs, handle=handle, pad_multiple=2)
-    assert y[:, 0].tolist() == [[2.0, 10.0], [4.0, 40.0]][rank]
-    assert back.tolist() == probs.tolist()
-
-    rows, row_probs, _, handle = buffer.dispatch(x, routing_map=probs > 0, probs=probs)
-    assert rows[:, 0].tolist() == [[1.0, 20.0], [1.0, 10.0, 2.0]][rank]
-    here = [[[0.5, 0, 0, 0], [4.0, 5.0, 0, 0]], [[0, 0, 0.25, 0], [0, 0, 0, 1.0], [0, 0, 2.0, 3.0]]][rank]
-    assert row_probs.tolist() == here
-    assert len(handle) == 7 and handle[5] == 2
-    y, back = buffer.combine(rows, row_probs, handle)
-    assert y[:, 0].tolist() == [[2.0, 10.0], [2.0, 20.0]][rank]
-    assert back.tolist() == probs.tolist()
-
-
-@on_every_backend
-@on_ranks(2)
 def test_dropped_by_hand(rank, backend):
     """Rank 0 has room for three rows, rank 1 for one: what lies behind is dropped, at its source, and every rank knows."""
     buffer, x = make_by_hand(backend, rank)
@@ -155,7 +128,7 @@ def scenario(rank, num_ranks, backend, case, fp8, by_map, bound):
     handle = check(buffer.dispatch_with_permute(**hidden, **routing, **how), True)
     assert check(buffer.dispatch_with_permute(**hidden, handle=handle, **how), False) is handle
     check(buffer.dispatch_with_permute(**hidden, handle=handle, **routing, **how), True)
-    assert handle[8] == case.num_tokens[rank] and handle[3].tolist() == [len(want.mine.tokens)]
+    assert len(handle) == 11 and handle[8] == case.num_tokens[rank] and handle[3].tolist() == [len(want.mine.tokens)]
     num_local = handle.buffer.num_local_experts
     experts = torch.arange(rank * num_local, (rank + 1) * num_local)
     local = [(idxs[source][token][:, None] == experts).any(0).tolist() for source, token in want.mine.tokens]
@@ -203,7 +176,7 @@ def test_without_permutation(rank, backend, fp8):
     assert_same("probs", probs, dense)
     again, no_probs, _, same = buffer.dispatch(*hidden, handle=handle)
     assert_same("rows", again, want.mine.recv_x)
-    assert no_probs is None and same is handle
+    assert no_probs is None and same is handle and len(handle) == 7 and handle[5] == case.num_tokens[rank]
     y, back = buffer.combine(want.outputs[rank].to(device), probs, handle)
     assert_same("sums", y, want.combined())
     assert_same("probs", back, indices_to_map(want.topk_idx, want.topk_weights, case.num_tokens[rank], 12)[1])
@@ -229,7 +202,12 @@ def first_lanes(idxs, num_experts, bounds, alignment):
     return left
 
 
-def dropped(rank, num_ranks, backend, case, bounds):
+@pytest.mark.parametrize("bounds", ([40, 40, 40], [0, 8, 200], [200, 200, 200], [24, 0, 0]), ids=str)
+@pytest.mark.parametrize("alignment", (1, 8))
+@on_every_backend
+@on_ranks(3)
+def test_rows_behind_the_bound_are_dropped(rank, backend, alignment, bounds):
+    case = Case([13, 20, 30], expert_alignment=alignment, hidden=64, dtype=torch.bfloat16)
     buffer, device = make(backend, rank)
     idxs = routings(case)
     left = first_lanes(idxs, case.num_experts, bounds, case.expert_alignment)
@@ -247,13 +225,6 @@ def dropped(rank, num_ranks, backend, case, bounds):
     y, back = buffer.combine_with_unpermute(hidden=padded(want.outputs[rank], len(rows)).to(device), probs=row_probs, handle=handle)
     assert_same("sums", y, want.combined())
     assert_same("probs", back, indices_to_map(left[rank], want.topk_weights, case.num_tokens[rank], case.num_experts)[1])
-
-
-@pytest.mark.parametrize("bounds", ([40, 40, 40], [0, 8, 200], [200, 200, 200], [24, 0, 0]), ids=str)
-@pytest.mark.parametrize("alignment", (1, 8))
-@on_every_backend
-def test_rows_behind_the_bound_are_dropped(backend, alignment, bounds):
-    run_ranks(dropped, 3, backend, Case([13, 20, 30], expert_alignment=alignment, hidden=64, dtype=torch.bfloat16), bounds)
 
 
 # ---- numbers of lanes, sizes, questions ----
@@ -298,7 +269,8 @@ def test_wider_tokens_with_a_bound(rank, backend):
         assert buffer.combine_with_unpermute(hidden=rows, probs=row_probs, handle=handle)[1].tolist() == left
 
 
-def questions(rank, num_ranks):
+@on_ranks(2)
+def test_questions(rank, num_ranks):
     buffer, _ = make("shm", rank, hidden=64, most=100, use_fp8=False, num_sms_dispatch_api=24, load_cached_kernels=True)
 
     def sizes(config):
@@ -311,10 +283,6 @@ def questions(rank, num_ranks):
     assert (buffer.num_of_nodes, buffer.num_of_hybrid_ep_ranks_per_nvlink_domain, buffer.rank, buffer.group_size) == (1, num_ranks, rank, 2)
     buffer.empty_jit_cache()
     dist.barrier()  # which no call has been: a rank that ends early takes the connections of the others with it
-
-
-def test_questions():
-    run_ranks(questions, 2)
 
 
 def test_signatures():

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deep_ep_cases import make, on_every_backend
-from exchange_cases import assert_same, on_device
+from exchange_cases import assert_same
 from low_latency_cases import Case, Expected, check_dispatch, combine_rows
 from on_ranks import on_ranks
 
@@ -119,25 +119,6 @@ def test_sums_by_lanes(rank, backend):
     run_case(buffer, replace(SMALL, sums="lanes_fma", fp8=True, mode="hook"), rank, zero_copy=True)
 
 
-@on_every_backend
-@on_ranks(2)
-def test_by_hand(rank, backend):
-    """Rank 0 holds experts 0 and 1, rank 1 holds 2 and 3; every expert returns 10 * x."""
-    buffer = make_buffer(backend, rank)
-    x = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])[rank].expand(2, 8).bfloat16().contiguous()
-    idx = torch.tensor([[[0, 2], [3, -1]], [[2, 3], [0, 1]]])[rank]
-    weights = torch.tensor([[[0.5, 0.25], [2.0, 9.0]], [[1.0, 1.0], [3.0, 0.0]]])[rank]
-    x, idx, weights = on_device(backend, rank, x, idx, weights)
-    rows, counts, handle, event, hook = buffer.low_latency_dispatch(x, idx, 2, 4, use_fp8=False)
-    assert hook is None and event.event is None
-    assert counts.tolist() == [[2, 1], [2, 2]][rank] and counts.dtype == torch.int32
-    assert handle[0].tolist() == [[[0, 1, -1, -1], [1, -1, -1, -1]], [[0, 0, -1, -1], [1, 0, -1, -1]]][rank]
-    one, two = 1, 1 << 32 | 1
-    assert handle[1].tolist() == [[[one, two], [0, one]], [[one, two], [one, two]]][rank]
-    y, _, _ = buffer.low_latency_combine(rows * 10, idx, weights, handle)
-    assert y.tolist() == [[[7.5] * 8, [40.0] * 8], [[60.0] * 8, [120.0] * 8]][rank]
-
-
 def in_all_formats(case, number=0):
     """Cases and options of calls, in all ways to call."""
     for nth, options in enumerate(FORMATS):
@@ -169,25 +150,6 @@ def test_equals_reference(num_ranks, backend):
 def test_equals_reference_over_nodes(per_node):
     case = Case([5, 0, 3, 8], max_tokens=8, hidden=256, num_topk=5, ranks_per_node=per_node, combine_weights=True)
     run_ranks(check_cases, 4, "nvshmem", [*in_all_formats(case)])
-
-
-@on_every_backend
-@on_ranks(3)
-def test_two_batches(rank, backend):
-    """Double batching: two handles alive, two calls in flight."""
-    buffer = make_buffer(backend, rank)
-    cases = [replace(SMALL, mode="hook", seed=seed) for seed in range(2)]
-    expected = [Expected(case) for case in cases]
-    for _ in range(3):
-        sent = [dispatch(buffer, case, rank) for case in cases]
-        back = []
-        for case, wanted, (rows, counts, _, _, hook) in zip(cases, expected, sent, strict=True):
-            hook()
-            back.append(combine_rows(case, rank, check_received(case, rank, rows, counts, wanted), wanted))
-        back = [combine(buffer, case, rank, rows, handle) for case, rows, (_, _, handle, _, _) in zip(cases, back, sent, strict=True)]
-        for wanted, (y, _, hook) in zip(expected, back, strict=True):
-            hook()
-            assert_same("combined_x", y, wanted.combined[rank])
 
 
 @on_every_backend
@@ -324,7 +286,9 @@ def status(buffer):
     return mask.tolist()
 
 
-def masks(rank, _, backend):
+@on_every_backend
+@on_ranks(3)
+def test_masks(rank, backend):
     first = make_buffer(backend, rank, enable_shrink=True)  # whose masks are set before its first call
     for other in (0, 2) if rank == MASKED else (MASKED,):
         first.low_latency_update_mask_buffer(other, True)
@@ -348,11 +312,6 @@ def masks(rank, _, backend):
         buffer.low_latency_clean_mask_buffer()
     assert status(buffer) == [0, 0, 0]
     run_case(buffer, SMALL, rank)
-
-
-@on_every_backend
-def test_masks(backend):
-    run_ranks(masks, 3, backend)
 
 
 @on_every_backend

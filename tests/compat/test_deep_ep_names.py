@@ -7,10 +7,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import pytest
-
-from deepep_moe.compat import run
-
 ROOT = Path(__file__).parents[2]
 DISTRIBUTION = ROOT / "distributions" / "deepep-moe-compat"
 USE = """
@@ -82,12 +78,6 @@ def test_runner(tmp_path):
     script.write_text(USE + "import beside\nassert __name__ == '__main__'")
     assert python("-m", "deepep_moe.compat.run", script, "--an", "argument")[0] == "ran --an argument"
     assert python("-m", "deepep_moe.compat.run", "-m", "use", "word", PYTHONPATH=str(tmp_path))[0] == "ran word"
-
-
-@pytest.mark.parametrize("arguments", ([], ["-m"], ["--help"]), ids=str)
-def test_runner_without_a_script(arguments):
-    with pytest.raises(SystemExit, match="usage: python -m deepep_moe.compat.run"):
-        run.main(arguments)
 
 
 def test_distribution(tmp_path):
