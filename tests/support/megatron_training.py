@@ -154,7 +154,7 @@ def training(setting: Setting, *, seed: int = 7) -> Iterator[Training]:
     with ranks.model_parallel("cpu", ep=setting.ep, seed=seed, options=options), on_cpus():
         config = _config(setting)
         with te_experts() if "TE" in setting.experts else contextlib.nullcontext(), _fused() if setting.fuses else contextlib.nullcontext():
-            model = _gpt(config, seed)
+            model = gpt(config, seed)
         for module in model.modules():
             if hasattr(module, "gradient_accumulation_fusion"):
                 module.gradient_accumulation_fusion = False
@@ -211,7 +211,7 @@ def _config(setting: Setting) -> Any:
     return TransformerConfig(**(fields | dispatcher | dict(setting.changes)))
 
 
-def _gpt(config: Any, seed: int) -> Any:
+def gpt(config: Any, seed: int = 7) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed

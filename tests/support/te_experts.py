@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron_cases import layer_of
 
 from deepep_moe.integrations.megatron.patches import Patches
+
+TE = "TEGroupedMLP"
 
 
 class GroupedLinear(torch.nn.Module):
@@ -99,3 +102,11 @@ def te_experts() -> Iterator[None]:
         yield
     finally:
         patches.restore()
+
+
+def expert_layer(sizes: dict, kind: str, grouped: bool, **changes: Any) -> Any:
+    """A layer whose spec has experts of `kind`: with our dispatcher and grouped experts, or with alltoall's and its own."""
+    with te_experts() if kind == TE else contextlib.nullcontext():
+        built = layer_of(sizes, "deepep_moe" if grouped else "alltoall", **changes)
+    assert type(built.experts).__name__ == ("GroupedMLP" if grouped else kind)
+    return built

@@ -152,19 +152,6 @@ def gpu(monkeypatch):
     torch.use_deterministic_algorithms(was_deterministic, warn_only=was_only_warning)
 
 
-@pytest.mark.gpu
-def test_kernels_by_hand(gpu):
-    """The case above again: three tokens, room for 2 in each of experts 0 and 1."""
-    logits = torch.tensor([[2.0, 1.0, 0.0], [2.0, 1.0, 0.0], [1.0, 2.0, 0.0]], device=gpu)
-    assert gates.has_kernels(logits) and not gates.has_kernels(logits[:0])
-    _, counts, topk_idx, topk_weights = gates._decide_2(logits, 2, noise=False)
-    assert topk_idx.dtype == torch.int32 and counts.tolist() == [3, 3, 0]
-    assert topk_idx.tolist() == [[0, 0, 1], [1, -1, -1]]
-    first = logits[0].softmax(0)[:2]
-    first = (first[0] / first.sum()).item()
-    torch.testing.assert_close(topk_weights.cpu(), torch.tensor([[first, 1.0, 1.0], [1 - first, 0.0, 0.0]]))
-
-
 def gradients(outputs, logits, seed):
     l_aux, _, _, topk_weights = outputs
     cotangent = torch.randn(topk_weights.shape, generator=torch.Generator().manual_seed(seed)).to(logits.device)
@@ -192,6 +179,7 @@ def test_kernels_have_the_bits_of_operations(gpu, seed, num_tokens, num_experts,
     if what.startswith("some"):
         scores[torch.rand(scores.shape, generator=generator) < 0.3] = torch.nan if what == "some nan" else -torch.inf
     logits, scores = logits.to(gpu).requires_grad_(), scores.to(gpu)
+    assert gates.has_kernels(logits) and not gates.has_kernels(logits[:0])
     capacity = None if room is None else int(room * 2 * num_tokens / num_experts)
     ours, theirs = gates.Top2.apply(logits, scores, capacity, None), gates._choose_2(logits, scores, capacity)
     for name, got, want in zip(NAMES, ours, theirs, strict=False):

@@ -1,28 +1,19 @@
 """Checkpoints of grouped experts and of those that they replace, SequentialMLP and TEGroupedMLP, are the same and load into either."""
 
-import contextlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from megatron_cases import expert_biases, layer_of, on_megatron
+from megatron_cases import expert_biases, on_megatron
 from megatron_states import assert_equal_states, change, metadata, optimizer_pieces, save, sharded_tensors
-from te_experts import te_experts
+from te_experts import TE, expert_layer
 
 pytest.importorskip("megatron.core")
 
-SEQUENTIAL, TE = CLASSES = ("SequentialMLP", "TEGroupedMLP")
+SEQUENTIAL = "SequentialMLP"
+CLASSES = (SEQUENTIAL, TE)
 WAYS = ((True, False), (False, True), (True, True))  # whether the experts that save are grouped, and those that load
 OF_BOTH = pytest.mark.parametrize("kind", CLASSES)
-
-
-def layer(sizes: dict, kind: str, grouped: bool, **changes: Any) -> Any:
-    """A layer whose spec has experts of `kind`: with our dispatcher and grouped experts, or with alltoall's and its own."""
-    with te_experts() if kind == TE else contextlib.nullcontext():
-        built = layer_of(sizes, "deepep_moe" if grouped else "alltoall", **changes)
-    assert type(built.experts).__name__ == ("GroupedMLP" if grouped else kind)
-    return built
 
 
 def name_of(kind: str, matrix: int, expert: int) -> str:
@@ -36,8 +27,8 @@ def test_state_dicts(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     alike = [((kind, source), (kind, target)) for kind in CLASSES for source, target in WAYS]
     others = [((SEQUENTIAL, False), (TE, True)), ((SEQUENTIAL, True), (TE, True)), ((TE, False), (SEQUENTIAL, True))]
     for (kind, is_grouped), (target_kind, target_is_grouped) in alike + others:
-        source = layer(sizes, kind, is_grouped, **expert_biases())
-        target = layer(sizes, target_kind, target_is_grouped, **expert_biases())
+        source = expert_layer(sizes, kind, is_grouped, **expert_biases())
+        target = expert_layer(sizes, target_kind, target_is_grouped, **expert_biases())
         for assign in (False, True):
             change(source.experts, seed=10 + assign)
             saved = {name: value if value is None else value.clone() for name, value in source.state_dict().items()}
@@ -57,7 +48,7 @@ def test_state_dicts(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
 @OF_BOTH
 @on_megatron(1, experts="own")
 def test_what_does_not_fit_is_named_as_by_megatron(rank: int, num_ranks: int, sizes: dict[str, int], kind: str) -> None:
-    ours = layer(sizes, kind, True)
+    ours = expert_layer(sizes, kind, True)
     state = ours.state_dict()
     missing = name_of(kind, 2, 3)
     del state[missing]
@@ -78,7 +69,7 @@ def test_what_does_not_fit_is_named_as_by_megatron(rank: int, num_ranks: int, si
 @on_megatron(2, experts="own")
 def test_pieces_of_sharded_checkpoints(rank: int, num_ranks: int, sizes: dict[str, int], kind: str) -> None:
     for changes in ({}, expert_biases(), {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu}):
-        ours, theirs = (layer(sizes, kind, grouped, **changes).experts for grouped in (True, False))
+        ours, theirs = (expert_layer(sizes, kind, grouped, **changes).experts for grouped in (True, False))
         for switches in ({}, {"singleton_local_shards": True}):
             for place in (("", ()), ("decoder.layers.0.mlp.experts.", ((0, 1, 3),))):
                 entries = [experts.sharded_state_dict(*place, metadata(**switches)) for experts in (ours, theirs)]
@@ -93,7 +84,7 @@ def test_sharded_checkpoints(rank: int, num_ranks: int, sizes: dict[str, int], k
     from megatron.core import dist_checkpointing
 
     for number, ways in enumerate(WAYS):
-        source, target = (layer(sizes, kind, grouped, **expert_biases()).experts for grouped in ways)
+        source, target = (expert_layer(sizes, kind, grouped, **expert_biases()).experts for grouped in ways)
         change(source, seed=100 * rank)
         path = tmp_path / str(number)
         save(source.sharded_state_dict("e.", (), metadata()), path)

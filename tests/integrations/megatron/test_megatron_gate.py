@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from logs import heard
 from megatron_cases import HIDDEN, RECOMPUTED, assert_bits, assert_same, draw, forward_backward, layer_of, model_parallel, on_megatron
 from on_ranks import on_ranks
 
@@ -33,16 +34,6 @@ ROUTINGS = {
     "capacity": {"moe_expert_capacity_factor": 1.0},
     "forced balance": {"moe_router_force_load_balancing": True},
 }  # fmt: skip
-
-
-def log_lines():
-    """Collect the lines that deepep_moe logs in this worker."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("deepep_moe").addHandler(handler)
-    logging.getLogger("deepep_moe").setLevel(logging.INFO)
-    return lines
 
 
 def biased_layer(sizes, **switches):
@@ -172,7 +163,7 @@ def test_router_replay(rank, num_ranks, sizes):
 
 @on_megatron(1)
 def test_says_why_it_does_not_serve(rank, num_ranks, sizes):
-    lines, x = log_lines(), torch.randn(5, 1, HIDDEN)
+    lines, x = heard(logging.INFO), torch.randn(5, 1, HIDDEN)
     for _ in range(2):
         assert choice_for(biased_layer(sizes, moe_router_dtype="fp64").router(x)[1]) is None
     ours = [line for line in lines if "routing" in line]
@@ -205,7 +196,7 @@ def test_says_what_the_gate_refuses(rank, num_ranks, name):
     else:
         _C.MAX_GPU_GATE_EXPERTS = 1024
     lanes.native_for = lambda tensor: None  # tensors are the CPU's after all
-    lines, x, results = log_lines(), torch.randn(5, 1, HIDDEN), []
+    lines, x, results = heard(logging.INFO), torch.randn(5, 1, HIDDEN), []
     with model_parallel(backend="collective") as sizes:
         for _ in range(2):
             results.append(biased_layer(sizes, **switches)(x)[0])
@@ -214,23 +205,6 @@ def test_says_what_the_gate_refuses(rank, num_ranks, name):
     assert torch.equal(*results)
     said = [line for line in lines if "routing" in line]
     assert len(said) == 1 and said[0].startswith("Megatron-Core's own routing is used") and reason in said[0], lines
-
-
-@on_ranks(4)
-def test_every_stage_says_why(rank, num_ranks):
-    """If the first stage of a pipeline has no MoE layer, the first rank of the stage that has one logs the reason."""
-    from megatron.core import parallel_state
-
-    from deepep_moe.integrations.common.warn_once import warn_once
-
-    lines = log_lines()
-    with model_parallel():
-        parallel_state.destroy_model_parallel()
-        assert gating.stage_group() is None
-        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-        if rank >= num_ranks // 2:
-            warn_once("a layer falls back", gating.stage_group())
-    assert ("a layer falls back" in lines) == (rank == num_ranks // 2)
 
 
 @on_megatron(1)

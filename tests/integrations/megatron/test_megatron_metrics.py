@@ -66,21 +66,6 @@ def test_nodes_per_token(rank: int, num_ranks: int) -> None:
             assert report.nodes_per_token == expected, ranks_per_node
 
 
-@on_ranks(4)
-def test_overload_of_single_forwards(rank: int, num_ranks: int) -> None:
-    """Groups of 2 ranks with 4 experts each. In the layer 1 both groups send all tokens to the first rank and then to the second; in
-    the layer 3 to both."""
-    with model_parallel(ep=2, metrics=True) as sizes:
-        layers = {number: numbered(sizes, number) for number in (1, 3)}
-        for number, first in ((1, 0), (1, 4), (3, 2)):
-            one_sided(layers[number], first)
-            layers[number](torch.randn(3, 1, HIDDEN))
-        values = [
-            (report.rank_overload, report.max_rank_overload, report.rank_overload_of_sum, report.max_vio) for report in take_metrics()
-        ]
-        assert values == [(2.0, 2.0, 1.0, 1.0), (1.0, 1.0, 1.0, 1.0)]
-
-
 @on_megatron(2, metrics=True)
 def test_routing_trace(rank: int, num_ranks: int, sizes: dict[str, int], tmp_path: Path) -> None:
     """Two layers and two reports. Each rank has its experts' rows of each forward in its file."""

@@ -22,8 +22,9 @@ from megatron_cases import (
     model_parallel,
     on_megatron,
 )
+from megatron_training import gpt
 from on_ranks import on_ranks
-from test_megatron_overlap import batches, build_model, interleaved, needs_schedule, one_after_another, schedule_config
+from test_megatron_overlap import batches, interleaved, needs_schedule, one_after_another, schedule_config
 
 from benchmarks.layers.megatron_steps import by_expert
 from deepep_moe.integrations.megatron.plugin import selection, take_metrics
@@ -72,7 +73,7 @@ def test_a_step_leaves_no_graph(rank: int, num_ranks: int, device: str, options:
 def test_schedule_with_grouped_experts(rank: int, num_ranks: int, device: str) -> None:
     with model_parallel(device, ep=num_ranks, **SYNC_FREE) as sizes:
         data = [{name: None if value is None else value.to(device) for name, value in batch.items()} for batch in batches(rank)]
-        passes = [run(build_model(schedule_config(sizes)).to(device), data) for run in (interleaved, one_after_another)]
+        passes = [run(gpt(schedule_config(sizes)).to(device), data) for run in (interleaved, one_after_another)]
         assert_same(*passes, f"rank {rank}")
 
 

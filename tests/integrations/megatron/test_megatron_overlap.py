@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_cases import RECOMPUTED, assert_bits, assert_same, draw, forward_backward, layer_config, layer_of, model_parallel, on_megatron
+from megatron_training import VOCABULARY, gpt
 from on_ranks import on_ranks
 
 from deepep_moe.errors import EPPeerError
@@ -14,7 +15,7 @@ from deepep_moe.integrations.megatron.plugin import selection
 
 pytest.importorskip("megatron.core")
 
-VOCABULARY, LENGTH, NUM_BATCHES = 64, 8, 3
+LENGTH, NUM_BATCHES = 8, 3
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "moe_router_dtype": "fp32"}
 
 
@@ -26,17 +27,6 @@ needs_schedule = pytest.mark.skipif(not has_schedule(), reason="megatron-core be
 
 
 # ---- 1F1B ----
-
-
-def build_model(config: Any) -> Any:
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    torch.manual_seed(7)
-    model_parallel_cuda_manual_seed(7)
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
-    return GPTModel(config, spec, VOCABULARY, LENGTH, position_embedding_type="rope", share_embeddings_and_output_weights=False)
 
 
 def batches(rank: int) -> list[dict[str, torch.Tensor]]:
@@ -102,10 +92,10 @@ def test_schedule_repeats_the_bits(rank: int, num_ranks: int) -> None:
     for options, changes in SCHEDULED:
         with model_parallel(ep=num_ranks, **options) as sizes:
             config = schedule_config(sizes, **changes)
-            want = one_after_another(build_model(config), batches(rank))
+            want = one_after_another(gpt(config), batches(rank))
             for is_set in (False, True):
                 config.overlap_moe_expert_parallel_comm = is_set  # late: the config's own check demands 16-bit parameters
-                assert_repeated(interleaved(build_model(config), batches(rank)), want, f"{options}, {changes}, rank {rank}")
+                assert_repeated(interleaved(gpt(config), batches(rank)), want, f"{options}, {changes}, rank {rank}")
 
 
 def let_local_linears_delay() -> None:
@@ -124,10 +114,10 @@ def test_delayed_gradients_of_grouped_experts(rank: int, num_ranks: int, sizes: 
 
     let_local_linears_delay()
     config = schedule_config(sizes)
-    want = one_after_another(build_model(config), batches(rank))
+    want = one_after_another(gpt(config), batches(rank))
     config.delay_wgrad_compute = config.overlap_moe_expert_parallel_comm = True
     for ddp in ("without DDP", "DDP", "DDP, fused", "DDP that does not know of the delay"):
-        model = build_model(config)
+        model = gpt(config)
         for layer in model.decoder.layers if ddp == "DDP, fused" else ():  # gradient_accumulation_fusion, which else needs apex
             layer.mlp.experts.linear_fc1._fuses = layer.mlp.experts.linear_fc2._fuses = True
         if ddp != "without DDP":
@@ -151,12 +141,12 @@ def test_schedule_frees_what_nobody_keeps(rank: int, num_ranks: int, sizes: dict
     """A node frees rows only where the experts keep other ones, and never frees rows that another node keeps."""
     config = schedule_config(sizes)
     for fp8, frees in ((None, False), ("hybrid", True)):
-        model = build_model(config)
+        model = gpt(config)
         for layer in model.decoder.layers:
             layer.config.fp8 = fp8
         plan = model.build_schedule_plan(**batches(rank)[0]).get_layer(0)
         assert (plan.moe_dispatch.free_input, plan.mlp.free_input, plan.moe_combine.free_input) == (False, frees, True)
-    theirs = build_model(schedule_config(sizes, moe_token_dispatcher_type="alltoall"))
+    theirs = gpt(schedule_config(sizes, moe_token_dispatcher_type="alltoall"))
     plan = theirs.build_schedule_plan(**batches(rank)[0]).get_layer(0)
     assert plan.moe_dispatch.free_input and plan.mlp.free_input
 
@@ -199,7 +189,7 @@ def test_peers_learn_of_faults_in_the_schedule(rank: int, num_ranks: int, sizes:
     if where == "gradients of weights":
         config.delay_wgrad_compute = True
         let_local_linears_delay()
-    model = build_model(config)
+    model = gpt(config)
     if rank == 1:
         FAULTS[where](model.decoder.layers[0])
     is_backward = where.endswith("backward")
@@ -236,29 +226,6 @@ def test_shared_experts_beside_the_calls_change_nothing(rank: int, num_ranks: in
             assert_same(*passes, f"{name}, rank {rank}")
 
 
-@on_megatron(2)
-def test_order_of_the_parts(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    """The order is that of the installed Megatron-Core, which differs between versions."""
-    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-
-    first = ["pre_forward_comm", "dispatch"]
-    if hasattr(SharedExpertMLP, "wait_current_stream"):
-        first.reverse()
-    rest = ["linear_fc1_forward_and_act", "combine", "linear_fc2_forward", "post_forward_comm", "get_output"]
-    layer, (x, _) = layer_of(sizes, **BESIDE), draw(rank, 6, 2)
-    layer(x)
-    seen: list[str] = []
-
-    def watch(owner: Any, name: str) -> None:
-        stock = getattr(owner, name)
-        setattr(owner, name, lambda *args, **kwargs: seen.append(name) or stock(*args, **kwargs))
-
-    for name in first + rest:
-        watch(layer.token_dispatcher.buffer if name in ("dispatch", "combine") else layer.shared_experts, name)
-    layer(x)
-    assert seen == first + rest
-
-
 @on_megatron(1)
 def test_the_gate_of_shared_experts_is_gathered(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """Megatron's DDP gathers a parameter before the module that owns it is called. Here nobody calls the shared experts."""
@@ -283,10 +250,3 @@ def test_shared_experts_after_a_failure(rank: int, num_ranks: int, sizes: dict[s
     if hook is not None:
         hook.remove()
     assert_bits(forward_backward(layer, x, cotangent), want, f"rank {rank}")
-
-
-@on_megatron(1)
-def test_other_dispatchers_refuse_the_switch_as_before(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="moe_shared_expert_overlap only works with"):
-        layer_config(moe_token_dispatcher_type="allgather", **BESIDE)
-    assert layer_config(**selection(), **BESIDE).moe_shared_expert_overlap

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import modes_of_calls
-from gpu_ranks import default_group
 from megatron_cases import HIDDEN, enabled, layer_config, layer_of, model_parallel, on_megatron
 from on_ranks import on_ranks
 
@@ -306,14 +305,3 @@ def test_buffers_go_with_their_groups(rank, num_ranks, sizes):
     del group
     gc.collect()
     assert reference() is None
-
-
-@on_ranks(2)
-def test_default_group_is_replaced(rank: int, num_ranks: int) -> None:
-    before = dist.group.WORLD
-    with default_group("gloo"):
-        assert (dist.get_rank(), dist.get_world_size()) == (rank, num_ranks) and dist.group.WORLD is not before
-        gathered = [torch.zeros(1) for _ in range(num_ranks)]
-        dist.all_gather(gathered, torch.full((1,), float(rank)))
-        assert torch.cat(gathered).tolist() == list(range(num_ranks))
-    assert not dist.is_initialized()

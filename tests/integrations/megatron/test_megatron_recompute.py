@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_cases import ON_GPUS, RECOMPUTED, assert_same, draw, enabled, forward_backward, layer_of, model_parallel, on_megatron
+from megatron_cases import RECOMPUTED, assert_same, draw, enabled, forward_backward, layer_of, model_parallel, on_megatron
+from megatron_training import gpt
 from on_ranks import on_ranks
-from test_megatron_overlap import batches, build_model, one_after_another, schedule_config
+from test_megatron_overlap import batches, one_after_another, schedule_config
 
 from deepep_moe.integrations.megatron import recompute
 
@@ -56,26 +57,11 @@ def test_recomputed_layers_repeat_their_handles(rank: int, num_ranks: int) -> No
             assert_same(*passes, f"{name}, rank {rank}")
 
 
-@ON_GPUS
-@on_ranks()
-def test_recomputed_layer_on_gpus(rank: int, num_ranks: int) -> None:
-    """Equal to the bit, for several inputs."""
-    with model_parallel("cuda", ep=num_ranks, backend="nvlink") as sizes:
-        recomputed, plain = layers_of(sizes)
-        for seed in range(3):
-            inputs = [tensor.cuda() for tensor in draw(10 * seed + rank, 12)]
-            expected = forward_backward(plain, *inputs)
-            handles = watch(plain.token_dispatcher.buffer)
-            assert_same(forward_backward(recomputed, *inputs), expected, f"rank {rank}", tolerance=0.0)
-            assert [handle is None for handle in handles] == [True, False]
-            del plain.token_dispatcher.buffer.dispatch
-
-
 @on_megatron(2)
 def test_recomputed_transformer_layers(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """Whole transformer layers, two of them in one checkpoint: their dispatches come again in order."""
     whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
-    recomputed, plain = (build_model(schedule_config(sizes, **changes)) for changes in (whole, {}))
+    recomputed, plain = (gpt(schedule_config(sizes, **changes)) for changes in (whole, {}))
     want = one_after_another(plain, batches(rank))
     handles = watch(plain.decoder.layers[0].mlp.token_dispatcher.buffer)
     got = one_after_another(recomputed, batches(rank))

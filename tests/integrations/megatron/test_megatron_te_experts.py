@@ -11,7 +11,7 @@ import pytest
 import torch
 from megatron_cases import BF16, assert_same, build_layer, draw, expert_biases, layer_config, layer_of, on_megatron
 from megatron_states import assert_equal_states, change
-from te_experts import te_experts
+from te_experts import TE, expert_layer, te_experts
 
 pytest.importorskip("megatron.core")
 
@@ -19,16 +19,6 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 
 from deepep_moe.integrations.megatron.grouped_experts import GroupedMLP, whose_experts
 from deepep_moe.integrations.megatron.plugin import selection
-
-KINDS = ("grouped", "TE")
-
-
-def layer(sizes: dict, kind: str, **changes: Any) -> Any:
-    """A layer whose spec has TEGroupedMLP, with our dispatcher and grouped experts, or with alltoall's and TEGroupedMLP itself."""
-    with te_experts():
-        built = layer_of(sizes, "deepep_moe" if kind == "grouped" else "alltoall", **changes)
-    assert type(built.experts) is {"grouped": GroupedMLP, "TE": TEGroupedMLP}[kind]
-    return built
 
 
 def by_name(experts: Any, gradients: bool = False) -> dict[str, torch.Tensor]:
@@ -66,7 +56,7 @@ def test_equals_te_experts(rank: int, num_ranks: int, sizes: dict[str, int]) -> 
         "GELU": {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu},
     }
     for name, changes in cases.items():
-        ours, theirs = (layer(sizes, kind, **changes).experts for kind in KINDS)
+        ours, theirs = (expert_layer(sizes, TE, grouped, **changes).experts for grouped in (True, False))
         of_theirs = by_name(theirs)
         assert_equal_states(by_name(ours), {name: of_theirs[name] for name in by_name(ours)})
         if changes == cases["biases"]:
