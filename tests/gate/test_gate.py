@@ -223,12 +223,6 @@ def test_nodes_per_token_by_hand():
         ops.nodes_per_token(topk_idx, 6, 4)
 
 
-def test_groups_limit_the_nodes_of_a_token(device):
-    logits = torch.randn(50 if device.type == "cuda" else 20, 64, generator=torch.Generator().manual_seed(14))
-    topk_idx = run(device, logits, 8, num_groups=8, topk_groups=2).topk_idx
-    assert ops.nodes_per_token(topk_idx, 64, 8).max() <= 2 < ops.nodes_per_token(run(device, logits, 8).topk_idx, 64, 8).max()
-
-
 def test_calls_do_not_see_counts_of_earlier_ones(device):
     for num_tokens in (3, 0, 5, 1):
         counts = run(device, torch.zeros(num_tokens, 6), 2).num_tokens_per_expert

@@ -37,16 +37,6 @@ def plain_of(grouped, index):
     return nn.Sequential(first, nn.ReLU(), second)
 
 
-def test_by_hand():
-    """silu(0) = 0 for the first expert; the second has silu(1) * 2 * 3 = 6 / (1 + e^-1) = 4.38635."""
-    experts = GroupedExperts(2, 1, 1)
-    with torch.no_grad():
-        experts.up.copy_(torch.tensor([[[0.0], [1.0]], [[1.0], [2.0]]]))
-        experts.down.copy_(torch.tensor([[[5.0]], [[3.0]]]))
-    y = experts(torch.ones(2, 1), [1, 1])
-    torch.testing.assert_close(y, torch.tensor([[0.0], [4.3863511]]))
-
-
 @pytest.mark.parametrize("gated", (True, False), ids=("SwiGLU", "ReLU with biases"))
 def test_like_local_experts(gated):
     torch.manual_seed(1)

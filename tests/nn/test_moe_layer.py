@@ -74,22 +74,6 @@ def test_layer_equals_loops(rank, num_ranks, backend):
     torch.testing.assert_close(router_grad, router.weight.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_grouped_module_as_experts():
-    """Any module that takes rows and their counts."""
-
-    class Scale(torch.nn.Module):
-        def forward(self, x, num_rows_per_expert):
-            factors = torch.arange(1.0, NUM_EXPERTS + 1).repeat_interleave(num_rows_per_expert)
-            return x * factors[:, None]
-
-    router, _, _ = make_parts()
-    layer = MoELayer(router, Scale(), num_max_tokens_per_rank=8)
-    x = torch.randn(8, HIDDEN)
-    idx, weights, _ = router(x)
-    torch.testing.assert_close(layer(x), (weights * (idx + 1)).sum(1, keepdim=True) * x)
-    assert list(layer.expert_parameters()) == []
-
-
 @pytest.mark.parametrize("num_ranks", (1, 2))
 @on_ranks()
 def test_bound_on_rows(rank, num_ranks):

@@ -26,23 +26,6 @@ def one_layer(calls: list[list[list[int]]]) -> dict[str, float]:
     return _by_layer(torch.cat([sizes, rows.sum(2), rows.amax(2)], 1).unsqueeze(1), num_calls)[0]
 
 
-def test_ranks_that_take_turns_are_balanced_in_the_sum_only():
-    """Two ranks with two experts each. First rank 0 gets 6 + 2 of 8 rows, then rank 1 does."""
-    values = one_layer([[[6, 2], [0, 0]], [[0, 0], [6, 2]]])
-    assert values == {"rank_overload": 2.0, "max_rank_overload": 2.0, "rank_overload_of_sum": 1.0, "max_vio": 2.0}
-
-
-def test_large_forwards_count_more():
-    """A forward of 30 + 10 rows (1.5 even shares), and one of 2 + 2."""
-    values = one_layer([[[15, 15], [1, 1]], [[5, 5], [1, 1]]])
-    assert values == {
-        "rank_overload": (30 + 2) / (20 + 2),
-        "max_rank_overload": 1.5,
-        "rank_overload_of_sum": 32 / 22,
-        "max_vio": 16 / 11 - 1,
-    }
-
-
 def test_without_rows_there_is_no_overload():
     assert one_layer([[[0, 0]], [[0, 0]]]) == {} and overloads([torch.zeros(0, 4)], [(0, 1)]) == [{}] and overloads([], []) == []
 

@@ -62,15 +62,6 @@ def test_error_of_each_element():
     assert_equal("rows in bf16", QuantizedRows(y, scales).dequantized(), dequantize_fp8(y, scales))
 
 
-def test_scales_as_exponents():
-    """Powers of two fit into UE8M0, four to an int32; the scale 0 of padding stays 0."""
-    _, scales = quantize_fp8(randn(5, 6 * 128) * torch.logspace(-20, 20, 5)[:, None].bfloat16(), power_of_two=True)
-    scales[2] = 0
-    words = ops.ue8m0.pack(scales)
-    assert words.dtype == torch.int32 and words.shape == (5, 2)
-    assert_equal("scales", ops.ue8m0.unpack(words, 6), scales)
-
-
 def test_what_is_not_finite_stays_in_its_block():
     x = randn(128, HIDDEN)
     good = ops.QuantizedRows.of(x)
@@ -143,14 +134,6 @@ def run_mlp(rows, counts, grad, **options):
     y = ops.grouped_mlp(rows, counts, *leaves, **options)
     y.backward(grad)
     return y.detach(), rows.grad, *(leaf.grad for leaf in leaves)
-
-
-def test_mlp_is_near_that_of_bf16():
-    x, grad = randn(384, HIDDEN), randn(384, HIDDEN, seed=2)
-    results = [run_mlp(rows, [256, 128], grad) for rows in (x.clone(), QuantizedRows.of(x))]
-    for name, exact, ours in zip(("y", "x", "w1", "w2"), *results, strict=True):
-        error = (ours.float() - exact.float()).norm() / exact.float().norm()
-        assert 0.01 < error < 0.1, f"{name}: {error}"
 
 
 def test_another_activation_than_swiglu():

@@ -1,15 +1,12 @@
 """Programs with the option `--bind` bind each of their ranks once, and each rank says so in one line."""
 
-import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import run as bench
 from deepep_moe.testing import run_ranks
 from deepep_moe.topology import place, read
 from deepep_moe.topology.sysfs import format_cpulist
@@ -44,20 +41,6 @@ def test_ranks_of_this_host():
     assert run_ranks(affinity, 2, bind=True) == OWN
     everything = tuple(sorted(os.sched_getaffinity(0)))
     assert run_ranks(affinity, 2) == [everything, everything]
-
-
-def test_benchmark_of_one_process_and_of_a_launcher(monkeypatch):
-    bound = []
-    monkeypatch.setattr(bench, "bind_this_rank", lambda: bound.append(True))
-    quiet = SimpleNamespace(__doc__="", add_arguments=lambda parser: None, main=lambda options: None)
-    monkeypatch.setattr(importlib, "import_module", lambda name: quiet)
-    for command, rank, count in (("gate", None, 1), ("exchange", None, 0), ("exchange", "1", 1), ("model", "1", 0)):
-        monkeypatch.delenv("RANK", raising=False)
-        if rank:
-            monkeypatch.setenv("RANK", rank)
-        bound.clear()
-        bench.main([command, *([] if command == "model" else ["--bind"])])
-        assert len(bound) == count, (command, rank)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import machine_trees
 import pytest
 
 from deepep_moe import config, launch
-from deepep_moe.topology import bind, binding, bound, place, read
+from deepep_moe.topology import bind, binding, place, read
 from deepep_moe.topology.sysfs import format_cpulist
 
 NVSHMEM = {"NVSHMEM_ENABLE_NIC_PE_MAPPING": "1"}
@@ -267,24 +267,9 @@ def test_command_is_wrapped(arguments, command, monkeypatch):
     assert options.no_python and not options.module
 
 
-def test_without_bind_it_is_torchrun(monkeypatch):
-    ran = []
-    monkeypatch.setattr(launch.run, "run", ran.append)
-    launch.main(["--nproc-per-node", "2", "a.py"])
-    assert (ran[0].training_script, ran[0].nproc_per_node, ran[0].no_python) == ("a.py", "2", False)
-
-
 def test_binding_twice_is_refused(capsys):
     if "--numa-binding" not in launch.parser().format_help():
         pytest.skip("this torchrun does not bind")
     with pytest.raises(SystemExit):
         launch.main(["--bind", "--numa-binding", "node", "a.py"])
     assert "--bind does not work with --numa-binding" in capsys.readouterr().err
-
-
-def test_command_that_is_missing(monkeypatch):
-    monkeypatch.setattr(bound, "bind_this_rank", lambda: None)
-    with pytest.raises(SystemExit, match="cannot run no-such-program: No such file or directory"):
-        bound.main(["no-such-program"])
-    with pytest.raises(SystemExit, match="usage: python -m deepep_moe.topology.bound COMMAND"):
-        bound.main([])

@@ -1,6 +1,5 @@
 """The topology file for NCCL has the nesting and the attributes of shipped ones; settings are explained and only set where asked for."""
 
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import machine_trees
@@ -44,26 +43,6 @@ def test_switches_are_nested(tmp_path):
     nested = nesting(first)
     assert nested["0000:16:00.0"] == {"0000:19:00.0": {"0000:1b:00.0": GPU}, "0000:18:00.0": INFINIBAND}
     assert nested["0000:29:00.0"] == ETHERNET and len(nested) == 6 and set(nesting(second)) >= {"0000:98:00.0", "0000:da:00.0"}
-
-
-def test_one_switch_for_two_pairs(tmp_path):
-    (node,) = nodes_of("one_node_hgx", tmp_path)
-    assert nesting(node)["0000:11:00.0"] == {
-        "0000:13:00.0": GPU, "0000:14:00.0": GPU, "0000:15:00.0": ETHERNET, "0000:16:00.0": ETHERNET,
-    }  # fmt: skip
-
-
-def test_device_of_unknown_node_is_left_out(tmp_path):
-    machine_trees.azure_h100(tmp_path)
-    (tmp_path / "sys/bus/pci/devices/0001:00:00.0/numa_node").write_text("-1")
-    assert "0001:00:00.0" not in nccl.topology_xml(read(tmp_path))
-
-
-def test_node_of_memory_only(tmp_path):
-    machine_trees.one_node_hgx(tmp_path)
-    machine_trees.MachineTree.write(SimpleNamespace(root=tmp_path), "sys/devices/system/node/node1/cpulist", "")
-    (node,) = ElementTree.fromstring(nccl.topology_xml(read(tmp_path)))
-    assert node.get("numaid") == "0" and len(node) == 4
 
 
 @pytest.mark.parametrize("name", ["without_sysfs", "small_vm"])

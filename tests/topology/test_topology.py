@@ -1,7 +1,6 @@
 """The topology of recorded machines equals tables written by hand. Damaged and unreachable files are noted, and the rest is read."""
 
 import json
-import platform
 import shutil
 import subprocess
 import sys
@@ -128,12 +127,6 @@ def test_container_with_some_gpus(azure):
     assert [gpu.name for gpu in read(azure).gpus] == ["NVIDIA GPU"] * 8
 
 
-def test_names_that_nccl_has_for_processors(azure, monkeypatch):
-    for name, expected in (("aarch64", "arm64"), ("x86_64", "x86_64")):
-        monkeypatch.setattr(platform, "machine", lambda name=name: name)
-        assert f'arch="{expected}"' in nccl.topology_xml(read(azure))
-
-
 # ---- damaged files ----
 
 GPU = "sys/bus/pci/devices/0001:00:00.0"  # of azure_h100, in NUMA node 0
@@ -143,7 +136,6 @@ GPU = "sys/bus/pci/devices/0001:00:00.0"  # of azure_h100, in NUMA node 0
     ("file", "text", "note"),
     [
         ("sys/devices/system/node/node0/cpulist", "0-x", "/sys/devices/system/node/node0/cpulist cannot be used: '0-x' is no list of CPUs"),
-        (f"{GPU}/numa_node", "one", "The NUMA node of 0001:00:00.0 is unknown: its numa_node is one"),
         (f"{GPU}/numa_node", "7", "The NUMA node of 0001:00:00.0 is unknown: its numa_node is 7"),
         (f"{GPU}/numa_node", "-1", "The NUMA node of 0001:00:00.0 is unknown: its numa_node is -1"),
         ("proc/self/status", "Name: python", "The CPUs of this process are unknown: /proc/self/status has no list of them."),
@@ -181,11 +173,6 @@ def test_links_in_a_circle(azure):
     host = read(azure)
     assert nic_of(host).driver == "" and nic_of(host, "mlx5_1").ports == () and nic_of(host, "mlx5_1").pci.path == ()
     assert [each.node for each in place(host, 8)] == [None, 0, 0, 0, 1, 1, 1, 1], "the driver's folder still has the first GPU"
-
-
-def test_empty_root(tmp_path):
-    host = read(tmp_path / "nowhere")
-    assert (host.nodes, host.gpus, host.nics, host.allowed_cpus) == ((), (), (), None) and len(host.notes) == 2
 
 
 def test_offline_cpus_and_holes(tmp_path):
