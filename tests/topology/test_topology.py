@@ -1,6 +1,7 @@
 """The topology of recorded machines equals tables written by hand. Damaged and unreachable files are noted, and the rest is read."""
 
 import json
+import platform
 import shutil
 import subprocess
 import sys
@@ -125,6 +126,12 @@ def test_container_with_some_gpus(azure):
     assert [(gpu.index, gpu.pci.bus_id) for gpu in host.gpus[:2]] == [(0, "0002:00:00.0"), (1, "0004:00:00.0")] and len(host.gpus) == 6
     shutil.rmtree(azure / "proc/driver")
     assert [gpu.name for gpu in read(azure).gpus] == ["NVIDIA GPU"] * 8
+
+
+def test_names_that_nccl_has_for_processors(azure, monkeypatch):
+    for name, expected in (("aarch64", "arm64"), ("x86_64", "x86_64")):
+        monkeypatch.setattr(platform, "machine", lambda name=name: name)
+        assert f'arch="{expected}"' in nccl.topology_xml(read(azure))
 
 
 # ---- damaged files ----

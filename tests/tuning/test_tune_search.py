@@ -174,6 +174,18 @@ def test_outcomes_are_written(machine, capsys, monkeypatch):
     ]  # fmt: skip
 
 
+def test_target_that_is_damaged_meanwhile(machine, capsys, monkeypatch):
+    file = machine / "profiles.json"
+
+    def start(measure, options):
+        file.write_text("{}")
+        return [command.Outcome("faster: all", PROFILE)]
+
+    monkeypatch.setattr(command, "start", start)
+    assert command.main(["--num-ranks", "2", "--output", str(file)]) == 1
+    assert "its format is None" in capsys.readouterr().err and file.read_text() == "{}"
+
+
 def test_failed_rank(machine, capsys, monkeypatch):
     def fail(measure, options):
         raise command.RankFailedError(1, "no such luck")

@@ -1,4 +1,4 @@
-"""Layers with grouped experts against the same layers with experts one by one: outputs, every gradient, steps, checkpoints, failures."""
+"""Layers with grouped experts against the same layers with experts one by one: outputs, every gradient, steps, what is saved."""
 
 import contextlib
 import inspect
@@ -99,11 +99,12 @@ def _passes(
     layer: nn.Module, option: Any, exact: bool, x: torch.Tensor, cotangent: torch.Tensor, in_one_memory: bool = False
 ) -> list[dict]:
     """Return the results with experts one by one, and grouped."""
-    passes = []
+    passes, state = [], {name: id(value) for name, value in layer.state_dict(keep_vars=True).items()}
     for grouped in (False, option):
         replace_moe_layers(layer, exact=exact, grouped_experts=grouped)
         with grouped_calls(int(grouped is not False)) as are_views:
             passes.append(run_layer(layer, x, cotangent))
+        assert {name: id(value) for name, value in layer.state_dict(keep_vars=True).items()} == state, "checkpoints are the same"
     assert option is read_gated or are_views == [in_one_memory], "weights are copied only where they must be"
     return passes
 
