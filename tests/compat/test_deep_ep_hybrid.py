@@ -129,6 +129,7 @@ def scenario(rank, num_ranks, backend, case, fp8, by_map, bound):
     assert check(buffer.dispatch_with_permute(**hidden, handle=handle, **how), False) is handle
     check(buffer.dispatch_with_permute(**hidden, handle=handle, **routing, **how), True)
     assert len(handle) == 11 and handle[8] == case.num_tokens[rank] and handle[3].tolist() == [len(want.mine.tokens)]
+    assert handle[7].tolist() == list(want.mine.num_recv_tokens_per_expert)
     num_local = handle.buffer.num_local_experts
     experts = torch.arange(rank * num_local, (rank + 1) * num_local)
     local = [(idxs[source][token][:, None] == experts).any(0).tolist() for source, token in want.mine.tokens]

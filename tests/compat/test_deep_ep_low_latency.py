@@ -82,6 +82,7 @@ def check_received(case, rank, received, counts, expected):
     rows, scales = received if case.fp8 else (received, None)
     assert rows.shape == (case.num_experts // case.num_ranks, case.num_ranks * case.max_tokens, case.hidden)
     assert rows.dtype == (torch.float8_e4m3fn if case.fp8 else torch.bfloat16)
+    assert counts.dtype == torch.int32
     out = SimpleNamespace(recv_x=rows, recv_x_scales=scales, num_recv_tokens_per_expert=counts)
     check_dispatch(case, rank, out, expected)
     return out
