@@ -14,7 +14,7 @@ from on_ranks import on_ranks
 
 from deepep_moe import Buffer, reference
 from deepep_moe.errors import EPMismatchError
-from deepep_moe.exchange.backends import profile as profile_module
+from deepep_moe.exchange.backends import select
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
 from deepep_moe.tuning import Profile, Shape, Values
 from deepep_moe.tuning.profiles import as_text
@@ -129,11 +129,11 @@ def test_same_bits(rank, num_ranks, tmp_path):
     prepare(rank, tmp_path)
     set_files(None, tmp_path / "given.json")
     heard: list[Values] = []
-    use = profile_module.NvlinkBackend.use
-    profile_module.NvlinkBackend.use = lambda self, values: (heard.append(values), use(self, values))[1]
+    use = select.NvlinkBackend.use
+    select.NvlinkBackend.use = lambda self, values: (heard.append(values), use(self, values))[1]
     how = {"dtype": torch.bfloat16, "with_bias": True, "backends": ("nvlink",)}
     for layout, mode in itertools.product(("expert", "rank"), ("now", "hook")):
-        profile_module._warn.cache_clear()
+        select._warn.cache_clear()
         check_case(rank, num_ranks, Case([140, 37, 200], layout=layout, mode=mode, **how))
         assert heard == [VALUES], (layout, mode)
         heard.clear()
