@@ -50,7 +50,7 @@ def test_modules_without_kernels_are_not_built(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"TORCH_VERSION": torch.__version__, "SHIM_BYTES": SHIM_BYTES}, ""),
+        ({"TORCH_VERSION": torch.__version__, "SHIM_BYTES": SHIM_BYTES, "connect": id}, ""),
         ({}, "not built; `deepep-moe build _torch`"),
         ({"TORCH_VERSION": "1.0", "SHIM_BYTES": SHIM_BYTES}, f"built for torch 1.0, this is {torch.__version__}; `deepep-moe build"),
         ({"TORCH_VERSION": torch.__version__, "SHIM_BYTES": 1}, "of another build than deepep_moe._C; `deepep-moe build"),
@@ -59,6 +59,7 @@ def test_modules_without_kernels_are_not_built(monkeypatch, tmp_path, capsys):
 def test_autograd_functions_of_another_build(monkeypatch, values, reason):
     monkeypatch.setitem(sys.modules, "deepep_moe._torch", SimpleNamespace(**values) if values else None)
     monkeypatch.setattr(torch_module._C, "build_info", lambda: {"nvlink": True})
+    monkeypatch.setattr(torch_module._C, "gpu_kernel_shim", object, raising=False)
     module, message = torch_module._load()
     assert (module is None) is bool(reason) is bool(message) and message.startswith(reason)
 
