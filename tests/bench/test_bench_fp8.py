@@ -4,7 +4,7 @@ import json
 
 from bench_cases import RECORD_FIELDS, bench
 
-from benchmarks.layers.fp8_layers import BF16, EACH, GRAPHS, KEPT, SHARED, graph_of
+from benchmarks.layers.fp8_layers import BF16, EACH, GRAPHS, SHARED
 
 SIZES = ["--num-tokens", "48", "--hidden", "128", "--ffn-hidden", "128", "--num-topk", "2", "--num-experts", "4", "--repeats", "1"]
 
@@ -21,8 +21,6 @@ def test_records(tmp_path):
         assert 0.01 < each["differences"]["output"] < 0.12 and each["rival_versions"].endswith("TransformerEngine needs a GPU")
     # Two bytes and the scales of two of the four experts' parameters.
     parameters = 2 * 3 * 128 * 128
-    assert [each["kept_bytes"] for each in records] == [0, *[2 * parameters + 8 * parameters // 128**2] * 2]
-    assert [each["micro_batches"] for each in records] == [None, 3, None]
-    for name in GRAPHS:
-        why = "copies made outside of a graph serve no forward" if name == graph_of(KEPT) else "CUDA graphs need a GPU"
-        assert why in done.stdout and why in records[0]["not_captured"][name]
+    assert [each["kept_bytes"] for each in records] == [0, 2 * parameters + 8 * parameters // 128**2]
+    assert [each["micro_batches"] for each in records] == [None, 3]
+    assert records[0]["not_captured"] == dict.fromkeys(GRAPHS, "CUDA graphs need a GPU")
