@@ -86,12 +86,13 @@ uintptr_t OwnStream::follow() {
     const c10::Stream current = guard.getStream(device_);
     if (!stream_) {
         stream_ = guard.getStreamFromGlobalPool(device_);
+        address_ = address_of(*stream_);
         given_.emplace(device_.type());
     }
     caller_ = current;
     given_->record(current);
     given_->block(*stream_);
-    return address_of(*stream_);
+    return address_;
 }
 
 void OwnStream::keep(at::TensorList tensors) const {

@@ -65,14 +65,15 @@ void keep_for_current(const at::Device& device, at::TensorList tensors);
 class OwnStream {
 public:
     explicit OwnStream(const at::Device& device) : device_(device) {}
-    uintptr_t follow();                       // lets it go on after what the current stream has been given; its address
-    void keep(at::TensorList tensors) const;  // does what `keep_for_current` does, for this stream
+    uintptr_t follow();  // lets it go on after what the current stream has been given; its address. The first call holds the GIL
+    void keep(at::TensorList tensors) const;                        // does what `keep_for_current` does, for this stream
     std::shared_ptr<Recorded> record(variable_list tensors) const;  // records this stream by now. tensors: those used since `follow`
 
 private:
     const at::Device device_;
     std::optional<c10::Stream> stream_, caller_;  // the latter: that was current at the last `follow`
     std::optional<c10::Event> given_;             // to the current stream, at the last `follow`
+    uintptr_t address_ = 0;                       // of `stream_`
 };
 
 }  // namespace deepep_moe

@@ -205,7 +205,8 @@ class ExpertSlots:
             check_is_tensor(name, tensor)
             is_whole = tensor.dim() > 1 and tensor.data_ptr() % _C.ROW_ALIGNMENT == 0
             if is_whole and may_be_apart and len(tensor) > 0:
-                is_whole = tensor[0].is_contiguous() and tensor.stride(0) * tensor.element_size() % _C.ROW_ALIGNMENT == 0
+                distance = tensor.stride(0) * tensor.element_size() if len(tensor) > 1 else 0
+                is_whole = tensor[0].is_contiguous() and distance % _C.ROW_ALIGNMENT == 0
             elif is_whole:
                 is_whole = tensor.is_contiguous()
             if not is_whole or tensor.device != self.memory.device:

@@ -46,10 +46,13 @@ class BufferRegistry:
         growing = self._buffers[key] = construct()
         return growing
 
-    def copies_of(self, balance: Balance, weights: Parts, buffer: Buffer) -> Copies:
-        """Return the copies of experts with these weights. Collective over the buffer's group where they are made."""
+    def copies_of(self, balance: Balance, weights: Parts, buffer: Buffer, meet: Callable[[], None] | None = None) -> Copies:
+        """Return the copies of experts with these weights. Collective over the buffer's group where they are made. `meet` makes a call of
+        the buffer before, which a rank refuses whose weights cannot have copies."""
         key = sizes_of(weights, buffer)
         if key not in self._copies:
+            if meet is not None:
+                meet()
             self._copies[key] = buffer._group, Copies(balance, weights, buffer)
         return self._copies[key][1]
 

@@ -54,6 +54,18 @@ def version_2(group):
     return layer
 
 
+def version_2_5(group):
+    buffer = deep_ep.EPBuffer(group, num_max_tokens_per_rank=16)
+
+    def layer(x, idx, w):
+        event = buffer.dispatch(x + 1, idx, w, num_experts=NUM_EXPERTS, defer_epilogue=True)
+        rows, recv_idx, recv_w, handle = event.current_stream_wait()
+        y, _ = buffer.combine(rows * 2, handle, defer_epilogue=True).current_stream_wait()
+        return y + 1, recv_idx, recv_w
+
+    return layer
+
+
 def hybrid(group):
     buffer = deep_ep.HybridEPBuffer(group, HIDDEN, 16, NUM_EXPERTS // dist.get_world_size(group))
 
@@ -67,7 +79,24 @@ def hybrid(group):
     return layer
 
 
-LONG = (pytest.param(make, marks=pytest.mark.slow) for make in (version_2, hybrid))
+def low_latency(group):
+    buffer = deep_ep.Buffer(group, low_latency_mode=True)
+
+    def layer(x, idx, w):
+        (rows, scales), counts, handle, _, hook = buffer.low_latency_dispatch(
+            x + 1, idx, 16, NUM_EXPERTS, use_fp8=True, return_recv_hook=True
+        )
+        hook()
+        is_row = torch.arange(rows.shape[1]) < counts[:, None]
+        rows = torch.where(is_row[..., None], rows.float() * scales.repeat_interleave(128, 2)[..., :128], 0.0).bfloat16()
+        y, _, hook = buffer.low_latency_combine(rows * 2, idx, w, handle, return_recv_hook=True)
+        hook()
+        return y + 1, handle[1]
+
+    return layer
+
+
+LONG = (pytest.param(make, marks=pytest.mark.slow) for make in (version_2, version_2_5, hybrid, low_latency))
 
 
 @on_ranks(2, make=(version_1, *LONG))

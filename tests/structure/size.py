@@ -10,9 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCES = (".py", ".pyi", ".cpp", ".h", ".cu", ".cuh")
 LIMITS = {
-    "lines of deepep_moe, csrc and integrations": 45_480,
+    "lines of deepep_moe, csrc and integrations": 45_490,
     "lines of benchmarks": 5_220,
-    "lines of tests": 33_450,
+    "lines of tests": 33_500,
     "words of docs and README": 48_500,
     "lines of JSON in benchmarks": 2_000,
     "times the word Any in Python code of deepep_moe and integrations": 485,

@@ -78,6 +78,6 @@ constexpr const char* kKernelShimName = "deepep_moe.KernelShim 1";
 constexpr size_t kShimBytes = sizeof(GpuDispatchCall) + sizeof(GpuCombineCall) + sizeof(CallMode) + sizeof(LowLatencyDispatchParams) +
                               sizeof(LowLatencyCombineParams) + sizeof(GpuGateParams) + sizeof(GpuGateBackwardParams) +
                               sizeof(GpuSwigluParams) + sizeof(GpuWeightGradientParams) + sizeof(LanesOfMapParams) +
-                              sizeof(DenseOfLanesParams) + sizeof(CountLanesParams);
+                              sizeof(DenseOfLanesParams) + sizeof(CountLanesParams) + sizeof(KernelShim);
 
 }  // namespace deepep_moe

@@ -97,7 +97,7 @@ class PackedMOELayer(MOELayer):
             weights = self._weights_to_group(x)
             assert weights is not None  # it raises with balance
             parts = parts_of(weights, x.device)
-            return weights, parts, of_layer.buffers.copies_of(balance, parts, buffer)
+            return weights, parts, of_layer.buffers.copies_of(balance, parts, buffer, growing.meet)
 
         telling = notify_peers_on_failure if last is None or last.is_over else last.telling
         weights, parts, copies = telling(buffer, prepare)

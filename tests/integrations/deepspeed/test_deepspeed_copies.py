@@ -107,10 +107,15 @@ def test_what_copies_do_not_go_with(rank):
     replace_moe_layers(layer, exact=False, balance=Balance(2))
     with pytest.raises(ValueError, match="balance is given, but experts have biases"):
         layer(x)
-    layer = skewed_layer()
-    replace_moe_layers(layer, exact=False, balance=Balance(2))
-    layer(x)
-    if rank == 1:
-        layer.deepspeed_moe.experts.deepspeed_experts[0].register_forward_hook(lambda *_: None)
-    with refused(rank, 1, ValueError, "balance is given, but experts cannot run in grouped products"):
-        layer(x)
+    for has_copies in (False, True):
+        layer = skewed_layer()
+        replace_moe_layers(layer, exact=False, balance=Balance(2))
+        if has_copies:
+            layer(x)
+        if rank == 1:
+            hook = layer.deepspeed_moe.experts.deepspeed_experts[0].register_forward_hook(lambda *_: None)
+        with refused(rank, 1, ValueError, "balance is given, but experts cannot run in grouped products"):
+            layer(x)
+        if rank == 1:
+            hook.remove()
+        assert layer(x)[0].isfinite().all()
