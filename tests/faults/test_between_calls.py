@@ -60,13 +60,7 @@ IN_BACKWARD = [("in_backward", kind_of_error) for kind_of_error in (RuntimeError
 ON_GPUS = [("fails", RuntimeError), ("in_backward", RuntimeError)] * 2
 
 
-SIZES = [("shm", 2), ("collective", 2), *(pytest.param(*size, marks=pytest.mark.slow) for size in (("shm", 3), ("collective", 3)))]
-SIZES += [pytest.param("nvlink", num_ranks, marks=pytest.mark.gpu) for num_ranks in (2, 3)]
-
-
-@pytest.mark.parametrize(("backend", "num_ranks"), SIZES)
-@on_ranks(())
-def test_layer(rank, num_ranks, backend):
+def fails(rank, num_ranks, backend):
     model, x, experts, buffer = make_model(rank, num_ranks, backend)
     expert, step = experts[1], partial(make_step, model, x, buffer)
     step()
@@ -87,6 +81,18 @@ def test_layer(rank, num_ranks, backend):
         hook.remove()
     for _ in range(2):
         step()
+
+
+@pytest.mark.parametrize("num_ranks", (2, pytest.param(3, marks=pytest.mark.slow)))
+@on_ranks(backend=("shm", "collective"))
+def test_layer(rank, num_ranks, backend):
+    fails(rank, num_ranks, backend)
+
+
+@pytest.mark.gpu
+@on_ranks((2, 3))
+def test_layer_on_gpus(rank, num_ranks):
+    fails(rank, num_ranks, "nvlink")
 
 
 def test_ends_that_are_no_failures():

@@ -225,9 +225,7 @@ def fault(buffer: Buffer, moment: str, error: BaseException) -> Any:
     else:
         entries = ("plan", *MOVES[1:]) if isinstance(backend, ShmBackend) else MOVES
         before = entries if moment == "before entry" else MOVES if moment == "before rows" else ()
-        name, after = "_exchange", MOVES if moment == "after rows" else ()
-        if isinstance(backend, NvlinkBackend):
-            name, before, after = "_native", *(tuple(f"run_{entry}" for entry in entries) for entries in (before, after))
+        name, after = "_native" if isinstance(backend, NvlinkBackend) else "_exchange", MOVES if moment == "after rows" else ()
         faulty = Interposed(getattr(backend, name), error, before, after)
     stock = getattr(backend, name)
     setattr(backend, name, faulty)
