@@ -98,7 +98,7 @@ def options_of(ds_config: Mapping[str, object]) -> Options | None:
         raise TypeError(f'"{SECTION}" of ds_config: grouped_experts is a function; pass it to replace_moe_layers, here only true or false')
     try:
         if (num_slots := values.get("balance")) is not None:  # a dictionary has no Balance
-            values["balance"] = Balance(num_slots)
+            values["balance"] = Balance(as_int("balance", num_slots, "a number of expert slots such as 4, or null", 1))
         options = Options(**values)
     except (TypeError, ValueError) as error:
         raise type(error)(f'"{SECTION}" of ds_config: {error}') from None

@@ -19,6 +19,7 @@ from on_ranks import refused
 from torch.utils.checkpoint import checkpoint
 
 from deepep_moe.integrations.deepspeed import initialize, replace_moe_layers, restore_moe_layers
+from deepep_moe.integrations.deepspeed.options import options_of
 from deepep_moe.nn import Balance, Metrics
 
 pytest.importorskip("deepspeed")
@@ -102,6 +103,8 @@ def test_what_copies_do_not_go_with(rank):
             replace_moe_layers(skewed_layer(), balance=Balance(2), **options)
     with pytest.raises(TypeError, match="balance is 2; pass deepep_moe.nn.Balance"):
         replace_moe_layers(skewed_layer(), balance=2, exact=False)
+    with pytest.raises(TypeError, match="ds_config: balance is True; it must be a number of expert slots"):
+        options_of({"deepep_moe": {"exact": False, "balance": True}})
     x = torch.rand(8, HIDDEN)
     layer = make_moe(expert=sequential(), ep=2)
     replace_moe_layers(layer, exact=False, balance=Balance(2))
