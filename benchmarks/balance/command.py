@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from benchmarks.balance import workloads
 from benchmarks.balance.workloads import WORKLOADS, Routing
 from benchmarks.common.link import rows_to_others
-from benchmarks.common.records import spread, write_json
+from benchmarks.common.records import record, spread, write_json
 from benchmarks.common.report import Record, number, show_table
 from benchmarks.layers import harness
 from benchmarks.layers.megatron_steps import time_step
-from benchmarks.layers.passes import MeasuredLayer, Pass, chain, describe, draw_inputs
+from benchmarks.layers.passes import Pass, chain, describe, draw_inputs
 from deepep_moe import Buffer
 from deepep_moe.nn import Balance, GroupedExperts, MoELayer
 from deepep_moe.nn.overload import overloads
@@ -149,15 +149,15 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> list[Reco
         Buffer(None, most, options.hidden, options.num_experts + more, options.num_topk, backend=options.backend) for more in num_slots
     ]
     balance = Balance(options.slots) if options.slots else None
-    first = MeasuredLayer(buffers[0].backend, *describe("torch", device, num_ranks), 0, {})
-    return [_record(routing, options, first, buffers, balance, experts, device) for routing in routings]
+    return [_record(routing, options, buffers, balance, experts, device) for routing in routings]
 
 
 def _record(
-    routing: Routing, options: argparse.Namespace, first: MeasuredLayer, buffers: list[Buffer], balance: Balance | None,
-    experts: GroupedExperts, device: torch.device,
+    routing: Routing, options: argparse.Namespace, buffers: list[Buffer], balance: Balance | None, experts: GroupedExperts,
+    device: torch.device,
 ) -> Record:  # fmt: skip
     """Time a routing and the balanced one in turns. Return the record of the balanced one, whose baseline is the other. Collective."""
+    hardware, versions = describe("torch", device, buffers[0].num_ranks)
     both, buffer = (routing, workloads.workload("W0", options.num_experts, options.seed)), buffers[0]
     sides = [Side(each, options, buffer, experts, device) for each in both]
     sides += [Side(routing, options, buffers[1], experts, device, balance)] if balance else []
@@ -169,10 +169,11 @@ def _record(
     (overload,) = overloads([torch.stack(sides[0].rows)], [(0, buffer.num_ranks)])
     goes = is_token_in_rank(sides[1].router.topk_idx, buffer.num_ranks, buffer.num_local_experts)
     num_bytes = 4 * 2 * options.hidden * int(slowest([float(rows_to_others(goes))])[0])
-    return harness.record(
-        f"balance {routing.name}", options, first, buffer.num_ranks, "bfloat16", us, num_bytes, "unbalanced", theirs,
-        rival_us_p90=spread(theirs)[2], experts_us=experts_us, rival_experts_us=their_experts, ffn_hidden=options.ffn_hidden,
-        seed=options.seed, **overload, **with_copies,
+    settings = vars(options) | {"backend": buffer.backend, "num_ranks": buffer.num_ranks, "dtype": "bfloat16", "layout": "expert"}
+    return record(
+        f"balance {routing.name}", settings, us, num_bytes, baseline="unbalanced", baseline_times=theirs, hardware=hardware,
+        rival_versions=versions, rival_us_p90=spread(theirs)[2], experts_us=experts_us, rival_experts_us=their_experts,
+        ffn_hidden=options.ffn_hidden, seed=options.seed, **overload, **with_copies,
     )  # fmt: skip
 
 

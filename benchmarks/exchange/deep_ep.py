@@ -20,13 +20,12 @@ BF16, FP8 = "bfloat16", "float8_e4m3fn"
 
 
 class Library:
-    """The parts that both generations share."""
+    """The parts that both generations share. `name` is that of the peer, of which the drop-in has two."""
 
-    name: str
     buffer: Any
 
-    def __init__(self, shape: Shape):
-        self.shape, self.module = shape, load_package(self.name)
+    def __init__(self, name: str, shape: Shape):
+        self.name, self.shape, self.module = name, shape, load_package(name)
         self.combine_how: dict[str, Any] = {}
         """More arguments of its combine."""
         self.version = version_of(self.module)
@@ -59,11 +58,9 @@ class Library:
 class DeepEP(Library):
     """Runs `deep_ep.Buffer` within one host, one row per (token, rank). A dispatch has its layout kernel in it; a cached one has not."""
 
-    name = "deep_ep"
-
-    def __init__(self, shape: Shape, group: "dist.ProcessGroup", num_max_tokens: int):
+    def __init__(self, name: str, shape: Shape, group: "dist.ProcessGroup", num_max_tokens: int):
         """Collective. The size of its memory does not depend on `num_max_tokens`."""
-        super().__init__(shape)
+        super().__init__(name, shape)
         self.module.Buffer.set_num_sms(_NUM_SMS)
         self.config, combine_config = (getattr(self.module.Buffer, f"get_{op}_config")(shape.num_ranks) for op in ("dispatch", "combine"))
         self.combine_how = {"config": combine_config}
@@ -98,11 +95,9 @@ class DeepEPV2(Library):
     leaves the padding as it is. Its combine applies no weights in either layout, so it has less to do than ours of the expert layout.
     """
 
-    name = "deep_ep_v2"
-
-    def __init__(self, shape: Shape, group: "dist.ProcessGroup", num_max_tokens: int):
+    def __init__(self, name: str, shape: Shape, group: "dist.ProcessGroup", num_max_tokens: int):
         """Collective. The buffer's size is that for rows in bf16, which rows in fp8 fit in."""
-        super().__init__(shape)
+        super().__init__(name, shape)
         sizes = {"num_max_tokens_per_rank": num_max_tokens, "hidden": shape.hidden, "num_topk": shape.num_topk}
         self.buffer = self.module.ElasticBuffer(group, **sizes, use_fp8_dispatch=False, explicitly_destroy=True)
 
@@ -135,6 +130,12 @@ class DeepEPV2(Library):
         check = self.checks(inputs, layout, sent, is_exact=not is_expert and do_cpu_sync is not False)
         num_sms = getattr(handle, "num_sms", None)
         return [Operation(op, t, layout, self.shape.row_bytes(t), call, num_sms, self.name) for (op, t), call in calls.items()], check
+
+
+KINDS: dict[str, Callable[[str, Shape, "dist.ProcessGroup", int], DeepEP | DeepEPV2]] = {
+    "deep_ep": DeepEP, "deep_ep_v2": DeepEPV2, "drop_in": DeepEP, "drop_in_v2": DeepEPV2,
+}  # fmt: skip
+"""What stands for each peer: of its name, the shape, the group and the most tokens of a rank. Collective."""
 
 
 # ---- for both generations ----

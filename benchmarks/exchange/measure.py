@@ -6,12 +6,12 @@ from functools import partial
 import torch
 
 from benchmarks.common.link import link_rows, tokens_from_to
-from benchmarks.common.peers import foreign, make_peer
 from benchmarks.common.ranks import BenchRank, Report
 from benchmarks.common.records import spread
 from benchmarks.common.report import Record
 from benchmarks.common.verify import verify
 from benchmarks.exchange.baselines import PLANNED, verify_baseline, words
+from benchmarks.exchange.deep_ep import KINDS
 from deepep_moe.tune.operations import operations
 from deepep_moe.tune.workload import Inputs, Operation
 
@@ -58,15 +58,15 @@ class ExchangeRank(BenchRank):
         what = f"{name}, {num_tokens} tokens"
         if self.timer.is_gpu:
             torch.cuda.empty_cache()
-        peer = self.agreed(what, partial(make_peer, name, self.shape, self.peers, num_tokens))
+        peer = self.agreed(what, partial(KINDS[name], name, self.shape, self.peers, num_tokens))
         if peer is None:
             return []
         self.say(f"{what}, version {peer.version}")
-        for o in self.agreed(what, partial(foreign, partial(peer.operations, inputs))) or []:
+        for o in self.agreed(what, partial(peer.operations, inputs)) or []:
             time = partial(self._time, o, num_tokens, rows, baselines, None, peer.version)
-            records.append(self.agreed(f"{o.name}, {num_tokens} tokens", partial(foreign, time)))
+            records.append(self.agreed(f"{o.name}, {num_tokens} tokens", time))
         self.timer.synchronize()
-        self.agreed(f"the end of {what}", partial(foreign, peer.destroy))
+        self.agreed(f"the end of {what}", peer.destroy)
         return [entry for entry in records if entry is not None]
 
     def _time(

@@ -19,7 +19,6 @@ import argparse
 import importlib.util
 import itertools
 import sys
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,8 +30,8 @@ from benchmarks.common.records import DTYPES, write_json
 from benchmarks.common.report import show_layers
 from benchmarks.layers import harness
 from benchmarks.layers.deepspeed_passes import AutoEPPass, CommunicationPass, LayerPass
-from benchmarks.layers.megatron_steps import kernel_times
-from benchmarks.layers.passes import MeasuredLayer, beyond, describe, differences, draw_inputs, slowest
+from benchmarks.layers.megatron_steps import kernel_us
+from benchmarks.layers.passes import MeasuredLayer, beyond, describe, differences, draw_inputs
 from deepep_moe.ops.routing import is_token_in_rank
 from deepep_moe.testing import RankFailedError, run_ranks
 
@@ -56,14 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--autoep", action="store_true", help="a layer that AutoEP makes, with three matrices an expert and no capacity")
 
 
-@dataclass
-class Measured(MeasuredLayer):
-    """The measurements of one rank and shape."""
-
-    kernel_us: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Time in kernels of a forward and a backward on GPUs, without gaps, by the same keys."""
-
-
 def compare(passes: dict[str, LayerPass]) -> dict[str, dict[str, float]]:
     """Return the largest difference from DeepSpeed's results, by mode, then by kind of result."""
     expected = passes[DEEPSPEED].results()
@@ -80,7 +71,7 @@ def link_bytes(topk_idx: Tensor, num_local_experts: int, row_bytes: int) -> dict
     return {"exact": int(elsewhere.sum()) * row_bytes, "fast": fast, "grouped": fast}
 
 
-def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
+def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> MeasuredLayer:
     """Do the work of one rank for one top-k and dtype: build layers, compare results, and time them in turns."""
     from deepspeed_ranks import engine_ready
 
@@ -88,7 +79,7 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
         return _measure(rank, num_ranks, options, device)
 
 
-def _measure(rank: int, num_ranks: int, options: argparse.Namespace, device: torch.device) -> Measured:
+def _measure(rank: int, num_ranks: int, options: argparse.Namespace, device: torch.device) -> MeasuredLayer:
     from deepep_moe.integrations.common.registry import all_buffers, destroy_all
 
     dtype = DTYPES[options.dtype]
@@ -103,7 +94,7 @@ def _measure(rank: int, num_ranks: int, options: argparse.Namespace, device: tor
         del kinds["gate"]  # as all experts are the same, its gradient is only rounding
     sent = link_bytes(topk_idx, options.num_experts // num_ranks, options.hidden * x.element_size())
     hardware, versions = describe("deepspeed", device, num_ranks)
-    measured = Measured(all_buffers()[0].backend, hardware, versions, sent, differences)
+    measured = MeasuredLayer(all_buffers()[0].backend, hardware, versions, sent, differences)
     for timed in (timed for of_one in passes.values() for timed in of_one.values()):
         timed.num_layers = options.num_layers
     measured.times = harness.times_in_turns(passes, device, _WARMUP, options.repeats, options.num_layers)
@@ -151,7 +142,7 @@ def _kernel_us(timed: LayerPass) -> float:
     runs = []
     for _ in range(_PROFILED):
         dist.barrier()
-        runs.append(sum(kernel_times(timed, 1).values()) / timed.num_layers)
+        runs.append(kernel_us(timed, 1) / timed.num_layers)
     return min(runs)
 
 
@@ -166,9 +157,9 @@ def tolerance(dtype: str) -> float:
     return {"fp32": 1e-4, "bf16": 6e-2}[dtype]
 
 
-def records_of(ranks: list[Measured], options: argparse.Namespace) -> list[dict[str, Any]]:
+def records_of(ranks: list[MeasuredLayer], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a record per thing timed and mode."""
-    first, times, records = ranks[0], slowest(ranks), []
+    first, records = ranks[0], []
     dtype = str(DTYPES[options.dtype]).removeprefix("torch.")
     for what, mode in [(what, mode) for what, modes in first.differences.items() for mode in modes]:
         extra: dict[str, Any] = {"capacity_factor": None if options.autoep else options.capacity_factor, "num_layers": options.num_layers}
@@ -178,12 +169,11 @@ def records_of(ranks: list[Measured], options: argparse.Namespace) -> list[dict[
             extra["us_kernels"], extra["rival_us_kernels"] = fewest
         num_bytes = 4 * max(rank.link_bytes[mode] for rank in ranks)
         op = f"deepspeed {what} {mode} top-{options.num_topk} {options.dtype} forward+backward"
-        ours, theirs = times[what, mode], times[what, DEEPSPEED]
-        records.append(harness.record(op, options, first, len(ranks), dtype, ours, num_bytes, DEEPSPEED, theirs, **extra))
+        records.append(harness.record(ranks, options, op, dtype, (what, mode), (what, DEEPSPEED), num_bytes, **extra))
     return records
 
 
-def show(ranks: list[Measured], records: list[dict[str, Any]], options: argparse.Namespace) -> None:
+def show(ranks: list[MeasuredLayer], records: list[dict[str, Any]], options: argparse.Namespace) -> None:
     capacity = "AutoEP" if options.autoep else f"capacity factor {options.capacity_factor:g}"
     more = f", {options.dtype}, {capacity}, layers at a time: {options.num_layers}"
     print(f"\nMoE, {harness.shape_of(options, len(ranks), ranks[0].backend, more)}")

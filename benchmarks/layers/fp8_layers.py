@@ -2,29 +2,19 @@
 
 import argparse
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.layers import megatron_steps
 from benchmarks.layers.passes import Pass, draw_inputs
 from deepep_moe.nn import GroupedExperts, MoELayer, Router
-from deepep_moe.ops import KeptWeights, QuantizedRows
 from deepep_moe.ops.fp8_products import GROUP_ALIGNMENT
 from deepep_moe.ops.routing import is_token_in_rank
 
 BF16, EACH, SHARED = "bf16", "fp8", "fp8, micro-batches"
 TE_BF16, TE_EACH, TE_SHARED = "alltoall, TE bf16", "alltoall, TE fp8", "alltoall, TE fp8, micro-batches"
-
-
-def graph_of(name: str) -> str:
-    """Return the name of a layer that runs from a CUDA graph."""
-    return f"{name}, CUDA graph"
-
-
-BF16_GRAPH = graph_of(BF16)
-OURS = BF16, EACH, SHARED
-GRAPHS = tuple(map(graph_of, OURS))
 
 
 class Layer(Pass):
@@ -48,23 +38,14 @@ class Layer(Pass):
         self._release()
 
 
-class Wire(NamedTuple):
-    """The rows that one rank sends in a dispatch, or in the dispatch of combine's gradient."""
-
-    num_rows: int
-    """Rows, one for each token and rank that it goes to, including this rank."""
-    fp8_bytes: int
-    """Bytes of a row, values and scales."""
-    bf16_bytes: int
-
-
 def _inputs(options: argparse.Namespace, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
     x, cotangent = draw_inputs(rank, (options.num_tokens, options.hidden), device, torch.bfloat16)
     return x, cotangent * 1e-3
 
 
-def make_layers(options: argparse.Namespace, rank: int, num_ranks: int, device: torch.device) -> tuple[dict[str, Layer], Wire, KeptWeights]:
-    """Return our layers by name, which share router, experts and buffer, what they send, and the copies of their weights."""
+def make_layers(options: argparse.Namespace, rank: int, num_ranks: int, device: torch.device) -> tuple[dict[str, Layer], int]:
+    """Return our layers by name, which share router, experts and buffer, and the rows that this rank sends in a dispatch: one for each
+    token and rank that it goes to, including this rank."""
     num_local_experts = options.num_experts // num_ranks
     torch.manual_seed(1)
     router = Router(options.hidden, options.num_experts, options.num_topk, device=device)
@@ -86,19 +67,9 @@ def make_layers(options: argparse.Namespace, rank: int, num_ranks: int, device: 
         )  # fmt: skip
 
     layers = {BF16: layer(exact), EACH: layer(fp8), SHARED: layer(fp8, lambda number: number % options.micro_batches == 0)}
-    return layers, _wire(fp8, x, num_ranks, num_local_experts), experts.kept_weights
-
-
-@torch.no_grad()
-def _wire(layer: MoELayer, x: Tensor, num_ranks: int, num_local_experts: int) -> Wire:
-    """Take the bytes of rows from what dispatches deliver."""
-    topk_idx, topk_weights, _ = layer.router(x)
-    num_rows = int(is_token_in_rank(topk_idx, num_ranks, num_local_experts).sum())
-    how: dict[str, Any] = {"expert_alignment": layer.expert_alignment, "num_recv_rows": layer.num_recv_rows}
-    rows, quantized = (layer.buffer.dispatch(x, topk_idx, topk_weights, fp8=fp8, **how).recv_x for fp8 in (False, layer.fp8))
-    assert isinstance(quantized, QuantizedRows)
-    fp8_bytes = sum(part.shape[1] * part.element_size() for part in (quantized.values, quantized.scales))
-    return Wire(num_rows, fp8_bytes, rows.shape[1] * rows.element_size())
+    with torch.no_grad():
+        topk_idx = router(x)[0]
+    return layers, int(is_token_in_rank(topk_idx, num_ranks, num_local_experts).sum())
 
 
 # ---- Megatron-Core with TransformerEngine ----
@@ -110,7 +81,7 @@ def make_rivals(options: argparse.Namespace, rank: int, num_ranks: int, device: 
     Their activation is fused by `torch.compile`. Layers that do not run are left out.
     """
     torch.compiler.set_stance("default")
-    running, said = {}, ["SwiGLU fused"]
+    running, said = {}, [f"{megatron_steps.rivals()}, SwiGLU fused"]
     for name, layer in _make_rivals(options, rank, num_ranks, device).items():
         try:
             layer.results()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.common import records
 from benchmarks.common.report import Record
 from benchmarks.common.timing import Timer
-from benchmarks.layers.passes import StepTimes, time_of
+from benchmarks.layers.passes import Key, MeasuredLayer, StepTimes, slowest, time_of
 
 
 def add_arguments(parser: argparse.ArgumentParser, device: str | None, num_ranks: str, **sizes: int | None) -> None:
@@ -65,14 +65,14 @@ def device_of(options: argparse.Namespace) -> torch.device:
 
 def times_in_turns(
     passes: dict[str, dict[str, Any]], device: torch.device, warmup: int, repeats: int, num_layers: int = 1
-) -> dict[tuple[str, str], list[float]]:
+) -> dict[Key, list[StepTimes]]:
     """Time passes of `num_layers` layers in turns. Return the times of a layer by what is timed and who does it. Collective."""
     timer = Timer(device)
     flat = {(what, name): timed for what, of_one in passes.items() for name, timed in of_one.items()}
-    return in_turns(flat, lambda timed: time_of(timed, timer) / num_layers, warmup, repeats)
+    return in_turns(flat, lambda timed: time_of(timed, timer, num_layers), warmup, repeats)
 
 
-def in_turns(timed: Mapping[Any, Any], time: Callable[[Any], Any], warmup: int, repeats: int) -> dict[Any, list[Any]]:
+def in_turns(timed: Mapping[Key, Any], time: Callable[[Any], StepTimes], warmup: int, repeats: int) -> dict[Key, list[StepTimes]]:
     """Return what `time` returns for each of `timed` in each turn, without the first `warmup` turns."""
     gc.collect()
     gc.freeze()  # collections stay short
@@ -81,22 +81,21 @@ def in_turns(timed: Mapping[Any, Any], time: Callable[[Any], Any], warmup: int, 
 
 
 def record(
-    op: str, options: argparse.Namespace, first: Any, num_ranks: int, dtype: str, times: Sequence[float] | Sequence[StepTimes],
-    num_bytes: int, baseline: str, baseline_times: Sequence[float] | Sequence[StepTimes], **extra: Any,
-) -> Record:  # fmt: skip
-    """Return the record of a layer. `first` has the measurements of rank 0. Steps are compared by wall time, host times stand beside."""
-    settings = vars(options) | {"backend": first.backend, "num_ranks": num_ranks, "dtype": dtype, "layout": "expert"}
-    wall, host = zip(*(_wall_and_host(each) for each in (times, baseline_times)), strict=True)
-    if host[0] is not None:
-        extra = {"host_us": host[0], "rival_host_us": host[1]} | extra
-    extra = {"hardware": first.hardware, "rival_versions": first.versions} | extra
-    return records.record(op, settings, wall[0], num_bytes, baseline=baseline, baseline_times=wall[1], **extra)
-
-
-def _wall_and_host(times: Sequence[Any]) -> tuple[list[float], float | None]:
-    if not isinstance(times[0], StepTimes):
-        return list(times), None
-    return [each.wall for each in times], statistics.median(each.host for each in times)
+    ranks: Sequence[MeasuredLayer], options: argparse.Namespace, op: str, dtype: str, ours: Key, theirs: Key, num_bytes: int, **extra: Any
+) -> Record:
+    """Return the record of `ours` with the baseline `theirs`. Wall times are compared; host's and kernels' times and memory stand beside."""
+    first = ranks[0]
+    settings = vars(options) | {"backend": first.backend, "num_ranks": len(ranks), "dtype": dtype, "layout": "expert"}
+    beside: dict[str, Any] = {"hardware": first.hardware, "rival_versions": first.versions}
+    walls = []
+    for prefix, key in (("", ours), ("rival_", theirs)):
+        times = slowest(ranks, key)
+        walls.append([each.wall for each in times])
+        hosts = [each.host for each in times if each.host is not None]
+        beside[f"{prefix}host_us"] = statistics.median(hosts) if hosts else None
+        beside[f"{prefix}kernel_us"] = max((rank.kernel_us[key] for rank in ranks if key in rank.kernel_us), default=None)
+        beside[f"{prefix}peak_bytes"] = max((rank.peak_bytes[key] for rank in ranks if key in rank.peak_bytes), default=None)
+    return records.record(op, settings, walls[0], num_bytes, baseline=theirs[1], baseline_times=walls[1], **beside, **extra)
 
 
 def shape_of(options: argparse.Namespace, num_ranks: int, backend: str, more: str = "") -> str:

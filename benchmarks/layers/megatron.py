@@ -11,7 +11,6 @@ have Megatron-Core's SequentialMLP.
 
 import argparse
 import sys
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,8 +22,8 @@ from benchmarks.common.link import rows_to_others
 from benchmarks.common.records import DTYPES, write_json
 from benchmarks.common.report import show_layers
 from benchmarks.layers import harness, megatron_steps, passes
-from benchmarks.layers.megatron_steps import GROUPED
-from benchmarks.layers.passes import MeasuredLayer, Pass, StepTimes, slowest
+from benchmarks.layers.megatron_steps import GRAPH, GROUPED, Graphed
+from benchmarks.layers.passes import MeasuredLayer, Pass
 from deepep_moe.testing import run_ranks
 
 OURS, ALONE = "deepep_moe", "rows alone"
@@ -85,17 +84,7 @@ def compare(steps: dict[str, Any]) -> dict[str, dict[str, float]]:
     return by_rival
 
 
-@dataclass
-class Measured(MeasuredLayer):
-    """The measurements of one rank."""
-
-    steps: dict[str, list[StepTimes]] = field(default_factory=dict)
-    """Times of training steps by who does them: an entry per turn."""
-    kernel_us: dict[str, float] = field(default_factory=dict)
-    """Times of all kernels of a step, by PyTorch's profiler; empty on CPUs."""
-
-
-def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
+def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> MeasuredLayer:
     """Do the work of one rank: build layers, compare results, and time them in turns."""
     from megatron_ranks import model_parallel
 
@@ -109,17 +98,20 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
         with torch.no_grad():
             probs, routing_map = layers[OURS].router(x)
         exchanges = exchanges_of(layers, x, cotangent, probs, routing_map)
-        steps = {name: megatron_steps.pass_of(layers[name], x, cotangent) for name in (OURS, "alltoall")}
+        steps: dict[str, Any] = {name: megatron_steps.pass_of(layers[name], x, cotangent) for name in (OURS, "alltoall")}
         steps |= megatron_steps.make_steps(layers[OURS], x, cotangent, seed=1, ep=num_ranks, dtype=DTYPES[options.dtype], **sizes)
         compared = {"exchange": compare(exchanges), "step": compare(steps)}
         sent = rows_to_others(routing_map.view(len(routing_map), num_ranks, -1).any(2)) * options.hidden * x.element_size()
         backend = layers[OURS].token_dispatcher.buffer.backend
-        measured = Measured(backend, *passes.describe("megatron-core", device, num_ranks), sent, compared)
+        hardware, versions = passes.describe("megatron-core", device, num_ranks)
+        measured = MeasuredLayer(backend, hardware, f"{versions}; {megatron_steps.rivals()}", sent, compared)
         measured.times = harness.times_in_turns({"exchange": exchanges}, device, _WARMUP, options.repeats)
-        megatron_steps.add_graph(steps)
-        measured.steps = harness.in_turns(steps, partial(megatron_steps.time_step, device=device), 1, options.repeats)
-        for name, step in steps.items() if device.type == "cuda" else ():
-            measured.kernel_us[name] = sum(megatron_steps.kernel_times(step).values())
+        if device.type == "cuda":
+            steps[GRAPH] = Graphed(steps[GROUPED])
+        keyed = {("step", name): step for name, step in steps.items()}
+        measured.times |= harness.in_turns(keyed, partial(megatron_steps.time_step, device=device), 1, options.repeats)
+        for key, step in keyed.items() if device.type == "cuda" else ():
+            measured.kernel_us[key] = megatron_steps.kernel_us(step)
         return measured
 
 
@@ -134,31 +126,22 @@ def tolerance(options: argparse.Namespace) -> float:
     return options.num_topk * torch.finfo(DTYPES[options.dtype]).eps / 2
 
 
-def records_of(ranks: list[Measured], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a record of the exchange for each baseline; and of the layer with grouped experts for each who makes the same step, by wall
-    time, host and kernel times beside."""
+def records_of(ranks: list[MeasuredLayer], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a record of the exchange for each baseline; and of the layer with grouped experts for each who makes the same step."""
     first, sent = ranks[0], max(rank.link_bytes for rank in ranks)
-    dtype, differences = str(DTYPES[options.dtype]).removeprefix("torch."), passes.worst(ranks)
-    kernel_us = {name: max(rank.kernel_us[name] for rank in ranks) for name in first.kernel_us}
-    steps = {name: passes.slowest_steps([rank.steps[name] for rank in ranks]) for name in first.steps}
+    dtype, differences, ours = str(DTYPES[options.dtype]).removeprefix("torch."), passes.worst(ranks), {"exchange": OURS, "step": GROUPED}
     records = []
-    for what, ours, times in (("exchange", OURS, {name: us for (_, name), us in slowest(ranks).items()}), ("step", GROUPED, steps)):
-        for name in (name for name in times if name != ours):
-            extra: dict[str, Any] = {"ffn_hidden": None, "rival_permutes_are_fused": megatron_steps.te_version() is not None}
-            if what == "step":
-                extra = {"ffn_hidden": options.ffn_hidden, "rival_versions": f"{first.versions}; {megatron_steps.rivals()}"}
-                extra |= {"kernel_us": kernel_us.get(GROUPED), "rival_kernel_us": kernel_us.get(name)}
-            entry = harness.record(
-                f"megatron {what} forward+backward", options, first, len(ranks), dtype, times[ours], sent * 4, name, times[name], **extra,
-                differences=differences[what].get(name),
-            )  # fmt: skip
-            records.append(entry)
+    for what, name in (key for key in first.times if key[1] != ours[key[0]]):
+        extra: dict[str, Any] = {"ffn_hidden": options.ffn_hidden if what == "step" else None}
+        extra |= {"rival_permutes_are_fused": megatron_steps.te_version() is not None, "differences": differences[what].get(name)}
+        keys = (what, ours[what]), (what, name)
+        records.append(harness.record(ranks, options, f"megatron {what} forward+backward", dtype, *keys, sent * 4, **extra))
     return records
 
 
-def show(ranks: list[Measured], records: list[dict[str, Any]], options: argparse.Namespace) -> None:
+def show(ranks: list[MeasuredLayer], records: list[dict[str, Any]], options: argparse.Namespace) -> None:
     first = ranks[0]
-    print(f"{first.hardware}; {first.versions}; {megatron_steps.rivals()}")
+    print(f"{first.hardware}; {first.versions}")
     permutes = "fused" if megatron_steps.te_version() else "not fused, as TransformerEngine is missing"
     shape = harness.shape_of(options, len(ranks), first.backend, f", {options.dtype}")
     print(f"MoELayer, {shape}; Megatron-Core's permutes are {permutes}")

@@ -5,6 +5,7 @@ experts run behind `alltoall` and `allgather`, with its fused router and permute
 only the experts' six products with known counts, a lower bound for any layer with these experts.
 """
 
+import gc
 import importlib
 import time
 from collections.abc import Callable
@@ -16,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.layers.graphs import Graphed
 from benchmarks.layers.passes import Pass, Step, StepTimes, chain
 
 GROUPED, GRAPH, PRODUCTS = "deepep_moe, grouped", "deepep_moe, grouped, CUDA graph", "grouped products alone"
 TE_OURS, TE_ALLTOALL, TE_ALLGATHER = "deepep_moe, TE experts", "alltoall, TE experts and router", "allgather, TE experts and router"
 _CHAIN = 5  # passes between two looks at the clock
+_WARMUP = 3  # passes before a capture
 
 
 def te_version() -> str | None:
@@ -56,8 +57,6 @@ def by_expert(results: dict[str, Tensor]) -> dict[str, Tensor]:
 
 class Products:
     """The six grouped products of SwiGLU experts with known counts."""
-
-    num_passes = 1
 
     def __init__(self, experts: Any, counts: Tensor, num_rows: int):
         from deepep_moe.ops import grouped_products
@@ -110,14 +109,41 @@ def pass_of(layer: Any, x: Tensor, cotangent: Tensor) -> Pass:
     return Pass(lambda: layer(x)[0], cotangent, {"input": x} | dict(layer.named_parameters()))
 
 
-def add_graph(steps: dict[str, Any]) -> None:
-    """Add the pass from a CUDA graph, on GPUs."""
-    if torch.cuda.is_available():
-        steps[GRAPH] = Graphed(steps[GROUPED])
+class Graphed:
+    """A pass from a CUDA graph, which drops its gradients and makes new ones as an eager pass does.
+
+    When the graph is made, no result of another pass may share a leaf with the step. The nodes that add up gradients would belong to that
+    pass's stream, and those of the default stream cannot be captured.
+    """
+
+    def __init__(self, step: Step):
+        stream = torch.cuda.Stream()
+        step.clear()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            chain(step, _WARMUP)  # it allocates what a capture must not
+        torch.cuda.current_stream().wait_stream(stream)
+        step.clear()
+        gc.collect()
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        # Another thread, such as NCCL's watchdog, may ask for events meanwhile.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            chain(step, 1)
+        step.clear()
+
+    def forward(self) -> None:
+        self._graph.replay()
+
+    def backward(self) -> None:
+        """Do nothing: it is in the graph."""
+
+    def clear(self) -> None:
+        """Do nothing: the graph drops gradients itself."""
 
 
 def time_step(step: Step, device: torch.device, num_passes: int = _CHAIN) -> StepTimes:
-    """Time a chain of passes. Collective. `num_passes` is a multiple of `step.num_passes`."""
+    """Time a chain of passes. Collective."""
     synchronize: Callable[[], Any] = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     synchronize()
     dist.barrier()
@@ -128,9 +154,9 @@ def time_step(step: Step, device: torch.device, num_passes: int = _CHAIN) -> Ste
     return StepTimes((time.perf_counter() - begin) * 1e6 / num_passes, (enqueued - begin) * 1e6 / num_passes)
 
 
-def kernel_times(step: Step, num_passes: int = _CHAIN) -> dict[str, float]:
-    """Return the microseconds that the kernels of each name take in one of a chain of passes."""
+def kernel_us(step: Step, num_passes: int = _CHAIN) -> float:
+    """Return the microseconds that kernels take in one of a chain of passes, by PyTorch's profiler."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         chain(step, num_passes)
         torch.cuda.synchronize()
-    return {event.key: event.self_device_time_total / num_passes for event in profile.key_averages() if event.self_device_time_total > 0}
+    return sum(event.self_device_time_total for event in profile.key_averages()) / num_passes

@@ -25,9 +25,6 @@ def draw_inputs(rank: int, size: tuple[int, ...], device: torch.device, dtype: t
 class Step(Protocol):
     """The work that is repeated and timed."""
 
-    num_passes: int
-    """The passes that a forward and a backward make: one, but for those from a CUDA graph."""
-
     def clear(self) -> None: ...
 
     def forward(self) -> None: ...
@@ -36,8 +33,8 @@ class Step(Protocol):
 
 
 def chain(step: Step, num_passes: int) -> None:
-    """Make `num_passes` passes one after another, a multiple of `step.num_passes`. Each drops what the one before has left."""
-    for _ in range(num_passes // step.num_passes):
+    """Make `num_passes` passes one after another. Each drops what the one before has left."""
+    for _ in range(num_passes):
         step.clear()
         step.forward()
         step.backward()
@@ -45,8 +42,6 @@ def chain(step: Step, num_passes: int) -> None:
 
 class Pass:
     """A forward and a backward that can be repeated. `leaves` are the tensors whose gradients are compared."""
-
-    num_passes = 1
 
     def __init__(self, forward: Callable[[], Tensor], cotangent: Tensor, leaves: dict[str, Tensor]):
         self._forward, self._cotangent, self._leaves = forward, cotangent, leaves
@@ -65,21 +60,14 @@ class Pass:
         for leaf in self._leaves.values():
             leaf.grad = None
 
-    def release(self) -> None:
-        """Do nothing, as nothing is kept from one pass to the next."""
-
     def results(self) -> dict[str, Tensor]:
         """Run once, and return the output and all gradients."""
         chain(self, 1)
-        results = self.last_results()
-        self.clear()
-        return results | {name: torch.zeros_like(leaf) for name, leaf in self._leaves.items() if name not in results}
-
-    def last_results(self) -> dict[str, Tensor]:
-        """Return the output of the last run, and the gradients that it has made."""
         assert self._output is not None
-        gradients = {name: leaf.grad for name, leaf in self._leaves.items() if leaf.grad is not None}
-        return {"output": self._output.detach()} | gradients
+        output = self._output.detach()
+        gradients = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in self._leaves.items()}
+        self.clear()
+        return {"output": output} | gradients
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
@@ -102,12 +90,23 @@ def differences(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
     return kinds
 
 
-def time_of(timed: Any, timer: Timer) -> float:
-    """Return the microseconds of a forward and backward of a pass. Collective."""
+class StepTimes(NamedTuple):
+    """Microseconds of one forward and backward. `host`: until the host has enqueued them, None where that is not timed."""
+
+    wall: float
+    host: float | None = None
+
+
+def time_of(timed: Any, timer: Timer, num_layers: int) -> StepTimes:
+    """Time a forward and backward of a pass of `num_layers` layers, for one of them. Collective."""
     timed.clear()
     us = timer.once(lambda: (timed.forward(), timed.backward()))
     timed.clear()
-    return us
+    return StepTimes(us / num_layers)
+
+
+Key = tuple[str, str]
+"""What is timed, and who does it."""
 
 
 @dataclass
@@ -121,13 +120,17 @@ class MeasuredLayer:
     """Bytes that this rank must send in a dispatch; for DeepSpeed by mode."""
     differences: dict[str, dict[str, dict[str, float]]]
     """The largest differences of results by what is timed, who did it, and kind of result."""
-    times: dict[tuple[str, str], list[float]] = field(default_factory=dict)
-    """Times of forward and backward by what is timed and who does it: an entry per turn."""
+    times: dict[Key, list[StepTimes]] = field(default_factory=dict)
+    """Times of forward and backward: an entry per turn."""
+    kernel_us: dict[Key, float] = field(default_factory=dict)
+    """Time in kernels of a forward and a backward, without gaps; empty on CPUs."""
+    peak_bytes: dict[Key, int] = field(default_factory=dict)
+    """Memory beyond the layer's parameters."""
 
 
-def slowest(ranks: Sequence[MeasuredLayer]) -> dict[tuple[str, str], list[float]]:
-    """Return the maximum over ranks in every turn, by what is timed and who does it."""
-    return {key: list(map(max, zip(*(rank.times[key] for rank in ranks), strict=True))) for key in ranks[0].times}
+def slowest(ranks: Sequence[MeasuredLayer], key: Key) -> list[StepTimes]:
+    """Return the slowest rank of every turn, by wall time."""
+    return [max(turn, key=lambda times: times.wall) for turn in zip(*(rank.times[key] for rank in ranks), strict=True)]
 
 
 def worst(ranks: Sequence[MeasuredLayer]) -> dict[str, dict[str, dict[str, float]]]:
@@ -159,17 +162,3 @@ def describe(package: str, device: torch.device, num_ranks: int) -> tuple[str, s
         return cpu_name(), versions
     gpus = f"{num_ranks} x {torch.cuda.get_device_name(device)}; {cpu_name()}"
     return gpus, f"{versions}, CUDA {torch.version.cuda}, NCCL {nccl_version()}"
-
-
-class StepTimes(NamedTuple):
-    """Microseconds of one forward and backward."""
-
-    wall: float
-    """A chain of them divided by its length, the device idle before and after."""
-    host: float
-    """Time until the host has enqueued them."""
-
-
-def slowest_steps(ranks: Sequence[list[StepTimes]]) -> list[StepTimes]:
-    """Return the slowest rank of every turn, by wall time."""
-    return [max(turn, key=lambda times: times.wall) for turn in zip(*ranks, strict=True)]

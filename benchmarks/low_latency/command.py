@@ -3,7 +3,7 @@
 It starts its own ranks, one per GPU, or uses those that torchrun started; `--backend shm` needs no GPU. Results are checked to the bit,
 then timed. On GPUs each call runs eagerly and as a CUDA graph of its own, thousands in a row, with the host far ahead and an event after
 each call. Both halves are timed alone too, the receiving one when the rows are there. On the CPU the host's clock times them. Baselines are
-an all-to-all of every (token, expert) row with its permutes, `Buffer`, and with `--peer` another library. Times are of the rank with the
+an all-to-all of every (token, expert) row with its permutes, and with `--peer` another library. Times are of the rank with the
 largest median.
 """
 
@@ -46,7 +46,7 @@ _COLUMNS = {
     "EP": number("num_ranks", 0), "tokens": number("num_tokens", 0), "part": lambda r: "graph" if r["graph"] else r["half"],
     "us": number("us_median"), "p10-p90": spread_of, "p99": number("us_p99"), "of 20": number("us_graph_of_20"),
     "MB": number("bytes_moved", 3, 1e-6), "GB/s": number("gbps"), "% link": number("percent_of_link", 0),
-    "baseline us": number("rival_us"), "speed-up": number("ratio", 2, unit="x"), "Buffer us": number("buffer_us"),
+    "baseline us": number("rival_us"), "speed-up": number("ratio", 2, unit="x"),
 }  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def show(records: list[Record]) -> None:
         print(f"EP{num_ranks}: {us:.2f} us from event to event, part of every time but `of 20`")
     print("graph: one call a CUDA graph; both: eager; send, receive: its halves, with the rows already there. of 20: mean of 20 calls in")
     print("one graph. MB: over the link, of the rank that sends most. baseline: all-to-all of all (token, expert) rows with its")
-    print("permutes, in a graph where ours is. Neither it nor Buffer has a combine in fp8: theirs is in bf16 there too.")
+    print("permutes, in a graph where ours is. It has no combine in fp8: that is in bf16 there too.")
     if not all(r["is_host_ahead"] for r in records):
         print("*: the host was not always ahead of the device")
     show_table(_COLUMNS, records)

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.common.peers import load_package, version_of
 from benchmarks.common.verify import close_to
 from benchmarks.exchange.deep_ep import FP8, DeepEPV2, Library, dequantized, topk_dtype
 from benchmarks.low_latency.operations import Hook, LowLatencyOperation, expected_combine, expected_dispatch, expert_rows, received
@@ -25,11 +24,9 @@ class DeepEPLowLatency(Library):
     It sends a row for every (token, expert). Records count the bytes of one for every (token, rank), which are those that must move.
     """
 
-    name = "deep_ep"
-
     def __init__(self, shape: Shape, group: "dist.ProcessGroup", num_max_tokens: int):
         """Collective. NVSHMEM starts once in a process, so one buffer serves batches of up to `num_max_tokens` tokens a rank."""
-        super().__init__(shape)
+        super().__init__("deep_ep", shape)
         sizes = _rounded(num_max_tokens), shape.hidden, shape.num_ranks, shape.num_experts
         self.workspace_bytes: int | None = self.module.Buffer.get_low_latency_rdma_size_hint(*sizes)
         self.buffer = self.module.Buffer(
@@ -90,28 +87,25 @@ class DeepEPV2SmallBatches:
     before the call, and its combine weights no row, so it has less to do than ours. Its calls have no halves.
     """
 
-    name = DeepEPV2.name
+    name, workspace_bytes = "deep_ep_v2", None
 
     def __init__(self, shape: Shape, group: "dist.ProcessGroup", num_max_tokens: int):
         """Collective, as are the buffers for the sizes, which are made when their size is measured."""
-        self.shape, self.group = shape, group
-        self.version = version_of(load_package(self.name))
-        self.workspace_bytes: int | None = None
-        self.sized: DeepEPV2 | None = None
+        self.make = partial(DeepEPV2, self.name, shape, group)
+        self.sized = self.make(num_max_tokens)
+        self.version = self.sized.version
 
     def destroy(self) -> None:
         """Free the memory. Collective."""
-        if self.sized is not None:
-            self.sized.destroy()
-            self.sized = None
+        self.sized.destroy()
 
     def operations(self, everyone: Sequence[Inputs], rank: int) -> list[LowLatencyOperation]:
         """Return dispatch in both dtypes and combine. Collective; raises EPError unless their results are right."""
         mine = everyone[rank]
         self.destroy()
-        self.sized = sized = DeepEPV2(self.shape, self.group, len(mine.x))
-        expected = sized.expected_combine(mine, "rank")
-        operations, check_all = sized.of_layout(mine, "rank", do_cpu_sync=False)
+        self.sized = self.make(len(mine.x))
+        expected = self.sized.expected_combine(mine, "rank")
+        operations, check_all = self.sized.of_layout(mine, "rank", do_cpu_sync=False)
         check_all()
         listed = []
         for o in operations:
