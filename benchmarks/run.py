@@ -24,13 +24,12 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "common"))
 
-from benchmarks.common.report import add_json
 from deepep_moe import config
 from deepep_moe.errors import EPError
 from deepep_moe.topology.binding import add_bind, bind_this_rank
 
 MODULES = {
-    "exchange": "exchange.command", "low-latency": "low_latency.command", "gate": "gate.measure", "host": "host.command",
+    "exchange": "exchange.command", "low-latency": "low_latency.command", "gate": "gate", "host": "host.command",
     "model": "model", "megatron": "layers.megatron", "trainer": "layers.trainer", "deepspeed": "layers.deepspeed", "fp8": "layers.fp8",
     "balance": "balance.command",
 }  # fmt: skip
@@ -51,7 +50,7 @@ def main(arguments: list[str]) -> None:
         f"python benchmarks/run.py {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     module.add_arguments(parser)
-    add_json(parser)
+    parser.add_argument("--json", type=Path, help="file to write the records to")
     parser.set_defaults(bind=False)
     if name not in _UNBOUND:
         add_bind(parser)

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from benchmarks.balance import workloads
 from benchmarks.balance.workloads import WORKLOADS, Routing
 from benchmarks.common.link import rows_to_others
-from benchmarks.common.records import record, spread, write_json
+from benchmarks.common.records import hardware_of, record, spread, write_json
 from benchmarks.common.report import Record, number, show_table
 from benchmarks.layers import harness
 from benchmarks.layers.megatron_steps import time_step
-from benchmarks.layers.passes import Pass, chain, describe, draw_inputs
+from benchmarks.layers.passes import Pass, chain, draw_inputs, versions_of
 from deepep_moe import Buffer
 from deepep_moe.nn import Balance, GroupedExperts, MoELayer
 from deepep_moe.nn.overload import overloads
@@ -40,6 +40,7 @@ SHAPES = {  # tokens of a rank, hidden, ffn_hidden, experts of a token, experts
     "small": (512, 128, 128, 2, 16),
 }
 _SIZES = ("num_tokens", "hidden", "ffn_hidden", "num_topk", "num_experts")
+_SEED = 0  # of the routings
 _MAX_VIO = (0.0, 0.5, 1.0, 2.0, 4.0)
 _UNTIMED = 2  # passes after a change of the routing: by then the buffer predicts the rows that a dispatch receives
 
@@ -49,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-vio", type=float, nargs="+", default=[], help="of experts with lognormal popularity")
     parser.add_argument("--workload", choices=WORKLOADS, nargs="+", default=[], help=listed)
     parser.add_argument("--trace", type=Path, nargs="+", default=[], help="a trace that DEEPEP_MOE_TRACE wrote: the files of all ranks")
-    parser.add_argument("--seed", type=int, default=0, help="of the routings")
     parser.add_argument("--slots", type=int, default=0, help="time the layer with copies of experts too: expert slots of a rank")
     parser.add_argument("--shape", choices=SHAPES, help="where no size is given; default gpt-oss-20b, on the CPU small")
     harness.add_arguments(parser, None, "all GPUs, on the CPU 2; ranks share the GPUs there are", repeats=10, **dict.fromkeys(_SIZES))
@@ -68,7 +68,7 @@ def resolve(options: argparse.Namespace) -> None:
 
 def routings_of(options: argparse.Namespace) -> list[Routing]:
     max_vio = options.max_vio or ([] if options.workload or options.trace else _MAX_VIO)
-    settings = options.num_experts, options.seed
+    settings = options.num_experts, _SEED
     wanted = [workloads.lognormal(each, *settings) for each in max_vio] + [workloads.workload(name, *settings) for name in options.workload]
     return wanted + ([workloads.trace(options.trace, *settings)] if options.trace else [])
 
@@ -157,8 +157,7 @@ def _record(
     device: torch.device,
 ) -> Record:  # fmt: skip
     """Time a routing and the balanced one in turns. Return the record of the balanced one, whose baseline is the other. Collective."""
-    hardware, versions = describe("torch", device, buffers[0].num_ranks)
-    both, buffer = (routing, workloads.workload("W0", options.num_experts, options.seed)), buffers[0]
+    both, buffer = (routing, workloads.workload("W0", options.num_experts, _SEED)), buffers[0]
     sides = [Side(each, options, buffer, experts, device) for each in both]
     sides += [Side(routing, options, buffers[1], experts, device, balance)] if balance else []
     for turn in range(options.repeats):
@@ -170,10 +169,11 @@ def _record(
     goes = is_token_in_rank(sides[1].router.topk_idx, buffer.num_ranks, buffer.num_local_experts)
     num_bytes = 4 * 2 * options.hidden * int(slowest([float(rows_to_others(goes))])[0])
     settings = vars(options) | {"backend": buffer.backend, "num_ranks": buffer.num_ranks, "dtype": "bfloat16", "layout": "expert"}
+    where = {"hardware": hardware_of(device, buffer.num_ranks), "rival_versions": versions_of("torch")}
     return record(
-        f"balance {routing.name}", settings, us, num_bytes, baseline="unbalanced", baseline_times=theirs, hardware=hardware,
-        rival_versions=versions, rival_us_p90=spread(theirs)[2], experts_us=experts_us, rival_experts_us=their_experts,
-        ffn_hidden=options.ffn_hidden, seed=options.seed, **overload, **with_copies,
+        f"balance {routing.name}", settings, us, num_bytes, baseline="unbalanced", baseline_times=theirs, rival_us_p90=spread(theirs)[2],
+        experts_us=experts_us, rival_experts_us=their_experts, ffn_hidden=options.ffn_hidden, seed=_SEED, **where, **overload,
+        **with_copies,
     )  # fmt: skip
 
 

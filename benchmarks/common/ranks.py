@@ -12,15 +12,13 @@ import torch.distributed as dist
 
 from benchmarks.common.link import link_gbps
 from benchmarks.common.peers import check_peers
-from benchmarks.common.records import nccl_version, record, write_json
+from benchmarks.common.records import hardware_of, record, write_json
 from benchmarks.common.report import Record
 from benchmarks.common.timing import Timer
 from deepep_moe import Buffer, config
 from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
 from deepep_moe.tune.ranks import TIMEOUT_S, Rank, add_ranks, resolve_ranks, start
-from deepep_moe.tune.records import cpu_name
-from deepep_moe.tune.workload import Inputs, make_inputs
 
 
 @dataclass
@@ -88,16 +86,6 @@ class BenchRank(Rank):
         self.say(f"not timed: {first}")
         return None
 
-    def everyones_inputs(self, num_tokens: int) -> list[Inputs]:
-        """Make the inputs of all ranks."""
-        return [make_inputs(self.shape, num_tokens, rank, self.device) for rank in range(self.shape.num_ranks)]
-
-    def hardware(self) -> str:
-        if not self.options.on_gpu:
-            return cpu_name()
-        gpus = f"{self.shape.num_ranks} x {torch.cuda.get_device_name(self.device)}"
-        return f"{gpus}, CUDA {torch.version.cuda}, NCCL {nccl_version()}; {cpu_name()}"
-
     def record(
         self, op: str, num_tokens: int, dtype: str, layout: str, times: Sequence[float], link_bytes: int, *,
         baseline: str | None, baseline_times: Sequence[float], backend: str | None = None, version: str | None = None, **extra: Any,
@@ -108,8 +96,9 @@ class BenchRank(Rank):
         settings = {"num_ranks": self.shape.num_ranks, "num_tokens": num_tokens, "dtype": dtype, "layout": layout}
         settings |= {name: getattr(self.options, name) for name in names} | {"backend": backend or self.options.backend}
         percent = None if self.link_gbps is None else 100 * link_bytes / statistics.median(times) / 1e3 / self.link_gbps
-        link = {"link_gbps": self.link_gbps, "percent_of_link": percent, "iterations": len(times), "hardware": self.hardware()}
-        entry = record(op, settings, times, link_bytes, baseline=baseline, baseline_times=baseline_times, **link, **extra)
+        extra |= {"link_gbps": self.link_gbps, "percent_of_link": percent, "iterations": len(times)}
+        extra["hardware"] = hardware_of(self.device, self.shape.num_ranks)
+        entry = record(op, settings, times, link_bytes, baseline=baseline, baseline_times=baseline_times, **extra)
         return entry if version is None else entry | {"versions": entry["versions"] | {settings["backend"]: version}}
 
 

@@ -21,7 +21,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SETTINGS = ("backend", "num_ranks", "num_tokens", "hidden", "num_topk", "num_experts", "dtype", "layout")
 
 
-def nccl_version() -> str:
+def hardware_of(device: torch.device, num_ranks: int) -> str:
+    """Return what ranks run on: GPUs with their software, and the CPU."""
+    if device.type == "cpu":
+        return cpu_name()
+    return f"{num_ranks} x {torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, NCCL {_nccl_version()}; {cpu_name()}"
+
+
+def _nccl_version() -> str:
     """Return the version of the NCCL that is loaded. `torch.cuda.nccl.version()` gives that of PyTorch's build."""
     number = ctypes.c_int()
     try:
@@ -77,10 +84,9 @@ def command_line() -> str:
 
 
 def _without_files(arguments: list[str]) -> list[str]:
-    """Return the arguments that repeat a measurement, without the files that results went to."""
-    names = ("--json", "--output")
-    kept = [argument for before, argument in zip(["", *arguments], arguments, strict=False) if before not in names]
-    return [argument for argument in kept if argument.split("=")[0] not in names]
+    """Return the arguments that repeat a measurement, without the file that results went to."""
+    kept = [argument for before, argument in zip(["", *arguments], arguments, strict=False) if before != "--json"]
+    return [argument for argument in kept if argument.split("=")[0] != "--json"]
 
 
 def write_json(path: Path | None, records: list[dict[str, Any]]) -> None:

@@ -1,15 +1,9 @@
 """The options and the table that benchmarks share, and what they say of other libraries."""
 
-import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", "--output", type=Path, help="file to write the records to")
 
 
 def show_table(columns: dict[str, Callable[[Any], str]], rows: Sequence[Any]) -> None:
@@ -28,11 +22,6 @@ def number(name: str, digits: int = 1, scale: float = 1.0, unit: str = "") -> Ca
 
 def spread_of(record: Record) -> str:
     return f"{record['us_p10']:.1f}-{record['us_p90']:.1f}"
-
-
-def sms_of(record: Record) -> str:
-    """Return "-" for the buffer's own choice."""
-    return str({None: "-", 0: "copy"}.get(record["num_sms"], record["num_sms"]))
 
 
 def show_head(records: Sequence[Record]) -> None:

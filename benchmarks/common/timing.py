@@ -14,11 +14,7 @@ WARMUP = 3  # calls that are made first and not counted
 _QUEUED = 20  # calls that wait on the device for their turn
 
 
-def _nothing() -> None:
-    pass
-
-
-def wall_us(call: Callable[[], Any], repeats: int, before: Callable[[], Any] = _nothing) -> list[float]:
+def wall_us(call: Callable[[], Any], repeats: int, before: Callable[[], Any] = lambda: None) -> list[float]:
     """Time `repeats` calls by the host's clock. `before` runs before each call and is not timed."""
     times = []
     for _ in range(WARMUP + repeats):

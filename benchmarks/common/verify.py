@@ -1,66 +1,34 @@
 """Check results before a call is timed: compare them with what they must be by definition."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from deepep_moe import Buffer
 from deepep_moe.errors import EPError
-from deepep_moe.exchange.handle import padded
 from deepep_moe.tune.operations import compare_bits
-from deepep_moe.tune.workload import Inputs, Operation, Shape
+from deepep_moe.tune.workload import SCALE_BLOCK, Inputs, Operation, Shape
 
 
-def lanes_of_rank(topk_idx: Tensor, shape: Shape, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (tokens, lanes, local experts) of all entries of topk_idx [num_tokens, num_topk] on `rank`, in the order (expert, token)."""
-    tokens, lanes = (topk_idx // shape.num_local_experts == rank).nonzero(as_tuple=True)
-    experts = topk_idx[tokens, lanes] - rank * shape.num_local_experts
-    order = experts.argsort(stable=True)
-    return tokens[order], lanes[order], experts[order]
+def dequantized(rows: Any) -> Tensor:
+    """Return rows [..., hidden] in bf16, of what a dispatch returns or takes: a tensor, or a pair of fp8 rows and scales."""
+    if not isinstance(rows, (tuple, list)):
+        return rows
+    y, scales = rows
+    columns = scales.repeat_interleave(SCALE_BLOCK, dim=-1)[..., : y.shape[-1]]
+    return (y.float() * columns).bfloat16()
 
 
-def _placed(rows: Tensor, target: Tensor, num_rows: int) -> Tensor:
-    """Put `rows` [n, columns] at the indices `target` of `num_rows` rows that are otherwise zero."""
-    out = torch.zeros(num_rows, rows.shape[1] * rows.element_size(), dtype=torch.uint8, device=rows.device)
-    out[target] = rows.view(torch.uint8)
-    return out.view(rows.dtype)
+def dequantized_inputs(inputs: Inputs) -> Inputs:
+    """Return inputs whose rows in bf16 are what those in fp8 stand for."""
+    return dataclasses.replace(inputs, x=dequantized((inputs.x_fp8, inputs.x_scales)))
 
 
-def expected_dispatch(inputs: Sequence[Inputs], shape: Shape, rank: int, layout: str, is_fp8: bool) -> dict[str, Tensor]:
-    """Return the tensors that the `DispatchOutput` of `rank` must have. `inputs` are those of all ranks."""
-    idx, weights, scales = (torch.cat([getattr(i, name) for i in inputs]) for name in ("topk_idx", "topk_weights", "x_scales"))
-    x = torch.cat([(i.x_fp8 if is_fp8 else i.x).view(torch.uint8) for i in inputs]).view(torch.float8_e4m3fn if is_fp8 else torch.bfloat16)
-    if layout == "rank":
-        is_local = idx // shape.num_local_experts == rank
-        tokens = is_local.any(1).nonzero().flatten()
-        here = is_local[tokens]
-        parts = {
-            "recv_topk_idx": torch.where(here, idx[tokens] - rank * shape.num_local_experts, -1),
-            "recv_topk_weights": torch.where(here, weights[tokens], 0.0),
-        }
-        target, num_rows = torch.arange(len(tokens), device=idx.device), len(tokens)
-    else:
-        tokens, lanes, experts = lanes_of_rank(idx, shape, rank)
-        counts = experts.bincount(minlength=shape.num_local_experts)
-        groups = padded(counts, shape.expert_alignment)
-        shifts = (groups.cumsum(0) - groups) - (counts.cumsum(0) - counts)
-        target, num_rows = torch.arange(len(tokens), device=idx.device) + shifts[experts], int(groups.sum())
-        parts = {"recv_topk_weights": _placed(weights[tokens, lanes][:, None], target, num_rows)[:, 0]}
-    parts["recv_x"] = _placed(x.view(torch.uint8)[tokens].view(x.dtype), target, num_rows)
-    if is_fp8:
-        parts["recv_x_scales"] = _placed(scales[tokens], target, num_rows)
-    return parts
-
-
-def in_bf16(rows: Tensor) -> Tensor:
-    return rows.bfloat16().float()
-
-
-def expected_combine(
-    inputs: Inputs, shape: Shape, layout: str, home: int = 0, factors: Tensor | None = None, travelled: Callable[[Tensor], Tensor] = in_bf16
-) -> Tensor:
+def expected_combine(inputs: Inputs, shape: Shape, layout: str, home: int = 0) -> Tensor:
     """Return the combined_x of the rank `home`, whose inputs these are, when rows are combined as they were dispatched, with weights in the
-    expert layout. Experts multiply rows by `factors` [num_experts]. `travelled` rounds what crosses a link, in fp32."""
+    expert layout."""
     x, ranks = inputs.x.float(), inputs.topk_idx // shape.num_local_experts
     per_node = shape.ranks_per_node or shape.num_ranks
     total = torch.zeros_like(x)
@@ -72,22 +40,22 @@ def expected_combine(
             if layout == "expert":
                 row = torch.zeros_like(x)
                 for lane in range(shape.num_topk):
-                    y = x if factors is None else in_bf16(x * factors[inputs.topk_idx[:, lane, None]])
-                    row = row + torch.where(here[:, lane, None], inputs.topk_weights[:, lane, None] * y, 0.0)
-            of_node = of_node + travelled(row)
-        total = total + (of_node if home // per_node == first // per_node else travelled(of_node))
+                    row = row + torch.where(here[:, lane, None], inputs.topk_weights[:, lane, None] * x, 0.0)
+            of_node = of_node + row.bfloat16().float()
+        total = total + (of_node if home // per_node == first // per_node else of_node.bfloat16().float())
     return total.to(inputs.x.dtype)
 
 
-def verify(operation: Operation, inputs: Sequence[Inputs], shape: Shape, rank: int) -> bool:
-    """Make the call and compare its results bit for bit. Return True or raise EPError. `inputs` are those of all ranks. Collective."""
+def verify(operation: Operation, buffer: Buffer, inputs: Inputs, shape: Shape, rank: int) -> bool:
+    """Make the call, and compare the sums of its rows, which a combine makes, bit for bit. Return True or raise EPError. Collective."""
     result = operation.call()
     if operation.op == "combine":
-        compare_bits("combined_x", result, expected_combine(inputs[rank], shape, operation.layout, rank))
-        return True
-    expected = expected_dispatch(inputs, shape, rank, operation.layout, operation.dtype != "bfloat16")
-    for name, tensor in expected.items():
-        compare_bits(name, getattr(result, name), tensor)
+        sums = result
+    else:
+        rows = result.recv_x if result.recv_x_scales is None else dequantized((result.recv_x, result.recv_x_scales))
+        sums = buffer.combine(rows, result.handle, result.recv_topk_weights if operation.layout == "expert" else None)
+    sent = inputs if operation.dtype == "bfloat16" else dequantized_inputs(inputs)
+    compare_bits("combined_x", sums, expected_combine(sent, shape, operation.layout, rank))
     return True
 
 

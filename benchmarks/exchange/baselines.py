@@ -1,6 +1,5 @@
 """Baselines of `dispatch` and `combine`: all-to-alls of rows."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -8,8 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common.link import gather_counts
-from benchmarks.common.verify import close_to, expected_combine, expected_dispatch
-from deepep_moe.tune.operations import compare_bits
+from benchmarks.common.verify import close_to, expected_combine
 from deepep_moe.tune.workload import Inputs, Shape
 
 
@@ -131,12 +129,8 @@ PLANNED: dict[str, type[PlannedByExpert] | type[PlannedByRank]] = {p.layout: p f
 """The baseline of each layout."""
 
 
-def verify_baseline(baseline: PlannedByExpert | PlannedByRank, inputs: Sequence[Inputs], shape: Shape, rank: int) -> Tensor:
+def verify_baseline(baseline: PlannedByExpert | PlannedByRank, inputs: Inputs, shape: Shape) -> Tensor:
     """Check that the baseline does the same work with bf16 rows, and return what its dispatch returns. Collective; raises EPError."""
     rows = baseline.dispatch()
-    combined = baseline.combine(rows)  # before the checks, which may raise on one rank alone
-    unpadded = dataclasses.replace(shape, expert_alignment=1)
-    expected = expected_dispatch(inputs, unpadded, rank, baseline.layout, is_fp8=False)["recv_x"]
-    compare_bits("the all-to-all's dispatch", rows, words(expected))
-    close_to("the all-to-all's combine", combined, expected_combine(inputs[rank], shape, baseline.layout))
+    close_to("the all-to-all's combine", baseline.combine(rows), expected_combine(inputs, shape, baseline.layout))
     return rows

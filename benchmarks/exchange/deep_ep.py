@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.common.link import tokens_from_to
 from benchmarks.common.peers import load_package, version_of
-from benchmarks.common.verify import close_to, expected_combine
-from deepep_moe.errors import EPError
-from deepep_moe.tune.workload import SCALE_BLOCK, Inputs, Operation, Shape
+from benchmarks.common.verify import close_to, dequantized, dequantized_inputs, expected_combine
+from deepep_moe.tune.workload import Inputs, Operation, Shape
 
 _NUM_SMS = 24  # as in DeepEP's own benchmark
 BF16, FP8 = "bfloat16", "float8_e4m3fn"
@@ -34,20 +32,31 @@ class Library:
         """Free the memory. Collective."""
         self.buffer.destroy()
 
-    def checks(self, inputs: Inputs, layout: str, received: dict[str, tuple[Any, Any]], *, is_exact: bool) -> Callable[[], None]:
-        """Combine the rows that each dispatch received. Return a check of the sums, and if `is_exact` of the number of rows. Collective."""
+    def listed(
+        self, inputs: Inputs, layout: str, dispatch: Callable[[Any], Any], cached: Callable[[Any], Any], handle_at: int,
+        num_sms: int | None = None,
+    ) -> tuple[list[Operation], Callable[[], None]]:  # fmt: skip
+        """Return the calls, and a check of the sums of what they brought, which raises EPError. Collective; the check is not.
+
+        `dispatch` takes rows, `cached` a handle, which stands at `handle_at` of what `dispatch` returns.
+        """
+        calls = {("dispatch", dtype): partial(dispatch, x) for dtype, x in ((BF16, inputs.x), (FP8, (inputs.x_fp8, inputs.x_scales)))}
+        received = {dtype: calls["dispatch", dtype]() for dtype in (BF16, FP8)}
+        rows, handle = received[BF16][0], received[BF16][handle_at]
         combine = partial(self.buffer.combine, **self.combine_how)
-        sums = {what: combine(dequantized(rows), handle)[0] for what, (rows, handle) in received.items()}
-        num_rows = num_rows_received(inputs, self.shape)
+        calls["combine", BF16] = partial(combine, rows, handle)
+        calls["cached dispatch", BF16] = partial(cached, handle)
+        brought = {"dispatch": rows, "cached dispatch": calls["cached dispatch", BF16]()[0]}
+        sums = {what: combine(rows, handle)[0] for what, rows in brought.items()}
+        sums["fp8 dispatch"] = combine(dequantized(received[FP8][0]), received[FP8][handle_at])[0]
 
         def check() -> None:
-            for what, (rows, _) in received.items():
-                if is_exact:
-                    check_num_rows(what, rows, num_rows)
+            for what, actual in sums.items():
                 sent = dequantized_inputs(inputs) if what.startswith("fp8") else inputs
-                close_to(f"the combine of its {what}, layout {layout},", sums[what], self.expected_combine(sent, layout))
+                close_to(f"the combine of its {what}, layout {layout},", actual, self.expected_combine(sent, layout))
 
-        return check
+        num_sms = getattr(handle, "num_sms", None) if num_sms is None else num_sms
+        return [Operation(op, t, layout, self.shape.row_bytes(t), call, num_sms, self.name) for (op, t), call in calls.items()], check
 
     def expected_combine(self, inputs: Inputs, layout: str) -> Tensor:
         """Return the sums of a combine, which weights no row."""
@@ -77,15 +86,13 @@ class DeepEP(Library):
     def operations(self, inputs: Inputs) -> list[Operation]:
         """Return its calls, after a check that they do the same work. Collective; raises EPError."""
         arguments = inputs.topk_idx.to(topk_dtype(self.module)), inputs.topk_weights
-        calls = {("dispatch", dtype): partial(self._dispatch, x, *arguments) for dtype, x in rows_of(inputs).items()}
-        received = {dtype: calls["dispatch", dtype]() for dtype in (BF16, FP8)}
-        rows, handle = received[BF16][0], received[BF16][4]
-        calls["combine", BF16] = partial(self.buffer.combine, rows, handle, **self.combine_how)
-        calls["cached dispatch", BF16] = partial(self.buffer.dispatch, inputs.x, handle=handle, config=self.config)
-        again = calls["cached dispatch", BF16]()[0]
-        sent = {"dispatch": (rows, handle), "cached dispatch": (again, handle), "fp8 dispatch": (received[FP8][0], received[FP8][4])}
-        self.checks(inputs, "rank", sent, is_exact=True)()
-        return [Operation(op, t, "rank", self.shape.row_bytes(t), call, _NUM_SMS, self.name) for (op, t), call in calls.items()]
+
+        def cached(handle: Any) -> Any:
+            return self.buffer.dispatch(inputs.x, handle=handle, config=self.config)
+
+        operations, check = self.listed(inputs, "rank", lambda x: self._dispatch(x, *arguments), cached, 4, _NUM_SMS)
+        check()
+        return operations
 
 
 class DeepEPV2(Library):
@@ -114,22 +121,14 @@ class DeepEPV2(Library):
         If `do_cpu_sync` is False, the host waits for no counts; None is the library's default.
         """
         is_expert = layout == "expert"
-        how: dict[str, Any] = {"num_experts": self.shape.num_experts, "do_expand": is_expert, "do_cpu_sync": do_cpu_sync}
-        how["expert_alignment"] = self.shape.expert_alignment if is_expert else 1
-        arguments = inputs.topk_idx.to(topk_dtype(self.module)), inputs.topk_weights
-        calls: dict[tuple[str, str], Callable[[], Any]] = {
-            ("dispatch", dtype): partial(self.buffer.dispatch, x, *arguments, **how) for dtype, x in rows_of(inputs).items()
-        }
-        received = {dtype: calls["dispatch", dtype]() for dtype in (BF16, FP8)}
-        rows, handle = received[BF16][0], received[BF16][3]
-        calls["combine", BF16] = partial(self.buffer.combine, rows, handle)
-        again = {"handle": handle, "do_expand": is_expert, "num_experts": self.shape.num_experts}  # asked for, though the handle has it
-        cached = partial(self.buffer.dispatch, inputs.x, topk_weights=inputs.topk_weights, **again)
-        calls["cached dispatch", BF16] = cached
-        sent = {"dispatch": (rows, handle), "cached dispatch": (cached()[0], handle), "fp8 dispatch": (received[FP8][0], received[FP8][3])}
-        check = self.checks(inputs, layout, sent, is_exact=not is_expert and do_cpu_sync is not False)
-        num_sms = getattr(handle, "num_sms", None)
-        return [Operation(op, t, layout, self.shape.row_bytes(t), call, num_sms, self.name) for (op, t), call in calls.items()], check
+        asked: dict[str, Any] = {"num_experts": self.shape.num_experts, "do_expand": is_expert}
+        how = asked | {"do_cpu_sync": do_cpu_sync, "expert_alignment": self.shape.expert_alignment if is_expert else 1}
+        idx, weights = inputs.topk_idx.to(topk_dtype(self.module)), inputs.topk_weights
+
+        def cached(handle: Any) -> Any:  # num_experts is asked for, though the handle has it
+            return self.buffer.dispatch(inputs.x, topk_weights=weights, handle=handle, **asked)
+
+        return self.listed(inputs, layout, lambda x: self.buffer.dispatch(x, idx, weights, **how), cached, 3)
 
 
 KINDS: dict[str, Callable[[str, Shape, "dist.ProcessGroup", int], DeepEP | DeepEPV2]] = {
@@ -143,34 +142,3 @@ KINDS: dict[str, Callable[[str, Shape, "dist.ProcessGroup", int], DeepEP | DeepE
 
 def topk_dtype(module: Any) -> torch.dtype:
     return getattr(module, "topk_idx_t", torch.int64)
-
-
-def rows_of(inputs: Inputs) -> dict[str, Any]:
-    """Return what a dispatch takes, by dtype: rows, or a pair of fp8 rows and scales."""
-    return {BF16: inputs.x, FP8: (inputs.x_fp8, inputs.x_scales)}
-
-
-def dequantized(rows: Any) -> Tensor:
-    """Return rows [..., hidden] in bf16, of what a dispatch returns or takes."""
-    if not isinstance(rows, (tuple, list)):
-        return rows
-    y, scales = rows
-    columns = scales.repeat_interleave(SCALE_BLOCK, dim=-1)[..., : y.shape[-1]]
-    return (y.float() * columns).bfloat16()
-
-
-def dequantized_inputs(inputs: Inputs) -> Inputs:
-    """Return inputs whose rows in bf16 are what those in fp8 stand for."""
-    return dataclasses.replace(inputs, x=dequantized((inputs.x_fp8, inputs.x_scales)))
-
-
-def num_rows_received(inputs: Inputs, shape: Shape) -> int:
-    """Return the number of (token, rank) rows that this rank receives. Collective."""
-    return int(tokens_from_to(inputs.topk_idx, shape)[:, dist.get_rank()].sum())
-
-
-def check_num_rows(what: str, rows: Any, expected: int) -> None:
-    """Raise EPError unless a dispatch has returned `expected` rows."""
-    num_rows = len(rows[0] if isinstance(rows, (tuple, list)) else rows)
-    if num_rows != expected:
-        raise EPError(f"its {what} returned {num_rows} rows, and not {expected}")

@@ -1,5 +1,5 @@
-"""Benchmark of the host's time in calls on one GPU: dispatch and combine with their backward, calls without gradient, grouped experts, the
-gate, low-latency calls. Beside each stands the time of the smallest PyTorch operator on this host; beside the gate Transformer Engine's
+"""Benchmark of the host's time in calls on one GPU: dispatch and combine with their backward, calls without gradient, the gate,
+low-latency calls. Beside each stands the time of the smallest PyTorch operator on this host; beside the gate Transformer Engine's
 router, beside DeepEP's calls on this library its own."""
 
 import argparse
@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from benchmarks import gate
 from benchmarks.common.records import record, write_json
 from benchmarks.common.report import number, show_table, spread_of
-from benchmarks.gate import baselines
 from benchmarks.host import drop_in, measure
 from deepep_moe.errors import BackendUnavailableError
 
@@ -42,18 +42,18 @@ def run(shape: measure.Shape, repeats: int) -> list[dict[str, Any]]:
         others: dict[str, Any] = {"baseline": baseline, "baseline_times": baseline_times, "hardware": torch.cuda.get_device_name()}
         records.append(record(op, settings | how, times, 0, **others))
 
+    gate_shape = gate.Shape(shape.num_tokens, shape.num_experts, shape.num_topk, 1, 1)
+    gates = {"host gate": False, "host gate dense": True}
+    times = measure.exchange_us(shape, repeats) | {"host low-latency": measure.low_latency_us(shape, repeats)}
+    times |= {op: measure.gate_us(gate.ours(gate_shape, dense), shape, repeats) for op, dense in gates.items()}
     smallest = measure.empty_operator_us(repeats)
-    for op, times in measure.all_us(shape, repeats).items():
-        add(op, times, SMALLEST, smallest)
-    gate_shape = baselines.Shape(shape.num_tokens, shape.num_experts, shape.num_topk, 1, 1)
-    for dense, op in ((False, "host gate"), (True, "host gate dense")):
-        try:
-            router = baselines.transformer_engine(gate_shape, dense)
-        except BackendUnavailableError as error:
-            print(f"not measured: Transformer Engine's router ({error})")
-            break
-        theirs = measure.gate_us(router, shape, repeats)
-        add(op, measure.gate_us(baselines.ours(gate_shape, dense), shape, repeats), "Transformer Engine", theirs)
+    for op, us in times.items():
+        add(op, us, SMALLEST, smallest)
+    try:
+        for op, dense in gates.items():
+            add(op, times[op], "Transformer Engine", measure.gate_us(gate.transformer_engine(gate_shape, dense), shape, repeats))
+    except BackendUnavailableError as error:
+        print(f"not measured: Transformer Engine's router ({error})")
     for op, (theirs, ours) in drop_in.times(shape, repeats).items():
         add(op, theirs, drop_in.NATIVE, ours, layout=drop_in.layout_of(op))
     return records

@@ -1,6 +1,7 @@
 """Time of the host in DeepEP's calls on deepep_moe (`deepep_moe.compat.deep_ep`), beside calls of `deepep_moe.Buffer` that do the same."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,11 +50,9 @@ def _calls(shape: Shape, device: torch.device, group: Any) -> Calls:
         out = native.dispatch(x, idx, weights, layout=layout)
         return out, out.handle.num_rows_per_expert_list
 
-    def with_lanes(out: DispatchOutput) -> Any:
-        assert out.recv_topk_weights is not None  # as weights were sent
-        return combine_with_lanes(native, out.recv_x, out.handle, out.recv_topk_weights)
-
     by_rank, by_expert = dispatch("rank")[0], dispatch("expert")[0]
+    assert by_expert.recv_topk_weights is not None  # as weights were sent
+    with_lanes = partial(combine_with_lanes, native, by_expert.recv_x, by_expert.handle, by_expert.recv_topk_weights)
     v1, v2 = deep_ep.Buffer(group), deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=shape.num_tokens)
     hybrid = deep_ep.HybridEPBuffer(group, shape.hidden, shape.num_tokens, shape.num_experts)
     per_rank, _, per_expert, in_rank, _ = v1.get_dispatch_layout(idx, shape.num_experts)
@@ -63,9 +62,9 @@ def _calls(shape: Shape, device: torch.device, group: Any) -> Calls:
     of_hybrid: dict[str, Any] = dict(
         zip(("routing_map", "probs"), indices_to_map(idx, weights, shape.num_tokens, shape.num_experts), strict=True)
     )
-    rows, _, lanes, _, handle, _ = v1.dispatch(x, **of_v1)
+    rows, *_, handle, _ = v1.dispatch(x, **of_v1)
     assert handle is not None  # of a dispatch that was given none
-    rows_2, _, lanes_2, handle_2, _ = v2.dispatch(x, **of_v2, do_expand=True)
+    rows_2, *_, handle_2, _ = v2.dispatch(x, **of_v2, do_expand=True)
     rows_h, probs, _, _, handle_h = hybrid.dispatch_with_permute(hidden=x, **of_hybrid)
     back: dict[str, Any] = {"hidden": rows_h, "handle": handle_h}
     along: dict[str, Callable[[], Any]] = {
@@ -76,16 +75,13 @@ def _calls(shape: Shape, device: torch.device, group: Any) -> Calls:
         "dispatch": (lambda: v1.dispatch(x, **of_v1), lambda: dispatch("rank")),
         "dispatch cached": (lambda: v1.dispatch(x, handle), lambda: native.dispatch(x, handle=by_rank.handle)),
         "combine": (lambda: v1.combine(rows, handle), lambda: native.combine(by_rank.recv_x, by_rank.handle)),
-        "combine with weights": (lambda: v1.combine(rows, handle, lanes), lambda: with_lanes(by_rank)),
         "V2 dispatch": (lambda: v2.dispatch(x, **of_v2), lambda: dispatch("rank")),
-        "V2 dispatch expanded": (lambda: v2.dispatch(x, **of_v2, do_expand=True), lambda: dispatch("expert")),
         "V2 dispatch cached": (lambda: v2.dispatch(x, handle=handle_2, do_expand=True), along["dispatch"]),
         "V2 combine": (lambda: v2.combine(rows_2, handle_2), along["combine"]),
-        "V2 combine with weights": (lambda: v2.combine(rows_2, handle_2, lanes_2), lambda: with_lanes(by_expert)),
         "HybridEP dispatch": (lambda: hybrid.dispatch_with_permute(hidden=x, **of_hybrid), lambda: dispatch("expert")),
         "HybridEP dispatch cached": (lambda: hybrid.dispatch_with_permute(hidden=x, handle=handle_h), along["dispatch"]),
         "HybridEP combine": (lambda: hybrid.combine_with_unpermute(**back), along["combine"]),
-        "HybridEP combine with probs": (lambda: hybrid.combine_with_unpermute(**back, probs=probs), lambda: with_lanes(by_expert)),
+        "HybridEP combine with probs": (lambda: hybrid.combine_with_unpermute(**back, probs=probs), with_lanes),
     }
     return {f"host drop-in {op}": pair for op, pair in calls.items()}
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.timing import wall_us
-from benchmarks.gate import baselines
-from deepep_moe import Buffer, LowLatencyBuffer, nn
+from deepep_moe import Buffer, LowLatencyBuffer
 from deepep_moe.event import Event
 
 CHAIN = 16  # calls between two looks at the clock
@@ -57,10 +56,10 @@ def empty_operator_us(repeats: int) -> list[float]:
     return chain_us(_repeat(lambda: x.add(x)), repeats)
 
 
-def exchange_us(shape: Shape, repeats: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, list[float]]:
+def exchange_us(shape: Shape, repeats: int) -> dict[str, list[float]]:
     """Times of `Buffer`, by the name of the operation."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(shape.num_tokens, shape.hidden, generator=generator).to("cuda", dtype)
+    x = torch.randn(shape.num_tokens, shape.hidden, generator=generator).to("cuda", torch.bfloat16)
     scores = torch.rand(shape.num_tokens, shape.num_experts, generator=generator)
     weights, idx = (t.cuda() for t in scores.topk(shape.num_topk, dim=1))
     buffer = Buffer(None, shape.num_tokens, shape.hidden, shape.num_experts, shape.num_topk, backend="nvlink")
@@ -85,7 +84,6 @@ def exchange_us(shape: Shape, repeats: int, dtype: torch.dtype = torch.bfloat16)
 
     times = {
         "host layer forward": chain_us(lambda: chain(CHAIN), repeats),
-        "host layer forward alone": chain_us(lambda: chain(1), repeats, length=1),
         "host layer backward": chain_us(backward, repeats, before=lambda: chain(CHAIN)),
         "host layer backward alone": chain_us(backward, repeats, before=lambda: chain(1), length=1),
     }
@@ -120,38 +118,8 @@ def low_latency_us(shape: Shape, repeats: int) -> list[float]:
     return times
 
 
-def experts_us(shape: Shape, repeats: int, hidden: int = 1024, intermediate: int = 512) -> dict[str, list[float]]:
-    """Grouped SwiGLU experts with counts on the GPU, in a small size, as the host's time does not depend on it."""
-    num_rows = shape.num_tokens * shape.num_topk
-    experts = nn.GroupedExperts(shape.num_experts, hidden, intermediate, zero_tail=False, device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(num_rows, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    probs = torch.rand(num_rows, device="cuda", requires_grad=True)
-    counts = torch.full((shape.num_experts,), num_rows // shape.num_experts, device="cuda")
-    grad = torch.randn_like(x)
-
-    def forward() -> list[Tensor]:
-        return [experts(x, counts, probs) for _ in range(CHAIN)]
-
-    def backward(outputs: list[Tensor]) -> None:
-        torch.autograd.backward(outputs, [grad] * CHAIN)
-
-    return {
-        "host experts forward": chain_us(forward, repeats),
-        "host experts backward": chain_us(backward, repeats, before=forward),
-    }
-
-
 def gate_us(gate: Callable[[Tensor, Tensor], Any], shape: Shape, repeats: int) -> list[float]:
     """A gate with gradient, forward alone."""
     logits = torch.randn(shape.num_tokens, shape.num_experts, device="cuda", requires_grad=True)
     bias = torch.zeros(shape.num_experts, device="cuda")
     return chain_us(_repeat(lambda: gate(logits, bias)), repeats)
-
-
-def all_us(shape: Shape, repeats: int) -> dict[str, list[float]]:
-    """Every operation of this library."""
-    times = exchange_us(shape, repeats) | experts_us(shape, repeats)
-    for dense in (False, True):
-        gate = baselines.ours(baselines.Shape(shape.num_tokens, shape.num_experts, shape.num_topk, 1, 1), dense)
-        times["host gate dense" if dense else "host gate"] = gate_us(gate, shape, repeats)
-    return times | {"host low-latency": low_latency_us(shape, repeats)}

@@ -11,31 +11,30 @@ Results are compared first. Times are of the slowest rank, for one of `--num-lay
 backward, as in a model, so that the backward's thread is woken only once. On GPUs the time of the kernels alone comes from profiled runs.
 
 The defaults on the CPU are 2 ranks, 4096 tokens, hidden 1024, top-2 of 16 experts, fp32 and bf16, a layer at a time. On GPUs they are all
-GPUs, hidden 4096, top-2 and top-8 of 64 experts, bf16, 4 layers at a time. `--autoep` times whole layers ("autoep") that AutoEP makes of a
-Mixtral's; it needs transformers.
+GPUs, hidden 4096, top-2 and top-8 of 64 experts, bf16, 4 layers at a time.
 """
 
 import argparse
-import importlib.util
 import itertools
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.common.link import rows_to_others
-from benchmarks.common.records import DTYPES, write_json
+from benchmarks.common.records import DTYPES, hardware_of, write_json
 from benchmarks.common.report import show_layers
 from benchmarks.layers import harness
-from benchmarks.layers.deepspeed_passes import AutoEPPass, CommunicationPass, LayerPass
 from benchmarks.layers.megatron_steps import kernel_us
-from benchmarks.layers.passes import MeasuredLayer, beyond, describe, differences, draw_inputs
+from benchmarks.layers.passes import MeasuredLayer, Pass, beyond, differences, draw_inputs, versions_of
 from deepep_moe.ops.routing import is_token_in_rank
-from deepep_moe.testing import RankFailedError, run_ranks
+from deepep_moe.testing import run_ranks
 
 DEEPSPEED = "deepspeed"
+CAPACITY_FACTOR = 1.25  # of the gates: what exceeds it is dropped
 LIMIT_S = 1800
 """Seconds that a shape may take."""
 _WARMUP = 3
@@ -51,11 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     harness.add_arguments(parser, None, "all GPUs, on the CPU 2", **sizes)
     parser.add_argument("--num-topk", type=int, nargs="+")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), nargs="+")
-    parser.add_argument("--capacity-factor", type=float, default=1.25, help="of DeepSpeed's gates: what exceeds it is dropped")
-    parser.add_argument("--autoep", action="store_true", help="a layer that AutoEP makes, with three matrices an expert and no capacity")
 
 
-def compare(passes: dict[str, LayerPass]) -> dict[str, dict[str, float]]:
+def compare(passes: Mapping[str, Pass]) -> dict[str, dict[str, float]]:
     """Return the largest difference from DeepSpeed's results, by mode, then by kind of result."""
     expected = passes[DEEPSPEED].results()
     return {mode: differences(timed.results(), expected) for mode, timed in passes.items() if mode != DEEPSPEED}
@@ -75,69 +72,35 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> MeasuredL
     """Do the work of one rank for one top-k and dtype: build layers, compare results, and time them in turns."""
     from deepspeed_ranks import engine_ready
 
-    with engine_ready(options.device) as device:
-        return _measure(rank, num_ranks, options, device)
-
-
-def _measure(rank: int, num_ranks: int, options: argparse.Namespace, device: torch.device) -> MeasuredLayer:
+    from benchmarks.layers.deepspeed_layers import make_passes
     from deepep_moe.integrations.common.registry import all_buffers, destroy_all
 
-    dtype = DTYPES[options.dtype]
-    x, cotangent = draw_inputs(rank, (options.num_tokens, options.hidden), device, dtype)
-    settings = {name: getattr(options, name) for name in ("hidden", "num_experts", "num_topk", "backend")}
-    settings |= {"ep": num_ranks, "num_max_tokens_per_rank": options.num_tokens, "device": device, "dtype": dtype}
-    torch.manual_seed(1)
-    make = _autoep_passes if options.autoep else _native_passes
-    passes, topk_idx = make(x, cotangent, options, settings)
-    differences = {what: compare(of_one) for what, of_one in passes.items()}
-    for kinds in differences.get("exchange", {}).values():
-        del kinds["gate"]  # as all experts are the same, its gradient is only rounding
-    sent = link_bytes(topk_idx, options.num_experts // num_ranks, options.hidden * x.element_size())
-    hardware, versions = describe("deepspeed", device, num_ranks)
-    measured = MeasuredLayer(all_buffers()[0].backend, hardware, versions, sent, differences)
-    for timed in (timed for of_one in passes.values() for timed in of_one.values()):
-        timed.num_layers = options.num_layers
-    measured.times = harness.times_in_turns(passes, device, _WARMUP, options.repeats, options.num_layers)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        dist.barrier()
-        measured.kernel_us = {(what, kind): _kernel_us(timed) for what, of_one in passes.items() for kind, timed in of_one.items()}
-    destroy_all()
-    return measured
+    with engine_ready(options.device) as device:
+        dtype = DTYPES[options.dtype]
+        x, cotangent = draw_inputs(rank, (options.num_tokens, options.hidden), device, dtype)
+        settings = {name: getattr(options, name) for name in ("hidden", "num_experts", "num_topk", "backend")}
+        settings |= {"ep": num_ranks, "num_max_tokens_per_rank": options.num_tokens, "device": device, "dtype": dtype}
+        torch.manual_seed(1)
+        passes, topk_idx = make_passes(x, cotangent, options.ffn_hidden, settings | {"capacity_factor": CAPACITY_FACTOR})
+        differences = {(what, mode): kinds for what, of_one in passes.items() for mode, kinds in compare(of_one).items()}
+        for what, mode in differences:
+            if what == "exchange":
+                del differences[what, mode]["gate"]  # as all experts are the same, its gradient is only rounding
+        sent = link_bytes(topk_idx, options.num_experts // num_ranks, options.hidden * x.element_size())
+        hardware, versions = hardware_of(device, num_ranks), versions_of("deepspeed")
+        measured = MeasuredLayer(all_buffers()[0].backend, hardware, versions, sent, differences)
+        for timed in (timed for of_one in passes.values() for timed in of_one.values()):
+            timed.num_layers = options.num_layers
+        measured.times = harness.times_in_turns(passes, device, _WARMUP, options.repeats, options.num_layers)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            dist.barrier()
+            measured.kernel_us = {(what, kind): _kernel_us(timed) for what, of_one in passes.items() for kind, timed in of_one.items()}
+        destroy_all()
+        return measured
 
 
-Passes = dict[str, dict[str, LayerPass]]
-"""Passes by what is timed and kind of layer."""
-
-
-def _native_passes(x: Tensor, cotangent: Tensor, options: argparse.Namespace, settings: dict[str, Any]) -> tuple[Passes, Tensor]:
-    """Return the passes of DeepSpeed's own layers, and the experts of tokens, [num_tokens, num_topk]."""
-    from benchmarks.layers.deepspeed_layers import experts_of, feed_forward, into_one_memory, sharing_layers
-
-    settings["capacity_factor"] = options.capacity_factor
-    layers = {
-        "exchange": sharing_layers(nn.Identity(), **settings),
-        "layer": sharing_layers(feed_forward(options.hidden, options.ffn_hidden), grouped=True, **settings),
-    }
-    passes: Passes = {what: {kind: LayerPass(layer, x, cotangent) for kind, layer in of_one.items()} for what, of_one in layers.items()}
-    passes["communication"] = {kind: CommunicationPass(layer, x, cotangent) for kind, layer in layers["exchange"].items()}
-    for parameter in layers["layer"][DEEPSPEED].deepspeed_moe.experts.parameters():  # else copies of one
-        nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    into_one_memory(list(layers["layer"][DEEPSPEED].deepspeed_moe.experts.parameters()))
-    torch.manual_seed(dist.get_rank())
-    return passes, experts_of(layers["exchange"][DEEPSPEED], x)
-
-
-def _autoep_passes(x: Tensor, cotangent: Tensor, options: argparse.Namespace, settings: dict[str, Any]) -> tuple[Passes, Tensor]:
-    """Return the passes of AutoEP's layers, and the experts of tokens, [num_tokens, num_topk]."""
-    from benchmarks.layers.deepspeed_layers import autoep_experts_of, autoep_layers
-
-    layers = autoep_layers(ffn_hidden=options.ffn_hidden, **settings)
-    passes: Passes = {"autoep": {kind: AutoEPPass(layer, x, cotangent) for kind, layer in layers.items()}}
-    return passes, autoep_experts_of(layers[DEEPSPEED], x.detach().unsqueeze(0))
-
-
-def _kernel_us(timed: LayerPass) -> float:
+def _kernel_us(timed: Any) -> float:
     """Return the time of the kernels of one layer, the shortest of some runs, as kernels that wait for a late peer take longer."""
     runs = []
     for _ in range(_PROFILED):
@@ -149,21 +112,18 @@ def _kernel_us(timed: LayerPass) -> float:
 # ---- report ----
 
 
-def tolerance(dtype: str) -> float:
-    """Return how much results may differ, relative to the largest entry, which is far less than the effect of a wrong row.
-
-    DeepSpeed pads the rows of the experts' matrix products, which regroups their sums. Gradients of the gate are differences of such sums.
-    """
-    return {"fp32": 1e-4, "bf16": 6e-2}[dtype]
+TOLERANCE = {"fp32": 1e-4, "bf16": 6e-2}
+"""How much results may differ, relative to the largest entry, which is far less than the effect of a wrong row. DeepSpeed pads the rows of
+the experts' matrix products, which regroups their sums. Gradients of the gate are differences of such sums."""
 
 
 def records_of(ranks: list[MeasuredLayer], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a record per thing timed and mode."""
     first, records = ranks[0], []
     dtype = str(DTYPES[options.dtype]).removeprefix("torch.")
-    for what, mode in [(what, mode) for what, modes in first.differences.items() for mode in modes]:
-        extra: dict[str, Any] = {"capacity_factor": None if options.autoep else options.capacity_factor, "num_layers": options.num_layers}
-        extra |= {"ffn_hidden": options.ffn_hidden if what in ("layer", "autoep") else None, "differences": first.differences[what][mode]}
+    for (what, mode), kinds in first.differences.items():
+        extra: dict[str, Any] = {"capacity_factor": CAPACITY_FACTOR, "num_layers": options.num_layers}
+        extra |= {"ffn_hidden": options.ffn_hidden if what == "layer" else None, "differences": kinds}
         if first.kernel_us:
             fewest = (min(rank.kernel_us[what, kind] for rank in ranks) for kind in (mode, DEEPSPEED))  # of the rank that waits least
             extra["us_kernels"], extra["rival_us_kernels"] = fewest
@@ -174,8 +134,7 @@ def records_of(ranks: list[MeasuredLayer], options: argparse.Namespace) -> list[
 
 
 def show(ranks: list[MeasuredLayer], records: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    capacity = "AutoEP" if options.autoep else f"capacity factor {options.capacity_factor:g}"
-    more = f", {options.dtype}, {capacity}, layers at a time: {options.num_layers}"
+    more = f", {options.dtype}, capacity factor {CAPACITY_FACTOR:g}, layers at a time: {options.num_layers}"
     print(f"\nMoE, {harness.shape_of(options, len(ranks), ranks[0].backend, more)}")
     show_layers(records)
 
@@ -185,37 +144,22 @@ def resolve(options: argparse.Namespace) -> None:
     options.device = options.device or ("cuda" if torch.cuda.device_count() else "cpu")
     harness.fill(options, _DEFAULTS[options.device])
     harness.resolve(options)
-    if options.autoep:
-        _check_autoep(options.num_ranks)
-
-
-def _check_autoep(num_ranks: int) -> None:
-    if num_ranks < 2:
-        raise ValueError("--autoep needs --num-ranks 2 or more: on one rank AutoEP moves nothing")
-    for module, advice in (("transformers", "transformers>=5"), ("deepspeed.module_inject.auto_ep_layer", "deepspeed>=0.19.2")):
-        if importlib.util.find_spec(module) is None:
-            raise ValueError(f"--autoep needs {module}: pip install '{advice}'")
 
 
 def main(options: argparse.Namespace) -> None:
-    """Print a table per shape, and write the records to `--json`, as soon as a shape is measured. Exit with 1 if results disagree or a
-    shape could not be measured."""
+    """Print a table per shape, and write the records to `--json`, as soon as a shape is measured. Exit with 1 if results disagree."""
     records: list[dict[str, Any]] = []
     wrong: list[str] = []
     for num_topk, dtype in itertools.product(options.num_topk, options.dtype):
-        name, one = f"top-{num_topk} {dtype}", argparse.Namespace(**vars(options) | {"num_topk": num_topk, "dtype": dtype})
-        try:
-            ranks = run_ranks(measure, options.num_ranks, one, timeout_s=LIMIT_S, bind=options.bind)
-        except RankFailedError as error:
-            wrong.append(f"{name}: {error}")
-            continue
+        one = argparse.Namespace(**vars(options) | {"num_topk": num_topk, "dtype": dtype})
+        ranks = run_ranks(measure, options.num_ranks, one, timeout_s=LIMIT_S, bind=options.bind)
         if not records:
             print(f"{ranks[0].hardware}; {ranks[0].versions}")
         new_records = records_of(ranks, one)
         show(ranks, new_records, one)
         records += new_records
-        wrong += [f"{name}, {line}, more than rounding ({tolerance(dtype):.1e})" for line in beyond(ranks, tolerance(dtype))]
+        most = TOLERANCE[dtype]
+        wrong += [f"top-{num_topk} {dtype}, {line}, more than rounding ({most:.1e})" for line in beyond(ranks, most)]
         write_json(options.json, records)
-        sys.stdout.flush()
     if wrong:
         sys.exit("; ".join(wrong))

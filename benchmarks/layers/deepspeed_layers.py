@@ -1,12 +1,14 @@
-"""MoE layers that differ only in how they move tokens, to compare them."""
+"""MoE layers that differ only in how they move tokens, and their forwards and backwards, to compare them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from deepep_moe.integrations.deepspeed.native.routing import route
+from benchmarks.layers.passes import Pass
+from deepep_moe.integrations.deepspeed.native.routing import ask, route
 from deepep_moe.integrations.deepspeed.plugin import replace_moe_layers
 
 DEEPSPEED, EXACT, FAST, GROUPED = "deepspeed", "exact", "fast", "grouped"
@@ -50,48 +52,102 @@ def sharing_layers(
     return layers
 
 
-def autoep_layers(
-    *, hidden: int, ffn_hidden: int, num_experts: int, num_topk: int, ep: int, device: torch.device, dtype: torch.dtype, backend: str,
-    num_max_tokens_per_rank: int,
-) -> dict[str, Any]:  # fmt: skip
-    """Build a layer of each kind, as AutoEP makes them of a Mixtral's, with the same weights and AutoEP's own routers.
-
-    Collective; needs transformers.
-    """
-    import deepspeed
-    from transformers import MixtralConfig
-    from transformers.models.auto import AutoModelForCausalLM
-
-    sizes: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": ffn_hidden}
-    sizes |= {"num_local_experts": num_experts, "num_experts_per_tok": num_topk}
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            MixtralConfig(vocab_size=8, num_hidden_layers=len(KINDS), num_attention_heads=4, num_key_value_heads=4, **sizes)
-        )
-    config = {"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"enabled": True, "autoep_size": ep}}
-    engine = deepspeed.initialize(model=model, config=config)[0]
-    modules = [module.to(dtype) for module in engine.modules() if getattr(module, "_is_autoep_layer", False)]
-    layers = dict(zip(KINDS, modules, strict=True))
-    for kind, layer in layers.items():
-        layer.load_state_dict(modules[0].state_dict())
-        if kind != DEEPSPEED:
-            replace_moe_layers(layer, exact=kind == EXACT, backend=backend, num_max_tokens_per_rank=num_max_tokens_per_rank, gate=False)
-    return layers
-
-
-def autoep_experts_of(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return the experts that its router chooses for x [1, num_tokens, hidden], [num_tokens, num_topk]. Collective, as the layer runs."""
-    from deepspeed.module_inject.auto_ep_layer import RouterOutput
-
-    chosen: list[torch.Tensor] = []
-    hook = layer.router.register_forward_hook(lambda _module, _inputs, output: chosen.append(RouterOutput(*output).selected_experts))
-    with torch.no_grad():
-        layer(x)
-    hook.remove()
-    return chosen[0]
-
-
-def experts_of(layer: Any, x: torch.Tensor) -> torch.Tensor:
+def experts_of(layer: Any, x: Tensor) -> Tensor:
     """Return the experts that a layer's gate chooses for x [num_tokens, hidden], [num_tokens, num_topk], -1 = dropped."""
     with torch.no_grad():
         return route(layer.deepspeed_moe.gate, x, None).topk_idx.t()
+
+
+# ---- passes ----
+
+Run = Callable[[], tuple[Tensor, ...]]
+"""Runs a layer. Returns its output, and its auxiliary loss if the backward begins there too."""
+
+
+class LayerPass(Pass):
+    """Forwards and backwards of a MoE layer. Gates draw the same random numbers every time."""
+
+    num_layers = 1
+
+    def __init__(self, run: Run, cotangent: Tensor, leaves: dict[str, Tensor]):
+        super().__init__(self._run_all, cotangent, leaves)
+        self._run = run
+        self._made: list[tuple[Tensor, ...]] = []
+
+    def _run_all(self) -> Tensor:
+        reseed(self._cotangent.device)
+        self._made = [self._run() for _ in range(self.num_layers)]
+        return self._made[0][0]
+
+    def backward(self) -> None:
+        losses = [loss for _, *of_one in self._made for loss in of_one]
+        gradients = [self._cotangent] * len(self._made) + [torch.ones_like(loss) for loss in losses]
+        torch.autograd.backward([*(made[0] for made in self._made), *losses], gradients)
+
+    def clear(self) -> None:
+        super().clear()
+        self._made = []
+
+
+def layer_pass(layer: Any, x: Tensor, cotangent: Tensor) -> LayerPass:
+    """Return the pass of a whole layer with its auxiliary loss."""
+    return LayerPass(lambda: layer(x)[:2], cotangent, {"input": x} | dict(layer.named_parameters()))
+
+
+class CommunicationPass(LayerPass):
+    """A pass without the auxiliary loss and the gate, which has decided before. Its weights are leaves."""
+
+    def __init__(self, layer: Any, x: Tensor, cotangent: Tensor):
+        reseed(x.device)
+        gate = layer.deepspeed_moe.gate
+        decided = [_leaf(value) for value in ask(gate, x, None)]
+
+        def run() -> tuple[Tensor]:
+            gate.forward = lambda *_: decided
+            try:
+                return (layer(x)[0],)
+            finally:
+                del gate.forward
+
+        leaves = {"input": x} | {f"gate.{i}": value for i, value in enumerate(decided) if _has_gradient(value)}
+        super().__init__(run, cotangent, leaves)
+
+    def results(self) -> dict[str, Tensor]:
+        """Return the results of a pass. Gates before 0.19.4 return weights of all slots; gradients of empty slots are set to 0."""
+        results = super().results()
+        tables = {name: leaf for name, leaf in self._leaves.items() if leaf.dim() == 3}
+        return results | {name: results[name] * (leaf != 0) for name, leaf in tables.items()}
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _leaf(value: Any) -> Any:
+    return value.detach().requires_grad_() if _has_gradient(value) else value
+
+
+def reseed(device: torch.device) -> None:
+    """Seed the generators that gates draw from. `torch.manual_seed` seeds those of all devices, which takes a millisecond."""
+    torch.default_generator.manual_seed(dist.get_rank())
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(dist.get_rank())
+
+
+Passes = dict[str, dict[str, LayerPass]]
+"""Passes by what is timed and kind of layer."""
+
+
+def make_passes(x: Tensor, cotangent: Tensor, ffn_hidden: int, settings: dict[str, Any]) -> tuple[Passes, Tensor]:
+    """Return the passes of DeepSpeed's layers, and the experts of tokens, [num_tokens, num_topk]."""
+    layers = {
+        "exchange": sharing_layers(nn.Identity(), **settings),
+        "layer": sharing_layers(feed_forward(settings["hidden"], ffn_hidden), grouped=True, **settings),
+    }
+    passes: Passes = {what: {kind: layer_pass(layer, x, cotangent) for kind, layer in of_one.items()} for what, of_one in layers.items()}
+    passes["communication"] = {kind: CommunicationPass(layer, x, cotangent) for kind, layer in layers["exchange"].items()}
+    for parameter in layers["layer"][DEEPSPEED].deepspeed_moe.experts.parameters():  # else copies of one
+        nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    into_one_memory(list(layers["layer"][DEEPSPEED].deepspeed_moe.experts.parameters()))
+    torch.manual_seed(dist.get_rank())
+    return passes, experts_of(layers["exchange"][DEEPSPEED], x)

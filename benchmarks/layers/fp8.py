@@ -3,14 +3,15 @@
 Ours is `deepep_moe.nn.MoELayer` with `GroupedExperts`, sync-free, in bf16 and in fp8. In fp8 there are two ways: each forward quantizes
 the weights; or the first micro-batch of a step quantizes them and the others use its copies (`is_first_microbatch`).
 
-The baseline, if Megatron-Core and TransformerEngine are installed, is Megatron-Core's MoELayer in bf16 and with the blockwise fp8 recipe.
-It has the dispatcher `alltoall`, fused permutes and router, and TEGroupedMLP. All take turns in one run, with random routers.
+The baseline, if Megatron-Core and TransformerEngine are installed, is Megatron-Core's MoELayer with the blockwise fp8 recipe. It has the
+dispatcher `alltoall`, fused permutes and router, and TEGroupedMLP. All take turns in one run, with random routers.
 
 Times are of one forward and backward of the slowest rank: wall time of a chain of them, the host's part, and the sum over kernels.
 Gradients are dropped after each pass, so none are accumulated. Copies must not change a bit, or the exit code is 1.
 """
 
 import argparse
+import contextlib
 import gc
 import importlib.util
 import sys
@@ -20,11 +21,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.records import write_json
+from benchmarks.common.records import hardware_of, write_json
 from benchmarks.common.report import show_layers
 from benchmarks.layers import fp8_layers, harness, megatron_steps
 from benchmarks.layers.fp8_layers import BF16, EACH, SHARED, Layer
-from benchmarks.layers.passes import MeasuredLayer, chain, describe
+from benchmarks.layers.passes import MeasuredLayer, chain, versions_of
 from deepep_moe.testing import run_ranks
 from deepep_moe.tune.workload import SCALE_BLOCK
 
@@ -66,34 +67,34 @@ def _why_no_rivals(options: argparse.Namespace, num_ranks: int) -> str:
 
 def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
     """Do the work of one rank: build layers, compare results, and time them in turns."""
-    if why := _why_no_rivals(options, num_ranks):
-        return _measure(rank, num_ranks, options, harness.device_of(options), why)
-    from megatron_ranks import model_parallel
+    why_no_rivals, theirs = _why_no_rivals(options, num_ranks), {}
+    with contextlib.ExitStack() as stack:
+        if why_no_rivals:
+            device, versions = harness.device_of(options), f"{versions_of('torch')}; {why_no_rivals}"
+        else:
+            from megatron_ranks import model_parallel
 
-    with model_parallel(options.device, ep=num_ranks, seed=1) as device:
-        return _measure(rank, num_ranks, options, device, "")
+            device = stack.enter_context(model_parallel(options.device, ep=num_ranks, seed=1))
+            versions = f"{versions_of('megatron-core')}; {megatron_steps.rivals()}"
+            theirs = fp8_layers.make_rivals(options, rank, num_ranks, device)
+        ours, num_rows = fp8_layers.make_layers(options, rank, num_ranks, device)
+        differences, num_different = _compare(ours)
+        hardware = hardware_of(device, num_ranks)
+        measured = Measured(ours[BF16].backend, hardware, versions, num_rows, {(LAYER, EACH): differences}, num_different=num_different)
+        num_passes = options.micro_batches * -(-_MIN_CHAIN // options.micro_batches)  # the same for all: whole optimizer steps
+        layers = {(LAYER, name): layer for name, layer in (ours | theirs).items()}
+        for key, layer in layers.items():
+            measured.peak_bytes[key] = _peak_bytes(layer, device, num_passes)
+        time = partial(megatron_steps.time_step, device=device, num_passes=num_passes)
+        measured.times = harness.in_turns(layers, time, _WARMUP, options.repeats)
+        for key, layer in layers.items() if device.type == "cuda" else ():
+            measured.kernel_us[key] = megatron_steps.kernel_us(layer, num_passes)
+        return measured
 
 
-def _measure(rank: int, num_ranks: int, options: argparse.Namespace, device: torch.device, why_no_rivals: str) -> Measured:
-    ours, num_rows = fp8_layers.make_layers(options, rank, num_ranks, device)
-    theirs, rivals = ({}, why_no_rivals) if why_no_rivals else fp8_layers.make_rivals(options, rank, num_ranks, device)
-    differences, num_different = _compare(ours)
-    hardware, versions = describe("torch" if why_no_rivals else "megatron-core", device, num_ranks)
-    measured = Measured(ours[BF16].backend, hardware, f"{versions}; {rivals}", num_rows, {LAYER: differences}, num_different=num_different)
-    num_passes = options.micro_batches * -(-_MIN_CHAIN // options.micro_batches)  # the same for all: whole optimizer steps
-    layers = {(LAYER, name): layer for name, layer in (ours | theirs).items()}
-    for key, layer in layers.items():
-        measured.peak_bytes[key] = _peak_bytes(layer, device, num_passes)
-    time = partial(megatron_steps.time_step, device=device, num_passes=num_passes)
-    measured.times = harness.in_turns(layers, time, _WARMUP, options.repeats)
-    for key, layer in layers.items() if device.type == "cuda" else ():
-        measured.kernel_us[key] = megatron_steps.kernel_us(layer, num_passes)
-    return measured
-
-
-def _compare(layers: dict[str, Layer]) -> tuple[dict[str, dict[str, float]], int]:
+def _compare(layers: dict[str, Layer]) -> tuple[dict[str, float], int]:
     exact, each = layers[BF16].results(), layers[EACH].results()
-    distances = {EACH: {name: _distance(value, exact[name]) for name, value in each.items()}}
+    distances = {name: _distance(value, exact[name]) for name, value in each.items()}
     num_different = 0
     for _ in range(3):  # the first one quantizes
         shared = layers[SHARED].results()
@@ -131,7 +132,7 @@ def records_of(ranks: list[Measured], options: argparse.Namespace) -> list[dict[
     baselines = [name for _, name in ranks[0].times if name not in (EACH, SHARED)]
     records = []
     for name in (EACH, SHARED):
-        extra: dict[str, Any] = {"ffn_hidden": options.ffn_hidden, "differences": ranks[0].differences[LAYER][EACH]}
+        extra: dict[str, Any] = {"ffn_hidden": options.ffn_hidden, "differences": ranks[0].differences[LAYER, EACH]}
         extra["micro_batches"] = options.micro_batches if name == SHARED else None
         num_bytes = ranks[0].link_bytes * (fp8_bytes + bf16_bytes) * 2
         for baseline in baselines:

@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.layers import megatron_steps
 from benchmarks.layers.passes import Pass, draw_inputs
 from deepep_moe.nn import GroupedExperts, MoELayer, Router
 from deepep_moe.ops.fp8_products import GROUP_ALIGNMENT
 from deepep_moe.ops.routing import is_token_in_rank
 
 BF16, EACH, SHARED = "bf16", "fp8", "fp8, micro-batches"
-TE_BF16, TE_EACH, TE_SHARED = "alltoall, TE bf16", "alltoall, TE fp8", "alltoall, TE fp8, micro-batches"
 
 
 class Layer(Pass):
@@ -75,41 +73,23 @@ def make_layers(options: argparse.Namespace, rank: int, num_ranks: int, device: 
 # ---- Megatron-Core with TransformerEngine ----
 
 
-def make_rivals(options: argparse.Namespace, rank: int, num_ranks: int, device: torch.device) -> tuple[dict[str, Layer], str]:
-    """Return Megatron-Core's layers with the dispatcher `alltoall`, and what is to be said of them.
-
-    Their activation is fused by `torch.compile`. Layers that do not run are left out.
-    """
-    torch.compiler.set_stance("default")
-    running, said = {}, [f"{megatron_steps.rivals()}, SwiGLU fused"]
-    for name, layer in _make_rivals(options, rank, num_ranks, device).items():
-        try:
-            layer.results()
-            running[name] = layer
-        except Exception as error:  # whatever another library raises
-            said.append(f"{name} failed with {type(error).__name__}: {str(error)[:200]}")
-            layer.clear()
-    return running, "; ".join(said)
-
-
-def _make_rivals(options: argparse.Namespace, rank: int, num_ranks: int, device: torch.device) -> dict[str, Layer]:
-    """Return the baselines' layers. Those in fp8 share one layer."""
+def make_rivals(options: argparse.Namespace, rank: int, num_ranks: int, device: torch.device) -> dict[str, Layer]:
+    """Return Megatron-Core's layers with the dispatcher `alltoall` and fp8 experts, which share one module. Their activation is fused by
+    `torch.compile`."""
     from benchmarks.layers import megatron_layers
 
+    torch.compiler.set_stance("default")
     sizes = {name: getattr(options, name) for name in ("hidden", "ffn_hidden", "num_experts", "num_topk")}
     x, cotangent = _inputs(options, rank, device)
     x = x.detach().unsqueeze(1).requires_grad_()
-    exact, fp8 = (megatron_layers.te_fp8_layer(fp8=fp8, seed=1, ep=num_ranks, dtype=torch.bfloat16, **sizes) for fp8 in (False, True))
+    module = megatron_layers.te_fp8_layer(seed=1, ep=num_ranks, dtype=torch.bfloat16, **sizes)
+    leaves = {"input": x} | dict(module.named_parameters())
 
-    def layer(module: Any, which: Callable[[int], bool | None]) -> Layer:
-        leaves = {"input": x} | dict(module.named_parameters())
+    def layer(which: Callable[[int], bool]) -> Layer:
         return Layer(
             lambda is_first: megatron_layers.run_te_layer(module, x, is_first), cotangent.unsqueeze(1), leaves, backend="alltoall",
             which=which, release=lambda: megatron_layers.release_te_copies(module),
         )  # fmt: skip
 
-    return {
-        TE_BF16: layer(exact, lambda number: None),
-        TE_EACH: layer(fp8, lambda number: True),
-        TE_SHARED: layer(fp8, lambda number: number % options.micro_batches == 0),
-    }
+    each, shared = layer(lambda number: True), layer(lambda number: number % options.micro_batches == 0)
+    return {f"alltoall, TE {EACH}": each, f"alltoall, TE {SHARED}": shared}

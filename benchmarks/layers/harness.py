@@ -12,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.common import records
 from benchmarks.common.report import Record
 from benchmarks.common.timing import Timer
-from benchmarks.layers.passes import Key, MeasuredLayer, StepTimes, slowest, time_of
+from benchmarks.layers.passes import Key, MeasuredLayer, StepTimes, slowest
 
 
 def add_arguments(parser: argparse.ArgumentParser, device: str | None, num_ranks: str, **sizes: int | None) -> None:
@@ -68,8 +68,15 @@ def times_in_turns(
 ) -> dict[Key, list[StepTimes]]:
     """Time passes of `num_layers` layers in turns. Return the times of a layer by what is timed and who does it. Collective."""
     timer = Timer(device)
+
+    def time(timed: Any) -> StepTimes:
+        timed.clear()
+        us = timer.once(lambda: (timed.forward(), timed.backward()))
+        timed.clear()
+        return StepTimes(us / num_layers)
+
     flat = {(what, name): timed for what, of_one in passes.items() for name, timed in of_one.items()}
-    return in_turns(flat, lambda timed: time_of(timed, timer, num_layers), warmup, repeats)
+    return in_turns(flat, time, warmup, repeats)
 
 
 def in_turns(timed: Mapping[Key, Any], time: Callable[[Any], StepTimes], warmup: int, repeats: int) -> dict[Key, list[StepTimes]]:
@@ -83,7 +90,7 @@ def in_turns(timed: Mapping[Key, Any], time: Callable[[Any], StepTimes], warmup:
 def record(
     ranks: Sequence[MeasuredLayer], options: argparse.Namespace, op: str, dtype: str, ours: Key, theirs: Key, num_bytes: int, **extra: Any
 ) -> Record:
-    """Return the record of `ours` with the baseline `theirs`. Wall times are compared; host's and kernels' times and memory stand beside."""
+    """Return the record of `ours` with the baseline `theirs`. Wall times are compared, times of host and kernels stand beside."""
     first = ranks[0]
     settings = vars(options) | {"backend": first.backend, "num_ranks": len(ranks), "dtype": dtype, "layout": "expert"}
     beside: dict[str, Any] = {"hardware": first.hardware, "rival_versions": first.versions}

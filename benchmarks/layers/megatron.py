@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common.link import rows_to_others
-from benchmarks.common.records import DTYPES, write_json
+from benchmarks.common.records import hardware_of, write_json
 from benchmarks.common.report import show_layers
 from benchmarks.layers import harness, megatron_steps, passes
 from benchmarks.layers.megatron_steps import GRAPH, GROUPED, Graphed
@@ -34,7 +34,6 @@ _WARMUP = 5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = {"num_tokens": 4096, "hidden": 4096, "ffn_hidden": 2048, "num_topk": 8, "num_experts": 64, "repeats": 20}
     harness.add_arguments(parser, "cuda", "all GPUs, on the CPU 2", **sizes)
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
 
 
 resolve = harness.resolve
@@ -62,18 +61,6 @@ class Rows:
         """Do nothing, as no gradients are kept."""
 
 
-def exchanges_of(layers: dict[str, Any], x: Tensor, cotangent: Tensor, probs: Tensor, routing_map: Tensor) -> dict[str, Any]:
-    """Return the passes without experts, by dispatcher."""
-    from benchmarks.layers.megatron_layers import echo_experts, exchange
-
-    probs.requires_grad_()
-    exchanges: dict[str, Any] = {
-        name: Pass(partial(exchange, layer.token_dispatcher, x, routing_map, probs, echo_experts), cotangent, {"input": x, "probs": probs})
-        for name, layer in layers.items()
-    }
-    return exchanges | {ALONE: Rows(x, routing_map, dist.get_world_size())}
-
-
 def compare(steps: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Return the largest difference from ours, by baseline, then by kind of result."""
     ours, by_rival = steps[OURS].results(), {}
@@ -88,23 +75,30 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> MeasuredL
     """Do the work of one rank: build layers, compare results, and time them in turns."""
     from megatron_ranks import model_parallel
 
-    from benchmarks.layers.megatron_layers import sharing_layers
+    from benchmarks.layers import megatron_layers
 
     bound = {"num_max_tokens_per_rank": options.num_tokens, "backend": options.backend, "experts": "framework"}
     with model_parallel(options.device, ep=num_ranks, seed=1, options=bound) as device:
-        sizes = {name: getattr(options, name) for name in ("hidden", "ffn_hidden", "num_experts", "num_topk")}
-        layers = sharing_layers(DISPATCHERS, ep=num_ranks, dtype=DTYPES[options.dtype], seed=1, **sizes)
-        x, cotangent = passes.draw_inputs(rank, (options.num_tokens, 1, options.hidden), device, DTYPES[options.dtype])
+        sizes: dict[str, Any] = {name: getattr(options, name) for name in ("hidden", "ffn_hidden", "num_experts", "num_topk")}
+        sizes |= {"ep": num_ranks, "dtype": torch.bfloat16}
+        layers = megatron_layers.sharing_layers(DISPATCHERS, seed=1, **sizes)
+        x, cotangent = passes.draw_inputs(rank, (options.num_tokens, 1, options.hidden), device, torch.bfloat16)
         with torch.no_grad():
             probs, routing_map = layers[OURS].router(x)
-        exchanges = exchanges_of(layers, x, cotangent, probs, routing_map)
+        leaves = {"input": x, "probs": probs.requires_grad_()}
+        exchanges: dict[str, Any] = {}
+        for name, layer in layers.items():
+            run = partial(megatron_layers.exchange, layer.token_dispatcher, x, routing_map, probs, megatron_layers.echo_experts)
+            exchanges[name] = Pass(run, cotangent, leaves)
+        exchanges[ALONE] = Rows(x, routing_map, num_ranks)
         steps: dict[str, Any] = {name: megatron_steps.pass_of(layers[name], x, cotangent) for name in (OURS, "alltoall")}
-        steps |= megatron_steps.make_steps(layers[OURS], x, cotangent, seed=1, ep=num_ranks, dtype=DTYPES[options.dtype], **sizes)
-        compared = {"exchange": compare(exchanges), "step": compare(steps)}
+        steps |= megatron_steps.make_steps(layers[OURS], x, cotangent, seed=1, **sizes)
+        both = {"exchange": exchanges, "step": steps}
+        compared = {(what, name): kinds for what, timed in both.items() for name, kinds in compare(timed).items()}
         sent = rows_to_others(routing_map.view(len(routing_map), num_ranks, -1).any(2)) * options.hidden * x.element_size()
         backend = layers[OURS].token_dispatcher.buffer.backend
-        hardware, versions = passes.describe("megatron-core", device, num_ranks)
-        measured = MeasuredLayer(backend, hardware, f"{versions}; {megatron_steps.rivals()}", sent, compared)
+        versions = f"{passes.versions_of('megatron-core')}; {megatron_steps.rivals()}"
+        measured = MeasuredLayer(backend, hardware_of(device, num_ranks), versions, sent, compared)
         measured.times = harness.times_in_turns({"exchange": exchanges}, device, _WARMUP, options.repeats)
         if device.type == "cuda":
             steps[GRAPH] = Graphed(steps[GROUPED])
@@ -123,19 +117,19 @@ def tolerance(options: argparse.Namespace) -> float:
 
     `alltoall` sums them in the rows' dtype, with a rounding of half an eps per term.
     """
-    return options.num_topk * torch.finfo(DTYPES[options.dtype]).eps / 2
+    return options.num_topk * torch.finfo(torch.bfloat16).eps / 2
 
 
 def records_of(ranks: list[MeasuredLayer], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a record of the exchange for each baseline; and of the layer with grouped experts for each who makes the same step."""
     first, sent = ranks[0], max(rank.link_bytes for rank in ranks)
-    dtype, differences, ours = str(DTYPES[options.dtype]).removeprefix("torch."), passes.worst(ranks), {"exchange": OURS, "step": GROUPED}
+    differences, ours = passes.worst(ranks), {"exchange": OURS, "step": GROUPED}
     records = []
     for what, name in (key for key in first.times if key[1] != ours[key[0]]):
         extra: dict[str, Any] = {"ffn_hidden": options.ffn_hidden if what == "step" else None}
-        extra |= {"rival_permutes_are_fused": megatron_steps.te_version() is not None, "differences": differences[what].get(name)}
+        extra |= {"rival_permutes_are_fused": megatron_steps.te_version() is not None, "differences": differences.get((what, name))}
         keys = (what, ours[what]), (what, name)
-        records.append(harness.record(ranks, options, f"megatron {what} forward+backward", dtype, *keys, sent * 4, **extra))
+        records.append(harness.record(ranks, options, f"megatron {what} forward+backward", "bfloat16", *keys, sent * 4, **extra))
     return records
 
 
@@ -143,7 +137,7 @@ def show(ranks: list[MeasuredLayer], records: list[dict[str, Any]], options: arg
     first = ranks[0]
     print(f"{first.hardware}; {first.versions}")
     permutes = "fused" if megatron_steps.te_version() else "not fused, as TransformerEngine is missing"
-    shape = harness.shape_of(options, len(ranks), first.backend, f", {options.dtype}")
+    shape = harness.shape_of(options, len(ranks), first.backend)
     print(f"MoELayer, {shape}; Megatron-Core's permutes are {permutes}")
     show_layers(records)
     print(f"{tolerance(options):.1e} is what rounding explains")

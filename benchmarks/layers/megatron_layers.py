@@ -80,12 +80,10 @@ def te_layer(dispatcher: str, like: Any, *, seed: int, **sizes: Any) -> Any:
     return layer
 
 
-def te_fp8_layer(*, fp8: bool, seed: int, **sizes: Any) -> Any:
-    """Build a layer with the dispatcher `alltoall`, TransformerEngine's grouped experts and its fused router, with its blockwise fp8 recipe
-    or without. SwiGLU and its prob are one kernel, which `torch.compile` makes."""
-    if fp8:
-        sizes |= {"fp8": "e4m3", "fp8_recipe": "blockwise"}
-    config = layer_config("alltoall", moe_router_fusion=True, **sizes)
+def te_fp8_layer(*, seed: int, **sizes: Any) -> Any:
+    """Build a layer with the dispatcher `alltoall`, TransformerEngine's grouped experts, its fused router, and its blockwise fp8 recipe.
+    SwiGLU and its prob are one kernel, which `torch.compile` makes."""
+    config = layer_config("alltoall", moe_router_fusion=True, fp8="e4m3", fp8_recipe="blockwise", **sizes)
     config.bias_activation_fusion = True
     return build_moe_layer(config, seed=seed, use_te=True)
 

@@ -8,10 +8,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from benchmarks.common.records import nccl_version
-from benchmarks.common.timing import Timer
-from deepep_moe.tune.records import cpu_name
-
 _FIRST_SEED = 1000  # of inputs, far from those of layers: rows that repeat a router's weights get probabilities of 1 and 0
 
 
@@ -76,17 +72,12 @@ def difference(actual: Tensor, expected: Tensor) -> float:
     return float(((actual - expected).abs().max() / scale).item()) if expected.numel() else 0.0
 
 
-def kind_of(name: str) -> str:
-    """Return the kind of a result: "deepspeed_moe.experts.deepspeed_experts.3.up.weight" -> "experts"."""
-    return name.removeprefix("deepspeed_moe.").split(".")[0]
-
-
 def differences(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the largest difference by kind of result. NaN counts as the largest."""
+    """Return the largest difference by kind of result: "experts" of "deepspeed_moe.experts.3.weight". NaN counts as the largest."""
     kinds: dict[str, float] = {}
     for name, value in actual.items():
-        distance = difference(value.float(), expected[name].float())
-        kinds[kind_of(name)] = max(kinds.get(kind_of(name), 0.0), distance) if distance == distance else distance
+        kind, distance = name.removeprefix("deepspeed_moe.").split(".")[0], difference(value.float(), expected[name].float())
+        kinds[kind] = max(kinds.get(kind, 0.0), distance) if distance == distance else distance
     return kinds
 
 
@@ -95,14 +86,6 @@ class StepTimes(NamedTuple):
 
     wall: float
     host: float | None = None
-
-
-def time_of(timed: Any, timer: Timer, num_layers: int) -> StepTimes:
-    """Time a forward and backward of a pass of `num_layers` layers, for one of them. Collective."""
-    timed.clear()
-    us = timer.once(lambda: (timed.forward(), timed.backward()))
-    timed.clear()
-    return StepTimes(us / num_layers)
 
 
 Key = tuple[str, str]
@@ -118,8 +101,8 @@ class MeasuredLayer:
     versions: str
     link_bytes: Any
     """Bytes that this rank must send in a dispatch; for DeepSpeed by mode."""
-    differences: dict[str, dict[str, dict[str, float]]]
-    """The largest differences of results by what is timed, who did it, and kind of result."""
+    differences: dict[Key, dict[str, float]]
+    """The largest differences by kind of result."""
     times: dict[Key, list[StepTimes]] = field(default_factory=dict)
     """Times of forward and backward: an entry per turn."""
     kernel_us: dict[Key, float] = field(default_factory=dict)
@@ -133,14 +116,11 @@ def slowest(ranks: Sequence[MeasuredLayer], key: Key) -> list[StepTimes]:
     return [max(turn, key=lambda times: times.wall) for turn in zip(*(rank.times[key] for rank in ranks), strict=True)]
 
 
-def worst(ranks: Sequence[MeasuredLayer]) -> dict[str, dict[str, dict[str, float]]]:
+def worst(ranks: Sequence[MeasuredLayer]) -> dict[Key, dict[str, float]]:
     """Return the differences, each the maximum over ranks. NaN counts as the largest."""
     return {
-        what: {
-            name: {kind: max((rank.differences[what][name][kind] for rank in ranks), key=lambda d: (d != d, d)) for kind in kinds}
-            for name, kinds in names.items()
-        }
-        for what, names in ranks[0].differences.items()
+        key: {kind: max((rank.differences[key][kind] for rank in ranks), key=lambda d: (d != d, d)) for kind in kinds}
+        for key, kinds in ranks[0].differences.items()
     }
 
 
@@ -148,17 +128,11 @@ def beyond(ranks: Sequence[MeasuredLayer], tolerance: float) -> list[str]:
     """Return a line for each result that differs by more than `tolerance`, or is NaN."""
     return [
         f"{what}, {name}: {kind} differs by {value:.1e}"
-        for what, names in worst(ranks).items()
-        for name, kinds in names.items()
+        for (what, name), kinds in worst(ranks).items()
         for kind, value in kinds.items()
         if not value <= tolerance
     ]
 
 
-def describe(package: str, device: torch.device, num_ranks: int) -> tuple[str, str]:
-    """Return the hardware, and the versions of `package` and of what it runs on."""
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in dict.fromkeys((package, "torch")))
-    if device.type == "cpu":
-        return cpu_name(), versions
-    gpus = f"{num_ranks} x {torch.cuda.get_device_name(device)}; {cpu_name()}"
-    return gpus, f"{versions}, CUDA {torch.version.cuda}, NCCL {nccl_version()}"
+def versions_of(package: str) -> str:
+    return ", ".join(f"{name} {metadata.version(name)}" for name in dict.fromkeys((package, "torch")))

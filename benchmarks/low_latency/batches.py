@@ -97,9 +97,7 @@ class Batches:
         if self.timer.is_gpu:
             self.timer.sleep(_GAP_US)
         else:
-            end = time.perf_counter() + _GAP_US / 1e6
-            while time.perf_counter() < end:
-                pass
+            time.sleep(_GAP_US / 1e6)
 
     def _rows(self, marked: Callable[[Mark], None], iterations: int, batch: int, drop: int) -> tuple[list[list[float]], float | None, bool]:
         """Return the times from mark to mark, a row for each call, the host's mean time of a call, and whether the host was ahead."""

@@ -57,7 +57,8 @@ TESTS: tuple[Check, ...] = (exchange_over_shm, exchange_over_nvlink)
 
 
 def _exchange(env: Environment, backend: str, num_ranks: int) -> tuple[str, ...]:
-    ran = env.python("-m", "deepep_moe.doctor.selftest", backend, str(num_ranks), timeout_s=_TEST_S)
+    program = f"from deepep_moe.doctor.selftest import main; main({backend!r}, {num_ranks})"
+    ran = env.python("-c", program, timeout_s=_TEST_S)
     if ran.code != 0:
         return FAULT, f"{num_ranks} ranks failed: {ran.why()}", "mend what the lines above report; else file an issue with this page"
     results = json.loads(ran.output.splitlines()[-1])
@@ -73,15 +74,14 @@ def backends(findings: list[Finding]) -> dict[str, str]:
     return {name: ", ".join(need for need in needs if need in bad) for name, needs in BACKENDS.items()}
 
 
-def exit_code(findings: list[Finding]) -> int:
-    """Return 1 where there is a fault, else 0."""
-    return int(any(finding.state == FAULT for finding in findings))
+def num_faults(findings: list[Finding]) -> int:
+    return sum(finding.state == FAULT for finding in findings)
 
 
 def as_json(findings: list[Finding]) -> dict[str, Any]:
     """Return the page for `--json`: `backends` by name ("" or what fails), `findings` in order, and `faults`, their number."""
-    faults = sum(finding.state == FAULT for finding in findings)
-    return {"backends": backends(findings), "faults": faults, "findings": [dataclasses.asdict(finding) for finding in findings]}
+    listed = [dataclasses.asdict(finding) for finding in findings]
+    return {"backends": backends(findings), "faults": num_faults(findings), "findings": listed}
 
 
 def as_text(findings: list[Finding]) -> str:
@@ -96,8 +96,8 @@ def as_text(findings: list[Finding]) -> str:
     lines.append("")
     for name, reason in backends(findings).items():
         lines += _folded(f"backend {name:<10}  ", f"cannot serve here: {reason}" if reason else "can serve here")
-    count = {state: sum(finding.state == state for finding in findings) for state in (FAULT, WARNING)}
-    return "\n".join([*lines, "", f"faults: {count[FAULT]}, warnings: {count[WARNING]}"])
+    warnings = sum(finding.state == WARNING for finding in findings)
+    return "\n".join([*lines, "", f"faults: {num_faults(findings)}, warnings: {warnings}"])
 
 
 def _folded(head: str, text: str) -> list[str]:
@@ -115,4 +115,4 @@ def main(arguments: list[str]) -> int:
     for test in TESTS if options.test else ():  # nothing runs beside what is timed
         findings += examine(env, [test])
     print(json.dumps(as_json(findings), indent=2) if options.json else as_text(findings))
-    return exit_code(findings)
+    return int(num_faults(findings) > 0)

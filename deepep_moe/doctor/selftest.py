@@ -3,7 +3,6 @@
 import itertools
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +14,9 @@ from torch import Tensor
 from deepep_moe import Buffer, reference
 from deepep_moe.testing import run_ranks
 
-_HIDDEN, _NUM_TOPK, _EXPERTS_PER_RANK, _NUM_TOKENS = 256, 4, 4, 32  # small sizes, because the loops of the reference are slow
-_SPEED = {"shm": (512, 2048), "nvlink": (4096, 7168)}  # tokens and hidden
+_NUM_TOPK, _EXPERTS_PER_RANK = 4, 4
+_FEW_TOKENS = 32  # because the loops of the reference are slow
+_SIZES = {"shm": (512, 2048), "nvlink": (4096, 7168)}  # tokens and hidden
 _NUM_CALLS = 10
 _DEADLINE_S = 30.0
 _CASES = tuple(itertools.product((torch.bfloat16, torch.float32), ("rank", "expert")))
@@ -32,7 +32,7 @@ def _inputs(rank: int, num_ranks: int, num_tokens: int, hidden: int, dtype: torc
 
 def _is_right(rank: int, num_ranks: int, buffer: Buffer, device: torch.device, dtype: torch.dtype, layout: str) -> bool:
     """Return whether a dispatch and a combine of its rows have the reference's bits. Collective."""
-    everyone = [_inputs(peer, num_ranks, _NUM_TOKENS, _HIDDEN, dtype) for peer in range(num_ranks)]
+    everyone = [_inputs(peer, num_ranks, _FEW_TOKENS, buffer.hidden, dtype) for peer in range(num_ranks)]
     xs, idxs, weights = (list(column) for column in zip(*everyone, strict=True))
     received = reference.dispatch(xs, idxs, weights, buffer.num_experts, layout=layout)
     by_row = layout == "expert"
@@ -61,31 +61,24 @@ def exchange(rank: int, num_ranks: int, backend: str) -> dict[str, Any]:
     device = torch.device("cuda", rank) if backend == "nvlink" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    num_experts = _EXPERTS_PER_RANK * num_ranks
+    num_tokens, hidden = _SIZES[backend]
     dist.barrier()  # so that a deadline does not count the start of processes
-    buffer = Buffer(None, _NUM_TOKENS, _HIDDEN, num_experts, _NUM_TOPK, backend=backend, timeout_s=_DEADLINE_S)
+    sizes = num_tokens, hidden, _EXPERTS_PER_RANK * num_ranks, _NUM_TOPK
+    buffer = Buffer(None, *sizes, backend=backend, timeout_s=_DEADLINE_S)
     wrong = [f"{dtype} {layout}" for dtype, layout in _CASES if not _is_right(rank, num_ranks, buffer, device, dtype, layout)]
-    buffer.destroy()
-
-    num_tokens, hidden = _SPEED[backend]
-    buffer = Buffer(None, num_tokens, hidden, num_experts, _NUM_TOPK, backend=backend, timeout_s=_DEADLINE_S)
     x, idx, weights = (tensor.to(device) for tensor in _inputs(rank, num_ranks, num_tokens, hidden, torch.bfloat16))
     out = buffer.dispatch(x, idx, weights, layout="rank")
-    num_bytes = out.recv_x.numel() * out.recv_x.element_size()
-    dispatch_s = _median_s(lambda: buffer.dispatch(x, idx, weights, layout="rank"), device)
-    combine_s = _median_s(lambda: buffer.combine(out.recv_x, out.handle), device)
+    calls = {
+        "dispatch": lambda: buffer.dispatch(x, idx, weights, layout="rank"),
+        "combine": lambda: buffer.combine(out.recv_x, out.handle),
+    }
+    gbps = {op: out.recv_x.nbytes / _median_s(call, device) / 1e9 for op, call in calls.items()}
     buffer.destroy()
-    return {"wrong": wrong, "dispatch": num_bytes / dispatch_s / 1e9, "combine": num_bytes / combine_s / 1e9}
+    return {"wrong": wrong} | gbps
 
 
 def main(backend: str, num_ranks: int) -> None:
     """Print what the ranks have found as JSON: `wrong` (cases, with ranks), `dispatch` and `combine` (GB/s of the slowest rank)."""
-    from deepep_moe.doctor import selftest  # not this file as __main__: ranks import their function by its module's name
-
-    ranks = run_ranks(selftest.exchange, num_ranks, backend, timeout_s=90, start_method="spawn" if backend == "nvlink" else "forkserver")
+    ranks = run_ranks(exchange, num_ranks, backend, timeout_s=90, start_method="spawn" if backend == "nvlink" else "forkserver")
     wrong = [f"{case} on rank {rank}" for rank, results in enumerate(ranks) for case in results["wrong"]]
     print(json.dumps({"wrong": wrong} | {op: min(results[op] for results in ranks) for op in ("dispatch", "combine")}))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))

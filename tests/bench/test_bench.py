@@ -10,10 +10,9 @@ import pytest
 import torch
 from bench_cases import RECORD_FIELDS, TORCHRUN, bench, options_of
 
+from benchmarks import gate
 from benchmarks.common import link, verify
 from benchmarks.exchange import command as exchange
-from benchmarks.exchange import measure
-from benchmarks.gate import baselines as gate_baselines
 from benchmarks.run import MODULES, main
 from deepep_moe import Buffer
 from deepep_moe.errors import EPError
@@ -37,7 +36,7 @@ OPERATIONS = {
 @pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["alone", "torchrun"])
 def test_records(launcher, tmp_path):
     output = tmp_path / "records.json"
-    result = bench(*TINY, "--output", str(output), launcher=launcher)
+    result = bench(*TINY, "--json", str(output), launcher=launcher)
     assert result.returncode == 0, result.stderr
     assert "EP2: 8 tokens, workspace" in result.stderr and "speed-up" in result.stdout
     records = json.loads(output.read_text())
@@ -69,21 +68,22 @@ def test_rows_over_the_link():
 
 
 def test_wrong_results_are_found():
+    """In the first row, by another exponent."""
     shape = workload.Shape(1, 144, 4, 2, 4)
     inputs = workload.make_inputs(shape, 5, 0, torch.device("cpu"))
     buffer = Buffer(None, 8, shape.hidden, shape.num_experts, shape.num_topk)
     for operation in operations.operations(buffer, shape, inputs, None):
-        assert verify.verify(operation, [inputs], shape, 0)
+        assert verify.verify(operation, buffer, inputs, shape, 0)
         result = operation.call()
         tensors = {"combined_x": result} if operation.op == "combine" else result._asdict()
-        for name in {"combined_x", "recv_x", "recv_x_scales", "recv_topk_idx", "recv_topk_weights"} & set(tensors):
-            if tensors[name] is None:
-                continue
-            tensors[name].view(torch.uint8)[1] ^= 1
+        summed = {"combined_x", "recv_x", "recv_x_scales", *(["recv_topk_weights"] if operation.layout == "expert" else [])}
+        for name in summed & {name for name, tensor in tensors.items() if tensor is not None}:
+            row = tensors[name][:1].view(torch.uint8)
+            row ^= 8
             wrong = workload.Operation(operation.op, operation.dtype, operation.layout, 1, lambda result=result: result)
-            with pytest.raises(EPError, match=f"^{name} differs from the definition in 1 of "):
-                verify.verify(wrong, [inputs], shape, 0)
-            tensors[name].view(torch.uint8)[1] ^= 1
+            with pytest.raises(EPError, match=r"^combined_x differs from the definition in 1 of 5 rows"):
+                verify.verify(wrong, buffer, inputs, shape, 0)
+            row ^= 8
 
 
 def fails_in_fp8(rank, num_ranks, options):
@@ -92,8 +92,8 @@ def fails_in_fp8(rank, num_ranks, options):
             raise EPError("no such luck")
         return True
 
-    measure.verify = verify_but
-    return measure.ExchangeRank.measure(rank, num_ranks, options)
+    exchange.verify = verify_but
+    return exchange.ExchangeRank.measure(rank, num_ranks, options)
 
 
 def test_wrong_operations_are_not_timed():
@@ -107,12 +107,12 @@ def test_wrong_operations_are_not_timed():
 
 
 def test_gate_and_its_baselines_agree():
-    shape, generator = gate_baselines.Shape(9, 16, 4, 4, 2), torch.Generator().manual_seed(0)
+    shape, generator = gate.Shape(9, 16, 4, 4, 2), torch.Generator().manual_seed(0)
     logits, bias = torch.randn(9, 16, generator=generator), torch.randn(16, generator=generator) * 0.1
     for dense in (False, True):
-        expected, chosen = gate_baselines.ours(shape, dense)(logits, bias)
-        for name, make in gate_baselines.BASELINES.items():
-            if name == "torch.compile" or (name == "Transformer Engine" and importlib.util.find_spec("transformer_engine") is None):
+        expected, chosen = gate.ours(shape, dense)(logits, bias)
+        for name, make in gate.BASELINES.items():
+            if name == "Transformer Engine" and importlib.util.find_spec("transformer_engine") is None:
                 continue
             weights, theirs = make(shape, dense)(logits, bias)
             torch.testing.assert_close(weights.sort(1).values, expected.sort(1).values, rtol=1e-5, atol=1e-6, check_dtype=False)
@@ -128,7 +128,7 @@ def test_commands_of_records_are_taken(monkeypatch):
     for module in MODULES.values():
         for name in ("main", "resolve"):
             monkeypatch.setattr(importlib.import_module(f"benchmarks.{module}"), name, lambda options: None, raising=False)
-    gone = r"python (-m deepep_moe tune .+|-m deepep_moe\.bench( (nodes|overlap|pipeline)\b.*)?|benchmarks/probes/\w+\.py|.* --peer nccl_ep)"
+    gone = r"python (-m deepep_moe tune .+|-m deepep_moe\.bench( (nodes|overlap|pipeline)\b.*)?|.+(probes/|nccl_ep|--autoep).*)"
     for command in {record["command"] for record in records}:
         if not re.fullmatch(gone, command):
             main(shlex.split(command.removeprefix("python benchmarks/run.py ")))

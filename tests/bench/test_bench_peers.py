@@ -8,9 +8,7 @@ from bench_cases import options_of
 import deepep_moe
 from benchmarks.common import peers
 from benchmarks.exchange import command as exchange
-from benchmarks.exchange import measure
 from benchmarks.low_latency import command as low_latency
-from benchmarks.low_latency import measure as low_latency_measure
 from deepep_moe.compat import deep_ep
 from deepep_moe.testing import run_ranks
 
@@ -95,7 +93,7 @@ FAULTS = {
 
 def test_records(capsys):
     options = exchange_options("deep_ep", "deep_ep_v2")
-    report = measured(measure.ExchangeRank.measure, options)
+    report = measured(exchange.ExchangeRank.measure, options)
     assert report.failures == []
     records = report.records
     assert set(names_of(records, of_peers=True)) == V1 | V2 and len(records) == len(V1 | V2) + 7
@@ -121,13 +119,13 @@ def test_records(capsys):
     ],
 )
 def test_what_fails_is_not_timed(fault, timed, failure):
-    report = measured(measure.ExchangeRank.measure, exchange_options("deep_ep", "deep_ep_v2"), fault)
+    report = measured(exchange.ExchangeRank.measure, exchange_options("deep_ep", "deep_ep_v2"), fault)
     assert set(names_of(report.records, of_peers=True)) == timed
     assert len(report.failures) == 1 and report.failures[0].startswith(f"EP2: {failure}")
 
 
 def plain(rank: int, num_ranks: int, options: argparse.Namespace):
-    return measure.ExchangeRank.measure(rank, num_ranks, options)
+    return exchange.ExchangeRank.measure(rank, num_ranks, options)
 
 
 def test_the_drop_in_needs_no_other_package():
@@ -142,7 +140,7 @@ def test_the_drop_in_needs_no_other_package():
 
 def test_small_batches(capsys):
     options = small_options("deep_ep", "deep_ep_v2")
-    report = measured(low_latency_measure.LowLatencyRank.measure, options)
+    report = measured(low_latency.LowLatencyRank.measure, options)
     assert report.failures == []
     records = report.records
     theirs = {(r["name"], r["num_tokens"]) for r in records if r["backend"] != "shm"}

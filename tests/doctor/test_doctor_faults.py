@@ -8,7 +8,7 @@ from doctor_machine import Machine
 
 from deepep_moe.doctor import software
 from deepep_moe.doctor.base import ABSENT, FAULT, OK, WARNING, Ran
-from deepep_moe.doctor.page import TESTS, as_text, backends, examine, exit_code
+from deepep_moe.doctor.page import TESTS, as_text, backends, examine, num_faults
 
 HEALTHY = {"shm": "", "nvlink": "", "nvshmem": "", "collective": ""}
 
@@ -27,7 +27,7 @@ def only(machine, check, state):
     findings = examine(machine.environment)
     (fault,) = [finding for finding in findings if finding.state in (FAULT, WARNING)]
     assert (fault.check, fault.state) == (check, state), as_text(findings)
-    assert exit_code(findings) == (state == FAULT) and fault.advice
+    assert num_faults(findings) == (state == FAULT) and fault.advice
     return fault, backends(findings)
 
 
@@ -40,7 +40,7 @@ def test_healthy_machine(machine):
     states = {finding.check: finding.state for finding in findings}
     assert len(states) == len(findings)  # no name twice, as backends are judged by names
     assert [name for name, state in states.items() if state != OK] == ["transformer-engine", "apex"]
-    assert backends(findings) == HEALTHY and exit_code(findings) == 0
+    assert backends(findings) == HEALTHY and num_faults(findings) == 0
     assert "2 x NVIDIA H100 80GB HBM3" in as_text(findings) and "8 x 400 Gb/s" in as_text(findings)
 
 
@@ -120,7 +120,7 @@ FAULTS = [
 def test_no_fault(put, machine):
     put(machine)
     findings = examine(machine.environment)
-    assert exit_code(findings) == 0 and backends(findings) == HEALTHY
+    assert num_faults(findings) == 0 and backends(findings) == HEALTHY
     page = as_text(findings)
     assert "can serve here" in page and page.endswith("faults: 0, warnings: 0") and max(map(len, page.splitlines())) <= 140
     assert all(each.state in (OK, ABSENT) for each in findings), as_text(findings)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = (".py", ".pyi", ".cpp", ".h", ".cu", ".cuh")
 LIMITS = {
     "lines of deepep_moe, csrc and integrations": 45_490,
-    "lines of benchmarks": 5_220,
+    "lines of benchmarks": 4_500,
     "lines of tests": 33_500,
     "words of docs and README": 48_500,
     "lines of JSON in benchmarks": 2_000,

@@ -53,14 +53,3 @@ def test_records(tmp_path):
         return
     exact = [r["differences"] for r in records if r["op"].split()[1:3] in (["exchange", "exact"], ["communication", "exact"])]
     assert all(value == 0 for differences in exact for value in differences.values()), "to the bit, where experts change nothing"
-
-
-@pytest.mark.slow
-def test_records_of_autoep(tmp_path):
-    pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="AutoEP came with DeepSpeed 0.19.2")
-    printed, records = run_tiny(tmp_path, "--autoep", "--dtype", "fp32")
-    assert "deepspeed autoep exact" in printed and ", AutoEP, " in printed
-    assert [r["op"] for r in records] == [f"deepspeed autoep {mode} top-2 fp32 forward+backward" for mode in ("exact", "fast")]
-    for r in records:
-        assert set(r["differences"]) == {"output", "input", "router", "experts"}
-        assert 0 <= max(r["differences"].values()) < 1e-5 and r["capacity_factor"] is None

@@ -1,1 +1,0 @@
-"""The gate, on the CPU and on a GPU."""
