@@ -37,11 +37,6 @@ class Meter:
     def is_over(self, share: float = 1.0) -> bool:
         return self.elapsed_s() > share * self.limit_s
 
-    def report(self, text: str) -> None:
-        """Print a line with a bar of the time that is used."""
-        used = min(1.0, self.elapsed_s() / self.limit_s)
-        self.say(f"[{'#' * round(20 * used):.<20}] {text}")
-
 
 def axes(machine: Machine) -> list[Axis]:
     """Return, for each setting that counts on `machine`, what gives its other values."""
@@ -85,7 +80,7 @@ def _fastest(best: Values, others: list[Values], meter: Meter) -> Values:
                 times[values] += meter.sample(values, num_samples)
         contenders = sorted((values for values in contenders if times[values]), key=lambda values: statistics.median(times[values]))
         us, before_us = (statistics.median(times[values]) for values in (contenders[0], best))
-        meter.report(f"best so far {us:.1f} us: {_difference(best, contenders[0])} (of {len(contenders)}; before: {before_us:.1f} us)")
+        meter.say(f"best so far {us:.1f} us: {_difference(best, contenders[0])} (of {len(contenders)}; before: {before_us:.1f} us)")
         contenders, num_samples = contenders[: (len(contenders) + 1) // 2], 2 * num_samples
     winner = contenders[0]
     if not times[winner] or winner == best:
@@ -108,7 +103,7 @@ def compare(default: Values, best: Values, meter: Meter) -> Verdict | None:
         pairs.append(pair)
         if len(pairs) in LOOKS:
             verdict = judge(pairs)
-            meter.report(f"default against best: {verdict}")
+            meter.say(f"default against best: {verdict}")
             if verdict.is_settled:
                 break
     return verdict

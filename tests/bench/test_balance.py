@@ -89,8 +89,8 @@ TINY = ["--device", "cpu", "--num-ranks", "2", "--num-tokens", "96", "--hidden",
 
 def test_records(tmp_path):
     """Ranks' loads by hand: of 16 experts two are hot, so W2 gives rank 0 of 2 (16 + 6) / 30 of the rows."""
-    path, trace = tmp_path / "balance.json", [str(path) for path in recorded(tmp_path / "trace", 8)]
-    arguments = ["--max-vio", "1", "--workload", "W2", "W4", "W5", "W7", "--trace", *trace, "--repeats", "4", "--json", str(path)]
+    path = tmp_path / "balance.json"
+    arguments = ["--max-vio", "1", "--workload", "W2", "W7", "--repeats", "4", "--json", str(path)]
     done = bench(*TINY, *arguments, "--slots", "2", command="balance", backend="auto")
     assert done.returncode == 0, done.stdout + done.stderr
     records = {record["op"].removeprefix("balance "): record for record in json.loads(path.read_text())}
@@ -101,8 +101,6 @@ def test_records(tmp_path):
         assert r["experts_us"] > 0 and r["rival_experts_us"] > 0
         assert 0 < r["bytes_moved"] <= 4 * 2 * 32 * 96 and r["bytes_moved"] % (4 * 2 * 32) == 0
     loads = {name: [r["max_vio"], r["rank_overload"], r["max_rank_overload"]] for name, r in records.items()}
-    *_, rank_overload, _ = loads.pop("trace")
-    assert 1.18 < rank_overload < 1.4, "rank 1 has 240 rows more than rank 0, which has 188 to 508"
     assert loads.pop("MaxVio 1")[0] == pytest.approx(1, abs=0.03)
-    hot = {"W2": [49 / 15, 22 / 15, 22 / 15], "W4": [0, 1, 1], "W5": [7 / 9, 12 / 9, 12 / 9], "W7": [49 / 60, (3 + 22 / 15) / 4, 22 / 15]}
+    hot = {"W2": [49 / 15, 22 / 15, 22 / 15], "W7": [49 / 60, (3 + 22 / 15) / 4, 22 / 15]}
     assert loads == {name: pytest.approx(values, rel=0.02) for name, values in hot.items()}

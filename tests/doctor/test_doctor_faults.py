@@ -83,14 +83,11 @@ later_nvcc = all_of(change("features.nvlink", False), change("variables.CUDA_HOM
 FAULTS = [
     (change("nvshmem", "deepep_moe._nvshmem was built for NVSHMEM 3.4; install NVSHMEM 3.4"), "NVSHMEM", FAULT, "NVSHMEM 3.4", "nvshmem"),
     (change("features.autograd", "built for torch 2.11.0; run this"), "GPU kernels", FAULT, "is built for torch 2.11.0", "nvlink nvshmem"),
-    (change("features.autograd", "not built; run this"), "GPU kernels", FAULT, "is not built", "nvlink nvshmem"),
     (change("torch.version", "2.5.1+cu130"), "PyTorch", FAULT, "pip install 'torch>=2.6,<2.16'", "shm nvlink nvshmem collective"),
-    (change("torch.version", "2.16.0"), "PyTorch", FAULT, "version 2.16.0 is installed", "shm nvlink nvshmem collective"),
     (change("features.nvlink", False), "GPU kernels", FAULT, "install the CUDA toolkit 12 or newer", "nvlink nvshmem"),
     (later_nvcc, "GPU kernels", FAULT, "nvcc is here now", "nvlink nvshmem"),
     (change("versions.deepspeed", "0.14.2"), "deepspeed", FAULT, "pip install 'deepspeed>=0.14.5,<0.20'", ""),
     (ran("import megatron.core", 1, "", "Traceback\nImportError: no apex\n"), "megatron-core", FAULT, "ImportError: no apex", ""),
-    (ran("import megatron.core", None, "", "no end within 25 s"), "megatron-core", FAULT, "no end within 25 s", ""),
     (
         all_of(change("versions.apex", "0.1"), ran("amp_C", 1, "", "ModuleNotFoundError: No module named 'amp_C'\n")),
         "apex", WARNING, "No module named 'amp_C'", "",
@@ -99,7 +96,6 @@ FAULTS = [
     (change("cuda.atomics", []), "peer access", WARNING, "reach each other without NVLink", ""),
     (change("cuda.gpus", [{"name": "V100", "capability": [7, 0], "num_sms": 80}]), "GPUs", FAULT, "0 (V100) is older", "nvlink nvshmem"),
     (no_gpus, "GPUs", FAULT, "8 NVIDIA GPUs, and PyTorch sees none: The NVIDIA driver", "nvlink nvshmem"),
-    (all_of(no_gpus, change("variables.CUDA_VISIBLE_DEVICES", "")), "GPUs", FAULT, "The NVIDIA driver", "nvlink nvshmem"),
     (all_of(hidden_gpus, change("torch.cuda", None)), "GPUs", FAULT, "built without CUDA", "nvlink nvshmem"),
     (ran("/fd/", 1, "", "PermissionError: Permission denied: '/proc/7/fd/3'\n"), "memory files", FAULT, "Permission denied", "shm"),
     (all_of(locked_memory, without_capability), "locked memory", FAULT, "a process may lock 64 KiB", "nvshmem"),

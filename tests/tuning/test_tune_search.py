@@ -12,7 +12,7 @@ import pytest
 from deepep_moe.tune import command
 from deepep_moe.tune.intervals import CONFIDENCE, LOOKS, judge, median_interval
 from deepep_moe.tune.search import Meter, axes, compare, search
-from deepep_moe.tuning import Files, Machine, Profile, Shape, Values, load, write
+from deepep_moe.tuning import Files, Machine, Profile, Shape, Values, load
 
 MACHINE = Machine("made up", 132, 4, 1)
 DEFAULT = Values(12, 14, 6, 4, 64, 0)
@@ -38,7 +38,7 @@ def test_search_finds_the_best():
     best = Values(24, 20, 8, 4, 96, 66)
     made_up = MadeUp(best, noise=0.02)
     assert search(DEFAULT, MACHINE, made_up.meter) == best
-    assert made_up.lines and all(line.startswith("[") and "] best so far " in line for line in made_up.lines)
+    assert made_up.lines and all(line.startswith("best so far ") for line in made_up.lines)
     assert any(" us: num_sms 24 (of 13; before: " in line for line in made_up.lines)
 
 
@@ -54,7 +54,6 @@ def test_search_leaves_time_to_compare():
     made_up = MadeUp(Values(24, 20, 8, 4, 96, 66), seconds=1.0, limit_s=100)  # 8 s a setting
     search(DEFAULT, MACHINE, made_up.meter)
     assert 70 < made_up.now <= 78
-    assert made_up.lines[-1].startswith("[##############")
 
 
 @pytest.mark.parametrize(("num_ranks", "count"), [(2, 4), (4, 5)])
@@ -80,16 +79,6 @@ def test_interval_by_hand():
     assert median_interval(values, 0.995) == (-math.inf, math.inf)
 
 
-def test_intervals_cover():
-    """The true median, 0, lies outside of few intervals of skewed values. The seed is fixed."""
-    source = random.Random(11)
-    missed = 0
-    for _ in range(2000):
-        low, high = median_interval([source.expovariate(1) - math.log(2) for _ in range(32)], 0.95)
-        missed += not low <= 0 <= high
-    assert 0 < missed <= 100
-
-
 def test_equal_settings_are_seldom_told_apart():
     """All looks together keep the promised confidence."""
     source, num_settled = random.Random(5), 0
@@ -108,13 +97,6 @@ def test_compare_stops_early_and_alternates():
     assert made_up.measured[:4] == [DEFAULT, best, best, DEFAULT]
     slower = compare(best, DEFAULT, MadeUp(best).meter)
     assert slower is not None and not slower.is_faster and slower.num_pairs == LOOKS[0]
-
-
-def test_compare_without_a_difference():
-    equal = MadeUp(DEFAULT, noise=0.02)
-    equal.meter.sample = lambda values, count: [500 * (1 + 0.02 * equal.random.random()) for _ in range(count)]
-    verdict = compare(DEFAULT, replace(DEFAULT, num_sms=24), equal.meter)
-    assert verdict is not None and not verdict.is_settled and verdict.num_pairs == LOOKS[-1]
 
 
 def test_compare_without_time():
@@ -174,24 +156,18 @@ def test_outcomes_are_written(machine, capsys, monkeypatch):
     ]  # fmt: skip
 
 
-def test_target_that_is_damaged_meanwhile(machine, capsys, monkeypatch):
+def damages(file):
+    file.write_text("{}")
+    return [command.Outcome("faster: all", PROFILE)]
+
+
+def fails(file):
+    raise command.RankFailedError(1, "no such luck")
+
+
+@pytest.mark.parametrize(("run", "message"), [(damages, "its format is None"), (fails, "rank 1 failed: no such luck")])
+def test_failed_run(run, message, machine, capsys, monkeypatch):
     file = machine / "profiles.json"
-
-    def start(measure, options):
-        file.write_text("{}")
-        return [command.Outcome("faster: all", PROFILE)]
-
-    monkeypatch.setattr(command, "start", start)
-    assert command.main(["--num-ranks", "2", "--output", str(file)]) == 1
-    assert "its format is None" in capsys.readouterr().err and file.read_text() == "{}"
-
-
-def test_failed_rank(machine, capsys, monkeypatch):
-    def fail(measure, options):
-        raise command.RankFailedError(1, "no such luck")
-
-    monkeypatch.setattr(command, "start", fail)
-    file = machine / "profiles.json"
-    assert command.main(["--output", str(file)]) == 1 and "rank 1 failed: no such luck" in capsys.readouterr().err
-    assert not file.exists()
-    write(PROFILE, file)  # the same path is writable
+    monkeypatch.setattr(command, "start", lambda measure, options: run(file))
+    assert command.main(["--num-ranks", "2", "--output", str(file)]) == 1 and message in capsys.readouterr().err
+    assert not file.exists() or file.read_text() == "{}"
