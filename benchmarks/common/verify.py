@@ -1,6 +1,7 @@
 """Check results before a call is timed: compare them with what they must be by definition."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,9 +27,15 @@ def dequantized_inputs(inputs: Inputs) -> Inputs:
     return dataclasses.replace(inputs, x=dequantized((inputs.x_fp8, inputs.x_scales)))
 
 
-def expected_combine(inputs: Inputs, shape: Shape, layout: str, home: int = 0) -> Tensor:
+def in_bf16(rows: Tensor) -> Tensor:
+    return rows.bfloat16().float()
+
+
+def expected_combine(
+    inputs: Inputs, shape: Shape, layout: str, home: int = 0, factors: Tensor | None = None, travelled: Callable[[Tensor], Tensor] = in_bf16
+) -> Tensor:
     """Return the combined_x of the rank `home`, whose inputs these are, when rows are combined as they were dispatched, with weights in the
-    expert layout."""
+    expert layout. Experts multiply rows by `factors` [num_experts]. `travelled` rounds what crosses a link, in fp32."""
     x, ranks = inputs.x.float(), inputs.topk_idx // shape.num_local_experts
     per_node = shape.ranks_per_node or shape.num_ranks
     total = torch.zeros_like(x)
@@ -40,9 +47,10 @@ def expected_combine(inputs: Inputs, shape: Shape, layout: str, home: int = 0) -
             if layout == "expert":
                 row = torch.zeros_like(x)
                 for lane in range(shape.num_topk):
-                    row = row + torch.where(here[:, lane, None], inputs.topk_weights[:, lane, None] * x, 0.0)
-            of_node = of_node + row.bfloat16().float()
-        total = total + (of_node if home // per_node == first // per_node else of_node.bfloat16().float())
+                    y = x if factors is None else in_bf16(x * factors[inputs.topk_idx[:, lane, None]])
+                    row = row + torch.where(here[:, lane, None], inputs.topk_weights[:, lane, None] * y, 0.0)
+            of_node = of_node + travelled(row)
+        total = total + (of_node if home // per_node == first // per_node else travelled(of_node))
     return total.to(inputs.x.dtype)
 
 

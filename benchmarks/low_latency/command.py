@@ -90,7 +90,7 @@ class LowLatencyRank(BenchRank):
         what, o = f"{num_tokens} tokens", self.options
         everyone = [make_inputs(self.shape, num_tokens, rank, self.device) for rank in range(self.shape.num_ranks)]
         baselines = self._time_all_to_all(everyone[self.rank])
-        self._free()
+        torch.cuda.empty_cache()  # nothing where there is no GPU
         buffer = LowLatencyBuffer(None, num_tokens, o.hidden, o.num_experts, o.num_topk, backend=o.backend, timeout_s=TIMEOUT_S)
         self.say(f"{what}, workspace {buffer.workspace_bytes / 2**20:.1f} MiB per rank")
         make = partial(low_latency_operations.operations, buffer, self.shape, everyone, self.rank)
@@ -101,7 +101,7 @@ class LowLatencyRank(BenchRank):
             self.say(f"{what}, {peer.name} {peer.version}")
             listed = self.agreed(f"{peer.name}, {what}", partial(peer.operations, everyone, self.rank)) or []
             records += self._time_calls(listed, everyone, baselines, peer.workspace_bytes, peer.version)
-        self._free()
+        torch.cuda.empty_cache()
         return records
 
     def _time_calls(
@@ -118,10 +118,6 @@ class LowLatencyRank(BenchRank):
                 records += self.agreed(name, partial(checked, time)) or []
         self.timer.synchronize()
         return records
-
-    def _free(self) -> None:
-        if self.timer.is_gpu:
-            torch.cuda.empty_cache()
 
     def _checked(self, buffer: LowLatencyBuffer | None, attempt: Callable[[], Any]) -> Any:
         """Return what `attempt` returns. Raises what it raises, and on a GPU what the kernels of `buffer` reported."""

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.common.verify import expected_combine as combined
+from benchmarks.common.verify import in_bf16
 from deepep_moe import LowLatencyBuffer, LowLatencyOutput
-from deepep_moe.reference import low_latency as reference
-from deepep_moe.reference.exchange import Received
+from deepep_moe.ops import quantize_fp8
 from deepep_moe.tune.operations import compare_bits
-from deepep_moe.tune.workload import Inputs, Shape
+from deepep_moe.tune.workload import SCALE_BLOCK, Inputs, Shape
 
 Hook = Callable[[], None]
 _DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
@@ -53,7 +54,7 @@ def operations(buffer: LowLatencyBuffer, shape: Shape, everyone: Sequence[Inputs
         listed.append(LowLatencyOperation("dispatch", dtype, wire, shape.row_bytes(dtype), dispatch, send, check))
     for wire in ("bf16", "fp8"):
         combine = partial(buffer.combine, rows, out.handle, wire="fp8" if wire == "fp8" else None)
-        check = partial(compare_bits, "combined_x", expected=expected_combine(everyone, shape, wire, rank), source="the reference")
+        check = partial(compare_bits, "combined_x", expected=expected_combine(mine, shape, wire, rank), source="the reference")
         send, num_bytes = partial(combine, return_hook=True), shape.row_bytes(_DTYPES[wire])
         listed.append(LowLatencyOperation("combine", "bfloat16", wire, num_bytes, combine, send, check))
     return listed
@@ -100,17 +101,16 @@ def expert_rows(rows: Tensor, counts: Tensor, shape: Shape, rank: int, outputs: 
 # ---- what must come out ----
 
 
-def _received(everyone: Sequence[Inputs], shape: Shape, *, fp8: bool) -> list[Received]:
-    x, topk_idx, weights = ([getattr(inputs, name).cpu() for inputs in everyone] for name in ("x", "topk_idx", "topk_weights"))
-    return reference.dispatch(x, topk_idx, weights, shape.num_experts, fp8=fp8)
-
-
 def expected_dispatch(everyone: Sequence[Inputs], shape: Shape, rank: int, wire: str) -> dict[str, Tensor]:
     """Return what `rank` receives: the rows of its experts, one expert after the other, their scales in fp8, and counts."""
-    there, device = _received(everyone, shape, fp8=wire == "fp8")[rank], everyone[0].x.device
-    counts = torch.tensor(there.num_recv_tokens_per_expert, dtype=torch.int32, device=device)
-    expected = {"num_recv_tokens_per_expert": counts, "recv_x": there.recv_x.to(device)}
-    return expected if there.recv_x_scales is None else expected | {"recv_x_scales": there.recv_x_scales.to(device)}
+    idx, x = (torch.cat([getattr(inputs, name) for inputs in everyone]) for name in ("topk_idx", "x"))
+    tokens, lanes = (idx // shape.num_local_experts == rank).nonzero(as_tuple=True)
+    experts = idx[tokens, lanes] - rank * shape.num_local_experts
+    tokens, counts = tokens[experts.argsort(stable=True)], experts.bincount(minlength=shape.num_local_experts).int()
+    if wire == "bf16":
+        return {"num_recv_tokens_per_expert": counts, "recv_x": x[tokens]}
+    y, scales = quantize_fp8(x)
+    return {"num_recv_tokens_per_expert": counts, "recv_x": y.view(torch.uint8)[tokens].view(y.dtype), "recv_x_scales": scales[tokens]}
 
 
 def _check_dispatch(expected: dict[str, Tensor], out: LowLatencyOutput) -> None:
@@ -122,12 +122,12 @@ def _check_dispatch(expected: dict[str, Tensor], out: LowLatencyOutput) -> None:
         compare_bits("recv_x_scales", out.recv_x_scales[there], expected["recv_x_scales"], "the reference")
 
 
-def expected_combine(everyone: Sequence[Inputs], shape: Shape, wire: str, rank: int) -> Tensor:
-    """Return the combined_x of `rank`, [num_tokens, hidden] bf16: experts multiply their rows by their factor."""
-    there, outputs = _received(everyone, shape, fp8=False), []
-    for each, factors in zip(there, factors_of(shape, torch.device("cpu")).view(shape.num_ranks, -1), strict=True):
-        of_rows = factors.repeat_interleave(torch.tensor(each.num_recv_tokens_per_expert))
-        outputs.append((each.recv_x.float() * of_rows[:, None]).bfloat16())
-    sizes = [len(inputs.x) for inputs in everyone]
-    sums = reference.combine(outputs, there, sizes, fp8=wire == "fp8", ranks_per_node=shape.ranks_per_node)
-    return sums[rank].to(everyone[0].x.device)
+def _in_fp8(rows: Tensor) -> Tensor:
+    """Return sums [num_rows, hidden] fp32 as they are after they have travelled in fp8."""
+    y, scales = quantize_fp8(rows)
+    return y.float() * scales.repeat_interleave(SCALE_BLOCK, dim=1)
+
+
+def expected_combine(mine: Inputs, shape: Shape, wire: str, rank: int = 0) -> Tensor:
+    """Return the combined_x of rank `rank`, which has `mine`, [num_tokens, hidden] bf16: experts multiply their rows by their factor."""
+    return combined(mine, shape, "expert", rank, factors_of(shape, mine.x.device), in_bf16 if wire == "bf16" else _in_fp8)

@@ -46,7 +46,7 @@ class DeepEPLowLatency(Library):
         rows, counts, handle, *_ = dispatch()
         outputs = expert_rows(rows, counts, self.shape, rank, torch.empty_like(rows))
         combine = partial(self.buffer.low_latency_combine, outputs, idx, mine.topk_weights, handle)
-        expected = expected_combine(everyone, self.shape, "bf16", rank)
+        expected = expected_combine(mine, self.shape, "bf16", rank)
         listed.append(self._operation("combine", "bf16", combine, lambda out: close_to("its combined_x", out[0], expected)))
         return listed
 

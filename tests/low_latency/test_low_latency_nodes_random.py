@@ -56,7 +56,7 @@ def one_round(buffer, shape, rank, number, device):
     if split:
         combined, hook = combined
         hook()
-    assert is_same(combined, expected_combine(everyone, shape, back, rank)), number
+    assert is_same(combined, expected_combine(mine, shape, back, rank)), number
 
 
 def rounds(rank, num_ranks, per_node, num_rounds):
