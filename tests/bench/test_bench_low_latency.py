@@ -15,10 +15,7 @@ TINY = [
     "--num-tokens", "9", "3", "--hidden", "256", "--num-experts", "8", "--num-topk", "3", "--iterations", "4",
 ]  # fmt: skip
 NAMES = {"dispatch fp8", "dispatch bf16", "combine bf16", "combine fp8"}
-FIELDS = RECORD_FIELDS | {
-    "name", "wire", "half", "graph", "us_p99", "us_event", "us_host", "is_host_ahead", "num_sms", "link_gbps", "percent_of_link",
-    "workspace_bytes", "iterations",
-}  # fmt: skip
+FIELDS = RECORD_FIELDS | {"us_event", "us_host", "is_host_ahead", "link_gbps", "percent_of_link"}
 
 
 # ---- what it reports ----
@@ -28,14 +25,8 @@ def check_record(r: dict, half: str) -> None:
     assert set(r) >= FIELDS and r["us_event"] is None and (r["half"], r["num_ranks"], r["num_sms"], r["iterations"]) == (half, 2, None, 4)
     assert 0 < r["us_p10"] <= r["us_median"] <= r["us_p90"] <= r["us_p99"] and r["workspace_bytes"] > 0
     assert r["bytes_moved"] % (512 if r["wire"] == "bf16" else 256 + 8) == 0 and (r["bytes_moved"] == 0) == (half == "receive")
-    assert r["gbps"] == pytest.approx(r["bytes_moved"] / r["us_median"] / 1e3)
-    assert r["percent_of_link"] == pytest.approx(100 * r["gbps"] / r["link_gbps"])
-    if half == "both":
-        in_bf16 = ", in bf16" if r["name"] == "low-latency combine fp8" else ""
-        assert r["rival"] == f"all-to-all of rows (gloo) with permutes{in_bf16}"
-        assert r["ratio"] == pytest.approx(r["rival_us"] / r["us_median"])
-    else:
-        assert r["rival"] is r["rival_us"] is r["ratio"] is None
+    in_bf16 = ", in bf16" if r["name"] == "low-latency combine fp8" else ""
+    assert r["rival"] == (f"all-to-all of rows (gloo) with permutes{in_bf16}" if half == "both" else None)
 
 
 def test_records(tmp_path):
