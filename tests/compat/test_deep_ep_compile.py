@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from deep_ep_cases import VERSIONS
 from on_ranks import on_ranks
 
 from deepep_moe.compat import deep_ep
@@ -38,47 +39,6 @@ def version_1(group):
     return layer
 
 
-def version_2(group):
-    buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=16, hidden=HIDDEN, num_topk=NUM_TOPK)
-
-    def layer(x, idx, w):
-        rows, _, recv_w, handle, event = buffer.dispatch(
-            x + 1, idx, w, num_experts=NUM_EXPERTS, do_expand=True, async_with_compute_stream=True, previous_event=buffer.capture()
-        )
-        event.register_hook_after_wait(lambda: None)
-        event.current_stream_wait(release_handle=True)
-        rows = rows * recv_w[:, None].bfloat16() + handle.num_expanded_tokens
-        y, back, _ = buffer.combine(rows, handle, recv_w)
-        return y + 1, back, handle.psum_num_recv_tokens_per_expert, handle.topk_idx
-
-    return layer
-
-
-def version_2_5(group):
-    buffer = deep_ep.EPBuffer(group, num_max_tokens_per_rank=16)
-
-    def layer(x, idx, w):
-        event = buffer.dispatch(x + 1, idx, w, num_experts=NUM_EXPERTS, defer_epilogue=True)
-        rows, recv_idx, recv_w, handle = event.current_stream_wait()
-        y, _ = buffer.combine(rows * 2, handle, defer_epilogue=True).current_stream_wait()
-        return y + 1, recv_idx, recv_w
-
-    return layer
-
-
-def hybrid(group):
-    buffer = deep_ep.HybridEPBuffer(group, HIDDEN, 16, NUM_EXPERTS // dist.get_world_size(group))
-
-    def layer(x, idx, w):
-        routing_map = torch.zeros(len(x), NUM_EXPERTS, dtype=torch.bool).scatter(1, idx, True)
-        rows, probs, _, counts, handle = buffer.dispatch_with_permute(hidden=x + 1, routing_map=routing_map, probs=routing_map * 0.5)
-        rows = rows * probs[:, None].bfloat16() + counts.sum()
-        y, back = buffer.combine_with_unpermute(hidden=rows, probs=probs, handle=handle)
-        return y * 2, back, handle[7]
-
-    return layer
-
-
 def low_latency(group):
     buffer = deep_ep.Buffer(group, low_latency_mode=True)
 
@@ -96,65 +56,34 @@ def low_latency(group):
     return layer
 
 
-LONG = (pytest.param(make, marks=pytest.mark.slow) for make in (version_2, version_2_5, hybrid, low_latency))
+def in_one_form(name):
+    """Calls of a version, without events. The buffer is made in the first one, inside of what is compiled."""
+
+    def make(group):
+        made = []
+
+        def layer(x, idx, w):
+            if not made:
+                made.extend(VERSIONS[name](group, NUM_EXPERTS, HIDDEN))
+            _, dispatch, combine = made
+            rows, recv_w, handle = dispatch(x + 1, idx, w)
+            again, *_ = dispatch(x, idx, w, handle)
+            return *combine(rows * 2 + again, handle, recv_w), recv_w
+
+        return layer
+
+    return make
 
 
-@on_ranks(2, make=(version_1, *LONG))
-def test_equal_to_eager(rank, make):
-    compiled = torch.compile(make(dist.group.WORLD), backend="eager")
-    eager = make(dist.group.WORLD)
+MAKES = {"events": version_1, "low latency": low_latency} | {name: in_one_form(name) for name in VERSIONS if name != "V1"}
+
+
+@on_ranks(2, name=("events", *(pytest.param(name, marks=pytest.mark.slow) for name in MAKES if name != "events")))
+def test_equal_to_eager(rank, name):
+    compiled = torch.compile(MAKES[name](dist.group.WORLD), backend="eager")
+    eager = MAKES[name](dist.group.WORLD)
     for num_tokens in (9, 9, 5, 0, 12):
         with torch.no_grad():
             ours, theirs = compiled(*inputs(rank, num_tokens)), eager(*inputs(rank, num_tokens))
         assert all(torch.equal(result, other) for result, other in zip(ours, theirs, strict=True))
     assert not torch.compiler.is_compiling() and torch._dynamo.utils.counters["graph_break"]
-
-
-class Exchange(torch.autograd.Function):
-    """A dispatch whose gradient is a combine, as Megatron-Core and others write it."""
-
-    @staticmethod
-    def forward(ctx, x, idx, w, buffer):
-        _, _, per_expert, _, _ = buffer.get_dispatch_layout(idx, NUM_EXPERTS)
-        rows, _, recv_w, _, handle, _ = buffer.dispatch(x, topk_idx=idx, topk_weights=w, num_tokens_per_expert=per_expert)
-        ctx.buffer, ctx.handle = buffer, handle
-        return rows, recv_w
-
-    @staticmethod
-    def backward(ctx, grad, grad_w):
-        x, w, _ = ctx.buffer.combine(grad, ctx.handle, topk_weights=grad_w)
-        return x, None, w, None
-
-
-class Layer(torch.nn.Module):
-    """It makes its buffer in its first call, inside of what is compiled."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = torch.nn.Linear(HIDDEN, HIDDEN, bias=False)
-        self.buffer = None
-
-    def forward(self, x, idx, w):
-        if self.buffer is None:
-            self.buffer = deep_ep.Buffer(dist.group.WORLD, 0, 0)
-        rows, recv_w = Exchange.apply(self.inner(x), idx, w, self.buffer)
-        return (rows.sin() * recv_w.sum(1, keepdim=True)).sum()
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_trains(rank):
-    torch.manual_seed(rank)
-    layers = [Layer(), Layer()]
-    layers[1].load_state_dict(layers[0].state_dict())
-    compiled = torch.compile(layers[0], backend="aot_eager")
-    for num_tokens in (9, 5, 9):
-        x, idx, w = inputs(rank, num_tokens)
-        results = []
-        for layer in (compiled, layers[1]):
-            leaves = x.float().requires_grad_(), w.clone().requires_grad_()
-            loss = layer(leaves[0], idx, leaves[1])
-            loss.backward()
-            results.append((loss.detach(), leaves[0].grad, leaves[1].grad))
-        assert all(torch.equal(result, other) for result, other in zip(*results, strict=True))
-        assert torch.equal(layers[0].inner.weight.grad, layers[1].inner.weight.grad)

@@ -27,8 +27,9 @@ BACKENDS = ("shm", "collective", *NVLINK)
 
 @on_ranks(3, backend=BACKENDS)
 def test_parts_are_the_rows_of_one_tensor(rank, num_ranks, backend):
-    for dtype, weighed in itertools.product((torch.float32, torch.bfloat16), (True, False)):
-        case = Case([9, 0, 21], num_topk=4, dtype=dtype, pattern="masked", with_weights=weighed)
+    kinds = (torch.float32, True, None), (torch.float32, False, 0), (torch.bfloat16, True, 0), (torch.bfloat16, False, None)
+    for dtype, weighed, num_sms in kinds:  # 0: by copy engines
+        case = Case([9, 0, 21], num_topk=4, dtype=dtype, pattern="masked", with_weights=weighed, num_sms=num_sms)
         equal(rank, num_ranks, backend, case, doubled)
 
 
@@ -83,21 +84,6 @@ def test_more_experts_than_kernels_take(backend, num_topk, num_experts):
 
 
 @on_ranks(2, backend=BACKENDS)
-def test_gradients_that_no_call_takes_as_they_are(rank, backend):
-    """Gradients as autograd may have them: of one entry for all, and between the boundaries of rows."""
-    buffer, x, idx, weights = opened(Case([5, 6], num_topk=2, num_experts=4), backend, rank)
-    leaves = [tensor.clone().requires_grad_() for tensor in (x, weights)]
-    parts, recv_weights, handle = dispatch_by_expert(buffer, leaves[0], idx, leaves[1])
-    recv_weights.sum().backward()
-    assert_same("x.grad", leaves[0].grad, torch.zeros_like(x))
-    assert_same("topk_weights.grad", leaves[1].grad, (idx >= 0).float())
-    parts, recv_weights, handle = dispatch_by_expert(buffer, leaves[0], idx, None)
-    combined_x = combine_by_expert(buffer, parts, None, handle)
-    torch.cat([x.new_zeros(3), combined_x.flatten()]).sum().backward()
-    assert_same("x.grad", leaves[0].grad, (idx >= 0).sum(1, keepdim=True).expand_as(x).float())
-
-
-@on_ranks(2, backend=BACKENDS)
 def test_what_cannot_be_combined(rank, backend):
     """Rank 1 refuses rows that cannot be combined; rank 0 learns of it instead of waiting."""
     buffer, x, idx, _ = opened(Case([4, 4], num_topk=2, num_experts=4), backend, rank)
@@ -134,24 +120,21 @@ def test_rows_that_experts_make_too_narrow(rank, backend):
 
 
 @on_ranks(2, backend=BACKENDS)
-def test_a_bad_routing(rank, backend):
-    """Rank 1's kernels find an expert that is none. The buffer is as good as before, for the call after."""
+def test_bad_dispatches(rank, backend):
+    """Rank 1 refuses, or its kernels find an expert that is none. The buffer is as good as before, for the call after."""
     buffer, x, idx, weights = opened(Case([4, 4], num_topk=2, num_experts=4), backend, rank)
-    wrong = idx.clone()
-    wrong[2, 1] = 4
-    with refused(rank, 1, ValueError, r"topk_idx\[2, 1\] is 4"):
-        dispatch_by_expert(buffer, x, wrong if rank == 1 else idx, weights)
-    dist.barrier()
+    routing = idx.clone()
+    routing[2, 1] = 4
+    for wrong, layer, error, message in (
+        (routing, 0, ValueError, r"topk_idx\[2, 1\] is 4"),
+        (idx, -1, ValueError, "layer is -1"),
+        (idx, "one", TypeError, "layer is 'one'"),
+    ):
+        with refused(rank, 1, error, message):
+            dispatch_by_expert(buffer, x, wrong if rank == 1 else idx, weights, layer=layer if rank == 1 else 0)
+        dist.barrier()
     scale = torch.tensor([0.5, 2.0], device=x.device)
     assert_same("combined_x", in_parts(buffer, x, idx, weights, scale, doubled), in_one_tensor(buffer, x, idx, weights, scale, doubled))
-
-
-@on_ranks(2, backend=BACKENDS)
-def test_layers_that_are_no_numbers(rank, backend):
-    buffer, x, idx, weights = opened(Case([4, 4], num_topk=2, num_experts=4), backend, rank)
-    for layer, error in ((-1, ValueError), ("one", TypeError)):
-        with refused(rank, 1, error, f"layer is {layer!r}"):
-            dispatch_by_expert(buffer, x, idx, weights, layer=layer if rank == 1 else 0)
 
 
 @on_ranks(2, backend=NVLINK)
@@ -177,18 +160,6 @@ def test_a_buffer_that_is_gone(rank, backend):
         with pytest.raises(BufferDestroyedError, match=message):
             combined_x.sum().backward()
         dist.barrier()
-
-
-@pytest.mark.gpu
-@on_ranks(2, backend=NVLINK)
-def test_calls_by_copy_engines(rank, backend):
-    """The calls of a buffer whose rows copy engines send have the bits of those whose rows SMs send."""
-    results = []
-    for num_sms in (None, 0):
-        buffer, x, idx, weights = opened(Case([5, 6], num_topk=2, num_experts=4), backend, rank, num_sms=num_sms)
-        parts, recv_weights, handle = dispatch_by_expert(buffer, x, idx, weights)
-        results.append((*parts, combine_by_expert(buffer, parts, recv_weights, handle)))
-    assert_all_same("rows", *results)
 
 
 @pytest.mark.gpu

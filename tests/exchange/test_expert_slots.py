@@ -141,18 +141,6 @@ def test_equals_reference(rank, num_ranks, backend, number):
     slots.destroy()
 
 
-@on_ranks(2, backend=BACKENDS)
-def test_fp8_and_scales(rank, backend):
-    """Weights may be of any dtype, and several at once."""
-    slots, device = opened(backend, rank)
-    copies = torch.tensor(COPIES, dtype=torch.int32, device=device)
-    weights = [torch.full((2, 4, 16), 2.0 + rank).to(torch.float8_e4m3fn).to(device), torch.full((2, 4), 0.25 + rank, device=device)]
-    held = [slots.empty(2, 4, 16, dtype=torch.float8_e4m3fn), slots.empty(2, 4, dtype=torch.float32)]
-    slots.fetch(copies, held, weights)
-    slots.check()
-    assert (held[0][0].float() == 3 - rank).all() and (held[1][0] == 1.25 - rank).all()
-
-
 @on_ranks(2)
 @pytest.mark.gpu
 def test_cuda_graph(rank):

@@ -5,7 +5,7 @@ from functools import partial
 import emulated_gpu
 import pytest
 import torch
-from exchange_cases import assert_all_same, assert_same, device_of
+from exchange_cases import assert_all_same, assert_same, device_of, look
 
 from deepep_moe import Buffer, ops
 from deepep_moe.errors import EPPeerError
@@ -197,9 +197,7 @@ def refusals(rank, num_ranks, backend):
     ):
         with pytest.raises((ValueError, TypeError, NotImplementedError) if rank == 0 else EPPeerError, match=error_on(message, rank)):
             buffer.combine(**(good_how | how if rank == 0 else good_how))
-            if backend in ON_GPUS:  # whose host does not wait for a combine
-                torch.cuda.synchronize()
-                buffer.check()
+            look(buffer)
     assert_same("after refusals", buffer.dispatch(x, idx, expert_alignment=128, fp8="blockwise").recv_x.values, good.recv_x.values)
 
 

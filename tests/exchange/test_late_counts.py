@@ -5,7 +5,7 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import assert_same, device_of
+from exchange_cases import assert_all_same, assert_same, device_of, look
 from nvlink_cases import make_buffer
 from on_ranks import on_ranks
 
@@ -40,11 +40,6 @@ def late_layer(buffer, x, idx, weights, before_settle=lambda: None):
     return was_late, settled is not out, (y, *torch.autograd.grad(y.sum(), (x, weights)))
 
 
-def assert_all_same(actual, expected):
-    for name, *pair in zip(("combined_x", "grad_x", "grad_weights"), actual, expected, strict=True):
-        assert_same(name, *pair)
-
-
 @pytest.mark.gpu
 @on_ranks(2, calls_between=(False, True))
 def test_rows_that_fit_and_rows_that_do_not(rank, calls_between):
@@ -62,7 +57,7 @@ def test_rows_that_fit_and_rows_that_do_not(rank, calls_between):
     for idx, is_late, misses in ((even, False, False), (even, False, False), (even, True, False), (to_one, True, rank == 0)):
         was_late, has_missed, results = late_layer(buffer, x, idx, weights, between)
         assert (was_late, has_missed) == (is_late, misses)
-        assert_all_same(results, plain_layer(twin, x, idx, weights))
+        assert_all_same("results", results, plain_layer(twin, x, idx, weights))
 
 
 @pytest.mark.gpu
@@ -77,8 +72,7 @@ def test_guessed_rows_that_nobody_settles(rank):
     error, text = (ValueError, r"x has shape .*\[8, 16\]") if rank == 0 else (EPPeerError, "rank 0 did not make its call")
     with pytest.raises(error, match=text):
         buffer.combine(out.recv_x, out.handle)
-        torch.cuda.synchronize()
-        buffer.check()
+        look(buffer)
     buffer.recover()
     out = buffer.dispatch(x, even)
     assert_same("combined_x", buffer.combine(out.recv_x, out.handle), 2 * x)
@@ -124,8 +118,7 @@ def test_rows_that_nobody_may_use(rank):
     else:
         with pytest.raises(EPPeerError, match="rank 0 did not"):
             out.recv_x.sum().backward()
-            torch.cuda.synchronize()
-            buffer.check()
+            look(buffer)
     buffer.recover()
 
 

@@ -25,6 +25,7 @@ PAIRS = {  # gradients that are read, and the same ones in plain memory
     "imaginary": (lambda like: imaginary(numbers(like)), numbers),
     "zeros": (lazy_zeros, torch.zeros_like),
     "sparse": (lambda like: numbers(like).to_sparse(), numbers),
+    "between pieces": (lambda like: torch.cat([like.new_zeros(1), numbers(like).flatten()])[1:].view(like.shape), numbers),
     "expanded": (lambda like: torch.ones((), dtype=like.dtype, device=like.device).expand(like.shape), torch.ones_like),
 }
 

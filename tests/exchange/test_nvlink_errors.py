@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from events import tell, wait_for
-from exchange_cases import assert_same, device_of, new_stream
+from exchange_cases import assert_same, device_of, look, new_stream
 from nvlink_cases import make_buffer, unchecked
 from on_ranks import on_ranks, refused
 
@@ -25,9 +25,9 @@ DEADLINE_S = 4.0  # what a rank that is late misses, and the others must not, on
 LAYOUTS = ("expert", "rank")
 
 
-@on_ranks(2)
-def test_bad_arguments(rank):
-    buffer, x, idx = make_buffer(rank)
+@on_ranks(2, sums=("ranks", "lanes"))
+def test_bad_arguments(rank, sums):
+    buffer, x, idx = make_buffer(rank, sums=sums)
     on_cpu = [] if emulated_gpu.is_chosen() else [(dict(x=x.cpu()), ValueError, "x is on cpu")]
     for changes, error, message in [
         *on_cpu,
@@ -85,8 +85,7 @@ def test_rows_that_are_read_late_are_not_overwritten(rank, num_sms):
     again.hook()
     with pytest.raises(EPTimeoutError, match="rank 1 did not deliver .*phase 'entry into the call', expected 3, seen 2"):
         buffer.combine(torch.full_like(first.recv_x, 7.0), first.handle, num_sms=num_sms)
-        torch.cuda.synchronize()
-        buffer.check()
+        look(buffer)
     tell("rank 0 knows")
     dist.barrier()  # its workspace stays until the other has read
 
@@ -305,8 +304,7 @@ def test_one_deadline_for_a_late_peer(rank):
                 torch.cuda.synchronize()
     dist.barrier()
     assert_same("combined_x", buffer.combine(out.recv_x, out.handle), expected)
-    torch.cuda.synchronize()
-    buffer.check()
+    look(buffer)
     dist.barrier()
 
 
@@ -327,8 +325,7 @@ def test_call_on_other_stream_that_is_destroyed(rank):
             kept.append(buffer.dispatch(x, idx, num_recv_rows=16))  # PyTorch's allocator would use the stream to free it
         assert torch.cuda.cudart().cudaStreamDestroy(address).value == 0
         assert_same("combined_x", buffer.combine(kept[-1].recv_x, kept[-1].handle), expected)
-    torch.cuda.synchronize()
-    buffer.check()
+    look(buffer)
     with torch.cuda.stream(torch.cuda.Stream()):
         assert call_stream(x.device) == torch.cuda.current_stream().cuda_stream
 

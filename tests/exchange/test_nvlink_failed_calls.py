@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import assert_same
+from exchange_cases import assert_same, look
 from fault_cases import allocations_fail, is_rows
 from nvlink_cases import make_buffer, unchecked
 from on_ranks import on_ranks, refused
@@ -73,8 +73,7 @@ def test_along_failed_dispatch(rank, how):
                 buffer.check()
         dist.barrier()
         assert_same("combined_x", buffer.combine(good.recv_x, good.handle), expected)
-        torch.cuda.synchronize()
-        buffer.check()
+        look(buffer)
         dist.barrier()
 
 
@@ -83,8 +82,7 @@ def test_one_failed_handle(rank):
     """Rows that did not come to one rank have no places there: it makes no call along their handle, and says so."""
     buffer, x, idx = make_buffer(rank, timeout_s=60)
     out = buffer.dispatch(x, idx, num_recv_rows=64)
-    torch.cuda.synchronize()
-    buffer.check()
+    look(buffer)
     if rank == 0:
         out.handle.recv_counts.data[0] |= -(2**31)  # as the kernel that waits for rows leaves it
     buffer.combine(out.recv_x, out.handle)

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from exchange_cases import assert_all_same, assert_same, device_of
+from exchange_cases import assert_all_same, assert_same, device_of, look
 from nvlink_cases import make_buffer
 from on_ranks import on_ranks
 
@@ -80,8 +80,7 @@ def test_cuda_graph_without_room(rank):
         assert info.value.rank == 1
         idx.copy_(fitting)
         graph.replay()
-        torch.cuda.synchronize()
-        buffer.check()
+        look(buffer)
         assert_same("combined_x", combined_x, expected)
 
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from events import tell, wait_for
-from exchange_cases import NETWORK, device_of
-from fault_cases import NUM_TOKENS, SOON_S, FailsInBackward, back_in_step, fault, inputs, look, make, make_call, make_step, outcome
+from exchange_cases import NETWORK, device_of, look
+from fault_cases import NUM_TOKENS, SOON_S, FailsInBackward, back_in_step, fault, inputs, make, make_call, make_step, outcome
 from logs import heard
 from on_ranks import on_ranks
 
@@ -70,45 +70,37 @@ def check_refusal(call, part, culprit, kind, reason):
 
 
 @on_ranks(4, culprit=CULPRITS)
-def test_bad_routing(rank, culprit):
-    buffer, part = buffer_of(), part_of(rank, culprit)
-    x, good = inputs(buffer, 1)
-    twice = int(good[3, 0])
-    cases = (
-        ((2, 1), 8, "topk_idx[2, 1] is 8"),
-        ((0, 3), -2, "topk_idx[0, 3] is -2"),
-        ((3, 2), twice, f"topk_idx[3] names expert {twice} twice"),
-    )
-    for step, (at, value, reason) in enumerate(cases):
-        idx = good.clone()
-        if part == "culprit":
-            idx[at] = value
-        check_refusal(partial(buffer.dispatch, x, idx), part, culprit, ValueError, reason)
-        make_step(buffer, 1 + step)
-    buffer.destroy()
-
-
-@on_ranks(4, culprit=CULPRITS)
-def test_refused_arguments(rank, culprit):
-    """A call that the host refuses: a dispatch, whose peers learn of it at once, and calls along a handle, whose hosts wait for nothing."""
+def test_refusals(rank, culprit):
+    """Routings that kernels refuse, and arguments that the host refuses: of a dispatch, whose peers learn of it at once, and of calls whose
+    hosts wait for nothing."""
     buffer, part = buffer_of(), part_of(rank, culprit)
     x, idx = inputs(buffer, 1)
     out = buffer.dispatch(x, idx)
-    rows = torch.ones_like(out.recv_x)
+    rows, twice = torch.ones_like(out.recv_x), int(idx[3, 0])
+
+    def routed(token, lane, expert):
+        wrong = idx.clone()
+        wrong[token, lane] = expert
+        return partial(buffer.dispatch, x, wrong if part == "culprit" else idx)
 
     def wide(tensor):
         return tensor.double() if part == "culprit" else tensor
 
+    error, reason = TypeError, "x has dtype float64"
     calls = [
-        lambda: buffer.dispatch(wide(x), idx),
-        lambda: (buffer.combine(wide(rows), out.handle), look(buffer)),
-        lambda: (buffer.dispatch(wide(x), handle=out.handle), look(buffer)),
-        lambda: (buffer.dispatch(wide(x), idx, num_recv_rows=16), look(buffer)),
+        (routed(2, 1, 8), ValueError, "topk_idx[2, 1] is 8"),
+        (routed(0, 3, -2), ValueError, "topk_idx[0, 3] is -2"),
+        (routed(3, 2, twice), ValueError, f"topk_idx[3] names expert {twice} twice"),
+        (lambda: buffer.dispatch(wide(x), idx), error, reason),
+        (lambda: (buffer.combine(wide(rows), out.handle), look(buffer)), error, reason),
+        (lambda: (buffer.dispatch(wide(x), handle=out.handle), look(buffer)), error, reason),
+        (lambda: (buffer.dispatch(wide(x), idx, num_recv_rows=16), look(buffer)), error, reason),
     ]
-    for step, call in enumerate([*calls, *calls[:1] * 3]):  # the last ones in a row, and nobody makes a call in between
-        check_refusal(call, part, culprit, TypeError, "x has dtype float64")
-        if step < len(calls):
-            make_step(buffer, step + 1)
+    for step, (call, error, reason) in enumerate(calls):
+        check_refusal(call, part, culprit, error, reason)
+        make_step(buffer, step + 1)
+    for _ in range(3):  # in a row, and nobody makes a call in between
+        check_refusal(calls[3][0], part, culprit, error, reason)
     make_step(buffer, 9)
     buffer.destroy()
 

@@ -18,16 +18,6 @@ DEADLINE_S = 3.0  # what must pass in tests of ranks that are late, and what the
 
 
 @on_ranks(2)
-def test_peer_that_never_constructs(rank):
-    if rank == 1:
-        return wait_for("rank 0 knows")
-    with pytest.raises(EPTimeoutError, match="rank 1 did not deliver within 1 s; phase 'construction of a Buffer'") as info:
-        Buffer(None, 8, 16, 4, 2, timeout_s=1.0)
-    assert info.value.rank == 1
-    tell("rank 0 knows")
-
-
-@on_ranks(2)
 def test_failure_on_the_thread(rank):
     """An asynchronous failure that nobody waited for is raised by the next call; the handle leads nowhere."""
     buffer = make_buffer(timeout_s=DEADLINE_S)

@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from fault_cases import NUM_TOKENS, SOON_S, inputs, look, make, make_step, outcome
+from exchange_cases import look
+from fault_cases import NUM_TOKENS, SOON_S, inputs, make, make_step, outcome
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 from events import event, tell, wait_for
+from exchange_cases import look
 from fault_cases import (
     ON_GPUS,
     OUT_OF_STEP,
@@ -19,7 +20,6 @@ from fault_cases import (
     at_random,
     back_in_step,
     inputs,
-    look,
     make,
     make_step,
     outcome,

@@ -24,13 +24,12 @@ from low_latency_cases import (
     start_dispatch,
     unpack_scales,
 )
-from low_latency_faults import BACKENDS, on_every_backend
+from low_latency_faults import ALL_BACKENDS, on_every_backend
 from on_ranks import on_ranks
 
 from deepep_moe import LowLatencyBuffer, ops, reference
 from deepep_moe.testing import run_ranks
 
-ALL_BACKENDS = (*BACKENDS, pytest.param("nvshmem", marks=pytest.mark.gpu))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

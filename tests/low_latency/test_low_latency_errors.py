@@ -8,8 +8,7 @@ from functools import partial
 import emulated_gpu
 import pytest
 import torch
-from exchange_cases import device_of, on_device
-from low_latency_cases import finish
+from exchange_cases import device_of, look, on_device
 from low_latency_faults import check_usable, make, on_every_backend
 from on_ranks import on_ranks, refused
 
@@ -38,9 +37,9 @@ def refuse_each(rank, culprit, table, call, arguments, look, check):
 
 
 @on_every_backend
-@on_ranks(2)
-def test_bad_arguments_of_dispatch(rank, backend):
-    buffer, x, idx = make(backend, rank)
+@on_ranks(2, sums=("ranks", "lanes"))
+def test_bad_arguments_of_dispatch(rank, backend, sums):
+    buffer, x, idx = make(backend, rank, sums=sums)
     weights = torch.ones(4, 2, device=x.device)
     table = [
         (dict(x=x.double()), TypeError, "x has dtype float64; it must be"),
@@ -50,15 +49,12 @@ def test_bad_arguments_of_dispatch(rank, backend):
         (dict(x=torch.zeros(128, 4, device=x.device).t()), ValueError, "x .* is not contiguous"),
         (dict(x=torch.empty(4, 128, device="meta")), ValueError, "x is on meta"),
         (dict(x=x.clone().requires_grad_()), ValueError, "x requires a gradient"),
-        (dict(x=freed(x)), ValueError, "x has shape .* its storage was freed or cut"),
         (dict(topk_weights=weights.clone().requires_grad_()), ValueError, "topk_weights requires a gradient"),
         (dict(topk_weights=weights.half()), TypeError, "topk_weights has dtype float16"),
         (dict(topk_weights=weights[:, :1]), ValueError, r"topk_weights has shape \[4, 1\]"),
-        (dict(topk_weights=freed(weights)), ValueError, "topk_weights has shape .* its storage was freed or cut"),
         (dict(x=x.repeat(3, 1), topk_idx=idx.repeat(3, 1), topk_weights=None), ValueError, "12 tokens, .* num_max_tokens_per_rank of 8"),
         (dict(topk_idx=idx.float()), TypeError, "topk_idx has dtype float32"),
         (dict(topk_idx=idx[:3]), ValueError, r"topk_idx has shape \[3, 2\]"),
-        (dict(topk_idx=freed(idx)), ValueError, "topk_idx has shape .* its storage was freed or cut"),
         (dict(topk_idx=idx + 1), ValueError, r"topk_idx\[[12], [01]\] is 4; it must be -1 \(no expert\) or 0 to 3"),
         (dict(topk_idx=idx - 2), ValueError, r"topk_idx\[\d, \d\] is -[23]; it must be -1 \(no expert\) or 0 to 3"),
         (dict(topk_idx=idx * 0 + 1), ValueError, r"topk_idx\[\d\] names expert 1 twice"),
@@ -68,14 +64,16 @@ def test_bad_arguments_of_dispatch(rank, backend):
         (dict(scale_format="ue8m0"), ValueError, "scale_format 'ue8m0' was given without fp8=True"),
     ]
     good = dict(x=x, topk_idx=idx, topk_weights=weights)
-    refuse_each(rank, 0, table, buffer.dispatch, good, partial(finish, buffer), partial(check_usable, buffer, x, idx))
+    if sums == "ranks":
+        table += [({name: freed(tensor)}, ValueError, f"{name} has shape .* its storage was freed or cut") for name, tensor in good.items()]
+    refuse_each(rank, 0, table, buffer.dispatch, good, partial(look, buffer), partial(check_usable, buffer, x, idx))
 
 
 @on_every_backend
-@on_ranks(2)
-def test_bad_arguments_of_combine(rank, backend):
-    buffer, x, idx = make(backend, rank)
-    other, *_ = make(backend, rank)
+@on_ranks(2, sums=("ranks", "lanes"))
+def test_bad_arguments_of_combine(rank, backend, sums):
+    buffer, x, idx = make(backend, rank, sums=sums)
+    other, *_ = make(backend, rank, sums=sums)
     out, foreign = buffer.dispatch(x, idx), other.dispatch(x, idx)
     y, weights = out.recv_x, torch.ones(4, 2, device=x.device)
     table = [
@@ -93,9 +91,10 @@ def test_bad_arguments_of_combine(rank, backend):
         (dict(topk_weights=weights.clone().requires_grad_()), ValueError, "topk_weights requires a gradient"),
         (dict(topk_weights=freed(weights, 16)), ValueError, "topk_weights has shape .* its storage was freed or cut"),
         (dict(wire="fp4"), ValueError, "wire is 'fp4'"),
+        *([(dict(wire="fp8"), ValueError, "wire is 'fp8' with sums='lanes'")] if sums == "lanes" else []),
     ]
     good = dict(x=y, handle=out.handle, topk_weights=weights)
-    refuse_each(rank, 1, table, buffer.combine, good, partial(finish, buffer), partial(check_usable, buffer, x, idx))
+    refuse_each(rank, 1, table, buffer.combine, good, partial(look, buffer), partial(check_usable, buffer, x, idx))
 
 
 # Changes that a caller may make to a handle, or values that it may pass for one.
@@ -122,7 +121,7 @@ def test_changed_handles(rank, backend):
         handle = CHANGES[change](out.handle) if rank == 0 else None
         with refused(rank, 0, ValueError, "handle is not as its dispatch made it"):
             buffer.combine(out.recv_x, handle if isinstance(handle, LowLatencyHandle) else out.handle)
-            finish(buffer)
+            look(buffer)
             raise AssertionError(f"{change}, in_inference_mode={in_inference_mode}: nothing was raised")
         check_usable(buffer, x, idx)
 

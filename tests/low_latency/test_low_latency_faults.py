@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from events import tell, wait_for
-from exchange_cases import on_device
-from low_latency_cases import Case, Expected, combine_rows, finish, make_buffer, run_case, start_combine, start_dispatch
+from exchange_cases import look, on_device
+from low_latency_cases import Case, Expected, combine_rows, make_buffer, run_case, start_combine, start_dispatch
 from low_latency_faults import CASE, IDX, X, check_usable, make, on_every_backend
 from on_ranks import on_ranks, refused
 
@@ -55,7 +55,7 @@ def test_different_calls(rank, backend):
         me, you = (f"rank {who}: {texts[who]}" for who in (rank, 1 - rank))
         with pytest.raises(EPMismatchError, match=f"ranks make different calls: {me}; {you}$"):
             call()
-            finish(buffer)
+            look(buffer)
         check_usable(buffer, x, idx)
     assert torch.isfinite(buffer.combine(y, handle)).all()
 
@@ -75,7 +75,7 @@ def test_refusals_in_a_row(rank, backend):
             time.sleep(0.05 if rank == 1 else 0)
             with pytest.raises(ValueError if rank == 0 else EPPeerError, match=f"{name} is '{bad}{number}'"):
                 call(**{name: f"{bad}{number}" if rank == 0 else good})
-                finish(buffer)
+                look(buffer)
         check_usable(buffer, x, idx)
 
 
@@ -116,7 +116,7 @@ def test_failure_before_the_number(rank):
                     finally:
                         buffer._backend.calls = calls
                         [hook() for hook in earlier]
-                    finish(buffer)
+                    look(buffer)
                 check_usable(buffer, x, idx)
 
 
@@ -164,7 +164,7 @@ def test_refusal_of_a_peer_that_left(rank, backend):
     if rank != 1:
         with pytest.raises(EPPeerError, match="rank 1 did not make its call: TypeError: x has dtype float64"):
             buffer.dispatch(x, idx)
-            finish(buffer)
+            look(buffer)
     dist.barrier()
 
 
@@ -316,7 +316,7 @@ def test_destroyed_with_an_error_kept(rank, where):
 def test_use_after_destroy(rank, backend):
     buffer, x, idx = make(backend, rank)
     out, hook = buffer.dispatch(x, idx), buffer.dispatch(x, idx, return_hook=True).hook
-    finish(buffer)
+    look(buffer)
     dist.barrier()
     buffer.destroy()
     buffer.destroy()
@@ -384,7 +384,7 @@ def test_late_peer(rank, operation, backend):
     buffer = make_buffer(WEIGHED, backend, rank, timeout_s=4.0)
     out, _ = start_dispatch(buffer, WEIGHED, rank, backend)
     rows = combine_rows(WEIGHED, rank, out, Expected(WEIGHED))
-    finish(buffer)
+    look(buffer)
     dist.barrier()
     if operation == "dispatch":
         call = partial(start_dispatch, buffer, WEIGHED, rank, backend)
@@ -395,12 +395,12 @@ def test_late_peer(rank, operation, backend):
         hears, began = partial(pytest.raises, EPPeerError, match="rank [01] did not make its call: .*rank 2 did not"), time.monotonic()
         with hears() if operation == "combine" else nullcontext():
             call()
-            finish(buffer)
+            look(buffer)
         assert time.monotonic() - began < 3.0
     else:
         with pytest.raises(EPTimeoutError, match="rank 2 did not deliver.*phase 'entry into the call', expected 2, seen") as info:
             call()
-            finish(buffer)
+            look(buffer)
         assert (info.value.rank, info.value.phase, info.value.expected) == (2, "entry into the call", 2) and 0 <= info.value.seen < 2
         tell(f"rank {rank} knows")
     dist.barrier()
@@ -421,7 +421,7 @@ def test_peer_that_gave_up_and_went_on(rank):
     if rank == 1:
         with pytest.raises(EPMismatchError, match="rank 0 is in call 5 already, rank 1 in call 1: rank 0 gave up waiting for a rank"):
             buffer.dispatch(x, idx)
-            finish(buffer)
+            look(buffer)
     dist.barrier()
 
 
@@ -434,7 +434,7 @@ def test_peer_that_dies(rank, operation, mode, backend):
     buffer = make_buffer(WEIGHED, backend, rank, timeout_s=300)
     out, _ = start_dispatch(buffer, WEIGHED, rank, backend)
     rows = combine_rows(WEIGHED, rank, out, Expected(WEIGHED))
-    finish(buffer)
+    look(buffer)
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -446,5 +446,5 @@ def test_peer_that_dies(rank, operation, mode, backend):
             start_dispatch(buffer, case, rank, backend)[1]()
         else:
             start_combine(buffer, case, rows, out.handle)[1]()
-        finish(buffer)
+        look(buffer)
     assert info.value.rank == (1 if isinstance(info.value, EPTimeoutError) else 2 - rank) and time.monotonic() - began < 60

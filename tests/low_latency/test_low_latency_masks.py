@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from events import tell, wait_for
-from exchange_cases import assert_same, on_device
+from exchange_cases import assert_same, look, on_device
 from logs import heard
-from low_latency_cases import Case, Expected, check_dispatch, combine_rows, finish, make_buffer, run_case, start_combine, start_dispatch
+from low_latency_cases import Case, Expected, check_dispatch, combine_rows, make_buffer, run_case, start_combine, start_dispatch
 from low_latency_faults import combined_without, come_back, on_every_backend
 from on_ranks import on_ranks
 
@@ -100,7 +100,7 @@ def test_rank_that_stalls_in_a_combine(rank, how, backend):
     buffer = make_buffer(WEIGHED, backend, rank, timeout_s=DEADLINE_S if how == "late" else 300, mask_stalled=True)
     out, _ = start_dispatch(buffer, WEIGHED, rank, backend)
     rows = combine_rows(WEIGHED, rank, out, Expected(WEIGHED))
-    finish(buffer)
+    look(buffer)
     dist.barrier()
     if rank == MASKED:
         if how == "late":
@@ -159,7 +159,7 @@ def test_errors_mask_nobody(rank, backend):
     ):
         with pytest.raises(error):
             buffer.dispatch(**(dict(x=x, topk_idx=idx, topk_weights=weights) | arguments))
-            finish(buffer)
+            look(buffer)
         assert buffer.masked_ranks == []
         run_case(buffer, CASE, rank, backend)
 
@@ -176,7 +176,7 @@ def test_return_after_failed_calls(rank, backend):
             if looks or backend == "shm":
                 with pytest.raises(EPTimeoutError, match="did not deliver"):
                     buffer.dispatch(x, idx, weights)
-                    finish(buffer)
+                    look(buffer)
             else:
                 buffer.dispatch(x, idx, weights)
         else:
@@ -185,7 +185,7 @@ def test_return_after_failed_calls(rank, backend):
                 run_case(buffer, WITHOUT, rank, backend)
             with pytest.raises((ValueError, EPPeerError), match="scale_format is 'e8'"):
                 buffer.dispatch(x, idx, weights, scale_format="fp32" if rank else "e8")
-                finish(buffer)
+                look(buffer)
         come_back(buffer, rank, MASKED)
         check_all(buffer, rank, backend)
 
@@ -334,7 +334,7 @@ def test_lost_counts_of_a_dispatch(rank):
             lose_counts(buffer, CASE, 1, MASKED)
         out, hook = start_dispatch(buffer, case, rank, "nvlink")
     hook()
-    finish(buffer)
+    look(buffer)
     case = WITHOUT if rank == 0 else CASE
     check_dispatch(case, rank, out, Expected(case))
     assert buffer.masked_ranks == ([MASKED] if rank == 0 else [])

@@ -10,13 +10,13 @@ import emulated_gpu
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import NETWORK, assert_same, device_of, in_environment
+from exchange_cases import NETWORK, assert_same, device_of, in_environment, look
 from low_latency_cases import (
     Case,
     Expected,
+    check_cases,
     check_dispatch,
     combine_rows,
-    finish,
     make_buffer,
     run_case,
     start_combine,
@@ -41,20 +41,6 @@ def case_of(split, num_tokens=NUM_TOKENS, **settings):
     return Case(num_tokens[:num_ranks], ranks_per_node=per_node, **({"num_topk": 5} | settings))
 
 
-def check_cases(rank, _, cases):
-    """One buffer for cases that differ in what a call may differ in."""
-    buffer = make_buffer(cases[0], "nvshmem", rank)
-    for case in cases:
-        run_case(buffer, case, rank, "nvshmem")
-    finish(buffer)
-    buffer.destroy()
-
-
-def check_all_cases(rank, num_ranks, lists):
-    for cases in lists:
-        check_cases(rank, num_ranks, cases)
-
-
 # ---- as the reference ----
 
 
@@ -73,28 +59,42 @@ def test_equals_reference(split):
         case_of(split, seed=seed, dtype=DTYPES[seed % 3], mode=modes[seed % 3], index_dtype=(torch.int64, torch.int32)[seed % 2], **chosen)
         for seed, chosen in enumerate(FORMATS + FORMATS[-2:])
     ]
-    run_ranks(check_cases, SPLITS[split][0], cases)
+    run_ranks(check_cases, SPLITS[split][0], "nvshmem", cases)
 
 
 def test_extreme_routings():
     """Some cases have more rows than a block takes at once."""
     cases = [
-        [case_of("2x2", [24, 5, 24, 1], num_topk=32, num_experts=48, masked=0.0, hidden=8)],
-        [case_of("2x2", [24, 24, 24, 24], num_topk=1, num_experts=4, masked=0.0, hidden=8)],
-        [case_of("2x2", [24, 5, 0, 1], num_topk=32, num_experts=48, hidden=8, combine_weights=True)],
-        [case_of("2x2", [6, 7, 8, 9], masked=1.0), case_of("2x2", [0, 0, 0, 0]), case_of("2x2", [0, 24, 0, 0])],
-        [case_of("2x2", [1, 0, 1, 1], max_tokens=1, num_experts=1024, num_topk=20, hidden=2048)],
-        [case_of("2x2", [3, 5, 0, 2], hidden=16384), case_of("2x2", [3, 5, 0, 2], hidden=16384, fp8=True)],
-        [case_of("2x2", [3, 5, 0, 2], hidden=16384, wire="fp8", dtype=dtype) for dtype in DTYPES],
+        case_of("2x2", [24, 5, 24, 1], num_topk=32, num_experts=48, masked=0.0, hidden=8),
+        case_of("2x2", [24, 24, 24, 24], num_topk=1, num_experts=4, masked=0.0, hidden=8),
+        case_of("2x2", [24, 5, 0, 1], num_topk=32, num_experts=48, hidden=8, combine_weights=True),
+        case_of("2x2", [6, 7, 8, 9], masked=1.0),
+        case_of("2x2", [0, 0, 0, 0]),
+        case_of("2x2", [0, 24, 0, 0]),
+        case_of("2x2", [1, 0, 1, 1], max_tokens=1, num_experts=1024, num_topk=20, hidden=2048),
+        case_of("2x2", [3, 5, 0, 2], hidden=16384),
+        case_of("2x2", [3, 5, 0, 2], hidden=16384, fp8=True),
+        *(case_of("2x2", [3, 5, 0, 2], hidden=16384, wire="fp8", dtype=dtype) for dtype in DTYPES),
     ]
-    run_ranks(check_all_cases, 4, cases)
+    run_ranks(check_cases, 4, "nvshmem", cases)
 
 
 def test_many_tokens():
     """Tokens of which a block looks at a part at a time."""
     many = case_of("2x1", [600, 1], max_tokens=600, hidden=8)
     network = {NETWORK: "depth=2048"}  # 600 tokens are 600 puts, which a busy network has all at once
-    run_ranks(in_environment, 2, network, check_cases, [many, replace(many, combine_weights=True)])
+    run_ranks(in_environment, 2, network, check_cases, "nvshmem", [many, replace(many, combine_weights=True)])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="is about the emulated network")
+@pytest.mark.parametrize("seed", range(18))
+def test_networks(seed):
+    """Networks that delay, tear and reorder, in other ways each."""
+    network = {NETWORK: f"seed={seed},stall_us={200 * (seed % 4)}"}
+    split = ("2x1", "2x2", "4x1", "3x2")[seed % 4] if seed < 16 else ("2x4", "4x2")[seed % 2]
+    cases = [case_of(split, seed=number, fp8=number % 2 == 0, combine_weights=number % 3 == 0) for number in range(5)]
+    run_ranks(in_environment, SPLITS[split][0], network, check_cases, "nvshmem", cases)
 
 
 @pytest.mark.parametrize("split", ("2x2", "2x4", "8x1"))
@@ -102,7 +102,7 @@ def test_scales_of_two_warps(split):
     """Sums in fp8 whose scales have columns of two warps; with eight nodes, more rows than set out at once."""
     modes, settings = ("now", "hook", "async"), {"hidden": 640, "num_topk": 8, "wire": "fp8"}
     cases = [case_of(split, [4, 7, 0, 3, 1, 6, 2, 5], seed=i, dtype=DTYPES[i], mode=modes[i], **settings) for i in range(3)]
-    run_ranks(check_cases, SPLITS[split][0], cases)
+    run_ranks(check_cases, SPLITS[split][0], "nvshmem", cases)
 
 
 def fp8_by_hand(rank, num_ranks, per_node):
@@ -178,7 +178,7 @@ def test_cuda_graph(rank, num_ranks, split):
         out.recv_x.fill_(float("nan"))
         dist.barrier()
         graph.replay()
-        finish(buffer)
+        look(buffer)
         expected = Expected(case)
         check_dispatch(case, rank, out, expected)
         expected.outputs = [there.recv_x for there in expected.received]
@@ -277,7 +277,7 @@ def test_taken_back(rank, num_ranks, split, masked):
                 combined, hook = start_combine(buffer, replace(without, mode="hook"), rows, whole.handle)
             else:
                 out, hook = start_dispatch(buffer, replace(without, mode="hook"), rank, "nvshmem")
-        finish(buffer)
+        look(buffer)
         is_early = rank != masked and num_calls > 1 and rank % 2 == 0  # others do it in another order
         if is_early:
             dist.barrier()

@@ -70,7 +70,7 @@ def equal(rank, num_ranks, backend, case, expert):
     device_of(backend, rank)
     poison_outputs()
     xs, idxs, all_weights = (list(column) for column in zip(*(case.inputs(r) for r in range(num_ranks)), strict=True))
-    buffer = Buffer(None, max(case.num_tokens), case.hidden, case.num_experts, case.num_topk, backend=backend)
+    buffer = Buffer(None, max(case.num_tokens), case.hidden, case.num_experts, case.num_topk, backend=backend, num_sms=case.num_sms)
     num_local = case.num_experts // num_ranks
     scales = [torch.arange(1.0, num_local + 1).to(case.dtype) / 4 + r for r in range(num_ranks)]
     x, idx, weights, scale = on_device(backend, rank, xs[rank], idxs[rank], all_weights[rank], scales[rank])

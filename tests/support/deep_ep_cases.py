@@ -1,5 +1,6 @@
 """Shared parts of the tests of DeepEP's interfaces, which run in workers: a routing of all ranks and the reference's results."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -102,3 +103,62 @@ def check_start(name: str, ours: torch.Tensor, want: torch.Tensor, rest: float =
 def padded(rows: torch.Tensor, num_rows: int, rest: float = float("nan")) -> torch.Tensor:
     """`rows` and then NaN, which no call may read."""
     return torch.cat([rows, rows.new_full((num_rows - len(rows), *rows.shape[1:]), rest)])
+
+
+# ---- calls of every version in one form: dispatch(x, handle=None, idx, weights) and combine(x, handle, topk_weights=None) ----
+
+
+def version_1(group: Any, num_experts: int, hidden: int) -> tuple[Any, ...]:
+    buffer = deep_ep.Buffer(group)
+
+    def dispatch(x: Any, idx: torch.Tensor, w: torch.Tensor, handle: Any = None) -> tuple[Any, ...]:
+        routing = (
+            {} if handle else {"topk_idx": idx, "topk_weights": w, "num_tokens_per_expert": buffer.get_dispatch_layout(idx, num_experts)[2]}
+        )
+        out = buffer.dispatch(x, handle, **routing)
+        return out[0], out[2], out[4]
+
+    return buffer, dispatch, lambda *args, **how: buffer.combine(*args, **how)[:2]
+
+
+def version_2(group: Any, num_experts: int, hidden: int, do_expand: bool = False) -> tuple[Any, ...]:
+    buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=16)
+
+    def dispatch(x: Any, idx: torch.Tensor, w: torch.Tensor, handle: Any = None) -> tuple[Any, ...]:
+        routing = {"topk_weights": w} if handle else {"topk_idx": idx, "topk_weights": w, "num_experts": num_experts}
+        recv_x, _, recv_w, handle, _ = buffer.dispatch(x, **routing, handle=handle, do_expand=do_expand)
+        return recv_x, recv_w, handle
+
+    return buffer, dispatch, lambda *args, **how: buffer.combine(*args, **how)[:2]
+
+
+def version_2_5(group: Any, num_experts: int, hidden: int) -> tuple[Any, ...]:
+    buffer = deep_ep.EPBuffer(group, num_max_tokens_per_rank=16)
+
+    def dispatch(x: Any, idx: torch.Tensor, w: torch.Tensor, handle: Any = None) -> tuple[Any, ...]:
+        routing = {} if handle else {"topk_idx": idx, "topk_weights": w, "num_experts": num_experts}
+        recv_x, _, recv_w, handle = buffer.dispatch(x, **routing, handle=handle, defer_epilogue=True).current_stream_wait()
+        return recv_x, recv_w, handle
+
+    return buffer, dispatch, lambda *args, **how: buffer.combine(*args, **how, defer_epilogue=True).current_stream_wait()
+
+
+def hybrid(group: Any, num_experts: int, hidden: int, permutes: bool = False) -> tuple[Any, ...]:
+    buffer = deep_ep.HybridEPBuffer(group, hidden, 16, num_experts // dist.get_world_size(group))
+
+    def dispatch(x: Any, idx: torch.Tensor, w: torch.Tensor, handle: Any = None) -> tuple[Any, ...]:
+        x, scales = x if isinstance(x, tuple) else (x, None)
+        how = {"hidden": x, "scaling_factor": scales, "topk_idx": idx, "topk_weights": w, "num_of_experts": num_experts, "handle": handle}
+        recv_x, probs, scales, *_, handle = (buffer.dispatch_with_permute if permutes else buffer.dispatch)(**how)
+        return recv_x if scales is None else (recv_x, scales), probs, handle
+
+    def combine(x: torch.Tensor, handle: Any, topk_weights: torch.Tensor | None = None) -> tuple[Any, ...]:
+        return (buffer.combine_with_unpermute if permutes else buffer.combine)(hidden=x, probs=topk_weights, handle=handle)
+
+    return buffer, dispatch, combine
+
+
+VERSIONS = {
+    "V1": version_1, "V2": version_2, "V2_expanded": partial(version_2, do_expand=True), "V2_5": version_2_5,
+    "hybrid": hybrid, "hybrid_permuted": partial(hybrid, permutes=True),
+}  # fmt: skip

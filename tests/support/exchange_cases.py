@@ -162,6 +162,13 @@ def device_of(backend: str, rank: int) -> torch.device:
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
+def look(buffer: Any) -> None:
+    """Raise what a GPU has found in the calls so far."""
+    if buffer.backend in ("nvlink", "nvshmem"):
+        torch.cuda.synchronize()
+        buffer.check()
+
+
 def new_stream():
     """A stream that PyTorch has not made, and its address."""
     address = torch.zeros(1, dtype=torch.int64)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from events import tell, wait_for
-from exchange_cases import device_of
+from exchange_cases import device_of, look
 
 from deepep_moe import Buffer, LowLatencyBuffer, device
 from deepep_moe.errors import EPMismatchError, EPPeerError, EPTimeoutError
@@ -60,13 +60,6 @@ def inputs(buffer: Any, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.tensor(values(step, buffer.rank))[:, None].expand(NUM_TOKENS, buffer.hidden).contiguous()
     device = device_of(buffer.backend, buffer.rank)
     return x.to(device), routing(buffer.num_ranks).to(device)
-
-
-def look(buffer: Any) -> None:
-    """Raise what a GPU has found in the calls so far."""
-    if buffer.backend in ("nvlink", "nvshmem"):
-        torch.cuda.synchronize()
-        buffer.check()
 
 
 def make_step(buffer: Any, step: int) -> None:

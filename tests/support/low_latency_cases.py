@@ -1,10 +1,12 @@
 """Routings for the tests of low-latency calls, and the comparison with the reference that runs on every rank."""
 
+import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from exchange_cases import assert_same, device_of, poison_outputs
+from exchange_cases import assert_same, device_of, look, poison_outputs
 
 from deepep_moe import LowLatencyBuffer, reference
 
@@ -37,6 +39,11 @@ class Case:
     @property
     def num_ranks(self) -> int:
         return len(self.num_tokens)
+
+    @property
+    def memory(self) -> tuple[Any, ...]:
+        """What a buffer is made with."""
+        return self.max_tokens, self.hidden, self.num_experts, self.num_topk, self.ranks_per_node, self.sums
 
     @property
     def dispatch_weights(self) -> bool:
@@ -107,18 +114,11 @@ def make_buffer(case: Case, backend: str, rank: int, **options) -> LowLatencyBuf
     poison_outputs()
     if dist.is_initialized():
         dist.barrier()
-    sizes = (case.max_tokens, case.hidden, case.num_experts, case.num_topk)
-    options = {"timeout_s": 60, "ranks_per_node": case.ranks_per_node, "sums": case.sums} | options
+    *sizes, per_node, sums = case.memory
+    options = {"timeout_s": 60, "ranks_per_node": per_node, "sums": sums} | options
     buffer = LowLatencyBuffer(None, *sizes, backend=backend, **options)
     assert buffer.backend == backend and buffer.capacity == case.num_ranks * case.max_tokens
     return buffer
-
-
-def finish(buffer):
-    """Raise errors of calls; on a GPU they show only when the host looks."""
-    if buffer.backend in ("nvlink", "nvshmem"):
-        torch.cuda.synchronize()
-        buffer.check()
 
 
 def start_dispatch(buffer: LowLatencyBuffer, case: Case, rank: int, backend: str):
@@ -190,11 +190,12 @@ def run_case(buffer: LowLatencyBuffer, case: Case, rank: int, backend: str, expe
     assert_same("combined_x", y, expected.combined[rank])
 
 
-# ---- any routing ----
-
-
-def check_cases(rank, _, backend, cases):
-    for case in cases:
-        buffer = make_buffer(case, backend, rank)
-        run_case(buffer, case, rank, backend)
+def check_cases(rank: int, _: int, backend: str, cases: list[Case]) -> None:
+    """Cases one after another; those that follow each other and need the same memory are calls of one buffer."""
+    for _, alike in itertools.groupby(cases, lambda case: case.memory):
+        first, *others = alike
+        buffer = make_buffer(first, backend, rank)
+        for case in (first, *others):
+            run_case(buffer, case, rank, backend)
+        look(buffer)
         buffer.destroy()

@@ -3,12 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import on_device
-from low_latency_cases import Case, Expected, finish, make_buffer
+from exchange_cases import look, on_device
+from low_latency_cases import Case, Expected, make_buffer
 
 from deepep_moe import reference
 
 BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
+ALL_BACKENDS = (*BACKENDS, pytest.param("nvshmem", marks=pytest.mark.gpu))
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
 CASE = Case([4, 4], max_tokens=8, hidden=128, num_experts=4, num_topk=2, masked=0.0, dtype=torch.float32)
 IDX = torch.tensor([[0, 2], [1, 3], [3, 0], [2, -1]])
@@ -22,7 +23,7 @@ def make(backend, rank, **options):
 def check_usable(buffer, x, idx):
     out = buffer.dispatch(x, idx)
     y = buffer.combine(out.recv_x, out.handle)
-    finish(buffer)
+    look(buffer)
     assert torch.allclose(y, x * (idx >= 0).sum(1, keepdim=True)), "usable afterwards"
 
 
