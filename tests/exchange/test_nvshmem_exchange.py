@@ -8,19 +8,20 @@ import torch
 import torch.distributed as dist
 from exchange_cases import (
     NETWORK,
+    ROUNDS,
     Case,
-    assert_fields_same,
     assert_same,
     check_cases,
+    check_each,
     device_of,
     in_environment,
     inputs_of,
     look,
     opened,
     poison_outputs,
+    random_case,
 )
 from on_ranks import on_ranks
-from random_routings import ROUNDS, stress
 
 from deepep_moe import Buffer, reference
 from deepep_moe.testing import run_ranks
@@ -52,7 +53,7 @@ def test_equals_reference(split):
 @pytest.mark.parametrize("split", SPLITS)
 def test_random_routings_over_nodes(split):
     num_ranks, per_node = SPLITS[split]
-    run_ranks(stress, num_ranks, "nvshmem", ROUNDS, per_node, timeout_s=600 + ROUNDS / 10)
+    check_cases([random_case(seed, num_ranks, "nvshmem", per_node) for seed in range(ROUNDS)], timeout_s=600 + ROUNDS / 10)
 
 
 def test_uneven_tokens():
@@ -66,26 +67,14 @@ def test_ways_to_send(num_sms):
     check_cases([case_of("2x2", [140, 37, 90, 5], mode=mode, **how) for mode in ("now", "async", "hook")])
 
 
-def many_calls(rank, num_ranks, split, num_calls):
-    """Calls one after the other on one buffer, with other routings and row sizes each time: boxes are written again and again."""
-    poison_outputs()
-    device = device_of("nvshmem", rank)
-    cases = [case_of(split, seed=seed, dtype=(torch.bfloat16, torch.float32)[seed % 2]) for seed in range(num_calls)]
-    buffer = Buffer(None, 32, 72, 24, 4, backend="nvshmem", timeout_s=60, ranks_per_node=SPLITS[split][1])
-    for case in cases:
-        xs, idxs, weights = inputs_of(case)
-        received = reference.dispatch(xs, idxs, weights, case.num_experts)
-        outputs = [case.expert_outputs(r, len(there.recv_x)) for r, there in enumerate(received)]
-        out = buffer.dispatch(*(of_ranks[rank].to(device) for of_ranks in (xs, idxs, weights)))
-        assert_fields_same(out, received[rank], "recv_x", "recv_topk_weights")
-        combined = reference.combine(outputs, received, case.num_tokens, ranks_per_node=SPLITS[split][1])
-        assert_same("combined_x", buffer.combine(outputs[rank].to(device), out.handle), combined[rank])
-    buffer.destroy()
+def many_calls(split, num_calls):
+    return [case_of(split, seed=seed, dtype=(torch.bfloat16, torch.float32)[seed % 2]) for seed in range(num_calls)]
 
 
 @pytest.mark.parametrize("split", ("2x1", "2x2"))
 def test_many_calls(split):
-    run_ranks(many_calls, SPLITS[split][0], split, 6)
+    """Calls one after the other on one buffer, with other routings and row sizes each time: boxes are written again and again."""
+    check_cases(many_calls(split, 6))
 
 
 @pytest.mark.slow
@@ -95,7 +84,7 @@ def test_networks(seed):
     """Networks that delay, tear and reorder in other ways."""
     network = {NETWORK: f"seed={seed},stall_us={200 * (seed % 4)},flush={seed % 2}"}
     split = ("2x1", "2x2", "4x1", "3x2")[seed % 4]
-    run_ranks(in_environment, SPLITS[split][0], network, many_calls, split, 4)
+    run_ranks(in_environment, SPLITS[split][0], network, check_each, many_calls(split, 4))
 
 
 # ---- what else a call can do ----

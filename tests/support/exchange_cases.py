@@ -1,8 +1,10 @@
 """Routings for the tests of dispatch and combine, and the comparison with the reference that runs on every rank."""
 
+import itertools
 import os
+import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import emulated_gpu
@@ -58,11 +60,18 @@ class Case:
     sums: str = "ranks"
     bulk_copies: bool = True  # nvlink: with the instructions of sm_90 where they are
     mode: str = "now"  # or "async", "hook"
-    backends: tuple[str, ...] = field(default=("shm", "collective"))
+    backends: tuple[str, ...] = ("shm", "collective")
+    max_tokens: int | None = None
 
     @property
     def num_ranks(self) -> int:
         return len(self.num_tokens)
+
+    @property
+    def memory(self) -> tuple[Any, ...]:
+        """What buffers are made with."""
+        sizes = self.max_tokens or max(self.num_tokens), self.hidden, self.num_experts, self.num_topk
+        return *sizes, self.ranks_per_node, self.max_sms, self.sums, self.bulk_copies, self.backends
 
     def routing(self, rank: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.seed * 101 + rank)
@@ -95,9 +104,53 @@ class Case:
         return torch.randn(num_rows, self.hidden, generator=torch.Generator().manual_seed(rank + 77)).to(self.dtype)
 
 
-def check_case(rank: int, _: int, case: Case) -> None:
-    """Dispatch and combine of `case` on each of its backends; every result must equal the reference's bits."""
+ROUNDS = int(os.environ.get("DEEPEP_MOE_STRESS_ROUNDS", "100"))
+
+
+def random_case(seed: int, num_ranks: int, backend: str, ranks_per_node: int | None = None) -> Case:
+    """One of many cases for one buffer."""
+    draw = random.Random(seed)
+    return Case(
+        [draw.choice((0, 96, 1, 32, 49)) for _ in range(num_ranks)], max_tokens=96, hidden=64, num_experts=3 * num_ranks, num_topk=4,
+        seed=seed, dtype=draw.choice((torch.float32, torch.bfloat16, torch.float16)), layout=draw.choice(("expert", "rank")),
+        pattern=draw.choice(("uniform", "skewed", "masked", "one_expert")), num_sms=draw.choice((None, 1, 5, 0)),
+        mode=draw.choice(("now", "async", "hook")), backends=(backend,), ranks_per_node=ranks_per_node,
+    )  # fmt: skip
+
+
+def check_case(rank: int, num_ranks: int, case: Case) -> None:
+    check_each(rank, num_ranks, [case])
+
+
+def check_each(rank: int, _: int, cases: list[Case]) -> None:
+    """Calls of cases on each of their backends; every result must equal the reference's bits. Cases that follow each other and need the
+    same memory are calls of the same buffers."""
     poison_outputs()
+    for _, alike in itertools.groupby(cases, lambda case: case.memory):
+        buffers: list[Buffer] = []
+        for case in alike:
+            buffers = buffers or [make_buffer(case, backend, rank) for backend in case.backends]
+            try:
+                check_calls(rank, case, buffers)
+            except Exception as error:
+                error.add_note(f"in {case}")
+                raise
+        for buffer in buffers:
+            buffer.destroy()
+
+
+def make_buffer(case: Case, backend: str, rank: int) -> Buffer:
+    device_of(backend, rank)
+    *sizes, per_node, max_sms, sums, bulk_copies, _ = case.memory
+    buffer = Buffer(None, *sizes, backend=backend, timeout_s=60, ranks_per_node=per_node, max_sms=max_sms, sums=sums)
+    assert buffer.backend == backend
+    if backend == "nvlink" and not bulk_copies:
+        buffer.calls.backend.tuning.uses_bulk_copies = False
+    return buffer
+
+
+def check_calls(rank: int, case: Case, buffers: list[Buffer]) -> None:
+    """A dispatch, a combine and a dispatch along the handle, in each of the buffers."""
     ranks = range(case.num_ranks)
     inputs = [case.inputs(r) for r in ranks]
     xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
@@ -111,15 +164,9 @@ def check_case(rank: int, _: int, case: Case) -> None:
         outputs, received, case.num_tokens, row_weights if case.with_weights else None, biases if case.with_bias else None,
         ranks_per_node=case.ranks_per_node, sums=case.sums,
     )  # fmt: skip
-    for backend in case.backends:
-        device = device_of(backend, rank)
-        sizes = (max(case.num_tokens), case.hidden, case.num_experts, case.num_topk)
-        options = {"ranks_per_node": case.ranks_per_node, "max_sms": case.max_sms, "sums": case.sums}
-        buffer = Buffer(None, *sizes, backend=backend, timeout_s=60, **options)
-        assert buffer.backend == backend
-        if backend == "nvlink" and not case.bulk_copies:
-            buffer.calls.backend.tuning.uses_bulk_copies = False
-        how = {"num_sms": case.num_sms, "async_op": case.mode == "async", "return_hook": case.mode == "hook"}
+    how = {"num_sms": case.num_sms, "async_op": case.mode == "async", "return_hook": case.mode == "hook"}
+    for buffer in buffers:
+        device = device_of(buffer.backend, rank)
         x, idx, weight = (tensor.to(device) for tensor in inputs[rank])
         weight = weight if case.with_weights else None
         out = buffer.dispatch(x, idx, weight, layout=case.layout, expert_alignment=case.expert_alignment, **how)
@@ -143,7 +190,6 @@ def check_case(rank: int, _: int, case: Case) -> None:
             (again.hook or again.event.wait)()
         assert_same("recv_x along the handle", again.recv_x, mine.recv_x)
         assert_same("recv_topk_weights along the handle", again.recv_topk_weights, mine.recv_topk_weights)
-        buffer.destroy()
 
 
 def on_device(backend: str, rank: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -222,17 +268,8 @@ def inputs_of(case: Case) -> list[list[torch.Tensor]]:
 
 
 def check_cases(cases: list[Case], **options: Any) -> None:
-    """Check several cases, which have as many ranks, in the same processes."""
-    run_ranks(_check_each, cases[0].num_ranks, cases, **options)
-
-
-def _check_each(rank: int, num_ranks: int, cases: list[Case]) -> None:
-    for case in cases:
-        try:
-            check_case(rank, num_ranks, case)
-        except Exception as error:
-            error.add_note(f"in {case}")
-            raise
+    """Check cases, which have as many ranks, in the same processes."""
+    run_ranks(check_each, cases[0].num_ranks, cases, **options)
 
 
 def assert_all_same(name: str, ours: Iterable[Any], theirs: Iterable[Any]) -> None:
