@@ -17,7 +17,6 @@ from deepep_moe.compat.deep_ep import Buffer, Config, ElasticBuffer, EPBuffer, E
 from deepep_moe.compat.deep_ep.arguments import senders_of
 from deepep_moe.compat.deep_ep.runtime import Runtime
 from deepep_moe.errors import BufferDestroyedError, EPPeerError
-from deepep_moe.ops import ue8m0
 
 FP8, X, COUNTS = torch.float8_e4m3fn, torch.zeros(2, 64, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
 IDX = torch.tensor([[0, 3], [2, 1]])
@@ -111,15 +110,6 @@ def test_runtime(group):
     with_nodes = Runtime(buffer, SimpleNamespace(num_nodes=4))
     assert with_nodes.is_internode_available() and with_nodes.get_rdma_rank() == 2
     assert (with_nodes.get_root_rdma_rank(True), with_nodes.get_root_rdma_rank(False)) == (1, 0)
-
-
-@pytest.mark.parametrize("num_scales", (1, 3, 4, 56))
-def test_packed_scales(num_scales):
-    exponents = torch.randint(0, 256, (5, num_scales), generator=torch.Generator().manual_seed(num_scales))
-    words = torch.nn.functional.pad(exponents.to(torch.uint8), (0, -num_scales % 4)).contiguous().view(torch.int32)
-    scales = ue8m0.unpack(words, num_scales)
-    assert torch.equal(torch.where(exponents > 0, 2.0 ** (exponents - 127), 0.0)[exponents < 255], scales[exponents < 255])
-    assert torch.equal(ue8m0.pack(scales), words)
 
 
 def version_1_calls(buffer, number):

@@ -13,7 +13,7 @@ from error_cases import BACKENDS, HIDDEN, IDX, WEIGHTS, X, good_inputs, make_buf
 from on_ranks import on_ranks, refused
 
 from deepep_moe import Buffer, LowLatencyBuffer
-from deepep_moe.errors import BackendUnavailableError, BufferDestroyedError, EPCapacityError, EPMismatchError, EPPeerError
+from deepep_moe.errors import BackendUnavailableError, EPCapacityError, EPMismatchError, EPPeerError
 from deepep_moe.ops import gate
 
 # ---- bad arguments of one rank: its own error there, EPPeerError with the reason elsewhere, and the buffer stays usable ----
@@ -347,19 +347,6 @@ def test_destroyed_buffer_lets_its_group_go(rank):
     buffer.destroy()
     dist.destroy_process_group(group)
     assert group not in gc.get_referents(buffer), "it would end with the interpreter, and its threads may abort the process then"
-
-
-def test_use_in_a_forked_process():
-    buffer = make_buffer()
-    child = os.fork()
-    if child == 0:
-        try:
-            buffer.dispatch(X, IDX)
-        except BufferDestroyedError as error:
-            os._exit(0 if f"belongs to process {os.getppid()}" in str(error) else 2)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    buffer.dispatch(X, IDX)
 
 
 @on_ranks(2)

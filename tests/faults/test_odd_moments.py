@@ -1,5 +1,6 @@
 """Faults where nobody expects them: in the words of an error, on the way to a call, in a second thread, in a recovery."""
 
+import os
 import pickle
 import random
 import signal
@@ -14,7 +15,7 @@ from fault_cases import SOON_S, at_random, check_told, inputs, make, make_step, 
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer, config
-from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.errors import BufferDestroyedError, EPError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.exchange import buffer as of_buffers
 from deepep_moe.exchange import calls as of_calls
 from deepep_moe.group import rendezvous
@@ -265,3 +266,14 @@ def test_handles_stay_in_their_process(rank, num_ranks, kind):
     handle = buffer.dispatch(torch.ones(4, 16), torch.tensor([[0], [1], [0], [1]])).handle
     with pytest.raises(TypeError, match="Handle says where the rows of this process are and cannot be saved or sent"):
         pickle.dumps(handle)
+
+
+@on_ranks(1, kind=("shm", "low latency"))
+def test_use_in_a_forked_process(rank, num_ranks, kind):
+    buffer = make(kind, num_ranks)
+    child = os.fork()
+    if child == 0:
+        error, _ = outcome(partial(make_step, buffer, 0))
+        os._exit(0 if isinstance(error, BufferDestroyedError) and "belongs to " in str(error) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    make_step(buffer, 1)

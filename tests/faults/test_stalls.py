@@ -151,24 +151,3 @@ def stopped(rank, num_ranks, kind, seed):
 @pytest.mark.parametrize("number", (0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, 4))))
 def test_stopped_process(number):
     at_random(stopped, 3, ("shm", "low latency")[number % 2])
-
-
-def stopped_on_gpus(rank, num_ranks, kind, seed):
-    """All ranks get an error, and recover."""
-    buffer = make(kind, num_ranks, GPU_DEADLINE_S)
-    make_step(buffer, 0)
-    dist.barrier()
-    if rank == seed % num_ranks:
-        signal_later(seed, 0.5, signal.SIGSTOP, 1.5 * GPU_DEADLINE_S)
-    began, error = time.monotonic(), None
-    while error is None:
-        error, _ = outcome(partial(make_step, buffer, 1))
-        assert time.monotonic() - began < 5 * GPU_DEADLINE_S + SOON_S, "no error"
-    assert isinstance(error, EPTimeoutError | EPPeerError) and error.rank != rank, repr(error)
-    back_in_step(buffer)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_ranks", (2, 3))
-def test_stopped_process_on_gpus(num_ranks):
-    at_random(stopped_on_gpus, num_ranks, "nvlink")

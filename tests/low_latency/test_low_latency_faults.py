@@ -19,7 +19,6 @@ from low_latency_cases import Case, Expected, combine_rows, make_buffer, run_cas
 from low_latency_faults import CASE, IDX, X, check_usable, make, on_every_backend
 from on_ranks import on_ranks, refused
 
-from deepep_moe import LowLatencyBuffer
 from deepep_moe.errors import BufferDestroyedError, EPError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.low_latency import shm_rows
 
@@ -356,20 +355,6 @@ def test_destroy_beside_a_call(rank, return_hook):
         tell("destroyed")
         thread.join()
     assert isinstance(errors[0], BufferDestroyedError) and "this LowLatencyBuffer was destroyed" in str(errors[0]), errors
-
-
-@on_ranks(1)
-def test_use_in_a_forked_process(rank):
-    buffer, x, idx = LowLatencyBuffer(None, 4, 128, 4, 2), X, IDX
-    child = os.fork()
-    if child == 0:
-        try:
-            buffer.dispatch(x, idx)
-        except BufferDestroyedError as error:
-            os._exit(0 if "belongs to the process that created it" in str(error) else 2)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    check_usable(buffer, x, idx)
 
 
 # ---- ranks that are late or gone ----
