@@ -158,7 +158,6 @@ bool Network::announce(const Put& put) {
     }
     __atomic_store_n(reinterpret_cast<uint64_t*>(at(put.pe, put.signal)), put.value, __ATOMIC_RELEASE);
     num_bytes_[put.pe] += put.bytes;
-    ++num_puts_[put.pe];
     return true;
 }
 

@@ -72,7 +72,6 @@ public:
     void check_freed(size_t begin, size_t end);  // a fault where a put in flight touches it
     void show_arrivals();                        // to this PE, where they do not show of themselves
     uint64_t bytes_to(int pe) const { return num_bytes_[pe]; }
-    uint64_t puts_to(int pe) const { return num_puts_[pe]; }
 
 private:
     using Clock = std::chrono::steady_clock;
@@ -96,7 +95,7 @@ private:
     Clock::time_point stalled_[kMaxPes] = {};
     int64_t num_exposed_ = 0;  // puts from or to the PE that is to die
     int64_t num_posted_ = 0;
-    std::atomic<uint64_t> num_bytes_[kMaxPes] = {}, num_puts_[kMaxPes] = {};
+    std::atomic<uint64_t> num_bytes_[kMaxPes] = {};
 };
 
 }  // namespace emulation::network

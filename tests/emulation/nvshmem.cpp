@@ -251,19 +251,12 @@ void* nvshmem_ptr(const void* pointer, int pe) {
     return w.heap_of(pe) + (static_cast<const std::byte*>(pointer) - w.heap());
 }
 
-void nvshmem_barrier_all() {
-    World& w = initialized("nvshmem_barrier_all");
-    w.network->wait_until_idle();
-    wait_for_all(w, "nvshmem_barrier_all");
-}
-
 void nvshmemx_quiet_on_stream(cudaStream_t stream) {
     World& w = initialized("nvshmemx_quiet_on_stream");
     emulation::enqueue(stream, [&w] { w.network->wait_until_idle(); });
 }
 
 uint64_t emulated_nvshmem_bytes(int pe) { return initialized("emulated_nvshmem_bytes").network->bytes_to(pe); }
-uint64_t emulated_nvshmem_puts(int pe) { return initialized("emulated_nvshmem_puts").network->puts_to(pe); }
 
 // ---- of kernels ----
 

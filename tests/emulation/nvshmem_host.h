@@ -54,11 +54,9 @@ int nvshmem_n_pes();
 void* nvshmem_align(size_t alignment, size_t bytes);
 void nvshmem_free(void* pointer);
 void* nvshmem_ptr(const void* pointer, int pe);
-void nvshmem_barrier_all();
 void nvshmemx_quiet_on_stream(struct EmulatedStream* stream);
 
-// Not part of NVSHMEM, for tests: payload bytes, and puts and signals, of this process that have arrived at `pe`.
+// Not part of NVSHMEM, for tests: payload bytes of this process that have arrived at `pe`.
 uint64_t emulated_nvshmem_bytes(int pe);
-uint64_t emulated_nvshmem_puts(int pe);
 }
 #pragma GCC visibility pop

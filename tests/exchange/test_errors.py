@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from error_cases import BACKENDS, HIDDEN, IDX, WEIGHTS, X, good_inputs, make_buffer
+from exchange_cases import look, on_device
 from on_ranks import on_ranks, refused
 
 from deepep_moe import Buffer, LowLatencyBuffer
@@ -222,32 +223,28 @@ def test_launched_without_process_group(monkeypatch, kind):
 # ---- ranks that do not agree ----
 
 
-@on_ranks(2, backend=BACKENDS)
+@on_ranks(2, backend=(*BACKENDS, pytest.param("nvlink", marks=pytest.mark.gpu)))
 def test_ranks_in_different_calls(rank, backend):
+    x, idx = on_device(backend, rank, X, IDX)
     buffer = make_buffer(backend)
-    handle = buffer.dispatch(X, IDX, WEIGHTS).handle
-    with pytest.raises(EPMismatchError, match="(?=.*rank 0: dispatch of float32 rows, layout expert).*rank 1: .*layout rank"):
-        buffer.dispatch(X, IDX, layout=("expert", "rank")[rank])
-    with pytest.raises(EPMismatchError, match="rank 1: .*bfloat16"):
-        buffer.dispatch(X.to((torch.float32, torch.bfloat16)[rank]), IDX)
-    with pytest.raises(EPMismatchError, match="rank 1: cached dispatch"):
-        if rank == 0:
-            buffer.combine(torch.zeros(handle.num_rows, HIDDEN), handle)
-        else:
-            buffer.dispatch(X, handle=handle)
-    buffer.dispatch(X, IDX)
-
-
-@on_ranks(2, backend=BACKENDS)
-def test_ranks_with_different_handles(rank, backend):
-    buffer = make_buffer(backend)
-    outs = buffer.dispatch(X, IDX), buffer.dispatch(X, IDX)
+    outs = buffer.dispatch(x, idx), buffer.dispatch(x, idx)
     out = outs[rank]
-    with pytest.raises(EPMismatchError, match="(?=.*rank 0: combine [^;]*handle of call 1).*rank 1: combine [^;]*handle of call 2"):
-        buffer.combine(out.recv_x, out.handle)
-    with pytest.raises(EPMismatchError, match="with the handle of call 2"):
-        buffer.dispatch(X, handle=out.handle)
-    buffer.combine(outs[1].recv_x, outs[1].handle)
+    with pytest.raises(EPMismatchError, match="(?=.*rank 0: dispatch of float32 rows, layout expert).*rank 1: .*layout rank"):
+        buffer.dispatch(x, idx, layout=("expert", "rank")[rank])
+    with pytest.raises(EPMismatchError, match="rank 1: .*bfloat16"):
+        buffer.dispatch(x.to((torch.float32, torch.bfloat16)[rank]), idx)
+    for message, calls in (
+        ("rank 1: cached dispatch", (partial(buffer.combine, out.recv_x, out.handle), partial(buffer.dispatch, x, handle=out.handle))),
+        (
+            "(?=.*rank 0: combine [^;]*handle of call 1).*rank 1: combine [^;]*handle of call 2",
+            [partial(buffer.combine, out.recv_x, out.handle)] * 2,
+        ),
+        ("with the handle of call 2", [partial(buffer.dispatch, x, handle=out.handle)] * 2),
+    ):
+        with pytest.raises(EPMismatchError, match=message):
+            calls[rank]()
+            look(buffer)
+    assert torch.isfinite(buffer.combine(outs[1].recv_x, outs[1].handle)).all(), "usable afterwards"
 
 
 @on_ranks(2, backend=BACKENDS, layout=("expert", "rank"))

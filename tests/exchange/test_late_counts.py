@@ -5,8 +5,8 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.distributed as dist
+from error_cases import on_gpus
 from exchange_cases import assert_all_same, assert_same, device_of, look
-from nvlink_cases import make_buffer
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer
@@ -45,7 +45,7 @@ def late_layer(buffer, x, idx, weights, before_settle=lambda: None):
 def test_rows_that_fit_and_rows_that_do_not(rank, calls_between):
     """Ranks have a guess from the third dispatch on. Then rank 0 gets twice as many rows and rank 1 none; neither needs the other to know.
     The counts may also be asked for by the buffer's next call, on the way to a combine of another dispatch."""
-    (buffer, x, _), (twin, _, _) = make_buffer(rank), make_buffer(rank)
+    (buffer, x, _), (twin, _, _) = on_gpus(rank), on_gpus(rank)
     even, to_one = (torch.tensor(idx, device=x.device) for idx in (EVEN, TO_ONE))
     weights = torch.rand(4, 2, device=x.device)
     other = buffer.dispatch(x, even, layer=1)
@@ -64,7 +64,7 @@ def test_rows_that_fit_and_rows_that_do_not(rank, calls_between):
 @on_ranks(2)
 def test_guessed_rows_that_nobody_settles(rank):
     """A combine of rows that did not fit is refused on all ranks, and the buffer goes on after `recover`."""
-    buffer, x, _ = make_buffer(rank)
+    buffer, x, _ = on_gpus(rank)
     even, to_one = (torch.tensor(idx, device=x.device) for idx in (EVEN, TO_ONE))
     for _ in range(2):
         buffer.combine((out := buffer.dispatch(x, even)).recv_x, out.handle)
@@ -82,7 +82,7 @@ def test_guessed_rows_that_nobody_settles(rank):
 @on_ranks(2)
 def test_counts_are_lost_with_a_refusal(rank):
     """A refusal after a late dispatch is the next call of the rank. Nobody can read the counts after it."""
-    buffer, x, _ = make_buffer(rank)
+    buffer, x, _ = on_gpus(rank)
     even = torch.tensor(EVEN, device=x.device)
     for _ in range(2):
         buffer.dispatch(x, even)
@@ -104,7 +104,7 @@ def test_counts_are_lost_with_a_refusal(rank):
 @on_ranks(2)
 def test_rows_that_nobody_may_use(rank):
     """The gradient of rows that did not fit, and another buffer's output."""
-    (buffer, x, _), (other, _, _) = make_buffer(rank), make_buffer(rank)
+    (buffer, x, _), (other, _, _) = on_gpus(rank), on_gpus(rank)
     even, to_one = (torch.tensor(idx, device=x.device) for idx in (EVEN, TO_ONE))
     for _ in range(2):
         buffer.dispatch(x, even)
@@ -165,7 +165,7 @@ class Called(torch.nn.Module):
 def test_layers_with_grouped_experts(rank):
     """The third forward guesses its rows. In the fourth all tokens go to rank 0, whose experts run twice. In the fifth rank 1 has no guess,
     as its last two dispatches differed."""
-    (buffer, x, _), (twin, _, _) = make_buffer(rank), make_buffer(rank)
+    (buffer, x, _), (twin, _, _) = on_gpus(rank), on_gpus(rank)
     router = Router(16, 4, 2, expert_bias=True, device=x.device)
     experts, shared = GroupedExperts(2, 16, 8, device=x.device), SwiGLU(16, 8, device=x.device)
     layer, called = (MoELayer(router, module, shared, buffer=one) for module, one in ((experts, buffer), (Called(deepcopy(experts)), twin)))

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from error_cases import IDX, WEIGHTS, X, make_buffer
+from error_cases import IDX, WEIGHTS, X, imaginary, make_buffer, negative
 from exchange_cases import device_of
-from lazy_tensors import imaginary, negative
 from on_ranks import on_ranks
 
 from deepep_moe import ops

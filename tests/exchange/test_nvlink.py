@@ -1,9 +1,12 @@
 """Ways in which the nvlink backend sends, against the reference, bit for bit."""
 
 import itertools
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from error_cases import on_gpus
 from exchange_cases import (
     Case,
     assert_fields_same,
@@ -16,9 +19,7 @@ from exchange_cases import (
     opened,
     poison_outputs,
 )
-from nvlink_cases import make_buffer
 from on_ranks import on_ranks
-from passed_files import MODES, finish, passed
 
 from deepep_moe import _C, Buffer, reference
 from deepep_moe.testing import run_ranks
@@ -162,7 +163,7 @@ def test_scales_of_whole_pieces(rank):
 
 @on_ranks(2)
 def test_default_device(rank):
-    buffer, x, idx = make_buffer(rank)
+    buffer, x, idx = on_gpus(rank)
     expected = buffer.dispatch(x, idx)
     with torch.device("meta"):
         out = buffer.dispatch(x, idx)
@@ -171,7 +172,49 @@ def test_default_device(rank):
         assert torch.equal(other.recv_x, expected.recv_x) and other.handle.call.device.type == "cpu"
 
 
-# ---- the host's way ----
+# ---- the host's way: the files of the package that a call passes, and what it asks of C++ ----
+
+
+MODES = {"now": {}, "async": {"async_op": True}, "hook": {"return_hook": True}}
+
+
+class Counted:
+    """A native object that notes what is asked of it."""
+
+    def __init__(self, native, asked):
+        self.__dict__.update(native=native, asked=asked)
+
+    def __getattr__(self, name):
+        self.asked.append(name)
+        return getattr(self.native, name)
+
+
+def passed(natives, call):
+    """Return the result of `call`, the files of the package that it passes, and what it asks of C++. natives: owners, and their names for
+    it."""
+    files, asked, values = set(), [], [getattr(*native) for native in natives]
+    root = str(Path(sys.modules["deepep_moe"].__file__).parent)
+
+    def look(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            files.add(Path(frame.f_code.co_filename).name)
+
+    for native, value in zip(natives, values, strict=True):
+        setattr(*native, Counted(value, asked))
+    sys.setprofile(look)
+    try:
+        output = call()
+    finally:
+        sys.setprofile(None)
+        for native, value in zip(natives, values, strict=True):
+            setattr(*native, value)
+    return output, files, asked
+
+
+def finish(event):
+    """`event`: an event, a hook, or None of a call that is over."""
+    if event is not None:
+        event() if callable(event) else event.wait()
 
 
 KINDS = {"rows": {}, "gradients": {}, "bounded": {}, "fp8": {}, "lanes": {"sums": "lanes"}, "nodes": {"ranks_per_node": 1}}
@@ -179,7 +222,7 @@ KINDS = {"rows": {}, "gradients": {}, "bounded": {}, "fp8": {}, "lanes": {"sums"
 
 @on_ranks(2, how=MODES, kind=KINDS)
 def test_files_that_a_call_passes(rank, how, kind):
-    buffer, x, idx = make_buffer(rank, backend="nvshmem" if kind == "nodes" else "nvlink", **KINDS[kind])
+    buffer, x, idx = on_gpus(rank, backend="nvshmem" if kind == "nodes" else "nvlink", **KINDS[kind])
     natives, options = [(buffer.calls, "_native"), (buffer.calls.backend, "_exchange")], MODES[how]
     rows = {"x": x.requires_grad_(kind not in ("rows", "fp8"))}
     if kind == "fp8":
@@ -204,7 +247,7 @@ def test_files_that_a_call_passes(rank, how, kind):
 
 @on_ranks(2)
 def test_a_gradient_finishes_a_call_in_two_halves(rank):
-    buffer, x, idx = make_buffer(rank)
+    buffer, x, idx = on_gpus(rank)
     out = buffer.dispatch(x.requires_grad_(), idx)
     later = buffer.dispatch(x.detach(), idx, return_hook=True)
     (grad,) = torch.autograd.grad(out.recv_x.sum(), x)
@@ -216,7 +259,7 @@ def test_a_gradient_finishes_a_call_in_two_halves(rank):
 @on_ranks(2)
 def test_inference_mode(rank):
     """PyTorch counts no changes there, but those of a handle."""
-    buffer, x, idx = make_buffer(rank)
+    buffer, x, idx = on_gpus(rank)
     with torch.inference_mode():
         out = buffer.dispatch(x, idx)
         assert torch.equal(out.handle.topk_idx, idx.int())
@@ -230,7 +273,7 @@ def test_inference_mode(rank):
 def test_memory_of_an_asynchronous_call_on_this_and_on_other_stream(rank, waits):
     """The call is behind a busy stream, and its rows are dropped at once. What has their memory next comes after the call: at once on the
     stream that waits for it, elsewhere once the GPU is through."""
-    buffer, x, idx = make_buffer(rank)
+    buffer, x, idx = on_gpus(rank)
     out = buffer.dispatch(x, idx)
     buffer.combine(out.recv_x, out.handle, async_op=True)[1].wait()
     torch.full_like(out.recv_x, 7)  # as the call above: to load a kernel later, the host may wait until the GPU is idle
@@ -253,7 +296,7 @@ def test_memory_of_an_asynchronous_call_on_this_and_on_other_stream(rank, waits)
 @on_ranks(2, layout=LAYOUTS)
 def test_asynchronous_calls_follow_this_and_run_on_other_stream(rank, layout):
     """This stream is busy before it writes the arguments, and frees memory that the outputs may get. Events are used again meanwhile."""
-    buffer, x, idx = make_buffer(rank)
+    buffer, x, idx = on_gpus(rank)
     plain = buffer.dispatch(x, idx, layout=layout)
     for value in range(1, 4):
         torch.cuda._sleep(100_000_000)

@@ -9,14 +9,15 @@ import emulated_gpu
 import pytest
 import torch
 import torch.distributed as dist
+from error_cases import on_gpus
 from events import tell, wait_for
 from exchange_cases import assert_same, device_of, look, new_stream
-from nvlink_cases import make_buffer, unchecked
+from fault_cases import unchecked
 from on_ranks import on_ranks, refused
 
 from deepep_moe import Buffer, ops
 from deepep_moe.device import call_stream
-from deepep_moe.errors import BackendUnavailableError, EPCapacityError, EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.errors import BackendUnavailableError, EPCapacityError, EPPeerError, EPTimeoutError
 from deepep_moe.group import rendezvous
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +28,7 @@ LAYOUTS = ("expert", "rank")
 
 @on_ranks(2, sums=("ranks", "lanes"))
 def test_bad_arguments(rank, sums):
-    buffer, x, idx = make_buffer(rank, sums=sums)
+    buffer, x, idx = on_gpus(rank, sums=sums)
     on_cpu = [] if emulated_gpu.is_chosen() else [(dict(x=x.cpu()), ValueError, "x is on cpu")]
     for changes, error, message in [
         *on_cpu,
@@ -43,24 +44,9 @@ def test_bad_arguments(rank, sums):
 
 
 @on_ranks(2)
-def test_ranks_in_different_calls(rank):
-    buffer, x, idx = make_buffer(rank)
-    first, second = buffer.dispatch(x, idx), buffer.dispatch(x, idx)
-    me = f"rank {rank}"
-    with pytest.raises(EPMismatchError, match=f"ranks make different calls: {me}: .*layout.*rank {1 - rank}: .*layout"):
-        buffer.dispatch(x, idx, layout=LAYOUTS[rank])
-    with pytest.raises(EPMismatchError, match="rank 1: combine of float32 rows, layout expert, with the handle of call 2"):
-        out = (first, second)[rank]
-        buffer.combine(out.recv_x, out.handle)
-        torch.cuda.synchronize()
-        buffer.dispatch(x, idx)
-    assert torch.isfinite(buffer.combine(second.recv_x, second.handle)).all(), "usable afterwards"
-
-
-@on_ranks(2)
 def test_late_peer(rank):
     """There are words of counts for all threads of a block. tests/faults/test_stalls.py has few of them."""
-    buffer, x, idx = make_buffer(rank, timeout_s=DEADLINE_S, num_experts=512)
+    buffer, x, idx = on_gpus(rank, timeout_s=DEADLINE_S, num_experts=512)
     buffer.dispatch(x, idx)
     if rank == 1:
         return wait_for("rank 0 knows")
@@ -74,7 +60,7 @@ def test_late_peer(rank):
 @on_ranks(2, num_sms=(4, 0))
 def test_rows_that_are_read_late_are_not_overwritten(rank, num_sms):
     """Rank 1 receives the rows of a dispatch when rank 0 has given up waiting for it in the next call."""
-    buffer, x, idx = make_buffer(rank, timeout_s=DEADLINE_S)
+    buffer, x, idx = on_gpus(rank, timeout_s=DEADLINE_S)
     first = buffer.dispatch(x, idx)
     again = buffer.dispatch(x, handle=first.handle, return_hook=True)
     if rank == 1:
@@ -93,7 +79,7 @@ def test_rows_that_are_read_late_are_not_overwritten(rank, num_sms):
 @on_ranks(2)
 def test_hook_after_next_call_on_other_stream(rank):
     """The buffer's next call receives the rows, on a stream that is busy; a call of the hook then waits for that stream."""
-    buffer, x, idx = make_buffer(rank)
+    buffer, x, idx = on_gpus(rank)
     good = buffer.dispatch(x, idx)
     out = buffer.dispatch(x, idx, return_hook=True)
     out.recv_x.fill_(float("nan"))
@@ -132,7 +118,7 @@ def test_rows_of_an_interrupted_call(rank):
 @on_ranks(4)
 def test_refusals_of_later_calls(rank, num_ranks):
     """Rank 1 refuses call after call while the others wait for rank 0: none of its refusals may count as tokens."""
-    buffer, x, idx = make_buffer(rank, timeout_s=60.0, num_experts=256)
+    buffer, x, idx = on_gpus(rank, timeout_s=60.0, num_experts=256)
     buffer.dispatch(x, idx)
     error, message = (ValueError, r"topk_idx\[\d, \d\] is 1") if rank == 1 else (EPPeerError, "rank [01] did not make its call")
     with unchecked(buffer) as communicator:
@@ -149,7 +135,7 @@ def test_refusals_of_later_calls(rank, num_ranks):
 @on_ranks(2, num_layers=(2, 6))  # 4 calls, and 12, which are more than a rank keeps the reasons of
 def test_calls_after_a_failure(rank, num_layers):
     """Rank 1 has too little room, and nobody looks before the last call: a rank that has failed may overtake its peer."""
-    buffer, x, idx = make_buffer(rank)
+    buffer, x, idx = on_gpus(rank)
     idx[3, 1] = 3 if rank == 0 else -1  # rank 1 receives 9 rows
     for _ in range(5):
         with unchecked(buffer):
@@ -166,7 +152,7 @@ def test_calls_after_a_failure(rank, num_layers):
 def test_calls_after_a_refusal(rank, num_ranks):
     """Rank 2 refuses a call, and rank 0 the next twelve because of it, all before rank 1 makes the first. When rank 1 looks, rank 0 has
     gone on. All errors name rank 2."""
-    buffer, x, idx = make_buffer(rank, num_experts=2 * num_ranks)
+    buffer, x, idx = on_gpus(rank, num_experts=2 * num_ranks)
     with unchecked(buffer):
         time.sleep(0.5 if rank == 1 else 0)
         if rank == 2:
@@ -190,7 +176,7 @@ def test_calls_after_a_refusal(rank, num_ranks):
 
 @on_ranks(1)
 def test_check_looks_at_the_gate_too(rank):
-    buffer, x, idx = make_buffer(rank)
+    buffer, x, idx = on_gpus(rank)
     logits = torch.zeros(len(x), 4, device=x.device)
     logits[2, 3] = float("nan")
     assert ops.gate(logits, 2).topk_idx[2].tolist() == [-1, -1]
@@ -205,7 +191,7 @@ def test_check_looks_at_the_gate_too(rank):
 @on_ranks(2)
 def test_allowed_excess(rank, from_python):
     """In the second pass rank 0 has room for 3 rows. It goes on with those, on both ranks, and so does a third pass, which is whole."""
-    buffer, x, idx = make_buffer(rank)
+    buffer, x, idx = on_gpus(rank)
     if from_python:
         buffer.calls._native = None
     buffer.allow_excess()
@@ -240,7 +226,7 @@ def test_without_the_module_that_links_torch(rank):
 @on_ranks((2, 3))
 def test_refusals_wait_for_nobody(rank, num_ranks):
     """Rank 0 is done with its wrong calls before a peer has made one. They learn each reason. Its next call is seven calls ahead."""
-    buffer, x, idx = make_buffer(rank, num_experts=12)
+    buffer, x, idx = on_gpus(rank, num_experts=12)
     idx = 3 * idx.clamp(min=0)  # on all ranks
     expected = buffer.dispatch(x, idx).recv_x
     if rank == 0:
@@ -266,7 +252,7 @@ def test_refusals_wait_for_nobody(rank, num_ranks):
 @on_ranks(2)
 def test_reason_that_is_overwritten(rank):
     """Rank 0 refuses more calls than ranks keep reasons of. Rank 1 looks at the first one once that is overwritten."""
-    buffer, x, idx = make_buffer(rank)
+    buffer, x, idx = on_gpus(rank)
     out = buffer.dispatch(x, idx)
     if rank == 0:
         for number in range(9):
@@ -285,7 +271,7 @@ def test_reason_that_is_overwritten(rank):
 @on_ranks(2)
 def test_one_deadline_for_a_late_peer(rank):
     """A call that nobody waits for times out. The next one raises that, and does not wait for another deadline."""
-    buffer, x, idx = make_buffer(rank, timeout_s=DEADLINE_S)
+    buffer, x, idx = on_gpus(rank, timeout_s=DEADLINE_S)
     out = buffer.dispatch(x, idx)
     expected = buffer.combine(out.recv_x, out.handle)
     if rank == 0:
@@ -314,7 +300,7 @@ def test_one_deadline_for_a_late_peer(rank):
 @on_ranks(1)
 def test_call_on_other_stream_that_is_destroyed(rank):
     """The stream of a call is destroyed after the call. The next one still waits for it."""
-    buffer, x, idx = make_buffer(rank)
+    buffer, x, idx = on_gpus(rank)
     first = buffer.dispatch(x, idx)
     expected, kept = buffer.combine(first.recv_x, first.handle), []
     for _ in range(3):
@@ -333,7 +319,7 @@ def test_call_on_other_stream_that_is_destroyed(rank):
 @on_ranks(1, is_beside=(True, False))
 def test_failure_beside_work_on_other_stream(rank, is_beside):
     """Somebody else's kernel runs for many seconds, beside the failed call or behind it: the error does not wait for it."""
-    buffer, x, idx = make_buffer(rank)
+    buffer, x, idx = on_gpus(rank)
     buffer.dispatch(x, idx)
     done = torch.cuda.Event()
     other = torch.cuda.Stream() if is_beside else torch.cuda.current_stream()

@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from error_cases import on_gpus
 from exchange_cases import assert_same, look
-from fault_cases import allocations_fail, is_rows
-from nvlink_cases import make_buffer, unchecked
+from fault_cases import allocations_fail, is_rows, unchecked
 from on_ranks import on_ranks, refused
 
 from deepep_moe.errors import EPPeerError
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 @on_ranks(2)
 def test_errors_that_are_learned_later(rank):
     """Calls that wait for nothing learn of a refusal later. Who does makes the call all the same, so that it is nobody else's error."""
-    buffer, x, idx = make_buffer(rank)
+    buffer, x, idx = on_gpus(rank)
     out = buffer.dispatch(x, idx)
     expected = buffer.combine(out.recv_x, out.handle)
     if rank == 1:
@@ -49,7 +49,7 @@ FAILED = "the dispatch of this handle has failed, so nothing goes along it"
 def test_along_failed_dispatch(rank, how):
     """A dispatch without waits on the host gives a handle before it has failed. Nothing goes along it, and its counts are zeros: whether
     the call learns of the failure, somebody else has before, or nobody."""
-    buffer, x, idx = make_buffer(rank, timeout_s=60)
+    buffer, x, idx = on_gpus(rank, timeout_s=60)
     good = buffer.dispatch(x, idx)
     expected = buffer.combine(good.recv_x, good.handle)
     learns = partial(pytest.raises, ValueError if rank == 1 else EPPeerError)
@@ -80,7 +80,7 @@ def test_along_failed_dispatch(rank, how):
 @on_ranks(2)
 def test_one_failed_handle(rank):
     """Rows that did not come to one rank have no places there: it makes no call along their handle, and says so."""
-    buffer, x, idx = make_buffer(rank, timeout_s=60)
+    buffer, x, idx = on_gpus(rank, timeout_s=60)
     out = buffer.dispatch(x, idx, num_recv_rows=64)
     look(buffer)
     if rank == 0:
@@ -96,7 +96,7 @@ def test_one_failed_handle(rank):
 @on_ranks(2)
 def test_out_of_memory_for_the_rows(rank):
     """Once rows are on their way, a rank that has no memory to receive them says so in the next call, and its own still arrive."""
-    buffer, x, idx = make_buffer(rank)
+    buffer, x, idx = on_gpus(rank)
     sent, rows = x.clone(), None
     if rank == 0:
         with allocations_fail(torch.OutOfMemoryError("no room"), is_rows), pytest.raises(torch.OutOfMemoryError, match="no room"):
@@ -115,7 +115,7 @@ def test_out_of_memory_for_the_rows(rank):
 @on_ranks(2)
 def test_check_between_two_halves(rank):
     """Once its failure is raised, the second half of a call has nothing to wait for."""
-    buffer, x, idx = make_buffer(rank, timeout_s=300)
+    buffer, x, idx = on_gpus(rank, timeout_s=300)
     out = buffer.dispatch(x, idx)
     expected = buffer.combine(out.recv_x, out.handle)
     halves = (

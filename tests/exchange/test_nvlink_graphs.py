@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+from error_cases import on_gpus
 from exchange_cases import assert_all_same, assert_same, device_of, look
-from nvlink_cases import make_buffer
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer
@@ -57,7 +57,7 @@ def test_cuda_graph(rank, num_ranks, layout):
 @on_ranks(2)
 def test_cuda_graph_without_room(rank):
     """A replay in which rank 1 has too little room: nobody looks before `check`, which raises on all ranks. Later replays are right."""
-    buffer, x, idx = make_buffer(rank)  # of whose routing rank 1 receives 8 rows
+    buffer, x, idx = on_gpus(rank)  # of whose routing rank 1 receives 8 rows
 
     def step():
         out = buffer.dispatch(x, idx, num_recv_rows=(64, 8)[rank])
@@ -86,7 +86,7 @@ def test_cuda_graph_without_room(rank):
 
 @on_ranks(2)
 def test_what_waits_is_no_part_of_a_cuda_graph(rank):
-    buffer, x, idx = make_buffer(rank)
+    buffer, x, idx = on_gpus(rank)
     rows = buffer.dispatch(x, idx).recv_x
     torch.cuda.synchronize()
     refused = partial(pytest.raises, ValueError)
@@ -102,7 +102,7 @@ def test_what_waits_is_no_part_of_a_cuda_graph(rank):
 @on_ranks(1)
 def test_cuda_graph_between_calls(rank):
     """A call follows the buffer's last one on another stream, also when a graph was captured on a third in between."""
-    buffer, x, idx = make_buffer(rank)
+    buffer, x, idx = on_gpus(rank)
     streams, pool = [torch.cuda.Stream() for _ in range(3)], torch.cuda.graph_pool_handle()
 
     def capture():
@@ -140,7 +140,7 @@ def test_cuda_graph_between_calls(rank):
 @on_ranks(2)
 def test_cuda_graph_given_up_on_one_rank(rank):
     """Calls that are captured on one rank only are not counted: calls made later find their handles again."""
-    buffer, x, idx = make_buffer(rank)
+    buffer, x, idx = on_gpus(rank)
     out = buffer.dispatch(x, idx, num_recv_rows=64)
     expected = buffer.combine(out.recv_x, out.handle)
     torch.cuda.synchronize()

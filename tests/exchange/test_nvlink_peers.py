@@ -9,8 +9,8 @@ import emulated_gpu
 import pytest
 import torch
 import torch.distributed as dist
+from error_cases import on_gpus
 from exchange_cases import assert_same, device_of, look
-from nvlink_cases import make_buffer
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer
@@ -49,7 +49,7 @@ def connect_and_fail(self, addresses):
 def test_a_rank_that_cannot_map_its_peers(rank):
     """All ranks unmap what they have mapped, and only then free their own: nothing is kept, and nobody writes to what is not there."""
     device = device_of("nvlink", rank)
-    make_buffer(rank)[0].destroy()  # what the device needs besides
+    on_gpus(rank)[0].destroy()  # what the device needs besides
     dist.barrier()
     before = memory_used(device)
     if rank == 1:
@@ -59,14 +59,14 @@ def test_a_rank_that_cannot_map_its_peers(rank):
     NvlinkBackend.connect = CONNECT
     dist.barrier()
     assert memory_used(device) - before < ROOM
-    buffer, x, idx = make_buffer(rank)
+    buffer, x, idx = on_gpus(rank)
     assert buffer.dispatch(x, idx).recv_x.isfinite().all()
 
 
 @on_ranks(2, how=("killed", "late"), expected_dead=lambda how: [1] if how == "killed" else [])
 def test_a_rank_that_does_not_send_its_memory(rank, how):
     """Rank 0 names it as soon as it has ended, else at the deadline."""
-    make_buffer(rank)[0].destroy()  # so that the deadline does not include what a first buffer takes
+    on_gpus(rank)[0].destroy()  # so that the deadline does not include what a first buffer takes
     failures = []
 
     def connect(self, addresses):
@@ -92,7 +92,7 @@ def test_a_rank_that_does_not_send_its_memory(rank, how):
 @on_ranks(2)
 def test_memory_stays_until_all_have_left(rank):
     device = device_of("nvlink", rank)
-    make_buffer(rank)[0].destroy()  # what the device needs besides
+    on_gpus(rank)[0].destroy()  # what the device needs besides
     used = []
 
     def measure():
@@ -144,7 +144,7 @@ def who_dies(how, *_):
 @on_ranks(3, how=("killed", "destroyed"), call=("dispatch", "combine"), expected_dead=who_dies)
 def test_peer_that_is_gone(rank, how, call):
     """Rank 1 has left: the others notice it long before the deadline, in each call."""
-    buffer, x, idx = make_buffer(rank, timeout_s=300.0, num_experts=6)
+    buffer, x, idx = on_gpus(rank, timeout_s=300.0, num_experts=6)
     out = buffer.dispatch(x, idx)
     torch.cuda.synchronize()
     dist.barrier()
@@ -171,7 +171,7 @@ def test_peer_that_is_gone(rank, how, call):
 @on_ranks(2, how=("killed", "destroyed"), expected_dead=who_dies)
 def test_last_call_of_peer_that_is_gone(rank, how):
     """Rank 1 is gone, but not before it has made a call: rank 0 receives that."""
-    buffer, x, idx = make_buffer(rank)
+    buffer, x, idx = on_gpus(rank)
     expected = buffer.dispatch(x, idx)
     again = buffer.dispatch(x, handle=expected.handle, return_hook=True)
     if rank == 1:

@@ -14,29 +14,11 @@ from deepep_moe import Buffer
 from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert
 
 NUM_RANKS = 4 if torch.cuda.device_count() >= 4 else 2
-MAX_TOKENS, HIDDEN, NUM_TOPK = 96, 64, 4
 
 
 @pytest.mark.parametrize("backend", ("shm", pytest.param("nvlink", marks=pytest.mark.gpu)))
 def test_random_routings(backend):
     check_cases([random_case(seed, NUM_RANKS, backend) for seed in range(ROUNDS)], timeout_s=600 + ROUNDS / 10)
-
-
-def draw(seed, rank, num_experts, device):
-    """Rows of small whole numbers, whose sums are exact, and a routing: every rank can draw every rank's."""
-    generator = torch.Generator(device=device).manual_seed(seed * 1009 + rank)
-    kind = torch.randint(0, 5, (2,), generator=torch.Generator().manual_seed(seed * 31 + rank)).tolist()
-    num_tokens = (0, MAX_TOKENS, 1, MAX_TOKENS // 3, MAX_TOKENS // 2 + 1)[kind[0]]
-    x = torch.randint(-8, 9, (num_tokens, HIDDEN), generator=generator, device=device).float()
-    scores = torch.rand(num_tokens, num_experts, generator=generator, device=device)
-    if kind[1] == 1:
-        scores *= torch.linspace(1, 0.05, num_experts, device=device)
-    elif kind[1] == 2:
-        scores[:, num_experts // 2] = 2
-    idx = scores.argsort(1, descending=True)[:, :NUM_TOPK]
-    if kind[1] >= 2:
-        idx = idx.masked_fill(torch.rand(idx.shape, generator=generator, device=device) < 0.3, -1)
-    return x, idx.contiguous()
 
 
 def delay(device, kind):
@@ -52,15 +34,15 @@ def delay(device, kind):
 def test_random_passes(rank, num_ranks, backend):
     """Forward and backward of layers whose rows by expert are weighted at the source; expert e multiplies by e + 1. Rows are looked
     at every ten rounds, so that hosts and GPUs run ahead of each other as they do in training."""
-    rounds = ROUNDS
     device = device_of(backend, rank)
     num_experts = 3 * num_ranks
-    buffer = Buffer(None, 2 * MAX_TOKENS, HIDDEN, num_experts, 1, backend=backend, timeout_s=60)
+    buffer = Buffer(None, 2 * 96, 64, num_experts, 1, backend=backend, timeout_s=60)
     scales = torch.arange(1.0, num_experts + 1, device=device)
     differ = torch.zeros(3, dtype=torch.int64, device=device)  # rounds
-    for seed in range(rounds):
-        x, idx = draw(seed, rank, num_experts, device)
+    for seed in range(ROUNDS):
+        idx = random_case(seed, num_ranks, backend).routing(rank).to(device)
         generator = torch.Generator(device=device).manual_seed(seed)
+        x = torch.randint(-8, 9, (len(idx), 64), generator=generator, device=device).float()  # whose sums are exact
         lanes = idx[:, :2].t().contiguous()  # [2, num_tokens]
         weights = torch.randint(1, 8, lanes.shape, generator=generator, device=device) / 8 * (lanes >= 0)
         cotangent = torch.randint(-4, 5, x.shape, generator=generator, device=device).float()
@@ -78,5 +60,5 @@ def test_random_passes(rank, num_ranks, backend):
             ((y, x * factors), (leaf.grad, cotangent * factors), (weighed.grad, factor * (x * cotangent).sum(1)))
         ):
             differ[i] += (got != want).any()
-        if seed % 10 == 9 or seed == rounds - 1:
+        if seed % 10 == 9 or seed == ROUNDS - 1:
             assert not differ.any(), f"to round {seed}: {differ.tolist()} outputs, gradients of x and of weights differ"

@@ -8,10 +8,9 @@ from functools import partial
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from error_cases import HIDDEN, IDX, NUM_EXPERTS, WEIGHTS, X, make_buffer
+from error_cases import HIDDEN, IDX, NUM_EXPERTS, WEIGHTS, X, imaginary, make_buffer, negative
 from exchange_cases import on_device
 from fault_cases import outcome
-from lazy_tensors import imaginary, negative
 from on_ranks import on_ranks, refused
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh

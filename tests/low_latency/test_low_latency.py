@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from exchange_cases import assert_same, device_of, on_device
 from low_latency_cases import (
+    ALL_BACKENDS,
     BLOCK,
     Case,
     Expected,
@@ -19,12 +20,12 @@ from low_latency_cases import (
     check_dispatch,
     combine_rows,
     make_buffer,
+    on_every_backend,
     run_case,
     start_combine,
     start_dispatch,
     unpack_scales,
 )
-from low_latency_faults import ALL_BACKENDS, on_every_backend
 from on_ranks import on_ranks
 
 from deepep_moe import LowLatencyBuffer, ops, reference

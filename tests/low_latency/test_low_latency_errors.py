@@ -9,7 +9,7 @@ import emulated_gpu
 import pytest
 import torch
 from exchange_cases import device_of, look, on_device
-from low_latency_faults import check_usable, make, on_every_backend
+from low_latency_cases import check_usable, make, on_every_backend
 from on_ranks import on_ranks, refused
 
 from deepep_moe import LowLatencyBuffer, LowLatencyHandle

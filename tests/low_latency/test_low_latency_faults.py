@@ -15,8 +15,22 @@ import torch
 import torch.distributed as dist
 from events import tell, wait_for
 from exchange_cases import look, on_device
-from low_latency_cases import Case, Expected, combine_rows, make_buffer, run_case, start_combine, start_dispatch
-from low_latency_faults import CASE, IDX, X, check_usable, make, on_every_backend
+from fault_cases import Replaced
+from low_latency_cases import (
+    CASE,
+    IDX,
+    Case,
+    Expected,
+    X,
+    check_usable,
+    combine_rows,
+    make,
+    make_buffer,
+    on_every_backend,
+    run_case,
+    start_combine,
+    start_dispatch,
+)
 from on_ranks import on_ranks, refused
 
 from deepep_moe.errors import BufferDestroyedError, EPError, EPMismatchError, EPPeerError, EPTimeoutError
@@ -81,22 +95,6 @@ def test_refusals_in_a_row(rank, backend):
 # ---- calls that fail before they have a number ----
 
 
-class Fails:
-    """Native calls, of which none begins."""
-
-    def __init__(self, native, error):
-        self._native, self._error = native, error
-
-    def __getattr__(self, name):
-        return getattr(self._native, name)
-
-    def dispatch(self, *arguments):
-        if arguments[-1]:  # they are checked
-            raise self._error
-
-    combine = dispatch
-
-
 @pytest.mark.gpu
 @on_ranks(2)
 def test_failure_before_the_number(rank):
@@ -104,12 +102,17 @@ def test_failure_before_the_number(rank):
     is reported as one of the arguments (`test_interrupt_around_native_code`)."""
     buffer, x, idx = make("nvlink", rank)
     out, calls = buffer.dispatch(x, idx), buffer._backend.calls
+
+    def begin(*arguments):
+        if arguments[-1]:  # they are checked
+            raise error
+
     for error in (torch.OutOfMemoryError("no room"), RuntimeError("no call begins"), KeyboardInterrupt("now")):
         for call in (partial(buffer.dispatch, x, idx), partial(buffer.combine, out.recv_x, out.handle)):
             for hooks in (0, 1):
                 earlier = [buffer.dispatch(x, idx, return_hook=True).hook for _ in range(hooks)]
                 with refused(rank, 0, type(error), str(error)):
-                    buffer._backend.calls = Fails(calls, error) if rank == 0 else calls
+                    buffer._backend.calls = Replaced(calls, dispatch=begin, combine=begin) if rank == 0 else calls
                     try:
                         call()
                     finally:

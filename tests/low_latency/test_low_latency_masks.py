@@ -16,8 +16,19 @@ import torch.distributed as dist
 from events import tell, wait_for
 from exchange_cases import assert_same, look, on_device
 from logs import heard
-from low_latency_cases import Case, Expected, check_dispatch, combine_rows, make_buffer, run_case, start_combine, start_dispatch
-from low_latency_faults import combined_without, come_back, on_every_backend
+from low_latency_cases import (
+    Case,
+    Expected,
+    check_dispatch,
+    combine_rows,
+    combined_without,
+    come_back,
+    make_buffer,
+    on_every_backend,
+    run_case,
+    start_combine,
+    start_dispatch,
+)
 from on_ranks import on_ranks
 
 from deepep_moe.errors import EPMismatchError, EPPeerError, EPTimeoutError

@@ -17,12 +17,13 @@ from low_latency_cases import (
     check_cases,
     check_dispatch,
     combine_rows,
+    combined_without,
+    come_back,
     make_buffer,
     run_case,
     start_combine,
     start_dispatch,
 )
-from low_latency_faults import combined_without, come_back
 from on_ranks import on_ranks
 
 from deepep_moe import LowLatencyBuffer, reference

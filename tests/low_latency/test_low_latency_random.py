@@ -6,8 +6,7 @@ import torch
 pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from low_latency_cases import Case, check_cases
-from low_latency_faults import ALL_BACKENDS
+from low_latency_cases import ALL_BACKENDS, Case, check_cases
 
 from deepep_moe.testing import run_ranks
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import assert_same, device_of, on_device
-from low_latency_cases import Case, check_cases, make_buffer, run_case
-from low_latency_faults import BACKENDS, on_every_backend
+from low_latency_cases import BACKENDS, Case, check_cases, make_buffer, on_every_backend, run_case
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer, LowLatencyBuffer

@@ -125,24 +125,32 @@ class FailsInBackward(torch.autograd.Function):
         raise ctx.error
 
 
-class Interposed:
-    """A native exchange whose methods raise before or after they run."""
+class Replaced:
+    """A native object with other methods of some names."""
 
-    def __init__(self, native: Any, error: BaseException, before: tuple[str, ...] = (), after: tuple[str, ...] = ()):
-        self._native, self._error, self._before, self._after = native, error, before, after
+    def __init__(self, native: Any, **methods: Any):
+        self.__dict__.update(methods, native=native)
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(self._native, name)
-        if name not in (*self._before, *self._after):
-            return method
+        return getattr(self.native, name)
 
-        def run(*args: Any) -> Any:
-            if name in self._before:
-                raise self._error
-            output = method(*args)  # noqa: F841  # lives as long as the error: kernels may be still at work on it
-            raise self._error
 
-        return run
+def raising(method: Any, error: BaseException, is_after: bool) -> Any:
+    def run(*args: Any) -> Any:
+        output = method(*args) if is_after else None  # noqa: F841  # lives as long as the error: kernels may be still at work on it
+        raise error
+
+    return run
+
+
+@contextlib.contextmanager
+def unchecked(buffer: Any) -> Any:
+    """Nobody looks at failures of the calls made meanwhile, as in a CUDA graph."""
+    backend = buffer.calls.backend
+    communicator = backend._exchange
+    backend._exchange = Replaced(communicator, check=lambda: None)
+    yield communicator
+    backend._exchange = communicator
 
 
 MOVES = ("dispatch", "dispatch_cached", "combine")
@@ -219,7 +227,8 @@ def fault(buffer: Buffer, moment: str, error: BaseException) -> Any:
         entries = ("plan", *MOVES[1:]) if isinstance(backend, ShmBackend) else MOVES
         before = entries if moment == "before entry" else MOVES if moment == "before rows" else ()
         name, after = "_native" if isinstance(backend, NvlinkBackend) else "_exchange", MOVES if moment == "after rows" else ()
-        faulty = Interposed(getattr(backend, name), error, before, after)
+        native = getattr(backend, name)
+        faulty = Replaced(native, **{each: raising(getattr(native, each), error, each in after) for each in (*before, *after)})
     stock = getattr(backend, name)
     setattr(backend, name, faulty)
     try:
