@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_cases import SIZES, Wanted, check_start, in_both_dtypes, on_every_backend, padded, with_numbers_of_ranks
+from deep_ep_cases import SIZES, Wanted, ascending, check_start, in_both_dtypes, on_every_backend, padded
 from deep_ep_cases import make as make_kind
 from exchange_cases import Case, assert_same, on_device
 from on_ranks import on_ranks
@@ -85,17 +85,10 @@ def test_ignored_by_hand(rank, backend):
 # ---- against the reference ----
 
 
-def routings(case):
-    """Return all ranks' routings in the order of maps: a token's experts ascend, then come the -1 entries."""
-    idxs = [case.routing(rank) for rank in range(case.num_ranks)]
-    ascending = [torch.where(idx < 0, case.num_experts, idx).sort(1).values for idx in idxs]
-    return [torch.where(idx == case.num_experts, -1, idx) for idx in ascending]
-
-
 def scenario(rank, num_ranks, backend, case, fp8, by_map, bound):
-    buffer, device = make(backend, rank, num_local_experts=case.num_experts // num_ranks)
-    idxs = routings(case)
+    idxs = ascending(case)
     want = Wanted(case, rank, "expert", fp8, idxs)
+    buffer, device = make(backend, rank, num_local_experts=case.num_experts // num_ranks)
     topk_idx, topk_weights = idxs[rank].to(device), want.topk_weights.to(device)
     routing = {"topk_idx": topk_idx, "topk_weights": topk_weights, "num_of_experts": case.num_experts}
     routing_map, probs = indices_to_map(topk_idx, topk_weights, case.num_tokens[rank], case.num_experts)
@@ -128,12 +121,12 @@ def scenario(rank, num_ranks, backend, case, fp8, by_map, bound):
     handle = check(buffer.dispatch_with_permute(**hidden, **routing, **how), True)
     assert check(buffer.dispatch_with_permute(**hidden, handle=handle, **how), False) is handle
     check(buffer.dispatch_with_permute(**hidden, handle=handle, **routing, **how), True)
-    assert len(handle) == 11 and handle[8] == case.num_tokens[rank] and handle[3].tolist() == [len(want.mine.tokens)]
+    assert len(handle) == 11 and handle[8] == case.num_tokens[rank]
     assert handle[7].tolist() == list(want.mine.num_recv_tokens_per_expert)
-    num_local = handle.buffer.num_local_experts
-    experts = torch.arange(rank * num_local, (rank + 1) * num_local)
-    local = [(idxs[source][token][:, None] == experts).any(0).tolist() for source, token in want.mine.tokens]
-    assert handle[4].tolist() == local
+    if case.sums == "ranks":
+        experts = torch.arange(rank * handle.buffer.num_local_experts, (rank + 1) * handle.buffer.num_local_experts)
+        local = [(idxs[source][token][:, None] == experts).any(0).tolist() for source, token in want.mine.tokens]
+        assert handle[3].tolist() == [len(want.mine.tokens)] and handle[4].tolist() == local
 
     values, back = want.lanes(0.5)
     rows, values = (padded(each, num_rows).to(device) for each in (want.outputs[rank], values))
@@ -154,34 +147,11 @@ def test_scenarios(backend, fp8, by_map, bound):
     run_ranks(scenario, 3, backend, Case([13, 0, 30], expert_alignment=8, **SIZES), fp8, by_map, bound)
 
 
-@with_numbers_of_ranks
 @with_or_without_bound
+@pytest.mark.parametrize("by_map", (False, True), ids=("indices", "map"))
 @on_every_backend
-def test_numbers_of_ranks(backend, bound, num_tokens):
-    run_ranks(scenario, len(num_tokens), backend, Case(num_tokens, **SIZES), False, True, bound)
-
-
-@in_both_dtypes
-@on_every_backend
-@on_ranks(3)
-def test_without_permutation(rank, backend, fp8):
-    case = Case([13, 0, 30], **SIZES)
-    buffer, device = make(backend, rank)
-    want = Wanted(case, rank, "rank", fp8)
-    hidden = want.x.to(device), None if want.scales is None else want.scales.to(device)
-    rows, probs, scales, handle = buffer.dispatch(*hidden, **want.routing(device), num_of_experts=12)
-    assert_same("rows", rows, want.mine.recv_x)
-    assert_same("scales", scales, want.mine.recv_x_scales)
-    shifted = torch.where(want.mine.recv_topk_idx < 0, -1, want.mine.recv_topk_idx + 4 * rank)
-    dense = indices_to_map(shifted, want.mine.recv_topk_weights, len(shifted), 12)[1]
-    assert_same("probs", probs, dense)
-    again, no_probs, _, same = buffer.dispatch(*hidden, handle=handle)
-    assert_same("rows", again, want.mine.recv_x)
-    assert no_probs is None and same is handle and len(handle) == 7 and handle[5] == case.num_tokens[rank]
-    y, back = buffer.combine(want.outputs[rank].to(device), probs, handle)
-    assert_same("sums", y, want.combined())
-    assert_same("probs", back, indices_to_map(want.topk_idx, want.topk_weights, case.num_tokens[rank], 12)[1])
-    dist.barrier()
+def test_sums_by_lanes(backend, by_map, bound):
+    run_ranks(scenario, 3, backend, Case([13, 0, 30], expert_alignment=8, sums="lanes", **SIZES), False, by_map, bound)
 
 
 # ---- bounds ----
@@ -210,7 +180,7 @@ def first_lanes(idxs, num_experts, bounds, alignment):
 def test_rows_behind_the_bound_are_dropped(rank, backend, alignment, bounds):
     case = Case([13, 20, 30], expert_alignment=alignment, hidden=64, dtype=torch.bfloat16)
     buffer, device = make(backend, rank)
-    idxs = routings(case)
+    idxs = ascending(case)
     left = first_lanes(idxs, case.num_experts, bounds, case.expert_alignment)
     has_dropped = any((idx != rest).any() for idx, rest in zip(idxs, left, strict=True))
     want = Wanted(case, rank, "expert", topk_idx=left)

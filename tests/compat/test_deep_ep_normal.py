@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_cases import SIZES, Wanted, in_both_dtypes, in_both_modes, make, on_every_backend, padded, with_numbers_of_ranks
+from deep_ep_cases import SIZES, Wanted, in_both_dtypes, in_both_modes, make, on_every_backend, padded
 from exchange_cases import Case, assert_same
 from on_ranks import on_ranks
 
@@ -126,12 +126,6 @@ def test_scenarios(backend, fp8, with_topk, is_async, with_previous):
     run_ranks(scenario, 3, backend, Case([13, 0, 30], expert_alignment=ALIGNMENT, **SIZES), fp8, with_topk, is_async, with_previous)
 
 
-@with_numbers_of_ranks
-@on_every_backend
-def test_numbers_of_ranks(backend, num_tokens):
-    run_ranks(scenario, len(num_tokens), backend, Case(num_tokens, expert_alignment=ALIGNMENT, **SIZES), False, True, True, True)
-
-
 @pytest.mark.parametrize("pattern", ("one_expert", "one_rank", "nobody"))
 def test_uneven_routings(pattern):
     run_ranks(scenario, 2, "shm", Case([20, 3], expert_alignment=ALIGNMENT, **(SIZES | {"pattern": pattern})), False, True, False, False)
@@ -159,25 +153,6 @@ def test_packed_scales(rank, backend):
     assert_same("rows", recv_x, plain[0][0])
     again = buffer.dispatch(want.x_on(device), handle)[0]
     assert_same("scales", again[1], recv_scales)
-
-
-@on_every_backend
-@on_ranks(2)
-def test_grows(rank, backend):
-    """More tokens on one rank than any had before, other widths, and handles of before, all in one buffer."""
-    buffer, device = make_buffer(backend, rank)
-    cases = [Case([4, 9], **SIZES), Case([4, 300], **SIZES), Case([5, 5], **(SIZES | {"hidden": 128})), Case([4, 9], **SIZES)]
-    dispatched = []
-    for case in cases:
-        want = Wanted(case, rank)
-        recv_x, *_, handle, _ = plain_dispatch(buffer, want, device)
-        want.check_rows(recv_x)
-        dispatched.append((want, handle, recv_x))
-    assert (dispatched[0][1].buffer is dispatched[1][1].buffer) == (device.type == "cpu" and backend == "shm")
-    for want, handle, recv_x in dispatched:  # all alive
-        combined, _, _ = buffer.combine(recv_x, handle)
-        assert_same("combined_x", combined, want.combined(outputs=[received.recv_x for received in want.received]))
-        want.check_rows(buffer.dispatch(want.x_on(device), handle=handle)[0])
 
 
 @on_ranks(4, backend=("shm", pytest.param("nvshmem", marks=pytest.mark.gpu)))

@@ -1,15 +1,17 @@
-"""Rows of another width than their handle's dispatch had: second tensors of the same tokens, and outputs wider than inputs."""
+"""Calls of every version in one form: against the reference, and with rows of another width than their handle's dispatch had, as second
+tensors of the same tokens and outputs wider than inputs are."""
 
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_cases import VERSIONS, on_every_backend
-from exchange_cases import assert_same, device_of, poison_outputs
+from deep_ep_cases import SIZES, VERSIONS, Wanted, ascending, on_every_backend
+from exchange_cases import Case, assert_same, device_of, poison_outputs
 from on_ranks import on_ranks
 
 from deepep_moe import ops
+from deepep_moe.compat.deep_ep.hybrid_ep_buffer import indices_to_map
 from deepep_moe.errors import EPPeerError
 from deepep_moe.exchange.calls import live_calls
 
@@ -71,3 +73,29 @@ def test_another_width(rank, name, backend):
         combine(recv_x.float()[: None if rank != 1 else -1], handle)
         look(backend)
     dispatch(wide[:, :HIDDEN].contiguous(), handle=handle)
+
+
+@on_every_backend
+@on_ranks((1, 2, 4), name=VERSIONS)
+def test_equals_reference(rank, num_ranks, name, backend):
+    """More tokens on a rank than any had before, none, rows in fp8, and handles of before, all in one buffer."""
+    layout, is_hybrid = "expert" if name in ("V2_expanded", "hybrid_permuted") else "rank", name.startswith("hybrid")
+    device = device_of(backend, rank)
+    poison_outputs()
+    _, dispatch, combine = VERSIONS[name](dist.group.WORLD, 12, 256)
+    held = []
+    for most, fp8 in ((5, False), (0, False), (300, True), (7, False)):
+        case = Case([most, 3 if most else 0, 0, most][:num_ranks], layout=layout, **SIZES)
+        want = Wanted(case, rank, layout, fp8, ascending(case) if is_hybrid else None)
+        idx = want.idxs[rank]
+        call = partial(dispatch, want.x_on(device), idx.to(device), want.topk_weights.to(device))
+        recv_x, weights, handle = call()
+        want.check_rows(recv_x)
+        held.append((want, idx, call, weights, handle))
+    for want, idx, call, weights, handle in held:
+        want.check_rows(call(handle)[0])
+        y, back = combine(want.outputs[rank].to(device), handle, weights)
+        assert_same("sums", y, want.combined())
+        expected = torch.where(idx < 0, 0.0, want.topk_weights)
+        assert_same("weights", back, indices_to_map(idx, expected, len(idx), 12)[1] if is_hybrid else expected)
+    dist.barrier()  # a rank without tokens waits for nothing, and what it sends would end with it

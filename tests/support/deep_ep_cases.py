@@ -1,5 +1,6 @@
 """Shared parts of the tests of DeepEP's interfaces, which run in workers: a routing of all ranks and the reference's results."""
 
+import os
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,6 @@ from deepep_moe.compat import deep_ep
 
 SIZES = {"hidden": 256, "dtype": torch.bfloat16, "pattern": "masked"}
 on_every_backend = pytest.mark.parametrize("backend", ("shm", pytest.param("nvlink", marks=pytest.mark.gpu)))
-with_numbers_of_ranks = pytest.mark.parametrize("num_tokens", ([7], [0, 0], [5, 11, 2, 8]), ids=str)
 in_both_dtypes = pytest.mark.parametrize("fp8", (False, True), ids=("bf16", "fp8"))
 in_both_modes = pytest.mark.parametrize("is_async", (False, True), ids=("sync", "async"))
 
@@ -25,13 +25,22 @@ def make(kind: str, backend: str, rank: int, *sizes: Any, **settings: Any) -> tu
     return getattr(deep_ep, kind)(dist.group.WORLD, *sizes, **settings), device
 
 
+def ascending(case: Case) -> list[torch.Tensor]:
+    """Return all ranks' routings in the order of maps: a token's experts ascend, then come the -1 entries."""
+    idxs = [case.routing(rank) for rank in range(case.num_ranks)]
+    in_order = [torch.where(idx < 0, case.num_experts, idx).sort(1).values for idx in idxs]
+    return [torch.where(idx == case.num_experts, -1, idx) for idx in in_order]
+
+
 class Wanted:
-    """The results of a case on this rank, from the inputs of all ranks; `topk_idx` replaces the case's routing."""
+    """The results of a case on this rank, from the inputs of all ranks; `topk_idx` replaces the case's routing. Buffers that are made
+    afterwards have its sums."""
 
     def __init__(self, case: Case, rank: int, layout: str = "rank", fp8: bool = False, topk_idx: list[torch.Tensor] | None = None):
         inputs = [case.inputs(r) for r in range(case.num_ranks)]
         xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
         self.case, self.rank = case, rank
+        os.environ["DEEPEP_MOE_SUMS"] = case.sums
         self.idxs = idxs if topk_idx is None else topk_idx
         self.x, self.topk_idx, self.topk_weights = inputs[rank]
         self.scales = None
@@ -79,7 +88,7 @@ class Wanted:
         if bias is not None:
             biases = [torch.zeros(n, self.case.hidden, dtype=bias.dtype) for n in self.case.num_tokens]
             biases[self.rank] = bias
-        return reference.combine(outputs or self.outputs, self.received, self.case.num_tokens, None, biases)[self.rank]
+        return reference.combine(outputs or self.outputs, self.received, self.case.num_tokens, None, biases, sums=self.case.sums)[self.rank]
 
     def biases(self, device: torch.device) -> Any:
         """Biases that callers may pass: none, a tensor, one with a gradient, or two. Each comes with its sum."""
@@ -147,7 +156,7 @@ def hybrid(group: Any, num_experts: int, hidden: int, permutes: bool = False) ->
     buffer = deep_ep.HybridEPBuffer(group, hidden, 16, num_experts // dist.get_world_size(group))
 
     def dispatch(x: Any, idx: torch.Tensor, w: torch.Tensor, handle: Any = None) -> tuple[Any, ...]:
-        x, scales = x if isinstance(x, tuple) else (x, None)
+        x, scales = (x[0], x[1].contiguous()) if isinstance(x, tuple) else (x, None)
         how = {"hidden": x, "scaling_factor": scales, "topk_idx": idx, "topk_weights": w, "num_of_experts": num_experts, "handle": handle}
         recv_x, probs, scales, *_, handle = (buffer.dispatch_with_permute if permutes else buffer.dispatch)(**how)
         return recv_x if scales is None else (recv_x, scales), probs, handle
