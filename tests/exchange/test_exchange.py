@@ -90,6 +90,21 @@ def test_hidden_sizes(backends):
     check_cases([Case([33, 20], hidden=hidden, dtype=torch.bfloat16, sums=sums, backends=backends) for hidden, sums in sizes])
 
 
+@pytest.mark.parametrize(
+    "backends", (("shm", "collective"), *(pytest.param((name,), marks=pytest.mark.gpu) for name in ("nvlink", "nvshmem"))), ids=str
+)
+def test_bound_on_rows(backends):
+    how = {"bound": 100, "backends": backends, "ranks_per_node": 1 if backends == ("nvshmem",) else None}
+    check_cases([Case([6, 9], layout=layout, mode=mode, **how) for layout, mode in itertools.product(LAYOUTS, ("now", "hook"))])
+
+
+@on_cpus_and_gpus
+def test_routing_that_lies_lane_by_lane(backends):
+    how = {"pattern": "masked", "by_lane": True, "backends": backends}
+    kinds = itertools.product(LAYOUTS, (torch.int32, torch.int64))
+    check_cases([Case([5, 9], layout=layout, index_dtype=dtype, **how) for layout, dtype in kinds])
+
+
 @on_cpus_and_gpus
 @pytest.mark.parametrize("num_ranks", (5, 6, 7, 8))
 def test_more_ranks_than_cores(num_ranks, backends):
@@ -121,22 +136,6 @@ def test_rings_wrap(rank, num_ranks, layout, num_threads):
 
 
 # ---- handles, buffers, bounds, fp8, asynchronous calls ----
-
-
-@on_ranks(2, backend=(*BACKENDS, NODES), layout=LAYOUTS)
-def test_bound_on_rows(rank, backend, layout):
-    case = Case([6, 9], layout=layout, ranks_per_node=1 if backend == "nvshmem" else None)
-    buffer, x, idx, weights = opened(case, backend, rank)
-    free = buffer.dispatch(x, idx, weights, layout=layout)
-    bound = buffer.dispatch(x, idx, weights, layout=layout, num_recv_rows=100)
-    num_rows = len(free.recv_x)
-    assert bound.recv_x.shape == (100, case.hidden)
-    assert_same("rows", bound.recv_x[:num_rows], free.recv_x)
-    assert_same("weights", bound.recv_topk_weights[:num_rows], free.recv_topk_weights)
-    assert bound.recv_x[num_rows:].abs().sum() == 0 and bound.recv_topk_weights[num_rows:].abs().sum() == 0
-    if layout == "rank":
-        assert (bound.recv_topk_idx[num_rows:] == -1).all()
-    assert_same("combined_x", buffer.combine(bound.recv_x, bound.handle), buffer.combine(free.recv_x, free.handle))
 
 
 @on_ranks(2, backend=(*BACKENDS, NODES), layout=(*LAYOUTS, "lanes"), dtype=(torch.float8_e4m3fn, torch.float8_e5m2))
@@ -186,21 +185,3 @@ def test_rounding_of_every_value(dtype):
     for weight in (1.0, 1 / 3, 1e-3, 2.0**-11, 1.9999):
         y = buffer.combine(out.recv_x, out.handle, torch.full((len(x),), weight))
         assert_same(f"weight {weight}", y + 0.0, (torch.zeros(()) + weight * x.float()).to(dtype) + 0.0)
-
-
-@on_ranks(2, backend=BACKENDS, index_dtype=(torch.int32, torch.int64))
-def test_routing_that_lies_lane_by_lane(rank, backend, index_dtype):
-    """topk_idx and topk_weights that lie lane by lane, as gates have them that fill lanes one after another."""
-    buffer, x, idx, weights = opened(Case([5, 9], index_dtype=index_dtype, pattern="masked"), backend, rank)
-    by_lane = [tensor.t().contiguous().t() for tensor in (idx, weights)]
-    assert not any(tensor.is_contiguous() for tensor in by_lane)
-    for layout in ("expert", "rank"):
-        expected, actual = (buffer.dispatch(x, *routing, layout=layout) for routing in ((idx, weights), by_lane))
-        for name in ("recv_x", "recv_topk_weights", "recv_topk_idx", "num_recv_tokens_per_expert"):
-            if getattr(expected, name) is not None:
-                assert_same(name, getattr(actual, name), getattr(expected, name))
-        assert_same("handle.topk_idx", actual.handle.topk_idx, expected.handle.topk_idx)
-        again = buffer.dispatch(x, topk_weights=by_lane[1], handle=actual.handle)
-        assert_same("recv_topk_weights", again.recv_topk_weights, expected.recv_topk_weights)
-        y = expected.recv_x * 2
-        assert_same("combined_x", buffer.combine(y, actual.handle), buffer.combine(y, expected.handle))

@@ -7,13 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from exchange_cases import (
     Case,
     assert_all_same,
     check_cases,
     device_of,
-    on_device,
     opened,
     poison_outputs,
 )
@@ -94,57 +92,10 @@ def test_equals_reference(num_tokens, backends):
     check_cases([Case(num_tokens, dtype=dtype, num_topk=num_topk, sums=sums, **how) for dtype, num_topk, sums in kinds])
 
 
-# ---- the same bits on any number of ranks ----
-
 CASE = Case([48], hidden=64, num_experts=8, num_topk=5, dtype=torch.bfloat16, pattern="masked")
 
 
-def layer(rank, num_ranks, group, backend, sums, is_placed_backwards=False):
-    """Run rows [48, 64], of which each rank has a share, through experts that scale them. Return this rank's results and gradients."""
-    device_of(backend, dist.get_rank())
-    poison_outputs()
-    x, idx, weights = (tensor.tensor_split(num_ranks)[rank] for tensor in CASE.inputs(0))
-    experts = torch.arange(CASE.num_experts)
-    if is_placed_backwards:
-        idx, experts = torch.where(idx < 0, idx, CASE.num_experts - 1 - idx), experts.flip(0)
-    x, idx, weights = on_device(backend, dist.get_rank(), x.clone(), idx, weights.clone())
-    buffer = Buffer(group, 48, CASE.hidden, CASE.num_experts, CASE.num_topk, backend=backend, sums=sums)
-    x, weights = x.requires_grad_(), weights.requires_grad_()
-    out = buffer.dispatch(x, idx, weights)
-    of_rank = experts.tensor_split(num_ranks)[rank].to(x.device)
-    factors = (of_rank + 1).sqrt().repeat_interleave(out.num_recv_tokens_per_expert.long())
-    y = buffer.combine((out.recv_x * factors[:, None]).to(x.dtype), out.handle, out.recv_topk_weights)
-    (y.float() ** 2).sum().backward()
-    return y.detach(), x.grad, weights.grad
-
-
-@on_ranks((1, 2, 4, 8), backend=BACKENDS, sums=SUMS)
-def test_same_bits(rank, num_ranks, backend, sums):
-    alone = [dist.new_group([r]) for r in range(num_ranks)][rank]
-    expected = layer(0, 1, alone, backend, sums)
-    for is_placed_backwards in (False, True):
-        actual = layer(rank, num_ranks, None, backend, sums, is_placed_backwards)
-        assert_all_same("result and gradients", actual, (tensor.tensor_split(num_ranks)[rank] for tensor in expected))
-
-
-# ---- gradients, rows that do not fit ----
-
-
-@on_ranks(2, backend=BACKENDS, sums=SUMS)
-def test_gradients(rank, num_ranks, backend, sums):
-    """Gradients are those of PyTorch's autograd, in double precision."""
-    buffer, x, idx, weights = opened(replace(CASE, num_tokens=[11, 6], dtype=torch.float32), backend, rank, sums=sums)
-    x, weights = x.requires_grad_(), weights.requires_grad_()
-    bias = torch.zeros_like(x, requires_grad=True)
-    out = buffer.dispatch(x, idx, weights)
-    y = buffer.combine(out.recv_x.sin(), out.handle, out.recv_topk_weights, bias=bias)
-    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(rank)).to(y.device)
-    y.backward(grad)
-    wide, wide_weights = (tensor.detach().double().requires_grad_() for tensor in (x, weights))
-    total = (wide_weights * (idx >= 0)).sum(1, keepdim=True)
-    (wide.sin() * total).backward(grad.double())
-    for name, ours, theirs in (("x", x.grad, wide.grad), ("weights", weights.grad, wide_weights.grad), ("bias", bias.grad, grad)):
-        torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+# ---- rows that do not fit ----
 
 
 @pytest.mark.gpu

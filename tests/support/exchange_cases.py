@@ -62,6 +62,8 @@ class Case:
     mode: str = "now"  # or "async", "hook"
     backends: tuple[str, ...] = ("shm", "collective")
     max_tokens: int | None = None
+    bound: int | None = None  # on the rows of a rank, behind which are zeros
+    by_lane: bool = False  # how topk_idx and topk_weights lie, as gates have them that fill lanes one after another
 
     @property
     def num_ranks(self) -> int:
@@ -165,22 +167,31 @@ def check_calls(rank: int, case: Case, buffers: list[Buffer]) -> None:
         ranks_per_node=case.ranks_per_node, sums=case.sums,
     )  # fmt: skip
     how = {"num_sms": case.num_sms, "async_op": case.mode == "async", "return_hook": case.mode == "hook"}
+
+    def bounded(tensor: torch.Tensor | None, rest: int = 0) -> torch.Tensor | None:
+        if tensor is None or case.bound is None:
+            return tensor
+        return torch.cat([tensor, tensor.new_full((case.bound - len(tensor), *tensor.shape[1:]), rest)])
+
     for buffer in buffers:
         device = device_of(buffer.backend, rank)
         x, idx, weight = (tensor.to(device) for tensor in inputs[rank])
+        if case.by_lane:
+            idx, weight = (tensor.t().contiguous().t() for tensor in (idx, weight))
         weight = weight if case.with_weights else None
-        out = buffer.dispatch(x, idx, weight, layout=case.layout, expert_alignment=case.expert_alignment, **how)
+        settings = {"layout": case.layout, "expert_alignment": case.expert_alignment, "num_recv_rows": case.bound}
+        out = buffer.dispatch(x, idx, weight, **settings, **how)
         if case.mode != "now":
             (out.hook or out.event.wait)()
         mine = received[rank]
-        assert_same("recv_x", out.recv_x, mine.recv_x)
+        assert_same("recv_x", out.recv_x, bounded(mine.recv_x))
         assert out.num_recv_tokens_per_expert.tolist() == mine.num_recv_tokens_per_expert
         assert out.handle.num_rows_per_expert_list == out.handle.num_rows_per_expert.tolist()
-        assert_same("recv_topk_weights", out.recv_topk_weights, mine.recv_topk_weights)
-        assert_same("recv_topk_idx", out.recv_topk_idx, mine.recv_topk_idx)
-        given_weights = row_weights[rank].to(device) if case.with_weights else None
+        assert_same("recv_topk_weights", out.recv_topk_weights, bounded(mine.recv_topk_weights))
+        assert_same("recv_topk_idx", out.recv_topk_idx, bounded(mine.recv_topk_idx, -1))
+        given_weights = bounded(row_weights[rank]).to(device) if case.with_weights else None
         bias = biases[rank].to(device) if case.with_bias else None
-        y = buffer.combine(outputs[rank].to(device), out.handle, given_weights, bias=bias, **how)
+        y = buffer.combine(bounded(outputs[rank]).to(device), out.handle, given_weights, bias=bias, **how)
         if case.mode != "now":
             y, done = y
             done() if case.mode == "hook" else done.wait()
@@ -188,8 +199,8 @@ def check_calls(rank: int, case: Case, buffers: list[Buffer]) -> None:
         again = buffer.dispatch(x, topk_weights=weight, handle=out.handle, **how)
         if case.mode != "now":
             (again.hook or again.event.wait)()
-        assert_same("recv_x along the handle", again.recv_x, mine.recv_x)
-        assert_same("recv_topk_weights along the handle", again.recv_topk_weights, mine.recv_topk_weights)
+        assert_same("recv_x along the handle", again.recv_x, bounded(mine.recv_x))
+        assert_same("recv_topk_weights along the handle", again.recv_topk_weights, bounded(mine.recv_topk_weights))
 
 
 def on_device(backend: str, rank: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
