@@ -18,13 +18,28 @@ LAYOUTS = ("expert", "rank")
 BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
 
 
-@on_ranks(3, backend=BACKENDS, layout=(*LAYOUTS, "lanes", "lanes_fma"), dtype=(torch.float32, torch.bfloat16))
-def test_gradients_equal_reference(rank, num_ranks, backend, layout, dtype):
-    """Every gradient has an exact definition in terms of the reference's dispatch and combine. So those of sums by lanes are the same on any
-    number of ranks."""
-    layout, sums = (layout, "ranks") if layout in LAYOUTS else ("expert", layout)
+SUMS = {
+    "expert": {},
+    "rank": {"layout": "rank"},
+    "lanes": {"sums": "lanes"},
+    "lanes_fma": {"sums": "lanes_fma"},
+    "nodes": {"ranks_per_node": 2},
+}
+PLACES = [
+    *itertools.product(("shm", "collective"), SUMS),
+    *(pytest.param("nvlink", kind, marks=pytest.mark.gpu) for kind in SUMS if kind != "nodes"),
+    pytest.param("nvshmem", "nodes", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize(("backend", "kind"), PLACES)
+@on_ranks(4, dtype=(torch.float32, torch.bfloat16))
+def test_gradients_equal_reference(rank, num_ranks, backend, kind, dtype):
+    """Every gradient has an exact definition in terms of the reference's dispatch and combine. So those of sums by lanes are the same on
+    any number of ranks, and those of a dispatch are sums node by node."""
     num_topk = 3 if dtype == torch.float32 else 4  # four fp32 are whole pieces of 16 bytes
-    case = Case([7, 0, 12], num_topk=num_topk, dtype=dtype, layout=layout, pattern="masked", expert_alignment=2, sums=sums)
+    case = Case([7, 0, 12, 9], num_topk=num_topk, dtype=dtype, pattern="masked", expert_alignment=2, **SUMS[kind])
+    layout, sums = case.layout, {"sums": case.sums, "ranks_per_node": case.ranks_per_node}
     xs, idxs, weights = inputs_of(case)
     received = reference.dispatch(xs, idxs, weights, case.num_experts, layout=layout, expert_alignment=2)
 
@@ -40,7 +55,10 @@ def test_gradients_equal_reference(rank, num_ranks, backend, layout, dtype):
     row_grads = [draw(there.recv_x.shape, r, 1).to(dtype) for r, there in enumerate(received)]
     weight_grads = [draw(there.recv_topk_weights.shape, r, 2) for r, there in enumerate(received)]
     torch.autograd.backward([out.recv_x, out.recv_topk_weights], on_device(backend, rank, row_grads[rank], weight_grads[rank]))
-    assert_same("x.grad", x.grad, reference.combine(row_grads, received, case.num_tokens, sums=sums)[rank])
+    assert_same("x.grad", x.grad, reference.combine(row_grads, received, case.num_tokens, **sums)[rank])
+    if kind == "nodes" and dtype == torch.bfloat16 and rank == 2:
+        at_once = reference.combine(row_grads, received, case.num_tokens)[rank]
+        assert not torch.equal(x.grad.cpu(), at_once), "nodes make no difference in this case"
     assert_same("topk_weights.grad", weight.grad, reference.combine_lane_values(weight_grads, received, idxs)[rank])
 
     # combine: gradients go out by dispatch, and to the weights as inner products

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from exchange_cases import Case, assert_same, inputs_of, on_device, opened, poison_outputs
+from exchange_cases import Case, poison_outputs
 from on_ranks import on_ranks
 
-from deepep_moe import Buffer, reference
+from deepep_moe import Buffer
 from deepep_moe.errors import EPMismatchError, EPPeerError
 from deepep_moe.group import rendezvous
 from deepep_moe.testing import run_ranks
@@ -40,28 +40,6 @@ def test_by_hand(backend):
 
 
 # ---- against the reference ----
-
-
-@on_ranks(4, backend=(*BACKENDS, pytest.param("nvshmem", marks=pytest.mark.gpu)))
-def test_gradients(rank: int, backend: str) -> None:
-    """The gradient of a dispatch is a combine, and so node by node; that of a combine copies rows, which no nodes change."""
-    case = Case([6, 3, 11, 8], num_topk=4, dtype=torch.bfloat16, ranks_per_node=2)
-    xs, idxs, all_weights = inputs_of(case)
-    received = reference.dispatch(xs, idxs, all_weights, case.num_experts)
-    row_grads = [case.expert_outputs(r, len(there.recv_x)) for r, there in enumerate(received)]
-    weight_grads = [torch.rand(len(there.recv_x), generator=torch.Generator().manual_seed(r)) for r, there in enumerate(received)]
-    buffer, x, idx, weights = opened(case, backend, rank)
-    row_grad, weight_grad, grad = on_device(backend, rank, row_grads[rank], weight_grads[rank], xs[rank])
-    out = buffer.dispatch(x.requires_grad_(), idx, weights.requires_grad_())
-    torch.autograd.backward((out.recv_x, out.recv_topk_weights), (row_grad, weight_grad))
-    by_nodes, at_once = (reference.combine(row_grads, received, case.num_tokens, ranks_per_node=n)[rank] for n in (2, None))
-    assert_same("x.grad", x.grad, by_nodes)
-    assert rank != 2 or not torch.equal(by_nodes, at_once), "nodes make no difference in this case"
-    assert_same("weights.grad", weights.grad, reference.combine_lane_values(weight_grads, received, idxs)[rank])
-    rows = row_grad.clone().requires_grad_()
-    buffer.combine(rows, out.handle).backward(grad)
-    assert_same("rows.grad", rows.grad, received[rank].recv_x)
-    buffer.destroy()
 
 
 # ---- which ranks are a node ----
