@@ -41,11 +41,11 @@ def late_layer(buffer, x, idx, weights, before_settle=lambda: None):
 
 
 @pytest.mark.gpu
-@on_ranks(2, calls_between=(False, True))
-def test_rows_that_fit_and_rows_that_do_not(rank, calls_between):
+@on_ranks(2, calls_between=(False, True), sums=("ranks", "lanes", "lanes_fma"))
+def test_rows_that_fit_and_rows_that_do_not(rank, calls_between, sums):
     """Ranks have a guess from the third dispatch on. Then rank 0 gets twice as many rows and rank 1 none; neither needs the other to know.
     The counts may also be asked for by the buffer's next call, on the way to a combine of another dispatch."""
-    (buffer, x, _), (twin, _, _) = on_gpus(rank), on_gpus(rank)
+    (buffer, x, _), (twin, _, _) = on_gpus(rank, sums=sums), on_gpus(rank, sums=sums)
     even, to_one = (torch.tensor(idx, device=x.device) for idx in (EVEN, TO_ONE))
     weights = torch.rand(4, 2, device=x.device)
     other = buffer.dispatch(x, even, layer=1)

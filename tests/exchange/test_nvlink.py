@@ -161,17 +161,6 @@ def test_scales_of_whole_pieces(rank):
         assert_same(f"recv_x_scales, bulk_copies={bulk_copies}", out.recv_x_scales, expected.recv_x_scales)
 
 
-@on_ranks(2)
-def test_default_device(rank):
-    buffer, x, idx = on_gpus(rank)
-    expected = buffer.dispatch(x, idx)
-    with torch.device("meta"):
-        out = buffer.dispatch(x, idx)
-        bounded = buffer.dispatch(x, idx, num_recv_rows=len(out.recv_x))
-    for other in (out, bounded):
-        assert torch.equal(other.recv_x, expected.recv_x) and other.handle.call.device.type == "cpu"
-
-
 # ---- the host's way: the files of the package that a call passes, and what it asks of C++ ----
 
 

@@ -99,21 +99,6 @@ CASE = Case([48], hidden=64, num_experts=8, num_topk=5, dtype=torch.bfloat16, pa
 
 
 @pytest.mark.gpu
-@on_ranks(2, sums=SUMS)
-def test_late_counts(rank, num_ranks, sums):
-    """Rows that do not fit into the guess come again."""
-    results = []
-    for num_recv_rows in (None, "guess"):
-        buffer, x, idx, weights = opened(replace(CASE, num_tokens=[11, 6], pattern="uniform"), "nvlink", rank, sums=sums)
-        for experts in (1, 1, 1, CASE.num_experts):  # then more rows come
-            out = buffer.dispatch(x, torch.where(idx < experts, idx, -1), weights, num_recv_rows=num_recv_rows, layer=1)
-            settled = buffer.settle(out) if num_recv_rows else out
-            y = buffer.combine(settled.recv_x, settled.handle, settled.recv_topk_weights)
-        results.append((settled.recv_x, y))
-    assert_all_same("late and early", *results)
-
-
-@pytest.mark.gpu
 @on_ranks(2)
 def test_rows_left_out(rank, num_ranks):
     """Another row is sent in place of rows beyond a bound, so that no rank waits for them. Sums of the other rows are right. All are

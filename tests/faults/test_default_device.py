@@ -2,10 +2,15 @@
 inputs."""
 
 import contextlib
+import itertools
+from dataclasses import replace
+from functools import partial
 
+import low_latency_cases
 import pytest
 import torch
-from fault_cases import inputs, make, make_step
+from exchange_cases import Case, assert_all_same, check_calls, make_buffer, on_device
+from fault_cases import under
 from on_ranks import on_ranks
 
 from deepep_moe import ops
@@ -22,61 +27,33 @@ def default_device(how):
 
 
 HOW = ("set_default_device", "context")
-KINDS = ("shm", pytest.param("collective", marks=pytest.mark.slow), "low latency")
 
 
-def results(buffer, x, idx, weights):
-    """Return all results of calls, with gradients where they have some."""
-    if buffer.backend == "shm" and hasattr(buffer, "capacity"):
-        out = buffer.dispatch(x, idx, weights)
-        again = buffer.dispatch(x, idx, weights, async_op=True)
-        again.event.wait()
-        hooked = buffer.dispatch(x, idx, weights, return_hook=True)
-        hooked.hook()
-        counts = out.num_recv_tokens_per_expert.tolist()  # nobody writes the rows behind them
-        rows = [
-            torch.cat([of_expert[:count] for of_expert, count in zip(recv_x, counts, strict=True)])
-            for recv_x in (out.recv_x, again.recv_x, hooked.recv_x)
-        ]
-        y = buffer.combine(again.recv_x, again.handle)
-        return [*rows, out.num_recv_tokens_per_expert, y, buffer.combine_input(torch.float32)[:, :0]]
-    tensors = []
-    for layout in ("expert", "rank"):
-        leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
-        out = buffer.dispatch(leaves[0], idx, leaves[1], layout=layout, expert_alignment=4 if layout == "expert" else 1)
-        along = buffer.dispatch(x, handle=out.handle)
-        bounded = buffer.dispatch(x, idx, weights, layout=layout, num_recv_rows=64, async_op=True)
-        bounded.event.wait()
-        scaled = buffer.dispatch(x, idx, layout=layout, fp8=True)
-        y = buffer.combine(out.recv_x * 2, out.handle, out.recv_topk_weights if layout == "expert" else None, bias=x)
-        (y.square().sum() + out.recv_topk_weights.sum()).backward()
-        counted = buffer.layout(idx)
-        tensors += [out.recv_x, out.recv_topk_weights, along.recv_x, bounded.recv_x, scaled.recv_x.float(), scaled.recv_x_scales, y]
-        tensors += [leaf.grad for leaf in leaves]
-        tensors += [out.num_recv_tokens_per_expert, counted.num_tokens_per_rank, out.handle.num_rows_per_expert]
-    return tensors
+@on_ranks(2, backend=("shm", pytest.param("collective", marks=pytest.mark.slow), pytest.param("nvlink", marks=pytest.mark.gpu)), how=HOW)
+def test_calls(rank, backend, how):
+    kinds = itertools.product(("expert", "rank"), ("now", "async"), (None, 64))
+    cases = [Case([6, 9], hidden=128, layout=layout, mode=mode, bound=bound, with_bias=True) for layout, mode, bound in kinds]
+    x, idx, _ = on_device(backend, rank, *cases[0].inputs(rank))
+    with default_device(how):
+        buffer = make_buffer(cases[0], backend, rank)
+    for case in cases:
+        check_calls(rank, case, [under(partial(default_device, how), buffer)])
+    results = []
+    for device in (None, how):
+        with default_device(device):
+            out = buffer.dispatch(x, idx, fp8=True)
+            results.append((out.recv_x, out.recv_x_scales, *buffer.layout(idx)))
+    assert_all_same("fp8 and layout", *results)
 
 
-@on_ranks(2, kind=KINDS)
-def test_calls(rank, num_ranks, kind):
-    buffer = make(kind, num_ranks, hidden=128)
-    x, idx = inputs(buffer, 1)
-    weights = (torch.arange(idx.numel(), dtype=torch.float32) + rank).view(idx.shape)
-    expected = results(buffer, x, idx, weights)
-    for how in HOW:
-        with default_device(how):
-            actual = results(buffer, x, idx, weights)
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    make_step(buffer, 2)
-
-
-@on_ranks(2, kind=KINDS)
-def test_constructions(rank, num_ranks, kind):
-    for step, how in enumerate(HOW):
-        with default_device(how):
-            buffer = make(kind, num_ranks)
-        make_step(buffer, step)
-        buffer.destroy()
+@on_ranks(2, backend=low_latency_cases.BACKENDS, how=HOW)
+def test_low_latency_calls(rank, backend, how):
+    case = low_latency_cases.Case([9, 24], combine_weights=True)
+    with default_device(how):
+        buffer = low_latency_cases.make_buffer(case, backend, rank)
+        assert buffer.combine_input(torch.float32).device.type != "meta"
+    for mode, fp8 in (("now", False), ("async", True), ("hook", False)):
+        low_latency_cases.run_case(under(partial(default_device, how), buffer), replace(case, mode=mode, fp8=fp8), rank, backend)
 
 
 def test_gate():

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import assert_same, device_of, on_device
+from fault_cases import under
 from low_latency_cases import (
     ALL_BACKENDS,
     BLOCK,
@@ -161,16 +162,8 @@ def test_default_dtype(rank, backend):
     """Sums are fp32, whatever PyTorch's default dtype is."""
     for case in (Case([24, 6]), Case([24, 6], fp8=True, scale_format="ue8m0", wire="fp8", combine_weights=True)):
         expected, buffer = Expected(case), make_buffer(case, backend, rank)
-        x, idx, weights = on_device(backend, rank, *case.inputs(rank))
-        early, late = (None, weights) if case.combine_weights else (weights, None)
         for dtype in (torch.bfloat16, torch.float16, torch.float64):
-            with default_dtype(dtype):
-                out = buffer.dispatch(x, idx, early, fp8=case.fp8, scale_format=case.scale_format)
-            rows = combine_rows(case, rank, out, expected)
-            with default_dtype(dtype):
-                y = buffer.combine(rows, out.handle, topk_weights=late, wire=case.wire)
-            check_dispatch(case, rank, out, expected)
-            assert_same(f"combined_x under {dtype}", y, expected.combined[rank])
+            run_case(under(partial(default_dtype, dtype), buffer), case, rank, backend, expected)
 
 
 @on_every_backend

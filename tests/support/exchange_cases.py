@@ -141,10 +141,11 @@ def check_each(rank: int, _: int, cases: list[Case]) -> None:
             buffer.destroy()
 
 
-def make_buffer(case: Case, backend: str, rank: int) -> Buffer:
+def make_buffer(case: Case, backend: str, rank: int, **options: Any) -> Buffer:
     device_of(backend, rank)
     *sizes, per_node, max_sms, sums, bulk_copies, _ = case.memory
-    buffer = Buffer(None, *sizes, backend=backend, timeout_s=60, ranks_per_node=per_node, max_sms=max_sms, sums=sums)
+    settings = {"timeout_s": 60, "ranks_per_node": per_node, "max_sms": max_sms, "sums": sums} | options
+    buffer = Buffer(None, *sizes, backend=backend, **settings)
     assert buffer.backend == backend
     if backend == "nvlink" and not bulk_copies:
         buffer.calls.backend.tuning.uses_bulk_copies = False
@@ -249,11 +250,8 @@ def assert_same(name: str, ours: torch.Tensor | None, reference_value: torch.Ten
 
 def opened(case: Case, backend: str, rank: int, **options: Any) -> tuple[Any, ...]:
     """A buffer for a case, and this rank's x, topk_idx and topk_weights where the backend wants them."""
-    device_of(backend, rank)
     poison_outputs()
-    sizes = max(case.num_tokens), case.hidden, case.num_experts, case.num_topk
-    settings = {"timeout_s": 60, "ranks_per_node": case.ranks_per_node, "sums": case.sums} | options
-    return Buffer(None, *sizes, backend=backend, **settings), *on_device(backend, rank, *case.inputs(rank))
+    return make_buffer(case, backend, rank, **options), *on_device(backend, rank, *case.inputs(rank))
 
 
 def modes_of_calls(buffer: Buffer) -> list[Any]:

@@ -135,6 +135,19 @@ class Replaced:
         return getattr(self.native, name)
 
 
+def under(make_context: Any, buffer: Any) -> Any:
+    """The buffer, whose calls are made in a context each."""
+
+    def wrapped(call: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            with make_context():
+                return call(*args, **options)
+
+        return run
+
+    return Replaced(buffer, dispatch=wrapped(buffer.dispatch), combine=wrapped(buffer.combine))
+
+
 def raising(method: Any, error: BaseException, is_after: bool) -> Any:
     def run(*args: Any) -> Any:
         output = method(*args) if is_after else None  # noqa: F841  # lives as long as the error: kernels may be still at work on it
