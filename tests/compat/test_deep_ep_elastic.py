@@ -164,22 +164,14 @@ def test_deferred_epilogue(rank, backend, is_async):
     buffer, device = make("EPBuffer", backend, rank, explicitly_destroy=True)
     want = Wanted(Case([13, 30], layout="expert", **SIZES), rank, "expert", fp8=True)
     x, topk_idx, topk_weights = want.x_on(device), *want.routing(device).values()
-    how = {"async_with_compute_stream": is_async, "defer_epilogue": True, "do_expand": True}
-    event = buffer.dispatch(x, topk_idx, topk_weights, num_experts=12, use_tma_aligned_col_major_sf=True, **how)
+    how = {"async_with_compute_stream": is_async, "defer_epilogue": True}
+    event = buffer.dispatch(x, topk_idx, topk_weights, num_experts=12, use_tma_aligned_col_major_sf=True, do_expand=True, **how)
     results = event.current_stream_wait()
     check_received(want, results, True, 0)
-    assert event.wait() is results
-    handle, rows = results[3], want.outputs[rank].to(device)
-    assert handle.topk_idx is topk_idx
-    event = buffer.dispatch(x, handle=handle, **how)
-    (recv_x, scales), *_ = event.current_stream_wait()
-    assert_same("recv_x", recv_x, want.mine.recv_x)
-    assert_same("scales", scales, want.mine.recv_x_scales)
-    values, back = want.lanes(2)
-    for lanes in (None, values.to(device)):
-        y, weights = buffer.combine(rows, handle, lanes, async_with_compute_stream=is_async, defer_epilogue=True).current_stream_wait()
-        assert_same("combined_x", y, want.combined())
-        assert_same("weights", weights, None if lanes is None else back)
+    assert event.wait() is results and results[3].topk_idx is topk_idx
+    y, weights = buffer.combine(want.outputs[rank].to(device), results[3], None, **how).current_stream_wait()
+    assert_same("combined_x", y, want.combined())
+    assert weights is None
 
 
 # ---- what callers ask, and what is refused ----

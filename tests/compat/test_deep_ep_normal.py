@@ -126,11 +126,6 @@ def test_scenarios(backend, fp8, with_topk, is_async, with_previous):
     run_ranks(scenario, 3, backend, Case([13, 0, 30], expert_alignment=ALIGNMENT, **SIZES), fp8, with_topk, is_async, with_previous)
 
 
-@pytest.mark.parametrize("pattern", ("one_expert", "one_rank", "nobody"))
-def test_uneven_routings(pattern):
-    run_ranks(scenario, 2, "shm", Case([20, 3], expert_alignment=ALIGNMENT, **(SIZES | {"pattern": pattern})), False, True, False, False)
-
-
 def plain_dispatch(buffer, want, device):
     *_, per_expert, in_rank, _ = buffer.get_dispatch_layout(want.topk_idx.to(device), want.case.num_experts)
     return buffer.dispatch(want.x_on(device), num_tokens_per_expert=per_expert, is_token_in_rank=in_rank, **want.routing(device))

@@ -2,7 +2,7 @@
 double their rows.
 
 They were read in torchtitan/distributed/deepep of pytorch/torchtitan at commit b5bcd76c66d0acb1a08b176d9639425bc55e0b2a, and the flag of
-dropped rows at 0276e6ed0bed9be143631e007342964c03a09b96. torchtitan itself was not run.
+dropped rows at 0276e6ed0bed9be143631e007342964c03a09b96.
 """
 
 import pytest

@@ -59,9 +59,9 @@ BAD_DISPATCHES = [  # changes of the arguments, the error, a piece of its messag
 ]
 
 
-@on_ranks(2, backend=BACKENDS)
-def test_bad_arguments_of_dispatch(rank, backend):
-    buffer, other = make_buffer(backend), make_buffer(backend)
+@on_ranks(2, backend=BACKENDS, sums=("ranks", "lanes"))
+def test_bad_arguments_of_dispatch(rank, backend, sums):
+    buffer, other = make_buffer(backend, sums=sums), make_buffer(backend, sums=sums)
     handles = {"own": buffer.dispatch(X, IDX).handle, "other": other.dispatch(X, IDX).handle}
     for changes, error, message in BAD_DISPATCHES:
         arguments = dict(x=X, topk_idx=IDX, topk_weights=WEIGHTS)
@@ -87,9 +87,9 @@ def test_bad_arguments_of_layout():
             buffer.layout(topk_idx)
 
 
-@on_ranks(2, backend=BACKENDS)
-def test_bad_arguments_of_combine(rank, backend):
-    buffer = make_buffer(backend)
+@on_ranks(2, backend=BACKENDS, sums=("ranks", "lanes"))
+def test_bad_arguments_of_combine(rank, backend, sums):
+    buffer = make_buffer(backend, sums=sums)
     out = buffer.dispatch(X, IDX, WEIGHTS)
     rows = len(out.recv_x)
     for changes, error, message in (

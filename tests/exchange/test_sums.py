@@ -134,6 +134,7 @@ def test_copy_engines_send_no_single_rows(rank, num_ranks):
 
 
 def test_refusals():
+    """Bad arguments are refused as in other buffers: test_errors.py."""
     with pytest.raises(ValueError, match="sums is 'lane'"):
         Buffer(None, 4, 8, 4, 2, sums="lane")
     with pytest.raises(ValueError, match="num_sms is 0; with sums='lanes' it must be 1 or more"):
@@ -141,22 +142,9 @@ def test_refusals():
     buffer = Buffer(None, 4, 8, 4, 2, sums="lanes", backend="shm")
     assert (buffer.num_topk, buffer.num_max_tokens_per_rank, buffer.sums) == (2, 4, "lanes")
     x, idx = torch.ones(4, 8), torch.tensor([[0, 1]] * 4)
-    with pytest.raises(ValueError, match=r"topk_idx has shape \[4, 1\]; it must be \[4, 2\]"):
-        buffer.dispatch(x, idx[:, :1])
-    with pytest.raises(ValueError, match="x has 5 tokens, more than the buffer's num_max_tokens_per_rank of 4"):
-        buffer.dispatch(torch.ones(5, 8), torch.tensor([[0, 1]] * 5))
     with pytest.raises(ValueError, match="layout is 'rank'; with sums='lanes'"):
         buffer.dispatch(x, idx, layout="rank")
-    for wrong, message in ((9, r"topk_idx\[2, 1\] is 9; it must be -1"), (0, r"topk_idx\[2\] names expert 0 twice, in lanes 0 and 1")):
-        bad = idx.clone()
-        bad[2, 1] = wrong
-        with pytest.raises(ValueError, match=message):
-            buffer.dispatch(x, bad)
     calls = buffer.num_calls
     with mock.patch("deepep_moe.exchange.calls.for_lanes", side_effect=MemoryError), pytest.raises(MemoryError):
         buffer.dispatch(x, idx)
     assert buffer.num_calls == calls + 1, "the peers were told"
-    out = buffer.dispatch(x, idx)
-    with pytest.raises(ValueError, match=r"bias has shape \[8, 8\]; it must be \[4, 8\]"):
-        buffer.combine(out.recv_x, out.handle, bias=torch.ones(8, 8))
-    assert torch.equal(buffer.combine(out.recv_x, out.handle), torch.full((4, 8), 2.0))
