@@ -1,7 +1,6 @@
 """DeepEP's settings, events and memory without a call, and what bad arguments of a call raise."""
 
 import re
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -190,11 +189,9 @@ def test_after_destroy(rank, name):
         buffer.destroy()
         buffer.destroy()
     dist.barrier()
-    began = time.monotonic()
     for call in (*calls, *more) if rank == 0 else calls:
         with pytest.raises(BufferDestroyedError if rank == 0 else EPPeerError, match="destroyed" if rank == 0 else "rank 0"):
             call()
-    assert time.monotonic() - began < 30
     dist.barrier()
 
 

@@ -274,7 +274,6 @@ def test_interrupt_around_native_code(rank):
     fails = mock.patch.object(shm_rows.State, "__init__", side_effect=error)
     for call in calls:
         for how in ({}, {"return_hook": True}, {"async_op": True}):
-            began = time.monotonic()
             if rank == 1:
                 with fails, pytest.raises(KeyboardInterrupt):
                     call(**how)
@@ -282,7 +281,6 @@ def test_interrupt_around_native_code(rank):
                 with pytest.raises(EPPeerError, match="rank 1 did not make its call: KeyboardInterrupt: while it prepares"):
                     call(**how)
                     buffer.finish_calls()
-            assert time.monotonic() - began < 60
             check_usable(buffer, x, idx)
         call(return_hook=True)
         with fails:
@@ -300,12 +298,10 @@ def test_destroyed_with_an_error_kept(rank, where):
     if rank == 1:
         buffer.destroy()
     dist.barrier()
-    began = time.monotonic()
     if rank == 0:
         with pytest.raises(EPPeerError, match="rank 1 has destroyed its buffer|rank 1 did not make its call"):
             for _ in range(2):
                 buffer.dispatch(x, idx)
-        assert time.monotonic() - began < 60
     dist.barrier()
     assert kept.value is not None
 
