@@ -29,6 +29,7 @@ from deepep_moe.low_latency.checks import (
     check_dispatch,
     check_lane_weights,
     check_low_latency_settings,
+    check_memory_of_dispatch,
 )
 from deepep_moe.low_latency.handle import LowLatencyHandle, LowLatencyOutput, LowLatencyStatistics
 from deepep_moe.low_latency.select import BACKENDS, make_backend
@@ -288,6 +289,7 @@ class LowLatencyBuffer(Sizes):
         if not is_like_rows or not isinstance(topk_idx, Tensor):
             return x, topk_idx, None, None  # the checks refuse it
         try:
+            check_memory_of_dispatch(x, topk_idx, topk_weights)
             topk_idx = one_by_one("topk_idx", topk_idx, len(x), s)
             is_sent = (topk_idx >= 0).view(len(x), s.lanes)
             if topk_weights is not None:

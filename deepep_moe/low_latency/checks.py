@@ -69,14 +69,20 @@ def check_lane_weights(topk_weights: Tensor | None, num_tokens: int, s: Settings
     _check_no_gradient("topk_weights", topk_weights)
 
 
+def check_memory_of_dispatch(*tensors: object) -> None:
+    """Check that x, topk_idx and topk_weights, where they are tensors, have memory that native code can read."""
+    named = dict(zip(("x", "topk_idx", "topk_weights"), tensors, strict=True))
+    refuse_watchers(_CALLS, {name: named[name] for name in ("x", "topk_weights")}, is_operator=False)
+    for name, tensor in named.items():
+        if isinstance(tensor, Tensor):
+            check_owns_memory(name, tensor)
+
+
 def check_dispatch(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, fp8: bool, scale_format: str, s: Settings, backend: LowLatencyBackend
 ) -> None:
     """Raises TypeError or ValueError."""
-    refuse_watchers(_CALLS, {"x": x, "topk_weights": topk_weights}, is_operator=False)
-    for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-        if isinstance(tensor, Tensor):
-            check_owns_memory(name, tensor)
+    check_memory_of_dispatch(x, topk_idx, topk_weights)
     if isinstance(x, Tensor) and x.dim() != 2:
         raise ValueError(f"x has shape {list(x.shape)}; it must be [num_tokens, {s.hidden}]")
     num_tokens = x.shape[0] if isinstance(x, Tensor) else 0
