@@ -39,7 +39,7 @@ def plan_copies(
     stream: int | None,
 ) -> None: ...
 
-# exchange (csrc/runtime/shm/exchange.h, call.h)
+# exchange (csrc/runtime/shm/exchange.h, call.h); `args` and `rows` are of exchange/backends/base.py
 
 class ShmExchange:
     def __init__(
@@ -61,52 +61,11 @@ class ShmExchange:
     def seal(self) -> None: ...
     def free(self) -> int: ...
     def plan(
-        self,
-        topk_idx: Tensor,
-        narrow_topk_idx: Tensor,
-        recv_counts: Tensor,
-        num_recv_tokens_per_expert: Tensor,
-        dtype: DType,
-        is_expert_layout: bool,
-        expert_alignment: int,
-        has_weights: bool,
-        has_scales: bool,
-        num_recv_rows: int,
+        self, dtype: DType, args: object, narrow_topk_idx: Tensor, recv_counts: Tensor, num_recv_tokens_per_expert: Tensor
     ) -> tuple[int, int]: ...
-    def dispatch(
-        self,
-        handle: object,
-        x: Tensor,
-        x_scales: Tensor | None,
-        topk_weights: Tensor | None,
-        recv_x: Tensor,
-        recv_x_scales: Tensor | None,
-        recv_topk_idx: Tensor | None,
-        recv_topk_weights: Tensor | None,
-    ) -> None: ...
-    def dispatch_cached(
-        self,
-        handle: object,
-        dtype: DType,
-        x: Tensor,
-        x_scales: Tensor | None,
-        topk_weights: Tensor | None,
-        recv_x: Tensor,
-        recv_x_scales: Tensor | None,
-        recv_topk_weights: Tensor | None,
-    ) -> None: ...
-    def combine(
-        self,
-        handle: object,
-        dtype: DType,
-        x: Tensor,
-        weights: Tensor | None,
-        bias: Tensor | None,
-        topk_weight_grads: Tensor | None,
-        combined_x: Tensor,
-        combined_topk_weight_grads: Tensor | None,
-        sums_lanes: bool,
-    ) -> None: ...
+    def dispatch(self, handle: object, args: object, rows: object, recv_topk_idx: Tensor | None) -> None: ...
+    def dispatch_cached(self, dtype: DType, args: object, rows: object) -> None: ...
+    def combine(self, dtype: DType, args: object, combined_x: Tensor, combined_topk_weight_grads: Tensor | None) -> None: ...
     def refuse(self, message: str, cause: int) -> None: ...
     def abandon(self, reason: str) -> None: ...
 

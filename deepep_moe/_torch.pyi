@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, device, dtype
 
 from deepep_moe._C import ExchangeShim, NvlinkLowLatencyShim
+from deepep_moe.exchange.backends.base import CombineOptions
 from deepep_moe.ops.gate import FullGateOutput, GateOutput
 
 TORCH_VERSION: str
@@ -121,7 +122,7 @@ class Calls:
         topk_weights: Tensor | None,
         bias: Tensor | None,
         topk_weight_grads: Tensor | None,
-        sums_lanes: bool,
+        options: CombineOptions,
         mode: Mode,
     ) -> Combined | None: ...
     def dispatch_by_expert(

@@ -47,45 +47,60 @@ void bind_types(py::module_& m) {
         .value("float8_e5m2", DType::kFloat8E5M2);
 }
 
-// ---- calls: tensors and a handle are converted to params in one step ----
+// ---- calls: arguments, tensors and a handle are converted to params in one step ----
 
-std::pair<int64_t, int64_t> plan(ShmExchange& self, const TensorArg& topk_idx, const TensorArg& narrow_topk_idx,
-                                 const TensorArg& recv_counts, const TensorArg& num_recv_tokens_per_expert, DType dtype,
-                                 bool is_expert_layout, int expert_alignment, bool has_weights, bool has_scales, int64_t num_recv_rows) {
-    const Layout layout = is_expert_layout ? Layout::kExpert : Layout::kRank;
-    const Signature signature{Operation::kDispatch, dtype, layout, expert_alignment, 0, has_weights, has_scales, 0};
-    PlanParams params = plan_of(self.config(), signature, topk_idx, num_recv_rows);
+TensorArg tensor_of(py::handle owner, const char* name) { return tensor_arg(owner.attr(name)); }
+
+std::pair<int64_t, int64_t> plan(ShmExchange& self, DType dtype, py::handle args, const TensorArg& narrow_topk_idx,
+                                 const TensorArg& recv_counts, const TensorArg& num_recv_tokens_per_expert) {
+    const Layout layout = args.attr("layout").cast<std::string>() == "expert" ? Layout::kExpert : Layout::kRank;
+    Signature signature{Operation::kDispatch, dtype, layout, args.attr("expert_alignment").cast<int>(), 0, false, false, false};
+    signature.has_weights = !args.attr("topk_weights").is_none(), signature.has_scales = !args.attr("x_scales").is_none();
+    PlanParams params = plan_of(self.config(), signature, tensor_of(args, "topk_idx"), args.attr("num_recv_rows").cast<int64_t>());
     params.layout.narrow_topk_idx = narrow_topk_idx.as<int32_t*>();
     params.recv_counts = recv_counts.as<int32_t*>();
     params.num_recv_tokens_per_expert = num_recv_tokens_per_expert.as<int32_t*>();
+    const py::gil_scoped_release released;
     const PlanResult result = self.plan(params);
     return {result.num_recv_tokens, result.num_rows};
 }
 
-void dispatch(ShmExchange& self, const HandleArg& handle, const TensorArg& x, const TensorArg& x_scales, const TensorArg& topk_weights,
-              const TensorArg& recv_x, const TensorArg& recv_x_scales, const TensorArg& recv_topk_idx, const TensorArg& recv_topk_weights) {
-    self.dispatch(
-        dispatch_of(self.config(), handle, {x, x_scales, topk_weights, recv_x, recv_x_scales, recv_topk_idx, recv_topk_weights}, false));
+DispatchArg dispatch_arg(py::handle args, py::handle rows) {
+    DispatchArg arg;
+    arg.x = tensor_of(args, "x"), arg.x_scales = tensor_of(args, "x_scales"), arg.topk_weights = tensor_of(args, "topk_weights");
+    arg.recv_x = tensor_of(rows, "recv_x"), arg.recv_x_scales = tensor_of(rows, "recv_x_scales");
+    arg.recv_topk_weights = tensor_of(rows, "recv_topk_weights");
+    return arg;
 }
 
-void dispatch_cached(ShmExchange& self, const HandleArg& handle, DType dtype, const TensorArg& x, const TensorArg& x_scales,
-                     const TensorArg& topk_weights, const TensorArg& recv_x, const TensorArg& recv_x_scales,
-                     const TensorArg& recv_topk_weights) {
+void dispatch(ShmExchange& self, const HandleArg& handle, py::handle args, py::handle rows, const TensorArg& recv_topk_idx) {
+    DispatchArg arg = dispatch_arg(args, rows);
+    arg.recv_topk_idx = recv_topk_idx;
+    const py::gil_scoped_release released;
+    self.dispatch(dispatch_of(self.config(), handle, arg, false));
+}
+
+void dispatch_cached(ShmExchange& self, DType dtype, py::handle args, py::handle rows) {
+    const HandleArg handle = handle_arg(args.attr("handle"));
+    const DispatchArg arg = dispatch_arg(args, rows);
     Signature signature = signature_along(handle, Operation::kCachedDispatch, dtype);
     signature.expert_alignment = handle.expert_alignment;
-    signature.has_weights = topk_weights.is_there;
-    signature.has_scales = x_scales.is_there;
-    self.dispatch_cached(
-        signature, dispatch_of(self.config(), handle, {x, x_scales, topk_weights, recv_x, recv_x_scales, {}, recv_topk_weights}, true));
+    signature.has_weights = arg.topk_weights.is_there;
+    signature.has_scales = arg.x_scales.is_there;
+    const py::gil_scoped_release released;
+    self.dispatch_cached(signature, dispatch_of(self.config(), handle, arg, true));
 }
 
-void combine(ShmExchange& self, const HandleArg& handle, DType dtype, const TensorArg& x, const TensorArg& weights, const TensorArg& bias,
-             const TensorArg& topk_weight_grads, const TensorArg& combined_x, const TensorArg& combined_topk_weight_grads,
-             bool sums_lanes) {
+void combine(ShmExchange& self, DType dtype, py::handle args, const TensorArg& combined_x, const TensorArg& combined_topk_weight_grads) {
+    const HandleArg handle = handle_arg(args.attr("handle"));
+    CombineArg arg;
+    arg.x = tensor_of(args, "x"), arg.weights = tensor_of(args, "weights"), arg.bias = tensor_of(args, "bias");
+    arg.topk_weight_grads = tensor_of(args, "topk_weight_grads"), arg.options = combine_options_of(args.attr("options"));
+    arg.combined_x = combined_x, arg.combined_topk_weight_grads = combined_topk_weight_grads;
     Signature signature = signature_along(handle, Operation::kCombine, dtype);
-    signature.has_topk_weight_grads = topk_weight_grads.is_there;
-    self.combine(signature, combine_of(self.config(), handle, dtype, x, weights, bias, topk_weight_grads, combined_x,
-                                       combined_topk_weight_grads, sums_lanes));
+    signature.has_topk_weight_grads = arg.topk_weight_grads.is_there;
+    const py::gil_scoped_release released;
+    self.combine(signature, combine_of(self.config(), handle, dtype, arg));
 }
 
 void bind_shm_exchange(py::module_& m) {
@@ -108,10 +123,10 @@ void bind_shm_exchange(py::module_& m) {
         .def("free", &ShmExchange::free)
         .def("refuse", &ShmExchange::refuse, Released())
         .def("abandon", &ShmExchange::abandon, Released())
-        .def("plan", &plan, Released())
-        .def("dispatch", &dispatch, Released())
-        .def("dispatch_cached", &dispatch_cached, Released())
-        .def("combine", &combine, Released());
+        .def("plan", &plan)
+        .def("dispatch", &dispatch)
+        .def("dispatch_cached", &dispatch_cached)
+        .def("combine", &combine);
 }
 
 }  // namespace

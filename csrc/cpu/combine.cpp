@@ -143,7 +143,7 @@ private:
         else
             sum_over_nodes(mask, sum);
         if (p_.combined_topk_weight_grads != nullptr) {
-            if (p_.sums_lanes)
+            if (p_.options.sums_lanes)
                 sum_lanes(token, mask, slots);
             else
                 take_topk_weight_grads(token, slots);

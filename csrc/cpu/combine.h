@@ -1,6 +1,7 @@
 // A combine sums a token's rows on each rank, sends the sum back once per rank, and adds these sums at the source in rank order.
 #pragma once
 
+#include "common/combine_options.h"
 #include "cpu/channel.h"
 
 namespace deepep_moe {
@@ -24,7 +25,7 @@ struct CombineParams {
     const std::byte* bias;              // [num_tokens, hidden], or nullptr
     std::byte* combined_x;              // [num_tokens, hidden]
     float* combined_topk_weight_grads;  // [num_tokens, num_topk], or nullptr
-    bool sums_lanes;                    // a top-k entry gets the sum over all ranks of its token, not only the value of its expert's rank
+    CombineOptions options;
 };
 
 // Moves the rows of one channel. Throws what `channel.monitor` throws.

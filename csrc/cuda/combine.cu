@@ -230,7 +230,7 @@ struct Kernel : CombineRows<kType> {
     // Write the gradients of the token's weights. `from` is the token's sum that came from node `lane`, or null.
     __device__ void take_topk_weight_grads_of_nodes(int token, int at, int index, const std::byte* from, const Rows& rows) const {
         float value = topk_weight_grad(token, index, rows);
-        if (p.sums_lanes) {
+        if (p.options.sums_lanes) {
             for (int other = 0; other < config.num_nodes; ++other) {
                 const std::byte* sum = shuffle(from, other);
                 if (sum != nullptr && lane < config.num_topk) value += reinterpret_cast<const float*>(sum + row_bytes)[lane];

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/combine_options.h"
 #include "cuda/tuning.h"
 #include "cuda/workspace.h"
 
@@ -183,8 +184,8 @@ struct GpuCombineParams {
     const float* source_weights;        // [num_tokens] weights of the tokens in that sum, or nullptr
     std::byte* combined_x;              // [num_tokens / tokens_per_row, hidden]
     float* combined_topk_weight_grads;  // [num_tokens, num_topk], or nullptr
-    bool sums_lanes;  // a top-k entry gets the sum over all ranks that its token went to, not only the value of its expert's rank
-    GpuRail rail;     // with several nodes; the five fields above are then about this rank's tokens
+    CombineOptions options;
+    GpuRail rail;  // with several nodes; the five fields above are then about this rank's tokens
 
     // The next two are for sums by lanes.
     bool weights_are_sent;  // topk_weight_grads are the weights of the rows

@@ -352,7 +352,7 @@ Combined Calls::combine(const Handle& handle, const Tensor& x, const ExpertRows*
     GpuCombineCall call(handle.arg(), arg_of(x), expert_rows,
                         arg_of(are_sent || inputs.source_weights.defined() ? Tensor() : inputs.weights), arg_of(inputs.bias),
                         arg_of(beside), arg_of(inputs.source_weights), arg_of(combined.x), arg_of(combined.topk_weight_grads),
-                        dtype_of(x.scalar_type()), inputs.sums_lanes);
+                        dtype_of(x.scalar_type()), inputs.options);
     call.params.is_fused = settings.is_fused, call.params.weights_are_sent = are_sent;
     variable_list tensors{x, inputs.weights, inputs.bias, inputs.topk_weight_grads, inputs.source_weights, handle.memory};
     tensors.insert(tensors.end(), {combined.x, combined.topk_weight_grads});

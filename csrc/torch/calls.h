@@ -39,7 +39,7 @@ struct CombineInputs {
     Tensor topk_weight_grads;  // in the form of the topk_weights that the dispatch returned
     Tensor source_weights;     // [tokens_per_row, num_tokens / tokens_per_row], applied at the source instead of `weights`
     int64_t tokens_per_row = 1;
-    bool sums_lanes = false;  // sums topk_weight_grads, as `GpuCombineParams` says
+    CombineOptions options{};
 };
 
 // The results of a dispatch.

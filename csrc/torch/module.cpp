@@ -83,13 +83,13 @@ std::optional<Received> settle(Calls& calls, const std::shared_ptr<Handle>& hand
 
 // With topk_weight_grads there is no gradient, and no weight.
 std::optional<Combined> combine_rows(Calls& calls, py::handle x, py::handle handle, py::handle topk_weights, py::handle bias,
-                                     py::handle topk_weight_grads, bool sums_lanes, const Mode& mode) {
+                                     py::handle topk_weight_grads, py::handle options, const Mode& mode) {
     if (!may_call(calls, {x, topk_weights, bias, topk_weight_grads}, mode.is_checked)) return std::nullopt;
     const auto along = handle_in(calls, handle, mode.is_checked);
     CombineRequest request;
     request.rows = {unpacked(x)};
     request.inputs = {unpacked(topk_weights), unpacked(bias), unpacked(topk_weight_grads)};
-    request.inputs.sums_lanes = sums_lanes;
+    request.inputs.options = combine_options_of(options);
     request.mode = mode;
     if (mode.is_checked) return calls.combine(*along, request.rows[0], nullptr, request.inputs, mode);
     if (!along || !calls.takes_rows(*along, request.rows[0]) || !calls.takes_inputs(*along, request.rows[0], request.inputs))

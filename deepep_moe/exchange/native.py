@@ -13,12 +13,14 @@ from torch import Tensor
 from deepep_moe import torch_module
 from deepep_moe.errors import BufferDestroyedError, BufferSuspendedError
 from deepep_moe.event import Event
-from deepep_moe.exchange.backends.base import LAYOUTS
+from deepep_moe.exchange.backends.base import LAYOUTS, CombineOptions
 from deepep_moe.exchange.calls import Calls, calls_of, watch_backward
 from deepep_moe.exchange.checks import MAX_ALIGNMENT, check_owner
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, PackedHandle
 from deepep_moe.exchange.operators import as_rows, combine, dispatch_cached, joined, scaled_gradients
 from deepep_moe.group.settings import MAX_NUMBER
+
+_PLAIN = CombineOptions()
 
 
 def dispatch(
@@ -80,13 +82,12 @@ def _output(
 
 def combine_rows(
     calls: Calls, x: Tensor, handle: DispatchHandle, topk_weights: Tensor | None, bias: Tensor | None, num_sms: int | None,
-    async_op: bool = False, return_hook: bool = False, *, lanes: Tensor | None = None,
+    async_op: bool = False, return_hook: bool = False, *, lanes: Tensor | None = None, options: CombineOptions = _PLAIN,
 ) -> Any:  # fmt: skip
-    """Make a combine, and return `_torch.Combined`. With `lanes` it also sums lanes of top-k, without gradient. By lanes each
-    has one row, so there is no sum."""
+    """Make a combine, and return `_torch.Combined`. `lanes` of top-k come back beside the rows, without gradient."""
     if calls.native is None or (mode := mode_of(num_sms, async_op, return_hook)) is None:
         return None
-    how = lanes, lanes is not None and not calls.settings.is_by_lane, mode
+    how = lanes, options, mode
     return calls.make("combine", x, handle, topk_weights, bias, *how, handle=handle, is_async=bool(async_op or return_hook))
 
 

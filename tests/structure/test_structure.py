@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import rooms
-from size import LIMITS, sizes
+from size import LIMITS, SOURCES, files, sizes
 
 from deepep_moe import nvshmem_module
 
@@ -49,6 +49,12 @@ def test_page_lists_every_folder_and_file():
 def test_size_is_within_its_limit(name):
     size = sizes()[name]
     assert size <= ROOM * LIMITS[name], f"{name}: {size}; delete some, or raise the limit in tests/structure/size.py"
+
+
+def test_an_argument_of_combine_touches_few_files():
+    paths = [path for folder in ("deepep_moe", "csrc", "integrations") for path in files(folder, SOURCES)]
+    touched = [path for path in paths if "sums_lanes" in path.read_text()]
+    assert len(touched) <= 7, f"docs/design/autograd.md counts 7, and these are {len(touched)}: {touched}"
 
 
 def is_in(module: str, room: str) -> bool:

@@ -76,8 +76,8 @@ public:
         for (float& value : recv_x_) value *= static_cast<float>(rank_ + 1);
         std::vector<float> combined(num_tokens() * config_.hidden, -1);
         const Signature signature = signature_along(handle(), Operation::kCombine, DType::kFloat32);
-        exchange_.combine(signature, combine_of(config_, handle(), DType::kFloat32, rows_of(recv_x_, num_rows_), {}, {}, {},
-                                                rows_of(combined, num_tokens()), {}));
+        const CombineArg arg{rows_of(recv_x_, num_rows_), {}, {}, {}, rows_of(combined, num_tokens()), {}};
+        exchange_.combine(signature, combine_of(config_, handle(), DType::kFloat32, arg));
         for (int token = 0; token < num_tokens(); ++token) {
             float factor = 0;
             for (int to = 0; to < config_.num_ranks; ++to) factor += tokens_.goes(rank_, token, to) ? static_cast<float>(to + 1) : 0.0f;

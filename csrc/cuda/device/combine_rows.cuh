@@ -133,7 +133,7 @@ struct CombineRows {
 
     // Returns the gradient of top-k entry `lane`, or 0 if no rank of this node has its expert. `index` is the token's slot on rank `lane`.
     __device__ float topk_weight_grad(int token, int index, const Rows& rows) const {
-        if (p.sums_lanes) return sum_of_lane(index, rows);
+        if (p.options.sums_lanes) return sum_of_lane(index, rows);
         int expert = -1;
         if (lane < config.num_topk) expert = static_cast<int>(p.routing.expert(token, lane));
         const int rank = expert >= 0 ? expert / (config.num_experts / config.num_ranks) : c.rank;

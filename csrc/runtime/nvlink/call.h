@@ -182,7 +182,7 @@ struct GpuCombineCall {
 
     GpuCombineCall(const HandleArg& handle, const TensorArg& x, const ExpertRows* expert_rows, const TensorArg& weights,
                    const TensorArg& bias, const TensorArg& topk_weight_grads, const TensorArg& source_weights, const TensorArg& combined_x,
-                   const TensorArg& combined_topk_weight_grads, DType dtype, bool sums_lanes = false) {
+                   const TensorArg& combined_topk_weight_grads, DType dtype, const CombineOptions& options) {
         const int64_t num_rows = expert_rows == nullptr ? x.num_rows : handle.num_rows;
         plan = cached_plan(handle);
         rail = split_off_rail(handle, plan);
@@ -203,7 +203,7 @@ struct GpuCombineCall {
         params.source_weights = source_weights.as<const float*>();
         params.combined_x = combined_x.as<std::byte*>();
         params.combined_topk_weight_grads = combined_topk_weight_grads.as<float*>();
-        params.sums_lanes = sums_lanes;
+        params.options = options;
         const bool are_single = !handle.is_expert_layout || (handle.topk_idx.num_columns == 1 && expert_rows == nullptr);
         params.direct = are_single && !weights.is_there && topk_weight_grads.address % kRowAlignment == 0;
         params.context.config.num_topk = static_cast<int>(handle.topk_idx.num_columns);  // for `tail_bytes`

@@ -75,9 +75,9 @@ struct KernelShim {
 constexpr const char* kShimName = "deepep_moe.ExchangeShim 5";
 constexpr const char* kLowLatencyShimName = "deepep_moe.LowLatencyShim 3";
 constexpr const char* kKernelShimName = "deepep_moe.KernelShim 1";
-constexpr size_t kShimBytes = sizeof(GpuDispatchCall) + sizeof(GpuCombineCall) + sizeof(CallMode) + sizeof(LowLatencyDispatchParams) +
-                              sizeof(LowLatencyCombineParams) + sizeof(GpuGateParams) + sizeof(GpuGateBackwardParams) +
-                              sizeof(GpuSwigluParams) + sizeof(GpuWeightGradientParams) + sizeof(LanesOfMapParams) +
-                              sizeof(DenseOfLanesParams) + sizeof(CountLanesParams) + sizeof(KernelShim);
+constexpr size_t kShimBytes = sizeof(GpuDispatchCall) + sizeof(GpuCombineCall) + sizeof(CombineOptions) + sizeof(CallMode) +
+                              sizeof(LowLatencyDispatchParams) + sizeof(LowLatencyCombineParams) + sizeof(GpuGateParams) +
+                              sizeof(GpuGateBackwardParams) + sizeof(GpuSwigluParams) + sizeof(GpuWeightGradientParams) +
+                              sizeof(LanesOfMapParams) + sizeof(DenseOfLanesParams) + sizeof(CountLanesParams) + sizeof(KernelShim);
 
 }  // namespace deepep_moe

@@ -10,9 +10,13 @@ namespace deepep_moe {
 // Larger outputs are written past the caches, which could not hold them anyway.
 constexpr int64_t kStreamingBytes = 8 << 20;
 
-// Holds inputs and outputs of a dispatch.
+// Each holds inputs and outputs of a call.
 struct DispatchArg {
     TensorArg x, x_scales, topk_weights, recv_x, recv_x_scales, recv_topk_idx, recv_topk_weights;
+};
+struct CombineArg {
+    TensorArg x, weights, bias, topk_weight_grads, combined_x, combined_topk_weight_grads;
+    CombineOptions options{};
 };
 
 inline PlanParams plan_of(const WorkspaceConfig& config, const Signature& signature, const TensorArg& topk_idx, int64_t num_recv_rows) {
@@ -52,9 +56,7 @@ inline DispatchParams dispatch_of(const WorkspaceConfig& config, const HandleArg
     return params;
 }
 
-inline CombineParams combine_of(const WorkspaceConfig& config, const HandleArg& handle, DType dtype, const TensorArg& x,
-                                const TensorArg& weights, const TensorArg& bias, const TensorArg& topk_weight_grads,
-                                const TensorArg& combined_x, const TensorArg& combined_topk_weight_grads, bool sums_lanes = false) {
+inline CombineParams combine_of(const WorkspaceConfig& config, const HandleArg& handle, DType dtype, const CombineArg& arg) {
     CombineParams params{};
     params.dtype = dtype;
     params.layout = handle.layout();
@@ -64,15 +66,15 @@ inline CombineParams combine_of(const WorkspaceConfig& config, const HandleArg& 
     params.ranks_per_node = config.ranks_per_node > 0 ? config.ranks_per_node : config.num_ranks;
     params.recv_counts = handle.recv_counts.as<const int32_t*>();
     params.recv_row_idx = handle.recv_row_idx.as<const int32_t*>();
-    params.x = x.as<const std::byte*>();
-    params.weights = weights.as<const float*>();
-    params.topk_weight_grads = topk_weight_grads.as<const float*>();
+    params.x = arg.x.as<const std::byte*>();
+    params.weights = arg.weights.as<const float*>();
+    params.topk_weight_grads = arg.topk_weight_grads.as<const float*>();
     params.num_tokens = handle.topk_idx.num_rows;
     params.topk_idx = handle.topk_idx.as<const int32_t*>();
-    params.bias = bias.as<const std::byte*>();
-    params.combined_x = combined_x.as<std::byte*>();
-    params.combined_topk_weight_grads = combined_topk_weight_grads.as<float*>();
-    params.sums_lanes = sums_lanes;
+    params.bias = arg.bias.as<const std::byte*>();
+    params.combined_x = arg.combined_x.as<std::byte*>();
+    params.combined_topk_weight_grads = arg.combined_topk_weight_grads.as<float*>();
+    params.options = arg.options;
     return params;
 }
 

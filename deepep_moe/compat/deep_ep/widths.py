@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deepep_moe.device import is_gpu
 from deepep_moe.exchange import native
-from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs
+from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs, CombineOptions
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.checks import check_cached_dispatch, check_combine, check_owner, check_tensors
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
@@ -68,13 +68,14 @@ def combine_with_lanes(
     has the expert. Raises the errors of `Buffer.combine`.
     """
     calls = buffer.calls
-    output = native.combine_rows(calls, x, handle, None, bias, num_sms, lanes=lanes)
+    options = CombineOptions(sums_lanes=not calls.settings.is_by_lane)  # by lanes each has one row, so there is no sum
+    output = native.combine_rows(calls, x, handle, None, bias, num_sms, lanes=lanes, options=options)
     if output is not None:
         return output.combined_x, output.topk_weight_grads.view(-1, buffer.num_topk)
     mode = calls.mode_of(num_sms)
     calls.refuse_on_failure(check_tensors, x, is_operator=False, topk_weights=lanes, bias=bias)
     calls.refuse_on_failure(check_owner, handle, calls.number)
-    combined_x, sums = calls.combine(CombineArgs(mode, x, None, bias, lanes, handle, sums_lanes=not calls.settings.is_by_lane))
+    combined_x, sums = calls.combine(CombineArgs(mode, x, None, bias, lanes, handle, options))
     assert sums is not None  # as lanes were given
     return combined_x, sums.view(-1, buffer.num_topk)
 

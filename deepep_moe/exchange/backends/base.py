@@ -60,6 +60,14 @@ class CachedDispatchArgs:
     scaling: RowScaling | None = None  # only if the backend `can_scale`
 
 
+@dataclass(frozen=True)
+class CombineOptions:
+    """What a combine computes besides the sums of rows. Kernels get it whole (csrc/common/combine_options.h)."""
+
+    sums_lanes: bool = False
+    """A lane of topk_weight_grads gets the sum over all ranks that received its token, not only the value of its expert's rank."""
+
+
 @dataclass
 class CombineArgs:
     mode: Mode
@@ -68,8 +76,7 @@ class CombineArgs:
     bias: Tensor | None
     topk_weight_grads: Tensor | None  # the shape of recv_topk_weights; sent back with the rows
     handle: DispatchHandle
-    sums_lanes: bool = False
-    """A lane of topk_weight_grads gets the sum over all ranks that received its token, not only the value of its expert's rank."""
+    options: CombineOptions = CombineOptions()
 
 
 @dataclass

@@ -361,7 +361,7 @@ class CollectiveBackend(Backend):
         num_experts = self.settings.num_experts // len(sums)
         for number, (idx, _, values) in enumerate(sums):
             assert values is not None  # with gradients they come along
-            if args.sums_lanes:
+            if args.options.sums_lanes:
                 topk_weight_grads[idx] += values
                 continue
             there = (args.handle.topk_idx[idx] >= 0) & (args.handle.topk_idx[idx] // num_experts == number)

@@ -118,7 +118,7 @@ class NvlinkBackend(GpuMemory, Backend):
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
         output = self._native.combine(
-            args.x, self._native_handle(args.handle), args.weights, args.bias, args.topk_weight_grads, args.sums_lanes,
+            args.x, self._native_handle(args.handle), args.weights, args.bias, args.topk_weight_grads, args.options,
             native_mode(args.mode),
         )  # fmt: skip
         assert output is not None  # C++ declines no call that was checked

@@ -66,10 +66,7 @@ class ShmBackend(Backend):
         recv_counts = _empty((s.num_ranks, self.num_channels), torch.int32)
         num_recv_tokens_per_expert = _empty((s.num_local_experts,), torch.int32)
         is_expert = args.layout == "expert"
-        num_recv_tokens, num_rows = self._exchange.plan(
-            args.topk_idx, topk_idx, recv_counts, num_recv_tokens_per_expert, DTYPES[args.x.dtype], is_expert, args.expert_alignment,
-            args.topk_weights is not None, args.x_scales is not None, args.num_recv_rows,
-        )  # fmt: skip
+        num_recv_tokens, num_rows = self._exchange.plan(DTYPES[args.x.dtype], args, topk_idx, recv_counts, num_recv_tokens_per_expert)
         if args.num_recv_rows >= 0:
             num_rows = args.num_recv_rows
         # -1 until rows arrive: the handle of a dispatch that fails half-way then points to no row instead of a wrong one.
@@ -88,34 +85,19 @@ class ShmBackend(Backend):
             recv_topk_idx,
         )
         rows = self._allocate(args, handle)
-
-        def move() -> None:
-            scales, weights = rows.recv_x_scales, rows.recv_topk_weights
-            self._exchange.dispatch(handle, args.x, args.x_scales, args.topk_weights, rows.recv_x, scales, recv_topk_idx, weights)
-
-        return rows, handle, move
+        return rows, handle, lambda: self._exchange.dispatch(handle, args, rows, recv_topk_idx)
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
         args.topk_weights = _contiguous(args.topk_weights)
-        handle, rows = args.handle, self._allocate(args, args.handle)
-
-        def move() -> None:
-            inputs, outputs = (args.x, args.x_scales, args.topk_weights), (rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights)
-            self._exchange.dispatch_cached(handle, DTYPES[args.x.dtype], *inputs, *outputs)
-
-        return rows, move
+        rows = self._allocate(args, args.handle)
+        return rows, lambda: self._exchange.dispatch_cached(DTYPES[args.x.dtype], args, rows)
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
         s, handle = self.settings, args.handle
         combined_x = self.empty((handle.num_tokens, s.hidden), args.x.dtype)
         has_grads = args.topk_weight_grads is not None
         topk_weight_grads = _empty((handle.num_tokens, s.num_topk), torch.float32) if has_grads else None
-
-        def move() -> None:
-            inputs = args.x, args.weights, args.bias, args.topk_weight_grads
-            self._exchange.combine(handle, DTYPES[args.x.dtype], *inputs, combined_x, topk_weight_grads, args.sums_lanes)
-
-        return combined_x, topk_weight_grads, move
+        return combined_x, topk_weight_grads, lambda: self._exchange.combine(DTYPES[args.x.dtype], args, combined_x, topk_weight_grads)
 
     def refuse(self, message: str, cause: Cause = Cause.OTHER) -> None:
         self._exchange.refuse(message, cause)
