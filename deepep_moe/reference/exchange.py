@@ -3,9 +3,9 @@
 Every backend must agree with these functions bit for bit. An argument or result that is a list has one element per rank.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -184,20 +184,17 @@ def _combine_by_lane(
 
 
 def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Return a * b + c, computed with rational numbers and rounded once to fp32. Slow. `a` and `c` are broadcast to `b`, [n]."""
-    values = zip(*(tensor.expand_as(b).tolist() for tensor in (a, b, c)), strict=True)
-    return torch.tensor([_rounded(Fraction(x) * Fraction(y) + Fraction(z)) for x, y, z in values], dtype=torch.float32)
+    """Return a * b + c, computed with whole numbers and rounded once to fp32, ties to even. `a` and `c` are broadcast to `b`, [n]."""
+    values = zip(*([int(value) for value in (tensor.double() * 2.0**149).expand_as(b).tolist()] for tensor in (a, b, c)), strict=True)
+    return torch.tensor([_rounded(x * y + (z << 149)) for x, y, z in values], dtype=torch.float32)
 
 
-def _rounded(exact: Fraction) -> float:
-    """Round to the nearest fp32, ties to even."""
-    if exact == 0:
-        return 0.0
-    exponent = abs(exact.numerator).bit_length() - exact.denominator.bit_length()
-    if abs(exact) < Fraction(2) ** exponent:
-        exponent -= 1
-    unit = Fraction(2) ** (max(exponent, -126) - 23)
-    return float(round(exact / unit) * unit)
+def _rounded(exact: int) -> float:
+    """Round a multiple of 2**-298, the product of two fp32 units, to the nearest fp32, ties to even."""
+    num_bits = max(exact.bit_length() - 24, 149)  # those that are rounded away, all below the unit of denormal numbers
+    kept, rest = exact >> num_bits, exact & ((1 << num_bits) - 1)
+    half = 1 << (num_bits - 1)
+    return math.ldexp(kept + (rest > half or (rest == half and kept & 1)), num_bits - 298)
 
 
 def combine_lane_values(values: Sequence[Tensor], received: Sequence[Received], topk_idx: Sequence[Tensor]) -> list[Tensor]:

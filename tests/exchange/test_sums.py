@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from fractions import Fraction
 from unittest import mock
 
 import pytest
@@ -74,11 +73,14 @@ def test_one_rounding(values, scale):
 
 def test_rounding_of_the_reference():
     """A tie goes to the even neighbour, also among denormal numbers."""
-    rounded = reference.exchange._rounded
-    unit = Fraction(1, 2**23)
-    assert [rounded(1 + unit / 2), rounded(1 + unit * 3 / 2), rounded(-1 - unit / 2)] == [1.0, 1 + 2**-22, -1.0]
-    least = Fraction(1, 2**149)
-    assert [rounded(least / 2), rounded(least * 3 / 2), rounded(least * 5 / 8)] == [0.0, 2.0**-148, 2.0**-149]
+    unit, least = 2.0**-23, 2.0**-149
+    for factor, addend, expected in (
+        (unit, [1.0, 1 + unit, -1 - unit], [1.0, 1 + 2 * unit, -1.0]),
+        (least, [0.0, least, -least], [0.0, 2 * least, 0.0]),
+    ):
+        half = torch.full((3,), factor)
+        assert reference.exchange.fused_multiply_add(torch.tensor(0.5), half, torch.tensor(addend)).tolist() == expected
+    assert reference.exchange.fused_multiply_add(torch.tensor(0.625), torch.tensor([least]), torch.zeros(1)).tolist() == [least]
 
 
 # ---- against the reference ----
