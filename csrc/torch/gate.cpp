@@ -205,7 +205,7 @@ GateOptions backward_options(const Tensor& logits, const Tensor& topk_idx, Score
 // ---- the function ----
 
 // A backward keeps this beside logits and topk_idx.
-struct Kept : torch::CustomClassHolder {
+struct KeptOfGate : torch::CustomClassHolder {
     ScoreFunction score_function;
     bool normalize, has_probs, has_shares;
     double routed_scaling_factor;
@@ -220,7 +220,7 @@ struct GateFunction : torch::autograd::Function<GateFunction> {
         ctx->set_materialize_grads(false);
         ctx->save_for_backward({logits, out->topk_idx});
         const GateOptions& o = request->options;
-        auto kept = c10::make_intrusive<Kept>();
+        auto kept = c10::make_intrusive<KeptOfGate>();
         kept->score_function = o.score_function, kept->normalize = o.normalize, kept->routed_scaling_factor = o.routed_scaling_factor;
         kept->has_probs = out->probs.defined(), kept->has_shares = out->shares.defined();
         ctx->saved_data["kept"] = c10::IValue::make_capsule(std::move(kept));
@@ -232,7 +232,7 @@ struct GateFunction : torch::autograd::Function<GateFunction> {
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
         const auto held = ctx->saved_data["kept"].toCapsule();
-        const Kept& kept = *static_cast<const Kept*>(held.get());
+        const KeptOfGate& kept = *static_cast<const KeptOfGate*>(held.get());
         const Gradients out_grads{grads[0], kept.has_probs ? grads[1] : Tensor(), kept.has_shares ? grads[1 + kept.has_probs] : Tensor()};
         variable_list input_grads(5);  // gradients of all arguments of the forward
         if (out_grads.weights.defined() || out_grads.probs.defined() || out_grads.shares.defined())
@@ -251,7 +251,7 @@ struct GateFunction : torch::autograd::Function<GateFunction> {
     }
 
 private:
-    static Tensor gradient(const Gradients& grads, const variable_list& saved, const Kept& kept) {
+    static Tensor gradient(const Gradients& grads, const variable_list& saved, const KeptOfGate& kept) {
         const Tensor &logits = saved[0], &topk_idx = saved[1];
         Tensor grad;
         with_errors([&] {
