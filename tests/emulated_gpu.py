@@ -6,7 +6,6 @@ compiler to build it with, all of the CPU library included: `.ci/sanitize cpu` r
 
 import contextlib
 import fcntl
-import itertools
 import os
 import subprocess
 import sys
@@ -100,9 +99,10 @@ def compile_object(source: Path) -> Path:
     return target
 
 
-def joined(sources: Iterable[Path]) -> Path:
-    """One file for all of them. The compiler needs most of its time for PyTorch's headers, which it then reads once."""
-    target, text = SITE.parent / "torch" / "all.cpp", "".join(f'#include "torch/{source.name}"\n' for source in sources)
+def joined(folder: Path) -> Path:
+    """One file for all of a folder. The compiler needs most of its time for PyTorch's headers, which it then reads once."""
+    target = SITE.parent / folder.name / "all.cpp"
+    text = "".join(f'#include "{folder.name}/{path.name}"\n' for path in sorted(folder.glob("*.cpp")))
     target.parent.mkdir(exist_ok=True)
     if not target.exists() or target.read_text() != text:
         target.write_text(text)
@@ -118,14 +118,10 @@ def compile_objects(sources: Iterable[Path]) -> list[Path]:
 def build() -> Path:
     """A folder for PYTHONPATH that holds the package with the emulated modules."""
     apart = {name: ROOT / "csrc" / name for name in ("torch", "nvshmem")}  # a module of its own for each
-    paths = [path for path in (ROOT / "csrc").rglob("*.*") if path.suffix in (".cpp", ".cu")]
-    sources = {
-        "_torch": [joined(sorted(apart["torch"].glob("*.cpp")))],
-        "_C": [path for path in paths if path.parent not in apart.values()],
-        "_nvshmem": [path for path in paths if path.parent == apart["nvshmem"]],
-    }
-    objects = iter(compile_objects(itertools.chain(*sources.values())))  # the longest one first
-    parts = {name: [next(objects) for _ in of_module] for name, of_module in sources.items()}
+    sources = [path for path in (ROOT / "csrc").rglob("*.*") if path.suffix in (".cpp", ".cu")]
+    objects = compile_objects(path for path in sources if path.parent not in apart.values())
+    functions = compile_objects([joined(apart["torch"])])
+    internode = compile_objects(path for path in sources if path.parent == apart["nvshmem"])
     package = SITE / "deepep_moe"
     package.mkdir(parents=True, exist_ok=True)
     for link in package.iterdir():
@@ -138,9 +134,9 @@ def build() -> Path:
     if not (package / "integrations").is_symlink():
         (package / "integrations").symlink_to(ROOT / "integrations")
     on_device = (*build_device(package), "-Wl,-rpath,$ORIGIN")
-    for name in parts:
-        libraries = torch_libraries() if name == "_torch" else on_device
-        link_objects(package / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}", parts[name], "-shared", libraries=libraries)
+    modules = {"_C": (objects, on_device), "_torch": (functions, torch_libraries()), "_nvshmem": (internode, on_device)}
+    for name, (parts, libraries) in modules.items():
+        link_objects(package / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}", parts, "-shared", libraries=libraries)
     return SITE
 
 

@@ -148,11 +148,12 @@ def compiled(rank, num_ranks, backend, compiler, kind):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", ("shm", "collective", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("nvlink", "nvshmem"))))
-def test_compile_traces_a_layer(backend, kind):
+@on_ranks(2, backend=("shm", "collective", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("nvlink", "nvshmem"))))
+def test_compile_traces_a_layer(rank, num_ranks, backend):
     """Where the number of rows is bounded, no shape is dynamic."""
-    run_ranks(compiled, 2, backend, "aot_eager", kind)
+    for kind in KINDS:
+        torch._dynamo.reset()
+        compiled(rank, num_ranks, backend, "aot_eager", kind)
 
 
 class Watches(TorchDispatchMode):

@@ -51,11 +51,18 @@ def test_by_hand(rank, backend, ranks_per_node):
 
 
 def test_one_rounding_by_hand():
-    """(1 + 2^-23) * (1 - 2^-23) is 1 - 2^-46, which fp32 rounds to 1 before it subtracts 1, unless both are one operation."""
-    a, b = torch.tensor([1 + 2**-23]), torch.tensor([1 - 2**-23])
-    for multiply_add in (weighted.fused_multiply_add, reference.exchange.fused_multiply_add):
-        assert multiply_add(a, b, torch.tensor([-1.0])).tolist() == [-(2.0**-46)]
-    assert (a * b - 1).tolist() == [0.0]
+    """(1 + 2^-23) * (1 - 2^-23) is 1 - 2^-46, which fp32 rounds to 1 before it subtracts 1, unless both are one operation. A tie goes to
+    the even neighbour, also among denormal numbers."""
+    unit, least = 2.0**-23, 2.0**-149
+    for a, b, addends, expected in (
+        (1 + unit, 1 - unit, [-1.0], [-(2.0**-46)]),
+        (0.5, unit, [1.0, 1 + unit, -1 - unit], [1.0, 1 + 2 * unit, -1.0]),
+        (0.5, least, [0.0, least, -least], [0.0, 2 * least, 0.0]),
+        (0.625, least, [0.0], [least]),
+    ):
+        c = torch.tensor(addends)
+        for multiply_add in (weighted.fused_multiply_add, reference.exchange.fused_multiply_add):
+            assert multiply_add(torch.tensor(a), torch.tensor(b).expand_as(c), c).tolist() == expected
 
 
 FLOATS = st.floats(width=32, allow_nan=False, min_value=-(2.0**60), max_value=2.0**60)
@@ -69,18 +76,6 @@ def test_one_rounding(values, scale):
     for addend in (c, nearly, torch.nextafter(nearly, c)):
         fused = weighted.fused_multiply_add(a, b, addend)
         assert (fused == reference.exchange.fused_multiply_add(a, b, addend)).all()
-
-
-def test_rounding_of_the_reference():
-    """A tie goes to the even neighbour, also among denormal numbers."""
-    unit, least = 2.0**-23, 2.0**-149
-    for factor, addend, expected in (
-        (unit, [1.0, 1 + unit, -1 - unit], [1.0, 1 + 2 * unit, -1.0]),
-        (least, [0.0, least, -least], [0.0, 2 * least, 0.0]),
-    ):
-        half = torch.full((3,), factor)
-        assert reference.exchange.fused_multiply_add(torch.tensor(0.5), half, torch.tensor(addend)).tolist() == expected
-    assert reference.exchange.fused_multiply_add(torch.tensor(0.625), torch.tensor([least]), torch.zeros(1)).tolist() == [least]
 
 
 # ---- against the reference ----
