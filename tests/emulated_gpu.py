@@ -78,7 +78,8 @@ def alone() -> Iterator[None]:
         yield
 
 
-def compile_object(source: Path) -> Path:
+def compile_object(source: Path, *others: Path) -> Path:
+    """Compile a file, and `others` with it: headers that take most of the time, as PyTorch's do, are then read once."""
     import pybind11
 
     target = SITE.parent / "objects" / f"{source.parent.name}-{source.name}.o"
@@ -92,20 +93,11 @@ def compile_object(source: Path) -> Path:
         macros += [f'-DDEEPEP_MOE_TORCH="{torch.__version__}"', *(f"-isystem{path}" for path in include_paths())]
     flags = [*FLAGS, *SANITIZE, *macros, *(f"-I{path}" for path in include)]
     flags += ["-O2"] if source.parent.name == "emulation" else []  # a small part of what is compiled, and most of what runs
+    flags += [word for other in others for word in ("-include", str(other))]
     command = ["g++", *flags, "-x", "c++", "-MMD", "-c", str(source), "-o", str(target)]
     if not is_up_to_date(target, command):
         subprocess.run(command, check=True)
         target.with_suffix(".command").write_text(" ".join(command))
-    return target
-
-
-def joined(folder: Path) -> Path:
-    """One file for all of a folder. The compiler needs most of its time for PyTorch's headers, which it then reads once."""
-    target = SITE.parent / folder.name / "all.cpp"
-    text = "".join(f'#include "{folder.name}/{path.name}"\n' for path in sorted(folder.glob("*.cpp")))
-    target.parent.mkdir(exist_ok=True)
-    if not target.exists() or target.read_text() != text:
-        target.write_text(text)
     return target
 
 
@@ -120,7 +112,7 @@ def build() -> Path:
     apart = {name: ROOT / "csrc" / name for name in ("torch", "nvshmem")}  # a module of its own for each
     sources = [path for path in (ROOT / "csrc").rglob("*.*") if path.suffix in (".cpp", ".cu")]
     objects = compile_objects(path for path in sources if path.parent not in apart.values())
-    functions = compile_objects([joined(apart["torch"])])
+    functions = [compile_object(*sorted(apart["torch"].glob("*.cpp")))]
     internode = compile_objects(path for path in sources if path.parent == apart["nvshmem"])
     package = SITE / "deepep_moe"
     package.mkdir(parents=True, exist_ok=True)
