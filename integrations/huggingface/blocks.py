@@ -151,7 +151,7 @@ def spread_experts(
         model.get_submodule(name.rpartition(".")[0]).experts = layer
     say_on(len(spread), next(iter(buffers.values())).backend, {"deepep_moe's grouped experts in the place of the model's"}, group)
     mark_experts(model)
-    saving.install(model)
+    saving.install()
     return [name for name, _, _ in blocks]
 
 

@@ -6,7 +6,6 @@ import inspect
 import json
 import os
 import sys
-import types
 import weakref
 import zlib
 from collections.abc import Iterator
@@ -155,29 +154,28 @@ def gathered_state_dict(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]
         yield name, state.fetch(name)
 
 
-def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+def _save_pretrained(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Save the whole model, as `PreTrainedModel.save_pretrained` saves the plain one. Collective over the ranks of the experts.
 
     Global rank 0 writes the files, and gathers a file's tensors at a time; groups without it are taken for copies of its group. The files
     are complete when the ranks of its group return. With a group of NCCL alone a file has to be written in the group's timeout. A
-    `state_dict` of whole weights is saved without the others' help. Arguments are those of the plain method.
+    `state_dict` of whole weights is saved without the others' help. Arguments are those of the plain method, `stock`.
 
     Raises:
         ValueError: `state_dict` has experts of one rank, the model is quantized, or `push_to_hub` or `distributed_checkpoint` is set.
         EPPeerError: a peer has failed, as its disk is full, say.
         EPTimeoutError: a peer did not call it.
     """
-    stock = type(self).save_pretrained
-    call = inspect.signature(stock).bind(self, save_directory, *args, **kwargs)
+    call, layers = inspect.signature(stock).bind(self, *args, **kwargs), _layers(self)
     call.apply_defaults()
     arguments = call.arguments
-    of_experts = {id(parameter) for layer in _layers(self) for parameter in layer.expert_parameters()}
+    of_experts = {id(parameter) for layer in layers for parameter in layer.expert_parameters()}
     names = tuple(name for name, parameter in self.named_parameters(remove_duplicate=False) if id(parameter) in of_experts)
     # A wrapper puts its name before those of the model.
     is_whole = arguments["state_dict"] is not None and not any(name.endswith(names) for name in arguments["state_dict"])
-    if is_whole or getattr(self, "_hf_peft_config_loaded", False):
-        return stock(self, save_directory, *args, **kwargs)
-    buffer = _layers(self)[0].buffer
+    if not layers or is_whole or getattr(self, "_hf_peft_config_loaded", False):
+        return stock(self, *args, **kwargs)
+    buffer = layers[0].buffer
     agree("save_pretrained, which every rank calls", None, buffer._group, buffer.num_ranks)  # before anybody waits for a disk
     with together("save_pretrained", buffer._group, buffer.num_ranks):
         if arguments["state_dict"] is not None:
@@ -206,12 +204,12 @@ def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) 
             if shard:
                 from safetensors.torch import save_file
 
-                save_file(shard, os.path.join(save_directory, file), metadata={"format": "pt"})
+                save_file(shard, os.path.join(arguments["save_directory"], file), metadata={"format": "pt"})
     with together("save_pretrained", state.group, state.num_ranks):
         if split.is_sharded and arguments["is_main_process"]:
             total = self.num_parameters() + (state.num_ranks - 1) * sum(share.numel() for share in state._shares.values())
             index = {"metadata": {"total_parameters": total, **split.metadata}, "weight_map": split.tensor_to_filename}
-            with open(os.path.join(save_directory, filename), "w", encoding="utf-8") as out:
+            with open(os.path.join(arguments["save_directory"], filename), "w", encoding="utf-8") as out:
                 out.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return None
 
@@ -302,12 +300,17 @@ def _install_in_checkpoint() -> None:
     state_dict_saver._stateful_to_state_dict = refuse_experts
 
 
-def install(model: nn.Module) -> None:
-    """Let `save_pretrained` of the model, and of models in it, and `Trainer` save whole experts."""
-    for module in model.modules():
-        has_own = "save_pretrained" in vars(module) or hasattr(module, "get_base_model")
-        if not has_own and hasattr(type(module), "save_pretrained") and _layers(module):
-            vars(module)["save_pretrained"] = types.MethodType(_save_pretrained, module)
+def install() -> None:
+    """Let `save_pretrained` of models with spread experts, wherever in them these are, and `Trainer` save whole experts."""
+    module = sys.modules.get("transformers.modeling_utils")
+    if module is not None and not hasattr(stock := module.PreTrainedModel.save_pretrained, "knows_spread_models"):
+
+        @functools.wraps(stock)
+        def save_whole(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return _save_pretrained(stock, self, *args, **kwargs)
+
+        save_whole.knows_spread_models = True  # type: ignore[attr-defined]
+        module.PreTrainedModel.save_pretrained = save_whole
     install_in_trainer()
 
 
@@ -327,7 +330,7 @@ def install_in_trainer() -> None:
                 raise ValueError("Trainer.save_model of a PEFT model would lose the trained experts of the other ranks; freeze the experts")
             save_model(self, output_dir, _internal_call)
             return
-        if "save_pretrained" not in vars(self.model):
+        if not _is_of_transformers(self.model):
             raise ValueError("Trainer.save_model would save the experts of one rank; write the tensors of gathered_state_dict(model)")
         if self.args.should_save:
             self._save(output_dir)

@@ -87,10 +87,13 @@ def test_files_are_those_of_the_plain_model(rank: int, num_ranks: int, name: str
         if rank == 0:
             plain.save_pretrained(theirs, **options)
             assert files(theirs) == files(ours)
-    model.model.save_pretrained(tmp_path / "base")
+    outer = build(name)
+    spread_experts(outer.model, num_max_tokens_per_rank=64)
+    for part, place in ((model.model, "base"), (outer, "outer")):
+        part.save_pretrained(tmp_path / place)
     if rank == 0:
         plain.model.save_pretrained(theirs / "base")
-        assert files(theirs / "base") == files(tmp_path / "base")
+        assert files(theirs / "base") == files(tmp_path / "base") and files(tmp_path / "0") == files(tmp_path / "outer")
 
 
 @on_ranks(2)
