@@ -241,7 +241,20 @@ def _conversion(model: Any, in_original_format: bool) -> Any:
         return dict
     from transformers.core_model_loading import revert_weight_conversion
 
-    return functools.partial(revert_weight_conversion, model)
+    return lambda tensors: revert_weight_conversion(_Holding(model, tensors), tensors)
+
+
+class _Holding:
+    """A model as transformers looks at it to convert `tensors`: these are parameters of it."""
+
+    def __init__(self, model: Any, tensors: dict[str, Tensor]):
+        self._model, self._tensors = model, tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def get_parameter(self, name: str) -> Tensor:
+        return self._tensors[name]
 
 
 def _without_tied(state: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
