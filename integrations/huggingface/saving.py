@@ -241,10 +241,10 @@ def _conversion(model: Any, in_original_format: bool) -> Any:
         return dict
     from transformers.core_model_loading import revert_weight_conversion
 
-    return lambda tensors: revert_weight_conversion(_Holding(model, tensors), tensors)
+    return lambda tensors: revert_weight_conversion(Holding(model, tensors), tensors)
 
 
-class _Holding:
+class Holding:
     """A model as transformers looks at it to convert `tensors`: these are parameters of it."""
 
     def __init__(self, model: Any, tensors: dict[str, Tensor]):

@@ -31,6 +31,19 @@ def build(name: str) -> nn.Module:
     if name == "qwen3":
         config = transformers.Qwen3MoeConfig(**common, num_experts=4, moe_intermediate_size=16, norm_topk_prob=True, head_dim=8)
         return transformers.Qwen3MoeForCausalLM(config)
+    if name == "qwen3-vl":
+        rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+        text = common | {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 8, "rope_parameters": rope}
+        vision = {
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "deepstack_visual_indexes": [0],
+        }
+        config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+        return transformers.Qwen3VLMoeForConditionalGeneration(config)
     deepseek = {"n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
     deepseek |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
     return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**common | {"num_key_value_heads": 4}, **deepseek))

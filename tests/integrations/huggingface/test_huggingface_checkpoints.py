@@ -97,6 +97,28 @@ def test_files_are_those_of_the_plain_model(rank: int, num_ranks: int, name: str
 
 
 @on_ranks(2)
+def test_experts_that_transformers_may_transpose(rank: int, num_ranks: int, tmp_path: Path) -> None:
+    """A checkpoint of Qwen3-VL-MoE has them as the model has, or as its authors have published them."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    if not hasattr(transformers, "Qwen3VLMoeConfig"):
+        pytest.skip("needs Qwen3-VL-MoE")
+    from safetensors.torch import save_file
+
+    model, plain = build("qwen3-vl"), build("qwen3-vl")
+    spread_experts(model.model.language_model, num_max_tokens_per_rank=64)
+    model.save_pretrained(tmp_path / "0")
+    if rank == 0:
+        for place in ("1", "2"):
+            plain.save_pretrained(tmp_path / place)
+        assert files(tmp_path / "0") == files(tmp_path / "1")
+        published = {name: w.transpose(1, 2).contiguous() if ".experts." in name else w for name, w in tensors(tmp_path / "1").items()}
+        save_file(published, tmp_path / "2" / "model.safetensors", metadata={"format": "pt"})
+    for place in ("0", "2"):
+        loaded = load_spread(type(plain), tmp_path / place, num_topk=2, num_max_tokens_per_rank=64)
+        assert all(map(torch.equal, expert_parameters(loaded), expert_parameters(model)))
+
+
+@on_ranks(2)
 def test_rank_0_holds_one_file(rank: int, num_ranks: int, tmp_path: Path) -> None:
     """It gathers all tensors, but keeps those of one file only, and the last tensor of the file before."""
     pytest.importorskip("transformers", minversion="5")
