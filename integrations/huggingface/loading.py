@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from deepep_moe.group.rendezvous import agree, join
 from deepep_moe.integrations.huggingface.blocks import spread_experts
 from deepep_moe.integrations.huggingface.proof import WEIGHTS
-from deepep_moe.integrations.huggingface.saving import Holding, together
+from deepep_moe.integrations.huggingface.saving import holding, together
 
 
 def load_spread(
@@ -66,22 +66,24 @@ def _shares(group: dist.ProcessGroup, num_ranks: int, device_type: str) -> Itera
         part = weight.new_empty((len(weight) // num_ranks, *weight.shape[1:]))
         return nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)], run_check=False), requires_grad=weight.requires_grad)
 
-    from transformers.core_model_loading import Transpose
+    from transformers import core_model_loading
 
-    transpose = Transpose.convert
+    operation: Any = core_model_loading.Transpose
+    transpose = operation.convert
 
     def by_share(self: Any, *args: Any, **kwargs: Any) -> Any:
         model, name = kwargs["model"], kwargs["full_layer_name"]
         if isinstance(weight := model.get_parameter(name), DTensor):  # which transformers compares with the part that it has read
-            kwargs["model"] = Holding(model, {name: weight.to_local()})
+            kwargs["model"] = holding(model, {name: weight.to_local()})
         return transpose(self, *args, **kwargs)
 
-    hook, Transpose.convert = register_module_parameter_registration_hook(share), by_share  # type: ignore[arg-type]
+    hook = register_module_parameter_registration_hook(share)  # type: ignore[arg-type]
+    operation.convert = by_share
     try:
         yield
     finally:
         hook.remove()
-        Transpose.convert = transpose
+        operation.convert = transpose
 
 
 def _device_type(device_map: Any) -> str:

@@ -1,6 +1,7 @@
 """Save a spread model as transformers saves the plain one: one tensor at a time goes to rank 0, which writes one file at a time."""
 
 import contextlib
+import copy
 import functools
 import inspect
 import json
@@ -241,20 +242,14 @@ def _conversion(model: Any, in_original_format: bool) -> Any:
         return dict
     from transformers.core_model_loading import revert_weight_conversion
 
-    return lambda tensors: revert_weight_conversion(Holding(model, tensors), tensors)
+    return lambda tensors: revert_weight_conversion(holding(model, tensors), tensors)
 
 
-class Holding:
-    """A model as transformers looks at it to convert `tensors`: these are parameters of it."""
-
-    def __init__(self, model: Any, tensors: dict[str, Tensor]):
-        self._model, self._tensors = model, tensors
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def get_parameter(self, name: str) -> Tensor:
-        return self._tensors[name]
+def holding(model: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return the model as transformers looks at it to convert `tensors`: these are its parameters."""
+    shown = copy.copy(model)
+    shown.get_parameter = tensors.__getitem__
+    return shown
 
 
 def _without_tied(state: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
