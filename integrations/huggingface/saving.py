@@ -284,90 +284,85 @@ _saved: "weakref.WeakSet[RankExperts]" = weakref.WeakSet()
 def _install_in_checkpoint() -> None:
     """Let `torch.distributed.checkpoint.save` and `async_save` refuse one rank's experts, which it would keep for those of all."""
     from torch.distributed.checkpoint import state_dict_saver
+
+    _around(state_dict_saver, "_stateful_to_state_dict", _refuse_experts)  # both call it first
+
+
+def _refuse_experts(flatten: Any, state_dict: Any) -> Any:
     from torch.utils._pytree import tree_leaves
 
-    flatten = getattr(state_dict_saver, "_stateful_to_state_dict", None)  # both call it first
-    if flatten is None or hasattr(flatten, "knows_spread_models"):
-        return
-
-    @functools.wraps(flatten)
-    def refuse_experts(state_dict: Any) -> Any:
-        state, options = flatten(state_dict), sys._getframe(1).f_locals
-        layers = [layer for layer in _saved if layer.buffer.num_ranks > 1]
-        of_experts = {parameter.untyped_storage().data_ptr() for layer in layers for parameter in layer.expert_parameters()} - {0}
-        tensors = (leaf for leaf in tree_leaves(state) if type(leaf) in (Tensor, nn.Parameter))
-        is_shared = not options.get("no_dist") and dist.is_initialized() and dist.get_world_size(options.get("process_group")) > 1
-        if is_shared and any(tensor.untyped_storage().data_ptr() in of_experts for tensor in tensors):
-            raise ValueError(
-                "torch.distributed.checkpoint would keep the experts of one rank for those of all; call model.save_pretrained(directory) "
-                "on every rank, read the tensors from gathered_state_dict(model), or save with no_dist=True to a directory for each rank"
-            )
-        return state
-
-    refuse_experts.knows_spread_models = True  # type: ignore[attr-defined]
-    state_dict_saver._stateful_to_state_dict = refuse_experts
+    state, options = flatten(state_dict), sys._getframe(2).f_locals
+    layers = [layer for layer in _saved if layer.buffer.num_ranks > 1]
+    of_experts = {parameter.untyped_storage().data_ptr() for layer in layers for parameter in layer.expert_parameters()} - {0}
+    tensors = (leaf for leaf in tree_leaves(state) if type(leaf) in (Tensor, nn.Parameter))
+    is_shared = not options.get("no_dist") and dist.is_initialized() and dist.get_world_size(options.get("process_group")) > 1
+    if is_shared and any(tensor.untyped_storage().data_ptr() in of_experts for tensor in tensors):
+        raise ValueError(
+            "torch.distributed.checkpoint would keep the experts of one rank for those of all; call model.save_pretrained(directory) "
+            "on every rank, read the tensors from gathered_state_dict(model), or save with no_dist=True to a directory for each rank"
+        )
+    return state
 
 
 def install() -> None:
     """Let `save_pretrained` of models with spread experts, wherever in them these are, and `Trainer` save whole experts."""
-    module = sys.modules.get("transformers.modeling_utils")
-    if module is not None and not hasattr(stock := module.PreTrainedModel.save_pretrained, "knows_spread_models"):
-
-        @functools.wraps(stock)
-        def save_whole(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return _save_pretrained(stock, self, *args, **kwargs)
-
-        save_whole.knows_spread_models = True  # type: ignore[attr-defined]
-        module.PreTrainedModel.save_pretrained = save_whole
+    if (module := sys.modules.get("transformers.modeling_utils")) is not None:
+        _around(module.PreTrainedModel, "save_pretrained", _save_pretrained)
     install_in_trainer()
 
 
 def install_in_trainer() -> None:
     """Let `Trainer.save_model` save on all ranks, and refuse to keep or load what is of one rank."""
-    module = sys.modules.get("transformers.trainer")
-    if module is None or hasattr(module.Trainer.save_model, "knows_spread_models"):
+    if (module := sys.modules.get("transformers.trainer")) is not None:
+        _around(module.Trainer, "save_model", _save_on_all_ranks)
+        _around(module.Trainer, "train", _train_whole)
+
+
+def _around(owner: Any, name: str, call: Any) -> None:
+    """Let `owner.name` do `call(stock, ...)` from now on, with what it was as `stock`."""
+    stock = getattr(owner, name, None)
+    if stock is None or hasattr(stock, "knows_spread_models"):
         return
-    trainer = module.Trainer
-    save_model = trainer.save_model
 
-    @functools.wraps(save_model)
-    def save_on_all_ranks(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        layers = _layers(self.model)
-        if not layers or hasattr(self.model, "get_base_model"):
-            if any(map(_is_trained, layers)):
-                raise ValueError("Trainer.save_model of a PEFT model would lose the trained experts of the other ranks; freeze the experts")
-            save_model(self, output_dir, _internal_call)
-            return
-        if not _is_of_transformers(self.model):
-            raise ValueError("Trainer.save_model would save the experts of one rank; write the tensors of gathered_state_dict(model)")
-        if self.args.should_save:
-            self._save(output_dir)
-        else:
-            self.model.save_pretrained(output_dir or self.args.output_dir)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save")
+    @functools.wraps(stock)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return call(stock, *args, **kwargs)
 
-    save_on_all_ranks.knows_spread_models = True  # type: ignore[attr-defined]
-    trainer.save_model = save_on_all_ranks
-    train = trainer.train
+    around.knows_spread_models = True  # type: ignore[attr-defined]
+    setattr(owner, name, around)
 
-    @functools.wraps(train)
-    def train_whole(self: Any, resume_from_checkpoint: object = None, *args: object, **kwargs: object) -> Any:
-        layers, arguments = _layers(self.model), self.args
-        saves = getattr(arguments.save_strategy, "value", arguments.save_strategy) != "no"
-        if saves and not arguments.save_only_model and any(map(_is_trained, layers)):
-            raise ValueError(
-                "Trainer would save the optimizer's state of rank 0 for the experts of all ranks; pass save_only_model=True, and "
-                "load_spread the model to go on with a new optimizer"
-            )
-        if layers and not hasattr(self.model, "get_base_model") and (resume_from_checkpoint or arguments.load_best_model_at_end):
-            raise ValueError(
-                "Trainer cannot load the experts of a spread model; load_spread the checkpoint, and train without resume_from_checkpoint "
-                "and load_best_model_at_end"
-            )
-        return train(self, resume_from_checkpoint, *args, **kwargs)
 
-    trainer.train = train_whole
+def _save_on_all_ranks(save_model: Any, self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    layers = _layers(self.model)
+    if not layers or hasattr(self.model, "get_base_model"):
+        if any(map(_is_trained, layers)):
+            raise ValueError("Trainer.save_model of a PEFT model would lose the trained experts of the other ranks; freeze the experts")
+        save_model(self, output_dir, _internal_call)
+        return
+    if not _is_of_transformers(self.model):
+        raise ValueError("Trainer.save_model would save the experts of one rank; write the tensors of gathered_state_dict(model)")
+    if self.args.should_save:
+        self._save(output_dir)
+    else:
+        self.model.save_pretrained(output_dir or self.args.output_dir)
+    if self.args.push_to_hub and not _internal_call:
+        self.push_to_hub(commit_message="Model save")
+
+
+def _train_whole(train: Any, self: Any, resume_from_checkpoint: object = None, *args: object, **kwargs: object) -> Any:
+    layers, arguments = _layers(self.model), self.args
+    saves = getattr(arguments.save_strategy, "value", arguments.save_strategy) != "no"
+    if saves and not arguments.save_only_model and any(map(_is_trained, layers)):
+        raise ValueError(
+            "Trainer would save the optimizer's state of rank 0 for the experts of all ranks; pass save_only_model=True, and "
+            "load_spread the model to go on with a new optimizer"
+        )
+    if layers and not hasattr(self.model, "get_base_model") and (resume_from_checkpoint or arguments.load_best_model_at_end):
+        raise ValueError(
+            "Trainer cannot load the experts of a spread model; load_spread the checkpoint, and train without resume_from_checkpoint "
+            "and load_best_model_at_end"
+        )
+    return train(self, resume_from_checkpoint, *args, **kwargs)
 
 
 def _layers(model: nn.Module) -> list[RankExperts]:
