@@ -64,7 +64,7 @@ class SpreadExperts(RankExperts):
         layer = 0  # in a graph, which serves all layers
         if not torch.compiler.is_compiling():
             layer = self._layer
-            saving.install_in_trainer()
+            saving.install()
             if len(rows) > most:
                 raise ValueError(
                     f"hidden_states has {len(rows)} tokens, more than num_max_tokens_per_rank, which is {most}; pass a larger number to "

@@ -274,21 +274,17 @@ def refuse_state_dict(layer: RankExperts, *_: Any) -> None:
             )
         frame = frame.f_back  # type: ignore[assignment]
     _saved.add(layer)
-    _install_in_checkpoint()
+    from torch.distributed.checkpoint import state_dict_saver
+
+    _around(state_dict_saver, "_stateful_to_state_dict", _refuse_experts)  # both kinds of saving call it first
 
 
 _saved: "weakref.WeakSet[RankExperts]" = weakref.WeakSet()
 """Layers whose `state_dict()` somebody has."""
 
 
-def _install_in_checkpoint() -> None:
-    """Let `torch.distributed.checkpoint.save` and `async_save` refuse one rank's experts, which it would keep for those of all."""
-    from torch.distributed.checkpoint import state_dict_saver
-
-    _around(state_dict_saver, "_stateful_to_state_dict", _refuse_experts)  # both call it first
-
-
 def _refuse_experts(flatten: Any, state_dict: Any) -> Any:
+    """Refuse one rank's experts, which `save` and `async_save` of torch.distributed.checkpoint would keep for those of all."""
     from torch.utils._pytree import tree_leaves
 
     state, options = flatten(state_dict), sys._getframe(2).f_locals
@@ -305,17 +301,13 @@ def _refuse_experts(flatten: Any, state_dict: Any) -> Any:
 
 
 def install() -> None:
-    """Let `save_pretrained` of models with spread experts, wherever in them these are, and `Trainer` save whole experts."""
-    if (module := sys.modules.get("transformers.modeling_utils")) is not None:
-        _around(module.PreTrainedModel, "save_pretrained", _save_pretrained)
-    install_in_trainer()
-
-
-def install_in_trainer() -> None:
-    """Let `Trainer.save_model` save on all ranks, and refuse to keep or load what is of one rank."""
-    if (module := sys.modules.get("transformers.trainer")) is not None:
-        _around(module.Trainer, "save_model", _save_on_all_ranks)
-        _around(module.Trainer, "train", _train_whole)
+    """Let `save_pretrained` of models with spread experts, wherever in them these are, and `Trainer` save whole experts, or refuse it."""
+    for module, owner, name, call in (
+        ("transformers.modeling_utils", "PreTrainedModel", "save_pretrained", _save_pretrained),
+        ("transformers.trainer", "Trainer", "save_model", _save_on_all_ranks),
+        ("transformers.trainer", "Trainer", "train", _train_whole),
+    ):
+        _around(getattr(sys.modules.get(module), owner, None), name, call)
 
 
 def _around(owner: Any, name: str, call: Any) -> None:
@@ -332,13 +324,12 @@ def _around(owner: Any, name: str, call: Any) -> None:
     setattr(owner, name, around)
 
 
-def _save_on_all_ranks(save_model: Any, self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+def _save_on_all_ranks(save_model: Any, self: Any, output_dir: str | None = None, _internal_call: bool = False) -> Any:
     layers = _layers(self.model)
     if not layers or hasattr(self.model, "get_base_model"):
         if any(map(_is_trained, layers)):
             raise ValueError("Trainer.save_model of a PEFT model would lose the trained experts of the other ranks; freeze the experts")
-        save_model(self, output_dir, _internal_call)
-        return
+        return save_model(self, output_dir, _internal_call)
     if not _is_of_transformers(self.model):
         raise ValueError("Trainer.save_model would save the experts of one rank; write the tensors of gathered_state_dict(model)")
     if self.args.should_save:
