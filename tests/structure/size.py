@@ -12,7 +12,7 @@ SOURCES = (".py", ".pyi", ".cpp", ".h", ".cu", ".cuh")
 LIMITS = {
     "lines of deepep_moe, csrc and integrations": 45_490,
     "lines of benchmarks": 4_500,
-    "lines of tests": 33_500,
+    "lines of tests": 32_250,
     "words of docs and README": 48_500,
     "lines of JSON in benchmarks": 2_000,
     "times the word Any in Python code of deepep_moe and integrations": 485,
