@@ -4,7 +4,7 @@ import functools
 import importlib.metadata
 import shutil
 
-from deepep_moe import installed
+from deepep_moe import config, installed, tuning
 from deepep_moe.doctor.base import ABSENT, FAULT, OK, WARNING, Environment, check
 from deepep_moe.installed import BUILD_AGAIN, numbers
 from deepep_moe.nvshmem_module import dotted
@@ -38,10 +38,16 @@ def torch(env: Environment) -> tuple[str, ...]:
 
 @check("deepep_moe", "cuda")
 def library(env: Environment) -> tuple[str, ...]:
-    """The library imports."""
+    """The library imports, and environment variables have values that buffers take."""
     features = env.facts.get("features")
     if features is None:
         return FAULT, f"it does not import: {env.facts['error']}", f"build it again: {BUILD_AGAIN}"
+    try:
+        for setting in (config.num_threads, config.timeout_s, tuning.load):
+            setting()
+    except ValueError as error:
+        wrong, _, advice = str(error).partition("; ")
+        return FAULT, wrong, advice
     return OK, f"{features['version']}, built with gcc {features['compiler']}"
 
 

@@ -148,6 +148,13 @@ def test_pytorch_that_does_not_import(machine):
     assert only(machine, "NVSHMEM", FAULT)[0].text.startswith("loading it ended the process")
 
 
+@pytest.mark.parametrize("name", ["TIMEOUT_S", "NUM_THREADS", "PROFILE"])
+def test_settings_that_buffers_refuse(machine, monkeypatch, name):
+    monkeypatch.setenv(f"DEEPEP_MOE_{name}", "soon")
+    fault, served = only(machine, "deepep_moe", FAULT)
+    assert f"DEEPEP_MOE_{name}='soon'" in fault.text and served["shm"] == "deepep_moe"
+
+
 @pytest.mark.parametrize(
     ("code", "errors", "words"),
     [(None, "no end within 120 s", "no end within 120 s"), (-11, "", "ended with code -11")],
