@@ -5,12 +5,13 @@ import os
 import runpy
 import sys
 
+from deepep_moe.command import Parser
 from deepep_moe.topology.binding import add_bind, bind_this_rank
 
 
 def parser_of(module: str, description: str, epilog: str) -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(f"python -m {module}", description=description, epilog=epilog, formatter_class=form, allow_abbrev=False)
+    return Parser(f"python -m {module}", description=description, epilog=epilog, formatter_class=form, allow_abbrev=False)
 
 
 def parse(parser: argparse.ArgumentParser, example: str) -> argparse.Namespace:

@@ -72,10 +72,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    options = script.parse(_parser(), "pretrain_gpt.py")
+    parser = _parser()
+    options = script.parse(parser, "pretrain_gpt.py")
     values = vars(options)
-    values["balance"] = None if options.balance is None else Balance(options.balance)
-    enable(**{field.name: values[field.name] for field in dataclasses.fields(Options)})
+    try:
+        values["balance"] = None if options.balance is None else Balance(options.balance)
+        enable(**{field.name: values[field.name] for field in dataclasses.fields(Options)})
+    except ValueError as error:
+        parser.error(str(error))
     script.run(options.script, options.arguments)
 
 

@@ -211,6 +211,8 @@ def test_launcher_runs_a_script_enabled(tmp_path):
     assert done.returncode == 0, done.stderr
     missing = _launch("nowhere.py", folder=tmp_path)
     assert missing.returncode == 2 and "no such script: 'nowhere.py'" in missing.stderr
+    wrong = _launch("--balance", "99", "scripts/pretrain.py", folder=tmp_path)
+    assert wrong.returncode == 2 and wrong.stderr.splitlines()[-1].endswith("megatron: num_slots is 99; at most 32 are possible")
     line = f"found {['--backend', 'nccl', *OURS]} __main__ pretrain.py SelectingFlexTokenDispatcher"
     assert done.stdout.strip().splitlines()[-1] == line
 
