@@ -112,7 +112,7 @@ def build() -> Path:
     apart = {name: ROOT / "csrc" / name for name in ("torch", "nvshmem")}  # a module of its own for each
     sources = [path for path in (ROOT / "csrc").rglob("*.*") if path.suffix in (".cpp", ".cu")]
     objects = compile_objects(path for path in sources if path.parent not in apart.values())
-    functions = [compile_object(*sorted(apart["torch"].glob("*.cpp")))]
+    functions = [compile_object(*sorted(apart["torch"].glob("*.cpp")))]  # one unit: names in its unnamed namespaces differ
     internode = compile_objects(path for path in sources if path.parent == apart["nvshmem"])
     package = SITE / "deepep_moe"
     package.mkdir(parents=True, exist_ok=True)

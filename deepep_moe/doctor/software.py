@@ -39,15 +39,15 @@ def torch(env: Environment) -> tuple[str, ...]:
 @check("deepep_moe", "cuda")
 def library(env: Environment) -> tuple[str, ...]:
     """The library imports, and environment variables have values that buffers take."""
-    features = env.facts.get("features")
-    if features is None:
-        return FAULT, f"it does not import: {env.facts['error']}", f"build it again: {BUILD_AGAIN}"
     try:
-        for setting in (config.num_threads, config.timeout_s, tuning.load):
+        for setting in (config.log_level, config.num_threads, config.timeout_s, tuning.load):
             setting()
     except ValueError as error:
         wrong, _, advice = str(error).partition("; ")
         return FAULT, wrong, advice
+    features = env.facts.get("features")
+    if features is None:
+        return FAULT, f"it does not import: {env.facts['error']}", f"build it again: {BUILD_AGAIN}"
     return OK, f"{features['version']}, built with gcc {features['compiler']}"
 
 

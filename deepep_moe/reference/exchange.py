@@ -184,7 +184,7 @@ def _combine_by_lane(
 
 
 def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Return a * b + c, computed with whole numbers and rounded once to fp32, ties to even. `a` and `c` are broadcast to `b`, [n]."""
+    """Return a * b + c of fp32 or narrower, in whole numbers, rounded once to fp32, ties to even. `a` and `c` are broadcast to `b`, [n]."""
     values = zip(*([int(value) for value in (tensor.double() * 2.0**149).expand_as(b).tolist()] for tensor in (a, b, c)), strict=True)
     return torch.tensor([_rounded(x * y + (z << 149)) for x, y, z in values], dtype=torch.float32)
 

@@ -29,6 +29,8 @@ class SpreadExperts(RankExperts):
         buffer: the exchange, which blocks of one size share.
     """
 
+    is_spread = True  # `saving` knows its weights as those of the model
+
     def __init__(self, experts: nn.Module, buffer: Buffer):
         super().__init__()
         local = slice(buffer.rank * buffer.num_local_experts, (buffer.rank + 1) * buffer.num_local_experts)

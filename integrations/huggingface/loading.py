@@ -73,7 +73,7 @@ def _shares(group: dist.ProcessGroup, num_ranks: int, device_type: str) -> Itera
 
     def by_share(self: Any, *args: Any, **kwargs: Any) -> Any:
         model, name = kwargs["model"], kwargs["full_layer_name"]
-        if isinstance(weight := model.get_parameter(name), DTensor):  # which transformers compares with the part that it has read
+        if self.check_dims and isinstance(weight := model.get_parameter(name), DTensor):  # to be compared with the part that was read
             kwargs["model"] = holding(model, {name: weight.to_local()})
         return transpose(self, *args, **kwargs)
 

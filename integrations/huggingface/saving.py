@@ -24,6 +24,7 @@ from deepep_moe.nn.rank_parameters import RankExperts
 # Functions that take the state dict of one rank for that of the model.
 _SAVERS = {
     ("accelerate.accelerator", "get_state_dict"),
+    ("safetensors.torch", "save_model"),
     ("torch.distributed.checkpoint.state_dict", "get_model_state_dict"),
     ("torch.distributed.checkpoint.state_dict", "get_state_dict"),
 }
@@ -51,7 +52,7 @@ class _WholeState:
 
     def __init__(self, model: nn.Module, in_original_format: bool = True):
         layers = _layers(model)
-        if not layers:
+        if not _layers(model, are_spread=True):
             raise ValueError(f"{type(model).__name__} has no spread experts; call spread_experts first, or take its state_dict()")
         buffer = layers[0].buffer
         if len({layer.buffer._group for layer in layers}) > 1:
@@ -61,7 +62,7 @@ class _WholeState:
         leaves = {
             f"{name}.experts.{ours}".removeprefix("."): f"{name}.{theirs}".removeprefix(".")
             for name, module in model.named_modules(remove_duplicate=False)
-            if isinstance(module, RankExperts)
+            if hasattr(module, "is_spread")
             for ours, theirs in zip(("up", "down"), WEIGHTS, strict=True)
         }
         of_experts = {id(parameter) for layer in layers for parameter in layer.expert_parameters()}
@@ -167,14 +168,16 @@ def _save_pretrained(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         EPPeerError: a peer has failed, as its disk is full, say.
         EPTimeoutError: a peer did not call it.
     """
-    call, layers = inspect.signature(stock).bind(self, *args, **kwargs), _layers(self)
+    if not (layers := _layers(self, are_spread=True)):
+        return stock(self, *args, **kwargs)
+    call = inspect.signature(stock).bind(self, *args, **kwargs)
     call.apply_defaults()
     arguments = call.arguments
     of_experts = {id(parameter) for layer in layers for parameter in layer.expert_parameters()}
     names = tuple(name for name, parameter in self.named_parameters(remove_duplicate=False) if id(parameter) in of_experts)
     # A wrapper puts its name before those of the model.
     is_whole = arguments["state_dict"] is not None and not any(name.endswith(names) for name in arguments["state_dict"])
-    if not layers or is_whole or getattr(self, "_hf_peft_config_loaded", False):
+    if is_whole or getattr(self, "_hf_peft_config_loaded", False):
         return stock(self, *args, **kwargs)
     buffer = layers[0].buffer
     agree("save_pretrained, which every rank calls", None, buffer._group, buffer.num_ranks)  # before anybody waits for a disk
@@ -330,7 +333,7 @@ def _save_on_all_ranks(save_model: Any, self: Any, output_dir: str | None = None
         if any(map(_is_trained, layers)):
             raise ValueError("Trainer.save_model of a PEFT model would lose the trained experts of the other ranks; freeze the experts")
         return save_model(self, output_dir, _internal_call)
-    if not _is_of_transformers(self.model):
+    if not (_is_of_transformers(self.model) and _layers(self.model, are_spread=True)):
         raise ValueError("Trainer.save_model would save the experts of one rank; write the tensors of gathered_state_dict(model)")
     if self.args.should_save:
         self._save(output_dir)
@@ -356,8 +359,8 @@ def _train_whole(train: Any, self: Any, resume_from_checkpoint: object = None, *
     return train(self, resume_from_checkpoint, *args, **kwargs)
 
 
-def _layers(model: nn.Module) -> list[RankExperts]:
-    return [module for module in model.modules() if isinstance(module, RankExperts)]
+def _layers(model: nn.Module, are_spread: bool = False) -> list[RankExperts]:
+    return [m for m in model.modules() if isinstance(m, RankExperts) and (hasattr(m, "is_spread") or not are_spread)]
 
 
 def _is_trained(layer: RankExperts) -> bool:

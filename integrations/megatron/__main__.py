@@ -77,9 +77,10 @@ def main() -> None:
     values = vars(options)
     try:
         values["balance"] = None if options.balance is None else Balance(options.balance)
-        enable(**{field.name: values[field.name] for field in dataclasses.fields(Options)})
+        Options(**(chosen := {field.name: values[field.name] for field in dataclasses.fields(Options)}))  # it checks them
     except ValueError as error:
         parser.error(str(error))
+    enable(**chosen)
     script.run(options.script, options.arguments)
 
 

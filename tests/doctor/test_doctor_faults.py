@@ -148,7 +148,7 @@ def test_pytorch_that_does_not_import(machine):
     assert only(machine, "NVSHMEM", FAULT)[0].text.startswith("loading it ended the process")
 
 
-@pytest.mark.parametrize("name", ["TIMEOUT_S", "NUM_THREADS", "PROFILE"])
+@pytest.mark.parametrize("name", ["LOG", "TIMEOUT_S", "NUM_THREADS", "PROFILE"])
 def test_settings_that_buffers_refuse(machine, monkeypatch, name):
     monkeypatch.setenv(f"DEEPEP_MOE_{name}", "soon")
     fault, served = only(machine, "deepep_moe", FAULT)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deepep_moe.errors import EPPeerError
 from deepep_moe.integrations.huggingface import expert_parameters, gathered_state_dict, load_spread, saving, spread_experts
+from deepep_moe.nn import GroupedExperts, MoELayer, Router
 
 TOKENS = torch.randint(0, 64, (2, 6), generator=torch.Generator().manual_seed(0))
 pytestmark = pytest.mark.slow
@@ -94,6 +95,10 @@ def test_files_are_those_of_the_plain_model(rank: int, num_ranks: int, name: str
     if rank == 0:
         plain.model.save_pretrained(theirs / "base")
         assert files(theirs / "base") == files(tmp_path / "base") and files(tmp_path / "0") == files(tmp_path / "outer")
+    plain.beside = MoELayer(Router(16, 4, 2), GroupedExperts(4 // num_ranks, 16, 8), num_max_tokens_per_rank=4)
+    if rank == 0:  # a layer that nobody has spread is the caller's to save
+        plain.save_pretrained(tmp_path / "alone")
+        assert "beside.experts.up" in tensors(tmp_path / "alone")
 
 
 @on_ranks(2)

@@ -207,8 +207,8 @@ def test_launcher_runs_a_script_enabled(tmp_path):
     (tmp_path / "scripts" / "pretrain.py").write_text(SCRIPT)
     (tmp_path / "scripts" / "helper.py").write_text("WORD = 'found'")
     options = ("--backend", "collective", "--num-max-tokens-per-rank", "64", "--experts", "own")
-    done = _launch(*options, "scripts/pretrain.py", "--backend", "nccl", *OURS, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = _launch("--bind", *options, "scripts/pretrain.py", "--backend", "nccl", *OURS, folder=tmp_path)
+    assert done.returncode == 0 and "local rank 0" in done.stderr, done.stderr
     missing = _launch("nowhere.py", folder=tmp_path)
     assert missing.returncode == 2 and "no such script: 'nowhere.py'" in missing.stderr
     wrong = _launch("--balance", "99", "scripts/pretrain.py", folder=tmp_path)
