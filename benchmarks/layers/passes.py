@@ -89,7 +89,7 @@ class StepTimes(NamedTuple):
 
 
 Key = tuple[str, str]
-"""What is timed, and who does it."""
+"""Says what is timed, and who does it."""
 
 
 @dataclass

@@ -62,7 +62,7 @@ class CachedDispatchArgs:
 
 @dataclass(frozen=True)
 class CombineOptions:
-    """What a combine computes besides the sums of rows. Kernels get it whole (csrc/common/combine_options.h)."""
+    """Says what a combine computes besides the sums of rows. Kernels get it whole (csrc/common/combine_options.h)."""
 
     sums_lanes: bool = False
     """A lane of topk_weight_grads gets the sum over all ranks that received its token, not only the value of its expert's rank."""
