@@ -19,6 +19,7 @@ from deepep_moe.exchange.expert_slots import ALIGNMENT, MAX_SLOTS, ExpertSlots
 from deepep_moe.library import Context, Function
 from deepep_moe.ops.copies import CopyPlan, plan_copies
 from deepep_moe.ops.lanes import count_lanes
+from deepep_moe.ops.quantized import QuantizedRows
 
 if TYPE_CHECKING:
     from deepep_moe.nn.grouped_experts import GroupedExperts
@@ -173,7 +174,7 @@ class Copies:
         for part in (self.slots.memory, self._counts, *self.weights, *self._gradients):
             part.data = part.new_empty(0)
 
-    def plan(self, topk_idx: Tensor, weights: Parts, product: Product, is_whole: bool) -> "Planned":
+    def plan(self, topk_idx: Tensor, weights: Parts, is_whole: bool) -> "Planned":
         """Plan the copies of a forward, and begin to fetch them. topk_idx: [num_tokens, num_topk], the experts of this rank's tokens.
         is_whole: see `Planned`. Collective. Raises ValueError for weights that FSDP has taken apart."""
         if any(hasattr(weight, "device_mesh") for weight in weights):
@@ -185,13 +186,13 @@ class Copies:
         self._counts[self._rank] = own[0]
         counts = self._counts[:, : self._num_experts]
         plan = plan_copies(topk_idx, counts, self._rank, num_slots=self._num_slots, cost=self._cost)
-        return self.follow(plan, weights, product, is_whole)
+        return self.follow(plan, weights, is_whole)
 
-    def follow(self, plan: CopyPlan, weights: Parts, product: Product, is_whole: bool) -> "Planned":
+    def follow(self, plan: CopyPlan, weights: Parts, is_whole: bool) -> "Planned":
         """Begin to fetch the copies of a plan. Collective."""
         self.join()
         self.fetch(plan, weights)
-        return Planned(self, plan, weights, product, is_whole)
+        return Planned(self, plan, weights, is_whole)
 
     @property
     def is_over(self) -> bool:
@@ -235,15 +236,22 @@ class Planned:
     of the experts, and takes counts on the host.
     """
 
-    def __init__(self, copies: Copies, plan: CopyPlan, weights: Parts, product: Product, is_whole: bool):
+    def __init__(self, copies: Copies, plan: CopyPlan, weights: Parts, is_whole: bool):
         self.plan, self.is_whole = plan, is_whole
-        self._copies, self._at_home, self._product = copies, weights, product
+        self._copies, self._at_home = copies, weights
 
-    def run(self, tensors: tuple[Tensor, ...], counts: Tensor, main_grads: tuple[Tensor | None, Tensor | None] = (None, None)) -> Tensor:
+    def run(
+        self,
+        product: Product,
+        tensors: tuple[Tensor, ...],
+        counts: Tensor,
+        main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> Tensor:
         """Return the outputs of this rank's experts, [num_rows, ...]. Those of the rows of copies, which lie behind, `end` adds.
 
         Args:
-            tensors: the rows, [num_rows, ...] each.
+            product: computes rows of experts, and in `end` those of copies.
+            tensors: the rows, [num_rows, ...] each, which may be `QuantizedRows`.
             counts: the rows of the experts and of the copies, on any device.
             main_grads: fp32 tensors for up and down, or None. The gradients of weights are added there, those of copies too.
         """
@@ -253,7 +261,8 @@ class Planned:
         self._grads: list[list[tuple[int, Tensor]]] = [[] for _ in tensors]
         pairs = [_Rows.apply(tensor, grads) for tensor, grads in zip(tensors, self._grads, strict=True)]
         self._rows, self._in_slots, self._weights = [rows for _, rows in pairs], counts[num_local:], Parts(*weights[2:])
-        y = self._product(tuple(rows for rows, _ in pairs), counts[:num_local], Parts(*weights[:2]), True)
+        self._product = product
+        y = product(tuple(rows for rows, _ in pairs), counts[:num_local], Parts(*weights[:2]), True)
         return self._add_guests(y, counts.tolist()) if self.is_whole else y
 
     @property
@@ -335,7 +344,7 @@ class _Guests(Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, first: int, num_guests: int, of_guests: list[tuple[int, Tensor]]) -> Tensor:
         ctx.shape, ctx.first, ctx.of_guests = x.shape, first, of_guests
-        return x[first : first + num_guests]
+        return _rows_of(x, slice(first, first + num_guests))
 
     @staticmethod
     @once_differentiable
@@ -360,7 +369,11 @@ class _Join(Function):
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.copies.join()
         guests = ctx.guests
-        return grad, grad[guests] if guests.start < guests.stop else None, None, None
+        return grad, _rows_of(grad, guests) if guests.start < guests.stop else None, None, None
+
+
+def _rows_of(x: Tensor, rows: slice) -> Tensor:
+    return QuantizedRows(x.values[rows], x.scales[rows]) if isinstance(x, QuantizedRows) else x[rows]
 
 
 class _Fetch(Function):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from deepep_moe.arguments import as_int, check_bool
 from deepep_moe.nn.balance import Parts, Planned
-from deepep_moe.ops.fp8_kept import KeptWeights
+from deepep_moe.ops.fp8_kept import KeptWeights, NothingKept
 from deepep_moe.ops.grouped_mlp import Activation, grouped_mlp
 
 
@@ -111,12 +112,14 @@ class GroupedExperts(nn.Module):
             TypeError, ValueError: see `deepep_moe.ops.grouped_mlp` and `deepep_moe.ops.KeptWeights.take`.
         """
         if planned is not None:
-            return planned.run((x,), num_rows_per_expert)  # type: ignore[arg-type]
+            product = partial(self._product, is_first_microbatch)
+            return planned.run(product, (x,) if probs is None else (x, probs), num_rows_per_expert)  # type: ignore[arg-type]
         return self._run(x, num_rows_per_expert, self.up, self.down, probs, kept=self.kept_weights, is_first_microbatch=is_first_microbatch)
 
-    def product(self, rows: tuple[Tensor, ...], counts: Tensor, weights: Parts, _: bool) -> Tensor:
-        """Be a `deepep_moe.nn.balance.Product`: return what `forward` would with these weights, of any number of experts."""
-        return self._run(rows[0], counts, weights.up, weights.down, None)
+    def _product(self, is_first: bool | None, rows: tuple[Tensor, ...], counts: Tensor, weights: Parts, is_home: bool) -> Tensor:
+        x, probs = rows if len(rows) == 2 else (rows[0], None)
+        kept = self.kept_weights if is_home else NothingKept()
+        return self._run(x, counts, weights.up, weights.down, probs, kept=kept, is_first_microbatch=is_first)
 
     def _run(self, x: Tensor, counts: Tensor | Sequence[int], up: Tensor, down: Tensor, probs: Tensor | None, **options: Any) -> Tensor:
         return grouped_mlp(

@@ -82,10 +82,9 @@ def _check_fp8(experts: nn.Module, hidden: int, expert_alignment: int, num_recv_
     check_alignment("num_recv_rows", num_recv_rows or 0)
 
 
-def _check_balance(experts: nn.Module, fp8: bool, num_recv_rows: int | None) -> None:
-    for name, is_given in (("fp8", fp8), ("num_recv_rows", num_recv_rows is not None)):
-        if is_given:
-            raise ValueError(f"balance and {name} are given; copies of experts serve layers without {name} so far")
+def _check_balance(experts: nn.Module, num_recv_rows: int | None) -> None:
+    if num_recv_rows is not None:
+        raise ValueError("balance and num_recv_rows are given; copies of experts serve layers without num_recv_rows so far")
     if not isinstance(experts, GroupedExperts) or type(experts).forward is not GroupedExperts.forward or experts.up_bias is not None:
         raise ValueError("balance needs experts that are GroupedExperts without biases")
 
@@ -115,8 +114,8 @@ class MoELayer(RankExperts):
         fp8: send rows as fp8 in both passes, quantized once; the experts' products take them (docs/design/fp8_training.md). Needs bf16
             tokens, `GroupedExperts` without biases, and multiples of 128 for `hidden`, `intermediate`, `expert_alignment` and
             `num_recv_rows`. The experts weight the rows, so a token's sum is rounded at another place than without `fp8`.
-        balance: plan copies of hot experts in each forward (`Balance`). Needs `GroupedExperts` without biases, and neither `fp8` nor
-            `num_recv_rows`. A `buffer` of several ranks then has `balance.num_slots` more experts for each rank. One rank alone
+        balance: plan copies of hot experts in each forward (`Balance`). Needs `GroupedExperts` without biases, and no `num_recv_rows`.
+            A `buffer` of several ranks then has `balance.num_slots` more experts for each rank. One rank alone
             has nothing to balance.
 
     Raises:
@@ -164,7 +163,7 @@ class MoELayer(RankExperts):
             raise ValueError(f"a buffer was given, which has its own {', '.join(beside)}; leave {'it' if len(beside) == 1 else 'them'} out")
         if balance is not None:
             check_is_balance(balance)
-            _check_balance(self.experts, fp8, num_recv_rows)
+            _check_balance(self.experts, num_recv_rows)
         num_ranks = buffer.num_ranks if buffer is not None else dist.get_world_size(group) if dist.is_initialized() else 1
         num_slots = balance.num_slots if balance is not None and num_ranks > 1 else 0
         if buffer is None:
@@ -229,7 +228,7 @@ class MoELayer(RankExperts):
         planned = None
         if copies is not None:
             experts: Any = self.experts
-            planned = copies.plan(topk_idx, Parts(experts.up, experts.down), experts.product, has_hooks(experts))
+            planned = copies.plan(topk_idx, Parts(experts.up, experts.down), has_hooks(experts))
             topk_idx = planned.plan.topk_idx
         if self.fp8:
             check_products(rows.device)
@@ -262,13 +261,17 @@ class MoELayer(RankExperts):
 
     def _run_experts(self, out: DispatchOutput, is_first_microbatch: bool | None, planned: Planned | None = None) -> Tensor:
         counts = out.handle.num_rows_per_expert_list if isinstance(self.experts, LocalExperts) else out.handle.num_rows_per_expert
+        probs: list[Tensor | None] = []
+        which: dict[str, Any] = {}
+        if planned is not None:
+            which["planned"] = planned
+            if planned.is_whole:
+                counts = out.handle.num_rows_per_expert_on_host
         if self.fp8:  # a weighted combine would need its rows, and their gradients in bf16
-            which = {} if is_first_microbatch is None else {"is_first_microbatch": is_first_microbatch}
-            y: Tensor = self.experts(out.recv_x, counts, out.recv_topk_weights, **which)
-        elif planned is not None:
-            y = self.experts(out.recv_x, out.handle.num_rows_per_expert_on_host if planned.is_whole else counts, planned=planned)
-        else:
-            y = self.experts(out.recv_x, counts)
+            probs = [out.recv_topk_weights]
+            if is_first_microbatch is not None:
+                which["is_first_microbatch"] = is_first_microbatch
+        y: Tensor = self.experts(out.recv_x, counts, *probs, **which)
         _check_output("the experts", y, out.recv_x)
         return y
 

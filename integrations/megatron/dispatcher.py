@@ -375,7 +375,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         planned = None
         if self._num_slots > 0:
             experts = self._layer().experts
-            planned = self._copies_for(growing.buffer).plan(topk_idx, experts.weights(), experts.product, has_hooks(experts))
+            planned = self._copies_for(growing.buffer).plan(topk_idx, experts.weights(), has_hooks(experts))
             topk_idx = planned.plan.topk_idx
         notes_excess = self._notes_excess
 
@@ -416,7 +416,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         if first_run.choice is not None:
             experts = self._layer().experts
             follow = self._copies_for(buffer).follow
-            planned = notify_peers_on_failure(buffer, follow, first_run.choice[0], experts.weights(), experts.product, has_hooks(experts))
+            planned = notify_peers_on_failure(buffer, follow, first_run.choice[0], experts.weights(), has_hooks(experts))
         return buffer, buffer.dispatch(x, None, probs, handle=first_run.handle, fp8=self._fp8), None, planned
 
     def _record(self, handle: DispatchHandle) -> None:

@@ -23,6 +23,7 @@ from deepep_moe.integrations.megatron.options import Config
 from deepep_moe.integrations.megatron.patches import Patches, Stock
 from deepep_moe.integrations.megatron.stacked_checkpoint import mark_stack, stack_sharded
 from deepep_moe.nn.balance import Parts, Planned
+from deepep_moe.ops.fp8_kept import NothingKept
 from deepep_moe.ops.grouped_mlp import Activation, clear_tail, grouped_mlp
 from deepep_moe.ops.grouped_products import why_not_grouped
 
@@ -156,18 +157,18 @@ class GroupedMLP(SequentialMLP):
         planned, self.planned = self.planned, None
         if planned is not None:
             assert isinstance(tokens_per_expert, Tensor)  # as the dispatcher gives it
-            return planned.run((rows,) if probs is None else (rows, probs), tokens_per_expert, self._main_grads), None
+            tensors = (rows,) if probs is None else (rows, probs)
+            return planned.run(self._product, tensors, tokens_per_expert, self._main_grads), None
         output = grouped_mlp(
             rows, tokens_per_expert, w1, w2, b1=b1, b2=b2, probs=probs, delay=self._delay if self._delays else None,
             main_grads=self._main_grads, **self._how(), **self._copies_of_weights(w1, w2),
         )  # fmt: skip
         return output, None
 
-    def product(self, rows: tuple[Tensor, ...], counts: Tensor, weights: Parts, is_home: bool) -> Tensor:
-        """Be a `deepep_moe.nn.balance.Product`. Gradients of copies are not added to `main_grad` here."""
+    def _product(self, rows: tuple[Tensor, ...], counts: Tensor, weights: Parts, is_home: bool) -> Tensor:
         x, probs = rows if len(rows) == 2 else (rows[0], None)
-        main_grads = self._main_grads if is_home else (None, None)
-        return grouped_mlp(x, counts, weights.up, weights.down, probs=probs, main_grads=main_grads, **self._how())
+        how = {"main_grads": self._main_grads, **self._copies_of_weights(*weights)} if is_home else {"kept": NothingKept()}
+        return grouped_mlp(x, counts, weights.up, weights.down, probs=probs, **how, **self._how())
 
     def weights(self) -> Parts:
         """Return the weights for a fetch, after the hooks that make them ready. Raises ValueError for Megatron's FSDP, which may take them

@@ -12,6 +12,7 @@ from on_ranks import on_ranks
 from deepep_moe import Buffer
 from deepep_moe.errors import EPPeerError
 from deepep_moe.nn import Balance, GroupedExperts, LocalExperts, Metrics, MoELayer, Router
+from deepep_moe.nn.balance import Copies
 
 BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
 HIDDEN, INNER, NUM_EXPERTS, NUM_TOPK = 8, 4, 8, 2
@@ -94,6 +95,46 @@ def test_training_has_the_bits_of_a_layer_without_copies(rank, num_ranks, num_sl
         assert torch.equal(actual, expected), number
     assert len(plans) == (0 if num_ranks == 1 else 4) and all((each.plan.copies >= 0).any() for each in plans)
     balance.destroy()
+
+
+class Skewed128(Skewed):
+    hidden = 128
+
+
+def signed_permutations(count):
+    """[count, 128, 128]: each product of a row has the row's digits, so fp8 holds it."""
+    matrices = torch.zeros(count, 128, 128)
+    for matrix in matrices:
+        matrix[torch.arange(128), torch.randperm(128)] = torch.randint(0, 2, (128,)) * 2.0 - 1
+    return matrices
+
+
+@on_ranks(2, backend=BACKENDS)
+def test_fp8_copies_have_the_bits_of_home(rank, num_ranks, backend):
+    """Three micro-batches: one quantizes the weights in its passes, one keeps copies at home, and one uses those."""
+    device, plans, plan = device_of(backend, rank), [], Copies.plan
+    Copies.plan = lambda *args: plans.append(plan(*args)) or plans[-1]
+
+    def use(balance):
+        torch.manual_seed(3)
+        weights = signed_permutations(NUM_EXPERTS), signed_permutations(NUM_EXPERTS)
+        experts = GroupedExperts(NUM_EXPERTS // num_ranks, 128, 128, gated=False, activation=torch.relu, dtype=torch.bfloat16)
+        with torch.no_grad():
+            for parameter, weight in zip((experts.up, experts.down), weights, strict=True):
+                parameter.copy_(weight.chunk(num_ranks)[rank])
+        layer = MoELayer(Skewed128(rank), experts.to(device), num_max_tokens_per_rank=64, backend=backend, fp8=True, balance=balance)
+        for slots in () if balance is None else balance.of_layer(experts, layer.buffer).weights:
+            slots.fill_(torch.nan)
+        seen, generator = [], torch.Generator().manual_seed(rank)
+        for is_first in (None, True, False):
+            x, grad = (torch.randint(-2, 3, (30 + 9 * rank, 128), generator=generator).to(device, torch.bfloat16) for _ in range(2))
+            y = layer(x.requires_grad_(), is_first_microbatch=is_first)
+            y.backward(grad)
+            seen += [y.detach(), x.grad]
+        return [*seen, experts.up.grad, experts.down.grad]
+
+    check_equal(use)
+    assert len(plans) == 3 and all((each.plan.copies >= 0).any() for each in plans)
 
 
 def check_equal(use):
@@ -252,9 +293,8 @@ def test_refusals(rank, num_ranks):
     with pytest.raises(TypeError, match=r"balance is 4; pass deepep_moe.nn.Balance"):
         layer_of(rank, num_ranks, 4)
     balance = Balance(1)
-    for others, message in (({"fp8": True}, "fp8"), ({"num_recv_rows": 64}, "balance and num_recv_rows are given")):
-        with pytest.raises(ValueError, match=message):
-            layer_of(rank, num_ranks, balance, **others)
+    with pytest.raises(ValueError, match="balance and num_recv_rows are given"):
+        layer_of(rank, num_ranks, balance, num_recv_rows=64)
     with pytest.raises(ValueError, match="GroupedExperts without biases"):
         MoELayer(Skewed(rank), LocalExperts([torch.nn.Identity()]), num_max_tokens_per_rank=8, backend="shm", balance=balance)
     layer_of(rank, num_ranks, balance)(tokens_of(rank, 1))

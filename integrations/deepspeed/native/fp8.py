@@ -9,7 +9,8 @@ from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.integrations.common.untraced import untraced
 from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights, Reader
 from deepep_moe.integrations.deepspeed.native.grouped import stack, weights_of
-from deepep_moe.ops.fp8_kept import KeptWeights
+from deepep_moe.nn.balance import Parts, Product
+from deepep_moe.ops.fp8_kept import KeptWeights, NothingKept
 from deepep_moe.ops.fp8_products import check_products, check_widths
 from deepep_moe.ops.grouped_mlp import grouped_mlp
 
@@ -35,26 +36,43 @@ def fp8_weights(experts: Sequence[nn.Module], option: bool | Reader, x: Tensor) 
 
 
 @untraced
+def fp8_parts(weights: Sequence[ExpertWeights]) -> Parts:
+    """Return the matrices of all experts."""
+    w1, w2 = (stack([getattr(expert, name) for expert in weights]) for name in ("w1", "w2"))
+    assert w1 is not None and w2 is not None
+    return Parts(w1, w2)
+
+
+def fp8_product(weights: Sequence[ExpertWeights], kept: KeptWeights | None, is_first_microbatch: bool | None) -> Product:
+    """Return what gives the experts' outputs [num_rows, hidden] bf16, times the weight of each row, for fp8 rows and weights. `kept` and
+    `is_first_microbatch` are as in `grouped_mlp`; without copies False makes some."""
+
+    def product(rows: tuple[Tensor, ...], counts: Tensor, parts: Parts, is_home: bool) -> Tensor:
+        of_parts, is_first = kept if is_home else NothingKept(), is_first_microbatch
+        if is_home and kept is not None and is_first is not None:
+            if parts.up.data_ptr() != weights[0].w1.data_ptr() or parts.down.data_ptr() != weights[0].w2.data_ptr():
+                kept.release()  # this forward has copied the weights to other memory than the last one
+                is_first = None
+            else:
+                is_first = is_first or not kept.has(*parts)
+        return grouped_mlp(
+            rows[0], counts, *parts, probs=rows[1], activation=weights[0].activation, zero_tail=False, kept=of_parts,
+            is_first_microbatch=is_first,
+        )  # fmt: skip
+
+    return product
+
+
+@untraced
 def run_fp8(
     weights: Sequence[ExpertWeights], out: DispatchOutput, kept: KeptWeights | None = None, is_first_microbatch: bool | None = None
 ) -> Tensor:
-    """Return the experts' outputs [num_rows, hidden] bf16, times the weight of each row. Experts of the buffer beyond `weights` have no
-    rows. `kept` and `is_first_microbatch` are as in `grouped_mlp`; without copies False makes some."""
+    """Run `fp8_product` on the rows of a dispatch. Experts of the buffer beyond `weights` have no rows."""
     counts = out.handle.num_rows_per_expert[: len(weights)]
-    w1, w2 = (stack([getattr(expert, name) for expert in weights]) for name in ("w1", "w2"))
-    assert w1 is not None and w2 is not None
-    if kept is not None and is_first_microbatch is not None:
-        if not (_is_in_place(w1, weights[0].w1) and _is_in_place(w2, weights[0].w2)):
-            kept.release()  # this forward has copied the weights to other memory than the last one
-            is_first_microbatch = None
-        else:
-            is_first_microbatch = is_first_microbatch or not kept.has(w1, w2)
-    return grouped_mlp(
-        out.recv_x, counts, w1, w2, probs=out.recv_topk_weights, activation=weights[0].activation, zero_tail=False, kept=kept,
-        is_first_microbatch=is_first_microbatch,
-    )  # fmt: skip
+    return fp8_product(weights, kept, is_first_microbatch)(weighted_rows(out), counts, fp8_parts(weights), True)
 
 
-def _is_in_place(stacked: Tensor, first: Tensor) -> bool:
-    """Return whether the matrices of all experts are the parameters' own memory."""
-    return stacked.data_ptr() == first.data_ptr()
+def weighted_rows(out: DispatchOutput) -> tuple[Tensor, Tensor]:
+    """Return the rows of a dispatch and their weights."""
+    assert out.recv_topk_weights is not None
+    return out.recv_x, out.recv_topk_weights

@@ -23,7 +23,7 @@ from deepep_moe.integrations.common.untraced import untraced
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.buffers import Plan, default_plan, groups_of, ready, why_not_rows
 from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights
-from deepep_moe.integrations.deepspeed.native.fp8 import fp8_weights, run_fp8
+from deepep_moe.integrations.deepspeed.native.fp8 import fp8_parts, fp8_product, fp8_weights, run_fp8, weighted_rows
 from deepep_moe.integrations.deepspeed.native.grouped import parts_of, product_of, run_grouped, run_joined, weights_of, why_not_by_default
 from deepep_moe.integrations.deepspeed.native.routing import Routing, route
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks, is_replaced
@@ -96,7 +96,7 @@ class PackedMOELayer(MOELayer):
         def prepare() -> tuple[list[ExpertWeights], Parts, Copies]:
             weights = self._weights_to_group(x)
             assert weights is not None  # it raises with balance
-            parts = parts_of(weights, x.device)
+            parts = fp8_parts(weights) if self.is_fp8 else parts_of(weights, x.device)
             return weights, parts, of_layer.buffers.copies_of(balance, parts, buffer, growing.meet)
 
         telling = notify_peers_on_failure if last is None or last.is_over else last.telling
@@ -105,7 +105,7 @@ class PackedMOELayer(MOELayer):
 
         def plan() -> tuple[Tensor, Tensor, Planned]:
             topk_idx, topk_weights = self._lanes(x, self._choose(x, used_token))
-            planned = copies.plan(topk_idx.contiguous(), parts, product_of(weights), False)
+            planned = copies.plan(topk_idx.contiguous(), parts, False)
             return planned.plan.topk_idx, topk_weights, planned
 
         topk_idx, topk_weights, planned = copies.telling(buffer, plan)
@@ -206,13 +206,15 @@ class PackedMOELayer(MOELayer):
         if weights is None:
             parts = split_rows(out.recv_x, out.handle.num_rows_per_expert_list, (1, 1))
             return joined(run_one_by_one(list(self.experts.deepspeed_experts), parts), out.handle, out.recv_x.shape[1])
-        if planned is not None:
-            return planned.run((out.recv_x,), out.handle.num_rows_per_expert[: self.num_local_experts + planned.num_slots])
-        if not self.is_fp8:
-            return run_joined(weights, out)
-        if self.is_first_microbatch is not None and self.kept_weights is None:
+        if self.is_fp8 and self.is_first_microbatch is not None and self.kept_weights is None:
             self.kept_weights = KeptWeights()
-        return run_fp8(weights, out, self.kept_weights, self.is_first_microbatch)
+        if planned is not None:
+            counts = out.handle.num_rows_per_expert[: self.num_local_experts + planned.num_slots]
+            if not self.is_fp8:
+                return planned.run(product_of(weights), (out.recv_x,), counts)
+            product = fp8_product(weights, self.kept_weights, self.is_first_microbatch)
+            return planned.run(product, weighted_rows(out), counts)
+        return run_fp8(weights, out, self.kept_weights, self.is_first_microbatch) if self.is_fp8 else run_joined(weights, out)
 
     def _run_experts(self, parts: tuple[Tensor, ...]) -> list[Tensor]:
         """Run every local expert, so that each has a gradient on every rank, in grouped products where the options ask for them.

@@ -4,14 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed_cases import Case, Model, ds_config, on_deepspeed_ranks, run_layer, run_steps
+from deepspeed_cases import Case, Model, assert_equal, ds_config, on_deepspeed_ranks, run_layer, run_steps
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepep_moe.errors import EPPeerError
 from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.deepspeed import initialize, replace_moe_layers, set_is_first_microbatch
-from deepep_moe.nn import SwiGLU
+from deepep_moe.nn import Balance, SwiGLU
+from deepep_moe.nn.balance import Copies
 from deepep_moe.ops import QuantizedRows
 
 pytest.importorskip("deepspeed")
@@ -59,6 +60,23 @@ def test_layers(rank):
     again = run_layer(both[0], *tokens(rank), num_forwards=2)
     different = [name for name in again if not torch.equal(again[name], ours[0][name])]
     assert not different, f"recomputed: {different}"
+
+
+@on_deepspeed_ranks()
+def test_copies_of_experts(rank):
+    """Each has home's fp8 weights, whether home keeps them or not. Sums round to bf16 in another order."""
+    layer, runs, plans, plan = make_layer(num_experts=8), [], [], Copies.plan
+    Copies.plan = lambda *args: plans.append(plan(*args)) or plans[-1]
+    with torch.no_grad():
+        layer.deepspeed_moe.gate.wg.weight[0] += 0.3
+    for balance in (None, Balance(2, cost=1)):
+        replace_moe_layers(layer, exact=False, fp8=True, balance=balance)
+        for is_first in (None, True, False):
+            layer.deepspeed_moe.is_first_microbatch = is_first
+            runs.append(run_layer(layer, *tokens(rank)))
+    assert len(plans) == 3 and all((planned.plan.copies >= 0).any() for planned in plans)
+    for number, (with_copies, without) in enumerate(zip(runs[3:], runs[:3], strict=True)):
+        assert_equal(with_copies, without, f"rank {rank}, run {number}", tolerance=2e-2)
 
 
 @on_deepspeed_ranks()

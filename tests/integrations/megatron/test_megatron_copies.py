@@ -29,7 +29,10 @@ def two_passes(rank: int, layer: Any, fuses: bool, between: Any = lambda: None) 
     for linear in linears if fuses else ():  # as Megatron's DDP does
         linear.weight.main_grad, linear.weight.grad_added_to_main_grad = torch.ones_like(linear.weight, dtype=torch.float32), False
     for number in range(2):
-        x, cotangent = (rows.to(layer.experts.linear_fc1.weight) for rows in draw(10 * number + rank, 12 - 11 * (rank % 2) * number))
+        x, cotangent = (
+            rows.to(layer.experts.linear_fc1.weight)
+            for rows in draw(10 * number + rank, 12 - 11 * (rank % 2) * number, hidden=linears[0].weight.shape[2])
+        )
         x.requires_grad_()
         output, bias = layer(x)
         assert bias is None
@@ -55,18 +58,26 @@ CASES = {
 }  # fmt: skip
 
 
+WIDE = BF16 | {"hidden_size": 128, "moe_ffn_hidden_size": 128, "moe_shared_expert_intermediate_size": None}
+FP8_CASES = {"fp8": WIDE, "fp8, fused": WIDE | {"gradient_accumulation_fusion": True}}
+
+
 def all_passes(rank: int, num_ranks: int, device: str, is_balanced: bool) -> list[dict[str, list]]:
     plans, plan, results = [], Copies.plan, []
     Copies.plan = lambda *args: plans.append(plan(*args)) or plans[-1]
-    with balanced(num_ranks, device) if is_balanced else model_parallel(device, ep=num_ranks, experts="own") as sizes:
-        for name, changes in CASES.items():
-            late = {"gradient_accumulation_fusion": changes.get("gradient_accumulation_fusion", False)}
-            layer = layer_of(sizes, late=late, **(ALONE | changes | {"gradient_accumulation_fusion": False}))
-            passes = two_passes(rank, layer, late["gradient_accumulation_fusion"])
-            results.append({key: value.tolist() for key, value in passes.items()})
-            assert any((each.plan.copies >= 0).any() for each in plans) == is_balanced and len(plans) == 2 * is_balanced, name
-            plans.clear()
-    assert layer.token_dispatcher._copies() is None  # disable() ends them
+    for cases, options in ((CASES, {}), (FP8_CASES, {"fp8": True})):
+        how = balanced(num_ranks, device, **options) if is_balanced else model_parallel(device, ep=num_ranks, experts="own", **options)
+        with how as sizes:
+            for name, changes in cases.items():
+                late = {"gradient_accumulation_fusion": changes.get("gradient_accumulation_fusion", False)}
+                layer = layer_of(sizes, late=late, **(ALONE | changes | {"gradient_accumulation_fusion": False}))
+                if "fp8, fused" in name:
+                    layer.experts.is_first_microbatch = True
+                passes = two_passes(rank, layer, late["gradient_accumulation_fusion"])
+                results.append({key: value.tolist() for key, value in passes.items()})
+                assert any((each.plan.copies >= 0).any() for each in plans) == is_balanced and len(plans) == 2 * is_balanced, name
+                plans.clear()
+        assert layer.token_dispatcher._copies() is None  # disable() ends them
     return results
 
 
@@ -77,9 +88,9 @@ def test_passes_are_those_without_copies(num_ranks: int, device: str) -> None:
         pytest.skip("needs a GPU for each rank")
     plain, others = (run_ranks(all_passes, num_ranks, device, is_balanced) for is_balanced in (False, True))
     for rank in range(num_ranks):
-        for name, *both in zip(CASES, plain[rank], others[rank], strict=True):
+        for name, *both in zip(CASES | FP8_CASES, plain[rank], others[rank], strict=True):
             expected, actual = ({key: torch.tensor(value) for key, value in passes.items()} for passes in both)
-            tolerance = 2e-2 if "bf16" in name else 1e-5 if device == "cuda" else 4e-6
+            tolerance = 2e-2 if "bf16" in name or name in FP8_CASES else 1e-5 if device == "cuda" else 4e-6
             assert_same(actual, expected, f"{name}, rank {rank}", tolerance=tolerance)
 
 
@@ -129,7 +140,7 @@ def test_peers_learn_of_a_failure(rank: int, num_ranks: int, where: str) -> None
 @on_ranks(2)
 def test_refusals(rank: int, num_ranks: int) -> None:
     for options, error in (({"balance": 4}, TypeError), *(({"balance": Balance(1), **more}, ValueError) for more in (
-        {"sync_free": True}, {"fp8": True}, {"sums": "lanes"}, {"experts": "framework"},
+        {"sync_free": True}, {"sums": "lanes"}, {"experts": "framework"},
     ))):  # fmt: skip
         with pytest.raises(error, match="balance"):
             enable(**options)
