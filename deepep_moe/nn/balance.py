@@ -16,6 +16,7 @@ from deepep_moe.errors import EPError
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.calls import ENDS, PASS_FAILED, notify_peers, watch_pass
 from deepep_moe.exchange.expert_slots import ALIGNMENT, MAX_SLOTS, ExpertSlots
+from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.library import Context, Function
 from deepep_moe.ops.copies import CopyPlan, plan_copies
 from deepep_moe.ops.lanes import count_lanes
@@ -150,6 +151,7 @@ class Copies:
         ranks = torch.arange(num_ranks, dtype=torch.int32, device=device)
         self._all = torch.where(torch.eye(num_ranks, dtype=torch.bool, device=device), -1, ranks)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # of fetches
+        self._is_fetching = False
 
     def telling(self, buffer: Buffer, function: Callable[..., _Result], *args: object) -> _Result:
         """`notify_peers_on_failure` for a function that calls `plan`. Peers that wait in its calls of the slots are told first."""
@@ -174,9 +176,9 @@ class Copies:
         for part in (self.slots.memory, self._counts, *self.weights, *self._gradients):
             part.data = part.new_empty(0)
 
-    def plan(self, topk_idx: Tensor, weights: Parts, is_whole: bool) -> "Planned":
+    def plan(self, topk_idx: Tensor, weights: Parts, is_whole: bool, capacity: int | None = None) -> "Planned":
         """Plan the copies of a forward, and begin to fetch them. topk_idx: [num_tokens, num_topk], the experts of this rank's tokens.
-        is_whole: see `Planned`. Collective. Raises ValueError for weights that FSDP has taken apart."""
+        is_whole: see `Planned`. capacity: as in `plan_copies`. Collective. Raises ValueError for weights that FSDP has taken apart."""
         if any(hasattr(weight, "device_mesh") for weight in weights):
             raise ValueError("FSDP wraps the experts themselves, but balance is given; wrap the whole layer, or leave out balance")
         self.join()
@@ -185,7 +187,7 @@ class Copies:
         self.slots.fetch(self._all, self._counts, own)
         self._counts[self._rank] = own[0]
         counts = self._counts[:, : self._num_experts]
-        plan = plan_copies(topk_idx, counts, self._rank, num_slots=self._num_slots, cost=self._cost)
+        plan = plan_copies(topk_idx, counts, self._rank, num_slots=self._num_slots, cost=self._cost, capacity=capacity)
         return self.follow(plan, weights, is_whole)
 
     def follow(self, plan: CopyPlan, weights: Parts, is_whole: bool) -> "Planned":
@@ -207,15 +209,17 @@ class Copies:
         at_home = [weight.detach() for weight in weights]
         if self._stream is None:
             return self.slots.fetch(plan.copies, self.weights, at_home)
+        self._is_fetching = True
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             self.slots.fetch(plan.copies, self.weights, at_home)
         plan.copies.record_stream(self._stream)
 
     def join(self) -> None:
-        """Let the current stream wait for the fetch."""
-        if self._stream is not None:
+        """Let the current stream wait for the fetch. A CUDA graph must not wait for one from before its capture."""
+        if self._stream is not None and self._is_fetching:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            self._is_fetching = False
 
     def bring_home(self, plan: CopyPlan, of_copies: Sequence[Tensor | None], of_home: Sequence[Tensor | None]) -> None:
         """Add the gradients of copies to those of their experts at home. None in of_home: that weight is frozen, in all ranks. None in
@@ -235,6 +239,9 @@ class Planned:
     Products at home do not wait for the host or for copies. If it `is_whole`, they do: `run` returns the outputs of copies too, for hooks
     of the experts, and takes counts on the host.
     """
+
+    apart: DispatchOutput | None = None
+    """The rows of copies, where they came in a dispatch of their own. `run_apart` then runs them, and not `end`."""
 
     def __init__(self, copies: Copies, plan: CopyPlan, weights: Parts, is_whole: bool):
         self.plan, self.is_whole = plan, is_whole
@@ -285,6 +292,18 @@ class Planned:
             guests = self._product(tuple(parts), self._in_slots, self._weights, False)
         joined: Tensor = _Join.apply(y, guests, first, self._copies)
         return joined
+
+    def split_choices(self) -> tuple[Tensor, Tensor]:
+        """Return the plan's topk_idx twice, for dispatches apart: of the rows of experts at home, and of those of copies."""
+        idx, num_local = self.plan.topk_idx, len(self._at_home.up)
+        is_copy = idx % (num_local + self.num_slots) >= num_local
+        return idx.masked_fill(is_copy, -1), idx.masked_fill(~is_copy, -1)
+
+    def run_apart(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Return the outputs of copies. tensors: the rows of `apart`, as in `run`."""
+        self._copies.join()
+        y: Tensor = _Join.apply(self._product(tensors, self._in_slots, self._weights, False), None, 0, self._copies)
+        return y
 
     def fetch_in_backward(self, y: Tensor) -> Tensor:
         """Return y, the output of the layer, whose backward begins with a fetch, as other layers have used the slots. Collective then."""

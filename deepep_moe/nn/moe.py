@@ -82,9 +82,7 @@ def _check_fp8(experts: nn.Module, hidden: int, expert_alignment: int, num_recv_
     check_alignment("num_recv_rows", num_recv_rows or 0)
 
 
-def _check_balance(experts: nn.Module, num_recv_rows: int | None) -> None:
-    if num_recv_rows is not None:
-        raise ValueError("balance and num_recv_rows are given; copies of experts serve layers without num_recv_rows so far")
+def _check_balance(experts: nn.Module) -> None:
     if not isinstance(experts, GroupedExperts) or type(experts).forward is not GroupedExperts.forward or experts.up_bias is not None:
         raise ValueError("balance needs experts that are GroupedExperts without biases")
 
@@ -110,13 +108,13 @@ class MoELayer(RankExperts):
         expert_alignment: rows of an expert are padded with zero rows to a multiple of it. None: 1, or 128 with `fp8`.
         num_recv_rows: a bound on the rows that this rank receives in a forward, padding included, as in `Buffer.dispatch`. The host then
             waits for nothing. Not allowed with a sequence of experts, which needs counts on the host. A bound of ranks x tokens of a rank x
-            min(top-k, experts of a rank), plus padding, is always enough. None: no bound.
+            min(top-k, experts of a rank), plus padding, is always enough. None: no bound. With `balance` it bounds the rows of a rank's own
+            experts, and again those of its copies. Plans keep both together within it where the slots suffice.
         fp8: send rows as fp8 in both passes, quantized once; the experts' products take them (docs/design/fp8_training.md). Needs bf16
             tokens, `GroupedExperts` without biases, and multiples of 128 for `hidden`, `intermediate`, `expert_alignment` and
             `num_recv_rows`. The experts weight the rows, so a token's sum is rounded at another place than without `fp8`.
-        balance: plan copies of hot experts in each forward (`Balance`). Needs `GroupedExperts` without biases, and no `num_recv_rows`.
-            A `buffer` of several ranks then has `balance.num_slots` more experts for each rank. One rank alone
-            has nothing to balance.
+        balance: plan copies of hot experts in each forward (`Balance`). Needs `GroupedExperts` without biases. A `buffer` of
+            several ranks then has `balance.num_slots` more experts for each rank. One rank alone has nothing to balance.
 
     Raises:
         ValueError: the number of experts or the buffer does not fit the router, `buffer` was given with settings of a buffer, or fp8 does
@@ -163,7 +161,7 @@ class MoELayer(RankExperts):
             raise ValueError(f"a buffer was given, which has its own {', '.join(beside)}; leave {'it' if len(beside) == 1 else 'them'} out")
         if balance is not None:
             check_is_balance(balance)
-            _check_balance(self.experts, num_recv_rows)
+            _check_balance(self.experts)
         num_ranks = buffer.num_ranks if buffer is not None else dist.get_world_size(group) if dist.is_initialized() else 1
         num_slots = balance.num_slots if balance is not None and num_ranks > 1 else 0
         if buffer is None:
@@ -173,6 +171,8 @@ class MoELayer(RankExperts):
         self.buffer = buffer
         if fp8 and buffer.sums != "ranks":
             raise ValueError(f"fp8 is True, whose experts weight the rows, but the buffer's sums={buffer.sums!r} weight them in combine")
+        if balance is not None and num_recv_rows is not None and buffer.sums != "ranks":
+            raise ValueError(f"balance and num_recv_rows make two sums, but the buffer has sums={buffer.sums!r}; leave one of them out")
         made_for = (self.buffer.hidden, self.buffer.num_experts - num_ranks * num_slots, self.buffer.num_topk)
         if made_for != (router.hidden, router.num_experts, router.num_topk):
             raise ValueError(
@@ -225,21 +225,27 @@ class MoELayer(RankExperts):
             raise ValueError(f"x has shape {list(x.shape)}; its last dimension must be hidden, {self.router.hidden}")
         rows = x.reshape(-1, self.router.hidden).contiguous()
         topk_idx, topk_weights, _ = self.router(rows, mask)
-        planned = None
+        planned, of_copies, bound = None, None, self.num_recv_rows
         if copies is not None:
             experts: Any = self.experts
-            planned = copies.plan(topk_idx, Parts(experts.up, experts.down), has_hooks(experts))
-            topk_idx = planned.plan.topk_idx
+            is_whole, padding = has_hooks(experts), (self.expert_alignment - 1) * self.buffer.num_local_experts
+            if is_whole and bound is not None:
+                raise ValueError("the experts have hooks, which see no rows of copies where these are bounded; leave out num_recv_rows")
+            most = None if bound is None else max(bound - padding, 0)
+            planned = copies.plan(topk_idx, Parts(experts.up, experts.down), is_whole, most)
+            topk_idx, of_copies = (planned.plan.topk_idx, None) if bound is None else planned.split_choices()
         if self.fp8:
             check_products(rows.device)
         # Experts of another class, or with another forward, may not know of rows behind the last group.
-        guesses = self.num_recv_rows is None and type(self.experts).forward is GroupedExperts.forward
+        guesses = bound is None and type(self.experts).forward is GroupedExperts.forward
         guesses = guesses and not (planned is not None and planned.is_whole)
-        num_rows = GUESS if guesses else self.num_recv_rows
-        how: dict[str, Any] = {"expert_alignment": self.expert_alignment, "num_recv_rows": num_rows, "fp8": self.fp8}
+        how: dict[str, Any] = {"expert_alignment": self.expert_alignment, "num_recv_rows": GUESS if guesses else bound, "fp8": self.fp8}
         if not torch.compiler.is_compiling():  # layers share one compiled graph
             how["layer"] = self._layer
-        return rows, self.buffer.dispatch(rows, topk_idx, topk_weights, **how), planned
+        out = self.buffer.dispatch(rows, topk_idx, topk_weights, **how)
+        if planned is not None and of_copies is not None:
+            planned.apart = self.buffer.dispatch(rows, of_copies, topk_weights, **how)
+        return rows, out, planned
 
     def _run_both(
         self, rows: Tensor, out: DispatchOutput, is_first_microbatch: bool | None, planned: Planned | None
@@ -253,25 +259,30 @@ class MoELayer(RankExperts):
         return y, shared
 
     def _combine(self, y: Tensor, shared: Tensor | None, out: DispatchOutput, planned: Planned | None = None) -> Tensor:
-        if planned is not None:
+        if planned is not None and planned.apart is not None:
+            shared = self._combine(planned.run_apart((planned.apart.recv_x, *self._probs_of(planned.apart))), shared, planned.apart)
+        elif planned is not None:
             y = planned.end(y, out.handle.num_rows_per_expert_list)
         weights = None if self.fp8 else out.recv_topk_weights
         combined: Tensor = self.buffer.combine(y.contiguous(), out.handle, weights, bias=shared, fp8=self.fp8)
         return combined
 
+    def _probs_of(self, out: DispatchOutput) -> list[Any]:
+        """Return what the experts weight the rows by. A weighted combine of fp8 rows would need their gradients in bf16."""
+        return [out.recv_topk_weights] if self.fp8 else []
+
     def _run_experts(self, out: DispatchOutput, is_first_microbatch: bool | None, planned: Planned | None = None) -> Tensor:
         counts = out.handle.num_rows_per_expert_list if isinstance(self.experts, LocalExperts) else out.handle.num_rows_per_expert
-        probs: list[Tensor | None] = []
         which: dict[str, Any] = {}
         if planned is not None:
             which["planned"] = planned
             if planned.is_whole:
                 counts = out.handle.num_rows_per_expert_on_host
-        if self.fp8:  # a weighted combine would need its rows, and their gradients in bf16
-            probs = [out.recv_topk_weights]
-            if is_first_microbatch is not None:
-                which["is_first_microbatch"] = is_first_microbatch
-        y: Tensor = self.experts(out.recv_x, counts, *probs, **which)
+            elif planned.apart is not None:
+                counts = counts + planned.apart.handle.num_rows_per_expert
+        if self.fp8 and is_first_microbatch is not None:
+            which["is_first_microbatch"] = is_first_microbatch
+        y: Tensor = self.experts(out.recv_x, counts, *self._probs_of(out), **which)
         _check_output("the experts", y, out.recv_x)
         return y
 

@@ -10,7 +10,7 @@ from exchange_cases import device_of
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer
-from deepep_moe.errors import EPPeerError
+from deepep_moe.errors import EPCapacityError, EPPeerError
 from deepep_moe.nn import Balance, GroupedExperts, LocalExperts, Metrics, MoELayer, Router
 from deepep_moe.nn.balance import Copies
 
@@ -101,28 +101,29 @@ class Skewed128(Skewed):
     hidden = 128
 
 
-def signed_permutations(count):
-    """[count, 128, 128]: each product of a row has the row's digits, so fp8 holds it."""
-    matrices = torch.zeros(count, 128, 128)
-    for matrix in matrices:
-        matrix[torch.arange(128), torch.randperm(128)] = torch.randint(0, 2, (128,)) * 2.0 - 1
-    return matrices
+def wide_layer(rank, num_ranks, balance, backend, **settings):
+    """A layer in bf16 whose matrices are signed permutations: each product of a row has the row's digits, so fp8 holds it."""
+    torch.manual_seed(3)
+    experts = GroupedExperts(NUM_EXPERTS // num_ranks, 128, 128, gated=False, activation=torch.relu, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            matrices = torch.zeros(NUM_EXPERTS, 128, 128)
+            for matrix in matrices:
+                matrix[torch.arange(128), torch.randperm(128)] = torch.randint(0, 2, (128,)) * 2.0 - 1
+            parameter.copy_(matrices.chunk(num_ranks)[rank])
+    experts.to(device_of(backend, rank))
+    return MoELayer(Skewed128(rank), experts, num_max_tokens_per_rank=64, backend=backend, balance=balance, **settings)
 
 
 @on_ranks(2, backend=BACKENDS)
 def test_fp8_copies_have_the_bits_of_home(rank, num_ranks, backend):
-    """Three micro-batches: one quantizes the weights in its passes, one keeps copies at home, and one uses those."""
+    """Three micro-batches: one quantizes the weights in its passes, one keeps copies at home, and one uses those. Once also with bounds."""
     device, plans, plan = device_of(backend, rank), [], Copies.plan
     Copies.plan = lambda *args: plans.append(plan(*args)) or plans[-1]
 
-    def use(balance):
-        torch.manual_seed(3)
-        weights = signed_permutations(NUM_EXPERTS), signed_permutations(NUM_EXPERTS)
-        experts = GroupedExperts(NUM_EXPERTS // num_ranks, 128, 128, gated=False, activation=torch.relu, dtype=torch.bfloat16)
-        with torch.no_grad():
-            for parameter, weight in zip((experts.up, experts.down), weights, strict=True):
-                parameter.copy_(weight.chunk(num_ranks)[rank])
-        layer = MoELayer(Skewed128(rank), experts.to(device), num_max_tokens_per_rank=64, backend=backend, fp8=True, balance=balance)
+    def use(balance, **bounds):
+        layer = wide_layer(rank, num_ranks, balance, backend, fp8=True, **bounds)
+        experts = layer.experts
         for slots in () if balance is None else balance.of_layer(experts, layer.buffer).weights:
             slots.fill_(torch.nan)
         seen, generator = [], torch.Generator().manual_seed(rank)
@@ -134,7 +135,69 @@ def test_fp8_copies_have_the_bits_of_home(rank, num_ranks, backend):
         return [*seen, experts.up.grad, experts.down.grad]
 
     check_equal(use)
-    assert len(plans) == 3 and all((each.plan.copies >= 0).any() for each in plans)
+    check_equal(lambda balance: use(balance, **({} if balance is None else {"num_recv_rows": 1024})))
+    assert len(plans) == 6 and all((each.plan.copies >= 0).any() for each in plans)
+
+
+@on_ranks(4, backend=BACKENDS)
+def test_plans_keep_rows_within_a_bound(rank, num_ranks, backend):
+    """There is room for the mean of all ranks' rows, and once more for those of copies. Most rows are for experts of rank 0."""
+    num_rows = [sum(NUM_TOPK * len(tokens_of(each, step)) for each in range(num_ranks)) for step in range(2)]
+    bound = -(-max(num_rows) // num_ranks)
+
+    def use(balance):
+        return train(layer_of(rank, num_ranks, balance, backend, num_recv_rows=balance and bound), rank, num_steps=2)
+
+    for actual, expected in zip(use(Balance(2)), use(None), strict=True):
+        assert torch.equal(actual, expected)
+    layer = layer_of(rank, num_ranks, None, backend, num_recv_rows=bound)
+    with pytest.raises(EPCapacityError, match="rank 0 would receive"):
+        layer(tokens_of(rank, 1).to(layer.experts.up.device))
+        layer.buffer.check()
+    layer = layer_of(rank, num_ranks, Balance(2), backend, num_recv_rows=bound)
+    layer.experts.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="the experts have hooks") if rank == 0 else pytest.raises((ValueError, EPPeerError)):
+        layer(tokens_of(rank, 1).to(layer.experts.up.device))
+    with pytest.raises(ValueError, match="make two sums"):
+        layer_of(rank, num_ranks, Balance(2), backend, num_recv_rows=bound, sums="lanes")
+    dist.barrier()
+
+
+@pytest.mark.gpu
+@on_ranks(2)
+def test_bounded_rows_in_a_cuda_graph(rank, num_ranks):
+    """A replay follows the tokens and choices that are in the graph's inputs, with plans of its own."""
+    x, grad = (torch.zeros(40, 128, dtype=torch.bfloat16).cuda() for _ in range(2))
+    idx, weights = torch.zeros(40, NUM_TOPK, dtype=torch.int64).cuda(), torch.tensor([1.0, 0.5]).cuda().expand(40, -1).contiguous()
+    layers = [wide_layer(rank, num_ranks, balance, "nvlink", num_recv_rows=balance and 120) for balance in (None, Balance(4, cost=1))]
+    for layer in layers:
+        layer.router.forward = lambda rows, mask=None: (idx, weights, None)
+
+    def step(layer):
+        rows = x.detach().requires_grad_()
+        y = layer(rows)
+        return [y, *torch.autograd.grad(y, [rows, layer.experts.up, layer.experts.down], grad)]
+
+    def draw(seed):
+        generator, shares = torch.Generator().manual_seed(10 * seed + rank), torch.exp2(-(torch.arange(NUM_EXPERTS) - 2.0 * seed).abs())
+        idx.copy_(torch.multinomial(shares.expand(40, -1), NUM_TOPK, generator=generator))
+        for values in (x, grad):
+            values.copy_(torch.randint(-3, 4, values.shape, generator=generator))
+
+    draw(0)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        step(layers[1])
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        results = step(layers[1])
+    for seed in range(4):
+        draw(seed)
+        graph.replay()
+        for actual, expected in zip(results, step(layers[0]), strict=True):
+            assert torch.equal(actual, expected), seed
+    layers[1].buffer.check()
+    torch.cuda.synchronize()
 
 
 def check_equal(use):
@@ -293,8 +356,6 @@ def test_refusals(rank, num_ranks):
     with pytest.raises(TypeError, match=r"balance is 4; pass deepep_moe.nn.Balance"):
         layer_of(rank, num_ranks, 4)
     balance = Balance(1)
-    with pytest.raises(ValueError, match="balance and num_recv_rows are given"):
-        layer_of(rank, num_ranks, balance, num_recv_rows=64)
     with pytest.raises(ValueError, match="GroupedExperts without biases"):
         MoELayer(Skewed(rank), LocalExperts([torch.nn.Identity()]), num_max_tokens_per_rank=8, backend="shm", balance=balance)
     layer_of(rank, num_ranks, balance)(tokens_of(rank, 1))
