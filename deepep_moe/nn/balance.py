@@ -178,7 +178,10 @@ class Copies:
 
     def plan(self, topk_idx: Tensor, weights: Parts, is_whole: bool, capacity: int | None = None) -> "Planned":
         """Plan the copies of a forward, and begin to fetch them. topk_idx: [num_tokens, num_topk], the experts of this rank's tokens.
-        is_whole: see `Planned`. capacity: as in `plan_copies`. Collective. Raises ValueError for weights that FSDP has taken apart."""
+        is_whole: see `Planned`. capacity: as in `plan_copies`. Collective. Raises ValueError for weights that FSDP has taken apart,
+        and for hooks beside a capacity, with which rows of copies come apart."""
+        if is_whole and capacity is not None:
+            raise ValueError("the experts have hooks, which see no rows of copies where rows are bounded; leave out the bound or the hooks")
         if any(hasattr(weight, "device_mesh") for weight in weights):
             raise ValueError("FSDP wraps the experts themselves, but balance is given; wrap the whole layer, or leave out balance")
         self.join()

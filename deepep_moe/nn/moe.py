@@ -228,11 +228,9 @@ class MoELayer(RankExperts):
         planned, of_copies, bound = None, None, self.num_recv_rows
         if copies is not None:
             experts: Any = self.experts
-            is_whole, padding = has_hooks(experts), (self.expert_alignment - 1) * self.buffer.num_local_experts
-            if is_whole and bound is not None:
-                raise ValueError("the experts have hooks, which see no rows of copies where these are bounded; leave out num_recv_rows")
+            padding = (self.expert_alignment - 1) * self.buffer.num_local_experts
             most = None if bound is None else max(bound - padding, 0)
-            planned = copies.plan(topk_idx, Parts(experts.up, experts.down), is_whole, most)
+            planned = copies.plan(topk_idx, Parts(experts.up, experts.down), has_hooks(experts), most)
             topk_idx, of_copies = (planned.plan.topk_idx, None) if bound is None else planned.split_choices()
         if self.fp8:
             check_products(rows.device)

@@ -24,7 +24,7 @@ from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
 from deepep_moe.integrations.common.warn_once import say_on
 from deepep_moe.integrations.megatron.buffers import LayerBuffers
-from deepep_moe.integrations.megatron.cuda_graphs import check_graphs
+from deepep_moe.integrations.megatron.cuda_graphs import check_graphs, holds_calls
 from deepep_moe.integrations.megatron.fp8_experts import check_fp8
 from deepep_moe.integrations.megatron.gating import choice_for, stage_group
 from deepep_moe.integrations.megatron.grouped_experts import whose_experts
@@ -356,6 +356,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self._forward.tokens_per_expert = counts = (
             out.handle.num_rows_per_expert_on_host if is_whole else self._counts_for_experts(out.handle)
         )
+        if planned is not None and planned.apart is not None:
+            self._forward.tokens_per_expert = counts + planned.apart.handle.num_rows_per_expert
         if first_run is None and settle is None:
             self._record(out.handle)
         if counting is not None:
@@ -372,11 +374,12 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         growing = self._find(num_tokens, self._hidden, hidden_states.device)
         x, topk_idx, alignment = hidden_states.contiguous(), self.topk_idx, self.buffers.options.expert_alignment
         assert topk_idx is not None  # dispatch_preprocess has set it
-        planned = None
+        planned = of_copies = None
         if self._num_slots > 0:
             experts = self._layer().experts
-            planned = self._copies_for(growing.buffer).plan(topk_idx, experts.weights(), has_hooks(experts))
-            topk_idx = planned.plan.topk_idx
+            most = None if self._capacity is None else self._capacity.num_rows(growing.buffer, 1)
+            planned = self._copies_for(growing.buffer).plan(topk_idx, experts.weights(), has_hooks(experts), most)
+            topk_idx, of_copies = (planned.plan.topk_idx, None) if most is None else planned.split_choices()
         notes_excess = self._notes_excess
 
         def send_rows(buffer: Buffer, every_routing: bool) -> DispatchOutput:
@@ -384,7 +387,10 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             if self._capacity is not None:
                 num_rows = self._capacity.num_rows(buffer, alignment, every_routing=every_routing)
             how: dict[str, Any] = {"expert_alignment": alignment, "num_recv_rows": num_rows, "fp8": self._fp8}
-            return buffer.dispatch(x, topk_idx, probs, layer=self._layer_number, **how)
+            out = buffer.dispatch(x, topk_idx, probs, layer=self._layer_number, **how)
+            if planned is not None and of_copies is not None:
+                planned.apart = buffer.dispatch(x, of_copies, probs, **how)
+            return out
 
         def send(buffer: Buffer) -> DispatchOutput:  # naming itself, it would keep x until Python's garbage collector runs
             try:
@@ -397,6 +403,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
                 return send_rows(buffer, every_routing=True)
             if notes_excess and self._capacity is not None and self._capacity.factor is not None:
                 self._capacity.note(out.handle)
+                if planned is not None and planned.apart is not None:
+                    self._capacity.note(planned.apart.handle)
             return out
 
         def explained(call: Callable[..., tuple[Buffer, DispatchOutput]], *dispatched: object) -> tuple[Buffer, DispatchOutput]:
@@ -417,12 +425,16 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             experts = self._layer().experts
             follow = self._copies_for(buffer).follow
             planned = notify_peers_on_failure(buffer, follow, first_run.choice[0], experts.weights(), has_hooks(experts))
-        return buffer, buffer.dispatch(x, None, probs, handle=first_run.handle, fp8=self._fp8), None, planned
+        out = buffer.dispatch(x, None, probs, handle=first_run.handle, fp8=self._fp8)
+        if planned is not None and first_run.choice is not None and (of_copies := first_run.choice[2]) is not None:
+            planned.apart = buffer.dispatch(x, None, probs, handle=of_copies, fp8=self._fp8)
+        return buffer, out, None, planned
 
     def _record(self, handle: DispatchHandle) -> None:
         planned = self._current.planned
         assert self.topk_idx is not None  # dispatch_preprocess has set it
-        record(Dispatched(self._current.buffer, handle, None if planned is None else (planned.plan, self.topk_idx)))
+        apart = None if planned is None or planned.apart is None else planned.apart.handle
+        record(Dispatched(self._current.buffer, handle, None if planned is None else (planned.plan, self.topk_idx, apart)))
 
     def _counts_for_experts(self, handle: DispatchHandle) -> torch.Tensor:
         if self._capacity is not None or self._guesses_rows:
@@ -464,18 +476,30 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         if forward.settle is not None:
             hidden_states, out = self._of_all_rows(hidden_states, out)
         planned, forward.planned = forward.planned, None
-        if planned is not None:
+        of_copies = None
+        if planned is not None and planned.apart is not None:
+            of_copies = self._combine_copies(planned, planned.apart)
+        elif planned is not None:
             hidden_states = notify_peers_on_failure(forward.buffer, planned.end, hidden_states, out.handle.num_rows_per_expert_list)
         if self._shared is not None:
             self._shared.before_combine()
         with _timed(forward.counting, hidden_states):
-            combined = forward.buffer.combine(hidden_states.contiguous(), out.handle, forward.weights, fp8=self._fp8)
+            combined = forward.buffer.combine(hidden_states.contiguous(), out.handle, forward.weights, bias=of_copies, fp8=self._fp8)
         forward.weights = None
         forward.num_calls = forward.buffer.num_calls
         if planned is not None:
             combined = planned.fetch_in_backward(combined)
         # Not in combine_postprocess, which may be a CUDA graph of its own, while the shared experts began outside of it.
         return combined if self._shared is None else self._shared.add_to(combined)
+
+    def _combine_copies(self, planned: Planned, apart: DispatchOutput) -> torch.Tensor:
+        """Return the sum of the outputs of copies for each token, to which combine adds those of experts at home."""
+        buffer, probs = self._current.buffer, apart.recv_topk_weights
+        assert probs is not None  # they were sent
+        tensors = apart.recv_x, probs.double() if self.config.moe_router_dtype == "fp64" else probs
+        outputs = notify_peers_on_failure(buffer, planned.run_apart, tensors)
+        combined: torch.Tensor = buffer.combine(outputs, apart.handle, fp8=self._fp8)
+        return combined
 
     def _of_all_rows(self, hidden_states: torch.Tensor, out: DispatchOutput) -> tuple[torch.Tensor, DispatchOutput]:
         """Return the experts' outputs and the dispatch's. If the rows did not fit into those that the dispatch had guessed, both are new.
@@ -539,9 +563,12 @@ def _check_config(config: Config, expert_alignment: int) -> None:
 
 def _check_balance(config: Config, is_sync_free: bool) -> None:
     """Raise ValueError for switches that copies of experts do not go with."""
-    if is_sync_free:
-        raise ValueError(f"{FACTOR_FIELD} is set, but balance is given, whose host reads counts; leave one of the two out")
-    for name in ("delay_wgrad_compute", "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "add_bias_linear"):
+    if holds_calls(config):
+        raise ValueError("a CUDA graph would hold the dispatch, but balance is given; name only other parts, or leave one of the two out")
+    probs_on_input = ("moe_apply_probs_on_input",) if is_sync_free else ()
+    for name in (
+        "delay_wgrad_compute", "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "add_bias_linear", *probs_on_input,
+    ):  # fmt: skip
         if getattr(config, name, False):
             raise ValueError(f"{name} is True, but balance is given, which does not go with it; leave one of the two out")
 

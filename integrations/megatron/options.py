@@ -68,7 +68,7 @@ class Options:
     def _check_balance(self) -> None:
         check_is_balance(self.balance)
         for name, is_given in (
-            ("experts='framework'", self.experts == "framework"), ("sync_free", self.sync_free), ("sums", self.sums != "ranks"),
+            ("experts='framework'", self.experts == "framework"), ("sums", self.sums != "ranks"),
         ):  # fmt: skip
             if is_given:
                 raise ValueError(f"balance and {name} are given; copies of experts do not go with it; leave one of the two out")

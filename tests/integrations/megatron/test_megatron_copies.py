@@ -60,12 +60,15 @@ CASES = {
 
 WIDE = BF16 | {"hidden_size": 128, "moe_ffn_hidden_size": 128, "moe_shared_expert_intermediate_size": None}
 FP8_CASES = {"fp8": WIDE, "fp8, fused": WIDE | {"gradient_accumulation_fusion": True}}
+BOUNDED = {f"bounded, {name}": changes for name, changes in CASES.items() if name != "probs on the input"}
+ALL = CASES | FP8_CASES | BOUNDED
 
 
 def all_passes(rank: int, num_ranks: int, device: str, is_balanced: bool) -> list[dict[str, list]]:
     plans, plan, results = [], Copies.plan, []
     Copies.plan = lambda *args: plans.append(plan(*args)) or plans[-1]
-    for cases, options in ((CASES, {}), (FP8_CASES, {"fp8": True})):
+    bounds = {"sync_free": True, "recv_capacity_factor": 1.5} if is_balanced else {}
+    for cases, options in ((CASES, {}), (FP8_CASES, {"fp8": True}), (BOUNDED, bounds), (FP8_CASES, {"fp8": True, **bounds})):
         how = balanced(num_ranks, device, **options) if is_balanced else model_parallel(device, ep=num_ranks, experts="own", **options)
         with how as sizes:
             for name, changes in cases.items():
@@ -76,6 +79,7 @@ def all_passes(rank: int, num_ranks: int, device: str, is_balanced: bool) -> lis
                 passes = two_passes(rank, layer, late["gradient_accumulation_fusion"])
                 results.append({key: value.tolist() for key, value in passes.items()})
                 assert any((each.plan.copies >= 0).any() for each in plans) == is_balanced and len(plans) == 2 * is_balanced, name
+                assert all((each.apart is not None) == options.get("sync_free", False) for each in plans), name
                 plans.clear()
         assert layer.token_dispatcher._copies() is None  # disable() ends them
     return results
@@ -88,7 +92,7 @@ def test_passes_are_those_without_copies(num_ranks: int, device: str) -> None:
         pytest.skip("needs a GPU for each rank")
     plain, others = (run_ranks(all_passes, num_ranks, device, is_balanced) for is_balanced in (False, True))
     for rank in range(num_ranks):
-        for name, *both in zip(CASES | FP8_CASES, plain[rank], others[rank], strict=True):
+        for name, *both in zip([*ALL, *FP8_CASES], plain[rank], others[rank], strict=True):
             expected, actual = ({key: torch.tensor(value) for key, value in passes.items()} for passes in both)
             tolerance = 2e-2 if "bf16" in name or name in FP8_CASES else 1e-5 if device == "cuda" else 4e-6
             assert_same(actual, expected, f"{name}, rank {rank}", tolerance=tolerance)
@@ -140,7 +144,7 @@ def test_peers_learn_of_a_failure(rank: int, num_ranks: int, where: str) -> None
 @on_ranks(2)
 def test_refusals(rank: int, num_ranks: int) -> None:
     for options, error in (({"balance": 4}, TypeError), *(({"balance": Balance(1), **more}, ValueError) for more in (
-        {"sync_free": True}, {"sums": "lanes"}, {"experts": "framework"},
+        {"sums": "lanes"}, {"experts": "framework"},
     ))):  # fmt: skip
         with pytest.raises(error, match="balance"):
             enable(**options)
@@ -148,7 +152,9 @@ def test_refusals(rank: int, num_ranks: int) -> None:
         for changes in filter(None, (expert_biases(), {"moe_shared_expert_overlap": True})):
             with pytest.raises(ValueError, match="balance is given"):
                 layer_of(sizes, **changes)
-        with pytest.raises(ValueError, match="moe_expert_rank_capacity_factor is set, but balance"):
-            layer_of(sizes, late={"moe_expert_rank_capacity_factor": 2.0})
+        with pytest.raises(ValueError, match="moe_apply_probs_on_input is True, but balance"):
+            layer_of(sizes, late={"moe_expert_rank_capacity_factor": 2.0}, **CASES["probs on the input"])
+        with pytest.raises(ValueError, match="a CUDA graph would hold the dispatch, but balance"):
+            layer_of(sizes, late={"cuda_graph_impl": "local", "cuda_graph_scope": "moe"})
     with model_parallel(ep=2, balance=Balance(1)) as sizes, pytest.raises(ValueError, match="runs no copies"):
         layer_of(sizes)
