@@ -167,8 +167,9 @@ def test_plans_keep_rows_within_a_bound(rank, num_ranks, backend):
 @on_ranks(2)
 def test_bounded_rows_in_a_cuda_graph(rank, num_ranks):
     """A replay follows the tokens and choices that are in the graph's inputs, with plans of its own."""
-    x, grad = (torch.zeros(40, 128, dtype=torch.bfloat16).cuda() for _ in range(2))
-    idx, weights = torch.zeros(40, NUM_TOPK, dtype=torch.int64).cuda(), torch.tensor([1.0, 0.5]).cuda().expand(40, -1).contiguous()
+    device = device_of("nvlink", rank)
+    x, grad = (torch.zeros(40, 128, dtype=torch.bfloat16, device=device) for _ in range(2))
+    idx, weights = torch.zeros(40, NUM_TOPK, dtype=torch.int64, device=device), torch.tensor([[1.0, 0.5]] * 40, device=device)
     layers = [wide_layer(rank, num_ranks, balance, "nvlink", num_recv_rows=balance and 120) for balance in (None, Balance(4, cost=1))]
     for layer in layers:
         layer.router.forward = lambda rows, mask=None: (idx, weights, None)

@@ -60,39 +60,48 @@ CASES = {
 
 WIDE = BF16 | {"hidden_size": 128, "moe_ffn_hidden_size": 128, "moe_shared_expert_intermediate_size": None}
 FP8_CASES = {"fp8": WIDE, "fp8, fused": WIDE | {"gradient_accumulation_fusion": True}}
-BOUNDED = {f"bounded, {name}": changes for name, changes in CASES.items() if name != "probs on the input"}
-ALL = CASES | FP8_CASES | BOUNDED
+BOUNDED = {"sync_free": True, "recv_capacity_factor": 1.5}
+Kind = tuple[dict[str, Any], dict[str, Any]]
+KINDS: list[Kind] = [  # cases, and options with copies
+    (CASES, {}), (FP8_CASES, {"fp8": True}), (FP8_CASES, {"fp8": True, **BOUNDED}),
+    ({name: changes for name, changes in CASES.items() if name != "probs on the input"}, BOUNDED),
+]  # fmt: skip
 
 
-def all_passes(rank: int, num_ranks: int, device: str, is_balanced: bool) -> list[dict[str, list]]:
+def all_passes(rank: int, num_ranks: int, device: str, is_balanced: bool, kinds: list[Kind]) -> list[dict[str, list]]:
     plans, plan, results = [], Copies.plan, []
     Copies.plan = lambda *args: plans.append(plan(*args)) or plans[-1]
-    bounds = {"sync_free": True, "recv_capacity_factor": 1.5} if is_balanced else {}
-    for cases, options in ((CASES, {}), (FP8_CASES, {"fp8": True}), (BOUNDED, bounds), (FP8_CASES, {"fp8": True, **bounds})):
-        how = balanced(num_ranks, device, **options) if is_balanced else model_parallel(device, ep=num_ranks, experts="own", **options)
-        with how as sizes:
+    for cases, options in kinds:
+        without = {"fp8": "fp8" in options, "experts": "own"}
+        with balanced(num_ranks, device, **options) if is_balanced else model_parallel(device, ep=num_ranks, **without) as sizes:
             for name, changes in cases.items():
                 late = {"gradient_accumulation_fusion": changes.get("gradient_accumulation_fusion", False)}
                 layer = layer_of(sizes, late=late, **(ALONE | changes | {"gradient_accumulation_fusion": False}))
-                if "fp8, fused" in name:
+                if name == "fp8, fused":
                     layer.experts.is_first_microbatch = True
                 passes = two_passes(rank, layer, late["gradient_accumulation_fusion"])
                 results.append({key: value.tolist() for key, value in passes.items()})
                 assert any((each.plan.copies >= 0).any() for each in plans) == is_balanced and len(plans) == 2 * is_balanced, name
-                assert all((each.apart is not None) == options.get("sync_free", False) for each in plans), name
+                assert all((each.apart is not None) == ("sync_free" in options) for each in plans), name
                 plans.clear()
         assert layer.token_dispatcher._copies() is None  # disable() ends them
     return results
 
 
-@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
+# A process on GPUs makes one process group, so it serves one kind.
+ON_CPU, ON_GPU = pytest.param("cpu", KINDS, id="cpu"), [
+    pytest.param("cuda", [kind], id=f"cuda, {number}", marks=pytest.mark.multi_gpu(2)) for number, kind in enumerate(KINDS)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "kinds"), (ON_CPU, *ON_GPU))
 @pytest.mark.parametrize("num_ranks", (2, 4))
-def test_passes_are_those_without_copies(num_ranks: int, device: str) -> None:
+def test_passes_are_those_without_copies(num_ranks: int, device: str, kinds: list[Kind]) -> None:
     if num_ranks > 2 and device == "cuda" and torch.cuda.device_count() < num_ranks:
         pytest.skip("needs a GPU for each rank")
-    plain, others = (run_ranks(all_passes, num_ranks, device, is_balanced) for is_balanced in (False, True))
+    plain, others = (run_ranks(all_passes, num_ranks, device, is_balanced, kinds) for is_balanced in (False, True))
     for rank in range(num_ranks):
-        for name, *both in zip([*ALL, *FP8_CASES], plain[rank], others[rank], strict=True):
+        for name, *both in zip([name for cases, _ in kinds for name in cases], plain[rank], others[rank], strict=True):
             expected, actual = ({key: torch.tensor(value) for key, value in passes.items()} for passes in both)
             tolerance = 2e-2 if "bf16" in name or name in FP8_CASES else 1e-5 if device == "cuda" else 4e-6
             assert_same(actual, expected, f"{name}, rank {rank}", tolerance=tolerance)
