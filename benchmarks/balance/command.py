@@ -5,8 +5,8 @@ what balancing could gain at best. Without --max-vio, --workload and --trace it 
 
 `MaxVio` is the rows of the busiest expert over the mean, less 1. `ranks` is the rows of the busiest rank over the mean. Both are means of
 all steps. Times are medians of the slowest rank. `layer` is the wall time of the whole layer, dispatch to combine. `experts` is that of the
-experts alone, each rank while the others wait. `copies` is the layer with `Balance(--slots)`. Ranks that share a GPU time the work of all
-ranks, which the routing hardly changes. Then only `experts` counts.
+experts alone, each rank while the others wait. `copies` is the layer with `Balance(--slots)`, and `bounded` the same with room for
+`--shares` of the rows. Ranks that share a GPU time the work of all ranks, which the routing hardly changes. Then only `experts` counts.
 """
 
 import argparse
@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", choices=WORKLOADS, nargs="+", default=[], help=listed)
     parser.add_argument("--trace", type=Path, nargs="+", default=[], help="a trace that DEEPEP_MOE_TRACE wrote: the files of all ranks")
     parser.add_argument("--slots", type=int, default=0, help="time the layer with copies of experts too: expert slots of a rank")
+    parser.add_argument("--shares", type=float, help="with --slots: time it with room for so many even shares of the rows too")
     parser.add_argument("--shape", choices=SHAPES, help="where no size is given; default gpt-oss-20b, on the CPU small")
     harness.add_arguments(parser, None, "all GPUs, on the CPU 2; ranks share the GPUs there are", repeats=10, **dict.fromkeys(_SIZES))
 
@@ -93,14 +94,14 @@ class Side:
 
     def __init__(
         self, routing: Routing, options: argparse.Namespace, buffer: Buffer, experts: GroupedExperts, device: torch.device,
-        balance: Balance | None = None,
+        balance: Balance | None = None, num_recv_rows: int | None = None,
     ):  # fmt: skip
         self.routing, self.options, self.experts, self.device = routing, options, experts, device
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.own_tokens = routing.tokens_of(self.rank, self.num_ranks, self.num_ranks * options.num_tokens)
         num_tokens = self.own_tokens.stop - self.own_tokens.start
         self.router = GivenRouting(options, num_tokens, device)
-        self.layer = MoELayer(self.router, experts, buffer=buffer, balance=balance)  # type: ignore[arg-type]
+        self.layer = MoELayer(self.router, experts, buffer=buffer, balance=balance, num_recv_rows=num_recv_rows)  # type: ignore[arg-type]
         self.has_copies = balance is not None
         self.x, cotangent = draw_inputs(self.rank, (num_tokens, options.hidden), device, torch.bfloat16)
         self.step = Pass(partial(self.layer, self.x), cotangent, {"input": self.x} | dict(self.layer.named_parameters()))
@@ -159,12 +160,13 @@ def _record(
     """Time a routing and the balanced one in turns. Return the record of the balanced one, whose baseline is the other. Collective."""
     both, buffer = (routing, workloads.workload("W0", options.num_experts, _SEED)), buffers[0]
     sides = [Side(each, options, buffer, experts, device) for each in both]
-    sides += [Side(routing, options, buffers[1], experts, device, balance)] if balance else []
+    bounds = [None, round(options.shares * options.num_tokens * options.num_topk)] if options.shares else [None]
+    sides += [Side(routing, options, buffers[1], experts, device, balance, bound) for bound in bounds] if balance else []
     for turn in range(options.repeats):
         for side in sides:
             side.turn(turn)
     (theirs, their_experts), (us, experts_us) = ((slowest(side.us), statistics.median(slowest(side.experts_us))) for side in sides[:2])
-    with_copies = {"copies_us": statistics.median(slowest(sides[2].us)), "num_slots": options.slots} if balance else {}
+    with_copies = {name: statistics.median(slowest(side.us)) for name, side in zip(("copies_us", "bounded_us"), sides[2:], strict=False)}
     (overload,) = overloads([torch.stack(sides[0].rows)], [(0, buffer.num_ranks)])
     goes = is_token_in_rank(sides[1].router.topk_idx, buffer.num_ranks, buffer.num_local_experts)
     num_bytes = 4 * 2 * options.hidden * int(slowest([float(rows_to_others(goes))])[0])
@@ -173,7 +175,7 @@ def _record(
     return record(
         f"balance {routing.name}", settings, us, num_bytes, baseline="unbalanced", baseline_times=theirs, rival_us_p90=spread(theirs)[2],
         experts_us=experts_us, rival_experts_us=their_experts, ffn_hidden=options.ffn_hidden, seed=_SEED, **where, **overload,
-        **with_copies,
+        **with_copies, num_slots=options.slots, shares=options.shares,
     )  # fmt: skip
 
 
@@ -192,5 +194,7 @@ def main(options: argparse.Namespace) -> None:
     print(f"MoELayer, {harness.shape_of(options, options.num_ranks, records[0]['backend'])}")
     if options.device == "cuda" and options.num_ranks > torch.cuda.device_count():
         print("ranks share GPUs: the time of a layer is that of all ranks' work; compare the times of experts")
-    show_table(_COLUMNS | ({"copies": number("copies_us", 2, 1e-3)} if options.slots else {}), records)
+    more = {"copies": number("copies_us", 2, 1e-3)} if options.slots else {}
+    more |= {"bounded": number("bounded_us", 2, 1e-3)} if options.slots and options.shares else {}
+    show_table(_COLUMNS | more, records)
     write_json(options.json, records)
