@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deepep_moe import config, topology
-from deepep_moe.topology.sysfs import Tree
+from deepep_moe.topology.reader import Tree
 
 OK, WARNING, FAULT, ABSENT = "ok", "warning", "fault", "not here"
 

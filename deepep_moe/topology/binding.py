@@ -13,8 +13,7 @@ from deepep_moe import config
 from deepep_moe.topology.machine import Topology
 from deepep_moe.topology.nccl import configured
 from deepep_moe.topology.placement import Placement, place
-from deepep_moe.topology.reader import allowed_cpus_of, read
-from deepep_moe.topology.sysfs import format_cpulist
+from deepep_moe.topology.reader import allowed_cpus_of, format_cpulist, read
 
 _NVSHMEM = ("NVSHMEM_ENABLE_NIC_PE_MAPPING", "NVSHMEM_HCA_LIST", "NVSHMEM_HCA_PE_MAPPING")  # they work together
 _LIBNUMA = "libnuma.so.1"

@@ -1,47 +1,39 @@
 """Show which NUMA nodes, GPUs and NICs this machine has, and how near they are to each other. `nccl` shows settings of NCCL instead."""
 
-import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from deepep_moe.command import Parser
 from deepep_moe.errors import EPError
 from deepep_moe.topology import nccl
 from deepep_moe.topology.machine import Gpu, Nic, Topology, distance
-from deepep_moe.topology.reader import read
-from deepep_moe.topology.sysfs import format_cpulist
+from deepep_moe.topology.reader import format_cpulist, read
 
 LEGEND = "PIX = one PCIe switch, PXB = several, PHB = host bridge, NODE = NUMA node, SYS = between nodes or unknown"
 
 
-def main(arguments: list[str]) -> None:
-    """Run the command with `arguments`, those after its name."""
+def main(arguments: list[str], root: Path = Path("/")) -> None:
+    """Run the command with `arguments`, those after its name. `root` is the folder that holds sys and proc."""
     parser = Parser("deepep-moe topology", description=__doc__)
-    parser.add_argument("--root", type=Path, default=Path("/"), help="folder that holds sys and proc (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a picture")
     command = parser.add_subparsers(dest="command", metavar="[nccl]").add_parser("nccl", description=nccl.__doc__)
     command.add_argument("--output", type=Path, metavar="FILE", help="write a topology file for NCCL")
     options = parser.parse_args(arguments)
-    if not options.root.is_dir():
-        parser.error(f"--root {options.root} is no folder; give the one that holds sys and proc")
-    topology = read(options.root)
+    topology = read(root)
     if options.command != "nccl":
-        print(json.dumps(asdict(topology), indent=2) if options.json else text(topology))
+        print(text(topology))
         return
     if options.output:
         try:
             options.output.write_text(nccl.topology_xml(topology))
         except (EPError, OSError) as error:
             sys.exit(f"cannot write {options.output}: {error}")
-    print(nccl.report(options.root, options.output))
+    print(nccl.report(root, options.output))
 
 
 def text(topology: Topology) -> str:
-    """Return the picture: what each NUMA node has, then the distances from each GPU to every GPU and NIC, then the notes."""
-    cpu, allowed = topology.cpu, topology.allowed_cpus
-    counts = f"NUMA nodes: {len(topology.nodes)}, GPUs: {len(topology.gpus)}, RDMA NICs: {len(topology.nics)}"
-    lines = [f"{cpu.vendor} {cpu.arch}. {counts}".strip()]
+    """Return the page: what each NUMA node has, then the distances from each GPU to every GPU and NIC, then the notes."""
+    allowed = topology.allowed_cpus
+    lines = [f"NUMA nodes: {len(topology.nodes)}, GPUs: {len(topology.gpus)}, RDMA NICs: {len(topology.nics)}"]
     lines.append(f"CPUs of this process: {'unknown' if allowed is None else format_cpulist(allowed)}")
     heads: dict[int | None, str] = {
         node.index: f"{node.index}: {len(node.cores)} cores, CPUs {format_cpulist(node.cpus) or 'none'}" for node in topology.nodes
@@ -49,7 +41,7 @@ def text(topology: Topology) -> str:
     for index, head in (heads | {None: "unknown"}).items():
         devices = [_line(topology, device) for device in topology.devices if device.pci.node == index]
         if devices or index is not None:
-            lines += ["", f"NUMA node {head}", *(f"├─ {line}" for line in devices[:-1]), *(f"└─ {line}" for line in devices[-1:])]
+            lines += ["", f"NUMA node {head}", *(f"  {line}" for line in devices)]
     if topology.gpus:
         lines += ["", *_matrix(topology), LEGEND]
     if topology.notes:

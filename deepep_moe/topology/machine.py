@@ -28,9 +28,6 @@ class PciDevice:
     bus_id: str
     node: int | None
     path: tuple[str, ...]
-    pci_class: str = ""
-    link_speed: str = ""
-    link_width: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,28 +66,16 @@ class Nic:
 
 
 @dataclass(frozen=True)
-class Cpu:
-    """The kind of processor, in the words of /proc/cpuinfo; NCCL chooses by them."""
-
-    arch: str = ""
-    vendor: str = ""
-    family: int = 0
-    model: int = 0
-
-
-@dataclass(frozen=True)
 class Topology:
     """A machine as `deepep_moe.topology.read` found it.
 
-    `allowed_cpus` are the CPUs that this process may use (its affinity within its cgroup's cpuset; None = unknown). `bridges` are the
-    PCI switches above GPUs and NICs. `notes` say what could not be read, one sentence each.
+    `allowed_cpus` are the CPUs that this process may use (its affinity within its cgroup's cpuset; None = unknown). `notes` say what could
+    not be read, one sentence each.
     """
 
-    cpu: Cpu
     nodes: tuple[NumaNode, ...]
     gpus: tuple[Gpu, ...]
     nics: tuple[Nic, ...]
-    bridges: tuple[PciDevice, ...]
     allowed_cpus: tuple[int, ...] | None
     notes: tuple[str, ...]
 

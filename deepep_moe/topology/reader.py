@@ -1,17 +1,77 @@
 """Read the topology of a machine from sysfs and procfs. CUDA is not touched: that would come before binding."""
 
 import os
-import platform
 import re
-from dataclasses import replace
 from pathlib import Path
 
-from deepep_moe.topology.machine import Cpu, Gpu, Nic, NumaNode, PciDevice, Port, Topology
-from deepep_moe.topology.sysfs import Tree, is_bus_id, parse_cpulist
+from deepep_moe.topology.machine import Gpu, Nic, NumaNode, PciDevice, Port, Topology
 
+_BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]")
 _NODES, _PCI, _INFINIBAND = "sys/devices/system/node", "sys/bus/pci/devices", "sys/class/infiniband"
 _DRIVER = "proc/driver/nvidia/gpus"
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # vendor; base class of display controllers, which GPUs without a display have too
+
+
+def is_bus_id(name: str) -> bool:
+    """Return whether `name` is that of a PCI device, such as "0000:1b:00.0"."""
+    return bool(_BUS_ID.fullmatch(name))
+
+
+def parse_cpulist(text: str) -> tuple[int, ...]:
+    """Return the CPUs of a list such as "0-3,8,10-11", ascending. Raises ValueError where `text` is no such list."""
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(cpus))
+
+
+def format_cpulist(cpus: tuple[int, ...]) -> str:
+    """Return CPUs, ascending, as "0-3,8"."""
+    runs: list[list[int]] = []
+    for cpu in cpus:
+        if runs and cpu == runs[-1][1] + 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+class Tree:
+    """The files below `root`. `notes` collects what is not known, one sentence each."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.notes: list[str] = []
+
+    def text(self, path: str) -> str:
+        """Return the text of the file, "" where it cannot be read. Drivers may refuse a file that is there."""
+        try:
+            return (self.root / path).read_text(errors="replace").strip()
+        except OSError:
+            return ""
+
+    def names(self, folder: str) -> list[str]:
+        """Return the sorted names in a folder, none where it cannot be read."""
+        try:
+            return sorted(os.listdir(self.root / folder))
+        except OSError:
+            return []
+
+    def cpulist(self, path: str) -> tuple[int, ...]:
+        """Return the list of CPUs in a file; none, and a note, where the file is damaged."""
+        text = self.text(path)
+        try:
+            return parse_cpulist(text)
+        except ValueError:
+            self.notes.append(f"/{path} cannot be used: {text!r} is no list of CPUs such as 0-3,8.")
+            return ()
+
+    def pci_path(self, link: str) -> tuple[str, ...]:
+        """Return the bridges above the device that `link` leads to and the device, from the host bridge down; () where it leads nowhere."""
+        parts = Path(os.path.realpath(self.root / link)).parts
+        hosts = [index for index, part in enumerate(parts) if re.fullmatch(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}", part)]
+        return parts[hosts[-1] :] if hosts and all(map(is_bus_id, parts[hosts[-1] + 1 :])) else ()
 
 
 def read(root: str | Path = "/") -> Topology:
@@ -25,25 +85,13 @@ def read(root: str | Path = "/") -> Topology:
     allowed = allowed_cpus_of("self", root)
     if allowed is None:
         tree.notes.append("The CPUs of this process are unknown: /proc/self/status has no list of them.")
-    names = sorted({name for path in (*(gpu.pci.path for gpu in gpus), *(nic.pci.path for nic in nics)) for name in path[1:]})
-    bridges = tuple(replace(_device(tree, f"{_PCI}/{name}", name, nodes), bus_id=name) for name in names)
-    return Topology(_cpu(tree), nodes, gpus, nics, bridges, allowed, tuple(dict.fromkeys(tree.notes)))
+    return Topology(nodes, gpus, nics, allowed, tuple(dict.fromkeys(tree.notes)))
 
 
 def allowed_cpus_of(process: int | str, root: str | Path = "/") -> tuple[int, ...] | None:
     """Return the CPUs that the process of this id may use, None where it is not to be seen."""
     match = re.search(r"^Cpus_allowed_list:\s*([\d,-]+)$", Tree(Path(root)).text(f"proc/{process}/status"), flags=re.MULTILINE)
     return parse_cpulist(match[1]) if match else None
-
-
-def _cpu(tree: Tree) -> Cpu:
-    lines = re.findall(r"^(vendor_id|cpu family|model)\s*: (\S+)$", tree.text("proc/cpuinfo"), flags=re.MULTILINE)
-    facts = dict(reversed(lines))  # of the first processor
-    return Cpu(platform.machine(), facts.get("vendor_id", ""), _number(facts.get("cpu family")), _number(facts.get("model")))
-
-
-def _number(text: str | None) -> int:
-    return int(text) if text and text.isdecimal() else 0  # POWER's model is a name
 
 
 def _nodes(tree: Tree) -> tuple[NumaNode, ...]:
@@ -73,8 +121,7 @@ def _device(tree: Tree, link: str, name: str, nodes: tuple[NumaNode, ...]) -> Pc
         node = with_cpus[0]
     elif nodes and node is None:
         tree.notes.append(f"The NUMA node of {bus_id} is unknown: its numa_node is {number or 'missing'}.")
-    facts = (tree.text(f"{link}/{fact}") for fact in ("class", "current_link_speed", "current_link_width"))
-    return PciDevice(bus_id, node, path[:-1], *facts)
+    return PciDevice(bus_id, node, path[:-1])
 
 
 def _gpus(tree: Tree, nodes: tuple[NumaNode, ...]) -> tuple[Gpu, ...]:

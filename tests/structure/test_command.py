@@ -33,7 +33,7 @@ def test_help_without_a_subcommand(capsys):
     [
         ("tset", "deepep-moe: argument COMMAND: invalid choice: 'tset' (choose from "),
         ("doctor --tset", "deepep-moe doctor: unrecognized arguments: --tset"),
-        ("topology --root /nowhere", "deepep-moe topology: --root /nowhere is no folder; give the one that holds sys and proc"),
+        ("topology ncl", "deepep-moe topology: argument [nccl]: invalid choice: 'ncl' (choose from "),
         ("tune --dtype fp7", "deepep-moe tune: argument --dtype: invalid choice: 'fp7' (choose from "),
         ("tune --hidden wide", "deepep-moe tune: argument --hidden: invalid int value: 'wide'"),
         ("launch --nproc-per-node many x.py", "deepep-moe launch: Unsupported nproc_per_node value: many"),

@@ -3,19 +3,16 @@
 import os
 from pathlib import Path
 
-from deepep_moe.topology.sysfs import parse_cpulist
+from deepep_moe.topology.reader import parse_cpulist
 
 BRIDGE, GPU, INFINIBAND_NIC, ETHERNET_NIC = "0x060400", "0x030200", "0x020700", "0x020000"
-INTEL = "vendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 143\nmodel name\t: Xeon\n"
-AMD = "vendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: EPYC\n"
 
 
 class MachineTree:
     """A root folder that is filled file by file."""
 
-    def __init__(self, root: Path, cpuinfo: str, allowed: str):
+    def __init__(self, root: Path, allowed: str):
         self.root, self.num_gpus = root, 0
-        self.write("proc/cpuinfo", f"processor\t: 0\n{cpuinfo}\nprocessor\t: 1\n{cpuinfo}")
         self.write("proc/self/status", f"Name:\tpython\nCpus_allowed:\tff\nCpus_allowed_list:\t{allowed}\n")
 
     def write(self, path: str, text: str | int) -> None:
@@ -36,7 +33,7 @@ class MachineTree:
             core = {cpu} | ({cpu - siblings, cpu + siblings} & set(everyone) if siblings else set())
             self.write(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", ",".join(map(str, sorted(core))))
 
-    def pci(self, path: str, pci_class: str, vendor: str, numa: int, speed: str = "32.0 GT/s PCIe") -> str:
+    def pci(self, path: str, pci_class: str, vendor: str, numa: int) -> str:
         """A device at the end of `path`, such as "pci0000:15/0000:15:01.0", and the bridges above it. Returns its folder."""
         parts = path.split("/")
         first = next(index for index, part in enumerate(parts) if part.startswith("pci"))
@@ -44,7 +41,7 @@ class MachineTree:
             folder, bus_id, is_last = "sys/devices/" + "/".join(parts[:end]), parts[end - 1], end == len(parts)
             if not (self.root / folder / "class").exists():
                 facts = {"class": pci_class if is_last else BRIDGE, "vendor": vendor if is_last else "0x1000", "numa_node": numa}
-                for name, value in (facts | {"current_link_speed": speed, "current_link_width": 16}).items():
+                for name, value in facts.items():
                     self.write(f"{folder}/{name}", value)
                 self.link(f"sys/bus/pci/devices/{bus_id}", folder)
         return f"sys/devices/{path}"
@@ -74,7 +71,7 @@ class MachineTree:
 
 def dgx_h100(root: Path) -> None:
     """Two sockets of 56 cores with hyper-threads. Each GPU shares an outer switch with a NIC; two more NICs of two ports serve storage."""
-    tree = MachineTree(root, INTEL, "0-223")
+    tree = MachineTree(root, "0-223")
     tree.node(0, "0-55,112-167", 112)
     tree.node(1, "56-111,168-223", 112)
     pairs = [  # host bridge, bus of the outer switch, buses of NIC and GPU, number of the NIC
@@ -94,7 +91,7 @@ def dgx_h100(root: Path) -> None:
 
 def azure_h100(root: Path) -> None:
     """An ND H100 v5 virtual machine: every device has a PCI domain of its own, so only NUMA nodes say what is near. One Ethernet NIC."""
-    tree = MachineTree(root, INTEL, "0-95")
+    tree = MachineTree(root, "0-95")
     tree.node(0, "0-47")
     tree.node(1, "48-95")
     for place in range(8):
@@ -106,7 +103,7 @@ def azure_h100(root: Path) -> None:
 
 def one_node_hgx(root: Path) -> None:
     """8 GPUs in a machine of one socket and one NUMA node, whose devices have no node of their own. A switch holds two of each."""
-    tree = MachineTree(root, AMD, "0-127")
+    tree = MachineTree(root, "0-127")
     tree.node(0, "0-127", 64)
     for switch in range(4):
         base = 0x10 + 0x20 * switch
@@ -120,7 +117,7 @@ def one_node_hgx(root: Path) -> None:
 
 def efa(root: Path) -> None:
     """A p5.48xlarge virtual machine: 8 GPUs, and beside each 4 EFA devices of 100 Gb/s on the same switch."""
-    tree = MachineTree(root, AMD, "0-191")
+    tree = MachineTree(root, "0-191")
     tree.node(0, "0-47,96-143", 96)
     tree.node(1, "48-95,144-191", 96)
     for place, gpu in enumerate((0x53, 0x64, 0x75, 0x86, 0x97, 0xA8, 0xB9, 0xCA)):
@@ -134,12 +131,12 @@ def efa(root: Path) -> None:
 
 def without_sysfs(root: Path) -> None:
     """A container that has /proc only."""
-    MachineTree(root, INTEL, "0-15")
+    MachineTree(root, "0-15")
 
 
 def small_vm(root: Path) -> None:
     """The virtual machine of 2 CPUs that runs the tests of every day: one node, no GPU, no RDMA device."""
-    tree = MachineTree(root, INTEL.replace("143", "207"), "0-1")
+    tree = MachineTree(root, "0-1")
     tree.node(0, "0-1")
     for slot, pci_class in enumerate(("0x060000", "0xffff00", "0x018000", "0x020000")):
         tree.pci(f"pci0000:00/0000:00:{slot:02x}.0", pci_class, "0x1af4", -1)

@@ -12,7 +12,7 @@ import pytest
 from deepep_moe import config, launch
 from deepep_moe.testing import run_ranks
 from deepep_moe.topology import bind, binding, place, read
-from deepep_moe.topology.sysfs import format_cpulist
+from deepep_moe.topology.reader import format_cpulist
 
 NVSHMEM = {"NVSHMEM_ENABLE_NIC_PE_MAPPING": "1"}
 

@@ -12,11 +12,8 @@ from deepep_moe.topology.command import main
 
 
 def nesting(element):
-    """The bus ids below an element: a switch with what is in it, a device as "" """
-    return {child.get("busid"): nesting(child) or child.get("class") for child in element}
-
-
-GPU, INFINIBAND, ETHERNET = machine_trees.GPU, machine_trees.INFINIBAND_NIC, machine_trees.ETHERNET_NIC
+    """The bus ids below an element, each with those below it."""
+    return {child.get("busid"): nesting(child) for child in element}
 
 
 def nodes_of(name, root):
@@ -29,20 +26,15 @@ def nodes_of(name, root):
 
 def test_virtual_machine(tmp_path):
     first, second = nodes_of("azure_h100", tmp_path)
-    facts = {"arch": read(tmp_path).cpu.arch, "vendor": "GenuineIntel", "familyid": "6", "modelid": "143"}
-    assert first.attrib == {"numaid": "0", "affinity": "0000ffff,ffffffff"} | facts
-    assert second.attrib == {"numaid": "1", "affinity": "ffffffff,ffff0000,00000000"} | facts
-    assert nesting(second) == {f"{5 + gpu:04x}:00:00.0": GPU for gpu in range(4)} | {
-        f"{0x105 + n:04x}:00:00.0": INFINIBAND for n in range(4)
-    }
-    assert first[0].attrib == {"busid": "0001:00:00.0", "class": GPU, "link_speed": "32.0 GT/s PCIe", "link_width": "16"}
+    assert (first.attrib, second.attrib, first[0].attrib) == ({"numaid": "0"}, {"numaid": "1"}, {"busid": "0001:00:00.0"})
+    assert nesting(second) == {f"{start + n:04x}:00:00.0": {} for start in (5, 0x105) for n in range(4)}
 
 
 def test_switches_are_nested(tmp_path):
     first, second = nodes_of("dgx_h100", tmp_path)
     nested = nesting(first)
-    assert nested["0000:16:00.0"] == {"0000:19:00.0": {"0000:1b:00.0": GPU}, "0000:18:00.0": INFINIBAND}
-    assert nested["0000:29:00.0"] == ETHERNET and len(nested) == 6 and set(nesting(second)) >= {"0000:98:00.0", "0000:da:00.0"}
+    assert nested["0000:16:00.0"] == {"0000:19:00.0": {"0000:1b:00.0": {}}, "0000:18:00.0": {}}
+    assert nested["0000:29:00.0"] == {} and len(nested) == 6 and set(nesting(second)) >= {"0000:98:00.0", "0000:da:00.0"}
 
 
 @pytest.mark.parametrize("name", ["without_sysfs", "small_vm"])
@@ -51,7 +43,7 @@ def test_nothing_to_tell(name, tmp_path):
     with pytest.raises(EPError, match="no GPU and no NIC with a known NUMA node is found"):
         nccl.topology_xml(read(tmp_path))
     with pytest.raises(SystemExit, match="cannot write .*topo.xml: no GPU and no NIC"):
-        main(["--root", str(tmp_path), "nccl", "--output", str(tmp_path / "topo.xml")])
+        main(["nccl", "--output", str(tmp_path / "topo.xml")], tmp_path)
     assert not (tmp_path / "topo.xml").exists()
 
 
@@ -60,7 +52,7 @@ def test_command_writes_and_explains(tmp_path, capsys, monkeypatch):
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc/nccl.conf").write_text("# of the image\nNCCL_IB_QPS_PER_CONNECTION = 2\nnonsense\n")
     monkeypatch.setenv("NCCL_PXN_DISABLE", "0")
-    main(["--root", str(tmp_path), "nccl", "--output", str(tmp_path / "topo.xml")])
+    main(["nccl", "--output", str(tmp_path / "topo.xml")], tmp_path)
     assert (tmp_path / "topo.xml").read_text() == nccl.topology_xml(read(tmp_path))
     printed = capsys.readouterr().out
     assert f"NCCL_TOPO_FILE={tmp_path}/topo.xml  # now: not set" in printed

@@ -1,16 +1,13 @@
 """The topology of recorded machines equals tables written by hand. Damaged and unreachable files are noted, and the rest is read."""
 
-import json
-import platform
 import shutil
-from dataclasses import asdict
 
 import machine_trees
 import pytest
 
 from deepep_moe.errors import EPError
 from deepep_moe.topology import command, distance, nccl, place, read
-from deepep_moe.topology.sysfs import format_cpulist
+from deepep_moe.topology.reader import format_cpulist
 
 NO_NODES = "NUMA nodes are unknown: /sys/devices/system/node is missing or empty, as in some containers."
 
@@ -54,23 +51,19 @@ def test_equals_table(name, tmp_path):
     table = [(g.pci.bus_id, g.pci.node, " ".join(n.name for n in nics), distance(g.pci, nics[0].pci)) for g, nics in near]
     assert table == gpus and [gpu.index for gpu in host.gpus] == list(range(len(gpus)))
     assert len(host.nics) == num_nics and list(host.notes) == notes
-    assert json.loads(json.dumps(asdict(host)))["notes"] == notes
 
 
 def test_facts_of_devices(tmp_path):
     machine_trees.dgx_h100(tmp_path)
     host = read(tmp_path)
-    assert (host.cpu.vendor, host.cpu.family, host.cpu.model) == ("GenuineIntel", 6, 143)
     assert host.nodes[0].cores[0] == (0, 112) and host.nodes[1].cores[-1] == (111, 223)
     gpu, nics = host.gpus[0], {nic.name: nic for nic in host.nics}
     assert (gpu.name, gpu.uuid) == ("NVIDIA H100 80GB HBM3", "GPU-0000:1b:00.0")
-    assert (gpu.pci.pci_class, gpu.pci.link_speed, gpu.pci.link_width) == ("0x030200", "32.0 GT/s PCIe", "16")
     (port,) = nics["mlx5_0"].ports
     assert (port.number, port.state, port.link_layer, port.rate_gbps) == (1, "ACTIVE", "InfiniBand", 400.0)
     assert nics["mlx5_0"].driver == "mlx5_core" and nics["mlx5_1"].active_ports == ()
     assert distance(nics["mlx5_1"].pci, nics["mlx5_2"].pci) == "PIX"  # two functions of one card
     assert distance(gpu.pci, nics["mlx5_3"].pci) == "NODE" and distance(gpu.pci, nics["mlx5_6"].pci) == "SYS"
-    assert {bridge.pci_class for bridge in host.bridges} == {"0x060400"}
 
 
 @pytest.fixture
@@ -100,12 +93,6 @@ def test_container_with_some_gpus(azure):
     assert [gpu.name for gpu in read(azure).gpus] == ["NVIDIA GPU"] * 8
 
 
-def test_names_that_nccl_has_for_processors(azure, monkeypatch):
-    for name, expected in (("aarch64", "arm64"), ("x86_64", "x86_64")):
-        monkeypatch.setattr(platform, "machine", lambda name=name: name)
-        assert f'arch="{expected}"' in nccl.topology_xml(read(azure))
-
-
 # ---- damaged files ----
 
 GPU = "sys/bus/pci/devices/0001:00:00.0"  # of azure_h100, in NUMA node 0
@@ -131,8 +118,7 @@ def test_damaged_file_is_noted(file, text, note, azure):
 
 @pytest.mark.parametrize("rate", ("fast", "1.2.3 Gb/sec\n"))
 def test_damaged_nic(rate, azure):
-    """A driver may have other files beside its ports, and POWER names its model of processor."""
-    (azure / "proc/cpuinfo").write_text("model\t\t: 8335-GTW\n")
+    """A driver may have other files beside its ports."""
     ports = azure / "sys/class/infiniband/mlx5_0/ports"
     (ports / "README").mkdir()
     (ports / "1/rate").write_text(rate)
@@ -141,7 +127,7 @@ def test_damaged_nic(rate, azure):
     (ports / "1/link_layer").mkdir()  # reading it fails as the driver's refusal does
     host = read(azure)
     (port,) = nic_of(host).ports
-    assert (port.number, port.rate_gbps, port.link_layer, port.state == "ACTIVE") == (1, 0.0, "", False) and host.cpu.model == 0
+    assert (port.number, port.rate_gbps, port.link_layer, port.state == "ACTIVE") == (1, 0.0, "", False)
 
 
 def test_links_in_a_circle(azure):
@@ -156,7 +142,7 @@ def test_links_in_a_circle(azure):
 
 def test_offline_cpus_and_holes(tmp_path):
     """SMT is off, CPU 3 is offline, node 1 was unplugged, and node 3 has memory only."""
-    tree = machine_trees.MachineTree(tmp_path, machine_trees.AMD, "0-7")
+    tree = machine_trees.MachineTree(tmp_path, "0-7")
     tree.node(0, "0-2")
     tree.node(2, "4-7")
     tree.write("sys/devices/system/node/node3/cpulist", "")
@@ -199,11 +185,9 @@ def test_rdma_in_software(tmp_path):
 # ---- the command ----
 
 
-def test_picture(azure, capsys):
-    command.main(["--root", str(azure), "--json"])
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(asdict(read(azure))))
-    command.main(["--root", str(azure)])
+def test_page(azure, capsys):
+    command.main([], azure)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("NUMA nodes: 2, GPUs: 8, RDMA NICs: 9") and lines[1] == "CPUs of this process: 0-95"
-    assert "├─ GPU 0 at 0001:00:00.0: NVIDIA H100 80GB HBM3, nearest NIC: mlx5_0 (NODE)" in lines
+    assert lines[:2] == ["NUMA nodes: 2, GPUs: 8, RDMA NICs: 9", "CPUs of this process: 0-95"]
+    assert "  GPU 0 at 0001:00:00.0: NVIDIA H100 80GB HBM3, nearest NIC: mlx5_0 (NODE)" in lines
     assert "mlx5_0    NODE  NODE  NODE  NODE  SYS   SYS   SYS   SYS" in lines
