@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -50,16 +49,13 @@ class Environment:
     """The machine. `root`: the folder that has /proc, /sys and /dev; `variables`: those of the environment; `run`: runs a command."""
 
     root: Path = Path("/")
-    variables: Mapping[str, str] = field(default_factory=lambda: config.variables(("CUDA_HOME", "CUDA_VISIBLE_DEVICES")))
+    variables: Mapping[str, str] = field(default_factory=lambda: config.variables(("CUDA_VISIBLE_DEVICES",)))
     run: Callable[[list[str], float], Ran] = run
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def read(self, path: str) -> str:
         """Return the text of a file under the root, "" where it cannot be read."""
         return Tree(self.root).text(path)
-
-    def exists(self, path: str) -> bool:
-        return os.path.exists(self.root / path)
 
     def python(self, *arguments: str, timeout_s: float = 120) -> Ran:
         """Run Python with `arguments` in a process of its own, which may break without harm to this one."""
@@ -82,7 +78,7 @@ class Environment:
 
     @property
     def gpus(self) -> list[dict[str, Any]]:
-        """Return the GPUs that CUDA lets this process use: `name`, `capability` and `num_sms`."""
+        """Return the GPUs that CUDA lets this process use: `name` and `capability`."""
         gpus: list[dict[str, Any]] = self.facts.get("cuda", {}).get("gpus", [])
         return gpus
 

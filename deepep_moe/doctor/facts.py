@@ -28,7 +28,7 @@ def cuda() -> dict[str, Any]:
     except (RuntimeError, AssertionError) as error:  # the second where PyTorch is built without CUDA
         return {"error": str(error).splitlines()[0], "gpus": [], "reach": [], "atomics": []}
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    gpus = [{"name": gpu.name, "capability": [gpu.major, gpu.minor], "num_sms": gpu.multi_processor_count} for gpu in properties]
+    gpus = [{"name": gpu.name, "capability": [gpu.major, gpu.minor]} for gpu in properties]
     pairs = [(first, second) for first in range(len(gpus)) for second in range(len(gpus)) if first != second]
     reach = [pair for pair in pairs if torch.cuda.can_device_access_peer(*pair)]
     return {"error": "", "gpus": gpus, "reach": reach, "atomics": [pair for pair in reach if has_atomics(*pair)]}

@@ -22,12 +22,10 @@ def gpus(env: Environment) -> tuple[str, ...]:
     cards, visible, error = len(env.machine.gpus), env.variables.get("CUDA_VISIBLE_DEVICES"), env.facts["cuda"]["error"]
     if not env.gpus and not cards:
         return ABSENT, error or "there is none"
-    if not env.facts["torch"]["cuda"]:
-        return FAULT, f"PyTorch is built without CUDA, and the machine has {cards} GPUs", "install a PyTorch for CUDA (https://pytorch.org)"
     if not env.gpus and visible is not None and "No CUDA GPUs" in error:
         return WARNING, f"CUDA_VISIBLE_DEVICES={visible!r} hides {cards} GPUs", "unset it, or list the GPUs to use"
     if not env.gpus:
-        advice = "see whether nvidia-smi works; if not, install or update the NVIDIA driver; in containers, --gpus all"
+        advice = "install a PyTorch for CUDA; if nvidia-smi does not work, install or update the NVIDIA driver; in containers, --gpus all"
         return FAULT, f"the machine has {cards} NVIDIA GPUs, and PyTorch sees none: {error}", advice
     if old := [f"{index} ({gpu['name']})" for index, gpu in enumerate(env.gpus) if gpu["capability"] < _LEAST_CAPABILITY]:
         return FAULT, f"GPU {', '.join(old)} is older than compute capability 8.0", "hide it by CUDA_VISIBLE_DEVICES"
@@ -68,38 +66,28 @@ def memory_files(env: Environment) -> tuple[str, ...]:
     return OK, "a second process read and wrote one of the first (memfd, /proc)"
 
 
-@check("locked memory", "NICs")
-def locked_memory(env: Environment) -> tuple[str, ...]:
-    """A process may pin what RDMA devices read and write."""
+@check("RDMA", "NICs")
+def rdma(env: Environment) -> tuple[str, ...]:
+    """Ports are up, this process may open the devices and pin memory for them, and they reach the memory of GPUs: by nvidia_peermem, or by
+    DMA-BUF with the open kernel modules."""
+    ports = {f"{nic.name}:{port.number}": port for nic in env.machine.nics for port in nic.ports}
     limit = re.search(r"^Max locked memory\s+(\d+)", env.read("proc/self/limits"), flags=re.MULTILINE)
     capabilities = re.search(r"^CapEff:\s*([0-9a-fA-F]+)", env.read("proc/self/status"), flags=re.MULTILINE)
     may_lock = bool(capabilities and int(capabilities[1], 16) >> _IPC_LOCK & 1)
-    if limit and not may_lock:
-        advice = "ulimit -l unlimited (docker: --ulimit memlock=-1 --cap-add=IPC_LOCK; Slurm: LimitMEMLOCK=infinity for slurmd)"
-        return FAULT, f"a process may lock {int(limit[1]) // 1024} KiB, and RDMA devices need memory without a limit", advice
-    return OK, "CAP_IPC_LOCK lifts the limit" if may_lock else "without a limit"
-
-
-@check("RDMA ports", "NICs")
-def rdma(env: Environment) -> tuple[str, ...]:
-    """All ports of RDMA devices are up, and this process may open the devices."""
-    ports = {f"{nic.name}:{port.number}": port for nic in env.machine.nics for port in nic.ports}
+    is_new = tuple(map(int, re.findall(r"\d+", env.read("proc/sys/kernel/osrelease"))[:2])) >= _LEAST_DMABUF_KERNEL
+    has_dmabuf = is_new and "Open Kernel Module" in env.read("proc/driver/nvidia/version")
+    faults: dict[str, str] = {}  # with what to do
     if down := [f"{name} is {port.state or 'in an unknown state'}" for name, port in ports.items() if port.state != "ACTIVE"]:
         advice = "look at cable, switch and subnet manager (ibstat), or leave the port out by NVSHMEM_HCA_LIST and NCCL_IB_HCA"
-        return FAULT, f"{', '.join(down)}; {len(ports) - len(down)} of {len(ports)} ports are ACTIVE", advice
+        faults[f"{', '.join(down)}; {len(ports) - len(down)} of {len(ports)} ports are ACTIVE"] = advice
     if not any((env.root / "dev/infiniband").glob("uverbs*")):
-        return FAULT, "/sys has RDMA devices, and /dev/infiniband has no uverbs", "docker: --device=/dev/infiniband"
+        faults["/sys has RDMA devices, and /dev/infiniband has no uverbs"] = "docker: --device=/dev/infiniband"
+    if limit and not may_lock:
+        advice = "ulimit -l unlimited (docker: --ulimit memlock=-1 --cap-add=IPC_LOCK; Slurm: LimitMEMLOCK=infinity for slurmd)"
+        faults[f"a process may lock {int(limit[1]) // 1024} KiB, and RDMA devices need memory without a limit"] = advice
+    if env.gpus and not has_dmabuf and not (env.root / "sys/module/nvidia_peermem").exists():
+        faults["nvidia_peermem is not loaded, and there is no DMA-BUF"] = "modprobe nvidia_peermem (as root, on the host)"
+    if faults:
+        return FAULT, "; ".join(faults), "; ".join(faults.values())
     rates = [port.rate_gbps for port in ports.values()]
     return OK, ", ".join(f"{rates.count(rate)} x {rate:g} Gb/s" for rate in dict.fromkeys(rates))
-
-
-@check("GPU memory at NICs", "NICs", "GPUs")
-def gpu_memory(env: Environment) -> tuple[str, ...]:
-    """NICs can reach the memory of GPUs: by nvidia_peermem, or by DMA-BUF with the open kernel modules."""
-    release = env.read("proc/sys/kernel/osrelease")
-    is_new = tuple(map(int, re.findall(r"\d+", release)[:2])) >= _LEAST_DMABUF_KERNEL
-    if env.exists("sys/module/nvidia_peermem"):
-        return OK, "nvidia_peermem is loaded"
-    if is_new and "Open Kernel Module" in env.read("proc/driver/nvidia/version"):
-        return OK, f"DMA-BUF (kernel {release}, open kernel modules of NVIDIA)"
-    return FAULT, "nvidia_peermem is not loaded, and there is no DMA-BUF", "modprobe nvidia_peermem (as root, on the host)"

@@ -2,7 +2,6 @@
 
 import functools
 import importlib.metadata
-import shutil
 
 from deepep_moe import config, installed, tuning
 from deepep_moe.doctor.base import ABSENT, FAULT, OK, WARNING, Environment, check
@@ -72,9 +71,7 @@ def gpu_kernels(env: Environment) -> tuple[str, ...]:
         if why_not is True:
             return OK, "compiled"
         return FAULT, f"deepep_moe._torch, which buffers on GPUs need, is {why_not.partition('; ')[0]}", "deepep-moe build _torch"
-    home = env.variables.get("CUDA_HOME", "/usr/local/cuda")
-    has_nvcc = shutil.which("nvcc") or env.exists(f"{home}/bin/nvcc".lstrip("/"))
-    advice = f"nvcc is here now: {BUILD_AGAIN}" if has_nvcc else f"install the CUDA toolkit 12 or newer, set CUDA_HOME, then {BUILD_AGAIN}"
+    advice = f"install the CUDA toolkit 12 or newer, set CUDA_HOME, then {BUILD_AGAIN}"
     return FAULT, f"{len(env.gpus)} GPUs are here, and deepep_moe was built without nvcc, so it has no kernels for them", advice
 
 

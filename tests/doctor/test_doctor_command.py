@@ -11,6 +11,7 @@ import pytest
 import torch
 from doctor_machine import Machine
 
+from deepep_moe.doctor import selftest
 from deepep_moe.doctor.base import ABSENT, FAULT, OK, Environment, Ran, check, run
 from deepep_moe.doctor.page import examine, exchange_over_shm
 
@@ -64,7 +65,13 @@ def test_gpus_of_this_machine():
 
 def test_exchange_between_ranks():
     finding = exchange_over_shm(Environment())
-    assert finding.state == OK and finding.text.startswith("2 ranks, the reference's bits; dispatch "), finding
+    assert finding.state == OK and finding.text == "2 ranks, the reference's bits", finding
+
+
+def test_self_test_with_other_bits(monkeypatch):
+    monkeypatch.setattr(selftest, "run_ranks", lambda *arguments, **options: [[], ["torch.float32 rank"]])
+    with pytest.raises(SystemExit, match="results differ from deepep_moe.reference: torch.float32 rank on rank 1"):
+        selftest.main("shm", 2)
 
 
 def test_program_that_hangs_holds_up_no_other(tmp_path):

@@ -22,7 +22,7 @@ class Machine:
     def __init__(self, root: Path):
         self.root, self.variables, self.ran = root, {}, {}
         pairs = [[0, 1], [1, 0]]
-        gpus = [{"name": "NVIDIA H100 80GB HBM3", "capability": [9, 0], "num_sms": 132} for _ in range(2)]
+        gpus = [{"name": "NVIDIA H100 80GB HBM3", "capability": [9, 0]} for _ in range(2)]
         self.torch, self.features, self.nvshmem = {"version": "2.13.0+cu130", "cuda": "13.0"}, dict(FEATURES), "3.4.5"
         self.cuda = {"error": "", "gpus": gpus, "reach": pairs, "atomics": pairs}
         machine_trees.one_node_hgx(root)
