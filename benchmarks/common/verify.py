@@ -9,8 +9,7 @@ from torch import Tensor
 
 from deepep_moe import Buffer
 from deepep_moe.errors import EPError
-from deepep_moe.tune.operations import compare_bits
-from deepep_moe.tune.workload import SCALE_BLOCK, Inputs, Operation, Shape
+from deepep_moe.tune.workload import SCALE_BLOCK, Inputs, Operation, Shape, compare_bits
 
 
 def dequantized(rows: Any) -> Tensor:

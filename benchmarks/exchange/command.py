@@ -21,8 +21,7 @@ from benchmarks.common.report import Record, number, show_head, show_table, spre
 from benchmarks.common.verify import verify
 from benchmarks.exchange.baselines import PLANNED, verify_baseline, words
 from benchmarks.exchange.deep_ep import KINDS
-from deepep_moe.tune.operations import operations
-from deepep_moe.tune.workload import Inputs, Operation, make_inputs
+from deepep_moe.tune.workload import Inputs, Operation, make_inputs, operations
 
 TOKENS = {"cuda": (128, 512, 2048, 4096, 8192, 32768), "cpu": (128, 512)}
 SWEEP = (4, 8, 12, 16, 24, 32)

@@ -16,46 +16,37 @@ from deepep_moe.command import Parser
 from deepep_moe.errors import EPError
 from deepep_moe.testing.launch import RankFailedError
 from deepep_moe.topology.binding import add_bind, bind_this_rank
-from deepep_moe.tune.rank import Outcome, tune
-from deepep_moe.tune.ranks import add_ranks, resolve_ranks, start
+from deepep_moe.tune.ranks import add_ranks, resolve_ranks, start, tune
 from deepep_moe.tuning import Files, write
 from deepep_moe.tuning.profiles import parse
 
-NOTHING_TO_TUNE = (
-    "there is no GPU; backend 'shm' moves rows with threads of the CPU and has none of these settings, so there is nothing to tune; "
-    "DEEPEP_MOE_NUM_THREADS sets its threads (docs/tuning.md)"
-)
+NOTHING_TO_TUNE = "there is no GPU, so there is nothing to tune; DEEPEP_MOE_NUM_THREADS sets the threads of backend 'shm' (docs/tuning.md)"
 
 
 def parser() -> argparse.ArgumentParser:
     cli = Parser("deepep-moe tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_ranks(cli)
-    sizes = {"num-tokens": 4096, "hidden": 7168, "num-experts": 256, "num-topk": 8, "expert-alignment": 128}
+    sizes = {"num-tokens": 4096, "hidden": 7168, "num-experts": 256, "num-topk": 8}
     for name, default in sizes.items():
         cli.add_argument(f"--{name}", type=int, default=default, help=f"default {default}{', per rank' if name == 'num-tokens' else ''}")
     cli.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="of dispatched rows; default bf16. Combined rows are bf16")
-    cli.add_argument("--time-limit", type=float, default=150.0, help="seconds for all EP sizes together; default 150")
+    cli.add_argument("--time-limit", type=float, default=150.0, help="seconds of the search, for all EP sizes together; default 150")
     cli.add_argument("--output", type=Path, help="file to add the profile to; default the one that Buffer finds by itself")
     add_bind(cli)
+    cli.set_defaults(on_gpu=True, expert_alignment=128)
     return cli
 
 
 def resolve(options: argparse.Namespace) -> None:
     """Fill in the defaults that depend on the machine. Raises ValueError for values that do not fit."""
     num_gpus = torch.cuda.device_count()
-    options.on_gpu = True
     resolve_ranks(options)
-    for name in ("num_tokens", "hidden", "num_topk", "num_experts", "expert_alignment", "time_limit"):
+    for name in ("num_tokens", "hidden", "num_topk", "num_experts", "time_limit"):
         if not 0 < getattr(options, name) < 1e9:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} must be above 0 and below 1e9")
     for num_ranks in options.num_ranks:
         if num_ranks < 2 or options.num_experts % num_ranks:
             raise ValueError(f"--num-ranks {num_ranks} must be at least 2 and divide --num-experts {options.num_experts}")
-    if options.launched and config.local_world_size() != config.world_size():
-        raise ValueError(
-            f"this launcher has started {config.local_world_size()} of {config.world_size()} ranks on this host; the tuner compares clocks "
-            "of one host: start all ranks on one"
-        )
     if max(options.num_ranks) > num_gpus and options.output is None:
         raise ValueError(
             f"{max(options.num_ranks)} ranks share {num_gpus} GPUs, so no link is measured, and other buffers must not find the profile by "
@@ -80,15 +71,6 @@ def target_of(options: argparse.Namespace) -> Path:
     return file
 
 
-def finish(outcomes: list[Outcome], num_ranks: list[int], file: Path) -> None:
-    """Print what was found, and write the profiles."""
-    for size, outcome in zip(num_ranks, outcomes, strict=True):
-        print(f"EP{size}: {outcome.text}")
-        if outcome.profile is not None:
-            write(outcome.profile, file)
-            print(f"EP{size}: wrote a profile for {outcome.profile.machine}, {outcome.profile.shape} to {file}")
-
-
 def main(arguments: list[str]) -> int:
     words = parser()
     options = words.parse_args(arguments)
@@ -105,8 +87,12 @@ def main(arguments: list[str]) -> int:
         bind_this_rank()
     try:
         outcomes = start(tune, options)
-        if not config.launched_rank():  # rank 0 reports
-            finish(outcomes, options.num_ranks, file)
+        for num_ranks, outcome in zip(options.num_ranks, outcomes, strict=True):
+            if not config.launched_rank():  # rank 0 reports
+                print(f"EP{num_ranks}: {outcome.text}")
+                if outcome.profile is not None:
+                    write(outcome.profile, file)
+                    print(f"EP{num_ranks}: wrote a profile for {outcome.profile.machine}, {outcome.profile.shape} to {file}")
     except (EPError, OSError, ValueError, RankFailedError) as error:  # ValueError: the file was damaged meanwhile
         print(error, file=sys.stderr)
         return 1

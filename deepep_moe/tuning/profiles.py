@@ -1,11 +1,19 @@
-"""Profiles of tuned settings and their JSON form, whose fields are all checked."""
+"""Profiles of tuned settings, their JSON form, whose fields are checked, and the files that they lie in: what comes with the package, then
+the user's own, then the one that `DEEPEP_MOE_PROFILE` names."""
 
+import contextlib
 import json
+import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
+from deepep_moe import config
+
 FORMAT = 1
+_PACKAGED = Path(__file__).parent / "defaults"
+_NAME = "profiles.json"
 _MOST_BLOCKS = 4096
 _Record = TypeVar("_Record", "Machine", "Shape", "Values")
 
@@ -62,7 +70,7 @@ class Values:
         return ", ".join(f"{name} {value}" for name, value in asdict(self).items())
 
 
-SETTINGS = tuple(field.name for field in fields(Values))
+SETTINGS = tuple(each.name for each in fields(Values))
 _RANGES = {
     "num_sms": (1, _MOST_BLOCKS), "num_ranks": (1, 1 << 20), "num_nodes": (1, 1 << 20), "num_tokens": (1, 1 << 31), "hidden": (1, 1 << 31),
     "num_topk": (1, 1 << 10), "num_sms_of_sums": (1, _MOST_BLOCKS), "ring_warps": (1, 11), "ring_stages": (3, 16),
@@ -74,7 +82,7 @@ _RANGES = {
 class Profile:
     """Values that were faster than the defaults on `machine` for `shape`.
 
-    `gain`: share of the default's time that they save, above 0 and below 1. `source`: how that was measured, for readers.
+    For readers, and so not checked: `gain`, the share of the default's time that they save; `source`, how that was measured.
     """
 
     machine: Machine
@@ -91,19 +99,12 @@ class Profile:
 def parse(text: str) -> list[Profile]:
     """Return the profiles of a file with this text. Raises ValueError that says what is wrong with which value."""
     content = json.loads(text)  # its error is a ValueError
-    if not isinstance(content, dict):
-        raise ValueError(f"it holds a {type(content).__name__}, not an object")
-    if content.get("format") != FORMAT:
-        raise ValueError(f"its format is {content.get('format')!r}, this version of deepep_moe reads {FORMAT}")
-    _check_names("the file", content, ("format", "profiles"))
-    if not isinstance(content["profiles"], list):
-        raise ValueError(f"'profiles' is a {type(content['profiles']).__name__}, not a list")
-    profiles = [_profile(f"profile {index}", profile) for index, profile in enumerate(content["profiles"])]
-    keys = [profile.key for profile in profiles]
-    for index, key in enumerate(keys):
-        if key in keys[:index]:
-            raise ValueError(f"profiles {keys.index(key)} and {index} are for the same machine and shape")
-    return profiles
+    version = content.get("format") if isinstance(content, dict) else None
+    if version != FORMAT:
+        raise ValueError(f"its format is {version!r}, this version of deepep_moe reads {FORMAT}")
+    if not isinstance(profiles := content.get("profiles"), list):
+        raise ValueError(f"'profiles' is a {type(profiles).__name__}, not a list")
+    return [_profile(f"profile {index}", profile) for index, profile in enumerate(profiles)]
 
 
 def as_text(profiles: Sequence[Profile]) -> str:
@@ -111,43 +112,110 @@ def as_text(profiles: Sequence[Profile]) -> str:
     return json.dumps({"format": FORMAT, "profiles": [asdict(profile) for profile in profiles]}, indent=2) + "\n"
 
 
-def _check_names(what: str, record: object, names: Sequence[str]) -> None:
-    if not isinstance(record, dict):
-        raise ValueError(f"{what} is a {type(record).__name__}, not an object")
-    for name in names:
-        if name not in record:
-            raise ValueError(f"{what} lacks {name!r}")
-    for name in record:
-        if name not in names:
-            raise ValueError(f"{what} has {name!r}, which this version does not know")
-
-
 def _profile(what: str, record: Any) -> Profile:
-    _check_names(what, record, [field.name for field in fields(Profile)])
-    gain, source = record["gain"], record["source"]
-    if isinstance(gain, bool) or not isinstance(gain, (int, float)) or not 0 < gain < 1:
-        raise ValueError(f"{what}: 'gain' is {gain!r}, not a number above 0 and below 1")
-    if not isinstance(source, str):
-        raise ValueError(f"{what}: 'source' is {source!r}, not a text")
+    _check_names(what, record, Profile)
     machine = _record(f"{what}: machine", Machine, record["machine"])
     shape = _record(f"{what}: shape", Shape, record["shape"])
     values = _record(f"{what}: values", Values, record["values"])
-    if shape.num_tokens & (shape.num_tokens - 1):
-        raise ValueError(f"{what}: 'num_tokens' is {shape.num_tokens}, not a power of two")
     for name in ("num_sms", "num_sms_of_sums"):
         if getattr(values, name) > machine.num_sms:
             raise ValueError(f"{what}: {name!r} is {getattr(values, name)}, and its machine has {machine.num_sms} SMs")
-    return Profile(machine, shape, values, float(gain), source)
+    return Profile(machine, shape, values, record["gain"], record["source"])
 
 
 def _record(what: str, cls: type[_Record], record: Any) -> _Record:
-    _check_names(what, record, [field.name for field in fields(cls)])
-    for name, value in record.items():
-        if name == "gpu":
-            if not isinstance(value, str) or not value:
-                raise ValueError(f"{what}: 'gpu' is {value!r}, not the name of a GPU")
-            continue
+    _check_names(what, record, cls)
+    for name in record.keys() & _RANGES.keys():
         low, high = _RANGES[name]
-        if type(value) is not int or not low <= value <= high:
-            raise ValueError(f"{what}: {name!r} is {value!r}, not a whole number from {low} to {high}")
+        if type(record[name]) is not int or not low <= record[name] <= high:
+            raise ValueError(f"{what}: {name!r} is {record[name]!r}, not a whole number from {low} to {high}")
     return cls(**record)
+
+
+def _check_names(what: str, record: Any, cls: type) -> None:
+    names = [each.name for each in fields(cls)]
+    if not isinstance(record, dict) or sorted(record) != sorted(names):
+        found = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}"
+        raise ValueError(f"{what} is {found}, not {', '.join(names)}")
+
+
+# ---- files ----
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of profiles. `user`: None if the user has no home; `from_variable`: None if `DEEPEP_MOE_PROFILE` is not set."""
+
+    user: Path | None
+    from_variable: Path | None
+    packaged: Sequence[Path] = ()
+
+    @classmethod
+    def of_environment(cls) -> "Files":
+        folder = config.cache_folder()
+        return cls(None if folder is None else folder / _NAME, config.profile_path(), tuple(sorted(_PACKAGED.glob("*.json"))))
+
+
+@dataclass(frozen=True)
+class Found:
+    """A profile and the file that it is from."""
+
+    profile: Profile
+    file: Path
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The contents of the files. Later `profiles` have priority. `damaged`: errors."""
+
+    profiles: tuple[Found, ...] = ()
+    damaged: tuple[str, ...] = ()
+    files: Files = field(default_factory=lambda: Files(None, None))
+
+
+def load(files: Files | None = None) -> Loaded:
+    """Read all files. Damaged ones are left out and listed in `Loaded.damaged`.
+
+    Raises ValueError if the file that `DEEPEP_MOE_PROFILE` names cannot be read.
+    """
+    files = files or Files.of_environment()
+    profiles: list[Found] = []
+    damaged: list[str] = []
+    for file in (*files.packaged, *(path for path in (files.user, files.from_variable) if path is not None)):
+        try:
+            profiles += [Found(profile, file) for profile in parse(file.read_text(encoding="utf-8"))]
+        except OSError as error:
+            if file == files.from_variable:
+                raise ValueError(
+                    f"environment variable DEEPEP_MOE_PROFILE={str(file)!r} names a file that cannot be read ({error.strerror}); "
+                    "give the path of a file of profiles, or unset it"
+                ) from None
+            if not isinstance(error, FileNotFoundError):
+                damaged.append(f"{file} cannot be read ({error.strerror}). Its profiles are not used; change its permissions or delete it")
+        except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
+            damaged.append(f"{file} is no file of profiles: {error}. Its profiles are not used; repair or delete it")
+    return Loaded(tuple(profiles), tuple(damaged), files)
+
+
+def choose(loaded: Loaded, machine: Machine, shape: Shape) -> Found | None:
+    """Return the profile for a buffer of `shape` on `machine`, of the file with the highest priority, or None."""
+    fitting = [entry for entry in loaded.profiles if entry.profile.key == (machine, shape)]
+    return fitting[-1] if fitting else None
+
+
+def write(profile: Profile, file: Path) -> None:
+    """Add `profile` to `file`, in place of one for the same machine and shape. Other processes see the old file or the new one.
+
+    Raises ValueError where the file is damaged, OSError where it cannot be written.
+    """
+    profiles: list[Profile] = []
+    with contextlib.suppress(FileNotFoundError):
+        profiles = parse(file.read_text(encoding="utf-8"))
+    profiles = [other for other in profiles if other.key != profile.key] + [profile]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        temporary.write_text(as_text(profiles), encoding="utf-8")
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from benchmarks.run import MODULES, main
 from deepep_moe import Buffer
 from deepep_moe.errors import EPError
 from deepep_moe.testing import run_ranks
-from deepep_moe.tune import operations, workload
+from deepep_moe.tune import workload
 
 TINY = [
     "--num-tokens", "8", "3", "--hidden", "144", "--num-experts", "8", "--num-topk", "3", "--expert-alignment", "4", "--iterations", "2",
@@ -72,7 +72,7 @@ def test_wrong_results_are_found():
     shape = workload.Shape(1, 144, 4, 2, 4)
     inputs = workload.make_inputs(shape, 5, 0, torch.device("cpu"))
     buffer = Buffer(None, 8, shape.hidden, shape.num_experts, shape.num_topk)
-    for operation in operations.operations(buffer, shape, inputs, None):
+    for operation in workload.operations(buffer, shape, inputs, None):
         assert verify.verify(operation, buffer, inputs, shape, 0)
         result = operation.call()
         tensors = {"combined_x": result} if operation.op == "combine" else result._asdict()

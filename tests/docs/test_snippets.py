@@ -14,7 +14,7 @@ from torch import nn
 from deepep_moe.command import COMMANDS
 from deepep_moe.integrations.deepspeed.options import Options, options_of
 from deepep_moe.testing import run_ranks
-from deepep_moe.tuning import files
+from deepep_moe.tuning import Files, load
 
 ROOT = Path(__file__).parents[2]
 MARKDOWN = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md"), *(ROOT / "distributions").rglob("*.md")]
@@ -206,7 +206,7 @@ def test_sections_of_ds_config_are_read_by_the_adapter():
 def test_profile_of_the_page_is_read_by_the_loader(tmp_path):
     (block,) = JSON["docs/tuning.md"]
     (tmp_path / "profiles.json").write_text(block)
-    loaded = files.load(files.Files(None, tmp_path / "profiles.json"))
+    loaded = load(Files(None, tmp_path / "profiles.json"))
     (profile,) = [entry.profile for entry in loaded.profiles]
     assert not loaded.damaged and (profile.machine.num_sms, profile.shape.hidden, profile.values.num_sms) == (132, 7168, 12)
 

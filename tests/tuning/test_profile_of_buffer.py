@@ -84,9 +84,8 @@ def test_order_of_files(rank, tmp_path):
         buffer = new_buffer(rank)
         assert buffer.profile is None and tuning_of(buffer) == fitted
     names = [text.split()[1] for text in lines]
-    assert names == ([str(tmp_path / "other.json"), str(tmp_path / "damaged.json")] if rank == 0 else [])
-    assert rank or ("has no profile of this machine (" in lines[0] and "another GPU with" in lines[0])
-    assert rank or "its format is 7, this version of deepep_moe reads 1. Its profiles are not used" in lines[1]
+    assert names == ([str(tmp_path / "damaged.json")] if rank == 0 else [])
+    assert rank or "its format is 7, this version of deepep_moe reads 1. Its profiles are not used" in lines[0]
 
 
 @on_ranks(3)

@@ -53,15 +53,12 @@ def changed(path: str, value) -> bytes:
         (b"\xff\xfe\x00", "can't decode byte 0xff"),
         (changed("format", 2), "its format is 2, this version of deepep_moe reads 1"),
         (changed("profiles", {}), "'profiles' is a dict, not a list"),
-        (changed("more", 1), "the file has 'more'"),
         (changed("profiles.0.values.num_sms", True), "profile 0: values: 'num_sms' is True, not a whole number from 1 to 4096"),
         (changed("profiles.0.values.num_sms", 133), "profile 0: 'num_sms' is 133, and its machine has 132 SMs"),
         (changed("profiles.0.values.ring_stages", 2), "'ring_stages' is 2, not a whole number from 3 to 16"),
-        (changed("profiles.0.values.num_work_blocks", KeyError), "profile 0: values lacks 'num_work_blocks'"),
-        (changed("profiles.0.machine.gpu", ""), "profile 0: machine: 'gpu' is ''"),
-        (changed("profiles.0.shape.num_tokens", 4095), "profile 0: 'num_tokens' is 4095, not a power of two"),
-        (changed("profiles.0.gain", float("nan")), "profile 0: 'gain' is nan"),
-        (as_text([PROFILE, replace(PROFILE, gain=0.1)]).encode(), "profiles 0 and 1 are for the same machine and shape"),
+        (changed("profiles.0.shape.num_topk", KeyError), "profile 0: shape is num_tokens, hidden, not num_tokens, hidden, num_topk"),
+        (changed("profiles.0.machine", 7), "profile 0: machine is a int, not gpu, num_sms, num_ranks, num_nodes"),
+        (changed("profiles.0.more", 1), "gain, source, more, not machine, shape, values, gain, source"),
     ],
 )
 def test_damaged(content, message, tmp_path):
@@ -90,16 +87,6 @@ def test_later_files_win(tmp_path):
     for machine in (replace(MACHINE, num_ranks=2), replace(MACHINE, num_sms=66), replace(MACHINE, gpu="NVIDIA H200")):
         assert choose(loaded, machine, PROFILE.shape) is None
     assert choose(loaded, MACHINE, Shape.of(4097, 7168, 8)) is None and choose(loaded, MACHINE, Shape.of(4096, 7168, 4)) is None
-
-
-def test_other_machines(tmp_path):
-    """The log names only the user's files, and only if they have no profile of this machine."""
-    user, packaged = file_of(tmp_path, "user.json", PROFILE), file_of(tmp_path, "packaged.json", PROFILE)
-    loaded, other = load(Files(user, None, (packaged,))), replace(MACHINE, num_sms=66)
-    assert loaded.of_other_machines(MACHINE) == []
-    (sentence,) = loaded.of_other_machines(other)
-    assert sentence.startswith(f"{user} has no profile of this machine (NVIDIA H100 80GB HBM3 with 66 SMs, ")
-    assert load(Files(file_of(tmp_path, "empty.json"), None)).of_other_machines(other) == []
 
 
 def test_write(tmp_path):

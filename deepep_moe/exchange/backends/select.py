@@ -88,7 +88,7 @@ def agree_on_profile(backend: Backend, settings: Settings, loaded: Loaded, group
             _warn(f"ranks have unlike GPUs or shares of them, so none uses a profile ({unlike})")
         return None
     if settings.rank % settings.ranks_per_node == 0:  # the ranks of a host read the same files
-        for text in (*loaded.damaged, *loaded.of_other_machines(machine)):
+        for text in loaded.damaged:
             _warn(text)
     if chosen is None:
         return None
