@@ -270,14 +270,14 @@ class MoELayer(RankExperts):
         return [out.recv_topk_weights] if self.fp8 else []
 
     def _run_experts(self, out: DispatchOutput, is_first_microbatch: bool | None, planned: Planned | None = None) -> Tensor:
-        counts = out.handle.num_rows_per_expert_list if isinstance(self.experts, LocalExperts) else out.handle.num_rows_per_expert
-        which: dict[str, Any] = {}
-        if planned is not None:
-            which["planned"] = planned
-            if planned.is_whole:
-                counts = out.handle.num_rows_per_expert_on_host
-            elif planned.apart is not None:
-                counts = counts + planned.apart.handle.num_rows_per_expert
+        which: dict[str, Any] = {} if planned is None else {"planned": planned}
+        counts: Tensor | list[int] = out.handle.num_rows_per_expert
+        if isinstance(self.experts, LocalExperts):
+            counts = out.handle.num_rows_per_expert_list
+        elif planned is not None and planned.is_whole:
+            counts = out.handle.num_rows_per_expert_on_host
+        elif planned is not None and planned.apart is not None:
+            counts = out.handle.num_rows_per_expert + planned.apart.handle.num_rows_per_expert
         if self.fp8 and is_first_microbatch is not None:
             which["is_first_microbatch"] = is_first_microbatch
         y: Tensor = self.experts(out.recv_x, counts, *self._probs_of(out), **which)
