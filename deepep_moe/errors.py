@@ -41,6 +41,8 @@ class Cause(IntEnum):
     OTHER = 0
     OUTGROWN = 1
     """It raised OutgrownError: peers may meet it in a larger buffer."""
+    NO_EXPERT = 2
+    """An entry of its topk_idx is no expert: `no_expert` has made its ValueError."""
 
     @classmethod
     def _missing_(cls, value: object) -> "Cause":
@@ -50,6 +52,15 @@ class Cause(IntEnum):
 
 class OutgrownError(ValueError):
     """A rank has more tokens than the buffer has room for."""
+
+    code = Cause.OUTGROWN
+
+
+def no_expert(message: str) -> ValueError:
+    """Return the error of a rank with an entry of topk_idx that is no expert."""
+    error = ValueError(message)
+    error.code = Cause.NO_EXPERT  # type: ignore[attr-defined]
+    return error
 
 
 class EPPeerError(EPError):
@@ -64,6 +75,11 @@ class EPPeerError(EPError):
         self.rank, self.code = rank, Cause(code)
         match = _RELAYED.match(message)
         self.cause = match[1] if match else ""
+
+
+def cause_of(error: BaseException) -> Cause:
+    """Return why a rank refuses the call in which it has raised this error, or why the peer did that an EPPeerError speaks of."""
+    return getattr(error, "code", Cause.OTHER) if isinstance(error, (ValueError, EPPeerError)) else Cause.OTHER
 
 
 class EPMismatchError(EPError):

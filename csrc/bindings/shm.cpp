@@ -23,6 +23,8 @@ void translate(std::exception_ptr pointer) {
                    py::dict("rank"_a = e.rank, "phase"_a = e.phase, "expected"_a = e.expected, "seen"_a = e.seen));
     } catch (const PeerError& e) {
         raise_with("EPPeerError", e.what(), py::dict("rank"_a = e.rank, "code"_a = e.cause));
+    } catch (const NoExpertError& e) {
+        raise_with("no_expert", e.what(), py::dict());
     } catch (const CapacityError& e) {
         raise_with("EPCapacityError", e.what(), py::dict("rank"_a = e.rank));
     } catch (const MismatchError& e) {

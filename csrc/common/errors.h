@@ -25,6 +25,13 @@ struct TimeoutError : std::runtime_error {
     int64_t expected, seen;
 };
 
+// An entry of topk_idx is no expert.
+struct NoExpertError : std::invalid_argument {
+    using std::invalid_argument::invalid_argument;
+};
+
+constexpr int kOutgrown = 1, kNoExpert = 2;  // deepep_moe.errors.Cause
+
 // Another rank has left this call with an error of its own.
 struct PeerError : std::runtime_error {
     PeerError(const std::string& message, int rank, int cause = 0) : std::runtime_error(message), rank(rank), cause(cause) {}

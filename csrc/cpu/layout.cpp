@@ -5,12 +5,14 @@
 #include <stdexcept>
 #include <string>
 
+#include "common/errors.h"
+
 namespace deepep_moe {
 namespace {
 
 [[noreturn]] void refuse(int64_t token, int lane, int64_t expert, const LayoutParams& p) {
-    throw std::invalid_argument("topk_idx[" + std::to_string(token) + ", " + std::to_string(lane) + "] is " + std::to_string(expert) +
-                                "; it must be -1 (no expert) or 0 to " + std::to_string(p.num_experts - 1));
+    throw NoExpertError("topk_idx[" + std::to_string(token) + ", " + std::to_string(lane) + "] is " + std::to_string(expert) +
+                        "; it must be -1 (no expert) or 0 to " + std::to_string(p.num_experts - 1));
 }
 
 [[noreturn]] void refuse_duplicate(int64_t token, int first, int second, int64_t expert) {

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import _StopRecomputationError
 
 from deepep_moe.device import is_gpu
-from deepep_moe.errors import BufferDestroyedError, BufferSuspendedError, Cause, EPError, OutgrownError, describe
+from deepep_moe.errors import BufferDestroyedError, BufferSuspendedError, Cause, EPError, cause_of, describe
 from deepep_moe.event import Event
 from deepep_moe.exchange.backends.base import (
     Backend,
@@ -374,7 +374,7 @@ class Calls:
     def refuse(self, error: _Error) -> _Error:
         """Tell the peers that this rank does not make its next call; they raise EPPeerError with the reason. Return `error`, for the
         caller to raise."""
-        self.tell(describe(error), Cause.OUTGROWN if isinstance(error, OutgrownError) else Cause.OTHER)
+        self.tell(describe(error), cause_of(error))
         return error
 
     def tell(self, reason: str, cause: Cause = Cause.OTHER) -> None:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe.arguments import check_tensor
+from deepep_moe.errors import no_expert
 from deepep_moe.library import define, register
 
 
@@ -12,7 +13,8 @@ def refuse_bad_routing(topk_idx: Tensor, num_experts: int) -> None:
     outside = ((topk_idx < -1) | (topk_idx >= num_experts)).nonzero()
     if len(outside):
         token, lane = outside[0].tolist()
-        raise ValueError(f"topk_idx[{token}, {lane}] is {int(topk_idx[token, lane])}; it must be -1 (no expert) or 0 to {num_experts - 1}")
+        index = int(topk_idx[token, lane])
+        raise no_expert(f"topk_idx[{token}, {lane}] is {index}; it must be -1 (no expert) or 0 to {num_experts - 1}")
     ordered = topk_idx.sort(dim=1).values
     twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).nonzero()
     if len(twice):

@@ -59,13 +59,13 @@ def _id(value: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def refused(rank: int, culprit: int, error: type[BaseException] | tuple[type[BaseException], ...], message: str) -> Iterator[None]:
+def refused(rank: int, culprit: int, error: type[BaseException] | tuple[type[BaseException], ...], message: str) -> Iterator[Any]:
     """The culprit's call raises `error`. Its peers' calls raise EPPeerError, which names the culprit and the error."""
     if rank == culprit:
-        with pytest.raises(error, match=message):
-            yield
+        with pytest.raises(error, match=message) as own:
+            yield own
         return
     with pytest.raises(EPPeerError, match=f"rank {culprit} did not make its call: .*{message}") as info:
-        yield
+        yield info
     names = [kind.__name__ for kind in (error if isinstance(error, tuple) else (error,))]
     assert info.value.rank == culprit and info.value.cause in names, repr(info.value)

@@ -95,7 +95,8 @@ void NvlinkExchange::raise(const GpuFailure& f) const {
             const GpuStamp stamp = stamp_of(f.peer, f.expected);
             if (stamp.reason[0] == '\0' && stamp.why.kind == kExceededBound)  // in the call before, in a node that this rank is not in
                 throw CapacityError(describe(stamp.why, f.peer), numbers_.of(f.peer, stamp.why.peer));
-            throw PeerError(describe(f, rank_), numbers_.of(f.peer), static_cast<int>(f.seen));
+            const bool is_no_expert = stamp.reason[0] == '\0' && stamp.why.kind == kIndexOutOfRange;
+            throw PeerError(describe(f, rank_), numbers_.of(f.peer), is_no_expert ? kNoExpert : static_cast<int>(f.seen));
         }
         default: failures_.raise(f);
     }

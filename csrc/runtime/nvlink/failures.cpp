@@ -88,7 +88,7 @@ void Failures::raise(const GpuFailure& f) const {
     const std::string message = describe(f, numbers_.index);
     const int peer = numbers_.of(f.peer);
     switch (f.kind) {
-        case kIndexOutOfRange:
+        case kIndexOutOfRange: throw NoExpertError(message);
         case kDuplicateExpert:
         case kBadCopy:
         case kFailedHandle: throw std::invalid_argument(message);

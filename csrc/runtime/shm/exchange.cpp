@@ -251,7 +251,7 @@ PlanResult ShmExchange::plan(const PlanParams& params) {
     try {
         count_own(params.layout);
     } catch (const std::exception& error) {
-        publish_refusal(own_entry, describe(error));
+        publish_refusal(own_entry, describe(error), dynamic_cast<const NoExpertError*>(&error) != nullptr ? kNoExpert : 0);
         throw;
     }
     std::memcpy(const_cast<int32_t*>(counts(rank_)), own_counts_.data(), own_counts_.size() * sizeof(int32_t));

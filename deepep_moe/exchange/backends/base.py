@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from deepep_moe.errors import Cause, EPError, describe
+from deepep_moe.errors import Cause, EPError, cause_of, describe
 from deepep_moe.event import Recorded
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.group.suspension import Suspendable
@@ -201,4 +201,4 @@ def tell_peers(backend: Backend, error: BaseException, has_entered: bool) -> Non
     """Tell the peers that this rank does not make its call, or, if it `has_entered`, does not finish it. EPErrors are not told: the peers
     know the call's own failures, and otherwise this rank can make no call."""
     if not isinstance(error, EPError):
-        (backend.abandon if has_entered else backend.refuse)(describe(error))
+        backend.abandon(describe(error)) if has_entered else backend.refuse(describe(error), cause_of(error))
