@@ -7,6 +7,13 @@ namespace {
 
 bool is_matrix(const Tensor& tensor) { return tensor.defined() && tensor.dim() == 2 && is_on(tensor.device(), tensor); }
 
+// Are they chosen experts and probabilities of these rows?
+bool is_routing_of(const Tensor& rows, const Tensor& routing_map, const Tensor& values) {
+    const bool fits =
+        routing_map.scalar_type() == at::kBool && routing_map.device() == rows.device() && routing_map.size(0) == rows.size(0);
+    return fits && (!values.defined() || can_be_summed(values.scalar_type()) || values.scalar_type() == at::kDouble);
+}
+
 Tensor contiguous(const Tensor& tensor, at::ScalarType type) {
     if (!tensor.defined()) return tensor;
     return tensor.scalar_type() == type ? tensor.contiguous() : tensor.to(type).contiguous();
@@ -24,15 +31,19 @@ void launch(bool (*kernel)(const Params&, uintptr_t) noexcept, const Params& par
 
 }  // namespace
 
-std::optional<std::pair<Tensor, OptionalTensor>> lanes_of_map(py::handle given_map, py::handle given_values, int64_t num_topk) {
-    if (is_watched() || !are_plain({given_map, given_values})) return std::nullopt;
+std::optional<std::pair<Tensor, OptionalTensor>> lanes_of_map(py::handle given_map, py::handle given_values, int64_t num_topk,
+                                                              py::handle given_rows) {
+    if (is_watched() || !are_plain({given_map, given_values, given_rows})) return std::nullopt;
     Tensor routing_map = unpacked(given_map), values = unpacked(given_values), topk_values;
     if (!is_matrix(routing_map)) return std::nullopt;
     if (values.defined() && !(is_on(routing_map.device(), values) && values.sizes() == routing_map.sizes())) return std::nullopt;
+    if (!given_rows.is_none() && !is_routing_of(unpacked(given_rows), routing_map, values)) return std::nullopt;
     const at::AutoDispatchBelowADInplaceOrView below;
     routing_map = contiguous(routing_map, at::kBool), values = contiguous(values, at::kFloat);
-    const Tensor topk_idx = empty_like_rows_of(routing_map, num_topk, at::kLong);
-    if (values.defined()) topk_values = empty_like_rows_of(routing_map, num_topk, at::kFloat);
+    const int64_t sizes[] = {routing_map.size(0), num_topk}, num_lanes = sizes[0] * sizes[1];
+    const Tensor both = at::empty({num_lanes * (values.defined() ? 3 : 2)}, routing_map.options().dtype(at::kInt));  // one allocation
+    const Tensor topk_idx = part_of(both, 0, sizes, at::kLong);
+    if (values.defined()) topk_values = part_of(both, 2 * num_lanes, sizes, at::kFloat);
     const LanesOfMapParams params{
         {routing_map.size(0), routing_map.size(1), num_topk},
         data_of<uint8_t>(routing_map),

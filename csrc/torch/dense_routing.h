@@ -6,8 +6,9 @@
 
 namespace deepep_moe {
 
-// Returns topk_idx, and the values or None.
-std::optional<std::pair<Tensor, OptionalTensor>> lanes_of_map(py::handle routing_map, py::handle values, int64_t num_topk);
+// Returns topk_idx, and the values or None. With rows [num_tokens, ...] it also declines what is not a bool map, with floating-point
+// values, of these tokens.
+std::optional<std::pair<Tensor, OptionalTensor>> lanes_of_map(py::handle routing_map, py::handle values, int64_t num_topk, py::handle rows);
 OptionalTensor dense_of_lanes(py::handle topk_idx, py::handle topk_values, int64_t num_experts);
 // Returns the counts of ranks, then of experts, and is_token_in_rank.
 std::optional<std::pair<Tensor, Tensor>> count_lanes(py::handle topk_idx, int64_t num_experts, int64_t num_ranks);

@@ -274,7 +274,8 @@ void bind_gate(py::module_& m) {
 void bind_dense_routing(py::module_& m) {
     using torch::wrap_pybind_function;
     const py::arg topk_idx("topk_idx"), num_experts("num_experts");
-    m.def("lanes_of_map", wrap_pybind_function(lanes_of_map), py::arg("routing_map"), py::arg("values"), py::arg("num_topk"));
+    m.def("lanes_of_map", wrap_pybind_function(lanes_of_map), py::arg("routing_map"), py::arg("values"), py::arg("num_topk"),
+          py::arg("rows") = py::none());
     m.def("dense_of_lanes", wrap_pybind_function(dense_of_lanes), topk_idx, py::arg("topk_values"), num_experts);
     m.def("count_lanes", wrap_pybind_function(count_lanes), topk_idx, num_experts, py::arg("num_ranks"));
 }

@@ -112,12 +112,17 @@ inline variable_list tensors_of(const py::object& sequence) {
 
 // ---- memory ----
 
-// Returns a part of `all`'s storage that is not registered as a view: autograd treats it as a tensor of its own.
-inline Tensor part_of(const Tensor& all, int64_t offset, at::IntArrayRef sizes) {
-    auto part = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(all.storage()), all.key_set(), all.dtype());
-    part.unsafeGetTensorImpl()->set_storage_offset(all.storage_offset() + offset);
+// Returns a part of `all`'s storage that is not registered as a view: autograd treats it as a tensor of its own. `begin` counts elements of
+// `type` from the begin of the storage.
+inline Tensor part_of(const Tensor& all, int64_t begin, at::IntArrayRef sizes, at::ScalarType type) {
+    auto part = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(all.storage()), all.key_set(), at::scalarTypeToTypeMeta(type));
+    part.unsafeGetTensorImpl()->set_storage_offset(begin);
     part.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
     return part;
+}
+
+inline Tensor part_of(const Tensor& all, int64_t offset, at::IntArrayRef sizes) {
+    return part_of(all, all.storage_offset() + offset, sizes, all.scalar_type());
 }
 
 // Returns false if its storage was freed or cut.
