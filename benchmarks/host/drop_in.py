@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import HashStore
 from benchmarks.host.measure import CHAIN, Shape, chain_us
 from deepep_moe import Buffer
 from deepep_moe.compat import deep_ep
-from deepep_moe.compat.deep_ep.hybrid_ep_buffer import indices_to_map
+from deepep_moe.compat.deep_ep.hybrid import indices_to_map
 from deepep_moe.compat.deep_ep.widths import combine_with_lanes
 from deepep_moe.exchange.handle import DispatchOutput
 

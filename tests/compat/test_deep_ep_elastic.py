@@ -10,7 +10,6 @@ from exchange_cases import Case, assert_same, device_of, on_device
 from on_ranks import on_ranks
 
 from deepep_moe.compat import deep_ep
-from deepep_moe.compat.deep_ep import comm
 from deepep_moe.testing import run_ranks
 
 VERSIONS = ("ElasticBuffer", "EPBuffer")
@@ -188,7 +187,7 @@ def test_questions(rank, num_ranks):
         assert buffer.get_theoretical_num_sms(256, 8) == 12
         assert buffer.get_theoretical_num_qps(12) == 16
         assert buffer.get_physical_domain_size() == buffer.get_logical_domain_size() == (1, num_ranks)
-        assert comm.get_physical_domain_size(buffer) == comm.get_logical_domain_size(buffer) == (1, num_ranks)
+        assert deep_ep.get_physical_domain_size(buffer) == deep_ep.get_logical_domain_size(buffer) == (1, num_ranks)
         assert (buffer.scaleout_rank_idx, buffer.scaleup_rank_idx) == (0, rank)
         assert isinstance(buffer.capture(), deep_ep.EventHandle)
         buffer.barrier()

@@ -11,7 +11,7 @@ from exchange_cases import Case, assert_same, on_device
 from on_ranks import on_ranks
 
 from deepep_moe.compat import deep_ep
-from deepep_moe.compat.deep_ep.hybrid_ep_buffer import HybridEPBuffer, indices_to_map
+from deepep_moe.compat.deep_ep.hybrid import HybridEPBuffer, indices_to_map
 from deepep_moe.testing import run_ranks
 
 with_or_without_bound = pytest.mark.parametrize("bound", (False, True), ids=("", "bound"))

@@ -12,7 +12,7 @@ from deep_ep_cases import make, on_every_backend
 from on_ranks import on_ranks
 
 from deepep_moe.compat.deep_ep import ElasticBuffer
-from deepep_moe.compat.deep_ep.hybrid_ep_buffer import indices_to_map
+from deepep_moe.compat.deep_ep.hybrid import indices_to_map
 
 NUM_TOKENS, HIDDEN, NUM_EXPERTS, NUM_TOPK = 9, 16, 12, 3
 

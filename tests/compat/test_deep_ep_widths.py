@@ -11,7 +11,7 @@ from exchange_cases import Case, assert_same, device_of, poison_outputs
 from on_ranks import on_ranks
 
 from deepep_moe import ops
-from deepep_moe.compat.deep_ep.hybrid_ep_buffer import indices_to_map
+from deepep_moe.compat.deep_ep.hybrid import indices_to_map
 from deepep_moe.errors import EPPeerError
 from deepep_moe.exchange.calls import live_calls
 

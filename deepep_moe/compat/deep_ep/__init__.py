@@ -12,7 +12,7 @@ from deepep_moe.compat.deep_ep.elastic import ElasticBuffer, EPBuffer, get_logic
 from deepep_moe.compat.deep_ep.elastic_handle import EPHandle
 from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
 from deepep_moe.compat.deep_ep.expert_slots import BufferAllocator
-from deepep_moe.compat.deep_ep.hybrid_ep_buffer import HybridEPBuffer
+from deepep_moe.compat.deep_ep.hybrid import HybridEPBuffer
 from deepep_moe.compat.deep_ep.modules import install
 from deepep_moe.compat.deep_ep.refused import BucketBuffer, EngramBuffer, PPBuffer
 

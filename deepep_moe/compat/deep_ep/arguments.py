@@ -21,8 +21,10 @@ def senders_of(num_sms: int) -> int | None:
 def rows_and_scales(x: object) -> tuple[Tensor, Tensor | None]:
     """Return the rows [num_tokens, hidden] and the scales of `x`, rows or a pair, without gradient. DeepEP's callers keep scales in column
     order, which `in_rows` turns, on the stream of the call. Raises TypeError, or ValueError for rows of another shape."""
-    x, x_scales = x if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
-    if not isinstance(x, Tensor) or not isinstance(x_scales, (Tensor, type(None))):
+    x_scales = None
+    if type(x) is not Tensor and isinstance(x, (tuple, list)) and len(x) == 2:
+        x, x_scales = x
+    if not isinstance(x, Tensor) or (x_scales is not None and not isinstance(x_scales, Tensor)):
         wrong = type(x if not isinstance(x, Tensor) else x_scales).__name__
         raise TypeError(f"x holds a {wrong}; it must be a torch.Tensor, or a pair of fp8 rows and their scales")
     if x.dim() != 2:
@@ -69,16 +71,19 @@ def detached(tensor: Tensor) -> Tensor:
 def combine_arguments(x: Any, topk_weights: Any, bias: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the rows, the weights to come back and the bias of a combine, without gradient. Raises TypeError or ValueError for what is no
     tensor; the combine checks the rest."""
-    for name, tensor in (("x", x), ("topk_weights", topk_weights)):
-        if not isinstance(tensor, Tensor) and (tensor is not None or name == "x"):
-            raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
-    return detached(x), None if topk_weights is None else detached(topk_weights).contiguous(), one_bias(bias)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a {type(x).__name__}; it must be a torch.Tensor")
+    if topk_weights is not None:
+        if not isinstance(topk_weights, Tensor):
+            raise TypeError(f"topk_weights is a {type(topk_weights).__name__}; it must be a torch.Tensor")
+        topk_weights = detached(topk_weights).contiguous()
+    return detached(x), topk_weights, None if bias is None else one_bias(bias)
 
 
 def one_bias(bias: Any) -> Tensor | None:
-    """Return the bias of a combine, of DeepEP's tensor, pair of tensors, or None. A pair is added first, in its dtype."""
+    """Return the bias of a combine, of DeepEP's tensor or pair of tensors. A pair is added first, in its dtype."""
     if not isinstance(bias, (tuple, list)):
-        return None if bias is None else detached(bias)
+        return detached(bias)
     there = [detached(part) for part in bias if part is not None]
     if len(bias) != 2:
         raise ValueError(f"bias has {len(bias)} tensors; it must be a tensor, a pair of them or None")

@@ -13,13 +13,12 @@ from deepep_moe.compat.deep_ep.core import GrowingBuffers, Suspending, members_o
 from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.handle import Handle
-from deepep_moe.compat.deep_ep.layout import dispatch_layout
 from deepep_moe.compat.deep_ep.low_latency import LowLatencyCalls
 from deepep_moe.compat.deep_ep.low_latency_buffers import LowLatencyBuffers
 from deepep_moe.compat.deep_ep.runtime import Runtime
-from deepep_moe.compat.deep_ep.sends import Routing, checked, send, send_along
+from deepep_moe.compat.deep_ep.sends import Routing, dispatch_layout, send
 from deepep_moe.compat.deep_ep.streams import CommStream
-from deepep_moe.compat.deep_ep.widths import combine_along
+from deepep_moe.compat.deep_ep.widths import combine_along, dispatch_along
 
 
 @outside_graphs
@@ -211,7 +210,8 @@ class Buffer(Suspending, LowLatencyCalls):
         routed: tuple[Any, ...] = (None, None, None, None)
         try:
             if handle is not None:
-                out = send_along(self._buffers, x, in_rows(x_scales, x), handle, topk_idx, num_sms)
+                buffer = self._buffers.checked(handle, Handle).buffer
+                out = dispatch_along(buffer, x, in_rows(x_scales, x), handle.along, num_sms=num_sms, topk_idx=topk_idx)
             else:
                 routing = Routing(is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens)
                 out, routed = send(self._buffers, x, in_rows(x_scales, x), routing, num_sms)
@@ -249,7 +249,7 @@ class Buffer(Suspending, LowLatencyCalls):
         Raises: the errors of `deepep_moe.Buffer.combine`.
         """
         self._buffers.check_alive()
-        buffer, along = checked(self._buffers, handle).buffer, handle.along
+        buffer, along = self._buffers.checked(handle, Handle).buffer, handle.along
         try:
             num_sms = _senders_of(config)
             callers = self._stream.begin(x, previous_event, async_finish)

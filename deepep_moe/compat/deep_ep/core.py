@@ -17,6 +17,7 @@ from deepep_moe.group.suspension import Memory
 
 _Result = TypeVar("_Result")
 _Error = TypeVar("_Error", bound=Exception)
+_Handle = TypeVar("_Handle")
 _Key = TypeVar("_Key")
 _Buffer = TypeVar("_Buffer")
 DESTROYED = "this buffer of deep_ep was destroyed; construct another"
@@ -112,7 +113,6 @@ class GrowingBuffers(Buffers):
         `num_least_tokens`: the same on every rank; a buffer with less room is replaced first. Raises what the construction of a Buffer and
         its dispatch raise.
         """
-        self.check_alive()
         num_tokens, hidden = x.shape
         key = (hidden, num_experts, num_topk, x.device)
         growing = self._buffers.get(key)
@@ -142,6 +142,13 @@ class GrowingBuffers(Buffers):
         is none, it meets the peers in their first call. After `destroy` the peers know that this rank is gone.
         """
         return self._refuse(error, None if self._latest is None else self._latest.buffer)
+
+    def checked(self, handle: Any, kind: type[_Handle]) -> _Handle:
+        """Return `handle`. If it is none that a dispatch has returned, tell the peers and raise TypeError."""
+        if isinstance(handle, kind):
+            return handle
+        wrong = f"handle is a {type(handle).__name__}; it must be the {kind.__name__} that dispatch returned"
+        raise self.refuse(TypeError(f"{wrong}: its items alone do not say which buffer made them"))
 
     def check_layout(self, layout: str, instead: str) -> None:
         """Raise ValueError for compact rows where sums go by lanes. `instead`: what the caller should do."""

@@ -7,27 +7,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def indices_to_map(topk_idx: Tensor, topk_weights: Tensor | None, num_of_tokens: int, num_of_experts: int) -> tuple[Tensor, Tensor | None]:
-    """Return the dense form of a routing by indices.
-
-    Args:
-        topk_idx: [num_of_tokens, num_topk] int32 or int64, -1 = no expert.
-        topk_weights: [num_of_tokens, num_topk] of any floating-point dtype, or None.
-
-    Returns:
-        (routing_map, probs): [num_of_tokens, num_of_experts] bool, True where chosen; and fp32 of the same shape, 0 where not chosen, or
-        None without `topk_weights`.
-
-    Raises:
-        ValueError: `topk_idx` has another number of rows.
-    """
-    if topk_idx.shape[0] != num_of_tokens:
-        raise ValueError(f"topk_idx has {topk_idx.shape[0]} rows and num_of_tokens is {num_of_tokens}; give as many rows")
-    chosen = torch.ones_like(topk_idx, dtype=torch.bool)
-    probs = None if topk_weights is None else to_dense(topk_idx, topk_weights.float(), num_of_experts)
-    return to_dense(topk_idx, chosen, num_of_experts), probs
-
-
 def to_dense(topk_idx: Tensor, values: Tensor, num_experts: int) -> Tensor:
     """Return [num_tokens, num_experts] with `values` [num_tokens, num_topk] in the columns of their experts, else 0."""
     dense = values.new_zeros(topk_idx.shape[0], num_experts + 1)
@@ -103,7 +82,7 @@ def _empty_table(num_experts: int, group: dist.ProcessGroup, device: torch.devic
 def experts_only(topk_idx: Tensor, num_experts: int) -> Tensor:
     """Return `topk_idx` int64 with -1 for every index that is no expert. HybridEP ignores such indices, and callers mark padding so."""
     topk_idx = topk_idx.long()
-    return torch.where(topk_idx < num_experts, topk_idx, -1).clamp_(min=-1)
+    return topk_idx.clamp(min=-1).masked_fill_(topk_idx >= num_experts, -1)
 
 
 def local_routing_map(topk_idx: Tensor, num_local_experts: int) -> Tensor:

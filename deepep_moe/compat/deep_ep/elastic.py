@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepep_moe.arguments import as_int
 from deepep_moe.compat.deep_ep.core import Suspending, members_of
-from deepep_moe.compat.deep_ep.elastic_calls import DeferredResults, ElasticCalls, Mode, Routing
+from deepep_moe.compat.deep_ep.elastic_calls import DeferredResults, ElasticCalls
 from deepep_moe.compat.deep_ep.elastic_handle import EPHandle
 from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
 from deepep_moe.compat.deep_ep.expert_slots import BufferAllocator, move
@@ -202,12 +202,11 @@ class ElasticBuffer(_BufferOfGroup):
         Raises: ValueError if arguments are missing or contradict the handle; else the errors of `deepep_moe.Buffer.dispatch`.
         """
         most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
-        sync = do_cpu_sync is None or do_cpu_sync
-        routing = Routing(topk_idx, topk_weights, num_experts, most, expert_alignment or 1, do_expand, sync, do_handle_copy)
-        mode = Mode(num_sms, (previous_event, previous_event_before_epilogue), async_with_compute_stream)
+        routing = topk_idx, topk_weights, num_experts, most, expert_alignment, do_cpu_sync, do_handle_copy
         return self._calls.dispatch(  # type: ignore[return-value]  # not deferred
-            x, routing, handle, cumulative_local_expert_recv_stats, use_tma_aligned_col_major_sf, mode
-        )
+            x, routing, handle, cumulative_local_expert_recv_stats, use_tma_aligned_col_major_sf, do_expand, num_sms,
+            (previous_event, previous_event_before_epilogue), async_with_compute_stream,
+        )  # fmt: skip
 
     def combine(
         self,
@@ -234,24 +233,18 @@ class ElasticBuffer(_BufferOfGroup):
 
         Raises: the errors of `deepep_moe.Buffer.combine`.
         """
-        mode = Mode(num_sms, (previous_event, previous_event_before_epilogue), async_with_compute_stream)
-        return self._calls.combine(x, handle, topk_weights, bias, mode)  # type: ignore[return-value]  # not deferred
+        after = previous_event, previous_event_before_epilogue
+        return self._calls.combine(  # type: ignore[return-value]  # not deferred
+            x, handle, topk_weights, bias, num_sms, after, async_with_compute_stream
+        )
 
-    engram_write = refused("ElasticBuffer", "engram_write")
-    engram_fetch = refused("ElasticBuffer", "engram_fetch")
-    get_engram_storage_size_hint = refused("ElasticBuffer", "get_engram_storage_size_hint")
-    pp_set_config = refused("ElasticBuffer", "pp_set_config")
-    pp_send = refused("ElasticBuffer", "pp_send")
-    pp_recv = refused("ElasticBuffer", "pp_recv")
-    get_pp_buffer_size_hint = refused("ElasticBuffer", "get_pp_buffer_size_hint")
-    create_agrs_session = refused("ElasticBuffer", "create_agrs_session")
-    destroy_agrs_session = refused("ElasticBuffer", "destroy_agrs_session")
-    agrs_new_session = refused("ElasticBuffer", "agrs_new_session")
-    agrs_set_config = refused("ElasticBuffer", "agrs_set_config")
-    agrs_get_inplace_tensor = refused("ElasticBuffer", "agrs_get_inplace_tensor")
-    get_agrs_num_max_session_bytes = refused("ElasticBuffer", "get_agrs_num_max_session_bytes")
-    get_agrs_buffer_size_hint = refused("ElasticBuffer", "get_agrs_buffer_size_hint")
-    all_gather = refused("ElasticBuffer", "all_gather")
+
+for _name in (
+    "engram_write", "engram_fetch", "get_engram_storage_size_hint", "pp_set_config", "pp_send", "pp_recv", "get_pp_buffer_size_hint",
+    "create_agrs_session", "destroy_agrs_session", "agrs_new_session", "agrs_set_config", "agrs_get_inplace_tensor",
+    "get_agrs_num_max_session_bytes", "get_agrs_buffer_size_hint", "all_gather",
+):  # fmt: skip
+    setattr(ElasticBuffer, _name, refused("ElasticBuffer", _name))
 
 
 @outside_graphs
@@ -325,10 +318,11 @@ class EPBuffer(_BufferOfGroup):
                 "do_handle_copy is True; the handle refers to topk_idx itself: leave it out, and pass topk_idx.clone() instead"
             )
         most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
-        sync = do_cpu_sync is None or do_cpu_sync
-        routing = Routing(topk_idx, topk_weights, num_experts, most, expert_alignment or 1, do_expand, sync, False)
-        mode = Mode(num_sms, (previous_event, None), async_with_compute_stream, defer_epilogue)
-        return self._calls.dispatch(x, routing, handle, cumulative_local_expert_recv_stats, use_tma_aligned_col_major_sf, mode)
+        routing = topk_idx, topk_weights, num_experts, most, expert_alignment, do_cpu_sync, False
+        return self._calls.dispatch(
+            x, routing, handle, cumulative_local_expert_recv_stats, use_tma_aligned_col_major_sf, do_expand, num_sms,
+            (previous_event, None), async_with_compute_stream, defer_epilogue,
+        )  # fmt: skip
 
     def combine(
         self,
@@ -347,8 +341,8 @@ class EPBuffer(_BufferOfGroup):
 
         defer_epilogue: return an event only, whose `current_stream_wait` returns the sums and the weights.
         """
-        mode = Mode(num_sms, (previous_event, None), async_with_compute_stream, defer_epilogue)
-        return self._calls.combine(x, handle, topk_weights, bias, mode)
+        after = previous_event, None
+        return self._calls.combine(x, handle, topk_weights, bias, num_sms, after, async_with_compute_stream, defer_epilogue)
 
     def lb_get_theoretical_num_sms(self) -> int:
         """Return 24, the SMs that saturate NVLink in both calls; 12 do in the first."""

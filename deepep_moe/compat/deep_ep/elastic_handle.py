@@ -26,7 +26,7 @@ class EPHandle:
 
     def __init__(
         self, group: dist.ProcessGroup, buffer: Buffer, native: DispatchHandle, topk_idx: Tensor | None, index_dtype: torch.dtype,
-        num_max_tokens_per_rank: int, num_sms: int, do_cpu_sync: bool,
+        do_expand: bool, num_max_tokens_per_rank: int, num_sms: int, do_cpu_sync: bool,
     ) -> None:  # fmt: skip
         """topk_idx: the caller's tensor, where the handle is to refer to it, of dtype `index_dtype`."""
         self._group = group
@@ -35,7 +35,7 @@ class EPHandle:
         """The native buffer that made the dispatch."""
         self.native = native
         """Its handle there."""
-        self.do_expand = native.layout == "expert"
+        self.do_expand = do_expand
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.num_sms = num_sms
         self.has_counts_on_host = do_cpu_sync

@@ -1,8 +1,9 @@
 """DeepEP's `HybridEPBuffer` on `deepep_moe.Buffer`: a dispatch with permutation is its expert layout, one without its rank layout."""
 
 import contextlib
+from operator import methodcaller
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,17 +14,18 @@ from deepep_moe import config as library_config
 from deepep_moe.arguments import as_int, check_tensor
 from deepep_moe.compat.deep_ep.arguments import checked_routing, combine_arguments, detached, rows_and_scales
 from deepep_moe.compat.deep_ep.core import GrowingBuffers, Suspending, members_of
-from deepep_moe.compat.deep_ep.dense_routing import experts_only, keep_nothing, keep_within, to_lanes
+from deepep_moe.compat.deep_ep.dense_routing import experts_only, keep_nothing, keep_within, to_dense, to_lanes
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.hybrid_handle import HybridConfig, HybridHandle
 from deepep_moe.compat.deep_ep.widths import combine_along, dispatch_along
-from deepep_moe.errors import EPPeerError
-from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.device import is_gpu
+from deepep_moe.errors import Cause, EPPeerError, cause_of
 from deepep_moe.exchange.checks import MAX_ALIGNMENT
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.group.rendezvous import gather_objects
 from deepep_moe.group.settings import MAX_NUMBER
 from deepep_moe.ops.lanes import dense_of_lanes, lanes_of_map, weights_at
+from deepep_moe.torch_module import needed
 
 _FP8 = torch.float8_e4m3fn
 _INDICES = torch.int64, torch.int32
@@ -31,26 +33,9 @@ _Error = TypeVar("_Error", bound=Exception)
 _PROBS = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
-class _Routing(NamedTuple):
-    """The routing that a caller gives: a map, indices, or neither beside a handle."""
-
-    routing_map: Tensor | None
-    topk_idx: Tensor | None
-    """Not read beside a map."""
-    probs: Tensor | None
-    topk_weights: Tensor | None
-    """Not read beside a map, nor beside probs."""
-    num_experts: int | None
-    """Not read beside a map."""
-    num_rows: int | None = None
-    """The bound on the rows of this rank."""
-    alignment: int = 1
-
-    def weights(self, topk_idx: Tensor) -> Tensor | None:
-        """Return the weights of the lanes `topk_idx` [num_tokens, num_topk], fp32, without gradient."""
-        if self.probs is not None:
-            return weights_at(detached(self.probs), topk_idx)
-        return None if self.topk_weights is None or self.routing_map is not None else detached(self.topk_weights).float()
+_Routing = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int | None]
+"""The routing that a caller gives: routing_map, topk_idx (not read beside a map), probs, topk_weights (not read beside a map or probs), and
+num_experts (not read beside a map). Beside a handle only the third and fourth are read."""
 
 
 @outside_graphs
@@ -185,25 +170,25 @@ class HybridEPBuffer(Suspending):
 
         Raises: ValueError for missing or contradicting arguments; else the errors of `deepep_moe.Buffer.dispatch`.
         """
-        is_bounded = self._checked(handle).is_bounded if handle is not None else num_permuted_tokens is not None
+        is_bounded = num_permuted_tokens is not None if handle is None else self._checked(handle).is_bounded
         if use_host_meta is not None:
             non_blocking = not use_host_meta
         elif handle is not None and is_bounded:
             non_blocking = True  # Megatron-Core's backward passes no flag here, and does not use the counts
-        routed = routing_map, topk_idx, probs, topk_weights, num_of_experts
+        routing = routing_map, topk_idx, probs, topk_weights, num_of_experts
+        num_rows, alignment = None, 1
         try:
             if non_blocking and not is_bounded:
                 message = "non_blocking is True and num_permuted_tokens is None; give the number of rows, as nobody waits to learn it"
                 raise ValueError(message)
-            how = () if handle is not None else (_bound_of(num_permuted_tokens), _alignment_of(pad_multiple))
+            if handle is None and (is_bounded or pad_multiple):
+                num_rows, alignment = _bound_of(num_permuted_tokens), _alignment_of(pad_multiple)
         except (TypeError, ValueError) as error:
-            raise self._refuse(error, handle, _Routing(*routed), is_bounded) from None
-        routing = _Routing(*routed, *how)
-        out, handle = self._send(hidden, scaling_factor, routing, handle, "expert")
+            raise self._refuse(error, handle, routing, is_bounded) from None
+        out, handle = self._send(hidden, scaling_factor, routing, handle, "expert", num_rows, alignment)
         native = handle.native
         counts = native.num_rows_per_expert.long() if non_blocking else native.num_rows_per_expert_on_host
-        recv_x = out.recv_x if out.recv_x.dtype == hidden.dtype else out.recv_x.view(hidden.dtype)
-        return recv_x, out.recv_topk_weights, out.recv_x_scales, counts, handle
+        return _in_dtype_of(hidden, out.recv_x), out.recv_topk_weights, out.recv_x_scales, counts, handle
 
     def combine_with_unpermute(
         self,
@@ -248,13 +233,13 @@ class HybridEPBuffer(Suspending):
         Returns rows [num_rows, hidden] by source rank, then token; probs [num_rows, experts of the node] fp32 or None, 0 but for this
         rank's experts; scaling_factor or None; the handle.
         """
-        routing = _Routing(routing_map, topk_idx, probs, topk_weights, num_of_experts)
+        routing = routing_map, topk_idx, probs, topk_weights, num_of_experts
         out, handle = self._send(hidden, scaling_factor, routing, handle, "rank")
         dense = None
         if out.recv_topk_weights is not None:
             num_columns = handle.buffer.num_local_experts * handle.buffer.ranks_per_node
             dense = dense_of_lanes(self._of_node(handle), out.recv_topk_weights, num_columns)
-        return out.recv_x.view(hidden.dtype), dense, out.recv_x_scales, handle
+        return _in_dtype_of(hidden, out.recv_x), dense, out.recv_x_scales, handle
 
     def combine(self, hidden: Tensor, probs: Tensor | None = None, handle: HybridHandle | None = None) -> tuple[Tensor, Tensor | None]:
         """Sum the rows of each token at its source. Collective; as `combine_with_unpermute`, probs as `dispatch` returns them."""
@@ -274,98 +259,95 @@ class HybridEPBuffer(Suspending):
     # ---- how ----
 
     def _send(
-        self, hidden: Any, scaling_factor: Tensor | None, routing: _Routing, handle: HybridHandle | None, layout: str
-    ) -> tuple[DispatchOutput, HybridHandle]:
+        self, hidden: Any, scaling_factor: Tensor | None, routing: _Routing, handle: HybridHandle | None, layout: str,
+        num_rows: int | None = None, alignment: int = 1,
+    ) -> tuple[DispatchOutput, HybridHandle]:  # fmt: skip
+        """Dispatch with as many lanes as any token of any rank needs. For maps the ranks agree on the number in the first call, and again
+        where a token needs more: the dispatch refuses such a token on all ranks, and all meet and dispatch again. With a bound on the rows
+        nobody looks after the first such call, and lanes behind the last count as dropped.
+
+        num_rows: the bound on the rows of this rank."""
         if handle is not None:
             buffer, native = self._checked(handle).buffer, handle.native
             rows, scales = buffer.calls.refuse_on_failure(_rows_of, hidden, scaling_factor)
-            weights = buffer.calls.refuse_on_failure(routing.weights, handle.topk_idx)
+            weights = buffer.calls.refuse_on_failure(_weights_of, routing, handle.topk_idx)
             return dispatch_along(buffer, rows, scales, native, weights, self._num_sms[0]), handle
         self._buffers.check_alive()
+        routing_map, lanes = routing[0], None
         try:
             self._buffers.check_layout(layout, "call dispatch_with_permute")
             rows, scales = _rows_of(hidden, scaling_factor)
-            num_experts = self._check_routing(routing, rows)
+            if routing_map is not None and num_rows is None and self._num_lanes and is_gpu(rows.device):
+                lanes = needed().lanes_of_map(routing_map, routing[2], self._num_lanes, rows)  # it declines what is refused below
+            num_experts = self._num_experts_of(routing) if lanes is not None else self._check_routing(routing, rows)
         except (TypeError, ValueError) as error:
-            raise self._refuse(error, None, routing, routing.num_rows is not None) from None
-        if routing.num_rows is not None:
+            raise self._refuse(error, None, routing, num_rows is not None) from None
+        if num_rows is not None:
             self._bounded = num_experts, rows.device
-        if routing.routing_map is not None:
-            return self._send_map(rows, scales, routing, routing.routing_map, layout)
-        assert routing.topk_idx is not None  # `_check_routing` has checked it
-        topk_idx, has_dropped = experts_only(routing.topk_idx, num_experts), None
-        if routing.num_rows is not None:
-            topk_idx, has_dropped = keep_within(topk_idx, num_experts, routing.num_rows, routing.alignment, self.group)
-        return self._send_lanes(rows, scales, routing, (topk_idx, routing.weights(topk_idx)), num_experts, layout, has_dropped)
+        lanes = self._lanes_of(routing, num_experts, num_rows, alignment) if lanes is None else (*lanes, None)
+        for is_last in (False, True):
+            topk_idx, topk_weights, has_dropped = lanes
+            send = methodcaller(
+                "dispatch", rows, topk_idx, topk_weights, x_scales=scales, layout=layout, expert_alignment=alignment,
+                num_recv_rows=num_rows, num_sms=self._num_sms[0],
+            )  # fmt: skip
+            try:
+                buffer, out = self._buffers.dispatch(rows, num_experts, topk_idx.shape[1], send, self._num_max_tokens)
+                return out, HybridHandle(buffer, out.handle, topk_idx, self.configurer.buffer_config, has_dropped)
+            except (ValueError, EPPeerError) as error:
+                if routing_map is None or cause_of(error) != Cause.NO_EXPERT or is_last:
+                    raise
+            self._num_lanes = self._agree_on_lanes(routing_map)
+            lanes = self._lanes_of(routing, num_experts, None, alignment)
+        raise AssertionError("the ranks agreed on too few lanes")
+
+    def _lanes_of(
+        self, routing: _Routing, num_experts: int, num_rows: int | None, alignment: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the lanes of a routing, their weights, and with a bound on the rows whether any were dropped, which is collective."""
+        routing_map, topk_idx, probs, *_ = routing
+        is_lost = has_dropped = None
+        if routing_map is None:
+            assert topk_idx is not None  # `_check_routing` has checked it
+            topk_idx = experts_only(topk_idx, num_experts)
+        elif num_rows is None:
+            self._num_lanes = self._num_lanes or self._agree_on_lanes(routing_map)
+            return *lanes_of_map(routing_map, None if probs is None else detached(probs), self._num_lanes), None
+        else:
+            self._num_bounded_lanes = num_lanes = self._num_bounded_lanes or self._agree_on_lanes(routing_map, is_bounded=True)
+            topk_idx, is_lost = to_lanes(routing_map, num_lanes), (routing_map.sum(1) > num_lanes).any()
+        if num_rows is not None:
+            topk_idx, has_dropped = keep_within(topk_idx, num_experts, num_rows, alignment, self.group, is_lost)
+        return topk_idx, _weights_of(routing, topk_idx), has_dropped
 
     def _check_routing(self, routing: _Routing, rows: Tensor) -> int:
         """Return the number of experts. Raises TypeError or ValueError for a routing of another shape."""
-        routing_map, probs = routing.routing_map, routing.probs
+        routing_map, topk_idx, probs, topk_weights, _ = routing
         num_tokens, device, num_experts = rows.shape[0], rows.device, self._num_experts_of(routing)
         if routing_map is not None:
             check_tensor("routing_map", routing_map, (num_tokens, num_experts), (torch.bool,), device, any_strides=True)
-        elif routing.topk_idx is None:
+        elif topk_idx is None:
             raise ValueError("routing_map and topk_idx are missing; give one of them, or the handle of an earlier dispatch")
         else:
-            topk_idx = checked_routing(routing.topk_idx)
-            check_tensor("topk_idx", topk_idx, (num_tokens, topk_idx.shape[1]), _INDICES, device, any_strides=True)
-            if routing.topk_weights is not None and probs is None:
-                check_tensor("topk_weights", routing.topk_weights, tuple(topk_idx.shape), _PROBS, device, any_strides=True)
+            shape = num_tokens, checked_routing(topk_idx).shape[1]
+            check_tensor("topk_idx", topk_idx, shape, _INDICES, device, any_strides=True)
+            if topk_weights is not None and probs is None:
+                check_tensor("topk_weights", topk_weights, shape, _PROBS, device, any_strides=True)
         if probs is not None:
             check_tensor("probs", probs, (num_tokens, num_experts), _PROBS, device, any_strides=True)
         return num_experts
 
     def _num_experts_of(self, routing: _Routing) -> int:
         """Return the number of experts. Raises TypeError or ValueError where it cannot be one."""
-        if isinstance(routing.routing_map, Tensor):
-            num_experts = routing.routing_map.shape[-1]
+        routing_map, *_, given = routing
+        if isinstance(routing_map, Tensor):
+            num_experts = routing_map.shape[-1]
         else:
-            num_of_experts = as_int("num_of_experts", routing.num_experts or 0)
+            num_of_experts = as_int("num_of_experts", given or 0)
             num_experts = num_of_experts or self.configurer.buffer_config.num_of_experts_per_rank * self.group_size
         if num_experts < 1 or num_experts % self.group_size:
             raise ValueError(f"the number of experts is {num_experts}; it must be a multiple of the group's {self.group_size} ranks")
         return num_experts
-
-    def _send_map(
-        self, rows: Tensor, scales: Tensor | None, routing: _Routing, routing_map: Tensor, layout: str
-    ) -> tuple[DispatchOutput, HybridHandle]:
-        """Dispatch with as many lanes as any token of any rank needs. The ranks agree on the number in the first call, and again where a
-        token needs more: the dispatch refuses such a token on all ranks, and all meet and dispatch again. With a bound on the rows nobody
-        looks after the first such call, and lanes behind the last count as dropped."""
-        num_experts, probs = routing_map.shape[1], None if routing.probs is None else detached(routing.probs)
-        if routing.num_rows is not None:
-            if self._num_bounded_lanes == 0:
-                self._num_bounded_lanes = self._agree_on_lanes(routing_map, is_bounded=True)
-            num_lanes = self._num_bounded_lanes
-            topk_idx, is_lost = to_lanes(routing_map, num_lanes), (routing_map.sum(1) > num_lanes).any()
-            topk_idx, has_dropped = keep_within(topk_idx, num_experts, routing.num_rows, routing.alignment, self.group, is_lost)
-            return self._send_lanes(rows, scales, routing, (topk_idx, routing.weights(topk_idx)), num_experts, layout, has_dropped)
-        if self._num_lanes == 0:
-            self._num_lanes = self._agree_on_lanes(routing_map)
-        for _ in range(2):
-            lanes = lanes_of_map(routing_map, probs, self._num_lanes)
-            try:
-                return self._send_lanes(rows, scales, routing, lanes, num_experts, layout)
-            except (ValueError, EPPeerError) as error:
-                if not _is_wider(error, num_experts):
-                    raise
-            self._num_lanes = self._agree_on_lanes(routing_map)
-        raise AssertionError("the ranks agreed on too few lanes")
-
-    def _send_lanes(
-        self, rows: Tensor, scales: Tensor | None, routing: _Routing, lanes: tuple[Tensor, Tensor | None], num_experts: int, layout: str,
-        has_dropped: Tensor | None = None,
-    ) -> tuple[DispatchOutput, HybridHandle]:  # fmt: skip
-        topk_idx, topk_weights = lanes
-
-        def send(buffer: Buffer) -> DispatchOutput:
-            return buffer.dispatch(
-                rows, topk_idx, topk_weights, x_scales=scales, layout=layout, expert_alignment=routing.alignment,
-                num_recv_rows=routing.num_rows, num_sms=self._num_sms[0],
-            )  # fmt: skip
-
-        buffer, out = self._buffers.dispatch(rows, num_experts, topk_idx.shape[1], send, self._num_max_tokens)
-        return out, HybridHandle(buffer, out.handle, topk_idx, self.configurer.buffer_config, has_dropped)
 
     def _combine(self, hidden: Any, probs: Tensor | None, handle: HybridHandle) -> tuple[Tensor, Tensor | None]:
         buffer, num_sms = handle.buffer, self._num_sms[1]
@@ -374,16 +356,13 @@ class HybridEPBuffer(Suspending):
         return combined, None if lanes is None else dense_of_lanes(handle.topk_idx, lanes, buffer.num_experts)
 
     def _checked(self, handle: Any) -> HybridHandle:
-        if not isinstance(handle, HybridHandle):
-            message = f"handle is a {type(handle).__name__}; it must be the handle that a dispatch of HybridEPBuffer returned"
-            raise self._buffers.refuse(TypeError(message))
-        return handle
+        return self._buffers.checked(handle, HybridHandle)
 
     def _refuse(self, error: _Error, handle: HybridHandle | None, routing: _Routing, is_bounded: bool) -> _Error:
         """Tell the peers that this rank does not make its dispatch. Those of a dispatch with a bound are in `keep_within` first."""
         if handle is not None:
             return handle.buffer.refuse(error)
-        is_first_map = routing.routing_map is not None and self._num_bounded_lanes == 0  # the peers agree on lanes before such a call
+        is_first_map = routing[0] is not None and self._num_bounded_lanes == 0  # the peers agree on lanes before such a call
         if is_bounded and not is_first_map:
             keep_nothing(*self._shared_with_peers(routing))
         return self._buffers.refuse(error)
@@ -391,7 +370,7 @@ class HybridEPBuffer(Suspending):
     def _shared_with_peers(self, routing: _Routing) -> tuple[int, dist.ProcessGroup, torch.device]:
         """Return the experts, the group and the device of the peers' `keep_within`, as far as arguments tell of which some are wrong."""
         if self._bounded is None:
-            tensors = [tensor for tensor in (routing.topk_idx, routing.routing_map, routing.probs) if isinstance(tensor, Tensor)]
+            tensors = [tensor for tensor in (routing[1], routing[0], routing[2]) if isinstance(tensor, Tensor)]
             latest = self.configurer.buffer_config.num_of_experts_per_rank * self.group_size, _device_of(tensors)
         else:
             latest = self._bounded
@@ -426,6 +405,27 @@ class HybridEPBuffer(Suspending):
         return most
 
 
+def indices_to_map(topk_idx: Tensor, topk_weights: Tensor | None, num_of_tokens: int, num_of_experts: int) -> tuple[Tensor, Tensor | None]:
+    """Return the dense form of a routing by indices.
+
+    Args:
+        topk_idx: [num_of_tokens, num_topk] int32 or int64, -1 = no expert.
+        topk_weights: [num_of_tokens, num_topk] of any floating-point dtype, or None.
+
+    Returns:
+        (routing_map, probs): [num_of_tokens, num_of_experts] bool, True where chosen; and fp32 of the same shape, 0 where not chosen, or
+        None without `topk_weights`.
+
+    Raises:
+        ValueError: `topk_idx` has another number of rows.
+    """
+    if topk_idx.shape[0] != num_of_tokens:
+        raise ValueError(f"topk_idx has {topk_idx.shape[0]} rows and num_of_tokens is {num_of_tokens}; give as many rows")
+    chosen = torch.ones_like(topk_idx, dtype=torch.bool)
+    probs = None if topk_weights is None else to_dense(topk_idx, topk_weights.float(), num_of_experts)
+    return to_dense(topk_idx, chosen, num_of_experts), probs
+
+
 def _bound_of(num_permuted_tokens: Any) -> int | None:
     """Return the bound on the rows of this rank, a number or a tensor of one. Raises TypeError, or ValueError for a negative one."""
     if num_permuted_tokens is None:
@@ -454,9 +454,17 @@ def _device_of(tensors: list[Tensor]) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _is_wider(error: Exception, num_experts: int) -> bool:
-    """Return whether a dispatch of `lanes_of_map` has refused a token with more experts than lanes, here or on a peer."""
-    return f" is {num_experts}; it must be -1 (no expert)" in str(error)
+def _weights_of(routing: _Routing, topk_idx: Tensor) -> Tensor | None:
+    """Return the weights of the lanes `topk_idx` [num_tokens, num_topk], fp32, without gradient."""
+    routing_map, _, probs, topk_weights, _ = routing
+    if probs is not None:
+        return weights_at(detached(probs), topk_idx)
+    return None if topk_weights is None or routing_map is not None else detached(topk_weights).float()
+
+
+def _in_dtype_of(hidden: Tensor, recv_x: Tensor) -> Tensor:
+    """Return fp8 rows as bytes where the caller gave bytes."""
+    return recv_x.view(torch.uint8) if hidden.dtype is torch.uint8 else recv_x
 
 
 def _rows_of(hidden: Tensor, scaling_factor: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -3,9 +3,16 @@
 import importlib
 import pkgutil
 import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 
 PACKAGE = "deepep_moe.compat.deep_ep"
 NAME = "deep_ep"
+_ALSO = {
+    "buffers": "buffer", "buffers.legacy": "buffer", "buffers.elastic": "elastic", "comm": "elastic", "hybrid_ep_buffer": "hybrid",
+    "utils": "events", "utils.event": "events", "utils.envs": "envs",
+}  # fmt: skip
+"""Modules of DeepEP, after those that hold them, and the module here that has their names."""
 
 
 def install() -> None:
@@ -30,3 +37,9 @@ def provide() -> None:
     sys.modules[NAME] = package
     for module in pkgutil.walk_packages(package.__path__, f"{PACKAGE}."):
         sys.modules[NAME + module.name.removeprefix(PACKAGE)] = importlib.import_module(module.name)
+    for name, source in _ALSO.items():
+        also = module_from_spec(ModuleSpec(f"{NAME}.{name}", None, is_package=True))  # a package, as it has those modules
+        also.__dict__.update({key: value for key, value in vars(sys.modules[f"{NAME}.{source}"]).items() if not key.startswith("_")})
+        parent, _, last = also.__name__.rpartition(".")
+        sys.modules[also.__name__] = also
+        setattr(sys.modules[parent], last, also)

@@ -1,5 +1,6 @@
-"""The dispatches of DeepEP's `Buffer`: with new routing, with ranks alone, or along a handle."""
+"""The dispatches of DeepEP's `Buffer` with new routing, or with ranks alone, and counts for callers before them."""
 
+from operator import methodcaller
 from typing import NamedTuple
 
 import torch
@@ -10,11 +11,10 @@ from deepep_moe.arguments import as_int
 from deepep_moe.compat.deep_ep.arguments import checked_routing, detached
 from deepep_moe.compat.deep_ep.core import GrowingBuffers
 from deepep_moe.compat.deep_ep.handle import Handle
-from deepep_moe.compat.deep_ep.layout import lanes_of_ranks
-from deepep_moe.compat.deep_ep.widths import dispatch_along
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.group.rendezvous import gather_objects
+from deepep_moe.ops.lanes import count_lanes
 
 _Told = tuple[Tensor | None, Tensor | None, list[int], Handle]
 
@@ -35,67 +35,36 @@ def send(
 ) -> tuple[DispatchOutput, _Told]:
     """Dispatch with new routing. Return the output, and (recv_topk_idx, recv_topk_weights, tokens of each local expert, the handle)."""
     try:
-        num_experts, topk_idx, topk_weights = _lanes_of(routing)
+        num_experts, topk_idx = _lanes_of(routing)
         alignment = as_int("expert_alignment", routing.expert_alignment)
         bound = as_int("num_worst_tokens", routing.num_worst_tokens) or None
     except (TypeError, ValueError) as error:
         raise buffers.refuse(error) from None
-
-    def dispatch(buffer: Buffer) -> DispatchOutput:
-        return buffer.dispatch(
-            x, topk_idx, topk_weights, x_scales=x_scales, layout="rank", expert_alignment=alignment, num_recv_rows=bound,
-            num_sms=num_sms,
-        )  # fmt: skip
-
+    weights = None if routing.topk_idx is None or routing.topk_weights is None else detached(routing.topk_weights)
+    dispatch = methodcaller(
+        "dispatch", x, topk_idx, weights, x_scales=x_scales, layout="rank", expert_alignment=alignment, num_recv_rows=bound, num_sms=num_sms
+    )
     least = 0 if bound is None else -(-bound // buffers.num_ranks)  # the caller's bound is for every rank with as many tokens
-    buffer, out = buffers.dispatch(x, num_experts, topk_idx.shape[-1], dispatch, least)
+    buffer, out = buffers.dispatch(x, num_experts, topk_idx.shape[1], dispatch, least)
     handle = Handle(buffer, out.handle)
     if routing.topk_idx is None:
         return out, (None, None, [] if bound else _counts_of_all(buffers, buffer, routing, alignment), handle)
     return out, (out.recv_topk_idx, out.recv_topk_weights, [] if bound else out.handle.num_rows_per_expert_list, handle)
 
 
-def send_along(
-    buffers: GrowingBuffers, x: Tensor, x_scales: Tensor | None, handle: Handle, topk_idx: Tensor | None, num_sms: int | None
-) -> DispatchOutput:
-    """Dispatch along a handle. Raises TypeError if `handle` is none, ValueError if topk_idx is given too."""
-    buffer = checked(buffers, handle).buffer
-    if topk_idx is not None:
-        raise buffer.refuse(ValueError("topk_idx and handle were both given; a handle repeats the routing of its own dispatch"))
-    return dispatch_along(buffer, x, x_scales, handle.along, num_sms=num_sms)
-
-
-def checked(buffers: GrowingBuffers, handle: object) -> Handle:
-    """Return `handle`. If no dispatch has returned it, tell the peers and raise TypeError."""
-    if not isinstance(handle, Handle):
-        raise buffers.refuse(
-            TypeError(
-                f"handle is a {type(handle).__name__}; it must be the object that dispatch returned: its tensors alone do not say which "
-                "buffer made them"
-            )
-        )
-    return handle
-
-
-def _lanes_of(routing: Routing) -> tuple[int, Tensor, Tensor | None]:
-    """Return the number of experts, topk_idx and topk_weights. Raises TypeError or ValueError if something is missing or wrong."""
-    num_experts = _num_experts(routing)
-    if routing.topk_idx is not None:
-        weights = routing.topk_weights
-        return num_experts, checked_routing(routing.topk_idx), None if weights is None else detached(weights)
-    assert routing.is_token_in_rank is not None  # `_num_experts` has checked it
-    return num_experts, lanes_of_ranks(routing.is_token_in_rank, num_experts), None
-
-
-def _num_experts(routing: Routing) -> int:
-    """Return the number of experts, the length of num_tokens_per_expert. Raises ValueError if something is missing."""
-    if routing.num_tokens_per_expert is None:
+def _lanes_of(routing: Routing) -> tuple[int, Tensor]:
+    """Return the number of experts, the length of num_tokens_per_expert, and topk_idx. Raises TypeError or ValueError if something is
+    missing or wrong."""
+    counts = routing.num_tokens_per_expert
+    if counts is None:
         raise ValueError("num_tokens_per_expert is missing; give what get_dispatch_layout returned, or the handle of an earlier dispatch")
-    if routing.topk_idx is None and routing.is_token_in_rank is None:
+    if not isinstance(counts, Tensor) or counts.dim() != 1:
+        raise ValueError(f"num_tokens_per_expert is {counts!r:.80}; it must be a tensor [num_experts]")
+    if routing.topk_idx is not None:
+        return counts.shape[0], checked_routing(routing.topk_idx)
+    if routing.is_token_in_rank is None:
         raise ValueError("topk_idx and is_token_in_rank are missing; give one of them, or the handle of an earlier dispatch")
-    if not isinstance(routing.num_tokens_per_expert, Tensor) or routing.num_tokens_per_expert.dim() != 1:
-        raise ValueError(f"num_tokens_per_expert is {routing.num_tokens_per_expert!r:.80}; it must be a tensor [num_experts]")
-    return routing.num_tokens_per_expert.shape[0]
+    return counts.shape[0], lanes_of_ranks(routing.is_token_in_rank, counts.shape[0])
 
 
 def _counts_of_all(buffers: GrowingBuffers, buffer: Buffer, routing: Routing, alignment: int) -> list[int]:
@@ -107,3 +76,32 @@ def _counts_of_all(buffers: GrowingBuffers, buffer: Buffer, routing: Routing, al
     first = buffer.rank * buffer.num_local_experts
     counts = torch.tensor(table).sum(0)[first : first + buffer.num_local_experts].tolist()
     return [-(-count // alignment) * alignment for count in counts]
+
+
+def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_nodes: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Return the counts of `Buffer.get_dispatch_layout` for `topk_idx` [num_tokens, num_topk] int32 or int64, -1 = no expert.
+
+    The host waits for nothing. An index out of range is found by the dispatch, not here. Raises ValueError for another shape or number
+    of experts.
+    """
+    if topk_idx.dim() != 2:
+        raise ValueError(f"topk_idx has shape {list(topk_idx.shape)}; it must be [num_tokens, num_topk]")
+    if num_experts < 1 or num_experts % num_ranks:
+        raise ValueError(f"num_experts is {num_experts}; it must be a multiple of the group's {num_ranks} ranks")
+    topk_idx = topk_idx if topk_idx.dtype in (torch.int64, torch.int32) else topk_idx.long()
+    per_rank, per_expert, in_rank = count_lanes(topk_idx, num_experts, num_ranks)
+    per_node = None
+    if num_nodes > 1:
+        per_node = in_rank.unflatten(1, (num_nodes, -1)).any(2).sum(0, dtype=torch.int32)
+    return per_rank, per_node, per_expert, in_rank
+
+
+def lanes_of_ranks(is_token_in_rank: Tensor, num_experts: int) -> Tensor:
+    """Return a topk_idx [num_tokens, num_ranks] int64 for tokens whose experts the caller keeps to himself: lane r names the first expert
+    of rank r, or -1. Raises ValueError for another shape."""
+    if is_token_in_rank.dim() != 2 or is_token_in_rank.dtype != torch.bool:
+        wrong = f"shape {list(is_token_in_rank.shape)} and dtype {is_token_in_rank.dtype}"
+        raise ValueError(f"is_token_in_rank has {wrong}; it must be [num_tokens, num_ranks] torch.bool")
+    num_ranks = is_token_in_rank.shape[1]
+    first = torch.arange(0, num_experts, num_experts // num_ranks, device=is_token_in_rank.device)
+    return torch.where(is_token_in_rank, first, -1)

@@ -9,7 +9,7 @@ from deepep_moe.device import is_gpu
 from deepep_moe.exchange import native
 from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs, CombineOptions
 from deepep_moe.exchange.buffer import Buffer
-from deepep_moe.exchange.checks import check_cached_dispatch, check_combine, check_owner, check_tensors
+from deepep_moe.exchange.checks import check_beside_handle, check_cached_dispatch, check_combine, check_owner, check_tensors
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
 from deepep_moe.group.settings import Settings, one_by_one
 
@@ -18,13 +18,13 @@ _WORD = torch.float32  # rows of any dtype are sent as this one, as a dispatch c
 
 def dispatch_along(
     buffer: Buffer, x: Tensor, x_scales: Tensor | None, handle: DispatchHandle, topk_weights: Tensor | None = None,
-    num_sms: int | None = None, return_hook: bool = False,
+    num_sms: int | None = None, topk_idx: Tensor | None = None, return_hook: bool = False,
 ) -> DispatchOutput:  # fmt: skip
-    """Dispatch along a handle of `buffer`, as its `dispatch` does. Rows of another width are sent as several rows of the buffer's width;
-    then there is no second half, and `hook` is None. Raises the errors of `Buffer.dispatch`."""
+    """Dispatch along a handle of `buffer`, as its `dispatch` does: it refuses `topk_idx`. Rows of another width are sent as several rows of
+    the buffer's width; then there is no second half, and `hook` is None. Raises the errors of `Buffer.dispatch`."""
     if not _is_of_another_width(buffer, x):
-        return buffer.dispatch(x, None, topk_weights, x_scales=x_scales, handle=handle, num_sms=num_sms, return_hook=return_hook)
-    buffer.calls.refuse_on_failure(_check_dispatch, buffer, x, x_scales, topk_weights, handle)
+        return buffer.dispatch(x, topk_idx, topk_weights, x_scales=x_scales, handle=handle, num_sms=num_sms, return_hook=return_hook)
+    buffer.calls.refuse_on_failure(_check_dispatch, buffer, x, x_scales, topk_weights, handle, topk_idx)
     num_words, num_scales = x.shape[1] * x.itemsize // _WORD.itemsize, 0 if x_scales is None else x_scales.shape[1]
     parts = buffer.calls.refuse_on_failure(lambda: _in_parts(_words(x, x_scales), buffer.hidden))
     outs = [buffer.dispatch(parts[0], None, topk_weights, handle=handle, num_sms=num_sms)]
@@ -71,7 +71,8 @@ def combine_with_lanes(
     options = CombineOptions(sums_lanes=not calls.settings.is_by_lane)  # by lanes each has one row, so there is no sum
     output = native.combine_rows(calls, x, handle, None, bias, num_sms, lanes=lanes, options=options)
     if output is not None:
-        return output.combined_x, output.topk_weight_grads.view(-1, buffer.num_topk)
+        sums = output.topk_weight_grads
+        return output.combined_x, sums.view(-1, buffer.num_topk) if calls.settings.is_by_lane else sums
     mode = calls.mode_of(num_sms)
     calls.refuse_on_failure(check_tensors, x, is_operator=False, topk_weights=lanes, bias=bias)
     calls.refuse_on_failure(check_owner, handle, calls.number)
@@ -96,7 +97,10 @@ def _as_wide_as(buffer: Buffer, x: Tensor) -> Settings:
     return replace(buffer.calls.settings, hidden=x.shape[1])
 
 
-def _check_dispatch(buffer: Buffer, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle) -> None:
+def _check_dispatch(
+    buffer: Buffer, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle, topk_idx: Tensor | None
+) -> None:
+    check_beside_handle(handle, topk_idx, handle.layout, handle.expert_alignment, None)
     check_tensors(x, x_scales=x_scales, topk_weights=topk_weights)
     weights = one_by_one("topk_weights", topk_weights, len(x), buffer.calls.settings) if buffer.sums != "ranks" else topk_weights
     args = CachedDispatchArgs(buffer.calls.own_mode, x, x_scales, weights, handle)

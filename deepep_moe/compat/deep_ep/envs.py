@@ -1,4 +1,4 @@
-"""`deep_ep.utils.envs`: what version 2 asks of a machine. Its start of processes and its measurements of links are DeepEP's tests' own."""
+"""`deep_ep.utils.envs`: what version 2 asks of a machine. It has no start of processes and no measurements of links: tests use those."""
 
 import torch
 

@@ -1,1 +1,0 @@
-"""`deep_ep.buffers`, where version 2 has its classes."""
