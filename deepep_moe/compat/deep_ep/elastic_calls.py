@@ -89,7 +89,8 @@ class ElasticCalls:
             self.stream.abort(callers)
             raise
         if not (is_async or is_deferred):
-            return *_results(out, handle, scales, by_column), EventOverlap()
+            recv_x = out.recv_x if scales is None else _with_scales(out, scales, by_column)
+            return recv_x, out.recv_topk_idx, out.recv_topk_weights, handle, EventOverlap()
         inputs = rows, scales, *routing[:2], stats
         outputs = out.recv_x, out.recv_x_scales, out.recv_topk_idx, out.recv_topk_weights, *handle.native.tensors
         if is_deferred:
@@ -153,11 +154,14 @@ class ElasticCalls:
 
 def _results(out: DispatchOutput, handle: EPHandle, x_scales: Tensor | None, by_column: bool) -> tuple[Any, ...]:
     """Return recv_x, recv_topk_idx, recv_topk_weights and the handle."""
-    recv_x: Any = out.recv_x
-    if x_scales is not None:
-        scales = as_given(out.recv_x_scales, x_scales)
-        recv_x = recv_x, scales if scales is None or not by_column else columns_of(scales)
+    recv_x = out.recv_x if x_scales is None else _with_scales(out, x_scales, by_column)
     return recv_x, out.recv_topk_idx, out.recv_topk_weights, handle
+
+
+def _with_scales(out: DispatchOutput, x_scales: Tensor, by_column: bool) -> Any:
+    """Return recv_x and its scales, in the format of `x_scales` that were sent."""
+    scales = as_given(out.recv_x_scales, x_scales)
+    return out.recv_x, scales if scales is None or not by_column else columns_of(scales)
 
 
 def _most_rows(num_max_tokens: int, num_topk: int, num_local_experts: int | None, alignment: int, num_ranks: int) -> int:

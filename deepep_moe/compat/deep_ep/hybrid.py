@@ -86,6 +86,8 @@ class HybridEPBuffer(Suspending):
         )
         self._buffers = GrowingBuffers(group, sums=library_config.sums())
         self._num_lanes = self._num_bounded_lanes = 0  # as all ranks agree, for routing maps without and with a bound; 0: not yet
+        self._gpu: torch.device | None = None
+        """The GPU of the latest map without a bound, once the ranks have agreed on its lanes."""
         self._bounded: tuple[int, torch.device] | None = None
         """The experts and the device of the latest dispatch with a bound."""
 
@@ -277,7 +279,7 @@ class HybridEPBuffer(Suspending):
         try:
             self._buffers.check_layout(layout, "call dispatch_with_permute")
             rows, scales = _rows_of(hidden, scaling_factor)
-            if routing_map is not None and num_rows is None and self._num_lanes and is_gpu(rows.device):
+            if routing_map is not None and num_rows is None and rows.device == self._gpu:
                 lanes = needed().lanes_of_map(routing_map, routing[2], self._num_lanes, rows)  # it declines what is refused below
             num_experts = self._num_experts_of(routing) if lanes is not None else self._check_routing(routing, rows)
         except (TypeError, ValueError) as error:
@@ -312,6 +314,7 @@ class HybridEPBuffer(Suspending):
             topk_idx = experts_only(topk_idx, num_experts)
         elif num_rows is None:
             self._num_lanes = self._num_lanes or self._agree_on_lanes(routing_map)
+            self._gpu = routing_map.device if is_gpu(routing_map.device) else None
             return *lanes_of_map(routing_map, None if probs is None else detached(probs), self._num_lanes), None
         else:
             self._num_bounded_lanes = num_lanes = self._num_bounded_lanes or self._agree_on_lanes(routing_map, is_bounded=True)
@@ -339,11 +342,10 @@ class HybridEPBuffer(Suspending):
 
     def _num_experts_of(self, routing: _Routing) -> int:
         """Return the number of experts. Raises TypeError or ValueError where it cannot be one."""
-        routing_map, *_, given = routing
-        if isinstance(routing_map, Tensor):
-            num_experts = routing_map.shape[-1]
+        if isinstance(routing[0], Tensor):
+            num_experts = routing[0].shape[-1]
         else:
-            num_of_experts = as_int("num_of_experts", given or 0)
+            num_of_experts = as_int("num_of_experts", routing[4] or 0)
             num_experts = num_of_experts or self.configurer.buffer_config.num_of_experts_per_rank * self.group_size
         if num_experts < 1 or num_experts % self.group_size:
             raise ValueError(f"the number of experts is {num_experts}; it must be a multiple of the group's {self.group_size} ranks")
@@ -470,6 +472,7 @@ def _in_dtype_of(hidden: Tensor, recv_x: Tensor) -> Tensor:
 def _rows_of(hidden: Tensor, scaling_factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return rows, and scales where rows are fp8. HybridEP's callers pass scales beside any rows, and fp8 as bytes."""
     hidden, _ = rows_and_scales(hidden)
-    if hidden.dtype == torch.uint8:
+    dtype = hidden.dtype
+    if dtype is torch.uint8:
         return hidden.view(_FP8), scaling_factor
-    return hidden, scaling_factor if hidden.dtype == _FP8 else None
+    return hidden, scaling_factor if dtype is _FP8 else None
