@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepep_moe.ops.lanes import lanes_of_map
+
 
 def to_dense(topk_idx: Tensor, values: Tensor, num_experts: int) -> Tensor:
     """Return [num_tokens, num_experts] with `values` [num_tokens, num_topk] in the columns of their experts, else 0."""
@@ -13,14 +15,13 @@ def to_dense(topk_idx: Tensor, values: Tensor, num_experts: int) -> Tensor:
     return dense.scatter_(1, topk_idx.long() + 1, values)[:, 1:].contiguous()  # lanes without an expert write column 0, which is dropped
 
 
-def to_lanes(routing_map: Tensor, num_topk: int) -> Tensor:
-    """Return topk_idx [num_tokens, num_topk] int64 of `routing_map` [num_tokens, num_experts] bool: a token's first `num_topk` experts,
-    ascending, then -1."""
-    num_tokens, num_experts = routing_map.shape
-    lane = routing_map.cumsum(1) - 1
-    lane = torch.where(routing_map & (lane < num_topk), lane, num_topk)  # others write the last column, which is dropped
-    experts = torch.arange(num_experts, device=routing_map.device).expand(num_tokens, -1)
-    return torch.full((num_tokens, num_topk + 1), -1, device=routing_map.device).scatter_(1, lane, experts)[:, :num_topk].contiguous()
+def first_lanes(routing_map: Tensor, num_topk: int) -> tuple[Tensor, Tensor]:
+    """Return topk_idx [num_tokens, num_topk] int64 of `routing_map` [num_tokens, num_experts] bool, a token's first `num_topk` experts,
+    ascending, then -1; and [] bool: has any token more?"""
+    topk_idx, _ = lanes_of_map(routing_map, None, num_topk)
+    is_lost = topk_idx[:, 0] == routing_map.shape[1]  # so it says instead of its first expert
+    topk_idx[:, 0] = torch.where(is_lost, routing_map.view(torch.uint8).argmax(1), topk_idx[:, 0])
+    return topk_idx, is_lost.any()
 
 
 class Share(NamedTuple):

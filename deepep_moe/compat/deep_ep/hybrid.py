@@ -14,7 +14,7 @@ from deepep_moe import config as library_config
 from deepep_moe.arguments import as_int, check_tensor
 from deepep_moe.compat.deep_ep.arguments import checked_routing, combine_arguments, detached, rows_and_scales
 from deepep_moe.compat.deep_ep.core import GrowingBuffers, Suspending, members_of
-from deepep_moe.compat.deep_ep.dense_routing import experts_only, keep_nothing, keep_within, to_dense, to_lanes
+from deepep_moe.compat.deep_ep.dense_routing import experts_only, first_lanes, keep_nothing, keep_within, to_dense
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.hybrid_handle import HybridConfig, HybridHandle
 from deepep_moe.compat.deep_ep.widths import combine_along, dispatch_along
@@ -318,7 +318,7 @@ class HybridEPBuffer(Suspending):
             return *lanes_of_map(routing_map, None if probs is None else detached(probs), self._num_lanes), None
         else:
             self._num_bounded_lanes = num_lanes = self._num_bounded_lanes or self._agree_on_lanes(routing_map, is_bounded=True)
-            topk_idx, is_lost = to_lanes(routing_map, num_lanes), (routing_map.sum(1) > num_lanes).any()
+            topk_idx, is_lost = first_lanes(routing_map, num_lanes)
         if num_rows is not None:
             topk_idx, has_dropped = keep_within(topk_idx, num_experts, num_rows, alignment, self.group, is_lost)
         return topk_idx, _weights_of(routing, topk_idx), has_dropped
