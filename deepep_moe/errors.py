@@ -78,8 +78,9 @@ class EPPeerError(EPError):
 
 
 def cause_of(error: BaseException) -> Cause:
-    """Return why a rank refuses the call in which it has raised this error, or why the peer did that an EPPeerError speaks of."""
-    return getattr(error, "code", Cause.OTHER) if isinstance(error, (ValueError, EPPeerError)) else Cause.OTHER
+    """Return why a rank refuses the call in which it has raised this error. A peer's cause is of the peer's call, and is not passed on."""
+    code = getattr(error, "code", None) if isinstance(error, ValueError) else None
+    return code if isinstance(code, Cause) else Cause.OTHER  # errors of others may have codes too
 
 
 class EPMismatchError(EPError):

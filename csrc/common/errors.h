@@ -30,7 +30,7 @@ struct NoExpertError : std::invalid_argument {
     using std::invalid_argument::invalid_argument;
 };
 
-constexpr int kOutgrown = 1, kNoExpert = 2;  // deepep_moe.errors.Cause
+constexpr int kNoExpert = 2;  // deepep_moe.errors.Cause
 
 // Another rank has left this call with an error of its own.
 struct PeerError : std::runtime_error {

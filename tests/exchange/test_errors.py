@@ -14,7 +14,7 @@ from exchange_cases import look, on_device
 from on_ranks import on_ranks, refused
 
 from deepep_moe import Buffer, LowLatencyBuffer
-from deepep_moe.errors import BackendUnavailableError, Cause, EPCapacityError, EPMismatchError, EPPeerError, cause_of
+from deepep_moe.errors import BackendUnavailableError, Cause, EPCapacityError, EPMismatchError, EPPeerError
 from deepep_moe.ops import gate
 
 # ---- bad arguments of one rank: its own error there, EPPeerError with the reason elsewhere, and the buffer stays usable ----
@@ -71,7 +71,7 @@ def test_bad_arguments_of_dispatch(rank, backend, sums):
                 arguments["handle"] = handles[arguments["handle"]]
         with refused(rank, 0, error, message) as info:
             buffer.dispatch(**arguments)
-        assert (cause_of(info.value) == Cause.NO_EXPERT) == ("(no expert)" in str(info.value))
+        assert (getattr(info.value, "code", None) == Cause.NO_EXPERT) == ("(no expert)" in str(info.value))
         out = buffer.dispatch(X, IDX, WEIGHTS)
         assert torch.isfinite(buffer.combine(out.recv_x, out.handle)).all(), "usable afterwards"
 

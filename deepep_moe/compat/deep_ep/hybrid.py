@@ -19,7 +19,7 @@ from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.hybrid_handle import HybridConfig, HybridHandle
 from deepep_moe.compat.deep_ep.widths import combine_along, dispatch_along
 from deepep_moe.device import is_gpu
-from deepep_moe.errors import Cause, EPPeerError, cause_of
+from deepep_moe.errors import Cause, EPPeerError
 from deepep_moe.exchange.checks import MAX_ALIGNMENT
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.group.rendezvous import gather_objects
@@ -297,7 +297,7 @@ class HybridEPBuffer(Suspending):
                 buffer, out = self._buffers.dispatch(rows, num_experts, topk_idx.shape[1], send, self._num_max_tokens)
                 return out, HybridHandle(buffer, out.handle, topk_idx, self.configurer.buffer_config, has_dropped)
             except (ValueError, EPPeerError) as error:
-                if routing_map is None or cause_of(error) != Cause.NO_EXPERT or is_last:
+                if routing_map is None or num_rows is not None or getattr(error, "code", None) != Cause.NO_EXPERT or is_last:
                     raise
             self._num_lanes = self._agree_on_lanes(routing_map)
             lanes = self._lanes_of(routing, num_experts, None, alignment)
