@@ -16,7 +16,7 @@ from deepep_moe.compat.deep_ep.handle import Handle
 from deepep_moe.compat.deep_ep.low_latency import LowLatencyCalls
 from deepep_moe.compat.deep_ep.low_latency_buffers import LowLatencyBuffers
 from deepep_moe.compat.deep_ep.runtime import Runtime
-from deepep_moe.compat.deep_ep.sends import Routing, dispatch_layout, send
+from deepep_moe.compat.deep_ep.sends import dispatch_layout, send
 from deepep_moe.compat.deep_ep.streams import CommStream
 from deepep_moe.compat.deep_ep.widths import combine_along, dispatch_along
 
@@ -213,8 +213,8 @@ class Buffer(Suspending, LowLatencyCalls):
                 buffer = self._buffers.checked(handle, Handle).buffer
                 out = dispatch_along(buffer, x, in_rows(x_scales, x), handle.along, num_sms=num_sms, topk_idx=topk_idx)
             else:
-                routing = Routing(is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens)
-                out, routed = send(self._buffers, x, in_rows(x_scales, x), routing, num_sms)
+                routing = is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens
+                out, routed = send(self._buffers, x, in_rows(x_scales, x), *routing, num_sms)
             recv_scales = as_given(out.recv_x_scales, x_scales)
         except BaseException:
             self._stream.abort(callers)

@@ -1,7 +1,6 @@
 """The dispatches of DeepEP's `Buffer` with new routing, or with ranks alone, and counts for callers before them."""
 
 from operator import methodcaller
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,59 +18,48 @@ from deepep_moe.ops.lanes import count_lanes
 _Told = tuple[Tensor | None, Tensor | None, list[int], Handle]
 
 
-class Routing(NamedTuple):
-    """The routing that a caller passes; fields are the arguments of DeepEP's dispatch."""
-
-    is_token_in_rank: Tensor | None
-    num_tokens_per_expert: Tensor | None
-    topk_idx: Tensor | None
-    topk_weights: Tensor | None
-    expert_alignment: int
-    num_worst_tokens: int
-
-
 def send(
-    buffers: GrowingBuffers, x: Tensor, x_scales: Tensor | None, routing: Routing, num_sms: int | None
-) -> tuple[DispatchOutput, _Told]:
-    """Dispatch with new routing. Return the output, and (recv_topk_idx, recv_topk_weights, tokens of each local expert, the handle)."""
+    buffers: GrowingBuffers, x: Tensor, x_scales: Tensor | None, is_token_in_rank: Tensor | None, num_tokens_per_expert: Tensor | None,
+    topk_idx: Tensor | None, topk_weights: Tensor | None, expert_alignment: int, num_worst_tokens: int, num_sms: int | None,
+) -> tuple[DispatchOutput, _Told]:  # fmt: skip
+    """Dispatch with new routing, as DeepEP's arguments say it. Return the output, and (recv_topk_idx, recv_topk_weights, tokens of each
+    local expert, the handle)."""
     try:
-        num_experts, topk_idx = _lanes_of(routing)
-        alignment = as_int("expert_alignment", routing.expert_alignment)
-        bound = as_int("num_worst_tokens", routing.num_worst_tokens) or None
+        counts, lanes = _checked(num_tokens_per_expert, topk_idx, is_token_in_rank)
+        alignment = as_int("expert_alignment", expert_alignment)
+        bound = as_int("num_worst_tokens", num_worst_tokens) or None
     except (TypeError, ValueError) as error:
         raise buffers.refuse(error) from None
-    weights = None if routing.topk_idx is None or routing.topk_weights is None else detached(routing.topk_weights)
+    weights = None if topk_idx is None or topk_weights is None else detached(topk_weights)
     dispatch = methodcaller(
-        "dispatch", x, topk_idx, weights, x_scales=x_scales, layout="rank", expert_alignment=alignment, num_recv_rows=bound, num_sms=num_sms
+        "dispatch", x, lanes, weights, x_scales=x_scales, layout="rank", expert_alignment=alignment, num_recv_rows=bound, num_sms=num_sms
     )
     least = 0 if bound is None else -(-bound // buffers.num_ranks)  # the caller's bound is for every rank with as many tokens
-    buffer, out = buffers.dispatch(x, num_experts, topk_idx.shape[1], dispatch, least)
+    buffer, out = buffers.dispatch(x, counts.shape[0], lanes.shape[1], dispatch, least)
     handle = Handle(buffer, out.handle)
-    if routing.topk_idx is None:
-        return out, (None, None, [] if bound else _counts_of_all(buffers, buffer, routing, alignment), handle)
+    if topk_idx is None:
+        return out, (None, None, [] if bound else _counts_of_all(buffers, buffer, counts, alignment), handle)
     return out, (out.recv_topk_idx, out.recv_topk_weights, [] if bound else out.handle.num_rows_per_expert_list, handle)
 
 
-def _lanes_of(routing: Routing) -> tuple[int, Tensor]:
-    """Return the number of experts, the length of num_tokens_per_expert, and topk_idx. Raises TypeError or ValueError if something is
+def _checked(counts: Tensor | None, topk_idx: Tensor | None, is_token_in_rank: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return num_tokens_per_expert, whose length is the number of experts, and topk_idx. Raises TypeError or ValueError if something is
     missing or wrong."""
-    counts = routing.num_tokens_per_expert
     if counts is None:
         raise ValueError("num_tokens_per_expert is missing; give what get_dispatch_layout returned, or the handle of an earlier dispatch")
     if not isinstance(counts, Tensor) or counts.dim() != 1:
         raise ValueError(f"num_tokens_per_expert is {counts!r:.80}; it must be a tensor [num_experts]")
-    if routing.topk_idx is not None:
-        return counts.shape[0], checked_routing(routing.topk_idx)
-    if routing.is_token_in_rank is None:
+    if topk_idx is not None:
+        return counts, checked_routing(topk_idx)
+    if is_token_in_rank is None:
         raise ValueError("topk_idx and is_token_in_rank are missing; give one of them, or the handle of an earlier dispatch")
-    return counts.shape[0], lanes_of_ranks(routing.is_token_in_rank, counts.shape[0])
+    return counts, lanes_of_ranks(is_token_in_rank, counts.shape[0])
 
 
-def _counts_of_all(buffers: GrowingBuffers, buffer: Buffer, routing: Routing, alignment: int) -> list[int]:
+def _counts_of_all(buffers: GrowingBuffers, buffer: Buffer, num_tokens_per_expert: Tensor, alignment: int) -> list[int]:
     """Return how many tokens each local expert receives. Without topk_idx the rows received do not show it, so ranks exchange their own
     counts. Collective."""
-    assert routing.num_tokens_per_expert is not None
-    mine = routing.num_tokens_per_expert.tolist()
+    mine = num_tokens_per_expert.tolist()
     table = gather_objects(mine, buffers.group, buffers.num_ranks, "counts of a DeepEP dispatch without topk_idx", config.timeout_s(), list)
     first = buffer.rank * buffer.num_local_experts
     counts = torch.tensor(table).sum(0)[first : first + buffer.num_local_experts].tolist()
