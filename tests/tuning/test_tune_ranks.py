@@ -1,7 +1,6 @@
 """The tuner on GPUs, or on the emulated one: one buffer in each rank's process for all settings."""
 
 import argparse
-import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,11 +96,6 @@ def test_nothing_is_faster():
         assert outcome == Outcome(ranks.NOTHING_FASTER, None)
 
 
-def test_no_time_for_anything():
-    for outcome in run_ranks(tuned, 2, options(2, time_limit=1e-3)):
-        assert outcome[0] == Outcome(ranks.NOTHING_FASTER, None)
-
-
 def refused(rank: int, num_ranks: int, options: argparse.Namespace, change) -> tuple[type, str]:
     device_of("nvlink", rank)
     change(rank)
@@ -133,23 +127,3 @@ def other_bits(rank: int) -> None:
 def test_what_ends_the_run(change, error, words):
     for kind, message in run_ranks(refused, 2, options(2), change):
         assert kind is error and all(word in message for word in words), message
-
-
-def slowest_counts(rank: int, num_ranks: int, options: argparse.Namespace) -> list[float]:
-    """Rank 1 is late by 50 ms in each call."""
-    device_of("nvlink", rank)
-    tuner = ranks.TuneRank(rank, num_ranks, 0, options)
-    buffer = tuner.new_buffer()
-    backend = buffer.calls.backend
-    if rank == 1:
-        once = tuner.timer.once
-        tuner.timer.once = lambda call: once(call) + 5e4
-    times = tuner._sample(backend, tuner._calls(buffer), backend.fitted, 3)
-    assert backend.tuning.num_sms == backend.fitted.num_sms
-    buffer.destroy()
-    return times
-
-
-def test_times_are_of_the_slowest_rank():
-    first, second = run_ranks(slowest_counts, 2, options(2))
-    assert first == second and len(first) == 3 and statistics.median(first) > 5e4

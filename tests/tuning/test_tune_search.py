@@ -1,6 +1,5 @@
 """The tuner's search and statistics, on made-up times; its command line. No GPU."""
 
-import itertools
 import math
 import random
 import subprocess
@@ -11,7 +10,7 @@ import pytest
 
 from deepep_moe.tune import command
 from deepep_moe.tune.ranks import Outcome
-from deepep_moe.tune.search import CONFIDENCE, PAIRS, Meter, axes, compare, judge, median_interval, search
+from deepep_moe.tune.search import PAIRS, Meter, axes, compare, median_interval, search
 from deepep_moe.tuning import Files, Machine, Profile, Shape, Values, load
 
 MACHINE = Machine("made up", 132, 4, 1)
@@ -42,14 +41,6 @@ def test_search_finds_the_best():
     assert any(" us: num_sms 24, " in line and line.endswith(" (of 13)") for line in made_up.lines)
 
 
-def test_search_keeps_a_default_that_is_best():
-    """It stops after one round that changes nothing."""
-    made_up = MadeUp(DEFAULT, noise=0.02)
-    assert search(DEFAULT, MACHINE, made_up.meter) == DEFAULT
-    first = [values for values, _ in itertools.groupby(made_up.measured)]
-    assert len({values.num_sms for values in first}) == 13 and len(set(first)) < 45
-
-
 def test_search_ends_in_time():
     made_up = MadeUp(Values(24, 20, 8, 4, 96, 66), seconds=1.0, limit_s=100)  # 8 s a setting
     search(DEFAULT, MACHINE, made_up.meter)
@@ -78,15 +69,6 @@ def test_interval_by_hand():
     values = [float(n) for n in (5, 3, 8, 1, 7, 2, 6, 4)]
     assert median_interval(values, 0.99) == (1, 8) and median_interval(values, 0.92) == (2, 7)
     assert median_interval(values, 0.995) == (-math.inf, math.inf)
-
-
-def test_equal_settings_are_seldom_told_apart():
-    source, num_settled = random.Random(5), 0
-    for _ in range(500):
-        first, second = ([100 + source.random() for _ in range(PAIRS)] for _ in range(2))
-        verdict = judge(first, second)
-        num_settled += verdict.low > 0 or verdict.high < 0
-    assert num_settled <= 500 * (1 - CONFIDENCE) + 5
 
 
 def test_compare_alternates():
