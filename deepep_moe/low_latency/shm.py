@@ -122,7 +122,7 @@ class ShmLowLatencyBackend(LowLatencyBackend):
                 return Event(worker.submit(receive, number))
             receive(number)
         except BaseException:
-            calls.lose(before)
+            calls.lose(before + 1)
             raise
         return None
 

@@ -1,15 +1,15 @@
 """The ranks of one host and their low-latency calls: numbers, waits, refusals, masks. docs/design/low_latency.md has the protocol.
 
-One thread sends while others receive. The fate of a call decides when the call after next may be sent. Its turn may be overwritten only
+One thread sends while others receive. Whether a call is heard decides when the call after next may be sent. Its turn may be overwritten only
 once all ranks are known to have entered it. A call that was received shows that; a call that failed or was refused does not.
 """
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ _VALUE_BITS, _NUMBER_BIT = 16, 24  # a flag has the number of its call | what th
 _VALUES = (1 << _VALUE_BITS) - 1
 _ROUNDS_PER_LOOK, _YIELDS, _NAP_S = 64, 2000, 50e-6
 _HURRIED_S = 1.0
-_Result = TypeVar("_Result")
 _FROM_HANDLER = "a signal's handler calls the buffer whose call it interrupts; make the call once that one is over"
 
 
@@ -58,14 +57,6 @@ class Rows:
         """Read the rows. `values` are those of the ranks' flags. Ranks that `entered` and have not `arrived` were masked; they send no
         rows."""
         raise NotImplementedError
-
-
-class Fate(Enum):
-    OPEN = 0
-    FAILED = 1
-    """The call was sent, or refused."""
-    HEARD = 2
-    """All ranks have entered the call."""
 
 
 class _Layout:
@@ -134,7 +125,8 @@ class ShmCalls:
         """Held while counters are written: two threads may receive, and so may a signal's handler of one that does."""
         self._sending = threading.RLock()  # guards sending, the number of calls and the masks
         self._is_sending = False
-        self._fates = [(0, Fate.HEARD)] * _TURNS  # of the calls of these numbers, by turn
+        self._unheard: dict[int, bool] = {}
+        """The numbers of calls that not all ranks are known to have entered, and whether these calls are open: else they have failed."""
         self._first_calls = [0] * settings.num_ranks  # first call of each rank since it was last masked
         self.peers.store(settings.rank, self.layout.resumed(settings.rank), _MAGIC + settings.rank)
 
@@ -221,7 +213,8 @@ class ShmCalls:
         """Send a call, whose flag has `value`, and return its number. If it fails once it has a number, the peers learn why.
 
         wait_ns: [num_ranks] int64; how long each rank was waited for is added to it."""
-        return self._as_only_sender(self._send, rows, what, value, wait_ns)
+        with self._alone():
+            return self._send(rows, what, value, wait_ns)
 
     def _send(self, rows: Rows, what: What, value: int, wait_ns: Tensor) -> int:
         peers, own_rank = self.peers, self.settings.rank
@@ -259,10 +252,10 @@ class ShmCalls:
         """Receive call `number`. `wait_ns`: as of `send`."""
         peers = self.peers  # the memory stays until the call is over
         peers.check_owner()
-        waits, fate = _Waits(self, number), Fate.FAILED
+        waits, is_heard = _Waits(self, number), False
         try:
             entered = waits.wait_entered(wait_ns)
-            fate = Fate.HEARD
+            is_heard = True
             flags = {rank: self.entered(rank, number) for rank in members(entered)}  # read once: a refusal may replace one
             self._check_flags(number, flags, what)
             wanted = number << _NUMBER_BIT | what.packed() << _VALUE_BITS | 1
@@ -270,12 +263,14 @@ class ShmCalls:
             arrived = sum(1 << rank for rank in flags if waits.wait_rows(rank, wanted, phase))
             rows.read(number, entered, arrived, [flags.get(rank, 0) & _VALUES for rank in range(self.settings.num_ranks)])
         finally:
-            self._set_fate(number, fate)
+            self.lose(number)
+            if is_heard:
+                self._unheard.pop(number, None)
 
-    def lose(self, before: int) -> None:
-        """Note that the call after `before` will not be received, if it was sent."""
-        if self.num_calls > before and self._fate(before + 1) is Fate.OPEN:
-            self._set_fate(before + 1, Fate.FAILED)
+    def lose(self, number: int) -> None:
+        """Note that a call will not be received, if it was sent."""
+        if number in self._unheard:
+            self._unheard[number] = False
 
     def _check_flags(self, number: int, flags: dict[int, int], what: What) -> None:
         """Raise EPMismatchError, or EPPeerError for a refusal, unless all flags are of the same call."""
@@ -294,21 +289,20 @@ class ShmCalls:
 
     def refuse(self, reason: str) -> None:
         """Enter a call whose arguments were refused, so that the peers learn why instead of waiting."""
-        self._as_only_sender(self._refuse, reason)
-
-    def _refuse(self, reason: str) -> None:
-        peers, number = self.peers, self._begin()
-        self._publish_refusal(peers, number, self.ranks_in(number), reason)
+        with self._alone():
+            peers, number = self.peers, self._begin()
+            self._publish_refusal(peers, number, self.ranks_in(number), reason)
 
     def _begin(self) -> int:
         """Return the number of the next call, once it may be sent because nobody reads its turn any more."""
         number = self.num_calls + 1
-        fate = self._fate(number - _MAX_IN_FLIGHT)
-        if fate is Fate.OPEN:
+        earlier = number - _MAX_IN_FLIGHT
+        if self._unheard.get(earlier):
             raise ValueError(NOT_RECEIVED)
-        if fate is Fate.FAILED:
-            _Waits(self, number - _MAX_IN_FLIGHT).wait_entered()
-        self._set_fate(number, Fate.OPEN)
+        if earlier in self._unheard:
+            _Waits(self, earlier).wait_entered()
+            self._unheard.pop(earlier, None)
+        self._unheard[number] = True
         self.num_calls = number
         return number
 
@@ -319,24 +313,18 @@ class ShmCalls:
         for peer in members(ranks):
             peers.memory(peer)[first : first + len(text)] = text
             peers.store(peer, self.layout.entered(own_rank, number), number << _NUMBER_BIT | _C.LOW_LATENCY_REFUSED << _VALUE_BITS)
-        self._set_fate(number, Fate.FAILED)
+        self.lose(number)
 
-    def _fate(self, number: int) -> Fate:
-        known, fate = self._fates[number % _TURNS]
-        return fate if known == number else Fate.HEARD
-
-    def _set_fate(self, number: int, fate: Fate) -> None:
-        self._fates[number % _TURNS] = number, fate
-
-    def _as_only_sender(self, make: Callable[..., _Result], *args: object) -> _Result:
-        """Return what `make` returns under the lock of senders. A signal's handler may run meanwhile, and may call the same buffer."""
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the lock of senders. A signal's handler may run meanwhile, and may call the same buffer."""
         self.peers.check_owner()
         with self._sending:
             if self._is_sending:
                 raise EPError(_FROM_HANDLER)
             try:
                 self._is_sending = True
-                return make(*args)
+                yield
             finally:
                 self._is_sending = False
 
@@ -344,23 +332,22 @@ class ShmCalls:
 
     def mask(self, rank: int, masked: bool) -> None:
         """Leave a rank out; not `masked`: it takes part again from this rank's next call on."""
-        self._as_only_sender(self._mask, rank, masked)
-
-    def _mask(self, rank: int, masked: bool) -> None:
-        if masked:
-            self.masks |= 1 << rank
-            return
-        own_rank, following = self.settings.rank, self.num_calls + 1
-        for number in range(_TURNS):  # it may repeat calls that it has already sent
-            self.peers.store(own_rank, self.layout.entered(rank, number), 0)
-            self.peers.store(own_rank, self.layout.arrived(rank, number), 0)
-        self._first_calls[rank] = following
-        self.masks &= ~(1 << rank)
-        self.peers.store(rank, self.layout.resumed(own_rank), following + 1)
+        with self._alone():
+            if masked:
+                self.masks |= 1 << rank
+                return
+            own_rank, following = self.settings.rank, self.num_calls + 1
+            for number in range(_TURNS):  # it may repeat calls that it has already sent
+                self.peers.store(own_rank, self.layout.entered(rank, number), 0)
+                self.peers.store(own_rank, self.layout.arrived(rank, number), 0)
+            self._first_calls[rank] = following
+            self.masks &= ~(1 << rank)
+            self.peers.store(rank, self.layout.resumed(own_rank), following + 1)
 
     def rejoin(self) -> None:
         """Wait until all peers have taken this rank back, and go on with their next call."""
-        self._as_only_sender(self._rejoin)
+        with self._alone():
+            self._rejoin()
 
     def _rejoin(self) -> None:
         s, own_rank = self.settings, self.settings.rank
@@ -380,7 +367,7 @@ class ShmCalls:
             self.num_calls = following[others[0]] - 1
         self._first_calls = [self.num_calls + 1] * s.num_ranks  # earlier calls are over, even for a rank that still waits in one
         self.masks = 0
-        self._fates = [(0, Fate.HEARD)] * _TURNS
+        self._unheard.clear()
 
 
 class _Waits:
