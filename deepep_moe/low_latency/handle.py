@@ -10,7 +10,30 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.event import Event
-from deepep_moe.group.settings import Sizes
+from deepep_moe.group.settings import Settings, Sizes
+
+
+class State:
+    """Views of a handle's memory, which LowLatencyHandleLayout describes. PyTorch does not count changes made through them."""
+
+    def __init__(self, state: Tensor, s: Settings):
+        first_count, first_mask, first_row, _ = handle_offsets(s)
+        memory = state.data
+        num_tokens, num_lanes = s.num_max_tokens_per_rank, s.num_ranks * s.num_max_tokens_per_rank * s.num_topk
+        rows = memory[first_row : first_row + 8 * num_lanes]
+        shape = (s.num_ranks, num_tokens, s.num_topk, 2)
+        self.number = memory[:8].view(torch.int64)
+        self.num_tokens = memory[first_count : first_count + 4 * s.num_ranks].view(torch.int32)
+        self.rank_masks = memory[first_mask : first_mask + 4 * num_tokens].view(torch.int32)
+        self.rows = rows.view(torch.int32).view(shape)[..., 0]
+        self.weights = rows.view(torch.float32).view(shape)[..., 1]
+
+
+def handle_offsets(s: Settings) -> tuple[int, int, int, int]:
+    """Return where a handle's memory has num_tokens, rank_masks and rows, and its bytes."""
+    return _C.low_latency_handle_offsets(
+        num_ranks=s.num_ranks, num_experts=s.num_experts, num_topk=s.num_topk, hidden=s.hidden, num_max_tokens=s.num_max_tokens_per_rank
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,22 +113,17 @@ def row_sources(handle: LowLatencyHandle, sizes: Sizes) -> RowSources:
         handle: of a dispatch that was received.
         sizes: the buffer of that dispatch.
     """
-    s = sizes._settings
-    num_ranks, num_topk, num_max = s.num_ranks, s.num_topk, s.num_max_tokens_per_rank
-    num_local, capacity, state = s.num_local_experts, s.rows_of_expert, handle.state
-    first_count, _, first_row, _ = _C.low_latency_handle_offsets(
-        num_ranks=num_ranks, num_experts=sizes.num_experts, num_topk=num_topk, hidden=sizes.hidden, num_max_tokens=num_max
-    )  # behind a rank's number of tokens nothing was written
-    counts = state[first_count : first_count + 4 * num_ranks].view(torch.int32)
-    rows = state[first_row : first_row + 8 * num_ranks * num_max * num_topk].view(torch.int32).view(num_ranks, num_max, num_topk, 2)[..., 0]
-    tokens = torch.arange(num_max, dtype=torch.int32, device=state.device)
-    is_row = (rows >= 0) & (tokens < counts[:, None])[..., None]
+    s, device = sizes._settings, handle.state.device
+    num_ranks, num_local, capacity = s.num_ranks, s.num_local_experts, s.rows_of_expert
+    state = State(handle.state, s)  # behind a rank's number of tokens nothing was written
+    rows, tokens = state.rows, torch.arange(s.num_max_tokens_per_rank, dtype=torch.int32, device=device)
+    is_row = (rows >= 0) & (tokens < state.num_tokens[:, None])[..., None]
     nowhere = num_local * capacity
     places = torch.where(is_row, rows, nowhere).long()
-    token_idx = torch.full((nowhere + 1,), -1, dtype=torch.int32, device=state.device)
+    token_idx = torch.full((nowhere + 1,), -1, dtype=torch.int32, device=device)
     numbers = tokens // s.lanes  # of the caller's tokens
     token_idx.scatter_(0, places.flatten(), numbers[None, :, None].expand_as(rows).flatten())
-    ranks = torch.arange(num_ranks, device=state.device)[:, None, None]
-    num_tokens = torch.zeros((num_local + 1) * num_ranks, dtype=torch.int32, device=state.device)
+    ranks = torch.arange(num_ranks, device=device)[:, None, None]
+    num_tokens = torch.zeros((num_local + 1) * num_ranks, dtype=torch.int32, device=device)
     num_tokens.scatter_add_(0, (places // capacity * num_ranks + ranks).flatten(), torch.ones_like(rows).flatten())
     return RowSources(token_idx[:-1].view(num_local, capacity), num_tokens.view(num_local + 1, num_ranks)[:-1])

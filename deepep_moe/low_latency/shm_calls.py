@@ -16,9 +16,11 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.errors import BufferDestroyedError, EPError, EPMismatchError, EPPeerError, EPTimeoutError, describe
+from deepep_moe.event import Event
 from deepep_moe.group.settings import Settings
 from deepep_moe.library import unwatched
 from deepep_moe.low_latency.base import DESTROYED, NOT_RECEIVED
+from deepep_moe.low_latency.handle import handle_offsets
 
 _MAGIC = 0x64656570_4C4C0001  # plus the rank; stored in the rank's own word of `resumed`, which no peer writes
 _TURNS, _MAX_IN_FLIGHT, _REASON_BYTES = 4, 2, 240
@@ -43,7 +45,12 @@ class What(NamedTuple):
 
 
 class Rows:
-    """The rows of one call, in this rank's areas of the others' turns and in its own turn."""
+    """The rows of one call, in this rank's areas of the others' turns and in its own turn. Its methods run `unseen`."""
+
+    what: What
+    value: int
+    """It goes with the flag of the call."""
+    event: Event | None = None
 
     def write(self, number: int, ranks: int) -> None:
         """Write what `ranks`, a bit for each, read once this rank has entered the call. Raises ValueError for bad arguments."""
@@ -209,15 +216,15 @@ class ShmCalls:
 
     # ---- calls ----
 
-    def send(self, rows: Rows, what: What, value: int, wait_ns: Tensor) -> int:
-        """Send a call, whose flag has `value`, and return its number. If it fails once it has a number, the peers learn why.
+    def send(self, rows: Rows, wait_ns: Tensor) -> int:
+        """Send a call, and return its number. If it fails once it has a number, the peers learn why.
 
         wait_ns: [num_ranks] int64; how long each rank was waited for is added to it."""
         with self._alone():
-            return self._send(rows, what, value, wait_ns)
+            return self._send(rows, wait_ns)
 
-    def _send(self, rows: Rows, what: What, value: int, wait_ns: Tensor) -> int:
-        peers, own_rank = self.peers, self.settings.rank
+    def _send(self, rows: Rows, wait_ns: Tensor) -> int:
+        peers, own_rank, what, value = self.peers, self.settings.rank, rows.what, rows.value
         before, served = self.num_calls, 0
         try:
             number = self._begin()
@@ -230,10 +237,12 @@ class ShmCalls:
 
             def arrive_weighted(rank: int) -> None:
                 if self.entered(rank, number) == kind | value:  # a rank that does something else learns so when it receives
-                    rows.write_weighted(number, 1 << rank)
+                    with unseen():
+                        rows.write_weighted(number, 1 << rank)
                     arrive(rank)
 
-            rows.write(number, ranks)
+            with unseen():
+                rows.write(number, ranks)
             for rank in members(ranks):
                 peers.store(rank, self.layout.entered(own_rank, number), kind | value)
             if what.is_combine and what.has_weights:  # a rank's sums are sent once its weights have come, even if others are late
@@ -248,9 +257,9 @@ class ShmCalls:
             raise
         return number
 
-    def receive(self, rows: Rows, what: What, wait_ns: Tensor, number: int) -> None:
+    def receive(self, rows: Rows, wait_ns: Tensor, number: int) -> None:
         """Receive call `number`. `wait_ns`: as of `send`."""
-        peers = self.peers  # the memory stays until the call is over
+        peers, what = self.peers, rows.what  # the memory stays until the call is over
         peers.check_owner()
         waits, is_heard = _Waits(self, number), False
         try:
@@ -261,7 +270,8 @@ class ShmCalls:
             wanted = number << _NUMBER_BIT | what.packed() << _VALUE_BITS | 1
             phase = f"{'combine' if what.is_combine else 'dispatch'} rows"
             arrived = sum(1 << rank for rank in flags if waits.wait_rows(rank, wanted, phase))
-            rows.read(number, entered, arrived, [flags.get(rank, 0) & _VALUES for rank in range(self.settings.num_ranks)])
+            with unseen():
+                rows.read(number, entered, arrived, [flags.get(rank, 0) & _VALUES for rank in range(self.settings.num_ranks)])
         finally:
             self.lose(number)
             if is_heard:
@@ -397,7 +407,7 @@ class _Waits:
                     self._idle(missing, "entry into the call", number, self._last_entered)
         finally:
             if wait_ns is not None:
-                with calls.counting, unwatched(), torch.inference_mode():
+                with calls.counting, unseen():
                     wait_ns += torch.tensor(waited, device="cpu")
         return entered
 
@@ -467,11 +477,11 @@ def known_to_peers(error: Any, number: int) -> Any:
     return error
 
 
-def handle_offsets(s: Settings) -> tuple[int, int, int, int]:
-    """Return where a handle's memory has num_tokens, rank_masks and rows, and its bytes."""
-    return _C.low_latency_handle_offsets(
-        num_ranks=s.num_ranks, num_experts=s.num_experts, num_topk=s.num_topk, hidden=s.hidden, num_max_tokens=s.num_max_tokens_per_rank
-    )
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Let nobody see what runs in the middle of a call."""
+    with unwatched(), torch.inference_mode():
+        yield
 
 
 def members(ranks: int) -> Iterator[int]:

@@ -4,77 +4,61 @@ The results are those of `deepep_moe.reference.low_latency`. `shm_calls` says wh
 """
 
 from collections.abc import Callable
-from functools import wraps
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.group.settings import Settings
-from deepep_moe.library import unwatched
-from deepep_moe.low_latency.shm_calls import Rows, ShmCalls, handle_offsets, members
+from deepep_moe.device import DTYPES
+from deepep_moe.low_latency.checks import num_scale_columns
+from deepep_moe.low_latency.handle import State
+from deepep_moe.low_latency.shm_calls import Rows, ShmCalls, What, members, unseen
 from deepep_moe.ops import ue8m0
 from deepep_moe.ops.quant import FP8, dequantize_fp8, next_powers_of_two, quantize_fp8
 from deepep_moe.ops.routing import refuse_bad_routing
 
 _CPU = torch.device("cpu")  # whatever the caller's default device is
-
-
-class State:
-    """Views of a handle's memory, which LowLatencyHandleLayout describes. PyTorch does not count changes made through them."""
-
-    def __init__(self, state: Tensor, s: Settings):
-        first_count, first_mask, first_row, _ = handle_offsets(s)
-        memory = state.data
-        num_tokens, num_lanes = s.num_max_tokens_per_rank, s.num_ranks * s.num_max_tokens_per_rank * s.num_topk
-        rows = memory[first_row : first_row + 8 * num_lanes]
-        shape = (s.num_ranks, num_tokens, s.num_topk, 2)
-        self.number = memory[:8].view(torch.int64)
-        self.num_tokens = memory[first_count : first_count + 4 * s.num_ranks].view(torch.int32)
-        self.rank_masks = memory[first_mask : first_mask + 4 * num_tokens].view(torch.int32)
-        self.rows = rows.view(torch.int32).view(shape)[..., 0]
-        self.weights = rows.view(torch.float32).view(shape)[..., 1]
-
-
-def _unwatched(move: Callable[..., None]) -> Callable[..., None]:
-    """Let nobody see what `move` does in the middle of a call."""
-
-    @wraps(move)
-    def move_unwatched(*args: object) -> None:
-        with unwatched(), torch.inference_mode():
-            move(*args)
-
-    return move_unwatched
+Empty: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 class DispatchRows(Rows):
-    """The rows of one dispatch of this rank."""
+    """The rows of one dispatch of this rank, with the fields of `_torch.LowLatencyReceived`."""
 
     def __init__(
-        self, calls: ShmCalls, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, state: Tensor, recv_x: Tensor,
-        recv_x_scales: Tensor | None, counts: Tensor, statistics: Tensor, is_rounded: bool,
+        self, statistics: Tensor, calls: ShmCalls, empty: Empty, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, fp8: bool,
+        scale_format: str,
     ):  # fmt: skip
-        self._calls, self._s = calls, calls.settings
-        self._x, self._topk_idx, self._topk_weights, self._is_rounded = x, topk_idx, topk_weights, is_rounded
-        self._state = State(state, self._s)
-        self._recv_x, self._recv_x_scales, self._counts, self._statistics = recv_x, recv_x_scales, counts, statistics
+        s, capacity, is_rounded = calls.settings, calls.settings.rows_of_expert, scale_format == "ue8m0"
+        self._calls, self._s, self._statistics = calls, s, statistics
+        self._x, self._topk_idx, self._topk_weights = x, topk_idx, topk_weights
+        self.num_tokens, self.recv_x_scales = len(x), None
+        self.recv_x = empty((s.num_local_experts, capacity, s.hidden), FP8 if fp8 else x.dtype)
+        if fp8:
+            num_columns, dtype = num_scale_columns(s.hidden, scale_format)
+            self.recv_x_scales = empty((s.num_local_experts, num_columns, capacity), dtype).transpose(1, 2)
+        self.num_recv_tokens_per_expert = empty((s.num_local_experts,), torch.int32)
+        with torch.inference_mode(False):  # PyTorch counts no changes in this mode
+            self.state = empty((calls.handle_bytes,), torch.uint8)
+        with unseen():
+            self._views = State(self.state, s)
+        self.what = What(False, DTYPES[x.dtype], self.recv_x_scales is not None, is_rounded, topk_weights is not None)
+        self.value = self.num_tokens
 
-    @_unwatched
     def write(self, number: int, ranks: int) -> None:
-        s, state = self._s, self._state
+        s, state, num_tokens = self._s, self._views, self.num_tokens
         refuse_bad_routing(self._topk_idx.view(-1, s.num_topk * s.lanes), s.num_experts)
         state.number.fill_(number)
         state.num_tokens.fill_(-1)
-        num_tokens, rows = len(self._x), self._rows_on_their_way()
+        rows = self._rows_on_their_way()
         rank_of_lane = torch.where(self._topk_idx >= 0, self._topk_idx // s.num_local_experts, -1)
         state.rank_masks[:num_tokens] = 0
         for rank in range(s.num_ranks):
             goes = rank_of_lane == rank
-            if ranks >> rank & 1:
-                state.rank_masks[:num_tokens] |= goes.any(1).int() << rank
-            else:
+            if not ranks >> rank & 1:
                 self._statistics[-1] += goes.sum()
-        for rank in members(ranks):
+                continue
+            state.rank_masks[:num_tokens] |= goes.any(1).int() << rank
             area = self._calls.area(rank, s.rank, number)
             area.experts[:num_tokens] = self._topk_idx
             area.weights[:num_tokens] = 1.0 if self._topk_weights is None else self._topk_weights
@@ -82,15 +66,17 @@ class DispatchRows(Rows):
 
     def _rows_on_their_way(self) -> Tensor:
         """Return [num_tokens, row_bytes] uint8: elements, then for fp8 words of scales."""
-        if self._recv_x_scales is None:
+        if self.recv_x_scales is None:
             return self._x.view(torch.uint8)
-        y, scales = quantize_low_latency(self._x, self._is_rounded)
-        words = ue8m0.pack(scales) if self._is_rounded else scales
-        return torch.cat((y.view(torch.uint8), words.view(torch.uint8)), 1)
+        y, scales = quantize_fp8(self._x)
+        if self.what.is_rounded:  # up to powers of two, by which the elements are divided
+            scales = next_powers_of_two(scales)
+            y = (self._x.float() / scales.repeat_interleave(_C.SCALE_BLOCK, dim=1)).clamp(-448, 448).to(FP8)
+            scales = ue8m0.pack(scales)
+        return _side_by_side(y, scales)
 
-    @_unwatched
     def read(self, number: int, entered: int, arrived: int, values: list[int]) -> None:
-        s, state = self._s, self._state
+        s, state = self._s, self._views
         num_local, capacity = s.num_local_experts, s.rows_of_expert
         areas = {source: self._calls.area(s.rank, source, number) for source in members(entered)}
         local = torch.full(state.rows.shape, -1, dtype=torch.int64, device=_CPU)
@@ -99,101 +85,90 @@ class DispatchRows(Rows):
             state.weights[source, : values[source]] = area.weights[: values[source]]
         is_here = (local >= 0) & (local < num_local)
         local = torch.where(is_here, local, num_local)
-        # Rows of an expert lie by source, those of a source by the caller's token.
-        token = torch.arange(local.shape[1], device=_CPU)
-        first = torch.arange(s.num_ranks, device=_CPU)[:, None] * (capacity // s.num_ranks)
-        numbers = (first + token // s.lanes)[..., None]
-        chosen = torch.zeros((capacity, num_local + 1), dtype=torch.int64, device=_CPU)
-        chosen[numbers, local] = 1
-        places = (chosen.cumsum(0) - 1)[numbers, local]
+        # Rows of an expert lie by source, those of a source by token.
+        by_expert, order = local.flatten().sort(stable=True)
+        counts = by_expert.bincount(minlength=num_local + 1)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=_CPU) - (counts.cumsum(0) - counts)[by_expert]
+        places = places.view(local.shape)
         state.rows.copy_(torch.where(is_here, local * capacity + places, -1))
-        num_rows = chosen[:, :num_local].sum(0)
-        self._counts.copy_(num_rows)
+        self.num_recv_tokens_per_expert.copy_(counts[:num_local])
         with self._calls.counting:
-            self._statistics[:num_local] += num_rows
+            self._statistics[:num_local] += counts[:num_local]
+        row_bytes = self.recv_x.shape[2] * self.recv_x.element_size()  # a multiple of 16; few large elements are copied faster
         for source, area in areas.items():
             tokens, lanes = is_here[source].nonzero(as_tuple=True)
             slots = area.slots if arrived >> source & 1 else torch.zeros_like(area.slots)
-            self._place(slots, tokens, local[source, tokens, lanes], places[source, tokens, lanes])
+            targets = local[source, tokens, lanes], places[source, tokens, lanes]
+            self.recv_x.view(torch.int64)[targets] = slots[:, :row_bytes].view(torch.int64)[tokens]
+            if self.recv_x_scales is not None:
+                words = slots[:, row_bytes : row_bytes + 4 * self.recv_x_scales.shape[2]].view(torch.int32)
+                self.recv_x_scales.view(torch.int32)[targets] = words[tokens]
         state.num_tokens.copy_(torch.tensor(values, dtype=torch.int32, device=_CPU))
-
-    def _place(self, slots: Tensor, tokens: Tensor, experts: Tensor, places: Tensor) -> None:
-        row_bytes = self._recv_x.shape[2] * self._recv_x.element_size()  # a multiple of 16; few large elements are copied faster
-        self._recv_x.view(torch.int64)[experts, places] = slots[:, :row_bytes].view(torch.int64)[tokens]
-        if self._recv_x_scales is not None:
-            words = slots[:, row_bytes : row_bytes + 4 * self._recv_x_scales.shape[2]].view(torch.int32)
-            self._recv_x_scales.view(torch.int32)[experts, places] = words[tokens]
 
 
 class CombineRows(Rows):
-    """The rows of one combine of this rank."""
+    """The rows of one combine of this rank, with the field of `_torch.LowLatencyCombined`."""
 
-    def __init__(self, calls: ShmCalls, x: Tensor, state: Tensor, topk_weights: Tensor | None, combined_x: Tensor, fp8: bool):
-        self._calls, self._s, self._fp8 = calls, calls.settings, fp8
-        self._x, self._topk_weights, self._combined_x = x, topk_weights, combined_x
-        self._state = State(state, self._s)
+    def __init__(
+        self, calls: ShmCalls, empty: Empty, x: Tensor, state: Tensor, num_tokens: int, topk_weights: Tensor | None, out: Tensor | None,
+        wire: str | None,
+    ):  # fmt: skip
+        self._calls, self._s, self._x, self._topk_weights = calls, calls.settings, x, topk_weights
+        self.combined_x = empty((num_tokens, calls.settings.hidden), x.dtype) if out is None else out
+        with unseen():
+            self._views = State(state, calls.settings)
+            self.value = int(self._views.number) & 0xFFFF  # the last bits of the number of its dispatch
+        self.what = What(True, DTYPES[x.dtype], wire == "fp8", False, topk_weights is not None)
 
-    @_unwatched
     def write(self, number: int, ranks: int) -> None:
         self._check_state()
         if self._topk_weights is None:
-            return self._write_sums(number, ranks)
+            return self.write_weighted(number, ranks)
         for rank in members(ranks):
             self._calls.area(rank, self._s.rank, number).weights[: len(self._topk_weights)] = self._topk_weights
 
-    @_unwatched
-    def write_weighted(self, number: int, ranks: int) -> None:
-        self._write_sums(number, ranks)
-
     def _check_state(self) -> None:
         """PyTorch does not count every change of the handle's memory."""
-        s, state = self._s, self._state
+        s, state = self._s, self._views
         if (state.num_tokens < 0).any():
             raise ValueError("handle is of a dispatch that was not received; call its hook, or wait for its event, before combine")
         is_token = torch.arange(s.num_max_tokens_per_rank, device=_CPU) < state.num_tokens[:, None]
         most_rows = s.num_local_experts * s.rows_of_expert
         is_out = (state.num_tokens > s.num_max_tokens_per_rank).any() or (state.rows.amax(2) >= most_rows)[is_token].any()
-        if is_out or (state.rank_masks[: len(self._combined_x)] >> s.num_ranks != 0).any():
+        if is_out or (state.rank_masks[: len(self.combined_x)] >> s.num_ranks != 0).any():
             raise ValueError("the state of this handle was changed after its dispatch; dispatch again")
 
-    def _write_sums(self, number: int, ranks: int) -> None:
-        s, x = self._s, self._x.view(-1, self._s.hidden)
+    def write_weighted(self, number: int, ranks: int) -> None:
+        s, state, x = self._s, self._views, self._x.view(-1, self._s.hidden)
         for rank in members(ranks):
-            num_tokens = int(self._state.num_tokens[rank])
-            weights = self._state.weights[rank] if self._topk_weights is None else self._calls.area(s.rank, rank, number).weights
-            rows = self._state.rows[rank, :num_tokens].long()
+            num_tokens = int(state.num_tokens[rank])
+            weights = state.weights[rank] if self._topk_weights is None else self._calls.area(s.rank, rank, number).weights
+            rows = state.rows[rank, :num_tokens].long()
             sums = torch.zeros((num_tokens, s.hidden), dtype=torch.float32, device=_CPU)
             for lane in range(s.num_topk):
                 here = (rows[:, lane] >= 0).nonzero()[:, 0]
                 sums[here] += weights[here, lane, None] * x[rows[here, lane]].float()
-            sent = (
-                torch.cat([part.view(torch.uint8) for part in quantize_fp8(sums)], 1) if self._fp8 else sums.to(x.dtype).view(torch.uint8)
-            )
+            sent = _side_by_side(*quantize_fp8(sums)) if self.what.fp8 else sums.to(x.dtype).view(torch.uint8)
             self._calls.area(rank, s.rank, number).slots[:num_tokens, : sent.shape[1]] = sent
 
-    @_unwatched
     def read(self, number: int, entered: int, arrived: int, values: list[int]) -> None:
-        s, out = self._s, self._combined_x
-        masks = self._state.rank_masks[: len(out)]
+        out = self.combined_x
+        masks = self._views.rank_masks[: len(out)]
         total = torch.zeros(out.shape, dtype=torch.float32, device=_CPU)
         for rank in members(arrived):
             tokens = (masks >> rank & 1).nonzero()[:, 0]
-            total[tokens] += self._values(self._calls.area(s.rank, rank, number).slots, tokens)
+            total[tokens] += self._values(self._calls.area(self._s.rank, rank, number).slots, tokens)
         out.copy_(total)
 
     def _values(self, slots: Tensor, tokens: Tensor) -> Tensor:
         hidden = self._s.hidden
-        if not self._fp8:
+        if not self.what.fp8:
             return slots[:, : hidden * self._x.element_size()].view(self._x.dtype)[tokens].float()
         y, scales = slots[:, :hidden], slots[:, hidden : hidden + hidden // _C.SCALE_BLOCK * 4]
         return dequantize_fp8(y[tokens].view(FP8), scales.view(torch.float32)[tokens])
 
 
-def quantize_low_latency(x: Tensor, is_rounded: bool) -> tuple[Tensor, Tensor]:
-    """Return `x` as fp8 and its scales, rounded up to powers of two if so: then a block is divided by its scale."""
-    y, scales = quantize_fp8(x)
-    if not is_rounded:
-        return y, scales
-    scales = next_powers_of_two(scales)
-    y = (x.float() / scales.repeat_interleave(_C.SCALE_BLOCK, dim=1)).clamp(-448, 448)
-    return y.to(FP8), scales
+def _side_by_side(*parts: Tensor) -> Tensor:
+    """Return the bytes of rows whose parts [num_tokens, ...] these are."""
+    return torch.cat([part.view(torch.uint8) for part in parts], 1)
