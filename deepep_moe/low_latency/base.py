@@ -68,14 +68,14 @@ class LowLatencyBackend(Suspendable):
         return num_calls
 
     def mask(self, rank: int, masked: bool) -> None:
-        raise NotImplementedError
+        self._native.mask(rank, masked)
 
     def rejoin(self) -> None:
-        raise NotImplementedError
+        self._native.rejoin()
 
     def refuse(self, reason: str) -> None:
         """Tell the peers, who are or will be in the same call, why this rank refuses its arguments."""
-        raise NotImplementedError
+        self._native.refuse(reason)
 
     def is_untold(self, error: BaseException, num_calls: int) -> bool:
         """Return whether the peers are still to learn, by `refuse`, of an error that a call has raised, or its half that sends. `num_calls`

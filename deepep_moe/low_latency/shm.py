@@ -32,17 +32,15 @@ class ShmLowLatencyBackend(LowLatencyBackend):
         self._worker: Worker | None = None
         self._pool = HostPool()
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self._pool.empty(shape, dtype)
-
     def address(self) -> tuple[str, int]:
-        return self._native.address()
+        """Return what peers need to open this rank's shared memory: its path and this process's id."""
+        return self._native.peers.path, os.getpid()
 
     def connect(self, addresses: list[tuple[str, int]]) -> None:
         self._native.connect(addresses)
 
     def seal(self) -> None:
-        self._native.seal()
+        self._native.peers.seal()
 
     def free(self) -> int:
         """Give back the pages of rows, and of results that nobody uses. The words by which calls stay in step remain."""
@@ -68,7 +66,7 @@ class ShmLowLatencyBackend(LowLatencyBackend):
         """Receive now, with the event's wait, or on a thread. What fails before there is an event loses the call."""
         calls, wait_ns = self._native, self._wait_ns
         *of_rows, async_op, return_hook = arguments
-        rows, before, has_hook = make(calls, self.empty, *of_rows), calls.num_calls, bool(return_hook)
+        rows, before, has_hook = make(calls, self._pool.empty, *of_rows), calls.num_calls, bool(return_hook)
         receive = partial(calls.receive, rows, wait_ns)
         worker = None if has_hook or not async_op else self._worker or Worker()
         self._worker = worker or self._worker
@@ -85,12 +83,6 @@ class ShmLowLatencyBackend(LowLatencyBackend):
             raise
         return rows
 
-    def mask(self, rank: int, masked: bool) -> None:
-        self._native.mask(rank, masked)
-
-    def rejoin(self) -> None:
-        self._native.rejoin()
-
     def has_failed(self, state: Tensor) -> bool:
         """Return whether rows are missing: the numbers of tokens in the handle are negative until they are received."""
         return bool(min(State(state, self.settings).num_tokens.tolist()) < 0)
@@ -101,9 +93,6 @@ class ShmLowLatencyBackend(LowLatencyBackend):
         if self._native is None or self.num_calls() == num_calls:  # another thread has destroyed the buffer, or the call has no number
             return super().is_untold(error, num_calls)
         return getattr(error, "known_in_call", 0) != num_calls + 1
-
-    def refuse(self, reason: str) -> None:
-        self._native.refuse(reason)
 
     def destroy(self) -> None:
         if self._worker is not None and os.getpid() == self.process_id:

@@ -1,7 +1,7 @@
 """The ranks of one host and their low-latency calls: numbers, waits, refusals, masks. docs/design/low_latency.md has the protocol.
 
-One thread sends while others receive. Whether a call is heard decides when the call after next may be sent. Its turn may be overwritten only
-once all ranks are known to have entered it. A call that was received shows that; a call that failed or was refused does not.
+One thread sends while others receive. Whether a call is heard decides when the call after next may be sent. Its turn may be overwritten
+only once all ranks are known to have entered it. A call that was received shows that; a call that failed or was refused does not.
 """
 
 import contextlib
@@ -145,18 +145,11 @@ class ShmCalls:
             raise BufferDestroyedError(DESTROYED)
         return self._peers
 
-    def address(self) -> tuple[str, int]:
-        """Return what peers need to open this rank's shared memory: its path and this process's id."""
-        return self.peers.path, os.getpid()
-
     def connect(self, addresses: list[tuple[str, int]]) -> None:
         self.peers.connect([path for path, _ in addresses], [pid for _, pid in addresses])
         for rank, (path, _) in enumerate(addresses):
             if self.peers.load(rank, self.layout.resumed(rank)) != _MAGIC + rank:
                 raise ValueError(f"{path} is not the shared memory of rank {rank}; are the ranks in different containers?")
-
-    def seal(self) -> None:
-        self.peers.seal()
 
     def free(self) -> int:
         """Return the memory of rows to the system, between calls that were received. The next call takes it again. Return its bytes."""
