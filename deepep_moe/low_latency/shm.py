@@ -48,11 +48,10 @@ class ShmLowLatencyBackend(LowLatencyBackend):
         return self._native.free()
 
     def open(self, statistics: Tensor) -> None:
-        s = self.settings
-        self._statistics, self._wait_ns = statistics, statistics[s.num_local_experts : s.num_local_experts + s.num_ranks]
+        self._native.statistics = statistics
 
     def dispatch(self, *arguments: object) -> DispatchRows:
-        return self._run(partial(DispatchRows, self._statistics), *arguments)
+        return self._run(DispatchRows, *arguments)
 
     def combine(self, *arguments: object) -> CombineRows:
         return self._run(CombineRows, *arguments)
@@ -64,14 +63,14 @@ class ShmLowLatencyBackend(LowLatencyBackend):
 
     def _run(self, make: Callable[..., _Rows], *arguments: object) -> _Rows:
         """Receive now, with the event's wait, or on a thread. What fails before there is an event loses the call."""
-        calls, wait_ns = self._native, self._wait_ns
+        calls = self._native
         *of_rows, async_op, return_hook = arguments
         rows, before, has_hook = make(calls, self._pool.empty, *of_rows), calls.num_calls, bool(return_hook)
-        receive = partial(calls.receive, rows, wait_ns)
+        receive = partial(calls.receive, rows)
         worker = None if has_hook or not async_op else self._worker or Worker()
         self._worker = worker or self._worker
         try:
-            number = calls.send(rows, wait_ns)
+            number = calls.send(rows)
             if has_hook:
                 rows.event = Event(second_half=partial(receive, number))
             elif worker is not None:

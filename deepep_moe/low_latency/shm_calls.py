@@ -128,8 +128,10 @@ class ShmCalls:
         self.num_calls = 0
         """The number of calls that were sent or refused."""
         self.masks = 0
+        self.statistics: Tensor
+        """Those of the buffer, which begin with `num_local_experts` numbers of rows and `num_ranks` times."""
         self.counting = threading.RLock()
-        """Held while counters are written: two threads may receive, and so may a signal's handler of one that does."""
+        """Held while they are written: two threads may receive, and so may a signal's handler of one that does."""
         self._sending = threading.RLock()  # guards sending, the number of calls and the masks
         self._is_sending = False
         self._unheard: dict[int, bool] = {}
@@ -209,54 +211,47 @@ class ShmCalls:
 
     # ---- calls ----
 
-    def send(self, rows: Rows, wait_ns: Tensor) -> int:
-        """Send a call, and return its number. If it fails once it has a number, the peers learn why.
-
-        wait_ns: [num_ranks] int64; how long each rank was waited for is added to it."""
+    def send(self, rows: Rows) -> int:
+        """Send a call, and return its number. If it fails once it has a number, the peers learn why."""
         with self._alone():
-            return self._send(rows, wait_ns)
+            peers, own_rank, what, before, served = self.peers, self.settings.rank, rows.what, self.num_calls, 0
+            try:
+                number = self._begin()
+                ranks, kind = self.ranks_in(number), number << _NUMBER_BIT | what.packed() << _VALUE_BITS
+                brings_weights = what.is_combine and what.has_weights
 
-    def _send(self, rows: Rows, wait_ns: Tensor) -> int:
-        peers, own_rank, what, value = self.peers, self.settings.rank, rows.what, rows.value
-        before, served = self.num_calls, 0
-        try:
-            number = self._begin()
-            ranks, kind = self.ranks_in(number), number << _NUMBER_BIT | what.packed() << _VALUE_BITS
+                def arrive(rank: int) -> None:
+                    nonlocal served
+                    if brings_weights:
+                        if self.entered(rank, number) != kind | rows.value:
+                            return  # a rank that does something else learns so when it receives
+                        with unseen():
+                            rows.write_weighted(number, 1 << rank)
+                    peers.store(rank, self.layout.arrived(own_rank, number), kind | 1)
+                    served |= 1 << rank
 
-            def arrive(rank: int) -> None:
-                nonlocal served
-                peers.store(rank, self.layout.arrived(own_rank, number), kind | 1)
-                served |= 1 << rank
-
-            def arrive_weighted(rank: int) -> None:
-                if self.entered(rank, number) == kind | value:  # a rank that does something else learns so when it receives
-                    with unseen():
-                        rows.write_weighted(number, 1 << rank)
-                    arrive(rank)
-
-            with unseen():
-                rows.write(number, ranks)
-            for rank in members(ranks):
-                peers.store(rank, self.layout.entered(own_rank, number), kind | value)
-            if what.is_combine and what.has_weights:  # a rank's sums are sent once its weights have come, even if others are late
-                _Waits(self, number).wait_entered(wait_ns, arrive_weighted)
-            else:
+                with unseen():
+                    rows.write(number, ranks)
                 for rank in members(ranks):
-                    arrive(rank)
-        except BaseException as error:
-            if self.num_calls > before:
-                self._publish_refusal(peers, before + 1, self.ranks_in(before + 1) & ~served, describe(error))
-                known_to_peers(error, before + 1)
-            raise
-        return number
+                    peers.store(rank, self.layout.entered(own_rank, number), kind | rows.value)
+                if brings_weights:  # a rank's sums are sent once its weights have come, even if others are late
+                    _Waits(self, number).wait_entered(heard=arrive)
+                else:
+                    for rank in members(ranks):
+                        arrive(rank)
+            except BaseException as error:
+                if self.num_calls > before:
+                    self._publish_refusal(peers, before + 1, self.ranks_in(before + 1) & ~served, describe(error))
+                    known_to_peers(error, before + 1)
+                raise
+            return number
 
-    def receive(self, rows: Rows, wait_ns: Tensor, number: int) -> None:
-        """Receive call `number`. `wait_ns`: as of `send`."""
+    def receive(self, rows: Rows, number: int) -> None:
         peers, what = self.peers, rows.what  # the memory stays until the call is over
         peers.check_owner()
         waits, is_heard = _Waits(self, number), False
         try:
-            entered = waits.wait_entered(wait_ns)
+            entered = waits.wait_entered()
             is_heard = True
             flags = {rank: self.entered(rank, number) for rank in members(entered)}  # read once: a refusal may replace one
             self._check_flags(number, flags, what)
@@ -303,7 +298,7 @@ class ShmCalls:
         if self._unheard.get(earlier):
             raise ValueError(NOT_RECEIVED)
         if earlier in self._unheard:
-            _Waits(self, earlier).wait_entered()
+            _Waits(self, earlier).wait_entered(counts=False)
             self._unheard.pop(earlier, None)
         self._unheard[number] = True
         self.num_calls = number
@@ -349,28 +344,25 @@ class ShmCalls:
 
     def rejoin(self) -> None:
         """Wait until all peers have taken this rank back, and go on with their next call."""
-        with self._alone():
-            self._rejoin()
-
-    def _rejoin(self) -> None:
         s, own_rank = self.settings, self.settings.rank
         others = [rank for rank in range(s.num_ranks) if rank != own_rank]
-        for peer in others:
-            _Waits(self, self.num_calls).wait_resumed(peer)
-        following = {peer: self.peers.load(own_rank, self.layout.resumed(peer)) - 1 for peer in others}
-        for peer in others:
-            self.peers.store(own_rank, self.layout.resumed(peer), 0)
-        for peer in others[1:]:
-            if following[peer] != following[others[0]]:
-                raise EPMismatchError(
-                    f"ranks take rank {own_rank} back between different calls: rank {others[0]} at call {following[others[0]]}, "
-                    f"rank {peer} at call {following[peer]}"
-                )
-        if others:
-            self.num_calls = following[others[0]] - 1
-        self._first_calls = [self.num_calls + 1] * s.num_ranks  # earlier calls are over, even for a rank that still waits in one
-        self.masks = 0
-        self._unheard.clear()
+        with self._alone():
+            for peer in others:
+                _Waits(self, self.num_calls).wait_resumed(peer)
+            following = {peer: self.peers.load(own_rank, self.layout.resumed(peer)) - 1 for peer in others}
+            for peer in others:
+                self.peers.store(own_rank, self.layout.resumed(peer), 0)
+            for peer in others[1:]:
+                if following[peer] != following[others[0]]:
+                    raise EPMismatchError(
+                        f"ranks take rank {own_rank} back between different calls: rank {others[0]} at call {following[others[0]]}, "
+                        f"rank {peer} at call {following[peer]}"
+                    )
+            if others:
+                self.num_calls = following[others[0]] - 1
+            self._first_calls = [self.num_calls + 1] * s.num_ranks  # earlier calls are over, even for a rank that still waits in one
+            self.masks = 0
+            self._unheard.clear()
 
 
 class _Waits:
@@ -380,9 +372,9 @@ class _Waits:
         self._calls, self._number, self._rank = calls, number, calls.settings.rank
         self._progress()
 
-    def wait_entered(self, wait_ns: Tensor | None = None, heard: Callable[[int], None] = lambda rank: None) -> int:
+    def wait_entered(self, heard: Callable[[int], None] = lambda rank: None, counts: bool = True) -> int:
         """Wait until all ranks that take part have entered the call, and return them. Calls `heard` for each, even if it is masked
-        meanwhile. `wait_ns`: as of `ShmCalls.send`."""
+        meanwhile."""
         calls, number, entered = self._calls, self._number, 0
         missing = calls.ranks_in(number)
         began, waited = time.monotonic_ns(), [0] * calls.settings.num_ranks
@@ -399,9 +391,9 @@ class _Waits:
                 if missing:
                     self._idle(missing, "entry into the call", number, self._last_entered)
         finally:
-            if wait_ns is not None:
+            if counts:
                 with calls.counting, unseen():
-                    wait_ns += torch.tensor(waited, device="cpu")
+                    calls.statistics[calls.settings.num_local_experts : -1] += torch.tensor(waited, device="cpu")
         return entered
 
     def _last_entered(self, peer: int) -> int:

@@ -26,12 +26,10 @@ class DispatchRows(Rows):
     """The rows of one dispatch of this rank, with the fields of `_torch.LowLatencyReceived`."""
 
     def __init__(
-        self, statistics: Tensor, calls: ShmCalls, empty: Empty, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, fp8: bool,
-        scale_format: str,
-    ):  # fmt: skip
+        self, calls: ShmCalls, empty: Empty, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, fp8: bool, scale_format: str
+    ):
         s, capacity, is_rounded = calls.settings, calls.settings.rows_of_expert, scale_format == "ue8m0"
-        self._calls, self._s, self._statistics = calls, s, statistics
-        self._x, self._topk_idx, self._topk_weights = x, topk_idx, topk_weights
+        self._calls, self._s, self._x, self._topk_idx, self._topk_weights = calls, s, x, topk_idx, topk_weights
         self.num_tokens, self.recv_x_scales = len(x), None
         self.recv_x = empty((s.num_local_experts, capacity, s.hidden), FP8 if fp8 else x.dtype)
         if fp8:
@@ -56,7 +54,7 @@ class DispatchRows(Rows):
         for rank in range(s.num_ranks):
             goes = rank_of_lane == rank
             if not ranks >> rank & 1:
-                self._statistics[-1] += goes.sum()
+                self._calls.statistics[-1] += goes.sum()
                 continue
             state.rank_masks[:num_tokens] |= goes.any(1).int() << rank
             area = self._calls.area(rank, s.rank, number)
@@ -94,7 +92,7 @@ class DispatchRows(Rows):
         state.rows.copy_(torch.where(is_here, local * capacity + places, -1))
         self.num_recv_tokens_per_expert.copy_(counts[:num_local])
         with self._calls.counting:
-            self._statistics[:num_local] += counts[:num_local]
+            self._calls.statistics[:num_local] += counts[:num_local]
         row_bytes = self.recv_x.shape[2] * self.recv_x.element_size()  # a multiple of 16; few large elements are copied faster
         for source, area in areas.items():
             tokens, lanes = is_here[source].nonzero(as_tuple=True)
