@@ -20,6 +20,7 @@ from deepep_moe.integrations.common.registry import BufferRegistry
 from deepep_moe.integrations.common.warn_once import say_on
 from deepep_moe.integrations.deepspeed.options import Layer, Options
 from deepep_moe.nn.balance import Copies
+from deepep_moe.nn.metrics import LayerMetrics
 
 _OPTION = 'num_max_tokens_per_rank, an argument of replace_moe_layers and a key of "deepep_moe" in ds_config,'
 
@@ -58,6 +59,28 @@ class Plan:
             self.buffers.destroy()
 
 
+class Swapped:
+    """What the swapped layers of both kinds have beside DeepSpeed's."""
+
+    deepep_moe_plan: Plan
+    deepep_moe_number: int = 0
+    """`layer` of its dispatches."""
+    deepep_moe_metrics: LayerMetrics | None = None
+    """The counts of this layer for `deepep_moe.nn.Metrics`."""
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Restore a copy of a layer, whose plan is a copy too."""
+        super().__setstate__(state)  # type: ignore[misc]
+        self.deepep_moe_plan.layers.add(self)  # type: ignore[arg-type]
+
+
+def unswap(layer: Layer, stock: type) -> None:
+    """Give a layer its class in DeepSpeed back."""
+    for name in (*Swapped.__annotations__, *type(layer).__annotations__):
+        layer.__dict__.pop(name, None)
+    layer.__class__ = stock
+
+
 def default_plan(num_local_experts: int, num_topk: int) -> Plan:
     """Return the plan with the default options that all layers of these sizes share."""
     key = num_local_experts, num_topk
@@ -65,6 +88,18 @@ def default_plan(num_local_experts: int, num_topk: int) -> Plan:
 
 
 _default_plans: "weakref.WeakValueDictionary[tuple[int, int], Plan]" = weakref.WeakValueDictionary()
+
+
+def why_not_served(layer: Layer, x: torch.Tensor, num_topk: int, most: int) -> str | None:
+    """Return the reason why a layer of either kind cannot send rows such as those of x [..., hidden], of which it may send `most` each in
+    fast mode, or None."""
+    if layer.ep_group is None:
+        return "the layer has no expert-parallel group; deepspeed.initialize makes one"
+    if (refused := why_not_rows(x)) is not None:
+        return refused
+    if not layer.deepep_moe_plan.options.exact and num_topk > most:
+        return f"top-{num_topk} is more than the {most} experts of a token that fast mode serves here; use exact=True"
+    return None
 
 
 def groups_of(layer: Layer) -> tuple[Any, ...]:

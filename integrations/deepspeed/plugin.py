@@ -12,7 +12,7 @@ from torch import nn
 from deepep_moe._C import MAX_TOPK
 from deepep_moe.errors import EPError
 from deepep_moe.exchange.buffer import new_layer
-from deepep_moe.integrations.deepspeed.buffers import Plan
+from deepep_moe.integrations.deepspeed.buffers import Plan, unswap
 from deepep_moe.integrations.deepspeed.expert_weights import Reader
 from deepep_moe.integrations.deepspeed.options import Layer, Options
 from deepep_moe.nn.balance import Balance
@@ -220,9 +220,7 @@ def restore_moe_layers(model: nn.Module) -> int:
     autoep = [layer for layer in _autoep_layers(model) if hasattr(layer, "deepep_moe_plan")]
     before = _plans_of(native + autoep)
     for layer in native:
-        layer.__class__ = MOELayer
-        for name in PackedMOELayer.__annotations__:
-            layer.__dict__.pop(name, None)
+        unswap(layer, MOELayer)
     if autoep:
         from deepep_moe.integrations.deepspeed.autoep.layer import restore
 

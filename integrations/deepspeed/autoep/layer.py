@@ -16,27 +16,21 @@ from deepep_moe.integrations.common.meanwhile import meanwhile
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.autoep.bias import move_with
 from deepep_moe.integrations.deepspeed.autoep.router import check_bias, has_bias, has_moving_bias, restore_router, swap_router
-from deepep_moe.integrations.deepspeed.buffers import Plan, groups_of, ready, why_not_rows
+from deepep_moe.integrations.deepspeed.buffers import Plan, Swapped, groups_of, ready, unswap, why_not_served
 from deepep_moe.integrations.deepspeed.native.layer import count_rows, lengthened, widened, with_gradient
 from deepep_moe.integrations.deepspeed.options import Layer
-from deepep_moe.nn.metrics import LayerMetrics
 from deepep_moe.ops.weighted import weighted_sum
 
 # 0.19.7 and newer route tokens in a method, so that a library can take over between router and shared experts.
 _ROUTE, _BACKEND = "_deepep_route", "deepep"
 
 
-class PackedAutoEPMoELayer(AutoEPMoELayer):
+class PackedAutoEPMoELayer(Swapped, AutoEPMoELayer):
     """An AutoEPMoELayer whose forward dispatches and combines; everything else is DeepSpeed's.
 
     `replace_moe_layers` gives this class to layers that were made as AutoEPMoELayers, so modules, parameters, hooks and state dict are
     the same objects. Where our dispatch cannot serve, DeepSpeed's own one runs, and one log line says why.
     """
-
-    deepep_moe_plan: Plan
-    deepep_moe_number: int = 0
-    """`layer` of its dispatches."""
-    deepep_moe_metrics: LayerMetrics | None = None
 
     def forward(self, hidden_states: Tensor) -> Any:
         """Take hidden_states [batch, sequence, hidden] in fp32, bf16 or fp16, and return what the replaced block of the model returns.
@@ -103,11 +97,6 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
         combined: Tensor = buffer.combine(notify_peers_on_failure(buffer, self._run_experts, rows, out), out.handle, weights)
         return combined
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        """Restore a copy of a layer, whose plan is a copy too."""
-        super().__setstate__(state)
-        self.deepep_moe_plan.layers.add(self)
-
     def _dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, num_tokens: int) -> tuple[Buffer, DispatchOutput]:
         """Dispatch x [num_rows, hidden] with topk_idx and topk_weights [num_rows, lanes]."""
         plan = self.deepep_moe_plan
@@ -161,8 +150,6 @@ def why_own(layer: PackedAutoEPMoELayer, x: Tensor) -> str | None:
         return "score_apply is 'pre', which applies scores before the experts, not to their outputs"
     if layer.ep_size == 1 and options.sums == "ranks":
         return "autoep_size is 1, every rank has all experts"
-    if layer.ep_group is None:
-        return "the layer has no expert-parallel group; deepspeed.initialize makes one"
     folding = getattr(layer, "folding_group_handles", None)
     if folding is not None and folding.spec.tp_size > 1:
         return f"the model is tensor parallel over {folding.spec.tp_size} ranks (autotp_size), which share their tokens"
@@ -170,11 +157,7 @@ def why_own(layer: PackedAutoEPMoELayer, x: Tensor) -> str | None:
         return f"combine_impl is {layer.combine_impl!r}, which this dispatch would bypass; leave it out"
     if getattr(layer, "row_weighting_impl", "eager") != "eager":
         return f"row_weighting_impl is {layer.row_weighting_impl!r}, which this dispatch would bypass; leave it out"
-    if (refused := why_not_rows(x)) is not None:
-        return refused
-    if not options.exact and layer.top_k > MAX_TOPK:
-        return f"top-{layer.top_k} is more than the {MAX_TOPK} experts of a token that fast mode serves; use exact=True"
-    return None
+    return why_not_served(layer, x, layer.top_k, MAX_TOPK)
 
 
 def swap(layers: Sequence[Layer], plans: Sequence[Plan], engine: Any | None) -> None:
@@ -206,6 +189,4 @@ def restore(layers: Sequence[Layer]) -> None:
     """Make the layers DeepSpeed's AutoEPMoELayers again, with its routers. Biases keep their values and no longer move."""
     for layer in layers:
         restore_router(layer.router)
-        layer.__class__ = AutoEPMoELayer
-        for name in ("deepep_moe_plan", "deepep_moe_number", "deepep_moe_metrics"):
-            layer.__dict__.pop(name, None)
+        unswap(layer, AutoEPMoELayer)

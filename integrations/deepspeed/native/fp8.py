@@ -3,36 +3,32 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.integrations.common.untraced import untraced
-from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights, Reader
-from deepep_moe.integrations.deepspeed.native.grouped import stack, weights_of
+from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights
+from deepep_moe.integrations.deepspeed.native.grouped import stack
 from deepep_moe.nn.balance import Parts, Product
 from deepep_moe.ops.fp8_kept import KeptWeights, NothingKept
 from deepep_moe.ops.fp8_products import check_products, check_widths
 from deepep_moe.ops.grouped_mlp import grouped_mlp
 
 
-def fp8_weights(experts: Sequence[nn.Module], option: bool | Reader, x: Tensor) -> list[ExpertWeights]:
-    """Return the weights of all experts, before tokens x [num_tokens, hidden] are sent to them.
+def check_fp8(weights: Sequence[ExpertWeights], x: Tensor) -> None:
+    """Check the weights of all experts, before tokens x [num_tokens, hidden] are sent to them.
 
     Raises TypeError or ValueError where experts or tokens cannot be served, BackendUnavailableError on a GPU without fp8 products.
     """
     check_products(x.device)
     if x.dtype != torch.bfloat16:
         raise TypeError(f"tokens have dtype {str(x.dtype).removeprefix('torch.')}, but fp8 experts take bfloat16; train in bf16")
-    weights = weights_of(experts, option)
-    if isinstance(weights, str):
-        raise ValueError(f"fp8 is asked for, but experts cannot run in grouped products: {weights}; change that, or leave out fp8")
     first = weights[0]
     if first.b1 is not None or first.b2 is not None:
-        raise ValueError("fp8 is asked for, but the experts have biases; make them without, or leave out fp8")
+        raise ValueError("fp8 is given, but the experts have biases; make them without, or leave fp8 out")
     check_widths(
         **{"the hidden size": x.shape[1], "the width of an expert": first.w2.shape[1], "inner, the rows of w1,": first.w1.shape[0]}
     )
-    return weights
 
 
 @untraced

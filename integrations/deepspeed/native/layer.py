@@ -21,9 +21,9 @@ from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
 from deepep_moe.exchange.operators import joined
 from deepep_moe.integrations.common.untraced import untraced
 from deepep_moe.integrations.common.warn_once import warn_once
-from deepep_moe.integrations.deepspeed.buffers import Plan, default_plan, groups_of, ready, why_not_rows
+from deepep_moe.integrations.deepspeed.buffers import Swapped, default_plan, groups_of, ready, why_not_served
 from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights
-from deepep_moe.integrations.deepspeed.native.fp8 import fp8_parts, fp8_product, fp8_weights, run_fp8, weighted_rows
+from deepep_moe.integrations.deepspeed.native.fp8 import check_fp8, fp8_parts, fp8_product, run_fp8, weighted_rows
 from deepep_moe.integrations.deepspeed.native.grouped import parts_of, product_of, run_grouped, run_joined, weights_of, why_not_by_default
 from deepep_moe.integrations.deepspeed.native.routing import Routing, route
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks, is_replaced
@@ -38,24 +38,25 @@ from deepep_moe.ops.grouped_products import has_kernels
 _UNTIMED = contextlib.nullcontext()
 
 
-class PackedMOELayer(MOELayer):
+class PackedMOELayer(Swapped, MOELayer):
     """A MOELayer whose forward dispatches and combines; everything else, its state included, is DeepSpeed's.
 
     `replace_moe_layers` gives this class to layers that were made as MOELayers, so modules, parameters, hooks and state dict are the same
     objects. Where packed rows cannot serve, DeepSpeed's forward runs, and one log line says why.
     """
 
-    deepep_moe_plan: Plan | None = None
-    deepep_moe_number: int = 0
-    """`layer` of its dispatches."""
     deepep_moe_topk_idx: Tensor | None = None
     """[num_topk, num_tokens] choice of the last forward."""
     is_first_microbatch: bool | None = None
     """True if the next forward is the first of an optimizer step, as `set_is_first_microbatch` says; None if it was not called."""
     kept_weights: KeptWeights | None = None
     """fp8 copies of the experts' weights, once forwards share some."""
-    deepep_moe_metrics: LayerMetrics | None = None
-    """The counts of this layer for `deepep_moe.nn.Metrics`."""
+
+    def __init__(self, *args: object, **kwargs: object):
+        """Build a layer of this class, instead of swapping it: it gets the plan with the default options."""
+        super().__init__(*args, **kwargs)
+        self.deepep_moe_plan = default_plan(self.num_local_experts, self.gate.k)
+        self.deepep_moe_plan.layers.add(self)
 
     def forward(self, *inputs: Tensor, **kwargs: Tensor | None) -> Tensor:
         """Take x [..., hidden] in fp32, bf16 or fp16, and used_token [num_tokens] or None.
@@ -68,14 +69,14 @@ class PackedMOELayer(MOELayer):
             return MOELayer.forward(self, *inputs, **kwargs)
         reason = why_stock(self, inputs[0])
         if reason is not None:
-            plan_of(self).options.refuse_lanes(reason)
+            self.deepep_moe_plan.options.refuse_lanes(reason)
             warn_once(f"DeepSpeed's own MoE forward runs, without deepep_moe: {reason}", *groups_of(self))
             return super().forward(*inputs, **kwargs)
         used_token = inputs[1] if len(inputs) > 1 else kwargs.get("used_token")
         with self._timed(MOE_TIMER, "time_moe"):
             x = with_gradient(inputs[0].reshape(-1, inputs[0].shape[-1]))
-            growing = ready(self.ep_group, x, plan_of(self))
-            if plan_of(self).options.balance is not None and self.ep_size > 1:
+            growing = ready(self.ep_group, x, self.deepep_moe_plan)
+            if self.deepep_moe_plan.options.balance is not None and self.ep_size > 1:
                 return self._forward_with_copies(growing, x, used_token).view(inputs[0].shape)
             routing = notify_peers_on_failure(growing.buffer, self._choose, x, used_token)
             return self._exchange(growing, x, routing).view(inputs[0].shape)
@@ -89,7 +90,7 @@ class PackedMOELayer(MOELayer):
     @untraced
     def _forward_with_copies(self, growing: GrowingBuffer, x: Tensor, used_token: Tensor | None) -> Tensor:
         """Run the layer with copies of hot experts. Collective."""
-        of_layer, buffer = plan_of(self), growing.buffer
+        of_layer, buffer = self.deepep_moe_plan, growing.buffer
         balance, last = of_layer.options.balance, of_layer.copies.get(self)
         assert balance is not None
 
@@ -113,7 +114,7 @@ class PackedMOELayer(MOELayer):
 
     @property
     def is_fp8(self) -> bool:
-        return self.deepep_moe_plan is not None and self.deepep_moe_plan.options.fp8
+        return self.deepep_moe_plan.options.fp8
 
     def nodes_per_token(self, num_nodes: int) -> Tensor:
         """Return how many of `num_nodes` nodes, which have consecutive ranks of the layer's group, the tokens of the last forward went to.
@@ -132,11 +133,11 @@ class PackedMOELayer(MOELayer):
         Gates fill an expert's slots in the order (lane, token) for k = 1 and 2, so experts see rows in DeepSpeed's order. Otherwise there
         is a row per (rank, token), and the experts' rank weights and sums the rows of a token; by lanes the token's rank does.
         """
-        if plan_of(self).options.exact:
+        if self.deepep_moe_plan.options.exact:
             return self._exchange_by_expert(growing, x, routing.topk_idx.reshape(-1, 1), None, routing.topk_weights)
         weights = notify_peers_on_failure(growing.buffer, self._weights_to_group, x)
         lanes = self._lanes(x, routing)
-        if weights is None and plan_of(self).options.sums == "ranks":
+        if weights is None and self.deepep_moe_plan.options.sums == "ranks":
             return self._exchange_by_expert(growing, x, *lanes, None)
         return self._exchange_joined(growing, x, *lanes, weights)
 
@@ -145,13 +146,13 @@ class PackedMOELayer(MOELayer):
         idx, weights = routing.topk_idx.t(), routing.topk_weights.t()
         if self.gate.k == 2 and x.dtype == torch.float16:  # an overflow to logits of -inf: the first expert is also the best of the others
             idx = torch.stack((idx[:, 0], idx[:, 1].masked_fill(idx[:, 1] == idx[:, 0], -1)), 1)
-        return lengthened(idx, weights, plan_of(self).num_topk)
+        return lengthened(idx, weights, self.deepep_moe_plan.num_topk)
 
     def _exchange_by_expert(
         self, growing: GrowingBuffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, source_weights: Tensor | None
     ) -> Tensor:
         """Exchange rows in a tensor for each expert. topk_idx, topk_weights and source_weights are those of `dispatch_by_expert`."""
-        x, plan = x.contiguous(), plan_of(self)
+        x, plan = x.contiguous(), self.deepep_moe_plan
         idx = widened(topk_idx, self.num_local_experts, plan.num_local_experts)
 
         def send(buffer: Buffer) -> tuple[tuple[Tensor, ...], Tensor | None, DispatchHandle]:
@@ -178,7 +179,7 @@ class PackedMOELayer(MOELayer):
 
         planned: the copies of experts, which topk_idx chooses as the experts behind those of their rank."""
         num_experts = self.num_local_experts + (0 if planned is None else planned.num_slots)
-        x, idx = x.contiguous(), widened(topk_idx, num_experts, plan_of(self).num_local_experts)
+        x, idx = x.contiguous(), widened(topk_idx, num_experts, self.deepep_moe_plan.num_local_experts)
         fp8: bool | str = BLOCKWISE if self.is_fp8 else False
         alignment, bound = GROUP_ALIGNMENT if fp8 else 1, None if fp8 or weights is None else GUESS
 
@@ -221,31 +222,30 @@ class PackedMOELayer(MOELayer):
 
         parts: [1, 1, num_rows, hidden] for each expert, as are the outputs. Those beyond this layer's experts are empty.
         """
-        weights = self._weights_to_group(parts[0]) if plan_of(self).options.exact else None
+        weights = self._weights_to_group(parts[0]) if self.deepep_moe_plan.options.exact else None
         return run_one_by_one(list(self.experts.deepspeed_experts), parts) if weights is None else run_grouped(weights, parts)
 
     def _weights_to_group(self, rows: Tensor) -> list[ExpertWeights] | None:
-        """Return the experts' weights if they are to run in grouped products of such rows [..., hidden], or None. Raises for fp8 rows
-        that cannot be served."""
-        experts, option = list(self.experts.deepspeed_experts), plan_of(self).options.grouped_experts
-        if self.is_fp8:
-            return fp8_weights(experts, True if option is None else option, rows)
-        if plan_of(self).options.balance is not None:
-            weights = weights_of(experts, True if option is None else option)
-            if isinstance(weights, str):
-                raise ValueError(f"balance is given, but experts cannot run in grouped products: {weights}; leave balance out")
-            return weights
-        if option is None and not (is_gpu(rows.device) and has_kernels(rows.device) and rows.dtype == torch.bfloat16):
+        """Return the experts' weights if they are to run in grouped products of such rows [..., hidden], or None. Raises for fp8 rows and
+        copies of experts that cannot be served."""
+        options = self.deepep_moe_plan.options
+        option, needs = options.grouped_experts, "fp8" if self.is_fp8 else "balance" if options.balance is not None else None
+        is_default = option is None and needs is None
+        if is_default and not (is_gpu(rows.device) and has_kernels(rows.device) and rows.dtype == torch.bfloat16):
             option = False
         if option is False:
             return None
-        weights = weights_of(experts, True if option is None else option)
-        if option is None and not isinstance(weights, str):
+        weights = weights_of(list(self.experts.deepspeed_experts), option or True)
+        if is_default and not isinstance(weights, str):
             weights = why_not_by_default(weights, rows.dtype) or weights
-        if isinstance(weights, str):
-            warn_once(f"experts of a MoE layer run one by one, without grouped products: {weights}", on_all_ranks=True)
-            return None
-        return weights
+        if not isinstance(weights, str):
+            if self.is_fp8:
+                check_fp8(weights, rows)
+            return weights
+        if needs is not None:
+            raise ValueError(f"{needs} is given, but experts cannot run in grouped products: {weights}; leave {needs} out")
+        warn_once(f"experts of a MoE layer run one by one, without grouped products: {weights}", on_all_ranks=True)
+        return None
 
     def _timed(self, timer: str, attribute: str) -> contextlib.AbstractContextManager[None]:
         """Write the milliseconds of a block to `attribute`, where the engine reads them, under `wall_clock_breakdown`. Else time the parts
@@ -254,12 +254,6 @@ class PackedMOELayer(MOELayer):
             return self._timing(timer, attribute)
         metrics = None if timer == MOE_TIMER else metrics_of(self)
         return _UNTIMED if metrics is None else metrics.timed(self.gate.wg.weight.device)
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        """Restore a copy of a layer, whose plan is a copy too."""
-        super().__setstate__(state)
-        if self.deepep_moe_plan is not None:
-            self.deepep_moe_plan.layers.add(self)
 
     @contextlib.contextmanager
     def _timing(self, timer: str, attribute: str) -> Iterator[None]:
@@ -297,14 +291,6 @@ def run_one_by_one(experts: list[torch.nn.Module], parts: tuple[Tensor, ...]) ->
     return outputs
 
 
-def plan_of(layer: PackedMOELayer) -> Plan:
-    """Return the layer's plan. A layer that was built with this class, and not swapped, gets the one with the default options."""
-    if layer.deepep_moe_plan is None:
-        layer.deepep_moe_plan = default_plan(layer.num_local_experts, layer.gate.k)
-        layer.deepep_moe_plan.layers.add(layer)
-    return layer.deepep_moe_plan
-
-
 def with_gradient(x: Tensor) -> Tensor:
     """Return x with a gradient, so that every rank takes part in the backward, also a rank whose x needs none, say for lack of tokens."""
     return x.detach().requires_grad_() if torch.is_grad_enabled() and not x.requires_grad else x
@@ -334,8 +320,6 @@ def why_stock(layer: PackedMOELayer, x: Tensor) -> str | None:
         return f"the model is tensor parallel over {tensor_parallel} ranks (mpu), which share their tokens"
     if layer.use_tutel:
         return "the layer was made with use_tutel=True; leave it out"
-    if layer.ep_group is None:
-        return "the layer has no expert-parallel group; deepspeed.initialize makes one"
     if type(layer.experts) is not Experts:  # a subclass may have a forward of its own
         return f"experts are {type(layer.experts).__name__}, not deepspeed.moe.experts.Experts"
     if is_replaced(layer.experts):
@@ -344,9 +328,4 @@ def why_stock(layer: PackedMOELayer, x: Tensor) -> str | None:
         warn_once(
             "hooks on the Experts of a MoE layer do not run, as each expert is called by itself; put them on those", on_all_ranks=True
         )
-    if (refused := why_not_rows(x)) is not None:
-        return refused
-    most = min(MAX_TOPK, layer.num_local_experts * layer.ep_size)
-    if not plan_of(layer).options.exact and layer.gate.k > most:
-        return f"top-{layer.gate.k} is more than the {most} experts of a token that fast mode serves here; use exact=True"
-    return None
+    return why_not_served(layer, x, layer.gate.k, min(MAX_TOPK, layer.num_local_experts * layer.ep_size))
