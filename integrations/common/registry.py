@@ -86,9 +86,7 @@ class BufferRegistry:
 
     def destroy(self) -> None:
         """Destroy all buffers and copies. May be called any number of times; the next `get` constructs a new one."""
-        self.end_copies()
-        while self._buffers:
-            self._buffers.popitem()[1].destroy()
+        self.release(lambda group: True)
 
 
 _registries: "weakref.WeakSet[BufferRegistry]" = weakref.WeakSet()

@@ -12,6 +12,7 @@ from torch import nn
 
 from deepep_moe import config
 from deepep_moe._C import ROW_ALIGNMENT
+from deepep_moe.device import FLOATS
 from deepep_moe.errors import EPTimeoutError
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.growing import GrowingBuffer
@@ -23,14 +24,6 @@ from deepep_moe.nn.balance import Copies
 from deepep_moe.nn.metrics import LayerMetrics
 
 _OPTION = 'num_max_tokens_per_rank, an argument of replace_moe_layers and a key of "deepep_moe" in ds_config,'
-
-
-def why_not_rows(x: torch.Tensor) -> str | None:
-    """Return the reason why no buffer takes rows such as those of x [..., hidden], or None."""
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"rows are {x.dtype}, not torch.float32, torch.bfloat16 or torch.float16"
-    multiple = ROW_ALIGNMENT // x.element_size()
-    return f"the hidden size is {x.shape[-1]}; in {x.dtype} it must be a multiple of {multiple}" if x.shape[-1] % multiple else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,11 +67,11 @@ class Swapped:
         self.deepep_moe_plan.layers.add(self)  # type: ignore[arg-type]
 
 
-def unswap(layer: Layer, stock: type) -> None:
-    """Give a layer its class in DeepSpeed back."""
-    for name in (*Swapped.__annotations__, *type(layer).__annotations__):
-        layer.__dict__.pop(name, None)
-    layer.__class__ = stock
+def unswap(module: Layer, stock: type) -> None:
+    """Give a layer, or a router, its class in DeepSpeed back."""
+    for name in (*Swapped.__annotations__, *type(module).__annotations__):
+        module.__dict__.pop(name, None)
+    module.__class__ = stock
 
 
 def default_plan(num_local_experts: int, num_topk: int) -> Plan:
@@ -95,8 +88,10 @@ def why_not_served(layer: Layer, x: torch.Tensor, num_topk: int, most: int) -> s
     fast mode, or None."""
     if layer.ep_group is None:
         return "the layer has no expert-parallel group; deepspeed.initialize makes one"
-    if (refused := why_not_rows(x)) is not None:
-        return refused
+    if x.dtype not in FLOATS:
+        return f"rows are {x.dtype}, not torch.float32, torch.bfloat16 or torch.float16"
+    if x.shape[-1] * x.element_size() % ROW_ALIGNMENT:
+        return f"the hidden size is {x.shape[-1]}; in {x.dtype} it must be a multiple of {ROW_ALIGNMENT // x.element_size()}"
     if not layer.deepep_moe_plan.options.exact and num_topk > most:
         return f"top-{num_topk} is more than the {most} experts of a token that fast mode serves here; use exact=True"
     return None

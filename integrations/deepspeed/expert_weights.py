@@ -47,7 +47,7 @@ def read_known(expert: nn.Module) -> ExpertWeights | None:
     parts = [part for part in expert if type(part) not in (nn.Identity, nn.Dropout)]
     if len(parts) != 3 or not type(parts[0]) is type(parts[2]) is nn.Linear:
         return None
-    function = _function_of(parts[1])
+    function = _FUNCTIONS.get((type(parts[1]), getattr(parts[1], "approximate", None)))
     return function and ExpertWeights(parts[0].weight, parts[0].bias, parts[2].weight, parts[2].bias, function)
 
 
@@ -57,19 +57,12 @@ def name_of(expert: nn.Module) -> str:
     return f"{name}({', '.join(type(part).__name__ for part in expert)})" if isinstance(expert, nn.Sequential) else name
 
 
-_FUNCTIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {
-    nn.ReLU: nn.functional.relu,
-    nn.SiLU: nn.functional.silu,
-    nn.Tanh: torch.tanh,
-    nn.Sigmoid: torch.sigmoid,
+_FUNCTIONS: dict[tuple[type[nn.Module], str | None], Callable[[Tensor], Tensor]] = {
+    (nn.ReLU, None): nn.functional.relu,
+    (nn.SiLU, None): nn.functional.silu,
+    (nn.Tanh, None): torch.tanh,
+    (nn.Sigmoid, None): torch.sigmoid,
+    (nn.GELU, "none"): nn.functional.gelu,
+    (nn.GELU, "tanh"): functools.partial(nn.functional.gelu, approximate="tanh"),
 }
-
-
-def _function_of(activation: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """Return an activation's function, one object for equal activations, which does not work in place even if the module does."""
-    return _gelu(activation.approximate) if type(activation) is nn.GELU else _FUNCTIONS.get(type(activation))
-
-
-@functools.cache
-def _gelu(approximate: str) -> Callable[[Tensor], Tensor]:
-    return functools.partial(nn.functional.gelu, approximate=approximate)
+"""Functions of activations and their approximations. They do not work in place even if the module does."""

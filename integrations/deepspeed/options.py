@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from deepep_moe.arguments import as_int, check_choice
+from deepep_moe.arguments import as_float, as_int, check_choice
 from deepep_moe.exchange.backends.select import BACKENDS
 from deepep_moe.group.settings import SUMS
 from deepep_moe.integrations.deepspeed.expert_weights import Reader
@@ -63,11 +63,7 @@ class Options:
             if getattr(self, name) is not None:
                 as_int(name, getattr(self, name), "a whole number or null", least)
         rate = self.expert_bias_update_rate
-        if rate is None:
-            return
-        if isinstance(rate, bool) or not isinstance(rate, int | float):
-            raise TypeError(f"expert_bias_update_rate is {rate!r}; it must be a number or null")
-        if not 0 < rate < math.inf:
+        if rate is not None and not 0 < as_float("expert_bias_update_rate", rate) < math.inf:
             raise ValueError(f"expert_bias_update_rate is {rate}; it must be a positive number such as 0.001, or be left out for no bias")
 
     def refuse_lanes(self, reason: str) -> None:

@@ -167,18 +167,15 @@ def _report(model: nn.Module, left: list[Any], num_native: int, num_autoep: int,
     if num_autoep and options.grouped_experts:
         say(logging.WARNING, f"grouped_experts has no effect on {num_autoep} AutoEP layers, which have grouped products of their own")
     if not (num_native or num_autoep or left) and getattr(model, "num_stages", 1) == 1:  # else another stage of the pipeline has them
-        say(logging.WARNING, f"this model has no MoE layers of DeepSpeed; {_where_layers_come_from(model)}")
+        where = "those of AutoEP are there after deepspeed.initialize"
+        if hasattr(model, "was_step_applied"):  # an engine, which AutoEP has finished with
+            where = 'use deepspeed.moe.layer.MoE, or let AutoEP make some: "expert_parallel" in ds_config'
+        say(logging.WARNING, f"this model has no MoE layers of DeepSpeed; {where}")
     if num_native and is_gate_unknown():
         say(
             logging.INFO,
             "DeepSpeed's gates are called, which takes longer: deepep_moe knows those of 0.19.4 to 0.19.8 only, and these differ",
         )
-
-
-def _where_layers_come_from(model: nn.Module) -> str:
-    if hasattr(model, "was_step_applied"):  # an engine, which AutoEP has finished with
-        return 'use deepspeed.moe.layer.MoE, or let AutoEP make some: "expert_parallel" in ds_config'
-    return "those of AutoEP are there after deepspeed.initialize"
 
 
 def _plans(layers: Iterable[Layer], options: Options) -> list[Plan]:

@@ -13,10 +13,6 @@ from torch.nn import functional as F
 WEIGHTS = ("gate_up_proj", "down_proj")
 # Largest entries of the first product: small ones show constants, large ones show limits.
 _MAGNITUDES = (0.5, 4.0, 30.0, 300.0, 3000.0)
-_HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-)  # fmt: skip
 
 
 def is_stack(module: nn.Module) -> bool:
@@ -48,7 +44,7 @@ def check(name: str, experts: nn.Module, num_topk: int, group: "dist.ProcessGrou
         raise ValueError(
             f"{name} has {' and '.join(members)}, which would be lost; only experts with {' and '.join(WEIGHTS)} can be spread"
         )
-    has_hooks = any(getattr(module, hooks) for module in experts.modules() for hooks in _HOOKS)
+    has_hooks = any(hooks for module in experts.modules() for name, hooks in vars(module).items() if name.endswith("_hooks"))
     if has_hooks or any(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None) for weight in (up, down)):
         raise ValueError(f"{name} or its weights have hooks, which would be lost; remove them, and register them after spread_experts")
     num_experts = len(up)

@@ -8,6 +8,7 @@ from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from torch import Tensor
 
 from deepep_moe.integrations.common.warn_once import is_first, warn_once
+from deepep_moe.integrations.deepspeed.buffers import unswap
 from deepep_moe.integrations.deepspeed.options import Options
 from deepep_moe.ops.gate import gate, why_not
 
@@ -106,11 +107,8 @@ def swap_router(router: TokenChoiceTopKRouter, options: Options, *groups: "dist.
 
 def restore_router(router: TokenChoiceTopKRouter) -> None:
     """Make a GatedRouter DeepSpeed's own router again. Its bias stays, as tokens are routed by it."""
-    is_swapped = type(router) is GatedRouter
-    if is_swapped:
-        router.__class__ = TokenChoiceTopKRouter
-        for name in ("deepep_moe_options", "deepep_moe_speaks", "deepep_moe_counts"):
-            router.__dict__.pop(name, None)
+    if type(router) is GatedRouter:
+        unswap(router, TokenChoiceTopKRouter)
 
 
 def why_own_router(router: TokenChoiceTopKRouter) -> str | None:
