@@ -39,7 +39,7 @@ from deepep_moe.group.settings import Settings
 from deepep_moe.ops.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_copies, refuse_bad_routing
 
 _Result = TypeVar("_Result")
-_Owe = Callable[[Tensor], Callable[[], object]]
+_Owe = Callable[[Tensor, list[int]], Callable[[], _Result]]
 _MESSAGE_BYTES = 512
 _asleep: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups whose NCCL a buffer has suspended
 
@@ -88,12 +88,12 @@ class CollectiveBackend(Backend):
         per_expert = num_tokens_per_expert(topk_idx, s.num_experts)
         narrow_topk_idx = topk_idx.to(torch.int32, copy=True).contiguous()
 
-        def owe(counts: Tensor) -> Callable[[], object]:
+        def owe(counts: Tensor, num_to_forward: list[int]) -> Callable[[], list[Tensor]]:
             self._check_bounds(args, counts)
-            return partial(self._send_rows, args, narrow_topk_idx, counts[:, s.rank].tolist(), self._num_to_forward(counts))
+            return partial(self._send_rows, args, narrow_topk_idx, counts[:, s.rank].tolist(), num_to_forward)
 
         own_counts = self._own_counts(narrow_topk_idx, torch.cat([per_rank, per_expert]))
-        counts = self._enter(self._entry(0, args.x, args.layout, args), own_counts, owe)
+        counts, send = self._enter(self._entry(args), own_counts, owe)
         to_here = counts[:, s.rank : s.rank + 1]
         mine = slice(s.num_ranks + s.rank * s.num_local_experts, s.num_ranks + (s.rank + 1) * s.num_local_experts)
         tokens_per_expert = counts[:, mine].sum(0).to(torch.int32)
@@ -109,19 +109,15 @@ class CollectiveBackend(Backend):
             torch.tensor([self.num_calls], device="cpu"), recv_topk_idx,
         )  # fmt: skip
         rows = self._allocate(args, handle)
-        return rows, handle, lambda: self._move(args, handle, rows, self._num_to_forward(counts), cached=False)
+        return rows, handle, lambda: self._place(args, handle, rows, send(), cached=False)
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
         handle, rows = args.handle, self._allocate(args, args.handle)
 
         def move() -> None:
-            num_received = handle.recv_counts.flatten().tolist()
-
-            def owe(counts: Tensor) -> Callable[[], object]:
-                return partial(self._send_rows, args, handle.topk_idx, num_received, self._num_to_forward(counts))
-
-            counts = self._enter(self._entry(1, args.x, handle.layout, args), self._own_counts(handle.topk_idx), owe)
-            self._move(args, handle, rows, self._num_to_forward(counts), cached=True)
+            send_rows = partial(self._send_rows, args, handle.topk_idx, handle.recv_counts.flatten().tolist())
+            _, send = self._enter(self._entry(args), self._own_counts(handle.topk_idx), lambda _, forward: partial(send_rows, forward))
+            self._place(args, handle, rows, send(), cached=True)
 
         return rows, move
 
@@ -131,11 +127,9 @@ class CollectiveBackend(Backend):
         topk_weight_grads = None if args.topk_weight_grads is None else args.x.new_empty(handle.num_tokens, s.num_topk, dtype=torch.float32)
 
         def move() -> None:
-            def owe(counts: Tensor) -> Callable[[], object]:
-                return partial(self._send_sums, args, self._num_to_forward(counts))
-
-            counts = self._enter(self._entry(2, args.x, handle.layout, args), self._own_counts(handle.topk_idx), owe)
-            self._combine(args, self._send_sums(args, self._num_to_forward(counts)), combined_x, topk_weight_grads)
+            send_sums = partial(self._send_sums, args)
+            _, send = self._enter(self._entry(args), self._own_counts(handle.topk_idx), lambda _, forward: partial(send_sums, forward))
+            self._combine(args, send(), combined_x, topk_weight_grads)
 
         return combined_x, topk_weight_grads, move
 
@@ -160,12 +154,9 @@ class CollectiveBackend(Backend):
             else Step(picked(args.home, torch.tensor(experts, dtype=torch.long)), num_lent, num_held, True)
         )
 
-        def owe(_: Tensor) -> Callable[[], object]:
-            return partial(self._go, _at_once(step), "copies of experts")
-
-        self._enter(Entry(self._number, 0, 0, FETCH + args.returns, 0, 0, 0, 0, -1, digest), self._own_counts(), owe)
-        arrived = self._go(_at_once(step), "copies of experts")
-        for tensor, rows in zip(args.home if args.returns else args.slots, arrived, strict=True):
+        entry = Entry(self._number, 0, 0, FETCH + args.returns, 0, 0, 0, 0, -1, digest)
+        _, send = self._enter(entry, self._own_counts(), lambda *_: lambda: self._go(_at_once(step), "copies of experts"))
+        for tensor, rows in zip(args.home if args.returns else args.slots, send(), strict=True):
             if not args.returns:
                 tensor[torch.tensor(slots, dtype=torch.long, device=tensor.device)] = rows
                 continue
@@ -206,7 +197,7 @@ class CollectiveBackend(Backend):
     def refuse(self, message: str, cause: Cause = Cause.OTHER) -> None:
         entry = Entry(self._number, 0, 1 + cause, 0, 0, 0, 1, 0, -1, 0)
         with contextlib.suppress(EPPeerError):  # `_enter` raises this rank's own refusal too
-            self._enter(entry, self._own_counts(), message=message)
+            self._enter(entry, self._own_counts(), lambda *_: lambda: None, message)
 
     def abandon(self, message: str) -> None:
         """Finish the exchanges that peers wait for, as nothing else ends their wait. They learn `message` in their next call."""
@@ -260,9 +251,6 @@ class CollectiveBackend(Backend):
             counts[s.num_ranks + s.num_experts :] = self._hops.num_tokens_per_node(topk_idx).cpu()
         return counts
 
-    def _num_to_forward(self, counts: Tensor) -> list[int]:
-        return self._hops.num_to_forward(counts[:, self.settings.num_ranks + self.settings.num_experts :]) if self._num_nodes > 1 else []
-
     def _send_rows(
         self, args: DispatchArgs | CachedDispatchArgs, topk_idx: Tensor, num_received: list[int], num_to_forward: list[int]
     ) -> list[Tensor]:
@@ -280,10 +268,9 @@ class CollectiveBackend(Backend):
         arrived[1] = torch.where((local >= 0) & (local < s.num_local_experts), local, -1)
         return arrived
 
-    def _move(
-        self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle, rows: Rows, num_to_forward: list[int], *, cached: bool
+    def _place(
+        self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle, rows: Rows, arrived: list[Tensor], *, cached: bool
     ) -> None:
-        arrived = self._send_rows(args, handle.topk_idx, handle.recv_counts.flatten().tolist(), num_to_forward)
         recv_x, experts, rest = arrived[0], arrived[1], arrived[2:]
         scales = rest.pop(0) if args.x_scales is not None else None
         weights = rest.pop(0) if args.topk_weights is not None else None
@@ -414,21 +401,21 @@ class CollectiveBackend(Backend):
         self._owed = partial(self._go, ways, phase, arrived)
         return arrived()
 
-    def _entry(self, operation: int, x: Tensor, layout: str, args: DispatchArgs | CachedDispatchArgs | CombineArgs) -> Entry:
+    def _entry(self, args: DispatchArgs | CachedDispatchArgs | CombineArgs) -> Entry:
         if isinstance(args, CombineArgs):
-            alignment, bound, flags = args.handle.expert_alignment, -1, 4 * (args.topk_weight_grads is not None)
+            operation, flags = 2, 4 * (args.topk_weight_grads is not None)
         else:
-            is_plan = isinstance(args, DispatchArgs)
-            alignment = args.expert_alignment if is_plan else args.handle.expert_alignment  # type: ignore[union-attr]
-            bound = args.num_recv_rows if is_plan else -1  # type: ignore[union-attr]
-            flags = (args.topk_weights is not None) + 2 * (args.x_scales is not None)
-        handle_call = 0 if isinstance(args, DispatchArgs) else int(args.handle.call)
-        dtype = sorted(set(DTYPE_NAMES.values())).index(DTYPE_NAMES[x.dtype])
-        return Entry(self._number, 0, 0, operation, dtype, LAYOUTS.index(layout), alignment, flags, bound, handle_call)
+            operation, flags = int(isinstance(args, CachedDispatchArgs)), (args.topk_weights is not None) + 2 * (args.x_scales is not None)
+        of_layout, bound, call = (
+            (args, args.num_recv_rows, 0) if isinstance(args, DispatchArgs) else (args.handle, -1, int(args.handle.call))
+        )
+        dtype = sorted(set(DTYPE_NAMES.values())).index(DTYPE_NAMES[args.x.dtype])
+        layout = LAYOUTS.index(of_layout.layout)
+        return Entry(self._number, 0, 0, operation, dtype, layout, of_layout.expert_alignment, flags, bound, call)
 
-    def _enter(self, entry: Entry, counts: Tensor, owe: _Owe | None = None, message: str = "") -> Tensor:
-        """Exchange entries with all ranks, and check that they fit. Return the counts of all ranks, [num_ranks, *counts.shape] int64.
-        owe(counts) returns the exchange that peers wait for once all have entered."""
+    def _enter(self, entry: Entry, counts: Tensor, owe: _Owe[_Result], message: str = "") -> tuple[Tensor, Callable[[], _Result]]:
+        """Exchange entries with all ranks, and check that they fit. Return the counts of all ranks, [num_ranks, *counts.shape] int64, and
+        the exchange that peers wait for once all have entered: owe(counts, how many tokens each rank has for this node)."""
         s = self.settings
         self.check_usable()
         entry.call, self._owed = self.num_calls + 1, None
@@ -441,7 +428,7 @@ class CollectiveBackend(Backend):
         self._num_calls += 1
         return arrive()
 
-    def _arrive(self, entry: Entry, vector: Tensor, messages: Exchange | None, owe: _Owe | None) -> Tensor:
+    def _arrive(self, entry: Entry, vector: Tensor, messages: Exchange | None, owe: _Owe[_Result]) -> tuple[Tensor, Callable[[], _Result]]:
         """Finish `_enter`. After an interrupt, `abandon` calls it again."""
         entries = vector[None] if messages is None else self._received(messages)
         peers = [Entry(*row[:NUM_FIELDS].tolist()) for row in entries]
@@ -454,9 +441,11 @@ class CollectiveBackend(Backend):
             raise EPMismatchError(difference)
         self._bounds = [peer.num_recv_rows for peer in peers]
         counts = entries[:, NUM_FIELDS : -_MESSAGE_BYTES // 8]
-        self._owed = None if owe is None else owe(counts)
+        s = self.settings
+        num_to_forward = self._hops.num_to_forward(counts[:, s.num_ranks + s.num_experts :]) if self._num_nodes > 1 else []
+        self._owed = send = owe(counts, num_to_forward)
         self._arriving = None
-        return counts
+        return counts, send
 
     def _received(self, messages: Exchange) -> Tensor:
         """Return all ranks' vectors, [num_ranks, n]. Raises EPTimeoutError with the rank that did not answer."""
