@@ -31,23 +31,13 @@ _HURRIED_S = 1.0
 _FROM_HANDLER = "a signal's handler calls the buffer whose call it interrupts; make the call once that one is over"
 
 
-class What(NamedTuple):
-    """The action of a rank in a call. All ranks must do the same."""
-
-    is_combine: bool
-    dtype: _C.DType
-    fp8: bool
-    is_rounded: bool
-    has_weights: bool
-
-    def packed(self) -> int:
-        return _C.low_latency_what(*self)
-
-
 class Rows:
     """The rows of one call, in this rank's areas of the others' turns and in its own turn. Its methods run `unseen`."""
 
-    what: What
+    what: int
+    """The packed action of this rank in the call. All ranks must do the same."""
+    is_combine: bool
+    brings_weights: bool = False
     value: int
     """It goes with the flag of the call."""
     event: Event | None = None
@@ -214,15 +204,14 @@ class ShmCalls:
     def send(self, rows: Rows) -> int:
         """Send a call, and return its number. If it fails once it has a number, the peers learn why."""
         with self._alone():
-            peers, own_rank, what, before, served = self.peers, self.settings.rank, rows.what, self.num_calls, 0
+            peers, own_rank, before, served = self.peers, self.settings.rank, self.num_calls, 0
             try:
                 number = self._begin()
-                ranks, kind = self.ranks_in(number), number << _NUMBER_BIT | what.packed() << _VALUE_BITS
-                brings_weights = what.is_combine and what.has_weights
+                ranks, kind = self.ranks_in(number), number << _NUMBER_BIT | rows.what << _VALUE_BITS
 
                 def arrive(rank: int) -> None:
                     nonlocal served
-                    if brings_weights:
+                    if rows.brings_weights:
                         if self.entered(rank, number) != kind | rows.value:
                             return  # a rank that does something else learns so when it receives
                         with unseen():
@@ -234,7 +223,7 @@ class ShmCalls:
                     rows.write(number, ranks)
                 for rank in members(ranks):
                     peers.store(rank, self.layout.entered(own_rank, number), kind | rows.value)
-                if brings_weights:  # a rank's sums are sent once its weights have come, even if others are late
+                if rows.brings_weights:  # a rank's sums are sent once its weights have come, even if others are late
                     _Waits(self, number).wait_entered(heard=arrive)
                 else:
                     for rank in members(ranks):
@@ -247,16 +236,16 @@ class ShmCalls:
             return number
 
     def receive(self, rows: Rows, number: int) -> None:
-        peers, what = self.peers, rows.what  # the memory stays until the call is over
+        peers = self.peers  # the memory stays until the call is over
         peers.check_owner()
         waits, is_heard = _Waits(self, number), False
         try:
             entered = waits.wait_entered()
             is_heard = True
             flags = {rank: self.entered(rank, number) for rank in members(entered)}  # read once: a refusal may replace one
-            self._check_flags(number, flags, what)
-            wanted = number << _NUMBER_BIT | what.packed() << _VALUE_BITS | 1
-            phase = f"{'combine' if what.is_combine else 'dispatch'} rows"
+            self._check_flags(number, flags, rows.is_combine)
+            wanted = number << _NUMBER_BIT | rows.what << _VALUE_BITS | 1
+            phase = f"{'combine' if rows.is_combine else 'dispatch'} rows"
             arrived = sum(1 << rank for rank in flags if waits.wait_rows(rank, wanted, phase))
             with unseen():
                 rows.read(number, entered, arrived, [flags.get(rank, 0) & _VALUES for rank in range(self.settings.num_ranks)])
@@ -270,12 +259,12 @@ class ShmCalls:
         if number in self._unheard:
             self._unheard[number] = False
 
-    def _check_flags(self, number: int, flags: dict[int, int], what: What) -> None:
+    def _check_flags(self, number: int, flags: dict[int, int], is_combine: bool) -> None:
         """Raise EPMismatchError, or EPPeerError for a refusal, unless all flags are of the same call."""
         for rank, flag in flags.items():
             self.check_refusal(rank, number, flag)
         self._check_same(number, {rank: _C.describe_low_latency(flag >> _VALUE_BITS & 0xFF) for rank, flag in flags.items()})
-        if what.is_combine:  # the dispatch of its handle, of which the flag has the last bits
+        if is_combine:  # the dispatch of its handle, of which the flag has the last bits
             near = {rank: number + ((flag - number + 0x8000) & _VALUES) - 0x8000 for rank, flag in flags.items()}
             self._check_same(number, {rank: f"combine with the handle of call {dispatch}" for rank, dispatch in near.items()})
 

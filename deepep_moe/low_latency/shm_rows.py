@@ -13,7 +13,7 @@ from deepep_moe import _C
 from deepep_moe.device import DTYPES
 from deepep_moe.low_latency.checks import num_scale_columns
 from deepep_moe.low_latency.handle import State
-from deepep_moe.low_latency.shm_calls import Rows, ShmCalls, What, members, unseen
+from deepep_moe.low_latency.shm_calls import Rows, ShmCalls, members, unseen
 from deepep_moe.ops import ue8m0
 from deepep_moe.ops.quant import FP8, dequantize_fp8, next_powers_of_two, quantize_fp8
 from deepep_moe.ops.routing import refuse_bad_routing
@@ -24,6 +24,8 @@ Empty: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 class DispatchRows(Rows):
     """The rows of one dispatch of this rank, with the fields of `_torch.LowLatencyReceived`."""
+
+    is_combine = False
 
     def __init__(
         self, calls: ShmCalls, empty: Empty, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, fp8: bool, scale_format: str
@@ -40,8 +42,9 @@ class DispatchRows(Rows):
             self.state = empty((calls.handle_bytes,), torch.uint8)
         with unseen():
             self._views = State(self.state, s)
-        self.what = What(False, DTYPES[x.dtype], self.recv_x_scales is not None, is_rounded, topk_weights is not None)
-        self.value = self.num_tokens
+        has_scales, has_weights = self.recv_x_scales is not None, topk_weights is not None
+        self.what = _C.low_latency_what(False, DTYPES[x.dtype], has_scales, is_rounded, has_weights)
+        self.value, self._is_rounded = self.num_tokens, is_rounded
 
     def write(self, number: int, ranks: int) -> None:
         s, state, num_tokens = self._s, self._views, self.num_tokens
@@ -67,7 +70,7 @@ class DispatchRows(Rows):
         if self.recv_x_scales is None:
             return self._x.view(torch.uint8)
         y, scales = quantize_fp8(self._x)
-        if self.what.is_rounded:  # up to powers of two, by which the elements are divided
+        if self._is_rounded:  # up to powers of two, by which the elements are divided
             scales = next_powers_of_two(scales)
             y = (self._x.float() / scales.repeat_interleave(_C.SCALE_BLOCK, dim=1)).clamp(-448, 448).to(FP8)
             scales = ue8m0.pack(scales)
@@ -108,6 +111,8 @@ class DispatchRows(Rows):
 class CombineRows(Rows):
     """The rows of one combine of this rank, with the field of `_torch.LowLatencyCombined`."""
 
+    is_combine = True
+
     def __init__(
         self, calls: ShmCalls, empty: Empty, x: Tensor, state: Tensor, num_tokens: int, topk_weights: Tensor | None, out: Tensor | None,
         wire: str | None,
@@ -117,7 +122,8 @@ class CombineRows(Rows):
         with unseen():
             self._views = State(state, calls.settings)
             self.value = int(self._views.number) & 0xFFFF  # the last bits of the number of its dispatch
-        self.what = What(True, DTYPES[x.dtype], wire == "fp8", False, topk_weights is not None)
+        self._fp8, self.brings_weights = wire == "fp8", topk_weights is not None
+        self.what = _C.low_latency_what(True, DTYPES[x.dtype], self._fp8, False, self.brings_weights)
 
     def write(self, number: int, ranks: int) -> None:
         self._check_state()
@@ -147,7 +153,7 @@ class CombineRows(Rows):
             for lane in range(s.num_topk):
                 here = (rows[:, lane] >= 0).nonzero()[:, 0]
                 sums[here] += weights[here, lane, None] * x[rows[here, lane]].float()
-            sent = _side_by_side(*quantize_fp8(sums)) if self.what.fp8 else sums.to(x.dtype).view(torch.uint8)
+            sent = _side_by_side(*quantize_fp8(sums)) if self._fp8 else sums.to(x.dtype).view(torch.uint8)
             self._calls.area(rank, s.rank, number).slots[:num_tokens, : sent.shape[1]] = sent
 
     def read(self, number: int, entered: int, arrived: int, values: list[int]) -> None:
@@ -161,7 +167,7 @@ class CombineRows(Rows):
 
     def _values(self, slots: Tensor, tokens: Tensor) -> Tensor:
         hidden = self._s.hidden
-        if not self.what.fp8:
+        if not self._fp8:
             return slots[:, : hidden * self._x.element_size()].view(self._x.dtype)[tokens].float()
         y, scales = slots[:, :hidden], slots[:, hidden : hidden + hidden // _C.SCALE_BLOCK * 4]
         return dequantize_fp8(y[tokens].view(FP8), scales.view(torch.float32)[tokens])
