@@ -96,12 +96,14 @@ class Calls:
         """The mode of gradients, and the default of calls."""
         self._calling = threading.Lock()
         self._backend: Backend | None = backend
-        self._suspended: tuple[Backend, NativeCalls | None] | None = None  # `_backend` and `_native` between `suspend` and `resume`
+        self._suspended: tuple[Backend, NativeCalls | None] | None = None  # `_backend` and `native` between `suspend` and `resume`
         self._suspended_bytes = 0
         self._for_gpu = for_gpu
-        self._native = backend.native_calls(self.number, self.own_mode)
+        self.native = backend.native_calls(self.number, self.own_mode)
+        """The native calls, or None if the backend moves rows from Python."""
         self._worker: Worker | None = None
-        self._pending: Event | None = None
+        self.in_flight: Event | None = None
+        """The asynchronous call made last, until its end is seen."""
         self._num_submitted = 0  # the number of the call in flight, which the thread may not have entered yet
         self._earlier_failure: Exception | None = None  # the failure of an earlier call, raised once the present call is made
         self._process_id, self._num_forks = os.getpid(), _num_forks
@@ -132,26 +134,21 @@ class Calls:
         now."""
         return max(self.backend.num_calls, self._num_submitted)
 
-    @property
-    def native(self) -> "NativeCalls | None":
-        """Return the native calls, or None if the backend moves rows from Python."""
-        return self._native
-
     def make(self, name: str, *args: object, handle: object = None, waits: bool = False, is_async: bool = False) -> Any:
         """Return the result of the method `name` of `_torch.Calls`; None if it declines, and on CPUs.
 
         The call uses `handle`. With `waits` its host waits for counts; with `is_async` part of it stays in flight.
         """
-        if self._native is None or self._num_forks != _num_forks:
+        if self.native is None or self._num_forks != _num_forks:
             return None
-        if self._pending is not None:
-            if self._pending.is_enqueued:
-                self._pending = None
+        if self.in_flight is not None:
+            if self.in_flight.is_enqueued:
+                self.in_flight = None
             else:
                 self._finish_earlier_call()
-        call = getattr(self._native, name)
+        call = getattr(self.native, name)
         output = call(*args)
-        if output is None and self._native is not None and self._native.has_failed:  # an earlier call has reported a failure
+        if output is None and self.native is not None and self.native.has_failed:  # an earlier call has reported a failure
             self._note_failure(self.backend, lambda: waits or (isinstance(handle, DispatchHandle) and handle.has_failed))
             output = call(*args)
         if output is not None and (is_async or self._earlier_failure is not None):
@@ -251,22 +248,17 @@ class Calls:
         """Return the event of the call of `x` just made; None if it was not asynchronous."""
         if not (mode.is_async or mode.is_split):
             return None
-        return self._pending or Event(recorded=self.backend.recorded(x))
-
-    @property
-    def in_flight(self) -> Event | None:
-        """The event of the asynchronous call just enqueued on a GPU."""
-        return self._pending
+        return self.in_flight or Event(recorded=self.backend.recorded(x))
 
     def _keep_in_flight(self, call: "InFlight") -> None:
         """Keep the unfinished part of a call that was enqueued on a GPU, and raise an earlier call's failure."""
         if (recorded := call.recorded) is not None:
-            self._pending = Event(recorded=recorded)
+            self.in_flight = Event(recorded=recorded)
         elif (second_half := call.second_half) is not None:
             half, is_captured = partial(self._finish, second_half), self._is_capturing()
-            self._pending = Event(second_half=half, device=self.backend.device, is_captured=is_captured)
+            self.in_flight = Event(second_half=half, device=self.backend.device, is_captured=is_captured)
         if self._earlier_failure is not None:
-            self._raise_earlier_failure(self._pending)
+            self._raise_earlier_failure(self.in_flight)
 
     def _finish(self, half: "SecondHalf") -> None:
         """Finish `half`. If it fails, tell the peers, since its call was entered."""
@@ -298,7 +290,7 @@ class Calls:
         self._refuse_other_process()
         self._refuse_second_caller()
         with self._calling:
-            backend, native, error = self.backend, self._native, None
+            backend, native, error = self.backend, self.native, None
             self._serve(None)  # so that other threads' calls look at the lock
             try:
                 try:
@@ -334,10 +326,10 @@ class Calls:
 
     def _serve(self, native: "NativeCalls | None") -> None:
         """Let `native` make calls, or none. It makes a gradient by itself unless it is held."""
-        for calls in (self._native, native):
+        for calls in (self.native, native):
             if calls is not None:
                 calls.is_held = native is None or self._earlier_failure is not None
-        self._native = native
+        self.native = native
 
     def destroy(self) -> None:
         self._wake()
@@ -346,16 +338,16 @@ class Calls:
         if self._worker is not None and os.getpid() == self._process_id:
             self._worker.finish()
         self._worker = None
-        backend, self._backend, self._native = self._backend, None, None
+        backend, self._backend, self.native = self._backend, None, None
         backend.destroy()
-        self._pending = None  # comes last: a GPU may have used the tensors of the second half until here
+        self.in_flight = None  # comes last: a GPU may have used the tensors of the second half until here
 
     def recover(self, meet: Callable[[int], list[int]]) -> None:
         """Bring the ranks back into step: ranks that have made fewer calls refuse the rest. meet(number) returns every rank's number."""
         self._refuse_other_process()
-        backend, pending = self.backend, self._pending
+        backend, pending = self.backend, self.in_flight
         backend.check_usable()  # else this rank would wait for peers in a group that is out of step
-        self._pending = None
+        self.in_flight = None
         self._take_earlier_failure()
         if pending is not None and not pending.is_half:
             pending.failure()
@@ -433,11 +425,11 @@ class Calls:
         if failure is not None and ends_call():
             raise self.refuse(failure)
         self._earlier_failure = failure or self._earlier_failure
-        self._serve(self._native)
+        self._serve(self.native)
 
     def _take_earlier_failure(self) -> Exception | None:
         failure, self._earlier_failure = self._earlier_failure, None
-        self._serve(self._native)
+        self._serve(self.native)
         return failure
 
     def _raise_earlier_failure(self, event: Event | None) -> NoReturn:
@@ -459,7 +451,7 @@ class Calls:
         if make is not None and is_gpu(x.device):
             before, backend = self.backend, make(x)
             self._backend, self.capabilities = backend, backend.capabilities
-            self._native = backend.native_calls(self.number, self.own_mode)
+            self.native = backend.native_calls(self.number, self.own_mode)
             before.destroy()
         self._for_gpu = None
         return self.backend
@@ -492,7 +484,7 @@ class Calls:
         if self._worker is None:
             self._worker = Worker()
         self._num_submitted = number
-        self._pending = Event(self._worker.submit(_second_half, move, keep_alive))
+        self.in_flight = Event(self._worker.submit(_second_half, move, keep_alive))
 
     def _is_capturing(self) -> bool:
         return self.backend.device is not None and torch.cuda.is_current_stream_capturing()
@@ -500,7 +492,7 @@ class Calls:
     def _wait_for_pending(self, refuses: bool = True) -> None:
         """Let the asynchronous call in flight finish. Raises EPError if it failed and nobody has seen its error, and then refuses the next
         call if this one is it."""
-        pending = self._pending
+        pending = self.in_flight
         if pending is None:
             return
         if pending.is_half and pending.is_captured != self._is_capturing():
@@ -508,10 +500,10 @@ class Calls:
                 raise ValueError(
                     "a call of this buffer waits for its hook, and its rest cannot be part of a CUDA graph; call the hook before"
                 )
-            self._pending = None  # the capture of its graph has ended without its second half
+            self.in_flight = None  # the capture of its graph has ended without its second half
             return
         error = pending.failure()
-        self._pending, self._num_submitted = None, 0
+        self.in_flight, self._num_submitted = None, 0
         if error is not None and not pending.seen:
             failed = EPError(f"an earlier asynchronous call of this buffer failed: {describe(error)}")
             raise (self.refuse(failed) if refuses else failed) from error

@@ -6,12 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepep_moe.errors import EPMismatchError
 from deepep_moe.exchange.buffer import Buffer, new_layer
 from deepep_moe.exchange.calls import notify_peers_on_failure
 from deepep_moe.exchange.checks import GUESS
 from deepep_moe.exchange.handle import DispatchOutput
-from deepep_moe.group.rendezvous import agree, join
+from deepep_moe.group.rendezvous import agree, check_same, join
 from deepep_moe.integrations.common.warn_once import say_on
 from deepep_moe.integrations.huggingface import saving
 from deepep_moe.integrations.huggingface.proof import WEIGHTS, check, is_stack
@@ -130,11 +129,7 @@ def spread_experts(
     except Exception as refused:
         error = refused
     blocks_of_ranks = agree("spread_experts", error, members, num_ranks, blocks)
-    for other, theirs in enumerate(blocks_of_ranks):
-        if theirs != blocks_of_ranks[0]:
-            raise EPMismatchError(
-                f"rank {other} has blocks {theirs} (name, hidden, num_experts), rank 0 has {blocks_of_ranks[0]}; give all ranks one model"
-            )
+    check_same([{"blocks (name, hidden, num_experts)": str(theirs)} for theirs in blocks_of_ranks], "give all ranks one model")
     assert num_topk is not None
     buffers: dict[tuple[int, int], Buffer] = {}
     try:

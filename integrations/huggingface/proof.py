@@ -80,7 +80,7 @@ def _like(weight: Tensor) -> Tensor:
 @contextlib.contextmanager
 def _quiet(experts: nn.Module, training: bool) -> Iterator[None]:
     """Set the mode of the experts, and leave it, random numbers and autocast as they were."""
-    device = experts.get_parameter(WEIGHTS[0]).device if WEIGHTS[0] in experts._parameters else getattr(experts, WEIGHTS[0]).device
+    device = getattr(experts, WEIGHTS[0]).device
     modes = [(module, module.training) for module in experts.modules()]
     try:
         with (

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepep_moe.errors import EPMismatchError
-from deepep_moe.group.rendezvous import agree, hanging_up, moves_cpu_tensors
+from deepep_moe.group.rendezvous import agree, check_same, hanging_up, moves_cpu_tensors
 from deepep_moe.integrations.huggingface.proof import WEIGHTS
 from deepep_moe.nn.rank_parameters import RankExperts
 
@@ -90,9 +89,8 @@ class _WholeState:
     def meet(self) -> None:
         """Raise EPMismatchError unless all ranks have the same names, shapes and dtypes. Collective."""
         forms = repr([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()])
-        for rank, checksum in enumerate(agree("save_pretrained", None, self.group, self.num_ranks, zlib.crc32(forms.encode()))):
-            if checksum != zlib.crc32(forms.encode()):
-                raise EPMismatchError(f"rank {rank} has other tensors than this rank, or in other dtypes; give all ranks one model")
+        checksums = agree("save_pretrained", None, self.group, self.num_ranks, zlib.crc32(forms.encode()))
+        check_same([{"the checksum of tensors and dtypes": checksum} for checksum in checksums], "give all ranks one model")
 
     def _place(self, leaf: str, whole: Tensor) -> Iterator[tuple[str, tuple[str, list[tuple[int, int]]]]]:
         """Yield each name of a weight's tensors, with the ranks that have them and their places in what these ranks' shares convert to.

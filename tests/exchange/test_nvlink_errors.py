@@ -193,7 +193,7 @@ def test_allowed_excess(rank, from_python):
     """In the second pass rank 0 has room for 3 rows. It goes on with those, on both ranks, and so does a third pass, which is whole."""
     buffer, x, idx = on_gpus(rank)
     if from_python:
-        buffer.calls._native = None
+        buffer.calls.native = None
     buffer.allow_excess()
     x.requires_grad_()
     num_experts = (idx >= 0).sum(1, keepdim=True).to(x.dtype)

@@ -137,7 +137,7 @@ def test_injected_failures(rank, culprit):
     """Memory, interrupts, an expert, a gradient: peers hear in the call that the culprit does not make, or in the next one."""
     buffer, part = buffer_of(), part_of(rank, culprit)
     handle = buffer.dispatch(*inputs(buffer, 0)).handle
-    buffer.calls._native = None  # as `fault` needs it
+    buffer.calls.native = None  # as `fault` needs it
 
     def make_and_look(operation):
         make_call(buffer, operation, handle)

@@ -251,7 +251,7 @@ def test_an_asynchronous_call_that_failed(rank, kind):
     if rank == 0:
         lost = Future()
         lost.set_exception(RuntimeError("lost"))
-        buffer.calls._pending = Event(future=lost)
+        buffer.calls.in_flight = Event(future=lost)
     num_calls = buffer.num_calls
     with pytest.raises(EPPeerError if rank else EPError, match="an earlier asynchronous call of this buffer failed: RuntimeError: lost"):
         buffer.suspend()

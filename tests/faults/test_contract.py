@@ -93,7 +93,7 @@ def test_too_small_a_bound_on_gpus(rank, num_ranks, kind, layout, by_native):
     without a further call, in other nodes in the next one. Nobody sums what the failed dispatch has left, whoever has looked before."""
     buffer, num_rows = make(kind, num_ranks), NUM_TOKENS * num_ranks
     if by_native:
-        buffer.calls._native = buffer.calls.backend.native_calls(buffer.calls.number, buffer.calls.own_mode)
+        buffer.calls.native = buffer.calls.backend.native_calls(buffer.calls.number, buffer.calls.own_mode)
         assert buffer.calls.native is not None
 
     def hears(call, culprit):

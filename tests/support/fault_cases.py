@@ -43,7 +43,7 @@ def make(kind: str, num_ranks: int, timeout_s: float = 300.0, hidden: int = 16, 
         return Buffer(*sizes, backend="collective", timeout_s=timeout_s, ranks_per_node=2)
     buffer = Buffer(*sizes, backend=kind, timeout_s=timeout_s, ranks_per_node=2 if kind == "nvshmem" else None)
     if kind in ("nvlink", "nvshmem"):
-        buffer.calls._native = None  # so that its calls are checked in Python, and go by the backend, which faults are put into
+        buffer.calls.native = None  # so that its calls are checked in Python, and go by the backend, which faults are put into
     return buffer
 
 
