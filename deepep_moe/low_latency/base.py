@@ -43,17 +43,13 @@ class LowLatencyBackend(Suspendable):
         """Get ready for the calls of a buffer with these statistics."""
         raise NotImplementedError
 
-    def dispatch(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, fp8: bool, scale_format: str, async_op: bool, return_hook: bool
-    ) -> Any:
-        """Make a call that was checked. Return what has the fields of `_torch.LowLatencyReceived`."""
+    def dispatch(self, *arguments: object) -> Any:
+        """Make a call that was checked, with the arguments of `_torch.LowLatencyCalls.dispatch` but the last. Return what has the fields of
+        `_torch.LowLatencyReceived`."""
         raise NotImplementedError
 
-    def combine(
-        self, x: Tensor, state: Tensor, num_tokens: int, topk_weights: Tensor | None, out: Tensor | None, wire: str | None,
-        async_op: bool, return_hook: bool,
-    ) -> Any:  # fmt: skip
-        """Make a call that was checked. Return what has the fields of `_torch.LowLatencyCombined`."""
+    def combine(self, *arguments: object) -> Any:
+        """Do the same as `dispatch` with `combine`. Return what has the fields of `_torch.LowLatencyCombined`."""
         raise NotImplementedError
 
     def event(self, output: Any) -> Event:

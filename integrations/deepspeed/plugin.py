@@ -180,14 +180,12 @@ def _report(model: nn.Module, left: list[Any], num_native: int, num_autoep: int,
 
 def _plans(layers: Iterable[Layer], options: Options) -> list[Plan]:
     """Return the plan of each layer. Layers of one group and width get the same plan, which is large enough for all of them."""
-    widest: dict[object, tuple[int, int]] = {}
     sizes = [_size(layer) for layer in layers]
-    for key, num_local_experts, num_topk in sizes:
-        most_local_experts, most_topk = widest.get(key, (0, 1))
-        served_topk = num_topk if options.exact or num_topk <= MAX_TOPK else 1  # a layer with more keeps its own dispatch
-        widest[key] = max(num_local_experts, most_local_experts), max(served_topk, most_topk)
-    num_slots = 0 if options.balance is None else options.balance.num_slots
-    plans = {key: Plan(options, most_local + num_slots, most_topk) for key, (most_local, most_topk) in widest.items()}
+    num_slots, plans = 0 if options.balance is None else options.balance.num_slots, dict[object, Plan]()
+    for key in {key for key, _, _ in sizes}:
+        alike = [(num_local_experts, num_topk) for other, num_local_experts, num_topk in sizes if other == key]
+        served = [num_topk for _, num_topk in alike if options.exact or num_topk <= MAX_TOPK]  # others keep their own dispatch
+        plans[key] = Plan(options, max(alike)[0] + num_slots, max(served, default=1))
     return [plans[key] for key, _, _ in sizes]
 
 

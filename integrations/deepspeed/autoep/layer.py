@@ -15,7 +15,7 @@ from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.integrations.common.meanwhile import meanwhile
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.autoep.bias import move_with
-from deepep_moe.integrations.deepspeed.autoep.router import check_bias, has_bias, has_moving_bias, restore_router, swap_router
+from deepep_moe.integrations.deepspeed.autoep.router import BIAS, check_bias, has_moving_bias, restore_router, swap_router
 from deepep_moe.integrations.deepspeed.buffers import Plan, Swapped, groups_of, ready, unswap, why_not_served
 from deepep_moe.integrations.deepspeed.native.layer import count_rows, lengthened, widened, with_gradient
 from deepep_moe.integrations.deepspeed.options import Layer
@@ -171,7 +171,7 @@ def swap(layers: Sequence[Layer], plans: Sequence[Plan], engine: Any | None) -> 
             raise ValueError("expert_bias_update_rate needs the steps of DeepSpeed's engine; pass the engine to replace_moe_layers")
         for layer in layers:
             check_bias(layer.router)
-        num_new = sum(not has_bias(layer.router) for layer in layers)
+        num_new = sum(getattr(layer.router, BIAS, None) is None for layer in layers)
         if num_new:
             warn_once(
                 f"routers of {num_new} AutoEP layers are given an e_score_correction_bias, as they have none: checkpoints contain it "

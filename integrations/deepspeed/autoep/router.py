@@ -12,7 +12,7 @@ from deepep_moe.integrations.deepspeed.buffers import unswap
 from deepep_moe.integrations.deepspeed.options import Options
 from deepep_moe.ops.gate import gate, why_not
 
-_BIAS = "e_score_correction_bias"  # DeepSeek-V3's name for it, in AutoEP's routers and in checkpoints of its models
+BIAS = "e_score_correction_bias"  # DeepSeek-V3's name for it, in AutoEP's routers and in checkpoints of its models
 _GROUP_SCORE_TOPK = {"top2_sum": 2, "max": 1}
 
 
@@ -124,24 +124,19 @@ def check_bias(router: TokenChoiceTopKRouter) -> None:
     """Raise ValueError if the optimizer moves the bias of `router`, or if nobody would count what the router chooses."""
     if (reason := why_own_router(router)) is not None:
         raise ValueError(f"expert_bias_update_rate needs routers that count their choices: {reason}")
-    if isinstance(getattr(router, _BIAS, None), torch.nn.Parameter):
+    if isinstance(getattr(router, BIAS, None), torch.nn.Parameter):
         raise ValueError(
-            f"expert_bias_update_rate moves a router's {_BIAS}, but here it is a parameter, which the optimizer moves; "
+            f"expert_bias_update_rate moves a router's {BIAS}, but here it is a parameter, which the optimizer moves; "
             "make it a buffer, as transformers 5 does, or leave expert_bias_update_rate out"
         )
 
 
-def has_bias(router: TokenChoiceTopKRouter) -> bool:
-    """Return whether the router has a bias of its own for the choice of experts."""
-    return getattr(router, _BIAS, None) is not None
-
-
 def _prepare_bias(router: TokenChoiceTopKRouter) -> None:
     """Give `router` an fp32 bias that training may move. It is zero if the router had none."""
-    bias = getattr(router, _BIAS, None)
+    bias = getattr(router, BIAS, None)
     if bias is None:
-        if hasattr(router, _BIAS):
-            delattr(router, _BIAS)
-        router.register_buffer(_BIAS, torch.zeros(router.num_experts, dtype=torch.float32, device=router.gate.weight.device))
+        if hasattr(router, BIAS):
+            delattr(router, BIAS)
+        router.register_buffer(BIAS, torch.zeros(router.num_experts, dtype=torch.float32, device=router.gate.weight.device))
     elif bias.dtype != torch.float32:
         bias.data = bias.data.float()  # rounding to bf16 would lose steps of 0.001

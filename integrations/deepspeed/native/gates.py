@@ -26,8 +26,7 @@ from deepep_moe.integrations.deepspeed.native.watched import has_hooks
 from deepep_moe.library import Context, Function
 
 Decision = tuple[Tensor, Tensor, Tensor, Tensor]
-"""l_aux, exp_counts [num_experts] int64, topk_idx [num_topk, num_tokens] int32 or int64 with -1 for dropped, topk_weights [num_topk,
-num_tokens] fp32."""
+"""The fields of `routing.Routing`."""
 _FUNCTIONS = ("top1gating", "top2gating", "topkgating", "_capacity", "gumbel_rsample", "multiplicative_jitter", "einsum")
 _ALL = 2**31  # the capacity of an expert that takes all tokens
 _KNOWN = {"0.19.4 to 0.19.7": "7537ab1b18ba5551", "0.19.8": "4224238c65e13fc0"}

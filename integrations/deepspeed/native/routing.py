@@ -16,14 +16,14 @@ from deepep_moe.integrations.deepspeed.native import gates
 class Routing(NamedTuple):
     """The decision for this rank's tokens, lane by lane."""
 
-    topk_idx: Tensor
-    """[num_topk, num_tokens] int32 or int64: experts, -1 = dropped."""
-    topk_weights: Tensor
-    """[num_topk, num_tokens] fp32, 0 where dropped. Its gradient reaches the gate."""
     l_aux: Tensor
     """The gate's load balancing loss, a scalar; 0 on a rank without tokens."""
     exp_counts: Tensor
     """[num_experts] int64: tokens that chose each expert, before any were dropped."""
+    topk_idx: Tensor
+    """[num_topk, num_tokens] int32 or int64: experts, -1 = dropped."""
+    topk_weights: Tensor
+    """[num_topk, num_tokens] fp32, 0 where dropped. Its gradient reaches the gate."""
 
 
 def route(gate: TopKGate, x: Tensor, used_token: Tensor | None) -> Routing:
@@ -35,17 +35,16 @@ def route(gate: TopKGate, x: Tensor, used_token: Tensor | None) -> Routing:
     if x.shape[0] == 0:
         return _route_nothing(gate, x)
     if gates.decides_alike(gate, x, used_token):
-        l_aux, exp_counts, topk_idx, topk_weights = gates.decide(gate, x)
-        return Routing(topk_idx, topk_weights, l_aux, exp_counts)
+        return Routing(*gates.decide(gate, x))
     decided = _ask_alone(gate, x, used_token)
     if has_sparse_routes(type(gate).forward):
         l_aux, _, _, topk_idx, _, topk_weights, exp_counts = decided
-        return Routing(topk_idx, topk_weights.float(), l_aux, exp_counts)  # under autocast einsum narrows them
+        return Routing(l_aux, exp_counts, topk_idx, topk_weights.float())  # under autocast einsum narrows them
     l_aux, combine_weights, _, exp_counts = decided
     # [num_tokens, num_experts], as a token has at most one slot in an expert. These versions weight in the dtype of the rows.
     weights = combine_weights.sum(-1).to(x.dtype).float()
     topk_weights, topk_idx = weights.topk(gate.k, dim=1)
-    return Routing(topk_idx.masked_fill(topk_weights == 0, -1).t(), topk_weights.t(), l_aux, exp_counts)
+    return Routing(l_aux, exp_counts, topk_idx.masked_fill(topk_weights == 0, -1).t(), topk_weights.t())
 
 
 def ask(gate: TopKGate, x: Tensor, used_token: Tensor | None) -> Any:
@@ -80,4 +79,4 @@ def _route_nothing(gate: TopKGate, x: Tensor) -> Routing:
     scores = torch.nn.functional.linear(x.float(), gate.wg.weight.float()).float().softmax(1)  # autocast narrows
     topk_idx = torch.empty(gate.k, 0, dtype=torch.int32, device=x.device)
     exp_counts = torch.zeros(scores.shape[1], dtype=torch.int64, device=x.device)
-    return Routing(topk_idx, scores[:, : gate.k].t(), scores.sum(), exp_counts)
+    return Routing(scores.sum(), exp_counts, topk_idx, scores[:, : gate.k].t())
