@@ -9,7 +9,7 @@ import datetime
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
@@ -376,25 +376,20 @@ class CollectiveBackend(Backend):
         payload = torch.cat([_reinterpret(part, torch.uint8, size) for part, size in zip(parts, row_bytes, strict=True)], dim=1)
         received = payload.new_empty(sum(num_received), payload.shape[1])
 
-        @contextlib.contextmanager
-        def naming_the_culprit() -> Iterator[None]:
-            try:
-                yield
-            except RuntimeError as error:
-                if is_of_handler(error):
-                    raise
-                raise self._timeout(self._dead_rank(), phase, sum(num_received), 0, str(error)) from error
-
         works: list[dist.Work] = []
 
         def arrived() -> list[Tensor]:
-            with naming_the_culprit():
+            try:
                 if not works:  # filled in C, where no signal handler raises: an interrupt cannot hide that rows were sent
                     works.extend(map(self.group.alltoall_base, [received], [payload], [num_received], [num_sent]))  # type: ignore[union-attr]
                 if is_last:
                     self._owed = None
                 # On a GPU this blocks the stream only, under the group's own deadline.
                 works[0].wait(*(() if payload.is_cuda else (datetime.timedelta(seconds=self.settings.timeout_s),)))
+            except RuntimeError as error:
+                if is_of_handler(error):
+                    raise
+                raise self._timeout(self._dead_rank(), phase, sum(num_received), 0, str(error)) from error
             pieces = received.split(row_bytes, dim=1)
             return [_reinterpret(piece, part.dtype, part.shape[1]) for piece, part in zip(pieces, parts, strict=True)]
 

@@ -94,7 +94,8 @@ class TwoHops:
         per_rank = in_ranks.sum(0).tolist()
         rows = yield Step(picked(parts, order), sent, self._at(self._of_node, per_rank), False)
         sums = self._add_up(rows, in_ranks, lanes, per_rank)
-        own_rows, others = self._own(num_to_forward)
+        is_own = torch.repeat_interleave(torch.tensor(num_to_forward, device="cpu")) == self._node
+        own_rows, others = is_own.nonzero().flatten(), (~is_own).nonzero().flatten()
         back = [sums[0][others].to(parts[0].dtype), *(values[others] for values in sums[1:])]
         sent, received = (self._at(self._of_index, numbers) for numbers in (num_to_forward, per_node))
         sent[self.settings.rank] = received[self.settings.rank] = 0
@@ -116,14 +117,11 @@ class TwoHops:
             tokens = in_ranks[:, index].nonzero().flatten()
             total[tokens] = total[tokens] + pieces[0][index].float()
             for value, piece in zip(values, pieces[1:], strict=True):
-                there = self._rank_of(lanes[tokens]) == rank
+                there = (lanes[tokens] >= 0) & (lanes[tokens] // self.settings.num_local_experts == rank)
                 value[tokens] = torch.where(there, piece[index], value[tokens])
         return [total, *values]
 
     # ---- ranks and nodes ----
-
-    def _rank_of(self, topk_idx: Tensor) -> Tensor:
-        return torch.where(topk_idx < 0, -1, topk_idx // self.settings.num_local_experts)
 
     def _in_nodes(self, topk_idx: Tensor) -> Tensor:
         """Return [num_tokens, num_nodes] bool: whether the token has an expert in the node."""
@@ -144,11 +142,6 @@ class TwoHops:
     def _by_index(self, per_rank: list[int]) -> list[int]:
         """Return the sum over the ranks of each index."""
         return [sum(per_rank[index :: self._size]) for index in range(self._size)]
-
-    def _own(self, num_to_forward: list[int]) -> tuple[Tensor, Tensor]:
-        """Return the positions of this rank's own tokens among the forwarded ones, and those of all others."""
-        nodes = torch.repeat_interleave(torch.tensor(num_to_forward, device="cpu"))
-        return (nodes == self._node).nonzero().flatten(), (nodes != self._node).nonzero().flatten()
 
 
 def _transposed(sizes: list[int], num_outer: int, num_inner: int) -> Tensor:
