@@ -293,12 +293,13 @@ class Exchange:
             self._works.extend(map(partial.__call__, itertools.chain.from_iterable(posts)))
 
 
-def _as_is(value: Any) -> Any:
-    return value
-
-
 def gather_objects(
-    value: Any, group: "dist.ProcessGroup | None", num_ranks: int, phase: str, timeout_s: float, read: Callable[[Any], _Message] = _as_is
+    value: Any,
+    group: "dist.ProcessGroup | None",
+    num_ranks: int,
+    phase: str,
+    timeout_s: float,
+    read: Callable[[Any], _Message] = lambda value: value,
 ) -> list[_Message]:
     """Return `read(value)` for the `value` of every rank, which travels as JSON: None, bools, numbers, text, bytes, lists and dicts.
 
@@ -384,39 +385,35 @@ def connect(make: "Callable[[], _Backend]", settings: Settings, group: "dist.Pro
     """Return the backend that `make` makes, with every rank's memory mapped, or the reason why some rank cannot reach another. The answer
     is the same on every rank. Collective."""
     with hanging_up(group):
-        return _connect(make, settings, group)
-
-
-def _connect(make: "Callable[[], _Backend]", settings: Settings, group: "dist.ProcessGroup | None") -> "_Backend | str":
-    failure: str | None = None
-    backend: _Backend | None = None
-    address: object = None
-    try:
-        backend = make()
-        address = backend.address()
-    except (OSError, RuntimeError) as error:
-        failure = str(error)[:_MAX_WORDS]
-
-    def read(message: Any) -> tuple[str | None, Any]:
-        reason, theirs = message
-        if failure is None and reason is None and not _is_like(theirs, address):
-            raise TypeError("address")
-        return reason, theirs
-
-    gathered = gather_objects([failure, address], group, settings.num_ranks, "sharing of workspaces", settings.timeout_s, read)
-    if backend is not None and all(reason is None for reason, _ in gathered):
+        failure: str | None = None
+        backend: _Backend | None = None
+        address: object = None
         try:
-            backend.connect([address for _, address in gathered])
-        except (OSError, RuntimeError, ValueError) as error:
+            backend = make()
+            address = backend.address()
+        except (OSError, RuntimeError) as error:
             failure = str(error)[:_MAX_WORDS]
-    reason = first_reason(failure, group, settings, "mapping of workspaces")
-    if reason is not None:
-        if backend is not None:
-            backend.disconnect()
-        gather_objects(None, group, settings.num_ranks, "unmapping of workspaces", settings.timeout_s)
-        if backend is not None:
-            backend.free()
-        return reason
-    assert backend is not None
-    backend.seal()
-    return backend
+
+        def read(message: Any) -> tuple[str | None, Any]:
+            reason, theirs = message
+            if failure is None and reason is None and not _is_like(theirs, address):
+                raise TypeError("address")
+            return reason, theirs
+
+        gathered = gather_objects([failure, address], group, settings.num_ranks, "sharing of workspaces", settings.timeout_s, read)
+        if backend is not None and all(reason is None for reason, _ in gathered):
+            try:
+                backend.connect([address for _, address in gathered])
+            except (OSError, RuntimeError, ValueError) as error:
+                failure = str(error)[:_MAX_WORDS]
+        reason = first_reason(failure, group, settings, "mapping of workspaces")
+        if reason is not None:
+            if backend is not None:
+                backend.disconnect()
+            gather_objects(None, group, settings.num_ranks, "unmapping of workspaces", settings.timeout_s)
+            if backend is not None:
+                backend.free()
+            return reason
+        assert backend is not None
+        backend.seal()
+        return backend

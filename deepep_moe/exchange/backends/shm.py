@@ -52,9 +52,6 @@ class ShmBackend(Backend):
         self._pool.trim()
         return self._exchange.free()
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self._pool.empty(shape, dtype)
-
     @property
     def num_calls(self) -> int:
         return self._exchange.num_calls
@@ -94,7 +91,7 @@ class ShmBackend(Backend):
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
         s, handle = self.settings, args.handle
-        combined_x = self.empty((handle.num_tokens, s.hidden), args.x.dtype)
+        combined_x = self._pool.empty((handle.num_tokens, s.hidden), args.x.dtype)
         has_grads = args.topk_weight_grads is not None
         topk_weight_grads = _empty((handle.num_tokens, s.num_topk), torch.float32) if has_grads else None
         return combined_x, topk_weight_grads, lambda: self._exchange.combine(DTYPES[args.x.dtype], args, combined_x, topk_weight_grads)
@@ -112,7 +109,7 @@ class ShmBackend(Backend):
     def _allocate(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle) -> Rows:
         """Allocate the outputs of a dispatch. Rows that nobody sends (padding, and the rest up to a bound) are zero already."""
         num_rows = handle.num_rows
-        recv_x = self.empty((num_rows, self.settings.hidden), args.x.dtype)
+        recv_x = self._pool.empty((num_rows, self.settings.hidden), args.x.dtype)
         scales = weights = None
         if args.x_scales is not None:
             scales = _empty((num_rows, args.x_scales.shape[1]), torch.float32)
