@@ -390,9 +390,7 @@ class Buffer(Sizes):
         calls.refuse_on_failure(check_owner, handle, calls.number)
         if fp8:
             calls.refuse_on_failure(check_blockwise_combine, x, topk_weights, handle)
-            combined_x = operators.combine_for_quantized(calls, mode, x, bias, handle)
-        else:
-            combined_x, _ = operators.combine(calls, mode, x, topk_weights, bias, None, handle)
+        combined_x, _ = operators.combine(calls, mode, x, topk_weights, bias, None, handle, quantizes=bool(fp8))
         return _with_event(combined_x, calls.event(mode, x), return_hook)
 
     def check(self) -> None:

@@ -484,7 +484,7 @@ class Calls:
         if self._worker is None:
             self._worker = Worker()
         self._num_submitted = number
-        self.in_flight = Event(self._worker.submit(_second_half, move, keep_alive))
+        self.in_flight = Event(self._worker.submit(lambda _: move(), keep_alive))
 
     def _is_capturing(self) -> bool:
         return self.backend.device is not None and torch.cuda.is_current_stream_capturing()
@@ -518,10 +518,6 @@ def _ends_with_a_failure(args: DispatchArgs | CachedDispatchArgs | CombineArgs) 
 def _one_after_the_other(*functions: Callable[[], None]) -> None:
     for function in functions:
         function()
-
-
-def _second_half(move: Callable[[], None], _keep_alive: object) -> None:
-    move()
 
 
 # ---- failures between two calls: of an expert, of a gradient's hook, of a forward that a backward pass repeats ----

@@ -347,23 +347,18 @@ def _dispatch_cached_backward(
 
 def combine(
     calls: Calls, mode: Mode, x: Tensor, weights: Tensor | None, bias: Tensor | None, topk_weight_grads: Tensor | None,
-    handle: DispatchHandle,
+    handle: DispatchHandle, *, quantizes: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Make `calls.combine` differentiable. Return combined_x, and the combined gradients of topk_weights, or None without them."""
+    """Make `calls.combine` differentiable. Return combined_x, and the combined gradients of topk_weights, or None without them.
+
+    quantizes: the backward quantizes its gradient before it is sent, as `dispatch_quantized` does with x."""
     tensors = (x, weights, bias, topk_weight_grads)
-    if not is_watched(tensors):
+    if quantizes or not is_watched(tensors):
         bring_back = partial(calls.combine, CombineArgs(mode, *tensors, handle))
-        return _Combine.apply(*tensors, handle, bring_back) if needs_gradients(tensors) else bring_back()
+        kind = _CombineForQuantized if quantizes else _Combine
+        return kind.apply(*tensors, handle, bring_back) if needs_gradients(tensors) else bring_back()
     combined_x, grads = _call_operator(calls, torch.ops.deepep_moe.combine, tensors, *_arguments(handle), *_mode_arguments(mode))
     return combined_x, None if topk_weight_grads is None else grads
-
-
-def combine_for_quantized(calls: Calls, mode: Mode, x: Tensor, bias: Tensor | None, handle: DispatchHandle) -> Tensor:
-    """Make a combine whose backward quantizes its gradient before it is sent, as `dispatch_quantized` does with x."""
-    bring_back = partial(calls.combine, CombineArgs(mode, x, None, bias, None, handle))
-    of_call = _CombineForQuantized.apply(x, None, bias, None, handle, bring_back) if needs_gradients((x, bias)) else bring_back()
-    combined_x: Tensor = of_call[0]
-    return combined_x
 
 
 class _Combine(Function):

@@ -60,8 +60,7 @@ class LowLatencyBackend(Suspendable):
 
     def num_calls(self) -> int:
         """Return the number of calls that this rank has sent or refused."""
-        num_calls: int = self._native.num_calls
-        return num_calls
+        return int(self._native.num_calls)
 
     def mask(self, rank: int, masked: bool) -> None:
         self._native.mask(rank, masked)
@@ -80,8 +79,7 @@ class LowLatencyBackend(Suspendable):
 
     def masks(self) -> int:
         """Return the masks: bit r says that rank r is masked."""
-        masks: int = self._native.masks
-        return masks
+        return int(self._native.masks)
 
     def has_failed(self, state: Tensor) -> bool:
         """Has the dispatch of a handle, of which this is the memory, failed, as far as it has come?"""
