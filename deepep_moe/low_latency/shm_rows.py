@@ -157,20 +157,18 @@ class CombineRows(Rows):
             self._calls.area(rank, s.rank, number).slots[:num_tokens, : sent.shape[1]] = sent
 
     def read(self, number: int, entered: int, arrived: int, values: list[int]) -> None:
-        out = self.combined_x
+        out, hidden = self.combined_x, self._s.hidden
         masks = self._views.rank_masks[: len(out)]
         total = torch.zeros(out.shape, dtype=torch.float32, device=_CPU)
         for rank in members(arrived):
             tokens = (masks >> rank & 1).nonzero()[:, 0]
-            total[tokens] += self._values(self._calls.area(self._s.rank, rank, number).slots, tokens)
+            slots = self._calls.area(self._s.rank, rank, number).slots
+            if self._fp8:
+                y, scales = slots[:, :hidden], slots[:, hidden : hidden + hidden // _C.SCALE_BLOCK * 4]
+                total[tokens] += dequantize_fp8(y[tokens].view(FP8), scales.view(torch.float32)[tokens])
+            else:
+                total[tokens] += slots[:, : hidden * out.element_size()].view(out.dtype)[tokens].float()
         out.copy_(total)
-
-    def _values(self, slots: Tensor, tokens: Tensor) -> Tensor:
-        hidden = self._s.hidden
-        if not self._fp8:
-            return slots[:, : hidden * self._x.element_size()].view(self._x.dtype)[tokens].float()
-        y, scales = slots[:, :hidden], slots[:, hidden : hidden + hidden // _C.SCALE_BLOCK * 4]
-        return dequantize_fp8(y[tokens].view(FP8), scales.view(torch.float32)[tokens])
 
 
 def _side_by_side(*parts: Tensor) -> Tensor:
