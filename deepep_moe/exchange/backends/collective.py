@@ -66,7 +66,6 @@ class CollectiveBackend(Backend):
         self.settings = settings
         self.group = group
         self._hops = TwoHops(settings)
-        self._num_nodes = settings.num_ranks // settings.ranks_per_node
         host = peers[settings.rank].host
         self._neighbours = {rank: _C.running(peer.process_id) for rank, peer in enumerate(peers) if peer.host == host}
         self._num_calls = 0
@@ -243,11 +242,11 @@ class CollectiveBackend(Backend):
     def _own_counts(self, topk_idx: Tensor | None = None, per_rank_and_expert: Tensor | None = None) -> Tensor:
         """Return the counts of this rank's entry: rows for each rank and expert (0 except in an uncached dispatch), then, over several
         nodes, tokens for each node."""
-        s = self.settings
-        counts = torch.zeros(s.num_ranks + s.num_experts + (self._num_nodes if self._num_nodes > 1 else 0), dtype=torch.int64, device="cpu")
+        s, num_nodes = self.settings, self.settings.num_nodes
+        counts = torch.zeros(s.num_ranks + s.num_experts + (num_nodes if num_nodes > 1 else 0), dtype=torch.int64, device="cpu")
         if per_rank_and_expert is not None:
             counts[: s.num_ranks + s.num_experts] = per_rank_and_expert.cpu()
-        if topk_idx is not None and self._num_nodes > 1:
+        if topk_idx is not None and num_nodes > 1:
             counts[s.num_ranks + s.num_experts :] = self._hops.num_tokens_per_node(topk_idx).cpu()
         return counts
 
@@ -257,7 +256,7 @@ class CollectiveBackend(Backend):
         """Exchange rows, and return what arrives: rows, their local experts, then scales and weights if these were sent."""
         s = self.settings
         parts = [args.x, topk_idx] + [part for part in (args.x_scales, args.topk_weights) if part is not None]
-        if self._num_nodes > 1:
+        if s.num_nodes > 1:
             ways = self._hops.dispatch(parts, topk_idx, num_to_forward, num_received)
         else:
             destinations, tokens = self._sent(topk_idx)
@@ -329,7 +328,7 @@ class CollectiveBackend(Backend):
         """Send rows back, and return the sums that come from each rank, or over several nodes from each node."""
         handle, parts = args.handle, self._expert_side(args)
         num_received = handle.recv_counts.flatten().tolist()
-        if self._num_nodes > 1:
+        if self.settings.num_nodes > 1:
             return self._go(self._hops.combine(parts, handle.topk_idx, num_to_forward, num_received), "combine rows")
         destinations, tokens = self._sent(handle.topk_idx)
         counts = destinations.bincount(minlength=self.settings.num_ranks).tolist()
@@ -425,7 +424,12 @@ class CollectiveBackend(Backend):
 
     def _arrive(self, entry: Entry, vector: Tensor, messages: Exchange | None, owe: _Owe[_Result]) -> tuple[Tensor, Callable[[], _Result]]:
         """Finish `_enter`. After an interrupt, `abandon` calls it again."""
-        entries = vector[None] if messages is None else self._received(messages)
+        try:
+            entries = vector[None] if messages is None else messages.wait()
+        except EPTimeoutError as error:
+            dead = self._dead_rank()
+            culprit = error.rank if dead < 0 else dead
+            raise self._timeout(culprit, error.phase, self.num_calls, self.num_calls - 1, str(error.__cause__)) from error
         peers = [Entry(*row[:NUM_FIELDS].tolist()) for row in entries]
         for rank, peer in enumerate(peers):
             if peer.failed:
@@ -437,19 +441,10 @@ class CollectiveBackend(Backend):
         self._bounds = [peer.num_recv_rows for peer in peers]
         counts = entries[:, NUM_FIELDS : -_MESSAGE_BYTES // 8]
         s = self.settings
-        num_to_forward = self._hops.num_to_forward(counts[:, s.num_ranks + s.num_experts :]) if self._num_nodes > 1 else []
+        num_to_forward = self._hops.num_to_forward(counts[:, s.num_ranks + s.num_experts :]) if s.num_nodes > 1 else []
         self._owed = send = owe(counts, num_to_forward)
         self._arriving = None
         return counts, send
-
-    def _received(self, messages: Exchange) -> Tensor:
-        """Return all ranks' vectors, [num_ranks, n]. Raises EPTimeoutError with the rank that did not answer."""
-        try:
-            return messages.wait()
-        except EPTimeoutError as error:
-            dead = self._dead_rank()
-            culprit = error.rank if dead < 0 else dead
-            raise self._timeout(culprit, error.phase, self.num_calls, self.num_calls - 1, str(error.__cause__)) from error
 
     def _dead_rank(self) -> int:
         """Return a rank of this host whose process is gone, or -1. Wait up to a second: connections break before the system reports the
