@@ -41,8 +41,8 @@ class Balance:
 
     Parameters, optimizers and checkpoints stay as they are. A weight is frozen on all ranks or on none.
 
-    On GPUs the host looks at counts only once the products at home are queued. Hooks of the experts' outputs get those of copies too, for
-    which it waits at once.
+    On GPUs the host looks at counts only once the products at home are queued, and with `num_recv_rows` not at all. Hooks of the experts'
+    outputs get those of copies too, for which it waits at once; with `num_recv_rows` they are refused.
 
     A token's rows are summed by the ranks that compute them, so outputs may differ in last bits from those without copies. `Metrics` count
     rows where they are computed: the slots of a rank come after its experts.
@@ -53,7 +53,7 @@ class Balance:
             H100 and H200 GPUs of one host, where it does not depend on the size of experts.
 
     Instances of `MoELayer` of one group with equal experts that run one after another should share one. The first forward makes the memory.
-    `destroy` ends it for all of them.
+    After an error call `destroy` on all ranks, before `Buffer.recover`; the next forward makes the memory again.
     """
 
     def __init__(self, num_slots: int = 4, *, cost: int = 2048):
@@ -78,7 +78,7 @@ class Balance:
         """Return the copies, which the first forward makes. Collective over the buffer's group then."""
         weights = Parts(experts.up, experts.down)
         sizes = sizes_of(weights, buffer)
-        if self._copies is None:
+        if self._copies is None or self._copies.is_over:
             self._copies = Copies(self, weights, buffer)
         elif self._copies.sizes != sizes:
             raise ValueError(
@@ -88,7 +88,7 @@ class Balance:
         return self._copies
 
     def destroy(self) -> None:
-        """Leave the peers: on `nvlink` their forwards raise EPPeerError then. Layers that have it cannot run any more. May be repeated."""
+        """Leave the peers, whose forwards raise EPPeerError on `nvlink` until they do the same. May be repeated."""
         if self._copies is not None:
             self._copies.destroy()
 
@@ -151,16 +151,16 @@ class Copies:
         ranks = torch.arange(num_ranks, dtype=torch.int32, device=device)
         self._all = torch.where(torch.eye(num_ranks, dtype=torch.bool, device=device), -1, ranks)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # of fetches
-        self._is_fetching = False
+        self._fetching: bool | None = None  # whether the fetch that nobody waits for yet is part of a CUDA graph
 
-    def telling(self, buffer: Buffer, function: Callable[..., _Result], *args: object) -> _Result:
+    def telling(self, buffer: Buffer, function: Callable[..., _Result], *args: object, most: int = 1) -> _Result:
         """`notify_peers_on_failure` for a function that calls `plan`. Peers that wait in its calls of the slots are told first."""
         num_calls, of_buffer = self.slots.num_calls, buffer.num_calls
         try:
             return function(*args)
         except BaseException as error:
             self.tell(error, num_calls + CALLS_OF_PLAN)
-            notify_peers(buffer, error, of_buffer)
+            notify_peers(buffer, error, of_buffer, most=most)
             raise
 
     def tell(self, error: BaseException, num_calls: int) -> None:
@@ -212,7 +212,7 @@ class Copies:
         at_home = [weight.detach() for weight in weights]
         if self._stream is None:
             return self.slots.fetch(plan.copies, self.weights, at_home)
-        self._is_fetching = True
+        self._fetching = torch.cuda.is_current_stream_capturing()
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             self.slots.fetch(plan.copies, self.weights, at_home)
@@ -220,9 +220,9 @@ class Copies:
 
     def join(self) -> None:
         """Let the current stream wait for the fetch. A CUDA graph must not wait for one from before its capture."""
-        if self._stream is not None and self._is_fetching:
+        if self._stream is not None and self._fetching == torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-            self._is_fetching = False
+        self._fetching = None
 
     def bring_home(self, plan: CopyPlan, of_copies: Sequence[Tensor | None], of_home: Sequence[Tensor | None]) -> None:
         """Add the gradients of copies to those of their experts at home. None in of_home: that weight is frozen, in all ranks. None in

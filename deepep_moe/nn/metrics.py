@@ -27,7 +27,7 @@ class LayerReport:
     layer: int
     """The layer's number in the model, from 1. Under Megatron-Core: Megatron's layer number."""
     rows_per_expert: list[int]
-    """[num_experts]: rows that each expert received, padding included, in all counted forwards."""
+    """[num_experts]: rows that each expert received in all counted forwards, padding included (not with copies of experts)."""
     exchange_ms: float
     """Milliseconds of dispatch and combine in a forward, mean over ranks. Measured on the stream on GPUs, on the host on CPUs. 0 if all
     forwards were replays of a CUDA graph, which are not timed."""

@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from deepep_moe import config
 from deepep_moe.arguments import check_bool, check_is_tensor
 from deepep_moe.exchange.buffer import Buffer, new_layer
 from deepep_moe.exchange.calls import notify_peers_on_failure
 from deepep_moe.exchange.checks import BLOCKWISE, GUESS
 from deepep_moe.exchange.handle import DispatchOutput
+from deepep_moe.group.rendezvous import check_same, gather_objects
 from deepep_moe.nn.balance import Balance, Copies, Parts, Planned, check_is_balance, has_hooks
 from deepep_moe.nn.grouped_experts import GroupedExperts
 from deepep_moe.nn.rank_parameters import RankExperts
@@ -109,7 +111,7 @@ class MoELayer(RankExperts):
         num_recv_rows: a bound on the rows that this rank receives in a forward, padding included, as in `Buffer.dispatch`. The host then
             waits for nothing. Not allowed with a sequence of experts, which needs counts on the host. A bound of ranks x tokens of a rank x
             min(top-k, experts of a rank), plus padding, is always enough. None: no bound. With `balance` it bounds the rows of a rank's own
-            experts, and again those of its copies. Plans keep both together within it where the slots suffice.
+            experts, and again those of its copies, and is the same on all ranks. Plans keep both together within it where slots suffice.
         fp8: send rows as fp8 in both passes, quantized once; the experts' products take them (docs/design/fp8_training.md). Needs bf16
             tokens, `GroupedExperts` without biases, and multiples of 128 for `hidden`, `intermediate`, `expert_alignment` and
             `num_recv_rows`. The experts weight the rows, so a token's sum is rounded at another place than without `fp8`.
@@ -188,6 +190,7 @@ class MoELayer(RankExperts):
             )
         self.check_wrappers()
         self._balance = balance if num_slots else None
+        self._agreed: dict[str, object] = {}
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, is_first_microbatch: bool | None = None) -> Tensor:
         """Return the layer's output, in the shape of x and the dtype of the experts' outputs. Collective over the buffer's group.
@@ -197,27 +200,42 @@ class MoELayer(RankExperts):
         keeps the copies, 2 bytes per parameter. Pass False in the other forwards, which use the copies (docs/design/fp8_training.md).
         None: each forward quantizes.
 
-        Raises ValueError for another width, outputs of another shape, `is_first_microbatch=False` without copies, or a data-parallel
-        wrapper that has mixed the experts of ranks. Raises TypeError for outputs that are no tensors, and BackendUnavailableError for fp8
-        on a GPU without fp8 products. Also raises the errors of `Buffer.dispatch`, router and experts. The peers then raise EPPeerError.
+        Raises ValueError for another width, outputs of another shape, `is_first_microbatch=False` without copies, hooks of the experts
+        beside `balance` and `num_recv_rows`, or a data-parallel wrapper that has mixed the experts of ranks. Raises TypeError for outputs
+        that are no tensors, and BackendUnavailableError for fp8 on a GPU without fp8 products. Also raises the errors of `Buffer.dispatch`,
+        router and experts. The peers then raise EPPeerError.
         """
         check_is_first_microbatch(is_first_microbatch)
         return (self._forward if self._balance is None else self._forward_outside_graphs)(x, mask, is_first_microbatch)
 
     def _forward(self, x: Tensor, mask: Tensor | None, is_first_microbatch: bool | None) -> Tensor:
-        telling, copies = partial(notify_peers_on_failure, self.buffer), None
+        most = 2 if self._balance is not None and self.num_recv_rows is not None else 1
+        telling = tell = partial(notify_peers_on_failure, self.buffer, most=most)
+        copies = None
         if self._balance is not None:
-            copies = telling(self._balance.of_layer, self.experts, self.buffer)
-            telling = partial(copies.telling, self.buffer)
+            copies = tell(self._copies, self._balance)
+            telling = partial(copies.telling, self.buffer, most=most)
         rows, out, planned = telling(self._dispatch, x, mask, copies)
-        y, shared = notify_peers_on_failure(self.buffer, self._run_both, rows, out, is_first_microbatch, planned)
+        y, shared = tell(self._run_both, rows, out, is_first_microbatch, planned)
         settled = self.buffer.settle(out)  # if it raises, the dispatch has failed, which the peers know
         if settled is not out:
-            y = notify_peers_on_failure(self.buffer, self._run_experts, settled, is_first_microbatch, planned)
-        y = notify_peers_on_failure(self.buffer, self._combine, y, shared, settled, planned)
+            y = tell(self._run_experts, settled, is_first_microbatch, planned)
+        y = tell(self._combine, y, shared, settled, planned)
         return (y if planned is None else planned.fetch_in_backward(y)).view(x.shape)
 
     _forward_outside_graphs = torch.compiler.disable(_forward)
+
+    def _copies(self, balance: Balance) -> Copies:
+        """Return the copies of the experts. Collective at first, when ranks compare what their plans follow from."""
+        copies = balance.of_layer(self.experts, self.buffer)  # type: ignore[arg-type]
+        names = "num_recv_rows", "expert_alignment", "balance"
+        settings: dict[str, object] = dict(zip(names, (self.num_recv_rows, self.expert_alignment, repr(balance)), strict=True))
+        if settings != self._agreed:
+            sizes = self.buffer._group, self.buffer.num_ranks, "comparison of layers", config.timeout_s()
+            gathered: list[dict[str, object]] = gather_objects(settings, *sizes)
+            check_same(gathered, "construct the layer with the same on every rank, as plans of copies follow from it")
+            self._agreed = settings
+        return copies
 
     def _dispatch(self, x: Tensor, mask: Tensor | None, copies: Copies | None = None) -> tuple[Tensor, DispatchOutput, Planned | None]:
         self.check_wrappers()
@@ -242,7 +260,8 @@ class MoELayer(RankExperts):
             how["layer"] = self._layer
         out = self.buffer.dispatch(rows, topk_idx, topk_weights, **how)
         if planned is not None and of_copies is not None:
-            planned.apart = self.buffer.dispatch(rows, of_copies, topk_weights, **how)
+            send = partial(self.buffer.dispatch, rows, of_copies, topk_weights, **how)
+            planned.apart = notify_peers_on_failure(self.buffer, send)
         return rows, out, planned
 
     def _run_both(
@@ -259,7 +278,8 @@ class MoELayer(RankExperts):
     def _combine(self, y: Tensor, shared: Tensor | None, out: DispatchOutput, planned: Planned | None = None) -> Tensor:
         if planned is not None and planned.apart is not None:
             shared = self._combine(planned.run_apart((planned.apart.recv_x, *self._probs_of(planned.apart))), shared, planned.apart)
-        elif planned is not None:
+            return notify_peers_on_failure(self.buffer, self._combine, y, shared, out)
+        if planned is not None:
             y = planned.end(y, out.handle.num_rows_per_expert_list)
         weights = None if self.fp8 else out.recv_topk_weights
         combined: Tensor = self.buffer.combine(y.contiguous(), out.handle, weights, bias=shared, fp8=self.fp8)

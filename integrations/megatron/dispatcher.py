@@ -131,6 +131,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self._runs_layer = False
         balance = buffers.options.balance
         self._num_slots = balance.num_slots if balance is not None and self.ep_size > 1 else 0  # of this rank, for copies of experts
+        self._most = 2 if self._num_slots > 0 and self._capacity is not None else 1  # dispatches of a forward, and combines
         self._hidden = getattr(config, "moe_latent_size", None) or config.hidden_size  # width of a row, as far as the config tells
         # A CUDA graph of the preprocessing must hand this over. Dotted names crash the local graphs of 0.16 and 0.17.
         self.cudagraph_attrs = ["topk_idx"]
@@ -228,7 +229,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             if copies is not None:
                 self._layer().experts.planned = None
                 copies.tell(error, last_call)
-            notify_peers(self.buffer, error, self._current.num_calls)
+            notify_peers(self.buffer, error, self._current.num_calls, most=self._most)
             self._forward = _Forward(self._current.buffer, self._current.num_calls)  # without the rows and the graph of this forward
             if isinstance(error, EPCapacityError):
                 error.add_note(HOW_TO_GO_ON)
@@ -257,7 +258,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
                 copies = self._copies()
                 if copies is not None and recorded() is not None:  # a second run, before its dispatch
                     copies.tell(error, copies.slots.num_calls + 1)
-                notify_peers(buffer, error, num_calls)
+                notify_peers(buffer, error, num_calls, most=self._most)
             raise
 
     def run_first_part(self, part: Callable[..., object], hidden_states: torch.Tensor, *args: object) -> Any:
@@ -363,7 +364,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         if counting is not None:
             counting.count(counts if planned is None else planned.rows_of_experts())
             assert self.topk_idx is not None  # dispatch_preprocess has set it
-            counting.count_nodes(self.topk_idx, buffer)
+            counting.count_nodes(self.topk_idx if planned is None else planned.plan.topk_idx, buffer)
         assert out.recv_topk_weights is not None  # they were sent
         if self._shared is not None:
             self._shared.after_dispatch(hidden_states, out.recv_x)
@@ -389,7 +390,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             how: dict[str, Any] = {"expert_alignment": alignment, "num_recv_rows": num_rows, "fp8": self._fp8}
             out = buffer.dispatch(x, topk_idx, probs, layer=self._layer_number, **how)
             if planned is not None and of_copies is not None:
-                planned.apart = buffer.dispatch(x, of_copies, probs, **how)
+                planned.apart = notify_peers_on_failure(buffer, partial(buffer.dispatch, x, of_copies, probs, **how))
             return out
 
         def send(buffer: Buffer) -> DispatchOutput:  # naming itself, it would keep x until Python's garbage collector runs
@@ -427,7 +428,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             planned = notify_peers_on_failure(buffer, follow, first_run.choice[0], experts.weights(), has_hooks(experts))
         out = buffer.dispatch(x, None, probs, handle=first_run.handle, fp8=self._fp8)
         if planned is not None and first_run.choice is not None and (of_copies := first_run.choice[2]) is not None:
-            planned.apart = buffer.dispatch(x, None, probs, handle=of_copies, fp8=self._fp8)
+            again = partial(buffer.dispatch, x, None, probs, handle=of_copies, fp8=self._fp8)
+            planned.apart = notify_peers_on_failure(buffer, again)
         return buffer, out, None, planned
 
     def _record(self, handle: DispatchHandle) -> None:
@@ -476,15 +478,19 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         if forward.settle is not None:
             hidden_states, out = self._of_all_rows(hidden_states, out)
         planned, forward.planned = forward.planned, None
-        of_copies = None
-        if planned is not None and planned.apart is not None:
-            of_copies = self._combine_copies(planned, planned.apart)
+        apart, of_copies = None if planned is None else planned.apart, None
+        if planned is not None and apart is not None:
+            outputs = notify_peers_on_failure(forward.buffer, self._run_copies, planned, apart, most=2)
         elif planned is not None:
             hidden_states = notify_peers_on_failure(forward.buffer, planned.end, hidden_states, out.handle.num_rows_per_expert_list)
         if self._shared is not None:
             self._shared.before_combine()
+        buffer = forward.buffer
         with _timed(forward.counting, hidden_states):
-            combined = forward.buffer.combine(hidden_states.contiguous(), out.handle, forward.weights, bias=of_copies, fp8=self._fp8)
+            if apart is not None:
+                of_copies = buffer.combine(outputs, apart.handle, fp8=self._fp8)
+            combine = partial(buffer.combine, hidden_states.contiguous(), out.handle, forward.weights, bias=of_copies, fp8=self._fp8)
+            combined = combine() if apart is None else notify_peers_on_failure(buffer, combine)
         forward.weights = None
         forward.num_calls = forward.buffer.num_calls
         if planned is not None:
@@ -492,14 +498,10 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         # Not in combine_postprocess, which may be a CUDA graph of its own, while the shared experts began outside of it.
         return combined if self._shared is None else self._shared.add_to(combined)
 
-    def _combine_copies(self, planned: Planned, apart: DispatchOutput) -> torch.Tensor:
-        """Return the sum of the outputs of copies for each token, to which combine adds those of experts at home."""
-        buffer, probs = self._current.buffer, apart.recv_topk_weights
+    def _run_copies(self, planned: Planned, apart: DispatchOutput) -> torch.Tensor:
+        probs = apart.recv_topk_weights
         assert probs is not None  # they were sent
-        tensors = apart.recv_x, probs.double() if self.config.moe_router_dtype == "fp64" else probs
-        outputs = notify_peers_on_failure(buffer, planned.run_apart, tensors)
-        combined: torch.Tensor = buffer.combine(outputs, apart.handle, fp8=self._fp8)
-        return combined
+        return planned.run_apart((apart.recv_x, probs.double() if self.config.moe_router_dtype == "fp64" else probs))
 
     def _of_all_rows(self, hidden_states: torch.Tensor, out: DispatchOutput) -> tuple[torch.Tensor, DispatchOutput]:
         """Return the experts' outputs and the dispatch's. If the rows did not fit into those that the dispatch had guessed, both are new.
@@ -564,7 +566,10 @@ def _check_config(config: Config, expert_alignment: int) -> None:
 def _check_balance(config: Config, is_sync_free: bool) -> None:
     """Raise ValueError for switches that copies of experts do not go with."""
     if holds_calls(config):
-        raise ValueError("a CUDA graph would hold the dispatch, but balance is given; name only other parts, or leave one of the two out")
+        raise ValueError(
+            "a CUDA graph would hold the dispatch, but balance is given; name only parts without it in cuda_graph_scope (0.19: "
+            "cuda_graph_modules), or leave balance out"
+        )
     probs_on_input = ("moe_apply_probs_on_input",) if is_sync_free else ()
     for name in (
         "delay_wgrad_compute", "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "add_bias_linear", *probs_on_input,

@@ -47,9 +47,6 @@ def test_row_for_a_neighbour():
     call = simulate("dispatch", sent, ROUND, 100_000, 8, 2)
     assert call.us == pytest.approx(15 + 2 + 3 + 5 + 2) and call.busy_us["NVLink"] == pytest.approx(1)
     assert simulate("combine", sent, ROUND, 100_000, 8, 2).us == pytest.approx(15 + 1 + 3 + 5), "both SMs push"
-    both = goes((2, 1, 2, 2), (0, 0, 1))
-    call = simulate("combine", both, ROUND, 100_000, 4, 2)
-    assert call.us == pytest.approx(15 + 1 + 3 + 5) and (call.network_bytes, call.logical_bytes) == (100_000, 50_000)
 
 
 # ---- held against measurements ----

@@ -10,7 +10,7 @@ from exchange_cases import device_of
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer
-from deepep_moe.errors import EPCapacityError, EPPeerError
+from deepep_moe.errors import EPCapacityError, EPMismatchError, EPPeerError
 from deepep_moe.nn import Balance, GroupedExperts, LocalExperts, Metrics, MoELayer, Router
 from deepep_moe.nn.balance import Copies
 
@@ -145,11 +145,17 @@ def test_plans_keep_rows_within_a_bound(rank, num_ranks, backend):
     num_rows = [sum(NUM_TOPK * len(tokens_of(each, step)) for each in range(num_ranks)) for step in range(2)]
     bound = -(-max(num_rows) // num_ranks)
 
-    def use(balance):
-        return train(layer_of(rank, num_ranks, balance, backend, num_recv_rows=balance and bound), rank, num_steps=2)
+    def use(balance, **options):
+        layer = layer_of(rank, num_ranks, balance, backend, num_recv_rows=balance and bound)
+        with torch.inference_mode():
+            evaluated = layer(tokens_of(rank, 1).to(layer.experts.up.device))
+        return [evaluated, *train(layer, rank, num_steps=2, **options)]
 
-    for actual, expected in zip(use(Balance(2)), use(None), strict=True):
-        assert torch.equal(actual, expected)
+    for options in ({}, {"recompute": True}):
+        for actual, expected in zip(use(Balance(2), **options), use(None), strict=True):
+            assert torch.equal(actual, expected)
+    with pytest.raises(EPMismatchError, match="ranks disagree on num_recv_rows"):
+        layer_of(rank, num_ranks, Balance(2), backend, num_recv_rows=bound + rank)(tokens_of(rank, 1).to(device_of(backend, rank)))
     layer = layer_of(rank, num_ranks, None, backend, num_recv_rows=bound)
     with pytest.raises(EPCapacityError, match="rank 0 would receive"):
         layer(tokens_of(rank, 1).to(layer.experts.up.device))
@@ -158,8 +164,6 @@ def test_plans_keep_rows_within_a_bound(rank, num_ranks, backend):
     layer.experts.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="the experts have hooks") if rank == 0 else pytest.raises((ValueError, EPPeerError)):
         layer(tokens_of(rank, 1).to(layer.experts.up.device))
-    with pytest.raises(ValueError, match="make two sums"):
-        layer_of(rank, num_ranks, Balance(2), backend, num_recv_rows=bound, sums="lanes")
     dist.barrier()
 
 
@@ -280,23 +284,29 @@ def test_two_layers_in_one_checkpoint(rank, num_ranks):
     check_equal(use)
 
 
-@pytest.mark.parametrize("where", ("router", "backward"))
+@pytest.mark.parametrize("where", ("router", "copies", "backward"))
 @on_ranks(2)
 def test_peers_learn_of_a_failure(rank, num_ranks, where):
+    calls = []
+
     def fail(*_):
         raise ValueError("broken here")
 
     def activation(rows):
         y = torch.relu(rows)
+        calls.append(1)
+        if rank == 0 and where == "copies" and len(calls) == 2:  # behind the rows at home, where they come apart
+            fail()
         if rank == 0 and where == "backward" and y.requires_grad:
             y.register_hook(fail)
         return y
 
-    layer = layer_of(rank, num_ranks, Balance(2, cost=1), activation=activation)
+    bound = 200 if where == "copies" else None
+    layer = layer_of(rank, num_ranks, Balance(2, cost=1), activation=activation, num_recv_rows=bound)
     if rank == 0 and where == "router":
         layer.router.forward = fail
     begin = time.monotonic()
-    with pytest.raises(ValueError if rank == 0 else EPPeerError, match="broken here" if rank == 0 or where == "router" else "failed"):
+    with pytest.raises(ValueError if rank == 0 else EPPeerError, match="failed" if rank == 1 and where == "backward" else "broken here"):
         layer(tokens_of(rank, 1).requires_grad_()).sum().backward()
     assert time.monotonic() - begin < 30
 

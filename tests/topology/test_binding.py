@@ -170,7 +170,6 @@ def test_share_that_another_launcher_gave(cpus, of_parent, num_ranks, keeps, tmp
         ({"SLURM_LOCALID": "3", "SLURM_NTASKS": "8"}, "SLURM_NTASKS=8 and LOCAL_RANK is not set;"),
         ({"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "OMPI_COMM_WORLD_LOCAL_SIZE=2 and LOCAL_RANK is not set;"),
         ({"SLURM_LOCALID": "3", "SLURM_NTASKS": "8", "LOCAL_RANK": "0"}, None),
-        ({"SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}, None),
     ],
 )
 def test_processes_of_launchers_that_name_no_local_rank(variables, left, tmp_path, monkeypatch, bound_to):
@@ -255,7 +254,6 @@ def test_launched_ranks_are_bound(tmp_path):
     [
         (["a.py", "--x", "1"], ["python", "-u", "a.py", "--x", "1"]),
         (["-m", "pkg.a", "--bind"], ["python", "-u", "-m", "pkg.a", "--bind"]),  # behind the script options are the script's
-        (["--no-python", "a.sh"], ["a.sh"]),
     ],
 )
 def test_command_is_wrapped(arguments, command, monkeypatch):
