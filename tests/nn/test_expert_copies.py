@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import device_of
+from exchange_cases import device_of, look
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer
@@ -285,8 +285,8 @@ def test_two_layers_in_one_checkpoint(rank, num_ranks):
 
 
 @pytest.mark.parametrize("where", ("router", "copies", "backward"))
-@on_ranks(2)
-def test_peers_learn_of_a_failure(rank, num_ranks, where):
+@on_ranks(2, backend=BACKENDS)
+def test_peers_learn_of_a_failure(rank, num_ranks, where, backend):
     calls = []
 
     def fail(*_):
@@ -302,12 +302,13 @@ def test_peers_learn_of_a_failure(rank, num_ranks, where):
         return y
 
     bound = 200 if where == "copies" else None
-    layer = layer_of(rank, num_ranks, Balance(2, cost=1), activation=activation, num_recv_rows=bound)
+    layer = layer_of(rank, num_ranks, Balance(2, cost=1), backend, activation, num_recv_rows=bound)
     if rank == 0 and where == "router":
         layer.router.forward = fail
     begin = time.monotonic()
     with pytest.raises(ValueError if rank == 0 else EPPeerError, match="failed" if rank == 1 and where == "backward" else "broken here"):
-        layer(tokens_of(rank, 1).requires_grad_()).sum().backward()
+        layer(tokens_of(rank, 1).to(layer.experts.up.device).requires_grad_()).sum().backward()
+        look(layer.buffer)
     assert time.monotonic() - begin < 30
 
 
