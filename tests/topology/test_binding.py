@@ -252,7 +252,6 @@ def test_launched_ranks_are_bound(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "command"),
     [
-        (["a.py", "--x", "1"], ["python", "-u", "a.py", "--x", "1"]),
         (["-m", "pkg.a", "--bind"], ["python", "-u", "-m", "pkg.a", "--bind"]),  # behind the script options are the script's
     ],
 )
