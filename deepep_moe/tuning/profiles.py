@@ -1,5 +1,5 @@
-"""Profiles of tuned settings, their JSON form, whose fields are checked, and the files that they lie in: what comes with the package, then
-the user's own, then the one that `DEEPEP_MOE_PROFILE` names."""
+"""Profiles of tuned settings, and their JSON form, whose fields are checked. Their files are those of the package, then the user's own,
+then the one that `DEEPEP_MOE_PROFILE` names."""
 
 import contextlib
 import json

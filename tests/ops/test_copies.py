@@ -72,6 +72,20 @@ def test_capacity_by_hand(device):
     assert plan(device, counts, 0, 9, capacity=4) == ([[], [], []], [[], [], []])
 
 
+@pytest.mark.parametrize("sizes", ((4, 32, 4), (8, 32, 4), (4, 64, 8), (8, 128, 8), (8, 256, 8)), ids=str)
+def test_four_slots_keep_ranks_within_their_room(sizes):
+    """docs/megatron.md says it of 1.2 shares."""
+    (num_ranks, num_experts, num_topk), experts, generator = sizes, torch.arange(sizes[1]), torch.Generator().manual_seed(0)
+    any_of_them, capacity = (3 * torch.randn(num_experts, generator=generator)).exp(), int(1.2 * 4096 * num_topk)
+    for chosen in (any_of_them, experts < num_experts // num_ranks, experts % 10 == 0, experts < num_topk):
+        idx = [torch.multinomial((chosen + 1e-6).expand(4096, -1), num_topk, generator=generator) for _ in range(num_ranks)]
+        counts = torch.stack([each.flatten().bincount(minlength=num_experts) for each in idx]).int()
+        plan = plan_copies(idx[0], counts, 0, num_slots=4, cost=2048, capacity=capacity)
+        loads, has_copy = counts.sum(0).view(num_ranks, -1).sum(1) + plan.rows.sum(1), plan.copies >= 0
+        loads.index_add_(0, plan.copies[has_copy] * num_ranks // num_experts, -plan.rows[has_copy].long())
+        assert int(loads.max()) <= capacity, (chosen, loads)
+
+
 def test_rows_by_hand(device):
     """Copies of expert 0 on ranks 1 and 2 take its rows from source rank 1, then 2, then 0, and from 2, then 1, then 0."""
     counts = torch.tensor([[6, 0, 0], [1, 0, 0], [2, 0, 0]], dtype=torch.int32)

@@ -147,12 +147,8 @@ def test_nothing_known_binds_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     ("cpus", "of_parent", "num_ranks", "keeps"),
-    [
-        ("12-23", "0-95", 8, True),
-        ("0-95", "0-95", 1, False),
-        ("0-11", "", 8, False),
-    ],
-)  # fmt: skip
+    [("12-23", "0-95", 8, True), ("0-95", "0-95", 1, False), ("0-11", "", 8, False)],
+)
 def test_share_that_another_launcher_gave(cpus, of_parent, num_ranks, keeps, tmp_path, bound_to):
     machine_trees.azure_h100(tmp_path)
     (tmp_path / "proc/self/status").write_text(f"Cpus_allowed_list:\t{cpus}\n")
@@ -249,16 +245,12 @@ def test_launched_ranks_are_bound(tmp_path):
 # ---- the commands ----
 
 
-@pytest.mark.parametrize(
-    ("arguments", "command"),
-    [
-        (["-m", "pkg.a", "--bind"], ["python", "-u", "-m", "pkg.a", "--bind"]),  # behind the script options are the script's
-    ],
-)
-def test_command_is_wrapped(arguments, command, monkeypatch):
+def test_command_is_wrapped(monkeypatch):
+    """Behind the script options are the script's."""
     monkeypatch.setenv("PYTHON_EXEC", "python")
-    options = launch.bound(launch.parser().parse_args(["--bind", *arguments]))
-    assert [options.training_script, *options.training_script_args] == [sys.executable, "-m", "deepep_moe.topology.bound", *command]
+    options = launch.bound(launch.parser().parse_args(["--bind", "-m", "pkg.a", "--bind"]))
+    wrapped = "-m", "deepep_moe.topology.bound", "python", "-u", "-m", "pkg.a", "--bind"
+    assert [options.training_script, *options.training_script_args] == [sys.executable, *wrapped]
     assert options.no_python and not options.module
 
 

@@ -34,8 +34,8 @@ _PROBS = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
 _Routing = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int | None]
-"""The routing that a caller gives: routing_map, topk_idx (not read beside a map), probs, topk_weights (not read beside a map or probs), and
-num_experts (not read beside a map). Beside a handle only the third and fourth are read."""
+"""A caller gives routing_map, topk_idx, probs, topk_weights and num_experts. Beside a map only probs are read of the others, and
+topk_weights are not read beside probs. Beside a handle only probs and topk_weights are read."""
 
 
 @outside_graphs
