@@ -17,6 +17,7 @@ from deepep_moe.group.suspension import Memory
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+_Error = TypeVar("_Error", bound=Exception)
 _HEADROOM = 128  # bounds agreed at run time are rounded up to a multiple of it, so that slightly longer batches still fit
 _GROWTH = 1.5  # least factor between two bounds, so that all buffers take no more than three times the memory of the largest
 _MANY = 2**20  # the bound in tokens where memory does not depend on it
@@ -61,7 +62,7 @@ class GrowingBuffer:
         """
         try:
             if num_tokens > self.num_max_tokens:
-                raise self.buffer.refuse(self._too_many(num_tokens))
+                raise self.refuse(self._too_many(num_tokens))
             return self.buffer, send(self.buffer)
         except (OutgrownError, EPPeerError) as error:
             if self._chosen is not None or (isinstance(error, EPPeerError) and error.code != Cause.OUTGROWN):
@@ -76,6 +77,10 @@ class GrowingBuffer:
         """Return the buffer and `Buffer.settle(output)`, for what `dispatch(num_tokens, send)` has returned. If a peer has had no room for
         its tokens, all ranks dispatch again into a larger buffer here."""
         return self.dispatch(num_tokens, lambda now: now.settle(output) if now is buffer else send(now))
+
+    def refuse(self, error: _Error) -> _Error:
+        """Do not make the next call, as `Buffer.refuse`."""
+        return self.buffer.refuse(error)
 
     def destroy(self) -> None:
         """Destroy the buffer and those that it replaced."""

@@ -2,7 +2,6 @@
 
 import re
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +12,7 @@ from exchange_cases import device_of
 from on_ranks import on_ranks
 
 from deepep_moe.compat.deep_ep import Buffer, Config, ElasticBuffer, EPBuffer, EventHandle, EventOverlap, HybridEPBuffer
-from deepep_moe.compat.deep_ep.arguments import senders_of
-from deepep_moe.compat.deep_ep.runtime import Runtime
+from deepep_moe.compat.deep_ep.buffer import Runtime, _senders_of
 from deepep_moe.errors import BufferDestroyedError, EPPeerError
 
 FP8, X, COUNTS = torch.float8_e4m3fn, torch.zeros(2, 64, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
@@ -42,7 +40,7 @@ def test_config():
 
 def test_num_sms(monkeypatch):
     monkeypatch.setattr(Buffer, "num_sms", 20)
-    assert [senders_of(n) for n in (20, 24, 2, 0)] == [None, 12, 1, 1]
+    assert [_senders_of(config) for config in (None, *map(Config, (20, 24, 2, 0)))] == [None, None, 12, 1, 1]
     Buffer.set_num_sms(24)
     assert Buffer.num_sms == 24 == Buffer.get_dispatch_config(8).num_sms == Buffer.get_combine_config(8).num_sms
     with pytest.raises(ValueError, match="new_num_sms is 7"):
@@ -105,8 +103,8 @@ def test_runtime(group):
     assert (runtime.get_local_device_id() >= 0) == torch.cuda.is_available()
     buffer.destroy()
     assert buffer.runtime is None
-    buffer.rank, buffer.group_size = 5, 8
-    with_nodes = Runtime(buffer, SimpleNamespace(num_nodes=4))
+    buffer.rank, buffer.group_size, buffer._buffers._num_hosts = 5, 8, 4
+    with_nodes = Runtime(buffer)
     assert with_nodes.is_internode_available() and with_nodes.get_rdma_rank() == 2
     assert (with_nodes.get_root_rdma_rank(True), with_nodes.get_root_rdma_rank(False)) == (1, 0)
 

@@ -352,7 +352,7 @@ def test_what_is_refused(rank, backend):
         (buffer.low_latency_combine, returned, dict(overlap=True), NotImplementedError, "overlap is not served"),
         (buffer.low_latency_combine, returned, dict(src_signals=one), NotImplementedError, "signals is not served"),
         (buffer.low_latency_combine, returned, dict(comp_signal=one), NotImplementedError, "signals is not served"),
-        (buffer.low_latency_combine, returned, dict(handle=tuple(handle)), TypeError, "handle is a tuple; pass what low_latency_dispatch"),
+        (buffer.low_latency_combine, returned, dict(handle=tuple(handle)), TypeError, "handle is a tuple; it must be the DispatchHandle"),
         (buffer.low_latency_combine, returned, dict(topk_idx=idx[:2]), ValueError, r"topk_idx has shape \[2, 4\]"),
     ]:
         with pytest.raises(error, match=message):

@@ -8,10 +8,15 @@ import torch
 
 from deepep_moe.compat.deep_ep.buffer import Buffer
 from deepep_moe.compat.deep_ep.config import Config
-from deepep_moe.compat.deep_ep.elastic import ElasticBuffer, EPBuffer, get_logical_domain_size, get_physical_domain_size
+from deepep_moe.compat.deep_ep.elastic import (
+    BufferAllocator,
+    ElasticBuffer,
+    EPBuffer,
+    get_logical_domain_size,
+    get_physical_domain_size,
+)
 from deepep_moe.compat.deep_ep.elastic_handle import EPHandle
 from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
-from deepep_moe.compat.deep_ep.expert_slots import BufferAllocator
 from deepep_moe.compat.deep_ep.hybrid import HybridEPBuffer
 from deepep_moe.compat.deep_ep.modules import install
 from deepep_moe.compat.deep_ep.refused import BucketBuffer, EngramBuffer, PPBuffer

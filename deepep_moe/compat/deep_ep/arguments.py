@@ -6,16 +6,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe._C import SCALE_BLOCK
-from deepep_moe.arguments import as_int
 from deepep_moe.ops import ue8m0
-
-_DEFAULT_NUM_SMS = 20
-
-
-def senders_of(num_sms: int) -> int | None:
-    """Return the SMs that send, of DeepEP's number, half of which receive. None for its default: deepep_moe chooses."""
-    num_sms = as_int("num_sms", num_sms)
-    return None if num_sms == _DEFAULT_NUM_SMS else max(1, num_sms // 2)
 
 
 def rows_and_scales(x: object) -> tuple[Tensor, Tensor | None]:

@@ -1,13 +1,14 @@
 """DeepEP's `Buffer`: layout, dispatch and combine of its normal mode, on `deepep_moe.Buffer` in the rank layout."""
 
-from typing import Any, NoReturn
+import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe.arguments import as_int
-from deepep_moe.compat.deep_ep.arguments import as_given, combine_arguments, in_rows, rows_and_scales, senders_of
+from deepep_moe.compat.deep_ep.arguments import as_given, combine_arguments, in_rows, rows_and_scales
 from deepep_moe.compat.deep_ep.config import Config
 from deepep_moe.compat.deep_ep.core import GrowingBuffers, Suspending, members_of
 from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
@@ -15,7 +16,7 @@ from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.handle import Handle
 from deepep_moe.compat.deep_ep.low_latency import LowLatencyCalls
 from deepep_moe.compat.deep_ep.low_latency_buffers import LowLatencyBuffers
-from deepep_moe.compat.deep_ep.runtime import Runtime
+from deepep_moe.compat.deep_ep.refused import refused
 from deepep_moe.compat.deep_ep.sends import dispatch_layout, send
 from deepep_moe.compat.deep_ep.streams import CommStream
 from deepep_moe.compat.deep_ep.widths import combine_along, dispatch_along
@@ -37,7 +38,7 @@ class Buffer(Suspending, LowLatencyCalls):
     have no effect here.
     """
 
-    num_sms: int = 20
+    num_sms: int = Config.num_sms
 
     def __init__(
         self,
@@ -67,7 +68,8 @@ class Buffer(Suspending, LowLatencyCalls):
         self._buffers = GrowingBuffers(group, num_max_tokens_per_rank, ranks_per_node)
         self._stream = CommStream()
         self._low_latency = LowLatencyBuffers(group, self.num_rdma_bytes, enable_shrink, ranks_per_node)
-        self.runtime: Runtime | None = Runtime(self, self._buffers)
+        self._parts = self._buffers, self._low_latency
+        self.runtime: Runtime | None = Runtime(self)
         """DeepEP's `runtime`, for callers that use it; None after `destroy`."""
 
     # ---- settings ----
@@ -124,15 +126,12 @@ class Buffer(Suspending, LowLatencyCalls):
             )
         return torch.empty(shape, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
 
-    def _parts(self) -> tuple[Suspending, ...]:
-        return self._buffers, self._low_latency
-
     def destroy(self) -> None:
         """Free the memory. Not collective; may be called with and without `explicitly_destroy`, and again. Later calls raise
         BufferDestroyedError."""
         self.runtime = None
-        self._buffers.destroy()
-        self._low_latency.destroy()
+        for part in self._parts:
+            part.destroy()
 
     # ---- calls ----
 
@@ -264,21 +263,58 @@ class Buffer(Suspending, LowLatencyCalls):
         inputs = (x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,)))
         return combined_x, back, self._stream.end(callers, async_finish, inputs, (combined_x, back))
 
-    # ---- calls of DeepEP that are not served ----
 
-    def internode_dispatch(self, *_: object, **__: object) -> NoReturn:
-        """Raise NotImplementedError: `dispatch` serves several nodes too."""
-        raise NotImplementedError("deep_ep.Buffer.internode_dispatch is not served; call dispatch, which serves several nodes too")
+for _name in ("internode_dispatch", "internode_combine"):
+    _call = _name.removeprefix("internode_")
+    setattr(Buffer, _name, refused("Buffer", _name, f"call {_call}, which serves several nodes too"))
 
-    def internode_combine(self, *_: object, **__: object) -> NoReturn:
-        """Raise NotImplementedError: `combine` serves several nodes too."""
-        raise NotImplementedError("deep_ep.Buffer.internode_combine is not served; call combine, which serves several nodes too")
+
+class Runtime:
+    """What callers ask of DeepEP's native object beside the calls. It knows the nodes that calls have found: one until the first call."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer: Buffer = weakref.proxy(buffer)  # weak, because the buffer keeps this object
+
+    def is_available(self) -> bool:
+        """Return True: memory is made by the calls."""
+        return True
+
+    def is_internode_available(self) -> bool:
+        """Return whether the group has several nodes."""
+        return self.get_num_rdma_ranks() > 1
+
+    def get_num_rdma_ranks(self) -> int:
+        """Return the number of nodes."""
+        return self._buffer._buffers.num_nodes
+
+    def get_rdma_rank(self) -> int:
+        """Return this rank's node."""
+        return self._buffer.rank // self._ranks_per_node()
+
+    def get_root_rdma_rank(self, is_global: bool) -> int:
+        """Return the rank on the first node that has this rank's place: its number, or the number of its node."""
+        return self._buffer.rank % self._ranks_per_node() if is_global else 0
+
+    def get_local_device_id(self) -> int:
+        """Return the index of the current GPU, -1 without one."""
+        return torch.cuda.current_device() if torch.cuda.is_available() else -1
+
+    def get_comm_stream(self) -> Any:
+        """Return `Buffer.get_comm_stream()`."""
+        return self._buffer.get_comm_stream()
+
+    def get_local_buffer_tensor(self, dtype: torch.dtype, offset: int = 0, use_rdma_buffer: bool = False) -> Tensor:
+        """Return `Buffer.get_local_buffer_tensor(...)`."""
+        return self._buffer.get_local_buffer_tensor(dtype, None, offset, use_rdma_buffer)
+
+    def _ranks_per_node(self) -> int:
+        return self._buffer.group_size // self.get_num_rdma_ranks()
 
 
 def _senders_of(config: object) -> int | None:
-    """Return how many SMs send with these settings. Raises TypeError if `config` is no Config."""
-    if config is None:
-        return senders_of(Buffer.num_sms)
-    if not isinstance(config, Config):
+    """Return how many SMs send with these settings: half of them, as the others receive in DeepEP. None for its default: deepep_moe
+    chooses. Raises TypeError if `config` is no Config."""
+    if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is a {type(config).__name__}; it must be a deep_ep.Config, such as Buffer.get_dispatch_config returns")
-    return senders_of(config.num_sms)
+    num_sms = as_int("num_sms", Buffer.num_sms if config is None else config.num_sms)
+    return None if num_sms == Config.num_sms else max(1, num_sms // 2)

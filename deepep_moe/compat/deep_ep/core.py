@@ -18,9 +18,6 @@ from deepep_moe.group.suspension import Memory
 _Result = TypeVar("_Result")
 _Error = TypeVar("_Error", bound=Exception)
 _Handle = TypeVar("_Handle")
-_Key = TypeVar("_Key")
-_Buffer = TypeVar("_Buffer")
-DESTROYED = "this buffer of deep_ep was destroyed; construct another"
 _OPTION = "num_max_tokens_per_rank of the DeepEP buffer"
 MAX_SIZES = 8
 """The buffers that are kept for calls of different sizes; the oldest one goes where there are more, once no handle needs it."""
@@ -29,44 +26,78 @@ MAX_SIZES = 8
 class Suspending:
     """Gives memory back for a while, and makes it again: part by part, in the order in which all ranks have made them."""
 
-    def _parts(self) -> Iterable[Any]:
-        raise NotImplementedError
+    _parts: Iterable[Any]
 
     def suspend(self) -> None:
         """Give the memory back until `resume`, as `deepep_moe.Buffer.suspend`. Collective. Calls raise BufferSuspendedError meanwhile.
 
         Memory of a buffer that later ones have replaced stays while handles refer to it."""
-        for part in self._parts():
+        for part in self._parts:
             part.suspend()
 
     def resume(self) -> None:
         """Make the memory again, as `deepep_moe.Buffer.resume`. Collective."""
-        for part in self._parts():
+        for part in self._parts:
             part.resume()
 
     def memory(self) -> Memory:
         """Return the bytes of exchange memory that this rank holds, and that `suspend` has given back. Not collective."""
-        return sum((part.memory() for part in self._parts()), Memory(0, 0))
+        return sum((part.memory() for part in self._parts), Memory(0, 0))
 
 
 class Buffers(Suspending):
     """The buffers of a group, by the sizes of calls."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, ranks_per_node: int | None) -> None:
+        self.group, self.num_ranks = group, dist.get_world_size(group)
+        self._ranks_per_node, self._num_hosts = ranks_per_node, 1  # until the first call
         self._buffers: dict[Any, Any] = {}
         self._latest: Any = None
         """The buffer of the latest dispatch."""
         self._is_destroyed = False
 
+    @property
+    def num_nodes(self) -> int:
+        """Return the number of nodes of the group, as far as that is known: hosts from the first call on, or those that the caller made of
+        ranks."""
+        return self.num_ranks // self._ranks_per_node if self._ranks_per_node else self._num_hosts
+
+    @property
+    def _gpu_backend(self) -> str:
+        return "nvlink" if self.num_nodes == 1 else "nvshmem"
+
     def check_alive(self) -> None:
         """Raise BufferDestroyedError after `destroy`."""
         if self._is_destroyed:
-            raise BufferDestroyedError(DESTROYED)
+            raise BufferDestroyedError("this buffer of deep_ep was destroyed; construct another")
 
-    def _parts(self) -> Iterable[Any]:
+    @property
+    def _parts(self) -> Iterable[Any]:  # type: ignore[override]
         self.check_alive()
         return self._buffers.values()
+
+    def _keep(self, key: object, buffer: object) -> None:
+        """Keep a new buffer for calls with `key`. Drop the oldest one where there are too many: it ends with the last handle that needs
+        it."""
+        self._buffers[key] = buffer
+        if len(self._buffers) > MAX_SIZES:
+            del self._buffers[next(iter(self._buffers))]
+
+    def _greet(self, error: Exception | None = None) -> None:
+        """Look for the hosts of all ranks, before they make a buffer together. Collective.
+
+        error: why this rank does not make the call that needs the buffer. It is raised, and the peers raise EPPeerError with the reason.
+        """
+        self._num_hosts = len(set(agree("first call of a DeepEP buffer", error, self.group, self.num_ranks, host_id())))
+
+    def refuse(self, error: _Error) -> _Error:
+        """Tell the peers that this rank does not make its next call; they raise EPPeerError with the reason. Return `error`, for the
+        caller to raise.
+
+        Without valid sizes this rank cannot tell in which buffer its peers are. It refuses in the buffer of the latest dispatch. If there
+        is none, it meets the peers in their first call. After `destroy` the peers know that this rank is gone.
+        """
+        return self._refuse(error, self._latest)
 
     def _refuse(self, error: _Error, buffer: Any) -> _Error:
         """Tell the peers that this rank does not make its call in `buffer`, or with None their first call. Return `error`."""
@@ -76,8 +107,15 @@ class Buffers(Suspending):
             if buffer is not None:
                 buffer.refuse(error)
             else:
-                greet(self.group, error)
+                self._greet(error)
         return error
+
+    def checked(self, handle: Any, kind: type[_Handle]) -> _Handle:
+        """Return `handle`. If it is none that a dispatch has returned, tell the peers and raise TypeError."""
+        if isinstance(handle, kind):
+            return handle
+        wrong = f"handle is a {type(handle).__name__}; it must be the {kind.__name__} that dispatch returned"
+        raise self.refuse(TypeError(f"{wrong}: its items alone do not say which buffer made them"))
 
     def destroy(self) -> None:
         """Destroy all buffers, for good. Not collective."""
@@ -98,12 +136,9 @@ class GrowingBuffers(Buffers):
     def __init__(
         self, group: dist.ProcessGroup, num_max_tokens_per_rank: int | None = None, ranks_per_node: int | None = None, sums: str = "ranks"
     ) -> None:
-        super().__init__(group)
-        self.sums = sums
+        super().__init__(group, ranks_per_node)
+        self.sums, self._num_max_tokens = sums, num_max_tokens_per_rank
         """`sums` of the buffers. By lanes they serve the expert layout."""
-        self.num_ranks = dist.get_world_size(group)
-        self._num_max_tokens, self._ranks_per_node = num_max_tokens_per_rank, ranks_per_node
-        self._num_hosts: int | None = None
 
     def dispatch(
         self, x: Tensor, num_experts: int, num_topk: int, send: Callable[[Buffer], _Result], num_least_tokens: int = 0
@@ -118,7 +153,7 @@ class GrowingBuffers(Buffers):
         growing = self._buffers.get(key)
         if growing is None:
             growing = self._make(key, max(num_tokens, num_least_tokens))
-            keep(self._buffers, key, growing)
+            self._keep(key, growing)
         elif growing.num_max_tokens < num_least_tokens and self._num_max_tokens is None:
             self.meet()  # a rank refuses the call in the previous buffer
             growing.grow(num_least_tokens)
@@ -130,25 +165,9 @@ class GrowingBuffers(Buffers):
         refused the call by `refuse`."""
         self.check_alive()
         if self._latest is None:
-            self._num_hosts = len(set(greet(self.group)))
+            self._greet()
         else:
             self._latest.meet()
-
-    def refuse(self, error: _Error) -> _Error:
-        """Tell the peers that this rank does not make its next call; they raise EPPeerError with the reason. Return `error`, for the
-        caller to raise.
-
-        Without valid sizes this rank cannot tell in which buffer its peers are. It refuses in the buffer of the latest dispatch. If there
-        is none, it meets the peers in their first call. After `destroy` the peers know that this rank is gone.
-        """
-        return self._refuse(error, None if self._latest is None else self._latest.buffer)
-
-    def checked(self, handle: Any, kind: type[_Handle]) -> _Handle:
-        """Return `handle`. If it is none that a dispatch has returned, tell the peers and raise TypeError."""
-        if isinstance(handle, kind):
-            return handle
-        wrong = f"handle is a {type(handle).__name__}; it must be the {kind.__name__} that dispatch returned"
-        raise self.refuse(TypeError(f"{wrong}: its items alone do not say which buffer made them"))
 
     def check_layout(self, layout: str, instead: str) -> None:
         """Raise ValueError for compact rows where sums go by lanes. `instead`: what the caller should do."""
@@ -157,26 +176,11 @@ class GrowingBuffers(Buffers):
                 f"DEEPEP_MOE_SUMS is {self.sums!r}, but of compact rows the caller adds up those of a token on one rank; {instead}"
             )
 
-    def backend_name(self, device: torch.device) -> str:
-        """Return the backend that serves tensors on `device`. Collective the first time."""
-        if self._num_hosts is None:
-            self._num_hosts = len(set(greet(self.group)))
-        if is_gpu(device):
-            return "nvlink" if self.num_nodes == 1 else "nvshmem"
-        return "shm" if self._num_hosts == 1 else "collective"
-
-    @property
-    def num_nodes(self) -> int:
-        """Return the number of nodes of the group, as far as that is known: hosts from the first call on, or those that the caller made of
-        ranks."""
-        if self._ranks_per_node:
-            return self.num_ranks // self._ranks_per_node
-        return self._num_hosts or 1
-
     def _make(self, key: tuple[int, int, int, torch.device], num_tokens: int) -> GrowingBuffer:
         hidden, num_experts, num_topk, device = key
         self.meet()
-        backend, group, ranks_per_node, sums = self.backend_name(device), self.group, self._ranks_per_node, self.sums
+        backend = self._gpu_backend if is_gpu(device) else "shm" if self._num_hosts == 1 else "collective"
+        group, ranks_per_node, sums = self.group, self._ranks_per_node, self.sums
 
         def construct(bound: int) -> Buffer:
             return Buffer(group, bound, hidden, num_experts, num_topk, backend=backend, ranks_per_node=ranks_per_node, sums=sums)
@@ -200,18 +204,3 @@ def members_of(group: Any, what: str) -> "tuple[int, int]":
         raise ValueError("group is None; pass a torch.distributed process group, such as torch.distributed.group.WORLD")
     _, num_ranks, rank = join(group, what)
     return rank, num_ranks
-
-
-def keep(buffers: dict[_Key, _Buffer], key: _Key, buffer: _Buffer) -> None:
-    """Keep a new buffer for calls with `key`. Drop the oldest one where there are too many: it ends with the last handle that needs it."""
-    buffers[key] = buffer
-    if len(buffers) > MAX_SIZES:
-        del buffers[next(iter(buffers))]
-
-
-def greet(group: dist.ProcessGroup, error: Exception | None = None) -> list[str]:
-    """Return the host of every rank, before they make a buffer together. Collective.
-
-    error: why this rank does not make the call that needs the buffer. It is raised, and the peers raise EPPeerError with the reason.
-    """
-    return agree("first call of a DeepEP buffer", error, group, dist.get_world_size(group), host_id())

@@ -1,7 +1,5 @@
 """Routing as HybridEP's callers give it: a map of chosen experts with dense probabilities, and a bound on the rows of a rank."""
 
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,18 +22,9 @@ def first_lanes(routing_map: Tensor, num_topk: int) -> tuple[Tensor, Tensor]:
     return topk_idx, is_lost.any()
 
 
-class Share(NamedTuple):
-    """The part of a routing that `keep_within` keeps."""
-
-    topk_idx: Tensor
-    """[num_tokens, num_topk], -1 where the lane was dropped."""
-    has_dropped: Tensor
-    """[] bool: True if any rank of the group has dropped a lane."""
-
-
 def keep_within(
     topk_idx: Tensor, num_experts: int, num_rows: int, alignment: int, group: dist.ProcessGroup, has_lost: Tensor | None = None
-) -> Share:
+) -> tuple[Tensor, Tensor]:
     """Drop the lanes whose rows lie behind the first `num_rows` of their expert's rank. Collective; the host waits for no GPU.
 
     A rank's rows are grouped by expert, in an expert by (source rank, token), and each group is padded to a multiple of `alignment`. Each
@@ -44,6 +33,8 @@ def keep_within(
     Args:
         topk_idx: [num_tokens, num_topk] int64, -1 = no expert.
         has_lost: [] bool: has this rank dropped lanes before? It counts for all ranks.
+
+    Returns topk_idx with -1 for the dropped lanes, and [] bool: True if any rank of the group has dropped a lane.
     """
     rank = dist.get_rank(group)
     columns = topk_idx + 1
@@ -66,7 +57,7 @@ def keep_within(
     kept = (room - counts[:rank].sum(0)).clamp(min=0).flatten()  # rows of this rank's that each expert has room for
     kept = torch.cat([kept.new_full((1,), topk_idx.shape[0]), kept])
     is_dropped = place.gather(1, columns) > kept[columns]
-    return Share(topk_idx.masked_fill(is_dropped, -1), (totals > room).any() | table[:, -1].any())
+    return topk_idx.masked_fill(is_dropped, -1), (totals > room).any() | table[:, -1].any()
 
 
 def keep_nothing(num_experts: int, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -1,7 +1,6 @@
 """DeepEP's `ElasticBuffer` (version 2) and `EPBuffer` (version 2.5)."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,14 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe.arguments import as_int
-from deepep_moe.compat.deep_ep.core import Suspending, members_of
-from deepep_moe.compat.deep_ep.elastic_calls import DeferredResults, ElasticCalls
+from deepep_moe.compat.deep_ep.core import GrowingBuffers, members_of
+from deepep_moe.compat.deep_ep.elastic_calls import ElasticCalls
 from deepep_moe.compat.deep_ep.elastic_handle import EPHandle
 from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
-from deepep_moe.compat.deep_ep.expert_slots import BufferAllocator, move
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.refused import refuse, refused
-from deepep_moe.exchange.expert_slots import ExpertSlots
+from deepep_moe.exchange.expert_slots import ALIGNMENT, ExpertSlots
 
 _NUM_SENDERS = 12  # SMs that saturate NVLink, as `deepep_moe.Buffer` uses where nobody says otherwise
 _SIZE_UNIT = 2**21  # DeepEP's sizes are multiples of it
@@ -25,21 +23,20 @@ _Received = tuple[Any, Tensor | None, Tensor | None, EPHandle, EventOverlap]
 
 
 @outside_graphs
-class _BufferOfGroup(Suspending):
+class _BufferOfGroup(ElasticCalls):
     """The common part of the buffers of both versions."""
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int | None, sizes: tuple[int, int, int], num_qps: int, is_hybrid: bool) -> None:
         """sizes: most tokens of a rank, hidden, top-k."""
         self.rank_idx, self.num_ranks = members_of(group, type(self).__name__)
-        self.group = group
+        super().__init__(group)
         names = "num_max_tokens_per_rank", "hidden", "num_topk"
         self.num_max_tokens_per_rank, hidden, num_topk = (as_int(name, size) for name, size in zip(names, sizes, strict=True))
         hint = self.get_buffer_size_hint(group, self.num_max_tokens_per_rank, hidden, num_topk)
         self.num_bytes = hint if num_bytes is None else num_bytes
         self.num_allocated_qps = num_qps or _NUM_QPS
         self.allow_hybrid_mode = is_hybrid
-        self._calls = ElasticCalls(group)
-        self.num_rdma_ranks, self.num_nvlink_ranks = domain_sizes(self._calls)
+        self.num_rdma_ranks, self.num_nvlink_ranks = domain_sizes(self._buffers)
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
 
@@ -90,21 +87,18 @@ class _BufferOfGroup(Suspending):
 
     def get_comm_stream(self) -> Any:
         """Return the stream of asynchronous calls: a torch.cuda.Stream, or without a GPU a torch.cpu.Stream, on which nothing waits."""
-        return self._calls.stream.get() if torch.cuda.is_available() else torch.cpu.Stream()
+        return self._stream.get() if torch.cuda.is_available() else torch.cpu.Stream()
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """Wait until every rank is here and its GPU has done what it was given before. The host waits, whatever the arguments say."""
-        self._calls.buffers.check_alive()
+        self._buffers.check_alive()
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         dist.barrier(self.group)
 
-    def _parts(self) -> tuple[Suspending, ...]:
-        return (self._calls.buffers,)
-
     def destroy(self) -> None:
         """Free the memory. Not collective; may be repeated, and needs no `explicitly_destroy`. Later calls raise BufferDestroyedError."""
-        self._calls.buffers.destroy()
+        self._buffers.destroy()
 
 
 @outside_graphs
@@ -203,7 +197,7 @@ class ElasticBuffer(_BufferOfGroup):
         """
         most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
         routing = topk_idx, topk_weights, num_experts, most, expert_alignment, do_cpu_sync, do_handle_copy
-        return self._calls.dispatch(  # type: ignore[return-value]  # not deferred
+        return self._dispatch(  # type: ignore[return-value]  # not deferred
             x, routing, handle, cumulative_local_expert_recv_stats, use_tma_aligned_col_major_sf, do_expand, num_sms,
             (previous_event, previous_event_before_epilogue), async_with_compute_stream,
         )  # fmt: skip
@@ -234,7 +228,7 @@ class ElasticBuffer(_BufferOfGroup):
         Raises: the errors of `deepep_moe.Buffer.combine`.
         """
         after = previous_event, previous_event_before_epilogue
-        return self._calls.combine(  # type: ignore[return-value]  # not deferred
+        return self._combine(  # type: ignore[return-value]  # not deferred
             x, handle, topk_weights, bias, num_sms, after, async_with_compute_stream
         )
 
@@ -245,6 +239,31 @@ for _name in (
     "get_agrs_num_max_session_bytes", "get_agrs_buffer_size_hint", "all_gather",
 ):  # fmt: skip
     setattr(ElasticBuffer, _name, refused("ElasticBuffer", _name))
+
+
+class BufferAllocator:
+    """A plan of the tensors of a region. They are on the device `meta` until an `EPBuffer` is made with the plan. That raises RuntimeError
+    while a tensor has views or weak references, so take views afterwards."""
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+
+    def allocate(self, shape: "tuple[int, ...]", dtype: torch.dtype) -> Tensor:
+        """Return a tensor of the plan. All ranks must plan the same tensors in the same order."""
+        self._tensors.append(torch.empty(shape, dtype=dtype, device="meta"))
+        return self._tensors[-1]
+
+    def place(self, group: dist.ProcessGroup) -> ExpertSlots:
+        """Give the tensors their memory: on a GPU where there is one. Collective.
+
+        Raises ValueError for a plan without tensors, or with some that have memory."""
+        if not self._tensors or any(not tensor.is_meta for tensor in self._tensors):
+            raise ValueError("the plan has no tensor, or another buffer has it already; allocate tensors of a new BufferAllocator")
+        backend = "nvlink" if torch.cuda.is_available() else "collective"
+        slots = ExpertSlots(group, sum(tensor.nbytes + ALIGNMENT for tensor in self._tensors), backend=backend)
+        for tensor in self._tensors:
+            torch.utils.swap_tensors(tensor, slots.empty(*tensor.shape, dtype=tensor.dtype))
+        return slots
 
 
 @outside_graphs
@@ -305,7 +324,7 @@ class EPBuffer(_BufferOfGroup):
         do_zero_padding: bool = False,
         use_tma_aligned_col_major_sf: bool = False,
         defer_epilogue: bool = False,
-    ) -> "_Received | DeferredResults":
+    ) -> _Received | EventOverlap:
         """Send every token to the ranks of its experts, as `ElasticBuffer.dispatch`. Collective.
 
         defer_epilogue: return an event only. Its `current_stream_wait` returns recv_x, recv_topk_idx, recv_topk_weights and the handle. On
@@ -319,7 +338,7 @@ class EPBuffer(_BufferOfGroup):
             )
         most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
         routing = topk_idx, topk_weights, num_experts, most, expert_alignment, do_cpu_sync, False
-        return self._calls.dispatch(
+        return self._dispatch(
             x, routing, handle, cumulative_local_expert_recv_stats, use_tma_aligned_col_major_sf, do_expand, num_sms,
             (previous_event, None), async_with_compute_stream, defer_epilogue,
         )  # fmt: skip
@@ -336,13 +355,13 @@ class EPBuffer(_BufferOfGroup):
         async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
         defer_epilogue: bool = False,
-    ) -> "tuple[Tensor, Tensor | None, EventOverlap] | DeferredResults":
+    ) -> tuple[Tensor, Tensor | None, EventOverlap] | EventOverlap:
         """Sum the rows of each token at its source, as `ElasticBuffer.combine`. Collective.
 
         defer_epilogue: return an event only, whose `current_stream_wait` returns the sums and the weights.
         """
         after = previous_event, None
-        return self._calls.combine(x, handle, topk_weights, bias, num_sms, after, async_with_compute_stream, defer_epilogue)
+        return self._combine(x, handle, topk_weights, bias, num_sms, after, async_with_compute_stream, defer_epilogue)
 
     def lb_get_theoretical_num_sms(self) -> int:
         """Return 24, the SMs that saturate NVLink in both calls; 12 do in the first."""
@@ -361,10 +380,18 @@ class EPBuffer(_BufferOfGroup):
         order is open. Several tensors, bf16 and fp16 are taken too. Collective."""
         return self._moved(ExpertSlots.return_gradients, redundant_expert_grads, expert_grads, redundancy_mapping, num_sms, previous_event)
 
-    def _moved(self, call: Callable[..., None], *arguments: Any) -> EventOverlap:
+    def _moved(self, call: Callable[..., None], slots: Any, home: Any, copies: Tensor, num_sms: int, after: Any) -> EventOverlap:
+        """Make a call of `ExpertSlots` on the communication stream, after the event `after`."""
         if self._slots is None:
             raise ValueError("this EPBuffer has no load-balancing region; give it lb_allocation_plan_or_num_bytes=BufferAllocator()")
-        return move(self._calls.stream, partial(call, self._slots), *arguments)
+        callers = self._stream.begin(copies, after, True)
+        try:
+            call(self._slots, copies, slots, home, num_sms=num_sms or None)
+        except BaseException:
+            self._stream.abort(callers)
+            raise
+        moved = [tensor for tensors in (slots, home) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)]
+        return self._stream.end(callers, True, [copies, *moved], [])
 
     def destroy(self) -> None:
         """Free the memory, as that of an ElasticBuffer; tensors of the plan keep theirs."""
@@ -373,10 +400,9 @@ class EPBuffer(_BufferOfGroup):
             self._slots.destroy()
 
 
-def domain_sizes(calls: ElasticCalls) -> tuple[int, int]:
-    """Return the number of hosts of a group, and of ranks of each. Collective the first time."""
-    buffers = calls.buffers
-    buffers.backend_name(torch.device("cpu"))  # looks for the hosts
+def domain_sizes(buffers: GrowingBuffers) -> tuple[int, int]:
+    """Return the number of hosts of a group, and of ranks of each. Collective; `buffers` have made no call yet."""
+    buffers.meet()
     return buffers.num_nodes, buffers.num_ranks // buffers.num_nodes
 
 
@@ -384,10 +410,26 @@ def get_physical_domain_size(group_or_buffer: Any) -> tuple[int, int]:
     """Return the number of hosts of a process group, and of ranks of each. Collective; not so for a buffer, which knows them."""
     if isinstance(group_or_buffer, _BufferOfGroup):
         return group_or_buffer.get_physical_domain_size()
-    return domain_sizes(ElasticCalls(group_or_buffer))
+    return domain_sizes(GrowingBuffers(group_or_buffer))
 
 
 def get_logical_domain_size(group_or_buffer: Any, allow_hybrid_mode: bool | None = None) -> tuple[int, int]:
     """Return the number of nodes of a process group or a buffer, over which sums are made in two steps, and of ranks of each. Collective as
     `get_physical_domain_size`, whose numbers these are."""
     return get_physical_domain_size(group_or_buffer)
+
+
+# ---- `deep_ep.utils.envs` of version 2, without the start of processes and measurements of links, which tests use ----
+
+
+def check_nvlink_connections(group: object) -> None:
+    """Do nothing: a buffer looks itself whether its GPUs reach each other, and says which do not."""
+
+
+def check_torch_deterministic() -> None:
+    """Raise RuntimeError where PyTorch fills new tensors, which would run beside a call on the communication stream."""
+    if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "torch.utils.deterministic.fill_uninitialized_memory is True with deterministic algorithms; set it to False before calls of "
+            "deep_ep"
+        )

@@ -1,7 +1,6 @@
 """Dispatch and combine of DeepEP 2 and 2.5 on `deepep_moe.Buffer`: compact rows are its rank layout, expanded rows its expert layout."""
 
 from collections.abc import Callable
-from functools import partial
 from operator import methodcaller
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from deepep_moe import config
 from deepep_moe.arguments import as_int
 from deepep_moe.compat.deep_ep.arguments import as_given, checked_routing, combine_arguments, detached, in_rows, rows_and_scales
-from deepep_moe.compat.deep_ep.core import GrowingBuffers
+from deepep_moe.compat.deep_ep.core import GrowingBuffers, Suspending
 from deepep_moe.compat.deep_ep.elastic_handle import EPHandle
 from deepep_moe.compat.deep_ep.events import EventOverlap
 from deepep_moe.compat.deep_ep.streams import CommStream
@@ -25,50 +24,26 @@ Routing = tuple[Tensor | None, Tensor | None, int | None, int, int | None, bool 
 """topk_idx, topk_weights, num_experts, num_max_tokens_per_rank (0: not set), expert_alignment, do_cpu_sync, do_handle_copy."""
 
 
-class DeferredResults(EventOverlap):
-    """The event of a call whose last step waits for it: `current_stream_wait` makes that step, once, and returns the call's results."""
-
-    __slots__ = ("_complete", "_hook", "_results")
-
-    def __init__(self, event: EventOverlap, hook: Callable[[], None] | None, complete: Callable[[], Any]) -> None:
-        """hook: the second half of the call, before `complete` returns its results."""
-        super().__init__(event.event)
-        self._hook: Callable[[], None] | None = hook
-        self._complete: Callable[[], Any] | None = complete
-        self._results: Any = None
-
-    def current_stream_wait(self, release_handle: bool = False) -> Any:
-        """Let the current stream wait for the call, and return what it would have returned without `defer_epilogue`, but for the event."""
-        if self.event is not None:
-            self.event.current_stream_wait()
-        hook, complete, self._hook, self._complete = self._hook, self._complete, None, None
-        if hook is not None:
-            hook()
-        if complete is not None:
-            self._results = complete()
-        super().current_stream_wait(release_handle)
-        return self._results
-
-
-class ElasticCalls:
-    """The calls of one buffer."""
+class ElasticCalls(Suspending):
+    """The calls of the buffers of both versions."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.buffers = GrowingBuffers(group, sums=config.sums())
-        self.stream = CommStream()
+        self._buffers = GrowingBuffers(group, sums=config.sums())
+        self._parts = (self._buffers,)
+        self._stream = CommStream()
 
-    def dispatch(
+    def _dispatch(
         self, x: Any, routing: Routing, handle: EPHandle | None, stats: Tensor | None, by_column: bool, do_expand: bool, num_sms: int,
         after: tuple[Any, Any], is_async: bool, is_deferred: bool = False,
-    ) -> tuple[Any, ...] | DeferredResults:  # fmt: skip
+    ) -> tuple[Any, ...] | EventOverlap:  # fmt: skip
         """Return what DeepEP's dispatch does. It begins after the events `after`, as `CommStream.begin` takes them."""
-        buffers = self.buffers
+        buffers = self._buffers
         buffers.check_alive()
         try:
             senders = as_int("num_sms", num_sms)
             rows, scales = rows_and_scales(x)
-            callers = self.stream.begin(rows, after[0], is_async, after[1])
+            callers = self._stream.begin(rows, after[0], is_async, after[1])
         except (TypeError, ValueError) as error:
             raise (handle.buffer if isinstance(handle, EPHandle) else buffers).refuse(error) from None
         try:
@@ -86,7 +61,7 @@ class ElasticCalls:
             if stats is not None:
                 stats.add_(out.num_recv_tokens_per_expert)
         except BaseException:
-            self.stream.abort(callers)
+            self._stream.abort(callers)
             raise
         if not (is_async or is_deferred):
             recv_x = out.recv_x if scales is None else _with_scales(out, scales, by_column)
@@ -94,22 +69,21 @@ class ElasticCalls:
         inputs = rows, scales, *routing[:2], stats
         outputs = out.recv_x, out.recv_x_scales, out.recv_topk_idx, out.recv_topk_weights, *handle.native.tensors
         if is_deferred:
-            event = self.stream.end(callers, is_async, inputs, outputs)
-            return DeferredResults(event, out.hook, partial(_results, out, handle, scales, by_column))
+            return _deferred(self._stream.end(callers, is_async, inputs, outputs), out.hook, _results, out, handle, scales, by_column)
         received = _results(out, handle, scales, by_column)
-        return *received, self.stream.end(callers, is_async, inputs, (*outputs, *(received[0] if scales is not None else ())))
+        return *received, self._stream.end(callers, is_async, inputs, (*outputs, *(received[0] if scales is not None else ())))
 
-    def combine(
+    def _combine(
         self, x: Tensor, handle: EPHandle, topk_weights: Tensor | None, bias: Any, num_sms: int, after: tuple[Any, Any], is_async: bool,
         is_deferred: bool = False,
-    ) -> tuple[Tensor, Tensor | None, EventOverlap] | DeferredResults:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None, EventOverlap] | EventOverlap:  # fmt: skip
         """Return what DeepEP's combine does."""
-        self.buffers.check_alive()
-        buffer = self.buffers.checked(handle, EPHandle).buffer
+        self._buffers.check_alive()
+        buffer = self._buffers.checked(handle, EPHandle).buffer
         back, hook = None, None
         try:
             senders = as_int("num_sms", num_sms) or handle.num_sms or None
-            callers = self.stream.begin(x, after[0], is_async, after[1])
+            callers = self._stream.begin(x, after[0], is_async, after[1])
         except (TypeError, ValueError) as error:
             raise buffer.refuse(error) from None
         try:
@@ -119,19 +93,19 @@ class ElasticCalls:
             else:
                 combined, back = combine_along(buffer, rows, handle.native, weights, added, senders)
         except BaseException:
-            self.stream.abort(callers)
+            self._stream.abort(callers)
             raise
         if not (is_async or is_deferred):
             return combined, back, EventOverlap()
         inputs = x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,)), *handle.native.tensors
-        event = self.stream.end(callers, is_async, inputs, (combined, back))
-        return DeferredResults(event, hook, lambda: (combined, back)) if is_deferred else (combined, back, event)
+        event = self._stream.end(callers, is_async, inputs, (combined, back))
+        return _deferred(event, hook, lambda: (combined, back)) if is_deferred else (combined, back, event)
 
     def _send(
         self, rows: Tensor, scales: Tensor | None, routing: Routing, do_expand: bool, num_sms: int, is_deferred: bool
     ) -> tuple[DispatchOutput, EPHandle]:
         topk_idx, topk_weights, num_experts, num_max_tokens, alignment, do_cpu_sync, do_handle_copy = routing
-        buffers, layout = self.buffers, "expert" if do_expand else "rank"
+        buffers, layout = self._buffers, "expert" if do_expand else "rank"
         try:
             buffers.check_layout(layout, "pass do_expand=True")
             if topk_idx is None or num_experts is None:
@@ -150,6 +124,18 @@ class ElasticCalls:
         buffer, out = buffers.dispatch(rows, num_experts, num_topk, send, most)
         kept = None if do_handle_copy else topk_idx
         return out, EPHandle(self.group, buffer, out.handle, kept, topk_idx.dtype, bool(do_expand), most, num_sms, waits)
+
+
+def _deferred(event: EventOverlap, hook: Callable[[], None] | None, results: Callable[..., Any], *args: Any) -> EventOverlap:
+    """Let the next wait for the event make the second half of its call, which is `hook`, and return `results(*args)`."""
+
+    def complete() -> Any:
+        if hook is not None:
+            hook()
+        return results(*args)
+
+    event.complete = complete
+    return event
 
 
 def _results(out: DispatchOutput, handle: EPHandle, x_scales: Tensor | None, by_column: bool) -> tuple[Any, ...]:

@@ -35,24 +35,32 @@ class EventOverlap:
     `with event(release_handle=True)` also drops the handle there.
     """
 
-    __slots__ = ("_releases_handle", "event", "extra_tensors", "hook_after_wait")
+    __slots__ = ("_releases_handle", "_results", "complete", "event", "extra_tensors", "hook_after_wait")
 
     def __init__(self, event: "EventHandle | None" = None, extra_tensors: "tuple[Tensor, ...] | None" = None) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
         self.hook_after_wait: Callable[[], object] | None = None
-        self._releases_handle = False
+        self.complete: Callable[[], Any] | None = None
+        """The last step of a deferred call, which returns the call's results."""
+        self._releases_handle, self._results = False, None
 
     def current_stream_wait(self, release_handle: bool = False) -> Any:
-        """Make the current stream wait for the event, then call the registered hook, once. Without an event it does not wait, as the call
-        is on the stream already. release_handle: drop the event afterwards."""
+        """Make the current stream wait for the event, then make the last step of a deferred call and call the registered hook, each once.
+        Without an event it does not wait, as the call is on the stream already. release_handle: drop the event afterwards.
+
+        Returns the results of a deferred call: what it would have returned without `defer_epilogue`, except for the event. Else None."""
         if self.event is not None:
             self.event.current_stream_wait()
+        complete, self.complete = self.complete, None
+        if complete is not None:
+            self._results = complete()
         hook, self.hook_after_wait = self.hook_after_wait, None
         if hook is not None:
             hook()
         if release_handle:
             self.event = None
+        return self._results
 
     def wait(self, release_handle: bool = False) -> Any:
         """Do the same as `current_stream_wait`."""

@@ -1,6 +1,6 @@
 """The handle of a dispatch as DeepEP's callers see it: a sequence of tensors, which are made when somebody looks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -34,9 +34,6 @@ class Handle(Sequence[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         return self._tensors[index]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._tensors)
 
     def __repr__(self) -> str:
         return f"Handle({self.along.num_tokens} tokens sent, {self.along.num_rows} rows received, {self.buffer!r})"

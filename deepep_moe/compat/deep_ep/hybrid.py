@@ -85,6 +85,7 @@ class HybridEPBuffer(Suspending):
             as_int("num_sms_combine_api", num_sms_combine_api or 0) or None,
         )
         self._buffers = GrowingBuffers(group, sums=library_config.sums())
+        self._parts = (self._buffers,)
         self._num_lanes = self._num_bounded_lanes = 0  # as all ranks agree, for routing maps without and with a bound; 0: not yet
         self._gpu: torch.device | None = None
         """The GPU of the latest map without a bound, once the ranks have agreed on its lanes."""
@@ -100,9 +101,6 @@ class HybridEPBuffer(Suspending):
     def num_of_hybrid_ep_ranks_per_nvlink_domain(self) -> int:
         """Return the number of ranks of a node."""
         return self.group_size // self.num_of_nodes
-
-    def _parts(self) -> tuple[Suspending, ...]:
-        return (self._buffers,)
 
     def empty_jit_cache(self) -> None:
         """Do nothing: kernels are compiled when deepep_moe is installed."""
@@ -172,7 +170,7 @@ class HybridEPBuffer(Suspending):
 
         Raises: ValueError for missing or contradicting arguments; else the errors of `deepep_moe.Buffer.dispatch`.
         """
-        is_bounded = num_permuted_tokens is not None if handle is None else self._checked(handle).is_bounded
+        is_bounded = num_permuted_tokens is not None if handle is None else self._buffers.checked(handle, HybridHandle).is_bounded
         if use_host_meta is not None:
             non_blocking = not use_host_meta
         elif handle is not None and is_bounded:
@@ -213,7 +211,7 @@ class HybridEPBuffer(Suspending):
 
         Raises: ValueError without a handle; else as `deepep_moe.Buffer.combine`.
         """
-        return self._combine(hidden, probs, self._checked(handle))
+        return self._combine(hidden, probs, self._buffers.checked(handle, HybridHandle))
 
     # ---- one row per (token, rank) ----
 
@@ -245,7 +243,7 @@ class HybridEPBuffer(Suspending):
 
     def combine(self, hidden: Tensor, probs: Tensor | None = None, handle: HybridHandle | None = None) -> tuple[Tensor, Tensor | None]:
         """Sum the rows of each token at its source. Collective; as `combine_with_unpermute`, probs as `dispatch` returns them."""
-        handle = self._checked(handle)
+        handle = self._buffers.checked(handle, HybridHandle)
         lanes = handle.buffer.calls.refuse_on_failure(self._lanes_of_node, probs, handle)
         return self._combine(hidden, lanes, handle)
 
@@ -270,7 +268,7 @@ class HybridEPBuffer(Suspending):
 
         num_rows: the bound on the rows of this rank."""
         if handle is not None:
-            buffer, native = self._checked(handle).buffer, handle.native
+            buffer, native = self._buffers.checked(handle, HybridHandle).buffer, handle.native
             rows, scales = buffer.calls.refuse_on_failure(_rows_of, hidden, scaling_factor)
             weights = buffer.calls.refuse_on_failure(_weights_of, routing, handle.topk_idx)
             return dispatch_along(buffer, rows, scales, native, weights, self._num_sms[0]), handle
@@ -357,9 +355,6 @@ class HybridEPBuffer(Suspending):
         combined, lanes = combine_along(buffer, rows, handle.native, None if values is None else values.float(), None, num_sms)
         return combined, None if lanes is None else dense_of_lanes(handle.topk_idx, lanes, buffer.num_experts)
 
-    def _checked(self, handle: Any) -> HybridHandle:
-        return self._buffers.checked(handle, HybridHandle)
-
     def _refuse(self, error: _Error, handle: HybridHandle | None, routing: _Routing, is_bounded: bool) -> _Error:
         """Tell the peers that this rank does not make its dispatch. Those of a dispatch with a bound are in `keep_within` first."""
         if handle is not None:
@@ -370,15 +365,15 @@ class HybridEPBuffer(Suspending):
         return self._buffers.refuse(error)
 
     def _shared_with_peers(self, routing: _Routing) -> tuple[int, dist.ProcessGroup, torch.device]:
-        """Return the experts, the group and the device of the peers' `keep_within`, as far as arguments tell of which some are wrong."""
-        if self._bounded is None:
-            tensors = [tensor for tensor in (routing[1], routing[0], routing[2]) if isinstance(tensor, Tensor)]
-            latest = self.configurer.buffer_config.num_of_experts_per_rank * self.group_size, _device_of(tensors)
-        else:
-            latest = self._bounded
+        """Return the experts, the group and the device of the peers' `keep_within`. Some arguments are wrong: the others tell these, or the
+        latest such dispatch does."""
+        num_experts, device = self._bounded or (self.configurer.buffer_config.num_of_experts_per_rank * self.group_size, None)
         with contextlib.suppress(TypeError, ValueError):
-            return self._num_experts_of(routing), self.group, latest[1]
-        return latest[0], self.group, latest[1]
+            num_experts = self._num_experts_of(routing)
+        if device is None:
+            anywhere = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            device = next((tensor.device for tensor in routing[:3] if isinstance(tensor, Tensor)), anywhere)
+        return num_experts, self.group, device
 
     def _of_node(self, handle: HybridHandle) -> Tensor:
         """Return recv_topk_idx of a dispatch by rank, with the experts of this node counted through."""
@@ -447,13 +442,6 @@ def _alignment_of(pad_multiple: Any) -> int:
     if alignment > MAX_ALIGNMENT:
         raise ValueError(f"pad_multiple is {alignment}; it must be at most {MAX_ALIGNMENT}")
     return alignment
-
-
-def _device_of(tensors: list[Tensor]) -> torch.device:
-    """Return where the first of the tensors lies, or calls without one."""
-    if tensors:
-        return tensors[0].device
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _weights_of(routing: _Routing, topk_idx: Tensor) -> Tensor | None:

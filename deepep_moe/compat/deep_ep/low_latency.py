@@ -96,17 +96,15 @@ class LowLatencyCalls:
         stats, wait_stats = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         try:
             _check_served(
-                "low_latency_dispatch", x_global_scale=x_global_scale is not None, use_nvfp4=use_nvfp4, use_ue8m0_for_sf=use_ue8m0_for_sf
-            )
-            _check_mode(async_finish, return_recv_hook)
+                "low_latency_dispatch", async_finish and return_recv_hook, x_global_scale=x_global_scale is not None, use_nvfp4=use_nvfp4,
+                use_ue8m0_for_sf=use_ue8m0_for_sf,
+            )  # fmt: skip
             if use_ue8m0 and not round_scale:
                 raise ValueError("use_ue8m0 is True without round_scale; exponents are those of rounded scales, pass round_scale=True")
             if len(x) > most:
                 raise ValueError(f"x has {len(x)} tokens, more than num_max_dispatch_tokens_per_rank of {most}; pass a larger bound")
-            if stats is not None:
-                name = "cumulative_local_expert_recv_stats"
-                check_tensor(name, stats, (arguments[3] // self.group_size,), (torch.int32,), x.device, any_strides=True)
-            _check_waits("dispatch_wait_recv_cost_stats", wait_stats, self.group_size, x.device)
+            _check_stats("cumulative_local_expert_recv_stats", stats, arguments[3] // self.group_size, torch.int32, x.device)
+            _check_stats("dispatch_wait_recv_cost_stats", wait_stats, self.group_size, torch.int64, x.device)
         except (NotImplementedError, TypeError, ValueError) as error:
             raise self._low_latency.refuse_dispatch(error, *arguments) from None
         buffer = self._low_latency.get(*arguments)
@@ -191,16 +189,17 @@ class LowLatencyCalls:
         """
         self._low_latency.check_alive()
         signals = (packed_recv_count, comp_signal, src_signals)
-        native, buffer = self._checked(handle).native, handle.buffer
+        native, buffer = self._low_latency.checked(handle, DispatchHandle).native, handle.buffer
         try:
             _check_served(
-                "low_latency_combine", use_logfmt=use_logfmt, overlap=overlap, signals=any(signal is not None for signal in signals)
-            )
-            _check_mode(async_finish, return_recv_hook)
+                "low_latency_combine", async_finish and return_recv_hook, use_logfmt=use_logfmt, overlap=overlap,
+                signals=any(signal is not None for signal in signals),
+            )  # fmt: skip
             check_tensor("topk_idx", topk_idx, (native.num_tokens, buffer.num_topk), (torch.int64, torch.int32))
             for name, tensor in (("x", x), ("topk_weights", topk_weights)):
                 check_is_tensor(name, tensor)
-            _check_waits("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, self.group_size, topk_weights.device)
+            wait_stats = combine_wait_recv_cost_stats
+            _check_stats("combine_wait_recv_cost_stats", wait_stats, self.group_size, torch.int64, topk_weights.device)
             rows = buffer.combine_input(torch.bfloat16) if zero_copy else _as_buffer_has_them(detached(x), handle)
         except (NotImplementedError, TypeError, ValueError) as error:
             raise buffer.refuse(error) from None
@@ -226,7 +225,7 @@ class LowLatencyCalls:
 
         There is one, not two as in V1. It may be written once the last combine that read it has sent, on the stream that sent."""
         self._low_latency.check_alive()
-        return self._checked(handle).buffer.combine_input(torch.bfloat16)[:, : handle.num_rows]
+        return self._low_latency.checked(handle, DispatchHandle).buffer.combine_input(torch.bfloat16)[:, : handle.num_rows]
 
     # ---- ranks that are gone ----
 
@@ -267,12 +266,6 @@ class LowLatencyCalls:
             as_int("num_ranks", num_ranks), as_int("num_experts", num_experts),
         )  # fmt: skip
 
-    def _checked(self, handle: object) -> DispatchHandle:
-        if not isinstance(handle, DispatchHandle):
-            message = f"handle is a {type(handle).__name__}; pass what low_latency_dispatch returned, not a copy of its elements"
-            raise self._low_latency.refuse(TypeError(message))
-        return handle
-
     def _run(
         self, x: Tensor, is_async: bool, send: Callable[[], _Out], inputs: Iterable[object], tensors_of: Callable[[_Out], Iterable[object]]
     ) -> tuple[_Out, EventOverlap]:
@@ -290,20 +283,17 @@ class LowLatencyCalls:
 # ---- arguments ----
 
 
-def _check_served(call: str, **used: bool) -> None:
+def _check_served(call: str, is_both: bool, **used: bool) -> None:
     for name, is_used in used.items():
         if is_used:
             raise NotImplementedError(f"{call}: {name} is not served, {_REFUSED[name]}")
-
-
-def _check_mode(async_finish: bool, return_recv_hook: bool) -> None:
-    if async_finish and return_recv_hook:
+    if is_both:
         raise ValueError("async_finish and return_recv_hook are both True; choose one")
 
 
-def _check_waits(name: str, stats: Tensor | None, num_ranks: int, device: torch.device) -> None:
+def _check_stats(name: str, stats: Tensor | None, length: int, dtype: torch.dtype, device: torch.device) -> None:
     if stats is not None:
-        check_tensor(name, stats, (num_ranks,), (torch.int64,), device, any_strides=True)
+        check_tensor(name, stats, (length,), (dtype,), device, any_strides=True)
 
 
 def _as_buffer_has_them(x: Tensor, handle: DispatchHandle) -> Tensor:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import _C, config
-from deepep_moe.compat.deep_ep.core import Buffers, greet, keep
+from deepep_moe.compat.deep_ep.core import Buffers
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.device import is_gpu
 from deepep_moe.errors import EPTimeoutError
@@ -33,8 +33,8 @@ class LowLatencyBuffers(Buffers):
     """
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, enable_shrink: bool, ranks_per_node: int | None = None) -> None:
-        super().__init__(group)
-        self._num_bytes, self._enable_shrink, self._ranks_per_node = num_bytes, enable_shrink, ranks_per_node
+        super().__init__(group, ranks_per_node)
+        self._num_bytes, self._enable_shrink = num_bytes, enable_shrink
         self._masked_early: set[int] = set()
         """Ranks that were masked before there was a buffer."""
 
@@ -50,11 +50,6 @@ class LowLatencyBuffers(Buffers):
         """Tell the peers that this rank does not make the dispatch for which they call `get` with these arguments. Return `error`."""
         return self._refuse(error, self._of((x.shape[1], num_experts, topk_idx.shape[1]), num_max_tokens))
 
-    def refuse(self, error: _Error) -> _Error:
-        """Tell the peers that this rank does not make its call, in the buffer of the latest dispatch: the call does not say in which buffer
-        they are. If there is none, tell them in their first call. Return `error`, for the caller to raise."""
-        return self._refuse(error, self._latest)
-
     def _of(self, sizes: tuple[int, int, int], num_max_tokens: int) -> LowLatencyBuffer | None:
         buffer = self._buffers.get(sizes)
         return None if buffer is None or buffer.num_max_tokens_per_rank < num_max_tokens else buffer
@@ -62,7 +57,8 @@ class LowLatencyBuffers(Buffers):
     def _make(self, sizes: tuple[int, int, int], num_max_tokens: int, device: torch.device) -> LowLatencyBuffer:
         masked, room = self.masked_ranks(), self._room(sizes, num_max_tokens)
         try:
-            where = self._where(device, len(set(greet(self.group))))
+            self._greet()
+            where = {"backend": self._gpu_backend, "ranks_per_node": self._ranks_per_node} if is_gpu(device) else {"backend": "shm"}
             buffer = LowLatencyBuffer(self.group, room, *sizes, mask_stalled=self._enable_shrink, sums=config.sums(), **where)
         except EPTimeoutError as error:
             if not masked:
@@ -76,7 +72,7 @@ class LowLatencyBuffers(Buffers):
             buffer.mask_rank(rank)
         self._masked_early.clear()
         self._buffers.pop(sizes, None)  # handles of the smaller one keep it as long as they need it
-        keep(self._buffers, sizes, buffer)
+        self._keep(sizes, buffer)
         return buffer
 
     def _room(self, sizes: tuple[int, int, int], num_max_tokens: int) -> int:
@@ -85,25 +81,21 @@ class LowLatencyBuffers(Buffers):
         hidden, num_experts, _ = sizes
         smaller, most = self._buffers.get(sizes), _C.LOW_LATENCY_MAX_TOKENS // (1 if config.sums() == "ranks" else sizes[2])
         at_least = num_max_tokens if smaller is None else max(num_max_tokens, min(most, _GROWTH * smaller.num_max_tokens_per_rank))
-        num_ranks, tokens = self.group.size(), range(1, most + 1)
-        held = bisect.bisect_right(tokens, self._num_bytes, key=lambda n: size_hint(n, hidden, num_ranks, num_experts))
-        is_hint = held > 0 and size_hint(held, hidden, num_ranks, num_experts) == self._num_bytes
-        return max(at_least, held) if is_hint else at_least
 
-    def _where(self, device: torch.device, num_hosts: int) -> dict[str, Any]:
-        if not is_gpu(device):
-            return {"backend": "shm"}
-        per_node = self._ranks_per_node
-        is_one_node = num_hosts == 1 if per_node is None else per_node == self.group.size()
-        return {"backend": "nvlink" if is_one_node else "nvshmem", "ranks_per_node": per_node}
+        def bytes_of(num_tokens: int) -> int:
+            return size_hint(num_tokens, hidden, self.num_ranks, num_experts)
+
+        held = bisect.bisect_right(range(1, most + 1), self._num_bytes, key=bytes_of)
+        is_hint = held > 0 and bytes_of(held) == self._num_bytes
+        return max(at_least, held) if is_hint else at_least
 
     def mask(self, rank: int, masked: bool) -> None:
         """Leave a rank out in all buffers, those to come too, or take it back. Raises ValueError for this rank, or for one
         that does not exist."""
         self.check_alive()
-        num_ranks, own_rank = self.group.size(), self.group.rank()
-        if not 0 <= rank < num_ranks or rank == own_rank:
-            raise ValueError(f"rank_to_mask is {rank}; it must be one of 0 to {num_ranks - 1}, and not this rank, {own_rank}")
+        own_rank = self.group.rank()
+        if not 0 <= rank < self.num_ranks or rank == own_rank:
+            raise ValueError(f"rank_to_mask is {rank}; it must be one of 0 to {self.num_ranks - 1}, and not this rank, {own_rank}")
         if not self._buffers:
             (self._masked_early.add if masked else self._masked_early.discard)(rank)
         for buffer in self._buffers.values():

@@ -10,7 +10,7 @@ PACKAGE = "deepep_moe.compat.deep_ep"
 NAME = "deep_ep"
 _ALSO = {
     "buffers": "buffer", "buffers.legacy": "buffer", "buffers.elastic": "elastic", "comm": "elastic", "hybrid_ep_buffer": "hybrid",
-    "utils": "events", "utils.event": "events", "utils.envs": "envs",
+    "utils": "events", "utils.event": "events", "utils.envs": "elastic",
 }  # fmt: skip
 """Modules of DeepEP, after those that hold them, and the module here that has their names."""
 
