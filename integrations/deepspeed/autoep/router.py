@@ -1,5 +1,6 @@
 """AutoEP's router with the gate of this library, and the bias that balances its experts."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor
 from deepep_moe.integrations.common.warn_once import is_first, warn_once
 from deepep_moe.integrations.deepspeed.buffers import unswap
 from deepep_moe.integrations.deepspeed.options import Options
+from deepep_moe.ops.balance import update_expert_bias
 from deepep_moe.ops.gate import gate, why_not
 
 BIAS = "e_score_correction_bias"  # DeepSeek-V3's name for it, in AutoEP's routers and in checkpoints of its models
+_STEP = "_take_model_step"  # both `step` and a pipeline engine's `train_batch` call this method of the engine
 _GROUP_SCORE_TOPK = {"top2_sum": 2, "max": 1}
 
 
@@ -140,3 +143,61 @@ def _prepare_bias(router: TokenChoiceTopKRouter) -> None:
         router.register_buffer(BIAS, torch.zeros(router.num_experts, dtype=torch.float32, device=router.gate.weight.device))
     elif bias.dtype != torch.float32:
         bias.data = bias.data.float()  # rounding to bf16 would lose steps of 0.001
+
+
+# ---- balance without auxiliary loss, by a bias that moves with the optimizer (Wang et al. 2024, arXiv 2408.15664) ----
+
+
+class StepWithBias:
+    """Takes the place of an engine's optimizer step: makes the step, and then moves the biases of `routers`.
+
+    A step that DeepSpeed skips, as after an overflow in fp16, moves none. Its counts are dropped: tokens that are not finite say nothing
+    of the load.
+    """
+
+    def __init__(self, engine: Any, routers: Sequence[GatedRouter]):
+        self.routers, self.own_step = routers, getattr(engine, _STEP)
+        self._engine = engine
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        result = self.own_step(*args, **kwargs)
+        routers = [router for router in self.routers if has_moving_bias(router)]
+        if self._engine.was_step_applied():
+            move_biases(routers, self._engine.seq_data_parallel_group)
+        else:
+            for router in routers:
+                router.take_counts()
+        return result
+
+
+def move_biases(routers: Sequence[GatedRouter], group: dist.ProcessGroup) -> None:
+    """Move each router's bias by the `expert_bias_update_rate` of all, against the load over the ranks of `group` since the last call.
+
+    Collective, with one all-reduce for all routers that have the same number of experts. Raises TypeError for biases that are no longer
+    fp32.
+    """
+    for num_experts in sorted({router.num_experts for router in routers}):
+        stack = [router for router in routers if router.num_experts == num_experts]
+        rate = stack[0].deepep_moe_options.expert_bias_update_rate
+        assert rate is not None  # a router without a rate has no bias that moves
+        biases = [bias for router in stack if (bias := router.e_score_correction_bias) is not None]
+        narrow = {str(bias.dtype).removeprefix("torch.") for bias in biases} - {"float32"}
+        if narrow:
+            raise TypeError(
+                f"e_score_correction_bias of routers has become {' and '.join(narrow)}, in which steps of {rate} are lost: the model was "
+                "cast after replace_moe_layers; call replace_moe_layers again"
+            )
+        stacked = torch.stack(biases)
+        update_expert_bias(stacked, torch.stack([router.take_counts() for router in stack]), rate, group)
+        torch._foreach_copy_(biases, list(stacked.unbind()))
+
+
+def move_with(engine: Any, routers: Sequence[GatedRouter]) -> None:
+    """Let the steps of `engine` move the biases of `routers` and no others. Without routers the steps are DeepSpeed's own again."""
+    step = engine.__dict__.get(_STEP)
+    if isinstance(step, StepWithBias):
+        step.routers = routers
+        if not routers:
+            setattr(engine, _STEP, step.own_step)
+    elif routers:
+        setattr(engine, _STEP, StepWithBias(engine, routers))

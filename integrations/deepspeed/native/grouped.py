@@ -22,14 +22,16 @@ from torch.nn.modules import module as torch_module
 from torch.nn.modules.dropout import _DropoutNd
 
 from deepep_moe.exchange.by_expert import split_rows
-from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.integrations.common.untraced import untraced
 from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights, Reader, name_of, read_known
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks, is_replaced
 from deepep_moe.library import Context, Function
 from deepep_moe.nn.balance import Parts, Product
+from deepep_moe.ops.fp8_kept import KeptWeights, NothingKept
+from deepep_moe.ops.fp8_products import check_products, check_widths
 from deepep_moe.ops.grouped_mlp import grouped_mlp
 from deepep_moe.ops.grouped_products import why_not_grouped
+from deepep_moe.ops.quantized import QuantizedRows
 
 _ALIGNMENT = 16  # matrices must begin at multiples of this many bytes for grouped products to read them in place
 
@@ -41,47 +43,70 @@ def run_grouped(weights: Sequence[ExpertWeights], parts: Sequence[Tensor]) -> li
     The parameters of an expert without rows get gradients of zeros. Raises as `deepep_moe.ops.grouped_mlp`.
     """
     counts = [part.shape[-2] for part in parts]
-    y = _products(weights, _Joined.apply(*parts), counts[: len(weights)])
+    y = run_joined(weights, (_Joined.apply(*parts),), counts[: len(weights)])
     return list(_Apart.apply(y, counts, parts[0].shape[:-2]))
 
 
 @untraced
-def parts_of(weights: Sequence[ExpertWeights], device: torch.device) -> Parts:
-    """Return the matrices of all experts as copies of experts need them. Raises ValueError for experts with biases."""
-    w1, b1, w2, b2 = _stacked(weights, device)
-    if b1 is not None or b2 is not None:
-        raise ValueError("balance is given, but experts have biases, which copies do not have; leave balance out")
-    return Parts(w1, w2)
+def run_joined(
+    weights: Sequence[ExpertWeights], rows: tuple[Tensor, ...], counts: Tensor | list[int], kept: KeptWeights | None = None,
+    is_first_microbatch: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Run all experts at once on the rows of a dispatch, and return [num_rows, hidden]. Rows behind the last group hold anything. Arguments
+    are those of `product_of`. Raises as `deepep_moe.ops.grouped_mlp`."""
+    parts, biases = stacked(weights, None if isinstance(rows[0], QuantizedRows) else rows[0].device)
+    return product_of(weights, kept, is_first_microbatch, biases)(rows, counts, parts, True)  # type: ignore[arg-type]  # a list will do
 
 
-def product_of(weights: Sequence[ExpertWeights]) -> Product:
-    """Return what runs the rows of experts, and of copies, with such weights."""
-    activation = weights[0].activation
+@untraced
+def stacked(weights: Sequence[ExpertWeights], device: torch.device | None) -> tuple[Parts, tuple[Tensor | None, Tensor | None]]:
+    """Return the matrices of all experts and their biases, [num_experts, ...], in the dtype of autocast on the device. None: in theirs."""
+    dtype = None if device is None or not torch.is_autocast_enabled(device.type) else torch.get_autocast_dtype(device.type)
+    w1, b1, w2, b2 = (stack([getattr(expert, name) for expert in weights], dtype) for name in ("w1", "b1", "w2", "b2"))
+    assert w1 is not None and w2 is not None
+    return Parts(w1, w2), (b1, b2)
 
-    def product(rows: tuple[Tensor, ...], counts: Tensor, parts: Parts, _: bool) -> Tensor:
-        return grouped_mlp(rows[0], counts, parts.up, parts.down, activation=activation, zero_tail=False)
+
+def product_of(
+    weights: Sequence[ExpertWeights], kept: KeptWeights | None = None, is_first_microbatch: bool | None = None,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Product:  # fmt: skip
+    """Return what runs the rows of experts, and of copies, with such weights. It takes fp8 rows with the weight of each, by which outputs
+    are multiplied. `kept` and `is_first_microbatch` are as in `grouped_mlp`; without copies of the weights False makes some."""
+
+    def product(rows: tuple[Tensor, ...], counts: Tensor, parts: Parts, is_home: bool) -> Tensor:
+        of_parts, is_first = kept if is_home else NothingKept(), is_first_microbatch
+        if is_home and kept is not None and is_first is not None:
+            if parts.up.data_ptr() != weights[0].w1.data_ptr() or parts.down.data_ptr() != weights[0].w2.data_ptr():
+                kept.release()  # this forward has copied the weights to other memory than the last one
+                is_first = None
+            else:
+                is_first = is_first or not kept.has(*parts)
+        return grouped_mlp(
+            rows[0], counts, *parts, b1=biases[0], b2=biases[1], probs=rows[1] if len(rows) > 1 else None,
+            activation=weights[0].activation, zero_tail=False, kept=of_parts, is_first_microbatch=is_first,
+        )  # fmt: skip
 
     return product
 
 
-@untraced
-def run_joined(weights: Sequence[ExpertWeights], out: DispatchOutput) -> Tensor:
-    """Run all experts at once on the rows of a dispatch, and return [num_rows, hidden]. Experts of the buffer beyond `weights` have no
-    rows. Rows behind the last group hold anything. Raises as `deepep_moe.ops.grouped_mlp`."""
-    return _products(weights, out.recv_x, out.handle.num_rows_per_expert[: len(weights)])
+def check_no_biases(weights: Sequence[ExpertWeights], option: str) -> None:
+    """Raise ValueError for experts with biases, for which `option` cannot be given."""
+    if weights[0].b1 is not None or weights[0].b2 is not None:
+        raise ValueError(f"{option} is given, but the experts have biases; make them without, or leave {option} out")
 
 
-def _products(weights: Sequence[ExpertWeights], rows: Tensor, counts: Tensor | list[int]) -> Tensor:
-    w1, b1, w2, b2 = _stacked(weights, rows.device)
-    return grouped_mlp(rows, counts, w1, w2, b1=b1, b2=b2, activation=weights[0].activation, zero_tail=False)
+def check_fp8(weights: Sequence[ExpertWeights], x: Tensor) -> None:
+    """Check the weights of all experts, before tokens x [num_tokens, hidden] are sent to them.
 
-
-def _stacked(weights: Sequence[ExpertWeights], device: torch.device) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Return w1, b1, w2 and b2 of all experts, [num_experts, ...], under autocast in its dtype."""
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    w1, b1, w2, b2 = (stack([getattr(expert, name) for expert in weights], dtype) for name in ("w1", "b1", "w2", "b2"))
-    assert w1 is not None and w2 is not None
-    return w1, b1, w2, b2
+    Raises TypeError or ValueError where experts or tokens cannot be served, BackendUnavailableError on a GPU without fp8 products.
+    """
+    check_products(x.device)
+    if x.dtype != torch.bfloat16:
+        raise TypeError(f"tokens have dtype {str(x.dtype).removeprefix('torch.')}, but fp8 experts take bfloat16; train in bf16")
+    check_no_biases(weights, "fp8")
+    inner, width = len(weights[0].w1), weights[0].w2.shape[1]
+    check_widths(**{"the hidden size": x.shape[1], "the width of an expert": width, "inner, the rows of w1,": inner})
 
 
 # ---- which experts ----

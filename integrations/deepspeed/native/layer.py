@@ -23,8 +23,16 @@ from deepep_moe.integrations.common.untraced import untraced
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.buffers import Swapped, default_plan, groups_of, ready, why_not_served
 from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights
-from deepep_moe.integrations.deepspeed.native.fp8 import check_fp8, fp8_parts, fp8_product, run_fp8, weighted_rows
-from deepep_moe.integrations.deepspeed.native.grouped import parts_of, product_of, run_grouped, run_joined, weights_of, why_not_by_default
+from deepep_moe.integrations.deepspeed.native.grouped import (
+    check_fp8,
+    check_no_biases,
+    product_of,
+    run_grouped,
+    run_joined,
+    stacked,
+    weights_of,
+    why_not_by_default,
+)
 from deepep_moe.integrations.deepspeed.native.routing import Routing, route
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks, is_replaced
 from deepep_moe.integrations.deepspeed.options import Layer
@@ -97,7 +105,8 @@ class PackedMOELayer(Swapped, MOELayer):
         def prepare() -> tuple[list[ExpertWeights], Parts, Copies]:
             weights = self._weights_to_group(x)
             assert weights is not None  # it raises with balance
-            parts = fp8_parts(weights) if self.is_fp8 else parts_of(weights, x.device)
+            check_no_biases(weights, "balance")
+            parts, _ = stacked(weights, None if self.is_fp8 else x.device)
             return weights, parts, of_layer.buffers.copies_of(balance, parts, buffer, growing.meet)
 
         telling = notify_peers_on_failure if last is None or last.is_over else last.telling
@@ -209,13 +218,15 @@ class PackedMOELayer(Swapped, MOELayer):
             return joined(run_one_by_one(list(self.experts.deepspeed_experts), parts), out.handle, out.recv_x.shape[1])
         if self.is_fp8 and self.is_first_microbatch is not None and self.kept_weights is None:
             self.kept_weights = KeptWeights()
-        if planned is not None:
-            counts = out.handle.num_rows_per_expert[: self.num_local_experts + planned.num_slots]
-            if not self.is_fp8:
-                return planned.run(product_of(weights), (out.recv_x,), counts)
-            product = fp8_product(weights, self.kept_weights, self.is_first_microbatch)
-            return planned.run(product, weighted_rows(out), counts)
-        return run_fp8(weights, out, self.kept_weights, self.is_first_microbatch) if self.is_fp8 else run_joined(weights, out)
+        # Experts of the buffer beyond those of this layer have no rows.
+        counts = out.handle.num_rows_per_expert[: self.num_local_experts + (0 if planned is None else planned.num_slots)]
+        rows: tuple[Tensor, ...] = (out.recv_x,)
+        kept = None
+        if self.is_fp8 and out.recv_topk_weights is not None:
+            rows, kept = (out.recv_x, out.recv_topk_weights), self.kept_weights
+        if planned is None:
+            return run_joined(weights, rows, counts, kept, self.is_first_microbatch)
+        return planned.run(product_of(weights, kept, self.is_first_microbatch), rows, counts)
 
     def _run_experts(self, parts: tuple[Tensor, ...]) -> list[Tensor]:
         """Run every local expert, so that each has a gradient on every rank, in grouped products where the options ask for them.

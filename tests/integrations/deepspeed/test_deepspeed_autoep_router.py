@@ -14,9 +14,8 @@ from deepep_moe.integrations.deepspeed.options import Options
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="AutoEP came with DeepSpeed 0.19.2")
 pytest.importorskip("transformers.models.deepseek_v3", reason="AutoEP serves transformers' models")
 from deepep_moe.integrations.common.warn_once import log_once
-from deepep_moe.integrations.deepspeed.autoep import bias as autoep_bias
-from deepep_moe.integrations.deepspeed.autoep.bias import StepWithBias
-from deepep_moe.integrations.deepspeed.autoep.router import GatedRouter, restore_router, swap_router
+from deepep_moe.integrations.deepspeed.autoep import router as autoep_router
+from deepep_moe.integrations.deepspeed.autoep.router import GatedRouter, StepWithBias, restore_router, swap_router
 
 # ---- routers ----
 
@@ -193,7 +192,7 @@ def test_bias_balances_and_is_in_checkpoints(rank, tmp_path):
         with logged() as messages:
             engine = _make_balancing(case)
         assert sum("are given an e_score_correction_bias" in line for line in messages) == (any(lacks) and rank == 0), messages
-        with mock.patch.object(autoep_bias, "update_expert_bias", wraps=autoep_bias.update_expert_bias) as update:
+        with mock.patch.object(autoep_router, "update_expert_bias", wraps=autoep_router.update_expert_bias) as update:
             loads = []
             for _ in range(8):
                 loads.append(_optimizer_step(engine, rank))
@@ -214,7 +213,7 @@ def test_bias_balances_and_is_in_checkpoints(rank, tmp_path):
 
         routers = [layer.router.bfloat16() for layer in autoep_layers(resumed)]
         with pytest.raises(TypeError, match="has become bfloat16, in which steps of 0.02 are lost"):
-            autoep_bias.move_biases(routers, None)
+            autoep_router.move_biases(routers, None)
         replace_moe_layers(resumed, expert_bias_update_rate=RATE)
         assert all(bias.dtype == torch.float32 for bias in _biases(resumed))
 

@@ -111,7 +111,7 @@ def test_what_copies_do_not_go_with(rank):
     x = torch.rand(8, HIDDEN)
     layer = make_moe(expert=sequential(), ep=2)
     replace_moe_layers(layer, exact=False, balance=Balance(2))
-    with pytest.raises(ValueError, match="balance is given, but experts have biases"):
+    with pytest.raises(ValueError, match="balance is given, but the experts have biases"):
         layer(x)
     for has_copies in (False, True):
         layer = skewed_layer()

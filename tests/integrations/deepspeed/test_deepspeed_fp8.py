@@ -81,11 +81,11 @@ def test_copies_of_experts(rank):
 
 @on_deepspeed_ranks()
 def test_rows_are_fp8_in_both_passes(rank):
-    from deepep_moe.integrations.deepspeed.native import fp8
+    from deepep_moe.integrations.deepspeed.native import grouped
 
     layer, seen = make_layer(), []
     replace_moe_layers(layer, **FP8)
-    stock = fp8.grouped_mlp
+    stock = grouped.grouped_mlp
 
     def watched(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         seen.append(type(x))
@@ -93,7 +93,7 @@ def test_rows_are_fp8_in_both_passes(rank):
         y.register_hook(lambda grad: seen.append(type(grad)))
         return y
 
-    fp8.grouped_mlp = watched
+    grouped.grouped_mlp = watched
     run_layer(layer, *tokens(rank))
     assert seen == [QuantizedRows, QuantizedRows]
 
