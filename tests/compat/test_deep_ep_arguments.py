@@ -47,7 +47,11 @@ def test_num_sms(monkeypatch):
         Buffer.set_num_sms(7)
 
 
-def test_events():
+def test_events(group):
+    one, other = (Buffer(group).get_dispatch_layout(IDX, 4)[4] for _ in range(2))  # a hook on one is not called by another
+    one.register_hook_after_wait(lambda: pytest.fail("called"))
+    other.current_stream_wait()
+    assert one.event is None
     event = Buffer.capture()
     assert isinstance(event, EventOverlap) and isinstance(event.event, EventHandle)
     with event as inside:
@@ -72,15 +76,7 @@ def test_events():
     assert event.event is None
 
 
-def test_hooks_of_calls_are_their_own(group):
-    """Events of synchronous calls are not shared: a hook on one is not called by another."""
-    one, other = (Buffer(group).get_dispatch_layout(IDX, 4)[4] for _ in range(2))
-    one.register_hook_after_wait(lambda: pytest.fail("called"))
-    other.current_stream_wait()
-    assert one.event is None
-
-
-def test_memory(group):
+def test_questions(group):
     buffer = Buffer(group, num_nvl_bytes=64, num_rdma_bytes=32)
     assert (buffer.rank, buffer.group_size, buffer.group) == (0, 1, group)
     assert buffer.get_local_buffer_tensor(torch.float32).shape == (16,)
@@ -89,14 +85,7 @@ def test_memory(group):
     with pytest.raises(ValueError, match=re.escape("size is [4, 7] of torch.int8 at offset 40; the buffer was made with 64 bytes")):
         buffer.get_local_buffer_tensor(torch.int8, torch.Size([4, 7]), 40)
     assert buffer.get_comm_stream() is not None
-    buffer.destroy()
-    buffer.destroy()
-
-
-def test_runtime(group):
-    """`buffer.runtime` answers the questions that callers ask DeepEP's native object."""
-    buffer = Buffer(group, num_nvl_bytes=64)
-    runtime = buffer.runtime
+    runtime = buffer.runtime  # answers the questions that callers ask DeepEP's native object
     assert runtime.is_available() and not runtime.is_internode_available()
     assert (runtime.get_num_rdma_ranks(), runtime.get_rdma_rank(), runtime.get_root_rdma_rank(True)) == (1, 0, 0)
     assert runtime.get_local_buffer_tensor(torch.int8, 4).shape == (60,) and runtime.get_comm_stream() is not None

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deep_ep_cases import SIZES, Wanted, check_start, in_both_dtypes, in_both_modes, make, on_every_backend, padded
-from exchange_cases import Case, assert_same, device_of, on_device
+from exchange_cases import Case, assert_same, device_of
 from on_ranks import on_ranks
 
 from deepep_moe.compat import deep_ep
@@ -14,48 +14,6 @@ from deepep_moe.testing import run_ranks
 
 VERSIONS = ("ElasticBuffer", "EPBuffer")
 in_both_layouts = pytest.mark.parametrize("layout", ("rank", "expert"), ids=("compact", "expanded"))
-
-
-# ---- small enough to check by hand ----
-
-
-@on_every_backend
-@pytest.mark.parametrize("version", VERSIONS)
-@on_ranks(2)
-def test_two_ranks_by_hand(rank, version, backend):
-    buffer, _ = make(version, backend, rank, explicitly_destroy=True, num_max_tokens_per_rank=2)
-    x = torch.full((2, 8), float(rank + 1)) * torch.tensor([[1.0], [10.0]])  # rank 0: 1, 10; rank 1: 2, 20
-    topk_idx = torch.tensor([[[0, 2], [3, -1]], [[2, 3], [1, 0]]])[rank]  # rank 0 holds experts 0 and 1, rank 1 holds 2 and 3
-    topk_weights = torch.tensor([[[0.5, 0.25], [1.0, 9.0]], [[2.0, 3.0], [4.0, 5.0]]])[rank]
-    x, topk_idx, topk_weights = on_device(backend, rank, x, topk_idx, topk_weights)
-
-    recv_x, idx, weights, handle, event = buffer.dispatch(x, topk_idx, topk_weights, num_experts=4)
-    assert event.event is None
-    assert recv_x[:, 0].tolist() == [[1.0, 20.0], [1.0, 10.0, 2.0]][rank]
-    assert idx.tolist() == [[[0, -1], [1, 0]], [[-1, 0], [1, -1], [0, 1]]][rank]
-    assert weights.tolist() == [[[0.5, 0.0], [4.0, 5.0]], [[0.0, 0.25], [1.0, 0.0], [2.0, 3.0]]][rank]
-    assert handle.num_recv_tokens_per_expert_list == [[2, 1], [2, 2]][rank]
-    assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == [[1, 2], [2, 3]][rank]
-    assert handle.psum_num_recv_tokens_per_expert.tolist() == [[2, 3], [2, 4]][rank]
-    assert (handle.num_recv_tokens, handle.num_expanded_tokens) == ([2, 3][rank], 0)
-    y, back, event = buffer.combine(recv_x, handle, weights, (torch.ones_like(x), torch.ones_like(x)))
-    assert event.event is None
-    assert y[:, 0].tolist() == [[4.0, 12.0], [4.0, 22.0]][rank]  # once per rank that the token went to, and both biases
-    assert back.tolist() == [[[0.5, 0.25], [1.0, 0.0]], [[2.0, 3.0], [4.0, 5.0]]][rank]
-
-    stats = torch.full((2,), 100, dtype=torch.int32, device=x.device)
-    recv_x, idx, weights, handle, _ = buffer.dispatch(x, topk_idx, topk_weights, stats, num_experts=4, expert_alignment=2, do_expand=True)
-    assert idx is None
-    assert recv_x[:, 0].tolist() == [[1.0, 20.0, 20.0, 0.0], [1.0, 2.0, 10.0, 2.0]][rank]
-    assert weights.tolist() == [[0.5, 5.0, 4.0, 0.0], [0.25, 2.0, 1.0, 3.0]][rank]
-    assert handle.psum_num_recv_tokens_per_expert.tolist() == [[2, 3], [2, 4]][rank]
-    assert handle.num_recv_tokens_per_expert_list == [2, 2] and handle.num_expanded_tokens == 4
-    assert handle.num_unaligned_recv_tokens_per_expert.tolist() == [[2, 1], [2, 2]][rank]
-    assert stats.tolist() == [[102, 101], [102, 102]][rank]
-    y, back, _ = buffer.combine(recv_x, handle, weights)
-    assert y[:, 0].tolist() == [[2.0, 10.0], [4.0, 40.0]][rank]  # once per expert
-    assert back.tolist() == [[[0.5, 0.25], [1.0, 0.0]], [[2.0, 3.0], [4.0, 5.0]]][rank]
-    buffer.destroy()
 
 
 # ---- against the reference ----
@@ -74,7 +32,9 @@ def scenario(rank, num_ranks, backend, case, fp8, is_async, knows_counts):
         return results
 
     sizes = {"num_experts": case.num_experts, "num_max_tokens_per_rank": most, "expert_alignment": case.expert_alignment}
-    fresh = dispatch(**routing, do_cpu_sync=knows_counts, **sizes)
+    stats = torch.full((case.num_experts // num_ranks,), 100, dtype=torch.int32, device=device)
+    fresh = dispatch(**routing, cumulative_local_expert_recv_stats=stats, do_cpu_sync=knows_counts, **sizes)
+    assert stats.tolist() == [100 + count for count in want.mine.num_recv_tokens_per_expert]
     handle = fresh[3]
     check_received(want, fresh, knows_counts, most)
     again = dispatch(topk_weights=routing["topk_weights"], handle=handle, use_tma_aligned_col_major_sf=True)
@@ -129,8 +89,10 @@ def check_handle(want, handle, most):
     assert handle.num_recv_tokens_per_expert_list == (want.num_rows_per_expert if handle.has_counts_on_host else [])
     assert_same("psum per expert", handle.psum_num_recv_tokens_per_expert, (starts + torch.tensor(counts) if expands else ends).int())
     assert_same("psum per rank", handle.psum_num_recv_tokens_per_scaleup_rank, sources.cumsum(0).int())
+    assert handle.num_unaligned_recv_tokens_per_expert.tolist() == list(counts)
     if handle.has_counts_on_host:
         assert handle.num_recv_tokens == len(want.mine.tokens)
+        assert handle.num_expanded_tokens == (sum(want.num_rows_per_expert) if expands else 0)
     metadata = handle.recv_src_metadata
     assert metadata.dtype == torch.int32 and metadata.shape == (len(want.mine.tokens), 2 + case.num_topk)
     assert metadata[:, 0].tolist() == [source * most + token for source, token in want.mine.tokens]

@@ -153,22 +153,6 @@ def test_equals_reference_over_nodes(per_node):
     run_ranks(check_cases, 4, "nvshmem", [*in_all_formats(case)])
 
 
-@on_every_backend
-@on_ranks(3)
-def test_beside_large_batches(rank, backend):
-    """One buffer serves both kinds of calls alternately, as inference servers use it."""
-    buffer = make_buffer(backend, rank)
-    x, idx, weights = inputs(buffer, SMALL, rank)
-    for _ in range(2):
-        *_, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, SMALL.num_experts)
-        routing = {"is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert, "topk_idx": idx, "topk_weights": weights}
-        recv_x, *_, handle, _ = buffer.dispatch(x, **routing)
-        run_case(buffer, SMALL, rank)
-        y, _, _ = buffer.combine(recv_x, handle)
-        assert_same("sums", y, (x.float() * in_rank.sum(1, keepdim=True) + 0.0).bfloat16())  # a sum of -0.0 is 0.0
-    dist.barrier()  # what a rank sends would end with it
-
-
 # ---- sizes ----
 
 

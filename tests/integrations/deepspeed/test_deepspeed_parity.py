@@ -8,7 +8,6 @@ from deepspeed_cases import (
     HIDDEN,
     STEPS,
     Case,
-    Model,
     assert_equal,
     build_engine,
     make_moe,
@@ -143,24 +142,6 @@ def test_layers_of_several_sizes_share_buffers(rank):
         assert len({layer.deepspeed_moe.deepep_moe_number for layer in layers}) == 4, "each layer names itself"
     assert len(all_buffers()) == 2, "a buffer per group, those of the other mode are gone"
     assert restore_moe_layers(layers) == 4 and not all_buffers()
-
-
-@pytest.mark.slow
-@on_deepspeed_ranks(4)
-def test_groups_of_several_sizes(rank):
-    """Layers of two group sizes in one engine: ZeRO has groups of its own for the experts of each."""
-    case = Case(zero=2, k=2)
-    runs = []
-    for ours in (True, False):
-        torch.manual_seed(7)
-        model = Model([make_moe(4, k=2, ep=2, with_groups=False), make_moe(8, k=1, ep=4, with_groups=False)])
-        engine = build_engine(case, ours, model=model)
-        names = {group["name"] for group in engine.optimizer.optimizer.param_groups}
-        assert {"ep_size_2", "ep_size_4"} <= names, names
-        runs.append(run_steps(engine, rank, 4, num_tokens=32))
-        assert len(all_buffers()) == 2 * ours, "a buffer for each group"
-        restore_moe_layers(engine)
-    assert_equal(*runs, f"two group sizes, rank {rank}", rounding=STEPS_APART)
 
 
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))

@@ -8,7 +8,6 @@ from torch import nn
 
 from deepep_moe.errors import EPPeerError
 from deepep_moe.exchange import growing
-from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.deepspeed import replace_moe_layers, restore_moe_layers
 
@@ -120,17 +119,3 @@ def test_room_grows_with_the_tokens(rank, device):
     grown = [line.split(",")[0] for line in messages if "make room" in line]
     assert grown == [f"a buffer makes room for {bound} tokens of a rank" for bound in (256, 512)] * (rank == 0), messages
     assert restore_moe_layers(layer) == 1 and not all_buffers()
-
-
-@on_deepspeed_ranks()
-def test_room_grows_whatever_the_default_dtype_is(rank):
-    growing._is_bounded = lambda device: True
-    torch.set_default_dtype(torch.float64)
-    grown = growing.GrowingBuffer(
-        dist.group.WORLD, 10, torch.device("cpu"), lambda room: Buffer(None, room, HIDDEN, 4, 1), None, "the option"
-    )
-    x = torch.ones(10 + 200 * rank, HIDDEN, dtype=torch.float32)
-    topk_idx = torch.arange(len(x)).view(-1, 1) % 4
-    buffer, out = grown.dispatch(len(x), lambda buffer: buffer.dispatch(x, topk_idx))
-    assert buffer.num_max_tokens_per_rank == 256 and torch.equal(buffer.combine(out.recv_x, out.handle), x)
-    grown.destroy()
