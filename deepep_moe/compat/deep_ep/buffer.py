@@ -1,6 +1,7 @@
 """DeepEP's `Buffer`: layout, dispatch and combine of its normal mode, on `deepep_moe.Buffer` in the rank layout."""
 
 import weakref
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe.arguments import as_int
-from deepep_moe.compat.deep_ep.arguments import as_given, combine_arguments, in_rows, rows_and_scales
+from deepep_moe.compat.deep_ep.arguments import as_given, checked_routing, combine_arguments, detached, in_rows, rows_and_scales
 from deepep_moe.compat.deep_ep.config import Config
 from deepep_moe.compat.deep_ep.core import GrowingBuffers, Suspending, members_of
 from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
@@ -17,9 +18,12 @@ from deepep_moe.compat.deep_ep.handle import Handle
 from deepep_moe.compat.deep_ep.low_latency import LowLatencyCalls
 from deepep_moe.compat.deep_ep.low_latency_buffers import LowLatencyBuffers
 from deepep_moe.compat.deep_ep.refused import refused
-from deepep_moe.compat.deep_ep.sends import dispatch_layout, send
 from deepep_moe.compat.deep_ep.streams import CommStream
 from deepep_moe.compat.deep_ep.widths import combine_along, dispatch_along
+from deepep_moe.exchange import buffer as exchange
+from deepep_moe.exchange.handle import DispatchOutput
+from deepep_moe.group.rendezvous import agree
+from deepep_moe.ops.lanes import count_lanes
 
 
 @outside_graphs
@@ -152,7 +156,7 @@ class Buffer(Suspending, LowLatencyCalls):
         self._buffers.check_alive()
         callers = self._stream.begin(topk_idx, previous_event, async_finish)
         try:
-            layout = dispatch_layout(topk_idx, as_int("num_experts", num_experts), self.group_size, self._buffers.num_nodes)
+            layout = _layout(topk_idx, as_int("num_experts", num_experts), self.group_size, self._buffers.num_nodes)
         except BaseException:
             self._stream.abort(callers)
             raise
@@ -213,7 +217,7 @@ class Buffer(Suspending, LowLatencyCalls):
                 out = dispatch_along(buffer, x, in_rows(x_scales, x), handle.along, num_sms=num_sms, topk_idx=topk_idx)
             else:
                 routing = is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens
-                out, routed = send(self._buffers, x, in_rows(x_scales, x), *routing, num_sms)
+                out, routed = self._send(x, in_rows(x_scales, x), *routing, num_sms)
             recv_scales = as_given(out.recv_x_scales, x_scales)
         except BaseException:
             self._stream.abort(callers)
@@ -223,6 +227,41 @@ class Buffer(Suspending, LowLatencyCalls):
         recv_topk_idx, recv_topk_weights, counts, new_handle = routed
         recv_x = out.recv_x if x_scales is None else (out.recv_x, recv_scales)
         return recv_x, recv_topk_idx, recv_topk_weights, counts, new_handle, event
+
+    def _send(
+        self, x: Tensor, x_scales: Tensor | None, is_token_in_rank: Tensor | None, num_tokens_per_expert: Tensor | None,
+        topk_idx: Tensor | None, topk_weights: Tensor | None, expert_alignment: int, num_worst_tokens: int, num_sms: int | None,
+    ) -> tuple[DispatchOutput, tuple[Any, ...]]:  # fmt: skip
+        """Dispatch with new routing, or with ranks alone. Return the output, and (recv_topk_idx, recv_topk_weights, tokens of each local
+        expert, the handle)."""
+        buffers, counts = self._buffers, num_tokens_per_expert
+        try:
+            if counts is None:
+                missing = "give what get_dispatch_layout returned, or the handle of an earlier dispatch"
+                raise ValueError(f"num_tokens_per_expert is missing; {missing}")
+            if not isinstance(counts, Tensor) or counts.dim() != 1:
+                raise ValueError(f"num_tokens_per_expert is {counts!r:.80}; it must be a tensor [num_experts]")
+            if topk_idx is not None:
+                lanes = checked_routing(topk_idx)
+            elif is_token_in_rank is not None:
+                lanes = _lanes_of_ranks(is_token_in_rank, counts.shape[0])
+            else:
+                raise ValueError("topk_idx and is_token_in_rank are missing; give one of them, or the handle of an earlier dispatch")
+            alignment = as_int("expert_alignment", expert_alignment)
+            bound = as_int("num_worst_tokens", num_worst_tokens) or None
+        except (TypeError, ValueError) as error:
+            raise buffers.refuse(error) from None
+        weights = None if topk_idx is None or topk_weights is None else detached(topk_weights)
+        dispatch = methodcaller(
+            "dispatch", x, lanes, weights, x_scales=x_scales, layout="rank", expert_alignment=alignment, num_recv_rows=bound,
+            num_sms=num_sms,
+        )  # fmt: skip
+        least = 0 if bound is None else -(-bound // buffers.num_ranks)  # the caller's bound is for every rank with as many tokens
+        buffer, out = buffers.dispatch(x, counts.shape[0], lanes.shape[1], dispatch, least)
+        handle = Handle(buffer, out.handle)
+        if topk_idx is None:
+            return out, (None, None, [] if bound else _counts_of_all(buffers, buffer, counts, alignment), handle)
+        return out, (out.recv_topk_idx, out.recv_topk_weights, [] if bound else out.handle.num_rows_per_expert_list, handle)
 
     def combine(
         self,
@@ -318,3 +357,42 @@ def _senders_of(config: object) -> int | None:
         raise TypeError(f"config is a {type(config).__name__}; it must be a deep_ep.Config, such as Buffer.get_dispatch_config returns")
     num_sms = as_int("num_sms", Buffer.num_sms if config is None else config.num_sms)
     return None if num_sms == Config.num_sms else max(1, num_sms // 2)
+
+
+def _counts_of_all(buffers: GrowingBuffers, buffer: exchange.Buffer, num_tokens_per_expert: Tensor, alignment: int) -> list[int]:
+    """Return how many tokens each local expert receives. Without topk_idx the rows received do not show it, so ranks exchange their own
+    counts. Collective."""
+    phase = "counts of a DeepEP dispatch without topk_idx"
+    table = agree(phase, None, buffers.group, buffers.num_ranks, num_tokens_per_expert.tolist())
+    first = buffer.rank * buffer.num_local_experts
+    counts = torch.tensor(table).sum(0)[first : first + buffer.num_local_experts].tolist()
+    return [-(-count // alignment) * alignment for count in counts]
+
+
+def _layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_nodes: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Return the counts of `Buffer.get_dispatch_layout` for `topk_idx` [num_tokens, num_topk] int32 or int64, -1 = no expert.
+
+    The host waits for nothing. An index out of range is found by the dispatch, not here. Raises ValueError for another shape or number
+    of experts.
+    """
+    if topk_idx.dim() != 2:
+        raise ValueError(f"topk_idx has shape {list(topk_idx.shape)}; it must be [num_tokens, num_topk]")
+    if num_experts < 1 or num_experts % num_ranks:
+        raise ValueError(f"num_experts is {num_experts}; it must be a multiple of the group's {num_ranks} ranks")
+    topk_idx = topk_idx if topk_idx.dtype in (torch.int64, torch.int32) else topk_idx.long()
+    per_rank, per_expert, in_rank = count_lanes(topk_idx, num_experts, num_ranks)
+    per_node = None
+    if num_nodes > 1:
+        per_node = in_rank.unflatten(1, (num_nodes, -1)).any(2).sum(0, dtype=torch.int32)
+    return per_rank, per_node, per_expert, in_rank
+
+
+def _lanes_of_ranks(is_token_in_rank: Tensor, num_experts: int) -> Tensor:
+    """Return a topk_idx [num_tokens, num_ranks] int64 for tokens whose experts the caller keeps to himself: lane r names the first expert
+    of rank r, or -1. Raises ValueError for another shape."""
+    if is_token_in_rank.dim() != 2 or is_token_in_rank.dtype != torch.bool:
+        wrong = f"shape {list(is_token_in_rank.shape)} and dtype {is_token_in_rank.dtype}"
+        raise ValueError(f"is_token_in_rank has {wrong}; it must be [num_tokens, num_ranks] torch.bool")
+    num_ranks = is_token_in_rank.shape[1]
+    first = torch.arange(0, num_experts, num_experts // num_ranks, device=is_token_in_rank.device)
+    return torch.where(is_token_in_rank, first, -1)

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepep_moe import _C
-from deepep_moe import config as library_config
+from deepep_moe import _C, config
 from deepep_moe.arguments import as_int, check_tensor
 from deepep_moe.compat.deep_ep.arguments import checked_routing, combine_arguments, detached, rows_and_scales
 from deepep_moe.compat.deep_ep.core import GrowingBuffers, Suspending, members_of
@@ -22,7 +21,7 @@ from deepep_moe.device import is_gpu
 from deepep_moe.errors import Cause, EPPeerError
 from deepep_moe.exchange.checks import MAX_ALIGNMENT
 from deepep_moe.exchange.handle import DispatchOutput
-from deepep_moe.group.rendezvous import gather_objects
+from deepep_moe.group.rendezvous import agree
 from deepep_moe.group.settings import MAX_NUMBER
 from deepep_moe.ops.lanes import dense_of_lanes, lanes_of_map, weights_at
 from deepep_moe.torch_module import needed
@@ -84,7 +83,7 @@ class HybridEPBuffer(Suspending):
             as_int("num_sms_dispatch_api", num_sms_dispatch_api or 0) or None,
             as_int("num_sms_combine_api", num_sms_combine_api or 0) or None,
         )
-        self._buffers = GrowingBuffers(group, sums=library_config.sums())
+        self._buffers = GrowingBuffers(group, sums=config.sums())
         self._parts = (self._buffers,)
         self._num_lanes = self._num_bounded_lanes = 0  # as all ranks agree, for routing maps without and with a bound; 0: not yet
         self._gpu: torch.device | None = None
@@ -390,9 +389,7 @@ class HybridEPBuffer(Suspending):
         needed = max(counts, default=0)
         if is_bounded and needed > min(counts, default=0):
             needed = max(needed, min(routing_map.shape[1], _C.MAX_TOPK))
-        needs = gather_objects(
-            max(needed, self._num_lanes, 1), self.group, self.group_size, "experts of a token", library_config.timeout_s(), int
-        )
+        needs = agree("experts of a token", None, self.group, self.group_size, max(needed, self._num_lanes, 1))
         most = max(needs)
         if most > _C.MAX_TOPK:
             raise ValueError(

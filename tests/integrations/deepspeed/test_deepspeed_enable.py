@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,32 +86,3 @@ def test_launcher_enables(tmp_path):
     ):
         done = subprocess.run([*launcher, *arguments], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
         assert done.returncode == code and words in done.stdout + done.stderr
-
-
-BEFORE = """
-import deepspeed
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-deepspeed.init_distributed(dist_backend="gloo")
-"""
-AFTER = """
-print("trained with", type(engine.module.moe.deepspeed_moe).__name__)
-torch.distributed.destroy_process_group()
-"""
-
-
-def test_a_script_trains_without_a_line_of_ours(tmp_path):
-    """The tutorial's first script, with DeepSpeed's own `initialize`."""
-    script = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "deepspeed.md").read_text(), re.DOTALL)[0]
-    ours = "from deepep_moe.integrations.deepspeed import initialize"
-    assert ours in script
-    (tmp_path / "train.py").write_text(BEFORE + script.replace(ours, "initialize = deepspeed.initialize") + AFTER)
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "LOCAL_SIZE": "2"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--redirects", "1"]
-    command = [*torchrun, "--log-dir", str(tmp_path), "-m", "deepep_moe.integrations.deepspeed", "train.py"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment | {"OMP_NUM_THREADS": "1"}, timeout=300)
-    assert done.returncode == 0, done.stderr
-    outputs = sorted(tmp_path.glob("*/attempt_0/*/stdout.log"))
-    assert len(outputs) == 2
-    for output in outputs:
-        (loss,) = re.findall(r"^loss ([\d.]+)$", output.read_text(), re.MULTILINE)
-        assert "trained with PackedMOELayer" in output.read_text() and float(loss) < 1.1

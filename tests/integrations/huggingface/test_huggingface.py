@@ -47,19 +47,13 @@ def parity(rank: int, num_ranks: int, name: str) -> tuple[list[str], int]:
 
 
 @on_ranks(2)
-def test_one_line_says_that_it_is_on(rank: int, num_ranks: int) -> None:
-    lines = io.StringIO()
+def test_one_line_says_that_it_is_on_and_metrics_count(rank: int, num_ranks: int) -> None:
+    lines, model = io.StringIO(), build("stand-in")
     with contextlib.redirect_stderr(lines):  # without any setting of logging
-        spread_experts(build("stand-in"), num_max_tokens_per_rank=64)
+        spread_experts(model, num_max_tokens_per_rank=64)
     start = f"deepep_moe {deepep_moe.__version__}: 2 MoE layers on this rank, backend shm, "
     expected = [f"{start}deepep_moe's grouped experts in the place of the model's"] * (rank == 0)
     assert [line for line in lines.getvalue().splitlines() if "deepep_moe" in line] == expected
-
-
-@on_ranks(2)
-def test_metrics(rank: int, num_ranks: int) -> None:
-    model = build("stand-in")
-    spread_experts(model, num_max_tokens_per_rank=64)
     metrics = Metrics(model)
     model(input_ids=torch.randint(0, 64, (2, 5))).logits.sum().backward()
     for report in metrics.take():
