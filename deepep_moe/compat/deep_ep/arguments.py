@@ -61,21 +61,17 @@ def detached(tensor: Tensor) -> Tensor:
 
 def combine_arguments(x: Any, topk_weights: Any, bias: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the rows, the weights to come back and the bias of a combine, without gradient. Raises TypeError or ValueError for what is no
-    tensor; the combine checks the rest."""
+    tensor; the combine checks the rest. The biases of a pair are added first, in their dtype."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x is a {type(x).__name__}; it must be a torch.Tensor")
     if topk_weights is not None:
         if not isinstance(topk_weights, Tensor):
             raise TypeError(f"topk_weights is a {type(topk_weights).__name__}; it must be a torch.Tensor")
         topk_weights = detached(topk_weights).contiguous()
-    return detached(x), topk_weights, None if bias is None else one_bias(bias)
-
-
-def one_bias(bias: Any) -> Tensor | None:
-    """Return the bias of a combine, of DeepEP's tensor or pair of tensors. A pair is added first, in its dtype."""
-    if not isinstance(bias, (tuple, list)):
-        return detached(bias)
-    there = [detached(part) for part in bias if part is not None]
-    if len(bias) != 2:
-        raise ValueError(f"bias has {len(bias)} tensors; it must be a tensor, a pair of them or None")
-    return there[0] + there[1] if len(there) == 2 else there[0] if there else None
+    if bias is not None:
+        pair = bias if isinstance(bias, (tuple, list)) else (bias, None)
+        if len(pair) != 2:
+            raise ValueError(f"bias has {len(pair)} tensors; it must be a tensor, a pair of them or None")
+        there = [detached(part) for part in pair if part is not None]
+        bias = there[0] + there[1] if len(there) == 2 else there[0] if there else None
+    return detached(x), topk_weights, bias

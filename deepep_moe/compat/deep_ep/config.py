@@ -23,10 +23,7 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            number = as_int(name, value)
-            if number < 0:
-                raise ValueError(f"{name} is {number}; it must be a whole number, at least 0")
-            object.__setattr__(self, name, number)
+            object.__setattr__(self, name, as_int(name, value, least=0))
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Return bytes for rows of `hidden_bytes` among `num_ranks` ranks."""

@@ -7,102 +7,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepep_moe.arguments import as_int
-from deepep_moe.compat.deep_ep.core import GrowingBuffers, members_of
-from deepep_moe.compat.deep_ep.elastic_calls import ElasticCalls
+from deepep_moe.compat.deep_ep.core import GrowingBuffers
+from deepep_moe.compat.deep_ep.elastic_calls import NUM_SENDERS, BufferOfGroup, domain_sizes
 from deepep_moe.compat.deep_ep.elastic_handle import EPHandle
-from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
+from deepep_moe.compat.deep_ep.events import EventHandle as EventHandle  # a name of DeepEP's module too
+from deepep_moe.compat.deep_ep.events import EventOverlap
 from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.refused import refuse, refused
 from deepep_moe.exchange.expert_slots import ALIGNMENT, ExpertSlots
 
-_NUM_SENDERS = 12  # SMs that saturate NVLink, as `deepep_moe.Buffer` uses where nobody says otherwise
-_SIZE_UNIT = 2**21  # DeepEP's sizes are multiples of it
-_NUM_QPS = 65  # queue pairs that DeepEP allocates where nobody says otherwise
 _Received = tuple[Any, Tensor | None, Tensor | None, EPHandle, EventOverlap]
 
 
 @outside_graphs
-class _BufferOfGroup(ElasticCalls):
-    """The common part of the buffers of both versions."""
-
-    def __init__(self, group: dist.ProcessGroup, num_bytes: int | None, sizes: tuple[int, int, int], num_qps: int, is_hybrid: bool) -> None:
-        """sizes: most tokens of a rank, hidden, top-k."""
-        self.rank_idx, self.num_ranks = members_of(group, type(self).__name__)
-        super().__init__(group)
-        names = "num_max_tokens_per_rank", "hidden", "num_topk"
-        self.num_max_tokens_per_rank, hidden, num_topk = (as_int(name, size) for name, size in zip(names, sizes, strict=True))
-        hint = self.get_buffer_size_hint(group, self.num_max_tokens_per_rank, hidden, num_topk)
-        self.num_bytes = hint if num_bytes is None else num_bytes
-        self.num_allocated_qps = num_qps or _NUM_QPS
-        self.allow_hybrid_mode = is_hybrid
-        self.num_rdma_ranks, self.num_nvlink_ranks = domain_sizes(self._buffers)
-        self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
-        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
-
-    @staticmethod
-    def get_buffer_size_hint(
-        group: dist.ProcessGroup,
-        num_max_tokens_per_rank: int,
-        hidden: int,
-        num_topk: int = 0,
-        use_fp8_dispatch: bool = False,
-        allow_hybrid_mode: bool = True,
-        allow_multiple_reduction: bool = True,
-    ) -> int:
-        """Return bytes, a multiple of 2 MiB, for rows of `hidden` bf16 columns and their top-k from every rank. They serve as `num_bytes`
-        only: a buffer's own memory follows the sizes of its calls."""
-        row_bytes = 2 * hidden + 8 * num_topk
-        return -(-dist.get_world_size(group) * num_max_tokens_per_rank * row_bytes // _SIZE_UNIT) * _SIZE_UNIT
-
-    def get_theoretical_num_sms(
-        self,
-        num_experts: int,
-        num_topk: int,
-        num_scaleout_topk: int = 0,
-        rdma_gbs: float = 0,
-        nvlink_gbs: float = 0,
-        sm_read_gbs: float = 0,
-        sm_write_gbs: float = 0,
-    ) -> int:
-        """Return 12, the SMs that saturate NVLink with any routing: more of them send no faster."""
-        return _NUM_SENDERS
-
-    def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """Return the queue pairs that DeepEP would take for `num_sms` SMs, for callers that pass them on. Calls here use none."""
-        return min(16 * num_sms + 1 if self.allow_hybrid_mode else min(num_sms, 9), self.num_allocated_qps)
-
-    def get_physical_domain_size(self) -> tuple[int, int]:
-        """Return the number of hosts, and of ranks of each."""
-        return self.num_rdma_ranks, self.num_nvlink_ranks
-
-    def get_logical_domain_size(self) -> tuple[int, int]:
-        """Return the number of nodes, over which sums are made in two steps, and of ranks of each."""
-        return self.num_rdma_ranks, self.num_nvlink_ranks
-
-    @staticmethod
-    def capture() -> EventHandle:
-        """Return a point on the current stream, for `previous_event`, which takes an EventOverlap too."""
-        return EventHandle()
-
-    def get_comm_stream(self) -> Any:
-        """Return the stream of asynchronous calls: a torch.cuda.Stream, or without a GPU a torch.cpu.Stream, on which nothing waits."""
-        return self._stream.get() if torch.cuda.is_available() else torch.cpu.Stream()
-
-    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
-        """Wait until every rank is here and its GPU has done what it was given before. The host waits, whatever the arguments say."""
-        self._buffers.check_alive()
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        dist.barrier(self.group)
-
-    def destroy(self) -> None:
-        """Free the memory. Not collective; may be repeated, and needs no `explicitly_destroy`. Later calls raise BufferDestroyedError."""
-        self._buffers.destroy()
-
-
-@outside_graphs
-class ElasticBuffer(_BufferOfGroup):
+class ElasticBuffer(BufferOfGroup):
     """The exchange of a group of ranks, with the arguments and results of DeepEP 2. Construction is collective.
 
     It serves GPUs, and CPU tensors for tests without one. Results are not differentiable, as DeepEP's are not. Rows come in the same order
@@ -267,7 +185,7 @@ class BufferAllocator:
 
 
 @outside_graphs
-class EPBuffer(_BufferOfGroup):
+class EPBuffer(BufferOfGroup):
     """The exchange of a group of ranks, with the arguments and results of DeepEP 2.5: `ElasticBuffer` with `defer_epilogue`.
 
     lb_allocation_plan_or_num_bytes: a BufferAllocator, whose tensors hold copies of experts of other ranks. A number of bytes raises
@@ -365,7 +283,7 @@ class EPBuffer(_BufferOfGroup):
 
     def lb_get_theoretical_num_sms(self) -> int:
         """Return 24, the SMs that saturate NVLink in both calls; 12 do in the first."""
-        return 2 * _NUM_SENDERS
+        return 2 * NUM_SENDERS
 
     def lb_prefetch_weights(
         self, redundant_expert_weights: Any, expert_weights: Any, redundancy_mapping: Tensor, num_sms: int = 0, previous_event: Any = None
@@ -400,15 +318,9 @@ class EPBuffer(_BufferOfGroup):
             self._slots.destroy()
 
 
-def domain_sizes(buffers: GrowingBuffers) -> tuple[int, int]:
-    """Return the number of hosts of a group, and of ranks of each. Collective; `buffers` have made no call yet."""
-    buffers.meet()
-    return buffers.num_nodes, buffers.num_ranks // buffers.num_nodes
-
-
 def get_physical_domain_size(group_or_buffer: Any) -> tuple[int, int]:
     """Return the number of hosts of a process group, and of ranks of each. Collective; not so for a buffer, which knows them."""
-    if isinstance(group_or_buffer, _BufferOfGroup):
+    if isinstance(group_or_buffer, BufferOfGroup):
         return group_or_buffer.get_physical_domain_size()
     return domain_sizes(GrowingBuffers(group_or_buffer))
 

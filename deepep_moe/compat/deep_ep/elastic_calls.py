@@ -4,19 +4,24 @@ from collections.abc import Callable
 from operator import methodcaller
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import config
 from deepep_moe.arguments import as_int
 from deepep_moe.compat.deep_ep.arguments import as_given, checked_routing, combine_arguments, detached, in_rows, rows_and_scales
-from deepep_moe.compat.deep_ep.core import GrowingBuffers, Suspending
+from deepep_moe.compat.deep_ep.core import GrowingBuffers, Suspending, members_of
 from deepep_moe.compat.deep_ep.elastic_handle import EPHandle
-from deepep_moe.compat.deep_ep.events import EventOverlap
+from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
+from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.streams import CommStream
 from deepep_moe.compat.deep_ep.widths import combine_along, dispatch_along
 from deepep_moe.exchange.handle import DispatchOutput
 
+NUM_SENDERS = 12  # SMs that saturate NVLink, as `deepep_moe.Buffer` uses where nobody says otherwise
+_SIZE_UNIT = 2**21  # DeepEP's sizes are multiples of it
+_NUM_QPS = 65  # queue pairs that DeepEP allocates where nobody says otherwise
 _SCALE_BYTES = 4
 _COLUMN_ALIGNMENT = 16  # bytes: bulk copies of a GPU want it
 
@@ -24,14 +29,86 @@ Routing = tuple[Tensor | None, Tensor | None, int | None, int, int | None, bool 
 """topk_idx, topk_weights, num_experts, num_max_tokens_per_rank (0: not set), expert_alignment, do_cpu_sync, do_handle_copy."""
 
 
-class ElasticCalls(Suspending):
-    """The calls of the buffers of both versions."""
+@outside_graphs
+class BufferOfGroup(Suspending):
+    """The common part of the buffers of both versions."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, num_bytes: int | None, sizes: tuple[int, int, int], num_qps: int, is_hybrid: bool) -> None:
+        """sizes: most tokens of a rank, hidden, top-k."""
+        self.rank_idx, self.num_ranks = members_of(group, type(self).__name__)
         self.group = group
         self._buffers = GrowingBuffers(group, sums=config.sums())
         self._parts = (self._buffers,)
         self._stream = CommStream()
+        names = "num_max_tokens_per_rank", "hidden", "num_topk"
+        self.num_max_tokens_per_rank, hidden, num_topk = (as_int(name, size) for name, size in zip(names, sizes, strict=True))
+        hint = self.get_buffer_size_hint(group, self.num_max_tokens_per_rank, hidden, num_topk)
+        self.num_bytes = hint if num_bytes is None else num_bytes
+        self.num_allocated_qps = num_qps or _NUM_QPS
+        self.allow_hybrid_mode = is_hybrid
+        self.num_rdma_ranks, self.num_nvlink_ranks = domain_sizes(self._buffers)
+        self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
+        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: dist.ProcessGroup,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Return bytes, a multiple of 2 MiB, for rows of `hidden` bf16 columns and their top-k from every rank. They serve as `num_bytes`
+        only: a buffer's own memory follows the sizes of its calls."""
+        row_bytes = 2 * hidden + 8 * num_topk
+        return -(-dist.get_world_size(group) * num_max_tokens_per_rank * row_bytes // _SIZE_UNIT) * _SIZE_UNIT
+
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 0,
+        sm_write_gbs: float = 0,
+    ) -> int:
+        """Return 12, the SMs that saturate NVLink with any routing: more of them send no faster."""
+        return NUM_SENDERS
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """Return the queue pairs that DeepEP would take for `num_sms` SMs, for callers that pass them on. Calls here use none."""
+        return min(16 * num_sms + 1 if self.allow_hybrid_mode else min(num_sms, 9), self.num_allocated_qps)
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """Return the number of hosts, and of ranks of each."""
+        return self.num_rdma_ranks, self.num_nvlink_ranks
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """Return the number of nodes, over which sums are made in two steps, and of ranks of each."""
+        return self.num_rdma_ranks, self.num_nvlink_ranks
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """Return a point on the current stream, for `previous_event`, which takes an EventOverlap too."""
+        return EventHandle()
+
+    def get_comm_stream(self) -> Any:
+        """Return the stream of asynchronous calls: a torch.cuda.Stream, or without a GPU a torch.cpu.Stream, on which nothing waits."""
+        return self._stream.get() if torch.cuda.is_available() else torch.cpu.Stream()
+
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
+        """Wait until every rank is here and its GPU has done what it was given before. The host waits, whatever the arguments say."""
+        self._buffers.check_alive()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        dist.barrier(self.group)
+
+    def destroy(self) -> None:
+        """Free the memory. Not collective; may be repeated, and needs no `explicitly_destroy`. Later calls raise BufferDestroyedError."""
+        self._buffers.destroy()
 
     def _dispatch(
         self, x: Any, routing: Routing, handle: EPHandle | None, stats: Tensor | None, by_column: bool, do_expand: bool, num_sms: int,
@@ -124,6 +201,12 @@ class ElasticCalls(Suspending):
         buffer, out = buffers.dispatch(rows, num_experts, num_topk, send, most)
         kept = None if do_handle_copy else topk_idx
         return out, EPHandle(self.group, buffer, out.handle, kept, topk_idx.dtype, bool(do_expand), most, num_sms, waits)
+
+
+def domain_sizes(buffers: GrowingBuffers) -> tuple[int, int]:
+    """Return the number of hosts of a group, and of ranks of each. Collective; `buffers` have made no call yet."""
+    buffers.meet()
+    return buffers.num_nodes, buffers.num_ranks // buffers.num_nodes
 
 
 def _deferred(event: EventOverlap, hook: Callable[[], None] | None, results: Callable[..., Any], *args: Any) -> EventOverlap:

@@ -390,7 +390,7 @@ class HybridEPBuffer(Suspending):
         if is_bounded and needed > min(counts, default=0):
             needed = max(needed, min(routing_map.shape[1], _C.MAX_TOPK))
         needs = agree("experts of a token", None, self.group, self.group_size, max(needed, self._num_lanes, 1))
-        most = max(needs)
+        most: int = max(needs)
         if most > _C.MAX_TOPK:
             raise ValueError(
                 f"routing_map has a token with {most} experts on rank {needs.index(most)}; a token has at most {_C.MAX_TOPK}: drop experts "

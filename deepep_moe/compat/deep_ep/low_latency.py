@@ -11,7 +11,7 @@ from deepep_moe.arguments import as_int, check_is_tensor, check_tensor
 from deepep_moe.compat.deep_ep.arguments import detached
 from deepep_moe.compat.deep_ep.events import EventOverlap
 from deepep_moe.compat.deep_ep.graphs import outside_graph, outside_graphs
-from deepep_moe.compat.deep_ep.low_latency_buffers import DispatchHandle, LowLatencyBuffers, Waits, check_matrices, size_hint
+from deepep_moe.compat.deep_ep.low_latency_buffers import DispatchHandle, LowLatencyBuffers, Waits, size_hint
 from deepep_moe.compat.deep_ep.streams import CommStream
 from deepep_moe.errors import EPMismatchError
 from deepep_moe.low_latency.handle import LowLatencyOutput
@@ -86,7 +86,9 @@ class LowLatencyCalls:
         """
         self._low_latency.check_alive()
         try:
-            check_matrices(x=x, topk_idx=topk_idx)
+            for name, tensor in (("x", x), ("topk_idx", topk_idx)):
+                if not isinstance(tensor, Tensor) or tensor.dim() != 2:
+                    raise ValueError(f"{name} is {tensor!r:.80}; it must be a tensor of two dimensions")
             most = as_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank)
             arguments = x, topk_idx, most, as_int("num_experts", num_experts)
             if not 1 <= most <= _C.LOW_LATENCY_MAX_TOKENS:

@@ -120,13 +120,6 @@ def size_hint(num_max_tokens: int, hidden: int, num_ranks: int, num_experts: int
     )
 
 
-def check_matrices(**tensors: object) -> None:
-    """Raise ValueError for what is no tensor of two dimensions."""
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or tensor.dim() != 2:
-            raise ValueError(f"{name} is {tensor!r:.80}; it must be a tensor of two dimensions")
-
-
 @outside_graphs
 class DispatchHandle(Sequence[Any]):
     """The handle of a low-latency dispatch, a sequence of V1's five items.

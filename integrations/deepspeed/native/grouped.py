@@ -193,8 +193,8 @@ def _why_different(experts: Sequence[nn.Module], weights: Sequence[ExpertWeights
             mine, first = getattr(of_expert, name), getattr(weights[0], name)
             if mine is not None and type(mine) not in (nn.Parameter, Tensor):
                 return f"{name} of local expert {i} is a {type(mine).__name__}; it must be a plain tensor"
-            if not _is_alike(mine, first):
-                return f"{name} of local expert {i} is {_form(mine)}, and {_form(first)} in the first"
+            if (form := _form(mine)) != (wanted := _form(first)):
+                return f"{name} of local expert {i} is {_words(form)}, and {_words(wanted)} in the first"
         if of_expert.activation != weights[0].activation:
             return f"local expert {i} has another activation than the first; it must be the same object"
         if torch.is_grad_enabled() and (left := _parameters_left(expert, of_expert)):
@@ -202,14 +202,12 @@ def _why_different(experts: Sequence[nn.Module], weights: Sequence[ExpertWeights
     return None
 
 
-def _is_alike(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+def _form(tensor: Tensor | None) -> tuple[torch.Size, torch.dtype, torch.device] | None:
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
 
 
-def _form(tensor: Any) -> str:
-    return "None" if tensor is None else f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+def _words(form: tuple[torch.Size, torch.dtype, torch.device] | None) -> str:
+    return "None" if form is None else f"{list(form[0])} {form[1]} on {form[2]}"
 
 
 def _parameters_left(expert: nn.Module, weights: ExpertWeights) -> list[str]:
@@ -219,14 +217,11 @@ def _parameters_left(expert: nn.Module, weights: ExpertWeights) -> list[str]:
     computed = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     if computed:  # from parameters
         served |= _leaves(computed)
-    wanting = {id(parameter) for module in _modules(expert) for parameter in module._parameters.values() if _wants_gradient(parameter)}
+    parameters = (parameter for module in _modules(expert) for parameter in module._parameters.values())
+    wanting = {id(parameter) for parameter in parameters if parameter is not None and parameter.requires_grad}
     if wanting <= served:
         return []
     return [name for name, parameter in expert.named_parameters() if id(parameter) in wanting - served]
-
-
-def _wants_gradient(parameter: Tensor | None) -> bool:
-    return parameter is not None and parameter.requires_grad
 
 
 def _leaves(nodes: Iterable[Any]) -> set[int]:
