@@ -112,7 +112,7 @@ def gate(
         score_function=score_function, expert_bias=expert_bias, normalize=normalize, routed_scaling_factor=routed_scaling_factor,
         mask=mask, index_dtype=index_dtype, check_finite=check_finite,
     )  # fmt: skip
-    return GateOutput(*call("gate", (logits, expert_bias, mask), *arguments))
+    return GateOutput(*call("gate", (logits, expert_bias, mask), *arguments, False, 0, False)[:3])
 
 
 def gate_full(
@@ -151,9 +151,7 @@ def gate_full(
     if num_ranks < 0 or (num_ranks > 0 and num_experts % num_ranks):
         raise ValueError(f"num_ranks is {num_ranks}; it must divide the {num_experts} experts")
     tensors = (logits, options["expert_bias"], options["mask"])
-    topk_idx, topk_weights, counts, probs, routing_map, in_rank, all_shares = call(
-        "gate_full", tensors, *arguments, dense, num_ranks, shares
-    )
+    topk_idx, topk_weights, counts, probs, routing_map, in_rank, all_shares = call("gate", tensors, *arguments, dense, num_ranks, shares)
     return FullGateOutput(
         topk_idx, topk_weights, counts[:num_experts], probs if dense else None, routing_map if dense else None,
         counts[num_experts:] if num_ranks else None, in_rank if num_ranks else None, all_shares if shares else None,
@@ -172,7 +170,7 @@ def check_gate(device: torch.device | int | None = None) -> None:
 def _checked(
     logits: Tensor, num_topk: int, *, expert_bias: Any, mask: Any, index_dtype: Any, check_finite: Any, **options: Any
 ) -> tuple[Any, ...]:
-    """Return the arguments of the operator `gate` that follow its tensors."""
+    """Return the arguments of the operator `gate` between its tensors and `dense`."""
     _check_tensors(logits, expert_bias, mask, index_dtype)
     check_bool("check_finite", check_finite)
     return *check_options(logits.shape[1], num_topk, **options), check_finite, index_dtype

@@ -14,10 +14,10 @@ from deepep_moe.ops.routing import is_token_in_rank
 
 SCORE_FUNCTIONS = ("sigmoid", "sqrtsoftplus", "softmax", "softmax_topk")
 _SETTINGS = (
-    "Tensor logits, Tensor? expert_bias, Tensor? mask, int num_topk, int num_groups, int topk_groups, int group_score_topk, "
-    "str score_function, bool normalize, float routed_scaling_factor, bool check_finite, ScalarType index_dtype"
+    "int num_topk, int num_groups, int topk_groups, int group_score_topk, str score_function, bool normalize, "
+    "float routed_scaling_factor, bool check_finite, ScalarType index_dtype, bool dense, int num_ranks, bool shares"
 )
-_NAMES = [setting.split()[1] for setting in _SETTINGS.split(", ")[3:]]
+_NAMES = [setting.split()[1] for setting in _SETTINGS.split(", ")]
 
 
 def _readable(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -31,60 +31,44 @@ def check_score_function(score_function: str) -> None:
 
 # ---- forward ----
 
-define(f"gate({_SETTINGS}) -> (Tensor, Tensor, Tensor)")
-define(f"gate_full({_SETTINGS}, bool dense, int num_ranks, bool shares) -> ({', '.join(['Tensor'] * 7)})")
+define(f"gate(Tensor logits, Tensor? expert_bias, Tensor? mask, {_SETTINGS}) -> ({', '.join(['Tensor'] * 7)})")
 
 
-def _gate(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: object) -> tuple[Tensor, ...]:
-    logits, expert_bias, mask = _readable(logits, expert_bias, mask)  # type: ignore[assignment]
-    if is_gpu(logits.device):
-        gated = _launch(logits, expert_bias, mask, settings, False, 0, False)
-        return gated.topk_idx, gated.topk_weights, gated.counts
-    return _gate_cpu(logits, expert_bias, mask, settings)
-
-
-def _gate_full(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
+def _gate(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
     """Counts of experts, and of ranks after them, are one tensor: what an operator returns must not be views of the same memory."""
-    *settings, dense, num_ranks, has_shares = settings  # type: ignore[assignment]
     logits, expert_bias, mask = _readable(logits, expert_bias, mask)  # type: ignore[assignment]
-    arguments = (logits, expert_bias, mask, tuple(settings))
+    options = dict(zip(_NAMES, settings, strict=True))
     if is_gpu(logits.device):
-        g = _launch(*arguments, dense, num_ranks, has_shares)
+        g = _call_native("gate", logits, expert_bias=expert_bias, mask=mask, **options, is_checked=True)
         outputs = g.topk_idx, g.topk_weights, g.counts, g.probs, g.routing_map, g.is_token_in_rank, g.shares
     else:
-        topk_idx, topk_weights, counts = _gate_cpu(*arguments)
-        probs, routing_map = to_dense(topk_idx, topk_weights, logits.shape[1]) if dense else (None, None)
-        in_rank = is_token_in_rank(topk_idx, num_ranks, logits.shape[1] // num_ranks) if num_ranks else None
-        if in_rank is not None:
-            counts = torch.cat((counts, in_rank.sum(0, dtype=torch.int32)))
-        shares = reference.gate_shares(logits, score_function=settings[4], mask=mask) if has_shares else None
-        outputs = topk_idx, topk_weights, counts, probs, routing_map, in_rank, shares
-    in_no_rank, no_shares = logits.new_empty(logits.shape[0], 0, dtype=torch.bool), _dense_shape(logits, False, torch.float32)
-    unwanted = *_dense_shapes(logits, False), in_no_rank, no_shares
+        outputs = _gate_cpu(logits, expert_bias, mask, **options)
+    unwanted = _unwanted(logits)
     return *outputs[:3], *(other if tensor is None else tensor for tensor, other in zip(outputs[3:], unwanted, strict=True))
 
 
-def _dense_shape(logits: Tensor, is_wanted: bool, dtype: torch.dtype) -> Tensor:
-    return logits.new_empty(logits.shape if is_wanted else (0, logits.shape[1]), dtype=dtype)
+def _unwanted(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what stands for probs, routing_map, is_token_in_rank and shares that were not asked for."""
+    no_numbers, in_no_rank = logits.new_empty(0, logits.shape[1], dtype=torch.float32), logits.new_empty(len(logits), 0, dtype=torch.bool)
+    return no_numbers, no_numbers.new_empty(no_numbers.shape, dtype=torch.bool), in_no_rank, torch.empty_like(no_numbers)
 
 
-def _dense_shapes(logits: Tensor, dense: bool) -> tuple[Tensor, Tensor]:
-    return _dense_shape(logits, dense, torch.float32), _dense_shape(logits, dense, torch.bool)
-
-
-def _gate_cpu(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, settings: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def _gate_cpu(
+    logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *, check_finite: bool, dense: bool, num_ranks: int, shares: bool,
+    **options: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Run the definition of the gate, after a look for numbers that are not finite."""
-    options = _named(settings)
     _check_bias(expert_bias)
-    if options.pop("check_finite"):
+    if check_finite:
         _check_logits(logits, mask)
-    topk_idx, topk_weights, num_tokens_per_expert = reference.gate(logits, expert_bias=expert_bias, mask=mask, **options)
-    return topk_idx.contiguous(), topk_weights.contiguous(), num_tokens_per_expert
-
-
-def _named(settings: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the settings of the operator `gate` by the names that its schema gives them."""
-    return dict(zip(_NAMES, settings, strict=True))
+    topk_idx, topk_weights, counts = reference.gate(logits, expert_bias=expert_bias, mask=mask, **options)
+    topk_idx, topk_weights = topk_idx.contiguous(), topk_weights.contiguous()
+    probs, routing_map = to_dense(topk_idx, topk_weights, logits.shape[1]) if dense else (None, None)
+    in_rank = is_token_in_rank(topk_idx, num_ranks, logits.shape[1] // num_ranks) if num_ranks else None
+    if in_rank is not None:
+        counts = torch.cat((counts, in_rank.sum(0, dtype=torch.int32)))
+    all_shares = reference.gate_shares(logits, score_function=options["score_function"], mask=mask) if shares else None
+    return topk_idx, topk_weights, counts, probs, routing_map, in_rank, all_shares
 
 
 def _check_bias(expert_bias: Tensor | None) -> None:
@@ -106,15 +90,8 @@ def _check_logits(logits: Tensor, mask: Tensor | None) -> None:
         )
 
 
-def _launch(
-    logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, settings: tuple[object, ...], dense: bool, num_ranks: int, shares: bool
-) -> Any:
-    """Return `_torch.Gated`. Raises ValueError for what an earlier launch has found not to be finite."""
-    wanted = {"dense": dense, "num_ranks": num_ranks, "shares": shares}
-    return _call_native("gate", logits, expert_bias=expert_bias, mask=mask, **_named(settings), **wanted, is_checked=True)
-
-
 def _call_native(name: str, logits: Tensor, **arguments: object) -> Any:
+    """Call a function of `_torch`. Raises ValueError for what an earlier launch has found not to be finite."""
     make = getattr(torch_module.needed(), name)
     for _ in range(2):  # another thread may have raised what the first call has found
         if (output := make(logits=logits, **arguments)) is not None:
@@ -124,16 +101,13 @@ def _call_native(name: str, logits: Tensor, **arguments: object) -> Any:
 
 
 def _gate_fake(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, num_topk: int, *settings: Any) -> tuple[Tensor, ...]:
-    shape, counts = (logits.shape[0], num_topk), logits.new_empty(logits.shape[1], dtype=torch.int32)
-    return logits.new_empty(shape, dtype=settings[-1]), logits.new_empty(shape, dtype=torch.float32), counts
-
-
-def _gate_full_fake(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
-    *settings, dense, num_ranks, shares = settings  # type: ignore[assignment]
-    topk_idx, topk_weights, _ = _gate_fake(logits, expert_bias, mask, *settings)
-    counts = logits.new_empty(logits.shape[1] + num_ranks, dtype=torch.int32)
-    in_rank = logits.new_empty(logits.shape[0], num_ranks, dtype=torch.bool)
-    return topk_idx, topk_weights, counts, *_dense_shapes(logits, dense), in_rank, _dense_shape(logits, shares, torch.float32)
+    *_, index_dtype, dense, num_ranks, has_shares = settings
+    (num_tokens, num_experts), (probs, routing_map, _, shares) = logits.shape, _unwanted(logits)
+    of_lanes = (logits.new_empty(num_tokens, num_topk, dtype=dtype) for dtype in (index_dtype, torch.float32))
+    of_map = (each.new_empty(logits.shape) if dense else each for each in (probs, routing_map))
+    counts = logits.new_empty(num_experts + num_ranks, dtype=torch.int32)
+    in_rank = logits.new_empty(num_tokens, num_ranks, dtype=torch.bool)
+    return *of_lanes, counts, *of_map, in_rank, shares.new_empty(logits.shape) if has_shares else shares
 
 
 # ---- backward ----
@@ -151,9 +125,10 @@ def _save(ctx: Context, inputs: tuple[object, ...], output: tuple[Tensor, ...]) 
 
 
 def _backward(
-    ctx: Context, _idx: object, grad_topk_weights: Tensor | None, _counts: object, grad_probs: Tensor | None = None, *grads: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    grad_shares, of_logits = grads[-1] if grads else None, None
+    ctx: Context, _idx: object, grad_topk_weights: Tensor | None, _counts: object, grad_probs: Tensor | None, _map: object,
+    _in_rank: object, grad_shares: Tensor | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    of_logits = None
     if not (grad_topk_weights is None and grad_probs is None and grad_shares is None):
         of_logits = gradient_of_logits(grad_topk_weights, grad_probs, grad_shares, *ctx.saved_tensors, *ctx.weights)
     return of_logits, *[None] * (ctx.num_inputs - 1)
@@ -188,5 +163,4 @@ def _gate_backward_fake(
 
 
 register("gate", _gate, _gate_fake, _save, _backward)
-register("gate_full", _gate_full, _gate_full_fake, _save, _backward)
 register("gate_backward", _gate_backward, _gate_backward_fake)

@@ -293,12 +293,11 @@ def test_other_stream_that_is_destroyed():
 def test_opcheck(score_function):
     logits, topk_idx = torch.randn(5, 8), torch.tensor([[0, 3]] * 5)
     gate_arguments = (None, torch.zeros(5, dtype=torch.bool), 2, 4, 2, 1, score_function, True, 1.0, True, torch.int64)
-    torch.library.opcheck(torch.ops.deepep_moe.gate.default, (logits, *gate_arguments))
-    for wanted in ((True, 4, True), (False, 0, True), (False, 4, False)):
-        torch.library.opcheck(torch.ops.deepep_moe.gate_full.default, (logits, *gate_arguments, *wanted))
+    for wanted in ((False, 0, False), (True, 4, True), (False, 0, True), (False, 4, False)):
+        torch.library.opcheck(torch.ops.deepep_moe.gate.default, (logits, *gate_arguments, *wanted))
     # Its check of compiled gradients adds up all outputs, which fails on integer ones.
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.deepep_moe.gate.default, (logits.requires_grad_(), *gate_arguments), test_utils=utils)
+    torch.library.opcheck(torch.ops.deepep_moe.gate.default, (logits.requires_grad_(), *gate_arguments, False, 0, False), test_utils=utils)
     lanes, dense = torch.randn(5, 2), torch.randn(5, 8)
     for grads in ((lanes, None, None), (lanes, dense, dense), (None, None, dense)):
         arguments = (*grads, logits.detach(), topk_idx, score_function, True, 1.0)

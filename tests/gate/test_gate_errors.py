@@ -150,7 +150,7 @@ def test_operators_refuse_a_score_function(device):
 @pytest.mark.gpu
 def test_gpu_says_why_nothing_is_launched():
     logits = torch.zeros(4, 12, device=device_of("nvlink", 0))
-    settings = 5, 1, 2, "sigmoid", True, 1.0, True, torch.int64
+    settings = 5, 1, 2, "sigmoid", True, 1.0, True, torch.int64, False, 0, False
     with pytest.raises(ValueError, match="gate options out of bounds: num_tokens 4, num_experts 12, num_topk 2, num_groups 5"):
         torch.ops.deepep_moe.gate(logits, None, None, 2, *settings)
     ops.check_gate()
