@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from deepep_moe.ops.quant import quantize_fp8_weights, quantize_fp8_weights_both
+from deepep_moe.ops.quant import quantize_fp8_weights_both
 
 
 class Fp8Copies(NamedTuple):
@@ -137,26 +137,11 @@ class KeptWeights:
         return f"KeptWeights({self.num_bytes} bytes)"
 
 
-class _QuantizedAnew:
-    """`Fp8Copies` that are made each time, of what the weight holds then."""
-
-    def __init__(self, w: Tensor):
-        self._w = w.detach()
-
-    @property
-    def plain(self) -> tuple[Tensor, Tensor]:
-        return quantize_fp8_weights(self._w)
-
-    @property
-    def transposed(self) -> tuple[Tensor, Tensor]:
-        return quantize_fp8_weights(self._w, transposed=True)
-
-
 class NothingKept(KeptWeights):
     """For weights in memory that others use between the forward and the backward: each pass quantizes them."""
 
-    def take(self, is_first_microbatch: bool | None, w1: Tensor, w2: Tensor) -> tuple[_QuantizedAnew, ...]:  # type: ignore[override]
-        return _QuantizedAnew(w1), _QuantizedAnew(w2)
+    def take(self, is_first_microbatch: bool | None, w1: Tensor, w2: Tensor) -> None:
+        return None
 
 
 def check_is_first_microbatch(value: object) -> None:

@@ -1,7 +1,7 @@
 """Products of fp8 rows, grouped by expert, with fp8 matrices: on CPUs the arithmetic of the kernels, on GPUs the kernels.
 
 Groups of rows are padded to multiples of `GROUP_ALIGNMENT`. `offsets`, on the device of the rows, are the ends of the groups, so the host
-waits for nothing. docs/design/fp8_training.md describes blocks and scales.
+waits for nothing, and all can be part of CUDA graphs. docs/design/fp8_training.md describes blocks and scales.
 """
 
 import functools
@@ -13,10 +13,11 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from deepep_moe import _C
+from deepep_moe.device import launch, on_device
 from deepep_moe.errors import BackendUnavailableError
 from deepep_moe.installed import without_nvcc
-from deepep_moe.ops import fp8_kernels
 from deepep_moe.ops.quant import BLOCK, FP8, dequantize_fp8
+from deepep_moe.ops.weighted import aligned
 
 GROUP_ALIGNMENT = BLOCK
 
@@ -65,7 +66,10 @@ def grouped_fp8_product(x: Tensor, x_scales: Tensor, w: Tensor, w_scales: Tensor
         offsets: [num_experts] int32. The rows of each expert end there, at multiples of 128.
     """
     if x.is_cuda:
-        return fp8_kernels.grouped_fp8_product(x, x_scales, w, w_scales, offsets)
+        x, x_scales, w, w_scales = map(aligned, (x, x_scales, w, w_scales))
+        y = torch.empty(len(x), w.shape[1], dtype=torch.bfloat16, device=x.device)
+        launch(_C.gpu_fp8_product, x, x_scales, w, w_scales, offsets, y, on=x)
+        return y
     y = x.new_empty(len(x), w.shape[1], dtype=torch.bfloat16)
     for expert, rows in enumerate(_groups(offsets)):
         matrix = dequantize_fp8(w[expert], w_scales[expert].repeat_interleave(BLOCK, dim=0))
@@ -83,7 +87,13 @@ def grouped_fp8_weight_gradient(dy_t: Tensor, dy_t_scales: Tensor, x_t: Tensor, 
         out: [num_experts, n, k] fp32 or bf16.
     """
     if dy_t.is_cuda:
-        return fp8_kernels.grouped_fp8_weight_gradient(dy_t, dy_t_scales, x_t, x_t_scales, offsets, out)
+        if out.dtype not in (torch.float32, torch.bfloat16) or not out.is_contiguous():
+            raise ValueError(f"out has dtype {out.dtype} and strides {list(out.stride())}; pass contiguous float32 or bfloat16")
+        if dy_t.shape[1] == 0:
+            return out.zero_()
+        operands = map(aligned, (dy_t, dy_t_scales, x_t, x_t_scales))
+        launch(_C.gpu_fp8_weight_gradient, *operands, offsets, out, out.dtype == torch.float32, on=out)
+        return out
     dy_scales, x_scales = dy_t_scales.t(), x_t_scales.t()  # as those of rows of dy_t and x_t
     for expert, columns in enumerate(_groups(offsets)):
         blocks = slice(columns.start // BLOCK, columns.stop // BLOCK)
@@ -101,7 +111,10 @@ def rescale_transpose(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     x: [num_rows, k] e4m3, both multiples of 128. scales: [num_rows, k / 128] fp32, powers of two, or 0 in rows of zeros.
     """
     if x.is_cuda:
-        return fp8_kernels.rescale_transpose(x, scales)
+        from deepep_moe.ops import fp8_row_kernels  # it imports Triton
+
+        with on_device(x):
+            return fp8_row_kernels.rescale_transpose(x, scales)
     blocks, of_blocks = x.float().unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)), scales.unflatten(0, (-1, BLOCK))
     largest = of_blocks.amax(1, keepdim=True)
     factors = torch.where(largest == 0, 0.0, of_blocks / largest)

@@ -9,20 +9,23 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from deepep_moe import torch_module
 from deepep_moe.arguments import check_is_tensor, check_memory
 from deepep_moe.device import is_gpu
 from deepep_moe.library import Context, Function, refuse_transforms
-from deepep_moe.ops.fp8_kept import KeptWeights
-from deepep_moe.ops.fp8_mlp import WeightGradient, check_fp8_mlp, fp8_mlp
+from deepep_moe.ops.fp8_kept import KeptWeights, NothingKept
+from deepep_moe.ops.fp8_mlp import Fp8Products, check_fp8_mlp
 from deepep_moe.ops.grouped_products import Groups, group_sums, has_kernels, multiply, multiply_back, weight_gradients
 from deepep_moe.ops.quantized import QuantizedRows
 from deepep_moe.ops.swiglu import swiglu, swiglu_backward
 
 Activation = Literal["swiglu"] | Callable[[Tensor], Tensor]
 Delay = Callable[[str, Callable[..., Tensor]], None]
+_Rows = Any
+"""A tuple: the rows of a product, or for fp8 their values and scales."""
 
 
 def grouped_mlp(
@@ -98,21 +101,33 @@ def grouped_mlp(
             return output
     refuse_transforms("grouped_mlp", {"x": x, "w1": w1, "w2": w2, "b1": b1, "b2": b2, "probs": probs})
     makers = [WeightGradient(name, delay, into) for name, into in zip(("w1", "w2"), main_grads, strict=True)]
-    act: _SwiGLU | _AnyActivation = _SwiGLU() if _is_swiglu(activation) else _AnyActivation(activation)  # type: ignore[arg-type]
+    act = None if _is_swiglu(activation) else _AnyActivation(activation)  # type: ignore[arg-type]
     if isinstance(x, QuantizedRows):
         _check(x, w1, w2, b1, b2, probs)
         check_fp8_mlp(x, counts, w1, w2, (b1, b2))
-        custom_act = None if activation == "swiglu" else act
         if kept is None and is_first_microbatch is not None:
             raise ValueError(f"is_first_microbatch is {is_first_microbatch}, but nothing keeps copies; pass kept=KeptWeights(), or None")
         copies = None if kept is None else kept.take(is_first_microbatch, w1, w2)
-        return fp8_mlp(x, counts, w1, w2, probs, custom_act, recompute_activation, zero_tail, makers, copies)
+        keeps = torch.is_grad_enabled() and not recompute_activation and not isinstance(kept, NothingKept)
+        of_weights = [Fp8Products(of_weight, keeps) for of_weight in copies or (None, None)]
+        return _run_outside_graphs(x, counts, w1, w2, b1, b2, probs, act, of_weights, recompute_activation, zero_tail, makers)
     x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
     _check(x, w1, w2, b1, b2, probs)
+    return _run(x, counts, w1, w2, b1, b2, probs, act, [_Products()] * 2, recompute_activation, zero_tail, makers)
+
+
+def _run(
+    x: Tensor, counts: Tensor | Sequence[int], w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, probs: Tensor | None,
+    act: "_AnyActivation | None", products: "Sequence[_Products | Fp8Products]", recompute: bool, zero_tail: bool,
+    makers: "Sequence[WeightGradient]",
+) -> Tensor:  # fmt: skip
     groups = Groups(counts, len(w1), x)
-    inner = _Linear.apply(x, w1, b1, groups, zero_tail, makers[0])
-    y: Tensor = _ActivatedLinear.apply(inner, probs, w2, b2, groups, act, recompute_activation, zero_tail, makers[1])
+    inner = _Linear.apply(x, w1, b1, groups, products[0], zero_tail, makers[0])
+    y: Tensor = _ActivatedLinear.apply(inner, probs, w2, b2, groups, products[1], act, recompute, zero_tail, makers[1])
     return y
+
+
+_run_outside_graphs = _disable_dynamo(_run)
 
 
 def clear_tail(values: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
@@ -180,22 +195,8 @@ def _has_contiguous_matrices(weight: Tensor) -> bool:
 # ---- activations ----
 
 
-class _SwiGLU:
-    """Computes silu(gate) * up * prob, for inner = gate and up side by side."""
-
-    def forward(self, inner: Tensor, probs: Tensor | None, groups: Groups) -> Tensor:
-        return swiglu(inner, probs, groups)
-
-    def backward(
-        self, grad: Tensor, inner: Tensor, probs: Tensor | None, groups: Groups, with_output: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the gradients of inner and probs, and the output again if asked for. May overwrite grad. The tail of the probs' gradient
-        is zero."""
-        return swiglu_backward(grad, inner, probs, groups, with_output)
-
-
 class _AnyActivation:
-    """Any function times prob. Its backward is that of PyTorch, for a second forward."""
+    """Does for any function times prob what `swiglu` and `swiglu_backward` do. Its backward is that of PyTorch, for a second forward."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]):
         self._function = function
@@ -218,52 +219,94 @@ class _AnyActivation:
 # ---- autograd ----
 
 
+class _Products:
+    """The products in the dtype of the rows. `Fp8Products` has the same methods, for rows in two parts."""
+
+    def rows_of(self, x: Tensor) -> _Rows:
+        return (x,)
+
+    gradients_of = rows_of
+
+    def multiply(self, rows: _Rows, w: Tensor, groups: Groups, _has_backward: bool) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """Return the product, and what `multiply_back` needs beside w."""
+        return multiply(rows[0], w, groups), ()
+
+    def multiply_back(self, grads: _Rows, w: Tensor, groups: Groups, _saved: Sequence[Tensor | None]) -> Tensor:
+        return multiply_back(grads[0], w, groups)
+
+    def weight_gradient(self, grads: _Rows, rows: _Rows, _w: Tensor, groups: Groups, into: Tensor | None = None) -> Tensor:
+        return weight_gradients(grads[0], rows[0], groups, into)
+
+    def activated(self, act: _AnyActivation | None, inner: Tensor, probs: Tensor | None, groups: Groups) -> _Rows:
+        return ((swiglu if act is None else act.forward)(inner, probs, groups),)
+
+    def activated_back(
+        self, act: _AnyActivation | None, grad: Tensor, inner: Tensor, probs: Tensor | None, groups: Groups, rows: Sequence[Tensor | None],
+        _needs_rows: bool,
+    ) -> tuple[Tensor, Tensor | None, Any]:  # fmt: skip
+        """Return the gradients of inner and probs, and `rows`, or what `activated` has returned if they were not kept."""
+        back = swiglu_backward if act is None else act.backward
+        grad_inner, grad_probs, again = back(grad, inner, probs, groups, rows[0] is None)
+        return grad_inner, grad_probs, rows if again is None else (again,)
+
+
+class WeightGradient:
+    """Makes the gradient of one weight in a backward: now or later, and added to `main_grad` or not."""
+
+    def __init__(self, name: str, delay: Delay | None, main_grad: Tensor | None):
+        self._name, self._delay, self._main_grad = name, delay, main_grad
+
+    def make(self, compute: Callable[..., Tensor]) -> Tensor | None:
+        """Return `compute(main_grad)`, the gradient; with `delay`, pass it the computation and return None."""
+        if self._delay is None:
+            return compute(into=self._main_grad)
+        self._delay(self._name, compute)
+        return None
+
+
 class _Linear(Function):
     """Computes x @ w.T + b. The tail of the result is not set."""
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, w: Tensor, b: Tensor | None, groups: Groups, zero_tail: bool, maker: WeightGradient) -> Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.groups, ctx.zero_tail, ctx.maker = groups, zero_tail, maker
-        result = multiply(x, w, groups)
+    def forward(
+        ctx: Context, x: Tensor, w: Tensor, b: Tensor | None, groups: Groups, products: _Products | Fp8Products, zero_tail: bool,
+        maker: WeightGradient,
+    ) -> Tensor:  # fmt: skip
+        rows = products.rows_of(x)
+        result, more = products.multiply(rows, w, groups, ctx.needs_input_grad[0])
+        ctx.save_for_backward(w, *rows, *more)
+        ctx.num_parts, ctx.groups, ctx.products, ctx.zero_tail, ctx.maker = len(rows), groups, products, zero_tail, maker
         return result if b is None else result.add_(groups.spread(b))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, w), groups, needs = ctx.saved_tensors, ctx.groups, ctx.needs_input_grad
-        grad_x = multiply_back(grad, w, groups) if needs[0] else None
+        (w, *saved), n, groups, products, needs = ctx.saved_tensors, ctx.num_parts, ctx.groups, ctx.products, ctx.needs_input_grad
+        grads = products.gradients_of(grad)
+        grad_x = products.multiply_back(grads, w, groups, saved[n:]) if needs[0] else None
         if grad_x is not None and ctx.zero_tail:
             groups.clear_tail(grad_x)
-        grad_w = ctx.maker.make(partial(weight_gradients, grad, x, groups)) if needs[1] else None
-        return grad_x, grad_w, group_sums(grad, groups) if needs[2] else None, None, None, None
+        grad_w = ctx.maker.make(partial(products.weight_gradient, grads, saved[:n], w, groups)) if needs[1] else None
+        return grad_x, grad_w, group_sums(grad, groups) if needs[2] else None, None, None, None, None
 
 
 class _ActivatedLinear(Function):
-    """Computes act(inner) * prob @ w.T + b * prob."""
+    """Computes act(inner) * prob @ w.T + b * prob. With fp8 rows its gradient may be `QuantizedRows`."""
 
     @staticmethod
     def forward(
-        ctx: Context,
-        inner: Tensor,
-        probs: Tensor | None,
-        w: Tensor,
-        b: Tensor | None,
-        groups: Groups,
-        act: "_SwiGLU | _AnyActivation",
-        recompute: bool,
-        zero_tail: bool,
-        maker: WeightGradient,
-    ) -> Tensor:
-        activated = act.forward(inner, probs, groups)
-        if activated.shape[1] != w.shape[2]:
+        ctx: Context, inner: Tensor, probs: Tensor | None, w: Tensor, b: Tensor | None, groups: Groups, products: _Products | Fp8Products,
+        act: _AnyActivation | None, recompute: bool, zero_tail: bool, maker: WeightGradient,
+    ) -> Tensor:  # fmt: skip
+        rows = products.activated(act, inner, probs, groups)
+        if rows[0].shape[1] != w.shape[2]:
             raise ValueError(
-                f"w2 has shape {list(w.shape)}, but the activation of {inner.shape[1]} columns has {activated.shape[1]}; "
+                f"w2 has shape {list(w.shape)}, but the activation of {inner.shape[1]} columns has {rows[0].shape[1]}; "
                 "the last dimension of w2 must be this"
             )
-        ctx.save_for_backward(inner, probs, w, b, None if recompute else activated)
-        ctx.groups, ctx.act, ctx.maker = groups, act, maker
-        result = multiply(activated, w, groups)
+        result, more = products.multiply(rows, w, groups, ctx.needs_input_grad[0])
+        ctx.save_for_backward(inner, probs, w, b, *((None,) * len(rows) if recompute else rows), *more)
+        ctx.num_parts, ctx.groups, ctx.products, ctx.act, ctx.maker = len(rows), groups, products, act, maker
         if b is not None:
             bias = groups.spread(b)
             result.add_(bias if probs is None else bias * probs.unsqueeze(-1))
@@ -272,16 +315,17 @@ class _ActivatedLinear(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (inner, probs, w, b, activated), groups, needs = ctx.saved_tensors, ctx.groups, ctx.needs_input_grad
-        grad_inner, grad_probs, again = ctx.act.backward(multiply_back(grad, w, groups), inner, probs, groups, activated is None)
-        compute = partial(weight_gradients, grad, again if activated is None else activated, groups)
-        grad_w = ctx.maker.make(compute) if needs[2] else None
+        (inner, probs, w, b, *saved), groups, products, needs = ctx.saved_tensors, ctx.groups, ctx.products, ctx.needs_input_grad
+        grads, n = products.gradients_of(grad), ctx.num_parts
+        of_activated = products.multiply_back(grads, w, groups, saved[n:])
+        grad_inner, grad_probs, rows = products.activated_back(ctx.act, of_activated, inner, probs, groups, saved[:n], needs[2])
+        grad_w = ctx.maker.make(partial(products.weight_gradient, grads, rows, w, groups)) if needs[2] else None
         grad_b = None
         if b is not None:
             grad_b = group_sums(_times(grad, probs), groups)
             if grad_probs is not None:
                 grad_probs += groups.clear_tail((groups.spread(b).to(grad_probs.dtype) * grad).sum(-1))
-        return grad_inner, grad_probs, grad_w, grad_b, None, None, None, None, None
+        return grad_inner, grad_probs, grad_w, grad_b, None, None, None, None, None, None
 
 
 def _times(rows: Tensor, probs: Tensor | None) -> Tensor:

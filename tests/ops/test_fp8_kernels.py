@@ -7,7 +7,7 @@ import torch
 from exchange_cases import device_of
 from torch.nn.functional import silu
 
-from deepep_moe.ops import fp8_kernels, fp8_products
+from deepep_moe.ops.fp8_products import grouped_fp8_product, grouped_fp8_weight_gradient, rescale_transpose
 
 E4M3 = torch.float8_e4m3fn
 NAN = float("nan")
@@ -21,15 +21,13 @@ def device():
     return device_of("nvlink", 0)
 
 
-@pytest.fixture(params=[pytest.param(fp8_products, id="cpu"), pytest.param(fp8_kernels, id="cuda", marks=pytest.mark.gpu)])
-def ops(request):
-    """The operators of CPUs, or the kernels."""
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kind(request):
     return request.param
 
 
-def placed(ops, *tensors):
-    """Return the device of `ops`."""
-    return [tensor.to(device_of("nvlink" if ops is fp8_kernels else "shm", 0)) for tensor in tensors]
+def placed(kind, *tensors):
+    return [tensor.to(device_of("nvlink" if kind == "cuda" else "shm", 0)) for tensor in tensors]
 
 
 def operand(generator, *shape):
@@ -78,55 +76,55 @@ def gradient_case(counts, n, k, num_rows):
     return (dy, dy_scales, x, x_scales), torch.stack([dy @ x for dy, x in pairs]), magnitudes
 
 
-def assert_close(ours, expected, magnitudes, ops=fp8_kernels):
+def assert_close(ours, expected, magnitudes, kind="cuda"):
     """Check that the error is at most 2^-11 of the sum of magnitudes plus one rounding to the dtype.
 
     Hopper's tensor cores shift 32 products and the sum so far to the largest exponent among them, and drop bits below 2^-13 of it. Each of
     33 terms in the 4 steps of a block loses half of that on average. In random operands the largest exponent is about 1/16 of the sum of
     magnitudes: 132 / 2 * 2^-13 / 16 is 2^-11. An H100's largest error here was half of that. CPUs add in fp32.
     """
-    bound = (2**-11 if ops is fp8_kernels else 2**-20) * magnitudes + torch.finfo(ours.dtype).eps * expected.abs()
+    bound = (2**-11 if kind == "cuda" else 2**-20) * magnitudes + torch.finfo(ours.dtype).eps * expected.abs()
     error = (ours.cpu().float() - expected).abs()
     assert (error <= bound).all(), f"error {error.max()}, {(error / bound.clamp(min=1e-30)).max()} of the bound"
 
 
-def check_product(ops, counts, n, k, num_rows):
+def check_product(kind, counts, n, k, num_rows):
     operands, expected, magnitudes = product_case(counts, n, k, num_rows)
-    y = ops.grouped_fp8_product(*placed(ops, *operands, ends_of(counts)))
+    y = grouped_fp8_product(*placed(kind, *operands, ends_of(counts)))
     assert y.dtype == torch.bfloat16 and y.shape == (num_rows, n)
-    assert_close(y[: sum(counts)], expected, magnitudes, ops)
+    assert_close(y[: sum(counts)], expected, magnitudes, kind)
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_product(ops, counts, n, k):
-    check_product(ops, counts, n, k, sum(counts) + 72)
+def test_product(kind, counts, n, k):
+    check_product(kind, counts, n, k, sum(counts) + 72)
 
 
-def test_product_of_groups_that_end_anywhere(ops):
+def test_product_of_groups_that_end_anywhere(kind):
     """Rows of the next group are in the tile that a group ends in."""
-    check_product(ops, [5, 0, 130, 1], 128, 256, 136)
+    check_product(kind, [5, 0, 130, 1], 128, 256, 136)
 
 
-def test_a_row_does_not_depend_on_the_others(ops):
+def test_a_row_does_not_depend_on_the_others(kind):
     """The last group's first rows have the same bits with other rows behind them, in other places, and beside other groups."""
     x, x_scales, w, w_scales = product_case([7], 256, 384, 7)[0]
     seen = []
     for counts in ([7], [200, 7], [1, 0, 300, 130], [*[3] * 40, 129]):
         case, first = product_case(counts, 256, 384, sum(counts))[0], sum(counts[:-1])
         case[0][first : first + 7], case[1][first : first + 7], case[2][-1], case[3][-1] = x, x_scales, w[0], w_scales[0]
-        seen.append(ops.grouped_fp8_product(*placed(ops, *case, ends_of(counts)))[first : first + 7].cpu())
+        seen.append(grouped_fp8_product(*placed(kind, *case, ends_of(counts)))[first : first + 7].cpu())
     assert all(torch.equal(rows, seen[0]) for rows in seen) and seen[0].abs().sum() > 0
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_weight_gradient(ops, counts, n, k, dtype):
+def test_weight_gradient(kind, counts, n, k, dtype):
     operands, expected, magnitudes = gradient_case(counts, n, k, sum(counts) + BLOCK)
-    *here, out = placed(ops, *operands, ends_of(counts), torch.full((len(counts), n, k), NAN, dtype=dtype))
-    assert ops.grouped_fp8_weight_gradient(*here, out) is out
-    assert_close(out, expected, magnitudes, ops)
+    *here, out = placed(kind, *operands, ends_of(counts), torch.full((len(counts), n, k), NAN, dtype=dtype))
+    assert grouped_fp8_weight_gradient(*here, out) is out
+    assert_close(out, expected, magnitudes, kind)
 
 
 @pytest.mark.gpu
@@ -134,16 +132,16 @@ def test_refused_gradients():
     operands, *_ = gradient_case([128], 128, 128, 128)
     for out in (torch.empty(1, 128, 128, dtype=torch.float16), torch.empty(1, 128, 128).transpose(1, 2)):
         with pytest.raises(ValueError, match="pass contiguous float32 or bfloat16"):
-            fp8_kernels.grouped_fp8_weight_gradient(*placed(fp8_kernels, *operands, ends_of([128]), out))
+            grouped_fp8_weight_gradient(*placed("cuda", *operands, ends_of([128]), out))
 
 
 @pytest.mark.parametrize("shape", ((128, 128), (512, 384)), ids=str)
-@pytest.mark.parametrize("ops", [pytest.param(fp8_products, id="cpu"), pytest.param(fp8_kernels, id="in_triton", marks=pytest.mark.gpu)])
-def test_rescale_transpose(ops, shape):
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", id="in_triton", marks=pytest.mark.gpu)])
+def test_rescale_transpose(kind, shape):
     generator = torch.Generator().manual_seed(1)
     x, of_x = operand(generator, *shape), scales(generator, shape[0], shape[1] // BLOCK)
     x[3], of_x[3] = 0, 0  # a row of padding
-    x_t, x_t_scales = ops.rescale_transpose(*placed(ops, x, of_x))
+    x_t, x_t_scales = rescale_transpose(*placed(kind, x, of_x))
     blocks, of_blocks = x.float().unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)), of_x.unflatten(0, (-1, BLOCK))
     largest = of_blocks.amax(1, keepdim=True)
     expected = (blocks * (of_blocks / largest).unsqueeze(-1)).to(E4M3).view(shape).t()
@@ -186,10 +184,10 @@ def test_products_in_a_cuda_graph(device):
     counts, others = [128, 256, 128], [384, 0, 128]
     operands, *expected = product_case(counts, 256, 256, 512)
     here, ends = [one.to(device) for one in operands], ends_of(counts, device)
-    fp8_kernels.grouped_fp8_product(*here, ends)
+    grouped_fp8_product(*here, ends)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = fp8_kernels.grouped_fp8_product(*here, ends)
+        y = grouped_fp8_product(*here, ends)
     graph.replay()
     assert_close(y, *expected)
     ends.copy_(ends_of(others, device))
