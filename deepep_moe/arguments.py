@@ -106,8 +106,9 @@ def lazy_negative(name: str) -> ValueError:
 
 def check_tensor(
     name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device | None = None, *,
-    any_strides: bool = False,
+    any_strides: bool = False, like: str = "x",
 ) -> None:  # fmt: skip
+    """Raise TypeError or ValueError unless the tensor has this shape and one of these dtypes, and lies on the device, that of `like`."""
     if not isinstance(tensor, Tensor):  # inline, because a function call costs as much as two of the checks
         check_is_tensor(name, tensor)
     if tensor.dtype not in dtypes:
@@ -116,8 +117,9 @@ def check_tensor(
     if tensor.shape != shape:
         raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}")
     if device is not None and tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}; it must be on {device}, like x")
-    if dtypes[0] is not _INT64 and tensor.is_neg():  # indices are never lazy negatives, and the check costs time
+        raise ValueError(f"{name} is on {tensor.device}; it must be on {device}, like {like}")
+    # Indices are never lazy negatives, and the check costs time. Dynamo does not know it.
+    if dtypes[0] is not _INT64 and not torch.compiler.is_compiling() and tensor.is_neg():
         raise lazy_negative(name)
     if not any_strides and not tensor.is_contiguous():
         raise ValueError(f"{name} with shape {list(shape)} and strides {list(tensor.stride())} is not contiguous; pass {name}.contiguous()")

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.arguments import as_int, lazy_negative
+from deepep_moe.arguments import as_int, check_tensor
 from deepep_moe.device import is_gpu, launch
 
 
@@ -43,25 +43,15 @@ def update_expert_bias(
 
 
 def _check_counts(expert_bias: Tensor, num_tokens_per_expert: Tensor) -> None:
-    if expert_bias.shape != num_tokens_per_expert.shape:
-        raise ValueError(
-            f"num_tokens_per_expert has shape {list(num_tokens_per_expert.shape)}; it must be that of expert_bias, "
-            f"{list(expert_bias.shape)}"
-        )
-    if expert_bias.dtype != torch.float32:
-        raise TypeError(f"expert_bias has dtype {expert_bias.dtype}; it must be torch.float32")
-    if num_tokens_per_expert.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"num_tokens_per_expert has dtype {num_tokens_per_expert.dtype}; it must be torch.int64 or torch.int32")
+    check_tensor("expert_bias", expert_bias, expert_bias.shape, (torch.float32,), any_strides=True)
     if expert_bias.dim() not in (1, 2) or not expert_bias.is_contiguous():
         raise ValueError(
             f"expert_bias has shape {list(expert_bias.shape)}; it must be contiguous [num_experts] or [num_layers, num_experts]"
         )
-    if expert_bias.is_neg():
-        raise lazy_negative("expert_bias")
-    if expert_bias.device != num_tokens_per_expert.device:
-        raise ValueError(
-            f"num_tokens_per_expert is on {num_tokens_per_expert.device}; it must be on {expert_bias.device}, like expert_bias"
-        )
+    check_tensor(
+        "num_tokens_per_expert", num_tokens_per_expert, expert_bias.shape, (torch.int64, torch.int32), expert_bias.device,
+        any_strides=True, like="expert_bias",
+    )  # fmt: skip
 
 
 def sequence_aux_loss(shares: Tensor, topk_idx: Tensor, num_tokens_per_sequence: int | Sequence[int], *, coefficient: float) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.arguments import as_int, check_is_tensor, check_plain
+from deepep_moe.arguments import as_int, check_is_tensor, check_plain, check_tensor
 from deepep_moe.device import is_gpu, launch
 from deepep_moe.library import call, define, refuse_transforms, register
 
@@ -53,17 +53,13 @@ def plan_copies(topk_idx: Tensor, counts: Tensor, rank: int, *, num_slots: int, 
     for name, tensor, dtypes in (("topk_idx", topk_idx, (torch.int64, torch.int32)), ("counts", counts, (torch.int32,))):
         check_is_tensor(name, tensor)
         check_plain(name, tensor)
-        if tensor.dtype not in dtypes:
-            allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise TypeError(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}; it must be {allowed}")
+        check_tensor(name, tensor, tensor.shape, dtypes, topk_idx.device, any_strides=True, like="topk_idx")
     if topk_idx.dim() != 2 or counts.dim() != 2:
         raise ValueError(
             f"topk_idx and counts have shapes {list(topk_idx.shape)} and {list(counts.shape)}; they must be [num_tokens, num_topk] and "
             "[num_ranks, num_experts]"
         )
     num_ranks, num_experts = counts.shape
-    if counts.device != topk_idx.device:
-        raise ValueError(f"counts is on {counts.device}; it must be on {topk_idx.device}, like topk_idx")
     if not 1 <= num_ranks <= _C.MAX_RANKS or num_experts < 1 or num_experts % num_ranks:
         raise ValueError(
             f"counts has shape {[num_ranks, num_experts]}; it must be [num_ranks, num_experts] of at most {_C.MAX_RANKS} ranks that divide "

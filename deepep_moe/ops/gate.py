@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.arguments import as_float, as_int, check_bool, check_is_tensor, check_memory, lazy_negative
+from deepep_moe.arguments import as_float, as_int, check_bool, check_is_tensor, check_memory, check_tensor
 from deepep_moe.device import FLOATS, is_gpu, native_for
 from deepep_moe.library import call
 from deepep_moe.ops import gate_operators
@@ -229,25 +229,11 @@ def _check_tensors(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | No
     if index_dtype not in (torch.int64, torch.int32):
         raise TypeError(f"index_dtype is {index_dtype}; it must be torch.int64 or torch.int32")
     num_tokens, num_experts = logits.shape
-    _check_tensor("logits", logits, logits.dtype, [num_tokens, num_experts])
-    if expert_bias is not None:
-        _check_tensor("expert_bias", expert_bias, torch.float32, [num_experts])
-    if mask is not None:
-        _check_tensor("mask", mask, torch.bool, [num_tokens])
-    for name, tensor in (("expert_bias", expert_bias), ("mask", mask)):
-        if tensor is not None and tensor.device != logits.device:
-            raise ValueError(f"{name} is on {tensor.device}; it must be on {logits.device}, like logits: pass {name}.to(logits.device)")
-
-
-def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> None:
-    check_is_tensor(name, tensor)
-    check_memory(name, tensor)
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} has dtype {tensor.dtype}; it must be {dtype}")
-    if list(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {shape} to match logits")
-    if not torch.compiler.is_compiling() and tensor.is_neg():  # Dynamo does not know the question
-        raise lazy_negative(name)
+    expected = ("logits", logits, (num_tokens, num_experts), logits.dtype), ("mask", mask, (num_tokens,), torch.bool)
+    for name, tensor, shape, dtype in (*expected, ("expert_bias", expert_bias, (num_experts,), torch.float32)):
+        if tensor is not None:
+            check_tensor(name, tensor, shape, (dtype,), logits.device, any_strides=True, like="logits")
+            check_memory(name, tensor)
 
 
 def _check_kind(device: torch.device, dtype: torch.dtype, num_experts: int) -> None:

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.device import current_stream, is_gpu, on_device
+from deepep_moe.ops.weighted import aligned
 
 _log = logging.getLogger(__name__)
-_ALIGNMENT = 16  # bytes: Hopper's tensor memory accelerator needs addresses and row strides that are multiples
+_ALIGNMENT = _C.ROW_ALIGNMENT  # bytes: Hopper's tensor memory accelerator needs addresses and row strides that are multiples
 _LARGEST = torch.iinfo(torch.int32).max  # offsets are int32
 
 
@@ -159,11 +160,6 @@ def _is_grouped(rows: Tensor, num_columns: int) -> bool:
     return reason is None and len(rows) > 0
 
 
-def _aligned(rows: Tensor) -> Tensor:
-    rows = rows.contiguous()
-    return rows.clone() if rows.data_ptr() % _ALIGNMENT else rows
-
-
 def _aligned_matrices(weights: Tensor) -> Tensor:
     is_aligned = weights.data_ptr() % _ALIGNMENT == 0 and weights.stride(0) * weights.element_size() % _ALIGNMENT == 0
     return weights if is_aligned else weights.clone(memory_format=torch.contiguous_format)
@@ -179,14 +175,14 @@ def _product(a: Tensor, b: Tensor, groups: Groups) -> Tensor:
 def multiply(rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
     """Return each row times the transposed matrix of its expert: [num_rows, out] from [num_rows, in]. Its tail is not set."""
     if _is_grouped(rows, weights.shape[1]):
-        return _product(_aligned(rows), _aligned_matrices(weights).transpose(1, 2), groups)
+        return _product(aligned(rows), _aligned_matrices(weights).transpose(1, 2), groups)
     return _by_expert(rows, [weight.t() for weight in weights], groups)
 
 
 def multiply_back(grads: Tensor, weights: Tensor, groups: Groups) -> Tensor:
     """Return each row times the matrix of its expert: [num_rows, in] from [num_rows, out]. Its tail is not set."""
     if _is_grouped(grads, weights.shape[2]):
-        return _product(_aligned(grads), _aligned_matrices(weights), groups)
+        return _product(aligned(grads), _aligned_matrices(weights), groups)
     return _by_expert(grads, list(weights), groups)
 
 
@@ -211,7 +207,7 @@ def _add_products(grads: Tensor, rows: Tensor, groups: Groups, into: Tensor) -> 
     if into.shape != (len(groups.offsets), grads.shape[1], rows.shape[1]) or rows.dtype != grads.dtype:
         return False
     with on_device(rows):
-        return _C.gpu_add_weight_gradients(_aligned(grads), _aligned(rows), groups.offsets, into, current_stream(rows.device))
+        return _C.gpu_add_weight_gradients(aligned(grads), aligned(rows), groups.offsets, into, current_stream(rows.device))
 
 
 def add_to(into: Tensor | None, gradients: Tensor) -> Tensor:
@@ -223,7 +219,7 @@ def add_to(into: Tensor | None, gradients: Tensor) -> Tensor:
 
 def _weight_gradients(grads: Tensor, rows: Tensor, groups: Groups) -> Tensor:
     if _is_grouped(grads, rows.shape[1]):
-        return _product(_aligned(grads).t(), _aligned(rows), groups)
+        return _product(aligned(grads).t(), aligned(rows), groups)
     result = grads.new_empty(len(groups.sizes), grads.shape[1], rows.shape[1])
     for one, of_expert in zip(result, groups.slices(), strict=True):
         torch.mm(grads[of_expert].t(), rows[of_expert], out=one)

@@ -114,9 +114,9 @@ ZEROS = torch.zeros(4)
     ("bias", "counts", "error", "message"),
     [
         (None, None, ValueError, "no expert_bias to update; make it with Router"),
-        (ZEROS, ZEROS[:3].int(), ValueError, r"has shape \[3\]; it must be that of expert_bias, \[4\]"),
-        (ZEROS.half(), ZEROS.int(), TypeError, "expert_bias has dtype torch.float16; it must be torch.float32"),
-        (ZEROS, ZEROS, TypeError, "num_tokens_per_expert has dtype torch.float32; it must be torch.int64 or torch.int32"),
+        (ZEROS, ZEROS[:3].int(), ValueError, r"num_tokens_per_expert has shape \[3\]; it must be \[4\]"),
+        (ZEROS.half(), ZEROS.int(), TypeError, "expert_bias has dtype float16; it must be float32"),
+        (ZEROS, ZEROS, TypeError, "num_tokens_per_expert has dtype float32; it must be int64 or int32"),
         (torch.zeros(2, 4).t(), torch.zeros(4, 2).int(), ValueError, r"expert_bias has shape \[4, 2\]; it must be contiguous"),
         (ZEROS, ZEROS.int().to("meta"), ValueError, "num_tokens_per_expert is on meta; it must be on cpu, like expert_bias"),
     ],
