@@ -86,9 +86,9 @@ def grouped_fp8_weight_gradient(dy_t: Tensor, dy_t_scales: Tensor, x_t: Tensor, 
         offsets: as in `grouped_fp8_product`. Columns behind the last group are not read.
         out: [num_experts, n, k] fp32 or bf16.
     """
+    if out.dtype not in (torch.float32, torch.bfloat16) or not out.is_contiguous():
+        raise ValueError(f"out has dtype {out.dtype} and strides {list(out.stride())}; pass contiguous float32 or bfloat16")
     if dy_t.is_cuda:
-        if out.dtype not in (torch.float32, torch.bfloat16) or not out.is_contiguous():
-            raise ValueError(f"out has dtype {out.dtype} and strides {list(out.stride())}; pass contiguous float32 or bfloat16")
         if dy_t.shape[1] == 0:
             return out.zero_()
         operands = map(aligned, (dy_t, dy_t_scales, x_t, x_t_scales))

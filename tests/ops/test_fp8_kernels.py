@@ -127,12 +127,11 @@ def test_weight_gradient(kind, counts, n, k, dtype):
     assert_close(out, expected, magnitudes, kind)
 
 
-@pytest.mark.gpu
-def test_refused_gradients():
+def test_refused_gradients(kind):
     operands, *_ = gradient_case([128], 128, 128, 128)
     for out in (torch.empty(1, 128, 128, dtype=torch.float16), torch.empty(1, 128, 128).transpose(1, 2)):
         with pytest.raises(ValueError, match="pass contiguous float32 or bfloat16"):
-            grouped_fp8_weight_gradient(*placed("cuda", *operands, ends_of([128]), out))
+            grouped_fp8_weight_gradient(*placed(kind, *operands, ends_of([128]), out))
 
 
 @pytest.mark.parametrize("shape", ((128, 128), (512, 384)), ids=str)
