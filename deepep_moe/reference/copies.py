@@ -1,4 +1,4 @@
-"""Plans copies of hot experts, and moves them and their gradients as `ExpertSlots` does."""
+"""Plans copies of hot experts, and the way of rows to them."""
 
 from collections.abc import Iterator
 
@@ -169,30 +169,3 @@ def physical_topk_idx(topk_idx: Tensor, counts: Tensor, copies: Tensor, rows: Te
         return expert if expert == -1 else next(targets[expert], expert + expert // num_local * num_slots)
 
     return torch.tensor([place(expert) for expert in topk_idx.flatten().tolist()], dtype=topk_idx.dtype).view(topk_idx.shape)
-
-
-def fetch(copies: list[list[int]], slots: list[Tensor], weights: list[Tensor]) -> None:
-    """Fill slots[rank][j] with the weights of expert copies[rank][j], unless it is -1.
-
-    slots, weights: for each rank, [num_slots, ...] and [num_local_experts, ...].
-    """
-    for rank, row in enumerate(copies):
-        for slot, expert in enumerate(row):
-            if expert >= 0:
-                home, local = divmod(expert, len(weights[rank]))
-                slots[rank][slot] = weights[home][local]
-
-
-def return_gradients(copies: list[list[int]], slots: list[Tensor], grads: list[Tensor]) -> None:
-    """Add slots[rank][j] to the gradients of expert copies[rank][j] at its home: in fp32, ranks ascending, rounded once.
-
-    slots, grads: for each rank, [num_slots, ...] and [num_local_experts, ...].
-    """
-    totals = [grad.float() for grad in grads]
-    for rank, row in enumerate(copies):
-        for slot, expert in enumerate(row):
-            if expert >= 0:
-                home, local = divmod(expert, len(grads[rank]))
-                totals[home][local] += slots[rank][slot].float()
-    for grad, total in zip(grads, totals, strict=True):
-        grad.copy_(total)
