@@ -40,7 +40,7 @@ def _gate(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *sett
     options = dict(zip(_NAMES, settings, strict=True))
     if is_gpu(logits.device):
         g = _call_native("gate", logits, expert_bias=expert_bias, mask=mask, **options, is_checked=True)
-        outputs = g.topk_idx, g.topk_weights, g.counts, g.probs, g.routing_map, g.is_token_in_rank, g.shares
+        outputs: tuple[Any, ...] = g.topk_idx, g.topk_weights, g.counts, g.probs, g.routing_map, g.is_token_in_rank, g.shares
     else:
         outputs = _gate_cpu(logits, expert_bias, mask, **options)
     unwanted = _unwanted(logits)
