@@ -189,6 +189,9 @@ def test_sizes_of_any_kind(rank):
     for most in (8, np.int64(8), torch.tensor(8), np.int32(8)):
         rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, most, np.int64(SMALL.num_experts), use_fp8=False)
         assert rows.shape == (3, 24, SMALL.hidden) and type(handle[2]) is int
+        for index in (5, 7, -6):
+            with pytest.raises(IndexError):
+                handle[index]
     assert len(buffer._low_latency._buffers) == 1
     for most in (8.0, True, 0, -1, 1 << 16, len(x) - 1):
         with pytest.raises(TypeError if type(most) in (float, bool) else ValueError, match="num_max_dispatch_tokens_per_rank"):

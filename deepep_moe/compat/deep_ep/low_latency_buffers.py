@@ -141,8 +141,8 @@ class DispatchHandle(Sequence[Any]):
         return 5
 
     def __getitem__(self, index: Any) -> Any:
-        is_number = isinstance(index, int) and index % len(self) >= 2
-        return self._sizes[index % len(self) - 2] if is_number else self._values()[index]
+        place = range(len(self))[index]
+        return self._sizes[place - 2] if isinstance(place, int) and place >= 2 else self._values()[index]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._values())
