@@ -9,7 +9,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from deepep_moe import config
 from deepep_moe.arguments import check_is_tensor, check_plain
@@ -38,7 +37,7 @@ from deepep_moe.group.reach import find_nodes
 from deepep_moe.group.rendezvous import gather_objects, hanging_up, introduce, join
 from deepep_moe.group.settings import Settings, Sizes, check_settings, one_by_one
 from deepep_moe.group.suspension import Memory
-from deepep_moe.library import call
+from deepep_moe.library import call, untraced
 from deepep_moe.ops.quant import quantize_fp8
 from deepep_moe.ops.quantized import QuantizedRows
 from deepep_moe.tuning import Loaded, Profile, load
@@ -471,7 +470,7 @@ def _with_event(combined_x: Tensor, event: Event | None, return_hook: bool) -> A
     return combined_x, event.wait if return_hook else event
 
 
-@_disable_dynamo
+@untraced
 def _call_outside_graph(call: Callable[_Given, _Result], *args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
     """Make a call outside the graphs of a compiled function: events, hooks and `QuantizedRows` cannot be part of a graph. With
     `fullgraph=True` PyTorch raises an error that names this function."""

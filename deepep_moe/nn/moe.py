@@ -15,6 +15,7 @@ from deepep_moe.exchange.calls import notify_peers_on_failure
 from deepep_moe.exchange.checks import BLOCKWISE, GUESS
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.group.rendezvous import check_same, gather_objects
+from deepep_moe.library import untraced
 from deepep_moe.nn.balance import Balance, Copies, Parts, Planned, check_is_balance, has_hooks
 from deepep_moe.nn.grouped_experts import GroupedExperts
 from deepep_moe.nn.rank_parameters import RankExperts
@@ -192,6 +193,7 @@ class MoELayer(RankExperts):
         self._balance = balance if num_slots else None
         self._agreed: dict[str, object] = {}
 
+    @untraced
     def forward(self, x: Tensor, mask: Tensor | None = None, *, is_first_microbatch: bool | None = None) -> Tensor:
         """Return the layer's output, in the shape of x and the dtype of the experts' outputs. Collective over the buffer's group.
 
@@ -206,9 +208,6 @@ class MoELayer(RankExperts):
         router and experts. The peers then raise EPPeerError.
         """
         check_is_first_microbatch(is_first_microbatch)
-        return (self._forward if self._balance is None else self._forward_outside_graphs)(x, mask, is_first_microbatch)
-
-    def _forward(self, x: Tensor, mask: Tensor | None, is_first_microbatch: bool | None) -> Tensor:
         most = 2 if self._balance is not None and self.num_recv_rows is not None else 1
         telling = tell = partial(notify_peers_on_failure, self.buffer, most=most)
         copies = None
@@ -222,8 +221,6 @@ class MoELayer(RankExperts):
             y = tell(self._run_experts, settled, is_first_microbatch, planned)
         y = tell(self._combine, y, shared, settled, planned)
         return (y if planned is None else planned.fetch_in_backward(y)).view(x.shape)
-
-    _forward_outside_graphs = torch.compiler.disable(_forward)
 
     def _copies(self, balance: Balance) -> Copies:
         """Return the copies of the experts. Collective at first, when ranks compare what their plans follow from."""
@@ -255,9 +252,8 @@ class MoELayer(RankExperts):
         # Experts of another class, or with another forward, may not know of rows behind the last group.
         guesses = bound is None and type(self.experts).forward is GroupedExperts.forward
         guesses = guesses and not (planned is not None and planned.is_whole)
-        how: dict[str, Any] = {"expert_alignment": self.expert_alignment, "num_recv_rows": GUESS if guesses else bound, "fp8": self.fp8}
-        if not torch.compiler.is_compiling():  # layers share one compiled graph
-            how["layer"] = self._layer
+        how: dict[str, Any] = {"expert_alignment": self.expert_alignment, "num_recv_rows": GUESS if guesses else bound}
+        how |= {"fp8": self.fp8, "layer": self._layer}
         out = self.buffer.dispatch(rows, topk_idx, topk_weights, **how)
         if planned is not None and of_copies is not None:
             send = partial(self.buffer.dispatch, rows, of_copies, topk_weights, **how)

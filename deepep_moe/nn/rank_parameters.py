@@ -46,7 +46,7 @@ class RankExperts(nn.Module):
     def check_wrappers(self) -> None:
         """Mark the experts' parameters as this rank's own, if that has not happened, and raise ValueError where a data-parallel wrapper has
         mixed them with those of other ranks. A layer calls it when it is made and at the start of each forward."""
-        if torch.compiler.is_compiling() or self.buffer.num_ranks == 1:
+        if self.buffer.num_ranks == 1:
             return
         seen, ddp = _seen.get(self), DistributedDataParallel._active_ddp_module
         if seen is None or not seen.is_current(ddp):

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from deepep_moe.ops.quant import quantize_fp8_weights_both
@@ -68,7 +67,6 @@ class KeptWeights:
         """Return whether a forward with these weights may pass False: copies of them are kept, whether or not they were written since."""
         return self._why_others(weights) is None
 
-    @_disable_dynamo
     def take(self, is_first_microbatch: bool | None, w1: Tensor, w2: Tensor) -> tuple[Fp8Copies, ...] | None:
         """Return the copies of w1 and w2 for a forward; None if the forward makes its own.
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from deepep_moe.device import on_device
 from deepep_moe.ops.fp8_kept import Fp8Copies
@@ -27,7 +26,6 @@ _GRADIENTS = (torch.float32, torch.bfloat16)
 _Fp8 = tuple[Tensor, Tensor]  # values and scales
 
 
-@_disable_dynamo
 def check_fp8_mlp(x: QuantizedRows, counts: Tensor | Sequence[int], w1: Tensor, w2: Tensor, biases: Sequence[Tensor | None]) -> None:
     """Raise for arguments that fp8 products do not take."""
     check_products(x.device)

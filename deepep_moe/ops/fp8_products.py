@@ -10,7 +10,6 @@ import itertools
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from deepep_moe import _C
 from deepep_moe.device import launch, on_device
@@ -36,7 +35,6 @@ def why_no_products(device: torch.device) -> str | None:
     return None
 
 
-@_disable_dynamo
 def check_products(device: torch.device) -> None:
     """Raise BackendUnavailableError if the device has no products of fp8 rows."""
     if (reason := why_no_products(device)) is not None:

@@ -9,13 +9,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from deepep_moe import torch_module
 from deepep_moe.arguments import check_is_tensor, check_memory
 from deepep_moe.device import is_gpu
-from deepep_moe.library import Context, Function, refuse_transforms
+from deepep_moe.library import Context, Function, refuse_transforms, untraced
 from deepep_moe.ops.fp8_kept import KeptWeights, NothingKept
 from deepep_moe.ops.fp8_mlp import Fp8Products, check_fp8_mlp
 from deepep_moe.ops.grouped_products import Groups, group_sums, has_kernels, multiply, multiply_back, weight_gradients
@@ -28,6 +27,7 @@ _Rows = Any
 """A tuple: the rows of a product, or for fp8 their values and scales."""
 
 
+@untraced
 def grouped_mlp(
     x: Tensor,
     counts: Tensor | Sequence[int],
@@ -56,6 +56,8 @@ def grouped_mlp(
 
     `QuantizedRows`, which a dispatch with `fp8="blockwise"` delivers, are multiplied as fp8 (docs/design/fp8_training.md). Groups
     have multiples of 128 rows, and matrices multiples of 128 rows and columns in fp32 or bf16. There are no biases. The result is bf16.
+
+    A compiled function calls it between two graphs.
 
     bfloat16 rows on Hopper and Blackwell GPUs use `torch.nn.functional.grouped_mm`. Otherwise the products run one expert after another;
     on GPUs a warning says why, once. Under autocast x, weights and biases are cast first.
@@ -110,7 +112,7 @@ def grouped_mlp(
         copies = None if kept is None else kept.take(is_first_microbatch, w1, w2)
         keeps = torch.is_grad_enabled() and not recompute_activation and not isinstance(kept, NothingKept)
         of_weights = [Fp8Products(of_weight, keeps) for of_weight in copies or (None, None)]
-        return _run_outside_graphs(x, counts, w1, w2, b1, b2, probs, act, of_weights, recompute_activation, zero_tail, makers)
+        return _run(x, counts, w1, w2, b1, b2, probs, act, of_weights, recompute_activation, zero_tail, makers)
     x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
     _check(x, w1, w2, b1, b2, probs)
     return _run(x, counts, w1, w2, b1, b2, probs, act, [_Products()] * 2, recompute_activation, zero_tail, makers)
@@ -127,9 +129,7 @@ def _run(
     return y
 
 
-_run_outside_graphs = _disable_dynamo(_run)
-
-
+@untraced
 def clear_tail(values: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
     """Return values [num_rows, ...] with zeros behind the rows that `counts` [num_experts] names. Differentiable; does not wait."""
     refuse_transforms("clear_tail", {"values": values})
@@ -142,7 +142,7 @@ def clear_tail(values: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
 
 def _is_native(x: Tensor, counts: Tensor | Sequence[int]) -> bool:
     """Return whether C++ may take the call; it looks at the tensors itself."""
-    if torch_module.MODULE is None or torch.compiler.is_compiling() or isinstance(x, QuantizedRows):
+    if torch_module.MODULE is None or isinstance(x, QuantizedRows):
         return False
     return isinstance(x, Tensor) and isinstance(counts, Tensor) and is_gpu(x.device) and has_kernels(x.device)
 

@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Callable, Hashable
 
 import torch.distributed as dist
-from torch._compile import _disable_dynamo
 
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.growing import GrowingBuffer
@@ -40,7 +39,6 @@ class BufferRegistry:
         growing = self._buffers.get(key)
         return self._construct(key, construct) if growing is None else growing
 
-    @_disable_dynamo  # constructions cannot be traced
     def _construct(self, key: Hashable, construct: Callable[[], GrowingBuffer]) -> GrowingBuffer:
         self.release(is_destroyed)
         growing = self._buffers[key] = construct()

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -14,6 +13,7 @@ from deepep_moe.group.rendezvous import agree, check_same, join
 from deepep_moe.integrations.common.warn_once import say_on
 from deepep_moe.integrations.huggingface import saving
 from deepep_moe.integrations.huggingface.proof import WEIGHTS, check, is_stack
+from deepep_moe.library import untraced
 from deepep_moe.nn import GroupedExperts, mark_experts
 from deepep_moe.nn.rank_parameters import RankExperts
 
@@ -44,6 +44,7 @@ class SpreadExperts(RankExperts):
         nn.Module.register_state_dict_pre_hook(self, saving.refuse_state_dict)
         self.check_wrappers()
 
+    @untraced
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Send hidden_states [num_tokens, hidden] to the experts top_k_index with top_k_weights, [num_tokens, num_topk].
         Collective over the buffer's group. Returns the shape of hidden_states.
@@ -62,16 +63,13 @@ class SpreadExperts(RankExperts):
     def _dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> DispatchOutput:
         self.check_wrappers()
         rows, most = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous(), self.buffer.num_max_tokens_per_rank
-        layer = 0  # in a graph, which serves all layers
-        if not torch.compiler.is_compiling():
-            layer = self._layer
-            saving.install()
-            if len(rows) > most:
-                raise ValueError(
-                    f"hidden_states has {len(rows)} tokens, more than num_max_tokens_per_rank, which is {most}; pass a larger number to "
-                    "spread_experts(model, num_max_tokens_per_rank=...)"
-                )
-        return self.buffer.dispatch(rows, top_k_index, top_k_weights.float(), num_recv_rows=GUESS, layer=layer)
+        saving.install()
+        if len(rows) > most:
+            raise ValueError(
+                f"hidden_states has {len(rows)} tokens, more than num_max_tokens_per_rank, which is {most}; pass a larger number to "
+                "spread_experts(model, num_max_tokens_per_rank=...)"
+            )
+        return self.buffer.dispatch(rows, top_k_index, top_k_weights.float(), num_recv_rows=GUESS, layer=self._layer)
 
     def _run_experts(self, out: DispatchOutput) -> Tensor:
         y: Tensor = self.experts(out.recv_x, out.handle.num_rows_per_expert)

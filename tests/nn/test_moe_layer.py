@@ -112,14 +112,19 @@ def test_layers_share_a_buffer():
     assert 0 < first < second, "a GPU's host guesses the rows of each layer apart"
 
 
-@pytest.mark.slow
-def test_compile_layer_fullgraph():
+def test_compiled_model_calls_layer_between_two_graphs():
     router, experts, shared = make_parts()
     layer = MoELayer(router, experts, shared, num_max_tokens_per_rank=8)
-    x = torch.randn(8, HIDDEN)
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):  # LocalExperts splits by counts; not needed from PyTorch 2.13
-        traced = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
-    torch.testing.assert_close(traced, layer(x))
+    x, modes, graphs = torch.randn(8, HIDDEN), modes_of_calls(layer.buffer), []
+
+    def model(x):
+        return layer(x.sin()).cos()
+
+    compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)(x)
+    assert len(graphs) == 2 and modes[0].layer > 0, "in a graph a call knows no layer"
+    assert torch.equal(compiled, model(x))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="forward"):
+        torch.compile(model, fullgraph=True, backend="eager")(x)
 
 
 class Returns(torch.nn.Module):

@@ -4,12 +4,9 @@ import functools
 from types import FunctionType
 from typing import Any, TypeVar
 
-import torch
-from torch._compile import _disable_dynamo
+from deepep_moe.library import untraced
 
 _Class = TypeVar("_Class", bound=type)
-_eval_frame: Any = torch._C._dynamo.eval_frame
-_CAN_MARK = hasattr(_eval_frame, "set_code_exec_strategy")
 _PROTOCOLS = {"__init__", "__call__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__"}
 
 
@@ -26,26 +23,13 @@ def outside_graphs(cls: _Class) -> _Class:
     return cls
 
 
-def outside_graph(function: Any) -> Any:
-    """Make a compiled function call `function` between two graphs, with what it calls.
-
-    The wrapper of `torch.compiler.disable` takes microseconds a call. PyTorch 2.13 can mark the function itself, which takes none.
-    """
-    if not _CAN_MARK:
-        return _disable_dynamo(function)
-    function._torchdynamo_disable = True  # it is not traced as a part of its caller
-    skip = _eval_frame._FrameAction.SKIP
-    _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))  # nor by itself
-    return function
-
-
 def _outside(member: object) -> Any:
     if isinstance(member, FunctionType):
-        return outside_graph(member)
+        return untraced(member)
     if isinstance(member, staticmethod):
-        return staticmethod(outside_graph(member.__func__))
+        return staticmethod(untraced(member.__func__))
     if isinstance(member, property):
-        return property(outside_graph(member.fget), member.fset, member.fdel, member.__doc__)
+        return property(untraced(member.fget), member.fset, member.fdel, member.__doc__)
     if isinstance(member, functools.cached_property):
-        return functools.cached_property(outside_graph(member.func))
+        return functools.cached_property(untraced(member.func))
     return member

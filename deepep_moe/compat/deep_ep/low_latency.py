@@ -10,10 +10,11 @@ from deepep_moe import _C
 from deepep_moe.arguments import as_int, check_is_tensor, check_tensor
 from deepep_moe.compat.deep_ep.arguments import detached
 from deepep_moe.compat.deep_ep.events import EventOverlap
-from deepep_moe.compat.deep_ep.graphs import outside_graph, outside_graphs
+from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.low_latency_buffers import DispatchHandle, LowLatencyBuffers, Waits, size_hint
 from deepep_moe.compat.deep_ep.streams import CommStream
 from deepep_moe.errors import EPMismatchError
+from deepep_moe.library import untraced
 from deepep_moe.low_latency.handle import LowLatencyOutput
 from deepep_moe.ops import ue8m0
 
@@ -126,7 +127,7 @@ class LowLatencyCalls:
             if stats is not None:
                 stats.add_(out.num_recv_tokens_per_expert)
 
-        @outside_graph
+        @untraced
         def receive() -> None:
             assert out.hook is not None
             with waits:
@@ -212,7 +213,7 @@ class LowLatencyCalls:
                 combined = buffer.combine(rows, native, topk_weights=weights, out=out, return_hook=return_recv_hook)
             return combined if return_recv_hook else (combined, None)
 
-        @outside_graph
+        @untraced
         def receive() -> None:
             assert hook is not None
             with waits:

@@ -18,6 +18,7 @@ from deepep_moe.integrations.deepspeed.autoep.router import BIAS, check_bias, ha
 from deepep_moe.integrations.deepspeed.buffers import Plan, Swapped, groups_of, ready, unswap, why_not_served
 from deepep_moe.integrations.deepspeed.native.layer import count_rows, lengthened, widened, with_gradient
 from deepep_moe.integrations.deepspeed.options import Layer
+from deepep_moe.library import untraced
 from deepep_moe.ops.weighted import weighted_sum
 
 # 0.19.7 and newer route tokens in a method, so that a library can take over between router and shared experts.
@@ -31,6 +32,7 @@ class PackedAutoEPMoELayer(Swapped, AutoEPMoELayer):
     the same objects. Where our dispatch cannot serve, DeepSpeed's own one runs, and one log line says why.
     """
 
+    @untraced
     def forward(self, hidden_states: Tensor) -> Any:
         """Take hidden_states [batch, sequence, hidden] in fp32, bf16 or fp16, and return what the replaced block of the model returns.
 

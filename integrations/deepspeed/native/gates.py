@@ -41,7 +41,6 @@ def decides_alike(gate: TopKGate, x: Tensor, used_token: Tensor | None) -> bool:
     return (
         used_token is None
         and torch.get_default_dtype() == torch.float32
-        and not torch.compiler.is_compiling()
         and type(gate) is TopKGate
         and not is_watched(gate)
         and not torch.is_autocast_enabled(x.device.type)

@@ -22,7 +22,6 @@ from torch.nn.modules import module as torch_module
 from torch.nn.modules.dropout import _DropoutNd
 
 from deepep_moe.exchange.by_expert import split_rows
-from deepep_moe.integrations.common.untraced import untraced
 from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights, Reader, name_of, read_known
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks, is_replaced
 from deepep_moe.library import Context, Function
@@ -36,7 +35,6 @@ from deepep_moe.ops.quantized import QuantizedRows
 _ALIGNMENT = 16  # matrices must begin at multiples of this many bytes for grouped products to read them in place
 
 
-@untraced
 def run_grouped(weights: Sequence[ExpertWeights], parts: Sequence[Tensor]) -> list[Tensor]:
     """Run all experts at once. parts: [..., num_rows, hidden] for each; those beyond the experts are empty. Returns the same shapes.
 
@@ -47,7 +45,6 @@ def run_grouped(weights: Sequence[ExpertWeights], parts: Sequence[Tensor]) -> li
     return list(_Apart.apply(y, counts, parts[0].shape[:-2]))
 
 
-@untraced
 def run_joined(
     weights: Sequence[ExpertWeights], rows: tuple[Tensor, ...], counts: Tensor | list[int], kept: KeptWeights | None = None,
     is_first_microbatch: bool | None = None,
@@ -58,7 +55,6 @@ def run_joined(
     return product_of(weights, kept, is_first_microbatch, biases)(rows, counts, parts, True)  # type: ignore[arg-type]  # a list will do
 
 
-@untraced
 def stacked(weights: Sequence[ExpertWeights], device: torch.device | None) -> tuple[Parts, tuple[Tensor | None, Tensor | None]]:
     """Return the matrices of all experts and their biases, [num_experts, ...], in the dtype of autocast on the device. None: in theirs."""
     dtype = None if device is None or not torch.is_autocast_enabled(device.type) else torch.get_autocast_dtype(device.type)
@@ -112,7 +108,6 @@ def check_fp8(weights: Sequence[ExpertWeights], x: Tensor) -> None:
 # ---- which experts ----
 
 
-@untraced
 def weights_of(experts: Sequence[nn.Module], option: bool | Reader) -> list[ExpertWeights] | str:
     """Return the weights of all experts; or the reason why grouped products could not stand for calls of the experts.
 

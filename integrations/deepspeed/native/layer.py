@@ -19,7 +19,6 @@ from deepep_moe.exchange.checks import BLOCKWISE, GUESS
 from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
 from deepep_moe.exchange.operators import joined
-from deepep_moe.integrations.common.untraced import untraced
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.buffers import Swapped, default_plan, groups_of, ready, why_not_served
 from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights
@@ -36,6 +35,7 @@ from deepep_moe.integrations.deepspeed.native.grouped import (
 from deepep_moe.integrations.deepspeed.native.routing import Routing, route
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks, is_replaced
 from deepep_moe.integrations.deepspeed.options import Layer
+from deepep_moe.library import untraced
 from deepep_moe.nn.balance import Copies, Parts, Planned
 from deepep_moe.nn.metrics import LayerMetrics
 from deepep_moe.ops.dense import nodes_per_token
@@ -66,6 +66,7 @@ class PackedMOELayer(Swapped, MOELayer):
         self.deepep_moe_plan = default_plan(self.num_local_experts, self.gate.k)
         self.deepep_moe_plan.layers.add(self)
 
+    @untraced
     def forward(self, *inputs: Tensor, **kwargs: Tensor | None) -> Tensor:
         """Take x [..., hidden] in fp32, bf16 or fp16, and used_token [num_tokens] or None.
 
@@ -95,7 +96,6 @@ class PackedMOELayer(Swapped, MOELayer):
         self.__dict__.update(l_aux=routing.l_aux, exp_counts=routing.exp_counts, deepep_moe_topk_idx=routing.topk_idx)
         return routing
 
-    @untraced
     def _forward_with_copies(self, growing: GrowingBuffer, x: Tensor, used_token: Tensor | None) -> Tensor:
         """Run the layer with copies of hot experts. Collective."""
         of_layer, buffer = self.deepep_moe_plan, growing.buffer

@@ -9,7 +9,6 @@ from deepspeed.moe.sharded_moe import TopKGate
 from torch import Tensor
 
 from deepep_moe.integrations.common.meanwhile import meanwhile
-from deepep_moe.integrations.common.untraced import untraced
 from deepep_moe.integrations.deepspeed.native import gates
 
 
@@ -52,7 +51,6 @@ def ask(gate: TopKGate, x: Tensor, used_token: Tensor | None) -> Any:
     return gate(x, used_token, True, False) if has_sparse_routes(type(gate).forward) else gate(x, used_token)
 
 
-@untraced
 @functools.cache
 def has_sparse_routes(forward: Any) -> bool:
     """Return whether the gate can return experts and weights per token, as in 0.19.4 and newer. A fourth argument is for Tutel."""

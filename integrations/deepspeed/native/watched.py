@@ -5,8 +5,6 @@ from typing import Any
 
 import torch
 
-from deepep_moe.integrations.common.untraced import untraced
-
 
 def has_hooks(module: torch.nn.Module) -> bool:
     """Return whether the module has hooks of its own."""
@@ -20,7 +18,6 @@ def is_replaced(module: torch.nn.Module) -> bool:
     return "forward" in module.__dict__ or not _has_own(module_class, module_class.forward)
 
 
-@untraced
 @functools.cache
 def _has_own(module_class: Any, forward: Any) -> bool:
     """Return whether the forward comes from the module in which its class was defined."""
