@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from benchmarks.layers.megatron_steps import te_version
+from deepep_moe.integrations.megatron.config_switches import selection
 from deepep_moe.integrations.megatron.patches import Patches
-from deepep_moe.integrations.megatron.plugin import selection
 from deepep_moe.library import Function
 
 
@@ -55,10 +55,11 @@ def grouped_layer(like: Any, *, seed: int, **sizes: Any) -> Any:
     """Build a layer with our dispatcher, sync-free, and grouped experts. Its weights are copies of those of the layer `like`, whose experts
     are a SequentialMLP."""
     from deepep_moe.integrations.megatron.grouped_experts import serve_experts
+    from deepep_moe.integrations.megatron.options import Options
 
     config, patches = layer_config("deepep_moe", **sizes), Patches()
     config.moe_expert_rank_capacity_factor = float(sizes["ep"])  # room for every routing
-    serve_experts(patches, lambda _: True)
+    serve_experts(patches, Options(experts="own"))
     try:
         layer = build_moe_layer(config, seed=seed)
     finally:

@@ -129,7 +129,7 @@ def model_config(name: str, dispatcher: str, *, dtype: str, exact: bool, ep: int
     and `others`, fields of the config. `exact`: a GPU computes the same bits in every run."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    from deepep_moe.integrations.megatron.plugin import selection
+    from deepep_moe.integrations.megatron.config_switches import selection
 
     stock = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": DEEP_EP}
     switches = NUMBERS[name] | (stock if dispatcher == DEEP_EP else selection(dispatcher)) | others

@@ -1,22 +1,29 @@
 """The buffers that the MoE layers of Megatron-Core share."""
 
+import contextlib
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import deepep_moe
-from deepep_moe.errors import BufferDestroyedError
+from deepep_moe.errors import BufferDestroyedError, EPCapacityError
 from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.integrations.common.registry import BufferRegistry
+from deepep_moe.integrations.megatron.config_switches import is_ours
 from deepep_moe.integrations.megatron.cuda_graphs import holds_calls
 from deepep_moe.integrations.megatron.metrics import Metrics
 from deepep_moe.integrations.megatron.options import Config, Options
-from deepep_moe.integrations.megatron.over_budget import agree, excess_error, is_judged_at_end, take_notes
 from deepep_moe.integrations.megatron.patches import Patches, Stock
-from deepep_moe.integrations.megatron.recv_capacity import RecvCapacity, capacity_factor_of
+from deepep_moe.integrations.megatron.recv_capacity import (
+    HOW_TO_GO_ON,
+    JUDGES,
+    RecvCapacity,
+    capacity_factor_of,
+    is_judged_at_end,
+    take_notes,
+)  # fmt: skip
 
 _OPTION = "num_max_tokens_per_rank of deepep_moe.integrations.megatron.enable(), the launcher's --num-max-tokens-per-rank,"
 
@@ -101,33 +108,30 @@ class LayerBuffers(BufferRegistry):
 
     def grow_capacity(self, times: float) -> None:
         for capacity in self._capacities:
-            capacity.grow(times)
+            if capacity.factor is not None:
+                capacity.factor *= times
 
-    def note_runner(self) -> None:
-        self.has_runner = True
+    def end_step(self, model: list[object], *, is_replay: bool = False) -> None:
+        """Raise what GPUs report of this step, for which the host waits, and EPCapacityError for rows without room (recv_capacity.py).
 
-    def end_step(self, model: list[object], *, is_ours: Callable[[Config], bool]) -> None:
-        """Raise what GPUs report of this step, for which the host waits. Does nothing where there is room for every routing and no call is
-        part of a CUDA graph. Collective over all ranks of the job where they agree on rows without room (over_budget.py)."""
+        model: the parts of the model on this rank. is_replay: a CUDA graph may have replayed the step. Does not wait where there is room
+        for every routing and no call is part of a CUDA graph. Collective over all ranks of the job where they agree.
+        """
         if _is_capturing():
-            return  # `end_replay` looks
-        if self._has_graphs or any(capacity.factor is not None and not capacity.has_runner for capacity in self._capacities):
-            self.check_replay()
-        self._judge(model, is_ours)
-
-    def end_replay(self, model: object, *, is_ours: Callable[[Config], bool]) -> None:
-        """End a step that a CUDA graph has replayed, as `end_step`. `model`: a part of a model, or all that this rank has."""
-        self.check_replay()
-        self._judge(model if isinstance(model, list) else [model], is_ours)
-
-    def _judge(self, model: list[object], is_ours: Callable[[Config], bool]) -> None:
+            return  # the replay's end looks
         capacities = [capacity for capacity in self._capacities if not capacity.has_runner]
-        if self._is_agreed(model, is_ours):
-            agree(capacities, _device_of_agreements())
-        elif take_notes(capacities):  # for layers whose config is not that of the model
-            raise excess_error(dist.get_rank())
+        if is_replay or self._has_graphs or any(capacity.factor is not None for capacity in capacities):
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()
+            for buffer in self.buffers():
+                buffer.check()
+        # A rank may find notes without an agreement, of layers whose config is not that of the model.
+        if (rank := take_notes(capacities, of_all_ranks=self._is_agreed(model))) is not None:
+            error = EPCapacityError(f"MoE layers of rank {rank} received more rows than they have room for in this step", rank=rank)
+            error.add_note(HOW_TO_GO_ON)
+            raise error
 
-    def _is_agreed(self, model: list[object], is_ours: Callable[[Config], bool]) -> bool:
+    def _is_agreed(self, model: list[object]) -> bool:
         """Return whether the step of this model ends with an agreement: the same on all ranks, those without MoE layers too."""
         if not model or self.has_runner:
             return False
@@ -138,13 +142,6 @@ class LayerBuffers(BufferRegistry):
         if not (hasattr(config, "moe_token_dispatcher_type") and is_ours(config)) or capacity_factor_of(config, self.options)[1] is None:
             return False
         return is_judged_at_end(config, parallel_state.get_expert_tensor_and_model_parallel_group())
-
-    def check_replay(self) -> None:
-        """Wait for the GPU, and raise what it reports of calls, those of a CUDA graph's replay too."""
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-        for buffer in self.buffers():
-            buffer.check()
 
     def close(self) -> None:
         """Destroy all buffers and refuse new ones. May be called any number of times."""
@@ -164,10 +161,46 @@ def serve_new_groups(patches: Patches, buffers: LayerBuffers) -> None:
             buffers.release(lambda group: group is forgotten)
 
 
+def serve_step_ends(patches: Patches, buffers: LayerBuffers) -> None:
+    """Let steps end with `buffers.end_step`: at the begin of `megatron.core.distributed.finalize_model_grads(model)`, and after each call
+    of a `FullCudaGraphWrapper`, which may be a replay without a line of Python in it. Or let a PagedStashRunner look."""
+    from megatron.core import distributed
+
+    @patches.around(distributed, "finalize_model_grads")
+    def judge(stock: Stock, model: list[object], *args: object, **kwargs: object) -> object:
+        try:
+            buffers.end_step(model)
+        except EPCapacityError:
+            for chunk in model:  # reductions of gradients may be under way, and the step is run again
+                if hasattr(chunk, "finish_grad_sync"):
+                    chunk.finish_grad_sync()
+            raise
+        return stock(model, *args, **kwargs)
+
+    setattr(distributed.finalize_model_grads, JUDGES, True)
+    with contextlib.suppress(ImportError):  # 0.13
+        from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+        @patches.around(FullCudaGraphWrapper, "__call__")
+        def run(stock: Stock, *args: object, **kwargs: Any) -> object:
+            result = stock(*args, **kwargs)
+            model = kwargs["model"]  # a part of a model, or all that this rank has
+            buffers.end_step(model if isinstance(model, list) else [model], is_replay=True)
+            return result
+
+    with contextlib.suppress(ImportError):  # before 0.19
+        from megatron.core.transformer.moe.paged_stash import PagedStashRunner
+
+        from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
+
+        @patches.around(PagedStashRunner, "__init__")
+        def construct(stock: Stock, runner: PagedStashRunner, /, *args: object, **kwargs: object) -> None:
+            stock(runner, *args, **kwargs)
+            buffers.has_runner = True  # all ranks make one
+            for layer in runner.moe_layers:
+                if isinstance(layer.token_dispatcher, NativeTokenDispatcher):
+                    layer.token_dispatcher.follow_runner()
+
+
 def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def _device_of_agreements() -> torch.device:
-    """Return the device whose tensors the default group reduces."""
-    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")

@@ -5,11 +5,10 @@ graphs need nothing. A graph that holds dispatch and combine needs calls whose h
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from deepep_moe.integrations.megatron.options import Config, Options
-from deepep_moe.integrations.megatron.patches import Patches, Stock
 
 _FIELDS = ("cuda_graph_modules", "cuda_graph_scope")  # from 0.19; before
 _MOE, _ROUTER, _ITERATION = "moe", "moe_router", "full_iteration"
@@ -81,17 +80,3 @@ def moe_part_hidden(config: Config) -> Iterator[None]:
     checked = next(field for field in _FIELDS if hasattr(config, field))
     names: Any = getattr(enums, "CudaGraphModule", None) or enums.CudaGraphScope
     setattr(config, checked, [*_parts_of(config, checked), names[_MOE]])
-
-
-def serve_full_graphs(patches: Patches, end: Callable[[object], None]) -> None:
-    """Let each step of `FullCudaGraphWrapper`, which may be a replay without a line of Python in it, end with `end(model)`."""
-    try:
-        from megatron.core.full_cuda_graph import FullCudaGraphWrapper
-    except ImportError:  # 0.13
-        return
-
-    @patches.around(FullCudaGraphWrapper, "__call__")
-    def run(stock: Stock, *args: object, **kwargs: object) -> object:
-        result = stock(*args, **kwargs)
-        end(kwargs["model"])
-        return result

@@ -25,19 +25,17 @@ from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
 from deepep_moe.integrations.common.warn_once import say_on
 from deepep_moe.integrations.megatron.buffers import LayerBuffers
 from deepep_moe.integrations.megatron.cuda_graphs import check_graphs, holds_calls
-from deepep_moe.integrations.megatron.fp8_experts import check_fp8
 from deepep_moe.integrations.megatron.gating import choice_for, stage_group
 from deepep_moe.integrations.megatron.grouped_experts import whose_experts
 from deepep_moe.integrations.megatron.options import Config
-from deepep_moe.integrations.megatron.over_budget import HOW_TO_GO_ON, is_judged_at_end
 from deepep_moe.integrations.megatron.recompute import Dispatched, record, recorded, take_recorded, trains
-from deepep_moe.integrations.megatron.recv_capacity import FACTOR_FIELD, RecvCapacity
-from deepep_moe.integrations.megatron.routing import choice_of_shards, repeat_for_tp, topk_from_dense
+from deepep_moe.integrations.megatron.recv_capacity import FACTOR_FIELD, HOW_TO_GO_ON, RecvCapacity, is_judged_at_end
+from deepep_moe.integrations.megatron.routing import choice_of_shards, repeat_for_tp
 from deepep_moe.integrations.megatron.shared_experts import SharedExperts, check_shared_overlap
 from deepep_moe.nn.balance import CALLS_OF_PLAN, Copies, Planned, has_hooks
 from deepep_moe.nn.metrics import LayerMetrics
 from deepep_moe.ops.fp8_products import check_products
-from deepep_moe.ops.lanes import weights_at
+from deepep_moe.ops.lanes import LanesOfMap, weights_at
 
 _NO_PADDING = (
     "moe_pad_expert_input_to_capacity is True, but deepep_moe sends no padding to reach a capacity; set it to False, also in inference "
@@ -68,18 +66,11 @@ class _CommManager(SimpleNamespace):
             self._capacity.factor = factor
 
 
-_Dispatched = tuple[Buffer, DispatchOutput, Callable[[], tuple[Buffer, DispatchOutput]] | None, Planned | None]
-"""The buffer and the output of a dispatch, `_Forward.settle` and `_Forward.planned`."""
-
-
 @dataclass
 class _Forward:
     """The state of one forward between its calls, except `topk_idx` and `hidden_shape`, which a CUDA graph of its first part hands over."""
 
     buffer: Buffer
-    num_calls: int
-    """Calls that `buffer` has seen when the forward's last call returned. If the forward fails while this number stays, it failed outside
-    of a call, and the peers have to be told."""
     out: DispatchOutput | None = None
     """The result of the dispatch, kept until the combine."""
     tokens_per_expert: torch.Tensor | None = None
@@ -92,6 +83,14 @@ class _Forward:
     settle: Callable[[], tuple[Buffer, DispatchOutput]] | None = None
     """`Buffer.settle` of a dispatch that has guessed its rows, until the combine. If a peer has had no room for its tokens, all ranks
     dispatch again into a larger buffer, which is returned then."""
+
+    def __post_init__(self) -> None:
+        self.note_call()
+
+    def note_call(self) -> None:
+        """Note the calls that `buffer` has seen. If the forward fails while this number stays, it failed outside of a call, and the peers
+        have to be told."""
+        self.num_calls = self.buffer.num_calls
 
 
 class NativeTokenDispatcher(MoEFlexTokenDispatcher):
@@ -106,8 +105,6 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             raise ValueError(
                 f"moe_apply_probs_on_input is True, but sums={buffers.options.sums!r} applies the probs to outputs; set it to False"
             )
-        if buffers.options.fp8:
-            check_fp8(config)
         # Not the flex dispatcher's own constructor: it would demand DeepEP and build its communication manager.
         MoETokenDispatcher.__init__(self, config=config, **groups)
         self.num_local_experts = num_local_experts
@@ -146,11 +143,10 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
     def join(self, layer: Any) -> None:
         """See the whole layer, once it is there. Raises ValueError for experts that are not those that options ask for."""
         name, is_ours = type(layer.experts).__name__, hasattr(type(layer.experts), "takes_counts_on_device")
-        if self._capacity is not None and not getattr(layer.experts, "takes_counts_on_device", False):
-            raise ValueError(
-                f"sync_free is asked for, but {name} reads its counts on the host; call enable(experts='own') (--experts own), which "
-                "says why grouped experts do not take its place, or leave out sync_free"
-            )
+        takes_counts = getattr(layer.experts, "takes_counts_on_device", False)
+        says_why = "call enable(experts='own') (--experts own), which says why grouped experts do not take its place"
+        if self._capacity is not None and not takes_counts:
+            raise ValueError(f"sync_free is asked for, but {name} reads its counts on the host; {says_why}, or leave out sync_free")
         if self._fp8 and not getattr(layer.experts, "takes_fp8_rows", False):
             raise ValueError(
                 f"fp8 is asked for, but {name} takes no fp8 rows; build the layer with SequentialMLP or TEGroupedMLP, whose place "
@@ -158,8 +154,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             )
         if self._num_slots > 0 and not is_ours:
             raise ValueError(
-                f"balance is given, but the layer has Megatron-Core's {name}, which runs no copies of experts; call "
-                "enable(experts='own') (--experts own), which says why grouped experts do not take its place, or leave out balance"
+                f"balance is given, but the layer has Megatron-Core's {name}, which runs no copies of experts; {says_why}, or leave out "
+                "balance"
             )
         if self.buffers.options.experts == "own" and not is_ours:
             raise ValueError(
@@ -168,10 +164,10 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             )
         self._layer = weakref.ref(layer)
         self.buffers.layers.add(layer)
-        takes_counts = self._capacity is None and not self._fp8 and getattr(layer.experts, "takes_counts_on_device", False)
         # Work beside the experts, and work that keeps their inputs, would have to run again with them.
         runs_apart = self._shared is not None or getattr(self.config, "overlap_moe_expert_parallel_comm", False)
-        self._guesses_rows = bool(takes_counts and not runs_apart and getattr(layer.experts, "is_fast", True))
+        is_plain = self._capacity is None and not self._fp8 and not runs_apart
+        self._guesses_rows = bool(is_plain and takes_counts and getattr(layer.experts, "is_fast", True))
 
     @property
     def _is_training(self) -> bool:
@@ -184,7 +180,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             return None
         return self.buffers.metrics.of(layer)
 
-    # ---- more rows than there is room for: over_budget.py ----
+    # ---- more rows than there is room for: recv_capacity.py ----
 
     def follow_runner(self) -> None:
         """Leave it to a PagedStashRunner to run steps again that have brought more rows than there is room for."""
@@ -219,7 +215,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         if hidden_states is None:  # a later part of a forward whose first part is a CUDA graph
             return forward(layer, hidden_states, *args, **kwargs)
         buffer = self._buffer_for(hidden_states)
-        self._forward = _Forward(buffer, buffer.num_calls)
+        self._forward = _Forward(buffer)
         copies = self._copies()
         last_call = 0 if copies is None else copies.slots.num_calls + (CALLS_OF_PLAN if recorded() is None else 1)
         self._runs_layer = True
@@ -230,7 +226,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
                 self._layer().experts.planned = None
                 copies.tell(error, last_call)
             notify_peers(self.buffer, error, self._current.num_calls, most=self._most)
-            self._forward = _Forward(self._current.buffer, self._current.num_calls)  # without the rows and the graph of this forward
+            self._forward = _Forward(self.buffer)  # without the rows and the graph of this forward
             if isinstance(error, EPCapacityError):
                 error.add_note(HOW_TO_GO_ON)
                 if (metrics := self._metrics_of_forward()) is not None:
@@ -335,7 +331,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         elif choice is not None:
             topk_idx, topk_weights = choice.topk_idx, choice.weights_for(probs)
         else:
-            topk_idx, topk_weights = topk_from_dense(routing_map.reshape(-1, num_experts), probs.reshape(-1, num_experts), num_topk)
+            topk_idx, topk_weights = LanesOfMap.apply(routing_map.reshape(-1, num_experts), probs.reshape(-1, num_experts), num_topk)
         topk_idx, topk_weights = repeat_for_tp(topk_idx, topk_weights, self.num_local_experts, self.tp_size)
         self.topk_idx = topk_idx.clone() if self._choice_is_overwritten else topk_idx
         return x, topk_weights
@@ -348,29 +344,21 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             self._shared.before_dispatch(hidden_states)
         first_run, counting = take_recorded(), self._metrics_of_forward()
         with _timed(counting, hidden_states):
-            buffer, out, settle, planned = (
-                self._dispatch(hidden_states, probs) if first_run is None else self._dispatch_again(hidden_states, probs, first_run)
-            )
-        # Before anything else can fail.
-        self._forward = _Forward(buffer, buffer.num_calls, out, counting=counting, planned=planned, settle=settle)
-        is_whole = planned is not None and planned.is_whole
-        self._forward.tokens_per_expert = counts = (
-            out.handle.num_rows_per_expert_on_host if is_whole else self._counts_for_experts(out.handle)
-        )
-        if planned is not None and planned.apart is not None:
-            self._forward.tokens_per_expert = counts + planned.apart.handle.num_rows_per_expert
-        if first_run is None and settle is None:
+            forward = self._dispatch(hidden_states, probs) if first_run is None else self._dispatch_again(hidden_states, probs, first_run)
+        self._forward, forward.counting = forward, counting  # before anything else can fail
+        out, planned = forward.out, forward.planned
+        assert out is not None and out.recv_topk_weights is not None and self.topk_idx is not None  # they were sent
+        forward.tokens_per_expert = self._counts_for_experts(out, planned)
+        if first_run is None and forward.settle is None:
             self._record(out.handle)
         if counting is not None:
-            counting.count(counts if planned is None else planned.rows_of_experts())
-            assert self.topk_idx is not None  # dispatch_preprocess has set it
-            counting.count_nodes(self.topk_idx if planned is None else planned.plan.topk_idx, buffer)
-        assert out.recv_topk_weights is not None  # they were sent
+            counting.count(forward.tokens_per_expert if planned is None else planned.rows_of_experts())
+            counting.count_nodes(self.topk_idx if planned is None else planned.plan.topk_idx, forward.buffer)
         if self._shared is not None:
             self._shared.after_dispatch(hidden_states, out.recv_x)
         return out.recv_x, out.recv_topk_weights
 
-    def _dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> _Dispatched:
+    def _dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> _Forward:
         num_tokens, self._hidden = hidden_states.shape
         growing = self._find(num_tokens, self._hidden, hidden_states.device)
         x, topk_idx, alignment = hidden_states.contiguous(), self.topk_idx, self.buffers.options.expert_alignment
@@ -381,7 +369,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             most = None if self._capacity is None else self._capacity.num_rows(growing.buffer, 1)
             planned = self._copies_for(growing.buffer).plan(topk_idx, experts.weights(), has_hooks(experts), most)
             topk_idx, of_copies = (planned.plan.topk_idx, None) if most is None else planned.split_choices()
-        notes_excess = self._notes_excess
+        noting = self._capacity if self._notes_excess else None
 
         def send_rows(buffer: Buffer, every_routing: bool) -> DispatchOutput:
             num_rows: int | str | None = GUESS if self._guesses_rows and not (planned is not None and planned.is_whole) else None
@@ -397,15 +385,14 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             try:
                 out = send_rows(buffer, every_routing=False)
             except EPCapacityError:  # on all ranks of the group, before any row was sent; not on GPUs
-                if not notes_excess:
+                if noting is None:
                     raise
-                assert self._capacity is not None  # excess is noted
-                self._capacity.note_excess(x.device)
+                noting.note_excess(x.device)
                 return send_rows(buffer, every_routing=True)
-            if notes_excess and self._capacity is not None and self._capacity.factor is not None:
-                self._capacity.note(out.handle)
+            if noting is not None and noting.factor is not None:
+                noting.note(out.handle)
                 if planned is not None and planned.apart is not None:
-                    self._capacity.note(planned.apart.handle)
+                    noting.note(planned.apart.handle)
             return out
 
         def explained(call: Callable[..., tuple[Buffer, DispatchOutput]], *dispatched: object) -> tuple[Buffer, DispatchOutput]:
@@ -414,13 +401,17 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             except ValueError as error:
                 # This is not checked before the call, because the call tells the peers, which would otherwise wait for this rank.
                 if bool((topk_idx >= growing.buffer.num_experts).any()):
-                    raise ValueError(self._explain_excess()) from error
+                    raise ValueError(
+                        f"a token is routed to more than moe_router_topk={self.config.moe_router_topk} of {self.config.num_moe_experts} "
+                        "experts; set moe_router_topk to the largest count"
+                    ) from error
                 raise
 
         buffer, out = explained(growing.dispatch)
-        return buffer, out, partial(explained, growing.settle, buffer, out) if out.handle.is_late else None, planned
+        settle = partial(explained, growing.settle, buffer, out) if out.handle.is_late else None
+        return _Forward(buffer, out, planned=planned, settle=settle)
 
-    def _dispatch_again(self, hidden_states: torch.Tensor, probs: torch.Tensor, first_run: Dispatched) -> _Dispatched:
+    def _dispatch_again(self, hidden_states: torch.Tensor, probs: torch.Tensor, first_run: Dispatched) -> _Forward:
         x, buffer, planned = hidden_states.contiguous(), first_run.buffer, None
         if first_run.choice is not None:
             experts = self._layer().experts
@@ -430,7 +421,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         if planned is not None and first_run.choice is not None and (of_copies := first_run.choice[2]) is not None:
             again = partial(buffer.dispatch, x, None, probs, handle=of_copies, fp8=self._fp8)
             planned.apart = notify_peers_on_failure(buffer, again)
-        return buffer, out, None, planned
+        return _Forward(buffer, out, planned=planned)
 
     def _record(self, handle: DispatchHandle) -> None:
         planned = self._current.planned
@@ -438,16 +429,11 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         apart = None if planned is None or planned.apart is None else planned.apart.handle
         record(Dispatched(self._current.buffer, handle, None if planned is None else (planned.plan, self.topk_idx, apart)))
 
-    def _counts_for_experts(self, handle: DispatchHandle) -> torch.Tensor:
-        if self._capacity is not None or self._guesses_rows:
-            return handle.num_rows_per_expert
-        return handle.num_rows_per_expert_on_host
-
-    def _explain_excess(self) -> str:
-        return (
-            f"a token is routed to more than moe_router_topk={self.config.moe_router_topk} of {self.config.num_moe_experts} experts; "
-            "set moe_router_topk to the largest count"
-        )
+    def _counts_for_experts(self, out: DispatchOutput, planned: Planned | None) -> torch.Tensor:
+        if (self._capacity is None and not self._guesses_rows) or (planned is not None and planned.is_whole):
+            return out.handle.num_rows_per_expert_on_host
+        counts = out.handle.num_rows_per_expert
+        return counts if planned is None or planned.apart is None else counts + planned.apart.handle.num_rows_per_expert
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -492,7 +478,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             combine = partial(buffer.combine, hidden_states.contiguous(), out.handle, forward.weights, bias=of_copies, fp8=self._fp8)
             combined = combine() if apart is None else notify_peers_on_failure(buffer, combine)
         forward.weights = None
-        forward.num_calls = forward.buffer.num_calls
+        forward.note_call()
         if planned is not None:
             combined = planned.fetch_in_backward(combined)
         # Not in combine_postprocess, which may be a CUDA graph of its own, while the shared experts began outside of it.
@@ -511,11 +497,11 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         assert settle is not None  # the dispatch has guessed
         forward.num_calls = -1  # if it raises, the dispatch has failed, which the peers know
         forward.buffer, settled = settle()
-        forward.num_calls = forward.buffer.num_calls
+        forward.note_call()
         self._record(settled.handle)
         if settled is out:
             return hidden_states, out
-        forward.tokens_per_expert = self._counts_for_experts(settled.handle)
+        forward.tokens_per_expert = self._counts_for_experts(settled, forward.planned)
         if forward.counting is not None:
             forward.counting.num_repeats += 1
         layer = self._layer()

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from deepep_moe.integrations.common.warn_once import warn_once
+from deepep_moe.integrations.megatron.config_switches import is_ours
 from deepep_moe.integrations.megatron.options import Config
 from deepep_moe.integrations.megatron.patches import Patches, Stock
 from deepep_moe.library import Context, Function
@@ -59,8 +60,8 @@ def _attach_choice(routing_map: torch.Tensor, probs: torch.Tensor, *lists: torch
     setattr(probs, _MAP, weakref.ref(routing_map))
 
 
-def serve_routers(patches: Patches, is_served: Callable[[Config], bool]) -> None:
-    """Let the gate choose, and compute scores for auxiliary losses, for routers whose config `is_served`.
+def serve_routers(patches: Patches) -> None:
+    """Let the gate choose, and compute scores for auxiliary losses, for routers of layers with our dispatcher.
 
     Megatron-Core's own routing runs where the gate cannot, and one log line says why. The gate takes only fp32 logits, because
     Megatron-Core rounds scores to the dtype of the logits before it chooses. It does not run while a router replays or records, with fused
@@ -97,7 +98,7 @@ def serve_routers(patches: Patches, is_served: Callable[[Config], bool]) -> None
 
     @patches.around(router.TopKRouter, "routing")
     def route(stock: Stock, module: router.TopKRouter, /, *args: object, **kwargs: object) -> object:
-        served.append(module.config if is_served(module.config) else None)
+        served.append(module.config if is_ours(module.config) else None)
         try:
             return stock(module, *args, **kwargs)
         finally:

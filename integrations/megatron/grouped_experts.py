@@ -4,32 +4,34 @@
 `GroupedMLP` takes the place of either. It has its constructor, outputs and checkpoints, and runs `deepep_moe.ops.grouped_mlp`.
 """
 
-import contextlib
 import copy
 import functools
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 
-from deepep_moe.integrations.megatron.options import Config
+from deepep_moe.integrations.megatron.config_switches import is_ours
+from deepep_moe.integrations.megatron.options import Config, Options
 from deepep_moe.integrations.megatron.patches import Patches, Stock
 from deepep_moe.integrations.megatron.stacked_checkpoint import mark_stack, stack_sharded
 from deepep_moe.nn.balance import Parts, Planned
-from deepep_moe.ops.fp8_kept import NothingKept
+from deepep_moe.ops.fp8_kept import KeptWeights, NothingKept, is_captured
+from deepep_moe.ops.fp8_products import check_widths
 from deepep_moe.ops.grouped_mlp import Activation, clear_tail, grouped_mlp
 from deepep_moe.ops.grouped_products import why_not_grouped
 
 _KINDS = ("weight", "bias")
-REFUSED = {
-    "fp8": "leave it out",
+_LAYERS = ("linear_fc1", "linear_fc2")
+_REFUSED = {
     "fp4": "leave it out",
     "use_te_activation_func": "set it to False (drop --use-te-activation-func)",
     "activation_func_fp8_input_store": "set it to False",
@@ -44,6 +46,11 @@ _REFUSED_FOR_TE = {
     "quant_recipe": "leave it out",
 }
 """Those that SequentialMLP does not honour either, but TEGroupedMLP does."""
+_REFUSED_WITH_FP8 = {
+    "fp8_param": "set it to False (drop --fp8-param-gather), as experts quantize their bf16 weights in each pass",
+    "add_bias_linear": "set it to False (--disable-bias-linear)",
+    "moe_apply_probs_on_input": "set it to False",
+}
 
 
 WeightGradient = Callable[[Tensor | None], Tensor]
@@ -57,11 +64,15 @@ class GroupedMLP(SequentialMLP):
     because Megatron's DDP has a hook for each parameter. Views of one memory would not survive its buffers, which move parameters.
 
     State dicts nevertheless have the names and tensors of the class whose place this one takes, so checkpoints of either class load.
-    SequentialMLP's own modules, without parameters, make and read sharded ones, in whichever form this Megatron-Core has. These modules
-    are `local_experts` only while they do so. A search for modules to hook, to adapt or to quantize finds no experts that nobody calls.
+    SequentialMLP's own modules, without parameters, make sharded ones, in whichever form this Megatron-Core has. These modules are
+    `local_experts` only while they do so. A search for modules to hook, to adapt or to quantize finds no experts that nobody calls.
 
     Biases have names that end with `.bias`, by which Megatron-Core leaves out weight decay. Optimizers for matrices only, such as Muon,
     see parameters of three dimensions.
+
+    With fp8 it gets `QuantizedRows`, and all products of both passes take fp8. Megatron-Core's schedules call `set_is_first_microbatch()`
+    of the model before the first micro-batch of a step, as for TransformerEngine's modules. From then on that forward quantizes the
+    weights, and those of the other micro-batches use its copies.
 
     Raises ValueError for settings that it does not honour. While it is constructed, the experts of one layer are in memory twice.
     """
@@ -69,16 +80,19 @@ class GroupedMLP(SequentialMLP):
     takes_counts_on_device = True
     """For `sync_free`, and for rows that a dispatch has guessed, whose tail may hold anything."""
 
-    takes_fp8_rows = False
+    is_first_microbatch: bool | None = None
+    """Whether the next forward with fp8 is the first of a step. None: not set yet, and each forward quantizes. Forwards set it to False."""
 
     planned: Planned | None = None
     """The copies of the next forward, which the dispatcher has planned."""
 
     _frame: Any
 
-    def __init__(self, num_local_experts: int, config: Config, submodules: Any, *args: Any, is_te: bool = False, **kwargs: Any):
+    def __init__(
+        self, num_local_experts: int, config: Config, submodules: Any, *args: Any, is_te: bool = False, fp8: bool = False, **kwargs: Any
+    ):
         """`is_te`: this takes the place of a TEGroupedMLP, not of a SequentialMLP."""
-        self.check_config(config, is_te)
+        _check_config(config, is_te, fp8)
         if is_te:
             submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         of_frame = copy.copy(config)
@@ -88,11 +102,10 @@ class GroupedMLP(SequentialMLP):
             of_frame.init_method = of_frame.output_layer_init_method = _leave
         super().__init__(num_local_experts, of_frame, submodules, *args, **kwargs)
         self.config = config
-        self._is_te = is_te
+        self._is_te, self.takes_fp8_rows = is_te, fp8
+        self.kept_weights = KeptWeights()
         self.__dict__["_frame"] = self._modules.pop("local_experts")
-        self.linear_fc1, self.linear_fc2 = (
-            _Stacked([getattr(expert, name) for expert in self._frame], config, is_te) for name in ("linear_fc1", "linear_fc2")
-        )
+        self.linear_fc1, self.linear_fc2 = (_Stacked([getattr(expert, name) for expert in self._frame], config) for name in _LAYERS)
         if draws:
             self._draw_as_te()
         # The order in which the class whose place this one takes has parameters: expert by expert, or layer by layer.
@@ -106,7 +119,6 @@ class GroupedMLP(SequentialMLP):
         for linear in (self.linear_fc1, self.linear_fc2) if self._delays else ():
             weight: Any = linear.weight
             weight.skip_backward_post_hook = True  # Megatron's DDP then registers its hook with the layer
-        self.register_load_state_dict_post_hook(_collapse)
 
     @torch.no_grad()
     def _draw_as_te(self) -> None:
@@ -115,19 +127,6 @@ class GroupedMLP(SequentialMLP):
             for weight in linear.weight:
                 with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                     draw(weight)
-
-    @classmethod
-    def check_config(cls, config: Config, is_te: bool) -> None:
-        """Raise ValueError for settings that these experts do not honour."""
-        if (reason := why_not_honoured(config, cls.refused(is_te))) is not None:
-            raise ValueError(f"{reason}, or keep Megatron-Core's experts: experts='framework' (--experts framework)")
-        if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
-            raise ValueError(f"moe_apply_probs_on_input is True with moe_router_topk={config.moe_router_topk}; it needs moe_router_topk=1")
-
-    @staticmethod
-    def refused(is_te: bool) -> dict[str, str]:
-        """Return the settings that these experts do not honour, and what to do."""
-        return REFUSED | (_REFUSED_FOR_TE if is_te else {})
 
     @property
     def is_fast(self) -> bool:
@@ -155,20 +154,25 @@ class GroupedMLP(SequentialMLP):
             rows, probs = (scale * clear_tail(rows, tokens_per_expert)).to(rows.dtype), None
         (w1, b1), (w2, b2) = self.linear_fc1(), self.linear_fc2()
         planned, self.planned = self.planned, None
+        tensors = (rows,) if probs is None else (rows, probs)
         if planned is not None:
             assert isinstance(tokens_per_expert, Tensor)  # as the dispatcher gives it
-            tensors = (rows,) if probs is None else (rows, probs)
             return planned.run(self._product, tensors, tokens_per_expert, self._main_grads), None
-        output = grouped_mlp(
-            rows, tokens_per_expert, w1, w2, b1=b1, b2=b2, probs=probs, delay=self._delay if self._delays else None,
-            main_grads=self._main_grads, **self._how(), **self._copies_of_weights(w1, w2),
-        )  # fmt: skip
-        return output, None
+        return self._product(tensors, tokens_per_expert, Parts(w1, w2), True, b1, b2), None
 
-    def _product(self, rows: tuple[Tensor, ...], counts: Tensor, weights: Parts, is_home: bool) -> Tensor:
+    def _product(
+        self, rows: tuple[Tensor, ...], counts: Tensor | list[int], weights: Parts, is_home: bool,
+        b1: Tensor | None = None, b2: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        how: dict[str, Any] = {"kept": NothingKept()}
+        if is_home:
+            delay = self._delay if self._delays else None
+            how = {"main_grads": self._main_grads, "delay": delay, **self._copies_of_weights(*weights)}
         x, probs = rows if len(rows) == 2 else (rows[0], None)
-        how = {"main_grads": self._main_grads, **self._copies_of_weights(*weights)} if is_home else {"kept": NothingKept()}
-        return grouped_mlp(x, counts, weights.up, weights.down, probs=probs, **how, **self._how())
+        return grouped_mlp(
+            x, counts, weights.up, weights.down, b1=b1, b2=b2, probs=probs, activation=self._activation,
+            recompute_activation=self._recompute_activation, zero_tail=False, **how,
+        )  # fmt: skip
 
     def weights(self) -> Parts:
         """Return the weights for a fetch, after the hooks that make them ready. Raises ValueError for Megatron's FSDP, which may take them
@@ -181,12 +185,20 @@ class GroupedMLP(SequentialMLP):
     def _main_grads(self) -> tuple[Tensor | None, Tensor | None]:
         return self.linear_fc1.main_grad, self.linear_fc2.main_grad
 
-    def _how(self) -> dict[str, Any]:
-        return {"activation": self._activation, "recompute_activation": self._recompute_activation, "zero_tail": False}
-
     def _copies_of_weights(self, w1: Tensor, w2: Tensor) -> dict[str, Any]:
-        """Return the arguments of `grouped_mlp` that say whether this forward shares copies of the weights. Here it has none."""
-        return {}
+        """Return the arguments of `grouped_mlp` that say whether this forward shares fp8 copies of the weights."""
+        if is_captured(w1):
+            self.kept_weights.release()  # of forwards before the capture
+            return {}
+        if not self.takes_fp8_rows or self.is_first_microbatch is None or getattr(self.config, "disable_parameter_transpose_cache", False):
+            return {}
+        is_first = self.is_first_microbatch or not self.kept_weights.has(w1, w2)
+        self.is_first_microbatch = False
+        return {"kept": self.kept_weights, "is_first_microbatch": is_first}
+
+    def release_fp8_weights(self) -> None:
+        """Drop the fp8 copies of the weights. The next forward makes new ones, if it shares them with others."""
+        self.kept_weights.release()
 
     def _delay(self, name: str, compute: WeightGradient) -> None:
         self._due.append((self.linear_fc1 if name == "w1" else self.linear_fc2, compute))
@@ -200,78 +212,76 @@ class GroupedMLP(SequentialMLP):
 
     # ---- checkpoints ----
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the class whose place this one takes does: an entry for each expert, in the stacked parameters' memory."""
-        with contextlib.nullcontext() if self._is_te else self._expanded():
-            return super().state_dict(*args, **kwargs)
+    def _save_to_state_dict(self, destination: dict[str, object], prefix: str, keep_vars: bool) -> None:
+        """Save what the class whose place this one takes does: an entry for each expert, in the stacked parameters' memory."""
+        for name, value in self._of_experts(self._is_te).items():
+            destination[prefix + name] = value if value is None or keep_vars else value.detach()
+
+    @torch.no_grad()
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        """Read the entries of either class, or of stacked parameters, which sharded checkpoints have."""
+        given = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        is_te = "linear_fc1.weight0" in given or (self._is_te and not any(name.startswith("local_experts.") for name in given))
+        entries = dict(self.named_parameters()) if "linear_fc1.weight" in given else self._of_experts(is_te)
+        for name, entry in entries.items():
+            if entry is None or name.endswith("_extra_state"):
+                continue
+            if (loaded := given.get(name)) is None:
+                missing_keys.append(prefix + name)
+            elif loaded.shape != entry.shape:
+                shapes = f"{list(loaded.shape)} in the checkpoint, {list(entry.shape)} here"
+                error_msgs.append(f"size mismatch for {prefix}{name}: {shapes}")
+            else:
+                entry.copy_(loaded)
+        unexpected_keys += [prefix + name for name in given if name not in entries and "._extra_state" not in name]
+
+    def _of_experts(self, is_te: bool) -> dict[str, Tensor | None]:
+        """Return the entries of TEGroupedMLP's state dict, or of SequentialMLP's. Extra states say that there is none."""
+        entries: dict[str, Tensor | None] = {}
+        places = [(layer, index) for layer in _LAYERS for index in range(self.num_local_experts)]
+        for layer, index in places if is_te else sorted(places, key=lambda place: place[1]):
+            for kind, parameter in getattr(self, layer).named_parameters():
+                entries[f"{layer}.{kind}{index}" if is_te else f"local_experts.{index}.{layer}.{kind}"] = parameter[index]
+            if not is_te:
+                entries[f"local_experts.{index}.{layer}._extra_state"] = None
+            elif index == self.num_local_experts - 1:
+                entries[f"{layer}._extra_state"] = torch.empty(0, dtype=torch.uint8)
+        return entries
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: object = None) -> dict[str, Any]:
         """Return entries that save and load what SequentialMLP's do, one for each stacked parameter. The optimizer finds it by them."""
-        with self._expanded():
-            entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        for name, kind, parameter in self._stacked_parameters():
-            of_experts = [entries.pop(f"{prefix}local_experts.{index}.{name}.{kind}") for index in range(self.num_local_experts)]
-            entries[f"{prefix}{name}.{kind}"] = stack_sharded(of_experts, parameter, f"{prefix}experts.{name}.{kind}")
-        return entries
-
-    def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: object) -> None:
-        is_stacked = f"{prefix}linear_fc1.weight" in state_dict  # sharded checkpoints have them
-        has_frame = any(name.startswith(f"{prefix}local_experts.") for name in state_dict)
-        is_te = not is_stacked and (f"{prefix}linear_fc1.weight0" in state_dict or (self._is_te and not has_frame))
-        for linear in (self.linear_fc1, self.linear_fc2):
-            linear.reads_te = is_te
-        if not is_te:
-            if not is_stacked:
-                self._expand()
-            self._modules["local_experts"] = self._frame
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _stacked_parameters(self) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
-        for name in ("linear_fc1", "linear_fc2"):
-            for kind, parameter in getattr(self, name).named_parameters():
-                yield name, kind, parameter
-
-    def _expand(self) -> None:
-        """Give the frame the parameters of each expert, which are views."""
-        for name, kind, parameter in self._stacked_parameters():
+        stacked = [(layer, *named) for layer in _LAYERS for named in getattr(self, layer).named_parameters()]
+        for layer, kind, parameter in stacked:
             for expert, view in zip(self._frame, parameter.detach(), strict=True):
-                getattr(expert, name)._parameters[kind] = torch.nn.Parameter(view, parameter.requires_grad)
-
-    @contextlib.contextmanager
-    def _expanded(self) -> Iterator[None]:
-        self._expand()
+                getattr(expert, layer)._parameters[kind] = torch.nn.Parameter(view, parameter.requires_grad)
         self._modules["local_experts"] = self._frame
         try:
-            yield
+            entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         finally:
-            _collapse(self)
-
-
-def _collapse(experts: GroupedMLP, incompatible_keys: Any = None) -> None:
-    """Take the parameters from the frame. Those that a load has put there instead of filling the views are copied."""
-    for name, kind, parameter in experts._stacked_parameters():
-        for expert, view in zip(experts._frame, parameter.detach(), strict=True):
-            linear = getattr(expert, name)
-            loaded = linear._parameters[kind]
-            if loaded is not None and loaded.data_ptr() != view.data_ptr():
-                view.copy_(loaded.detach())
-            linear._parameters[kind] = None
-    experts._modules.pop("local_experts", None)
+            del self._modules["local_experts"]
+            for layer, kind, _ in stacked:
+                for expert in self._frame:
+                    getattr(expert, layer)._parameters[kind] = None
+        for layer, kind, parameter in stacked:
+            of_experts = [entries.pop(f"{prefix}local_experts.{index}.{layer}.{kind}") for index in range(self.num_local_experts)]
+            entries[f"{prefix}{layer}.{kind}"] = stack_sharded(of_experts, parameter, f"{prefix}experts.{layer}.{kind}")
+        return entries
 
 
 class _Stacked(torch.nn.Module):
-    """The weights and biases of one linear layer of all experts. They are taken from the layers, which keep none."""
+    """The weights and biases of one linear layer of all experts. They are taken from the layers, which keep none. The module of the experts
+    saves and loads them."""
 
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
 
-    reads_te = False
-    """The state dict that is being loaded has TEGroupedMLP's names."""
-
-    def __init__(self, linears: list[Any], config: Config, is_te: bool):
+    def __init__(self, linears: list[Any], config: Config):
         super().__init__()
         self._hooks: list[Callable[[], None]] = []
-        self._is_te, self._fuses = is_te, bool(config.gradient_accumulation_fusion)
+        self._fuses = bool(config.gradient_accumulation_fusion)
         self._noting = 0  # the id of the weight that `_note_main_grad` is a hook of
         for kind in _KINDS:
             self.register_parameter(kind, _stack([linear._parameters.get(kind) for linear in linears]))
@@ -317,40 +327,11 @@ class _Stacked(torch.nn.Module):
         for hook in self._hooks:
             hook()
 
-    # ---- checkpoints ----
+    def _save_to_state_dict(self, *args: object) -> None:
+        pass
 
-    def _save_to_state_dict(self, destination: dict[str, object], prefix: str, keep_vars: bool) -> None:
-        """Save TEGroupedMLP's entries, or nothing, as the frame does."""
-        if not self._is_te:
-            return
-        for index in range(len(self.weight)):
-            for kind, parameter in self.named_parameters():
-                destination[f"{prefix}{kind}{index}"] = (parameter if keep_vars else parameter.detach())[index]
-        destination[f"{prefix}_extra_state"] = torch.empty(0, dtype=torch.uint8)  # it says that there is none
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool,
-        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
-        if not self.reads_te:
-            with torch.no_grad():
-                for kind, parameter in self.named_parameters():
-                    if (loaded := state_dict.get(prefix + kind)) is not None:
-                        parameter.copy_(loaded)
-            return
-        views = {
-            f"{prefix}{kind}{index}": view
-            for kind, parameter in self.named_parameters()
-            for index, view in enumerate(parameter.detach())
-        }  # fmt: skip
-        for name, view in views.items():
-            if (loaded := state_dict.get(name)) is None:
-                missing_keys.append(name)
-            elif loaded.shape != view.shape:
-                error_msgs.append(f"size mismatch for {name}: {list(loaded.shape)} in the checkpoint, {list(view.shape)} here")
-            else:
-                view.copy_(loaded.detach())
-        unexpected_keys += [name for name in state_dict if name.startswith(prefix) and name not in views and "._extra_state" not in name]
+    def _load_from_state_dict(self, *args: object) -> None:
+        pass
 
 
 def _leave(weight: Tensor) -> Tensor:
@@ -371,8 +352,35 @@ def _stack(parameters: list[Any]) -> torch.nn.Parameter | None:
 # ---- configuration ----
 
 
-def why_not_honoured(config: Config, refused: dict[str, str]) -> str | None:
-    """Return which setting among `refused`, or which value of another one, grouped experts do not honour, and what to do."""
+def _check_config(config: Config, is_te: bool, fp8: bool) -> None:
+    """Raise ValueError for settings that grouped experts do not honour, and for a layer whose rows cannot travel as fp8."""
+    if (reason := _why_not_honoured(config, is_te, fp8)) is not None:
+        raise ValueError(f"{reason}, or keep Megatron-Core's experts: experts='framework' (--experts framework)")
+    if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
+        raise ValueError(f"moe_apply_probs_on_input is True with moe_router_topk={config.moe_router_topk}; it needs moe_router_topk=1")
+    if not fp8:
+        return
+    if config.fp8 and config.fp8_recipe != "blockwise":
+        raise ValueError(
+            f"fp8_recipe is {config.fp8_recipe!r}, but deepep_moe's experts have scales of blocks; set it to 'blockwise' "
+            "(--fp8-recipe blockwise), or leave out fp8 of enable()"
+        )
+    if getattr(config, "first_last_layers_bf16", False):
+        raise ValueError("first_last_layers_bf16 is True, but fp8 of enable() is for all MoE layers; set it to False, or leave out fp8")
+    if config.params_dtype != torch.bfloat16:
+        raise ValueError(f"params_dtype is {config.params_dtype}, but fp8 experts take bf16 rows; train in bf16 (--bf16)")
+    name = "moe_latent_size" if getattr(config, "moe_latent_size", None) else "hidden_size"
+    check_widths(**{name: getattr(config, name)}, moe_ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size)
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        raise ValueError(
+            "overlap_moe_expert_parallel_comm is True, whose schedule frees rows that fp8 experts share; set it to False, or leave out fp8 "
+            "of enable()"
+        )
+
+
+def _why_not_honoured(config: Config, is_te: bool, fp8: bool) -> str | None:
+    """Return which setting grouped experts do not honour, and what to do."""
+    refused = (_REFUSED_WITH_FP8 if fp8 else {"fp8": "leave it out"}) | _REFUSED | (_REFUSED_FOR_TE if is_te else {})
     for name, fix in refused.items():
         if getattr(config, name, None):
             return f"{name} is {getattr(config, name)!r}, which grouped experts do not support; {fix}"
@@ -424,36 +432,46 @@ def _gated(inner: Tensor, *, function: Callable[[Tensor], Tensor], clamp: float 
 # ---- whose place they take ----
 
 
-def serve_experts(
-    patches: Patches, is_ours: Callable[[Config], bool], experts: type[GroupedMLP] = GroupedMLP, *, insists: bool = True
-) -> None:
-    """Let `SequentialMLP(...)` and `TEGroupedMLP(...)` construct `experts` for the configs of which `is_ours` is true.
+def serve_experts(patches: Patches, options: Options) -> None:
+    """Let `SequentialMLP(...)` and `TEGroupedMLP(...)` construct grouped experts for configs that select this library.
 
-    With `insists` they do so always, and a config that grouped experts do not honour is ValueError. Otherwise they do so where grouped
-    experts are fast and honour the config. `whose_experts` says which experts there are.
+    With `experts="own"` and with fp8 they do so always, and a config that grouped experts do not honour is ValueError. Otherwise they do so
+    where grouped experts are fast and honour the config. `whose_experts` says which experts there are.
 
     Layer specs have the classes in several forms and were often made before. All of them call them. Their `__init__` is replaced and not
     their `__new__`, because Python does not forget a `__new__` that is taken back.
     """
+    insists = options.experts == "own" or options.fp8
+
+    def construct(
+        stock_class: type, stock: Stock, module: Any, num_local_experts: int, config: Config, *args: object, **kwargs: object
+    ) -> None:
+        is_te, is_served = stock_class is TEGroupedMLP, type(module) is stock_class and is_ours(config)
+        reason = None
+        if is_served and not insists:
+            reason = _why_not_honoured(config, is_te, fp8=False) or _why_not_trained() or _why_not_fast(config)
+        if not is_served or reason is not None:
+            stock(module, num_local_experts, config, *args, **kwargs)
+            if reason is not None:
+                module.why_not_grouped = reason
+            return
+        module.__class__ = GroupedMLP
+        GroupedMLP.__init__(module, num_local_experts, config, *args, is_te=is_te, fp8=options.fp8, **kwargs)
+
     for stock_class in (SequentialMLP, TEGroupedMLP):
-        patches.around(stock_class, "__init__")(functools.partial(_construct, stock_class, is_ours, experts, insists))
+        patches.around(stock_class, "__init__")(functools.partial(construct, stock_class))
 
 
-def _construct(
-    stock_class: type, is_ours: Callable[[Config], bool], experts: type[GroupedMLP], insists: bool, stock: Stock, module: Any,
-    num_local_experts: int, config: Config, *args: object, **kwargs: object,
-) -> None:  # fmt: skip
-    is_te, is_served = stock_class is TEGroupedMLP, type(module) is stock_class and is_ours(config)
-    reason = None
-    if is_served and not insists:
-        reason = why_not_honoured(config, experts.refused(is_te)) or _why_not_trained() or _why_not_fast(config)
-    if not is_served or reason is not None:
-        stock(module, num_local_experts, config, *args, **kwargs)
-        if reason is not None:
-            module.why_not_grouped = reason
-        return
-    module.__class__ = experts
-    experts.__init__(module, num_local_experts, config, *args, is_te=is_te, **kwargs)
+def serve_first_microbatches(patches: Patches) -> None:
+    """Let `set_is_first_microbatch()` of a model reach fp8 experts whatever the config's `fp8` is, without which Megatron-Core does
+    nothing in it."""
+
+    @patches.around(MegatronModule, "set_is_first_microbatch")
+    def set_in_all(stock: Stock, model: MegatronModule) -> None:
+        stock(model)
+        for module in model.modules():
+            if isinstance(module, GroupedMLP):
+                module.is_first_microbatch = True
 
 
 def whose_experts(experts: object) -> str:

@@ -5,6 +5,7 @@ count: in training mode, with a backward to come, and once if they are recompute
 """
 
 import collections
+import inspect
 import itertools
 import weakref
 from typing import Any
@@ -93,24 +94,20 @@ class Metrics:
 
 def serve_reports(patches: Patches, metrics: Metrics) -> None:
     """Let Megatron-Core's report of MoE losses write the metrics too. It is made on all ranks, in every step."""
-    owner, name = _report()
-
-    @patches.around(owner, name)
-    def report(stock: Stock, *args: Any, **kwargs: Any) -> object:
-        result = stock(*args, **kwargs)
-        arguments = dict(zip(("self", *_ARGUMENTS) if name == "report" else _ARGUMENTS, args, strict=False)) | kwargs
-        metrics.write(arguments["iteration"], arguments.get("writer"), arguments.get("wandb_writer"))
-        return result
-
-
-_ARGUMENTS = ("loss_scale", "iteration", "writer", "wandb_writer")
-
-
-def _report() -> tuple[Any, str]:
+    owner: Any
     try:
         from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
     except ImportError:  # before 0.18
         from megatron.core.transformer.moe import moe_utils
 
-        return moe_utils, "track_moe_metrics"
-    return MoEMetricsTracker, "report"
+        owner, name = moe_utils, "track_moe_metrics"
+    else:
+        owner, name = MoEMetricsTracker, "report"
+    signature = inspect.signature(getattr(owner, name))
+
+    @patches.around(owner, name)
+    def report(stock: Stock, *args: Any, **kwargs: Any) -> object:
+        result = stock(*args, **kwargs)
+        arguments = signature.bind(*args, **kwargs).arguments
+        metrics.write(arguments["iteration"], arguments.get("writer"), arguments.get("wandb_writer"))
+        return result

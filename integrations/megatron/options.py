@@ -50,7 +50,10 @@ class Options:
         if self.fp8:
             self._check_fp8()
         if self.balance is not None:
-            self._check_balance()
+            check_is_balance(self.balance)
+            if self.experts == "framework" or self.sums != "ranks":
+                name = "sums" if self.sums != "ranks" else "experts='framework'"
+                raise ValueError(f"balance and {name} are given; copies of experts do not go with it; leave one of the two out")
         if self.recv_capacity_factor is not None:
             check_capacity_factor("recv_capacity_factor", self.recv_capacity_factor)
             if not self.sync_free:
@@ -64,14 +67,6 @@ class Options:
         if self.expert_alignment == 1:
             object.__setattr__(self, "expert_alignment", GROUP_ALIGNMENT)
         check_alignment("expert_alignment", self.expert_alignment)
-
-    def _check_balance(self) -> None:
-        check_is_balance(self.balance)
-        for name, is_given in (
-            ("experts='framework'", self.experts == "framework"), ("sums", self.sums != "ranks"),
-        ):  # fmt: skip
-            if is_given:
-                raise ValueError(f"balance and {name} are given; copies of experts do not go with it; leave one of the two out")
 
 
 def check_capacity_factor(name: str, value: object) -> None:

@@ -18,7 +18,7 @@ class Patches:
 
     def set(self, owner: object, name: str, value: object) -> None:
         """Replace or create `owner.name`, and remember what to restore."""
-        self._saved.append((owner, name, vars(owner).get(name, _MISSING), value))
+        self._saved.append((owner, name, _own(owner, name), value))
         setattr(owner, name, value)
 
     def around(self, owner: object, name: str) -> Callable[[Callable[..., object]], None]:
@@ -39,9 +39,14 @@ class Patches:
         """Undo all replacements, the newest first, except those that somebody else has replaced since."""
         while self._saved:
             owner, name, value, ours = self._saved.pop()
-            if vars(owner).get(name, _MISSING) is not ours:
+            if _own(owner, name) is not ours:
                 continue
             if value is _MISSING:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
+
+
+def _own(owner: object, name: str) -> object:
+    """Return what `owner` itself, not a base of it, has under this name."""
+    return vars(owner).get(name, _MISSING) if hasattr(owner, "__dict__") else getattr(owner, name)  # without one it has slots

@@ -5,80 +5,25 @@ Megatron-Core has no registry of dispatchers. Its MoE layer builds `moe_layer.Mo
 for it and the previous class for all others.
 """
 
-import dataclasses
 import functools
 import logging
-import typing
-from typing import Any
+from typing import TYPE_CHECKING
 
 from deepep_moe.errors import EPError
 from deepep_moe.integrations.common.warn_once import warn_once
-from deepep_moe.integrations.megatron.buffers import LayerBuffers
+from deepep_moe.integrations.megatron.config_switches import is_ours, is_selected, serve_config, why_off
 from deepep_moe.integrations.megatron.options import Config, Options, check_capacity_factor
 from deepep_moe.integrations.megatron.patches import Patches, Stock
 from deepep_moe.nn.balance import Balance
 from deepep_moe.nn.metrics import LayerReport
 
-BACKEND_NAME = "deepep_moe"
-_BACKEND_FIELD = "moe_flex_dispatcher_backend"
+if TYPE_CHECKING:
+    from deepep_moe.integrations.megatron.buffers import LayerBuffers
+
 _OLDEST, _NEWEST = (0, 13), (0, 19)
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass
-class _Enabled:
-    """The state that `enable()` leaves for `disable()` to undo."""
-
-    options: Options
-    buffers: LayerBuffers
-    patches: Patches
-    previous_choices: Any
-
-
-_enabled: _Enabled | None = None
-
-
-def selection(dispatcher: str = BACKEND_NAME) -> dict[str, Any]:
-    """Return the fields of a TransformerConfig that select `dispatcher`, ours or one of Megatron-Core's, in the installed version."""
-    if dispatcher != BACKEND_NAME:
-        return {"moe_token_dispatcher_type": dispatcher}
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    has_backend = _BACKEND_FIELD in TransformerConfig.__dataclass_fields__
-    return {"moe_token_dispatcher_type": "flex"} | ({_BACKEND_FIELD: BACKEND_NAME} if has_backend else {})
-
-
-def is_selected(config: Config) -> bool:
-    """Return whether a flex configuration asks for this library.
-
-    0.16 and newer name a backend, and ours is `deepep_moe`. 0.13 to 0.15 know flex with DeepEP only and refuse flex without it. There,
-    flex without `moe_enable_deepep` is ours.
-    """
-    if not hasattr(config, _BACKEND_FIELD):
-        return not config.moe_enable_deepep
-    return bool(getattr(config, _BACKEND_FIELD) == BACKEND_NAME)
-
-
-def _is_ours(config: Config) -> bool:
-    return config.moe_token_dispatcher_type == "flex" and is_selected(config)
-
-
-def _choose_flex(config: Config) -> None:
-    """Let our backend alone select the flex dispatcher, but where the config names a dispatcher that is not the default."""
-    default = type(config).__dataclass_fields__["moe_token_dispatcher_type"].default
-    if getattr(config, _BACKEND_FIELD, None) == BACKEND_NAME and config.moe_token_dispatcher_type == default:
-        config.moe_token_dispatcher_type = "flex"
-
-
-def _why_off(config: Config) -> str:
-    """Return why a layer of this config does not dispatch through deepep_moe although it is enabled, and what to do."""
-    wanted = selection()
-    if _BACKEND_FIELD not in wanted:
-        wanted["moe_enable_deepep"] = False
-    wrong = {name: value for name, value in wanted.items() if getattr(config, name) != value}
-    settings = " and ".join(f"{name} is {getattr(config, name)!r}" for name in wrong)
-    fix = " and ".join(f"{name}={value!r}" for name, value in wrong.items())
-    return f"{settings}; set {fix}"
+_patches = Patches()
+_buffers: "LayerBuffers | None" = None  # those of `enable()`, until `disable()`
 
 
 def _check_version() -> None:
@@ -93,7 +38,7 @@ def _check_version() -> None:
         _log.warning("megatron-core %s is newer than the newest version deepep_moe was tested with (0.19)", version)
 
 
-def _selecting_class(previous: type, buffers: LayerBuffers) -> type:
+def _selecting_class(previous: type, buffers: "LayerBuffers") -> type:
     """Return a class that takes the place of `previous` and builds our dispatcher or a `previous`, whichever the config asks for."""
     from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
 
@@ -115,21 +60,24 @@ _PARTS = ("route", "router_and_preprocess", "shared_experts_compute", "routed_ex
 """Methods of MoELayer, of any version, that run between the calls of the dispatcher. A recomputation runs them, and the 1F1B schedule."""
 
 
-def _serve_layers(patches: Patches) -> None:
-    """Let a layer with our dispatcher run its methods through it, which sees the layer once it is constructed. A warning says why a layer
-    has another dispatcher."""
+def _serve_layers(patches: Patches, buffers: "LayerBuffers") -> None:
+    """Let layers have our dispatcher where the config asks for it, and run their methods through it, which sees a layer once it is
+    constructed. A warning says why a layer has another dispatcher."""
+    from megatron.core.transformer.moe import moe_layer
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
     from deepep_moe.integrations.megatron.gating import stage_group
+
+    patches.set(moe_layer, "MoEFlexTokenDispatcher", _selecting_class(moe_layer.MoEFlexTokenDispatcher, buffers))
 
     @patches.around(MoELayer, "__init__")
     def construct(stock: Stock, layer: MoELayer, /, *args: object, **kwargs: object) -> None:
         stock(layer, *args, **kwargs)
         if isinstance(layer.token_dispatcher, NativeTokenDispatcher):
             layer.token_dispatcher.join(layer)
-        elif not _is_ours(layer.config):
-            warn_once(f"deepep_moe is enabled, but a MoE layer does not use it: {_why_off(layer.config)}", stage_group())
+        elif not is_ours(layer.config):
+            warn_once(f"deepep_moe is enabled, but a MoE layer does not use it: {why_off(layer.config)}", stage_group())
 
     def run(how: str, stock: Stock, layer: MoELayer, *args: object, **kwargs: object) -> object:
         dispatcher = layer.token_dispatcher
@@ -140,25 +88,6 @@ def _serve_layers(patches: Patches) -> None:
     for name in ("forward", *_PARTS):
         if name in vars(MoELayer):
             patches.around(MoELayer, name)(functools.partial(run, "run_layer" if name == "forward" else "run_part"))
-
-
-def _experts_class(options: Options) -> type:
-    from deepep_moe.integrations.megatron import fp8_experts, grouped_experts
-
-    return fp8_experts.Fp8GroupedMLP if options.fp8 else grouped_experts.GroupedMLP
-
-
-def _widen_choices() -> Any:
-    """Add our name to the choices that Megatron-LM's command line reads from the config's annotation. Return the previous annotation."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    field = TransformerConfig.__dataclass_fields__.get(_BACKEND_FIELD)
-    if field is None:  # 0.13 to 0.15
-        return None
-    previous, choices = field.type, typing.get_args(field.type)
-    if BACKEND_NAME not in choices:
-        field.type = typing.Literal[(*choices, BACKEND_NAME)]
-    return previous
 
 
 def enable(
@@ -246,64 +175,49 @@ def enable(
         EPError: this Megatron-Core is not supported.
         ImportError: Megatron-Core is not installed.
     """
-    global _enabled
-    options = Options(
-        num_max_tokens_per_rank, backend, expert_alignment, gate, num_sms, experts, sync_free, recv_capacity_factor, metrics,
-        ranks_per_node, max_sms, fp8, sums, balance,
-    )  # fmt: skip
-    if _enabled is not None:
-        if _enabled.options != options:
-            raise ValueError(f"deepep_moe is already enabled with {_enabled.options}, and not with {options}; call disable() first")
+    global _buffers
+    options = Options(**locals())
+    if _buffers is not None:
+        if _buffers.options != options:
+            raise ValueError(f"deepep_moe is already enabled with {_buffers.options}, and not with {options}; call disable() first")
         return
     _check_version()
-    from megatron.core.transformer.moe import moe_layer
-
-    from deepep_moe.integrations.megatron.buffers import serve_new_groups
-    from deepep_moe.integrations.megatron.config_switches import serve_config
-    from deepep_moe.integrations.megatron.cuda_graphs import serve_full_graphs
+    from deepep_moe.integrations.megatron.buffers import LayerBuffers, serve_new_groups, serve_step_ends
+    from deepep_moe.integrations.megatron.flat_states import serve_optimizers
     from deepep_moe.integrations.megatron.gating import serve_routers
+    from deepep_moe.integrations.megatron.grouped_experts import serve_experts, serve_first_microbatches
     from deepep_moe.integrations.megatron.metrics import serve_reports
-    from deepep_moe.integrations.megatron.over_budget import serve_runners, serve_step_ends
     from deepep_moe.integrations.megatron.overlap_schedule import serve_schedule
     from deepep_moe.integrations.megatron.recompute import serve_recompute
-    from deepep_moe.integrations.megatron.recv_capacity import capacity_factor_of
 
-    buffers, patches = LayerBuffers(options), Patches()
+    buffers = LayerBuffers(options)
     try:
-        patches.set(moe_layer, "MoEFlexTokenDispatcher", _selecting_class(moe_layer.MoEFlexTokenDispatcher, buffers))
-        _serve_layers(patches)
-        serve_config(patches, _choose_flex, _is_ours, _BACKEND_FIELD, lambda config: capacity_factor_of(config, options)[0])
-        serve_new_groups(patches, buffers)
-        serve_schedule(patches)
-        serve_recompute(patches)
-        serve_step_ends(patches, functools.partial(buffers.end_step, is_ours=_is_ours))
-        serve_runners(patches, buffers.note_runner)
-        serve_full_graphs(patches, functools.partial(buffers.end_replay, is_ours=_is_ours))
+        _serve_layers(_patches, buffers)
+        serve_config(_patches, options)
+        serve_new_groups(_patches, buffers)
+        serve_step_ends(_patches, buffers)
+        serve_schedule(_patches)
+        serve_recompute(_patches)
         if gate:
-            serve_routers(patches, _is_ours)
+            serve_routers(_patches)
         if buffers.metrics is not None:
-            serve_reports(patches, buffers.metrics)
+            serve_reports(_patches, buffers.metrics)
         if experts != "framework":
-            from deepep_moe.integrations.megatron.flat_states import serve_optimizers
-            from deepep_moe.integrations.megatron.grouped_experts import serve_experts
-
-            serve_experts(patches, _is_ours, _experts_class(options), insists=experts == "own" or fp8)
-            serve_optimizers(patches)
+            serve_experts(_patches, options)
+            serve_optimizers(_patches)
         if fp8:
-            from deepep_moe.integrations.megatron.fp8_experts import serve_first_microbatches
-
-            serve_first_microbatches(patches)
-        _enabled = _Enabled(options, buffers, patches, _widen_choices())
+            serve_first_microbatches(_patches)
     except BaseException:
-        patches.restore()
+        _patches.restore()
         raise
+    _buffers = buffers
 
 
 def recover() -> None:
     """Bring the buffers of all layers back into step after an error, as `Buffer.recover` does. Collective over their groups; does nothing
     without `enable()`."""
-    if _enabled is not None:
-        _enabled.buffers.recover()
+    if _buffers is not None:
+        _buffers.recover()
 
 
 def suspend() -> None:
@@ -312,22 +226,22 @@ def suspend() -> None:
 
     Forwards raise BufferSuspendedError meanwhile. Raises what `Buffer.suspend` raises. CUDA graphs stay valid, as it says.
     """
-    if _enabled is not None:
-        _enabled.buffers.suspend()
+    if _buffers is not None:
+        _buffers.suspend()
 
 
 def resume() -> None:
     """Make the memory again that `suspend` has given back, as `Buffer.resume` does. Collective as `suspend`. May be called again if a rank
     had no memory: all ranks then raise BufferSuspendedError."""
-    if _enabled is not None:
-        _enabled.buffers.resume()
+    if _buffers is not None:
+        _buffers.resume()
 
 
 def grow_recv_capacity(times: float = 2.0) -> None:
     """Let all layers have room for that many times more rows, never more than for every routing. All ranks must call it alike."""
     check_capacity_factor("times", times)
-    if _enabled is not None:
-        _enabled.buffers.grow_capacity(times)
+    if _buffers is not None:
+        _buffers.grow_capacity(times)
 
 
 def take_metrics() -> list[LayerReport]:
@@ -337,9 +251,9 @@ def take_metrics() -> list[LayerReport]:
 
     Raises ValueError without `enable(metrics=True)`.
     """
-    if _enabled is None or _enabled.buffers.metrics is None:
+    if _buffers is None or _buffers.metrics is None:
         raise ValueError("no metrics are gathered; call enable(metrics=True) before the model is built")
-    return _enabled.buffers.metrics.take()
+    return _buffers.metrics.take()
 
 
 def disable() -> None:
@@ -349,13 +263,8 @@ def disable() -> None:
     dispatchers, which raise BufferDestroyedError when used: build the models again after the next `enable()`. Call this before the process
     groups are destroyed.
     """
-    global _enabled
-    if _enabled is None:
-        return
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    _enabled.patches.restore()
-    if _enabled.previous_choices is not None:
-        TransformerConfig.__dataclass_fields__[_BACKEND_FIELD].type = _enabled.previous_choices
-    buffers, _enabled = _enabled.buffers, None
-    buffers.close()
+    global _buffers
+    _patches.restore()
+    if _buffers is not None:
+        buffers, _buffers = _buffers, None
+        buffers.close()

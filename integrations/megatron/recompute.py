@@ -31,12 +31,14 @@ class Dispatched(NamedTuple):
     """With copies of experts: their plan, topk_idx before it, and the handle of their rows if these came apart."""
 
 
-class _Run:
-    """A checkpointed part that runs: `dispatches` of the first run in order, those that are left in the second. `trains`: this is the
-    run of a forward of which a backward comes."""
+class _Run(NamedTuple):
+    """A checkpointed part that runs."""
 
-    def __init__(self, dispatches: deque[Dispatched], is_second: bool, trains: bool):
-        self.dispatches, self.is_second, self.trains = dispatches, is_second, trains
+    dispatches: deque[Dispatched]
+    """Those of the first run in order, or those that are left in the second."""
+    is_second: bool
+    trains: bool
+    """This is the run of a forward of which a backward comes."""
 
 
 class _Runs(threading.local):

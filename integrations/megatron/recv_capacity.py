@@ -1,21 +1,40 @@
-"""Room for the rows that a dispatch brings, where the host does not wait to learn how many come (`sync_free`)."""
+"""Room for the rows that a dispatch brings, where the host does not wait to learn how many come (`sync_free`).
+
+A layer that receives more rows than it has room for is over budget, in Megatron-Core's words. A single expert-parallel group learns it from
+its dispatch, which raises EPCapacityError on all its ranks. If other ranks step too (more such groups, or pipeline stages), an error in the
+middle of a step would leave them waiting for this group. A dispatch then only notes it, the step goes on, and all ranks of the job agree at
+its end:
+
+- Megatron-Core's PagedStashRunner (0.19) asks `check_over_budget()` of each layer, and runs the step again with room for every routing;
+- `finalize_model_grads` otherwise raises EPCapacityError on all ranks of the job.
+
+On GPUs such a step has lost rows until it is run again. On CPUs the dispatch is repeated at once with room for every routing.
+"""
 
 import math
+from collections.abc import Collection
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.integrations.megatron.options import Config, Options, check_capacity_factor
 
 FACTOR_FIELD = "moe_expert_rank_capacity_factor"
+HOW_TO_GO_ON = (
+    "Nothing was dropped. Run the step again after deepep_moe.integrations.megatron.recover() and grow_recv_capacity(), or give a larger "
+    "recv_capacity_factor."
+)
+JUDGES = "_deepep_moe_judges_steps"  # attribute of our finalize_model_grads
 
 
 class RecvCapacity:
     """Computes the room for rows of a rank in a layer, and notes whether more have come.
 
     If there is no factor, there is room for every routing: each token of each rank may come to all local experts that it can be routed to.
-    With one there is room for that many times an even share. `over_budget.py` says what happens to a dispatch that brings more.
+    With one there is room for that many times an even share.
     """
 
     def __init__(self, factor: float | None):
@@ -35,10 +54,6 @@ class RecvCapacity:
             num_rows = min(num_rows, math.ceil(self.factor * num_tokens * buffer.num_topk))
         num_rows += num_local_experts * (expert_alignment - 1)
         return -(-num_rows // expert_alignment) * expert_alignment
-
-    def grow(self, times: float) -> None:
-        if self.factor is not None:
-            self.factor *= times
 
     def note(self, handle: DispatchHandle) -> None:
         """Note whether the dispatch of `handle` has brought more rows than it had room for. The host does not wait."""
@@ -65,3 +80,27 @@ def capacity_factor_of(config: Config, options: Options) -> tuple[bool, float | 
         return options.sync_free, options.recv_capacity_factor
     check_capacity_factor(FACTOR_FIELD, factor)
     return True, factor
+
+
+def is_judged_at_end(config: Config, group: Any) -> bool:
+    """Return whether the steps of layers with this config end with an agreement of all ranks of the job. They do if more ranks step
+    together than are in `group`, and the schedule calls our `finalize_model_grads`."""
+    judges = getattr(getattr(config, "finalize_model_grads_func", None), JUDGES, False)
+    return bool(judges) and dist.get_world_size() > dist.get_world_size(group)
+
+
+def take_notes(capacities: Collection[RecvCapacity], *, of_all_ranks: bool) -> int | None:
+    """Return a rank that has noted an excess, or None, and forget it. Looks at this rank, or at all ranks of the job, which then call it
+    together. The host waits for the GPU."""
+    flags = [capacity.over_budget for capacity in capacities if capacity.over_budget is not None]
+    is_over = any(bool(flag) for flag in flags)
+    for capacity in capacities:
+        capacity.reset()
+    if not of_all_ranks:
+        return dist.get_rank() if is_over else None
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
+    num_ranks = dist.get_world_size()
+    lowest = torch.tensor([dist.get_rank() if is_over else num_ranks], dtype=torch.int64, device=device)
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+    rank = int(lowest.item())
+    return rank if rank < num_ranks else None

@@ -1,17 +1,6 @@
-"""Convert Megatron-Core's dense routing to `topk_idx` and `topk_weights`."""
+"""Experts that are split over tensor-parallel ranks: choices of experts as choices of their shards."""
 
 import torch
-
-from deepep_moe.ops.lanes import LanesOfMap
-
-
-def topk_from_dense(routing_map: torch.Tensor, probs: torch.Tensor, num_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the experts of each token and their probs, as `lanes_of_map`, differentiable in `probs`.
-
-    routing_map [num_tokens, num_experts] bool, probs the same -> topk_idx [num_tokens, num_topk] int64, topk_weights fp32.
-    """
-    lanes: tuple[torch.Tensor, torch.Tensor] = LanesOfMap.apply(routing_map, probs, num_topk)
-    return lanes
 
 
 def repeat_for_tp(

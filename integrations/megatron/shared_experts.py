@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepep_moe.integrations.megatron.options import Config
 
-_SWITCH = "moe_shared_expert_overlap"
+SWITCH = "moe_shared_expert_overlap"
 _BETWEEN_CALLS = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score")
 
 
@@ -64,10 +64,10 @@ class SharedExperts:
 
 def check_shared_overlap(config: Config) -> None:
     """Raise ValueError for what cannot be with `moe_shared_expert_overlap`."""
-    if not getattr(config, _SWITCH):
+    if not getattr(config, SWITCH):
         return
     for name in ("overlap_moe_expert_parallel_comm", "moe_latent_size"):
         if getattr(config, name, None):
-            raise ValueError(f"{_SWITCH} is True and {name} {getattr(config, name)}, which exclude each other; set one of them")
+            raise ValueError(f"{SWITCH} is True and {name} {getattr(config, name)}, which exclude each other; set one of them")
     if config.recompute_granularity == "selective" and "shared_experts" in (config.recompute_modules or ()):
-        raise ValueError(f"{_SWITCH} is True and recompute_modules has 'shared_experts', which exclude each other; leave one of them out")
+        raise ValueError(f"{SWITCH} is True and recompute_modules has 'shared_experts', which exclude each other; leave one of them out")

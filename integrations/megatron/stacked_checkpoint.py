@@ -46,22 +46,16 @@ def stack_sharded(of_experts: list[ShardedTensor | ShardedTensorFactory], parame
                 f"{full_key}: the optimizer saves a flattened range of grouped experts, which cannot be split by expert; choose another "
                 "distrib_optim_sharding_type than 'fully_sharded_model_space', such as 'dp_reshardable' or 'fully_reshardable'"
             )
-        pairs = zip(of_experts, data, strict=True)
-        return [_entry(entry, full_key.replace(key, entry.key), of_expert, replica_id) for entry, of_expert in pairs]
+        entries = []
+        for entry, of_expert in zip(of_experts, data, strict=True):
+            place: dict[str, Any] = {"key": full_key.replace(key, entry.key), "data": of_expert, "replica_id": replica_id}
+            is_factory = isinstance(entry, ShardedTensorFactory)
+            entries.append(replace(entry, **place).build() if is_factory else replace(entry, **place, dtype=of_expert.dtype))
+        return entries
 
-    def merge(loaded: list[object]) -> torch.Tensor:
-        with torch.no_grad():
-            return torch.stack([_tensor(entry, part) for entry, part in zip(of_experts, loaded, strict=True)])
+    @torch.no_grad()
+    def merge(loaded: list[Any]) -> torch.Tensor:
+        pairs = zip(of_experts, loaded, strict=True)
+        return torch.stack([entry.merge_fn(part) if isinstance(entry, ShardedTensorFactory) else part for entry, part in pairs])
 
     return ShardedTensorFactory(key, parameter, build, merge, of_experts[0].replica_id)
-
-
-def _entry(entry: Any, key: str, data: torch.Tensor, replica_id: Any) -> Any:
-    if isinstance(entry, ShardedTensorFactory):
-        return replace(entry, key=key, data=data, replica_id=replica_id).build()
-    return replace(entry, key=key, data=data, dtype=data.dtype, replica_id=replica_id)
-
-
-def _tensor(entry: object, loaded: Any) -> torch.Tensor:
-    tensor: torch.Tensor = entry.merge_fn(loaded) if isinstance(entry, ShardedTensorFactory) else loaded
-    return tensor

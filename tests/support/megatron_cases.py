@@ -11,7 +11,7 @@ import torch
 from on_ranks import on_ranks
 
 from deepep_moe.integrations.megatron import disable, enable
-from deepep_moe.integrations.megatron.plugin import selection
+from deepep_moe.integrations.megatron.config_switches import selection
 
 HIDDEN = 32
 NUM_EXPERTS = 8

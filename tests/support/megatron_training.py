@@ -16,8 +16,8 @@ import torch.distributed as dist
 from te_experts import te_experts
 from torch.overrides import TorchFunctionMode
 
+from deepep_moe.integrations.megatron.config_switches import selection
 from deepep_moe.integrations.megatron.patches import Patches
-from deepep_moe.integrations.megatron.plugin import selection
 
 VOCABULARY, LENGTH, HIDDEN, BATCH, MICRO_BATCHES = 64, 16, 128, 2, 2
 EXPERTS: dict[str, dict[str, Any] | None] = {

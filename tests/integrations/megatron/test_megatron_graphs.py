@@ -8,9 +8,9 @@ import torch
 from megatron_cases import HIDDEN, SYNC_FREE, build_layer, draw, enabled, forward_backward, layer_config, layer_of, model_parallel
 from on_ranks import on_ranks
 
+from deepep_moe.integrations.megatron.config_switches import selection
 from deepep_moe.integrations.megatron.cuda_graphs import check_graphs, graphed_parts, holds_calls
 from deepep_moe.integrations.megatron.options import Options
-from deepep_moe.integrations.megatron.plugin import selection
 
 pytest.importorskip("megatron.core")
 

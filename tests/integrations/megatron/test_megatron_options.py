@@ -27,7 +27,8 @@ from on_ranks import on_ranks
 from test_megatron_overlap import batches, interleaved, needs_schedule, one_after_another, schedule_config
 
 from benchmarks.layers.megatron_steps import by_expert
-from deepep_moe.integrations.megatron.plugin import selection, take_metrics
+from deepep_moe.integrations.megatron import take_metrics
+from deepep_moe.integrations.megatron.config_switches import selection
 from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")

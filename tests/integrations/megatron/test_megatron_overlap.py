@@ -11,7 +11,7 @@ from megatron_training import VOCABULARY, gpt
 from on_ranks import on_ranks
 
 from deepep_moe.errors import EPPeerError
-from deepep_moe.integrations.megatron.plugin import selection
+from deepep_moe.integrations.megatron.config_switches import selection
 
 pytest.importorskip("megatron.core")
 

@@ -1,4 +1,4 @@
-"""The dispatcher against Megatron-Core's alltoall dispatcher: outputs and every gradient; and the lists that it makes of a dense map."""
+"""The dispatcher against Megatron-Core's alltoall dispatcher: outputs and every gradient; and choices of shards."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from megatron_cases import BF16, HIDDEN, RECOMPUTED, assert_same, draw, forward_
 from on_ranks import on_ranks
 
 from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
-from deepep_moe.integrations.megatron.routing import choice_of_shards, repeat_for_tp, topk_from_dense
+from deepep_moe.integrations.megatron.routing import choice_of_shards, repeat_for_tp
 
 pytest.importorskip("megatron.core")
 
@@ -98,36 +98,7 @@ def test_outputs_and_gradients_equal_alltoall(rank: int, num_ranks: int) -> None
     _compare("bf16", {"ep": 4, "experts": "framework"}, BF16, rank, 12, tolerance=2e-2)
 
 
-# ---- from the dense map to top-k lists, small enough to check by eye ----
-
-
-def topk_from_map(routing_map, num_topk):
-    return topk_from_dense(routing_map, torch.zeros(routing_map.shape), num_topk)[0]
-
-
-def test_topk_comes_from_the_map_in_ascending_order():
-    routing_map = torch.tensor([[0, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 1]], dtype=torch.bool)
-    assert topk_from_map(routing_map, 2).tolist() == [[1, 3], [0, -1], [-1, -1], [2, 3]]
-    assert topk_from_map(routing_map, 2).dtype == torch.int64
-    assert topk_from_map(torch.tensor([[True, True]]), 3).tolist() == [[0, 1, -1]], "more lanes than experts"
-    assert topk_from_map(torch.zeros(0, 4, dtype=torch.bool), 2).shape == (0, 2)
-    too_many = torch.tensor([[True, True, False], [False, True, False]])
-    assert topk_from_map(too_many, 1).tolist() == [[3], [1]], "an expert that is none"
-
-
-def test_a_chosen_expert_of_prob_zero_stays_chosen():
-    probs = torch.tensor([[0.0, 0.7, 0.0, 0.3]])
-    topk_idx, weights = topk_from_dense(torch.tensor([[True, True, False, False]]), probs, 2)
-    assert topk_idx.tolist() == [[0, 1]]
-    assert weights.tolist() == [[0.0, pytest.approx(0.7)]]
-
-
-def test_weights_are_fp32_and_differentiable_where_chosen():
-    probs = torch.tensor([[0.25, 0.5, 0.25]], dtype=torch.float64, requires_grad=True)
-    _, weights = topk_from_dense(torch.tensor([[False, True, False]]), probs, 2)
-    assert weights.dtype == torch.float32 and weights.tolist() == [[0.5, 0.0]]
-    weights.sum().backward()
-    assert probs.grad.tolist() == [[0.0, 1.0, 0.0]]
+# ---- choices of shards, small enough to check by eye ----
 
 
 def test_every_shard_of_an_expert_is_addressed():

@@ -26,7 +26,7 @@ from deepep_moe.exchange import growing
 from deepep_moe.integrations.common import warn_once
 from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.megatron import disable, enable, plugin
-from deepep_moe.integrations.megatron.plugin import selection
+from deepep_moe.integrations.megatron.config_switches import selection
 
 pytest.importorskip("megatron.core")
 
@@ -287,7 +287,7 @@ def test_buffers_go_with_their_groups(rank, num_ranks, sizes):
     x, apart = torch.randn(4, 1, HIDDEN), dist.new_group()
     layer = layer_of(sizes)
     expected = layer(x)[0]
-    plugin._enabled.buffers.ready(apart, 4, HIDDEN, 8, 2, device=x.device)
+    plugin._buffers.ready(apart, 4, HIDDEN, 8, 2, device=x.device)
     assert len(all_buffers()) == 2
     parallel_state.destroy_model_parallel()
     (kept,) = all_buffers()

@@ -8,8 +8,8 @@ from megatron_cases import build_layer, enabled, expert_biases, layer_config, la
 from on_ranks import on_ranks
 
 from deepep_moe.integrations.megatron import enable, grow_recv_capacity, take_metrics
+from deepep_moe.integrations.megatron.config_switches import selection
 from deepep_moe.integrations.megatron.options import Options
-from deepep_moe.integrations.megatron.plugin import selection
 
 pytest.importorskip("megatron.core")
 

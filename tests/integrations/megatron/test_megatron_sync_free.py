@@ -368,7 +368,7 @@ def test_a_stage_without_layers_knows_of_the_runner(rank: int, num_ranks: int) -
 
     stub_finalize()
     module, agreed = runner_module(), []
-    buffers.agree = lambda *_: agreed.append(True)
+    buffers.take_notes = lambda _, of_all_ranks: agreed.append(True) if of_all_ranks else None
     with model_parallel(ep=1, **BOUNDED, recv_capacity_factor=1.5) as sizes:
         assert module.PagedStashRunner.__init__ is not Runner.__init__
         chunk = make_model(sizes)

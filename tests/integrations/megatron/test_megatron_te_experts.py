@@ -17,8 +17,8 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 
+from deepep_moe.integrations.megatron.config_switches import selection
 from deepep_moe.integrations.megatron.grouped_experts import GroupedMLP, whose_experts
-from deepep_moe.integrations.megatron.plugin import selection
 
 
 def by_name(experts: Any, gradients: bool = False) -> dict[str, torch.Tensor]:
