@@ -72,8 +72,8 @@ def serve_config(patches: Patches, options: Options) -> None:
 
     @patches.around(TransformerConfig, "__post_init__")
     def complete(stock: Stock, config: TransformerConfig, /, *args: object, **kwargs: object) -> None:
-        is_default = config.moe_token_dispatcher_type == fields["moe_token_dispatcher_type"].default
-        if is_default and getattr(config, _BACKEND_FIELD, None) == BACKEND_NAME:
+        default = type(config).__dataclass_fields__["moe_token_dispatcher_type"].default
+        if getattr(config, _BACKEND_FIELD, None) == BACKEND_NAME and config.moe_token_dispatcher_type == default:
             config.moe_token_dispatcher_type = "flex"
         if not is_ours(config):
             stock(config, *args, **kwargs)

@@ -71,6 +71,9 @@ class _Forward:
     """The state of one forward between its calls, except `topk_idx` and `hidden_shape`, which a CUDA graph of its first part hands over."""
 
     buffer: Buffer
+    num_calls: int
+    """Calls that `buffer` has seen when the forward's last call returned. If the forward fails while this number stays, it failed outside
+    of a call, and the peers have to be told."""
     out: DispatchOutput | None = None
     """The result of the dispatch, kept until the combine."""
     tokens_per_expert: torch.Tensor | None = None
@@ -83,14 +86,6 @@ class _Forward:
     settle: Callable[[], tuple[Buffer, DispatchOutput]] | None = None
     """`Buffer.settle` of a dispatch that has guessed its rows, until the combine. If a peer has had no room for its tokens, all ranks
     dispatch again into a larger buffer, which is returned then."""
-
-    def __post_init__(self) -> None:
-        self.note_call()
-
-    def note_call(self) -> None:
-        """Note the calls that `buffer` has seen. If the forward fails while this number stays, it failed outside of a call, and the peers
-        have to be told."""
-        self.num_calls = self.buffer.num_calls
 
 
 class NativeTokenDispatcher(MoEFlexTokenDispatcher):
@@ -215,7 +210,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         if hidden_states is None:  # a later part of a forward whose first part is a CUDA graph
             return forward(layer, hidden_states, *args, **kwargs)
         buffer = self._buffer_for(hidden_states)
-        self._forward = _Forward(buffer)
+        self._forward = _Forward(buffer, buffer.num_calls)
         copies = self._copies()
         last_call = 0 if copies is None else copies.slots.num_calls + (CALLS_OF_PLAN if recorded() is None else 1)
         self._runs_layer = True
@@ -226,7 +221,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
                 self._layer().experts.planned = None
                 copies.tell(error, last_call)
             notify_peers(self.buffer, error, self._current.num_calls, most=self._most)
-            self._forward = _Forward(self.buffer)  # without the rows and the graph of this forward
+            self._forward = _Forward(self._current.buffer, self._current.num_calls)  # without the rows and the graph of this forward
             if isinstance(error, EPCapacityError):
                 error.add_note(HOW_TO_GO_ON)
                 if (metrics := self._metrics_of_forward()) is not None:
@@ -409,7 +404,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
 
         buffer, out = explained(growing.dispatch)
         settle = partial(explained, growing.settle, buffer, out) if out.handle.is_late else None
-        return _Forward(buffer, out, planned=planned, settle=settle)
+        return _Forward(buffer, buffer.num_calls, out, planned=planned, settle=settle)
 
     def _dispatch_again(self, hidden_states: torch.Tensor, probs: torch.Tensor, first_run: Dispatched) -> _Forward:
         x, buffer, planned = hidden_states.contiguous(), first_run.buffer, None
@@ -421,7 +416,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         if planned is not None and first_run.choice is not None and (of_copies := first_run.choice[2]) is not None:
             again = partial(buffer.dispatch, x, None, probs, handle=of_copies, fp8=self._fp8)
             planned.apart = notify_peers_on_failure(buffer, again)
-        return _Forward(buffer, out, planned=planned)
+        return _Forward(buffer, buffer.num_calls, out, planned=planned)
 
     def _record(self, handle: DispatchHandle) -> None:
         planned = self._current.planned
@@ -478,7 +473,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             combine = partial(buffer.combine, hidden_states.contiguous(), out.handle, forward.weights, bias=of_copies, fp8=self._fp8)
             combined = combine() if apart is None else notify_peers_on_failure(buffer, combine)
         forward.weights = None
-        forward.note_call()
+        forward.num_calls = forward.buffer.num_calls
         if planned is not None:
             combined = planned.fetch_in_backward(combined)
         # Not in combine_postprocess, which may be a CUDA graph of its own, while the shared experts began outside of it.
@@ -497,7 +492,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         assert settle is not None  # the dispatch has guessed
         forward.num_calls = -1  # if it raises, the dispatch has failed, which the peers know
         forward.buffer, settled = settle()
-        forward.note_call()
+        forward.num_calls = forward.buffer.num_calls
         self._record(settled.handle)
         if settled is out:
             return hidden_states, out

@@ -223,6 +223,8 @@ class GroupedMLP(SequentialMLP):
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
         """Read the entries of either class, or of stacked parameters, which sharded checkpoints have."""
+        # Without parameters of its own this only runs the hooks.
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, False, missing_keys, unexpected_keys, error_msgs)
         given = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         is_te = "linear_fc1.weight0" in given or (self._is_te and not any(name.startswith("local_experts.") for name in given))
         entries = dict(self.named_parameters()) if "linear_fc1.weight" in given else self._of_experts(is_te)
@@ -246,7 +248,7 @@ class GroupedMLP(SequentialMLP):
             for kind, parameter in getattr(self, layer).named_parameters():
                 entries[f"{layer}.{kind}{index}" if is_te else f"local_experts.{index}.{layer}.{kind}"] = parameter[index]
             if not is_te:
-                entries[f"local_experts.{index}.{layer}._extra_state"] = None
+                entries[f"local_experts.{index}.{layer}._extra_state"] = getattr(self._frame[index], layer).get_extra_state()
             elif index == self.num_local_experts - 1:
                 entries[f"{layer}._extra_state"] = torch.empty(0, dtype=torch.uint8)
         return entries

@@ -5,7 +5,6 @@ count: in training mode, with a backward to come, and once if they are recompute
 """
 
 import collections
-import inspect
 import itertools
 import weakref
 from typing import Any
@@ -100,14 +99,13 @@ def serve_reports(patches: Patches, metrics: Metrics) -> None:
     except ImportError:  # before 0.18
         from megatron.core.transformer.moe import moe_utils
 
-        owner, name = moe_utils, "track_moe_metrics"
+        owner, name, first = moe_utils, "track_moe_metrics", []
     else:
-        owner, name = MoEMetricsTracker, "report"
-    signature = inspect.signature(getattr(owner, name))
+        owner, name, first = MoEMetricsTracker, "report", ["self"]
 
     @patches.around(owner, name)
     def report(stock: Stock, *args: Any, **kwargs: Any) -> object:
         result = stock(*args, **kwargs)
-        arguments = signature.bind(*args, **kwargs).arguments
+        arguments = dict(zip([*first, "loss_scale", "iteration", "writer", "wandb_writer"], args, strict=False)) | kwargs
         metrics.write(arguments["iteration"], arguments.get("writer"), arguments.get("wandb_writer"))
         return result
