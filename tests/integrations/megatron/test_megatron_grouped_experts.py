@@ -124,16 +124,6 @@ def test_rows_behind_the_counts(rank: int, num_ranks: int, sizes: dict[str, int]
 
 
 @on_megatron(1, experts="own")
-def test_no_rows_give_zero_gradients(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
-    experts = pair(sizes, {})[0].experts
-    for counts in (torch.zeros(8, dtype=torch.int64), [0] * 8):
-        rows = torch.empty(0, HIDDEN, requires_grad=True)
-        output, _ = experts(rows, counts, torch.empty(0))
-        output.sum().backward()
-        assert output.shape == (0, HIDDEN) and all(p.grad is not None and not p.grad.any() for p in experts.parameters())
-
-
-@on_megatron(1, experts="own")
 def test_modules_that_own_parameters_are_called(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """Frameworks hang on calls of the modules that own parameters: here a hook brings the weights, as Megatron's DDP does."""
     for name in ("SwiGLU", "recomputed layer"):

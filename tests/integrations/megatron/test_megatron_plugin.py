@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import inspect
 import io
@@ -43,18 +44,21 @@ def _backend_choices() -> tuple[str, ...]:
 
 
 def test_disable_restores_what_enable_replaced():
+    from megatron.core.tensor_parallel.random import CheckpointFunction
     from megatron.core.transformer.moe import moe_layer
 
-    before = moe_layer.MoEFlexTokenDispatcher
+    owners, stock = (moe_layer, moe_layer.MoELayer, CheckpointFunction), moe_layer.MoEFlexTokenDispatcher
+    before = [dict(vars(owner)) for owner in owners]
     disable()
-    assert moe_layer.MoEFlexTokenDispatcher is before
+    assert [dict(vars(owner)) for owner in owners] == before
     enable()
-    assert moe_layer.MoEFlexTokenDispatcher is not before and issubclass(moe_layer.MoEFlexTokenDispatcher, before)
+    assert moe_layer.MoEFlexTokenDispatcher is not stock and issubclass(moe_layer.MoEFlexTokenDispatcher, stock)
+    assert all(vars(owner) != of_owner for owner, of_owner in zip(owners, before, strict=True))
     enable()  # the same again: nothing
     with pytest.raises(ValueError, match=r"already enabled with Options\(.*backend='auto'.*call disable\(\) first"):
         enable(backend="collective")
     disable()
-    assert moe_layer.MoEFlexTokenDispatcher is before
+    assert [dict(vars(owner)) for owner in owners] == before
 
 
 def test_command_line_takes_the_backend_while_enabled():
@@ -85,10 +89,17 @@ def test_no_config_loses_the_backend_without_an_error():
 
 def test_our_backend_selects_flex():
     _backend_choices()  # skips where there is no such field
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    @dataclasses.dataclass
+    class OtherDefault(TransformerConfig):
+        moe_token_dispatcher_type: str = "alltoall"
+
     ours = {"moe_flex_dispatcher_backend": "deepep_moe"}
     assert layer_config(**ours).moe_token_dispatcher_type == "allgather"
     with enabled():
         assert layer_config(**ours).moe_token_dispatcher_type == "flex"
+        assert OtherDefault(num_layers=1, num_attention_heads=4, hidden_size=32, **ours).moe_token_dispatcher_type == "flex"
         assert layer_config(**ours, moe_token_dispatcher_type="alltoall").moe_token_dispatcher_type == "alltoall"
         assert layer_config().moe_token_dispatcher_type == "allgather"
 

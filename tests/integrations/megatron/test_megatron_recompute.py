@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_cases import RECOMPUTED, assert_same, draw, enabled, forward_backward, layer_of, model_parallel, on_megatron
+from megatron_cases import RECOMPUTED, assert_same, draw, forward_backward, layer_of, model_parallel, on_megatron
 from megatron_training import gpt
 from on_ranks import on_ranks
 from test_megatron_overlap import batches, one_after_another, schedule_config
@@ -121,12 +121,3 @@ def test_handles_go_with_the_backward(rank: int, num_ranks: int, sizes: dict[str
         layer(draw(rank, 12)[0])
     gc.collect()
     assert handles[-1]() is None and recompute._runs.stack == []
-
-
-def test_disable_puts_checkpoints_back():
-    from megatron.core.tensor_parallel.random import CheckpointFunction
-
-    before = CheckpointFunction.forward, CheckpointFunction.backward
-    with enabled():
-        assert CheckpointFunction.forward is not before[0]
-    assert (CheckpointFunction.forward, CheckpointFunction.backward) == before

@@ -5,7 +5,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from megatron_cases import BF16, HIDDEN, RECOMPUTED, layer_of, model_parallel
-from on_ranks import on_ranks
 
 from deepep_moe.testing import run_ranks
 
@@ -40,9 +39,3 @@ def step(rank: int, _: int, device: str, ep: int, changes: dict) -> list:
 def test_same_bits(device: str, changes: dict) -> None:
     alone, spread = (run_ranks(step, 2, device, ep, changes) for ep in (1, 2))  # NCCL's groups end with their processes
     assert spread == alone
-
-
-@on_ranks(2)
-def test_probs_on_the_input(rank: int) -> None:
-    with model_parallel("cpu", ep=2, sums="lanes") as sizes, pytest.raises(ValueError, match="moe_apply_probs_on_input is True"):
-        layer_of(sizes, moe_router_topk=1, moe_apply_probs_on_input=True, moe_router_num_groups=None, moe_router_group_topk=None)
