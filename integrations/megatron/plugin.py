@@ -7,23 +7,20 @@ for it and the previous class for all others.
 
 import functools
 import logging
-from typing import TYPE_CHECKING
 
 from deepep_moe.errors import EPError
 from deepep_moe.integrations.common.warn_once import warn_once
+from deepep_moe.integrations.megatron.buffers import LayerBuffers, serve_new_groups, serve_step_ends
 from deepep_moe.integrations.megatron.config_switches import is_ours, is_selected, serve_config, why_off
 from deepep_moe.integrations.megatron.options import Config, Options, check_capacity_factor
 from deepep_moe.integrations.megatron.patches import Patches, Stock
 from deepep_moe.nn.balance import Balance
 from deepep_moe.nn.metrics import LayerReport
 
-if TYPE_CHECKING:
-    from deepep_moe.integrations.megatron.buffers import LayerBuffers
-
 _OLDEST, _NEWEST = (0, 13), (0, 19)
 _log = logging.getLogger(__name__)
 _patches = Patches()
-_buffers: "LayerBuffers | None" = None  # those of `enable()`, until `disable()`
+_buffers: LayerBuffers | None = None  # those of `enable()`, until `disable()`
 
 
 def _check_version() -> None:
@@ -38,7 +35,7 @@ def _check_version() -> None:
         _log.warning("megatron-core %s is newer than the newest version deepep_moe was tested with (0.19)", version)
 
 
-def _selecting_class(previous: type, buffers: "LayerBuffers") -> type:
+def _selecting_class(previous: type, buffers: LayerBuffers) -> type:
     """Return a class that takes the place of `previous` and builds our dispatcher or a `previous`, whichever the config asks for."""
     from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
 
@@ -60,7 +57,7 @@ _PARTS = ("route", "router_and_preprocess", "shared_experts_compute", "routed_ex
 """Methods of MoELayer, of any version, that run between the calls of the dispatcher. A recomputation runs them, and the 1F1B schedule."""
 
 
-def _serve_layers(patches: Patches, buffers: "LayerBuffers") -> None:
+def _serve_layers(patches: Patches, buffers: LayerBuffers) -> None:
     """Let layers have our dispatcher where the config asks for it, and run their methods through it, which sees a layer once it is
     constructed. A warning says why a layer has another dispatcher."""
     from megatron.core.transformer.moe import moe_layer
@@ -182,7 +179,6 @@ def enable(
             raise ValueError(f"deepep_moe is already enabled with {_buffers.options}, and not with {options}; call disable() first")
         return
     _check_version()
-    from deepep_moe.integrations.megatron.buffers import LayerBuffers, serve_new_groups, serve_step_ends
     from deepep_moe.integrations.megatron.flat_states import serve_optimizers
     from deepep_moe.integrations.megatron.gating import serve_routers
     from deepep_moe.integrations.megatron.grouped_experts import serve_experts, serve_first_microbatches
