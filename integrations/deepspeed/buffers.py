@@ -74,15 +74,6 @@ def unswap(module: Layer, stock: type) -> None:
     module.__class__ = stock
 
 
-def default_plan(num_local_experts: int, num_topk: int) -> Plan:
-    """Return the plan with the default options that all layers of these sizes share."""
-    key = num_local_experts, num_topk
-    return _default_plans.get(key) or _default_plans.setdefault(key, Plan(Options(), *key))
-
-
-_default_plans: "weakref.WeakValueDictionary[tuple[int, int], Plan]" = weakref.WeakValueDictionary()
-
-
 def why_not_served(layer: Layer, x: torch.Tensor, num_topk: int, most: int) -> str | None:
     """Return the reason why a layer of either kind cannot send rows such as those of x [..., hidden], of which it may send `most` each in
     fast mode, or None."""

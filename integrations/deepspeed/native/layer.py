@@ -20,7 +20,7 @@ from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
 from deepep_moe.exchange.operators import joined
 from deepep_moe.integrations.common.warn_once import warn_once
-from deepep_moe.integrations.deepspeed.buffers import Swapped, default_plan, groups_of, ready, why_not_served
+from deepep_moe.integrations.deepspeed.buffers import Swapped, groups_of, ready, why_not_served
 from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights
 from deepep_moe.integrations.deepspeed.native.grouped import (
     check_fp8,
@@ -59,12 +59,6 @@ class PackedMOELayer(Swapped, MOELayer):
     """True if the next forward is the first of an optimizer step, as `set_is_first_microbatch` says; None if it was not called."""
     kept_weights: KeptWeights | None = None
     """fp8 copies of the experts' weights, once forwards share some."""
-
-    def __init__(self, *args: object, **kwargs: object):
-        """Build a layer of this class, instead of swapping it: it gets the plan with the default options."""
-        super().__init__(*args, **kwargs)
-        self.deepep_moe_plan = default_plan(self.num_local_experts, self.gate.k)
-        self.deepep_moe_plan.layers.add(self)
 
     @untraced
     def forward(self, *inputs: Tensor, **kwargs: Tensor | None) -> Tensor:

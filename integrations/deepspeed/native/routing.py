@@ -35,7 +35,10 @@ def route(gate: TopKGate, x: Tensor, used_token: Tensor | None) -> Routing:
         return _route_nothing(gate, x)
     if gates.decides_alike(gate, x, used_token):
         return Routing(*gates.decide(gate, x))
-    decided = _ask_alone(gate, x, used_token)
+    # Without its group the gate does not agree with other ranks on the fullest expert, which only padded slots need. The gate refuses fewer
+    # tokens than its least capacity, so that is lowered to their number. No token is dropped with either capacity.
+    with meanwhile(gate, ep_group=None, min_capacity=min(gate.min_capacity, x.shape[0])):
+        decided = ask(gate, x, used_token)
     if has_sparse_routes(type(gate).forward):
         l_aux, _, _, topk_idx, _, topk_weights, exp_counts = decided
         return Routing(l_aux, exp_counts, topk_idx, topk_weights.float())  # under autocast einsum narrows them
@@ -60,16 +63,6 @@ def has_sparse_routes(forward: Any) -> bool:
 def is_gate_unknown() -> bool:
     """Return whether gates that can name experts must be called, because `gates` does not know how they decide."""
     return has_sparse_routes(TopKGate.forward) and not gates.knows_the_gate()
-
-
-def _ask_alone(gate: TopKGate, x: Tensor, used_token: Tensor | None) -> Any:
-    """Ask the gate without a group and with a least capacity of no more than this rank's tokens.
-
-    Without its group the gate does not agree with other ranks on the fullest expert, which only padded slots need. The gate refuses fewer
-    tokens than its least capacity, so that is lowered to their number. No token is dropped with either capacity.
-    """
-    with meanwhile(gate, ep_group=None, min_capacity=min(gate.min_capacity, x.shape[0])):
-        return ask(gate, x, used_token)
 
 
 def _route_nothing(gate: TopKGate, x: Tensor) -> Routing:
