@@ -187,7 +187,7 @@ class GroupedMLP(SequentialMLP):
 
     def _copies_of_weights(self, w1: Tensor, w2: Tensor) -> dict[str, Any]:
         """Return the arguments of `grouped_mlp` that say whether this forward shares fp8 copies of the weights."""
-        if is_captured(w1):
+        if self.takes_fp8_rows and is_captured(w1):
             self.kept_weights.release()  # of forwards before the capture
             return {}
         if not self.takes_fp8_rows or self.is_first_microbatch is None or getattr(self.config, "disable_parameter_transpose_cache", False):
