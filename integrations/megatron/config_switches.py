@@ -25,19 +25,14 @@ def selection(dispatcher: str = BACKEND_NAME) -> dict[str, Any]:
     return {"moe_token_dispatcher_type": "flex"} | ({_BACKEND_FIELD: BACKEND_NAME} if has_backend else {})
 
 
-def is_selected(config: Config) -> bool:
-    """Return whether a flex configuration asks for this library.
+def is_ours(config: Config) -> bool:
+    """Return whether a config selects this library.
 
     0.16 and newer name a backend, and ours is `deepep_moe`. 0.13 to 0.15 know flex with DeepEP only and refuse flex without it. There,
     flex without `moe_enable_deepep` is ours.
     """
-    if not hasattr(config, _BACKEND_FIELD):
-        return not config.moe_enable_deepep
-    return bool(getattr(config, _BACKEND_FIELD) == BACKEND_NAME)
-
-
-def is_ours(config: Config) -> bool:
-    return config.moe_token_dispatcher_type == "flex" and is_selected(config)
+    is_named = getattr(config, _BACKEND_FIELD) == BACKEND_NAME if hasattr(config, _BACKEND_FIELD) else not config.moe_enable_deepep
+    return config.moe_token_dispatcher_type == "flex" and bool(is_named)
 
 
 def why_off(config: Config) -> str:

@@ -11,7 +11,7 @@ import logging
 from deepep_moe.errors import EPError
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.megatron.buffers import LayerBuffers, serve_new_groups, serve_step_ends
-from deepep_moe.integrations.megatron.config_switches import is_ours, is_selected, serve_config, why_off
+from deepep_moe.integrations.megatron.config_switches import is_ours, serve_config, why_off
 from deepep_moe.integrations.megatron.options import Config, Options, check_capacity_factor
 from deepep_moe.integrations.megatron.patches import Patches, Stock
 from deepep_moe.nn.balance import Balance
@@ -44,7 +44,7 @@ def _selecting_class(previous: type, buffers: LayerBuffers) -> type:
     def construct(cls: type[object], num_local_experts: int, local_expert_indices: list[int], config: Config, **groups: object) -> object:
         if cls is not selecting:  # a subclass that somebody else has made
             return base.__new__(cls)
-        if is_selected(config):
+        if is_ours(config):
             return NativeTokenDispatcher(num_local_experts, local_expert_indices, config, buffers=buffers, **groups)
         return previous(num_local_experts, local_expert_indices, config=config, **groups)
 
