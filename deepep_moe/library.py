@@ -54,12 +54,11 @@ def untraced(function: _Function) -> _Function:
         return function
     apart = _disable_dynamo(function)
 
-    @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> object:
         return (apart if torch.compiler.is_compiling() else function)(*args, **kwargs)
 
     call.__code__ = call.__code__.replace(co_name=function.__name__)  # Dynamo counts compilations for each code object
-    return call  # type: ignore[return-value]
+    return functools.update_wrapper(call, function)  # type: ignore[return-value]
 
 
 def define(schema: str) -> None:

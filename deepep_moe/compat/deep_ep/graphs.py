@@ -29,7 +29,7 @@ def _outside(member: object) -> Any:
     if isinstance(member, staticmethod):
         return staticmethod(untraced(member.__func__))
     if isinstance(member, property):
-        return property(untraced(member.fget), member.fset, member.fdel, member.__doc__)
+        return property(member.fget and untraced(member.fget), member.fset, member.fdel, member.__doc__)
     if isinstance(member, functools.cached_property):
         return functools.cached_property(untraced(member.func))
     return member
