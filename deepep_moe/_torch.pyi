@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, device, dtype
 
-from deepep_moe._C import ExchangeShim, NvlinkLowLatencyShim
+from deepep_moe._C import NvlinkExchange, NvlinkLowLatency
 from deepep_moe.exchange.backends.base import CombineOptions
 from deepep_moe.ops.gate import FullGateOutput, GateOutput
 
@@ -69,16 +69,11 @@ class Calls:
     def __init__(
         self,
         *,
-        shim: ExchangeShim,
+        owner: NvlinkExchange,
         number: int,
-        num_ranks: int,
-        num_local_experts: int,
         num_topk: int,
-        hidden: int,
         num_max_tokens: int,
         num_sms: int,
-        num_nodes: int,
-        num_node_tokens: int,
         lanes: int,
         sums: str,
         device: device,
@@ -143,19 +138,7 @@ class LowLatencyCombined(InFlight):
     combined_x: Tensor
 
 class LowLatencyCalls:
-    def __init__(
-        self,
-        *,
-        shim: NvlinkLowLatencyShim,
-        num_ranks: int,
-        num_local_experts: int,
-        num_topk: int,
-        hidden: int,
-        num_max_tokens: int,
-        rows_of_expert: int,
-        handle_bytes: int,
-        statistics: Tensor,
-    ) -> None: ...
+    def __init__(self, owner: NvlinkLowLatency, statistics: Tensor) -> None: ...
     def release(self) -> None: ...
     def dispatch(
         self,

@@ -1,9 +1,10 @@
 // Binds the CPU library: the exchange between processes and its calls.
 #include <system_error>
 
-#include "bindings/handle.h"
-#include "runtime/shm/call.h"
+#include "bindings/tensor.h"
+#include "common/handle_arg.h"
 #include "runtime/process.h"
+#include "runtime/shm/exchange.h"
 
 using namespace deepep_moe;
 
@@ -29,9 +30,7 @@ void translate(std::exception_ptr pointer) {
         raise_with("EPCapacityError", e.what(), py::dict("rank"_a = e.rank));
     } catch (const MismatchError& e) {
         raise_with("EPMismatchError", e.what(), py::dict());
-    } catch (const ThreadsError& e) {
-        raise_with("EPError", e.what(), py::dict());
-    } catch (const HurriedError& e) {
+    } catch (const CallError& e) {
         raise_with("EPError", e.what(), py::dict());
     } catch (const DestroyedError& e) {
         raise_with("BufferDestroyedError", e.what(), py::dict());
@@ -49,60 +48,97 @@ void bind_types(py::module_& m) {
         .value("float8_e5m2", DType::kFloat8E5M2);
 }
 
-// ---- calls: arguments, tensors and a handle are converted to params in one step ----
+// ---- calls: `args` and `rows` are of exchange/backends/base.py ----
 
 TensorArg tensor_of(py::handle owner, const char* name) { return tensor_arg(owner.attr(name)); }
 
+HandleArg handle_of(py::handle handle) {
+    HandleArg arg;
+    arg.call = tensor_of(handle, "call").as<const int64_t*>();
+    arg.is_expert_layout = handle.attr("layout").cast<std::string_view>() == "expert";
+    arg.expert_alignment = handle.attr("expert_alignment").cast<int>();
+    arg.topk_idx = tensor_of(handle, "topk_idx");
+    arg.recv_row_idx = tensor_of(handle, "recv_row_idx");
+    arg.recv_counts = tensor_of(handle, "recv_counts");
+    return arg;
+}
+
 std::pair<int64_t, int64_t> plan(ShmExchange& self, DType dtype, py::handle args, const TensorArg& narrow_topk_idx,
                                  const TensorArg& recv_counts, const TensorArg& num_recv_tokens_per_expert) {
-    const Layout layout = args.attr("layout").cast<std::string>() == "expert" ? Layout::kExpert : Layout::kRank;
-    Signature signature{Operation::kDispatch, dtype, layout, args.attr("expert_alignment").cast<int>(), 0, false, false, false};
+    const Layout layout = args.attr("layout").cast<std::string_view>() == "expert" ? Layout::kExpert : Layout::kRank;
+    Signature signature{Operation::kDispatch, dtype, layout, args.attr("expert_alignment").cast<int>()};
     signature.has_weights = !args.attr("topk_weights").is_none(), signature.has_scales = !args.attr("x_scales").is_none();
-    PlanParams params = plan_of(self.config(), signature, tensor_of(args, "topk_idx"), args.attr("num_recv_rows").cast<int64_t>());
-    params.layout.narrow_topk_idx = narrow_topk_idx.as<int32_t*>();
-    params.recv_counts = recv_counts.as<int32_t*>();
-    params.num_recv_tokens_per_expert = num_recv_tokens_per_expert.as<int32_t*>();
+    const TensorArg topk_idx = tensor_of(args, "topk_idx");
+    const PlanParams params{signature,
+                            {topk_idx.as<const void*>(), topk_idx.element_bytes == 8, topk_idx.num_rows, narrow_topk_idx.as<int32_t*>()},
+                            args.attr("num_recv_rows").cast<int64_t>(),
+                            recv_counts.as<int32_t*>(),
+                            num_recv_tokens_per_expert.as<int32_t*>()};
     const py::gil_scoped_release released;
     const PlanResult result = self.plan(params);
     return {result.num_recv_tokens, result.num_rows};
 }
 
-DispatchArg dispatch_arg(py::handle args, py::handle rows) {
-    DispatchArg arg;
-    arg.x = tensor_of(args, "x"), arg.x_scales = tensor_of(args, "x_scales"), arg.topk_weights = tensor_of(args, "topk_weights");
-    arg.recv_x = tensor_of(rows, "recv_x"), arg.recv_x_scales = tensor_of(rows, "recv_x_scales");
-    arg.recv_topk_weights = tensor_of(rows, "recv_topk_weights");
-    return arg;
+DispatchParams params_of(const HandleArg& handle, py::handle args, py::handle rows, const TensorArg& recv_topk_idx, bool cached) {
+    const TensorArg x = tensor_of(args, "x"), x_scales = tensor_of(args, "x_scales"), recv_x = tensor_of(rows, "recv_x");
+    return {
+        .layout = handle.layout(),
+        .cached = cached,
+        .streaming = recv_x.num_rows * recv_x.row_bytes() > kStreamingBytes,
+        .row_bytes = static_cast<size_t>(x.row_bytes()),
+        .scale_bytes = x_scales.is_there ? static_cast<size_t>(x_scales.row_bytes()) : 0,
+        .num_tokens = handle.topk_idx.num_rows,
+        .x = x.as<const std::byte*>(),
+        .x_scales = x_scales.as<const std::byte*>(),
+        .topk_idx = handle.topk_idx.as<const int32_t*>(),
+        .topk_weights = tensor_of(args, "topk_weights").as<const float*>(),
+        .recv_counts = handle.recv_counts.as<const int32_t*>(),
+        .recv_x = recv_x.as<std::byte*>(),
+        .recv_x_scales = tensor_of(rows, "recv_x_scales").as<std::byte*>(),
+        .recv_topk_idx = recv_topk_idx.as<void*>(),
+        .recv_topk_idx_is_int64 = recv_topk_idx.element_bytes == 8,
+        .recv_topk_weights = tensor_of(rows, "recv_topk_weights").as<float*>(),
+        .recv_row_idx = handle.recv_row_idx.as<int32_t*>(),
+    };
 }
 
-void dispatch(ShmExchange& self, const HandleArg& handle, py::handle args, py::handle rows, const TensorArg& recv_topk_idx) {
-    DispatchArg arg = dispatch_arg(args, rows);
-    arg.recv_topk_idx = recv_topk_idx;
+void dispatch(ShmExchange& self, py::handle handle, py::handle args, py::handle rows, const TensorArg& recv_topk_idx) {
+    const DispatchParams params = params_of(handle_of(handle), args, rows, recv_topk_idx, false);
     const py::gil_scoped_release released;
-    self.dispatch(dispatch_of(self.config(), handle, arg, false));
+    self.dispatch(params);
 }
 
 void dispatch_cached(ShmExchange& self, DType dtype, py::handle args, py::handle rows) {
-    const HandleArg handle = handle_arg(args.attr("handle"));
-    const DispatchArg arg = dispatch_arg(args, rows);
-    Signature signature = signature_along(handle, Operation::kCachedDispatch, dtype);
-    signature.expert_alignment = handle.expert_alignment;
-    signature.has_weights = arg.topk_weights.is_there;
-    signature.has_scales = arg.x_scales.is_there;
+    const HandleArg handle = handle_of(args.attr("handle"));
+    const DispatchParams params = params_of(handle, args, rows, {}, true);
+    Signature signature{Operation::kCachedDispatch, dtype, handle.layout(), handle.expert_alignment, handle.number()};
+    signature.has_weights = !args.attr("topk_weights").is_none(), signature.has_scales = !args.attr("x_scales").is_none();
     const py::gil_scoped_release released;
-    self.dispatch_cached(signature, dispatch_of(self.config(), handle, arg, true));
+    self.make(signature, params);
 }
 
 void combine(ShmExchange& self, DType dtype, py::handle args, const TensorArg& combined_x, const TensorArg& combined_topk_weight_grads) {
-    const HandleArg handle = handle_arg(args.attr("handle"));
-    CombineArg arg;
-    arg.x = tensor_of(args, "x"), arg.weights = tensor_of(args, "weights"), arg.bias = tensor_of(args, "bias");
-    arg.topk_weight_grads = tensor_of(args, "topk_weight_grads"), arg.options = combine_options_of(args.attr("options"));
-    arg.combined_x = combined_x, arg.combined_topk_weight_grads = combined_topk_weight_grads;
-    Signature signature = signature_along(handle, Operation::kCombine, dtype);
-    signature.has_topk_weight_grads = arg.topk_weight_grads.is_there;
+    const HandleArg handle = handle_of(args.attr("handle"));
+    const TensorArg topk_weight_grads = tensor_of(args, "topk_weight_grads");
+    const CombineParams params{
+        .dtype = dtype,
+        .layout = handle.layout(),
+        .recv_counts = handle.recv_counts.as<const int32_t*>(),
+        .recv_row_idx = handle.recv_row_idx.as<const int32_t*>(),
+        .x = tensor_of(args, "x").as<const std::byte*>(),
+        .weights = tensor_of(args, "weights").as<const float*>(),
+        .topk_weight_grads = topk_weight_grads.as<const float*>(),
+        .num_tokens = handle.topk_idx.num_rows,
+        .topk_idx = handle.topk_idx.as<const int32_t*>(),
+        .bias = tensor_of(args, "bias").as<const std::byte*>(),
+        .combined_x = combined_x.as<std::byte*>(),
+        .combined_topk_weight_grads = combined_topk_weight_grads.as<float*>(),
+        .options = combine_options_of(args.attr("options")),
+    };
+    Signature signature{Operation::kCombine, dtype, handle.layout(), 1, handle.number()};
+    signature.has_topk_weight_grads = topk_weight_grads.is_there;
     const py::gil_scoped_release released;
-    self.combine(signature, combine_of(self.config(), handle, dtype, arg));
+    self.make(signature, params);
 }
 
 void bind_shm_exchange(py::module_& m) {

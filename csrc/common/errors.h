@@ -50,14 +50,9 @@ struct CapacityError : std::runtime_error {
     int rank;
 };
 
-// A wait was given up because this process ends.
-struct HurriedError : std::runtime_error {
+// Two threads are in calls of one buffer, or a wait was given up because this process ends.
+struct CallError : std::runtime_error {
     using std::runtime_error::runtime_error;
-};
-
-// Two threads are in calls of one buffer.
-struct ThreadsError : std::logic_error {
-    using std::logic_error::logic_error;
 };
 
 // A buffer was used after destroy() or in a process forked from its owner.

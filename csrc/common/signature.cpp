@@ -45,9 +45,9 @@ Signature unpack(uint64_t packed) {
             static_cast<Layout>(bits(54, 1)),
             bits(32, 19),
             static_cast<int64_t>(packed & 0xffffffffu),
-            bits(51, 1),
-            bits(52, 1),
-            bits(53, 1)};
+            bits(51, 1) != 0,
+            bits(52, 1) != 0,
+            bits(53, 1) != 0};
 }
 
 void copy_text(char* target, size_t capacity, const std::string& text) {

@@ -15,11 +15,11 @@ struct Signature {
     Operation operation;
     DType dtype;
     Layout layout;
-    int expert_alignment;
-    int64_t handle_call;        // the dispatch whose handle is used, 0 without one; expert slots: a digest of where their tensors lie
-    int has_weights;            // dispatch: topk_weights travel
-    int has_scales;             // dispatch: fp8 scales travel
-    int has_topk_weight_grads;  // combine: gradients of topk_weights travel; expert slots: gradients return
+    int expert_alignment = 1;
+    int64_t handle_call = 0;   // the dispatch whose handle is used, 0 without one; expert slots: a digest of where their tensors lie
+    bool has_weights = false;  // dispatch: topk_weights travel
+    bool has_scales = false;   // dispatch: fp8 scales travel
+    bool has_topk_weight_grads = false;  // combine: gradients of topk_weights travel; expert slots: gradients return
     bool operator==(const Signature&) const = default;
 };
 

@@ -19,8 +19,8 @@ const T* at(const T* optional, int64_t offset) {
     return optional != nullptr ? optional + offset : nullptr;
 }
 
-struct Channel {
-    int rank, num_ranks, channel, num_channels;
+struct Channel : WorkspaceConfig {
+    int rank, channel;
     uint32_t sequence;
     size_t ring_bytes;
     Ring outbox[kMaxRanks];  // in the peer's segment, filled by this rank

@@ -13,16 +13,16 @@ public:
     CombineChannel(const CombineParams& p, const Channel& c)
         : p_(p),
           c_(c),
-          row_bytes_(element_bytes(p.dtype) * p.hidden),
-          slot_(p.num_topk, row_bytes_, 0),
-          experts_per_rank_(p.num_experts / c.num_ranks),
+          row_bytes_(element_bytes(p.dtype) * c.hidden),
+          slot_(c.num_topk, row_bytes_, 0),
+          experts_per_rank_(c.num_experts / c.num_ranks),
           range_(channel_range(p.num_tokens, c.channel, c.num_channels)),
-          masks_(rank_masks(p.topk_idx, range_, p.num_topk, experts_per_rank_)),
+          masks_(rank_masks(p.topk_idx, range_, c.num_topk, experts_per_rank_)),
           next_token_(range_.begin),
           own_slot_(slot_.bytes),
           peers_(c.num_ranks) {
-        if (p.ranks_per_node < c.num_ranks) {
-            node_sums_.resize(static_cast<size_t>(c.num_ranks / p.ranks_per_node) * p.hidden);
+        if (c.ranks_per_node < c.num_ranks) {
+            node_sums_.resize(static_cast<size_t>(c.num_ranks / c.ranks_per_node) * c.hidden);
             rounded_.resize(row_bytes_);
         }
         for (int peer = 0; peer < c.num_ranks; ++peer) {
@@ -68,9 +68,9 @@ private:
         auto* values = reinterpret_cast<float*>(slot + slot_.values_offset);
         int num_rows = 1;
         if (p_.layout == Layout::kExpert) {
-            num_rows = gather(p_.recv_row_idx + slot_idx * p_.num_topk, rows, weights, values);
+            num_rows = gather(p_.recv_row_idx + slot_idx * c_.num_topk, rows, weights, values);
         } else if (p_.topk_weight_grads != nullptr) {
-            std::memcpy(values, p_.topk_weight_grads + slot_idx * p_.num_topk, sizeof(float) * p_.num_topk);
+            std::memcpy(values, p_.topk_weight_grads + slot_idx * c_.num_topk, sizeof(float) * c_.num_topk);
         }
         if (num_rows == 1 && p_.weights == nullptr) {
             std::memcpy(slot + slot_.row_offset, rows[0], row_bytes_);
@@ -78,14 +78,14 @@ private:
         }
         const void* next_rows[kMaxTopk];
         const int num_next =
-            p_.layout == Layout::kExpert && !is_last ? gather(p_.recv_row_idx + (slot_idx + 1) * p_.num_topk, next_rows) : 0;
-        sum_rows(p_.dtype, {slot + slot_.row_offset, rows, p_.weights != nullptr ? weights : nullptr, nullptr, num_rows, p_.hidden,
+            p_.layout == Layout::kExpert && !is_last ? gather(p_.recv_row_idx + (slot_idx + 1) * c_.num_topk, next_rows) : 0;
+        sum_rows(p_.dtype, {slot + slot_.row_offset, rows, p_.weights != nullptr ? weights : nullptr, nullptr, num_rows, c_.hidden,
                             next_rows, num_next});
     }
 
     int gather(const int32_t* row_of_lane, const void** rows, float* weights = nullptr, float* values = nullptr) const {
         int num_rows = 0;
-        for (int k = 0; k < p_.num_topk; ++k) {
+        for (int k = 0; k < c_.num_topk; ++k) {
             const int32_t row = row_of_lane[k];
             if (values != nullptr && p_.topk_weight_grads != nullptr) values[k] = row >= 0 ? p_.topk_weight_grads[row] : 0.0f;
             if (row < 0) continue;
@@ -137,7 +137,7 @@ private:
         }
         if (mask >> c_.rank & 1) reduce_next(peers_[c_.rank], own_slot_.data());
         const std::byte* bias = p_.bias != nullptr ? p_.bias + token * row_bytes_ : nullptr;
-        const SumParams sum{p_.combined_x + token * row_bytes_, rows, nullptr, bias, num_rows, p_.hidden, nullptr, 0};
+        const SumParams sum{p_.combined_x + token * row_bytes_, rows, nullptr, bias, num_rows, c_.hidden, nullptr, 0};
         if (node_sums_.empty())
             sum_rows(p_.dtype, sum);
         else
@@ -157,25 +157,25 @@ private:
         const void* sums[kMaxRanks];
         int num_sums = 0;
         const void* const* rows = of.rows;
-        for (int first = 0; first < c_.num_ranks; first += p_.ranks_per_node) {
-            const int num_rows = std::popcount(mask >> first & ((uint64_t{1} << p_.ranks_per_node) - 1));
+        for (int first = 0; first < c_.num_ranks; first += c_.ranks_per_node) {
+            const int num_rows = std::popcount(mask >> first & ((uint64_t{1} << c_.ranks_per_node) - 1));
             if (num_rows == 0) continue;
-            float* const sum = node_sums_.data() + static_cast<size_t>(num_sums) * p_.hidden;
+            float* const sum = node_sums_.data() + static_cast<size_t>(num_sums) * c_.hidden;
             const void* const rounded = rounded_.data();
-            SumParams node{sum, rows, nullptr, nullptr, num_rows, p_.hidden, nullptr, 0};
-            if (c_.rank / p_.ranks_per_node != first / p_.ranks_per_node) {
-                sum_rows(p_.dtype, {rounded_.data(), rows, nullptr, nullptr, num_rows, p_.hidden, nullptr, 0});
+            SumParams node{sum, rows, nullptr, nullptr, num_rows, c_.hidden, nullptr, 0};
+            if (c_.rank / c_.ranks_per_node != first / c_.ranks_per_node) {
+                sum_rows(p_.dtype, {rounded_.data(), rows, nullptr, nullptr, num_rows, c_.hidden, nullptr, 0});
                 node.rows = &rounded, node.num_rows = 1;
             }
             sum_rows_to_float32(p_.dtype, node);
             sums[num_sums++] = sum;
             rows += num_rows;
         }
-        sum_float32_rows(p_.dtype, {of.sum, sums, nullptr, of.bias, num_sums, p_.hidden, nullptr, 0});
+        sum_float32_rows(p_.dtype, {of.sum, sums, nullptr, of.bias, num_sums, c_.hidden, nullptr, 0});
     }
 
     void take_topk_weight_grads(int64_t token, const std::byte* const* slots) {
-        for (int64_t lane = token * p_.num_topk, k = 0; k < p_.num_topk; ++k, ++lane) {
+        for (int64_t lane = token * c_.num_topk, k = 0; k < c_.num_topk; ++k, ++lane) {
             const int32_t expert = p_.topk_idx[lane];
             const auto* values =
                 expert >= 0 ? reinterpret_cast<const float*>(slots[expert / experts_per_rank_] + slot_.values_offset) : nullptr;
@@ -184,11 +184,11 @@ private:
     }
 
     void sum_lanes(int64_t token, uint64_t mask, const std::byte* const* slots) {
-        float* const sums = p_.combined_topk_weight_grads + token * p_.num_topk;
-        std::fill_n(sums, p_.num_topk, 0.0f);
+        float* const sums = p_.combined_topk_weight_grads + token * c_.num_topk;
+        std::fill_n(sums, c_.num_topk, 0.0f);
         for (uint64_t rest = mask; rest != 0; rest &= rest - 1) {
             const auto* values = reinterpret_cast<const float*>(slots[std::countr_zero(rest)] + slot_.values_offset);
-            for (int k = 0; k < p_.num_topk; ++k) sums[k] += values[k];
+            for (int k = 0; k < c_.num_topk; ++k) sums[k] += values[k];
         }
     }
 
@@ -221,6 +221,6 @@ private:
 
 }  // namespace
 
-void combine_channel(const CombineParams& params, const Channel& channel) { CombineChannel(params, channel).run(); }
+void move_channel(const CombineParams& params, const Channel& channel) { CombineChannel(params, channel).run(); }
 
 }  // namespace deepep_moe

@@ -9,8 +9,6 @@ namespace deepep_moe {
 struct CombineParams {
     DType dtype;
     Layout layout;
-    int num_topk, num_experts, hidden;
-    int ranks_per_node;
 
     // These are about the tokens that this rank received.
     const int32_t* recv_counts;   // [num_ranks, num_channels]
@@ -29,6 +27,6 @@ struct CombineParams {
 };
 
 // Moves the rows of one channel. Throws what `channel.monitor` throws.
-void combine_channel(const CombineParams& params, const Channel& channel);
+void move_channel(const CombineParams& params, const Channel& channel);
 
 }  // namespace deepep_moe

@@ -20,10 +20,10 @@ public:
     DispatchChannel(const DispatchParams& p, const Channel& c)
         : p_(p),
           c_(c),
-          slot_(p.num_topk, p.row_bytes, p.scale_bytes),
-          experts_per_rank_(p.num_experts / c.num_ranks),
+          slot_(c.num_topk, p.row_bytes, p.scale_bytes),
+          experts_per_rank_(c.num_experts / c.num_ranks),
           range_(channel_range(p.num_tokens, c.channel, c.num_channels)),
-          masks_(rank_masks(p.topk_idx, range_, p.num_topk, experts_per_rank_)),
+          masks_(rank_masks(p.topk_idx, range_, c.num_topk, experts_per_rank_)),
           peers_(c.num_ranks) {
         for (int peer = 0; peer < c.num_ranks; ++peer) {
             Peer& state = peers_[peer];
@@ -80,8 +80,8 @@ private:
 
     void local_experts(int64_t token, int rank, int32_t* experts) const {
         const int32_t first = rank * experts_per_rank_;
-        for (int k = 0; k < p_.num_topk; ++k) {
-            const int32_t expert = p_.topk_idx[token * p_.num_topk + k] - first;
+        for (int k = 0; k < c_.num_topk; ++k) {
+            const int32_t expert = p_.topk_idx[token * c_.num_topk + k] - first;
             experts[k] = expert >= 0 && expert < experts_per_rank_ ? expert : -1;
         }
     }
@@ -89,7 +89,7 @@ private:
     void fill_slot(std::byte* slot, int64_t token, int peer) const {
         local_experts(token, peer, reinterpret_cast<int32_t*>(slot));
         if (p_.topk_weights != nullptr)
-            std::memcpy(slot + slot_.values_offset, p_.topk_weights + token * p_.num_topk, sizeof(float) * p_.num_topk);
+            std::memcpy(slot + slot_.values_offset, p_.topk_weights + token * c_.num_topk, sizeof(float) * c_.num_topk);
         std::memcpy(slot + slot_.row_offset, p_.x + token * p_.row_bytes, p_.row_bytes);
         if (p_.x_scales != nullptr) std::memcpy(slot + slot_.scales_offset, p_.x_scales + token * p_.scale_bytes, p_.scale_bytes);
     }
@@ -129,7 +129,7 @@ private:
             const int64_t token = state.next_token++;
             int32_t experts[kMaxTopk];
             local_experts(token, c_.rank, experts);
-            deliver(state, {experts, at(p_.topk_weights, token * p_.num_topk), at(p_.x, token * p_.row_bytes),
+            deliver(state, {experts, at(p_.topk_weights, token * c_.num_topk), at(p_.x, token * p_.row_bytes),
                             at(p_.x_scales, token * p_.scale_bytes)});
             skip_to_next(c_.rank);
         }
@@ -140,8 +140,8 @@ private:
         const int64_t slot = source.first_slot + source.delivered++;
         if (p_.layout == Layout::kExpert) return expand(source, slot, arrival);
         put_row(slot, arrival);
-        for (int k = 0; k < p_.num_topk; ++k) {
-            const int64_t lane = slot * p_.num_topk + k;
+        for (int k = 0; k < c_.num_topk; ++k) {
+            const int64_t lane = slot * c_.num_topk + k;
             if (p_.recv_topk_idx != nullptr && p_.recv_topk_idx_is_int64)
                 static_cast<int64_t*>(p_.recv_topk_idx)[lane] = arrival.experts[k];
             if (p_.recv_topk_idx != nullptr && !p_.recv_topk_idx_is_int64)
@@ -151,8 +151,8 @@ private:
     }
 
     void expand(Peer& source, int64_t slot, const Arrival& arrival) {
-        for (int k = 0; k < p_.num_topk; ++k) {
-            int32_t& row = p_.recv_row_idx[slot * p_.num_topk + k];
+        for (int k = 0; k < c_.num_topk; ++k) {
+            int32_t& row = p_.recv_row_idx[slot * c_.num_topk + k];
             if (!p_.cached) row = arrival.experts[k] >= 0 ? source.next_row[arrival.experts[k]]++ : -1;
             if (row < 0) continue;
             put_row(row, arrival);
@@ -188,6 +188,6 @@ private:
 
 }  // namespace
 
-void dispatch_channel(const DispatchParams& params, const Channel& channel) { DispatchChannel(params, channel).run(); }
+void move_channel(const DispatchParams& params, const Channel& channel) { DispatchChannel(params, channel).run(); }
 
 }  // namespace deepep_moe

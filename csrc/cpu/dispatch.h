@@ -5,11 +5,13 @@
 
 namespace deepep_moe {
 
+// Larger outputs are written past the caches, which could not hold them anyway.
+constexpr int64_t kStreamingBytes = 8 << 20;
+
 struct DispatchParams {
     Layout layout;
     bool cached;     // rows go where recv_row_idx says; otherwise it is written
     bool streaming;  // write recv_x past the caches
-    int num_topk, num_experts;
     size_t row_bytes, scale_bytes;
 
     // These are about this rank's tokens.
@@ -20,17 +22,17 @@ struct DispatchParams {
     const float* topk_weights;  // [num_tokens, num_topk], or nullptr
 
     // These are about the tokens that this rank receives.
-    const int32_t* recv_counts;  // [num_ranks, num_channels]
-    const int32_t* row_begin;    // [num_ranks, num_channels, num_local_experts] first row of each run (expert layout, not cached)
-    std::byte* recv_x;           // [num_rows, row_bytes]
-    std::byte* recv_x_scales;    // [num_rows, scale_bytes], or nullptr
-    void* recv_topk_idx;         // rank layout: [num_recv_tokens, num_topk] local experts, or nullptr (cached)
+    const int32_t* recv_counts;          // [num_ranks, num_channels]
+    const int32_t* row_begin = nullptr;  // [num_ranks, num_channels, num_local_experts] first row of each run (expert layout, not cached)
+    std::byte* recv_x;                   // [num_rows, row_bytes]
+    std::byte* recv_x_scales;            // [num_rows, scale_bytes], or nullptr
+    void* recv_topk_idx;                 // rank layout: [num_recv_tokens, num_topk] local experts, or nullptr (cached)
     bool recv_topk_idx_is_int64;
     float* recv_topk_weights;  // rank layout: [num_recv_tokens, num_topk]; expert layout: [num_rows]; or nullptr
     int32_t* recv_row_idx;     // expert layout: [num_recv_tokens, num_topk] row of each top-k entry, -1 = none
 };
 
 // Moves the rows of one channel. Throws what `channel.monitor` throws.
-void dispatch_channel(const DispatchParams& params, const Channel& channel);
+void move_channel(const DispatchParams& params, const Channel& channel);
 
 }  // namespace deepep_moe

@@ -10,9 +10,9 @@
 namespace deepep_moe {
 namespace {
 
-[[noreturn]] void refuse(int64_t token, int lane, int64_t expert, const LayoutParams& p) {
+[[noreturn]] void refuse(int64_t token, int lane, int64_t expert, int num_experts) {
     throw NoExpertError("topk_idx[" + std::to_string(token) + ", " + std::to_string(lane) + "] is " + std::to_string(expert) +
-                        "; it must be -1 (no expert) or 0 to " + std::to_string(p.num_experts - 1));
+                        "; it must be -1 (no expert) or 0 to " + std::to_string(num_experts - 1));
 }
 
 [[noreturn]] void refuse_duplicate(int64_t token, int first, int second, int64_t expert) {
@@ -21,16 +21,16 @@ namespace {
 }
 
 template <class Index>
-void count(const LayoutParams& p, Range range, const ChannelCounts& counts) {
+void count(const WorkspaceConfig& c, const LayoutParams& p, Range range, const ChannelCounts& counts) {
     const auto* topk_idx = static_cast<const Index*>(p.topk_idx);
-    const int experts_per_rank = p.num_experts / p.num_ranks;
+    const int experts_per_rank = c.num_experts / c.num_ranks;
     for (int64_t token = range.begin; token < range.end; ++token) {
-        const Index* lanes = topk_idx + token * p.num_topk;
+        const Index* lanes = topk_idx + token * c.num_topk;
         uint64_t ranks = 0;
-        for (int k = 0; k < p.num_topk; ++k) {
+        for (int k = 0; k < c.num_topk; ++k) {
             const int64_t expert = lanes[k];
-            if (expert < -1 || expert >= p.num_experts) refuse(token, k, expert, p);
-            p.narrow_topk_idx[token * p.num_topk + k] = static_cast<int32_t>(expert);
+            if (expert < -1 || expert >= c.num_experts) refuse(token, k, expert, c.num_experts);
+            p.narrow_topk_idx[token * c.num_topk + k] = static_cast<int32_t>(expert);
             if (expert < 0) continue;
             for (int other = 0; other < k; ++other)
                 if (lanes[other] == expert) refuse_duplicate(token, other, k, expert);
@@ -43,10 +43,10 @@ void count(const LayoutParams& p, Range range, const ChannelCounts& counts) {
 
 }  // namespace
 
-void count_tokens(const LayoutParams& params, Range range, const ChannelCounts& counts) {
-    std::fill_n(counts.num_tokens_per_rank, params.num_ranks, 0);
-    std::fill_n(counts.num_tokens_per_expert, params.num_experts, 0);
-    return params.is_int64 ? count<int64_t>(params, range, counts) : count<int32_t>(params, range, counts);
+void count_tokens(const WorkspaceConfig& config, const LayoutParams& params, Range range, const ChannelCounts& counts) {
+    std::fill_n(counts.num_tokens_per_rank, config.num_ranks, 0);
+    std::fill_n(counts.num_tokens_per_expert, config.num_experts, 0);
+    return params.is_int64 ? count<int64_t>(config, params, range, counts) : count<int32_t>(config, params, range, counts);
 }
 
 }  // namespace deepep_moe

@@ -11,8 +11,6 @@ struct LayoutParams {
     const void* topk_idx;  // [num_tokens, num_topk] int64 or int32, -1 = no expert
     bool is_int64;
     int64_t num_tokens;
-    int num_topk, num_ranks, num_experts;
-
     int32_t* narrow_topk_idx;  // [num_tokens, num_topk] out
 };
 
@@ -22,6 +20,6 @@ struct ChannelCounts {
 };
 
 // Counts the tokens of `range`. Throws std::invalid_argument for an index outside [-1, num_experts) or an expert twice in a row.
-void count_tokens(const LayoutParams& params, Range range, const ChannelCounts& counts);
+void count_tokens(const WorkspaceConfig& config, const LayoutParams& params, Range range, const ChannelCounts& counts);
 
 }  // namespace deepep_moe

@@ -18,56 +18,55 @@ inline uint32_t ring_count(uint64_t position, uint32_t sequence) {
     return static_cast<uint32_t>(position >> 32) == sequence ? static_cast<uint32_t>(position) : 0;
 }
 
-class RingSender {
+// One end of a ring, which counts the slots that it knows to be filled and drained.
+class RingEnd {
 public:
-    RingSender() = default;
-    RingSender(Ring ring, uint32_t sequence, uint32_t num_slots, size_t slot_bytes)
+    RingEnd() = default;
+    RingEnd(Ring ring, uint32_t sequence, uint32_t num_slots, size_t slot_bytes)
         : ring_(ring), sequence_(sequence), num_slots_(num_slots), slot_bytes_(slot_bytes) {}
 
-    // Returns the next slot to fill, or nullptr while the ring is full.
-    std::byte* next() {
-        if (filled_ - drained_ == num_slots_) {
-            drained_ = ring_count(ring_.control->tail.load(std::memory_order_acquire), sequence_);
-            if (filled_ - drained_ == num_slots_) return nullptr;
-        }
-        return ring_.data + (filled_ % num_slots_) * slot_bytes_;
+protected:
+    uint32_t read(const std::atomic<uint64_t>& position) const { return ring_count(position.load(std::memory_order_acquire), sequence_); }
+    void write(std::atomic<uint64_t>& position, uint32_t count) const {
+        position.store(ring_position(sequence_, count), std::memory_order_release);
     }
-    void push() { ++filled_; }
-    void publish() { ring_.control->head.store(ring_position(sequence_, filled_), std::memory_order_release); }
-    uint32_t filled() const { return filled_; }
-    uint32_t drained() const { return ring_count(ring_.control->tail.load(std::memory_order_acquire), sequence_); }
-    bool is_full() const { return filled_ - drained() == num_slots_; }
+    std::byte* slot(uint32_t count) const { return ring_.data + (count % num_slots_) * slot_bytes_; }
 
-private:
     Ring ring_;
     uint32_t sequence_ = 0, num_slots_ = 0, filled_ = 0, drained_ = 0;
     size_t slot_bytes_ = 0;
 };
 
-class RingReceiver {
+class RingSender : public RingEnd {
 public:
-    RingReceiver() = default;
-    RingReceiver(Ring ring, uint32_t sequence, uint32_t num_slots, size_t slot_bytes)
-        : ring_(ring), sequence_(sequence), num_slots_(num_slots), slot_bytes_(slot_bytes) {}
+    using RingEnd::RingEnd;
+
+    // Returns the next slot to fill, or nullptr while the ring is full.
+    std::byte* next() {
+        if (filled_ - drained_ == num_slots_ && filled_ - (drained_ = drained()) == num_slots_) return nullptr;
+        return slot(filled_);
+    }
+    void push() { ++filled_; }
+    void publish() { write(ring_.control->head, filled_); }
+    uint32_t filled() const { return filled_; }
+    uint32_t drained() const { return read(ring_.control->tail); }
+    bool is_full() const { return filled_ - drained() == num_slots_; }
+};
+
+class RingReceiver : public RingEnd {
+public:
+    using RingEnd::RingEnd;
 
     // Returns the next filled slot, or nullptr while there is none.
     const std::byte* next() {
-        if (drained_ == filled_) {
-            filled_ = ring_count(ring_.control->head.load(std::memory_order_acquire), sequence_);
-            if (drained_ == filled_) return nullptr;
-        }
-        return ring_.data + (drained_ % num_slots_) * slot_bytes_;
+        if (drained_ == filled_ && drained_ == (filled_ = filled())) return nullptr;
+        return slot(drained_);
     }
     void pop() { ++drained_; }
-    void publish() { ring_.control->tail.store(ring_position(sequence_, drained_), std::memory_order_release); }
-    uint32_t filled() const { return ring_count(ring_.control->head.load(std::memory_order_acquire), sequence_); }
+    void publish() { write(ring_.control->tail, drained_); }
+    uint32_t filled() const { return read(ring_.control->head); }
     uint32_t drained() const { return drained_; }
     bool is_empty() const { return filled() == drained_; }
-
-private:
-    Ring ring_;
-    uint32_t sequence_ = 0, num_slots_ = 0, filled_ = 0, drained_ = 0;
-    size_t slot_bytes_ = 0;
 };
 
 }  // namespace deepep_moe

@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <stdexcept>
 
 #include "cpu/elements.h"
 
@@ -54,7 +53,12 @@ DEEPEP_MOE_CLONES void sum_rows_bfloat16_to_float32(const SumParams& p) { sum_al
 DEEPEP_MOE_CLONES void sum_rows_float16_to_float32(const SumParams& p) { sum_all<Float16, Float32>(p); }
 DEEPEP_MOE_CLONES void sum_float32_rows_to_bfloat16(const SumParams& p) { sum_all<Float32, BFloat16, BFloat16>(p); }
 DEEPEP_MOE_CLONES void sum_float32_rows_to_float16(const SumParams& p) { sum_all<Float32, Float16, Float16>(p); }
-[[noreturn]] void refuse_fp8() { throw std::invalid_argument("fp8 rows cannot be summed; combine takes fp32, bf16 or fp16"); }
+
+// Sums by the function for the dtype: of float32, bfloat16, float16.
+void sum_by(void (*const (&functions)[3])(const SumParams&), DType dtype, const SumParams& params) {
+    with_dtype(dtype, "fp8 rows cannot be summed; combine takes fp32, bf16 or fp16",
+               [&](auto type) { functions[static_cast<int>(type.value)](params); });
+}
 
 }  // namespace
 
@@ -78,34 +82,14 @@ void finish_streaming() {
 #endif
 }
 
-void sum_rows(DType dtype, const SumParams& params) {
-    switch (dtype) {
-        case DType::kFloat32: return sum_rows_float32(params);
-        case DType::kBFloat16: return sum_rows_bfloat16(params);
-        case DType::kFloat16: return sum_rows_float16(params);
-        case DType::kFloat8:
-        case DType::kFloat8E5M2: refuse_fp8();
-    }
-}
+void sum_rows(DType dtype, const SumParams& params) { sum_by({sum_rows_float32, sum_rows_bfloat16, sum_rows_float16}, dtype, params); }
 
 void sum_rows_to_float32(DType dtype, const SumParams& params) {
-    switch (dtype) {
-        case DType::kFloat32: return sum_rows_float32(params);
-        case DType::kBFloat16: return sum_rows_bfloat16_to_float32(params);
-        case DType::kFloat16: return sum_rows_float16_to_float32(params);
-        case DType::kFloat8:
-        case DType::kFloat8E5M2: refuse_fp8();
-    }
+    sum_by({sum_rows_float32, sum_rows_bfloat16_to_float32, sum_rows_float16_to_float32}, dtype, params);
 }
 
 void sum_float32_rows(DType dtype, const SumParams& params) {
-    switch (dtype) {
-        case DType::kFloat32: return sum_rows_float32(params);
-        case DType::kBFloat16: return sum_float32_rows_to_bfloat16(params);
-        case DType::kFloat16: return sum_float32_rows_to_float16(params);
-        case DType::kFloat8:
-        case DType::kFloat8E5M2: refuse_fp8();
-    }
+    sum_by({sum_rows_float32, sum_float32_rows_to_bfloat16, sum_float32_rows_to_float16}, dtype, params);
 }
 
 }  // namespace deepep_moe

@@ -118,8 +118,8 @@ private:
 
     // It leaves no failure record: peers must blame this process, which ends, and not the one that it waits for.
     [[noreturn]] static void throw_hurried(const Lack& lack) {
-        throw HurriedError("this process ends, and rank " + std::to_string(lack.peer) + " is late in phase '" + lack.phase +
-                           "'; wait for the event of an asynchronous call before the process ends");
+        throw CallError("this process ends, and rank " + std::to_string(lack.peer) + " is late in phase '" + lack.phase +
+                        "'; wait for the event of an asynchronous call before the process ends");
     }
 
     PeerMonitor& monitor_;

@@ -1,8 +1,7 @@
 // Write zeros to the rows that belong to no group. The kernel reads the groups' ends on the device and touches no other row.
-#include "cuda/clear_tail.h"
-
 #include "cuda/device/launch.cuh"
 #include "cuda/device/rows.cuh"
+#include "cuda/launch.h"
 
 namespace deepep_moe {
 namespace {

@@ -22,6 +22,7 @@ void launch_scale_rows_backward(const GpuScaleRowsParams& params, void* stream);
 void launch_expert_slots(const GpuExpertSlotsParams& params, void* stream);
 void launch_weighted_sum(const GpuWeightedSumParams& params, void* stream);
 void launch_weighted_sum_backward(const GpuWeightedSumParams& params, void* stream);
+void launch_clear_tail(const GpuClearTailParams& params, void* stream);
 void launch_swiglu(const GpuSwigluParams& params, void* stream);
 void launch_swiglu_backward(const GpuSwigluParams& params, void* stream);
 // Returns false where the GPU, or what the library is built for, is not of compute capability 9.0; nothing is launched then.
@@ -48,8 +49,8 @@ void launch_announce(const GpuAnnounceParams& params, void* stream);
 
 // ---- low latency ----
 
-void launch_low_latency_dispatch(LowLatencyLaunch<LowLatencyDispatchParams> launch, void* stream);
-void launch_low_latency_combine(LowLatencyLaunch<LowLatencyCombineParams> launch, void* stream);
+void launch_low_latency(LowLatencyLaunch<LowLatencyDispatchParams> launch, void* stream);
+void launch_low_latency(LowLatencyLaunch<LowLatencyCombineParams> launch, void* stream);
 // Return the shared memory of a block: for a dispatch with any type of rows, and for a combine.
 int64_t low_latency_shared_bytes(const LowLatencyConfig& config);
 int64_t low_latency_combine_shared_bytes();

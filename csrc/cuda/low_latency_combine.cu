@@ -396,7 +396,7 @@ int low_latency_combine_blocks_per_multiprocessor() {
     return blocks_per_multiprocessor<low_latency_combine<DType::kBFloat16, false, false>>(kThreads, sizeof(Shared));
 }
 
-void launch_low_latency_combine(Launch l, void* stream) {
+void launch_low_latency(Launch l, void* stream) {
     l.call.what.operation = LowLatencyOperation::kCombine;
     if (!l.sends) {
         const int64_t threads = kPartsOfLine * GpuLowLatencyLayout::lines_of(l.context.config.hidden / 4);  // upper bound for one token

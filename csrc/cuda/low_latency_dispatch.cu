@@ -391,7 +391,7 @@ int low_latency_blocks_per_multiprocessor(const LowLatencyConfig& c) {
     return std::min({2, blocks, low_latency_combine_blocks_per_multiprocessor()});
 }
 
-void launch_low_latency_dispatch(Launch l, void* stream) {
+void launch_low_latency(Launch l, void* stream) {
     l.call.what.operation = LowLatencyOperation::kDispatch;
     const int senders = l.context.config.num_ranks + std::max(1, l.call.num_tokens);
     if (!l.receives) l.num_blocks = std::min(l.num_blocks, senders);

@@ -238,6 +238,14 @@ struct GpuWeightedSumParams {
     float* grad_weights;    // [num_topk * num_tokens]
 };
 
+// The kernel writes zeros to the rows from the last of group_ends on.
+struct GpuClearTailParams {
+    int64_t num_rows, row_bytes;  // of values; row_bytes: a multiple of 16
+    const int* group_ends;        // [num_groups] on the GPU
+    int64_t num_groups;
+    std::byte* values;
+};
+
 // Rows of `inner` are gate, then up. Rows from the last of `group_ends` on have no expert: only their grad_probs is set, to 0.
 struct GpuSwigluParams {
     int64_t num_rows, num_columns;  // size of y; columns fill whole 16 bytes

@@ -73,10 +73,12 @@ struct RailContext {
 };
 
 // The first kernel has one block for each node, which announces the tokens that cross, enters the call, and reads that node's message.
-struct RailMeetParams {
+struct RailMeeting {
     RailContext rail;
-    GpuStamp stamp;                     // what == 0: the host refuses the call
-    bool cached;                        // the tokens that come are known from the handle
+    GpuStamp stamp;  // what == 0: the host refuses the call
+};
+struct RailMeetCall {
+    bool cached = true;                 // the tokens that come are known from the handle
     const void* topk_idx;               // [num_tokens, num_topk] experts of all nodes, int64 or int32
     int64_t token_stride, lane_stride;  // strides of topk_idx, in entries
     bool is_int64;
@@ -90,18 +92,22 @@ struct RailMeetParams {
     int32_t* in_counts;        // [num_nodes] tokens that come from each node; out unless cached
     const int32_t* handle_counts;  // recv_counts (with kFailed) of the handle that the call uses, or nullptr
 };
+struct RailMeetParams : RailMeeting, RailMeetCall {};
 
 // The second kernel runs beside those of the node. It sends rows, a put for each chunk, and tells these which chunks have arrived.
-struct RailMoveParams {
+struct RailMoving {
     RailContext rail;
     unsigned long long timeout_ns;  // for a chunk
-    bool is_combine;                // sums leave from the outbox as they are computed, and as many rows come back as tokens went
-    int num_blocks, num_tiles;      // num_tiles: parts in which a row is summed
+};
+struct RailMoveCall {
+    bool is_combine;            // sums leave from the outbox as they are computed, and as many rows come back as tokens went
+    int num_blocks, num_tiles;  // num_tiles: parts in which a row is summed
     int64_t row_bytes, tail_bytes;
     const std::byte* x;         // in a dispatch, [num_tokens, row_bytes]
     const std::byte* x_scales;  // [num_tokens, tail_bytes], or nullptr
     const int32_t* in_counts;   // in a combine, [num_nodes]
 };
+struct RailMoveParams : RailMoving, RailMoveCall {};
 
 // The module that links NVSHMEM gives these functions to the one that does not. They return nullptr, or why a launch has failed.
 struct RailShim {

@@ -9,8 +9,8 @@
 #include <nvshmemx.h>
 
 #include "cuda/device/low_latency_sums.cuh"
-#include "nvshmem/low_latency.h"
 #include "nvshmem/low_latency_combine.cuh"
+#include "nvshmem/rail.h"
 
 namespace deepep_moe {
 namespace {
@@ -166,21 +166,20 @@ __global__ void __launch_bounds__(kThreads, 2) rail_sum(const __grid_constant__ 
 }
 
 template <DType kType>
-const char* launch_type(const Launch& l, void* stream) noexcept {
+void launch_type(const Launch& l, void* stream) {
     if (l.call.what.fp8)  // for every dtype
-        return try_launch<rail_sum<DType::kBFloat16, true>>("rail_sum", l.num_blocks, sizeof(Shared), l, stream, starts_early());
-    return try_launch<rail_sum<kType, false>>("rail_sum", l.num_blocks, sizeof(Shared), l, stream, starts_early());
+        launch<rail_sum<DType::kBFloat16, true>>("rail_sum", l.num_blocks, kThreads, sizeof(Shared), l, stream, starts_early());
+    else
+        launch<rail_sum<kType, false>>("rail_sum", l.num_blocks, kThreads, sizeof(Shared), l, stream, starts_early());
 }
 
 }  // namespace
 
 const char* launch_rail_sum(const Launch& l, void* stream) noexcept {
-    switch (l.call.what.dtype) {
-        case DType::kFloat32: return launch_type<DType::kFloat32>(l, stream);
-        case DType::kBFloat16: return launch_type<DType::kBFloat16>(l, stream);
-        case DType::kFloat16: return launch_type<DType::kFloat16>(l, stream);
-        default: return "combine takes float32, bfloat16 or float16";
-    }
+    return why_failed([&] {
+        with_dtype(l.call.what.dtype, "combine takes float32, bfloat16 or float16",
+                   [&](auto dtype) { launch_type<dtype.value>(l, stream); });
+    });
 }
 
 }  // namespace deepep_moe

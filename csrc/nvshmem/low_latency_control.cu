@@ -2,8 +2,8 @@
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
-#include "nvshmem/low_latency.h"
 #include "nvshmem/low_latency_rail.cuh"
+#include "nvshmem/rail.h"
 
 namespace deepep_moe {
 namespace {
@@ -110,7 +110,7 @@ const char* launch_rail_control(const Launch& l, void* stream) noexcept {
     // Earlier puts must not land after those that follow the return.
     const bool returns = l.call.action == LowLatencyControlParams::kRejoin || l.call.action == LowLatencyControlParams::kUnmask;
     if (returns) nvshmemx_quiet_on_stream(static_cast<cudaStream_t>(stream));
-    return try_launch<rail_control>("rail_control", 1, 0, l, stream);
+    return why_failed([&] { launch<rail_control>("rail_control", 1, kThreads, 0, l, stream); });
 }
 
 const LowLatencyRailShim& low_latency_rail_shim() { return kShim; }

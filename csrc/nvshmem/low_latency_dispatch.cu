@@ -5,8 +5,8 @@
 #include <nvshmemx.h>
 
 #include "cuda/device/low_latency_send.cuh"
-#include "nvshmem/low_latency.h"
 #include "nvshmem/low_latency_rail.cuh"
+#include "nvshmem/rail.h"
 
 namespace deepep_moe {
 namespace {
@@ -125,23 +125,21 @@ __global__ void __launch_bounds__(kThreads, 2) rail_send(const __grid_constant__
 }
 
 template <DType kType>
-const char* launch_type(const Launch& l, void* stream) noexcept {
+void launch_type(const Launch& l, void* stream) {
     const LowLatencyConfig& config = l.rail.context.config;
     const int64_t bytes =
         static_cast<int64_t>(sizeof(Shared)) + 4 * config.num_experts * ((config.num_max_tokens / config.lanes + 31) / 32);
-    return l.call.what.fp8 ? try_launch<rail_send<kType, true>>("rail_send", l.num_blocks, bytes, l, stream, starts_early())
-                           : try_launch<rail_send<kType, false>>("rail_send", l.num_blocks, bytes, l, stream, starts_early());
+    l.call.what.fp8 ? launch<rail_send<kType, true>>("rail_send", l.num_blocks, kThreads, bytes, l, stream, starts_early())
+                    : launch<rail_send<kType, false>>("rail_send", l.num_blocks, kThreads, bytes, l, stream, starts_early());
 }
 
 }  // namespace
 
 const char* launch_rail_send(const Launch& l, void* stream) noexcept {
-    switch (l.call.what.dtype) {
-        case DType::kFloat32: return launch_type<DType::kFloat32>(l, stream);
-        case DType::kBFloat16: return launch_type<DType::kBFloat16>(l, stream);
-        case DType::kFloat16: return launch_type<DType::kFloat16>(l, stream);
-        default: return "rows are quantized on their way; give them as they are";
-    }
+    return why_failed([&] {
+        with_dtype(l.call.what.dtype, "rows are quantized on their way; give them as they are",
+                   [&](auto dtype) { launch_type<dtype.value>(l, stream); });
+    });
 }
 
 }  // namespace deepep_moe

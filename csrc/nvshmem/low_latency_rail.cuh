@@ -1,11 +1,9 @@
 // Low-latency kernels put to the ranks of their rail by this. Sources include NVSHMEM's headers before this one.
 #pragma once
 
-#include <string>
-
-#include "cuda/device/launch.cuh"
 #include "cuda/device/low_latency_lines.cuh"
 #include "cuda/device/low_latency_rail.cuh"
+#include "nvshmem/launch.cuh"
 
 namespace deepep_moe {
 
@@ -94,18 +92,5 @@ private:
         }
     }
 };
-
-template <auto kKernel, class Params>
-const char* try_launch(const char* name, int blocks, int64_t shared_bytes, const Params& params, void* stream,
-                       bool early = false) noexcept {
-    static thread_local std::string error;
-    try {
-        launch<kKernel>(name, blocks, tuning::kLowLatencyThreads, shared_bytes, params, stream, early);
-        return nullptr;
-    } catch (const std::exception& caught) {
-        error = caught.what();
-        return error.c_str();
-    }
-}
 
 }  // namespace deepep_moe

@@ -4,8 +4,8 @@
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
-#include "nvshmem/low_latency.h"
 #include "nvshmem/low_latency_combine.cuh"
+#include "nvshmem/rail.h"
 
 namespace deepep_moe {
 namespace {
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, 1) rail_weigh(const __grid_constant_
 }  // namespace
 
 const char* launch_rail_weigh(const Launch& l, void* stream) noexcept {
-    return try_launch<rail_weigh>("rail_weigh", l.num_blocks, sizeof(Shared), l, stream, starts_early());
+    return why_failed([&] { launch<rail_weigh>("rail_weigh", l.num_blocks, kThreads, sizeof(Shared), l, stream, starts_early()); });
 }
 
 }  // namespace deepep_moe

@@ -2,28 +2,17 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <tuple>
-
-#include "cuda/rail.h"
-#include "cuda/low_latency_rail.h"
-#include "nvshmem/low_latency.h"
 #include "nvshmem/rail.h"
 #include "nvshmem/world.h"
 
 namespace py = pybind11;
 
-namespace {
-
-std::tuple<int, int, int> as_tuple(const deepep_moe::nvshmem::Version& version) { return {version.major, version.minor, version.patch}; }
-
-}  // namespace
-
 PYBIND11_MODULE(_nvshmem, m) {
     using namespace deepep_moe;
     using WithoutGil = py::call_guard<py::gil_scoped_release>;
     m.doc() = "NVSHMEM for deepep_moe: the world of this process, its symmetric heap, and kernels. See deepep_moe/_nvshmem.pyi.";
-    m.def("version_built", [] { return as_tuple(nvshmem::version_built()); });
-    m.def("version_found", [] { return as_tuple(nvshmem::version_found()); });
+    m.def("version_built", &nvshmem::version_built);
+    m.def("version_found", &nvshmem::version_found);
     m.def("status", &nvshmem::status);
     m.def("unique_id", [] { return py::bytes(nvshmem::unique_id()); });
     m.def("bootstrap", &nvshmem::bootstrap, WithoutGil(), py::arg("unique_id"), py::arg("rank"), py::arg("num_ranks"));

@@ -11,9 +11,8 @@
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
-#include "cuda/device/launch.cuh"
 #include "cuda/device/rows.cuh"
-#include "cuda/rail.h"
+#include "nvshmem/launch.cuh"
 #include "nvshmem/rail.h"
 
 namespace deepep_moe {
@@ -333,24 +332,12 @@ __global__ void __launch_bounds__(kMoveThreads, 1) move(const __grid_constant__ 
     mover.send();
 }
 
-template <auto kKernel, class Params>
-const char* try_launch(const char* name, int blocks, int threads, const Params& params, void* stream) noexcept {
-    static thread_local std::string error;
-    try {
-        launch<kKernel>(name, blocks, threads, 0, params, stream);
-        return nullptr;
-    } catch (const std::exception& caught) {
-        error = caught.what();
-        return error.c_str();
-    }
-}
-
 const char* launch_meet(const RailMeetParams& p, void* stream) noexcept {
-    return try_launch<meet>("meet", p.rail.context.config.num_nodes, kMeetThreads, p, stream);
+    return why_failed([&] { launch<meet>("meet", p.rail.context.config.num_nodes, kMeetThreads, 0, p, stream); });
 }
 
 const char* launch_move(const RailMoveParams& p, void* stream) noexcept {
-    return try_launch<move>("move", p.num_blocks, kMoveThreads, p, stream);
+    return why_failed([&] { launch<move>("move", p.num_blocks, kMoveThreads, 0, p, stream); });
 }
 
 constexpr RailShim kRailShim{kRailShimBytes, &launch_meet, &launch_move};

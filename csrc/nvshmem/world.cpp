@@ -63,9 +63,9 @@ nvshmemx_uniqueid_t unpacked(const std::string& bytes) {
 Version version_built() { return {NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION, NVSHMEM_VENDOR_PATCH_VERSION}; }
 
 Version version_found() {
-    Version version{};
-    nvshmemx_vendor_get_version_info(&version.major, &version.minor, &version.patch);
-    return version;
+    int major = 0, minor = 0, patch = 0;
+    nvshmemx_vendor_get_version_info(&major, &minor, &patch);
+    return {major, minor, patch};
 }
 
 int status() { return nvshmemx_init_status(); }
@@ -105,11 +105,12 @@ void attach(int device) {
     require_initialized("attach");
     static bool is_attached = false;
     if (is_attached) return;
-    const Version built = version_built(), loaded = version_found();
+    const auto [built_major, built_minor, built_patch] = version_built();
+    const auto [major, minor, patch] = version_found();
     // nvshmemx_init_attr ends the process if it fails. In an initialized world it only checks versions and registers this module.
-    if (built.major != loaded.major || built.minor != loaded.minor)
-        fail("built for NVSHMEM " + std::to_string(built.major) + "." + std::to_string(built.minor) + ", and found " +
-             std::to_string(loaded.major) + "." + std::to_string(loaded.minor));
+    if (built_major != major || built_minor != minor)
+        fail("built for NVSHMEM " + std::to_string(built_major) + "." + std::to_string(built_minor) + ", and found " +
+             std::to_string(major) + "." + std::to_string(minor));
     use_device(device);
     nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
     const int error = nvshmemx_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes);

@@ -6,12 +6,11 @@
 
 #include <cstdint>
 #include <string>
+#include <tuple>
 
 namespace deepep_moe::nvshmem {
 
-struct Version {
-    int major, minor, patch;
-};
+using Version = std::tuple<int, int, int>;  // major, minor, patch
 Version version_built();
 Version version_found();  // version of the host library in this process
 

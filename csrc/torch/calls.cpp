@@ -15,17 +15,25 @@ bool is_fp8(at::ScalarType type) { return type == at::kFloat8_e4m3fn || type == 
 
 }  // namespace
 
-Calls::Calls(py::object shim, const Settings& settings, at::Device device, py::object tell)
-    : settings(settings),
-      shim_(std::move(shim)),
+Calls::Settings::Settings(const Given& given, const GpuWorkspaceConfig& sizes)
+    : Given(given),
+      num_ranks(sizes.num_sources()),
+      num_local_experts(sizes.num_experts / sizes.num_ranks),
+      hidden(sizes.hidden),
+      num_nodes(sizes.num_nodes),
+      num_node_tokens(num_nodes == 1 ? 0 : sizes.num_max_tokens) {}
+
+Calls::Calls(py::object owner, ExchangeShim& exchange, const Given& given, at::Device device, py::object tell)
+    : settings(given, exchange.sizes()),
+      owner_(std::move(owner)),
       tell_(std::move(tell)),
-      exchange_(shim_in<ExchangeShim>(shim_.attr("capsule")(), kShimName)),
+      exchange_(&exchange),
       device_(device),
       own_(device) {}
 
 void Calls::release() {
     exchange_ = nullptr;
-    shim_ = tell_ = py::none();
+    owner_ = tell_ = py::none();
 }
 
 // ---- handles ----
@@ -173,15 +181,12 @@ CallMode Calls::begin_along(const Handle& handle, const Mode& how) {
     return mode;
 }
 
-static bool end_call(ExchangeShim& exchange, const GpuDispatchCall& call, uintptr_t stream) { return exchange.end_dispatch(call, stream); }
-static bool end_call(ExchangeShim& exchange, const GpuCombineCall& call, uintptr_t stream) { return exchange.end_combine(call, stream); }
-
 // Enqueues what the call does now. tensors: all of it, which whatever is left of it takes.
 template <class Call>
 void Calls::run(InFlight& in_flight, const Mode& how, const CallMode& mode, Call& call, variable_list& tensors,
                 const std::function<bool(ExchangeShim&)>& enqueue) {
     try {
-        call_unlocked(shim_, *exchange_, enqueue);
+        call_unlocked(owner_, *exchange_, enqueue);
     } catch (...) {
         if (how.is_beside()) own_.keep(tensors);  // the stream goes on with the tensors that it was given
         throw;
@@ -194,7 +199,7 @@ void Calls::run(InFlight& in_flight, const Mode& how, const CallMode& mode, Call
                 if (calls == nullptr || calls->is_released()) return false;
                 const uintptr_t stream = call_stream(calls->device_);
                 if (stream != first) keep_for_current(calls->device_, tensors);
-                call_unlocked(calls->shim_, *calls->exchange_, [&](ExchangeShim& exchange) { return end_call(exchange, call, stream); });
+                call_unlocked(calls->owner_, *calls->exchange_, [&](ExchangeShim& exchange) { return exchange.end(call, stream); });
                 return true;
             });
 }
@@ -301,7 +306,7 @@ void Calls::count_late() {
     allocation.make = [&](int64_t num_rows, bool is_guess) { receive_into(received, late.sent, late.call, num_rows, is_guess, false); };
     int64_t num_rows = -1;
     int64_t* const numbers = handle->call.mutable_data_ptr<int64_t>();
-    call_unlocked(shim_, *exchange_, [&](ExchangeShim& exchange) {
+    call_unlocked(owner_, *exchange_, [&](ExchangeShim& exchange) {
         num_rows = exchange.count_late(late.call, late.mode, numbers, &Allocation::call, &allocation);
         return num_rows >= 0 || allocation.failure;
     });

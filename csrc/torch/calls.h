@@ -71,15 +71,20 @@ struct Late {
 // Callers hold the GIL.
 class Calls : public std::enable_shared_from_this<Calls> {
 public:
-    struct Settings {
-        int64_t number, num_ranks, num_local_experts, num_topk, hidden, num_max_tokens;
-        int num_sms;                         // -1: the exchange's own
-        int64_t num_nodes, num_node_tokens;  // the latter: 0 where there is one node
-        int64_t lanes;                       // tokens of top-1 that are lanes of one token for the exchange; 1: none are
-        bool is_by_lane, is_fused;           // sums go over lanes; as `GpuCombineParams` has it
+    struct Given {
+        int64_t number, num_topk, num_max_tokens;
+        int num_sms;                // -1: the exchange's own
+        int64_t lanes;              // tokens of top-1 that are lanes of one token for the exchange; 1: none are
+        bool is_by_lane, is_fused;  // sums go over lanes; as `GpuCombineParams` has it
     };
-    // shim: `_C.ExchangeShim`. tell(error, has_entered): tells the peers that this rank does not make its call, or does not finish it.
-    Calls(py::object shim, const Settings& settings, at::Device device, py::object tell);
+    struct Settings : Given {
+        int64_t num_ranks, num_local_experts, hidden;  // ranks of all nodes
+        int64_t num_nodes, num_node_tokens;            // the latter: 0 where there is one node
+        Settings(const Given& given, const GpuWorkspaceConfig& sizes);
+    };
+    // owner: `_C.NvlinkExchange`, of `exchange`. tell(error, has_entered): tells the peers that this rank does not make its call, or does
+    // not finish it.
+    Calls(py::object owner, ExchangeShim& exchange, const Given& given, at::Device device, py::object tell);
 
     const Settings settings;
     bool is_released() const { return exchange_ == nullptr; }
@@ -132,7 +137,7 @@ public:
     template <class Call>
     auto or_tell(const Call& call, bool was_entered = false) -> decltype(call()) {
         ExchangeShim& exchange = *exchange_;
-        const py::object kept = shim_;  // the shim owns the exchange
+        const py::object kept = owner_;
         const int64_t before = exchange.num_calls();
         try {
             return call();
@@ -153,7 +158,7 @@ private:
              const std::function<bool(ExchangeShim&)>& enqueue);
     [[noreturn]] void raise_again(bool has_entered);
 
-    py::object shim_, tell_;
+    py::object owner_, tell_;
     ExchangeShim* exchange_;
     const at::Device device_;
     OwnStream own_;

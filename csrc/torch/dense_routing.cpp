@@ -51,7 +51,7 @@ std::optional<std::pair<Tensor, OptionalTensor>> lanes_of_map(py::handle given_m
         data_of<int64_t>(topk_idx),
         data_of<float>(topk_values),
     };
-    if (topk_idx.numel() > 0) launch(kernels->dense_routing.lanes_of_map, params, routing_map.device());
+    if (topk_idx.numel() > 0) launch(kernels->lanes_of_map, params, routing_map.device());
     return std::pair(topk_idx, optional_of(topk_values));
 }
 
@@ -64,7 +64,7 @@ OptionalTensor dense_of_lanes(py::handle given_idx, py::handle given_values, int
     const Tensor values = empty_like_rows_of(topk_values, num_experts, at::kFloat);
     const DenseOfLanesParams params{
         {topk_idx.size(0), num_experts, topk_idx.size(1)}, data_of<int64_t>(topk_idx), data_of<float>(topk_values), data_of<float>(values)};
-    if (values.numel() > 0) launch(kernels->dense_routing.dense_of_lanes, params, values.device());
+    if (values.numel() > 0) launch(kernels->dense_of_lanes, params, values.device());
     return values;
 }
 
@@ -82,7 +82,7 @@ std::optional<std::pair<Tensor, Tensor>> count_lanes(py::handle given_idx, int64
         data_of<int32_t>(counts),
         data_of<uint8_t>(in_rank),
     };
-    if (in_rank.numel() > 0) launch(kernels->dense_routing.count_lanes, params, counts.device());
+    if (in_rank.numel() > 0) launch(kernels->count_lanes, params, counts.device());
     return std::pair(counts, in_rank);
 }
 

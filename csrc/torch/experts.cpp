@@ -57,14 +57,8 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& group_ends) {
 
 bool add_weight_gradients(const Tensor& grads, const Tensor& rows, const Tensor& group_ends, const Tensor& main_grad) {
     if (main_grad.scalar_type() != at::kFloat || !main_grad.is_contiguous() || !is_aligned(main_grad)) return false;
-    GpuWeightGradientParams params{};
-    params.num_rows = grads.size(0);
-    params.n = static_cast<int>(grads.size(1)), params.k = static_cast<int>(rows.size(1));
-    params.num_groups = static_cast<int>(group_ends.size(0));
-    params.a = data_of<std::byte>(grads), params.b = data_of<std::byte>(rows);
-    params.group_ends = data_of<int>(group_ends);
-    params.sums = data_of<float>(main_grad);
-    return kernels->experts.add_weight_gradients(params, call_stream(grads.device()));
+    const GpuWeightGradientParams params = weight_gradients_of(arg_of(grads), arg_of(rows), arg_of(group_ends), arg_of(main_grad));
+    return kernels->add_weight_gradients(params, call_stream(grads.device()));
 }
 
 // Does what `weight_gradients` of grouped_products.py does. With `main_grad` it adds the gradients there, and the result has no meaning.
@@ -77,16 +71,7 @@ Tensor weight_gradients(const Tensor& grads, const Tensor& rows, const Tensor& g
 }
 
 GpuSwigluParams params_of(const Tensor& inner, const Tensor& probs, const Tensor& group_ends, const Tensor& y) {
-    GpuSwigluParams params{};
-    params.num_rows = inner.size(0);
-    params.num_columns = inner.size(1) / 2;
-    params.dtype = DType::kBFloat16;
-    params.group_ends = data_of<int>(group_ends);
-    params.num_groups = group_ends.size(0);
-    params.inner = data_of<std::byte>(inner);
-    params.probs = data_of<float>(probs);
-    params.y = data_of<std::byte>(y);
-    return params;
+    return swiglu_of(arg_of(inner), arg_of(probs), arg_of(group_ends), arg_of(y), DType::kBFloat16);
 }
 
 // The GIL is held.
@@ -106,7 +91,7 @@ struct SwigluExperts : torch::autograd::Function<SwigluExperts> {
         const c10::OptionalDeviceGuard guard(x.device());
         const Tensor probs = given_probs.value_or(Tensor());
         const Tensor inner = grouped_mm(x, w1.transpose(1, 2), group_ends), y = like_half_of(inner);
-        launch(kernels->experts.forward, params_of(inner, probs, group_ends, y), x.device());
+        launch(kernels->swiglu, params_of(inner, probs, group_ends, y), x.device());
         ctx->save_for_backward({x, w1, w2, probs, group_ends, inner, recomputes ? Tensor() : y});
         // These are not saved with the others, because backwards of other micro-batches add to them in between.
         ctx->saved_data = {{"main_grad1", main_grad1}, {"main_grad2", main_grad2}};
@@ -153,7 +138,7 @@ private:
         params.grad = data_of<std::byte>(grad_y);
         params.grad_inner = data_of<std::byte>(grad_inner);
         params.grad_probs = data_of<float>(grad_probs);
-        launch(kernels->experts.backward, params, x.device());
+        launch(kernels->swiglu_backward, params, x.device());
         variable_list input_grads(4);
         if (needs.w2) input_grads[2] = weight_gradients(grad, y, group_ends, main_grad2);
         if (needs.x) input_grads[0] = grouped_mm(grad_inner, w1, group_ends);

@@ -54,15 +54,9 @@ at::ScalarType index_type_in(py::handle argument) {
     return type;
 }
 
-// The arguments that `deepep_moe.ops.gate` got.
-struct Arguments {
-    py::handle logits, num_topk, num_groups, topk_groups, group_score_topk, score_function, expert_bias, normalize, routed_scaling_factor,
-        mask, index_dtype, check_finite;
-};
-
 struct Request {
     Tensor logits, expert_bias, mask;
-    GateOptions options;
+    GateOptions options{};
     bool dense = false, shares = false;
     int num_ranks = 0;
 };
@@ -72,35 +66,12 @@ bool is_like(const Tensor& tensor, const Tensor& logits, at::ScalarType type, in
            (is_on(logits.device(), tensor) && tensor.scalar_type() == type && tensor.dim() == 1 && tensor.size(0) == size);
 }
 
-GateOptions options_of(const Tensor& logits, const Arguments& a) {
-    return {logits.size(0),
-            static_cast<int>(logits.size(1)),
-            int_in(a.num_topk),
-            int_in(a.num_groups),
-            int_in(a.topk_groups),
-            int_in(a.group_score_topk),
-            score_function_in(a.score_function),
-            bool_in(a.normalize),
-            finite_in(a.routed_scaling_factor),
-            dtype_of(logits.scalar_type()),
-            index_type_in(a.index_dtype) == at::kLong,
-            bool_in(a.check_finite)};
-}
-
 bool takes(const Request& request) {
     const Tensor& logits = request.logits;
     if (!logits.defined() || logits.dim() != 2 || !is_on(logits.device(), logits) || !can_be_summed(logits.scalar_type())) return false;
     const int64_t num_tokens = logits.size(0), num_experts = logits.size(1);
     return num_experts <= kMaxGateExperts && is_like(request.expert_bias, logits, at::kFloat, num_experts) &&
            is_like(request.mask, logits, at::kBool, num_tokens);
-}
-
-Request request_of(const Arguments& a, bool is_checked) {
-    if (!is_checked && (is_watched() || !are_plain({a.logits, a.expert_bias, a.mask}))) throw Declined{};
-    Request request{unpacked(a.logits), unpacked(a.expert_bias), unpacked(a.mask), {}};
-    if (!is_checked && !takes(request)) throw Declined{};
-    request.options = options_of(request.logits, a);
-    return request;
 }
 
 // ---- launches ----
@@ -118,7 +89,7 @@ public:
     Counts(const Tensor& logits, int64_t size, uintptr_t stream)
         : key_(logits.device().index(), stream, size, c10::InferenceMode::is_enabled()) {
         const at::TensorOptions options = logits.options().dtype(at::kInt);
-        const bool brings_its_own = logits.size(0) == 0 || (stream & kExternalStream) != 0 || kernels->gate.is_capturing(stream);
+        const bool brings_its_own = logits.size(0) == 0 || (stream & kExternalStream) != 0 || kernels->is_capturing(stream);
         if (const auto zeros = brings_its_own ? zeroed().end() : zeroed().find(key_); zeros != zeroed().end()) {
             now = std::move(zeros->second);
             zeroed().erase(zeros);
@@ -172,7 +143,7 @@ Gated launch_forward(const Request& request) {
                                data_of<int32_t>(counts.next),
                                nullptr,
                                index_of(logits.device())};
-    if (!kernels->gate.forward(params, stream)) throw Declined{};
+    if (!kernels->gate(params, stream)) throw Declined{};
     counts.keep();
     return out;
 }
@@ -191,24 +162,17 @@ Tensor launch_backward(const Gradients& grads, const Tensor& given_logits, const
     const GateBackwardParams gate{
         options, data_of<void>(logits), data_of<void>(chosen), data_of<float>(weights), data_of<float>(shares), data_of<void>(grad_logits)};
     const uintptr_t stream = call_stream(logits.device());
-    return kernels->gate.backward({gate, data_of<float>(probs), index_of(logits.device())}, stream) ? grad_logits : Tensor();
-}
-
-GateOptions backward_options(const Tensor& logits, const Tensor& topk_idx, ScoreFunction score_function, bool normalize,
-                             double routed_scaling_factor) {
-    GateOptions options{logits.size(0), static_cast<int>(logits.size(1)), static_cast<int>(topk_idx.size(1)), 1, 1, 1};
-    options.score_function = score_function, options.normalize = normalize, options.routed_scaling_factor = routed_scaling_factor;
-    options.dtype = dtype_of(logits.scalar_type()), options.index64 = topk_idx.scalar_type() == at::kLong;
-    return options;
+    return kernels->gate_backward({gate, data_of<float>(probs), index_of(logits.device())}, stream) ? grad_logits : Tensor();
 }
 
 // ---- the function ----
 
 // A backward keeps this beside logits and topk_idx.
 struct KeptOfGate : torch::CustomClassHolder {
-    ScoreFunction score_function;
-    bool normalize, has_probs, has_shares;
-    double routed_scaling_factor;
+    const GateOptions options;
+    const bool has_probs, has_shares;
+    KeptOfGate(const GateOptions& options, const Gated& out)
+        : options(options), has_probs(out.probs.defined()), has_shares(out.shares.defined()) {}
 };
 
 struct GateFunction : torch::autograd::Function<GateFunction> {
@@ -219,11 +183,7 @@ struct GateFunction : torch::autograd::Function<GateFunction> {
         *out = launch_forward(*request);
         ctx->set_materialize_grads(false);
         ctx->save_for_backward({logits, out->topk_idx});
-        const GateOptions& o = request->options;
-        auto kept = c10::make_intrusive<KeptOfGate>();
-        kept->score_function = o.score_function, kept->normalize = o.normalize, kept->routed_scaling_factor = o.routed_scaling_factor;
-        kept->has_probs = out->probs.defined(), kept->has_shares = out->shares.defined();
-        ctx->saved_data["kept"] = c10::IValue::make_capsule(std::move(kept));
+        ctx->saved_data["kept"] = c10::IValue::make_capsule(c10::make_intrusive<KeptOfGate>(request->options, *out));
         variable_list outputs;
         for (const Tensor* tensor : fields_of(*out))
             if (tensor->defined()) outputs.push_back(*tensor);
@@ -257,14 +217,13 @@ private:
         with_errors([&] {
             if (!at::GradMode::is_enabled() && !is_watched()) {
                 const at::AutoDispatchBelowADInplaceOrView below;
-                grad = launch_backward(grads, logits, topk_idx,
-                                       backward_options(logits, topk_idx, kept.score_function, kept.normalize, kept.routed_scaling_factor));
+                grad = launch_backward(grads, logits, topk_idx, kept.options);
             }
             if (!grad.defined())
                 grad = py::module_::import("deepep_moe.ops.gate_operators")
                            .attr("gradient_of_logits")(packed(grads.weights), packed(grads.probs), packed(grads.shares), logits, topk_idx,
-                                                       kScoreFunctions[static_cast<int>(kept.score_function)], kept.normalize,
-                                                       kept.routed_scaling_factor)
+                                                       kScoreFunctions[static_cast<int>(kept.options.score_function)],
+                                                       kept.options.normalize, kept.options.routed_scaling_factor)
                            .cast<Tensor>();
             return variable_list{};
         });
@@ -310,9 +269,22 @@ py::object gate(py::handle logits, py::handle num_topk, py::handle num_groups, p
                 py::handle index_dtype, py::handle check_finite, py::handle dense, py::handle num_ranks, py::handle shares, bool is_full,
                 bool is_checked) {
     try {
-        Request request = request_of({logits, num_topk, num_groups, topk_groups, group_score_topk, score_function, expert_bias, normalize,
-                                      routed_scaling_factor, mask, index_dtype, check_finite},
-                                     is_checked);
+        if (!is_checked && (is_watched() || !are_plain({logits, expert_bias, mask}))) throw Declined{};
+        Request request{unpacked(logits), unpacked(expert_bias), unpacked(mask)};
+        if (!is_checked && !takes(request)) throw Declined{};
+        const Tensor& given = request.logits;
+        request.options = {given.size(0),
+                           static_cast<int>(given.size(1)),
+                           int_in(num_topk),
+                           int_in(num_groups),
+                           int_in(topk_groups),
+                           int_in(group_score_topk),
+                           score_function_in(score_function),
+                           bool_in(normalize),
+                           finite_in(routed_scaling_factor),
+                           dtype_of(given.scalar_type()),
+                           index_type_in(index_dtype) == at::kLong,
+                           bool_in(check_finite)};
         request.dense = bool_in(dense), request.num_ranks = int_in(num_ranks), request.shares = bool_in(shares);
         if (is_checked) return py::cast(launch_forward(request));
         if (!are_valid_on_gpu(request.options, request.num_ranks)) return py::none();
@@ -327,7 +299,17 @@ OptionalTensor run_gate_backward(const OptionalTensor& grad_topk_weights, const 
                                  const OptionalTensor& grad_shares, const Tensor& logits, const Tensor& topk_idx, py::handle score_function,
                                  bool normalize, double routed_scaling_factor) {
     try {
-        const GateOptions options = backward_options(logits, topk_idx, score_function_in(score_function), normalize, routed_scaling_factor);
+        const GateOptions options{logits.size(0),
+                                  static_cast<int>(logits.size(1)),
+                                  static_cast<int>(topk_idx.size(1)),
+                                  1,
+                                  1,
+                                  1,
+                                  score_function_in(score_function),
+                                  normalize,
+                                  routed_scaling_factor,
+                                  dtype_of(logits.scalar_type()),
+                                  topk_idx.scalar_type() == at::kLong};
         const Gradients grads{or_none(grad_topk_weights), or_none(grad_probs), or_none(grad_shares)};
         return optional_of(launch_backward(grads, logits, topk_idx, options));
     } catch (const Declined&) {

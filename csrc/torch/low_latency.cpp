@@ -22,10 +22,11 @@ bool is_contiguous_like(const Tensor& tensor, at::IntArrayRef sizes) { return te
 
 }  // namespace
 
-LowLatencyCalls::LowLatencyCalls(py::object shim, const Settings& settings, Tensor statistics)
-    : settings_(settings),
-      owner_(std::move(shim)),
-      shim_(shim_in<LowLatencyShim>(owner_.attr("capsule")(), kLowLatencyShimName)),
+LowLatencyCalls::LowLatencyCalls(py::object owner, Tensor statistics)
+    : owner_(std::move(owner)),
+      shim_(shim_in<LowLatencyShim>(owner_.attr("shim")(), kLowLatencyShimName)),
+      sizes_(shim_->sizes()),
+      handle_bytes_(shim_->bytes_of_handle()),
       statistics_(std::move(statistics)),
       number_(at::empty({1}, statistics_.options())),
       own_(statistics_.device()) {}
@@ -39,59 +40,59 @@ void LowLatencyCalls::release() {
 
 bool LowLatencyCalls::are_rows(const Tensor& x, at::IntArrayRef sizes) const {
     return is_on(statistics_.device(), x) && can_be_summed(x.scalar_type()) && is_contiguous_like(x, sizes) && !needs_gradients({&x}) &&
-           settings_.hidden * x.element_size() % kRowAlignment == 0 && is_aligned(x);
+           sizes_.hidden * x.element_size() % kRowAlignment == 0 && is_aligned(x);
 }
 
 bool LowLatencyCalls::takes(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights) const {
-    if (!x.defined() || x.dim() != 2 || x.size(0) > settings_.num_max_tokens || !are_rows(x, {x.size(0), settings_.hidden})) return false;
-    const int64_t lanes[] = {x.size(0), settings_.num_topk};
+    if (!x.defined() || x.dim() != 2 || x.size(0) > sizes_.num_max_tokens || !are_rows(x, {x.size(0), sizes_.hidden})) return false;
+    const int64_t lanes[] = {x.size(0), sizes_.num_topk};
     if (!is_on(x.device(), topk_idx) || !is_contiguous_like(topk_idx, lanes)) return false;
     if (topk_idx.scalar_type() != at::kLong && topk_idx.scalar_type() != at::kInt) return false;
     return are_weights(topk_weights, x.size(0));
 }
 
 bool LowLatencyCalls::are_weights(const Tensor& topk_weights, int64_t num_tokens) const {
-    const int64_t lanes[] = {num_tokens, settings_.num_topk};
+    const int64_t lanes[] = {num_tokens, sizes_.num_topk};
     return !topk_weights.defined() || (is_on(statistics_.device(), topk_weights) && topk_weights.scalar_type() == at::kFloat &&
                                        is_contiguous_like(topk_weights, lanes) && !needs_gradients({&topk_weights}));
 }
 
 // ---- calls ----
 
-// Makes `half(shim, sends, receives, stream)` for both halves, or for the first. tensors: all of the call.
-template <class Half>
-void LowLatencyCalls::run(InFlight& in_flight, py::handle async_op, py::handle return_hook, variable_list tensors, const Half& half) {
+// Makes both halves of a call, or the first. tensors: all of the call.
+template <class Params>
+void LowLatencyCalls::run(InFlight& in_flight, py::handle async_op, py::handle return_hook, variable_list tensors, const Params& params) {
     TORCH_CHECK(shim_ != nullptr, "the buffer was destroyed");
     const bool is_split = is_true(return_hook), is_beside = !is_split && is_true(async_op);
     const at::Device device = statistics_.device();
     const uintptr_t stream = is_beside ? own_.follow() : call_stream(device);
     try {
-        call_unlocked(owner_, *shim_, [&](LowLatencyShim& shim) { return half(shim, true, !is_split, stream); });
+        call_unlocked(owner_, *shim_, [&](LowLatencyShim& shim) { return shim.make(params, true, !is_split, stream); });
     } catch (...) {
         if (is_beside) own_.keep(tensors);  // the stream goes on with the tensors that it was given
         throw;
     }
     if (is_beside) in_flight.recorded = own_.record(std::move(tensors));
     if (!is_split) return;
-    in_flight.second_half = std::make_shared<SecondHalf>([self = shared_from_this(), device, tensors = std::move(tensors), half, stream] {
+    in_flight.second_half = std::make_shared<SecondHalf>([self = shared_from_this(), device, tensors = std::move(tensors), params, stream] {
         if (self->shim_ == nullptr) return false;
         const uintptr_t now = call_stream(device);
         if (now != stream) keep_for_current(device, tensors);
-        call_unlocked(self->owner_, *self->shim_, [&](LowLatencyShim& shim) { return half(shim, false, true, now); });
+        call_unlocked(self->owner_, *self->shim_, [&](LowLatencyShim& shim) { return shim.make(params, false, true, now); });
         return true;
     });
 }
 
 void LowLatencyCalls::receive_into(LowLatencyReceived& received, at::ScalarType type, bool fp8, bool is_rounded) const {
-    const int64_t num_experts = settings_.num_local_experts, capacity = settings_.rows_of_expert;
-    received.x = empty({num_experts, capacity, settings_.hidden}, fp8 ? at::kFloat8_e4m3fn : type);
+    const int64_t num_experts = sizes_.num_local_experts, capacity = sizes_.rows_of_expert();
+    received.x = empty({num_experts, capacity, sizes_.hidden}, fp8 ? at::kFloat8_e4m3fn : type);
     if (fp8) {
-        const int64_t columns_each = kScaleBlock * (is_rounded ? 4 : 1), num_columns = (settings_.hidden + columns_each - 1) / columns_each;
+        const int64_t columns_each = kScaleBlock * (is_rounded ? 4 : 1), num_columns = (sizes_.hidden + columns_each - 1) / columns_each;
         received.x_scales = empty({num_experts, num_columns, capacity}, is_rounded ? at::kInt : at::kFloat);
     }
     received.counts = empty({num_experts}, at::kInt);
     const c10::InferenceMode counts_changes(false);  // in which PyTorch counts changes in place
-    received.state = empty({settings_.handle_bytes}, at::kByte);
+    received.state = empty({handle_bytes_}, at::kByte);
 }
 
 std::optional<LowLatencyReceived> LowLatencyCalls::dispatch(py::handle x, py::handle topk_idx, py::handle topk_weights, py::handle fp8,
@@ -102,7 +103,7 @@ std::optional<LowLatencyReceived> LowLatencyCalls::dispatch(py::handle x, py::ha
     const Tensor rows = unpacked(x), idx = unpacked(topk_idx), weights = unpacked(topk_weights);
     const bool is_fp8 = is_true(fp8), is_rounded = is_text(scale_format, "ue8m0");
     if (!is_checked) {
-        if (is_fp8 ? settings_.hidden % kScaleBlock != 0 : is_rounded) return std::nullopt;
+        if (is_fp8 ? sizes_.hidden % kScaleBlock != 0 : is_rounded) return std::nullopt;
         if ((!is_rounded && !is_text(scale_format, "fp32")) || !takes(rows, idx, weights)) return std::nullopt;
     }
     LowLatencyReceived received;
@@ -124,9 +125,7 @@ std::optional<LowLatencyReceived> LowLatencyCalls::dispatch(py::handle x, py::ha
     params.recv_x = data_of<std::byte>(received.x), params.recv_x_scales = data_of<void>(received.x_scales);
     params.num_recv_tokens_per_expert = data_of<int32_t>(received.counts);
     run(received, async_op, return_hook, {rows, idx, weights, received.state, received.x, received.x_scales, received.counts, statistics_},
-        [params](LowLatencyShim& shim, bool sends, bool receives, uintptr_t stream) {
-            return shim.dispatch(params, sends, receives, stream);
-        });
+        params);
     if (is_fp8) received.x_scales = received.x_scales.transpose(1, 2);
     return received;
 }
@@ -138,11 +137,11 @@ std::optional<LowLatencyCombined> LowLatencyCalls::combine(py::handle x, py::han
     const Tensor rows = unpacked(x), memory = unpacked(state), weights = unpacked(topk_weights);
     LowLatencyCombined combined;
     combined.x = unpacked(out);
-    const int64_t sizes[] = {num_tokens, settings_.hidden};
+    const int64_t sizes[] = {num_tokens, sizes_.hidden};
     const bool fp8 = is_text(wire, "fp8");
     if (!is_checked) {
-        if (fp8 ? settings_.hidden % kScaleBlock != 0 : !wire.is_none()) return std::nullopt;
-        if (!are_rows(rows, {settings_.num_local_experts, settings_.rows_of_expert, settings_.hidden})) return std::nullopt;
+        if (fp8 ? sizes_.hidden % kScaleBlock != 0 : !wire.is_none()) return std::nullopt;
+        if (!are_rows(rows, {sizes_.num_local_experts, sizes_.rows_of_expert(), sizes_.hidden})) return std::nullopt;
         if (!are_weights(weights, num_tokens) || !is_on(statistics_.device(), memory)) return std::nullopt;
         if (combined.x.defined() && (!are_rows(combined.x, sizes) || combined.x.scalar_type() != rows.scalar_type())) return std::nullopt;
     }
@@ -163,10 +162,7 @@ std::optional<LowLatencyCombined> LowLatencyCalls::combine(py::handle x, py::han
     params.topk_weights = data_of<float>(weights);
     params.x = data_of<std::byte>(rows), params.combined_x = data_of<std::byte>(combined.x);
     keep_for_current(statistics_.device(), {memory});  // on its dispatch's stream or another: the caller may drop the handle at once
-    run(combined, async_op, return_hook, {rows, memory, weights, number, combined.x, statistics_},
-        [params](LowLatencyShim& shim, bool sends, bool receives, uintptr_t stream) {
-            return shim.combine(params, sends, receives, stream);
-        });
+    run(combined, async_op, return_hook, {rows, memory, weights, number, combined.x, statistics_}, params);
     return combined;
 }
 

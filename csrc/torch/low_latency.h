@@ -22,11 +22,8 @@ struct LowLatencyCombined : InFlight {
 // Callers hold the GIL.
 class LowLatencyCalls : public std::enable_shared_from_this<LowLatencyCalls> {
 public:
-    struct Settings {
-        int64_t num_ranks, num_local_experts, num_topk, hidden, num_max_tokens, rows_of_expert, handle_bytes;
-    };
-    // shim: `_C.NvlinkLowLatencyShim`. statistics: of the buffer, on its device.
-    LowLatencyCalls(py::object shim, const Settings& settings, Tensor statistics);
+    // owner: `_C.NvlinkLowLatency`. statistics: of the buffer, on its device.
+    LowLatencyCalls(py::object owner, Tensor statistics);
     void release();  // the communicator: of a buffer that is destroyed
 
     // Takes the arguments of the Python methods. Returns nothing if C++ does not take one of them, unless Python has checked the call
@@ -43,13 +40,14 @@ private:
     bool takes(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights) const;
     bool are_weights(const Tensor& topk_weights, int64_t num_tokens) const;  // or none
     void receive_into(LowLatencyReceived& received, at::ScalarType type, bool fp8, bool is_rounded) const;
-    template <class Half>
-    void run(InFlight& in_flight, py::handle async_op, py::handle return_hook, variable_list tensors, const Half& half);
+    template <class Params>
+    void run(InFlight& in_flight, py::handle async_op, py::handle return_hook, variable_list tensors, const Params& params);
     Tensor empty(at::IntArrayRef sizes, at::ScalarType type) const { return at::empty(sizes, statistics_.options().dtype(type)); }
 
-    const Settings settings_;
     py::object owner_;
     LowLatencyShim* shim_;
+    const LowLatencyConfig sizes_;
+    const int64_t handle_bytes_;
     const Tensor statistics_, number_;  // number_: of a combine, which kernels on one stream after another write
     OwnStream own_;
 };

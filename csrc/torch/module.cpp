@@ -136,12 +136,11 @@ std::optional<Combined> combine_by_expert(Calls& calls, py::handle tensors, bool
 
 // ---- what calls are made of ----
 
-std::shared_ptr<Calls> make(py::object shim, int64_t number, int64_t num_ranks, int64_t num_local_experts, int64_t num_topk, int64_t hidden,
-                            int64_t num_max_tokens, int num_sms, int64_t num_nodes, int64_t num_node_tokens, int64_t lanes,
+std::shared_ptr<Calls> make(py::object owner, int64_t number, int64_t num_topk, int64_t num_max_tokens, int num_sms, int64_t lanes,
                             const std::string& sums, const at::Device& device, py::object tell) {
-    const Calls::Settings settings{number,  num_ranks, num_local_experts, num_topk, hidden,          num_max_tokens,
-                                   num_sms, num_nodes, num_node_tokens,   lanes,    sums != "ranks", sums == "lanes_fma"};
-    return std::make_shared<Calls>(std::move(shim), settings, device, std::move(tell));
+    const Calls::Given given{number, num_topk, num_max_tokens, num_sms, lanes, sums != "ranks", sums == "lanes_fma"};
+    auto& exchange = *shim_in<ExchangeShim>(owner.attr("shim")(), kShimName);
+    return std::make_shared<Calls>(std::move(owner), exchange, given, device, std::move(tell));
 }
 
 void bind_handle(py::module_& m) {
@@ -204,9 +203,8 @@ Tensor bytes_at(uintptr_t address, int64_t num_bytes, const at::Device& device, 
 void bind_calls(py::module_& m) {
     using torch::wrap_pybind_function;
     py::class_<Calls, std::shared_ptr<Calls>>(m, "Calls")
-        .def(py::init(&make), py::kw_only(), py::arg("shim"), py::arg("number"), py::arg("num_ranks"), py::arg("num_local_experts"),
-             py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"), py::arg("num_sms"), py::arg("num_nodes"),
-             py::arg("num_node_tokens"), py::arg("lanes"), py::arg("sums"), py::arg("device"), py::arg("tell"))
+        .def(py::init(&make), py::kw_only(), py::arg("owner"), py::arg("number"), py::arg("num_topk"), py::arg("num_max_tokens"),
+             py::arg("num_sms"), py::arg("lanes"), py::arg("sums"), py::arg("device"), py::arg("tell"))
         .def("release", &Calls::release)
         .def_property_readonly("has_failed", &Calls::has_failed)
         .def_readwrite("is_held", &Calls::is_held)
@@ -227,13 +225,6 @@ void bind_calls(py::module_& m) {
     m.def("call_stream", wrap_pybind_function(call_stream));
 }
 
-std::shared_ptr<LowLatencyCalls> make_low_latency(py::object shim, int64_t num_ranks, int64_t num_local_experts, int64_t num_topk,
-                                                  int64_t hidden, int64_t num_max_tokens, int64_t rows_of_expert, int64_t handle_bytes,
-                                                  const Tensor& statistics) {
-    const LowLatencyCalls::Settings settings{num_ranks, num_local_experts, num_topk, hidden, num_max_tokens, rows_of_expert, handle_bytes};
-    return std::make_shared<LowLatencyCalls>(std::move(shim), settings, statistics);
-}
-
 void bind_low_latency(py::module_& m) {
     using torch::wrap_pybind_function;
     py::class_<LowLatencyReceived, InFlight>(m, "LowLatencyReceived")
@@ -244,9 +235,7 @@ void bind_low_latency(py::module_& m) {
         .def_readonly("state", &LowLatencyReceived::state);
     py::class_<LowLatencyCombined, InFlight>(m, "LowLatencyCombined").def_readonly("combined_x", &LowLatencyCombined::x);
     py::class_<LowLatencyCalls, std::shared_ptr<LowLatencyCalls>>(m, "LowLatencyCalls")
-        .def(py::init(&make_low_latency), py::kw_only(), py::arg("shim"), py::arg("num_ranks"), py::arg("num_local_experts"),
-             py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"), py::arg("rows_of_expert"), py::arg("handle_bytes"),
-             py::arg("statistics"))
+        .def(py::init<py::object, Tensor>(), py::arg("owner"), py::arg("statistics"))
         .def("release", &LowLatencyCalls::release)
         .def("dispatch", wrap_pybind_function(&LowLatencyCalls::dispatch))
         .def("combine", wrap_pybind_function(&LowLatencyCalls::combine));

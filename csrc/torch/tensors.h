@@ -41,15 +41,8 @@ inline py::object packed(const Tensor& tensor) { return tensor.defined() ? py::c
     throw error;
 }
 
-// Raises the failure that the shim keeps, by the method `raise_failure` of the Python object that owns it.
-[[noreturn]] inline void raise_failure_of(const py::object& shim) {
-    const py::object method = py::reinterpret_steal<py::object>(PyObject_GetAttrString(shim.ptr(), "raise_failure"));
-    if (method) py::reinterpret_steal<py::object>(PyObject_CallNoArgs(method.ptr()));
-    raise_python();
-}
-
 // Makes `call(shim)` without the GIL: launches wait where a stream has too many, and for peers. Raises the failure of a call that returns
-// false. owner: of the shim, which another thread may release meanwhile.
+// false, by the method `raise_failure` of the shim's owner, which another thread may release meanwhile.
 template <class Shim, class Call>
 void call_unlocked(py::object owner, Shim& shim, const Call& call) {
     bool was_made = false;
@@ -57,7 +50,10 @@ void call_unlocked(py::object owner, Shim& shim, const Call& call) {
         const py::gil_scoped_release released;
         was_made = call(shim);
     }
-    if (!was_made) raise_failure_of(owner);
+    if (was_made) return;
+    const py::object method = py::reinterpret_steal<py::object>(PyObject_GetAttrString(owner.ptr(), "raise_failure"));
+    if (method) py::reinterpret_steal<py::object>(PyObject_CallNoArgs(method.ptr()));
+    raise_python();
 }
 
 // Returns the content of the capsule, which must have that name.

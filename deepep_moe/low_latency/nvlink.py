@@ -40,12 +40,7 @@ class NvlinkLowLatencyBackend(GpuMemory, LowLatencyBackend):
         return self._native
 
     def open(self, statistics: Tensor) -> None:
-        s = self.settings
-        self.calls = torch_module.needed().LowLatencyCalls(
-            shim=self._native.shim(), num_ranks=s.num_ranks, num_local_experts=s.num_local_experts, num_topk=s.num_topk,
-            hidden=s.hidden, num_max_tokens=s.num_max_tokens_per_rank, rows_of_expert=s.rows_of_expert, handle_bytes=self.handle_bytes,
-            statistics=statistics,
-        )  # fmt: skip
+        self.calls = torch_module.needed().LowLatencyCalls(self._native, statistics)
 
     def dispatch(self, *arguments: object) -> Any:
         return self._checked("dispatch", arguments)

@@ -3,7 +3,7 @@
 #include <chrono>
 
 #include "ranks.h"
-#include "runtime/shm/call.h"
+#include "runtime/shm/exchange.h"
 
 namespace deepep_moe {
 namespace {
@@ -38,11 +38,11 @@ public:
 
     void plan(Layout layout) {
         layout_ = layout;
-        const Signature signature{Operation::kDispatch, DType::kFloat32, layout, 1, 0, 1, 0, 0};
-        PlanParams params = plan_of(config_, signature, tensor(experts_, {num_tokens(), config_.num_topk}), -1);
-        params.layout.narrow_topk_idx = narrow_experts_.data();
-        params.recv_counts = recv_counts_.data();
-        params.num_recv_tokens_per_expert = recv_per_expert_.data();
+        const PlanParams params{{.operation = Operation::kDispatch, .dtype = DType::kFloat32, .layout = layout, .has_weights = true},
+                                {experts_.data(), true, num_tokens(), narrow_experts_.data()},
+                                -1,
+                                recv_counts_.data(),
+                                recv_per_expert_.data()};
         const PlanResult result = exchange_.plan(params);
         call_ = static_cast<int64_t>(exchange_.num_calls());
         num_rows_ = result.num_rows;
@@ -54,10 +54,10 @@ public:
         std::vector<float> recv_weights(num_rows_ * (is_expert() ? 1 : config_.num_topk));
         std::vector<int64_t> recv_experts(is_expert() ? 0 : num_rows_ * config_.num_topk);
         recv_x_.assign(num_rows_ * config_.hidden, -1);
-        const TensorArg received = is_expert() ? TensorArg{} : tensor(recv_experts, {num_rows_, config_.num_topk});
-        const TensorArg its_weights = is_expert() ? tensor(recv_weights, {num_rows_}) : tensor(recv_weights, {num_rows_, config_.num_topk});
-        const DispatchArg arg{rows_of(x, num_tokens()), {}, lanes_of(weights_), rows_of(recv_x_, num_rows_), {}, received, its_weights};
-        exchange_.dispatch(dispatch_of(config_, handle(), arg, false));
+        DispatchParams params = dispatch_of(x);
+        params.topk_weights = weights_.data(), params.recv_topk_weights = recv_weights.data();
+        params.recv_topk_idx = is_expert() ? nullptr : recv_experts.data(), params.recv_topk_idx_is_int64 = true;
+        exchange_.dispatch(params);
         check_received(number);
         check_weights(recv_weights);
     }
@@ -65,9 +65,9 @@ public:
     void move_along(int number) {
         const std::vector<float> x = tokens_.rows(number, rank_);
         recv_x_.assign(num_rows_ * config_.hidden, -1);
-        const DispatchArg arg{rows_of(x, num_tokens()), {}, {}, rows_of(recv_x_, num_rows_), {}, {}, {}};
-        const Signature signature = signature_along(handle(), Operation::kCachedDispatch, DType::kFloat32);
-        exchange_.dispatch_cached(signature, dispatch_of(config_, handle(), arg, true));
+        DispatchParams params = dispatch_of(x);
+        params.cached = true;
+        exchange_.make(signature_of(Operation::kCachedDispatch), params);
         check_received(number);
     }
 
@@ -75,9 +75,17 @@ public:
     void combine(int number) {
         for (float& value : recv_x_) value *= static_cast<float>(rank_ + 1);
         std::vector<float> combined(num_tokens() * config_.hidden, -1);
-        const Signature signature = signature_along(handle(), Operation::kCombine, DType::kFloat32);
-        const CombineArg arg{rows_of(recv_x_, num_rows_), {}, {}, {}, rows_of(combined, num_tokens()), {}};
-        exchange_.combine(signature, combine_of(config_, handle(), DType::kFloat32, arg));
+        const CombineParams params{
+            .dtype = DType::kFloat32,
+            .layout = layout_,
+            .recv_counts = recv_counts_.data(),
+            .recv_row_idx = recv_row_idx_.data(),
+            .x = reinterpret_cast<const std::byte*>(recv_x_.data()),
+            .num_tokens = num_tokens(),
+            .topk_idx = narrow_experts_.data(),
+            .combined_x = reinterpret_cast<std::byte*>(combined.data()),
+        };
+        exchange_.make(signature_of(Operation::kCombine), params);
         for (int token = 0; token < num_tokens(); ++token) {
             float factor = 0;
             for (int to = 0; to < config_.num_ranks; ++to) factor += tokens_.goes(rank_, token, to) ? static_cast<float>(to + 1) : 0.0f;
@@ -89,19 +97,20 @@ public:
 private:
     bool is_expert() const { return layout_ == Layout::kExpert; }
     int64_t num_tokens() const { return tokens_.count(rank_); }
-    TensorArg rows_of(const std::vector<float>& x, int64_t num_rows) const { return tensor(x, {num_rows, config_.hidden}); }
-    TensorArg lanes_of(const std::vector<float>& lanes) const { return tensor(lanes, {num_tokens(), config_.num_topk}); }
+    Signature signature_of(Operation operation) const { return {operation, DType::kFloat32, layout_, 1, call_}; }
 
-    HandleArg handle() const {
-        HandleArg handle;
-        handle.topk_idx = tensor(narrow_experts_, {num_tokens(), config_.num_topk});
-        handle.recv_row_idx = tensor(recv_row_idx_, {static_cast<int64_t>(recv_row_idx_.size()) / config_.num_topk, config_.num_topk});
-        handle.recv_counts = tensor(recv_counts_, {config_.num_ranks, kNumChannels});
-        handle.num_recv_tokens_per_expert = tensor(recv_per_expert_, {2});
-        handle.call = &call_;
-        handle.is_expert_layout = is_expert();
-        handle.num_rows = num_rows_;
-        return handle;
+    // A dispatch of `x` without weights.
+    DispatchParams dispatch_of(const std::vector<float>& x) {
+        return {
+            .layout = layout_,
+            .row_bytes = sizeof(float) * config_.hidden,
+            .num_tokens = num_tokens(),
+            .x = reinterpret_cast<const std::byte*>(x.data()),
+            .topk_idx = narrow_experts_.data(),
+            .recv_counts = recv_counts_.data(),
+            .recv_x = reinterpret_cast<std::byte*>(recv_x_.data()),
+            .recv_row_idx = recv_row_idx_.data(),
+        };
     }
 
     std::vector<std::pair<int, int>> wanted() const {

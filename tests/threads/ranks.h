@@ -12,8 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include "common/tensor_arg.h"
-
 namespace deepep_moe {
 
 inline void require(bool condition, const std::string& what) {
@@ -29,16 +27,6 @@ Error error_of(const std::string& what, Call&& call) {
         return error;
     }
     throw std::runtime_error("no error: " + what);
-}
-
-// A tensor that lies in `values`.
-template <class T>
-TensorArg tensor(const std::vector<T>& values, std::vector<int64_t> shape) {
-    TensorArg arg;
-    arg.address = reinterpret_cast<uintptr_t>(values.data());
-    arg.element_bytes = sizeof(T);
-    arg.set_shape(shape);
-    return arg;
 }
 
 // The ranks, and where they meet.

@@ -2,15 +2,12 @@
 #include <cuda_runtime_api.h>
 
 #include <atomic>
-#include <exception>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "bindings/tensor.h"
 #include "cuda/launch.h"
-#include "runtime/nvlink/shim.h"
-#include "runtime/nvlink/streams.h"
+#include "runtime/nvlink/guarded.h"
 
 using namespace deepep_moe;
 
@@ -40,12 +37,10 @@ unsigned long long* failure_word(int device) {
 
 unsigned long long failure(int device) { return std::atomic_ref(*failure_word(device)).load(std::memory_order_relaxed); }
 
-thread_local std::exception_ptr refusal;  // the failure of this thread's last launch
-
 // Raise why the thread's last launch failed, or what a kernel of the device has reported since the last check. A report written meanwhile
 // stays for the next check.
 void check(int device) {
-    if (refusal) std::rethrow_exception(std::exchange(refusal, nullptr));
+    Guarded<GateOptions>::raise_failure();
     if (::failure(device) == 0) return;
     const unsigned long long failure = std::atomic_ref(*failure_word(device)).exchange(0, std::memory_order_relaxed);
     if (failure == 0) return;  // another thread has taken it
@@ -72,48 +67,12 @@ void check_options(const GateOptions& o, int num_ranks) {
                                 "; at most " + str(kMaxGateExperts) + " experts");
 }
 
-void launch_forward(const GpuGateParams& params, uintptr_t stream) {
-    check_options(params.gate.options, params.num_ranks);
-    launch_gate(params, as_stream(stream));
-}
-
-void launch_backward(const GpuGateBackwardParams& params, uintptr_t stream) {
-    check_options(params.gate.options, 0);
-    launch_gate_backward(params, as_stream(stream));
-}
-
 // Makes `call` for csrc/torch, unless kernels have reported a failure. Returns false if something failed; `check` raises it.
 template <class Call>
-bool guarded(int device, const Call& call) noexcept {
-    refusal = nullptr;
-    try {
-        if (failure(device) != 0) return false;
-        call();
-        return true;
-    } catch (const std::exception&) {
-        refusal = std::current_exception();
-        return false;
-    }
+bool unless_failed(int device, const Call& call) noexcept {
+    bool has_failed = false;
+    return Guarded<GateOptions>::guarded([&] { failure(device) != 0 ? void(has_failed = true) : call(); }) && !has_failed;
 }
-
-constexpr GateShim kShim{
-    [](GpuGateParams params, uintptr_t stream) noexcept {
-        return guarded(params.device, [&] {
-            params.failure = failure_word(params.device);
-            launch_forward(params, stream);
-        });
-    },
-    [](const GpuGateBackwardParams& params, uintptr_t stream) noexcept {
-        return guarded(params.device, [&] { launch_backward(params, stream); });
-    },
-    [](uintptr_t stream) noexcept {
-        try {
-            return is_capturing(as_stream(stream));
-        } catch (const std::exception&) {  // CUDA gives no answer while another stream is captured
-            return true;
-        }
-    },
-};
 
 // Takes tensors [num_experts] or [num_layers, num_experts].
 void update_expert_bias(const TensorArg& num_tokens_per_expert, const TensorArg& expert_bias, float update_rate, uintptr_t stream) {
@@ -144,7 +103,28 @@ void top2_backward(const TensorArg& gates, const TensorArg& chosen, const Tensor
 
 }  // namespace
 
-const GateShim& gate_shim() { return kShim; }
+bool gate_forward(GpuGateParams params, uintptr_t stream) noexcept {
+    return unless_failed(params.device, [&] {
+        params.failure = failure_word(params.device);
+        check_options(params.gate.options, params.num_ranks);
+        launch_gate(params, as_stream(stream));
+    });
+}
+
+bool gate_backward(const GpuGateBackwardParams& params, uintptr_t stream) noexcept {
+    return unless_failed(params.device, [&] {
+        check_options(params.gate.options, 0);
+        launch_gate_backward(params, as_stream(stream));
+    });
+}
+
+bool may_capture(uintptr_t stream) noexcept {
+    try {
+        return is_capturing(as_stream(stream));
+    } catch (const std::exception&) {  // CUDA gives no answer while another stream is captured
+        return true;
+    }
+}
 
 void bind_gpu_gate(py::module_& m) {
     m.attr("MAX_GPU_GATE_EXPERTS") = kMaxGateExperts;

@@ -5,14 +5,16 @@
 #include <vector>
 
 #include "bindings/tensor.h"
-#include "cuda/clear_tail.h"
 #include "cuda/launch.h"
 #include "runtime/nvlink/fit.h"
 #include "runtime/nvlink/guarded.h"
 
 using namespace deepep_moe;
 
-const GateShim& gate_shim();
+// Functions of `KernelShim`, in gate.cpp.
+bool gate_forward(GpuGateParams params, uintptr_t stream) noexcept;
+bool gate_backward(const GpuGateBackwardParams& params, uintptr_t stream) noexcept;
+bool may_capture(uintptr_t stream) noexcept;
 
 namespace {
 
@@ -125,32 +127,12 @@ void quantize_weights(const TensorArg& w, int64_t matrix_stride, const TensorArg
 
 bool add_weight_gradients(const TensorArg& grads, const TensorArg& rows, const TensorArg& group_ends, const TensorArg& sums,
                           uintptr_t stream) {
-    GpuWeightGradientParams params{};
-    params.num_rows = grads.num_rows;
-    params.n = static_cast<int>(grads.num_columns), params.k = static_cast<int>(rows.num_columns);
-    params.num_groups = static_cast<int>(group_ends.num_rows);
-    params.a = grads.as<const std::byte*>(), params.b = rows.as<const std::byte*>();
-    params.group_ends = group_ends.as<const int*>();
-    params.sums = sums.as<float*>();
-    return launch_add_weight_gradients(params, as_stream(stream));
+    return launch_add_weight_gradients(weight_gradients_of(grads, rows, group_ends, sums), as_stream(stream));
 }
 
 void clear_tail(const TensorArg& values, const TensorArg& group_ends, uintptr_t stream) {
     launch_clear_tail({values.num_rows, values.row_bytes(), group_ends.as<const int*>(), group_ends.num_rows, values.as<std::byte*>()},
                       as_stream(stream));
-}
-
-GpuSwigluParams swiglu_of(const TensorArg& inner, const TensorArg& probs, const TensorArg& group_ends, const TensorArg& y, DType dtype) {
-    GpuSwigluParams params{};
-    params.num_rows = inner.num_rows;
-    params.num_columns = inner.num_columns / 2;
-    params.dtype = dtype;
-    params.group_ends = group_ends.as<const int*>();
-    params.num_groups = group_ends.num_rows;
-    params.inner = inner.as<const std::byte*>();
-    params.probs = probs.as<const float*>();
-    params.y = y.as<std::byte*>();
-    return params;
 }
 
 void swiglu(const TensorArg& inner, const TensorArg& probs, const TensorArg& group_ends, const TensorArg& y, DType dtype,
@@ -189,11 +171,15 @@ bool launched(const Params& params, uintptr_t stream) noexcept {
 }
 
 py::capsule kernel_shim() {
-    static const KernelShim shim{gate_shim(),
-                                 {&launched<launch_swiglu, GpuSwigluParams>, &launched<launch_swiglu_backward, GpuSwigluParams>,
-                                  &launched<launch_add_weight_gradients, GpuWeightGradientParams>},
-                                 {&launched<launch_lanes_of_map, LanesOfMapParams>, &launched<launch_dense_of_lanes, DenseOfLanesParams>,
-                                  &launched<launch_count_lanes, CountLanesParams>}};
+    static const KernelShim shim{&gate_forward,
+                                 &gate_backward,
+                                 &may_capture,
+                                 &launched<launch_swiglu, GpuSwigluParams>,
+                                 &launched<launch_swiglu_backward, GpuSwigluParams>,
+                                 &launched<launch_add_weight_gradients, GpuWeightGradientParams>,
+                                 &launched<launch_lanes_of_map, LanesOfMapParams>,
+                                 &launched<launch_dense_of_lanes, DenseOfLanesParams>,
+                                 &launched<launch_count_lanes, CountLanesParams>};
     return py::capsule(&shim, kKernelShimName);
 }
 
@@ -221,7 +207,7 @@ int64_t largest_divisor(int64_t number, int64_t most) {
 
 // Moves between slots [num_slots, elements] in the expert slots and home [num_local_experts, elements]. Weights are bytes. A number of
 // elements is a multiple of kStep.
-void move_experts(NvlinkExchange& self, const TensorArg& copies, const std::vector<TensorArg>& slots, const std::vector<MatrixArg>& home,
+void move_experts(GuardedExchange& self, const TensorArg& copies, const std::vector<TensorArg>& slots, const std::vector<MatrixArg>& home,
                   bool returns, DType slot_dtype, DType home_dtype, int num_sms, uintptr_t stream) {
     const int64_t kStep = returns ? 8 : kRowAlignment, kMostSteps = returns ? 128 : 1024;
     if (slots.empty() || slots.size() != home.size() || slots.size() > kMaxSlotTensors) throw std::invalid_argument("not 1 to 8 tensors");
@@ -242,18 +228,10 @@ void move_experts(NvlinkExchange& self, const TensorArg& copies, const std::vect
         for (const int64_t number : {params.tensors[i].slots, slots[i].row_bytes()})
             digest = (digest ^ static_cast<uint64_t>(number)) * 0x9e3779b97f4a7c15ull, digest ^= digest >> 32;
     }
-    Signature signature{Operation::kExpertSlots, slot_dtype};
+    Signature signature{Operation::kExpertSlots, slot_dtype, Layout::kRank};
     signature.handle_call = static_cast<int64_t>(digest & 0x7fffffff);
     signature.has_topk_weight_grads = returns;
     self.move_experts(params, signature, {.num_sms = num_sms, .stream = stream});
-}
-
-void bind_shim(py::module_& m, py::class_<NvlinkExchange, Unlocked<NvlinkExchange>>& exchange) {
-    m.attr("SHIM_BYTES") = kShimBytes;
-    py::class_<GuardedExchange>(m, "ExchangeShim")
-        .def("capsule", [](GuardedExchange& self) { return py::capsule(static_cast<ExchangeShim*>(&self), kShimName); })
-        .def_static("raise_failure", &GuardedExchange::raise_failure);
-    exchange.def("shim", [](NvlinkExchange& self) { return std::make_unique<GuardedExchange>(self); }, py::keep_alive<0, 1>());
 }
 
 }  // namespace
@@ -264,24 +242,22 @@ void bind_gpu(py::module_& m) {
     m.attr("MAX_GPU_NODES") = kMaxGpuNodes;
     bind_tuning(m);
     bind_rows(m);
-    py::class_<NvlinkExchange, Unlocked<NvlinkExchange>> exchange(m, "NvlinkExchange");
-    bind_shim(m, exchange);
-    exchange
+    m.attr("SHIM_BYTES") = kShimBytes;
+    py::class_<GuardedExchange, Unlocked<GuardedExchange>>(m, "NvlinkExchange")
         .def(py::init([](int num_ranks, int rank, int device, int num_experts, int num_topk, int hidden, int64_t num_max_tokens,
                          double timeout_s, int num_nodes, int node, bool is_by_lane, int64_t expert_slot_bytes) {
                  const GpuWorkspaceConfig config =
                      config_of(num_ranks, num_experts, num_topk, hidden, num_max_tokens, num_nodes, node, is_by_lane, expert_slot_bytes);
-                 Unlocked<NvlinkExchange> exchange(new NvlinkExchange(config, rank, device, timeout_s));
+                 Unlocked<GuardedExchange> exchange(new GuardedExchange(config, rank, device, timeout_s));
                  exchange->set_poll(poll_signals);
                  return exchange;
              }),
              py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("device"), py::arg("num_experts"), py::arg("num_topk"),
              py::arg("hidden"), py::arg("num_max_tokens"), py::arg("timeout_s"), py::arg("num_nodes") = 1, py::arg("node") = 0,
              py::arg("is_by_lane") = false, py::arg("expert_slot_bytes") = 0)
-        .def_property_readonly("num_node_tokens", [](const NvlinkExchange& self) { return self.config().num_max_tokens; })
-        .def_property_readonly("rail_bytes", [](const NvlinkExchange& self) { return RailLayout(self.config()).total_bytes; })
+        .def_property_readonly("rail_bytes", [](const GuardedExchange& self) { return RailLayout(self.config()).total_bytes; })
         .def("attach_rail",
-             [](NvlinkExchange& self, const py::capsule& shim, uintptr_t address, const std::vector<int>& pes) {
+             [](GuardedExchange& self, const py::capsule& shim, uintptr_t address, const std::vector<int>& pes) {
                  self.attach_rail(*static_cast<const RailShim*>(PyCapsule_GetPointer(shim.ptr(), kRailShimName)), address, pes);
              })
         .def_property_readonly("workspace_bytes", &NvlinkExchange::workspace_bytes)
@@ -290,7 +266,7 @@ void bind_gpu(py::module_& m) {
         .def_property_readonly("num_multiprocessors", &NvlinkExchange::num_multiprocessors)
         .def_readwrite("tuning", &NvlinkExchange::tuning)
         .def_readwrite("allows_excess", &NvlinkExchange::allows_excess)
-        .def("handle", [](const NvlinkExchange& self) { return py::bytes(self.handle()); })
+        .def("handle", [](const GuardedExchange& self) { return py::bytes(self.handle()); })
         .def("share", &NvlinkExchange::share)
         .def("connect", &NvlinkExchange::connect)
         .def("disconnect", &NvlinkExchange::disconnect, Released())
@@ -304,7 +280,9 @@ void bind_gpu(py::module_& m) {
              py::arg("slot_dtype"), py::arg("home_dtype"), py::arg("num_sms"), py::arg("stream"), Released())
         .def_property_readonly("expert_slots", &NvlinkExchange::expert_slots)
         .def("check", &NvlinkExchange::check, Released())
-        .def("check_untold", &NvlinkExchange::check_untold);
+        .def("check_untold", &NvlinkExchange::check_untold)
+        .def("shim", [](GuardedExchange& self) { return py::capsule(static_cast<ExchangeShim*>(&self), kShimName); })
+        .def_static("raise_failure", &GuardedExchange::raise_failure);
     m.def(
         "gpu_workspace_bytes",
         [](int num_ranks, int num_experts, int num_topk, int hidden, int64_t num_max_tokens) {

@@ -6,7 +6,7 @@
 
 #include "common/handle_arg.h"
 #include "common/signature.h"
-#include "cuda/params.h"
+#include "cuda/rail.h"
 
 namespace deepep_moe {
 
@@ -24,15 +24,8 @@ struct CallMode {
 
 // With several nodes this is the part of a call that crosses. The rest of the call is then about the tokens that are in this node.
 struct RailCall {
-    GpuRouting routing{};      // routing of this rank's tokens to experts of all nodes
-    bool has_weights = false;  // the same on all ranks, including those without tokens
-    const float* topk_weights = nullptr;
-    int64_t weights_token_stride = 0, weights_lane_stride = 0;
-    int32_t* node_topk_idx = nullptr;
-    int32_t* in_counts = nullptr;
-    bool is_cached = true, is_combine = false;
-    int64_t row_bytes = 0, tail_bytes = 0;
-    const std::byte *x = nullptr, *x_scales = nullptr;
+    RailMeetCall meet{};
+    RailMoveCall move{};
 };
 
 inline GpuRouting routing_of(const TensorArg& topk_idx) {
@@ -80,12 +73,18 @@ inline RowScaling scaling_of(const TensorArg& weights, const TensorArg& x, const
 
 // If the handle has several nodes, limit the plan to the tokens in this node, and return the part of the call that crosses.
 inline RailCall split_off_rail(const HandleArg& handle, GpuPlanParams& plan) {
-    RailCall rail{plan.routing};
+    RailCall rail;
     if (!handle.node_topk_idx.is_there) return rail;
+    const GpuRouting all = plan.routing;
     plan.routing = routing_of(handle.node_topk_idx);
-    rail.is_cached = plan.cached;
-    rail.node_topk_idx = handle.node_topk_idx.as<int32_t*>();
-    rail.in_counts = handle.in_counts.as<int32_t*>();
+    rail.meet.cached = plan.cached;
+    rail.meet.topk_idx = all.topk_idx;
+    rail.meet.token_stride = all.token_stride, rail.meet.lane_stride = all.lane_stride;
+    rail.meet.is_int64 = all.is_int64;
+    rail.meet.num_tokens = all.num_tokens;
+    rail.meet.narrow_topk_idx = all.narrow_topk_idx;
+    rail.meet.node_topk_idx = handle.node_topk_idx.as<int32_t*>();
+    rail.meet.in_counts = handle.in_counts.as<int32_t*>(), rail.move.in_counts = rail.meet.in_counts;
     return rail;
 }
 
@@ -120,12 +119,11 @@ struct GpuDispatchCall {
         params.recv_counts = handle.recv_counts.as<int32_t*>();
         params.num_recv_tokens_per_expert = handle.num_recv_tokens_per_expert.as<const int32_t*>();
         params.recv_row_idx = handle.recv_row_idx.as<int32_t*>();
-        rail.has_weights = topk_weights.is_there;
-        rail.topk_weights = params.topk_weights;
-        rail.weights_token_stride = params.weights_token_stride;
-        rail.weights_lane_stride = params.weights_lane_stride;
-        rail.row_bytes = params.row_bytes, rail.tail_bytes = params.scale_bytes;
-        rail.x = params.x, rail.x_scales = params.x_scales;
+        rail.meet.has_weights = topk_weights.is_there;
+        rail.meet.topk_weights = params.topk_weights;
+        rail.meet.weights_token_stride = topk_weights.row_stride, rail.meet.weights_lane_stride = topk_weights.column_stride;
+        rail.move.row_bytes = params.row_bytes, rail.move.tail_bytes = params.scale_bytes;
+        rail.move.x = params.x, rail.move.x_scales = params.x_scales;
         signature = {cached ? Operation::kCachedDispatch : Operation::kDispatch,
                      dtype,
                      handle.layout(),
@@ -208,8 +206,8 @@ struct GpuCombineCall {
         params.direct = are_single && !weights.is_there && topk_weight_grads.address % kRowAlignment == 0;
         params.context.config.num_topk = static_cast<int>(handle.topk_idx.num_columns);  // for `tail_bytes`
         row_bytes = x.row_bytes();
-        rail.is_combine = true;
-        rail.row_bytes = row_bytes, rail.tail_bytes = params.tail_bytes();
+        rail.move.is_combine = true;
+        rail.move.row_bytes = row_bytes, rail.move.tail_bytes = params.tail_bytes();
         signature = {Operation::kCombine, dtype, handle.layout(), 1, handle.number(), false, false, topk_weight_grads.is_there};
     }
 

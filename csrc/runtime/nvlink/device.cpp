@@ -28,6 +28,16 @@ void check_rail(bool is_same_build, size_t num_pes, int num_nodes) {
         throw std::invalid_argument(std::to_string(num_pes) + " PEs were given for " + std::to_string(num_nodes) + " nodes");
 }
 
+void allocate_arrays(void** memory, std::span<const Array> arrays, const char* failure) {
+    const auto whole_lines = [](int64_t bytes) { return (bytes + 127) / 128 * 128; };
+    int64_t total = 0;
+    for (const auto& [pointer, bytes] : arrays) total += whole_lines(bytes);
+    check_cuda(cudaMalloc(memory, total), failure);
+    check_cuda(cudaMemset(*memory, 0, total), "cudaMemset");
+    auto* next = static_cast<std::byte*>(*memory);
+    for (const auto& [pointer, bytes] : arrays) *pointer = std::exchange(next, next + whole_lines(bytes));
+}
+
 DeviceGuard::DeviceGuard(int device) {
     check_cuda(cudaGetDevice(&before_), "cudaGetDevice");
     if (before_ != device) check_cuda(cudaSetDevice(device), "cudaSetDevice");

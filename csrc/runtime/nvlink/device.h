@@ -4,7 +4,10 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <new>
+#include <span>
+#include <utility>
 
 namespace deepep_moe {
 
@@ -15,6 +18,16 @@ int attribute(cudaDeviceAttr which, int device);
 void check_launch(const char* error);
 // Throw std::invalid_argument if the shim of csrc/nvshmem is of another build, or if there is not a PE for each node.
 void check_rail(bool is_same_build, size_t num_pes, int num_nodes);
+
+// A pointer to be set, and the bytes that it will point to.
+using Array = std::pair<void**, int64_t>;
+template <class T>
+Array array_of(T** pointer, int64_t count) {
+    return {reinterpret_cast<void**>(pointer), count * static_cast<int64_t>(sizeof(T))};
+}
+// Allocate device memory for these arrays, zeroed, each on a boundary of 128 bytes. `memory` gets the whole, for cudaFree, also if an error
+// follows. `failure` begins the message of an error.
+void allocate_arrays(void** memory, std::span<const Array> arrays, const char* failure);
 
 // Sets the calling thread's device, and restores the old one at the end of the scope.
 class DeviceGuard {

@@ -25,11 +25,11 @@ int lane_blocks(int64_t num_lanes) {
 
 // ---- calls ----
 
-// Exists while a thread makes a call. Throws std::logic_error if another thread is in a call.
+// Exists while a thread makes a call. Throws CallError if another thread is in a call.
 class NvlinkExchange::Step {
 public:
     Step(NvlinkExchange& owner, uintptr_t stream) : owner_(owner), guard_(owner.device_) {
-        if (owner.busy_.exchange(true)) throw ThreadsError(kTwoThreads);
+        if (owner.busy_.exchange(true)) throw CallError(kTwoThreads);
         owner.last_.begins(stream);
     }
     ~Step() {
@@ -87,7 +87,7 @@ int64_t NvlinkExchange::receive_counted(GpuDispatchCall& call, const CallMode& m
         guess_of(call, mode).remember(num_rows);
         return num_rows;
     } catch (...) {
-        abandon();
+        join(last_.running());  // the call ends early: once its rows are sent, its tensors may be freed in the order of its stream
         throw;
     }
 }
@@ -148,15 +148,14 @@ void NvlinkExchange::move_experts(GpuExpertSlotsParams params, const Signature& 
     launch_expert_slots(params, stream);
 }
 
-void NvlinkExchange::end_dispatch(const GpuDispatchCall& call, uintptr_t stream) {
+template <class Call>
+void NvlinkExchange::end(const Call& call, uintptr_t stream) {
     const Step step(*this, stream);
     finish(call.params, as_stream(stream));
 }
 
-void NvlinkExchange::end_combine(const GpuCombineCall& call, uintptr_t stream) {
-    const Step step(*this, stream);
-    finish(call.params, as_stream(stream));
-}
+template void NvlinkExchange::end(const GpuDispatchCall& call, uintptr_t stream);
+template void NvlinkExchange::end(const GpuCombineCall& call, uintptr_t stream);
 
 void NvlinkExchange::refuse(const std::string& reason, int cause, uintptr_t stream) {
     GpuPlanParams params{};
@@ -261,7 +260,7 @@ void NvlinkExchange::plan(GpuPlanParams params, const Signature& signature, cons
     if (!is_refusal) params.stamp.what = pack(signature);
     if (rail_ != nullptr) rail_->meet(params.context, params.stamp, rail, params.cached ? params.recv_counts : nullptr, stream);
     launch_plan(params, stream);
-    if (rail_ != nullptr && moves) move_on_rail(rail.row_bytes);
+    if (rail_ != nullptr && moves) move_on_rail(rail.move.row_bytes);
     count_call(stream);
 }
 
@@ -307,8 +306,7 @@ void NvlinkExchange::wait_for_plan(const volatile unsigned long long& word, GpuP
 // Let the caller interrupt a long wait, and check whether the GPU has failed in earlier work.
 void NvlinkExchange::ask() const {
     if (poll_) poll_();
-    const cudaError_t status = cudaStreamQuery(last_.running());
-    if (status != cudaErrorNotReady) check_cuda(status, "the GPU failed");
+    is_ready(cudaStreamQuery(last_.running()));
 }
 
 // ---- launches ----
@@ -359,8 +357,9 @@ void NvlinkExchange::send_by_copies(const int64_t* counts, int64_t slot_bytes, c
     streams_.fork(stream);
     streams_.follow_fork(streams_.copying);
     const auto copy_part = [&](int peer, int64_t begin, int64_t end, cudaStream_t copies) {  // bytes [begin, end) of the peer's slots
-        check_cuda(cudaMemcpyAsync(inbox_of(peer) + begin, outbox_for(peer) + begin, end - begin, cudaMemcpyDeviceToDevice, copies),
-                   "cudaMemcpyAsync");
+        std::byte* const to = memory_.of(peer) + layout_.inbox_of(peer, rank_);
+        const std::byte* const from = memory_.of(rank_) + layout_.outbox_of(rank_, peer);
+        check_cuda(cudaMemcpyAsync(to + begin, from + begin, end - begin, cudaMemcpyDeviceToDevice, copies), "cudaMemcpyAsync");
         streams_.announce_after(copies);
     };
     for (int turn = 1; turn < config_.num_sources(); ++turn) {
@@ -416,9 +415,6 @@ int NvlinkExchange::max_segments() const {
     return std::min(plan_blocks_per_multiprocessor_ * (num_multiprocessors_ - num_rail_sms()), tuning::kMaxSegments);
 }
 
-// End a call early: once its rows are sent, its tensors may be freed in the order of its stream.
-void NvlinkExchange::abandon() { join(last_.running()); }
-
 void NvlinkExchange::join(cudaStream_t stream) {
     last_.go_on(stream);
     streams_.join(stream);
@@ -437,9 +433,5 @@ int NvlinkExchange::num_tiles(int64_t row_bytes) const {
 // Returns whether a kernel may start while the plan runs. In a graph it may not, because it waits for the plan's number, which is the same
 // in each replay.
 bool NvlinkExchange::follows_plan(cudaStream_t stream) const { return has_early_launch_ && !is_capturing(stream); }
-
-// Return this rank's slots in the memory of `peer`, and the slots for `peer` in this rank's memory.
-std::byte* NvlinkExchange::inbox_of(int peer) const { return memory_.of(peer) + layout_.inbox_of(peer, rank_); }
-std::byte* NvlinkExchange::outbox_for(int peer) const { return memory_.of(rank_) + layout_.outbox_of(rank_, peer); }
 
 }  // namespace deepep_moe

@@ -5,7 +5,7 @@
 //   Late               Dispatch, where the caller enqueues work on the guessed rows before the host waits for the counts.
 //   Bounded            Allocate the bound, plan, send and receive. The host does not wait.
 //   Cached, combine    Plan, send and receive.
-//   Split              As above without `receive`, which the caller starts later: end_dispatch, end_combine.
+//   Split              As above without `receive`, which the caller starts later by `end`.
 //   Several nodes      Before the plan the rank meets those of its rail. Rows cross beside the node's kernels (rail.h).
 //   No SMs (0)         Senders pack rows into the outbox, the host waits for the peers, copy engines send, then receive.
 #pragma once
@@ -63,7 +63,7 @@ public:
     bool allows_excess = false;  // rows beyond a bound are left out without a failure
 
     // All calls enqueue work on the mode's stream, or beside it if they send separately, and return. A call on another stream than the last
-    // one waits for that call. They throw std::logic_error if two threads are in calls of one buffer.
+    // one waits for that call. They throw CallError if two threads are in calls of one buffer.
 
     // Return the number of rows that come; the outputs may have room for more. `numbers` is host memory of num_handle_numbers. It gets the
     // call's number, then the tokens to each rank, from each rank, and for each local expert. With a bound all except the first are -1,
@@ -81,8 +81,8 @@ public:
     uintptr_t workspace() const { return reinterpret_cast<uintptr_t>(memory_.of(rank_)); }
     uintptr_t expert_slots() const { return workspace() + layout_.expert_slots; }
     // Make the second half of a split call, on a stream that may differ from the first half's.
-    void end_dispatch(const GpuDispatchCall& call, uintptr_t stream);
-    void end_combine(const GpuCombineCall& call, uintptr_t stream);
+    template <class Call>  // GpuDispatchCall or GpuCombineCall
+    void end(const Call& call, uintptr_t stream);
     // Enter a call only to tell the peers that this rank does not make it. The host does not wait, and the GPU waits only if this rank has
     // refused kStamps - 1 calls that some peer has not entered.
     void refuse(const std::string& reason, int cause, uintptr_t stream);
@@ -129,7 +129,6 @@ private:
     void send_by_copies(const int64_t* counts, int64_t slot_bytes, cudaStream_t stream);
     void finish(const GpuDispatchParams& params, cudaStream_t stream);
     void finish(const GpuCombineParams& params, cudaStream_t stream);
-    void abandon();
     void join(cudaStream_t stream);
     void join_rail(cudaStream_t stream);
     bool follows_plan(cudaStream_t stream) const;
@@ -137,8 +136,6 @@ private:
     int num_sms_of_call() const;
     int num_rail_sms() const;
     int max_segments() const;
-    std::byte* inbox_of(int peer) const;
-    std::byte* outbox_for(int peer) const;
 
     void* state_words() const { return &state_->gave_up; }
     [[noreturn]] void raise(const GpuFailure& failure) const;
@@ -160,7 +157,7 @@ private:
     GpuMemory memory_;
     const RankNumbers numbers_;
     Failures failures_;
-    std::byte* scratch_ = nullptr;
+    void* scratch_ = nullptr;
     GpuRouting scratch_routing_{};
     GpuState* state_ = nullptr;
     std::atomic<int64_t> num_calls_ = 0;                // another thread may ask

@@ -2,7 +2,6 @@
 #include <unistd.h>
 
 #include <stdexcept>
-#include <utility>
 
 #include "cuda/launch.h"
 #include "runtime/nvlink/device.h"
@@ -64,30 +63,17 @@ void NvlinkExchange::allocate() {
 void NvlinkExchange::allocate_scratch() {
     const int64_t n = config_.num_max_tokens;
     GpuRouting& r = scratch_routing_;
-    const auto words = [](auto** pointer, int64_t count) {
-        return std::pair(reinterpret_cast<void**>(pointer), count * static_cast<int64_t>(sizeof(**pointer) / 4));
-    };
-    const std::pair<void**, int64_t> arrays[] = {words(&state_, 1),
-                                                 words(&r.reduced, config_.num_ranks * layout_.num_reduced),
-                                                 words(&r.segment_counts, tuning::kMaxSegments * layout_.columns),
-                                                 words(&r.warp_counts, tuning::kMaxSegments * kPlanWarps * layout_.columns),
-                                                 words(&r.index_in_warp, n * config_.num_topk),
-                                                 words(&r.expert_row_base, config_.num_nodes * config_.num_experts),
-                                                 words(&r.send_slot, n * config_.num_ranks),
-                                                 words(&r.send_token, n * config_.num_ranks),
-                                                 words(&r.send_counts, config_.num_sources()),
-                                                 words(&r.recv_first, config_.num_sources())};
-    int64_t total = 0;
-    for (const auto& [pointer, count] : arrays) total += divide_up(count, 32) * 128;
-    void* scratch = nullptr;
-    check_cuda(cudaMalloc(&scratch, total), "cannot allocate the scratch");
-    scratch_ = static_cast<std::byte*>(scratch);
-    check_cuda(cudaMemset(scratch, 0, total), "cudaMemset");
-    std::byte* next = scratch_;
-    for (const auto& [pointer, count] : arrays) {
-        *pointer = next;
-        next += divide_up(count, 32) * 128;
-    }
+    const Array arrays[] = {array_of(&state_, 1),
+                            array_of(&r.reduced, config_.num_ranks * layout_.num_reduced),
+                            array_of(&r.segment_counts, tuning::kMaxSegments * layout_.columns),
+                            array_of(&r.warp_counts, tuning::kMaxSegments * kPlanWarps * layout_.columns),
+                            array_of(&r.index_in_warp, n * config_.num_topk),
+                            array_of(&r.expert_row_base, config_.num_nodes * config_.num_experts),
+                            array_of(&r.send_slot, n * config_.num_ranks),
+                            array_of(&r.send_token, n * config_.num_ranks),
+                            array_of(&r.send_counts, config_.num_sources()),
+                            array_of(&r.recv_first, config_.num_sources())};
+    allocate_arrays(&scratch_, arrays, "cannot allocate the scratch");
 }
 
 void NvlinkExchange::free() {

@@ -1,4 +1,4 @@
-// Puts the exchange and low-latency calls behind their shims: exceptions are kept, not thrown, as the module that calls may link another
+// Makes the exchange and low-latency calls by their shims: exceptions are kept, not thrown, because the module that calls may link another
 // libstdc++, which could not catch them.
 #pragma once
 
@@ -12,6 +12,8 @@
 
 namespace deepep_moe {
 
+// Makes calls of `Of`.
+template <class Of>
 class Guarded {
 public:
     // Rethrow the failure of this thread's latest call, once.
@@ -19,7 +21,6 @@ public:
         if (const std::exception_ptr failure = std::exchange(failure_, nullptr)) std::rethrow_exception(failure);
     }
 
-protected:
     // Returns false if `call` has failed.
     template <class Call>
     static bool guarded(const Call& call) noexcept {
@@ -38,12 +39,13 @@ private:
     static inline thread_local std::exception_ptr failure_;
 };
 
-class GuardedExchange final : public ExchangeShim, public Guarded {
+class GuardedExchange final : public NvlinkExchange, public ExchangeShim, public Guarded<NvlinkExchange> {
 public:
-    explicit GuardedExchange(NvlinkExchange& exchange) : exchange_(exchange) {}
-    bool has_failed() noexcept override { return exchange_.has_failed(); }
-    int64_t num_calls() noexcept override { return exchange_.num_calls(); }
-    bool can_count() noexcept override { return exchange_.can_count(); }
+    using NvlinkExchange::NvlinkExchange;
+    const GpuWorkspaceConfig& sizes() noexcept override { return config(); }
+    bool has_failed() noexcept override { return NvlinkExchange::has_failed(); }
+    int64_t num_calls() noexcept override { return NvlinkExchange::num_calls(); }
+    bool can_count() noexcept override { return NvlinkExchange::can_count(); }
     int64_t dispatch(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, AllocateFunction allocate,
                      void* context) noexcept override {
         return rows_of<&NvlinkExchange::dispatch>(call, mode, numbers, allocate, context);
@@ -53,16 +55,16 @@ public:
         return rows_of<&NvlinkExchange::count_late>(call, mode, numbers, allocate, context);
     }
     bool dispatch_cached(const GpuDispatchCall& call, const CallMode& mode) noexcept override {
-        return guarded([&] { exchange_.dispatch_cached(call, mode); });
+        return guarded([&] { NvlinkExchange::dispatch_cached(call, mode); });
     }
     bool combine(const GpuCombineCall& call, const CallMode& mode) noexcept override {
-        return guarded([&] { exchange_.combine(call, mode); });
+        return guarded([&] { NvlinkExchange::combine(call, mode); });
     }
-    bool end_dispatch(const GpuDispatchCall& call, uintptr_t stream) noexcept override {
-        return guarded([&] { exchange_.end_dispatch(call, stream); });
+    bool end(const GpuDispatchCall& call, uintptr_t stream) noexcept override {
+        return guarded([&] { NvlinkExchange::end(call, stream); });
     }
-    bool end_combine(const GpuCombineCall& call, uintptr_t stream) noexcept override {
-        return guarded([&] { exchange_.end_combine(call, stream); });
+    bool end(const GpuCombineCall& call, uintptr_t stream) noexcept override {
+        return guarded([&] { NvlinkExchange::end(call, stream); });
     }
 
 private:
@@ -70,29 +72,26 @@ private:
     int64_t rows_of(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, AllocateFunction allocate, void* context) noexcept {
         int64_t num_rows = -1;
         guarded([&] {
-            num_rows = (exchange_.*kMethod)(call, mode, numbers, [=](int64_t rows, bool is_guess) {
+            num_rows = (this->*kMethod)(call, mode, numbers, [=](int64_t rows, bool is_guess) {
                 if (!allocate(context, rows, is_guess)) throw std::bad_alloc();  // the other module has kept the real error
             });
         });
         return num_rows;
     }
-
-    NvlinkExchange& exchange_;
 };
 
-class GuardedLowLatency final : public LowLatencyShim, public Guarded {
+class GuardedLowLatency final : public NvlinkLowLatency, public LowLatencyShim, public Guarded<NvlinkLowLatency> {
 public:
-    explicit GuardedLowLatency(NvlinkLowLatency& calls) : calls_(calls) {}
-    bool is_ready() noexcept override { return !calls_.has_failed() && calls_.masks() == 0; }
-    bool dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream) noexcept override {
-        return guarded([&] { calls_.dispatch(params, sends, receives, stream); });
+    using NvlinkLowLatency::NvlinkLowLatency;
+    const LowLatencyConfig& sizes() noexcept override { return config(); }
+    int64_t bytes_of_handle() noexcept override { return handle_bytes(); }
+    bool is_ready() noexcept override { return !has_failed() && masks() == 0; }
+    bool make(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream) noexcept override {
+        return guarded([&] { NvlinkLowLatency::make(params, sends, receives, stream); });
     }
-    bool combine(const LowLatencyCombineParams& params, bool sends, bool receives, uintptr_t stream) noexcept override {
-        return guarded([&] { calls_.combine(params, sends, receives, stream); });
+    bool make(const LowLatencyCombineParams& params, bool sends, bool receives, uintptr_t stream) noexcept override {
+        return guarded([&] { NvlinkLowLatency::make(params, sends, receives, stream); });
     }
-
-private:
-    NvlinkLowLatency& calls_;
 };
 
 }  // namespace deepep_moe

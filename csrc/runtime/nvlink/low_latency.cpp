@@ -164,25 +164,19 @@ void NvlinkLowLatency::end(bool sends) {
     num_calls_ += sends;
 }
 
-void NvlinkLowLatency::dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream) {
+template <class Params>
+void NvlinkLowLatency::make(const Params& params, bool sends, bool receives, uintptr_t stream) {
     const DeviceGuard guard(device_);
     const std::lock_guard lock(enqueuing_);
     begin(sends, stream);
-    if (!rail_) launch_low_latency_dispatch({context(), params, sends, receives, num_blocks}, as_stream(stream));
-    if (rail_ && sends) rail_->send_dispatch(context(), params, num_blocks, as_stream(stream));
-    if (rail_ && receives) rail_->receive_dispatch(context(), params, num_blocks, as_stream(stream));
+    if (!rail_) launch_low_latency(LowLatencyLaunch<Params>{context(), params, sends, receives, num_blocks}, as_stream(stream));
+    if (rail_ && sends) rail_->send(context(), params, num_blocks, as_stream(stream));
+    if (rail_ && receives) rail_->receive(context(), params, num_blocks, as_stream(stream));
     end(sends);
 }
 
-void NvlinkLowLatency::combine(const LowLatencyCombineParams& params, bool sends, bool receives, uintptr_t stream) {
-    const DeviceGuard guard(device_);
-    const std::lock_guard lock(enqueuing_);
-    begin(sends, stream);
-    if (!rail_) launch_low_latency_combine({context(), params, sends, receives, num_blocks}, as_stream(stream));
-    if (rail_ && sends) rail_->send_combine(context(), params, num_blocks, as_stream(stream));
-    if (rail_ && receives) rail_->receive_combine(context(), params, num_blocks, as_stream(stream));
-    end(sends);
-}
+template void NvlinkLowLatency::make(const LowLatencyDispatchParams&, bool, bool, uintptr_t);
+template void NvlinkLowLatency::make(const LowLatencyCombineParams&, bool, bool, uintptr_t);
 
 // ---- between calls ----
 

@@ -23,6 +23,7 @@ public:
     ~NvlinkLowLatency();
     NvlinkLowLatency(const NvlinkLowLatency&) = delete;
 
+    const LowLatencyConfig& config() const { return config_; }
     int64_t workspace_bytes() const { return layout_.total_bytes; }
     // A failed handle holds this mark xor the number of its dispatch.
     int64_t failed_mark() const { return static_cast<int64_t>(failed_mark_); }
@@ -43,8 +44,8 @@ public:
     int num_blocks;
 
     // Calls enqueue work and return. Work on another stream than the last call's waits for that call.
-    void dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream);
-    void combine(const LowLatencyCombineParams& params, bool sends, bool receives, uintptr_t stream);
+    template <class Params>  // LowLatencyDispatchParams or LowLatencyCombineParams
+    void make(const Params& params, bool sends, bool receives, uintptr_t stream);
     void refuse(const std::string& reason, uintptr_t stream);  // waits for nobody
 
     // These wait for the GPU, so that `masks` shows their effect.

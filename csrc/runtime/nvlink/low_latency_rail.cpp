@@ -28,7 +28,7 @@ LowLatencyRailContext LowLatencyRail::of(const LowLatencyContext& context) const
     return rail;
 }
 
-void LowLatencyRail::send_dispatch(const LowLatencyContext& context, LowLatencyDispatchParams params, int num_blocks, void* stream) {
+void LowLatencyRail::send(const LowLatencyContext& context, LowLatencyDispatchParams params, int num_blocks, void* stream) {
     params.what.operation = LowLatencyOperation::kDispatch;
     const int num_tasks = made_.num_nodes - 1 + made_.ranks_per_node + params.num_tokens;
     check_launch(shim_.send({of(context), params, std::min(num_tasks, num_blocks)}, stream));
@@ -45,13 +45,12 @@ void LowLatencyRail::relay(const LowLatencyContext& context, const std::byte* bu
         if (sent.capture == capture && sent.params.handle != but) launch_low_latency_relay({of(context), sent.params, num_blocks}, stream);
 }
 
-void LowLatencyRail::receive_dispatch(const LowLatencyContext& context, const LowLatencyDispatchParams& params, int num_blocks,
-                                      void* stream) {
+void LowLatencyRail::receive(const LowLatencyContext& context, const LowLatencyDispatchParams& params, int num_blocks, void* stream) {
     relay(context, params.handle, num_blocks, stream);
     launch_low_latency_receive({of(context), params, num_blocks}, stream);
 }
 
-void LowLatencyRail::send_combine(const LowLatencyContext& context, LowLatencyCombineParams params, int num_blocks, void* stream) {
+void LowLatencyRail::send(const LowLatencyContext& context, LowLatencyCombineParams params, int num_blocks, void* stream) {
     params.what.operation = LowLatencyOperation::kCombine;
     relay(context, nullptr, num_blocks, stream);
     // Sums for a token of another node go to the rank of its rail here, into the slot for that node's rank with this rank's index.
@@ -62,13 +61,12 @@ void LowLatencyRail::send_combine(const LowLatencyContext& context, LowLatencyCo
         pushes.workspaces[rank] = context.workspaces[here] + (node - made_.node) * node_bytes;
     }
     if (params.what.has_weights) check_launch(shim_.weigh({of(context), params, made_.num_nodes - 1}, stream));
-    launch_low_latency_combine({pushes, params, true, false, num_blocks, false}, stream);
+    launch_low_latency(LowLatencyLaunch<LowLatencyCombineParams>{pushes, params, true, false, num_blocks, false}, stream);
     const int64_t num_tasks = (made_.num_nodes - 1) * (1 + config_.num_max_tokens);
     check_launch(shim_.sum({of(context), params, static_cast<int>(std::min<int64_t>(num_tasks, num_blocks))}, stream));
 }
 
-void LowLatencyRail::receive_combine(const LowLatencyContext& context, const LowLatencyCombineParams& params, int num_blocks,
-                                     void* stream) {
+void LowLatencyRail::receive(const LowLatencyContext& context, const LowLatencyCombineParams& params, int num_blocks, void* stream) {
     relay(context, nullptr, num_blocks, stream);
     launch_low_latency_finish({of(context), params, num_blocks}, stream);
 }

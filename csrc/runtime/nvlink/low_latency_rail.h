@@ -20,10 +20,10 @@ public:
     LowLatencyRail(const LowLatencyRail&) = delete;
 
     // Make halves of a call. num_blocks is the upper bound of a kernel's blocks.
-    void send_dispatch(const LowLatencyContext& context, LowLatencyDispatchParams params, int num_blocks, void* stream);
-    void receive_dispatch(const LowLatencyContext& context, const LowLatencyDispatchParams& params, int num_blocks, void* stream);
-    void send_combine(const LowLatencyContext& context, LowLatencyCombineParams params, int num_blocks, void* stream);
-    void receive_combine(const LowLatencyContext& context, const LowLatencyCombineParams& params, int num_blocks, void* stream);
+    void send(const LowLatencyContext& context, LowLatencyDispatchParams params, int num_blocks, void* stream);
+    void receive(const LowLatencyContext& context, const LowLatencyDispatchParams& params, int num_blocks, void* stream);
+    void send(const LowLatencyContext& context, LowLatencyCombineParams params, int num_blocks, void* stream);
+    void receive(const LowLatencyContext& context, const LowLatencyCombineParams& params, int num_blocks, void* stream);
     // Make the rail's part of an action between calls. It precedes the node's part, except that kTellReturned follows it.
     void control(const LowLatencyControlParams& params, void* stream);
     // Pass on to this node's ranks what the rail has brought for all dispatches sent so far; their hooks may come later. Call it before any

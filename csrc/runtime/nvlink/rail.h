@@ -37,7 +37,6 @@ public:
     const std::byte* stamp(unsigned long long call, int node) const { return made_.base + made_.layout.in_of(call, node); }
 
 private:
-    GpuContext of_rail(GpuContext context) const;
     GpuRail view() const;
     void release();
 

@@ -5,7 +5,6 @@
 #include "runtime/nvlink/device.h"
 
 namespace deepep_moe {
-namespace {
 
 cudaEvent_t new_event() {
     cudaEvent_t event = nullptr;
@@ -13,7 +12,14 @@ cudaEvent_t new_event() {
     return event;
 }
 
-// Returns whether the work that was queried has ended. Throws if the GPU has failed in it.
+cudaStream_t new_urgent_stream() {
+    int least = 0, greatest = 0;
+    check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+    cudaStream_t stream = nullptr;
+    check_cuda(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest), "cudaStreamCreate");
+    return stream;
+}
+
 bool is_ready(cudaError_t status) {
     if (status != cudaErrorNotReady) check_cuda(status, "the GPU failed");
     return status == cudaSuccess;
@@ -21,8 +27,6 @@ bool is_ready(cudaError_t status) {
 
 void record(cudaEvent_t event, cudaStream_t stream) { check_cuda(cudaEventRecord(event, stream), "cudaEventRecord"); }
 void wait(cudaStream_t stream, cudaEvent_t event) { check_cuda(cudaStreamWaitEvent(stream, event, 0), "cudaStreamWaitEvent"); }
-
-}  // namespace
 
 bool is_capturing(cudaStream_t stream) {
     if (stream == nullptr) return false;  // the legacy stream cannot capture, and must not be asked while another does
@@ -83,10 +87,7 @@ bool LastStreams::is_done() const { return !running_ || is_ready(is_marked_ ? cu
 // ---- sending beside the call's stream ----
 
 void SendStreams::create() {
-    int least = 0, greatest = 0;
-    check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
-    for (cudaStream_t* stream : {&sending, &copying, &announcing})
-        check_cuda(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, greatest), "cudaStreamCreate");
+    for (cudaStream_t* stream : {&sending, &copying, &announcing}) *stream = new_urgent_stream();
     for (cudaEvent_t* event : {&forked_, &sent_, &copied_}) *event = new_event();
 }
 

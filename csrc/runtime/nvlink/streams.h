@@ -13,6 +13,11 @@ namespace deepep_moe {
 inline bool is_external(uintptr_t stream) { return (stream & kExternalStream) != 0; }
 inline cudaStream_t as_stream(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream & ~kExternalStream); }
 bool is_capturing(cudaStream_t stream);
+cudaEvent_t new_event();
+cudaStream_t new_urgent_stream();  // of the highest priority
+void record(cudaEvent_t event, cudaStream_t stream);
+void wait(cudaStream_t stream, cudaEvent_t event);
+bool is_ready(cudaError_t status);                   // whether the work that was queried has ended; throws if the GPU has failed in it
 unsigned long long capture_of(cudaStream_t stream);  // the number of the stream's capture in progress, or 0
 
 // Holds the streams of a buffer's last calls. A call on another stream than the last one waits for that call; a call that is captured in a

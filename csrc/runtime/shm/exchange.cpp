@@ -19,7 +19,7 @@ std::string call_name(uint64_t sequence) { return "call " + std::to_string(seque
 class ShmExchange::Call {
 public:
     explicit Call(ShmExchange& owner) : owner_(owner) {
-        if (owner.busy_.exchange(true)) throw ThreadsError(kTwoThreads);
+        if (owner.busy_.exchange(true)) throw CallError(kTwoThreads);
         owner.stopped_ = nullptr;
     }
     ~Call() { owner_.busy_.store(false); }
@@ -222,8 +222,7 @@ Ring ShmExchange::ring(int owner, int source, int channel) const {
 }
 
 Channel ShmExchange::channel(int index) {
-    Channel channel{rank_, config_.num_ranks, index, config_.num_channels, static_cast<uint32_t>(sequence_), layout_.ring_bytes(), {}, {},
-                    this};
+    Channel channel{config_, rank_, index, static_cast<uint32_t>(sequence_), layout_.ring_bytes(), {}, {}, this};
     for (int peer = 0; peer < config_.num_ranks; ++peer) {
         channel.outbox[peer] = ring(peer, rank_, index);
         channel.inbox[peer] = ring(rank_, peer, index);
@@ -231,9 +230,9 @@ Channel ShmExchange::channel(int index) {
     return channel;
 }
 
-template <class Params, class Move>
-void ShmExchange::run_channels(const Params& params, Move move) {
-    run_on_threads(config_.num_channels, [&](int index) { move(params, channel(index)); });
+template <class Params>
+void ShmExchange::run_channels(const Params& params) {
+    run_on_threads(config_.num_channels, [&](int index) { move_channel(params, channel(index)); });
     end_call();
 }
 
@@ -269,7 +268,7 @@ void ShmExchange::count_own(const LayoutParams& params) {
     int32_t* per_rank = own_counts_.data();
     int32_t* per_expert = per_rank + config_.num_channels * config_.num_ranks;
     run_on_threads(config_.num_channels, [&](int index) {
-        count_tokens(params, channel_range(params.num_tokens, index, config_.num_channels),
+        count_tokens(config_, params, channel_range(params.num_tokens, index, config_.num_channels),
                      {per_rank + index * config_.num_ranks, per_expert + index * config_.num_experts});
     });
 }
@@ -327,19 +326,17 @@ void ShmExchange::dispatch(DispatchParams params) {
     const Call call(*this);
     peers_.check_owner();
     params.row_begin = row_begin_.data();
-    run_channels(params, dispatch_channel);
+    run_channels(params);
 }
 
-void ShmExchange::dispatch_cached(const Signature& signature, const DispatchParams& params) {
+template <class Params>
+void ShmExchange::make(const Signature& signature, const Params& params) {
     const Call call(*this);
     enter(begin_entry(signature));
-    run_channels(params, dispatch_channel);
+    run_channels(params);
 }
 
-void ShmExchange::combine(const Signature& signature, const CombineParams& params) {
-    const Call call(*this);
-    enter(begin_entry(signature));
-    run_channels(params, combine_channel);
-}
+template void ShmExchange::make(const Signature& signature, const DispatchParams& params);
+template void ShmExchange::make(const Signature& signature, const CombineParams& params);
 
 }  // namespace deepep_moe

@@ -48,8 +48,8 @@ public:
     // A dispatch has two halves: `plan` exchanges the counts, the caller allocates, `dispatch` moves the rows.
     PlanResult plan(const PlanParams& params);
     void dispatch(DispatchParams params);
-    void dispatch_cached(const Signature& signature, const DispatchParams& params);
-    void combine(const Signature& signature, const CombineParams& params);
+    template <class Params>  // DispatchParams of a cached dispatch, or CombineParams
+    void make(const Signature& signature, const Params& params);
     uint64_t num_calls() const { return sequence_; }  // entered or refused so far
     // A waiting call calls `poll` now and then, on any of its threads; an exception from it ends the call.
     void set_poll(std::function<void()> poll) { poll_ = std::move(poll); }
@@ -75,8 +75,8 @@ private:
     std::byte* base(int rank) const { return peers_.memory(rank); }
     Ring ring(int owner, int source, int channel) const;
     Channel channel(int index);
-    template <class Params, class Move>
-    void run_channels(const Params& params, Move move);
+    template <class Params>
+    void run_channels(const Params& params);
     void end_call();
 
     class Call;

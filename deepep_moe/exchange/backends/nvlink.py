@@ -144,10 +144,8 @@ class NvlinkBackend(GpuMemory, Backend):
     def native_calls(self, number: int, mode: Mode) -> "NativeCalls":
         s = self.settings
         self._native = torch_module.needed().Calls(
-            shim=self._exchange.shim(), number=number, num_ranks=s.num_ranks, num_local_experts=s.num_local_experts,
-            num_topk=s.num_topk, hidden=s.hidden, num_max_tokens=s.num_max_tokens_per_rank,
-            num_sms=-1 if mode.num_sms is None else mode.num_sms, num_nodes=s.num_nodes,
-            num_node_tokens=0 if s.num_nodes == 1 else self._exchange.num_node_tokens, lanes=s.lanes, sums=s.sums, device=self.device,
+            owner=self._exchange, number=number, num_topk=s.num_topk, num_max_tokens=s.num_max_tokens_per_rank,
+            num_sms=-1 if mode.num_sms is None else mode.num_sms, lanes=s.lanes, sums=s.sums, device=self.device,
             tell=partial(_tell, weakref.ref(self)),
         )  # fmt: skip
         return self._native
