@@ -180,10 +180,4 @@ void bind_exchange(py::module_& m) {
     m.def("hurry_waits", [](bool hurry) { waits_hurry.store(hurry); });
     py::class_<Process>(m, "Process").def("is_gone", &Process::is_gone);
     m.def("running", &running);
-    m.def(
-        "workspace_bytes",
-        [](int num_ranks, int num_channels, int num_experts, int num_topk, int hidden) {
-            return WorkspaceLayout({num_ranks, num_channels, num_experts, num_topk, hidden}).total_bytes();
-        },
-        py::kw_only(), py::arg("num_ranks"), py::arg("num_channels"), py::arg("num_experts"), py::arg("num_topk"), py::arg("hidden"));
 }

@@ -120,7 +120,8 @@ def test_workspace_formula():
     from deepep_moe import _C
 
     for num_ranks, num_channels, hidden in [(1, 1, 8), (2, 1, 2048), (8, 2, 7168), (64, 4, 7168)]:
-        got = _C.workspace_bytes(num_ranks=num_ranks, num_channels=num_channels, num_experts=256 * num_ranks, num_topk=8, hidden=hidden)
+        sizes = {"num_channels": num_channels, "num_experts": 256 * num_ranks, "num_topk": 8, "hidden": hidden}
+        got = _C.ShmExchange(num_ranks=num_ranks, ranks_per_node=num_ranks, rank=0, timeout_s=1, **sizes).workspace_bytes
         slot = -(-(8 * 8) // 64) * 64 + hidden * 4
         ring = -(-max(2**20 // num_channels, 8 * (-(-slot // 64) * 64)) // 4096) * 4096
         counts = 4 * num_channels * (num_ranks + 256 * num_ranks)

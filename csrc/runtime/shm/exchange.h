@@ -36,7 +36,6 @@ public:
     ShmExchange(const WorkspaceConfig& config, int rank, double timeout_s);
     ~ShmExchange() override;
 
-    const WorkspaceConfig& config() const { return config_; }
     size_t workspace_bytes() const { return layout_.total_bytes(); }
     std::string path() const { return peers_.path(); }
     // Connect to the segments at `paths[r]` of the processes `pids[r]`. Once all ranks are connected, call `seal`.
