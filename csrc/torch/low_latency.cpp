@@ -24,7 +24,7 @@ bool is_contiguous_like(const Tensor& tensor, at::IntArrayRef sizes) { return te
 
 LowLatencyCalls::LowLatencyCalls(py::object owner, Tensor statistics)
     : owner_(std::move(owner)),
-      shim_(shim_in<LowLatencyShim>(owner_.attr("shim")(), kLowLatencyShimName)),
+      shim_(shim_in<LowLatencyShim>(owner_.attr("shim")())),
       sizes_(shim_->sizes()),
       handle_bytes_(shim_->bytes_of_handle()),
       statistics_(std::move(statistics)),

@@ -139,7 +139,7 @@ std::optional<Combined> combine_by_expert(Calls& calls, py::handle tensors, bool
 std::shared_ptr<Calls> make(py::object owner, int64_t number, int64_t num_topk, int64_t num_max_tokens, int num_sms, int64_t lanes,
                             const std::string& sums, const at::Device& device, py::object tell) {
     const Calls::Given given{number, num_topk, num_max_tokens, num_sms, lanes, sums != "ranks", sums == "lanes_fma"};
-    auto& exchange = *shim_in<ExchangeShim>(owner.attr("shim")(), kShimName);
+    auto& exchange = *shim_in<ExchangeShim>(owner.attr("shim")());
     return std::make_shared<Calls>(std::move(owner), exchange, given, device, std::move(tell));
 }
 
@@ -276,7 +276,7 @@ PYBIND11_MODULE(_torch, m) {
     using namespace deepep_moe;
     m.attr("TORCH_VERSION") = DEEPEP_MOE_TORCH;
     m.attr("SHIM_BYTES") = kShimBytes;
-    m.def("connect", [](const py::capsule& shim) { kernels = shim_in<const KernelShim>(shim, kKernelShimName); }, py::arg("shim"));
+    m.def("connect", [](const py::capsule& shim) { kernels = shim_in<const KernelShim>(shim); }, py::arg("shim"));
     bind_handle(m);
     bind_results(m);
     bind_calls(m);

@@ -56,10 +56,9 @@ void call_unlocked(py::object owner, Shim& shim, const Call& call) {
     raise_python();
 }
 
-// Returns the content of the capsule, which must have that name.
 template <class Shim>
-Shim* shim_in(const py::capsule& capsule, const char* name) {
-    if (std::string_view(capsule.name()) != name)
+Shim* shim_in(const py::capsule& capsule) {
+    if (std::string_view(capsule.name()) != Shim::kName)
         throw py::type_error("deepep_moe._C and deepep_moe._torch are of different builds; install deepep_moe again");
     return capsule.get_pointer<Shim>();
 }

@@ -162,7 +162,7 @@ def test_stub_names_what_the_module_has():
     stub = ast.parse((ROOT / "deepep_moe" / "_C.pyi").read_text())
     typed = {node.name for node in stub.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
     typed |= {node.target.id for node in stub.body if isinstance(node, ast.AnnAssign)}
-    gpu_only = {name for name in typed if name.lower().startswith(("gpu", "max_gpu", "nvlink", "exchangeshim", "shim"))}
+    gpu_only = {name for name in typed if name.lower().startswith(("gpu", "max_gpu", "nvlink", "shim"))}
     if not _C.build_info()["nvlink"]:
         typed -= gpu_only
     present = {name for name in dir(_C) if not name.startswith("__")} | {"__version__"}

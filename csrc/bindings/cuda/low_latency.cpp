@@ -6,7 +6,7 @@ using namespace deepep_moe;
 
 void bind_gpu_low_latency(py::module_& m) {
     using Released = py::call_guard<py::gil_scoped_release>;
-    py::class_<GuardedLowLatency, Unlocked<GuardedLowLatency>>(m, "NvlinkLowLatency")
+    bind_calls<GuardedLowLatency>(m, "NvlinkLowLatency")
         .def(py::init([](int num_ranks, int rank, int device, int num_experts, int num_topk, int hidden, int64_t num_max_tokens, int lanes,
                          double timeout_s, bool mask_stalled, int ranks_per_node) {
                  const LowLatencyConfig config{num_ranks, num_experts, num_topk, hidden, num_max_tokens, lanes};
@@ -15,29 +15,16 @@ void bind_gpu_low_latency(py::module_& m) {
              py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("device"), py::arg("num_experts"), py::arg("num_topk"),
              py::arg("hidden"), py::arg("num_max_tokens"), py::arg("lanes"), py::arg("timeout_s"), py::arg("mask_stalled"),
              py::arg("ranks_per_node"))
-        .def_property_readonly("workspace_bytes", &NvlinkLowLatency::workspace_bytes)
         .def_property_readonly("handle_bytes", &NvlinkLowLatency::handle_bytes)
         .def_property_readonly("failed_mark", &NvlinkLowLatency::failed_mark)
-        .def_property_readonly("num_calls", &NvlinkLowLatency::num_calls)
         .def_property_readonly("masks", &NvlinkLowLatency::masks)
         .def_readwrite("num_blocks", &NvlinkLowLatency::num_blocks)
-        .def("handle", [](const GuardedLowLatency& self) { return py::bytes(self.handle()); })
-        .def("share", &NvlinkLowLatency::share)
-        .def("connect", &NvlinkLowLatency::connect)
         .def_property_readonly("rail_bytes", &NvlinkLowLatency::rail_bytes)
         .def("attach_rail",
              [](GuardedLowLatency& self, const py::object& shim, const std::vector<uintptr_t>& addresses, const std::vector<int>& pes) {
                  self.attach_rail(*static_cast<const LowLatencyRailShim*>(PyCapsule_GetPointer(shim.ptr(), kLowLatencyRailShimName)),
                                   addresses, pes);
              })
-        .def("leak", [](const py::object& self) { self.inc_ref(); })
-        .def("disconnect", &NvlinkLowLatency::disconnect, Released())
-        .def("free", &NvlinkLowLatency::free, Released())
-        .def("resume", &NvlinkLowLatency::resume, Released())
-        .def("refuse", &NvlinkLowLatency::refuse, Released())
         .def("mask", &NvlinkLowLatency::mask, Released())
-        .def("rejoin", &NvlinkLowLatency::rejoin, Released())
-        .def("check", &NvlinkLowLatency::check, Released())
-        .def("shim", [](GuardedLowLatency& self) { return py::capsule(static_cast<LowLatencyShim*>(&self), kLowLatencyShimName); })
-        .def_static("raise_failure", &GuardedLowLatency::raise_failure);
+        .def("rejoin", &NvlinkLowLatency::rejoin, Released());
 }

@@ -180,7 +180,7 @@ py::capsule kernel_shim() {
                                  &launched<launch_lanes_of_map, LanesOfMapParams>,
                                  &launched<launch_dense_of_lanes, DenseOfLanesParams>,
                                  &launched<launch_count_lanes, CountLanesParams>};
-    return py::capsule(&shim, kKernelShimName);
+    return py::capsule(&shim, KernelShim::kName);
 }
 
 void bind_rows(py::module_& m) {
@@ -243,7 +243,7 @@ void bind_gpu(py::module_& m) {
     bind_tuning(m);
     bind_rows(m);
     m.attr("SHIM_BYTES") = kShimBytes;
-    py::class_<GuardedExchange, Unlocked<GuardedExchange>>(m, "NvlinkExchange")
+    bind_calls<GuardedExchange>(m, "NvlinkExchange")
         .def(py::init([](int num_ranks, int rank, int device, int num_experts, int num_topk, int hidden, int64_t num_max_tokens,
                          double timeout_s, int num_nodes, int node, bool is_by_lane, int64_t expert_slot_bytes) {
                  const GpuWorkspaceConfig config =
@@ -260,29 +260,16 @@ void bind_gpu(py::module_& m) {
              [](GuardedExchange& self, const py::capsule& shim, uintptr_t address, const std::vector<int>& pes) {
                  self.attach_rail(*static_cast<const RailShim*>(PyCapsule_GetPointer(shim.ptr(), kRailShimName)), address, pes);
              })
-        .def_property_readonly("workspace_bytes", &NvlinkExchange::workspace_bytes)
-        .def_property_readonly("num_calls", &NvlinkExchange::num_calls)
         .def_property_readonly("is_void", &NvlinkExchange::is_void)
         .def_property_readonly("num_multiprocessors", &NvlinkExchange::num_multiprocessors)
         .def_readwrite("tuning", &NvlinkExchange::tuning)
         .def_readwrite("allows_excess", &NvlinkExchange::allows_excess)
-        .def("handle", [](const GuardedExchange& self) { return py::bytes(self.handle()); })
-        .def("share", &NvlinkExchange::share)
-        .def("connect", &NvlinkExchange::connect)
-        .def("disconnect", &NvlinkExchange::disconnect, Released())
-        .def("free", &NvlinkExchange::free, Released())
-        .def("resume", &NvlinkExchange::resume, Released())
         .def("leave", &NvlinkExchange::leave, Released())
-        .def("leak", [](const py::object& self) { self.inc_ref(); })
-        .def("refuse", &NvlinkExchange::refuse, Released())
         .def("settle", &NvlinkExchange::settle, Released())
         .def("move_experts", &move_experts, py::kw_only(), py::arg("copies"), py::arg("slots"), py::arg("home"), py::arg("returns"),
              py::arg("slot_dtype"), py::arg("home_dtype"), py::arg("num_sms"), py::arg("stream"), Released())
         .def_property_readonly("expert_slots", &NvlinkExchange::expert_slots)
-        .def("check", &NvlinkExchange::check, Released())
-        .def("check_untold", &NvlinkExchange::check_untold)
-        .def("shim", [](GuardedExchange& self) { return py::capsule(static_cast<ExchangeShim*>(&self), kShimName); })
-        .def_static("raise_failure", &GuardedExchange::raise_failure);
+        .def("check_untold", &NvlinkExchange::check_untold);
     m.def(
         "gpu_workspace_bytes",
         [](int num_ranks, int num_experts, int num_topk, int hidden, int64_t num_max_tokens) {

@@ -41,6 +41,7 @@ private:
 
 class GuardedExchange final : public NvlinkExchange, public ExchangeShim, public Guarded<NvlinkExchange> {
 public:
+    using Shim = ExchangeShim;
     using NvlinkExchange::NvlinkExchange;
     const GpuWorkspaceConfig& sizes() noexcept override { return config(); }
     bool has_failed() noexcept override { return NvlinkExchange::has_failed(); }
@@ -82,6 +83,7 @@ private:
 
 class GuardedLowLatency final : public NvlinkLowLatency, public LowLatencyShim, public Guarded<NvlinkLowLatency> {
 public:
+    using Shim = LowLatencyShim;
     using NvlinkLowLatency::NvlinkLowLatency;
     const LowLatencyConfig& sizes() noexcept override { return config(); }
     int64_t bytes_of_handle() noexcept override { return handle_bytes(); }

@@ -1,5 +1,6 @@
 // Offers GPU calls to a module that does not link them (csrc/torch). It may be built by another compiler, so no exception crosses the
-// border. A failure is kept, and `raise_failure` of the Python object raises it on the same thread.
+// border. A failure is kept, and `raise_failure` of the Python object raises it on the same thread. A capsule that holds a pointer to a
+// shim has its `kName`, with a number that is raised when the shim changes.
 #pragma once
 
 #include "common/gate.h"
@@ -11,6 +12,7 @@ namespace deepep_moe {
 
 class ExchangeShim {
 public:
+    static constexpr const char* kName = "deepep_moe.ExchangeShim 6";
     // The other module allocates by this. It returns false if it has failed, and keeps the reason.
     using AllocateFunction = bool (*)(void* context, int64_t num_rows, bool is_guess) noexcept;
 
@@ -34,6 +36,7 @@ protected:
 
 class LowLatencyShim {
 public:
+    static constexpr const char* kName = "deepep_moe.LowLatencyShim 4";
     virtual const LowLatencyConfig& sizes() noexcept = 0;
     virtual int64_t bytes_of_handle() noexcept = 0;
     virtual bool is_ready() noexcept = 0;  // kernels have reported no failure, and no rank is masked
@@ -48,6 +51,7 @@ protected:
 // Launches kernels of one GPU. A function returns false if a kernel could not be launched. Then `_C.gpu_gate_check` raises the reason of a
 // gate on the same thread.
 struct KernelShim {
+    static constexpr const char* kName = "deepep_moe.KernelShim 2";
     bool (*gate)(GpuGateParams params, uintptr_t stream) noexcept;  // without `failure`
     bool (*gate_backward)(const GpuGateBackwardParams& params, uintptr_t stream) noexcept;
     bool (*is_capturing)(uintptr_t stream) noexcept;
@@ -85,11 +89,7 @@ inline GpuWeightGradientParams weight_gradients_of(const TensorArg& grads, const
             sums.as<float*>()};
 }
 
-// Names of the capsules that hold a pointer to a shim, with a number that is raised when the shim changes. kShimBytes tells modules of
-// different sources apart.
-constexpr const char* kShimName = "deepep_moe.ExchangeShim 6";
-constexpr const char* kLowLatencyShimName = "deepep_moe.LowLatencyShim 4";
-constexpr const char* kKernelShimName = "deepep_moe.KernelShim 2";
+// Tells modules of different sources apart.
 constexpr size_t kShimBytes = sizeof(GpuDispatchCall) + sizeof(GpuCombineCall) + sizeof(CombineOptions) + sizeof(CallMode) +
                               sizeof(LowLatencyDispatchParams) + sizeof(LowLatencyCombineParams) + sizeof(GpuGateParams) +
                               sizeof(GpuGateBackwardParams) + sizeof(GpuSwigluParams) + sizeof(GpuWeightGradientParams) +
