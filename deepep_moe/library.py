@@ -44,7 +44,8 @@ def untraced(function: _Function) -> _Function:
     """Let a compiled function call `function` between two graphs, with what it calls: all of it runs as it does eagerly. With
     `fullgraph=True` PyTorch raises an error that names it.
 
-    PyTorch 2.13 can mark the function itself. Before, other calls take 0.15 us longer, with `torch.compiler.disable` microseconds.
+    A newer PyTorch (2.11) can mark the function itself. On others eager calls take 0.15 us longer, and by `torch.compiler.disable`
+    microseconds.
     """
     if _CAN_MARK:
         marked: Any = function

@@ -24,7 +24,7 @@ from deepep_moe.nn import Balance, Metrics
 from deepep_moe.nn.balance import Copies
 
 pytest.importorskip("deepspeed")
-DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2)))
 
 
 def skewed_layer(num_experts=8, **options):
