@@ -161,8 +161,9 @@ def test_refusal_of_a_peer_that_left(rank, backend):
         with pytest.raises(TypeError, match="x has dtype float64"):
             buffer.dispatch(x.double(), idx)
         buffer.destroy()
+        tell("rank 1 left")
     if rank == 2:
-        time.sleep(2)
+        wait_for("rank 1 left")
     if rank != 1:
         with pytest.raises(EPPeerError, match="rank 1 did not make its call: TypeError: x has dtype float64"):
             buffer.dispatch(x, idx)
@@ -220,7 +221,7 @@ def test_interrupt_while_rows_are_moved(rank):
         learns = partial(pytest.raises, EPPeerError, match=f"rank 1 did not make its call: {kind_of_error.__name__}: while it moves")
 
         def moves(*_, error=error):
-            time.sleep(0.2)  # the peer waits for the rows by now
+            time.sleep(0.05)  # the peer waits for the rows by now
             raise error
 
         def call(operation=operation, out=out, weights=weights):
