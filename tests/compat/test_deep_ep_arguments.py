@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_cases import on_every_backend
+from deep_ep_cases import BACKENDS
 from exchange_cases import device_of
 from on_ranks import on_ranks
 
@@ -234,7 +234,7 @@ def test_what_is_refused(group):
             call()
 
 
-@on_every_backend
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_bad_layout(group, backend):
     device = device_of(backend, 0)
     with pytest.raises(ValueError, match="num_experts is 0; it must be a multiple of the group's 1 ranks"):

@@ -6,7 +6,7 @@ from operator import attrgetter
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_cases import SIZES, Wanted, check_start, in_both_dtypes, in_both_modes, make, on_every_backend, padded
+from deep_ep_cases import BACKENDS, SIZES, Wanted, check_start, in_both_dtypes, in_both_modes, make, padded
 from exchange_cases import Case, assert_same, device_of
 from on_ranks import on_ranks
 
@@ -107,21 +107,20 @@ def check_handle(want, handle, most):
 @in_both_modes
 @in_both_dtypes
 @in_both_layouts
-@on_every_backend
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_scenarios(backend, layout, fp8, is_async, knows_counts):
     run_ranks(scenario, 3, backend, Case([13, 0, 30], layout=layout, expert_alignment=8, **SIZES), fp8, is_async, knows_counts)
 
 
 @pytest.mark.parametrize("knows_counts", (True, False), ids=("", "no sync"))
 @pytest.mark.parametrize("sums", ("lanes", "lanes_fma"))
-@on_every_backend
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_sums_by_lanes(backend, sums, knows_counts):
     run_ranks(scenario, 3, backend, Case([13, 0, 30], layout="expert", expert_alignment=8, sums=sums, **SIZES), False, False, knows_counts)
 
 
 @in_both_modes
-@on_every_backend
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_deferred_epilogue(rank, backend, is_async):
     buffer, device = make("EPBuffer", backend, rank, explicitly_destroy=True)
     want = Wanted(Case([13, 30], layout="expert", **SIZES), rank, "expert", fp8=True)

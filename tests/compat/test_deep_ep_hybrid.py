@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_cases import SIZES, Wanted, ascending, check_start, in_both_dtypes, on_every_backend, padded
+from deep_ep_cases import BACKENDS, SIZES, Wanted, ascending, check_start, in_both_dtypes, padded
 from deep_ep_cases import make as make_kind
 from exchange_cases import Case, assert_same, on_device
 from on_ranks import on_ranks
@@ -32,8 +32,7 @@ def test_indices_to_map():
         indices_to_map(topk_idx, None, 4, 3)
 
 
-@on_every_backend
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_ignored_by_hand(rank, backend):
     """An index that is no expert counts as none, with a bound on the rows and without one. Rank 0 has tokens 1 and 10 and experts 0 and 1,
     rank 1 has tokens 2 and 20 and experts 2 and 3."""
@@ -116,14 +115,14 @@ def scenario(rank, num_ranks, backend, case, fp8, by_map, bound):
 @with_or_without_bound
 @pytest.mark.parametrize("by_map", (False, True), ids=("indices", "map"))
 @in_both_dtypes
-@on_every_backend
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_scenarios(backend, fp8, by_map, bound):
     run_ranks(scenario, 3, backend, Case([13, 0, 30], expert_alignment=8, **SIZES), fp8, by_map, bound)
 
 
 @with_or_without_bound
 @pytest.mark.parametrize("by_map", (False, True), ids=("indices", "map"))
-@on_every_backend
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_sums_by_lanes(backend, by_map, bound):
     run_ranks(scenario, 3, backend, Case([13, 0, 30], expert_alignment=8, sums="lanes", **SIZES), False, by_map, bound)
 
@@ -148,9 +147,7 @@ def first_lanes(idxs, num_experts, bounds, alignment):
 
 
 @pytest.mark.parametrize("bounds", ([40, 40, 40], [0, 8, 200], [200, 200, 200], [24, 0, 0]), ids=str)
-@pytest.mark.parametrize("alignment", (1, 8))
-@on_every_backend
-@on_ranks(3)
+@on_ranks(3, backend=BACKENDS, alignment=(1, 8))
 def test_rows_behind_the_bound_are_dropped(rank, backend, alignment, bounds):
     case = Case([13, 20, 30], expert_alignment=alignment, hidden=64, dtype=torch.bfloat16)
     buffer, device = make(backend, rank)
@@ -175,8 +172,7 @@ def test_rows_behind_the_bound_are_dropped(rank, backend, alignment, bounds):
 # ---- numbers of lanes, sizes, questions ----
 
 
-@on_every_backend
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_wider_tokens_than_before(rank, backend):
     """A token may choose more experts than any has before; handles of before stay good."""
     buffer, device = make(backend, rank, hidden=64, num_local_experts=6, most=4)
@@ -197,8 +193,7 @@ def test_wider_tokens_than_before(rank, backend):
         assert_same("sums", buffer.combine_with_unpermute(hidden=want.outputs[rank].to(device), handle=handle)[0], want.combined())
 
 
-@on_every_backend
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_wider_tokens_with_a_bound(rank, backend):
     """Nobody looks at the map then: lanes behind those of before are dropped, and the flag says so."""
     buffer, device = make(backend, rank, hidden=8, num_local_experts=1, most=1)

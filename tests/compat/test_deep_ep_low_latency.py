@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_cases import make, on_every_backend
+from deep_ep_cases import BACKENDS, make
 from exchange_cases import assert_same
 from low_latency_cases import Case, Expected, check_dispatch, combine_rows
 from on_ranks import on_ranks
@@ -110,8 +110,7 @@ def run_case(buffer, case, rank, *, round_scale=False, use_ue8m0=False, zero_cop
 # ---- what comes ----
 
 
-@on_every_backend
-@on_ranks(3)
+@on_ranks(3, backend=BACKENDS)
 def test_sums_by_lanes(rank, backend):
     """One setting gives the bits of DeepEP's own sum, a fused multiply-add for each lane, and rows lie where they did."""
     os.environ["DEEPEP_MOE_SUMS"] = "lanes_fma"
@@ -135,7 +134,7 @@ def check_cases(rank, _, backend, cases):
     buffer.destroy()
 
 
-@on_every_backend
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_ranks", (1, 2, 4))
 def test_equals_reference(num_ranks, backend):
     """Hidden sizes and numbers of experts a token as V1 takes them, in all formats and ways to call, through one buffer."""
@@ -156,9 +155,7 @@ def test_equals_reference_over_nodes(per_node):
 # ---- sizes ----
 
 
-@on_every_backend
-@pytest.mark.parametrize("hinted", (True, False))
-@on_ranks(3)
+@on_ranks(3, hinted=(True, False), backend=BACKENDS)
 def test_sizes_of_steps(rank, hinted, backend):
     """Each step asks for as many tokens as it has. One buffer serves all where the constructor was given the bytes for the most of them;
     else one replaces another, each at least twice as large, and the last one stays."""
@@ -237,9 +234,7 @@ def test_keeps_few_buffers(rank):
 # ---- what is counted ----
 
 
-@on_every_backend
-@pytest.mark.parametrize("mode", ("now", "hook", "async"))
-@on_ranks(3)
+@on_ranks(3, mode=("now", "hook", "async"), backend=BACKENDS)
 def test_statistics(rank, mode, backend):
     """Rows, over all calls, and how long rank 2 was waited for. The first call makes the buffer, in which all ranks wait."""
     case = replace(SMALL, mode=mode)
@@ -274,8 +269,7 @@ def status(buffer):
     return mask.tolist()
 
 
-@on_every_backend
-@on_ranks(3)
+@on_ranks(3, backend=BACKENDS)
 def test_masks(rank, backend):
     first = make_buffer(backend, rank, enable_shrink=True)  # whose masks are set before its first call
     for other in (0, 2) if rank == MASKED else (MASKED,):
@@ -302,8 +296,7 @@ def test_masks(rank, backend):
     run_case(buffer, SMALL, rank)
 
 
-@on_every_backend
-@on_ranks(3, expected_dead=[MASKED])
+@on_ranks(3, expected_dead=[MASKED], backend=BACKENDS)
 def test_rank_that_dies(rank, backend):
     """With enable_shrink, the remaining ranks go on without a rank that ended."""
     buffer = make_buffer(backend, rank, enable_shrink=True)
@@ -318,8 +311,7 @@ def test_rank_that_dies(rank, backend):
 # ---- what is refused ----
 
 
-@on_every_backend
-@on_ranks(3)
+@on_ranks(3, backend=BACKENDS)
 def test_what_is_refused(rank, backend):
     buffer = make_buffer(backend, rank)
     x, idx, weights = inputs(buffer, SMALL, rank)
@@ -347,8 +339,7 @@ def test_what_is_refused(rank, backend):
     run_case(buffer, SMALL, rank)
 
 
-@on_every_backend
-@on_ranks(3)
+@on_ranks(3, backend=BACKENDS)
 def test_refused_before_it_sends(rank, backend):
     """A wrong counter of one rank, in calls whose hooks nobody would get."""
     buffer = make_buffer(backend, rank)
@@ -372,8 +363,7 @@ def test_refused_before_it_sends(rank, backend):
     run_case(buffer, SMALL, rank)
 
 
-@on_every_backend
-@on_ranks(3)
+@on_ranks(3, backend=BACKENDS)
 def test_ranks_with_different_sizes(rank, backend):
     buffer = make_buffer(backend, rank)
     x, idx, _ = inputs(buffer, SMALL, rank)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_cases import SIZES, Wanted, in_both_dtypes, in_both_modes, make, on_every_backend, padded
+from deep_ep_cases import BACKENDS, SIZES, Wanted, in_both_dtypes, in_both_modes, make, padded
 from exchange_cases import Case, assert_same
 from on_ranks import on_ranks
 
@@ -121,7 +121,7 @@ def sums_of_lanes(want, weights):
 @in_both_modes
 @pytest.mark.parametrize("with_topk", (True, False), ids=("topk", "ranks alone"))
 @in_both_dtypes
-@on_every_backend
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_scenarios(backend, fp8, with_topk, is_async, with_previous):
     run_ranks(scenario, 3, backend, Case([13, 0, 30], expert_alignment=ALIGNMENT, **SIZES), fp8, with_topk, is_async, with_previous)
 
@@ -131,8 +131,7 @@ def plain_dispatch(buffer, want, device):
     return buffer.dispatch(want.x_on(device), num_tokens_per_expert=per_expert, is_token_in_rank=in_rank, **want.routing(device))
 
 
-@on_every_backend
-@on_ranks(3)
+@on_ranks(3, backend=BACKENDS)
 def test_packed_scales(rank, backend):
     """Scales as four exponents to an int32, which come as they were sent, beside the rows of fp32 scales."""
     buffer, device = make_buffer(backend, rank)

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_cases import on_every_backend
+from deep_ep_cases import BACKENDS
 from exchange_cases import device_of, in_environment
 from on_ranks import on_ranks, refused
 
@@ -26,8 +26,7 @@ def rows(hidden, wrong=False):
 # ---- before there is a buffer, and then in it ----
 
 
-@on_every_backend
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_refused_first(rank, backend):
     device, group = device_of(backend, rank), dist.group.WORLD
     idx, counts = torch.tensor([[0, 3], [2, 1]], device=device), torch.zeros(4, dtype=torch.int32, device=device)

@@ -3,16 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_cases import VERSIONS, on_every_backend
+from deep_ep_cases import BACKENDS, VERSIONS
 from exchange_cases import device_of, poison_outputs
 from on_ranks import on_ranks
 
 from deepep_moe.errors import BufferDestroyedError, BufferSuspendedError
 
 
-@on_every_backend
-@pytest.mark.parametrize("name", ("V1", "V2", "V2_5", "hybrid_permuted"))
-@on_ranks(2)
+@on_ranks(2, name=("V1", "V2", "V2_5", "hybrid_permuted"), backend=BACKENDS)
 def test_all_memory(rank, name, backend):
     device = device_of(backend, rank)
     poison_outputs()

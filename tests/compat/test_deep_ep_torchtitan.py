@@ -5,10 +5,9 @@ They were read in torchtitan/distributed/deepep of pytorch/torchtitan at commit 
 dropped rows at 0276e6ed0bed9be143631e007342964c03a09b96.
 """
 
-import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_cases import make, on_every_backend
+from deep_ep_cases import BACKENDS, make
 from on_ranks import on_ranks
 
 from deepep_moe.compat.deep_ep import ElasticBuffer
@@ -35,8 +34,7 @@ def check(x, scores, grad, results):
         torch.testing.assert_close(actual, want.detach(), msg=lambda text, name=name: f"{name}: {text}")
 
 
-@on_every_backend
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_deepep_trains(rank, backend):
     """The dispatcher "deepep" with gradients: compact rows, which it sorts by expert itself."""
     group, most = dist.group.WORLD, 2 * NUM_TOKENS
@@ -64,10 +62,7 @@ def test_deepep_trains(rank, backend):
     dist.barrier()
 
 
-@pytest.mark.parametrize("capacity_factor", (None, 1.0, 0.25))
-@pytest.mark.parametrize("pad_multiple", (None, 8))
-@on_every_backend
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS, pad_multiple=(None, 8), capacity_factor=(None, 1.0, 0.25))
 def test_hybridep_trains(rank, num_ranks, backend, capacity_factor, pad_multiple):
     """The dispatcher "hybridep" calls from custom operators, whose results must not share memory with each other or with arguments."""
     num_local = NUM_EXPERTS // num_ranks

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_cases import SIZES, VERSIONS, Wanted, ascending, on_every_backend
+from deep_ep_cases import BACKENDS, SIZES, VERSIONS, Wanted, ascending
 from exchange_cases import Case, assert_same, device_of, poison_outputs
 from on_ranks import on_ranks
 
@@ -26,9 +26,7 @@ def look(backend):
             calls.check()
 
 
-@on_every_backend
-@pytest.mark.parametrize("name", VERSIONS)
-@on_ranks(3)
+@on_ranks(3, name=VERSIONS, backend=BACKENDS)
 def test_another_width(rank, name, backend):
     """Results for wide rows equal, column by column, those for rows of the buffer's own width."""
     device = device_of(backend, rank)
@@ -75,8 +73,7 @@ def test_another_width(rank, name, backend):
     dispatch(wide[:, :HIDDEN].contiguous(), handle=handle)
 
 
-@on_every_backend
-@on_ranks((1, 2, 4), name=VERSIONS)
+@on_ranks((1, 2, 4), name=VERSIONS, backend=BACKENDS)
 def test_equals_reference(rank, num_ranks, name, backend):
     """More tokens on a rank than any had before, none, rows in fp8, and handles of before, all in one buffer."""
     layout, is_hybrid = "expert" if name in ("V2_expanded", "hybrid_permuted") else "rank", name.startswith("hybrid")

@@ -39,9 +39,6 @@ def test_by_hand(backend):
     assert run_ranks(by_hand, 4, backend) == [[258.0, 258.0, 258.0]] * 2 + [[258.0, 256.0, 258.0]] * 2
 
 
-# ---- against the reference ----
-
-
 # ---- which ranks are a node ----
 
 

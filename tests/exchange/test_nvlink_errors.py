@@ -23,7 +23,6 @@ from deepep_moe.group import rendezvous
 pytestmark = pytest.mark.gpu
 SOON_S = 20.0  # far from the deadline of 60 s
 DEADLINE_S = 4.0  # what a rank that is late misses, and the others must not, on a busy machine
-LAYOUTS = ("expert", "rank")
 
 
 @on_ranks(2, sums=("ranks", "lanes"))

@@ -53,7 +53,7 @@ def test_equals_reference(split):
 @pytest.mark.parametrize("split", SPLITS)
 def test_random_routings_over_nodes(split):
     num_ranks, per_node = SPLITS[split]
-    check_cases([random_case(seed, num_ranks, "nvshmem", per_node) for seed in range(ROUNDS)], timeout_s=600 + ROUNDS / 10)
+    check_cases([random_case(seed, num_ranks, ("nvshmem",), per_node) for seed in range(ROUNDS)], timeout_s=600 + ROUNDS / 10)
 
 
 def test_uneven_tokens():

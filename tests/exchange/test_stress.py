@@ -3,11 +3,13 @@
 `DEEPEP_MOE_STRESS_ROUNDS=10000 pytest -m gpu tests/exchange/test_stress.py` is the long run; the tests of every day make fewer rounds.
 """
 
+import random
 import time
+from dataclasses import replace
 
 import pytest
 import torch
-from exchange_cases import ROUNDS, check_cases, device_of, random_case
+from exchange_cases import ROUNDS, Case, check_cases, device_of, random_case
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer
@@ -16,9 +18,12 @@ from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert
 NUM_RANKS = 4 if torch.cuda.device_count() >= 4 else 2
 
 
-@pytest.mark.parametrize("backend", ("shm", pytest.param("nvlink", marks=pytest.mark.gpu)))
-def test_random_routings(backend):
-    check_cases([random_case(seed, NUM_RANKS, backend) for seed in range(ROUNDS)], timeout_s=600 + ROUNDS / 10)
+@pytest.mark.parametrize("backends", (("shm", "collective"), pytest.param(("nvlink",), marks=pytest.mark.gpu)), ids=str)
+@pytest.mark.parametrize("num_ranks", range(1, 7))
+def test_random_routings(num_ranks, backends):
+    """Ten times as many with the ranks that machines have."""
+    num_rounds = ROUNDS if num_ranks == NUM_RANKS else ROUNDS // 10
+    check_cases([random_case(seed, num_ranks, backends) for seed in range(num_rounds)], timeout_s=600 + ROUNDS / 10)
 
 
 def delay(device, kind):
@@ -29,8 +34,7 @@ def delay(device, kind):
         torch.cuda._sleep(200_000)
 
 
-@pytest.mark.parametrize("backend", ("shm", pytest.param("nvlink", marks=pytest.mark.gpu)))
-@on_ranks(NUM_RANKS, timeout_s=600 + ROUNDS / 10)
+@on_ranks(NUM_RANKS, timeout_s=600 + ROUNDS / 10, backend=("shm", pytest.param("nvlink", marks=pytest.mark.gpu)))
 def test_random_passes(rank, num_ranks, backend):
     """Forward and backward of layers whose rows by expert are weighted at the source; expert e multiplies by e + 1. Rows are looked
     at every ten rounds, so that hosts and GPUs run ahead of each other as they do in training."""
@@ -40,10 +44,12 @@ def test_random_passes(rank, num_ranks, backend):
     scales = torch.arange(1.0, num_experts + 1, device=device)
     differ = torch.zeros(3, dtype=torch.int64, device=device)  # rounds
     for seed in range(ROUNDS):
-        idx = random_case(seed, num_ranks, backend).routing(rank).to(device)
+        draw = random.Random(seed)
+        case = Case([draw.choice((0, 96, 1, 32, 49)) for _ in range(num_ranks)], num_experts=num_experts, num_topk=2, seed=seed)
+        idx = replace(case, pattern=draw.choice(("uniform", "skewed", "masked", "one_expert"))).routing(rank).to(device)
         generator = torch.Generator(device=device).manual_seed(seed)
         x = torch.randint(-8, 9, (len(idx), 64), generator=generator, device=device).float()  # whose sums are exact
-        lanes = idx[:, :2].t().contiguous()  # [2, num_tokens]
+        lanes = idx.t().contiguous()  # [2, num_tokens]
         weights = torch.randint(1, 8, lanes.shape, generator=generator, device=device) / 8 * (lanes >= 0)
         cotangent = torch.randint(-4, 5, x.shape, generator=generator, device=device).float()
         late = torch.randint(0, 6, (3,), generator=torch.Generator().manual_seed(seed * 17 + rank)).tolist()

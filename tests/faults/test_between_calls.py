@@ -81,8 +81,7 @@ def fails(rank, num_ranks, backend):
         step()
 
 
-@pytest.mark.parametrize("num_ranks", (2, pytest.param(3, marks=pytest.mark.slow)))
-@on_ranks(backend=("shm", "collective"))
+@on_ranks((2, pytest.param(3, marks=pytest.mark.slow)), backend=("shm", "collective"))
 def test_layer(rank, num_ranks, backend):
     fails(rank, num_ranks, backend)
 

@@ -14,6 +14,7 @@ from exchange_cases import assert_same, device_of, on_device
 from fault_cases import under
 from low_latency_cases import (
     ALL_BACKENDS,
+    BACKENDS,
     BLOCK,
     Case,
     Expected,
@@ -21,7 +22,6 @@ from low_latency_cases import (
     check_dispatch,
     combine_rows,
     make_buffer,
-    on_every_backend,
     run_case,
     start_combine,
     start_dispatch,
@@ -93,7 +93,7 @@ def test_combine_on_other_stream(rank, with_hook):
     assert_same("combined_x", combined, 2 * x)
 
 
-@on_every_backend
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_ranks", (1, 2, 3, 4, 8))
 def test_equals_reference(num_ranks, backend):
     tokens = [24, 0, 7, 13, 1, 24, 3, 9][:num_ranks]
@@ -110,7 +110,7 @@ def test_equals_reference(num_ranks, backend):
     run_ranks(check_cases, num_ranks, backend, cases)
 
 
-@on_every_backend
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_extreme_routings(backend):
     """Ranks without tokens, tokens without experts, heads of one to three lines, rows that a block of a GPU takes in several goes, room for
     many more tokens than come."""
@@ -136,7 +136,7 @@ def test_extreme_routings(backend):
     run_ranks(check_cases, 3, backend, cases)
 
 
-@on_every_backend
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("hidden", (128, 640))
 def test_fp8(hidden, backend):
     """Rows quantized on the way; sums quantized on the way back. 640: the last word of packed scales is not full."""
@@ -156,8 +156,7 @@ def default_dtype(dtype):
     torch.set_default_dtype(torch.float32)
 
 
-@on_every_backend
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_default_dtype(rank, backend):
     """Sums are fp32, whatever PyTorch's default dtype is."""
     for case in (Case([24, 6]), Case([24, 6], fp8=True, scale_format="ue8m0", wire="fp8", combine_weights=True)):
@@ -166,8 +165,7 @@ def test_default_dtype(rank, backend):
             run_case(under(partial(default_dtype, dtype), buffer), case, rank, backend, expected)
 
 
-@on_every_backend
-@on_ranks(1)
+@on_ranks(1, backend=BACKENDS)
 def test_rows_that_are_hard_to_quantize(rank, backend):
     """Powers of two times 448, ties, zeros, tiny and large rows; equal to `ops.quantize_fp8` and to its definition."""
     case = Case([8], max_tokens=8, hidden=BLOCK, dtype=torch.float32, num_experts=1, num_topk=1)
@@ -191,8 +189,7 @@ def test_rows_that_are_hard_to_quantize(rank, backend):
     assert_same("exponents", rounded.recv_x_scales[0], scales.view(torch.int32) >> 23)
 
 
-@on_every_backend
-@on_ranks(1)
+@on_ranks(1, backend=BACKENDS)
 def test_what_is_not_finite_stays_in_its_block(rank, backend):
     """Three rows of four blocks, the second with a value that is not finite: its block is not, and the others are as without it. All
     equal the reference."""
@@ -221,8 +218,7 @@ def test_what_is_not_finite_stays_in_its_block(rank, backend):
         assert not (y[1, 1, 5] * scales[1, 1]).isfinite()
 
 
-@on_every_backend
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_error_of_the_fp8_wire(rank, num_ranks, backend):
     """The documented bound of the fp8 wire, for one contribution to a token."""
     case = Case([24] * num_ranks, num_topk=1, num_experts=num_ranks, masked=0.0, hidden=512, dtype=torch.float32, with_weights=False)
@@ -295,8 +291,7 @@ def test_many_calls(rank, num_ranks, backend):
         run_case(buffer, case, rank, backend)
 
 
-@on_every_backend
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_out_and_combine_input_and_one_handle(rank, backend):
     case = Case([24, 6])
     expected = Expected(case)
@@ -327,8 +322,7 @@ def late_rank(rank, buffer, start):
     return result
 
 
-@on_every_backend
-@on_ranks(3)
+@on_ranks(3, backend=BACKENDS)
 def test_statistics(rank, backend):
     case = Case([24, 6, 9], combine_weights=True)
     buffer, expected = make_buffer(case, backend, rank), Expected(case)
@@ -345,8 +339,7 @@ def test_statistics(rank, backend):
     assert not buffer.statistics().num_tokens_per_expert.any() and not buffer.statistics().wait_ns.any()
 
 
-@on_every_backend
-@on_ranks(1)
+@on_ranks(1, backend=BACKENDS)
 def test_a_buffer_outlives_the_inference_mode_it_was_made_in(rank, backend):
     device_of(backend, rank)
     with torch.inference_mode():

@@ -9,7 +9,7 @@ import emulated_gpu
 import pytest
 import torch
 from exchange_cases import device_of, look, on_device
-from low_latency_cases import check_usable, make, on_every_backend
+from low_latency_cases import BACKENDS, check_usable, make
 from on_ranks import on_ranks, refused
 
 from deepep_moe import LowLatencyBuffer, LowLatencyHandle
@@ -36,8 +36,7 @@ def refuse_each(rank, culprit, table, call, arguments, look, check):
         check()
 
 
-@on_every_backend
-@on_ranks(2, sums=("ranks", "lanes"))
+@on_ranks(2, sums=("ranks", "lanes"), backend=BACKENDS)
 def test_bad_arguments_of_dispatch(rank, backend, sums):
     buffer, x, idx = make(backend, rank, sums=sums)
     weights = torch.ones(4, 2, device=x.device)
@@ -68,8 +67,7 @@ def test_bad_arguments_of_dispatch(rank, backend, sums):
     refuse_each(rank, 0, table, buffer.dispatch, good, partial(look, buffer), partial(check_usable, buffer, x, idx))
 
 
-@on_every_backend
-@on_ranks(2, sums=("ranks", "lanes"))
+@on_ranks(2, sums=("ranks", "lanes"), backend=BACKENDS)
 def test_bad_arguments_of_combine(rank, backend, sums):
     buffer, x, idx = make(backend, rank, sums=sums)
     other, *_ = make(backend, rank, sums=sums)
@@ -110,8 +108,7 @@ CHANGES = {
 }
 
 
-@on_every_backend
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_changed_handles(rank, backend):
     buffer, x, idx = make(backend, rank)
     for change, in_inference_mode in itertools.product(CHANGES, (False, True)):
@@ -136,8 +133,7 @@ def test_handle_changed_past_pytorch():
     assert torch.equal(buffer.combine(out.recv_x, out.handle), x)
 
 
-@on_every_backend
-@on_ranks(1)
+@on_ranks(1, backend=BACKENDS)
 def test_hidden(rank, backend):
     device_of(backend, rank)
     buffer = LowLatencyBuffer(None, 4, 20, 2, 1, backend=backend)

@@ -17,6 +17,7 @@ from events import tell, wait_for
 from exchange_cases import look, on_device
 from fault_cases import Replaced
 from low_latency_cases import (
+    BACKENDS,
     CASE,
     IDX,
     Case,
@@ -26,7 +27,6 @@ from low_latency_cases import (
     combine_rows,
     make,
     make_buffer,
-    on_every_backend,
     run_case,
     start_combine,
     start_dispatch,
@@ -41,8 +41,7 @@ WEIGHED = Case([6, 8, 7], max_tokens=8, num_experts=9, num_topk=4, masked=0.0, c
 # ---- ranks that do different things ----
 
 
-@on_every_backend
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_different_calls(rank, backend):
     buffer, x, idx = make(backend, rank)
     weights = torch.ones(4, 2, device=x.device)
@@ -73,8 +72,7 @@ def test_different_calls(rank, backend):
     assert torch.isfinite(buffer.combine(y, handle)).all()
 
 
-@on_every_backend
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_refusals_in_a_row(rank, backend):
     """A rank that refuses call after call does not get ahead of ranks in the first call, and they learn the reason of each."""
     buffer, x, idx = make(backend, rank)
@@ -148,8 +146,7 @@ def test_combine_along_failed_dispatch(rank, learns_first):
         buffer.check()
 
 
-@on_every_backend
-@on_ranks(3)
+@on_ranks(3, backend=BACKENDS)
 def test_refusal_of_a_peer_that_left(rank, backend):
     """The reason of a refusal is kept if the rank leaves before a third rank has entered the call."""
     case = replace(CASE, num_tokens=[4, 4, 4], num_experts=6)
@@ -171,8 +168,7 @@ def test_refusal_of_a_peer_that_left(rank, backend):
     dist.barrier()
 
 
-@on_every_backend
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_combine_before_the_hook(rank, backend):
     buffer, x, idx = make(backend, rank)
     out = buffer.dispatch(x, idx, return_hook=True)
@@ -310,8 +306,7 @@ def test_destroyed_with_an_error_kept(rank, where):
 # ---- after the end ----
 
 
-@on_every_backend
-@on_ranks(2)
+@on_ranks(2, backend=BACKENDS)
 def test_use_after_destroy(rank, backend):
     buffer, x, idx = make(backend, rank)
     out, hook = buffer.dispatch(x, idx), buffer.dispatch(x, idx, return_hook=True).hook
@@ -360,9 +355,7 @@ def test_destroy_beside_a_call(rank, return_hook):
 # ---- ranks that are late or gone ----
 
 
-@on_every_backend
-@pytest.mark.parametrize("operation", ("dispatch", "combine"))
-@on_ranks(3)
+@on_ranks(3, operation=("dispatch", "combine"), backend=BACKENDS)
 def test_late_peer(rank, operation, backend):
     """A late dispatch finds the rows of those who gave up, so all go on. A late combine with weights finds that the others have no weights
     of it, and have summed nothing for it: it hears so at once."""
@@ -410,7 +403,7 @@ def test_peer_that_gave_up_and_went_on(rank):
     dist.barrier()
 
 
-@on_every_backend
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "operation, mode", [("dispatch", "now"), ("dispatch", "async"), ("combine", "now"), ("combine", "hook"), ("combine", "async")]
 )

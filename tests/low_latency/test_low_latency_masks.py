@@ -17,6 +17,7 @@ from events import tell, wait_for
 from exchange_cases import assert_same, look, on_device
 from logs import heard
 from low_latency_cases import (
+    BACKENDS,
     Case,
     Expected,
     check_dispatch,
@@ -24,7 +25,6 @@ from low_latency_cases import (
     combined_without,
     come_back,
     make_buffer,
-    on_every_backend,
     run_case,
     start_combine,
     start_dispatch,
@@ -50,8 +50,7 @@ def check_all(buffer, rank, backend):
         run_case(buffer, replace(CASE, seed=seed, combine_weights=seed == 1), rank, backend)
 
 
-@on_every_backend
-@on_ranks(3)
+@on_ranks(3, backend=BACKENDS)
 def test_masked_by_hand(rank, backend):
     buffer = make_buffer(CASE, backend, rank)
     run_case(buffer, CASE, rank, backend)
@@ -66,8 +65,7 @@ def test_masked_by_hand(rank, backend):
         check_all(buffer, rank, backend)
 
 
-@on_every_backend
-@on_ranks(3)
+@on_ranks(3, backend=BACKENDS)
 def test_rank_that_stalls(rank, backend):
     lines = heard()
     buffer = make_buffer(CASE, backend, rank, timeout_s=DEADLINE_S, mask_stalled=True)
@@ -88,8 +86,7 @@ def test_rank_that_stalls(rank, backend):
     check_all(buffer, rank, backend)
 
 
-@on_every_backend
-@on_ranks(3, how=("killed", "destroyed"), expected_dead=lambda how, backend: [MASKED] if how == "killed" else [])
+@on_ranks(3, how=("killed", "destroyed"), expected_dead=lambda how, backend: [MASKED] if how == "killed" else [], backend=BACKENDS)
 def test_rank_that_is_gone(rank, how, backend):
     buffer = make_buffer(CASE, backend, rank, timeout_s=300, mask_stalled=True)
     run_case(buffer, CASE, rank, backend)
@@ -104,8 +101,7 @@ def test_rank_that_is_gone(rank, how, backend):
     assert time.monotonic() - began < 60 and buffer.masked_ranks == [MASKED]
 
 
-@on_every_backend
-@on_ranks(3, how=("late", "dead"), expected_dead=lambda how, backend: [MASKED] if how == "dead" else [])
+@on_ranks(3, how=("late", "dead"), expected_dead=lambda how, backend: [MASKED] if how == "dead" else [], backend=BACKENDS)
 def test_rank_that_stalls_in_a_combine(rank, how, backend):
     """A rank that has received a dispatch does not make the combine; the others mask it within the call, and go on."""
     buffer = make_buffer(WEIGHED, backend, rank, timeout_s=DEADLINE_S if how == "late" else 300, mask_stalled=True)
@@ -142,8 +138,7 @@ def sends_first(rank, backend, case):
     return buffer
 
 
-@on_every_backend
-@on_ranks(3)
+@on_ranks(3, backend=BACKENDS)
 def test_calls_that_the_masked_rank_has_sent(rank, backend):
     buffer = sends_first(rank, backend, replace(CASE, seed=5))
     come_back(buffer, rank, MASKED)  # for the call that it has sent: only what it sends after its return counts
@@ -156,8 +151,7 @@ def test_calls_that_the_masked_rank_has_sent(rank, backend):
     dist.barrier()
 
 
-@on_every_backend
-@on_ranks(3)
+@on_ranks(3, backend=BACKENDS)
 def test_errors_mask_nobody(rank, backend):
     buffer = make_buffer(CASE, backend, rank, mask_stalled=True)
     x, idx, weights = on_device(backend, rank, *CASE.inputs(rank))
@@ -175,8 +169,7 @@ def test_errors_mask_nobody(rank, backend):
         run_case(buffer, CASE, rank, backend)
 
 
-@on_every_backend
-@on_ranks(3)
+@on_ranks(3, backend=BACKENDS)
 def test_return_after_failed_calls(rank, backend):
     """Calls that a masked rank has made alone, in vain, do not keep it from coming back, nor those that failed meanwhile the others."""
     buffer = make_buffer(CASE, backend, rank, timeout_s=3.0 if rank == MASKED else 60)
@@ -201,8 +194,7 @@ def test_return_after_failed_calls(rank, backend):
         check_all(buffer, rank, backend)
 
 
-@on_every_backend
-@on_ranks(3)
+@on_ranks(3, backend=BACKENDS)
 def test_return_between_two_halves(rank, backend):
     """A rank that is taken back has no part in a call that was sent before."""
     buffer = make_buffer(CASE, backend, rank)
@@ -256,7 +248,7 @@ def layout(case):
     return turns, arrived, turn_bytes, turns + 4 * turn_bytes
 
 
-@on_every_backend
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_workspace_formula(backend):
     """docs/design/low_latency.md has it."""
     for case in (
@@ -278,9 +270,7 @@ def lose_rows(case, paths, call, owner, source):
         memory[at : at + 8] = bytes(8)
 
 
-@pytest.mark.parametrize("mask_stalled", (False, True))
-@pytest.mark.parametrize("operation", ("dispatch", "combine"))
-@on_ranks(3)
+@on_ranks(3, operation=("dispatch", "combine"), mask_stalled=(False, True))
 def test_lost_rows(rank, operation, mask_stalled):
     """The rows of rank 1 to rank 0 get lost, of a call that rank 0 makes only then. Every token goes to every rank."""
     ShmLowLatencyBackend.seal = lambda self: None

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import assert_same, device_of, on_device
-from low_latency_cases import BACKENDS, Case, check_cases, make_buffer, on_every_backend, run_case
+from low_latency_cases import BACKENDS, Case, check_cases, make_buffer, run_case
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer, LowLatencyBuffer
@@ -34,7 +34,7 @@ def test_by_hand(rank, backend):
     assert into[:, 0].tolist() == [258.0, 5.0]
 
 
-@on_every_backend
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_tokens", ([24], [9, 0], [5, 24, 17, 0], [3, 0, 5, 1, 2, 4, 6, 1]), ids=str)
 def test_equals_reference(num_tokens, backend):
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
@@ -53,8 +53,7 @@ def test_nodes(per_node):
     run_ranks(check_cases, 4, "nvshmem", [replace(CASE, ranks_per_node=per_node, sums=sums) for sums in SUMS])
 
 
-@on_every_backend
-@on_ranks(4)
+@on_ranks(4, backend=BACKENDS)
 def test_masked_rank(rank, backend):
     buffer = make_buffer(CASE, backend, rank)
     run_case(buffer, CASE, rank, backend)

@@ -11,7 +11,7 @@ from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import EPCapacityError, EPMismatchError, EPPeerError
-from deepep_moe.nn import Balance, GroupedExperts, LocalExperts, Metrics, MoELayer, Router
+from deepep_moe.nn import Balance, GroupedExperts, LocalExperts, Metrics, MoELayer
 from deepep_moe.nn.balance import Copies
 
 BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
@@ -79,9 +79,7 @@ def run(layer, x, recompute=None):
     return torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=recompute)
 
 
-@pytest.mark.parametrize("num_ranks", (1, 2, 4, 8))
-@pytest.mark.parametrize("num_slots", (1, 3))
-@on_ranks(backend=BACKENDS)
+@on_ranks((1, 2, 4, 8), backend=BACKENDS, num_slots=(1, 3))
 def test_training_has_the_bits_of_a_layer_without_copies(rank, num_ranks, num_slots, backend):
     plain = train(layer_of(rank, num_ranks, None, backend), rank)
     balance = Balance(num_slots, cost=1)
@@ -251,8 +249,7 @@ def test_frozen_weights_and_evaluation(rank, num_ranks, frozen):
     check_equal(use)
 
 
-@pytest.mark.parametrize("kind", ("forward", "full_backward"))
-@on_ranks(2)
+@on_ranks(2, kind=("forward", "full_backward"))
 def test_hooks_of_experts_see_the_rows_of_copies(rank, num_ranks, kind):
     def use(balance):
         layer, x = layer_of(rank, num_ranks, balance), tokens_of(rank, 1).requires_grad_()
@@ -284,8 +281,7 @@ def test_two_layers_in_one_checkpoint(rank, num_ranks):
     check_equal(use)
 
 
-@pytest.mark.parametrize("where", ("router", "copies", "backward"))
-@on_ranks(2, backend=BACKENDS)
+@on_ranks(2, backend=BACKENDS, where=("router", "copies", "backward"))
 def test_peers_learn_of_a_failure(rank, num_ranks, where, backend):
     calls = []
 
@@ -326,27 +322,6 @@ def test_autocast_and_compilation(rank, num_ranks):
         return [*grads, torch.compile(layer, backend="eager")(tokens_of(rank, 2))]
 
     check_equal(use)
-
-
-@on_ranks(2)
-def test_by_hand(rank, num_ranks):
-    """Rank 0 sends 4 tokens to expert 0, which is at home there. Rank 1 computes half of them."""
-    balance = Balance(1, cost=1)
-    experts = GroupedExperts(1, 8, 8, gated=False, activation=torch.relu)
-    router = Router(8, 2, 1)
-    router.forward = lambda rows, mask=None: (torch.zeros(len(rows), 1, dtype=torch.int64), torch.ones(len(rows), 1), None)
-    layer = MoELayer(router, experts, num_max_tokens_per_rank=8, backend="shm", balance=balance)
-    with torch.no_grad():
-        experts.up.copy_(torch.eye(8)[None] * (rank + 1)), experts.down.copy_(torch.eye(8)[None])
-    copies = balance.of_layer(experts, layer.buffer)
-    _, out, planned = layer._dispatch(torch.ones(4 - 4 * rank, 8), None, copies)
-    plan = planned.plan
-    assert plan.copies.tolist() == [[-1], [0]] and plan.rows.tolist() == [[0], [2]]
-    assert out.handle.num_rows_per_expert_list == [[2, 0], [0, 2]][rank]
-    y = planned.fetch_in_backward(layer._combine(layer._run_experts(out, None, planned), None, out, planned))
-    y.sum().backward()
-    assert torch.equal(y, torch.ones(4 - 4 * rank, 8))
-    assert torch.equal(experts.down.grad, torch.full((1, 8, 8), 4.0 * (1 - rank)))
 
 
 @on_ranks(2)

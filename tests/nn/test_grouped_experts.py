@@ -56,8 +56,7 @@ def test_like_local_experts(gated):
         torch.testing.assert_close(getattr(grouped, name).grad, expected, msg=name)
 
 
-@pytest.mark.parametrize("num_ranks", (1, 2))
-@on_ranks()
+@on_ranks((1, 2))
 def test_in_a_layer(rank, num_ranks):
     modules = swiglus(NUM_EXPERTS)[rank * NUM_EXPERTS // num_ranks : (rank + 1) * NUM_EXPERTS // num_ranks]
     torch.manual_seed(0)

@@ -42,9 +42,7 @@ def tokens(rank):
     return x, torch.arange(len(x) * x.shape[1]) == 3
 
 
-@pytest.mark.parametrize("num_ranks", (1, 2, 4))
-@pytest.mark.parametrize("backend", ("shm", "collective"))
-@on_ranks()
+@on_ranks((1, 2, 4), backend=("shm", "collective"))
 def test_layer_equals_loops(rank, num_ranks, backend):
     router, experts, shared = make_parts()
     local = experts[rank * NUM_EXPERTS // num_ranks : (rank + 1) * NUM_EXPERTS // num_ranks]
@@ -74,8 +72,7 @@ def test_layer_equals_loops(rank, num_ranks, backend):
     torch.testing.assert_close(router_grad, router.weight.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_ranks", (1, 2))
-@on_ranks()
+@on_ranks((1, 2))
 def test_bound_on_rows(rank, num_ranks):
     """Room for every routing gives the same bits; too little room is an error on all ranks, after which the layer goes on."""
     router, _, shared = make_parts()

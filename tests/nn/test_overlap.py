@@ -53,8 +53,7 @@ def by_turns(buffer, batch, rank, backend, num_tokens, fp8, wire):
 
 
 @pytest.mark.parametrize("options", (dict(fp8=False, wire=None), FP8), ids=("bf16", "fp8"))
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(3)
+@on_ranks(3, backend=BACKENDS)
 def test_equals_one_after_the_other(rank, num_ranks, backend, options):
     num_tokens = [[24, 0, 7], [5, 0, 24]]  # of each micro-batch
     buffer = make_buffer(Case([0] * num_ranks), backend, rank)

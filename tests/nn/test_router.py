@@ -147,15 +147,6 @@ def test_update_expert_bias_of_all_layers(device, dtype):
 # ---- auxiliary losses ----
 
 
-def test_sequence_aux_loss_by_hand():
-    # One sequence of two tokens over two experts, both choosing expert 0: f = (2, 0), P_0 = 5/8.
-    shares, topk_idx = torch.tensor([[0.5, 0.5], [0.75, 0.25]]), torch.tensor([[0], [0]])
-    assert ops.sequence_aux_loss(shares, topk_idx, 2, coefficient=0.1).item() == pytest.approx(0.125)
-    # There are two sequences: f = (2, 0) in each, P_0 = 1/2 and 3/4.
-    assert ops.sequence_aux_loss(shares, topk_idx, [1, 1], coefficient=0.1).item() == pytest.approx(0.125)
-    assert ops.sequence_aux_loss(shares, torch.tensor([[1], [0]]), 1, coefficient=1.0).item() == pytest.approx((1 + 1.5) / 2)
-
-
 def test_global_aux_loss_by_hand():
     # The case above again: f = (1, 0), so the loss is num_experts times P_0 = 5/8.
     shares, topk_idx = torch.tensor([[0.5, 0.5], [0.75, 0.25]], requires_grad=True), torch.tensor([[0], [0]])

@@ -90,14 +90,6 @@ def test_strides_and_dtypes(device):
         assert scales.dtype == torch.float32 and scales.tolist() == [[pytest.approx(1 / 448)] * 2] * 2
 
 
-def test_too_many_experts(device):
-    """If a token has more experts than top-k entries, its first entry is num_experts, which a dispatch refuses."""
-    routing_map = torch.ones(2, 9, dtype=torch.bool, device=device)
-    for num_topk in (1, 8):
-        topk_idx = lanes_of_map(routing_map, None, num_topk)[0]
-        assert topk_idx[:, 0].tolist() == [9, 9] and torch.equal(topk_idx, topk_from_map(routing_map, num_topk))
-
-
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, torch.float64), ids=str)
 def test_gradients(device, dtype):
     """Chosen experts get the gradient of their lane, a refused token's no lane's that names no expert, and the others 0."""

@@ -13,7 +13,7 @@ from deepep_moe import ops, reference
 from deepep_moe.compat import deep_ep
 
 SIZES = {"hidden": 256, "dtype": torch.bfloat16, "pattern": "masked"}
-on_every_backend = pytest.mark.parametrize("backend", ("shm", pytest.param("nvlink", marks=pytest.mark.gpu)))
+BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
 in_both_dtypes = pytest.mark.parametrize("fp8", (False, True), ids=("bf16", "fp8"))
 in_both_modes = pytest.mark.parametrize("is_async", (False, True), ids=("sync", "async"))
 

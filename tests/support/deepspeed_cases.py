@@ -20,9 +20,9 @@ HIDDEN = 32
 STEPS = 10
 
 
-def on_deepspeed_ranks(num_ranks: int = 2) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of a function of `rank`, which each rank runs where DeepSpeed is ready. Its other arguments are those of the test;
-    `device`, "cpu" or "cuda" there, is the rank's own device here."""
+def on_deepspeed_ranks(num_ranks: int = 2, **how: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function of `rank`, as `on_ranks` does, which each rank runs where DeepSpeed is ready. `device`, "cpu" or "cuda" for
+    the test, is the rank's own device there."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
@@ -30,7 +30,7 @@ def on_deepspeed_ranks(num_ranks: int = 2) -> Callable[[Callable[..., None]], Ca
             with engine_ready(arguments.get("device", "cpu")) as device:
                 body(rank, **(arguments | ({"device": device} if "device" in arguments else {})))
 
-        return on_ranks(num_ranks)(in_engine)
+        return on_ranks(num_ranks, **how)(in_engine)
 
     return decorate
 

@@ -109,14 +109,24 @@ class Case:
 ROUNDS = int(os.environ.get("DEEPEP_MOE_STRESS_ROUNDS", "100"))
 
 
-def random_case(seed: int, num_ranks: int, backend: str, ranks_per_node: int | None = None) -> Case:
-    """One of many cases for one buffer."""
-    draw = random.Random(seed)
+def random_case(seed: int, num_ranks: int, backends: tuple[str, ...], ranks_per_node: int | None = None) -> Case:
+    """One of many cases, of which five after each other are of one buffer."""
+    draw, sizes = random.Random(seed), random.Random(1000 * num_ranks + seed // 5)
+    num_experts = num_ranks * sizes.randint(1, 6)
+    num_topk, alignment = sizes.randint(1, min(num_experts, 8)), draw.choice((1, 3, 16))
+    sums = "ranks" if "nvshmem" in backends else sizes.choice(("ranks", "lanes", "lanes_fma"))
+    if ranks_per_node is None and "nvlink" not in backends:
+        ranks_per_node = sizes.choice([n for n in range(1, num_ranks + 1) if num_ranks % n == 0])
+    num_sms = draw.choice((None, 1, 5, 0) if sums == "ranks" else (None, 1, 5))
+    bound = None if num_sms == 0 else draw.choice((None, 96 * num_ranks * num_topk + alignment * num_experts))
     return Case(
-        [draw.choice((0, 96, 1, 32, 49)) for _ in range(num_ranks)], max_tokens=96, hidden=64, num_experts=3 * num_ranks, num_topk=4,
-        seed=seed, dtype=draw.choice((torch.float32, torch.bfloat16, torch.float16)), layout=draw.choice(("expert", "rank")),
-        pattern=draw.choice(("uniform", "skewed", "masked", "one_expert")), num_sms=draw.choice((None, 1, 5, 0)),
-        mode=draw.choice(("now", "async", "hook")), backends=(backend,), ranks_per_node=ranks_per_node,
+        [draw.choice((0, 96, 1, 32, 49)) for _ in range(num_ranks)], max_tokens=96, hidden=8 * sizes.randint(1, 40),
+        num_experts=num_experts, num_topk=num_topk, expert_alignment=alignment, bound=bound, seed=seed, sums=sums,
+        dtype=draw.choice((torch.float32, torch.bfloat16, torch.float16)), index_dtype=draw.choice((torch.int64, torch.int32)),
+        layout=draw.choice(("expert", "rank") if sums == "ranks" else ("expert",)), by_lane=draw.random() < 0.5,
+        pattern=draw.choice(("uniform", "skewed", "masked", "one_expert", "one_rank", "nobody")), num_sms=num_sms,
+        with_weights=draw.random() < 0.5, with_bias=draw.random() < 0.5, mode=draw.choice(("now", "async", "hook")),
+        backends=backends, ranks_per_node=ranks_per_node,
     )  # fmt: skip
 
 

@@ -206,7 +206,6 @@ def check_cases(rank: int, _: int, backend: str, cases: list[Case]) -> None:
 
 BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
 ALL_BACKENDS = (*BACKENDS, pytest.param("nvshmem", marks=pytest.mark.gpu))
-on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
 CASE = Case([4, 4], max_tokens=8, hidden=128, num_experts=4, num_topk=2, masked=0.0, dtype=torch.float32)
 IDX = torch.tensor([[0, 2], [1, 3], [3, 0], [2, -1]])
 X = torch.randn(4, 128, generator=torch.Generator().manual_seed(3))

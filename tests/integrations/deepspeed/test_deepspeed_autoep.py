@@ -51,8 +51,7 @@ def _run_cases(rank: int, cases: list[Case]) -> None:
         assert_equal(ours, theirs, f"{case}, rank {rank}", tolerance=case.tolerance)
 
 
-@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
-@on_deepspeed_ranks()
+@on_deepspeed_ranks(device=("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
 def test_steps_equal_autoep(rank, device):
     """Logits, losses, every gradient, parameters after steps of AdamW: with recomputation, uneven numbers of tokens, ZeRO 0 to 3."""
     cases = CASES

@@ -47,9 +47,7 @@ def plans_of(layer):
     return plans
 
 
-@pytest.mark.parametrize("k", (1, 2, 4))
-@pytest.mark.parametrize("device", DEVICES)
-@on_deepspeed_ranks()
+@on_deepspeed_ranks(device=DEVICES, k=(1, 2, 4))
 def test_layer_equals_one_without_copies(rank, k, device):
     """Twice, with other numbers of tokens, under recomputation too. Sums of a token's rows, and of weights' gradients, round in another
     order."""

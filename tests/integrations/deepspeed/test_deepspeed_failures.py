@@ -40,8 +40,7 @@ def read(expert):
     return read_expert(expert)
 
 
-@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
-@on_deepspeed_ranks()
+@on_deepspeed_ranks(device=("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
 def test_peers_learn_what_failed(rank, device):
     """Peers learn of failures in the first forward too, without restored layers or destroyed buffers."""
     for exact, grouped, places in (

@@ -109,8 +109,7 @@ def _passes(
     return passes
 
 
-@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
-@on_deepspeed_ranks()
+@on_deepspeed_ranks(device=("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
 def test_passes_equal_experts_one_by_one(rank, device):
     """Other numbers of tokens on every rank, and none on the last; biases or not, all dtypes, both modes, weights in one memory or not."""
     for k, expert, option in (
@@ -135,8 +134,7 @@ def test_passes_equal_experts_one_by_one(rank, device):
                     assert_equal(grouped, one_by_one, context, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
-@on_deepspeed_ranks()
+@on_deepspeed_ranks(device=("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
 def test_default_groups_where_it_is_fast_without_a_copy(rank, device):
     """On GPUs in bf16. The third forward has a guess of its rows, the fourth more rows than that, the last less."""
     for dtype, in_one_memory in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)):

@@ -64,8 +64,7 @@ def _run_cases(rank: int, cases: list[Case], num_tokens: int) -> None:
         assert_equal(*runs, f"{case}, rank {rank}", tolerance=case.tolerance, rounding=STEPS_APART)
 
 
-@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
-@on_deepspeed_ranks()
+@on_deepspeed_ranks(device=("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
 def test_ten_steps_equal_deepspeed(rank, device):
     cases = TWO_RANKS
     if device.type == "cuda":
@@ -144,8 +143,7 @@ def test_layers_of_several_sizes_share_buffers(rank):
     assert restore_moe_layers(layers) == 4 and not all_buffers()
 
 
-@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
-@on_deepspeed_ranks()
+@on_deepspeed_ranks(device=("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
 def test_autocast(rank, device):
     """Gates then have weights in bf16, in which DeepSpeed multiplies. With k = 2 the gate's gradient, a difference of sums much larger than
     it, is off by more than its size in DeepSpeed too, against the same pass in fp32."""

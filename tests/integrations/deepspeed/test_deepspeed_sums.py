@@ -29,9 +29,7 @@ def run(layer, rank):
     return y.detach(), x.grad, gate.grad
 
 
-@in_both_modes
-@pytest.mark.parametrize("k", (2, 4))
-@on_deepspeed_ranks(4)
+@on_deepspeed_ranks(4, k=(2, 4), sums=("lanes", "lanes_fma"))
 def test_native_layers(rank, k, sums):
     from deepep_moe.integrations.deepspeed.native.routing import route
 
@@ -52,8 +50,7 @@ def test_native_layers(rank, k, sums):
     assert torch.equal(results[0][0][0], reference.combine([y], received, [len(x)], [received[0].recv_topk_weights], sums=sums)[0])
 
 
-@in_both_modes
-@on_deepspeed_ranks(4)
+@on_deepspeed_ranks(4, sums=("lanes", "lanes_fma"))
 def test_autoep_layers(rank, sums):
     pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="AutoEP came with DeepSpeed 0.19.2")
     results = []

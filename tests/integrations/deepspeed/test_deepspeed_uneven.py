@@ -40,8 +40,7 @@ def _all_experts(layer: nn.Module) -> list[nn.Module]:
     return experts
 
 
-@pytest.mark.parametrize("exact", (True, False))
-@on_deepspeed_ranks()
+@on_deepspeed_ranks(exact=(True, False))
 def test_uneven_tokens_equal_a_dense_layer(rank, exact):
     """Outputs and every gradient, against each expert applied to the tokens that chose it; a rank without tokens too."""
     torch.manual_seed(3)
@@ -91,8 +90,7 @@ def test_more_tokens_than_the_bound(rank):
         layer(torch.randn(16, HIDDEN))
 
 
-@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
-@on_deepspeed_ranks()
+@on_deepspeed_ranks(device=("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
 def test_room_grows_with_the_tokens(rank, device):
     """If there is no bound, the first forward that needs more room gets it, while earlier forwards still wait for their backward."""
     growing._is_bounded = lambda device: True

@@ -37,8 +37,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
-@on_ranks(2, name=("mixtral", "qwen3", "deepseek"))
+@on_ranks(2, name=("mixtral", "qwen3", "deepseek"), device=("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
 def test_train_save_load(rank: int, num_ranks: int, name: str, device: str, tmp_path: Path) -> None:
     """The model is loaded without this library, on as many ranks, and on a rank alone."""
     auto_class = pytest.importorskip("transformers", minversion="5").AutoModelForCausalLM
