@@ -2,19 +2,19 @@
 
 import gc
 import itertools
+import os
 import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from deep_ep_cases import BACKENDS
-from exchange_cases import device_of, in_environment
+from exchange_cases import device_of
 from on_ranks import on_ranks, refused
 
 from deepep_moe.compat.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
 from deepep_moe.errors import EPTimeoutError
 from deepep_moe.exchange import growing
-from deepep_moe.testing import run_ranks
 
 IDX = torch.tensor([[0], [2]])
 
@@ -56,8 +56,10 @@ def test_refused_first(rank, backend):
             call(**right)
 
 
-def new_sizes(rank, _):
+@on_ranks(2)
+def test_new_sizes_without_a_rank(rank):
     """A rank that is masked and does not come is named when sizes are new."""
+    os.environ["DEEPEP_MOE_TIMEOUT_S"] = "5"
     buffer, x, idx = Buffer(dist.group.WORLD, low_latency_mode=True, enable_shrink=True), rows(128), torch.tensor([[0, 3], [2, 1]])
     buffer.low_latency_dispatch(x, idx, 2, 4)
     dist.barrier()
@@ -67,10 +69,6 @@ def new_sizes(rank, _):
     buffer.low_latency_dispatch(x, idx, 2, 4)
     with pytest.raises(EPTimeoutError, match=r"'num_max_dispatch_tokens_per_rank': 3, .* are new, .* ranks \[1\] are masked"):
         buffer.low_latency_dispatch(x, idx, 3, 4)
-
-
-def test_new_sizes_without_a_rank():
-    run_ranks(in_environment, 2, {"DEEPEP_MOE_TIMEOUT_S": "5"}, new_sizes)
 
 
 # ---- in calls of another buffer than the last one ----

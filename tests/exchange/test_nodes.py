@@ -12,13 +12,15 @@ from deepep_moe.errors import EPMismatchError, EPPeerError
 from deepep_moe.group import rendezvous
 from deepep_moe.testing import run_ranks
 
-BACKENDS = ("shm", "collective")
-
 # ---- by hand ----
 
 
-def by_hand(rank: int, _: int, backend: str) -> list[float]:
-    """One token of each rank goes to all four; rank r returns the r-th of four numbers. In bf16, with 8 bits, 256 + 1 is 256."""
+@on_ranks(4, backend=("shm", "collective"))
+def test_by_hand(rank, backend):
+    """One token of each rank goes to all four; rank r returns the r-th of four numbers. In bf16, with 8 bits, 256 + 1 is 256.
+
+    One node: 1 + 256 + 1 = 258. Nodes of two: ranks 0 and 1 keep the exact sum 1 + 256 and get 258. For ranks 2 and 3 it is rounded to 256
+    before it crosses: 256 + 1 = 257, which is 256 in bf16. Nodes of one: every number is exact when it crosses."""
     poison_outputs()
     sums = []
     for per_node in (4, 2, 1):
@@ -29,14 +31,7 @@ def by_hand(rank: int, _: int, backend: str) -> list[float]:
         y = buffer.combine(torch.full((4, 8), value, dtype=torch.bfloat16), out.handle)
         assert (y == y[0, 0]).all()
         sums.append(y[0, 0].item())
-    return sums
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_by_hand(backend):
-    """One node: 1 + 256 + 1 = 258. Nodes of two: ranks 0 and 1 keep the exact sum 1 + 256 and get 258. For ranks 2 and 3 it is rounded to
-    256 before it crosses: 256 + 1 = 257, which is 256 in bf16. Nodes of one: every number is exact when it crosses."""
-    assert run_ranks(by_hand, 4, backend) == [[258.0, 258.0, 258.0]] * 2 + [[258.0, 256.0, 258.0]] * 2
+    assert sums == [258.0, 258.0 if rank < 2 else 256.0, 258.0]
 
 
 # ---- which ranks are a node ----

@@ -18,7 +18,6 @@ from deepep_moe import nvshmem_module
 from deepep_moe.errors import BackendUnavailableError
 from deepep_moe.group import nvshmem_world
 from deepep_moe.group.settings import Settings
-from deepep_moe.testing import run_ranks
 
 REFUSED = "NVSHMEM cannot serve these ranks: "
 
@@ -73,7 +72,9 @@ def test_uneven_hosts(rank, num_ranks):
 # ---- a new world ----
 
 
-def makes_world(rank, num_ranks):
+@on_ranks((2, 4))
+def test_world_is_made_once(rank, num_ranks):
+    """PEs need not be ranks. Variables that a user has set stay, and the others are recorded."""
     os.environ["NVSHMEM_DISABLE_NVLS"] = "0"
     for name in ("NVSHMEM_DISABLE_MNNVL", "NVSHMEM_SYMMETRIC_SIZE", "NVSHMEM_REMOTE_TRANSPORT"):
         os.environ.pop(name, None)
@@ -82,28 +83,18 @@ def makes_world(rank, num_ranks):
     again = join(rank, num_ranks, module, group=dist.new_group(backend="gloo"), hosts=["a"] * num_ranks)  # another group of the same ranks
     assert again.pe_of == world.pe_of and again.variables == {} and again.version == "3.4.5"
     assert os.environ["NVSHMEM_DISABLE_NVLS"] == "0" and os.environ["NVSHMEM_SYMMETRIC_SIZE"] == "4096"
-    return world.pe_of, world.variables, module.calls
-
-
-@pytest.mark.parametrize("num_ranks", (2, 4))
-def test_world_is_made_once(num_ranks):
-    """PEs need not be ranks. Variables that a user has set stay, and the others are recorded."""
     set_here = {"NVSHMEM_DISABLE_MNNVL": "1", "NVSHMEM_SYMMETRIC_SIZE": "4096"}
     if num_ranks == 2:  # on one host
         set_here["NVSHMEM_REMOTE_TRANSPORT"] = "none"
-    for rank, (pe_of, variables, calls) in enumerate(run_ranks(makes_world, num_ranks)):
-        assert pe_of == tuple(range(num_ranks - 1, -1, -1)) and variables == set_here
-        assert calls == ["unique_id"] * (rank == 0) + ["init", "attach"]
+    assert world.pe_of == tuple(range(num_ranks - 1, -1, -1)) and world.variables == set_here
+    assert module.calls == ["unique_id"] * (rank == 0) + ["init", "attach"]
 
 
-def uses_world_of_job(rank, num_ranks):
+@on_ranks(2)
+def test_world_of_pytorch_is_used(rank, num_ranks):
     module = FakeNvshmem(status=4, pe=(rank + 1) % num_ranks, num_pes=num_ranks)
     world = join(rank, num_ranks, module)
-    return world.pe_of, world.variables, module.calls
-
-
-def test_world_of_pytorch_is_used():
-    assert run_ranks(uses_world_of_job, 2) == [((1, 0), {}, ["attach"])] * 2
+    assert (world.pe_of, world.variables, module.calls) == ((1, 0), {}, ["attach"])
 
 
 @on_ranks(4)

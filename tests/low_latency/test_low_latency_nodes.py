@@ -106,8 +106,11 @@ def test_scales_of_two_warps(split):
     run_ranks(check_cases, SPLITS[split][0], "nvshmem", cases)
 
 
-def fp8_by_hand(rank, num_ranks, per_node):
-    """A token of each rank goes to all four, of which each returns its three columns. First columns of what the tokens get."""
+@on_ranks(4, per_node=(1, 2))
+def test_fp8_wire_by_hand(rank, per_node):
+    """A token of each rank goes to all four, of which each returns its three columns. Each rank's scale is a power of two, so its sum is
+    exact. Nodes of two: 1 + 0.0625 is exact on ranks 2 and 3. For ranks 0 and 1 it is rounded to 1: 448 in the same block makes its scale
+    1, and e4m3 has 1 and 1.125. Nodes of one: no sum is rounded."""
     rows = torch.zeros(4, 128)
     rows[:, :3] = torch.tensor([[0.0, 3.5, 0.0], [448.0, 0.0, 0.0], [448.0, 1.0, 0.0], [0.0, 0.0625, 0.875]])
     idx = torch.arange(4)[None]
@@ -118,14 +121,7 @@ def fp8_by_hand(rank, num_ranks, per_node):
     out = buffer.dispatch(torch.zeros(1, 128, device=device), idx.to(device))
     y = buffer.combine(rows[rank].expand(1, 4, 128).contiguous().to(device), out.handle, wire="fp8")
     assert_same("combined_x", y, sums[rank])
-    return y[0, :3].tolist()
-
-
-def test_fp8_wire_by_hand():
-    """Each rank's scale is a power of two, so its sum is exact. Nodes of two: 1 + 0.0625 is exact on ranks 2 and 3. For ranks 0 and 1 it is
-    rounded to 1: 448 in the same block makes its scale 1, and e4m3 has 1 and 1.125. Nodes of one: no sum is rounded."""
-    assert run_ranks(fp8_by_hand, 4, 2) == [[896.0, 4.5, 0.875]] * 2 + [[896.0, 4.5625, 0.875]] * 2
-    assert run_ranks(fp8_by_hand, 4, 1) == [[896.0, 4.5625, 0.875]] * 4
+    assert y[0, :3].tolist() == [896.0, 4.5 if per_node == 2 and rank < 2 else 4.5625, 0.875]
 
 
 # ---- hooks ----

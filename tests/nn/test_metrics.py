@@ -7,11 +7,12 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
+from on_ranks import on_ranks
 from torch.utils.checkpoint import checkpoint
 
 from deepep_moe.nn import EventFile, GroupedExperts, JsonLines, Metrics, MoELayer, Router, SwiGLU
 from deepep_moe.nn.metrics import LayerMetrics
-from deepep_moe.testing import run_ranks
 
 
 class Writer:
@@ -35,7 +36,8 @@ def layers(num_ranks: int) -> torch.nn.Sequential:
     return torch.nn.Sequential(*listed)
 
 
-def reports_worker(rank: int, num_ranks: int):
+@on_ranks((1, 2))
+def test_reports_of_layers(rank, num_ranks):
     model, writer = layers(num_ranks), Writer()
     metrics = Metrics(model, [writer])
     for num_tokens in (8 - rank, 3):
@@ -44,13 +46,7 @@ def reports_worker(rank: int, num_ranks: int):
     model(torch.randn(5, 16))
     scalars = metrics.write(7, {"loss": 2.0})
     assert writer.scalars == [(name, value, 7) for name, value in scalars.items()]
-    return first, scalars, metrics.take()
-
-
-@pytest.mark.parametrize("num_ranks", (1, 2))
-def test_reports_of_layers(num_ranks):
-    reports = run_ranks(reports_worker, num_ranks)
-    first, scalars, nothing = reports[0]
+    nothing = metrics.take()
     tokens = sum(8 - rank + 3 for rank in range(num_ranks))
     assert [(report.layer, report.rows_per_expert, report.busiest) for report in first] == [
         (n, [tokens, tokens, 0, 0], 2.0) for n in (1, 2)
@@ -61,11 +57,13 @@ def test_reports_of_layers(num_ranks):
     assert list(scalars) == ["loss", *names] and scalars["loss"] == 2.0
     assert scalars["deepep_moe/layer_2/rows"] == 2 * 5 * num_ranks and scalars["deepep_moe/layer_1/busiest_expert"] == 2.0
     assert [(report.rows_per_expert, report.exchange_ms) for report in nothing] == [([0] * 4, 0.0)] * 2
-    assert all(of_rank[0] == first for of_rank in reports), "every rank has the sums of all"
+    everywhere = [None] * num_ranks
+    dist.all_gather_object(everywhere, first)
+    assert everywhere == [first] * num_ranks, "every rank has the sums of all"
 
 
-def training_worker(rank: int, num_ranks: int):
-    model, x = layers(num_ranks), torch.randn(3, 16)
+def test_evaluations_count_for_a_model_that_serves_only():
+    model, x = layers(1), torch.randn(3, 16)
     metrics = Metrics(model)
     served = Metrics(model.eval())
     sums = []
@@ -74,11 +72,7 @@ def training_worker(rank: int, num_ranks: int):
         with torch.set_grad_enabled(has_gradient):
             model(x)
         sums.append([sum(metrics.take()[0].rows_per_expert), sum(served.take()[0].rows_per_expert)])
-    return sums
-
-
-def test_evaluations_count_for_a_model_that_serves_only():
-    assert run_ranks(training_worker, 1)[0] == [[0, 6], [0, 6], [6, 6]]
+    assert sums == [[0, 6], [0, 6], [6, 6]]
 
 
 @pytest.mark.parametrize("use_reentrant", (True, False))

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,14 +17,12 @@ import deepep_moe
 from deepep_moe.errors import EPMismatchError, EPPeerError
 from deepep_moe.integrations.huggingface import SpreadExperts, expert_parameters, spread_experts
 from deepep_moe.nn import Metrics
-from deepep_moe.testing import run_ranks
 
 
-def parity_worker(rank: int, num_ranks: int, names: tuple[str, ...]) -> list[tuple[list[str], int]]:
-    return [parity(rank, num_ranks, name) for name in names]
-
-
-def parity(rank: int, num_ranks: int, name: str) -> tuple[list[str], int]:
+@on_ranks(2, name=("stand-in", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "qwen3", "deepseek"))))
+def test_parity(rank: int, num_ranks: int, name: str) -> None:
+    if name != "stand-in":
+        pytest.importorskip("transformers", minversion="5")
     model, spread = build(name), build(name)
     replaced = spread_experts(spread, num_max_tokens_per_rank=64)
     experts = [module for module in spread.modules() if isinstance(module, SpreadExperts)]
@@ -43,7 +42,9 @@ def parity(rank: int, num_ranks: int, name: str) -> tuple[list[str], int]:
             torch.distributed.all_reduce(total)
             local = total.unflatten(0, (num_ranks, -1))[rank]
             torch.testing.assert_close(getattr(module.experts, ours_name).grad, local, rtol=1e-4, atol=1e-5)
-    return replaced, len({id(module.buffer) for module in experts})
+    place = "layers.{}.experts" if name == "stand-in" else "model.layers.{}.mlp.experts"
+    assert replaced == [place.format(block) for block in ((1,) if name == "deepseek" else (0, 1))]
+    assert len({id(module.buffer) for module in experts}) == 1
 
 
 @on_ranks(2)
@@ -60,18 +61,6 @@ def test_one_line_says_that_it_is_on_and_metrics_count(rank: int, num_ranks: int
         of_ranks = torch.tensor(report.rows_per_expert).unflatten(0, (num_ranks, -1)).sum(1)
         assert report.rank_overload == report.max_rank_overload == of_ranks.max() / of_ranks.double().mean() >= 1
         assert report.max_vio == pytest.approx(report.busiest - 1)
-
-
-def test_parity():
-    assert run_ranks(parity_worker, 2, ("stand-in",)) == [[(["layers.0.experts", "layers.1.experts"], 1)]] * 2
-
-
-@pytest.mark.slow
-def test_parity_of_transformers():
-    pytest.importorskip("transformers", minversion="5")
-    blocks = {"mixtral": (0, 1), "qwen3": (0, 1), "deepseek": (1,)}
-    expected = [([f"model.layers.{block}.mlp.experts" for block in chosen], 1) for chosen in blocks.values()]
-    assert run_ranks(parity_worker, 2, tuple(blocks)) == [expected] * 2
 
 
 # Changes of the model or of the experts of its second block.
@@ -112,15 +101,13 @@ def is_stock(model: nn.Module) -> bool:
     return not any(isinstance(module, SpreadExperts) for module in model.modules())
 
 
-def example_worker(rank: int, num_ranks: int, folder: str):
-    return example("train").train(rank, num_ranks, 25, True, folder)
-
-
 @pytest.mark.slow
-def test_example(tmp_path):
-    for replaced, difference, losses in run_ranks(example_worker, 2, str(tmp_path)):
-        assert replaced == ["layers.0.experts", "layers.1.experts"] and difference < 1e-5
-        assert losses[0] - losses[-1] > 1
+@on_ranks(2)
+def test_example(rank: int, num_ranks: int, tmp_path: Path) -> None:
+    replaced, difference, losses = example("train").train(rank, num_ranks, 25, True, str(tmp_path))
+    assert replaced == ["layers.0.experts", "layers.1.experts"] and difference < 1e-5 and losses[0] - losses[-1] > 1
+    if rank:
+        return
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == losses and lines[0]["deepep_moe/layer_1/rows"] == 2 * 4 * 32 * 2
 
