@@ -38,6 +38,14 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=minutes_allowed, reverse=True)  # so that no lane is left with a long test at the end
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """The CPU, and a GPU if there is one, as operators take it."""
+    from exchange_cases import device_of
+
+    return device_of("nvlink" if request.param == "cuda" else "shm", 0)
+
+
 def minutes_allowed(item):
     """Return the limit of a test that takes minutes, and 0 for all others, which keep their order."""
     marker = item.get_closest_marker("timeout")

@@ -12,7 +12,6 @@ from on_ranks import on_ranks
 from deepep_moe import reference
 from deepep_moe.compat.deep_ep import Buffer, Config
 from deepep_moe.ops import ue8m0
-from deepep_moe.testing import run_ranks
 
 ALIGNMENT = 4
 
@@ -32,7 +31,13 @@ def check_layout(buffer, want, device):
     return {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
 
 
-def scenario(rank, num_ranks, backend, case, fp8, with_topk, is_async, with_previous):
+@pytest.mark.parametrize("with_previous", (False, True), ids=("", "previous"))
+@in_both_modes
+@pytest.mark.parametrize("with_topk", (True, False), ids=("topk", "ranks alone"))
+@in_both_dtypes
+@on_ranks(3, backend=BACKENDS)
+def test_scenarios(rank, num_ranks, backend, fp8, with_topk, is_async, with_previous):
+    case = Case([13, 0, 30], expert_alignment=ALIGNMENT, **SIZES)
     buffer, device = make_buffer(backend, rank)
     want = Wanted(case, rank, "rank", fp8)
     mine, x = want.mine, want.x_on(device)
@@ -115,15 +120,6 @@ def sums_of_lanes(want, weights):
         there = want.in_rank(rank)[:, r]
         total[there] += values[first : first + int(there.sum())]
     return total
-
-
-@pytest.mark.parametrize("with_previous", (False, True), ids=("", "previous"))
-@in_both_modes
-@pytest.mark.parametrize("with_topk", (True, False), ids=("topk", "ranks alone"))
-@in_both_dtypes
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_scenarios(backend, fp8, with_topk, is_async, with_previous):
-    run_ranks(scenario, 3, backend, Case([13, 0, 30], expert_alignment=ALIGNMENT, **SIZES), fp8, with_topk, is_async, with_previous)
 
 
 def plain_dispatch(buffer, want, device):

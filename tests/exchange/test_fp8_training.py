@@ -1,20 +1,20 @@
 """Dispatch and combine of fp8 experts: what arrives, what autograd gets, the bytes on the wire, refusals before anything is sent. Whole
 layers: tests/nn/test_fp8_layer.py."""
 
+import itertools
 from functools import partial
 
 import pytest
 import torch
 from exchange_cases import assert_same, device_of, look
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer, ops
 from deepep_moe.errors import EPPeerError
 from deepep_moe.ops import QuantizedRows, quantize_fp8
-from deepep_moe.testing import run_ranks
 
 HIDDEN, WIDTH, NUM_EXPERTS, NUM_TOKENS = 256, 128, 8, 100
-BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
-ON_GPUS = ("nvlink", "nvshmem")
+ON_GPUS = [pytest.param(*place, marks=pytest.mark.gpu) for place in (("nvlink", 1), ("nvlink", 2), ("nvlink", 4), ("nvshmem", 4))]
 
 
 def inputs(rank, device):
@@ -46,7 +46,9 @@ def sent_bytes(buffer):
 # ---- what arrives ----
 
 
-def rows_and_gradients(rank, num_ranks, backend):
+@pytest.mark.parametrize(("backend", "num_ranks"), [*itertools.product(("shm", "collective"), (1, 2, 4)), *ON_GPUS])
+@on_ranks(())
+def test_rows_and_gradients(rank, num_ranks, backend):
     device = device_of(backend, rank)
     buffer, (x, idx, weights) = buffer_of(backend), inputs(rank, device)
     x.requires_grad_(), weights.requires_grad_()
@@ -95,17 +97,11 @@ def rows_and_gradients(rank, num_ranks, backend):
     assert row / (2 * HIDDEN) < 0.52
     for rows in (out.recv_x, caught[0]):  # those of dispatch, and of combine's gradient
         assert rows.values.nbytes + rows.scales.nbytes == row * len(rows)
-    assert set(noted) == {row} or (backend in ON_GPUS and not noted)  # C++ makes plain calls on GPUs
+    assert set(noted) == {row} or (backend in ("nvlink", "nvshmem") and not noted)  # C++ makes plain calls on GPUs
 
 
 def out_scales(x):
     return quantize_fp8(x.detach(), power_of_two=True)[1]
-
-
-@pytest.mark.parametrize("num_ranks", (1, 2, 4))
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_and_gradients(backend, num_ranks):
-    run_ranks(rows_and_gradients, num_ranks, backend)
 
 
 # ---- refusals ----
@@ -116,7 +112,9 @@ def error_on(message, rank):
     return message if rank < 3 else "rank 2 did not make its call: EPPeerError: rank 0 did not make its call"
 
 
-def refusals(rank, num_ranks, backend):
+@pytest.mark.parametrize(("backend", "num_ranks"), [("shm", 2), ("collective", 2), ON_GPUS[1], ON_GPUS[3]])
+@on_ranks(())
+def test_refusals(rank, num_ranks, backend):
     x, idx, _ = inputs(rank, device_of(backend, rank))
     buffer = buffer_of(backend)
     good = buffer.dispatch(x, idx, expert_alignment=128, fp8="blockwise")
@@ -149,15 +147,3 @@ def refusals(rank, num_ranks, backend):
             buffer.combine(**(good_how | how if rank == 0 else good_how))
             look(buffer)
     assert_same("after refusals", buffer.dispatch(x, idx, expert_alignment=128, fp8="blockwise").recv_x.values, good.recv_x.values)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_refusals(backend):
-    run_ranks(refusals, 2, backend)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("run", (rows_and_gradients, refusals))
-def test_over_nodes_of_gpus(run):
-    """Two nodes of two ranks."""
-    run_ranks(run, 4, "nvshmem")

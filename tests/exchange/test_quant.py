@@ -33,15 +33,12 @@ def test_equals_reference(dtype):
         assert_all_same(f"{shape}, scale {scale}", quantize_fp8(x), reference.quantize_fp8(x))
 
 
-@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
 @pytest.mark.parametrize("bad", (torch.nan, torch.inf, -torch.inf), ids=str)
 def test_what_is_not_finite_stays_in_its_block(bad, device):
     x = torch.randn(2, 256, generator=torch.Generator().manual_seed(2))
     good = x.clone()
     x[1, 7] = bad
-    (y, scales), (good_y, good_scales) = (
-        [t.cpu() for t in quantize_fp8(each.to(device_of("nvlink", 0) if device == "cuda" else device))] for each in (x, good)
-    )
+    (y, scales), (good_y, good_scales) = ([t.cpu() for t in quantize_fp8(each.to(device))] for each in (x, good))
     torch.testing.assert_close(scales, reference.quantize_fp8(x)[1], rtol=0, atol=0, equal_nan=True)
     assert not scales[1, 0].isfinite() and not (y.float()[1, 7] * scales[1, 0]).isfinite()
     assert_same("y of other blocks", torch.cat([y[0], y[1, 128:]]).float(), torch.cat([good_y[0], good_y[1, 128:]]).float())

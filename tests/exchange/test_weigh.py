@@ -3,16 +3,10 @@
 import emulated_gpu
 import pytest
 import torch
-from exchange_cases import device_of
 
 from deepep_moe.ops.weighted import scale_rows_backward, weighted_sum, weighted_sum_backward
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def device(request):
-    return device_of("nvlink", 0) if request.param == "gpu" else torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

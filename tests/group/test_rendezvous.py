@@ -12,7 +12,6 @@ from deepep_moe import Buffer, LowLatencyBuffer
 from deepep_moe.errors import EPError, EPPeerError
 from deepep_moe.group.rendezvous import Exchange, introduce
 from deepep_moe.group.settings import Settings
-from deepep_moe.testing import run_ranks
 
 
 class Bomb:
@@ -37,7 +36,18 @@ def send(data, size=None):
 WANTED = "the message of rank 1 is .*; it must be .*construction of a Buffer.* same version of deepep_moe"
 
 
-def strange_introduction(rank, num_ranks, data, size, make):
+STRANGE = {
+    "number": (b"5", None), "list": (b"[]", None), "other fields": (b'{"error": null}', None), "no text": (b"\xff\x00", None),
+    "deep": (b"[" * 200_000, None), "too large": (b"", 1 << 60), "negative": (b"", -1), "low latency": (b"5", None),
+}  # fmt: skip
+
+
+@on_ranks(2, name=STRANGE)
+def test_strange_introduction(rank, name):
+    refuse_introduction(rank, *STRANGE[name], LowLatencyBuffer if name == "low latency" else Buffer)
+
+
+def refuse_introduction(rank, data, size, make):
     if rank == 1:
         return send(data, size)
     with pytest.raises(EPError, match=WANTED) as info:
@@ -45,24 +55,10 @@ def strange_introduction(rank, num_ranks, data, size, make):
     assert type(info.value) is EPError
 
 
-@pytest.mark.parametrize(
-    ("data", "size"),
-    [
-        (b"5", None), (b"[]", None), (b'{"error": null}', None), (b"\xff\x00", None), (b"[" * 200_000, None), (b"", 1 << 60), (b"", -1),
-    ],
-    ids=["number", "list", "other fields", "no text", "deep", "too large", "negative"],
-)  # fmt: skip
-def test_strange_introduction(data, size):
-    run_ranks(strange_introduction, 2, data, size, Buffer)
-
-
-def test_strange_introduction_to_low_latency():
-    run_ranks(strange_introduction, 2, b"5", None, LowLatencyBuffer)
-
-
-def test_message_runs_no_code(tmp_path):
+@on_ranks(2)
+def test_message_runs_no_code(rank, tmp_path):
     bomb = tmp_path / "bomb"
-    run_ranks(strange_introduction, 2, pickle.dumps(Bomb(str(bomb))), None, Buffer)
+    refuse_introduction(rank, pickle.dumps(Bomb(str(bomb))), None, Buffer)
     assert not bomb.exists()
 
 

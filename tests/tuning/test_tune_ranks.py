@@ -7,6 +7,7 @@ from pathlib import Path
 import emulated_gpu
 import pytest
 from exchange_cases import device_of
+from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import EPError, EPMismatchError
@@ -83,25 +84,13 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert [values.num_sms for values in run_ranks(loads, 2, file)] == [2, 2]
 
 
-def without_a_difference(rank: int, num_ranks: int, options: argparse.Namespace) -> Outcome:
+@on_ranks(2)
+def test_nothing_is_faster(rank: int, num_ranks: int) -> None:
     device_of("nvlink", rank)
     few_candidates()
     sample = ranks.TuneRank._sample
     ranks.TuneRank._sample = lambda self, *arguments: [100.0 for _ in sample(self, *arguments)]
-    return tune(rank, num_ranks, options)
-
-
-def test_nothing_is_faster():
-    for outcome in run_ranks(without_a_difference, 2, options(2)):
-        assert outcome == Outcome(ranks.NOTHING_FASTER, None)
-
-
-def refused(rank: int, num_ranks: int, options: argparse.Namespace, change) -> tuple[type, str]:
-    device_of("nvlink", rank)
-    change(rank)
-    with pytest.raises(EPError) as error:
-        tuned(rank, num_ranks, options)
-    return type(error.value), str(error.value)
+    assert tune(rank, num_ranks, options(2)) == Outcome(ranks.NOTHING_FASTER, None)
 
 
 def unlike_gpus(rank: int) -> None:
@@ -124,6 +113,10 @@ def other_bits(rank: int) -> None:
         (other_bits, EPError, ("combined_x with num_sms 2, ", "differs from that with the default settings in 24 of 24 rows")),
     ],
 )
-def test_what_ends_the_run(change, error, words):
-    for kind, message in run_ranks(refused, 2, options(2), change):
-        assert kind is error and all(word in message for word in words), message
+@on_ranks(2)
+def test_what_ends_the_run(rank, num_ranks, change, error, words):
+    device_of("nvlink", rank)
+    change(rank)
+    with pytest.raises(EPError) as raised:
+        tuned(rank, num_ranks, options(2))
+    assert type(raised.value) is error and all(word in str(raised.value) for word in words), raised.value
