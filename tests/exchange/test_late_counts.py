@@ -62,31 +62,35 @@ def test_rows_that_fit_and_rows_that_do_not(rank, calls_between, sums):
 
 @pytest.mark.gpu
 @on_ranks(2)
-def test_guessed_rows_that_nobody_settles(rank):
-    """A combine of rows that did not fit is refused on all ranks, and the buffer goes on after `recover`."""
-    buffer, x, _ = on_gpus(rank)
+def test_guesses_that_come_to_nothing(rank):
+    """Rows that did not fit and are combined, or whose gradient is asked for, and another buffer's output: refused on all ranks. A refusal
+    after a late dispatch is the next call of the rank, and nobody can read the counts after it. The buffer goes on after `recover`."""
+    (buffer, x, _), (other, _, _) = on_gpus(rank), on_gpus(rank)
     even, to_one = (torch.tensor(idx, device=x.device) for idx in (EVEN, TO_ONE))
-    for _ in range(2):
-        buffer.combine((out := buffer.dispatch(x, even)).recv_x, out.handle)
-    out = buffer.dispatch(x, to_one, num_recv_rows="guess")
+    leaf = x.clone().requires_grad_()
+
+    def guessed(idx, rows=x):
+        for _ in range(2):
+            buffer.combine((out := buffer.dispatch(x, even)).recv_x, out.handle)
+        out = buffer.dispatch(rows, idx, num_recv_rows="guess")
+        assert out.handle.is_late
+        return out
+
+    out = guessed(to_one)
     error, text = (ValueError, r"x has shape .*\[8, 16\]") if rank == 0 else (EPPeerError, "rank 0 did not make its call")
     with pytest.raises(error, match=text):
         buffer.combine(out.recv_x, out.handle)
         look(buffer)
     buffer.recover()
-    out = buffer.dispatch(x, even)
-    assert_same("combined_x", buffer.combine(out.recv_x, out.handle), 2 * x)
-
-
-@pytest.mark.gpu
-@on_ranks(2)
-def test_counts_are_lost_with_a_refusal(rank):
-    """A refusal after a late dispatch is the next call of the rank. Nobody can read the counts after it."""
-    buffer, x, _ = on_gpus(rank)
-    even = torch.tensor(EVEN, device=x.device)
-    for _ in range(2):
-        buffer.dispatch(x, even)
-    out = buffer.dispatch(x, even, num_recv_rows="guess")
+    out = guessed(to_one, leaf)
+    with pytest.raises(ValueError, match="handle belongs to buffer"):
+        other.settle(out)
+    error, text = (RuntimeError, "the rows of this dispatch did not fit") if rank == 0 else (EPPeerError, "rank 0 did not")
+    with pytest.raises(error, match=text):
+        out.recv_x.sum().backward()
+        look(buffer)
+    buffer.recover()
+    out = guessed(even)
     buffer.refuse(ValueError("an expert has failed"))
     for call in (lambda: buffer.settle(out), lambda: buffer.combine(out.recv_x, out.handle)):
         with pytest.raises(RuntimeError, match="the counts of this dispatch are lost"):
@@ -98,28 +102,6 @@ def test_counts_are_lost_with_a_refusal(rank):
     assert_same("combined_x", buffer.combine(again.recv_x, again.handle), 2 * x)
     with pytest.raises(RuntimeError, match="the counts of this dispatch are lost"):
         buffer.settle(late)
-
-
-@pytest.mark.gpu
-@on_ranks(2)
-def test_rows_that_nobody_may_use(rank):
-    """The gradient of rows that did not fit, and another buffer's output."""
-    (buffer, x, _), (other, _, _) = on_gpus(rank), on_gpus(rank)
-    even, to_one = (torch.tensor(idx, device=x.device) for idx in (EVEN, TO_ONE))
-    for _ in range(2):
-        buffer.dispatch(x, even)
-    x.requires_grad_()
-    out = buffer.dispatch(x, to_one, num_recv_rows="guess")
-    with pytest.raises(ValueError, match="handle belongs to buffer"):
-        other.settle(out)
-    if rank == 0:
-        with pytest.raises(RuntimeError, match="the rows of this dispatch did not fit"):
-            out.recv_x.sum().backward()
-    else:
-        with pytest.raises(EPPeerError, match="rank 0 did not"):
-            out.recv_x.sum().backward()
-            look(buffer)
-    buffer.recover()
 
 
 @pytest.mark.gpu

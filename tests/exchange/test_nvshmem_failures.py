@@ -72,7 +72,7 @@ def check_refusal(call, part, culprit, kind, reason):
 @on_ranks(4, culprit=CULPRITS)
 def test_refusals(rank, culprit):
     """Routings that kernels refuse, and arguments that the host refuses: of a dispatch, whose peers learn of it at once, and of calls whose
-    hosts wait for nothing."""
+    hosts wait for nothing. Then calls that differ."""
     buffer, part = buffer_of(), part_of(rank, culprit)
     x, idx = inputs(buffer, 1)
     out = buffer.dispatch(x, idx)
@@ -102,15 +102,7 @@ def test_refusals(rank, culprit):
     for _ in range(3):  # in a row, and nobody makes a call in between
         check_refusal(calls[3][0], part, culprit, error, reason)
     make_step(buffer, 9)
-    buffer.destroy()
-
-
-@on_ranks(4, culprit=CULPRITS)
-def test_different_calls(rank, culprit):
-    """The culprit combines while the others dispatch, or asks for another layout."""
-    buffer, part = buffer_of(), part_of(rank, culprit)
-    x, idx = inputs(buffer, 1)
-    out = buffer.dispatch(x, idx)
+    out = buffer.dispatch(x, idx)  # then the culprit combines while the others dispatch, or asks for another layout
     calls = {
         "combine of": (lambda: (buffer.combine(out.recv_x, out.handle), look(buffer)), lambda: buffer.dispatch(x, idx)),
         "layout rank": (lambda: buffer.dispatch(x, idx, layout="rank"), lambda: buffer.dispatch(x, idx)),

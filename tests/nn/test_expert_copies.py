@@ -2,11 +2,12 @@
 
 import copy
 import time
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import device_of, look
+from exchange_cases import BACKENDS, device_of, look
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer
@@ -14,7 +15,6 @@ from deepep_moe.errors import EPCapacityError, EPMismatchError, EPPeerError
 from deepep_moe.nn import Balance, GroupedExperts, LocalExperts, Metrics, MoELayer
 from deepep_moe.nn.balance import Copies
 
-BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
 HIDDEN, INNER, NUM_EXPERTS, NUM_TOPK = 8, 4, 8, 2
 
 
@@ -211,74 +211,73 @@ def check_equal(use):
         assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("recompute", (True, False), ids=("reentrant", "not reentrant"))
-@on_ranks(2)
-def test_recomputed_layers_replay_their_plans(rank, num_ranks, recompute):
-    check_equal(lambda balance: train(layer_of(rank, num_ranks, balance), rank, recompute=recompute if balance else None))
+def recomputed(make, rank, is_reentrant):
+    """Recomputed layers replay their plans."""
+    layer = make()
+    return train(layer, rank, recompute=is_reentrant if layer._balance else None)
 
 
-@on_ranks(2)
-def test_layers_share_the_copies(rank, num_ranks):
+def shared(make, rank):
     """The first layer's weights are fetched again for its backward, as the second layer has used the memory."""
-
-    def use(balance):
-        first, second = (layer_of(rank, num_ranks, balance) for _ in range(2))
-        with torch.no_grad():
-            second.experts.up.mul_(2)
-        x = tokens_of(rank, 1).requires_grad_()
-        second(first(x)).sum().backward()
-        return [x.grad, *(parameter.grad for layer in (first, second) for parameter in layer.experts.parameters())]
-
-    check_equal(use)
+    first, second = make(), make()
+    with torch.no_grad():
+        second.experts.up.mul_(2)
+    x = tokens_of(rank, 1).requires_grad_()
+    second(first(x)).sum().backward()
+    return [x.grad, *(parameter.grad for layer in (first, second) for parameter in layer.experts.parameters())]
 
 
-@pytest.mark.parametrize("frozen", ((), ("up",), ("down",), ("up", "down")), ids=str)
+def frozen(make, rank, *names):
+    """Weights without gradients, and evaluation."""
+    layer, x = make(), tokens_of(rank, 1).requires_grad_()
+    for name in names:
+        getattr(layer.experts, name).requires_grad_(False)
+    with torch.inference_mode():
+        evaluated = layer(x)
+    layer(x).sum().backward()
+    wanted = [x, *(parameter for parameter in layer.experts.parameters() if parameter.requires_grad)]
+    evaluated = torch.cat([evaluated.flatten(), *(torch.autograd.grad(layer(x).sum(), each)[0].flatten() for each in wanted)])
+    return [evaluated, x.grad, *(parameter.grad for parameter in layer.experts.parameters() if parameter.requires_grad)]
+
+
+def hooked(make, rank, is_forward):
+    """Hooks of experts see the rows of copies."""
+    layer, x = make(), tokens_of(rank, 1).requires_grad_()
+    if is_forward:
+        layer.experts.register_forward_hook(lambda module, args, y: y * 2)
+    else:
+        layer.experts.register_full_backward_hook(lambda module, grads, of_outputs: (grads[0] * 2, *grads[1:]))
+    layer(x).sum().backward()
+    return [x.grad, *(parameter.grad for parameter in layer.experts.parameters())]
+
+
+def one_checkpoint(make, rank):
+    """Two layers in one checkpoint: hooks of weights run once, and a copied layer shares the memory."""
+    first, seen = make(), []
+    second, x = copy.deepcopy(first), tokens_of(rank, 1).requires_grad_()
+    for seed, layer in enumerate((first, second)):
+        layer.router.forward = lambda rows, mask=None, seed=seed: Skewed(rank, seed)(rows)
+    parameters = [*first.experts.parameters(), *second.experts.parameters()]
+    for parameter in parameters:
+        parameter.register_hook(lambda grad: seen.append(1) or grad / 2)
+    torch.utils.checkpoint.checkpoint(lambda x: second(first(x)), x, use_reentrant=False).sum().backward()
+    return [x.grad, torch.tensor(len(seen)), *(parameter.grad for parameter in parameters)]
+
+
+def autocast_and_compiled(make, rank):
+    """Whole numbers are the same in bf16. A compiled layer runs outside of the graph."""
+    layer, x = make(), tokens_of(rank, 1).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x).float().sum().backward()
+    grads = [x.grad, *(parameter.grad for parameter in layer.experts.parameters())]
+    return [*grads, torch.compile(layer, backend="eager")(tokens_of(rank, 2))]
+
+
 @on_ranks(2)
-def test_frozen_weights_and_evaluation(rank, num_ranks, frozen):
-    def use(balance):
-        layer, x = layer_of(rank, num_ranks, balance), tokens_of(rank, 1).requires_grad_()
-        for name in frozen:
-            getattr(layer.experts, name).requires_grad_(False)
-        with torch.inference_mode():
-            evaluated = layer(x)
-        layer(x).sum().backward()
-        wanted = [x, *(parameter for parameter in layer.experts.parameters() if parameter.requires_grad)]
-        evaluated = torch.cat([evaluated.flatten(), *(torch.autograd.grad(layer(x).sum(), each)[0].flatten() for each in wanted)])
-        return [evaluated, x.grad, *(parameter.grad for parameter in layer.experts.parameters() if parameter.requires_grad)]
-
-    check_equal(use)
-
-
-@on_ranks(2, kind=("forward", "full_backward"))
-def test_hooks_of_experts_see_the_rows_of_copies(rank, num_ranks, kind):
-    def use(balance):
-        layer, x = layer_of(rank, num_ranks, balance), tokens_of(rank, 1).requires_grad_()
-        if kind == "forward":
-            layer.experts.register_forward_hook(lambda module, args, y: y * 2)
-        else:
-            layer.experts.register_full_backward_hook(lambda module, grads, of_outputs: (grads[0] * 2, *grads[1:]))
-        layer(x).sum().backward()
-        return [x.grad, *(parameter.grad for parameter in layer.experts.parameters())]
-
-    check_equal(use)
-
-
-@on_ranks(2)
-def test_two_layers_in_one_checkpoint(rank, num_ranks):
-    """Hooks of weights run once, and a copied layer shares the memory."""
-
-    def use(balance):
-        first, seen = layer_of(rank, num_ranks, balance), []
-        second, x = copy.deepcopy(first), tokens_of(rank, 1).requires_grad_()
-        for seed, layer in enumerate((first, second)):
-            layer.router.forward = lambda rows, mask=None, seed=seed: Skewed(rank, seed)(rows)
-        parameters = [*first.experts.parameters(), *second.experts.parameters()]
-        for parameter in parameters:
-            parameter.register_hook(lambda grad: seen.append(1) or grad / 2)
-        torch.utils.checkpoint.checkpoint(lambda x: second(first(x)), x, use_reentrant=False).sum().backward()
-        return [x.grad, torch.tensor(len(seen)), *(parameter.grad for parameter in parameters)]
-
-    check_equal(use)
+def test_uses_of_layers(rank, num_ranks):
+    uses = [(recomputed, True), (recomputed, False), (shared,), (frozen,), (frozen, "up"), (frozen, "down"), (frozen, "up", "down")]
+    for use, *options in (*uses, (hooked, True), (hooked, False), (one_checkpoint,), (autocast_and_compiled,)):
+        check_equal(lambda balance: use(partial(layer_of, rank, num_ranks, balance), rank, *options))  # noqa: B023
 
 
 @on_ranks(2, backend=BACKENDS, where=("router", "copies", "backward"))
@@ -308,20 +307,6 @@ def test_peers_learn_of_a_failure(rank, num_ranks, where, backend):
     assert time.monotonic() - begin < 30
     if backend == "nvlink":
         torch.cuda.synchronize()  # a refusal ends with its process, which makes it by a kernel
-
-
-@on_ranks(2)
-def test_autocast_and_compilation(rank, num_ranks):
-    """Whole numbers are the same in bf16. A compiled layer runs outside of the graph."""
-
-    def use(balance):
-        layer, x = layer_of(rank, num_ranks, balance), tokens_of(rank, 1).requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            layer(x).float().sum().backward()
-        grads = [x.grad, *(parameter.grad for parameter in layer.experts.parameters())]
-        return [*grads, torch.compile(layer, backend="eager")(tokens_of(rank, 2))]
-
-    check_equal(use)
 
 
 @on_ranks(2)
