@@ -175,7 +175,7 @@ def test_sizes_of_steps(rank, hinted, backend):
     assert seen == ({40} if hinted else {8, 16, 32, 64})
     for number, handle in enumerate(kept[:2]):  # their buffers are there as long as they are
         rows = torch.zeros(3, SMALL.num_ranks * (8, 9)[number], SMALL.hidden, dtype=torch.bfloat16)
-        y, event, hook = combine(buffer, replace(SMALL, mode="now"), rank, rows, handle)
+        y, event, hook = combine(buffer, replace(SMALL, mode="now", seed=number), rank, rows, handle)
         assert not y.any()
 
 

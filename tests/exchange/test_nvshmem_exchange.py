@@ -1,7 +1,5 @@
 """The nvshmem backend against the reference, bit for bit: nodes of one host, which on the emulated GPU a hostile network connects."""
 
-import ctypes
-
 import emulated_gpu
 import pytest
 import torch
@@ -11,6 +9,7 @@ from exchange_cases import (
     ROUNDS,
     Case,
     assert_same,
+    bytes_put,
     check_cases,
     check_each,
     device_of,
@@ -132,23 +131,17 @@ def test_one_row_crosses_for_each_token_and_node(rank, num_ranks):
     case = case_of("2x2", [16, 3, 0, 40], hidden=1024)
     idxs = [case.routing(r) for r in range(num_ranks)]
     buffer, x, idx, _ = opened(case, "nvshmem", rank)
-    emulated_bytes = ctypes.CDLL("libemulated_gpu.so").emulated_nvshmem_bytes
-    emulated_bytes.restype = ctypes.c_uint64
     pe = (rank + 2) % 4
 
     def goes(source, node):
         return int(((idxs[source] // 12) == node).any(1).sum()) if len(idxs[source]) else 0
 
-    def count():
-        dist.barrier()  # puts are counted as they arrive: by the end of all ranks' calls they have
-        return emulated_bytes(pe)
-
     node, message = rank // 2, 2**16
-    begin = count()
+    begin = bytes_put(pe)
     out = buffer.dispatch(x, idx)
-    middle = count()
+    middle = bytes_put(pe)
     buffer.combine(out.recv_x, out.handle)
-    end = count()
+    end = bytes_put(pe)
     row = 2 * case.hidden
     sent, returned = goes(rank, 1 - node) * row, goes(pe, node) * row
     assert sent <= middle - begin < sent + message and returned <= end - middle < returned + message, (begin, middle, end, sent, returned)

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import assert_same, device_of, on_device
+from exchange_cases import NETWORK, assert_same, device_of, in_environment, on_device
 from fault_cases import under
 from low_latency_cases import (
     ALL_BACKENDS,
@@ -147,6 +147,29 @@ def test_fp8(hidden, backend):
     ]
     cases.append(Case([5, 6, 7], hidden=hidden, wire="fp8", with_weights=False))
     run_ranks(check_cases, 3, backend, cases)
+
+
+def random_case(seed, num_ranks, per_node):
+    draw = random.Random(seed)
+    fp8, sums, max_tokens = draw.random() < 0.5, draw.choice(("ranks", "ranks", "lanes", "lanes_fma")), draw.randint(1, 40)
+    num_experts = num_ranks * draw.randint(1, 12)
+    return Case(
+        [draw.randint(0, max_tokens) for _ in range(num_ranks)], max_tokens, num_experts=num_experts, fp8=fp8, sums=sums, seed=seed,
+        hidden=128 * draw.randint(1, 5) if fp8 else 8 * draw.randint(1, 40), num_topk=draw.randint(1, min(num_experts, 32)),
+        dtype=draw.choice(DTYPES), index_dtype=draw.choice((torch.int32, torch.int64)), masked=draw.choice((0.0, 0.3, 0.9)),
+        with_weights=draw.random() < 0.5, combine_weights=draw.random() < 0.5, mode=draw.choice(("now", "async", "hook")),
+        scale_format=draw.choice(("fp32", "ue8m0")) if fp8 else "fp32", ranks_per_node=per_node,
+        wire=draw.choice((None, "fp8")) if fp8 and sums == "ranks" else None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_random_sizes(backend):
+    splits = ((2, 1), (4, 2), (4, 1), (6, 2)) if backend == "nvshmem" else ((1, None), (2, None), (4, None))
+    for number, (num_ranks, per_node) in enumerate(splits):
+        cases = [random_case(8 * number + seed, num_ranks, per_node) for seed in range(8)]
+        network = {NETWORK: "depth=2048"}  # a busy network has the puts of several calls at once
+        run_ranks(in_environment, num_ranks, network, check_cases, backend, cases)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """Low-latency calls over nodes against the reference, bit for bit: nodes of one host, on the emulated GPU by a hostile network."""
 
-import ctypes
 import re
 import time
 from dataclasses import replace
@@ -10,7 +9,7 @@ import emulated_gpu
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import NETWORK, assert_same, device_of, in_environment, look
+from exchange_cases import NETWORK, assert_same, bytes_put, device_of, in_environment, look
 from low_latency_cases import (
     Case,
     Expected,
@@ -47,8 +46,8 @@ def case_of(split, num_tokens=NUM_TOKENS, **settings):
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMATS = (
-    {}, {"fp8": True}, {"wire": "fp8"}, {"fp8": True, "scale_format": "ue8m0"}, {"fp8": True, "wire": "fp8"}, {"with_weights": False},
-    {"combine_weights": True}, {"combine_weights": True, "wire": "fp8"},
+    {"sums": "lanes"}, {"sums": "lanes_fma"}, {}, {"fp8": True}, {"wire": "fp8"}, {"fp8": True, "scale_format": "ue8m0"},
+    {"fp8": True, "wire": "fp8"}, {"with_weights": False}, {"combine_weights": True}, {"combine_weights": True, "wire": "fp8"},
 )  # fmt: skip
 
 
@@ -352,25 +351,18 @@ def test_one_row_crosses_for_each_token_and_node(rank, fp8):
     case = case_of(split, [16, 3, 0, 24], hidden=1024, fp8=fp8)
     _, per_node = SPLITS[split]
     buffer = make_buffer(case, "nvshmem", rank)
-    emulated_bytes = ctypes.CDLL("libemulated_gpu.so").emulated_nvshmem_bytes
-    emulated_bytes.restype = ctypes.c_uint64
     node, pe = rank // per_node, (rank + per_node) % case.num_ranks
 
     def goes(source, to):
         idx = case.inputs(source)[1]
         return int(((idx // (case.num_experts // case.num_ranks * per_node) == to) & (idx >= 0)).any(1).sum())
 
-    def count():
-        torch.cuda.synchronize()
-        dist.barrier()  # puts are counted as they arrive: by the end of all ranks' calls they have
-        return emulated_bytes(pe)
-
-    begin = count()
+    begin = bytes_put(pe)
     out, _ = start_dispatch(buffer, case, rank, "nvshmem")
-    middle = count()
+    middle = bytes_put(pe)
     x = torch.zeros(out.recv_x.shape, dtype=torch.bfloat16, device=out.recv_x.device)
     buffer.combine(x, out.handle, wire="fp8" if fp8 else None)
-    end = count()
+    end = bytes_put(pe)
     row_bytes = 1024 + 4 * 8 if fp8 else 2048
     sent, returned = goes(rank, 1 - node) * row_bytes, goes(pe, node) * row_bytes
     message = 4 * case.num_experts // 2 + 8 * case.num_tokens[rank] * case.num_topk

@@ -1,5 +1,6 @@
 """Routings for the tests of dispatch and combine, and the comparison with the reference that runs on every rank."""
 
+import ctypes
 import itertools
 import os
 import random
@@ -8,19 +9,35 @@ from dataclasses import dataclass
 from typing import Any
 
 import emulated_gpu
+import pytest
 import torch
+import torch.distributed as dist
 
 from deepep_moe import Buffer, reference
 from deepep_moe.host_pool import HostPool
 from deepep_moe.testing import run_ranks
 
 NETWORK = "DEEPEP_MOE_EMULATED_NETWORK"
+NVLINK = pytest.param("nvlink", marks=pytest.mark.gpu)
+BACKENDS = ("shm", "collective", NVLINK)
+on_cpus_and_gpus = pytest.mark.parametrize(
+    "backends", [pytest.param(("shm", "collective"), id="cpu"), pytest.param(("nvlink",), id="nvlink", marks=pytest.mark.gpu)]
+)
 
 
 def in_environment(rank: int, num_ranks: int, variables: dict[str, str], function: Callable[..., Any], *args: Any) -> Any:
     """Call `function` with environment variables. Those that a test sets do not reach a rank, whose server has begun before."""
     os.environ.update(variables)
     return function(rank, num_ranks, *args)
+
+
+def bytes_put(pe: int) -> int:
+    """Bytes that this rank has put to a PE of the emulated network, where they are counted as they arrive: here all have."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    count = ctypes.CDLL("libemulated_gpu.so").emulated_nvshmem_bytes
+    count.restype = ctypes.c_uint64
+    return count(pe)
 
 
 def poison_outputs() -> None:
@@ -165,8 +182,7 @@ def make_buffer(case: Case, backend: str, rank: int, **options: Any) -> Buffer:
 def check_calls(rank: int, case: Case, buffers: list[Buffer]) -> None:
     """A dispatch, a combine and a dispatch along the handle, in each of the buffers."""
     ranks = range(case.num_ranks)
-    inputs = [case.inputs(r) for r in ranks]
-    xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
+    xs, idxs, weights = inputs_of(case)
     received = reference.dispatch(
         xs, idxs, weights if case.with_weights else None, case.num_experts, layout=case.layout, expert_alignment=case.expert_alignment
     )  # fmt: skip
@@ -186,7 +202,7 @@ def check_calls(rank: int, case: Case, buffers: list[Buffer]) -> None:
 
     for buffer in buffers:
         device = device_of(buffer.backend, rank)
-        x, idx, weight = (tensor.to(device) for tensor in inputs[rank])
+        x, idx, weight = (tensors[rank].to(device) for tensors in (xs, idxs, weights))
         if case.by_lane:
             idx, weight = (tensor.t().contiguous().t() for tensor in (idx, weight))
         weight = weight if case.with_weights else None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import assert_same, device_of, look, on_device, poison_outputs
+from exchange_cases import NVLINK, assert_same, device_of, look, on_device, poison_outputs
 
 from deepep_moe import LowLatencyBuffer, reference
 
@@ -55,13 +55,14 @@ class Case:
         return () if self.without is None else (self.without,) if isinstance(self.without, int) else self.without
 
     def inputs(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x, topk_idx, topk_weights; magnitudes differ from block to block."""
+        """x, topk_idx, topk_weights, NaN where there is no expert; magnitudes differ from block to block."""
         generator = torch.Generator().manual_seed(self.seed * 101 + rank)
         n = self.num_tokens[rank]
         x = torch.randn(n, self.hidden, generator=generator) * 10 ** torch.randint(-6, 3, (n, self.hidden), generator=generator).sign()
         idx = torch.rand(n, self.num_experts, generator=generator).argsort(dim=1)[:, : self.num_topk]
         idx = torch.where(torch.rand(idx.shape, generator=generator) < self.masked, -1, idx)
-        return x.to(self.dtype), idx.to(self.index_dtype), torch.rand(n, self.num_topk, generator=generator)
+        weights = torch.rand(n, self.num_topk, generator=generator).masked_fill(idx < 0, torch.nan)
+        return x.to(self.dtype), idx.to(self.index_dtype), weights
 
     def inputs_that_count(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         x, idx, weights = self.inputs(rank)
@@ -204,7 +205,7 @@ def check_cases(rank: int, _: int, backend: str, cases: list[Case]) -> None:
 
 # ---- a small buffer with rows and a routing ----
 
-BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
+BACKENDS = ("shm", NVLINK)
 ALL_BACKENDS = (*BACKENDS, pytest.param("nvshmem", marks=pytest.mark.gpu))
 CASE = Case([4, 4], max_tokens=8, hidden=128, num_experts=4, num_topk=2, masked=0.0, dtype=torch.float32)
 IDX = torch.tensor([[0, 2], [1, 3], [3, 0], [2, -1]])
