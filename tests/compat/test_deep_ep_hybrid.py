@@ -3,15 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_cases import BACKENDS, SIZES, Wanted, ascending, check_start, in_both_dtypes, padded
+from deep_ep_cases import BACKENDS, SIZES, Wanted, ascending, check_start, padded
 from deep_ep_cases import make as make_kind
 from exchange_cases import Case, assert_same, on_device
 from on_ranks import on_ranks
 
 from deepep_moe.compat.deep_ep.hybrid import indices_to_map
-from deepep_moe.testing import run_ranks
-
-with_or_without_bound = pytest.mark.parametrize("bound", (False, True), ids=("", "bound"))
 
 
 def make(backend, rank, hidden=256, num_local_experts=4, most=40, **settings):
@@ -58,7 +55,11 @@ def test_ignored_by_hand(rank, backend):
 # ---- against the reference ----
 
 
-def scenario(rank, num_ranks, backend, case, fp8, by_map, bound):
+@pytest.mark.parametrize("bound", (False, True), ids=("", "bound"))
+@pytest.mark.parametrize("by_map", (False, True), ids=("indices", "map"))
+@on_ranks(3, kind=("bf16", "fp8", "lanes"), backend=BACKENDS)
+def test_scenarios(rank, num_ranks, backend, kind, by_map, bound):
+    fp8, case = kind == "fp8", Case([13, 0, 30], expert_alignment=8, sums="lanes" if kind == "lanes" else "ranks", **SIZES)
     idxs = ascending(case)
     want = Wanted(case, rank, "expert", fp8, idxs)
     buffer, device = make(backend, rank, num_local_experts=case.num_experts // num_ranks)
@@ -110,21 +111,6 @@ def scenario(rank, num_ranks, backend, case, fp8, by_map, bound):
     assert_same("sums", y, want.combined())
     assert dense is None
     dist.barrier()  # a rank without tokens waits for nothing, and what it sends would end with it
-
-
-@with_or_without_bound
-@pytest.mark.parametrize("by_map", (False, True), ids=("indices", "map"))
-@in_both_dtypes
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_scenarios(backend, fp8, by_map, bound):
-    run_ranks(scenario, 3, backend, Case([13, 0, 30], expert_alignment=8, **SIZES), fp8, by_map, bound)
-
-
-@with_or_without_bound
-@pytest.mark.parametrize("by_map", (False, True), ids=("indices", "map"))
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_sums_by_lanes(backend, by_map, bound):
-    run_ranks(scenario, 3, backend, Case([13, 0, 30], expert_alignment=8, sums="lanes", **SIZES), False, by_map, bound)
 
 
 # ---- bounds ----

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from by_expert_cases import doubled, equal, folded, ignored, in_one_tensor, in_parts, shifted, strided, tagged, unlike, watched
-from exchange_cases import Case, assert_all_same, assert_same, device_of, on_device, opened, poison_outputs
+from exchange_cases import BACKENDS, NVLINK, Case, assert_all_same, assert_same, device_of, on_device, opened, poison_outputs
 from fault_cases import allocations_fail
 from on_ranks import on_ranks, refused
 from torch.utils._pytree import tree_map_only
@@ -20,9 +20,6 @@ from deepep_moe.errors import BufferDestroyedError, EPPeerError
 from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert
 from deepep_moe.ops.weighted import weighted_sum
 from deepep_moe.testing import run_ranks
-
-NVLINK = (pytest.param("nvlink", marks=pytest.mark.gpu),)
-BACKENDS = ("shm", "collective", *NVLINK)
 
 
 @on_ranks(3, backend=BACKENDS)
@@ -137,13 +134,24 @@ def test_bad_dispatches(rank, backend):
     assert_same("combined_x", in_parts(buffer, x, idx, weights, scale, doubled), in_one_tensor(buffer, x, idx, weights, scale, doubled))
 
 
-@on_ranks(2, backend=NVLINK)
-def test_a_rank_without_memory(rank, backend):
-    """Peers learn of a failure before a rank has entered its call."""
-    buffer, x, idx, weights = opened(Case([4, 4], num_topk=2, num_experts=4), backend, rank)
+@on_ranks(2, backend=[NVLINK])
+def test_failures_of_one_rank(rank, backend):
+    """Peers learn of a failure before a rank has entered its call, and of a number of multiprocessors that its GPU does not have. The
+    memory of a destroyed buffer is freed, even if somebody keeps an error of its calls."""
+    case = Case([4, 4], num_topk=2, num_experts=4)
+    buffer, x, idx, weights = opened(case, backend, rank)
     fails = allocations_fail(torch.OutOfMemoryError("nothing is left"), lambda size, dtype: rank == 1)
     with fails, refused(rank, 1, torch.OutOfMemoryError, "nothing is left"):
         dispatch_by_expert(buffer, x, idx, weights)
+    with pytest.raises((ValueError, EPPeerError)) as kept:
+        dispatch_by_expert(buffer, x, idx + 4, None)
+    communicator = buffer.calls.backend._exchange
+    buffer.destroy()
+    assert sys.getrefcount(communicator) == 2, "somebody keeps the communicator"  # beside this function and getrefcount
+    assert kept.value is not None
+    buffer = opened(case, backend, rank, num_sms=100000 if rank == 1 else 4)[0]
+    with pytest.raises(ValueError if rank == 1 else EPPeerError, match="num_sms is 100000; this GPU has"):
+        dispatch_by_expert(buffer, x, idx, None)
 
 
 @on_ranks(2, backend=BACKENDS)
@@ -170,7 +178,7 @@ def test_tokens_of_several_experts_share_no_rows(rank):
         dispatch_by_expert(buffer, x[:4].contiguous(), idx, None, source_weights=torch.ones(2, 4, device=x.device))
 
 
-@on_ranks(2, backend=("shm", *NVLINK))
+@on_ranks(2, backend=("shm", NVLINK))
 def test_gradients_of_gradients(rank, backend):
     """A gradient of a gradient: rows are joined then, and equal those of the calls that know one tensor only."""
     buffer, x, idx, _ = opened(Case([5, 6], num_topk=2, num_experts=4), backend, rank)
@@ -214,7 +222,7 @@ class Wrapped(torch.Tensor):
         return function(*tree_map_only(cls, lambda wrapped: wrapped.inner, args), **(kwargs or {}))
 
 
-@on_ranks(2, backend=NVLINK)
+@on_ranks(2, backend=[NVLINK])
 def test_what_calls_in_cpp_decline(rank, backend):
     """Arguments that calls in C++ decline, and ones that must not be mistaken for them."""
     buffer, x, idx, weights = opened(Case([5, 6], num_topk=1, num_experts=4), backend, rank)
@@ -239,38 +247,13 @@ def test_what_calls_in_cpp_decline(rank, backend):
     assert combined_x.grad_fn.name() == plain.grad_fn.name()
 
 
-def top_1(backend, rank, **options):
-    """A buffer of two ranks, and this one's x and topk_idx."""
-    return opened(Case([5, 6], num_topk=1, num_experts=4), backend, rank, **options)[:3]
-
-
 @on_ranks(2, backend=BACKENDS)
 def test_rows_of_the_rank_layout(rank, backend):
     """Rows along a handle that are not by expert are joined, and nobody applies weights."""
-    buffer, x, idx = top_1(backend, rank)
+    buffer, x, idx, _ = opened(Case([5, 6], num_topk=1, num_experts=4), backend, rank)
     out = buffer.dispatch(x, idx, layout="rank")
     parts = out.recv_x.split(out.handle.num_rows_per_expert_list)
     assert_same("combined_x", combine_by_expert(buffer, parts, None, out.handle), torch.where(idx < 0, torch.zeros_like(x), x))
-
-
-@on_ranks(2, backend=NVLINK)
-def test_multiprocessors_that_are_not_there(rank, backend):
-    """A number for one rank's GPU only: its first call says so, to its peers too."""
-    buffer, x, idx = top_1(backend, rank, num_sms=100000 if rank == 1 else 4)
-    with pytest.raises(ValueError if rank == 1 else EPPeerError, match="num_sms is 100000; this GPU has"):
-        dispatch_by_expert(buffer, x, idx, None)
-
-
-@on_ranks(2, backend=NVLINK)
-def test_memory_of_a_destroyed_buffer(rank, backend):
-    """A destroyed buffer's memory is freed, even if somebody keeps an error of its calls."""
-    buffer, x, idx = top_1(backend, rank)
-    with pytest.raises((ValueError, EPPeerError)) as kept:
-        dispatch_by_expert(buffer, x, idx + 4, None)
-    communicator = buffer.calls.backend._exchange
-    buffer.destroy()
-    assert sys.getrefcount(communicator) == 2, "somebody keeps the communicator"  # beside this function and getrefcount
-    assert kept.value is not None
 
 
 def squared(rows, scale):

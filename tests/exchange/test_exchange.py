@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from exchange_cases import (
+    BACKENDS,
     Case,
     assert_all_same,
     assert_fields_same,
@@ -13,6 +14,7 @@ from exchange_cases import (
     check_cases,
     device_of,
     inputs_of,
+    on_cpus_and_gpus,
     on_device,
     opened,
     poison_outputs,
@@ -22,7 +24,6 @@ from on_ranks import on_ranks
 from deepep_moe import Buffer, reference
 
 LAYOUTS = ("expert", "rank")
-BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
 NODES = pytest.param("nvshmem", marks=pytest.mark.gpu)  # of one rank each
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -52,10 +53,6 @@ def test_two_ranks_by_hand(rank, backend):
 
 
 # ---- against the reference ----
-
-on_cpus_and_gpus = pytest.mark.parametrize(
-    "backends", [pytest.param(("shm", "collective"), id="cpu"), pytest.param(("nvlink",), id="nvlink", marks=pytest.mark.gpu)]
-)
 
 
 @on_cpus_and_gpus

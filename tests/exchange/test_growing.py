@@ -3,15 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import device_of
+from exchange_cases import BACKENDS, device_of
 from fault_cases import inputs
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import Cause, EPMismatchError, EPPeerError
 from deepep_moe.exchange.growing import GrowingBuffer
-
-BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
 
 
 class OutgrownError(ValueError):

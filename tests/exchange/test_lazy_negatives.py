@@ -1,9 +1,8 @@
 """Gradients whose values are not those of their memory, such as its negative, are read. Such arguments are refused: test_watchers.py."""
 
-import pytest
 import torch
 from error_cases import IDX, WEIGHTS, X, imaginary, make_buffer, negative
-from exchange_cases import device_of
+from exchange_cases import BACKENDS, device_of
 from on_ranks import on_ranks
 
 from deepep_moe import ops
@@ -49,7 +48,7 @@ def gradients_of_layers(buffer, x, idx, weights, grad):
     return gradients
 
 
-@on_ranks(2, backend=("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
+@on_ranks(2, backend=BACKENDS)
 def test_gradients_of_the_exchange(rank, backend):
     device = device_of(backend, rank)
     buffer, inputs = make_buffer(backend), [tensor.to(device) for tensor in (X, IDX, WEIGHTS)]

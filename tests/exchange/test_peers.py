@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from error_cases import BACKENDS, HIDDEN, IDX, X, make_buffer
 from events import tell, wait_for
+from fault_cases import held
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer
@@ -129,23 +130,17 @@ def test_workspace_formula():
         assert 0 <= rest <= 20480
 
 
-def count_mappings() -> int:
-    with open("/proc/self/maps") as file:
-        return sum("deepep_moe" in line and "memfd" in line for line in file)
-
-
 @on_ranks(2)
 def test_buffers_free_their_memory(rank, num_ranks):
-    before, files = count_mappings(), len(os.listdir("/proc/self/fd"))
+    files, _, before = held()
     for _ in range(5):
         buffer = make_buffer()
         buffer.dispatch(X, IDX)
-        assert count_mappings() == before + num_ranks
+        assert held()[2] == before + num_ranks
         buffer.destroy()
-    assert count_mappings() == before
+    assert held()[2] == before
     buffer = make_buffer()
     del buffer  # without destroy
-    assert count_mappings() == before
-    assert len(os.listdir("/proc/self/fd")) <= files
+    assert held()[2] == before and held()[0] <= files
     dist.barrier()
     assert not [name for name in os.listdir("/dev/shm") if "deepep" in name]

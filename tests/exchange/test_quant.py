@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from exchange_cases import assert_all_same, assert_fields_same, assert_same, device_of
+from exchange_cases import BACKENDS, assert_all_same, assert_fields_same, assert_same, device_of
 from on_ranks import on_ranks, refused
 
 from deepep_moe import _C, Buffer, reference
@@ -98,7 +98,7 @@ def test_rows_that_begin_at_any_address():
     assert_all_same("y and scales", quantize_fp8(x), reference.quantize_fp8(flat[1:].view(5, 136)))
 
 
-@on_ranks(2, backend=("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
+@on_ranks(2, backend=BACKENDS)
 def test_dispatch_quantizes(rank, backend):
     device = device_of(backend, rank)
     buffer = Buffer(None, 40, 256, 8, 2, backend=backend, timeout_s=60)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exchange_cases import ROUNDS, Case, check_cases, device_of, random_case
+from exchange_cases import NVLINK, ROUNDS, Case, check_cases, device_of, on_cpus_and_gpus, random_case
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer
@@ -18,7 +18,7 @@ from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert
 NUM_RANKS = 4 if torch.cuda.device_count() >= 4 else 2
 
 
-@pytest.mark.parametrize("backends", (("shm", "collective"), pytest.param(("nvlink",), marks=pytest.mark.gpu)), ids=str)
+@on_cpus_and_gpus
 @pytest.mark.parametrize("num_ranks", range(1, 7))
 def test_random_routings(num_ranks, backends):
     """Ten times as many with the ranks that machines have."""
@@ -34,7 +34,7 @@ def delay(device, kind):
         torch.cuda._sleep(200_000)
 
 
-@on_ranks(NUM_RANKS, timeout_s=600 + ROUNDS / 10, backend=("shm", pytest.param("nvlink", marks=pytest.mark.gpu)))
+@on_ranks(NUM_RANKS, timeout_s=600 + ROUNDS / 10, backend=("shm", NVLINK))
 def test_random_passes(rank, num_ranks, backend):
     """Forward and backward of layers whose rows by expert are weighted at the source; expert e multiplies by e + 1. Rows are looked
     at every ten rounds, so that hosts and GPUs run ahead of each other as they do in training."""

@@ -7,10 +7,12 @@ from unittest import mock
 import pytest
 import torch
 from exchange_cases import (
+    BACKENDS,
     Case,
     assert_all_same,
     check_cases,
     device_of,
+    on_cpus_and_gpus,
     opened,
     poison_outputs,
 )
@@ -24,10 +26,6 @@ from deepep_moe import Buffer, reference
 from deepep_moe.ops import weighted
 
 SUMS = ("lanes", "lanes_fma")
-BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
-ON_CPUS_AND_GPUS = pytest.mark.parametrize(
-    "backends", [pytest.param(("shm", "collective"), id="cpu"), pytest.param(("nvlink",), id="nvlink", marks=pytest.mark.gpu)]
-)
 
 
 # ---- by hand ----
@@ -81,7 +79,7 @@ def test_one_rounding(values, scale):
 # ---- against the reference ----
 
 
-@ON_CPUS_AND_GPUS
+@on_cpus_and_gpus
 @pytest.mark.parametrize("num_tokens", ([13], [9, 21], [5, 0, 17], [60, 1, 33, 0]), ids=str)
 def test_equals_reference(num_tokens, backends):
     how = {"expert_alignment": 4, "with_bias": True, "backends": backends}

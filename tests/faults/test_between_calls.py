@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from exchange_cases import device_of, look
+from exchange_cases import BACKENDS, device_of, look
 from fault_cases import SOON_S, FailsInBackward, check_told, outcome
 from on_ranks import on_ranks
 
@@ -137,7 +137,7 @@ def test_asynchronous_calls(rank, num_ranks):
         assert torch.equal(buffer.combine(out.recv_x, out.handle), x)
 
 
-@on_ranks(2, backend=("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
+@on_ranks(2, backend=BACKENDS)
 def test_recovery(rank, num_ranks, backend):
     """Ranks that have made different numbers of calls are in step again."""
     model, x, experts, buffer = make_model(rank, num_ranks, backend)

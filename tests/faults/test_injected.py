@@ -13,12 +13,10 @@ from fault_cases import ERRORS, MOMENTS, SOON_S, alarm, check_told, fault, input
 from on_ranks import on_ranks
 
 from deepep_moe.errors import EPPeerError
-from deepep_moe.testing import run_ranks
 
 SLOW = [pytest.param(*size, marks=pytest.mark.slow) for size in (("shm", 2), ("collective", 5), ("two hops", 6))]
 CPUS = [("shm", 3), ("collective", 3), ("two hops", 4), *SLOW]
 GPUS = [pytest.param("nvlink", num_ranks, marks=pytest.mark.gpu) for num_ranks in (2, 3)]
-on_all_sizes = pytest.mark.parametrize(("kind", "num_ranks"), CPUS)
 
 
 def check_told_of(buffer, culprit, error, raised, elapsed_s, what):
@@ -37,7 +35,9 @@ def check_told_of(buffer, culprit, error, raised, elapsed_s, what):
     assert in_next_call is (is_over or (buffer.backend != "shm" and is_entered)), what
 
 
-def fails(rank, num_ranks, kind, is_async):
+@pytest.mark.parametrize(("kind", "num_ranks"), [*CPUS, *GPUS])
+@on_ranks((), is_async=(False, True))
+def test_faults(rank, num_ranks, kind, is_async):
     buffer = make(kind, num_ranks)
     handle = buffer.dispatch(*inputs(buffer, 0)).handle
 
@@ -56,20 +56,10 @@ def fails(rank, num_ranks, kind, is_async):
             make_step(buffer, step)
 
 
-@pytest.mark.parametrize(("kind", "num_ranks"), [*CPUS, *GPUS])
-def test_faults(kind, num_ranks):
-    run_ranks(fails, num_ranks, kind, False)
-
-
-@on_all_sizes
-def test_faults_of_asynchronous_calls(kind, num_ranks):
-    run_ranks(fails, num_ranks, kind, True)
-
-
 # ---- interrupts ----
 
 
-@on_all_sizes
+@pytest.mark.parametrize(("kind", "num_ranks"), CPUS)
 @on_ranks(())
 def test_interrupts_in_entry(rank, num_ranks, kind):
     """A signal's handler raises while this rank waits for peers to enter. A process group lets it raise once they have."""

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 from events import tell, wait_for
-from fault_cases import ON_GPUS, SOON_S, at_random, inputs, make, make_step, outcome, signal_later, values
+from fault_cases import ON_GPUS, SOON_S, at_random, held, inputs, make, make_step, outcome, signal_later, values
 from on_ranks import on_ranks
 
 from deepep_moe import _C
@@ -19,13 +19,6 @@ from deepep_moe.errors import EPError, EPPeerError, EPTimeoutError
 
 KINDS = ("shm", "collective", "low latency")
 GPU_DEADLINE_S = 6.0  # far from what a step takes on a busy machine
-
-
-def held():
-    """Descriptors, threads and mappings of ours that this process holds."""
-    with open("/proc/self/maps") as file:
-        mappings = sum("deepep_moe" in line and "memfd" in line for line in file)
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), mappings
 
 
 def killed(rank, num_ranks, kind, seed):

@@ -31,7 +31,6 @@ from on_ranks import on_ranks
 from deepep_moe.errors import EPError, EPPeerError, EPTimeoutError
 
 GPU_DEADLINE_S = 6.0  # far from what a step takes on a busy machine
-on_gpus = pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.gpu) for kind in ON_GPUS])
 
 
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 2.0, 1.7), (5, 2.0, 2.6))]
@@ -52,8 +51,7 @@ def test_stall(rank, num_ranks, kind, deadline_s, num_deadlines):
         make_step(buffer, step)
 
 
-@on_gpus
-@on_ranks(3, operation=("dispatch", "combine"))
+@on_ranks(3, operation=("dispatch", "combine"), kind=[pytest.param(kind, marks=pytest.mark.gpu) for kind in ON_GPUS])
 def test_stall_on_gpus(rank, num_ranks, kind, operation):
     """The last rank comes once all others have given up on it."""
     buffer, late = make(kind, num_ranks, GPU_DEADLINE_S), num_ranks - 1

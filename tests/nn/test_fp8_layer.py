@@ -6,7 +6,7 @@ import re
 import emulated_gpu
 import pytest
 import torch
-from exchange_cases import assert_same, device_of
+from exchange_cases import BACKENDS, assert_same, device_of
 from on_ranks import on_ranks
 
 from deepep_moe.errors import EPPeerError
@@ -14,7 +14,6 @@ from deepep_moe.nn import GroupedExperts, MoELayer, Router, SwiGLU
 from deepep_moe.ops import fp8_products
 
 HIDDEN, WIDTH, NUM_EXPERTS, NUM_TOPK, NUM_TOKENS = 128, 256, 8, 2, 96
-BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
 
 
 def make_layer(rank, num_ranks, *, fp8, backend="shm", dtype=torch.bfloat16, device="cpu", hidden=HIDDEN, **settings):

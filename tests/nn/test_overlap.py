@@ -8,14 +8,13 @@ import pytest
 import torch
 from example_page import Picture, read
 from exchange_cases import assert_same, device_of
-from low_latency_cases import BLOCK, Case, make_buffer
+from low_latency_cases import BACKENDS, BLOCK, Case, make_buffer
 from on_ranks import on_ranks
 
 from deepep_moe import LowLatencyBuffer
 from deepep_moe.errors import EPPeerError
 from deepep_moe.nn import Timeline, overlapped, routed_experts
 
-BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
 NUM_LAYERS = 3
 FP8 = dict(fp8=True, wire="fp8")
 

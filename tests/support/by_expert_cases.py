@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 import torch.distributed as dist
-from exchange_cases import assert_same, device_of, on_device, poison_outputs
+from exchange_cases import assert_same, device_of, inputs_of, on_device, poison_outputs
 from torch.utils.flop_counter import FlopCounterMode
 
 from deepep_moe import Buffer, reference
@@ -69,7 +69,7 @@ def in_parts(buffer, x, idx, weights, scales, expert):
 def equal(rank, num_ranks, backend, case, expert):
     device_of(backend, rank)
     poison_outputs()
-    xs, idxs, all_weights = (list(column) for column in zip(*(case.inputs(r) for r in range(num_ranks)), strict=True))
+    xs, idxs, all_weights = inputs_of(case)
     buffer = Buffer(None, max(case.num_tokens), case.hidden, case.num_experts, case.num_topk, backend=backend, num_sms=case.num_sms)
     num_local = case.num_experts // num_ranks
     scales = [torch.arange(1.0, num_local + 1).to(case.dtype) / 4 + r for r in range(num_ranks)]

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import Case, assert_same, device_of, poison_outputs
+from exchange_cases import NVLINK, Case, assert_same, device_of, inputs_of, poison_outputs
 
 from deepep_moe import ops, reference
 from deepep_moe.compat import deep_ep
 
 SIZES = {"hidden": 256, "dtype": torch.bfloat16, "pattern": "masked"}
-BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
+BACKENDS = ("shm", NVLINK)
 in_both_dtypes = pytest.mark.parametrize("fp8", (False, True), ids=("bf16", "fp8"))
 in_both_modes = pytest.mark.parametrize("is_async", (False, True), ids=("sync", "async"))
 
@@ -37,12 +37,11 @@ class Wanted:
     afterwards have its sums."""
 
     def __init__(self, case: Case, rank: int, layout: str = "rank", fp8: bool = False, topk_idx: list[torch.Tensor] | None = None):
-        inputs = [case.inputs(r) for r in range(case.num_ranks)]
-        xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
+        xs, idxs, weights = inputs_of(case)
         self.case, self.rank = case, rank
         os.environ["DEEPEP_MOE_SUMS"] = case.sums
         self.idxs = idxs if topk_idx is None else topk_idx
-        self.x, self.topk_idx, self.topk_weights = inputs[rank]
+        self.x, self.topk_idx, self.topk_weights = case.inputs(rank)
         self.scales = None
         scales = None
         if fp8:

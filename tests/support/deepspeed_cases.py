@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from deepspeed_ranks import engine_ready as engine_ready
+from logs import heard
 from on_ranks import on_ranks
 from packaging.version import Version
 from torch import nn
@@ -255,15 +256,10 @@ def assert_equal(
 
 
 @contextlib.contextmanager
-def logged(name: str = "deepep_moe") -> Iterator[list[str]]:
+def logged() -> Iterator[list[str]]:
     """Messages of the library meanwhile."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield messages
-    logger.removeHandler(handler)
+    logger = logging.getLogger("deepep_moe")
+    level, handlers = logger.level, [*logger.handlers]
+    yield heard(logging.INFO)
+    logger.handlers[:] = handlers
     logger.setLevel(level)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import Case, assert_same, device_of
+from exchange_cases import Case, assert_same, device_of, inputs_of
 from logs import heard
 from on_ranks import on_ranks
 
@@ -124,7 +124,7 @@ def test_unlike_gpus(rank, tmp_path):
 def test_settings_may_change_between_calls(rank, num_ranks, layout):
     """One handle; the dispatch with some senders, each combine and cached dispatch with others, and with another division of the GPU."""
     case = Case([60, 0, 33], layout=layout, dtype=torch.bfloat16, expert_alignment=4)
-    xs, idxs, weights = (list(column) for column in zip(*map(case.inputs, range(num_ranks)), strict=True))
+    xs, idxs, weights = inputs_of(case)
     received = reference.dispatch(xs, idxs, weights, case.num_experts, layout=layout, expert_alignment=4)
     outputs = [case.expert_outputs(r, len(received[r].recv_x)) for r in range(num_ranks)]
     combined = reference.combine(outputs, received, case.num_tokens, None, None)
