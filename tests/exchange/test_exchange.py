@@ -28,6 +28,25 @@ NODES = pytest.param("nvshmem", marks=pytest.mark.gpu)  # of one rank each
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_rank_by_hand(backend):
+    poison_outputs()
+    device = device_of(backend, 0)
+    x = torch.arange(3 * 4, dtype=torch.float32, device=device).reshape(3, 4)
+    topk_idx = torch.tensor([[1, 0], [-1, 1], [-1, -1]], device=device)
+    topk_weights = torch.tensor([[0.5, 0.25], [0.0, 2.0], [0.0, 0.0]], device=device)
+    buffer = Buffer(None, 3, 4, 2, 2, backend=backend)
+    out = buffer.dispatch(x, topk_idx, topk_weights, expert_alignment=2)
+    assert out.recv_x.tolist() == [x[0].tolist(), [0.0] * 4, x[0].tolist(), x[1].tolist()]
+    assert out.recv_topk_weights.tolist() == [0.25, 0.0, 0.5, 2.0]
+    assert out.num_recv_tokens_per_expert.tolist() == [1, 2]
+    assert out.handle.num_rows_per_expert.tolist() == [2, 2]
+    y = buffer.combine(out.recv_x, out.handle, out.recv_topk_weights)
+    assert y.tolist() == [(0.75 * x[0]).tolist(), (2 * x[1]).tolist(), [0.0] * 4]
+    y = buffer.combine(out.recv_x, out.handle, bias=torch.ones(3, 4, device=device))
+    assert y.tolist() == [(2 * x[0] + 1).tolist(), (x[1] + 1).tolist(), [1.0] * 4]
+
+
 # ---- small enough to check by hand ----
 
 

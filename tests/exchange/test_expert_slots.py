@@ -33,6 +33,45 @@ def called(slots, call, *arguments, **options):
     slots.check()
 
 
+# ---- by hand ----
+
+
+@on_ranks(2, backend=BACKENDS)
+def test_by_hand(rank, backend):
+    slots, device = opened(backend, rank)
+    copies = torch.tensor(COPIES, dtype=torch.int32, device=device)
+    weights = torch.tensor([[1.0 + 2 * rank] * 8, [2.0 + 2 * rank] * 8], device=device)  # expert e: e + 1
+    held = slots.empty(2, 8, dtype=torch.float32)
+    slots.fetch(copies, held, weights)
+    slots.check()
+    held = held.cpu()
+    if rank == 0:
+        assert (held[0] == 3).all() and held[1].isnan().all()
+    else:
+        assert (held[0] == 2).all() and (held[1] == 1).all()
+    grads, parts = torch.full((2, 8), 0.5, device=device), slots.empty(2, 8, dtype=torch.float32)
+    parts.copy_(torch.tensor([[10.0 + rank] * 8, [20.0 + rank] * 8]))
+    slots.return_gradients(copies, parts, grads)
+    slots.check()
+    assert grads[:, 0].tolist() == ([21.5, 11.5] if rank == 0 else [10.5, 0.5])
+
+
+@on_ranks(3, backend=BACKENDS)
+def test_order_of_the_sum(rank, backend):
+    """1 + 2^-24 + 2^-24 in fp32 is 1; the copies of ranks 1 and 2 come one after the other."""
+    slots, device = opened(backend, rank)
+    copies = torch.tensor([[-1], [0], [0]], dtype=torch.int32, device=device)
+    grads, part = torch.ones(1, 8, device=device), slots.empty(1, 8, dtype=torch.float32)
+    part.fill_(2.0**-24)
+    slots.return_gradients(copies, part, grads)
+    assert (grads == 1).all()
+    if rank == 0:
+        grads.fill_(2.0**-24)
+    part.fill_(2.0**-24 if rank == 1 else 1.0)
+    slots.return_gradients(copies, part, grads)
+    assert (grads == (1 + 2.0**-23 if rank == 0 else 1)).all()
+
+
 # ---- against loops ----
 
 

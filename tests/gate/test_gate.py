@@ -54,6 +54,16 @@ def test_shares_by_hand(device):
         torch.testing.assert_close(shares, torch.tensor([[1 / 8, 3 / 8, 4 / 8]]))
 
 
+def test_gradient_of_shares_by_hand(device):
+    logits = torch.tensor([THREE], requires_grad=True)  # the sum of scores is 3/2
+    (grad,) = torch.autograd.grad(shares_of(device, logits)[0, 0], logits)
+    # d (s0 / S) = ds0 / S - s0 / S^2 dS, and ds = s (1 - s) dx = 1/4, 3/16, 3/16
+    torch.testing.assert_close(grad, torch.tensor([[1 / 4 * (2 / 3 - 2 / 9), -3 / 16 * 2 / 9, -3 / 16 * 2 / 9]]))
+    logits = torch.tensor([[0.0, math.log(3)]], requires_grad=True)  # shares 1/4, 3/4
+    (grad,) = torch.autograd.grad(shares_of(device, logits, score_function="softmax")[0, 0], logits)
+    torch.testing.assert_close(grad, torch.tensor([[3 / 16, -3 / 16]]))
+
+
 @pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
 def test_masked_tokens_choose_nothing_and_are_not_read(device, score_function):
     logits = torch.tensor([[1.0, 2.0], [math.nan, math.inf], [2.0, 1.0]], requires_grad=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import assert_same, on_device
+from exchange_cases import assert_same, device_of, on_device
 from low_latency_cases import BACKENDS, Case, check_cases, make_buffer, run_case
 from on_ranks import on_ranks
 
@@ -15,6 +15,23 @@ from deepep_moe.testing import run_ranks
 
 SUMS = ("lanes", "lanes_fma")
 CASE = Case([9, 24, 0, 17], num_topk=5, sums="lanes")
+
+
+@on_ranks(2, backend=BACKENDS)
+def test_by_hand(rank, backend):
+    """256 + 1 is 256 in bf16, so what is rounded between lanes loses both ones of 256 + 1 + 1 = 258."""
+    device_of(backend, rank)
+    buffer = LowLatencyBuffer(None, 2, 8, 4, 3, backend=backend, sums="lanes")
+    x, idx = on_device(backend, rank, torch.ones(2, 8, dtype=torch.bfloat16), torch.tensor([[3, 0, 1], [2, -1, 0]]))
+    weights = torch.tensor([[256.0, 1.0, 1.0], [2.0, torch.nan, 3.0]], device=x.device)
+    out = buffer.dispatch(x, idx, weights)
+    assert out.num_recv_tokens_per_expert.tolist() == [[4, 2], [2, 2]][rank]
+    assert buffer.combine(out.recv_x, out.handle)[:, 0].tolist() == [258.0, 5.0]
+    out = buffer.dispatch(x, idx)
+    assert buffer.combine(out.recv_x, out.handle)[:, 0].tolist() == [3.0, 2.0]
+    into = torch.full_like(x, torch.nan)
+    assert buffer.combine(out.recv_x, out.handle, topk_weights=weights, out=into) is into
+    assert into[:, 0].tolist() == [258.0, 5.0]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

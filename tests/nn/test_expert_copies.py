@@ -12,7 +12,7 @@ from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import EPCapacityError, EPMismatchError, EPPeerError
-from deepep_moe.nn import Balance, GroupedExperts, LocalExperts, Metrics, MoELayer
+from deepep_moe.nn import Balance, GroupedExperts, LocalExperts, Metrics, MoELayer, Router
 from deepep_moe.nn.balance import Copies
 
 HIDDEN, INNER, NUM_EXPERTS, NUM_TOPK = 8, 4, 8, 2
@@ -307,6 +307,27 @@ def test_peers_learn_of_a_failure(rank, num_ranks, where, backend):
     assert time.monotonic() - begin < 30
     if backend == "nvlink":
         torch.cuda.synchronize()  # a refusal ends with its process, which makes it by a kernel
+
+
+@on_ranks(2)
+def test_by_hand(rank, num_ranks):
+    """Rank 0 sends 4 tokens to expert 0, which is at home there. Rank 1 computes half of them."""
+    balance = Balance(1, cost=1)
+    experts = GroupedExperts(1, 8, 8, gated=False, activation=torch.relu)
+    router = Router(8, 2, 1)
+    router.forward = lambda rows, mask=None: (torch.zeros(len(rows), 1, dtype=torch.int64), torch.ones(len(rows), 1), None)
+    layer = MoELayer(router, experts, num_max_tokens_per_rank=8, backend="shm", balance=balance)
+    with torch.no_grad():
+        experts.up.copy_(torch.eye(8)[None] * (rank + 1)), experts.down.copy_(torch.eye(8)[None])
+    copies = balance.of_layer(experts, layer.buffer)
+    _, out, planned = layer._dispatch(torch.ones(4 - 4 * rank, 8), None, copies)
+    plan = planned.plan
+    assert plan.copies.tolist() == [[-1], [0]] and plan.rows.tolist() == [[0], [2]]
+    assert out.handle.num_rows_per_expert_list == [[2, 0], [0, 2]][rank]
+    y = planned.fetch_in_backward(layer._combine(layer._run_experts(out, None, planned), None, out, planned))
+    y.sum().backward()
+    assert torch.equal(y, torch.ones(4 - 4 * rank, 8))
+    assert torch.equal(experts.down.grad, torch.full((1, 8, 8), 4.0 * (1 - rank)))
 
 
 @on_ranks(2)

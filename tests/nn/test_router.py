@@ -97,6 +97,17 @@ def test_update_expert_bias_without_kernels(monkeypatch):
     assert bias.tolist() == [0.25, -0.25, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("has_kernels", (True, False))
+def test_update_expert_bias_by_hand(has_kernels, monkeypatch):
+    """Run on the CPU, and as on a GPU whose build had no nvcc."""
+    if not has_kernels:
+        monkeypatch.setattr(device, "GPU", "cpu")
+        monkeypatch.delattr(_C, "gpu_update_expert_bias", raising=False)
+    bias, counts = torch.zeros(4), torch.tensor([1, 3, 2, 2], dtype=torch.int32)
+    ops.update_expert_bias(bias, counts, 0.25)
+    assert bias.tolist() == [0.25, -0.25, 0.0, 0.0]
+
+
 @on_ranks(2)
 def test_update_expert_bias_sums_over_the_group(rank, num_ranks):
     bias, counts = torch.zeros(3), torch.tensor([[5, 1, 3], [1, 3, 2]])[rank]
@@ -138,6 +149,15 @@ def test_update_expert_bias_of_all_layers(device, dtype):
     for layer in range(11):
         ops.update_expert_bias(one_by_one[layer], counts[layer].to(device), 0.001)
     assert torch.equal(one_by_one, ours)
+
+
+def test_sequence_aux_loss_by_hand():
+    # One sequence of two tokens over two experts, both choosing expert 0: f = (2, 0), P_0 = 5/8.
+    shares, topk_idx = torch.tensor([[0.5, 0.5], [0.75, 0.25]]), torch.tensor([[0], [0]])
+    assert ops.sequence_aux_loss(shares, topk_idx, 2, coefficient=0.1).item() == pytest.approx(0.125)
+    # There are two sequences: f = (2, 0) in each, P_0 = 1/2 and 3/4.
+    assert ops.sequence_aux_loss(shares, topk_idx, [1, 1], coefficient=0.1).item() == pytest.approx(0.125)
+    assert ops.sequence_aux_loss(shares, torch.tensor([[1], [0]]), 1, coefficient=1.0).item() == pytest.approx((1 + 1.5) / 2)
 
 
 # ---- auxiliary losses ----

@@ -147,6 +147,12 @@ def test_many_plans_equal_reference(device):
     assert sum(assert_equals_reference(generator, device) for _ in range(num_plans)) > num_plans // 3
 
 
+@pytest.mark.slow
+def test_plans_equal_reference_100_000_times():
+    generator = torch.Generator().manual_seed(1)
+    assert sum(assert_equals_reference(generator, torch.device("cpu")) for _ in range(100_000)) > 30_000
+
+
 def routing(generator, num_ranks, num_experts, num_tokens, num_topk, skew):
     """Return a topk_idx of each rank, whose tokens choose experts of lognormal popularity, and -1 at some entries."""
     heat = (torch.randn(num_experts, generator=generator) * skew).exp()

@@ -29,6 +29,14 @@ def test_small_enough_to_check_by_hand():
     assert [leaf.grad.flatten().tolist() for leaf in leaves] == [[15.0, 800.0, 0.0], [10.0, 600.0], [3.0, 24.0], [60.0, 1200.0, 0.0]]
 
 
+def test_swiglu_by_hand():
+    """The gate comes first. Since silu(0) = 0 with slope 1/2, y is 0. Its gradient in the gate's weight is 1/2 * up * x = 1/2 * 6 * 2."""
+    x, w1, w2 = torch.tensor([[2.0]]), torch.tensor([[[0.0], [3.0]]], requires_grad=True), torch.ones(1, 1, 1)
+    y = ops.grouped_mlp(x, torch.tensor([1]), w1, w2)
+    y.backward()
+    assert y.item() == 0.0 and w1.grad.flatten().tolist() == [6.0, 0.0]
+
+
 def make(counts, tail, dtype=torch.bfloat16, *, gated=True, bias=False, probs=True, seed=0):
     """Return leaves by name, and the gradient of the output. Tails are NaN."""
     generator = torch.Generator().manual_seed(seed)

@@ -18,6 +18,24 @@ def groups_of(counts, rows):
     return Groups(torch.tensor(counts, device=rows.device), len(counts), rows)
 
 
+def test_by_hand(device):
+    """silu is 0 with slope 1/2 at 0, x with slope 1 far above, 0 with slope 0 far below. Rows of 8 columns; the last row has no expert."""
+    gate, up, probs = [0.0, 100.0, -100.0, NAN], [6.0, 3.0, 5.0, NAN], [0.5, 2.0, 1.0, NAN]
+    inner = torch.tensor([[g] * 8 + [u] * 8 for g, u in zip(gate, up, strict=True)], device=device)
+    weights = torch.tensor(probs, device=device)
+    grad = torch.tensor([[4.0] * 8, [1.0] * 8, [1.0] * 8, [NAN] * 8], device=device)
+    groups = groups_of([1, 2], inner)
+    y = swiglu(inner, weights, groups)
+    assert y[:3, 0].tolist() == [0.0, 600.0, pytest.approx(0.0, abs=1e-30)]
+    grad_inner, grad_probs, again = swiglu_backward(grad, inner, weights, groups, True)
+    # Gate: 4 * 0.5 * 6 * 1/2, 1 * 2 * 3 * 1, 0. Up: grad * prob * silu(gate). Prob: 8 columns of grad * silu(gate) * up.
+    assert grad_inner[:3, 0].tolist() == [6.0, 6.0, pytest.approx(0.0, abs=1e-30)]
+    assert grad_inner[:3, 8].tolist() == [0.0, 200.0, pytest.approx(0.0, abs=1e-30)]
+    assert grad_probs[:3].tolist() == [0.0, 2400.0, pytest.approx(0.0, abs=1e-30)]
+    assert torch.equal(again[:3], y[:3])
+    assert swiglu_backward(grad, inner, None, groups, False)[1:] == (None, None)
+
+
 def expected(inner, probs, grad):
     """The operators, each rounded to the dtype."""
     gate, up = inner.cpu().chunk(2, -1)

@@ -46,6 +46,15 @@ def add_on(device, grads, rows, counts, sums):
     return here
 
 
+def test_by_hand(device):
+    grads = torch.zeros(3, 8, dtype=torch.bfloat16)
+    rows = torch.zeros(3, 8, dtype=torch.bfloat16)
+    grads[:, 1], rows[:, 2] = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0, 20.0, 30.0])
+    expected = torch.full((2, 8, 8), 0.5)
+    expected[0, 1, 2], expected[1, 1, 2] = 0.5 + 10 + 40, 0.5 + 90
+    assert torch.equal(add_on(device, grads, rows, [2, 1], torch.full((2, 8, 8), 0.5)).cpu(), expected)
+
+
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize(("out", "columns"), SHAPES)
 def test_adds_products(device, counts, out, columns):
