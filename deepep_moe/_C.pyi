@@ -38,7 +38,7 @@ def plan_copies(
     stream: int | None,
 ) -> None: ...
 
-# exchange (csrc/runtime/shm/exchange.h, call.h); `args` and `rows` are of exchange/backends/base.py
+# exchange (csrc/runtime/shm/exchange.h); `args` and `rows` are of exchange/backends/base.py
 
 class ShmExchange:
     def __init__(

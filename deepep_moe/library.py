@@ -8,6 +8,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -37,6 +38,7 @@ _library = torch.library.Library("deepep_moe", "FRAGMENT")
 _PLAIN = (Tensor, torch.nn.Parameter)
 _eval_frame: Any = torch._C._dynamo.eval_frame
 _CAN_MARK = hasattr(_eval_frame, "set_code_exec_strategy")
+_codes: dict[CodeType, CodeType] = {}
 _eager: dict[str, tuple[_Implementation, type[Function] | None]] = {}
 
 
@@ -58,7 +60,8 @@ def untraced(function: _Function) -> _Function:
     def call(*args: object, **kwargs: object) -> object:
         return (apart if torch.compiler.is_compiling() else function)(*args, **kwargs)
 
-    call.__code__ = call.__code__.replace(co_name=function.__name__)  # Dynamo counts compilations for each code object
+    # Dynamo counts compilations for each code object, and compiles what calls a new one again.
+    call.__code__ = _codes.setdefault(function.__code__, call.__code__.replace(co_name=function.__name__))
     return functools.update_wrapper(call, function)  # type: ignore[return-value]
 
 

@@ -32,6 +32,7 @@ inline TensorArg tensor_arg(py::handle tensor) {
 inline MatrixArg matrix_arg(py::handle tensor) {
     MatrixArg arg{tensor_arg(tensor)};
     if (!arg.is_there) return arg;
+    if (arg.num_dims != 2) throw py::type_error("expected a tensor of two dimensions");
     const auto strides = tensor.attr("stride")().cast<std::pair<int64_t, int64_t>>();
     arg.row_stride = strides.first, arg.column_stride = strides.second;
     return arg;

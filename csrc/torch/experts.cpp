@@ -57,7 +57,8 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& group_ends) {
 
 bool add_weight_gradients(const Tensor& grads, const Tensor& rows, const Tensor& group_ends, const Tensor& main_grad) {
     if (main_grad.scalar_type() != at::kFloat || !main_grad.is_contiguous() || !is_aligned(main_grad)) return false;
-    const GpuWeightGradientParams params = weight_gradients_of(arg_of(grads), arg_of(rows), arg_of(group_ends), arg_of(main_grad));
+    GpuWeightGradientParams params = weight_gradients_of(arg_of(grads), arg_of(rows), arg_of(group_ends), arg_of(main_grad));
+    params.sums = data_of<float>(main_grad);  // the kernel writes there
     return kernels->add_weight_gradients(params, call_stream(grads.device()));
 }
 

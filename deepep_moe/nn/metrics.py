@@ -148,7 +148,7 @@ class Metrics:
 
     A layer is a `MoELayer`, a layer of `deepep_moe.integrations.huggingface.spread_experts`, or one that
     `deepep_moe.integrations.deepspeed` has swapped: of AutoEP, and under `wall_clock_breakdown`, without the time of its exchange. PyTorch
-    hooks collect the values of the first two, so other layers have no overhead. A compiled layer is not observed inside a graph.
+    hooks collect the values of the first two, so other layers have no overhead.
 
     Args:
         model: the model whose layers are observed from now on, on every rank.

@@ -83,7 +83,7 @@ class Groups:
 
 def _has_whole_pieces(rows: Tensor) -> bool:
     """Return whether a kernel can clear rows by pieces of 16 bytes, and only those of the tail."""
-    if not (is_gpu(rows.device) and hasattr(_C, "gpu_clear_tail")):
+    if torch.compiler.is_compiling() or not (is_gpu(rows.device) and hasattr(_C, "gpu_clear_tail")):
         return False
     is_aligned = rows.dim() == 2 and rows.is_contiguous() and rows.data_ptr() % _C.ROW_ALIGNMENT == 0
     return is_aligned and rows.shape[1] * rows.element_size() % _C.ROW_ALIGNMENT == 0
@@ -200,7 +200,7 @@ def weight_gradients(grads: Tensor, rows: Tensor, groups: Groups, into: Tensor |
 
 def _add_products(grads: Tensor, rows: Tensor, groups: Groups, into: Tensor) -> bool:
     """Add the products to `into` by one kernel. Return False where there is none for these tensors."""
-    if not (is_gpu(rows.device) and hasattr(_C, "gpu_add_weight_gradients")):
+    if torch.compiler.is_compiling() or not (is_gpu(rows.device) and hasattr(_C, "gpu_add_weight_gradients")):
         return False
     if into.device != rows.device or into.dtype != torch.float32 or not into.is_contiguous() or into.data_ptr() % _ALIGNMENT:
         return False

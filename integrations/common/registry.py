@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.growing import GrowingBuffer
+from deepep_moe.library import untraced
 from deepep_moe.nn.balance import Balance, Copies, Parts, sizes_of
 
 
@@ -39,6 +40,7 @@ class BufferRegistry:
         growing = self._buffers.get(key)
         return self._construct(key, construct) if growing is None else growing
 
+    @untraced  # constructions cannot be traced
     def _construct(self, key: Hashable, construct: Callable[[], GrowingBuffer]) -> GrowingBuffer:
         self.release(is_destroyed)
         growing = self._buffers[key] = construct()

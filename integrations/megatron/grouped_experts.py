@@ -214,8 +214,9 @@ class GroupedMLP(SequentialMLP):
 
     def _save_to_state_dict(self, destination: dict[str, object], prefix: str, keep_vars: bool) -> None:
         """Save what the class whose place this one takes does: an entry for each expert, in the stacked parameters' memory."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # what others have registered here
         for name, value in self._of_experts(self._is_te).items():
-            destination[prefix + name] = value if value is None or keep_vars else value.detach()
+            destination[prefix + name] = value.detach() if isinstance(value, Tensor) and not keep_vars else value
 
     @torch.no_grad()
     def _load_from_state_dict(
@@ -223,8 +224,11 @@ class GroupedMLP(SequentialMLP):
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
         """Read the entries of either class, or of stacked parameters, which sharded checkpoints have."""
-        # Without parameters of its own this only runs the hooks.
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, False, missing_keys, unexpected_keys, error_msgs)
+        self._modules["local_experts"] = self._frame  # so that its keys are expected
+        try:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        finally:
+            del self._modules["local_experts"]
         given = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         is_te = "linear_fc1.weight0" in given or (self._is_te and not any(name.startswith("local_experts.") for name in given))
         entries = dict(self.named_parameters()) if "linear_fc1.weight" in given else self._of_experts(is_te)
@@ -238,7 +242,8 @@ class GroupedMLP(SequentialMLP):
                 error_msgs.append(f"size mismatch for {prefix}{name}: {shapes}")
             else:
                 entry.copy_(loaded)
-        unexpected_keys += [prefix + name for name in given if name not in entries and "._extra_state" not in name]
+        others = [name for name in given if name not in entries and "._extra_state" not in name]
+        unexpected_keys += [prefix + name for name in others if name.split(".")[0] in ("local_experts", *_LAYERS)]
 
     def _of_experts(self, is_te: bool) -> dict[str, Tensor | None]:
         """Return the entries of TEGroupedMLP's state dict, or of SequentialMLP's. Extra states say that there is none."""

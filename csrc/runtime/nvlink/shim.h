@@ -93,6 +93,7 @@ inline GpuWeightGradientParams weight_gradients_of(const TensorArg& grads, const
 constexpr size_t kShimBytes = sizeof(GpuDispatchCall) + sizeof(GpuCombineCall) + sizeof(CombineOptions) + sizeof(CallMode) +
                               sizeof(LowLatencyDispatchParams) + sizeof(LowLatencyCombineParams) + sizeof(GpuGateParams) +
                               sizeof(GpuGateBackwardParams) + sizeof(GpuSwigluParams) + sizeof(GpuWeightGradientParams) +
-                              sizeof(LanesOfMapParams) + sizeof(DenseOfLanesParams) + sizeof(CountLanesParams) + sizeof(KernelShim);
+                              sizeof(LanesOfMapParams) + sizeof(DenseOfLanesParams) + sizeof(CountLanesParams) + sizeof(KernelShim) +
+                              sizeof(GpuWorkspaceConfig) + sizeof(LowLatencyConfig);
 
 }  // namespace deepep_moe

@@ -49,8 +49,10 @@ def test_state_dicts(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
 @on_megatron(1, experts="own")
 def test_what_does_not_fit_is_named_as_by_megatron(rank: int, num_ranks: int, sizes: dict[str, int], kind: str) -> None:
     ours, hooked = expert_layer(sizes, kind, True), []
-    ours.experts.register_load_state_dict_pre_hook(lambda *_: hooked.append(kind))
+    ours.experts.register_load_state_dict_pre_hook(lambda *arguments: hooked.append(arguments[4]))
+    ours.experts.register_buffer("others", torch.ones(2))
     state = ours.state_dict()
+    assert state["experts.others"].tolist() == [1, 1]
     missing = name_of(kind, 2, 3)
     del state[missing]
     with pytest.raises(RuntimeError, match=f'Missing key.*"{missing}"'):
@@ -63,7 +65,7 @@ def test_what_does_not_fit_is_named_as_by_megatron(rank: int, num_ranks: int, si
     with pytest.raises(RuntimeError, match=f'Missing key.*"{name_of(kind, 1, 0)}"'):
         ours.load_state_dict({name: value for name, value in ours.state_dict().items() if "linear_fc" not in name or "shared" in name})
     ours.load_state_dict({name: value for name, value in ours.state_dict().items() if "_extra_state" not in name or "shared" in name})
-    assert len(hooked) == 5 and [name for name, _ in ours.experts.named_parameters()] == ["linear_fc1.weight", "linear_fc2.weight"]
+    assert hooked == [True] * 5 and [name for name, _ in ours.experts.named_parameters()] == ["linear_fc1.weight", "linear_fc2.weight"]
 
 
 @OF_BOTH
