@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from deepep_moe import LowLatencyBuffer, ops
+from deepep_moe import LowLatencyBuffer, library, ops
 from deepep_moe.compat.deep_ep.widths import combine_with_lanes
 from deepep_moe.errors import EPPeerError
 from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert
@@ -305,6 +305,16 @@ def test_dry_runs_make_no_call(rank, num_ranks, backend):
             assert "DynamicOutputShape" in type(error).__name__, repr(error)
     assert buffer.num_calls == before
     layer(buffer, X, WEIGHTS)
+
+
+@pytest.mark.parametrize("can_mark", sorted({False, library._CAN_MARK}))
+def test_untraced_functions_run_between_graphs(can_mark, monkeypatch):
+    monkeypatch.setattr(library, "_CAN_MARK", can_mark)
+    graphs, double = [], library.untraced(lambda x: x * (1 if torch.compiler.is_compiling() else 2))
+    compiled = torch.compile(lambda x: double(x.sin()).cos(), backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    for x in torch.randn(3, 8):
+        assert torch.equal(compiled(x), (2 * x.sin()).cos())
+    assert len(graphs) == 2
 
 
 @pytest.mark.parametrize("is_captured", (False, True), ids=["default", "captured"])
