@@ -1,6 +1,7 @@
 """The buffers, and the copies of experts, that the layers of one process share."""
 
 import atexit
+import itertools
 import weakref
 from collections.abc import Callable, Hashable
 
@@ -33,7 +34,7 @@ class BufferRegistry:
     def __init__(self) -> None:
         self._buffers: dict[Hashable, GrowingBuffer] = {}
         self._copies: dict[tuple[object, ...], tuple[dist.ProcessGroup | None, Copies]] = {}  # by `sizes_of` experts
-        _registries.add(self)
+        _registries[next(_numbers)] = self
 
     def get(self, key: Hashable, construct: Callable[[], GrowingBuffer]) -> GrowingBuffer:
         """Return the buffer of `key`. The first call for a key constructs it, so all ranks of its group must make that call together."""
@@ -66,6 +67,12 @@ class BufferRegistry:
         self.release(is_destroyed)
         return [growing.buffer for growing in self._buffers.values()]
 
+    def recover(self) -> None:
+        """Bring all buffers back into step, as `Buffer.recover`. Collective over their groups."""
+        self.end_copies()
+        for buffer in self.buffers():
+            buffer.recover()
+
     def suspend(self) -> None:
         """Suspend all buffers, as `Buffer.suspend`. Collective over their groups."""
         self.release(is_destroyed)
@@ -89,17 +96,43 @@ class BufferRegistry:
         self.release(lambda group: True)
 
 
-_registries: "weakref.WeakSet[BufferRegistry]" = weakref.WeakSet()
+_numbers = itertools.count()
+_registries: "weakref.WeakValueDictionary[int, BufferRegistry]" = weakref.WeakValueDictionary()
+"""Those of this process, in the order in which all ranks make them."""
 
 
 def all_buffers() -> list[Buffer]:
     """Return the buffers in use of all registries of this process."""
-    return [buffer for registry in _registries for buffer in registry.buffers()]
+    return [buffer for registry in _registries.values() for buffer in registry.buffers()]
+
+
+def recover() -> None:
+    """Bring the buffers of all layers back into step after an error, as `Buffer.recover` does. Collective over their groups; does nothing
+    where no layer has run."""
+    for registry in list(_registries.values()):
+        registry.recover()
+
+
+def suspend() -> None:
+    """Give the exchange memory of all layers back until `resume`, as `Buffer.suspend` does, such as while a rollout runs in the same
+    process. Collective over the groups of all buffers, between steps; does nothing where no layer has run.
+
+    Forwards raise BufferSuspendedError meanwhile. Raises what `Buffer.suspend` raises. CUDA graphs stay valid, as it says.
+    """
+    for registry in list(_registries.values()):
+        registry.suspend()
+
+
+def resume() -> None:
+    """Make the memory again that `suspend` has given back, as `Buffer.resume` does. Collective as `suspend`. May be called again if a rank
+    had no memory: all ranks then raise BufferSuspendedError."""
+    for registry in list(_registries.values()):
+        registry.resume()
 
 
 def destroy_all() -> None:
     """Destroy the buffers of all registries of this process."""
-    for registry in list(_registries):
+    for registry in list(_registries.values()):
         registry.destroy()
 
 

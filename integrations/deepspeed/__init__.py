@@ -8,8 +8,12 @@ Parameters, state dicts, gates, optimizer groups and checkpoints stay DeepSpeed'
 Importing this package does not import DeepSpeed.
 """
 
+from deepep_moe.integrations.common.registry import recover, resume, suspend
 from deepep_moe.integrations.deepspeed.engines import disable, enable, initialize
 from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights
 from deepep_moe.integrations.deepspeed.plugin import replace_moe_layers, restore_moe_layers, set_is_first_microbatch
 
-__all__ = ["ExpertWeights", "disable", "enable", "initialize", "replace_moe_layers", "restore_moe_layers", "set_is_first_microbatch"]
+__all__ = [
+    "ExpertWeights", "disable", "enable", "initialize", "recover", "replace_moe_layers", "restore_moe_layers", "resume",
+    "set_is_first_microbatch", "suspend",
+]  # fmt: skip

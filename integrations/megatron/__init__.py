@@ -7,6 +7,7 @@ deepep_moe` among its arguments. `enable()` says what to give 0.13 to 0.15.
 Importing this package does not import Megatron-Core.
 """
 
-from deepep_moe.integrations.megatron.plugin import disable, enable, grow_recv_capacity, recover, resume, suspend, take_metrics
+from deepep_moe.integrations.common.registry import recover, resume, suspend
+from deepep_moe.integrations.megatron.plugin import disable, enable, grow_recv_capacity, take_metrics
 
 __all__ = ["disable", "enable", "grow_recv_capacity", "recover", "resume", "suspend", "take_metrics"]

@@ -90,12 +90,6 @@ class LayerBuffers(BufferRegistry):
 
         return self.get((group, hidden, num_experts, num_topk, num_sms, is_bounded, allows_excess), construct_growing)
 
-    def recover(self) -> None:
-        """Bring all buffers back into step. Copies of experts are made anew by the next forward."""
-        self.end_copies()
-        for buffer in self.buffers():
-            buffer.recover()
-
     def capacity_for(self, config: Config) -> RecvCapacity | None:
         """Return the room for rows of a layer, or None where its host waits for their number."""
         is_sync_free, factor = capacity_factor_of(config, self.options)

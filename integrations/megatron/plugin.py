@@ -209,30 +209,6 @@ def enable(
     _buffers = buffers
 
 
-def recover() -> None:
-    """Bring the buffers of all layers back into step after an error, as `Buffer.recover` does. Collective over their groups; does nothing
-    without `enable()`."""
-    if _buffers is not None:
-        _buffers.recover()
-
-
-def suspend() -> None:
-    """Give the exchange memory of all layers back until `resume`, as `Buffer.suspend` does, such as while a rollout runs in the same
-    process. Collective over the groups of all buffers, between steps; does nothing without `enable()`.
-
-    Forwards raise BufferSuspendedError meanwhile. Raises what `Buffer.suspend` raises. CUDA graphs stay valid, as it says.
-    """
-    if _buffers is not None:
-        _buffers.suspend()
-
-
-def resume() -> None:
-    """Make the memory again that `suspend` has given back, as `Buffer.resume` does. Collective as `suspend`. May be called again if a rank
-    had no memory: all ranks then raise BufferSuspendedError."""
-    if _buffers is not None:
-        _buffers.resume()
-
-
 def grow_recv_capacity(times: float = 2.0) -> None:
     """Let all layers have room for that many times more rows, never more than for every routing. All ranks must call it alike."""
     check_capacity_factor("times", times)

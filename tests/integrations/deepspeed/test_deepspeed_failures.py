@@ -10,10 +10,10 @@ import torch.distributed as dist
 from deepspeed_cases import HIDDEN, Expert, make_moe, on_deepspeed_ranks, read_expert
 from events import tell, wait_for
 
-from deepep_moe.errors import EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.errors import BufferSuspendedError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.exchange import growing
 from deepep_moe.integrations.common import registry
-from deepep_moe.integrations.deepspeed import buffers, replace_moe_layers
+from deepep_moe.integrations.deepspeed import buffers, recover, replace_moe_layers, resume, suspend
 
 pytest.importorskip("deepspeed")
 
@@ -63,6 +63,36 @@ def test_peers_learn_what_failed(rank, device):
             assert time.monotonic() - began < 60, "far from the deadline of 300 s"
             failing.clear()
             assert layer(x)[0].isfinite().all(), "all go on"
+
+
+@on_deepspeed_ranks(device=("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
+def test_goes_on_after_a_backward_and_after_a_rollout(rank, device):
+    layer = make_moe(k=2, expert=FailingExpert()).to(device)
+    layer.deepspeed_moe.experts.deepspeed_experts[0].register_full_backward_hook(lambda *_: fail_in("gradient"))
+    replace_moe_layers(layer)
+    x = torch.randn(20, HIDDEN, device=device)
+
+    def gradient():
+        torch.manual_seed(5)  # gates draw the second expert
+        rows = x.clone().requires_grad_()
+        layer(rows)[0].square().sum().backward()
+        return rows.grad
+
+    expected = gradient()
+    failing.update({"gradient"} if rank == 1 else ())
+    with pytest.raises(ArithmeticError if rank == 1 else EPPeerError):
+        gradient()
+        if device.type == "cuda":  # whose host does not wait for a combine
+            torch.cuda.synchronize()
+            registry.all_buffers()[0].check()
+    failing.clear()
+    recover()
+    assert torch.equal(gradient(), expected)
+    suspend()
+    with pytest.raises(BufferSuspendedError):
+        gradient()
+    resume()
+    assert torch.equal(gradient(), expected)
 
 
 # ---- while buffers grow ----
