@@ -9,6 +9,6 @@ from deepep_moe.nn.rank_parameters import mark_experts
 from deepep_moe.nn.router import Router
 
 __all__ = [
-    "Balance", "EventFile", "GroupedExperts", "JsonLines", "LocalExperts", "Metrics", "MoELayer", "Router", "Span", "SwiGLU", "Timeline",
-    "mark_experts", "overlapped", "routed_experts",
+    "MoELayer", "Router", "GroupedExperts", "SwiGLU", "LocalExperts", "mark_experts", "routed_experts", "Balance", "overlapped", "Metrics",
+    "JsonLines", "EventFile", "Timeline", "Span",
 ]  # fmt: skip

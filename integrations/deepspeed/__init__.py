@@ -14,6 +14,6 @@ from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights
 from deepep_moe.integrations.deepspeed.plugin import replace_moe_layers, restore_moe_layers, set_is_first_microbatch
 
 __all__ = [
-    "ExpertWeights", "disable", "enable", "initialize", "recover", "replace_moe_layers", "restore_moe_layers", "resume",
-    "set_is_first_microbatch", "suspend",
+    "initialize", "enable", "disable", "replace_moe_layers", "restore_moe_layers", "ExpertWeights", "set_is_first_microbatch", "recover",
+    "suspend", "resume",
 ]  # fmt: skip

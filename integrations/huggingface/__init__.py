@@ -8,4 +8,4 @@ from deepep_moe.integrations.huggingface.blocks import SpreadExperts, expert_par
 from deepep_moe.integrations.huggingface.loading import load_spread
 from deepep_moe.integrations.huggingface.saving import gathered_state_dict
 
-__all__ = ["SpreadExperts", "expert_parameters", "gathered_state_dict", "load_spread", "spread_experts"]
+__all__ = ["spread_experts", "load_spread", "expert_parameters", "gathered_state_dict", "SpreadExperts"]

@@ -10,4 +10,4 @@ Importing this package does not import Megatron-Core.
 from deepep_moe.integrations.common.registry import recover, resume, suspend
 from deepep_moe.integrations.megatron.plugin import disable, enable, grow_recv_capacity, take_metrics
 
-__all__ = ["disable", "enable", "grow_recv_capacity", "recover", "resume", "suspend", "take_metrics"]
+__all__ = ["enable", "disable", "take_metrics", "recover", "grow_recv_capacity", "suspend", "resume"]

@@ -63,7 +63,9 @@ def test_api_pages_have_every_public_name(site):
     places = [page.index(f'id="deepep_moe.{method}"') for method in methods]
     assert places == sorted(places), "in the order of use"
     assert "num_max_tokens_per_rank" in page[page.index('id="deepep_moe.Buffer"') : places[0]], "the signature of the constructor"
-    inner = {f"deepep_moe.{name}" for name in ("Buffer.calls", "Buffer.refuse", "Buffer.num_calls", "LowLatencyBuffer.refuse")}
-    assert not inner & names, "inner names"
+    inner = {"calls", "counts", "describe", "native", "num_calls", "refuse", "seal", "sealed", "then", "to_save"}
+    assert not inner & {name.rpartition(".")[2] for name in names if name.startswith("deepep_moe.")}, "inner names"
+    for page, first in (("nn", "MoELayer"), ("megatron", "enable"), ("deepspeed", "initialize"), ("huggingface", "spread_experts")):
+        assert re.search(r'id="?deepep_moe[.\w]*\.(\w+)"', (site / "api" / f"{page}.html").read_text())[1] == first, "what is used first"
     sources = [path.read_text() for folder in ("deepep_moe", "integrations") for path in (ROOT / folder).rglob("*.py")]
     assert not re.findall(r"^ +\w+Error: .*[.;] \w+Error: .*", "\n".join(sources), re.MULTILINE), "one line an error"
