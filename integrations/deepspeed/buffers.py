@@ -53,7 +53,7 @@ class Plan:
 
 
 class Swapped:
-    """What the swapped layers of both kinds have beside DeepSpeed's."""
+    """The attributes that swapped layers of both kinds have and DeepSpeed's do not."""
 
     deepep_moe_plan: Plan
     deepep_moe_number: int = 0

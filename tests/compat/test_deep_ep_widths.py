@@ -1,5 +1,5 @@
-"""Calls of every version in one form: against the reference, and with rows of another width than their handle's dispatch had, as second
-tensors of the same tokens and outputs wider than inputs are."""
+"""Calls of every version in one form, against the reference. Rows may have another width than their handle's dispatch had, as second
+tensors of the same tokens have, and outputs wider than inputs."""
 
 from functools import partial
 

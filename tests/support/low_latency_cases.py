@@ -43,7 +43,7 @@ class Case:
 
     @property
     def memory(self) -> tuple[Any, ...]:
-        """What a buffer is made with."""
+        """The settings of a buffer."""
         return self.max_tokens, self.hidden, self.num_experts, self.num_topk, self.ranks_per_node, self.sums
 
     @property

@@ -246,7 +246,7 @@ def test_launched_ranks_are_bound(tmp_path):
 
 
 def test_command_is_wrapped(monkeypatch):
-    """Behind the script options are the script's."""
+    """Options that follow the script are the script's."""
     monkeypatch.setenv("PYTHON_EXEC", "python")
     options = launch.bound(launch.parser().parse_args(["--bind", "-m", "pkg.a", "--bind"]))
     wrapped = "-m", "deepep_moe.topology.bound", "python", "-u", "-m", "pkg.a", "--bind"

@@ -33,8 +33,8 @@ _PROBS = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
 _Routing = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int | None]
-"""A caller gives routing_map, topk_idx, probs, topk_weights and num_experts. Beside a map only probs are read of the others, and
-topk_weights are not read beside probs. Beside a handle only probs and topk_weights are read."""
+"""A caller gives routing_map, topk_idx, probs, topk_weights and num_experts. With a map, only probs are read of the others; with probs,
+topk_weights are not read. With a handle, only probs and topk_weights are read."""
 
 
 @outside_graphs
@@ -261,8 +261,8 @@ class HybridEPBuffer(Suspending):
         self, hidden: Any, scaling_factor: Tensor | None, routing: _Routing, handle: HybridHandle | None, layout: str,
         num_rows: int | None = None, alignment: int = 1,
     ) -> tuple[DispatchOutput, HybridHandle]:  # fmt: skip
-        """Dispatch with as many lanes as any token of any rank needs. For maps the ranks agree on the number in the first call, and again
-        where a token needs more: the dispatch refuses such a token on all ranks, and all meet and dispatch again. With a bound on the rows
+        """Dispatch with as many lanes as any token of any rank needs. For maps the ranks agree on the number in the first call. Where a
+        token needs more, the dispatch refuses it on all ranks, and all meet and dispatch again. With a bound on the rows
         nobody looks after the first such call, and lanes behind the last count as dropped.
 
         num_rows: the bound on the rows of this rank."""
