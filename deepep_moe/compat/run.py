@@ -16,8 +16,12 @@ _USAGE = "usage: python -m deepep_moe.compat.run SCRIPT [ARGUMENTS], or -m MODUL
 def main(arguments: list[str]) -> None:
     """Install `deep_ep`, and run a script or a module with its arguments as Python does. Raises SystemExit without one."""
     is_module, rest = arguments[:1] == ["-m"], arguments[1:] if arguments[:1] == ["-m"] else arguments
-    if not rest or (rest[0].startswith("-") and not is_module):
+    if rest[:1] in (["-h"], ["--help"]):
+        return print(_USAGE)
+    if not rest or rest[0].startswith("-"):
         raise SystemExit(_USAGE)
+    if not is_module and not os.path.isfile(rest[0]):
+        raise SystemExit(f"python -m deepep_moe.compat.run: no such script: {rest[0]!r} (current folder: {os.getcwd()})")
     install()
     if is_module:
         sys.argv = rest
