@@ -1,10 +1,8 @@
 """The benchmark of low-latency calls: its records and checks, on the CPU."""
 
-import json
-
 import pytest
 import torch
-from bench_cases import RECORD_FIELDS, bench
+from bench_cases import bench
 
 from benchmarks.low_latency import operations as low_latency_operations
 from deepep_moe import LowLatencyBuffer
@@ -15,7 +13,7 @@ TINY = [
     "--num-tokens", "9", "3", "--hidden", "256", "--num-experts", "8", "--num-topk", "3", "--iterations", "4",
 ]  # fmt: skip
 NAMES = {"dispatch fp8", "dispatch bf16", "combine bf16", "combine fp8"}
-FIELDS = RECORD_FIELDS | {"us_event", "us_host", "is_host_ahead", "link_gbps", "percent_of_link"}
+FIELDS = {"us_event", "us_host", "is_host_ahead", "link_gbps", "percent_of_link"}
 
 
 # ---- what it reports ----
@@ -30,11 +28,8 @@ def check_record(r: dict, half: str) -> None:
 
 
 def test_records(tmp_path):
-    output = tmp_path / "records.json"
-    result = bench(*TINY, "--json", str(output), command="low-latency")
-    assert result.returncode == 0, result.stderr
+    result, records = bench(tmp_path, *TINY, command="low-latency")
     assert "EP2: 9 tokens, workspace" in result.stderr
-    records = json.loads(output.read_text())
     halves = ("both", "send", "receive")
     expected = {(f"low-latency {name}", n, half, False) for name in NAMES for n in (3, 9) for half in halves}
     assert {(r["name"], r["num_tokens"], r["half"], r["graph"]) for r in records} == expected and len(records) == len(expected)
@@ -72,10 +67,7 @@ def test_wrong_results_are_found():
 
 @pytest.mark.multi_gpu(2)
 def test_on_gpus(tmp_path):
-    output = tmp_path / "records.json"
     sizes = ("--num-ranks", "2", "--num-tokens", "3", "16", "--iterations", "50", "--hidden", "512", "--num-experts", "16")
-    result = bench(*sizes, "--json", str(output), command="low-latency", backend="nvlink")
-    assert result.returncode == 0, result.stderr
-    records = json.loads(output.read_text())
+    _, records = bench(tmp_path, *sizes, command="low-latency", backend="nvlink")
     assert len(records) == 2 * 4 * 4 and sum(r["graph"] for r in records) == 8
     assert all(r["us_graph_of_20"] > 0 and r["rival_graph"] for r in records if r["graph"])

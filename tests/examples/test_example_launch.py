@@ -1,25 +1,19 @@
 """The training examples under a launcher: torchrun's ranks train, and the first of them reports."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from scripts import ROOT, run_python
 
 pytest.importorskip("matplotlib")
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-TORCHRUN = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
 
 
 def train(framework: str, *options: str) -> str:
     """Two steps of an example on 2 x 2 virtual nodes. Returns what it prints."""
-    command = [*TORCHRUN, str(EXAMPLES / framework / "train.py"), "--steps", "2", "--ranks-per-node", "2", "--bind", *options]
-    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    script = ROOT / "examples" / framework / "train.py"
+    done = run_python(*TORCHRUN, script, "--steps", "2", "--ranks-per-node", "2", "--bind", *options)
     lines = sorted(line for line in done.stderr.splitlines() if " bound: " in line)
     assert [line[:18] for line in lines] == [f"local rank {rank} bound" for rank in range(4)], done.stderr
     return done.stdout

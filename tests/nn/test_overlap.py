@@ -1,15 +1,12 @@
 """Two alternating micro-batches against the same calls one after the other, bit for bit; errors; the example."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from example_page import Picture, read
 from exchange_cases import assert_same, device_of
 from low_latency_cases import BACKENDS, BLOCK, Case, make_buffer
 from on_ranks import on_ranks
+from scripts import ROOT, run_python
 
 from deepep_moe import LowLatencyBuffer
 from deepep_moe.errors import EPPeerError
@@ -153,11 +150,9 @@ def test_timeline_within_a_span():
 
 @pytest.mark.slow
 def test_example(tmp_path):
-    script = Path(__file__).parents[2] / "examples" / "overlap" / "decode.py"
     sizes = "--num-layers 2 --hidden 64 --intermediate 16 --num-experts 4 --num-topk 2 --num-tokens 1 --context 4 --repeats 2"
-    command = [sys.executable, str(script), *sizes.split(), "--out", str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    command = [ROOT / "examples" / "overlap" / "decode.py", *sizes.split(), "--out", tmp_path]
+    result = run_python(*command)
     assert result.stdout.count("  batch 1 |") == 2
     png = (tmp_path / "timeline.png").read_bytes()
     page = read(tmp_path / "report.html")
@@ -169,5 +164,4 @@ def test_example(tmp_path):
     (picture,) = page.pictures
     assert picture == Picture.of_file("What rank 0 did when", tmp_path / "timeline.png") and png.startswith(b"\x89PNG")
     for wrong, text in ((("--num-experts", "3"), "a multiple of --num-ranks 2"), (("--num-topk", "5"), "must be at most --num-experts 4")):
-        result = subprocess.run([*command, *wrong], capture_output=True, text=True)
-        assert result.returncode == 2 and text in result.stderr
+        assert text in run_python(*command, *wrong, code=2).stderr

@@ -1,12 +1,13 @@
 """The benchmarks as a user starts them, and what every record has."""
 
 import argparse
-import os
+import json
 import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from scripts import ROOT as ROOT
+from scripts import run_python
+
 RECORD_FIELDS = {
     "op", "backend", "num_ranks", "num_tokens", "hidden", "num_topk", "num_experts", "dtype", "layout", "us_median", "us_p10", "us_p90",
     "bytes_moved", "gbps", "rival", "rival_us", "ratio", "hardware", "versions", "command",
@@ -25,7 +26,12 @@ def options_of(command, *arguments: str) -> argparse.Namespace:
     return options
 
 
-def bench(*arguments: str, launcher: tuple[str, ...] = (), command="exchange", backend="shm") -> subprocess.CompletedProcess:
-    command = [sys.executable, *launcher, "benchmarks/run.py", command, "--backend", backend, *arguments]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+def bench(
+    folder: Path, *arguments: str, launcher: tuple[str, ...] = (), command="exchange", backend="shm"
+) -> tuple[subprocess.CompletedProcess, list[dict]]:
+    """Run a benchmark, which leaves its records in `folder`. Return what it printed, and the records."""
+    file = folder / "records.json"
+    done = run_python(*launcher, "benchmarks/run.py", command, "--backend", backend, *arguments, "--json", file)
+    records = json.loads(file.read_text())
+    assert all(set(record) >= RECORD_FIELDS for record in records)
+    return done, records

@@ -2,11 +2,10 @@
 
 import math
 import random
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
+from scripts import run_python
 
 from deepep_moe.tune import command
 from deepep_moe.tune.ranks import Outcome
@@ -94,8 +93,7 @@ def machine(monkeypatch, tmp_path):
 
 
 def test_nothing_to_tune():
-    done = subprocess.run([sys.executable, "-m", "deepep_moe", "tune"], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout == command.NOTHING_TO_TUNE + "\n", done.stderr
+    assert run_python("-m", "deepep_moe", "tune").stdout == command.NOTHING_TO_TUNE + "\n"
 
 
 @pytest.mark.parametrize(

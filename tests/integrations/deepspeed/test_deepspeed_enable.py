@@ -2,20 +2,16 @@
 
 import contextlib
 import io
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from deepspeed_cases import Case, ds_config, make_model, on_deepspeed_ranks, run_steps
+from scripts import run_python
 
 import deepep_moe
 from deepep_moe.integrations.deepspeed import disable, enable, initialize
 from deepep_moe.integrations.deepspeed.options import Options
 
 pytest.importorskip("deepspeed")
-ROOT = Path(__file__).parents[3]
 
 
 def _build(case, config, how=None):
@@ -78,11 +74,9 @@ def test_launcher_enables(tmp_path):
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "train.py").write_text(SCRIPT)
     (tmp_path / "scripts" / "helper.py").write_text("WORD = 'found'")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "DS_ACCELERATOR": "cpu"}
-    launcher = [sys.executable, "-W", "ignore", "-m", "deepep_moe.integrations.deepspeed"]
     for arguments, code, words in (
         (["--local_rank=1", "scripts/train.py", "--bind", "-x"], 0, "found ['--local_rank=1', '--bind', '-x'] __main__ train.py True"),
         (["nowhere.py"], 2, "no such script: 'nowhere.py'"),
     ):
-        done = subprocess.run([*launcher, *arguments], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
-        assert done.returncode == code and words in done.stdout + done.stderr
+        done = run_python("-m", "deepep_moe.integrations.deepspeed", *arguments, code=code, cwd=tmp_path, DS_ACCELERATOR="cpu")
+        assert words in done.stdout + done.stderr

@@ -2,28 +2,21 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from example_page import read
+from scripts import ROOT, run_python
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("matplotlib")
 
-ROOT = Path(__file__).parents[3]
 STEPS = 10
 
 
 @pytest.mark.slow
 def test_training_learns_and_equals_deepspeed(tmp_path):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    environment["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # DeepSpeed before 0.15 loads its own checkpoints in newer PyTorch only so
-    command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / "deepspeed" / "train.py"), "--steps", str(STEPS)]
-    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, env=environment, timeout=800)
-    assert done.returncode == 0, done.stdout + done.stderr
+    old = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}  # DeepSpeed before 0.15 loads its own checkpoints in newer PyTorch only so
+    done = run_python(ROOT / "examples" / "deepspeed" / "train.py", "--steps", STEPS, "--out", tmp_path, **old)
     assert "loss curves of deepep_moe and deepspeed agree" in done.stdout
     losses = [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("checkpoint saved by")]
     assert len(losses) == 4 and losses[0] == losses[1] and losses[2] == losses[3], done.stdout

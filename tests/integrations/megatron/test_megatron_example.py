@@ -4,14 +4,12 @@ import argparse
 import importlib.util
 import json
 import math
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from example_page import read
 from megatron_cases import enabled
+from scripts import ROOT, run_python
 
 from deepep_moe.nn.metrics import OVERLOADS
 from deepep_moe.testing.launch import run_ranks
@@ -19,31 +17,20 @@ from deepep_moe.testing.launch import run_ranks
 pytest.importorskip("megatron.core")
 pytest.importorskip("matplotlib")
 
-ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "megatron"
 STEPS = 30
 
 
-def run_example(command: str, *arguments: str, code: int = 0) -> str:
-    """Run a script with arguments and return its output."""
-    script, *words = command.split()
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    environment.pop("PYTHONSAFEPATH", None)  # the example finds the files beside it
-    whole = [sys.executable, "-W", "ignore", str(EXAMPLE / script), *words, *arguments]
-    done = subprocess.run(whole, capture_output=True, text=True, env=environment, timeout=800)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.multi_gpu(2)
 def test_example_on_gpus(tmp_path):
-    output = run_example("train.py --device cuda --num-ranks 2 --steps 8 --compare alltoall --out", str(tmp_path))
+    options = "--device cuda --num-ranks 2 --steps 8 --compare alltoall"
+    output = run_python(EXAMPLE / "train.py", *options.split(), "--out", tmp_path).stdout
     assert "nvlink" in output and "loss curves of deepep_moe and alltoall agree" in output
 
 
 @pytest.mark.slow
 def test_training_falls_below_unigram_entropy_and_equals_alltoall(tmp_path):
-    output = run_example(f"train.py --steps {STEPS} --compare alltoall --timeline --out", str(tmp_path))
+    output = run_python(EXAMPLE / "train.py", "--steps", STEPS, "--compare", "alltoall", "--timeline", "--out", tmp_path).stdout
     assert "loss curves of deepep_moe and alltoall agree" in output
     (entropy,) = {float(line.split()[-1]) for line in output.splitlines() if line.startswith("unigram entropy")}
 
@@ -78,7 +65,7 @@ def test_training_falls_below_unigram_entropy_and_equals_alltoall(tmp_path):
 
 
 def test_fp8_curves_need_more_steps_than_their_window():
-    run_example("fp8_curves.py --steps 5 --num-ranks 1", code=2)
+    run_python(EXAMPLE / "fp8_curves.py", "--steps", 5, "--num-ranks", 1, code=2)
 
 
 def _import_example(*names: str) -> list:

@@ -3,16 +3,13 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gc
 import inspect
 import io
-import os
 import re
-import subprocess
-import sys
 import typing
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +17,7 @@ import torch.distributed as dist
 from exchange_cases import modes_of_calls
 from megatron_cases import HIDDEN, enabled, layer_config, layer_of, model_parallel, on_megatron
 from on_ranks import on_ranks
+from scripts import ROOT, run_python
 
 import deepep_moe
 from deepep_moe.errors import BufferDestroyedError, EPPeerError, OutgrownError
@@ -30,8 +28,6 @@ from deepep_moe.integrations.megatron import disable, enable, plugin
 from deepep_moe.integrations.megatron.config_switches import selection
 
 pytest.importorskip("megatron.core")
-
-ROOT = Path(__file__).parents[3]
 
 
 def _backend_choices() -> tuple[str, ...]:
@@ -207,10 +203,7 @@ enable(num_max_tokens_per_rank=64, backend="collective", experts="own")  # would
 """
 
 
-def _launch(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-W", "ignore", "-m", "deepep_moe.integrations.megatron", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=120)
+_launch = functools.partial(run_python, "-m", "deepep_moe.integrations.megatron")
 
 
 def test_launcher_runs_a_script_enabled(tmp_path):
@@ -218,12 +211,11 @@ def test_launcher_runs_a_script_enabled(tmp_path):
     (tmp_path / "scripts" / "pretrain.py").write_text(SCRIPT)
     (tmp_path / "scripts" / "helper.py").write_text("WORD = 'found'")
     options = ("--backend", "collective", "--num-max-tokens-per-rank", "64", "--experts", "own")
-    done = _launch("--bind", *options, "scripts/pretrain.py", "--backend", "nccl", *OURS, folder=tmp_path)
-    assert done.returncode == 0 and "local rank 0" in done.stderr, done.stderr
-    missing = _launch("nowhere.py", folder=tmp_path)
-    assert missing.returncode == 2 and "no such script: 'nowhere.py'" in missing.stderr
-    wrong = _launch("--balance", "99", "scripts/pretrain.py", folder=tmp_path)
-    assert wrong.returncode == 2 and wrong.stderr.splitlines()[-1].endswith("megatron: num_slots is 99; at most 32 are possible")
+    done = _launch("--bind", *options, "scripts/pretrain.py", "--backend", "nccl", *OURS, cwd=tmp_path)
+    assert "local rank 0" in done.stderr, done.stderr
+    assert "no such script: 'nowhere.py'" in _launch("nowhere.py", cwd=tmp_path, code=2).stderr
+    wrong = _launch("--balance", "99", "scripts/pretrain.py", cwd=tmp_path, code=2)
+    assert wrong.stderr.splitlines()[-1].endswith("megatron: num_slots is 99; at most 32 are possible")
     line = f"found {['--backend', 'nccl', *OURS]} __main__ pretrain.py SelectingFlexTokenDispatcher"
     assert done.stdout.strip().splitlines()[-1] == line
 
@@ -262,8 +254,7 @@ def test_own_script_on_cpus(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / folder))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "own.py").write_text(line + OWN_SCRIPT)
-    done = _launch("own.py", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = _launch("own.py", cwd=tmp_path)
     assert f"deepep_moe {deepep_moe.__version__}: 2 MoE layers on this rank, backend shm, " in done.stderr
 
 
