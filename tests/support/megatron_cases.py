@@ -16,7 +16,10 @@ from deepep_moe.integrations.megatron.config_switches import selection
 HIDDEN = 32
 NUM_EXPERTS = 8
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "moe_router_dtype": "fp32"}
+NO_GROUPS = {"moe_router_num_groups": None, "moe_router_group_topk": None, "moe_router_topk_scaling_factor": None}
+SOFTMAX = NO_GROUPS | {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
 RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+ACTIVATION_RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"], "moe_grouped_gemm": True}
 SYNC_FREE = {"experts": "own", "sync_free": True}
 # Rank r is on GPU r.
 ON_GPUS = pytest.mark.parametrize("num_ranks", (pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.multi_gpu(2))))

@@ -13,6 +13,7 @@ from typing import Any
 import megatron_states
 import torch
 import torch.distributed as dist
+from megatron_cases import SOFTMAX, layer_config
 from te_experts import te_experts
 from torch.overrides import TorchFunctionMode
 
@@ -24,6 +25,7 @@ EXPERTS: dict[str, dict[str, Any] | None] = {
     "stock": None,
     "sequential": {"experts": "framework"},
     "grouped": {"experts": "own"},
+    "fp8": {"experts": "own", "fp8": True},
     "stock TE": None,
     "TE": {"experts": "framework"},
     "grouped for TE": {"experts": "own"},
@@ -182,24 +184,14 @@ def _fused() -> Iterator[None]:
 
 
 def _config(setting: Setting) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     dispatcher = selection("alltoall" if EXPERTS[setting.experts] is None else "deepep_moe")
+    routing = SOFTMAX | {"moe_router_topk": 2, "moe_router_dtype": "fp32", "moe_router_load_balancing_type": "aux_loss"}
     fields = {
         "num_layers": 2,
         "hidden_size": HIDDEN,
         "ffn_hidden_size": 128,
-        "num_attention_heads": 4,
-        "num_moe_experts": 8,
         "moe_ffn_hidden_size": 32,
-        "moe_router_topk": 2,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 1e-2,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False,
-        "bias_activation_fusion": False,
+        "moe_shared_expert_intermediate_size": None,
         "gradient_accumulation_fusion": setting.fuses,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
@@ -208,7 +200,7 @@ def _config(setting: Setting) -> Any:
         "params_dtype": setting.dtype,
         "expert_model_parallel_size": setting.ep,
     }
-    return TransformerConfig(**(fields | dispatcher | dict(setting.changes)))
+    return layer_config(**(routing | fields | dispatcher | dict(setting.changes)))
 
 
 def gpt(config: Any, seed: int = 7) -> Any:
@@ -261,7 +253,7 @@ def train(run: Training, steps: range) -> list[float]:
     return [_train_step(run, step) for step in steps]
 
 
-def _batch(step: int, micro: int) -> dict[str, torch.Tensor | None]:
+def batch_of(step: int, micro: int) -> dict[str, torch.Tensor | None]:
     generator = torch.Generator().manual_seed(100_000 * step + 1000 * micro + dist.get_rank())
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
     positions = torch.arange(LENGTH).expand(BATCH, -1)
@@ -285,7 +277,7 @@ def _train_step(run: Training, step: int) -> float:
     run.optimizer.zero_grad()
     outputs = get_forward_backward_func()(
         forward_step_func=lambda batches, chunk: (chunk(**next(batches)), _loss_of),
-        data_iterator=iter([_batch(step, micro) for micro in range(MICRO_BATCHES)]),
+        data_iterator=iter([batch_of(step, micro) for micro in range(MICRO_BATCHES)]),
         model=run.model,
         num_microbatches=MICRO_BATCHES,
         seq_length=LENGTH,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_cases import BF16, RECOMPUTED, assert_same, draw, expert_biases, layer_of, model_parallel
+from megatron_cases import ACTIVATION_RECOMPUTED, BF16, NO_GROUPS, RECOMPUTED, assert_same, draw, expert_biases, layer_of, model_parallel
 from on_ranks import on_ranks
 
 from deepep_moe.errors import BufferSuspendedError, EPPeerError
@@ -16,7 +16,6 @@ from deepep_moe.testing import run_ranks
 
 pytest.importorskip("megatron.core")
 ALONE = {"moe_shared_expert_intermediate_size": None, "add_bias_linear": False}
-FULL = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"], "moe_grouped_gemm": True}
 
 
 def balanced(ep: int, device: str = "cpu", **options: Any) -> Any:
@@ -49,15 +48,11 @@ def two_passes(rank: int, layer: Any, fuses: bool, between: Any = lambda: None) 
 CASES = {
     "plain": {},
     "recomputed": RECOMPUTED,
-    "activations recomputed": FULL,
+    "activations recomputed": ACTIVATION_RECOMPUTED,
     "fused": {"gradient_accumulation_fusion": True},
     "bf16, fused": BF16 | {"gradient_accumulation_fusion": True},
-    "probs on the input": {
-        "moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_num_groups": None, "moe_router_group_topk": None,
-    },
-}  # fmt: skip
-
-
+    "probs on the input": NO_GROUPS | {"moe_apply_probs_on_input": True, "moe_router_topk": 1},
+}
 WIDE = BF16 | {"hidden_size": 128, "moe_ffn_hidden_size": 128, "moe_shared_expert_intermediate_size": None}
 FP8_CASES = {"fp8": WIDE, "fp8, fused": WIDE | {"gradient_accumulation_fusion": True}}
 BOUNDED = {"sync_free": True, "recv_capacity_factor": 1.5}

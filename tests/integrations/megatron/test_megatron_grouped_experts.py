@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 from megatron_cases import (
+    ACTIVATION_RECOMPUTED,
     BF16,
     HIDDEN,
     RECOMPUTED,
+    SOFTMAX,
     assert_same,
     draw,
     expert_biases,
@@ -41,15 +43,13 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-ONE_EXPERT = {"moe_router_topk": 1, "moe_router_num_groups": None, "moe_router_group_topk": None, "moe_router_topk_scaling_factor": None}
-ONE_EXPERT |= {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False, "moe_router_pre_softmax": True}
 CASES: dict[str, dict] = {
     "SwiGLU": {},
     "biases": {},
     "GELU without a gate, biases": {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu},
     "clamp and offset": {"activation_func": quick_gelu, "activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0},
-    "probs on the input": {"moe_apply_probs_on_input": True, **ONE_EXPERT},
-    "recomputed activation": {"recompute_granularity": "selective", "recompute_modules": ["moe_act"], "moe_grouped_gemm": True},
+    "probs on the input": SOFTMAX | {"moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "recomputed activation": ACTIVATION_RECOMPUTED,
     "recomputed layer": RECOMPUTED,
     "same size as a dense layer": {"moe_ffn_hidden_size": 64},
     "bf16": BF16,

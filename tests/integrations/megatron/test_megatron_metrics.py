@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_cases import HIDDEN, NUM_EXPERTS, RECOMPUTED, SYNC_FREE, layer_of, model_parallel, on_megatron
+from megatron_cases import HIDDEN, NO_GROUPS, NUM_EXPERTS, RECOMPUTED, SYNC_FREE, layer_of, model_parallel, on_megatron
 from on_ranks import on_ranks
 
 from deepep_moe.errors import EPCapacityError
@@ -22,7 +22,7 @@ TOPK = 4
 
 
 def numbered(sizes: dict[str, int], number: int = 1, **changes: Any) -> Any:
-    layer = layer_of(sizes, **({"moe_router_num_groups": None, "moe_router_group_topk": None, "num_layers": 3} | changes))
+    layer = layer_of(sizes, **(NO_GROUPS | {"num_layers": 3} | changes))
     layer.set_layer_number(number)
     return layer
 

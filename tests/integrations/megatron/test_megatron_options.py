@@ -73,7 +73,7 @@ def test_a_step_leaves_no_graph(rank: int, num_ranks: int, device: str, options:
 @on_ranks(1)
 def test_schedule_with_grouped_experts(rank: int, num_ranks: int, device: str) -> None:
     with model_parallel(device, ep=num_ranks, **SYNC_FREE) as sizes:
-        data = [{name: None if value is None else value.to(device) for name, value in batch.items()} for batch in batches(rank)]
+        data = [{name: None if value is None else value.to(device) for name, value in batch.items()} for batch in batches()]
         passes = [run(gpt(schedule_config(sizes)).to(device), data) for run in (interleaved, one_after_another)]
         assert_same(*passes, f"rank {rank}")
 

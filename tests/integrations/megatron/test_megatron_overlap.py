@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_cases import RECOMPUTED, assert_bits, assert_same, draw, forward_backward, layer_config, layer_of, model_parallel, on_megatron
-from megatron_training import VOCABULARY, gpt
+from megatron_training import batch_of, gpt
 from on_ranks import on_ranks
 
 from deepep_moe.errors import EPPeerError
@@ -15,7 +15,7 @@ from deepep_moe.integrations.megatron.config_switches import selection
 
 pytest.importorskip("megatron.core")
 
-LENGTH, NUM_BATCHES = 8, 3
+NUM_BATCHES = 3
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "moe_router_dtype": "fp32"}
 
 
@@ -29,14 +29,8 @@ needs_schedule = pytest.mark.skipif(not has_schedule(), reason="megatron-core be
 # ---- 1F1B ----
 
 
-def batches(rank: int) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(rank)
-    positions = torch.arange(LENGTH).expand(2, -1)
-    drawn = []
-    for _ in range(NUM_BATCHES):
-        tokens = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=generator)
-        drawn.append({"input_ids": tokens[:, :-1], "position_ids": positions, "attention_mask": None, "labels": tokens[:, 1:]})
-    return drawn
+def batches() -> list[dict[str, Any]]:
+    return [batch_of(0, number) for number in range(NUM_BATCHES)]
 
 
 def one_after_another(model: Any, batches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -92,10 +86,10 @@ def test_schedule_repeats_the_bits(rank: int, num_ranks: int) -> None:
     for options, changes in SCHEDULED:
         with model_parallel(ep=num_ranks, **options) as sizes:
             config = schedule_config(sizes, **changes)
-            want = one_after_another(gpt(config), batches(rank))
+            want = one_after_another(gpt(config), batches())
             for is_set in (False, True):
                 config.overlap_moe_expert_parallel_comm = is_set  # late: the config's own check demands 16-bit parameters
-                assert_repeated(interleaved(gpt(config), batches(rank)), want, f"{options}, {changes}, rank {rank}")
+                assert_repeated(interleaved(gpt(config), batches()), want, f"{options}, {changes}, rank {rank}")
 
 
 def let_local_linears_delay() -> None:
@@ -114,7 +108,7 @@ def test_delayed_gradients_of_grouped_experts(rank: int, num_ranks: int, sizes: 
 
     let_local_linears_delay()
     config = schedule_config(sizes)
-    want = one_after_another(gpt(config), batches(rank))
+    want = one_after_another(gpt(config), batches())
     config.delay_wgrad_compute = config.overlap_moe_expert_parallel_comm = True
     for ddp in ("without DDP", "DDP", "DDP, fused", "DDP that does not know of the delay"):
         model = gpt(config)
@@ -128,7 +122,7 @@ def test_delayed_gradients_of_grouped_experts(rank: int, num_ranks: int, sizes: 
         experts = model.decoder.layers[0].mlp.experts
         stock = experts.linear_fc1.add_delayed
         experts.linear_fc1.add_delayed = lambda compute, calls=calls, stock=stock: (calls.append("w1"), stock(compute))
-        got = interleaved(model, batches(rank))
+        got = interleaved(model, batches())
         assert calls == ["w1"] * NUM_BATCHES and not experts._due
         for name, parameter in model.named_parameters():
             got[name] = parameter.grad if ddp == "without DDP" else parameter.main_grad
@@ -144,10 +138,10 @@ def test_schedule_frees_what_nobody_keeps(rank: int, num_ranks: int, sizes: dict
         model = gpt(config)
         for layer in model.decoder.layers:
             layer.config.fp8 = fp8
-        plan = model.build_schedule_plan(**batches(rank)[0]).get_layer(0)
+        plan = model.build_schedule_plan(**batches()[0]).get_layer(0)
         assert (plan.moe_dispatch.free_input, plan.mlp.free_input, plan.moe_combine.free_input) == (False, frees, True)
     theirs = gpt(schedule_config(sizes, moe_token_dispatcher_type="alltoall"))
-    plan = theirs.build_schedule_plan(**batches(rank)[0]).get_layer(0)
+    plan = theirs.build_schedule_plan(**batches()[0]).get_layer(0)
     assert plan.moe_dispatch.free_input and plan.mlp.free_input
 
 
@@ -194,7 +188,7 @@ def test_peers_learn_of_faults_in_the_schedule(rank: int, num_ranks: int, sizes:
         FAULTS[where](model.decoder.layers[0])
     is_backward = where.endswith("backward")
     with pytest.raises(RuntimeError) as raised:
-        interleaved(model, batches(rank))
+        interleaved(model, batches())
     if rank == 1:
         assert str(raised.value) == f"a fault in the {'backward' if is_backward else 'forward'}"
     else:

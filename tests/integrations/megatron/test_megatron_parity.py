@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from megatron_cases import BF16, HIDDEN, RECOMPUTED, assert_same, draw, forward_backward, layer_of, model_parallel
+from megatron_cases import BF16, HIDDEN, RECOMPUTED, SOFTMAX, assert_same, draw, forward_backward, layer_of, model_parallel
 from on_ranks import on_ranks
 
 from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
@@ -10,12 +10,7 @@ from deepep_moe.integrations.megatron.routing import choice_of_shards, repeat_fo
 
 pytest.importorskip("megatron.core")
 
-DROPPING = {
-    "moe_expert_capacity_factor": 0.8,
-    "moe_router_load_balancing_type": "aux_loss",
-    "moe_router_score_function": "softmax",
-    "moe_router_enable_expert_bias": False,
-}
+DROPPING = SOFTMAX | {"moe_expert_capacity_factor": 0.8, "moe_router_load_balancing_type": "aux_loss"}
 # (name, group sizes and options of enable(), changes of the config)
 SIZES: list[tuple[str, dict, dict]] = [
     ("EP 1", {"ep": 1}, {}),

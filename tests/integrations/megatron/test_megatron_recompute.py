@@ -62,10 +62,10 @@ def test_recomputed_transformer_layers(rank: int, num_ranks: int, sizes: dict[st
     """Whole transformer layers, two of them in one checkpoint: their dispatches come again in order."""
     whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
     recomputed, plain = (gpt(schedule_config(sizes, **changes)) for changes in (whole, {}))
-    want = one_after_another(plain, batches(rank))
+    want = one_after_another(plain, batches())
     handles = watch(plain.decoder.layers[0].mlp.token_dispatcher.buffer)
-    got = one_after_another(recomputed, batches(rank))
-    assert [handle is None for handle in handles] == [True, True, False, False] * len(batches(rank))
+    got = one_after_another(recomputed, batches())
+    assert [handle is None for handle in handles] == [True, True, False, False] * len(batches())
     assert_same(got, want, f"rank {rank}")
 
 

@@ -79,44 +79,6 @@ def test_room_for_rows(rank: int, num_ranks: int) -> None:
 # ---- more rows than there is room for ----
 
 
-def _train(rank: int, num_ranks: int, options: dict[str, Any]) -> tuple[list[torch.Tensor], int]:
-    """Losses of six steps, whose routing changes between even and one-sided, and how often a step was run again."""
-    losses, num_again = [], 0
-    with model_parallel(ep=num_ranks, num_max_tokens_per_rank=12, **options) as sizes:
-        layer = layer_of(sizes, **NO_GROUPS)
-        optimizer = torch.optim.SGD(layer.parameters(), lr=0.05)
-        for step in range(6):
-            layer.router.expert_bias[:TOPK] = 100.0 * (step % 2)  # to which every token goes
-            x, target = draw(10 * step + rank, 12)
-            while True:
-                optimizer.zero_grad()
-                try:
-                    loss = (layer(x)[0] - target).square().mean()
-                    loss.backward()
-                except EPCapacityError as error:
-                    assert error.rank == 0 and "more than its num_recv_rows of" in str(error)
-                    assert any("recv_capacity_factor" in note for note in error.__notes__)
-                    recover()
-                    grow_recv_capacity()
-                    num_again += 1
-                    continue
-                break
-            for name, parameter in layer.named_parameters():
-                if not name.startswith("experts."):
-                    dist.all_reduce(parameter.grad)
-            optimizer.step()
-            losses.append(loss.detach())
-    return losses, num_again
-
-
-@on_ranks(2)
-def test_a_step_that_is_run_again_loses_nothing(rank: int, num_ranks: int) -> None:
-    want, none = _train(rank, num_ranks, {"experts": "own"})
-    losses, num_again = _train(rank, num_ranks, SYNC_FREE | {"recv_capacity_factor": 1.3})
-    assert (none, num_again) == (0, 1)  # 2.6 times the even share are room for all
-    assert all(torch.equal(loss, wanted) for loss, wanted in zip(losses, want, strict=True))
-
-
 @on_megatron(2, experts="own", num_max_tokens_per_rank=12)
 def test_factor_of_the_config(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """Megatron-Core's own factor (0.19), which its config would refuse for a backend that it does not know."""
@@ -131,22 +93,6 @@ def test_factor_of_the_config(rank: int, num_ranks: int, sizes: dict[str, int]) 
     assert seen == [(48, HIDDEN)]
     if "moe_expert_rank_capacity_factor" in type(layer.config).__dataclass_fields__:
         layer_of(sizes, moe_expert_rank_capacity_factor=2.0)
-
-
-@on_ranks(1)
-def test_a_step_ends_with_a_look_at_what_gpus_report(rank: int, num_ranks: int) -> None:
-    """Before gradients are summed, the step reads the GPU's reports. If there is no factor, it reads nothing."""
-    from megatron.core import distributed
-
-    for factor, is_asked in ((None, False), (1.0, True)):
-        with model_parallel(ep=1, **SYNC_FREE, recv_capacity_factor=factor) as sizes:
-            layer = layer_of(sizes)
-            layer(draw(rank, 4)[0])
-            asked: list[bool] = []
-            layer.token_dispatcher.buffer.check = lambda: asked.append(True)  # noqa: B023
-            with pytest.raises(IndexError):  # of no model, after the look
-                distributed.finalize_model_grads([])
-            assert asked == [True] * is_asked
 
 
 # ---- more ranks step than one expert-parallel group: all agree at the end of a step ----
@@ -195,8 +141,12 @@ def one_step(model: Model, rank: int, step: int) -> list[torch.Tensor]:
     model.zero_grad(set_to_none=True)
     loss = (model(x.abs()) - target).square().mean()
     loss.backward()
-    model.config.finalize_model_grads_func([model], None)
+    (model.config.finalize_model_grads_func or _without_an_end)([model], None)
     return [loss.detach(), *(parameter.grad.clone() for parameter in model.layer.parameters() if parameter.grad is not None)]
+
+
+def _without_an_end(model: list[Model], _: None) -> None:
+    model[0].finish_grad_sync()
 
 
 def stub_finalize() -> None:
@@ -206,19 +156,21 @@ def stub_finalize() -> None:
     distributed.finalize_model_grads = lambda model, num_tokens=None: [chunk.finish_grad_sync() for chunk in model]
 
 
-def _train_groups(rank: int, options: dict[str, Any]) -> tuple[list[list[torch.Tensor]], int]:
-    """Three steps. In the second one the tokens of ranks 0 and 1, which are one of the two groups, all go to rank 0."""
+def _train(rank: int, options: dict[str, Any], has_end: bool) -> tuple[list[list[torch.Tensor]], int]:
+    """Three steps. In the second one the tokens of ranks 0 and 1, which are one of the two groups, all go to rank 0. Without ends of steps,
+    as in a loop of the user's own, all ranks are one group, and all tokens go to ranks 0 and 1."""
     results, num_again = [], 0
-    with model_parallel(ep=2, **options) as sizes:
-        model = make_model(sizes)
+    message = "MoE layers of rank 0 received more rows than they have room for" if has_end else "more than its num_recv_rows of"
+    with model_parallel(ep=2 if has_end else 4, **options) as sizes:
+        model = make_model(sizes, **({} if has_end else {"finalize_model_grads_func": None}))
         for step in range(3):
-            route(model, is_even=step != 1 or rank >= 2)
+            route(model, is_even=step != 1 or (has_end and rank >= 2))
             while True:
                 try:
                     results.append(one_step(model, rank, step))
                     break
                 except EPCapacityError as error:
-                    assert error.rank == 0 and "MoE layers of rank 0 received more rows than they have room for" in str(error)
+                    assert error.rank < (1 if has_end else 2) and message in str(error), str(error)
                     assert any("grow_recv_capacity" in note for note in error.__notes__)
                     num_again += 1
                     recover()
@@ -226,12 +178,13 @@ def _train_groups(rank: int, options: dict[str, Any]) -> tuple[list[list[torch.T
     return results, num_again
 
 
-@on_ranks(4)
-def test_two_groups_agree_to_run_a_step_again(rank: int, num_ranks: int) -> None:
+@on_ranks(4, has_end=(True, False))
+def test_all_ranks_agree_to_run_a_step_again(rank: int, num_ranks: int, has_end: bool) -> None:
+    """The step that is run again loses nothing."""
     stub_finalize()
-    want, none = _train_groups(rank, {"experts": "own"})
-    results, num_again = _train_groups(rank, BOUNDED | {"recv_capacity_factor": 1.5})
-    assert (none, num_again) == (0, 1), "all four ranks run the step again, once"
+    want, none = _train(rank, {"experts": "own"}, has_end)
+    results, num_again = _train(rank, BOUNDED | {"recv_capacity_factor": 1.5}, has_end)
+    assert (none, num_again) == (0, 1), "all four ranks, once"
     assert_same_steps(results, want)
 
 

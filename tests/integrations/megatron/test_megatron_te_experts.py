@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_cases import BF16, assert_same, build_layer, draw, expert_biases, layer_config, layer_of, on_megatron
+from megatron_cases import ACTIVATION_RECOMPUTED, BF16, assert_same, build_layer, draw, expert_biases, layer_config, layer_of, on_megatron
 from megatron_states import assert_equal_states, change
 from te_experts import TE, expert_layer, te_experts
 
@@ -167,12 +167,7 @@ ALONE = {"moe_shared_expert_intermediate_size": None}  # shared experts would ne
 @on_megatron(1, experts="own")
 def test_gradients_are_added_to_main_grad(rank: int, num_ranks: int, sizes: dict[str, int], delays: bool) -> None:
     late = {"gradient_accumulation_fusion": True, "delay_wgrad_compute": delays}
-    for changes in (
-        {},
-        BF16,
-        expert_biases(),
-        {"recompute_granularity": "selective", "recompute_modules": ["moe_act"], "moe_grouped_gemm": True},
-    ):
+    for changes in ({}, BF16, expert_biases(), ACTIVATION_RECOMPUTED):
         alike = changes | ALONE
         fused, plain = (layer_of(sizes, late=late if is_fused else {}, **alike).experts for is_fused in (True, False))
         batch = inputs(plain.config, COUNTS)
