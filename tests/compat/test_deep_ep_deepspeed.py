@@ -12,9 +12,9 @@ auto_ep_comm = pytest.importorskip("deepspeed.module_inject.auto_ep_comm", reaso
 pytest.importorskip("transformers.models.deepseek_v3", reason="AutoEP serves transformers' models")
 
 CASES = [
-    Case("deepseek_v3", zero=2, uneven=True),
-    Case("qwen3_moe", zero=1, recomputed=True, score_apply="pre"),
-    Case("deepseek_v3", recomputed=False, uneven=True),
+    Case("deepseek", zero=2, uneven=True),
+    Case("qwen3", zero=1, recomputed=True, score_apply="pre"),
+    Case("deepseek", recomputed=False, uneven=True),
 ]
 ROUNDED = Case(dtype="bf16", zero=1, tolerance=0.02)
 

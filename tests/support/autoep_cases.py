@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from deepspeed_cases import recorded_gradients
+from huggingface_cases import build
 
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.integrations.deepspeed import replace_moe_layers
 
-VOCABULARY = 96
 STEPS = 3
 
 
@@ -33,33 +33,11 @@ class Case:
     """Most that losses, gradients and parameters may differ, relative to the entry's largest."""
 
 
-def make_model(case: Case, **sizes: Any) -> Any:
+def make_model(case: Case) -> Any:
     """A causal language model of two MoE layers; the weights are spread, so that experts differ."""
-    from transformers import DeepseekV2Config, DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
-    from transformers.models.auto import AutoModelForCausalLM
-
-    common = {
-        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2, "use_cache": False,
-    }  # fmt: skip
-    # Narrow heads, one dense layer in front, as in DeepSeek's own models.
-    deepseek = common | {
-        "num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3,
-        "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8, "v_head_dim": 16,
-    }  # fmt: skip
-    torch.manual_seed(7)
-    match case.family:
-        case "mixtral":
-            config = MixtralConfig(**(common | {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True} | sizes))
-        case "qwen3_moe":
-            qwen = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 16}
-            config = Qwen3MoeConfig(**(common | qwen | sizes))
-        case "deepseek_v2":
-            config = DeepseekV2Config(**(deepseek | {"topk_method": "group_limited_greedy"} | sizes))
-        case _:
-            config = DeepseekV3Config(**(deepseek | sizes))
-    model = AutoModelForCausalLM.from_config(config)
+    changes = {"num_experts_per_tok": 3, "num_hidden_layers": 3, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+    changes = {"mixtral": {"output_router_logits": True}, "qwen3": {}}.get(case.family, changes)
+    model = build(case.family, initializer_range=0.2, use_cache=False, **changes)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.linspace(-0.1, 0.1, buffer.numel()))
@@ -99,7 +77,7 @@ def autoep_layers(engine: Any) -> list[Any]:
 def tokens(rank: int, step: int, uneven: bool = False) -> torch.Tensor:
     """[2, length] ids of a batch; uneven: rank r has some r times longer."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randint(VOCABULARY, (2, 24 if not uneven else 5 + 30 * rank), generator=generator)
+    return torch.randint(64, (2, 24 if not uneven else 5 + 30 * rank), generator=generator)
 
 
 def run_steps(engine: Any, rank: int, case: Case, steps: int = STEPS) -> dict[str, torch.Tensor]:

@@ -28,13 +28,13 @@ CASES = [
     Case(),
     Case(zero=2, uneven=True),
     Case(zero=1, exact=False, recomputed=True),
-    Case("qwen3_moe", exact=False, recomputed=False, score_apply="pre"),
+    Case("qwen3", exact=False, recomputed=False, score_apply="pre"),
     Case("deepseek_v2", zero=2, gate=False),
     Case("deepseek_v2", recomputed=True, uneven=True),
-    Case("deepseek_v3", zero=1, recomputed=False, uneven=True),
-    Case("deepseek_v3", zero=3, exact=False),
-    Case("deepseek_v3", zero=2, score_apply="pre"),
-    Case("deepseek_v3", exact=False, score_apply="pre", uneven=True),
+    Case("deepseek", zero=1, recomputed=False, uneven=True),
+    Case("deepseek", zero=3, exact=False),
+    Case("deepseek", zero=2, score_apply="pre"),
+    Case("deepseek", exact=False, score_apply="pre", uneven=True),
 ]
 
 
@@ -63,14 +63,14 @@ def test_steps_equal_autoep(rank, device):
 @pytest.mark.slow
 @on_deepspeed_ranks(4)
 def test_steps_equal_autoep_on_four_ranks(rank):
-    _run_cases(rank, [Case(zero=2, ep=4), Case("deepseek_v3", zero=1, exact=False, uneven=True)])
+    _run_cases(rank, [Case(zero=2, ep=4), Case("deepseek", zero=1, exact=False, uneven=True)])
 
 
 @pytest.mark.slow
 @on_deepspeed_ranks()
 def test_checkpoints_both_ways(rank, tmp_path):
     """AutoEP loads checkpoints of swapped layers, and the reverse, in the middle of a training."""
-    case = Case("deepseek_v3", zero=2)
+    case = Case("deepseek", zero=2)
     for ours, tag in ((True, "ours"), (False, "AutoEP's")):
         engine = build_engine(case, ours)
         run_steps(engine, rank, case)
@@ -115,7 +115,7 @@ def test_layer_equals_autoep(rank):
     """All dtypes, weights before and after the experts, a rank without tokens, experts without."""
     tolerances = {torch.float32: 5e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
     generator = torch.Generator().manual_seed(rank)
-    engine = build_engine(Case("deepseek_v3"), False)
+    engine = build_engine(Case("deepseek"), False)
     layer = autoep_layers(engine)[0]
     for (dtype, lengths), score_apply in itertools.product(zip(tolerances, ((9, 0), (70, 3), (40, 40)), strict=True), ("pre", "post")):
         layer.to(dtype).score_apply = score_apply
@@ -152,7 +152,7 @@ def _all_tokens_to_one_rank(layer, rank):
 
 @on_deepspeed_ranks()
 def test_what_is_refused_says_so(rank):
-    case = Case("deepseek_v3")
+    case = Case("deepseek")
     for expert_parallel, why in (
         ({"autoep_size": 1}, "autoep_size is 1"),
         ({"combine_impl": "legacy_bmm"}, "combine_impl is 'legacy_bmm'"),
@@ -184,7 +184,7 @@ def _subclass(router) -> None:
 @on_deepspeed_ranks()
 def test_replaced_forwards(rank):
     """Layers and routers with replaced forwards are neither bypassed nor counted as swapped."""
-    case = Case("deepseek_v3")
+    case = Case("deepseek")
     engine = build_engine(case, False)
     layers = autoep_layers(engine)
     for layer in layers:
@@ -219,7 +219,7 @@ def _fail(*_) -> None:
 @on_deepspeed_ranks()
 def test_peers_learn_what_failed(rank):
     """A router, by tokens that are not finite, and experts."""
-    layer = autoep_layers(build_engine(Case("deepseek_v3"), True))[0]
+    layer = autoep_layers(build_engine(Case("deepseek"), True))[0]
     x = torch.randn(1, 10, 32)
     for place, error, message in (
         (None, ValueError, "ValueError: logits has -?(inf|nan) for token"),

@@ -184,7 +184,7 @@ def _make_balancing(case):
 @on_deepspeed_ranks()
 def test_bias_balances_and_is_in_checkpoints(rank, tmp_path):
     """DeepSeek-V3's routers have a bias, DeepSeek-V2's are given one."""
-    for case in (Case("deepseek_v3", zero=1, dtype="bf16"), Case("deepseek_v2")):
+    for case in (Case("deepseek", zero=1, dtype="bf16"), Case("deepseek_v2")):
         tag = case.family
         lacks = [getattr(layer.router, BIAS, None) is None for layer in autoep_layers(build_engine(case, False))]
         assert all(lacks) or case.family != "deepseek_v2"

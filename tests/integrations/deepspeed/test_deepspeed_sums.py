@@ -55,7 +55,7 @@ def test_autoep_layers(rank, sums):
     pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="AutoEP came with DeepSpeed 0.19.2")
     results = []
     for ep in (1, 2, 4):
-        engine = build_engine(Case("deepseek_v3", ep=ep, exact=False, score_apply="post"), True, sums=sums)
+        engine = build_engine(Case("deepseek", ep=ep, exact=False, score_apply="post"), True, sums=sums)
         layer, factors = autoep_layers(engine)[0].bfloat16(), FACTORS.tensor_split(ep)[rank % ep]
         layer.shared_experts = None
         layer.experts.forward = lambda rows, counts, factors=factors: rows * factors.repeat_interleave(counts)[:, None]
@@ -70,6 +70,6 @@ def test_refusals(rank):
     with pytest.raises(ValueError, match=r"sums is 'lanes', but DeepSpeed's own dispatch would run: rows are torch.float64"):
         layer(torch.ones(1, 4, HIDDEN, dtype=torch.float64))
     pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="AutoEP came with DeepSpeed 0.19.2")
-    layer = autoep_layers(build_engine(Case("deepseek_v3", exact=False, score_apply="pre"), True, sums="lanes"))[0]
+    layer = autoep_layers(build_engine(Case("deepseek", exact=False, score_apply="pre"), True, sums="lanes"))[0]
     with pytest.raises(ValueError, match="score_apply is 'pre', which applies scores before the experts"):
         layer(torch.ones(1, 4, HIDDEN))

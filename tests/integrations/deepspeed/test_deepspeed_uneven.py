@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_cases import HIDDEN, Expert, assert_equal, logged, make_moe, on_deepspeed_ranks
+from deepspeed_cases import HIDDEN, assert_equal, logged, make_moe, on_deepspeed_ranks
 from torch import nn
 
 from deepep_moe.errors import EPPeerError
@@ -12,66 +12,52 @@ from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.deepspeed import replace_moe_layers, restore_moe_layers
 
 pytest.importorskip("deepspeed")
-from deepep_moe.integrations.deepspeed.native.routing import route
 
 # ---- other numbers of tokens on every rank ----
 
 
-def _dense(layer: nn.Module, experts: list[nn.Module], x: torch.Tensor, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Compute this rank's tokens with the experts of all ranks, without dropping."""
-    x = x.clone().requires_grad_()
+def _layer(rank: int, ep: int) -> nn.Module:
+    """A layer of 4 experts, of which each has weights of its own, the same for every `ep`."""
+    torch.manual_seed(3)
+    layer = make_moe(4, k=2, ep=ep, drop_tokens=False)
+    experts = layer.deepspeed_moe.experts.deepspeed_experts
+    for number, expert in enumerate(experts, rank * len(experts) if ep > 1 else 0):
+        torch.manual_seed(number)
+        for parameter in expert.parameters():
+            nn.init.normal_(parameter, std=0.2)
+    return layer
+
+
+def _pass(layer: nn.Module, x: torch.Tensor, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
+    layer.zero_grad()
+    x = x.clone().requires_grad_(len(x) > 0)  # where there are no tokens, nobody may have asked for their gradient
     torch.manual_seed(5)  # gates draw the second expert
-    routing = route(layer.deepspeed_moe.gate, x, None) if len(x) else None
-    y = 0 * x
-    for lane in range(2 if routing else 0):
-        for expert, module in enumerate(experts):
-            chose = (routing.topk_idx[lane] == expert).nonzero().squeeze(1)
-            y = y.index_add(0, chose, module(x[chose]) * routing.topk_weights[lane, chose, None])
+    y = layer(x)[0]
     (y * cotangent).sum().backward()
-    return {"output": y.detach(), "input gradient": x.grad}
-
-
-def _all_experts(layer: nn.Module) -> list[nn.Module]:
-    states: list = [None] * 2
-    dist.all_gather_object(states, [expert.state_dict() for expert in layer.deepspeed_moe.experts.deepspeed_experts])
-    experts = [Expert() for _ in range(4)]
-    for expert, state in zip(experts, [state for of_rank in states for state in of_rank], strict=True):
-        expert.load_state_dict(state)
-    return experts
+    return {"output": y.detach(), "input gradient": x if x.grad is None else x.grad}
 
 
 @on_deepspeed_ranks(exact=(True, False))
-def test_uneven_tokens_equal_a_dense_layer(rank, exact):
-    """Outputs and every gradient, against each expert applied to the tokens that chose it; a rank without tokens too."""
-    torch.manual_seed(3)
-    layer = make_moe(4, k=2, drop_tokens=False)
-    torch.manual_seed(rank)
-    local = layer.deepspeed_moe.experts.deepspeed_experts
-    for parameter in local.parameters():
-        nn.init.normal_(parameter, std=0.2)
-    experts = _all_experts(layer)
+def test_uneven_tokens_equal_layers_with_all_experts(rank, exact):
+    """Outputs and every gradient, against DeepSpeed's own layers that exchange nothing; a rank without tokens too."""
+    layer, alone = _layer(rank, 2), _layer(rank, 1)
     replace_moe_layers(layer, exact=exact)
     for num_tokens in ((5, 9), (11, 0), (0, 7), (1, 6), (1, 1)):
-        layer.zero_grad()
         x, cotangent = torch.randn(2, num_tokens[rank], HIDDEN, generator=torch.Generator().manual_seed(rank))
-        x.requires_grad_(len(x) > 0)  # where there are no tokens, nobody may have asked for their gradient
-        torch.manual_seed(5)
-        y = layer(x)[0]
-        (y * cotangent).sum().backward()
-        actual = {"output": y.detach()} | ({"input gradient": x.grad} if len(x) else {})
-        for module in (*experts, layer.deepspeed_moe.gate):
-            actual |= {"gate": module.wg.weight.grad.clone()} if hasattr(module, "wg") else {}
-            module.zero_grad()
-        expected = _dense(layer, experts, x.detach(), cotangent)
-        expected |= {"gate": layer.deepspeed_moe.gate.wg.weight.grad if len(x) else torch.zeros(4, HIDDEN)}
-        for index, expert in enumerate(experts):
+        actual = _pass(layer, x, cotangent)
+        alone.zero_grad()
+        expected = _pass(alone, x, cotangent) if len(x) else {"output": x, "input gradient": x}
+        both = layer.deepspeed_moe, alone.deepspeed_moe
+        gates = [torch.zeros(4, HIDDEN) if moe.gate.wg.weight.grad is None else moe.gate.wg.weight.grad for moe in both]
+        actual["gate"], expected["gate"] = gates
+        local = layer.deepspeed_moe.experts.deepspeed_experts
+        for number, expert in enumerate(alone.deepspeed_moe.experts.deepspeed_experts):
             for name, parameter in expert.named_parameters():
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dist.all_reduce(grad)
-                if index // 2 == rank:
-                    expected[f"expert {index} {name}"] = grad
-                    actual[f"expert {index} {name}"] = dict(local[index % 2].named_parameters())[name].grad
-        actual.setdefault("input gradient", torch.zeros(0, HIDDEN))
+                if number // 2 == rank:
+                    expected[f"expert {number} {name}"] = grad
+                    actual[f"expert {number} {name}"] = local[number % 2].get_parameter(name).grad
         assert_equal(actual, expected, f"{num_tokens}, exact {exact}, rank {rank}", tolerance=1e-5)
 
 
