@@ -105,15 +105,10 @@ def test_what_cannot_be_combined(rank, backend):
             with contextlib.nullcontext() if rank == 1 else learns:
                 combine_by_expert(buffer, parts, None, handle)
         dist.barrier()
-
-
-@on_ranks(2, backend=BACKENDS)
-def test_rows_that_experts_make_too_narrow(rank, backend):
-    """Rows that are whole pieces until the experts make them half as wide, as under autocast."""
     buffer, x, idx, _ = opened(Case([4, 4], hidden=12, num_topk=2, num_experts=4), backend, rank)
     parts, _, handle = dispatch_by_expert(buffer, x, idx, None)
     with pytest.raises(ValueError, match="a row of x, 12 columns of bfloat16, has 24 bytes"):
-        combine_by_expert(buffer, [part.bfloat16() for part in parts], None, handle)
+        combine_by_expert(buffer, [part.bfloat16() for part in parts], None, handle)  # half as wide, as under autocast
 
 
 @on_ranks(2, backend=BACKENDS)
@@ -140,6 +135,8 @@ def test_failures_of_one_rank(rank, backend):
     memory of a destroyed buffer is freed, even if somebody keeps an error of its calls."""
     case = Case([4, 4], num_topk=2, num_experts=4)
     buffer, x, idx, weights = opened(case, backend, rank)
+    with pytest.raises(ValueError, match="source_weights were given in a buffer for top-2; they need one for top-1"):
+        dispatch_by_expert(buffer, x[:2].contiguous(), idx, None, source_weights=torch.ones(2, 2, device=x.device))
     fails = allocations_fail(torch.OutOfMemoryError("nothing is left"), lambda size, dtype: rank == 1)
     with fails, refused(rank, 1, torch.OutOfMemoryError, "nothing is left"):
         dispatch_by_expert(buffer, x, idx, weights)
@@ -170,14 +167,6 @@ def test_a_buffer_that_is_gone(rank, backend):
         dist.barrier()
 
 
-@pytest.mark.gpu
-@on_ranks(2)
-def test_tokens_of_several_experts_share_no_rows(rank):
-    buffer, x, idx, _ = opened(Case([8, 8], num_topk=2, num_experts=4), "nvlink", rank)
-    with pytest.raises(ValueError, match="source_weights were given in a buffer for top-2; they need one for top-1"):
-        dispatch_by_expert(buffer, x[:4].contiguous(), idx, None, source_weights=torch.ones(2, 4, device=x.device))
-
-
 @on_ranks(2, backend=("shm", NVLINK))
 def test_gradients_of_gradients(rank, backend):
     """A gradient of a gradient: rows are joined then, and equal those of the calls that know one tensor only."""
@@ -186,7 +175,8 @@ def test_gradients_of_gradients(rank, backend):
     grads = []
     for way in (in_one_tensor, in_parts):
         leaf = x.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(way(buffer, leaf, idx, None, scale, squared).sum(), leaf, create_graph=True)
+        y = way(buffer, leaf, idx, None, scale, lambda rows, scale: rows * rows * scale)
+        (grad,) = torch.autograd.grad(y.sum(), leaf, create_graph=True)
         grad.sum().backward()
         grads.append(leaf.grad)
     assert_same("x.grad", grads[1], grads[0])
@@ -254,10 +244,6 @@ def test_rows_of_the_rank_layout(rank, backend):
     out = buffer.dispatch(x, idx, layout="rank")
     parts = out.recv_x.split(out.handle.num_rows_per_expert_list)
     assert_same("combined_x", combine_by_expert(buffer, parts, None, out.handle), torch.where(idx < 0, torch.zeros_like(x), x))
-
-
-def squared(rows, scale):
-    return rows * rows * scale
 
 
 @on_ranks(2, backend=BACKENDS, use_reentrant=(False, True))

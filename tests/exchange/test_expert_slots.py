@@ -26,6 +26,16 @@ def opened(backend, rank, num_bytes=1 << 16, timeout_s=60.0):
     return slots, device
 
 
+def fetched(backend, rank, **options):
+    """Slots after a fetch, and the arguments of one."""
+    slots, device = opened(backend, rank, **options)
+    copies = torch.tensor(COPIES, dtype=torch.int32, device=device)
+    held, weights = slots.empty(2, 16, dtype=torch.float32), torch.ones(2, 16, device=device)
+    slots.fetch(copies, held, weights)
+    slots.check()
+    return slots, copies, held, weights
+
+
 def called(slots, call, *arguments, **options):
     """A call and its error, which a GPU reports afterwards."""
     call(*arguments, **options)
@@ -177,9 +187,8 @@ def test_cuda_graph(rank):
 @on_ranks(2, backend=BACKENDS)
 def test_bad_calls(rank, backend):
     """The peer of a rank with a bad argument raises EPPeerError; of calls that differ all ranks hear. Later calls are right."""
-    slots, device = opened(backend, rank)
-    copies = torch.tensor(COPIES, dtype=torch.int32, device=device)
-    held, weights = slots.empty(2, 16, dtype=torch.float32), torch.ones(2, 16, device=device)
+    slots, copies, held, weights = fetched(backend, rank)
+    device = copies.device
     bad = {
         "1 tensors of slots and 2 of weights; give 1 to 8 of both": (copies, held, [weights, weights]),
         "contiguous int32": (copies.long(), held, weights),
@@ -227,11 +236,7 @@ def test_bad_calls(rank, backend):
 
 @on_ranks(2, backend=BACKENDS, call=("fetch", "return"), expected_dead=[1])
 def test_killed(rank, backend, call):
-    slots, device = opened(backend, rank)
-    copies = torch.tensor(COPIES, dtype=torch.int32, device=device)
-    held, weights = slots.empty(2, 16, dtype=torch.float32), torch.ones(2, 16, device=device)
-    slots.fetch(copies, held, weights)
-    slots.check()
+    slots, copies, held, weights = fetched(backend, rank)
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -242,11 +247,7 @@ def test_killed(rank, backend, call):
 
 @on_ranks(2, backend=BACKENDS)
 def test_destroyed(rank, backend):
-    slots, device = opened(backend, rank, timeout_s=2.0)
-    copies = torch.tensor(COPIES, dtype=torch.int32, device=device)
-    held, weights = slots.empty(2, 16, dtype=torch.float32), torch.ones(2, 16, device=device)
-    slots.fetch(copies, held, weights)
-    slots.check()
+    slots, copies, held, weights = fetched(backend, rank, timeout_s=2.0)
     if rank == 1:
         slots.destroy()
         slots.destroy()

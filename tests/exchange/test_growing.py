@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import BACKENDS, device_of
+from exchange_cases import BACKENDS, assert_same, device_of
 from fault_cases import inputs
 from on_ranks import on_ranks
 
@@ -80,3 +80,24 @@ def test_a_peer_in_another_call(rank, backend, sums):
             growing.meet()
     growing.meet()
     assert len(send(growing.buffer).recv_x) == 8
+
+
+@pytest.mark.gpu
+@on_ranks(2)
+def test_a_peer_with_more_tokens_while_rows_are_guessed(rank):
+    """A rank that has queued its experts on guessed rows learns in `settle` that a peer has no room, and all dispatch again."""
+    growing, device, num_tokens = make("nvlink", rank=rank), device_of("nvlink", rank), 4 + (rank == 0)
+    x, idx = torch.randn(num_tokens, 16, device=device), torch.tensor([0, 2], device=device).repeat(num_tokens, 1)
+
+    def send(buffer):
+        return buffer.dispatch(x[: buffer.num_max_tokens_per_rank], idx[: buffer.num_max_tokens_per_rank], num_recv_rows="guess")
+
+    first = growing.buffer
+    for _ in range(2):
+        growing.dispatch(4, send)
+    buffer, out = growing.dispatch(num_tokens, send)
+    if out.handle.is_late:
+        assert rank == 1 and buffer is first
+        buffer, out = growing.settle(num_tokens, send, buffer, out)
+    assert buffer is growing.buffer is not first
+    assert_same("combined_x", buffer.combine(out.recv_x, out.handle), 2 * x)

@@ -4,14 +4,12 @@ from copy import deepcopy
 
 import pytest
 import torch
-import torch.distributed as dist
 from error_cases import on_gpus
-from exchange_cases import assert_all_same, assert_same, device_of, look
+from exchange_cases import assert_all_same, assert_same, look
 from on_ranks import on_ranks
 
 from deepep_moe import Buffer
 from deepep_moe.errors import EPPeerError
-from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.nn import GroupedExperts, Metrics, MoELayer, Router, SwiGLU
 
 EVEN, TO_ONE = [[0, 2], [1, 3], [3, 0], [2, 1]], [[0, 1], [1, 0], [0, 1], [1, 0]]  # 2 experts a rank: all rows of TO_ONE go to rank 0
@@ -102,33 +100,6 @@ def test_guesses_that_come_to_nothing(rank):
     assert_same("combined_x", buffer.combine(again.recv_x, again.handle), 2 * x)
     with pytest.raises(RuntimeError, match="the counts of this dispatch are lost"):
         buffer.settle(late)
-
-
-@pytest.mark.gpu
-@on_ranks(2)
-def test_a_peer_that_outgrows_the_buffer(rank):
-    """A rank that has queued its experts on guessed rows learns in `settle` that a peer has no room, and all dispatch again."""
-    device = device_of("nvlink", rank)
-
-    def construct(bound):
-        return Buffer(None, bound, 16, 4, 2, backend="nvlink", timeout_s=60)
-
-    growing = GrowingBuffer(dist.group.WORLD, 4, device, construct, None, "the option", is_bounded=True)
-    num_tokens = growing.num_max_tokens + (rank == 0)
-    x, idx = torch.randn(num_tokens, 16, device=device), torch.tensor([0, 2], device=device).repeat(num_tokens, 1)
-
-    def send(buffer):
-        return buffer.dispatch(x[: buffer.num_max_tokens_per_rank], idx[: buffer.num_max_tokens_per_rank], num_recv_rows="guess")
-
-    first = growing.buffer
-    for _ in range(2):
-        growing.dispatch(4, send)
-    buffer, out = growing.dispatch(num_tokens, send)
-    if out.handle.is_late:
-        assert rank == 1 and buffer is first
-        buffer, out = growing.settle(num_tokens, send, buffer, out)
-    assert buffer is growing.buffer is not first
-    assert_same("combined_x", buffer.combine(out.recv_x, out.handle), 2 * x)
 
 
 class Called(torch.nn.Module):

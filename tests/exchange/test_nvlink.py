@@ -1,27 +1,34 @@
-"""Ways in which the nvlink backend sends, against the reference, bit for bit."""
+"""Ways in which the nvlink backend sends, against the reference, bit for bit; CUDA graphs."""
 
+import contextlib
 import itertools
 import sys
+import time
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from error_cases import on_gpus
 from exchange_cases import (
     Case,
+    assert_all_same,
     assert_fields_same,
     assert_same,
-    check_case,
     check_cases,
+    check_each,
     device_of,
     in_environment,
     inputs_of,
+    look,
     opened,
     poison_outputs,
 )
 from on_ranks import on_ranks
 
 from deepep_moe import _C, Buffer, reference
+from deepep_moe.errors import EPCapacityError
 from deepep_moe.testing import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +50,7 @@ def test_few_blocks_of_a_plan():
     """A share of a GPU holds few blocks at once: each counts more of the tokens."""
     case = Case([3200, 7, 0], hidden=16, dtype=torch.bfloat16, expert_alignment=4, with_bias=True, backends=("nvlink",))
     a_block_each = {"DEEPEP_MOE_EMULATED_BLOCKS": "1"}  # of 12 SMs
-    run_ranks(in_environment, case.num_ranks, a_block_each, check_case, case)
+    run_ranks(in_environment, case.num_ranks, a_block_each, check_each, [case])
 
 
 @on_ranks(2, layout=LAYOUTS, mode=("now", "async"))
@@ -92,9 +99,8 @@ def test_rows_of_each_layer_are_guessed_apart(rank):
 
 
 def test_guesses_of_many_layers_are_forgotten():
-    device = device_of("nvlink", 0)
     buffer = Buffer(None, 64, 16, 4, 1, backend="nvlink", timeout_s=60)
-    x, idx = torch.ones(64, 16, device=device), torch.zeros(64, 1, dtype=torch.int32, device=device)
+    x, idx = torch.ones(64, 16, device=device_of("nvlink", 0)), torch.zeros(64, 1, dtype=torch.int32, device=device_of("nvlink", 0))
 
     def room(layer):
         return buffer.dispatch(x, idx, layer=layer).recv_x.untyped_storage().nbytes() // (16 * 4)
@@ -112,15 +118,6 @@ def test_loads_and_stores(dtype):
     """The path of GPUs before sm_90, on any GPU."""
     how = {"dtype": dtype, "expert_alignment": 8, "bulk_copies": False, "with_bias": True, "backends": ("nvlink",)}
     check_cases([Case([140, 0, 77], layout=layout, **how) for layout in LAYOUTS])
-
-
-@on_ranks(2)
-def test_numbers_of_multiprocessors_that_are_refused(rank):
-    buffer, x, idx = on_gpus(rank)
-    with pytest.raises(ValueError, match="num_sms is 100000; this GPU has [0-9]+"):
-        buffer.dispatch(x, idx, num_sms=100000)
-    with pytest.raises(ValueError, match="num_sms=0 and num_recv_rows were both given"):
-        buffer.dispatch(x, idx, num_sms=0, num_recv_rows=500)
 
 
 def test_workspace_is_bounded():
@@ -165,22 +162,19 @@ class Counted:
 def passed(natives, call):
     """Return the result of `call`, the files of the package that it passes, and what it asks of C++. natives: owners, and their names for
     it."""
-    files, asked, values = set(), [], [getattr(*native) for native in natives]
-    root = str(Path(sys.modules["deepep_moe"].__file__).parent)
+    files, asked, root = set(), [], str(Path(sys.modules["deepep_moe"].__file__).parent)
 
     def look(frame, event, _):
         if event == "call" and frame.f_code.co_filename.startswith(root):
             files.add(Path(frame.f_code.co_filename).name)
 
-    for native, value in zip(natives, values, strict=True):
-        setattr(*native, Counted(value, asked))
-    sys.setprofile(look)
-    try:
+    with contextlib.ExitStack() as undo:
+        for native in natives:
+            undo.enter_context(mock.patch.object(*native, Counted(getattr(*native), asked)))
+        undo.callback(sys.setprofile, None)
+        sys.setprofile(look)
         output = call()
-    finally:
         sys.setprofile(None)
-        for native, value in zip(natives, values, strict=True):
-            setattr(*native, value)
     return output, files, asked
 
 
@@ -282,3 +276,145 @@ def test_asynchronous_calls_follow_this_and_run_on_other_stream(rank, layout):
         for out, want in ((bounded, value), (along, value + 1)):
             assert_same("recv_x", out.recv_x, torch.full_like(out.recv_x, want))
         assert along.event.query() and bounded.event.query()
+
+
+# ---- calls in CUDA graphs ----
+
+
+@on_ranks(2, layout=("expert", "rank"))
+def test_cuda_graph(rank, num_ranks, layout):
+    device = device_of("nvlink", rank)
+    buffer = Buffer(None, 64, 128, 8, 2, backend="nvlink", timeout_s=60)
+    x = torch.zeros(64, 128, device=device, requires_grad=True)
+    weights = torch.zeros(64, 2, device=device, requires_grad=True)
+    idx = torch.zeros(64, 2, dtype=torch.int64, device=device)
+
+    def step():
+        out = buffer.dispatch(x, idx, weights, layout=layout, num_recv_rows=64 * 2 * num_ranks)
+        row_weights = out.recv_topk_weights if layout == "expert" else out.recv_topk_weights.sum(1)
+        y = buffer.combine(out.recv_x * 1.5, out.handle, row_weights)
+        return y, *torch.autograd.grad((y * y).sum(), (x, weights))
+
+    def draw(seed):
+        generator = torch.Generator(device=device).manual_seed(seed * 10 + rank)
+        with torch.no_grad():
+            x.copy_(torch.randn(x.shape, generator=generator, device=device))
+            weights.copy_(torch.rand(weights.shape, generator=generator, device=device))
+            idx.copy_(torch.rand(64, 8, generator=generator, device=device).argsort(1)[:, :2])
+
+    draw(0)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        results = step()
+    for seed in range(1, 4):
+        draw(seed)
+        for result in results:
+            result.detach().fill_(float("nan"))
+        graph.replay()
+        assert_all_same("a replay", results, step())
+    torch.cuda.synchronize()
+
+
+@on_ranks(2)
+def test_cuda_graph_without_room(rank):
+    """A replay in which rank 1 has too little room: nobody looks before `check`, which raises on all ranks. Later replays are right."""
+    buffer, x, idx = on_gpus(rank)  # of whose routing rank 1 receives 8 rows
+
+    def step():
+        out = buffer.dispatch(x, idx, num_recv_rows=(64, 8)[rank])
+        return buffer.combine(out.recv_x, out.handle)
+
+    stream, graph, fitting = torch.cuda.Stream(), torch.cuda.CUDAGraph(), idx.clone()
+    with torch.cuda.stream(stream):
+        expected = step()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        combined_x = step()
+    for num_replays in (1, 2, 8):
+        idx.copy_(fitting)
+        idx[3, 1] = 3 if rank == 0 else -1  # one row more for rank 1
+        for _ in range(num_replays):  # a rank that has failed may overtake its peer
+            graph.replay()
+        torch.cuda.synchronize()
+        with pytest.raises(EPCapacityError, match="rank 1 would receive 9 rows, more than its num_recv_rows of 8") as info:
+            buffer.check()
+        assert info.value.rank == 1
+        idx.copy_(fitting)
+        graph.replay()
+        look(buffer)
+        assert_same("combined_x", combined_x, expected)
+
+
+@on_ranks(2)
+def test_what_waits_is_no_part_of_a_cuda_graph(rank):
+    buffer, x, idx = on_gpus(rank)
+    rows = buffer.dispatch(x, idx).recv_x
+    torch.cuda.synchronize()
+    refused = partial(pytest.raises, ValueError)
+    with refused(match="waits for its counts cannot be captured in a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        buffer.dispatch(x, idx)
+    out = buffer.dispatch(x, idx)
+    assert_same("recv_x", out.recv_x, rows)
+    with refused(match="num_sms=0 cannot be captured in a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        buffer.combine(rows, out.handle, num_sms=0)
+    assert_same("combined_x", buffer.combine(rows, out.handle, num_sms=0), buffer.combine(rows, out.handle))
+
+
+@on_ranks(1)
+def test_cuda_graph_between_calls(rank):
+    """A call follows the buffer's last one on another stream, also when a graph was captured on a third in between."""
+    buffer, x, idx = on_gpus(rank)
+    streams, pool = [torch.cuda.Stream() for _ in range(3)], torch.cuda.graph_pool_handle()
+
+    def capture():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(streams[1]):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            out = buffer.dispatch(x, idx, num_recv_rows=16)
+            graph.capture_end()
+        return graph, out
+
+    for stream in streams:  # kernels that are loaded, and memory that is allocated, when they are used first may wait for the GPU
+        with torch.cuda.stream(stream):
+            buffer.dispatch(x, idx, num_recv_rows=16)
+    before = capture()[0]  # whose memory the next one takes
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[0]):
+        torch.cuda._sleep(int(8e9))  # cycles: four seconds
+        first = buffer.dispatch(x, idx, num_recv_rows=16)
+    graph, captured = capture()
+    with torch.cuda.stream(streams[2]):
+        second = buffer.dispatch(x, idx, num_recv_rows=16)
+        done = torch.cuda.Event()
+        done.record()
+    time.sleep(0.2)
+    assert not streams[0].query(), "the first call has not ended, else this says nothing"
+    assert not done.query()
+    torch.cuda.synchronize()
+    graph.replay()
+    torch.cuda.synchronize()
+    for out in (second, captured):
+        assert_same("recv_x", out.recv_x, first.recv_x)
+    before.reset()
+
+
+@on_ranks(2)
+def test_cuda_graph_given_up_on_one_rank(rank):
+    """Calls that are captured on one rank only are not counted: calls made later find their handles again."""
+    buffer, x, idx = on_gpus(rank)
+    out = buffer.dispatch(x, idx, num_recv_rows=64)
+    expected = buffer.combine(out.recv_x, out.handle)
+    torch.cuda.synchronize()
+    gives_up = pytest.raises(RuntimeError, match="no more") if rank == 0 else contextlib.nullcontext()
+    with gives_up, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        out = buffer.dispatch(x, idx, num_recv_rows=64)
+        if rank == 0:
+            raise RuntimeError("no more")
+        buffer.combine(out.recv_x, out.handle)
+    for _ in range(2):
+        out = buffer.dispatch(x, idx)
+        assert_same("combined_x", buffer.combine(out.recv_x, out.handle), expected)

@@ -35,6 +35,8 @@ def test_bad_arguments(rank, sums):
         (dict(topk_idx=idx * 0), ValueError, "names expert 0 twice"),
         (dict(num_recv_rows=-1), ValueError, "num_recv_rows is -1"),
         (dict(num_recv_rows=2**63), ValueError, "num_recv_rows is 9223372036854775808"),
+        (dict(num_sms=0, num_recv_rows=500), ValueError, "num_sms=0 and num_recv_rows were both given"),
+        (dict(num_sms=100000), ValueError, "num_sms is 100000; this GPU has [0-9]+"),
     ]:
         with refused(rank, 0, error, message):
             buffer.dispatch(**(dict(x=x, topk_idx=idx) | (changes if rank == 0 else {})))

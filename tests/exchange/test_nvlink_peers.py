@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from unittest import mock
 
 import emulated_gpu
 import pytest
@@ -52,11 +53,9 @@ def test_a_rank_that_cannot_map_its_peers(rank):
     on_gpus(rank)[0].destroy()  # what the device needs besides
     dist.barrier()
     before = memory_used(device)
-    if rank == 1:
-        NvlinkBackend.connect = connect_and_fail  # which keeps no error, whose frames would keep memory
-    with pytest.raises(RuntimeError, match="on rank 1: no way to rank 0"):
+    connect = connect_and_fail if rank == 1 else CONNECT  # which keeps no error, whose frames would keep memory
+    with mock.patch.object(NvlinkBackend, "connect", connect), pytest.raises(RuntimeError, match="on rank 1: no way to rank 0"):
         large_buffer()
-    NvlinkBackend.connect = CONNECT
     dist.barrier()
     assert memory_used(device) - before < ROOM
     buffer, x, idx = on_gpus(rank)
@@ -80,10 +79,9 @@ def test_a_rank_that_does_not_send_its_memory(rank, how):
             failures.append(str(error))
             raise
 
-    NvlinkBackend.connect = connect
-    with pytest.raises(EPTimeoutError if how == "killed" else RuntimeError, match="rank 1") as caught:
+    error = EPTimeoutError if how == "killed" else RuntimeError
+    with mock.patch.object(NvlinkBackend, "connect", connect), pytest.raises(error, match="rank 1") as caught:
         Buffer(None, 8, 16, 4, 2, backend="nvlink", timeout_s=3 if how == "late" else 300)
-    NvlinkBackend.connect = CONNECT
     assert how == "late" or caught.value.rank == 1
     why = "did not send within 3 s" if how == "late" else "failed or ended before it sent"
     assert rank == 1 or f"rank 1 {why} the descriptor" in failures[0], failures

@@ -45,7 +45,7 @@ def case_of(split, num_tokens=NUM_TOKENS, **settings):
 def test_equals_reference(split):
     how = {"expert_alignment": 4, "with_bias": True}
     kinds = (("expert", "ranks"), ("rank", "ranks"), ("expert", "lanes"), ("expert", "lanes_fma"))
-    check_cases([case_of(split, layout=layout, sums=sums, **how) for layout, sums in kinds])
+    check_cases([*(case_of(split, layout=layout, sums=sums, **how) for layout, sums in kinds), *many_calls(split, 6)])
 
 
 @pytest.mark.slow
@@ -67,13 +67,8 @@ def test_ways_to_send(num_sms):
 
 
 def many_calls(split, num_calls):
-    return [case_of(split, seed=seed, dtype=(torch.bfloat16, torch.float32)[seed % 2]) for seed in range(num_calls)]
-
-
-@pytest.mark.parametrize("split", ("2x1", "2x2"))
-def test_many_calls(split):
     """Calls one after the other on one buffer, with other routings and row sizes each time: boxes are written again and again."""
-    check_cases(many_calls(split, 6))
+    return [case_of(split, seed=seed, dtype=(torch.bfloat16, torch.float32)[seed % 2]) for seed in range(num_calls)]
 
 
 @pytest.mark.slow

@@ -1,7 +1,10 @@
 """Ranks that leave, die, stall or are interrupted: the others learn it, and memory is freed."""
 
 import os
+import resource
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -12,7 +15,7 @@ from events import tell, wait_for
 from fault_cases import held
 from on_ranks import on_ranks
 
-from deepep_moe import Buffer
+from deepep_moe import _C, Buffer
 from deepep_moe.errors import EPError, EPPeerError, EPTimeoutError
 
 DEADLINE_S = 3.0  # what must pass in tests of ranks that are late, and what the others must keep on a busy machine
@@ -118,8 +121,6 @@ def test_peer_that_stops_in_the_middle(rank):
 
 def test_workspace_formula():
     """docs/design/shm.md: header, 16 entries with their counts, and a ring per source and channel."""
-    from deepep_moe import _C
-
     for num_ranks, num_channels, hidden in [(1, 1, 8), (2, 1, 2048), (8, 2, 7168), (64, 4, 7168)]:
         sizes = {"num_channels": num_channels, "num_experts": 256 * num_ranks, "num_topk": 8, "hidden": hidden}
         got = _C.ShmExchange(num_ranks=num_ranks, ranks_per_node=num_ranks, rank=0, timeout_s=1, **sizes).workspace_bytes
@@ -144,3 +145,49 @@ def test_buffers_free_their_memory(rank, num_ranks):
     assert held()[2] == before and held()[0] <= files
     dist.barrier()
     assert not [name for name in os.listdir("/dev/shm") if "deepep" in name]
+
+
+# ---- does a process still run? ----
+
+
+def start_process():
+    return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+
+def test_own_process():
+    assert not _C.running(os.getpid()).is_gone()
+
+
+def test_process_that_ends():
+    child = start_process()
+    process = _C.running(child.pid)
+    assert not process.is_gone()
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert process.is_gone(), "it only waits to be reaped"
+    child.wait()
+    assert process.is_gone()
+
+
+def test_process_that_nobody_can_see():
+    child = start_process()
+    child.kill()
+    child.wait()
+    assert not _C.running(child.pid).is_gone(), "as it was not known when it began"
+
+
+def test_no_file_can_be_opened():
+    """A process that has all the files it may have does not take its peers for dead."""
+    child = start_process()
+    process = _C.running(child.pid)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = os.open(os.devnull, os.O_RDONLY)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used, limits[1]))
+        assert not process.is_gone()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        os.close(used)
+        child.kill()
+        child.wait()
+    assert process.is_gone()

@@ -19,7 +19,7 @@ NUM_RANKS = 4 if torch.cuda.device_count() >= 4 else 2
 
 
 @on_cpus_and_gpus
-@pytest.mark.parametrize("num_ranks", range(1, 7))
+@pytest.mark.parametrize("num_ranks", range(1, 9))
 def test_random_routings(num_ranks, backends):
     """Ten times as many with the ranks that machines have."""
     num_rounds = ROUNDS if num_ranks == NUM_RANKS else ROUNDS // 10

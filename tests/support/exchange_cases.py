@@ -147,10 +147,6 @@ def random_case(seed: int, num_ranks: int, backends: tuple[str, ...], ranks_per_
     )  # fmt: skip
 
 
-def check_case(rank: int, num_ranks: int, case: Case) -> None:
-    check_each(rank, num_ranks, [case])
-
-
 def check_each(rank: int, _: int, cases: list[Case]) -> None:
     """Calls of cases on each of their backends; every result must equal the reference's bits. Cases that follow each other and need the
     same memory are calls of the same buffers."""
@@ -295,6 +291,15 @@ def modes_of_calls(buffer: Buffer) -> list[Any]:
     for name in ("plan", "dispatch_cached", "combine"):
         setattr(backend, name, noted(getattr(backend, name)))
     return modes
+
+
+def plans_of_copies() -> list[Any]:
+    """Return a list to which each plan of copies of experts is added from now on."""
+    from deepep_moe.nn.balance import Copies
+
+    plans, plan = [], Copies.plan
+    Copies.plan = lambda *args: plans.append(plan(*args)) or plans[-1]
+    return plans
 
 
 def inputs_of(case: Case) -> list[list[torch.Tensor]]:

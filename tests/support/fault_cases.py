@@ -10,6 +10,7 @@ import random
 import signal
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -166,11 +167,9 @@ def raising(method: Any, error: BaseException, is_after: bool) -> Any:
 @contextlib.contextmanager
 def unchecked(buffer: Any) -> Any:
     """Nobody looks at failures of the calls made meanwhile, as in a CUDA graph."""
-    backend = buffer.calls.backend
-    communicator = backend._exchange
-    backend._exchange = Replaced(communicator, check=lambda: None)
-    yield communicator
-    backend._exchange = communicator
+    communicator = buffer.calls.backend._exchange
+    with mock.patch.object(buffer.calls.backend, "_exchange", Replaced(communicator, check=lambda: None)):
+        yield communicator
 
 
 MOVES = ("dispatch", "dispatch_cached", "combine")
@@ -249,12 +248,8 @@ def fault(buffer: Buffer, moment: str, error: BaseException) -> Any:
         name, after = "_native" if isinstance(backend, NvlinkBackend) else "_exchange", MOVES if moment == "after rows" else ()
         native = getattr(backend, name)
         faulty = Replaced(native, **{each: raising(getattr(native, each), error, each in after) for each in (*before, *after)})
-    stock = getattr(backend, name)
-    setattr(backend, name, faulty)
-    try:
+    with mock.patch.object(backend, name, faulty):
         yield
-    finally:
-        setattr(backend, name, stock)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
-"""Tests whose body runs on several ranks."""
+"""Tests whose body runs on several ranks, and what such a body checks."""
 
 import contextlib
 import functools
 import inspect
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -60,12 +61,38 @@ def _id(value: Any) -> str | None:
 
 @contextlib.contextmanager
 def refused(rank: int, culprit: int, error: type[BaseException] | tuple[type[BaseException], ...], message: str) -> Iterator[Any]:
-    """The culprit's call raises `error`. Its peers' calls raise EPPeerError, which names the culprit and the error."""
+    """The culprit's call raises `error`. Its peers' calls raise EPPeerError, which names the culprit and the error, in time."""
     if rank == culprit:
         with pytest.raises(error, match=message) as own:
             yield own
         return
+    began = time.monotonic()
     with pytest.raises(EPPeerError, match=f"rank {culprit} did not make its call: .*{message}") as info:
         yield info
     names = [kind.__name__ for kind in (error if isinstance(error, tuple) else (error,))]
     assert info.value.rank == culprit and info.value.cause in names, repr(info.value)
+    assert time.monotonic() - began < 120
+
+
+@contextlib.contextmanager
+def failing(module: torch.nn.Module, is_here: bool, error: BaseException) -> Iterator[None]:
+    """Forwards of the module that begin meanwhile raise `error`, on the rank where that `is_here`."""
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    hook = module.register_forward_pre_hook(fail) if is_here else None
+    yield
+    if hook is not None:
+        hook.remove()
+
+
+def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], context: str, tolerance: float, least: float) -> float:
+    """Check that no entry differs by more than `tolerance` of its largest value, or of `least`. Return the largest such difference."""
+    worst = 0.0
+    for name, want in theirs.items():
+        scale = max(float(want.double().abs().max()) if want.numel() else 0.0, least)
+        difference = float((ours[name].double() - want.double()).abs().max()) / scale if want.numel() else 0.0
+        assert difference <= tolerance, f"{context}: {name} differs by {difference:.2e} of its scale {scale:.3g}, allowed {tolerance:.0e}"
+        worst = max(worst, difference)
+    return worst

@@ -40,18 +40,13 @@ def tuning_of(buffer: Buffer) -> Values:
     return Values(**{name: getattr(tuning, name) for name in asdict(VALUES)})
 
 
-def profile_here(buffer: Buffer, values: Values = VALUES) -> Profile:
-    """A profile for the machine and shape of `buffer`."""
-    return Profile(buffer.calls.backend.machine, Shape(256, HIDDEN, NUM_TOPK), values, 0.1, "a test")
-
-
 def prepare(rank: int, folder: Path) -> tuple[Profile, Values]:
     """Make a profile of this machine; `other.json` has one of another. Return it and the settings without a profile."""
     set_files(None, None)
     buffer = new_buffer(rank)
     assert buffer.profile is None
-    mine, fitted = profile_here(buffer), tuning_of(buffer)
-    other = replace(mine, machine=replace(mine.machine, gpu="another GPU"))
+    mine = Profile(buffer.calls.backend.machine, Shape(256, HIDDEN, NUM_TOPK), VALUES, 0.1, "a test")
+    fitted, other = tuning_of(buffer), replace(mine, machine=replace(mine.machine, gpu="another GPU"))
     texts = {
         "other.json": [other],
         "given.json": [mine],
