@@ -9,15 +9,14 @@ import re
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from scripts import ROOT, modules_of
 
 from deepep_moe import Buffer
 from deepep_moe.testing import run_ranks
 
-ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
 COMMON = ("--device", "cpu", "--ranks-per-node", "2")
 
@@ -92,16 +91,8 @@ def test_slurm(tmp_path):
 # ---- wrong results ----
 
 
-def modules(*names: str) -> list:
-    sys.path.insert(0, str(CLUSTER))
-    try:
-        return [__import__(name) for name in names]
-    finally:
-        sys.path.remove(str(CLUSTER))
-
-
 def one_bit_off(rank: int, num_ranks: int) -> tuple[bool, str]:
-    correctness, ranks = modules("correctness", "ranks")
+    correctness, ranks = modules_of(CLUSTER, "correctness", "ranks")
     combine = Buffer.combine
 
     def wrong(self, *args, **kwargs):

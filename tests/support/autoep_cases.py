@@ -2,11 +2,12 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
+import deepspeed_cases
 import torch
-from deepspeed_cases import recorded_gradients
 from huggingface_cases import build
 
 from deepep_moe.exchange.buffer import Buffer
@@ -16,21 +17,16 @@ STEPS = 3
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(deepspeed_cases.Case):
     """One run of an engine."""
 
     family: str = "mixtral"
-    zero: int = 0
-    ep: int = 2
-    dtype: str = "fp32"
     score_apply: str = "auto"
-    exact: bool = True
     gate: bool = True
     recomputed: bool | None = None
     """Activation checkpointing: None: none; else whether it is the reentrant kind."""
     uneven: bool = False
-    tolerance: float = 1e-4
-    """Most that losses, gradients and parameters may differ, relative to the entry's largest."""
+    tolerance: float = field(default=1e-4, kw_only=True)
 
 
 def make_model(case: Case) -> Any:
@@ -47,15 +43,9 @@ def make_model(case: Case) -> Any:
 
 
 def ds_config(case: Case, **sections: Any) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_optimization": {"stage": case.zero, "reduce_scatter": True, "contiguous_gradients": True},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
-        "expert_parallel": {"enabled": True, "autoep_size": case.ep, "use_grouped_mm": False, "score_apply": case.score_apply},
-    }
-    return config | ({} if case.dtype == "fp32" else {case.dtype: {"enabled": True}}) | sections
+    config = deepspeed_cases.ds_config(case) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
+    ours = {"enabled": True, "autoep_size": case.ep, "use_grouped_mm": False, "score_apply": case.score_apply}
+    return config | {"expert_parallel": ours} | sections
 
 
 def build_engine(case: Case, ours: bool, *, model: Any = None, config: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -85,7 +75,7 @@ def run_steps(engine: Any, rank: int, case: Case, steps: int = STEPS) -> dict[st
     results: dict[str, torch.Tensor] = {}
     for step in range(steps):
         ids = tokens(rank, step, case.uneven).to(engine.device)
-        with recorded_gradients(engine) as gradients:
+        with deepspeed_cases.recorded_gradients(engine) as gradients:
             output = engine(input_ids=ids, labels=ids)
             engine.backward(output.loss)
         engine.step()
@@ -106,21 +96,18 @@ def counted() -> Iterator[dict[str, int]]:
     from deepspeed.module_inject import auto_ep_layer
     from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 
+    exchange, choice = auto_ep_layer._AllToAllV, TokenChoiceTopKRouter
     calls = {"dispatch": 0, "AutoEP's all-to-all": 0, "AutoEP's choice": 0}
 
+    def counting(stock: Any, key: str) -> Any:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            calls[key] += 1
+            return stock(*args, **kwargs)
+
+        return count
+
     with contextlib.ExitStack() as undo:
-        for owner, name, key in (
-            (Buffer, "dispatch", "dispatch"),
-            (auto_ep_layer._AllToAllV, "apply", "AutoEP's all-to-all"),
-            (TokenChoiceTopKRouter, "forward", "AutoEP's choice"),
-        ):
-            stock = getattr(owner, name)
-
-            def count(*args: Any, stock: Any = stock, key: str = key, **kwargs: Any) -> Any:
-                calls[key] += 1
-                return stock(*args, **kwargs)
-
-            inherited = name not in vars(owner)
-            setattr(owner, name, staticmethod(count) if owner is auto_ep_layer._AllToAllV else count)
-            undo.callback(delattr, owner, name) if inherited else undo.callback(setattr, owner, name, stock)
+        for (owner, name), key in zip(((Buffer, "dispatch"), (exchange, "apply"), (choice, "forward")), calls, strict=True):
+            count = counting(getattr(owner, name), key)
+            undo.enter_context(mock.patch.object(owner, name, staticmethod(count) if owner is exchange else count))
         yield calls

@@ -7,11 +7,12 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from deepspeed_ranks import engine_ready as engine_ready
 from logs import heard
-from on_ranks import on_ranks
+from on_ranks import assert_close, on_ranks
 from packaging.version import Version
 from torch import nn
 
@@ -111,16 +112,12 @@ def dispatches(num: int) -> Iterator[None]:
     """Asserts that so many exchanges of swapped layers begin meanwhile."""
     from deepep_moe.integrations.deepspeed.native import layer
 
-    stock, calls = layer.ready, []
-    layer.ready = lambda *arguments: calls.append(1) or stock(*arguments)
-    try:
+    with mock.patch.object(layer, "ready", wraps=layer.ready) as ready:
         yield
-    finally:
-        layer.ready = stock
-    assert len(calls) == num, f"{len(calls)} exchanges, not {num}"
+    assert ready.call_count == num, f"{ready.call_count} exchanges, not {num}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """One run of an engine."""
 
@@ -170,10 +167,10 @@ class Model(nn.Module):
         return nn.functional.mse_loss(y.float(), target.float()) + 0.01 * l_aux
 
 
-def make_model(case: Case) -> Model:
+def make_model(case: Case, make_expert: Callable[[], nn.Module] = Expert) -> Model:
     torch.manual_seed(7)
     options = {"drop_tokens": case.drop_tokens, "use_residual": case.use_residual, "noisy_gate_policy": case.noisy_gate_policy}
-    return Model([make_moe(4, k=case.k, ep=case.ep, with_groups=False, **options) for _ in range(2)])
+    return Model([make_moe(4, k=case.k, ep=case.ep, expert=make_expert(), with_groups=False, **options) for _ in range(2)])
 
 
 def ds_config(case: Case) -> dict[str, Any]:
@@ -244,15 +241,10 @@ def assert_equal(
     if not repeats_bits():
         tolerance = max(tolerance, rounding)
     assert set(actual) == set(expected), f"{context}: {set(actual) ^ set(expected)} are in one run only"
-    worst = 0.0
     for name, want in expected.items():
         assert actual[name].dtype == want.dtype and actual[name].shape == want.shape, f"{context}: {name} has another form"
         assert torch.isfinite(actual[name].float()).all(), f"{context}: {name} is not finite"
-        scale = max(float(want.double().abs().max()) if want.numel() else 0.0, 1e-6)
-        difference = float((actual[name].double() - want.double()).abs().max()) / scale if want.numel() else 0.0
-        assert difference <= tolerance, f"{context}: {name} differs by {difference:.2e} of its scale {scale:.3g}, allowed {tolerance:.0e}"
-        worst = max(worst, difference)
-    return worst
+    return assert_close(actual, expected, context, tolerance, 1e-6)
 
 
 @contextlib.contextmanager

@@ -1,28 +1,19 @@
 """Models that tests of the Hugging Face adapter share."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
+from scripts import ROOT, modules_of
 from torch import nn
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "huggingface"
-
-
-def example(name: str):
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        return __import__(name)
-    finally:
-        sys.path.remove(str(EXAMPLE))
+EXAMPLE = ROOT / "examples" / "huggingface"
 
 
 def build(name: str, **changes: Any) -> nn.Module:
     """A model with random weights, the same on every rank; `changes` of its config."""
     torch.manual_seed(3)
     if name == "stand-in":
-        return example("model").build(stand_in=True)
+        return modules_of(EXAMPLE, "model")[0].build(stand_in=True)
     import transformers
 
     common = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}

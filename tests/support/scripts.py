@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,3 +18,12 @@ def run_python(*words: object, code: int = 0, cwd: Path = ROOT, **variables: str
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=800)
     assert done.returncode == code, done.stdout + done.stderr
     return done
+
+
+def modules_of(folder: Path, *names: str) -> list[Any]:
+    """Import scripts of a folder."""
+    sys.path.insert(0, str(folder))
+    try:
+        return [__import__(name) for name in names]
+    finally:
+        sys.path.remove(str(folder))

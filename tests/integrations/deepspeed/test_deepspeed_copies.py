@@ -15,13 +15,13 @@ from deepspeed_cases import (
     run_steps,
     sequential,
 )
+from exchange_cases import plans_of_copies
 from on_ranks import refused
 from torch.utils.checkpoint import checkpoint
 
 from deepep_moe.integrations.deepspeed import initialize, replace_moe_layers, restore_moe_layers
 from deepep_moe.integrations.deepspeed.options import options_of
 from deepep_moe.nn import Balance, Metrics
-from deepep_moe.nn.balance import Copies
 
 pytest.importorskip("deepspeed")
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2)))
@@ -39,14 +39,6 @@ def skewed_layer(num_experts=8, **options):
     return layer
 
 
-def plans_of(layer):
-    """Return a list to which each plan of the layer's copies is added from now on."""
-    copies, plans = layer.deepspeed_moe.deepep_moe_plan.copies[layer.deepspeed_moe], []
-    plan = copies.plan
-    copies.plan = lambda *args: plans.append(plan(*args)) or plans[-1]
-    return plans
-
-
 @on_deepspeed_ranks(device=DEVICES, k=(1, 2, 4))
 def test_layer_equals_one_without_copies(rank, k, device):
     """Twice, with other numbers of tokens, under recomputation too. Sums of a token's rows, and of weights' gradients, round in another
@@ -54,19 +46,17 @@ def test_layer_equals_one_without_copies(rank, k, device):
     if k > most_experts():
         pytest.skip("this DeepSpeed's gates choose at most two experts")
     generator = torch.Generator().manual_seed(rank)
-    layer, runs, plans = skewed_layer(k=k, drop_tokens=False).to(device), [], []
+    layer, runs, plans = skewed_layer(k=k, drop_tokens=False).to(device), [], plans_of_copies()
     for balance in (None, Balance(2, cost=1)):
         replace_moe_layers(layer, exact=False, grouped_experts=True, balance=balance)
         for num_tokens in (40 + 9 * rank, 300):
             x, cotangent = (torch.rand(num_tokens, HIDDEN, generator=generator.manual_seed(rank)).to(device) for _ in range(2))
             runs.append(run_layer(layer, x, cotangent))
-            if balance is not None and not plans:
-                plans = plans_of(layer)
         x.requires_grad_()
         y, *_ = checkpoint(layer, x, use_reentrant=False)
         y.backward(cotangent)
         runs.append({"recomputed": y.detach(), "gradient": x.grad})
-    assert len(plans) == 3 and all((planned.plan.copies >= 0).any() for planned in plans)  # the recomputation plans again
+    assert len(plans) == 4 and all((planned.plan.copies >= 0).any() for planned in plans)  # the recomputation plans again
     for number, (with_copies, without) in enumerate(zip(runs[3:], runs[:3], strict=True)):
         assert_equal(with_copies, without, f"rank {rank}, run {number}", tolerance=2e-6)
     restore_moe_layers(layer)
@@ -75,8 +65,7 @@ def test_layer_equals_one_without_copies(rank, k, device):
 @on_deepspeed_ranks()
 def test_engine_trains_alike_and_counts_rows_at_home(rank):
     """By the key of ds_config. ZeRO 1 has the experts' parameters in one memory, and two layers share the copies."""
-    runs, rows, plans, plan = [], [], [], Copies.plan
-    Copies.plan = lambda *args: plans.append(plan(*args)) or plans[-1]
+    runs, rows, plans = [], [], plans_of_copies()
     Balance.__init__.__kwdefaults__["cost"] = 1  # by the key's own, so few rows get no copies
     for key in ({}, {"balance": 2}):
         case = Case(zero=1, k=1, accumulation=2)

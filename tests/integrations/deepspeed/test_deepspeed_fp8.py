@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_cases import Case, Model, assert_equal, ds_config, on_deepspeed_ranks, run_layer, run_steps
+from exchange_cases import plans_of_copies
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -12,7 +13,6 @@ from deepep_moe.errors import EPPeerError
 from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.deepspeed import initialize, replace_moe_layers, set_is_first_microbatch
 from deepep_moe.nn import Balance, SwiGLU
-from deepep_moe.nn.balance import Copies
 from deepep_moe.ops import QuantizedRows
 
 pytest.importorskip("deepspeed")
@@ -65,8 +65,7 @@ def test_layers(rank):
 @on_deepspeed_ranks()
 def test_copies_of_experts(rank):
     """Each has home's fp8 weights, whether home keeps them or not. Sums round to bf16 in another order."""
-    layer, runs, plans, plan = make_layer(num_experts=8), [], [], Copies.plan
-    Copies.plan = lambda *args: plans.append(plan(*args)) or plans[-1]
+    layer, runs, plans = make_layer(num_experts=8), [], plans_of_copies()
     with torch.no_grad():
         layer.deepspeed_moe.gate.wg.weight[0] += 0.3
     for balance in (None, Balance(2, cost=1)):

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +14,10 @@ from deepspeed_cases import (
     HIDDEN,
     Case,
     Expert,
-    Model,
     assert_equal,
     build_engine,
     logged,
+    make_model,
     make_moe,
     most_experts,
     on_deepspeed_ranks,
@@ -60,18 +61,11 @@ def grouped_calls(num: int | None = None) -> Iterator[list[bool]]:
     """Yield a list with one entry per grouped forward: True if its weights were not copied. Assert that there are `num` entries."""
     from deepep_moe.integrations.deepspeed.native import grouped
 
-    stock, calls = grouped.grouped_mlp, []
-
-    def counting(rows: torch.Tensor, counts: Any, w1: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        calls.append(not w1.is_contiguous())
-        return stock(rows, counts, w1, *args, **kwargs)
-
-    grouped.grouped_mlp = counting
-    try:
-        yield calls
-    finally:
-        grouped.grouped_mlp = stock
-    assert num is None or len(calls) == num, f"{len(calls)} layers ran in grouped products, not {num}"
+    are_views: list[bool] = []
+    with mock.patch.object(grouped, "grouped_mlp", wraps=grouped.grouped_mlp) as products:
+        yield are_views
+    are_views += [not call.args[2].is_contiguous() for call in products.call_args_list]
+    assert num is None or len(are_views) == num, f"{len(are_views)} layers ran in grouped products, not {num}"
 
 
 def make_layer(expert: nn.Module, dtype: torch.dtype = torch.float32, num_experts: int = 8, **options: Any) -> nn.Module:
@@ -239,18 +233,6 @@ STEPS = [
 """A case, and whether experts have biases. In bf16 those round otherwise, and steps take another route where top-k is nearly a tie."""
 
 
-def _model(case: Case, bias: bool) -> Model:
-    torch.manual_seed(7)
-    options = {"drop_tokens": case.drop_tokens, "use_residual": case.use_residual}
-    return Model([make_moe(8, k=case.k, expert=sequential(bias=bias), with_groups=False, **options) for _ in range(2)])
-
-
-def _engine(case: Case, option: Any, bias: bool = True) -> Any:
-    engine = build_engine(case, False, model=_model(case, bias))
-    assert replace_moe_layers(engine, exact=case.exact, grouped_experts=option) == 2
-    return engine
-
-
 @on_deepspeed_ranks()
 def test_steps_equal_experts_one_by_one(rank):
     for case, bias in STEPS:
@@ -259,7 +241,9 @@ def test_steps_equal_experts_one_by_one(rank):
         runs = []
         for option in (False, True):
             with grouped_calls(12 * case.accumulation * option) as are_views:
-                runs.append(run_steps(_engine(case, option, bias), rank, 6))
+                engine = build_engine(case, False, model=make_model(case, partial(sequential, bias=bias)))
+                assert replace_moe_layers(engine, exact=case.exact, grouped_experts=option) == 2
+                runs.append(run_steps(engine, rank, 6))
         assert are_views == [case.zero > 0] * len(are_views), "ZeRO has put all weights into one memory"
         assert_equal(runs[1], runs[0], f"{case}, rank {rank}", tolerance=1e-4)
 

@@ -234,6 +234,19 @@ def test_experts_of_all_kinds(rank):
                     assert torch.equal(layer(x)[0], got["output"])
 
 
+@on_deepspeed_ranks()
+def test_bf16_rows_are_weighed_like_deepspeed_does(rank):
+    x, cotangent = torch.randn(2, 300, HIDDEN, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    for k in (k for k in (1, 2, 4) if k <= most_experts()):
+        layer = make_moe(k=k, expert=Turned()).bfloat16()
+        passes = [run_layer(layer, x, cotangent)]
+        replace_moe_layers(layer)
+        passes.append(run_layer(layer, x, cotangent))
+        same = ("output", "l_aux", "counts", "deepspeed_moe.gate.wg.weight") + (("input gradient",) if k < 4 else ())
+        assert_equal(*({name: run[name] for name in same} for run in passes), f"bf16, k {k}, rank {rank}", rounding=2e-2)
+        assert_equal(*passes, f"bf16, k {k}, rank {rank}", tolerance=2e-2)
+
+
 class Proud(nn.Module):
     """An expert that needs at least one row, and returns its input if there is none."""
 

@@ -1,11 +1,14 @@
-"""Switching on and off, what is refused, ds_config, checkpoints, optimizer groups."""
+"""Switching on and off, what is refused, ds_config, the launcher, checkpoints, optimizer groups."""
 
+import contextlib
 import copy
 import dataclasses
 import gc
+import io
 import json
 import os
 import re
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,12 +28,14 @@ from deepspeed_cases import (
     run_layer,
     run_steps,
 )
+from scripts import ROOT, run_python
 from torch import nn
 
+import deepep_moe
 from deepep_moe.errors import EPError
 from deepep_moe.exchange.backends.select import BACKENDS
 from deepep_moe.integrations.common.registry import all_buffers
-from deepep_moe.integrations.deepspeed import initialize, replace_moe_layers, restore_moe_layers
+from deepep_moe.integrations.deepspeed import disable, enable, initialize, replace_moe_layers, restore_moe_layers
 from deepep_moe.integrations.deepspeed.options import Options, options_of
 
 pytest.importorskip("deepspeed")
@@ -85,7 +90,7 @@ def test_arguments_refused():
 
 
 def test_docs_name_every_option_and_backend():
-    page = (Path(__file__).parents[3] / "docs" / "deepspeed.md").read_text()
+    page = (ROOT / "docs" / "deepspeed.md").read_text()
     (row,) = re.findall(r"^\| `backend` \|.*", page, flags=re.MULTILINE)
     assert all(name in row for name in BACKENDS), row
     assert all(f"| `{field.name}` |" in page for field in dataclasses.fields(Options))
@@ -244,6 +249,74 @@ def test_initialize_honours_ds_config(rank, tmp_path):
             initialize(model=None, **arguments)  # before any engine is built
 
 
+def _build(case, config, how=None):
+    import deepspeed
+
+    model = make_model(case)
+    engine, *_ = (how or deepspeed.initialize)(model=model, model_parameters=model.parameters(), config=config)
+    return engine
+
+
+def _name(engine) -> str:
+    return type(engine.module.layers[0].deepspeed_moe).__name__
+
+
+@on_deepspeed_ranks()
+def test_enable_and_disable(rank):
+    import deepspeed
+
+    stock, case = deepspeed.initialize, Case(zero=2)
+    asked = ds_config(case) | {"deepep_moe": {"enabled": True, "exact": False}}
+    assert _name(_build(case, asked)) == "MOELayer", "DeepSpeed alone ignores the key"
+    enable()
+    enable()
+    assert deepspeed.initialize.__wrapped__ is stock and deepspeed.initialize.__doc__ == stock.__doc__
+    for how in (None, initialize):
+        engine = _build(case, asked, how)
+        assert engine.module.layers[1].deepspeed_moe.deepep_moe_plan.options == Options(exact=False)
+    lines = io.StringIO()
+    with contextlib.redirect_stderr(lines):  # without any setting of logging
+        run_steps(engine, rank, 2)
+    start = f"deepep_moe {deepep_moe.__version__}: 2 MoE layers on this rank, backend shm (fast mode)"
+    line = f"{start}, experts are DeepSpeed's, in grouped products where that is fast"
+    assert [each for each in lines.getvalue().splitlines() if "deepep_moe" in each] == [line] * (rank == 0)
+    assert _name(_build(case, asked | {"deepep_moe": {"enabled": False}})) == "MOELayer"
+    with pytest.raises(ValueError, match="unknown keys"):
+        deepspeed.initialize(model=None, config=asked | {"deepep_moe": {"on": True}})
+
+    kept = deepspeed.initialize
+    disable()
+    disable()
+    assert deepspeed.initialize is stock
+    assert _name(_build(case, asked, kept)) == "MOELayer", "what somebody kept of ours is DeepSpeed's own again"
+
+    enable()
+    theirs = deepspeed.initialize = lambda **arguments: kept(**arguments)
+    disable()
+    assert deepspeed.initialize is theirs, "of somebody else"
+
+
+SCRIPT = """
+import os, sys
+import deepspeed
+from helper import WORD
+print(WORD, sys.argv[1:], __name__, os.path.basename(sys.argv[0]), hasattr(deepspeed.initialize, "__wrapped__"))
+"""
+
+
+def test_launcher_enables(tmp_path):
+    """Under DeepSpeed's launcher, which adds an option for the script."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "train.py").write_text(SCRIPT)
+    (tmp_path / "scripts" / "helper.py").write_text("WORD = 'found'")
+    for arguments, code, words in (
+        (["--local_rank=1", "scripts/train.py", "--bind", "-x"], 0, "found ['--local_rank=1', '--bind', '-x'] __main__ train.py True"),
+        (["nowhere.py"], 2, "no such script: 'nowhere.py'"),
+    ):
+        done = run_python("-m", "deepep_moe.integrations.deepspeed", *arguments, code=code, cwd=tmp_path, DS_ACCELERATOR="cpu")
+        assert words in done.stdout + done.stderr
+
+
 @on_deepspeed_ranks()
 def test_before_initialize_with_own_optimizer_groups(rank):
     """Swapped before deepspeed.initialize; with an optimizer and parameter groups of the user's own."""
@@ -266,15 +339,6 @@ def test_before_initialize_with_own_optimizer_groups(rank):
 # ---- checkpoints ----
 
 
-def _other_weights(case: Case) -> nn.Module:
-    """NaN everywhere: what a checkpoint does not hold would show."""
-    model = make_model(case)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(torch.nan)
-    return model
-
-
 @on_deepspeed_ranks()
 def test_checkpoints_both_ways(rank, tmp_path):
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # DeepSpeed before 0.15 loads its own checkpoints in newer PyTorch only so
@@ -286,7 +350,10 @@ def test_checkpoints_both_ways(rank, tmp_path):
             first = build_engine(case, saved_by_us)
             run_steps(first, rank, 3)
             first.save_checkpoint(where, tag="three")
-            second = build_engine(case, not saved_by_us, model=_other_weights(case))
+            model = make_model(case)
+            for parameter in model.parameters():
+                parameter.data.fill_(torch.nan)  # what a checkpoint does not hold would show
+            second = build_engine(case, not saved_by_us, model=model)
             path, _ = second.load_checkpoint(where, tag="three")
             assert path is not None, f"{case}: nothing was loaded"
             runs.append(run_steps(second, rank, range(3, 6)))
@@ -302,17 +369,6 @@ def test_checkpoints_both_ways(rank, tmp_path):
 # ---- pipelines ----
 
 
-class OutputOf(nn.Module):
-    """A MoE layer of a pipeline, whose auxiliary loss nobody takes."""
-
-    def __init__(self, moe):
-        super().__init__()
-        self.moe = moe
-
-    def forward(self, x):
-        return self.moe(x)[0]
-
-
 @on_deepspeed_ranks(4)
 def test_a_later_stage_of_a_pipeline_says_it(rank):
     """Two stages of two ranks; the MoE layer is in the second."""
@@ -321,7 +377,7 @@ def test_a_later_stage_of_a_pipeline_says_it(rank):
 
     torch.manual_seed(7)
     moe = make_moe(4, k=2, ep=1, with_groups=False)
-    layers = [nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN), OutputOf(moe), nn.Identity()]
+    layers = [nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN), moe, itemgetter(0)]  # nobody takes its auxiliary loss
     model = PipelineModule(layers, num_stages=2, loss_fn=nn.MSELoss(), partition_method="uniform")
     config = ds_config(Case(accumulation=2))
     engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]

@@ -11,7 +11,6 @@ from deepep_moe.integrations.deepspeed import replace_moe_layers
 pytest.importorskip("deepspeed")
 
 FACTORS = torch.linspace(0.3, 2.9, 8).bfloat16()  # by which experts scale rows, so that outputs do not depend on other rows
-in_both_modes = pytest.mark.parametrize("sums", ("lanes", "lanes_fma"))
 
 
 def rows_of(rank):
