@@ -10,7 +10,7 @@ import sys
 import megatron_ranks as ranks
 import torch
 import torch.distributed as dist
-from megatron_cases import HIDDEN, assert_same, build_layer, forward_backward, layer_config
+from megatron_cases import assert_same, build_layer, draw, forward_backward, layer_config
 
 CAPACITY = {
     "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True, "moe_router_group_topk": None,
@@ -23,12 +23,6 @@ STOCK = {"moe_token_dispatcher_type": "flex"}
 ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
 COMMON = {"moe_router_dtype": "fp32"}
 NUM_STEPS = 5
-
-
-def _inputs(rank: int, step: int, is_even: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    num_rows = 6 + 5 * rank * (not is_even) + step
-    return torch.randn(num_rows, 2, HIDDEN, generator=generator), torch.randn(num_rows, 2, HIDDEN, generator=generator)
 
 
 def _mean_dense_gradients(layer: torch.nn.Module) -> None:
@@ -54,7 +48,8 @@ def compare(mode: str, rank: int, num_ranks: int) -> None:
         before = {name: parameter.detach().clone() for name, parameter in stock.named_parameters()}
         worst = []
         for step in range(NUM_STEPS):
-            passes = [forward_backward(layer, *_inputs(rank, step, bool(switches))) for layer in (stock, alltoall)]
+            inputs = draw(100 * step + rank, 6 + 5 * rank * (not switches) + step, 2)
+            passes = [forward_backward(layer, *inputs) for layer in (stock, alltoall)]
             worst.append(assert_same(*passes, f"{mode}, step {step}, rank {rank}", tolerance=2e-6 * (1 + 9 * (step > 0))))
             for layer, optimizer in zip((stock, alltoall), optimizers, strict=True):
                 _mean_dense_gradients(layer)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from on_ranks import on_ranks
+from on_ranks import assert_close, on_ranks
 
 from deepep_moe.integrations.megatron import disable, enable
 from deepep_moe.integrations.megatron.config_switches import selection
@@ -152,10 +152,4 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     Each order is off by a few times 2^-24 = 6e-8 of the terms' scale, and the matrix products after it do not increase the error. The
     tolerance of 2e-6 of the largest entry leaves room for 30 roundings, and is far below the effect of any wrong row.
     """
-    worst = 0.0
-    for name, want in expected.items():
-        scale = max(float(want.abs().max()) if want.numel() else 0.0, 1e-3)
-        difference = float((actual[name] - want).abs().max()) / scale if want.numel() else 0.0
-        assert difference <= tolerance, f"{context}: {name} differs by {difference:.2e} of its scale {scale:.3g}"
-        worst = max(worst, difference)
-    return worst
+    return assert_close(actual, expected, context, tolerance, 1e-3)

@@ -4,11 +4,10 @@ from multiprocessing import dummy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-
-from deepep_moe.integrations.megatron.patches import Patches
 
 
 def change(module: torch.nn.Module, seed: int) -> None:
@@ -40,7 +39,7 @@ def _place(value: Any) -> tuple:
     return *places, value.prepend_axis_num, value.dtype, value.data.sum().item()
 
 
-def metadata(**switches: bool) -> dict[str, Any]:
+def metadata(**switches: Any) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     return {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True), **switches}
@@ -71,9 +70,5 @@ def save(entries: dict[str, Any], folder: Path) -> None:
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
     dist.barrier()
-    patches = Patches()
-    patches.set(filesystem_async, "mp", SimpleNamespace(get_context=lambda _: dummy))
-    try:
+    with mock.patch.object(filesystem_async, "mp", SimpleNamespace(get_context=lambda _: dummy)):
         dist_checkpointing.save(entries, str(folder))
-    finally:
-        patches.restore()

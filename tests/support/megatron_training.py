@@ -8,7 +8,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import megatron_states
 import torch
@@ -18,7 +20,6 @@ from te_experts import te_experts
 from torch.overrides import TorchFunctionMode
 
 from deepep_moe.integrations.megatron.config_switches import selection
-from deepep_moe.integrations.megatron.patches import Patches
 
 VOCABULARY, LENGTH, HIDDEN, BATCH, MICRO_BATCHES = 64, 16, 128, 2, 2
 EXPERTS: dict[str, dict[str, Any] | None] = {
@@ -80,40 +81,26 @@ class _CudaIsCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Handle:
-    def __init__(self) -> None:
-        self.works: list[Any] = []
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-
-
 @contextlib.contextmanager
-def _one_by_one(*_: Any, **__: Any) -> Iterator[_Handle]:
+def _one_by_one(*_: Any, **__: Any) -> Iterator[Any]:
     """Start collectives one by one, as gloo joins none, with a handle that waits for all. A gather writes late, as on GPUs."""
     from megatron.core.distributed import param_and_grad_buffer
 
-    handle, patches = _Handle(), Patches()
+    works: list[Any] = []
 
     def keeping(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if (work := function(*args, **kwargs)) is not None:
-                handle.works.append(work)
+                works.append(work)
             return work
 
         return call
 
-    for place, name in (
-        (param_and_grad_buffer, "dist_all_gather_func"),
-        (param_and_grad_buffer, "dist_reduce_scatter_func"),
-        (dist, "all_reduce"),
-    ):
-        patches.set(place, name, keeping(getattr(place, name)))
-    try:
-        yield handle
-    finally:
-        patches.restore()
+    with contextlib.ExitStack() as undo:
+        gathers, scatters = (param_and_grad_buffer, "dist_all_gather_func"), (param_and_grad_buffer, "dist_reduce_scatter_func")
+        for place, name in (gathers, scatters, (dist, "all_reduce")):
+            undo.enter_context(mock.patch.object(place, name, keeping(getattr(place, name))))
+        yield SimpleNamespace(wait=lambda: [work.wait() for work in works])
 
 
 def _set_states(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,14 +121,10 @@ def on_cpus() -> Iterator[None]:
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    name, patches = "_set_main_param_and_optimizer_states", Patches()
-    patches.set(param_and_grad_buffer, "_coalescing_manager", _one_by_one)
-    patches.set(DistributedOptimizer, name, _set_states(getattr(DistributedOptimizer, name)))
-    try:
-        with _CudaIsCpu():
-            yield
-    finally:
-        patches.restore()
+    name = "_set_main_param_and_optimizer_states"
+    of_states = mock.patch.object(DistributedOptimizer, name, _set_states(getattr(DistributedOptimizer, name)))
+    with mock.patch.object(param_and_grad_buffer, "_coalescing_manager", _one_by_one), of_states, _CudaIsCpu():
+        yield
 
 
 # ---- models ----
@@ -151,11 +134,13 @@ def on_cpus() -> Iterator[None]:
 def training(setting: Setting, *, seed: int = 7) -> Iterator[Training]:
     """Groups, a model of two MoE layers with weights from `seed`, DDP and an optimizer."""
     import megatron_ranks as ranks
+    from megatron.core.tensor_parallel import layers
 
     options, before = EXPERTS[setting.experts], _groups()
     with ranks.model_parallel("cpu", ep=setting.ep, seed=seed, options=options), on_cpus():
         config = _config(setting)
-        with te_experts() if "TE" in setting.experts else contextlib.nullcontext(), _fused() if setting.fuses else contextlib.nullcontext():
+        fuses = mock.patch.object(layers, "_grad_accum_fusion_available", True)  # whose kernels are missing
+        with te_experts() if "TE" in setting.experts else contextlib.nullcontext(), fuses if setting.fuses else contextlib.nullcontext():
             model = gpt(config, seed)
         for module in model.modules():
             if hasattr(module, "gradient_accumulation_fusion"):
@@ -168,19 +153,6 @@ def training(setting: Setting, *, seed: int = 7) -> Iterator[Training]:
 
 def _groups() -> set[Any]:
     return set(dist.distributed_c10d._world.pg_map)
-
-
-@contextlib.contextmanager
-def _fused() -> Iterator[None]:
-    """Let Megatron-Core's layers be constructed with `gradient_accumulation_fusion`, although its kernels are missing."""
-    from megatron.core.tensor_parallel import layers
-
-    patches = Patches()
-    patches.set(layers, "_grad_accum_fusion_available", True)
-    try:
-        yield
-    finally:
-        patches.restore()
 
 
 def _config(setting: Setting) -> Any:
@@ -293,52 +265,39 @@ def _train_step(run: Training, step: int) -> float:
 # ---- checkpoints ----
 
 
-def _metadata(kind: str) -> dict[str, Any]:
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return {"distrib_optim_sharding_type": kind, "chained_optim_avoid_prefix": True, "dp_cp_group": group}
-
-
 def _sharded_state(run: Training, kind: str, is_loading: bool) -> dict[str, Any]:
-    of_model = unwrapped(run.model).sharded_state_dict(metadata=_metadata(kind))
-    return {"model": of_model, "optimizer": run.optimizer.sharded_state_dict(of_model, is_loading=is_loading, metadata=_metadata(kind))}
-
-
-def _before_reading(run: Training) -> None:
-    """Megatron-LM gathers the parameters before it saves a model whose gathers are overlapped."""
-    if run.model.ddp_config.overlap_param_gather:
-        run.model.disable_forward_pre_hook()
-        run.model.enable_forward_pre_hook()
+    metadata = megatron_states.metadata(distrib_optim_sharding_type=kind, chained_optim_avoid_prefix=True)
+    of_model = unwrapped(run.model).sharded_state_dict(metadata=metadata)
+    return {"model": of_model, "optimizer": run.optimizer.sharded_state_dict(of_model, is_loading=is_loading, metadata=metadata)}
 
 
 def save(run: Training, folder: Path, kind: str = "dp_reshardable") -> None:
-    """Save model and optimizer as Megatron-LM does."""
-    _before_reading(run)
+    """Save model and optimizer as Megatron-LM does, with `--ckpt-format torch` too."""
+    if run.model.ddp_config.overlap_param_gather:  # Megatron-LM gathers the parameters first
+        run.model.disable_forward_pre_hook()
+        run.model.enable_forward_pre_hook()
+    if kind == "torch":
+        return _save_plain(run, folder)
     megatron_states.save(_sharded_state(run, kind, is_loading=False), folder)
 
 
-def _make_states(run: Training) -> None:
-    """Give optimizers their states, which PyTorch's Adam else makes in its first step."""
-    for optimizer in getattr(run.optimizer, "chained_optimizers", [run.optimizer]):
-        if hasattr(optimizer, "_init_optimizer_states_with_dummy_values") and not optimizer.optimizer.state:
-            optimizer._init_optimizer_states_with_dummy_values()
-
-
 def load(run: Training, folder: Path, kind: str = "dp_reshardable") -> None:
-    """Load model and optimizer as Megatron-LM does."""
+    """Load what `save` has saved."""
     from megatron.core import dist_checkpointing
 
-    _make_states(run)
+    for optimizer in getattr(run.optimizer, "chained_optimizers", [run.optimizer]):  # PyTorch's Adam makes states in its first step
+        if hasattr(optimizer, "_init_optimizer_states_with_dummy_values") and not optimizer.optimizer.state:
+            optimizer._init_optimizer_states_with_dummy_values()
+    if kind == "torch":
+        return _load_plain(run, folder)
     loaded = dist_checkpointing.load(_sharded_state(run, kind, is_loading=True), str(folder))
     unwrapped(run.model).load_state_dict(loaded["model"])
     with torch.no_grad():
         run.optimizer.load_state_dict(loaded["optimizer"])
 
 
-def save_plain(run: Training, folder: Path) -> None:
-    """Save as with `--ckpt-format torch`: each rank its state dicts, and the distributed optimizer's states in a file of their own."""
-    _before_reading(run)
+def _save_plain(run: Training, folder: Path) -> None:
+    """Each rank saves its state dicts, and the distributed optimizer's states in a file of their own."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {"model": unwrapped(run.model).state_dict(), "optimizer": run.optimizer.state_dict()}
     torch.save(state, folder / f"{dist.get_rank()}.pt")
@@ -347,9 +306,7 @@ def save_plain(run: Training, folder: Path) -> None:
     dist.barrier()
 
 
-def load_plain(run: Training, folder: Path) -> None:
-    """Load what `save_plain` has saved."""
-    _make_states(run)
+def _load_plain(run: Training, folder: Path) -> None:
     state = torch.load(folder / f"{dist.get_rank()}.pt", weights_only=False)
     unwrapped(run.model).load_state_dict(state["model"])
     with torch.no_grad():

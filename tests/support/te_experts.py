@@ -7,11 +7,10 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron_cases import layer_of
-
-from deepep_moe.integrations.megatron.patches import Patches
 
 TE = "TEGroupedMLP"
 
@@ -96,12 +95,8 @@ def te_experts() -> Iterator[None]:
     def grouped_mlp_modules(self: Any, *_: Any, **__: Any) -> Any:
         return functools.partial(experts.TEGroupedMLP, submodules=layers) if has_partials else (experts.TEGroupedMLP, layers)
 
-    patches = Patches()
-    patches.set(backends.LocalSpecProvider, "grouped_mlp_modules", grouped_mlp_modules)
-    try:
+    with mock.patch.object(backends.LocalSpecProvider, "grouped_mlp_modules", grouped_mlp_modules):
         yield
-    finally:
-        patches.restore()
 
 
 def expert_layer(sizes: dict, kind: str, grouped: bool, **changes: Any) -> Any:

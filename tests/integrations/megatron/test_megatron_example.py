@@ -4,12 +4,11 @@ import argparse
 import importlib.util
 import json
 import math
-import sys
 
 import pytest
 from example_page import read
 from megatron_cases import enabled
-from scripts import ROOT, run_python
+from scripts import ROOT, modules_of, run_python
 
 from deepep_moe.nn.metrics import OVERLOADS
 from deepep_moe.testing.launch import run_ranks
@@ -68,16 +67,8 @@ def test_fp8_curves_need_more_steps_than_their_window():
     run_python(EXAMPLE / "fp8_curves.py", "--steps", 5, "--num-ranks", 1, code=2)
 
 
-def _import_example(*names: str) -> list:
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        return [__import__(name) for name in names]
-    finally:
-        sys.path.remove(str(EXAMPLE))
-
-
 def _losses(rank: int, num_ranks: int, runs: list[dict]) -> list[list[float]]:
-    (worker,) = _import_example("worker")
+    (worker,) = modules_of(EXAMPLE, "worker")
     results = [worker.train(rank, num_ranks, worker.Settings(num_sequences=2, progress=False, **changes)) for changes in runs]
     return [result.losses if result else [] for result in results]
 
@@ -108,7 +99,7 @@ def test_losses_with_every_option(shared, options):
 
 
 def _graph_worker(rank: int, num_ranks: int, cuda_graph: bool) -> list[float]:
-    (worker,) = _import_example("worker")
+    (worker,) = modules_of(EXAMPLE, "worker")
     options = {"dtype": "bf16", "device": "cuda", "ep": 1, "cuda_graph": cuda_graph, "micro_batches": 2}
     result = worker.train(rank, num_ranks, worker.Settings(steps=8, progress=False, **OURS, **options))
     assert [sum(load) for load in result.load[-1]] == [8 * 128 * 2] * 3
@@ -126,7 +117,7 @@ def test_steps_from_a_graph():
 
 
 def test_readme_has_the_command_line_of_the_full_model():
-    (config,) = _import_example("config")
+    (config,) = modules_of(EXAMPLE, "config")
     assert config.pretrain_gpt_command() in (EXAMPLE / "README.md").read_text()
     arguments = config.pretrain_gpt_arguments()
     for flag, value in (("--num-experts", "256"), ("--moe-layer-freq", "([0]*3+[1]*58)"), ("--moe-flex-dispatcher-backend", "deepep_moe")):
@@ -137,7 +128,7 @@ def test_readme_has_the_command_line_of_the_full_model():
 def test_megatron_lm_parses_that_command_line():
     # Megatron-LM's training package comes with megatron-core from 0.17; the test of the choices in test_megatron_plugin.py needs none.
     training = pytest.importorskip("megatron.training.arguments", exc_type=ImportError)
-    (config,) = _import_example("config")
+    (config,) = modules_of(EXAMPLE, "config")
     with enabled():
         parser = training.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
         parsed = parser.parse_args(config.pretrain_gpt_arguments())
@@ -147,7 +138,7 @@ def test_megatron_lm_parses_that_command_line():
 
 def test_figures_of_a_timeline():
     """Two streams by hand: a dispatch of 4 ms with a product beside 3 of them, a combine alone, and a gap."""
-    _, timeline = _import_example("worker", "timeline")
+    _, timeline = modules_of(EXAMPLE, "worker", "timeline")
     dispatch, combine = ("void deepep_moe::(anonymous namespace)::" + name for name in ("dispatch<deepep_moe::BulkRing>", "combine<1>"))
     kernels = [
         timeline.Kernel(dispatch, 7, 0.0, 4.0),

@@ -16,11 +16,9 @@ from megatron_cases import (
     forward_backward,
     layer_config,
     layer_of,
-    model_parallel,
     on_megatron,
 )
 from megatron_states import assert_equal_states
-from on_ranks import on_ranks
 
 from benchmarks.layers.megatron_steps import by_expert
 
@@ -87,16 +85,6 @@ def test_parameters_have_the_attributes_of_expert_parallelism(rank: int, num_ran
         expected = of_expert | ({"partition_dim": of_expert["partition_dim"] + 1} if of_expert.get("partition_dim", -1) >= 0 else {})
         marks = {key: value for key, value in vars(parameter).items() if key != "deepep_moe_stack"}
         assert marks == expected and parameter.allreduce == (num_ranks == 1), name
-
-
-@on_ranks(1)
-def test_other_configurations_keep_their_experts(rank: int, num_ranks: int) -> None:
-    from megatron.core.transformer.moe.experts import SequentialMLP
-
-    stock = SequentialMLP.__init__
-    with model_parallel(ep=1, experts="own") as sizes:
-        assert type(layer_of(sizes, "alltoall").experts) is type(layer_of(sizes, "allgather").experts) is SequentialMLP
-    assert SequentialMLP.__init__ is stock
 
 
 # ---- the interface of experts ----

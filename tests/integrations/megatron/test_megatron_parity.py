@@ -1,4 +1,6 @@
-"""The dispatcher against Megatron-Core's alltoall dispatcher: outputs and every gradient; and choices of shards."""
+"""The dispatcher against Megatron-Core's alltoall dispatcher: outputs and every gradient; sums by lanes; choices of shards."""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -7,6 +9,7 @@ from on_ranks import on_ranks
 
 from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
 from deepep_moe.integrations.megatron.routing import choice_of_shards, repeat_for_tp
+from deepep_moe.testing import run_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -91,6 +94,39 @@ def test_outputs_and_gradients_equal_alltoall(rank: int, num_ranks: int) -> None
     _compare_with_formula(rank)
     # alltoall adds up to 4 terms in bf16, whose roundings are 2^-9 each; ours rounds once per rank and once at the end.
     _compare("bf16", {"ep": 4, "experts": "framework"}, BF16, rank, 12, tolerance=2e-2)
+
+
+# ---- sums by lanes ----
+
+
+def _sums_of_lanes(rank: int, _: int, device: str, ep: int, changes: dict) -> list:
+    """Return the output and the gradients of a layer whose experts multiply the rows of expert e by e + 1."""
+    with model_parallel(device, ep=ep, sums="lanes") as sizes:
+        layer = layer_of(sizes, **BF16, **changes)
+        seen = []
+
+        def experts(rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+            seen.append(probs)
+            factors = torch.tensor([expert + 1.0 for expert in layer.local_expert_indices], device=rows.device)
+            counts = tokens_per_expert.to(rows.device)
+            factors = torch.cat((factors, factors.new_zeros(1))).repeat_interleave(torch.cat((counts, len(rows) - counts.sum()[None])))
+            return rows * factors[:, None].to(rows.dtype), None
+
+        layer.experts.forward = experts
+        x = torch.randn(12, 1, HIDDEN, generator=torch.Generator().manual_seed(rank)).bfloat16()
+        x = x.to(next(layer.parameters()).device).requires_grad_()
+        with torch.autocast("cpu", enabled=False) if device == "cpu" else nullcontext():
+            y = layer(x)[0]
+        y.float().square().sum().backward()
+        assert seen and all((probs == 1).all() and not probs.requires_grad for probs in seen)
+        return [tensor.detach().float().tolist() for tensor in (y, x.grad, layer.router.weight.grad)]
+
+
+@pytest.mark.parametrize("changes", ({}, RECOMPUTED), ids=("plain", "recomputed"))
+@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
+def test_sums_of_lanes_have_the_same_bits_on_any_number_of_ranks(device: str, changes: dict) -> None:
+    alone, spread = (run_ranks(_sums_of_lanes, 2, device, ep, changes) for ep in (1, 2))  # NCCL's groups end with their processes
+    assert spread == alone
 
 
 # ---- choices of shards, small enough to check by eye ----

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import modes_of_calls
-from megatron_cases import HIDDEN, enabled, layer_config, layer_of, model_parallel, on_megatron
+from megatron_cases import HIDDEN, build_layer, enabled, expert_biases, layer_config, layer_of, model_parallel, on_megatron
 from on_ranks import on_ranks
 from scripts import ROOT, run_python
 
@@ -24,8 +24,9 @@ from deepep_moe.errors import BufferDestroyedError, EPPeerError, OutgrownError
 from deepep_moe.exchange import growing
 from deepep_moe.integrations.common import warn_once
 from deepep_moe.integrations.common.registry import all_buffers
-from deepep_moe.integrations.megatron import disable, enable, plugin
+from deepep_moe.integrations.megatron import disable, enable, grow_recv_capacity, plugin, take_metrics
 from deepep_moe.integrations.megatron.config_switches import selection
+from deepep_moe.integrations.megatron.options import Options
 
 pytest.importorskip("megatron.core")
 
@@ -41,9 +42,10 @@ def _backend_choices() -> tuple[str, ...]:
 
 def test_disable_restores_what_enable_replaced():
     from megatron.core.tensor_parallel.random import CheckpointFunction
-    from megatron.core.transformer.moe import moe_layer
+    from megatron.core.transformer.moe import experts, moe_layer
 
     owners, stock = (moe_layer, moe_layer.MoELayer, CheckpointFunction), moe_layer.MoEFlexTokenDispatcher
+    init_experts = experts.SequentialMLP.__init__
     before = [dict(vars(owner)) for owner in owners]
     disable()
     assert [dict(vars(owner)) for owner in owners] == before
@@ -54,10 +56,10 @@ def test_disable_restores_what_enable_replaced():
     with pytest.raises(ValueError, match=r"already enabled with Options\(.*backend='auto'.*call disable\(\) first"):
         enable(backend="collective")
     disable()
-    assert [dict(vars(owner)) for owner in owners] == before
+    assert [dict(vars(owner)) for owner in owners] == before and experts.SequentialMLP.__init__ is init_experts
 
 
-def test_command_line_takes_the_backend_while_enabled():
+def test_command_line_and_configs_take_the_backend_while_enabled():
     before = _backend_choices()
     with enabled():
         # Megatron-LM makes its argument from the field: choices are the members of its Literal.
@@ -67,11 +69,7 @@ def test_command_line_takes_the_backend_while_enabled():
         assert parsed.moe_flex_dispatcher_backend == "deepep_moe"
         assert _backend_choices() == (*before, "deepep_moe")
     assert _backend_choices() == before
-
-
-def test_no_config_loses_the_backend_without_an_error():
-    """Megatron-Core puts it back to DeepEP's where moe_enable_deepep is set."""
-    _backend_choices()  # skips where there is no such field
+    # Megatron-Core puts the backend back to DeepEP's where moe_enable_deepep is set.
     choice = selection() | {"moe_enable_deepep": True}
     assert layer_config(**choice).moe_flex_dispatcher_backend == "deepep"
     with enabled():
@@ -127,13 +125,14 @@ def test_one_line_says_whether_it_is_on(rank: int, num_ranks: int) -> None:
     assert on.startswith(f"{start}, experts are Megatron-Core's SequentialMLP: params_dtype is")
 
 
-@on_megatron(1)
+@on_megatron(1, experts="own")
 def test_other_configurations(rank: int, num_ranks: int, sizes: dict[str, int]) -> None:
     """They get the classes and the errors that they had: flex with DeepEP is refused in Megatron-Core's own words."""
-    from megatron.core.transformer.moe import moe_layer, moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import experts, moe_layer, moe_utils, token_dispatcher
 
     for kind, name in (("alltoall", "MoEAlltoAllTokenDispatcher"), ("allgather", "MoEAllGatherTokenDispatcher")):
-        assert type(layer_of(sizes, kind).token_dispatcher) is getattr(token_dispatcher, name)
+        layer = layer_of(sizes, kind)
+        assert type(layer.token_dispatcher) is getattr(token_dispatcher, name) and type(layer.experts) is experts.SequentialMLP
     config, original = layer_config(moe_token_dispatcher_type="flex", moe_enable_deepep=True), token_dispatcher.MoEFlexTokenDispatcher
     make_groups = getattr(moe_utils, "get_default_pg_collection", None) or moe_utils.get_default_model_comm_pgs
     argument = "pg_collection" if "pg_collection" in inspect.signature(original.__init__).parameters else "model_comm_pgs"
@@ -145,6 +144,7 @@ def test_other_configurations(rank: int, num_ranks: int, sizes: dict[str, int]) 
     assert messages[0] == messages[1]
     layer = layer_of(sizes)
     assert isinstance(layer.token_dispatcher, original)
+    assert layer.token_dispatcher.buffer is None and layer.token_dispatcher._comm_manager.get_number_of_tokens_per_expert() is None
     assert layer.token_dispatcher.get_expert_zero_copy_buffers() == (None, None)
     layer(torch.randn(4, 2, HIDDEN))
     disable()
@@ -309,3 +309,97 @@ def test_buffers_go_with_their_groups(rank, num_ranks, sizes):
     del group
     gc.collect()
     assert reference() is None
+
+
+# ---- options of `enable()` and configs of layers that are refused before anything is sent ----
+
+GROUPED = {"experts": "own"}
+SYNC_FREE, FP8 = GROUPED | {"sync_free": True}, GROUPED | {"fp8": True}
+
+OPTIONS = [
+    ({"expert_alignment": 0}, ValueError, "expert_alignment is 0; it must be at least 1"),
+    ({"num_max_tokens_per_rank": 0}, ValueError, "num_max_tokens_per_rank is 0"),
+    ({"expert_alignment": 2.0}, TypeError, "expert_alignment is 2.0"),
+    ({"num_sms": -1}, ValueError, "num_sms is -1"),
+    ({"backend": "nccl"}, ValueError, r"backend is 'nccl'; it must be one of \['auto', 'shm',"),
+    *(({name: 1}, ValueError, f"{name} is 1; it must be True or False") for name in ("gate", "sync_free", "fp8")),
+    ({"experts": "grouped"}, ValueError, r"experts is 'grouped'; it must be one of \['auto', 'framework', 'own'\]"),
+    ({"fp8": True, "experts": "framework"}, ValueError, "fp8 is True, but experts is 'framework'"),
+    (FP8 | {"expert_alignment": 16}, ValueError, "expert_alignment is 16, but fp8 experts need a multiple of 128"),
+    ({"recv_capacity_factor": 2.0}, ValueError, "recv_capacity_factor is given without sync_free"),
+    (SYNC_FREE | {"recv_capacity_factor": "2"}, TypeError, "recv_capacity_factor is '2'; it must be a number"),
+    (SYNC_FREE | {"recv_capacity_factor": 0.0}, ValueError, "recv_capacity_factor is 0.0; it must be a positive number"),
+    (SYNC_FREE | {"recv_capacity_factor": float("nan")}, ValueError, "recv_capacity_factor is nan"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), OPTIONS)
+def test_options(options, error, message):
+    with pytest.raises(error, match=message):
+        enable(**options)
+
+
+def test_options_that_are_there():
+    assert Options(**FP8).expert_alignment == 128
+    grow_recv_capacity(2.0)  # nothing is enabled
+    with pytest.raises(ValueError, match="times is -1; it must be a positive number"):
+        grow_recv_capacity(-1)
+    with pytest.raises(ValueError, match=r"no metrics are gathered; call enable\(metrics=True\)"):
+        take_metrics()
+
+
+# ---- configs ----
+
+PADDING = "moe_router_padding_for_quantization"  # before 0.15: moe_router_padding_for_fp8
+RECIPE, BESIDE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}, {"moe_shared_expert_overlap": True}
+# Settings that Megatron-Core does not build with fp8 and without TransformerEngine are left out.
+OF_FP8 = {"bf16": True, "params_dtype": torch.bfloat16, "hidden_size": 128, "moe_ffn_hidden_size": 128}
+OF_FP8 |= {"moe_shared_expert_intermediate_size": None}
+
+CONFIGS: list[tuple[dict, dict, str | None]] = [  # None: not refused
+    ({}, {"hidden_size": 30}, "hidden_size is 30, so a row in torch.float32 has 120 bytes, .* a multiple of 4"),
+    ({}, {"hidden_size": 36, "params_dtype": torch.bfloat16}, "hidden_size is 36, so a row in torch.bfloat16 has 72 bytes, .* of 8"),
+    ({}, {"moe_pad_expert_input_to_capacity": True}, "moe_pad_expert_input_to_capacity is True, .*; set it to False"),
+    ({}, {PADDING: True}, r"expert_alignment is 1, .*; call enable\(expert_alignment=16\)"),
+    ({"expert_alignment": 16}, {PADDING: True, "fp8": "e4m3", "fp8_recipe": "mxfp8"}, r"call enable\(expert_alignment=32\)"),
+    ({"expert_alignment": 16}, {PADDING: True, "fp8": "e4m3", "moe_shared_expert_intermediate_size": None}, None),
+    ({"sync_free": True}, {}, r"SequentialMLP reads its counts on the host; call enable\(experts='own'\)"),
+    ({"sums": "lanes"}, {"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input is True, but sums='lanes'"),
+    (GROUPED, {"moe_expert_rank_capacity_factor": 0}, "moe_expert_rank_capacity_factor is 0; it must be a positive number"),
+    (GROUPED, {"activation_func_fp8_input_store": True}, "activation_func_fp8_input_store is True"),
+    (GROUPED, {"use_te_activation_func": True}, "use_te_activation_func is True"),
+    (GROUPED, {"fp8": "hybrid"}, "fp8 is 'hybrid', which grouped experts do not support"),
+    (GROUPED, {"expert_tensor_parallel_size": 2}, r"size is 2, .* not split; .* experts='framework' \(--experts framework\)"),
+    (GROUPED, {"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input is True with moe_router_topk=4"),
+    (FP8, {"fp8": "e4m3", "fp8_recipe": "mxfp8"}, "fp8_recipe is 'mxfp8', but deepep_moe's experts have scales of blocks"),
+    (FP8, {"bf16": False, "params_dtype": torch.float32}, "params_dtype is torch.float32, but fp8 experts take bf16 rows"),
+    (FP8, {"hidden_size": 192}, "hidden_size is 192, but fp8 experts need multiples of 128"),
+    (FP8, {"moe_ffn_hidden_size": 100}, "moe_ffn_hidden_size is 100, but fp8 experts need multiples of 128"),
+    (FP8, {**RECIPE, "fp8_param": True}, "fp8_param is True, which grouped experts do not support"),
+    (FP8, {**RECIPE, "first_last_layers_bf16": True}, "first_last_layers_bf16 is True, but fp8 of enable"),
+    (FP8, {"add_bias_linear": True}, "add_bias_linear is True, which grouped experts do not support"),
+    (FP8, {"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm is True, whose schedule frees rows"),
+    ({}, {**BESIDE, "overlap_moe_expert_parallel_comm": True}, "and overlap_moe_expert_parallel_comm True"),
+    ({}, {**BESIDE, "moe_latent_size": 16}, "moe_shared_expert_overlap is True and moe_latent_size 16"),
+    (
+        {}, {**BESIDE, "recompute_granularity": "selective", "recompute_modules": ["shared_experts"]},
+        "moe_shared_expert_overlap is True and recompute_modules has 'shared_experts'",
+    ),
+]  # fmt: skip
+
+
+@on_ranks(1)
+def test_configs(rank: int, num_ranks: int) -> None:
+    from deepep_moe.integrations.megatron.shared_experts import check_shared_overlap
+
+    for options, changes, message in CONFIGS:
+        if "add_bias_linear" in changes and not expert_biases():
+            continue
+        with model_parallel(**options) as sizes:
+            config = layer_config(**sizes, **selection(), **(OF_FP8 if "fp8" in options else {}))
+            for name, value in changes.items():  # late, past Megatron-Core's own checks
+                setattr(config, name if name != PADDING or hasattr(config, PADDING) else "moe_router_padding_for_fp8", value)
+            with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+                if "moe_latent_size" in changes:  # which needs TransformerEngine first
+                    check_shared_overlap(config)
+                build_layer(config)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_training import Setting, Training, load, load_plain, save, save_plain, train, training
+from megatron_training import Setting, load, save, train, training
 from on_ranks import on_ranks
 
 from deepep_moe.errors import EPError
@@ -34,15 +34,11 @@ FUSED = (
 )
 
 
-def _stock_of(experts: str) -> str:
-    return "stock TE" if "TE" in experts else "stock"
-
-
 def _against_stock(rank: int, num_ranks: int, cells: list[Setting], folder: str) -> None:
     """Each cell trains, saves, loads into the other experts and trains on."""
     stock: dict[tuple, list[float]] = {}
     for number, cell in enumerate(cells):
-        key = _stock_of(cell.experts), cell.ep, cell.dtype
+        key = "stock TE" if "TE" in cell.experts else "stock", cell.ep, cell.dtype
         if key not in stock:
             with training(Setting(key[0], ep=cell.ep, dtype=cell.dtype)) as run:
                 stock[key] = train(run, range(BEFORE.start, AFTER.stop))
@@ -91,14 +87,6 @@ def test_losses_in_every_cell(experts, dtype, sizes):
 FORMATS = ("dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter", "torch")
 
 
-def _save(run: Training, folder: Path, kind: str) -> None:
-    save_plain(run, folder) if kind == "torch" else save(run, folder, kind)
-
-
-def _load(run: Training, folder: Path, kind: str) -> None:
-    load_plain(run, folder) if kind == "torch" else load(run, folder, kind)
-
-
 WAYS = (
     (("stock", "grouped"), ("grouped", "stock")),
     (("stock TE", "grouped for TE"), ("grouped for TE", "stock TE")),
@@ -115,11 +103,11 @@ def test_formats_of_the_distributed_optimizer(rank: int, ways: tuple[tuple[str, 
         with training(cell) as run:
             train(run, range(2))
             for kind in FORMATS:
-                _save(run, Path(folder) / f"{source} to {target}" / kind, kind)
+                save(run, Path(folder) / f"{source} to {target}" / kind, kind)
             want = train(run, range(2, 4))
         for kind in FORMATS:
             with training(replace(cell, experts=target), seed=8) as run:
-                _load(run, Path(folder) / f"{source} to {target}" / kind, kind)
+                load(run, Path(folder) / f"{source} to {target}" / kind, kind)
                 got = train(run, range(2, 4))
                 assert max(abs(a - b) for a, b in zip(got, want, strict=True)) < 2e-5, f"{source} to {target}, {kind}: {got}, {want}"
 
