@@ -216,6 +216,12 @@ def _save_pretrained(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return None
 
 
+def _push_to_hub(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if _layers(self, are_spread=True):
+        raise ValueError("every rank would upload a part of the model; let all save_pretrained to a directory, and one upload that")
+    return stock(self, *args, **kwargs)
+
+
 def _split(tensors: dict[str, Tensor], variant: str | None, max_shard_size: int | str) -> tuple[Any, str]:
     """Return the files of the tensors, and the name of their index. Tensors of one storage share a file, as with transformers."""
     from huggingface_hub import get_torch_storage_id, get_torch_storage_size, split_state_dict_into_shards_factory
@@ -305,6 +311,7 @@ def install() -> None:
     """Let `save_pretrained` of models with spread experts, wherever in them these are, and `Trainer` save whole experts, or refuse it."""
     for module, owner, name, call in (
         ("transformers.modeling_utils", "PreTrainedModel", "save_pretrained", _save_pretrained),
+        ("transformers.modeling_utils", "PreTrainedModel", "push_to_hub", _push_to_hub),
         ("transformers.trainer", "Trainer", "save_model", _save_on_all_ranks),
         ("transformers.trainer", "Trainer", "train", _train_whole),
     ):

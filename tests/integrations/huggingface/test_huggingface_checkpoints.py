@@ -206,6 +206,8 @@ def test_ranks_fail_together(rank: int, num_ranks: int, tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=why):
             model.save_pretrained(tmp_path / "refused", **options)
+    with pytest.raises(ValueError, match="every rank would upload a part"):
+        model.push_to_hub("name")
     with pytest.raises(ValueError, match="has no spread experts"):
         next(gathered_state_dict(build("qwen3")))
     model.save_pretrained(tmp_path / "whole")
