@@ -79,8 +79,7 @@ bool Calls::are_rows(const Tensor& x, const Tensor& scales) const {
     if (!is_here(x) || x.dim() != 2 || x.size(1) != hidden || !x.is_contiguous()) return false;
     if (hidden * x.element_size() % kRowAlignment != 0 || !is_aligned(x)) return false;
     if (!is_fp8(x.scalar_type())) return can_be_summed(x.scalar_type()) && !scales.defined();
-    return is_here(scales) && scales.scalar_type() == at::kFloat && scales.is_contiguous() && is_aligned(scales) && scales.dim() == 2 &&
-           scales.size(0) == x.size(0) && scales.size(1) == (hidden + kScaleBlock - 1) / kScaleBlock;
+    return has_form(device_, scales, at::kFloat, {x.size(0), (hidden + kScaleBlock - 1) / kScaleBlock}) && is_aligned(scales);
 }
 
 bool Calls::takes(const Outgoing& sent) const {
@@ -91,7 +90,7 @@ bool Calls::takes(const Outgoing& sent) const {
     const bool may_share = can_fuse() && settings.num_topk == 1 && !settings.is_by_lane && sent.tokens_per_row <= kMaxTopk;
     if (sent.tokens_per_row > 1 && !may_share) return false;
     if (idx.size(0) != num_tokens || idx.size(1) != settings.num_topk) return false;
-    if (idx.scalar_type() != at::kLong && idx.scalar_type() != at::kInt) return false;
+    if (!is_index(idx.scalar_type())) return false;
     return !weights.defined() ||
            (is_here(weights) && weights.scalar_type() == at::kFloat && weights.dim() == 2 && weights.numel() == idx.numel());
 }
@@ -110,7 +109,7 @@ bool Calls::takes_rows(const Handle& handle, const Tensor& x) const {
 
 bool Calls::takes_inputs(const Handle& handle, const Tensor& x, const CombineInputs& inputs) const {
     const auto is_like = [&](const Tensor& tensor, at::ScalarType type, at::IntArrayRef sizes) {
-        return is_here(tensor) && tensor.scalar_type() == type && tensor.is_contiguous() && tensor.sizes() == sizes;
+        return has_form(device_, tensor, type, sizes);
     };
     const Tensor &weights = inputs.weights, &source_weights = inputs.source_weights, &bias = inputs.bias;
     if (settings.is_by_lane && (!can_fuse() || (weights.defined() && inputs.topk_weight_grads.defined()))) return false;

@@ -1,6 +1,6 @@
-#include "torch/dense_routing.h"
-
-#include <stdexcept>
+// Runs dense routing from C++ for plain tensors on a GPU without gradient: outputs and launch in one call of Python. It declines every
+// other call by None, and Python makes that one with PyTorch's operators (deepep_moe/ops/lanes.py, which says what the functions do).
+#include "torch/streams.h"
 
 namespace deepep_moe {
 namespace {
@@ -23,14 +23,8 @@ Tensor empty_like_rows_of(const Tensor& tensor, int64_t num_columns, at::ScalarT
     return at::empty({tensor.size(0), num_columns}, tensor.options().dtype(type));
 }
 
-template <class Params>
-void launch(bool (*kernel)(const Params&, uintptr_t) noexcept, const Params& params, const at::Device& device) {
-    const c10::OptionalDeviceGuard guard(device);
-    if (!kernel(params, call_stream(device))) throw std::runtime_error("a kernel of routing cannot be launched; the GPU has failed before");
-}
-
-}  // namespace
-
+// Returns topk_idx, and the values or None. With rows [num_tokens, ...] it also declines what is not a bool map, with floating-point
+// values, of these tokens.
 std::optional<std::pair<Tensor, OptionalTensor>> lanes_of_map(py::handle given_map, py::handle given_values, int64_t num_topk,
                                                               py::handle given_rows) {
     if (is_watched() || !are_plain({given_map, given_values, given_rows})) return std::nullopt;
@@ -51,7 +45,7 @@ std::optional<std::pair<Tensor, OptionalTensor>> lanes_of_map(py::handle given_m
         data_of<int64_t>(topk_idx),
         data_of<float>(topk_values),
     };
-    if (topk_idx.numel() > 0) launch(kernels->lanes_of_map, params, routing_map.device());
+    if (topk_idx.numel() > 0) launch_kernel(kernels->lanes_of_map, params, routing_map.device());
     return std::pair(topk_idx, optional_of(topk_values));
 }
 
@@ -64,14 +58,15 @@ OptionalTensor dense_of_lanes(py::handle given_idx, py::handle given_values, int
     const Tensor values = empty_like_rows_of(topk_values, num_experts, at::kFloat);
     const DenseOfLanesParams params{
         {topk_idx.size(0), num_experts, topk_idx.size(1)}, data_of<int64_t>(topk_idx), data_of<float>(topk_values), data_of<float>(values)};
-    if (values.numel() > 0) launch(kernels->dense_of_lanes, params, values.device());
+    if (values.numel() > 0) launch_kernel(kernels->dense_of_lanes, params, values.device());
     return values;
 }
 
+// Returns the counts of ranks, then of experts, and is_token_in_rank.
 std::optional<std::pair<Tensor, Tensor>> count_lanes(py::handle given_idx, int64_t num_experts, int64_t num_ranks) {
     if (is_watched() || !are_plain({given_idx})) return std::nullopt;
     const Tensor idx = unpacked(given_idx);
-    if (!is_matrix(idx) || (idx.scalar_type() != at::kLong && idx.scalar_type() != at::kInt)) return std::nullopt;
+    if (!is_matrix(idx) || !is_index(idx.scalar_type())) return std::nullopt;
     const Tensor topk_idx = idx.contiguous(), in_rank = empty_like_rows_of(topk_idx, num_ranks, at::kBool);
     const Tensor counts = at::zeros({num_ranks + num_experts}, topk_idx.options().dtype(at::kInt));
     const CountLanesParams params{
@@ -82,8 +77,19 @@ std::optional<std::pair<Tensor, Tensor>> count_lanes(py::handle given_idx, int64
         data_of<int32_t>(counts),
         data_of<uint8_t>(in_rank),
     };
-    if (in_rank.numel() > 0) launch(kernels->count_lanes, params, counts.device());
+    if (in_rank.numel() > 0) launch_kernel(kernels->count_lanes, params, counts.device());
     return std::pair(counts, in_rank);
+}
+
+}  // namespace
+
+void bind_dense_routing(py::module_& m) {
+    using torch::wrap_pybind_function;
+    const py::arg topk_idx("topk_idx"), num_experts("num_experts");
+    m.def("lanes_of_map", wrap_pybind_function(lanes_of_map), py::arg("routing_map"), py::arg("values"), py::arg("num_topk"),
+          py::arg("rows") = py::none());
+    m.def("dense_of_lanes", wrap_pybind_function(dense_of_lanes), topk_idx, py::arg("topk_values"), num_experts);
+    m.def("count_lanes", wrap_pybind_function(count_lanes), topk_idx, num_experts, py::arg("num_ranks"));
 }
 
 }  // namespace deepep_moe

@@ -1,10 +1,10 @@
-#include "torch/experts.h"
-
+// Runs SwiGLU experts in grouped products from C++, with few steps of the host, for bf16 rows and counts on a GPU. It declines every other
+// call by None, and Python makes that one (deepep_moe/ops/grouped_mlp.py), with the same bits.
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 
-#include <stdexcept>
+#include "torch/streams.h"
 
 namespace deepep_moe {
 namespace {
@@ -36,10 +36,9 @@ bool takes(const Experts& e) {
     const int64_t num_rows = e.x.size(0), in = e.x.size(1), num_experts = e.w1.size(0), middle = e.w2.size(2);
     if (num_rows == 0 || e.w1.size(2) != in || e.w1.size(1) != 2 * middle || e.w2.size(0) != num_experts) return false;
     if (!are_whole_pieces({in, middle, e.w2.size(1)})) return false;
-    const bool counts_fit = is_on(device, e.counts) && (e.counts.scalar_type() == at::kLong || e.counts.scalar_type() == at::kInt) &&
-                            e.counts.dim() == 1 && e.counts.size(0) == num_experts;
-    const bool probs_fit = !e.probs.defined() || (is_on(device, e.probs) && e.probs.scalar_type() == at::kFloat && e.probs.dim() == 1 &&
-                                                  e.probs.size(0) == num_rows && e.probs.is_contiguous());
+    const bool counts_fit =
+        is_on(device, e.counts) && is_index(e.counts.scalar_type()) && e.counts.sizes() == at::IntArrayRef({num_experts});
+    const bool probs_fit = !e.probs.defined() || has_form(device, e.probs, at::kFloat, {num_rows});
     const auto fits = [&](const Tensor& main_grad, const Tensor& weight) {
         return !main_grad.defined() || (is_on(device, main_grad) && main_grad.sizes() == weight.sizes());
     };
@@ -75,11 +74,6 @@ GpuSwigluParams params_of(const Tensor& inner, const Tensor& probs, const Tensor
     return swiglu_of(arg_of(inner), arg_of(probs), arg_of(group_ends), arg_of(y), DType::kBFloat16);
 }
 
-// The GIL is held.
-void launch(bool (*call)(const GpuSwigluParams&, uintptr_t) noexcept, const GpuSwigluParams& params, const at::Device& device) {
-    if (!call(params, call_stream(device))) throw std::runtime_error("a kernel of SwiGLU cannot be launched; the GPU has failed before");
-}
-
 Tensor like_half_of(const Tensor& inner) { return at::empty({inner.size(0), inner.size(1) / 2}, inner.options()); }
 
 // ---- the function ----
@@ -92,7 +86,7 @@ struct SwigluExperts : torch::autograd::Function<SwigluExperts> {
         const c10::OptionalDeviceGuard guard(x.device());
         const Tensor probs = given_probs.value_or(Tensor());
         const Tensor inner = grouped_mm(x, w1.transpose(1, 2), group_ends), y = like_half_of(inner);
-        launch(kernels->swiglu, params_of(inner, probs, group_ends, y), x.device());
+        launch_kernel(kernels->swiglu, params_of(inner, probs, group_ends, y), x.device());
         ctx->save_for_backward({x, w1, w2, probs, group_ends, inner, recomputes ? Tensor() : y});
         // These are not saved with the others, because backwards of other micro-batches add to them in between.
         ctx->saved_data = {{"main_grad1", main_grad1}, {"main_grad2", main_grad2}};
@@ -139,7 +133,7 @@ private:
         params.grad = data_of<std::byte>(grad_y);
         params.grad_inner = data_of<std::byte>(grad_inner);
         params.grad_probs = data_of<float>(grad_probs);
-        launch(kernels->swiglu_backward, params, x.device());
+        launch_kernel(kernels->swiglu_backward, params, x.device());
         variable_list input_grads(4);
         if (needs.w2) input_grads[2] = weight_gradients(grad, y, group_ends, main_grad2);
         if (needs.x) input_grads[0] = grouped_mm(grad_inner, w1, group_ends);
@@ -149,8 +143,8 @@ private:
     }
 };
 
-}  // namespace
-
+// Computes `deepep_moe.ops.grouped_mlp` without biases and with zero_tail=False. The arguments have the same names. main_grad1 and
+// main_grad2 are its `main_grads`.
 py::object grouped_swiglu(py::handle x, py::handle counts, py::handle w1, py::handle w2, py::handle probs, bool recompute_activation,
                           py::handle main_grad1, py::handle main_grad2) {
     if (is_watched() || !are_plain({x, counts, w1, w2, probs, main_grad1, main_grad2})) return py::none();
@@ -165,6 +159,13 @@ py::object grouped_swiglu(py::handle x, py::handle counts, py::handle w1, py::ha
     }
     return py::cast(SwigluExperts::apply(e.x, e.w1, e.w2, optional_of(e.probs), group_ends, e.recomputes, optional_of(e.main_grad1),
                                          optional_of(e.main_grad2)));
+}
+
+}  // namespace
+
+void bind_experts(py::module_& m) {
+    m.def("grouped_swiglu", torch::wrap_pybind_function(grouped_swiglu), py::arg("x"), py::arg("counts"), py::arg("w1"), py::arg("w2"),
+          py::arg("probs"), py::arg("recompute_activation"), py::arg("main_grad1"), py::arg("main_grad2"));
 }
 
 }  // namespace deepep_moe

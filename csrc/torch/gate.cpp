@@ -1,5 +1,5 @@
-#include "torch/gate.h"
-
+// Runs the gate from C++ for plain tensors on a GPU: checks, outputs, launch and gradient in one call of Python. It declines every other
+// call by None, and Python makes that one.
 #include <torch/csrc/Dtype.h>
 
 #include <array>
@@ -10,12 +10,19 @@
 #include <string_view>
 #include <tuple>
 
+#include "torch/streams.h"
+
 namespace deepep_moe {
 namespace {
 
 using torch::autograd::AutogradContext;
 
 struct Declined {};  // thrown where Python is to make the call
+
+// The results of the gate, those that are wanted.
+struct Gated {
+    Tensor topk_idx, topk_weights, counts, probs, routing_map, is_token_in_rank, shares;  // counts: of experts, then of ranks
+};
 
 // ---- arguments ----
 
@@ -50,7 +57,7 @@ ScoreFunction score_function_in(py::handle argument) {
 at::ScalarType index_type_in(py::handle argument) {
     if (!THPDtype_Check(argument.ptr())) throw Declined{};
     const at::ScalarType type = reinterpret_cast<THPDtype*>(argument.ptr())->scalar_type;
-    if (type != at::kLong && type != at::kInt) throw Declined{};
+    if (!is_index(type)) throw Declined{};
     return type;
 }
 
@@ -262,8 +269,9 @@ py::object packed_full_output(const Gated& out, const Request& request) {
                                       packed(per_rank), packed(out.is_token_in_rank), packed(out.shares));
 }
 
-}  // namespace
-
+// Arguments in the order of `deepep_moe.ops.gate`, then those of `gate_full`. Returns `GateOutput`, or `FullGateOutput` where it `is_full`,
+// or None where Python is to make the call. A call that Python has checked has no gradient and returns `Gated`, or None if a kernel has
+// reported a value that is not finite.
 py::object gate(py::handle logits, py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
                 py::handle score_function, py::handle expert_bias, py::handle normalize, py::handle routed_scaling_factor, py::handle mask,
                 py::handle index_dtype, py::handle check_finite, py::handle dense, py::handle num_ranks, py::handle shares, bool is_full,
@@ -315,6 +323,27 @@ OptionalTensor run_gate_backward(const OptionalTensor& grad_topk_weights, const 
     } catch (const Declined&) {
         return std::nullopt;
     }
+}
+
+}  // namespace
+
+void bind_gate(py::module_& m) {
+    using torch::wrap_pybind_function;
+    py::class_<Gated>(m, "Gated")
+        .def_readonly("topk_idx", &Gated::topk_idx)
+        .def_readonly("topk_weights", &Gated::topk_weights)
+        .def_readonly("counts", &Gated::counts)
+        .def_property_readonly("probs", [](const Gated& self) { return optional_of(self.probs); })
+        .def_property_readonly("routing_map", [](const Gated& self) { return optional_of(self.routing_map); })
+        .def_property_readonly("is_token_in_rank", [](const Gated& self) { return optional_of(self.is_token_in_rank); })
+        .def_property_readonly("shares", [](const Gated& self) { return optional_of(self.shares); });
+    const py::arg logits("logits"), score_function("score_function"), normalize("normalize"), factor("routed_scaling_factor");
+    m.def("gate", wrap_pybind_function(gate), logits, py::arg("num_topk"), py::arg("num_groups"), py::arg("topk_groups"),
+          py::arg("group_score_topk"), score_function, py::arg("expert_bias"), normalize, factor, py::arg("mask"), py::arg("index_dtype"),
+          py::arg("check_finite"), py::arg("dense"), py::arg("num_ranks"), py::arg("shares"), py::arg("is_full") = false,
+          py::arg("is_checked") = false);
+    m.def("run_gate_backward", wrap_pybind_function(run_gate_backward), py::kw_only(), py::arg("grad_topk_weights"), py::arg("grad_probs"),
+          py::arg("grad_shares"), logits, py::arg("topk_idx"), score_function, normalize, factor);
 }
 
 }  // namespace deepep_moe

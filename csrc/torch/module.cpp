@@ -1,11 +1,14 @@
 // Makes the module `deepep_moe._torch`, which Python calls. Calls with gradients return None if C++ does not take an argument.
-#include "torch/dense_routing.h"
-#include "torch/experts.h"
 #include "torch/functions.h"
-#include "torch/gate.h"
-#include "torch/low_latency.h"
 
 namespace deepep_moe {
+
+// Other parts of the module, which are in files of their own.
+void bind_dense_routing(py::module_& m);
+void bind_experts(py::module_& m);
+void bind_gate(py::module_& m);
+void bind_low_latency(py::module_& m);
+
 namespace {
 
 // The handle that a `PackedHandle` shows, if it is one of this buffer as its dispatch made it; else null. Python hands the handle itself
@@ -225,50 +228,6 @@ void bind_calls(py::module_& m) {
     m.def("call_stream", wrap_pybind_function(call_stream));
 }
 
-void bind_low_latency(py::module_& m) {
-    using torch::wrap_pybind_function;
-    py::class_<LowLatencyReceived, InFlight>(m, "LowLatencyReceived")
-        .def_readonly("num_tokens", &LowLatencyReceived::num_tokens)
-        .def_readonly("recv_x", &LowLatencyReceived::x)
-        .def_property_readonly("recv_x_scales", [](const LowLatencyReceived& self) { return optional_of(self.x_scales); })
-        .def_readonly("num_recv_tokens_per_expert", &LowLatencyReceived::counts)
-        .def_readonly("state", &LowLatencyReceived::state);
-    py::class_<LowLatencyCombined, InFlight>(m, "LowLatencyCombined").def_readonly("combined_x", &LowLatencyCombined::x);
-    py::class_<LowLatencyCalls, std::shared_ptr<LowLatencyCalls>>(m, "LowLatencyCalls")
-        .def(py::init<py::object, Tensor>(), py::arg("owner"), py::arg("statistics"))
-        .def("release", &LowLatencyCalls::release)
-        .def("dispatch", wrap_pybind_function(&LowLatencyCalls::dispatch))
-        .def("combine", wrap_pybind_function(&LowLatencyCalls::combine));
-}
-
-void bind_gate(py::module_& m) {
-    using torch::wrap_pybind_function;
-    py::class_<Gated>(m, "Gated")
-        .def_readonly("topk_idx", &Gated::topk_idx)
-        .def_readonly("topk_weights", &Gated::topk_weights)
-        .def_readonly("counts", &Gated::counts)
-        .def_property_readonly("probs", [](const Gated& self) { return optional_of(self.probs); })
-        .def_property_readonly("routing_map", [](const Gated& self) { return optional_of(self.routing_map); })
-        .def_property_readonly("is_token_in_rank", [](const Gated& self) { return optional_of(self.is_token_in_rank); })
-        .def_property_readonly("shares", [](const Gated& self) { return optional_of(self.shares); });
-    const py::arg logits("logits"), score_function("score_function"), normalize("normalize"), factor("routed_scaling_factor");
-    m.def("gate", wrap_pybind_function(gate), logits, py::arg("num_topk"), py::arg("num_groups"), py::arg("topk_groups"),
-          py::arg("group_score_topk"), score_function, py::arg("expert_bias"), normalize, factor, py::arg("mask"), py::arg("index_dtype"),
-          py::arg("check_finite"), py::arg("dense"), py::arg("num_ranks"), py::arg("shares"), py::arg("is_full") = false,
-          py::arg("is_checked") = false);
-    m.def("run_gate_backward", wrap_pybind_function(run_gate_backward), py::kw_only(), py::arg("grad_topk_weights"), py::arg("grad_probs"),
-          py::arg("grad_shares"), logits, py::arg("topk_idx"), score_function, normalize, factor);
-}
-
-void bind_dense_routing(py::module_& m) {
-    using torch::wrap_pybind_function;
-    const py::arg topk_idx("topk_idx"), num_experts("num_experts");
-    m.def("lanes_of_map", wrap_pybind_function(lanes_of_map), py::arg("routing_map"), py::arg("values"), py::arg("num_topk"),
-          py::arg("rows") = py::none());
-    m.def("dense_of_lanes", wrap_pybind_function(dense_of_lanes), topk_idx, py::arg("topk_values"), num_experts);
-    m.def("count_lanes", wrap_pybind_function(count_lanes), topk_idx, num_experts, py::arg("num_ranks"));
-}
-
 }  // namespace
 }  // namespace deepep_moe
 
@@ -282,7 +241,6 @@ PYBIND11_MODULE(_torch, m) {
     bind_calls(m);
     bind_gate(m);
     bind_dense_routing(m);
-    m.def("grouped_swiglu", torch::wrap_pybind_function(grouped_swiglu), py::arg("x"), py::arg("counts"), py::arg("w1"), py::arg("w2"),
-          py::arg("probs"), py::arg("recompute_activation"), py::arg("main_grad1"), py::arg("main_grad2"));
+    bind_experts(m);
     bind_low_latency(m);
 }

@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <utility>
 
 #include "torch/tensors.h"
@@ -15,6 +16,13 @@ namespace deepep_moe {
 
 // Returns the address of the device's current stream, as calls take it (`kExternalStream`); 0 where there is none. The GIL is held.
 uintptr_t call_stream(const at::Device& device);
+
+// Launches a kernel of `KernelShim` on the device's current stream. The GIL is held.
+template <class Params>
+void launch_kernel(bool (*kernel)(const Params&, uintptr_t) noexcept, const Params& params, const at::Device& device) {
+    const c10::OptionalDeviceGuard guard(device);
+    if (!kernel(params, call_stream(device))) throw std::runtime_error("a kernel cannot be launched; the GPU has failed before");
+}
 
 // Marks a moment on a stream.
 class Recorded {

@@ -136,6 +136,11 @@ inline bool is_on(const at::Device& device, const Tensor& tensor) {
            !tensor._fw_grad(0).defined() && has_memory(tensor);
 }
 
+// Does the tensor have contiguous memory on this device, of this type and shape?
+inline bool has_form(const at::Device& device, const Tensor& tensor, at::ScalarType type, at::IntArrayRef sizes) {
+    return is_on(device, tensor) && tensor.scalar_type() == type && tensor.sizes() == sizes && tensor.is_contiguous();
+}
+
 inline TensorArg arg_of(const Tensor& tensor) {
     TensorArg arg;
     if (!tensor.defined()) return arg;
@@ -152,6 +157,7 @@ Type* data_of(const Tensor& tensor) {
 
 inline bool is_aligned(const Tensor& tensor) { return arg_of(tensor).address % kRowAlignment == 0; }
 
+inline bool is_index(at::ScalarType type) { return type == at::kLong || type == at::kInt; }
 inline bool can_be_summed(at::ScalarType type) { return type == at::kFloat || type == at::kBFloat16 || type == at::kHalf; }
 
 inline DType dtype_of(at::ScalarType type) {
