@@ -20,6 +20,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/types.h"
 
@@ -67,6 +68,15 @@ struct LowLatencyWhat {
                 (bits >> 6 & 1) != 0};
     }
 };
+
+// Call `launcher` with constants: the type of x, and whether rows travel as fp8. For x of fp8 throw std::invalid_argument.
+template <class Launcher>
+void with_types(const LowLatencyWhat& what, const Launcher& launcher) {
+    const char* why_not_fp8 = what.operation == LowLatencyOperation::kDispatch ? "rows are quantized on their way; give them as they are"
+                                                                               : "combine takes float32, bfloat16 or float16";
+    with_dtype(what.dtype, why_not_fp8,
+               [&](auto dtype) { what.fp8 ? launcher(dtype, std::true_type{}) : launcher(dtype, std::false_type{}); });
+}
 
 // Describes one top-k entry of a token on its way to its expert's rank.
 struct alignas(8) LowLatencyLane {

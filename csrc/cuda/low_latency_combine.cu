@@ -6,7 +6,7 @@
 //                rank order.
 //
 // With weights, a block first pushes those of its tokens, in heads like a dispatch's, and waits until all ranks are in the call. Weights
-// from other nodes have been pushed to this rank before (nvshmem/low_latency_weights.cu). Rows wait for their sum in shared memory, because
+// from other nodes have been pushed to this rank before (nvshmem/low_latency_combine.cu). Rows wait for their sum in shared memory, because
 // registers could not hold all that must be in flight at once.
 #include <algorithm>
 
@@ -374,20 +374,6 @@ __global__ void __launch_bounds__(kThreads, 2) low_latency_combine(const __grid_
     if (l.sends) end_send(c, call);
 }
 
-template <DType kType, bool kQuantized>
-void launch_wire(const Launch& l, void* stream) {
-    constexpr const char* kName = "low_latency_combine";
-    if (l.call.what.has_weights)
-        launch<low_latency_combine<kType, kQuantized, true>>(kName, l.num_blocks, kThreads, sizeof(Shared), l, stream, starts_early());
-    else
-        launch<low_latency_combine<kType, kQuantized, false>>(kName, l.num_blocks, kThreads, sizeof(Shared), l, stream, starts_early());
-}
-
-template <DType kType>
-void launch_type(const Launch& l, void* stream) {
-    l.call.what.fp8 ? launch_wire<kType, true>(l, stream) : launch_wire<kType, false>(l, stream);
-}
-
 }  // namespace
 
 int64_t low_latency_combine_shared_bytes() { return sizeof(Shared); }
@@ -402,7 +388,13 @@ void launch_low_latency(Launch l, void* stream) {
         const int64_t threads = kPartsOfLine * GpuLowLatencyLayout::lines_of(l.context.config.hidden / 4);  // upper bound for one token
         l.num_blocks = static_cast<int>(std::clamp<int64_t>(l.call.num_tokens * ((threads + kThreads - 1) / kThreads), 1, l.num_blocks));
     }
-    with_dtype(l.call.what.dtype, "combine takes float32, bfloat16 or float16", [&](auto dtype) { launch_type<dtype.value>(l, stream); });
+    with_types(l.call.what, [&](auto dtype, auto fp8) {
+        const auto start = [&](auto weighted) {
+            launch<low_latency_combine<dtype.value, fp8.value, weighted.value>>("low_latency_combine", l.num_blocks, kThreads,
+                                                                                sizeof(Shared), l, stream, starts_early());
+        };
+        l.call.what.has_weights ? start(std::true_type{}) : start(std::false_type{});
+    });
 }
 
 }  // namespace deepep_moe

@@ -358,26 +358,7 @@ __global__ void __launch_bounds__(kThreads, 1) low_latency_relay(const __grid_co
     Relay{rail, l.call}.run(blockIdx.x * kThreads + threadIdx.x, gridDim.x * kThreads);
 }
 
-template <DType kType>
-void launch_type(const Launch& l, void* stream) {
-    const int64_t shared_bytes = low_latency_shared_bytes(l.context.config);
-    if (l.call.what.fp8)
-        launch<low_latency_dispatch<kType, true>>("low_latency_dispatch", l.num_blocks, kThreads, shared_bytes, l, stream, starts_early());
-    else
-        launch<low_latency_dispatch<kType, false>>("low_latency_dispatch", l.num_blocks, kThreads, shared_bytes, l, stream, starts_early());
-}
-
-template <DType kType>
-void launch_receive(const LowLatencyRailDispatch& l, void* stream) {
-    const int64_t shared_bytes = low_latency_shared_bytes(l.rail.context.config);
-    if (l.call.what.fp8)
-        launch<low_latency_receive<kType, true>>("low_latency_receive", l.num_blocks, kThreads, shared_bytes, l, stream, starts_early());
-    else
-        launch<low_latency_receive<kType, false>>("low_latency_receive", l.num_blocks, kThreads, shared_bytes, l, stream, starts_early());
-}
-
 constexpr int kRelayBlocks = 4;
-constexpr const char* kTakes = "rows are quantized on their way; give them as they are";
 
 }  // namespace
 
@@ -395,12 +376,20 @@ void launch_low_latency(Launch l, void* stream) {
     l.call.what.operation = LowLatencyOperation::kDispatch;
     const int senders = l.context.config.num_ranks + std::max(1, l.call.num_tokens);
     if (!l.receives) l.num_blocks = std::min(l.num_blocks, senders);
-    with_dtype(l.call.what.dtype, kTakes, [&](auto dtype) { launch_type<dtype.value>(l, stream); });
+    const int64_t shared_bytes = low_latency_shared_bytes(l.context.config);
+    with_types(l.call.what, [&](auto dtype, auto fp8) {
+        launch<low_latency_dispatch<dtype.value, fp8.value>>("low_latency_dispatch", l.num_blocks, kThreads, shared_bytes, l, stream,
+                                                             starts_early());
+    });
 }
 
 void launch_low_latency_receive(LowLatencyRailDispatch l, void* stream) {
     l.call.what.operation = LowLatencyOperation::kDispatch;
-    with_dtype(l.call.what.dtype, kTakes, [&](auto dtype) { launch_receive<dtype.value>(l, stream); });
+    const int64_t shared_bytes = low_latency_shared_bytes(l.rail.context.config);
+    with_types(l.call.what, [&](auto dtype, auto fp8) {
+        launch<low_latency_receive<dtype.value, fp8.value>>("low_latency_receive", l.num_blocks, kThreads, shared_bytes, l, stream,
+                                                            starts_early());
+    });
 }
 
 void launch_low_latency_relay(LowLatencyRailDispatch l, void* stream) {

@@ -159,20 +159,15 @@ __global__ void __launch_bounds__(kThreads, 2) low_latency_finish(const __grid_c
     Finisher<kType, kQuantized>(l, *reinterpret_cast<const unsigned long long*>(l.call.call)).run();
 }
 
-template <DType kType, bool kQuantized>
-void launch_wire(const Launch& l, void* stream) {
-    constexpr int64_t kBytes = sizeof(Shared<kQuantized>);
-    launch<low_latency_finish<kType, kQuantized>>("low_latency_finish", l.num_blocks, kThreads, kBytes, l, stream, starts_early());
-}
-
 }  // namespace
 
 void launch_low_latency_finish(Launch l, void* stream) {
     l.call.what.operation = LowLatencyOperation::kCombine;
     const int64_t threads = kPartsOfLine * GpuLowLatencyLayout::lines_of(l.rail.context.config.hidden / 4);  // for a token, at most
     l.num_blocks = static_cast<int>(std::clamp<int64_t>(l.call.num_tokens * ((threads + kThreads - 1) / kThreads), 1, l.num_blocks));
-    with_dtype(l.call.what.dtype, "combine takes float32, bfloat16 or float16", [&](auto dtype) {
-        l.call.what.fp8 ? launch_wire<dtype.value, true>(l, stream) : launch_wire<dtype.value, false>(l, stream);
+    with_types(l.call.what, [&](auto dtype, auto fp8) {
+        launch<low_latency_finish<dtype.value, fp8.value>>("low_latency_finish", l.num_blocks, kThreads, sizeof(Shared<fp8.value>), l,
+                                                           stream, starts_early());
     });
 }
 

@@ -1,7 +1,10 @@
-// Sends between nodes in a low-latency combine. The node's sending kernel (cuda/low_latency_combine.cu) runs before it. That one has pushed
-// this rank's sums to the rank of this node that has the index of the token's rank.
+// Sends between nodes in a low-latency combine, around the node's sending kernel (cuda/low_latency_combine.cu).
 //
-//   sum    Meets the ranks of its node, enters the call in the other nodes, and adds up the sums of its node for tokens of those. Puts
+//   weigh  Brings the weights, if the call has any. It runs before that kernel, which then finds weights of other nodes as if their ranks
+//   were
+//          in this one.
+//   sum    Runs after that kernel, which has pushed this rank's sums to the rank of this node that has the index of the token's rank. It
+//          meets the ranks of its node, enters the call in the other nodes, and adds up the sums of its node for tokens of those. It puts
 //          one row at a time.
 //
 // The half that receives is cuda/low_latency_finish.cu.
@@ -9,7 +12,7 @@
 #include <nvshmemx.h>
 
 #include "cuda/device/low_latency_sums.cuh"
-#include "nvshmem/low_latency_combine.cuh"
+#include "nvshmem/low_latency_rail.cuh"
 #include "nvshmem/rail.h"
 
 namespace deepep_moe {
@@ -17,9 +20,122 @@ namespace {
 
 using Launch = LowLatencyRailCombine;
 
-constexpr int kThreads = tuning::kLowLatencyThreads, kLastWarp = kThreads / 32 - 1;
+constexpr int kThreads = tuning::kLowLatencyThreads, kWarps = kThreads / 32, kLastWarp = kWarps - 1;
 constexpr int kPiecesAtOnce = kThreads / kPartsOfLine * kLinePieces;  // pieces that a block handles at once
 static_assert(kPiecesAtOnce % kWholePieces == 0);
+
+// Both kernels share the words of a call, and the entry in this node.
+struct RailCombine {
+    const RailPuts rail;
+    const LowLatencyContext& c;
+    const LowLatencyConfig& config;
+    const LowLatencyCombineParams& p;
+    const unsigned long long flag;  // this rank's flag in the call, with value 0
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+
+    __device__ RailCombine(const LowLatencyRailCombine& l, unsigned long long call)
+        : rail(l.rail, call), c(l.rail.context), config(c.config), p(l.call), flag(p.what.flag(call, 0)) {}
+
+    template <class T>
+    __device__ const T* in_handle(int64_t offset) const {
+        return reinterpret_cast<const T*>(p.handle + offset);
+    }
+    __device__ unsigned long long dispatch() const { return *in_handle<unsigned long long>(0); }
+    __device__ bool has_failed() const {
+        return *in_handle<unsigned long long>(LowLatencyHandleLayout(config).failed) == (dispatch() ^ c.failed);
+    }
+    // Returns the number of tokens of the rail's rank in `node`.
+    __device__ int tokens_of(int node) const { return in_handle<int32_t>(LowLatencyHandleLayout(config).num_tokens)[rail.rank_in(node)]; }
+    // Returns the ranks of this node that have rows of a token of that rank, as bits of their index.
+    __device__ unsigned ranks_of(int node, int token) const {
+        return in_handle<unsigned>(LowLatencyRailHandle(config, rail.r.num_nodes).in_ranks)[node * config.num_max_tokens + token];
+    }
+
+    __device__ unsigned long long own_word() const { return flag + LowLatencyWhat::value_in(dispatch()); }
+    __device__ unsigned long long refusing_word() const {
+        LowLatencyWhat what = p.what;
+        what.is_refused = true;
+        return what.flag(rail.call, 0);
+    }
+    __device__ GpuFailure failed_handle() const {
+        return {kFailedHandle, c.rank, static_cast<int>(GpuPhase::kEntry), static_cast<long long>(dispatch()), 0};
+    }
+
+    // Enter the call in this node: thread r writes the entry at rank r. It may be done twice. One warp calls it.
+    __device__ void enter_node(bool failed) const {
+        const int to = rail.first_rank() + lane;
+        if (lane == 0) *reinterpret_cast<unsigned long long*>(p.call) = rail.call;
+        if (failed && lane == 0) report(c, kFailedHandle, c.rank, GpuPhase::kEntry, static_cast<long long>(dispatch()), 0);
+        if (lane >= rail.r.ranks_per_node || is_masked(c, to)) return;
+        if (failed) tell_reason(c, to, rail.call, failed_handle());
+        store_relaxed(Turn(c, to, rail.call).entered(c.rank), failed ? refusing_word() : own_word());
+    }
+};
+
+// ---- weigh ----
+
+// One block for each other node puts this rank's weights there, waits for those of the rail's rank there, and pushes these, in heads like a
+// dispatch's, to the ranks of this node that have rows of the token.
+struct Weigher : RailCombine {
+    using RailCombine::RailCombine;
+
+    // Holds the word of the rail's rank in the block's node.
+    __device__ static unsigned long long& shared_word() { return *shared_memory<unsigned long long>(); }
+
+    __device__ void run() const {
+        const bool failed = has_failed();
+        const int node = rail.node_at(1 + static_cast<int>(blockIdx.x));
+        if (blockIdx.x == 0 && warp == 0) enter_node(failed);
+        failed ? refuse(node) : send(node);
+        if (threadIdx.x == 0) shared_word() = hear(rail.rank_in(node));
+        __syncthreads();
+        if (!failed && ((shared_word() ^ flag) >> kValueBitsOfFlag) == 0) push(node);
+    }
+
+    __device__ void send(int node) const {
+        auto* const to = reinterpret_cast<float*>(rail.message_for(node) + rail.r.layout.weights);
+        const int num_lanes = p.num_tokens * config.num_topk;
+#pragma unroll 1
+        for (int at = threadIdx.x; at < num_lanes; at += kThreads) to[at] = p.topk_weights[at];
+        rail.put_weights(node, int64_t{4} * num_lanes, own_word());
+    }
+
+    // Refuse instead of sending weights, so that the other rank does not wait for them.
+    __device__ void refuse(int node) const {
+        if (threadIdx.x == 0) rail.write_reason(node, failed_handle());
+        rail.put_message(node, sizeof(LowLatencyReason), refusing_word());
+    }
+
+    // Wait for the rail's rank, and tell this node's ranks, which wait for it too, its word or that it did not come. One thread calls it.
+    __device__ unsigned long long hear(int source) const {
+        const unsigned long long word = rail.wait_weights_to_tell(source, flag);
+        rail.tell_entered(source, word != 0 ? word : rail.call << kWhatBits | LowLatencyWhat::kAbsent << kValueBitsOfFlag);
+        return word;
+    }
+
+    // Each warp pushes the weights of one token of the rail's rank in a node.
+    __device__ void push(int node) const {
+        const int num_tokens = tokens_of(node), num_parts = static_cast<int>(c.layout.head_bytes / 16), source = rail.rank_in(node);
+#pragma unroll 1
+        for (int token = warp; token < num_tokens; token += kWarps) {
+            const unsigned masks = __shfl_sync(kFullWarp, masks_of(c), 0);  // the same value in all threads
+            LowLatencyLane entry{-1, 0, 0.0f};
+            if (lane < config.num_topk) entry.weight = __ldcg(rail.weights(source, token) + lane);
+            const uint4 part = head_part(entry, flag);
+#pragma unroll 1
+            for (unsigned rest = ranks_of(node, token) & ~(masks >> rail.first_rank()); rest != 0; rest &= rest - 1)
+                store_part(Turn(c, rail.first_rank() + __ffs(rest) - 1, rail.call).head(source, token) + lane, part, lane < num_parts);
+        }
+    }
+};
+
+__global__ void __launch_bounds__(kThreads, 1) rail_weigh(const __grid_constant__ Launch l) {
+    let_next_kernel_start();
+    wait_for_kernel_before();
+    Weigher(l, next_call(l.rail.context)).run();
+}
+
+// ---- sum ----
 
 // Names a token of another node. It has_crossed if ranks of this node have rows of it.
 struct Task {
@@ -165,20 +281,19 @@ __global__ void __launch_bounds__(kThreads, 2) rail_sum(const __grid_constant__ 
     Summer<kType, kQuantized>(l, next_call(l.rail.context) - 1).run();
 }
 
-template <DType kType>
-void launch_type(const Launch& l, void* stream) {
-    if (l.call.what.fp8)  // for every dtype
-        launch<rail_sum<DType::kBFloat16, true>>("rail_sum", l.num_blocks, kThreads, sizeof(Shared), l, stream, starts_early());
-    else
-        launch<rail_sum<kType, false>>("rail_sum", l.num_blocks, kThreads, sizeof(Shared), l, stream, starts_early());
-}
-
 }  // namespace
+
+const char* launch_rail_weigh(const Launch& l, void* stream) noexcept {
+    return why_failed(
+        [&] { launch<rail_weigh>("rail_weigh", l.num_blocks, kThreads, sizeof(unsigned long long), l, stream, starts_early()); });
+}
 
 const char* launch_rail_sum(const Launch& l, void* stream) noexcept {
     return why_failed([&] {
-        with_dtype(l.call.what.dtype, "combine takes float32, bfloat16 or float16",
-                   [&](auto dtype) { launch_type<dtype.value>(l, stream); });
+        with_types(l.call.what, [&](auto dtype, auto fp8) {
+            constexpr DType kType = fp8.value ? DType::kBFloat16 : dtype.value;  // with fp8 one kernel serves every dtype
+            launch<rail_sum<kType, fp8.value>>("rail_sum", l.num_blocks, kThreads, sizeof(Shared), l, stream, starts_early());
+        });
     });
 }
 

@@ -124,21 +124,16 @@ __global__ void __launch_bounds__(kThreads, 2) rail_send(const __grid_constant__
     end_send(c, call);
 }
 
-template <DType kType>
-void launch_type(const Launch& l, void* stream) {
-    const LowLatencyConfig& config = l.rail.context.config;
-    const int64_t bytes =
-        static_cast<int64_t>(sizeof(Shared)) + 4 * config.num_experts * ((config.num_max_tokens / config.lanes + 31) / 32);
-    l.call.what.fp8 ? launch<rail_send<kType, true>>("rail_send", l.num_blocks, kThreads, bytes, l, stream, starts_early())
-                    : launch<rail_send<kType, false>>("rail_send", l.num_blocks, kThreads, bytes, l, stream, starts_early());
-}
-
 }  // namespace
 
 const char* launch_rail_send(const Launch& l, void* stream) noexcept {
+    const LowLatencyConfig& config = l.rail.context.config;
+    const int64_t bytes =
+        static_cast<int64_t>(sizeof(Shared)) + 4 * config.num_experts * ((config.num_max_tokens / config.lanes + 31) / 32);
     return why_failed([&] {
-        with_dtype(l.call.what.dtype, "rows are quantized on their way; give them as they are",
-                   [&](auto dtype) { launch_type<dtype.value>(l, stream); });
+        with_types(l.call.what, [&](auto dtype, auto fp8) {
+            launch<rail_send<dtype.value, fp8.value>>("rail_send", l.num_blocks, kThreads, bytes, l, stream, starts_early());
+        });
     });
 }
 
