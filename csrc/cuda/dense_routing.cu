@@ -1,4 +1,4 @@
-// Converts and counts dense routing on GPUs, with one warp a token. No block waits for another.
+// Converts and counts dense routing on GPUs, with one warp a token.
 //
 //   lanes_of_map     Reads 32 experts at a time; a chosen expert's top-k entry is the number of chosen ones before it.
 //
@@ -15,15 +15,13 @@
 namespace deepep_moe {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kWarps = kRowThreads / 32;
 constexpr int kMostBlocks = 512;  // blocks of count_lanes
 
 __host__ __device__ constexpr int words_of(int num_bits) { return (num_bits + 31) / 32; }
 
-__device__ int64_t token_of_warp() { return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32; }
-
-__global__ void __launch_bounds__(kThreads) lanes_of_map(const __grid_constant__ LanesOfMapParams p) {
-    const int64_t token = token_of_warp();
+__global__ void __launch_bounds__(kRowThreads) lanes_of_map(const __grid_constant__ LanesOfMapParams p) {
+    const int64_t token = warp_of_grid();
     const int num_experts = static_cast<int>(p.sizes.num_experts), num_topk = static_cast<int>(p.sizes.num_topk);
     if (token >= p.sizes.num_tokens) return;
     const int lane = threadIdx.x % 32;
@@ -49,8 +47,8 @@ __global__ void __launch_bounds__(kThreads) lanes_of_map(const __grid_constant__
     }
 }
 
-__global__ void __launch_bounds__(kThreads) dense_of_lanes(const __grid_constant__ DenseOfLanesParams p) {
-    const int64_t token = token_of_warp(), num_experts = p.sizes.num_experts, num_topk = p.sizes.num_topk;
+__global__ void __launch_bounds__(kRowThreads) dense_of_lanes(const __grid_constant__ DenseOfLanesParams p) {
+    const int64_t token = warp_of_grid(), num_experts = p.sizes.num_experts, num_topk = p.sizes.num_topk;
     if (token >= p.sizes.num_tokens) return;
     const int lane = threadIdx.x % 32;
     float* const row = p.values + token * num_experts;
@@ -73,15 +71,15 @@ __device__ int64_t expert_in(const CountLanesParams& p, int64_t at) {
 }
 
 // Shared memory holds counts of ranks, then of experts, then for each warp bits of experts and of ranks.
-__global__ void __launch_bounds__(kThreads) count_lanes(const __grid_constant__ CountLanesParams p) {
+__global__ void __launch_bounds__(kRowThreads) count_lanes(const __grid_constant__ CountLanesParams p) {
     const int num_experts = static_cast<int>(p.sizes.num_experts), num_ranks = static_cast<int>(p.num_ranks);
     const int num_local = num_experts / num_ranks, num_counts = num_ranks + num_experts, num_words = words_of(num_counts);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int* const counts = shared_memory<int>();
     unsigned* const bits = reinterpret_cast<unsigned*>(counts + num_counts) + warp * num_words;
-    for (int i = threadIdx.x; i < num_counts; i += kThreads) counts[i] = 0;
+    for (int i = threadIdx.x; i < num_counts; i += kRowThreads) counts[i] = 0;
     __syncthreads();
-    for (int64_t token = token_of_warp(); token < p.sizes.num_tokens; token += static_cast<int64_t>(gridDim.x) * kWarps) {
+    for (int64_t token = warp_of_grid(); token < p.sizes.num_tokens; token += static_cast<int64_t>(gridDim.x) * kWarps) {
         uint8_t* const in_rank = p.is_token_in_rank + token * num_ranks;
         for (int i = lane; i < num_words; i += 32) bits[i] = 0;
         for (int rank = lane; rank < num_ranks; rank += 32) in_rank[rank] = 0;
@@ -98,26 +96,24 @@ __global__ void __launch_bounds__(kThreads) count_lanes(const __grid_constant__ 
         __syncwarp();
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < num_counts; i += kThreads)
+    for (int i = threadIdx.x; i < num_counts; i += kRowThreads)
         if (counts[i] != 0) atomicAdd(p.counts + i, counts[i]);
 }
-
-int num_blocks(int64_t num_tokens) { return static_cast<int>(divide_up(num_tokens, int64_t{kWarps})); }
 
 }  // namespace
 
 void launch_lanes_of_map(const LanesOfMapParams& p, void* stream) {
-    launch<lanes_of_map>("lanes_of_map", num_blocks(p.sizes.num_tokens), kThreads, 0, p, stream);
+    launch<lanes_of_map>("lanes_of_map", blocks_of_warps(p.sizes.num_tokens), kRowThreads, 0, p, stream);
 }
 
 void launch_count_lanes(const CountLanesParams& p, void* stream) {
     const int num_counts = static_cast<int>(p.num_ranks + p.sizes.num_experts),
               shared_bytes = 4 * (num_counts + kWarps * words_of(num_counts));
-    launch<count_lanes>("count_lanes", std::min(num_blocks(p.sizes.num_tokens), kMostBlocks), kThreads, shared_bytes, p, stream);
+    launch<count_lanes>("count_lanes", std::min(blocks_of_warps(p.sizes.num_tokens), kMostBlocks), kRowThreads, shared_bytes, p, stream);
 }
 
 void launch_dense_of_lanes(const DenseOfLanesParams& p, void* stream) {
-    launch<dense_of_lanes>("dense_of_lanes", num_blocks(p.sizes.num_tokens), kThreads, 0, p, stream);
+    launch<dense_of_lanes>("dense_of_lanes", blocks_of_warps(p.sizes.num_tokens), kRowThreads, 0, p, stream);
 }
 
 }  // namespace deepep_moe

@@ -303,7 +303,6 @@ GpuRing fit_ring(GpuRing wished, int64_t row_bytes, int64_t tail_bytes, int64_t 
 
 void launch_dispatch(const GpuDispatchParams& p, void* stream, bool early) {
     const int blocks = p.num_lane_blocks + p.num_send_blocks + p.num_receive_blocks;
-    if (blocks == 0) return;
     if (p.scaling.weights == nullptr) return launch_for<Unscaled>(p, blocks, stream, early);
     with_dtype(p.scaling.dtype, "fp8 rows have no gradient",
                [&](auto dtype) { launch_for<Scaled<dtype.value>>(p, blocks, stream, early); });

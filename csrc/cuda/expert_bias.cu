@@ -7,14 +7,12 @@
 namespace deepep_moe {
 namespace {
 
-constexpr int kThreads = 256;
-
 __device__ long long load_count(const GpuExpertBiasParams& p, int64_t at) {
     return p.is_int64 ? static_cast<const int64_t*>(p.num_tokens_per_expert)[at] : static_cast<const int32_t*>(p.num_tokens_per_expert)[at];
 }
 
-__global__ void __launch_bounds__(kThreads) update_expert_bias(const __grid_constant__ GpuExpertBiasParams p) {
-    const int layer = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+__global__ void __launch_bounds__(kRowThreads) update_expert_bias(const __grid_constant__ GpuExpertBiasParams p) {
+    const int layer = blockIdx.x * (kRowThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (layer >= p.num_layers) return;
     const int64_t row = static_cast<int64_t>(layer) * p.num_experts;
     long long total = 0;
@@ -30,8 +28,7 @@ __global__ void __launch_bounds__(kThreads) update_expert_bias(const __grid_cons
 }  // namespace
 
 void launch_update_expert_bias(const GpuExpertBiasParams& p, void* stream) {
-    const int blocks = divide_up(p.num_layers, kThreads / 32);
-    if (blocks > 0) launch<update_expert_bias>("update_expert_bias", blocks, kThreads, 0, p, stream);
+    launch<update_expert_bias>("update_expert_bias", blocks_of_warps(p.num_layers), kRowThreads, 0, p, stream);
 }
 
 }  // namespace deepep_moe

@@ -11,8 +11,6 @@
 namespace deepep_moe {
 namespace {
 
-constexpr int kThreads = 256;
-
 // With kHasRow all experts of the token have a gradient, not only the chosen ones.
 template <bool kHasRow>
 struct Gradient {
@@ -148,24 +146,21 @@ struct Gradient {
 };
 
 template <bool kHasRow>
-__global__ void __launch_bounds__(kThreads) gate_backward(const __grid_constant__ GpuGateBackwardParams p) {
-    const int64_t token = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+__global__ void __launch_bounds__(kRowThreads) gate_backward(const __grid_constant__ GpuGateBackwardParams p) {
+    const int64_t token = static_cast<int64_t>(blockIdx.x) * (kRowThreads / 32) + threadIdx.x / 32;
     wait_for_kernel_before();
     if (token < p.gate.options.num_tokens) Gradient<kHasRow>(p, token).run();
-}
-
-template <bool kHasRow>
-void launch_gate_backward_of(const GpuGateBackwardParams& p, void* stream) {
-    const int64_t blocks = divide_up(p.gate.options.num_tokens, kThreads / 32);
-    if (blocks > 0)
-        launch<gate_backward<kHasRow>>("gate_backward", static_cast<int>(blocks), kThreads, 0, p, stream, can_start_early(stream));
 }
 
 }  // namespace
 
 void launch_gate_backward(const GpuGateBackwardParams& p, void* stream) {
     const bool has_row = p.gate.grad_shares != nullptr || p.gate.options.score_function == ScoreFunction::kSoftmax;
-    has_row ? launch_gate_backward_of<true>(p, stream) : launch_gate_backward_of<false>(p, stream);
+    const auto start = [&](auto with_row) {
+        launch<gate_backward<with_row.value>>("gate_backward", blocks_of_warps(p.gate.options.num_tokens), kRowThreads, 0, p, stream,
+                                              can_start_early(stream));
+    };
+    has_row ? start(std::true_type{}) : start(std::false_type{});
 }
 
 }  // namespace deepep_moe

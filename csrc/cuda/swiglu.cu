@@ -1,9 +1,13 @@
 // Computes SwiGLU of rows, y = silu(gate) * up * prob, and its gradients. Rows are grouped by expert; last rows without one are skipped.
+// The kernels read the groups' ends on the device.
 //
 //   swiglu             One warp a row, with kBatch pieces of gate and of up in flight.
 //   swiglu_backward    One warp a row: reads gate, up and the gradient once, and may write y again.
+//   clear_tail         Writes zeros to the last rows, which belong to no group, and touches no other row.
 //
 // silu, its gradient and each product are rounded to the rows' dtype, as PyTorch's single operators round. No block waits for another.
+#include <algorithm>
+
 #include "cuda/device/launch.cuh"
 #include "cuda/device/rows.cuh"
 #include "cuda/launch.h"
@@ -11,8 +15,8 @@
 namespace deepep_moe {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kBatch = 2;  // pieces of a thread in flight
+constexpr int kBatch = 2;            // pieces of a thread in flight
+constexpr int kMaxTailBlocks = 512;  // a tail is short as a rule
 
 using Params = GpuSwigluParams;
 
@@ -53,9 +57,9 @@ struct Unit {
 };
 
 template <DType kType>
-__global__ void __launch_bounds__(kThreads) swiglu(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kRowThreads) swiglu(const __grid_constant__ Params p) {
     using Values = Piece<kType>;
-    const int64_t row = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32;
+    const int64_t row = warp_of_grid();
     if (row >= num_filled(p)) return;
     const int num_pieces = static_cast<int>(p.num_columns / Values::kCount), lane = threadIdx.x % 32;
     const uint4 *gates = pieces(p.inner) + row * 2 * num_pieces, *ups = gates + num_pieces;
@@ -97,9 +101,9 @@ __device__ float gradients_of(const Unit<Values>& unit, const uint4& raw_grad, f
 }
 
 template <DType kType>
-__global__ void __launch_bounds__(kThreads) swiglu_backward(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kRowThreads) swiglu_backward(const __grid_constant__ Params p) {
     using Values = Piece<kType>;
-    const int64_t row = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32;
+    const int64_t row = warp_of_grid();
     if (row >= p.num_rows) return;
     const int num_pieces = static_cast<int>(p.num_columns / Values::kCount), lane = threadIdx.x % 32;
     const bool is_filled = row < num_filled(p);
@@ -128,22 +132,28 @@ __global__ void __launch_bounds__(kThreads) swiglu_backward(const __grid_constan
     if (lane == 0) p.grad_probs[row] = sum;
 }
 
-int blocks_of(const Params& p) { return static_cast<int>(divide_up(p.num_rows, int64_t{kThreads / 32})); }
+__global__ void __launch_bounds__(kRowThreads) clear_tail(const __grid_constant__ GpuClearTailParams p) {
+    const int64_t end = max(0, p.group_ends[p.num_groups - 1]);
+    const int64_t num_warps = gridDim.x * (kRowThreads / 32);
+#pragma unroll 1
+    for (int64_t row = end + warp_of_grid(); row < p.num_rows; row += num_warps) zero_row(p.values + row * p.row_bytes, p.row_bytes);
+}
 
 }  // namespace
 
 void launch_swiglu(const GpuSwigluParams& p, void* stream) {
-    const int blocks = blocks_of(p);
-    if (blocks == 0) return;
     with_dtype(p.dtype, "fp8 rows are not activated",
-               [&](auto dtype) { launch<swiglu<dtype.value>>("swiglu", blocks, kThreads, 0, p, stream); });
+               [&](auto dtype) { launch<swiglu<dtype.value>>("swiglu", blocks_of_warps(p.num_rows), kRowThreads, 0, p, stream); });
 }
 
 void launch_swiglu_backward(const GpuSwigluParams& p, void* stream) {
-    const int blocks = blocks_of(p);
-    if (blocks == 0) return;
-    with_dtype(p.dtype, "fp8 rows have no gradient",
-               [&](auto dtype) { launch<swiglu_backward<dtype.value>>("swiglu_backward", blocks, kThreads, 0, p, stream); });
+    with_dtype(p.dtype, "fp8 rows have no gradient", [&](auto dtype) {
+        launch<swiglu_backward<dtype.value>>("swiglu_backward", blocks_of_warps(p.num_rows), kRowThreads, 0, p, stream);
+    });
+}
+
+void launch_clear_tail(const GpuClearTailParams& p, void* stream) {
+    launch<clear_tail>("clear_tail", std::min(blocks_of_warps(p.num_rows), kMaxTailBlocks), kRowThreads, 0, p, stream);
 }
 
 }  // namespace deepep_moe

@@ -18,7 +18,6 @@
 namespace deepep_moe {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kNumberThreads = 1024, kNumberWarps = kNumberThreads / 32;
 
 struct Choice {
@@ -47,9 +46,7 @@ __device__ int best_of(const float* row, int num_experts, int excluded) {
     return best.expert;
 }
 
-__device__ int64_t warp_of_grid() { return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32; }
-
-__global__ void __launch_bounds__(kThreads) choose_two(const __grid_constant__ GpuTop2Params p) {
+__global__ void __launch_bounds__(kRowThreads) choose_two(const __grid_constant__ GpuTop2Params p) {
     const int64_t token = warp_of_grid(), row = token * p.num_experts;
     const int lane = threadIdx.x % 32;
     if (token >= p.num_tokens) return;
@@ -101,8 +98,8 @@ struct Weights {
     }
 };
 
-__global__ void __launch_bounds__(kThreads) weigh_two(const __grid_constant__ GpuTop2Params p) {
-    const int64_t token = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+__global__ void __launch_bounds__(kRowThreads) weigh_two(const __grid_constant__ GpuTop2Params p) {
+    const int64_t token = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
     if (token >= p.num_tokens) return;
     const Weights weights(p, token);
 #pragma unroll
@@ -130,7 +127,7 @@ struct ChosenGradients {
 };
 
 // Like PyTorch, it divides by multiplying with the reciprocal.
-__global__ void __launch_bounds__(kThreads) top2_backward(const __grid_constant__ GpuTop2BackwardParams p) {
+__global__ void __launch_bounds__(kRowThreads) top2_backward(const __grid_constant__ GpuTop2BackwardParams p) {
     const int64_t token = warp_of_grid(), row = token * p.num_experts;
     if (token >= p.num_tokens) return;
     const ChosenGradients chosen(p, token);
@@ -149,19 +146,17 @@ __global__ void __launch_bounds__(kThreads) top2_backward(const __grid_constant_
     }
 }
 
-int blocks_of(int64_t num, int per_block) { return static_cast<int>(divide_up(num, int64_t{per_block})); }
-
 }  // namespace
 
 void launch_top2(const GpuTop2Params& p, void* stream) {
     if (p.num_tokens == 0) return;
-    launch<choose_two>("choose_two", blocks_of(p.num_tokens, kWarps), kThreads, 0, p, stream);
+    launch<choose_two>("choose_two", blocks_of_warps(p.num_tokens), kRowThreads, 0, p, stream);
     launch<number_choices>("number_choices", p.num_experts, kNumberThreads, kNumberWarps * sizeof(int), p, stream);
-    launch<weigh_two>("weigh_two", blocks_of(p.num_tokens, kThreads), kThreads, 0, p, stream);
+    launch<weigh_two>("weigh_two", static_cast<int>(divide_up(p.num_tokens, kRowThreads)), kRowThreads, 0, p, stream);
 }
 
 void launch_top2_backward(const GpuTop2BackwardParams& p, void* stream) {
-    if (p.num_tokens > 0) launch<top2_backward>("top2_backward", blocks_of(p.num_tokens, kWarps), kThreads, 0, p, stream);
+    launch<top2_backward>("top2_backward", blocks_of_warps(p.num_tokens), kRowThreads, 0, p, stream);
 }
 
 }  // namespace deepep_moe

@@ -5,7 +5,7 @@
 //
 //   weighted_sum_backward    Each warp takes up to 4 rows of one token and reads the token's gradient once for them.
 //
-// No block waits for another.
+//   scale_rows_backward      Each warp computes the gradients of one row, y = weight * x, and of its weight, from that of y.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/rows.cuh"
 #include "cuda/launch.h"
@@ -13,7 +13,6 @@
 namespace deepep_moe {
 namespace {
 
-constexpr int kThreads = 256;
 constexpr int kBatch = 4;  // pieces of each row in flight
 constexpr int kLanes = 4;  // top-k entries that a warp of the backward takes
 
@@ -22,10 +21,8 @@ using Params = GpuWeightedSumParams;
 // Returns the row of (lane, token).
 __device__ int64_t row_of(const Params& p, int64_t lane, int64_t token) { return lane * p.lane_stride + token * p.token_stride; }
 
-__device__ int64_t warp_of_grid() { return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32; }
-
 template <DType kType>
-__global__ void __launch_bounds__(kThreads) weighted_sum(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kRowThreads) weighted_sum(const __grid_constant__ Params p) {
     using Values = Piece<kType>;
     const int64_t token = warp_of_grid();
     if (token >= p.num_tokens) return;
@@ -48,7 +45,7 @@ __global__ void __launch_bounds__(kThreads) weighted_sum(const __grid_constant__
 }
 
 template <DType kType>
-__global__ void __launch_bounds__(kThreads) weighted_sum_backward(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kRowThreads) weighted_sum_backward(const __grid_constant__ Params p) {
     using Values = Piece<kType>;
     const int64_t groups = divide_up(p.num_topk, kLanes), token = warp_of_grid() / groups, num_pieces = p.hidden / Values::kCount;
     const int first_lane = static_cast<int>(warp_of_grid() % groups) * kLanes, num_lanes = min(kLanes, p.num_topk - first_lane);
@@ -85,22 +82,30 @@ __global__ void __launch_bounds__(kThreads) weighted_sum_backward(const __grid_c
     }
 }
 
-int blocks_of(int64_t num_warps) { return static_cast<int>(divide_up(num_warps, int64_t{kThreads / 32})); }
+template <DType kType>
+__global__ void __launch_bounds__(kRowThreads) scale_rows_backward(const __grid_constant__ GpuScaleRowsParams p) {
+    const int64_t row = warp_of_grid();
+    if (row < p.num_rows) scale_row<kType>(p.scaling, p.grad + row * p.row_bytes, p.grad_x + row * p.row_bytes, row, p.row_bytes);
+}
 
 }  // namespace
 
 void launch_weighted_sum(const GpuWeightedSumParams& p, void* stream) {
-    const int blocks = blocks_of(p.num_tokens);
-    if (blocks == 0) return;
-    with_dtype(p.dtype, "fp8 rows are not weighted",
-               [&](auto dtype) { launch<weighted_sum<dtype.value>>("weighted_sum", blocks, kThreads, 0, p, stream); });
+    with_dtype(p.dtype, "fp8 rows are not weighted", [&](auto dtype) {
+        launch<weighted_sum<dtype.value>>("weighted_sum", blocks_of_warps(p.num_tokens), kRowThreads, 0, p, stream);
+    });
 }
 
 void launch_weighted_sum_backward(const GpuWeightedSumParams& p, void* stream) {
-    const int blocks = blocks_of(p.num_tokens * divide_up(p.num_topk, kLanes));
-    if (blocks == 0) return;
+    const int blocks = blocks_of_warps(p.num_tokens * divide_up(p.num_topk, kLanes));
     with_dtype(p.dtype, "fp8 rows have no gradient",
-               [&](auto dtype) { launch<weighted_sum_backward<dtype.value>>("weighted_sum_backward", blocks, kThreads, 0, p, stream); });
+               [&](auto dtype) { launch<weighted_sum_backward<dtype.value>>("weighted_sum_backward", blocks, kRowThreads, 0, p, stream); });
+}
+
+void launch_scale_rows_backward(const GpuScaleRowsParams& p, void* stream) {
+    with_dtype(p.scaling.dtype, "fp8 rows have no gradient", [&](auto dtype) {
+        launch<scale_rows_backward<dtype.value>>("scale_rows_backward", blocks_of_warps(p.num_rows), kRowThreads, 0, p, stream);
+    });
 }
 
 }  // namespace deepep_moe

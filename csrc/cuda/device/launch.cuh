@@ -58,9 +58,11 @@ inline bool can_start_early(void* stream) {
     return starts_early();
 }
 
-// With `early` the kernel may start once all blocks of the previous one on the stream have called let_next_kernel_start or ended.
+// Launches nothing if there are no blocks. With `early` the kernel may start once all blocks of the previous one on the stream have called
+// let_next_kernel_start or ended.
 template <auto kKernel, class Params>
 void launch(const char* name, int blocks, int threads, int64_t shared_bytes, const Params& params, void* stream, bool early = false) {
+    if (blocks == 0) return;
     cudaError_t status = prepare<kKernel>();
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

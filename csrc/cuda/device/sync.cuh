@@ -22,6 +22,16 @@ __device__ __forceinline__ int prefix_sum(int value) {
     return value;
 }
 
+// ---- for kernels with a warp for each row or token, which wait for no other block ----
+
+constexpr int kRowThreads = 256;  // threads of a block
+
+// Returns the number of this thread's warp.
+__device__ __forceinline__ int64_t warp_of_grid() { return (static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x) / 32; }
+
+// Returns how many blocks have these warps.
+inline int blocks_of_warps(int64_t num_warps) { return static_cast<int>(divide_up(num_warps, int64_t{kRowThreads / 32})); }
+
 // ---- waits, tasks, addresses ----
 
 // Wait for a flag with a whole warp. Thread 0 waits; then all threads and their bulk copies may read what it has seen arrive.

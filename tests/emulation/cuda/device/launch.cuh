@@ -14,6 +14,7 @@ inline bool starts_early() { return false; }
 
 template <auto kKernel, class Params>
 void launch(const char*, int blocks, int threads, int64_t shared_bytes, const Params& params, void* stream, bool = false) {
+    if (blocks == 0) return;
     emulation::enqueue(static_cast<cudaStream_t>(stream),
                        [=] { emulation::launch(blocks, threads, static_cast<size_t>(shared_bytes), [&] { kKernel(params); }); });
 }
