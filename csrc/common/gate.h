@@ -43,44 +43,36 @@ struct GateOptions {
     bool check_finite = true;  // a logit that is not finite is an error; else it goes through the arithmetic above as any other
 };
 
-struct GateParams {
+constexpr int kMaxGateExperts = 1024;
+
+// If wanted, the kernel also writes the token's experts as a dense row, and the ranks it goes to.
+struct GpuGateParams {
     GateOptions options;
     const void* logits;              // [num_tokens, num_experts] dtype; rows of masked tokens have no effect
     const float* expert_bias;        // [num_experts] or null
     const bool* mask;                // [num_tokens] or null; a token with true chooses no expert (index -1, weight 0)
     void* topk_idx;                  // [num_tokens, num_topk], by descending selection score
     float* topk_weights;             // [num_tokens, num_topk]
-    int32_t* num_tokens_per_expert;  // [num_experts]
+    int32_t* num_tokens_per_expert;  // [num_experts + num_ranks], zeros before; the rest is num_tokens_per_rank
     float* shares;                   // [num_tokens, num_experts], 0 in rows of tokens that choose no expert; or null
+    float* probs;                    // [num_tokens, num_experts] weights, 0 where not chosen; or null
+    bool* routing_map;               // [num_tokens, num_experts], with probs
+    int num_ranks;                   // divides num_experts; 0: no layout
+    bool* is_token_in_rank;          // [num_tokens, num_ranks], or null
+    int32_t* next_counts;            // [num_experts + num_ranks] to be zeroed, for the next launch; or null
+    unsigned long long* failure;     // host memory; the last non-finite number found, as below
+    int device;                      // the device whose failures are checked before
 };
 
-struct GateBackwardParams {
+struct GpuGateBackwardParams {
     GateOptions options;
     const void* logits;              // [num_tokens, num_experts] dtype
     const void* topk_idx;            // [num_tokens, num_topk]; rows of -1 get a zero gradient
     const float* grad_topk_weights;  // [num_tokens, num_topk], or null
     const float* grad_shares;        // [num_tokens, num_experts], or null
     void* grad_logits;               // [num_tokens, num_experts] dtype
-};
-
-// These are the parameters on a GPU. If wanted, the kernel also writes the token's experts as a dense row, and the ranks it goes to.
-constexpr int kMaxGateExperts = 1024;
-
-struct GpuGateParams {
-    GateParams gate;              // num_tokens_per_expert: [num_experts + num_ranks], zeros before; the rest is num_tokens_per_rank
-    float* probs;                 // [num_tokens, num_experts] weights, 0 where not chosen; or null
-    bool* routing_map;            // [num_tokens, num_experts], with probs
-    int num_ranks;                // divides num_experts; 0: no layout
-    bool* is_token_in_rank;       // [num_tokens, num_ranks], or null
-    int32_t* next_counts;         // [num_experts + num_ranks] to be zeroed, for the next launch; or null
-    unsigned long long* failure;  // host memory; the last non-finite number found, as below
-    int device;                   // the device whose failures are checked before
-};
-
-struct GpuGateBackwardParams {
-    GateBackwardParams gate;
-    const float* grad_probs;  // [num_tokens, num_experts], or null
-    int device;               // the device whose failures are checked before
+    const float* grad_probs;         // [num_tokens, num_experts], or null
+    int device;                      // the device whose failures are checked before
 };
 
 // Returns whether kernels can run with these options without reading or writing outside their arrays. Callers that want clear messages

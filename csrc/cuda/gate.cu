@@ -56,7 +56,7 @@ struct BestTwo {
 // Returns false if a bias, or a logit that must be finite, is not finite. It reports the failure to the host. A finite logit and bias whose
 // sum is infinite are accepted.
 __device__ __noinline__ bool is_accepted(const Launch& launch, int64_t token) {
-    const GateParams& p = launch.params.gate;
+    const GpuGateParams& p = launch.params;
     const GateOptions& o = p.options;
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -86,8 +86,8 @@ __device__ __noinline__ float score_of(float x, ScoreFunction function, double l
 // Each thread writes the shares of its experts, from their scores in shared memory.
 __device__ __noinline__ void write_shares(const float* scores, const Launch& launch, int64_t token, int first, int num_own,
                                           bool is_routed) {
-    const GateOptions& o = launch.params.gate.options;
-    float* const row = launch.params.gate.shares + token * o.num_experts;
+    const GateOptions& o = launch.params.options;
+    float* const row = launch.params.shares + token * o.num_experts;
     if (!is_routed) return zero_any_row(row, 4 * o.num_experts);
     const int lane = threadIdx.x % 32;
     const bool is_logit = o.score_function == ScoreFunction::kSoftmaxTopk;
@@ -122,7 +122,7 @@ __device__ __noinline__ void write_shares(const float* scores, const Launch& lau
 template <class F>
 __device__ __forceinline__ void for_members(uint32_t* keys, const Launch& launch, int group, int member, const F& f) {
     const Sizes& s = launch.sizes;
-    const int group_size = launch.params.gate.options.num_experts / launch.params.gate.options.num_groups;
+    const int group_size = launch.params.options.num_experts / launch.params.options.num_groups;
 #pragma unroll 1
     for (int i = member * s.search_share; i < min((member + 1) * s.search_share, group_size); ++i) {
         const int expert = group * group_size + i;
@@ -135,7 +135,7 @@ __device__ float score_of_group(uint32_t* keys, const Launch& launch, int group,
     unsigned long long bound = ~0ull;
     float sum = 0.0f;
 #pragma unroll 1
-    for (int n = 0; n < launch.params.gate.options.group_score_topk; ++n) {
+    for (int n = 0; n < launch.params.options.group_score_topk; ++n) {
         unsigned long long best = 0;  // the key, then the complement of the index: of equal keys the lower index wins
         for_members(keys, launch, group, member, [&](int expert, uint32_t& key) {
             const unsigned long long both = static_cast<unsigned long long>(key) << 32 | static_cast<uint32_t>(~expert);
@@ -153,7 +153,7 @@ __device__ float score_of_group(uint32_t* keys, const Launch& launch, int group,
 // Exclude experts outside the best groups, if a thread owns experts of several groups, or more than two experts score a group.
 __device__ __noinline__ void limit_groups(uint32_t* keys, uint32_t* group_keys, const Launch& launch) {
     const Sizes& s = launch.sizes;
-    const GateOptions& o = launch.params.gate.options;
+    const GateOptions& o = launch.params.options;
     const int lane = threadIdx.x % 32, member = lane % s.search_lanes, step = 32 / s.search_lanes;
     const auto group_of = [&](int first) { return min(first + lane / s.search_lanes, o.num_groups - 1); };  // the last may be done twice
 #pragma unroll 1
@@ -193,7 +193,7 @@ struct Gate {
     __device__ Gate(const Launch& launch, int32_t* shared)
         : launch(launch),
           p(launch.params),
-          o(p.gate.options),
+          o(p.options),
           s(launch.sizes),
           lane(threadIdx.x % 32),
           set(lane >> s.set_shift),
@@ -212,20 +212,20 @@ struct Gate {
     }
 
     __device__ void fetch_bias() {
-        if (p.gate.expert_bias != nullptr) load_quads(p.gate.expert_bias, DType::kFloat32, first, num_own, s.is_aligned, bias);
+        if (p.expert_bias != nullptr) load_quads(p.expert_bias, DType::kFloat32, first, num_own, s.is_aligned, bias);
     }
 
     // Load this thread's logits of a token as fp32, and 0 behind them.
     __device__ void fetch(int64_t token, float (&logits)[kShare]) const {
         const int count = token < o.num_tokens ? num_own : 0;
-        load_quads(p.gate.logits, o.dtype, token * o.num_experts + first, count, s.is_aligned, logits);
+        load_quads(p.logits, o.dtype, token * o.num_experts + first, count, s.is_aligned, logits);
     }
 
     // Route one token. Thread k gets the token's k-th expert, or -1.
     __device__ void route(int64_t token, float (&logits)[kShare]) const {
         int expert = -1;
         float weight = 0.0f;
-        const bool is_masked = p.gate.mask != nullptr && p.gate.mask[token];
+        const bool is_masked = p.mask != nullptr && p.mask[token];
         if (!is_masked && score(token, logits)) {
             const unsigned chosen = choose();
             if (lane < o.num_topk) expert = first_expert(chosen / kMaxShare) + chosen % kMaxShare;
@@ -235,7 +235,7 @@ struct Gate {
         write_lanes(token, expert, weight);
         if (p.probs != nullptr) write_row(token, expert, weight);
         if (p.num_ranks > 0) write_ranks(token, expert);
-        if (p.gate.shares != nullptr) write_shares(scores, launch, token, first, num_own, __shfl_sync(kFullWarp, expert, 0) >= 0);
+        if (p.shares != nullptr) write_shares(scores, launch, token, first, num_own, __shfl_sync(kFullWarp, expert, 0) >= 0);
         __syncwarp();
     }
 
@@ -389,10 +389,10 @@ struct Gate {
         if (lane >= o.num_topk) return;
         const int64_t at = token * o.num_topk + lane;
         if (o.index64)
-            static_cast<int64_t*>(p.gate.topk_idx)[at] = expert;
+            static_cast<int64_t*>(p.topk_idx)[at] = expert;
         else
-            static_cast<int32_t*>(p.gate.topk_idx)[at] = expert;
-        p.gate.topk_weights[at] = weight;
+            static_cast<int32_t*>(p.topk_idx)[at] = expert;
+        p.topk_weights[at] = weight;
     }
 
     __device__ void write_row(int64_t token, int expert, float weight) const {
@@ -441,14 +441,14 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kQuads)) gate(const __
         p.next_counts[i] = 0;
     __syncthreads();
 #pragma unroll 1
-    for (; token < p.gate.options.num_tokens; token += step) {
+    for (; token < p.options.num_tokens; token += step) {
         warp.route(token, logits);
-        if (token + step < p.gate.options.num_tokens) warp.fetch(token + step, logits);
+        if (token + step < p.options.num_tokens) warp.fetch(token + step, logits);
     }
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < num_counts; i += kThreads)
-        if (counts[i] != 0) atomicAdd(p.gate.num_tokens_per_expert + i, counts[i]);
+        if (counts[i] != 0) atomicAdd(p.num_tokens_per_expert + i, counts[i]);
 }
 
 bool is_quad_aligned(const void* numbers, DType dtype) {
@@ -469,7 +469,7 @@ int share_of(int size, int lanes) {
 }
 
 Sizes sizes_of(const GpuGateParams& p) {
-    const GateOptions& o = p.gate.options;
+    const GateOptions& o = p.options;
     const bool is_limited = o.topk_groups < o.num_groups;
     const int group_size = o.num_experts / o.num_groups;
     Sizes s{};
@@ -482,14 +482,14 @@ Sizes sizes_of(const GpuGateParams& p) {
     s.share = share_of(s.set_size, set_lanes);
     s.num_counts = o.num_experts + p.num_ranks;
     s.count_words = divide_up(s.num_counts, 4) * 4;
-    s.is_aligned = s.set_size % kQuad == 0 && is_quad_aligned(p.gate.logits, o.dtype) &&
-                   is_quad_aligned(p.gate.expert_bias, DType::kFloat32) && is_quad_aligned(p.gate.shares, DType::kFloat32);
+    s.is_aligned = s.set_size % kQuad == 0 && is_quad_aligned(p.logits, o.dtype) && is_quad_aligned(p.expert_bias, DType::kFloat32) &&
+                   is_quad_aligned(p.shares, DType::kFloat32);
     return s;
 }
 
 template <int kQuads>
 void launch_gate_of(Launch params, void* stream) {
-    const GateOptions& o = params.params.gate.options;
+    const GateOptions& o = params.params.options;
     Sizes& s = params.sizes;
     const bool has_group_keys = o.topk_groups < o.num_groups && !s.sets_are_groups;
     s.is_full = s.share == kQuads * kQuad && (o.num_experts / s.set_size) << s.set_shift == 32 && s.share << s.set_shift == s.set_size;

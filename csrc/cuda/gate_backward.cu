@@ -20,7 +20,7 @@ struct Gradient {
     const int64_t token, row;  // `row` is the offset of the token's first expert
 
     __device__ Gradient(const GpuGateBackwardParams& p, int64_t token)
-        : p(p), o(p.gate.options), lane(threadIdx.x % 32), token(token), row(token * o.num_experts) {}
+        : p(p), o(p.options), lane(threadIdx.x % 32), token(token), row(token * o.num_experts) {}
 
     __device__ void run() const {
         if (!kHasRow) zero();
@@ -29,31 +29,30 @@ struct Gradient {
             if (kHasRow) zero();
             return;
         }
-        const float logit = expert >= 0 ? load_number(p.gate.logits, o.dtype, row + expert) : 0.0f;
+        const float logit = expert >= 0 ? load_number(p.logits, o.dtype, row + expert) : 0.0f;
         const double grad = load_grad(expert);
         const double grad_logit = kHasRow ? with_row(logit, grad, expert) : of_chosen(logit, grad, expert);
         __syncwarp();
-        if (expert >= 0) store_number(p.gate.grad_logits, o.dtype, row + expert, static_cast<float>(grad_logit));
+        if (expert >= 0) store_number(p.grad_logits, o.dtype, row + expert, static_cast<float>(grad_logit));
     }
 
     __device__ void zero() const {
         const int number_bytes = o.dtype == DType::kFloat32 ? 4 : 2;
-        zero_any_row(static_cast<std::byte*>(p.gate.grad_logits) + row * number_bytes, o.num_experts * number_bytes);
+        zero_any_row(static_cast<std::byte*>(p.grad_logits) + row * number_bytes, o.num_experts * number_bytes);
     }
 
     // Returns the expert of top-k entry `lane`, or -1.
     __device__ int load_expert() const {
         if (lane >= o.num_topk) return -1;
         const int64_t at = token * o.num_topk + lane;
-        const int64_t expert =
-            o.index64 ? static_cast<const int64_t*>(p.gate.topk_idx)[at] : static_cast<const int32_t*>(p.gate.topk_idx)[at];
+        const int64_t expert = o.index64 ? static_cast<const int64_t*>(p.topk_idx)[at] : static_cast<const int32_t*>(p.topk_idx)[at];
         return expert >= 0 && expert < o.num_experts ? static_cast<int>(expert) : -1;
     }
 
     // Returns the gradient of this entry's weight before routed_scaling_factor.
     __device__ double load_grad(int expert) const {
         if (expert < 0) return 0.0;
-        double grad = p.gate.grad_topk_weights != nullptr ? p.gate.grad_topk_weights[token * o.num_topk + lane] : 0.0f;
+        double grad = p.grad_topk_weights != nullptr ? p.grad_topk_weights[token * o.num_topk + lane] : 0.0f;
         if (p.grad_probs != nullptr) grad += p.grad_probs[row + expert];
         return grad * o.routed_scaling_factor;
     }
@@ -94,7 +93,7 @@ struct Gradient {
         return o.score_function == ScoreFunction::kSqrtSoftplus ? sqrt_softplus_slope(logit, value) : value * (1.0 - value);
     }
 
-    __device__ float grad_share(int expert) const { return p.gate.grad_shares != nullptr ? p.gate.grad_shares[row + expert] : 0.0f; }
+    __device__ float grad_share(int expert) const { return p.grad_shares != nullptr ? p.grad_shares[row + expert] : 0.0f; }
 
     // All gradients of a row share three numbers: the largest logit (for exponentials), 1 / sum(f), and the dot product of shares and
     // their gradients.
@@ -107,13 +106,13 @@ struct Gradient {
         if (is_exponential()) {
             largest = -INFINITY;
 #pragma unroll 1
-            for (int i = lane; i < o.num_experts; i += 32) largest = fmaxf(largest, load_number(p.gate.logits, o.dtype, row + i));
+            for (int i = lane; i < o.num_experts; i += 32) largest = fmaxf(largest, load_number(p.logits, o.dtype, row + i));
             largest = warp_max(largest);
         }
         double sum = 0.0, dot = 0.0;
 #pragma unroll 1
         for (int i = lane; i < o.num_experts; i += 32) {
-            const double mine = part(load_number(p.gate.logits, o.dtype, row + i), largest);
+            const double mine = part(load_number(p.logits, o.dtype, row + i), largest);
             sum += mine;
             dot += grad_share(i) * mine;
         }
@@ -138,8 +137,8 @@ struct Gradient {
         }
 #pragma unroll 1
         for (int i = lane; i < o.num_experts; i += 32) {
-            const double other = of_share(load_number(p.gate.logits, o.dtype, row + i), i, sums);
-            store_number(p.gate.grad_logits, o.dtype, row + i, static_cast<float>(other));
+            const double other = of_share(load_number(p.logits, o.dtype, row + i), i, sums);
+            store_number(p.grad_logits, o.dtype, row + i, static_cast<float>(other));
         }
         return expert >= 0 ? grad_logit + of_share(logit, expert, sums) : 0.0;
     }
@@ -149,15 +148,15 @@ template <bool kHasRow>
 __global__ void __launch_bounds__(kRowThreads) gate_backward(const __grid_constant__ GpuGateBackwardParams p) {
     const int64_t token = static_cast<int64_t>(blockIdx.x) * (kRowThreads / 32) + threadIdx.x / 32;
     wait_for_kernel_before();
-    if (token < p.gate.options.num_tokens) Gradient<kHasRow>(p, token).run();
+    if (token < p.options.num_tokens) Gradient<kHasRow>(p, token).run();
 }
 
 }  // namespace
 
 void launch_gate_backward(const GpuGateBackwardParams& p, void* stream) {
-    const bool has_row = p.gate.grad_shares != nullptr || p.gate.options.score_function == ScoreFunction::kSoftmax;
+    const bool has_row = p.grad_shares != nullptr || p.options.score_function == ScoreFunction::kSoftmax;
     const auto start = [&](auto with_row) {
-        launch<gate_backward<with_row.value>>("gate_backward", blocks_of_warps(p.gate.options.num_tokens), kRowThreads, 0, p, stream,
+        launch<gate_backward<with_row.value>>("gate_backward", blocks_of_warps(p.options.num_tokens), kRowThreads, 0, p, stream,
                                               can_start_early(stream));
     };
     has_row ? start(std::true_type{}) : start(std::false_type{});

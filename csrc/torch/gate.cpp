@@ -134,15 +134,14 @@ Gated launch_forward(const Request& request) {
     if (request.dense) out.probs = empty(o.num_experts, at::kFloat), out.routing_map = empty(o.num_experts, at::kBool);
     if (request.num_ranks > 0) out.is_token_in_rank = empty(request.num_ranks, at::kBool);
     if (request.shares) out.shares = empty(o.num_experts, at::kFloat);
-    const GateParams gate{o,
-                          data_of<void>(logits),
-                          data_of<float>(expert_bias),
-                          data_of<bool>(mask),
-                          data_of<void>(out.topk_idx),
-                          data_of<float>(out.topk_weights),
-                          data_of<int32_t>(out.counts),
-                          data_of<float>(out.shares)};
-    const GpuGateParams params{gate,
+    const GpuGateParams params{o,
+                               data_of<void>(logits),
+                               data_of<float>(expert_bias),
+                               data_of<bool>(mask),
+                               data_of<void>(out.topk_idx),
+                               data_of<float>(out.topk_weights),
+                               data_of<int32_t>(out.counts),
+                               data_of<float>(out.shares),
                                data_of<float>(out.probs),
                                data_of<bool>(out.routing_map),
                                request.num_ranks,
@@ -166,10 +165,15 @@ Tensor launch_backward(const Gradients& grads, const Tensor& given_logits, const
     const c10::OptionalDeviceGuard guard(given_logits.device());
     const Tensor weights = contiguous(grads.weights), probs = contiguous(grads.probs), shares = contiguous(grads.shares);
     const Tensor logits = given_logits.contiguous(), chosen = topk_idx.contiguous(), grad_logits = at::empty_like(logits);
-    const GateBackwardParams gate{
-        options, data_of<void>(logits), data_of<void>(chosen), data_of<float>(weights), data_of<float>(shares), data_of<void>(grad_logits)};
-    const uintptr_t stream = call_stream(logits.device());
-    return kernels->gate_backward({gate, data_of<float>(probs), index_of(logits.device())}, stream) ? grad_logits : Tensor();
+    const GpuGateBackwardParams params{options,
+                                       data_of<void>(logits),
+                                       data_of<void>(chosen),
+                                       data_of<float>(weights),
+                                       data_of<float>(shares),
+                                       data_of<void>(grad_logits),
+                                       data_of<float>(probs),
+                                       index_of(logits.device())};
+    return kernels->gate_backward(params, call_stream(logits.device())) ? grad_logits : Tensor();
 }
 
 // ---- the function ----

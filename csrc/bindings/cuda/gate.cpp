@@ -106,14 +106,14 @@ void top2_backward(const TensorArg& gates, const TensorArg& chosen, const Tensor
 bool gate_forward(GpuGateParams params, uintptr_t stream) noexcept {
     return unless_failed(params.device, [&] {
         params.failure = failure_word(params.device);
-        check_options(params.gate.options, params.num_ranks);
+        check_options(params.options, params.num_ranks);
         launch_gate(params, as_stream(stream));
     });
 }
 
 bool gate_backward(const GpuGateBackwardParams& params, uintptr_t stream) noexcept {
     return unless_failed(params.device, [&] {
-        check_options(params.gate.options, 0);
+        check_options(params.options, 0);
         launch_gate_backward(params, as_stream(stream));
     });
 }
