@@ -250,7 +250,7 @@ struct LaneSender {
             if (p.is_expert_layout && !p.cached)
                 lane.target = r.expert_row_base[r.node_of(config, token) * config.num_experts + expert] +
                               tokens_before(c, r, token, expert) + r.index_in_warp[entry];
-            if (p.topk_weights != nullptr) lane.weight = p.topk_weights[token * p.weights_token_stride + k * p.weights_lane_stride];
+            if (p.topk_weights.values != nullptr) lane.weight = p.topk_weights.of(token, k);
         }
 #pragma unroll 1
         for (int rank = 0; rank < config.num_ranks; ++rank) {

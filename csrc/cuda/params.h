@@ -41,14 +41,30 @@ struct GpuContext : GpuWaits {
     unsigned long long plan;  // the number of this call's plan; the host counts the plans that it launches
 };
 
-// Everything a call knows about where this rank's tokens go. Scratch of the buffer, valid until its next call.
-struct GpuRouting {
-    const void* topk_idx;               // [num_tokens, num_topk] int64 or int32
-    int64_t token_stride, lane_stride;  // strides of topk_idx, in entries
+// The experts of tokens, and their weights, as the caller has them. Strides are in entries.
+struct GpuTopkIdx {
+    const void* topk_idx;  // [num_tokens, num_topk] int64 or int32
+    int64_t token_stride, lane_stride;
     bool is_int64;
-    int num_tokens;       // tokens of this rank; over nodes num_nodes * node_tokens, where unused places of a node's share have no expert
-    int tokens_per_warp;  // tokens of a warp of the plan
-    int node_segments;    // segments (blocks of the plan) for the tokens of one node
+    int num_tokens;
+
+    DEEPEP_MOE_HD int64_t expert(int token, int k) const {
+        const int64_t at = token * token_stride + k * lane_stride;
+        return is_int64 ? static_cast<const int64_t*>(topk_idx)[at] : static_cast<const int32_t*>(topk_idx)[at];
+    }
+};
+struct GpuTopkWeights {
+    const float* values;  // [num_tokens, num_topk], or nullptr
+    int64_t token_stride, lane_stride;
+
+    DEEPEP_MOE_HD float of(int token, int k) const { return values[token * token_stride + k * lane_stride]; }
+};
+
+// Everything a call knows about where this rank's tokens go. Scratch of the buffer, valid until its next call. The tokens are those of this
+// rank, or over nodes num_nodes * node_tokens, where unused places of a node's share have no expert.
+struct GpuRouting : GpuTopkIdx {
+    int tokens_per_warp;          // tokens of a warp of the plan
+    int node_segments;            // segments (blocks of the plan) for the tokens of one node
     int32_t* segment_counts;      // [num_segments, columns] tokens for each expert, then rank; becomes the sum of the segments before
     int32_t* warp_counts;         // [num_segments, warps of the plan, columns] likewise, for the warps before in the same segment
     int32_t* index_in_warp;       // [num_tokens, num_topk] tokens before this one in its warp with the same expert
@@ -62,11 +78,6 @@ struct GpuRouting {
 
     DEEPEP_MOE_HD int node_of(const GpuWorkspaceConfig& config, int token) const {
         return config.num_nodes == 1 ? 0 : token / config.node_tokens();
-    }
-
-    DEEPEP_MOE_HD int64_t expert(int token, int k) const {
-        const int64_t at = token * token_stride + k * lane_stride;
-        return is_int64 ? static_cast<const int64_t*>(topk_idx)[at] : static_cast<const int32_t*>(topk_idx)[at];
     }
 };
 
@@ -146,8 +157,7 @@ struct GpuDispatchParams {
     int num_x_rows;             // token t's row of x is t % num_x_rows
     const std::byte* x;         // [num_x_rows, row_bytes]
     const std::byte* x_scales;  // [num_x_rows, scale_bytes], or nullptr
-    const float* topk_weights;  // [num_tokens, num_topk], or nullptr
-    int64_t weights_token_stride, weights_lane_stride;
+    GpuTopkWeights topk_weights;
     int32_t* recv_counts;                       // [num_sources]; out: kFailed
     const int32_t* num_recv_tokens_per_expert;  // [num_local_experts]
     std::byte* recv_x;                          // [num_rows, row_bytes]

@@ -78,14 +78,10 @@ struct RailMeeting {
     GpuStamp stamp;  // what == 0: the host refuses the call
 };
 struct RailMeetCall {
-    bool cached = true;                 // the tokens that come are known from the handle
-    const void* topk_idx;               // [num_tokens, num_topk] experts of all nodes, int64 or int32
-    int64_t token_stride, lane_stride;  // strides of topk_idx, in entries
-    bool is_int64;
-    int num_tokens;
-    bool has_weights;           // topk_weights cross
-    const float* topk_weights;  // [num_tokens, num_topk]
-    int64_t weights_token_stride, weights_lane_stride;
+    bool cached = true;  // the tokens that come are known from the handle
+    GpuTopkIdx topk;     // experts of all nodes
+    bool has_weights;    // topk_weights cross
+    GpuTopkWeights topk_weights;
     int32_t* narrow_topk_idx;  // [num_tokens, num_topk] int32 copy for the handle; out unless cached
     int32_t* node_topk_idx;    // [num_nodes, node_tokens, num_topk] experts of this node, of the tokens that are here; out unless cached
     float* node_topk_weights;  // likewise; out with has_weights

@@ -56,16 +56,13 @@ struct Meeting {
     __device__ bool has_lanes() const { return !p.cached || p.has_weights; }
 
     __device__ int expert(int token, int k) const {
-        const int64_t at = token * p.token_stride + k * p.lane_stride;
-        const int64_t expert = p.is_int64 ? static_cast<const int64_t*>(p.topk_idx)[at] : static_cast<const int32_t*>(p.topk_idx)[at];
+        const int64_t expert = p.topk.expert(token, k);
         if (expert >= -1 && expert < config.num_nodes * config.num_experts) return static_cast<int>(expert);
         report(c, kIndexOutOfRange, k, GpuPhase::kNone, token, expert);
         return -1;
     }
 
-    __device__ float weight(int token, int k) const {
-        return !p.has_weights ? 0.0f : p.topk_weights[token * p.weights_token_stride + k * p.weights_lane_stride];
-    }
+    __device__ float weight(int token, int k) const { return !p.has_weights ? 0.0f : p.topk_weights.of(token, k); }
 
     // Returns the bit mask of the top-k entries that choose this node. Refuses indices out of range, and duplicates.
     __device__ unsigned lanes_to_node(int token) const {
@@ -84,9 +81,9 @@ struct Meeting {
     __device__ int find_slots() const {
         __shared__ int of_warps[kMeetWarps];
         int num_before = 0;
-        for (int first = 0; first < p.num_tokens; first += kMeetThreads) {
+        for (int first = 0; first < p.topk.num_tokens; first += kMeetThreads) {
             const int token = first + static_cast<int>(threadIdx.x);
-            const unsigned lanes = token < p.num_tokens ? lanes_to_node(token) : 0, goes = __ballot_sync(kFullWarp, lanes != 0);
+            const unsigned lanes = token < p.topk.num_tokens ? lanes_to_node(token) : 0, goes = __ballot_sync(kFullWarp, lanes != 0);
             if (lane == 0) of_warps[warp] = __popc(goes);
             __syncthreads();
             int slot = num_before + __popc(goes & ((1u << lane) - 1));
@@ -95,7 +92,7 @@ struct Meeting {
                 num_before += of_warps[w];
             }
             __syncthreads();
-            if (token >= p.num_tokens) continue;
+            if (token >= p.topk.num_tokens) continue;
             if (is_own()) {
                 take_own(token);
                 continue;
@@ -191,8 +188,8 @@ struct Meeting {
         const int num_tokens = find_slots();
         bool met = true;
         if (is_own()) {
-            for (int i = threadIdx.x; i < (config.node_tokens() - p.num_tokens) * num_topk; i += kMeetThreads)
-                write_lane(p.num_tokens + i / num_topk, i % num_topk, -1, 0.0f);
+            for (int i = threadIdx.x; i < (config.node_tokens() - p.topk.num_tokens) * num_topk; i += kMeetThreads)
+                write_lane(p.topk.num_tokens + i / num_topk, i % num_topk, -1, 0.0f);
             if (threadIdx.x == 0) r.out_counts[node] = 0;
             if (threadIdx.x == 0 && !p.cached && p.in_counts != nullptr) p.in_counts[node] = 0;
         } else {

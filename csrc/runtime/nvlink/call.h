@@ -28,20 +28,17 @@ struct RailCall {
     RailMoveCall move{};
 };
 
-inline GpuRouting routing_of(const TensorArg& topk_idx) {
+inline GpuRouting routing_of(const TensorArg& topk_idx, int64_t token_stride, int64_t lane_stride = 1) {
     GpuRouting routing{};  // the exchange fills in its scratch
-    routing.topk_idx = topk_idx.as<const void*>();
-    routing.token_stride = topk_idx.num_columns;
-    routing.lane_stride = 1;
-    routing.is_int64 = topk_idx.element_bytes == 8;
-    routing.num_tokens = static_cast<int>(topk_idx.num_rows);
+    static_cast<GpuTopkIdx&>(routing) = {topk_idx.as<const void*>(), token_stride, lane_stride, topk_idx.element_bytes == 8,
+                                         static_cast<int>(topk_idx.num_rows)};
     return routing;
 }
 
 // Returns the plan of a cached dispatch or a combine.
 inline GpuPlanParams cached_plan(const HandleArg& handle) {
     GpuPlanParams plan{};
-    plan.routing = routing_of(handle.topk_idx);
+    plan.routing = routing_of(handle.topk_idx, handle.topk_idx.num_columns);
     plan.cached = true;
     plan.recv_counts = handle.recv_counts.as<int32_t*>();
     plan.is_expert_layout = handle.is_expert_layout;
@@ -52,9 +49,7 @@ inline GpuPlanParams cached_plan(const HandleArg& handle) {
 
 inline GpuPlanParams fresh_plan(const HandleArg& handle, const MatrixArg& topk_idx, int64_t num_recv_rows) {
     GpuPlanParams plan{};
-    plan.routing = routing_of(topk_idx);
-    plan.routing.token_stride = topk_idx.row_stride;
-    plan.routing.lane_stride = topk_idx.column_stride;
+    plan.routing = routing_of(topk_idx, topk_idx.row_stride, topk_idx.column_stride);
     plan.routing.narrow_topk_idx = handle.topk_idx.as<int32_t*>();
     plan.reports_counts = num_recv_rows < 0;
     plan.is_expert_layout = handle.is_expert_layout;
@@ -75,14 +70,10 @@ inline RowScaling scaling_of(const TensorArg& weights, const TensorArg& x, const
 inline RailCall split_off_rail(const HandleArg& handle, GpuPlanParams& plan) {
     RailCall rail;
     if (!handle.node_topk_idx.is_there) return rail;
-    const GpuRouting all = plan.routing;
-    plan.routing = routing_of(handle.node_topk_idx);
     rail.meet.cached = plan.cached;
-    rail.meet.topk_idx = all.topk_idx;
-    rail.meet.token_stride = all.token_stride, rail.meet.lane_stride = all.lane_stride;
-    rail.meet.is_int64 = all.is_int64;
-    rail.meet.num_tokens = all.num_tokens;
-    rail.meet.narrow_topk_idx = all.narrow_topk_idx;
+    rail.meet.topk = plan.routing;
+    rail.meet.narrow_topk_idx = plan.routing.narrow_topk_idx;
+    plan.routing = routing_of(handle.node_topk_idx, handle.node_topk_idx.num_columns);
     rail.meet.node_topk_idx = handle.node_topk_idx.as<int32_t*>();
     rail.meet.in_counts = handle.in_counts.as<int32_t*>(), rail.move.in_counts = rail.meet.in_counts;
     return rail;
@@ -113,15 +104,12 @@ struct GpuDispatchCall {
         params.num_x_rows = static_cast<int>(x.num_rows);
         params.x = x.as<const std::byte*>();
         params.x_scales = x_scales.as<const std::byte*>();
-        params.topk_weights = topk_weights.as<const float*>();
-        params.weights_token_stride = topk_weights.row_stride;
-        params.weights_lane_stride = topk_weights.column_stride;
+        params.topk_weights = {topk_weights.as<const float*>(), topk_weights.row_stride, topk_weights.column_stride};
         params.recv_counts = handle.recv_counts.as<int32_t*>();
         params.num_recv_tokens_per_expert = handle.num_recv_tokens_per_expert.as<const int32_t*>();
         params.recv_row_idx = handle.recv_row_idx.as<int32_t*>();
         rail.meet.has_weights = topk_weights.is_there;
         rail.meet.topk_weights = params.topk_weights;
-        rail.meet.weights_token_stride = topk_weights.row_stride, rail.meet.weights_lane_stride = topk_weights.column_stride;
         rail.move.row_bytes = params.row_bytes, rail.move.tail_bytes = params.scale_bytes;
         rail.move.x = params.x, rail.move.x_scales = params.x_scales;
         signature = {cached ? Operation::kCachedDispatch : Operation::kDispatch,

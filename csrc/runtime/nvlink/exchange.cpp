@@ -211,11 +211,7 @@ GpuContext NvlinkExchange::context() const {
 
 void NvlinkExchange::complete(GpuRouting& routing) const {
     GpuRouting complete = scratch_routing_;
-    complete.topk_idx = routing.topk_idx;
-    complete.token_stride = routing.token_stride;
-    complete.lane_stride = routing.lane_stride;
-    complete.is_int64 = routing.is_int64;
-    complete.num_tokens = routing.num_tokens;
+    static_cast<GpuTopkIdx&>(complete) = routing;
     const int node_tokens = config_.num_nodes == 1 ? routing.num_tokens : config_.node_tokens();
     const int segments = std::max(1, max_segments() / config_.num_nodes);
     complete.tokens_per_warp = tokens_per_warp(node_tokens, segments);

@@ -76,16 +76,14 @@ GpuRail Rail::view() const {
     const std::byte* inbox = made_.base + made_.layout.inbox;
     std::byte* outbox = made_.base + made_.layout.outbox;
     const RailMeetCall& meet = call_.meet;
-    const auto* experts = static_cast<const int32_t*>(meet.topk_idx);  // int32 only in a cached call
-    return {inbox, outbox, made_.ready, made_.summed, meet.num_tokens, made_.slots, meet.cached ? experts : nullptr};
+    const auto* experts = static_cast<const int32_t*>(meet.topk.topk_idx);  // int32 only in a cached call
+    return {inbox, outbox, made_.ready, made_.summed, meet.topk.num_tokens, made_.slots, meet.cached ? experts : nullptr};
 }
 
 void Rail::complete(GpuDispatchParams& params) const {
     params.rail = view();
     if (!call_.meet.has_weights) return;
-    params.topk_weights = node_topk_weights_;
-    params.weights_token_stride = config_.num_topk;
-    params.weights_lane_stride = 1;
+    params.topk_weights = {node_topk_weights_, config_.num_topk, 1};
 }
 
 void Rail::complete(GpuCombineParams& params) const { params.rail = view(); }
