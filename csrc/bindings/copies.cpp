@@ -2,7 +2,7 @@
 #include <optional>
 
 #include "bindings/tensor.h"
-#include "cpu/copy_plan.h"
+#include "common/copy_plan.h"
 #if defined(DEEPEP_MOE_CUDA)
 #include "cuda/launch.h"
 #endif
@@ -29,7 +29,7 @@ void plan(const TensorArg& topk_idx, const TensorArg& counts, const TensorArg& c
         .rows = rows.as<int32_t*>(),
         .physical_topk_idx = physical_topk_idx.as<void*>(),
     };
-    if (!stream) return plan_copies(params);
+    if (!stream) return plan_copies_on_cpu(params);
 #if defined(DEEPEP_MOE_CUDA)
     launch_plan_copies(params, reinterpret_cast<void*>(*stream));
 #else

@@ -6,13 +6,9 @@ void bind_exchange(py::module_& m);
 #if defined(DEEPEP_MOE_CUDA)
 constexpr bool kHasCuda = true;
 void bind_gpu(py::module_& m);
-void bind_gpu_gate(py::module_& m);
-void bind_gpu_low_latency(py::module_& m);
 #else
 constexpr bool kHasCuda = false;
 void bind_gpu(py::module_&) {}
-void bind_gpu_gate(py::module_&) {}
-void bind_gpu_low_latency(py::module_&) {}
 #endif
 void bind_low_latency(py::module_& m);
 
@@ -28,6 +24,4 @@ PYBIND11_MODULE(_C, m) {
     bind_exchange(m);
     bind_low_latency(m);
     bind_gpu(m);
-    bind_gpu_gate(m);
-    bind_gpu_low_latency(m);
 }

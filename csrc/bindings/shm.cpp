@@ -2,7 +2,6 @@
 #include <system_error>
 
 #include "bindings/tensor.h"
-#include "common/handle_arg.h"
 #include "runtime/process.h"
 #include "runtime/shm/exchange.h"
 

@@ -134,6 +134,9 @@ DEEPEP_MOE_TEAM CopyScore make_copies(const Team& team, const CopyPlanParams& p,
     return copy_score(p, load, moves, num_copies);
 }
 
+// Plans copies on the CPU. Throws std::invalid_argument for negative counts, or counts whose sum is 2^31 or more.
+void plan_copies_on_cpu(const CopyPlanParams& params);
+
 // Says to which copies the rows of a source rank go. An expert's rows fill its first copy, then the next, and the rest goes home.
 struct CopyShares {
     int32_t* first;  // [num_experts] the slot of the expert's first copy, or -1

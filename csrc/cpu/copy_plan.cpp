@@ -1,4 +1,4 @@
-#include "cpu/copy_plan.h"
+#include "common/copy_plan.h"
 
 #include <algorithm>
 #include <limits>
@@ -73,7 +73,7 @@ void write_physical(const CopyPlanParams& p) {
 
 }  // namespace
 
-void plan_copies(const CopyPlanParams& p) {
+void plan_copies_on_cpu(const CopyPlanParams& p) {
     choose_copies(p);
     return p.is_int64 ? write_physical<int64_t>(p) : write_physical<int32_t>(p);
 }

@@ -39,8 +39,6 @@ static_assert(kSharedBytes + kStaticSharedBytes <= 232448, "a block of an H100")
 constexpr int kHalf = kColumns / 2;  // columns of one accumulator
 constexpr int kScaleBlock = 128;
 
-__device__ int divide(int x, int by) { return (x + by - 1) / by; }
-
 // Walks the tiles of a block, and says at which row and column of the result each begins.
 template <bool kOfWeights>
 struct Tiles {
@@ -55,7 +53,7 @@ struct Tiles {
             if (++group == p.num_groups) return false;
             first += num_tiles;
             start = end, end = p.group_ends[group];
-            num_tiles = num_tile_rows() * divide(kOfWeights ? p.k : p.n, kColumns);
+            num_tiles = num_tile_rows() * divide_up(kOfWeights ? p.k : p.n, kColumns);
         }
         // Blocks that run at once have different rows and share columns, because the columns' operand is larger.
         const int inner = static_cast<int>(number - first), rows = num_tile_rows();
@@ -64,7 +62,7 @@ struct Tiles {
         return true;
     }
 
-    __device__ int num_tile_rows() const { return divide(kOfWeights ? p.n : end - start, kRows); }
+    __device__ int num_tile_rows() const { return divide_up(kOfWeights ? p.n : end - start, kRows); }
     __device__ int num_blocks() const { return kOfWeights ? (end - start) / kDepth : p.k / kDepth; }
 };
 

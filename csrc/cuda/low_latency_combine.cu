@@ -100,10 +100,6 @@ struct Kernel {
           handle(config) {}
 
     __device__ static Shared& shared() { return *shared_memory<Shared>(); }
-    template <class T>
-    __device__ const T* in_handle(int64_t offset) const {
-        return reinterpret_cast<const T*>(p.handle + offset);
-    }
 
     // Start copies to shared memory of pieces `at` and `at` + 32 of a token's rows, from the first-th row on.
     __device__ void load_rows(const TokenRows& token, int first, int at) const {
@@ -143,22 +139,18 @@ struct Kernel {
 
     __device__ void enter() const {
         if (threadIdx.x == 0) *reinterpret_cast<unsigned long long*>(p.call) = call;
-        if (has_failed()) return refuse_handle(c, p.what, call, dispatch());
+        if (has_failed(c, p)) return refuse_handle(c, p.what, call, dispatch_of(p));
         if (threadIdx.x < config.num_ranks && !is_masked(c, threadIdx.x))
-            store_relaxed(Turn(c, threadIdx.x, call).entered(c.rank), flag + LowLatencyWhat::value_in(dispatch()));
+            store_relaxed(Turn(c, threadIdx.x, call).entered(c.rank), flag + LowLatencyWhat::value_in(dispatch_of(p)));
     }
-
-    // Returns the number of the dispatch whose handle this is.
-    __device__ unsigned long long dispatch() const { return *in_handle<unsigned long long>(0); }
-    __device__ bool has_failed() const { return *in_handle<unsigned long long>(handle.failed) == (dispatch() ^ c.failed); }
 
     // A block sums its tokens one after the other. Meanwhile its last warp looks up the rows of the next token. Their copies start before
     // this token's sum is pushed, because pushing over the link is slow.
     __device__ void send() const {
-        int num_tokens = lane < config.num_ranks ? in_handle<int32_t>(handle.num_tokens)[lane] : 0;
-        if (has_failed()) num_tokens = 0;
+        int num_tokens = lane < config.num_ranks ? in_handle<int32_t>(p, handle.num_tokens)[lane] : 0;
+        if (has_failed(c, p)) num_tokens = 0;
         if constexpr (kWeighted) {
-            if (!has_failed() && !meet_weights()) num_tokens = 0;
+            if (!has_failed(c, p) && !meet_weights()) num_tokens = 0;
         }
         const int64_t most = __reduce_max_sync(kFullWarp, static_cast<unsigned>(num_tokens)),
                       end = min(config.num_ranks * most, config.capacity());
@@ -230,7 +222,7 @@ struct Kernel {
         const SourceToken to = token_at(nth);
         LowLatencyRow entry{-1, 0.0f};
         if (nth < config.capacity() && lane < config.num_topk)
-            entry = in_handle<LowLatencyRow>(handle.rows)[(to.source * config.num_max_tokens + to.token) * config.num_topk + lane];
+            entry = in_handle<LowLatencyRow>(p, handle.rows)[(to.source * config.num_max_tokens + to.token) * config.num_topk + lane];
         if (to.token >= __shfl_sync(kFullWarp, num_tokens, to.source) || is_masked(c, to.source)) entry.row = -1;
         unsigned lanes = __ballot_sync(kFullWarp, entry.row >= 0);
         if constexpr (kWeighted) {
@@ -291,7 +283,7 @@ struct Kernel {
     }
 
     // Returns the bit mask of the ranks that have rows of the token.
-    __device__ unsigned ranks_of(int token) const { return token < p.num_tokens ? in_handle<unsigned>(handle.rank_masks)[token] : 0; }
+    __device__ unsigned ranks_of(int token) const { return token < p.num_tokens ? in_handle<unsigned>(p, handle.rank_masks)[token] : 0; }
 
     // Over nodes only ranks that bring weights meet here, and those of this node come first. The threads of a warp wait together, so a rank
     // of this node that refuses or is late must be named before ranks whose words it would have passed on.
@@ -308,7 +300,7 @@ struct Kernel {
     }
     // Wait until all ranks have come, and report those that combine for another dispatch. One warp calls it.
     __device__ void meet_along() const {
-        const unsigned long long our_dispatch = dispatch();
+        const unsigned long long our_dispatch = dispatch_of(p);
         const WorkspaceWords words{c, call};
         Sources sources = meet_all(words);
         if (c.masks_stalled) sources = agreed(c, words, flag, sources);

@@ -131,10 +131,6 @@ struct Receiver {
           num_relays(num_relays) {}
 
     __device__ LowLatencyHandleLayout handle() const { return LowLatencyHandleLayout(config); }
-    template <class T>
-    __device__ T* in_handle(int64_t offset) const {
-        return reinterpret_cast<T*>(p.handle + offset);
-    }
 
     __device__ static Shared& shared() { return *shared_memory<Shared>(); }
     __device__ bool is_outside(int source) const {
@@ -226,7 +222,7 @@ struct Receiver {
     }
 
     __device__ void publish_counts() const {
-        if (threadIdx.x < config.num_ranks) in_handle<int32_t>(handle().num_tokens)[threadIdx.x] = shared().num_tokens[threadIdx.x];
+        if (threadIdx.x < config.num_ranks) in_handle<int32_t>(p, handle().num_tokens)[threadIdx.x] = shared().num_tokens[threadIdx.x];
 #pragma unroll 1
         for (int expert = threadIdx.x; expert < num_local; expert += kThreads) {
             const int num_tokens = tokens_before(c, shared().more, shared().came, config.num_ranks, expert);
@@ -251,7 +247,7 @@ struct Receiver {
             row = there.expert * static_cast<int>(config.rows_of_expert()) +
                   tokens_before(c, shared().more, shared().came, from.source, there.expert) + there.index;
         LowLatencyRow* const rows =
-            in_handle<LowLatencyRow>(handle().rows) + (from.source * config.num_max_tokens + from.token) * config.num_topk;
+            in_handle<LowLatencyRow>(p, handle().rows) + (from.source * config.num_max_tokens + from.token) * config.num_topk;
         if (lane < config.num_topk) rows[lane] = {row, there.weight};
         const unsigned lanes = __ballot_sync(kFullWarp, row >= 0);
         const int nth = __popc(lanes & ((1u << lane) - 1));

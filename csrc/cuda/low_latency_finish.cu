@@ -58,9 +58,7 @@ struct Finisher {
     __device__ static Shared<kQuantized>& shared() { return *shared_memory<Shared<kQuantized>>(); }
 
     // Returns the bit mask of the ranks, of all nodes, that have rows of a token.
-    __device__ unsigned ranks_of(int token) const {
-        return reinterpret_cast<const unsigned*>(p.handle + LowLatencyHandleLayout(c.config).rank_masks)[token];
-    }
+    __device__ unsigned ranks_of(int token) const { return in_handle<unsigned>(p, LowLatencyHandleLayout(c.config).rank_masks)[token]; }
 
     __device__ void run() const {
         const int end = p.num_tokens * num_tasks, step = static_cast<int>(gridDim.x);

@@ -42,8 +42,6 @@ static_assert(kSharedBytes + kStaticSharedBytes <= 232448, "a block of an H100")
 
 #if DEEPEP_MOE_TENSOR_CORES
 
-__device__ int divide(int x, int by) { return (x + by - 1) / by; }
-
 // Walks the tiles of a block, and says at which row and column of the matrix each begins.
 struct Tiles {
     const Params& p;
@@ -53,12 +51,12 @@ struct Tiles {
     __device__ explicit Tiles(const Params& params) : p(params), number(blockIdx.x / kPair) {}
 
     __device__ bool next() {
-        const int rows = divide(p.n, kPair * kRows);
+        const int rows = divide_up(p.n, kPair * kRows);
         while (group < 0 || number >= first + num_tiles) {
             if (++group == p.num_groups) return false;
             first += num_tiles;
             start = end, end = p.group_ends[group];
-            num_tiles = end <= start ? 0 : rows * divide(p.k, kColumns);
+            num_tiles = end <= start ? 0 : rows * divide_up(p.k, kColumns);
         }
         const int inner = static_cast<int>(number - first);
         row = (inner % rows * kPair + static_cast<int>(blockIdx.x) % kPair) * kRows, column = inner / rows * kColumns;
@@ -66,7 +64,7 @@ struct Tiles {
         return true;
     }
 
-    __device__ int num_steps() const { return divide(end - start, kDepth); }
+    __device__ int num_steps() const { return divide_up(end - start, kDepth); }
     __device__ int last_rows() const { return (end - start - 1) % kDepth + 1; }  // rows of the last of these steps
 };
 

@@ -36,36 +36,30 @@ struct RailCombine {
     __device__ RailCombine(const LowLatencyRailCombine& l, unsigned long long call)
         : rail(l.rail, call), c(l.rail.context), config(c.config), p(l.call), flag(p.what.flag(call, 0)) {}
 
-    template <class T>
-    __device__ const T* in_handle(int64_t offset) const {
-        return reinterpret_cast<const T*>(p.handle + offset);
-    }
-    __device__ unsigned long long dispatch() const { return *in_handle<unsigned long long>(0); }
-    __device__ bool has_failed() const {
-        return *in_handle<unsigned long long>(LowLatencyHandleLayout(config).failed) == (dispatch() ^ c.failed);
-    }
     // Returns the number of tokens of the rail's rank in `node`.
-    __device__ int tokens_of(int node) const { return in_handle<int32_t>(LowLatencyHandleLayout(config).num_tokens)[rail.rank_in(node)]; }
+    __device__ int tokens_of(int node) const {
+        return in_handle<int32_t>(p, LowLatencyHandleLayout(config).num_tokens)[rail.rank_in(node)];
+    }
     // Returns the ranks of this node that have rows of a token of that rank, as bits of their index.
     __device__ unsigned ranks_of(int node, int token) const {
-        return in_handle<unsigned>(LowLatencyRailHandle(config, rail.r.num_nodes).in_ranks)[node * config.num_max_tokens + token];
+        return in_handle<unsigned>(p, LowLatencyRailHandle(config, rail.r.num_nodes).in_ranks)[node * config.num_max_tokens + token];
     }
 
-    __device__ unsigned long long own_word() const { return flag + LowLatencyWhat::value_in(dispatch()); }
+    __device__ unsigned long long own_word() const { return flag + LowLatencyWhat::value_in(dispatch_of(p)); }
     __device__ unsigned long long refusing_word() const {
         LowLatencyWhat what = p.what;
         what.is_refused = true;
         return what.flag(rail.call, 0);
     }
     __device__ GpuFailure failed_handle() const {
-        return {kFailedHandle, c.rank, static_cast<int>(GpuPhase::kEntry), static_cast<long long>(dispatch()), 0};
+        return {kFailedHandle, c.rank, static_cast<int>(GpuPhase::kEntry), static_cast<long long>(dispatch_of(p)), 0};
     }
 
     // Enter the call in this node: thread r writes the entry at rank r. It may be done twice. One warp calls it.
     __device__ void enter_node(bool failed) const {
         const int to = rail.first_rank() + lane;
         if (lane == 0) *reinterpret_cast<unsigned long long*>(p.call) = rail.call;
-        if (failed && lane == 0) report(c, kFailedHandle, c.rank, GpuPhase::kEntry, static_cast<long long>(dispatch()), 0);
+        if (failed && lane == 0) report(c, kFailedHandle, c.rank, GpuPhase::kEntry, static_cast<long long>(dispatch_of(p)), 0);
         if (lane >= rail.r.ranks_per_node || is_masked(c, to)) return;
         if (failed) tell_reason(c, to, rail.call, failed_handle());
         store_relaxed(Turn(c, to, rail.call).entered(c.rank), failed ? refusing_word() : own_word());
@@ -83,7 +77,7 @@ struct Weigher : RailCombine {
     __device__ static unsigned long long& shared_word() { return *shared_memory<unsigned long long>(); }
 
     __device__ void run() const {
-        const bool failed = has_failed();
+        const bool failed = has_failed(c, p);
         const int node = rail.node_at(1 + static_cast<int>(blockIdx.x));
         if (blockIdx.x == 0 && warp == 0) enter_node(failed);
         failed ? refuse(node) : send(node);
@@ -164,7 +158,7 @@ struct Summer : RailCombine {
     __device__ static Shared& shared() { return *shared_memory<Shared>(); }
 
     __device__ void run() const {
-        const bool failed = has_failed();
+        const bool failed = has_failed(c, p);
         if (blockIdx.x == 0 && warp == 0) enter_node(failed);
         __syncthreads();
         if (warp == 0) {

@@ -1,9 +1,9 @@
 // Low-latency kernels put to the ranks of their rail by this. Sources include NVSHMEM's headers before this one.
 #pragma once
 
+#include "cuda/device/launch.cuh"
 #include "cuda/device/low_latency_lines.cuh"
 #include "cuda/device/low_latency_rail.cuh"
-#include "nvshmem/launch.cuh"
 
 namespace deepep_moe {
 

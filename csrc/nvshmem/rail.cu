@@ -11,8 +11,8 @@
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
+#include "cuda/device/launch.cuh"
 #include "cuda/device/rows.cuh"
-#include "nvshmem/launch.cuh"
 #include "nvshmem/rail.h"
 
 namespace deepep_moe {

@@ -6,7 +6,7 @@
 #include <memory>
 #include <optional>
 
-#include "common/handle_arg.h"
+#include "common/tensor_arg.h"
 #include "torch/tensors.h"
 
 namespace deepep_moe {

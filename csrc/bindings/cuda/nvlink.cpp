@@ -1,4 +1,4 @@
-// Binds the GPU library: its exchange, and kernels of one GPU.
+// Binds the GPU library: its exchange, low-latency calls, and kernels of one GPU.
 #include <algorithm>
 #include <numeric>
 #include <optional>
@@ -11,6 +11,7 @@
 
 using namespace deepep_moe;
 
+void bind_gpu_gate(py::module_& m);
 // Functions of `KernelShim`, in gate.cpp.
 bool gate_forward(GpuGateParams params, uintptr_t stream) noexcept;
 bool gate_backward(const GpuGateBackwardParams& params, uintptr_t stream) noexcept;
@@ -234,6 +235,31 @@ void move_experts(GuardedExchange& self, const TensorArg& copies, const std::vec
     self.move_experts(params, signature, {.num_sms = num_sms, .stream = stream});
 }
 
+void bind_low_latency_calls(py::module_& m) {
+    using Released = py::call_guard<py::gil_scoped_release>;
+    bind_calls<GuardedLowLatency>(m, "NvlinkLowLatency")
+        .def(py::init([](int num_ranks, int rank, int device, int num_experts, int num_topk, int hidden, int64_t num_max_tokens, int lanes,
+                         double timeout_s, bool mask_stalled, int ranks_per_node) {
+                 const LowLatencyConfig config{num_ranks, num_experts, num_topk, hidden, num_max_tokens, lanes};
+                 return Unlocked<GuardedLowLatency>(new GuardedLowLatency(config, rank, device, timeout_s, mask_stalled, ranks_per_node));
+             }),
+             py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("device"), py::arg("num_experts"), py::arg("num_topk"),
+             py::arg("hidden"), py::arg("num_max_tokens"), py::arg("lanes"), py::arg("timeout_s"), py::arg("mask_stalled"),
+             py::arg("ranks_per_node"))
+        .def_property_readonly("handle_bytes", &NvlinkLowLatency::handle_bytes)
+        .def_property_readonly("failed_mark", &NvlinkLowLatency::failed_mark)
+        .def_property_readonly("masks", &NvlinkLowLatency::masks)
+        .def_readwrite("num_blocks", &NvlinkLowLatency::num_blocks)
+        .def_property_readonly("rail_bytes", &NvlinkLowLatency::rail_bytes)
+        .def("attach_rail",
+             [](GuardedLowLatency& self, const py::object& shim, const std::vector<uintptr_t>& addresses, const std::vector<int>& pes) {
+                 self.attach_rail(*static_cast<const LowLatencyRailShim*>(PyCapsule_GetPointer(shim.ptr(), kLowLatencyRailShimName)),
+                                  addresses, pes);
+             })
+        .def("mask", &NvlinkLowLatency::mask, Released())
+        .def("rejoin", &NvlinkLowLatency::rejoin, Released());
+}
+
 }  // namespace
 
 void bind_gpu(py::module_& m) {
@@ -276,4 +302,6 @@ void bind_gpu(py::module_& m) {
             return GpuWorkspaceLayout({num_ranks, num_experts, num_topk, hidden, num_max_tokens}).total_bytes;
         },
         py::kw_only(), py::arg("num_ranks"), py::arg("num_experts"), py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"));
+    bind_low_latency_calls(m);
+    bind_gpu_gate(m);
 }

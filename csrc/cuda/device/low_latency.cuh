@@ -35,6 +35,22 @@ private:
     std::byte* const base;
 };
 
+// Returns what lies at an offset of a handle (LowLatencyHandleLayout). A dispatch writes it, a combine only reads.
+template <class T>
+__device__ __forceinline__ T* in_handle(const LowLatencyDispatchParams& p, int64_t offset) {
+    return reinterpret_cast<T*>(p.handle + offset);
+}
+template <class T>
+__device__ __forceinline__ const T* in_handle(const LowLatencyCombineParams& p, int64_t offset) {
+    return reinterpret_cast<const T*>(p.handle + offset);
+}
+
+// Returns the number of the dispatch whose handle a combine uses, and whether that dispatch has failed.
+__device__ __forceinline__ unsigned long long dispatch_of(const LowLatencyCombineParams& p) { return *in_handle<unsigned long long>(p, 0); }
+__device__ __forceinline__ bool has_failed(const LowLatencyContext& c, const LowLatencyCombineParams& p) {
+    return *in_handle<unsigned long long>(p, LowLatencyHandleLayout(c.config).failed) == (dispatch_of(p) ^ c.failed);
+}
+
 // Returns where `source` writes its reason for refusing `call`, in the workspace of `owner`.
 __device__ __forceinline__ LowLatencyReason* reason_at(const LowLatencyContext& c, int owner, int source, unsigned long long call) {
     return reinterpret_cast<LowLatencyReason*>(c.workspaces[owner] + c.layout.reason_of(source, call));

@@ -197,8 +197,8 @@ private:
 #pragma unroll 4
         for (int k = 0; k < config.num_topk; ++k)
             if (lanes[k].expert >= 0) ranks |= 1u << lanes[k].expert / config.num_local_experts;
-        auto* const kept = reinterpret_cast<unsigned*>(p.handle + LowLatencyRailHandle(config, rail.r.num_nodes).in_ranks);
-        kept[rail.node_of(source) * config.num_max_tokens + token] = ranks;
+        in_handle<unsigned>(
+            p, LowLatencyRailHandle(config, rail.r.num_nodes).in_ranks)[rail.node_of(source) * config.num_max_tokens + token] = ranks;
         if (ranks == 0) return;
         const unsigned long long word = rail.wait_to_tell(rail.arrived(source, token), source, GpuPhase::kRailRows, rail.c.timeout_ns);
         if (word >> kWhatBits > rail.call) report_what(rail.c, flag, word, source);

@@ -76,10 +76,6 @@ struct Sender {
     }
 
 private:
-    template <class T>
-    __device__ T* in_handle(int64_t offset) const {
-        return reinterpret_cast<T*>(p.handle + offset);
-    }
     __device__ LowLatencyHandleLayout handle() const { return LowLatencyHandleLayout(config); }
 
     // The first blocks each send the counts for one destination; the others send rows.
@@ -104,7 +100,7 @@ private:
         bool accepted = true;
         if (tells) accepted = find_places(experts);
         if (tells && blockIdx.x == 0 && threadIdx.x == 0) {
-            *in_handle<unsigned long long>(0) = call;
+            *in_handle<unsigned long long>(p, 0) = call;
             if (!accepted) fail();
         }
 #pragma unroll 1
@@ -138,7 +134,7 @@ private:
     __device__ void enter(int to) const {
         if (threadIdx.x != 0) return;
         if (!is_masked(c, to)) store_relaxed(Turn(c, to, call).entered(c.rank), flag + p.num_tokens);
-        if (to == 0) *in_handle<unsigned long long>(0) = call;
+        if (to == 0) *in_handle<unsigned long long>(p, 0) = call;
     }
 
     __device__ void send_counts(int to, bool accepted) const {
@@ -236,7 +232,7 @@ private:
     // Send each rank of this node its entries of the token. One warp calls it.
     __device__ void send_head(int token, const Lane& entry, unsigned ranks) const {
         const int num_parts = static_cast<int>(c.layout.head_bytes / 16), first_rank = outside.first_rank();
-        if (lane == 0) in_handle<unsigned>(handle().rank_masks)[token] = ranks;
+        if (lane == 0) in_handle<unsigned>(p, handle().rank_masks)[token] = ranks;
         LowLatencyLane out{-1, 0, entry.weight};
         if (entry.rank >= 0) out.index = static_cast<uint16_t>(marks.before(token, entry.expert));
 #pragma unroll 1

@@ -72,11 +72,6 @@ private:
     }
 };
 
-// Returns the number of the dispatch whose handle the combine uses.
-__device__ __forceinline__ unsigned long long dispatch_of(const LowLatencyCombineParams& p) {
-    return *reinterpret_cast<const unsigned long long*>(p.handle);
-}
-
 // Returns whether a rank's word says that it combines for the same dispatch. If not, it reports that.
 __device__ __forceinline__ bool check_along(const LowLatencyContext& c, const LowLatencyCombineParams& p, unsigned long long flag,
                                             unsigned long long word, int source) {

@@ -4,7 +4,7 @@
 #include <optional>
 #include <span>
 
-#include "common/handle_arg.h"
+#include "common/tensor_arg.h"
 #include "common/signature.h"
 #include "cuda/rail.h"
 

@@ -19,6 +19,14 @@ void check_launch(const char* error);
 // Throw std::invalid_argument if the shim of csrc/nvshmem is of another build, or if there is not a PE for each node.
 void check_rail(bool is_same_build, size_t num_pes, int num_nodes);
 
+// Returns a new T in host memory that kernels can write, with `more_bytes` behind it. cudaFreeHost frees it.
+template <class T>
+T* new_pinned(size_t more_bytes = 0) {
+    void* memory = nullptr;
+    check_cuda(cudaHostAlloc(&memory, sizeof(T) + more_bytes, cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+    return new (memory) T{};
+}
+
 // A pointer to be set, and the bytes that it will point to.
 using Array = std::pair<void**, int64_t>;
 template <class T>

@@ -10,12 +10,14 @@
 //   No SMs (0)         Senders pack rows into the outbox, the host waits for the peers, copy engines send, then receive.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "common/errors.h"
@@ -24,7 +26,6 @@
 #include "runtime/nvlink/failures.h"
 #include "runtime/nvlink/memory.h"
 #include "runtime/nvlink/rail.h"
-#include "runtime/nvlink/row_guess.h"
 #include "runtime/nvlink/streams.h"
 
 namespace deepep_moe {
@@ -32,6 +33,21 @@ namespace deepep_moe {
 // Allocate the outputs of a dispatch that receives `num_rows` rows, and set them in the call (`GpuDispatchCall::receive_into`). It may
 // throw. It is called twice if a guess was too small, else once.
 using Allocate = std::function<void(int64_t num_rows, bool is_guess)>;
+
+constexpr size_t kMaxGuesses = 4096;  // guesses that a buffer keeps
+
+// Guesses how many rows to allocate before they are counted, so that the kernel that receives need not wait for the host.
+class RowGuess {
+public:
+    static constexpr int64_t kShare = 16;  // 1 / kShare more rows than last time are allocated
+
+    // Returns a little more than the last count if that was close to the one before, or -1 for no guess.
+    int64_t room() const { return last_ < 0 || std::max(last_ - before_, before_ - last_) * kShare > last_ ? -1 : last_ + last_ / kShare; }
+    void remember(int64_t num_rows) { before_ = std::exchange(last_, num_rows); }
+
+private:
+    int64_t last_ = -1, before_ = -1;  // rows of the last two dispatches
+};
 
 class NvlinkExchange {
 public:

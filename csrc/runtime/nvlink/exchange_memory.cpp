@@ -48,10 +48,7 @@ void NvlinkExchange::allocate() {
                                  " blocks of a plan with " + std::to_string(config_.num_experts) + " experts at once; " +
                                  std::to_string(config_.num_nodes) + " nodes need one each");
     memory_.allocate(layout_.total_bytes, layout_.inbox, layout_.left);
-    void* host = nullptr;
-    const size_t host_bytes = sizeof(HostSlots) + sizeof(int) * (config_.num_experts / config_.num_ranks);
-    check_cuda(cudaHostAlloc(&host, host_bytes, cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
-    host_ = new (host) HostSlots{};
+    host_ = new_pinned<HostSlots>(sizeof(int) * num_local_experts());
     expert_counts_ = reinterpret_cast<int*>(host_ + 1);
     allocate_scratch();
     failures_.create();

@@ -57,12 +57,9 @@ void NvlinkLowLatency::allocate() {
                                  " bytes of shared memory a block, this GPU has " + std::to_string(shared));
     num_blocks = std::min(blocks * attribute(cudaDevAttrMultiProcessorCount, device_), kLowLatencyMaxBlocks);
     memory_.allocate(layout_.total_bytes, layout_.total_bytes, layout_.left);
-    void* pointer = nullptr;
-    check_cuda(cudaMalloc(&pointer, sizeof(LowLatencyState)), "cannot allocate the counters");
-    state_ = static_cast<LowLatencyState*>(pointer);
-    check_cuda(cudaMemset(state_, 0, sizeof(LowLatencyState)), "cudaMemset");
-    check_cuda(cudaHostAlloc(&pointer, sizeof(HostSlots), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
-    host_ = new (pointer) HostSlots{};
+    const Array counters = array_of(&state_, 1);
+    allocate_arrays(counters.first, {&counters, 1}, "cannot allocate the counters");
+    host_ = new_pinned<HostSlots>();
     failures_.create();
     last_.create();
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
@@ -245,12 +242,7 @@ void NvlinkLowLatency::check() {
 // Clear the failure and return it, once the GPU has finished its work.
 GpuFailure NvlinkLowLatency::forget_failure() {
     const DeviceGuard guard(device_);
-    const auto is_done = [&] {
-        if (!last_.has_captured()) return last_.is_done();
-        check_cuda(cudaDeviceSynchronize(), "the GPU failed");  // it is not known on which streams graphs run
-        return true;
-    };
-    return failures_.take(host_->failure, &state_->gave_up, sizeof(state_->gave_up), is_done);
+    return failures_.take(host_->failure, &state_->gave_up, sizeof(state_->gave_up), [&] { return last_.is_done(); });
 }
 
 std::string NvlinkLowLatency::describe_mismatch(const GpuFailure& f, int reporter) const {

@@ -121,10 +121,7 @@ void GpuMemory::allocate(int64_t bytes, int64_t zeroed_bytes, int64_t left) {
     AddressRange& workspace = workspaces_[index_];
     if (!workspace.is_mapped) explained("cannot allocate the workspace", [&] { workspace.create(bytes, device_); });
     check_cuda(cudaMemset(workspace.begin, 0, zeroed_bytes), "cudaMemset");
-    if (ended_ != nullptr) return;
-    void* ended = nullptr;
-    check_cuda(cudaHostAlloc(&ended, sizeof(*ended_), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
-    ended_ = new (ended) std::atomic<unsigned>(0);
+    if (ended_ == nullptr) ended_ = new_pinned<std::atomic<unsigned>>();
 }
 
 GpuMemory::~GpuMemory() {

@@ -5,7 +5,6 @@
 
 #include "common/gate.h"
 #include "common/low_latency.h"
-#include "cuda/dense_routing.h"
 #include "runtime/nvlink/call.h"
 
 namespace deepep_moe {

@@ -82,7 +82,11 @@ void LastStreams::ends() {
     if (is_external_ && running_ && !captures_) is_marked_ = cudaEventRecord(ended_, *running_) == cudaSuccess;
 }
 
-bool LastStreams::is_done() const { return !running_ || is_ready(is_marked_ ? cudaEventQuery(ended_) : cudaStreamQuery(*running_)); }
+bool LastStreams::is_done() const {
+    if (capture_ == 0) return !running_ || is_ready(is_marked_ ? cudaEventQuery(ended_) : cudaStreamQuery(*running_));
+    check_cuda(cudaDeviceSynchronize(), "the GPU failed");  // it is not known on which streams graphs run
+    return true;
+}
 
 // ---- sending beside the call's stream ----
 

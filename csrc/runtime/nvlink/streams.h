@@ -31,8 +31,9 @@ public:
     void go_on(cudaStream_t stream) { go_on(stream, capture_of(stream)); }  // the rest of the call is on this stream
     void ends();  // the call has enqueued its work on its stream; a second half may follow
     cudaStream_t running() const { return running_.value_or(nullptr); }  // stream of the call in progress
-    bool is_done() const;  // whether the last call's stream has finished: an external one what it had at the call's end, others all
-    bool has_captured() const { return capture_ != 0; }
+    // Returns whether the last call's stream has finished: an external one what it had at the call's end, others all. If a graph has
+    // captured a call, waits for the GPU.
+    bool is_done() const;
 
 private:
     void go_on(cudaStream_t stream, unsigned long long capture);
